@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
-from typing import Any, cast, overload
+from collections.abc import Callable, Mapping
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +16,21 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
 from mamba_jax.config import MOE, SHARED, HybridConfig, StateUnit, need
+from mamba_jax.config.drafter import BlockConfig, DrafterConfig, EagleConfig
 from mamba_jax.layout import BlockLayout, Layout, SequenceLayout, has_tails
-from mamba_jax.modules.basic import Table, normal, scaled
+from mamba_jax.modules.basic import Table, normal, scaled, shapes_only
+from mamba_jax.modules.block_drafter import BlockDrafter
 from mamba_jax.modules.blocks import Block, model_norm
+from mamba_jax.modules.eagle import Eagle
 from mamba_jax.modules.mtp import MTP
 from mamba_jax.modules.quantised import quantise_in_place, quantised_weights, weight_of
 from mamba_jax.modules.shared import SharedBlock, SharedUse
 from mamba_jax.sharding.axis import keep_whole, split_last
 from mamba_jax.store import EXPERT, EXPERTS, SlotArrays, Store, StoreShape
 from mamba_jax.tails import TailArrays
+
+DRAFTERS: Mapping[type[DrafterConfig], Callable[..., nnx.Module]] = {EagleConfig: Eagle, BlockConfig: BlockDrafter}
+"""The module of each drafter's configuration. It takes (config, target's config, rngs, dtype)."""
 
 
 class HybridModel(nnx.Module):
@@ -62,7 +68,8 @@ class HybridModel(nnx.Module):
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else Table(normal(rngs, (config.vocab_size, config.hidden_size), dtype))
         self.mtp = MTP(config, rngs=rngs, dtype=dtype) if config.mtp_pattern else None
-        self.drafter = None if config.drafter is None else config.drafter.make(config, rngs=rngs, dtype=dtype)
+        made = None if config.drafter is None else DRAFTERS[type(config.drafter)]
+        self.drafter: Any = None if made is None else made(config.drafter, config, rngs=rngs, dtype=dtype)
 
     def __call__(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Float[Array, "batch length vocab"]:
         """Returns logits (float32) for the token after each token.
@@ -252,7 +259,8 @@ class HybridModel(nnx.Module):
     @classmethod
     def abstract(cls, config: HybridConfig, *, dtype: DTypeLike = jnp.float32) -> HybridModel:
         """Returns the model with shapes and dtypes in place of weights; costs no memory."""
-        return nnx.eval_shape(lambda: cls(config, rngs=cast(nnx.Rngs, _SameKey()), dtype=dtype))
+        with shapes_only():
+            return cls(config, rngs=nnx.Rngs(0), dtype=dtype)
 
     @classmethod
     def from_parameters(cls, config: HybridConfig, values: Mapping[str, Array]) -> HybridModel:
@@ -306,13 +314,6 @@ def _integers(name: str, value: Any, axes: str, rank: int, between: tuple[int, i
         if known.min() < low or known.max() > high:
             raise ValueError(f"{name} is {known.tolist()}: expected numbers from {low} to {high}")
     return jnp.asarray(value)
-
-
-class _SameKey:
-    """Stands in for `nnx.Rngs` where values do not matter: its counter makes tracing time quadratic in the model."""
-
-    def params(self) -> Array:
-        return jax.random.key(0)
 
 
 def parameters(model: nnx.Module) -> dict[str, nnx.Param]:

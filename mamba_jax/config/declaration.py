@@ -9,7 +9,7 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from mamba_jax.config.errors import ModelConfigError
 
@@ -198,7 +198,14 @@ class StateArray:
 
 
 class MixerConfig:
-    """Configuration of a sublayer's mixer: its sizes, the state that it keeps, and the cost of what it computes."""
+    """Configuration of a sublayer's mixer: its sizes, the state that it keeps, and the cost of what it computes.
+
+    `mamba_jax.modules.blocks.MIXERS` has the module of each.
+    """
+
+    def at(self, index: int) -> Self:
+        """Returns the configuration of sublayer `index`, counted from 0 over the model's sublayers of this kind."""
+        return self
 
     def state(self) -> tuple[StateArray, ...]:
         """Returns the state arrays of each sequence.
@@ -233,16 +240,6 @@ class RecurrenceConfig(MixerConfig):
     letter: str
     varying_bits: ClassVar[str] = ""
     """The recurrence's name in messages, if its bits depend on the schedule (see `schedule_invariant`)."""
-
-    def make(self, hidden_size: int, *, index: int, rngs: Any, dtype: Any) -> Any:
-        """Makes the module. Called with (x [T, hidden], layout, state), it returns (y [T, hidden], state).
-
-        `index` counts the model's sublayers of this kind from 0, for modules that depend on their depth.
-
-        The state is a dict of the declared arrays by name, or None for whole sequences. On several devices, the weights
-        and states are the device's own pieces, and y is a partial sum.
-        """
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from mamba_jax.config.declaration import (
     WHOLE,
@@ -59,11 +59,6 @@ class DeltaConfig(RecurrenceConfig):
             raise ModelConfigError(f"log_decay_bound is {self.log_decay_bound}: a negative number is expected")
         if self.num_heads % self.num_groups:
             raise ModelConfigError(f"{self.num_heads} value heads cannot share {self.num_groups} key heads")
-
-    def make(self, hidden_size: int, *, index: int, rngs: Any, dtype: Any) -> Any:
-        from mamba_jax.modules.delta import Delta
-
-        return Delta(self, hidden_size, rngs=rngs, dtype=dtype)
 
     @property
     def inner_size(self) -> int:

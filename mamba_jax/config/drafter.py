@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from mamba_jax.config.attention import AttentionConfig
 from mamba_jax.config.declaration import WHOLE, Division, Placement, StateArray, UnevenDivision
@@ -44,10 +43,6 @@ class DrafterConfig:
         """The name of the kind of drafter in `--speculative-method`."""
         raise NotImplementedError
 
-    def make(self, target: Any, *, rngs: Any, dtype: Any) -> Any:
-        """Makes the module. `target` is the `HybridConfig` that this drafter is a part of."""
-        raise NotImplementedError
-
     def lookahead(self, count: int) -> int:
         """Returns how many tokens after a row's committed ones have keys and values when it drafts `count` tokens."""
         return count
@@ -81,11 +76,6 @@ class EagleConfig(DrafterConfig):
     norms_states: bool = False
     """The target's concatenated hidden states pass an RMS norm before they are projected."""
 
-    def make(self, target: Any, *, rngs: Any, dtype: Any) -> Any:
-        from mamba_jax.modules.eagle import Eagle
-
-        return Eagle(self, target, rngs=rngs, dtype=dtype)
-
     @property
     def method(self) -> str:
         return "eagle3"
@@ -114,11 +104,6 @@ class BlockConfig(DrafterConfig):
     @property
     def method(self) -> str:
         return "dspark" if self.markov_rank else "dflash"
-
-    def make(self, target: Any, *, rngs: Any, dtype: Any) -> Any:
-        from mamba_jax.modules.block_drafter import BlockDrafter
-
-        return BlockDrafter(self, target, rngs=rngs, dtype=dtype)
 
     def lookahead(self, count: int) -> int:
         return count if self.from_newest else count + 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from mamba_jax.config.declaration import ADDED_ONCE, WHOLE, Division, MixerConfig, Placement
@@ -35,9 +35,11 @@ class MLPConfig(MixerConfig):
         """Intermediate size of the model's MLP number `index`."""
         return self.intermediate_size if isinstance(self.intermediate_size, int) else self.intermediate_size[index]
 
-    def parameters(self, index: int = 0) -> Mapping[str, Placement]:
-        """Returns the parameters of the model's MLP number `index`."""
-        return _mlp_parameters(self.size(index), "MLP channels", gated=self.gated, bias=self.bias)
+    def at(self, index: int) -> MLPConfig:
+        return replace(self, intermediate_size=self.size(index))
+
+    def parameters(self) -> Mapping[str, Placement]:
+        return _mlp_parameters(self.size(0), "MLP channels", gated=self.gated, bias=self.bias)
 
 
 @dataclass(frozen=True)

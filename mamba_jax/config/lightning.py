@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from mamba_jax.config.declaration import Division, Placement, RecurrenceConfig, Role, StateArray, StateUnit
 from mamba_jax.config.errors import positive
@@ -31,10 +31,8 @@ class LightningConfig(RecurrenceConfig):
     def __post_init__(self) -> None:
         positive(self, "num_heads", "head_dim")
 
-    def make(self, hidden_size: int, *, index: int, rngs: Any, dtype: Any) -> Any:
-        from mamba_jax.modules.lightning import Lightning
-
-        return Lightning(self, hidden_size, index=index, rngs=rngs, dtype=dtype)
+    def at(self, index: int) -> LightningConfig:
+        return replace(self, decay_factors=self.decay_factors[index : index + 1])
 
     def decay_rates(self, index: int) -> tuple[float, ...]:
         """Of each head of sublayer `index`: a state is multiplied by exp(-rate) at each token.

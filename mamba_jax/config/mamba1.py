@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from mamba_jax.config.declaration import (
     ADDED_ONCE,
@@ -46,11 +45,6 @@ class Mamba1Config(RecurrenceConfig):
         positive(self, "channels", "state_size", "dt_rank")
         if self.conv_width < 2:
             raise ModelConfigError(f"a convolution over {self.conv_width} inputs: at least 2 are expected")
-
-    def make(self, hidden_size: int, *, index: int, rngs: Any, dtype: Any) -> Any:
-        from mamba_jax.modules.mamba1 import Mamba1
-
-        return Mamba1(self, hidden_size, rngs=rngs, dtype=dtype)
 
     @property
     def inner_size(self) -> int:

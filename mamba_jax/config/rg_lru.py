@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from mamba_jax.config.declaration import ADDED_ONCE, Division, Placement, RecurrenceConfig, Role, StateArray
 from mamba_jax.config.errors import ModelConfigError, positive
@@ -36,11 +36,6 @@ class RGLRUConfig(RecurrenceConfig):
             raise ModelConfigError(f"{self.channels} channels do not divide into {self.num_heads} heads")
         if self.conv_width < 2:
             raise ModelConfigError(f"a convolution over {self.conv_width} inputs: at least 2 are expected")
-
-    def make(self, hidden_size: int, *, index: int, rngs: Any, dtype: Any) -> Any:
-        from mamba_jax.modules.rg_lru import RGLRU
-
-        return RGLRU(self, hidden_size, rngs=rngs, dtype=dtype)
 
     @property
     def inner_size(self) -> int:

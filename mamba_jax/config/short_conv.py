@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from mamba_jax.config.declaration import ADDED_ONCE, Division, Placement, RecurrenceConfig, Role, StateArray
 from mamba_jax.config.errors import ModelConfigError, positive
@@ -27,11 +26,6 @@ class ShortConvConfig(RecurrenceConfig):
         positive(self, "channels")
         if self.conv_width < 2:
             raise ModelConfigError(f"a convolution over {self.conv_width} inputs: at least 2 are expected")
-
-    def make(self, hidden_size: int, *, index: int, rngs: Any, dtype: Any) -> Any:
-        from mamba_jax.modules.short_conv import ShortConv
-
-        return ShortConv(self, hidden_size, rngs=rngs, dtype=dtype)
 
     @property
     def inner_size(self) -> int:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from kernels_pallas.fixed_order import sigmoid
 from mamba_jax.config import AttentionConfig, need
 from mamba_jax.layout import Layout
-from mamba_jax.modules.basic import Linear, RMSNorm, scaled, scaled_by
+from mamba_jax.modules.basic import Linear, RMSNorm, constant, scaled, scaled_by
 from mamba_jax.modules.rotary import rotate, rotations
 from mamba_jax.sharding.axis import axis_index
 
@@ -41,8 +41,8 @@ class Attention(nnx.Module):
         self.gate_proj = (
             Linear(config.input_size, config.num_heads, rngs=rngs, dtype=dtype) if config.head_gate else None
         )
-        self.k_scale = nnx.Param(jnp.ones((), jnp.float32)) if config.kv_scales else None
-        self.v_scale = nnx.Param(jnp.ones((), jnp.float32)) if config.kv_scales else None
+        self.k_scale = nnx.Param(constant(1, (), jnp.float32)) if config.kv_scales else None
+        self.v_scale = nnx.Param(constant(1, (), jnp.float32)) if config.kv_scales else None
 
     def __call__(
         self,

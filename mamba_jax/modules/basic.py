@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +69,7 @@ class Linear(nnx.Module):
     ) -> None:
         shape = (outputs,) if isinstance(outputs, int) else outputs
         self.weight = nnx.Param(normal(rngs, (*shape, inputs), dtype))
-        self.bias = nnx.Param(jnp.zeros(shape, dtype)) if bias else None
+        self.bias = nnx.Param(constant(0, shape, dtype)) if bias else None
 
     def __call__(
         self,
@@ -153,7 +156,7 @@ class RMSNorm(nnx.Module):
     """
 
     def __init__(self, size: int, eps: float, *, unit_offset: bool = False, dtype: DTypeLike) -> None:
-        self.weight = nnx.Param((jnp.zeros if unit_offset else jnp.ones)(size, dtype))
+        self.weight = nnx.Param(constant(0 if unit_offset else 1, (size,), dtype))
         self.eps, self.unit_offset = eps, unit_offset
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
@@ -173,9 +176,32 @@ class RMSNorm(nnx.Module):
         return (rounded(product) + x if self.unit_offset else product).astype(weight.dtype)
 
 
+_SHAPES_ONLY: ContextVar[bool] = ContextVar("shapes_only", default=False)
+
+
+@contextlib.contextmanager
+def shapes_only() -> Iterator[None]:
+    """Makes `initial`, and what calls it, return shapes and dtypes in place of values."""
+    token = _SHAPES_ONLY.set(True)
+    try:
+        yield
+    finally:
+        _SHAPES_ONLY.reset(token)
+
+
+def initial(shape: tuple[int, ...], dtype: DTypeLike, values: Callable[[], Array]) -> Array:
+    """Returns the initial values of a parameter; in `shapes_only`, a `jax.ShapeDtypeStruct`."""
+    return cast(Array, jax.ShapeDtypeStruct(shape, dtype)) if _SHAPES_ONLY.get() else values().astype(dtype)
+
+
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-    """Initial values of a weight."""
-    return (_INIT_SCALE * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)
+    """Returns the initial values of a weight, as `initial` does."""
+    return initial(shape, dtype, lambda: _INIT_SCALE * jax.random.normal(rngs.params(), shape, jnp.float32))
+
+
+def constant(value: float, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    """Returns the same initial value for each element, as `initial` does."""
+    return initial(shape, dtype, lambda: jnp.full(shape, value, dtype))
 
 
 def scaled_by(x: Array, factor: Array) -> Array:

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from mamba_jax.config import ATTENTION, LATENT, MAMBA, MLP, MOE, PARALLEL, WINDOWED, HybridConfig, need
+from mamba_jax.config import (
+    AttentionConfig,
+    HybridConfig,
+    LatentAttentionConfig,
+    MambaConfig,
+    MixerConfig,
+    MLPConfig,
+    MoEConfig,
+)
+from mamba_jax.config.declaration import BothMixers
+from mamba_jax.config.delta import DeltaConfig
+from mamba_jax.config.lightning import LightningConfig
+from mamba_jax.config.mamba1 import Mamba1Config
+from mamba_jax.config.rg_lru import RGLRUConfig
+from mamba_jax.config.short_conv import ShortConvConfig
 from mamba_jax.layout import Layout
 from mamba_jax.modules.attention import Attention
 from mamba_jax.modules.basic import RMSNorm, scaled
+from mamba_jax.modules.delta import Delta
 from mamba_jax.modules.latent_attention import LatentAttention
+from mamba_jax.modules.lightning import Lightning
 from mamba_jax.modules.mamba import Mamba
-from mamba_jax.modules.mlp import MLP as MLPModule
+from mamba_jax.modules.mamba1 import Mamba1
+from mamba_jax.modules.mlp import MLP
 from mamba_jax.modules.moe import MoE
+from mamba_jax.modules.rg_lru import RGLRU
+from mamba_jax.modules.short_conv import ShortConv
 from mamba_jax.sharding.across import ShardedModule, across
 from mamba_jax.sharding.parameters import mixer_placements
 from mamba_jax.store import SlotArrays
@@ -24,9 +44,10 @@ from mamba_jax.store import SlotArrays
 class Parallel(nnx.Module):
     """Mamba and attention in parallel on the same input (Falcon-H1); the state is the pair of their states."""
 
-    def __init__(self, config: HybridConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
-        self.mamba = Mamba(need(config.mamba), config.hidden_size, rngs=rngs, dtype=dtype)
-        self.attention = Attention(need(config.attention), config.hidden_size, rngs=rngs, dtype=dtype)
+    def __init__(self, config: BothMixers, hidden_size: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        both: dict[str, Any] = dict(config.mixers)
+        self.mamba = Mamba(both["mamba"], hidden_size, rngs=rngs, dtype=dtype)
+        self.attention = Attention(both["attention"], hidden_size, rngs=rngs, dtype=dtype)
 
     def __call__(
         self, x: Float[Array, "T hidden"], layout: Layout, state: tuple[SlotArrays | None, Array | None]
@@ -36,25 +57,26 @@ class Parallel(nnx.Module):
         return mamba + attention, (slots, kv)
 
 
-def make_mixer(kind: str, config: HybridConfig, *, index: int, rngs: nnx.Rngs, dtype: DTypeLike) -> nnx.Module:
-    """Returns the mixer of a sublayer. `index` counts the model's sublayers of this kind from 0."""
-    hidden = config.hidden_size
-    if kind == MAMBA:
-        return Mamba(need(config.mamba), hidden, rngs=rngs, dtype=dtype)
-    if kind == ATTENTION:
-        return Attention(need(config.attention), hidden, rngs=rngs, dtype=dtype)
-    if kind == WINDOWED:
-        return Attention(need(config.windowed_attention), hidden, rngs=rngs, dtype=dtype)
-    if kind == LATENT:
-        return LatentAttention(need(config.latent_attention), hidden, rngs=rngs, dtype=dtype)
-    if kind == MLP:
-        return MLPModule(need(config.mlp), hidden, index=index, rngs=rngs, dtype=dtype)
-    if kind == MOE:
-        return MoE(need(config.moe), hidden, rngs=rngs, dtype=dtype)
-    if kind == PARALLEL:
-        return Parallel(config, rngs=rngs, dtype=dtype)
-    made: nnx.Module = config.recurrence(kind).make(hidden, index=index, rngs=rngs, dtype=dtype)
-    return made
+MIXERS: dict[type[MixerConfig], Callable[..., nnx.Module]] = {
+    AttentionConfig: Attention,
+    BothMixers: Parallel,
+    DeltaConfig: Delta,
+    LatentAttentionConfig: LatentAttention,
+    LightningConfig: Lightning,
+    MLPConfig: MLP,
+    Mamba1Config: Mamba1,
+    MambaConfig: Mamba,
+    MoEConfig: MoE,
+    RGLRUConfig: RGLRU,
+    ShortConvConfig: ShortConv,
+}
+"""The module of each mixer's configuration, to which a recurrence from outside of this package adds its own.
+
+It takes (config, hidden_size, rngs, dtype). Called with (x [T, hidden], layout, state), it returns (y [T, hidden],
+state): a dict of the declared arrays by name, or None for whole sequences. On several devices, weights and states are
+the device's own pieces, and y is a partial sum. Parameters that do not come from `modules.basic.initial` have values
+also in `HybridModel.abstract`.
+"""
 
 
 def model_norm(config: HybridConfig, *, dtype: DTypeLike) -> RMSNorm:
@@ -80,9 +102,10 @@ class Block(nnx.Module):
         rngs: nnx.Rngs,
         dtype: DTypeLike,
     ) -> None:
+        mixer = config.mixer(kind).at(index)
         self.norm = model_norm(config, dtype=dtype)
         self.output_norm = model_norm(config, dtype=dtype) if config.norm_both else None
-        self.mixer: Any = make_mixer(kind, config, index=index, rngs=rngs, dtype=dtype)
+        self.mixer: Any = MIXERS[type(mixer)](mixer, config.hidden_size, rngs=rngs, dtype=dtype)
         self.config, self.kind, self.index, self.norm_after = config, kind, index, norm_after
 
     def __call__(

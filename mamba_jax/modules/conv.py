@@ -18,7 +18,7 @@ from kernels_pallas.causal_conv1d import (
     causal_conv1d_update,
 )
 from mamba_jax.layout import DecodeLayout, Layout, Operation, PrefillLayout, ReplayLayout, SequenceLayout
-from mamba_jax.modules.basic import normal
+from mamba_jax.modules.basic import constant, normal
 from mamba_jax.sharding.axis import axis_index
 
 
@@ -148,7 +148,7 @@ class Conv(nnx.Module):
     ) -> None:
         self.parts, self.activation, self.window = parts, activation, window
         self.weight = nnx.Param(normal(rngs, (channels, width), dtype))
-        self.bias = nnx.Param(jnp.zeros(channels, dtype)) if bias else None
+        self.bias = nnx.Param(constant(0, (channels,), dtype)) if bias else None
 
     def __call__(self, x: Float[Array, "T channels"], layout: Layout, state: Any) -> tuple[Array, Any]:
         return layout.run(convolution(self.activation, self.window), (x,), self.own(x.shape[1]), state)

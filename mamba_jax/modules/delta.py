@@ -20,7 +20,7 @@ from kernels_pallas.gated_delta_update import Gates, decays_and_strengths, gated
 from kernels_pallas.gated_norm import gated_rms_norm
 from mamba_jax.config.delta import DeltaConfig
 from mamba_jax.layout import DecodeLayout, Layout, Operation, PrefillLayout, ReplayLayout, SequenceLayout
-from mamba_jax.modules.basic import Linear, Weight, both
+from mamba_jax.modules.basic import Linear, Weight, both, constant, initial
 from mamba_jax.modules.conv import Conv, flat, nested
 from mamba_jax.modules.mamba import initial_dt_bias
 from mamba_jax.sharding.axis import axis_index
@@ -127,8 +127,8 @@ class Delta(nnx.Module):
         self.conv_v = Conv(inner, width, window="conv_v", bias=False, rngs=rngs, dtype=dtype)
         self.conv_qk = Conv(2 * keys, width, window="conv_qk", parts=2, bias=False, rngs=rngs, dtype=dtype)
         self.dt_bias = nnx.Param(initial_dt_bias(rngs, config.num_decays))
-        self.a_log = nnx.Param(jnp.log(jnp.linspace(1, 16, heads, dtype=jnp.float32)))
-        self.norm = Weight(jnp.ones(config.head_dim, dtype))
+        self.a_log = nnx.Param(initial((heads,), jnp.float32, lambda: jnp.log(jnp.linspace(1, 16, heads))))
+        self.norm = Weight(constant(1, (config.head_dim,), dtype))
         self.out_proj = Linear(inner, hidden_size, rngs=rngs, dtype=dtype)
 
     def __call__(

@@ -12,7 +12,7 @@ from jaxtyping import Array
 from mamba_jax.config import HybridConfig
 from mamba_jax.config.drafter import DrafterConfig
 from mamba_jax.layout import Layout
-from mamba_jax.modules.basic import Linear, RMSNorm, Table, normal
+from mamba_jax.modules.basic import Linear, RMSNorm, Table, initial, normal
 
 
 class DrafterFrame(nnx.Module):
@@ -26,7 +26,11 @@ class DrafterFrame(nnx.Module):
         embed, head = (target.vocab_size, size), (config.vocab_size, size)
         self.embed = Table(normal(rngs, embed, dtype)) if config.own_embedding else None
         self.lm_head = Table(normal(rngs, head, dtype)) if config.own_head else None
-        self.tokens = nnx.Param(jnp.arange(config.vocab_size, dtype=jnp.int32)) if config.maps_vocabulary else None
+        self.tokens = nnx.Param(_tokens(config.vocab_size)) if config.maps_vocabulary else None
+
+
+def _tokens(count: int) -> Array:
+    return initial((count,), jnp.int32, lambda: jnp.arange(count))
 
 
 def feed(modules: Any, layout: Layout, state: None, x: Array) -> tuple[Array, None]:

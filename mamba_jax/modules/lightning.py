@@ -22,10 +22,8 @@ class Lightning(nnx.Module):
     With the weights divided over devices, each has some of the heads; the norm adds up their squares.
     """
 
-    def __init__(
-        self, config: LightningConfig, hidden_size: int, *, index: int, rngs: nnx.Rngs, dtype: DTypeLike
-    ) -> None:
-        self.config, self.index = config, index
+    def __init__(self, config: LightningConfig, hidden_size: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        self.config = config
         inner = config.inner_size
         self.qkv_proj = Linear(hidden_size, 3 * inner, rngs=rngs, dtype=dtype)
         self.gate_proj = Linear(hidden_size, inner, rngs=rngs, dtype=dtype)
@@ -49,7 +47,7 @@ class Lightning(nnx.Module):
 
     def _own_rates(self, heads: int) -> Float[Array, " heads"]:
         """Returns the decay rates of the heads that this device has."""
-        rates = jnp.asarray(self.config.decay_rates(self.index), jnp.float32)
+        rates = jnp.asarray(self.config.decay_rates(0), jnp.float32)
         if heads == self.config.num_heads:
             return rates
         return jax.lax.dynamic_slice_in_dim(rates, axis_index() * heads, heads)

@@ -21,7 +21,7 @@ from kernels_pallas.state_replay import Tail, state_replay
 from kernels_pallas.state_update import state_update
 from mamba_jax.config import MambaConfig, need
 from mamba_jax.layout import DecodeLayout, Layout, Operation, PrefillLayout, ReplayLayout, SequenceLayout
-from mamba_jax.modules.basic import Linear, Weight, scaled
+from mamba_jax.modules.basic import Linear, Weight, constant, initial, scaled
 from mamba_jax.modules.conv import Conv, flat, nested
 from mamba_jax.sharding.axis import TENSOR, axis_index
 from mamba_jax.store import SlotArrays
@@ -112,9 +112,9 @@ class Mamba(nnx.Module):
         self.conv_x = Conv(inner, width, window="conv_x", bias=config.conv_bias, rngs=rngs, dtype=dtype)
         self.conv_bc = Conv(2 * group, width, window="conv_bc", parts=2, bias=config.conv_bias, rngs=rngs, dtype=dtype)
         self.dt_bias = nnx.Param(initial_dt_bias(rngs, heads))
-        self.a_log = nnx.Param(jnp.log(jnp.arange(1, heads + 1, dtype=jnp.float32)))
-        self.d = nnx.Param(jnp.ones(heads, jnp.float32))
-        self.norm = Weight(jnp.ones(inner, dtype)) if config.norm else None
+        self.a_log = nnx.Param(initial((heads,), jnp.float32, lambda: jnp.log(jnp.arange(1.0, heads + 1))))
+        self.d = nnx.Param(constant(1, (heads,), jnp.float32))
+        self.norm = Weight(constant(1, (inner,), dtype)) if config.norm else None
         self.out_proj = Linear(inner, hidden_size, bias=config.out_bias, rngs=rngs, dtype=dtype)
 
     def __call__(
@@ -306,6 +306,10 @@ class Mamba(nnx.Module):
 
 def initial_dt_bias(rngs: nnx.Rngs, heads: int) -> Float[Array, " heads"]:
     """Step sizes log-uniform in [0.001, 0.1], through the inverse of softplus (as in the Mamba2 reference code)."""
-    low, high = math.log(0.001), math.log(0.1)
-    dt = jnp.exp(jax.random.uniform(rngs.params(), (heads,), jnp.float32, low, high))
-    return dt + jnp.log(-jnp.expm1(-dt))
+
+    def values() -> Array:
+        low, high = math.log(0.001), math.log(0.1)
+        dt = jnp.exp(jax.random.uniform(rngs.params(), (heads,), jnp.float32, low, high))
+        return dt + jnp.log(-jnp.expm1(-dt))
+
+    return initial((heads,), jnp.float32, values)

@@ -21,7 +21,7 @@ from kernels_pallas.selective_scan import (
 from kernels_pallas.state_replay import Tail
 from mamba_jax.config.mamba1 import Mamba1Config
 from mamba_jax.layout import DecodeLayout, Layout, Operation, PrefillLayout, ReplayLayout, SequenceLayout
-from mamba_jax.modules.basic import Linear, RMSNorm
+from mamba_jax.modules.basic import Linear, RMSNorm, constant, initial
 from mamba_jax.modules.conv import Conv
 from mamba_jax.modules.mamba import LEAST_DT, initial_dt_bias
 from mamba_jax.sharding.axis import TENSOR
@@ -99,8 +99,10 @@ class Mamba1(nnx.Module):
         self.x_proj = Linear(inner, rank + 2 * state, rngs=rngs, dtype=dtype)
         self.dt_proj = Linear(rank, inner, bias=True, rngs=rngs, dtype=dtype)
         self.dt_proj.bias = nnx.Param(initial_dt_bias(rngs, inner))
-        self.a_log = nnx.Param(jnp.tile(jnp.log(jnp.arange(1, state + 1, dtype=jnp.float32)), (inner, 1)))
-        self.d = nnx.Param(jnp.ones(inner, jnp.float32))
+        self.a_log = nnx.Param(
+            initial((inner, state), jnp.float32, lambda: jnp.tile(jnp.log(jnp.arange(1.0, state + 1)), (inner, 1)))
+        )
+        self.d = nnx.Param(constant(1, (inner,), jnp.float32))
         if config.norm_weights and config.norm_eps is not None:
             self.dt_norm = RMSNorm(rank, config.norm_eps, dtype=dtype)
             self.b_norm = RMSNorm(state, config.norm_eps, dtype=dtype)

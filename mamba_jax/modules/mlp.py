@@ -14,10 +14,8 @@ from mamba_jax.modules.basic import Linear, activation, scaled
 class MLP(nnx.Module):
     """down(act(up x)), or gated: down(act(gate x) * up x)."""
 
-    def __init__(
-        self, config: MLPConfig, hidden_size: int, *, index: int = 0, rngs: nnx.Rngs, dtype: DTypeLike
-    ) -> None:
-        size = config.size(index)
+    def __init__(self, config: MLPConfig, hidden_size: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        size = config.size(0)
         self.config = config
         self.activation = activation(config.activation)
         self.gate_proj = Linear(hidden_size, size, bias=config.bias, rngs=rngs, dtype=dtype) if config.gated else None

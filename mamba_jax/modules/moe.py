@@ -16,7 +16,7 @@ from kernels_pallas.fixed_order import rounded, router_product, row_sum, sigmoid
 from kernels_pallas.quantised import Quantised
 from mamba_jax.config import MLPConfig, MoEConfig
 from mamba_jax.layout import Layout
-from mamba_jax.modules.basic import Linear, activation, normal
+from mamba_jax.modules.basic import Linear, activation, constant, normal
 from mamba_jax.modules.lora import ExpertLoRA
 from mamba_jax.modules.mlp import MLP
 from mamba_jax.sharding.axis import axis_index
@@ -55,7 +55,7 @@ class Router(nnx.Module):
         self.config = config
         self.weight = nnx.Param(normal(rngs, (config.num_experts, hidden_size), jnp.float32))
         by_sigmoid = config.router == "sigmoid"
-        self.correction_bias = nnx.Param(jnp.zeros(config.num_experts, jnp.float32)) if by_sigmoid else None
+        self.correction_bias = nnx.Param(constant(0, (config.num_experts,), jnp.float32)) if by_sigmoid else None
 
     @property
     def rule(self) -> Rule:

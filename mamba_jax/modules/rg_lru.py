@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from mamba_jax.config.rg_lru import RGLRUConfig
 from mamba_jax.layout import Layout
-from mamba_jax.modules.basic import Linear, Weight, activation, normal
+from mamba_jax.modules.basic import Linear, Weight, activation, constant, normal
 from mamba_jax.modules.conv import Conv
 from mamba_jax.modules.mamba import LEAST_DT
 from mamba_jax.modules.mamba1 import SELECTIVE
@@ -38,9 +38,11 @@ class RGLRU(nnx.Module):
         self.conv = Conv(inner, config.conv_width, window="conv_x", activation=None, bias=True, rngs=rngs, dtype=dtype)
         size = inner // heads
         self.input_gate, self.recurrent_gate = (Weight(normal(rngs, (heads, size, size), dtype)) for _ in range(2))
-        self.input_gate_bias, self.recurrent_gate_bias = (nnx.Param(jnp.zeros((heads, size), dtype)) for _ in range(2))
+        self.input_gate_bias, self.recurrent_gate_bias = (
+            nnx.Param(constant(0, (heads, size), dtype)) for _ in range(2)
+        )
         # A channel with its gate half open has a decay of 0.95 at each token.
-        self.recurrent_param = nnx.Param(jnp.full(inner, -4.35, jnp.float32))
+        self.recurrent_param = nnx.Param(constant(-4.35, (inner,), jnp.float32))
         self.out_proj = Linear(inner, hidden_size, bias=True, rngs=rngs, dtype=dtype)
 
     def __call__(

@@ -99,8 +99,7 @@ def mixer_placements(config: HybridConfig, kind: str, index: int) -> Mapping[str
     """The parameters of one sublayer's mixer, by their paths from it on. `index` counts the sublayers of this kind."""
     if kind == SHARED:
         return need(config.mamba).parameters()
-    mixer = config.mixer(kind)
-    return mixer.parameters(index) if isinstance(mixer, MLPConfig) else mixer.parameters()
+    return config.mixer(kind).at(index).parameters()
 
 
 def of_whole_input(config: HybridConfig) -> dict[str, Placement]:

@@ -8,7 +8,8 @@ from flax import nnx
 
 from mamba_jax.config import Division, RecurrenceConfig, Role, StateArray
 from mamba_jax.layout import Operation
-from mamba_jax.modules.basic import Linear
+from mamba_jax.modules.basic import Linear, constant
+from mamba_jax.modules.blocks import MIXERS
 from tests.extending.average import average_scan, average_sequence, average_update
 
 
@@ -38,9 +39,6 @@ class AverageConfig(RecurrenceConfig):
     def flops(self, context):
         return 3 * self.inner_size
 
-    def make(self, hidden_size, *, index, rngs, dtype):
-        return Average(self, hidden_size, rngs=rngs, dtype=dtype)
-
     def _heads(self, axis):
         return Division(axis, self.num_heads, "heads of moving averages")
 
@@ -52,7 +50,7 @@ class Average(nnx.Module):
         self.config = config
         self.in_proj = Linear(hidden_size, config.inner_size, rngs=rngs, dtype=dtype)
         self.gate_proj = Linear(hidden_size, config.inner_size, rngs=rngs, dtype=dtype)
-        self.log_rate = nnx.Param(jnp.zeros(config.num_heads, jnp.float32))
+        self.log_rate = nnx.Param(constant(0, (config.num_heads,), jnp.float32))
         self.out_proj = Linear(config.inner_size, hidden_size, rngs=rngs, dtype=dtype)
 
     def __call__(self, x, layout, state):
@@ -62,6 +60,9 @@ class Average(nnx.Module):
         y, new = layout.run(AVERAGE, (inner, dt), (rate,), None if state is None else state["average"])
         out = self.out_proj(y.reshape(x.shape[0], -1) * jax.nn.silu(self.gate_proj(x)))
         return out, None if state is None else {"average": new}
+
+
+MIXERS[AverageConfig] = Average
 
 
 def _sequences(layout, inputs, parameters):
