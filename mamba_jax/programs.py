@@ -72,12 +72,14 @@ class StepPrograms:
         processed_logprobs: bool = False,
         sampling_masks: bool = False,
         adapters: Adapters | None = None,
+        greedy: bool = False,
     ) -> None:
         """`source` makes drafts. `compiler_options` are XLA's, as `jax.stages.Lowered.compile` takes them, added to
         those of the platform (`mamba_jax.compiler_options`). `kernels` chooses the implementation of each operation,
         and can report it once programs have been compiled. `processed_logprobs`, `sampling_masks`: see
         `mamba_jax.step.step`. With `adapters`, the programs add each row's adapter; loading and removing adapters
-        compiles nothing.
+        compiles nothing. `greedy` programs leave out sampling, over a third of what is compiled, and refuse rows that
+        sample.
 
         With a `mesh`, the model's parameters and the stores passed in must be sharded over it by `mamba_jax.sharding`.
         The model and the stores may be abstract: programs can then be compiled, even for devices that are absent.
@@ -99,6 +101,7 @@ class StepPrograms:
         # Compilation uses these in place of the weights, because a long compilation must not keep replaced ones alive.
         self._like_weights = abstract(self._weights)
         self._reported = processed_logprobs, sampling_masks
+        self.greedy = greedy
         platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
         self._compiler_options = platform_options(platform) | dict(compiler_options or {})
         if self.kernels.named == INVARIANT:
@@ -110,7 +113,7 @@ class StepPrograms:
             model: Any = nnx.merge(graphdef, nnx.from_flat_state(filled))
             if adapters is not None:
                 adapters.attach(model, added)
-            return step(model, store, rows, batch, source, processed_logprobs, sampling_masks)
+            return step(model, store, rows, batch, source, processed_logprobs, sampling_masks, self.greedy)
 
         self.kept: StoredPrograms | None = None
         """Programs on disk: read before a program is compiled, and written after."""
@@ -181,6 +184,7 @@ class StepPrograms:
             self.mesh,
             self.kernels.description,
             self._reported,
+            self.greedy,
             *([] if self.adapters is None else self.adapters.layers),
         )
         # Functions among the model's attributes are described by name; their addresses vary between runs.
@@ -207,7 +211,13 @@ class StepPrograms:
         return self.step(store, rows, batch)
 
     def change_rows(self, rows: Rows, batch: RowsBatch) -> Rows:
-        """Seats a request, or changes a row's masks or page table. Call it before the step that needs the change."""
+        """Seats a request, or changes a row's masks or page table. Call it before the step that needs the change.
+
+        Raises:
+            ValueError: greedy programs, and the row samples or may not choose every token.
+        """
+        if self.greedy and samples(batch):
+            raise ValueError("greedy programs cannot run a request that samples; make StepPrograms with greedy=False")
         found: Rows = self.cache.run(
             type(batch).__name__, (rows, batch), lambda: self._make(None, rows, batch), donated=1
         )
@@ -307,6 +317,11 @@ class StepPrograms:
             self.program(store, rows, batch)
             if progress is not None:
                 progress(batch)
+
+
+def samples(batch: RowsBatch) -> bool:
+    """Whether steps after this change may choose another token than the model's most likely one."""
+    return isinstance(batch, MaskBatch) or (isinstance(batch, SeatBatch) and not batch.sampling.is_greedy)
 
 
 def _words(batch: StepBatch) -> np.ndarray:

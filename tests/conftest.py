@@ -52,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.examples is None:
-        config.option.examples = 20_000 if full_tier(config) else 1_500
+        config.option.examples = 20_000 if full_tier(config) else 400
     if not hasattr(config, "workerinput"):
         _bound_cache()
     if full_tier(config):

@@ -73,7 +73,7 @@ def selected(pytester):
     pytester.makepyfile(test_examples=EXAMPLES, test_kernel=KERNEL)
 
     def run(*arguments):
-        result = pytester.runpytest_inprocess("--collect-only", "-q", "-p", "no:schemathesis", *arguments)
+        result = pytester.runpytest_inprocess("--collect-only", "-q", *arguments)
         return sorted(line.split("::", 1)[1] for line in result.outlines if "::" in line)
 
     return run

@@ -56,6 +56,7 @@ def choose(
     prompt_seen: Bool[Array, "seats vocab"],
     masks: Masks | None = None,
     supports: bool = False,
+    greedy: bool = False,
 ) -> Emission:
     """Verifies drafts and draws one new token for each row.
 
@@ -68,6 +69,7 @@ def choose(
         row_id: the rows' seats in the tables.
         masks: tokens that rows may choose at each head; a draft that is not allowed is never chosen, and so rejected.
         supports: report the tokens that could have been drawn, for rows whose `sampling_mask` is set.
+        greedy: choose the largest logit in every row, whatever its parameters: a smaller program.
     """
     asked = SamplingInputs.of(drafts, num_drafts, length, sample, row_id, table, output_counts, prompt_seen, masks)
     if supports:
@@ -85,10 +87,8 @@ def choose(
         return _by_rows(flat, asked)
 
     anything = (asked.masked | asked.biased | asked.penalised | asked.random).any()
-    tokens, drawable, finite = (
-        each.reshape(*logits.shape[:-1], *each.shape[1:])
-        for each in lax.cond(anything, with_everything, greedily, flat)
-    )
+    chosen = greedily(flat) if greedy else lax.cond(anything, with_everything, greedily, flat)
+    tokens, drawable, finite = (each.reshape(*logits.shape[:-1], *each.shape[1:]) for each in chosen)
     only = bit_of(tokens, logits.shape[-1]) if supports else drawable
     drawable = jnp.where(asked.random[:, None, None], drawable, only)
     accepted = jnp.cumprod(tokens[:, :-1] == drafts, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)

@@ -62,6 +62,12 @@ class SamplingTable:
     sampling_mask: Bool[Array, " rows"]
     """Whether to report which tokens each output token was drawn from."""
 
+    @property
+    def is_greedy(self) -> bool:
+        """Of one row on the host: whether it chooses the largest of the model's logits."""
+        neutral = self.presence_penalty == 0 and self.frequency_penalty == 0 and self.repetition_penalty == 1
+        return bool(self.temperature <= 0 and neutral and self.min_tokens <= 0 and self.bias_ids[0] < 0)
+
     def take(self, row_id: Int[Array, " n"]) -> SamplingTable:
         """Returns the entries of some seats."""
         return jax.tree.map(lambda column: column[row_id], self)

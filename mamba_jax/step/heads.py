@@ -77,6 +77,7 @@ def emit(
     *,
     processed_logprobs: bool,
     sampling_masks: bool,
+    greedy: bool,
 ) -> tuple[Emission, dict[str, Any]]:
     """The tokens that the heads emit; their log-probabilities and whether they are finite, as fields of `StepOutput`.
 
@@ -95,7 +96,7 @@ def emit(
         "prompt_seen": rows.prompt_seen,
         "masks": rows.masks,
     }
-    emission = choose(logits, **inputs, supports=sampling_masks)
+    emission = choose(logits, **inputs, supports=sampling_masks, greedy=greedy)
     wanted = jnp.where((emission.tokens >= 0) & (row_id > 0)[:, None], rows.sampling.logprobs[row_id][:, None], -1)
     unused = jnp.arange(width) > emission.accepted[:, None]
     of_logits = SamplingInputs.of(**inputs).processed if processed_logprobs else lambda flat: flat

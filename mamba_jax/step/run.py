@@ -30,6 +30,7 @@ def step(
     source: DraftSource | None = None,
     processed_logprobs: bool = False,
     sampling_masks: bool = False,
+    greedy: bool = False,
 ) -> tuple[Store, Rows, StepOutput]: ...
 @overload
 def step(
@@ -40,6 +41,7 @@ def step(
     source: DraftSource | None = None,
     processed_logprobs: bool = False,
     sampling_masks: bool = False,
+    greedy: bool = False,
 ) -> tuple[Store, Rows, tuple[StepOutput, StepOutput]]: ...
 def step(
     model: Model,
@@ -49,6 +51,7 @@ def step(
     source: DraftSource | None = None,
     processed_logprobs: bool = False,
     sampling_masks: bool = False,
+    greedy: bool = False,
 ) -> tuple[Store, Rows, StepOutput | tuple[StepOutput, StepOutput]]:
     """Runs one decode, prefill or mixed step; `DecodeBatch` and `PrefillBatch` describe the input.
 
@@ -62,6 +65,7 @@ def step(
         processed_logprobs: report log-probabilities of output tokens under the distribution that they are drawn from,
             after penalties, temperature and limits; otherwise under the model's.
         sampling_masks: report the tokens that output tokens are drawn from, for rows that ask.
+        greedy: emit the most likely tokens, whatever the rows' sampling parameters.
     """
     parts: list[DecodeRows | PrefillRows] = []
     for each in (batch.decode, batch.prefill) if isinstance(batch, MixedBatch) else (batch,):
@@ -83,7 +87,12 @@ def step(
         parts, written, _divided(flat, [each.shape[0] * each.shape[1] for each in heads]), strict=True
     ):
         emission, emitted = emit(
-            logits, rows, part.sampled, processed_logprobs=processed_logprobs, sampling_masks=sampling_masks
+            logits,
+            rows,
+            part.sampled,
+            processed_logprobs=processed_logprobs,
+            sampling_masks=sampling_masks,
+            greedy=greedy,
         )
         kept = part.kept(emission)
         slot, anchor = part.resume_after(kept)

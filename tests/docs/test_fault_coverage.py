@@ -16,7 +16,7 @@ pytestmark = pytest.mark.full
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "docs" / "mutations.md"
 FOLDERS = [f"tests/serving/{name}" for name in ("core", "differential", "points", "split", "tiers")]
-SCHEDULES = 1_500 // SHARDS
+SCHEDULES = 400 // SHARDS
 """Of the seeds 0, 1, ... so many run by default."""
 TRAFFIC = {
     "test_device_mutations.py": "test_sound_programs_pass",

@@ -63,7 +63,8 @@ def model(directory):
 @functools.cache
 def programs(directory, drafts):
     source = NGramDrafts(1, 4) if drafts == "ngram" else None
-    return StepPrograms(model(directory), tile_size=TILE, source=source, compiler_options=QUICK_COMPILE)
+    options = {"compiler_options": QUICK_COMPILE, "greedy": True}
+    return StepPrograms(model(directory), tile_size=TILE, source=source, **options)
 
 
 def build(directory, mode="all", drafts="none", **flags):

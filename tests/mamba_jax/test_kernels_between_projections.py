@@ -57,7 +57,8 @@ def test_chunks_then_decode(config, named, monkeypatch):
     prompt, other = ([int(t) for t in rng.integers(0, VOCAB, n)] for n in (21, 6))
     host = Host(config, num_drafts=0)
     choice = KernelChoice(named=named)
-    host.programs = StepPrograms(decisive_model(config), tile_size=TILE, compiler_options=QUICK_COMPILE, kernels=choice)
+    options = {"compiler_options": QUICK_COMPILE, "greedy": True, "kernels": choice}
+    host.programs = StepPrograms(decisive_model(config), tile_size=TILE, **options)
     slot = 3
     # Chunks of fewer tokens than the convolution looks back, and to the middle of a tile, behind another row.
     for begin, end in ((0, 2), (2, 13), (13, 21)):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mamba_jax.batch import DecodeBatch, PrefillBatch
+from mamba_jax.programs import StepPrograms
 from mamba_jax.store import store_bytes
 from tests.support.random_models import decisive_model
 from tests.support.step_host import (
@@ -313,6 +314,16 @@ def test_seeded_sampling_does_not_depend_on_the_batch():
     host.seat(5, **sampling)
     elsewhere = host.decode(mate, mate | {"row_id": 2, "writes": [6]}, row | {"row_id": 5}).tokens[2, 0]
     assert alone == together == elsewhere
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0.5}, {"logit_bias": {3: 1.0}}, {"presence_penalty": 0.5}], ids=str
+)
+def test_greedy_programs_refuse_requests_that_sample(sampling):
+    host = Host()
+    host.programs = StepPrograms(decisive_model(STEP), tile_size=TILE, greedy=True)
+    with pytest.raises(ValueError, match="greedy programs"):
+        host.seat(1, **sampling)
 
 
 def test_programs_update_the_store_in_place_and_compile_once():

@@ -42,7 +42,8 @@ class EngineHarness:
 
     def __init__(self, golden: Path = GOLDEN, source: DraftSource | None = None) -> None:
         self.model = load_model(golden, dtype="float32", progress=False)
-        self.programs = shared_programs(self.model, tile_size=FLAGS["tile_size"], source=source)
+        tile_size, greedy = FLAGS["tile_size"], golden != GOLDEN  # requests of the usual model also sample
+        self.programs = shared_programs(self.model, tile_size=tile_size, source=source, greedy=greedy)
         self._forward = nnx.jit(lambda model, tokens, lengths: model(tokens, lengths))
         self.vocab_size = self.model.config.vocab_size
         backend = tokenizers.Tokenizer(WordLevel({f"w{i}": i for i in range(self.vocab_size)}, unk_token="w0"))

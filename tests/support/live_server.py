@@ -116,6 +116,7 @@ def make_engine(**flags):
         model,
         tile_size=config.tile_size,
         source=draft_source(config, model.config),
+        greedy=False,
     )
     tokenizer, eos = load_tokenizer(config.model), generation_config(config.model).eos_token_ids
     return assemble(config, model, tokenizer=tokenizer, eos_token_ids=eos, programs=programs).engine

@@ -10,7 +10,7 @@ from serving.engine.assembly import build
 from serving.engine.engine import Engine
 from tests.support.engine_harness import FLAGS, EngineHarness
 from tests.support.engines import OPTIMIZED, QUICK_COMPILE, use_widest_steps
-from tests.support.step_programs import shared_programs
+from tests.support.step_programs import SharedPrograms, shared_programs
 
 
 class ReplicaMaker:
@@ -28,7 +28,7 @@ class ReplicaMaker:
         config = EngineConfig.create(mamba_cache_mode=mode, data_parallel_size=replicas, **(FLAGS | flags))
         # Bits are promised for programs as users compile them.
         options = OPTIMIZED if config.schedule_invariant else QUICK_COMPILE
-        make = functools.partial(StepPrograms, compiler_options=options)
+        make = functools.partial(SharedPrograms, greedy=True, compiler_options=options)
         with mock.patch.object(build, "StepPrograms", make if fresh else self._shared):
             built = build.assemble(config, self.harness.model, tokenizer=self.harness.tokenizer, eos_token_ids=(2,))
         for engine in built.engines:

@@ -53,6 +53,8 @@ SMALL_PREFILL = PrefillShape(tokens=2 * TILE, rows=2, tiles=4)
 
 SMALLEST = "smallest"
 """The model of the planted faults, each of which needs programs of its own."""
+SAMPLED = "nemotronh"
+"""The model whose traffic also samples: sampling knows no recurrences, and compiles for longer than most of them."""
 TAGGED = {
     "nemotronh": (False, True),
     "mamba2": (True,),
@@ -129,15 +131,17 @@ class SharedEngines:
         self.name = name
         variant = (VARIANTS | EXACT | ADAPTED | INVARIANT).get(name, Variant(name, {}, TOLERANCE, TOLERANCE))
         self.flags, self.tolerance, self.of_whole = variant.flags, variant.tolerance, variant.of_whole
+        self.samples = variant.model == SAMPLED
         self.model = long_memory_model(FOR_ENGINES[variant.model], near_ties=name == "nemotronh", dtype=variant.dtype)
-        self.programs = shared_programs(self.model, tile_size=TILE, **self.options())
+        self.programs = self._shared_programs(TILE)
         self._programs = {(TILE, 0): self.programs}
         self._alone: dict[tuple, list[Continuation]] = {}
         self._full = None
 
     def compile_anew(self) -> StepPrograms:
         """Programs that no other engine or run uses, for tests that change code which they trace."""
-        return StepPrograms(self.model, tile_size=TILE, **({"compiler_options": QUICK_COMPILE} | self.options()))
+        options = {"compiler_options": QUICK_COMPILE, "greedy": not self.samples}
+        return StepPrograms(self.model, tile_size=TILE, **(options | self.options()))
 
     @property
     def invariant(self) -> bool:
@@ -169,8 +173,11 @@ class SharedEngines:
         """Those that engines of such tiles share. Engines that load adapters at the same time differ in `side`."""
         key = tile_size, side if self.adapted else 0
         if key not in self._programs:
-            self._programs[key] = shared_programs(self.model, tile_size=tile_size, **self.options())
+            self._programs[key] = self._shared_programs(tile_size)
         return self._programs[key]
+
+    def _shared_programs(self, tile_size: int) -> StepPrograms:
+        return shared_programs(self.model, tile_size=tile_size, greedy=not self.samples, **self.options())
 
     def engine(self, mode: str | None, *, programs=None, eos_token_ids=(), side: int = 0, **flags):
         """An engine whose steps have one shape for decoding and one for prefill, or few. `side`: see `programs_of`."""

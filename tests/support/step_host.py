@@ -26,7 +26,7 @@ DECODE_ROWS, PREFILL_ROWS, PREFILL_TOKENS, TILES = 6, 6, 48, 12
 
 @functools.cache
 def programs_of(config=STEP, source=None):
-    return shared_programs(decisive_model(config), tile_size=TILE, source=source)
+    return shared_programs(decisive_model(config), tile_size=TILE, source=source, greedy=config is not STEP)
 
 
 @functools.cache

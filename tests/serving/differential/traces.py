@@ -189,6 +189,8 @@ def _ask(
     # Drawn apart: whatever else a seed decides stays as it was.
     apart = random.Random(f"{name} {arrival} {len(prompt)} {prompt[-1]}")
     sampling = apart.choice([*["plain"] * 5, *list(SAMPLINGS)[1:]])
+    if not on.samples:
+        seed, sampling = None, "plain"
     expected = on.alone(prompt, seed=seed, sampling=sampling, adapter=adapter)
     most = min(LONGEST, MAX_LEN - len(prompt))
     length = rng.choice([1, 2, 5, rng.randrange(1, most + 1), most])

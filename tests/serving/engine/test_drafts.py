@@ -189,6 +189,7 @@ def test_a_layer_that_is_always_right(harness):
         tile_size=harness.flags["tile_size"],
         source=MTPDrafts(),
         compiler_options=QUICK_COMPILE,
+        greedy=True,
     )
     flags = harness.flags | SIZES | {"num_speculative_tokens": 3}
     engine = assemble(EngineConfig.create(**flags), model, programs=programs).engine

@@ -26,7 +26,8 @@ def fresh():
 
 
 def programs_like(harness, folder, **changes):
-    programs = StepPrograms(harness.model, **({"tile_size": 16, "compiler_options": QUICK_COMPILE} | changes))
+    options = {"tile_size": 16, "compiler_options": QUICK_COMPILE, "greedy": True} | changes
+    programs = StepPrograms(harness.model, **options)
     programs.kept = KeptPrograms(folder, programs)
     return programs
 
@@ -62,7 +63,9 @@ def test_the_second_start_compiles_nothing_and_computes_the_same(fresh, harness,
     assert second.program(*copies(engine), batch).memory_analysis().alias_size_in_bytes >= whole
 
 
-@pytest.mark.parametrize("what", ["tile_size", "options", "kernels", "source", "jax", "environment", "rows", "store"])
+@pytest.mark.parametrize(
+    "what", ["tile_size", "options", "kernels", "greedy", "source", "jax", "environment", "rows", "store"]
+)
 def test_whatever_may_change_a_program_makes_it_another(harness, engine, tmp_path, monkeypatch, what):
     def path(programs, rows=1):
         store, seats = engine.loop._store, engine.loop._rows
@@ -80,6 +83,8 @@ def test_whatever_may_change_a_program_makes_it_another(harness, engine, tmp_pat
             changes = {"compiler_options": {}}
         case "kernels":
             changes = {"kernels": KernelChoice.parse("xla")}
+        case "greedy":
+            changes = {"greedy": False}
         case "source":
             monkeypatch.setattr(module, "source_digest", lambda packages: "edited")
         case "jax":
@@ -102,7 +107,7 @@ def test_programs_that_jax_has_cached_are_kept_whole(harness, engine, tmp_path, 
     try:
         batch, results = decode(engine), []
         for keep in (False, True, True):
-            programs = StepPrograms(harness.model, tile_size=16, compiler_options=QUICK_COMPILE)
+            programs = StepPrograms(harness.model, tile_size=16, compiler_options=QUICK_COMPILE, greedy=True)
             store, rows = copies(engine)
             kept = keep_programs(programs) if keep else None
             programs.program(store, rows, batch)

@@ -25,6 +25,7 @@ def test_same_tokens_by_kernels(harness):
         harness.model,
         tile_size=harness.flags["tile_size"],
         compiler_options=QUICK_COMPILE,
+        greedy=True,
         kernels=KernelChoice(named=NAMED),
     )
     # A pool that makes requests throw each other out.

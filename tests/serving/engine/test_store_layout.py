@@ -49,7 +49,8 @@ def test_nothing_is_pinned_elsewhere(harness):
 @pytest.mark.full
 def test_a_pinned_store_serves_the_same(harness, pinning, monkeypatch):
     plain = tokens_of(harness)
-    programs = StepPrograms(harness.model, tile_size=harness.programs.tile_size, compiler_options=QUICK_COMPILE)
+    options = {"compiler_options": QUICK_COMPILE, "greedy": True}
+    programs = StepPrograms(harness.model, tile_size=harness.programs.tile_size, **options)
     monkeypatch.setattr(harness, "programs", programs)
     assert tokens_of(harness) == plain
     assert programs.compilations > 0
