@@ -16,7 +16,7 @@ _VENDORS = re.compile(r"^(nvidia|ibm|qwen|tiiuae|kimi|ai21)-(?=nemotron|granite|
 _ENDINGS = re.compile(r"-(bf16|fp8|fp8-dynamic|nvfp4|hf|base|base-8k|instruct|thinking|reasoning|it|v0\.1)$")
 
 
-def known_models() -> dict[str, float]:
+def known_models() -> dict[str, int]:
     """Published models by name, with their numbers of parameters."""
     return {name: preset.parameters for name, preset in PRESETS.items()}
 
