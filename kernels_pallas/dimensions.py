@@ -35,6 +35,7 @@ DIMENSIONS = {
     "slots": "slots of the store, the null slot included",
     "tails": "tails of the store, the null tail included",
     "entries": "capacity of a tail in tokens",
+    "ring_entries": "capacity of a ring of a convolution's inputs in tokens",
     "few": "entries that move together",
     "pages": "pages of the store, the null page included; in page tables, those of a row",
     "pages_per_row": "pages of a row",

@@ -29,7 +29,7 @@ class DeltaTail(NamedTuple):
 
     u: Float[Array, "tails entries inner"]
     """[.., heads * head_dim]: what a token added to the state, by its k. Any float dtype; float32 loses nothing."""
-    k: Float[Array, "tails entries channels"]
+    k: Float[Array, "tails entries size"]
     """[.., groups * state], in the precision that the layer computes in."""
     log_decay: Float[Array, "tails entries decays"]
     """[.., heads], or [.., heads * state] where channels decay on their own. float32."""

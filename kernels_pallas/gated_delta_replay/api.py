@@ -36,9 +36,9 @@ def gated_delta_replay(
     store: Float[Array, "slots heads head_dim state"],
     tail: DeltaTail,
     windows: Float[Array, "slots width-1 inner"],
-    ring: Float[Array, "tails entries inner"],
+    ring: Float[Array, "tails ring_entries inner"],
     windows_qk: Float[Array, "slots width-1 channels"],
-    ring_qk: Float[Array, "tails entries channels"],
+    ring_qk: Float[Array, "tails ring_entries channels"],
     *,
     gates: Gates,
     implementation: str | None = None,
@@ -48,9 +48,9 @@ def gated_delta_replay(
     Float[Array, "slots heads head_dim state"],
     DeltaTail,
     Float[Array, "slots width-1 inner"],
-    Float[Array, "tails entries inner"],
+    Float[Array, "tails ring_entries inner"],
     Float[Array, "slots width-1 channels"],
-    Float[Array, "tails entries channels"],
+    Float[Array, "tails ring_entries channels"],
 ]:
     """Runs a few new tokens per row from its anchor and tail, as `delta_replay` does.
 

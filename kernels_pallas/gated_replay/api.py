@@ -36,9 +36,9 @@ def gated_replay(
     store: Float[Array, "slots heads head_dim state"],
     tail: Tail,
     windows: Float[Array, "slots width-1 inner"],
-    ring: Float[Array, "tails entries inner"],
+    ring: Float[Array, "tails ring_entries inner"],
     windows_bc: Float[Array, "slots width-1 channels"],
-    ring_bc: Float[Array, "tails entries channels"],
+    ring_bc: Float[Array, "tails ring_entries channels"],
     *,
     dt_limit: tuple[float, float],
     eps: float,
@@ -50,9 +50,9 @@ def gated_replay(
     Float[Array, "slots heads head_dim state"],
     Tail,
     Float[Array, "slots width-1 inner"],
-    Float[Array, "tails entries inner"],
+    Float[Array, "tails ring_entries inner"],
     Float[Array, "slots width-1 channels"],
-    Float[Array, "tails entries channels"],
+    Float[Array, "tails ring_entries channels"],
 ]:
     """Runs a few new tokens per row from its anchor and tail, as `state_replay` does.
 

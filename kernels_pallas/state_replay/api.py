@@ -33,7 +33,7 @@ class Tail(NamedTuple):
 
     x: Float[Array, "tails entries inner"]
     """[.., heads * head_dim], in the precision that the layer computes in."""
-    b: Float[Array, "tails entries channels"]
+    b: Float[Array, "tails entries size"]
     """[.., groups * state], likewise."""
     dt: Float[Array, "tails entries heads"]
     """float32, after softplus."""
