@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from benchmarks.gpu_check.deadline import Deadline
 from benchmarks.gpu_check.sizes import BF16, Sizes, compare
-from benchmarks.kernels.calls import OPERATIONS, Draw
+from benchmarks.kernels.call import Draw
+from benchmarks.kernels.calls import OPERATIONS, drawn
 
 
 def check_between(name: str, sizes: Sizes, copy: float, deadline: Deadline) -> bool:
@@ -20,18 +21,13 @@ def check_between(name: str, sizes: Sizes, copy: float, deadline: Deadline) -> b
     ok, operation = True, OPERATIONS[name]
     first = operation.shapes[0].small() if sizes.interpret else operation.shapes[0]
     for steps, rows in deadline.each(name, itertools.product(sizes.steps, sizes.rows)):
-        call = operation.call(Draw(BF16), dataclasses.replace(first, rows=rows, steps=steps))
-        # The interval of a replay is no array.
-        places = {name: value for name, value in call.options.items() if isinstance(value, jax.Array)}
-        static = {name: value for name, value in call.options.items() if name not in places}
-        operate = partial(call.run, **static)
+        call = drawn(name, dataclasses.replace(first, rows=rows, steps=steps), Draw(BF16))
 
-        def run(stores: Any, args: Any, places: Any, *, operate: Any = operate, **how: Any) -> tuple[Any, jax.Array]:
-            y, stores = operate(*args, stores, **places, **how)
-            return stores, y
+        def run(*arrays: Any, call: Any = call, implementation: str) -> tuple[Any, jax.Array]:
+            return call.program(implementation)(*arrays)
 
         ok &= compare(
-            name, sizes, run, ["xla"], partial(jax.tree.map, jnp.copy, call.store), (call.args, places),
+            name, sizes, run, ["xla"], partial(jax.tree.map, jnp.copy, call.stores), (call.inputs, call.places),
             rows=rows, steps=steps, moved=call.moved, copy=copy,
         )  # fmt: skip
     return ok

@@ -12,7 +12,8 @@ import numpy as np
 from benchmarks.gpu_check.deadline import Deadline
 from benchmarks.gpu_check.sizes import BF16, CLOSE, F32, I32, Sizes, compare
 from benchmarks.gpu_check.timing import difference, seconds
-from benchmarks.kernels.calls import OPERATIONS, Draw
+from benchmarks.kernels.call import Draw
+from benchmarks.kernels.calls import drawn
 from benchmarks.kernels.workloads import ExpertMLP
 from kernels_pallas.expert_mlp.pallas_gpu import MOST
 from kernels_pallas.grouped_matmul import grouped_matmul
@@ -54,16 +55,15 @@ def check_expert_mlp(sizes: Sizes, copy: float, deadline: Deadline) -> bool:
     ok, (experts, size, width, chosen) = True, sizes.experts
     cases = ((rows, gated) for rows in sizes.rows for gated in (False, True) if rows <= MOST)
     for rows, gated in deadline.each("expert mlp", cases):
-        call = OPERATIONS["expert_mlp"].call(
-            Draw(BF16), ExpertMLP("", rows, experts, chosen, width, size // (1 + gated), gated)
-        )
+        call = drawn("expert_mlp", ExpertMLP("", rows, experts, chosen, width, size // (1 + gated), gated), Draw(BF16))
+
+        x, up, down, *rows_of_experts = call.inputs
 
         def run(weights: Any, x: Any, rows: Any, *, call: Any = call, **how: Any) -> tuple[Any, jax.Array]:
-            return weights, call.run(x, *weights, *rows, **call.options, **how)
+            return weights, call.operation(x, *weights, *rows, **call.options, **how)
 
-        x, *weights = call.args[:3]
         ok &= compare(
-            "expert_mlp", sizes, run, ["xla"], partial(jax.tree.map, jnp.copy, weights), (x, call.args[3:]),
+            "expert_mlp", sizes, run, ["xla"], partial(jax.tree.map, jnp.copy, (up, down)), (x, rows_of_experts),
             rows=rows, gated=gated, moved=call.moved, copy=copy,
         )  # fmt: skip
     return ok

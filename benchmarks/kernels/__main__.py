@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.kernels.calls import OPERATIONS, Call, Draw, runnable
+from benchmarks.kernels.call import Call, Draw
+from benchmarks.kernels.calls import OPERATIONS, drawn, runnable
 from kernels_pallas.dispatch import UnsupportedError
 from serving.bench.report import emit, environment, median, spread
 
@@ -61,7 +62,7 @@ def measure(name: str, wanted: Sequence[str], options: argparse.Namespace) -> An
         empty = any(size == 0 and not isinstance(size, bool) for size in vars(shape).values())
         if options.shapes not in shape.name or empty:
             continue
-        call = operation.call(Draw(jnp.dtype(options.dtype)), shape.small() if options.small else shape)
+        call = drawn(name, shape.small() if options.small else shape, Draw(options.dtype))
         for implementation in runnable(operation, jax.default_backend(), options.interpreted):
             if wanted and implementation not in wanted:
                 continue
@@ -78,31 +79,23 @@ def measure(name: str, wanted: Sequence[str], options: argparse.Namespace) -> An
 
 
 def time_call(call: Call, implementation: str, *, reps: int, seconds: float) -> list[float]:
-    """Seconds of one call, once for each repetition. A store is donated and comes back, as in a step."""
+    """Seconds of one call, once for each repetition. Stores are donated and come back, as in a step."""
+    compiled = jax.jit(call.program(implementation), donate_argnums=0)
+    stores = jax.tree.map(jnp.copy, call.stores)  # the call's own are for the next implementation
 
-    def run(store: Any, args: tuple[Any, ...], arrays: dict[str, Any]) -> tuple[Any, Any]:
-        given = args if store is None else (*args, store)
-        out = call.run(*given, **arrays, **static, implementation=implementation)
-        return out if store is not None else (out, None)
-
-    arrays = {key: value for key, value in call.options.items() if isinstance(value, jax.Array)}
-    static = {key: value for key, value in call.options.items() if key not in arrays}
-    compiled: Callable[..., Any] = jax.jit(run, donate_argnums=0)
-    store = jax.tree.map(jnp.copy, call.store)  # the call's own is for the next implementation
-
-    def calls(count: int, store: Any) -> tuple[float, Any]:
+    def calls(count: int, stores: Any) -> tuple[float, Any]:
         begin = time.perf_counter()
         for _ in range(count):
-            out, store = compiled(store, call.args, arrays)
-        jax.block_until_ready((out, store))
-        return time.perf_counter() - begin, store
+            stores, y = compiled(stores, call.inputs, call.places)
+        jax.block_until_ready((y, stores))
+        return time.perf_counter() - begin, stores
 
-    _, store = calls(1, store)
-    once, store = calls(1, store)
+    _, stores = calls(1, stores)
+    once, stores = calls(1, stores)
     count = max(1, round(seconds / max(once, 1e-9)))
     found = []
     for _ in range(reps):
-        took, store = calls(count, store)
+        took, stores = calls(count, stores)
         found.append(took / count)
     return found
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Self
 
 
 @dataclasses.dataclass(frozen=True)
 class Recurrence:
-    """A layer of a recurrence with heads: the tile of its scan; rows, steps (1 + drafts) and interval of its decode."""
+    """A layer of a recurrence with heads: tiles of its scan; rows, steps (1 + drafts) and interval of its decode."""
 
     name: str
     heads: int
@@ -18,6 +19,7 @@ class Recurrence:
     rows: int = 1
     steps: int = 1
     interval: int = 16
+    tiles: int = 4
     by_channel: bool = False
     """Every channel of a key has its own decay."""
 
@@ -25,6 +27,16 @@ class Recurrence:
     def entries(self) -> int:
         """Entries of a tail: the next power of two of the tokens that it can have."""
         return 1 << (self.interval + self.steps - 2).bit_length()
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Of one slot."""
+        return self.heads, self.head_dim, self.state
+
+    def divided(self, devices: int) -> Self:
+        """Returns the part of one of several devices: some heads, and the groups that they need."""
+        name, groups = f"{self.name}/{devices}", max(1, self.groups // devices)
+        return dataclasses.replace(self, name=name, heads=self.heads // devices, groups=groups)
 
     def small(self) -> Recurrence:
         """Returns the same tile, rows, steps and kind of grouping, on sizes that a test can afford."""
@@ -92,7 +104,7 @@ GATED = (
 
 @dataclasses.dataclass(frozen=True)
 class Selective:
-    """A layer of the first Mamba: the tile of its scan; rows, steps (1 + drafts) and interval of its decode."""
+    """A layer of the first Mamba: tiles of its scan; rows, steps (1 + drafts) and interval of its decode."""
 
     name: str
     inner: int
@@ -101,11 +113,17 @@ class Selective:
     rows: int = 1
     steps: int = 1
     interval: int = 8
+    tiles: int = 4
 
     @property
     def entries(self) -> int:
         """Entries of a tail: the next power of two of the tokens that it can have."""
         return 1 << (self.interval + self.steps - 2).bit_length()
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Of one slot."""
+        return self.state, self.inner
 
     def small(self) -> Selective:
         """Returns the same tile, rows and steps, on sizes that a test can afford."""
@@ -269,6 +287,17 @@ class Attention:
     page_size: int = 16
     latent: bool = False
     """A token has one entry, which is key and value at once."""
+    rows: int = 8
+    q_len: int = 1
+    """Queries of a block."""
+    context: int = 1024
+    """Tokens of each row."""
+    blocks_of_row: int = 1
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of queries of all rows."""
+        return self.rows * self.blocks_of_row
 
     @property
     def entries(self) -> int:
