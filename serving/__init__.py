@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from serving.engine.async_engine import AsyncEngine
     from serving.engine.llm import LLM
     from serving.engine.request_error import RequestError
-    from serving.engine.requests.adapters import LoRARequest
     from serving.engine.requests.output import CompletionOutput, RequestOutput, unpack_sampling_mask
+    from serving.engine.requests.request import LoRARequest
     from serving.engine.requests.sampling_params import SamplingParams
 
 _LAZY = {
     "LLM": "serving.engine.llm",
     "AsyncEngine": "serving.engine.async_engine",
     "CompletionOutput": "serving.engine.requests.output",
-    "LoRARequest": "serving.engine.requests.adapters",
+    "LoRARequest": "serving.engine.requests.request",
     "RequestOutput": "serving.engine.requests.output",
     "RequestError": "serving.engine.request_error",
     "SamplingParams": "serving.engine.requests.sampling_params",

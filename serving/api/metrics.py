@@ -5,6 +5,7 @@ Each server has its own registry. docs/operations.md explains every metric.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import time
 from collections import deque
@@ -79,34 +80,36 @@ class Metrics:
         self._answers.labels(path, str(status)).inc()
 
     def request(self, prompt_tokens: int) -> Observer:
-        """Returns an observer of a request that starts now. Call it with each output and the time of the output."""
+        """Returns an observer of a request that starts now. Call it with each delta and its time."""
         begin = last = time.monotonic()
-        seen = 0
+        tokens = collections.Counter[int]()
+        """Tokens of each choice so far."""
 
         def observe(output: RequestOutput, now: float) -> None:
-            nonlocal last, seen
-            metrics = output.metrics
-            count = sum(len(choice.token_ids) for choice in output.outputs)
-            if count and not seen:
+            nonlocal last
+            metrics, first_output = output.metrics, not tokens.total()
+            new = {choice.index: len(choice.token_ids) for choice in output.outputs if choice.token_ids}
+            tokens.update(new)
+            if new and first_output:
                 first = metrics.first_token_time if metrics is not None else None
                 waited = max(0.0, (now if first is None else first) - begin)
                 self._first.observe(waited)
                 self._recent["first_token"].append(waited)
                 if metrics is not None and metrics.first_scheduled_time is not None:
                     self._queue.observe(max(0.0, metrics.first_scheduled_time - metrics.arrival_time))
-            elif count > seen and not (output.finished and seen == 0):
+            elif new:
                 # Tokens that arrive together share the time since the previous ones.
-                each = (now - last) / (count - seen) * len(output.outputs)
-                for _ in range(count - seen):
+                each = (now - last) / sum(new.values()) * len(new)
+                for _ in range(sum(new.values())):
                     self._between.observe(each)
                 self._recent["between_tokens"].append(each)
-            seen, last = count, now
+            last = now
             if output.finished:
                 self._whole.observe(now - begin)
                 self._recent["whole"].append(now - begin)
                 self._prompt.observe(prompt_tokens)
-                self._generated.observe(count)
-                longest = max((len(choice.token_ids) for choice in output.outputs), default=0)
+                self._generated.observe(tokens.total())
+                longest = max(tokens.values(), default=0)
                 if metrics is not None and metrics.first_token_time is not None and longest > 1:
                     end = metrics.finished_time or now
                     self._per_token.observe(max(0.0, end - metrics.first_token_time) / (longest - 1))

@@ -64,7 +64,7 @@ class Traces:
 
     @contextlib.contextmanager
     def request(self, name: str, prompt_tokens: int, params: SamplingParams) -> Iterator[Note]:
-        """Creates a span for one prompt. Yields a function to call with each output.
+        """Creates a span for one prompt. Yields a function to call with each delta.
 
         The span also ends when generation fails (as an error) and when the client disconnects (`mamba_jax.aborted`).
         """
@@ -88,12 +88,17 @@ class Traces:
             kind=SpanKind.SERVER,
             attributes={key: value for key, value in attributes.items() if value is not None},
         )
-        finished = False
+        finished, tokens = False, 0
+        reasons: dict[int, str] = {}
 
         def note(output: RequestOutput) -> None:
-            nonlocal finished
+            nonlocal finished, tokens
+            tokens += sum(len(choice.token_ids) for choice in output.outputs)
+            reasons.update({choice.index: str(choice.finish_reason) for choice in output.outputs})
             if output.finished:
                 finished = True
+                span.set_attribute("gen_ai.usage.output_tokens", tokens)
+                span.set_attribute("gen_ai.response.finish_reasons", [reasons[index] for index in sorted(reasons)])
                 span.set_attributes(_result_attributes(output))
 
         try:
@@ -115,10 +120,8 @@ class Traces:
 
 
 def _result_attributes(output: RequestOutput) -> dict[str, Any]:
-    """Returns the attributes of a finished prompt; times are in seconds."""
+    """Returns the attributes of a finished prompt that its last output has; times are in seconds."""
     attributes: dict[str, Any] = {
-        "gen_ai.usage.output_tokens": sum(len(choice.token_ids) for choice in output.outputs),
-        "gen_ai.response.finish_reasons": [str(choice.finish_reason) for choice in output.outputs],
         "mamba_jax.cached_tokens": output.num_cached_tokens,
     }
     if output.miss_reason is not None:

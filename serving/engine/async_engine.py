@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from dataclasses import replace
 from typing import Any
 
 from checkpoints.replacement import NewWeights
@@ -18,9 +20,8 @@ from serving.engine.replicas.replica_loads import ReplicaLoads
 from serving.engine.replicas.replica_stats import merged
 from serving.engine.replicas.update import Update
 from serving.engine.request_error import RequestError
-from serving.engine.requests.adapters import LoRARequest
 from serving.engine.requests.output import RequestOutput
-from serving.engine.requests.prompt import Prompt
+from serving.engine.requests.request import EngineRequest, Prompt
 from serving.engine.requests.sampling_params import SamplingParams
 
 
@@ -50,45 +51,52 @@ class AsyncEngine:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        client: str | None = None,
-        batch_id: str | None = None,
         live: bool = True,
-        export: Any = None,
-        lora_request: LoRARequest | None = None,
+        **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Completes one prompt. Yields the output as it grows; the last output is finished.
 
         Each output is a copy that later steps do not change. Leaving the iteration early, by `break`, cancellation or
         an error, aborts the request. With `live=False` only the finished output is yielded, which costs less.
+        `options` are further fields of `EngineRequest`.
+
+        Raises:
+            RequestError, RequestFailed, EngineStopped: see `stream`.
+        """
+        name = request_id if request_id is not None else f"async-{next(self._ids)}"
+        whole: RequestOutput | None = None
+        request = EngineRequest(name, prompt, sampling_params or SamplingParams(), live=live, **options)
+        async with contextlib.aclosing(self.stream(request)) as deltas:
+            async for new in deltas:
+                if whole is None:
+                    whole = new
+                else:
+                    whole.extend(new)
+                yield whole.copy()
+
+    async def stream(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
+        """Runs a request. Yields deltas if it is live, otherwise only the finished output. Leaving early aborts it.
 
         All choices of the request run on one engine. If its queue is full, the next best engine gets the request.
-
-        `client`, `batch_id`, `export` and `lora_request` are arguments of `Engine.add_request`.
 
         Raises:
             RequestError: the request cannot be served as asked. With a grammar, this can occur after some tokens.
             RequestFailed: the engine ended the request with an error.
             EngineStopped: the engine has stopped.
         """
-        name = request_id if request_id is not None else f"async-{next(self._ids)}"
+        name = request.request_id
         if name in self._ids_in_use:
             raise RequestError(f"request id {name!r} is in use")
         ids: list[int] = []
         if len(self.engines) > 1:
-            text, ids = self.engine.prompt_ids(prompt)
-            prompt = {"prompt": text, "prompt_token_ids": ids}
+            text, ids = self.engine.prompt_ids(request.prompt)
+            request = replace(request, prompt={"prompt": text, "prompt_token_ids": ids})
         full: list[int] = []
         while True:
-            place = self._placing.give(ids, sampling_params, cache_salt, lora_request, without=full)
-            thread, stream = self._threads[place.replica], Stream(live, place.computed)
+            place = self._placing.give(ids, request, without=full)
+            thread, stream = self._threads[place.replica], Stream(request.live, place.computed)
             self._ids_in_use.add(name)
-            thread.add(
-                name, stream, prompt, sampling_params,
-                priority=priority, cache_salt=cache_salt, client=client, batch_id=batch_id, live_text=live,
-                export=export, lora_request=lora_request,
-            )  # fmt: skip
+            thread.add(request, stream)
             try:
                 while True:
                     output = await stream.get()

@@ -10,12 +10,12 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from checkpoints.tokenizer import Tokenizer
-from serving.core import FinishReason, RemoteState, Request, RowResult, StepPlan, check_prompt_length
+from serving.core import FinishReason, Request, RowResult, StepPlan, check_prompt_length
 from serving.engine.control import Control
 from serving.engine.request_error import RequestError, RequestFailed
-from serving.engine.requests.adapters import AdapterTable, LoadedAdapter, LoRARequest
+from serving.engine.requests.adapters import AdapterTable, LoadedAdapter
 from serving.engine.requests.output import Choice, RequestMetrics, RequestOutput
-from serving.engine.requests.prompt import Prompt, check_params, read_prompt
+from serving.engine.requests.request import EngineRequest, LoRARequest, Prompt, check_params, read_prompt
 from serving.engine.requests.routed_experts import read_routed_experts
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.steps.loop import PlanError, StepLoop
@@ -70,8 +70,8 @@ class Engine:
         self._sampling_masks = sampling_masks
         self._seeds, self._experts_per_layer = random.Random(seed), experts_per_layer
         self._parents: dict[str, UserRequest] = {}
-        self._unsaid: dict[str, RequestOutput] = {}
-        """Outputs that changed since the last step returned, by request id."""
+        self._changed: dict[str, UserRequest] = {}
+        """Requests whose output changed since the last step returned, by request id."""
 
     @property
     def engines(self) -> tuple[Engine, ...]:
@@ -85,7 +85,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether `step` has work to do or outputs to return."""
-        return bool(self._unsaid) or (self.loop.in_flight if self.control.held else self.loop.busy)
+        return bool(self._changed) or (self.loop.in_flight if self.control.held else self.loop.busy)
 
     @property
     def num_unfinished(self) -> int:
@@ -94,46 +94,28 @@ class Engine:
 
     def is_unfinished(self, request_id: str) -> bool:
         """Returns whether `step` has not yet returned the finished output of a request."""
-        return request_id in self._parents or request_id in self._unsaid
+        return request_id in self._parents or request_id in self._changed
 
     def add_request(
         self,
         request_id: str,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        client: str | None = None,
-        batch_id: str | None = None,
-        live_text: bool = False,
-        remote: RemoteState | None = None,
-        export: Any = None,
-        lora_request: LoRARequest | None = None,
+        **options: Any,
     ) -> RequestOutput:
-        """Queues a request and returns its output, which later steps fill in.
+        """Queues a request like `add`; `options` are further fields of `EngineRequest`."""
+        return self.add(EngineRequest(request_id, prompt, params or SamplingParams(), **options))
 
-        Args:
-            request_id: any text that no unfinished request uses.
-            prompt: a text or token ids.
-            params: sampling parameters; the defaults are those of `SamplingParams`.
-            priority: requests with smaller values are served first.
-            cache_salt: requests share cached prefixes only with requests of the same salt.
-            client: the client that sent the request; waiting clients are served in turn.
-            batch_id: request id of the first of several prompts of one call; the queue treats them as one request.
-            live_text: keep `text` up to date after each step, not only at the end.
-            remote: the state of the prompt on another worker. Ignored if prompt log-probabilities are requested, or if
-                the state was computed with another salt, other weights or another adapter.
-            export: receives the state at the prompt's end, for `split.prefill_side`.
-            lora_request: the request's adapter; None uses the model as it is.
+    def add(self, request: EngineRequest) -> RequestOutput:
+        """Queues a request and returns its output, which later steps fill in, unless they return deltas (`live`).
 
         Raises:
             RequestError: the request cannot be served as asked. The engine keeps no part of it.
         """
-        params = params or SamplingParams()
+        request_id, params = request.request_id, request.params
         if request_id in self._parents:
             raise RequestError(f"request id {request_id!r} is in use")
-        text, ids = self.prompt_ids(prompt)
+        text, ids = self.prompt_ids(request.prompt)
         check_prompt_length(len(ids), self.max_model_len)
         check_params(params, self.tokenizer, self.vocab_size)
         if params.return_sampling_mask and not self._sampling_masks:
@@ -148,20 +130,20 @@ class Engine:
         )
         if params.prompt_logprobs is not None:
             output.prompt_logprobs = [None] * len(ids)
-        parent = UserRequest(output, params, live_text, self._adapter_of(lora_request))
+        parent = UserRequest(request, output, self._adapter_of(request.lora_request))
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         for index in range(params.n):
             try:
-                self._add_choice(parent, index, seed, priority, cache_salt, client, batch_id)
+                self._add_choice(parent, index, seed)
             except RequestError:
                 for member in parent.members:
                     self.loop.scheduler.abort(member.request_id)
                 self._release_adapter(parent)
                 raise
         first = parent.members[0]
-        first.transfer.export = export
+        remote, first.transfer.export = request.remote, request.export
         scope = first.progress.content.scope
-        if remote is None and export is None:
+        if remote is None and request.export is None:
             remote = next(filter(None, (source.find(ids, scope) for source in self.loop.sources)), None)
         if remote is not None and remote.scope != scope:
             remote.source.cancel(remote)
@@ -171,7 +153,10 @@ class Engine:
         return output
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Ends a request now and returns its output so far; None if there is no such unfinished request."""
+        """Ends a request now and returns its output so far; None if there is no such unfinished request.
+
+        The next `step` returns the output too.
+        """
         parent = self._parents.pop(request_id, None)
         if parent is None:
             return None
@@ -180,6 +165,7 @@ class Engine:
                 self.loop.scheduler.abort(request.request_id)
             request.user.choice.finish("abort")
         self._finish(parent)
+        self._changed[request_id] = parent
         return parent.output
 
     def fail(self, request_id: str, reason: str, *, refused: bool = False) -> None:
@@ -196,7 +182,7 @@ class Engine:
             request.user.choice.finish("error", reason)
         parent.output.failure = RequestError(reason) if refused else RequestFailed(reason)
         self._finish(parent)
-        self._unsaid[request_id] = parent.output
+        self._changed[request_id] = parent
 
     def stats(self) -> dict[str, Any]:
         """Returns all counters: requests and pools, steps and their times, compiled programs."""
@@ -221,14 +207,13 @@ class Engine:
     def abort_all(self) -> None:
         """Ends every request; the next `step` returns their outputs so far."""
         for request_id in list(self._parents):
-            output = self.abort(request_id)
-            if output is not None:
-                self._unsaid[request_id] = output
+            self.abort(request_id)
 
     def step(self) -> list[RequestOutput]:
         """Runs one step; returns the outputs that it changed, finished ones included.
 
-        A request's output is the same object in each step: copy the values that must not change.
+        The output of a request with `live` is a delta. That of another request is the same object in each step: copy
+        the values that must not change.
         """
         try:
             settled = self.loop.drain() if self.control.held else self.loop.step()
@@ -243,9 +228,9 @@ class Engine:
             for request, reason, refused in self.loop.inputs.mask_workers.pop_refused():
                 self.fail(request.user.parent.output.request_id, reason, refused=refused)
         # Return everything that ended during this step: there may be no next step.
-        unsaid, self._unsaid = self._unsaid, {}
+        changed, self._changed = self._changed, {}
         self.control.stepped()
-        return list(unsaid.values())
+        return [parent.take() for parent in changed.values()]
 
     def drain(self) -> None:
         """Settles the step in flight without dispatching another. The next `step` returns the changed outputs."""
@@ -264,7 +249,7 @@ class Engine:
         for emitted in settled.emitted:
             parent = self._take(settled, emitted, now)
             if parent is not None:
-                self._unsaid[parent.output.request_id] = parent.output
+                self._changed[parent.output.request_id] = parent
         self.loop.stats.settle_seconds += time.perf_counter() - begin
 
     def _not_finite(self, parent: UserRequest) -> None:
@@ -284,17 +269,8 @@ class Engine:
         """
         return read_prompt(prompt, self.tokenizer, self.vocab_size)
 
-    def _add_choice(
-        self,
-        parent: UserRequest,
-        index: int,
-        seed: int,
-        priority: int,
-        cache_salt: str | None,
-        client: str | None,
-        batch_id: str | None,
-    ) -> None:
-        output, params = parent.output, parent.params
+    def _add_choice(self, parent: UserRequest, index: int, seed: int) -> None:
+        given, output, params = parent.given, parent.output, parent.params
         stream = None
         if params.detokenize and self.tokenizer is not None:
             stream = self.tokenizer.stream(skip_special_tokens=params.skip_special_tokens)
@@ -309,15 +285,15 @@ class Engine:
             stop_token_ids=params.stop_token_ids or (),
             eos_token_ids=self.eos_token_ids,
             ignore_eos=params.ignore_eos,
-            priority=priority,
-            cache_salt=cache_salt,
+            priority=given.priority,
+            cache_salt=given.cache_salt,
             adapter=None if parent.adapter is None else parent.adapter.digest,
             initial_slot=0 if parent.adapter is None else parent.adapter.initial_slot,
             prompt_logprobs=params.prompt_logprobs is not None and index == 0,
             lockstep=constraint is not None,
             fork_of=output.request_id if index else None,
-            client=client,
-            batch_id=batch_id,
+            client=given.client,
+            batch_id=given.batch_id,
             sampling=params if index == 0 else replace(params, prompt_logprobs=None, prompt_logprob_token_ids=None),
         )
         followed = None if constraint is None else FollowedChoice(constraint)
@@ -335,7 +311,7 @@ class Engine:
         member: ChoiceState = request.user
         parent = member.parent
         output, choice = parent.output, member.choice
-        if choice.output.finished:
+        if choice.finished:
             return None
         tokens, complete, followed = emitted.tokens, False, member.followed
         if followed is not None:
@@ -361,22 +337,22 @@ class Engine:
         elif request.finished:
             asked = request.stop_reason in (parent.params.stop_token_ids or ())
             choice.finish(str(request.finish_reason), request.stop_reason if by_token and asked else None)
-        elif parent.live_text:
+        elif parent.given.live:
             choice.refresh()
         if followed is not None and not request.finished and self.loop.inputs.mask_workers is not None:
             self.loop.inputs.mask_workers.submit(request, followed, member.proposed)
         metrics = output.metrics
         if metrics is not None and metrics.first_token_time is None and emitted.tokens:
             metrics.first_token_time = now
-        if choice.output.index == 0:
+        if choice.index == 0:
             output.num_cached_tokens = request.num_cached_tokens
             output.miss_reason = str(request.miss_reason) if request.miss_reason else None
-        if choice.output.finished and self._experts_per_layer and self.loop.store is not None:
-            count = len(output.prompt_token_ids) + len(choice.output.token_ids) - 1
+        if choice.finished and self._experts_per_layer and self.loop.store is not None:
+            count = len(output.prompt_token_ids) + choice.num_tokens - 1
             choice.output.recorded_experts = read_routed_experts(
                 self.loop.store, emitted.row, count, per_layer=self._experts_per_layer
             )
-        if choice.output.finished and all(c.finished for c in output.outputs):
+        if choice.finished and all(each.finished for each in parent.choices):
             self._finish(parent)
             del self._parents[output.request_id]
         return parent

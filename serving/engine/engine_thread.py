@@ -10,13 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from serving.engine.control import PauseMode
 from serving.engine.engine import Engine
 from serving.engine.request_error import RequestError
 from serving.engine.requests.output import RequestOutput
+from serving.engine.requests.request import EngineRequest
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class Stream:
     """Carries outputs from the engine's thread to one asyncio task.
 
     Args:
-        live: whether to carry unfinished outputs too.
+        live: whether to carry deltas, not only the finished output.
         begun: called on the engine's thread when the first token is available.
     """
 
@@ -50,7 +51,8 @@ class Stream:
         self.live = live
         self.begun: Callable[[], None] | None = begun
         self.loop = asyncio.get_running_loop()
-        self._items: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+        self._unread: RequestOutput | Exception | None = None
+        self._arrived = asyncio.Event()
 
     def put(self, item: RequestOutput | Exception) -> None:
         """Puts an item into the stream, called from the engine's thread."""
@@ -58,14 +60,18 @@ class Stream:
 
     def put_nowait(self, item: RequestOutput | Exception) -> None:
         """Puts an item into the stream, called from the event loop's thread."""
-        self._items.put_nowait(item)
+        if isinstance(item, RequestOutput) and isinstance(self._unread, RequestOutput):
+            self._unread.extend(item)  # a slow reader gets several deltas as one
+        else:
+            self._unread = item
+        self._arrived.set()
 
     async def get(self) -> RequestOutput:
-        """Returns the next output; raises the error that ended the request."""
-        item = await self._items.get()
-        # A slow reader gets only the newest output: it contains all earlier ones.
-        while isinstance(item, RequestOutput) and not item.finished and not self._items.empty():
-            item = self._items.get_nowait()
+        """Returns the new output; raises the error that ended the request."""
+        await self._arrived.wait()
+        self._arrived.clear()
+        item, self._unread = self._unread, None
+        assert item is not None
         if isinstance(item, Exception):
             raise item
         return item
@@ -98,22 +104,19 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def add(self, request_id: str, stream: Stream, *arguments: Any, **more: Any) -> None:
-        """Adds a request to the engine. Its outputs, or the error if the engine refuses it, go to `stream`.
-
-        `arguments` and `more` are those of `Engine.add_request`.
-        """
+    def add(self, request: EngineRequest, stream: Stream) -> None:
+        """Adds a request to the engine. Its outputs, or the error if the engine refuses it, go to `stream`."""
 
         def add() -> None:
-            if request_id in self._streams:
-                stream.put(RequestError(f"request id {request_id!r} is in use"))
+            if request.request_id in self._streams:
+                stream.put(RequestError(f"request id {request.request_id!r} is in use"))
                 return
             try:
-                self.engine.add_request(request_id, *arguments, **more)
+                self.engine.add(request)
             except Exception as error:
                 stream.put(error)
                 return
-            self._streams[request_id] = stream
+            self._streams[request.request_id] = stream
 
         self._submit(add, stream.put)
 
@@ -129,13 +132,7 @@ class EngineThread:
 
     def abort(self, request_id: str) -> None:
         """Ends a request, if the engine has it; its stream gets the output so far."""
-
-        def abort() -> None:
-            output = self.engine.abort(request_id)
-            if output is not None:
-                self._publish([output])
-
-        self._submit(abort)
+        self.tell(lambda engine: engine.abort(request_id))
 
     async def call(self, function: Callable[[Engine], Any]) -> Any:
         """Calls a function with the engine between two steps and returns its result."""
@@ -278,8 +275,7 @@ class EngineThread:
                 stream.begun = None
             if not (stream.live or output.finished):
                 continue
-            # A finished output no longer changes: no copy is needed.
-            letters.setdefault(stream.loop, []).append((stream, output if output.finished else _copy(output)))
+            letters.setdefault(stream.loop, []).append((stream, output))
             if output.finished:
                 del self._streams[output.request_id]
         for loop, items in letters.items():
@@ -301,16 +297,3 @@ def _deliver(loop: asyncio.AbstractEventLoop, items: Sequence[tuple[Stream, Requ
     # A closed event loop raises RuntimeError; it has no reader.
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(put)
-
-
-def _copy(output: RequestOutput) -> RequestOutput:
-    choices = [
-        replace(
-            choice,
-            token_ids=list(choice.token_ids),
-            logprobs=None if choice.logprobs is None else list(choice.logprobs),
-            weights_versions=list(choice.weights_versions),
-        )
-        for choice in output.outputs
-    ]
-    return replace(output, outputs=choices, metrics=None if output.metrics is None else replace(output.metrics))

@@ -21,9 +21,8 @@ from serving.engine.replicas.adapter_load import AdapterLoad, table_of
 from serving.engine.replicas.group import EngineGroup, grouped
 from serving.engine.replicas.update import Update, common_checksum
 from serving.engine.request_error import RequestError
-from serving.engine.requests.adapters import LoRARequest
 from serving.engine.requests.output import RequestOutput
-from serving.engine.requests.prompt import Prompt
+from serving.engine.requests.request import EngineRequest, LoRARequest, Prompt
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.weights import WeightsChecksum
 from serving.vllm.keywords import engine_flags
@@ -64,6 +63,8 @@ class LLM:
         self.model = built.model
         self._tokenizer = built.tokenizer
         self._ids = itertools.count()
+        self._streams: dict[str, list[RequestOutput]] = {}
+        """Deltas that calls of `stream` have not read yet, by request id."""
 
     def close(self) -> None:
         """Writes pending states to `disk_cache` and ends the engine. Leaving a `with` block calls it."""
@@ -129,31 +130,24 @@ class LLM:
         many: Sequence[Any] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         if many and all(isinstance(token, int) for token in many):
             many = [many]  # one prompt's token ids
-        params = _one_each(sampling_params, len(many), "sampling_params")
-        priorities = [priority] * len(many) if isinstance(priority, int) else list(priority)
-        if len(priorities) != len(many):
-            raise RequestError(f"{len(priorities)} priorities for {len(many)} prompts: give one, or one per prompt")
-        adapters: list[LoRARequest | None]
-        if lora_request is None or isinstance(lora_request, LoRARequest):
-            adapters = [lora_request] * len(many)
-        else:
-            adapters = list(lora_request)
-        if len(adapters) != len(many):
-            raise RequestError(f"{len(adapters)} lora_request for {len(many)} prompts: give one, or one per prompt")
-        outputs: list[RequestOutput] = []
+        params = _one_each(
+            SamplingParams() if sampling_params is None else sampling_params, SamplingParams, many, "sampling_params"
+        )
+        priorities = _one_each(priority, int, many, "priorities")
+        adapters = _one_each(lora_request, (LoRARequest, type(None)), many, "lora_request")
+        outputs: dict[str, RequestOutput | None] = {}
         try:
-            for prompt, each, rank, adapter in zip(many, params, priorities, adapters, strict=True):
-                options: dict[str, Any] = {"priority": rank, "cache_salt": cache_salt}
-                if adapter is not None:
-                    options["lora_request"] = adapter
-                outputs.append(self._add(f"generate-{next(self._ids)}", prompt, each, options))
-            self._run(len(outputs), use_tqdm)
+            for each, param, rank, adapter in zip(many, params, priorities, adapters, strict=True):
+                name = f"generate-{next(self._ids)}"
+                self.front.add(EngineRequest(name, each, param, rank, cache_salt, lora_request=adapter))
+                outputs[name] = None
+            self._run(outputs, use_tqdm)
         except BaseException:
             # Interrupted or refused: abort all, so that a later call does not run them.
-            for output in outputs:
-                self.front.abort(output.request_id)
+            for request_id in outputs:
+                self.front.abort(request_id)
             raise
-        return outputs
+        return [output for output in outputs.values() if output is not None]
 
     def chat(
         self,
@@ -183,18 +177,23 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Completes one prompt, yielding the same output as it grows. Closing the iterator aborts the request."""
-        request_id = f"stream-{next(self._ids)}"
-        output = self.front.add_request(request_id, prompt, sampling_params, live_text=True)
-        told = False
+        request = EngineRequest(f"stream-{next(self._ids)}", prompt, sampling_params or SamplingParams(), live=True)
+        self.front.add(request)
+        unread: list[RequestOutput] = []
+        self._streams[request.request_id] = unread
+        whole: RequestOutput | None = None
         try:
-            while self.front.is_unfinished(request_id):
-                if any(changed is output for changed in self.front.step()):
-                    told = output.finished
-                    yield output
-            if not told:  # another call ran its last step, or aborted it
-                yield output
+            while whole is None or not whole.finished:
+                while not unread:
+                    self._step()
+                whole = whole or unread.pop(0)
+                for new in unread:
+                    whole.extend(new)
+                unread.clear()
+                yield whole
         finally:
-            self.front.abort(request_id)
+            del self._streams[request.request_id]
+            self.front.abort(request.request_id)
 
     @property
     def weights_version(self) -> str:
@@ -231,14 +230,11 @@ class LLM:
         table_of(self.engine).names.check(name)
         self.front.call_all(lambda engine: table_of(engine).remove(name))
 
-    def _add(self, request_id: str, prompt: Prompt, params: SamplingParams, options: dict[str, Any]) -> RequestOutput:
-        return self.front.add_request(request_id, prompt, params, **options)
-
     def pause(self, mode: PauseMode = "abort") -> None:
         """Stops dispatching steps until `resume`; see `Control.pause`. With `wait`, all requests finish first."""
         self.front.call_all(lambda engine: engine.control.pause(mode))
         while not all(engine.control.paused for engine in self.engines):
-            self.front.step()
+            self._step()
 
     def resume(self) -> None:
         """Ends a pause."""
@@ -258,32 +254,39 @@ class LLM:
             raise RequestError("this model has no tokenizer: conversations cannot be encoded")
         return self._tokenizer.encode_chat(messages, **template)
 
-    def _run(self, total: int, show: bool) -> None:
-        engine = self.front
-        if not show or not sys.stderr.isatty():
-            while engine.num_unfinished:
-                engine.step()
-            return
+    def _step(self) -> list[RequestOutput]:
+        """Runs a step for all calls in progress: keeps the deltas of streams, and returns the changed outputs."""
+        changed = self.front.step()
+        for output in changed:
+            if (unread := self._streams.get(output.request_id)) is not None:
+                unread.append(output)
+        return changed
+
+    def _run(self, outputs: dict[str, RequestOutput | None], show: bool) -> None:
+        """Runs steps until the outputs of these requests are finished, and puts them into `outputs`."""
         columns = (
             TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
             TextColumn("{task.fields[speed]}"),
         )  # fmt: skip
-        with Progress(*columns, console=Console(stderr=True)) as bar:
-            task = bar.add_task("requests", total=total, speed="")
-            tokens = 0
-            while engine.num_unfinished:
-                for output in engine.step():
-                    if output.finished:
-                        tokens += sum(len(choice.token_ids) for choice in output.outputs)
-                        speed = tokens / max(bar.tasks[task].elapsed or 0, 1e-9)
-                        bar.update(task, advance=1, speed=f"{speed:,.0f} tokens/s")
+        shown = show and sys.stderr.isatty()
+        with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
+            task = bar.add_task("requests", total=len(outputs), speed="")
+            tokens, missing = 0, len(outputs)
+            while missing:
+                for output in self._step():
+                    if not output.finished or output.request_id not in outputs:
+                        continue
+                    outputs[output.request_id] = output
+                    missing -= 1
+                    tokens += sum(len(choice.token_ids) for choice in output.outputs)
+                    speed = tokens / max(bar.tasks[task].elapsed or 0, 1e-9)
+                    bar.update(task, advance=1, speed=f"{speed:,.0f} tokens/s")
 
 
-def _one_each(
-    given: SamplingParams | Sequence[SamplingParams] | None, count: int, what: str
-) -> Sequence[SamplingParams]:
-    if given is None or isinstance(given, SamplingParams):
-        return [given or SamplingParams()] * count
-    if len(given) != count:
-        raise RequestError(f"{len(given)} {what} for {count} prompts: give one, or one per prompt")
-    return given
+def _one_each(given: Any, kind: type | tuple[type, ...], prompts: Sequence[Any], what: str) -> Sequence[Any]:
+    """Returns one value for each prompt, from one of `kind` for all prompts or a sequence of them."""
+    if isinstance(given, kind):
+        return [given] * len(prompts)
+    if len(given) != len(prompts):
+        raise RequestError(f"{len(given)} {what} for {len(prompts)} prompts: give one, or one per prompt")
+    return list(given)

@@ -14,7 +14,7 @@ from checkpoints.adapter import Adapter
 from checkpoints.initial_state import InitialState, initial_state_shapes
 from mamba_jax.adapters import adaptable_layers
 from mamba_jax.model import HybridModel
-from serving.engine.requests.adapters import LoRARequest
+from serving.engine.requests.request import LoRARequest
 
 CONTENTS = ("lora", "lora", "lora", "state", "both", "state")
 """The kind of each content."""

@@ -22,8 +22,8 @@ from serving.api.http.protocol.common import (
 )
 from serving.api.http.settings import ToolCallForm
 from serving.api.http.text import TextCodec, check_fits
-from serving.engine.requests.adapters import LoRARequest
-from serving.engine.requests.output import CompletionOutput, RequestOutput, TokenLogprobs
+from serving.engine.requests.output import RequestOutput, TokenLogprobs
+from serving.engine.requests.request import EngineRequest, LoRARequest
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.structured.grammars import Grammar
 
@@ -77,42 +77,23 @@ class ChoiceDelta:
 
 
 @dataclass
-class _Cursor:
-    """The position up to which the output of one choice was sent."""
-
-    characters: int = 0
-    tokens: int = 0
-    finished: bool = False
-
-    def take(self, prompt: int, output: RequestOutput, choice: CompletionOutput) -> ChoiceDelta | None:
-        """Returns the output since the last call; None without new output."""
-        if self.finished or (
-            len(choice.text) == self.characters and len(choice.token_ids) == self.tokens and not choice.finished
-        ):
-            return None
-        piece = ChoiceDelta(
-            prompt,
-            choice.index,
-            output,
-            choice.text[self.characters :],
-            choice.token_ids[self.tokens :],
-            None if choice.logprobs is None else choice.logprobs[self.tokens :],
-            choice.finish_reason,
-            choice.stop_reason,
-        )
-        self.characters, self.tokens, self.finished = len(choice.text), len(choice.token_ids), choice.finished
-        return piece
-
-
-@dataclass
 class UsageCounter:
-    """Usage so far, from the latest output of each prompt."""
+    """Usage so far, from the output of each prompt."""
 
     job: Job
     with_output: bool = True
     reasoning: Callable[[list[int]], int] | None = None
     """Counts the reasoning tokens of a choice."""
     latest: dict[int, RequestOutput] = field(default_factory=dict)
+    """The output of each prompt so far, as a whole."""
+
+    def add(self, prompt: int, new: RequestOutput) -> RequestOutput:
+        """Adds a delta of a prompt's output. Returns the whole output so far."""
+        if prompt in self.latest:
+            self.latest[prompt].extend(new)
+        else:
+            self.latest[prompt] = new.copy()
+        return self.latest[prompt]
 
     def usage(self) -> Usage:
         """Returns the numbers of tokens that the request has used."""
@@ -205,25 +186,26 @@ async def run(context: Context, job: Job) -> list[RequestOutput]:
 
 async def stream(context: Context, job: Job, tally: UsageCounter) -> AsyncGenerator[ChoiceDelta, None]:
     """Yields new output of all choices as it arrives. Updates `tally`."""
-    cursors: dict[tuple[int, int], _Cursor] = {}
     streams = [_one(context, job, index, live=True) for index in range(len(job.prompts))]
     async with contextlib.aclosing(merge(streams)) as outputs:
-        async for index, output in outputs:
-            tally.latest[index] = output
-            for choice in output.outputs:
-                piece = cursors.setdefault((index, choice.index), _Cursor()).take(index, output, choice)
-                if piece is not None:
-                    yield piece
+        async for index, new in outputs:
+            whole = tally.add(index, new)
+            for choice in new.outputs:
+                if choice.token_ids or choice.text or choice.finished:
+                    yield ChoiceDelta(
+                        index, choice.index, whole, choice.text, choice.token_ids, choice.logprobs,
+                        choice.finish_reason, choice.stop_reason,
+                    )  # fmt: skip
 
 
 async def _one(context: Context, job: Job, index: int, *, live: bool) -> AsyncGenerator[RequestOutput, None]:
-    """Outputs of one prompt, timed for the metrics and the traces."""
+    """Runs one prompt, timed for the metrics and the traces. Yields deltas with `live`, else the finished output."""
     observe = context.metrics.request(len(job.prompts[index]))
     name = job.id if len(job.prompts) == 1 else f"{job.id}-{index}"
-    outputs = context.engine.generate(
+    request = EngineRequest(
+        name,
         {"prompt_token_ids": job.prompts[index]},
         job.params,
-        name,
         priority=job.priority,
         cache_salt=job.cache_salt,
         client=client_id(),
@@ -232,7 +214,7 @@ async def _one(context: Context, job: Job, index: int, *, live: bool) -> AsyncGe
         lora_request=job.lora_request,
     )
     with context.traces.request(name, len(job.prompts[index]), job.params) as note:
-        async with contextlib.aclosing(outputs) as each:
+        async with contextlib.aclosing(context.engine.stream(request)) as each:
             async for output in each:
                 note(output)
                 observe(output, time.monotonic())

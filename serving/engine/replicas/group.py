@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from typing import Any
 
 from serving.engine.engine import Engine
 from serving.engine.replicas.replica_loads import Assignment, ReplicaLoads
 from serving.engine.request_error import RequestError
-from serving.engine.requests.adapters import LoRARequest
 from serving.engine.requests.output import RequestOutput
-from serving.engine.requests.prompt import Prompt
+from serving.engine.requests.request import EngineRequest, Prompt
 from serving.engine.requests.sampling_params import SamplingParams
 
 
@@ -45,33 +45,23 @@ class EngineGroup:
         return request_id in self._given or any(output.request_id == request_id for output in self._unsaid)
 
     def add_request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        live_text: bool = False,
-        lora_request: LoRARequest | None = None,
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, **options: Any
     ) -> RequestOutput:
-        """Adds a request to one of the replicas; see `Engine.add_request`."""
+        """Adds a request like `add`; see `Engine.add_request`."""
+        return self.add(EngineRequest(request_id, prompt, params or SamplingParams(), **options))
+
+    def add(self, request: EngineRequest) -> RequestOutput:
+        """Adds a request to one of the replicas; see `Engine.add`."""
+        request_id = request.request_id
         if request_id in self._given:
             raise RequestError(f"request id {request_id!r} is in use")
-        text, ids = self.engines[0].prompt_ids(prompt)
+        text, ids = self.engines[0].prompt_ids(request.prompt)
+        request = replace(request, prompt={"prompt": text, "prompt_token_ids": ids})
         full: list[int] = []
         while True:
-            given = self._placing.give(ids, params, cache_salt, lora_request, without=full)
+            given = self._placing.give(ids, request, without=full)
             try:
-                output = self.at_rest(given.replica).add_request(
-                    request_id,
-                    {"prompt": text, "prompt_token_ids": ids},
-                    params,
-                    priority=priority,
-                    cache_salt=cache_salt,
-                    live_text=live_text,
-                    lora_request=lora_request,
-                )
+                output = self.at_rest(given.replica).add(request)
             except Exception as error:
                 given.ended()
                 full.append(given.replica)

@@ -17,8 +17,7 @@ from serving.core.placing import EVENNESS, Workload, price
 from serving.core.tiers.content import Chain
 from serving.engine.engine import Engine
 from serving.engine.request_error import RequestError
-from serving.engine.requests.adapters import LoRARequest
-from serving.engine.requests.sampling_params import SamplingParams
+from serving.engine.requests.request import EngineRequest
 
 FETCHING = EVENNESS
 """The cost of fetching a token, as a fraction of computing it. With a smaller value, the replicas would fetch a single
@@ -42,9 +41,7 @@ class ReplicaLoads:
     def give(
         self,
         tokens: Sequence[int],
-        params: SamplingParams | None,
-        salt: str | None,
-        lora_request: LoRARequest | None = None,
+        request: EngineRequest,
         *,
         without: Collection[int] = (),
     ) -> Assignment:
@@ -54,16 +51,14 @@ class ReplicaLoads:
 
         Args:
             tokens: the prompt's token ids; ignored with one engine.
-            params: the request's parameters. With `prompt_logprobs`, the whole prompt is computed.
-            salt: the cache salt.
-            lora_request: the adapter. No states of an adapter that was never loaded are cached.
+            request: the request. With `prompt_logprobs`, the whole prompt is computed. No states of an adapter that was
+                never loaded are cached.
             without: replicas that must not be chosen.
         """
-        reuses = len(self._engines) > 1 and (params is None or params.prompt_logprobs is None)
-        choices = 1 if params is None else params.n
-        adapter = None
-        if lora_request is not None and (table := self._engines[0].adapters) is not None:
-            adapter = table.names.digest(lora_request)
+        reuses = len(self._engines) > 1 and request.params.prompt_logprobs is None
+        choices, salt, adapter = request.params.n, request.cache_salt, None
+        if request.lora_request is not None and (table := self._engines[0].adapters) is not None:
+            adapter = table.names.digest(request.lora_request)
             reuses = reuses and adapter is not None
         # Look up states outside the lock, because looking up a long prompt takes time.
         chains: dict[Scope, Chain] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -51,14 +51,15 @@ class RequestMetrics:
 
 @dataclass
 class CompletionOutput:
-    """One choice of a request."""
+    """One choice of a request. In a delta, `text`, `token_ids` and `logprobs` are the new ones; all other fields are
+    those of the whole choice."""
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
     cumulative_logprob: float | None = None
     """Sum over the output tokens; only if `logprobs` was requested."""
-    logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     """`stop`, `length`, `abort`, or None while it runs."""
     stop_reason: int | str | None = None
@@ -94,11 +95,22 @@ class CompletionOutput:
         """
         return np.stack(self.sampling_masks) if self.sampling_masks else None
 
+    def extend(self, new: CompletionOutput) -> None:
+        """Appends a delta."""
+        text, tokens, logprobs = self.text + new.text, self.token_ids, self.logprobs
+        tokens += new.token_ids
+        if logprobs is not None:
+            logprobs += new.logprobs or ()
+        vars(self).update(vars(new), text=text, token_ids=tokens, logprobs=logprobs)
+
 
 @dataclass
 class RequestOutput:
-    """The output of a request, partial or complete. Outputs of one request share lists: copy values that must not
-    change."""
+    """The output of a request: all of it so far or, from a request with `live`, a delta.
+
+    A delta has only choices with new output, and the first delta has all. Outputs of one request share values other
+    than those of their choices: copy values that must not change.
+    """
 
     request_id: str
     prompt: str | None
@@ -114,6 +126,24 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     failure: RequestError | RequestFailed | None = None
     """Why the request failed, if it did; its choices then have finish reason `error`."""
+
+    def extend(self, new: RequestOutput) -> None:
+        """Appends a delta, whose values it then owns."""
+        choices = {choice.index: choice for choice in self.outputs}
+        for choice in new.outputs:
+            if choice.index in choices:
+                choices[choice.index].extend(choice)
+            else:
+                self.outputs.append(choice)
+        vars(self).update(vars(new), outputs=self.outputs)
+
+    def copy(self) -> RequestOutput:
+        """Returns a copy that `extend` does not change."""
+        copied = [
+            replace(each, token_ids=each.token_ids.copy(), logprobs=each.logprobs and each.logprobs.copy())
+            for each in self.outputs
+        ]
+        return replace(self, outputs=copied)
 
 
 class TextStream(Protocol):
@@ -153,16 +183,37 @@ class Choice:
 
     def __init__(self, index: int, params: SamplingParams, text: TextStream | None) -> None:
         self.output = CompletionOutput(index)
+        """The output since the last `take`; without `take`, all of it."""
+        self.num_tokens = 0
         if params.logprobs is not None:
-            self.output.logprobs = []
-            self.output.cumulative_logprob = 0.0
+            self.output.logprobs, self.output.cumulative_logprob = [], 0.0
         if params.return_sampling_mask:
             self.output.sampling_masks = []
+        self.changed = True
+        """Whether `take` has something to return; True before the first."""
         self._params = params
         self._stream = text
         self._stops = StopText(params.stop_automaton, include=params.include_stop_str_in_output)
-        self._decoded = 0  # number of tokens converted to text
-        self._hidden = False  # the last token ends the output and is not shown
+        self._undecoded: list[int] = []
+        """Tokens that are not converted to text yet."""
+
+    @property
+    def index(self) -> int:
+        """The choice's number in its request."""
+        return self.output.index
+
+    @property
+    def finished(self) -> bool:
+        """Whether the choice has ended."""
+        return self.output.finished
+
+    def take(self) -> CompletionOutput:
+        """Returns the output since the last call as a delta, which later calls do not change."""
+        taken, self.changed = self.output, False
+        logprobs: list[TokenLogprobs] | None = None if taken.logprobs is None else []
+        versions = taken.weights_versions.copy()
+        self.output = replace(taken, text="", token_ids=[], logprobs=logprobs, weights_versions=versions)
+        return taken
 
     def append(
         self,
@@ -179,28 +230,32 @@ class Choice:
         text. This method converts tokens to text only if there are stop texts; otherwise `refresh` does.
         `masks`: the tokens that these could have been. `version`: the version of the weights.
         """
-        before, output = len(self.output.token_ids), self.output
+        before = self.num_tokens
         try:
             return self._append(tokens, logprobs, masks, ended)
         finally:
-            _count(output.weights_versions, version, len(output.token_ids) - before)
+            _count(self.output.weights_versions, version, self.num_tokens - before)
 
     def _append(
         self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None, masks: np.ndarray | None, ended: bool
     ) -> bool:
         output = self.output
-        self._hidden = ended and not self._params.include_stop_str_in_output
+        shown = len(tokens) - (ended and not self._params.include_stop_str_in_output)
         for i, token in enumerate(tokens):
             output.token_ids.append(token)
+            self.num_tokens += 1
+            self.changed = True
             if logprobs is not None and output.logprobs is not None:
                 output.logprobs.append(logprobs[i])
                 output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprobs[i][token].logprob
             if masks is not None and output.sampling_masks is not None:
                 output.sampling_masks.append(masks[i].copy())  # a view would keep the masks of the whole step
+            if self._stream is not None and i < shown:
+                self._undecoded.append(token)
             if self._stops.texts:
                 # Text before min_tokens is not searched, because it can neither contain nor begin a stop text.
-                self._stops.active = len(output.token_ids) > self._params.min_tokens
-                self._read_to(len(output.token_ids) - (self._hidden and i == len(tokens) - 1))
+                self._stops.active = self.num_tokens > self._params.min_tokens
+                self.refresh()
                 if self._stops.found is not None:
                     output.finish_reason, output.stop_reason = "stop", self._stops.found
                     return True
@@ -208,25 +263,22 @@ class Choice:
 
     def refresh(self) -> None:
         """Updates `text` from the tokens, except for text that may begin a stop text."""
-        self._read_to(len(self.output.token_ids) - self._hidden)
+        for begin in range(0, len(self._undecoded), _PIECE):
+            if self._stream is not None and self._stops.found is None:
+                self.output.text += self._stops.push(self._stream.push(self._undecoded[begin : begin + _PIECE]))
+        self._undecoded.clear()
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         """Ends the choice by length, a token or an abort. Adds held-back text to the output."""
         output = self.output
         if output.finished:
             return
+        self.changed = True
         output.finish_reason, output.stop_reason = reason, stop_reason
         self.refresh()
         if self._stream is not None and self._stops.found is None:
             output.text += self._stops.push(self._stream.flush())
             output.text += self._stops.flush()
-
-    def _read_to(self, end: int) -> None:
-        """Converts the tokens up to `end` to text."""
-        while self._stream is not None and self._decoded < end and self._stops.found is None:
-            piece = self.output.token_ids[self._decoded : min(end, self._decoded + _PIECE)]
-            self._decoded += len(piece)
-            self.output.text += self._stops.push(self._stream.push(piece))
 
 
 def _count(runs: list[tuple[str, int]], version: str, tokens: int) -> None:

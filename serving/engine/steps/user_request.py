@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from serving.core import Request
 from serving.engine.requests.adapters import LoadedAdapter
 from serving.engine.requests.output import Choice, RequestOutput
-from serving.engine.requests.sampling_params import SamplingParams
+from serving.engine.requests.request import EngineRequest
 from serving.engine.structured.mask_workers import FollowedChoice
 
 
 class UserRequest:
     """A user's request: its choices and their common output."""
 
-    __slots__ = ("adapter", "live_text", "members", "output", "params")
+    __slots__ = ("adapter", "given", "members", "output", "params")
 
-    def __init__(
-        self, output: RequestOutput, params: SamplingParams, live_text: bool, adapter: LoadedAdapter | None = None
-    ) -> None:
-        self.output, self.params, self.live_text, self.adapter = output, params, live_text, adapter
+    def __init__(self, given: EngineRequest, output: RequestOutput, adapter: LoadedAdapter | None = None) -> None:
+        self.given, self.params, self.adapter = given, given.params, adapter
+        self.output = output
+        """The output since the last `take`; of a request that is not live, all of it."""
         self.members: list[Request] = []
+
+    @property
+    def choices(self) -> list[Choice]:
+        """The choices, in order."""
+        return [member.user.choice for member in self.members]
+
+    def take(self) -> RequestOutput:
+        """Returns the output: of a live request as a delta, which later calls do not change."""
+        if not self.given.live:
+            return self.output
+        return replace(self.output, outputs=[choice.take() for choice in self.choices if choice.changed])
 
 
 class ChoiceState:

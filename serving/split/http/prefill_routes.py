@@ -20,6 +20,7 @@ from serving.api.http.context import Context, context_of
 from serving.api.http.errors import ApiError
 from serving.engine.async_engine import AsyncEngine
 from serving.engine.requests.output import RequestOutput
+from serving.engine.requests.request import EngineRequest
 from serving.split.http.offering import add_offering, sweep
 from serving.split.http.prompts import Kind, prompt_of
 from serving.split.http.sealed import sealed
@@ -90,11 +91,8 @@ async def _prefill(context: Context, side: PrefillSide, body: PrefillRequest, ur
     try:
         async with asyncio.timeout(body.seconds):
             export: Export = await engine.call(lambda _: side.begin(id))
-            outputs = engine.generate(
-                {"prompt_token_ids": fed}, ONCE, name,
-                priority=priority, cache_salt=salt, live=False, export=export, lora_request=lora,
-            )  # fmt: skip
-            async with contextlib.aclosing(outputs) as each:
+            run = EngineRequest(name, {"prompt_token_ids": fed}, ONCE, priority, salt, export=export, lora_request=lora)
+            async with contextlib.aclosing(engine.stream(run)) as each:
                 async for output in each:
                     last = output
         assert last is not None

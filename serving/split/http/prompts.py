@@ -17,7 +17,7 @@ from serving.api.http.protocol.chat import ChatRequest
 from serving.api.http.protocol.completions import CompletionRequest
 from serving.api.http.protocol.messages import MessagesRequest
 from serving.api.http.protocol.responses import ResponsesRequest
-from serving.engine.requests.adapters import LoRARequest
+from serving.engine.requests.request import LoRARequest
 
 Kind = Literal["completions", "chat/completions", "responses", "messages"]
 """The path below `/v1`."""

@@ -49,17 +49,22 @@ def test_text_and_stop_texts(harness, engine, greedy):
     assert kept.outputs[0].text == cut.outputs[0].text + stop
 
 
-def test_live_text_only_grows(harness, engine, greedy):
+def test_deltas_add_up_to_the_whole_output(harness, engine, greedy):
     prompt, tokens = greedy
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, stop=[f"w{tokens[8]} w{tokens[9]}"])
-    output = engine.add_request("live", {"prompt_token_ids": prompt}, params, live_text=True)
-    seen = ""
-    while not output.finished:
-        engine.step()
-        assert output.outputs[0].text.startswith(seen)
-        seen = output.outputs[0].text
+    engine.add_request("live", {"prompt_token_ids": prompt}, params, live=True)
+    deltas = []
+    while not (deltas and deltas[-1].finished):
+        deltas += engine.step()
     finish(engine)
-    assert f"w{tokens[9]}" not in seen.split()[8:]
+    whole, pieces = deltas[0].copy(), [choice for delta in deltas for choice in delta.outputs]
+    for delta in deltas[1:]:
+        whole.extend(delta)
+    plain = ask(harness, engine, prompt, stop=params.stop).outputs[0]
+    assert whole.outputs == [plain]
+    assert len(pieces) > 3
+    assert "".join(piece.text for piece in pieces) == plain.text
+    assert f"w{tokens[9]}" not in plain.text.split()[8:]
 
 
 def test_stop_ids_and_end_of_sequence(harness, engine, greedy):

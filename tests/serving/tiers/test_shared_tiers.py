@@ -15,7 +15,7 @@ from serving.core.tiers import content, naming
 from serving.engine.assembly import build
 from serving.engine.replicas.replica_loads import ReplicaLoads
 from serving.engine.replicas.replica_stats import merged
-from serving.engine.requests.adapters import LoRARequest
+from serving.engine.requests.request import LoRARequest
 from serving.tiers.memory import Memory
 from tests.support.adapter_contents import CONTENTS, read_contents
 from tests.support.engines import finish

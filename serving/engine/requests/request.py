@@ -1,16 +1,57 @@
-"""Prompts: a text or token ids."""
+"""Requests to the engine, and checks of their prompts and parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from checkpoints.tokenizer import Tokenizer
+from serving.core import RemoteState
 from serving.engine.request_error import RequestError
 from serving.engine.requests.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": [...]}`."""
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """The adapter of a request, with vLLM's fields."""
+
+    lora_name: str
+    """Requests with this name and path use the adapter that the first of them loaded."""
+    lora_int_id: int
+    """Not used. The engine distinguishes adapters by name, and their cached states by content."""
+    lora_path: str
+    """A directory with LoRA matrices as PEFT saves them, a learned initial state, or both."""
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """A request, from its caller to the engine that runs it."""
+
+    request_id: str
+    """Any text that no unfinished request uses."""
+    prompt: Prompt
+    params: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0
+    """Requests with smaller values are served first."""
+    cache_salt: str | None = None
+    """Requests share cached prefixes only with requests of the same salt."""
+    client: str | None = None
+    """The client that sent the request; waiting clients are served in turn."""
+    batch_id: str | None = None
+    """Request id of the first of several prompts of one call; the queue treats them as one request."""
+    live: bool = False
+    """Return new output after each step, as deltas. Otherwise the finished output contains all of it."""
+    lora_request: LoRARequest | None = None
+    """The adapter; None uses the model as it is."""
+    remote: RemoteState | None = None
+    """The state of the prompt on another worker. Ignored if prompt log-probabilities are requested, or if the state was
+    computed with another salt, other weights or another adapter."""
+    export: Any = None
+    """Receives the state at the prompt's end, for `split.prefill_side`."""
 
 
 def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[str | None, list[int]]:
