@@ -114,16 +114,6 @@ class AttentionConfig(MixerConfig):
             found |= {"q_proj.bias": heads, "k_proj.bias": kv_heads, "v_proj.bias": kv_heads, "o_proj.bias": ADDED_ONCE}
         return found
 
-    def sums_inside(self, shards: int) -> int:
-        """Returns the squares of queries and of keys whose heads lie on several devices."""
-        if self.qk_norm is None or not self.qk_norm.all_heads:
-            return 0
-        return 1 + (self.num_kv_heads % shards == 0)
-
-    def flops(self, context: int) -> int:
-        seen = context if self.window is None else min(context, self.window)
-        return 4 * self.num_heads * self.head_dim * seen
-
     def heads(self, axis: int) -> Division:
         """Returns the division of heads of queries."""
         return Division(axis, self.num_heads, "attention heads")

@@ -225,14 +225,6 @@ class MixerConfig:
         """Channels of the mixer's recurrence; 0 without one. Used to estimate a step's temporaries."""
         return 0
 
-    def flops(self, context: int) -> int:
-        """Operations for one token that attends to `context` others, not counting products with weights."""
-        return 0
-
-    def sums_inside(self, shards: int) -> int:
-        """Returns how many numbers of each token devices add up inside of the mixer, before the sum of its results."""
-        return 0
-
 
 class RecurrenceConfig(MixerConfig):
     """A recurrent mixer with its own letter in the pattern; see `HybridConfig.recurrences`."""
@@ -257,9 +249,3 @@ class BothMixers(MixerConfig):
     @property
     def inner_size(self) -> int:
         return max(mixer.inner_size for _, mixer in self.mixers)
-
-    def flops(self, context: int) -> int:
-        return sum(mixer.flops(context) for _, mixer in self.mixers)
-
-    def sums_inside(self, shards: int) -> int:
-        return sum(mixer.sums_inside(shards) for _, mixer in self.mixers)

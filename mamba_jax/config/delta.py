@@ -115,9 +115,6 @@ class DeltaConfig(RecurrenceConfig):
                 found[f"{gate}.weight"] = by_heads
         return found
 
-    def flops(self, context: int) -> int:
-        return 7 * self.inner_size * self.state_size
-
     def _heads(self, axis: int) -> Division:
         return Division(axis, self.num_heads, "value heads")
 

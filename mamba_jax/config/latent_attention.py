@@ -58,8 +58,5 @@ class LatentAttentionConfig(MixerConfig):
             "o_proj.weight": self._heads(1),
         }
 
-    def flops(self, context: int) -> int:
-        return 2 * self.num_heads * (self.entry_size + self.latent_size) * context
-
     def _heads(self, axis: int) -> Division:
         return Division(axis, self.num_heads, "attention heads")

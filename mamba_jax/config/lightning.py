@@ -65,12 +65,5 @@ class LightningConfig(RecurrenceConfig):
             "out_proj.weight": self._heads(1),
         }
 
-    def flops(self, context: int) -> int:
-        return 5 * self.inner_size * self.head_dim
-
-    def sums_inside(self, shards: int) -> int:
-        """Returns the squares of the channels that the norm is over."""
-        return 1
-
     def _heads(self, axis: int) -> Division:
         return Division(axis, self.num_heads, "lightning attention heads")

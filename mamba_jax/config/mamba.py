@@ -107,13 +107,6 @@ class MambaConfig(MixerConfig):
             found["out_proj.bias"] = ADDED_ONCE
         return found
 
-    def flops(self, context: int) -> int:
-        return 5 * self.inner_size * self.state_size
-
-    def sums_inside(self, shards: int) -> int:
-        """Returns the squares of each group of the norm whose channels lie on several devices."""
-        return self.num_groups if self.norm and self.num_groups % shards else 0
-
     def _heads(self, axis: int, *, rank: int = 2) -> Division:
         return Division(axis, self.num_heads, "Mamba heads", rank=rank)
 

@@ -84,13 +84,5 @@ class Mamba1Config(RecurrenceConfig):
             found |= dict.fromkeys(("dt_norm.weight", "b_norm.weight", "c_norm.weight"), WHOLE)
         return found
 
-    def flops(self, context: int) -> int:
-        return 6 * self.channels * self.state_size
-
-    def sums_inside(self, shards: int) -> int:
-        """Numbers per token that devices add up inside the layer: B, C and the inputs of the projection to step
-        sizes."""
-        return self.dt_rank + 2 * self.state_size
-
     def _channels(self, axis: int, *, rank: int = 2) -> Division:
         return Division(axis, self.channels, "Mamba channels", rank=rank)

@@ -62,8 +62,5 @@ class RGLRUConfig(RecurrenceConfig):
             "out_proj.bias": ADDED_ONCE,
         }
 
-    def flops(self, context: int) -> int:
-        return 6 * self.channels
-
     def _heads(self, axis: int, *, rank: int = 2) -> Division:
         return Division(axis, self.num_heads, "RG-LRU heads", rank=rank)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -27,13 +24,7 @@ from mamba_jax.sharding import make_mesh, parameter_shardings, rows_shardings, s
 from mamba_jax.store import Store
 from serving.capacity.gpu_description import gpu_description
 from serving.capacity.targets import Target
-from serving.capacity.traffic import Traffic
 from serving.config import ConfigError
-
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-
-_WEIGHTS = r"weights\[\d+\]"
-"""Names of the weight arguments of a step program."""
 
 # Keep libtpu from querying a metadata server and from locking the TPU: programs are compiled here, not run.
 _ENVIRONMENT = {
@@ -56,21 +47,6 @@ class Program:
     """Bytes while it runs."""
     aliased: int
     """Bytes that are updated in place: those of the store, or something has been copied."""
-    moved: int = 0
-    """Bytes to and from the device's memory in a greedy step, keys and values aside; see `Traffic`. 0 for a GPU, whose
-    kernels do not say what they move."""
-    weights: int = 0
-    """The part of these bytes that reads weights, and that writes and reads copies of weights."""
-    collectives: dict[str, int] = field(default_factory=dict)
-    """How often devices exchange something in a greedy step, by kind."""
-    arriving: tuple[int, ...] = ()
-    """Of a TPU's program: bytes on their way to the chip's own memory during each of these exchanges, mostly weights of
-    the next projection."""
-    launches: dict[str, int] = field(default_factory=dict)
-    """On a GPU: what the host launches in a step, by kind of thunk; `kCommandBuffer` is a CUDA graph. A step in which
-    the host launches nothing but one graph has `{"kCommandBuffer": 1}`."""
-    kernels: int = 0
-    """On a GPU: how many kernels a step runs; those inside a loop or a conditional are not counted."""
     seconds: float = 0.0
     """That compiling took."""
 
@@ -83,7 +59,7 @@ def code_of_all(programs: Sequence[Program], kinds: Sequence[str]) -> int:
 
     Args:
         programs: the compiled ones; 0 bytes without any.
-        kinds: the kind of every program of the engine; see `buckets.kind_of`.
+        kinds: the kind of every program of the engine, with which names of programs begin.
     """
     largest: dict[str, int] = {}
     for program in programs:
@@ -168,8 +144,11 @@ class SlicePrograms:
         values: Any = {path: _described(leaf, sharding(path)) for path, leaf in parameters(model).items()}
         placed: Any = HybridModel.from_parameters(model.config, values)
         device = mesh.devices.flat[0]
-        self._gpu = device.platform in ("gpu", "cuda")
-        self.choice = KernelChoice.parse(kernels, platform="gpu" if self._gpu else "tpu", device=device)
+        platform = "gpu" if device.platform in ("gpu", "cuda") else "tpu"
+        # Library kernels cannot be timed without the device, so autotuning is off.
+        options = {"xla_gpu_autotune_level": 0} if platform == "gpu" else {}
+        self.compiler_options = compiler_options(platform) | options
+        self.choice = KernelChoice.parse(kernels, platform=platform, device=device)
         adapters = None if lora is None else Adapters(placed, count=lora[0], rank=lora[1], mesh=mesh, abstract=True)
         self._programs = StepPrograms(
             placed, tile_size=tile_size, source=source, mesh=mesh, kernels=self.choice, adapters=adapters
@@ -186,74 +165,24 @@ class SlicePrograms:
 
         def compile_one(name: str, lowered: jax.stages.Lowered) -> Program:
             begin = time.perf_counter()
-            if self._gpu:
-                with TemporaryDirectory() as dump:
-                    # Library kernels cannot be timed without the device, so autotuning is off.
-                    options = {"xla_gpu_autotune_level": 0, "xla_dump_to": dump}
-                    compiled = lowered.compile(compiler_options("gpu") | options)
-                    program = _summary(name, compiled, begin, launches=count_launches(Path(dump)))
-            else:
-                program = _summary(name, lowered.compile(compiler_options("tpu")), begin)
+            memory: Any = lowered.compile(self.compiler_options).memory_analysis()
             progress(name)
-            return program
+            return Program(
+                name,
+                code=memory.generated_code_size_in_bytes,
+                temporaries=memory.temp_size_in_bytes,
+                aliased=memory.alias_size_in_bytes,
+                seconds=time.perf_counter() - begin,
+            )
 
         with ThreadPoolExecutor(2) as pool:
-            jobs = []
-            for name, batch in batches:
-                with self.choice.applied():
-                    lowered = self._programs.lower(self._store, self._rows, batch)
-                jobs.append(pool.submit(compile_one, name, lowered))
+            jobs = [pool.submit(compile_one, name, self.lower(batch)) for name, batch in batches]
             return [job.result() for job in jobs]
 
-
-def count_collectives(text: str) -> dict[str, int]:
-    """How often a compiled program (as text) has devices exchange something in a greedy step, by kind."""
-    return Traffic(text).count(COLLECTIVES)
-
-
-def count_launches(dump: Path) -> dict[str, int]:
-    """The launches of the host in one run of a program, by kind of thunk.
-
-    Args:
-        dump: the folder that XLA:GPU wrote to while it compiled the program (`xla_dump_to`).
-
-    Raises:
-        FileNotFoundError: the folder has no sequence of thunks.
-    """
-    sequences = list(dump.glob("*thunk_sequence_after_thunk_passes.txt"))
-    if not sequences:
-        raise FileNotFoundError(f"XLA wrote no sequence of thunks to {dump}")
-    # Helper modules, such as kernels that were compiled by themselves, have sequences of their own.
-    text = max(sequences, key=lambda path: path.stat().st_size).read_text()
-    # Thunks inside a graph, a loop or a branch are indented.
-    return dict(Counter(re.findall(r"^\d+: (k\w+)", text, re.MULTILINE)))
-
-
-def count_kernels(text: str) -> int:
-    """How many kernels a program compiled for GPU (as text) launches: fusions, the library's and our own, copies."""
-    return len(re.findall(r" (?:fusion|custom-call|copy)\(", text[text.find("\nENTRY ") :]))
-
-
-def _summary(
-    name: str, compiled: jax.stages.Compiled, begin: float, *, launches: dict[str, int] | None = None
-) -> Program:
-    """`launches`: of a program for GPU."""
-    memory: Any = compiled.memory_analysis()
-    text = compiled.as_text() or ""
-    traffic = Traffic(text) if launches is None else None
-    return Program(
-        name=name,
-        code=memory.generated_code_size_in_bytes,
-        temporaries=memory.temp_size_in_bytes,
-        aliased=memory.alias_size_in_bytes,
-        moved=0 if traffic is None else traffic.total(),
-        weights=0 if traffic is None else traffic.of_arguments(_WEIGHTS),
-        collectives=count_collectives(text),
-        arriving=() if traffic is None else tuple(traffic.arriving(COLLECTIVES)),
-        launches=launches or {},
-        kernels=0 if launches is None else count_kernels(text),
-        seconds=time.perf_counter() - begin,
-    )
+    def lower(self, batch: StepBatch) -> jax.stages.Lowered:
+        """The program of a batch before it is compiled."""
+        with self.choice.applied():
+            return self._programs.lower(self._store, self._rows, batch)
 
 
 def _described(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import jax
@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh
 from checkpoints.drafter import drafter_shapes
 from checkpoints.errors import CheckpointError
 from checkpoints.load import load_config, weight_shapes
-from mamba_jax.batch import DecodeBatch, PrefillBatch
+from mamba_jax.batch import DecodeBatch, MixedBatch
 from mamba_jax.config import HybridConfig, ModelConfigError
 from mamba_jax.head_padding import HeadPadding
 from mamba_jax.model import HybridModel, num_parameters
@@ -26,12 +26,8 @@ from mamba_jax.rows import Rows
 from mamba_jax.sharding import TENSOR, Partition, rows_shardings
 from mamba_jax.store import StoreShape, init_store
 from mamba_jax.store_layout import lanes_of
-from serving.capacity.buckets import decode_name, decode_shapes, kind_of, mixed_name, prefill_name, prefill_shapes
 from serving.capacity.compiling import Program, SlicePrograms, check_compiler, code_of_all, slice_mesh
-from serving.capacity.count import Counter, Workload, collectives, decode_workload, prefill_workload
-from serving.capacity.layer_cuts import Cut, can_cut, cut_config, cut_parameters, layer_cuts, whole_programs
-from serving.capacity.overheads import HOST_SECONDS, KERNEL_SECONDS, decode_kernels
-from serving.capacity.result import CapacityPlan, Step
+from serving.capacity.count import Counter, Work, Workload, decode_workload, prefill_workload
 from serving.capacity.targets import Target, larger
 from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly.design import EngineDesign
@@ -44,13 +40,79 @@ from serving.engine.steps.batching import BatchBuilder, PrefillShape
 DEFAULT_CONTEXT = 2048
 
 
+@dataclass(frozen=True)
+class Step:
+    """One program: the least that it must move and compute, and the time for this at published speeds."""
+
+    name: str
+    tokens: int
+    """Fed to the model."""
+    work: Work
+    memory_ms: float
+    compute_ms: float
+    bound_ms: float
+    """No step is faster: the larger of memory and compute. Exchanges between devices come on top."""
+    tokens_per_second: float
+    """At the bound; of a decode step those that come out, of a prefill step those that go in."""
+
+
+@dataclass(frozen=True)
+class CapacityPlan:
+    """The report of `mamba-jax plan`. Bytes are per device."""
+
+    model: str
+    target: Target
+    dtype: str
+    parameters: int
+    fits: bool
+    spare: int
+    """Bytes left (negative: missing) after weights, store, programs and temporaries."""
+    limit: int
+    """Bytes that programs and data may have together."""
+    weights: int
+    store: int
+    temporaries: int
+    size: StoreSize | None
+    """None where not even one sequence fits."""
+    notes: tuple[str, ...]
+    code: int = 0
+    other: int = 0
+    """Seats and batches."""
+    steps: tuple[Step, ...] = ()
+    context: int = 0
+    """Tokens before each sequence's next one that decode steps are counted with."""
+    bytes_off_device: int = 0
+    """Of one state in host memory, on disk or on its way to another worker; without keys and values."""
+    programs: tuple[Program, ...] = ()
+    """Those that were compiled; empty if nothing was."""
+    num_programs: int = 0
+    """Step programs that an engine compiles in all."""
+    kernels: str = ""
+    compile_seconds: float = 0.0
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the figures are the compiler's, or estimates."""
+        return bool(self.programs)
+
+    def sequences_at(self, tokens: int) -> tuple[int, str]:
+        """Returns the number of sequences of `tokens` tokens that run at once, and their limit: `pages` or
+        `max_num_seqs`."""
+        if self.size is None:
+            return 0, "memory"
+        size = self.size
+        if not size.num_pages:
+            return size.max_num_seqs, "max_num_seqs"
+        by_pages = (size.num_pages - 1) // -(-tokens // size.page_size)
+        return (by_pages, "pages") if by_pages < size.max_num_seqs else (size.max_num_seqs, "max_num_seqs")
+
+
 def make_plan(
     config: EngineConfig,
     target: Target,
     *,
     compile: bool = True,
     full: bool = False,
-    whole_model: bool = False,
     context: int | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> CapacityPlan:
@@ -61,7 +123,6 @@ def make_plan(
         target: the machine; the model is divided over all its devices.
         compile: have the compiler build the programs, for machines that it can be told of.
         full: all programs, not only the largest of decode and prefill.
-        whole_model: compile all layers. Otherwise the figures follow from programs of a few layers (`layer_cuts`).
         context: tokens before each sequence's next one, for the bound of a decode step.
         progress: told what is being done.
 
@@ -72,7 +133,7 @@ def make_plan(
     if compile:
         check_compiler(target)
     return _Planner(config, target, load_config(config.model, hf_overrides=config.hf_overrides)).plan(
-        compile, full, whole_model, context, progress
+        compile, full, context, progress
     )
 
 
@@ -96,7 +157,6 @@ class _Planner:
         self.design, self.counter, self.shapes = self._divided(target.count)
         self.model = self.design.model
         self.partition, self.replay = self.design.partition, self.design.replay.replay
-        self.exchanges = collectives(self.model, self.partition)
 
     def _divided(self, count: int) -> tuple[EngineDesign, Counter, dict[str, jax.ShapeDtypeStruct]]:
         """The engine design for a number of devices, the counter of its bytes, and every parameter."""
@@ -154,57 +214,45 @@ class _Planner:
         except (CheckpointError, ModelConfigError) as error:
             raise ConfigError(str(error)) from None
 
-    def plan(
-        self, compile: bool, full: bool, whole_model: bool, context: int | None, progress: Callable[[str], None]
-    ) -> CapacityPlan:
-        target, limit, design = self.target, self.limit, self.design
+    def plan(self, compile: bool, full: bool, context: int | None, progress: Callable[[str], None]) -> CapacityPlan:
+        limit, design = self.limit, self.design
         weights, workspace = self.counter.weight_bytes, design.workspace_bytes
         try:
             size = self._size(design, weights)
         except ConfigError as error:
             return self._too_small(weights, workspace, str(error))
         batches = design.batches(design.scheduler(size))
-        shapes = prefill_shapes(batches, full), decode_shapes(batches, full)
+        prefills, decodes = _planned_shapes(batches, full)
         rows = jax.eval_shape(lambda: design.rows(size))
         context = min(context or DEFAULT_CONTEXT, size.max_model_len)
-        steps = [self._prefill_step(shape) for shape in shapes[0]]
-        if batches.mixed_shapes:
-            steps.append(self._mixed_step(shapes[1][-1], shapes[0][-1], context))
-        steps += [self._decode_step(count, context) for count in shapes[1]]
+        steps = [self._prefill_step(shape) for shape in prefills] + [self._decode_step(n, context) for n in decodes]
+        notes = [f"decoding keeps {design.replay.notice}", *size.notices, *self._padding_notes]
         programs: tuple[Program, ...] = ()
-        kernels, notes, begin = (
-            "",
-            [f"decoding keeps {design.replay.notice}", *size.notices, *self._padding_notes],
-            time.perf_counter(),
-        )
+        kernels, begin = "", time.perf_counter()
         if compile:
+            drafts = self.config.num_speculative_tokens
+            named: list[tuple[str, StepBatch]] = [
+                *((_decode_name(count), batches.empty_decode(count, drafts)) for count in decodes),
+                *((_prefill_name(shape), batches.empty_prefill(shape)) for shape in prefills),
+            ]
+            progress(f"compiling {len(named)} programs")
+            compiler = self._compiler(size, rows)
             try:
-                cuts = [] if whole_model or not can_cut(self.model) else layer_cuts(self.model)
-                programs, kernels = self._compile(size, rows, batches, shapes, cuts, progress)
-                if cuts:
-                    patterns = ", ".join(cut_config(self.model, cut).pattern for cut in cuts)
-                    notes.append(
-                        f"figures of programs are scaled from layers {patterns} to all {len(self.model.pattern)} "
-                        "(--whole-model compiles all)"
-                    )
+                programs = tuple(compiler.compile(named, progress))
+                kernels = compiler.choice.report()
             except jax.errors.JaxRuntimeError as error:
                 # What does not fit is an answer, too.
                 notes.append("the compiler refuses a program: " + " ".join(str(error).split())[:300])
         refused = compile and not programs
-        kinds = [kind_of(batch) for batch in batches.warm_up_batches(1) if isinstance(batch, StepBatch)]
+        kinds = [_kind_of(batch) for batch in batches.warm_up_batches(1) if isinstance(batch, StepBatch)]
         code = code_of_all(programs, kinds)
         temporaries = max((p.temporaries for p in programs), default=workspace)
         other = self._bytes_of_seats(rows)
         spare = limit - weights - size.total_bytes - code - temporaries - other
-        return CapacityPlan(
-            model=self.config.model,
-            target=target,
-            dtype=self._dtype_name,
-            parameters=num_parameters(self._loaded),
+        return self._report(
             fits=spare >= 0 and not refused,
             spare=spare,
             limit=limit,
-            weights=weights,
             store=size.total_bytes,
             bytes_off_device=StoreShape.of(design.stored).bytes_per_waiting_state(
                 self.dtype, self.config.ssm_dtype, waiting_form(self.config)
@@ -213,14 +261,23 @@ class _Planner:
             temporaries=temporaries,
             other=other,
             size=size,
-            steps=tuple(with_kernels(step, programs) for step in steps),
+            steps=tuple(steps),
             context=context,
-            exchanges=self.exchanges,
             programs=programs,
             num_programs=len(kinds),
             kernels=kernels,
             notes=tuple(notes),
             compile_seconds=time.perf_counter() - begin if compile else 0.0,
+        )
+
+    def _report(self, **figures: Any) -> CapacityPlan:
+        return CapacityPlan(
+            model=self.config.model,
+            target=self.target,
+            dtype=self._dtype_name,
+            parameters=num_parameters(self._loaded),
+            weights=self.counter.weight_bytes,
+            **figures,
         )
 
     @property
@@ -255,21 +312,13 @@ class _Planner:
             notes.append(reason)
         if enough := self._enough():
             notes.append(f"the smallest of its kind that holds it: {enough}")
-        return CapacityPlan(
-            model=config.model,
-            target=self.target,
-            dtype=self._dtype_name,
-            parameters=num_parameters(self._loaded),
+        return self._report(
             fits=False,
             spare=self.memory - weights - workspace - least,
             limit=self.memory,
-            weights=weights,
             store=least,
-            code=0,
             temporaries=workspace,
-            other=0,
             size=None,
-            exchanges=self.exchanges,
             notes=tuple(notes),
         )
 
@@ -283,79 +332,28 @@ class _Planner:
             return bigger.name
         return None
 
-    def _step(self, name: str, *loads: Workload, emitted: int, counted: int) -> Step:
-        device, work = self.target.device, self.counter.work(*loads)
-        memory, compute = work.bytes / device.bandwidth, work.flops / device.flops
-        shards = self.partition.shards
-        # A sum over a ring sends each byte 2 (n - 1) / n times, at half of what goes both ways.
-        link = 2 * (shards - 1) / shards * work.collective_bytes / (device.link / 2)
-        bound = max(memory, compute) + link
-        kernels = decode_kernels(self.model) if device.platform == "gpu" else 0
-        return Step(
-            name=name,
-            tokens=sum(load.tokens for load in loads),
-            emitted=emitted,
-            work=work,
-            without_keys=self.counter.work(*(dataclasses.replace(load, keys_read=0) for load in loads)).bytes,
-            memory_ms=memory * 1e3,
-            compute_ms=compute * 1e3,
-            link_ms=link * 1e3,
-            bound_ms=bound * 1e3,
-            latency_ms=sum(self.exchanges.values()) * device.exchange * 1e3,
-            launch_ms=kernels * KERNEL_SECONDS * 1e3,
-            kernels=kernels,
-            host_ms=HOST_SECONDS * 1e3,
-            tokens_per_second=counted / bound,
-        )
-
-    def _decode_load(self, rows: int, context: int) -> Workload:
-        drafts = self.config.num_speculative_tokens
-        return decode_workload(rows=rows, drafts=drafts, context=context, replay=self.replay)
-
-    def _prefill_load(self, shape: PrefillShape) -> Workload:
-        return prefill_workload(tokens=shape.tokens, rows=shape.rows, tile_size=self.config.tile_size)
-
     def _decode_step(self, rows: int, context: int) -> Step:
-        return self._step(decode_name(rows), self._decode_load(rows, context), emitted=rows, counted=rows)
+        drafts = self.config.num_speculative_tokens
+        load = decode_workload(rows=rows, drafts=drafts, context=context, replay=self.replay)
+        return self._step(_decode_name(rows), load, counted=rows)
 
     def _prefill_step(self, shape: PrefillShape) -> Step:
-        return self._step(prefill_name(shape), self._prefill_load(shape), emitted=shape.rows, counted=shape.tokens)
+        load = prefill_workload(tokens=shape.tokens, rows=shape.rows, tile_size=self.config.tile_size)
+        return self._step(_prefill_name(shape), load, counted=shape.tokens)
 
-    def _mixed_step(self, rows: int, shape: PrefillShape, context: int) -> Step:
-        loads = self._decode_load(rows, context), self._prefill_load(shape)
-        emitted, counted = rows + shape.rows, rows + shape.tokens
-        return self._step(mixed_name(rows, shape), *loads, emitted=emitted, counted=counted)
+    def _step(self, name: str, load: Workload, *, counted: int) -> Step:
+        device, work = self.target.device, self.counter.work(load)
+        memory, compute = work.bytes / device.bandwidth, work.flops / device.flops
+        bound = max(memory, compute)
+        return Step(name, load.tokens, work, memory * 1e3, compute * 1e3, bound * 1e3, counted / bound)
 
-    def _compile(
-        self,
-        size: StoreSize,
-        rows: Any,
-        builder: BatchBuilder,
-        shapes: tuple[list[PrefillShape], list[int]],
-        cuts: Sequence[Cut],
-        progress: Callable[[str], None],
-    ) -> tuple[tuple[Program, ...], str]:
-        drafts = self.config.num_speculative_tokens
-        batches: list[tuple[str, DecodeBatch | PrefillBatch]] = [
-            *((decode_name(count), builder.empty_decode(count, drafts)) for count in shapes[1]),
-            *((prefill_name(shape), builder.empty_prefill(shape)) for shape in shapes[0]),
-        ]
-        progress(f"compiling {len(batches) * max(1, len(cuts))} programs")
-        compilers = [self._compiler(size, rows, cut) for cut in cuts or [tuple(range(len(self.model.pattern)))]]
-        programs = [compiler.compile(batches, progress) for compiler in compilers]
-        # A cut with more layers says as much of how operations run.
-        report = compilers[-1].choice.report()
-        return tuple(whole_programs(self.model, programs) if cuts else programs[0]), report
-
-    def _compiler(self, size: StoreSize, rows: Any, cut: Cut) -> SlicePrograms:
-        """For the programs of some of the layers."""
-        model, stored = (cut_config(each, cut) for each in (self.model, self.design.stored))
+    def _compiler(self, size: StoreSize, rows: Rows) -> SlicePrograms:
         arguments = self.design.store_arguments(size, dtype=self.dtype)
         routed_experts = self.config.enable_return_routed_experts
-        shape = self.partition.store_shape(StoreShape.of(stored, routed_experts=routed_experts))
+        shape = self.partition.store_shape(StoreShape.of(self.design.stored, routed_experts=routed_experts))
         try:
             return SlicePrograms(
-                HybridModel.from_parameters(model, cast(Mapping[str, jax.Array], cut_parameters(self.shapes, cut))),
+                HybridModel.from_parameters(self.model, cast(Mapping[str, jax.Array], self.shapes)),
                 slice_mesh(self.target),
                 store=jax.eval_shape(lambda: init_store(shape, **arguments)),
                 rows=rows,
@@ -367,9 +365,22 @@ class _Planner:
             raise ConfigError(str(error)) from None
 
 
-def with_kernels(step: Step, programs: Sequence[Program]) -> Step:
-    """The step with the number of kernels in its compiled program, if it has one for a GPU."""
-    kernels = next((program.kernels for program in programs if program.name == step.name), 0)
-    if not kernels:
-        return step
-    return dataclasses.replace(step, kernels=kernels, launch_ms=kernels * KERNEL_SECONDS * 1e3)
+def _planned_shapes(batches: BatchBuilder, full: bool) -> tuple[list[PrefillShape], list[int]]:
+    """All prefill and decode programs, or the one for long prompts (most tokens, few rows) and the widest."""
+    if full:
+        return list(batches.prefill_shapes), list(batches.decode_shapes)
+    most = batches.prefill_shapes[-1].tokens
+    longest = next(shape for shape in batches.prefill_shapes if shape.tokens == most)
+    return [longest], batches.decode_shapes[-1:]
+
+
+def _kind_of(batch: StepBatch) -> str:
+    return "decode" if isinstance(batch, DecodeBatch) else "mixed" if isinstance(batch, MixedBatch) else "prefill"
+
+
+def _decode_name(rows: int) -> str:
+    return f"decode, {rows} rows"
+
+
+def _prefill_name(shape: PrefillShape) -> str:
+    return f"prefill, {shape.tokens:,} tokens of {shape.rows} rows"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from serving.capacity.overheads import KERNEL_SECONDS
-from serving.capacity.result import CapacityPlan
+from serving.capacity.plan import CapacityPlan
 
 GIB = 1 << 30
 
@@ -22,8 +22,6 @@ def as_json(plan: CapacityPlan, at_context: int | None = None) -> dict[str, Any]
         sequences, limit = plan.sequences_at(at_context)
         fields["at_context"] = {"tokens": at_context, "sequences": sequences, "limited_by": limit}
     fields["compiled"] = plan.compiled
-    for step, described in zip(plan.steps, fields["steps"], strict=True):
-        described["expected_ms"] = step.expected_ms
     if plan.size is not None:
         fields["size"]["tokens_in_pages"] = tokens_in_pages(plan)
         fields["size"]["slots_for_reuse"] = plan.size.slots_for_reuse
@@ -50,7 +48,7 @@ def as_text(plan: CapacityPlan, at_context: int | None = None) -> RenderableType
         if at_context is not None:
             parts.append(Text(_at_context(plan, at_context)))
     if plan.steps:
-        parts += [Text(), _steps(plan), _expectation(plan)]
+        parts += [Text(), _steps(plan)]
     if plan.programs:
         parts += [Text(), _programs(plan), Text(plan.kernels, style="dim")]
     parts += [Text(f"note: {note}", style="yellow") for note in plan.notes]
@@ -61,10 +59,8 @@ def as_text(plan: CapacityPlan, at_context: int | None = None) -> RenderableType
 
 def as_comparison(plans: list[CapacityPlan], failures: dict[str, str], at_context: int | None) -> RenderableType:
     """The smallest machine of each kind that holds the model, and why the others do not."""
-    table = Table(title="Smallest machine of each kind, by arithmetic", title_justify="left", box=None, pad_edge=False)
     columns = ["machine", "devices", "memory", "to spare each"] + (["sequences at once"] if at_context else [])
-    for name in columns:
-        table.add_column(name, justify="left" if name == "machine" else "right")
+    table = _table("Smallest machine of each kind, by arithmetic", columns)
     for plan in sorted(plans, key=lambda plan: plan.target.count * plan.target.device.memory):
         memory = plan.target.count * plan.target.device.memory
         row = [plan.target.name, f"{plan.target.count}", gib(memory), gib(plan.spare)]
@@ -97,16 +93,7 @@ def _machine(plan: CapacityPlan) -> Text:
 
 
 def _memory(plan: CapacityPlan) -> Table:
-    table = Table(title="Memory of one device", title_justify="left", box=None, pad_edge=False)
-    for name, justify in (("", "left"), ("size", "right"), ("of the limit", "right")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    for name, count in memory_rows(plan):
-        table.add_row(name, gib(count), f"{count / plan.limit:.1%}")
-    return table
-
-
-def memory_rows(plan: CapacityPlan) -> list[tuple[str, int]]:
-    """The uses of memory, and their bytes."""
+    table = _table("Memory of one device", ("", "size", "of the limit"))
     compiled = f"{len(plan.programs)} of {plan.num_programs} compiled" if plan.programs else ""
     store = "states and pages" if plan.size is not None else "states and pages of one sequence"
     rows = [
@@ -117,7 +104,10 @@ def memory_rows(plan: CapacityPlan) -> list[tuple[str, int]]:
         ("seats", plan.other),
         ("left" if plan.spare >= 0 else "missing", plan.spare),
     ]
-    return [row for row in rows if row[1] or row[0] in ("left", "missing")]
+    for name, count in rows:
+        if count or name in ("left", "missing"):
+            table.add_row(name, gib(count), f"{count / plan.limit:.1%}")
+    return table
 
 
 def _capacity(plan: CapacityPlan) -> Table:
@@ -147,66 +137,33 @@ def _capacity(plan: CapacityPlan) -> Table:
 
 def _steps(plan: CapacityPlan) -> Table:
     title = f"Steps at published speeds: no step can be faster (decode at {plan.context:,} tokens of context)"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for name in (
-        "",
-        "memory",
-        "GFLOP",
-        "exchanged",
-        "at least",
-        "of it memory",
-        "compute",
-        "links",
-        "at most",
-        "waits",
-        "launches",
-        "expected",
-    ):
-        table.add_column(name, justify="right" if name else "left")
+    columns = ("", "memory", "GFLOP", "at least", "of it memory", "compute", "at most")
+    table = _table(title, columns)
     for step in plan.steps:
         table.add_row(
             step.name,
             gib(step.work.bytes),
             f"{step.work.flops / 1e9:,.0f}",
-            gib(step.work.collective_bytes),
             f"{step.bound_ms:.2f} ms",
             f"{step.memory_ms:.2f}",
             f"{step.compute_ms:.2f}",
-            f"{step.link_ms:.2f}",
             f"{step.tokens_per_second:,.0f} tokens/s",
-            f"{step.latency_ms:.2f}",
-            f"{step.launch_ms:.2f}",
-            f"{step.expected_ms:.2f} ms",
         )
     return table
 
 
-def _expectation(plan: CapacityPlan) -> Text:
-    """How the assumptions of the table of steps are meant."""
-    exchanges, host = sum(plan.exchanges.values()), plan.steps[0].host_ms
-    each = plan.target.device.exchange * 1e6
-    waits = f" for each of {exchanges} exchanges between devices {each:.0f} us," if exchanges else ""
-    gpu = plan.target.device.platform == "gpu"
-    launches = f" {KERNEL_SECONDS * 1e6:.1f} us for each kernel ({plan.steps[-1].kernels} in decode)," if gpu else ""
-    return Text(f"Expected, by assumption:{waits}{launches} and at least {host:.1f} ms of the host.", style="dim")
-
-
 def _programs(plan: CapacityPlan) -> Table:
     title = f"Compiled for {plan.target.topology} in {plan.compile_seconds:.0f} s"
+    table = _table(title, ("", "program", "temporaries", "updated in place", "compile time"))
+    for each in plan.programs:
+        sizes = (each.code, each.temporaries, each.aliased)
+        table.add_row(each.name, *map(gib, sizes), f"{each.seconds:.0f} s")
+    return table
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    """A table with names on the left and figures in the other columns."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for name in ("", "program", "temporaries", "updated in place", "moves (keys aside)", "collectives", "compile time"):
-        table.add_column(name, justify="right" if name else "left")
-    least = {step.name: step.without_keys for step in plan.steps}
-    for program in plan.programs:
-        moved = f"{gib(program.moved)} = {program.moved / least[program.name]:.2f} x least"
-        exchanges = ", ".join(f"{count} {kind}" for kind, count in sorted(program.collectives.items())) or "none"
-        table.add_row(
-            program.name,
-            gib(program.code),
-            gib(program.temporaries),
-            gib(program.aliased),
-            moved if program.moved else "not counted",
-            exchanges,
-            f"{program.seconds:.0f} s",
-        )
+    for place, name in enumerate(columns):
+        table.add_column(name, justify="right" if place else "left")
     return table

@@ -26,33 +26,29 @@ class Device:
     """Of that memory, in bytes per second."""
     flops: float
     """Dense bfloat16 products, per second."""
-    link: float
-    """Bytes per second to other devices of the machine, sending and receiving counted together."""
-    exchange: float
-    """Assumed seconds of an exchange of few bytes between all devices of a machine."""
 
 
-# TPUs: bandwidth, flops and links from docs.cloud.google.com/tpu/docs/{v5e,v5p,v6e,tpu7x}; memory is what the compiler
+# TPUs: bandwidth and flops from docs.cloud.google.com/tpu/docs/{v5e,v5p,v6e,tpu7x}; memory is what the compiler
 # lets a program have, as its error messages say (libtpu of JAX 0.10). One TPU7x chip is two devices, each with half of
-# the chip's published 2307 TFLOP/s, 7380 GB/s and 1200 GB/s.
+# the chip's published 2307 TFLOP/s and 7380 GB/s.
 TPUS = {
-    "v5e": Device("TPU v5e", "tpu", int(15.75 * GIB), 819e9, 197e12, 400e9, 6e-6),
-    "v5p": Device("TPU v5p", "tpu", int(95.74 * GIB), 2765e9, 459e12, 600e9, 6e-6),
-    "v6e": Device("TPU v6e", "tpu", int(31.25 * GIB), 1640e9, 918e12, 800e9, 6e-6),
-    "tpu7x": Device("TPU7x (half a chip)", "tpu", int(94.75 * GIB), 3690e9, 1153e12, 600e9, 6e-6),
+    "v5e": Device("TPU v5e", "tpu", int(15.75 * GIB), 819e9, 197e12),
+    "v5p": Device("TPU v5p", "tpu", int(95.74 * GIB), 2765e9, 459e12),
+    "v6e": Device("TPU v6e", "tpu", int(31.25 * GIB), 1640e9, 918e12),
+    "tpu7x": Device("TPU7x (half a chip)", "tpu", int(94.75 * GIB), 3690e9, 1153e12),
 }
 
-# GPUs: NVIDIA's data sheets, SXM forms where there are several, without sparsity. Links are NVLink, or PCIe 4.0 x16
-# where there is none. Memory is the total that the CUDA driver reports.
+# GPUs: NVIDIA's data sheets, SXM forms where there are several, without sparsity. Memory is the total that the CUDA
+# driver reports.
 GPUS = {
-    "a10g": Device("NVIDIA A10G", "gpu", int(22.0 * GIB), 600e9, 70e12, 64e9, 30e-6),
-    "a100-40gb": Device("NVIDIA A100 40 GB", "gpu", int(39.4 * GIB), 1555e9, 312e12, 600e9, 10e-6),
-    "a100": Device("NVIDIA A100 80 GB", "gpu", int(79.1 * GIB), 2039e9, 312e12, 600e9, 10e-6),
-    "l4": Device("NVIDIA L4", "gpu", int(22.0 * GIB), 300e9, 121e12, 64e9, 30e-6),
-    "l40s": Device("NVIDIA L40S", "gpu", int(44.4 * GIB), 864e9, 362e12, 64e9, 30e-6),
-    "h100": Device("NVIDIA H100 SXM", "gpu", int(79.1 * GIB), 3350e9, 989e12, 900e9, 10e-6),
-    "h200": Device("NVIDIA H200", "gpu", int(139.7 * GIB), 4800e9, 989e12, 900e9, 10e-6),
-    "b200": Device("NVIDIA B200", "gpu", int(178.3 * GIB), 7700e9, 2250e12, 1800e9, 10e-6),
+    "a10g": Device("NVIDIA A10G", "gpu", int(22.0 * GIB), 600e9, 70e12),
+    "a100-40gb": Device("NVIDIA A100 40 GB", "gpu", int(39.4 * GIB), 1555e9, 312e12),
+    "a100": Device("NVIDIA A100 80 GB", "gpu", int(79.1 * GIB), 2039e9, 312e12),
+    "l4": Device("NVIDIA L4", "gpu", int(22.0 * GIB), 300e9, 121e12),
+    "l40s": Device("NVIDIA L40S", "gpu", int(44.4 * GIB), 864e9, 362e12),
+    "h100": Device("NVIDIA H100 SXM", "gpu", int(79.1 * GIB), 3350e9, 989e12),
+    "h200": Device("NVIDIA H200", "gpu", int(139.7 * GIB), 4800e9, 989e12),
+    "b200": Device("NVIDIA B200", "gpu", int(178.3 * GIB), 7700e9, 2250e12),
 }
 GPU_COUNTS = (1, 2, 4, 8)
 

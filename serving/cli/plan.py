@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,7 +12,7 @@ from serving.cli.options import Options, with_options
 from serving.config import ConfigError, EngineConfig
 
 if TYPE_CHECKING:
-    from serving.capacity.result import CapacityPlan
+    from serving.capacity.plan import CapacityPlan
 
 
 @with_options(Options("flags", EngineConfig, "Engine"), config_file=True)
@@ -28,17 +27,12 @@ def plan(
     ] = None,
     list_models: Annotated[bool, typer.Option("--list-models", help="List the names of published models.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Compile every program, not only the two largest.")] = False,
-    whole_model: Annotated[
-        bool,
-        typer.Option("--whole-model", help="Compile all layers, not one or two of each kind (takes longer)."),
-    ] = False,
     analysis: Annotated[bool, typer.Option("--analysis", help="Estimate by arithmetic, without compiling.")] = False,
     context: Annotated[
         int | None,
         typer.Option(help="Tokens of context to assume in decode steps. Unset: --at-context, or 2048.", min=1),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
-    svg: Annotated[Path | None, typer.Option(help="Also write a diagram to this file.")] = None,
     flags: dict[str, Any],
 ) -> None:
     """Compile and size a model for another machine. Needs no weights and no accelerator."""
@@ -47,7 +41,6 @@ def plan(
 
     from checkpoints import load_config
     from serving.capacity.models import known_models, resolved_model
-    from serving.capacity.picture import as_svg
     from serving.capacity.plan import make_plan
     from serving.capacity.report import as_comparison, as_text
     from serving.capacity.report import as_json as plain
@@ -62,8 +55,6 @@ def plan(
             typer.echo(f"{name:30} {parameters / 1e9:7.2f} billion parameters")
         return
     machine = None if topology == "all" else target(topology)
-    if svg is not None and not svg.absolute().parent.is_dir():
-        raise ConfigError(f"--svg {svg}: no such directory: {svg.parent}")
     if (replicas := flags.get("data_parallel_size") or 1) > 1:
         raise ConfigError(f"data_parallel_size {replicas}: a plan is for one replica; give its devices as --topology")
     context = context or at_context
@@ -75,8 +66,8 @@ def plan(
     if at_context is not None and longest and at_context > longest:
         raise ConfigError(f"--at-context {at_context}: a sequence has at most {longest} tokens (--max-model-len)")
     if machine is None:
-        if svg is not None or full or "tensor_parallel_size" in flags:
-            raise ConfigError("--topology all: --svg, --full and --tensor-parallel-size need one machine")
+        if full or "tensor_parallel_size" in flags:
+            raise ConfigError("--topology all: --full and --tensor-parallel-size need one machine")
         with errors.status("planning"):
             plans, failures = smallest_machines(config, context)
         if as_json:
@@ -99,7 +90,6 @@ def plan(
             machine,
             compile=not analysis,
             full=full,
-            whole_model=whole_model,
             context=context,
             progress=lambda text: status.update(text),
         )
@@ -107,8 +97,6 @@ def plan(
         sys.stdout.write(json.dumps(plain(made, at_context), indent=1) + "\n")
     else:
         out.print(as_text(made, at_context))
-    if svg is not None:
-        svg.write_text(as_svg(made))
     if not made.fits:
         raise typer.Exit(1)
 

@@ -36,9 +36,6 @@ class AverageConfig(RecurrenceConfig):
             "out_proj.weight": self._heads(1),
         }
 
-    def flops(self, context):
-        return 3 * self.inner_size
-
     def _heads(self, axis):
         return Division(axis, self.num_heads, "heads of moving averages")
 

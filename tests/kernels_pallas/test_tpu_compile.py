@@ -29,7 +29,7 @@ from kernels_pallas.gated_scan import gated_scan
 from kernels_pallas.paged_attention import paged_attention
 from kernels_pallas.ssd_scan import ssd_scan
 from kernels_pallas.state_update import state_update
-from serving.capacity.traffic import Traffic
+from tests.support.hlo_traffic import Traffic
 from tests.support.selection import slow
 
 pytestmark = [pytest.mark.tpu_compile, pytest.mark.full]

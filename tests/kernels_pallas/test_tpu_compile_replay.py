@@ -7,7 +7,7 @@ from test_tpu_compile import DIVIDED, cases
 from topology import SLICES, compile_for_tpu
 
 from kernels_pallas.state_replay import Tail, state_replay
-from serving.capacity.traffic import Traffic
+from tests.support.hlo_traffic import Traffic
 
 pytestmark = [pytest.mark.tpu_compile, pytest.mark.full]
 

@@ -10,7 +10,7 @@ from real_shapes import BF16, F32, nbytes, shape
 from topology import SLICES, tpu_devices
 
 from kernels_pallas.windows import read_windows, write_windows
-from serving.capacity.traffic import Traffic
+from tests.support.hlo_traffic import Traffic
 from tests.support.selection import slow
 
 pytestmark = [pytest.mark.tpu_compile, pytest.mark.full]

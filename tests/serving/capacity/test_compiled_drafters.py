@@ -18,6 +18,7 @@ from mamba_jax.sharding import Partition
 from mamba_jax.store import StoreShape, init_store
 from serving.capacity.compiling import SlicePrograms, slice_mesh
 from serving.capacity.targets import target
+from tests.support.compiled_programs import measured
 from tests.support.selection import slow
 
 SLOTS, PAGES, PAGE, DRAFTS = 400, 2000, 128, 3
@@ -62,7 +63,7 @@ def test_a_drafter_copies_nothing(name):
         source=source,
     )
     batch = DecodeBatch.empty(rows=16, num_speculative_tokens=DRAFTS, pages_per_row=16)
-    (program,) = compiler.compile([("decode", batch)], lambda name: None)
+    program = measured(compiler, batch)
     device = partition.device_shape(shape)
     states = SLOTS * device.bytes_per_slot(jnp.bfloat16)
     pages = PAGES * device.bytes_per_page(PAGE, jnp.bfloat16)

@@ -18,8 +18,8 @@ from mamba_jax.sharding.across import ShardedModule, across
 from mamba_jax.sharding.parameters import mixer_placements
 from serving.capacity.compiling import check_compiler, slice_mesh
 from serving.capacity.targets import target
-from serving.capacity.traffic import Traffic
 from serving.config import ConfigError
+from tests.support.hlo_traffic import Traffic
 
 pytestmark = [pytest.mark.tpu_compile, pytest.mark.slow]
 

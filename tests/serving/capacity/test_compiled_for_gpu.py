@@ -25,6 +25,7 @@ from mamba_jax.tails import Replay
 from serving.capacity.compiling import SlicePrograms, check_compiler, slice_mesh
 from serving.capacity.targets import target
 from serving.config import ConfigError
+from tests.support.compiled_programs import measured
 from tests.support.narrow_parameters import narrow_parameters
 from tests.support.selection import slow
 
@@ -95,7 +96,7 @@ def compiled_for(model, pattern, topology, drafts, batch, vocab_size=1024, kind=
     )
     device = partition.device_shape(StoreShape.of(config))
     store = SLOTS * device.bytes_per_slot(jnp.bfloat16) + PAGES * device.bytes_per_page(PAGE, jnp.bfloat16)
-    (program,) = compiler.compile([("step", batch)], lambda name: None)
+    program = measured(compiler, batch)
     return program, store, compiler
 
 

@@ -15,12 +15,12 @@ from mamba_jax.rows import init_rows
 from mamba_jax.sharding import Partition
 from mamba_jax.store import StoreShape, init_store, store_bytes
 from mamba_jax.tails import Replay
-from serving.capacity import plan as planning
 from serving.capacity.compiling import SlicePrograms, slice_mesh
 from serving.capacity.count import Counter, decode_workload
 from serving.capacity.plan import make_plan
 from serving.capacity.targets import target
 from serving.config import EngineConfig
+from tests.support.compiled_programs import measured
 from tests.support.selection import slow
 
 pytestmark = [pytest.mark.tpu_compile, pytest.mark.full]
@@ -76,7 +76,7 @@ def test_few_layers(drafts, topology):
         source=source,
     )
     batch = DecodeBatch.empty(rows=ROWS, num_speculative_tokens=drafts, pages_per_row=MAX_LEN // PAGE, replay=True)
-    (program,) = compiler.compile([("decode", batch)], lambda name: None)
+    program = measured(compiler, batch)
     device = partition.device_shape(StoreShape.of(config))
     slots, tails = device.bytes_per_slot(jnp.bfloat16), device.bytes_per_tail(jnp.bfloat16, "float32", replay)
     pages = PAGES * device.bytes_per_page(PAGE, jnp.bfloat16)
@@ -98,28 +98,34 @@ def test_few_layers(drafts, topology):
 def test_whole_programs(topology, rows, drafts, states, most, monkeypatch):
     """As `mamba-jax plan` compiles them, on a slice whose memory is full: docs/hardware.md has the figures."""
     pytest.importorskip("libtpu")
-    plan, program, step = planned(topology, rows, drafts, monkeypatch)
+    plan, program, least = planned(topology, rows, drafts, monkeypatch)
     assert plan.size.replay_interval == 16  # chosen, not asked for
     load = decode_workload(rows=rows, drafts=drafts, context=0, replay=Replay(16, drafts))
     assert load.states_read + load.states_written <= states * rows
     assert program.aliased >= plan.size.total_bytes
-    assert program.moved <= most * step.without_keys
+    assert program.moved <= most * least
     assert plan.fits
 
 
 @pytest.mark.slow
 def test_a_whole_program_of_snapshots(monkeypatch):
     pytest.importorskip("libtpu")
-    plan, program, step = planned("v5e-8", 64, 0, monkeypatch, replay_interval=1)
+    plan, program, least = planned("v5e-8", 64, 0, monkeypatch, replay_interval=1)
     assert program.aliased >= plan.size.total_bytes
-    assert program.moved <= 1.1 * step.without_keys
+    assert program.moved <= 1.1 * least
 
 
 def planned(topology, rows, drafts, monkeypatch, **flags):
-    """The plan, and of its decode program what the compiler says and the least that there is."""
-    monkeypatch.setattr(planning, "prefill_shapes", lambda batches, full: [])
+    """The plan, its decode program, and the least bytes of a decode step without keys and values."""
+
+    def compile_measured(programs, batches, progress):
+        return [measured(programs, batch, name) for name, batch in batches if name.startswith("decode")]
+
+    monkeypatch.setattr(SlicePrograms, "compile", compile_measured)
     flags |= {"num_speculative_tokens": drafts, "speculative_method": "ngram"} if drafts else {}
-    plan = make_plan(EngineConfig.create(model="nemotron-h-8b", max_num_seqs=rows, **flags), target(topology))
-    (program,), (step,) = plan.programs, plan.steps
-    print(f"{program.moved / step.without_keys:.3f} x {step.without_keys / 1e9:.2f} GB, {plan.size}, {program}")
-    return plan, program, step
+    plan = make_plan(
+        EngineConfig.create(model="nemotron-h-8b", max_num_seqs=rows, **flags), target(topology), context=1
+    )
+    (program,), least = plan.programs, plan.steps[-1].work.bytes
+    print(f"{program.moved / least:.3f} x {least / 1e9:.2f} GB, {plan.size}, {program}")
+    return plan, program, least

@@ -14,11 +14,11 @@ from mamba_jax.rows import init_rows
 from mamba_jax.sharding import Partition
 from mamba_jax.store import StoreShape, init_store
 from serving.capacity.compiling import SlicePrograms, slice_mesh
-from serving.capacity.count import collectives
 from serving.capacity.targets import target
 from serving.config import EngineConfig
 from serving.core import SchedulerConfig
 from serving.engine.steps.batching import BatchBuilder
+from tests.support.compiled_programs import least_collectives, measured
 from tests.support.selection import slow
 
 pytestmark = pytest.mark.full
@@ -41,11 +41,11 @@ def compiled(model, pattern, topology, batch):
         rows=jax.eval_shape(partial(init_rows, config, max_num_seqs=64)),
         tile_size=TILE,
     )
-    (program,) = compiler.compile([("step", batch)], lambda name: None)
+    program = measured(compiler, batch)
     device = partition.device_shape(StoreShape.of(config))
     states = SLOTS * device.bytes_per_slot(jnp.bfloat16)
     pages = PAGES * device.bytes_per_page(PAGE, jnp.bfloat16)
-    return program, compiler.choice.report(), collectives(config, partition), (states, pages)
+    return program, compiler.choice.report(), least_collectives(config, partition), (states, pages)
 
 
 @pytest.mark.smoke
@@ -125,7 +125,7 @@ def test_attention_at_a_models_full_length_runs_by_the_kernel(model):
         rows=jax.eval_shape(rows),
         tile_size=128,
     )
-    (program,) = compiler.compile([("decode", BatchBuilder(settings).empty_decode(64, 0))], lambda name: None)
+    program = measured(compiler, BatchBuilder(settings).empty_decode(64, 0))
     assert "paged_attention by pallas_tpu" in compiler.choice.report()
     # The rows' tables are gathered once, and the seats' are changed in place.
     table = 4 * 65 * settings.pages_per_row
@@ -151,7 +151,7 @@ def test_prefill_of_a_mamba_layer_is_lean(topology):
         tile_size=128,
     )
     batch = PrefillBatch.empty(tokens=2048, rows=2, tiles=18, pages_per_row=1, tile_size=128)
-    (program,) = compiler.compile([("prefill", batch)], lambda name: None)
+    program = measured(compiler, batch)
     assert "gated_scan by pallas_tpu" in compiler.choice.report()
     assert program.moved < 0.9e9
     assert program.temporaries < 150e6

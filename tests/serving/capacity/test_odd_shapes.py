@@ -21,6 +21,7 @@ from mamba_jax.store_layout import lanes_of
 from serving.capacity.compiling import SlicePrograms, check_compiler, slice_mesh
 from serving.capacity.targets import target
 from serving.config import ConfigError
+from tests.support.compiled_programs import measured
 
 pytestmark = pytest.mark.full
 
@@ -79,7 +80,7 @@ def test_store_is_updated_in_place(topology, kind, odd):
         rows=jax.eval_shape(partial(init_rows, config, max_num_seqs=ROWS, num_speculative_tokens=3)),
         tile_size=TILE,
     )
-    (program,) = compiler.compile([("step", batch(kind))], lambda name: None)
+    program = measured(compiler, batch(kind))
     device = dataclasses.replace(Partition.of(config, 1).device_shape(shape), lanes=lanes_of(machine.device.platform))
     store = slots * device.bytes_per_slot(jnp.bfloat16)
     assert program.aliased >= store

@@ -23,6 +23,7 @@ from mamba_jax.store import StoreShape, init_store
 from serving.capacity.compiling import SlicePrograms, slice_mesh
 from serving.capacity.count import Counter
 from serving.capacity.targets import target
+from tests.support.compiled_programs import measured
 from tests.support.narrow_parameters import narrow_parameters
 from tests.support.selection import slow
 
@@ -49,7 +50,7 @@ def decode_program(config, machine, parameters, **sizes):
         tile_size=128,
     )
     batch = DecodeBatch.empty(rows=ROWS, num_speculative_tokens=0, pages_per_row=32)
-    (program,) = compiler.compile([("decode", batch)], lambda name: None)
+    program = measured(compiler, batch)
     return program
 
 

@@ -1,7 +1,6 @@
 """Bytes of a compiled program, read from its text."""
 
-from serving.capacity.compiling import count_collectives
-from serving.capacity.traffic import Traffic
+from tests.support.hlo_traffic import Traffic, count_collectives
 
 TEXT = """\
 HloModule jit_run, is_scheduled=true

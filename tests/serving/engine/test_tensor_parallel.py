@@ -14,12 +14,12 @@ from checkpoints.load import load_model
 from mamba_jax.programs import StepPrograms
 from mamba_jax.sharding import TENSOR, Partition
 from serving import LLM, SamplingParams
-from serving.capacity.compiling import count_collectives
-from serving.capacity.count import collectives
 from serving.config import ConfigError
 from serving.engine.request_error import RequestError
+from tests.support.compiled_programs import least_collectives
 from tests.support.divisible_checkpoints import EIGHT, FAMILIES, MORE, Case, write_checkpoint
 from tests.support.engines import QUICK_COMPILE
+from tests.support.hlo_traffic import count_collectives
 from tests.support.selection import slow
 
 FLAGS = {
@@ -184,7 +184,7 @@ def assert_lean(llm):
     """Devices exchange the least there is, nothing of the store's size is copied, and the store is updated in place."""
     programs = llm.engine.loop.programs
     config, mesh = llm.model.config, programs.mesh
-    least = collectives(config, Partition.of(config, mesh.shape[TENSOR]))
+    least = least_collectives(config, Partition.of(config, mesh.shape[TENSOR]))
     steps = [compiled for name, compiled in programs.cache if name == "DecodeBatch"]
     assert steps
     prefills = [compiled.as_text() for name, compiled in programs.cache if name == "PrefillBatch"]

@@ -29,6 +29,7 @@ _FREE = {
     "copy-done", "slice-done", "all-gather-done", "all-reduce-done", "opt-barrier", "async-update", "async-done",
     "call-done",
 }  # fmt: skip
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _PARTS = ("gather", "dynamic-slice")
 _UPDATES = {"scatter": 2, "dynamic-update-slice": 1}
 """Operations that write a part of their first operand, with the place of the operand that holds the part."""
@@ -234,3 +235,8 @@ def _called(line: str, what: str) -> list[str]:
     if found := re.search(rf"\b{what}=\{{([^}}]*)\}}", line):
         return [name.strip().lstrip("%") for name in found[1].split(",")]
     return re.findall(rf"\b{what}=%?([\w.-]+)", line)
+
+
+def count_collectives(text: str) -> dict[str, int]:
+    """How often a compiled program (as text) has devices exchange something in a greedy step, by kind."""
+    return Traffic(text).count(COLLECTIVES)

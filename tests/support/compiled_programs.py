@@ -1,0 +1,101 @@
+"""Figures of a step program that its compiler does not sum up: bytes that it moves, exchanges, launches, kernels."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from mamba_jax.config import SHARED, AttentionConfig, HybridConfig, MambaConfig
+from mamba_jax.config.lightning import LightningConfig
+from mamba_jax.config.mamba1 import Mamba1Config
+from mamba_jax.programs import StepBatch
+from mamba_jax.sharding import TENSOR, Partition
+from serving.capacity.compiling import Program, SlicePrograms
+from tests.support.hlo_traffic import COLLECTIVES, Traffic, count_collectives
+
+
+@dataclass(frozen=True)
+class MeasuredProgram(Program):
+    """Of a TPU's program bytes, of a GPU's launches and kernels; all for a greedy step on one device."""
+
+    moved: int = 0
+    """Bytes to and from the device's memory, keys and values aside; see `Traffic`."""
+    weights: int = 0
+    """The part of these bytes that reads weights, and that writes and reads copies of weights."""
+    arriving: tuple[int, ...] = ()
+    """Bytes on their way to the chip's own memory during each exchange, mostly weights of the next projection."""
+    collectives: dict[str, int] | None = None
+    """How often devices exchange something, by kind."""
+    launches: dict[str, int] | None = None
+    """What the host launches, by kind of thunk; `kCommandBuffer` is a CUDA graph."""
+    kernels: int = 0
+    """Those inside a loop or a conditional are not counted."""
+
+
+def measured(programs: SlicePrograms, batch: StepBatch, name: str = "step") -> MeasuredProgram:
+    """Compiles the program of a batch and reads its text."""
+    gpu = "xla_gpu_autotune_level" in programs.compiler_options
+    lowered = programs.lower(batch)
+    with TemporaryDirectory() as dump:
+        compiled = lowered.compile(programs.compiler_options | ({"xla_dump_to": dump} if gpu else {}))
+        launches = _launches(Path(dump)) if gpu else None
+    memory: Any = compiled.memory_analysis()
+    text = compiled.as_text() or ""
+    found: dict[str, Any] = {"launches": launches, "kernels": _kernels(text)}
+    if not gpu:
+        traffic = Traffic(text)
+        found = {"moved": traffic.total(), "weights": traffic.of_arguments(r"weights\[\d+\]")}
+        found["arriving"] = tuple(traffic.arriving(COLLECTIVES))
+    return MeasuredProgram(
+        name,
+        memory.generated_code_size_in_bytes,
+        memory.temp_size_in_bytes,
+        memory.alias_size_in_bytes,
+        collectives=count_collectives(text),
+        **found,
+    )
+
+
+def _launches(dump: Path) -> dict[str, int]:
+    """The launches of the host, by kind of thunk, from the folder that XLA:GPU wrote to (`xla_dump_to`)."""
+    # Helper modules, such as kernels that were compiled by themselves, have sequences of their own.
+    sequences = dump.glob("*thunk_sequence_after_thunk_passes.txt")
+    text = max(sequences, key=lambda path: path.stat().st_size).read_text()
+    # Thunks inside a graph, a loop or a branch are indented.
+    return dict(Counter(re.findall(r"^\d+: (k\w+)", text, re.MULTILINE)))
+
+
+def _kernels(text: str) -> int:
+    """Launched by a program for GPU: fusions, the library's and our own, copies."""
+    return len(re.findall(r" (?:fusion|custom-call|copy)\(", text[text.find("\nENTRY ") :]))
+
+
+def least_collectives(config: HybridConfig, partition: Partition) -> dict[str, int]:
+    """How often devices have to tell each other something in a step without drafts of the model's own.
+
+    `sums` of hidden states (one for each mixer, one for the embedding), `norms` of numbers that devices add up inside
+    of a mixer, and the `largest` logits of each device's part of the vocabulary, collected once.
+    """
+    if partition.shards == 1:
+        return {"sums": 0, "norms": 0, "largest": 0}
+    # A shared block has attention, an MLP and a projection in addition to its Mamba mixer.
+    sums = sum(4 if kind == SHARED else 1 for kind in config.pattern)
+    vocabulary = TENSOR in partition.parameter("embed.weight")
+    norms = sum(_sums_inside(config.mixer(kind), partition.shards) for kind in config.pattern)
+    return {"sums": sums + vocabulary, "norms": norms, "largest": int(vocabulary)}
+
+
+def _sums_inside(mixer: Any, shards: int) -> bool:
+    """Whether devices add up numbers inside of a mixer: squares for a norm, or results of small projections."""
+    match mixer:
+        case AttentionConfig():
+            return mixer.qk_norm is not None and mixer.qk_norm.all_heads
+        case MambaConfig():
+            return mixer.norm and mixer.num_groups % shards > 0
+        case LightningConfig() | Mamba1Config():
+            return True
+    return any(_sums_inside(each, shards) for _, each in getattr(mixer, "mixers", ()))
