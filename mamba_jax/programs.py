@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
 
@@ -40,15 +39,15 @@ Batch = StepBatch | RowsBatch
 
 
 class StoredPrograms(Protocol):
-    """Programs from an earlier start, for arguments of the same shapes, and the implementations of their operations."""
+    """Programs that outlive the process."""
 
-    def load(self, arguments: tuple[Any, ...]) -> tuple[jax.stages.Compiled, dict[str, dict[str, str]]] | None: ...
-
-    def save(
-        self, arguments: tuple[Any, ...], compiled: jax.stages.Compiled, kernels: dict[str, dict[str, str]]
-    ) -> None: ...
-
-    def compiling(self) -> AbstractContextManager[None]: ...
+    def find(
+        self,
+        arguments: tuple[Any, ...],
+        lower: Callable[[], jax.stages.Lowered],
+        compiler_options: Mapping[str, Any],
+        kernels: KernelChoice,
+    ) -> jax.stages.Compiled: ...
 
 
 class StepPrograms:
@@ -252,22 +251,14 @@ class StepPrograms:
             raise ValueError(f"a batch with tiles of {prefill.tile_size}: the programs have {self.tile_size}")
 
     def _make(self, store: Store | None, rows: Rows, batch: Batch) -> jax.stages.Compiled:
+        def lower() -> jax.stages.Lowered:
+            with self.kernels.applied():
+                return self.lower(store, rows, batch)
+
+        if self.kept is None:
+            return lower().compile(self._compiler_options)
         arguments = (rows, batch) if isinstance(batch, RowsBatch) else (self._like_weights, store, rows, batch)
-        kept = self.kept
-        found = kept.load(arguments) if kept is not None else None
-        if found is not None:
-            compiled, kernels = found
-            for operation, by in kernels.items():
-                self.kernels.chosen.setdefault(operation, {}).update(by)
-            return compiled
-        with self.kernels.applied():
-            lowered = self.lower(store, rows, batch)
-        if kept is None:
-            return lowered.compile(self._compiler_options)
-        with kept.compiling():
-            compiled = lowered.compile(self._compiler_options)
-        kept.save(arguments, compiled, {name: dict(by) for name, by in list(self.kernels.chosen.items())})
-        return compiled
+        return self.kept.find(arguments, lower, self._compiler_options, self.kernels)
 
     def lower(self, store: Store | None, rows: Rows, batch: Batch) -> jax.stages.Lowered:
         """Returns the program for batches of this shape before it is compiled."""

@@ -1,14 +1,17 @@
 """Stores compiled programs on disk, so that the next start does not trace, lower or compile them.
 
 JAX's compilation cache saves compile time, but its key is the lowered program. A lookup must trace and lower the
-program, which takes most of a small model's start-up time. This module's key consists of the inputs of tracing: the
-source text of the packages that define the program, the versions of JAX and its dependencies, the model's structure,
-the device, JAX's settings, and the shapes and dtypes of the arguments. Without an exact match the program is compiled.
+program, which takes most of a small model's start-up time. This store has two keys. The first consists of the inputs of
+tracing: the source text of the packages that define the program, the versions of JAX and its dependencies, the model's
+structure, the device, JAX's settings, and the shapes and dtypes of the arguments. It leads to the second, the lowered
+program, so that after an edit of the sources only programs that the edit changes are compiled. Processes that need the
+same program at the same time compile it once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import logging
 import os
@@ -19,10 +22,10 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
 from jax.experimental import serialize_executable
@@ -30,7 +33,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from checkpoints.user_cache import make_private
 from mamba_jax.program_cache import look_of
-from mamba_jax.programs import StepPrograms
+from mamba_jax.programs import KernelChoice, StepPrograms
 from serving.engine.programs.compile_cache import machine, use_compilation_cache
 from serving.points.sources import PROGRAM_PACKAGES, source_digest
 
@@ -39,11 +42,12 @@ log = logging.getLogger(__name__)
 _TRACED_WITH = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 _ENVIRONMENT = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "CUDA_", "NVIDIA_")
 _UNUSED_FOR = 30 * 24 * 3600.0
-_ENDING = ".program"
+PLACE, PROGRAM = ".place", ".program"
+"""Endings of files that are named by the first key, and hold the name of the other; and by the second."""
 
 
 class KeptPrograms:
-    """The programs of one `StepPrograms` in a folder, one file per program.
+    """The programs of one `StepPrograms` in a folder, one file per program and one for each way to it.
 
     The files are pickles, so the folder must belong to this user, and no other user may have write access.
     """
@@ -60,16 +64,46 @@ class KeptPrograms:
             raise PermissionError(f"{folder} can be written by others")
         self._folder = folder
         self._devices = programs.devices
-        self._description = "\n".join([programs.description, *_surroundings(self._devices)])
+        self._surroundings = "\n".join(_surroundings(self._devices))
+        self._description = "\n".join([programs.description, source_digest(PROGRAM_PACKAGES), self._surroundings])
         self.loaded = 0
         """Number of programs loaded from disk."""
         for path in folder.iterdir():
             if time.time() - path.stat().st_mtime > _UNUSED_FOR:
                 path.unlink(missing_ok=True)
 
-    def load(self, arguments: tuple[Any, ...]) -> tuple[jax.stages.Compiled, dict[str, dict[str, str]]] | None:
-        """Returns the program for these arguments' shapes, and the kernels it uses; None if it must be compiled."""
-        path = self._path(arguments)
+    def find(
+        self,
+        arguments: tuple[Any, ...],
+        lower: Callable[[], jax.stages.Lowered],
+        compiler_options: Mapping[str, Any],
+        kernels: KernelChoice,
+    ) -> jax.stages.Compiled:
+        """Returns the program for these arguments' shapes, from disk or compiled now. `kernels` get those it uses."""
+        place = self._place(arguments)
+        with _locked(place) as names:
+            name = names.read()
+            saved = self._read(self._folder / name) if name else None
+            if saved is not None:
+                os.utime(place)
+                for operation, by in saved[1].items():
+                    kernels.chosen.setdefault(operation, {}).update(by)
+                return saved[0]
+            lowered = lower()
+            form = _looks(arguments), repr(lowered.out_info), repr(compiler_options)
+            path = self._path(PROGRAM, self._surroundings, *form, lowered.as_text())
+            saved = self._read(path)
+            compiled = saved[0] if saved is not None else None
+            if compiled is None:
+                with _jax_cache.off():
+                    compiled = lowered.compile(dict(compiler_options))
+                self._write(path, compiled, {name: dict(by) for name, by in list(kernels.chosen.items())})
+            names.truncate(0)
+            names.write(path.name)
+            return compiled
+
+    def _read(self, path: Path) -> tuple[jax.stages.Compiled, dict[str, dict[str, str]]] | None:
+        """Returns a program and the kernels it uses; None if it must be compiled."""
         try:
             saved = pickle.loads(zlib.decompress(path.read_bytes()))
             compiled = serialize_executable.deserialize_and_load(
@@ -84,11 +118,8 @@ class KeptPrograms:
         self.loaded += 1
         return compiled, saved["kernels"]
 
-    def save(
-        self, arguments: tuple[Any, ...], compiled: jax.stages.Compiled, kernels: dict[str, dict[str, str]]
-    ) -> None:
+    def _write(self, path: Path, compiled: jax.stages.Compiled, kernels: dict[str, dict[str, str]]) -> None:
         """Stores a compiled program. If that fails, the next start compiles it again."""
-        path = self._path(arguments)
         try:
             program, takes, gives = serialize_executable.serialize(compiled)
             saved = pickle.dumps({"program": program, "takes": takes, "gives": gives, "kernels": kernels})
@@ -99,13 +130,28 @@ class KeptPrograms:
         except Exception as error:  # some backends cannot serialize programs
             log.warning("a compiled program is not saved: %s", _line(error))
 
-    def compiling(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context that disables JAX's own cache, so that compiled programs can be serialized."""
-        return _jax_cache.off()
+    def _place(self, arguments: tuple[Any, ...]) -> Path:
+        return self._path(PLACE, self._description, _looks(arguments))
 
-    def _path(self, arguments: tuple[Any, ...]) -> Path:
-        whole = "\n".join([self._description, *map(str, look_of(arguments))])
-        return self._folder / (hashlib.sha256(whole.encode()).hexdigest() + _ENDING)
+    def _path(self, ending: str, *parts: str) -> Path:
+        return self._folder / (hashlib.sha256("\n".join(parts).encode()).hexdigest() + ending)
+
+
+def _looks(arguments: tuple[Any, ...]) -> str:
+    return "\n".join(map(str, look_of(arguments)))
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[IO[str]]:
+    """Opens a file that only one process or thread has open at a time; one that is lost where that is impossible."""
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(path.open("a+"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+        except OSError:
+            file = stack.enter_context(tempfile.TemporaryFile("w+"))
+        yield file
 
 
 def keep_programs(programs: StepPrograms) -> KeptPrograms | None:
@@ -156,10 +202,9 @@ _jax_cache = _JaxCache()
 
 
 def _surroundings(devices: list[jax.Device]) -> Iterator[str]:
-    """Yields descriptions of everything a program depends on besides the model and the arguments."""
+    """Yields descriptions of everything a program depends on besides the sources, the model and the arguments."""
     yield f"{platform.python_implementation()} {sys.version}"
     yield from (f"{name} {version(name)}" for name in _TRACED_WITH)
-    yield source_digest(PROGRAM_PACKAGES)
     yield f"{machine()} {devices[0].client.platform_version}"
     yield from (f"{device.id} {device.platform} {device.device_kind}" for device in devices)
     # The location of caches does not change their contents.

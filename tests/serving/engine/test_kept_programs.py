@@ -1,6 +1,7 @@
 """Compiled programs that outlive the process: what is taken from them, and when they must not be."""
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -48,7 +49,7 @@ def test_the_second_start_compiles_nothing_and_computes_the_same(fresh, harness,
     store, rows = copies(engine)
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves((store, rows)))
     expected = jax.tree.map(np.asarray, first.decode(store, rows, batch))
-    assert (first.kept.loaded, len(list(tmp_path.iterdir()))) == (0, 1)
+    assert (first.kept.loaded, len(list(tmp_path.glob("*.program")))) == (0, 1)
 
     second = programs_like(harness, tmp_path)
     monkeypatch.setattr(second, "lower", None)  # there is nothing to trace
@@ -71,7 +72,8 @@ def test_whatever_may_change_a_program_makes_it_another(harness, engine, tmp_pat
         store, seats = engine.loop._store, engine.loop._rows
         if what == "store" and rows == 2:
             store = dataclasses.replace(store, hidden=store.hidden[:-1])
-        return programs.kept._path((programs._weights, store, seats, decode(engine, rows if what == "rows" else 1)))
+        arguments = (programs._weights, store, seats, decode(engine, rows if what == "rows" else 1))
+        return programs.kept._place(arguments)
 
     changes = {}
     one = path(programs_like(harness, tmp_path))
@@ -124,14 +126,41 @@ def test_programs_that_jax_has_cached_are_kept_whole(harness, engine, tmp_path, 
 @pytest.mark.full
 def test_a_damaged_file_is_compiled_anew(fresh, harness, engine, tmp_path, caplog):
     programs_like(harness, tmp_path).program(*copies(engine), decode(engine))
-    (path,) = tmp_path.iterdir()
+    (path,) = tmp_path.glob("*.program")
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     again = programs_like(harness, tmp_path)
     again.program(*copies(engine), decode(engine))
     assert again.kept.loaded == 0
     assert "compiled again" in caplog.text
-    assert programs_like(harness, tmp_path).kept.load((again._weights, *copies(engine), decode(engine))) is not None
+    third = programs_like(harness, tmp_path)
+    third.program(*copies(engine), decode(engine))
+    assert third.kept.loaded == 1
+
+
+def test_an_edit_that_changes_no_program_compiles_nothing(fresh, harness, engine, tmp_path, monkeypatch):
+    first, batch = programs_like(harness, tmp_path), decode(engine)
+    first.program(*copies(engine), batch)
+    monkeypatch.setattr(module, "source_digest", lambda packages: "edited")
+    second = programs_like(harness, tmp_path)
+    second.program(*copies(engine), batch)
+    assert second.kept.loaded == 1
+    assert second.kernels.report() == first.kernels.report()
+    third = programs_like(harness, tmp_path)
+    monkeypatch.setattr(third, "lower", None)  # nor is anything traced again
+    third.program(*copies(engine), batch)
+    # Programs with other options are others.
+    fourth = programs_like(harness, tmp_path, compiler_options={"xla_backend_optimization_level": 1})
+    fourth.program(*copies(engine), batch)
+    assert (third.kept.loaded, fourth.kept.loaded) == (1, 0)
+
+
+def test_two_threads_that_need_one_program_compile_it_once(fresh, harness, engine, tmp_path):
+    both = [programs_like(harness, tmp_path) for _ in range(2)]
+    arguments = copies(engine)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda programs: programs.program(*arguments, decode(engine)), both))
+    assert sorted(programs.kept.loaded for programs in both) == [0, 1]
 
 
 def test_a_folder_that_others_may_write_is_not_used(harness, tmp_path):
