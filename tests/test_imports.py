@@ -58,7 +58,7 @@ PARTS = {
         "tiers": {"cache"},
         "requests": {"cache", "reasons", "tiers"},
         "planning": {"cache", "config", "reasons", "requests", "stats", "tiers"},
-        "scheduler": {"cache", "config", "planning", "reasons", "requests", "tiers"},
+        "scheduler": {"cache", "planning", "reasons", "requests", "tiers"},
         "": {"cache", "config", "planning", "reasons", "requests", "scheduler"},
     },
     "serving.engine": {

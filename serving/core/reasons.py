@@ -21,13 +21,14 @@ class WaitReason(StrEnum):
     """Why a request is in the queue."""
 
     PAUSED = "paused: it came after new requests were held back"
-    STATE = "state: another worker or a tier sends it"
     SIBLING = "prompt: another choice of the request computes it"
     BLOCKED = "constraint: the engine computes its masks"
     ROWS = "rows: max_num_seqs requests run"
     LONG_PROMPTS = "long prompts: enough of them are being computed"
     MEMORY = "memory: too few pages are free"
-    TURN = "turn: others come first, or the step is full"
+    SLOTS = "slots: no state slot is free"
+    STEP = "step: other prompts use its tokens or rows"
+    TURN = "turn: others come first"
 
 
 class FinishReason(StrEnum):

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 from serving.core.cache.pools import PagePool, SlotPool
 from serving.core.cache.prefix_tree import CheckpointKind, Match
-from serving.core.planning.host_state import HostState
-from serving.core.requests.request import PlannedRow, RemoteLoad, Request, ResultDisposition, Status
+from serving.core.planning.state import SchedulerState
+from serving.core.reasons import WaitReason
+from serving.core.requests.request import PlannedRow, RemoteLoad, RemoteState, Request, ResultDisposition, Status
 
 
 @dataclass(slots=True, eq=False)
@@ -30,113 +31,119 @@ class StateLease:
     pages_of: PagePool | None
 
 
+class RemoteStates(SchedulerState):
+    """The scheduler's methods for states from and for other workers."""
+
+    def take_loads(self) -> list[RemoteLoad]:
+        """Returns the loads that requests wait for since the last call. Some may be obsolete (`RemoteLoad.valid`)."""
+        loads, self.loads = self.loads, []
+        return loads
+
+    def pop_unneeded_remotes(self) -> list[RemoteState]:
+        """Returns the remote states that requests have stopped needing since the last call."""
+        unneeded, self.unneeded_remotes = self.unneeded_remotes, []
+        return unneeded
+
+    def arrived(self, load: RemoteLoad) -> None:
+        """Called when the program that writes a load into its slot and pages has been dispatched.
+
+        The next step continues from the loaded state. Full pages are published now. The state is also published, if it
+        should be kept and the row can have another slot to write.
+        """
+        assert load.valid, "the request no longer waits for this"
+        request, position = load.request, load.position
+        progress, index = request.progress, self.index
+        request.transfer.load = request.transfer.remote = None
+        progress.set_up_due = True
+        progress.num_computed = position
+        if not request.lookup.final:
+            request.lookup.num_cached_tokens = load.remote.cached_tokens
+            request.lookup.miss_reason = None
+        progress.stops = self.policy.stops(request.prompt_len, position, position)
+        if index is not None and progress.pages.publishes_at(position):
+            index.publish_pages(progress.content, position)
+        kind = None
+        if load.remote.held is not None:
+            kind = load.remote.held.unit.kind
+        elif position == request.prompt_len:
+            kind = CheckpointKind.PROMPT_END
+        elif position % self.config.state_block_size == 0:
+            kind = CheckpointKind.BOUNDARY
+        progress.state.arrived(load.slot, progress.content, position, kind)
+
+    def lost(self, load: RemoteLoad) -> None:
+        """Returns a request whose load failed to its old place in the queue. It computes its prompt here."""
+        if load.valid:
+            self.requeue(load.request)
+
+    def hold(self, row: PlannedRow) -> StateLease:
+        """Publishes the state S(n) from which a dispatched row continues, and the pages of its n tokens."""
+        request, cache = row.request, self.cache
+        assert request.status is Status.RUNNING
+        progress = request.progress
+        slot = progress.state.hand_off(row.access)
+        return StateLease(slot, progress.pages.hand_off(row.end), row.end, cache.slots, cache.pages)
+
+    def hold_cached(self, tokens: Sequence[int], salt: str | None, adapter: str | None = None) -> StateLease | None:
+        """Leases the deepest state of these tokens on the device, and the pages that it needs; None without one."""
+        index, cache = self.index, self.cache
+        match = index.find(tokens, cache.scope(salt, adapter)) if index is not None else None
+        if index is None or match is None or match.entry is None:
+            return None
+        entry, pages = match.entry, list[int]()
+        cache.slots.retain(entry.slot)
+        if cache.pages is not None:
+            pages = [node.page for node in match.path[: entry.position // index.unit]]
+            pages += [entry.page] if entry.page else []
+            for page in pages:
+                cache.pages.retain(page)
+        index.touch(entry)
+        return StateLease(entry.slot, pages, entry.position, cache.slots, cache.pages)
+
+    def hold_is_valid(self, held: StateLease) -> bool:
+        """Returns whether the store of the hold still exists."""
+        return held.slots_of is self.cache.slots
+
+    def release_hold(self, held: StateLease) -> None:
+        """Releases it, once."""
+        if self.hold_is_valid(held):
+            held.slots_of.release(held.slot)
+            if held.pages_of is not None:
+                for page in reversed(held.pages):
+                    held.pages_of.release(page)
+
+
 def remote_is_unneeded(request: Request, match: Match | None) -> bool:
     """Returns whether the cache already has everything that the other worker could send."""
     remote = request.transfer.remote
     return remote is not None and match is not None and match.position >= remote.position
 
 
-def reserve(host: HostState, request: Request, match: Match | None) -> bool:
-    """Admits a request, which then waits for its state. Returns False, and keeps nothing, if there is no room for it.
+def reserve(scheduler: SchedulerState, request: Request, match: Match | None) -> WaitReason | None:
+    """Admits a request, which then waits for its state. Without room, it keeps nothing and returns the reason.
 
     All matching pages are referenced, even beyond the deepest cached state, because a page depends only on its tokens.
     The page of the next token is also reserved, so that the first step after the arrival needs no page.
     """
-    remote, progress, config = request.transfer.remote, request.progress, host.config
-    pages, pool = progress.pages, host.cache.pages
+    remote, progress, config = request.transfer.remote, request.progress, scheduler.config
+    pages, pool = progress.pages, scheduler.cache.pages
     assert remote is not None
     if pool is not None:
         pages.resume_from(match.path[: remote.position // config.page_size] if match is not None else [])
-        reach = host.reach(request, max(len(request.tokens), remote.position + 1))
-        if host.queues.running and pages.missing(reach) + len(host.queues.running) > pool.available:
-            host.release_all(request, ResultDisposition.DROPPED)
+        reach = scheduler.reach(request, max(len(request.tokens), remote.position + 1))
+        running = len(scheduler.queues.running)
+        if (running and pages.missing(reach) + running > pool.available) or not pages.reserve(reach):
+            scheduler.release_all(request, ResultDisposition.DROPPED)
             request.queueing.retry_above = pool.available
-            return False
-        if not pages.reserve(reach):
-            host.release_all(request, ResultDisposition.DROPPED)
-            return False
+            return WaitReason.MEMORY
     slot = progress.state.lease()
     if not slot:
-        host.release_all(request, ResultDisposition.DROPPED)
-        return False
-    progress.row_id = host.queues.free_row_ids.pop()
+        scheduler.release_all(request, ResultDisposition.DROPPED)
+        return WaitReason.SLOTS
+    progress.row_id = scheduler.queues.free_row_ids.pop()
     first, end = pages.num_published, pages.pages_for(remote.position)
     load = RemoteLoad(request, remote, first * config.page_size, slot, pages.table[first:end])
     request.transfer.load = load
-    host.queues.admitted(request)
-    host.loads.append(load)
-    return True
-
-
-def arrived(host: HostState, load: RemoteLoad) -> None:
-    """Called when the program that writes a load into its slot and pages has been dispatched.
-
-    The next step continues from the loaded state. Full pages are published now. The state is also published, if it
-    should be kept and the row can have another slot to write.
-    """
-    assert load.valid, "the request no longer waits for this"
-    request, position = load.request, load.position
-    progress, index = request.progress, host.cache.index
-    request.transfer.load = request.transfer.remote = None
-    progress.set_up_due = True
-    progress.num_computed = position
-    if not request.lookup.final:
-        request.lookup.num_cached_tokens = load.remote.cached_tokens
-        request.lookup.miss_reason = None
-    progress.stops = host.policy.stops(request.prompt_len, position, position)
-    if index is not None and progress.pages.publishes_at(position):
-        index.publish_pages(progress.content, position)
-    kind = None
-    if load.remote.held is not None:
-        kind = load.remote.held.unit.kind
-    elif position == request.prompt_len:
-        kind = CheckpointKind.PROMPT_END
-    elif position % host.config.state_block_size == 0:
-        kind = CheckpointKind.BOUNDARY
-    progress.state.arrived(load.slot, progress.content, position, kind)
-
-
-def lost(host: HostState, load: RemoteLoad) -> None:
-    """Returns a request whose load failed to its old place in the queue. It computes its prompt here."""
-    if load.valid:
-        host.requeue(load.request)
-
-
-def hold(host: HostState, row: PlannedRow) -> StateLease:
-    """Publishes the state S(n) from which a dispatched row continues, and the pages of its n tokens."""
-    request, cache = row.request, host.cache
-    assert request.status is Status.RUNNING
-    progress = request.progress
-    slot = progress.state.hand_off(row.access)
-    return StateLease(slot, progress.pages.hand_off(row.end), row.end, cache.slots, cache.pages)
-
-
-def hold_cached(host: HostState, tokens: Sequence[int], salt: str | None, adapter: str | None) -> StateLease | None:
-    """Leases the deepest state of these tokens on the device, and the pages that it needs. Returns None without one."""
-    index, cache = host.cache.index, host.cache
-    match = index.find(tokens, cache.scope(salt, adapter)) if index is not None else None
-    if index is None or match is None or match.entry is None:
-        return None
-    entry, pages = match.entry, list[int]()
-    cache.slots.retain(entry.slot)
-    if cache.pages is not None:
-        pages = [node.page for node in match.path[: entry.position // index.unit]]
-        pages += [entry.page] if entry.page else []
-        for page in pages:
-            cache.pages.retain(page)
-    index.touch(entry)
-    return StateLease(entry.slot, pages, entry.position, cache.slots, cache.pages)
-
-
-def hold_is_valid(host: HostState, held: StateLease) -> bool:
-    """Returns whether the store of the hold still exists."""
-    return held.slots_of is host.cache.slots
-
-
-def release_hold(host: HostState, held: StateLease) -> None:
-    """Releases it, once."""
-    if hold_is_valid(host, held):
-        held.slots_of.release(held.slot)
-        if held.pages_of is not None:
-            for page in reversed(held.pages):
-                held.pages_of.release(page)
+    scheduler.queues.admitted(request)
+    scheduler.loads.append(load)
+    return None

@@ -1,42 +1,48 @@
-"""Applies a step's result: adds tokens to requests, publishes boundaries, and releases surplus slots and pages."""
+"""Applies a step's result: adds tokens to requests, releases surplus slots and pages, and publishes what may be read.
+
+A prefill is published when its step has been dispatched: its tokens are known, and any reader's step runs later. A
+decode row is published when its step has settled, which confirms its tokens. Publishing a state moves its
+slot from the row to the index, without a copy.
+"""
 
 from collections.abc import Sequence
 
-from serving.core.planning.host_state import HostState
 from serving.core.planning.plan import DecodeRow, Row, RowResult, StepPlan, StepResult
-from serving.core.planning.publication import after_settle
+from serving.core.planning.state import SchedulerState
 from serving.core.reasons import FinishReason
-from serving.core.requests.request import Request, ResultDisposition, Status
+from serving.core.requests.request import PlannedRow, Request, ResultDisposition, Status
 
 
-def settle(host: HostState, plan: StepPlan, result: StepResult) -> list[RowResult]:
+def settle(scheduler: SchedulerState, plan: StepPlan, result: StepResult) -> list[RowResult]:
     """Assigns the emitted tokens of a step to its rows. Returns the valid results by request."""
     emitted: list[RowResult] = []
     assert len(result.decode) == len(plan.decode), "a result has one entry per row"
     assert len(result.prefill) == len(plan.prefill), "a result has one entry per row"
     drafted = result.drafted or [row.num_drafts for row in plan.decode]
-    host.stats.drafted_tokens += sum(drafted)
+    scheduler.counters.drafted_tokens += sum(drafted)
     for row, tokens, made in zip(plan.decode, result.decode, drafted, strict=True):
         if row.fate is not ResultDisposition.LIVE:
-            _settle_dead(host, row, tokens, emitted)
+            _settle_dead(scheduler, row, tokens, emitted)
         elif row.is_prefill:
-            _settle_prefill(host, row, tokens, emitted)
+            _settle_prefill(scheduler, row, tokens, emitted)
         else:
-            _settle_decode(host, row, tokens, made, emitted)
+            _settle_decode(scheduler, row, tokens, made, emitted)
     for prefill_row, tokens in zip(plan.prefill, result.prefill, strict=True):
         if prefill_row.fate is not ResultDisposition.LIVE:
-            _settle_dead(host, prefill_row, tokens, emitted)
+            _settle_dead(scheduler, prefill_row, tokens, emitted)
         else:
-            _settle_prefill(host, prefill_row, tokens, emitted)
+            _settle_prefill(scheduler, prefill_row, tokens, emitted)
     return emitted
 
 
-def _settle_decode(host: HostState, row: DecodeRow, tokens: Sequence[int], made: int, emitted: list[RowResult]) -> None:
+def _settle_decode(
+    scheduler: SchedulerState, row: DecodeRow, tokens: Sequence[int], made: int, emitted: list[RowResult]
+) -> None:
     """Settles a row that continued on the device (the hot path). It keeps its last token and the accepted drafts.
 
     made: actual number of drafts; the source may have made fewer than were planned.
     """
-    request, stats = row.request, host.stats
+    request, stats = row.request, scheduler.counters
     progress = request.progress
     unsettled, state = progress.unsettled, progress.state
     assert unsettled[0] is row, "steps must settle in the order in which they were dispatched"
@@ -51,22 +57,22 @@ def _settle_decode(host: HostState, row: DecodeRow, tokens: Sequence[int], made:
     stats.decode_tokens += 1
     if row.num_drafts:
         stats.accepted_tokens += kept - 1
-        host.drafts.observe(request, made, kept - 1)
-    if after >= progress.publish_at and host.cache.index is not None:
-        after_settle(host, row, before, after)
+        scheduler.drafts.observe(request, made, kept - 1)
+    if after >= progress.publish_at and scheduler.cache.index is not None:
+        after_settle(scheduler, row, before, after)
     if finished is not None:
-        finish(host, request, finished)
+        finish(scheduler, request, finished)
         return
-    config = host.config
+    config = scheduler.config
     if config.num_speculative_tokens:
         end = after + (unsettled[0].num_tokens if unsettled else 0) + config.num_lookahead_tokens
         if (len(progress.pages.table) - 1) * config.page_size >= end:
-            host.return_surplus(request)
+            scheduler.return_surplus(request)
     if surplus:
         state.trim(progress.last_access)
 
 
-def _settle_prefill(host: HostState, row: Row, tokens: Sequence[int], emitted: list[RowResult]) -> None:
+def _settle_prefill(scheduler: SchedulerState, row: Row, tokens: Sequence[int], emitted: list[RowResult]) -> None:
     """Settles a row whose tokens were all known. Its state was published when the step was dispatched."""
     request, progress = row.request, row.request.progress
     assert progress.unsettled[0] is row, "steps must settle in the order in which they were dispatched"
@@ -78,22 +84,22 @@ def _settle_prefill(host: HostState, row: Row, tokens: Sequence[int], emitted: l
         return
     accepted, finished = append(request, tokens)
     emitted.append(RowResult(request, row, accepted))
-    host.stats.output_tokens += len(accepted)
+    scheduler.counters.output_tokens += len(accepted)
     if finished is not None:
-        finish(host, request, finished)
+        finish(scheduler, request, finished)
 
 
-def _settle_dead(host: HostState, row: Row, tokens: Sequence[int], emitted: list[RowResult]) -> None:
+def _settle_dead(scheduler: SchedulerState, row: Row, tokens: Sequence[int], emitted: list[RowResult]) -> None:
     """Settles a row whose request has ended, or was preempted and waits. A waiting request keeps the tokens; its state
     is lost."""
     request = row.request
     if row.fate is not ResultDisposition.DETACHED or not row.sample or request.status is not Status.WAITING:
         return
     accepted, finished = append(request, tokens)
-    host.stats.output_tokens += len(accepted)
+    scheduler.counters.output_tokens += len(accepted)
     emitted.append(RowResult(request, row, accepted))
     if finished is not None:
-        finish(host, request, finished)
+        finish(scheduler, request, finished)
 
 
 def append(request: Request, tokens: Sequence[int]) -> tuple[Sequence[int], FinishReason | None]:
@@ -111,17 +117,63 @@ def append(request: Request, tokens: Sequence[int]) -> tuple[Sequence[int], Fini
     return tokens, None
 
 
-def finish(host: HostState, request: Request, reason: FinishReason) -> None:
+def finish(scheduler: SchedulerState, request: Request, reason: FinishReason) -> None:
     """Ends a request in any status. It releases its slots and pages, and its unsettled rows are ignored."""
-    host.queues.leave(request)
-    host.drop_remote(request)
+    scheduler.queues.leave(request)
+    scheduler.drop_remote(request)
     if request.status is Status.RUNNING:
-        host.release_all(request, ResultDisposition.DROPPED)
-    for plan in host.unsettled:
+        scheduler.release_all(request, ResultDisposition.DROPPED)
+    for plan in scheduler.unsettled:
         for row in plan.rows:
             if row.request is request:
                 row.fate = ResultDisposition.DROPPED
     request.status = Status.FINISHED
     request.finish_reason = reason
-    del host.queues.unfinished[request.request_id]
-    host.stats.finished[reason] += 1
+    del scheduler.queues.unfinished[request.request_id]
+    scheduler.counters.finished[reason] += 1
+
+
+def after_dispatch(scheduler: SchedulerState, row: PlannedRow) -> None:
+    """Releases the slots and pages that the row only read, and publishes what it wrote if all its tokens were known."""
+    request, progress = row.request, row.request.progress
+    pages = progress.pages
+    progress.state.dispatched(progress.content)
+    scheduler.counters.page_copies += pages.dispatched()
+    if not row.is_prefill:
+        return
+    scheduler.counters.prefill_tokens += row.num_tokens
+    if row.end >= request.prompt_len:
+        request.queueing.prompt_done = True
+    index = scheduler.cache.index
+    if index is None:
+        return
+    if pages.publishes_at(row.end):
+        index.publish_pages(progress.content, row.end)
+    progress.state.trim(progress.last_access)
+
+
+def after_settle(scheduler: SchedulerState, row: PlannedRow, before: int, after: int) -> None:
+    """Publishes the boundary that the kept tokens (before, after] of a decode row crossed, and its full pages."""
+    cache, request, progress = scheduler.cache, row.request, row.request.progress
+    index, block, pages = cache.index, cache.block, progress.pages
+    assert index is not None
+    # Tokens after a stop were fed, but do not belong to the sequence; and if a sequence has its
+    # very last token there need not be a page.
+    confirmed = min(after, len(request.tokens), request.max_total - 1)
+    boundary = confirmed - confirmed % block
+    if boundary > before:
+        _publish_boundary(scheduler, row, boundary, boundary - before - 1)
+    if pages.publishes_at(confirmed):
+        index.publish_pages(progress.content, confirmed)
+    progress.publish_at = after - after % block + block
+    if cache.pages is not None:
+        progress.publish_at = min(progress.publish_at, (pages.num_published + 1) * pages.page_size)
+
+
+def _publish_boundary(scheduler: SchedulerState, row: PlannedRow, boundary: int, nth: int) -> None:
+    progress, pending = row.request.progress, scheduler.pending
+    state, later = progress.state, progress.unsettled[-1:]
+    is_pending = pending is not None and bool(later) and later[0].step == pending.step
+    state.publish_boundary(row.access, nth, progress.content, boundary, unsettled=bool(later), pending=is_pending)
+    if pending is not None and state.leaving and later[0] not in pending.effects:
+        pending.effects.append(later[0])

@@ -130,7 +130,7 @@ def test_new_weights_come_to_all(engines, client, tmp_path):
     assert all(choice["weights_versions"] == [["1", 4]] for choice in answer["choices"])
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert [choice["token_ids"] for choice in answer["choices"]] != said
-    assert len({engine.loop.scheduler._host.cache.lineage for engine in engines} - {0}) == 1
+    assert len({engine.loop.scheduler.cache.lineage for engine in engines} - {0}) == 1
 
 
 def test_bad_requests_are_told(client):

@@ -54,12 +54,13 @@ def test_reasons_to_wait():
     for _ in range(2):
         loop.add([2] * 9, max_tokens=6)
     loop.step()
-    reasons = set(loop.scheduler.why_wait(loop.scheduler.waiting))
-    assert reasons <= {WaitReason.MEMORY, WaitReason.TURN}
-    assert reasons
+    assert {loop.scheduler.wait_reason(request) for request in loop.scheduler.waiting} == {
+        WaitReason.MEMORY,
+        WaitReason.TURN,
+    }
     loop.scheduler.hold_new()
     late = loop.add([3] * 5, max_tokens=2)
-    assert loop.scheduler.why_wait([late]) == [WaitReason.PAUSED]
+    assert loop.scheduler.wait_reason(late) == WaitReason.PAUSED
 
 
 def test_latencies_are_those_of_the_latest_requests():

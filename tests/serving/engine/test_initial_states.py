@@ -182,7 +182,7 @@ def test_it_continues_a_text_as_hugging_face_does(tmp_path):
     prompt = Case(fixture).prompts[5].tolist()
     with LLM(str(FIXTURES / fixture), max_initial_states=1, **FLAGS) as llm:
         llm.generate(prompt[:at], SamplingParams(temperature=0, max_tokens=1))
-        cache = llm.engine.loop.scheduler._host.cache
+        cache = llm.engine.loop.scheduler.cache
         entry = cache.index.find(prompt[:at], cache.scope(None)).entry
         assert entry.position == at
         held = [

@@ -8,9 +8,7 @@ from unittest import mock
 import numpy as np
 
 from serving.core import RemoteLoad, StateAccess
-from serving.core import scheduler as core_scheduler
 from serving.core.planning import admission
-from serving.core.planning import remote as core
 from serving.core.scheduler import Scheduler
 from serving.points import point
 from serving.points.arrangement import Arrangement
@@ -67,22 +65,22 @@ def _first_pages(original):
 
 def _published_at_once(original):
     def reserve(host, request, match):
-        done = original(host, request, match)
-        if done and host.cache.index is not None and host.cache.pages is not None:
+        reason = original(host, request, match)
+        if reason is None and host.cache.index is not None and host.cache.pages is not None:
             host.cache.index.publish_pages(request.progress.content, request.transfer.load.position)
-        return done
+        return reason
 
     return reserve
 
 
 def _one_page_too_far(original):
     def reserve(host, request, match):
-        done = original(host, request, match)
+        reason = original(host, request, match)
         load = request.transfer.load
-        if done and load.start and len(load.pages) > 1:
+        if reason is None and load.start and len(load.pages) > 1:
             load.start += host.config.page_size
             load.pages = load.pages[1:]
-        return done
+        return reason
 
     return reserve
 
@@ -124,7 +122,7 @@ def _by_bytes(self, array, stored):
 def _old_hold(original):
     def hold(host, row):
         held = original(host, row)
-        core.release_hold(host, held)
+        host.release_hold(held)
         return held
 
     return hold
@@ -174,7 +172,7 @@ FAULTS = [
           around(prefill_side, "point_specs", _first_pages), test_sides.test_hits_of_a_shorter_prefix,
           ("decode", "full")),
     Fault("another slot travels than the one in which the prompt ended", "A41 B7 B20",
-          around(core_scheduler, "hold", _slot_read), test_sides.test_full_handoff_and_reuse),
+          around(Scheduler, "hold", _slot_read), test_sides.test_full_handoff_and_reuse),
     Fault("B and C are cut by bytes", "A42 B21",
           patch(Arrangement, "logical", _by_bytes), test_point.test_numbers_of_devices_may_differ, (2,)),
     Fault("heads that several devices keep are taken for different ones", "A42 B21",
@@ -204,14 +202,14 @@ FAULTS = [
           around(test_manifest, "check", _no_ssm), test_manifest.test_what_may_not,
           ({"ssm_dtype": "bfloat16"}, "--ssm-dtype")),
     Fault("the state that has arrived is not read: the row starts afresh", "B23",
-          around(core_scheduler, "arrived", _fresh), test_sides.test_full_handoff_and_reuse),
+          around(Scheduler, "arrived", _fresh), test_sides.test_full_handoff_and_reuse),
     Fault("the draft layer's keys and values stay behind", "B24",
           around(point, "_write_piece", _no_draft_layers), test_sides.test_drafts_after_a_split_are_as_good, (), True),
     Fault("between what is here and what is sent, a page is missing", "B26",
           around(admission, "reserve", _one_page_too_far),
           test_sides.test_hits_of_a_shorter_prefix, ("decode", "full")),
     Fault("what is held may be given to another before it is copied", "A52 issue: leases",
-          around(core_scheduler, "hold", _old_hold), test_sides.test_full_handoff_and_reuse),
+          around(Scheduler, "hold", _old_hold), test_sides.test_full_handoff_and_reuse),
     Fault("leases never run out", "A52 issue: leases",
           patch(prefill_side.PrefillSide, "sweep", lambda self: 0), test_side_bounds.test_leases_run_out),
 ]  # fmt: skip

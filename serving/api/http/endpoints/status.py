@@ -53,10 +53,9 @@ def waiting(engines: Sequence[Engine]) -> list[dict[str, Any]]:
     rows: dict[tuple[int, str], dict[str, Any]] = {}
     for engine in engines:
         scheduler, held = engine.loop.scheduler, engine.control.why_held
-        requests = scheduler.waiting[:_QUEUE]
-        for request, why in zip(requests, scheduler.why_wait(requests), strict=True):
+        for request in scheduler.waiting[:_QUEUE]:
             client = clients.setdefault(request.client, len(clients) + 1)
-            reason = held or str(why)
+            reason = held or str(scheduler.wait_reason(request))
             new = {"client": client, "reason": reason, "requests": 0, "prompt_tokens": 0, "seconds": 0.0}
             row = rows.setdefault((client, reason), new)
             row["requests"] += 1

@@ -6,7 +6,7 @@ from serving.core.cache import retention
 from serving.core.cache.cache import Cache
 from serving.core.cache.row_pages import RowPages
 from serving.core.cache.row_state import RowState
-from serving.core.planning import preemption
+from serving.core.planning.state import SchedulerState
 from tests.serving.core.mutations.registry import Patch, mutation
 
 
@@ -33,13 +33,13 @@ def leak_on_abort(patch: Patch) -> None:
 
 @mutation(36, "preemption forgets the checkpoint that the row was reading", "A17 issue: accounts")
 def leak_on_preemption(patch: Patch) -> None:
-    whole = preemption.preempt
+    whole = SchedulerState.preempt
 
-    def preempt(host: Any, victim: Any, plan: Any) -> None:
+    def preempt(self: Any, victim: Any, plan: Any, **more: Any) -> None:
         victim.progress.state._read_only = 0
-        whole(host, victim, plan)
+        whole(self, victim, plan, **more)
 
-    patch.setattr(preemption, "preempt", preempt)
+    patch.setattr(SchedulerState, "preempt", preempt)
 
 
 @mutation(37, "withdrawing a step keeps the slots that it took for publication", "B12")

@@ -7,14 +7,15 @@ import pytest
 from serving.core.cache.cache import Cache
 from serving.core.cache.row_pages import RowPages
 from serving.core.cache.row_snapshots import RowSnapshots
-from serving.core.planning import admission, preemption, prefill
+from serving.core.planning import admission, rows
 from serving.core.planning.plan import Budget
+from serving.core.planning.state import SchedulerState
 from tests.serving.core.mutations.registry import Patch, mutation
 
 
 @mutation(29, "chunks end on multiples of B even where B does not fit", "A25 B15")
 def align_or_nothing(patch: Patch) -> None:
-    whole = prefill._chunk_end
+    whole = rows._chunk_end
 
     def chunk_end(host: Any, request: Any, start: int, room: Any) -> int:
         end = whole(host, request, start, room)
@@ -22,12 +23,12 @@ def align_or_nothing(patch: Patch) -> None:
             return max(start, end - end % host.config.state_block_size)
         return end
 
-    patch.setattr(prefill, "_chunk_end", chunk_end)
+    patch.setattr(rows, "_chunk_end", chunk_end)
 
 
 @mutation(31, "the last in the order is never preempted: who has too little waits", "invariant 9")
 def never_preempt(patch: Patch) -> None:
-    patch.setattr(preemption, "preempt_later", lambda host, request, plan: False)
+    patch.setattr(SchedulerState, "preempt_later", lambda self, request, plan: False)
 
 
 @mutation(32, "the copy of a page is insisted on when no page is left", "invariant 9 and 11")
@@ -91,10 +92,10 @@ def forks_do_not_wait(patch: Patch) -> None:
     "test_limits:test_the_latest_makes_room_and_resumes_from_the_cache",
 )
 def wrong_victim(patch: Patch) -> None:
-    def preempt_first(host: Any, request: Any, plan: Any) -> bool:
-        victims = [other for other in host.queues.running if other is not request]
+    def preempt_first(self: Any, request: Any, plan: Any) -> bool:
+        victims = [other for other in self.queues.running if other is not request]
         if victims:
-            preemption.preempt(host, victims[0], plan)
+            self.preempt(victims[0], plan)
         return bool(victims)
 
-    patch.setattr(preemption, "preempt_later", preempt_first)
+    patch.setattr(SchedulerState, "preempt_later", preempt_first)

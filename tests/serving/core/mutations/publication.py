@@ -5,24 +5,24 @@ from typing import Any
 from serving.core import CheckpointKind, DecodeRow, StateAccess, scheduler
 from serving.core.cache.prefix_index import PrefixIndex
 from serving.core.cache.row_snapshots import RowSnapshots
-from serving.core.planning import admission, decode, prefill, publication, rows, settlement
+from serving.core.planning import admission, rows, settlement
 from serving.core.requests.request import ResultDisposition
 from tests.serving.core.mutations.registry import Patch, mutation
 
 
 @mutation(1, "a prompt's states and pages are published when its step is planned", "A16 B9 B12")
 def publish_when_planned(patch: Patch) -> None:
-    whole = prefill.plan_prefill
+    whole = rows.plan_prefill
 
-    def plan(host: Any, request: Any, step: Any, room: Any, *, preempting: bool) -> bool:
-        done = whole(host, request, step, room, preempting=preempting)
-        if done and request.progress.state.publishing():
+    def plan(host: Any, request: Any, step: Any, room: Any, *, preempting: bool) -> Any:
+        reason = whole(host, request, step, room, preempting=preempting)
+        if reason is None and request.progress.state.publishing():
             row = request.progress.unsettled[-1]
-            publication.after_dispatch(host, row)
+            settlement.after_dispatch(host, row)
             step.effects.remove(row)
-        return done
+        return reason
 
-    patch.setattr(rows, "plan_prefill", plan)
+    patch.setattr(scheduler, "plan_prefill", plan)
     patch.setattr(admission, "plan_prefill", plan)
 
 
@@ -40,7 +40,7 @@ def first_slot_for_boundary(patch: Patch) -> None:
 
 @mutation(3, "rejected drafts count as confirmed when pages and boundaries are published", "A2 B7")
 def drafts_published(patch: Patch) -> None:
-    whole = publication.after_settle
+    whole = settlement.after_settle
 
     def publish(host: Any, row: DecodeRow, before: int, after: int) -> None:
         fed = before + row.num_tokens
@@ -83,7 +83,7 @@ def publish_withdrawn(patch: Patch) -> None:
     def withdraw(self: Any, plan: Any) -> None:
         for row in plan.effects:
             if row.fate is ResultDisposition.LIVE:
-                publication.after_dispatch(self._host, row)
+                settlement.after_dispatch(self, row)
         whole(self, plan)
 
     patch.setattr(scheduler.Scheduler, "withdraw", withdraw)
@@ -91,7 +91,7 @@ def publish_withdrawn(patch: Patch) -> None:
 
 @mutation(8, "a page is published for the very last token, which need not have one", "A23 A24")
 def publish_without_page(patch: Patch) -> None:
-    whole = publication.after_settle
+    whole = settlement.after_settle
 
     def after_settle(host: Any, row: Any, before: int, after: int) -> None:
         row.request.max_total += 1
@@ -105,7 +105,7 @@ def publish_without_page(patch: Patch) -> None:
 
 @mutation(45, "a drafting row's pages are published up to what was fed when it is dispatched", "A2 B9 invariant 3")
 def decode_published_at_dispatch(patch: Patch) -> None:
-    whole = decode.plan_decode
+    whole = rows.plan_decode
 
     def plan(host: Any, request: Any, step: Any, *rest: Any) -> int:
         done = whole(host, request, step, *rest)
@@ -115,7 +115,7 @@ def decode_published_at_dispatch(patch: Patch) -> None:
                 step.effects.append(row)
         return done
 
-    inner = publication.after_dispatch
+    inner = settlement.after_dispatch
 
     def after(host: Any, row: Any) -> None:
         inner(host, row)
@@ -129,7 +129,7 @@ def decode_published_at_dispatch(patch: Patch) -> None:
                 if missing > 0:
                     del tokens[-missing:]
 
-    patch.setattr(rows, "plan_decode", plan)
+    patch.setattr(scheduler, "plan_decode", plan)
     patch.setattr(scheduler, "after_dispatch", after)
 
 

@@ -27,7 +27,7 @@ def late_results(patch: Patch) -> None:
     whole = scheduler.Scheduler.settle
 
     def settle(self: Any, plan: Any, result: Any) -> Any:
-        if plan not in self._host.unsettled:
+        if plan not in self.unsettled:
             for row, tokens in zip(plan.rows, (*result.decode, *result.prefill), strict=True):
                 if row.request.status is Status.WAITING:
                     settlement.append(row.request, tokens)

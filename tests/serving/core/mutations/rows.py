@@ -3,14 +3,14 @@
 import dataclasses
 from typing import Any
 
-from serving.core import DecodeRow, PrefillRow, StateAccess
+from serving.core import DecodeRow, PrefillRow, StateAccess, scheduler
 from serving.core.cache import retention
 from serving.core.cache.pools import Pool
 from serving.core.cache.row_snapshots import RowSnapshots
 from serving.core.cache.row_state import RowState
-from serving.core.planning import admission, decode, prefill, rows
-from serving.core.planning.host_state import HostState
+from serving.core.planning import admission, rows
 from serving.core.planning.plan import Budget
+from serving.core.planning.state import SchedulerState
 from tests.serving.core.mutations.registry import Patch, mutation
 
 
@@ -33,7 +33,7 @@ def relative_tiles(patch: Patch) -> None:
 
 @mutation(22, "a preempted row keeps its anchor: the row id's next contents are continued", "A17 A18 A19")
 def stale_anchor(patch: Patch) -> None:
-    whole = HostState.forget
+    whole = SchedulerState.forget
 
     def forget(self: Any, request: Any) -> None:
         before = getattr(request, "progress", None)
@@ -41,16 +41,16 @@ def stale_anchor(patch: Patch) -> None:
         if before is not None:
             request.progress.num_sampling_steps = before.num_sampling_steps
 
-    patch.setattr(HostState, "forget", forget)
+    patch.setattr(SchedulerState, "forget", forget)
 
 
 @mutation(23, "a first token is a decode row", "A4 B13 invariant 5")
 def first_token_decodes(patch: Patch) -> None:
-    whole = prefill.plan_prefill
+    whole = rows.plan_prefill
 
-    def plan(host: Any, request: Any, step: Any, room: Any, *, preempting: bool) -> bool:
-        done = whole(host, request, step, room, preempting=preempting)
-        row = request.progress.unsettled[-1] if done else None
+    def plan(host: Any, request: Any, step: Any, room: Any, *, preempting: bool) -> Any:
+        reason = whole(host, request, step, room, preempting=preempting)
+        row = request.progress.unsettled[-1] if reason is None else None
         if isinstance(row, PrefillRow) and row.length == 0 and row.num_tokens == 1:
             step.remove(row)
             fields = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
@@ -58,9 +58,9 @@ def first_token_decodes(patch: Patch) -> None:
             request.progress.unsettled[-1] = new
             step.decode.append(new)
             step.effects.append(new)
-        return done
+        return reason
 
-    patch.setattr(rows, "plan_prefill", plan)
+    patch.setattr(scheduler, "plan_prefill", plan)
     patch.setattr(admission, "plan_prefill", plan)
 
 
@@ -72,7 +72,7 @@ def first_slot_current(patch: Patch) -> None:
 
 @mutation(25, "pages are reserved for the shortest possible length", "A23 B3")
 def shortest_length(patch: Patch) -> None:
-    whole = decode.plan_decode
+    whole = rows.plan_decode
 
     def plan(host: Any, request: Any, *rest: Any) -> int:
         done = whole(host, request, *rest)
@@ -81,7 +81,7 @@ def shortest_length(patch: Patch) -> None:
             progress.pages.return_surplus(progress.num_computed + len(progress.unsettled))
         return done
 
-    patch.setattr(rows, "plan_decode", plan)
+    patch.setattr(scheduler, "plan_decode", plan)
 
 
 @mutation(26, "a slot that the device will read next is given back as surplus", "A12 B13")
@@ -111,7 +111,7 @@ def drafts_beyond_the_end(patch: Patch) -> None:
     def reach(self: Any, request: Any, end: int) -> int:
         return end + self.config.num_speculative_tokens + self.config.page_size
 
-    patch.setattr(HostState, "reach", reach)
+    patch.setattr(SchedulerState, "reach", reach)
 
 
 @mutation(42, "the null slot and the null page are handed out", "A21 B18")
@@ -129,12 +129,12 @@ def null_handed_out(patch: Patch) -> None:
 def shared_row_id(patch: Patch) -> None:
     whole = admission._admit_one
 
-    def admit(host: Any, request: Any, plan: Any, room: Any) -> bool:
-        done, running = whole(host, request, plan, room), host.queues.running
-        if done and len(running) > 1:
+    def admit(host: Any, request: Any, plan: Any, room: Any) -> Any:
+        reason, running = whole(host, request, plan, room), host.queues.running
+        if reason is None and len(running) > 1:
             progress = request.progress
             progress.row_id = progress.unsettled[-1].row_id = running[0].progress.row_id
-        return done
+        return reason
 
     patch.setattr(admission, "_admit_one", admit)
 
@@ -190,4 +190,4 @@ def reporting_tail_decodes(patch: Patch) -> None:
     def fits(host: Any, request: Any, start: int, num_tokens: int) -> bool:
         return start > 0 and num_tokens <= host.cache.width
 
-    patch.setattr(prefill, "_fits_decode_row", fits)
+    patch.setattr(rows, "_fits_decode_row", fits)

@@ -7,7 +7,8 @@ from serving.core.cache.prefix_index import PrefixIndex
 from serving.core.cache.row_pages import RowPages
 from serving.core.cache.row_snapshots import RowSnapshots
 from serving.core.cache.row_state import RowState
-from serving.core.planning import prefill, publication
+from serving.core.planning import settlement
+from serving.core.planning.state import SchedulerState
 from tests.serving.core.mutations.registry import Patch, mutation
 
 
@@ -35,7 +36,7 @@ def no_copy_after_hit(patch: Patch) -> None:
 
 @mutation(11, "a row writes on in the page in which it published its own prompt end", "A32 B10")
 def no_copy_after_own_end(patch: Patch) -> None:
-    whole = publication.after_dispatch
+    whole = settlement.after_dispatch
 
     def after(host: Any, row: Any) -> None:
         whole(host, row)
@@ -134,14 +135,14 @@ def evict_inner_page(patch: Patch) -> None:
 
 @mutation(46, "drafts are proposed into a shared page: a whole-prompt hit copies nothing before it samples", "A32 B10")
 def proposals_into_shared_page(patch: Patch) -> None:
-    whole = prefill.prepare_pages
+    whole = SchedulerState.prepare_pages
 
-    def prepare(host: Any, request: Any, end: int, plan: Any, *, preempting: bool) -> bool:
+    def prepare(self: Any, request: Any, end: int, plan: Any, *, preempting: bool) -> bool:
         if end == request.progress.num_computed and not request.progress.unsettled:
             return True
-        return whole(host, request, end, plan, preempting=preempting)
+        return whole(self, request, end, plan, preempting=preempting)
 
-    patch.setattr(prefill, "prepare_pages", prepare)
+    patch.setattr(SchedulerState, "prepare_pages", prepare)
 
 
 @mutation(63, "equal pages of twins are held twice", "issue: accounts", "test_hits:test_twins_hold_their_prompt_once")

@@ -1,12 +1,16 @@
-"""The scheduler's state on the host: queues, cache, and unsettled steps."""
+"""The scheduler's records, and how a running request gives up its slots and pages."""
 
 from collections import deque
+from collections.abc import Sequence
 
 from serving.core.cache.cache import Cache
+from serving.core.cache.pools import Pool
+from serving.core.cache.prefix_index import PrefixIndex
 from serving.core.cache.retention import RetentionPolicy
 from serving.core.config import SchedulerConfig
 from serving.core.planning.fairness import Fairness
 from serving.core.planning.plan import StepPlan
+from serving.core.reasons import WaitReason
 from serving.core.requests.drafts import DraftPolicy
 from serving.core.requests.queues import Queues
 from serving.core.requests.request import Progress, RemoteLoad, RemoteState, Request, ResultDisposition
@@ -16,29 +20,55 @@ from serving.core.tiers.prices import Prices
 from serving.core.tiers.tiers import Tiers
 
 
-class HostState:
-    """The state that all parts of planning share."""
+class SchedulerState:
+    """The base of the scheduler: what all parts of planning read and change.
 
-    def __init__(self, config: SchedulerConfig, policy: RetentionPolicy, drafts: DraftPolicy) -> None:
-        self.config, self.policy, self.drafts = config, policy, drafts
+    Args:
+        policy: decides which states to publish and to evict.
+        drafts: decides how many drafts a row gets.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        policy: RetentionPolicy | None = None,
+        drafts: DraftPolicy | None = None,
+    ) -> None:
+        self.config = config
+        self.policy = policy if policy is not None else RetentionPolicy(config)
+        self.drafts = drafts if drafts is not None else DraftPolicy(config.num_speculative_tokens)
         self.tiers: Tiers | None = None
         self.journal: Journal | None = None
         self.prices = Prices()
-        """Used without tiers. Tiers have their own."""
-        self.stats = Stats()
+        """Estimated times of computing and fetching: those of the tiers, if there are any."""
+        self.counters = Stats()
+        self.num_arrivals = self.num_steps = 0
         self.queues = Queues(config.num_rows)
         self.fairness = Fairness(config)
-        self.cache = Cache(config, policy, self.stats, self.queues.could_be_admitted)
+        self.cache = Cache(config, self.policy, self.counters, self.queues.could_be_admitted)
         self.pending: StepPlan | None = None
         """The step that is planned, or being planned, and not yet dispatched."""
         self.admits_until: int | None = None
         """Requests with a later arrival number are not admitted for now; None: all may be."""
+        self.wait_reasons: dict[Request, WaitReason] = {}
+        """Of the requests that the last step's admission looked at and did not admit."""
         self.unsettled: deque[StepPlan] = deque()
         """Dispatched steps whose results have not been read, oldest first."""
         self.loads: list[RemoteLoad] = []
         """Loads started since the engine last took this list."""
         self.unneeded_remotes: list[RemoteState] = []
         """Remote states that requests stopped needing since the engine last took this list."""
+
+    @property
+    def pools(self) -> Sequence[Pool]:
+        """The pools of slots and, with attention, pages. Replaced by `reset`."""
+        return self.cache.pools
+
+    @property
+    def index(self) -> PrefixIndex | None:
+        """The prefix index. None without a cache; replaced by `reset`."""
+        return self.cache.index
 
     def holds_back(self, request: Request) -> bool:
         """Returns whether a request arrived after those that may be admitted now."""
@@ -88,6 +118,52 @@ class HostState:
         self.queues.leave(request)
         self.release_all(request, ResultDisposition.DROPPED)
         self.queues.enqueue(request)
+
+    def preempt(self, victim: Request, plan: StepPlan, *, behind: Request | None = None) -> None:
+        """Returns a running request to the front of the queue, or behind another that waits. Its tokens stay.
+
+        Its row in the step being planned is removed. Results of dispatched steps still count: those tokens were
+        computed properly, though the state that goes with them is given away.
+        """
+        self.queues.leave(victim)
+        unsettled = victim.progress.unsettled
+        if unsettled and unsettled[-1].step == plan.step:
+            row = unsettled.pop()
+            row.fate = ResultDisposition.DROPPED
+            plan.remove(row)
+        self.release_all(victim, ResultDisposition.DETACHED)
+        victim.queueing.num_preemptions += 1
+        self.counters.preemptions += 1
+        plan.preempted.append(victim)
+        if behind is None:
+            self.queues.enqueue(victim)
+        else:
+            self.queues.enqueue_behind(victim, behind)
+
+    def preempt_later(self, request: Request, plan: StepPlan) -> bool:
+        """Preempts the running request that is last in the order. Returns False if that is `request` itself.
+
+        The first in the order can preempt all others, and a request that would not fit alone was refused on arrival. So
+        at least one request always advances, and the others continue when those before them finish.
+        """
+        victim = self.queues.running[-1]
+        if victim is request:
+            return False
+        self.preempt(victim, plan)
+        return True
+
+    def prepare_pages(self, request: Request, end: int, plan: StepPlan, *, preempting: bool) -> bool:
+        """Reserves the pages that a step which feeds tokens up to `end` writes. Returns False if there are too few.
+
+        Then no copy is left behind; pages that were taken on the way stay with the request.
+        """
+        pages = request.progress.pages
+        tokens = self.reach(request, end)
+        while not pages.reserve(tokens):
+            if not (preempting and self.preempt_later(request, plan)):
+                pages.undo()
+                return False
+        return True
 
     def forget(self, request: Request) -> None:
         """Resets a request to its state before it ran. Its tokens stay."""
