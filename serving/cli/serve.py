@@ -176,11 +176,11 @@ def _run(
 ) -> None:
     """Runs the server until it is stopped. `party`: the hosts that this one leads."""
     from serving.api.http.context import Context
-    from serving.api.http.startup_log import startup_lines
+    from serving.api.http.make_server import make_server, startup_lines
     from serving.api.traces import Traces
     from serving.engine.assembly.build import AssembledEngine
     from serving.hosts.leader import Leader
-    from serving.split.http.worker_server import make_server
+    from serving.split.http.roles import role_of
 
     leaders: list[Leader] = []
     scheme = "http" if settings.ssl_certfile is None else "https"
@@ -202,7 +202,7 @@ def _run(
     # Create this before loading the model, because its package may be missing.
     traces = Traces(settings.otlp_traces_endpoint, settings.served_model_name[0])
     server, context = make_server(
-        settings, config, role, listening, led=party is not None,
+        settings, config, listening, open_role=role_of(role, config, settings, listening), led=party is not None,
         on_built=on_built, on_compiled=on_compiled, on_ready=on_ready, traces=traces,
     )  # fmt: skip
     if party is not None:

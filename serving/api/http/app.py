@@ -25,22 +25,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse
 
 from serving.api.http import errors
+from serving.api.http.apis import responses
+from serving.api.http.apis.text_api import respond, text_router
 from serving.api.http.connection.server import STEP_TIMEOUT
 from serving.api.http.context import Context
-from serving.api.http.endpoints import (
-    adapters,
-    admin,
-    chat,
-    completions,
-    messages,
-    rollouts,
-    tokenization,
-    unsupported_routes,
-)
+from serving.api.http.endpoints import adapters, admin, rollouts, tokenization, unsupported_routes
 from serving.api.http.endpoints.profiling import profiling_router
-from serving.api.http.endpoints.response_store import ResponseStore
-from serving.api.http.endpoints.responses import responses_router
 from serving.api.http.limits import Limits
+from serving.api.http.response_store import ResponseStore
 from serving.api.http.settings import ServerSettings
 from serving.api.http.text import TextCodec
 from serving.api.metrics import Metrics
@@ -74,7 +66,8 @@ def create_app(
     metrics = Metrics(settings.served_model_name[0], vllm_names=settings.vllm_metrics)
     traces = traces or Traces(settings.otlp_traces_endpoint, settings.served_model_name[0])
     codec = TextCodec(engine.engine.tokenizer, engine.engine.max_model_len)
-    context = Context(engine, settings, metrics, traces, codec, adapters=settings.adapter_paths)
+    store = ResponseStore(settings.max_stored_responses, settings.max_stored_bytes)
+    context = Context(engine, settings, metrics, traces, codec, settings.adapter_paths, store)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -107,8 +100,7 @@ def create_app(
         )
     errors.install(app)
     profiling = profiling_router(settings.profile_dir, settings.profile_timeout)
-    stored = responses_router(ResponseStore(settings.max_stored_responses, settings.max_stored_bytes))
-    texts = (completions.router, chat.router, stored, messages.router, tokenization.router)
+    texts = (text_router(respond), responses.router, tokenization.router)
     operators = (admin.router, adapters.router, rollouts.router, profiling)
     for router in (*texts, *operators, unsupported_routes.router, *routers):
         app.include_router(router)

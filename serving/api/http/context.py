@@ -1,4 +1,4 @@
-"""The objects that handlers share: engine, settings, metrics, traces and tokenizer."""
+"""What handlers share: engine, settings, metrics, traces and tokenizer; and what one request needs of these."""
 
 from __future__ import annotations
 
@@ -10,13 +10,34 @@ from fastapi import Request
 
 from serving.api.http.errors import ApiError
 from serving.api.http.parsing.call_formats import form_of
-from serving.api.http.parsing.reasoning import THINK, ReasoningMarks, marks_of
+from serving.api.http.parsing.reasoning import THINK, ReasoningMarks, reasoning_marks
+from serving.api.http.response_store import ResponseStore
 from serving.api.http.settings import ServerSettings, ToolCallForm
 from serving.api.http.text import TextCodec
 from serving.api.metrics import Metrics
 from serving.api.traces import Traces
 from serving.engine.async_engine import AsyncEngine
 from serving.engine.requests.request import LoRARequest
+
+
+@dataclass(frozen=True)
+class ResponseContext:
+    """What determines the prompts and the response of one request, to a server or in a batch file."""
+
+    codec: TextCodec
+    model: str
+    """Name of the model in the response."""
+    settings: ServerSettings = field(default_factory=ServerSettings.create)
+    """Limits, and defaults for fields that requests omit."""
+    vocab_size: int | None = None
+    """Size of the vocabulary of the model; None does not check token ids."""
+    tool_calls: ToolCallForm | None = None
+    """Tool-call format; None leaves calls in the text."""
+    reasoning: ReasoningMarks | None = None
+    """Marks around reasoning; None leaves it in the text."""
+    store: ResponseStore = field(default_factory=lambda: ResponseStore(0, 0))
+    key: str | None = None
+    """The key of the client: it may continue the responses in `store` that this key created."""
 
 
 @dataclass
@@ -30,6 +51,7 @@ class Context:
     codec: TextCodec
     adapters: dict[str, str] = field(default_factory=dict)
     """Directories of the LoRA adapters that requests can name as their model, by name."""
+    store: ResponseStore = field(default_factory=lambda: ResponseStore(0, 0))
     started: float = field(default_factory=time.time)
     ready: bool = False
     """The required programs are compiled, and the server accepts requests."""
@@ -49,9 +71,13 @@ class Context:
         path = self.adapters.get(model or "")
         return None if model is None or path is None else LoRARequest(model, 0, path)
 
-    def name_of(self, model: str | None) -> str:
-        """Returns the name in the response to a request for `model`."""
-        return model if model is not None and model in self.adapters else self.model_name
+    def of_request(self, model: str | None, key: str | None) -> ResponseContext:
+        """Returns the context of a request for `model` by the client with this key."""
+        name = model if model is not None and model in self.adapters else self.model_name
+        vocab_size = self.engine.engine.vocab_size
+        return ResponseContext(
+            self.codec, name, self.settings, vocab_size, self.tool_calls, self.reasoning, self.store, key
+        )
 
     @functools.cached_property
     def tool_calls(self) -> ToolCallForm | None:
@@ -67,7 +93,7 @@ class Context:
         named = self.settings.reasoning_parser
         if named == "none":
             return None
-        return marks_of(self.codec.tokenizer) if named == "auto" else THINK
+        return reasoning_marks(self.codec.tokenizer) if named == "auto" else THINK
 
     def close(self) -> None:
         """Stops the threads."""

@@ -19,10 +19,11 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -33,6 +34,8 @@ from serving.engine.request_error import RequestError, RequestFailed
 from serving.engine.requests.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
+
+Model = TypeVar("Model", bound=BaseModel)
 
 _TYPES = {
     401: "authentication_error",
@@ -117,6 +120,18 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(503, str(error), code="engine_stopped")
     log.error("a request failed", exc_info=error)
     return ApiError(500, "internal error; the server's log has the details")
+
+
+def validated(model: type[Model], values: Any) -> Model:
+    """Returns `values` as a request of this class.
+
+    Raises:
+        RequestValidationError: a field is invalid.
+    """
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from None
 
 
 def install(app: FastAPI) -> None:

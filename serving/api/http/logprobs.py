@@ -103,11 +103,10 @@ class TextLogprobs:
         self._text = self._covered = 0
         """Numbers of characters of the text so far, and of the tokens written so far."""
 
-    def push(self, tokens: Sequence[int], tables: Sequence[TokenLogprobs] | None) -> None:
+    def push(self, tokens: Sequence[int], tables: Sequence[TokenLogprobs]) -> None:
         """Appends new tokens of the choice."""
-        if tables is not None:
-            self._tokens += tokens[: len(tables)]
-            self._tables += tables
+        self._tokens += tokens[: len(tables)]
+        self._tables += tables
 
     def take(self, characters: int) -> list[ChatLogprob]:
         """Returns the entries of the next `characters` characters of text."""

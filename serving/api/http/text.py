@@ -40,7 +40,7 @@ class TextCodec:
     """
 
     def __init__(self, tokenizer: Tokenizer | None, max_model_len: int) -> None:
-        self.tokenizer, self._max_model_len = tokenizer, max_model_len
+        self.tokenizer, self.max_model_len = tokenizer, max_model_len
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
         self._threads_for_long = ThreadPoolExecutor(2, thread_name_prefix="tokenizer-long")
         self._texts: dict[int, str] = {}
@@ -64,7 +64,7 @@ class TextCodec:
         size = sum(map(len, texts))
         if size <= _SHORT:
             return [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
-        return await self._run(size, lambda: [self._encode(text, add_special_tokens, "prompt", fits) for text in texts])
+        return await self.run(size, lambda: [self._encode(text, add_special_tokens, "prompt", fits) for text in texts])
 
     async def encode_chat(
         self, messages: Sequence[dict[str, Any]], *, add_special_tokens: bool = False, fits: bool = True, **options: Any
@@ -78,10 +78,10 @@ class TextCodec:
         tokenizer = self._require()
         if not tokenizer.has_chat_template:
             raise ApiError(400, "this model has no chat template: use /v1/completions", param="messages")
-        if len(messages) > self._max_model_len:
+        if len(messages) > self.max_model_len:
             raise ApiError(
                 400,
-                f"{len(messages):,} messages: this model's maximum context length is {self._max_model_len:,} tokens",
+                f"{len(messages):,} messages: this model's maximum context length is {self.max_model_len:,} tokens",
                 param="messages", code="context_length_exceeded", anthropic=f"{_TOO_LONG}: {len(messages)} messages",
             )  # fmt: skip
 
@@ -90,20 +90,23 @@ class TextCodec:
             self._check_characters(len(text), "messages")
             return self._encode(text, add_special_tokens, "messages", fits)
 
-        return await self._run(characters([messages, options], _LONG), encode)
+        return await self.run(max(characters([messages, options], _LONG), _SHORT + 1), encode)
 
     async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Returns the text of token ids."""
         tokenizer = self._require()
-        if len(ids) <= _SHORT:
-            return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-        return await self._run(len(ids), lambda: tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+        return await self.run(len(ids), lambda: tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     async def tokens(self, token_ids: Sequence[int]) -> list[str]:
         """Returns each token's text."""
-        if len(token_ids) <= _SHORT:
-            return [self.token(token_id) for token_id in token_ids]
-        return await self._run(len(token_ids), lambda: [self.token(token_id) for token_id in token_ids])
+        return await self.run(len(token_ids), lambda: [self.token(token_id) for token_id in token_ids])
+
+    async def run(self, size: int, function: Callable[[], T]) -> T:
+        """Calls a function that processes so many characters or tokens: at once, or in a thread if they are many."""
+        if size <= _SHORT:
+            return function()
+        threads = self._threads if size < _LONG else self._threads_for_long
+        return await asyncio.get_running_loop().run_in_executor(threads, function)
 
     def special_ids(self, texts: Iterable[str]) -> dict[str, int]:
         """Returns the ids of the texts that are special tokens of the model."""
@@ -146,7 +149,7 @@ class TextCodec:
         return {*front, *back}
 
     def _encode(self, text: str, add_special_tokens: bool, param: str, fits: bool) -> list[int]:
-        tokenizer, most = self._require(), self._max_model_len
+        tokenizer, most = self._require(), self.max_model_len
         beginning = text[: _BEGINNING * most]
         if fits and len(text) > 2 * len(beginning):
             count = len(tokenizer.encode_batch([beginning], add_special_tokens=add_special_tokens)[0])
@@ -159,11 +162,7 @@ class TextCodec:
     def _check_characters(self, count: int, param: str) -> None:
         """Refuses a text that is too long even if it consists of the vocabulary's longest tokens."""
         if self.tokenizer is not None:
-            check_fits(count // self.tokenizer.longest_token, self._max_model_len, param, at_least=True)
-
-    async def _run(self, size: int, function: Callable[[], T]) -> T:
-        threads = self._threads if size < _LONG else self._threads_for_long
-        return await asyncio.get_running_loop().run_in_executor(threads, function)
+            check_fits(count // self.tokenizer.longest_token, self.max_model_len, param, at_least=True)
 
     def _require(self) -> Tokenizer:
         if self.tokenizer is None:

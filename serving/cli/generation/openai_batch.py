@@ -1,33 +1,30 @@
-"""Lines of OpenAI's Batch files: requests to `/v1/completions` and `/v1/chat/completions`, and their responses.
+"""Lines of OpenAI's Batch files: requests to the paths of `TEXT_APIS`, and their responses.
 
 Input: `{"custom_id", "method": "POST", "url", "body"}`.
 Output: `{"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}`.
-The server's pydantic models read and write the bodies.
+A response is the one that a server gives.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 import uuid
 from collections.abc import Mapping
-from typing import Any, TypeVar
-
-from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ValidationError
+from typing import Any
 
 from checkpoints.tokenizer import Tokenizer
-from serving.api.http.chat_turn import ChatTurn, messages_of, template_options
-from serving.api.http.endpoints.chat import ChatWriter
-from serving.api.http.endpoints.completions import CompletionWriter
-from serving.api.http.errors import as_api_error
-from serving.api.http.generation import ResponseContext
-from serving.api.http.protocol.chat import ChatRequest
-from serving.api.http.protocol.completions import CompletionRequest
+from serving.api.http.apis.text_api import TEXT_APIS, Writer, open_writer
+from serving.api.http.connection.streaming import json_of
+from serving.api.http.context import ResponseContext
+from serving.api.http.errors import as_api_error, validated
+from serving.api.http.generation import whole
+from serving.api.http.parsing.call_formats import form_of
+from serving.api.http.parsing.reasoning import reasoning_marks
+from serving.api.http.settings import ServerSettings
 from serving.api.http.text import TextCodec
 from serving.engine.request_error import RequestError
 from serving.engine.requests.output import RequestOutput
-
-Writer = CompletionWriter | ChatWriter
-Model = TypeVar("Model", bound=BaseModel)
 
 
 def is_batch_line(fields: Mapping[str, Any] | str) -> bool:
@@ -48,28 +45,33 @@ class BatchLines:
     def __init__(
         self, tokenizer: Tokenizer | None, model: str, defaults: Mapping[str, Any], *, max_model_len: int
     ) -> None:
-        self._tokenizer = tokenizer
-        self._responses = ResponseContext(TextCodec(tokenizer, max_model_len), model, defaults)
+        self._context = ResponseContext(
+            TextCodec(tokenizer, max_model_len), model, ServerSettings.create(default_sampling=defaults),
+            tool_calls=form_of(tokenizer), reasoning=reasoning_marks(tokenizer),
+        )  # fmt: skip
 
     def read(self, fields: Mapping[str, Any]) -> Writer:
         """Returns a writer for the line; its `job` is for the engine.
 
         Raises:
-            RequestError: the line is invalid.
+            ApiError, RequestError, RequestValidationError: the line is invalid.
         """
-        url, body = fields.get("url"), fields["body"]
         if fields.get("method", "POST") != "POST":
             raise RequestError(f"method must be POST, not {fields['method']!r}")
-        if url == "/v1/chat/completions":
-            return self._chat(_parsed(ChatRequest, body))
-        if url == "/v1/completions":
-            return self._completion(_parsed(CompletionRequest, body))
-        raise RequestError(f"url must be /v1/completions or /v1/chat/completions, not {url!r}")
+        url = fields.get("url")
+        api = next((api for api in TEXT_APIS.values() if api.path == url), None)
+        if api is None:
+            paths = [api.path for api in TEXT_APIS.values()]
+            raise RequestError(f"url must be one of {', '.join(paths)}, not {url!r}")
+        writer = asyncio.run(open_writer(api, self._context, validated(api.request, fields["body"])))
+        if len(writer.job.prompts) != 1:
+            raise RequestError(f"a line must have one prompt, got {len(writer.job.prompts)}")
+        return writer
 
     @staticmethod
     def written(custom_id: Any, writer: Writer, output: RequestOutput) -> dict[str, Any]:
         """Returns the output line of a finished request."""
-        body = writer.response([output]).model_dump(mode="json", exclude_unset=True)
+        body = json.loads(json_of(writer.response(whole([output], writer.tally))))
         response = {"status_code": 200, "request_id": writer.job.id, "body": body}
         return {"id": _new_id(), "custom_id": custom_id, "response": response, "error": None}
 
@@ -79,32 +81,6 @@ class BatchLines:
         refusal = as_api_error(error)
         fields = {"code": refusal.code or "invalid_request", "message": refusal.message}
         return {"id": _new_id(), "custom_id": custom_id, "response": None, "error": fields}
-
-    def _chat(self, body: ChatRequest) -> ChatWriter:
-        prompt = self._require().encode_chat(messages_of(body), **template_options(body, {}))
-        return ChatWriter(self._responses, body, ChatTurn(self._responses, body, prompt))
-
-    def _completion(self, body: CompletionRequest) -> CompletionWriter:
-        if len(body.prompts) != 1:
-            raise RequestError(f"a line must have one prompt, got {len(body.prompts)}")
-        (prompt,) = body.prompts
-        if isinstance(prompt, str):
-            ids = self._require().encode(prompt, add_special_tokens=body.add_special_tokens is not False)
-        else:
-            ids, prompt = prompt, self._require().decode(prompt, skip_special_tokens=False) if body.echo else ""
-        return CompletionWriter(self._responses, body, [ids], [prompt] if body.echo else [])
-
-    def _require(self) -> Tokenizer:
-        if self._tokenizer is None:
-            raise RequestError("this model has no tokenizer: give prompts as token ids")
-        return self._tokenizer
-
-
-def _parsed(model: type[Model], body: Any) -> Model:
-    try:
-        return model.model_validate(body)
-    except ValidationError as error:
-        raise RequestError(as_api_error(RequestValidationError(error.errors())).message) from None
 
 
 def _new_id() -> str:

@@ -1,29 +1,32 @@
-"""Converts a request's prompt to the same token ids that the answering worker computes."""
+"""The prompt of a client's request, on a prefill worker and for the router, which do not generate its response."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import ValidationError
+from pydantic import AfterValidator
 from starlette.datastructures import Headers
 
-from serving.api.http.chat_turn import messages_of, template_options
-from serving.api.http.connection.keys import salt_of
+from serving.api.http.apis.prompts import tokenized
+from serving.api.http.apis.responses import stored_conversation
+from serving.api.http.apis.text_api import TEXT_APIS
+from serving.api.http.connection.keys import salt_of, sent_key
 from serving.api.http.context import Context
-from serving.api.http.endpoints import messages_input, responses_input
-from serving.api.http.errors import ApiError
-from serving.api.http.generation import check_size
-from serving.api.http.protocol.chat import ChatRequest
-from serving.api.http.protocol.completions import CompletionRequest
-from serving.api.http.protocol.messages import MessagesRequest
-from serving.api.http.protocol.responses import ResponsesRequest
+from serving.api.http.errors import ApiError, validated
 from serving.engine.requests.request import LoRARequest
 
-Kind = Literal["completions", "chat/completions", "responses", "messages"]
-"""The path below `/v1`."""
+
+def _known(kind: str) -> str:
+    if kind not in TEXT_APIS:
+        raise ValueError(f"must be one of {', '.join(TEXT_APIS)}")
+    return kind
 
 
-class Prompt(NamedTuple):
+Kind = Annotated[str, AfterValidator(_known)]
+"""The path below `/v1/`, a key of `TEXT_APIS`."""
+
+
+class WorkerPrompt(NamedTuple):
     """A request's prompt, priority, cache salt and adapter, without sampling parameters."""
 
     tokens: list[int]
@@ -32,44 +35,19 @@ class Prompt(NamedTuple):
     lora: LoRARequest | None = None
 
 
-async def prompt_of(context: Context, kind: Kind, body: dict[str, Any], headers: Headers) -> Prompt:
+async def prompt_of(context: Context, kind: str, body: dict[str, Any], headers: Headers) -> WorkerPrompt:
     """Returns the prompt of a request. `headers`: the client's.
 
     Raises:
-        ApiError, RequestError: the request is invalid, or has several prompts.
+        ApiError, RequestError, RequestValidationError: the request is invalid, or has several prompts.
     """
-    try:
-        request = _parsed(kind, body)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ApiError(400, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    context.check(request.model)
-    if isinstance(request, ChatRequest):
-        special = request.add_special_tokens is True
-        options = template_options(request, context.settings.default_chat_template_kwargs)
-        prompt = await context.codec.encode_chat(messages_of(request), add_special_tokens=special, **options)
-    else:
-        if len(request.prompts) != 1:
-            raise ApiError(400, "prefill workers accept only one prompt per request", param="prompt")
-        (item,) = request.prompts
-        special = request.add_special_tokens is not False
-        if isinstance(item, str):
-            (prompt,) = await context.codec.encode([item], add_special_tokens=special)
-        else:
-            prompt = item
-    check_size(context, [prompt], "messages" if isinstance(request, ChatRequest) else "prompt")
+    api = TEXT_APIS[kind]
+    parsed = validated(api.request, body)
+    context.check(parsed.model)
+    own = context.of_request(parsed.model, sent_key(headers))
+    request = api.converted(parsed, stored_conversation(own))
+    prompts = await tokenized(own, request)
+    if len(prompts) != 1:
+        raise ApiError(400, "prefill workers accept only one prompt per request", param="prompt")
     salt = salt_of(request.cache_salt, headers, context.settings)
-    return Prompt(list(prompt), request.priority, salt, context.adapter_of(request.model))
-
-
-def _parsed(kind: Kind, body: dict[str, Any]) -> ChatRequest | CompletionRequest:
-    match kind:
-        case "completions":
-            return CompletionRequest.model_validate(body)
-        case "chat/completions":
-            return ChatRequest.model_validate(body)
-        case "responses":
-            parsed = ResponsesRequest.model_validate(body)
-            return responses_input.chat_request(parsed, responses_input.messages_of_input(parsed.input))
-        case "messages":
-            return messages_input.chat_request(MessagesRequest.model_validate(body))
+    return WorkerPrompt(prompts[0], request.priority, salt, context.adapter_of(parsed.model))

@@ -6,13 +6,14 @@ import functools
 import ipaddress
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from fastapi import APIRouter
 
-from serving.config import ConfigError
+from serving.api.http.settings import ServerSettings
+from serving.config import ConfigError, EngineConfig
 from serving.core.tiers.journal import Journal
 from serving.engine.assembly.build import AssembledEngine
 from serving.split.decode_side import DecodeSide
@@ -41,6 +42,11 @@ class OpenRole:
     writes: bool = False
     """The role writes states to its store."""
 
+    @property
+    def keeps_store(self) -> bool:
+        """The programs of the role are compiled for the current store."""
+        return self.worker is not None
+
     def prepare(self) -> None:
         """Compiles the role's programs, for peers with the same page size. Call this on the engine's thread."""
         worker = self.worker
@@ -54,6 +60,23 @@ class OpenRole:
                 worker.programs.warm_up(
                     store, unit=max(1, store.page_size), layers=count, reading=reading, state=worker.state
                 )
+
+
+def role_of(
+    settings: SplitSettings, config: EngineConfig, server: ServerSettings, listening: socket.socket
+) -> Callable[[AssembledEngine], OpenRole]:
+    """Returns what creates the role of `settings` in a server that listens on this socket.
+
+    Raises:
+        ConfigError: the engine has several replicas.
+    """
+    if config.data_parallel_size > 1 and (settings.role is not None or settings.seal.secret):
+        raise ConfigError(
+            f"data_parallel_size {config.data_parallel_size}: workers of a split, and those that routers follow "
+            "(--role, --split-secret), have one engine each; start one for each replica"
+        )
+    port = listening.getsockname()[1]
+    return lambda built: open_role(settings, built, server.host, port, keys=server.api_key)
 
 
 def open_role(

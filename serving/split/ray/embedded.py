@@ -6,8 +6,9 @@ import socket
 import threading
 from typing import Any
 
+from serving.api.http.make_server import make_server
 from serving.api.http.resolve_settings import resolve_settings
-from serving.split.http.worker_server import make_server
+from serving.split.http.roles import role_of
 from serving.split.settings import SplitSettings
 
 
@@ -27,7 +28,8 @@ class EmbeddedWorker:
         settings, config = resolve_settings({"log_requests": False} | split.engine_flags | flags, {"host": host})
         listening = socket.create_server((host, 0))
         self.url = f"http://{host}:{listening.getsockname()[1]}"
-        self._server, self._context = make_server(settings, config, split, listening, progress=False)
+        role = role_of(split, config, settings, listening)
+        self._server, self._context = make_server(settings, config, listening, open_role=role, progress=False)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listening]}, daemon=True)
         self._thread.start()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -17,17 +17,15 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from serving.api.http import errors
-from serving.api.http.connection.streaming import EventStream, openai_failure, start, until_gone
-from serving.api.http.endpoints import messages_input, responses_input, unsupported_routes
-from serving.api.http.endpoints.messages import failure as anthropic_failure
+from serving.api.http.apis.sampling import sampling_params
+from serving.api.http.apis.text_api import TextApi, text_router
+from serving.api.http.connection.streaming import EventStream, start, until_gone
+from serving.api.http.endpoints import unsupported_routes
 from serving.api.http.errors import ApiError
 from serving.api.http.limits import Limits
-from serving.api.http.protocol.chat import ChatRequest
-from serving.api.http.protocol.completions import CompletionRequest
-from serving.api.http.protocol.messages import Conversation, MessagesRequest
-from serving.api.http.protocol.responses import ResponsesRequest
+from serving.api.http.protocol.common import TextRequest
+from serving.api.http.protocol.messages import Conversation
 from serving.api.http.protocol.tokenization import DetokenizeRequest, TokenizeRequest
-from serving.api.http.sampling import sampling_params
 from serving.api.metrics import Metrics
 from serving.split.http.peer import headers as own_key
 from serving.split.router.client_request import ClientRequest
@@ -73,35 +71,22 @@ def create_router(settings: RouterSettings) -> FastAPI:
     app.add_middleware(Limits, bounds=settings, metrics=metrics)
     errors.install(app)
 
-    @app.post("/v1/completions")
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        sampling_params(body, {})
-        return await _forward(relay, "completions", request)
+    async def forward(api: TextApi, body: TextRequest, request: Request) -> Response:
+        sampling_params(api.converted(body, _stored_conversation), {})
+        forwarded = ClientRequest(api.kind, await request.body(), await request.json(), _headers(request))
+        answer = await until_gone(request.receive, relay.answer(forwarded))
+        if forwarded.stream and answer.status == 200:
+            return EventStream(await start(answer.body), answer.headers, api.failure)
+        async with contextlib.aclosing(answer.body) as pieces:
+            content = b"".join([piece async for piece in pieces])
+        return Response(content, answer.status, answer.headers)
 
-    @app.post("/v1/chat/completions")
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        sampling_params(body, {})
-        return await _forward(relay, "chat/completions", request)
-
-    @app.post("/v1/responses")
-    async def responses(body: ResponsesRequest, request: Request) -> Response:
-        if body.previous_response_id is not None:
-            raise ApiError(
-                400, "the router does not store responses; send the whole conversation as input",
-                param="previous_response_id",
-            )  # fmt: skip
-        sampling_params(responses_input.chat_request(body, responses_input.messages_of_input(body.input)), {})
-        return await _forward(relay, "responses", request)
+    app.include_router(text_router(forward))
 
     @app.get("/v1/responses/{response_id}")
     @app.delete("/v1/responses/{response_id}")
     async def stored_response(response_id: str) -> Response:
         raise ApiError(404, "the router does not store responses", code="response_not_found")
-
-    @app.post("/v1/messages")
-    async def messages(body: MessagesRequest, request: Request) -> Response:
-        sampling_params(messages_input.chat_request(body), {})
-        return await _forward(relay, "messages", request, anthropic_failure)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(body: Conversation, request: Request) -> Response:
@@ -141,16 +126,10 @@ def create_router(settings: RouterSettings) -> FastAPI:
     return app
 
 
-async def _forward(
-    relay: Relay, kind: str, request: Request, failure: Callable[[ApiError], bytes] = openai_failure
-) -> Response:
-    forwarded = ClientRequest(kind, await request.body(), await request.json(), _headers(request))
-    answer = await until_gone(request.receive, relay.answer(forwarded))
-    if forwarded.stream and answer.status == 200:
-        return EventStream(await start(answer.body), answer.headers, failure)
-    async with contextlib.aclosing(answer.body) as pieces:
-        content = b"".join([piece async for piece in pieces])
-    return Response(content, answer.status, answer.headers)
+def _stored_conversation(_: str) -> Sequence[dict[str, Any]]:
+    raise ApiError(
+        400, "the router does not store responses; send the whole conversation as input", param="previous_response_id"
+    )
 
 
 async def _ask(relay: Relay, path: str, request: Request) -> Response:

@@ -6,13 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-_BEGINNINGS = {
-    "completions": ("prompt",),
-    "chat/completions": ("messages",),
-    "responses": ("instructions", "input"),
-    "messages": ("system", "messages"),
-}
-"""Fields at the beginning of a prompt."""
+from serving.api.http.apis.text_api import TEXT_APIS
 
 
 @dataclass(frozen=True)
@@ -20,7 +14,7 @@ class ClientRequest:
     """One request of a client."""
 
     kind: str
-    """The path below `/v1`: `completions`, `chat/completions`, `responses` or `messages`."""
+    """The path below `/v1/`, a key of `TEXT_APIS`."""
     content: bytes
     """The body, forwarded unchanged."""
     body: dict[str, Any]
@@ -56,6 +50,8 @@ class ClientRequest:
     @property
     def text(self) -> str:
         """Text for choosing workers: prompts with the same beginning have texts with the same beginning."""
-        fields: Any = [self.body[name] for name in _BEGINNINGS[self.kind] if self.body.get(name) is not None]
+        fields: Any = [
+            self.body[name] for name in TEXT_APIS[self.kind].prompt_fields if self.body.get(name) is not None
+        ]
         fields = fields[0] if len(fields) == 1 else fields
         return fields if isinstance(fields, str) else json.dumps(fields)

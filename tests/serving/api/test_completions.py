@@ -6,8 +6,9 @@ import math
 import pytest
 
 from checkpoints.tokenizer import load_tokenizer
-from serving.api.http.endpoints.completions import CompletionWriter
-from serving.api.http.generation import ResponseContext
+from serving.api.http.apis.completions import CompletionWriter
+from serving.api.http.context import ResponseContext
+from serving.api.http.generation import whole
 from serving.api.http.protocol.completions import CompletionRequest
 from serving.api.http.text import TextCodec
 from serving.engine.requests.output import CompletionOutput, Logprob, RequestOutput
@@ -146,18 +147,18 @@ def test_invalid_ids_of_prompt_logprobs(server, ids):
 BOS, EOS = "<|bos|>", "<|eos|>"
 
 
-def written_offsets(prompt, token_ids, echo=True, echoed=None, **fields):
+def written_offsets(prompt, token_ids, **fields):
     """Tokens of a completion, and their parts of its text by `text_offset`."""
     tokenizer = load_tokenizer("demo")
-    body = CompletionRequest.model_validate({"prompt": prompt, "echo": echo, "logprobs": 0} | fields)
+    body = CompletionRequest.model_validate({"prompt": prompt, "echo": True, "logprobs": 0} | fields)
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-    echoed = tokenizer.decode(ids, skip_special_tokens=False) if echoed is None else echoed
-    writer = CompletionWriter(ResponseContext(TextCodec(tokenizer, 512), "demo"), body, [ids], [echoed])
+    writer = CompletionWriter(ResponseContext(TextCodec(tokenizer, 512), "demo"), body, body, [ids])
     tables = [{token: Logprob(-1.0, None)} for token in token_ids]
     text = tokenizer.decode(token_ids, skip_special_tokens=body.skip_special_tokens is not False)
     choice = CompletionOutput(0, text, token_ids, logprobs=tables, finish_reason="stop")
     known = [None, *({token: Logprob(-1.0, None)} for token in ids[1:])]
-    (choice,) = writer.response([RequestOutput("r", None, ids, [choice], finished=True, prompt_logprobs=known)]).choices
+    output = RequestOutput("r", None, ids, [choice], finished=True, prompt_logprobs=known)
+    (choice,) = writer.response(whole([output], writer.tally)).choices
     begin = choice.logprobs.text_offset
     parts = [choice.text[a:b] for a, b in zip(begin, [*begin[1:], len(choice.text)], strict=True)]
     return list(zip(choice.logprobs.tokens, parts, strict=True))
@@ -170,10 +171,10 @@ def test_text_offsets_leave_out_tokens_that_are_not_in_the_text():
     text = "One two"
     plain = [tokenizer.token_text(token) for token in tokenizer.encode(text, add_special_tokens=False)]
     told = [(part, part) for part in (*plain, *map(tokenizer.token_text, word))]
-    assert written_offsets(text, word, echoed=text) == [(BOS, ""), *told]
-    assert written_offsets(text, [*word, eos], echoed=text) == [(BOS, ""), *told, (EOS, "")]
+    assert written_offsets(text, word) == [(BOS, ""), *told]
+    assert written_offsets(text, [*word, eos]) == [(BOS, ""), *told, (EOS, "")]
     assert written_offsets([bos, *tokenizer.encode(text, add_special_tokens=False)], word) == [(BOS, BOS), *told]
-    shown = written_offsets(text, [*word, eos], echoed=text, skip_special_tokens=False)
+    shown = written_offsets(text, [*word, eos], skip_special_tokens=False)
     assert shown == [(BOS, ""), *told, (EOS, EOS)]
 
 

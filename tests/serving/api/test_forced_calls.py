@@ -7,7 +7,8 @@ import pytest
 import tokenizers
 
 from checkpoints.tokenizer import Tokenizer, load_tokenizer
-from serving.api.http.parsing.forced_calls import calls_grammar, marks_of
+from serving.api.http.parsing.call_formats import FORMATS
+from serving.api.http.parsing.forced_calls import calls_grammar
 from serving.api.http.parsing.tool_calls import ToolCallReader
 from serving.api.http.protocol.chat import Tool
 from serving.api.http.text import TextCodec
@@ -95,10 +96,10 @@ def test_marks_that_are_special_tokens_are_forced_as_tokens():
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     size = len(fields["model"]["vocab"])
     fields["added_tokens"] += [
-        {"id": size + i, "content": mark, "special": True, **flags} for i, mark in enumerate(marks_of("kimi_k2"))
+        {"id": size + i, "content": mark, "special": True, **flags} for i, mark in enumerate(FORMATS["kimi_k2"].marks)
     ]
     tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(fields)))
-    token_ids = TextCodec(tokenizer, 512).special_ids(marks_of("kimi_k2"))
+    token_ids = TextCodec(tokenizer, 512).special_ids(FORMATS["kimi_k2"].marks)
     assert len(token_ids) == 5
     grammar = calls_grammar("kimi_k2", TOOLS, parallel=True, token_ids=token_ids)
     constraint = Grammars(tokenizer, tokenizer.vocab_size, (2, 4)).start(StructuredOutputs(grammar=grammar))

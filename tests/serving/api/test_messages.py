@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from serving.api.http.endpoints.messages_input import chat_request
+from serving.api.http.apis.messages import as_chat
 from serving.api.http.errors import ApiError
 from serving.api.http.protocol.messages import MessagesRequest
 from serving.api.http.text import check_fits
@@ -115,7 +115,7 @@ def test_parts_as_messages():
                 {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "no"}]}]},
         ],
     })  # fmt: skip
-    chat = chat_request(body)
+    chat = as_chat(body)
     assert [message.model_dump(exclude_unset=True) for message in chat.messages] == [
         {"role": "system", "content": "a\nb"},
         {"role": "user", "content": "q"},

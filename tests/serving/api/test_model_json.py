@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from serving.api.http.endpoints.messages import _arguments
+from serving.api.http.apis.messages import _arguments
 from serving.api.http.json_values import MAX_DEPTH, depth, parse_written, well_formed
 from serving.api.http.parsing.call_pieces import whole_calls
 from serving.api.http.parsing.tool_calls import ToolCallReader

@@ -6,10 +6,11 @@ import pytest
 import tokenizers
 
 from checkpoints.tokenizer import Tokenizer, load_tokenizer
-from serving.api.http.chat_turn import ChatTurn, template_options
-from serving.api.http.endpoints.chat import ChatWriter
-from serving.api.http.generation import ResponseContext
-from serving.api.http.parsing.reasoning import THINK, ReasoningCount, ReasoningReader, marks_of, opening_of
+from serving.api.http.apis.chat import ChatWriter
+from serving.api.http.apis.prompts import template_options
+from serving.api.http.context import ResponseContext
+from serving.api.http.generation import whole
+from serving.api.http.parsing.reasoning import THINK, ReasoningCount, ReasoningReader, opening_of, reasoning_marks
 from serving.api.http.protocol.chat import ChatRequest
 from serving.api.http.text import TextCodec
 from serving.engine.requests.output import CompletionOutput, RequestOutput
@@ -77,8 +78,8 @@ def test_texts_cut_anywhere(begun, text, told, piece):
 def test_what_a_template_and_a_prompt_say():
     demo = load_tokenizer("demo")
     tokenizer = demo.with_chat_template(TEMPLATE)
-    assert marks_of(tokenizer) == THINK
-    assert marks_of(demo) is marks_of(None) is None
+    assert reasoning_marks(tokenizer) == THINK
+    assert reasoning_marks(demo) is reasoning_marks(None) is None
     assert opening_of(tokenizer, tokenizer.encode_chat(MESSAGES), THINK) == (True, False)
     off = template_options(ChatRequest(messages=MESSAGES, reasoning_effort="none"), {})
     assert opening_of(tokenizer, tokenizer.encode_chat(MESSAGES, **off), THINK) == (False, True)
@@ -88,7 +89,7 @@ def test_what_a_template_and_a_prompt_say():
 
 @pytest.mark.parametrize("mark", THINK)
 def test_one_mark_in_the_template_is_enough(mark):
-    assert marks_of(load_tokenizer("demo").with_chat_template(f"{{{{ messages }}}}{mark}")) == THINK
+    assert reasoning_marks(load_tokenizer("demo").with_chat_template(f"{{{{ messages }}}}{mark}")) == THINK
 
 
 @pytest.mark.parametrize("piece", [1, 4, 1000])
@@ -137,13 +138,13 @@ def test_a_written_answer_with_reasoning_and_a_call():
     responses = ResponseContext(TextCodec(tokenizer, 512), "demo", tool_calls="hermes", reasoning=THINK)
     tool = {"type": "function", "function": {"name": "look"}}
     body = ChatRequest.model_validate({"messages": MESSAGES, "tools": [tool]})
-    turn = ChatTurn(responses, body, tokenizer.encode_chat(MESSAGES))
-    assert turn.job.params.skip_special_tokens is False  # or the mark would not be seen
-    assert turn.job.params.reasoning is None  # nothing to hold it to: the row need not wait for the host
+    writer = ChatWriter(responses, body, body, [tokenizer.encode_chat(MESSAGES)])
+    assert writer.job.params.skip_special_tokens is False  # or the mark would not be seen
+    assert writer.job.params.reasoning is None  # nothing to hold it to: the row need not wait for the host
     text = '<tool_call> is how.\n</think>\n\nI look.\n<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
     ids = tokenizer.encode(text, add_special_tokens=False)
     output = RequestOutput("r", None, [1], [CompletionOutput(0, text, ids, finish_reason="stop")], finished=True)
-    response = ChatWriter(responses, body, turn).response([output])
+    response = writer.response(whole([output], writer.tally))
     (choice,) = response.choices
     assert choice.message.reasoning_content == choice.message.reasoning == "<tool_call> is how."
     assert (choice.message.content, choice.finish_reason) == ("I look.", "tool_calls")

@@ -8,14 +8,12 @@ import pytest
 from pydantic import ValidationError
 
 from checkpoints.tokenizer import load_tokenizer
-from serving.api.http.chat_turn import ChatTurn
-from serving.api.http.endpoints import responses
-from serving.api.http.endpoints.response_store import ResponseStore, Stored, owner_of
-from serving.api.http.endpoints.responses import ResponseWriter
-from serving.api.http.endpoints.responses_input import chat_fields, chat_request, messages_of_input
-from serving.api.http.generation import ChoiceDelta, ResponseContext
+from serving.api.http.apis.responses import ResponseWriter, as_chat, messages_of_input
+from serving.api.http.context import ResponseContext
+from serving.api.http.generation import ChoiceDelta, whole
 from serving.api.http.logprobs import TextLogprobs
 from serving.api.http.protocol.responses import ResponsesRequest
+from serving.api.http.response_store import ResponseStore, StoredResponse, owner_of
 from serving.api.http.text import TextCodec
 from serving.engine.requests.output import CompletionOutput, Logprob, RequestOutput
 from tests.serving.api.test_reasoning_answers import thinking  # noqa: F401 - a fixture
@@ -77,12 +75,12 @@ def test_fields_of_a_chat():
         {"input": "x", "tools": [LOOK], "tool_choice": {"type": "function", "name": "look"}, "top_k": 3, "user": "me",
          "reasoning": {"effort": "low"}, "text": {"format": {"type": "json_schema", "name": "n", "schema": {}}}}
     )  # fmt: skip
-    fields = chat_fields(body, [])
-    assert fields["tool_choice"] == {"type": "function", "function": {"name": "look"}}
-    assert fields["tools"][0]["function"]["name"] == "look"
-    assert fields["response_format"]["json_schema"]["schema"] == {}
-    assert (fields["top_k"], fields["reasoning_effort"]) == (3, "low")
-    assert "user" not in fields
+    chat = as_chat(body, None)
+    assert chat.tool_choice.function.name == "look"
+    assert chat.tools[0].function.name == "look"
+    assert chat.response_format.json_schema.schema_ == {}
+    assert (chat.top_k, chat.reasoning_effort) == (3, "low")
+    assert "user" not in chat.model_extra
 
 
 def test_events_build_the_answer(server):
@@ -207,7 +205,7 @@ def test_what_is_refused(server, fields, param):
 
 
 def stored(text, key=None):
-    return Stored([{"role": "user", "content": text}], b"{}", owner_of(key))
+    return StoredResponse([{"role": "user", "content": text}], b"{}", owner_of(key))
 
 
 def test_what_is_kept_is_bounded():
@@ -256,43 +254,42 @@ def test_values_of_wrong_types_are_refused(server, fields):
 LOOK_UP = '<tool_call>\n{"name": "look", "arguments": {"deep": true}}\n</tool_call>'
 
 
-def written_with_logprobs(monkeypatch, text, step, **fields):
+def written_with_logprobs(text, step, **fields):
     """An answer of this text, whole or (`step` tokens at a time) as events: its item of text, and the deltas."""
     tokenizer = load_tokenizer("demo")
     ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
     tables = [{token: Logprob(-float(i), 1), 7: Logprob(-99.0, 2)} for i, token in enumerate(ids)]
     body = ResponsesRequest.model_validate({"input": "Why?", "store": False} | fields)
     context = ResponseContext(TextCodec(tokenizer, 512), "demo", tool_calls="hermes")
-    chat = chat_request(body, messages_of_input(body.input))
+    chat = as_chat(body, None)
     assert (chat.logprobs, chat.top_logprobs) == (True, body.top_logprobs or 0)
-    turn = ChatTurn(context, chat, tokenizer.encode("Why?"), prefix="resp_")
-    writer = ResponseWriter(body, turn, "demo", [], ResponseStore(1, 1), None, context.codec)
+    writer = ResponseWriter(context, body, chat, [tokenizer.encode("Why?")])
 
     def output(count):
         choice = CompletionOutput(0, tokenizer.decode(ids[:count]), ids[:count], logprobs=tables[:count])
         choice.finish_reason = "stop" if count == len(ids) else None
         return RequestOutput("r", None, [1], [choice], finished=count == len(ids))
 
-    async def pieces(context, job, tally):
+    async def pieces():
         for begin in range(0, len(ids), step):
             end = min(begin + step, len(ids))
             new = tokenizer.decode(ids[:end])[len(tokenizer.decode(ids[:begin])) :]
-            tally.latest[0] = output(end)
+            writer.tally.latest[0] = output(end)
             reason = "stop" if end == len(ids) else None
-            yield ChoiceDelta(0, 0, output(end), new, ids[begin:end], tables[begin:end], reason, None)
+            choice = CompletionOutput(0, new, ids[begin:end], tables[begin:end], finish_reason=reason)
+            yield ChoiceDelta(0, output(end), choice)
 
     async def events():
-        return [json.loads(event.partition(b"data: ")[2]) async for event in writer.events(None)]
+        return [json.loads(event.partition(b"data: ")[2]) async for event in writer.events(pieces())]
 
     deltas = []
     if step:
-        monkeypatch.setattr(responses, "stream", pieces)
         told = asyncio.run(events())
         deltas = [entry for each in told if each["type"] == "response.output_text.delta" for entry in each["logprobs"]]
         done = [each["logprobs"] for each in told if each["type"] == "response.output_text.done"]
         answer = told[-1]["response"]
     else:
-        answer = json.loads(writer.response([output(len(ids))]).model_dump_json(by_alias=True))
+        answer = json.loads(writer.response(whole([output(len(ids))], writer.tally)).model_dump_json(by_alias=True))
     (said,) = (part for item in answer["output"] if item["type"] == "message" for part in item["content"])
     assert not step or done == [said["logprobs"]]
     assert answer["top_logprobs"] == (body.top_logprobs or 0)
@@ -301,8 +298,8 @@ def written_with_logprobs(monkeypatch, text, step, **fields):
 
 @pytest.mark.parametrize("step", [0, 1, 3])
 @pytest.mark.parametrize("fields", [{"top_logprobs": 2}, {"include": ["message.output_text.logprobs"]}])
-def test_log_probabilities_of_the_text(monkeypatch, step, fields):
-    said, deltas = written_with_logprobs(monkeypatch, "Because of two states.", step, **fields)
+def test_log_probabilities_of_the_text(step, fields):
+    said, deltas = written_with_logprobs("Because of two states.", step, **fields)
     assert "".join(entry["token"] for entry in said["logprobs"]) == said["text"] == "Because of two states."
     assert [entry["logprob"] for entry in said["logprobs"]] == [-float(i) for i in range(len(said["logprobs"]))]
     assert {len(entry["top_logprobs"]) for entry in said["logprobs"]} == {fields.get("top_logprobs", 0)}
@@ -322,8 +319,8 @@ def test_log_probabilities_leave_out_reasoning():
 
 
 @pytest.mark.parametrize("step", [0, 1, 3])
-def test_log_probabilities_leave_out_calls(monkeypatch, step):
-    said, _ = written_with_logprobs(monkeypatch, f"I look.\n{LOOK_UP}", step, top_logprobs=1, tools=[LOOK])
+def test_log_probabilities_leave_out_calls(step):
+    said, _ = written_with_logprobs(f"I look.\n{LOOK_UP}", step, top_logprobs=1, tools=[LOOK])
     shown = "".join(entry["token"] for entry in said["logprobs"])
     assert said["text"] == "I look."
     assert shown.startswith("I look.")
@@ -335,4 +332,4 @@ def test_log_probabilities_have_bounds():
     for fields in ({"top_logprobs": 21}, {"top_logprobs": -1}, {"include": [5]}):
         with pytest.raises(ValidationError):
             ResponsesRequest.model_validate({"input": "x"} | fields)
-    assert "logprobs" not in chat_fields(ResponsesRequest.model_validate({"input": "x", "include": ["other"]}), [])
+    assert not as_chat(ResponsesRequest.model_validate({"input": "x", "include": ["other"]}), None).logprobs

@@ -10,10 +10,9 @@ import tokenizers
 
 from checkpoints.tokenizer import Tokenizer, load_tokenizer
 from serving.api.http import ServerSettings
-from serving.api.http.chat_turn import ChatTurn
-from serving.api.http.endpoints import chat
-from serving.api.http.endpoints.chat import ChatWriter
-from serving.api.http.generation import ChoiceDelta, ResponseContext
+from serving.api.http.apis.chat import ChatWriter
+from serving.api.http.context import ResponseContext
+from serving.api.http.generation import ChoiceDelta, whole
 from serving.api.http.parsing.call_formats import FORMATS, form_of
 from serving.api.http.parsing.call_pieces import whole_calls
 from serving.api.http.parsing.tool_calls import ToolCallReader
@@ -202,7 +201,7 @@ def test_a_forced_call_that_is_cut_off_shows_no_mark(form, piece):
             shown += read.push(text[at : at + piece])[0]
         shown += read.push("", last=True)[0]
         assert shown.strip() == "", text
-    (choice,) = writer(tool_choice="required").response([output("<t", "length")]).choices
+    (choice,) = answered(writer(tool_choice="required"), output("<t", "length")).choices
     assert (choice.message.content or "", choice.finish_reason) == ("", "length")
 
 
@@ -306,7 +305,11 @@ def writer(**fields):
     body = {"messages": [{"role": "user", "content": "1 + 1?"}], "tools": [TOOL]} | fields
     responses = ResponseContext(TextCodec(load_tokenizer("demo"), 512), "demo", tool_calls="hermes")
     request = ChatRequest.model_validate(body)
-    return ChatWriter(responses, request, ChatTurn(responses, request, [1, 2]))
+    return ChatWriter(responses, request, request, [[1, 2]])
+
+
+def answered(writer, output):
+    return writer.response(whole([output], writer.tally))
 
 
 def output(text, reason="stop"):
@@ -315,31 +318,31 @@ def output(text, reason="stop"):
 
 
 def test_an_answer_with_a_call():
-    (choice,) = writer().response([output(HERMES)]).choices
+    (choice,) = answered(writer(), output(HERMES)).choices
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content is None
     assert told(choice.message.tool_calls) == [ONE]
     assert choice.message.tool_calls[0].id.startswith("call_")
-    assert writer().response([output(HERMES, "length")]).choices[0].finish_reason == "length"
+    assert answered(writer(), output(HERMES, "length")).choices[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize("fields", [{"tools": None}, {"tool_choice": "none"}])
 def test_without_tools_nothing_is_read(fields):
-    (choice,) = writer(**fields).response([output(HERMES)]).choices
+    (choice,) = answered(writer(**fields), output(HERMES)).choices
     assert (choice.message.content, choice.finish_reason) == (HERMES, "stop")
 
 
-def test_a_call_in_a_stream(monkeypatch):
-    async def pieces(context, job, tally):
+def test_a_call_in_a_stream():
+    async def pieces():
         text = f"So:\n{HERMES}"
         for at in range(0, len(text), 7):
             last = at + 7 >= len(text)
-            yield ChoiceDelta(0, 0, output(text), text[at : at + 7], [5], None, "stop" if last else None, None)
+            new = CompletionOutput(0, text[at : at + 7], [5], finish_reason="stop" if last else None)
+            yield ChoiceDelta(0, output(text), new)
 
     async def events():
-        return [event async for event in writer(stream=True).events(None)]
+        return [event async for event in writer(stream=True).events(pieces())]
 
-    monkeypatch.setattr(chat, "stream", pieces)
     *chunks, done = asyncio.run(events())
     assert done == b"data: [DONE]\n\n"
     choices = [json.loads(chunk.removeprefix(b"data: "))["choices"][0] for chunk in chunks]

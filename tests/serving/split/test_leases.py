@@ -11,7 +11,7 @@ import pytest
 from serving.api.http.errors import ApiError
 from serving.split.http import prefill_routes
 from serving.split.http.prefill_routes import PrefillRequest
-from serving.split.http.prompts import Prompt
+from serving.split.http.prompts import WorkerPrompt
 from serving.split.prefill_side import PrefillSide, TooMany
 from tests.serving.split.test_manifest import BASE
 
@@ -50,7 +50,7 @@ class Engine:
         self._commands.put(run)
         return await done
 
-    async def generate(self, prompt, params, name, **more):
+    async def stream(self, request):
         await asyncio.sleep(self._pace() * 5)
         yield SimpleNamespace(num_cached_tokens=0)
 
@@ -62,7 +62,7 @@ def a_side(**settings):
 @pytest.fixture
 def no_prompt(monkeypatch):
     async def prompt(context, kind, body, headers):
-        return Prompt([1, 2, 3], 0, None)
+        return WorkerPrompt([1, 2, 3], 0, None)
 
     monkeypatch.setattr(prefill_routes, "prompt_of", prompt)
 

@@ -1,10 +1,11 @@
-"""Server-sent events, and detection of clients that disconnect."""
+"""Responses as JSON and as server-sent events, and detection of clients that disconnect."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -14,12 +15,31 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from serving.api.http.errors import ApiError, as_api_error
+from serving.api.http.protocol.common import RequestModel, WholeAnswer
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+_IGNORED, _MOST_IGNORED = "x-ignored-fields", 16
+
+
+def json_of(model: BaseModel) -> str:
+    """Returns a response as JSON, with the fields that were set, or with all fields of a `WholeAnswer`."""
+    return model.model_dump_json(exclude_unset=not isinstance(model, WholeAnswer), by_alias=True)
+
+
+def answer(model: BaseModel, headers: Mapping[str, str] | None = None) -> Response:
+    """Returns the HTTP response with this content."""
+    return Response(json_of(model), headers=headers, media_type="application/json")
+
+
+def ignored_header(request: RequestModel) -> dict[str, str]:
+    """Returns a header with the names of fields without effect. Clients choose the names, so the header lists only
+    harmless ones."""
+    names = [name for name in request.ignored if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name)]
+    return {_IGNORED: ",".join(names[:_MOST_IGNORED])} if names else {}
 
 
 class ClientGone(Exception):
@@ -39,6 +59,11 @@ def named_event(name: str, fields: Mapping[str, Any]) -> bytes:
 def openai_failure(error: ApiError) -> bytes:
     """Returns the last events of a failed stream, in OpenAI's format."""
     return b"data: " + error.body() + b"\n\n" + DONE
+
+
+def anthropic_failure(error: ApiError) -> bytes:
+    """Returns the last event of a failed stream, in Anthropic's format."""
+    return named_event("error", {"error": error.fields()})
 
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -80,12 +105,12 @@ class EventStream(Response):
         self,
         events: AsyncGenerator[bytes, None],
         headers: Mapping[str, str] | None = None,
-        failure: Callable[[ApiError], bytes] | None = None,
+        failure: Callable[[ApiError], bytes] = openai_failure,
     ) -> None:
         # Proxies must not cache or buffer events.
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
         del self.headers["content-length"]
-        self._events, self._failure = events, failure or openai_failure
+        self._events, self._failure = events, failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -10,8 +10,8 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import JSONResponse, Response
 
 from serving.api.http.connection.keys import admin_only
+from serving.api.http.connection.streaming import answer
 from serving.api.http.context import Context, context_of
-from serving.api.http.endpoints.endpoint import answer
 from serving.api.http.endpoints.status import hardware, status_of
 from serving.api.http.errors import ApiError
 from serving.api.http.protocol.common import ModelCard, ModelList

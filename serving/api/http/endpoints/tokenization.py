@@ -1,13 +1,16 @@
-"""`/tokenize`, `/detokenize` and `/tokenizer_info`."""
+"""`/tokenize`, `/detokenize`, `/tokenizer_info` and `/v1/messages/count_tokens`."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from serving.api.http.apis import messages
+from serving.api.http.apis.prompts import tokenized
+from serving.api.http.connection.streaming import answer, ignored_header
 from serving.api.http.context import context_of
-from serving.api.http.endpoints.endpoint import answer, ignored_header
 from serving.api.http.errors import ApiError
+from serving.api.http.protocol.messages import Conversation, TokenCount
 from serving.api.http.protocol.tokenization import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -16,10 +19,10 @@ from serving.api.http.protocol.tokenization import (
     TokenizerInfo,
 )
 
-router = APIRouter(tags=["tokens"])
+router = APIRouter()
 
 
-@router.post("/tokenize", response_model=TokenizeResponse)
+@router.post("/tokenize", response_model=TokenizeResponse, tags=["tokens"])
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """Token ids of a text or a conversation."""
     context = context_of(request)
@@ -43,7 +46,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     return answer(result, ignored_header(body))
 
 
-@router.post("/detokenize", response_model=DetokenizeResponse)
+@router.post("/detokenize", response_model=DetokenizeResponse, tags=["tokens"])
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of token ids, including special tokens."""
     context = context_of(request)
@@ -56,7 +59,16 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     return answer(result, ignored_header(body))
 
 
-@router.get("/tokenizer_info", response_model=TokenizerInfo)
+@router.post("/v1/messages/count_tokens", response_model=TokenCount, tags=["Anthropic"])
+async def count_tokens(body: Conversation, request: Request) -> Response:
+    """Number of tokens of a conversation, including its tools."""
+    context = context_of(request)
+    context.check(body.model)
+    (prompt,) = await tokenized(context.of_request(body.model, None), messages.as_chat(body), fits=False)
+    return answer(TokenCount(input_tokens=len(prompt)))
+
+
+@router.get("/tokenizer_info", response_model=TokenizerInfo, tags=["tokens"])
 async def tokenizer_info(request: Request) -> Response:
     """The tokenizer's vocabulary size, special tokens and chat templates."""
     context = context_of(request)

@@ -21,6 +21,7 @@ from typing import Literal
 
 from checkpoints.tokenizer import Tokenizer
 from serving.api.http.parsing.marked_calls import ARGUMENT_MARKUP, FUNCTION_MARKUP, CallMarkup
+from serving.api.http.parsing.tagged_calls import ARGUMENTS, CALL, CALL_END
 from serving.api.http.settings import ToolCallForm
 
 
@@ -44,6 +45,11 @@ class CallFormat:
     """Text between the marks and a call, in forced calls."""
     between: str | None = None
     """Text between forced calls; None if each call has its own marks."""
+
+    @property
+    def marks(self) -> list[str]:
+        """All marks of the format, each of which may be a special token of the model."""
+        return [self.begin, self.end, *((CALL, ARGUMENTS, CALL_END) if self.syntax == "tagged" else ())]
 
 
 FORMATS: Mapping[ToolCallForm, CallFormat] = MappingProxyType({

@@ -25,7 +25,7 @@ def calls_grammar(
 ) -> str:
     """Returns a grammar, in Lark's syntax, of an answer that calls one of the tools, or several if `parallel`.
 
-    Arguments follow the tools' schemas. `token_ids` contains the format's marks (see `marks_of`) that are special
+    Arguments follow the tools' schemas. `token_ids` contains the format's marks that are special
     tokens of the model; a grammar cannot contain these as text.
     """
     style, ids = FORMATS[form], token_ids or {}
@@ -58,12 +58,6 @@ def calls_grammar(
                 head = _text(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ')
                 rules += [f"{rule}: {head} {rule}_arguments {_text('}')}", _json(f"{rule}_arguments", schema)]
     return "\n".join(rules)
-
-
-def marks_of(form: ToolCallForm) -> list[str]:
-    """Returns the marks of a format that may be special tokens."""
-    style = FORMATS[form]
-    return [style.begin, style.end, *((CALL, ARGUMENTS, CALL_END) if style.syntax == "tagged" else ())]
 
 
 def _properties(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:

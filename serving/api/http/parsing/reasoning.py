@@ -24,7 +24,7 @@ class ReasoningMarks(NamedTuple):
 THINK = ReasoningMarks("<think>", "</think>")
 
 
-def marks_of(tokenizer: Tokenizer | None) -> ReasoningMarks | None:
+def reasoning_marks(tokenizer: Tokenizer | None) -> ReasoningMarks | None:
     """Returns the marks around reasoning if the chat template contains one of them; otherwise None.
 
     Some templates only start reasoning (OLMo 3), or only remove it from earlier turns (LFM2.5).

@@ -166,35 +166,24 @@ class ChatLogprobs(BaseModel):
 
 
 class CalledFunction(BaseModel):
-    name: str
-    arguments: str = Field(description="A JSON object, as text.")
+    name: str | None = None
+    arguments: str = Field(default="", description="A JSON object, as text; in an event, new text of it.")
 
 
 class ToolCall(BaseModel):
-    """A function call by the model."""
+    """A function call by the model, or new output of one: its first event has the id and the name."""
 
-    id: str
-    type: Literal["function"] = "function"
+    index: int | None = Field(default=None, description="Only in events.")
+    id: str | None = None
+    type: Literal["function"] | None = None
     function: CalledFunction
 
 
-class FunctionDelta(BaseModel):
-    name: str | None = None
-    arguments: str = ""
-
-
-class ToolCallDelta(BaseModel):
-    """New output of a call; its first delta has the id and the name."""
-
-    index: int
-    id: str | None = None
-    type: Literal["function"] | None = None
-    function: FunctionDelta
-
-
 class ChatAnswer(BaseModel):
-    role: Literal["assistant"] = "assistant"
-    content: str | None
+    """The model's message, or new output of it."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
     reasoning_content: str | None = Field(default=None, description="The reasoning before the answer.")
     reasoning: str | None = Field(default=None, description="Alias of reasoning_content.")
     tool_calls: list[ToolCall] | None = None
@@ -202,7 +191,8 @@ class ChatAnswer(BaseModel):
 
 class ChatChoice(BaseModel):
     index: int
-    message: ChatAnswer
+    message: ChatAnswer | None = None
+    delta: ChatAnswer | None = Field(default=None, description="Only in events, instead of message.")
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -213,44 +203,12 @@ class ChatChoice(BaseModel):
 
 
 class ChatResponse(BaseModel):
-    """A response."""
+    """A response, or one event of a stream."""
 
     id: str
-    object: Literal["chat.completion"] = "chat.completion"
+    object: Literal["chat.completion", "chat.completion.chunk"] = "chat.completion"
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage
-    prompt_token_ids: list[int] | None = None
-
-
-class Delta(BaseModel):
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: list[ToolCallDelta] | None = None
-
-
-class ChatChunkChoice(BaseModel):
-    index: int
-    delta: Delta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | None = None
-    weights_versions: list[tuple[str, int]] | None = None
-    routed_experts: EncodedArray | None = None
-    sampling_mask: EncodedArray | None = None
-
-
-class ChatChunk(BaseModel):
-    """One event of a stream."""
-
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None

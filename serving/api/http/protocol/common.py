@@ -56,6 +56,7 @@ class RequestModel(BaseModel):
     """A request. Unknown fields are ignored, as in vLLM, and named in the header `x-ignored-fields`."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
+    model: str | None = Field(None, description="One of the served names; optional.")
 
     @property
     def ignored(self) -> list[str]:
@@ -121,10 +122,15 @@ class StructuredOutputs(BaseModel):
         return self
 
 
-class GenerationRequest(RequestModel):
+class TextRequest(RequestModel):
+    """A request for text."""
+
+    stream: bool = False
+
+
+class GenerationRequest(TextRequest):
     """Sampling, limits and streaming. Fields beyond OpenAI's have vLLM's names and meanings."""
 
-    model: str | None = Field(None, description="One of the served names; optional.")
     n: int = Field(1, ge=1, le=128)
     temperature: float | None = Field(None, ge=0, description="0 is greedy.")
     top_p: float | None = Field(None, gt=0, le=1)
@@ -142,7 +148,6 @@ class GenerationRequest(RequestModel):
     repetition_penalty: float | None = Field(None, gt=0)
     logit_bias: dict[str, float] | None = None
     skip_special_tokens: bool = True
-    stream: bool = False
     stream_options: StreamOptions | None = None
     priority: Int32 = Field(0, description="Requests with smaller values run first.")
     cache_salt: str | None = Field(

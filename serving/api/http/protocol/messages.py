@@ -6,7 +6,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from serving.api.http.protocol.common import MAX_STOP_TEXTS, Count, Int32, Items, RequestModel, WholeAnswer, refusal
+from serving.api.http.protocol.common import (
+    MAX_STOP_TEXTS,
+    Count,
+    Int32,
+    Items,
+    RequestModel,
+    TextRequest,
+    WholeAnswer,
+    refusal,
+)
 
 Parts = Items[dict[str, Any]]
 
@@ -55,7 +64,6 @@ class OutputConfig(BaseModel):
 class Conversation(RequestModel):
     """A conversation for the model."""
 
-    model: str | None = None
     messages: Items[InputMessage] = Field(min_length=1)
     system: str | Parts | None = None
     tools: Items[ClientTool] | None = None
@@ -63,7 +71,7 @@ class Conversation(RequestModel):
     thinking: Thinking | None = None
 
 
-class MessagesRequest(Conversation):
+class MessagesRequest(Conversation, TextRequest):
     """A conversation to continue. Other fields have the meaning that they have in `/v1/chat/completions`."""
 
     max_tokens: Count = Field(ge=1)
@@ -71,7 +79,6 @@ class MessagesRequest(Conversation):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: Int32 | None = None
     stop_sequences: Annotated[Items[str], Field(max_length=MAX_STOP_TEXTS)] | None = None
-    stream: bool = False
     output_config: OutputConfig | None = None
 
     @model_validator(mode="after")

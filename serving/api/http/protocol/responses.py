@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from serving.api.http.protocol.chat import ChatLogprob
-from serving.api.http.protocol.common import Count, Items, RequestModel, WholeAnswer, refusal
+from serving.api.http.protocol.common import Count, Items, TextRequest, WholeAnswer, refusal
 
 
 class FunctionTool(BaseModel):
@@ -55,17 +55,15 @@ LOGPROBS = "message.output_text.logprobs"
 _UNSUPPORTED = ("background", "conversation", "prompt")
 
 
-class ResponsesRequest(RequestModel):
+class ResponsesRequest(TextRequest):
     """A conversation to continue. Other fields have the meaning that they have in `/v1/chat/completions`."""
 
-    model: str | None = None
     input: str | Items[dict[str, Any]] = Field(min_length=1)
     instructions: str | None = None
     previous_response_id: str | None = Field(
         None, max_length=128, description="Id of a stored response of this process, to continue its conversation."
     )
     store: bool | None = Field(None, description="Store the response in memory, within limits, until the process ends.")
-    stream: bool = False
     max_output_tokens: Count | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)

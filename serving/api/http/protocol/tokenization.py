@@ -11,7 +11,6 @@ from serving.api.http.protocol.common import Items, RequestModel, TokenIds, refu
 class TokenizeRequest(RequestModel):
     """A text or a conversation to tokenise."""
 
-    model: str | None = None
     prompt: str | None = None
     messages: Items[Message] | None = Field(None, min_length=1)
     add_special_tokens: bool | None = Field(None, description="Unset: true for texts, false for conversations.")
@@ -47,7 +46,6 @@ class TokenizerInfo(BaseModel):
 class DetokenizeRequest(RequestModel):
     """Token ids to convert to text."""
 
-    model: str | None = None
     tokens: TokenIds
 
 

@@ -1,11 +1,15 @@
-"""Creates a worker's server, for `mamba-jax serve` and for other programs, which run it in a thread."""
+"""Creates a server with its engine, for `mamba-jax serve` and for other programs, which run it in a thread."""
 
 from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Protocol
+
+import jax
+from fastapi import APIRouter
 
 from serving.api.http.app import create_app
 from serving.api.http.connection.server import STEP_TIMEOUT, Server
@@ -14,22 +18,39 @@ from serving.api.http.settings import ServerSettings
 from serving.api.traces import Traces
 from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly.build import AssembledEngine, build_engine
+from serving.engine.assembly.devices import describe
 from serving.engine.async_engine import AsyncEngine
 from serving.engine.engine import Engine
 from serving.engine.programs.warmup import warm_up
 from serving.engine.replicas.adapter_load import AdapterLoad, table_of
 from serving.engine.replicas.group import grouped
 from serving.engine.request_error import RequestError
-from serving.split.http.roles import open_role
-from serving.split.settings import SplitSettings
+
+
+class Role(Protocol):
+    """What a worker of a fleet adds to its server."""
+
+    @property
+    def routers(self) -> Sequence[APIRouter]:
+        """The endpoints for other workers and routers."""
+        ...
+
+    @property
+    def keeps_store(self) -> bool:
+        """The role's programs are compiled for the store that the engine has now."""
+        ...
+
+    def prepare(self) -> None:
+        """Compiles the role's programs. Called on the engine's thread."""
+        ...
 
 
 def make_server(
     settings: ServerSettings,
     config: EngineConfig,
-    role: SplitSettings,
     listening: socket.socket,
     *,
+    open_role: Callable[[AssembledEngine], Role] | None = None,
     progress: bool = True,
     traces: Traces | None = None,
     led: bool = False,
@@ -37,13 +58,13 @@ def make_server(
     on_compiled: Callable[[], None] | None = None,
     on_ready: Callable[[Context], None] | None = None,
 ) -> tuple[Server, Context]:
-    """Loads the model and creates the role. Run the returned server on `listening`; it then compiles.
+    """Loads the model. Run the returned server on `listening`; it then compiles.
 
     Args:
         settings: the server's settings.
         config: the engine's settings.
-        role: the worker's role in a fleet, or no role.
         listening: the bound socket.
+        open_role: creates the role of a worker of a fleet, before the engine runs.
         progress: show progress bars for loading and compiling if stderr is a terminal.
         traces: exports spans; None for those of the settings.
         led: other hosts follow this one's steps; see `build_engine`.
@@ -54,11 +75,6 @@ def make_server(
     Raises:
         ConfigError, CheckpointError: the flags are invalid, the model cannot be loaded, or memory does not suffice.
     """
-    if config.data_parallel_size > 1 and (role.role is not None or role.seal.secret):
-        raise ConfigError(
-            f"data_parallel_size {config.data_parallel_size}: workers of a split, and those that routers follow "
-            "(--role, --split-secret), have one engine each; start one for each replica"
-        )
     if settings.lora_modules and not config.serves_adapters:
         raise ConfigError("lora_modules needs enable_lora or max_initial_states")
     built = build_engine(config.model_copy(update={"warmup": False}), progress=progress, led=led)
@@ -70,7 +86,7 @@ def make_server(
             raise ConfigError(str(error)) from None
     if on_built is not None:
         on_built(built)
-    opened = open_role(role, built, settings.host, listening.getsockname()[1], keys=settings.api_key)
+    role = open_role(built) if open_role is not None else None
 
     def prepare(engine: Engine) -> None:
         if config.warmup:
@@ -78,20 +94,50 @@ def make_server(
             bar = progress and not several and sys.stderr.isatty()
             # Programs of a role are compiled for the current store, so no compilation may run in the background. With
             # several hosts, all would wait for the slowest background compilation.
-            background = role.role is None and not led
+            background = not led and (role is None or not role.keeps_store)
             label = f"replica {1 + built.engines.index(engine)} of {len(built.engines)}: " if several else ""
             warm_up(
                 engine.loop, engine.vocab_size,
                 progress=bar, keep=config.compilation_cache, background=background, label=label,
             )  # fmt: skip
-            opened.prepare()
+            if role is not None:
+                role.prepare()
         if on_compiled is not None:
             on_compiled()
 
     engine = AsyncEngine(front)
-    app = create_app(engine, settings, routers=opened.routers, prepare=prepare, on_ready=on_ready, traces=traces)
+    routers = role.routers if role is not None else ()
+    app = create_app(engine, settings, routers=routers, prepare=prepare, on_ready=on_ready, traces=traces)
     server = Server(
         app, settings, drain_timeout=settings.drain_timeout, leave=partial(engine.shutdown, STEP_TIMEOUT),
         ssl_keyfile=settings.ssl_keyfile, ssl_certfile=settings.ssl_certfile, root_path=settings.root_path,
     )  # fmt: skip
     return server, app.state.context
+
+
+def startup_lines(built: AssembledEngine, settings: ServerSettings, url: str) -> Iterator[str]:
+    """Yields one line per topic: model, devices, kernels, sizes, cache, drafts and addresses."""
+    config, model = built.config, built.model.config
+    device = jax.devices()[0]
+    scheduler = built.engine.loop.scheduler.config
+    dtype = built.model.dtype
+    yield f"model     {config.model} ({model.family}), {built.model.num_parameters:,} parameters, {dtype}"
+    programs = built.engine.loop.programs
+    meshes = [engine.loop.programs.mesh for engine in built.engines]
+    yield f"device    {describe(meshes)} ({device.platform}), JAX {jax.__version__}"
+    if programs.compilations:
+        yield f"kernels   {programs.kernels.report().partition(': ')[2]}"
+    each = ", each replica" if len(built.engines) > 1 else ""
+    lengths = f"{scheduler.max_num_seqs} sequences of up to {scheduler.max_model_len:,} tokens"
+    yield f"serves    {lengths}, {scheduler.max_num_batched_tokens:,} tokens a step{each}"
+    slots, pages = scheduler.num_slots - 1, max(scheduler.num_pages - 1, 0)
+    caching = f"mode {scheduler.cache_mode}" if scheduler.cache_mode != "none" else "off"
+    yield f"caching   {caching}, {slots:,} state slots, {pages:,} pages of {scheduler.page_size} tokens{each}"
+    source = config.speculative_model or config.speculative_method or "the model decides"
+    drafts = f"{config.num_speculative_tokens} ({source})"
+    yield f"drafts    {drafts if config.num_speculative_tokens else 'off'}"
+    names = ", ".join(settings.served_model_name)
+    yield f"clients   {url}/v1, model {names}, {'API key needed' if settings.api_key else 'no API key'}"
+    yield f"status    {url}/ (status page), {url}/metrics"
+    if settings.host not in ("127.0.0.1", "::1", "localhost") and not settings.api_key:
+        yield "note      anyone who can reach this address can use the model; set --api-key to require a key"

@@ -11,7 +11,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredResponse:
     """One stored response."""
 
     messages: Sequence[dict[str, Any]]
@@ -37,13 +37,13 @@ class ResponseStore:
 
     def __init__(self, most: int, most_bytes: int) -> None:
         self._most, self._most_bytes = most, most_bytes
-        self._stored: OrderedDict[str, tuple[Stored, int]] = OrderedDict()
+        self._stored: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()
         self.num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._stored)
 
-    def put(self, response_id: str, stored: Stored) -> None:
+    def put(self, response_id: str, stored: StoredResponse) -> None:
         """Stores a response, unless it is larger than the limit."""
         size = stored.num_bytes
         if size > self._most_bytes or not self._most:
@@ -54,7 +54,7 @@ class ResponseStore:
             _, (_, freed) = self._stored.popitem(last=False)
             self.num_bytes -= freed
 
-    def get(self, response_id: str, key: str | None) -> Stored | None:
+    def get(self, response_id: str, key: str | None) -> StoredResponse | None:
         """Returns the response with this id, if it was created with this key and is still stored."""
         entry = self._stored.get(response_id)
         if entry is None or entry[0].owner != owner_of(key):

@@ -1,0 +1,1 @@
+"""The APIs that generate text: how each reads a request, and how it writes the response."""

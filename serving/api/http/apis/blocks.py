@@ -1,0 +1,141 @@
+"""Responses that are sequences of blocks (reasoning, text, calls): those of `/v1/responses` and `/v1/messages`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from serving.api.http.apis.chat_turn import ChatTurn
+from serving.api.http.connection.streaming import named_event
+from serving.api.http.generation import ChoiceDelta
+from serving.api.http.parsing.answer import AnswerPiece
+from serving.engine.requests.output import CompletionOutput
+
+BlockKind = Literal["reasoning", "text", "call"]
+NamedEvent = tuple[str, Mapping[str, Any]]
+"""The name and the fields of an event."""
+
+
+@dataclass
+class Block:
+    """One block of an answer."""
+
+    kind: BlockKind
+    index: int
+    text: str = ""
+    """The text so far; for a call, its arguments."""
+    name: str = ""
+    """Name of the called function."""
+    call_id: str = ""
+
+
+@dataclass(frozen=True)
+class BlockChange:
+    """The beginning, new text or the end of a block."""
+
+    what: Literal["begin", "more", "end"]
+    block: Block
+    text: str = ""
+    """The new text."""
+
+
+class Blocks:
+    """Sorts the pieces of one choice into blocks. At most one block is open at a time."""
+
+    def __init__(self) -> None:
+        self.all: list[Block] = []
+        self._open: Block | None = None
+
+    def push(self, piece: AnswerPiece) -> Iterator[BlockChange]:
+        """Yields the changes of a new piece."""
+        if piece.reasoning:
+            yield from self._add("reasoning", piece.reasoning)
+        if piece.text:
+            yield from self._add("text", piece.text)
+        for call in piece.calls:
+            if call.name is not None:
+                yield from self._begin(Block("call", len(self.all), name=call.name, call_id=call.id or ""))
+            if call.arguments:
+                yield from self._add("call", call.arguments)
+
+    def close(self) -> Iterator[BlockChange]:
+        """Yields the change at the end of the answer."""
+        if self._open is not None:
+            block, self._open = self._open, None
+            yield BlockChange("end", block)
+
+    def _add(self, kind: BlockKind, text: str) -> Iterator[BlockChange]:
+        if self._open is None or self._open.kind != kind:
+            yield from self._begin(Block(kind, len(self.all)))
+        assert self._open is not None
+        self._open.text += text
+        yield BlockChange("more", self._open, text)
+
+    def _begin(self, block: Block) -> Iterator[BlockChange]:
+        yield from self.close()
+        self.all.append(block)
+        self._open = block
+        yield BlockChange("begin", block)
+
+
+class BlocksWriter(ABC):
+    """Writes the response to one request with one choice. A whole response consists of the same changes as a stream."""
+
+    def __init__(self, turn: ChatTurn) -> None:
+        self.job, self.tally = turn.job, turn.tally
+        self._reader = turn.new_reader()
+        self._blocks = Blocks()
+        self._last: CompletionOutput | None = None
+        """The latest output."""
+
+    @abstractmethod
+    def _begin(self) -> Sequence[NamedEvent]:
+        """Returns the events before the first block."""
+
+    @abstractmethod
+    def _change(self, change: BlockChange) -> Sequence[NamedEvent]:
+        """Records a change, and returns its events."""
+
+    @abstractmethod
+    def _end(self) -> Sequence[NamedEvent]:
+        """Returns the events after the last block."""
+
+    @abstractmethod
+    def _whole(self) -> BaseModel:
+        """Returns the whole response."""
+
+    def response(self, pieces: Sequence[ChoiceDelta]) -> BaseModel:
+        """Returns the whole response, from the whole output."""
+        for piece in pieces:
+            for change in self._changes(piece):
+                self._change(change)
+        return self._whole()
+
+    async def events(self, pieces: AsyncGenerator[ChoiceDelta, None]) -> AsyncGenerator[bytes, None]:
+        """Yields the response as events."""
+        async for piece in pieces:
+            if self._last is None:
+                for name, fields in self._begin():
+                    yield self._event(name, fields)
+            for change in self._changes(piece):
+                for name, fields in self._change(change):
+                    yield self._event(name, fields)
+        for name, fields in self._end():
+            yield self._event(name, fields)
+
+    def _event(self, name: str, fields: Mapping[str, Any]) -> bytes:
+        return named_event(name, fields)
+
+    def _changes(self, piece: ChoiceDelta) -> Iterator[BlockChange]:
+        self._last = piece.new
+        new = piece.new
+        yield from self._blocks.push(self._reader.push(new.text, last=new.finished))
+        if new.finished:
+            yield from self._close()
+
+    def _close(self) -> Iterator[BlockChange]:
+        yield from self._blocks.close()

@@ -1,0 +1,101 @@
+"""One turn of a conversation, for all chat APIs: the job for the engine, and the readers for its text."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+
+from serving.api.http.apis.prompts import offered_tools
+from serving.api.http.apis.sampling import sampling_params
+from serving.api.http.context import ResponseContext
+from serving.api.http.generation import Job, UsageCounter
+from serving.api.http.parsing.answer import AnswerReader
+from serving.api.http.parsing.call_formats import FORMATS
+from serving.api.http.parsing.forced_calls import calls_grammar
+from serving.api.http.parsing.reasoning import ReasoningCount, ReasoningReader, ReasoningStart, opening_of
+from serving.api.http.parsing.tool_calls import ToolCallReader
+from serving.api.http.protocol.chat import AllowedTools, ChatRequest, NamedTool, Tool
+from serving.engine.request_error import RequestError
+from serving.engine.requests.sampling_params import SamplingParams
+from serving.engine.structured.grammar_state import StructuredOutputs
+from serving.engine.structured.reasoning import Reasoning
+
+
+def forced_tools(request: ChatRequest) -> list[Tool]:
+    """Returns the functions of which the model must call at least one; empty if no call is required."""
+    match request.tool_choice:
+        case "required":
+            return offered_tools(request)
+        case AllowedTools() as choice if choice.allowed_tools.mode == "required":
+            return offered_tools(request)
+        case NamedTool() as choice:
+            return [tool for tool in request.tools or () if tool.function.name == choice.function.name]
+    return []
+
+
+class ChatTurn:
+    """One turn of a conversation.
+
+    Args:
+        context: the tokenizer, the defaults and the formats.
+        request: the request, in the format of `/v1/chat/completions`.
+        prompt: token ids of the conversation.
+        prefix: prefix of the response's id.
+
+    Raises:
+        RequestError: the request combines incompatible options.
+    """
+
+    def __init__(
+        self, context: ResponseContext, request: ChatRequest, prompt: list[int], *, prefix: str = "chatcmpl-"
+    ) -> None:
+        self._tools = offered_tools(request)
+        forced = forced_tools(request)
+        self._forced = bool(forced)
+        self._form = context.tool_calls if self._tools else None
+        self._most_calls = None if request.parallel_tool_calls else 1
+        params = sampling_params(request, context.settings.default_sampling)
+        if forced:
+            self._form = context.tool_calls or "hermes"
+            if params.structured_outputs is not None:
+                raise RequestError("structured outputs cannot be combined with a tool_choice that forces a call")
+            parallel = request.parallel_tool_calls and not isinstance(request.tool_choice, NamedTool)
+            token_ids = context.codec.special_ids(FORMATS[self._form].marks)
+            grammar = calls_grammar(self._form, forced, parallel=parallel, token_ids=token_ids)
+            params = dataclasses.replace(params, structured_outputs=StructuredOutputs(grammar=grammar))
+        if self._form is not None:
+            params = context.codec.showing(params, *FORMATS[self._form].marks)
+        tokenizer, self._marks, self._opening = context.codec.tokenizer, context.reasoning, ReasoningStart(False, False)
+        count: ReasoningCount | None = None
+        if self._marks is not None and tokenizer is not None:
+            self._opening = opening_of(tokenizer, prompt, self._marks)
+            if not self._opening.ended:
+                params = self._with_reasoning(context, params, request.thinking_token_budget)
+                count = ReasoningCount.of(tokenizer, self._marks, begun=self._opening.begun, until=self._until)
+        self.job = Job(f"{prefix}{uuid.uuid4().hex}", [prompt], params, request.priority, request.cache_salt)
+        self.tally = UsageCounter(self.job, reasoning=count)
+
+    def new_reader(self) -> AnswerReader:
+        """Returns a reader for the text of one choice."""
+        reasoning = None
+        if self._marks is not None and not self._opening.ended:
+            reasoning = ReasoningReader(self._marks, begun=self._opening.begun, until=self._until)
+        calls = None
+        if self._form is not None:
+            calls = ToolCallReader(self._form, self._tools, most=self._most_calls, forced=self._forced)
+        return AnswerReader(reasoning, calls)
+
+    @property
+    def _until(self) -> str | None:
+        """The mark of calls, if it also ends reasoning."""
+        style = None if self._form is None else FORMATS[self._form]
+        return style.begin if style is not None and style.ends_reasoning else None
+
+    def _with_reasoning(self, context: ResponseContext, params: SamplingParams, budget: int | None) -> SamplingParams:
+        assert self._marks is not None
+        params = context.codec.showing(params, self._marks.end)
+        if params.structured_outputs is None and budget is None:
+            return params  # without a grammar or a budget, the engine does not need to distinguish reasoning
+        begin, end = self._marks
+        reasoning = Reasoning(begin, end, begun=self._opening.begun, budget=budget)
+        return dataclasses.replace(params, reasoning=reasoning)

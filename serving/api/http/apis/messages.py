@@ -1,0 +1,204 @@
+"""`/v1/messages`: Anthropic's API, on the same turns as `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from serving.api.http.apis.blocks import Block, BlockChange, BlocksWriter, NamedEvent
+from serving.api.http.apis.chat_turn import ChatTurn
+from serving.api.http.context import ResponseContext
+from serving.api.http.errors import ApiError, validated
+from serving.api.http.json_values import parse_written, well_formed
+from serving.api.http.protocol.chat import ChatRequest
+from serving.api.http.protocol.messages import (
+    ContentBlock,
+    Conversation,
+    InputMessage,
+    MessageObject,
+    MessagesRequest,
+    MessagesUsage,
+    Parts,
+    StopReason,
+    TextBlock,
+    ThinkingBlock,
+    ToolUse,
+    ToolUseBlock,
+)
+
+
+def as_chat(body: Conversation) -> ChatRequest:
+    """Returns the same request to `/v1/chat/completions`.
+
+    Raises:
+        ApiError: a message has an unsupported part.
+        RequestValidationError: a field is invalid.
+    """
+    fields: dict[str, Any] = {
+        name: value for name, value in (body.model_extra or {}).items() if name in ChatRequest.model_fields
+    }
+    messages = [] if body.system is None else [{"role": "system", "content": _text("system", body.system)}]
+    for i, message in enumerate(body.messages):
+        messages += _messages(f"messages.{i}", message)
+    fields |= {"model": body.model, "messages": messages}
+    fields["tools"] = [
+        {"type": "function",
+         "function": {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}}
+        for tool in body.tools or ()
+    ] or None  # fmt: skip
+    if body.tool_choice is not None:
+        fields["tool_choice"] = _tool_choice(body.tool_choice)
+        fields["parallel_tool_calls"] = not body.tool_choice.disable_parallel_tool_use
+    if body.thinking is not None:
+        if body.thinking.type == "disabled":
+            variables = fields.get("chat_template_kwargs") or {}
+            fields["chat_template_kwargs"] = {"enable_thinking": False, **variables}
+        fields["thinking_token_budget"] = body.thinking.budget_tokens
+    if isinstance(body, MessagesRequest):
+        fields |= {"stream": body.stream, "max_completion_tokens": body.max_tokens, "stop": body.stop_sequences}
+        fields |= {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
+        if body.output_config is not None and body.output_config.format is not None:
+            schema = body.output_config.format.schema_
+            fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
+    return validated(ChatRequest, {name: value for name, value in fields.items() if value is not None})
+
+
+def _messages(where: str, message: InputMessage) -> list[dict[str, Any]]:
+    """Converts one message to several: tool results come before the user's text."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    texts: list[str] = []
+    results: list[dict[str, Any]] = []
+    own: dict[str, Any] = {"role": message.role, "content": ""}
+    for i, part in enumerate(message.content):
+        here = f"{where}.content.{i}"
+        match part.get("type"):
+            case "text":
+                texts.append(_text(here, [part]))
+            case "thinking":
+                own["reasoning_content"] = str(part.get("thinking", ""))
+            case "redacted_thinking":
+                pass  # its content is encrypted
+            case "tool_use":
+                function = {"name": part.get("name"), "arguments": json.dumps(part.get("input") or {})}
+                call = {"id": part.get("id"), "type": "function", "function": function}
+                own.setdefault("tool_calls", []).append(call)
+            case "tool_result":
+                content = part.get("content") or ""
+                results.append(
+                    {"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": _text(here, content)}
+                )
+            case other:
+                raise _wrong(here, f"parts of type {str(other)[:40]!r} are not supported: text only")
+    own["content"] = "\n".join(texts)
+    return [*results, *([own] if texts or len(own) > 2 else [])]
+
+
+def _text(where: str, content: str | Parts) -> str:
+    if isinstance(content, str):
+        return content
+    parts = []
+    for part in content if isinstance(content, list) else [content]:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise _wrong(where, "content must be a string or a list of text parts")
+        parts.append(part["text"])
+    return "\n".join(parts)
+
+
+def _tool_choice(choice: ToolUse) -> Any:
+    match choice.type:
+        case "any":
+            return "required"
+        case "tool":
+            return {"type": "function", "function": {"name": choice.name or ""}}
+    return choice.type
+
+
+def _wrong(where: str, why: str) -> ApiError:
+    return ApiError(400, f"{where}: {why}", param=where.partition(".")[0])
+
+
+_DELTAS = {
+    "reasoning": ("thinking", "thinking_delta"),
+    "text": ("text", "text_delta"),
+    "call": ("partial_json", "input_json_delta"),
+}
+"""By kind of block: the field with new text, and the type of its delta."""
+
+
+class MessageWriter(BlocksWriter):
+    """Writes the response to one request. `prompts`: the token ids of the conversation, in a list."""
+
+    def __init__(
+        self, context: ResponseContext, body: MessagesRequest, request: ChatRequest, prompts: Sequence[list[int]]
+    ) -> None:
+        super().__init__(ChatTurn(context, request, prompts[0], prefix="msg_"))
+        self._model = context.model
+
+    def _begin(self) -> list[NamedEvent]:
+        return [("message_start", {"message": self._object([], None, None)})]
+
+    def _change(self, change: BlockChange) -> list[NamedEvent]:
+        block, place = change.block, {"index": change.block.index}
+        match change.what:
+            case "begin":
+                empty = Block(block.kind, block.index, name=block.name, call_id=block.call_id)
+                return [("content_block_start", place | {"content_block": _content(empty)})]
+            case "more":
+                name, kind = _DELTAS[block.kind]
+                return [("content_block_delta", place | {"delta": {"type": kind, name: change.text}})]
+        return [("content_block_stop", place)]
+
+    def _end(self) -> list[NamedEvent]:
+        reason, stop = self._stop_reason()
+        delta = {"stop_reason": reason, "stop_sequence": stop}
+        return [("message_delta", {"delta": delta, "usage": self._usage()}), ("message_stop", {})]
+
+    def _whole(self) -> MessageObject:
+        return self._object([_content(block) for block in self._blocks.all], *self._stop_reason())
+
+    def _stop_reason(self) -> tuple[StopReason | None, str | None]:
+        """Returns Anthropic's stop reason and stop sequence of the answer."""
+        assert self._last is not None
+        if self._last.finish_reason == "length":
+            return "max_tokens", None
+        if self._reader.called:
+            return "tool_use", None
+        stop = self._last.stop_reason
+        return ("stop_sequence", stop) if isinstance(stop, str) else ("end_turn", None)
+
+    def _object(self, content: list[ContentBlock], reason: StopReason | None, stop: str | None) -> MessageObject:
+        return MessageObject(
+            id=self.job.id, type="message", role="assistant", model=self._model, content=content,
+            stop_reason=reason, stop_sequence=stop, usage=self._usage(),
+        )  # fmt: skip
+
+    def _usage(self) -> MessagesUsage:
+        usage = self.tally.usage()
+        cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
+        return MessagesUsage(
+            input_tokens=usage.prompt_tokens - cached,
+            cache_creation_input_tokens=0,
+            cache_read_input_tokens=cached,
+            output_tokens=usage.completion_tokens,
+        )
+
+
+def _content(block: Block) -> ContentBlock:
+    match block.kind:
+        case "reasoning":
+            return ThinkingBlock(thinking=block.text)
+        case "text":
+            return TextBlock(text=block.text)
+    return ToolUseBlock(id=block.call_id, name=block.name, input=_arguments(block.text))
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Returns a call's arguments; empty if the output limit cut them off."""
+    try:
+        # Parsing twice converts escaped halves of surrogate pairs to characters.
+        arguments = parse_written(well_formed(json.dumps(parse_written(text or "{}"), ensure_ascii=False)))
+    except ValueError:
+        return {}
+    return arguments if isinstance(arguments, dict) else {}

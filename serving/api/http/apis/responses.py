@@ -1,0 +1,346 @@
+"""`/v1/responses`: OpenAI's newer API, on the same turns as `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from serving.api.http.apis.blocks import Block, BlockChange, BlocksWriter, NamedEvent
+from serving.api.http.apis.chat_turn import ChatTurn
+from serving.api.http.apis.prompts import messages_of
+from serving.api.http.connection.keys import sent_key
+from serving.api.http.connection.streaming import answer, named_event
+from serving.api.http.context import ResponseContext, context_of
+from serving.api.http.errors import ApiError, validated
+from serving.api.http.generation import ChoiceDelta
+from serving.api.http.logprobs import TextLogprobs
+from serving.api.http.protocol.chat import ChatLogprob, ChatRequest
+from serving.api.http.protocol.responses import (
+    AllowedFunctions,
+    DeletedResponse,
+    Incomplete,
+    InputDetails,
+    NamedFunction,
+    OutputCall,
+    OutputDetails,
+    OutputItem,
+    OutputMessage,
+    OutputReasoning,
+    OutputText,
+    ReasoningText,
+    ResponseObject,
+    ResponsesRequest,
+    ResponsesUsage,
+    Status,
+)
+from serving.api.http.response_store import StoredResponse, owner_of
+
+Message = dict[str, Any]
+Conversation = Callable[[str], Sequence[Message]]
+"""Returns the messages of the conversation that ends with a stored response, without instructions."""
+
+_TEXT_PARTS = ("input_text", "output_text", "text")
+_PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
+_EVENTS = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
+
+router = APIRouter(tags=["OpenAI"])
+
+
+@router.get("/v1/responses/{response_id}", response_model=ResponseObject)
+async def get_response(response_id: str, request: Request) -> Response:
+    """A stored response."""
+    stored = context_of(request).store.get(response_id, sent_key(request.headers))
+    if stored is None:
+        raise _unknown(response_id, "response_id")
+    return Response(stored.response, media_type="application/json")
+
+
+@router.delete("/v1/responses/{response_id}", response_model=DeletedResponse)
+async def delete_response(response_id: str, request: Request) -> Response:
+    """Delete a stored response."""
+    if not context_of(request).store.delete(response_id, sent_key(request.headers)):
+        raise _unknown(response_id, "response_id")
+    return answer(DeletedResponse(id=response_id, object="response", deleted=True))
+
+
+def stored_conversation(context: ResponseContext) -> Conversation:
+    """Returns a function that returns the conversations of the client's stored responses."""
+
+    def conversation(response_id: str) -> Sequence[Message]:
+        stored = context.store.get(response_id, context.key)
+        if stored is None:
+            raise _unknown(response_id, "previous_response_id")
+        return stored.messages
+
+    return conversation
+
+
+def _unknown(response_id: str, param: str) -> ApiError:
+    return ApiError(
+        404, f"there is no stored response {response_id[:64]!r}: responses are stored in memory, within limits, until "
+        "the server ends", param=param, code="response_not_found",
+    )  # fmt: skip
+
+
+def as_chat(body: ResponsesRequest, conversation: Conversation) -> ChatRequest:
+    """Returns the same request to `/v1/chat/completions`. `conversation` returns that of a stored response.
+
+    Raises:
+        ApiError: an input item has an unsupported type.
+        RequestValidationError: a field is invalid.
+    """
+    messages: list[Message] = []
+    if body.instructions is not None:
+        messages.append({"role": "system", "content": body.instructions})
+    if body.previous_response_id is not None:
+        messages += conversation(body.previous_response_id)
+    messages += messages_of_input(body.input)
+    fields: dict[str, Any] = {
+        name: value for name, value in (body.model_extra or {}).items() if name in ChatRequest.model_fields
+    }
+    fields |= {"model": body.model, "messages": messages, "stream": body.stream}
+    fields["max_completion_tokens"] = body.max_output_tokens
+    fields |= {"temperature": body.temperature, "top_p": body.top_p, "parallel_tool_calls": body.parallel_tool_calls}
+    fields["tools"] = [
+        {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_unset=True)}
+        for tool in body.tools or ()
+    ] or None
+    fields["tool_choice"] = _tool_choice(body.tool_choice)
+    form = body.text.format
+    if form.type == "json_schema":
+        fields["response_format"] = {"type": form.type, "json_schema": {"name": form.name, "schema": form.schema_}}
+    elif form.type == "json_object":
+        fields["response_format"] = {"type": form.type}
+    if body.wants_logprobs:
+        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        fields["reasoning_effort"] = body.reasoning.effort
+    return validated(ChatRequest, {name: value for name, value in fields.items() if value is not None})
+
+
+def messages_of_input(items: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Converts input items to messages. Reasoning items and calls become part of the assistant's message.
+
+    Raises:
+        ApiError: an item has an unsupported type.
+    """
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    messages: list[dict[str, Any]] = []
+    for i, item in enumerate(items):
+        match item.get("type", "message"):
+            case "message":
+                role = item.get("role")
+                if not isinstance(role, str):
+                    raise _wrong(i, "a message needs a role")
+                content = _text(i, item.get("content"))
+                if role == "assistant":
+                    _assistant(messages)["content"] += content
+                else:
+                    messages.append({"role": "system" if role == "developer" else role, "content": content})
+            case "reasoning":
+                parts = item.get("content") or item.get("summary") or []
+                if not isinstance(parts, list):
+                    raise _wrong(i, "the content of a reasoning item must be a list")
+                thought = "\n".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))
+                _assistant(messages, new=True)["reasoning_content"] = thought
+            case "function_call":
+                function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
+                call = {"id": item.get("call_id"), "type": "function", "function": function}
+                _assistant(messages).setdefault("tool_calls", []).append(call)
+            case "function_call_output":
+                content = _text(i, item.get("output"))
+                messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+            case other:
+                raise _wrong(i, f"items of type {str(other)[:40]!r} are not supported")
+    return messages
+
+
+def _assistant(messages: list[dict[str, Any]], *, new: bool = False) -> dict[str, Any]:
+    """Returns the assistant's message at the end of the conversation; appends one if there is none."""
+    if new or not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _text(i: int, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    parts = []
+    if not isinstance(content, list | None):
+        raise _wrong(i, "content must be a string or a list of parts")
+    for part in content or ():
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
+            raise _wrong(i, f"content may hold text only, not {str(kind)[:40]!r}")
+        parts.append(part["text"])
+    return "\n".join(parts)
+
+
+def _wrong(i: int, why: str) -> ApiError:
+    return ApiError(400, f"input.{i}: {why}", param="input")
+
+
+def _tool_choice(choice: Any) -> Any:
+    match choice:
+        case NamedFunction():
+            return {"type": "function", "function": {"name": choice.name}}
+        case AllowedFunctions():
+            tools = [{"type": "function", "function": {"name": tool.name}} for tool in choice.tools]
+            return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
+    return choice
+
+
+class ResponseWriter(BlocksWriter):
+    """Writes the response to one request, and stores it. `prompts`: the token ids of the conversation, in a list."""
+
+    def __init__(
+        self, context: ResponseContext, body: ResponsesRequest, request: ChatRequest, prompts: Sequence[list[int]]
+    ) -> None:
+        turn = ChatTurn(context, request, prompts[0], prefix="resp_")
+        super().__init__(turn)
+        self._context, self._body = context, body
+        self._messages = messages_of(request)[0 if body.instructions is None else 1 :]
+        self._created, self._num_events = int(time.time()), 0
+        self._ids: list[str] = []
+        """Ids of the blocks."""
+        top, reasoning = body.top_logprobs or 0, turn.tally.reasoning
+        self._logprobs = TextLogprobs(context.codec, top=top, reasoning=reasoning) if body.wants_logprobs else None
+        self._entries: dict[int, list[ChatLogprob]] = {}
+        """Log-probabilities of each block of text."""
+
+    def _begin(self) -> list[NamedEvent]:
+        begun = {"response": self._object("in_progress", [])}
+        return [("response.created", begun), ("response.in_progress", begun)]
+
+    def _event(self, name: str, fields: Mapping[str, Any]) -> bytes:
+        number, self._num_events = self._num_events, self._num_events + 1
+        return named_event(name, {"sequence_number": number, **fields})
+
+    def _end(self) -> list[NamedEvent]:
+        whole = self._whole()
+        return [(f"response.{whole.status}", {"response": whole})]
+
+    def _changes(self, piece: ChoiceDelta) -> Iterator[BlockChange]:
+        if self._logprobs is not None and piece.new.logprobs is not None:
+            self._logprobs.push(piece.new.token_ids, piece.new.logprobs)
+        yield from super()._changes(piece)
+
+    def _close(self) -> Iterator[BlockChange]:
+        if self._logprobs is not None and self._blocks.all and self._blocks.all[-1].kind == "text":
+            self._entries[self._blocks.all[-1].index] += self._logprobs.rest()
+        yield from super()._close()
+
+    def _note(self, change: BlockChange) -> list[ChatLogprob]:
+        """Records a change. Returns the log-probabilities of the new text."""
+        if change.what == "begin":
+            self._ids.append(_PREFIXES[change.block.kind] + uuid.uuid4().hex)
+            self._entries[change.block.index] = []
+            if change.block.kind == "reasoning" and self.tally.reasoning is None:
+                self._logprobs = None  # the marks are not tokens, so the tokens of the text are unknown
+        if change.what != "more" or change.block.kind != "text" or self._logprobs is None:
+            return []
+        new = self._logprobs.take(len(change.text))
+        self._entries[change.block.index] += new
+        return new
+
+    def _change(self, change: BlockChange) -> list[NamedEvent]:
+        new = self._note(change)
+        block = change.block
+        at = {"output_index": block.index}
+        within = at | {"item_id": self._ids[block.index]}
+        part = within if block.kind == "call" else within | {"content_index": 0}
+        kind = _EVENTS[block.kind]
+        content = {"part": self._output_text(block) if block.kind == "text" else ReasoningText(text=block.text)}
+        match change.what:
+            case "begin":
+                opened: list[NamedEvent] = [
+                    ("response.output_item.added", at | {"item": self._item(block, "in_progress", empty=True)})
+                ]
+                if block.kind != "call":
+                    opened.append(("response.content_part.added", part | content))
+                return opened
+            case "more":
+                more: dict[str, Any] = {"logprobs": new} if block.kind == "text" else {}
+                return [(f"response.{kind}.delta", part | {"delta": change.text} | more)]
+        if block.kind == "call":
+            done: list[NamedEvent] = [(f"response.{kind}.done", part | {"arguments": block.text, "name": block.name})]
+        else:
+            more = {"logprobs": self._entries[block.index]} if block.kind == "text" else {}
+            done = [(f"response.{kind}.done", part | {"text": block.text} | more)]
+            done.append(("response.content_part.done", part | content))
+        return [*done, ("response.output_item.done", at | {"item": self._item(block, "completed")})]
+
+    def _item(self, block: Block, status: Status, *, empty: bool = False) -> OutputItem:
+        name = self._ids[block.index]
+        match block.kind:
+            case "reasoning":
+                thought = [] if empty else [ReasoningText(text=block.text)]
+                return OutputReasoning(id=name, content=thought, status=status)
+            case "text":
+                parsed = [] if empty else [self._output_text(block)]
+                return OutputMessage(id=name, status=status, content=parsed)
+        return OutputCall(id=name, call_id=block.call_id, name=block.name, arguments=block.text, status=status)
+
+    def _output_text(self, block: Block) -> OutputText:
+        return OutputText(text=block.text, logprobs=self._entries[block.index])
+
+    def _whole(self) -> ResponseObject:
+        """Returns the whole response, and stores it unless the request declines that."""
+        cut_off = self._last is not None and self._last.finish_reason == "length"
+        status: Status = "incomplete" if cut_off else "completed"
+        items = [self._item(block, "completed") for block in self._blocks.all]
+        if status == "incomplete" and items:
+            items[-1].status = "incomplete"
+        whole = self._object(status, items)
+        if self._body.store is not False:
+            messages = [*self._messages, *messages_of_input([item.model_dump() for item in items])]
+            stored = StoredResponse(
+                messages, whole.model_dump_json(by_alias=True).encode(), owner_of(self._context.key)
+            )
+            self._context.store.put(self.job.id, stored)
+        return whole
+
+    def _object(self, status: Status, items: list[OutputItem]) -> ResponseObject:
+        body = self._body
+        usage = self.tally.usage() if status != "in_progress" else None
+        details = usage.completion_tokens_details if usage is not None else None
+        cached = usage.prompt_tokens_details.cached_tokens if usage and usage.prompt_tokens_details else 0
+        return ResponseObject(
+            id=self.job.id,
+            object="response",
+            created_at=self._created,
+            status=status,
+            error=None,
+            incomplete_details=Incomplete(reason="max_output_tokens") if status == "incomplete" else None,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            metadata=body.metadata or {},
+            model=self._context.model,
+            output=items,
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            previous_response_id=body.previous_response_id,
+            reasoning=body.reasoning,
+            store=body.store is not False,
+            temperature=body.temperature,
+            text=body.text,
+            tool_choice=body.tool_choice if body.tool_choice is not None else "auto",
+            tools=body.tools or [],
+            top_logprobs=body.top_logprobs or 0,
+            top_p=body.top_p,
+            truncation="disabled",
+            usage=None
+            if usage is None
+            else ResponsesUsage(
+                input_tokens=usage.prompt_tokens,
+                input_tokens_details=InputDetails(cached_tokens=cached),
+                output_tokens=usage.completion_tokens,
+                output_tokens_details=OutputDetails(reasoning_tokens=(details and details.reasoning_tokens) or 0),
+                total_tokens=usage.total_tokens,
+            ),
+        )

@@ -1,0 +1,160 @@
+"""The APIs that generate text: one row each. The server, the router, prefill workers and batch files read this table.
+
+A new API is a row here, its models in `protocol`, and a file in this folder with its writer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from serving.api.http.apis import messages, responses
+from serving.api.http.apis.chat import ChatWriter
+from serving.api.http.apis.completions import CompletionWriter
+from serving.api.http.apis.messages import MessageWriter
+from serving.api.http.apis.prompts import tokenized
+from serving.api.http.apis.responses import Conversation, ResponseWriter
+from serving.api.http.connection.keys import salt_of, sent_key
+from serving.api.http.connection.streaming import (
+    EventStream,
+    answer,
+    anthropic_failure,
+    ignored_header,
+    openai_failure,
+    start,
+    until_gone,
+)
+from serving.api.http.context import ResponseContext, context_of
+from serving.api.http.errors import ApiError
+from serving.api.http.generation import ChoiceDelta, Job, UsageCounter, compile_grammar, run, stream
+from serving.api.http.protocol.chat import ChatRequest, ChatResponse
+from serving.api.http.protocol.common import ErrorResponse, TextRequest
+from serving.api.http.protocol.completions import CompletionRequest, CompletionResponse
+from serving.api.http.protocol.messages import MessageObject, MessagesRequest
+from serving.api.http.protocol.responses import ResponseObject, ResponsesRequest
+
+
+class Writer(Protocol):
+    """Writes the response to one request, whole or as events."""
+
+    job: Job
+    tally: UsageCounter
+
+    def response(self, pieces: Sequence[ChoiceDelta]) -> BaseModel: ...
+
+    def events(self, pieces: AsyncGenerator[ChoiceDelta, None]) -> AsyncGenerator[bytes, None]: ...
+
+
+@dataclass(frozen=True)
+class TextApi:
+    """One API."""
+
+    path: str
+    name: str
+    description: str
+    tag: str
+    request: type[TextRequest]
+    response: type[BaseModel]
+    prompt_fields: tuple[str, ...]
+    """Fields at the beginning of a prompt."""
+    writer: Callable[[ResponseContext, Any, Any, Sequence[list[int]]], Writer]
+    """Creates the writer of a request: in this API, in the format that `converted` returns, and its prompts."""
+    converted: Callable[[Any, Conversation], ChatRequest | CompletionRequest] = lambda body, _: body
+    """Returns a request in the format of one of the first two APIs."""
+    failure: Callable[[ApiError], bytes] = openai_failure
+    """Returns the last events of a stream that fails."""
+
+    @property
+    def kind(self) -> str:
+        """The path below `/v1/`."""
+        return self.path.removeprefix("/v1/")
+
+
+_TABLE = (
+    TextApi(
+        "/v1/completions", "create_completion", "Continue one prompt or several", "OpenAI",
+        CompletionRequest, CompletionResponse, ("prompt",), CompletionWriter,
+    ),
+    TextApi(
+        "/v1/chat/completions", "create_chat_completion", "Answer a conversation", "OpenAI",
+        ChatRequest, ChatResponse, ("messages",), ChatWriter,
+    ),
+    TextApi(
+        "/v1/responses", "create_response", "Answer a conversation, or continue a stored one", "OpenAI",
+        ResponsesRequest, ResponseObject, ("instructions", "input"), ResponseWriter, responses.as_chat,
+    ),
+    TextApi(
+        "/v1/messages", "create_message", "Answer a conversation", "Anthropic",
+        MessagesRequest, MessageObject, ("system", "messages"), MessageWriter, lambda body, _: messages.as_chat(body),
+        anthropic_failure,
+    ),
+)  # fmt: skip
+TEXT_APIS = {api.kind: api for api in _TABLE}
+
+
+async def open_writer(api: TextApi, context: ResponseContext, body: TextRequest) -> Writer:
+    """Checks a request, tokenises its prompts, and returns the writer of its response.
+
+    Raises:
+        ApiError, RequestError, RequestValidationError: the request is invalid.
+    """
+    request = api.converted(body, responses.stored_conversation(context))
+    prompts = await tokenized(context, request)
+    # A writer decodes prompts that it echoes.
+    return await context.codec.run(sum(map(len, prompts)), lambda: api.writer(context, body, request, prompts))
+
+
+def text_router(handle: Callable[[TextApi, TextRequest, Request], Awaitable[Response]]) -> APIRouter:
+    """Returns the paths of all APIs; `handle` answers the requests."""
+    router = APIRouter()
+    for api in _TABLE:
+        _add(router, api, handle)
+    return router
+
+
+def _add(
+    router: APIRouter, api: TextApi, handle: Callable[[TextApi, TextRequest, Request], Awaitable[Response]]
+) -> None:
+    async def endpoint(body: Any, request: Request) -> Response:
+        return await handle(api, body, request)
+
+    endpoint.__annotations__["body"] = api.request
+    router.add_api_route(
+        api.path, endpoint, methods=["POST"], tags=[api.tag], response_model=api.response,
+        name=api.name, description=f"{api.description}; with `stream` as server-sent events.",
+        responses={400: {"model": ErrorResponse}} if api.tag == "OpenAI" else None,
+    )  # fmt: skip
+
+
+async def respond(api: TextApi, body: TextRequest, request: Request) -> Response:
+    """Generates the response to `body`. Stops when the client disconnects.
+
+    Raises:
+        ApiError, RequestError: the request is invalid, or the server cannot serve it.
+        ClientGone: the client has disconnected.
+    """
+    context = context_of(request)
+    context.check(body.model)
+
+    async def opened() -> Writer:
+        own = context.of_request(body.model, sent_key(request.headers))
+        writer = await open_writer(api, own, body)
+        await compile_grammar(context, writer.job)
+        return writer
+
+    writer = await until_gone(request.receive, opened())
+    job, tally = writer.job, writer.tally
+    job.cache_salt = salt_of(job.cache_salt, request.headers, context.settings)
+    job.lora_request = context.adapter_of(body.model)
+    headers, request.state.tally = ignored_header(body), tally
+    with context.traces.under(request.headers):
+        if body.stream:
+            events = writer.events(stream(context, job, tally))
+            return EventStream(await until_gone(request.receive, start(events)), headers, api.failure)
+        pieces = await until_gone(request.receive, run(context, job, tally))
+    return answer(writer.response(pieces), headers)
