@@ -12,7 +12,7 @@ row, `planning.settlement` publishes states and pages, and `cache.row_state` rec
 from collections.abc import Sequence
 from typing import Any
 
-from serving.core.cache.prefix_tree import Scope
+from serving.core.cache.content import Chain, Scope
 from serving.core.planning.admission import admit, admit_short, refuse_impossible
 from serving.core.planning.displacement import displace
 from serving.core.planning.plan import Budget, RowResult, StepPlan, StepResult
@@ -21,9 +21,7 @@ from serving.core.planning.rows import plan_decode, plan_prefill
 from serving.core.planning.settlement import after_dispatch, finish, settle
 from serving.core.reasons import FinishReason, RequestError, WaitReason
 from serving.core.requests.request import Request, ResultDisposition, Status
-from serving.core.tiers.content import Chain
 from serving.core.tiers.journal import Journal
-from serving.core.tiers.publishing import Publishing
 from serving.core.tiers.tiers import Tiers
 
 
@@ -269,8 +267,6 @@ class Scheduler(RemoteStates):
         self.unsettled.clear()
         self.pending = None
         self.cache.clear()
-        if self.tiers is not None:
-            self.tiers.reset()
         stopped = self.queues.stop_all()
         for request in self.queues.unfinished.values():
             request.queueing.prompt_done = False
@@ -297,10 +293,6 @@ class Scheduler(RemoteStates):
         for request in self.queues.running.copy():
             self.requeue(request)
         self.cache.outdate(lineage)
-        if self.tiers is not None:
-            self.tiers.outdate()
-        if self.journal is not None:
-            self.journal.outdate()
         for request in self.queues.unfinished.values():
             request.queueing.prompt_done = False
             self.forget(request)
@@ -311,12 +303,12 @@ class Scheduler(RemoteStates):
     def use_tiers(self, tiers: Tiers) -> None:
         """Called before the first step: copies evicted checkpoints to these tiers, and fetches from them."""
         self.tiers, self.prices = tiers, tiers.prices
-        self.cache.leaving_to(tiers.left)
+        self.cache.observe(tiers)
 
     def tell(self, journal: Journal) -> None:
         """Starts the journal of resumable states on the device and in the tiers: the present ones, and all changes."""
         self.journal = journal
-        self.cache.watched_by(Publishing(journal))
+        self.cache.observe(journal)
         for tier in self.tiers.tiers if self.tiers is not None else ():
             tier.journal = journal
             for unit in tier.units.values():

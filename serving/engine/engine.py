@@ -142,7 +142,7 @@ class Engine:
                 raise
         first = parent.members[0]
         remote, first.transfer.export = request.remote, request.export
-        scope = first.progress.content.scope
+        scope = first.progress.content.chain.scope
         if remote is None and request.export is None:
             remote = next(filter(None, (source.find(ids, scope) for source in self.loop.sources)), None)
         if remote is not None and remote.scope != scope:

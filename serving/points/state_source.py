@@ -10,8 +10,7 @@ from typing import Any, Protocol
 
 from mamba_jax.store import Store
 from serving.core import RemoteLoad, RemoteState, Scheduler, StepPlan
-from serving.core.cache.prefix_tree import Scope
-from serving.core.tiers.content import Name
+from serving.core.cache.content import Name, Scope
 from serving.points.point import PointPrograms
 
 _PATIENCE = 0.002

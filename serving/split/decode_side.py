@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from serving.core import RemoteLoad, RemoteState
-from serving.core.cache.prefix_tree import Scope
+from serving.core.cache.content import Scope
 from serving.engine.requests.adapters import AdapterNames
 from serving.points.point import Piece, common_unit
 from serving.points.state_source import Arrival, Arrivals, Loop, StateSource

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from serving.core.tiers.content import Name
+from serving.core.cache.content import Name
 from serving.core.tiers.tier import Change, Tier, Unit
 from serving.tiers.folder import Folder
 from serving.tiers.listing import Changes, Listing

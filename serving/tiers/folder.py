@@ -28,7 +28,7 @@ from safetensors.numpy import load, save
 
 from checkpoints.user_cache import make_private
 from serving.core import CheckpointKind
-from serving.core.tiers.content import SIZE, Name
+from serving.core.cache.content import SIZE, Name
 from serving.core.tiers.tier import Unit
 
 Arrays = dict[str, np.ndarray]

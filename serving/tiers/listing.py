@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from serving.core.tiers.content import Name
+from serving.core.cache.content import Name
 from serving.core.tiers.tier import Unit
 from serving.tiers.folder import (
     ENDING,

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from functools import partial
 
-from serving.core.tiers.content import Name
+from serving.core.cache.content import Name
 from serving.core.tiers.tier import Tier
 from serving.tiers.folder import Arrays
 

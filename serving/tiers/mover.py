@@ -17,7 +17,7 @@ import numpy as np
 
 from mamba_jax.store import Store
 from serving.core import RemoteLoad
-from serving.core.tiers.content import Name
+from serving.core.cache.content import Name
 from serving.core.tiers.tier import Unit
 from serving.core.tiers.tiers import Tiers
 from serving.points.point import PointPrograms, whole

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mamba_jax.store import Store
-from serving.core.tiers.content import Name
+from serving.core.cache.content import Name
 from serving.core.tiers.tier import Change, Unit
 from serving.core.tiers.tiers import TierCopy, TierHit, Tiers
 from serving.points.point import PointPrograms
@@ -84,7 +84,7 @@ class TierWriter:
             for entry in loop.scheduler.index.by_worth():
                 if time.monotonic() > until:
                     break
-                self.tiers.left(entry, False)
+                self.tiers.keep(entry, low_value=False)
                 self.copy_out(loop.store)
                 self.settle(until - time.monotonic())
         if disk.saved() and loop is not None:

@@ -3,9 +3,9 @@
 import sys
 from collections.abc import Callable
 
+from serving.core.cache.content import Scope
 from serving.core.cache.pools import PagePool, Pool, SlotPool
-from serving.core.cache.prefix_index import PrefixIndex, Watcher
-from serving.core.cache.prefix_tree import Checkpoint, Scope
+from serving.core.cache.prefix_index import IndexObserver, PrefixIndex
 from serving.core.cache.retention import RetentionPolicy
 from serving.core.config import SchedulerConfig
 from serving.core.stats import Stats
@@ -26,8 +26,7 @@ class Cache:
     ) -> None:
         self.config, self.policy, self.stats = config, policy, stats
         self._slots_wanted = slots_wanted
-        self._leaving: Callable[[Checkpoint, bool], None] | None = None
-        self._watcher: Watcher | None = None
+        self._observers: list[IndexObserver] = []
         self.width = 1 + config.num_speculative_tokens
         """Slots that a decoding row needs."""
         self.block = config.state_block_size if config.caching else sys.maxsize
@@ -47,26 +46,19 @@ class Cache:
         self.slots = SlotPool(config.num_slots)
         self.pages = PagePool(config.num_pages) if config.num_pages else None
         unit = config.page_size if config.num_pages else config.state_block_size
-        self.index = PrefixIndex(self.slots, self.pages, self.policy, unit, self.stats) if config.caching else None
-        if self.index is not None and self._leaving is not None:
-            self.index.leaving = self._leaving
-        if self.index is not None and self._watcher is not None:
-            self.index.watcher = self._watcher
-            self._watcher.cleared()
+        self.index = (
+            PrefixIndex(self.slots, self.pages, self.policy, unit, self.stats, self._observers)
+            if config.caching
+            else None
+        )
+        for observer in self._observers:
+            observer.cleared()
 
-    def leaving_to(self, leaving: Callable[[Checkpoint, bool], None]) -> None:
-        """Call `leaving` with each evicted checkpoint; see `PrefixIndex.leaving`."""
-        self._leaving = leaving
-        if self.index is not None:
-            self.index.leaving = leaving
-
-    def watched_by(self, watcher: Watcher) -> None:
-        """Report every checkpoint that requests can find to `watcher`: the present ones now, others when published."""
-        self._watcher = watcher
-        if self.index is not None:
-            self.index.watcher = watcher
-            for entry in self.index.by_worth():
-                watcher.published(entry)
+    def observe(self, observer: IndexObserver) -> None:
+        """Reports every state that requests can find to `observer`: the present ones now, others when published."""
+        self._observers.append(observer)
+        for entry in self.index.by_worth() if self.index is not None else ():
+            observer.published(entry)
 
     def scope(self, salt: str | None, adapter: str | None = None) -> Scope:
         """Under what a request finds prefixes, and publishes its own, as long as the weights stay as they are.
@@ -76,11 +68,13 @@ class Cache:
         return Scope(salt, self.weights, self.lineage, adapter)
 
     def outdate(self, lineage: int = 0) -> None:
-        """The weights are others from now on: nothing that is cached will be found any more."""
+        """Called after a weight update: invalidates all cached prefixes."""
         before, self.lineage = self.lineage, lineage
         self.weights += 1
         if self.index is not None:
             self.index.outdate(before)
+        for observer in self._observers:
+            observer.outdate()
 
     @property
     def pools(self) -> list[Pool]:

@@ -11,9 +11,9 @@ Invariants: a node's page exists as long as the node. Rows reference whole paths
 page can be evicted, leaves first. A state is evicted together with any page that it needs.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
+from serving.core.cache.content import Scope
 from serving.core.cache.lazy_heap import LazyHeap
 from serving.core.cache.pools import PagePool, SlotPool
 from serving.core.cache.prefix_tree import (
@@ -23,7 +23,6 @@ from serving.core.cache.prefix_tree import (
     Match,
     Node,
     Root,
-    Scope,
     nearest_above,
     root_digest,
 )
@@ -36,20 +35,23 @@ _GHOSTS = 16_384
 """Number of evicted prefixes that are remembered, so that a miss can be explained by an eviction."""
 
 
-class Watcher(Protocol):
-    """Listeners that are told which states and pages can be found."""
+class IndexObserver:
+    """Is told which states can be found. Unless overridden, a method does nothing."""
 
     def published(self, entry: Checkpoint) -> None:
         """Called when a state and all its pages can be found."""
-        ...
 
-    def dropping(self, entry: Checkpoint) -> None:
-        """Called when an entry stops being findable, while it is still linked in the tree."""
-        ...
+    def dropping(self, entry: Checkpoint, *, trusted: bool, low_value: bool) -> None:
+        """Called before the index drops a state, while its slot and pages are complete.
+
+        `trusted`: the state is right. `low_value`: losing it costs little.
+        """
 
     def cleared(self) -> None:
-        """Called when all entries are removed."""
-        ...
+        """Called when the store is lost, and with it all entries."""
+
+    def outdate(self) -> None:
+        """Called after a weight update: no present state will be found."""
 
 
 class PrefixIndex:
@@ -57,12 +59,16 @@ class PrefixIndex:
     attention."""
 
     def __init__(
-        self, slots: SlotPool, pages: PagePool | None, policy: RetentionPolicy, unit: int, stats: Stats
+        self,
+        slots: SlotPool,
+        pages: PagePool | None,
+        policy: RetentionPolicy,
+        unit: int,
+        stats: Stats,
+        observers: Sequence[IndexObserver],
     ) -> None:
         self.slots, self.pages, self.policy, self.unit, self.stats = slots, pages, policy, unit, stats
-        self.leaving: Callable[[Checkpoint, bool], None] = _discard
-        """Called with an evicted state while its slot and pages are complete, and whether it is of low value."""
-        self.watcher: Watcher | None = None
+        self.observers = observers
         self.roots: dict[Scope, Root] = {}
         self._clock = 0
         self._level = 0
@@ -100,7 +106,7 @@ class PrefixIndex:
         for node in [*reversed(path), root]:
             if node.states:
                 at = node.depth * unit
-                entry = node.longest_state(tuple(tokens[at : at + unit - 1]))
+                entry = node.longest_state(tuple(tokens[at : at + unit - 1]), unit)
                 if entry is not None:
                     return Match(root, path, entry, len(path) * unit)
         return Match(root, path, None, len(path) * unit)
@@ -134,9 +140,9 @@ class PrefixIndex:
         If an equal page was published before, the row uses that page and releases its own. So rows always reference
         whole paths, and equal prefixes are stored once.
         """
-        tokens, scope, row = content
+        tokens, chain, row = content
         unit, pages, count = self.unit, self.pages, position // self.unit
-        node: Node = row.node if row.node is not None else self._root(scope)
+        node: Node = row.node if row.node is not None else self._root(chain.scope)
         for i in range(row.num_published, count):
             key = tuple(tokens[i * unit : (i + 1) * unit])
             child = node.children.get(key)
@@ -172,7 +178,8 @@ class PrefixIndex:
             self._rank_again(known)
             return False
         page = content.pages.table[node.depth] if tail and self.pages is not None else 0
-        entry = Checkpoint(node, tail, position, slot, page, kind)
+        state = content.chain.state(content.tokens, position)
+        entry = Checkpoint(node, tail, state, content.chain.links, slot, page, kind)
         above = nearest_above(node, tail)
         if node.children or node.states:
             for lower in [lower for lower in above.below if entry.is_above(lower)]:
@@ -191,8 +198,8 @@ class PrefixIndex:
             content.pages.shared = node.depth
         self._ghosts.pop(_state_digest(node, tail), None)
         self.stats.states_published += 1
-        if self.watcher is not None:
-            self.watcher.published(entry)
+        for observer in self.observers:
+            observer.published(entry)
         return True
 
     def _root(self, scope: Scope) -> Root:
@@ -233,10 +240,9 @@ class PrefixIndex:
 
     def drop_state(self, entry: Checkpoint, *, trusted: bool = True) -> None:
         """Removes a state and its tail's page from the index. Rows that use them keep their references."""
-        if trusted:
-            self.leaving(entry, self.policy.rank(entry) == EvictionRank.INTERIOR)
-        if self.watcher is not None:
-            self.watcher.dropping(entry)
+        for observer in self.observers:
+            low_value = self.policy.rank(entry) == EvictionRank.INTERIOR
+            observer.dropping(entry, trusted=trusted, low_value=low_value)
         node, above = entry.node, entry.above
         assert above is not None
         node.remove_state(entry)
@@ -390,10 +396,6 @@ class PrefixIndex:
         if pages.refs[page] or pages.owners[page] is not owner:
             return None
         return owner.page_stamp if isinstance(owner, Checkpoint) or owner.is_leaf else None
-
-
-def _discard(entry: Checkpoint, spare: bool) -> None:
-    """Used without tiers below the device: evicted states are lost."""
 
 
 def _state_digest(node: Node, tail: tuple[int, ...]) -> int:

@@ -1,36 +1,12 @@
 """The parts of the prefix index: nodes, their checkpoints, and search results."""
 
-import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+
+from serving.core.cache.content import Name, Scope, State, TailLengths
 
 NO_TAIL: tuple[int, ...] = ()
-
-
-class Scope(NamedTuple):
-    """Which requests may find a prefix: those with the same salt and adapter, while the weights that computed it stay.
-
-    `Cache.scope` makes the scopes of an engine's requests.
-    """
-
-    salt: str | None
-    """The request's own; on a server that separates its clients, made by `client_salt`."""
-    weights: int = 0
-    """How often the weights had been replaced by then."""
-    lineage: int = 0
-    """Of replicas, which weights these are: how often says it of one engine alone. 0: those that all began with."""
-    adapter: str | None = None
-    """Digest of the adapter's content, independent of its name; None without an adapter."""
-
-
-def client_salt(salt: str | None, key: str) -> str:
-    """The salt of a request whose prefixes are found only by requests with the same API key.
-
-    The key's hash has a fixed length and comes first, so no salt that a client chooses gives another client's.
-    """
-    owner = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16, person=b"cache owner").hexdigest()
-    return owner if salt is None else f"{owner}:{salt}"
 
 
 class CheckpointKind(IntEnum):
@@ -50,12 +26,11 @@ class Node:
         "digest",
         "key",
         "last_use",
-        "link",
         "page",
         "page_stamp",
         "parent",
         "states",
-        "tail_lengths",
+        "tails",
     )
 
     def __init__(self, parent: "Node | None", key: tuple[int, ...], page: int, digest: int) -> None:
@@ -64,43 +39,36 @@ class Node:
         self.page = page
         self.digest = digest
         """Hash of the whole path. It names dropped entries only, and never decides a match."""
-        self.link = b""
-        """For the tiers below the device: the name of the whole path, once it has been computed."""
         self.depth: int = parent.depth + 1 if parent is not None else 0
         self.children: dict[tuple[int, ...], Node] = {}
         self.states: dict[tuple[int, ...], Checkpoint] = {}
         """By tail: the tokens after this node's, fewer than a unit."""
-        self.tail_lengths: dict[int, int] = {}
-        """How many of `states` have a tail of each length."""
+        self.tails = TailLengths()
         self.last_use = 0
         self.page_stamp = 0
 
     def add_state(self, entry: "Checkpoint") -> None:
-        """Hang a state here."""
+        """Adds a state to this node."""
         self.states[entry.tail] = entry
-        self.tail_lengths[len(entry.tail)] = self.tail_lengths.get(len(entry.tail), 0) + 1
+        self.tails.add(len(entry.tail))
 
     def remove_state(self, entry: "Checkpoint") -> None:
-        """Take it off again."""
+        """Removes a state."""
         del self.states[entry.tail]
-        length = len(entry.tail)
-        self.tail_lengths[length] -= 1
-        if not self.tail_lengths[length]:
-            del self.tail_lengths[length]
+        self.tails.remove(len(entry.tail))
 
-    def longest_state(self, rest: tuple[int, ...]) -> "Checkpoint | None":
-        """The deepest state here that `rest`, tokens after this node's, runs through or ends at."""
-        for length in sorted(self.tail_lengths, reverse=True):
-            if length <= len(rest):
-                entry = self.states.get(rest[:length])
-                if entry is not None:
-                    return entry
+    def longest_state(self, rest: tuple[int, ...], most: int) -> "Checkpoint | None":
+        """The deepest state here with at most `most` of the tokens `rest`, which follow this node's."""
+        for length in self.tails.up_to(min(most, len(rest))):
+            entry = self.states.get(rest[:length])
+            if entry is not None:
+                return entry
         return None
 
     @property
     def is_leaf(self) -> bool:
         """Whether only states at its very end need its page."""
-        return not self.children and not any(self.tail_lengths)
+        return not self.children and not any(self.tails)
 
 
 class Root(Node):
@@ -111,7 +79,7 @@ class Root(Node):
     def __init__(self, scope: Scope) -> None:
         super().__init__(None, NO_TAIL, 0, root_digest(scope))
         self.scope = scope
-        self.top = Checkpoint(self, NO_TAIL, 0, 0, 0, CheckpointKind.BOUNDARY)
+        self.top = Checkpoint(self, NO_TAIL, State(b"", b"", 0, 0), (), 0, 0, CheckpointKind.BOUNDARY)
         """The parent of states without an ancestor. Never published."""
 
 
@@ -124,6 +92,7 @@ class Checkpoint:
         "hits",
         "kind",
         "last_use",
+        "links",
         "node",
         "page",
         "page_stamp",
@@ -133,16 +102,28 @@ class Checkpoint:
         "slot",
         "stale",
         "stamp",
+        "state",
         "tail",
         "worth",
     )
 
     def __init__(
-        self, node: Node, tail: tuple[int, ...], position: int, slot: int, page: int, kind: CheckpointKind
+        self,
+        node: Node,
+        tail: tuple[int, ...],
+        state: State,
+        links: Sequence[Name],
+        slot: int,
+        page: int,
+        kind: CheckpointKind,
     ) -> None:
         self.node = node
         self.tail = tail
-        self.position = position
+        self.state = state
+        """Its name in tiers, and in the events for routers."""
+        self.links = links
+        """The links of its chain, which may have grown since: `state.link` and all before, at least."""
+        self.position = state.position
         self.slot = slot
         self.page = page
         """The partly filled page that holds the tail; 0 = no tail, or no pages."""
@@ -200,12 +181,12 @@ def root_digest(scope: Scope) -> int:
 
 def nearest_above(node: Node, tail: tuple[int, ...]) -> Checkpoint:
     """The deepest state strictly above the position (node, tail); the root's `top` without one."""
+    most = len(tail) - 1
     while True:
-        if node.states:
-            for length in sorted(node.tail_lengths, reverse=True):
-                if length < len(tail) and tail[:length] in node.states:
-                    return node.states[tail[:length]]
+        entry = node.longest_state(tail, most) if node.states else None
+        if entry is not None:
+            return entry
         if node.parent is None:
             assert isinstance(node, Root)
             return node.top
-        tail, node = node.key, node.parent
+        tail, most, node = node.key, len(node.key) - 1, node.parent

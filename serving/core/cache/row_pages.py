@@ -12,8 +12,9 @@ Without attention there are no pages: the table stays empty, and all methods do 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, SupportsIndex
 
+from serving.core.cache.content import Chain
 from serving.core.cache.pools import PagePool
-from serving.core.cache.prefix_tree import Checkpoint, Node, Scope
+from serving.core.cache.prefix_tree import Checkpoint, Node
 
 PageCopy = tuple[int, int]
 """(source, target): a step copies the page before it writes anything."""
@@ -213,5 +214,5 @@ class Content(NamedTuple):
 
     tokens: list[int]
     """The growing sequence itself, not a copy."""
-    scope: Scope
+    chain: Chain
     pages: RowPages

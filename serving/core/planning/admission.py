@@ -10,7 +10,6 @@ from serving.core.planning.rows import plan_prefill
 from serving.core.planning.state import SchedulerState
 from serving.core.reasons import MissReason, RequestError, WaitReason, check_prompt_length
 from serving.core.requests.request import RemoteState, Request, ResultDisposition
-from serving.core.tiers.content import Chain
 
 _LOOK_AGAIN = 8
 """Number of steps after which a request that did not fit is looked up again while free memory is low."""
@@ -177,19 +176,15 @@ def _find(scheduler: SchedulerState, request: Request) -> Match | None:
     """The cached prefix of a request; None if the request may not use the cache."""
     if scheduler.index is None or request.prompt_logprobs:
         return None
-    return scheduler.index.find(request.tokens, request.progress.content.scope)
+    return scheduler.index.find(request.tokens, request.progress.content.chain.scope)
 
 
 def _held(scheduler: SchedulerState, request: Request, match: Match | None) -> RemoteState | None:
     """The longer prefix that a tier below the device has, if fetching it is worthwhile."""
     if scheduler.tiers is None or match is None:
         return None
-    lookup, tokens = request.lookup, request.tokens
-    scope = request.progress.content.scope
-    if lookup.chain is None or lookup.chain.scope != scope:
-        lookup.chain = Chain(scope, scheduler.tiers.block)
     matched = match.matched if scheduler.cache.pages is not None else 0
-    held = scheduler.tiers.find(lookup.chain, tokens, match.position, matched)
+    held = scheduler.tiers.find(request.progress.content.chain, request.tokens, match.position, matched)
     if held is None:
         return None
     position = held.unit.position
@@ -223,7 +218,7 @@ def _explain(scheduler: SchedulerState, request: Request, match: Match | None, p
     elif _being_written(request, plan):
         lookup.miss_reason = MissReason.NOT_YET_WRITTEN
     else:
-        lookup.miss_reason = scheduler.index.why_missed(request.tokens, request.progress.content.scope, match)
+        lookup.miss_reason = scheduler.index.why_missed(request.tokens, request.progress.content.chain.scope, match)
 
 
 def _being_written(request: Request, plan: StepPlan) -> bool:

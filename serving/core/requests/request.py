@@ -6,13 +6,12 @@ from enum import IntEnum
 from typing import Any
 
 from serving.core.cache.cache import Cache
-from serving.core.cache.prefix_tree import Scope
+from serving.core.cache.content import Chain, Scope
 from serving.core.cache.row_pages import Content, PageTable, RowPages
 from serving.core.cache.row_replay import RowReplay
 from serving.core.cache.row_snapshots import RowSnapshots
 from serving.core.cache.row_state import RowState, StateAccess
 from serving.core.reasons import FinishReason, MissReason
-from serving.core.tiers.content import Chain
 from serving.core.tiers.tiers import TierHit
 
 
@@ -231,7 +230,7 @@ class CacheLookup:
     final: bool = False
     """Makes the value final: the first admission has been dispatched."""
     chain: Chain | None = None
-    """Names of the sequence's prefixes in the tiers; None before the first lookup."""
+    """Names of the sequence's prefixes; None before it is queued."""
 
 
 @dataclass(slots=True, eq=False)
@@ -351,7 +350,10 @@ class Progress:
         self.state: RowState = RowReplay(cache) if cache.config.replay_interval > 1 else RowSnapshots(cache)
         self.state.start_from(request.initial_slot)
         self.pages = RowPages(cache.pages, cache.config.page_size)
-        self.content = Content(request.tokens, cache.scope(request.cache_salt, request.adapter), self.pages)
+        scope, lookup = cache.scope(request.cache_salt, request.adapter), request.lookup
+        if lookup.chain is None or lookup.chain.scope != scope:
+            lookup.chain = Chain(scope, cache.config.state_block_size)
+        self.content = Content(request.tokens, lookup.chain, self.pages)
         self.stops: list[int] = []
         """Positions at which a prefill chunk must end, ascending."""
         self.publish_at = 0

@@ -7,7 +7,7 @@ all pages, and withdraws it when it cannot. So the deepest state that a router f
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from serving.core.tiers.content import Chain, Name, State, state_name
+from serving.core.cache.content import Chain, Name, NamedStates, State
 
 
 class Resumable(NamedTuple):
@@ -30,8 +30,7 @@ class Directory:
         self._states: dict[Name, State] = {}
         self._replicas: dict[Name, set[int]] = {}
         """Replicas with a state, by its name."""
-        self._tails: dict[Name, dict[int, int]] = {}
-        """By a state's last link: the number of known states with a tail of each length."""
+        self._names = NamedStates()
 
     def __len__(self) -> int:
         return len(self._replicas)
@@ -48,8 +47,7 @@ class Directory:
             return False
         replicas = self._replicas.setdefault(state.name, set())
         if not replicas:
-            tails = self._tails.setdefault(state.link, {})
-            tails[state.tail] = tails.get(state.tail, 0) + 1
+            self._names.add(state)
         replicas.add(replica)
         self._told.setdefault(replica, {}).setdefault(state.name, set()).add(tier)
         return True
@@ -72,19 +70,12 @@ class Directory:
     def find(self, chain: Chain, tokens: Sequence[int]) -> Iterator[Resumable]:
         """Returns the replicas that can continue from a prefix of these tokens: the deepest first, each replica
         once."""
-        links = chain.reach(tokens)
         seen: set[int] = set()
-        for at in range(len(tokens) // chain.block, -1, -1):
-            begin = at * chain.block
-            for tail in sorted(self._tails.get(links[at], ()), reverse=True):
-                position = begin + tail
-                if not 0 < position <= len(tokens):
-                    continue
-                name = state_name(links[at], tokens[begin:position])
-                for replica in self._replicas.get(name, ()):
-                    if replica not in seen:
-                        seen.add(replica)
-                        yield Resumable(replica, position, frozenset(self._told[replica][name]))
+        for state in self._names.candidates(chain, tokens):
+            for replica in self._replicas.get(state.name, ()):
+                if replica not in seen:
+                    seen.add(replica)
+                    yield Resumable(replica, state.position, frozenset(self._told[replica][state.name]))
 
     def _gone(self, replica: int, name: Name) -> None:
         replicas = self._replicas[name]
@@ -92,10 +83,4 @@ class Directory:
         if replicas:
             return
         del self._replicas[name]
-        state = self._states.pop(name)
-        tails = self._tails[state.link]
-        tails[state.tail] -= 1
-        if not tails[state.tail]:
-            del tails[state.tail]
-            if not tails:
-                del self._tails[state.link]
+        self._names.remove(self._states.pop(name))

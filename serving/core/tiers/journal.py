@@ -15,7 +15,9 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
-from serving.core.tiers.content import Name, State
+from serving.core.cache.content import Name, State
+from serving.core.cache.prefix_index import IndexObserver
+from serving.core.cache.prefix_tree import Checkpoint
 
 DEVICE = "device"
 
@@ -40,7 +42,7 @@ class Snapshot(NamedTuple):
     """The states, with their tiers."""
 
 
-class Journal:
+class Journal(IndexObserver):
     """The journal of one server. `most`: number of events that are kept."""
 
     def __init__(self, block: int, most: int = 1 << 14) -> None:
@@ -53,6 +55,17 @@ class Journal:
         self._lock = threading.Lock()
 
     # -- the engine's thread --
+
+    def published(self, entry: Checkpoint) -> None:
+        if not entry.stale:
+            self.stored(DEVICE, entry.state)
+
+    def dropping(self, entry: Checkpoint, *, trusted: bool, low_value: bool) -> None:
+        if not entry.stale:  # these have not been published since the weights were replaced
+            self.evicted(DEVICE, entry.state.name)
+
+    def cleared(self) -> None:
+        self.lost(DEVICE)
 
     def stored(self, tier: str, state: State) -> None:
         """Records a state from which a request can continue."""
@@ -76,7 +89,6 @@ class Journal:
             self._begin_anew()
 
     def outdate(self) -> None:
-        """Records a weight update: no present state will be found."""
         with self._lock:
             self._held.clear()
             self._weights += 1

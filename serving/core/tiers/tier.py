@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
-from serving.core.cache.prefix_tree import CheckpointKind
-from serving.core.tiers.content import Chain, Name, State, state_name
+from serving.core.cache.content import Chain, Name, NamedStates, State, state_name
+from serving.core.cache.prefix_tree import Checkpoint, CheckpointKind
 from serving.core.tiers.journal import Journal
 
 _P = ParamSpec("_P")
@@ -32,6 +32,12 @@ class Unit(NamedTuple):
     position: int
     """Number of all its tokens."""
     kind: CheckpointKind
+
+    @classmethod
+    def of(cls, entry: Checkpoint, block: int) -> "Unit":
+        """The unit of a checkpoint on the device."""
+        name, _, tail, position = entry.state
+        return cls(name, tuple(entry.links[: position // block + 1]), tail, position, entry.kind)
 
     @property
     def blocks(self) -> tuple[Name, ...]:
@@ -132,8 +138,7 @@ class Tier:
     used: int = 0
     """Bytes of all parts in memory."""
     _blocks: dict[Name, _Block] = field(default_factory=dict)
-    _tails: dict[Name, dict[int, int]] = field(default_factory=dict)
-    """By a unit's last link: the number of units with a tail of each length."""
+    _names: NamedStates = field(default_factory=NamedStates)
     _order: OrderedDict[Name, None] = field(default_factory=OrderedDict)
     _spare: OrderedDict[Name, None] = field(default_factory=OrderedDict)
     """Units of low value."""
@@ -167,19 +172,11 @@ class Tier:
         """
         links = chain.reach(tokens)  # hashing many tokens takes time: other threads can run
         with self.lock:
-            return self._find(chain.block, links, tokens, beyond)
-
-    def _find(self, size: int, links: Sequence[Name], tokens: Sequence[int], beyond: int) -> Unit | None:
-        for at in range(len(tokens) // size, -1, -1):
-            begin = at * size
-            if begin + size <= beyond:
-                return None
-            for tail in sorted(self._tails.get(links[at], ()), reverse=True):
-                position = begin + tail
-                if beyond < position <= len(tokens):
-                    known = self.units.get(state_name(links[at], tokens[begin:position]))
-                    if known is not None:
-                        return known._replace(links=tuple(links[: at + 1]), tail=tail, position=position)
+            for state in self._names.candidates(chain, tokens, beyond):
+                known = self.units.get(state.name)
+                if known is not None:
+                    path = tuple(links[: state.position // chain.block + 1])
+                    return known._replace(links=path, tail=state.tail, position=state.position)
         return None
 
     @_alone
@@ -205,8 +202,7 @@ class Tier:
                 block.units += 1
         self.units[unit.name] = unit
         self.used += self.sizes.own(unit)
-        tails = self._tails.setdefault(unit.links[-1], {})
-        tails[unit.tail] = tails.get(unit.tail, 0) + 1
+        self._names.add(unit.state)
         gone: list[Name] = []
         while self.used > self.capacity:
             order = self._spare or self._order
@@ -297,12 +293,7 @@ class Tier:
         self._order.pop(name, None)
         self._spare.pop(name, None)
         self.used -= self.sizes.own(unit)
-        tails = self._tails[unit.links[-1]]
-        tails[unit.tail] -= 1
-        if not tails[unit.tail]:
-            del tails[unit.tail]
-            if not tails:
-                del self._tails[unit.links[-1]]
+        self._names.remove(unit.state)
         gone = [name]
         for each in unit.blocks if self.sizes.page else ():
             block = self._blocks[each]
@@ -330,4 +321,4 @@ class Tier:
         assert self.used <= self.capacity, "more is held than there is room for"
         assert self._order.keys() | self._spare.keys() == self.units.keys(), "a unit is in no order"
         assert not self._order.keys() & self._spare.keys(), "a unit is in both orders"
-        assert sum(sum(tails.values()) for tails in self._tails.values()) == len(self.units), "tails leaked"
+        assert len(self._names) == len(self.units), "names leaked"

@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from serving.core.cache.prefix_tree import Checkpoint, Node, Root, Scope
-from serving.core.tiers.content import Chain, Name
-from serving.core.tiers.naming import scope_of, unit_of
+from serving.core.cache.content import Chain, Name, Scope
+from serving.core.cache.prefix_index import IndexObserver
+from serving.core.cache.prefix_tree import Checkpoint, Node, Root
 from serving.core.tiers.prices import Prices
 from serving.core.tiers.tier import Change, Tier, Unit
 
@@ -63,7 +63,7 @@ class FetchStats:
     fetched_bytes: int = 0
 
 
-class Tiers:
+class Tiers(IndexObserver):
     """Host memory, disk, or both, as one engine uses them. Replicas have one for each, over the same tiers.
 
     Args:
@@ -99,18 +99,21 @@ class Tiers:
 
     # -- copies from the device --
 
-    def left(self, entry: Checkpoint, spare: bool) -> None:
-        """Called before the index drops a checkpoint that is complete on the device. `spare`: it is of low value."""
-        replaced = scope_of(entry).weights > 0
-        if entry.stale or (self.only_blocks and entry.position % self.block):
+    def dropping(self, entry: Checkpoint, *, trusted: bool, low_value: bool) -> None:
+        if trusted and not entry.stale:
+            self.keep(entry, low_value=low_value)
+
+    def keep(self, entry: Checkpoint, *, low_value: bool) -> None:
+        """Plans the copy of a checkpoint that is complete on the device, if a tier takes it."""
+        if self.only_blocks and entry.position % self.block:
             return
-        unit = unit_of(entry, self.block)
+        unit = Unit.of(entry, self.block)
         fitting = [tier for tier in self.tiers if tier.sizes.unit(unit) <= tier.capacity]
         if not fitting:
             self.tiers[0].refuse()
             return
-        first, spare = fitting[0], spare or replaced
-        if replaced and first is self.disk:
+        first, spare = fitting[0], low_value or self.weights_replaced
+        if self.weights_replaced and first is self.disk:
             return
         if unit.name in first.units:
             first.touch(unit.name, spare=spare)
@@ -192,13 +195,13 @@ class Tiers:
         Units on disk belong to the weights at the start of the process. They stay for its next start.
         """
         self.weights_replaced = True
-        self.reset()
+        self.cleared()
         if self.host is not None:
             self._gone.append((self.host, self.host.clear()))
 
     def clear(self) -> None:
         """Removes all units from all tiers."""
-        self.reset()
+        self.cleared()
         self._gone += [(tier, tier.clear()) for tier in self.tiers]
 
     def forget(self, tokens: Sequence[int], scope: Scope) -> None:
@@ -206,8 +209,8 @@ class Tiers:
         chain = Chain(scope, self.block)
         self._gone += [(tier, tier.forget(chain, tokens)) for tier in self.tiers]
 
-    def reset(self) -> None:
-        """Drops all departures, because the store is lost or outdated."""
+    def cleared(self) -> None:
+        """Drops all planned copies, because the store is lost or outdated."""
         for departure in self.take_departures():
             self.moved(departure.change.bytes)
             self._gone.append((departure.tier, departure.change.gone))

@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from serving.core.cache.prefix_tree import Scope
+from serving.core.cache.content import Chain, Scope
 from serving.core.placing import EVENNESS, Workload, price
-from serving.core.tiers.content import Chain
 from serving.engine.engine import Engine
 from serving.engine.request_error import RequestError
 from serving.engine.requests.request import EngineRequest

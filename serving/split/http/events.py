@@ -20,7 +20,7 @@ from starlette.responses import Response
 from serving.api.http.connection.streaming import EventStream, until_gone
 from serving.api.http.context import context_of
 from serving.api.http.errors import ApiError
-from serving.core.tiers.content import State
+from serving.core.cache.content import State
 from serving.core.tiers.journal import Event, Journal
 from serving.split.http.prompts import Kind, prompt_of
 from serving.split.http.sealed import sealed

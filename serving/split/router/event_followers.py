@@ -16,8 +16,7 @@ from typing import Any
 
 import httpx
 
-from serving.core.cache.prefix_tree import Scope
-from serving.core.tiers.content import SIZE, Chain, Name, State
+from serving.core.cache.content import SIZE, Chain, Name, Scope, State
 from serving.core.tiers.directory import Directory, Resumable
 from serving.split.router.workers import Fleet, Remote
 

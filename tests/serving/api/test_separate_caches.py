@@ -8,7 +8,7 @@ from serving.api.http import ServerSettings, create_app
 from serving.api.http.connection import keys
 from serving.api.http.connection.keys import salt_of
 from serving.config import EngineConfig
-from serving.core.cache.prefix_tree import client_salt
+from serving.core.cache.content import client_salt
 from serving.engine.assembly.build import assemble
 from serving.engine.async_engine import AsyncEngine
 from tests.support.letter_tokens import letters

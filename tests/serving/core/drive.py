@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from serving.core import Request, Scheduler, SchedulerConfig, StepPlan, StepResult
-from serving.core.cache.prefix_tree import Scope
+from serving.core.cache.content import Scope
 from tests.serving.core.symbolic import Device, Model, expected_output
 
 

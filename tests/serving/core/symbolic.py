@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from serving.core import DecodeRow, PrefillRow, Request, Row, Scheduler, SchedulerConfig, StepPlan, StepResult
+from serving.core.cache.content import Scope
 from serving.core.cache.pools import Pool
-from serving.core.cache.prefix_tree import Node, Scope
+from serving.core.cache.prefix_tree import Node
 from serving.core.cache.row_replay import ReplayAccess
 
 _MASK = (1 << 61) - 1

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from serving.core.cache.prefix_tree import Scope
+from serving.core.cache.content import Scope
 from tests.serving.core.drive import Loop
 
 

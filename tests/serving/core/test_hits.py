@@ -3,7 +3,7 @@
 import pytest
 
 from serving.core import MissReason
-from serving.core.cache.prefix_tree import Scope
+from serving.core.cache.content import Scope
 from tests.serving.core.drive import Loop
 
 PROMPT = list(range(100, 111))  # 11 tokens: B = 4, so boundaries at 4 and 8, and its end inside a page

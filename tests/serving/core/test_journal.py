@@ -3,8 +3,7 @@
 import random
 
 from serving.core import CheckpointKind
-from serving.core.cache.prefix_tree import Scope
-from serving.core.tiers.content import Chain, state_name
+from serving.core.cache.content import Chain, Scope, state_name
 from serving.core.tiers.journal import Journal
 from serving.core.tiers.tier import Sizes, Tier, Unit
 

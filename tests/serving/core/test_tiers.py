@@ -7,9 +7,8 @@ from collections import Counter
 import pytest
 
 from serving.core import CheckpointKind
-from serving.core.cache.prefix_tree import Scope
-from serving.core.tiers import content, naming
-from serving.core.tiers.content import Chain, link, root, state_name
+from serving.core.cache import content
+from serving.core.cache.content import Chain, Scope, link, root, state_name
 from serving.core.tiers.prices import Prices
 from serving.core.tiers.tier import Sizes, Tier, Unit
 from serving.core.tiers.tiers import Tiers
@@ -201,8 +200,7 @@ LEFT_OUT = {
 @pytest.mark.parametrize("part", LEFT_OUT)
 def test_a_part_of_the_scope_that_names_leave_out_is_seen(part, monkeypatch):
     """A name below the device that lacks it lets a request go on from another's state."""
-    for module in (content, naming):
-        monkeypatch.setattr(module, "root", lambda scope: root(LEFT_OUT[part](scope)))
+    monkeypatch.setattr(content, "root", lambda scope: root(LEFT_OUT[part](scope)))
     with pytest.raises(Violation):
         collections.deque(map(run_tiered, range(2000)), maxlen=0)
 

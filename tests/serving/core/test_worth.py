@@ -1,6 +1,6 @@
 """What a state is worth compared with others of its kind."""
 
-from serving.core.cache.prefix_tree import Scope
+from serving.core.cache.content import Scope
 from tests.serving.core.drive import Loop
 
 

@@ -8,9 +8,8 @@ import random
 from typing import Any
 
 from serving.core import RemoteLoad, Scheduler, StepPlan
-from serving.core.cache.prefix_tree import Scope
+from serving.core.cache.content import Scope
 from serving.core.tiers.journal import Journal
-from serving.core.tiers.naming import unit_of
 from serving.core.tiers.prices import Prices
 from serving.core.tiers.tier import Sizes, Tier
 from serving.core.tiers.tiers import Tiers
@@ -186,9 +185,9 @@ def _check_journal(run: TieredRun) -> None:
     told: dict[str, set[bytes]] = {}
     for tier, state in found.states:
         told.setdefault(tier, set()).add(state.name)
-    index, block = run.scheduler.index, run.config.state_block_size
+    index = run.scheduler.index
     entries = [entry for entry in index.by_worth() if not entry.stale] if index is not None else []
-    expect(told.get("device", set()) == {unit_of(entry, block).name for entry in entries}, "the device's states", told)
+    expect(told.get("device", set()) == {entry.state.name for entry in entries}, "the device's states", told)
     for tier in run.tiers.tiers:
         names = told.get(tier.name, set())
         # What the disk has from before the weights were replaced is not reported: no request can use it.

@@ -11,7 +11,7 @@ from flax import nnx
 from mamba_jax.programs import StepPrograms
 from serving import AsyncEngine, SamplingParams
 from serving.config import EngineConfig
-from serving.core.cache.prefix_tree import Scope
+from serving.core.cache.content import Scope
 from serving.engine.assembly.build import assemble
 from serving.engine.request_error import RequestError, RequestFailed
 from tests.support.engines import QUICK_COMPILE, finish

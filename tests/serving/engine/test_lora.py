@@ -9,8 +9,7 @@ import pytest
 from checkpoints.adapter import CONFIG_FILE
 from serving import LLM, LoRARequest, RequestError, SamplingParams
 from serving.core.cache.cache import Cache
-from serving.core.cache.prefix_tree import Scope
-from serving.core.tiers.content import root
+from serving.core.cache.content import Scope, root
 from tests.support.golden_case import FIXTURES, TO_HUGGING_FACE, Case
 
 FIXTURE = "lfm2"

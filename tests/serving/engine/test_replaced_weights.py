@@ -18,7 +18,7 @@ from mamba_jax.model import parameters
 from mamba_jax.programs import StepPrograms
 from serving import LLM, AsyncEngine, RequestError, SamplingParams
 from serving.core.cache.cache import Cache
-from serving.core.cache.prefix_tree import Scope
+from serving.core.cache.content import Scope
 from serving.core.tiers.prices import Prices
 from tests.support.engines import QUICK_COMPILE, finish
 from tests.support.tiny_configs import TRAINABLE

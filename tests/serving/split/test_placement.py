@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from serving.core.cache.prefix_tree import Scope
-from serving.core.tiers.content import Chain, State, state_name
+from serving.core.cache.content import Chain, Scope, State, state_name
 from serving.core.tiers.directory import Directory, Resumable
 from serving.core.tiers.journal import Journal
 from serving.split.http.events import follow

@@ -12,8 +12,7 @@ from checkpoints.load import load_model
 from checkpoints.tokenizer import load_tokenizer
 from serving.api.http.connection.server import Server
 from serving.config import EngineConfig
-from serving.core.cache.prefix_tree import Scope
-from serving.core.tiers.content import Chain, state_name
+from serving.core.cache.content import Chain, Scope, state_name
 from serving.core.tiers.journal import Journal
 from serving.engine.assembly.build import assemble
 from serving.split.http import events

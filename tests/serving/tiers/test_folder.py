@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from serving.core import CheckpointKind
-from serving.core.cache.prefix_tree import Scope
-from serving.core.tiers.content import Chain, state_name
+from serving.core.cache.content import Chain, Scope, state_name
 from serving.core.tiers.tier import Sizes, Tier, Unit
 from serving.tiers.folder import ENDING, DamagedFile, Folder, unit_of
 from serving.tiers.listing import Changes, Listing, make_room

@@ -10,8 +10,7 @@ import pytest
 
 from mamba_jax.store import Store, StoreShape, init_store
 from serving.core import CheckpointKind, RemoteLoad, RemoteState
-from serving.core.cache.prefix_tree import Scope
-from serving.core.tiers.content import Chain, state_name
+from serving.core.cache.content import Chain, Scope, state_name
 from serving.core.tiers.prices import Prices
 from serving.core.tiers.tier import Tier, Unit
 from serving.core.tiers.tiers import TierCopy, TierHit, Tiers

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from serving.config import EngineConfig
-from serving.core.tiers import content, naming
+from serving.core.cache import content
 from serving.engine.assembly import build
 from serving.engine.replicas.replica_loads import ReplicaLoads
 from serving.engine.replicas.replica_stats import merged
@@ -268,8 +268,7 @@ def test_states_of_an_adapter_are_found_by_its_content(start, tiny, flags, monke
 def test_names_without_the_adapter_are_noticed(start, tiny, monkeypatch):
     """Planted: names of states do not depend on the digest. States of the old content are found."""
     sound = content.root
-    for module in (content, naming):
-        monkeypatch.setattr(module, "root", lambda scope: sound(scope._replace(adapter=None)))
+    monkeypatch.setattr(content, "root", lambda scope: sound(scope._replace(adapter=None)))
     engines = start(max_initial_states=1, **HOST)
     one, other = [read_contents(engine, tiny) for engine in engines]
     for number in range(1, 7):

@@ -18,7 +18,7 @@ from starlette.datastructures import Headers
 from serving.api.http.context import context_of
 from serving.api.http.errors import ApiError
 from serving.api.http.settings import ServerSettings
-from serving.core.cache.prefix_tree import client_salt
+from serving.core.cache.content import client_salt
 
 
 def sent_key(headers: Headers) -> str | None:

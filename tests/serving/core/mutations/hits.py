@@ -4,8 +4,9 @@ from typing import Any
 
 from serving.core import MissReason
 from serving.core.cache.cache import Cache
+from serving.core.cache.content import Scope
 from serving.core.cache.prefix_index import PrefixIndex
-from serving.core.cache.prefix_tree import Match, Scope
+from serving.core.cache.prefix_tree import Match
 from serving.core.cache.row_pages import RowPages
 from serving.core.planning import admission
 from tests.serving.core.mutations.registry import Patch, mutation
@@ -114,7 +115,7 @@ def state_above_is_enough(patch: Patch) -> None:
 def logprobs_hit(patch: Patch) -> None:
     def find(host: Any, request: Any) -> Any:
         index = host.cache.index
-        return None if index is None else index.find(request.tokens, request.progress.content.scope)
+        return None if index is None else index.find(request.tokens, request.progress.content.chain.scope)
 
     patch.setattr(admission, "_find", find)
 
@@ -128,7 +129,7 @@ def logprobs_hit(patch: Patch) -> None:
 def never_the_whole_prompt(patch: Patch) -> None:
     def find(host: Any, request: Any) -> Any:
         index = host.cache.index
-        return index.find(request.tokens[:-1], request.progress.content.scope) if index is not None else None
+        return index.find(request.tokens[:-1], request.progress.content.chain.scope) if index is not None else None
 
     patch.setattr(admission, "_find", find)
 
