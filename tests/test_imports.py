@@ -43,7 +43,7 @@ SERVING = {
     "split/ray": {"config", "api/http", "split", "split/http", "split/router"},
     "bench": {""},
     "cli": {"config", "engine", "capacity", "api", "api/http", "split", "split/http"}
-    | {"split/transport", "hosts", "settings", "split/router", "vllm"},
+    | {"hosts", "settings", "split/router", "vllm"},
 }
 
 # The same below four of these folders: their own folders, and each of the files next to those (`""` is what the

@@ -52,7 +52,6 @@ COMMANDS = {
         "training.train_grpo", "train_grpo", "Train models", "Train a model by reinforcement learning."
     ),
     "eval": Entry("evaluation.eval", "evaluate", "Measure", "Evaluate a model on held-out text and problems."),
-    "bits": Entry("evaluation.bits", "bits", "Measure", "Show which schedules change a request's bits."),
     "bench": Entry("bench", "app", "Measure", "Run a benchmark."),
 }
 ENGINE_COMMANDS = ("generate", "chat", "serve", "plan")

@@ -1,1 +1,1 @@
-"""`mamba-jax eval`: quality of answers, and agreement with another model or with training. `mamba-jax bits`."""
+"""`mamba-jax eval`: quality of a model's answers, and how far its predictions are from another model's."""

@@ -2,13 +2,12 @@
 
 import json
 
-import numpy as np
 import pytest
 import yaml
 
 import checkpoints
 from serving import LLM, SamplingParams
-from serving.cli.evaluation.measures import is_correct, plain_number, prompts_of, result_of
+from serving.cli.evaluation.measures import is_correct, plain_number, result_of
 from serving.cli.main import run
 
 pytestmark = pytest.mark.slow
@@ -120,18 +119,12 @@ def evaluate(trained, *options):
 
 
 def test_eval(trained, capsys):
-    found = evaluate(trained, "--no-table")
+    found = evaluate(trained)
     assert 0 < found["bits_per_byte"]["words"] < 8
     assert found["accuracy"]["problems"] == 6
     capsys.readouterr()
     assert run(["eval", "--model", str(trained / "run/model")]) == 2
     assert "has no heldout_problems.jsonl" in capsys.readouterr().err
-
-
-def test_every_feature_gives_the_same_answers(trained):
-    table = evaluate(trained, "--table-problems", "4", "--shots", "1")["table"]
-    assert [row["cache"] for row in table] == [mode for mode in ("none", "align", "all") for _ in range(4)]
-    assert all(row["sure_of_another"] == 0 for row in table)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +162,3 @@ def test_results():
     assert [plain_number(text) for text in ("3.50", "100", "-2.0", "1,000.")] == ["3.5", "100", "-2", "1000"]
     assert is_correct(problem(4), "4+4=8\n#### 8")
     assert not is_correct(problem(4), "8")
-    first, second = prompts_of([problem(i) for i in range(3)], 1)
-    assert first.startswith("Question: What is 0 and 0?\nAnswer: 0+0=0\n#### 0\n\nQuestion: What is 1")
-    assert second.endswith("What is 2 and 2?\nAnswer:")
-    assert np.char.count(second, "Question") == 2

@@ -7,6 +7,8 @@ import numpy as np
 import optax
 import pytest
 
+from benchmarks import consistency
+from benchmarks.consistency import ARRANGEMENTS, OTHER_SHAPES, Agreement, agreements
 from checkpoints.adapter_export import target_layers
 from checkpoints.load import load_model
 from checkpoints.random import write_random
@@ -16,8 +18,6 @@ from mamba_jax.programs import StepPrograms
 from mamba_jax.train.additions import is_trained, new_adapter
 from mamba_jax.train.policy import PolicyTrainer
 from mamba_jax.train.score import SCORE_OPTIONS, score
-from serving.cli.evaluation import consistency
-from serving.cli.evaluation.consistency import ARRANGEMENTS, OTHER_SHAPES, Agreement, agreements
 from serving.cli.training.rollouts import Rollouts, ServedAdapter
 from serving.engine.llm import LLM
 from tests.support.divisible_checkpoints import GOLDEN

@@ -1,5 +1,8 @@
 """Comparison of log-probabilities from the engine with those from the training forward.
 
+    python -m benchmarks.consistency --model demo
+    python -m benchmarks.consistency --schedule-invariant
+
 A trainer that learns from rollouts assumes that they are equal. The engine samples tokens at temperature 1. If d is the
 difference between training's and serving's log-probability of a token, the mean of exp(d) - 1 - d estimates the KL
 divergence (Schulman, 2020).
@@ -7,16 +10,27 @@ divergence (Schulman, 2020).
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
+from checkpoints.load import load_model
+from checkpoints.resolve import resolve
+from checkpoints.tokenizer import require_tokenizer
 from mamba_jax.model import HybridModel
+from mamba_jax.train.corpus import SAMPLE_TEXT, read_documents
 from mamba_jax.train.score import SCORE_OPTIONS, score, sequence_logprobs
+from serving.cli.evaluation.measures import text_prompts
 from serving.engine.llm import LLM
 from serving.engine.requests.sampling_params import SamplingParams
 
@@ -119,3 +133,39 @@ def _trained(
 
 _score = jax.jit(sequence_logprobs)
 _exact = jax.jit(score, compiler_options=SCORE_OPTIONS)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints a table in float32 and one in bfloat16."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo", help="checkpoint directory, or 'demo'")
+    parser.add_argument("--data", type=Path, help="folder with heldout_text.jsonl; unset: the model's")
+    parser.add_argument("--prompts", type=int, default=40, help="number of text prompts")
+    parser.add_argument("--max-num-seqs", type=int, default=16, help="maximum number of sequences that run at once")
+    parser.add_argument("--schedule-invariant", action="store_true", help="engines and score of that mode")
+    parser.add_argument("--output", type=Path, help="JSON file to write all figures to")
+    options = parser.parse_args(arguments)
+    model, texts = options.model, read_documents((options.data or resolve(options.model).files) / SAMPLE_TEXT)
+    prompts = text_prompts(require_tokenizer(model), list(texts), options.prompts)
+    figures: dict[str, Any] = {"model": model}
+    for dtype in ("float32", "bfloat16"):
+        flags = {
+            "dtype": dtype, "max_num_seqs": options.max_num_seqs, "max_model_len": 512, "warmup": False,
+            "tile_size": 32, "state_block_size": 64, "schedule_invariant": options.schedule_invariant,
+        }  # fmt: skip
+        table = Table(title=f"{model}, {dtype}: serving against training, per token")
+        for heading in ("arrangement", "tokens", "cached tokens", "KL (nats)", "largest difference", "equal bits"):
+            table.add_column(heading, justify="left" if heading == "arrangement" else "right")
+        loaded = load_model(model, dtype=dtype, progress=False)
+        found = agreements(model, loaded, prompts, max_tokens=64, flags=flags)
+        for one in found:
+            counts = f"{one.tokens}", f"{one.cached_tokens}", f"{one.kl:.1e}", f"{one.largest:.1e}"
+            table.add_row(one.arrangement, *counts, f"{one.equal} of {one.tokens}")
+        Console(soft_wrap=True, highlight=False).print(table)
+        figures[dtype] = [dataclasses.asdict(one) for one in found]
+    if options.output is not None:
+        options.output.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
