@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from serving.config import ConfigError
-from serving.vllm.flags import FLAGS, Arity, Flag, Words
+from serving.vllm.flags import FLAGS, Flag, Words
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Translated:
 
 
 _NAMED = {name: flag for flag in FLAGS for name in (flag.name, *flag.short)}
-_OPPOSITES = {f"--no-{flag.name[2:]}": flag for flag in FLAGS if flag.takes is Arity.NOTHING}
+_OPPOSITES = {f"--no-{flag.name[2:]}": flag for flag in FLAGS if not flag.takes}
 
 
 def is_known(name: str) -> bool:
@@ -85,7 +85,7 @@ def _apply(flag: Flag, name: str, values: Words, done: Translated) -> None:
             return
         raise ConfigError(f"{name} is not supported: {flag.missing}")
     elif name in _OPPOSITES:
-        done.words += flag.off or []
+        done.words += flag.off
     elif flag.becomes is not None:
         for value in values or [""]:
             done.words += flag.becomes(value)
@@ -93,12 +93,12 @@ def _apply(flag: Flag, name: str, values: Words, done: Translated) -> None:
 
 def _values(flag: Flag, waiting: Words) -> Words:
     """Removes a flag's values from the words after it, and returns them."""
-    if flag.takes is Arity.NOTHING:
+    if not flag.takes:
         return []
     if not waiting:
         raise ConfigError(f"{flag.name} needs a value")
     values = [waiting.pop(0)]
-    while flag.takes is Arity.VALUES and waiting and not waiting[0].startswith("-"):
+    while flag.takes == "VALUES" and waiting and not waiting[0].startswith("-"):
         values.append(waiting.pop(0))
     return values
 
