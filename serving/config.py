@@ -66,13 +66,9 @@ class EngineConfig(Settings):
     )
     checkpoint_dtype: Literal["auto", "float16", "bfloat16", "int8"] = Field(
         "auto",
-        description="Data type of recurrent states that leave the device: for host_cache_gib, disk_cache and the other "
-        "side of a split. int8 has a scale for each head and channel. auto: ssm_dtype.",
-    )
-    exact_reuse: bool = Field(
-        False,
-        description="With checkpoint_dtype: round running sequences' states where a state may be kept for reuse, at "
-        "every state_block_size tokens, so that answers do not depend on what was reused.",
+        description="Data type of recurrent states in host_cache_gib and disk_cache. int8 has a scale for each head "
+        "and channel. auto: ssm_dtype. Running sequences are rounded likewise at every state_block_size tokens, so "
+        "answers do not depend on what was reused.",
     )
     kv_cache_dtype: Literal["auto", "fp8"] = Field(
         "auto",
@@ -308,13 +304,8 @@ class EngineConfig(Settings):
 
     @property
     def narrows_states(self) -> bool:
-        """Whether states that leave the device are narrower than those of running rows."""
+        """Whether states in tiers are narrower than those of running rows, which are rounded likewise."""
         return self.checkpoint_dtype not in ("auto", self.ssm_dtype)
-
-    @property
-    def rounds_rows(self) -> bool:
-        """Whether states of running rows are rounded to the precision of states that leave the device."""
-        return self.narrows_states and self.exact_reuse
 
     @property
     def excluded_from_quantization(self) -> tuple[str, ...]:
@@ -358,15 +349,10 @@ class EngineConfig(Settings):
             )
         if (self.replay_interval or 1) > 1:
             check_replay_interval(self.replay_interval or 1, drafts, tile_size=tile)
-        if self.exact_reuse and self.ssm_dtype != "float32":
+        if self.narrows_states and self.ssm_dtype != "float32":
             raise ValueError(
-                f"exact_reuse needs ssm_dtype float32: {self.ssm_dtype} is rounded to after every token; "
-                "checkpoint_dtype makes those that wait narrower"
-            )
-        if self.ssm_dtype != "float32" and self.checkpoint_dtype not in ("auto", "int8", self.ssm_dtype):
-            raise ValueError(
-                f"checkpoint_dtype {self.checkpoint_dtype} is no narrower than ssm_dtype {self.ssm_dtype}; "
-                "auto or int8 are allowed"
+                f"checkpoint_dtype {self.checkpoint_dtype} needs ssm_dtype float32: states in {self.ssm_dtype} are "
+                "rounded after every token; use checkpoint_dtype auto"
             )
         low, high = self.ngram_bounds
         if low > high:

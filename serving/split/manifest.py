@@ -41,7 +41,7 @@ class Manifest(BaseModel):
     """* Dtype of keys and values."""
     ssm_dtype: str
     """* Dtype of transferred recurrent states (accumulated). May differ if the decode side converts."""
-    exact_reuse: str = "off"
+    rounding: str = "off"
     """* Rounding of running rows."""
     state: dict[str, tuple[int, ...]]
     """* Shapes of a state's transferred arrays, by name."""
@@ -78,7 +78,7 @@ def describe(
     state_block_size: int,
     max_model_len: int,
     transports: dict[str, str],
-    exact_reuse: tuple[NarrowDtype, int] | None = None,
+    rounding: tuple[NarrowDtype, int] | None = None,
 ) -> Manifest:
     """Returns the manifest of a worker. `state`: arrays of a state; `model`: digest of the weights."""
     layers, declared = config.num_attention_uses, arrangement.shape.arrays
@@ -92,7 +92,7 @@ def describe(
         dtype=str(store.hidden.dtype),
         kv_dtype=str(store.kv[0].dtype) if store.kv else "none",
         ssm_dtype=accumulated[0] if accumulated else "none",
-        exact_reuse="off" if exact_reuse is None else f"{exact_reuse[0].dtype} every {exact_reuse[1]} tokens",
+        rounding="off" if rounding is None else f"{rounding[0].dtype} every {rounding[1]} tokens",
         state={name: tuple(spec.shape) for name, spec in state.items()},
         attention_layers=min(layers, len(store.kv)),
         draft_layers=max(0, len(store.kv) - layers),
@@ -119,12 +119,8 @@ def check(prefill: Manifest, decode: Manifest) -> list[str]:
         "dtype": (prefill.dtype, decode.dtype, "give both the same --dtype"),
         "kv_cache_dtype": (prefill.kv_dtype, decode.kv_dtype, "give both the same --kv-cache-dtype"),
         "model": (prefill.model, decode.model, "give both the same --model, weights and --schedule-invariant"),
-        "state": (prefill.state, decode.state, "give both the same --model and --checkpoint-dtype"),
-        "exact_reuse": (
-            prefill.exact_reuse,
-            decode.exact_reuse,
-            "give both the same --exact-reuse, --checkpoint-dtype and --state-block-size",
-        ),
+        "state": (prefill.state, decode.state, "give both the same --model"),
+        "rounding": (prefill.rounding, decode.rounding, "give both the same --checkpoint-dtype and --state-block-size"),
         "attention layers": (prefill.attention_layers, decode.attention_layers, "give both the same --model"),
     }
     for what, (theirs, ours, advice) in pairs.items():
@@ -135,7 +131,7 @@ def check(prefill: Manifest, decode: Manifest) -> list[str]:
         if not decode.converts_state:
             raise ManifestMismatch(
                 f"ssm_dtype differs: prefill has {prefill.ssm_dtype}, decode has {decode.ssm_dtype}; give both the "
-                "same --ssm-dtype and --checkpoint-dtype, or --convert-state to the decode worker"
+                "same --ssm-dtype, or --convert-state to the decode worker"
             )
         notices.append(f"states are converted from {prefill.ssm_dtype} to {decode.ssm_dtype}: outputs may differ")
     if prefill.draft_layers < decode.draft_layers:

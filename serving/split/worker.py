@@ -13,7 +13,7 @@ import numpy as np
 
 from serving.core import Scheduler
 from serving.engine.assembly.build import AssembledEngine
-from serving.engine.assembly.narrow_states import handoff_form, row_rounding
+from serving.engine.assembly.narrow_states import row_rounding
 from serving.engine.steps.loop import StepLoop
 from serving.points.arrangement import Arrangement
 from serving.points.point import Piece, PointPrograms, pieces, state_spec
@@ -47,7 +47,7 @@ class Worker:
         loop, config = built.engine.loop, built.model.config
         store = loop.store
         assert store is not None
-        arrangement = Arrangement.of(config, store, handoff_form(built.config))
+        arrangement = Arrangement.of(config, store)
         kv = None
         if store.kv:
             kv = jax.ShapeDtypeStruct(arrangement.shape.pages[0].shape, store.kv[0].dtype)
@@ -59,7 +59,7 @@ class Worker:
             state,
             model=model or built.weights_digest,
             state_block_size=built.config.state_block_size,
-            exact_reuse=row_rounding(built.config),
+            rounding=row_rounding(built.config),
             max_model_len=built.size.max_model_len,
             transports={name: transport.address for name, transport in transports.items()},
         )

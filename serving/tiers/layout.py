@@ -32,17 +32,15 @@ class Layout:
     page_size: int
     block: int
     """B, in tokens."""
-    exact: bool = False
-    """Whether states belong to rows that were rounded at every multiple of B."""
 
     @classmethod
-    def of(cls, arrangement: Arrangement, store: Store, block: int, *, exact: bool = False) -> Layout:
+    def of(cls, arrangement: Arrangement, store: Store, block: int) -> Layout:
         """That of a running engine."""
         kv = None
         if store.kv:
             shape = (len(store.kv), block, *arrangement.shape.pages[0].shape)
             kv = jax.ShapeDtypeStruct(shape, store.kv[0].dtype)
-        return cls(arrangement, state_spec(store, arrangement), kv, store.page_size or block, block, exact)
+        return cls(arrangement, state_spec(store, arrangement), kv, store.page_size or block, block)
 
     @property
     def layers(self) -> int:
@@ -71,8 +69,7 @@ class Layout:
         """
         state = [(name, spec.shape, str(spec.dtype)) for name, spec in self.state.items()]
         kv = None if self.kv is None else (self.kv.shape, str(self.kv.dtype))
-        exact = ("exact",) if self.exact else ()
-        text = repr((FORMAT, model, source_digest(STATE_PACKAGES), state, kv, self.page_size, self.block, *exact))
+        text = repr((FORMAT, model, source_digest(STATE_PACKAGES), state, kv, self.page_size, self.block))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

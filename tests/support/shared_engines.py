@@ -92,9 +92,7 @@ VARIANTS = {
     "float16 states": Variant("falconh1", {"ssm_dtype": "float16"}, 4e-3, 1e-2),
 }
 EXACT = {
-    f"{kind}, exact": Variant(
-        "nemotronh", {"checkpoint_dtype": kind, "exact_reuse": True, "state_block_size": 2 * TILE}, 2e-3, 0.3
-    )
+    f"{kind}, exact": Variant("nemotronh", {"checkpoint_dtype": kind, "state_block_size": 2 * TILE}, 2e-3, 0.3)
     for kind in ("int8", "bfloat16")
 }
 """Whose states are rounded every so many tokens, and so depend on nothing else."""

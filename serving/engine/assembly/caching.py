@@ -29,9 +29,9 @@ def resolve_caching(config: EngineConfig) -> ResolvedCaching:
     Every mode works with and without drafts.
     """
     asked, chunked = config.mamba_cache_mode, config.enable_chunked_prefill
-    if config.rounds_rows and not chunked:
+    if config.narrows_states and not chunked:
         found = resolve_caching(config.model_copy(update={"enable_chunked_prefill": True}))
-        notice = "chunked prefill is switched on: exact_reuse needs it"
+        notice = "chunked prefill is switched on: checkpoint_dtype needs it"
         return found._replace(notices=(*found.notices, notice))
     if not config.enable_prefix_caching:
         if asked in ("align", "all"):

@@ -1,4 +1,4 @@
-"""Determines from the flags the dtypes of states off the device and of rounded running rows."""
+"""Determines from the flags the dtype of states in tiers, to which running rows are rounded, too."""
 
 from __future__ import annotations
 
@@ -7,16 +7,10 @@ from serving.config import EngineConfig
 
 
 def waiting_form(config: EngineConfig) -> NarrowDtype | None:
-    """Returns the form of states that leave the device; None if it is the form of the slots."""
+    """Returns the form of states in tiers; None if it is the form of the slots."""
     return NarrowDtype(config.checkpoint_dtype) if config.narrows_states else None
-
-
-def handoff_form(config: EngineConfig) -> NarrowDtype | None:
-    """Returns the form of states handed from one running row to another. If running rows are rounded, states must not
-    be, so the result is None."""
-    return None if config.rounds_rows else waiting_form(config)
 
 
 def row_rounding(config: EngineConfig) -> tuple[NarrowDtype, int] | None:
     """Returns the form to which running rows are rounded, and the number of tokens between roundings."""
-    return (NarrowDtype(config.checkpoint_dtype), config.state_block_size) if config.rounds_rows else None
+    return (NarrowDtype(config.checkpoint_dtype), config.state_block_size) if config.narrows_states else None

@@ -344,7 +344,7 @@ def scheduler_config(
         num_speculative_tokens=config.num_speculative_tokens,
         replay_interval=size.replay_interval,
         num_lookahead_tokens=lookahead,
-        chunks_end_at_blocks=config.rounds_rows,
+        chunks_end_at_blocks=config.narrows_states,
         max_prefill_rows=min(MAX_PREFILL_ROWS, size.max_num_seqs),
         max_waiting=config.max_num_waiting,
         max_decode_pause=config.max_decode_pause,

@@ -75,7 +75,7 @@ def connect_tiers(
             None if disk is None else disk.tier,
             prices=Prices(),
             max_leaving=MAX_LEAVING,
-            only_blocks=config.rounds_rows,
+            only_blocks=config.narrows_states,
         )
         loop.scheduler.use_tiers(tiers)
         loop.sources.append(Mover(tiers, layout, PointPrograms(layout.arrangement), memory, disk))
@@ -85,7 +85,7 @@ def connect_tiers(
 
 def _layout(config: EngineConfig, model: HybridConfig, store: Store) -> Layout:
     arrangement = Arrangement.of(model, store, waiting_form(config))
-    return Layout.of(arrangement, store, config.state_block_size, exact=config.rounds_rows)
+    return Layout.of(arrangement, store, config.state_block_size)
 
 
 def _memory(config: EngineConfig, layout: Layout) -> Memory | None:

@@ -57,7 +57,7 @@ CASES = [
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize(("variant", "how"), CASES)
-def test_exact_reuse(variant: str, how: str) -> None:
+def test_rounded_rows(variant: str, how: str) -> None:
     """Rows are rounded at multiples of B, whatever else: cold runs, hits, drafts, replay, a split all say the same."""
     first = 5_100_000
     met: Counter[str] = Counter()

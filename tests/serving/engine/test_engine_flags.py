@@ -15,11 +15,7 @@ from serving.engine.assembly.caching import resolve_caching
         ({"max_num_seqs": "many"}, "max_num_seqs: must be a valid integer"),
         ({"mamba_cache_mode": "some"}, "mamba_cache_mode: must be 'none', 'align' or 'all', got 'some'"),
         ({"dtype": "int8"}, "dtype: must be 'auto', 'float32', 'bfloat16' or 'float16', got 'int8'"),
-        ({"exact_reuse": True, "ssm_dtype": "bfloat16"}, "exact_reuse needs ssm_dtype float32"),
-        (
-            {"checkpoint_dtype": "float16", "ssm_dtype": "bfloat16"},
-            "checkpoint_dtype float16 is no narrower than ssm_dtype bfloat16; auto or int8 are allowed",
-        ),
+        ({"checkpoint_dtype": "int8", "ssm_dtype": "bfloat16"}, "checkpoint_dtype int8 needs ssm_dtype float32"),
         ({"max_num_seq": 3}, "unknown setting 'max_num_seq'; did you mean 'max_num_seqs'?"),
         ({"num_speculative_tokens": 17}, "num_speculative_tokens: must be less than or equal to 16, got 17"),
         (
@@ -52,12 +48,7 @@ def test_bad_flags_are_one_clear_line(flags, said):
         ({"mamba_cache_mode": "align"}, "align", True, ""),
         ({"mamba_cache_mode": "align", "enable_chunked_prefill": False}, "align", True, "switched on"),
         ({"mamba_cache_mode": "all", "enable_chunked_prefill": False}, "all", False, ""),
-        (
-            {"checkpoint_dtype": "int8", "exact_reuse": True, "enable_chunked_prefill": False},
-            "all",
-            True,
-            "switched on: exact_reuse",
-        ),
+        ({"checkpoint_dtype": "int8", "enable_chunked_prefill": False}, "all", True, "switched on: checkpoint_dtype"),
         ({"enable_prefix_caching": False}, "none", True, ""),
         ({"enable_prefix_caching": False, "mamba_cache_mode": "none"}, "none", True, ""),
         ({"enable_prefix_caching": False, "mamba_cache_mode": "all"}, "none", True, "no effect"),

@@ -83,32 +83,20 @@ def differences(got, expected):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("kind", "bound"), [("int8", 0.01), slow("bfloat16", 0.002), slow("float16", 0.001)])
-def test_checkpoints_in_fewer_bits(kind, bound):
-    """What came back from memory says nearly the same; where rows are rounded too, just the same."""
-    small, cold = SMALL | TIERS["host"], {"enable_prefix_caching": False}
-    engines = {}
-    for name, flags in {
-        "wide": {},
-        "narrow": {"checkpoint_dtype": kind},
-        "exact": {"checkpoint_dtype": kind, "exact_reuse": True},
-    }.items():
-        engine = build("all", "none", **(small | flags)).engine
+@pytest.mark.parametrize("kind", ["int8", slow("bfloat16"), slow("float16")])
+def test_checkpoints_in_fewer_bits(kind):
+    """What came back from memory says just what a cold run says, because that is rounded at the same places."""
+    narrow = {"checkpoint_dtype": kind}
+    for flags, bound in (({}, 1e-4), (narrow, 2e-3)):
+        engine = build("all", "none", **(SMALL | TIERS["host"] | flags)).engine
         engine.loop.scheduler.tiers.prices = Free()
-        engines[name] = continuations(engine)
+        got = continuations(engine)
         stats = engine.loop.scheduler.stats()["tiers"]["host"]
-        assert stats["arrived"] > 3, (name, stats)
+        assert stats["arrived"] > 3, (flags, stats)
         engine.close()
-    alone = continuations(build(None, "none", **cold).engine)
-    most, _ = differences(engines["narrow"], alone)
-    print(f"{kind}: {most:.5f} of a log-probability at most")
-    assert 1e-5 < most < bound
-    assert differences(engines["wide"], alone)[0] < 1e-4
-    rounded = continuations(build(None, "none", checkpoint_dtype=kind, exact_reuse=True, **cold).engine)
-    most, others = differences(engines["exact"], rounded)
-    print(f"{kind}, exact reuse: {most:.6f}")
-    assert others == 0
-    assert most < 2e-3
+        cold = continuations(build(None, "none", enable_prefix_caching=False, **flags).engine)
+        most, others = differences(got, cold)
+        assert (others, most < bound) == (0, True), most
 
 
 def test_tiers_hold_more_of_them():
