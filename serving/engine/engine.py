@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -75,11 +75,11 @@ class Engine:
 
     @property
     def engines(self) -> tuple[Engine, ...]:
-        """This engine. For an `EngineGroup`: all of its engines."""
+        """This engine. For a `ReplicaGroup`: all of its engines."""
         return (self,)
 
     def call_all(self, function: Callable[[Engine], Any]) -> list[Any]:
-        """Calls a function with this engine; see `EngineGroup.call_all`."""
+        """Calls a function with this engine; see `ReplicaGroup.call_all`."""
         return [function(self)]
 
     @property
@@ -151,6 +151,11 @@ class Engine:
             first.transfer.remote = remote
         self._parents[request_id] = parent
         return output
+
+    def add_all(self, requests: Iterable[EngineRequest]) -> None:
+        """Queues requests like `add`. If it raises an error, the requests before are queued."""
+        for request in requests:
+            self.add(request)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request now and returns its output so far; None if there is no such unfinished request.

@@ -1,30 +1,30 @@
-"""One engine in a thread: commands run between its steps, and outputs stream to asyncio tasks."""
+"""One engine in a thread: commands run between its steps, and its outputs go to the readers of the requests."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from serving.engine.control import PauseMode
 from serving.engine.engine import Engine
-from serving.engine.request_error import RequestError
 from serving.engine.requests.output import RequestOutput
 from serving.engine.requests.request import EngineRequest
 
 log = logging.getLogger(__name__)
 
-_PAUSE_LOOK = 0.02
-"""Seconds between checks whether the last request has ended, during a pause."""
 _STATS_EVERY = 0.25
 """Seconds after which a busy engine updates its statistics."""
+
+Result = RequestOutput | Exception
+"""A request's new output, or the error that ended it."""
+Deliver = Callable[[Sequence[tuple[Any, Result]]], None]
+"""Called with the results of a step: pairs of a reader, as `EngineThread.add` was given it, and a result."""
 
 
 class EngineStopped(RuntimeError):
@@ -39,58 +39,22 @@ class _Command:
     fail: Callable[[Exception], None]
 
 
-class Stream:
-    """Carries outputs from the engine's thread to one asyncio task.
-
-    Args:
-        live: whether to carry deltas, not only the finished output.
-        begun: called on the engine's thread when the first token is available.
-    """
-
-    def __init__(self, live: bool, begun: Callable[[], None]) -> None:
-        self.live = live
-        self.begun: Callable[[], None] | None = begun
-        self.loop = asyncio.get_running_loop()
-        self._unread: RequestOutput | Exception | None = None
-        self._arrived = asyncio.Event()
-
-    def put(self, item: RequestOutput | Exception) -> None:
-        """Puts an item into the stream, called from the engine's thread."""
-        _deliver(self.loop, [(self, item)])
-
-    def put_nowait(self, item: RequestOutput | Exception) -> None:
-        """Puts an item into the stream, called from the event loop's thread."""
-        if isinstance(item, RequestOutput) and isinstance(self._unread, RequestOutput):
-            self._unread.extend(item)  # a slow reader gets several deltas as one
-        else:
-            self._unread = item
-        self._arrived.set()
-
-    async def get(self) -> RequestOutput:
-        """Returns the new output; raises the error that ended the request."""
-        await self._arrived.wait()
-        self._arrived.clear()
-        item, self._unread = self._unread, None
-        assert item is not None
-        if isinstance(item, Exception):
-            raise item
-        return item
-
-
 class EngineThread:
-    """Drives one `Engine` in a thread: runs commands between its steps and delivers outputs to streams.
+    """Drives one `Engine` in a thread: runs commands between its steps and delivers outputs.
 
     Args:
         engine: only the thread may use it from now on.
+        deliver: called on the engine's thread, or on the caller's if the engine has stopped.
         name: the name of the thread.
     """
 
-    def __init__(self, engine: Engine, name: str = "engine") -> None:
+    def __init__(self, engine: Engine, deliver: Deliver, name: str = "engine") -> None:
         self.engine = engine
         """Use this only for properties that never change while the engine runs (tokenizer, limits). For others, use
         `call`."""
+        self._deliver = deliver
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
-        self._streams: dict[str, Stream] = {}
+        self._readers: dict[str, Any] = {}
         self._stopped: Exception | None = None
         self._left = threading.Event()
         """Set when the thread has run its last step; it may still write states to the disk tier."""
@@ -104,38 +68,38 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def add(self, request: EngineRequest, stream: Stream) -> None:
-        """Adds a request to the engine. Its outputs, or the error if the engine refuses it, go to `stream`."""
+    def add(self, request: EngineRequest, reader: Any) -> None:
+        """Adds a request to the engine. Its outputs, or the error if the engine refuses it, go to `reader`."""
 
         def add() -> None:
-            if request.request_id in self._streams:
-                stream.put(RequestError(f"request id {request.request_id!r} is in use"))
-                return
             try:
                 self.engine.add(request)
             except Exception as error:
-                stream.put(error)
-                return
-            self._streams[request.request_id] = stream
+                fail(error)
+            else:
+                self._readers[request.request_id] = reader
 
-        self._submit(add, stream.put)
+        def fail(error: Exception) -> None:
+            self._deliver([(reader, error)])
 
-    def forget(self, request_id: str, stream: Stream) -> None:
+        self._submit(add, fail)
+
+    def forget(self, request_id: str, reader: Any) -> None:
         """Aborts the request of a disconnected reader, unless another request uses the same id by now."""
 
-        def forget() -> None:
-            if self._streams.get(request_id) is stream:
-                del self._streams[request_id]
-                self.engine.abort(request_id)
+        def forget(engine: Engine) -> None:
+            if self._readers.get(request_id) is reader:
+                del self._readers[request_id]
+                engine.abort(request_id)
 
-        self._submit(forget)
+        self.tell(forget)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request, if the engine has it; its stream gets the output so far."""
+        """Ends a request, if the engine has it; its reader gets the output so far."""
         self.tell(lambda engine: engine.abort(request_id))
 
-    async def call(self, function: Callable[[Engine], Any]) -> Any:
-        """Calls a function with the engine between two steps and returns its result."""
+    def call(self, function: Callable[[Engine], Any]) -> Future[Any]:
+        """Calls a function with the engine between two steps; returns its future result."""
         result: Future[Any] = Future()
         result.set_running_or_notify_cancel()  # the function runs even if the caller is cancelled
 
@@ -148,18 +112,43 @@ class EngineThread:
                 result.set_result(value)
 
         self._submit(run, result.set_exception)
-        return await asyncio.wrap_future(result)
-
-    async def pause(self, mode: PauseMode) -> None:
-        """Pauses the engine (see `Control.pause`); returns when no more steps are dispatched."""
-        await self.call(lambda engine: engine.control.pause(mode))
-        while not self.engine.control.paused and self.running:
-            await asyncio.sleep(_PAUSE_LOOK)
+        return result
 
     def tell(self, function: Callable[[Engine], Any]) -> None:
-        """Calls a function like `call`, without waiting for the result. If the engine stops first, the function does
-        not run."""
-        self._submit(lambda: _quietly(function, self.engine))
+        """Calls a function like `call`, without a result. If the engine stops first, the function does not run."""
+
+        def run() -> None:
+            try:
+                function(self.engine)
+            except Exception:
+                log.exception("engine callback failed")
+
+        self._submit(run)
+
+    @contextlib.contextmanager
+    def at_rest(self) -> Iterator[Callable[[EngineRequest, Any], None]]:
+        """Holds the thread between two steps. Yields a function that adds a request like `add`, but raises its error.
+
+        Raises:
+            EngineStopped: the engine has stopped.
+        """
+        leave = threading.Event()
+        resting: Future[None] = Future()
+
+        def rest() -> None:
+            resting.set_result(None)
+            leave.wait()
+
+        def add(request: EngineRequest, reader: Any) -> None:
+            self.engine.add(request)
+            self._readers[request.request_id] = reader
+
+        self._submit(rest, resting.set_exception)
+        try:
+            resting.result()
+            yield add
+        finally:
+            leave.set()
 
     @property
     def step_seconds(self) -> float:
@@ -173,7 +162,7 @@ class EngineThread:
         return self._stopped is None
 
     def shutdown(self, step_timeout: float | None = None) -> bool:
-        """Stops the thread; iterations in progress raise `EngineStopped`.
+        """Stops the thread; unfinished requests end with `EngineStopped`.
 
         `step_timeout`: seconds to wait for the step that runs; None waits until it ends. Returns False, and sets
         `abandoned`, if the step still runs by then.
@@ -195,8 +184,7 @@ class EngineThread:
             self.abandoned, self._stopped = True, self._stopped or reason
         self._fail_commands(reason)
         self._commands.put(None)  # if the step ends after all, the thread ends too
-        for stream in list(self._streams.values()):
-            stream.put(reason)
+        self._deliver([(reader, reason) for reader in list(self._readers.values())])
 
     def stop(self) -> None:
         """Stops the thread like `shutdown`, without waiting for it."""
@@ -239,9 +227,8 @@ class EngineThread:
             self._stopped = reason
         self._left.set()
         self._fail_commands(reason)
-        for stream in self._streams.values():
-            stream.put(reason)
-        self._streams.clear()
+        self._deliver([(reader, reason) for reader in self._readers.values()])
+        self._readers.clear()
         self.engine.close()
 
     def _take_commands(self) -> bool:
@@ -264,36 +251,12 @@ class EngineThread:
         self.latest_stats, self._counted_at = self.engine.stats(), time.monotonic()
 
     def _publish(self, outputs: Sequence[RequestOutput]) -> None:
-        """Delivers a step's outputs to their readers, waking each event loop once per step."""
-        letters: dict[asyncio.AbstractEventLoop, list[tuple[Stream, RequestOutput | Exception]]] = {}
+        """Delivers a step's outputs to their readers."""
+        results: list[tuple[Any, Result]] = []
         for output in outputs:
-            stream = self._streams.get(output.request_id)
-            if stream is None:
-                continue
-            if stream.begun is not None and any(choice.token_ids for choice in output.outputs):
-                stream.begun()
-                stream.begun = None
-            if not (stream.live or output.finished):
-                continue
-            letters.setdefault(stream.loop, []).append((stream, output))
-            if output.finished:
-                del self._streams[output.request_id]
-        for loop, items in letters.items():
-            _deliver(loop, items)
-
-
-def _quietly(function: Callable[[Engine], Any], engine: Engine) -> None:
-    try:
-        function(engine)
-    except Exception:
-        log.exception("engine callback failed")
-
-
-def _deliver(loop: asyncio.AbstractEventLoop, items: Sequence[tuple[Stream, RequestOutput | Exception]]) -> None:
-    def put() -> None:
-        for stream, item in items:
-            stream.put_nowait(item)
-
-    # A closed event loop raises RuntimeError; it has no reader.
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(put)
+            if (reader := self._readers.get(output.request_id)) is not None:
+                results.append((reader, output))
+                if output.finished:
+                    del self._readers[output.request_id]
+        if results:
+            self._deliver(results)

@@ -17,9 +17,8 @@ from serving.config import EngineConfig
 from serving.engine.assembly.build import build_engine
 from serving.engine.control import PauseMode
 from serving.engine.engine import Engine
-from serving.engine.replicas.adapter_load import AdapterLoad, table_of
-from serving.engine.replicas.group import EngineGroup, grouped
-from serving.engine.replicas.update import Update, common_checksum
+from serving.engine.replicas.changes import WeightsUpdate, common_checksum, load_adapter, remove_adapter, table_of
+from serving.engine.replicas.replica_threads import ReplicaGroup
 from serving.engine.request_error import RequestError
 from serving.engine.requests.output import RequestOutput
 from serving.engine.requests.request import EngineRequest, LoRARequest, Prompt
@@ -55,7 +54,7 @@ class LLM:
         built = build_engine(EngineConfig.create(model=None if model is None else str(model), **own))
         self.engine: Engine = built.engine
         """The engine; with `data_parallel_size` the first of several identical ones."""
-        self.front: Engine | EngineGroup = grouped(built.engines)
+        self.front: Engine | ReplicaGroup = built.engine if len(built.engines) == 1 else ReplicaGroup(built.engines)
         """Runs the requests. Callers may use it to add, step and abort requests themselves."""
         self.config = built.config
         self.size = built.size
@@ -135,19 +134,18 @@ class LLM:
         )
         priorities = _one_each(priority, int, many, "priorities")
         adapters = _one_each(lora_request, (LoRARequest, type(None)), many, "lora_request")
-        outputs: dict[str, RequestOutput | None] = {}
+        requests = [
+            EngineRequest(f"generate-{next(self._ids)}", each, param, rank, cache_salt, lora_request=adapter)
+            for each, param, rank, adapter in zip(many, params, priorities, adapters, strict=True)
+        ]
         try:
-            for each, param, rank, adapter in zip(many, params, priorities, adapters, strict=True):
-                name = f"generate-{next(self._ids)}"
-                self.front.add(EngineRequest(name, each, param, rank, cache_salt, lora_request=adapter))
-                outputs[name] = None
-            self._run(outputs, use_tqdm)
+            self.front.add_all(requests)
+            return self._run(requests, use_tqdm)
         except BaseException:
             # Interrupted or refused: abort all, so that a later call does not run them.
-            for request_id in outputs:
-                self.front.abort(request_id)
+            for request in requests:
+                self.front.abort(request.request_id)
             raise
-        return [output for output in outputs.values() if output is not None]
 
     def chat(
         self,
@@ -202,7 +200,7 @@ class LLM:
 
     def update_weights(self, weights: NewWeights, *, version: str | int | None = None, partial: bool = False) -> str:
         """Replaces the model's weights in place without compiling. See `Control.update_weights`."""
-        update = Update.of(self.engines, weights, version=version, partial=partial)
+        update = WeightsUpdate.of(self.engines, weights, version=version, partial=partial)
         return str(self.front.call_all(update.apply)[0])
 
     def weights_checksum(self) -> WeightsChecksum:
@@ -219,7 +217,7 @@ class LLM:
         Raises:
             RequestError: the adapter cannot be loaded.
         """
-        AdapterLoad(name, path, table_of(self.engine).read(name, path)).apply(self.front.call_all)
+        load_adapter(self.engine, name, path, self.front.call_all)
 
     def unload_lora_adapter(self, name: str) -> None:
         """Removes an adapter from all replicas. Requests that use it keep it until they end.
@@ -228,7 +226,7 @@ class LLM:
             RequestError: no adapter has this name.
         """
         table_of(self.engine).names.check(name)
-        self.front.call_all(lambda engine: table_of(engine).remove(name))
+        remove_adapter(name, self.front.call_all)
 
     def pause(self, mode: PauseMode = "abort") -> None:
         """Stops dispatching steps until `resume`; see `Control.pause`. With `wait`, all requests finish first."""
@@ -262,25 +260,23 @@ class LLM:
                 unread.append(output)
         return changed
 
-    def _run(self, outputs: dict[str, RequestOutput | None], show: bool) -> None:
-        """Runs steps until the outputs of these requests are finished, and puts them into `outputs`."""
+    def _run(self, requests: Sequence[EngineRequest], show: bool) -> list[RequestOutput]:
+        """Runs steps until the requests are finished; returns their outputs."""
         columns = (
             TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
             TextColumn("{task.fields[speed]}"),
         )  # fmt: skip
-        shown = show and sys.stderr.isatty()
-        with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
-            task = bar.add_task("requests", total=len(outputs), speed="")
-            tokens, missing = 0, len(outputs)
-            while missing:
+        outputs: dict[str, RequestOutput | None] = dict.fromkeys(request.request_id for request in requests)
+        with Progress(*columns, console=Console(stderr=True), disable=not (show and sys.stderr.isatty())) as bar:
+            task, tokens = bar.add_task("requests", total=len(outputs), speed=""), 0
+            while None in outputs.values():
                 for output in self._step():
-                    if not output.finished or output.request_id not in outputs:
-                        continue
-                    outputs[output.request_id] = output
-                    missing -= 1
-                    tokens += sum(len(choice.token_ids) for choice in output.outputs)
-                    speed = tokens / max(bar.tasks[task].elapsed or 0, 1e-9)
-                    bar.update(task, advance=1, speed=f"{speed:,.0f} tokens/s")
+                    if output.finished and output.request_id in outputs:
+                        outputs[output.request_id] = output
+                        tokens += sum(len(choice.token_ids) for choice in output.outputs)
+                        speed = tokens / max(bar.tasks[task].elapsed or 0, 1e-9)
+                        bar.update(task, advance=1, speed=f"{speed:,.0f} tokens/s")
+        return [output for output in outputs.values() if output is not None]
 
 
 def _one_each(given: Any, kind: type | tuple[type, ...], prompts: Sequence[Any], what: str) -> Sequence[Any]:

@@ -8,6 +8,9 @@ from mamba_jax.programs import StepPrograms
 from serving.config import EngineConfig
 from serving.engine.assembly import build
 from serving.engine.engine import Engine
+from serving.engine.replicas.replica_threads import ReplicaGroup
+from serving.engine.requests.output import RequestOutput
+from serving.engine.requests.request import EngineRequest
 from tests.support.engine_harness import FLAGS, EngineHarness
 from tests.support.engines import OPTIMIZED, QUICK_COMPILE, use_widest_steps
 from tests.support.step_programs import SharedPrograms, shared_programs
@@ -40,6 +43,15 @@ class ReplicaMaker:
         if key not in self._programs:
             self._programs[key] = shared_programs(model, mesh=mesh, source=source, adapters=adapters, **more)
         return self._programs[key]
+
+
+def run_group(group: ReplicaGroup, requests: list[EngineRequest]) -> list[RequestOutput]:
+    """The finished outputs of requests, in order."""
+    group.add_all(requests)
+    outputs: dict[str, RequestOutput] = {}
+    while group.num_unfinished:
+        outputs |= {output.request_id: output for output in group.step()}
+    return [outputs[request.request_id] for request in requests]
 
 
 def check_idle(engines: list[Engine]) -> None:

@@ -22,8 +22,7 @@ from serving.engine.assembly.devices import describe
 from serving.engine.async_engine import AsyncEngine
 from serving.engine.engine import Engine
 from serving.engine.programs.warmup import warm_up
-from serving.engine.replicas.adapter_load import AdapterLoad, table_of
-from serving.engine.replicas.group import grouped
+from serving.engine.replicas.changes import load_adapter
 from serving.engine.request_error import RequestError
 
 
@@ -78,10 +77,9 @@ def make_server(
     if settings.lora_modules and not config.serves_adapters:
         raise ConfigError("lora_modules needs enable_lora or max_initial_states")
     built = build_engine(config.model_copy(update={"warmup": False}), progress=progress, led=led)
-    front = grouped(built.engines)
     for name, path in settings.adapter_paths.items():
         try:
-            AdapterLoad(name, path, table_of(built.engine).read(name, path)).apply(front.call_all)
+            load_adapter(built.engine, name, path, lambda function: list(map(function, built.engines)))
         except RequestError as error:
             raise ConfigError(str(error)) from None
     if on_built is not None:
@@ -105,7 +103,7 @@ def make_server(
         if on_compiled is not None:
             on_compiled()
 
-    engine = AsyncEngine(front)
+    engine = AsyncEngine(built.engines)
     routers = role.routers if role is not None else ()
     app = create_app(engine, settings, routers=routers, prepare=prepare, on_ready=on_ready, traces=traces)
     server = Server(

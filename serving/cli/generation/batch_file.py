@@ -20,6 +20,7 @@ from serving.cli.generation.openai_batch import BatchLines, Writer, is_batch_lin
 from serving.engine.llm import LLM
 from serving.engine.request_error import RequestError
 from serving.engine.requests.output import RequestOutput, TokenLogprobs
+from serving.engine.requests.request import EngineRequest
 from serving.engine.requests.sampling_params import SamplingParams
 
 Key = str
@@ -184,11 +185,11 @@ def run_batch(
                         writer = openai.read(cast(Mapping[str, Any], line.fields))
                         wants[request_id] = writer
                         prompt: Any = {"prompt_token_ids": writer.job.prompts[0]}
-                        engine.add_request(request_id, prompt, writer.job.params)
+                        engine.add(EngineRequest(request_id, prompt, writer.job.params))
                     else:
                         prompt, params = parse(line, defaults or {})
                         wants[request_id] = params
-                        engine.add_request(request_id, prompt, params)
+                        engine.add(EngineRequest(request_id, prompt, params))
                 except Exception as error:
                     # Even a bug, which is logged, affects only this line.
                     wants.pop(request_id, None)

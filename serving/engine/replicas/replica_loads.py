@@ -93,32 +93,29 @@ class ReplicaLoads:
         retry = isinstance(error, RequestError) and error.retry
         return retry and any(not each.control.held for i, each in enumerate(self._engines) if i not in refused)
 
-    def computed(self, assignment: Assignment) -> None:
-        """Records that a replica has computed the prompt of an assignment, or will not compute it."""
+    def computed(self, assignment: Assignment, *, choices: int = 0) -> None:
+        """Records that a replica has computed the prompt of an assignment, or will not compute it, and that a number of
+        its choices have ended."""
         with self._lock:  # two threads may call it
             self._work[assignment.replica].computed(assignment.missing)
             assignment.missing = 0
-
-    def ended(self, assignment: Assignment) -> None:
-        """Records that the request of an assignment has ended."""
-        self.computed(assignment)
-        with self._lock:
-            self._choices[assignment.replica] -= assignment.choices
+            self._choices[assignment.replica] -= choices
 
 
 class Assignment:
     """The assignment of a request to a replica, until the request ends."""
 
-    def __init__(self, placing: ReplicaLoads, replica: int, missing: int, choices: int) -> None:
-        self._placing, self.replica, self.missing, self.choices = placing, replica, missing, choices
+    def __init__(self, loads: ReplicaLoads, replica: int, missing: int, choices: int) -> None:
+        self._loads, self.replica, self.missing, self.choices = loads, replica, missing, choices
 
     def computed(self) -> None:
         """Records that the replica has computed the prompt."""
-        self._placing.computed(self)
+        if self.missing:
+            self._loads.computed(self)
 
     def ended(self) -> None:
         """Records that the request has ended. Must be called once."""
-        self._placing.ended(self)
+        self._loads.computed(self, choices=self.choices)
 
 
 class _Reusable(NamedTuple):

@@ -363,7 +363,7 @@ def test_a_step_that_hangs_does_not_hold_up_the_end(server, caplog):
                 await asyncio.to_thread(hung.wait, 60)
                 # The engine's thread does not get to this request: it is queued, and fails without having run.
                 late = asyncio.create_task(client.post("/v1/completions", json=body))
-                while other.async_engine._threads[0]._commands.empty():
+                while other.async_engine.threads[0]._commands.empty():
                     await asyncio.sleep(0.01)
                 other.uvicorn.should_exit = True
                 text = [line async for line in lines]

@@ -10,7 +10,6 @@ from safetensors.numpy import save_file
 from serving.api.http import ServerSettings, create_app
 from serving.engine.async_engine import AsyncEngine
 from serving.engine.programs.warmup import warm_up
-from serving.engine.replicas.group import EngineGroup
 from tests.support.engine_harness import EngineHarness
 from tests.support.letter_tokens import letters
 from tests.support.replicas import ReplicaMaker, admitted, check_idle
@@ -31,7 +30,7 @@ def engines():
 @pytest.fixture(scope="module")
 def client(engines):
     settings = ServerSettings.create(admin_key="trainer", served_model_name="tiny")
-    replicas = AsyncEngine(EngineGroup(engines))
+    replicas = AsyncEngine(engines)
     app = create_app(replicas, settings, prepare=lambda engine: warm_up(engine.loop, engine.vocab_size, progress=False))
     with TestClient(app) as client:
         while client.get("/ready").status_code != 200:

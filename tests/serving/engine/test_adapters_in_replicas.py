@@ -5,11 +5,12 @@ import asyncio
 import pytest
 
 from serving import AsyncEngine, LoRARequest, RequestError, SamplingParams
-from serving.engine.replicas.adapter_load import AdapterLoad
-from serving.engine.replicas.group import EngineGroup
-from serving.engine.replicas.replica_loads import ReplicaLoads
-from tests.support.adapter_contents import content, read_contents
-from tests.support.replicas import ReplicaMaker, admitted, check_idle
+from serving.engine.replicas.changes import load_adapter, remove_adapter
+from serving.engine.replicas.replica_threads import ReplicaGroup
+from serving.engine.requests.request import EngineRequest
+from tests.support.adapter_contents import read_contents
+from tests.support.engines import finish
+from tests.support.replicas import ReplicaMaker, admitted, check_idle, run_group
 
 pytestmark = pytest.mark.full
 
@@ -29,98 +30,97 @@ def engines(harness, maker):
     return [read_contents(engine, harness.model) for engine in maker.make(**FLAGS)]
 
 
-def said(output):
-    return output.outputs[0].token_ids
-
-
-def run(group, requests, salt=None):
-    outputs = [
-        group.add_request(f"{salt} {i}", {"prompt_token_ids": PROMPT}, GREEDY, cache_salt=salt, lora_request=request)
-        for i, request in enumerate(requests)
-    ]
-    while group.num_unfinished:
-        group.step()
-    return outputs
-
-
-def load(group, harness, name, number):
-    AdapterLoad(name, str(number), content(harness.model, number)).apply(group.call_all)
-
-
-def test_each_replica_has_the_same_content_under_a_name(harness, engines):
-    group = EngineGroup(engines)
-    expected = [said(run(group, [request], f"alone {i}")[0]) for i, request in enumerate(REQUESTS)]
-    assert len(set(map(tuple, expected))) == len(expected)
-    load(group, harness, "tenant 0", 0)
-    outputs = run(group, REQUESTS * 4, "together")
-    assert [said(output) for output in outputs] == expected * 4
-    assert min(admitted(engines)) > 3
-    # Other content under the name is used by all replicas at once, and finds no state of the old content.
-    load(group, harness, "tenant 0", 1)
-    moved = LoRARequest("tenant 0", 0, "1")
-    outputs = run(group, [moved] * 6, "alone 1")
-    assert [said(output) for output in outputs] == [expected[2]] * 6
-    assert len({engine.adapters.loaded["tenant 0"] for engine in engines}) == 1
-    group.call_all(lambda engine: engine.adapters.remove("tenant 0"))
-    assert not any("tenant 0" in engine.adapters.loaded for engine in engines)
+@pytest.fixture
+def group(engines):
+    group = ReplicaGroup(engines)
+    yield group
     group.close()
     check_idle(engines)
 
 
+def said(output):
+    return output.outputs[0].token_ids
+
+
+def run(group, adapters, salt=None):
+    return run_group(
+        group,
+        [
+            EngineRequest(f"{salt} {i}", PROMPT, GREEDY, cache_salt=salt, lora_request=adapter)
+            for i, adapter in enumerate(adapters)
+        ],
+    )
+
+
+def load(group, name, number):
+    load_adapter(group.engine, name, str(number), group.call_all)
+
+
+def test_each_replica_has_the_same_content_under_a_name(group, engines):
+    expected = [said(run(group, [request], f"alone {i}")[0]) for i, request in enumerate(REQUESTS)]
+    assert len(set(map(tuple, expected))) == len(expected)
+    load(group, "tenant 0", 0)
+    outputs = run(group, REQUESTS * 4, "together")
+    assert [said(output) for output in outputs] == expected * 4
+    assert min(admitted(engines)) > 3
+    # Other content under the name is used by all replicas at once, and finds no state of the old content.
+    load(group, "tenant 0", 1)
+    moved = LoRARequest("tenant 0", 0, "1")
+    outputs = run(group, [moved] * 6, "alone 1")
+    assert [said(output) for output in outputs] == [expected[2]] * 6
+    assert len({engine.adapters.loaded["tenant 0"] for engine in engines}) == 1
+    remove_adapter("tenant 0", group.call_all)
+    assert not any("tenant 0" in engine.adapters.loaded for engine in engines)
+
+
 @pytest.mark.smoke
-def test_an_adapter_is_loaded_on_all_replicas_or_on_none(harness, engines):
-    group = EngineGroup(engines)
+def test_an_adapter_is_loaded_on_all_replicas_or_on_none(group, engines):
     for number in (0, 1):
-        load(group, harness, f"tenant {number}", number)
+        load(group, f"tenant {number}", number)
     before = [engine.adapters.loaded for engine in engines]
     # Requests on the second replica use both of its entries.
     busy = [engines[1].adapters.take(request) for request in REQUESTS[1:]]
     for name in ("tenant 0", "other"):
         with pytest.raises(RequestError, match="unfinished requests use all 2 loaded adapters"):
-            load(group, harness, name, 2)
+            load(group, name, 2)
     assert [engine.adapters.loaded for engine in engines] == before
     assert engines[0].adapters.num_users == 0
     assert engines[0].adapters.names["tenant 0"] == ("0", "content 0")
     for adapter in busy:
         engines[1].adapters.release(adapter)
-    load(group, harness, "tenant 0", 2)
+    load(group, "tenant 0", 2)
     assert [engine.adapters.loaded["tenant 0"] for engine in engines] == ["content 2"] * 2
-    group.close()
 
 
-def test_a_failed_write_leaves_the_adapter_on_no_replica(harness, engines, monkeypatch):
-    group = EngineGroup(engines)
-    load(group, harness, "tenant 0", 0)
+def test_a_failed_write_leaves_the_adapter_on_no_replica(group, engines, monkeypatch):
+    load(group, "tenant 0", 0)
 
     def fails(*_):
         raise RuntimeError("RESOURCE_EXHAUSTED: as a device reports it")
 
     monkeypatch.setattr(engines[1].loop.programs, "replace_adapter", fails)
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
-        load(group, harness, "tenant 0", 1)
+        load(group, "tenant 0", 1)
     monkeypatch.undo()
     assert not any("tenant 0" in engine.adapters.loaded for engine in engines)
     assert engines[0].adapters.num_users == 0 == engines[1].adapters.num_users
-    load(group, harness, "tenant 0", 1)
+    load(group, "tenant 0", 1)
     assert len({tuple(said(output)) for output in run(group, [LoRARequest("tenant 0", 0, "1")] * 4)}) == 1
-    group.close()
 
 
-def test_a_request_goes_to_a_replica_with_a_free_entry(engines):
-    group = EngineGroup(engines)
+def test_a_request_goes_to_a_replica_with_a_free_entry(group, engines):
     busy = [engines[0].adapters.take(request) for request in REQUESTS[1:]]
     outputs = run(group, [LoRARequest("third", 0, "2")] * 3)
     assert len({tuple(said(output)) for output in outputs}) == 1
     assert admitted(engines) == [0, 3]
     for adapter in busy:
         engines[0].adapters.release(adapter)
-    group.close()
 
 
 @pytest.mark.smoke
-def test_concurrent_loads_have_the_same_order_on_all_replicas(harness, engines):
+def test_concurrent_loads_have_the_same_order_on_all_replicas(engines):
     async def body():
-        replicas = AsyncEngine(EngineGroup(engines))
+        replicas = AsyncEngine(engines)
         try:
             await asyncio.gather(*(replicas.load_adapter("tenant", str(number % 3)) for number in range(12)))
             assert len({engine.adapters.loaded["tenant"] for engine in engines}) == 1
@@ -132,14 +132,11 @@ def test_concurrent_loads_have_the_same_order_on_all_replicas(harness, engines):
     asyncio.run(body())
 
 
-def test_a_prompt_goes_where_the_states_of_its_adapter_are(harness, engines):
-    group, placing = EngineGroup(engines), ReplicaLoads(engines)
+def test_a_prompt_goes_where_the_states_of_its_adapter_are(group, engines):
     for number in (0, 1):
-        load(group, harness, f"tenant {number}", number)
-    engines[1].add_request("first", {"prompt_token_ids": PROMPT}, GREEDY, lora_request=REQUESTS[1])
-    while group.num_unfinished or any(engine.busy for engine in engines):
-        group.step()
-    assert placing.give(PROMPT, GREEDY, None, REQUESTS[1]).missing == 0
-    for request in (None, REQUESTS[2], LoRARequest("unknown", 0, "2")):
-        assert placing.give(PROMPT, GREEDY, None, request).missing == len(PROMPT)
-    group.close()
+        load(group, f"tenant {number}", number)
+    first = EngineRequest("first", PROMPT, GREEDY, lora_request=REQUESTS[1])
+    group.threads[1].call(lambda engine: (engine.add(first), finish(engine))).result()
+    for adapter in (*REQUESTS, LoRARequest("unknown", 0, "2")):
+        missing = group.loads.give(PROMPT, EngineRequest("next", PROMPT, lora_request=adapter)).missing
+        assert missing == (0 if adapter is REQUESTS[1] else len(PROMPT))

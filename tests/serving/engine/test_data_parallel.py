@@ -14,9 +14,10 @@ from serving import LLM, AsyncEngine, RequestError, SamplingParams
 from serving.config import ConfigError
 from serving.core.tiers.prices import Prices
 from serving.engine.engine_thread import EngineStopped
-from serving.engine.replicas.group import EngineGroup
+from serving.engine.replicas.replica_threads import ReplicaGroup
+from serving.engine.requests.request import EngineRequest
 from tests.support.engines import finish
-from tests.support.replicas import ReplicaMaker, admitted, check_idle
+from tests.support.replicas import ReplicaMaker, admitted, check_idle, run_group
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 LENGTHS = [1, 7, 16, 31, 33, 48, 64, 65, 90]
@@ -52,7 +53,7 @@ def traffic(harness):
 def served(maker, body, engines=None, **flags):
     """Runs a coroutine function over replicas; afterwards nothing may be left in use."""
     engines = engines or maker.make(**flags)
-    replicas = AsyncEngine(EngineGroup(engines))
+    replicas = AsyncEngine(engines)
     try:
         asyncio.run(body(replicas))
     finally:
@@ -93,13 +94,9 @@ def test_schedule_invariant_replicas_have_the_bits_of_one_engine(harness, maker,
 def test_replicas_say_what_one_engine_says(harness, maker, traffic, mode, drafts):
     prompts, alone = traffic
     engines = maker.make(mode, **DRAFTS[drafts])
-    group = EngineGroup(engines)
+    group = ReplicaGroup(engines)
     for second in (False, True):
-        outputs = [group.add_request(f"r{i}", {"prompt_token_ids": prompt}, GREEDY) for i, prompt in enumerate(prompts)]
-        finished = []
-        while group.num_unfinished:
-            finished += [output.request_id for output in group.step() if output.finished]
-        assert sorted(finished) == sorted(output.request_id for output in outputs)
+        outputs = run_group(group, [EngineRequest(f"r{i}", prompt, GREEDY) for i, prompt in enumerate(prompts)])
         for prompt, tokens, output in zip(prompts, alone, outputs, strict=True):
             harness.assert_greedy(prompt, tokens, output.outputs[0].token_ids)
         if second:
@@ -134,7 +131,7 @@ def test_with_tiers_that_they_share_they_say_the_same(harness, maker, traffic, t
     tiers = [tier for engine in engines for tier in engine.stats()["tiers"].values()]
     assert sum(tier["arrived"] for tier in tiers) > 5
     assert not sum(tier["lost"] for tier in tiers)
-    EngineGroup(engines).close()
+    ReplicaGroup(engines).close()
 
 
 def test_a_prompt_goes_where_its_state_is(harness, maker):
@@ -199,7 +196,7 @@ def test_aborts_and_readers_that_leave(harness, maker):
         ]
         await anext(streams[0])
         # The second replica may have to compile its programs: the first request must not finish meanwhile.
-        replicas._threads[0].tell(lambda _: gate.wait(60))
+        replicas.threads[0].tell(lambda _: gate.wait(60))
         await anext(streams[1])
         assert [served.num_unfinished for served in replicas.engines] == [1, 1]
         with pytest.raises(RequestError, match="'one' is in use"):
@@ -244,7 +241,7 @@ def test_a_full_queue_sends_to_the_next(harness, maker):
     rng, gate = random.Random(6), threading.Event()
 
     async def body(replicas):
-        for each in replicas._threads:
+        for each in replicas.threads:
             each.tell(lambda _: gate.wait(60))
         tasks = [asyncio.create_task(last(replicas, harness.prompt(rng, 5 + 20 * (i % 2)))) for i in range(5)]
         await asyncio.sleep(0)
@@ -263,8 +260,8 @@ def test_no_request_waits_at_a_sleeping_replica(harness, maker):
     rng, gate = random.Random(12), threading.Event()
 
     async def body(replicas):
-        await replicas._threads[0].call(lambda engine: engine.control.sleep(1))
-        replicas._threads[1].tell(lambda _: gate.wait(60))
+        replicas.threads[0].call(lambda engine: engine.control.sleep(1)).result()
+        replicas.threads[1].tell(lambda _: gate.wait(60))
         tasks = [asyncio.create_task(last(replicas, harness.prompt(rng, 20))) for _ in range(4)]
         await asyncio.sleep(0)
         gate.set()
@@ -295,7 +292,7 @@ def test_what_one_has_failed_at_stops_all(harness, maker):
         assert not replicas.running
         assert (await one).finished
 
-    replicas = AsyncEngine(EngineGroup(engines))
+    replicas = AsyncEngine(engines)
     try:
         asyncio.run(body(replicas))
     finally:
@@ -308,7 +305,7 @@ def test_a_hanging_replica_does_not_stop_the_other(harness, maker):
     rng, gate = random.Random(13), threading.Event()
 
     async def body(replicas):
-        replicas._threads[1].tell(lambda _: gate.wait(300))
+        replicas.threads[1].tell(lambda _: gate.wait(300))
         tasks = [asyncio.create_task(last(replicas, harness.prompt(rng, 20))) for _ in range(2)]
         done, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         assert [task.result().finished for task in done] == [True]
@@ -317,12 +314,12 @@ def test_a_hanging_replica_does_not_stop_the_other(harness, maker):
         with pytest.raises(EngineStopped, match="has not ended"):
             await waiting.pop()
 
-    replicas = AsyncEngine(EngineGroup(engines))
+    replicas = AsyncEngine(engines)
     try:
         asyncio.run(body(replicas))
     finally:
         gate.set()
-        for thread in replicas._threads:
+        for thread in replicas.threads:
             thread._thread.join(60)
     check_idle(engines)
 
@@ -332,7 +329,7 @@ def test_held_replicas_are_passed_over(harness, maker):
     rng = random.Random(8)
 
     async def body(replicas):
-        await replicas._threads[0].call(lambda engine: engine.control.sleep(1))
+        replicas.threads[0].call(lambda engine: engine.control.sleep(1)).result()
         for _ in range(3):
             await last(replicas, harness.prompt(rng, 20))
         assert replicas.latest_stats["held"] is not None
@@ -371,7 +368,7 @@ def test_new_weights_come_to_all_under_one_version(harness, maker, monkeypatch):
     async def body(replicas):
         async def both():
             outputs = await asyncio.gather(last(replicas, prompt), last(replicas, prompt, cache_salt="b"))
-            assert [len(engine._parents) for engine in engines] == [0, 0]
+            assert replicas.num_unfinished == 0
             return [(output.outputs[0].token_ids, output.outputs[0].weights_versions) for output in outputs]
 
         before = await both()
@@ -391,7 +388,7 @@ def test_new_weights_come_to_all_under_one_version(harness, maker, monkeypatch):
         # One alone goes ahead; the next update brings both together again.
         lineage = engines[0].control.weights.lineage
         assert engines[1].control.weights.lineage == lineage != 0
-        await replicas._threads[1].call(lambda engine: engine.control.update_weights(second))
+        replicas.threads[1].call(lambda engine: engine.control.update_weights(second)).result()
         assert engines[0].control.weights.lineage == lineage != engines[1].control.weights.lineage
         await replicas.update_weights(iter(first.items()), version=None, partial=False)
         assert await both() == [(before[0][0], [("3", 8)])] * 2

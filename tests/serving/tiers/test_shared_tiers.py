@@ -15,7 +15,7 @@ from serving.core.cache import content
 from serving.engine.assembly import build
 from serving.engine.replicas.replica_loads import ReplicaLoads
 from serving.engine.replicas.replica_stats import merged
-from serving.engine.requests.request import LoRARequest
+from serving.engine.requests.request import EngineRequest, LoRARequest
 from serving.tiers.memory import Memory
 from tests.support.adapter_contents import CONTENTS, read_contents
 from tests.support.engines import finish
@@ -218,13 +218,13 @@ def test_a_device_that_has_a_state_is_preferred_to_those_that_would_fetch_it(sta
     fill(engines[1])
     prompt = tokens(1, 61)
     assert [engine.loop.scheduler.fetchable(prompt, None, 0, {}) for engine in engines] == [61, 61]
-    given = [placing.give(prompt, PARAMS, None) for _ in range(4)]
+    given = [placing.give(prompt, EngineRequest("r", prompt, PARAMS)) for _ in range(4)]
     assert sorted(place.replica for place in given) == [0, 0, 1, 1], "it costs the same everywhere"
     for place in given:
         place.ended()
     assert ask(engines[1], "again", prompt) == 61
     for _ in range(4):
-        place = placing.give(prompt, PARAMS, None)
+        place = placing.give(prompt, EngineRequest("r", prompt, PARAMS))
         assert place.replica == 1
         place.ended()
 

@@ -13,7 +13,7 @@ from serving.api.http.context import context_of
 from serving.engine.async_engine import AsyncEngine
 from serving.engine.control import PauseMode
 from serving.engine.engine import Engine
-from serving.engine.replicas.update import common_checksum
+from serving.engine.replicas.changes import common_checksum
 from serving.engine.weights import WeightsChecksum
 
 router = APIRouter(tags=["rollouts"], dependencies=[Depends(admin_only)])

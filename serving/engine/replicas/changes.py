@@ -1,14 +1,19 @@
-"""An update of the weights of one engine or of all replicas."""
+"""Changes of weights and adapters, on one engine or on all replicas."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from checkpoints.replacement import NewWeights, repeatable
 from serving.engine.engine import Engine
 from serving.engine.request_error import RequestError
+from serving.engine.requests.adapters import AdapterTable, Reservation
 from serving.engine.weights import WeightsChecksum
+
+CallAll = Callable[[Callable[[Engine], Any]], list[Any]]
+"""Calls a function with each engine between two of its steps; see `Engine.call_all`."""
 
 
 def common_checksum(found: Sequence[WeightsChecksum]) -> WeightsChecksum:
@@ -24,7 +29,7 @@ def common_checksum(found: Sequence[WeightsChecksum]) -> WeightsChecksum:
 
 
 @dataclass(frozen=True)
-class Update:
+class WeightsUpdate:
     """New weights and the engines that need them."""
 
     weights: NewWeights
@@ -38,7 +43,7 @@ class Update:
     @classmethod
     def of(
         cls, engines: Sequence[Engine], given: NewWeights, *, version: str | int | None = None, partial: bool = False
-    ) -> Update:
+    ) -> WeightsUpdate:
         """Creates an update. The next version follows the replica with the most updates, because a replica that failed
         an update has fewer."""
         if len(engines) == 1:
@@ -57,3 +62,53 @@ class Update:
         if engine in self.lacking:
             return engine.control.update_weights(self.weights, version=self.version, partial=self.partial)
         return engine.control.weights.version
+
+
+def table_of(engine: Engine) -> AdapterTable:
+    """Returns the adapters of an engine.
+
+    Raises:
+        RequestError: the engine serves none.
+    """
+    if engine.adapters is None:
+        raise RequestError("adapters need the flag enable_lora or max_initial_states")
+    return engine.adapters
+
+
+def load_adapter(engine: Engine, name: str, path: str, call_all: CallAll) -> None:
+    """Loads or reloads an adapter on all engines. `engine` is one of them; the files are read while it runs.
+
+    Raises:
+        RequestError: it cannot be loaded on one of them. All engines keep the adapters that they have.
+    """
+    adapter = table_of(engine).read(name, path)
+    reserved: dict[Engine, Reservation] = {}
+
+    def reserve(engine: Engine) -> None:
+        reserved[engine] = table_of(engine).reserve(name, path, adapter)
+
+    def cancel(engine: Engine) -> None:
+        if (reservation := reserved.pop(engine, None)) is not None:
+            table_of(engine).cancel(reservation)
+
+    def remove(engine: Engine) -> None:
+        cancel(engine)
+        table_of(engine).remove(name)
+
+    undo = cancel
+    try:
+        call_all(reserve)
+        undo = remove  # entries that a failed write has changed cannot be kept
+        call_all(lambda engine: table_of(engine).commit(reserved.pop(engine)))
+    except BaseException:
+        call_all(undo)
+        raise
+
+
+def remove_adapter(name: str, call_all: CallAll) -> None:
+    """Removes an adapter from all engines. Requests that use it keep it until they end.
+
+    Raises:
+        RequestError: no adapter has this name.
+    """
+    call_all(lambda engine: table_of(engine).remove(name))

@@ -1,0 +1,220 @@
+"""Replicas of an engine, each in a thread: no replica waits for a step of another."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import queue
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from serving.engine.engine import Engine
+from serving.engine.engine_thread import Deliver, EngineThread, Result
+from serving.engine.replicas.replica_loads import Assignment, ReplicaLoads
+from serving.engine.replicas.replica_stats import merged
+from serving.engine.request_error import RequestError
+from serving.engine.requests.output import RequestOutput
+from serving.engine.requests.request import EngineRequest
+
+
+class Reader:
+    """Receives the outputs of a request that was assigned to a replica."""
+
+    def __init__(self, request: EngineRequest, assignment: Assignment) -> None:
+        self.request, self.assignment = request, assignment
+
+
+class ReplicaThreads:
+    """An engine or several replicas, each in a thread.
+
+    Args:
+        engines: only this object may use them from now on.
+        deliver: called on an engine's thread with the results of a step, each with the `Reader` of its request:
+            deltas, finished outputs and errors.
+    """
+
+    def __init__(self, engines: Engine | Sequence[Engine], deliver: Deliver) -> None:
+        self.engines = tuple(engines) if isinstance(engines, Sequence) else (engines,)
+        """All engines, for properties that never change while they run. Use `calls` for others."""
+        self._deliver = deliver
+        names = ["engine"] if len(self.engines) == 1 else [f"engine {i}" for i in range(len(self.engines))]
+        self.threads = [EngineThread(each, self._publish, name) for each, name in zip(self.engines, names, strict=True)]
+        self.loads = ReplicaLoads(self.engines)
+
+    def _publish(self, results: Sequence[tuple[Reader, Result]]) -> None:
+        delivered: list[tuple[Reader, Result]] = []
+        for reader, result in results:
+            if isinstance(result, RequestOutput):
+                if any(choice.token_ids for choice in result.outputs):
+                    reader.assignment.computed()
+                if not (result.finished or reader.request.live):
+                    continue
+            delivered.append((reader, result))
+        if delivered:
+            self._deliver(delivered)
+
+    def with_tokens(self, request: EngineRequest) -> tuple[EngineRequest, list[int]]:
+        """Returns a request whose prompt is tokenised, and its tokens, by which a replica is chosen. With one engine,
+        returns the request as it is, and no tokens.
+
+        Raises:
+            RequestError: the prompt is not valid.
+        """
+        if len(self.engines) == 1:
+            return request, []
+        text, ids = self.engine.prompt_ids(request.prompt)
+        return replace(request, prompt={"prompt": text, "prompt_token_ids": ids}), ids
+
+    def calls(self, function: Callable[[Engine], Any]) -> list[Future[Any]]:
+        """Calls a function with each engine between two of its steps; returns the future results, in order."""
+        return [thread.call(function) for thread in self.threads]
+
+    def results(self, function: Callable[[Engine], Any]) -> list[Any]:
+        """Returns the results of `calls`. If the function raises an error for one engine, the other engines still run
+        it, and this method raises the error afterwards."""
+        calls = self.calls(function)
+        concurrent.futures.wait(calls)
+        return [call.result() for call in calls]
+
+    def tell(self, function: Callable[[Engine], Any]) -> None:
+        """Calls a function like `calls`, without results. An engine that stops first does not run the function."""
+        for thread in self.threads:
+            thread.tell(function)
+
+    @property
+    def engine(self) -> Engine:
+        """One of the engines, for properties that never change and are the same for all (tokenizer, limits)."""
+        return self.engines[0]
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of unfinished requests on all engines."""
+        return sum(engine.num_unfinished for engine in self.engines)
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds since the current step began, for the engine with the longest step; 0 between steps."""
+        return max(thread.step_seconds for thread in self.threads)
+
+    @property
+    def running(self) -> bool:
+        """Whether all engines run: False after `shutdown` and after a permanent failure of one.
+
+        The others may then finish their requests, but the process must be restarted.
+        """
+        return all(thread.running for thread in self.threads)
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether `shutdown` stopped waiting for a step. Its thread then ends only with the process."""
+        return any(thread.abandoned for thread in self.threads)
+
+    @property
+    def latest_stats(self) -> dict[str, Any]:
+        """Recent statistics, without waiting for an engine: `Engine.stats()`, for several engines `merged`.
+
+        They are at most a quarter of a second old, or as old as the current step if that takes longer.
+        """
+        stats = [thread.latest_stats for thread in self.threads]
+        return stats[0] if len(stats) == 1 else merged(stats)
+
+    def shutdown(self, step_timeout: float | None = None) -> bool:
+        """Stops the threads; unfinished requests end with `EngineStopped`.
+
+        `step_timeout`: seconds to wait for running steps; None waits until they end. Returns False, and sets
+        `abandoned`, if a step still runs after that time.
+        """
+        for thread in self.threads:
+            thread.stop()  # all at once: no engine waits for another to compile or to write
+        end = None if step_timeout is None else time.monotonic() + step_timeout
+        for thread in self.threads:
+            thread.shutdown(None if end is None else max(0.0, end - time.monotonic()))
+        return not self.abandoned
+
+
+class ReplicaGroup(ReplicaThreads):
+    """Replicas for a caller without asyncio, with the methods of `Engine`. Not thread-safe: one caller uses it."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._arrived: queue.SimpleQueue[Sequence[tuple[Reader, Result]]] = queue.SimpleQueue()
+        self._readers: dict[str, Reader] = {}
+        """Of the requests whose finished output `step` has not returned, by request id."""
+        super().__init__(engines, self._arrived.put)
+
+    @property
+    def max_model_len(self) -> int:
+        """Same as `Engine.max_model_len`; equal for all replicas."""
+        return self.engine.max_model_len
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of requests whose finished output `step` has not returned yet."""
+        return len(self._readers)
+
+    def add(self, request: EngineRequest) -> None:
+        """Adds a request to one of the replicas; see `Engine.add`. Its outputs come from `step` only."""
+        self.add_all([request])
+
+    def add_all(self, requests: Iterable[EngineRequest]) -> None:
+        """Adds requests before a replica runs a step with some of them.
+
+        Raises:
+            RequestError: one of them cannot be served as asked. Those before it are added.
+        """
+        tokenised = [self.with_tokens(request) for request in requests]
+        with contextlib.ExitStack() as stack:
+            adders: dict[int, Callable[[EngineRequest, Any], None]] = {}
+            for request, ids in tokenised:
+                if request.request_id in self._readers:
+                    raise RequestError(f"request id {request.request_id!r} is in use")
+                full: list[int] = []
+                while request.request_id not in self._readers:
+                    reader = Reader(request, self.loads.give(ids, request, without=full))
+                    replica = reader.assignment.replica
+                    try:
+                        if replica not in adders:
+                            adders[replica] = stack.enter_context(self.threads[replica].at_rest())
+                        adders[replica](request, reader)
+                    except Exception as error:
+                        reader.assignment.ended()
+                        full.append(replica)
+                        if not self.loads.tries_another(error, full):
+                            raise
+                    else:
+                        self._readers[request.request_id] = reader
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request, if it is unfinished; a later `step` returns its output so far."""
+        if (reader := self._readers.get(request_id)) is not None:
+            self.threads[reader.assignment.replica].abort(request_id)
+
+    def step(self) -> list[RequestOutput]:
+        """Waits for new outputs of any replica, if there are unfinished requests, and returns them.
+
+        Raises:
+            EngineStopped: a replica has failed.
+        """
+        results = list(self._arrived.get()) if self._readers else []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                results += self._arrived.get_nowait()
+        outputs: list[RequestOutput] = []
+        for reader, result in results:
+            if isinstance(result, Exception) or result.finished:
+                reader.assignment.ended()
+                self._readers.pop(reader.request.request_id, None)
+            if isinstance(result, Exception):
+                raise result
+            outputs.append(result)
+        return outputs
+
+    def call_all(self, function: Callable[[Engine], Any]) -> list[Any]:
+        """Calls a function with each replica between two of its steps; returns the results in the replicas' order."""
+        return self.results(function)
+
+    def close(self) -> None:
+        """Closes all replicas; see `Engine.close`."""
+        self.shutdown()
