@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import gc
 import hashlib
-import importlib.util
 import logging
 import os
 import sys
@@ -16,13 +15,9 @@ import pytest
 from tests.support import emitters
 from tests.support.selection import full_tier, ignored, select
 
-# Before JAX is imported. Tests of sharding need several devices. LLVM would optimize for longer than the tests compute;
-# but a compiler for GPUs, if the extra plan-gpu installed it, reads the same flag, and tests look at what it optimizes.
-FLAGS = ["--xla_force_host_platform_device_count=8"]
-if importlib.util.find_spec("jax_cuda12_plugin") is None:
-    FLAGS.append("--xla_backend_optimization_level=0")
+# Before JAX is imported. Tests of sharding need several devices. LLVM would optimize for longer than the tests compute.
 CHOSEN_BY_USER = "XLA_FLAGS" in os.environ
-os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Tests of all processes, checkouts and runs share compiled programs. Keys cover what a program follows from, but not
 # the kind of CPU: it is in the name, because machines may share a home directory.

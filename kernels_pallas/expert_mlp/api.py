@@ -39,8 +39,10 @@ def expert_mlp(
 
     Args:
         up: the result is act(up), or with twice as many outputs as down has inputs (the gate's first) act(gate) * up.
-        order, place, sizes: of the choice of experts (`kernels_pallas.expert_choice.Choice`): a row is a token with one
-            of its experts. Rows of no expert give 0.
+        order: the field of `kernels_pallas.expert_choice.Choice`, as the next two. A row is a token with one of its
+            experts. Rows of no expert give 0.
+        place: likewise.
+        sizes: likewise.
         activation: a function of each number, 0 for 0.
     Raises:
         ValueError: the shapes do not match.

@@ -75,8 +75,8 @@ def compile_for_gpu(
     placed = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=place), arguments)
     with jax.set_mesh(Mesh(np.array([device]), ("device",), axis_types=(AxisType.Auto,))):
         lowered = jax.jit(operation, donate_argnums=donate).lower(*placed)
-        # Library kernels cannot be tried out without the device.
-        return lowered.compile({"xla_gpu_autotune_level": 0, **options})
+        # Library kernels cannot be tried out without the device. Of LLVM, tests see what it optimizes.
+        return lowered.compile({"xla_gpu_autotune_level": 0, "xla_backend_optimization_level": 3, **options})
 
 
 def registers_of_kernels(folder) -> dict[str, tuple[int, int]]:
