@@ -1,11 +1,12 @@
 """Counts the instructions of a kernel as the TPU's own compiler schedules them: bundles, one a cycle.
 
-`python tests/kernels_pallas/count_bundles.py KERNEL SLICE ROWS_OR_TILES STEPS` prints those of the kernel compiled for
-one TPU at the sizes of Nemotron-H-8B (the delta rule's: Qwen3-Next-80B-A3B; the selective scan's: Falcon-Mamba-7B), all
-branches and the pipeline's own included. A process of its own, because the compiler takes the setting that has it write
-its schedule once only, when it is loaded.
+They are those of the kernel compiled for one TPU at the first of its sizes in `benchmarks.kernels.workloads` (those of
+Nemotron-H-8B, Qwen3-Next-80B-A3B or Falcon-Mamba-7B) with some changes, such as `rows=64, steps=4`; all branches and
+the pipeline's own are included. A process of its own compiles it, because the compiler takes the setting that has it
+write its schedule once only, when it is loaded.
 """
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -14,15 +15,15 @@ import tempfile
 from pathlib import Path
 
 
-def count_bundles(kernel: str, slice_name: str, rows: int, steps: int = 1) -> int:
-    """As the module says; skips the test where there is no compiler."""
+def count_bundles(kernel: str, slice_name: str, **sizes: int) -> int:
+    """Returns the number; skips the test where there is no compiler."""
     import pytest
 
     pytest.importorskip("libtpu")
     with tempfile.TemporaryDirectory() as folder:
         options = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
         subprocess.run(
-            [sys.executable, __file__, kernel, slice_name, str(rows), str(steps)],
+            [sys.executable, __file__, kernel, slice_name, *(f"{name}={size}" for name, size in sizes.items())],
             # A program from a cache is not compiled, and so not written.
             env={**os.environ, "LIBTPU_INIT_ARGS": options, "JAX_ENABLE_COMPILATION_CACHE": "0"},
             check=True,
@@ -31,34 +32,17 @@ def count_bundles(kernel: str, slice_name: str, rows: int, steps: int = 1) -> in
         return int(re.search(r"total scheduled bundles:\s+(\d+)", analysis.read_text())[1])
 
 
-def _compile(kernel: str, slice_name: str, rows: int, steps: int) -> None:
-    sys.path.append(str(Path(__file__).parents[2]))  # of `tests.support`
-    import test_selective_compile as selective
-    import test_tpu_compile_delta as delta
-    from real_shapes import MODELS, gated_scan_call, replay_call, scan_call, update_call
-    from test_tpu_compile import GATED_STORES, STORE, between_projections, scan, update
-    from test_tpu_compile_replay import DONATED, compiled
+def _compile(kernel: str, slice_name: str, *sizes: str) -> None:
+    sys.path.append(str(Path(__file__).parents[2]))  # of `tests.support` and `benchmarks`
+    from compile_cases import BF16, F32, shapes
     from topology import compile_for_tpu
 
-    if kernel == "state_replay":
-        compiled(slice_name, replay_call(MODELS[0], rows, steps, 16), 16)
-    elif kernel == "delta_replay":
-        compile_for_tpu(slice_name, delta.replay, *delta.replay_call(delta.NEXT, rows, steps), donate=DONATED)
-    elif kernel == "delta_scan":
-        compile_for_tpu(slice_name, delta.scan, *delta.scan_call(delta.NEXT, rows), donate=delta.STORE)
-    elif kernel == "selective_scan":
-        compile_for_tpu(slice_name, selective.scan, *selective.scan_call(selective.INNER, rows), donate=STORE)
-    elif kernel == "selective_update":
-        compile_for_tpu(
-            slice_name, selective.update, *selective.update_call(selective.INNER, rows, steps), donate=STORE
-        )
-    elif kernel == "gated_scan":
-        compile_for_tpu(slice_name, between_projections, *gated_scan_call(MODELS[0], rows), donate=GATED_STORES)
-    elif kernel == "ssd_scan":
-        compile_for_tpu(slice_name, scan, *scan_call(MODELS[0], rows), donate=STORE)
-    else:
-        compile_for_tpu(slice_name, update, *update_call(MODELS[0], rows, steps), donate=STORE)
+    from benchmarks.kernels.calls import OPERATIONS
+
+    changes = {name: int(size) for name, size in (one.split("=") for one in sizes)}
+    call = shapes(kernel, dataclasses.replace(OPERATIONS[kernel].shapes[0], **changes), BF16, F32)
+    compile_for_tpu(slice_name, call.program("pallas_tpu"), *call.arrays, donate=0)
 
 
 if __name__ == "__main__":
-    _compile(*sys.argv[1:3], *map(int, sys.argv[3:]))
+    _compile(*sys.argv[1:])

@@ -1,143 +1,244 @@
-"""Kernels compiled by XLA's compiler for an H200 that is not at hand, at the sizes of real models: it takes them,
-stores are updated in place, caches are not copied, and registers are not spilled.
+"""Triton kernels compiled by XLA's compiler for an H200 that is not at hand, at the sizes of real models.
+
+It takes them, stores are updated in place, caches are not copied, and registers are not spilled. Those of recurrences
+are also lowered for CUDA without a compiler. Whether they are right on a GPU, `pytest -m gpu` and benchmarks/gpu_check
+tell.
 
 A few with --full; all with --slow.
 """
 
-import jax
+import dataclasses
+import itertools
+import math
+
 import jax.numpy as jnp
 import pytest
-from real_shapes import (
+from compile_cases import (
+    ATTENDING,
+    BAMBA,
     BF16,
-    I32,
-    MODELS,
+    DIVIDED_DELTA,
+    F32,
+    FALCON,
+    GRANITE,
+    KIMI,
+    LARGE,
+    LATENTS,
+    NANO,
+    NEMOTRON,
+    NEXT,
+    OLMO,
     OTHERS,
-    attention_call,
-    gated_update_call,
-    nbytes,
-    scan_call,
-    shape,
-    update_call,
+    case,
+    few_and_slow,
+    shapes,
 )
-from test_gpu_lower import scan, update
-from topology import compile_for_gpu, registers_of_kernels
+from topology import compile_for_gpu, lower_for_gpu, registers_of_kernels
 
-from kernels_pallas.gated_update import gated_update
-from kernels_pallas.paged_attention import paged_attention
-from tests.support.selection import slow
+from benchmarks.kernels.call import Draw, nbytes
+from benchmarks.kernels.workloads import EXPERT_MLPS, ExpertMLP
+from kernels_pallas.quantised import Quantised
 
-pytestmark = [pytest.mark.gpu_compile, pytest.mark.full]
-
-NEMOTRON, NANO, *_ = MODELS
-STORE, STORES = 6, (11, 12, 13)
-
-
-def compiled(tmp_path, operation, call, donate=None):
-    """The program, and registers and spilled bytes of its Triton kernels."""
-    done = compile_for_gpu("h200", operation, *call, donate=donate, xla_dump_to=str(tmp_path))
-    return done, registers_of_kernels(tmp_path)
+FULL = pytest.mark.full
+FP8 = jnp.float8_e4m3fn
+MODELS = (NEMOTRON, NANO, BAMBA, GRANITE)
+ODD = dataclasses.replace(OLMO, name="3 groups of 2 heads, keys of 40", heads=6, groups=3, head_dim=24, state=40)
+CHOICES = [(8, 128, 6), (8, 512, 10), (1, 128, 6), (64, 128, 6), (16, 512, 10), (8, 512, 22), (3, 72, 10), (128, 16, 2)]
 
 
-def attend(q, kv, positions, page_table, block_row):
-    places = {"positions": positions, "page_table": page_table, "block_row": block_row}
-    return paged_attention(q, kv, **places, scale=0.1, first_key=1, implementation="pallas_gpu")
+def choice(tokens, experts, count):
+    return case("expert_choice", ExpertMLP(f"{count} of {experts}", tokens, experts, count, 0, 0))
 
 
-@pytest.mark.parametrize(("model", "steps"), [(NEMOTRON, 1), *(slow(m, 4) for m in (NANO, *OTHERS))])
-def test_state_update(model, steps, tmp_path):
-    call = update_call(model, 64, steps)
-    program, registers = compiled(tmp_path, update, call, donate=STORE)
-    assert program.memory_analysis().alias_size_in_bytes == nbytes(call[STORE])
-    used, spilled = registers["state_update"]
-    assert used <= 168
-    assert spilled == 0
+def every(operation, models, *, store=(F32,), **sizes):
+    """The slow cases of an operation: every model and combination of sizes."""
+    for model, states, *values in itertools.product(models, store, *sizes.values()):
+        yield case(operation, model, store=states, **dict(zip(sizes, values, strict=True)))
 
 
-def between_projections(*args):
-    *inputs, places = args
-    options = {"eps": 1e-5, "dt_limit": (1e-3, float("inf")), "implementation": "pallas_gpu"}
-    return gated_update(*inputs, **places, **options)
+FEW = [
+    case("state_update", NEMOTRON),
+    case("gated_update", NEMOTRON),
+    case("gated_update", NANO, steps=4),
+    case("ssd_scan", NEMOTRON, tiles=16),
+    case("state_replay", BAMBA.divided(8), rows=8, store=BF16),
+    case("gated_replay", NEMOTRON),
+    case("gated_replay", NANO, rows=8, steps=4),
+    case("delta_update", NEXT),
+    case("delta_update", KIMI, steps=4),
+    case("gated_delta_update", NEXT),
+    case("gated_delta_update", KIMI, steps=4),
+    case("gated_delta_update", OLMO, rows=8),
+    case("delta_scan", NEXT, tiles=16),
+    case("delta_scan", OLMO, tiles=4, tile_size=64, store=BF16),
+    case("delta_scan", KIMI, tiles=16),
+    case("delta_replay", KIMI, steps=4),
+    case("gated_delta_replay", NEXT),
+    case("gated_delta_replay", KIMI, steps=4),
+    *every("selective_update", [FALCON], inner=(8192, 1024), steps=(1, 4)),
+    *every("selective_scan", [FALCON], inner=(8192, 1024), tiles=(16,)),
+    case("paged_attention", ATTENDING[1], rows=64, q_len=4),
+    case("paged_attention", ATTENDING[0], rows=4, blocks_of_row=4, q_len=128),
+    *every("paged_attention", [LATENTS], rows=(64,), context=(262_144,), page_size=(32, 64)),
+    *every("paged_attention", [LATENTS], rows=(2,), blocks_of_row=(9,), q_len=(128,), context=(262_144,)),
+    # Heads of Zamba2-7B, which are seven pieces of 32, and keys in 8 bits, which the kernel widens.
+    case("paged_attention", ATTENDING[1], rows=64, head_dim=224),
+    case("paged_attention", ATTENDING[1], rows=64, store=FP8),
+    case("paged_attention", ATTENDING[1], rows=64, head_dim=192, store=FP8),
+    *(choice(*sizes) for sizes in CHOICES[:2]),
+    *(case("expert_mlp", mlp) for mlp in EXPERT_MLPS if "8 rows" in mlp.name),
+]
+EVERY = [
+    *every("state_update", [NANO, *OTHERS], steps=(4,)),
+    *every("gated_update", OTHERS, steps=(4,)),
+    *every("ssd_scan", [NANO, *OTHERS], tiles=(16,)),
+    *every("state_replay", [*MODELS, *OTHERS], rows=(64, 128), steps=(1, 4)),
+    *every("gated_replay", [NANO, BAMBA, GRANITE, *OTHERS], steps=(1, 4)),
+    *every("delta_update", [LARGE, ODD], rows=(8,), steps=(4,)),
+    *every("delta_update", DIVIDED_DELTA, rows=(1, 64, 256), steps=(1, 4)),
+    *every("delta_update", DIVIDED_DELTA, store=(BF16,), steps=(4,)),
+    *every("gated_delta_update", DIVIDED_DELTA, steps=(1, 4)),
+    *every("delta_scan", DIVIDED_DELTA, tiles=(1, 16)),
+    *every("delta_scan", DIVIDED_DELTA, store=(BF16,), tiles=(16,), tile_size=(64,)),
+    case("delta_scan", NEXT, tiles=16, dtype=F32),
+    *every("delta_replay", DIVIDED_DELTA, rows=(1, 64), steps=(1, 4)),
+    *every("gated_delta_replay", DIVIDED_DELTA, steps=(1, 4)),
+    *every("selective_update", [FALCON], store=(F32, BF16), inner=(8192, 5120), steps=(1, 4)),
+    *every("selective_scan", [FALCON], store=(F32, BF16), inner=(8192, 5120), tiles=(16,)),
+    *every("paged_attention", ATTENDING, rows=(1, 64), q_len=(1,)),
+    *every("paged_attention", ATTENDING, rows=(256,), q_len=(4,)),
+    *every("paged_attention", ATTENDING, rows=(4,), blocks_of_row=(4,), q_len=(128,)),
+    *every("paged_attention", [LATENTS], rows=(1, 64), q_len=(1, 4), context=(262_144,)),
+    *every("paged_attention", [LATENTS], q_heads=(4, 64), rows=(64,), context=(262_144,)),
+    *every("paged_attention", [LATENTS], store=(FP8,), rows=(64,), context=(262_144,)),
+    *(choice(*sizes) for sizes in CHOICES),
+    *(case("expert_mlp", mlp, store=narrow) for mlp in EXPERT_MLPS for narrow in (F32, jnp.int8, FP8)),
+]
 
 
-@pytest.mark.parametrize(("model", "steps"), [(NEMOTRON, 1), (NANO, 4), *(slow(m, 4) for m in OTHERS)])
-def test_gated_update(model, steps, tmp_path):
-    call = gated_update_call(model, 64, steps)
-    program, registers = compiled(tmp_path, between_projections, call, donate=STORES)
-    memory = program.memory_analysis()
-    assert memory.alias_size_in_bytes == sum(nbytes(call[n]) for n in STORES)
-    # The projections' outputs in one array, and y.
-    assert memory.temp_size_in_bytes < 3 * (2 * nbytes(call[0]) + nbytes(call[1]))
-    for kernel in ("gated_update", "gated_norm"):
-        used, spilled = registers[kernel]
-        assert used <= (168 if model.state <= 128 else 232)
-        assert spilled == 0
+class NarrowWeights(Draw):
+    """Weights of experts in 8 bits, if the store's dtype has these: as published, fp8 with a scale for 128 inputs."""
+
+    def weight(self, *sizes):
+        *lead, inputs = sizes
+        if self.store.itemsize > 1:
+            return super().weight(*sizes)
+        groups = self(*lead[:-1], inputs // 128, lead[-1], dtype=F32) if self.store == FP8 else None
+        return Quantised(jnp.zeros(sizes, self.store), self(*lead, dtype=F32), groups)
 
 
-@pytest.mark.parametrize("model", [NEMOTRON, *(slow(m) for m in (NANO, *OTHERS))])
-def test_ssd_scan(model, tmp_path):
-    call = scan_call(model, 16)
-    program, registers = compiled(tmp_path, scan, call, donate=STORE)
-    memory = program.memory_analysis()
-    assert memory.alias_size_in_bytes == nbytes(call[STORE])
-    # A state for each tile, and steps and decays by head.
-    assert memory.temp_size_in_bytes < 1.1 * 16 * nbytes(call[STORE]) // call[STORE].shape[0] + 4e6
-    for kernel in ("ssd_scan_added", "ssd_scan_passed_on", "ssd_scan_outputs"):
-        used, spilled = registers[kernel]
-        if model.state <= 128:
-            assert 128 * used <= 65536 // 2, f"two programs of 128 threads do not fit together: {kernel}"
-        assert spilled <= (0 if model.state <= 128 else 256)
+@pytest.mark.full
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize(("operation", "model", "dtype", "store"), few_and_slow(FEW, EVERY))
+def test_kernel(operation, model, dtype, store, tmp_path):
+    if operation == "expert_mlp" and store == FP8:
+        model = dataclasses.replace(model, size=model.size - model.size % 128)
+    call = shapes(operation, model, dtype, store, draw=NarrowWeights)
+    if operation == "paged_attention":
+        call = dataclasses.replace(call, options={**call.options, "first_key": 1})
+    program = compile_for_gpu("h200", call.program("pallas_gpu"), *call.arrays, donate=0, xla_dump_to=str(tmp_path))
+    memory, registers = program.memory_analysis(), registers_of_kernels(tmp_path)
+    assert memory.alias_size_in_bytes == nbytes(call.stores)
+    assert memory.temp_size_in_bytes <= most_temporaries(operation, call, model)
+    for kernel, (most_registers, most_spilled) in kernels_of(operation, model, store).items():
+        for used, spilled in registers.values() if kernel == "all" else [registers[kernel]]:
+            assert used <= most_registers
+            assert spilled <= most_spilled
+    if operation == "paged_attention" and not model.latent:
+        assert not program.as_text().count("while(")
 
 
-ATTENDING = [(NANO, 64, 4), (NEMOTRON, 18, 128)]
-MORE = [(m, *blocks) for m in (*MODELS[:3], *OTHERS) for blocks in ((1, 1), (64, 1), (256, 4), (18, 128))]
+def most_temporaries(operation, call, model):
+    """Bytes that the program of a call may allocate."""
+    match operation:
+        case "state_update" | "expert_choice":
+            return math.inf
+        case "gated_update" | "gated_replay":  # the projections' outputs in one array, and y
+            zx, bc = call.inputs[:2]
+            return 3 * (2 * nbytes(zx) + nbytes(bc)) + (1 << 16)
+        case "gated_delta_update" | "gated_delta_replay":
+            qk, v, _, decays = call.inputs[:4]
+            return 1.1 * (2 * nbytes(qk) + 5 * nbytes(v) + nbytes(decays)) + 1e5
+        case "ssd_scan":  # a state for each tile, and steps and decays by head
+            return 1.1 * model.tiles * 4 * math.prod(model.state_shape) + 4e6
+        case "delta_scan":  # of 32 tokens and each head: a triangular system's solution, and scores
+            width = call.inputs[0].dtype.itemsize
+            of_head = 32 * (4 + width)
+            if model.by_channel:  # sums of log decays, and queries and keys decayed
+                of_head += model.state * (4 + 3 * width)
+            return model.tiles * model.tile_size * model.heads * of_head + 4e6
+        case "selective_scan":  # a state, and a sum of step sizes, for each tile
+            return model.tiles * (model.state + 1) * model.inner * 4 + (1 << 20)
+        case "paged_attention" if model.latent:
+            # One program fills a multiprocessor, so there are few partial results; a prompt's tiles have none.
+            return 20e6 if model.q_len < 16 else 1e6
+        case "paged_attention":  # queries by kv head, and what programs found of each: no cache, no scores
+            return 100e6
+        case "expert_mlp":  # what the first kernel gives the second one
+            return 2 * model.tokens * model.chosen * model.size + 1024
+        case _:
+            return 1 << 20
 
 
-@pytest.mark.parametrize(("model", "blocks", "q_len"), [*ATTENDING, *(slow(*c) for c in MORE if c not in ATTENDING)])
-def test_paged_attention(model, blocks, q_len, tmp_path):
-    call = attention_call(model, blocks, q_len)
-    program, registers = compiled(tmp_path, attend, call)
-    used, spilled = registers["paged_attention"]
-    assert used <= 255
-    assert spilled == 0
-    # Queries by kv head, and what programs found of each: no cache, no scores.
-    assert program.memory_analysis().temp_size_in_bytes < 100e6
-    assert not program.as_text().count("while(")
+def kernels_of(operation, model, store):
+    """The most registers, and bytes of spilled stores, of an operation's kernels by name."""
+    wide = hasattr(model, "heads") and model.state > 128
+    few = getattr(model, "steps", 1) == 1
+    match operation:
+        case "gated_update":
+            return dict.fromkeys(("gated_update", "gated_norm"), (232 if wide else 168, 0))
+        case "gated_delta_update":
+            return dict.fromkeys(("gated_delta_update", "gated_norm"), (168, 0))
+        case "state_replay" | "gated_replay" | "delta_replay" | "gated_delta_replay":
+            most = 128 if few else 240 if operation == "state_replay" else 255
+            norm = {"gated_norm": (255, 8)} if "gated" in operation else {}
+            return {operation: (most, math.inf if wide else 0), **norm}
+        case "ssd_scan":
+            names = "ssd_scan_added", "ssd_scan_passed_on", "ssd_scan_outputs"
+            return dict.fromkeys(names, (255, 256 if wide else 0))
+        case "delta_scan":
+            return dict.fromkeys(("delta_scan_systems", "delta_scan_along_rows"), (255, 0))
+        case "selective_scan":
+            names = "selective_scan_added", "selective_scan_passed_on", "selective_scan_outputs"
+            return dict.fromkeys(names, (128, 0))
+        case "expert_choice":
+            return {operation: (128, 16 if model.tokens * model.experts * model.chosen > 1 << 16 else 0)}
+        case "expert_mlp":
+            return {"all": (192 if store in (jnp.int8, FP8) else 128, 0)}
+        case _:
+            return {operation: ({"selective_update": 96, "paged_attention": 255}.get(operation, 168), 0)}
 
 
-LATENTS = [(64, 1, 32, BF16), (18, 128, 32, BF16)]
-MORE_LATENTS = [(64, 4, 32, BF16), (1, 1, 32, BF16), (64, 1, 4, BF16), (64, 1, 64, BF16), (18, 128, 4, BF16)]
-MORE_LATENTS += [(64, 1, 32, jnp.float8_e4m3fn)]
+KERNELS = {
+    NEMOTRON: ("state_update", "ssd_scan", "state_replay"),
+    NEXT: ("delta_update", "delta_scan", "delta_replay"),
+}
+LOWERED = [
+    *(case(operation, model, steps=4, tiles=16) for model, names in KERNELS.items() for operation in names),
+    *(
+        case(operation, model, steps=4, tiles=16, marks=FULL)
+        for first, others in ((NEMOTRON, [NANO, BAMBA, NEMOTRON.divided(8), *OTHERS]), (NEXT, [LARGE, OLMO, KIMI]))
+        for model in others
+        for operation in KERNELS[first]
+    ),
+    *(
+        case(operation, model, steps=4, tiles=16, dtype=dtype, store=store, marks=FULL)
+        for model, names in KERNELS.items()
+        for operation in names
+        for dtype, store in ((BF16, BF16), (F32, F32))
+    ),
+    *(
+        case(operation, NEMOTRON, rows=rows, tile_size=tile_size, marks=FULL)
+        for rows, tile_size in ((1, 16), (256, 256))
+        for operation in KERNELS[NEMOTRON]
+    ),
+]
 
 
-@pytest.mark.parametrize(("blocks", "q_len", "heads", "dtype"), [*LATENTS, *(slow(*c) for c in MORE_LATENTS)])
-@pytest.mark.parametrize("page_size", [32, 64])
-def test_paged_attention_to_latents(blocks, q_len, heads, dtype, page_size, tmp_path):
-    """Of Kimi-Linear and Ling: 576 numbers a token, whole and divided over 8 devices, up to 262,144 tokens a row."""
-    rows, pages = blocks if q_len < 16 else 2, 262_144 // page_size
-    call = (
-        shape(blocks, q_len, heads, 576, dtype=BF16),
-        shape(1 + pages, page_size, 1, 576, dtype=dtype),
-        shape(blocks, q_len, dtype=I32),
-        shape(rows, pages, dtype=I32),
-        shape(blocks, dtype=I32),
-    )
-    program, registers = compiled(tmp_path, attend, call)
-    used, spilled = registers["paged_attention"]
-    assert used <= 255
-    assert spilled == 0
-    # One program fills a multiprocessor, so there are few partial results; a prompt's tiles have none.
-    assert program.memory_analysis().temp_size_in_bytes < (20e6 if q_len < 16 else 1e6)
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "dtype"), [(224, jnp.bfloat16), (128, jnp.float8_e4m3fn), (192, jnp.float8_e4m3fn)]
-)
-def test_paged_attention_of_other_heads_and_narrow_keys(head_dim, dtype, tmp_path):
-    """Heads of Zamba2-7B, which are seven pieces of 32, and keys in 8 bits, which the kernel widens."""
-    q, kv, *places = attention_call(NANO, 64, 1)
-    q, kv = (jax.ShapeDtypeStruct((*of.shape[:3], head_dim), kind) for of, kind in ((q, jnp.bfloat16), (kv, dtype)))
-    program, registers = compiled(tmp_path, attend, (q, kv, *places))
-    used, spilled = registers["paged_attention"]
-    assert used <= 255
-    assert spilled == 0
-    assert program.memory_analysis().temp_size_in_bytes < 100e6
+@pytest.mark.parametrize(("operation", "model", "dtype", "store"), LOWERED)
+def test_recurrences_are_lowered_for_cuda(operation, model, dtype, store):
+    """Every operation in a kernel exists there, and the store is one buffer."""
+    call = shapes(operation, model, dtype, store)
+    text = lower_for_gpu(call.program("pallas_gpu"), *call.arrays, donate=0)
+    assert "__gpu$xla.gpu.triton" in text or "triton_kernel_call" in text
+    assert "output_operand_alias" in text

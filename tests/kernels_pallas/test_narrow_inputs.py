@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from compile_cases import BF16, F32, shape
 from operation_checks import Draw, assert_close, jitted
-from real_shapes import BF16, F32, shape
 from topology import compile_for_gpu, compile_for_tpu
 
 from kernels_pallas.dispatch import KernelChoice, UnsupportedError

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compile_cases import BF16, F32, shape
 from operation_checks import Draw, assert_close
-from real_shapes import BF16, F32, I32, shape
 from test_quantised_products import by_definition, quantised
 from topology import compile_for_gpu
 
@@ -23,6 +23,7 @@ from tests.support.selection import slow
 
 pytestmark = pytest.mark.full
 
+I32 = jnp.int32
 INT8, FP8, INT4, FP4 = jnp.int8, jnp.float8_e4m3fn, jnp.int4, jnp.float4_e2m1fn
 
 

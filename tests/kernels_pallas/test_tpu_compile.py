@@ -1,232 +1,354 @@
 """Kernels compiled by the TPU's own compiler at the sizes of real models: it takes them (so VMEM suffices), they update
-the store in place, and allocates nothing of the store's size.
+the store in place, and allocate nothing of the store's size.
 
-One of each of two kernels by default, a few with --full; all with --slow.
+Four by default, a few of each operation with --full; all with --slow.
 """
 
+import dataclasses
 import functools
+import itertools
 import re
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from real_shapes import (
+from compile_cases import (
+    ATTENDING,
+    BAMBA,
     BF16,
+    DIVIDED,
+    DIVIDED_DELTA,
     F32,
+    FALCON,
+    KIMI,
+    LARGE,
     LIGHTNING,
-    MODELS,
+    NANO,
+    NEMOTRON,
+    NEXT,
     OTHERS,
-    attention_call,
-    gated_scan_call,
-    nbytes,
-    scan_call,
+    case,
+    divided,
+    few_and_slow,
     shape,
-    update_call,
+    shapes,
 )
-from topology import SLICES, compile_for_tpu
+from jax.experimental.layout import Format, Layout
+from jax.sharding import AxisType, Mesh, SingleDeviceSharding
+from topology import SLICES, compile_for_tpu, tpu_devices
 
-from kernels_pallas.causal_conv1d import causal_conv1d_update
-from kernels_pallas.gated_scan import gated_scan
-from kernels_pallas.paged_attention import paged_attention
-from kernels_pallas.ssd_scan import ssd_scan
-from kernels_pallas.state_update import state_update
+from benchmarks.kernels.call import nbytes
+from checkpoints.presets import preset, preset_names
+from kernels_pallas.grouped_matmul import grouped_matmul
+from kernels_pallas.linear import linear
+from kernels_pallas.quantised import Quantised, bits_of
+from kernels_pallas.windows import read_windows, write_windows
+from mamba_jax.config import MOE
+from mamba_jax.sharding import TENSOR, Partition
 from tests.support.hlo_traffic import Traffic
 from tests.support.selection import slow
 
-pytestmark = [pytest.mark.tpu_compile, pytest.mark.full]
+pytestmark = pytest.mark.tpu_compile
+FULL = pytest.mark.full
 
-STORE = 6
-NEMOTRON, NANO, BAMBA, _ = MODELS
-
-
-def update(*args):
-    *inputs, read, write = args
-    return state_update(*inputs, read_slot=read, write_slot=write, implementation="pallas_tpu")
-
-
-def scan(x, dt, a, b, c, d, store, first, read, write):
-    y, store = ssd_scan(
-        x, dt, a, b, c, d, store, tile_first=first, read_slot=read, write_slot=write, implementation="pallas_tpu"
-    )
-    return y, store
-
-
-def check_in_place(slice_name, operation, call, store=STORE):
-    compiled = compile_for_tpu(slice_name, operation, *call, donate=store)
-    memory = compiled.memory_analysis()
-    state = call[store].shape[-1]
-    # States of fewer numbers than a register has lanes take the padding.
-    assert memory.alias_size_in_bytes == nbytes(call[store]) // state * (-(-state // 128) * 128)
-    # Besides the kernel there is only what brings its inputs into its form.
-    inputs = sum(nbytes(v) for v in call) - nbytes(call[store])
-    assert memory.temp_size_in_bytes <= max(4 * inputs, 1 << 20)
-    assert "tpu_custom_call" in compiled.as_text()
-    assert "input_output_alias" in compiled.as_text()
-    return compiled
-
-
-def unique(models):
-    """Models whose calls differ: some share the sizes of their Mamba layers."""
-    return {(m.heads, m.head_dim, m.groups, m.state): m for m in reversed(models)}.values()
-
-
-DIVIDED = unique([m.divided(n) for n in (1, 4, 8) for m in MODELS])
+ATTENDING_DIVIDED = [divided(model, n) for model in ATTENDING for n in (1, 4, 8)]
 FEW = [
-    ("v5e", NEMOTRON, 64, 4, F32),
-    ("v6e", BAMBA.divided(4), 256, 1, F32),
-    ("tpu7x", NANO.divided(8), 8, 4, BF16),
-]
-ALL = [
-    (name, model, rows, steps, F32)
-    for name in SLICES
-    for model in DIVIDED
-    for rows in (1, 8, 64, 256)
-    for steps in (1, 4)
-]
-ALL += [(name, model, 64, 4, BF16) for name in SLICES for model in DIVIDED]
-ALL += [(name, model, 8, steps, F32) for name in SLICES for model in OTHERS for steps in (1, 4)]
-
-
-def cases(few, everything):
-    found = [pytest.param(*c, id=describe(*c)) for c in few]
-    return found + [pytest.param(*c, id=describe(*c), marks=pytest.mark.slow) for c in everything if c not in few]
-
-
-def describe(slice_name, model, *rest):
-    return " ".join([slice_name, model.name, *(str(getattr(r, "__name__", r)) for r in rest)])
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize(("slice_name", "model", "rows", "steps", "store"), cases(FEW, ALL))
-def test_state_update(slice_name, model, rows, steps, store):
-    call = update_call(model, rows, steps, store=store)
-    compiled = check_in_place(slice_name, update, call)
-    # Bytes moved: the states, once in and once out for each step, and little else.
-    slot = nbytes(call[STORE]) // call[STORE].shape[0]
-    least = rows * (1 + steps) * slot
-    assert Traffic(compiled.as_text()).total() <= 1.1 * least + (1 << 20)
-
-
-FEW_SCANS = [
-    ("v5e", NEMOTRON.divided(8), 16, 128, F32),
-    ("v6e", BAMBA.divided(8), 1, 128, BF16),
-    ("tpu7x", NANO.divided(8), 16, 128, F32),
-    ("v6e", LIGHTNING.divided(8), 16, 128, F32),
-]
-ALL_SCANS = [(name, model, tiles, 128, F32) for name in SLICES for model in DIVIDED for tiles in (1, 16)]
-ALL_SCANS += [(name, model, 16, 128, BF16) for name in SLICES for model in DIVIDED]
-ALL_SCANS += [(name, model, 16, 128, F32) for name in SLICES for model in OTHERS]
-ALL_SCANS += [(name, NEMOTRON, 64, 256, F32) for name in SLICES]
-
-
-@pytest.mark.parametrize(("slice_name", "model", "tiles", "tile_size", "store"), cases(FEW_SCANS, ALL_SCANS))
-def test_ssd_scan(slice_name, model, tiles, tile_size, store):
-    check_in_place(slice_name, scan, scan_call(model, tiles, tile_size=tile_size, store=store))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("slice_name", SLICES)
-def test_float32_inputs(slice_name):
-    check_in_place(slice_name, scan, scan_call(NEMOTRON.divided(8), 4, dtype=jnp.float32))
-    check_in_place(slice_name, update, update_call(NEMOTRON, 8, 4, dtype=jnp.float32))
-
-
-def test_tiles_of_a_long_prompt():
-    # XLA would copy an operand of many tiles if it did not like its layout.
-    model = NANO.divided(8)
-    compiled = check_in_place("v5e", scan, scan_call(model, 256, slots=256))
-    assert compiled.memory_analysis().temp_size_in_bytes < nbytes(scan_call(model, 256)[0]) * 2
-
-
-def between_projections(*args):
-    *inputs, places = args
-    return gated_scan(*inputs, eps=1e-5, implementation="pallas_tpu", **places)
-
-
-FEW_GATED = [
-    ("v5e", NEMOTRON, 18, 128),
-    ("v6e", NEMOTRON.divided(8), 18, 128),
-    ("tpu7x", NANO.divided(8), 18, 128),
-]
-# Lightning attention has no gated scan.
-ALL_GATED = [(name, m, 18, 128) for name in SLICES for m in (*DIVIDED, *OTHERS) if m is not LIGHTNING]
-ALL_GATED += [(name, BAMBA, 10, 256) for name in SLICES]
-GATED_STORES = (9, 10)
-
-
-@pytest.mark.parametrize(("slice_name", "model", "tiles", "tile_size"), cases(FEW_GATED, ALL_GATED))
-def test_gated_scan(slice_name, model, tiles, tile_size):
-    call = gated_scan_call(model, tiles, tile_size=tile_size)
-    compiled = compile_for_tpu(slice_name, between_projections, *call, donate=GATED_STORES)
-    memory, (zx, *_), stores = compiled.memory_analysis(), call, [call[i] for i in GATED_STORES]
-    assert memory.alias_size_in_bytes == sum(map(nbytes, stores))
-    # Arguments come as [tokens, 2, inner] here, and are laid out flat; a layer's product gives them so.
-    assert memory.temp_size_in_bytes <= 1.1 * nbytes(zx)
-    assert "tpu_custom_call" in compiled.as_text()
-
-
-FEW_ATTENTION = [("v5e", NANO, 64, 4), ("v6e", NEMOTRON.divided(8), 64, 1), ("tpu7x", NANO.divided(8), 16, 128)]
-ATTENDING = {(m.q_heads, m.kv_heads): m for n in (8, 4, 1) for m in (*OTHERS[:2], *MODELS) for m in [m.divided(n)]}
-ALL_ATTENTION = [
-    (name, model, *blocks)
-    for name in SLICES
-    for model in ATTENDING.values()
-    for blocks in ((1, 1), (256, 1), (64, 4), (16, 128))
+    case("state_update", NEMOTRON, chip="v5e", rows=8, steps=4),
+    case("state_update", BAMBA.divided(4), chip="v6e", rows=256, marks=FULL),
+    case("state_update", NANO.divided(8), chip="tpu7x", rows=8, steps=4, store=BF16, marks=FULL),
+    case("ssd_scan", NEMOTRON.divided(8), chip="v5e", tiles=16, marks=FULL),
+    case("ssd_scan", BAMBA.divided(8), chip="v6e", tiles=1, tile_size=128, store=BF16, marks=FULL),
+    case("ssd_scan", NANO.divided(8), chip="tpu7x", tiles=16, marks=FULL),
+    case("ssd_scan", LIGHTNING.divided(8), chip="v6e", tiles=16, marks=FULL),
+    case("ssd_scan", NANO.divided(8), chip="v5e", tiles=256, marks=FULL),
+    case("gated_scan", NEMOTRON.divided(8), chip="v6e", tiles=18, marks=FULL),
+    case("gated_scan", NANO.divided(8), chip="tpu7x", tiles=18, marks=FULL),
+    case("state_replay", NEMOTRON, chip="v5e", rows=128, steps=4, marks=FULL),
+    case("state_replay", BAMBA.divided(4), chip="v6e", steps=4, marks=FULL),
+    case("state_replay", NANO.divided(8), chip="tpu7x", rows=8, steps=4, interval=8, store=BF16, marks=FULL),
+    case("state_replay", LIGHTNING.divided(8), chip="v6e", steps=4, marks=FULL),
+    case("delta_update", NEXT, chip="v5e", steps=4, marks=FULL),
+    case("delta_update", LARGE.divided(8), chip="v6e", steps=4, marks=FULL),
+    case("delta_update", NEXT.divided(8), chip="tpu7x", rows=8, store=BF16, marks=FULL),
+    case("delta_update", KIMI.divided(8), chip="v6e", steps=4, marks=FULL),
+    case("delta_scan", NEXT.divided(8), chip="v5e", tiles=16),
+    case("delta_scan", LARGE.divided(8), chip="v6e", tiles=16, tile_size=64, marks=FULL),
+    case("delta_scan", KIMI.divided(8), chip="v6e", tiles=16, marks=FULL),
+    case("delta_replay", NEXT, chip="v5e", steps=4),
+    case("delta_replay", LARGE, chip="v6e", steps=4, marks=FULL),
+    case("delta_replay", LARGE.divided(8), chip="v6e", rows=8, marks=FULL),
+    case("delta_replay", KIMI, chip="v5e", steps=4, marks=FULL),
+    case("delta_replay", KIMI.divided(8), chip="v6e", steps=4, marks=FULL),
+    case("delta_replay", NEXT.divided(8), chip="tpu7x", rows=8, store=BF16, marks=FULL),
+    *(
+        case(operation, FALCON, chip=chip, inner=inner, steps=4, tiles=16, marks=FULL)
+        for operation in ("selective_scan", "selective_update")
+        for chip, inner in (("v5e", 1024), ("v6e", 8192))
+    ),
+    case("paged_attention", ATTENDING[1], chip="v5e", rows=64, q_len=4),
+    case("paged_attention", divided(ATTENDING[0], 8), chip="v6e", rows=64, marks=FULL),
+    case("paged_attention", divided(ATTENDING[1], 8), chip="tpu7x", rows=4, blocks_of_row=4, q_len=128, marks=FULL),
+    case("paged_attention", ATTENDING[0], chip="v5e", rows=64, store=jnp.float8_e4m3fn, marks=FULL),
 ]
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize(("slice_name", "model", "blocks", "q_len"), cases(FEW_ATTENTION, ALL_ATTENTION))
-def test_paged_attention(slice_name, model, blocks, q_len):
-    run = functools.partial(paged_attention, scale=0.1, implementation="pallas_tpu")
-    call = attention_call(model, blocks, q_len)
-
-    def attend(q, kv, positions, page_table, block_row):
-        return run(q, kv, positions=positions, page_table=page_table, block_row=block_row)
-
-    compiled = compile_for_tpu(slice_name, attend, *call)
-    assert "tpu_custom_call" in compiled.as_text()
-    assert compiled.memory_analysis().temp_size_in_bytes <= max(8 * nbytes(call[0]), 1 << 20)
+def every(operation, models, *, store=(F32,), dtype=BF16, **sizes):
+    """The slow cases of an operation: every chip, model and combination of sizes."""
+    for chip, model, states, *values in itertools.product(SLICES, models, store, *sizes.values()):
+        yield case(operation, model, chip=chip, store=states, dtype=dtype, **dict(zip(sizes, values, strict=True)))
 
 
+EVERY = [
+    *every("state_update", DIVIDED, rows=(1, 8, 64, 256), steps=(1, 4)),
+    *every("state_update", OTHERS, rows=(8,), steps=(1, 4)),
+    *every("ssd_scan", DIVIDED, tiles=(1, 16)),
+    *every("ssd_scan", OTHERS, tiles=(16,)),
+    *every("ssd_scan", [NEMOTRON], tiles=(64,), tile_size=(256,)),
+    # Lightning attention has no gated scan.
+    *every("gated_scan", [m for m in (*DIVIDED, *OTHERS) if m is not LIGHTNING], tiles=(18,), tile_size=(128,)),
+    *every("gated_scan", [BAMBA], tiles=(10,), tile_size=(256,)),
+    *every("state_replay", DIVIDED, rows=(1, 64), steps=(1, 4), interval=(16, 64)),
+    *every("state_replay", OTHERS, rows=(8,), steps=(1, 4)),
+    *every("delta_update", DIVIDED_DELTA, rows=(1, 64, 256), steps=(1, 4)),
+    *every("delta_scan", DIVIDED_DELTA, tiles=(1, 4, 16)),
+    *every("delta_replay", DIVIDED_DELTA, rows=(1, 64), steps=(1, 4)),
+    *(
+        one
+        for operation, models, sizes in (
+            ("state_update", DIVIDED, {"steps": (4,)}),
+            ("ssd_scan", DIVIDED, {"tiles": (16,)}),
+            ("state_replay", DIVIDED, {"steps": (4,)}),
+            ("delta_update", DIVIDED_DELTA, {"steps": (4,)}),
+            ("delta_scan", DIVIDED_DELTA, {"tiles": (16,), "tile_size": (64,)}),
+        )
+        for one in every(operation, models, store=(BF16,), **sizes)
+    ),
+    *(
+        one
+        for operation, model in (("ssd_scan", NEMOTRON), ("state_update", NEMOTRON), ("delta_scan", NEXT))
+        for one in every(operation, [model.divided(8)], dtype=F32, rows=(8,), steps=(4,))
+    ),
+    *every("selective_scan", [FALCON], store=(F32, BF16), inner=(8192, 1024, 5120, 640), tile_size=(16, 128, 512)),
+    *every("selective_update", [FALCON], store=(F32, BF16), inner=(8192, 1024, 5120, 640), steps=(1, 4)),
+    *every("paged_attention", ATTENDING_DIVIDED, rows=(1, 256), q_len=(1,)),
+    *every("paged_attention", ATTENDING_DIVIDED, rows=(64,), q_len=(4,)),
+    *every("paged_attention", ATTENDING_DIVIDED, rows=(4,), blocks_of_row=(4,), q_len=(128,)),
+    *every("paged_attention", ATTENDING[:1], store=(jnp.float8_e4m3fn,), rows=(64,)),
+]
+
+
+@pytest.mark.parametrize(("chip", "operation", "model", "dtype", "store"), few_and_slow(FEW, EVERY))
+def test_kernel(chip, operation, model, dtype, store):
+    call = shapes(operation, model, dtype, store)
+    program = compile_for_tpu(chip, call.program("pallas_tpu"), *call.arrays, donate=0)
+    memory, text = program.memory_analysis(), program.as_text()
+    assert memory.alias_size_in_bytes >= nbytes(call.stores)
+    # Besides the kernel there is only what brings its inputs into its form.
+    assert memory.temp_size_in_bytes <= most_temporaries(operation, call, model)
+    assert "tpu_custom_call" in text
+    if (most := most_moved(operation, call, model)) is not None:
+        assert Traffic(text).total() <= most
+
+
+def most_temporaries(operation, call, model):
+    """Bytes that the program of a call may allocate."""
+    inputs = nbytes(call.inputs, call.places)
+    match operation:
+        case "gated_scan":  # its inputs come as [tokens, 2, inner], and are laid out flat; a layer's product is flat
+            return 1.1 * nbytes(call.inputs[0])
+        case "ssd_scan" if model.tiles == 256:  # XLA would copy an operand of many tiles if it did not like its layout
+            return 2 * nbytes(call.inputs[0])
+        case "selective_scan":  # B and C without padding's values, in float32
+            return model.tiles * model.tile_size * 128 * 4 * 4
+        case "selective_update":  # the step sizes at most, in another layout: a fraction of the rows' states
+            return model.steps * model.rows * model.inner * 4 + (1 << 20)
+        case "paged_attention":
+            return max(8 * nbytes(call.inputs[0]), 1 << 20)
+        case _:
+            return max(4 * inputs, 2 << 20 if "replay" in operation else 1 << 20)
+
+
+def most_moved(operation, call, model):
+    """Bytes to and from memory; None where nothing is known."""
+    if operation in ("state_update", "delta_update"):  # the states, once in and once out for each step
+        return 1.1 * call.moved + (1 << 20)
+    if "replay" in operation and model.rows >= 64:
+        # States read once, and written once in an interval; what is valid of a tail, read; new tokens'.
+        states, tail = call.stores
+        slot, ring = nbytes(states) // states.shape[0], nbytes(tail) // tail[0].shape[0]
+        moved = model.rows * (slot * (1 + model.steps / model.interval) + ring * (1 + model.steps / model.entries))
+        return 1.15 * (moved + nbytes(call.inputs, call.inputs[0]))
+    return None
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("operation", ["selective_scan", "selective_update", "selective_replay"])
+def test_selective_operations_by_xla(operation):
+    """No array of all tokens' or of the tails' states: a few states of each row, or of a few tokens at a time."""
+    model = dataclasses.replace(FALCON, rows=64, steps=4, tiles=16, interval=16)
+    call = shapes(operation, model, BF16, F32)
+    memory = compile_for_tpu("v6e", call.program("xla"), *call.arrays, donate=0).memory_analysis()
+    assert memory.alias_size_in_bytes >= nbytes(call.stores)
+    state = 4 * model.state * model.inner
+    tokens = model.tiles * model.tile_size / 8 if operation == "selective_scan" else (model.steps + 3) * model.rows
+    assert memory.temp_size_in_bytes < tokens * state
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("page_size", "context", "calls"),
     [(128, 1 << 18, 1), slow(32, 1 << 18, 3), slow(128, 1 << 20, 3)],
 )
 def test_paged_attention_with_tables_of_long_contexts(page_size, context, calls):
     """64 rows: the default page size on TPU holds 262,144 tokens in one call, other sizes take more."""
-    pages = context // page_size + 1
-    call = attention_call(NEMOTRON.divided(8), 64, 1, page_size=page_size, pages_per_row=pages)
-
-    def attend(q, kv, positions, page_table, block_row):
-        places = {"positions": positions, "page_table": page_table, "block_row": block_row}
-        return paged_attention(q, kv, **places, scale=0.1, implementation="pallas_tpu")
-
-    text = compile_for_tpu("v6e", attend, *call).as_text()
+    model = dataclasses.replace(divided(ATTENDING[0], 8), page_size=page_size, context=context + 1, rows=64)
+    call = shapes("paged_attention", model, BF16, F32)
+    text = compile_for_tpu("v6e", call.program("pallas_tpu"), *call.arrays).as_text()
     assert text.count('custom_call_target="tpu_custom_call"') == calls
 
 
-@pytest.mark.parametrize("slice_name", ["v5e", slow("v6e"), slow("tpu7x")])
-def test_paged_attention_over_a_cache_in_8_bits(slice_name):
-    q, kv, *places = attention_call(NEMOTRON, 64, 1)
-    kv = shape(*kv.shape, dtype=jnp.float8_e4m3fn)
-
-    def attend(q, kv, positions, page_table, block_row):
-        places = {"positions": positions, "page_table": page_table, "block_row": block_row}
-        return paged_attention(q, kv, **places, scale=0.1, implementation="pallas_tpu")
-
-    compiled = compile_for_tpu(slice_name, attend, q, kv, *places)
-    assert "tpu_custom_call" in compiled.as_text()
-    assert compiled.memory_analysis().temp_size_in_bytes <= max(8 * nbytes(q), 1 << 20)
-
-
+@pytest.mark.full
 def test_convolution_copies_no_store():
-    rows, steps, channels = 64, 4, 8192
-    store, index = shape(400, 3, channels, dtype=BF16), functools.partial(shape, dtype=jnp.int32)
-    call = (shape(rows, steps, channels, dtype=BF16), shape(channels, 4, dtype=BF16), shape(channels, dtype=BF16))
+    from benchmarks.kernels.workloads import CONVOLUTIONS
 
-    def update(store, x, weight, bias, read, write):
-        return causal_conv1d_update(x, weight, bias, store, read_slot=read, write_slot=write)
+    call = shapes("causal_conv1d_update", CONVOLUTIONS[0], BF16, F32)
+    compiled = compile_for_tpu("v5e", call.program(), *call.arrays, donate=0)
+    assert compiled.memory_analysis().alias_size_in_bytes == nbytes(call.stores)
+    sizes = ",".join(map(str, call.stores[0].shape))
+    assert not re.findall(rf"\w+\[{sizes}\]\S* (?:copy|convert|transpose|bitcast-convert)\(", compiled.as_text())
 
-    compiled = compile_for_tpu("v5e", update, store, *call, index(rows), index(rows, steps), donate=0)
-    assert compiled.memory_analysis().alias_size_in_bytes == nbytes(store)
-    assert not re.findall(r"\w+\[400,3,8192\]\S* (?:copy|convert|transpose|bitcast-convert)\(", compiled.as_text())
+
+WINDOWS = [("v5e", 890, 3, 1024, 64, BF16), ("v6e", 300, 3, 8192, 256, BF16)]
+EVERY_WINDOWS = [
+    (chip, 600, rows, channels, count, dtype)
+    for chip in SLICES
+    for rows, channels in ((3, 256), (3, 1024), (2, 2048), (1, 128), (5, 512), (8, 1024))
+    for count, dtype in ((1, BF16), (48, BF16), (512, BF16), (64, F32))
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("chip", "slots", "rows", "channels", "count", "dtype"), [*WINDOWS, *(slow(*each) for each in EVERY_WINDOWS)]
+)
+def test_only_the_named_windows_move(chip, slots, rows, channels, count, dtype):
+    device = tpu_devices(chip)[0]
+    place = SingleDeviceSharding(device)
+    by_slots = Format(Layout((0, 1, 2)), place)
+    store = jax.ShapeDtypeStruct((slots, rows, channels), dtype, sharding=by_slots)
+    index = jax.ShapeDtypeStruct((count,), jnp.int32, sharding=place)
+
+    def turn(store, read, write):
+        found = read_windows(store, read, implementation="pallas_tpu")
+        # In a tuple, as steps give it: a program that gives nothing but the store does not compile.
+        return write_windows(store, jnp.roll(2 * found, 1, axis=0), write, implementation="pallas_tpu"), read + 1
+
+    with jax.set_mesh(Mesh(np.array([device]), ("device",), axis_types=(AxisType.Auto,))):
+        run = jax.jit(turn, donate_argnums=0, out_shardings=(by_slots, None))
+        compiled = run.lower(store, index, index).compile()
+    memory, window = compiled.memory_analysis(), nbytes(shape(rows, channels, dtype=dtype))
+    assert slots * window <= memory.alias_size_in_bytes <= 2 * slots * window  # a few rows are padded
+    # Read once and written once, and on the way at most a few times more, where they do not fit on the chip.
+    padded = window * memory.alias_size_in_bytes / (slots * window)
+    assert memory.temp_size_in_bytes <= max(4 * count * padded, 1 << 20)
+    assert Traffic(compiled.as_text()).total() <= (2.1 if count <= 64 else 8) * count * padded + 1e5
+
+
+# Products: nothing but the kernel touches the weights, and no wide copy of a weight is written to memory.
+
+FORMS = {
+    "int8": (jnp.int8, None, None),
+    "fp8": (jnp.float8_e4m3fn, None, None),
+    "int4": (jnp.int4, 64, BF16),
+    "nvfp4": (jnp.float4_e2m1fn, 16, jnp.float8_e4m3fn),
+}
+NARROW = [("v5e", "int8"), ("v6e", "int4"), ("tpu7x", "fp8"), ("tpu7x", "nvfp4")]
+
+
+def quantised(form, *sizes):
+    dtype, group, scale = FORMS[form]
+    *lead, outputs, inputs = sizes
+    channels = None if form == "int4" else shape(*lead, outputs, dtype=F32)
+    return Quantised(
+        shape(*sizes, dtype=dtype), channels, shape(*lead, inputs // group, outputs, dtype=scale) if group else None
+    )
+
+
+def narrow_bytes(weight):
+    return weight.values.size * bits_of(weight.values.dtype) // 8
+
+
+def temporaries_of_products(chip, tokens, weight, implementation):
+    """Bytes that a product of tokens with one weight, or with those of experts, allocates."""
+    values = weight.values if isinstance(weight, Quantised) else weight
+    operation, experts = (grouped_matmul, values.shape[:1]) if len(values.shape) == 3 else (linear, ())
+    run = functools.partial(operation, implementation=implementation)
+    sizes = [shape(*experts, dtype=jnp.int32)] * len(experts)
+    compiled = compile_for_tpu(chip, run, shape(tokens, values.shape[-1], dtype=BF16), weight, *sizes)
+    assert operation is linear or "tpu_custom_call" in compiled.as_text()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("chip", "form"), NARROW)
+def test_quantised_dense_weights(chip, form):
+    weight = quantised(form, 21504, 4096)  # Nemotron-H-8B
+    implementation = "pallas_tpu" if FORMS[form][1] else "xla"
+    assert temporaries_of_products(chip, 64, weight, implementation) < narrow_bytes(weight) / 8
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sizes", [(1856, 2688), (2688, 1856)], ids=["up", "down"])
+@pytest.mark.parametrize(("chip", "form"), NARROW)
+def test_quantised_experts(chip, form, sizes):
+    weight = quantised(form, 128, *sizes)  # Nemotron-3-Nano
+    assert temporaries_of_products(chip, 384, weight, "pallas_tpu") < narrow_bytes(weight) / 7
+
+
+@pytest.mark.full
+def test_4_bit_floats_on_older_tpus():
+    weight = quantised("nvfp4", 128, 1856, 2688)
+    # The values may be copied as they are: never wide.
+    assert temporaries_of_products("v6e", 384, weight, "pallas_tpu_codes") < 1.1 * narrow_bytes(weight)
+    assert nbytes(weight.group_scale) < narrow_bytes(weight)
+
+
+def products(name, devices):
+    """The shapes [experts, outputs, inputs] of the two products of a layer on one device."""
+    config = preset(name)
+    moe, layer = config.moe, f"blocks.{config.pattern.index(MOE)}.mixer.experts"
+    width, partition = moe.latent_size or config.hidden_size, Partition.of(config, devices)
+    sizes = {
+        "up": (moe.num_experts, *([2] if moe.gated else []), moe.intermediate_size, width),
+        "down": (moe.num_experts, width, moe.intermediate_size),
+    }
+    for which, whole in sizes.items():
+        spec = partition.parameter(f"{layer}.{which}")
+        axes = [*spec, *[None] * (len(whole) - len(spec))]
+        experts, *outputs, inputs = (
+            size // devices if axis == TENSOR else size for size, axis in zip(whole, axes, strict=True)
+        )
+        yield experts, functools.reduce(int.__mul__, outputs), inputs
+
+
+EXPERTS = [
+    ("v5e", "nemotron-3-nano-30b-a3b", 1),
+    ("v6e", "nemotron-3-nano-30b-a3b", 8),
+    ("tpu7x", "granite-4.0-h-small", 4),
+]
+EVERY_EXPERTS = itertools.product(SLICES, (name for name in preset_names() if preset(name).moe is not None), (1, 4, 8))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("chip", "name", "devices"), [*EXPERTS, *(slow(*each) for each in EVERY_EXPERTS if each not in EXPERTS)]
+)
+@pytest.mark.parametrize("tokens", [384, slow(12288)])
+def test_only_the_kernel_touches_the_weights_of_experts(chip, name, devices, tokens):
+    """Of every published size, whole and divided over 4 and 8 devices."""
+    for experts, outputs, inputs in products(name, devices):
+        # A prompt's tokens may be brought into whole blocks, on their way in and out.
+        moved = 4 * tokens * (inputs + outputs) if tokens > 384 else 0
+        weight = shape(experts, outputs, inputs, dtype=BF16)
+        assert temporaries_of_products(chip, tokens, weight, "pallas_tpu") < 10e6 + moved
