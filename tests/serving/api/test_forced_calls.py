@@ -7,9 +7,9 @@ import pytest
 import tokenizers
 
 from checkpoints.tokenizer import Tokenizer, load_tokenizer
+from serving.api.http.parsing.answer import ToolCallReader
 from serving.api.http.parsing.call_formats import FORMATS
 from serving.api.http.parsing.forced_calls import calls_grammar
-from serving.api.http.parsing.tool_calls import ToolCallReader
 from serving.api.http.protocol.chat import Tool
 from serving.api.http.text import TextCodec
 from serving.engine.structured.grammar_state import StructuredOutputs

@@ -7,8 +7,8 @@ import pytest
 
 from serving.api.http.apis.messages import _arguments
 from serving.api.http.json_values import MAX_DEPTH, depth, parse_written, well_formed
+from serving.api.http.parsing.answer import ToolCallReader
 from serving.api.http.parsing.call_pieces import whole_calls
-from serving.api.http.parsing.tool_calls import ToolCallReader
 from serving.api.http.parsing.written_object import WrittenObject
 from serving.api.http.protocol.chat import Tool
 

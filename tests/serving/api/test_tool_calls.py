@@ -13,9 +13,9 @@ from serving.api.http import ServerSettings
 from serving.api.http.apis.chat import ChatWriter
 from serving.api.http.context import ResponseContext
 from serving.api.http.generation import ChoiceDelta, whole
+from serving.api.http.parsing.answer import ToolCallReader
 from serving.api.http.parsing.call_formats import FORMATS, form_of
 from serving.api.http.parsing.call_pieces import whole_calls
-from serving.api.http.parsing.tool_calls import ToolCallReader
 from serving.api.http.protocol.chat import ChatRequest, Tool
 from serving.api.http.text import TextCodec
 from serving.config import ConfigError

@@ -9,11 +9,10 @@ from serving.api.http.apis.prompts import offered_tools
 from serving.api.http.apis.sampling import sampling_params
 from serving.api.http.context import ResponseContext
 from serving.api.http.generation import Job, UsageCounter
-from serving.api.http.parsing.answer import AnswerReader
+from serving.api.http.parsing.answer import AnswerReader, ToolCallReader
 from serving.api.http.parsing.call_formats import FORMATS
 from serving.api.http.parsing.forced_calls import calls_grammar
 from serving.api.http.parsing.reasoning import ReasoningCount, ReasoningReader, ReasoningStart, opening_of
-from serving.api.http.parsing.tool_calls import ToolCallReader
 from serving.api.http.protocol.chat import AllowedTools, ChatRequest, NamedTool, Tool
 from serving.engine.request_error import RequestError
 from serving.engine.requests.sampling_params import SamplingParams

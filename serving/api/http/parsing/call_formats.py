@@ -20,8 +20,8 @@ from types import MappingProxyType
 from typing import Literal
 
 from checkpoints.tokenizer import Tokenizer
+from serving.api.http.parsing.json_calls import ARGUMENTS, CALL, CALL_END
 from serving.api.http.parsing.marked_calls import ARGUMENT_MARKUP, FUNCTION_MARKUP, CallMarkup
-from serving.api.http.parsing.tagged_calls import ARGUMENTS, CALL, CALL_END
 from serving.api.http.settings import ToolCallForm
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from serving.api.http.json_values import well_formed
 from serving.api.http.protocol.chat import CalledFunction, ToolCall
@@ -22,21 +22,6 @@ class CallPiece:
     """Text to append to the call's arguments. The complete arguments are one JSON object."""
     name: str | None = None
     id: str | None = None
-
-
-class CallParser(Protocol):
-    """Reads the text between the marks of one or more calls, as it arrives."""
-
-    began: bool
-    """The parser has returned a piece of a call."""
-    over: bool
-    """The text has reached the closing mark (if `began`), or is not a call."""
-    rest: str
-    """The text after the closing mark."""
-
-    def push(self, text: str, *, last: bool) -> list[CallPiece]:
-        """Reads new text. `last`: the text ends here."""
-        ...
 
 
 class CallNumbering:
@@ -60,6 +45,58 @@ class CallNumbering:
     def more(self, arguments: str) -> CallPiece:
         """Returns a piece with more arguments of the latest call."""
         return CallPiece(self.count - 1, well_formed(arguments))
+
+
+class CallParser(ABC):
+    """Reads the text between the marks of one or more calls, as it arrives.
+
+    Args:
+        closing: the mark after the calls.
+        numbering: numbers the answer's calls.
+    """
+
+    def __init__(self, closing: str, numbering: CallNumbering) -> None:
+        self._closing, self._numbering = closing, numbering
+        self._text = ""
+        """Text that has not been consumed."""
+        self._seen = 0
+        """Length of the beginning of `_text` that has been examined."""
+        self._read: Callable[[], list[CallPiece]] = self._between
+        """The state: reads the beginning of `_text`."""
+        self._last = False
+        """No more text follows."""
+        self.began = False
+        """The parser has returned a piece of a call."""
+        self.over = False
+        """The text has reached the closing mark (if `began`), or is not a call."""
+        self.rest = ""
+        """The text after the closing mark."""
+
+    def push(self, text: str, *, last: bool) -> list[CallPiece]:
+        """Reads new text. `last`: the text ends here."""
+        self._text += text
+        self._last = last
+        pieces: list[CallPiece] = []
+        while not self.over:
+            before = len(self._text), self._seen, self._read
+            pieces += self._read()
+            if before == (len(self._text), self._seen, self._read):
+                break
+        if last and not self.over:
+            pieces += self._cut_off()
+            self._end("")
+        return pieces
+
+    @abstractmethod
+    def _between(self) -> list[CallPiece]:
+        """Reads text before or after a call."""
+
+    def _cut_off(self) -> list[CallPiece]:
+        """Returns the last pieces of a call whose text ends before the closing mark."""
+        return []
+
+    def _end(self, rest: str) -> None:
+        self.over, self.rest, self._text = True, rest, ""
 
 
 def whole_calls(pieces: Iterable[CallPiece]) -> list[ToolCall]:

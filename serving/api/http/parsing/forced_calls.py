@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from serving.api.http.parsing.call_formats import FORMATS
+from serving.api.http.parsing.json_calls import ARGUMENTS, CALL, CALL_END
 from serving.api.http.parsing.marked_calls import CallMarkup
-from serving.api.http.parsing.tagged_calls import ARGUMENTS, CALL, CALL_END
 from serving.api.http.protocol.chat import Tool
 from serving.api.http.settings import ToolCallForm
 

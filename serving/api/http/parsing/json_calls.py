@@ -1,4 +1,4 @@
-"""Calls in JSON: `{"name": ..., "arguments": {...}}`, or a list of such objects."""
+"""Calls in JSON: `{"name": ..., "arguments": {...}}`, a list of such objects, or arguments after a tag."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import re
 from typing import Any
 
 from serving.api.http.json_values import parse_written
-from serving.api.http.parsing.call_pieces import CallNumbering, CallPiece, skip_to
+from serving.api.http.parsing.call_pieces import CallNumbering, CallParser, CallPiece, Head, skip_to
 from serving.api.http.parsing.written_object import WrittenObject, read_object
 
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _LONGEST_HEAD = 2048
 _BETWEEN = " \t\r\n,[]"
+CALL, ARGUMENTS, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+_TAG_HEAD = Head(CALL, ARGUMENTS + " ", ahead=r"(?=\S)")
+_TAG = re.compile(r"(?:functions\.)?(.+?)(:\d{1,9})?", re.DOTALL)
 
 
-class JsonCalls:
+class JsonCalls(CallParser):
     """Parses these calls.
 
     If an object starts with its name and then its arguments, the parser returns the arguments as they arrive, as valid
@@ -23,48 +26,21 @@ class JsonCalls:
     """
 
     def __init__(self, closing: str, numbering: CallNumbering) -> None:
-        self._closing, self._numbering = closing, numbering
-        self._text = ""
-        """Text that has not been consumed."""
-        self._seen = 0
-        """Length of `_text` that `_object` has read."""
-        self._object: WrittenObject | None = None
+        super().__init__(closing, numbering)
+        self._object = WrittenObject(closing)
         """The current object."""
         self._valid = ""
         """Output of `_object` while the name is unknown."""
-        self._in_arguments = self._after_arguments = False
-        self.began = self.over = False
-        self.rest = ""
-
-    def push(self, text: str, *, last: bool) -> list[CallPiece]:
-        """Parses new text. See `CallParser.push`."""
-        self._text += text
-        pieces: list[CallPiece] = []
-        while not self.over:
-            before = len(self._text), self._seen, self._in_arguments, self._object
-            if self._in_arguments:
-                pieces += self._arguments()
-            elif self._object is not None:
-                pieces += self._head()
-            else:
-                pieces += self._between()
-            if before == (len(self._text), self._seen, self._in_arguments, self._object):
-                break
-        if last and not self.over:
-            self._end("")
-        return pieces
-
-    def _end(self, rest: str) -> None:
-        self.over, self.rest, self._text = True, rest, ""
+        self._after_arguments = False
 
     def _between(self) -> list[CallPiece]:
-        """Reads text before or after an object."""
         after = "} \t\r\n" if self._after_arguments else ""
         self._text = self._text.lstrip(_BETWEEN + after)
         if self._text.startswith(self._closing):
             self._end(self._text[len(self._closing) :])
         elif self._text.startswith("{"):
             self._object, self._seen, self._valid = WrittenObject(self._closing), 0, ""
+            self._read = self._head
         elif self._text and not self._closing.startswith(self._text):
             if self.began:  # other fields of an object, after its arguments
                 self._text = skip_to(self._text, self._closing, "{")
@@ -74,20 +50,18 @@ class JsonCalls:
 
     def _head(self) -> list[CallPiece]:
         """Reads an object up to the call's name."""
-        assert self._object is not None
         matched = _HEAD.match(self._text) if self._seen <= _LONGEST_HEAD else None
         if matched is not None and matched.end() <= _LONGEST_HEAD:
             self._text = self._text[matched.end() :]
             self._object, self._seen = WrittenObject(self._closing), 0
-            self._in_arguments = self.began = True
+            self._read, self.began = self._arguments, True
             return [self._numbering.begin(_name(matched[1]))]
         self._seen, valid, complete = self._object.push(self._text, self._seen)
         self._valid += valid
         if not complete:
             return []
-        broken = self._object.broken
-        self._text, self._object, self._seen = self._text[self._seen :], None, 0
-        call = None if broken else _read(self._valid)
+        self._text, self._read, self._seen = self._text[self._seen :], self._between, 0
+        call = None if self._object.broken else _read(self._valid)
         if call is None:
             if not self.began:
                 self._end("")
@@ -96,12 +70,58 @@ class JsonCalls:
         return [self._numbering.begin(call[0]), self._numbering.more(json.dumps(call[1], ensure_ascii=False))]
 
     def _arguments(self) -> list[CallPiece]:
-        assert self._object is not None
         read, shown, complete = self._object.push(self._text)
         self._text = self._text[read:]
         if complete:
-            self._in_arguments, self._after_arguments, self._object = False, True, None
+            self._read, self._after_arguments = self._between, True
         return [self._numbering.more(shown)] if shown else []
+
+
+class TaggedCalls(JsonCalls):
+    """Parses calls with a tag before the arguments, each with its own marks.
+
+    `<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`: the tag is also the call's
+    id, because models expect it in later turns.
+    """
+
+    _tag = ""
+    """Tag of the current call."""
+
+    def _between(self) -> list[CallPiece]:
+        self._text = self._text.lstrip()
+        if matched := _TAG_HEAD.match(self._text):
+            self._tag, self._text = matched[1].strip(), self._text[matched.end() :]
+            self._object, self._read = WrittenObject(CALL_END), self._head
+            if self._text.startswith("{"):
+                self._read = self._arguments
+                return [self._begin()]
+        elif self._text.startswith(self._closing):
+            self._end(self._text[len(self._closing) :])
+        elif self._text and not (_TAG_HEAD.may_follow(self._text) or self._closing.startswith(self._text)):
+            if self.began:
+                self._text = skip_to(self._text, self._closing, CALL)
+            else:
+                self._end("")
+        return []
+
+    def _head(self) -> list[CallPiece]:
+        """Reads arguments that are not an object."""
+        text, end, rest = self._text.partition(CALL_END)
+        if not end:
+            return []
+        self._text, self._read = rest, self._between
+        try:
+            arguments = object_of(parse_written(text))
+        except ValueError:
+            arguments = None
+        return [self._begin(), self._numbering.more(json.dumps(arguments or {}, ensure_ascii=False))]
+
+    def _begin(self) -> CallPiece:
+        self.began = True
+        matched = _TAG.fullmatch(self._tag)
+        if matched is None:
+            return self._numbering.begin(self._tag)
+        return self._numbering.begin(matched[1], f"functions.{matched[1]}{matched[2]}" if matched[2] else None)
 
 
 def _name(text: str) -> str:

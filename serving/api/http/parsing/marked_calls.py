@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from serving.api.http.parsing.call_pieces import CallNumbering, CallPiece, Head, may_begin, skip_to
+from serving.api.http.parsing.call_pieces import CallNumbering, CallParser, CallPiece, Head, may_begin, skip_to
 from serving.api.http.parsing.written_values import read_untyped, schema_types
 
 
@@ -37,7 +37,7 @@ ARGUMENT_MARKUP = CallMarkup(
 """`name<arg_key>key</arg_key><arg_value>value</arg_value>`."""
 
 
-class MarkedCalls:
+class MarkedCalls(CallParser):
     """Parses these calls. It returns strings as they arrive, and other values when they are complete.
 
     Args:
@@ -50,44 +50,20 @@ class MarkedCalls:
     def __init__(
         self, closing: str, numbering: CallNumbering, parameters: Mapping[str, Mapping[str, Any]], markup: CallMarkup
     ) -> None:
-        self._closing, self._numbering, self._parameters, self._markup = closing, numbering, parameters, markup
-        self._text = ""
+        super().__init__(closing, numbering)
+        self._parameters, self._markup = parameters, markup
         self._schemas: Mapping[str, Any] = {}
         """JSON schemas of the current function's parameters."""
-        self._in_function = False
-        self._value: Any = None
+        self._schema: Any = None
         """Schema of the current value, or None."""
-        self._in_value = self._shown = False
+        self._shown = False
         self._parameter_count = 0
         """Number of parameters of the current function so far."""
-        self.began = self.over = False
-        self.rest = ""
 
-    def push(self, text: str, *, last: bool) -> list[CallPiece]:
-        """Parses new text. See `CallParser.push`."""
-        self._text += text
-        pieces: list[CallPiece] = []
-        while not self.over:
-            before = self._text, self._in_function
-            if self._in_value:
-                pieces += self._more_of_value()
-            elif self._in_function:
-                pieces += self._within_function()
-            else:
-                pieces += self._between()
-            if before == (self._text, self._in_function):
-                break
-        if last and not self.over:
-            if self._in_function and not self._in_value:
-                pieces.append(self._numbering.more("}"))
-            self._end("")
-        return pieces
-
-    def _end(self, rest: str) -> None:
-        self.over, self.rest, self._text = True, rest, ""
+    def _cut_off(self) -> list[CallPiece]:
+        return [self._numbering.more("}")] if self._read == self._within_function else []
 
     def _between(self) -> list[CallPiece]:
-        """Reads text before or after a function."""
         self._text = self._text.lstrip()
         head = self._markup.function
         if self._text.startswith(self._closing):
@@ -96,7 +72,7 @@ class MarkedCalls:
             self._text, name = self._text[matched.end() :], matched[1].strip()
             schemas = self._parameters.get(name, {}).get("properties")
             self._schemas = schemas if isinstance(schemas, Mapping) else {}
-            self._in_function, self.began, self._parameter_count = True, True, 0
+            self._read, self.began, self._parameter_count = self._within_function, True, 0
             return [self._numbering.begin(name), self._numbering.more("{")]
         elif not head.may_follow(self._text) and not self._closing.startswith(self._text):
             if self.began:
@@ -112,13 +88,13 @@ class MarkedCalls:
         ends = [mark for mark in (self._markup.function_end, self._closing) if mark]
         for mark in ends:
             if self._text.startswith(mark):
-                self._in_function = False
+                self._read = self._between
                 if mark is not self._closing:
                     self._text = self._text[len(mark) :]
                 return [self._numbering.more("}")]
         if matched := head.match(self._text):
             self._text, name = self._text[matched.end() :], matched[1].strip()
-            self._value, self._in_value, self._shown = self._schemas.get(name), True, False
+            self._schema, self._read, self._shown = self._schemas.get(name), self._value, False
             self._parameter_count += 1
             key = f"{', ' if self._parameter_count > 1 else ''}{json.dumps(name, ensure_ascii=False)}: "
             return [self._numbering.more(key + '"' if self._is_text else key)]
@@ -128,14 +104,14 @@ class MarkedCalls:
 
     @property
     def _is_text(self) -> bool:
-        return schema_types(self._value) == {"string"}
+        return schema_types(self._schema) == {"string"}
 
-    def _more_of_value(self) -> list[CallPiece]:
+    def _value(self) -> list[CallPiece]:
         mark, padding = self._markup.parameter_end, self._markup.padding
         value, matched, after = self._text.partition(mark)
         if matched:
             value = value.removesuffix(padding)
-            self._text, self._in_value = after, False
+            self._text, self._read = after, self._within_function
         elif self._is_text:
             value = value[: len(value) - may_begin(value, padding + mark, mark)]
             self._text = self._text[len(value) :]
@@ -144,7 +120,7 @@ class MarkedCalls:
         if value and not self._shown:
             self._shown, value = True, value.removeprefix(padding)
         if not self._is_text:
-            return [self._numbering.more(json.dumps(read_untyped(value, self._value), ensure_ascii=False))]
+            return [self._numbering.more(json.dumps(read_untyped(value, self._schema), ensure_ascii=False))]
         end = '"' if matched else ""
         shown = json.dumps(value, ensure_ascii=False)[1:-1] + end
         return [self._numbering.more(shown)] if shown else []

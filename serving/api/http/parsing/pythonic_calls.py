@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from serving.api.http.parsing.call_pieces import CallNumbering, CallPiece, Head
+from serving.api.http.parsing.call_pieces import CallNumbering, CallParser, CallPiece, Head
 from serving.api.http.parsing.json_calls import JsonCalls
 from serving.api.http.parsing.written_values import ESCAPE, ESCAPE_PART, read_literal, unescaped
 
@@ -21,7 +21,7 @@ _AFTER = re.compile(r"\s{0,64}")
 _PREFIXES = ("", "r", "b", "f", "u", "rb", "br", "rf", "fr")
 
 
-class PythonicCalls:
+class PythonicCalls(CallParser):
     """Parses these calls. It returns strings as they arrive, and other values when they are complete.
 
     A quote ends a string only where an argument or the call can end, because models forget to escape quotes. Arguments
@@ -34,47 +34,22 @@ class PythonicCalls:
     """
 
     def __init__(self, closing: str, numbering: CallNumbering, parameters: Mapping[str, Mapping[str, Any]]) -> None:
-        self._closing, self._numbering, self._parameters = closing, numbering, parameters
-        self._text = ""
-        """Text that has not been consumed."""
-        self._read = self._between
-        """The state: reads the beginning of `_text`."""
-        self._last = False
+        super().__init__(closing, numbering)
+        self._parameters = parameters
         self._schemas: Mapping[str, Any] = {}
         """JSON schemas of the current function's parameters."""
         self._keys: list[str] = []
         """Arguments of the current call so far; the parser reads the last one's value."""
-        self._quote = ""
-        """The closing quote of the current string."""
-        self._seen, self._depth = 0, 0
-        """Length of `_text` that was searched for the end of a value, and the number of open brackets there."""
-        self._json: JsonCalls | None = None
-        self.began = self.over = False
-        self.rest = ""
+        self._quote, self._depth = "", 0
+        """The closing quote of the current string, and the number of open brackets of the current value."""
+        self._json = JsonCalls(closing, numbering)
 
-    def push(self, text: str, *, last: bool) -> list[CallPiece]:
-        """Parses new text. See `CallParser.push`."""
-        self._text += text
-        self._last = last
-        pieces: list[CallPiece] = []
-        while not self.over and self._json is None:
-            before = len(self._text), self._seen, self._read
-            pieces += self._read()
-            if before == (len(self._text), self._seen, self._read):
-                break
-        if self._json is not None:
-            pieces += self._json.push(self._text, last=last)
-            self._text = ""
-            self.began, self.over, self.rest = self._json.began, self._json.over, self._json.rest
-        elif last and not self.over:
-            self._end("")
+    def _as_json(self) -> list[CallPiece]:
+        pieces, self._text = self._json.push(self._text, last=self._last), ""
+        self.began, self.over, self.rest = self._json.began, self._json.over, self._json.rest
         return pieces
 
-    def _end(self, rest: str) -> None:
-        self.over, self.rest, self._text = True, rest, ""
-
     def _between(self) -> list[CallPiece]:
-        """Reads text before or after a call."""
         at = 0
         while True:
             space = _BETWEEN.match(self._text, at)
@@ -84,7 +59,7 @@ class PythonicCalls:
                 break
             if not self.began:
                 if self._text[at] == "{":
-                    self._json = JsonCalls(self._closing, self._numbering)
+                    self._read = self._as_json
                 else:
                     self._end("")
                 return []
