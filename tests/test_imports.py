@@ -83,7 +83,6 @@ PARTS = {
         "response_store": set(),
         "settings": set(),
         "errors": {"protocol"},
-        "resolve_settings": {"settings"},
         "parsing": {"json_values", "protocol", "settings"},
         "text": {"errors"},
         "logprobs": {"protocol", "text"},

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from checkpoints.errors import CheckpointError
-from serving.api.http.resolve_settings import resolve_settings
-from serving.api.http.settings import ServerSettings
+from serving.api.http.settings import ServerSettings, resolve_settings
 from serving.api.logs import set_up_logging
 from serving.cli.options import Options, with_options
 from serving.config import ConfigError, EngineConfig

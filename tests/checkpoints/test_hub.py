@@ -111,7 +111,7 @@ def test_the_program(hub, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Tom has")
     program = (
-        "from serving.api.http.resolve_settings import resolve_settings\n"
+        "from serving.api.http.settings import resolve_settings\n"
         f"settings, config = resolve_settings({{'model': {NAME!r}}}, {{}})\n"
         "print(settings.served_model_name[0], config.model)"
     )

@@ -29,7 +29,7 @@ from serving.api.http.apis import responses
 from serving.api.http.apis.text_api import respond, text_router
 from serving.api.http.connection.server import STEP_TIMEOUT
 from serving.api.http.context import Context
-from serving.api.http.endpoints import adapters, admin, rollouts, tokenization, unsupported_routes
+from serving.api.http.endpoints import operation, tokenization, unsupported_routes, updates
 from serving.api.http.endpoints.profiling import profiling_router
 from serving.api.http.limits import Limits
 from serving.api.http.response_store import ResponseStore
@@ -84,7 +84,7 @@ def create_app(
 
     app = FastAPI(
         title="mamba-jax",
-        version=admin.program_version(),
+        version=operation.program_version(),
         description="OpenAI's API over a hybrid Mamba2/attention model.",
         lifespan=lifespan,
     )
@@ -101,7 +101,7 @@ def create_app(
     errors.install(app)
     profiling = profiling_router(settings.profile_dir, settings.profile_timeout)
     texts = (text_router(respond), responses.router, tokenization.router)
-    operators = (admin.router, adapters.router, rollouts.router, profiling)
+    operators = (operation.router, updates.adapters, updates.rollouts, profiling)
     for router in (*texts, *operators, unsupported_routes.router, *routers):
         app.include_router(router)
     page = files("serving.api").joinpath("static/index.html").read_text(encoding="utf-8")

@@ -8,15 +8,36 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import Field
 
 from serving.cli.options import Options, with_options
 from serving.config import ConfigError, EngineConfig
 from serving.engine.requests.sampling_params import SamplingParams
+from serving.settings import Settings
 
-_SAMPLING = "Sampling"
+
+class SamplingOptions(Settings):
+    """Sampling parameters of the command line; unset ones have the defaults of `SamplingParams`."""
+
+    COMMON = (
+        "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "sampling_seed",
+        "ignore_eos",
+    )  # fmt: skip
+
+    max_tokens: int | None = Field(None, description="Maximum number of output tokens.")
+    temperature: float | None = Field(None, description="Sampling temperature; 0 is greedy.")
+    top_p: float | None = Field(None, description="Sample from the likeliest tokens of this total probability.")
+    top_k: int | None = Field(None, description="Sample from this many likeliest tokens.")
+    min_p: float | None = Field(None, description="Drop tokens less likely than this times the likeliest.")
+    repetition_penalty: float | None = Field(None, description="Above 1: make tokens seen before less likely.")
+    stop: tuple[str, ...] = Field((), description="Text that ends the output; repeatable.")
+    sampling_seed: int | None = Field(None, description="Seed for sampling this prompt.")
+    ignore_eos: bool = Field(False, description="Continue past the end-of-sequence token.")
 
 
-@with_options(Options("flags", EngineConfig, "Engine"), config_file=True)
+@with_options(
+    Options("sampling", SamplingOptions, "Sampling"), Options("flags", EngineConfig, "Engine"), config_file=True
+)
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="Text to continue; '-' reads it from stdin.")] = None,
     *,
@@ -28,55 +49,17 @@ def generate(
         Path | None, typer.Option(help="JSON-lines file for the answers; an interrupted run resumes.")
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Maximum number of output tokens.", rich_help_panel=_SAMPLING)
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="Sampling temperature; 0 is greedy.", rich_help_panel=_SAMPLING)
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(help="Sample from the likeliest tokens of this total probability.", rich_help_panel=_SAMPLING),
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(help="Sample from this many likeliest tokens.", rich_help_panel=_SAMPLING)
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option(help="Drop tokens less likely than this times the likeliest.", rich_help_panel=_SAMPLING),
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="Above 1: make tokens seen before less likely.", rich_help_panel=_SAMPLING)
-    ] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="Text that ends the output; repeatable.", rich_help_panel=_SAMPLING)
-    ] = None,
-    sampling_seed: Annotated[
-        int | None, typer.Option(help="Seed for sampling this prompt.", rich_help_panel=_SAMPLING)
-    ] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Continue past the end-of-sequence token.", rich_help_panel=_SAMPLING)
-    ] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Log what the engine does and what its store holds.")
     ] = False,
+    sampling: dict[str, Any],
     flags: dict[str, Any],
 ) -> None:
     """Continue one PROMPT, streaming to the terminal, or a file of prompts (--input, --output)."""
     if not verbose:
         logging.getLogger("serving").setLevel(logging.WARNING)
-    sampling = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "stop": stop or None,
-        "seed": sampling_seed,
-        "ignore_eos": ignore_eos or None,
-    }
-    sampling = {name: value for name, value in sampling.items() if value is not None}
+    if "sampling_seed" in sampling:
+        sampling["seed"] = sampling.pop("sampling_seed")
     if (prompt is None) == (input is None):
         raise ConfigError("give either a PROMPT or --input FILE")
     if (input is None) != (output is None):

@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 from serving.api.http.make_server import make_server
-from serving.api.http.resolve_settings import resolve_settings
+from serving.api.http.settings import resolve_settings
 from serving.split.http.roles import role_of
 from serving.split.settings import SplitSettings
 

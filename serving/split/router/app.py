@@ -17,15 +17,15 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from serving.api.http import errors
-from serving.api.http.apis.sampling import sampling_params
+from serving.api.http.apis.inputs import sampling_params
 from serving.api.http.apis.text_api import TextApi, text_router
 from serving.api.http.connection.streaming import EventStream, start, until_gone
 from serving.api.http.endpoints import unsupported_routes
+from serving.api.http.endpoints.tokenization import DetokenizeRequest, TokenizeRequest
 from serving.api.http.errors import ApiError
 from serving.api.http.limits import Limits
 from serving.api.http.protocol.common import TextRequest
 from serving.api.http.protocol.messages import Conversation
-from serving.api.http.protocol.tokenization import DetokenizeRequest, TokenizeRequest
 from serving.api.metrics import Metrics
 from serving.split.http.peer import headers as own_key
 from serving.split.router.client_request import ClientRequest

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from serving.vllm.command import translate
+from tests.support.written_calls import FORMS, written
 
 pytestmark = pytest.mark.full
 
@@ -14,39 +15,17 @@ TOOL = {"type": "function", "function": {"name": NAME, "parameters": {"type": "o
     "city": {"type": "string"}, "days": {"type": "integer"}, "options": {"type": "object"}}}}}  # fmt: skip
 
 
-def plain(value):
-    return value if isinstance(value, str) else json.dumps(value)
+PARSERS = {"granite4": "hermes", "nemotron_v3": "qwen3_coder"} | {form: form for form in FORMS if form != "nemotron"}
+"""vLLM's names of formats, and ours."""
 
 
-def as_python(write):
-    return f"{NAME}({', '.join(f'{key}={write(value)}' for key, value in ARGUMENTS.items())})"
-
-
-AS_JSON = json.dumps({"name": NAME, "arguments": ARGUMENTS}, ensure_ascii=False)
-HERMES = f"<tool_call>\n{AS_JSON}\n</tool_call>"
-PARAMETERS = "".join(f"<parameter={key}>\n{plain(value)}\n</parameter>\n" for key, value in ARGUMENTS.items())
-QWEN = f"<tool_call>\n<function={NAME}>\n{PARAMETERS}</function>\n</tool_call>"
-LING = "".join(f"<arg_key>{key}</arg_key><arg_value>{plain(value)}</arg_value>" for key, value in ARGUMENTS.items())
-WRITTEN = {
-    "granite4": HERMES,
-    "hermes": HERMES,
-    "jamba": f"<tool_calls>[\n    {AS_JSON}\n]</tool_calls>",
-    "kimi_k2": f"<|tool_calls_section_begin|><|tool_call_begin|>functions.{NAME}:0<|tool_call_argument_begin|>"
-    f"{json.dumps(ARGUMENTS)}<|tool_call_end|><|tool_calls_section_end|>",
-    "lfm2": f"<|tool_call_start|>[{as_python(repr)}]<|tool_call_end|>",
-    "ling3": f"<tool_call>{NAME}{LING}</tool_call>",
-    "nemotron_v3": QWEN,
-    "olmo3": f"<function_calls>{as_python(json.dumps)}</function_calls>",
-    "qwen3_coder": QWEN,
-}
-
-
-@pytest.fixture(params=WRITTEN)
-def parser(request, server, monkeypatch):
-    """A parser's name; the server uses it."""
+@pytest.fixture(params=PARSERS)
+def text(request, server, monkeypatch):
+    """A call in the format of a parser of vLLM, which the server uses."""
     _, form = translate(["--tool-call-parser", request.param]).words
     monkeypatch.setitem(server.context.__dict__, "tool_calls", form)
-    return request.param
+    assert form == PARSERS[request.param]
+    return written(form, (NAME, ARGUMENTS), literal=repr if form == "lfm2" else json.dumps)
 
 
 def ask(server, text, **fields):
@@ -78,30 +57,27 @@ def whole(server, text):
     return choice.message.content or "", calls, choice.finish_reason
 
 
-def test_a_call_comes_back_as_it_was_meant(server, parser):
-    content, calls, reason = whole(server, f"I look. {WRITTEN[parser]}")
+def test_a_call_comes_back_as_it_was_meant(server, text):
+    content, calls, reason = whole(server, f"I look. {text}")
     assert (content, reason) == ("I look.", "tool_calls")
     assert [(name, json.loads(arguments)) for name, arguments in calls] == [(NAME, ARGUMENTS)]
-    assert streamed(server, f"I look. {WRITTEN[parser]}") == (content, calls, reason)
+    assert streamed(server, f"I look. {text}") == (content, calls, reason)
 
 
-def test_a_call_in_a_message(server, parser):
+def test_a_call_in_a_message(server, text):
     body = {
         "model": "demo", "messages": [{"role": "user", "content": "Weather?"}], "max_tokens": 450,
         "tools": [{"name": NAME, "input_schema": TOOL["function"]["parameters"]}],
-        "structured_outputs": {"choice": [WRITTEN[parser]]},
+        "structured_outputs": {"choice": [text]},
     }  # fmt: skip
     answer = server.http.post("/v1/messages", json=body).json()
     assert [(block["name"], block["input"]) for block in answer["content"]] == [(NAME, ARGUMENTS)]
     assert answer["stop_reason"] == "tool_use"
 
 
-HOSTILE = ("\\ud800", "[" * 40, "NaN")
-
-
-@pytest.mark.parametrize("hostile", HOSTILE)
-def test_hostile_values_give_well_formed_answers(server, parser, hostile):
-    text = WRITTEN[parser].replace("3", hostile)
+@pytest.mark.parametrize("hostile", ["\\ud800", "[" * 40, "NaN"])
+def test_hostile_values_give_well_formed_answers(server, text, hostile):
+    text = text.replace("3", hostile)
     content, calls, reason = whole(server, text)
     assert len(calls) <= 1
     assert streamed(server, text) == (content, calls, reason)

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from checkpoints.tokenizer import load_tokenizer
-from serving.api.http.apis.completions import CompletionWriter
+from serving.api.http.apis.choices import CompletionWriter
 from serving.api.http.context import ResponseContext
 from serving.api.http.generation import whole
 from serving.api.http.protocol.completions import CompletionRequest

@@ -4,16 +4,15 @@ import json
 
 import openai
 import pytest
-import tokenizers
 
-from checkpoints.tokenizer import Tokenizer, load_tokenizer
-from serving.api.http.parsing.answer import ToolCallReader
+from checkpoints.tokenizer import load_tokenizer
 from serving.api.http.parsing.call_formats import FORMATS
 from serving.api.http.parsing.forced_calls import calls_grammar
 from serving.api.http.protocol.chat import Tool
 from serving.api.http.text import TextCodec
 from serving.engine.structured.grammar_state import StructuredOutputs
 from serving.engine.structured.grammars import Grammars
+from tests.support.written_calls import FORMS, found, tokenizer_with, written
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {
     "type": "object",
@@ -29,32 +28,8 @@ NOW = {"type": "function", "function": {"name": "now"}}
 EMPTY = {"type": "function", "function": {"name": "look", "parameters": {
     "type": "object", "properties": {}, "additionalProperties": False}}}  # fmt: skip
 TOOLS = [Tool.model_validate(tool) for tool in (ADD, NOW, EMPTY)]
-ONE = {
-    "hermes": '<tool_call>\n{"name": "add", "arguments": {"a": 1, "kind": "x"}}\n</tool_call>',
-    "nemotron": '<TOOLCALL>[{"name": "add", "arguments": {"a": 1, "kind": "x"}}]</TOOLCALL>',
-    "qwen3_coder": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=kind>\nx\n</parameter>\n"
-    "</function>\n</tool_call>",
-    "jamba": '<tool_calls>[{"name": "add", "arguments": {"a": 1, "kind": "x"}}]</tool_calls>',
-    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
-    '{"a": 1, "kind": "x"}<|tool_call_end|><|tool_calls_section_end|>',
-    "lfm2": '<|tool_call_start|>[add(a=1, kind="x")]<|tool_call_end|>',
-    "ling3": "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>kind</arg_key><arg_value>x</arg_value>"
-    "</tool_call>",
-    "olmo3": '<function_calls>add(a=1, kind="x")</function_calls>',
-}
-TWO = {
-    "hermes": ONE["hermes"] + '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
-    "nemotron": ONE["nemotron"].replace("]<", ', {"name": "now", "arguments": {}}]<'),
-    "qwen3_coder": ONE["qwen3_coder"] + "\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
-    "jamba": ONE["jamba"].replace("]<", ', {"name": "now", "arguments": {}}]<'),
-    "kimi_k2": ONE["kimi_k2"].replace(
-        "<|tool_calls_section_end|>",
-        "<|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
-    ),
-    "lfm2": ONE["lfm2"].replace("]<", ", now()]<"),
-    "ling3": ONE["ling3"] + "\n<tool_call>now</tool_call>",
-    "olmo3": ONE["olmo3"].replace("</", "\nnow()</"),
-}
+ONE = {form: written(form, ("add", {"a": 1, "kind": "x"})) for form in FORMS}
+TWO = {form: written(form, ("add", {"a": 1, "kind": "x"}), ("now", {})) for form in FORMS}
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +50,7 @@ def test_grammars_take_calls_as_they_are_written(grammars, form):
     assert followed(grammars, form, ONE[form], parallel=False) == len(ONE[form])
     assert followed(grammars, form, TWO[form], parallel=True) == len(TWO[form])
     assert followed(grammars, form, TWO[form], parallel=False) < len(TWO[form])
-    read = ToolCallReader(form, TOOLS)
-    read.push(TWO[form], last=True)
-    assert read.count == 2
+    assert len(found(form, [TWO[form]], [ADD, NOW])[1]) == 2
 
 
 @pytest.mark.parametrize("form", ONE)
@@ -92,13 +65,7 @@ def test_grammars_take_nothing_else(grammars, form, good, bad):
 
 
 def test_marks_that_are_special_tokens_are_forced_as_tokens():
-    fields = json.loads(load_tokenizer("demo").to_json())
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    size = len(fields["model"]["vocab"])
-    fields["added_tokens"] += [
-        {"id": size + i, "content": mark, "special": True, **flags} for i, mark in enumerate(FORMATS["kimi_k2"].marks)
-    ]
-    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(fields)))
+    tokenizer = tokenizer_with(*FORMATS["kimi_k2"].marks)
     token_ids = TextCodec(tokenizer, 512).special_ids(FORMATS["kimi_k2"].marks)
     assert len(token_ids) == 5
     grammar = calls_grammar("kimi_k2", TOOLS, parallel=True, token_ids=token_ids)
@@ -187,27 +154,18 @@ def test_choices_that_are_none(server, fields):
     with pytest.raises(openai.BadRequestError) as caught:
         ask(server, **fields)
     assert caught.value.param == "tool_choice"
-
-
-def test_a_call_and_a_form_do_not_go_together(server):
     with pytest.raises(openai.BadRequestError, match="cannot be combined"):
         ask(server, tool_choice="required", response_format={"type": "json_object"})
 
 
 @pytest.mark.parametrize(
     "parameters",
-    [
-        {"required": 5},
-        {"required": [5]},
-        {"properties": 5},
-        {"properties": {"a": 5}},
-        {"properties": {"a": {"type": "string", "enum": 5}}},
-    ],
-)
+    [{"required": 5}, {"required": [5]}, {"properties": 5}, {"properties": {"a": 5}},
+     {"properties": {"a": {"type": "string", "enum": 5}}}],
+)  # fmt: skip
 @pytest.mark.parametrize("choice", ["required", "auto"])
 def test_schemas_of_wrong_types_are_refused(server, parameters, choice):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", **parameters}}}]
-    body = {"messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": choice, "max_tokens": 1}
-    answer = server.http.post("/v1/chat/completions", json=body)
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"] == "tools"
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(server, tools=tools, tool_choice=choice, max_completion_tokens=1)
+    assert caught.value.param == "tools"

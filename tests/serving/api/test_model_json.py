@@ -7,28 +7,19 @@ import pytest
 
 from serving.api.http.apis.messages import _arguments
 from serving.api.http.json_values import MAX_DEPTH, depth, parse_written, well_formed
-from serving.api.http.parsing.answer import ToolCallReader
-from serving.api.http.parsing.call_pieces import whole_calls
 from serving.api.http.parsing.written_object import WrittenObject
-from serving.api.http.protocol.chat import Tool
+from tests.support.written_calls import found
 
 DEEP = "[" * 50_000 + "]" * 50_000
 
 
-def calls(form, text, parameters=None):
+def calls(form, text):
     """The calls of a text, whole and a character at a time; both are the same."""
-    tool = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": parameters}})
-    found = []
-    for pieces in ([text], text):
-        reader, read = ToolCallReader(form, [tool]), []
-        for piece in pieces:
-            read += reader.push(piece)[1]
-        read += reader.push("", last=True)[1]
-        made = [(call.function.name, call.function.arguments) for call in whole_calls(read)]
-        json.dumps(made, ensure_ascii=False).encode()  # can be sent
-        found.append(made)
-    assert found[0] == found[1]
-    return found[0]
+    tool = {"type": "function", "function": {"name": "f"}}
+    _, made = found(form, [text], [tool])
+    json.dumps(made, ensure_ascii=False).encode()  # can be sent
+    assert found(form, text, [tool])[1] == made
+    return made
 
 
 def strictly(text):
@@ -87,11 +78,11 @@ def test_arguments_that_are_not_json_become_json(form, text):
     begin, end = MARKS[form]
     for whole in (f'{{"name": "f", "arguments": {text}}}', f'{{"arguments": {text}, "name": "f"}}'):
         ((name, arguments),) = calls(form, f"{begin}{whole}{end}")
-        found = strictly(arguments)
+        value = strictly(arguments)
         assert name == "f"
-        assert isinstance(found, dict) if REPAIRED[text] is None else found == REPAIRED[text]
+        assert isinstance(value, dict) if REPAIRED[text] is None else value == REPAIRED[text]
         assert depth(arguments.encode()) <= MAX_DEPTH
-        assert _arguments(arguments) == found
+        assert _arguments(arguments) == value
 
 
 @pytest.mark.parametrize("form", MARKS)
@@ -108,7 +99,7 @@ def test_any_text_after_a_bracket_becomes_valid_json():
     for _ in range(3000):
         text = "{" + "".join(pick.choices(parts, k=pick.randrange(24)))
         whole = text + '"}"}' + "]}" * 12
-        found = []
+        ways = []
         for cuts in ([whole], whole):
             written, valid, left, complete = WrittenObject("</t>"), "", "", False
             for piece in cuts:
@@ -117,13 +108,11 @@ def test_any_text_after_a_bracket_becomes_valid_json():
                 valid, left = valid + more, left[read:]
                 if complete:
                     break
-            found.append((valid, complete))
-        assert found[0] == found[1], whole
+            ways.append((valid, complete))
+        assert ways[0] == ways[1], whole
         if complete:
             assert isinstance(strictly(valid), dict), whole
-
-
-def test_valid_json_passes_unchanged():
+    # Valid JSON passes unchanged.
     text = '{ "a" : [1, -2.5e3 ,true,null, "x\\u00e9\\n\\ud83d\\ude00"],\n"b":{} ,"c":[ ],"d":[[{"e":""}]] }'
     assert WrittenObject().push(text + "rest") == (len(text), text, True)
 

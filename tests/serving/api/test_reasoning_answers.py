@@ -3,23 +3,24 @@
 import json
 
 import pytest
-import tokenizers
 
-from checkpoints.tokenizer import Tokenizer, load_tokenizer
-from serving.api.http.apis.chat import ChatWriter
-from serving.api.http.apis.prompts import template_options
+from checkpoints.tokenizer import load_tokenizer
+from serving.api.http.apis.choices import ChatWriter
+from serving.api.http.apis.inputs import template_options
 from serving.api.http.context import ResponseContext
 from serving.api.http.generation import whole
 from serving.api.http.parsing.reasoning import THINK, ReasoningCount, ReasoningReader, opening_of, reasoning_marks
 from serving.api.http.protocol.chat import ChatRequest
 from serving.api.http.text import TextCodec
 from serving.engine.requests.output import CompletionOutput, RequestOutput
+from tests.support.written_calls import cut, tokenizer_with
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>{{ m.reasoning_content }}"
     "</think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% else %}<think>\n{% endif %}"
 )
+CALL = "<tool_call>"
 MESSAGES = [{"role": "user", "content": "What is a state?"}]
 
 
@@ -52,27 +53,31 @@ def collected(stream):
     return reasoning, content, reason
 
 
-@pytest.mark.parametrize("piece", [1, 4, 1000])
+@pytest.mark.parametrize("size", [1, 4, 1000])
 @pytest.mark.parametrize(
-    ("begun", "text", "told"),
+    ("begun", "until", "text", "told"),
     [
-        (True, "\nso < 5 </thin\n</think>\n\nYes </think>", ("so < 5 </thin", "Yes </think>")),
-        (True, "never ends </thi", ("never ends </thi", "")),
-        (True, "</think>at once", ("", "at once")),
-        (False, "\n<think>a  b</think> c ", ("a  b", "c ")),
-        (False, " <thanks> for it", ("", " <thanks> for it")),
-        (False, "<thin", ("", "<thin")),
-        (False, "no marks <think>x</think>", ("", "no marks <think>x</think>")),
-        (False, "", ("", "")),
+        (True, None, "\nso < 5 </thin\n</think>\n\nYes </think>", ("so < 5 </thin", "Yes </think>")),
+        (True, None, "never ends </thi", ("never ends </thi", "")),
+        (True, None, "</think>at once", ("", "at once")),
+        (False, None, "\n<think>a  b</think> c ", ("a  b", "c ")),
+        (False, None, " <thanks> for it", ("", " <thanks> for it")),
+        (False, None, "<thin", ("", "<thin")),
+        (False, None, "no marks <think>x</think>", ("", "no marks <think>x</think>")),
+        (False, None, "", ("", "")),
+        # A call may end the reasoning.
+        (True, CALL, "so <tool_cal\n<tool_call>f</tool_call>", ("so <tool_cal", "<tool_call>f</tool_call>")),
+        (True, CALL, "so\n</think>\n<tool_call>f</think>", ("so", "<tool_call>f</think>")),
+        (True, CALL, "<tool_call>", ("", "<tool_call>")),
+        (True, CALL, "so <tool_call", ("so <tool_call", "")),
     ],
 )
-def test_texts_cut_anywhere(begun, text, told, piece):
-    reader, reasoning, answer = ReasoningReader(THINK, begun=begun), "", ""
-    for at in range(0, len(text), piece):
-        more = reader.push(text[at : at + piece])
+def test_texts_cut_anywhere(begun, until, text, told, size):
+    reader, reasoning, answer = ReasoningReader(THINK, begun=begun, until=until), "", ""
+    for piece in (*cut(text, size), None):
+        more = reader.push(piece or "", last=piece is None)
         reasoning, answer = reasoning + more[0], answer + more[1]
-    more = reader.push("", last=True)
-    assert (reasoning + more[0], answer + more[1]) == told
+    assert (reasoning, answer) == told
 
 
 def test_what_a_template_and_a_prompt_say():
@@ -80,6 +85,8 @@ def test_what_a_template_and_a_prompt_say():
     tokenizer = demo.with_chat_template(TEMPLATE)
     assert reasoning_marks(tokenizer) == THINK
     assert reasoning_marks(demo) is reasoning_marks(None) is None
+    for mark in THINK:  # one of them is enough
+        assert reasoning_marks(demo.with_chat_template(f"{{{{ messages }}}}{mark}")) == THINK
     assert opening_of(tokenizer, tokenizer.encode_chat(MESSAGES), THINK) == (True, False)
     off = template_options(ChatRequest(messages=MESSAGES, reasoning_effort="none"), {})
     assert opening_of(tokenizer, tokenizer.encode_chat(MESSAGES, **off), THINK) == (False, True)
@@ -87,40 +94,8 @@ def test_what_a_template_and_a_prompt_say():
     assert template_options(ChatRequest(messages=MESSAGES, reasoning_effort="low"), {})["reasoning_effort"] == "low"
 
 
-@pytest.mark.parametrize("mark", THINK)
-def test_one_mark_in_the_template_is_enough(mark):
-    assert reasoning_marks(load_tokenizer("demo").with_chat_template(f"{{{{ messages }}}}{mark}")) == THINK
-
-
-@pytest.mark.parametrize("piece", [1, 4, 1000])
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("so <tool_cal\n<tool_call>f</tool_call>", ("so <tool_cal", "<tool_call>f</tool_call>")),
-        ("so\n</think>\n<tool_call>f</think>", ("so", "<tool_call>f</think>")),
-        ("<tool_call>", ("", "<tool_call>")),
-        ("so <tool_call", ("so <tool_call", "")),
-    ],
-)
-def test_a_call_may_end_the_reasoning(text, told, piece):
-    reader, reasoning, answer = ReasoningReader(THINK, begun=True, until="<tool_call>"), "", ""
-    for at in range(0, len(text), piece):
-        more = reader.push(text[at : at + piece], last=at + piece >= len(text))
-        reasoning, answer = reasoning + more[0], answer + more[1]
-    assert (reasoning, answer) == told
-
-
-def with_marks() -> Tokenizer:
-    fields = json.loads(load_tokenizer("demo").to_json())
-    size = len(fields["model"]["vocab"])
-    for i, mark in enumerate(THINK):
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        fields["added_tokens"].append({"id": size + i, "content": mark, "special": True, **flags})
-    return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(fields)), chat_templates={"default": TEMPLATE})
-
-
 def test_tokens_of_reasoning_are_counted():
-    tokenizer = with_marks()
+    tokenizer = tokenizer_with(*THINK, template=TEMPLATE)
     begin, end = (tokenizer.token_to_id(mark) for mark in THINK)
     count = ReasoningCount.of(tokenizer, THINK, begun=False)
     assert count([begin, 5, 6, end, 7]) == 4
@@ -134,7 +109,7 @@ def test_tokens_of_reasoning_are_counted():
 
 
 def test_a_written_answer_with_reasoning_and_a_call():
-    tokenizer = with_marks()
+    tokenizer = tokenizer_with(*THINK, template=TEMPLATE)
     responses = ResponseContext(TextCodec(tokenizer, 512), "demo", tool_calls="hermes", reasoning=THINK)
     tool = {"type": "function", "function": {"name": "look"}}
     body = ChatRequest.model_validate({"messages": MESSAGES, "tools": [tool]})

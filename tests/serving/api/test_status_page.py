@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from serving.api.http.endpoints.status import waiting
+from serving.api.http.endpoints.operation import waiting
 from serving.api.metrics import Metrics
 from serving.core import WaitReason
 from serving.engine.requests.output import CompletionOutput, RequestMetrics, RequestOutput

@@ -6,11 +6,10 @@ import time
 from random import Random
 
 import pytest
-import tokenizers
 
-from checkpoints.tokenizer import Tokenizer, load_tokenizer
+from checkpoints.tokenizer import load_tokenizer
 from serving.api.http import ServerSettings
-from serving.api.http.apis.chat import ChatWriter
+from serving.api.http.apis.choices import ChatWriter
 from serving.api.http.context import ResponseContext
 from serving.api.http.generation import ChoiceDelta, whole
 from serving.api.http.parsing.answer import ToolCallReader
@@ -20,53 +19,38 @@ from serving.api.http.protocol.chat import ChatRequest, Tool
 from serving.api.http.text import TextCodec
 from serving.config import ConfigError
 from serving.engine.requests.output import CompletionOutput, RequestOutput
+from tests.support.written_calls import FORMS, cut, found, tokenizer_with, written
 
 TOOL = {
     "type": "function",
     "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}, "note": {"type": "string"}}}},
 }
-HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "note": "1"}}\n</tool_call>'
-MARKED = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=note>\n1\n</parameter>\n</function>\n"
-WRITTEN = {
-    "hermes": HERMES,
-    "nemotron": '<TOOLCALL>[{"name": "add", "arguments": {"a": 1, "note": "1"}}]</TOOLCALL>',
-    "qwen3_coder": f"{MARKED}</tool_call>",
-    "jamba": '<tool_calls>[\n    {"name": "add", "arguments": {"a": 1, "note": "1"}}\n]</tool_calls>',
-    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
-    '{"a": 1, "note": "1"}<|tool_call_end|><|tool_calls_section_end|>',
-    "lfm2": '<|tool_call_start|>[add(a=1, note="1")]<|tool_call_end|>',
-    "ling3": "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>note</arg_key><arg_value>1"
-    "</arg_value>\n</tool_call>",
-    "olmo3": '<function_calls>add(a=1, note="1")</function_calls>',
-}
-
-
-def reader(form):
-    return ToolCallReader(form, [Tool.model_validate(TOOL)])
-
-
-def told(calls):
-    return [(call.function.name, json.loads(call.function.arguments)) for call in calls]
-
-
 ONE = ("add", {"a": 1, "note": "1"})
+WRITTEN = {form: written(form, ONE) for form in FORMS}
+HERMES = WRITTEN["hermes"]
+
+each_form = pytest.mark.parametrize("form", FORMS)
 
 
-@pytest.mark.parametrize("form", WRITTEN)
-@pytest.mark.parametrize("piece", [1, 5, 1000])
-def test_calls_are_found_however_the_text_is_cut(form, piece):
+def told(form, pieces, **options):
+    """The text that is shown, and the calls with their arguments as values."""
+    shown, calls = found(form, pieces, [TOOL], **options)
+    return shown, [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+def test_every_format_is_tested():
+    assert set(FORMS) == set(FORMATS)
+
+
+@each_form
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_calls_are_found_however_the_text_is_cut(form, size):
     text = f"I look <b>it</b> up.\n{WRITTEN[form]}\n{WRITTEN[form]}\n"
-    read, shown, pieces = reader(form), "", []
-    for at in range(0, len(text), piece):
-        more, found = read.push(text[at : at + piece])
-        shown += more
-        pieces += found
+    assert told(form, cut(text, size)) == ("I look <b>it</b> up.", [ONE, ONE])
+    for end in range(0, len(text), size):  # no part of a mark is shown
+        reader = ToolCallReader(form, [Tool.model_validate(TOOL)])
+        shown = "".join(reader.push(piece)[0] for piece in cut(text[:end], size))
         assert not any(mark in shown.lower() for mark in ("<t", "<|", "<f"))
-    more, found = read.push("", last=True)
-    calls = whole_calls(pieces + found)
-    assert (shown + more, told(calls)) == ("I look <b>it</b> up.", [ONE, ONE])
-    assert read.count == 2
-    assert len({call.id for call in calls}) == 2
 
 
 ODD = {
@@ -82,6 +66,7 @@ ODD = {
     ],
     "qwen3_coder": [
         ("<tool_call>\n<function=now>\n</function>\n</tool_call>", [("now", {})]),
+        ("<tool_call>\n<function=now>\n</tool_call>", [("now", {})]),
         ("<tool_call><function=add><parameter=note>a\n\n</parameter><parameter=x>null</parameter></tool_call>",
          [("add", {"note": "a\n", "x": None})]),
         ("<tool_call>\n<function=add>\n<parameter=note>\n<b> \"</tool_call>\n</param\n</parameter>\n</function>\n"
@@ -144,70 +129,44 @@ ODD = {
 
 
 @pytest.mark.parametrize(("form", "text", "calls"), [(form, *case) for form, cases in ODD.items() for case in cases])
-@pytest.mark.parametrize("piece", [1, 3, 1000])
-def test_odd_calls_are_read_too(form, text, calls, piece):
-    read, shown, pieces = reader(form), "", []
-    for at in range(0, len(text), piece):
-        more, found = read.push(text[at : at + piece], last=at + piece >= len(text))
-        shown, pieces = shown + more, pieces + found
-    assert (shown, told(whole_calls(pieces))) == ("", calls)
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_odd_calls_are_read_too(form, text, calls, size):
+    assert told(form, cut(text, size)) == ("", calls)
 
 
-def test_text_after_a_call_that_lacks_its_end_is_shown():
-    text = "<tool_call>\n<function=now>\n</tool_call> So."
-    read = reader("qwen3_coder")
-    shown, pieces = read.push(text)
-    assert (shown + read.push("", last=True)[0], told(whole_calls(pieces))) == (" So.", [("now", {})])
+@each_form
+def test_calls_that_are_cut_off_limited_or_followed_by_text(form):
+    reader = ToolCallReader(form, [Tool.model_validate(TOOL)])
+    pieces = [piece for letter in WRITTEN[form] for piece in reader.push(letter)[1]]
+    assert [bool(piece.name) for piece in pieces] == [True] + [False] * (len(pieces) - 1)
+    assert len(pieces) > 4  # the arguments come piece by piece
+    assert told(form, [WRITTEN[form] * 3], most=1)[1] == [ONE]
+    assert told(form, [WRITTEN[form].removesuffix(FORMATS[form].end)])[1] == [ONE]
+    assert told(form, [f"{WRITTEN[form]} So."]) == (" So.", [ONE])
 
 
-@pytest.mark.parametrize("form", WRITTEN)
-def test_arguments_come_piece_by_piece(form):
-    read, text = reader(form), WRITTEN[form]
-    pieces = [piece for letter in text for piece in read.push(letter)[1]]
-    assert pieces[0].name == "add"
-    assert not any(piece.name for piece in pieces[1:])
-    assert len(pieces) > 4
-    assert json.loads("".join(piece.arguments for piece in pieces)) == ONE[1]
-
-
-@pytest.mark.parametrize("form", WRITTEN)
-def test_only_the_first_call_where_one_is_wanted(form):
-    read = ToolCallReader(form, [Tool.model_validate(TOOL)], most=1)
-    assert told(whole_calls(read.push(WRITTEN[form] * 3, last=True)[1])) == [ONE]
-
-
-@pytest.mark.parametrize("form", WRITTEN)
-def test_the_last_call_may_lack_its_end(form):
-    text = WRITTEN[form].removesuffix(FORMATS[form].end)
-    assert told(whole_calls(reader(form).push(text, last=True)[1])) == [ONE]
-
-
-@pytest.mark.parametrize("form", WRITTEN)
+@each_form
 @pytest.mark.parametrize(
     "text", ["<tool_call>{</tool_call> ", "<TOOLCALL>[1]</TOOLCALL>", "a < b\n", '{"name": 1}', "<tool_"]
 )
 def test_what_is_no_call_stays_text(form, text):
-    assert reader(form).push(text, last=True) == (text, [])
+    assert told(form, [text]) == (text, [])
 
 
-@pytest.mark.parametrize("form", WRITTEN)
-@pytest.mark.parametrize("piece", [1, 1000])
-def test_a_forced_call_that_is_cut_off_shows_no_mark(form, piece):
+@each_form
+@pytest.mark.parametrize("size", [1, 1000])
+def test_a_forced_call_that_is_cut_off_shows_no_mark(form, size):
     """Wherever the output ends, the text of a forced call is none of the answer's content."""
     for end in range(len(WRITTEN[form])):
-        text = WRITTEN[form][:end]
-        read, shown = ToolCallReader(form, [Tool.model_validate(TOOL)], forced=True), ""
-        for at in range(0, len(text), piece):
-            shown += read.push(text[at : at + piece])[0]
-        shown += read.push("", last=True)[0]
-        assert shown.strip() == "", text
+        shown, _ = found(form, cut(WRITTEN[form][:end], size), [TOOL], forced=True)
+        assert shown.strip() == "", end
     (choice,) = answered(writer(tool_choice="required"), output("<t", "length")).choices
     assert (choice.message.content or "", choice.finish_reason) == ("", "length")
 
 
-def test_the_form_is_that_of_the_chat_template():
-    def of(template):
-        return form_of(Tokenizer(load_tokenizer("demo")._backend, chat_templates={"default": template}))
+def test_the_form_is_that_of_the_chat_template_or_of_a_token():
+    def of(template, *marks):
+        return form_of(tokenizer_with(*marks, template=template))
 
     assert of("{{ '<TOOLCALL>' }}") == "nemotron"
     assert of("<tool_call>\n<function=x>") == "qwen3_coder"
@@ -215,40 +174,31 @@ def test_the_form_is_that_of_the_chat_template():
     for form, style in FORMATS.items():
         assert of(f"<|im_start|>{style.begin} {style.sign}") == form
     assert of("{{ messages }}") is form_of(None) is None
+    assert of("{{ messages }}", "<|tool_call_start|>") == "lfm2"
+    assert of("<tool_call>", "<|tool_call_start|>") == "hermes"
     assert ServerSettings.create(tool_call_parser="hermes").tool_call_parser == "hermes"
     with pytest.raises(ConfigError, match="tool_call_parser"):
         ServerSettings.create(tool_call_parser="other")
-
-
-def test_the_form_is_that_of_a_token_where_the_template_shows_none():
-    fields = json.loads(load_tokenizer("demo").to_json())
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    token = {"id": len(fields["model"]["vocab"]), "content": "<|tool_call_start|>", "special": True, **flags}
-    fields["added_tokens"].append(token)
-    backend = tokenizers.Tokenizer.from_str(json.dumps(fields))
-    assert form_of(Tokenizer(backend, chat_templates={"default": "{{ messages }}"})) == "lfm2"
-    assert form_of(Tokenizer(backend, chat_templates={"default": "<tool_call>"})) == "hermes"
 
 
 def test_ids_that_a_model_writes_are_kept_and_never_repeated():
     one = "<|tool_call_begin|>{}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
     tags = ("functions.add:3", "functions.add:3", "add", "functions.add:4")
     text = f"<|tool_calls_section_begin|>{''.join(map(one.format, tags))}<|tool_calls_section_end|>"
-    calls = whole_calls(reader("kimi_k2").push(text, last=True)[1])
+    calls = whole_calls(ToolCallReader("kimi_k2", []).push(text, last=True)[1])
     assert [call.function.name for call in calls] == ["add"] * 4
     assert (calls[0].id, calls[3].id) == ("functions.add:3", "functions.add:4")
     assert len({call.id for call in calls}) == 4
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@each_form
 def test_long_texts_take_time_in_proportion(form):
     """A call, and then text that is none; before, each of its characters was a copy of the rest."""
     begin, end = FORMATS[form].begin, FORMATS[form].end
     call = WRITTEN[form].removesuffix(end)
     for text in (call + "x (" * 200_000 + end, (begin + "x") * 20_000, call + '"' * 200_000):
-        read = reader(form)
         started = time.process_time()
-        read.push(text, last=True)
+        found(form, [text], [TOOL])
         assert time.process_time() - started < 20
 
 
@@ -261,44 +211,33 @@ PARTS = (
 )
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@each_form
 def test_hostile_texts_are_read_alike_however_they_are_cut(form):
     style, random = FORMATS[form], Random(form)
     for _ in range(100):
         parts = [*PARTS, style.begin, style.end, WRITTEN[form], WRITTEN[form][: random.randrange(len(WRITTEN[form]))]]
         text = style.begin + "".join(random.choices(parts, k=random.randrange(25)))
-        at, size, whole = random.randrange(len(text)), random.randrange(2, 9), []
-        pieces_of = [text[i : i + size] for i in range(0, len(text), size)]
-        for cut in ([text], list(text), [text[:at], text[at:]], pieces_of):
-            read, shown, pieces = reader(form), "", []
-            for piece in [*cut, None]:
-                more, found = read.push(piece or "", last=piece is None)
-                shown, pieces = shown + more, pieces + found
-            whole.append((shown, [(call.function.name, call.function.arguments) for call in whole_calls(pieces)]))
-        assert all(each == whole[0] for each in whole), text
-        assert json.dumps(whole[0], ensure_ascii=False).encode()
-        for _, arguments in whole[0][1][:-1]:  # the last one may be cut off
+        at, size = random.randrange(len(text)), random.randrange(2, 9)
+        ways = ([text], list(text), [text[:at], text[at:]], cut(text, size))
+        first, *others = (found(form, pieces, [TOOL]) for pieces in ways)
+        assert all(other == first for other in others), text
+        assert json.dumps(first, ensure_ascii=False).encode()
+        for _, arguments in first[1][:-1]:  # the last one may be cut off
             json.loads(arguments, parse_constant=pytest.fail)
 
 
-CUT = ('note="a, \\u00e9\\\\', "note='it's'", "x=[1, (2", "x={'a': \"", 'a=1, note="""a"" b', "x=\\", "note=")
-"""Arguments that do not end."""
-
-
 @pytest.mark.parametrize("form", ["lfm2", "olmo3"])
-@pytest.mark.parametrize("arguments", CUT)
+@pytest.mark.parametrize(
+    "arguments",
+    ['note="a, \\u00e9\\\\', "note='it's'", "x=[1, (2", "x={'a': \"", 'a=1, note="""a"" b', "x=\\", "note="],
+)
 def test_a_call_that_is_cut_off_has_no_whole_arguments(form, arguments):
     """So that clients do not take them for what the model meant."""
-    whole = []
-    for text in ([f"{FORMATS[form].begin}add({arguments}"], f"{FORMATS[form].begin}add({arguments}"):
-        read, pieces = reader(form), []
-        for piece in text:
-            pieces += read.push(piece)[1]
-        (call,) = whole_calls(pieces + read.push("", last=True)[1])
-        whole.append(call.function.arguments)
-    assert whole[0] == whole[1]
+    text = f"{FORMATS[form].begin}add({arguments}"
+    ((_, read),) = found(form, [text], [TOOL])[1]
+    assert found(form, text, [TOOL])[1] == [("add", read)]
     with pytest.raises(ValueError, match=r"."):
-        json.loads(whole[0])
+        json.loads(read)
 
 
 def writer(**fields):
@@ -321,8 +260,9 @@ def test_an_answer_with_a_call():
     (choice,) = answered(writer(), output(HERMES)).choices
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content is None
-    assert told(choice.message.tool_calls) == [ONE]
-    assert choice.message.tool_calls[0].id.startswith("call_")
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ONE
+    assert call.id.startswith("call_")
     assert answered(writer(), output(HERMES, "length")).choices[0].finish_reason == "length"
 
 

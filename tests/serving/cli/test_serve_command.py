@@ -13,7 +13,7 @@ import httpx
 import pytest
 from rich.console import Console
 
-from serving.api.http.resolve_settings import resolve_settings
+from serving.api.http.settings import resolve_settings
 from serving.cli.generation.chat import Account, _pieces, converse, remote
 from serving.cli.main import run
 from serving.cli.serve import bind

@@ -2,8 +2,7 @@
 
 import pytest
 
-from serving.api.http.resolve_settings import resolve_settings
-from serving.api.http.settings import ServerSettings
+from serving.api.http.settings import ServerSettings, resolve_settings
 from serving.config import ConfigError
 from serving.split.ray.arguments import Arguments
 from serving.split.settings import RouterSettings, SplitSettings

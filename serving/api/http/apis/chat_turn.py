@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import uuid
 
-from serving.api.http.apis.prompts import offered_tools
-from serving.api.http.apis.sampling import sampling_params
+from serving.api.http.apis.inputs import offered_tools, sampling_params
 from serving.api.http.context import ResponseContext
 from serving.api.http.generation import Job, UsageCounter
 from serving.api.http.parsing.answer import AnswerReader, ToolCallReader

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import time
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from itertools import accumulate
+from typing import Any
 
+from serving.api.http.apis.chat_turn import ChatTurn
+from serving.api.http.apis.inputs import sampling_params
 from serving.api.http.connection.streaming import DONE, event
 from serving.api.http.context import ResponseContext
 from serving.api.http.generation import ChoiceDelta, Job, UsageCounter
 from serving.api.http.logprobs import LogprobWriter
-from serving.api.http.protocol.chat import ChatChoice, ChatRequest, ChatResponse
+from serving.api.http.parsing.answer import AnswerPiece, AnswerReader
+from serving.api.http.parsing.call_pieces import CallPiece, whole_calls
+from serving.api.http.protocol.chat import CalledFunction, ChatAnswer, ChatChoice, ChatRequest, ChatResponse, ToolCall
 from serving.api.http.protocol.common import EncodedArray, StreamOptions
-from serving.api.http.protocol.completions import CompletionChoice, CompletionRequest, CompletionResponse
+from serving.api.http.protocol.completions import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    CompletionResponse,
+)
+from serving.engine.requests.output import RequestOutput, TokenLogprobs
 
 Answer = ChatResponse | CompletionResponse
 Choice = ChatChoice | CompletionChoice
@@ -86,3 +99,160 @@ class ChoicesWriter(ABC):
                 choice.routed_experts = EncodedArray.of(new.routed_experts)
         if self._request.return_sampling_mask and new.finished and self.tally.with_output:
             choice.sampling_mask = EncodedArray.of(new.sampling_mask)
+
+
+class ChatWriter(ChoicesWriter):
+    """Writes the response to one request. `prompts`: the token ids of the conversation, in a list."""
+
+    def __init__(
+        self, context: ResponseContext, body: ChatRequest, request: ChatRequest, prompts: Sequence[list[int]]
+    ) -> None:
+        self._turn = ChatTurn(context, request, prompts[0])
+        super().__init__(context, request, self._turn.job, self._turn.tally, top=request.top_logprobs or 0)
+        self._body = body
+        self._readers: dict[int, AnswerReader] = {}
+
+    def _answer(self, choices: Sequence[Choice], *, whole: bool) -> ChatResponse:
+        answer = ChatResponse(
+            id=self.job.id, object="chat.completion" if whole else "chat.completion.chunk", created=self._created,
+            model=self._context.model, choices=[each for each in choices if isinstance(each, ChatChoice)],
+        )  # fmt: skip
+        if self._body.return_token_ids and (whole or not self._readers):
+            answer.prompt_token_ids = list(self.job.prompts[0])
+        return answer
+
+    def _events(self, piece: ChoiceDelta) -> Iterator[ChatResponse]:
+        """Yields first the role, then new output, then the finish reason."""
+        index, new = piece.new.index, piece.new
+        if index not in self._readers:
+            role = ChatAnswer(role="assistant", content="")
+            yield self._answer([ChatChoice(index=index, delta=role, finish_reason=None)], whole=False)
+        choice = self._choice(piece, whole=False)
+        written = choice.delta is not None and choice.delta.model_fields_set
+        if written or new.finished or new.logprobs or self._body.return_token_ids:
+            yield self._answer([choice], whole=False)
+
+    def _choice(self, piece: ChoiceDelta, *, whole: bool) -> ChatChoice:
+        new = piece.new
+        if new.index not in self._readers:
+            self._readers[new.index] = self._turn.new_reader()
+        reader = self._readers[new.index]
+        message = self._message(reader.push(new.text, last=new.finished), whole=whole)
+        reason = "tool_calls" if reader.called and new.finish_reason == "stop" else new.finish_reason
+        place: dict[str, Any] = {"message": message, "logprobs": None} if whole else {"delta": message}
+        choice = ChatChoice(index=new.index, finish_reason=reason, **place)
+        if new.logprobs:
+            choice.logprobs = self._logprobs.chat(new.token_ids, new.logprobs)
+        self._add_details(choice, piece, new.token_ids)
+        return choice
+
+    def _message(self, parsed: AnswerPiece, *, whole: bool) -> ChatAnswer:
+        """Returns the message, or new output of it; empty without new output, as in OpenAI's last event of a choice."""
+        fields: dict[str, Any] = {}
+        if parsed.text:
+            fields["content"] = parsed.text
+        if whole:
+            # Content is null if there is only reasoning or calls, and "" for an empty answer.
+            fields = {"role": "assistant", "content": None if parsed else ""} | fields
+        if parsed.reasoning and self._body.include_reasoning:
+            fields["reasoning_content"] = fields["reasoning"] = parsed.reasoning
+        if parsed.calls:
+            fields["tool_calls"] = whole_calls(parsed.calls) if whole else [_call_delta(call) for call in parsed.calls]
+        return ChatAnswer(**fields)
+
+
+def _call_delta(piece: CallPiece) -> ToolCall:
+    if piece.name is None:
+        return ToolCall(index=piece.index, function=CalledFunction(arguments=piece.arguments))
+    function = CalledFunction(name=piece.name, arguments=piece.arguments)
+    return ToolCall(index=piece.index, id=piece.id, type="function", function=function)
+
+
+class CompletionWriter(ChoicesWriter):
+    """Writes the response to one request. `prompts`: the token ids of its prompts."""
+
+    def __init__(
+        self,
+        context: ResponseContext,
+        body: CompletionRequest,
+        request: CompletionRequest,
+        prompts: Sequence[list[int]],
+    ) -> None:
+        params = sampling_params(request, context.settings.default_sampling)
+        job = Job(f"cmpl-{uuid.uuid4().hex}", prompts, params, request.priority, request.cache_salt)
+        # With max_tokens = 0 the engine still generates one token, which is not reported.
+        tally = UsageCounter(job, with_output=request.max_tokens != 0)
+        super().__init__(context, request, job, tally, top=request.logprobs or 0)
+        self._body = body
+        self._echoes = [self._echo(*each) for each in zip(request.prompts, prompts, strict=True)] if body.echo else []
+        """The texts of the prompts, for `echo`."""
+        self._offsets: dict[int, int] = {}
+        """Characters of each choice's text that belong to the tokens reported so far."""
+        self._begun: set[int] = set()
+        """Choices of which there has been an event."""
+
+    def _echo(self, prompt: str | list[int], token_ids: list[int]) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        tokenizer = self._context.codec.tokenizer
+        return "" if tokenizer is None else tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def _answer(self, choices: Sequence[Choice], *, whole: bool) -> CompletionResponse:
+        return CompletionResponse(
+            id=self.job.id, object="text_completion", created=self._created, model=self._context.model,
+            choices=[each for each in choices if isinstance(each, CompletionChoice)],
+        )  # fmt: skip
+
+    def _events(self, piece: ChoiceDelta) -> Iterator[CompletionResponse]:
+        first = self._index(piece) not in self._begun
+        shown = self._choice(piece, whole=False)
+        # The engine holds back text that may start a stop string or that ends within a character.
+        if first or shown.text or shown.logprobs or piece.new.finished or self._body.return_token_ids:
+            yield self._answer([shown], whole=False)
+
+    def _index(self, piece: ChoiceDelta) -> int:
+        return piece.prompt * self._body.n + piece.new.index
+
+    def _choice(self, piece: ChoiceDelta, *, whole: bool) -> CompletionChoice:
+        """Returns a choice, or its new output. The echo precedes its first output."""
+        index = self._index(piece)
+        first = index not in self._begun
+        self._begun.add(index)
+        new = piece.new
+        tokens, text = new.token_ids, new.text
+        tables: list[TokenLogprobs | None] = list(new.logprobs or ())
+        if self._body.max_tokens == 0:
+            tokens, text, tables = [], "", []
+        echoed, prompt = "", []
+        if self._body.echo and first:
+            echoed, prompt = self._echoes[piece.prompt], [*self.job.prompts[piece.prompt]]
+            tables = [*_prompt_tables(piece.output), *tables]
+        choice = CompletionChoice(index=index, text=echoed + text, logprobs=None, finish_reason=new.finish_reason)
+        if self._body.logprobs is not None and (prompt or tokens):
+            choice.logprobs = self._written(index, [*prompt, *tokens], tables, echoed, len(prompt))
+        if self._body.prompt_logprob_token_ids and first and new.index == 0:
+            choice.prompt_logprobs = self._logprobs.prompt(_prompt_tables(piece.output))
+        self._add_details(choice, piece, tokens)
+        if self._body.return_token_ids and first:
+            choice.prompt_token_ids = list(self.job.prompts[piece.prompt])
+        return choice
+
+    def _written(
+        self, index: int, tokens: list[int], tables: list[TokenLogprobs | None], echoed: str, prompt: int
+    ) -> CompletionLogprobs:
+        """Returns the log-probabilities of `tokens`. The first `prompt` tokens are the prompt's, with the text
+        `echoed`."""
+        codec, offset = self._context.codec, self._offsets.get(index, 0)
+        sizes = [len(codec.token(token)) for token in tokens]
+        for i in codec.hidden(tokens[:prompt], echoed):
+            sizes[i] = 0
+        if self.job.params.skip_special_tokens:
+            written = list(zip(tokens, sizes, strict=True))[prompt:]
+            sizes[prompt:] = [0 if codec.is_special(token) else size for token, size in written]
+        offsets = list(accumulate(sizes, initial=offset))
+        self._offsets[index] = offsets.pop()
+        return self._logprobs.completion(tokens, tables, offsets)
+
+
+def _prompt_tables(output: RequestOutput) -> list[TokenLogprobs | None]:
+    return list(output.prompt_logprobs or ())

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from serving.api.http.apis.blocks import Block, BlockChange, BlocksWriter, NamedEvent
 from serving.api.http.apis.chat_turn import ChatTurn
-from serving.api.http.apis.prompts import messages_of
+from serving.api.http.apis.inputs import messages_of
 from serving.api.http.connection.keys import sent_key
 from serving.api.http.connection.streaming import answer, named_event
 from serving.api.http.context import ResponseContext, context_of
@@ -47,6 +47,10 @@ Conversation = Callable[[str], Sequence[Message]]
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
 _EVENTS = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
+_SAME_NAME = (
+    "instructions", "max_output_tokens", "previous_response_id", "reasoning", "temperature", "text", "top_p",
+)  # fmt: skip
+"""Fields of a request that its response repeats."""
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -308,39 +312,30 @@ class ResponseWriter(BlocksWriter):
 
     def _object(self, status: Status, items: list[OutputItem]) -> ResponseObject:
         body = self._body
-        usage = self.tally.usage() if status != "in_progress" else None
-        details = usage.completion_tokens_details if usage is not None else None
-        cached = usage.prompt_tokens_details.cached_tokens if usage and usage.prompt_tokens_details else 0
         return ResponseObject(
             id=self.job.id,
-            object="response",
             created_at=self._created,
             status=status,
-            error=None,
             incomplete_details=Incomplete(reason="max_output_tokens") if status == "incomplete" else None,
-            instructions=body.instructions,
-            max_output_tokens=body.max_output_tokens,
             metadata=body.metadata or {},
             model=self._context.model,
             output=items,
             parallel_tool_calls=body.parallel_tool_calls is not False,
-            previous_response_id=body.previous_response_id,
-            reasoning=body.reasoning,
             store=body.store is not False,
-            temperature=body.temperature,
-            text=body.text,
-            tool_choice=body.tool_choice if body.tool_choice is not None else "auto",
+            tool_choice="auto" if body.tool_choice is None else body.tool_choice,
             tools=body.tools or [],
             top_logprobs=body.top_logprobs or 0,
-            top_p=body.top_p,
-            truncation="disabled",
-            usage=None
-            if usage is None
-            else ResponsesUsage(
-                input_tokens=usage.prompt_tokens,
-                input_tokens_details=InputDetails(cached_tokens=cached),
-                output_tokens=usage.completion_tokens,
-                output_tokens_details=OutputDetails(reasoning_tokens=(details and details.reasoning_tokens) or 0),
-                total_tokens=usage.total_tokens,
-            ),
+            usage=None if status == "in_progress" else self._usage(),
+            **{name: getattr(body, name) for name in _SAME_NAME},
+        )
+
+    def _usage(self) -> ResponsesUsage:
+        usage = self.tally.usage()
+        details, cached = usage.completion_tokens_details, usage.prompt_tokens_details
+        return ResponsesUsage(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=InputDetails(cached_tokens=cached.cached_tokens if cached else 0),
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=OutputDetails(reasoning_tokens=(details and details.reasoning_tokens) or 0),
+            total_tokens=usage.total_tokens,
         )

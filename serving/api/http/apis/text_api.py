@@ -14,10 +14,9 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from serving.api.http.apis import messages, responses
-from serving.api.http.apis.chat import ChatWriter
-from serving.api.http.apis.completions import CompletionWriter
+from serving.api.http.apis.choices import ChatWriter, CompletionWriter
+from serving.api.http.apis.inputs import tokenized
 from serving.api.http.apis.messages import MessageWriter
-from serving.api.http.apis.prompts import tokenized
 from serving.api.http.apis.responses import Conversation, ResponseWriter
 from serving.api.http.connection.keys import salt_of, sent_key
 from serving.api.http.connection.streaming import (

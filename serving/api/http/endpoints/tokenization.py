@@ -3,23 +3,64 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field, model_validator
 from starlette.responses import Response
 
 from serving.api.http.apis import messages
-from serving.api.http.apis.prompts import tokenized
+from serving.api.http.apis.inputs import tokenized
 from serving.api.http.connection.streaming import answer, ignored_header
 from serving.api.http.context import context_of
 from serving.api.http.errors import ApiError
+from serving.api.http.protocol.chat import Message, TemplateVariables, Tool
+from serving.api.http.protocol.common import Items, RequestModel, TokenIds, refusal
 from serving.api.http.protocol.messages import Conversation, TokenCount
-from serving.api.http.protocol.tokenization import (
-    DetokenizeRequest,
-    DetokenizeResponse,
-    TokenizeRequest,
-    TokenizeResponse,
-    TokenizerInfo,
-)
 
 router = APIRouter()
+
+
+class TokenizeRequest(RequestModel):
+    """A text or a conversation to tokenise."""
+
+    prompt: str | None = None
+    messages: Items[Message] | None = Field(None, min_length=1)
+    add_special_tokens: bool | None = Field(None, description="Unset: true for texts, false for conversations.")
+    add_generation_prompt: bool = True
+    tools: Items[Tool] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise refusal("prompt", "exactly one of prompt and messages must be set")
+        return self
+
+
+class TokenizeResponse(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class TokenizerInfo(BaseModel):
+    """The tokenizer. `chat_template` is the default of `chat_templates`."""
+
+    vocab_size: int
+    model_max_length: int
+    special_tokens: dict[str, str]
+    chat_template: str | None
+    chat_templates: dict[str, str]
+
+
+class DetokenizeRequest(RequestModel):
+    """Token ids to convert to text."""
+
+    tokens: TokenIds
+
+
+class DetokenizeResponse(BaseModel):
+    prompt: str
 
 
 @router.post("/tokenize", response_model=TokenizeResponse, tags=["tokens"])
