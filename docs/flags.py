@@ -1,4 +1,4 @@
-"""Generate the tables of engine.md and vllm.md: flags from their definitions, and models that are not supported.
+"""Generate the tables of engine.md and vllm.md: flags, combinations that are refused, models that are not supported.
 
 python -m docs.flags
 """
@@ -12,6 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from mamba_jax.families import UNSUPPORTED
 from serving.api.http.settings import ServerSettings
+from serving.compatibility import RULES
 from serving.config import EngineConfig
 from serving.vllm.flags import FLAGS, Flag
 
@@ -71,13 +72,22 @@ def _vllm_row(flag: Flag) -> str:
     return f"| {names} | {'same, other values' if flag.ours == flag.name else 'alias'} | {ours} |"
 
 
+def combinations() -> str:
+    """A Markdown table of what excludes what."""
+    rows = [f"| {rule.feature.text} | {rule.excludes.text} | {rule.advice} |" for rule in RULES]
+    return "\n".join(["| Feature | Does not support | Instead |", "|---|---|---|", *rows]) + "\n"
+
+
 def unsupported_models() -> str:
     """A Markdown table of recurrent models that are not supported."""
     rows = [f"| {name} | `{kind}` | {lacking} |" for kind, (name, lacking) in UNSUPPORTED.items()]
     return "\n".join(["| Models | `model_type` | Missing |", "|---|---|---|", *sorted(rows)]) + "\n"
 
 
-TABLES = {"engine.md": {"flags": table}, "vllm.md": {"vllm": vllm_table, "models": unsupported_models}}
+TABLES = {
+    "engine.md": {"flags": table, "combinations": combinations},
+    "vllm.md": {"vllm": vllm_table, "models": unsupported_models},
+}
 """For each page: the markers of its tables, and the functions that generate them."""
 
 

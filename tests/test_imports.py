@@ -19,16 +19,18 @@ BELOW = {
 LAZY_DOORS = {("mamba_jax/__init__.py", "checkpoints")}
 DEVICE = {"jax", "jaxlib", "flax", "orbax", "ml_dtypes", *ROOMS} - {"serving"}
 
-# Each folder of `serving` and the others that its own files import. The files `settings` and `config` have rows of
+FILES = ("serving.config", "serving.settings", "serving.compatibility")
+# Each folder of `serving` and the others that its own files import. The files above have rows of
 # their own; `""`, the package itself, says what users import from it. What is below `serving/core` has its own table.
 SERVING = {
     "core": set(),
     "settings": {"core"},
     "config": {"core", "settings"},
+    "compatibility": {"config"},
     "vllm": {"config"},
     "points": {"core"},
     "tiers": {"core", "points"},
-    "engine": {"config", "core", "points", "tiers", "vllm"},
+    "engine": {"compatibility", "config", "core", "points", "tiers", "vllm"},
     "": {"config", "engine"},
     "hosts": {"config", "engine", "settings"},
     "tunix": {"engine"},
@@ -38,11 +40,11 @@ SERVING = {
     "api/http": {"config", "core", "engine", "api", "api/http/protocol", "settings"},
     "split/transport": set(),
     "split": {"core", "engine", "api/http", "points", "settings", "split/transport"},
-    "split/http": {"config", "core", "engine", "api/http", "split", "split/transport"},
+    "split/http": {"compatibility", "config", "core", "engine", "api/http", "split", "split/transport"},
     "split/router": {"core", "api", "api/http", "api/http/protocol", "split", "split/http"},
     "split/ray": {"config", "api/http", "split", "split/http", "split/router"},
     "bench": {""},
-    "cli": {"config", "engine", "capacity", "api", "api/http", "split", "split/http"}
+    "cli": {"compatibility", "config", "engine", "capacity", "api", "api/http", "split", "split/http"}
     | {"hosts", "settings", "split/router", "vllm"},
 }
 
@@ -145,7 +147,7 @@ def folder_of(module: str) -> str:
     path = ROOT.joinpath(*module.split("."))
     folder = str((path if path.is_dir() else path.parent).relative_to(ROOT / "serving"))
     if folder == ".":
-        return module.removeprefix("serving.") if module in ("serving.config", "serving.settings") else ""
+        return module.removeprefix("serving.") if module in FILES else ""
     whole = (package.removeprefix("serving.").replace(".", "/") for package in PARTS)
     return next((each for each in whole if folder.startswith(f"{each}/") and folder not in SERVING), folder)
 

@@ -30,10 +30,9 @@ from serving.capacity.compiling import Program, SlicePrograms, check_compiler, c
 from serving.capacity.count import Counter, Work, Workload, decode_workload, prefill_workload
 from serving.capacity.targets import Target, larger
 from serving.config import ConfigError, EngineConfig
-from serving.engine.assembly.design import EngineDesign
+from serving.engine.assembly.design import EngineDesign, waiting_form
 from serving.engine.assembly.drafting import with_drafter_config
 from serving.engine.assembly.gpu_memory import reserved_share
-from serving.engine.assembly.narrow_states import waiting_form
 from serving.engine.assembly.sizing import StoreSize
 from serving.engine.steps.batching import BatchBuilder, PrefillShape
 

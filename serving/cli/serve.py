@@ -103,16 +103,10 @@ def _serve_together(
     all_devices: bool,
 ) -> None:
     """Finds the other hosts, then lead or follow. `all_devices`: the number of devices was not specified."""
+    from serving.compatibility import Deployment, check
     from serving.hosts.host import gather, run_follower
 
-    if role.role is not None:
-        raise ConfigError(f"--role {role.role}: a worker of a split runs on one host")
-    if config.data_parallel_size > 1:
-        raise ConfigError(
-            f"data_parallel_size {config.data_parallel_size}: replicas share one host; on several, start a server each"
-        )
-    if role.seal.secret:
-        raise ConfigError("--split-secret (or MAMBA_JAX_SPLIT_SECRET): routers follow workers of one host only")
+    check(Deployment(config, several_hosts=True, role=role.role, followed=bool(role.seal.secret)))
     listening = bind(settings.host, settings.port) if hosts.host_id in (0, None) else None
     party, config = gather(hosts, config, all_devices=all_devices)
     if party is not None and not party.leads:

@@ -13,7 +13,7 @@ import numpy as np
 
 from serving.core import Scheduler
 from serving.engine.assembly.build import AssembledEngine
-from serving.engine.assembly.narrow_states import row_rounding
+from serving.engine.assembly.design import row_rounding
 from serving.engine.steps.loop import StepLoop
 from serving.points.arrangement import Arrangement
 from serving.points.point import Piece, PointPrograms, pieces, state_spec

@@ -24,6 +24,7 @@ from mamba_jax.rows import Rows
 from mamba_jax.sharding import TENSOR, Partition, rows_shardings, sharded_store
 from mamba_jax.store import Store
 from mamba_jax.store_layout import init_laid_out
+from serving.compatibility import Deployment, check
 from serving.config import ConfigError, EngineConfig
 from serving.core import Scheduler
 from serving.engine.assembly.design import EngineDesign
@@ -35,11 +36,9 @@ from serving.engine.assembly.devices import (
     on_mesh,
     own_devices,
 )
-from serving.engine.assembly.draft_policy import draft_policy
-from serving.engine.assembly.drafting import with_drafter_config
+from serving.engine.assembly.drafting import draft_policy, with_drafter_config
 from serving.engine.assembly.fetch import fetched
 from serving.engine.assembly.gpu_memory import share_notices
-from serving.engine.assembly.schedule_invariant import check_schedule_invariant, check_weights_invariant
 from serving.engine.assembly.sizing import StoreSize, check_weights_fit, store_memory
 from serving.engine.assembly.tiering import check_tiers, connect_tiers
 from serving.engine.engine import Engine
@@ -95,7 +94,7 @@ def build_engine(config: EngineConfig, *, progress: bool = True, led: bool = Fal
         ConfigError: the flags contradict each other, or do not fit the model or the memory.
         CheckpointError: the model cannot be loaded.
     """
-    config = _in_step(_checked_adapters(fetched(config), led), led)
+    config = _in_step(fetched(config), led)
     target = load_config(config.model, hf_overrides=config.hf_overrides)
     described = with_drafter_config(config, target)
     weights = weight_bytes(
@@ -107,7 +106,7 @@ def build_engine(config: EngineConfig, *, progress: bool = True, led: bool = Fal
         hf_overrides=config.hf_overrides,
     )
     weights += drafter_bytes(described, config.dtype)
-    design = _design(config, described, weights)  # reports errors before loading, which can take minutes
+    design = _design(config, described, weights, led)  # reports errors before loading, which can take minutes
     weights = int(weights * (1 + design.padding.cost))
     meshes = device_meshes(config)
     if config.compilation_cache:
@@ -170,16 +169,9 @@ def assemble(
     Raises:
         ConfigError: the flags contradict each other, or do not fit the model or the memory.
     """
-    config = _in_step(_checked_adapters(config, led), led)
-    design = _design(config, model.config, sum(leaf.nbytes for leaf in parameters(model).values()))
+    config = _in_step(config, led)
+    design = _design(config, model.config, sum(leaf.nbytes for leaf in parameters(model).values()), led)
     return _assemble(design, device_meshes(config), model, tokenizer, eos_token_ids, programs, progress)
-
-
-def _checked_adapters(config: EngineConfig, led: bool) -> EngineConfig:
-    """Returns the configuration. Raises ConfigError if it enables adapters on several hosts."""
-    if config.serves_adapters and (led or jax.process_count() > 1):
-        raise ConfigError(f"{config.adapter_flag} is not supported on several hosts: use one host or merge the adapter")
-    return config
 
 
 def _in_step(config: EngineConfig, led: bool) -> EngineConfig:
@@ -190,19 +182,18 @@ def _in_step(config: EngineConfig, led: bool) -> EngineConfig:
     return config.model_copy(update={"max_decode_pause": None})
 
 
-def _design(config: EngineConfig, model: HybridConfig, weight_bytes: int) -> EngineDesign:
+def _design(config: EngineConfig, model: HybridConfig, weight_bytes: int, led: bool) -> EngineDesign:
     """Designs the engine. Raises ConfigError for flags that contradict each other, or that the model or the machine
     does not support."""
     check_tiers(config)
-    check_schedule_invariant(config, model, jax.default_backend())
     try:
-        padding = HeadPadding.of(model, config.tensor_parallel_size)
         return EngineDesign.of(
             config,
-            padding,
+            HeadPadding.of(model, config.tensor_parallel_size),
             shards=config.tensor_parallel_size,
             platform=jax.default_backend(),
             weight_bytes=weight_bytes,
+            several_hosts=led or jax.process_count() > 1,
         )
     except ModelConfigError as error:
         raise ConfigError(str(error)) from None
@@ -221,8 +212,8 @@ def _assemble(
     digest: str = "",
 ) -> AssembledEngine:
     config = design.config
-    wide = (leaf for path, leaf in parameters(model).items() if weight_of(path) is None)
-    check_weights_invariant(config, (str(leaf.dtype) for leaf in wide))
+    wide = frozenset(str(leaf.dtype) for path, leaf in parameters(model).items() if weight_of(path) is None)
+    check(Deployment(config, weight_dtypes=wide))
     # The checkpoint is read once: other replicas copy the weights from device to device.
     models = [on_mesh(model, mesh) for mesh in meshes]
     # Allocate the adapters' memory before the store is sized.
@@ -372,15 +363,9 @@ def _compile_all(engine: Engine, *, progress: bool, keep: bool, label: str) -> N
 
 
 def adapters_of(config: EngineConfig, model: HybridModel, mesh: Mesh | None) -> Adapters | None:
-    """Allocates memory for adapters on the model's devices. Returns None without enable_lora.
-
-    Raises:
-        ConfigError: lora_experts is set for a model without routed experts.
-    """
+    """Allocates memory for adapters on the model's devices. Returns None without enable_lora."""
     if not config.enable_lora:
         return None
-    if config.lora_experts and model.config.moe is None:
-        raise ConfigError("lora_experts: the model has no routed experts; leave the flag out")
     experts = config.lora_experts
     return Adapters(model, count=config.max_loras, rank=config.max_lora_rank, experts=experts, mesh=mesh)
 

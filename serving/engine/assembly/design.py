@@ -10,26 +10,104 @@ import dataclasses
 import sys
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from mamba_jax.config import HybridConfig
 from mamba_jax.drafts import DraftSource
 from mamba_jax.head_padding import HeadPadding
+from mamba_jax.rounding import NarrowDtype
 from mamba_jax.rows import Rows, init_rows
 from mamba_jax.sharding import Partition
 from mamba_jax.store import StoreShape
 from mamba_jax.store_layout import lanes_of
-from serving.config import ConfigError, EngineConfig
+from serving.compatibility import Deployment, check
+from serving.config import CacheMode, EngineConfig
 from serving.core import SchedulerConfig
-from serving.engine.assembly.caching import ResolvedCaching, resolve_caching
 from serving.engine.assembly.drafting import draft_source
-from serving.engine.assembly.narrow_states import row_rounding
 from serving.engine.assembly.replay import ResolvedReplay, resolve_replay
-from serving.engine.assembly.routed_experts import check_routed_experts
-from serving.engine.assembly.sizing import CPU_STORE_TOKENS, StoreSize, scheduler_config, size_store, workspace_bytes
+from serving.engine.assembly.sizing import CPU_STORE_TOKENS, StoreSize, size_store, workspace_bytes
 from serving.engine.steps.batching import BatchBuilder
+
+MAX_PREFILL_ROWS = 32
+"""Maximum number of prompts that one step begins or continues."""
+
+
+class ResolvedCaching(NamedTuple):
+    """The cache mode and chunking that result from the flags, with notices for the user."""
+
+    mode: CacheMode
+    chunked_prefill: bool
+    notices: tuple[str, ...]
+
+
+def resolve_caching(config: EngineConfig) -> ResolvedCaching:
+    """Resolves conflicts between prefix caching, cache mode and chunked prefill.
+
+    | prefix caching | mode given   | mode used                                                |
+    |----------------|--------------|----------------------------------------------------------|
+    | on             | unset, all   | all                                                      |
+    | on             | none         | none                                                     |
+    | on             | align        | align; chunked prefill is switched on, with a notice     |
+    | off            | unset, none  | none                                                     |
+    | off            | align, all   | none, with a notice                                      |
+
+    Every mode works with and without drafts.
+    """
+    asked, chunked = config.mamba_cache_mode, config.enable_chunked_prefill
+    if config.narrows_states and not chunked:
+        found = resolve_caching(config.model_copy(update={"enable_chunked_prefill": True}))
+        notice = "chunked prefill is switched on: checkpoint_dtype needs it"
+        return found._replace(notices=(*found.notices, notice))
+    if not config.enable_prefix_caching:
+        if asked in ("align", "all"):
+            return ResolvedCaching(
+                "none", chunked, (f"mamba_cache_mode {asked!r} has no effect: prefix caching is switched off",)
+            )
+        return ResolvedCaching("none", chunked, ())
+    mode: CacheMode = asked or "all"
+    if mode == "align" and not chunked:
+        return ResolvedCaching(mode, True, ("chunked prefill is switched on: mamba_cache_mode 'align' needs it",))
+    return ResolvedCaching(mode, chunked, ())
+
+
+def waiting_form(config: EngineConfig) -> NarrowDtype | None:
+    """Returns the form of states in tiers; None if it is the form of the slots."""
+    return NarrowDtype(config.checkpoint_dtype) if config.narrows_states else None
+
+
+def row_rounding(config: EngineConfig) -> tuple[NarrowDtype, int] | None:
+    """Returns the form to which running rows are rounded, and the number of tokens between roundings."""
+    return (NarrowDtype(config.checkpoint_dtype), config.state_block_size) if config.narrows_states else None
+
+
+def scheduler_config(
+    config: EngineConfig, policy: ResolvedCaching, size: StoreSize, *, lookahead: int
+) -> SchedulerConfig:
+    """Returns the scheduler's settings. `lookahead`: tokens after a row's own for which a draft layer needs pages."""
+    budget = config.max_num_batched_tokens
+    if not policy.chunked_prefill:
+        # Without chunks, a step must hold the longest prompt.
+        budget = max(budget, size.max_model_len)
+    return SchedulerConfig(
+        num_slots=size.num_slots,
+        num_pages=size.num_pages,
+        max_num_seqs=size.max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_model_len=size.max_model_len,
+        page_size=size.page_size,
+        state_block_size=config.state_block_size,
+        tile_size=config.tile_size,
+        cache_mode=policy.mode,
+        num_speculative_tokens=config.num_speculative_tokens,
+        replay_interval=size.replay_interval,
+        num_lookahead_tokens=lookahead,
+        chunks_end_at_blocks=config.narrows_states,
+        max_prefill_rows=min(MAX_PREFILL_ROWS, size.max_num_seqs),
+        max_waiting=config.max_num_waiting,
+        max_decode_pause=config.max_decode_pause,
+    )
 
 
 @dataclass(frozen=True)
@@ -49,7 +127,14 @@ class EngineDesign:
 
     @classmethod
     def of(
-        cls, config: EngineConfig, padding: HeadPadding, *, shards: int, platform: str, weight_bytes: int
+        cls,
+        config: EngineConfig,
+        padding: HeadPadding,
+        *,
+        shards: int,
+        platform: str,
+        weight_bytes: int,
+        several_hosts: bool = False,
     ) -> EngineDesign:
         """Returns the design for a model.
 
@@ -59,18 +144,15 @@ class EngineDesign:
             shards: devices of a replica.
             platform: `cpu`, `gpu` or `tpu`.
             weight_bytes: bytes of all weights on all devices together.
+            several_hosts: the devices are those of several hosts.
 
         Raises:
             ConfigError: the flags contradict each other, or the model does not support them.
             ModelConfigError: the model does not divide over the devices.
         """
         model = padding.padded
-        check_routed_experts(config, model)
-        if padding and config.enable_lora:
-            raise ConfigError(
-                f"enable_lora is not supported with padded heads ({padding.notice}): use a "
-                "tensor_parallel_size that divides the heads, or merge the adapter"
-            )
+        notice = padding.notice if padding else ""
+        check(Deployment(config, model, platform, several_hosts=several_hosts, padding=notice))
         return cls(
             config,
             Partition.of(model, shards),

@@ -26,8 +26,6 @@ def device_meshes(config: EngineConfig) -> Meshes:
         ConfigError: there are too few devices.
     """
     replicas, shards = config.data_parallel_size, config.tensor_parallel_size
-    if replicas > 1 and jax.process_count() > 1:
-        raise ConfigError(f"data_parallel_size {replicas}: replicas need an engine of one process")
     if replicas == shards == 1:
         return (None,)
     try:

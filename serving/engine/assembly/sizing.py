@@ -14,14 +14,10 @@ import jax
 from mamba_jax.store import StoreShape
 from mamba_jax.tails import Replay
 from serving.config import CacheMode, ConfigError, EngineConfig
-from serving.core import SchedulerConfig
-from serving.engine.assembly.caching import ResolvedCaching
 from serving.engine.assembly.gpu_memory import usable_share
 from serving.engine.assembly.replay import spares
 
 GIB = 1 << 30
-MAX_PREFILL_ROWS = 32
-"""Maximum number of prompts that one step begins or continues."""
 CPU_STORE_BYTES = 2 * GIB
 """Maximum size of the store on a CPU, whose memory other programs share, unless one sequence needs more."""
 
@@ -321,34 +317,6 @@ def available_ram() -> int:
         return max(min(free, limit), 0)
     except (OSError, ValueError):  # no cgroup v2, or "max"
         return free
-
-
-def scheduler_config(
-    config: EngineConfig, policy: ResolvedCaching, size: StoreSize, *, lookahead: int
-) -> SchedulerConfig:
-    """Returns the scheduler's settings. `lookahead`: tokens after a row's own for which a draft layer needs pages."""
-    budget = config.max_num_batched_tokens
-    if not policy.chunked_prefill:
-        # Without chunks, a step must hold the longest prompt.
-        budget = max(budget, size.max_model_len)
-    return SchedulerConfig(
-        num_slots=size.num_slots,
-        num_pages=size.num_pages,
-        max_num_seqs=size.max_num_seqs,
-        max_num_batched_tokens=budget,
-        max_model_len=size.max_model_len,
-        page_size=size.page_size,
-        state_block_size=config.state_block_size,
-        tile_size=config.tile_size,
-        cache_mode=policy.mode,
-        num_speculative_tokens=config.num_speculative_tokens,
-        replay_interval=size.replay_interval,
-        num_lookahead_tokens=lookahead,
-        chunks_end_at_blocks=config.narrows_states,
-        max_prefill_rows=min(MAX_PREFILL_ROWS, size.max_num_seqs),
-        max_waiting=config.max_num_waiting,
-        max_decode_pause=config.max_decode_pause,
-    )
 
 
 def _max_model_len(config: EngineConfig, model_max_len: int | None) -> int:

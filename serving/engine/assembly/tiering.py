@@ -6,15 +6,13 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import jax
-
 from mamba_jax.config import HybridConfig
 from mamba_jax.store import Store
 from serving.config import ConfigError, EngineConfig
 from serving.core.tiers.prices import Prices
 from serving.core.tiers.tier import Tier
 from serving.core.tiers.tiers import Tiers
-from serving.engine.assembly.narrow_states import waiting_form
+from serving.engine.assembly.design import waiting_form
 from serving.engine.assembly.sizing import GIB, available_ram, show_bytes
 from serving.engine.steps.loop import StepLoop
 from serving.points.arrangement import Arrangement
@@ -33,11 +31,7 @@ MAX_LEAVING = 256 << 20
 
 
 def check_tiers(config: EngineConfig) -> None:
-    """Raises `ConfigError` for impossible tiers, before the weights are loaded."""
-    if not (config.host_cache_gib or config.disk_cache):
-        return
-    if jax.process_count() > 1:
-        raise ConfigError("host_cache_gib and disk_cache need an engine of one process")
+    """Raises `ConfigError` for a tier larger than the memory, before the weights are loaded."""
     wanted = int((config.host_cache_gib or 0) * GIB)
     if wanted > available_ram():
         raise ConfigError(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fastapi import APIRouter
 
 from serving.api.http.settings import ServerSettings
+from serving.compatibility import Deployment, check
 from serving.config import ConfigError, EngineConfig
 from serving.core.tiers.journal import Journal
 from serving.engine.assembly.build import AssembledEngine
@@ -68,13 +69,9 @@ def role_of(
     """Returns what creates the role of `settings` in a server that listens on this socket.
 
     Raises:
-        ConfigError: the engine has several replicas.
+        ConfigError: the engine does not support the role.
     """
-    if config.data_parallel_size > 1 and (settings.role is not None or settings.seal.secret):
-        raise ConfigError(
-            f"data_parallel_size {config.data_parallel_size}: workers of a split, and those that routers follow "
-            "(--role, --split-secret), have one engine each; start one for each replica"
-        )
+    check(Deployment(config, role=settings.role, followed=bool(settings.seal.secret)))
     port = listening.getsockname()[1]
     return lambda built: open_role(settings, built, server.host, port, keys=server.api_key)
 
@@ -89,11 +86,6 @@ def open_role(
     """
     if settings.role is None:
         return OpenRole(_events(built, Worker.of(built, {}), settings.seal) if settings.seal.secret else [])
-    if built.model.config.drafter is not None:
-        raise ConfigError(f"--role {settings.role} does not support speculative_model; use mtp or ngram drafts")
-    for flag in ("enable_return_routed_experts", "enable_return_sampling_mask"):
-        if getattr(built.config, flag):
-            raise ConfigError(f"--role {settings.role} does not support {flag}")
     if not settings.seal.secret and not _is_loopback(host):
         raise ConfigError(
             f"a {settings.role} worker that listens on {host} needs a secret: set --split-secret or {SECRET_VARIABLE} "

@@ -33,11 +33,11 @@ ROOT = Path(__file__).resolve().parents[3]
         (["--host-id", "1"], "coordinator, num_hosts and host_id must be given together"),
         (
             ["--coordinator", "a:1", "--num-hosts", "2", "--host-id", "0", "--role", "decode"],
-            "--role decode: a worker of a split runs on one host",
+            "--role decode does not support several hosts",
         ),
         (
             ["--coordinator", "a", "--num-hosts", "2", "--host-id", "1", "--split-secret", "0123456789abcdef"],
-            "routers follow workers of one host only",
+            "--split-secret (routers that follow it) does not support several hosts",
         ),
     ],
 )

@@ -15,7 +15,7 @@ import pytest
 
 from serving.core import SchedulerConfig
 from serving.engine.assembly import design
-from serving.engine.assembly.sizing import scheduler_config
+from serving.engine.assembly.design import scheduler_config
 from tests.serving.differential.judging import Divergence
 from tests.serving.differential.splitting import impatient
 from tests.serving.differential.traces import draw, run_trace

@@ -3,7 +3,7 @@
 import pytest
 
 from serving.config import ConfigError, EngineConfig, read_config_file
-from serving.engine.assembly.caching import resolve_caching
+from serving.engine.assembly.design import resolve_caching
 
 
 @pytest.mark.parametrize(

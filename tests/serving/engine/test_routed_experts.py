@@ -9,7 +9,7 @@ import pytest
 
 from checkpoints import load_model
 from mamba_jax.modules.moe import Router
-from serving import LLM, ConfigError, SamplingParams
+from serving import LLM, SamplingParams
 from tests.support.divisible_checkpoints import FAMILIES, write_checkpoint
 from tests.support.golden_case import FIXTURES
 from tests.support.live_server import LiveServer
@@ -122,13 +122,6 @@ def test_the_server_returns_them_with_token_ids(experts_of):
         assert choice.get("routed_experts") is None
     finally:
         server.close()
-
-
-def test_what_does_not_record_experts_is_refused():
-    with pytest.raises(ConfigError, match="this Mamba2 model has no routed experts"):
-        LLM(str(FIXTURES / "mamba2"), **FLAGS)
-    with pytest.raises(ConfigError, match="does not support host_cache_gib or disk_cache"):
-        LLM(str(MODEL), **FLAGS, host_cache_gib=0.1)
 
 
 @pytest.mark.full

@@ -10,8 +10,8 @@ from mamba_jax.config import AttentionConfig, HybridConfig, MambaConfig
 from mamba_jax.store import StoreShape, init_store, store_bytes
 from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly import build, sizing
-from serving.engine.assembly.caching import resolve_caching
-from serving.engine.assembly.sizing import available_ram, scheduler_config, size_store
+from serving.engine.assembly.design import resolve_caching, scheduler_config
+from serving.engine.assembly.sizing import available_ram, size_store
 from serving.split.settings import SplitSettings
 
 CONFIG = HybridConfig(

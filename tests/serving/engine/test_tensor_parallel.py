@@ -143,7 +143,7 @@ def test_heads_that_do_not_divide_are_padded(tmp_path, caplog):
 
 
 def test_adapters_with_padded_heads_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"enable_lora is not supported with padded heads \(20 attention heads"):
+    with pytest.raises(ConfigError, match=r"enable_lora does not support padded heads \(20 attention heads"):
         engine(write_checkpoint(tmp_path, TWENTY), TWENTY, 8, enable_lora=True)
 
 

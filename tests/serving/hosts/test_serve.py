@@ -73,8 +73,7 @@ def test_a_killed_leader_is_the_end_of_its_followers(tmp_path):
 @pytest.mark.parametrize(
     ("more", "line"),
     [
-        (("--host-cache-gib", "1"), "host_cache_gib and disk_cache need an engine of one process"),
-        (("--role", "decode"), "--role decode: a worker of a split runs on one host"),
+        (("--host-cache-gib", "1"), "host_cache_gib does not support several hosts"),
         (("--tensor-parallel-size", "4"), "tensor_parallel_size 4: 2 hosts use all of their 2 devices"),
     ],
 )
