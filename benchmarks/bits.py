@@ -33,9 +33,9 @@ from serving.config import EngineConfig
 from serving.engine.assembly.build import build_engine
 from serving.engine.engine import Engine
 from serving.engine.llm import LLM
-from serving.engine.requests.draft_stats import DraftStats
 from serving.engine.requests.output import RequestOutput
 from serving.engine.requests.sampling_params import SamplingParams
+from serving.engine.stats import DraftStats
 from serving.split.decode_side import DecodeSide
 from serving.split.peer import DirectPeer
 from serving.split.prefill_side import PrefillSide

@@ -114,7 +114,7 @@ def host_time(llm: Any, batch: int, run: Any) -> dict[str, Any]:
 
     Wall time while the device computes: where the device is the same cores, it competes for them.
     """
-    from serving.engine.steps.loop_stats import LoopStats
+    from serving.engine.stats import LoopStats
 
     loop = llm.engine.loop
     loop.stats = LoopStats()

@@ -10,13 +10,18 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from dataclasses import fields
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from serving.api.vllm_metrics import VllmNames
+from serving.core.stats import Exported, Stats
+from serving.core.tiers.tier import TierStats
+from serving.core.tiers.tiers import FetchStats
 from serving.engine.requests.output import RequestOutput
+from serving.engine.stats import DraftStats, LoopStats
 
 PREFIX = "mamba_jax_"
 
@@ -28,7 +33,8 @@ _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 _RECENT = 1024
 """Number of recent times that the status page summarises."""
 
-_Tiers = Mapping[str, Mapping[str, float]]
+Labels = tuple[tuple[str, str], ...]
+"""Pairs of a label and its value."""
 Observer = Callable[[RequestOutput, float], None]
 
 
@@ -135,6 +141,46 @@ def _maker(kind: type[Histogram], registry: CollectorRegistry) -> Callable[..., 
     return lambda name, text, buckets: kind(PREFIX + name, text, buckets=buckets, registry=registry)
 
 
+class Families:
+    """Families of metrics, to which statistics are added."""
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[Any, str, str], dict[Labels, float]] = {}
+        """By class of `prometheus_client`, name and text."""
+
+    def gauge(self, name: str, text: str, values: Mapping[Labels, float]) -> None:
+        """Adds a gauge's values by labels."""
+        self._values.setdefault((GaugeMetricFamily, name, text), {}).update(values)
+
+    def count(self, name: str, text: str, values: Mapping[Labels, float]) -> None:
+        """Adds a counter's values by labels."""
+        self._values.setdefault((CounterMetricFamily, name, text), {}).update(values)
+
+    def exported(self, kind: type, stats: Mapping[str, Any], labels: Labels = ()) -> None:
+        """Adds the counters that the fields of a class declare, with further `labels`. `stats` has their values."""
+        for each in fields(kind):
+            if (counter := each.metadata.get(Exported)) is not None:
+                found = stats[each.name]
+                if isinstance(found, list):
+                    found = dict(enumerate(found, 1))
+                if not isinstance(found, Mapping):
+                    found = {counter.value if counter.labels else (): found}
+                values = {(*labels, *_labels(counter.labels, key)): value for key, value in found.items()}
+                self.count(counter.name, counter.text, values)
+
+    def metrics(self) -> Iterator[Metric]:
+        """Yields the families as `prometheus_client` objects."""
+        for (kind, name, text), values in self._values.items():
+            family = kind(PREFIX + name, text, labels=[label for label, _ in next(iter(values), ())])
+            for labels, value in values.items():
+                family.add_metric([text for _, text in labels], float(value))
+            yield family
+
+
+def _labels(names: tuple[str, ...], key: Any) -> Labels:
+    return tuple(zip(names, map(str, key if isinstance(key, tuple) else (key,)), strict=True))
+
+
 class _EngineCollector:
     """The engine's counters as metrics. With several replicas, each has its own under the label `engine`."""
 
@@ -144,134 +190,33 @@ class _EngineCollector:
 
     def collect(self) -> Iterator[Metric]:
         """Yields the metrics; the registry calls this."""
-        yield _gauge("model_info", "The served model.", {(("model", self._model),): 1}).metric()
-        if not self.stats:
-            return
-        yield from (family.metric() for family in _tiers(self.stats.get("tiers", {})))
-        if "engines" not in self.stats:
-            yield from (family.metric() for family in _families(self.stats))
-            return
-        whole: dict[str, _Family] = {}
-        for number, stats in enumerate(self.stats["engines"]):
-            for name, kind, text, values in _families(stats):
-                family = whole.setdefault(name, _Family(name, kind, text, {}))
-                family.values.update({(("engine", str(number)), *key): value for key, value in values.items()})
-        yield from (family.metric() for family in whole.values())
+        families = Families()
+        families.gauge("model_info", "The served model.", {(("model", self._model),): 1})
+        if self.stats:
+            # All engines share the contents of the tiers.
+            for name, tier in self.stats.get("tiers", {}).items():
+                labels = (("tier", name),)
+                families.gauge("tier_checkpoints", "Checkpoints in a tier below the device.", {labels: tier["units"]})
+                families.gauge("tier_bytes", "Bytes in a tier.", {labels: tier["used_bytes"]})
+                families.gauge("tier_capacity_bytes", "Capacity of a tier in bytes.", {labels: tier["capacity_bytes"]})
+                families.exported(TierStats, tier, labels)
+            engines = self.stats.get("engines", [self.stats])
+            for number, stats in enumerate(engines):
+                _add_engine(families, stats, (("engine", str(number)),) if "engines" in self.stats else ())
+        yield from families.metrics()
 
 
-def _families(stats: Mapping[str, Any]) -> Iterator[_Family]:
-    """Yields the counters of one engine."""
-    loop = stats["loop"]
-    yield _gauge("requests_waiting", "Requests in the queue.", {(): stats["waiting"]})
-    yield _gauge("requests_running", "Requests that have a batch row.", {(): stats["running"]})
-    yield _counter("requests_refused", "Requests refused because the queue was full.", {(): stats["refused"]})
-    yield _counter(
-        "requests_finished", "Finished requests (each choice counts) by finish reason.",
-        {(("reason", str(reason)),): count for reason, count in stats["finished"].items()},
-    )  # fmt: skip
-    yield _counter("preemptions", "Requests returned to the queue for lack of memory.", {(): stats["preemptions"]})
-    for name, key, text in (
-        ("prompt_tokens", "prompt_tokens", "Prompt tokens of admitted requests."),
-        ("cached_prompt_tokens", "cached_tokens", "Prompt tokens that the prefix cache saved."),
-        ("generation_tokens", "output_tokens", "Output tokens."),
-        ("prefill_tokens", "prefill_tokens", "Tokens computed by prefill."),
-        ("full_prefix_hits", "full_hits", "Requests whose whole prompt was cached."),
-        ("pages_evicted", "pages_evicted", "Cached pages evicted."),
-        ("states_evicted", "states_evicted", "Cached states evicted."),
-        ("states_published", "states_published", "States added to the prefix cache."),
-        ("anchors", "anchors", "Under replay: states that decoding sequences wrote and continued from."),
-    ):
-        yield _counter(name, text, {(): stats[key]})
-    yield _counter(
-        "prefix_misses", "Requests without a cached prefix, by reason.",
-        {(("reason", reason),): count for reason, count in stats["misses"].items()},
-    )  # fmt: skip
-    for pool in ("slots", "pages"):
+def _add_engine(families: Families, stats: Mapping[str, Any], labels: Labels) -> None:
+    families.gauge("requests_waiting", "Requests in the queue.", {labels: stats["waiting"]})
+    families.gauge("requests_running", "Requests that have a batch row.", {labels: stats["running"]})
+    for pool, text in (("slots", "State slots by use."), ("pages", "Pages by use.")):
         if pool in stats:
-            sizes = {(("state", state),): stats[pool][state] for state in ("free", "used", "cached")}
-            yield _gauge(pool, "State slots by use." if pool == "slots" else "Pages by use.", sizes)
-    yield from _fetches(stats.get("tiers", {}))
-    drafts = loop["drafts"]
-    for name, key, text in (
-        ("draft_tokens", "drafted_at", "Draft tokens that were verified, by position in the step."),
-        ("draft_tokens_accepted", "accepted_at", "Draft tokens that were accepted, by position in the step."),
-    ):
-        yield _counter(name, text, {(("position", str(i + 1)),): n for i, n in enumerate(drafts[key])})
-    yield _counter("steps", "Steps of the engine.", {(): loop["steps"]})
-    yield _counter(
-        "lockstep_steps", "Steps that waited for the previous step's result, because most rows need it on the host.",
-        {(): loop["lockstep_steps"]},
-    )  # fmt: skip
-    yield _counter("step_failures", "Failed steps; the engine computed all state again.", {(): loop["failures"]})
-    yield _counter(
-        "outputs_not_finite", "Choices that ended because their logits were NaN or infinite.",
-        {(): loop["not_finite"]},
-    )  # fmt: skip
-    yield _counter(
-        "step_seconds", "Time of the engine's thread by activity: wait is for the device, all others are host work.",
-        {(("part", part),): loop[f"{part}_seconds"] for part in ("plan", "dispatch", "wait", "settle")},
-    )  # fmt: skip
-    yield _counter("compilations", "Programs compiled; constant once the server is ready.", {(): stats["compilations"]})
-
-
-def _tiers(tiers: _Tiers) -> Iterator[_Family]:
-    """Yields the contents of the cache tiers below the devices, which all engines share; nothing without tiers."""
-    if not tiers:
-        return
-    for name, key, text in (
-        ("tier_checkpoints", "units", "Checkpoints in a tier below the device."),
-        ("tier_bytes", "used_bytes", "Bytes in a tier."),
-        ("tier_capacity_bytes", "capacity_bytes", "Capacity of a tier in bytes."),
-    ):
-        yield _gauge(name, text, _by_tier(tiers, key))
-    for name, key, text in (
-        ("tier_stored", "stored", "Checkpoints stored in a tier."),
-        ("tier_evicted", "evicted", "Checkpoints evicted from a tier."),
-        ("tier_lost", "lost", "Checkpoints that were damaged, or could not be written or read."),
-        ("tier_not_kept", "not_kept", "Checkpoints rejected: too large, or too many transfers pending."),
-        ("tier_stored_bytes", "stored_bytes", "Bytes stored in a tier."),
-    ):
-        yield _counter(name, text, _by_tier(tiers, key))
-
-
-def _fetches(tiers: _Tiers) -> Iterator[_Family]:
-    """Yields one engine's fetches from the tiers."""
-    if not tiers:
-        return
-    for name, key, text in (
-        ("tier_fetches", "hits", "Fetches started."),
-        ("tier_fetches_arrived", "arrived", "Fetches that a request continued from."),
-        ("tier_fetches_dearer", "dearer", "Fetches not started because computing was expected to be faster."),
-        ("tier_fetched_tokens", "hit_tokens", "Tokens that the fetched states cover."),
-        ("tier_fetched_bytes", "fetched_bytes", "Bytes fetched from a tier."),
-    ):
-        yield _counter(name, text, _by_tier(tiers, key))
-
-
-def _by_tier(tiers: _Tiers, key: str) -> dict[Any, float]:
-    return {(("tier", name),): tier[key] for name, tier in tiers.items()}
-
-
-def _gauge(name: str, text: str, values: dict[Any, float]) -> _Family:
-    return _Family(name, GaugeMetricFamily, text, values)
-
-
-def _counter(name: str, text: str, values: dict[Any, float]) -> _Family:
-    return _Family(name, CounterMetricFamily, text, values)
-
-
-class _Family(NamedTuple):
-    """A metric's name, type, help text, and values by tuples of (label, value) pairs."""
-
-    name: str
-    kind: type[GaugeMetricFamily] | type[CounterMetricFamily]
-    text: str
-    values: dict[Any, float]
-
-    def metric(self) -> Metric:
-        """Returns the metric as a `prometheus_client` object."""
-        names = [label for label, _ in next(iter(self.values), ())]
-        family = self.kind(PREFIX + self.name, self.text, labels=names)
-        for labels, value in self.values.items():
-            family.add_metric([value for _, value in labels], float(value))
-        return family
+            sizes = {(*labels, ("state", state)): stats[pool][state] for state in ("free", "used", "cached")}
+            families.gauge(pool, text, sizes)
+    families.exported(Stats, stats, labels)
+    families.exported(LoopStats, stats["loop"], labels)
+    families.exported(DraftStats, stats["loop"]["drafts"], labels)
+    for name, tier in stats.get("tiers", {}).items():
+        families.exported(FetchStats, tier, (*labels, ("tier", name)))
+    text = "Programs compiled; constant once the server is ready."
+    families.count("compilations", text, {labels: stats["compilations"]})

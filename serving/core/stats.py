@@ -1,10 +1,31 @@
-"""Counters: plain integers that only grow, for metrics and reports."""
+"""Counters: plain integers that only grow, for metrics and reports. A field says how the server exports it."""
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from serving.core.reasons import FinishReason, MissReason
+
+
+class Exported(NamedTuple):
+    """How the server exports a counter."""
+
+    name: str
+    """Name of the metric; several fields of one metric have different `value`s."""
+    text: str
+    labels: tuple[str, ...] = ()
+    """Labels of a dictionary's keys, of the places of a list (from 1), or of `value`."""
+    value: str = ""
+
+
+def metric(name: str, text: str, *labels: str, value: str = "") -> dict[Any, Exported]:
+    """Returns the metadata of a field that the server exports; see `Exported`."""
+    return {Exported: Exported(name, text, labels, value)}
+
+
+def exported(name: str, text: str, *labels: str, value: str = "") -> Any:
+    """Returns a field, 0 at first, that the server exports; see `Exported`."""
+    return field(default=0, metadata=metric(name, text, *labels, value=value))
 
 
 @dataclass(slots=True)
@@ -13,36 +34,39 @@ class Stats:
 
     steps: int = 0
     requests: int = 0
-    refused: int = 0
-    finished: Counter[FinishReason] = field(default_factory=Counter)
-    preemptions: int = 0
+    refused: int = exported("requests_refused", "Requests refused because the queue was full.")
+    finished: Counter[FinishReason] = field(
+        default_factory=Counter,
+        metadata=metric("requests_finished", "Finished requests (each choice counts) by finish reason.", "reason"),
+    )
+    preemptions: int = exported("preemptions", "Requests returned to the queue for lack of memory.")
     displacements: int = 0
     """Preemptions for a request that had no row while another had several."""
     resets: int = 0
     weight_changes: int = 0
     withdrawn: int = 0
-    prompt_tokens: int = 0
-    """Of admitted requests, the first admission of each."""
-    cached_tokens: int = 0
-    """Of those, how many did not have to be computed."""
-    full_hits: int = 0
-    """Admissions that had nothing left to compute."""
-    prefill_tokens: int = 0
+    prompt_tokens: int = exported("prompt_tokens", "Prompt tokens of admitted requests.")
+    """Of the first admission of each."""
+    cached_tokens: int = exported("cached_prompt_tokens", "Prompt tokens that the prefix cache saved.")
+    full_hits: int = exported("full_prefix_hits", "Requests whose whole prompt was cached.")
+    prefill_tokens: int = exported("prefill_tokens", "Tokens computed by prefill.")
     """Tokens fed that were certain beforehand: prompts, and outputs computed again after a preemption."""
     decode_tokens: int = 0
     """Tokens fed by decode rows, without drafts."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    output_tokens: int = 0
-    misses: Counter[MissReason] = field(default_factory=Counter)
+    output_tokens: int = exported("generation_tokens", "Output tokens.")
+    misses: Counter[MissReason] = field(
+        default_factory=Counter,
+        metadata=metric("prefix_misses", "Requests without a cached prefix, by reason.", "reason"),
+    )
     pages_published: int = 0
-    pages_evicted: int = 0
-    states_published: int = 0
-    states_evicted: int = 0
+    pages_evicted: int = exported("pages_evicted", "Cached pages evicted.")
+    states_published: int = exported("states_published", "States added to the prefix cache.")
+    states_evicted: int = exported("states_evicted", "Cached states evicted.")
     boundaries_not_kept: int = 0
     """Checkpoints not published because no slot or page could be spared."""
-    anchors: int = 0
-    """With replay: number of times that a decode row has written a state and continued from it."""
+    anchors: int = exported("anchors", "Under replay: states that decoding sequences wrote and continued from.")
     drafts_cut: int = 0
     """Drafts not fed because there were too few slots."""
     page_copies: int = 0

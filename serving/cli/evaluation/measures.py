@@ -15,7 +15,7 @@ import numpy as np
 from checkpoints.tokenizer import Tokenizer
 from mamba_jax.model import HybridModel
 from mamba_jax.train.corpus import Document, read_documents, text_of
-from serving.engine.requests.draft_stats import DraftStats
+from serving.engine.stats import DraftStats
 
 WINDOW = 512
 """Tokens per scored window."""

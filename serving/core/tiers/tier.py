@@ -13,6 +13,7 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from serving.core.cache.content import Chain, Name, NamedStates, State, state_name
 from serving.core.cache.prefix_tree import Checkpoint, CheckpointKind
+from serving.core.stats import exported
 from serving.core.tiers.journal import Journal
 
 _P = ParamSpec("_P")
@@ -94,15 +95,11 @@ class Change(NamedTuple):
 class TierStats:
     """Parts that were added to a tier, and removed."""
 
-    stored: int = 0
-    """Units."""
-    evicted: int = 0
-    """Units that were evicted for others."""
-    lost: int = 0
-    """Units that were damaged, could not be written or read, or were forgotten."""
-    not_kept: int = 0
-    """Units that were refused: too large, or too many copies were pending."""
-    stored_bytes: int = 0
+    stored: int = exported("tier_stored", "Checkpoints stored in a tier.")
+    evicted: int = exported("tier_evicted", "Checkpoints evicted from a tier.")
+    lost: int = exported("tier_lost", "Checkpoints that were damaged, or could not be written or read.")
+    not_kept: int = exported("tier_not_kept", "Checkpoints rejected: too large, or too many transfers pending.")
+    stored_bytes: int = exported("tier_stored_bytes", "Bytes stored in a tier.")
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from typing import Any
 from serving.core.cache.content import Chain, Name, Scope
 from serving.core.cache.prefix_index import IndexObserver
 from serving.core.cache.prefix_tree import Checkpoint, Node, Root
+from serving.core.stats import exported
 from serving.core.tiers.prices import Prices
 from serving.core.tiers.tier import Change, Tier, Unit
 
@@ -52,15 +53,11 @@ class TierCopy:
 class FetchStats:
     """Counters of one engine's fetches from a tier."""
 
-    hits: int = 0
-    """Started fetches."""
-    arrived: int = 0
-    """Fetches from which a request continued."""
-    hit_tokens: int = 0
-    """Tokens that these states cover."""
-    dearer: int = 0
-    """Number of times that computing was expected to be faster than fetching."""
-    fetched_bytes: int = 0
+    hits: int = exported("tier_fetches", "Fetches started.")
+    arrived: int = exported("tier_fetches_arrived", "Fetches that a request continued from.")
+    hit_tokens: int = exported("tier_fetched_tokens", "Tokens that the fetched states cover.")
+    dearer: int = exported("tier_fetches_dearer", "Fetches not started because computing was expected to be faster.")
+    fetched_bytes: int = exported("tier_fetched_bytes", "Bytes fetched from a tier.")
 
 
 class Tiers(IndexObserver):

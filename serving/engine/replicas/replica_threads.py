@@ -14,10 +14,10 @@ from typing import Any
 from serving.engine.engine import Engine
 from serving.engine.engine_thread import Deliver, EngineThread, Result
 from serving.engine.replicas.replica_loads import Assignment, ReplicaLoads
-from serving.engine.replicas.replica_stats import merged
 from serving.engine.request_error import RequestError
 from serving.engine.requests.output import RequestOutput
 from serving.engine.requests.request import EngineRequest
+from serving.engine.stats import merged_stats
 
 
 class Reader:
@@ -114,12 +114,12 @@ class ReplicaThreads:
 
     @property
     def latest_stats(self) -> dict[str, Any]:
-        """Recent statistics, without waiting for an engine: `Engine.stats()`, for several engines `merged`.
+        """Recent statistics, without waiting for an engine: `Engine.stats()`, for several engines `merged_stats`.
 
         They are at most a quarter of a second old, or as old as the current step if that takes longer.
         """
         stats = [thread.latest_stats for thread in self.threads]
-        return stats[0] if len(stats) == 1 else merged(stats)
+        return stats[0] if len(stats) == 1 else merged_stats(stats)
 
     def shutdown(self, step_timeout: float | None = None) -> bool:
         """Stops the threads; unfinished requests end with `EngineStopped`.

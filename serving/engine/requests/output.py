@@ -10,10 +10,10 @@ import numpy as np
 from jaxtyping import Bool, Int, UInt8
 
 from serving.engine.request_error import RequestError, RequestFailed
-from serving.engine.requests.draft_stats import DraftStats
 from serving.engine.requests.routed_experts import RoutedExperts
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.requests.stop_text import StopText
+from serving.engine.stats import DraftStats
 
 _PIECE = 64  # tokens decoded at once: a decoder scans the whole piece to find where its text may be cut
 

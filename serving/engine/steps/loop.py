@@ -19,8 +19,8 @@ from mamba_jax.programs import Batch, RowsBatch, StepBatch, StepPrograms, abstra
 from mamba_jax.rows import Rows
 from mamba_jax.store import Store
 from serving.core import DecodeRow, Request, Scheduler, StepPlan, StepResult
+from serving.engine.stats import LoopStats
 from serving.engine.steps.batching import AnyBatch, BatchBuilder
-from serving.engine.steps.loop_stats import LoopStats
 from serving.engine.steps.results import StateError, StepTokens, not_finite, read_results, start_reading
 from serving.engine.steps.row_inputs import RowInputs
 from serving.points.state_source import StateSource

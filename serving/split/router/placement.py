@@ -18,6 +18,7 @@ import httpx
 from pydantic import ValidationError
 
 from serving.core.placing import price
+from serving.core.stats import exported, metric
 from serving.core.tiers.directory import Resumable
 from serving.split.router.event_followers import EventFollowers
 from serving.split.router.workers import Fleet, Remote, choose
@@ -34,23 +35,29 @@ _LONGEST = 1 << 26
 _TIERS = ("device", "host", "disk")
 """Tiers, the fastest first."""
 
+_RESUMABLE = "Prompt tokens that the chosen workers had, by the fastest tier that had them."
+
+
+def _placed(by: str) -> Any:
+    return exported("router_placed", "Choices of a worker by criterion.", "by", value=by)
+
 
 @dataclass
 class PlacementStats:
     """Counters of choices and of the states found. Each request counts once per role."""
 
-    by_state: int = 0
+    by_state: int = _placed("state")
     """Choices of a worker that had part of the prompt."""
-    by_load: int = 0
+    by_load: int = _placed("load")
     """Choices of a worker without any part, because those with one were too busy."""
-    by_text: int = 0
+    by_text: int = _placed("text")
     """Choices by the prompt's beginning: no worker reported a part of it."""
-    untold: int = 0
-    """Choices by text because no worker tokenised the prompt in time."""
-    resumable: dict[tuple[str, str], int] = field(default_factory=dict)
-    """Prompt tokens that the chosen workers had, by role and by the fastest tier that had them."""
-    saved: int = 0
-    """Resumable tokens that a worker chosen by text would have computed."""
+    untold: int = exported("router_untold", "Choices by text because no worker tokenised the prompt in time.")
+    resumable: dict[tuple[str, str], int] = field(
+        default_factory=dict,
+        metadata=metric("router_resumable_tokens", _RESUMABLE, "role", "tier"),
+    )
+    saved: int = exported("router_saved_tokens", "Resumable tokens that a worker chosen by text would have computed.")
 
 
 class Placement:

@@ -21,11 +21,11 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from serving.api.http.errors import ApiError
+from serving.core.stats import exported
 from serving.split.http.peer import error_message
 from serving.split.router.client_request import ClientRequest
 from serving.split.router.event_followers import EventFollowers
 from serving.split.router.placement import Placement, PromptMatch
-from serving.split.router.relay_stats import RelayStats
 from serving.split.router.workers import Fleet, Remote, choose, local_failure
 from serving.split.settings import RouterSettings
 from serving.split.wire import ShareRequest, Ticket
@@ -47,6 +47,19 @@ class WorkerLost(Exception):
     def __init__(self, why: str, *, busy: bool = False) -> None:
         super().__init__(why)
         self.busy = busy
+
+
+@dataclass
+class RelayStats:
+    """Counters of requests."""
+
+    requests: int = exported("router_requests", "Forwarded requests.")
+    split: int = exported("router_split", "Requests whose prompt a prefill worker computed.")
+    shared: int = exported("router_shared", "Requests whose worker was offered another worker's state.")
+    alone: int = exported("router_alone", "Requests that a decode worker computed alone.")
+    prefill_retries: int = exported("router_prefill_retries", "Retries on another prefill worker.")
+    decode_retries: int = exported("router_decode_retries", "Retries on another decode worker.")
+    late: int = exported("router_late", "Requests that exceeded their deadline.")
 
 
 @dataclass

@@ -13,7 +13,7 @@ from serving.api.metrics import PREFIX, Metrics
 from serving.api.vllm_metrics import ALIASES
 from serving.core import Scheduler
 from serving.engine.requests.output import CompletionOutput, RequestOutput
-from serving.engine.steps.loop_stats import LoopStats
+from serving.engine.stats import LoopStats
 from tests.serving.core.drive import small_config
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -15,8 +15,8 @@ from mamba_jax.programs import StepPrograms
 from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly.build import assemble
 from serving.engine.assembly.drafting import draft_source
-from serving.engine.requests.draft_stats import DraftStats
 from serving.engine.requests.sampling_params import SamplingParams
+from serving.engine.stats import DraftStats
 from tests.support.engines import QUICK_COMPILE, use_widest_steps
 
 NGRAM = NGramDrafts(1, 4)

@@ -14,8 +14,8 @@ from serving.config import EngineConfig
 from serving.core.cache import content
 from serving.engine.assembly import build
 from serving.engine.replicas.replica_loads import ReplicaLoads
-from serving.engine.replicas.replica_stats import merged
 from serving.engine.requests.request import EngineRequest, LoRARequest
+from serving.engine.stats import merged_stats
 from serving.tiers.memory import Memory
 from tests.support.adapter_contents import CONTENTS, read_contents
 from tests.support.engines import finish
@@ -98,7 +98,7 @@ def test_what_they_hold_is_counted_once_and_what_they_fetch_by_each(start):
     ask(other, "again", tokens(1, 61))
     ask(other, "again", tokens(2, 61))
     ask(one, "again", tokens(1, 61))
-    whole = merged([one.stats(), other.stats()])
+    whole = merged_stats([one.stats(), other.stats()])
     found, tier = whole["tiers"]["host"], tier_mover(one).memory.tier
     assert (found["units"], found["used_bytes"], found["capacity_bytes"]) == (len(tier), tier.used, tier.capacity)
     assert found["stored"] == tier.stats.stored
