@@ -16,16 +16,13 @@ from mamba_jax.families import (
     granite,
     jamba,
     kimi_linear,
-    lfm2,
-    lfm3,
+    lfm,
     ling3,
-    mamba1,
-    mamba2,
+    mamba,
     minimax,
     nemotron_h,
     olmo_hybrid,
-    qwen3_5,
-    qwen3_next,
+    qwen3,
     recurrent_gemma,
     zamba2,
 )
@@ -58,17 +55,17 @@ FAMILIES: tuple[Family, ...] = (
     bamba.FAMILY,
     granite.FAMILY,
     falcon_h1.FAMILY,
-    mamba2.FAMILY,
+    mamba.MAMBA2_FAMILY,
     zamba2.FAMILY,
-    qwen3_next.FAMILY,
-    qwen3_5.FAMILY,
-    lfm2.FAMILY,
-    lfm3.FAMILY,
+    qwen3.QWEN3_NEXT,
+    qwen3.QWEN3_5,
+    lfm.LFM2_FAMILY,
+    lfm.LFM3_FAMILY,
     olmo_hybrid.FAMILY,
     kimi_linear.FAMILY,
     ling3.FAMILY,
     minimax.FAMILY,
-    mamba1.FAMILY,
+    mamba.MAMBA1_FAMILY,
     jamba.FAMILY,
     recurrent_gemma.FAMILY,
 )
@@ -150,7 +147,9 @@ def weight_names(config: HybridConfig) -> dict[str, HFSource]:
 
 def ignored(config: HybridConfig) -> tuple[str, ...]:
     """Regular expressions (full match) of tensors that a checkpoint may carry and the model does not use."""
-    return (*family_of(config).ignored(config), OTHER_TOWERS)
+    tied = (r"lm_head\.weight",) if config.tie_word_embeddings else ()
+    # Rotation tables follow from the config.
+    return (*family_of(config).ignored(config), r".*\.rotary_emb\.inv_freq", *tied, OTHER_TOWERS)
 
 
 def as_stored(config: HybridConfig, available: Container[str]) -> HybridConfig:

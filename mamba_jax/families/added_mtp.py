@@ -16,9 +16,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from mamba_jax.config import ATTENTION, MLP, HybridConfig, MLPConfig, ModelConfigError, need
+from mamba_jax.config import ATTENTION, MLP, HybridConfig, MLPConfig, ModelConfigError
 from mamba_jax.families import parts
-from mamba_jax.families.base import HFSource, tensor
+from mamba_jax.families.base import HFSource
 from mamba_jax.families.fields import Fields
 
 LAYERS, PATTERN, SIZE = "num_nextn_predict_layers", "mtp_hybrid_override_pattern", "mtp_intermediate_size"
@@ -55,13 +55,5 @@ def with_added_mtp(config: HybridConfig, raw: Mapping[str, Any]) -> HybridConfig
 
 def added_weight_names(config: HybridConfig) -> dict[str, HFSource]:
     """Returns the layer's parameters, and where a checkpoint has them."""
-    sources = parts.draft_layer_frame(config)
-    for i, kind in enumerate(config.mtp_pattern):
-        path, name = f"mtp.blocks.{i}", f"mtp.layers.{i}"
-        sources[f"{path}.norm.weight"] = tensor(f"{name}.norm.weight")
-        if kind == ATTENTION:
-            sources |= parts.attention(f"{path}.mixer", f"{name}.mixer", need(config.attention))
-        else:
-            mlp = need(config.mlp)
-            sources |= parts.mlp(f"{path}.mixer", f"{name}.mixer", gated=mlp.gated, bias=mlp.bias)
-    return sources
+    mixers: parts.Mixers = {ATTENTION: ("mixer", parts.attention), MLP: ("mixer", parts.mlp)}
+    return parts.draft_layer_frame(config) | parts.draft_layers(config, mixers, "norm")

@@ -71,7 +71,8 @@ class Family:
     weight_names: Callable[[HybridConfig], dict[str, HFSource]]
     """Our dotted parameter paths (as in `mamba_jax.model.parameters`) and where each is found."""
     ignored: Callable[[HybridConfig], tuple[str, ...]] = lambda config: ()
-    """Regular expressions (full match) of tensors that a checkpoint may have and this model does not use."""
+    """Regular expressions (full match) of tensors that a checkpoint may have and this model does not use, apart from
+    those that no family uses (`families.ignored`)."""
 
 
 def tensor(
@@ -86,19 +87,19 @@ def tensor(
     return replace(first, alternatives=tuple(rest))
 
 
-def with_prefix(sources: Mapping[str, HFSource], prefix: str, *others: str) -> dict[str, HFSource]:
-    """Puts `prefix` before every tensor name, and lists the same names with the other prefixes as alternatives."""
+def with_prefix(sources: Mapping[str, HFSource], *prefixes: str) -> dict[str, HFSource]:
+    """Puts the first prefix before every tensor name, and lists the same names with the others as alternatives."""
 
     def put(source: HFSource, prefix: str) -> HFSource:
         return replace(source, names=tuple(prefix + name for name in source.names), alternatives=())
 
     def all_of(source: HFSource) -> HFSource:
-        first, *rest = [put(s, p) for p in (prefix, *others) for s in (source, *source.alternatives)]
+        first, *rest = [put(s, p) for p in prefixes for s in (source, *source.alternatives)]
         return replace(first, alternatives=tuple(rest))
 
     return {path: all_of(source) for path, source in sources.items()}
 
 
-def nest(path: str, sources: Mapping[str, HFSource]) -> dict[str, HFSource]:
-    """Puts `path.` before every one of our paths."""
-    return {f"{path}.{name}": source for name, source in sources.items()}
+def placed(path: str, sources: Mapping[str, HFSource], *prefixes: str) -> dict[str, HFSource]:
+    """Puts `path.` before every one of our paths, and each of `prefixes` before the tensors' names."""
+    return {f"{path}.{name}": source for name, source in with_prefix(sources, *prefixes).items()}

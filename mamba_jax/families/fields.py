@@ -89,34 +89,39 @@ class Fields:
             raise ModelConfigError(f"config field {name} is {value!r}: a list of whole numbers is expected")
         return value
 
-    def tokens(self, name: str, default: int) -> tuple[int, ...]:
+    def tokens(self, name: str, default: int | None) -> tuple[int, ...]:
         """One token id, several, or none."""
-        if self.explicit_null(name):
-            return ()
         if isinstance(self.given(name), list):
             return tuple(self.integers(name, []))
-        return (self.integer(name, default),)
+        one = self.token(name, default)
+        return () if one is None else (one,)
 
-    def layers(self, kinds: Mapping[str, str], name: str, *aliases: str) -> str | None:
-        """A list of layer types, each as its character or characters in the pattern; None if the field is absent."""
+    def layers(self, kinds: Mapping[str, str], name: str, *aliases: str, count: int | None = None) -> str | None:
+        """A list of layer types, each as its character or characters in the pattern; None if the field is absent.
+
+        `count` is the number of layers that is expected, if it is known.
+        """
         types = self.strings(name, *aliases)
         if types is None:
             return None
         if unknown := sorted(set(types) - set(kinds)):
             raise ModelConfigError(f"config field {name} has the layer types {unknown}: known are {', '.join(kinds)}")
+        if count is not None and len(types) != count:
+            raise ModelConfigError(f"config field {name} has {len(types)} entries, for {count} layers")
         return "".join(kinds[one] for one in types)
 
     def only(self, name: str, supported: tuple[Any, ...], *aliases: str) -> None:
-        """Refuses values other than these (or none) of a field that is not used."""
+        """Refuses values other than these and null of a field that is not used."""
         value = self.given(name, *aliases)
         if value is not None and value not in supported:
             raise ModelConfigError(
-                f"config field {name} is {value!r}: only {' or '.join(map(repr, supported))} is supported"
+                f"config field {name} is {value!r}: only {' or '.join(map(repr, supported)) or 'null'} is supported"
             )
 
-    def token(self, name: str, default: int) -> int | None:
+    def token(self, name: str, default: int | None) -> int | None:
         """One token id, or none."""
-        return None if self.explicit_null(name) else self.integer(name, default)
+        absent = None if self.explicit_null(name) else default
+        return absent if self.given(name) is None else self.integer(name, 0)
 
     def key_value_heads(self, heads: int, default: int | None) -> int:
         """`num_key_value_heads`: null, and a default of None, mean the number of query heads."""

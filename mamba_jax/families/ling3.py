@@ -7,6 +7,7 @@ Unlike Kimi Linear, attention over latents has rotary positions and a gate for e
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from mamba_jax.config import (
@@ -18,13 +19,12 @@ from mamba_jax.config import (
     MLPConfig,
     ModelConfigError,
     MoEConfig,
-    need,
 )
 from mamba_jax.config.delta import DELTA, DeltaConfig
 from mamba_jax.families import parts
-from mamba_jax.families.base import Family, HFSource, tensor
+from mamba_jax.families.base import Family, HFSource, placed, tensor
 from mamba_jax.families.fields import Fields
-from mamba_jax.families.kimi_linear import feed_forward, latent_names
+from mamba_jax.families.kimi_linear import convolutions, feed_forward
 from mamba_jax.families.rope import rope_config
 
 _ROPE_THETA = 6e6
@@ -39,8 +39,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     fields.only("attention_bias", (False,))
     fields.only("rope_interleave", (True,))
     fields.only("no_kda_lora", (True,))
-    if (rank := fields.given("q_lora_rank")) is not None:
-        raise ModelConfigError(f"config field q_lora_rank is {rank!r}: only null is supported")
+    fields.only("q_lora_rank", ())
     rope = fields.given("rope_parameters") or fields.given("rope_scaling") or {}
     if isinstance(rope, Mapping) and rope.get("mscale_all_dim"):
         raise ModelConfigError(f"config field mscale_all_dim is {rope['mscale_all_dim']!r}: only null is supported")
@@ -51,8 +50,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     shared_key_size = fields.integer("qk_rope_head_dim", 64)
     pairs = zip(_mixers(fields, layers), feed_forward(fields, layers, dense=2), strict=True)
     return HybridConfig(
+        **parts.common_fields(fields, vocab=157184, tied=False, bos=None, eos=156895)
+        | {"max_position_embeddings": fields.integer("max_position_embeddings", 262144, "model_max_length")},
         family=FAMILY.name,
-        vocab_size=fields.integer("vocab_size", 157184),
         hidden_size=hidden,
         pattern="".join(map("".join, pairs)),
         norm_eps=eps,
@@ -82,20 +82,14 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
             ),
         ),
         mtp_pattern=_draft_pattern(fields),
-        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-        max_position_embeddings=fields.integer("max_position_embeddings", 262144, "model_max_length"),
-        bos_token_id=None if fields.given("bos_token_id") is None else fields.token("bos_token_id", 0),
-        eos_token_ids=fields.tokens("eos_token_id", 156895),
     )
 
 
 def _mixers(fields: Fields, layers: int) -> str:
-    found = fields.layers({"linear_attention": DELTA, "full_attention": LATENT}, "layer_types")
+    found = fields.layers({"linear_attention": DELTA, "full_attention": LATENT}, "layer_types", count=layers)
     if found is None:
         every = fields.integer("layer_group_size", 6)
         found = "".join(DELTA if (i + 1) % every else LATENT for i in range(layers))
-    if len(found) != layers:
-        raise ModelConfigError(f"config field layer_types has {len(found)} entries, for {layers} layers")
     return found
 
 
@@ -126,69 +120,34 @@ def _moe(fields: Fields) -> MoEConfig:
 
 def weight_names(config: HybridConfig) -> dict[str, HFSource]:
     """Returns names as inclusionAI's checkpoints have them. A layer there is two sublayers here."""
-    body: dict[str, HFSource] = {}
-    for i in range(0, len(config.pattern), 2):
-        body |= _layer(f"layers.{i // 2}", "blocks", i, config.pattern[i : i + 2], config)
-    if config.mtp_pattern:
-        name = f"layers.{len(config.pattern) // 2}"
-        body |= _layer(name, "mtp.blocks", 0, config.mtp_pattern, config)
-        body |= {f"mtp.{one}.weight": tensor(f"{name}.{one}.weight") for one in ("enorm", "hnorm", "eh_proj")}
-        body["mtp.final_norm.weight"] = tensor(f"{name}.final_layernorm.weight", f"{name}.shared_head.norm.weight")
-    return parts.whole_model(config, body, embed="word_embeddings.weight", norm="norm.weight", prefixes=("model.",))
-
-
-def _layer(name: str, path: str, index: int, kinds: str, config: HybridConfig) -> dict[str, HFSource]:
-    """Returns the weights of a mixer and of the sublayer after it."""
-    first, second = f"{path}.{index}", f"{path}.{index + 1}"
-    sources = {
-        f"{first}.norm.weight": tensor(f"{name}.input_layernorm.weight"),
-        f"{second}.norm.weight": tensor(f"{name}.post_attention_layernorm.weight"),
+    mixers: parts.Mixers = {
+        LATENT: ("attention", partial(parts.latent_attention, output=("dense", "o_proj"))),
+        DELTA: ("attention", _delta_names),
+        MLP: ("mlp", parts.mlp),
+        MOE: ("mlp", partial(parts.moe, correction="gate.expert_bias", shared="shared_experts")),
     }
-    if kinds[0] == LATENT:
-        sources |= latent_names(f"{first}.mixer", f"{name}.attention", need(config.latent_attention))
-        sources[f"{first}.mixer.gate_proj.weight"] = tensor(f"{name}.attention.g_proj.weight")
-        output = f"{first}.mixer.o_proj.weight"
-    else:
-        delta = config.recurrence(DELTA)
-        assert isinstance(delta, DeltaConfig)
-        sources |= _delta_names(f"{first}.mixer", f"{name}.attention", delta)
-        output = f"{first}.mixer.out_proj.weight"
-    sources[output] = tensor(f"{name}.attention.dense.weight", f"{name}.attention.o_proj.weight")
-    mlp, path = f"{name}.mlp", f"{second}.mixer"
-    if kinds[1] == MLP:
-        return sources | parts.mlp(path, mlp, gated=True, bias=False)
-    spelt = ("gate_proj", "up_proj", "down_proj")
-    sources |= parts.experts(path, mlp, mlp, need(config.moe), config.hidden_size, spelt)
-    sources |= parts.mlp(f"{path}.shared", f"{mlp}.shared_experts", gated=True, bias=False)
-    sources[f"{path}.router.weight"] = tensor(f"{mlp}.gate.weight")
-    sources[f"{path}.router.correction_bias"] = tensor(f"{mlp}.gate.expert_bias")
-    return sources
+    body, count = parts.layers(config, mixers), len(config.pattern) // 2
+    if config.mtp_pattern:
+        body |= parts.layers(config, mixers, pattern=config.mtp_pattern, path="mtp.blocks", first=count)
+        frame: dict[str, parts.Spelling] = {one: one for one in ("enorm", "hnorm", "eh_proj")}
+        frame["final_norm"] = "final_layernorm", "shared_head.norm"
+        body |= placed("mtp", parts.weights(frame), f"layers.{count}.")
+    return parts.whole_model(config, body, embed="word_embeddings.weight")
 
 
-def _delta_names(path: str, name: str, config: DeltaConfig) -> dict[str, HFSource]:
-    spelt = {part: part for part in ("q_proj", "k_proj", "v_proj", "b_proj")}
-    spelt |= {"z_proj": "g_proj", "a_proj": "f_proj", "norm": "o_norm"}
-    sources = {f"{path}.{ours}.weight": tensor(f"{name}.{theirs}.weight") for ours, theirs in spelt.items()}
-    sources |= {f"{path}.dt_bias": tensor(f"{name}.dt_bias"), f"{path}.a_log": tensor(f"{name}.A_log")}
-    inner, width = config.inner_size, config.conv_width
-    for ours, theirs in (("conv_qk", "qk"), ("conv_v", "v")):
-        names = tuple(f"{name}.{one}_conv1d.weight" for one in theirs)
-        sources[f"{path}.{ours}.weight"] = HFSource(names, stored_shape=(inner, 1, width), stack=len(names) > 1)
-    return sources
+def _delta_names(config: DeltaConfig, hidden: int) -> dict[str, HFSource]:
+    spelt: dict[str, parts.Spelling] = {part: part for part in ("q_proj", "k_proj", "v_proj", "b_proj")}
+    spelt |= {"z_proj": "g_proj", "a_proj": "f_proj", "norm": "o_norm", "out_proj": ("dense", "o_proj")}
+    sources = parts.weights(spelt) | convolutions(config, hidden)
+    return sources | {"dt_bias": tensor("dt_bias"), "a_log": tensor("A_log")}
 
 
 def _ignored(config: HybridConfig) -> tuple[str, ...]:
-    """Also the multi-token-prediction layers, which follow the layers of the model, or copies of the model's tables in
-    one."""
+    """Returns the multi-token-prediction layers, which follow the layers of the model, or copies of the model's tables
+    in one."""
     layers = len(config.pattern) // 2
     drafts = r"(embed_tokens|shared_head\.head)\.weight" if config.mtp_pattern else r".*"
-    return (*parts.always_ignored(config), *(rf"model\.layers\.{layers + i}\.{drafts}" for i in range(_MOST_DRAFTS)))
+    return tuple(rf"model\.layers\.{layers + i}\.{drafts}" for i in range(_MOST_DRAFTS))
 
 
-FAMILY = Family(
-    name="Ling3",
-    model_types=("bailing_hybrid",),
-    config_from_hf=config_from_hf,
-    weight_names=weight_names,
-    ignored=_ignored,
-)
+FAMILY = Family("Ling3", ("bailing_hybrid",), config_from_hf, weight_names, _ignored)

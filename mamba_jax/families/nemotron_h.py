@@ -11,16 +11,14 @@ from mamba_jax.config import (
     MAMBA,
     MLP,
     MOE,
-    AttentionConfig,
     HybridConfig,
     MambaConfig,
     MLPConfig,
     ModelConfigError,
     MoEConfig,
-    need,
 )
 from mamba_jax.families import parts
-from mamba_jax.families.base import Family, HFSource, tensor
+from mamba_jax.families.base import Family, HFSource
 from mamba_jax.families.fields import Fields
 
 _KINDS = {
@@ -51,11 +49,11 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         mtp_pattern = fields.text("mtp_hybrid_override_pattern", "*E")
     if fields.integer("num_nextn_predict_layers", 0) != 1:
         mtp_pattern = ""
-    proj_bias, head_dim = fields.flag("use_bias", False), fields.integer("head_dim", 128, "attention_head_dim")
+    proj_bias, head_dim = fields.flag("use_bias", False), fields.integer("attention_head_dim", 128)
     activation, bias = fields.text("mlp_hidden_act", "relu2"), fields.flag("mlp_bias", False)
     return HybridConfig(
+        **parts.common_fields(fields, vocab=131072, positions=4096, tied=False, bos=1, eos=2),
         family=FAMILY.name,
-        vocab_size=fields.integer("vocab_size", 131072),
         hidden_size=hidden,
         pattern=pattern,
         norm_eps=eps,
@@ -70,12 +68,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
             out_bias=proj_bias,
             norm_eps=eps,
         ),
-        attention=AttentionConfig(
-            num_heads=(heads := fields.integer("num_attention_heads", 32)),
-            num_kv_heads=fields.key_value_heads(heads, 8),
-            head_dim=head_dim,
-            scale=head_dim**-0.5,
-            input_size=hidden,
+        attention=parts.attention_config(
+            fields, hidden, num_heads=32, num_kv_heads=8, head_dim=head_dim, rope=None, bias=False
         ),
         mlp=MLPConfig(_intermediate_size(fields), activation, gated=False, bias=bias),
         moe=MoEConfig(
@@ -96,63 +90,32 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         if MOE in pattern + mtp_pattern
         else None,
         residual_in_fp32=fields.flag("residual_in_fp32", False),
-        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-        max_position_embeddings=fields.integer("max_position_embeddings", 4096),
-        bos_token_id=fields.token("bos_token_id", 1),
-        eos_token_ids=fields.tokens("eos_token_id", 2),
         mtp_pattern=mtp_pattern,
     )
 
 
 def weight_names(config: HybridConfig) -> dict[str, HFSource]:
     """Returns names as `NemotronHForCausalLM` has them; `mtp.*` as NVIDIA's checkpoints have it."""
-    body: dict[str, HFSource] = {}
-    for i, kind in enumerate(config.pattern):
-        body |= _block(kind, f"blocks.{i}", f"layers.{i}", config)
-    sources = parts.whole_model(
-        config,
-        body,
-        embed="embeddings.weight",
-        norm="norm_f.weight",
-        prefixes=("backbone.", "model.", "model.language_model."),
-    )
-    return sources | _mtp(config)
-
-
-def _mtp(config: HybridConfig) -> dict[str, HFSource]:
-    if not config.mtp_pattern:
-        return {}
-    sources = parts.draft_layer_frame(config)
-    for i, kind in enumerate(config.mtp_pattern):
-        sources |= _block(kind, f"mtp.blocks.{i}", f"mtp.layers.{i}", config)
-    return sources
-
-
-def _block(kind: str, path: str, name: str, config: HybridConfig) -> dict[str, HFSource]:
-    sources = {f"{path}.norm.weight": tensor(f"{name}.norm.weight")}
-    path, name = f"{path}.mixer", f"{name}.mixer"
-    if kind == MAMBA:
-        return sources | parts.mamba(path, name, need(config.mamba), config.hidden_size)
-    if kind == ATTENTION:
-        return sources | parts.attention(path, name, need(config.attention))
-    if kind == MLP:
-        return sources | parts.mlp(path, name, gated=False, bias=need(config.mlp).bias)
-    return sources | _moe(path, name, need(config.moe))
-
-
-def _moe(path: str, name: str, config: MoEConfig) -> dict[str, HFSource]:
-    sources = {
-        f"{path}.router.weight": tensor(f"{name}.gate.weight"),
-        f"{path}.router.correction_bias": tensor(f"{name}.gate.e_score_correction_bias"),
+    mixers: parts.Mixers = {
+        MAMBA: ("mixer", parts.mamba),
+        ATTENTION: ("mixer", parts.attention),
+        MLP: ("mixer", parts.mlp),
+        MOE: ("mixer", _moe),
     }
-    for part in ("up", "down"):
-        names = tuple(f"{name}.experts.{e}.{part}_proj.weight" for e in range(config.num_experts))
-        stacked = tensor(f"{name}.experts.{part}_proj")
-        sources[f"{path}.experts.{part}"] = HFSource(names, stack=True, alternatives=(stacked,))
+    prefixes = "backbone.", "model.", "model.language_model."
+    body = parts.layers(config, mixers, ("norm",))
+    sources = parts.whole_model(config, body, embed="embeddings.weight", norm="norm_f.weight", prefixes=prefixes)
+    if not config.mtp_pattern:
+        return sources
+    return sources | parts.draft_layer_frame(config) | parts.draft_layers(config, mixers, "norm")
+
+
+def _moe(config: MoEConfig, hidden: int) -> dict[str, HFSource]:
+    sources = parts.moe(config, hidden, correction="gate.e_score_correction_bias", shared="shared_experts")
     if config.latent_size:
-        sources |= parts.linear(f"{path}.latent_in", f"{name}.fc1_latent_proj", bias=config.bias)
-        sources |= parts.linear(f"{path}.latent_out", f"{name}.fc2_latent_proj", bias=config.bias)
-    return sources | parts.mlp(f"{path}.shared", f"{name}.shared_experts", gated=False, bias=config.bias)
+        for ours, theirs in (("latent_in", "fc1_latent_proj"), ("latent_out", "fc2_latent_proj")):
+            sources |= parts.linear(ours, theirs, bias=config.bias)
+    return sources
 
 
 def _intermediate_size(fields: Fields) -> int | tuple[int, ...]:
@@ -162,14 +125,4 @@ def _intermediate_size(fields: Fields) -> int | tuple[int, ...]:
     return fields.integer("intermediate_size", 21504)
 
 
-def _ignored(config: HybridConfig) -> tuple[str, ...]:
-    return parts.always_ignored(config) + (() if config.mtp_pattern else (r"mtp\..*",))
-
-
-FAMILY = Family(
-    name="NemotronH",
-    model_types=("nemotron_h",),
-    config_from_hf=config_from_hf,
-    weight_names=weight_names,
-    ignored=_ignored,
-)
+FAMILY = Family("NemotronH", ("nemotron_h",), config_from_hf, weight_names, parts.unused_drafts)

@@ -1,17 +1,57 @@
-"""Names of our modules' parameters in Hugging Face checkpoints that several families share."""
+"""What several families share: readings of config.json, and names of our modules' parameters in checkpoints.
+
+Functions of type `Names` give each parameter of a mixer by its path from the mixer on, and the tensor by its name from
+the mixer's on; `layers` and `whole_model` put both in their places.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from mamba_jax.config import AttentionConfig, HybridConfig, MambaConfig, ModelConfigError, MoEConfig
+from mamba_jax.config import (
+    AttentionConfig,
+    HybridConfig,
+    LatentAttentionConfig,
+    MambaConfig,
+    MLPConfig,
+    ModelConfigError,
+    MoEConfig,
+)
 from mamba_jax.config.mamba1 import Mamba1Config
-from mamba_jax.families.base import HFSource, tensor, with_prefix
+from mamba_jax.families.base import HFSource, placed, tensor, with_prefix
 from mamba_jax.families.fields import Fields
 from mamba_jax.families.rope import rope_config
 
+Names = Callable[[Any, int], dict[str, HFSource]]
+"""Takes a mixer's configuration and the hidden size."""
+Spelling = str | tuple[str, ...]
+"""A name, or several of which a checkpoint has one."""
+Mixers = Mapping[str, tuple[Spelling, Names]]
+"""For each kind of sublayer: the mixer's name in its layer, and the names of its parameters."""
+
 OWN_DRAFT_EMBEDDING, OWN_DRAFT_HEAD = "mtp.embed.weight", "mtp.lm_head.weight"
+MLP_NAMES, MIXTRAL = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
+"""Names of the gate, up and down projection of an MLP or an expert: ours and most families', and Mixtral's."""
+
+
+def common_fields(
+    fields: Fields, *, vocab: int, tied: bool, bos: int | None, eos: int | None, positions: int | None = None
+) -> dict[str, Any]:
+    """Reads the fields around the layers, which have the same names in most families.
+
+    The arguments are defaults; without `positions`, the models have no maximum context.
+    """
+    context = None if positions is None else fields.integer("max_position_embeddings", positions)
+    return {
+        "vocab_size": fields.integer("vocab_size", vocab),
+        "tie_word_embeddings": fields.flag("tie_word_embeddings", tied),
+        "max_position_embeddings": context or None,
+        "bos_token_id": fields.token("bos_token_id", bos),
+        "eos_token_ids": fields.tokens("eos_token_id", eos),
+    }
 
 
 def mamba_config(fields: Fields, hidden: int, eps: float, *, inner_size: int | None = None) -> MambaConfig:
@@ -50,151 +90,219 @@ def attention_config(
     *,
     num_heads: int,
     num_kv_heads: int | None,
-    scale: float | None = None,
-    rope: bool = True,
-    rope_share: float | None = None,
+    head_dim: int | None = None,
+    rope: Mapping[str, Any] | None = {},
+    **options: Any,
 ) -> AttentionConfig:
-    """Reads attention from the usual fields. Head counts are defaults; `scale` is 1 / sqrt(head_dim) if None."""
+    """Reads attention from the usual fields.
+
+    Args:
+        num_heads: default, as `num_kv_heads` (None: all) and `head_dim` (None: a head's part of the hidden size).
+        rope: arguments of `rope_config`; None: without positions.
+        options: of `AttentionConfig`; `scale` is 1 / sqrt(head_dim) by default.
+    """
     heads = fields.integer("num_attention_heads", num_heads)
     if heads < 1:
         raise ModelConfigError(f"config field num_attention_heads is {heads}: at least 1 is expected")
-    head_dim = fields.integer("head_dim", hidden // heads)
-    return AttentionConfig(
-        num_heads=heads,
-        num_kv_heads=fields.key_value_heads(heads, num_kv_heads),
-        head_dim=head_dim,
-        scale=head_dim**-0.5 if scale is None else scale,
-        input_size=hidden,
-        bias=fields.flag("attention_bias", False),
-        rope=rope_config(fields, head_dim, share=rope_share) if rope else None,
-    )
+    size = fields.integer("head_dim", hidden // heads if head_dim is None else head_dim)
+    arguments: dict[str, Any] = {
+        "scale": size**-0.5,
+        "input_size": hidden,
+        "bias": fields.flag("attention_bias", False),
+        "rope": None if rope is None else rope_config(fields, size, **rope),
+    }
+    kv_heads = fields.key_value_heads(heads, num_kv_heads)
+    return AttentionConfig(num_heads=heads, num_kv_heads=kv_heads, head_dim=size, **arguments | options)
 
 
-def linear(path: str, name: str, *, bias: bool = False) -> dict[str, HFSource]:
-    """Returns a dense layer stored under `name`."""
-    sources = {f"{path}.weight": tensor(f"{name}.weight")}
-    if bias:
-        sources[f"{path}.bias"] = tensor(f"{name}.bias")
-    return sources
+def refuse_window(fields: Fields) -> None:
+    """Raises ModelConfigError if the config has a sliding window."""
+    if (window := fields.given("sliding_window")) is not None:
+        raise ModelConfigError(f"config field sliding_window is {window!r}: only attention to everything is supported")
 
 
-def mamba(path: str, name: str, config: MambaConfig, hidden_size: int) -> dict[str, HFSource]:
+def weights(spelt: Mapping[str, Spelling]) -> dict[str, HFSource]:
+    """Returns the weights of parts, by ours and the checkpoint's names of the parts."""
+    return {f"{ours}.weight": tensor(*(f"{one}.weight" for one in _each(theirs))) for ours, theirs in spelt.items()}
+
+
+def linear(ours: str, theirs: str, *, bias: bool = False) -> dict[str, HFSource]:
+    """Returns a dense layer."""
+    return weights({ours: theirs}) | ({f"{ours}.bias": tensor(f"{theirs}.bias")} if bias else {})
+
+
+def mamba(config: MambaConfig, hidden: int) -> dict[str, HFSource]:
     """Returns a Mamba2 mixer. The rows of in_proj are z, x, B, C, dt; the channels of conv1d are x, B, C."""
     inner, group, heads = config.inner_size, config.group_size, config.num_heads
     channels, width = inner + 2 * group, config.conv_width
     bc, dt, end = 2 * inner, 2 * inner + 2 * group, 2 * inner + 2 * group + heads
     sources = {}
     for part, rows in (("zx", (0, bc)), ("bc", (bc, dt)), ("dt", (dt, end))):
-        weight = tensor(f"{name}.in_proj.weight", rows=rows, shape=(end, hidden_size))
-        sources[f"{path}.in_proj_{part}.weight"] = weight
+        sources[f"in_proj_{part}.weight"] = tensor("in_proj.weight", rows=rows, shape=(end, hidden))
         if config.in_bias:
-            sources[f"{path}.in_proj_{part}.bias"] = tensor(f"{name}.in_proj.bias", rows=rows, shape=(end,))
+            sources[f"in_proj_{part}.bias"] = tensor("in_proj.bias", rows=rows, shape=(end,))
     for part, rows in (("x", (0, inner)), ("bc", (inner, channels))):
-        weight = tensor(f"{name}.conv1d.weight", rows=rows, shape=(channels, 1, width))
-        sources[f"{path}.conv_{part}.weight"] = weight
+        sources[f"conv_{part}.weight"] = tensor("conv1d.weight", rows=rows, shape=(channels, 1, width))
         if config.conv_bias:
-            sources[f"{path}.conv_{part}.bias"] = tensor(f"{name}.conv1d.bias", rows=rows, shape=(channels,))
-    sources[f"{path}.dt_bias"] = tensor(f"{name}.dt_bias")
-    sources[f"{path}.a_log"] = tensor(f"{name}.A_log")
-    sources[f"{path}.d"] = tensor(f"{name}.D")
-    if config.norm:
-        sources[f"{path}.norm.weight"] = tensor(f"{name}.norm.weight")
-    return sources | linear(f"{path}.out_proj", f"{name}.out_proj", bias=config.out_bias)
+            sources[f"conv_{part}.bias"] = tensor("conv1d.bias", rows=rows, shape=(channels,))
+    sources |= {"dt_bias": tensor("dt_bias"), "a_log": tensor("A_log"), "d": tensor("D")}
+    sources |= weights({"norm": "norm"}) if config.norm else {}
+    return sources | linear("out_proj", "out_proj", bias=config.out_bias)
 
 
-def mamba1(path: str, name: str, config: Mamba1Config, hidden_size: int) -> dict[str, HFSource]:
+def mamba1(config: Mamba1Config, hidden: int) -> dict[str, HFSource]:
     """A Mamba-1 mixer. The rows of in_proj are x, z; norms of B, C and step sizes are named as Jamba has them."""
     inner = config.channels
-    sources = {f"{path}.in_proj.weight": tensor(f"{name}.in_proj.weight", shape=(2 * inner, hidden_size))}
+    sources = {"in_proj.weight": tensor("in_proj.weight", shape=(2 * inner, hidden))}
     if config.bias:
-        sources[f"{path}.in_proj.bias"] = tensor(f"{name}.in_proj.bias", shape=(2 * inner,))
-    sources[f"{path}.conv.weight"] = tensor(f"{name}.conv1d.weight", shape=(inner, 1, config.conv_width))
+        sources["in_proj.bias"] = tensor("in_proj.bias", shape=(2 * inner,))
+    sources["conv.weight"] = tensor("conv1d.weight", shape=(inner, 1, config.conv_width))
     if config.conv_bias:
-        sources[f"{path}.conv.bias"] = tensor(f"{name}.conv1d.bias")
-    sources |= {f"{path}.a_log": tensor(f"{name}.A_log"), f"{path}.d": tensor(f"{name}.D")}
-    for part in ("dt", "b", "c") if config.norm_weights else ():
-        sources[f"{path}.{part}_norm.weight"] = tensor(f"{name}.{part}_layernorm.weight")
-    sources |= linear(f"{path}.x_proj", f"{name}.x_proj") | linear(f"{path}.dt_proj", f"{name}.dt_proj", bias=True)
-    return sources | linear(f"{path}.out_proj", f"{name}.out_proj", bias=config.bias)
+        sources["conv.bias"] = tensor("conv1d.bias")
+    sources |= {"a_log": tensor("A_log"), "d": tensor("D")}
+    if config.norm_weights:
+        sources |= weights({f"{part}_norm": f"{part}_layernorm" for part in ("dt", "b", "c")})
+    sources |= weights({"x_proj": "x_proj"}) | linear("dt_proj", "dt_proj", bias=True)
+    return sources | linear("out_proj", "out_proj", bias=config.bias)
 
 
-def attention(path: str, name: str, config: AttentionConfig) -> dict[str, HFSource]:
-    """Attention with separate q, k, v and o projections, and norms of q and k if it has them."""
+def attention(config: AttentionConfig, hidden: int, spelt: Mapping[str, str] = {}) -> dict[str, HFSource]:
+    """Attention with separate q, k, v and o projections, and norms of q and k if it has them.
+
+    `spelt` has the names of parts that the checkpoint calls otherwise.
+    """
     sources: dict[str, HFSource] = {}
     for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
         bias = config.bias or (config.output_bias and part == "o_proj")
-        sources |= linear(f"{path}.{part}", f"{name}.{part}", bias=bias)
+        sources |= linear(part, spelt.get(part, part), bias=bias)
     if config.head_gate:
-        sources[f"{path}.gate_proj.weight"] = tensor(f"{name}.gate_proj.weight", f"{name}.g_proj.weight")
+        sources |= weights({"gate_proj": ("gate_proj", "g_proj")})
     for part in ("k", "v") if config.kv_scales else ():
-        names = (f"{name}.{part}_proj.{part}_scale", f"{name}.{part}_scale", f"{name}.attn.{part}_scale")
-        sources[f"{path}.{part}_scale"] = replace(tensor(*names, shape=()), default=1.0)
-    for part in ("q_norm", "k_norm") if config.qk_norm else ():
-        sources[f"{path}.{part}.weight"] = tensor(f"{name}.{part}.weight")
+        names = (f"{part}_proj.{part}_scale", f"{part}_scale", f"attn.{part}_scale")
+        sources[f"{part}_scale"] = replace(tensor(*names, shape=()), default=1.0)
+    return sources | weights({part: spelt.get(part, part) for part in ("q_norm", "k_norm") if config.qk_norm})
+
+
+def latent_attention(config: LatentAttentionConfig, hidden: int, output: Spelling = "o_proj") -> dict[str, HFSource]:
+    """Attention over latents. Of kv_b_proj, each head has the rows of its keys, then those of its values."""
+    key, rows = config.key_size, config.key_size + config.value_size
+    shape = config.num_heads * rows, config.latent_size
+    spelt: dict[str, Spelling] = {"q_proj": "q_proj", "latent_proj": "kv_a_proj_with_mqa", "norm": "kv_a_layernorm"}
+    sources = weights(spelt | {"o_proj": output} | ({"gate_proj": "g_proj"} if config.head_gate else {}))
+    for part, of_head in (("k_up", (0, key)), ("v_up", (key, rows))):
+        sources[f"{part}.weight"] = tensor("kv_b_proj.weight", rows=of_head, shape=shape, pieces=config.num_heads)
     return sources
 
 
-def mlp(path: str, name: str, *, gated: bool, bias: bool) -> dict[str, HFSource]:
-    """Returns an MLP with separate projections."""
-    sources: dict[str, HFSource] = {}
-    for part in ("gate_proj", "up_proj", "down_proj") if gated else ("up_proj", "down_proj"):
-        sources |= linear(f"{path}.{part}", f"{name}.{part}", bias=bias)
-    return sources
+def mlp(config: MLPConfig | MoEConfig, hidden: int, names: tuple[str, str, str] = MLP_NAMES) -> dict[str, HFSource]:
+    """Returns an MLP with separate projections; `names` are those of gate, up and down."""
+    parts = list(zip(MLP_NAMES, names, strict=True))[0 if config.gated else 1 :]
+    return {path: source for ours, one in parts for path, source in linear(ours, one, bias=config.bias).items()}
 
 
-def fused_gate_up(path: str, name: str, size: int, inputs: int, *, bias: bool = False) -> dict[str, HFSource]:
+def fused_gate_up(name: str, size: int, inputs: int, *, bias: bool = False) -> dict[str, HFSource]:
     """Gate and up of an MLP, stored as the two halves of one dense layer."""
     sources = {}
     for part, rows in (("gate_proj", (0, size)), ("up_proj", (size, 2 * size))):
-        sources[f"{path}.{part}.weight"] = tensor(f"{name}.weight", rows=rows, shape=(2 * size, inputs))
+        sources[f"{part}.weight"] = tensor(f"{name}.weight", rows=rows, shape=(2 * size, inputs))
         if bias:
-            sources[f"{path}.{part}.bias"] = tensor(f"{name}.bias", rows=rows, shape=(2 * size,))
+            sources[f"{part}.bias"] = tensor(f"{name}.bias", rows=rows, shape=(2 * size,))
     return sources
 
 
-def experts(
-    path: str,
-    published: str,
-    module: str,
+def moe(
     config: MoEConfig,
     hidden: int,
-    names: tuple[str, str, str] = ("w1", "w3", "w2"),
+    *,
+    router: str = "gate",
+    correction: str = "",
+    shared: str = "",
+    shared_gate: str = "",
+    names: tuple[str, str, str] = MLP_NAMES,
 ) -> dict[str, HFSource]:
-    """Gated experts: one by one under `published`, or (transformers) together under `module`.
+    """A router and experts: one by one, or (as in transformers' modules) together.
 
-    `names` are those of an expert's gate, up and down projection; the default are Mixtral's.
+    Args:
+        router: the checkpoint's name, as of the other parts.
+        correction: of the router's correction bias.
+        names: of an expert's gate, up and down projection.
     """
-    size, numbers = config.intermediate_size, range(config.num_experts)
-    each = tuple(f"{published}.experts.{e}.{part}.weight" for e in numbers for part in names[:2])
-    together = tensor(f"{module}.experts.gate_up_proj", shape=(config.num_experts, 2 * size, hidden))
-    down = tuple(f"{published}.experts.{e}.{names[2]}.weight" for e in numbers)
-    return {
-        f"{path}.experts.up": HFSource(each, stored_shape=(size, hidden), stack=True, alternatives=(together,)),
-        f"{path}.experts.down": HFSource(down, stack=True, alternatives=(tensor(f"{module}.experts.down_proj"),)),
-    }
+    size, inputs = config.intermediate_size, config.latent_size or hidden
+    sources = weights({"router": router} | ({"shared_gate": shared_gate} if shared_gate else {}))
+    if correction:
+        sources["router.correction_bias"] = tensor(correction)
+    together = "gate_up_proj", (config.num_experts, 2 * size, inputs)
+    for part, own, (joined, shape) in (
+        ("up", names[:2] if config.gated else names[1:2], together if config.gated else ("up_proj", None)),
+        ("down", names[2:], ("down_proj", None)),
+    ):
+        each = tuple(f"experts.{e}.{one}.weight" for e in range(config.num_experts) for one in own)
+        stored = (size, inputs) if part == "up" and config.gated else None
+        alternatives = (tensor(f"experts.{joined}", shape=shape),)
+        sources[f"experts.{part}"] = HFSource(each, stored_shape=stored, stack=True, alternatives=alternatives)
+    return sources | (placed("shared", mlp(config, hidden), f"{shared}.") if config.shared_size else {})
+
+
+def layers(
+    config: HybridConfig,
+    mixers: Mixers,
+    norms: Sequence[Spelling] = ("input_layernorm", "post_attention_layernorm"),
+    *,
+    pattern: str | None = None,
+    path: str = "blocks",
+    name: str = "layers",
+    first: int = 0,
+    norms_after: Sequence[Spelling] = (),
+    output_norms: Sequence[Spelling] = (),
+) -> dict[str, HFSource]:
+    """Returns sublayers, one or several of which are a layer in the checkpoint.
+
+    Args:
+        norms: the norm of each sublayer of a layer.
+        pattern: the sublayers; None: the model's.
+        path: our path of all sublayers; `name` is the checkpoint's name of all layers, and `first` the number of the
+            first one.
+        norms_after: instead of `norms`, of sublayers in `HybridConfig.norm_after`.
+        output_norms: with `HybridConfig.norm_both`.
+    """
+    sources: dict[str, HFSource] = {}
+    for i, kind in enumerate(config.pattern if pattern is None else pattern):
+        layer, place = f"{name}.{first + i // len(norms)}.", i % len(norms)
+        found = {"norm": norms_after[place] if pattern is None and i in config.norm_after else norms[place]}
+        found |= {"output_norm": output_norms[place]} if config.norm_both and output_norms else {}
+        mixer, names = mixers[kind]
+        prefixes = [f"{layer}{one}." if one else layer for one in _each(mixer)]
+        sources |= placed(f"{path}.{i}", weights(found), layer)
+        sources |= placed(f"{path}.{i}.mixer", names(config.mixer(kind), config.hidden_size), *prefixes)
+    return sources
 
 
 def whole_model(
-    config: HybridConfig, body: dict[str, HFSource], *, embed: str, norm: str, prefixes: tuple[str, ...]
+    config: HybridConfig,
+    body: Mapping[str, HFSource],
+    *,
+    embed: str = "embed_tokens.weight",
+    norm: str = "norm.weight",
+    prefixes: tuple[str, ...] = ("model.",),
 ) -> dict[str, HFSource]:
     """Adds the embedding, the final norm, and the head unless it is tied to the embedding.
 
     Names of the body have no prefix yet: the file may use any of `prefixes`. The head never has a prefix.
     """
-    body = body | {"embed.weight": tensor(embed), "final_norm.weight": tensor(norm)}
-    sources = with_prefix(body, *prefixes)
-    if not config.tie_word_embeddings:
-        sources["lm_head.weight"] = tensor("lm_head.weight")
-    return sources
+    sources = with_prefix({**body, "embed.weight": tensor(embed), "final_norm.weight": tensor(norm)}, *prefixes)
+    return sources if config.tie_word_embeddings else sources | {"lm_head.weight": tensor("lm_head.weight")}
 
 
 def draft_layer_frame(config: HybridConfig) -> dict[str, HFSource]:
     """Returns the multi-token-prediction layer's parameters before and after its sublayers."""
     last = len(config.mtp_pattern) - 1
-    sources = {"mtp.final_norm.weight": tensor(f"mtp.layers.{last}.final_layernorm.weight")}
-    for part in ("enorm", "hnorm", "eh_proj"):
-        sources[f"mtp.{part}.weight"] = tensor(f"mtp.layers.0.{part}.weight")
-    return sources
+    frame = {"final_norm": f"{last}.final_layernorm", "enorm": "0.enorm", "hnorm": "0.hnorm", "eh_proj": "0.eh_proj"}
+    return placed("mtp", weights(frame), "mtp.layers.")
+
+
+def draft_layers(config: HybridConfig, mixers: Mixers, *norms: Spelling) -> dict[str, HFSource]:
+    """Returns the sublayers of the multi-token-prediction layer, where it is stored apart from the model's layers."""
+    return layers(config, mixers, norms, pattern=config.mtp_pattern, path="mtp.blocks", name="mtp.layers")
 
 
 def own_draft_tables(config: HybridConfig) -> dict[str, HFSource]:
@@ -207,7 +315,10 @@ def own_draft_tables(config: HybridConfig) -> dict[str, HFSource]:
     return sources
 
 
-def always_ignored(config: HybridConfig) -> tuple[str, ...]:
-    """Returns patterns of redundant tensors: rotation tables, and a head that the config ties to the embedding."""
-    tied = (r"lm_head\.weight",) if config.tie_word_embeddings else ()
-    return (r".*\.rotary_emb\.inv_freq", *tied)
+def unused_drafts(config: HybridConfig) -> tuple[str, ...]:
+    """Returns patterns of the tensors of a multi-token-prediction layer, where the config has none."""
+    return () if config.mtp_pattern else (r"mtp\..*",)
+
+
+def _each(spelling: Spelling) -> tuple[str, ...]:
+    return (spelling,) if isinstance(spelling, str) else spelling

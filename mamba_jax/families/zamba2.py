@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 from mamba_jax.config import (
@@ -19,7 +17,7 @@ from mamba_jax.config import (
     need,
 )
 from mamba_jax.families import parts
-from mamba_jax.families.base import Family, HFSource, tensor
+from mamba_jax.families.base import Family, HFSource, placed, tensor
 from mamba_jax.families.fields import Fields
 from mamba_jax.families.rope import rope_config
 
@@ -43,10 +41,10 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     head_dim, bias = 2 * hidden // heads, fields.flag("add_bias_linear", False)
     uses, blocks = pattern.count(SHARED), fields.integer("num_mem_blocks", 1)
     tied = fields.flag("tie_word_embeddings", True)
-    long = fields.flag("use_long_context", False)
     return HybridConfig(
+        **parts.common_fields(fields, vocab=32000, positions=4096, tied=True, bos=1, eos=2)
+        | ({"max_position_embeddings": 16384} if fields.flag("use_long_context", False) else {}),
         family=FAMILY.name,
-        vocab_size=fields.integer("vocab_size", 32000),
         hidden_size=hidden,
         pattern=pattern,
         norm_eps=fields.number("rms_norm_eps", 1e-5),
@@ -82,10 +80,6 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         )
         if uses
         else None,
-        tie_word_embeddings=tied,
-        max_position_embeddings=16384 if long else fields.integer("max_position_embeddings", 4096),
-        bos_token_id=fields.token("bos_token_id", 1),
-        eos_token_ids=fields.tokens("eos_token_id", 2),
     )
 
 
@@ -95,21 +89,18 @@ def weight_names(config: HybridConfig) -> dict[str, HFSource]:
     A shared block is stored in the layer that uses it first, with the adapters of all its uses (numbered over all
     hybrid layers). In checkpoints that repeat the block, or keep it elsewhere, it is found in any layer that uses it.
     """
-    body: dict[str, HFSource] = {}
-    use = 0
+    body, use = dict[str, HFSource](), 0
     for i, kind in enumerate(config.pattern):
-        path, name = f"blocks.{i}", f"layers.{i}"
+        path, name = f"blocks.{i}", f"layers.{i}."
         if kind == SHARED:
-            body |= parts.linear(f"{path}.linear", f"{name}.linear")
-            body |= _in_any(_users(config, use), partial(_adapters, config, f"{path}.adapters", use))
-            name, use = f"{name}.mamba_decoder", use + 1
-        body[f"{path}.norm.weight"] = tensor(f"{name}.input_layernorm.weight")
-        body |= parts.mamba(f"{path}.mixer", f"{name}.mamba", need(config.mamba), config.hidden_size)
+            body |= placed(path, parts.weights({"linear": "linear"}), name)
+            body |= _in_any(_users(config, use), f"{path}.adapters", _adapters(config, use))
+            name, use = f"{name}mamba_decoder.", use + 1
+        body |= placed(path, parts.weights({"norm": "input_layernorm"}), name)
+        body |= placed(f"{path}.mixer", parts.mamba(need(config.mamba), config.hidden_size), f"{name}mamba.")
     for block in range(config.shared.num_blocks if config.shared else 0):
-        body |= _in_any(_users(config, block), partial(_block, config, f"shared.{block}"))
-    return parts.whole_model(
-        config, body, embed="embed_tokens.weight", norm="final_layernorm.weight", prefixes=("model.", "backbone.")
-    )
+        body |= _in_any(_users(config, block), f"shared.{block}", _block(config))
+    return parts.whole_model(config, body, norm="final_layernorm.weight", prefixes=("model.", "backbone."))
 
 
 def _users(config: HybridConfig, use: int) -> list[int]:
@@ -118,54 +109,40 @@ def _users(config: HybridConfig, use: int) -> list[int]:
     return hybrid[use % blocks :: blocks]
 
 
-def _in_any(layers: list[int], sources_at: Callable[[str], dict[str, HFSource]]) -> dict[str, HFSource]:
+def _in_any(layers: list[int], path: str, sources: dict[str, HFSource]) -> dict[str, HFSource]:
     """Returns the sources in the first of these layers, with the others as alternatives."""
-    first, *rest = [sources_at(f"layers.{layer}.shared_transformer") for layer in layers]
+    return placed(path, sources, *(f"layers.{layer}.shared_transformer." for layer in layers))
+
+
+def _block(config: HybridConfig) -> dict[str, HFSource]:
+    mlp, hidden = need(config.mlp), config.hidden_size
+    fused = parts.fused_gate_up("gate_up_proj", mlp.size(0), hidden, bias=mlp.bias)
     return {
-        path: dataclasses.replace(source, alternatives=tuple(other[path] for other in rest))
-        for path, source in first.items()
+        **parts.weights({"attention_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"}),
+        **placed("attention", parts.attention(need(config.attention), hidden), "self_attn."),
+        **placed("mlp", fused | parts.linear("down_proj", "down_proj", bias=mlp.bias), "feed_forward."),
     }
 
 
-def _block(config: HybridConfig, path: str, name: str) -> dict[str, HFSource]:
-    mlp, bias, size = f"{name}.feed_forward", need(config.mlp).bias, need(config.mlp).size(0)
-    return {
-        f"{path}.attention_norm.weight": tensor(f"{name}.input_layernorm.weight"),
-        f"{path}.mlp_norm.weight": tensor(f"{name}.pre_ff_layernorm.weight"),
-        **parts.attention(f"{path}.attention", f"{name}.self_attn", need(config.attention)),
-        **parts.fused_gate_up(f"{path}.mlp", f"{mlp}.gate_up_proj", size, config.hidden_size, bias=bias),
-        **parts.linear(f"{path}.mlp.down_proj", f"{mlp}.down_proj", bias=bias),
-    }
-
-
-def _adapters(config: HybridConfig, path: str, use: int, name: str) -> dict[str, HFSource]:
+def _adapters(config: HybridConfig, use: int) -> dict[str, HFSource]:
     shared = need(config.shared)
     fused = (2 * need(config.mlp).size(0), shared.adapter_rank)
-    gate_up = f"{name}.feed_forward.gate_up_proj_adapter_list.{use}"
-    sources = {
-        f"{path}.gate_up.down.weight": tensor(f"{gate_up}.0.weight"),
-        f"{path}.gate_up.up.weight": tensor(f"{gate_up}.1.weight", shape=fused),
-    }
+    gate_up = f"feed_forward.gate_up_proj_adapter_list.{use}"
+    sources = parts.weights({"gate_up.down": f"{gate_up}.0"})
+    sources["gate_up.up.weight"] = tensor(f"{gate_up}.1.weight", shape=fused)
     for part in "qkv" if shared.attention_adapters else "":
-        adapter = f"{name}.self_attn.linear_{part}_adapter_list.{use}"
-        sources[f"{path}.{part}.down.weight"] = tensor(f"{adapter}.0.weight")
-        sources[f"{path}.{part}.up.weight"] = tensor(f"{adapter}.1.weight")
+        adapter = f"self_attn.linear_{part}_adapter_list.{use}"
+        sources |= parts.weights({f"{part}.down": f"{adapter}.0", f"{part}.up": f"{adapter}.1"})
     return sources
 
 
 def _ignored(config: HybridConfig) -> tuple[str, ...]:
-    """Also ignores shared blocks repeated in later layers, and untied blocks' adapters of other uses."""
+    """Returns shared blocks repeated in later layers, and untied blocks' adapters of other uses."""
     blocks = config.shared.num_blocks if config.shared else 0
     again = [i for i, kind in enumerate(config.pattern) if kind == SHARED][blocks:]
     repeated = (rf"(model|backbone)\.layers\.({'|'.join(map(str, again))})\.shared_transformer\..*",) if again else ()
     adapters = r"(model|backbone)\.layers\.\d+\.shared_transformer\..*_adapter_list\..*"
-    return (*parts.always_ignored(config), *repeated, adapters)
+    return (*repeated, adapters)
 
 
-FAMILY = Family(
-    name="Zamba2",
-    model_types=("zamba2",),
-    config_from_hf=config_from_hf,
-    weight_names=weight_names,
-    ignored=_ignored,
-)
+FAMILY = Family("Zamba2", ("zamba2",), config_from_hf, weight_names, _ignored)

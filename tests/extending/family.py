@@ -23,19 +23,16 @@ def config_from_hf(raw):
 
 
 def weight_names(config):
-    body = {}
-    for i, kind in enumerate(config.pattern):
-        path, name = f"blocks.{i}", f"layers.{i}"
-        body[f"{path}.norm.weight"] = tensor(f"{name}.norm.weight")
-        if kind == "-":
-            body |= parts.mlp(f"{path}.mixer", f"{name}.mlp", gated=True, bias=False)
-        elif kind == "*":
-            body |= parts.attention(f"{path}.mixer", f"{name}.attention", config.attention)
-        else:
-            body[f"{path}.mixer.log_rate"] = tensor(f"{name}.average.log_rate")
-            for part in ("in_proj", "gate_proj", "out_proj"):
-                body |= parts.linear(f"{path}.mixer.{part}", f"{name}.average.{part}")
-    return parts.whole_model(config, body, embed="embed.weight", norm="norm.weight", prefixes=("model.", "backbone."))
+    mixers = {"-": ("mlp", parts.mlp), "*": ("attention", parts.attention), "A": ("average", average)}
+    body = parts.layers(config, mixers, norms=("norm",))
+    return parts.whole_model(config, body, embed="embed.weight", prefixes=("model.", "backbone."))
 
 
-FAMILY = Family("MovingAverage", ("moving_average",), config_from_hf, weight_names, parts.always_ignored)
+def average(config, hidden):
+    return {
+        "log_rate": tensor("log_rate"),
+        **parts.weights({part: part for part in ("in_proj", "gate_proj", "out_proj")}),
+    }
+
+
+FAMILY = Family("MovingAverage", ("moving_average",), config_from_hf, weight_names)

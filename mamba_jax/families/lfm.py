@@ -1,0 +1,172 @@
+"""LFM2 (Liquid AI, 2025): gated short convolutions or attention, then a SwiGLU MLP or a mixture of experts.
+
+LFM3 (2026) has attention to a window, too. Its sublayers also normalise their outputs, and its attention has a gate for
+each head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from mamba_jax.config import (
+    ATTENTION,
+    MLP,
+    MOE,
+    WINDOWED,
+    AttentionConfig,
+    HybridConfig,
+    MLPConfig,
+    MoEConfig,
+    QKNormConfig,
+)
+from mamba_jax.config.short_conv import SHORT_CONV, ShortConvConfig
+from mamba_jax.families import parts
+from mamba_jax.families.base import Family, HFSource, tensor
+from mamba_jax.families.fields import Fields
+
+_SPARSE = "lfm2_moe"
+_KINDS = {"conv": SHORT_CONV, "sliding_attention": WINDOWED, "full_attention": ATTENTION}
+_ROPE_THETA = 1e6
+_LFM3_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+}
+
+
+def lfm2_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
+    """Reads a config.json of transformers' `Lfm2Config` or `Lfm2MoeConfig`."""
+    fields, sparse = Fields(raw), raw.get("model_type") == _SPARSE
+    hidden, eps = fields.integer("hidden_size", 2048 if sparse else 2560), fields.number("norm_eps", 1e-5)
+    layers = fields.integer("num_hidden_layers", 32)
+    kinds = {name: kind for name, kind in _KINDS.items() if kind != WINDOWED}
+    mixers = fields.layers(kinds, "layer_types", count=layers)
+    if mixers is None:
+        attention_layers = set(fields.integers("full_attn_idxs", list(range(layers))))
+        mixers = "".join(ATTENTION if i in attention_layers else SHORT_CONV for i in range(layers))
+    dense = fields.integer("num_dense_layers", 2) if sparse else layers
+    size = fields.integer("intermediate_size", 7168) if sparse else _adjusted_size(fields)
+    return HybridConfig(
+        **parts.common_fields(fields, vocab=65536, positions=128_000, tied=True, bos=1, eos=2)
+        | {"tie_word_embeddings": fields.flag("tie_embedding", True, "tie_word_embeddings")},
+        family=LFM2_FAMILY.name,
+        hidden_size=hidden,
+        pattern="".join(mixer + (MLP if i < dense else MOE) for i, mixer in enumerate(mixers)),
+        norm_eps=eps,
+        attention=parts.attention_config(
+            fields,
+            hidden,
+            num_heads=32,
+            num_kv_heads=8,
+            rope={"theta": _ROPE_THETA},
+            bias=False,
+            qk_norm=QKNormConfig(eps),
+        ),
+        mlp=MLPConfig(size, "silu", gated=True),
+        moe=_moe(fields) if sparse else None,
+        recurrences=(ShortConvConfig(hidden, fields.integer("conv_L_cache", 3), bias=fields.flag("conv_bias", False)),),
+    )
+
+
+def _adjusted_size(fields: Fields) -> int:
+    """The inner size of MLPs: two thirds of the field, times a factor, rounded up, unless the config disables this."""
+    size = fields.integer("block_ff_dim", 12288, "intermediate_size")
+    if not fields.flag("block_auto_adjust_ff_dim", True):
+        return size
+    size = int(fields.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
+    multiple = fields.integer("block_multiple_of", 256)
+    return -(-size // multiple) * multiple
+
+
+def _moe(fields: Fields) -> MoEConfig:
+    fields.only("use_expert_bias", (True,))
+    return MoEConfig(
+        num_experts=fields.integer("num_experts", 32),
+        experts_per_token=fields.integer("num_experts_per_tok", 4),
+        intermediate_size=fields.integer("moe_intermediate_size", 1792),
+        activation="silu",
+        gated=True,
+        router="sigmoid",
+        normalize=fields.flag("norm_topk_prob", True),
+        scaling=fields.number("routed_scaling_factor", 1.0),
+    )
+
+
+def lfm3_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
+    """Reads a config.json of transformers' `Lfm3Config`.
+
+    Without `layer_types`, every fourth layer from the third on attends to everything, from the fifth on to a window.
+    """
+    fields = Fields({"max_position_embeddings": 128_000, **raw})
+    if fields.given("rope_parameters", "rope_scaling") is None:
+        fields = Fields({**fields.raw, "rope_parameters": _LFM3_ROPE})
+    fields.only("attention_bias", (False,))
+    hidden, eps = fields.integer("hidden_size", 2048), fields.number("norm_eps", 1e-5)
+    layers = fields.integer("num_hidden_layers", 24)
+    mixers = fields.layers(_KINDS, "layer_types", count=layers)
+    if mixers is None:
+        every_fourth = WINDOWED + SHORT_CONV + ATTENTION + SHORT_CONV
+        mixers = "".join(every_fourth[i % 4] if i else SHORT_CONV for i in range(layers))
+
+    def attention(kind: str, window: int | None) -> AttentionConfig:
+        return parts.attention_config(
+            fields,
+            hidden,
+            num_heads=16,
+            num_kv_heads=4,
+            head_dim=128,
+            rope={"theta": _ROPE_THETA, "layers": kind},
+            qk_norm=QKNormConfig(eps),
+            head_gate=fields.flag("use_attention_gate", True),
+            window=window,
+        )
+
+    windowed = attention("sliding_attention", fields.integer("sliding_window", 256))
+    return HybridConfig(
+        **parts.common_fields(fields, vocab=128_000, positions=0, tied=True, bos=124_894, eos=124_900),
+        family=LFM3_FAMILY.name,
+        hidden_size=hidden,
+        pattern="".join(mixer + MLP for mixer in mixers),
+        norm_eps=eps,
+        attention=attention("full_attention", None) if ATTENTION in mixers else None,
+        windowed_attention=windowed if WINDOWED in mixers else None,
+        mlp=MLPConfig(fields.integer("intermediate_size", 7680), "silu", gated=True),
+        recurrences=(ShortConvConfig(hidden, fields.integer("conv_L_cache", 7), bias=fields.flag("conv_bias", False)),),
+        norm_both=fields.flag("use_sandwich_norm", True),
+    )
+
+
+def weight_names(config: HybridConfig) -> dict[str, HFSource]:
+    """Returns names as `Lfm2ForCausalLM`, `Lfm2MoeForCausalLM` and `Lfm3ForCausalLM` have them.
+
+    A layer there is two sublayers here.
+    """
+    renamed = {"q_norm": "q_layernorm", "k_norm": "k_layernorm", "o_proj": "out_proj"}
+    spelt = renamed if config.family == LFM2_FAMILY.name else {}
+    mixers: parts.Mixers = {
+        SHORT_CONV: ("conv", _conv),
+        ATTENTION: ("self_attn", partial(parts.attention, spelt=spelt)),
+        WINDOWED: ("self_attn", parts.attention),
+        MLP: ("feed_forward", partial(parts.mlp, names=parts.MIXTRAL)),
+        MOE: ("feed_forward", partial(parts.moe, correction="expert_bias", names=parts.MIXTRAL)),
+    }
+    output_norms = "post_operator_norm", "post_ffn_norm"
+    body = parts.layers(config, mixers, ("operator_norm", "ffn_norm"), output_norms=output_norms)
+    prefixes = "model.", "model.language_model."
+    return parts.whole_model(config, body, norm="embedding_norm.weight", prefixes=prefixes)
+
+
+def _conv(config: ShortConvConfig, hidden: int) -> dict[str, HFSource]:
+    channels = config.channels
+    sources = parts.linear("out_proj", "out_proj", bias=config.bias) | {
+        "in_proj.weight": tensor("in_proj.weight", shape=(3 * channels, hidden)),
+        "conv.weight": tensor("conv.weight", shape=(channels, 1, config.conv_width)),
+    }
+    if config.bias:
+        sources |= {"in_proj.bias": tensor("in_proj.bias", shape=(3 * channels,)), "conv.bias": tensor("conv.bias")}
+    return sources
+
+
+LFM2_FAMILY = Family("LFM2", ("lfm2", _SPARSE), lfm2_from_hf, weight_names)
+LFM3_FAMILY = Family("LFM3", ("lfm3",), lfm3_from_hf, weight_names)

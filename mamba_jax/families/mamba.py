@@ -1,0 +1,94 @@
+"""Models of one recurrence and nothing else: Mamba (Gu and Dao, 2023), Falcon-Mamba (Technology Innovation Institute,
+2024) and Mamba-2 (Dao and Gu, 2024).
+
+Falcon-Mamba also normalises B, C and what step sizes are projected from, without weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mamba_jax.config import MAMBA, HybridConfig, MambaConfig, ModelConfigError
+from mamba_jax.config.mamba1 import MAMBA1, Mamba1Config
+from mamba_jax.families import parts
+from mamba_jax.families.base import Family, HFSource, tensor
+from mamba_jax.families.fields import Fields
+
+_FALCON = "falcon_mamba"
+
+
+def mamba1_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
+    """Reads a config.json of transformers' `MambaConfig` or `FalconMambaConfig`."""
+    fields = Fields(raw)
+    fields.only("hidden_act", ("silu", "swish"))
+    hidden = fields.integer("hidden_size", 768)
+    falcon = fields.given("model_type") == _FALCON
+    mamba = Mamba1Config(
+        # Falcon-Mamba's config.json has an `expand` that its own width contradicts.
+        channels=fields.integer("intermediate_size", int(fields.number("expand", 2) * hidden)),
+        state_size=fields.integer("state_size", 16),
+        dt_rank=parts.dt_rank(fields, "time_step_rank", hidden),
+        conv_width=fields.integer("conv_kernel", 4),
+        conv_bias=fields.flag("use_conv_bias", True),
+        bias=fields.flag("use_bias", False),
+        norm_eps=fields.number("mixer_rms_eps", 1e-6) if falcon else None,
+    )
+    return HybridConfig(
+        **parts.common_fields(fields, vocab=50280, tied=True, bos=0, eos=0),
+        family=MAMBA1_FAMILY.name,
+        hidden_size=hidden,
+        pattern=MAMBA1 * fields.integer("num_hidden_layers", 32),
+        norm_eps=fields.number("layer_norm_epsilon", 1e-5),
+        recurrences=(mamba,),
+        residual_in_fp32=fields.flag("residual_in_fp32", True),
+    )
+
+
+def mamba2_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
+    """Reads a config.json of transformers' `Mamba2Config`."""
+    fields = Fields(raw)
+    fields.only("hidden_act", ("silu", "swish"))
+    hidden, eps = fields.integer("hidden_size", 4096), fields.number("layer_norm_epsilon", 1e-5)
+    bias = fields.flag("use_bias", False)
+    low, high = fields.numbers("time_step_limit", (0.0, float("inf")))
+    mamba = MambaConfig(
+        num_heads=fields.integer("num_heads", 128),
+        head_dim=fields.integer("head_dim", 64),
+        state_size=fields.integer("state_size", 128),
+        num_groups=fields.integer("n_groups", 8),
+        conv_width=fields.integer("conv_kernel", 4),
+        conv_bias=fields.flag("use_conv_bias", True),
+        in_bias=bias,
+        out_bias=bias,
+        dt_limit=(low, high),
+        norm_eps=eps,
+    )
+    expand = fields.number("expand", 2)
+    if mamba.inner_size != expand * hidden:
+        raise ModelConfigError(
+            f"{mamba.num_heads} heads of {mamba.head_dim} do not make expand * hidden_size = {expand:g} * {hidden}"
+        )
+    return HybridConfig(
+        **parts.common_fields(fields, vocab=32768, tied=False, bos=0, eos=2),
+        family=MAMBA2_FAMILY.name,
+        hidden_size=hidden,
+        pattern=MAMBA * fields.integer("num_hidden_layers", 64),
+        norm_eps=eps,
+        mamba=mamba,
+        residual_in_fp32=fields.flag("residual_in_fp32", True),
+    )
+
+
+def weight_names(config: HybridConfig) -> dict[str, HFSource]:
+    """Returns names as `MambaForCausalLM`, `FalconMambaForCausalLM` and `Mamba2ForCausalLM` have them."""
+    mixers: parts.Mixers = {MAMBA: ("mixer", parts.mamba), MAMBA1: ("mixer", parts.mamba1)}
+    body, prefixes = parts.layers(config, mixers, ("norm",)), ("backbone.", "model.")
+    sources = parts.whole_model(config, body, embed="embeddings.weight", norm="norm_f.weight", prefixes=prefixes)
+    # The reference code's own checkpoints say "embedding".
+    spelt = "backbone.embeddings.weight", "model.embeddings.weight", "backbone.embedding.weight"
+    return sources | {"embed.weight": tensor(*spelt)}
+
+
+MAMBA1_FAMILY = Family("Mamba", ("mamba", _FALCON), mamba1_from_hf, weight_names)
+MAMBA2_FAMILY = Family("Mamba2", ("mamba2",), mamba2_from_hf, weight_names)

@@ -1,0 +1,203 @@
+"""Qwen3-Next (Alibaba, 2025): three gated delta nets to one gated attention, each followed by a mixture of experts.
+
+Qwen3.5 (2026) is the same with plain MLPs or mixtures of experts; its text model only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from mamba_jax.config import ATTENTION, MLP, MOE, HybridConfig, MLPConfig, ModelConfigError, MoEConfig, QKNormConfig
+from mamba_jax.config.delta import DELTA, DeltaConfig
+from mamba_jax.families import parts
+from mamba_jax.families.base import Family, HFSource, placed, tensor
+from mamba_jax.families.fields import Fields
+
+_KINDS = {"linear_attention": DELTA, "full_attention": ATTENTION}
+_ROPE_SHARE = 0.25
+_DENSE, _SPARSE = ("qwen3_5", "qwen3_5_text"), ("qwen3_5_moe", "qwen3_5_moe_text")
+
+
+def qwen3_next_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
+    """Reads a config.json of transformers' `Qwen3NextConfig`."""
+    fields = Fields(raw)
+    fields.only("norm_topk_prob", (True,))
+    layers, step = fields.integer("num_hidden_layers", 48), fields.integer("decoder_sparse_step", 1)
+    moe = _moe(fields, num_experts=512, experts_per_token=10)
+    dense = set(range(layers)) if moe is None else set(fields.integers("mlp_only_layers", []))
+    return _model(
+        fields,
+        QWEN3_NEXT.name,
+        vocab=151936,
+        hidden=2048,
+        intermediate=5632,
+        kv_heads=2,
+        feed_forward=[MLP if i in dense or (i + 1) % step else MOE for i in range(layers)],
+        moe=moe,
+        # Published with one such layer, and without this field.
+        draft_layers=fields.integer("num_nextn_predict_layers", 1),
+    )
+
+
+def qwen3_5_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
+    """Reads the text part of transformers' `Qwen3_5Config` or `Qwen3_5MoeConfig`."""
+    fields = Fields(raw)
+    sparse = raw.get("model_type") in _SPARSE
+    return _model(
+        fields,
+        QWEN3_5.name,
+        vocab=248320,
+        hidden=2048 if sparse else 4096,
+        intermediate=12288,
+        kv_heads=2 if sparse else 4,
+        feed_forward=[MOE if sparse else MLP] * fields.integer("num_hidden_layers", 40 if sparse else 32),
+        moe=_moe(fields, num_experts=256, experts_per_token=8) if sparse else None,
+        draft_layers=fields.integer("mtp_num_hidden_layers", 1),
+    )
+
+
+def _model(
+    fields: Fields,
+    family: str,
+    *,
+    vocab: int,
+    hidden: int,
+    intermediate: int,
+    kv_heads: int,
+    feed_forward: Sequence[str],
+    moe: MoEConfig | None,
+    draft_layers: int,
+) -> HybridConfig:
+    """Returns the model; `feed_forward` is the sublayer after each layer's mixer, and the sizes are defaults."""
+    fields.only("hidden_act", ("silu", "swish"))
+    hidden, eps = fields.integer("hidden_size", hidden), fields.number("rms_norm_eps", 1e-6)
+    mixers = fields.layers(_KINDS, "layer_types")
+    if mixers is None:
+        interval = fields.integer("full_attention_interval", 4)
+        mixers = "".join(DELTA if (i + 1) % interval else ATTENTION for i in range(len(feed_forward)))
+    if len(mixers) != len(feed_forward):
+        raise ModelConfigError(
+            f"config field layer_types has {len(mixers)} layers, num_hidden_layers is {len(feed_forward)}"
+        )
+    delta = DeltaConfig(
+        num_heads=fields.integer("linear_num_value_heads", 32),
+        head_dim=fields.integer("linear_value_head_dim", 128),
+        state_size=fields.integer("linear_key_head_dim", 128),
+        num_groups=fields.integer("linear_num_key_heads", 16),
+        conv_width=fields.integer("linear_conv_kernel_dim", 4),
+        norm_eps=eps,
+    )
+    return HybridConfig(
+        **parts.common_fields(fields, vocab=vocab, positions=32768, tied=False, bos=None, eos=None),
+        family=family,
+        hidden_size=hidden,
+        pattern="".join(mixer + after for mixer, after in zip(mixers, feed_forward, strict=True)),
+        norm_eps=eps,
+        norm_unit_offset=True,
+        attention=parts.attention_config(
+            fields,
+            hidden,
+            num_heads=16,
+            num_kv_heads=kv_heads,
+            head_dim=256,
+            rope={"share": fields.number("partial_rotary_factor", _ROPE_SHARE)},
+            qk_norm=QKNormConfig(eps, unit_offset=True),
+            output_gate=True,
+        ),
+        mlp=MLPConfig(fields.integer("intermediate_size", intermediate), "silu", gated=True),
+        moe=moe,
+        recurrences=(delta,),
+        mtp_pattern=ATTENTION + (MOE if moe else MLP) if draft_layers == 1 else "",
+        unused_mtp_layers=draft_layers if draft_layers > 1 else 0,
+    )
+
+
+def _moe(fields: Fields, *, num_experts: int, experts_per_token: int) -> MoEConfig | None:
+    """Returns the mixture of experts; the numbers are defaults. None where a model has no experts."""
+    experts = fields.integer("num_experts", num_experts)
+    if not experts:
+        return None
+    return MoEConfig(
+        num_experts=experts,
+        experts_per_token=fields.integer("num_experts_per_tok", experts_per_token),
+        intermediate_size=fields.integer("moe_intermediate_size", 512),
+        activation="silu",
+        gated=True,
+        router="softmax",
+        shared_size=fields.integer("shared_expert_intermediate_size", 512),
+        shared_gate=True,
+    )
+
+
+def qwen3_next_names(config: HybridConfig) -> dict[str, HFSource]:
+    """Returns names as `Qwen3NextForCausalLM` has them; `mtp.*` as Alibaba's checkpoints have it."""
+    return _weight_names(config, _fused, "model.")
+
+
+def qwen3_5_names(config: HybridConfig) -> dict[str, HFSource]:
+    """Names as `Qwen3_5ForCausalLM` has them, or within a model that also sees; `mtp.*` as in Alibaba's checkpoints."""
+    return _weight_names(config, _split, "model.language_model.", "model.")
+
+
+def _weight_names(
+    config: HybridConfig, projections: Callable[[DeltaConfig, int], dict[str, HFSource]], *prefixes: str
+) -> dict[str, HFSource]:
+    """Returns every parameter. A layer in the file is two sublayers here; `projections` names a delta net's inputs."""
+    mixers: parts.Mixers = {
+        DELTA: ("linear_attn", lambda delta, hidden: _delta(delta) | projections(delta, hidden)),
+        ATTENTION: ("self_attn", parts.attention),
+        MLP: ("mlp", parts.mlp),
+        MOE: ("mlp", partial(parts.moe, shared="shared_expert", shared_gate="shared_expert_gate")),
+    }
+    sources = parts.whole_model(config, parts.layers(config, mixers), prefixes=prefixes)
+    if not config.mtp_pattern:
+        return sources
+    sources |= parts.draft_layers(config, mixers, "input_layernorm", "post_attention_layernorm")
+    frame = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "final_norm": "norm"}
+    return sources | placed("mtp", parts.weights(frame), "mtp.")
+
+
+def _delta(config: DeltaConfig) -> dict[str, HFSource]:
+    """Returns all of a delta net but its input projections. The channels of conv1d are queries, keys, values."""
+    keys, channels = 2 * config.key_size, 2 * config.key_size + config.inner_size
+    stored = (channels, 1, config.conv_width)
+    return {
+        "conv_qk.weight": tensor("conv1d.weight", rows=(0, keys), shape=stored),
+        "conv_v.weight": tensor("conv1d.weight", rows=(keys, channels), shape=stored),
+        "dt_bias": tensor("dt_bias"),
+        "a_log": tensor("A_log"),
+        **parts.weights({"norm": "norm", "out_proj": "out_proj"}),
+    }
+
+
+def _fused(config: DeltaConfig, hidden: int) -> dict[str, HFSource]:
+    """Input projections in two tensors, key head by key head: query, key, values, gates; and strengths, decays."""
+    groups, repeats = config.num_groups, config.num_heads // config.num_groups
+    key, values = config.state_size, repeats * config.head_dim
+    sources = {}
+    for name, pieces in (
+        ("in_proj_qkvz", {"q": key, "k": key, "v": values, "z": values}),
+        ("in_proj_ba", {"b": repeats, "a": repeats}),
+    ):
+        shape, start = (groups * sum(pieces.values()), hidden), 0
+        for part, size in pieces.items():
+            rows = start, start + size
+            sources[f"{part}_proj.weight"] = tensor(f"{name}.weight", rows=rows, shape=shape, pieces=groups)
+            start += size
+    return sources
+
+
+def _split(config: DeltaConfig, hidden: int) -> dict[str, HFSource]:
+    """Input projections in four tensors, the first of them queries, keys and values."""
+    keys, inner = config.key_size, config.inner_size
+    sources = parts.weights({f"{part}_proj": f"in_proj_{part}" for part in "zba"})
+    for part, rows in (("q", (0, keys)), ("k", (keys, 2 * keys)), ("v", (2 * keys, 2 * keys + inner))):
+        shape = (2 * keys + inner, hidden)
+        sources[f"{part}_proj.weight"] = tensor("in_proj_qkv.weight", rows=rows, shape=shape)
+    return sources
+
+
+QWEN3_NEXT = Family("Qwen3Next", ("qwen3_next",), qwen3_next_from_hf, qwen3_next_names, parts.unused_drafts)
+QWEN3_5 = Family("Qwen3.5", _DENSE + _SPARSE, qwen3_5_from_hf, qwen3_5_names, parts.unused_drafts)
