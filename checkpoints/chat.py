@@ -22,7 +22,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
-from checkpoints.errors import CheckpointError, listing
+from checkpoints.errors import CheckpointError, listing, one_line
 
 Message = Mapping[str, Any]
 
@@ -53,7 +53,7 @@ class ChatTemplate:
         try:
             self._template = _compiled(source)
         except (jinja2.TemplateError, RecursionError) as error:
-            raise ChatTemplateError(f"the chat template cannot be parsed: {_one_line(error)}") from error
+            raise ChatTemplateError(f"the chat template cannot be parsed: {one_line(error)}") from error
 
     def render(
         self,
@@ -96,7 +96,7 @@ class ChatTemplate:
         except ChatTemplateError:
             raise
         except Exception as error:  # a template is a program and can raise anything
-            raise ChatTemplateError(f"the chat template failed: {_one_line(error)}") from error
+            raise ChatTemplateError(f"the chat template failed: {one_line(error)}") from error
 
 
 class ChatTemplates:
@@ -248,7 +248,3 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

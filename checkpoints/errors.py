@@ -17,3 +17,9 @@ def listing(items: Iterable[str], shown: int = LISTED) -> str:
     items = list(items)
     more = len(items) - shown
     return ", ".join(items[:shown]) + (f", and {more} more" if more > 0 else "")
+
+
+def one_line(error: object, most: int = 300) -> str:
+    """Returns the text of an error of another library on one line of at most `most` characters; its type if it has no
+    text."""
+    return " ".join(str(error).split())[:most] or type(error).__name__

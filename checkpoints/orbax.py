@@ -22,7 +22,7 @@ from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 
 from checkpoints.config_json import config_from_json, config_to_json
-from checkpoints.errors import CheckpointError, listing
+from checkpoints.errors import CheckpointError, listing, one_line
 from checkpoints.file_digest import FileHasher
 from checkpoints.json_file import read_json
 from checkpoints.placing import Shardings, abstract_parameters, held_dtype, sharding_of
@@ -132,7 +132,7 @@ def restore_orbax(
             with ocp.StandardCheckpointer() as checkpointer:
                 arrays = checkpointer.restore(directory / WEIGHTS, wanted)
         except Exception as error:  # damaged files surface as errors of several libraries
-            reason = " ".join(str(error).split())[:300]
+            reason = one_line(error)
             raise CheckpointError(f"{directory / WEIGHTS}: cannot be restored ({reason})") from error
     return HybridModel.from_parameters(description.config, arrays)
 

@@ -15,6 +15,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from checkpoints.errors import one_line
 from mamba_jax.adapters import Adapters
 from mamba_jax.compiler_options import compiler_options
 from mamba_jax.model import HybridModel, parameters
@@ -107,7 +108,7 @@ def slice_mesh(target: Target) -> Mesh:
                 os.environ.setdefault(name, value)
             found = topologies.get_topology_desc(platform="tpu", topology_name=target.topology).devices
     except Exception as error:
-        first = " ".join(str(error).split())[:300]
+        first = one_line(error)
         raise ConfigError(f"topology {target.name!r}: its compiler says: {first}") from None
     return make_mesh(target.count, found)
 

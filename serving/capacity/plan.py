@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from checkpoints.drafter import drafter_shapes
-from checkpoints.errors import CheckpointError
+from checkpoints.errors import CheckpointError, one_line
 from checkpoints.load import load_config, weight_shapes
 from mamba_jax.batch import DecodeBatch, MixedBatch
 from mamba_jax.config import HybridConfig, ModelConfigError
@@ -241,7 +241,7 @@ class _Planner:
                 kernels = compiler.choice.report()
             except jax.errors.JaxRuntimeError as error:
                 # What does not fit is an answer, too.
-                notes.append("the compiler refuses a program: " + " ".join(str(error).split())[:300])
+                notes.append("the compiler refuses a program: " + one_line(error))
         refused = compile and not programs
         kinds = [_kind_of(batch) for batch in batches.warm_up_batches(1) if isinstance(batch, StepBatch)]
         code = code_of_all(programs, kinds)

@@ -92,10 +92,6 @@ class Engine:
         """Requests that have been added and not finished."""
         return len(self._parents)
 
-    def is_unfinished(self, request_id: str) -> bool:
-        """Returns whether `step` has not yet returned the finished output of a request."""
-        return request_id in self._parents or request_id in self._changed
-
     def add_request(
         self,
         request_id: str,

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 from serving.engine.engine import Engine
@@ -31,14 +30,6 @@ class EngineStopped(RuntimeError):
     """The engine was shut down or failed permanently; unfinished requests will not finish."""
 
 
-@dataclass(frozen=True)
-class _Command:
-    """A function for the engine's thread, and one that is called instead if the engine stops first."""
-
-    run: Callable[[], None]
-    fail: Callable[[Exception], None]
-
-
 class EngineThread:
     """Drives one `Engine` in a thread: runs commands between its steps and delivers outputs.
 
@@ -53,7 +44,8 @@ class EngineThread:
         """Use this only for properties that never change while the engine runs (tokenizer, limits). For others, use
         `call`."""
         self._deliver = deliver
-        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[tuple[Callable[[Engine], Any], Future[Any]] | None] = queue.SimpleQueue()
+        """Functions to call between two steps and their future results; None ends the thread."""
         self._readers: dict[str, Any] = {}
         self._stopped: Exception | None = None
         self._left = threading.Event()
@@ -71,18 +63,14 @@ class EngineThread:
     def add(self, request: EngineRequest, reader: Any) -> None:
         """Adds a request to the engine. Its outputs, or the error if the engine refuses it, go to `reader`."""
 
-        def add() -> None:
-            try:
-                self.engine.add(request)
-            except Exception as error:
-                fail(error)
-            else:
-                self._readers[request.request_id] = reader
-
-        def fail(error: Exception) -> None:
+        def refuse(error: Exception) -> None:
             self._deliver([(reader, error)])
 
-        self._submit(add, fail)
+        self._call(lambda engine: self._add(request, reader), refuse)
+
+    def _add(self, request: EngineRequest, reader: Any) -> None:
+        self.engine.add(request)
+        self._readers[request.request_id] = reader
 
     def forget(self, request_id: str, reader: Any) -> None:
         """Aborts the request of a disconnected reader, unless another request uses the same id by now."""
@@ -102,28 +90,30 @@ class EngineThread:
         """Calls a function with the engine between two steps; returns its future result."""
         result: Future[Any] = Future()
         result.set_running_or_notify_cancel()  # the function runs even if the caller is cancelled
-
-        def run() -> None:
-            try:
-                value = function(self.engine)
-            except Exception as error:
-                result.set_exception(error)
-            else:
-                result.set_result(value)
-
-        self._submit(run, result.set_exception)
+        with self._gate:
+            if self._stopped is None:
+                self._commands.put((function, result))
+                return result
+        result.set_exception(EngineStopped(str(self._stopped)))
         return result
+
+    def _call(self, function: Callable[[Engine], Any], failed: Callable[[Exception], None]) -> None:
+        """Calls a function like `call`. `failed` is called with its error, and if the engine stops first."""
+
+        def done(result: Future[Any]) -> None:
+            if isinstance(error := result.exception(), Exception):
+                failed(error)
+
+        self.call(function).add_done_callback(done)
 
     def tell(self, function: Callable[[Engine], Any]) -> None:
         """Calls a function like `call`, without a result. If the engine stops first, the function does not run."""
 
-        def run() -> None:
-            try:
-                function(self.engine)
-            except Exception:
-                log.exception("engine callback failed")
+        def failed(error: Exception) -> None:
+            if not isinstance(error, EngineStopped):
+                log.error("engine callback failed", exc_info=error)
 
-        self._submit(run)
+        self._call(function, failed)
 
     @contextlib.contextmanager
     def at_rest(self) -> Iterator[Callable[[EngineRequest, Any], None]]:
@@ -135,18 +125,14 @@ class EngineThread:
         leave = threading.Event()
         resting: Future[None] = Future()
 
-        def rest() -> None:
+        def rest(engine: Engine) -> None:
             resting.set_result(None)
             leave.wait()
 
-        def add(request: EngineRequest, reader: Any) -> None:
-            self.engine.add(request)
-            self._readers[request.request_id] = reader
-
-        self._submit(rest, resting.set_exception)
+        self._call(rest, resting.set_exception)
         try:
             resting.result()
-            yield add
+            yield self._add
         finally:
             leave.set()
 
@@ -193,21 +179,13 @@ class EngineThread:
 
     # -- on the engine's thread --
 
-    def _submit(self, run: Callable[[], None], fail: Callable[[Exception], None] = lambda error: None) -> None:
-        """Queues a command. `fail` is called instead if the engine has stopped, or stops first."""
-        with self._gate:
-            if self._stopped is None:
-                self._commands.put(_Command(run, fail))
-                return
-        fail(EngineStopped(str(self._stopped)))
-
     def _fail_commands(self, reason: Exception) -> None:
         """Fails the commands that were queued before the gate closed."""
         with contextlib.suppress(queue.Empty):
             while True:
                 command = self._commands.get_nowait()
                 if command is not None:
-                    command.fail(reason)
+                    command[1].set_exception(reason)
 
     def _run(self) -> None:
         reason: Exception = EngineStopped("the engine has been shut down")
@@ -245,7 +223,13 @@ class EngineThread:
                 return True
             if command is None:
                 return False
-            command.run()
+            function, result = command
+            try:
+                value = function(self.engine)
+            except Exception as error:
+                result.set_exception(error)
+            else:
+                result.set_result(value)
 
     def _count(self) -> None:
         self.latest_stats, self._counted_at = self.engine.stats(), time.monotonic()

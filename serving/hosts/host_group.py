@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
+from checkpoints.errors import one_line
 from serving.hosts.link import Kind, Link, LinkError
 
 log = logging.getLogger(__name__)
@@ -101,7 +102,7 @@ class HostGroup:
     def step_failed(self, error: BaseException) -> NoReturn:
         """Ends all hosts after a step that raised, by the name of the host that is to blame if that becomes known."""
         time.sleep(_CAUSE_WAIT)
-        self.end(f"a step has failed on host {self.host}: {_line(error)}")
+        self.end(f"a step has failed on host {self.host}: {one_line(error)}")
 
     @contextlib.contextmanager
     def ending_together(self, expected: tuple[type[Exception], ...] = ()) -> Iterator[None]:
@@ -109,11 +110,11 @@ class HostGroup:
         try:
             yield
         except expected as error:
-            self.end(f"host {self.host}: {_line(error)}", code=2)
+            self.end(f"host {self.host}: {one_line(error)}", code=2)
         except KeyboardInterrupt:
             self.end(f"host {self.host} has been interrupted", code=130)
         except BaseException as error:
-            self.end(f"host {self.host} has failed: {_line(error)}", error=error)
+            self.end(f"host {self.host} has failed: {one_line(error)}", error=error)
 
     def leave_when_asked(self) -> None:
         """A follower that is asked to end (SIGTERM, SIGINT) has the leader do so, which ends all when it is done.
@@ -189,7 +190,3 @@ class HostGroup:
     def _lost(self, other: int, error: LinkError) -> NoReturn:
         self._gone = other
         self.end(f"host {other} is lost: it {error}")
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:500] or type(error).__name__

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from checkpoints.errors import CheckpointError
+from checkpoints.errors import CheckpointError, one_line
 from serving.config import ConfigError
 from serving.hosts.host_group import HostGroup
 from serving.hosts.link import Kind, Link, LinkError
@@ -71,7 +71,7 @@ def meeting_time(settings: HostSettings) -> Iterator[float]:
             raise
         _end(str(error), 2)
     except Exception as error:
-        _end(f"the hosts have not met: {_line(error)}", 1)
+        _end(f"the hosts have not met: {one_line(error)}", 1)
     finally:
         over.set()
 
@@ -101,7 +101,7 @@ def join(settings: HostSettings) -> None:
             shutdown_timeout_seconds=_SHUTDOWN,
         )
     except ValueError as error:
-        raise ConfigError(f"the environment does not tell of other hosts: {_line(error)}") from None
+        raise ConfigError(f"the environment does not tell of other hosts: {one_line(error)}") from None
     counts = multihost_utils.process_allgather(np.int32(jax.local_device_count()))
     if len(set(np.ravel(counts).tolist())) > 1:
         raise ConfigError(f"hosts have {np.ravel(counts).tolist()} devices: all must have as many")
@@ -291,7 +291,3 @@ def _own_addresses(settings: HostSettings) -> Iterator[str]:
     with contextlib.suppress(OSError):
         for *_, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
             yield str(address[0])
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

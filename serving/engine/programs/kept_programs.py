@@ -31,6 +31,7 @@ import jax
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
+from checkpoints.errors import one_line
 from checkpoints.user_cache import make_private
 from mamba_jax.program_cache import look_of
 from mamba_jax.programs import KernelChoice, StepPrograms
@@ -113,7 +114,7 @@ class KeptPrograms:
         except FileNotFoundError:
             return None
         except Exception as error:  # a damaged file can raise any error
-            log.warning("a saved program cannot be used and is compiled again: %s: %s", path, _line(error))
+            log.warning("a saved program cannot be used and is compiled again: %s: %s", path, one_line(error))
             return None
         self.loaded += 1
         return compiled, saved["kernels"]
@@ -128,7 +129,7 @@ class KeptPrograms:
                 file.write(zlib.compress(saved, level=1))
             os.replace(file.name, path)
         except Exception as error:  # some backends cannot serialize programs
-            log.warning("a compiled program is not saved: %s", _line(error))
+            log.warning("a compiled program is not saved: %s", one_line(error))
 
     def _place(self, arguments: tuple[Any, ...]) -> Path:
         return self._path(PLACE, self._description, _looks(arguments))
@@ -165,7 +166,7 @@ def keep_programs(programs: StepPrograms) -> KeptPrograms | None:
     try:
         programs.kept = kept = KeptPrograms(directory / "mamba-jax-programs", programs)
     except OSError as error:
-        log.warning("compiled programs are not saved: %s", _line(error))
+        log.warning("compiled programs are not saved: %s", one_line(error))
         return None
     return kept
 
@@ -213,7 +214,3 @@ def _surroundings(devices: list[jax.Device]) -> Iterator[str]:
         **{k: v for k, v in os.environ.items() if k.startswith(_ENVIRONMENT)},
     }
     yield from (f"{name}={value}" for name, value in sorted(settings.items()) if "cache" not in name.lower())
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

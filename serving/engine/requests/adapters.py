@@ -191,17 +191,8 @@ class AdapterTable:
             if held is not None and named:
                 self._named.setdefault(held.name, held)
 
-    def unload(self, name: str) -> None:
-        """Removes an adapter. Requests that use it keep it until they end.
-
-        Raises:
-            RequestError: no adapter has this name.
-        """
-        self.names.check(name)
-        self.remove(name)
-
     def remove(self, name: str) -> None:
-        """Removes an adapter like `unload`, if it is loaded."""
+        """Removes an adapter, if it is loaded. Requests that use it keep it until they end."""
         self.names.pop(name, None)
         self._named.pop(name, None)
 

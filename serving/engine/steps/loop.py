@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from checkpoints.errors import one_line
 from mamba_jax.batch import DecodeBatch, MixedBatch, StepOutput
 from mamba_jax.programs import Batch, RowsBatch, StepBatch, StepPrograms, abstract
 from mamba_jax.rows import Rows
@@ -259,7 +260,7 @@ class StepLoop:
                 self.followers.step_failed(error)
             if not self._is_transient(error):
                 raise
-            text = " ".join(str(error).split())[:500]
+            text = one_line(error)
             log.warning("a step failed; everything that ran is computed again: %s", text)
             return None
 

@@ -16,6 +16,7 @@ from typing import Any
 import llguidance
 import numpy as np
 
+from checkpoints.errors import one_line
 from serving.engine.request_error import RequestError
 
 _LONGEST = 1 << 20
@@ -87,11 +88,11 @@ class StructuredOutputs:
             try:
                 asked = ["json", json.loads(schema) if isinstance(schema, str) else schema]
             except (ValueError, RecursionError) as error:
-                raise RequestError(f"structured outputs: the schema is not JSON: {_one_line(error)}") from None
+                raise RequestError(f"structured outputs: the schema is not JSON: {one_line(error)}") from None
         try:
             text = json.dumps(asked)
         except (TypeError, ValueError, RecursionError) as error:
-            raise RequestError(f"structured outputs: the schema is not JSON: {_one_line(error)}") from None
+            raise RequestError(f"structured outputs: the schema is not JSON: {one_line(error)}") from None
         if len(text) > _LONGEST:
             raise RequestError(f"structured outputs: the {asked[0]} is longer than {_LONGEST:,} characters")
         return text
@@ -118,7 +119,7 @@ class Constraint:
         """Why the grammar cannot be followed further, for example because it became too complex; None if it can."""
         if self._ended_early:
             return "the output ends where the grammar wants more"
-        return _one_line(self._matcher.get_error()) if self._matcher.is_error() else None
+        return one_line(self._matcher.get_error()) if self._matcher.is_error() else None
 
     def advance(self, tokens: Sequence[int]) -> int:
         """Processes new tokens. Returns how many of them belong to the output; the others are after the grammar's
@@ -169,7 +170,3 @@ class Constraint:
 
     def _mask(self) -> np.ndarray:
         return np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: self._words]
-
-
-def _one_line(error: object) -> str:
-    return " ".join(str(error).split())[:300]

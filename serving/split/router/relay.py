@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from checkpoints.errors import one_line
 from serving.api.http.errors import ApiError
 from serving.core.stats import exported
 from serving.split.http.peer import error_message
@@ -266,7 +267,7 @@ class Relay:
                 raise WorkerLost("it is down") from None
         except httpx.HTTPError as error:
             _check_local(error)
-            raise WorkerLost(_why(error)) from None
+            raise WorkerLost(one_line(error)) from None
         log.warning("decode worker %s: %s", worker.url, why)
         if self.settings.on_failure == "fail" and not ticket.shared:
             raise ApiError(503, why, code="state_not_fetched", headers=_RETRY)
@@ -302,7 +303,7 @@ class Relay:
                 raise WorkerLost("it is down") from None
             except httpx.HTTPError as error:
                 _check_local(error)
-                raise WorkerLost(_why(error)) from None
+                raise WorkerLost(one_line(error)) from None
             open_reply = stack.pop_all()
         names = ("content-type", "retry-after", "cache-control", "x-request-id")
         headers = {name: value for name, value in reply.headers.items() if name in names}
@@ -318,7 +319,7 @@ class Relay:
                     except TimeoutError:
                         raise (_leaving() if self._leaving else _broken_off()) from None
                     except httpx.HTTPError as error:
-                        self.fleet.lost_request(worker, _why(error))
+                        self.fleet.lost_request(worker, one_line(error))
                         raise _broken_off() from None
                     if not piece:
                         return
@@ -333,7 +334,7 @@ class Relay:
             ApiError: the failure is on this machine.
         """
         _check_local(error)
-        self.fleet.lost_request(worker, _why(error))
+        self.fleet.lost_request(worker, one_line(error))
 
     def _check_time(self, worker: Remote, until: float) -> None:
         """Checks after a timeout whether the request itself must end.
@@ -365,10 +366,6 @@ class Relay:
 
 def _as_json(headers: dict[str, str]) -> dict[str, str]:
     return headers | {"content-type": "application/json"}
-
-
-def _why(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _check_local(error: Exception) -> None:

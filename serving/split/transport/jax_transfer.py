@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from checkpoints.errors import one_line
 from serving.split.transport.base import TransportError
 
 log = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class JaxTransport:
             while not all(array.is_ready() for array in arrays) and time.monotonic() < until:
                 time.sleep(_POLL[0])
         except RuntimeError as error:
-            log.warning("could not discard an offer: %s", " ".join(str(error).split())[:200])
+            log.warning("could not discard an offer: %s", one_line(error))
 
     def _pull(self, address: str, key: int, specs: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
         with self._lock:
