@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -50,25 +49,6 @@ class Program:
     """Bytes that are updated in place: those of the store, or something has been copied."""
     seconds: float = 0.0
     """That compiling took."""
-
-
-def code_of_all(programs: Sequence[Program], kinds: Sequence[str]) -> int:
-    """Returns an upper bound on the bytes of an engine's programs, of which only some are compiled.
-
-    Others count as the largest compiled one of their kind, because narrower programs are smaller. If none of the kind
-    is compiled, they count as the largest of each other kind together: a mixed program has the operations of both.
-
-    Args:
-        programs: the compiled ones; 0 bytes without any.
-        kinds: the kind of every program of the engine, with which names of programs begin.
-    """
-    largest: dict[str, int] = {}
-    for program in programs:
-        kind = program.name.split(",")[0]
-        largest[kind] = max(largest.get(kind, 0), program.code)
-    counted = Counter(kinds) - Counter(program.name.split(",")[0] for program in programs)
-    others = sum(count * largest.get(kind, sum(largest.values())) for kind, count in counted.items())
-    return sum(program.code for program in programs) + others if programs else 0
 
 
 def check_compiler(target: Target) -> None:

@@ -16,7 +16,6 @@ from jax.sharding import AbstractMesh
 from checkpoints.drafter import drafter_shapes
 from checkpoints.errors import CheckpointError, one_line
 from checkpoints.load import load_config, weight_shapes
-from mamba_jax.batch import DecodeBatch, MixedBatch
 from mamba_jax.config import HybridConfig, ModelConfigError
 from mamba_jax.head_padding import HeadPadding
 from mamba_jax.model import HybridModel, num_parameters
@@ -26,7 +25,7 @@ from mamba_jax.rows import Rows
 from mamba_jax.sharding import TENSOR, Partition, rows_shardings
 from mamba_jax.store import StoreShape, init_store
 from mamba_jax.store_layout import lanes_of
-from serving.capacity.compiling import Program, SlicePrograms, check_compiler, code_of_all, slice_mesh
+from serving.capacity.compiling import Program, SlicePrograms, check_compiler, slice_mesh
 from serving.capacity.count import Counter, Work, Workload, decode_workload, prefill_workload
 from serving.capacity.targets import Target, larger
 from serving.config import ConfigError, EngineConfig
@@ -243,8 +242,10 @@ class _Planner:
                 # What does not fit is an answer, too.
                 notes.append("the compiler refuses a program: " + one_line(error))
         refused = compile and not programs
-        kinds = [_kind_of(batch) for batch in batches.warm_up_batches(1) if isinstance(batch, StepBatch)]
-        code = code_of_all(programs, kinds)
+        count = sum(isinstance(batch, StepBatch) for batch in batches.warm_up_batches(1))
+        codes = [program.code for program in programs]
+        # Programs that are not compiled are narrower ones, and count as the largest.
+        code = sum(codes) + (count - len(codes)) * max(codes, default=0)
         temporaries = max((p.temporaries for p in programs), default=workspace)
         other = self._bytes_of_seats(rows)
         spare = limit - weights - size.total_bytes - code - temporaries - other
@@ -263,7 +264,7 @@ class _Planner:
             steps=tuple(steps),
             context=context,
             programs=programs,
-            num_programs=len(kinds),
+            num_programs=count,
             kernels=kernels,
             notes=tuple(notes),
             compile_seconds=time.perf_counter() - begin if compile else 0.0,
@@ -371,10 +372,6 @@ def _planned_shapes(batches: BatchBuilder, full: bool) -> tuple[list[PrefillShap
     most = batches.prefill_shapes[-1].tokens
     longest = next(shape for shape in batches.prefill_shapes if shape.tokens == most)
     return [longest], batches.decode_shapes[-1:]
-
-
-def _kind_of(batch: StepBatch) -> str:
-    return "decode" if isinstance(batch, DecodeBatch) else "mixed" if isinstance(batch, MixedBatch) else "prefill"
 
 
 def _decode_name(rows: int) -> str:

@@ -11,8 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from serving.capacity.plan import CapacityPlan
-
-GIB = 1 << 30
+from serving.engine.assembly.sizing import GIB, show_bytes
 
 
 def as_json(plan: CapacityPlan, at_context: int | None = None) -> dict[str, Any]:
@@ -23,8 +22,7 @@ def as_json(plan: CapacityPlan, at_context: int | None = None) -> dict[str, Any]
         fields["at_context"] = {"tokens": at_context, "sequences": sequences, "limited_by": limit}
     fields["compiled"] = plan.compiled
     if plan.size is not None:
-        fields["size"]["tokens_in_pages"] = tokens_in_pages(plan)
-        fields["size"]["slots_for_reuse"] = plan.size.slots_for_reuse
+        fields["size"] |= {"tokens_in_pages": plan.size.tokens_in_pages, "slots_for_reuse": plan.size.slots_for_reuse}
     return fields
 
 
@@ -33,9 +31,9 @@ def verdict(plan: CapacityPlan) -> str:
     each = "" if plan.target.count == 1 else " on each device"
     where = f"{plan.model} on {plan.target.name}"
     if plan.fits:
-        return f"{where}: fits, {gib(plan.spare)} to spare{each}"
+        return f"{where}: fits, {show_bytes(plan.spare)} to spare{each}"
     if plan.spare < 0:
-        return f"{where}: does not fit, {gib(-plan.spare)} too little{each}"
+        return f"{where}: does not fit, {show_bytes(-plan.spare)} too little{each}"
     return f"{where}: does not fit, the compiler refuses a program"
 
 
@@ -44,9 +42,13 @@ def as_text(plan: CapacityPlan, at_context: int | None = None) -> RenderableType
     parts: list[RenderableType] = [Text(verdict(plan), style="bold green" if plan.fits else "bold red"), _machine(plan)]
     parts += [Text(), _memory(plan)]
     if plan.size is not None:
-        parts += [Text(), _capacity(plan)]
+        parts += [Text(), Text(plan.size.report())]
+        parts.append(Text(f"  off the device: {show_bytes(plan.bytes_off_device)} a state, its keys and values aside"))
         if at_context is not None:
-            parts.append(Text(_at_context(plan, at_context)))
+            sequences, limit = plan.sequences_at(at_context)
+            parts.append(
+                Text(f"At {at_context:,} tokens each, {sequences:,} sequences run at once (limited by {limit}).")
+            )
     if plan.steps:
         parts += [Text(), _steps(plan)]
     if plan.programs:
@@ -63,25 +65,9 @@ def as_comparison(plans: list[CapacityPlan], failures: dict[str, str], at_contex
     table = _table("Smallest machine of each kind, by arithmetic", columns)
     for plan in sorted(plans, key=lambda plan: plan.target.count * plan.target.device.memory):
         memory = plan.target.count * plan.target.device.memory
-        row = [plan.target.name, f"{plan.target.count}", gib(memory), gib(plan.spare)]
+        row = [plan.target.name, f"{plan.target.count}", show_bytes(memory), show_bytes(plan.spare)]
         table.add_row(*row, *([f"{plan.sequences_at(at_context)[0]:,}"] if at_context else []))
     return Group(table, *(Text(f"{name}: {why}", style="dim") for name, why in failures.items()))
-
-
-def _at_context(plan: CapacityPlan, tokens: int) -> str:
-    sequences, limit = plan.sequences_at(tokens)
-    return f"At {tokens:,} tokens each, {sequences:,} sequences run at once (limited by {limit})."
-
-
-def tokens_in_pages(plan: CapacityPlan) -> int:
-    """Tokens whose keys and values the pages hold; 0 for a model without attention."""
-    size = plan.size
-    return 0 if size is None or not size.num_pages else (size.num_pages - 1) * size.page_size
-
-
-def gib(count: float) -> str:
-    """Bytes in GiB, or in MiB where that is little."""
-    return f"{count / GIB:,.2f} GiB" if abs(count) >= GIB / 10 else f"{count / (1 << 20):,.1f} MiB"
 
 
 def _machine(plan: CapacityPlan) -> Text:
@@ -106,32 +92,7 @@ def _memory(plan: CapacityPlan) -> Table:
     ]
     for name, count in rows:
         if count or name in ("left", "missing"):
-            table.add_row(name, gib(count), f"{count / plan.limit:.1%}")
-    return table
-
-
-def _capacity(plan: CapacityPlan) -> Table:
-    size = plan.size
-    assert size is not None
-    table = Table(title="What the store holds", title_justify="left", box=None, show_header=False, pad_edge=False)
-    table.add_row("sequences at once", f"{size.max_num_seqs:,} of up to {size.max_model_len:,} tokens")
-    table.add_row(
-        "state slots",
-        f"{size.num_slots - 1:,} of {gib(size.bytes_per_slot)}: {size.running} for running sequences, "
-        f"{size.slots_for_reuse:,} for reuse",
-    )
-    table.add_row("off the device", f"{gib(plan.bytes_off_device)} for each state, its keys and values aside")
-    if size.replay_interval > 1:
-        table.add_row(
-            "replay",
-            f"a state every {size.replay_interval} tokens; {gib(size.bytes_per_tail)} of inputs for each sequence",
-        )
-    if size.num_pages:
-        table.add_row(
-            "pages", f"{size.num_pages - 1:,} of {gib(size.bytes_per_page)} = {tokens_in_pages(plan):,} tokens"
-        )
-    else:
-        table.add_row("pages", "none: no attention")
+            table.add_row(name, show_bytes(count), f"{count / plan.limit:.1%}")
     return table
 
 
@@ -142,7 +103,7 @@ def _steps(plan: CapacityPlan) -> Table:
     for step in plan.steps:
         table.add_row(
             step.name,
-            gib(step.work.bytes),
+            show_bytes(step.work.bytes),
             f"{step.work.flops / 1e9:,.0f}",
             f"{step.bound_ms:.2f} ms",
             f"{step.memory_ms:.2f}",
@@ -157,7 +118,7 @@ def _programs(plan: CapacityPlan) -> Table:
     table = _table(title, ("", "program", "temporaries", "updated in place", "compile time"))
     for each in plan.programs:
         sizes = (each.code, each.temporaries, each.aliased)
-        table.add_row(each.name, *map(gib, sizes), f"{each.seconds:.0f} s")
+        table.add_row(each.name, *map(show_bytes, sizes), f"{each.seconds:.0f} s")
     return table
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -97,15 +98,14 @@ def build_engine(config: EngineConfig, *, progress: bool = True, led: bool = Fal
     config = _in_step(fetched(config), led)
     target = load_config(config.model, hf_overrides=config.hf_overrides)
     described = with_drafter_config(config, target)
-    weights = weight_bytes(
-        config.model,
-        dtype=config.dtype,
-        load_format=config.load_format,
-        quantization=config.quantization,
-        quantization_exclude=config.excluded_from_quantization,
-        hf_overrides=config.hf_overrides,
-    )
-    weights += drafter_bytes(described, config.dtype)
+    loading: dict[str, Any] = {
+        "dtype": config.dtype,
+        "load_format": config.load_format,
+        "quantization": config.quantization,
+        "quantization_exclude": config.excluded_from_quantization,
+        "hf_overrides": config.hf_overrides,
+    }
+    weights = weight_bytes(config.model, **loading) + drafter_bytes(described, config.dtype)
     design = _design(config, described, weights, led)  # reports errors before loading, which can take minutes
     weights = int(weights * (1 + design.padding.cost))
     meshes = device_meshes(config)
@@ -120,16 +120,11 @@ def build_engine(config: EngineConfig, *, progress: bool = True, led: bool = Fal
     check_weights_fit(weights if own is None or mesh is None else weights * len(own) // mesh.size, devices=own)
     loaded = load_weights(
         config.model,
-        dtype=config.dtype,
-        load_format=config.load_format,
         progress=progress,
         sharding=None if mesh is None else _load_shardings(target, mesh),
         seed=config.seed,
-        quantization=config.quantization,
-        quantization_exclude=config.excluded_from_quantization,
-        hf_overrides=config.hf_overrides,
+        **loading,
     )
-    keep = config.compilation_cache
     if described.drafter is not None and config.speculative_model is not None:
         loaded = with_drafter(
             config.speculative_model,
@@ -141,6 +136,7 @@ def build_engine(config: EngineConfig, *, progress: bool = True, led: bool = Fal
         )
     model, digest = on_mesh(loaded.model, mesh), loaded.digest
     del loaded  # frees the weights that were padded
+    keep = config.compilation_cache
     return _assemble(design, meshes, model, tokenizer, eos, None, progress, keep=keep, digest=digest)
 
 

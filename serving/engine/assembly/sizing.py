@@ -76,6 +76,11 @@ class StoreSize:
         return max(self.num_slots - 1 - self.running_slots, 0)
 
     @property
+    def tokens_in_pages(self) -> int:
+        """Tokens whose keys and values the pages hold; 0 for a model without attention."""
+        return max(self.num_pages - 1, 0) * self.page_size
+
+    @property
     def running(self) -> str:
         """The slots of running sequences, in words."""
         if self.replay_interval > 1:
@@ -99,10 +104,9 @@ class StoreSize:
                 f"{show_bytes(self.bytes_per_tail)} of inputs for each sequence ({show_bytes(self.tail_bytes)} in all)"
             )
         if self.num_pages:
-            tokens = (self.num_pages - 1) * self.page_size
             lines.append(
-                f"  pages: {self.num_pages - 1:,} of {show_bytes(self.bytes_per_page)} = {tokens:,} tokens "
-                f"({self.page_size} tokens a page)"
+                f"  pages: {self.num_pages - 1:,} of {show_bytes(self.bytes_per_page)} = {self.tokens_in_pages:,} "
+                f"tokens ({self.page_size} tokens a page)"
             )
         else:
             lines.append("  pages: none, the model has no attention")

@@ -92,16 +92,23 @@ class Canned(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_latency_against_a_server(capfd, tmp_path):
+@pytest.fixture
+def canned():
+    """The URL of a server of such answers."""
+    Canned.count = 0
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Canned) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
-        words = ["--url", f"http://127.0.0.1:{server.server_port}", "--rate", "500", "--requests", "8"]
-        plot = tmp_path / "plot.png"
-        # Exit code 1: some requests have failed.
-        assert run(["bench", "latency", *words, "--prompt-words", "5", "--plot", str(plot)]) == 1
+        yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join()
+
+
+def test_latency_against_a_server(canned, capfd, tmp_path):
+    words = ["--url", canned, "--rate", "500", "--requests", "8"]
+    plot = tmp_path / "plot.png"
+    # Exit code 1: some requests have failed.
+    assert run(["bench", "latency", *words, "--prompt-words", "5", "--plot", str(plot)]) == 1
     lines = {line["metric"]: line for line in lines_of(capfd.readouterr().out)}
     assert lines["environment"]["model"] == "canned"
     assert "device" not in lines["environment"]
@@ -115,15 +122,9 @@ def test_latency_against_a_server(capfd, tmp_path):
     assert plot.stat().st_size > 0
 
 
-def test_long_prompts_with_short_ones(capfd):
-    Canned.count = 0
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Canned) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        words = ["--url", f"http://127.0.0.1:{server.server_port}", "--rate", "500", "--requests", "4"]
-        run(["bench", "latency", *words, "--prompt-words", "5", "--long-requests", "3", "--long-prompt-words", "900"])
-        server.shutdown()
-        thread.join()
+def test_long_prompts_with_short_ones(canned, capfd):
+    words = ["--url", canned, "--rate", "500", "--requests", "4"]
+    run(["bench", "latency", *words, "--prompt-words", "5", "--long-requests", "3", "--long-prompt-words", "900"])
     lines = {(line.get("of"), line["metric"]): line for line in lines_of(capfd.readouterr().out)}
     assert lines[None, "load"]["requests"] == 4
     assert lines["long prompts", "load"]["requests"] == 3

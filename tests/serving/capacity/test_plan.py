@@ -13,7 +13,6 @@ from checkpoints.load import load_config
 from checkpoints.presets import preset_names
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.sharding import Partition
-from serving.capacity.compiling import Program, code_of_all
 from serving.capacity.count import Counter, decode_workload
 from serving.capacity.models import resolved_model
 from serving.capacity.plan import make_plan
@@ -257,9 +256,3 @@ def test_json_has_plain_values_only():
     fields = as_json(made)
     assert json.loads(json.dumps(fields)) == json.loads(json.dumps(fields, default=str))
     assert dataclasses.asdict(made)["size"]["num_pages"] == 0
-
-
-def test_programs_that_are_not_compiled_count_by_kind():
-    compiled = [Program("decode, 64 rows", 10, 0, 0), Program("prefill, 2,048 tokens of 4 rows", 30, 0, 0)]
-    assert code_of_all(compiled, ["decode"] * 5 + ["prefill"] * 3 + ["mixed"]) == 5 * 10 + 3 * 30 + 40
-    assert code_of_all([], ["decode", "prefill"]) == 0

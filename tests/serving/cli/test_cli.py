@@ -72,12 +72,6 @@ def test_the_program_itself(tmp_path):
     assert not done.stdout
 
 
-@pytest.mark.parametrize("flag", ["--help", "generate --help", "convert --help"])
-def test_help(flag, capfd):
-    assert run(flag.split()) == 0
-    assert "Usage" in capfd.readouterr().out
-
-
 def test_one_prompt_is_streamed_to_stdout(capfd):
     arguments = ["--max-tokens", "4", "--max-model-len", "128", "--no-compilation-cache", "--ignore-eos"]
     assert run(["generate", "The quick brown fox", *arguments]) == 0

@@ -54,12 +54,6 @@ def test_a_port_that_is_taken(capfd):
     assert "cannot listen on 127.0.0.1" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["serve", "chat"])
-def test_help(command, capfd):
-    assert run([command, "--help"]) == 0
-    assert "Usage" in capfd.readouterr().out
-
-
 def test_settings_come_from_everywhere(monkeypatch):
     monkeypatch.setenv("MAMBA_JAX_API_KEY", "from-the-environment")
     file = {"port": 9000, "max_num_seqs": 4, "served_model_name": "a-name", "host": "0.0.0.0"}
