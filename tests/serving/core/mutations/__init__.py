@@ -1,18 +1,6 @@
 """Planted faults for the host policy, by what they break."""
 
-from tests.serving.core.mutations import accounts, hits, lockstep, progress, publication, replay, results, rows, sharing
+from tests.serving.core.mutations import ownership, replay, reuse, steps
 from tests.serving.core.mutations.registry import CORE, Mutation
 
-__all__ = [
-    "CORE",
-    "Mutation",
-    "accounts",
-    "hits",
-    "lockstep",
-    "progress",
-    "publication",
-    "replay",
-    "results",
-    "rows",
-    "sharing",
-]
+__all__ = ["CORE", "Mutation", "ownership", "replay", "reuse", "steps"]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -35,3 +36,21 @@ def mutation(
         return plant
 
     return register
+
+
+def replacing(owner: Any, name: str, *others: Any) -> Callable[[Callable[..., Any]], Callable[[Patch], None]]:
+    """Makes a plant of a function that is called in the place of `owner.name` (and of the same in `others`).
+
+    The original comes as its first argument.
+    """
+
+    def decorate(change: Callable[..., Any]) -> Callable[[Patch], None]:
+        def plant(patch: Patch) -> None:
+            whole = getattr(owner, name)
+            for place in (owner, *others):
+                patch.setattr(place, name, lambda *args, **more: change(whole, *args, **more))
+
+        plant.__name__ = change.__name__
+        return plant
+
+    return decorate

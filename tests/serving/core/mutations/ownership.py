@@ -1,0 +1,238 @@
+"""What several rows may read and none may write, what is given back, and what is given up first."""
+
+from serving.core import scheduler
+from serving.core.cache.cache import Cache
+from serving.core.cache.pools import Pool
+from serving.core.cache.prefix_index import PrefixIndex
+from serving.core.cache.retention import RetentionPolicy
+from serving.core.cache.row_pages import RowPages
+from serving.core.cache.row_snapshots import RowSnapshots
+from serving.core.cache.row_state import RowState
+from serving.core.planning.state import SchedulerState
+from tests.serving.core.mutations.registry import Patch, mutation, replacing
+
+# -- read by several --
+
+
+@mutation(9, "a row writes the checkpoint that it reads", "A32 B10 B23")
+@replacing(RowSnapshots, "_choose")
+def write_shared_slot(whole, self, count, after):
+    checkpoint = self._read_only
+    return [checkpoint, *whole(self, count, after)][:count] if checkpoint else whole(self, count, after)
+
+
+@mutation(10, "a partly filled page that was hit is written without a copy", "A32 B10")
+@replacing(RowPages, "resume_from")
+def no_copy_after_hit(whole, self, path, entry=None):
+    whole(self, path, entry)
+    self.shared = -1
+
+
+@mutation(11, "a row writes on in the page in which it published its own prompt end", "A32 B10")
+@replacing(scheduler, "after_dispatch")
+def no_copy_after_own_end(whole, host, row):
+    whole(host, row)
+    row.request.progress.pages.shared = -1
+
+
+@mutation(12, "what a row of the step reads may be given to another row of the same step", "A20 B17")
+@replacing(RowState, "reserve_chunk")
+def release_when_planned(whole, self, *chunk, **more):
+    access = whole(self, *chunk, **more)
+    if access is not None and self.leaving:
+        self._cache.slots.release(self.leaving)
+        self.leaving = 0
+    return access
+
+
+@mutation(13, "the source of a page copy is let go before the copy is dispatched", "B10")
+def release_source_early(patch: Patch) -> None:
+    reserve, release = RowPages.reserve, RowPages.release
+
+    def reserve_early(self, tokens):
+        done, pool = reserve(self, tokens), self._pool
+        if done and self.copy is not None:
+            source = self.copy[0]
+            pool.release(source)
+            if not pool.refs[source]:
+                pool.withdraw(source)
+        return done
+
+    def dispatched(self):
+        copied, self.copy = self.copy is not None, None
+        return copied
+
+    def release_all_but_source(self):
+        self.copy = None
+        release(self)
+
+    patch.setattr(RowPages, "reserve", reserve_early)
+    patch.setattr(RowPages, "dispatched", dispatched)
+    patch.setattr(RowPages, "release", release_all_but_source)
+    # Withdrawing is not what this is about.
+    patch.setattr(scheduler.Scheduler, "withdraw", lambda self, plan: self.reset())
+
+
+@mutation(14, "an equal page is taken over without being referenced", "A32")
+@replacing(RowPages, "exchange")
+def adopt_without_reference(whole, self, at, page):
+    whole(self, at, page)
+    if self._pool.refs[page] > 1:
+        self._pool.refs[page] -= 1
+
+
+@mutation(40, "a state that a row reads may be evicted", "invariant 2")
+@replacing(PrefixIndex, "_evict_state")
+def evict_in_use(whole, self, max_rank):
+    for root in self.roots.values():
+        stack = [root]
+        while stack:
+            node = stack.pop()
+            for entry in list(node.states.values()):
+                if self.slots.refs[entry.slot]:
+                    self.slots.refs[entry.slot] = 0
+                    self.slots.num_cached += 1
+                self.drop_state(entry)
+                return True
+            stack += node.children.values()
+    return False
+
+
+@mutation(41, "a page with others below it may be evicted", "invariant 11")
+@replacing(PrefixIndex, "evict_page")
+def evict_inner_page(whole, self):
+    for root in self.roots.values():
+        for node in root.children.values():
+            if not self.pages.refs[node.page]:
+                self._drop_node(node)
+                return True
+    return whole(self)
+
+
+@mutation(46, "drafts are proposed into a shared page: a whole-prompt hit copies nothing before it samples", "A32 B10")
+@replacing(SchedulerState, "prepare_pages")
+def proposals_into_shared_page(whole, self, request, end, plan, *, preempting):
+    if end == request.progress.num_computed and not request.progress.unsettled:
+        return True
+    return whole(self, request, end, plan, preempting=preempting)
+
+
+@mutation(63, "equal pages of twins are held twice", "issue: accounts", "test_hits:test_twins_hold_their_prompt_once")
+@replacing(RowPages, "exchange")
+def held_twice(whole, self, at, page):
+    whole(self, at, page)
+    # The page of its own that the row should have given up.
+    self._pool.take()
+
+
+# -- accounts --
+
+
+@mutation(27, "the surplus of optimistic pages is kept", "issue: accounts")
+@replacing(RowPages, "return_surplus")
+def surplus_kept(whole, self, tokens):
+    return None
+
+
+@mutation(35, "an abort between planning and dispatch leaks what the row held in addition to its request", "A52 B12")
+def leak_on_abort(patch: Patch) -> None:
+    state, row_pages = RowState.release, RowPages.release
+
+    def release_slots(self):
+        self._publications, self.leaving = (), 0
+        state(self)
+
+    def release_pages(self):
+        self.copy = None
+        row_pages(self)
+
+    patch.setattr(RowState, "release", release_slots)
+    patch.setattr(RowPages, "release", release_pages)
+
+
+@mutation(36, "preemption forgets the checkpoint that the row was reading", "A17 issue: accounts")
+@replacing(SchedulerState, "preempt")
+def leak_on_preemption(whole, self, victim, plan, **more):
+    victim.progress.state._read_only = 0
+    whole(self, victim, plan, **more)
+
+
+@mutation(37, "withdrawing a step keeps the slots that it took for publication", "B12")
+@replacing(RowState, "undo")
+def leak_on_withdraw(whole, self):
+    self._publications = ()
+    whole(self)
+
+
+@mutation(38, "the cache is kept when the store is lost", "issue: failure")
+@replacing(Cache, "clear")
+def cache_survives_loss(whole, self):
+    if not hasattr(self, "slots"):
+        whole(self)
+        return
+    for pool in self.pools:
+        for i in range(1, pool.size):
+            while pool.refs[i]:
+                pool.release(i)
+
+
+@mutation(42, "the null slot and the null page are handed out", "A21 B18")
+@replacing(Pool, "__init__")
+def null_handed_out(whole, self, size):
+    whole(self, size)
+    self.free.insert(0, 0)
+
+
+@mutation(47, "two rows of a step may be planned to write one slot", "A21 B18")
+@replacing(Pool, "take")
+def one_slot_for_all(whole, self):
+    fresh = whole(self)
+    if fresh and self.name == "slots" and self.size > 6:
+        used = [i for i in range(1, self.size) if self.refs[i] == 1 and self.owners[i] is None and i != fresh]
+        if len(used) > 3:
+            self.release(fresh)
+            self.refs[used[0]] += 1
+            return used[0]
+    return fresh
+
+
+# -- worth --
+
+
+@mutation(
+    52,
+    "states are evicted least recently used first, whatever they are worth",
+    "issue: worth",
+    "test_eviction:test_interior_states_go_before_the_end_of_an_older_chain",
+)
+@replacing(RetentionPolicy, "rank")
+def plain_lru(whole, self, entry):
+    return 1
+
+
+@mutation(53, "a branch counts as interior", "invariant 11", "test_eviction:test_a_branch_is_not_interior")
+@replacing(RetentionPolicy, "rank")
+def branch_is_interior(whole, self, entry):
+    return int(not entry.below)
+
+
+@mutation(
+    54,
+    "a checkpoint's slots are taken although a request waits for a row id",
+    "invariant 11",
+    "test_eviction:test_checkpoints_never_block_admission",
+)
+@replacing(Cache, "can_spare_slot")
+def greedy_checkpoints(whole, self, *, admitting=False):
+    return True
+
+
+@mutation(
+    55,
+    "a state of little worth displaces one of more",
+    "issue: worth",
+    "test_eviction:test_a_modest_state_displaces_nothing_of_worth",
+)
+@replacing(RetentionPolicy, "is_low_value")
+def immodest(whole, self, prompt_len, position, kind):
+    return False

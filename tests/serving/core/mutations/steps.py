@@ -1,0 +1,276 @@
+"""What a step tells the device, what becomes of its tokens, who goes on, and who waits or makes room."""
+
+import dataclasses
+
+import pytest
+
+from serving.core import DecodeRow, PrefillRow, Request, StateAccess, Status, scheduler
+from serving.core.cache.cache import Cache
+from serving.core.cache.retention import RetentionPolicy
+from serving.core.cache.row_pages import RowPages
+from serving.core.cache.row_snapshots import RowSnapshots
+from serving.core.cache.row_state import RowState
+from serving.core.planning import admission, rows, settlement
+from serving.core.planning.plan import Budget
+from serving.core.planning.state import SchedulerState
+from serving.core.requests.request import ResultDisposition
+from tests.serving.core.mutations.registry import Patch, mutation, replacing
+
+# -- rows --
+
+
+@mutation(6, "tiles are counted from the chunk's start instead of absolutely", "A33 A34 B8")
+@replacing(RowState, "reserve_chunk")
+def relative_tiles(whole, self, start, end, unit, *rest, **more):
+    access = whole(self, start, end, unit, *rest, **more)
+    if access is None:
+        return None
+    writes = [0] * len(access.writes)
+    for each in self._publications:
+        writes[(each.position - start - 1) // unit] = each.slot
+    writes[-1] = access.writes[-1]
+    return StateAccess(access.read, writes)
+
+
+@mutation(22, "a preempted row keeps its anchor: the row id's next contents are continued", "A17 A18 A19")
+@replacing(SchedulerState, "forget")
+def stale_anchor(whole, self, request):
+    before = getattr(request, "progress", None)
+    whole(self, request)
+    if before is not None:
+        request.progress.num_sampling_steps = before.num_sampling_steps
+
+
+@mutation(23, "a first token is a decode row", "A4 B13 invariant 5")
+@replacing(scheduler, "plan_prefill", admission)
+def first_token_decodes(whole, host, request, step, *rest, **more):
+    reason = whole(host, request, step, *rest, **more)
+    row = request.progress.unsettled[-1] if reason is None else None
+    if isinstance(row, PrefillRow) and row.length == 0 and row.num_tokens == 1:
+        step.remove(row)
+        fields = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
+        new = DecodeRow(**fields, continues=False, tokens=row.tokens)
+        request.progress.unsettled[-1] = new
+        step.decode.append(new)
+        step.effects.append(new)
+    return reason
+
+
+@mutation(24, "the host takes the first slot after a step with accepted drafts", "A12 A13 B5")
+@replacing(RowSnapshots, "advance")
+def first_slot_current(whole, self, access, before, kept):
+    return whole(self, access, before, 1)
+
+
+@mutation(25, "pages are reserved for the shortest possible length", "A23 B3")
+@replacing(scheduler, "plan_decode")
+def shortest_length(whole, host, request, *rest):
+    done = whole(host, request, *rest)
+    if done >= 0:
+        progress = request.progress
+        progress.pages.return_surplus(progress.num_computed + len(progress.unsettled))
+    return done
+
+
+@mutation(26, "a slot that the device will read next is given back as surplus", "A12 B13")
+@replacing(RowSnapshots, "trim")
+def trim_what_is_read(whole, self, after):
+    while len(self._own) > self._cache.width:
+        slot = self._own[-1]
+        self._disown(slot)
+        self._cache.slots.release(slot)
+
+
+@mutation(30, "the tile budget is not looked at", "issue: tile budget")
+@replacing(Budget, "__init__")
+def no_tile_budget(whole, self, config):
+    whole(self, config)
+    self.tiles = 10**6
+
+
+@mutation(34, "drafts are planned beyond a request's last token, and more pages wanted than there may be", "A24")
+@replacing(SchedulerState, "reach")
+def drafts_beyond_the_end(whole, self, request, end):
+    return end + self.config.num_speculative_tokens + self.config.page_size
+
+
+@mutation(43, "two rows share a row id", "A20 B17")
+@replacing(admission, "_admit_one")
+def shared_row_id(whole, host, request, plan, room):
+    reason, running = whole(host, request, plan, room), host.queues.running
+    if reason is None and len(running) > 1:
+        progress = request.progress
+        progress.row_id = progress.unsettled[-1].row_id = running[0].progress.row_id
+    return reason
+
+
+@mutation(50, "a row goes on from the state before its unsettled chunk", "A12 B17")
+@replacing(RowState, "_read_slot")
+def stale_chunk_state(whole, self, after):
+    return self._current or whole(self, after)
+
+
+@mutation(
+    57,
+    "align runs over the junction of pages and states",
+    "issue: align",
+    "test_hits:test_align_publishes_the_junction_of_two_prompts",
+)
+@replacing(RetentionPolicy, "stops")
+def no_junction(whole, self, prompt_len, hit, matched):
+    return whole(self, prompt_len, hit, 0)
+
+
+@mutation(
+    58,
+    "a resumed request runs over its prompt's end",
+    "A17 issue: resume",
+    "test_limits:test_a_resumed_request_stops_at_its_prompt_end",
+)
+@replacing(RetentionPolicy, "stops")
+def no_stop_at_prompt_end(whole, self, prompt_len, hit, matched):
+    return []
+
+
+@mutation(64, "a short prompt tail whose log-probabilities are asked for is a decode row", "invariant 5")
+@replacing(rows, "_fits_decode_row")
+def reporting_tail_decodes(whole, host, request, start, num_tokens):
+    return start > 0 and num_tokens <= host.cache.width
+
+
+# -- results --
+
+
+@mutation(28, "a row whose request has ended is credited with its unsettled step", "A19 pitfall: late results")
+@replacing(settlement, "_settle_dead")
+def credit_the_dead(whole, host, row, tokens, emitted):
+    if row.sample and row.fate is ResultDisposition.DROPPED and row.request.finished:
+        accepted, _ = settlement.append(row.request, tokens)
+        emitted.append(settlement.RowResult(row.request, row, accepted))
+        return
+    whole(host, row, tokens, emitted)
+
+
+@mutation(39, "results of a step that was lost with the store are taken", "issue: failure")
+@replacing(scheduler.Scheduler, "settle")
+def late_results(whole, self, plan, result):
+    if plan in self.unsettled:
+        return whole(self, plan, result)
+    for row, tokens in zip(plan.rows, (*result.decode, *result.prefill), strict=True):
+        if row.request.status is Status.WAITING:
+            settlement.append(row.request, tokens)
+    return []
+
+
+@mutation(44, "the unsettled tokens of a preempted request are counted twice", "A17")
+@replacing(settlement, "_settle_dead")
+def detached_tokens_twice(whole, host, row, tokens, emitted):
+    detached = row.fate is ResultDisposition.DETACHED and row.request.status is Status.WAITING
+    whole(host, row, tokens, emitted)
+    if detached and not row.request.finished:
+        whole(host, row, tokens, emitted)
+
+
+@mutation(49, "min_tokens does not hold back a stop token", "issue: limits")
+@replacing(settlement, "append")
+def stop_too_early(whole, request, tokens):
+    kept, request.min_tokens = request.min_tokens, 0
+    try:
+        return whole(request, tokens)
+    finally:
+        request.min_tokens = kept
+
+
+# -- who goes on --
+
+
+@mutation(29, "chunks end on multiples of B even where B does not fit", "A25 B15")
+@replacing(rows, "_chunk_end")
+def align_or_nothing(whole, host, request, start, room):
+    end = whole(host, request, start, room)
+    if end < len(request.tokens) and end not in request.progress.stops and host.config.cache_mode == "align":
+        return max(start, end - end % host.config.state_block_size)
+    return end
+
+
+@mutation(31, "the last in the order is never preempted: who has too little waits", "invariant 9")
+@replacing(SchedulerState, "preempt_later")
+def never_preempt(whole, self, request, plan):
+    return False
+
+
+@mutation(32, "the copy of a page is insisted on when no page is left", "invariant 9 and 11")
+@replacing(RowPages, "_unshare")
+def insist_on_copy(whole, self, pool):
+    return None
+
+
+@mutation(33, "keeping a boundary comes before going on", "invariant 11")
+def boundaries_first(patch: Patch) -> None:
+    def choose_unkept(whole, self, count, after):
+        kept = after.boundary if after is not None else ()
+        stuck = all(slot in kept for slot in self._own) and not self._cache.slots.available
+        return [] if stuck else whole(self, count, after)
+
+    def publish_last_slot(whole, self, *boundary, **later):
+        # Without looking whether the row keeps a slot to write.
+        with pytest.MonkeyPatch.context() as meanwhile:
+            meanwhile.setattr(Cache, "can_spare_slot", lambda self, *, admitting=False: True)
+            whole(self, *boundary, **later)
+
+    replacing(RowSnapshots, "_choose")(choose_unkept)(patch)
+    replacing(RowSnapshots, "publish_boundary")(publish_last_slot)(patch)
+
+
+@mutation(
+    51,
+    "prefills get what decoding leaves, and no share",
+    "A25 B15",
+    "test_limits:test_a_prefill_gets_its_share_while_others_decode_the_budget_away",
+)
+@replacing(Budget, "grant_share")
+def no_share(whole, self):
+    return None
+
+
+@mutation(
+    56,
+    "forks do not wait for the first sibling",
+    "issue: forks",
+    "test_forks:test_siblings_wait_for_the_first_ones_prompt_end",
+)
+@replacing(admission, "_waits_for_sibling")
+def forks_do_not_wait(whole, host, request):
+    return False
+
+
+@mutation(
+    59,
+    "the first in the order makes room for the last",
+    "invariant 9",
+    "test_limits:test_the_latest_makes_room_and_resumes_from_the_cache",
+)
+@replacing(SchedulerState, "preempt_later")
+def wrong_victim(whole, self, request, plan):
+    victims = [other for other in self.queues.running if other is not request]
+    if victims:
+        self.preempt(victims[0], plan)
+    return bool(victims)
+
+
+@mutation(82, "a row in lockstep takes part in a step while it waits for another one", "masks: lockstep")
+def no_sitting_out(patch: Patch) -> None:
+    patch.setattr(Request, "sits_out", False)
+
+
+@mutation(
+    83,
+    "where there are drafts, all rows wait for one in lockstep",
+    "masks: neighbours",
+    seen_by="test_limits:test_a_row_in_lockstep_sits_out_while_others_go_on",
+)
+@replacing(scheduler.Scheduler, "needs_settle_before_schedule")
+def neighbours_wait(whole, self):
+    drafting = self.config.num_speculative_tokens > 0
+    held = any(request.lockstep and request.progress.unsettled for request in self.running)
+    return whole(self) or (drafting and held)
