@@ -72,11 +72,16 @@ BITS: dict[int, Fault] = {}
 """Those that change only bits: see `test_traces_invariant`."""
 
 
+def planted() -> dict[int, Fault]:
+    """All of them."""
+    return DEVICE | DRAFTS | LAYER | REPLAY | REPLAY_LAYER | STRUCTURED | ADAPTERS | BITS
+
+
 def fault(number: int, text: str, cases: str, compiles: str | None = None, *, table: dict[int, Fault] = DEVICE):
     """Register a fault under its number."""
 
     def register(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        assert number not in DEVICE | DRAFTS | LAYER | REPLAY | REPLAY_LAYER | STRUCTURED | ADAPTERS | BITS
+        assert number not in planted()
         table[number] = Fault(number, text, cases, compiles, plant)
         return plant
 

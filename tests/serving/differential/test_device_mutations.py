@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from serving.engine.requests.sampling_params import SamplingParams
+from tests.serving.differential import adapter_faults, draft_faults, faults, replay_faults, structured_faults  # noqa: F401
 from tests.serving.differential.faults import DEVICE, Fault
 from tests.serving.differential.judging import TOLERANCE, Divergence
 from tests.support.engines import finish
@@ -74,7 +75,7 @@ def test_fault_shows(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_table_is_complete() -> None:
     table = (Path(__file__).parents[3] / "docs" / "mutations.md").read_text()
-    for number, fault in DEVICE.items():
+    for number, fault in faults.planted().items():
         assert re.search(rf"^\| D{number} \| {re.escape(fault.fault)} \| {fault.cases} \|", table, re.MULTILINE), (
             f"D{number} is not listed"
         )

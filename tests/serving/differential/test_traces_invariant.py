@@ -18,8 +18,7 @@ from kernels_pallas.ssd_scan import api as scan_api
 from kernels_pallas.ssd_scan import xla as scan_xla
 from tests.serving.differential.faults import BITS, Fault, Patch, fault
 from tests.serving.differential.judging import Divergence
-from tests.serving.differential.splitting import impatient
-from tests.serving.differential.traces import draw, run_trace
+from tests.serving.differential.traces import draw, run_trace, run_traces
 from tests.support.shared_engines import INVARIANT, INVARIANT_MODELS, SMALLEST, TILE, engines_of
 
 pytestmark = [
@@ -39,14 +38,8 @@ HOW: dict[str, dict[str, Any]] = {
 
 def run(first: int, count: int, name: str, *hows: str) -> Counter[str]:
     """Runs so many traces in each of these ways. No comparison may be cut short: bits that are equal have no ties."""
-    met: Counter[str] = Counter()
-    with impatient():
-        for how in hows:
-            for seed in range(first, first + count):
-                met += run_trace(seed, model=name, **HOW[how])
-    print(name, hows, dict(sorted(met.items())))
+    met = sum((run_traces(first, count, reached=["cached_tokens"], model=name, **HOW[how]) for how in hows), Counter())
     assert met["cut"] == 0
-    assert met["cached_tokens"]
     return met
 
 

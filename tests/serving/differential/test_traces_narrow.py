@@ -7,7 +7,6 @@ written, so with them in 8 bits answers depend on nothing but how float32 rounds
 """
 
 import dataclasses
-from collections import Counter
 from typing import Any
 from unittest import mock
 
@@ -17,8 +16,7 @@ from serving.core import SchedulerConfig
 from serving.engine.assembly import design
 from serving.engine.assembly.design import scheduler_config
 from tests.serving.differential.judging import Divergence
-from tests.serving.differential.splitting import impatient
-from tests.serving.differential.traces import draw, run_trace
+from tests.serving.differential.traces import draw, run_trace, run_traces
 from tests.support.shared_engines import EXACT, VARIANTS
 
 pytestmark = pytest.mark.full
@@ -28,15 +26,9 @@ COUNT = 16
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_traces(variant: str, request: pytest.FixtureRequest) -> None:
-    first = 5_000_000
-    met: Counter[str] = Counter()
-    for seed in range(first, first + COUNT):
-        met += run_trace(seed, model=variant)
-    print(dict(sorted(met.items())))
-    for name in ("align", "all", "preemptions", "page_copies", "full_hits", "cached_tokens"):
-        assert met[name], f"never met: {name}"
-    assert met["cut"] <= met["comparisons"] // 4, "too many comparisons were cut short by near-ties"
+def test_traces(variant: str) -> None:
+    reached = ("align", "all", "preemptions", "page_copies", "full_hits", "cached_tokens")
+    run_traces(5_000_000, COUNT, model=variant, reached=reached, ties=1 / 4)
 
 
 HOW: dict[str, dict[str, Any]] = {
@@ -59,15 +51,7 @@ CASES = [
 @pytest.mark.parametrize(("variant", "how"), CASES)
 def test_rounded_rows(variant: str, how: str) -> None:
     """Rows are rounded at multiples of B, whatever else: cold runs, hits, drafts, replay, a split all say the same."""
-    first = 5_100_000
-    met: Counter[str] = Counter()
-    with impatient():
-        for seed in range(first, first + COUNT):
-            met += run_trace(seed, model=variant, **HOW[how])
-    print(dict(sorted(met.items())))
-    for name in ("align", "all", "cached_tokens"):
-        assert met[name], f"never met: {name}"
-    assert met["cut"] <= 1 + met["comparisons"] // 50, "too many comparisons were cut short by near-ties"
+    run_traces(5_100_000, COUNT, model=variant, reached=("align", "all", "cached_tokens"), ties=1 / 50, **HOW[how])
 
 
 def test_chunks_that_run_over_a_boundary_are_noticed() -> None:

@@ -4,9 +4,6 @@ LoRA, initial states or both; names that get new content while requests run; mor
 trace is as without adapters: cache modes, chunks, drafts, replay, mixed steps, preemption, aborts, failing steps.
 """
 
-import re
-from pathlib import Path
-
 import jax
 import numpy as np
 import pytest
@@ -18,7 +15,7 @@ from tests.serving.differential import traces
 from tests.serving.differential.adapter_faults import ADAPTERS
 from tests.serving.differential.faults import Fault
 from tests.serving.differential.judging import TOLERANCE, Divergence
-from tests.serving.differential.test_traces_with_replay import run
+from tests.serving.differential.traces import run_traces as run
 from tests.support.adapter_contents import CONTENTS, content
 from tests.support.selection import slow
 from tests.support.shared_engines import SMALLEST, SharedEngines, engines_of
@@ -108,12 +105,4 @@ def test_fault_shows(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
         on = engines_of(f"{SMALLEST}, adapters")
         monkeypatch.setattr(on, "_programs", {tile: on.compile_anew() for tile in on._programs})
     with pytest.raises(Divergence):
-        run(70_000_000, 12, adapters=True, model=SMALLEST, reached=())
-
-
-def test_table_is_complete() -> None:
-    table = (Path(__file__).parents[3] / "docs" / "mutations.md").read_text()
-    for number, fault in ADAPTERS.items():
-        assert re.search(rf"^\| D{number} \| {re.escape(fault.fault)} \| {fault.cases} \|", table, re.MULTILINE), (
-            f"D{number} is not listed"
-        )
+        run(70_000_000, 12, adapters=True, model=SMALLEST)

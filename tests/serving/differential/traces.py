@@ -6,6 +6,7 @@ request is aborted, and which steps fail. `run_trace(seed)` raises `Divergence` 
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ from serving.engine.requests.request import LoRARequest
 from serving.engine.requests.sampling_params import SamplingParams
 from tests.serving.differential.drafting import COUNTS, MOST, SPARE_SLOTS, Drafters, Drafting, Watch, drafters, tally
 from tests.serving.differential.judging import Divergence, judge
-from tests.serving.differential.splitting import OtherSide, Split, draw_split
+from tests.serving.differential.splitting import OtherSide, Split, draw_split, impatient
 from tests.support.adapter_contents import CONTENTS, draw_adapters
 from tests.support.engines import Continuation
 from tests.support.letter_tokens import WORDS
@@ -319,6 +320,23 @@ def run_trace(seed: int, **how: Any) -> Counter:
     trace.met["debug"] += trace.flags["debug_state"]
     trace.met["mixed"] += engine.loop.stats.mixed_steps
     return trace.met
+
+
+def run_traces(
+    first: int, count: int, *, reached: Sequence[str] = (), ties: float = 1 / 200, **how: Any
+) -> Counter[str]:
+    """Runs traces from a seed on, and checks what they met together. `ties`: of comparisons that near-ties may cut."""
+    print(f"seeds {first} to {first + count - 1}, {how}")
+    met: Counter[str] = Counter()
+    with impatient():
+        for seed in range(first, first + count):
+            met += run_trace(seed, **how)
+    print(dict(sorted(met.items())))
+    missing = [name for name in reached if not met[name]]
+    assert not missing, f"never met: {missing}"
+    assert met["cut"] <= 1 + met["comparisons"] * ties, "too many comparisons were cut short by near-ties"
+    assert met["accepted wrong"] == 0
+    return met
 
 
 def _has_room(engine, adapter: LoRARequest | None) -> bool:
