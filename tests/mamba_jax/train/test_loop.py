@@ -102,6 +102,17 @@ def test_devices_share_a_batch(whole, tmp_path):
         run(tmp_path / "three", devices=jax.devices()[:3])
 
 
+def test_weight_decay_shrinks_matrices_only():
+    optimizer = make_optimizer(OptimizerSettings(warmup_steps=0, weight_decay=0.5, learning_rate=0.1), 12)
+    values = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
+    update, _ = optimizer.update({name: 0 * value for name, value in values.items()}, optimizer.init(values), values)
+    assert {name for name, change in update.items() if np.any(change)} == {"layers.0.in_proj.weight"}
+
+
+SHAPES = {"layers.0.in_proj.weight": (3, 2), "layers.0.conv_weight": (3, 4), "norm.weight": (2,)}
+"""Of a product, a convolution and a norm."""
+
+
 @pytest.mark.full
 def test_divided_weights_need_less_memory_and_give_the_same_losses(whole, tmp_path):
     def on_one(arrays):

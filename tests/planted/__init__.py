@@ -1,0 +1,1 @@
+"""Plants each fault of docs/mutations.md, and runs the default tier until a test fails."""
