@@ -5,16 +5,15 @@ import json
 import pytest
 
 from serving.vllm.command import translate
+from tests.support.text_clients import APIS, ask
 from tests.support.written_calls import FORMS, written
 
 pytestmark = pytest.mark.full
 
 NAME = "forecast"
 ARGUMENTS = {"city": 'Zürich, "old" <b>\n(it\'s)', "days": 3, "options": {"units": ["C", None], "exact": True}}
-TOOL = {"type": "function", "function": {"name": NAME, "parameters": {"type": "object", "properties": {
-    "city": {"type": "string"}, "days": {"type": "integer"}, "options": {"type": "object"}}}}}  # fmt: skip
-
-
+TOOL = {"name": NAME, "parameters": {"type": "object", "properties": {
+    "city": {"type": "string"}, "days": {"type": "integer"}, "options": {"type": "object"}}}}  # fmt: skip
 PARSERS = {"granite4": "hermes", "nemotron_v3": "qwen3_coder"} | {form: form for form in FORMS if form != "nemotron"}
 """vLLM's names of formats, and ours."""
 
@@ -28,56 +27,21 @@ def text(request, server, monkeypatch):
     return written(form, (NAME, ARGUMENTS), literal=repr if form == "lfm2" else json.dumps)
 
 
-def ask(server, text, **fields):
-    """The model can only write `text`."""
-    return server.openai().chat.completions.create(
-        model="demo", messages=[{"role": "user", "content": "Weather?"}], tools=[TOOL], max_completion_tokens=450,
-        extra_body={"structured_outputs": {"choice": [text]}}, **fields,
-    )  # fmt: skip
+def both(api, server, text):
+    """The answer of a model that can only write `text`; as events it is the same."""
+    fields = {"tools": [TOOL], "limit": 450, "structured_outputs": {"choice": [text]}}
+    whole, streamed = (ask(api, server, stream=stream, **fields) for stream in (False, True))
+    assert (streamed.text, streamed.calls, streamed.reason) == (whole.text, whole.calls, whole.reason)
+    return whole
 
 
-def streamed(server, text):
-    """Content, calls as (name, arguments) and the finish reason."""
-    content, calls, reason = "", [], None
-    for chunk in ask(server, text, stream=True):
-        for choice in chunk.choices:
-            content += choice.delta.content or ""
-            reason = choice.finish_reason or reason
-            for call in choice.delta.tool_calls or ():
-                if call.function.name is not None:
-                    assert call.index == len(calls)
-                    calls.append((call.function.name, ""))
-                calls[-1] = (calls[-1][0], calls[-1][1] + (call.function.arguments or ""))
-    return content, calls, reason
-
-
-def whole(server, text):
-    choice = ask(server, text).choices[0]
-    calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()]
-    return choice.message.content or "", calls, choice.finish_reason
-
-
-def test_a_call_comes_back_as_it_was_meant(server, text):
-    content, calls, reason = whole(server, f"I look. {text}")
-    assert (content, reason) == ("I look.", "tool_calls")
-    assert [(name, json.loads(arguments)) for name, arguments in calls] == [(NAME, ARGUMENTS)]
-    assert streamed(server, f"I look. {text}") == (content, calls, reason)
-
-
-def test_a_call_in_a_message(server, text):
-    body = {
-        "model": "demo", "messages": [{"role": "user", "content": "Weather?"}], "max_tokens": 450,
-        "tools": [{"name": NAME, "input_schema": TOOL["function"]["parameters"]}],
-        "structured_outputs": {"choice": [text]},
-    }  # fmt: skip
-    answer = server.http.post("/v1/messages", json=body).json()
-    assert [(block["name"], block["input"]) for block in answer["content"]] == [(NAME, ARGUMENTS)]
-    assert answer["stop_reason"] == "tool_use"
+@pytest.mark.parametrize("api", APIS)
+def test_a_call_comes_back_as_it_was_meant(server, text, api):
+    answer = both(api, server, f"I look. {text}")
+    assert (answer.text, answer.reason) == ("I look.", "tool_calls")
+    assert [(name, json.loads(arguments)) for name, arguments in answer.calls] == [(NAME, ARGUMENTS)]
 
 
 @pytest.mark.parametrize("hostile", ["\\ud800", "[" * 40, "NaN"])
 def test_hostile_values_give_well_formed_answers(server, text, hostile):
-    text = text.replace("3", hostile)
-    content, calls, reason = whole(server, text)
-    assert len(calls) <= 1
-    assert streamed(server, text) == (content, calls, reason)
+    assert len(both("chat/completions", server, text.replace("3", hostile)).calls) <= 1

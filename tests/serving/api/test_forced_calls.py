@@ -12,6 +12,7 @@ from serving.api.http.protocol.chat import Tool
 from serving.api.http.text import TextCodec
 from serving.engine.structured.grammar_state import StructuredOutputs
 from serving.engine.structured.grammars import Grammars
+from tests.support.text_clients import ask as asked
 from tests.support.written_calls import FORMS, found, tokenizer_with, written
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {
@@ -27,6 +28,7 @@ ADD = {"type": "function", "function": {"name": "add", "parameters": {
 NOW = {"type": "function", "function": {"name": "now"}}
 EMPTY = {"type": "function", "function": {"name": "look", "parameters": {
     "type": "object", "properties": {}, "additionalProperties": False}}}  # fmt: skip
+NAMED = {"type": "function", "function": {"name": "add"}}
 TOOLS = [Tool.model_validate(tool) for tool in (ADD, NOW, EMPTY)]
 ONE = {form: written(form, ("add", {"a": 1, "kind": "x"})) for form in FORMS}
 TWO = {form: written(form, ("add", {"a": 1, "kind": "x"}), ("now", {})) for form in FORMS}
@@ -83,45 +85,26 @@ def ask(server, **fields):
     return server.openai().chat.completions.create(**body)
 
 
-def check(name, arguments):
-    given = json.loads(arguments)
-    if name == "add":
-        assert given["a"] <= 99
-        assert given["kind"] in ("x", "y")
-        assert set(given) <= {"a", "note", "kind", "list"}
-
-
 @pytest.mark.parametrize("form", [None, *ONE])
 def test_a_required_call(server, monkeypatch, form):
     monkeypatch.setitem(server.context.__dict__, "tool_calls", form)
-    for seed in range(2):
-        choice = ask(
-            server, tool_choice="required", parallel_tool_calls=False, temperature=1.0, seed=seed, tools=[ADD, EMPTY]
-        ).choices[0]
-        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
-        (call,) = choice.message.tool_calls
-        check(call.function.name, call.function.arguments)
-
-
-@pytest.mark.parametrize("form", [None, *ONE])
-def test_a_named_call_in_a_stream(server, monkeypatch, form):
-    monkeypatch.setitem(server.context.__dict__, "tool_calls", form)
-    named = {"type": "function", "function": {"name": "add"}}
-    whole = ask(server, tool_choice=named).choices[0]
-    names, arguments, reasons, events = [], "", [], 0
-    for chunk in ask(server, tool_choice=named, stream=True):
-        for choice in chunk.choices:
-            assert not choice.delta.content
-            reasons += [choice.finish_reason] if choice.finish_reason else []
-            for call in choice.delta.tool_calls or ():
-                assert call.index == 0
-                names += [call.function.name] if call.id else []
-                arguments += call.function.arguments or ""
-                events += 1
-    assert (names, reasons) == (["add"], ["tool_calls"])
-    assert arguments == whole.message.tool_calls[0].function.arguments
-    assert events > 2
-    check("add", arguments)
+    some, every = ([tool["function"] for tool in tools] for tools in ((ADD, EMPTY), (ADD, NOW, EMPTY)))
+    complete = 0
+    for fields in ({"seed": 0}, {"seed": 1}, {"tool_choice": NAMED, "tools": every, "temperature": 0}):
+        fields = {"tools": some, "force": True, "limit": 300, "temperature": 1.0} | fields
+        whole, streamed = (asked("chat/completions", server, stream=stream, **fields) for stream in (False, True))
+        assert (streamed.text, streamed.calls, streamed.reason) == ("", whole.calls, whole.reason)
+        if whole.reason == "length":
+            continue
+        complete += 1
+        ((name, arguments),) = whole.calls
+        values = json.loads(arguments)
+        if name == "add" or "tool_choice" in fields:
+            assert values["a"] <= 99
+            assert values["kind"] in ("x", "y")
+            assert set(values) <= {"a", "note", "kind", "list"}
+            assert streamed.events > 2
+    assert complete
 
 
 def test_several_calls_at_once(server):
@@ -140,32 +123,6 @@ def test_allowed_tools(server):
     assert ask(server, tool_choice=free, max_completion_tokens=5).choices[0].message.content
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"tool_choice": "required", "tools": None}, {"tool_choice": "sometimes"},
-        {"tool_choice": {"type": "function", "function": {"name": "sub"}}},
-        {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [
-            {"type": "function", "function": {"name": "sub"}}]}}},
-        {"tool_choice": {"type": "function"}}, {"tool_choice": {"type": "allowed_tools"}},
-    ],
-)  # fmt: skip
-def test_choices_that_are_none(server, fields):
-    with pytest.raises(openai.BadRequestError) as caught:
-        ask(server, **fields)
-    assert caught.value.param == "tool_choice"
+def test_a_call_and_a_form_do_not_go_together(server):
     with pytest.raises(openai.BadRequestError, match="cannot be combined"):
         ask(server, tool_choice="required", response_format={"type": "json_object"})
-
-
-@pytest.mark.parametrize(
-    "parameters",
-    [{"required": 5}, {"required": [5]}, {"properties": 5}, {"properties": {"a": 5}},
-     {"properties": {"a": {"type": "string", "enum": 5}}}],
-)  # fmt: skip
-@pytest.mark.parametrize("choice", ["required", "auto"])
-def test_schemas_of_wrong_types_are_refused(server, parameters, choice):
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", **parameters}}}]
-    with pytest.raises(openai.BadRequestError) as caught:
-        ask(server, tools=tools, tool_choice=choice, max_completion_tokens=1)
-    assert caught.value.param == "tools"

@@ -55,20 +55,6 @@ def test_every_odd_request_is_in_the_shared_list():
     assert set(ODD) <= {each.name for each in HOSTILE}
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/responses", {"input": "x", "max_output_tokens": 1}),
-        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}),
-    ],
-)
-def test_several_answers_are_refused_where_the_api_gives_one(server, path, body):
-    answer = server.http.post(path, json=body | {"n": 3})
-    assert answer.status_code == 400
-    assert "n is not supported" in answer.json()["error"]["message"]
-    assert server.http.post(path, json=body | {"n": 1}).status_code == 200
-
-
 def test_null_means_the_default_on_responses(server):
     body = {"input": "x", "max_output_tokens": 1, "parallel_tool_calls": None, "store": None}
     answer = server.http.post("/v1/responses", json=body)

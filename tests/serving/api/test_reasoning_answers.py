@@ -1,6 +1,4 @@
-"""Reasoning told apart from answers: in texts cut anywhere, in whole answers and in streams, with budgets and forms."""
-
-import json
+"""Reasoning told apart from answers: in texts cut anywhere, in prompts, and in a written answer."""
 
 import pytest
 
@@ -13,44 +11,11 @@ from serving.api.http.parsing.reasoning import THINK, ReasoningCount, ReasoningR
 from serving.api.http.protocol.chat import ChatRequest
 from serving.api.http.text import TextCodec
 from serving.engine.requests.output import CompletionOutput, RequestOutput
+from tests.serving.api.test_text_apis import TEMPLATE
 from tests.support.written_calls import cut, tokenizer_with
 
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>{{ m.reasoning_content }}"
-    "</think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% else %}<think>\n{% endif %}"
-)
 CALL = "<tool_call>"
 MESSAGES = [{"role": "user", "content": "What is a state?"}]
-
-
-@pytest.fixture
-def thinking(server, monkeypatch):
-    """The server with a chat template that opens reasoning."""
-    tokenizer = server.context.codec.tokenizer.with_chat_template(TEMPLATE)
-    monkeypatch.setattr(server.context.codec, "tokenizer", tokenizer)
-    monkeypatch.setitem(server.context.__dict__, "reasoning", THINK)
-    return server
-
-
-def ask(server, **fields):
-    body = {"model": "demo", "messages": MESSAGES, "max_completion_tokens": 40, "temperature": 0} | fields
-    return server.openai().chat.completions.create(**body)
-
-
-def collected(stream):
-    """The reasoning and the content of a stream, and its last reason."""
-    reasoning = content = ""
-    reason = None
-    for chunk in stream:
-        for choice in chunk.choices:
-            said = choice.delta.model_dump()
-            assert said.get("reasoning") == said.get("reasoning_content")
-            assert not (content and said.get("reasoning"))
-            reasoning += said.get("reasoning_content") or ""
-            content += said.get("content") or ""
-            reason = choice.finish_reason or reason
-    return reasoning, content, reason
 
 
 @pytest.mark.parametrize("size", [1, 4, 1000])
@@ -125,68 +90,3 @@ def test_a_written_answer_with_reasoning_and_a_call():
     assert (choice.message.content, choice.finish_reason) == ("I look.", "tool_calls")
     assert [call.function.name for call in choice.message.tool_calls] == ["look"]
     assert response.usage.completion_tokens_details.reasoning_tokens == ids.index(tokenizer.token_to_id("</think>")) + 1
-
-
-def test_without_an_end_all_is_reasoning(thinking):
-    answer = ask(thinking).choices[0]
-    assert answer.message.content is None
-    assert answer.message.reasoning_content
-    assert answer.finish_reason == "length"
-    assert collected(ask(thinking, stream=True)) == (answer.message.reasoning_content, "", "length")
-    hidden = ask(thinking, extra_body={"include_reasoning": False}).choices[0].message
-    assert not hasattr(hidden, "reasoning_content")
-
-
-@pytest.mark.parametrize("budget", [0, 6])
-def test_a_budget(thinking, budget):
-    fields = {"extra_body": {"thinking_token_budget": budget}}
-    answer = ask(thinking, **fields).choices[0]
-    assert answer.message.content
-    # Right after the mark the demo model repeats it of its own accord.
-    assert budget == 0 or "think>" not in answer.message.content
-    assert bool(getattr(answer.message, "reasoning", "")) == bool(budget)
-    said = (getattr(answer.message, "reasoning", ""), answer.message.content, answer.finish_reason)
-    assert collected(ask(thinking, stream=True, **fields)) == said
-
-
-def test_a_form_begins_after_the_reasoning(thinking):
-    schema = {"type": "object", "properties": {"sure": {"type": "boolean"}}, "required": ["sure"],
-              "additionalProperties": False}  # fmt: skip
-    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-    fields = {"response_format": form, "extra_body": {"thinking_token_budget": 5}, "max_completion_tokens": 100}
-    answer = ask(thinking, **fields).choices[0]
-    assert answer.message.reasoning_content
-    assert isinstance(json.loads(answer.message.content)["sure"], bool)
-    reasoning, content, _ = collected(ask(thinking, stream=True, **fields))
-    assert (reasoning, content) == (answer.message.reasoning_content, answer.message.content)
-
-
-def test_a_call_after_the_reasoning(thinking):
-    tool = {"type": "function", "function": {"name": "look", "parameters": {
-        "type": "object", "properties": {"deep": {"type": "boolean"}}, "required": ["deep"],
-        "additionalProperties": False}}}  # fmt: skip
-    answer = ask(
-        thinking, tools=[tool], tool_choice="required", parallel_tool_calls=False, max_completion_tokens=120,
-        extra_body={"thinking_token_budget": 5},
-    ).choices[0]  # fmt: skip
-    assert answer.finish_reason == "tool_calls"
-    assert answer.message.reasoning_content
-    assert answer.message.content is None
-    (call,) = answer.message.tool_calls
-    assert call.function.name == "look"
-    assert isinstance(json.loads(call.function.arguments)["deep"], bool)
-
-
-def test_thinking_switched_off(thinking):
-    for fields in ({"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}):
-        message = ask(thinking, extra_body=fields).choices[0].message
-        assert message.content
-        assert not hasattr(message, "reasoning_content")
-
-
-def test_reasoning_of_earlier_turns_goes_back(thinking):
-    def prompt(**thought):
-        turns = [*MESSAGES, {"role": "assistant", "content": "It is.", **thought}, *MESSAGES]
-        return ask(thinking, messages=turns, max_completion_tokens=1).usage.prompt_tokens
-
-    assert prompt(reasoning="hm hm") == prompt(reasoning_content="hm hm") > prompt()

@@ -16,7 +16,6 @@ from serving.api.http.protocol.responses import ResponsesRequest
 from serving.api.http.response_store import ResponseStore, StoredResponse, owner_of
 from serving.api.http.text import TextCodec
 from serving.engine.requests.output import CompletionOutput, Logprob, RequestOutput
-from tests.serving.api.test_reasoning_answers import thinking  # noqa: F401 - a fixture
 
 LOOK = {
     "type": "function", "name": "look", "description": "Looks.", "strict": True,
@@ -38,23 +37,6 @@ TURNS = [
 def ask(server, **fields):
     body = {"model": "demo", "input": "What is a state?", "max_output_tokens": 12, "temperature": 0} | fields
     return server.openai().responses.create(**body)
-
-
-def test_an_answer(server):
-    answer = ask(server, instructions="Be brief.")
-    (item,) = answer.output
-    assert (item.type, item.role) == ("message", "assistant")
-    assert answer.output_text == item.content[0].text
-    assert answer.status == "incomplete"
-    assert answer.incomplete_details.reason == "max_output_tokens"
-    assert answer.usage.output_tokens == 12
-    assert answer.usage.total_tokens == answer.usage.input_tokens + 12
-    chat = server.openai().chat.completions.create(
-        model="demo", max_completion_tokens=12, temperature=0,
-        messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a state?"}],
-    )  # fmt: skip
-    assert chat.choices[0].message.content == answer.output_text
-    assert chat.usage.prompt_tokens == answer.usage.input_tokens
 
 
 def test_items_as_messages():
@@ -83,22 +65,18 @@ def test_fields_of_a_chat():
     assert "user" not in chat.model_extra
 
 
-def test_events_build_the_answer(server):
-    whole = ask(server)
+def test_events(server):
     events = list(ask(server, stream=True))
-    assert [event.sequence_number for event in events] == list(range(len(events)))
     assert [event.type for event in events[:4]] == [
         "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
     ]  # fmt: skip
     assert [event.type for event in events[-4:]] == [
         "response.output_text.done", "response.content_part.done", "response.output_item.done", "response.incomplete",
     ]  # fmt: skip
-    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
-    assert len(deltas) > 3
     last = events[-1].response
-    assert "".join(deltas) == last.output_text == whole.output_text
-    assert last.usage.output_tokens == 12
     assert events[0].response.id == last.id
+    assert last.incomplete_details.reason == "max_output_tokens"
+    assert last.usage.total_tokens == last.usage.input_tokens + 12
 
 
 def test_the_sdks_own_stream(server):
@@ -114,42 +92,13 @@ def test_the_sdks_own_stream(server):
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_call_and_what_it_gave(server, streamed):
     fields = {"tools": [LOOK], "tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 200}
-    answer = ask(server, **fields)
-    if streamed:
-        events = list(ask(server, stream=True, **fields))
-        deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
-        (done,) = [event for event in events if event.type == "response.function_call_arguments.done"]
-        assert "".join(deltas) == done.arguments == answer.output[0].arguments
-        answer = events[-1].response
+    answer = list(ask(server, stream=True, **fields))[-1].response if streamed else ask(server, **fields)
     (call,) = answer.output
-    assert (call.type, call.name, answer.status) == ("function_call", "look", "completed")
-    assert isinstance(json.loads(call.arguments)["deep"], bool)
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "nothing"}
     after = ask(server, tools=[LOOK], previous_response_id=answer.id, input=[result])
     assert after.output_text
     by_hand = [{"role": "user", "content": "What is a state?"}, call.model_dump(), result]
     assert ask(server, tools=[LOOK], input=by_hand).usage.input_tokens == after.usage.input_tokens
-
-
-def test_a_form(server):
-    schema = {"type": "object", "properties": {"sure": {"type": "boolean"}}, "required": ["sure"],
-              "additionalProperties": False}  # fmt: skip
-    form = {"format": {"type": "json_schema", "name": "answer", "schema": schema, "strict": True}}
-    answer = ask(server, text=form, max_output_tokens=60)
-    assert isinstance(json.loads(answer.output_text)["sure"], bool)
-    assert answer.text.format.schema_ == schema
-
-
-def test_reasoning_is_an_item_of_its_own(thinking):  # noqa: F811
-    answer = ask(thinking, extra_body={"thinking_token_budget": 4}, max_output_tokens=30)
-    assert [item.type for item in answer.output] == ["reasoning", "message"]
-    assert answer.output[0].content[0].text
-    events = list(ask(thinking, stream=True, extra_body={"thinking_token_budget": 4}, max_output_tokens=30))
-    assert "".join(e.delta for e in events if e.type == "response.reasoning_text.delta") == (
-        answer.output[0].content[0].text
-    )
-    off = ask(thinking, reasoning={"effort": "none"})
-    assert [item.type for item in off.output] == ["message"]
 
 
 def test_conversations_go_on(server):
@@ -187,23 +136,6 @@ def test_other_keys_find_nothing(server):
             call(server.openai(api_key="theirs"))
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"input": []}, "input"), ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
-        ({"input": [{"content": "x"}]}, "input"), ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"tools": [{"type": "web_search"}]}, "tools"), ({"background": True}, "background"),
-        ({"conversation": "c"}, "conversation"), ({"temperature": -1}, "temperature"),
-        ({"tool_choice": "required"}, "tool_choice"), ({"text": {"format": {"type": "json_schema"}}}, "text"),
-    ],
-)  # fmt: skip
-def test_what_is_refused(server, fields, param):
-    answer = server.http.post("/v1/responses", json={"model": "demo", "input": "x"} | fields)
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"] == param
-
-
 def stored(text, key=None):
     return StoredResponse([{"role": "user", "content": text}], b"{}", owner_of(key))
 
@@ -227,28 +159,6 @@ def test_what_is_kept_is_bounded():
     nothing = ResponseStore(0, 10_000)
     nothing.put("a", stored("x"))
     assert nothing.get("a", None) is None
-
-
-DEEP: dict = {}
-for _ in range(300):
-    DEEP = {"a": DEEP}
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"input": [{"type": "function_call_output", "call_id": "c", "output": 5}]},
-        {"input": [{"role": "user", "content": 5}]},
-        {"input": [{"role": "user", "content": True}]},
-        {"input": [{"type": "reasoning", "content": 5}]},
-        {"input": "x", "tools": [{"type": "function", "name": "f", "parameters": DEEP}]},
-    ],
-)
-def test_values_of_wrong_types_are_refused(server, fields):
-    answer = server.http.post("/v1/responses", json=fields | {"max_output_tokens": 1})
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
-    assert error["param"] or error["code"] == "too_deeply_nested"
 
 
 LOOK_UP = '<tool_call>\n{"name": "look", "arguments": {"deep": true}}\n</tool_call>'

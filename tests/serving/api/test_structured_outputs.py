@@ -105,31 +105,6 @@ def test_logprobs_and_stops_work_too(server):
     assert kept["text"] == answer["text"]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"structured_outputs": {}},
-        {"structured_outputs": {"regex": "(["}},
-        {"structured_outputs": {"regex": "a", "choice": ["b"]}},
-        {"structured_outputs": {"choice": []}},
-        {"structured_outputs": {"choice": [""]}},
-        {"structured_outputs": {"grammar": "start: nothing"}},
-        {"structured_outputs": {"grammar": "root ::= ("}},
-        {"structured_outputs": {"json": {"type": "nonsense"}}},
-        {"structured_outputs": {"json": "{"}},
-        {"structured_outputs": {"invented": 1}},
-        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
-        {"response_format": {"type": "json_schema"}},
-        {"response_format": {"type": "xml"}},
-    ],
-)
-def test_broken_forms(server, fields):
-    answer = server.complete(**fields)
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["message"]
-    assert server.complete(max_tokens=1).status_code == 200
-
-
 ON_THE_WAY = {"grammar": f'start: "{"abc " * 40}" {TOO_BIG}'}
 """Becomes too complex after more tokens than its trial follows."""
 
