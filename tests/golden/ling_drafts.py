@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from golden import oracle
-from golden.recipe import Recipe
+from golden.recipes import Recipe
 from transformers.modeling_layers import MtpModel
 
 Tensors = dict[str, torch.Tensor]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from golden import oracle
-from golden.recipe import Recipe
+from golden.recipes import Recipe
 from torch.nn import functional
 
 Tensors = dict[str, torch.Tensor]

@@ -7,15 +7,14 @@ def pytest_generate_tests(metafunc):
     """Tests of `case` run for every fixture, or for those that their module lists as `CASES`."""
     if "case" not in metafunc.fixturenames:
         return
-    from tests.support.golden_case import BY_STEPS, BY_STEPS_BY_DEFAULT, NAMES
+    from golden.recipes import RECIPES
 
-    def marks(name):
-        if "stepper" not in metafunc.fixturenames or name in BY_STEPS_BY_DEFAULT:
-            return ()
-        return pytest.mark.full if name in BY_STEPS else pytest.mark.slow
-
-    names = [name for name in NAMES if name in getattr(metafunc.module, "CASES", NAMES)]
-    params = [pytest.param(name, marks=marks(name)) for name in names]
+    tiers = {"default": (), "full": pytest.mark.full, "slow": pytest.mark.slow}
+    params = [
+        pytest.param(name, marks=tiers[recipe.steps] if "stepper" in metafunc.fixturenames else ())
+        for name, recipe in RECIPES.items()
+        if name in getattr(metafunc.module, "CASES", RECIPES)
+    ]
     metafunc.parametrize("case", params, indirect=True, scope="session")
 
 

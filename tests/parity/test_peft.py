@@ -6,12 +6,13 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from golden.recipes import RECIPES
 
 from checkpoints.adapter import read_adapter
 from mamba_jax.adapters import Adapters, adaptable_layers
 from mamba_jax.config import MLP, MOE
 from mamba_jax.layout import SequenceLayout
-from tests.support.golden_case import BY_STEPS_BY_DEFAULT, FIXTURES, TO_HUGGING_FACE, Case
+from tests.support.golden_case import FIXTURES, TO_HUGGING_FACE, Case
 
 NAMES = sorted(path.parents[1].name for path in FIXTURES.glob("*/adapter/logprobs.npz"))
 PROMPT = 4
@@ -20,7 +21,7 @@ MIXERS_ONLY = ("qwen3next-dense",)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in BY_STEPS_BY_DEFAULT else pytest.mark.full) for name in NAMES]
+    "name", [pytest.param(name, marks=() if RECIPES[name].steps == "default" else pytest.mark.full) for name in NAMES]
 )
 def test_every_adapted_layer_says_what_peft_says(name):
     case = Case(name)

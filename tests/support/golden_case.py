@@ -16,14 +16,6 @@ from mamba_jax.model import HybridModel
 FIXTURES = Path(__file__).parents[1] / "golden"
 NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/goldens.npz"))
 
-BY_STEPS = (
-    "nemotronh-moe", "bamba", "granite-nope", "falconh1", "mamba2", "zamba2", "qwen3next", "kimi", "ling3", "minimax",
-    "falcon-mamba", "lfm3", "recurrent-gemma",
-)  # fmt: skip
-"""Fixtures whose steps the full tier compiles, one of each family; `--slow` runs all. Compiling is what takes time."""
-BY_STEPS_BY_DEFAULT = ("nemotronh-moe", "zamba2", "qwen3next", "kimi")
-"""Those of the default tier: experts, shared blocks and each kind of recurrence."""
-
 TO_HUGGING_FACE = 2e-4
 """How far log-probabilities may be from Hugging Face's."""
 TO_OURSELVES = 1e-4
