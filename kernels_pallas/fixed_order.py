@@ -1,70 +1,140 @@
-"""Float32 arithmetic whose order and rounding schedule-invariant programs fix; see `kernels_pallas.invariant`."""
+"""Arithmetic whose order and rounding schedule-invariant programs fix; others compute it as XLA likes best.
 
+In a schedule-invariant program sums run in C++, in an order that is fixed for each row (`native/product.h`), as do
+functions such as exp; see `kernels_pallas.invariant`.
+"""
+
+import contextlib
+import contextvars
 import functools
 import operator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from kernels_pallas import dispatch, invariant
+from kernels_pallas import dispatch, native
 
+NAME = "invariant"
+"""Of the implementations that fix it: a choice of this name makes a program schedule-invariant."""
+F32 = jnp.float32
 FEW_TOKENS = 8
 """Of a router: for more of them, sums read its weight too often."""
+_LEAST_OUTPUTS = 4
+"""With fewer, the C++ product copies the weight."""
+
+_always: contextvars.ContextVar[bool] = contextvars.ContextVar("fixed_order", default=False)
+
+
+def is_fixed() -> bool:
+    """Whether the program is schedule-invariant."""
+    return _always.get() or dispatch.named_choice() == NAME
+
+
+@contextlib.contextmanager
+def fixed() -> Iterator[None]:
+    """What is traced inside is schedule-invariant."""
+    token = _always.set(True)
+    try:
+        yield
+    finally:
+        _always.reset(token)
+
+
+def product(rows: Float[Array, "n inputs"], weight: Float[Array, "outputs inputs"]) -> Float[Array, "n outputs"]:
+    """rows times the transpose of weight, in float32, by C++ in any program; the order of a row's sums is fixed."""
+    result = jax.ShapeDtypeStruct((len(rows), len(weight)), F32)
+    return jax.ffi.ffi_call(native.target("linear"), result)(native.operand(rows, weight), weight)
+
+
+def products(rows: Float[Array, "heads n inputs"], weights: Float[Array, "heads outputs inputs"]) -> Array:
+    """One `product` for each head [heads, n, outputs]."""
+    return jnp.stack([product(*each) for each in zip(rows, weights, strict=True)])
 
 
 def row_sum(x: Float[Array, "*batch n"]) -> Float[Array, "*batch 1"]:
     """The sum over the last axis, which is kept."""
-    return invariant.row_sum(x) if is_fixed() else x.sum(-1, keepdims=True)
+    if not is_fixed():
+        return x.sum(-1, keepdims=True)
+    # Barriers here and below keep functions on both sides apart while the compiler rewrites them.
+    rows = lax.optimization_barrier(x.reshape(-1, x.shape[-1]))
+    return product(rows, jnp.ones((_LEAST_OUTPUTS, x.shape[-1]), F32))[:, :1].reshape(*x.shape[:-1], 1)
 
 
 def row_max(x: Float[Array, "*batch n"]) -> Float[Array, "*batch 1"]:
-    """The maximum over the last axis, which is kept."""
-    return invariant.row_max(x) if is_fixed() else x.max(-1, keepdims=True)
+    """The maximum over the last axis, which is kept.
+
+    XLA:CPU gives a maximum of many floats to a library, with the functions around it, which that rounds in its own way.
+    A schedule-invariant program therefore compares the order of the bits.
+    """
+    if not is_fixed():
+        return x.max(-1, keepdims=True)
+    bits = lax.bitcast_convert_type(x.astype(F32), jnp.int32)
+    highest = _ordered(bits).max(-1, keepdims=True)
+    return lax.bitcast_convert_type(_ordered(highest), F32)
 
 
-def exp(x: Array) -> Array:
-    """exp(x); schedule-invariant programs compute it, and the functions below, in C++."""
-    return invariant.elementwise("exp", x) if is_fixed() else jnp.exp(x)
+def _ordered(bits):
+    """Converts bits of float32 to integers of the same order, and back."""
+    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
-def sigmoid(x: Array) -> Array:
-    """1 / (1 + exp(-x))."""
-    return invariant.elementwise("sigmoid", x) if is_fixed() else jax.nn.sigmoid(x)
+def _elementwise(name: str, otherwise: Callable[[Array], Array], x: Array) -> Array:
+    """A function of each element. Fixed, it is computed by C++ in float32 and rounded once to x's dtype.
+
+    The compiler has forms of exp for some numbers of lanes. For others, such as the 12 numbers of two tokens with 6
+    experts, it calls a library, which rounds in another way.
+    """
+    if not is_fixed():
+        return otherwise(x)
+    wide = x.astype(F32)
+    result = jax.ShapeDtypeStruct(wide.shape, F32)
+    return jax.ffi.ffi_call(native.target("elementwise"), result)(wide, function=name).astype(x.dtype)
 
 
-def silu(x: Array) -> Array:
-    """x sigmoid(x)."""
-    return invariant.elementwise("silu", x) if is_fixed() else jax.nn.silu(x)
-
-
-def softplus(x: Array) -> Array:
-    """log(1 + exp(x))."""
-    return invariant.elementwise("softplus", x) if is_fixed() else jax.nn.softplus(x)
+exp: Callable[[Array], Array] = functools.partial(_elementwise, "exp", jnp.exp)
+log: Callable[[Array], Array] = functools.partial(_elementwise, "log", jnp.log)
+sigmoid: Callable[[Array], Array] = functools.partial(_elementwise, "sigmoid", jax.nn.sigmoid)
+silu: Callable[[Array], Array] = functools.partial(_elementwise, "silu", jax.nn.silu)
+softplus: Callable[[Array], Array] = functools.partial(_elementwise, "softplus", jax.nn.softplus)
 
 
 def log_sum_exp(x: Float[Array, "*batch n"]) -> Float[Array, "*batch 1"]:
     """log(sum(exp(x))) over the last axis, which is kept."""
     if not is_fixed():
         return jax.nn.logsumexp(x, axis=-1, keepdims=True)
-    highest = invariant.row_max(x)
+    highest = row_max(x)
     # If all values are -inf, or one is inf: avoids inf - inf.
     base = jnp.where(jnp.isfinite(highest), highest, 0)
-    return base + invariant.elementwise("log", invariant.row_sum(exp(x - base)))
+    return base + log(row_sum(exp(x - base)))
 
 
 def softmax(x: Float[Array, "*batch n"]) -> Float[Array, "*batch n"]:
     """exp(x) over its sum over the last axis."""
     if not is_fixed():
         return jax.nn.softmax(x, axis=-1)
-    shares = exp(x - invariant.row_max(x))
-    return invariant.quotient(shares, invariant.row_sum(shares))
+    shares = exp(x - row_max(x))
+    return quotient(shares, row_sum(shares))
 
 
 def quotient(x: Float[Array, "*batch n"], total: Float[Array, "... 1"]) -> Float[Array, "*batch n"]:
-    """x / total."""
-    return invariant.quotient(x, total) if is_fixed() else x / total
+    """x / total. Of a single row the compiler would make a product with 1 / total."""
+    return x / (lax.optimization_barrier(jnp.broadcast_to(total, x.shape)) if is_fixed() else total)
+
+
+def rounded(x: Array) -> Array:
+    """Returns a product that a sum takes next; schedule-invariant programs round it first.
+
+    Where the compiler sees both, it decides for each program whether product and sum are one instruction that rounds
+    once. It cannot look through an exclusive or with a value that is known only at run time to be 0.
+    """
+    if not is_fixed() or x.dtype != F32:  # the conversion between product and sum rounds
+        return x
+    zero = product(jnp.zeros((1, 1), F32), jnp.zeros((_LEAST_OUTPUTS, 1), F32))[0, 0]
+    bits = lax.bitcast_convert_type(x, jnp.uint32) ^ lax.bitcast_convert_type(zero, jnp.uint32)
+    return lax.bitcast_convert_type(bits, F32)
 
 
 def weighted_sum(weights: Float[Array, "T n"], values: Float[Array, "T n size"]) -> Float[Array, "T size"]:
@@ -77,19 +147,16 @@ def weighted_sum(weights: Float[Array, "T n"], values: Float[Array, "T n size"])
 def product_by_head(x: Float[Array, "T heads inputs"], weight: Float[Array, "heads outputs inputs"]) -> Array:
     """A product for each head [T, heads, outputs], summed in float32 and rounded once to x's dtype."""
     if is_fixed():
-        heads = [invariant.product(x[:, h], weight[h]) for h in range(x.shape[1])]
-        return jnp.stack(heads, axis=1).astype(x.dtype)
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
-    return jnp.einsum("thi,hoi->tho", x, weight, precision=precision, preferred_element_type=jnp.float32).astype(
-        x.dtype
-    )
+        return products(x.swapaxes(0, 1), weight).swapaxes(0, 1).astype(x.dtype)
+    precision = lax.Precision.HIGHEST if x.dtype == F32 else lax.Precision.DEFAULT
+    return jnp.einsum("thi,hoi->tho", x, weight, precision=precision, preferred_element_type=F32).astype(x.dtype)
 
 
 def router_product(x: Float[Array, "T inputs"], weight: Float[Array, "outputs inputs"]) -> Float[Array, "T outputs"]:
     """x W^T in float32, at the highest precision."""
-    x = x.astype(jnp.float32)
+    x = x.astype(F32)
     if is_fixed():
-        return invariant.product(x, weight)
+        return product(x, weight)
     whole = functools.partial(
         lax.dot_general, dimension_numbers=(((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST
     )
@@ -101,16 +168,3 @@ def router_product(x: Float[Array, "T inputs"], weight: Float[Array, "outputs in
 def products_as_sums(x: Float[Array, "T inputs"], weight: Float[Array, "outputs inputs"]) -> Float[Array, "T outputs"]:
     """The product as sums: XLA for GPU computes them together with what follows."""
     return (x[:, None, :] * weight).sum(-1)
-
-
-def rounded(product: Array) -> Array:
-    """Returns a product that a sum takes next; schedule-invariant programs round it first.
-
-    Without this, the compiler decides for each program whether product and sum are one instruction that rounds once.
-    """
-    return invariant.rounded(product) if is_fixed() else product
-
-
-def is_fixed() -> bool:
-    """Whether the program is schedule-invariant."""
-    return dispatch.named_choice() == invariant.NAME

@@ -56,6 +56,11 @@ class Quantised:
         """The weight's own."""
         return self.values.ndim
 
+    @property
+    def is_int8_by_channel(self) -> bool:
+        """Whether values are int8, and have no scale but that of each channel. C++ multiplies these as they are."""
+        return self.values.dtype == jnp.int8 and self.group_scale is None and self.group_zero is None
+
     def check(self, name: str) -> None:
         """Checks that the shapes of the arrays match.
 

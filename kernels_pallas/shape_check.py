@@ -58,11 +58,9 @@ def _annotations(signature: inspect.Signature) -> Iterator[tuple[str, Any]]:
 
 
 def _fields(name: str, annotation: Any) -> Iterator[tuple[str, Any]]:
-    """An argument's own annotation, or those of its fields."""
-    kinds = [kind for kind in typing.get_args(annotation) or (annotation,) if _has_fields(kind)]
-    if not kinds:
-        yield name, annotation
-    for kind in kinds:
+    """An argument's own annotation, and those of its fields."""
+    yield name, annotation
+    for kind in filter(_has_fields, typing.get_args(annotation) or (annotation,)):
         for field, of_field in typing.get_type_hints(kind).items():
             yield from _fields(f"{name}.{field}", of_field)
 

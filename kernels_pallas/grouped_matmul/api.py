@@ -11,9 +11,7 @@ from kernels_pallas.grouped_matmul import (
     pallas_tpu,
     quantised,
     quantised_gpu,
-    quantised_native,
     quantised_tpu,
-    widened_gpu,
     xla,
 )
 from kernels_pallas.quantised import Quantised
@@ -23,7 +21,6 @@ MATMUL = (
     *dispatch.kernels("tpu", pallas_tpu, "grouped_matmul"),
     dispatch.Implementation("pallas_gpu", pallas_gpu.grouped_matmul, pallas_gpu.unsupported, "gpu"),
     dispatch.Implementation("native", native.grouped_matmul, native.unsupported, "cpu"),
-    # Adds each row in one order, for any number of rows.
     invariant.implementation(native.grouped_matmul),
     dispatch.Implementation("xla", xla.grouped_matmul),
 )
@@ -33,9 +30,9 @@ QUANTISED = (
         "pallas_tpu_codes", partial(quantised_tpu.grouped_matmul, codes=True), quantised_tpu.unsupported, "tpu"
     ),
     dispatch.Implementation("pallas_gpu", quantised_gpu.grouped_matmul, quantised_gpu.unsupported, "gpu"),
-    dispatch.Implementation("pallas_gpu_widened", widened_gpu.grouped_matmul, widened_gpu.unsupported, "gpu"),
-    dispatch.Implementation("native", quantised_native.grouped_matmul, quantised_native.unsupported, "cpu"),
-    invariant.implementation(invariant.quantised_grouped_matmul),
+    dispatch.Implementation("pallas_gpu_widened", pallas_gpu.widened, pallas_gpu.unsupported_widened, "gpu"),
+    dispatch.Implementation("native", native.quantised_grouped_matmul, native.unsupported_quantised, "cpu"),
+    invariant.implementation(native.quantised_grouped_matmul),
     dispatch.Implementation("xla", quantised.grouped_matmul),
 )
 

@@ -1,42 +1,72 @@
 """The grouped product of a few tokens in C++, for CPU: weights of the experts in use are streamed once (`native/*.cc`).
 
-With many tokens an expert, XLA's products of matrices are faster.
+With many tokens an expert, XLA's products of matrices are faster. Weights are float32, bfloat16, or int8 with a scale
+for each channel. Each row is added in one order, for any number of rows.
 """
 
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas import native
-from kernels_pallas.grouped_matmul import xla
+from kernels_pallas import fixed_order, native
+from kernels_pallas.grouped_matmul import quantised, xla
 
+F32 = jnp.float32
 _MOST_TOKENS_PER_EXPERT = 2
 
 
 def unsupported(x, w, group_sizes):
     """Returns why it cannot, or should not, run this call; or None."""
-    if w.dtype not in (jnp.float32, jnp.bfloat16):
+    if w.dtype not in (F32, jnp.bfloat16):
         return f"weights are {w.dtype}, not float32 or bfloat16"
+    return _too_many(x, w) or native.WHY_MISSING
+
+
+def unsupported_quantised(x, w, group_sizes):
+    """Returns why it cannot, or should not, run this call; or None."""
+    if not w.is_int8_by_channel:
+        return "weights are not in int8 with a scale for each channel"
+    return _too_many(x, w) or native.why_not("int8")
+
+
+def _too_many(x, w):
     if not 0 < x.shape[0] <= _MOST_TOKENS_PER_EXPERT * w.shape[0]:
         return f"{x.shape[0]} tokens, not 1 to {_MOST_TOKENS_PER_EXPERT} for each of {w.shape[0]} experts"
-    return native.WHY_MISSING
+    return None
+
+
+def grouped_matmul(x, w, group_sizes):
+    """See `api.grouped_matmul`."""
+    return _product(x, w, group_sizes).astype(x.dtype)
+
+
+def quantised_grouped_matmul(x, w, group_sizes):
+    """See `api.grouped_matmul`; other weights than int8 by channel are widened, an expert at a time."""
+    if w.is_int8_by_channel:
+        product = _product(x, w.values, group_sizes)
+    else:
+
+        def multiply(rows, one):
+            return fixed_order.product(rows, one.widened(x.dtype))
+
+        product = quantised.by_blocks(x, w, group_sizes, multiply)
+    return fixed_order.rounded(quantised.by_channel(x, w, group_sizes, product))
 
 
 @jax.custom_vjp
-def grouped_matmul(x, w, group_sizes):
-    """See `api.grouped_matmul`."""
-    result = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), jnp.float32)
-    call = jax.ffi.ffi_call(native.target("grouped_matmul"), result)
-    return call(native.operand(x, w), w, group_sizes.astype(jnp.int32)).astype(x.dtype)
+def _product(x, w, group_sizes):
+    call = jax.ffi.ffi_call(native.target("grouped_matmul"), jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), F32))
+    return call(native.operand(x, w), w, group_sizes.astype(jnp.int32))
 
 
 def _forward(x, w, group_sizes):
-    return grouped_matmul(x, w, group_sizes), (x, w, group_sizes)
+    return _product(x, w, group_sizes), (x, w, group_sizes)
 
 
 def _backward(saved, cotangent):
     x, w, group_sizes = saved
-    gradients = jax.vjp(lambda x, w: xla.grouped_matmul(x, w, group_sizes), x, w)[1](cotangent)
-    return *gradients, None
+    if jnp.issubdtype(w.dtype, jnp.integer):
+        return xla.multiply(cotangent, w.astype(F32), group_sizes, transposed=True).astype(x.dtype), None, None
+    return xla.backward(saved, cotangent.astype(x.dtype))
 
 
-grouped_matmul.defvjp(_forward, _backward)
+_product.defvjp(_forward, _backward)

@@ -4,14 +4,20 @@ It is written for Hopper's tensor cores (elsewhere it fails to compile, and `xla
 experts that have tokens, and takes them as checkpoints store them. XLA's own grouped product (`lax.ragged_dot`) becomes
 a dense product with all experts on GPU, over transposed copies of them: 1.55 GB of temporaries for a decode step of one
 layer of Nemotron-3-Nano (128 experts, 384 tokens; the GPU compiler's count), where this kernel has none.
+
+It takes no narrow weights: those that `quantised_gpu.py` does not support are widened for it, those of one call at a
+time. XLA would mask a copy of the tokens for each expert: by the GPU compiler's count 64 GB for a prefill of 2,048
+tokens by Nemotron-3-Super on two devices, where this takes 2.1. Widening costs what it does: a decode step writes and
+reads the experts wide.
 """
 
 import importlib.util
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from kernels_pallas.grouped_matmul import xla
+from kernels_pallas.grouped_matmul import quantised, xla
 
 INPUTS = 64  # of a block; two of them must be in flight
 STAGES = 4
@@ -59,3 +65,15 @@ def _forward(x, w, group_sizes):
 
 
 grouped_matmul.defvjp(_forward, xla.backward)
+
+
+def unsupported_widened(x, w, group_sizes):
+    """Returns why this call cannot run, or None."""
+    return unsupported(x, jax.ShapeDtypeStruct(w.shape, x.dtype), group_sizes)
+
+
+def widened(x, w, group_sizes):
+    """See `api.grouped_matmul`; w is quantised."""
+    # Tied to the tokens: nothing else keeps the compiler from widening many layers' experts before the first are used.
+    x, w = lax.optimization_barrier((x, w))
+    return quantised.by_channel(x, w, group_sizes, grouped_matmul(x, w.widened(x.dtype), group_sizes))

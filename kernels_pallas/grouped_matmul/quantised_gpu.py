@@ -2,7 +2,7 @@
 
 One warpgroup computes 64 outputs of one expert for all of its tokens, a block of tokens at a time. Narrow weights come
 to shared memory by TMA, are widened and scaled in registers, and are the first operand of WGMMA, so the result is
-transposed: [outputs, tokens]. Weights that are not multiples of 64 stay to `widened_gpu.py`.
+transposed: [outputs, tokens]. Weights that are not multiples of 64 stay to `pallas_gpu.py`.
 """
 
 import functools

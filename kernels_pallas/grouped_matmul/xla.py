@@ -18,7 +18,7 @@ FEWEST, MOST = 8, 128  # tokens in a block on CPU; fewer than 8 cost as much as 
 @jax.custom_vjp
 def grouped_matmul(x, w, group_sizes):
     """See `api.grouped_matmul`."""
-    return _multiply(x, w, group_sizes, transposed=False).astype(x.dtype)
+    return multiply(x, w, group_sizes, transposed=False).astype(x.dtype)
 
 
 def _forward(x, w, group_sizes):
@@ -28,7 +28,7 @@ def _forward(x, w, group_sizes):
 def backward(saved, dy):
     """Gradients of x and w, from (x, w, group_sizes) and that of the result."""
     x, w, group_sizes = saved
-    dx = _multiply(dy, w, group_sizes, transposed=True).astype(x.dtype)
+    dx = multiply(dy, w, group_sizes, transposed=True).astype(x.dtype)
     dw = lax.platform_dependent(x, dy, group_sizes, cpu=_outer_by_blocks, default=_outer_ragged)
     return dx, dw.astype(w.dtype), None
 
@@ -36,8 +36,8 @@ def backward(saved, dy):
 grouped_matmul.defvjp(_forward, backward)
 
 
-def _multiply(x, w, group_sizes, *, transposed):
-    """x @ w[e].T, or x @ w[e] if transposed, in float32; 0 for tokens of no expert."""
+def multiply(x, w, group_sizes, *, transposed):
+    """Returns x @ w[e].T, or x @ w[e] if transposed, in float32; 0 for tokens of no expert."""
 
     def by_blocks(x, w, group_sizes):
         return _multiply_by_blocks(x, w, group_sizes, transposed)
@@ -68,7 +68,7 @@ def _multiply_by_blocks(x, w, group_sizes, transposed):
     def block(i, out):
         expert, start, there = place(i // parts)
 
-        def multiply():
+        def product_of_block():
             rows, weight = lax.dynamic_slice_in_dim(x, start, size), load(w, expert * parts + i % parts)
             if size == FEWEST and not transposed:  # few rows: weight first, as in `kernels_pallas.linear`
                 columns = lax.optimization_barrier(rows.T)
@@ -80,7 +80,7 @@ def _multiply_by_blocks(x, w, group_sizes, transposed):
             return jnp.where(there[:, None], product, 0)
 
         # Always true, but the compiler cannot know: it would otherwise convert 16-bit weights of all experts at once.
-        product = lax.cond(there[0], multiply, lambda: jnp.zeros((size, width // parts), F32))
+        product = lax.cond(there[0], product_of_block, lambda: jnp.zeros((size, width // parts), F32))
         # Blocks are in the order of their tokens, so the next block overwrites what a block writes beyond its own.
         return lax.dynamic_update_slice(out, product, (start, i % parts * (width // parts)))
 

@@ -10,9 +10,7 @@ from kernels_pallas.linear import (
     few_outputs,
     narrow_inputs,
     native,
-    quantised,
     quantised_gpu,
-    quantised_native,
     quantised_tpu,
     xla,
 )
@@ -26,7 +24,7 @@ def _apart(x: Array, *weights: Array, out_dtype: DTypeLike) -> tuple[Array, ...]
 
 LINEAR = (
     dispatch.Implementation("native", native.linear, native.unsupported, "cpu"),
-    invariant.implementation(invariant.linear),
+    invariant.implementation(native.linear),
     dispatch.Implementation("xla_few_outputs", few_outputs.linear, few_outputs.unsupported, automatic=False),
     dispatch.Implementation("xla_few_outputs", few_outputs.linear, few_outputs.unsupported, "gpu"),
     dispatch.Implementation("xla", xla.linear),
@@ -44,9 +42,9 @@ QUANTISED = (
         "pallas_tpu_codes", partial(quantised_tpu.linear, codes=True), quantised_tpu.unsupported, "tpu"
     ),
     dispatch.Implementation("pallas_gpu", quantised_gpu.linear, quantised_gpu.unsupported, "gpu"),
-    dispatch.Implementation("native", quantised_native.linear, quantised_native.unsupported, "cpu"),
-    invariant.implementation(invariant.quantised_linear),
-    dispatch.Implementation("xla", quantised.linear),
+    dispatch.Implementation("native", native.quantised_linear, native.unsupported_quantised, "cpu"),
+    invariant.implementation(native.quantised_linear),
+    dispatch.Implementation("xla", xla.quantised_linear),
 )
 
 

@@ -1,15 +1,21 @@
-"""The dense product with a weight in bfloat16 in C++, for CPU: streams the weight once (`native/linear.cc`).
+"""The dense product with a weight in bfloat16 or int8 in C++, for CPU: streams the weight once (`native/linear.cc`).
 
-XLA widens or rearranges the weight of few rows first. With more rows, XLA is faster on processors that have
+XLA widens or rearranges a bfloat16 weight of few rows first. With more rows, XLA is faster on processors that have
 instructions for bfloat16 products. On others it is slower than with float32 weights, and the C++ product is about as
-fast as XLA's with float32 weights.
+fast as XLA's with float32 weights. Of an int8 weight XLA's own form writes a wide copy to memory in each call, which
+costs more than the narrow one saves, and much more than the products of a batch.
+
+Schedule-invariant programs compute all dense products here; `kernels_pallas.fixed_order` describes the order of sums.
 """
 
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas import native
+from kernels_pallas import fixed_order, native
 from kernels_pallas.linear import xla
+
+F32 = jnp.float32
+_MOST_QUANTISED_ROWS = 64
 
 
 def unsupported(x, weight, *, out_dtype):
@@ -24,14 +30,32 @@ def unsupported(x, weight, *, out_dtype):
 
 def linear(x, weight, *, out_dtype):
     """See `api.linear`."""
-    rows = x.reshape(-1, x.shape[-1])
-    return _product(rows, weight).astype(out_dtype).reshape(*x.shape[:-1], weight.shape[0])
+    product = _product(x.reshape(-1, x.shape[-1]), weight)
+    return product.astype(out_dtype).reshape(*x.shape[:-1], weight.shape[0])
+
+
+def unsupported_quantised(x, weight, *, out_dtype):
+    """Returns why it cannot, or should not, run this call; or None."""
+    if not weight.is_int8_by_channel:
+        return "weights are not in int8 with a scale for each channel"
+    rows = x.size // max(x.shape[-1], 1)
+    if not 0 < rows <= _MOST_QUANTISED_ROWS:
+        return f"{rows} rows, not 1 to {_MOST_QUANTISED_ROWS}"
+    return native.why_not("int8")
+
+
+def quantised_linear(x, weight, *, out_dtype):
+    """See `api.linear`. Other weights than int8 by channel are widened."""
+    stored = weight.values if weight.is_int8_by_channel else weight.widened(x.dtype)
+    product = _product(x.reshape(-1, x.shape[-1]), stored)
+    if weight.channel_scale is not None:
+        product = fixed_order.rounded(product * weight.channel_scale.astype(F32))
+    return product.astype(out_dtype).reshape(*x.shape[:-1], weight.shape[0])
 
 
 @jax.custom_vjp
 def _product(rows, weight):
-    result = jax.ShapeDtypeStruct((rows.shape[0], weight.shape[0]), jnp.float32)
-    return jax.ffi.ffi_call(native.target("linear"), result)(native.operand(rows, weight), weight)
+    return fixed_order.product(rows, weight)
 
 
 def _forward(rows, weight):
@@ -39,7 +63,10 @@ def _forward(rows, weight):
 
 
 def _backward(saved, cotangent):
-    return jax.vjp(lambda rows, weight: xla.linear(rows, weight, out_dtype=jnp.float32), *saved)[1](cotangent)
+    rows, weight = saved
+    if jnp.issubdtype(weight.dtype, jnp.integer):
+        return (cotangent @ weight.astype(F32)).astype(rows.dtype), None
+    return jax.vjp(lambda rows, weight: xla.linear(rows, weight, out_dtype=F32), rows, weight)[1](cotangent)
 
 
 _product.defvjp(_forward, _backward)

@@ -5,6 +5,9 @@ rows, the CPU backend packs the whole weight first; with the weight as the left 
 keep the compiler from turning the second form back into the first. Times for all products of a 123 M model, float32,
 two AVX-512 cores, in ms (plain / weight first): 4 rows 30 / 14, 8 rows 33 / 16, 32 rows 55 / 34, 128 rows 269 / 118,
 256 rows 254 / 267. In bfloat16 a single row misses the fast path altogether: 225 ms against 12 for two rows.
+
+On TPU and GPU, XLA fuses the widening of a quantised weight's values into the product, if nothing but a conversion lies
+between them: the scale of a channel is therefore applied to the result.
 """
 
 import jax
@@ -19,6 +22,14 @@ def linear(x, weight, *, out_dtype):
     rows = x.reshape(-1, x.shape[-1])
     out = lax.platform_dependent(rows, weight, cpu=_on_cpu, default=_plain)
     return out.astype(out_dtype).reshape(*x.shape[:-1], weight.shape[0])
+
+
+def quantised_linear(x, weight, *, out_dtype):
+    """See `api.linear`."""
+    product = _plain(x.reshape(-1, x.shape[-1]), weight.widened(x.dtype))
+    if weight.channel_scale is not None:
+        product = product * weight.channel_scale.astype(jnp.float32)
+    return product.astype(out_dtype).reshape(*x.shape[:-1], weight.shape[0])
 
 
 def _plain(rows, weight):

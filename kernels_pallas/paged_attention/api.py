@@ -19,12 +19,12 @@ COPY = (dispatch.Implementation("xla", xla.copy_pages),)
 PAGED = (
     dispatch.Implementation("pallas_tpu", pallas_tpu.paged_attention, pallas_tpu.unsupported, platform="tpu"),
     *dispatch.kernels("gpu", pallas_gpu, "paged_attention"),
-    invariant.implementation(invariant.paged_attention),
+    invariant.implementation(xla.paged_attention),
     dispatch.Implementation("xla", xla.paged_attention),
     dispatch.Implementation("xla_all_blocks", xla.all_blocks),
 )
 SEQUENCE = (
-    invariant.implementation(invariant.attention_sequence),
+    invariant.implementation(xla.sequence_by_pages),
     dispatch.Implementation("xla", xla.attention_sequence),
 )
 

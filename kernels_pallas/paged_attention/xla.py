@@ -6,10 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels_pallas.fixed_order import exp, is_fixed, products, quotient, rounded, row_max, row_sum
 from kernels_pallas.slots import load, put, read_slots, write_one_by_one, write_slots
 
 F32 = jnp.float32
-QUERIES = 128  # queries, and keys, per piece of `attention_sequence`
+QUERIES = 128
+"""Queries, and keys, per piece of `attention_sequence`; keys per piece of schedule-invariant attention, whose pieces
+begin at multiples of it, or of a longer page."""
 
 
 def write_kv(kv, k, v, *, page, offset):
@@ -48,6 +51,8 @@ def copy_pages(kv, *, source, target):
 def paged_attention(q, kv, *, positions, page_table, block_row, scale, first_key=0, window=None):
     """See `api.paged_attention`. The target platform of compilation selects the form."""
     seen = {"scale": scale, "first_key": first_key, "window": window}
+    if is_fixed():
+        return _one_by_one(q, kv, positions, page_table, block_row, **seen)
     cpu, default = (functools.partial(form, **seen) for form in (_one_by_one, _all_at_once))
     return lax.platform_dependent(q, kv, positions, page_table, block_row, cpu=cpu, default=default)
 
@@ -96,6 +101,25 @@ def attention_sequence(q, k, v, *, scale, window=None):
     return out.reshape(batch, chunks * size, q_heads, head_dim)[:, :length].astype(q.dtype)
 
 
+def sequence_by_pages(q, k, v, *, scale, window=None):
+    """See `api.attention_sequence`: the sequences become pages of a cache, so that pieces of keys are those of it."""
+    batch, length, _, head_dim = q.shape
+    pages = -(-length // QUERIES)
+
+    def cut(x):  # [batch, length, ...] -> [batch * pages, keys, ...]
+        x = jnp.pad(x, ((0, 0), (0, pages * QUERIES - length), *[(0, 0)] * (x.ndim - 2)))
+        return x.reshape(batch * pages, QUERIES, *x.shape[2:])
+
+    entries = cut(jnp.stack([k, v], axis=3).reshape(batch, length, -1, head_dim))
+    places = {
+        "positions": jnp.tile(jnp.arange(pages * QUERIES).reshape(pages, QUERIES), (batch, 1)),
+        "page_table": jnp.arange(1, batch * pages + 1).reshape(batch, pages),
+        "block_row": jnp.repeat(jnp.arange(batch), pages),
+    }
+    out = paged_attention(cut(q), jnp.pad(entries, ((1, 0), *[(0, 0)] * 3)), **places, scale=scale, window=window)
+    return out.reshape(batch, pages * QUERIES, *q.shape[2:])[:, :length]
+
+
 def _all_at_once(q, kv, positions, page_table, block_row, *, scale, first_key, window):
     queries, places, tables, keys = _blocks(q, kv, positions, page_table, block_row)
     attend = functools.partial(_attend_pages, kv, keys=keys, scale=scale, first_key=first_key, window=window)
@@ -114,8 +138,9 @@ def _one_by_one(q, kv, positions, page_table, block_row, *, scale, first_key, wi
     queries, places, tables, keys = _blocks(q, kv, positions, page_table, block_row)
 
     def block(b, out):
-        # Products of few rows are slow in 16 bits.
-        q, place, table = load(queries, b).astype(F32), places[b], tables[b]
+        q, place, table = load(queries, b), places[b], tables[b]
+        if not is_fixed():  # XLA's products of few rows are slow in 16 bits
+            q = q.astype(F32)
 
         def piece(i, carry):
             seen = {"scale": scale, "first_key": first_key, "window": window}
@@ -136,9 +161,12 @@ def _blocks(q, kv, positions, page_table, block_row):
     blocks, q_len, q_heads, head_dim = q.shape
     page_size, kv_heads = kv.shape[1], max(kv.shape[2] // 2, 1)
     repeats = q_heads // kv_heads
-    # Enough keys to keep the products efficient, few enough to keep their scores in cache.
-    wanted = 256 if repeats * q_len <= 64 else 128
-    pages = max(1, min(page_table.shape[1], wanted // page_size))
+    if is_fixed():
+        pages = max(1, QUERIES // page_size)
+    else:
+        # Enough keys to keep the products efficient, few enough to keep their scores in cache.
+        wanted = 256 if repeats * q_len <= 64 else 128
+        pages = max(1, min(page_table.shape[1], wanted // page_size))
     queries = q.reshape(blocks, q_len, kv_heads, repeats, head_dim).transpose(0, 2, 3, 1, 4)
     tables = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % pages)))[block_row]
     return queries.reshape(blocks, kv_heads, -1, head_dim), jnp.tile(positions, repeats), tables, pages * page_size
@@ -187,17 +215,23 @@ def _attend(carry, q, k, v, seen, scale):
     [queries, keys]. Source: "Online normalizer calculation for softmax" (Milakov and Gimelshein, 2018).
     """
     highest, total, out = carry
-    # In lower precisions the products may round as the model's own do.
-    precision = lax.Precision.HIGHEST if q.dtype == F32 else lax.Precision.DEFAULT
-    dot = functools.partial(jnp.einsum, preferred_element_type=F32, precision=precision)
-    scores = jnp.where(seen, scale * dot("...qd,...kd->...qk", q, k), -jnp.inf)
-    higher = jnp.maximum(highest, lax.stop_gradient(scores.max(-1)))
+    scores = jnp.where(seen, scale * _products(q, k), -jnp.inf)
+    higher = jnp.maximum(highest, lax.stop_gradient(row_max(scores)[..., 0]))
     base = jnp.where(higher == -jnp.inf, 0, higher)  # no key seen yet: avoids inf - inf
-    weights, shrink = jnp.exp(scores - base[..., None]), jnp.exp(highest - base)
-    out = out * shrink[..., None] + dot("...qk,...kd->...qd", weights.astype(v.dtype), v)
-    return higher, total * shrink + weights.sum(-1), out
+    weights, shrink = exp(scores - base[..., None]), exp(highest - base)
+    out = rounded(out * shrink[..., None]) + _products(weights.astype(v.dtype), v.swapaxes(-1, -2))
+    return higher, rounded(total * shrink) + row_sum(weights)[..., 0], out
+
+
+def _products(rows, weights):
+    """Rows [..., n, inputs] times the transposes of weights [..., outputs, inputs]."""
+    if is_fixed():
+        return products(rows, weights)
+    # In lower precisions the products may round as the model's own do.
+    precision = lax.Precision.HIGHEST if rows.dtype == F32 else lax.Precision.DEFAULT
+    return jnp.einsum("...qd,...kd->...qk", rows, weights, preferred_element_type=F32, precision=precision)
 
 
 def _finish(carry):
     _, total, out = carry
-    return out / jnp.where(total > 0, total, 1)[..., None]
+    return quotient(out, jnp.where(total > 0, total, 1)[..., None])

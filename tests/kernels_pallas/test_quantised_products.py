@@ -7,7 +7,7 @@ import pytest
 from operation_checks import Draw, assert_close, jitted
 
 from kernels_pallas.dispatch import KernelChoice, UnsupportedError
-from kernels_pallas.grouped_matmul import grouped_matmul, pallas_gpu, quantised_tpu, widened_gpu, xla
+from kernels_pallas.grouped_matmul import grouped_matmul, pallas_gpu, quantised_tpu, xla
 from kernels_pallas.grouped_matmul import reference as grouped_reference
 from kernels_pallas.linear import linear
 from kernels_pallas.linear import reference as linear_reference
@@ -106,7 +106,7 @@ def test_grouped_around_the_kernel_of_gpu(form, monkeypatch):
     monkeypatch.setattr(pallas_gpu, "grouped_matmul", xla.grouped_matmul)
     weight, x = quantised(5, 31, 48, **form), Draw().normal(40, 48)
     sizes = np.asarray([3, 0, 20, 1, 2], np.int32)
-    out = jax.jit(widened_gpu.grouped_matmul)(x, weight, sizes)
+    out = jax.jit(pallas_gpu.widened)(x, weight, sizes)
     assert_close(out, grouped_reference.grouped_matmul(x, by_definition(weight), sizes))
 
 

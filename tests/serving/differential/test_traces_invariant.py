@@ -12,8 +12,9 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from kernels_pallas import invariant
+from kernels_pallas import fixed_order, invariant
 from kernels_pallas.paged_attention import api as attention_api
+from kernels_pallas.paged_attention import xla as attention_xla
 from kernels_pallas.ssd_scan import api as scan_api
 from kernels_pallas.ssd_scan import xla as scan_xla
 from tests.serving.differential.faults import BITS, Fault, Patch, fault
@@ -82,21 +83,21 @@ _REQUESTS = 5
 
 @fault(64, "a program with few rows adds the terms of a product in another order", "bits", table=BITS)
 def another_order_for_few_rows(patch: Patch) -> None:
-    sound = invariant.product
+    sound = fixed_order.product
 
     def product(rows, weight):
         turned = slice(None, None, -1) if len(rows) < 3 else slice(None)
         return sound(rows[:, turned], weight[:, turned])
 
-    patch.setattr(invariant, "product", product)
+    patch.setattr(fixed_order, "product", product)
 
 
 @fault(65, "pieces of keys are shorter where a step has many blocks of queries", "bits", table=BITS)
 def attention_in_pieces_by_batch(patch: Patch) -> None:
     def attention(q, kv, **layout):
         with pytest.MonkeyPatch.context() as short:
-            short.setattr(invariant, "_KEYS", 16 if q.shape[0] > 3 else 128)
-            return invariant.paged_attention(q, kv, **layout)
+            short.setattr(attention_xla, "QUERIES", 16 if q.shape[0] > 3 else 128)
+            return attention_xla.paged_attention(q, kv, **layout)
 
     patch.setattr(attention_api, "PAGED", (invariant.implementation(attention),))
 
