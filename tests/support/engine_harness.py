@@ -33,6 +33,11 @@ FLAGS = {
     "warmup": False,
     "replay_interval": 1,
 }
+SMALL = {
+    "tile_size": 16, "state_block_size": 32, "page_size": 8, "max_model_len": 96, "max_num_seqs": 1,
+    "max_num_batched_tokens": 64, "num_slots": 16, "num_pages": 40, "warmup": False,
+}  # fmt: skip
+"""Flags of engines that run one request at a time."""
 
 
 class EngineHarness:

@@ -2,21 +2,18 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import random
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
-from kernels_pallas import native
 from serving import LLM, AsyncEngine, RequestError, SamplingParams
 from serving.config import ConfigError
-from serving.core.tiers.prices import Prices
 from serving.engine.engine_thread import EngineStopped
+from serving.engine.replicas.replica_loads import ReplicaLoads
 from serving.engine.replicas.replica_threads import ReplicaGroup
 from serving.engine.requests.request import EngineRequest
-from tests.support.engines import finish
 from tests.support.replicas import ReplicaMaker, admitted, check_idle, run_group
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -25,13 +22,6 @@ DRAFTS = {
     "no drafts": {},
     "drafts": {"speculative_method": "ngram", "num_speculative_tokens": 2, "adaptive_drafts": False, "num_slots": 56},
 }
-
-
-class Free(Prices):
-    """Computing a few tokens with a tiny model takes less time than any fetch."""
-
-    def worth_fetching(self, tier: str, num_bytes: int, tokens: int) -> bool:
-        return True
 
 
 @pytest.fixture(scope="module")
@@ -66,28 +56,6 @@ async def last(replicas, prompt, params=GREEDY, **more):
     return [output async for output in replicas.generate({"prompt_token_ids": prompt}, params, **more)][-1]
 
 
-@pytest.mark.full
-@pytest.mark.skipif(native.why_incomplete() is not None, reason="needs the native operations")
-def test_schedule_invariant_replicas_have_the_bits_of_one_engine(harness, maker, traffic):
-    prompts = traffic[0] * 2
-    params = dataclasses.replace(GREEDY, logprobs=0)
-
-    def said(outputs):
-        return [[entry[token].logprob for token, entry in zip(one.token_ids, one.logprobs, strict=True)]
-                for output in outputs for one in output.outputs]  # fmt: skip
-
-    flags = {"schedule_invariant": True, "fresh": True}
-    [engine] = maker.make("none", 1, **flags)
-    alone = [output for prompt in prompts for output in harness.run(engine, [prompt], params)]
-
-    async def body(replicas):
-        together = await asyncio.gather(*(last(replicas, prompt, params) for prompt in prompts))
-        assert said(together) == said(alone)
-
-    engines = served(maker, body, **flags)
-    assert all(admitted(engines))
-
-
 @pytest.mark.smoke
 @pytest.mark.parametrize("drafts", DRAFTS)
 @pytest.mark.parametrize("mode", ["none", "align", "all"])
@@ -107,33 +75,6 @@ def test_replicas_say_what_one_engine_says(harness, maker, traffic, mode, drafts
     assert [{device.id for device in engine.loop.programs.devices} for engine in engines] == [{0}, {1}]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("mode", "drafts", "disk"), [("all", "drafts", True), ("align", "no drafts", True), ("all", "no drafts", False)]
-)
-def test_with_tiers_that_they_share_they_say_the_same(harness, maker, traffic, tmp_path, mode, drafts, disk):
-    """Twice each prompt, the second time to the other replica: what the first has evicted is fetched there."""
-    prompts, alone = traffic
-    folder = {"disk_cache": str(tmp_path), "disk_cache_gib": 0.05} if disk else {}
-    engines = maker.make(mode, host_cache_gib=0.02, **folder, **DRAFTS[drafts])
-    for engine in engines:
-        engine.loop.scheduler.tiers.prices = Free()
-    for turn in range(2):
-        outputs = [
-            engines[(i + turn) % 2].add_request(f"r{turn} {i}", {"prompt_token_ids": prompt}, GREEDY)
-            for i, prompt in enumerate(prompts)
-        ]
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(finish, engines))
-        for prompt, tokens, output in zip(prompts, alone, outputs, strict=True):
-            harness.assert_greedy(prompt, tokens, output.outputs[0].token_ids)
-    check_idle(engines)
-    tiers = [tier for engine in engines for tier in engine.stats()["tiers"].values()]
-    assert sum(tier["arrived"] for tier in tiers) > 5
-    assert not sum(tier["lost"] for tier in tiers)
-    ReplicaGroup(engines).close()
-
-
 def test_a_prompt_goes_where_its_state_is(harness, maker):
     rng = random.Random(1)
     talks = [harness.prompt(rng, 64) for _ in range(4)]
@@ -151,16 +92,6 @@ def test_a_prompt_goes_where_its_state_is(harness, maker):
 
     engines = served(maker, body)
     assert min(admitted(engines)) >= 4
-
-
-@pytest.mark.full
-def test_load_evens_out(harness, maker):
-    rng = random.Random(2)
-
-    async def body(replicas):
-        await asyncio.gather(*(last(replicas, harness.prompt(rng, 40)) for _ in range(24)))
-
-    assert admitted(served(maker, body, replicas=3)) == [8, 8, 8]
 
 
 def test_choices_of_a_request_stay_together(harness, maker):
@@ -216,25 +147,6 @@ def test_aborts_and_readers_that_leave(harness, maker):
     served(maker, body)
 
 
-def test_a_bad_request_does_not_affect_others(harness, maker, traffic):
-    prompts, alone = traffic
-
-    async def body(replicas):
-        async def bad(prompt, params=GREEDY):
-            with pytest.raises(RequestError):
-                await last(replicas, prompt, params)
-
-        wrong = [bad([]), bad([10**6]), bad([1] * 500), bad([5], SamplingParams(logit_bias={10**6: 1.0}))]
-        outputs, *_ = await asyncio.gather(
-            asyncio.gather(*(last(replicas, prompt, live=False) for prompt in prompts)), *wrong
-        )
-        for prompt, tokens, output in zip(prompts, alone, outputs, strict=True):
-            harness.assert_greedy(prompt, tokens, output.outputs[0].token_ids)
-        assert replicas.running
-
-    served(maker, body)
-
-
 @pytest.mark.full
 def test_a_full_queue_sends_to_the_next(harness, maker):
     engines = maker.make(max_num_waiting=1, max_num_seqs=1)
@@ -254,24 +166,12 @@ def test_a_full_queue_sends_to_the_next(harness, maker):
     served(maker, body, engines)
 
 
-@pytest.mark.full
-def test_no_request_waits_at_a_sleeping_replica(harness, maker):
-    engines = maker.make(max_num_waiting=1, max_num_seqs=1)
-    rng, gate = random.Random(12), threading.Event()
-
-    async def body(replicas):
-        replicas.threads[0].call(lambda engine: engine.control.sleep(1)).result()
-        replicas.threads[1].tell(lambda _: gate.wait(60))
-        tasks = [asyncio.create_task(last(replicas, harness.prompt(rng, 20))) for _ in range(4)]
-        await asyncio.sleep(0)
-        gate.set()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        refused = [result for result in results if isinstance(result, Exception)]
-        assert all(isinstance(error, RequestError) and error.retry for error in refused)
-        assert refused
-        await replicas.call_all(lambda engine: engine.control.wake_up())
-
-    assert admitted(served(maker, body, engines))[0] == 0
+def test_no_request_waits_at_a_held_replica():
+    held, running = (SimpleNamespace(control=SimpleNamespace(held=held)) for held in (True, False))
+    error, loads = RequestError("the queue is full", retry=True), ReplicaLoads([held, running])
+    assert loads.tries_another(error, [0])
+    assert not loads.tries_another(error, [1])
+    assert not loads.tries_another(RequestError("the prompt is empty"), [0])
 
 
 def test_what_one_has_failed_at_stops_all(harness, maker):

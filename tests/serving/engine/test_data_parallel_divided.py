@@ -7,7 +7,7 @@ import pytest
 
 from serving import LLM, RequestError, SamplingParams
 from serving.core.tiers.prices import Prices
-from tests.serving.engine.test_tensor_parallel import FLAGS, assert_greedy, quick_compilation  # noqa: F401 - a fixture
+from tests.serving.engine.test_tensor_parallel import FLAGS, assert_greedy
 from tests.support.divisible_checkpoints import FAMILIES, write_checkpoint
 from tests.support.engines import finish
 from tests.support.replicas import admitted, check_idle
@@ -16,7 +16,7 @@ from tests.support.small_tiers import tier_mover
 pytestmark = pytest.mark.full
 
 
-def test_two_replicas_of_two_devices(tmp_path, monkeypatch, quick_compilation):  # noqa: F811
+def test_two_replicas_of_two_devices(tmp_path, monkeypatch, quick_compilation):
     monkeypatch.setattr(Prices, "worth_fetching", lambda *_: True)  # computing a few tokens takes less time
     case = FAMILIES["nemotronh-moe"]
     directory = write_checkpoint(tmp_path, case)

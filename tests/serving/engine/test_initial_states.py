@@ -244,25 +244,6 @@ def test_every_combination_says_the_same(flags, tenants):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("count", [200, slow(1000)])
-def test_many_tenants_on_sixteen_slots(count, tmp_path):
-    """Each tenant says what it says on an engine where every state stays on the device."""
-    tenants = [write(tmp_path / f"tenant-{i}", layers_of(i)) for i in range(count)]
-    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-    prompt = PROMPT[:20]
-    with LLM(str(FIXTURES / FIXTURE), max_initial_states=count, num_slots=16, **FLAGS) as roomy:
-        truth = [
-            output.outputs[0].token_ids for output in roomy.generate([prompt] * count, params, lora_request=tenants)
-        ]
-        assert len(set(map(tuple, truth))) > count / 10
-    with LLM(str(FIXTURES / FIXTURE), max_initial_states=16, num_slots=16, **FLAGS) as small:
-        for begin in [*range(0, count, 8), *range(0, 80, 8)]:
-            part = slice(begin, begin + 8)
-            outputs = small.generate([prompt] * 8, params, lora_request=tenants[part])
-            assert [output.outputs[0].token_ids for output in outputs] == truth[part]
-
-
-@pytest.mark.full
 def test_lora_and_an_initial_state_in_one_adapter(tmp_path):
     fixture = "lfm2"
     prompt = Case(fixture).prompts[4].tolist()

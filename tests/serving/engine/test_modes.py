@@ -82,18 +82,6 @@ def test_a_repeated_prompt_computes_nothing(harness, mode):
     assert longer.num_cached_tokens >= 70
 
 
-def test_prompts_under_different_salts_share_nothing(harness):
-    engine = harness.engine("all")
-    prompt = harness.prompt(random.Random(2), 70)
-    params = SamplingParams(temperature=0.0, max_tokens=1)
-    cached = []
-    for salt in ("a", "a", "b"):
-        output = engine.add_request("x", {"prompt_token_ids": prompt}, params, cache_salt=salt)
-        finish(engine)
-        cached.append(output.num_cached_tokens)
-    assert cached == [0, 70, 0]
-
-
 def test_nothing_compiles_after_the_warm_up(harness):
     engine = harness.engine("all")
     engine.loop.warm_up(engine.loop.batches.warm_up_batches(harness.vocab_size))

@@ -1,30 +1,17 @@
 """Models with other recurrences than Mamba2 through the whole engine: cached and with drafts, as Hugging Face says."""
 
-from functools import partial
-
 import pytest
 
-from mamba_jax.programs import StepPrograms
 from serving import LLM, SamplingParams
 from serving.engine.steps.batching import PrefillShape
-from tests.support.engines import QUICK_COMPILE
+from tests.support.engine_harness import SMALL
 from tests.support.golden_case import CLEAR_GAP, Case
 from tests.support.selection import slow
 
-FLAGS = {
-    "tile_size": 16,
-    "state_block_size": 32,
-    "page_size": 8,
-    "max_model_len": 240,
-    "max_num_seqs": 2,
-    "max_num_batched_tokens": 96,
-    "num_slots": 40,
-    "num_pages": 80,
-    "debug_state": True,
-    "mamba_cache_mode": "all",
-    "num_speculative_tokens": 3,
-    "warmup": False,
-}
+FLAGS = SMALL | {
+    "max_model_len": 240, "max_num_seqs": 2, "max_num_batched_tokens": 96, "num_slots": 40, "num_pages": 80,
+    "debug_state": True, "mamba_cache_mode": "all", "num_speculative_tokens": 3,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -50,10 +37,7 @@ FLAGS = {
         pytest.param("recurrent-gemma", "ngram", 1, marks=pytest.mark.full),
     ],
 )
-def test_answers_are_those_of_hugging_face(name, drafts, interval, monkeypatch):
-    monkeypatch.setattr(
-        "serving.engine.assembly.build.StepPrograms", partial(StepPrograms, compiler_options=QUICK_COMPILE)
-    )
+def test_answers_are_those_of_hugging_face(name, drafts, interval, quick_compilation):
     case = Case(name)
     llm = LLM(case.directory, dtype="float32", speculative_method=drafts, replay_interval=interval, **FLAGS)
     # One shape for each kind of step: compiling is what takes time.

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import random
 import shutil
-from functools import partial
 
 import numpy as np
 import pytest
@@ -12,28 +11,15 @@ from safetensors.numpy import load_file, save_file
 
 from checkpoints.load import load_model
 from mamba_jax.model import parameters
-from mamba_jax.programs import StepPrograms
 from mamba_jax.sharding import TENSOR
 from serving import LLM, SamplingParams
 from tests.support import split_pair
-from tests.support.engines import QUICK_COMPILE
+from tests.support.engine_harness import SMALL
 from tests.support.golden_case import full_log_probs
 from tests.support.quantised_checkpoints import METHODS, config_of, write_mixed, write_quantised
 
-FLAGS = {
-    "tile_size": 16,
-    "state_block_size": 32,
-    "page_size": 8,
-    "max_model_len": 96,
-    "max_num_seqs": 1,
-    "max_num_batched_tokens": 64,
-    "num_slots": 16,
-    "num_pages": 40,
-    "debug_state": True,
-    "warmup": False,
-    "load_format": "auto",
-    "replay_interval": 1,
-}
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+FLAGS = SMALL | {"debug_state": True, "load_format": "auto", "replay_interval": 1}
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True, logprobs=2)
 ARRANGEMENTS = {
     "no cache": {"mamba_cache_mode": "none"},
@@ -46,14 +32,6 @@ ARRANGEMENTS = {
         "tensor_parallel_size": 2,
     },
 }
-
-
-@pytest.fixture(autouse=True)
-def quick_compilation(monkeypatch):
-    """Compiling takes most of these tests' time, and the programs' speed does not matter."""
-    monkeypatch.setattr(
-        "serving.engine.assembly.build.StepPrograms", partial(StepPrograms, compiler_options=QUICK_COMPILE)
-    )
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import asyncio
 import random
 import shutil
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -15,27 +14,18 @@ from safetensors.numpy import load_file, save_file
 from checkpoints.load import load_model
 from checkpoints.random import RandomTensors, write_random
 from mamba_jax.model import parameters
-from mamba_jax.programs import StepPrograms
 from serving import LLM, AsyncEngine, RequestError, SamplingParams
 from serving.core.cache.cache import Cache
 from serving.core.cache.content import Scope
 from serving.core.tiers.prices import Prices
-from tests.support.engines import QUICK_COMPILE, finish
+from tests.support.engine_harness import SMALL
+from tests.support.engines import finish
 from tests.support.tiny_configs import TRAINABLE
 from tests.support.versioned_engine import VersionedEngine
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
-FLAGS = {
-    "tile_size": 16,
-    "state_block_size": 32,
-    "page_size": 8,
-    "max_model_len": 96,
-    "max_num_seqs": 1,
-    "max_num_batched_tokens": 64,
-    "num_slots": 16,
-    "num_pages": 40,
-    "warmup": False,
-}
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+FLAGS = SMALL
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=0)
 PROMPT = {"prompt_token_ids": [5, 9, 2, 33, 7] * 8}
 
@@ -45,14 +35,6 @@ class AlwaysFetch(Prices):
 
     def worth_fetching(self, tier: str, num_bytes: int, tokens: int) -> bool:
         return True
-
-
-@pytest.fixture(autouse=True)
-def quick_compilation(monkeypatch):
-    """The programs' speed does not matter."""
-    monkeypatch.setattr(
-        "serving.engine.assembly.build.StepPrograms", partial(StepPrograms, compiler_options=QUICK_COMPILE)
-    )
 
 
 @pytest.fixture(scope="module")
@@ -270,16 +252,6 @@ def test_a_stale_hit_would_be_seen(monkeypatch):
     made = VersionedEngine(seed=2)
     explained = made.explain(made.run(requests=60, update_every=12))
     assert explained.worst > 2e-3
-
-
-def test_samples_of_a_prompt_share_its_prefill():
-    made = VersionedEngine(seed=3)
-    prompt = list(range(40))
-    params = SamplingParams(n=5, max_tokens=4, temperature=1.0, seed=1, ignore_eos=True)
-    output = made.engine.add_request("five", {"prompt_token_ids": prompt}, params)
-    finish(made.engine)
-    assert len({tuple(choice.token_ids) for choice in output.outputs}) > 1
-    assert made.engine.loop.stats.prefill_tokens == len(prompt)
 
 
 def test_a_pause_keeps_aborts_or_waits():

@@ -17,12 +17,11 @@ from mamba_jax.store import StoreShape, init_store, store_bytes
 from mamba_jax.tails import Replay
 from serving import LLM, SamplingParams
 from serving.config import ConfigError, EngineConfig
-from serving.core import DecodeRow, ReplayAccess, Request, SchedulerConfig
 from serving.engine.assembly import build
 from serving.engine.assembly.replay import resolve_replay, spares, state_traffic
 from serving.engine.assembly.sizing import size_store
 from serving.engine.steps import batching
-from serving.engine.steps.batching import BatchBuilder, PrefillShape
+from serving.engine.steps.batching import PrefillShape
 from tests.support.engines import QUICK_COMPILE
 from tests.support.tiny_configs import FOR_ENGINES
 
@@ -101,48 +100,29 @@ NEMOTRON = StoreShape.of(load_config("nemotron-h-8b"))
 OF_8B = {"shape": NEMOTRON, "weight_bytes": 16_200_000_000}
 
 
-@pytest.mark.parametrize("platform", ["tpu", "gpu"])
 @pytest.mark.parametrize(
-    ("flags", "interval", "why"),
+    ("platforms", "flags", "interval", "why"),
     [
-        (
-            {"max_num_seqs": 128, "num_speculative_tokens": 3},
-            16,
-            "it saves 54% of a step's bytes (max_num_seqs 128",
-        ),
-        ({"max_num_seqs": 64}, 16, "it saves 17% of a step's bytes (max_num_seqs 64, drafts 0)"),
-        ({"max_num_seqs": 2}, 1, "replay would save 0.9% of a step's bytes (max_num_seqs 2, drafts 0)"),
-        ({"max_num_seqs": 8, "num_speculative_tokens": 16}, 64, "it saves"),
-        ({"max_num_seqs": 64, "tile_size": 8}, 8, "it saves"),
-        (
-            {"tile_size": 4, "page_size": 4, "num_speculative_tokens": 3},
-            1,
-            "no other divides tile_size 4 with 3 drafts",
-        ),
+        ("tpu gpu", {"max_num_seqs": 128, "num_speculative_tokens": 3}, 16, "it saves 54% of a step's bytes (max_num_"),
+        ("tpu gpu", {"max_num_seqs": 64}, 16, "it saves 17% of a step's bytes (max_num_seqs 64, drafts 0)"),
+        ("tpu gpu", {"max_num_seqs": 2}, 1, "replay would save 0.9% of a step's bytes (max_num_seqs 2, drafts 0)"),
+        ("tpu gpu", {"max_num_seqs": 8, "num_speculative_tokens": 16}, 64, "it saves"),
+        ("tpu gpu", {"max_num_seqs": 64, "tile_size": 8}, 8, "it saves"),
+        ("tpu gpu", {"tile_size": 4, "page_size": 4, "num_speculative_tokens": 3}, 1, "no other divides tile_size 4 w"),
+        ("cpu", {"num_speculative_tokens": 3}, 16, "it saves"),
+        ("cpu", {"num_speculative_tokens": 1, "max_num_seqs": 8}, 16, "it saves"),
+        ("cpu", {"num_speculative_tokens": 3, "max_num_seqs": 1}, 16, "it saves"),
+        ("cpu", {"num_speculative_tokens": 1, "max_num_seqs": 2}, 1, "on CPU replay is faster from 3 drafts a step on"),
+        ("cpu", {}, 1, "on CPU replay is faster from 3 drafts a step on (max_num_seqs 64, drafts 0)"),
+        ("cpu", {"num_speculative_tokens": 3, "ssm_dtype": "float16"}, 1, "on CPU the replay of float16 is slow"),
     ],
 )
-def test_accelerators_choose_by_what_a_step_moves(platform, flags, interval, why):
-    found = resolved(**OF_8B, platform=platform, **flags)
-    assert found.interval == interval
-    assert f"(replay_interval {interval}, chosen: {why}" in found.notice
-
-
-@pytest.mark.parametrize(
-    ("flags", "interval", "why"),
-    [
-        ({"num_speculative_tokens": 3}, 16, "it saves"),
-        ({"num_speculative_tokens": 1, "max_num_seqs": 8}, 16, "it saves"),
-        ({"num_speculative_tokens": 3, "max_num_seqs": 1}, 16, "it saves"),
-        ({"num_speculative_tokens": 1, "max_num_seqs": 2}, 1, "on CPU replay is faster from 3 drafts a step on"),
-        ({}, 1, "on CPU replay is faster from 3 drafts a step on (max_num_seqs 64, drafts 0)"),
-        ({"num_speculative_tokens": 3, "ssm_dtype": "float16"}, 1, "on CPU the replay of float16 is slow"),
-    ],
-)
-def test_on_cpu_drafts_choose(flags, interval, why, monkeypatch):
+def test_the_interval_is_chosen_by_what_a_step_moves(platforms, flags, interval, why, monkeypatch):
     monkeypatch.setattr(native, "why_missing", lambda operation: None)
-    found = resolved(**OF_8B, platform="cpu", **flags)
-    assert found.interval == interval
-    assert f"(replay_interval {interval}, chosen: {why}" in found.notice
+    for platform in platforms.split():
+        found = resolved(**OF_8B, platform=platform, **flags)
+        assert found.interval == interval
+        assert f"(replay_interval {interval}, chosen: {why}" in found.notice
 
 
 def test_replay_is_not_chosen_where_nothing_speeds_it_up(monkeypatch):
@@ -218,51 +198,6 @@ def test_an_anchor_a_tail_and_now_and_then_a_spare_for_each_sequence(mode, memor
         replay=Replay(16, 3), num_tails=1 + found.max_num_seqs,
     )  # fmt: skip
     assert store_bytes(store) == found.total_bytes
-
-
-def test_decays_by_channel_take_their_share_of_a_tail():
-    """Per token and layer: what it added, its keys, and as many decays as keys; plus the inputs of the windows."""
-    kimi, replay = load_config("kimi-linear-48b-a3b"), Replay(16, 3)
-    layers, inner, ring, windows = kimi.pattern.count("D"), 32 * 128, 32, 8
-    token = 4 * inner + 2 * inner + 4 * inner
-    found = StoreShape.of(kimi).bytes_per_tail("bfloat16", "float32", replay)
-    assert found == layers * (ring * token + windows * 2 * 3 * inner) + 4 * 2 * kimi.hidden_size
-
-
-def test_rows_of_an_8b_hybrid_with_drafts_fit_in_28_gb():
-    replay = Replay(16, 3)
-    size = size_store(
-        EngineConfig.create(num_speculative_tokens=3, max_num_seqs=128), NEMOTRON, mode="all", dtype=jnp.bfloat16,
-        model_max_len=8192, memory=140 << 30, replay=replay,
-    )  # fmt: skip
-    assert size.max_num_seqs == 128
-    assert size.running_slots * size.bytes_per_slot + size.tail_bytes < 28e9
-
-
-def test_plans_as_arrays():
-    config = SchedulerConfig(
-        num_slots=20, num_pages=0, max_num_seqs=4, tile_size=16, state_block_size=64, num_speculative_tokens=2,
-        replay_interval=16,
-    )  # fmt: skip
-
-    def row(row_id, access, **fields):
-        given = {
-            "request": Request(f"r{row_id}", [1, 2]), "row_id": row_id, "continues": True, "tokens": (), "length": 30,
-            "num_tokens": 3, "num_drafts": 2, "access": access, "pages": [], "page_copy": None, "sample": True,
-            "is_prefill": False, "step": 1,
-        }  # fmt: skip
-        return DecodeRow(**(given | fields))
-
-    batch = BatchBuilder(config).decode(
-        [
-            row(1, ReplayAccess(0, 0, 3, spare=7, reaches=32)),
-            row(2, ReplayAccess(0, 0, 3)),
-            row(3, ReplayAccess(5, 16, 2, spare=6, reaches=32), continues=False, tokens=(8, 9), num_tokens=2),
-        ]
-    )
-    assert batch.write_slot.tolist() == [[7], [0], [6], [0]]
-    assert batch.read_slot.tolist() == [0, 0, 5, 0]
-    assert batch.anchor.tolist() == [0, 0, 16, 0]
 
 
 @pytest.mark.full
