@@ -58,7 +58,7 @@ def kernels(platform: str, module: Any, operation: str) -> tuple[Implementation,
 class KernelChoice:
     """The target of compilation and the implementations of operations; records the choices and their reasons.
 
-    choice = KernelChoice(named={"ssd_scan": "xla"})
+    choice = KernelChoice(named={"recurrence_scan": "xla"})
     with choice.applied():
         lowered = jax.jit(step).lower(...)  # or anything else that traces operations
     print(choice.report())

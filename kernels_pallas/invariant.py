@@ -44,49 +44,6 @@ def unsupported(*args: Any, **kwargs: Any) -> str | None:
     return f"arrays are {other[0]}, not float32 or bfloat16" if other else WHY_MISSING
 
 
-def scan(run: Callable[..., Any], *, wide: bool = False) -> dispatch.Implementation:
-    """The entry of the automatic choice on CPU: token by token, with rows of a state in registers, a scan takes less
-    time than as products of blocks. With `wide`, only where registers have 512 bits."""
-
-    def unsupported_scan(*args: Any, **kwargs: Any) -> str | None:
-        if args[-1].dtype != F32:
-            return f"states are {args[-1].dtype}, not float32, and would be rounded after each token"
-        if wide and not native.has_wide_registers():
-            return f"registers are narrow (instruction set {native.instructions()})"
-        return unsupported(*args)
-
-    return dispatch.Implementation("native", run, unsupported_scan, "cpu")
-
-
-def ssd_scan(x, dt, a, b, c, d, store, **places):
-    """See `ssd_scan.api.ssd_scan`."""
-    return _scan_tiles(_ssd(a, d), (x, dt, b, c), (dt != 0).any(axis=2), store, **places)
-
-
-def ssd_scan_sequence(x, dt, a, b, c, d, *, initial_state=None, chunk_size=128):
-    """See `ssd_scan.api.ssd_scan_sequence`; `chunk_size` has no effect."""
-    return _scan_sequences(_ssd(a, d), (x, dt, b, c), x, initial_state, (*x.shape[2:], b.shape[-1]))
-
-
-def delta_scan(q, k, v, log_decay, beta, store, **places):
-    """See `delta_scan.api.delta_scan`."""
-    real = (beta != 0).any(axis=2)
-    return _scan_tiles(delta_update, (q, k, v, log_decay, beta), real, store, **places)
-
-
-def delta_scan_sequence(q, k, v, log_decay, beta, *, initial_state=None, chunk_size=64):
-    """See `delta_scan.api.delta_scan_sequence`; `chunk_size` has no effect."""
-    inputs = q, k, v, log_decay, beta
-    return _scan_sequences(delta_update, inputs, v, initial_state, (*v.shape[2:], k.shape[-1]))
-
-
-def delta_update(q, k, v, log_decay, beta, store, *, read_slot, write_slot):
-    """See `delta_update.api.delta_update`."""
-    from kernels_pallas.delta_update import native as update
-
-    return update.delta_update(q, k, v, log_decay, beta, store, read_slot=read_slot, write_slot=write_slot)
-
-
 def selective_scan(x, dt, a, b, c, d, store, **places):
     """See `selective_scan.api.selective_scan`."""
     return _scan_tiles(_selective(a, d), (x, dt, b, c), (dt != 0).any(axis=2), store, **places)
@@ -100,12 +57,6 @@ def selective_scan_sequence(x, dt, a, b, c, d, *, initial_state=None):
 def selective_update(x, dt, a, b, c, d, store, *, read_slot, write_slot):
     """See `selective_scan.api.selective_update`."""
     return _selective(a, d)(x, dt, b, c, store, read_slot=read_slot, write_slot=write_slot)
-
-
-def _ssd(a, d):
-    from kernels_pallas.state_update import native as update
-
-    return lambda x, dt, b, c, store, **slots: update.state_update(x, dt, a, b, c, d, store, **slots)
 
 
 def _selective(a, d):

@@ -108,16 +108,17 @@ def row_blocks(
 def by_platform(*, cpu: Callable[..., Any], default: Callable[..., Any]) -> Callable[..., Any]:
     """Returns an operation that selects its form by the target platform of compilation.
 
-    Its arguments are arrays, but for the keyword argument `interval`.
+    Its arguments are arrays and trees of them; keyword arguments may also be numbers.
     """
 
-    def run(*arrays: Any, **places: Any) -> Any:
-        static = {name: places.pop(name) for name in ("interval",) if name in places}
+    def run(*arrays: Any, **options: Any) -> Any:
+        static = {name: value for name, value in options.items() if isinstance(value, int)}
 
         def by(form: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda arrays, places: form(*arrays, **places, **static)
+            return lambda arrays, others: form(*arrays, **others, **static)
 
-        return lax.platform_dependent(arrays, places, cpu=by(cpu), default=by(default))
+        others = {name: value for name, value in options.items() if name not in static}
+        return lax.platform_dependent(arrays, others, cpu=by(cpu), default=by(default))
 
     return run
 

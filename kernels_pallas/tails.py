@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from kernels_pallas.places import Anchored
 from kernels_pallas.row_loop import head_axes
 from kernels_pallas.shape_check import check_shapes
 from kernels_pallas.slots import read_slots, take, write_slots
@@ -90,15 +91,11 @@ def next_boundary(length, num_tokens, interval: int) -> Boundary:
     return Boundary(position, position <= length + num_tokens)
 
 
-def row_numbers(
-    anchor_slot, tail_id, anchor_length, length, num_tokens, write_slot, interval: int
-) -> tuple[Int[Array, " rows"], ...]:
-    """`Places` as kernels take them: slots are 0 where they are not accessed; the boundary replaces the interval."""
-    due = next_boundary(length, num_tokens, interval)
-    live = num_tokens > 0
+def row_numbers(places: Anchored) -> tuple[Int[Array, " rows"], ...]:
+    """The places as kernels take them: slots are 0 where they are not accessed; the boundary replaces the interval."""
     found = (
-        jnp.where(live, anchor_slot, 0), tail_id, anchor_length, length, num_tokens,
-        jnp.where(due.reached & live, write_slot, 0), due.position,
+        places.live_anchor, places.tail_id, places.anchor_length, places.length, places.num_tokens, places.due_slot,
+        places.boundary,
     )  # fmt: skip
     return tuple(one.astype(jnp.int32) for one in found)
 
@@ -181,7 +178,7 @@ def check_tail(
     operation: str, tail: Mapping[str, Any], channels: Mapping[str, int], *, interval: int, steps: int
 ) -> None:
     """Raises ValueError unless the arrays of a tail have these channels, and it has room for an interval and a step."""
-    described = {name: (array, f"tails entries n_{name}") for name, array in tail.items()}
+    described = {name: (array, f"tails entries n_{name}") for name, array in tail.items() if array is not None}
     sizes = check_shapes(f"{operation}: tail", **described)
     for name, expected in channels.items():
         if sizes[f"n_{name}"] != expected:

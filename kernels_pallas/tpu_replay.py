@@ -23,9 +23,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
-from kernels_pallas import tails
 from kernels_pallas.heads import HeadBlocks
+from kernels_pallas.places import Anchored
 from kernels_pallas.tail_copies import TailCopies, moved_entries, registers, scratch
+from kernels_pallas.tails import row_numbers
 from kernels_pallas.tpu_blocks import LANES, dot, in_large_memory
 
 F32 = jnp.float32
@@ -192,6 +193,7 @@ def replay(
     states,
     tail,
     inputs: Sequence[tuple[Any, pl.BlockSpec]],
+    places: Anchored,
     *,
     shape: tuple[int, int, int, int],
     dtype: DTypeLike,
@@ -200,15 +202,8 @@ def replay(
     cost: pl.CostEstimate,
     interpret: bool,
     name: str,
-    anchor_slot,
-    tail_id,
-    anchor_length,
-    length,
-    num_tokens,
-    write_slot,
-    interval: int,
 ):
-    """Runs the kernel; see `kernels_pallas.tails.Places` for the last arguments.
+    """Runs the kernel.
 
     Args:
         compute: `compute(row, inputs, state_in, y, state_out, tail, memory)` computes y and the state of one `Row`
@@ -220,11 +215,9 @@ def replay(
         y, states and tail.
     """
     rows, steps, heads, head_dim = shape
-    due, live = tails.next_boundary(length, num_tokens, interval), num_tokens > 0
-    write = jnp.where(due.reached & live, write_slot, 0)
-    anchor = jnp.where(live, anchor_slot, 0)
+    anchor, tail_id, anchor_length, length, num_tokens, write, boundary = row_numbers(places)
     named = (*_named(anchor, anchor > 0, blocks), *_named(write, write > 0, blocks))
-    scalars = _Prefetched(anchor, anchor_length, length, num_tokens, write, due.position, tail_id, *named)
+    scalars = _Prefetched(anchor, anchor_length, length, num_tokens, write, boundary, tail_id, *named)
 
     def block(i, h, slots, places):
         return slots[i], jnp.where(places[i] < 0, h, places[i]), 0, 0
@@ -236,7 +229,8 @@ def replay(
         return block(i, h, _Prefetched(*s).flushed_slot, _Prefetched(*s).flushed_block)
 
     slot = (1, blocks.heads, head_dim, states.shape[3])
-    rings = [registers(v) for v in tail]
+    there_are = [v for v in tail if v is not None]
+    rings = [registers(v) for v in there_are]
     there = [pl.BlockSpec(memory_space=pltpu.HBM)] * len(rings)
     arrays, specs = zip(*inputs, strict=True)
     per_head = pl.BlockSpec((1, steps, blocks.heads * head_dim), lambda i, h, *_: (i, 0, h))
@@ -268,7 +262,11 @@ def replay(
         states,
         *(ring if interpret else in_large_memory(ring) for ring in rings),
     )
-    return y.reshape(shape), states, type(tail)(*(ring.reshape(v.shape) for ring, v in zip(rings, tail, strict=True)))
+    return (
+        y.reshape(shape),
+        states,
+        type(tail)(*(ring.reshape(v.shape) for ring, v in zip(rings, there_are, strict=True))),
+    )
 
 
 def _named(index, wanted, blocks: HeadBlocks):
@@ -332,7 +330,7 @@ def cost(states, tail, *, rows: int, steps: int, interval: int, inputs_bytes: in
     """
     (_, heads, head_dim, size), entries = states.shape, tail[0].shape[1]
     channels = heads * head_dim
-    entry_bytes = sum(v.shape[2] * v.dtype.itemsize for v in tail)
+    entry_bytes = sum(v.shape[2] * v.dtype.itemsize for v in tail if v is not None)
     tail_bytes = int(moved_entries(entries, steps, interval) * entry_bytes)
     state_bytes = channels * size * states.dtype.itemsize
     # A state is due once per interval; drafts of several steps may reach it.

@@ -1,7 +1,7 @@
 """What the Triton kernels of a recurrent layer's decode share: channels of a convolution, and the gated norm after it.
 
-A layer's first kernel convolves and updates or replays the states (`gated_update`, `gated_replay` and
-`gated_delta_update`). The second one is here. It writes the windows, and the inputs in tails, that programs of several
+A layer's first kernel convolves and updates or replays the states (`kernels_pallas.gated_recurrence`). The second one
+is here. It writes the windows, and the inputs in tails, that programs of several
 heads read in the first one.
 
 Both read one array with all of the projections' outputs: XLA writes it as one kernel, or not at all where the merged

@@ -181,7 +181,7 @@ class EngineConfig(Settings):
     kernels: str = Field(
         "auto",
         description="Kernel implementation of each operation. auto: this platform's kernels, or plain XLA where "
-        "one cannot run. xla: no kernels. Or by operation, as in ssd_scan=xla,state_update=pallas_tpu; it is an "
+        "one cannot run. xla: no kernels. Or by operation, as in recurrence_scan=xla,gated_update=pallas_gpu; it is an "
         "error if an implementation named here cannot run.",
     )
     schedule_invariant: bool = Field(

@@ -108,8 +108,8 @@ def test_a_keyword_spares_the_import_of_files_that_cannot_match(pytestconfig, mo
         ("test_eviction", "serving/core/test_hits.py", True),
         ("Eviction", "serving/core/conftest.py", None),
         # An inherited test.
-        ("test_equal_keys", "kernels_pallas/test_delta_scan_kernels.py", None),
-        ("test_equal_keys", "kernels_pallas/test_ssd_scan.py", True),
+        ("test_equal_keys", "kernels_pallas/test_recurrence_scan.py", None),
+        ("test_equal_keys", "kernels_pallas/test_recurrence_update.py", True),
         # Not in any name: perhaps the value of a parameter.
         ("bfloat16states", "serving/core/test_hits.py", None),
         ("test_eviction or test_hits", "serving/core/test_worth.py", None),
@@ -125,7 +125,7 @@ def test_a_file_of_the_full_tier_is_imported_only_with_it(pytestconfig, monkeypa
         (False, "serving/capacity/test_compiled_replay.py", True),
         (True, "serving/capacity/test_compiled_replay.py", None),
         # Marked `full`, with tests marked `smoke`.
-        (False, "kernels_pallas/test_state_replay.py", None),
+        (False, "kernels_pallas/test_recurrence_replay.py", None),
     ]:
         monkeypatch.setattr(pytestconfig.option, "full", full)
         monkeypatch.setattr(pytestconfig.option, "slow", False)

@@ -16,10 +16,13 @@ from benchmarks.kernels.call import Draw
 from benchmarks.kernels.calls import OPERATIONS, drawn
 
 
-def check_between(name: str, sizes: Sizes, copy: float, deadline: Deadline) -> bool:
-    """The operation `name` at the first of its published sizes; with small ones if kernels are interpreted."""
+def check_between(name: str, sizes: Sizes, copy: float, deadline: Deadline, *, erase: bool = False) -> bool:
+    """The operation `name` at the first of its published sizes of recurrences that erase or do not; with small ones if
+    kernels are interpreted.
+    """
     ok, operation = True, OPERATIONS[name]
-    first = operation.shapes[0].small() if sizes.interpret else operation.shapes[0]
+    first = next(shape for shape in operation.shapes if shape.erase == erase)
+    first = first.small() if sizes.interpret else first
     for steps, rows in deadline.each(name, itertools.product(sizes.steps, sizes.rows)):
         call = drawn(name, dataclasses.replace(first, rows=rows, steps=steps), Draw(BF16))
 

@@ -59,8 +59,10 @@ def kernel_jobs() -> list[Job]:
         Job("update", 3, lambda run: check_update(MAMBA2, run.sizes, run.copy, run.deadline)),
         Job("gated-update", 2, lambda run: check_between("gated_update", run.sizes, run.copy, run.deadline)),
         Job("gated-replay", 2, lambda run: check_between("gated_replay", run.sizes, run.copy, run.deadline)),
-        Job("delta-replay", 2, lambda run: check_between("gated_delta_replay", run.sizes, run.copy, run.deadline)),
-        Job("gated-delta", 2, lambda run: check_between("gated_delta_update", run.sizes, run.copy, run.deadline)),
+        Job(
+            "delta-replay", 2, lambda run: check_between("gated_replay", run.sizes, run.copy, run.deadline, erase=True)
+        ),
+        Job("gated-delta", 2, lambda run: check_between("gated_update", run.sizes, run.copy, run.deadline, erase=True)),
         Job("attention", 3, lambda run: check_attention(run.sizes, run.copy, run.deadline)),
         Job("scan", 2, lambda run: check_scan(MAMBA2, run.sizes, run.deadline)),
         Job("experts", 2, lambda run: check_experts(run.sizes, run.copy, run.deadline)),

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.gpu_check.timing import difference, seconds
+from kernels_pallas.recurrence import Entry
 from serving.bench.report import emit
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
@@ -63,29 +64,25 @@ class Sizes:
         shape = (slots, self.heads, self.head_dim, self.state)
         return jax.random.normal(jax.random.key(1), shape, dtype).at[0].set(jnp.nan)
 
-    def layer(self, *lead: int) -> tuple[jax.Array, ...]:
-        """x, dt, a, b, c, d for tokens [*lead]."""
+    def layer(self, *lead: int) -> Entry:
+        """Tokens [*lead] of a Mamba2 layer."""
         keys = iter(jax.random.split(jax.random.key(0), 5))
         inner = (*lead, self.groups, self.state)
-        return (
-            jax.random.normal(next(keys), (*lead, self.heads, self.head_dim), BF16),
-            jax.random.uniform(next(keys), (*lead, self.heads), F32, 0.001, 0.1),
-            -jax.random.uniform(next(keys), (self.heads,), F32, 1, 16),
-            jax.random.normal(next(keys), inner, BF16),
-            jax.random.normal(next(keys), inner, BF16),
-            jnp.ones(self.heads, F32),
-        )
+        query, key = (jax.random.normal(next(keys), inner, BF16) for _ in range(2))
+        value = jax.random.normal(next(keys), (*lead, self.heads, self.head_dim), BF16)
+        step = jax.random.uniform(next(keys), (*lead, self.heads), F32, 0.001, 0.1)
+        return Entry(query, key, value, -step * jax.random.uniform(next(keys), (self.heads,), F32, 1, 16), step)
 
     def of_delta(self) -> Sizes:
         """The same, with the gated delta net's layer in place of Mamba's."""
         heads, head_dim, groups, state = self.delta
         return dataclasses.replace(self, heads=heads, head_dim=head_dim, groups=groups, state=state)
 
-    def delta_layer(self, *lead: int) -> tuple[jax.Array, ...]:
-        """q, k, v, log_decay, beta for tokens [*lead]; queries and keys have length 1."""
+    def delta_layer(self, *lead: int) -> Entry:
+        """Tokens [*lead] of a gated delta net; queries and keys have length 1."""
         keys = iter(jax.random.split(jax.random.key(0), 5))
         q, k = (jax.random.normal(next(keys), (*lead, self.groups, self.state)) for _ in range(2))
-        return (
+        return Entry(
             *((one / jnp.linalg.norm(one, axis=-1, keepdims=True)).astype(BF16) for one in (q, k)),
             jax.random.normal(next(keys), (*lead, self.heads, self.head_dim), BF16),
             -jax.random.uniform(next(keys), (*lead, self.heads), F32, 0.001, 0.5),

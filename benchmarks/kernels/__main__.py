@@ -1,8 +1,8 @@
 """Time of each operation by each of its implementations, at the sizes of `benchmarks.kernels.workloads`.
 
     python -m benchmarks.kernels                                   # everything this machine can run
-    python -m benchmarks.kernels --operations ssd_scan --shapes nemotron --dtype bfloat16
-    python -m benchmarks.kernels --operations state_update,state_replay   # every state kept, and replayed
+    python -m benchmarks.kernels --operations recurrence_scan --shapes nemotron --dtype bfloat16
+    python -m benchmarks.kernels --operations recurrence_update,recurrence_replay   # every state kept, and replayed
 
 `gb_per_s` is the bytes that must move at least (`moved_mb`), over the time: the machine's bandwidth says how good that
 is. An implementation that cannot run a shape is named with its reason. Times are medians of `--reps` runs of several

@@ -13,49 +13,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.kernels import workloads
+from benchmarks.kernels import recurrences, workloads
 from benchmarks.kernels.call import Call, Draw, i32, nbytes, slot_bytes
-from benchmarks.kernels.recurrences import DELTA, GATED, GATED_DELTA, MAMBA2, SELECTIVE, gated_scan_call
 from kernels_pallas import (
     causal_conv1d,
-    delta_replay,
-    delta_scan,
-    delta_update,
     expert_choice,
     expert_mlp,
-    gated_delta_replay,
-    gated_delta_update,
     gated_norm,
-    gated_replay,
-    gated_update,
     grouped_matmul,
     linear,
     paged_attention,
-    selective_scan,
-    ssd_scan,
-    state_replay,
-    state_update,
 )
 from kernels_pallas.causal_conv1d import api as conv_api
-from kernels_pallas.delta_replay import api as delta_replay_api
-from kernels_pallas.delta_scan import api as delta_scan_api
-from kernels_pallas.delta_update import api as delta_update_api
 from kernels_pallas.dispatch import Implementation
 from kernels_pallas.expert_choice import api as choice_api
 from kernels_pallas.expert_mlp import api as expert_mlp_api
-from kernels_pallas.gated_delta_replay import api as delta_anchors_api
-from kernels_pallas.gated_delta_update import api as gated_delta_api
 from kernels_pallas.gated_norm import api as norm_api
-from kernels_pallas.gated_replay import api as gated_replay_api
+from kernels_pallas.gated_recurrence import api as gated_api
 from kernels_pallas.gated_scan import api as gated_scan_api
-from kernels_pallas.gated_update import api as gated_update_api
 from kernels_pallas.grouped_matmul import api as grouped_api
 from kernels_pallas.linear import api as linear_api
 from kernels_pallas.paged_attention import api as attention_api
+from kernels_pallas.recurrence import api as recurrence_api
 from kernels_pallas.selective_scan import api as selective_api
-from kernels_pallas.ssd_scan import api as scan_api
-from kernels_pallas.state_replay import api as replay_api
-from kernels_pallas.state_update import api as update_api
 from mamba_jax.modules.basic import activation
 
 ROWS = 8
@@ -142,24 +122,15 @@ class Operation:
 
 _M, _G, _D, _S = workloads.MAMBA2, workloads.GATED, workloads.DELTA, workloads.SELECTIVE
 OPERATIONS = {
-    "ssd_scan": Operation(MAMBA2.scan(ssd_scan.ssd_scan), scan_api.SCAN, _M),
-    "gated_scan": Operation(gated_scan_call, gated_scan_api.GATED_SCAN, _G),
-    "state_update": Operation(MAMBA2.update(state_update.state_update), update_api.UPDATE, _M),
-    "state_replay": Operation(MAMBA2.replay(state_replay.state_replay), replay_api.REPLAY, _M),
-    "gated_update": Operation(GATED.update(gated_update.gated_update), gated_update_api.GATED_UPDATE, _G),
-    "gated_replay": Operation(GATED.replay(gated_replay.gated_replay), gated_replay_api.GATED_REPLAY, _G),
-    "delta_scan": Operation(DELTA.scan(delta_scan.delta_scan), delta_scan_api.SCAN, _D),
-    "delta_update": Operation(DELTA.update(delta_update.delta_update), delta_update_api.UPDATE, _D),
-    "delta_replay": Operation(DELTA.replay(delta_replay.delta_replay), delta_replay_api.REPLAY, _D),
-    "gated_delta_update": Operation(
-        GATED_DELTA.update(gated_delta_update.gated_delta_update), gated_delta_api.GATED_DELTA_UPDATE, _D
-    ),
-    "gated_delta_replay": Operation(
-        GATED_DELTA.replay(gated_delta_replay.gated_delta_replay), delta_anchors_api.GATED_DELTA_REPLAY, _D
-    ),
-    "selective_scan": Operation(SELECTIVE.scan(selective_scan.selective_scan), selective_api.SCAN, _S),
-    "selective_update": Operation(SELECTIVE.update(selective_scan.selective_update), selective_api.UPDATE, _S),
-    "selective_replay": Operation(SELECTIVE.replay(selective_scan.selective_replay), selective_api.REPLAY, _S),
+    "recurrence_scan": Operation(recurrences.scan_call, recurrence_api.SCAN, _M + _D),
+    "recurrence_update": Operation(recurrences.update_call, recurrence_api.UPDATE, _M + _D),
+    "recurrence_replay": Operation(recurrences.replay_call, recurrence_api.REPLAY, _M + _D),
+    "gated_scan": Operation(recurrences.gated_scan_call, gated_scan_api.GATED_SCAN, _G),
+    "gated_update": Operation(recurrences.gated_update_call, gated_api.GATED_UPDATE, _G + _D),
+    "gated_replay": Operation(recurrences.gated_replay_call, gated_api.GATED_REPLAY, _G + _D),
+    "selective_scan": Operation(recurrences.selective_scan_call, selective_api.SCAN, _S),
+    "selective_update": Operation(recurrences.selective_update_call, selective_api.UPDATE, _S),
+    "selective_replay": Operation(recurrences.selective_replay_call, selective_api.REPLAY, _S),
     "causal_conv1d_update": Operation(_conv, conv_api.UPDATE, workloads.CONVOLUTIONS),
     "paged_attention": Operation(_attention, attention_api.PAGED, workloads.ATTENTION),
     "gated_rms_norm": Operation(_norm, norm_api.NORM, workloads.NORMS),

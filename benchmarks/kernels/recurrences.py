@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernels.call import Call, Draw, i32, nbytes, slot_bytes
-from kernels_pallas import delta_replay, gated_delta_update, gated_scan, state_replay
+from kernels_pallas import gated_recurrence, gated_scan, recurrence, selective_scan
+from kernels_pallas.gated_recurrence import DeltaGates, Mamba2Gates, Projections, Weights, Windows
+from kernels_pallas.places import Anchored, Rows, Tiles
+from kernels_pallas.recurrence import Entry, Tail
+from kernels_pallas.selective_scan import SelectiveTail
 from mamba_jax.layout import PrefillLayout
 
 WIDTH = 4
@@ -21,16 +23,15 @@ WIDTH = 4
 # Inputs of tokens [*lead].
 
 
-def _mamba2_inputs(draw: Draw, shape: Any, *lead: int) -> tuple[Any, ...]:
-    x, (b, c) = draw(*lead, shape.heads, shape.head_dim), (draw(*lead, shape.groups, shape.state) for _ in range(2))
-    return x, draw.positive(*lead, shape.heads), -draw.positive(shape.heads), b, c, draw.positive(shape.heads)
+def _entry(draw: Draw, shape: Any, *lead: int) -> Entry:
+    query, key = (draw(*lead, shape.groups, shape.state) / shape.state**0.5 for _ in range(2))
+    heads = *lead, shape.heads
+    decays = (*heads, shape.state) if shape.by_channel else heads
+    return Entry(query, key, draw(*heads, shape.head_dim), -draw.positive(*decays), draw.positive(*heads))
 
 
-def _delta_inputs(draw: Draw, shape: Any, *lead: int) -> tuple[Any, ...]:
-    q, k = (draw(*lead, shape.groups, shape.state) / shape.state**0.5 for _ in range(2))
-    v, heads = draw(*lead, shape.heads, shape.head_dim), (*lead, shape.heads)
-    gates = (*heads, shape.state) if shape.by_channel else heads
-    return q, k, v, -draw.positive(*gates), draw.positive(*heads)
+def _skip(draw: Draw, shape: Any) -> dict[str, Any]:
+    return {} if shape.erase else {"skip": draw.positive(shape.heads)}
 
 
 def _selective_inputs(draw: Draw, shape: Any, *lead: int) -> tuple[Any, ...]:
@@ -39,188 +40,163 @@ def _selective_inputs(draw: Draw, shape: Any, *lead: int) -> tuple[Any, ...]:
     return x, draw.positive(*lead, shape.inner), a, b, c, d
 
 
-def _gated_inputs(draw: Draw, shape: Any) -> tuple[Any, ...]:
-    """Of `gated_update`."""
+def _between_inputs(draw: Draw, shape: Any) -> tuple[Any, ...]:
+    """Projections and weights of `gated_update`."""
     lead, inner, channels = (shape.rows, shape.steps), shape.heads * shape.head_dim, 2 * shape.groups * shape.state
-    of_x, of_bc = ((draw(n, shape.width), draw(n) if shape.bias else None) for n in (inner, channels))
-    return (
-        draw(*lead, 2, inner), draw(*lead, 2, shape.groups, shape.state), draw(*lead, shape.heads, dtype=jnp.float32),
-        *(draw.positive(shape.heads) for _ in range(3)), *of_x, *of_bc, draw(inner) if shape.norm else None,
-    )  # fmt: skip
+    decays, width = shape.heads * (shape.state if shape.by_channel else 1), getattr(shape, "width", WIDTH)
+    of_values, of_vectors = (
+        (draw(n, width), draw(n) if getattr(shape, "bias", False) else None) for n in (inner, channels)
+    )
+    norm = draw(shape.head_dim if shape.erase else inner) if getattr(shape, "norm", True) else None
+    projections = Projections(
+        draw(*lead, inner),
+        draw(*lead, inner),
+        draw(*lead, 2, shape.groups, shape.state),
+        draw(*lead, decays, dtype=jnp.float32) if shape.erase else None,
+        draw(*lead, shape.heads, dtype=jnp.float32),
+    )
+    skip = None if shape.erase else draw.positive(shape.heads)
+    weights = draw.positive(shape.heads), draw.positive(decays), skip, *of_values, *of_vectors, norm
+    return projections, Weights(*weights)
 
 
-def _gated_delta_inputs(draw: Draw, shape: Any) -> tuple[Any, ...]:
-    """Of `gated_delta_update`."""
-    lead, inner, channels = (shape.rows, shape.steps), shape.heads * shape.head_dim, 2 * shape.groups * shape.state
-    decays = shape.heads * (shape.state if shape.by_channel else 1)
-    return (
-        draw(*lead, 2, shape.groups, shape.state), draw(*lead, inner), draw(*lead, inner),
-        *(draw(*lead, n, dtype=jnp.float32) for n in (decays, shape.heads)),
-        draw.positive(shape.heads), draw.positive(decays),
-        draw(inner, WIDTH), draw(channels, WIDTH), draw(shape.head_dim),
-    )  # fmt: skip
+def _gates(shape: Any) -> Any:
+    if shape.erase:
+        return DeltaGates(beta_scale=1.0, log_decay_bound=None, activation="silu", eps=1e-6)
+    return Mamba2Gates((1e-3, math.inf), 1e-5, getattr(shape, "norm_before_gate", False))
 
 
 # Places.
 
 
-def _one_row_of_tiles(shape: Any) -> dict[str, Any]:
-    return {
-        "tile_first": jnp.arange(shape.tiles) == 0,
-        "read_slot": jnp.full(shape.tiles, 1, jnp.int32),
-        "write_slot": i32([0] * (shape.tiles - 1) + [2]),
-    }
+def _tiles(shape: Any) -> Tiles:
+    """One row, from slot 1 to slot 2."""
+    write_slot = i32([0] * (shape.tiles - 1) + [2])
+    return Tiles(jnp.arange(shape.tiles) == 0, jnp.full(shape.tiles, 1, jnp.int32), write_slot)
 
 
-def _a_slot_for_each_step(shape: Any) -> tuple[dict[str, Any], int]:
+def _a_slot_for_each_step(shape: Any) -> tuple[Rows, int]:
     """Where rows read and write, and how many slots that takes."""
     write = 1 + np.arange(shape.rows * shape.steps).reshape(shape.rows, shape.steps)
-    return {"read_slot": i32(write[:, 0]), "write_slot": i32(write)}, write.size + 1
+    return Rows(i32(write[:, 0]), i32(write)), write.size + 1
 
 
-def _anchors(shape: Any, states: Any, tail: Any) -> tuple[dict[str, Any], int]:
+def _anchors(shape: Any, states: Any, tail: Any) -> tuple[Anchored, int]:
     """Rows at every place between two boundaries, so that as many reach theirs as in the long run; what they move."""
     row, interval = np.arange(shape.rows), shape.interval
     since = row * interval // shape.rows
-    places = {
-        "anchor_slot": i32(1 + row),
-        "tail_id": i32(1 + row),
-        "anchor_length": i32(interval + 0 * row),
-        "length": i32(interval + since),
-        "num_tokens": i32(shape.steps + 0 * row),
-        "write_slot": i32(1 + shape.rows + row),
-    }
+    numbers = (1 + row, 1 + row, interval + 0 * row, interval + since, shape.steps + 0 * row, 1 + shape.rows + row)
     due = int((since + shape.steps >= interval).sum())
-    of_token = sum(slot_bytes(ring) // ring.shape[1] for ring in tail)
-    return places, slot_bytes(states) * (shape.rows + due) + of_token * int((since + shape.steps).sum())
-
-
-def _mamba2_tail(draw: Draw, shape: Any) -> Any:
-    ring, inner = (shape.rows + 1, shape.entries), shape.heads * shape.head_dim
-    return state_replay.Tail(
-        draw(*ring, inner), draw(*ring, shape.groups * shape.state), draw.positive(*ring, shape.heads)
+    of_token = sum(slot_bytes(ring) // ring.shape[1] for ring in tail if ring is not None)
+    return Anchored(*map(i32, numbers), interval), slot_bytes(states) * (shape.rows + due) + of_token * int(
+        (since + shape.steps).sum()
     )
 
 
-def _delta_tail(draw: Draw, shape: Any) -> Any:
+def _tail(draw: Draw, shape: Any) -> Tail:
     ring, decays = (shape.rows + 1, shape.entries), shape.heads * (shape.state if shape.by_channel else 1)
-    return delta_replay.DeltaTail(
-        draw(*ring, shape.heads * shape.head_dim, dtype=jnp.float32),
+    return Tail(
+        draw(*ring, shape.heads * shape.head_dim, dtype=jnp.float32 if shape.erase else None),
         draw(*ring, shape.groups * shape.state),
         -draw.positive(*ring, decays),
+        None if shape.erase else draw.positive(*ring, shape.heads),
     )
 
 
 def _selective_tail(draw: Draw, shape: Any) -> Any:
     ring = shape.rows + 1, shape.entries
-    return state_replay.Tail(draw(*ring, shape.inner), draw(*ring, shape.state), draw.positive(*ring, shape.inner))
+    return SelectiveTail(draw(*ring, shape.inner), draw(*ring, shape.state), draw.positive(*ring, shape.inner))
 
 
-@dataclass(frozen=True)
-class Recurrence:
-    """The arguments of a recurrence's scan, update and replay."""
-
-    inputs: Callable[..., tuple[Any, ...]]
-    """Of tokens [*lead], from (draw, shape, *lead)."""
-    y: int
-    """The input that y is like."""
-    tail: Callable[[Draw, Any], Any]
-
-    def scan(self, operation: Callable[..., Any]) -> Callable[[Draw, Any], Call]:
-        """One row of tiles, from a state and to a state."""
-
-        def call(draw: Draw, shape: Any) -> Call:
-            inputs, states = self.inputs(draw, shape, shape.tiles, shape.tile_size), draw.states(shape, 4)
-            moved = nbytes(inputs, inputs[self.y]) + 2 * slot_bytes(states)
-            return Call(operation, inputs, (states,), _one_row_of_tiles(shape), moved=moved)
-
-        return call
-
-    def update(self, operation: Callable[..., Any]) -> Callable[[Draw, Any], Call]:
-        """Rows that write a slot after each step."""
-
-        def call(draw: Draw, shape: Any) -> Call:
-            (places, slots), inputs = _a_slot_for_each_step(shape), self.inputs(draw, shape, shape.rows, shape.steps)
-            states = draw.states(shape, slots)
-            moved = nbytes(inputs, inputs[self.y]) + slot_bytes(states) * shape.rows * (1 + shape.steps)
-            return Call(operation, inputs, (states,), places, moved=moved)
-
-        return call
-
-    def replay(self, operation: Callable[..., Any]) -> Callable[[Draw, Any], Call]:
-        """Rows that are held by anchors."""
-
-        def call(draw: Draw, shape: Any) -> Call:
-            inputs, tail = self.inputs(draw, shape, shape.rows, shape.steps), self.tail(draw, shape)
-            states = draw.states(shape, 2 * shape.rows + 1)
-            places, moved = _anchors(shape, states, tail)
-            options, moved = {"interval": shape.interval}, moved + nbytes(inputs, inputs[self.y])
-            return Call(operation, inputs, (states, tail), places, options, moved, stores_first=True)
-
-        return call
+def scan_call(draw: Draw, shape: Any) -> Call:
+    """One row of tiles, from a state and to a state."""
+    entry, states = _entry(draw, shape, shape.tiles, shape.tile_size), draw.states(shape, 4)
+    places = {"tiles": _tiles(shape), **_skip(draw, shape)}
+    moved = nbytes(entry, entry.value) + 2 * slot_bytes(states)
+    return Call(recurrence.recurrence_scan, (entry,), (states,), places, {"erase": shape.erase}, moved)
 
 
-MAMBA2 = Recurrence(_mamba2_inputs, 0, _mamba2_tail)
-DELTA = Recurrence(_delta_inputs, 2, _delta_tail)
-SELECTIVE = Recurrence(_selective_inputs, 0, _selective_tail)
+def update_call(draw: Draw, shape: Any) -> Call:
+    """Rows that write a slot after each step."""
+    (rows, slots), entry = _a_slot_for_each_step(shape), _entry(draw, shape, shape.rows, shape.steps)
+    states = draw.states(shape, slots)
+    places = {"rows": rows, **_skip(draw, shape)}
+    moved = nbytes(entry, entry.value) + slot_bytes(states) * shape.rows * (1 + shape.steps)
+    return Call(recurrence.recurrence_update, (entry,), (states,), places, {"erase": shape.erase}, moved)
 
 
-@dataclass(frozen=True)
-class BetweenProjections:
-    """The arguments of what lies between the projections of a layer in decode."""
-
-    inputs: Callable[[Draw, Any], tuple[Any, ...]]
-    options: Mapping[str, Any]
-    tail: Callable[[Draw, Any], Any]
-
-    def _windows(self, shape: Any) -> tuple[int, tuple[int, int]]:
-        """Width of both convolutions, and the channels of each."""
-        return getattr(shape, "width", WIDTH), (shape.heads * shape.head_dim, 2 * shape.groups * shape.state)
-
-    def update(self, operation: Callable[..., Any]) -> Callable[[Draw, Any], Call]:
-        """Rows that write a slot after each step."""
-
-        def call(draw: Draw, shape: Any) -> Call:
-            inputs, (places, slots) = self.inputs(draw, shape), _a_slot_for_each_step(shape)
-            width, channels = self._windows(shape)
-            states = draw.states(shape, slots)
-            stores = states, *(draw(len(states), width - 1, n) for n in channels)
-            moved = nbytes(inputs) + sum(map(slot_bytes, stores)) * shape.rows * (1 + shape.steps)
-            places["valid"] = jnp.ones((shape.rows, shape.steps), bool)
-            return Call(operation, inputs, stores, places, self.options, moved)
-
-        return call
-
-    def replay(self, operation: Callable[..., Any]) -> Callable[[Draw, Any], Call]:
-        """Rows that are held by anchors."""
-
-        def call(draw: Draw, shape: Any) -> Call:
-            inputs, tail, slots = self.inputs(draw, shape), self.tail(draw, shape), 2 * shape.rows + 1
-            width, channels = self._windows(shape)
-            entries, states = 1 << (width + shape.steps - 3).bit_length(), draw.states(shape, slots)
-            rings = [(draw(len(states), width - 1, n), draw(shape.rows + 1, entries, n)) for n in channels]
-            windows = [one for pair in rings for one in pair]
-            places, moved = _anchors(shape, states, tail)
-            moved += nbytes(inputs) + sum(map(slot_bytes, windows)) * shape.rows
-            options = {**self.options, "interval": shape.interval}
-            return Call(operation, inputs, (states, tail, *windows), places, options, moved)
-
-        return call
+def replay_call(draw: Draw, shape: Any) -> Call:
+    """Rows that are held by anchors."""
+    entry, tail = _entry(draw, shape, shape.rows, shape.steps), _tail(draw, shape)
+    states = draw.states(shape, 2 * shape.rows + 1)
+    anchored, moved = _anchors(shape, states, tail)
+    places, moved = {"places": anchored, **_skip(draw, shape)}, moved + nbytes(entry, entry.value)
+    return Call(recurrence.recurrence_replay, (entry,), (states, tail), places, {"erase": shape.erase}, moved)
 
 
-GATED = BetweenProjections(_gated_inputs, {"eps": 1e-5, "dt_limit": (1e-3, math.inf)}, _mamba2_tail)
-GATED_DELTA = BetweenProjections(
-    _gated_delta_inputs,
-    {"gates": gated_delta_update.Gates(beta_scale=1.0, log_decay_bound=None, output="silu", eps=1e-6)},
-    _delta_tail,
-)
+def _channels(shape: Any) -> tuple[int, int]:
+    """Of both convolutions."""
+    return shape.heads * shape.head_dim, 2 * shape.groups * shape.state
+
+
+def gated_update_call(draw: Draw, shape: Any) -> Call:
+    """Rows that write a slot after each step."""
+    inputs, (rows, slots), width = _between_inputs(draw, shape), _a_slot_for_each_step(shape), _width(shape)
+    states = draw.states(shape, slots)
+    windows = Windows(*(draw(len(states), width - 1, n) for n in _channels(shape)))
+    moved = nbytes(inputs) + sum(map(slot_bytes, (states, *windows[:2]))) * shape.rows * (1 + shape.steps)
+    places = {"rows": rows, "valid": jnp.ones((shape.rows, shape.steps), bool)}
+    options = {"gates": _gates(shape)}
+    return Call(gated_recurrence.gated_update, inputs, (states, windows), places, options, moved)
+
+
+def gated_replay_call(draw: Draw, shape: Any) -> Call:
+    """Rows that are held by anchors."""
+    inputs, tail, slots, width = _between_inputs(draw, shape), _tail(draw, shape), 2 * shape.rows + 1, _width(shape)
+    entries, states = 1 << (width + shape.steps - 3).bit_length(), draw.states(shape, slots)
+    in_slots = [draw(len(states), width - 1, n) for n in _channels(shape)]
+    windows = Windows(*in_slots, *(draw(shape.rows + 1, entries, n) for n in _channels(shape)))
+    anchored, moved = _anchors(shape, states, tail)
+    moved += nbytes(inputs) + sum(map(slot_bytes, windows)) * shape.rows
+    places, options = {"places": anchored}, {"gates": _gates(shape)}
+    return Call(gated_recurrence.gated_replay, inputs, (states, tail, windows), places, options, moved)
+
+
+def _width(shape: Any) -> int:
+    return getattr(shape, "width", WIDTH)
+
+
+def selective_scan_call(draw: Draw, shape: Any) -> Call:
+    """As `scan_call`."""
+    inputs, states = _selective_inputs(draw, shape, shape.tiles, shape.tile_size), draw.states(shape, 4)
+    tiles, moved = _tiles(shape), nbytes(inputs, inputs[0]) + 2 * slot_bytes(states)
+    places = {"tile_first": tiles.first, "read_slot": tiles.read_slot, "write_slot": tiles.write_slot}
+    return Call(selective_scan.selective_scan, inputs, (states,), places, moved=moved)
+
+
+def selective_update_call(draw: Draw, shape: Any) -> Call:
+    """As `update_call`."""
+    (rows, slots), inputs = _a_slot_for_each_step(shape), _selective_inputs(draw, shape, shape.rows, shape.steps)
+    states = draw.states(shape, slots)
+    moved = nbytes(inputs, inputs[0]) + slot_bytes(states) * shape.rows * (1 + shape.steps)
+    return Call(selective_scan.selective_update, inputs, (states,), vars(rows), moved=moved)
+
+
+def selective_replay_call(draw: Draw, shape: Any) -> Call:
+    """As `replay_call`."""
+    inputs, tail = _selective_inputs(draw, shape, shape.rows, shape.steps), _selective_tail(draw, shape)
+    states = draw.states(shape, 2 * shape.rows + 1)
+    anchored, moved = _anchors(shape, states, tail)
+    places = {name: array for name, array in vars(anchored).items() if name != "interval"}
+    options, moved = {"interval": shape.interval}, moved + nbytes(inputs, inputs[0])
+    return Call(selective_scan.selective_replay, inputs, (states, tail), places, options, moved, stores_first=True)
 
 
 def gated_scan_call(draw: Draw, shape: Any) -> Call:
     """One row, of so many tokens as its tiles have."""
     tokens, inner = shape.tiles * shape.tile_size, shape.heads * shape.head_dim
-    zx, (b, c) = draw(tokens, 2, inner), (draw(tokens, shape.groups, shape.state) for _ in range(2))
-    heads = draw.positive(tokens, shape.heads), -draw.positive(shape.heads)
+    zx, vectors = draw(tokens, 2, inner), [draw(tokens, shape.groups, shape.state) for _ in range(2)]
+    decays = -draw.positive(tokens, shape.heads), draw.positive(tokens, shape.heads)
     weights = draw(inner, shape.width), draw(inner) if shape.bias else None, draw(inner) if shape.norm else None
     states = draw.states(shape, 4)
     stores = states, draw(states.shape[0], shape.width - 1, inner)
@@ -233,7 +209,7 @@ def gated_scan_call(draw: Draw, shape: Any) -> Call:
         tile_write_slot=i32([0] * (shape.tiles - 1) + [2]),
         page_table=i32([[0]]),
     )
-    moved = nbytes(zx, zx) * 3 // 4 + nbytes(heads[0], b, c) + 2 * sum(map(slot_bytes, stores))
+    moved = nbytes(zx, zx) * 3 // 4 + nbytes(decays, vectors) + 2 * sum(map(slot_bytes, stores))
     options = {"eps": 1e-5, "norm_before_gate": shape.norm_before_gate}
-    inputs = zx, *heads, b, c, draw.positive(shape.heads), *weights
-    return Call(gated_scan.gated_scan, inputs, stores, layout.places, options, moved)
+    inputs = zx, *vectors, *decays, draw.positive(shape.heads), *weights
+    return Call(gated_scan.gated_scan, inputs, stores, {"packed": layout.packed}, options, moved)

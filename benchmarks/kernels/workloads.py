@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Self
 
 
@@ -22,6 +23,8 @@ class Recurrence:
     tiles: int = 4
     by_channel: bool = False
     """Every channel of a key has its own decay."""
+    erase: bool = False
+    """The recurrence erases: the delta rule."""
 
     @property
     def entries(self) -> int:
@@ -62,17 +65,18 @@ MAMBA2 = (
     Recurrence("one head", 1, 8, 1, 16, tile_size=36, rows=2, interval=8),
 )
 
+Delta = functools.partial(Recurrence, erase=True)
 DELTA = (
-    Recurrence("qwen3-next-80b-a3b", 32, 128, 16, 128),
-    Recurrence("qwen3.5-27b", 48, 128, 16, 128, rows=8, interval=32),
-    Recurrence("qwen3.5-9b", 32, 128, 16, 128, tile_size=64, rows=32, steps=4),
-    Recurrence("olmo-hybrid-7b", 30, 192, 30, 96, rows=4, steps=3, interval=8),
-    Recurrence("kimi-linear-48b-a3b", 32, 128, 32, 128, rows=8, steps=4, by_channel=True),
-    Recurrence("6 heads, 3 groups", 6, 24, 3, 40, tile_size=32, rows=5, steps=2, interval=8),
-    Recurrence("6 heads, 3 groups, by channel", 6, 24, 3, 40, 36, rows=5, steps=2, interval=8, by_channel=True),
-    Recurrence("4 groups of one head", 4, 24, 4, 40, tile_size=96, rows=3, interval=4),
-    Recurrence("one head, by channel", 1, 8, 1, 16, tile_size=36, rows=2, steps=3, interval=8, by_channel=True),
-    Recurrence("one head", 1, 8, 1, 16, tile_size=36, rows=2, interval=8),
+    Delta("qwen3-next-80b-a3b", 32, 128, 16, 128),
+    Delta("qwen3.5-27b", 48, 128, 16, 128, rows=8, interval=32),
+    Delta("qwen3.5-9b", 32, 128, 16, 128, tile_size=64, rows=32, steps=4),
+    Delta("olmo-hybrid-7b", 30, 192, 30, 96, rows=4, steps=3, interval=8),
+    Delta("kimi-linear-48b-a3b", 32, 128, 32, 128, rows=8, steps=4, by_channel=True),
+    Delta("6 heads, 3 groups", 6, 24, 3, 40, tile_size=32, rows=5, steps=2, interval=8),
+    Delta("6 heads, 3 groups, by channel", 6, 24, 3, 40, 36, rows=5, steps=2, interval=8, by_channel=True),
+    Delta("4 groups of one key head", 4, 24, 4, 40, tile_size=96, rows=3, interval=4),
+    Delta("one key head, by channel", 1, 8, 1, 16, tile_size=36, rows=2, steps=3, interval=8, by_channel=True),
+    Delta("one key head", 1, 8, 1, 16, tile_size=36, rows=2, interval=8),
 )
 
 

@@ -1,4 +1,4 @@
-"""Convolution, scan, gate and norm as one TPU kernel, which extends `kernels_pallas.ssd_scan.pallas_tpu`.
+"""Convolution, scan, gate and norm as one TPU kernel, which extends `kernels_pallas.recurrence.scan.tpu_tile`.
 
 The kernel fetches a tile's z and x as the projection wrote them. A tile's tokens may begin at any row, but a transfer
 must begin at a multiple of `ALIGNED` rows. The kernel therefore fetches `ALIGNED` more rows, from the last aligned row
@@ -21,8 +21,9 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels_pallas.causal_conv1d.xla import windows_of_tiles
 from kernels_pallas.gated_norm.xla import rms_norm
 from kernels_pallas.heads import HeadBlocks
+from kernels_pallas.recurrence.scan.pallas_tpu import BLOCK_BYTES
+from kernels_pallas.recurrence.scan.tpu_tile import scan_tile
 from kernels_pallas.slots import read_slots, write_slots
-from kernels_pallas.ssd_scan import pallas_tpu as scan
 from kernels_pallas.tpu_blocks import LANES, blocks_in_lanes
 from kernels_pallas.tpu_pipeline import slots_of_tiles
 
@@ -32,17 +33,19 @@ CONTEXT = 8  # rows of float32 in a memory tile; more than a convolution looks b
 VMEM_BYTES = 32 << 20  # a chip has 64 MiB or more; a kernel's default limit is 16 MiB
 
 
-def unsupported(zx, dt, a, b, c, d, weight, bias, norm, store, windows, *, eps, norm_before_gate, **places):
+def unsupported(
+    zx, query, key, log_decay, strength, skip, weight, bias, norm, store, windows, packed, *, eps, norm_before_gate
+):  # fmt: skip
     """Returns why this call cannot run, or None."""
     tokens, _, inner = zx.shape
-    size, width, groups = places["tile_tokens"].shape[1], weight.shape[1], b.shape[1]
-    if 0 in (*zx.shape, *b.shape, *places["tile_tokens"].shape):
+    size, width, groups = packed.tile_tokens.shape[1], weight.shape[1], key.shape[1]
+    if 0 in (*zx.shape, *key.shape, *packed.tile_tokens.shape):
         return "it is empty"
     if tokens % ALIGNED or size % ALIGNED:
         return f"{tokens} tokens in tiles of {size}, not multiples of {ALIGNED}"
     if width - 1 > CONTEXT:
         return f"a convolution over {width} inputs, more than {CONTEXT + 1}"
-    blocks = _blocks(dt, b, store)
+    blocks = _blocks(key, store)
     if blocks.heads * store.shape[2] % LANES:
         return f"{blocks.heads} heads of {store.shape[2]}, not a multiple of {LANES} channels"
     if norm is None:
@@ -53,23 +56,24 @@ def unsupported(zx, dt, a, b, c, d, weight, bias, norm, store, windows, *, eps, 
 
 
 def gated_scan(
-    zx, dt, a, b, c, d, weight, bias, norm, store, windows, *, eps, norm_before_gate, interpret=False, **places
-):
+    zx, query, key, log_decay, strength, skip, weight, bias, norm, store, windows, packed, *, eps, norm_before_gate,
+    interpret=False,
+):  # fmt: skip
     """See `api.gated_scan`."""
     tokens, _, inner = zx.shape
-    head_dim, state, groups, width = store.shape[2], store.shape[3], b.shape[1], weight.shape[1]
-    tile_tokens, valid = places["tile_tokens"], places["tile_valid"]
+    head_dim, state, groups, width = store.shape[2], store.shape[3], key.shape[1], weight.shape[1]
+    tile_tokens, valid = packed.tile_tokens, packed.tile_valid
     tiles, size = tile_tokens.shape
-    blocks = _blocks(dt, b, store)
+    blocks = _blocks(key, store)
     channels = blocks.heads * head_dim
     normalise = norm is not None and _norms(blocks)
     zx = zx.reshape(tokens, 2 * inner)
 
-    window = read_slots(windows, places["read_slot"])
-    rows = (places["row_start"], places["tile_row"], places["tile_end"])
+    window = read_slots(windows, packed.read_slot)
+    rows = (packed.row_start, packed.tile_row, packed.tile_end)
     ends = windows_of_tiles(lambda index: zx[index][..., inner:], tokens, window, *rows)
-    context = jnp.where(places["tile_first"][:, None, None], window[places["tile_row"]], jnp.roll(ends, 1, axis=0))
-    windows = write_slots(windows, ends, places["tile_write_slot"])
+    context = jnp.where(packed.tiles.first[:, None, None], window[packed.tile_row], jnp.roll(ends, 1, axis=0))
+    windows = write_slots(windows, ends, packed.tiles.write_slot)
 
     count = valid.sum(axis=1, dtype=jnp.int32)
     # Tiles without tokens repeat the place of the tile before: nothing is moved for them.
@@ -77,9 +81,11 @@ def gated_scan(
     fetched = min(size + ALIGNED, tokens)
     base = jnp.minimum(start // ALIGNED, (tokens - fetched) // ALIGNED)
     first, read, write, slot_in, slot_out = slots_of_tiles(
-        places["tile_first"], places["tile_read_slot"], places["tile_write_slot"]
+        packed.tiles.first, packed.tiles.read_slot, packed.tiles.write_slot
     )
-    dt = jnp.where(valid[..., None], dt[tile_tokens], 0).astype(F32).swapaxes(1, 2)
+    log_decay, strength = (
+        jnp.where(valid[..., None], v[tile_tokens], 0).astype(F32).swapaxes(1, 2) for v in (log_decay, strength)
+    )
     taps = jnp.concatenate([weight.T, jnp.zeros((1, inner)) if bias is None else bias[None]]).astype(F32)
 
     def half(first_block):  # of zx: z, or x
@@ -103,10 +109,10 @@ def gated_scan(
                 half(blocks.count),
                 pl.BlockSpec((1, CONTEXT, channels), lambda h, i, *_: (i, 0, h)),
                 per_channel(width + 1),
+                per_group,
+                per_group,
                 pl.BlockSpec((1, blocks.heads, size), lambda h, i, *_: (i, h, 0)),
-                pl.BlockSpec((blocks.heads, 1), lambda h, i, *_: (h, 0)),
-                per_group,
-                per_group,
+                pl.BlockSpec((1, blocks.heads, size), lambda h, i, *_: (i, h, 0)),
                 per_channel(1),
                 per_channel(1),
                 pl.BlockSpec((1, 1, size), lambda h, i, *_: (i, 0, 0)),
@@ -132,7 +138,7 @@ def gated_scan(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
         ),
-        cost_estimate=_cost(zx, b, store, blocks, tiles, size, fetched),
+        cost_estimate=_cost(zx, key, store, blocks, tiles, size, fetched),
         interpret=interpret,
         name="gated_scan",
     )(
@@ -141,11 +147,11 @@ def gated_scan(
         zx,
         jnp.pad(context, ((0, 0), (CONTEXT + 1 - width, 0), (0, 0))),
         taps,
-        dt,
-        a.astype(F32)[:, None],
-        b.reshape(tokens, groups * state)[tile_tokens],
-        c.reshape(tokens, groups * state)[tile_tokens],
-        jnp.repeat(d.astype(F32), head_dim)[None],
+        query.reshape(tokens, groups * state)[tile_tokens],
+        key.reshape(tokens, groups * state)[tile_tokens],
+        log_decay,
+        strength,
+        jnp.repeat(skip.astype(F32), head_dim)[None],
         (jnp.ones(inner) if norm is None else norm).astype(F32)[None],
         valid.astype(F32)[:, None],
         store,
@@ -156,9 +162,9 @@ def gated_scan(
     return jnp.where((jnp.arange(tokens) < count.sum())[:, None], y, 0), store, windows
 
 
-def _blocks(dt, b, store) -> HeadBlocks:
-    head_dim, state = store.shape[2:]
-    return blocks_in_lanes(dt.shape[1], b.shape[1], head_dim, state, F32, block_bytes=scan.BLOCK_BYTES)
+def _blocks(key, store) -> HeadBlocks:
+    heads, head_dim, state = store.shape[1:]
+    return blocks_in_lanes(heads, key.shape[1], head_dim, state, F32, block_bytes=BLOCK_BYTES)
 
 
 def _norms(blocks: HeadBlocks) -> bool:
@@ -168,7 +174,7 @@ def _norms(blocks: HeadBlocks) -> bool:
 
 def _kernel(
     base, start, count, first, read, write, _slot_in, _slot_out,
-    z, x, context, taps, dt, a, b, c, d, norm, real, state_in, y, state_out,
+    z, x, context, taps, query, key, log_decay, strength, skip, norm, real, state_in, y, state_out,
     carry, wide, values, scanned, left, leaving, sent,
     *, blocks: HeadBlocks, head_dim: int, width: int, eps: float, normalise: bool, norm_before_gate: bool,
 ):  # fmt: skip
@@ -205,7 +211,8 @@ def _kernel(
     def _():
         at = start[tile] - base[tile] * ALIGNED
         _convolve(x, context, taps, wide, values, at, width=width)
-        scan.scan_tile(values, dt, a, b, c, d, real, scanned, carry, state_out.dtype, blocks=blocks, head_dim=head_dim)
+        inputs = query, key, values, log_decay, strength, skip, real
+        scan_tile(inputs, scanned, carry, state_out.dtype, blocks=blocks, head_dim=head_dim)
         groups = blocks.groups if normalise else 0
         scales = _gate(z, wide, scanned, at, groups=groups, eps=eps, norm_before_gate=norm_before_gate)
 
@@ -286,11 +293,11 @@ def _place(scanned, scales, norm, wide, left, leaving, into, count):
         left[column] = wide[column, pl.ds(unfinished, ALIGNED)]
 
 
-def _cost(zx, b, store, blocks: HeadBlocks, tiles: int, size: int, fetched: int) -> pl.CostEstimate:
+def _cost(zx, key, store, blocks: HeadBlocks, tiles: int, size: int, fetched: int) -> pl.CostEstimate:
     inner, (heads, head_dim, state) = zx.shape[1] // 2, store.shape[1:]
     tokens = tiles * size
     flops = 2 * tokens * heads * (size * head_dim + 2 * head_dim * state) + 2 * tokens * size * state * blocks.count
-    per_token = inner * zx.dtype.itemsize + 4 * heads + 2 * blocks.count * blocks.groups * state * b.dtype.itemsize
+    per_token = inner * zx.dtype.itemsize + 4 * heads + 2 * blocks.count * blocks.groups * state * key.dtype.itemsize
     return pl.CostEstimate(
         flops=flops,
         transcendentals=tokens * (heads * size + 2 * inner),

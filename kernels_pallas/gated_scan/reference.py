@@ -4,25 +4,28 @@ import numpy as np
 
 from kernels_pallas.causal_conv1d import reference as convolution
 from kernels_pallas.gated_norm import reference as gated_norm
-from kernels_pallas.ssd_scan import reference as scan
+from kernels_pallas.recurrence import Entry
+from kernels_pallas.recurrence import reference as recurrence
 
 
 def gated_scan(
-    zx, dt, a, b, c, d, weight, bias, norm, store, windows, *, eps, norm_before_gate=False, **places
+    zx, query, key, log_decay, strength, skip, weight, bias, norm, store, windows, packed, *, eps,
+    norm_before_gate=False,
 ):  # fmt: skip
     """Implements `api.gated_scan`. Returns the output in float64 (0 for padding), and both stores."""
-    at, valid = np.asarray(places["tile_tokens"]), np.asarray(places["tile_valid"])
+    at, valid = np.asarray(packed.tile_tokens), np.asarray(packed.tile_valid)
     z, x = np.asarray(zx).astype(np.float64).swapaxes(0, 1)
-    rows = {name: places[name] for name in ("token_row", "row_start", "read_slot", "tile_row", "tile_end")}
-    write = places["tile_write_slot"]
-    x, windows = convolution.causal_conv1d_prefill(x, weight, bias, windows, write_slot=write, **rows)
-    x, b, c = (np.asarray(v)[at] for v in (x.reshape(len(x), *store.shape[1:3]), b, c))
-    dt = np.where(valid[..., None], np.asarray(dt)[at], 0)
-    slots = {"tile_first": places["tile_first"], "read_slot": places["tile_read_slot"], "write_slot": write}
-    of_tiles, store = scan.ssd_scan(x, dt, a, b, c, d, store, **slots)
+    x, windows = convolution.causal_conv1d_prefill(
+        x, weight, bias, windows, token_row=packed.token_row, row_start=packed.row_start, read_slot=packed.read_slot,
+        tile_row=packed.tile_row, tile_end=packed.tile_end, write_slot=packed.tiles.write_slot,
+    )  # fmt: skip
+    x, query, key = (np.asarray(v)[at] for v in (x.reshape(len(x), *store.shape[1:3]), query, key))
+    log_decay, strength = (np.where(valid[..., None], np.asarray(v)[at], 0) for v in (log_decay, strength))
+    entry = Entry(query, key, x, log_decay, strength)
+    of_tiles, store = recurrence.recurrence_scan(entry, store, packed.tiles, erase=False, skip=skip)
     y = np.zeros_like(z)
     y[at[valid]] = of_tiles[valid].reshape(-1, y.shape[1])
     if norm is None:
         return y * z / (1 + np.exp(-z)), store, windows
-    out = gated_norm.gated_rms_norm(y, z, norm, groups=b.shape[2], eps=eps, norm_before_gate=norm_before_gate)
+    out = gated_norm.gated_rms_norm(y, z, norm, groups=key.shape[2], eps=eps, norm_before_gate=norm_before_gate)
     return out, store, windows

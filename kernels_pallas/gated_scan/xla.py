@@ -4,10 +4,12 @@ import jax.numpy as jnp
 
 from kernels_pallas.causal_conv1d import causal_conv1d_prefill
 from kernels_pallas.gated_norm import gated, gated_rms_norm
-from kernels_pallas.ssd_scan import ssd_scan
+from kernels_pallas.recurrence import Entry, recurrence_scan
 
 
-def gated_scan(zx, dt, a, b, c, d, weight, bias, norm, store, windows, *, eps, norm_before_gate, **places):
+def gated_scan(
+    zx, query, key, log_decay, strength, skip, weight, bias, norm, store, windows, packed, *, eps, norm_before_gate
+):  # fmt: skip
     """See `api.gated_scan`."""
     tokens, _, inner = zx.shape
     # Flat: a TPU would lay out [tokens, 2, inner] anew for each half.
@@ -17,29 +19,28 @@ def gated_scan(zx, dt, a, b, c, d, weight, bias, norm, store, windows, *, eps, n
         weight,
         bias,
         windows,
-        write_slot=places["tile_write_slot"],
-        **{name: places[name] for name in ("token_row", "row_start", "read_slot", "tile_row", "tile_end")},
+        token_row=packed.token_row,
+        row_start=packed.row_start,
+        read_slot=packed.read_slot,
+        tile_row=packed.tile_row,
+        tile_end=packed.tile_end,
+        write_slot=packed.tiles.write_slot,
     )
-    tile_tokens, valid = places["tile_tokens"], places["tile_valid"]
+    tiles = packed.tile_tokens.shape
 
-    def by_tile(v, *shape):  # some token where there is none: the scan knows padding by its steps of 0
-        return v.reshape(tokens, -1)[tile_tokens].reshape(*tile_tokens.shape, *shape)
+    def by_tile(v, *shape):  # some token where there is none: the scan knows padding by its strength of 0
+        return v.reshape(tokens, -1)[packed.tile_tokens].reshape(*tiles, *shape)
 
-    y, store = ssd_scan(
+    entry = Entry(
+        by_tile(query, *query.shape[1:]),
+        by_tile(key, *key.shape[1:]),
         by_tile(x, *store.shape[1:3]),
-        jnp.where(valid[..., None], dt[tile_tokens], 0),
-        a,
-        by_tile(b, *b.shape[1:]),
-        by_tile(c, *c.shape[1:]),
-        d,
-        store,
-        tile_first=places["tile_first"],
-        read_slot=places["tile_read_slot"],
-        write_slot=places["tile_write_slot"],
+        *(jnp.where(packed.tile_valid[..., None], v[packed.tile_tokens], 0) for v in (log_decay, strength)),
     )
-    y = y.reshape(-1, inner)[places["token_in_tiles"]]
+    y, store = recurrence_scan(entry, store, packed.tiles, erase=False, skip=skip)
+    y = y.reshape(-1, inner)[packed.token_in_tiles]
     if norm is None:
         out = gated(y, z)
     else:
-        out = gated_rms_norm(y, z, norm, groups=b.shape[1], eps=eps, norm_before_gate=norm_before_gate)
+        out = gated_rms_norm(y, z, norm, groups=key.shape[1], eps=eps, norm_before_gate=norm_before_gate)
     return out, store, windows

@@ -17,14 +17,13 @@ _MULTIPLY_BFLOAT16 = ("amx_bf16", "avx512_bf16")
 _MODULE = "kernels_pallas.native._handlers"
 _OPERATIONS = (
     "causal_conv1d",
-    "delta_update",
     "elementwise",
     "grouped_matmul",
     "linear",
     "read_slots",
+    "recurrence_replay",
+    "recurrence_update",
     "selective_update",
-    "state_replay",
-    "state_update",
     "write_slots",
 )
 

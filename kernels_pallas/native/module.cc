@@ -4,8 +4,8 @@
 #include "xla/ffi/api/c_api.h"
 
 #define HANDLERS(each) \
-  each(causal_conv1d) each(delta_update) each(elementwise) each(grouped_matmul) each(linear) each(read_slots) \
-      each(selective_update) each(state_replay) each(state_update) each(write_slots)
+  each(causal_conv1d) each(elementwise) each(grouped_matmul) each(linear) each(read_slots) each(recurrence_replay) \
+      each(recurrence_update) each(selective_update) each(write_slots)
 
 #define DECLARE(name) extern "C" XLA_FFI_Error* name(XLA_FFI_CallFrame* frame);
 HANDLERS(DECLARE)

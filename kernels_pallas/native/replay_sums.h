@@ -17,27 +17,27 @@ constexpr int64_t kBehind = kAcross * kLanes;
 // What a head has of its tokens since the anchor: those of the tail, `before`, and `count` new ones.
 struct Tokens {
   int64_t before, count, most, head_dim, state;
-  float *keys, *queries, *scores;  // B [before + count, state], C [count, state], C B [count, before + count]
-  float *values, *dts, *decays;    // x [before + count, head_dim], dt and exp(dt a) [before + count]
+  float *keys, *queries, *scores;  // [before + count, state], [count, state], [count, before + count]
+  float *values, *strengths, *decays;  // [before + count, head_dim], and [before + count] each
   float *weights, *whole;          // what each token counts [count, most] and the anchor [count]
-  float* read;                     // C S(anchor) [count, head_dim]
+  float* read;                     // queries times S(anchor) [count, head_dim]
 };
 
 using Vector = Registers<kLanes>::Floats;
 
 NATIVE_INLINE void fetch(const float* from, Vector& value) { std::memcpy(&value, from, sizeof value); }
 
-// weights[i] = what is left of token i's input after `tokens` tokens, times dt; returns what is left of the anchor.
+// weights[i] = what is left of token i's value after `tokens` tokens, times its strength; returns what is left of the anchor.
 NATIVE_INLINE float decayed(const Tokens& in, float* weights, int64_t tokens) {
   float left = 1;
   for (int64_t i = tokens - 1; i >= 0; --i) {
-    weights[i] = left * in.dts[i];
+    weights[i] = left * in.strengths[i];
     left *= in.decays[i];
   }
   return left;
 }
 
-// C S(anchor) of a few rows of the anchor from p on, and of `several` new tokens from t on, in registers.
+// Queries times S(anchor) of a few rows of the anchor from p on, and of `several` new tokens from t on, in registers.
 template <typename State, int64_t several>
 NATIVE_INLINE void read_rows(const Tokens& in, const typename State::Stored* rows, int64_t p, int64_t t) {
   alignas(Vector) float sums[kOutputs * several * kLanes] = {};
@@ -50,7 +50,7 @@ NATIVE_INLINE void read_rows(const Tokens& in, const typename State::Stored* row
   }
 }
 
-// C S(anchor) of all new tokens. A few rows at a time are short pieces side by side, which the processor does not
+// Queries times S(anchor) of all new tokens. A few rows at a time are short pieces side by side, which the processor does not
 // foresee: unless they are fetched ahead, reading an anchor takes four times as long.
 template <typename State>
 NATIVE_INLINE void read_anchor(const Tokens& in, const typename State::Stored* anchor) {

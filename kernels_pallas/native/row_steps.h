@@ -1,4 +1,4 @@
-// A few steps of a recurrence for many rows, from slots to slots: see kernels_pallas/state_update.
+// A few steps of a recurrence for many rows, from slots to slots: see kernels_pallas/recurrence.
 #pragma once
 
 #include <vector>

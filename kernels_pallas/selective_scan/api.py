@@ -10,14 +10,13 @@ A token with dt = 0 is padding, in all channels at once: no other token has a st
 padding hold (NaN included), it leaves the state bitwise as it was, and its y is 0.
 """
 
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas import dispatch, invariant
 from kernels_pallas.selective_scan import pallas_gpu, pallas_tpu, xla
 from kernels_pallas.shape_check import shapes_checked
-from kernels_pallas.state_replay import Tail
 from kernels_pallas.tails import Places, check_tail
 
 SCAN = (
@@ -44,6 +43,15 @@ REPLAY = (
 )
 
 
+class SelectiveTail(NamedTuple):
+    """The tails of one layer: rings of inputs. A row's token n is at entry n % L. SelectiveTail 0 belongs to no row."""
+
+    x: Float[Array, "tails entries inner"]
+    b: Float[Array, "tails entries state"]
+    dt: Float[Array, "tails entries inner"]
+    """float32, after softplus."""
+
+
 @shapes_checked
 def selective_scan(
     x: Float[Array, "tiles tile_size inner"],
@@ -61,7 +69,7 @@ def selective_scan(
 ) -> tuple[Float[Array, "tiles tile_size inner"], Float[Array, "slots state inner"]]:
     """Scans rows cut into tiles, from states in the store to states in the store.
 
-    Tiles and slots are those of `kernels_pallas.ssd_scan`: the tiles of a row are consecutive; one with `tile_first`
+    Tiles and slots are those of `kernels_pallas.recurrence`: the tiles of a row are consecutive; one with `tile_first`
     starts from the state in `read_slot` (zeros for slot 0), any other continues from the previous tile; after a tile
     the state goes to its `write_slot` (slot 0: nowhere). The rules of `kernels_pallas.slots` apply. State
     mathematics is float32; at the end of each tile the state is rounded to the store's dtype, so that cutting a row
@@ -128,7 +136,7 @@ def selective_update(
 ) -> tuple[Float[Array, "rows steps inner"], Float[Array, "slots state inner"]]:
     """Runs `steps` recurrent steps per row from `read_slot`, and writes the state after step t to `write_slot[:, t]`.
 
-    Slots, precision and padding are those of `kernels_pallas.state_update`: after each step the state is rounded to the
+    Slots, precision and padding are those of `kernels_pallas.recurrence`: after each step the state is rounded to the
     store's dtype, so that several steps in one call equal one step in each of several calls.
 
     Args:
@@ -152,7 +160,7 @@ def selective_update(
 @shapes_checked
 def selective_replay(
     states: Float[Array, "slots state inner"],
-    tail: Tail,
+    tail: SelectiveTail,
     x: Float[Array, "rows steps inner"],
     dt: Float[Array, "rows steps inner"],
     a: Float[Array, "state inner"],
@@ -162,10 +170,10 @@ def selective_replay(
     *,
     implementation: str | None = None,
     **places: Unpack[Places],
-) -> tuple[Float[Array, "rows steps inner"], Float[Array, "slots state inner"], Tail]:
+) -> tuple[Float[Array, "rows steps inner"], Float[Array, "slots state inner"], SelectiveTail]:
     """y of `num_tokens` new tokens of each row, from S(anchor_length) and the tail's inputs since then.
 
-    Rows, slots, tails and precision are those of `kernels_pallas.state_replay`. The tail of a channel is its x and its
+    Rows, slots, tails and precision are those of `kernels_pallas.recurrence`. The tail of a channel is its x and its
     step size: a decay depends on the channel and on the entry of its state, and is computed from the step size and `a`.
 
     Args:
@@ -183,7 +191,7 @@ def selective_replay(
         UnsupportedError: the named implementation does not exist or cannot run this call.
     """
     (_, steps, inner), state = x.shape, b.shape[2]
-    tail = Tail(*tail)
+    tail = SelectiveTail(*tail)
     channels = {"x": inner, "b": state, "dt": inner}
     check_tail("selective_replay", tail._asdict(), channels, interval=places["interval"], steps=steps)
     inputs = x, dt, a, b, c, d

@@ -1,10 +1,10 @@
 """The selective scan and its update as Triton kernels. A program has the states of some channels in registers.
 
 The update is one kernel: a program takes its channels of one row through all steps. The scan is three kernels, so that
-the tiles of a single prompt can fill a GPU, as in `kernels_pallas.ssd_scan.pallas_gpu`: what each tile adds to a state
-of zeros, for all tiles in parallel; the states passed on from tile to tile; the outputs of all tiles, each from the
-state before it. The first and the last run the recurrence token by token, as each number of a state has a decay of its
-own. Between them are only the states before tiles, never those of tokens.
+the tiles of a single prompt can fill a GPU, as in `kernels_pallas.recurrence.scan.gpu_tiles`: what each tile adds to a
+state of zeros, for all tiles in parallel; the states passed on from tile to tile; the outputs of all tiles, each from
+the state before it. The first and the last run the recurrence token by token, as each number of a state has a decay of
+its own. Between them are only the states before tiles, never those of tokens.
 
 Accesses to slot 0 are masked: the kernels neither read nor write it. Rows run side by side, which is why no row may
 write a slot that another row reads (`kernels_pallas.slots`).

@@ -7,26 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-from mamba_jax.config.declaration import (
-    WHOLE,
-    Division,
-    Placement,
-    RecurrenceConfig,
-    Role,
-    StateArray,
-    StateUnit,
-    UnevenDivision,
-)
-from mamba_jax.config.errors import ModelConfigError, positive
+from mamba_jax.config.declaration import WHOLE, Placement, RecurrenceConfig
+from mamba_jax.config.errors import ModelConfigError
+from mamba_jax.config.recurrence import GroupedRecurrence
 
 DELTA = "D"
 """The mixer's letter in a pattern."""
 
 
 @dataclass(frozen=True)
-class DeltaConfig(RecurrenceConfig):
+class DeltaConfig(GroupedRecurrence, RecurrenceConfig):
     """A gated delta net: value heads in groups, each group with the key (and query) head that its value heads share."""
 
     num_heads: int
@@ -50,48 +42,20 @@ class DeltaConfig(RecurrenceConfig):
     """Channels between the two matrices that compute the decays and the output's gate; 0: one matrix computes them."""
     output_gate: Literal["silu", "sigmoid"] = "silu"
     letter: str = DELTA
+    of_heads: ClassVar[str] = "value heads"
+    of_groups: ClassVar[str] = "key heads"
+    arrays: ClassVar[tuple[str, str, str]] = ("delta", "conv_v", "conv_qk")
+    erases: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        positive(self, "num_heads", "head_dim", "state_size", "num_groups")
-        if self.conv_width < 2:
-            raise ModelConfigError(f"a convolution over {self.conv_width} inputs: at least 2 are expected")
+        self.check_sizes()
         if self.log_decay_bound is not None and not self.log_decay_bound < 0:
             raise ModelConfigError(f"log_decay_bound is {self.log_decay_bound}: a negative number is expected")
-        if self.num_heads % self.num_groups:
-            raise ModelConfigError(f"{self.num_heads} value heads cannot share {self.num_groups} key heads")
-
-    @property
-    def inner_size(self) -> int:
-        """Channels of the values, of the gate and of the output."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def key_size(self) -> int:
-        """Channels of the keys, and of the queries."""
-        return self.num_groups * self.state_size
 
     @property
     def num_decays(self) -> int:
         """Of a token."""
         return self.num_heads * (self.state_size if self.decay == "channel" else 1)
-
-    def state(self) -> tuple[StateArray, ...]:
-        """The recurrent state, and windows of raw convolution inputs, oldest first: of values; of queries and keys.
-
-        The tail of the recurrent state: what tokens added, by which key, and the decay, as
-        `kernels_pallas.delta_replay.DeltaTail` has them. Decays by channel take as much of it as keys in float32.
-        """
-        window = self.conv_width - 1
-        recurrent = (self.num_heads, self.head_dim, self.state_size)
-        return (
-            StateArray("delta", recurrent, Role.ACCUMULATED, self._heads(0), replay_kernels=("tpu", "gpu")),
-            StateArray("conv_v", (window, self.inner_size), Role.WINDOW, self._heads(1)),
-            StateArray("conv_qk", (window, 2 * self.key_size), Role.WINDOW, self._groups(1, parts=2)),
-            StateArray("delta_u", (self.inner_size,), Role.STEERING, self._heads(0), StateUnit.TAIL, of="delta"),
-            # A device keeps the keys that its heads need, though it has computed all.
-            StateArray("delta_k", (self.key_size,), Role.ACTIVATION, self._own_groups(), StateUnit.TAIL, of="delta"),
-            StateArray("delta_decay", (self.num_decays,), Role.STEERING, self._heads(0), StateUnit.TAIL, of="delta"),
-        )
 
     def parameters(self) -> Mapping[str, Placement]:
         by_heads, by_groups = self._heads(0), self._groups(0)
@@ -114,12 +78,3 @@ class DeltaConfig(RecurrenceConfig):
             else:
                 found[f"{gate}.weight"] = by_heads
         return found
-
-    def _heads(self, axis: int) -> Division:
-        return Division(axis, self.num_heads, "value heads")
-
-    def _own_groups(self) -> Division:
-        return Division(0, self.num_groups, "key heads", otherwise=UnevenDivision.REPEAT)
-
-    def _groups(self, axis: int, *, parts: int = 1) -> Division:
-        return Division(axis, self.num_groups, "key heads", parts=parts, otherwise=UnevenDivision.SHARE)

@@ -15,9 +15,9 @@ LIGHTNING = "F"
 
 @dataclass(frozen=True)
 class LightningConfig(RecurrenceConfig):
-    """Lightning attention: the recurrence of Mamba2 where every step size is 1 and each head has its own B and C.
+    """Lightning attention: the recurrence of Mamba2 where every step size is 1 and each head has its own query and key.
 
-    Values take the place of x, keys that of B, queries that of C. Queries, keys and values have the same size.
+    Queries, keys and values have the same size.
     """
 
     num_heads: int
@@ -48,13 +48,14 @@ class LightningConfig(RecurrenceConfig):
         return self.num_heads * self.head_dim
 
     def state(self) -> tuple[StateArray, ...]:
-        """The recurrent state, and its tail as `kernels_pallas.state_replay.Tail` has it: values, keys, step sizes."""
+        """The recurrent state, and its tail as `kernels_pallas.recurrence.Tail` has it."""
         recurrent, heads = (self.num_heads, self.head_dim, self.head_dim), self._heads(0)
         return (
             StateArray("ssm", recurrent, Role.ACCUMULATED, heads, replay_kernels=("tpu", "gpu", "cpu")),
-            StateArray("ssm_x", (self.inner_size,), Role.ACTIVATION, heads, StateUnit.TAIL, of="ssm"),
-            StateArray("ssm_b", (self.inner_size,), Role.ACTIVATION, heads, StateUnit.TAIL, of="ssm"),
-            StateArray("ssm_dt", (self.num_heads,), Role.STEERING, heads, StateUnit.TAIL, of="ssm"),
+            StateArray("ssm_value", (self.inner_size,), Role.ACTIVATION, heads, StateUnit.TAIL, of="ssm"),
+            StateArray("ssm_key", (self.inner_size,), Role.ACTIVATION, heads, StateUnit.TAIL, of="ssm"),
+            StateArray("ssm_log_decay", (self.num_heads,), Role.STEERING, heads, StateUnit.TAIL, of="ssm"),
+            StateArray("ssm_strength", (self.num_heads,), Role.STEERING, heads, StateUnit.TAIL, of="ssm"),
         )
 
     def parameters(self) -> Mapping[str, Placement]:

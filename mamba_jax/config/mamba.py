@@ -5,23 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
-from mamba_jax.config.declaration import (
-    ADDED_ONCE,
-    WHOLE,
-    Division,
-    MixerConfig,
-    Placement,
-    Role,
-    StateArray,
-    StateUnit,
-    UnevenDivision,
-)
-from mamba_jax.config.errors import ModelConfigError, positive
+from mamba_jax.config.declaration import ADDED_ONCE, WHOLE, MixerConfig, Placement
+from mamba_jax.config.errors import ModelConfigError
+from mamba_jax.config.recurrence import GroupedRecurrence
 
 
 @dataclass(frozen=True)
-class MambaConfig(MixerConfig):
+class MambaConfig(GroupedRecurrence, MixerConfig):
     """A Mamba2 mixer. The inner width is `num_heads * head_dim`."""
 
     num_heads: int
@@ -42,43 +34,16 @@ class MambaConfig(MixerConfig):
     projection_multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
     """Factors on the input projection's z, x, B, C and dt."""
     output_multiplier: float = 1.0
+    of_heads: ClassVar[str] = "Mamba heads"
+    of_groups: ClassVar[str] = "Mamba groups"
+    arrays: ClassVar[tuple[str, str, str]] = ("ssm", "conv_x", "conv_bc")
+    erases: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        positive(self, "num_heads", "head_dim", "state_size", "num_groups")
-        if self.conv_width < 2:
-            raise ModelConfigError(f"a convolution over {self.conv_width} inputs: at least 2 are expected")
-        if self.num_heads % self.num_groups:
-            raise ModelConfigError(f"{self.num_heads} Mamba heads cannot be divided into {self.num_groups} groups")
+        self.check_sizes()
         low, high = self.dt_limit
         if not 0 <= low <= high:
             raise ModelConfigError(f"step sizes limited to {low}..{high}: expected 0 <= low <= high")
-
-    @property
-    def inner_size(self) -> int:
-        """Channels of z, of x and of the output."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def group_size(self) -> int:
-        """Channels of B, and of C."""
-        return self.num_groups * self.state_size
-
-    def state(self) -> tuple[StateArray, ...]:
-        """Returns the recurrent state, and the windows of raw convolution inputs, oldest first: of x, and of B and C.
-
-        The tail of the recurrent state: x, B and the step size, as `kernels_pallas.state_replay.Tail` has them.
-        """
-        window = self.conv_width - 1
-        recurrent = (self.num_heads, self.head_dim, self.state_size)
-        return (
-            StateArray("ssm", recurrent, Role.ACCUMULATED, self._heads(0), replay_kernels=("tpu", "gpu", "cpu")),
-            StateArray("conv_x", (window, self.inner_size), Role.WINDOW, self._heads(1)),
-            StateArray("conv_bc", (window, 2 * self.group_size), Role.WINDOW, self._groups(1, parts=2)),
-            StateArray("ssm_x", (self.inner_size,), Role.ACTIVATION, self._heads(0), StateUnit.TAIL, of="ssm"),
-            # A device keeps the group that its heads need, though it has computed all.
-            StateArray("ssm_b", (self.group_size,), Role.ACTIVATION, self._own_groups(), StateUnit.TAIL, of="ssm"),
-            StateArray("ssm_dt", (self.num_heads,), Role.STEERING, self._heads(0), StateUnit.TAIL, of="ssm"),
-        )
 
     def parameters(self) -> Mapping[str, Placement]:
         found: dict[str, Placement] = {
@@ -106,12 +71,3 @@ class MambaConfig(MixerConfig):
         if self.out_bias:
             found["out_proj.bias"] = ADDED_ONCE
         return found
-
-    def _heads(self, axis: int, *, rank: int = 2) -> Division:
-        return Division(axis, self.num_heads, "Mamba heads", rank=rank)
-
-    def _own_groups(self) -> Division:
-        return Division(0, self.num_groups, "Mamba groups", otherwise=UnevenDivision.REPEAT)
-
-    def _groups(self, axis: int, *, parts: int = 1, rank: int = 2) -> Division:
-        return Division(axis, self.num_groups, "Mamba groups", parts=parts, otherwise=UnevenDivision.SHARE, rank=rank)

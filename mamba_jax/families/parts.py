@@ -133,7 +133,7 @@ def linear(ours: str, theirs: str, *, bias: bool = False) -> dict[str, HFSource]
 
 def mamba(config: MambaConfig, hidden: int) -> dict[str, HFSource]:
     """Returns a Mamba2 mixer. The rows of in_proj are z, x, B, C, dt; the channels of conv1d are x, B, C."""
-    inner, group, heads = config.inner_size, config.group_size, config.num_heads
+    inner, group, heads = config.inner_size, config.key_size, config.num_heads
     channels, width = inner + 2 * group, config.conv_width
     bc, dt, end = 2 * inner, 2 * inner + 2 * group, 2 * inner + 2 * group + heads
     sources = {}

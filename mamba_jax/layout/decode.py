@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kernels_pallas.paged_attention import paged_attention, write_kv
+from kernels_pallas.places import Rows
 from kernels_pallas.slots import write_slots
 from mamba_jax.layout.operation import Operation
 
@@ -59,6 +60,11 @@ class DecodeLayout:
         """Rows and steps."""
         rows = self.read_slot.shape[0]
         return rows, self.positions.shape[0] // rows
+
+    @property
+    def rows(self) -> Rows:
+        """The places of the rows' states."""
+        return Rows(self.read_slot, self.write_slot)
 
     def run(
         self, operation: Operation, inputs: tuple[Array, ...], parameters: tuple[Any, ...], state: Any

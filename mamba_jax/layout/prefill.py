@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from kernels_pallas.gated_scan import Places
 from kernels_pallas.paged_attention import paged_attention, write_kv
+from kernels_pallas.places import Packed, Tiles
 from kernels_pallas.slots import write_slots
 from mamba_jax.layout.decode import page_of
 from mamba_jax.layout.operation import Operation
@@ -117,21 +117,24 @@ class PrefillLayout:
         return replace(self, adapter=entry[self.token_row])
 
     @property
-    def places(self) -> Places:
-        """The arguments of an operation over packed tokens, tiles and slots that describe their places."""
-        return {
-            "token_row": self.token_row,
-            "token_in_tiles": self.token_in_tiles,
-            "row_start": self.row_start,
-            "read_slot": self.read_slot,
-            "tile_row": self.tile_row,
-            "tile_first": self.tile_first,
-            "tile_end": self.tile_end,
-            "tile_read_slot": self.tile_read_slot,
-            "tile_write_slot": self.tile_write_slot,
-            "tile_tokens": self.tile_tokens,
-            "tile_valid": self.tile_valid,
-        }
+    def tiles(self) -> Tiles:
+        """The places of the tiles' states."""
+        return Tiles(self.tile_first, self.tile_read_slot, self.tile_write_slot)
+
+    @property
+    def packed(self) -> Packed:
+        """The places of the tokens, of the tiles and of their states."""
+        return Packed(
+            token_row=self.token_row,
+            token_in_tiles=self.token_in_tiles,
+            row_start=self.row_start,
+            read_slot=self.read_slot,
+            tile_row=self.tile_row,
+            tile_end=self.tile_end,
+            tile_tokens=self.tile_tokens,
+            tile_valid=self.tile_valid,
+            tiles=self.tiles,
+        )
 
     def run(
         self, operation: Operation, inputs: tuple[Array, ...], parameters: tuple[Any, ...], state: Any

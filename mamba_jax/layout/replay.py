@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
-from kernels_pallas.tails import Places, read_ring, write_ring
+from kernels_pallas.places import Anchored
+from kernels_pallas.tails import read_ring, write_ring
 from mamba_jax.layout.decode import DecodeLayout
 from mamba_jax.layout.operation import Operation
 
@@ -71,17 +72,17 @@ class ReplayLayout(DecodeLayout):
         return jnp.where(reached, self.write_slot[:, 0], 0)
 
     @property
-    def places(self) -> Places:
-        """The arguments of a replay operation that describe the rows."""
-        return {
-            "anchor_slot": self.read_slot,
-            "tail_id": self.tail_id,
-            "anchor_length": self.anchor,
-            "length": self.length,
-            "num_tokens": self.num_tokens,
-            "write_slot": self.due_slot,
-            "interval": self.interval,
-        }
+    def anchored(self) -> Anchored:
+        """The places of the rows' anchors and tails."""
+        return Anchored(
+            anchor_slot=self.read_slot,
+            tail_id=self.tail_id,
+            anchor_length=self.anchor,
+            length=self.length,
+            num_tokens=self.num_tokens,
+            write_slot=self.due_slot,
+            interval=self.interval,
+        )
 
     def run(
         self, operation: Operation, inputs: tuple[Array, ...], parameters: tuple[Any, ...], state: Any

@@ -95,7 +95,7 @@ def _replay(
     ((x,), (weight, bias)), (window, tail) = (inputs, parameters), state
     ((name, ring),) = tail.items()
     y, window, ring = causal_conv1d_replay(
-        layout.by_row(x), weight, bias, window, ring, activation=activation, **layout.places
+        layout.by_row(x), weight, bias, window, ring, activation=activation, **vars(layout.anchored)
     )
     return layout.by_token(y), (window, {name: ring})
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from mamba_jax.config.lightning import LightningConfig
 from mamba_jax.layout import Layout
 from mamba_jax.modules.basic import Linear, RMSNorm
-from mamba_jax.modules.mamba import SSD
+from mamba_jax.modules.recurrence import recurrence
 from mamba_jax.sharding.axis import axis_index
 from mamba_jax.store import SlotArrays
 
@@ -38,9 +38,10 @@ class Lightning(nnx.Module):
         qkv = jax.nn.silu(self.qkv_proj(x, layout.adapter)).reshape(tokens, -1, 3 * self.config.head_dim)
         q, k, v = jnp.split(qkv, 3, axis=2)
         rates = self._own_rates(v.shape[1])
-        dt = jnp.ones(v.shape[:2], jnp.float32)  # the layout makes it 0 where a token is padding
+        strength = jnp.ones(v.shape[:2], jnp.float32)  # the layout makes it 0 where a token is padding
         old = None if state is None else state["ssm"]
-        y, ssm = layout.run(SSD, (v, dt, k, q), (-rates, jnp.zeros_like(rates)), old)
+        inputs = q, k, v, jnp.broadcast_to(-rates, strength.shape), strength
+        y, ssm = layout.run(recurrence("ssm", erase=False), inputs, (None,), old)
         y = self.norm.of_part(y.reshape(tokens, -1), self.config.inner_size)
         gate = jax.nn.sigmoid(self.gate_proj(x, layout.adapter, out_dtype=jnp.float32))
         return self.out_proj((y * gate).astype(x.dtype), layout.adapter), None if state is None else {"ssm": ssm}

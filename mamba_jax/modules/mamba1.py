@@ -13,17 +13,17 @@ from jaxtyping import Array, Float
 from kernels_pallas.fixed_order import exp, row_sum, softplus
 from kernels_pallas.gated_norm import gated
 from kernels_pallas.selective_scan import (
+    SelectiveTail,
     selective_replay,
     selective_scan,
     selective_scan_sequence,
     selective_update,
 )
-from kernels_pallas.state_replay import Tail
 from mamba_jax.config.mamba1 import Mamba1Config
 from mamba_jax.layout import DecodeLayout, Layout, Operation, PrefillLayout, ReplayLayout, SequenceLayout
 from mamba_jax.modules.basic import Linear, RMSNorm, constant, initial
 from mamba_jax.modules.conv import Conv
-from mamba_jax.modules.mamba import LEAST_DT, initial_dt_bias
+from mamba_jax.modules.recurrence import LEAST_DT, initial_dt_bias
 from mamba_jax.sharding.axis import TENSOR
 from mamba_jax.store import SlotArrays
 
@@ -74,8 +74,8 @@ def _replay(
 ) -> tuple[Array, tuple[Array, dict[str, Array]]]:
     x, dt, b, c = map(layout.by_row, inputs)
     (a, d), (states, tail) = parameters, state
-    old = Tail(tail["selective_x"], tail["selective_b"], tail["selective_dt"])
-    y, states, new = selective_replay(states, old, x, dt, a, b, c, d, **layout.places)
+    old = SelectiveTail(tail["selective_x"], tail["selective_b"], tail["selective_dt"])
+    y, states, new = selective_replay(states, old, x, dt, a, b, c, d, **vars(layout.anchored))
     return layout.by_token(y), (states, {"selective_x": new.x, "selective_b": new.b, "selective_dt": new.dt})
 
 

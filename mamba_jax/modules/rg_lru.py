@@ -12,8 +12,8 @@ from mamba_jax.config.rg_lru import RGLRUConfig
 from mamba_jax.layout import Layout
 from mamba_jax.modules.basic import Linear, Weight, activation, constant, normal
 from mamba_jax.modules.conv import Conv
-from mamba_jax.modules.mamba import LEAST_DT
 from mamba_jax.modules.mamba1 import SELECTIVE
+from mamba_jax.modules.recurrence import LEAST_DT
 from mamba_jax.store import SlotArrays
 
 _SHARPNESS = 8.0

@@ -10,7 +10,7 @@ from benchmarks.kernels.__main__ import main
 def test_an_unknown_operation_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["--operations", "scan"])
-    assert "known are ssd_scan" in capsys.readouterr().err
+    assert "known are recurrence_scan" in capsys.readouterr().err
 
 
 @pytest.mark.full
@@ -22,7 +22,9 @@ def test_kernels_are_timed(capsys, tmp_path):
     assert machine["metric"] == "environment"
     timed = {line["metric"] for line in lines if line.get("v", 0) > 0}
     # The other operations have no shape of this name.
-    recurrent = {"ssd_scan", "gated_scan", "gated_update", "gated_replay", "state_update", "state_replay"}
+    recurrent = {"gated_scan", "gated_update", "gated_replay"} | {
+        f"recurrence_{form}" for form in ("scan", "update", "replay")
+    }
     assert timed == recurrent | {"causal_conv1d_update", "paged_attention", "gated_rms_norm", "linear"}
     assert all(line["implementation"].startswith(("xla", "native", "invariant")) for line in lines)
     assert plot.stat().st_size > 0

@@ -47,7 +47,7 @@ DIVIDED_DELTA += [KIMI, KIMI.divided(8)]
 
 def case(operation, model, *, chip=None, marks=(), dtype=BF16, store=F32, **sizes):
     """One case: (chip,) operation, shape, the dtypes of inputs and of states."""
-    if operation in ("gated_scan", "gated_update", "gated_replay"):
+    if operation in ("gated_scan", "gated_update", "gated_replay") and not model.erase:
         model = GatedRecurrence(**dataclasses.asdict(model))
     shape = dataclasses.replace(model, **{"steps": 1, "rows": 64} | sizes if hasattr(model, "steps") else sizes)
     values = (operation, shape, dtype, store)

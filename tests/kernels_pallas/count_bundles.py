@@ -1,9 +1,9 @@
 """Counts the instructions of a kernel as the TPU's own compiler schedules them: bundles, one a cycle.
 
 They are those of the kernel compiled for one TPU at the first of its sizes in `benchmarks.kernels.workloads` (those of
-Nemotron-H-8B, Qwen3-Next-80B-A3B or Falcon-Mamba-7B) with some changes, such as `rows=64, steps=4`; all branches and
-the pipeline's own are included. A process of its own compiles it, because the compiler takes the setting that has it
-write its schedule once only, when it is loaded.
+Nemotron-H-8B, Qwen3-Next-80B-A3B or Falcon-Mamba-7B) with some changes, such as `rows=64, steps=4`, and `erase=1` for
+the second; all branches and the pipeline's own are included. A process of its own compiles it, because the compiler
+takes the setting that has it write its schedule once only, when it is loaded.
 """
 
 import dataclasses
@@ -40,7 +40,9 @@ def _compile(kernel: str, slice_name: str, *sizes: str) -> None:
     from benchmarks.kernels.calls import OPERATIONS
 
     changes = {name: int(size) for name, size in (one.split("=") for one in sizes)}
-    call = shapes(kernel, dataclasses.replace(OPERATIONS[kernel].shapes[0], **changes), BF16, F32)
+    erase = bool(changes.pop("erase", 0))
+    first = next(shape for shape in OPERATIONS[kernel].shapes if getattr(shape, "erase", False) == erase)
+    call = shapes(kernel, dataclasses.replace(first, **changes), BF16, F32)
     compile_for_tpu(slice_name, call.program("pallas_tpu"), *call.arrays, donate=0)
 
 

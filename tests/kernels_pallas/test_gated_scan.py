@@ -35,17 +35,17 @@ def places(shape, rows, *, tokens, tiles, writes):
         tile_write_slot=jnp.asarray(write),
         page_table=jnp.zeros((len(rows), 1), jnp.int32),
     )
-    return jax.tree.map(np.asarray, layout.places)
+    return jax.tree.map(np.asarray, layout.packed)
 
 
 def layer(draw, shape, tokens, dtype=np.float32):
     inner, of_groups = shape.heads * shape.head_dim, (tokens, shape.groups, shape.state)
     return (
         draw.normal(tokens, 2, inner, dtype=dtype),
+        draw.normal(*of_groups, dtype=dtype),
+        draw.normal(*of_groups, dtype=dtype),
+        -draw.positive(tokens, shape.heads, scale=0.3),
         draw.positive(tokens, shape.heads, scale=0.3),
-        -draw.positive(shape.heads),
-        draw.normal(*of_groups, dtype=dtype),
-        draw.normal(*of_groups, dtype=dtype),
         draw.normal(shape.heads),
         draw.normal(inner, shape.width, dtype=dtype),
         draw.normal(inner, dtype=dtype) if shape.bias else None,
@@ -81,18 +81,16 @@ class GatedScan:
     same = staticmethod(assert_close)
     """What a row is of itself in another call: here or there, or from one of its tiles on."""
 
-    def run(self, shape, *arguments, **places):
+    def run(self, shape, *arguments):
         options = {"eps": 1e-5, "norm_before_gate": shape.norm_before_gate}
-        return jitted(gated_scan, implementation=self.implementation, **options)(*arguments, **places)
+        return jitted(gated_scan, implementation=self.implementation, **options)(*arguments)
 
     def check(self, shape, where, dtype=np.float32, tolerance=1e-4):
         draw = Draw()
         inputs, before = layer(draw, shape, where["tokens"], dtype), stores(draw, shape, dtype)
         there = places(shape, **where)
-        y, *after = self.run(shape, *inputs, *before, **there)
-        want_y, *want = reference.gated_scan(
-            *inputs, *before, eps=1e-5, norm_before_gate=shape.norm_before_gate, **there
-        )
+        y, *after = self.run(shape, *inputs, *before, there)
+        want_y, *want = reference.gated_scan(*inputs, *before, there, eps=1e-5, norm_before_gate=shape.norm_before_gate)
         real = sum(fed for _, fed, _ in where["rows"])
         assert y.dtype == dtype
         assert np.isfinite(y.astype(np.float32)).all()
@@ -126,11 +124,11 @@ class GatedScan:
     def test_a_row_is_the_same_wherever_it_lies(self):
         draw = Draw()
         inputs, before = layer(draw, PLAIN, 64), stores(draw, PLAIN)
-        packed = [i in (0, 1, 3, 4) for i in range(len(inputs))]
+        packed = [i < 5 for i in range(len(inputs))]
 
         def run(stores, rows, writes, first=0):
             moved = [np.roll(v, -first, axis=0) if p else v for v, p in zip(inputs, packed, strict=True)]
-            y, *after = self.run(PLAIN, *moved, *stores, **places(PLAIN, rows, tokens=64, tiles=6, writes=writes))
+            y, *after = self.run(PLAIN, *moved, *stores, places(PLAIN, rows, tokens=64, tiles=6, writes=writes))
             return np.roll(y, first, axis=0)[:40], after
 
         y, after = run(before, [(0, 40, 0)], [0, 4, 5])
@@ -155,22 +153,22 @@ class TestTpu(GatedScan):
     @pytest.mark.parametrize("norm", [True, slow(False)])
     def test_groups_wider_than_a_block(self, norm, monkeypatch):
         # Two blocks of 8 heads, each half of a group: the norm comes after the kernel.
-        monkeypatch.setattr("kernels_pallas.ssd_scan.pallas_tpu.BLOCK_BYTES", 8 * 32 * 128 * 4)
+        monkeypatch.setattr("kernels_pallas.gated_scan.pallas_tpu.BLOCK_BYTES", 8 * 32 * 128 * 4)
         shape = dataclasses.replace(PLAIN, heads=16, groups=1, state=128, norm=norm)
         # Without a norm, where it would come means nothing.
         options = {"eps": 1e-5, "norm_before_gate": not norm}
         run = jitted.__wrapped__(gated_scan, implementation=self.implementation, **options)
         draw = Draw()
         inputs, before, there = layer(draw, shape, 96), stores(draw, shape), places(shape, **RAGGED)
-        y, *after = run(*inputs, *before, **there)
-        want_y, *want = reference.gated_scan(*inputs, *before, **options, **there)
+        y, *after = run(*inputs, *before, there)
+        want_y, *want = reference.gated_scan(*inputs, *before, there, **options)
         assert_close(y[:74], want_y[:74], tolerance=1e-4)
         assert_close(after[0][1:], want[0][1:])
         assert_same_bits(after[1][1:], want[1][1:])
 
     @pytest.mark.slow
     def test_several_blocks_and_groups(self, monkeypatch):
-        monkeypatch.setattr("kernels_pallas.ssd_scan.pallas_tpu.BLOCK_BYTES", 8 * 32 * 128 * 4)
+        monkeypatch.setattr("kernels_pallas.gated_scan.pallas_tpu.BLOCK_BYTES", 8 * 32 * 128 * 4)
         self.check(dataclasses.replace(PLAIN, name="16 heads, 4 groups", heads=16, groups=4, state=128), RAGGED)
 
     @pytest.mark.parametrize(
@@ -186,4 +184,4 @@ class TestTpu(GatedScan):
         shape, draw = dataclasses.replace(PLAIN, **change), Draw()
         where = {**RAGGED, "tiles": 20}
         with pytest.raises(UnsupportedError, match=reason):
-            self.run(shape, *layer(draw, shape, 96), *stores(draw, shape), **places(shape, **where))
+            self.run(shape, *layer(draw, shape, 96), *stores(draw, shape), places(shape, **where))

@@ -57,24 +57,24 @@ def every(operation, models, *, store=(F32,), **sizes):
 
 
 FEW = [
-    case("state_update", NEMOTRON),
+    case("recurrence_update", NEMOTRON),
     case("gated_update", NEMOTRON),
     case("gated_update", NANO, steps=4),
-    case("ssd_scan", NEMOTRON, tiles=16),
-    case("state_replay", BAMBA.divided(8), rows=8, store=BF16),
+    case("recurrence_scan", NEMOTRON, tiles=16),
+    case("recurrence_replay", BAMBA.divided(8), rows=8, store=BF16),
     case("gated_replay", NEMOTRON),
     case("gated_replay", NANO, rows=8, steps=4),
-    case("delta_update", NEXT),
-    case("delta_update", KIMI, steps=4),
-    case("gated_delta_update", NEXT),
-    case("gated_delta_update", KIMI, steps=4),
-    case("gated_delta_update", OLMO, rows=8),
-    case("delta_scan", NEXT, tiles=16),
-    case("delta_scan", OLMO, tiles=4, tile_size=64, store=BF16),
-    case("delta_scan", KIMI, tiles=16),
-    case("delta_replay", KIMI, steps=4),
-    case("gated_delta_replay", NEXT),
-    case("gated_delta_replay", KIMI, steps=4),
+    case("recurrence_update", NEXT),
+    case("recurrence_update", KIMI, steps=4),
+    case("gated_update", NEXT),
+    case("gated_update", KIMI, steps=4),
+    case("gated_update", OLMO, rows=8),
+    case("recurrence_scan", NEXT, tiles=16),
+    case("recurrence_scan", OLMO, tiles=4, tile_size=64, store=BF16),
+    case("recurrence_scan", KIMI, tiles=16),
+    case("recurrence_replay", KIMI, steps=4),
+    case("gated_replay", NEXT),
+    case("gated_replay", KIMI, steps=4),
     *every("selective_update", [FALCON], inner=(8192, 1024), steps=(1, 4)),
     *every("selective_scan", [FALCON], inner=(8192, 1024), tiles=(16,)),
     case("paged_attention", ATTENDING[1], rows=64, q_len=4),
@@ -89,20 +89,20 @@ FEW = [
     *(case("expert_mlp", mlp) for mlp in EXPERT_MLPS if "8 rows" in mlp.name),
 ]
 EVERY = [
-    *every("state_update", [NANO, *OTHERS], steps=(4,)),
+    *every("recurrence_update", [NANO, *OTHERS], steps=(4,)),
     *every("gated_update", OTHERS, steps=(4,)),
-    *every("ssd_scan", [NANO, *OTHERS], tiles=(16,)),
-    *every("state_replay", [*MODELS, *OTHERS], rows=(64, 128), steps=(1, 4)),
+    *every("recurrence_scan", [NANO, *OTHERS], tiles=(16,)),
+    *every("recurrence_replay", [*MODELS, *OTHERS], rows=(64, 128), steps=(1, 4)),
     *every("gated_replay", [NANO, BAMBA, GRANITE, *OTHERS], steps=(1, 4)),
-    *every("delta_update", [LARGE, ODD], rows=(8,), steps=(4,)),
-    *every("delta_update", DIVIDED_DELTA, rows=(1, 64, 256), steps=(1, 4)),
-    *every("delta_update", DIVIDED_DELTA, store=(BF16,), steps=(4,)),
-    *every("gated_delta_update", DIVIDED_DELTA, steps=(1, 4)),
-    *every("delta_scan", DIVIDED_DELTA, tiles=(1, 16)),
-    *every("delta_scan", DIVIDED_DELTA, store=(BF16,), tiles=(16,), tile_size=(64,)),
-    case("delta_scan", NEXT, tiles=16, dtype=F32),
-    *every("delta_replay", DIVIDED_DELTA, rows=(1, 64), steps=(1, 4)),
-    *every("gated_delta_replay", DIVIDED_DELTA, steps=(1, 4)),
+    *every("recurrence_update", [LARGE, ODD], rows=(8,), steps=(4,)),
+    *every("recurrence_update", DIVIDED_DELTA, rows=(1, 64, 256), steps=(1, 4)),
+    *every("recurrence_update", DIVIDED_DELTA, store=(BF16,), steps=(4,)),
+    *every("gated_update", DIVIDED_DELTA, steps=(1, 4)),
+    *every("recurrence_scan", DIVIDED_DELTA, tiles=(1, 16)),
+    *every("recurrence_scan", DIVIDED_DELTA, store=(BF16,), tiles=(16,), tile_size=(64,)),
+    case("recurrence_scan", NEXT, tiles=16, dtype=F32),
+    *every("recurrence_replay", DIVIDED_DELTA, rows=(1, 64), steps=(1, 4)),
+    *every("gated_replay", DIVIDED_DELTA, steps=(1, 4)),
     *every("selective_update", [FALCON], store=(F32, BF16), inner=(8192, 5120), steps=(1, 4)),
     *every("selective_scan", [FALCON], store=(F32, BF16), inner=(8192, 5120), tiles=(16,)),
     *every("paged_attention", ATTENDING, rows=(1, 64), q_len=(1,)),
@@ -151,18 +151,19 @@ def test_kernel(operation, model, dtype, store, tmp_path):
 def most_temporaries(operation, call, model):
     """Bytes that the program of a call may allocate."""
     match operation:
-        case "state_update" | "expert_choice":
+        case "expert_choice":
+            return math.inf
+        case "recurrence_update" if not model.erase:
             return math.inf
         case "gated_update" | "gated_replay":  # the projections' outputs in one array, and y
-            zx, bc = call.inputs[:2]
-            return 3 * (2 * nbytes(zx) + nbytes(bc)) + (1 << 16)
-        case "gated_delta_update" | "gated_delta_replay":
-            qk, v, _, decays = call.inputs[:4]
-            return 1.1 * (2 * nbytes(qk) + 5 * nbytes(v) + nbytes(decays)) + 1e5
-        case "ssd_scan":  # a state for each tile, and steps and decays by head
+            given = call.inputs[0]
+            if not model.erase:
+                return 3 * (4 * nbytes(given.value) + nbytes(given.vectors)) + (1 << 16)
+            return 1.1 * (2 * nbytes(given.vectors) + 5 * nbytes(given.value) + nbytes(given.decay)) + 1e5
+        case "recurrence_scan" if not model.erase:  # a state for each tile, and steps and decays by head
             return 1.1 * model.tiles * 4 * math.prod(model.state_shape) + 4e6
-        case "delta_scan":  # of 32 tokens and each head: a triangular system's solution, and scores
-            width = call.inputs[0].dtype.itemsize
+        case "recurrence_scan":  # of 32 tokens and each head: a triangular system's solution, and scores
+            width = call.inputs[0].value.dtype.itemsize
             of_head = 32 * (4 + width)
             if model.by_channel:  # sums of log decays, and queries and keys decayed
                 of_head += model.state * (4 + 3 * width)
@@ -187,17 +188,15 @@ def kernels_of(operation, model, store):
     match operation:
         case "gated_update":
             return dict.fromkeys(("gated_update", "gated_norm"), (232 if wide else 168, 0))
-        case "gated_delta_update":
-            return dict.fromkeys(("gated_delta_update", "gated_norm"), (168, 0))
-        case "state_replay" | "gated_replay" | "delta_replay" | "gated_delta_replay":
-            most = 128 if few else 240 if operation == "state_replay" else 255
+        case "recurrence_replay" | "gated_replay":
+            most = 128 if few else 240 if operation == "recurrence_replay" and not model.erase else 255
             norm = {"gated_norm": (255, 8)} if "gated" in operation else {}
             return {operation: (most, math.inf if wide else 0), **norm}
-        case "ssd_scan":
-            names = "ssd_scan_added", "ssd_scan_passed_on", "ssd_scan_outputs"
+        case "recurrence_scan" if not model.erase:
+            names = "recurrence_scan_added", "recurrence_scan_passed_on", "recurrence_scan_outputs"
             return dict.fromkeys(names, (255, 256 if wide else 0))
-        case "delta_scan":
-            return dict.fromkeys(("delta_scan_systems", "delta_scan_along_rows"), (255, 0))
+        case "recurrence_scan":
+            return dict.fromkeys(("recurrence_scan_systems", "recurrence_scan_along_rows"), (255, 0))
         case "selective_scan":
             names = "selective_scan_added", "selective_scan_passed_on", "selective_scan_outputs"
             return dict.fromkeys(names, (128, 0))
@@ -209,28 +208,24 @@ def kernels_of(operation, model, store):
             return {operation: ({"selective_update": 96, "paged_attention": 255}.get(operation, 168), 0)}
 
 
-KERNELS = {
-    NEMOTRON: ("state_update", "ssd_scan", "state_replay"),
-    NEXT: ("delta_update", "delta_scan", "delta_replay"),
-}
+RECURRENCE = ("recurrence_update", "recurrence_scan", "recurrence_replay")
 LOWERED = [
-    *(case(operation, model, steps=4, tiles=16) for model, names in KERNELS.items() for operation in names),
+    *(case(operation, model, steps=4, tiles=16) for model in (NEMOTRON, NEXT) for operation in RECURRENCE),
     *(
         case(operation, model, steps=4, tiles=16, marks=FULL)
-        for first, others in ((NEMOTRON, [NANO, BAMBA, NEMOTRON.divided(8), *OTHERS]), (NEXT, [LARGE, OLMO, KIMI]))
-        for model in others
-        for operation in KERNELS[first]
+        for model in (NANO, BAMBA, NEMOTRON.divided(8), *OTHERS, LARGE, OLMO, KIMI)
+        for operation in RECURRENCE
     ),
     *(
         case(operation, model, steps=4, tiles=16, dtype=dtype, store=store, marks=FULL)
-        for model, names in KERNELS.items()
-        for operation in names
+        for model in (NEMOTRON, NEXT)
+        for operation in RECURRENCE
         for dtype, store in ((BF16, BF16), (F32, F32))
     ),
     *(
         case(operation, NEMOTRON, rows=rows, tile_size=tile_size, marks=FULL)
         for rows, tile_size in ((1, 16), (256, 256))
-        for operation in KERNELS[NEMOTRON]
+        for operation in RECURRENCE
     ),
 ]
 

@@ -7,9 +7,6 @@ import pytest
 
 from kernels_pallas import native
 from kernels_pallas.causal_conv1d import causal_conv1d_prefill, causal_conv1d_sequence, causal_conv1d_update
-from kernels_pallas.delta_scan import delta_scan, delta_scan_sequence
-from kernels_pallas.delta_update import delta_update
-from kernels_pallas.delta_update import reference as delta_reference
 from kernels_pallas.dispatch import KernelChoice
 from kernels_pallas.fixed_order import (
     exp,
@@ -30,11 +27,11 @@ from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.invariant import COMPILER_OPTIONS
 from kernels_pallas.linear import linear
 from kernels_pallas.paged_attention import attention_sequence, paged_attention
+from kernels_pallas.places import Rows, Tiles
 from kernels_pallas.quantised import Quantised
+from kernels_pallas.recurrence import Entry, recurrence_scan, recurrence_sequence, recurrence_update, reference
 from kernels_pallas.selective_scan import reference as selective_reference
 from kernels_pallas.selective_scan import selective_scan, selective_scan_sequence, selective_update
-from kernels_pallas.ssd_scan import ssd_scan
-from kernels_pallas.state_update import state_update
 from mamba_jax.config import RopeConfig
 from mamba_jax.modules.basic import scaled
 from mamba_jax.modules.rotary import rotate, rotations
@@ -189,36 +186,6 @@ def test_a_convolution_keeps_its_bits_where_its_row_is_cut():
     np.testing.assert_array_equal(store[5], end)
 
 
-def test_a_scan_is_the_state_update_token_by_token():
-    tokens, heads, groups = 24, 6, 3
-    x, b, c = normal(tokens, heads, 5), normal(tokens, groups, 7, seed=1), normal(tokens, groups, 7, seed=2)
-    dt = np.abs(normal(tokens, heads, seed=3)) + 0.01
-    a, d = -jnp.abs(normal(heads, seed=4)), jnp.array(normal(heads, seed=5))
-    dt[20:] = 0  # padding
-    empty = np.zeros((3, heads, 5, 7), np.float32)
-
-    def scan(x, dt, b, c, store):
-        cut = [v.reshape(-1, 8, *v.shape[1:]) for v in (x, dt, b, c)]
-        first, none = jnp.array([True, False, False]), jnp.array([0, 0, 0])
-        return ssd_scan(
-            cut[0], cut[1], a, cut[2], cut[3], d, store,
-            tile_first=first, read_slot=none, write_slot=jnp.array([0, 0, 2]),
-        )  # fmt: skip
-
-    y, store = run(scan, x, dt, b, c, empty)
-    state = np.zeros((2, heads, 5, 7), np.float32)
-    for t in range(20):
-        step = [v[None, t : t + 1] for v in (x, dt, b, c)]
-        one, state = run(
-            lambda x, dt, b, c, state, t=t: state_update(
-                x, dt, a, b, c, d, state, read_slot=jnp.array([min(t, 1)]), write_slot=jnp.array([[1]])
-            ),
-            *step, state,
-        )  # fmt: skip
-        np.testing.assert_array_equal(one[0, 0], y.reshape(tokens, heads, 5)[t])
-    np.testing.assert_array_equal(store[2], state[1])
-
-
 def test_a_query_keeps_its_bits_in_blocks_and_tables_of_any_size():
     page, pages, heads = 8, 40, 4
     kv = normal(pages + 1, page, 4, 6)
@@ -250,53 +217,70 @@ def test_other_types_are_refused():
         linear(jnp.ones((2, 4), jnp.float16), jnp.ones((3, 4), jnp.float16))
 
 
-def recurrences(tokens):
-    """The recurrences with an operation of their own: scan, scan of sequences, update, definition, inputs, state."""
-    heads, groups, size, state = 6, 3, 5, 19
-    beta = np.abs(normal(tokens, heads, seed=4)) % 1 + 0.1
-    q, k = (normal(tokens, groups, state, seed=seed) / 5 for seed in (1, 2))
-    v = normal(tokens, heads, size, seed=3)
-    for decays in ((), (state,)):
-        decay = -np.abs(normal(tokens, heads, *decays, seed=5))
-        yield (
-            delta_scan, delta_scan_sequence, delta_update, delta_reference.delta_update, (q, k, v, decay, beta), (),
-            (heads, size, state),
-        )  # fmt: skip
+@pytest.mark.parametrize("by_channel", [False, True])
+@pytest.mark.parametrize("erase", [False, True])
+def test_a_recurrence_keeps_its_bits_in_tiles_steps_and_sequences(erase, by_channel):
+    heads, groups, size, state, tokens = 6, 3, 5, 19, 24
+    strength = np.abs(normal(tokens, heads, seed=4)) % 1 + 0.1
+    query, key = (normal(tokens, groups, state, seed=seed) / 5 for seed in (1, 2))
+    decay = -np.abs(normal(tokens, heads, *[state] * by_channel, seed=5))
+    inputs = Entry(query, key, normal(tokens, heads, size, seed=3), decay, strength)
+    options = {"erase": erase, "skip": None if erase else jnp.array(normal(heads, seed=6))}
+
+    def scan(tiles, store, *places):
+        return recurrence_scan(Entry(*tiles), store, Tiles(*places), **options)
+
+    def sequence(*one):
+        return recurrence_sequence(Entry(*one), **options)
+
+    def update(step, store, *slots):
+        return recurrence_update(Entry(*step), store, Rows(*slots), **options)
+
+    def definition(step, store, *slots):
+        return reference.recurrence_update(Entry(*step), store, Rows(*slots), **options)
+
+    check_bits(list(inputs), -1, (heads, size, state), scan, sequence, update, definition)
+
+
+def test_the_selective_recurrence_keeps_its_bits_in_tiles_steps_and_sequences():
+    tokens = 24
     x, b, c = normal(tokens, 300), normal(tokens, 7, seed=1), normal(tokens, 7, seed=2)
     dt = np.abs(normal(tokens, 300, seed=3)) + 0.01
-    parameters = -np.abs(normal(7, 300, seed=4)), normal(300, seed=5)
-    yield (
-        selective_scan, selective_scan_sequence, selective_update, selective_reference.selective_update,
-        (x, dt, b, c), parameters, (7, 300),
-    )  # fmt: skip
+    a, d = -np.abs(normal(7, 300, seed=4)), normal(300, seed=5)
+
+    def scan(tiles, store, first, read, write):
+        x, dt, b, c = tiles
+        return selective_scan(x, dt, a, b, c, d, store, tile_first=first, read_slot=read, write_slot=write)
+
+    def sequence(x, dt, b, c):
+        return selective_scan_sequence(x, dt, a, b, c, d)
+
+    def update(step, store, read, write, operation=selective_update):
+        x, dt, b, c = step
+        return operation(x, dt, a, b, c, d, store, read_slot=read, write_slot=write)
+
+    def definition(step, store, *slots):
+        return update(step, store, *slots, operation=selective_reference.selective_update)
+
+    check_bits([x, dt, b, c], 1, (7, 300), scan, sequence, update, definition)
 
 
-@pytest.mark.parametrize("number", range(3), ids=["delta by head", "delta by channel", "selective"])
-def test_a_recurrence_keeps_its_bits_in_tiles_steps_and_sequences(number):
-    tokens = 24
-    scan, sequence, update, definition, inputs, parameters, shape = list(recurrences(tokens))[number]
-    strength = 1 if number == 2 else -1
-    inputs = list(inputs)
-
-    def call(operation, cut, *store, **options):
-        cut = (*cut[:2], parameters[0], *cut[2:], parameters[1]) if parameters else cut
-        options = {name: jnp.asarray(value) for name, value in options.items()}
-        return run(lambda *arguments: operation(*arguments, **options), *cut, *store)
-
+def check_bits(inputs, strength, shape, scan, sequence, update, definition):
+    """`inputs` are arrays of tokens; that with the number `strength` is 0 at padding."""
+    tokens = len(inputs[0])
     narrow = [
         jnp.asarray(one[None], jnp.bfloat16 if n != strength % len(inputs) else None) for n, one in enumerate(inputs)
     ]
-    slots = {"read_slot": np.array([0]), "write_slot": np.zeros((1, tokens), int)}
-    assert call(update, narrow, np.zeros((2, *shape), np.float32), **slots)[0].dtype == jnp.bfloat16
-    whole, end = call(sequence, [one[None] for one in inputs])
+    zeros = np.zeros((2, *shape), np.float32)
+    assert run(update, narrow, zeros, np.array([0]), np.zeros((1, tokens), int))[0].dtype == jnp.bfloat16
+    whole, end = run(sequence, *(one[None] for one in inputs))
     # Step by step, against the definition as well.
-    state = wide = np.zeros((2, *shape), np.float32)
+    state = wide = zeros
     for t in range(tokens):
-        slots = {"read_slot": np.array([min(t, 1)]), "write_slot": np.array([[1]])}
+        slots = np.array([min(t, 1)]), np.array([[1]])
         step = [one[None, t : t + 1] for one in inputs]
-        y, state = call(update, step, state, **slots)
-        step = [*step[:2], parameters[0], *step[2:], parameters[1]] if parameters else step
-        expected, wide = definition(*step, wide, **slots)
+        y, state = run(update, step, state, *slots)
+        expected, wide = definition(step, wide, *slots)
         np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
         np.testing.assert_array_equal(y[0, 0], whole[0, t])
     np.testing.assert_array_equal(state[1], end[0])
@@ -305,13 +289,13 @@ def test_a_recurrence_keeps_its_bits_in_tiles_steps_and_sequences(number):
     padded[strength][tokens:] = 0
     tiles = [one.reshape(-1, 4, *one.shape[1:]) for one in padded]
     store = np.zeros((4, *shape), np.float32)
-    first, read, write = np.array([1, 0, 0, 0, 0, 0, 0], bool), np.zeros(7, int), np.array([0, 0, 2, 0, 0, 0, 3])
-    y, store = call(scan, tiles, store, tile_first=first, read_slot=read, write_slot=write)
+    places = np.array([1, 0, 0, 0, 0, 0, 0], bool), np.zeros(7, int), np.array([0, 0, 2, 0, 0, 0, 3])
+    y, store = run(scan, tiles, store, *places)
     np.testing.assert_array_equal(y.reshape(-1, *y.shape[2:])[:tokens], whole[0])
     np.testing.assert_array_equal(store[3], end[0])
     rest = [np.concatenate([one[:1], one[3:]]) for one in tiles]
-    first, read, write = np.array([1, 1, 0, 0, 0], bool), np.array([0, 2, 0, 0, 0]), np.array([0, 0, 0, 0, 1])
-    y, store = call(scan, rest, store, tile_first=first, read_slot=read, write_slot=write)
+    places = np.array([1, 1, 0, 0, 0], bool), np.array([0, 2, 0, 0, 0]), np.array([0, 0, 0, 0, 1])
+    y, store = run(scan, rest, store, *places)
     np.testing.assert_array_equal(y[1:].reshape(-1, *y.shape[2:])[:12], whole[0, 12:])
     np.testing.assert_array_equal(store[1], end[0])
 

@@ -1,66 +1,121 @@
-"""The replay of the selective scan against its definition, by the tests of `state_replay`."""
+"""The replay of the selective scan against its definition, at the places of the linear recurrence's."""
 
+import jax
 import numpy as np
 import pytest
-from test_selective_scan import layer as tokens
-from test_selective_scan import states
-from test_state_replay import Replay
+from operation_checks import Draw, assert_close, assert_in_place, assert_same_bits, jitted
+from test_recurrence_replay import PLACES, row, rows_of, where
+from test_selective_scan import layer, states
 
 from benchmarks.kernels.workloads import SELECTIVE
-from kernels_pallas.selective_scan import reference, selective_replay, selective_update
-from kernels_pallas.state_replay import Tail
+from kernels_pallas.selective_scan import SelectiveTail, reference, selective_replay, selective_update
 
 pytestmark = pytest.mark.full
 
 SHAPES = [s.small() for s in SELECTIVE]
 ODD = next(s for s in SHAPES if s.name == "27 channels, states of 5")
+EACH = pytest.mark.parametrize("implementation", ["xla", "xla_all_rows"])
 
 
-def layer(draw, shape, rows, steps, dtype=np.float32):
-    return tokens(draw, shape, rows, steps, dtype=dtype)
+def tails(shape, count, entries=None, dtype=np.float32):
+    """Full of a last tenant's entries, which are NaN wherever a test does not fill them."""
+    lead, sizes = (count, entries or shape.entries), (shape.inner, shape.state, shape.inner)
+    return SelectiveTail(*(np.full((*lead, n), np.nan, d) for n, d in zip(sizes, (dtype, dtype, "f4"), strict=True)))
 
 
-def tails(draw, shape, count, entries=None, dtype=np.float32):
-    lead = (count, entries or shape.entries)
-    return Tail(
-        np.full((*lead, shape.inner), np.nan, dtype),
-        np.full((*lead, shape.state), np.nan, dtype),
-        np.full((*lead, shape.inner), np.nan, np.float32),
+def fill(draw, tail, places):
+    """Inputs of the tokens between each row's anchor and its length."""
+    for which, a, c in zip(places.tail_id, places.anchor_length, places.length, strict=True):
+        for at in (n % tail.x.shape[1] for n in range(a, c)):
+            for ring in tail[:2]:
+                ring[which, at] = draw.normal(ring.shape[2], dtype=ring.dtype)
+            tail.dt[which, at] = draw.positive(tail.dt.shape[2], scale=0.3)
+    return tail
+
+
+def check(implementation, shape, rows, *, dtype=np.float32, store=None, slots=8, entries=None):
+    draw, places = Draw(), where(rows, shape)
+    inputs = layer(draw, shape, len(rows), shape.steps, dtype=dtype)
+    for v in (inputs[i] for i in (0, 1, 3, 4)):
+        for i, count in enumerate(places.num_tokens):
+            v[i, count:] = np.nan
+    old = states(draw, shape, slots, dtype if store is None else store)
+    tail = fill(draw, tails(shape, len(rows) + 2, entries, dtype), places)
+    arguments, kwargs = (old, tail, *inputs), {name: v for name, v in vars(places).items() if name != "interval"}
+    y, new, new_tail = jitted(selective_replay, implementation=implementation, interval=shape.interval)(
+        *arguments, **kwargs
     )
+    want_y, want, want_tail = reference.selective_replay(*arguments, **kwargs, interval=shape.interval)
+    assert y.dtype == dtype
+    assert_close(y, want_y, dtype)
+    written = np.asarray(places.due_slot)
+    assert_close(new[written[written > 0]], want[written[written > 0]], old.dtype)
+    untouched = np.setdiff1d(np.arange(1, slots), written)
+    assert_same_bits(new[untouched], old[untouched])
+    for ours, theirs in zip(new_tail, want_tail, strict=True):
+        assert_same_bits(ours[1:], theirs[1:])
 
 
-class SelectiveReplay(Replay):
-    operation = staticmethod(selective_replay)
-    reference = staticmethod(reference.selective_replay)
-    snapshots = staticmethod(selective_update)
-    layer = staticmethod(layer)
-    states = staticmethod(states)
-    tails = staticmethod(tails)
-    odd = ODD
-    test_real_sizes = None
-
-    @pytest.mark.smoke
-    @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
-    def test_equals_definition(self, replay, shape):
-        self.check(replay, shape, self.rows_of(shape, shape.rows), slots=2 * shape.rows + 1)
-
-    @pytest.mark.parametrize("shape", [ODD], ids=lambda s: s.name)
-    @pytest.mark.parametrize("store", ["float32", "bfloat16"])
-    def test_bfloat16(self, replay, shape, store):
-        super().test_bfloat16(replay, shape, np.dtype(store))
-
-    @pytest.mark.smoke
-    @pytest.mark.parametrize("shape", [ODD], ids=lambda s: s.name)
-    @pytest.mark.parametrize(("rows", "dtype"), [(1, np.float32), (4, "bfloat16")])
-    def test_in_place(self, shape, rows, dtype):
-        super().test_in_place(shape, rows, np.dtype(dtype))
+@pytest.mark.smoke
+@EACH
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
+def test_equals_definition(implementation, shape):
+    check(implementation, shape, rows_of(shape, shape.rows), slots=2 * shape.rows + 1)
 
 
-class TestXla(SelectiveReplay):
-    implementation = "xla"
+@EACH
+@pytest.mark.parametrize("store", ["float32", "bfloat16"])
+def test_bfloat16(implementation, store):
+    rows = rows_of(ODD, ODD.rows)
+    check(implementation, ODD, rows, dtype=np.dtype("bfloat16"), store=np.dtype(store), slots=2 * ODD.rows + 1)
 
 
-class TestXlaAllRows(SelectiveReplay):
-    """The form for other platforms."""
+@EACH
+def test_places(implementation):
+    for rows in PLACES.values():
+        check(implementation, ODD, rows, entries=16)
 
-    implementation = "xla_all_rows"
+
+@EACH
+@pytest.mark.parametrize("steps", [1, 3])
+def test_equals_snapshots(implementation, steps):
+    """A row from token to token, drafts rejected at random; `selective_update` stores every state."""
+    draw, random = Draw(3), np.random.default_rng(steps)
+    inputs, replay = (
+        layer(draw, ODD, 1, 40),
+        jitted(selective_replay, implementation=implementation, interval=ODD.interval),
+    )
+    slots = {"read_slot": np.zeros(1, np.int32), "write_slot": np.arange(1, 41, dtype=np.int32)[None]}
+    want_y, want = jitted(selective_update, implementation="xla")(*inputs, states(draw, ODD, 41), **slots)
+    store, tail = states(draw, ODD, 3), tails(ODD, 2, 16)
+    at, anchor, spare, start = 0, 0, 1, 0
+    while at < 40 - steps:
+        kept = int(random.integers(1, steps + 1))
+        fed = [v[:, at : at + steps].copy() if i in (0, 1, 3, 4) else v for i, v in enumerate(inputs)]
+        fed[0][:, kept:] = random.normal(size=fed[0][:, kept:].shape)  # these drafts will be rejected
+        places = vars(where([row(anchor, 1, start, at, steps, spare)], ODD))
+        places = {name: v for name, v in places.items() if name != "interval"}
+        y, store, tail = replay(store, SelectiveTail(*tail), *fed, **places)
+        assert_close(y[0, :kept], want_y[0, at : at + kept])
+        due, at = (at // ODD.interval + 1) * ODD.interval, at + kept
+        if at >= due:
+            assert_close(store[spare], want[due])
+            start, anchor, spare = due, spare, 3 - spare
+    assert start >= 32
+
+
+@pytest.mark.smoke
+@EACH
+@pytest.mark.parametrize(("rows", "dtype"), [(1, "float32"), (4, "bfloat16")])
+def test_in_place(implementation, rows, dtype):
+    draw, dtype = Draw(), np.dtype(dtype)
+    inputs, one = layer(draw, ODD, rows, 2, dtype=dtype), states(draw, ODD, 1, dtype)
+    store = np.zeros((4_000_000 // one.size, *one.shape[1:]), one.dtype)
+    tail = jax.tree.map(np.nan_to_num, tails(ODD, 40, 2 * ODD.entries, dtype))
+    places = vars(where([row(1 + i, 1 + i, 8, 9, 2, 1 + rows + i) for i in range(rows)], ODD))
+
+    def run(donated, inputs, places):
+        options = {"interval": ODD.interval, "implementation": implementation}
+        return selective_replay(*donated, *inputs, **places, **options)[::-1]
+
+    assert_in_place(run, (store, tail), inputs, {name: v for name, v in places.items() if name != "interval"})

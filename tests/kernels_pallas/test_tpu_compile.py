@@ -54,33 +54,33 @@ FULL = pytest.mark.full
 
 ATTENDING_DIVIDED = [divided(model, n) for model in ATTENDING for n in (1, 4, 8)]
 FEW = [
-    case("state_update", NEMOTRON, chip="v5e", rows=8, steps=4),
-    case("state_update", BAMBA.divided(4), chip="v6e", rows=256, marks=FULL),
-    case("state_update", NANO.divided(8), chip="tpu7x", rows=8, steps=4, store=BF16, marks=FULL),
-    case("ssd_scan", NEMOTRON.divided(8), chip="v5e", tiles=16, marks=FULL),
-    case("ssd_scan", BAMBA.divided(8), chip="v6e", tiles=1, tile_size=128, store=BF16, marks=FULL),
-    case("ssd_scan", NANO.divided(8), chip="tpu7x", tiles=16, marks=FULL),
-    case("ssd_scan", LIGHTNING.divided(8), chip="v6e", tiles=16, marks=FULL),
-    case("ssd_scan", NANO.divided(8), chip="v5e", tiles=256, marks=FULL),
+    case("recurrence_update", NEMOTRON, chip="v5e", rows=8, steps=4),
+    case("recurrence_update", BAMBA.divided(4), chip="v6e", rows=256, marks=FULL),
+    case("recurrence_update", NANO.divided(8), chip="tpu7x", rows=8, steps=4, store=BF16, marks=FULL),
+    case("recurrence_scan", NEMOTRON.divided(8), chip="v5e", tiles=16, marks=FULL),
+    case("recurrence_scan", BAMBA.divided(8), chip="v6e", tiles=1, tile_size=128, store=BF16, marks=FULL),
+    case("recurrence_scan", NANO.divided(8), chip="tpu7x", tiles=16, marks=FULL),
+    case("recurrence_scan", LIGHTNING.divided(8), chip="v6e", tiles=16, marks=FULL),
+    case("recurrence_scan", NANO.divided(8), chip="v5e", tiles=256, marks=FULL),
     case("gated_scan", NEMOTRON.divided(8), chip="v6e", tiles=18, marks=FULL),
     case("gated_scan", NANO.divided(8), chip="tpu7x", tiles=18, marks=FULL),
-    case("state_replay", NEMOTRON, chip="v5e", rows=128, steps=4, marks=FULL),
-    case("state_replay", BAMBA.divided(4), chip="v6e", steps=4, marks=FULL),
-    case("state_replay", NANO.divided(8), chip="tpu7x", rows=8, steps=4, interval=8, store=BF16, marks=FULL),
-    case("state_replay", LIGHTNING.divided(8), chip="v6e", steps=4, marks=FULL),
-    case("delta_update", NEXT, chip="v5e", steps=4, marks=FULL),
-    case("delta_update", LARGE.divided(8), chip="v6e", steps=4, marks=FULL),
-    case("delta_update", NEXT.divided(8), chip="tpu7x", rows=8, store=BF16, marks=FULL),
-    case("delta_update", KIMI.divided(8), chip="v6e", steps=4, marks=FULL),
-    case("delta_scan", NEXT.divided(8), chip="v5e", tiles=16),
-    case("delta_scan", LARGE.divided(8), chip="v6e", tiles=16, tile_size=64, marks=FULL),
-    case("delta_scan", KIMI.divided(8), chip="v6e", tiles=16, marks=FULL),
-    case("delta_replay", NEXT, chip="v5e", steps=4),
-    case("delta_replay", LARGE, chip="v6e", steps=4, marks=FULL),
-    case("delta_replay", LARGE.divided(8), chip="v6e", rows=8, marks=FULL),
-    case("delta_replay", KIMI, chip="v5e", steps=4, marks=FULL),
-    case("delta_replay", KIMI.divided(8), chip="v6e", steps=4, marks=FULL),
-    case("delta_replay", NEXT.divided(8), chip="tpu7x", rows=8, store=BF16, marks=FULL),
+    case("recurrence_replay", NEMOTRON, chip="v5e", rows=128, steps=4, marks=FULL),
+    case("recurrence_replay", BAMBA.divided(4), chip="v6e", steps=4, marks=FULL),
+    case("recurrence_replay", NANO.divided(8), chip="tpu7x", rows=8, steps=4, interval=8, store=BF16, marks=FULL),
+    case("recurrence_replay", LIGHTNING.divided(8), chip="v6e", steps=4, marks=FULL),
+    case("recurrence_update", NEXT, chip="v5e", steps=4, marks=FULL),
+    case("recurrence_update", LARGE.divided(8), chip="v6e", steps=4, marks=FULL),
+    case("recurrence_update", NEXT.divided(8), chip="tpu7x", rows=8, store=BF16, marks=FULL),
+    case("recurrence_update", KIMI.divided(8), chip="v6e", steps=4, marks=FULL),
+    case("recurrence_scan", NEXT.divided(8), chip="v5e", tiles=16),
+    case("recurrence_scan", LARGE.divided(8), chip="v6e", tiles=16, tile_size=64, marks=FULL),
+    case("recurrence_scan", KIMI.divided(8), chip="v6e", tiles=16, marks=FULL),
+    case("recurrence_replay", NEXT, chip="v5e", steps=4),
+    case("recurrence_replay", LARGE, chip="v6e", steps=4, marks=FULL),
+    case("recurrence_replay", LARGE.divided(8), chip="v6e", rows=8, marks=FULL),
+    case("recurrence_replay", KIMI, chip="v5e", steps=4, marks=FULL),
+    case("recurrence_replay", KIMI.divided(8), chip="v6e", steps=4, marks=FULL),
+    case("recurrence_replay", NEXT.divided(8), chip="tpu7x", rows=8, store=BF16, marks=FULL),
     *(
         case(operation, FALCON, chip=chip, inner=inner, steps=4, tiles=16, marks=FULL)
         for operation in ("selective_scan", "selective_update")
@@ -100,33 +100,37 @@ def every(operation, models, *, store=(F32,), dtype=BF16, **sizes):
 
 
 EVERY = [
-    *every("state_update", DIVIDED, rows=(1, 8, 64, 256), steps=(1, 4)),
-    *every("state_update", OTHERS, rows=(8,), steps=(1, 4)),
-    *every("ssd_scan", DIVIDED, tiles=(1, 16)),
-    *every("ssd_scan", OTHERS, tiles=(16,)),
-    *every("ssd_scan", [NEMOTRON], tiles=(64,), tile_size=(256,)),
+    *every("recurrence_update", DIVIDED, rows=(1, 8, 64, 256), steps=(1, 4)),
+    *every("recurrence_update", OTHERS, rows=(8,), steps=(1, 4)),
+    *every("recurrence_scan", DIVIDED, tiles=(1, 16)),
+    *every("recurrence_scan", OTHERS, tiles=(16,)),
+    *every("recurrence_scan", [NEMOTRON], tiles=(64,), tile_size=(256,)),
     # Lightning attention has no gated scan.
     *every("gated_scan", [m for m in (*DIVIDED, *OTHERS) if m is not LIGHTNING], tiles=(18,), tile_size=(128,)),
     *every("gated_scan", [BAMBA], tiles=(10,), tile_size=(256,)),
-    *every("state_replay", DIVIDED, rows=(1, 64), steps=(1, 4), interval=(16, 64)),
-    *every("state_replay", OTHERS, rows=(8,), steps=(1, 4)),
-    *every("delta_update", DIVIDED_DELTA, rows=(1, 64, 256), steps=(1, 4)),
-    *every("delta_scan", DIVIDED_DELTA, tiles=(1, 4, 16)),
-    *every("delta_replay", DIVIDED_DELTA, rows=(1, 64), steps=(1, 4)),
+    *every("recurrence_replay", DIVIDED, rows=(1, 64), steps=(1, 4), interval=(16, 64)),
+    *every("recurrence_replay", OTHERS, rows=(8,), steps=(1, 4)),
+    *every("recurrence_update", DIVIDED_DELTA, rows=(1, 64, 256), steps=(1, 4)),
+    *every("recurrence_scan", DIVIDED_DELTA, tiles=(1, 4, 16)),
+    *every("recurrence_replay", DIVIDED_DELTA, rows=(1, 64), steps=(1, 4)),
     *(
         one
         for operation, models, sizes in (
-            ("state_update", DIVIDED, {"steps": (4,)}),
-            ("ssd_scan", DIVIDED, {"tiles": (16,)}),
-            ("state_replay", DIVIDED, {"steps": (4,)}),
-            ("delta_update", DIVIDED_DELTA, {"steps": (4,)}),
-            ("delta_scan", DIVIDED_DELTA, {"tiles": (16,), "tile_size": (64,)}),
+            ("recurrence_update", DIVIDED, {"steps": (4,)}),
+            ("recurrence_scan", DIVIDED, {"tiles": (16,)}),
+            ("recurrence_replay", DIVIDED, {"steps": (4,)}),
+            ("recurrence_update", DIVIDED_DELTA, {"steps": (4,)}),
+            ("recurrence_scan", DIVIDED_DELTA, {"tiles": (16,), "tile_size": (64,)}),
         )
         for one in every(operation, models, store=(BF16,), **sizes)
     ),
     *(
         one
-        for operation, model in (("ssd_scan", NEMOTRON), ("state_update", NEMOTRON), ("delta_scan", NEXT))
+        for operation, model in (
+            ("recurrence_scan", NEMOTRON),
+            ("recurrence_update", NEMOTRON),
+            ("recurrence_scan", NEXT),
+        )
         for one in every(operation, [model.divided(8)], dtype=F32, rows=(8,), steps=(4,))
     ),
     *every("selective_scan", [FALCON], store=(F32, BF16), inner=(8192, 1024, 5120, 640), tile_size=(16, 128, 512)),
@@ -157,8 +161,10 @@ def most_temporaries(operation, call, model):
     match operation:
         case "gated_scan":  # its inputs come as [tokens, 2, inner], and are laid out flat; a layer's product is flat
             return 1.1 * nbytes(call.inputs[0])
-        case "ssd_scan" if model.tiles == 256:  # XLA would copy an operand of many tiles if it did not like its layout
-            return 2 * nbytes(call.inputs[0])
+        case "recurrence_scan" if (
+            model.tiles == 256
+        ):  # XLA would copy an operand of many tiles if it did not like its layout
+            return 2 * nbytes(call.inputs[0].value)
         case "selective_scan":  # B and C without padding's values, in float32
             return model.tiles * model.tile_size * 128 * 4 * 4
         case "selective_update":  # the step sizes at most, in another layout: a fraction of the rows' states
@@ -171,14 +177,14 @@ def most_temporaries(operation, call, model):
 
 def most_moved(operation, call, model):
     """Bytes to and from memory; None where nothing is known."""
-    if operation in ("state_update", "delta_update"):  # the states, once in and once out for each step
+    if operation == "recurrence_update":  # the states, once in and once out for each step
         return 1.1 * call.moved + (1 << 20)
     if "replay" in operation and model.rows >= 64:
         # States read once, and written once in an interval; what is valid of a tail, read; new tokens'.
         states, tail = call.stores
         slot, ring = nbytes(states) // states.shape[0], nbytes(tail) // tail[0].shape[0]
         moved = model.rows * (slot * (1 + model.steps / model.interval) + ring * (1 + model.steps / model.entries))
-        return 1.15 * (moved + nbytes(call.inputs, call.inputs[0]))
+        return 1.15 * (moved + nbytes(call.inputs, call.inputs[0].value))
     return None
 
 

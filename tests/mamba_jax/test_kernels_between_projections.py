@@ -45,7 +45,7 @@ EXPERTS = dataclasses.replace(
     [
         (WIDE, {"gated_scan": "pallas_tpu_interpreted"}),
         (WIDE, {"gated_update": "pallas_gpu_interpreted"}),
-        (DELTA, {"gated_delta_update": "pallas_gpu_interpreted"}),
+        (DELTA, {"gated_update": "pallas_gpu_interpreted"}),
         (EXPERTS, {"expert_mlp": "pallas_gpu_interpreted"}),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else v.pattern,

@@ -22,7 +22,7 @@ def average_scan(
     read_slot: Int[Array, " tiles"],
     write_slot: Int[Array, " tiles"],
 ) -> tuple[Float[Array, "tiles tile_size heads head_dim"], Float[Array, "slots heads head_dim"]]:
-    """Rows cut into tiles, from states in the store to states in the store; as `kernels_pallas.ssd_scan`."""
+    """Rows cut into tiles, from states in the store to states in the store; as `recurrence_scan`."""
     block, real = partial(_block, rate), (dt != 0).any(axis=2)
     return scan_tiles(block, (x, dt), real, x, store, tile_first, read_slot, write_slot, size=x.shape[1])
 
@@ -36,7 +36,7 @@ def average_update(
     read_slot: Int[Array, " rows"],
     write_slot: Int[Array, "rows steps"],
 ) -> tuple[Float[Array, "rows steps heads head_dim"], Float[Array, "slots heads head_dim"]]:
-    """A few steps of each row; the state after step t goes to `write_slot[:, t]`. As `kernels_pallas.state_update`."""
+    """A few steps of each row; the state after step t goes to `write_slot[:, t]`. As `recurrence_update`."""
 
     def step(state, x, dt):
         return _step(rate, state.astype(F32), x, dt).astype(state.dtype)

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from kernels_pallas.ssd_scan import ssd_scan_sequence
+from kernels_pallas.recurrence import recurrence_sequence
 from mamba_jax.layout import SequenceLayout
 from mamba_jax.train.config import DraftSettings
 from mamba_jax.train.head_loss import distillation, mean_cross_entropy
@@ -94,22 +94,24 @@ def test_the_gradient_is_that_of_the_sequential_recurrence(monkeypatch):
 
         return jax.jit(jax.grad(loss))(VALUES)
 
-    def one_by_one(x, dt, a, b, c, d, *, initial_state=None):
+    def one_by_one(entry, *, erase, skip, initial_state=None):
         def token(state, now):
-            x, dt, b, c = now
-            repeats = x.shape[1] // b.shape[1]
-            b, c = jnp.repeat(b, repeats, 1), jnp.repeat(c, repeats, 1)
-            state = jnp.exp(dt * a)[..., None, None] * state + (dt[..., None] * x)[..., None] * b[:, :, None]
-            return state, (state * c[:, :, None]).sum(-1) + d[:, None] * x
+            query, key, value, log_decay, strength = now
+            repeats = value.shape[1] // key.shape[1]
+            query, key = jnp.repeat(query, repeats, 1), jnp.repeat(key, repeats, 1)
+            state = jnp.exp(log_decay)[..., None, None] * state
+            state = state + (strength[..., None] * value)[..., None] * key[:, :, None]
+            return state, (state * query[:, :, None]).sum(-1) + skip[:, None] * value
 
-        state = jnp.zeros((*x.shape[:1], *x.shape[2:], b.shape[-1]))
-        state, y = jax.lax.scan(token, state, tuple(v.swapaxes(0, 1) for v in (x, dt, b, c)))
+        value = entry.value
+        state = jnp.zeros((*value.shape[:1], *value.shape[2:], entry.key.shape[-1]))
+        state, y = jax.lax.scan(token, state, tuple(v.swapaxes(0, 1) for v in entry))
         return y.swapaxes(0, 1), state
 
     fast = gradient()
-    monkeypatch.setattr("mamba_jax.modules.mamba.ssd_scan_sequence", one_by_one)
+    monkeypatch.setattr("mamba_jax.modules.recurrence.recurrence_sequence", one_by_one)
     slow = gradient()
-    assert ssd_scan_sequence is not one_by_one
+    assert recurrence_sequence is not one_by_one
     for path, value in slow.items():
         np.testing.assert_allclose(
             fast[path], value, rtol=1e-3, atol=1e-5 * float(np.abs(value).max() + 1), err_msg=path

@@ -111,7 +111,7 @@ def test_decode_is_lean(model, pattern, topology, drafts):
     batch = DecodeBatch.empty(rows=ROWS, num_speculative_tokens=drafts, pages_per_row=64)
     program, store, compiler = compiled_for(model, pattern, topology, drafts, batch)
     check(program, store)
-    by_xla = (" state_update by xla", " delta_update by xla", "paged_attention by xla")
+    by_xla = (" recurrence_update by xla", "paged_attention by xla")
     assert not [by for by in by_xla if by in compiler.choice.report()]
     assert program.launches == ONE_GRAPH
     if "E" in pattern and topology[:4] in ("h100", "h200"):
@@ -123,7 +123,7 @@ def test_prefill_is_lean(model, pattern, topology, drafts):
     batch = PrefillBatch.empty(tokens=TOKENS, rows=2, tiles=TOKENS // TILE + 2, pages_per_row=64, tile_size=TILE)
     program, store, compiler = compiled_for(model, pattern, topology, drafts, batch)
     check(program, store)
-    by_xla = ("ssd_scan by xla", "delta_scan by xla", "paged_attention by xla")
+    by_xla = ("recurrence_scan by xla", "paged_attention by xla")
     assert not [by for by in by_xla if by in compiler.choice.report()]
     # The loop over log-probabilities of prompts slices the head's weight, which XLA does not put into a graph.
     assert program.launches["kCommandBuffer"] <= 2

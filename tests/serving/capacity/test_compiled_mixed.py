@@ -30,4 +30,4 @@ def test_a_mixed_step_is_lean_on_gpu():
     # As of prefill: the loop over log-probabilities of prompts is no part of a graph.
     assert program.launches["kWhile"] == 1
     assert set(program.launches) <= {"kCommandBuffer", "kWhile", "kCopy"}
-    assert not [by for by in (" state_update by xla", " ssd_scan by xla") if by in compiler.choice.report()]
+    assert not [by for by in (" recurrence_update by xla", " recurrence_scan by xla") if by in compiler.choice.report()]

@@ -84,7 +84,7 @@ def test_few_layers(drafts, topology):
     assert program.aliased <= store_bytes(store)
     assert program.temporaries < ROWS * slots
     report = compiler.choice.report()
-    assert all(f"{kernel} by pallas_tpu" in report for kernel in ("state_replay", "read_windows", "write_windows"))
+    assert all(f"{kernel} by pallas_tpu" in report for kernel in ("recurrence_replay", "read_windows", "write_windows"))
     counter = Counter(config, partition, parameters(model), ssm_dtype=jnp.dtype("float32"))
     least = counter.work(decode_workload(rows=ROWS, drafts=drafts, context=0, replay=replay)).bytes
     print(f"{program.moved / least:.3f} x {least / 1e6:.1f} MB")

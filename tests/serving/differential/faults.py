@@ -25,7 +25,7 @@ STEP = [
     for part in ("programs", "step.run", "step.decode", "step.prefill", "step.heads", "step.running_rows", "step.seats")
 ]
 
-DECODE = [importlib.import_module(f"kernels_pallas.{name}.xla") for name in ("gated_update", "gated_delta_update")]
+DECODE = [importlib.import_module("kernels_pallas.gated_recurrence.xla")]
 """What lies between projections in decode."""
 
 
@@ -121,26 +121,25 @@ def one_grid_for_the_batch(patch: Patch) -> None:
 
 @fault(3, "a fresh row starts from the state that its slot's last tenant has left", "A4 B13", "prefill")
 def fresh_rows_inherit_a_state(patch: Patch) -> None:
-    sound = between.ssd_scan
+    sound = between.recurrence_scan
 
-    def scan(*args, tile_first, read_slot, write_slot):
-        fresh = tile_first & (read_slot == 0)
-        return sound(
-            *args, tile_first=tile_first, read_slot=jnp.where(fresh, write_slot, read_slot), write_slot=write_slot
-        )
+    def scan(entry, store, tiles, **how):
+        fresh = tiles.first & (tiles.read_slot == 0)
+        read_slot = jnp.where(fresh, tiles.write_slot, tiles.read_slot)
+        return sound(entry, store, dataclasses.replace(tiles, read_slot=read_slot), **how)
 
-    patch.setattr(between, "ssd_scan", scan)
+    patch.setattr(between, "recurrence_scan", scan)
 
 
 @fault(4, "padding inside a tile is absorbed: its dt is not 0", "A27 B19", "prefill")
 def padding_is_absorbed(patch: Patch) -> None:
-    sound = PrefillLayout.places.fget
+    sound = PrefillLayout.packed.fget
 
-    def places(self):
-        return {**sound(self), "tile_valid": jnp.ones_like(self.tile_valid)}
+    def packed(self):
+        return dataclasses.replace(sound(self), tile_valid=jnp.ones_like(self.tile_valid))
 
     patch.setattr(PrefillLayout, "by_tile", lambda self, x: x[self.tile_tokens])
-    patch.setattr(PrefillLayout, "places", property(places))
+    patch.setattr(PrefillLayout, "packed", property(packed))
 
 
 @fault(5, "a prompt's end is kept without its hidden state", "A2 B11", "prefill")
@@ -150,22 +149,18 @@ def no_hidden_state(patch: Patch) -> None:
 
 @fault(6, "the state at a tile's end is stored as it was at the tile's beginning", "A33 A34 B9", "prefill")
 def states_one_tile_early(patch: Patch) -> None:
-    sound = between.ssd_scan
+    sound = between.recurrence_scan
 
-    def scan(*args, tile_first, read_slot, write_slot):
+    def scan(entry, store, tiles, **how):
         # Each write but a row's last moves to the tile before it (and those of first tiles nowhere).
-        follows = jnp.append(~tile_first[1:], False)
-        moved = jnp.append(write_slot[1:], 0)
+        follows = jnp.append(~tiles.first[1:], False)
+        moved = jnp.append(tiles.write_slot[1:], 0)
         inner = jnp.append(follows[1:], False)
-        last = jnp.where(follows, 0, write_slot)
-        return sound(
-            *args,
-            tile_first=tile_first,
-            read_slot=read_slot,
-            write_slot=jnp.where(follows & inner, moved, last),
-        )
+        last = jnp.where(follows, 0, tiles.write_slot)
+        write_slot = jnp.where(follows & inner, moved, last)
+        return sound(entry, store, dataclasses.replace(tiles, write_slot=write_slot), **how)
 
-    patch.setattr(between, "ssd_scan", scan)
+    patch.setattr(between, "recurrence_scan", scan)
 
 
 # -- the decode program --

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from kernels_pallas.causal_conv1d import replay as convolution
-from kernels_pallas.gated_replay import xla as gated_replay
+from kernels_pallas.gated_recurrence import xla as between
 from mamba_jax.batch import DecodeBatch
 from mamba_jax.layout.replay import ReplayLayout
 from mamba_jax.tails import Replay
@@ -31,9 +31,13 @@ def _commit(patch: Patch, change) -> None:
 
 
 def _replayed(patch: Patch, change) -> None:
-    """`change(places)` gives what the operation is told."""
-    sound = gated_replay.state_replay
-    patch.setattr(gated_replay, "state_replay", lambda *arrays, **places: sound(*arrays, **(places | change(places))))
+    """`change(places)` gives fields of the places that the operation is told."""
+    sound = between.recurrence_replay
+
+    def replay(entry, store, tail, places, **how):
+        return sound(entry, store, tail, dataclasses.replace(places, **change(places)), **how)
+
+    patch.setattr(between, "recurrence_replay", replay)
 
 
 def _laid_out(patch: Patch, change) -> None:
@@ -102,13 +106,13 @@ def multiples_of_drafts_are_missed(patch: Patch) -> None:
     "decode",
 )
 def one_entry_too_many(patch: Patch) -> None:
-    _replayed(patch, lambda places: {"anchor_length": jnp.maximum(places["anchor_length"] - 1, 0)})
+    _replayed(patch, lambda places: {"anchor_length": jnp.maximum(places.anchor_length - 1, 0)})
 
 
 @fault(41, "the first entry since the anchor does not count", "replay: range", "decode")
 def one_entry_too_few(patch: Patch) -> None:
     def change(places):
-        return {"anchor_length": jnp.minimum(places["anchor_length"] + 1, places["length"])}
+        return {"anchor_length": jnp.minimum(places.anchor_length + 1, places.length)}
 
     _replayed(patch, change)
 

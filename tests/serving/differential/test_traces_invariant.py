@@ -15,8 +15,9 @@ import pytest
 from kernels_pallas import fixed_order, invariant
 from kernels_pallas.paged_attention import api as attention_api
 from kernels_pallas.paged_attention import xla as attention_xla
-from kernels_pallas.ssd_scan import api as scan_api
-from kernels_pallas.ssd_scan import xla as scan_xla
+from kernels_pallas.recurrence import api as recurrence_api
+from kernels_pallas.recurrence import native
+from kernels_pallas.recurrence.scan import xla as scan_xla
 from tests.serving.differential.faults import BITS, Fault, Patch, fault
 from tests.serving.differential.judging import Divergence
 from tests.serving.differential.traces import draw, run_trace, run_traces
@@ -104,18 +105,16 @@ def attention_in_pieces_by_batch(patch: Patch) -> None:
 
 @fault(66, "a chunk computes a tile's states at once, not token by token as decode does", "bits", table=BITS)
 def states_of_a_tile_at_once(patch: Patch) -> None:
-    patch.setattr(scan_api, "SCAN", (invariant.implementation(scan_xla.ssd_scan),))
+    patch.setattr(recurrence_api, "SCAN", (invariant.implementation(scan_xla.scan),))
 
 
 @fault(67, "a chunk publishes a state whose last bit differs from the one that it continues from", "bits", table=BITS)
 def another_last_bit_in_stored_states(patch: Patch) -> None:
-    sound = invariant._scan_tiles
+    def scan(entry, store, tiles, **recurrence):
+        y, store = native.scan(entry, store, tiles, **recurrence)
+        return y, store.at[tiles.write_slot].set(jnp.nextafter(store[tiles.write_slot], jnp.inf))
 
-    def scan(update, inputs, real, store, *, write_slot, **places):
-        y, store = sound(update, inputs, real, store, write_slot=write_slot, **places)
-        return y, store.at[write_slot].set(jnp.nextafter(store[write_slot], jnp.inf))
-
-    patch.setattr(invariant, "_scan_tiles", scan)
+    patch.setattr(recurrence_api, "SCAN", (invariant.implementation(scan),))
 
 
 @pytest.mark.parametrize("planted", BITS.values(), ids=lambda fault: f"D{fault.number}-{fault.plant.__name__}")

@@ -11,7 +11,7 @@ from serving.engine.assembly.build import assemble
 from serving.engine.requests.sampling_params import SamplingParams
 from tests.support.engines import QUICK_COMPILE
 
-NAMED = {"state_update": "pallas_tpu_interpreted", "ssd_scan": "pallas_tpu_interpreted"}
+NAMED = {"recurrence_update": "pallas_tpu_interpreted", "recurrence_scan": "pallas_tpu_interpreted"}
 
 
 @pytest.mark.slow
@@ -33,11 +33,11 @@ def test_same_tokens_by_kernels(harness):
     engine = assemble(config, harness.model, tokenizer=harness.tokenizer, eos_token_ids=(2,), programs=programs).engine
     for prompt, one, other in zip(prompts, harness.run(engine, prompts, params), plain, strict=True):
         harness.assert_greedy(prompt, one.outputs[0].token_ids, other.outputs[0].token_ids)
-    assert "ssd_scan by pallas_tpu_interpreted (named)" in programs.kernels.report()
+    assert "recurrence_scan by pallas_tpu_interpreted (named)" in programs.kernels.report()
 
 
 def test_a_malformed_kernel_choice_is_refused(harness):
-    config = EngineConfig.create(**harness.flags, kernels="ssd_scan=xla,update")
+    config = EngineConfig.create(**harness.flags, kernels="recurrence_scan=xla,update")
     with pytest.raises(ConfigError, match="kernels: 'update' is not operation=implementation"):
         assemble(config, harness.model)
 

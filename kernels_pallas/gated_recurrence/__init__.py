@@ -1,0 +1,12 @@
+"""The operations between the projections of a layer with a linear recurrence, for decode."""
+
+from kernels_pallas.gated_recurrence.api import (
+    Projections,
+    Weights,
+    Windows,
+    gated_replay,
+    gated_update,
+)
+from kernels_pallas.gated_recurrence.gates import DeltaGates, Gates, Mamba2Gates
+
+__all__ = ["DeltaGates", "Gates", "Mamba2Gates", "Projections", "Weights", "Windows", "gated_replay", "gated_update"]

@@ -1,0 +1,122 @@
+"""The operations between the projections of a layer with a linear recurrence, for decode.
+
+    value, vectors = convolution(value, vectors)                  `kernels_pallas.causal_conv1d`
+    log_decay, strength; query, key = of the vectors              `kernels_pallas.gated_recurrence.gates`
+    y = recurrence(query, key, value, log_decay, strength)        `kernels_pallas.recurrence`
+    out = norm and gate of y                                      `kernels_pallas.gated_norm`
+
+At a few rows a GPU needs longer to launch these operations one by one than to run them; as one operation they are two
+kernels. Sources: the Mamba2 block (Dao and Gu, 2024), "Gated Delta Networks" (Yang, Kautz and Hatamizadeh, 2024), "Kimi
+Linear" (Kimi Team, 2025). `kernels_pallas.gated_scan` is the same for prefill of Mamba2.
+
+Sums, states, gate and norm are computed in float32; values and vectors after the convolution, vectors of length 1, and
+y before the gate are rounded to the value's dtype. The rules of `kernels_pallas.slots` apply: a row may write the slot
+that it reads, and no slot that another row reads or writes. Stores, windows and tails are updated in place: donate
+them. Both operations raise ValueError if the shapes do not match, and UnsupportedError if the named implementation does
+not exist or cannot run the call.
+"""
+
+from typing import NamedTuple
+
+from jaxtyping import Array, Bool, Float
+
+from kernels_pallas import dispatch
+from kernels_pallas.gated_recurrence import pallas_gpu, xla
+from kernels_pallas.gated_recurrence.gates import Gates
+from kernels_pallas.places import Anchored, Rows
+from kernels_pallas.recurrence import Tail
+from kernels_pallas.shape_check import check_groups, shapes_checked
+
+GATED_UPDATE = (
+    *dispatch.kernels("gpu", pallas_gpu, "gated_update"),
+    dispatch.Implementation("xla", xla.gated_update),
+)
+GATED_REPLAY = (
+    *dispatch.kernels("gpu", pallas_gpu, "gated_replay"),
+    dispatch.Implementation("xla", xla.gated_replay),
+)
+
+
+class Projections(NamedTuple):
+    """The outputs of a layer's input projections."""
+
+    gate: Float[Array, "rows steps inner"]
+    """Of the output; value and vectors have the same dtype."""
+    value: Float[Array, "rows steps inner"]
+    vectors: Float[Array, "rows steps 2 groups state"]
+    """Query and key, or key and query (`Gates.query_first`)."""
+    decay: Float[Array, "rows steps decays"] | None
+    """float32, before bias and activation: of each head, or of each channel of its keys. None: the strength gives it.
+    """
+    strength: Float[Array, "rows steps heads"]
+    """float32, before bias and activation."""
+
+
+class Weights(NamedTuple):
+    """The weights between the projections. Both convolutions have SiLU."""
+
+    a_log: Float[Array, " heads"]
+    dt_bias: Float[Array, " decays"]
+    skip: Float[Array, " heads"] | None
+    value_taps: Float[Array, "inner width"]
+    value_bias: Float[Array, " inner"] | None
+    vector_taps: Float[Array, "channels width"]
+    vector_bias: Float[Array, " channels"] | None
+    norm: Float[Array, " n"] | None
+    """Of all channels, or of one head; None: gate only."""
+
+
+class Windows(NamedTuple):
+    """The inputs of the two convolutions: in slots, the last ones before a state; in tails, those since the anchor."""
+
+    value: Float[Array, "slots width-1 inner"]
+    vectors: Float[Array, "slots width-1 channels"]
+    value_ring: Float[Array, "tails ring_entries inner"] | None = None
+    """As `causal_conv1d_replay` has it; None in updates."""
+    vector_ring: Float[Array, "tails ring_entries channels"] | None = None
+
+
+@shapes_checked
+def gated_update(
+    projections: Projections,
+    weights: Weights,
+    store: Float[Array, "slots heads head_dim state"],
+    windows: Windows,
+    rows: Rows,
+    *,
+    valid: Bool[Array, "rows steps"],
+    gates: Gates,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "rows steps inner"], Float[Array, "slots heads head_dim state"], Windows]:
+    """Runs `steps` recurrent steps per row; states and windows after each go to its slot.
+
+    Args:
+        valid: which steps are tokens: those in front. Others have `write_slot` 0, and their output is meaningless.
+    Returns:
+        The output in the value's dtype, the store and the windows.
+    """
+    check_groups("gated_update", store.shape[1], projections.vectors.shape[3])
+    args = projections, weights, store, windows, rows
+    return dispatch.call("gated_update", GATED_UPDATE, implementation, *args, valid=valid, gates=gates)
+
+
+@shapes_checked
+def gated_replay(
+    projections: Projections,
+    weights: Weights,
+    store: Float[Array, "slots heads head_dim state"],
+    tail: Tail,
+    windows: Windows,
+    places: Anchored,
+    *,
+    gates: Gates,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "rows steps inner"], Float[Array, "slots heads head_dim state"], Tail, Windows]:
+    """Runs a few new tokens per row from its anchor and tail, as `recurrence_replay` does.
+
+    Returns:
+        The output in the value's dtype, meaningless for padding; store, tail and windows.
+    """
+    check_groups("gated_replay", store.shape[1], projections.vectors.shape[3])
+    args = projections, weights, store, tail, windows, places
+    return dispatch.call("gated_replay", GATED_REPLAY, implementation, *args, gates=gates)

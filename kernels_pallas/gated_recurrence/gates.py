@@ -1,0 +1,130 @@
+"""What a layer makes of its projections before a linear recurrence, and of the recurrence's output after it."""
+
+import dataclasses
+import math
+from typing import ClassVar, Literal
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from kernels_pallas.fixed_order import exp, rounded, row_sum, sigmoid, softplus
+from kernels_pallas.gated_norm import gated, gated_rms_norm
+
+F32 = jnp.float32
+LEAST = 1e-37
+"""A strength of exactly 0 marks padding, so a token's strength must not underflow to 0."""
+UNIT_EPS = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Mamba2Gates:
+    """Mamba2: a token's strength is its step size, which also gives the decay. The norm's groups are those of heads."""
+
+    dt_limit: tuple[float, float]
+    """Step sizes are clamped to it, after softplus."""
+    eps: float
+    norm_before_gate: bool = False
+    erase: ClassVar[bool] = False
+    query_first: ClassVar[bool] = False
+    """Whether, of the two vectors of a group, the first is the query."""
+
+    @property
+    def limit(self) -> tuple[float, float]:
+        """The limit of step sizes, of which the lower one is above 0."""
+        return max(self.dt_limit[0], LEAST), self.dt_limit[1]
+
+    def decays_and_strengths(
+        self,
+        decay: Array | None,
+        strength: Float[Array, "*batch heads"],
+        a_log: Float[Array, " heads"],
+        dt_bias: Float[Array, " heads"],
+    ) -> tuple[Float[Array, "*batch heads"], Float[Array, "*batch heads"]]:
+        """Returns log_decay and strength; all float32."""
+        low, high = self.limit
+        step = jnp.clip(softplus(strength + dt_bias), low, None if high == math.inf else high)
+        return -exp(a_log) * step, step
+
+    def vectors(self, query: Array, key: Array) -> tuple[Array, Array]:
+        """Returns query and key as the recurrence takes them."""
+        return query, key
+
+    def output(
+        self, y: Float[Array, "*batch inner"], gate: Float[Array, "*batch inner"], norm: Array | None, *, groups: int
+    ) -> Float[Array, "*batch inner"]:
+        """Gates y by silu(gate), and normalises it by groups of heads if there is a norm."""
+        flat = -1, y.shape[-1]
+        if norm is None:
+            return gated(y.reshape(flat), gate.reshape(flat)).reshape(y.shape)
+        return gated_rms_norm(
+            y.reshape(flat),
+            gate.reshape(flat),
+            norm,
+            groups=groups,
+            eps=self.eps,
+            norm_before_gate=self.norm_before_gate,
+        ).reshape(y.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaGates:
+    """Gated delta nets: keys and queries of length 1, and a norm of each head before the gate."""
+
+    beta_scale: float
+    log_decay_bound: float | None
+    """The logarithm of the strongest decay; None: not bounded."""
+    activation: Literal["silu", "sigmoid"]
+    """Of the output's gate."""
+    eps: float
+    norm_before_gate: ClassVar[bool] = True
+    erase: ClassVar[bool] = True
+    query_first: ClassVar[bool] = True
+
+    def decays_and_strengths(
+        self,
+        decay: Float[Array, "*batch decays"] | None,
+        strength: Float[Array, "*batch heads"],
+        a_log: Float[Array, " heads"],
+        dt_bias: Float[Array, " decays"],
+    ) -> tuple[Float[Array, "..."], Float[Array, "*batch heads"]]:
+        """Returns log_decay [*batch, heads], or [*batch, heads, state] if decays are by channel, and strength."""
+        assert decay is not None, "decays of a gated delta net are projected"
+        beta = jnp.maximum(self.beta_scale * sigmoid(strength), LEAST)
+        decay, rate = decay + dt_bias, exp(a_log)
+        if decay.shape[-1] != beta.shape[-1]:
+            decay, rate = decay.reshape(*beta.shape, -1), rate[:, None]
+        if self.log_decay_bound is None:
+            return -rate * softplus(decay), beta
+        return self.log_decay_bound * sigmoid(rounded(rate * decay)), beta
+
+    def vectors(self, query: Array, key: Array) -> tuple[Array, Array]:
+        """Returns query and key of length 1; the query is also scaled by the root of its size."""
+        return unit(query, query.shape[-1] ** -0.5), unit(key)
+
+    def output(
+        self, y: Float[Array, "*batch inner"], gate: Float[Array, "*batch inner"], norm: Array | None, *, groups: int
+    ) -> Float[Array, "*batch inner"]:
+        """Normalises each head of y, and gates it."""
+        assert norm is not None, "a gated delta net has a norm"
+        heads = *y.shape[:-1], -1, norm.shape[0]
+        out = gated_rms_norm(
+            y.reshape(heads),
+            gate.reshape(heads),
+            norm,
+            groups=1,
+            eps=self.eps,
+            norm_before_gate=True,
+            activation=self.activation,
+        )
+        return out.reshape(y.shape)
+
+
+Gates = Mamba2Gates | DeltaGates
+
+
+def unit(v: Float[Array, "*batch state"], scale: float = 1.0) -> Float[Array, "*batch state"]:
+    """Returns v scaled to length 1, times `scale`; computed in float32."""
+    wide = v.astype(F32)
+    one = wide * lax.rsqrt(row_sum(jnp.square(wide)) + UNIT_EPS)
+    return (one if scale == 1.0 else one * scale).astype(v.dtype)

@@ -1,0 +1,252 @@
+"""A layer's decode between its projections, as two Triton kernels.
+
+1. Each program takes some channels of one head of one row: convolves them, and the vectors of the head's group, and
+   updates the state or replays (`kernels_pallas.recurrence`). It writes states, windows and tails of values, and y. The
+   vectors are convolved once for each program, which costs little: their taps and windows are a tenth of a program's
+   states.
+2. Each program takes one group of one row: gates y, normalises it, and writes the windows and tails of the vectors,
+   which all programs of the first kernel read (`kernels_pallas.triton_decode.gate`).
+
+Both read one array with all of the projections' outputs: XLA writes it as one kernel, or not at all where the merged
+product already has it. The stores are inputs and outputs in one buffer, a program reads its channels before it writes
+them, and accesses to slot 0 are masked.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from kernels_pallas.gated_recurrence.gates import LEAST, UNIT_EPS
+from kernels_pallas.recurrence.replay.pallas_gpu import ENTRIES, replay_head
+from kernels_pallas.recurrence.update.pallas_gpu import stepped
+from kernels_pallas.tails import row_numbers
+from kernels_pallas.triton_blocks import (
+    LEAST_OF_PIECE,
+    load_if,
+    offsets_overflow,
+    pieces,
+    power_of_two_in,
+    product_with,
+    store_if,
+    update_call,
+)
+from kernels_pallas.triton_decode import NUMBERS, AnchoredRow, Channels, SlotRow, gate, indices, wait
+
+F32 = jnp.float32
+
+
+def unsupported(projections, weights, store, *stores_and_places, **options):
+    """Returns why this call cannot run, or None."""
+    *stores, _ = stores_and_places
+    if 0 in (*projections.value.shape, *projections.vectors.shape, *stores[-1].value.shape):
+        return "it is empty"
+    if any(offsets_overflow(array) for array in jax.tree.leaves((store, stores))):
+        return "offsets into a store do not fit in 32 bits"
+    if store.shape[3] % LEAST_OF_PIECE:
+        return f"keys have a size of {store.shape[3]}, not a multiple of {LEAST_OF_PIECE}"
+    return None
+
+
+def gated_update(projections, weights, store, windows, rows, *, valid, gates, interpret=False):
+    """See `api.gated_update`."""
+    size = store.shape[3]
+    # Several pieces take more registers, for their taps and windows.
+    block = power_of_two_in(store.shape[2], max(NUMBERS // (size * len(pieces(size))), 1))
+    places = rows.read_slot.astype(jnp.int32), rows.write_slot.astype(jnp.int32), valid
+    y, projected, (store, of_value) = _first_kernel(
+        _update, "gated_update", places, projections, weights, windows, (store, windows.value),
+        block=block, gates=gates, interpret=interpret,
+    )  # fmt: skip
+    groups = projections.vectors.shape[3]
+    out, of_vectors = _second_kernel(places, projected, y, weights, windows, gates, groups, interpret)
+    return out, store, type(windows)(of_value, of_vectors)
+
+
+def gated_replay(
+    projections, weights, store, tail, windows, places, *, gates, interpret=False, channels=32, entries=None
+):
+    """See `api.gated_replay`. `channels` (at most, of a head) go into one program, and `entries` (at most) of a tail
+    into one block.
+    """
+    numbers, rings = row_numbers(places), [ring for ring in tail if ring is not None]
+    y, projected, (store, *rings, of_value, value_ring) = _first_kernel(
+        functools.partial(_replay, few=min(entries or ENTRIES[gates.erase], tail.value.shape[1])), "gated_replay",
+        numbers, projections, weights, windows, (store, *rings, windows.value, windows.value_ring),
+        block=power_of_two_in(store.shape[2], channels), gates=gates, interpret=interpret,
+    )  # fmt: skip
+    groups = projections.vectors.shape[3]
+    out, of_vectors, vector_ring = _second_kernel(numbers, projected, y, weights, windows, gates, groups, interpret)
+    return out, store, type(tail)(*rings), type(windows)(of_value, of_vectors, value_ring, vector_ring)
+
+
+def _first_kernel(kernel, name, places, projections, weights, windows, stores, *, block, gates, interpret):
+    """Returns y, the array with all of the projections' outputs, and the stores."""
+    (rows, steps, inner), (_, heads, head_dim, _) = projections.value.shape, stores[0].shape
+    # In float32 for decays and strengths. The kernels round what the others have rounded.
+    projected = jnp.concatenate([v.reshape(rows, steps, -1).astype(F32) for v in projections if v is not None], axis=2)
+    groups, of_layer = projections.vectors.shape[3], (*weights[:-1], windows.vectors, windows.vector_ring)
+    y, *stores = update_call(
+        functools.partial(kernel, groups=groups, block=block, gates=gates, interpret=interpret, places=len(places)),
+        name,
+        (rows, heads, head_dim // block),
+        (*places, projected, *of_layer),
+        jax.ShapeDtypeStruct((rows, steps, inner), projections.value.dtype),
+        stores,
+        interpret=interpret,
+    )
+    return y, projected, stores
+
+
+def _second_kernel(places, projected, y, weights, windows, gates, groups, interpret):
+    """Returns the output, and windows and, if there is one, ring of the vectors."""
+    return gate(
+        places, projected, y, weights.norm, windows.vectors, windows.vector_ring,
+        groups=groups, norms=weights.a_log.shape[0] // groups if gates.erase else 1, eps=gates.eps,
+        norm_before_gate=gates.norm_before_gate, sigmoid=gates.erase and gates.activation == "sigmoid",
+        interpret=interpret,
+    )  # fmt: skip
+
+
+class _Layer(NamedTuple):
+    """References of the first kernel: the projections' outputs and the weights."""
+
+    projected: Any
+    a_log: Any
+    dt_bias: Any
+    skip: Any
+    value_taps: Any
+    value_bias: Any
+    vector_taps: Any
+    vector_bias: Any
+    vector_windows: Any
+    vector_ring: Any
+
+
+def _update(*refs, places, groups, block, gates, interpret):
+    row, head, part = (pl.program_id(axis) for axis in range(3))
+    place, layer = SlotRow(row, *refs[:places]), _Layer(*refs[places : places + len(_Layer._fields)])
+    states_in, windows_in, y, states, windows = refs[places + len(_Layer._fields) :]
+    here, cut = pl.ds(part * block, block), pieces(states.shape[3])
+    state = [
+        load_if(place.source > 0, states_in.at[place.source, head, here, n], block, n.size).astype(F32) for n in cut
+    ]
+    tokens = _tokens(
+        place, layer, states.shape, y.dtype, windows_in, None, windows, None,
+        groups=groups, block=block, gates=gates, interpret=interpret,
+    )  # fmt: skip
+    for t, (value, query, key, strength, logs) in zip(indices(y.shape[1]), tokens, strict=True):
+        stored = stepped(state, key, value, logs, strength, states.dtype, erase=gates.erase)
+        state = [piece.astype(F32) for piece in stored]
+        out = product_with(state, query)
+        if layer.skip is not None:
+            out += plt.load(layer.skip.at[head]).astype(F32) * value
+        plt.store(y.at[row, t, _channels(head, part, states.shape[2], block)], out.astype(y.dtype))
+        target = place.target(t)
+        for n, piece in zip(cut, stored, strict=True):
+            store_if(target > 0, states.at[target, head, here, n], piece)
+
+
+def _replay(*refs, places, groups, block, gates, few, interpret):
+    row, head, part = (pl.program_id(axis) for axis in range(3))
+    place, layer = AnchoredRow(row, *refs[:places]), _Layer(*refs[places : places + len(_Layer._fields)])
+    stores = refs[places + len(_Layer._fields) :]
+    states_in, *tail, windows_in, ring_in = stores[: len(stores) // 2]
+    y, states, *new_tail, windows, ring = stores[len(stores) // 2 :]
+    tokens = _tokens(
+        place, layer, states.shape, y.dtype, windows_in, ring_in, windows, ring,
+        groups=groups, block=block, gates=gates, interpret=interpret,
+    )  # fmt: skip
+    values, queries, keys, strengths, logs = map(list, zip(*tokens, strict=True))
+
+    def write_y(t, value):
+        plt.store(y.at[row, t, _channels(head, part, states.shape[2], block)], value.astype(y.dtype))
+
+    skip = None if layer.skip is None else plt.load(layer.skip.at[head]).astype(F32)
+    replay_head(
+        place, values, keys, queries, strengths, logs, skip, states_in, tail, states, new_tail, write_y,
+        few=few, repeats=states.shape[1] // groups, erase=gates.erase,
+    )  # fmt: skip
+
+
+def _channels(head, part, head_dim, block):
+    return pl.ds(head * head_dim + part * block, block)
+
+
+def _tokens(
+    place, layer, states, dtype, windows_in, ring_in, windows, ring, *, groups, block, gates, interpret
+):  # fmt: skip
+    """Convolves the program's channels and writes their windows. Returns value, query, key, strength and logs of decays
+    of each step: float32, zeros for padding, vectors and decays by channel in pieces.
+    """
+    row, head, part = (pl.program_id(axis) for axis in range(3))
+    (_, heads, head_dim, size), steps = states, layer.projected.shape[1]
+    inner, channel, keys = heads * head_dim, head * head_dim + part * block, pieces(size)
+    group = lax.div(head, heads // groups)
+    of_value = Channels(windows_in, channel, inner + channel, block, dtype, layer.value_taps, layer.value_bias, ring_in)
+    of_vectors = [
+        Channels(
+            layer.vector_windows, n + at.start, 2 * inner + n + at.start, at.size, dtype, layer.vector_taps,
+            layer.vector_bias, layer.vector_ring,
+        )
+        for n in (group * size, (groups + group) * size)
+        for at in keys
+    ]  # fmt: skip
+    rate, parts, tokens = jnp.exp(plt.load(layer.a_log.at[head]).astype(F32)), [of_value, *of_vectors], []
+    seen = [[part.inputs(layer.projected, row, place, t) for part in parts] for t in indices(steps)]
+    wait(interpret)
+    for t, inputs in zip(indices(steps), seen, strict=True):
+        live = place.live(t)
+        value, *vectors = [jnp.where(live, part.convolved(one), 0) for part, one in zip(parts, inputs, strict=True)]
+        of_value.write(place, t, inputs[0], windows, *([] if ring is None else [ring]))
+        query, key = vectors[: len(keys)], vectors[len(keys) :]
+        if gates.erase:
+            query, key = _unit(query, dtype, size**-0.5), _unit(key, dtype)
+            logs, strength = _delta_gates(layer, row, t, head, keys, rate, heads, gates)
+        else:
+            query, key = key, query
+            strength = _step_size(layer, row, t, head, heads, gates)
+            logs = [-rate * strength]
+        tokens.append((value, query, key, jnp.where(live, strength, 0.0), [jnp.where(live, v, 0.0) for v in logs]))
+    return tokens
+
+
+def _unit(values, dtype, scale=1.0):
+    """Scales a vector in pieces to a length, rounded to the dtype."""
+    factor = lax.rsqrt(sum(jnp.sum(one * one) for one in values) + UNIT_EPS)
+    return [(one * factor * scale).astype(dtype).astype(F32) for one in values]
+
+
+def _step_size(layer, row, t, head, heads, gates):
+    """Returns a head's step size, of the projections' last outputs."""
+    low, high = gates.limit
+    at = layer.projected.shape[2] - heads + head
+    step = jax.nn.softplus(plt.load(layer.projected.at[row, t, at]) + plt.load(layer.dt_bias.at[head]))
+    return jnp.maximum(step, low) if high == math.inf else jnp.clip(step, low, high)
+
+
+def _delta_gates(layer, row, t, head, keys, rate, heads, gates):
+    """Returns logs of the head's decay (one, or pieces of those of its keys' channels) and its strength, of the last of
+    the projections' outputs.
+    """
+    decays = layer.dt_bias.shape[0]
+    first_b = layer.projected.shape[2] - heads
+    first_a, logs = first_b - decays, []
+    if decays == heads:
+        places: list[Any] = [(first_a + head, head)]
+    else:
+        starts = [(head * (decays // heads) + n.start, n.size) for n in keys]
+        places = [(pl.ds(first_a + start, size), pl.ds(start, size)) for start, size in starts]
+    for at, bias_at in places:
+        log = plt.load(layer.projected.at[row, t, at]) + plt.load(layer.dt_bias.at[bias_at])
+        if gates.log_decay_bound is None:
+            logs.append(-rate * jax.nn.softplus(log))
+        else:
+            logs.append(gates.log_decay_bound * jax.nn.sigmoid(rate * log))
+    strength = jax.nn.sigmoid(plt.load(layer.projected.at[row, t, first_b + head]))
+    return logs, jnp.maximum(gates.beta_scale * strength, LEAST)

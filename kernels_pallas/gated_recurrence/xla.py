@@ -1,0 +1,59 @@
+"""The operations one after the other, each with its own implementation."""
+
+import jax.numpy as jnp
+
+from kernels_pallas.causal_conv1d import causal_conv1d_replay, causal_conv1d_update
+from kernels_pallas.recurrence import Entry, recurrence_replay, recurrence_update
+
+
+def gated_update(projections, weights, store, windows, rows, *, valid, gates):
+    """See `api.gated_update`."""
+    real = valid[..., None]
+    value, vectors = (jnp.where(real, v, 0) for v in _convolved(projections))
+    slots = {"read_slot": rows.read_slot, "write_slot": rows.write_slot}
+    value, of_value = causal_conv1d_update(value, weights.value_taps, weights.value_bias, windows.value, **slots)
+    vectors, of_vectors = causal_conv1d_update(
+        vectors, weights.vector_taps, weights.vector_bias, windows.vectors, **slots
+    )
+    entry = _entry(projections, weights, value, vectors, store, gates)
+    entry = entry._replace(strength=jnp.where(real, entry.strength, 0))
+    y, store = recurrence_update(entry, store, rows, erase=gates.erase, skip=weights.skip)
+    return _output(y, projections, weights, gates), store, type(windows)(of_value, of_vectors)
+
+
+def gated_replay(projections, weights, store, tail, windows, places, *, gates):
+    """See `api.gated_replay`."""
+    value, vectors = _convolved(projections)
+    where = {name: getattr(places, name) for name in places.__dataclass_fields__}
+    value, of_value, value_ring = causal_conv1d_replay(
+        value, weights.value_taps, weights.value_bias, windows.value, windows.value_ring, **where
+    )
+    vectors, of_vectors, vector_ring = causal_conv1d_replay(
+        vectors, weights.vector_taps, weights.vector_bias, windows.vectors, windows.vector_ring, **where
+    )
+    entry = _entry(projections, weights, value, vectors, store, gates)
+    y, store, tail = recurrence_replay(entry, store, tail, places, erase=gates.erase, skip=weights.skip)
+    windows = type(windows)(of_value, of_vectors, value_ring, vector_ring)
+    return _output(y, projections, weights, gates), store, tail, windows
+
+
+def _convolved(projections):
+    """Returns the inputs of the convolutions, [rows, steps, channels] each."""
+    return projections.value, projections.vectors.reshape(*projections.value.shape[:2], -1)
+
+
+def _entry(projections, weights, value, vectors, store, gates):
+    """Returns the recurrence's entry."""
+    shape = *value.shape[:2], -1, store.shape[3]
+    first, second = (v.reshape(shape) for v in jnp.split(vectors, 2, axis=2))
+    query, key = (first, second) if gates.query_first else (second, first)
+    log_decay, strength = gates.decays_and_strengths(
+        projections.decay, projections.strength, weights.a_log, weights.dt_bias
+    )
+    query, key = gates.vectors(query, key)
+    return Entry(query, key, value.reshape(*shape[:2], *store.shape[1:3]), log_decay, strength)
+
+
+def _output(y, projections, weights, gates):
+    groups = projections.vectors.shape[3]
+    return gates.output(y.reshape(projections.gate.shape), projections.gate, weights.norm, groups=groups)

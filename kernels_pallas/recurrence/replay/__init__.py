@@ -1,0 +1,1 @@
+"""The recurrence from a stored state and the tokens since then, for decode."""

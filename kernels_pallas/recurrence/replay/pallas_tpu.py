@@ -1,0 +1,156 @@
+"""The replay as one TPU kernel, on the grid of `kernels_pallas.tpu_replay`.
+
+The form is that of `kernels_pallas.recurrence.replay.by_head` (`tpu_by_channel` has the other one, and `tpu_lanes` the
+one without erasing): keys and queries of the new tokens are the rows of one operand, which the matrix unit multiplies
+with the anchor, and with the tail's keys and what they added. A new token then reads the few before it, one after the
+other, for all its keys and queries at once. Operands have the value's dtype and sums are float32; what new tokens add
+to each other, and to the written state, keeps more digits.
+"""
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels_pallas import tpu_replay
+from kernels_pallas.recurrence.replay import tpu_by_channel, tpu_lanes
+from kernels_pallas.tpu_blocks import blocks_in_lanes, dot
+from kernels_pallas.tpu_replay import BLOCK_BYTES, HeadDecays, Inputs, Row, fine_dot, group_block
+
+F32 = jnp.float32
+_REGISTER = 8  # rows
+
+
+def unsupported(entry, store, tail, places, *, erase, skip):
+    """Returns why this call cannot run, or None."""
+    if entry.by_channel and not erase:
+        return "channels decay on their own, and the recurrence does not erase"
+    return "it is empty" if entry.is_empty else None
+
+
+def replay(entry, store, tail, places, *, erase, skip, interpret=False):
+    """See `api.recurrence_replay`."""
+    query, key, value, log_decay, strength = entry
+    (rows, steps, heads, head_dim), (groups, state) = value.shape, key.shape[2:]
+    blocks = blocks_in_lanes(heads, groups, head_dim, state, store.dtype, block_bytes=BLOCK_BYTES)
+    by, by_channel, several = Inputs(blocks), entry.by_channel, 2 if erase else 1
+    number = _asked(steps) if erase else steps
+    inputs = [
+        by.by_group(query),
+        by.by_group(key),
+        by.by_head(value.reshape(rows, steps, -1)),
+        (by.by_head if by_channel else by.whole)(log_decay.astype(F32).reshape(rows, steps, -1)),
+        by.whole(strength.astype(F32)),
+    ]
+    memory = HeadDecays.scratch(blocks, number, tail.value.shape[1])
+    if erase:
+        memory.append(pltpu.VMEM((blocks.count, number, blocks.heads), F32))
+    else:
+        weight = jnp.zeros(heads) if skip is None else skip
+        inputs.append(by.constant(jnp.repeat(weight.astype(F32), head_dim), blocks.count))
+    token_bytes = 2 * heads * head_dim * value.dtype.itemsize + 8 * heads + 2 * groups * state * key.dtype.itemsize
+    return tpu_replay.replay(
+        functools.partial(_compute, by_channel=by_channel, head_dim=head_dim)
+        if erase
+        else functools.partial(tpu_lanes.compute, head_dim=head_dim),
+        store,
+        tail,
+        inputs,
+        places,
+        shape=value.shape,
+        dtype=value.dtype,
+        blocks=blocks,
+        memory=memory,
+        cost=tpu_replay.cost(
+            store, tail, rows=rows, steps=several * steps, interval=several * places.interval,
+            inputs_bytes=rows * steps * token_bytes,
+        ),
+        interpret=interpret,
+        name="recurrence_replay",
+    )  # fmt: skip
+
+
+def _asked(steps: int) -> int:
+    """Returns the rows of an operand with k and q of each new token: whole registers."""
+    return -(-2 * steps // _REGISTER) * _REGISTER
+
+
+def _padded(*parts, rows: int):
+    """Concatenates [n, width] each, float32, with zeros below them."""
+    missing = rows - sum(len(part) for part in parts)
+    zeros = [jnp.zeros((missing, parts[0].shape[1]), F32)] if missing else []
+    return jnp.concatenate([*(part.astype(F32) for part in parts), *zeros])
+
+
+def _compute(row: Row, inputs, state_in, y, state_out, tail, memory, *, by_channel: bool, head_dim: int):
+    (q, k, v, log_decay, beta), (tail_u, tail_k, tail_decay) = inputs, tail
+    decays, shares = HeadDecays(*memory[:-1]), memory[-1]
+    blocks, block, steps = row.blocks, row.block, row.steps
+    rows, product = _asked(steps), functools.partial(dot, dtype=v.dtype)
+    # Rows of operands: k of each new token, q of each, zeros.
+    number = lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
+    is_k = number < steps
+    step = jnp.where(is_k, number, number - steps)
+    live = (step < row.count) & (number < 2 * steps)
+    real = lax.broadcasted_iota(jnp.int32, (steps, 1), 0) < row.count
+
+    @pl.when(block == 0)
+    def _():
+        if not by_channel:
+            decays.prepare(row, row.append(tail_decay, log_decay[0]), step)
+        share = _padded(jnp.where(real, beta[0], 0), rows=rows)
+        for n in range(blocks.count):
+            shares[n] = share[:, n * blocks.heads : (n + 1) * blocks.heads]
+
+    asked = jnp.where(live, _padded(k[0], q[0], rows=rows), 0)
+    values = _padded(jnp.where(real, v[0].astype(F32), 0), rows=rows)
+    if by_channel:
+        inputs = k, log_decay
+        tpu_by_channel.compute(
+            row, asked, values, shares[block], inputs, state_in, y, state_out, tail, head_dim=head_dim
+        )
+        return
+    keys = row.append(tail_k, k[0], group_block(blocks, block))
+    across = row.position(1)
+    # What a token reads by its k excludes itself.
+    later = jnp.where(across <= row.start + step - is_k.astype(jnp.int32), 0.0, -jnp.inf)
+    is_new = [across == row.start + t for t in range(steps)]
+    is_old = row.position(0) < row.start
+    passed, ahead, rest, share = (one[block] for one in (*decays[:3], shares))
+    width, state = blocks.heads * head_dim, keys.shape[1] // blocks.groups
+    old_u = jnp.where(is_old, row.lanes(tail_u, block, width), 0)
+    added = []
+    for group in range(blocks.groups):
+        here = slice(group * state, (group + 1) * state)
+        scores = product(asked[:, here], keys[:, here], (1, 1))
+        for head in range(blocks.heads)[blocks.heads_of(group)]:
+            one, lanes = slice(head, head + 1), slice(head * head_dim, (head + 1) * head_dim)
+            # Masked before exp: for later tokens exp could overflow.
+            weights = scores * jnp.exp(ahead[:, one] - rest[one] + later)
+            read = product(asked[:, here], state_in[0, head], (1, 1)) * jnp.exp(passed[:, one])
+            # A select, not a product: the null slot may hold NaN.
+            found = product(weights, old_u[:, lanes], (1, 0)) + jnp.where(row.has_anchor, read, 0)
+            found = jnp.where(is_k, share[:, one] * (values[:, lanes] - found), found)
+            weights = jnp.where(is_k, -share[:, one], 1) * weights
+            for t in range(steps):
+                # Rounded as it is kept, so that a token counts alike in its own step and in later ones.
+                u = found[t : t + 1].astype(tail_u.dtype).astype(F32)
+                found += jnp.sum(jnp.where(is_new[t], weights, 0), axis=1, keepdims=True) * u
+            y[0, :, lanes] = jnp.where(real, found[steps : 2 * steps], 0).astype(y.dtype)
+            added.append(found[:steps])
+    u = row.append(tail_u, jnp.concatenate(added, axis=1).astype(tail_u.dtype), block)
+
+    @pl.when(row.is_due)
+    def _():
+        passed, ahead = decays.due_since_anchor[block], decays.due_to_come[block]
+        for group in range(blocks.groups):
+            here = slice(group * state, (group + 1) * state)
+            for head in range(blocks.heads)[blocks.heads_of(group)]:
+                one, lanes = slice(head, head + 1), slice(head * head_dim, (head + 1) * head_dim)
+                # The decay from each token to the boundary; masked before exp.
+                kept = jnp.exp(jnp.where(across < row.boundary, ahead[one] - rest[one], -jnp.inf))
+                fed = fine_dot(u[:, lanes].T * kept, keys[:, here], (1, 0), v.dtype)
+                old = jnp.where(row.has_anchor, state_in[0, head].astype(F32), 0) * jnp.exp(passed[one])
+                state_out[0, head] = (old + fed).astype(state_out.dtype)

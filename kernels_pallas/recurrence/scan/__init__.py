@@ -1,0 +1,1 @@
+"""The scan of whole prompts, a block of tokens at a time."""

@@ -1,0 +1,1 @@
+"""The recurrence step by step, for decode."""

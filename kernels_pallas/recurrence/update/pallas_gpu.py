@@ -1,0 +1,99 @@
+"""The update as one Triton kernel: each program takes some channels of one head of one row through all steps.
+
+What a state holds of some channels depends on no other, so it comes from its slot into registers once, and goes out
+after every step; the store is input and output in one buffer. Accesses to slot 0 are masked: the kernel neither reads
+nor writes it. Rows run side by side, which is why no row may write a slot that another row reads
+(`kernels_pallas.slots`). Keys whose size is no power of two go in pieces.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from kernels_pallas.triton_blocks import (
+    LEAST_OF_PIECE,
+    any_nonzero,
+    decayed,
+    load_if,
+    offsets_overflow,
+    pieces,
+    power_of_two_in,
+    product_with,
+    store_if,
+    update_call,
+)  # fmt: skip
+
+F32 = jnp.float32
+
+
+def unsupported(entry, store, *places, erase, skip, **options):
+    """Returns why this call cannot run, or None."""
+    if entry.is_empty:
+        return "it is empty"
+    if offsets_overflow(store):
+        return "offsets into the store do not fit in 32 bits"
+    if entry.key.shape[3] % LEAST_OF_PIECE:
+        return f"keys have a size of {entry.key.shape[3]}, not a multiple of {LEAST_OF_PIECE}"
+    return None
+
+
+def update(entry, store, rows, *, erase, skip, interpret=False, channels=32, warps=4):
+    """See `api.recurrence_update`. `channels` (at most, of a head) go into one program of `warps` warps."""
+    value = entry.value
+    block = power_of_two_in(value.shape[3], channels)
+    query, key, value, log_decay, strength = entry
+    y, store = update_call(
+        functools.partial(_kernel, block=block, repeats=entry.repeats, erase=erase),
+        "recurrence_update",
+        (value.shape[0], value.shape[2], value.shape[3] // block),
+        (
+            *(slot.astype(jnp.int32) for slot in (rows.read_slot, rows.write_slot)),
+            *(query, key, value, log_decay.astype(F32), strength.astype(F32), skip),
+        ),
+        jax.ShapeDtypeStruct(value.shape, value.dtype),
+        (store,),
+        interpret=interpret,
+        warps=warps,
+    )
+    return y, store
+
+
+def _kernel(
+    read_slot, write_slot, query, key, value, log_decay, strength, skip, state_in, y, state_out, *, block: int,
+    repeats: int, erase: bool,
+):  # fmt: skip
+    row, head, part = (pl.program_id(axis) for axis in range(3))
+    group, here, inner = lax.div(head, repeats), pl.ds(part * block, block), pieces(state_in.shape[3])
+    source, by_channel = plt.load(read_slot.at[row]), len(log_decay.shape) == 4
+    state = [load_if(source > 0, state_in.at[source, head, here, n], block, n.size).astype(F32) for n in inner]
+    for t in map(jnp.int32, range(write_slot.shape[1])):  # the interpreter does not accept plain integers
+        # Padding may hold NaN, and 0 * NaN is NaN: its values are masked.
+        # A step is real if any head's strength is not 0. Found here, because it would be another kernel in front.
+        live = any_nonzero(strength, row, t)
+        values = load_if(live, value.at[row, t, head, here], block).astype(F32)
+        queries, keys = (
+            [load_if(live, v.at[row, t, group, n], n.size).astype(F32) for n in inner] for v in (query, key)
+        )
+        # Of the head, or of each channel of its keys.
+        logs = [jnp.where(live, plt.load(log_decay.at[row, t, head, *([n] if by_channel else [])]), 0.0) for n in inner]
+        stored = stepped(state, keys, values, logs, plt.load(strength.at[row, t, head]), state_out.dtype, erase=erase)
+        state = [piece.astype(F32) for piece in stored]
+        out = product_with(state, queries) + (0.0 if skip is None else plt.load(skip.at[head]).astype(F32) * values)
+        plt.store(y.at[row, t, head, here], out.astype(y.dtype))
+        target = plt.load(write_slot.at[row, t])
+        for n, piece in zip(inner, stored, strict=True):
+            store_if(target > 0, state_out.at[target, head, here, n], piece)
+
+
+def stepped(state, keys, values, logs, strength, dtype, *, erase: bool):
+    """Returns a state after one token, inside a kernel; state and keys are in pieces, and logs of one or all of them.
+
+    Rounded as it is stored, so that several steps in one call equal one step in each of several calls.
+    """
+    old = decayed(state, logs)
+    added = strength * (values - product_with(old, keys) if erase else values)
+    return [(piece + added[:, None] * key[None, :]).astype(dtype) for piece, key in zip(old, keys, strict=True)]

@@ -1,0 +1,39 @@
+"""The update in plain JAX: a few rows at a time, in place, on CPU; all rows at once elsewhere."""
+
+import functools
+
+import jax.numpy as jnp
+
+from kernels_pallas import row_loop
+from kernels_pallas.row_loop import head_axes
+
+F32 = jnp.float32
+
+
+def _update(all_or_few, entry, store, rows, *, erase, skip):
+    query, key, value, log_decay, strength = (v.astype(F32) for v in entry.masked())
+    decay = jnp.exp(log_decay.reshape(*value.shape[:3], -1))
+    step = functools.partial(_step, erase=erase)
+    y, store = all_or_few(
+        step, row_loop.read_heads, (key, value, decay, strength), (query,), store, rows.read_slot, rows.write_slot
+    )
+    return (y if skip is None else y + skip[:, None] * value).astype(entry.value.dtype), store
+
+
+def _step(state, key, value, decay, strength, *, erase):
+    """Returns the next state of one row, in the store's precision: the same as one step in each of several calls.
+
+    state [heads, head_dim, state], key [groups, state], value [heads, head_dim], decay [heads, 1 or state], strength
+    [heads].
+    """
+    split, shared = head_axes(value.shape[0], key.shape[0])
+    key, value = key.reshape(*shared, 1, -1), value.reshape(*split, -1, 1)
+    decay, strength = decay.reshape(*split, 1, -1), strength.reshape(*split, 1, 1)
+    old = state.astype(F32).reshape(*split, *state.shape[1:]) * decay
+    new = old + strength * (value - (old * key).sum(-1, keepdims=True) if erase else value) * key
+    return new.reshape(state.shape).astype(state.dtype)
+
+
+all_rows, row_blocks = (functools.partial(_update, form) for form in (row_loop.all_rows, row_loop.row_blocks))
+update = row_loop.by_platform(cpu=row_blocks, default=all_rows)
+"""See `api.recurrence_update`."""

@@ -1,0 +1,261 @@
+"""What mixers with a linear recurrence share: its forms, and the operations between their projections."""
+
+from __future__ import annotations
+
+import math
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from kernels_pallas.gated_recurrence import Gates, Projections, Weights, Windows, gated_replay, gated_update
+from kernels_pallas.gated_recurrence.gates import LEAST
+from kernels_pallas.recurrence import (
+    Entry,
+    Tail,
+    recurrence_replay,
+    recurrence_scan,
+    recurrence_sequence,
+    recurrence_update,
+)
+from mamba_jax.config.recurrence import GroupedRecurrence
+from mamba_jax.layout import DecodeLayout, Layout, Operation, PrefillLayout, ReplayLayout, SequenceLayout
+from mamba_jax.modules.basic import Weight, initial
+from mamba_jax.modules.conv import Conv
+from mamba_jax.sharding.axis import axis_index
+from mamba_jax.store import SlotArrays
+
+LEAST_DT = LEAST
+"""A step size of exactly 0 marks padding, so a step size of a token must not underflow to 0."""
+
+Anchors = tuple[Array, dict[str, Array]]
+"""States in slots, and their tail's arrays by name."""
+
+
+def _sequences(layout: SequenceLayout, inputs: tuple[Array, ...], parameters: Any, *, name: str, erase: bool) -> Array:
+    entry, start = Entry(*map(layout.by_sequence, inputs)), layout.initial_state(name)
+    y, _ = recurrence_sequence(entry, erase=erase, skip=parameters[0], initial_state=start)
+    return layout.by_token(y)
+
+
+def _tiles(
+    layout: PrefillLayout, inputs: tuple[Array, ...], parameters: Any, state: Array, *, erase: bool
+) -> tuple[Array, Array]:
+    # The scan recognises padding by its strength of 0; masking the rest would be one more pass over it.
+    vectors = map(layout.with_any_padding, inputs[:3])
+    entry = Entry(*vectors, *map(layout.by_tile, inputs[3:]))
+    y, state = recurrence_scan(entry, state, layout.tiles, erase=erase, skip=parameters[0])
+    return layout.by_token(y), state
+
+
+def _rows(
+    layout: DecodeLayout, inputs: tuple[Array, ...], parameters: Any, state: Array, *, erase: bool
+) -> tuple[Array, Array]:
+    entry = Entry(*map(layout.by_row, inputs))
+    y, state = recurrence_update(entry, state, layout.rows, erase=erase, skip=parameters[0])
+    return layout.by_token(y), state
+
+
+def _replay(
+    layout: ReplayLayout, inputs: tuple[Array, ...], parameters: Any, state: Anchors, *, name: str, erase: bool
+) -> tuple[Array, Anchors]:
+    entry, (states, arrays) = Entry(*map(layout.by_row, inputs)), state
+    y, states, tail = recurrence_replay(
+        entry, states, tail_of(name, arrays), layout.anchored, erase=erase, skip=parameters[0]
+    )
+    return layout.by_token(y), (states, arrays_of(name, tail))
+
+
+@cache
+def recurrence(name: str, *, erase: bool) -> Operation:
+    """Returns the recurrence of `kernels_pallas.recurrence`, with and without erasing.
+
+    Inputs: the arrays of an `Entry`, [T, ...]; parameters: skip [heads] or None; state: [slots, heads, head_dim,
+    state], called `name` in the store. With strength 0 a token of padding is exactly a no-op.
+    """
+    return Operation(
+        partial(_sequences, name=name, erase=erase),
+        partial(_tiles, erase=erase),
+        partial(_rows, erase=erase),
+        partial(_replay, name=name, erase=erase),
+    )
+
+
+def tail_of(name: str, arrays: dict[str, Array]) -> Tail:
+    """Returns the tail of the states called `name`, whose arrays have names after it."""
+    return Tail(*(arrays.get(f"{name}_{field}") for field in Tail._fields))  # type: ignore[arg-type]
+
+
+def arrays_of(name: str, tail: Tail) -> dict[str, Array]:
+    """Returns a tail's arrays by name."""
+    return {f"{name}_{field}": array for field, array in tail._asdict().items() if array is not None}
+
+
+class RecurrentMixer(nnx.Module):
+    """A mixer with convolution, recurrence, norm and gate between its projections.
+
+    If the weights are divided over devices, each device has some of the heads and the groups that these heads need.
+    Subclasses have projections, and the parameters below.
+    """
+
+    config: GroupedRecurrence
+    a_log: nnx.Param
+    dt_bias: nnx.Param
+    norm: Weight | None
+
+    @property
+    def gates(self) -> Gates:
+        """What the layer makes of its projections, and of the recurrence's output."""
+        raise NotImplementedError
+
+    def convolutions(self) -> tuple[Conv, Conv]:
+        """Returns those of values and of vectors."""
+        raise NotImplementedError
+
+    def projections(self, inputs: tuple[Array, ...]) -> Projections:
+        """Returns the inputs of `between` as projections [T, ...]; vectors are [T, channels]."""
+        raise NotImplementedError
+
+    def skip(self) -> Float[Array, " heads"] | None:
+        """Returns the weights of the direct path."""
+        return None
+
+    def between(
+        self, inputs: tuple[Array, ...], layout: Layout, state: SlotArrays | None
+    ) -> tuple[Float[Array, "T inner"], SlotArrays | None]:
+        """Runs the operations between the projections."""
+        # Without a store there is no state to return.
+        old: SlotArrays | dict[str, None] = dict.fromkeys(self.config.arrays) if state is None else state
+        operation = Operation(self._whole, self._tiles, self._rows, self._anchored)
+        y, states = layout.run(operation, inputs, (), tuple(old[name] for name in self.config.arrays))
+        return y, None if state is None else dict(zip(self.config.arrays, states, strict=True))
+
+    # Forms of the operations between the projections. States by `config.arrays`. The result is [T, inner].
+
+    def _whole(self, layout: SequenceLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...]) -> Array:
+        # The compiler divides the layer over devices, each axis for itself.
+        return self._apart(layout, self.projections(inputs), (None, None, None))[0]
+
+    def _tiles(
+        self, layout: PrefillLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...], states: tuple[Array, ...]
+    ) -> tuple[Array, tuple[Array, ...]]:
+        return self._apart(layout, self.projections(inputs), states)
+
+    def _rows(
+        self, layout: DecodeLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...], states: tuple[Array, ...]
+    ) -> tuple[Array, tuple[Array, ...]]:
+        given = self.projections(inputs)
+        if self._divides_groups(given):
+            return self._apart(layout, given, states)
+        projections, weights = self._by_row(layout, given)
+        store, *windows = states
+        y, store, new = gated_update(
+            projections,
+            weights,
+            store,
+            Windows(*windows),
+            layout.rows,
+            valid=layout.valid.reshape(layout.shape),
+            gates=self.gates,
+        )
+        return layout.by_token(y), (store, new.value, new.vectors)
+
+    def _anchored(
+        self, layout: ReplayLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...], states: tuple[Any, ...]
+    ) -> tuple[Array, tuple[Any, ...]]:
+        given = self.projections(inputs)
+        if self._divides_groups(given):
+            return self._apart(layout, given, states)
+        projections, weights = self._by_row(layout, given)
+        (name, *_), ((store, arrays), (values, value_rings), (vectors, vector_rings)) = self.config.arrays, states
+        rings = [ring for rings in (value_rings, vector_rings) for ring in rings.values()]
+        y, store, tail, new = gated_replay(
+            projections,
+            weights,
+            store,
+            tail_of(name, arrays),
+            Windows(values, vectors, *rings),
+            layout.anchored,
+            gates=self.gates,
+        )
+        return layout.by_token(y), (
+            (store, arrays_of(name, tail)),
+            (new.value, dict.fromkeys(value_rings, new.value_ring)),
+            (new.vectors, dict.fromkeys(vector_rings, new.vector_ring)),
+        )
+
+    def _apart(self, layout: Layout, given: Projections, states: tuple[Any, ...]) -> tuple[Array, tuple[Any, ...]]:
+        """Each operation by itself."""
+        (of_values, _), (store, value_window, vector_window) = self.convolutions(), states
+        query, key, vector_window = self.convolved_vectors(given, layout, vector_window)
+        value, value_window = of_values(given.value, layout, value_window)
+        value = value.reshape(len(value), -1, self.config.head_dim)
+        log_decay, strength = self.decays_and_strengths(given)
+        operation = recurrence(self.config.arrays[0], erase=self.gates.erase)
+        y, store = layout.run(operation, (query, key, value, log_decay, strength), (self.skip(),), store)
+        return self.output(y.reshape(given.gate.shape), given.gate), (store, value_window, vector_window)
+
+    def convolved_vectors(
+        self, given: Projections, layout: Layout, window: Any
+    ) -> tuple[Float[Array, "T groups state"], Float[Array, "T groups state"], Any]:
+        """Returns queries and keys of this device's heads after the convolution, and its new state."""
+        _, of_vectors = self.convolutions()
+        vectors, window = of_vectors(given.vectors, layout, window)
+        first, second = (self._own_groups(v, given.strength.shape[1]) for v in jnp.split(vectors, 2, axis=1))
+        query, key = (first, second) if self.gates.query_first else (second, first)
+        return *self.gates.vectors(query, key), window
+
+    def decays_and_strengths(self, given: Projections) -> tuple[Array, Array]:
+        """Returns log_decay and strength of the recurrence."""
+        return self.gates.decays_and_strengths(given.decay, given.strength, self.a_log[...], self.dt_bias[...])
+
+    def output(self, y: Float[Array, "T inner"], gate: Float[Array, "T inner"]) -> Float[Array, "T inner"]:
+        """Normalises and gates the output of the recurrence."""
+        devices = self.config.inner_size // y.shape[1]
+        return self.gates.output(y, gate, self.norm_weight(), groups=max(1, self.config.num_groups // devices))
+
+    def norm_weight(self) -> Float[Array, " n"] | None:
+        """Returns the norm's weight; None: there is no norm."""
+        return None if self.norm is None else self.norm.weight[...]
+
+    def _divides_groups(self, given: Projections) -> bool:
+        """Whether groups, or a norm over all heads, lie on several devices."""
+        groups, heads = self.config.num_groups, given.strength.shape[1]
+        over_heads = self.norm is not None and not self.gates.erase
+        return bool(groups % (self.config.num_heads // heads)) and (over_heads or groups > 1)
+
+    def _by_row(self, layout: DecodeLayout, given: Projections) -> tuple[Projections, Weights]:
+        shape, (of_values, of_vectors) = layout.shape, self.convolutions()
+        rows = [None if v is None else v.reshape(*shape, -1) for v in given]
+        vectors = given.vectors.reshape(*shape, 2, -1, self.config.state_size)
+        weights = Weights(
+            self.a_log[...],
+            self.dt_bias[...],
+            self.skip(),
+            *of_values.own(given.value.shape[1]),
+            *of_vectors.own(given.vectors.shape[1]),
+            self.norm_weight(),
+        )
+        return Projections(*rows)._replace(vectors=vectors), weights  # type: ignore[arg-type]
+
+    def _own_groups(self, v: Float[Array, "T channels"], heads: int) -> Float[Array, "T groups state"]:
+        """Queries or keys by groups. If the device has all groups but few heads: the group of these heads."""
+        groups = v.reshape(v.shape[0], -1, self.config.state_size)
+        devices = self.config.num_heads // heads
+        if groups.shape[1] * devices <= self.config.num_groups or devices == 1:
+            return groups
+        return jax.lax.dynamic_slice_in_dim(groups, axis_index() * self.config.num_groups // devices, 1, axis=1)
+
+
+def initial_dt_bias(rngs: nnx.Rngs, heads: int) -> Float[Array, " heads"]:
+    """Step sizes log-uniform in [0.001, 0.1], through the inverse of softplus (as in the Mamba2 reference code)."""
+
+    def values() -> Array:
+        low, high = math.log(0.001), math.log(0.1)
+        dt = jnp.exp(jax.random.uniform(rngs.params(), (heads,), jnp.float32, low, high))
+        return dt + jnp.log(-jnp.expm1(-dt))
+
+    return initial((heads,), jnp.float32, values)

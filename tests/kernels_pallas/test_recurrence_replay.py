@@ -1,0 +1,359 @@
+"""The recurrence's replay against its definition, and what holds for any implementation of it.
+
+What the interpreter cannot show is checked elsewhere: that compilers take the kernels (test_tpu_compile_replay.py,
+test_gpu_lower.py).
+"""
+
+import contextlib
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from operation_checks import Draw, assert_close, assert_in_place, assert_same_bits, jitted, on_device
+from recurrence_cases import BY_CHANNEL, ERASING, KERNELS, MAMBA, SHAPES, cases, entry, fitting, how, indices, states
+
+from benchmarks.kernels.workloads import DELTA, MAMBA2
+from kernels_pallas import native
+from kernels_pallas import tails as rings
+from kernels_pallas.dispatch import UnsupportedError
+from kernels_pallas.places import Anchored, Rows
+from kernels_pallas.recurrence import Entry, Tail, recurrence_replay, recurrence_update, reference
+from kernels_pallas.recurrence.replay import by_channel, by_head
+from tests.support.selection import slow
+
+pytestmark = pytest.mark.full
+
+ALL = "native", "xla", "xla_all_rows", *KERNELS
+LACKS = [("native", True, True), ("native", True, False), ("native", False, True), (KERNELS[0], False, True)]
+"""Implementations that do not run a recurrence, (implementation, erase, by_channel)."""
+EACH = cases(*ALL, lacks=LACKS)
+DTYPES = pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+
+
+def tails(shape, count, entries=None, dtype=np.float32):
+    """Tails full of a last tenant's entries, which are NaN wherever a test does not fill them."""
+
+    def ring(channels, dtype):
+        return np.full((count, entries or shape.entries, channels), np.nan, dtype)
+
+    return Tail(
+        ring(shape.heads * shape.head_dim, np.float32 if shape.erase else dtype),
+        ring(shape.groups * shape.state, dtype),
+        ring(shape.heads * (shape.state if shape.by_channel else 1), np.float32),
+        None if shape.erase else ring(shape.heads, np.float32),
+    )
+
+
+def fill(draw, tail, places):
+    """Inputs of the tokens between each row's anchor and its length."""
+    entries = tail.key.shape[1]
+    for which, a, c in zip(places.tail_id, places.anchor_length, places.length, strict=True):
+        for n in range(a, c):
+            for kept, scale in ((tail.value, 1), (tail.key, 0.2)):
+                kept[which, n % entries] = draw.normal(kept.shape[2], scale=scale, dtype=kept.dtype)
+            tail.log_decay[which, n % entries] = -draw.positive(tail.log_decay.shape[2], scale=0.3)
+            if tail.strength is not None:
+                tail.strength[which, n % entries] = draw.positive(tail.strength.shape[2], scale=0.3)
+    return tail
+
+
+def row(anchor_slot=0, tail_id=0, anchor_length=0, length=0, num_tokens=0, write_slot=0):
+    return (anchor_slot, tail_id, anchor_length, length, num_tokens, write_slot)
+
+
+def where(rows, shape):
+    return Anchored(*indices(*zip(*rows, strict=True)), shape.interval)
+
+
+def replayed(implementation, shape):
+    return jitted(recurrence_replay, implementation=implementation, erase=shape.erase)
+
+
+def check(replay, shape, rows, *, dtype=np.float32, store=None, steps=None, slots=8, entries=None, tolerance=None):
+    """Runs a call on rows that are given by `row`; returns what came out of it."""
+    draw, places = Draw(), where(rows, shape)
+    tokens = entry(draw, shape, len(rows), steps or shape.steps, dtype=dtype)
+    for v in tokens:
+        for i, count in enumerate(places.num_tokens):
+            v[i, count:] = np.nan
+    old = states(draw, shape, slots, dtype if store is None else store)
+    tail = fill(draw, tails(shape, len(rows) + 2, entries, dtype), places)
+    return compare(replay, shape, tokens, old, tail, places, dtype, tolerance)
+
+
+def compare(replay, shape, tokens, old, tail, places, dtype=np.float32, tolerance=None):
+    options = how(Draw(1), shape)
+    y, new, new_tail = replay(tokens, old, tail, places, **options)
+    want_y, want, want_tail = reference.recurrence_replay(tokens, old, tail, places, erase=shape.erase, **options)
+    assert y.dtype == dtype
+    assert_close(y, want_y, dtype, tolerance)
+    boundary = (places.length // shape.interval + 1) * shape.interval
+    due = (boundary <= places.length + places.num_tokens) & (places.num_tokens > 0)
+    written = places.write_slot[due & (places.write_slot > 0)]
+    assert_close(new[written], want[written], old.dtype, tolerance)
+    untouched = np.setdiff1d(np.arange(1, len(old)), written)
+    assert_same_bits(new[untouched], old[untouched])
+    for name, ours, theirs in zip(Tail._fields, new_tail, want_tail, strict=True):
+        if name == "value" and shape.erase:
+            there = ~np.isnan(theirs[1:].astype(np.float32))
+            assert (np.isnan(ours[1:].astype(np.float32)) == ~there).all()
+            assert_close(ours[1:][there], theirs[1:][there], dtype, tolerance)
+        elif ours is not None:
+            assert_same_bits(ours[1:], theirs[1:])
+    return y, new, new_tail
+
+
+def rows_of(shape, rows):
+    """Rows at any place between two boundaries, with and without one ahead, a fresh one and padding among them."""
+    random, found = np.random.default_rng(1), []
+    for i in range(rows):
+        anchor = shape.interval * int(random.integers(1, 5))
+        length = anchor + int(random.integers(0, shape.interval))
+        found.append(row(1 + i, 1 + i, anchor, length, int(random.integers(1, shape.steps + 1)), 1 + rows + i))
+    if rows > 2:
+        found[1] = row(0, 2, 0, 1, 1, 2 + rows)
+        found[2] = row()
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
+@pytest.mark.parametrize("implementation", [*ALL[:3], *map(slow, KERNELS)])
+def test_sizes(implementation, shape):
+    if (implementation, shape.erase, shape.by_channel) in LACKS:
+        pytest.skip("does not run this recurrence")
+    shape = fitting(implementation, shape)
+    check(replayed(implementation, shape), shape, rows_of(shape, shape.rows), slots=2 * shape.rows + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [*MAMBA2, *DELTA], ids=lambda s: s.name)
+@pytest.mark.parametrize("implementation", ALL[:3])
+def test_real_sizes(implementation, shape):
+    test_sizes(implementation, dataclasses.replace(shape, rows=min(shape.rows, 3)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "store"), [(np.float32, np.float32), (jnp.bfloat16, np.float32), (jnp.bfloat16, jnp.bfloat16)]
+)
+@EACH
+def test_equals_definition(implementation, shape, dtype, store):
+    check(replayed(implementation, shape), shape, rows_of(shape, 5), dtype=dtype, store=store, slots=11)
+
+
+PLACES = {
+    # As a hit on the end of a prompt leaves it; c == a, c == a + 1, and one that reaches its boundary.
+    "an anchor between boundaries": [row(1, 1, 5, 5, 2, 4), row(2, 2, 5, 6, 2, 5), row(3, 3, 5, 7, 2, 6)],
+    # No spare was left when the boundary was reached: the anchor stayed where it was.
+    "the longest tail": [row(1, 1, 8, 17, 2, 4), row(2, 2, 16, 25, 1, 5), row(3, 3, 7, 16, 2, 0)],
+    # Where no other slot is left: everything that needs the anchor is read before.
+    "a row writes over its anchor": [row(1, 1, 8, 14, 2, 1), row(2, 2, 8, 15, 1, 2), row(3, 3, 8, 12, 1, 3)],
+    "a full ring": [row(1 + i, 1 + i, 13 + i, 13 + i + 14, 2, 4 + i) for i in range(3)],
+    "nothing is written": [row(1, 1, 8, 14, 2, 0), row(2, 2, 8, 13, 2, 5), row(3, 3, 8, 14, 1, 6)],
+    "a fresh row has no anchor": [row(0, 1, 0, 0, 2, 4), row(0, 2, 0, 7, 1, 5), row(0, 3, 0, 3, 2, 6)],
+    "several rows read one anchor": [row(3, 1 + i, 8, 8 + 3 * i, 2, 4 + i) for i in range(3)],
+    "only padding": [row()] * 3,
+}
+
+
+@EACH
+def test_places(implementation, shape):
+    """Each of `PLACES`, by one program."""
+    for rows in PLACES.values():
+        y, *_ = check(replayed(implementation, shape), shape, rows, entries=16)
+    assert (y == 0).all()
+
+
+@EACH
+def test_every_place_around_a_boundary(implementation, shape):
+    # From an anchor at a boundary: before the next one, reaching it with the last token, the first, and beyond.
+    for first in range(0, shape.interval, 4):
+        rows = [row(1 + i, 1 + i, 8, 8 + first + i, 4, 5 + i) for i in range(4)]
+        check(replayed(implementation, shape), shape, rows, steps=4, slots=9, entries=16)
+
+
+@DTYPES
+@EACH
+def test_padding_changes_nothing(implementation, shape, dtype):
+    rows = [row(), row(1, 1, 8, 15, 1, 3), row(), row(2, 2, 8, 12, 1, 4), row(), row()]
+    y, *_ = check(replayed(implementation, shape), shape, rows, dtype=dtype)
+    assert (y[[0, 2, 4, 5]] == 0).all()
+    assert (y[:, 1] == 0).all()
+
+
+@EACH
+def test_strong_decay(implementation, shape):
+    """Small decays next to decays whose inverse would overflow: in the tail, after it, and at the multiple."""
+    draw, places = Draw(), where([row(1, 1, 8, 13, 4, 3), row(2, 2, 8, 14, 4, 4), row(1, 3, 8, 22, 2, 5)], shape)
+    tokens = entry(draw, shape, 3, 4)
+    old, tail = states(draw, shape, 6), fill(draw, tails(shape, 4, 16), places)
+    for decays in (tokens.log_decay, tail.log_decay):
+        decays *= draw.random.choice([1e-4, 1e-2, 1.0, 30.0, 3000.0], decays.shape, p=[0.4, 0.3, 0.2, 0.05, 0.05])
+    # Decays of heads are differences of sums.
+    tolerance = 5e-5 if shape.by_channel else 2e-3
+    replay, options = replayed(implementation, shape), how(Draw(1), shape)
+    y, new, new_tail = replay(tokens, old, tail, places, **options)
+    want_y, want, want_tail = reference.recurrence_replay(tokens, old, tail, places, erase=shape.erase, **options)
+    live = np.arange(4) < places.num_tokens[:, None]
+    assert_close(y[live], want_y[live], tolerance=tolerance)
+    assert_close(new[3:], want[3:], tolerance=tolerance)
+    there = ~np.isnan(want_tail[0])
+    assert_close(new_tail.value[there], want_tail[0][there], tolerance=tolerance)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@EACH
+def test_equals_snapshots(implementation, shape, steps):
+    """A row from token to token, drafts rejected at random; `recurrence_update` stores every state."""
+    draw, random, options = Draw(3), np.random.default_rng(steps), how(Draw(1), shape)
+    tokens, replay = entry(draw, shape, 1, 40), replayed(implementation, shape)
+    rows = Rows(*indices([0], [np.arange(1, 41)]))
+    update = jitted(recurrence_update, implementation="xla", erase=shape.erase)
+    want_y, want = update(tokens, states(draw, shape, 41), rows, **options)
+    store, tail = states(draw, shape, 3), tails(shape, 2, 16)
+    at, anchor, spare, start = 0, 0, 1, 0
+    while at < 40 - steps:
+        kept = int(random.integers(1, steps + 1))
+        fed = Entry(*(v[:, at : at + steps].copy() for v in tokens))
+        for v in fed[:3]:
+            v[:, kept:] = random.normal(size=v[:, kept:].shape)  # these drafts will be rejected
+        y, store, tail = replay(
+            fed, store, Tail(*tail), where([row(anchor, 1, start, at, steps, spare)], shape), **options
+        )
+        assert_close(y[0, :kept], want_y[0, at : at + kept])
+        due, at = (at // shape.interval + 1) * shape.interval, at + kept
+        if at >= due:
+            assert_close(store[spare], want[due])
+            start, anchor, spare = due, spare, 3 - spare
+    assert start >= 32
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(("rows", "dtype"), [(1, np.float32), (3, np.float32), (4, jnp.bfloat16)])
+@cases(*ALL[:3], lacks=LACKS)
+def test_in_place(implementation, shape, rows, dtype):
+    draw, options = Draw(), how(Draw(1), shape)
+    tokens, one = entry(draw, shape, rows, 2, dtype=dtype), states(draw, shape, 1, dtype)
+    store = np.zeros((4_000_000 // one.size, *one.shape[1:]), one.dtype)
+    tail = jax.tree.map(np.nan_to_num, tails(shape, 40, 2 * shape.entries, dtype))
+    places = where([row(1 + i, 1 + i, 8, 9, 2, 1 + rows + i) for i in range(rows)], shape)
+
+    def run(donated, tokens, places, options):
+        y, *stores = recurrence_replay(
+            tokens, *donated, places, implementation=implementation, erase=shape.erase, **options
+        )
+        return stores, y
+
+    assert_in_place(run, (store, tail), tokens, places, options)
+
+
+@pytest.mark.parametrize("heads", [16, 48])
+@pytest.mark.parametrize("shape", [MAMBA, ERASING, BY_CHANNEL], ids=lambda s: s.name)
+def test_several_blocks_of_heads_on_tpu(shape, heads, monkeypatch):
+    # 16 heads: a block is half a group. 48: three blocks, of a group each.
+    monkeypatch.setattr("kernels_pallas.recurrence.replay.pallas_tpu.BLOCK_BYTES", 8 * 16 * 128 * 4)
+    shape = dataclasses.replace(shape, heads=heads, groups=heads // 16, head_dim=16, state=128)
+    anew = jitted.__wrapped__(recurrence_replay, implementation=KERNELS[0], erase=shape.erase)
+    check(anew, shape, rows_of(shape, 6), slots=13)
+
+
+missing = native.why_missing("recurrence_replay")
+
+
+@pytest.mark.skipif(missing is not None, reason=f"native operations: {missing}")
+def test_bits_of_cpp_depend_neither_on_drafts_nor_on_other_rows():
+    """What a token gives, and the state at a boundary: alone, and as one of several tokens among other rows."""
+    shape, draw, count, options = MAMBA, Draw(5), 4, how(Draw(1), MAMBA)
+    alone, among = row(1, 1, 8, 13, 1, 4), row(1, 1, 8, 13, count, 4)
+    others, replay = [row(2, 2, 3, 6, 2, 5), among, row(3, 3, 8, 12, 3, 6)], replayed("native", shape)
+    tokens, old = entry(draw, shape, 3, count), states(draw, shape, 7)
+    tail = fill(draw, tails(shape, 4, 16), where(others, shape))
+    y, new, _ = replay(tokens, old, tail, where(others, shape), **options)
+    _, _, again = replay(tokens, old, tail, where([row(), among, row()], shape), **options)
+    states_due = []
+    for t in range(count):
+        one, place = Entry(*(v[1:2, t : t + 1] for v in tokens)), (*alone[:3], 13 + t, *alone[4:])
+        single, due, _ = replay(one, old, Tail(*again), where([place], shape), **options)
+        assert_same_bits(single[0, 0], y[1, t])
+        states_due.append(due[4])
+    assert_same_bits(new[4], states_due[2])  # of token 15
+
+
+def _own_decay_counts(patch):
+    sound = lax.cumsum
+    patch.setattr(lax, "cumsum", lambda v, **how: sound(jnp.roll(v, 1, axis=how["axis"]), **how))
+
+
+def _new_decays_reach_the_anchor_twice(patch):
+    sound = by_channel.ByChannel._around
+    patch.setattr(by_channel.ByChannel, "_around", lambda self, which: sound(self, self.order.valid))
+
+
+def _own_key_is_not_found(patch):
+    patch.setattr(by_channel, "dot", lambda how, *v: by_head.dot(how, *v) * (how != "rths,rths->rth"))
+
+
+def _stale_decays_count(patch):
+    sound = rings.in_order
+
+    def unmasked(kept, order, tail_id, *shape):
+        return sound(kept, dataclasses.replace(order, valid=jnp.ones_like(order.valid)), tail_id, *shape)
+
+    patch.setattr(rings, "in_order", unmasked)
+
+
+def _keys_of_other_groups(patch):
+    def own(self, keys):
+        return jnp.tile(keys, (1, 1, self.new.shape[2] // keys.shape[2], 1))
+
+    patch.setattr(by_channel.ByChannel, "_own", own)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        None,
+        _own_decay_counts,
+        _new_decays_reach_the_anchor_twice,
+        _own_key_is_not_found,
+        _stale_decays_count,
+        _keys_of_other_groups,
+    ],
+)
+def test_faults_of_decays_by_channel_show(plant, monkeypatch):
+    """What is planted in them, one call sees: rows before a multiple, at it and beyond."""
+    if plant is not None:
+        plant(monkeypatch)
+    rows = [row(1, 1, 8, 11, 2, 4), row(2, 2, 8, 14, 2, 5), row(3, 3, 8, 15, 2, 6)]
+    with contextlib.nullcontext() if plant is None else pytest.raises(AssertionError):
+        check(jitted.__wrapped__(recurrence_replay, implementation="xla", erase=True), BY_CHANNEL, rows, entries=16)
+
+
+class TestErrors:
+    def call(self, *, entries=8, interval=8, tail=None, shape=MAMBA, implementation=None):
+        shape = dataclasses.replace(shape, interval=interval)
+        draw, places = Draw(), where([row(1, 1, 8, 8, 1)], shape)
+        tail = tails(shape, 2, entries) if tail is None else tail
+        arguments = on_device((entry(draw, shape, 1, 1), states(draw, shape, 3), tail, places))
+        return recurrence_replay(*arguments, erase=False, implementation=implementation)
+
+    def test_entries(self):
+        with pytest.raises(ValueError, match=r"tails have 12 entries, expected a power of two of at least 8"):
+            self.call(entries=12)
+        with pytest.raises(ValueError, match=r"tails have 8 entries, expected a power of two of at least 9"):
+            self.call(interval=9)
+
+    def test_interval(self):
+        with pytest.raises(ValueError, match="the interval is 0, expected at least 1"):
+            self.call(interval=0)
+
+    def test_channels(self):
+        tail = tails(MAMBA, 2)
+        with pytest.raises(ValueError, match=r"tail.key has shape \(2, 16, 7\), expected 120 channels"):
+            self.call(tail=tail._replace(key=tail.key[..., :7]))
+
+    def test_sizes_of_a_kernel(self):
+        with pytest.raises(UnsupportedError, match="cannot run this call: keys have a size of 20, not a multiple of 8"):
+            self.call(shape=dataclasses.replace(MAMBA, state=20), implementation=KERNELS[1])

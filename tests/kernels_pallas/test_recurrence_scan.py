@@ -1,0 +1,286 @@
+"""The recurrence's scan against its definition, and what holds for any implementation of it.
+
+That compilers take the kernels is for test_tpu_compile.py and test_gpu_compile.py.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from operation_checks import Draw, assert_close, assert_in_place, assert_same_bits, jitted, on_device
+from recurrence_cases import KERNELS, MAMBA, ODD, SHAPES, cases, entry, how, indices, pad, sizes, states
+
+from benchmarks.kernels.workloads import DELTA, MAMBA2
+from kernels_pallas.dispatch import UnsupportedError
+from kernels_pallas.places import Tiles
+from kernels_pallas.recurrence import Entry, recurrence_scan, recurrence_sequence, reference
+from kernels_pallas.recurrence.scan.inverse import unit_lower_inverse
+
+pytestmark = pytest.mark.full
+
+TOLERANCE = 5e-5
+ALL = "native", "xla", "xla_whole_tiles", *KERNELS
+
+
+def tiles_of(first, read, write):
+    return Tiles(np.array(first, bool), *indices(read, write))
+
+
+def scanned(implementation, shape):
+    return jitted(recurrence_scan, implementation=implementation, erase=shape.erase)
+
+
+def check(scan, shape, tokens, store, tiles, dtype=np.float32, tolerance=TOLERANCE):
+    options = how(Draw(1), shape)
+    y, after = scan(tokens, store, tiles, **options)
+    want_y, want = reference.recurrence_scan(tokens, store, tiles, erase=shape.erase, **options)
+    assert y.dtype == tokens.value.dtype
+    tolerance = tolerance if dtype == np.float32 else None
+    assert_close(y, want_y, dtype, tolerance)
+    assert_close(after[1:], want[1:], dtype, tolerance)
+    untouched = np.setdiff1d(np.arange(len(store)), tiles.write_slot)
+    assert_same_bits(after[untouched], store[untouched])
+    return y, after
+
+
+def ragged(shape, dtype=np.float32):
+    """A continued row of three tiles (the last one short), a fresh row of one, a padding tile, a continued row that
+    writes the slot that it reads, and one that reads the first row's.
+    """
+    draw = Draw()
+    tokens, store = entry(draw, shape, 7, shape.tile_size, dtype=dtype), states(draw, shape, 9, dtype)
+    pad(tokens, 2, shape.tile_size // 2 + 1)
+    pad(tokens, 4, 0)
+    return tokens, store, tiles_of([1, 0, 0, 1, 1, 1, 1], [3, 0, 0, 0, 0, 5, 3], [0, 7, 1, 2, 0, 5, 8])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@cases(*ALL)
+def test_equals_definition(implementation, shape, dtype):
+    if implementation == "native" and dtype != np.float32:
+        pytest.skip("states of 16 bits would be rounded after each token")
+    check(scanned(implementation, shape), shape, *ragged(shape, dtype), dtype)
+
+
+@sizes(*ALL)
+def test_sizes(implementation, shape):
+    check(scanned(implementation, shape), shape, *ragged(shape))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ALL)
+@pytest.mark.parametrize("shape", [*MAMBA2[:5], *DELTA[:5]], ids=lambda s: s.name)
+def test_real_sizes(implementation, shape):
+    check(scanned(implementation, shape), shape, *ragged(shape))
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("shape", ODD[:3], ids=lambda s: s.name)
+def test_tiles_of_several_blocks(implementation, shape):
+    shape = dataclasses.replace(shape, heads=4, groups=2, head_dim=16, state=32, tile_size=128)
+    check(scanned(implementation, shape), shape, *ragged(shape))
+
+
+@cases(*ALL)
+def test_equal_keys(implementation, shape):
+    # What a row says again and again: a power series of the system would have terms beyond any precision.
+    draw = Draw()
+    tokens, store = entry(draw, shape, 2, shape.tile_size), states(draw, shape, 3)
+    tokens.key[:], tokens.log_decay[:], tokens.strength[:] = tokens.key[0, 0], -1e-3, 1.0
+    check(scanned(implementation, shape), shape, tokens, store, tiles_of([1, 0], [1, 0], [0, 2]))
+
+
+@cases(*ALL)
+def test_decays_of_any_strength(implementation, shape):
+    # One token forgets all, the next nothing: a difference of sums would have lost the digits of the small decays, and
+    # the inverse of a strong one overflows.
+    draw = Draw()
+    tokens, store = entry(draw, shape, 2, shape.tile_size), states(draw, shape, 3)
+    strength = [1e-4, 1e-2, 1.0, 30.0, 3000.0]
+    tokens.log_decay[:] *= draw.random.choice(strength, tokens.log_decay.shape, p=[0.4, 0.3, 0.2, 0.05, 0.05])
+    # Decays of heads are differences of sums from a block's start.
+    tolerance = TOLERANCE if shape.by_channel else 2e-3
+    check(scanned(implementation, shape), shape, tokens, store, tiles_of([1, 0], [1, 0], [0, 2]), tolerance=tolerance)
+
+
+@cases(*ALL)
+def test_padding(implementation, shape):
+    """It leaves states bitwise as they were, gives zeros, and what it holds does not matter."""
+    draw, scan, options = Draw(), scanned(implementation, shape), how(Draw(1), shape)
+    tokens, store = entry(draw, shape, 3, shape.tile_size), states(draw, shape, 6)
+    tiles = tiles_of([1, 0, 1], [2, 0, 1], [3, 4, 5])
+    pad(tokens, 0, 0)
+    pad(tokens, 1, 0)
+    tokens.strength[2, 5:] = 0
+    y, after = scan(tokens, store, tiles, **options)
+    assert_same_bits(after[3], store[2])
+    assert_same_bits(after[4], store[2])
+    assert (y[:2] == 0).all()
+    pad(tokens, 2, 5)
+    y_nan, after_nan = scan(tokens, store, tiles, **options)
+    assert_same_bits(after_nan[5], after[5])
+    assert_same_bits(y_nan[2, :5], y[2, :5])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@cases(*ALL)
+def test_cutting_between_tiles_changes_no_bit(implementation, shape, dtype):
+    if implementation == "native" and dtype != np.float32:
+        pytest.skip("states of 16 bits would be rounded after each token")
+    scan = jitted(recurrence_scan, implementation=implementation, erase=shape.erase, emitters_of_users=True)
+    draw, options = Draw(), how(Draw(1), shape)
+    tokens, store = entry(draw, shape, 4, shape.tile_size), states(draw, shape, 4, dtype)
+    y, after = scan(tokens, store, tiles_of([1, 0, 0, 0], [2, 0, 0, 0], [0, 0, 0, 3]), **options)
+    split, parts, read = store, [], 2
+    for tile in range(4):
+        one = Entry(*(v[[tile]] for v in tokens))
+        part, split = scan(one, split, tiles_of([1], [read], [3]), **options)
+        parts.append(part)
+        read = 3
+    assert_same_bits(np.concatenate(parts), y)
+    assert_same_bits(split[3], after[3])
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@cases(*ALL[:3])
+def test_in_place(implementation, shape, dtype):
+    if implementation == "native" and dtype != np.float32:
+        pytest.skip("states of 16 bits would be rounded after each token")
+    draw, options = Draw(), how(Draw(1), shape)
+    tokens, one = entry(draw, shape, 2, shape.tile_size, dtype=dtype), states(draw, shape, 1)
+    store = np.zeros((20_000_000 // one.size, *one.shape[1:])).astype(dtype)
+
+    def run(store, tokens, tiles, options):
+        return recurrence_scan(tokens, store, tiles, implementation=implementation, erase=shape.erase, **options)
+
+    assert_in_place(run, store, tokens, tiles_of([1, 1], [1, 2], [3, 4]), options)
+
+
+@pytest.mark.parametrize("implementation", ["xla", *KERNELS])
+def test_a_first_tile_that_continues_nothing_starts_from_zeros(implementation):
+    shape = dataclasses.replace(MAMBA, heads=4, groups=2, head_dim=16, state=16, tile_size=32)
+    tokens, store = entry(Draw(), shape, 2, shape.tile_size), states(Draw(), shape, 4)
+    check(scanned(implementation, shape), shape, tokens, store, tiles_of([0, 0], [2, 0], [1, 3]))
+
+
+@pytest.mark.parametrize("erase", [False, True])
+@pytest.mark.parametrize(("heads", "groups", "head_dim"), [(4, 2, 64), (32, 1, 16)])
+def test_several_heads_in_a_register_of_a_tpu(heads, groups, head_dim, erase, monkeypatch):
+    # Heads of 64 go in pairs. Heads of 16 go in eights, and here in two blocks, each half a group.
+    monkeypatch.setattr("kernels_pallas.recurrence.scan.pallas_tpu.BLOCK_BYTES", 16 * 16 * 128 * 4)
+    sizes = {"heads": heads, "groups": groups, "head_dim": head_dim, "state": 128, "tile_size": 16}
+    shape = dataclasses.replace(SHAPES[0], **sizes, erase=erase)
+    scan = jitted.__wrapped__(recurrence_scan, implementation=KERNELS[0], erase=erase)
+    check(scan, shape, *ragged(shape))
+
+
+def test_says_what_it_cannot_run():
+    shape = dataclasses.replace(MAMBA, head_dim=16, state=16, tile_size=36)
+    call = entry(Draw(), shape, 1, 36), states(Draw(), shape, 3), tiles_of([1], [1], [2])
+    with pytest.raises(UnsupportedError, match="tiles have a size of 36, not a multiple of 16"):
+        scanned(KERNELS[1], shape)(*call)
+
+
+def recurrence(entry, initial_state, skip, *, erase):
+    """The sequential definition in JAX, for gradients."""
+    repeats = entry.value.shape[2] // entry.key.shape[2]
+    query, key = (jnp.repeat(v, repeats, axis=2) for v in entry[:2])
+
+    def token(state, inputs):
+        query, key, value, log_decay, strength = inputs
+        state = state * jnp.exp(log_decay).reshape(*value.shape[:2], 1, -1)
+        error = value - (state * key[..., None, :]).sum(-1) if erase else value
+        state = state + (strength[..., None] * error)[..., None] * key[..., None, :]
+        y = (state * query[..., None, :]).sum(-1)
+        return state, y if skip is None else y + skip[:, None] * value
+
+    state, y = lax.scan(token, initial_state, tuple(v.swapaxes(0, 1) for v in (query, key, *entry[2:])))
+    return y.swapaxes(0, 1), state
+
+
+EACH = pytest.mark.parametrize("shape", ODD, ids=lambda s: s.name)
+
+
+class TestSequence:
+    """Of plain JAX."""
+
+    def check(self, shape, tokens, **options):
+        options = {**how(Draw(1), shape), **options}
+        static = {name: options.pop(name) for name in ("chunk_size",) if name in options}
+        y, state = jitted(recurrence_sequence, erase=shape.erase, implementation="xla", **static)(tokens, **options)
+        want_y, want = reference.recurrence_sequence(tokens, erase=shape.erase, **options)
+        assert_close(y, want_y, tolerance=TOLERANCE)
+        assert_close(state, want, tolerance=TOLERANCE)
+        return y, state
+
+    @pytest.mark.smoke
+    @EACH
+    @pytest.mark.parametrize("length", [1, 3, 31, 32, 33, 101])
+    def test_equals_definition(self, shape, length):
+        self.check(shape, entry(Draw(length), shape, 2, length), chunk_size=32)
+
+    @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
+    def test_continues_from_a_state(self, shape):
+        draw = Draw()
+        self.check(shape, entry(draw, shape, 1, 37), initial_state=states(draw, shape, 2)[1:])
+
+    @EACH
+    @pytest.mark.parametrize("scale", [1.0, 300.0], ids=["ordinary decay", "decay that would overflow unmasked"])
+    def test_gradients_equal_those_of_the_recurrence(self, shape, scale):
+        draw, skip = Draw(), how(Draw(1), shape)["skip"]
+        tokens = entry(draw, shape, 2, 41)
+        tokens = on_device(tokens._replace(log_decay=scale * tokens.log_decay))
+        inputs = (tokens, jnp.asarray(states(draw, shape, 3)[1:]), skip)
+
+        def ours(tokens, state, skip):
+            options = {"chunk_size": 16, "implementation": "xla", "erase": shape.erase}
+            return recurrence_sequence(tokens, skip=skip, initial_state=state, **options)
+
+        def theirs(tokens, state, skip):
+            return recurrence(tokens, state, skip, erase=shape.erase)
+
+        def gradients(function):
+            def total(tokens, state):
+                y, state = function(tokens, state, skip)
+                return jnp.sin(y).sum() + jnp.cos(state).sum()
+
+            return jax.tree.leaves(jax.jit(jax.grad(total, argnums=(0, 1)))(*inputs[:2]))
+
+        for actual, expected in zip(gradients(ours), gradients(theirs), strict=True):
+            assert np.isfinite(actual).all()
+            assert_close(actual, expected, tolerance=2e-4)
+
+    @EACH
+    def test_padding(self, shape):
+        # A batch of two lengths: the shorter one's end state and outputs are as if alone, and NaN there goes nowhere.
+        tokens = entry(Draw(), shape, 2, 50)
+        y_alone, alone = self.check(shape, Entry(*(v[:1, :21] for v in tokens)))
+        pad(tokens, 0, 21)
+        y, state = self.check(shape, tokens)
+        assert_close(y[:1, :21], y_alone)
+        assert_close(state[:1], alone)
+        assert (y[0, 21:] == 0).all()
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 16, 36, 64])
+def test_inverse_of_a_unit_lower_triangle(size):
+    below = np.tril(Draw(size).normal(3, size, size, scale=0.3), -1)
+    inverse = unit_lower_inverse(jnp.asarray(below), lambda a, b: jnp.matmul(a, b, precision="highest"))
+    assert_close(inverse, np.linalg.inv(np.eye(size) + below.astype(np.float64)))
+
+
+def test_refuses_shapes_that_do_not_fit():
+    shape = ODD[1]
+    tokens = on_device(entry(Draw(), shape, 2, 8))
+    four = jnp.zeros((2, 8, 4, shape.state))
+    with pytest.raises(ValueError, match="6 heads do not divide into 4 groups"):
+        recurrence_sequence(tokens._replace(query=four, key=four), erase=True)
+    with pytest.raises(ValueError, match="chunk_size is 0"):
+        recurrence_sequence(tokens, erase=True, chunk_size=0)
+    with pytest.raises(ValueError, match=r"strength has shape \(2, 8, 6\), expected \[tiles, tile_size, heads\]"):
+        recurrence_scan(tokens, jnp.asarray(states(Draw(), shape, 2)), tiles_of([1], [1], [1]), erase=True)
