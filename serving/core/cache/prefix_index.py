@@ -14,44 +14,25 @@ page can be evicted, leaves first. A state is evicted together with any page tha
 from collections.abc import Sequence
 
 from serving.core.cache.content import Scope
-from serving.core.cache.lazy_heap import LazyHeap
 from serving.core.cache.pools import PagePool, SlotPool
 from serving.core.cache.prefix_tree import (
     NO_TAIL,
     Checkpoint,
     CheckpointKind,
+    IndexObserver,
     Match,
     Node,
     Root,
     nearest_above,
     root_digest,
 )
-from serving.core.cache.retention import EvictionRank, RetentionPolicy
+from serving.core.cache.retention import EvictionRank, LazyHeap, RetentionPolicy
 from serving.core.cache.row_pages import Content
 from serving.core.reasons import MissReason
 from serving.core.stats import Stats
 
 _GHOSTS = 16_384
 """Number of evicted prefixes that are remembered, so that a miss can be explained by an eviction."""
-
-
-class IndexObserver:
-    """Is told which states can be found. Unless overridden, a method does nothing."""
-
-    def published(self, entry: Checkpoint) -> None:
-        """Called when a state and all its pages can be found."""
-
-    def dropping(self, entry: Checkpoint, *, trusted: bool, low_value: bool) -> None:
-        """Called before the index drops a state, while its slot and pages are complete.
-
-        `trusted`: the state is right. `low_value`: losing it costs little.
-        """
-
-    def cleared(self) -> None:
-        """Called when the store is lost, and with it all entries."""
-
-    def outdate(self) -> None:
-        """Called after a weight update: no present state will be found."""
 
 
 class PrefixIndex:
@@ -112,7 +93,7 @@ class PrefixIndex:
         return Match(root, path, None, len(path) * unit)
 
     def why_missed(self, tokens: Sequence[int], scope: Scope, match: Match) -> MissReason:
-        """Returns the reason why a match has no state, if it is known."""
+        """Returns the reason why a match has no state."""
         unit, ghosts = self.unit, self._ghosts
         if any(_state_digest(node, NO_TAIL) in ghosts for node in match.path):
             return MissReason.EVICTED if self.pages is None else MissReason.STATE_EVICTED

@@ -1,7 +1,7 @@
-"""The parts of the prefix index: nodes, their checkpoints, and search results."""
+"""The parts of the prefix index: nodes, their checkpoints, search results, and observers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from serving.core.cache.content import Name, Scope, State, TailLengths
@@ -17,35 +17,25 @@ class CheckpointKind(IntEnum):
     PROMPT_END = 2
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Node:
     """One unit of tokens: a full KV page or, in a model without attention, a state block."""
 
-    __slots__ = (
-        "children",
-        "depth",
-        "digest",
-        "key",
-        "last_use",
-        "page",
-        "page_stamp",
-        "parent",
-        "states",
-        "tails",
-    )
+    parent: "Node | None"
+    key: tuple[int, ...]
+    page: int
+    digest: int
+    """Hash of the whole path. It names dropped entries only, and never decides a match."""
+    depth: int = field(init=False)
+    children: dict[tuple[int, ...], "Node"] = field(init=False, default_factory=dict)
+    states: dict[tuple[int, ...], "Checkpoint"] = field(init=False, default_factory=dict)
+    """By tail: the tokens after this node's, fewer than a unit."""
+    tails: TailLengths = field(init=False, default_factory=TailLengths)
+    last_use: int = field(init=False, default=0)
+    page_stamp: int = field(init=False, default=0)
 
-    def __init__(self, parent: "Node | None", key: tuple[int, ...], page: int, digest: int) -> None:
-        self.parent = parent
-        self.key = key
-        self.page = page
-        self.digest = digest
-        """Hash of the whole path. It names dropped entries only, and never decides a match."""
-        self.depth: int = parent.depth + 1 if parent is not None else 0
-        self.children: dict[tuple[int, ...], Node] = {}
-        self.states: dict[tuple[int, ...], Checkpoint] = {}
-        """By tail: the tokens after this node's, fewer than a unit."""
-        self.tails = TailLengths()
-        self.last_use = 0
-        self.page_stamp = 0
+    def __post_init__(self) -> None:
+        self.depth = self.parent.depth + 1 if self.parent is not None else 0
 
     def add_state(self, entry: "Checkpoint") -> None:
         """Adds a state to this node."""
@@ -83,65 +73,39 @@ class Root(Node):
         """The parent of states without an ancestor. Never published."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Checkpoint:
     """A published slot: S(position) of the tokens on the way to `node`, then `tail`."""
 
-    __slots__ = (
-        "above",
-        "below",
-        "hits",
-        "kind",
-        "last_use",
-        "links",
-        "node",
-        "page",
-        "page_stamp",
-        "position",
-        "price",
-        "rank",
-        "slot",
-        "stale",
-        "stamp",
-        "state",
-        "tail",
-        "worth",
-    )
+    node: Node
+    tail: tuple[int, ...]
+    state: State
+    """Its name in tiers, and in the events for routers."""
+    links: Sequence[Name]
+    """The links of its chain, which may have grown since: `state.link` and all before, at least."""
+    slot: int
+    page: int
+    """The partly filled page that holds the tail; 0 = no tail, or no pages."""
+    kind: CheckpointKind
+    position: int = field(init=False)
+    above: "Checkpoint | None" = field(init=False, default=None)
+    """The nearest state above it."""
+    below: dict["Checkpoint", None] = field(init=False, default_factory=dict)
+    """The nearest states below it."""
+    rank: int = field(init=False, default=0)
+    """By the policy, like `worth`, as of when it was last queued."""
+    worth: int = field(init=False, default=0)
+    price: int = field(init=False, default=0)
+    """Its worth, plus the eviction price at the time it was last queued."""
+    last_use: int = field(init=False, default=0)
+    hits: int = field(init=False, default=0)
+    stale: bool = field(init=False, default=False)
+    """It was computed with weights that have been replaced: no request will match it again."""
+    stamp: int = field(init=False, default=0)
+    page_stamp: int = field(init=False, default=0)
 
-    def __init__(
-        self,
-        node: Node,
-        tail: tuple[int, ...],
-        state: State,
-        links: Sequence[Name],
-        slot: int,
-        page: int,
-        kind: CheckpointKind,
-    ) -> None:
-        self.node = node
-        self.tail = tail
-        self.state = state
-        """Its name in tiers, and in the events for routers."""
-        self.links = links
-        """The links of its chain, which may have grown since: `state.link` and all before, at least."""
-        self.position = state.position
-        self.slot = slot
-        self.page = page
-        """The partly filled page that holds the tail; 0 = no tail, or no pages."""
-        self.kind = kind
-        self.above: Checkpoint | None = None
-        """The nearest state above it."""
-        self.below: dict[Checkpoint, None] = {}
-        """The nearest states below it."""
-        self.rank = self.worth = 0
-        """By the policy, as of when it was last queued."""
-        self.price = 0
-        """Its worth, plus the eviction price at the time it was last queued."""
-        self.last_use = 0
-        self.hits = 0
-        self.stale = False
-        """It was computed with weights that have been replaced: no request will match it again."""
-        self.stamp = 0
-        self.page_stamp = 0
+    def __post_init__(self) -> None:
+        self.position = self.state.position
 
     def is_above(self, other: "Checkpoint") -> bool:
         """Whether `other` continues this state's tokens."""
@@ -172,6 +136,25 @@ class Match:
     def position(self) -> int:
         """Tokens that need not be computed."""
         return self.entry.position if self.entry is not None else 0
+
+
+class IndexObserver:
+    """Is told which states can be found. Unless overridden, a method does nothing."""
+
+    def published(self, entry: Checkpoint) -> None:
+        """Called when a state and all its pages can be found."""
+
+    def dropping(self, entry: Checkpoint, *, trusted: bool, low_value: bool) -> None:
+        """Called before the index drops a state, while its slot and pages are complete.
+
+        `trusted`: the state is right. `low_value`: losing it costs little.
+        """
+
+    def cleared(self) -> None:
+        """Called when the store is lost, and with it all entries."""
+
+    def outdate(self) -> None:
+        """Called after a weight update: no present state will be found."""
 
 
 def root_digest(scope: Scope) -> int:

@@ -167,7 +167,7 @@ class SchedulerState:
 
     def forget(self, request: Request) -> None:
         """Resets a request to its state before it ran. Its tokens stay."""
-        request.progress = Progress(request, self.cache)
+        request.progress = Progress.begin(request, self.cache)
         request.queueing.retry_above, request.queueing.retry_at = -1, 0
         if request.transfer.load is not None:
             self.drop_remote(request)

@@ -1,7 +1,7 @@
 """One sequence to complete: the request, its output, and the resources that it owns while it runs."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -33,167 +33,6 @@ class ResultDisposition(IntEnum):
     """The request was preempted: its tokens count, its state is lost."""
     DROPPED = 2
     """The request ended, or the store was lost: the result is ignored."""
-
-
-class Request:
-    """A prompt, its limits and its output.
-
-    The scheduler's records are in groups: `progress` while it runs, `lookup` in the cache, `transfer` from and
-    to other workers, `queueing`.
-
-    `sampling` is for the engine; the scheduler does not read it. `fork_of` names the first of several requests for the
-    same prompt (n > 1): the others wait for the end of its prompt instead of computing it again. `batch_id` is the
-    request id of the first of several prompts in one call: fair queueing treats them as one request. `lockstep`: the
-    host must know the request's last tokens before its next step can be planned.
-    """
-
-    __slots__ = (
-        "adapter",
-        "arrival",
-        "batch_id",
-        "blocked",
-        "cache_salt",
-        "client",
-        "draft_acceptance",
-        "draft_tokens",
-        "finish_reason",
-        "fork_of",
-        "initial_slot",
-        "lockstep",
-        "lookup",
-        "max_tokens",
-        "max_total",
-        "min_tokens",
-        "output_token_ids",
-        "priority",
-        "progress",
-        "prompt_len",
-        "prompt_logprobs",
-        "queueing",
-        "request_id",
-        "sampling",
-        "status",
-        "stop_reason",
-        "stop_token_ids",
-        "tokens",
-        "transfer",
-        "user",
-    )
-
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        *,
-        max_tokens: int = 16,
-        min_tokens: int = 0,
-        stop_token_ids: Iterable[int] = (),
-        eos_token_ids: Iterable[int] = (),
-        ignore_eos: bool = False,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        adapter: str | None = None,
-        initial_slot: int = 0,
-        prompt_logprobs: bool = False,
-        lockstep: bool = False,
-        fork_of: str | None = None,
-        batch_id: str | None = None,
-        client: str | None = None,
-        sampling: Any = None,
-    ) -> None:
-        # The request.
-        self.request_id = request_id
-        self.tokens = list(prompt_token_ids)
-        """Prompt and output."""
-        self.prompt_len = len(self.tokens)
-        self.max_tokens = max_tokens
-        self.min_tokens = min_tokens
-        self.stop_token_ids = frozenset(stop_token_ids) | (frozenset() if ignore_eos else frozenset(eos_token_ids))
-        self.priority = priority
-        """Smaller values are served first; equal ones in order of arrival."""
-        self.cache_salt = cache_salt
-        self.adapter = adapter
-        """Digest of the adapter's content; None without an adapter."""
-        self.initial_slot = initial_slot
-        """The slot with the state before the first token, outside the pool of slots; 0 = zeros."""
-        self.prompt_logprobs = prompt_logprobs
-        """Computes every prompt token: the cache is not read (but is published to)."""
-        self.lockstep = lockstep
-        self.fork_of = fork_of
-        self.batch_id = batch_id
-        self.client = client
-        """The client that sent the request. Waiting clients are served in turn; None counts as one client."""
-        self.sampling = sampling
-        self.user: Any = None
-        """Data that the engine attaches to the request."""
-
-        # The result.
-        self.status = Status.WAITING
-        self.output_token_ids: list[int] = []
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | str | None = None
-        """The token (or, set by the engine, the string) that ended it."""
-
-        # The scheduler's records.
-        self.arrival = 0
-        self.blocked = False
-        """Set by the engine while it computes a value for the next step of a lockstep request. No step has a row of
-        it until then."""
-        self.max_total = 0
-        """Maximum number of tokens of the sequence."""
-        self.draft_tokens: Sequence[int] | None = None
-        """Drafts made on the host for the next step (a lockstep request only)."""
-        self.draft_acceptance: float | None = None
-        """For the draft policy: recent acceptance rate of drafts; None before the first draft."""
-        self.queueing = Queueing()
-        self.lookup = CacheLookup()
-        self.transfer = Transfer()
-        self.progress: Progress
-        """Set by the scheduler, and replaced when the request has to start again."""
-
-    @property
-    def flow(self) -> str:
-        """The request id that all choices of all prompts of a call share."""
-        return self.batch_id or self.fork_of or self.request_id
-
-    @property
-    def prompt_token_ids(self) -> list[int]:
-        """The prompt (a copy)."""
-        return self.tokens[: self.prompt_len]
-
-    @property
-    def finished(self) -> bool:
-        """Whether it has ended, for any reason."""
-        return self.status is Status.FINISHED
-
-    @property
-    def sits_out(self) -> bool:
-        """Whether its next step needs values that the host does not know yet: its last tokens, or a mask made from
-        them."""
-        return self.lockstep and (self.blocked or any(row.sample for row in self.progress.unsettled))
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Prompt tokens that were cached at the first admission."""
-        return self.lookup.num_cached_tokens
-
-    @property
-    def miss_reason(self) -> MissReason | None:
-        """The reason why no tokens were cached at the first admission."""
-        return self.lookup.miss_reason
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Order of running requests: priority, then arrival."""
-        return (self.priority, self.arrival)
-
-    @property
-    def place(self) -> tuple[int, int, int, int]:
-        """Order of a client's waiting requests: priority, turn, rank, then arrival."""
-        return (self.priority, self.queueing.turn, self.queueing.rank, self.arrival)
-
-    def __repr__(self) -> str:
-        return f"Request({self.request_id!r}, {self.status.name.lower()}, {len(self.tokens)} tokens)"
 
 
 @dataclass(slots=True)
@@ -257,7 +96,7 @@ class RemoteState:
 class RemoteLoad:
     """The load that a running request waits for: one state, and the keys and values of the tokens [start, position)."""
 
-    request: Request
+    request: "Request"
     remote: RemoteState
     start: int
     """A multiple of the page size: the pages up to here were found in the cache."""
@@ -292,7 +131,7 @@ class Transfer:
 class PlannedRow:
     """A request's part in a decode or prefill step, from planning to settlement."""
 
-    request: Request
+    request: "Request"
     row_id: int
     length: int
     """c, tokens committed before the step; for a row that continues on the device, their maximum."""
@@ -324,46 +163,155 @@ class PlannedRow:
         return self.length + self.num_tokens
 
 
+@dataclass(slots=True, eq=False)
 class Progress:
     """The progress of a request, and its slots and pages while it runs. A preempted request gets a new one."""
 
-    __slots__ = (
-        "content",
-        "num_computed",
-        "num_sampling_steps",
-        "pages",
-        "publish_at",
-        "row_id",
-        "set_up_due",
-        "state",
-        "stops",
-        "unsettled",
-    )
+    state: RowState
+    pages: RowPages
+    content: Content
+    row_id: int = 0
+    num_computed: int = 0
+    """c as of the last settled step."""
+    num_sampling_steps: int = 0
+    """Number of steps that emit tokens since it got its row id. After the first, the device can continue by itself."""
+    stops: list[int] = field(default_factory=list)
+    """Positions at which a prefill chunk must end, ascending."""
+    publish_at: int = 0
+    """Number of tokens at which the next decoded page or state can be published."""
+    unsettled: list[PlannedRow] = field(default_factory=list)
+    """Its rows in steps that have been planned and not settled, oldest first."""
+    set_up_due: bool = False
+    """Whether its state has arrived and the device has not yet been told the owner of the row id."""
 
-    def __init__(self, request: Request, cache: Cache) -> None:
-        self.row_id = 0
-        self.num_computed = 0
-        """c as of the last settled step."""
-        self.num_sampling_steps = 0
-        """Number of steps that emit tokens since it got its row id. After the first, the device can continue by
-        itself."""
-        self.state: RowState = RowReplay(cache) if cache.config.replay_interval > 1 else RowSnapshots(cache)
-        self.state.start_from(request.initial_slot)
-        self.pages = RowPages(cache.pages, cache.config.page_size)
+    @classmethod
+    def begin(cls, request: "Request", cache: Cache) -> "Progress":
+        """That of a request that does not run."""
+        state: RowState = RowReplay(cache) if cache.config.replay_interval > 1 else RowSnapshots(cache)
+        state.start_from(request.initial_slot)
+        pages = RowPages(cache.pages, cache.config.page_size)
         scope, lookup = cache.scope(request.cache_salt, request.adapter), request.lookup
         if lookup.chain is None or lookup.chain.scope != scope:
             lookup.chain = Chain(scope, cache.config.state_block_size)
-        self.content = Content(request.tokens, lookup.chain, self.pages)
-        self.stops: list[int] = []
-        """Positions at which a prefill chunk must end, ascending."""
-        self.publish_at = 0
-        """Number of tokens at which the next decoded page or state can be published."""
-        self.unsettled: list[PlannedRow] = []
-        """Its rows in steps that have been planned and not settled, oldest first."""
-        self.set_up_due = False
-        """Whether its state has arrived and the device has not yet been told the owner of the row id."""
+        return cls(state, pages, Content(request.tokens, lookup.chain, pages))
 
     @property
     def last_access(self) -> StateAccess | None:
         """The access of the last unsettled step."""
         return self.unsettled[-1].access if self.unsettled else None
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Request:
+    """A prompt, its limits and its output.
+
+    The scheduler's records are in groups: `progress` while it runs, `lookup` in the cache, `transfer` from and
+    to other workers, `queueing`.
+    """
+
+    request_id: str
+    tokens: list[int]
+    """Prompt and output. (The prompt is copied.)"""
+    _: KW_ONLY
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop_token_ids: Collection[int] = ()
+    """Those of `eos_token_ids` are added, unless `ignore_eos`."""
+    eos_token_ids: InitVar[Iterable[int]] = ()
+    ignore_eos: InitVar[bool] = False
+    priority: int = 0
+    """Smaller values are served first; equal ones in order of arrival."""
+    cache_salt: str | None = None
+    adapter: str | None = None
+    """Digest of the adapter's content; None without an adapter."""
+    initial_slot: int = 0
+    """The slot with the state before the first token, outside the pool of slots; 0 = zeros."""
+    prompt_logprobs: bool = False
+    """Computes every prompt token: the cache is not read (but is published to)."""
+    lockstep: bool = False
+    """The host must know the request's last tokens before its next step can be planned."""
+    fork_of: str | None = None
+    """The first of several requests for the same prompt (n > 1): the others wait for the end of its prompt instead of
+    computing it again."""
+    batch_id: str | None = None
+    """Request id of the first of several prompts in one call: fair queueing treats them as one request."""
+    client: str | None = None
+    """The client that sent the request. Waiting clients are served in turn; None counts as one client."""
+    sampling: Any = None
+    """For the engine; the scheduler does not read it."""
+    user: Any = field(init=False, default=None)
+    """Data that the engine attaches to the request."""
+
+    # The result.
+    status: Status = field(init=False, default=Status.WAITING)
+    prompt_len: int = field(init=False)
+    output_token_ids: list[int] = field(init=False, default_factory=list)
+    finish_reason: FinishReason | None = field(init=False, default=None)
+    stop_reason: int | str | None = field(init=False, default=None)
+    """The token (or, set by the engine, the string) that ended it."""
+
+    # The scheduler's records.
+    arrival: int = field(init=False, default=0)
+    blocked: bool = field(init=False, default=False)
+    """Set by the engine while it computes a value for the next step of a lockstep request. No step has a row of
+    it until then."""
+    max_total: int = field(init=False, default=0)
+    """Maximum number of tokens of the sequence."""
+    draft_tokens: Sequence[int] | None = field(init=False, default=None)
+    """Drafts made on the host for the next step (a lockstep request only)."""
+    draft_acceptance: float | None = field(init=False, default=None)
+    """For the draft policy: recent acceptance rate of drafts; None before the first draft."""
+    queueing: Queueing = field(init=False, default_factory=Queueing)
+    lookup: CacheLookup = field(init=False, default_factory=CacheLookup)
+    transfer: Transfer = field(init=False, default_factory=Transfer)
+    progress: Progress = field(init=False)
+    """Set by the scheduler, and replaced when the request has to start again."""
+
+    def __post_init__(self, eos_token_ids: Iterable[int], ignore_eos: bool) -> None:
+        self.tokens = list(self.tokens)
+        self.prompt_len = len(self.tokens)
+        self.stop_token_ids = frozenset(self.stop_token_ids).union(() if ignore_eos else eos_token_ids)
+
+    @property
+    def flow(self) -> str:
+        """The request id that all choices of all prompts of a call share."""
+        return self.batch_id or self.fork_of or self.request_id
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt (a copy)."""
+        return self.tokens[: self.prompt_len]
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has ended, for any reason."""
+        return self.status is Status.FINISHED
+
+    @property
+    def sits_out(self) -> bool:
+        """Whether its next step needs values that the host does not know yet: its last tokens, or a mask made from
+        them."""
+        return self.lockstep and (self.blocked or any(row.sample for row in self.progress.unsettled))
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that were cached at the first admission."""
+        return self.lookup.num_cached_tokens
+
+    @property
+    def miss_reason(self) -> MissReason | None:
+        """The reason why no tokens were cached at the first admission."""
+        return self.lookup.miss_reason
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Order of running requests: priority, then arrival."""
+        return (self.priority, self.arrival)
+
+    @property
+    def place(self) -> tuple[int, int, int, int]:
+        """Order of a client's waiting requests: priority, turn, rank, then arrival."""
+        return (self.priority, self.queueing.turn, self.queueing.rank, self.arrival)
+
+    def __repr__(self) -> str:
+        return f"Request({self.request_id!r}, {self.status.name.lower()}, {len(self.tokens)} tokens)"

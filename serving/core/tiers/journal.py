@@ -16,8 +16,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from serving.core.cache.content import Name, State
-from serving.core.cache.prefix_index import IndexObserver
-from serving.core.cache.prefix_tree import Checkpoint
+from serving.core.cache.prefix_tree import Checkpoint, IndexObserver
 
 DEVICE = "device"
 

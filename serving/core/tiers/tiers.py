@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from serving.core.cache.content import Chain, Name, Scope
-from serving.core.cache.prefix_index import IndexObserver
-from serving.core.cache.prefix_tree import Checkpoint, Node, Root
+from serving.core.cache.prefix_tree import Checkpoint, IndexObserver, Node, Root
 from serving.core.stats import exported
 from serving.core.tiers.prices import Prices
 from serving.core.tiers.tier import Change, Tier, Unit
