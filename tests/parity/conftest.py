@@ -9,11 +9,14 @@ def pytest_generate_tests(metafunc):
         return
     from golden.recipes import RECIPES
 
-    tiers = {"default": (), "full": pytest.mark.full, "slow": pytest.mark.slow}
+    full, slow = pytest.mark.full, pytest.mark.slow
+    cases = getattr(metafunc.module, "CASES", None)
+    if "stepper" in metafunc.fixturenames:
+        tiers = {"default": (), "full": full, "slow": slow}
+    else:  # whole sequences of one model of each family: those whose steps the full tier compiles
+        tiers = {"default": (), "full": (), "slow": full if cases is None else ()}
     params = [
-        pytest.param(name, marks=tiers[recipe.steps] if "stepper" in metafunc.fixturenames else ())
-        for name, recipe in RECIPES.items()
-        if name in getattr(metafunc.module, "CASES", RECIPES)
+        pytest.param(name, marks=tiers[recipe.steps]) for name, recipe in RECIPES.items() if name in (cases or RECIPES)
     ]
     metafunc.parametrize("case", params, indirect=True, scope="session")
 
