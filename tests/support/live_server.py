@@ -1,5 +1,6 @@
 """A real server on a free port of loopback: uvicorn in a thread, over an engine with the demo model."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -37,6 +38,21 @@ ENGINE = {
     "warmup": False,
     "replay_interval": 1,
 }
+
+
+@contextlib.contextmanager
+def running(app, bounds, *, leave=lambda: None, **options):
+    """Any application on a bounded server, in a thread: yields the server and its URL."""
+    listening = socket.create_server(("127.0.0.1", 0), backlog=200)
+    server = Server(app, bounds, drain_timeout=1.0, leave=leave, **options)
+    thread = threading.Thread(target=partial(server.run, sockets=[listening]), daemon=True)
+    thread.start()
+    try:
+        yield server, f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(60)
+    assert not thread.is_alive()
 
 
 class LiveServer:
@@ -101,6 +117,18 @@ class LiveServer:
         engine = self.async_engine.engine
         assert engine.num_unfinished == 0
         engine.loop.scheduler.check(idle=True)
+
+    def other_server(self, engine=None, **options):
+        """Another server, over `engine` or one of its own with the programs of this one's. The caller closes it."""
+        other = LiveServer(engine or self.other_engine(), prepare=False, **options)
+        other.wait_until_ready()
+        return other
+
+    def other_engine(self):
+        """An idle engine with the programs of this one's."""
+        engine = make_engine()
+        engine.loop.programs = self.async_engine.engine.loop.programs
+        return engine
 
     def close(self) -> None:
         self.http.close()

@@ -9,7 +9,7 @@ import pytest
 from serving.api.http.app import page_headers
 from serving.api.http.json_values import weight
 from serving.api.http.text import characters
-from serving.api.logs import TextFormatter
+from serving.api.logs import JsonFormatter, TextFormatter
 
 
 @pytest.mark.parametrize(
@@ -35,14 +35,16 @@ def test_characters_are_counted_until_there_are_enough():
     assert characters([["x"] * 1000] * 1000, 50) >= 50
 
 
-def test_a_log_line_is_one_line():
+@pytest.mark.parametrize("form", [TextFormatter(), JsonFormatter()])
+def test_a_log_line_is_one_line(form):
     record = logging.makeLogRecord({"levelname": "INFO", "msg": "path %s", "args": ("/a\r\n12:00:00 INFO done",)})
-    record.fields = {"path": "/b\n\x1b[31m\u2028é\ud800"}
-    line = TextFormatter().format(record)
+    record.fields = {"path": "/b\n\x1b[31m\u2028é\ud800", "status": 200}
+    line = form.format(record)
     assert len(line.splitlines()) == 1
     assert "\x1b" not in line
-    assert "é" in line
     assert "\\r\\n12:00:00" in line
+    assert "é" in line or isinstance(form, JsonFormatter)
+    assert isinstance(form, TextFormatter) or json.loads(line)["status"] == 200
 
 
 def test_the_page_runs_only_its_own_script():

@@ -3,25 +3,22 @@
 import asyncio
 import contextlib
 import socket
-import threading
-from functools import partial
 
 import httpx
 import pytest
 from fastapi import FastAPI, Request
 
 from serving.api.http.connection import connections
-from serving.api.http.connection.server import Server
 from serving.api.http.settings import ConnectionBounds
 from serving.split.router.relay import Relay
 from serving.split.router.workers import Fleet
 from serving.split.settings import RouterSettings
 from tests.support.fake_workers import BODY, asked
+from tests.support.live_server import running
 
 
-@contextlib.contextmanager
-def running(**bounds):
-    """Address of a small server."""
+def small_server(**bounds):
+    """A small server, and its URL."""
     app = FastAPI()
 
     @app.get("/ready")
@@ -32,36 +29,30 @@ def running(**bounds):
     async def complete(request: Request) -> dict[str, int]:
         return {"port": request.url.port or 0}
 
-    listening = socket.create_server(("127.0.0.1", 0), backlog=200)
-    server = Server(app, ConnectionBounds(**bounds), drain_timeout=1.0, leave=lambda: None)
-    thread = threading.Thread(target=partial(server.run, sockets=[listening]), daemon=True)
-    thread.start()
-    try:
-        yield listening.getsockname()
-    finally:
-        server.should_exit = True
-        thread.join(30)
-    assert not thread.is_alive()
+    return running(app, ConnectionBounds(**bounds))
+
+
+def connect(url):
+    host, _, port = url.removeprefix("http://").partition(":")
+    return socket.create_connection((host, int(port)), timeout=30)
 
 
 @contextlib.contextmanager
-def silent(address, count):
+def silent(url, count):
     """So many connections that have been accepted and send nothing."""
     with contextlib.ExitStack() as stack:
         for _ in range(count):
-            wire = stack.enter_context(socket.create_connection(address, timeout=30))
-            wire.sendall(b"GET")
+            stack.enter_context(connect(url)).sendall(b"GET")
         yield
 
 
 @pytest.mark.parametrize("size", [10, 300_000])
 def test_requests_beyond_the_limit_of_connections_get_503(size):
     """The client gets the answer however large its body is, and requests are served again once there is room."""
-    with running(max_connections=3) as address:
-        url = f"http://127.0.0.1:{address[1]}"
+    with small_server(max_connections=3) as (_, url):
         for _ in range(2):
             assert httpx.get(f"{url}/ready", timeout=30).status_code == 200
-            with silent(address, 3):
+            with silent(url, 3):
                 for path in ("/v1/completions", "/v1/messages"):
                     answer = httpx.post(url + path, json={"prompt": "x" * size}, timeout=30)
                     assert answer.status_code == 503
@@ -74,8 +65,8 @@ def test_requests_beyond_the_limit_of_connections_get_503(size):
 def test_refused_connections_are_bounded_in_number_and_time(monkeypatch):
     monkeypatch.setattr(connections, "_REFUSAL_TIMEOUT", 0.5)
     most = 3 + connections.reserve(3)
-    with running(max_connections=3, header_timeout=60) as address, contextlib.ExitStack() as stack:
-        wires = [stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(most + 5)]
+    with small_server(max_connections=3, header_timeout=60) as (_, url), contextlib.ExitStack() as stack:
+        wires = [stack.enter_context(connect(url)) for _ in range(most + 5)]
         assert [_closes(wire) for wire in wires[3:]] == [True] * (len(wires) - 3)
         for wire in wires[:3]:
             wire.settimeout(0.1)
@@ -103,17 +94,15 @@ def test_a_router_retries_elsewhere_what_a_full_worker_refuses():
                     await fleet._check_health(worker, with_manifest=False)
             return served, [(worker.up, worker.failures, worker.missed) for worker in fleet.decode]
 
-    with running(max_connections=3) as full, running(max_connections=3) as other, silent(full, 3):
-        served, workers = asyncio.run(run([f"http://127.0.0.1:{port}" for _, port in (full, other)]))
-        assert served == [(200, b'{"port":%d}' % other[1])] * 8
+    with small_server(max_connections=3) as (_, full), small_server(max_connections=3) as (_, other), silent(full, 3):
+        served, workers = asyncio.run(run([full, other]))
+        assert served == [(200, b'{"port":%d}' % int(other.rpartition(":")[2]))] * 8
         assert workers == [(True, 0, 0)] * 2
 
 
 def answer_to(server, request: bytes) -> bytes:
     """All bytes that come back until the server closes the connection."""
-    _, _, address = server.url.partition("//")
-    host, _, port = address.partition(":")
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
+    with connect(server.url) as connection:
         connection.sendall(request)
         found = b""
         try:
@@ -124,17 +113,16 @@ def answer_to(server, request: bytes) -> bytes:
         return found
 
 
-@pytest.mark.parametrize("pieces", ["one header", "many headers", "the path"])
-def test_a_head_that_comes_complete_in_one_piece_is_bounded(server, pieces):
-    most = server.context.settings.max_header_bytes
-    beyond = {
-        "one header": b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\nx: " + b"y" * most + b"\r\n\r\n",
-        "many headers": b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
-        + b"x: y\r\n" * (most // 6)
-        + b"\r\n",
-        "the path": b"GET /health?" + b"y" * most + b" HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
-    }
-    assert answer_to(server, beyond[pieces]) == b""
+HEAD = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [HEAD + b"x: %s\r\n\r\n", HEAD + b"x: y\r\n" * 20_000 + b"\r\n", HEAD.replace(b"health", b"health?%s") + b"\r\n"],
+    ids=["one header", "many headers", "the path"],
+)  # fmt: skip
+def test_a_head_that_comes_complete_in_one_piece_is_bounded(server, head):
+    assert answer_to(server, head.replace(b"%s", b"y" * server.context.settings.max_header_bytes)) == b""
 
 
 def test_a_body_in_the_same_piece_does_not_count_as_head(server):

@@ -108,7 +108,7 @@ OF_ONE_API = {
             {"type": "function", "function": {"name": "sub"}}, {"type": "function"}, {"type": "allowed_tools"},
             {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [
                 {"type": "function", "function": {"name": "sub"}}]}})),
-        ({"tool_choice": "required"}, "tool_choice", "tools is empty"),
+        ({"tool_choice": "required"}, "tool_choice", ""),
         *(({"tool_choice": choice, "tools": [tool(parameters)]}, "tools", "") for choice in ("required", "auto")
           for parameters in (
               {"required": 5}, {"required": [5]}, {"properties": 5}, {"properties": {"a": 5}},

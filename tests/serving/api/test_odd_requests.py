@@ -1,18 +1,15 @@
 """Odd requests get an answer below 500, from a server and through a router, both in this process."""
 
 import contextlib
-import socket
-import threading
 import time
-from functools import partial
 
 import httpx
 import pytest
 
-from serving.api.http.connection.server import Server
 from serving.split.router.app import create_router
 from serving.split.settings import RouterSettings
 from tests.support.hostile_requests import HOSTILE
+from tests.support.live_server import running
 
 ODD = (
     "headers that end with white space", "headers with bytes above 0x7f", "heads at and above the limit",
@@ -24,22 +21,16 @@ ODD = (
 
 @pytest.fixture(scope="module")
 def front(server):
-    listening = socket.create_server(("127.0.0.1", 0))
     settings = RouterSettings.create(decode=(server.url,), routing="affinity", log_requests=False)
     app = create_router(settings)
-    router = Server(app, settings, drain_timeout=1.0, leave=app.state.relay.leave)
-    thread = threading.Thread(target=partial(router.run, sockets=[listening]), daemon=True)
-    thread.start()
-    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(url + "/ready").status_code == 200:
-                break
-        time.sleep(0.05)
-    yield url
-    router.should_exit = True
-    thread.join(60)
+    with running(app, settings, leave=app.state.relay.leave) as (_, url):
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(url + "/ready").status_code == 200:
+                    break
+            time.sleep(0.05)
+        yield url
 
 
 @pytest.mark.parametrize("place", ["server", "router"])

@@ -14,10 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving.api.http.errors import ApiError
 from serving.api.http.limits import Limits
 from serving.api.http.settings import ServerSettings
-from serving.api.logs import JsonFormatter, TextFormatter
 from serving.api.metrics import Metrics
 from serving.config import ConfigError
-from tests.support.live_server import LiveServer, make_engine
 
 
 def test_probes(server):
@@ -92,14 +90,9 @@ def test_the_openapi_describes_itself(server):
     assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize"} <= set(paths)
 
 
-async def handled(settings, *, headers=(), path="/v1/models", method="GET", messages=()):
-    """What `Limits` makes of one request: the messages it sends."""
+async def through(limits, *, headers=(), path="/v1/models", method="GET", messages=()):
+    """The messages that `limits` sends to one request."""
     sent, waiting = [], list(messages)
-
-    async def app(scope, receive, send):
-        body = await receive() if method == "POST" else {}
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": body.get("body", b"")})
 
     async def receive():
         return waiting.pop(0)
@@ -108,53 +101,61 @@ async def handled(settings, *, headers=(), path="/v1/models", method="GET", mess
         sent.append(message)
 
     scope = {"type": "http", "method": method, "path": path, "headers": [(k.encode(), v.encode()) for k, v in headers]}
-    await Limits(app, ServerSettings.create(**settings), Metrics("m"))(scope, receive, send)
+    await limits(scope, receive, send)
     return sent
 
 
+async def handled(settings, *, method="GET", **request):
+    """What `Limits` makes of one request to an application that repeats bodies."""
+
+    async def app(scope, receive, send):
+        body = await receive() if method == "POST" else {}
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body.get("body", b"")})
+
+    return await through(Limits(app, ServerSettings.create(**settings), Metrics("m")), method=method, **request)
+
+
 @pytest.mark.parametrize(
-    ("key", "path", "status"),
+    ("header", "key", "path", "status"),
     [
-        (None, "/v1/models", 401), ("Bearer wrong", "/v1/models", 401), ("Bearer one", "/v1/models", 200),
-        ("bearer two", "/v1/models", 200), ("Basic one", "/v1/models", 401), ("Bearer é", "/v1/models", 401),
-        (None, "/health", 200), (None, "/metrics", 200), (None, "/tokenize", 401),
+        ("authorization", None, "/v1/models", 401), ("authorization", "Bearer wrong", "/v1/models", 401),
+        ("authorization", "Bearer one", "/v1/models", 200), ("authorization", "bearer two", "/v1/models", 200),
+        ("authorization", "Basic one", "/v1/models", 401), ("authorization", "Bearer é", "/v1/models", 401),
+        ("authorization", None, "/health", 200), ("authorization", None, "/metrics", 200),
+        ("authorization", None, "/tokenize", 401),
+        # Anthropic's header carries a key too, and operators are clients.
+        ("x-api-key", "one", "/v1/models", 200), ("x-api-key", "operator", "/v1/models", 200),
+        ("x-api-key", "wrong", "/v1/models", 401), ("x-api-key", "", "/v1/models", 401),
     ],
 )  # fmt: skip
-def test_keys(key, path, status):
-    headers = [("authorization", key)] if key else []
-    sent = asyncio.run(handled({"api_key": ("one", "two")}, headers=headers, path=path))
+def test_keys(header, key, path, status):
+    headers = [] if key is None else [(header, key)]
+    sent = asyncio.run(handled({"api_key": ("one", "two"), "admin_key": "operator"}, headers=headers, path=path))
     assert sent[0]["status"] == status
     if status == 401:
         assert json.loads(sent[1]["body"])["error"]["type"] == "authentication_error"
 
 
-@pytest.mark.parametrize(
-    ("key", "status"), [("client", 200), ("operator", 200), ("wrong", 401), ("", 401)]
-)  # fmt: skip
-def test_anthropics_header_carries_a_key_too_and_operators_are_clients(key, status):
-    settings = {"api_key": "client", "admin_key": "operator"}
-    sent = asyncio.run(handled(settings, headers=[("x-api-key", key)], path="/v1/models"))
-    assert sent[0]["status"] == status
+JSON = [("content-type", "application/json")]
 
 
-def test_a_post_without_a_body_needs_no_content_type():
-    nothing = [{"type": "http.request", "body": b"", "more_body": False}]
-    assert asyncio.run(handled({}, method="POST", messages=nothing))[0]["status"] == 200
-    length = [("content-length", "1")]
-    assert asyncio.run(handled({}, headers=length, method="POST", messages=nothing))[0]["status"] == 415
+def posted(*messages, headers=JSON, **settings):
+    return asyncio.run(handled(settings, headers=headers, method="POST", messages=messages))
 
 
-def test_bodies_in_pieces_and_clients_that_leave():
-    kind = [("content-type", "application/json")]
+def test_bodies_in_pieces_without_a_type_or_with_too_many_values():
+    nothing = {"type": "http.request", "body": b"", "more_body": False}
+    assert posted(nothing, headers=[])[0]["status"] == 200
+    assert posted(nothing, headers=[("content-length", "1")])[0]["status"] == 415
     pieces = [{"type": "http.request", "body": b"a" * 600, "more_body": True}] * 2
     last = {"type": "http.request", "body": b"b", "more_body": False}
-    settings = {"max_body_bytes": 2000}
-    sent = asyncio.run(handled(settings, headers=kind, method="POST", messages=[*pieces, last]))
-    assert sent[1]["body"] == b"a" * 1200 + b"b"
-    sent = asyncio.run(handled({"max_body_bytes": 1100}, headers=kind, method="POST", messages=[*pieces, last]))
+    assert posted(*pieces, last, max_body_bytes=2000)[1]["body"] == b"a" * 1200 + b"b"
+    assert posted(*pieces, last, max_body_bytes=1100)[0]["status"] == 413
+    assert not posted(pieces[0], {"type": "http.disconnect"}, max_body_bytes=2000), "the client has left"
+    sent = posted(nothing | {"body": b"[" + b"{}," * 1000 + b"{}]"}, max_body_values=2000)
     assert sent[0]["status"] == 413
-    gone = [pieces[0], {"type": "http.disconnect"}]
-    assert not asyncio.run(handled(settings, headers=kind, method="POST", messages=gone))
+    assert json.loads(sent[1]["body"])["error"]["code"] == "too_many_values"
 
 
 def test_a_server_that_is_not_ready_or_has_failed(server):
@@ -172,10 +173,7 @@ def test_a_server_that_is_not_ready_or_has_failed(server):
 
 def test_draining_and_the_end(server):
     """A server that stops lets the running stream end, and then is gone. (It shares the session's programs.)"""
-    engine = make_engine()
-    engine.loop.programs = server.async_engine.engine.loop.programs
-    other = LiveServer(engine, prepare=False)
-    other.wait_until_ready()
+    other = server.other_server()
     stream = other.openai().completions.create(
         model="demo", prompt="x", max_tokens=100, stream=True, extra_body={"ignore_eos": True, "return_token_ids": True}
     )
@@ -192,15 +190,12 @@ def test_draining_and_the_end(server):
 
 
 def test_an_engine_that_fails(server):
-    engine = make_engine()
-    engine.loop.programs = server.async_engine.engine.loop.programs
-    other = LiveServer(engine, prepare=False)
-    other.wait_until_ready()
+    other = server.other_server()
 
     def fault(plan):
         raise RuntimeError("device lost")
 
-    engine.loop.fault = fault
+    other.async_engine.engine.loop.fault = fault
     with pytest.raises(openai.InternalServerError, match="device lost") as caught:
         other.openai().completions.create(model="demo", prompt="x", max_tokens=4)
     assert caught.value.status_code == 503
@@ -223,28 +218,12 @@ def test_a_request_that_the_engine_gives_up(server):
     server.assert_idle()
 
 
-@pytest.mark.parametrize("form", [TextFormatter(), JsonFormatter()])
-def test_logs(form):
-    record = logging.makeLogRecord({"name": "serving", "levelname": "INFO", "msg": "it is %s", "args": ("here",)})
-    record.fields = {"request_id": "r1", "status": 200}
-    line = form.format(record)
-    assert "\n" not in line
-    assert "it is here" in line
-    assert "r1" in line
-    if isinstance(form, JsonFormatter):
-        assert json.loads(line)["status"] == 200
-
-
-def test_settings_have_clear_errors():
-    with pytest.raises(ConfigError, match="port"):
-        ServerSettings.create(port=70000)
-    with pytest.raises(ConfigError, match="log_format"):
-        ServerSettings.create(log_format="xml")
-
-
-def test_errors_know_their_type():
-    assert json.loads(ApiError(500, "x").body())["error"]["type"] == "server_error"
-    assert json.loads(ApiError(503, "x").body())["error"]["type"] == "unavailable_error"
+def test_settings_and_errors_are_clear():
+    for name, value in (("port", 70000), ("log_format", "xml")):
+        with pytest.raises(ConfigError, match=name):
+            ServerSettings.create(**{name: value})
+    for status, kind in ((500, "server_error"), (503, "unavailable_error")):
+        assert json.loads(ApiError(status, "x").body())["error"]["type"] == kind
 
 
 def test_probes_do_not_wait_for_tokenisers(server, monkeypatch):
@@ -295,31 +274,21 @@ def test_headers_that_browsers_obey(server):
 
 def test_the_bodies_of_all_requests_are_bounded():
     """Together they hold so many bytes; one more is put off, and there is room again when one has ended."""
-    kind, waiting = [("content-type", "application/json")], asyncio.Event()
+    waiting = asyncio.Event()
+
+    async def app(scope, receive, send):
+        await receive()
+        await waiting.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    limits = Limits(app, ServerSettings.create(max_buffered_bytes=2500), Metrics("m"))
+
+    async def one() -> int:
+        body = {"type": "http.request", "body": b"1" * 1000, "more_body": False}
+        return (await through(limits, method="POST", headers=JSON, messages=[body]))[0]["status"]
 
     async def run() -> list[int]:
-        async def app(scope, receive, send):
-            await receive()
-            await waiting.wait()
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-            await send({"type": "http.response.body", "body": b""})
-
-        limits = Limits(app, ServerSettings.create(max_buffered_bytes=2500), Metrics("m"))
-
-        async def one() -> int:
-            sent = []
-
-            async def receive():
-                return {"type": "http.request", "body": b"1" * 1000, "more_body": False}
-
-            async def send(message):
-                sent.append(message)
-
-            scope = {"type": "http", "method": "POST", "path": "/v1/completions"}
-            headers = [(k.encode(), v.encode()) for k, v in kind]
-            await limits(scope | {"headers": headers}, receive, send)
-            return sent[0]["status"]
-
         tasks = [asyncio.create_task(one()) for _ in range(2)]
         await asyncio.sleep(0.05)
         refused = await one()
@@ -329,18 +298,9 @@ def test_the_bodies_of_all_requests_are_bounded():
     assert asyncio.run(run()) == [503, 200, 200, 200]
 
 
-def test_a_body_with_too_many_values():
-    kind = [("content-type", "application/json")]
-    body = {"type": "http.request", "body": b"[" + b"{}," * 1000 + b"{}]", "more_body": False}
-    sent = asyncio.run(handled({"max_body_values": 2000}, headers=kind, method="POST", messages=[body]))
-    assert sent[0]["status"] == 413
-    assert json.loads(sent[1]["body"])["error"]["code"] == "too_many_values"
-
-
 def test_a_step_that_hangs_does_not_hold_up_the_end(server, caplog):
     """Streams get an error event, other requests 503, and the server ends, though its engine does not."""
-    engine = make_engine()
-    engine.loop.programs = server.async_engine.engine.loop.programs
+    engine = server.other_engine()
     step, hangs, hung, go_on = engine.step, threading.Event(), threading.Event(), threading.Event()
 
     def hanging():
@@ -350,8 +310,7 @@ def test_a_step_that_hangs_does_not_hold_up_the_end(server, caplog):
         return step()
 
     engine.step = hanging
-    other = LiveServer(engine, prepare=False, drain_timeout=0.2)
-    other.wait_until_ready()
+    other = server.other_server(engine=engine, drain_timeout=0.2)
     body = {"prompt": "x", "max_tokens": 500, "ignore_eos": True}
 
     async def ask() -> tuple[str, int]:
@@ -384,8 +343,7 @@ def test_a_step_that_hangs_does_not_hold_up_the_end(server, caplog):
 
 def test_the_end_tells_everybody(server, caplog):
     """What still runs when the time to drain is over: an error event, or 503, and no traceback in the log."""
-    engine = make_engine()
-    engine.loop.programs = server.async_engine.engine.loop.programs
+    engine = server.other_engine()
     step = engine.step
 
     def slowly():
@@ -393,8 +351,7 @@ def test_the_end_tells_everybody(server, caplog):
         return step()
 
     engine.step = slowly
-    other = LiveServer(engine, prepare=False, drain_timeout=0.5)
-    other.wait_until_ready()
+    other = server.other_server(engine=engine, drain_timeout=0.5)
     body = {"prompt": "x", "max_tokens": 500, "ignore_eos": True}
 
     async def one(client: httpx.AsyncClient, stream: bool, begun: asyncio.Event) -> tuple[int, str]:

@@ -6,17 +6,15 @@ import shutil
 import socket
 import ssl
 import subprocess
-import threading
 import time
-from functools import partial
 
 import httpx
 import pytest
 from fastapi import FastAPI
 
 from serving.api.http.connection.connections import raise_descriptor_limit, reserve
-from serving.api.http.connection.server import Server
 from serving.api.http.settings import ConnectionBounds
+from tests.support.live_server import running
 
 
 @pytest.fixture(scope="module")
@@ -44,17 +42,10 @@ def place(certificate):
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = Server(
-        app, ConnectionBounds(max_connections=20, header_timeout=1.0), drain_timeout=1.0, leave=lambda: None,
-        ssl_keyfile=str(certificate / "key.pem"), ssl_certfile=str(certificate / "cert.pem"),
-    )  # fmt: skip
-    thread = threading.Thread(target=partial(server.run, sockets=[listening]), daemon=True)
-    thread.start()
-    yield listening.getsockname(), server
-    server.should_exit = True
-    thread.join(30)
-    assert not thread.is_alive()
+    bounds = ConnectionBounds(max_connections=20, header_timeout=1.0)
+    keys = {"ssl_keyfile": str(certificate / "key.pem"), "ssl_certfile": str(certificate / "cert.pem")}
+    with running(app, bounds, **keys) as (server, url):
+        yield ("127.0.0.1", int(url.rpartition(":")[2])), server
 
 
 def get(place, certificate):

@@ -8,13 +8,11 @@ import pytest
 
 from serving.cli.generation.batch_file import naming, run_batch, write_line
 from tests.support.letter_tokens import TOO_BIG
-from tests.support.live_server import make_engine
 
 
 @pytest.fixture(scope="module")
 def llm(server):
-    engine = make_engine()
-    engine.loop.programs = server.async_engine.engine.loop.programs
+    engine = server.other_engine()
     config = SimpleNamespace(max_num_seqs=8, data_parallel_size=1, model="demo")
     return SimpleNamespace(engine=engine, front=engine, config=config, tokenizer=engine.tokenizer)
 
