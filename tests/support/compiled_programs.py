@@ -1,20 +1,31 @@
-"""Figures of a step program that its compiler does not sum up: bytes that it moves, exchanges, launches, kernels."""
+"""Step programs compiled for machines that are not at hand, and figures that the compiler does not sum up."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import pytest
+
+from checkpoints.load import load_config
 from mamba_jax.config import SHARED, AttentionConfig, HybridConfig, MambaConfig
 from mamba_jax.config.lightning import LightningConfig
 from mamba_jax.config.mamba1 import Mamba1Config
+from mamba_jax.model import HybridModel
 from mamba_jax.programs import StepBatch
+from mamba_jax.rows import init_rows
 from mamba_jax.sharding import TENSOR, Partition
-from serving.capacity.compiling import Program, SlicePrograms
+from mamba_jax.store import StoreShape, init_store
+from serving.capacity.compiling import Program, SlicePrograms, check_compiler, slice_mesh
+from serving.capacity.targets import Target, target
+from serving.config import ConfigError
 from tests.support.hlo_traffic import COLLECTIVES, Traffic, count_collectives
 
 
@@ -34,6 +45,72 @@ class MeasuredProgram(Program):
     """What the host launches, by kind of thunk; `kCommandBuffer` is a CUDA graph."""
     kernels: int = 0
     """Those inside a loop or a conditional are not counted."""
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """A step program and the sizes of its store on one device."""
+
+    program: MeasuredProgram
+    kernels: str
+    """How operations run."""
+    partition: Partition
+    states: int
+    """Bytes of all slots."""
+    pages: int
+    """Bytes of all pages."""
+
+
+def few_layers(model: str, pattern: str, vocab_size: int = 1024) -> HybridConfig:
+    """A published model with these sublayers only, and without draft layers."""
+    return replace(load_config(model), pattern=pattern, mtp_pattern="", vocab_size=vocab_size)
+
+
+def compilable(topology: str) -> Target:
+    """The machine; skips the test where the compiler for it is not installed."""
+    machine = target(topology)
+    try:
+        check_compiler(machine)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    return machine
+
+
+def compile_step(
+    config: HybridConfig,
+    topology: str,
+    batch: StepBatch,
+    *,
+    store: dict[str, Any],
+    seats: dict[str, Any],
+    model: HybridModel | None = None,
+    tile_size: int = 128,
+    source: Any = None,
+    lora: tuple[int, int] | None = None,
+) -> CompiledStep:
+    """Compiles the program of a batch.
+
+    Args:
+        store: arguments of `init_store`.
+        seats: arguments of `init_rows`.
+        model: with described parameters; None: in bfloat16.
+        source: of drafts.
+    """
+    machine = compilable(topology)
+    partition, shape = Partition.of(config, machine.count), StoreShape.of(config)
+    programs = SlicePrograms(
+        model or HybridModel.abstract(config, dtype=jnp.bfloat16),
+        slice_mesh(machine),
+        store=jax.eval_shape(partial(init_store, partition.store_shape(shape), dtype=jnp.bfloat16, **store)),
+        rows=jax.eval_shape(partial(init_rows, config, source=source, **seats)),
+        tile_size=tile_size,
+        source=source,
+        lora=lora,
+    )
+    program, device = measured(programs, batch), partition.device_shape(shape)
+    states = store["num_slots"] * device.bytes_per_slot(jnp.bfloat16)
+    pages = store["num_pages"] * device.bytes_per_page(store["page_size"], store.get("kv_dtype", jnp.bfloat16))
+    return CompiledStep(program, programs.choice.report(), partition, states, pages)
 
 
 def measured(programs: SlicePrograms, batch: StepBatch, name: str = "step") -> MeasuredProgram:

@@ -1,27 +1,17 @@
 """Steps with drafters, compiled by the TPU's own compiler: they are divided, and the store is updated in place."""
 
 import dataclasses
-from functools import partial
 
-import jax
-import jax.numpy as jnp
 import pytest
 
-from checkpoints.load import load_config
 from mamba_jax.batch import DecodeBatch
 from mamba_jax.config import AttentionConfig, MLPConfig, QKNormConfig, RopeConfig
 from mamba_jax.config.drafter import BlockConfig, EagleConfig
 from mamba_jax.drafts import BlockDrafts, MTPDrafts
-from mamba_jax.model import HybridModel
-from mamba_jax.rows import init_rows
-from mamba_jax.sharding import Partition
-from mamba_jax.store import StoreShape, init_store
-from serving.capacity.compiling import SlicePrograms, slice_mesh
-from serving.capacity.targets import target
-from tests.support.compiled_programs import measured
+from tests.support.compiled_programs import compile_step, few_layers
 from tests.support.selection import slow
 
-SLOTS, PAGES, PAGE, DRAFTS = 400, 2000, 128, 3
+DRAFTS, STORE = 3, {"num_slots": 400, "num_pages": 2000, "page_size": 128}
 _ATTENTION = AttentionConfig(
     num_heads=16, num_kv_heads=8, head_dim=128, scale=128**-0.5, input_size=1024, rope=RopeConfig(1e4, 128)
 )
@@ -47,25 +37,10 @@ DRAFTERS = {
 @pytest.mark.tpu_compile
 @pytest.mark.parametrize("name", ["eagle3", slow("dspark")])
 def test_a_drafter_copies_nothing(name):
-    pytest.importorskip("libtpu")
     drafter, source = DRAFTERS[name]
-    small = dataclasses.replace(load_config("nemotron-h-8b"), pattern="M*-", mtp_pattern="", vocab_size=1024)
-    config, slice_ = small.with_drafter(drafter), target("v5e-8")
-    partition, shape = Partition.of(config, slice_.count), StoreShape.of(config)
-    make = partial(init_store, num_slots=SLOTS, num_pages=PAGES, page_size=PAGE, dtype=jnp.bfloat16)
-    rows = partial(init_rows, config, max_num_seqs=16, num_speculative_tokens=DRAFTS, source=source, max_len=1024)
-    compiler = SlicePrograms(
-        HybridModel.abstract(config, dtype=jnp.bfloat16),
-        slice_mesh(slice_),
-        store=jax.eval_shape(partial(make, partition.store_shape(shape))),
-        rows=jax.eval_shape(rows),
-        tile_size=128,
-        source=source,
-    )
+    config = few_layers("nemotron-h-8b", "M*-").with_drafter(drafter)
     batch = DecodeBatch.empty(rows=16, num_speculative_tokens=DRAFTS, pages_per_row=16)
-    program = measured(compiler, batch)
-    device = partition.device_shape(shape)
-    states = SLOTS * device.bytes_per_slot(jnp.bfloat16)
-    pages = PAGES * device.bytes_per_page(PAGE, jnp.bfloat16)
-    assert program.aliased >= states + pages
-    assert program.temporaries < min(states, pages) / 4
+    seats = {"max_num_seqs": 16, "num_speculative_tokens": DRAFTS, "max_len": 1024}
+    step = compile_step(config, "v5e-8", batch, store=STORE, seats=seats, source=source)
+    assert step.program.aliased >= step.states + step.pages
+    assert step.program.temporaries < min(step.states, step.pages) / 4

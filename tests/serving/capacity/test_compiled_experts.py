@@ -16,9 +16,8 @@ from mamba_jax.modules.moe import MoE
 from mamba_jax.sharding import Partition, replicated, use_mesh
 from mamba_jax.sharding.across import ShardedModule, across
 from mamba_jax.sharding.parameters import mixer_placements
-from serving.capacity.compiling import check_compiler, slice_mesh
-from serving.capacity.targets import target
-from serving.config import ConfigError
+from serving.capacity.compiling import slice_mesh
+from tests.support.compiled_programs import compilable
 from tests.support.hlo_traffic import Traffic
 
 pytestmark = [pytest.mark.tpu_compile, pytest.mark.slow]
@@ -36,11 +35,7 @@ class Valid(NamedTuple):
 )
 def test_prefill_moves_a_devices_own_rows(name, machine, megabytes, temporary):
     """Of 2,048 tokens; with the rows of all experts on every chip it was 2.5 and 7.7 GB, plus 350 and 440 MB."""
-    try:
-        check_compiler(target(machine))
-    except ConfigError as error:
-        pytest.skip(str(error))
-    config, mesh = preset(name), slice_mesh(target(machine))
+    config, mesh = preset(name), slice_mesh(compilable(machine))
     moe = nnx.eval_shape(lambda: MoE(config.moe, config.hidden_size, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
     placements, partition = mixer_placements(config, MOE, 0), Partition.of(config, mesh.size)
     divided = ShardedModule(moe, placements)

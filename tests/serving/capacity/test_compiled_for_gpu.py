@@ -4,7 +4,6 @@ A few layers of each kind of some published sizes by default, more sizes with --
 `plan-gpu` and no GPU. Library kernels are chosen without measuring, so nothing here tells a time.
 """
 
-import dataclasses
 from functools import partial
 from importlib.metadata import version
 
@@ -18,20 +17,17 @@ from checkpoints.presets import preset_names
 from kernels_pallas.grouped_matmul import grouped_matmul
 from mamba_jax.batch import DecodeBatch, PrefillBatch
 from mamba_jax.model import HybridModel
-from mamba_jax.rows import init_rows
 from mamba_jax.sharding import Partition
-from mamba_jax.store import StoreShape, init_store
 from mamba_jax.tails import Replay
-from serving.capacity.compiling import SlicePrograms, check_compiler, slice_mesh
+from serving.capacity.compiling import slice_mesh
 from serving.capacity.targets import target
-from serving.config import ConfigError
-from tests.support.compiled_programs import measured
+from tests.support.compiled_programs import compilable, compile_step, few_layers
 from tests.support.narrow_parameters import narrow_parameters
 from tests.support.selection import slow
 
 pytestmark = [pytest.mark.gpu_compile, pytest.mark.full]
 
-SLOTS, PAGES, PAGE = 2000, 33_000, 64
+STORE = {"num_slots": 2000, "num_pages": 33_000, "page_size": 64}
 ROWS, TOKENS, TILE = 64, 2048, 128
 MOST = 500e6
 """Temporaries. Caches, states and experts' weights of one layer are each larger, so none of them is copied."""
@@ -63,41 +59,29 @@ EVERY = [(name, one_of_each(name), "h200-1", drafts) for name in preset_names() 
 CASES = [*FEW, *(slow(*case) for case in (*OTHER_MACHINES, *EVERY) if case not in FEW)]
 
 
-def compilable(topology):
-    """The machine; skips the test where the compiler for it is not installed."""
-    machine = target(topology)
-    try:
-        check_compiler(machine)
-    except ConfigError as error:
-        pytest.skip(str(error))
-    return machine
-
-
 def compiled_for(model, pattern, topology, drafts, batch, vocab_size=1024, kind=None, lora=None, replay=None):
-    machine = compilable(topology)
-    config = dataclasses.replace(load_config(model), pattern=pattern, mtp_pattern="", vocab_size=vocab_size)
-    partition = Partition.of(config, machine.count)
-    shape = partition.store_shape(StoreShape.of(config))
-    tails = {"replay": replay, "num_tails": 0 if replay is None else ROWS + 1}
-    make = partial(init_store, shape, num_slots=SLOTS, num_pages=PAGES, page_size=PAGE, dtype=jnp.bfloat16, **tails)
-    options = {"max_num_seqs": ROWS, "num_speculative_tokens": drafts, "replay": replay is not None}
-    seats = partial(init_rows, config, **options, adapters=lora is not None)
-    if kind is None:
-        described = HybridModel.abstract(config, dtype=jnp.bfloat16)
-    else:
-        described = HybridModel.from_parameters(config, narrow_parameters(config, partition, kind))
-    compiler = SlicePrograms(
-        described,
-        slice_mesh(machine),
-        store=jax.eval_shape(make),
-        rows=jax.eval_shape(seats),
+    """The program, the bytes of its store, and how operations run."""
+    config = few_layers(model, pattern, vocab_size)
+    described = None
+    if kind is not None:
+        narrow = narrow_parameters(config, Partition.of(config, target(topology).count), kind)
+        described = HybridModel.from_parameters(config, narrow)
+    step = compile_step(
+        config,
+        topology,
+        batch,
+        store=STORE | {"replay": replay, "num_tails": 0 if replay is None else ROWS + 1},
+        seats={
+            "max_num_seqs": ROWS,
+            "num_speculative_tokens": drafts,
+            "replay": replay is not None,
+            "adapters": lora is not None,
+        },
+        model=described,
         tile_size=TILE,
         lora=lora,
     )
-    device = partition.device_shape(StoreShape.of(config))
-    store = SLOTS * device.bytes_per_slot(jnp.bfloat16) + PAGES * device.bytes_per_page(PAGE, jnp.bfloat16)
-    program = measured(compiler, batch)
-    return program, store, compiler
+    return step.program, step.states + step.pages, step.kernels
 
 
 def check(program, store):
@@ -109,22 +93,22 @@ def check(program, store):
 @pytest.mark.parametrize(("model", "pattern", "topology", "drafts"), CASES)
 def test_decode_is_lean(model, pattern, topology, drafts):
     batch = DecodeBatch.empty(rows=ROWS, num_speculative_tokens=drafts, pages_per_row=64)
-    program, store, compiler = compiled_for(model, pattern, topology, drafts, batch)
+    program, store, kernels = compiled_for(model, pattern, topology, drafts, batch)
     check(program, store)
     by_xla = (" recurrence_update by xla", "paged_attention by xla")
-    assert not [by for by in by_xla if by in compiler.choice.report()]
+    assert not [by for by in by_xla if by in kernels]
     assert program.launches == ONE_GRAPH
     if "E" in pattern and topology[:4] in ("h100", "h200"):
-        assert "grouped_matmul by pallas_gpu" in compiler.choice.report()
+        assert "grouped_matmul by pallas_gpu" in kernels
 
 
 @pytest.mark.parametrize(("model", "pattern", "topology", "drafts"), CASES)
 def test_prefill_is_lean(model, pattern, topology, drafts):
     batch = PrefillBatch.empty(tokens=TOKENS, rows=2, tiles=TOKENS // TILE + 2, pages_per_row=64, tile_size=TILE)
-    program, store, compiler = compiled_for(model, pattern, topology, drafts, batch)
+    program, store, kernels = compiled_for(model, pattern, topology, drafts, batch)
     check(program, store)
     by_xla = ("recurrence_scan by xla", "paged_attention by xla")
-    assert not [by for by in by_xla if by in compiler.choice.report()]
+    assert not [by for by in by_xla if by in kernels]
     # The loop over log-probabilities of prompts slices the head's weight, which XLA does not put into a graph.
     assert program.launches["kCommandBuffer"] <= 2
     assert program.launches["kWhile"] == 1
@@ -145,8 +129,8 @@ def test_narrow_experts_are_not_widened_in_memory(model, topology, kind, weight,
         batch = DecodeBatch.empty(rows=ROWS, num_speculative_tokens=0, pages_per_row=64)
     else:
         batch = PrefillBatch.empty(tokens=TOKENS, rows=2, tiles=TOKENS // TILE + 2, pages_per_row=64, tile_size=TILE)
-    program, _, compiler = compiled_for(model, "MEME", topology, 0, batch, kind=kind)
-    assert "quantised_grouped_matmul by pallas_gpu" in compiler.choice.report()
+    program, _, kernels = compiled_for(model, "MEME", topology, 0, batch, kind=kind)
+    assert "quantised_grouped_matmul by pallas_gpu" in kernels
     # A prefill of 2,048 tokens holds its products; a wide copy of one weight would be twice `weight`.
     assert program.temporaries < weight / target(topology).count
 

@@ -1,26 +1,22 @@
 """Decode of an 8B hybrid held by replay, compiled by the TPU's own compiler: in place, and how far from the least."""
 
-import dataclasses
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from checkpoints.load import load_config
 from mamba_jax.batch import DecodeBatch
 from mamba_jax.drafts import NGramDrafts
 from mamba_jax.model import HybridModel, parameters
-from mamba_jax.rows import init_rows
-from mamba_jax.sharding import Partition
 from mamba_jax.store import StoreShape, init_store, store_bytes
 from mamba_jax.tails import Replay
-from serving.capacity.compiling import SlicePrograms, slice_mesh
+from serving.capacity.compiling import SlicePrograms
 from serving.capacity.count import Counter, decode_workload
 from serving.capacity.plan import make_plan
 from serving.capacity.targets import target
 from serving.config import EngineConfig
-from tests.support.compiled_programs import measured
+from tests.support.compiled_programs import compilable, compile_step, few_layers, measured
 from tests.support.selection import slow
 
 pytestmark = [pytest.mark.tpu_compile, pytest.mark.full]
@@ -41,51 +37,22 @@ WHOLE = [
 @pytest.mark.parametrize(("drafts", "topology"), [(3, "v5e-8"), *(slow(k, "v6e-8") for k in (0, 3))])
 def test_few_layers(drafts, topology):
     """Store and tails are updated in place, without a second buffer of their size, and other slots are unchanged."""
-    pytest.importorskip("libtpu")
-    config = dataclasses.replace(load_config("nemotron-h-8b"), pattern="M*-", mtp_pattern="", vocab_size=1024)
-    slice_, replay = target(topology), Replay(16, drafts)
-    partition, source = Partition.of(config, slice_.count), NGramDrafts(2, 4) if drafts else None
-    store = jax.eval_shape(
-        partial(
-            init_store,
-            partition.store_shape(StoreShape.of(config)),
-            num_slots=SLOTS,
-            num_pages=PAGES,
-            page_size=PAGE,
-            dtype=jnp.bfloat16,
-            replay=replay,
-            num_tails=1 + ROWS,
-        )
-    )
-    rows = partial(
-        init_rows,
-        config,
-        max_num_seqs=ROWS,
-        num_speculative_tokens=drafts,
-        source=source,
-        max_len=MAX_LEN,
-        replay=True,
-    )
-    model = HybridModel.abstract(config, dtype=jnp.bfloat16)
-    compiler = SlicePrograms(
-        model,
-        slice_mesh(slice_),
-        store=store,
-        rows=jax.eval_shape(rows),
-        tile_size=128,
-        source=source,
-    )
+    config, replay = few_layers("nemotron-h-8b", "M*-"), Replay(16, drafts)
+    store = {"num_slots": SLOTS, "num_pages": PAGES, "page_size": PAGE, "replay": replay, "num_tails": 1 + ROWS}
+    seats = {"max_num_seqs": ROWS, "num_speculative_tokens": drafts, "max_len": MAX_LEN, "replay": True}
     batch = DecodeBatch.empty(rows=ROWS, num_speculative_tokens=drafts, pages_per_row=MAX_LEN // PAGE, replay=True)
-    program = measured(compiler, batch)
-    device = partition.device_shape(StoreShape.of(config))
+    source = NGramDrafts(2, 4) if drafts else None
+    step = compile_step(config, topology, batch, store=store, seats=seats, source=source)
+    program, device = step.program, step.partition.device_shape(StoreShape.of(config))
     slots, tails = device.bytes_per_slot(jnp.bfloat16), device.bytes_per_tail(jnp.bfloat16, "float32", replay)
-    pages = PAGES * device.bytes_per_page(PAGE, jnp.bfloat16)
-    assert program.aliased >= SLOTS * slots + (1 + ROWS) * tails + pages
-    assert program.aliased <= store_bytes(store)
+    assert program.aliased >= step.states + (1 + ROWS) * tails + step.pages
+    described = partial(init_store, step.partition.store_shape(StoreShape.of(config)), dtype=jnp.bfloat16, **store)
+    assert program.aliased <= store_bytes(jax.eval_shape(described))
     assert program.temporaries < ROWS * slots
-    report = compiler.choice.report()
-    assert all(f"{kernel} by pallas_tpu" in report for kernel in ("recurrence_replay", "read_windows", "write_windows"))
-    counter = Counter(config, partition, parameters(model), ssm_dtype=jnp.dtype("float32"))
+    operations = ("recurrence_replay", "read_windows", "write_windows")
+    assert all(f"{operation} by pallas_tpu" in step.kernels for operation in operations)
+    wide = parameters(HybridModel.abstract(config, dtype=jnp.bfloat16))
+    counter = Counter(config, step.partition, wide, ssm_dtype=jnp.dtype("float32"))
     least = counter.work(decode_workload(rows=ROWS, drafts=drafts, context=0, replay=replay)).bytes
     print(f"{program.moved / least:.3f} x {least / 1e6:.1f} MB")
     # Weights of so few layers fit into the larger vector memory, and fetching them ahead counts as a write and a read.
@@ -97,7 +64,6 @@ def test_few_layers(drafts, topology):
 @pytest.mark.parametrize(("topology", "rows", "drafts", "states", "most"), WHOLE)
 def test_whole_programs(topology, rows, drafts, states, most, monkeypatch):
     """As `mamba-jax plan` compiles them, on a slice whose memory is full: docs/hardware.md has the figures."""
-    pytest.importorskip("libtpu")
     plan, program, least = planned(topology, rows, drafts, monkeypatch)
     assert plan.size.replay_interval == 16  # chosen, not asked for
     load = decode_workload(rows=rows, drafts=drafts, context=0, replay=Replay(16, drafts))
@@ -109,7 +75,6 @@ def test_whole_programs(topology, rows, drafts, states, most, monkeypatch):
 
 @pytest.mark.slow
 def test_a_whole_program_of_snapshots(monkeypatch):
-    pytest.importorskip("libtpu")
     plan, program, least = planned("v5e-8", 64, 0, monkeypatch, replay_interval=1)
     assert program.aliased >= plan.size.total_bytes
     assert program.moved <= 1.1 * least
@@ -121,6 +86,7 @@ def planned(topology, rows, drafts, monkeypatch, **flags):
     def compile_measured(programs, batches, progress):
         return [measured(programs, batch, name) for name, batch in batches if name.startswith("decode")]
 
+    compilable(topology)
     monkeypatch.setattr(SlicePrograms, "compile", compile_measured)
     flags |= {"num_speculative_tokens": drafts, "speculative_method": "ngram"} if drafts else {}
     plan = make_plan(

@@ -11,7 +11,7 @@ from mamba_jax.compiler_options import compiler_options
 from mamba_jax.sampling import SamplingInputs, init_sampling_table
 from mamba_jax.sampling.draw_tokens import draw
 from serving.capacity.compiling import slice_mesh
-from tests.serving.capacity.test_compiled_for_gpu import compilable
+from tests.support.compiled_programs import compilable
 from tests.support.hlo_traffic import Traffic
 from tests.support.selection import slow
 

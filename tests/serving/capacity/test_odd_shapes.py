@@ -5,23 +5,14 @@ Whatever implementation takes them, the store is updated in place.
 """
 
 import dataclasses
-from functools import partial
 
-import jax
 import jax.numpy as jnp
 import pytest
 
-from checkpoints.load import load_config
 from mamba_jax.batch import DecodeBatch, PrefillBatch
-from mamba_jax.model import HybridModel
-from mamba_jax.rows import init_rows
-from mamba_jax.sharding import Partition
-from mamba_jax.store import StoreShape, init_store
+from mamba_jax.store import StoreShape
 from mamba_jax.store_layout import lanes_of
-from serving.capacity.compiling import SlicePrograms, check_compiler, slice_mesh
-from serving.capacity.targets import target
-from serving.config import ConfigError
-from tests.support.compiled_programs import measured
+from tests.support.compiled_programs import compilable, compile_step, few_layers
 
 pytestmark = pytest.mark.full
 
@@ -39,15 +30,15 @@ def marks(topology, *more):
 
 
 def mamba():
-    config = load_config("nemotron-h-8b")
+    config = few_layers("nemotron-h-8b", "M", vocab_size=256)
     odd = dataclasses.replace(config.mamba, num_heads=9, head_dim=48, num_groups=3, state_size=96)
-    return dataclasses.replace(config, mamba=odd, pattern="M", mtp_pattern="", vocab_size=256)
+    return dataclasses.replace(config, mamba=odd)
 
 
 def delta():
-    config = load_config("qwen3.5-27b")
+    config = few_layers("qwen3.5-27b", "D", vocab_size=256)
     odd = dataclasses.replace(config.recurrences[0], num_heads=6, head_dim=24, num_groups=3, state_size=40)
-    return dataclasses.replace(config, recurrences=(odd,), pattern="D", mtp_pattern="", vocab_size=256)
+    return dataclasses.replace(config, recurrences=(odd,))
 
 
 @pytest.mark.parametrize(
@@ -64,25 +55,13 @@ def delta():
     ],
 )
 def test_store_is_updated_in_place(topology, kind, odd):
-    machine = target(topology)
-    try:
-        check_compiler(machine)
-    except ConfigError as error:
-        pytest.skip(str(error))
-    config = odd()
-    shape = StoreShape.of(config)
-    slots = STORE // shape.bytes_per_slot(jnp.bfloat16)
-    make = partial(init_store, shape, num_slots=slots, num_pages=0, page_size=64, dtype=jnp.bfloat16)
-    compiler = SlicePrograms(
-        HybridModel.abstract(config, dtype=jnp.bfloat16),
-        slice_mesh(machine),
-        store=jax.eval_shape(make),
-        rows=jax.eval_shape(partial(init_rows, config, max_num_seqs=ROWS, num_speculative_tokens=3)),
-        tile_size=TILE,
-    )
-    program = measured(compiler, batch(kind))
-    device = dataclasses.replace(Partition.of(config, 1).device_shape(shape), lanes=lanes_of(machine.device.platform))
-    store = slots * device.bytes_per_slot(jnp.bfloat16)
-    assert program.aliased >= store
+    config, shape = odd(), StoreShape.of(odd())
+    sizes = {"num_slots": STORE // shape.bytes_per_slot(jnp.bfloat16), "num_pages": 0, "page_size": 64}
+    seats = {"max_num_seqs": ROWS, "num_speculative_tokens": 3}
+    step = compile_step(config, topology, batch(kind), store=sizes, seats=seats, tile_size=TILE)
+    lanes = lanes_of(compilable(topology).device.platform)
+    device = dataclasses.replace(step.partition.device_shape(shape), lanes=lanes)
+    store = sizes["num_slots"] * device.bytes_per_slot(jnp.bfloat16)
+    assert step.program.aliased >= store
     # The activations of a few rows: nothing of the store's size.
-    assert program.temporaries < store / 4
+    assert step.program.temporaries < store / 4
