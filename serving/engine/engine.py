@@ -14,14 +14,13 @@ from serving.core import FinishReason, Request, RowResult, StepPlan, check_promp
 from serving.engine.control import Control
 from serving.engine.request_error import RequestError, RequestFailed
 from serving.engine.requests.adapters import AdapterTable, LoadedAdapter
-from serving.engine.requests.output import Choice, RequestMetrics, RequestOutput
+from serving.engine.requests.output import RequestMetrics, RequestOutput
 from serving.engine.requests.request import EngineRequest, LoRARequest, Prompt, check_params, read_prompt
 from serving.engine.requests.routed_experts import read_routed_experts
 from serving.engine.requests.sampling_params import SamplingParams
+from serving.engine.requests.user_request import Choice, UserRequest
 from serving.engine.steps.loop import PlanError, StepLoop
-from serving.engine.steps.prompt_logprobs import add_prompt_logprobs
 from serving.engine.steps.results import HostOutput, StepTokens
-from serving.engine.steps.user_request import ChoiceState, UserRequest
 from serving.engine.structured.grammars import Grammars
 from serving.engine.structured.mask_workers import FollowedChoice
 from serving.engine.structured.reasoning import constraint_of
@@ -164,7 +163,7 @@ class Engine:
         for request in parent.members:
             if not request.finished:
                 self.loop.scheduler.abort(request.request_id)
-            request.user.choice.finish("abort")
+            request.user.finish("abort")
         self._finish(parent)
         self._changed[request_id] = parent
         return parent.output
@@ -180,7 +179,7 @@ class Engine:
         for request in parent.members:
             if not request.finished:
                 self.loop.scheduler.finish(request.request_id, FinishReason.ERROR)
-            request.user.choice.finish("error", reason)
+            request.user.finish("error", reason)
         parent.output.failure = RequestError(reason) if refused else RequestFailed(reason)
         self._finish(parent)
         self._changed[request_id] = parent
@@ -244,7 +243,7 @@ class Engine:
         now = time.monotonic()
         for request in settled.not_finite:
             self._not_finite(request.user.parent)
-        add_prompt_logprobs(settled)
+        settled.add_prompt_logprobs()
         if settled.decode is not None and settled.decode.drafted:
             self._count_drafts(settled.plan, settled.decode)
         for emitted in settled.emitted:
@@ -298,23 +297,24 @@ class Engine:
             sampling=params if index == 0 else replace(params, prompt_logprobs=None, prompt_logprob_token_ids=None),
         )
         followed = None if constraint is None else FollowedChoice(constraint)
-        request.user = ChoiceState(parent, Choice(index, params, stream), seed, followed)
+        request.user = choice = Choice(index, params, stream, parent=parent, seed=seed, followed=followed)
         self.loop.scheduler.add(request)
         if followed is not None and self.loop.inputs.mask_workers is not None:
             self.loop.inputs.mask_workers.submit(request, followed, ())
         parent.members.append(request)
-        output.outputs.append(request.user.choice.output)
+        parent.choices.append(choice)
+        output.outputs.append(choice.output)
 
     # -- taking results --
 
     def _take(self, settled: StepTokens, emitted: RowResult, now: float) -> UserRequest | None:
         request = emitted.request
-        member: ChoiceState = request.user
-        parent = member.parent
-        output, choice = parent.output, member.choice
+        choice: Choice = request.user
+        parent = choice.parent
+        output = parent.output
         if choice.finished:
             return None
-        tokens, complete, followed = emitted.tokens, False, member.followed
+        tokens, complete, followed = emitted.tokens, False, choice.followed
         if followed is not None:
             tokens = tokens[: followed.advance(tokens)]
             complete = followed.constraint.finished
@@ -341,7 +341,7 @@ class Engine:
         elif parent.given.live:
             choice.refresh()
         if followed is not None and not request.finished and self.loop.inputs.mask_workers is not None:
-            self.loop.inputs.mask_workers.submit(request, followed, member.proposed)
+            self.loop.inputs.mask_workers.submit(request, followed, choice.proposed)
         metrics = output.metrics
         if metrics is not None and metrics.first_token_time is None and emitted.tokens:
             metrics.first_token_time = now

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int, UInt8
 
 from serving.engine.request_error import RequestError, RequestFailed
 from serving.engine.requests.routed_experts import RoutedExperts
-from serving.engine.requests.sampling_params import SamplingParams
-from serving.engine.requests.stop_text import StopText
 from serving.engine.stats import DraftStats
-
-_PIECE = 64  # tokens decoded at once: a decoder scans the whole piece to find where its text may be cut
 
 
 class Logprob(NamedTuple):
@@ -146,14 +141,6 @@ class RequestOutput:
         return replace(self, outputs=copied)
 
 
-class TextStream(Protocol):
-    """Converts tokens to text incrementally; holds back bytes that do not form a complete character yet."""
-
-    def push(self, token_ids: Sequence[int]) -> str: ...
-
-    def flush(self) -> str: ...
-
-
 def unpack_sampling_mask(mask: UInt8[np.ndarray, "tokens bytes"], vocab_size: int) -> Bool[np.ndarray, "tokens vocab"]:
     """Returns which tokens of the vocabulary `CompletionOutput.sampling_mask` contains, for each output token.
 
@@ -176,115 +163,3 @@ def token_logprobs(token: int, logprob: float, top_ids: np.ndarray, top: np.ndar
     for rank, (other, value) in enumerate(zip(top_ids.tolist(), top.tolist(), strict=True), start=1):
         table.setdefault(other, Logprob(value, rank))
     return table
-
-
-class Choice:
-    """A running choice. It converts tokens to text and finds stop texts."""
-
-    def __init__(self, index: int, params: SamplingParams, text: TextStream | None) -> None:
-        self.output = CompletionOutput(index)
-        """The output since the last `take`; without `take`, all of it."""
-        self.num_tokens = 0
-        if params.logprobs is not None:
-            self.output.logprobs, self.output.cumulative_logprob = [], 0.0
-        if params.return_sampling_mask:
-            self.output.sampling_masks = []
-        self.changed = True
-        """Whether `take` has something to return; True before the first."""
-        self._params = params
-        self._stream = text
-        self._stops = StopText(params.stop_automaton, include=params.include_stop_str_in_output)
-        self._undecoded: list[int] = []
-        """Tokens that are not converted to text yet."""
-
-    @property
-    def index(self) -> int:
-        """The choice's number in its request."""
-        return self.output.index
-
-    @property
-    def finished(self) -> bool:
-        """Whether the choice has ended."""
-        return self.output.finished
-
-    def take(self) -> CompletionOutput:
-        """Returns the output since the last call as a delta, which later calls do not change."""
-        taken, self.changed = self.output, False
-        logprobs: list[TokenLogprobs] | None = None if taken.logprobs is None else []
-        versions = taken.weights_versions.copy()
-        self.output = replace(taken, text="", token_ids=[], logprobs=logprobs, weights_versions=versions)
-        return taken
-
-    def append(
-        self,
-        tokens: Sequence[int],
-        logprobs: Sequence[TokenLogprobs] | None = None,
-        masks: UInt8[np.ndarray, "tokens bytes"] | None = None,
-        *,
-        ended: bool = False,
-        version: str = "",
-    ) -> bool:
-        """Appends tokens. Returns whether a stop text ended the choice; tokens after it are dropped.
-
-        `ended`: the last token ends the output. It is one of the output's tokens, but its text is omitted, like a stop
-        text. This method converts tokens to text only if there are stop texts; otherwise `refresh` does.
-        `masks`: the tokens that these could have been. `version`: the version of the weights.
-        """
-        before = self.num_tokens
-        try:
-            return self._append(tokens, logprobs, masks, ended)
-        finally:
-            _count(self.output.weights_versions, version, self.num_tokens - before)
-
-    def _append(
-        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None, masks: np.ndarray | None, ended: bool
-    ) -> bool:
-        output = self.output
-        shown = len(tokens) - (ended and not self._params.include_stop_str_in_output)
-        for i, token in enumerate(tokens):
-            output.token_ids.append(token)
-            self.num_tokens += 1
-            self.changed = True
-            if logprobs is not None and output.logprobs is not None:
-                output.logprobs.append(logprobs[i])
-                output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprobs[i][token].logprob
-            if masks is not None and output.sampling_masks is not None:
-                output.sampling_masks.append(masks[i].copy())  # a view would keep the masks of the whole step
-            if self._stream is not None and i < shown:
-                self._undecoded.append(token)
-            if self._stops.texts:
-                # Text before min_tokens is not searched, because it can neither contain nor begin a stop text.
-                self._stops.active = self.num_tokens > self._params.min_tokens
-                self.refresh()
-                if self._stops.found is not None:
-                    output.finish_reason, output.stop_reason = "stop", self._stops.found
-                    return True
-        return False
-
-    def refresh(self) -> None:
-        """Updates `text` from the tokens, except for text that may begin a stop text."""
-        for begin in range(0, len(self._undecoded), _PIECE):
-            if self._stream is not None and self._stops.found is None:
-                self.output.text += self._stops.push(self._stream.push(self._undecoded[begin : begin + _PIECE]))
-        self._undecoded.clear()
-
-    def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
-        """Ends the choice by length, a token or an abort. Adds held-back text to the output."""
-        output = self.output
-        if output.finished:
-            return
-        self.changed = True
-        output.finish_reason, output.stop_reason = reason, stop_reason
-        self.refresh()
-        if self._stream is not None and self._stops.found is None:
-            output.text += self._stops.push(self._stream.flush())
-            output.text += self._stops.flush()
-
-
-def _count(runs: list[tuple[str, int]], version: str, tokens: int) -> None:
-    """Adds a number of tokens of a version to the runs."""
-    if not tokens:
-        return
-    if runs and runs[-1][0] == version:
-        tokens += runs.pop()[1]
-    runs.append((version, tokens))

@@ -10,7 +10,7 @@ import numpy as np
 
 from mamba_jax.batch import PromptLogprobs, StepOutput
 from serving.core import DecodeRow, PrefillRow, Request, RowResult, StepPlan
-from serving.engine.requests.output import TokenLogprobs, token_logprobs
+from serving.engine.requests.output import Logprob, TokenLogprobs, token_logprobs
 
 
 class StateError(RuntimeError):
@@ -74,6 +74,26 @@ class StepTokens:
         lines = self.decode if isinstance(row, DecodeRow) else self.prefill
         assert lines is not None
         return lines, next(i for i, other in enumerate(rows) if other is row)
+
+    def add_prompt_logprobs(self) -> None:
+        """Adds the log-probabilities of prompt tokens to the outputs of the requests that asked for them."""
+        if self.prefill is None or self.prefill.prompt is None:
+            return
+        token, top_ids, top, of_ids = self.prefill.prompt
+        for row, begin in zip(self.plan.prefill, self.prompt_starts, strict=False):
+            output, params = row.request.user.parent.output, row.request.sampling
+            tables, ids = output.prompt_logprobs, output.prompt_token_ids
+            if not row.request.prompt_logprobs or tables is None:
+                continue
+            count, given = params.prompt_logprobs or 0, params.prompt_logprob_token_ids or ()
+            # Position 0 has no preceding token. Tokens after the prompt are output that is computed again after
+            # preemption.
+            for position in range(max(row.length, 1), min(row.length + row.num_tokens, len(ids))):
+                at = begin + position - row.length
+                table = token_logprobs(ids[position], float(token[at]), top_ids[at, :count], top[at, :count])
+                for other, value in zip(given, of_ids[at, : len(given)].tolist(), strict=True):
+                    table.setdefault(other, Logprob(value, None))
+                tables[position] = table
 
 
 def start_reading(output: StepOutput | None, rows: Sequence[DecodeRow | PrefillRow]) -> None:

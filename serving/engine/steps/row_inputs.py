@@ -10,9 +10,9 @@ import numpy as np
 from mamba_jax.batch import SeatBatch
 from mamba_jax.sampling.masks import MaskBatch
 from serving.core import DecodeRow, PrefillRow, Request, StepPlan
+from serving.engine.requests.user_request import Choice
 from serving.engine.steps.batching import BatchBuilder
 from serving.engine.steps.results import HostOutput
-from serving.engine.steps.user_request import ChoiceState
 from serving.engine.structured.mask_workers import MaskWorkers
 
 
@@ -32,17 +32,17 @@ class RowInputs:
 
     def seat(self, request: Request) -> SeatBatch:
         """Returns the sampling parameters of a request that takes a seat."""
-        member: ChoiceState = request.user
-        metrics = member.parent.output.metrics
+        choice: Choice = request.user
+        metrics = choice.parent.output.metrics
         if metrics is not None and metrics.first_scheduled_time is None:
             metrics.first_scheduled_time = time.monotonic()
-        adapter = member.parent.adapter
+        adapter = choice.parent.adapter
         return self._batches.seat(
             request.progress.row_id,
             request.sampling,
-            seed=member.seed,
-            choice=member.choice.output.index,
-            prompt=member.parent.output.prompt_token_ids,
+            seed=choice.seed,
+            choice=choice.index,
+            prompt=choice.parent.output.prompt_token_ids,
             output=request.output_token_ids,
             stop_ids=sorted(request.stop_token_ids),
             vocab_size=self._vocab_size,
@@ -70,10 +70,10 @@ class RowInputs:
             return ()
         masks: dict[int, np.ndarray] = {}
         for row in plan.rows:
-            member: ChoiceState = row.request.user
-            if member.followed is not None and row.sample:
-                assert member.followed.masks is not None, "a row whose mask is not ready has been planned"
-                masks[row.row_id] = member.followed.masks
+            choice: Choice = row.request.user
+            if choice.followed is not None and row.sample:
+                assert choice.followed.masks is not None, "a row whose mask is not ready has been planned"
+                masks[row.row_id] = choice.followed.masks
         return list(self._batches.masks(masks, self._vocab_size))
 
     def collect_masks(self, *, idle: bool = False) -> bool:

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from serving.engine.request_error import RequestError
-from serving.engine.requests.output import Choice, token_logprobs
+from serving.engine.requests.output import token_logprobs
 from serving.engine.requests.sampling_params import MAX_STOP_CHARACTERS, SamplingParams
 from serving.engine.requests.stop_text import StopAutomaton, StopText
+from serving.engine.requests.user_request import Choice
 
 
 class PlainStopText:
