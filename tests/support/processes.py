@@ -1,12 +1,17 @@
 """Workers and routers as processes of their own, on loopback."""
 
 import contextlib
+import fcntl
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
+from typing import IO
 
 import httpx
 import openai
@@ -26,9 +31,25 @@ ENGINE = {
 }
 
 
+_leases: list[IO[str]] = []
+
+
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return found.getsockname()[1]
+    """A port for a process that is yet to start, or to start again. No other run of the tests gets it, nor does the
+    system give it to a client: it is below those ports, and a lock on a file keeps it for this process."""
+    folder = Path(tempfile.gettempdir()) / f"mamba-jax-ports-{os.getuid()}"
+    folder.mkdir(exist_ok=True)
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 1_000):
+        lease = (folder / str(port)).open("w")
+        try:
+            fcntl.flock(lease, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            lease.close()
+            continue
+        _leases.append(lease)
+        return port
+    raise AssertionError("no port is free")
 
 
 class Process:
