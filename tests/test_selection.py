@@ -112,7 +112,7 @@ def test_a_keyword_spares_the_import_of_files_that_cannot_match(pytestconfig, mo
         ("test_equal_keys", "kernels_pallas/test_recurrence_update.py", True),
         # Not in any name: perhaps the value of a parameter.
         ("bfloat16states", "serving/core/test_hits.py", None),
-        ("test_eviction or test_hits", "serving/core/test_worth.py", None),
+        ("test_eviction or test_hits", "serving/core/test_limits.py", None),
         ("", "serving/core/test_hits.py", None),
     ]:
         monkeypatch.setattr(pytestconfig.option, "keyword", keyword)

@@ -4,7 +4,8 @@ from serving.core.tiers.prices import Prices
 from serving.engine.engine import Engine
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.tiers.mover import Mover
-from tests.support.split_pair import FLAGS
+from tests.support.engines import finish
+from tests.support.split_pair import FLAGS, tokens
 
 SMALL = FLAGS | {"debug_state": False, "max_num_seqs": 2, "num_slots": 8, "num_pages": 26, "max_num_batched_tokens": 40}
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -23,3 +24,21 @@ class Free(Prices):
 
     def worth_fetching(self, tier: str, num_bytes: int, tokens: int) -> bool:
         return True
+
+
+def ask(engine: Engine, name: str, prompt, **more) -> int:
+    """A request from beginning to end; prompt tokens that it found."""
+    output = engine.add_request(name, {"prompt_token_ids": list(prompt)}, PARAMS, **more)
+    finish(engine)
+    return output.num_cached_tokens
+
+
+def fill(engine: Engine, numbers=range(1, 7), **more) -> None:
+    """So many prompts that the first are evicted."""
+    for number in numbers:
+        assert ask(engine, f"first {number}", tokens(number, 61), **more) == 0
+
+
+def tiers(engine: Engine) -> dict:
+    """The counters of an engine's tiers."""
+    return engine.stats()["tiers"]

@@ -157,13 +157,6 @@ def test_reasons() -> None:
     assert (asked.num_cached_tokens, asked.miss_reason) == (0, MissReason.PROMPT_LOGPROBS)
 
 
-def test_reason_evicted() -> None:
-    loop = Loop(num_pages=9, num_slots=40, max_model_len=16)
-    loop.run(PROMPT, max_tokens=1)
-    loop.run([7] * 15, max_tokens=1)
-    assert loop.run(PROMPT, max_tokens=1).miss_reason is MissReason.EVICTED
-
-
 def test_reason_state_evicted() -> None:
     loop = Loop(num_slots=4, max_num_seqs=1)
     loop.run(PROMPT[:8], max_tokens=1)
@@ -182,39 +175,6 @@ def test_state_evicted_falls_back_to_a_shallower_state() -> None:
     assert match.entry is not None
     index.drop_state(match.entry)
     assert loop.run(PROMPT, max_tokens=1).num_cached_tokens == 8
-
-
-def test_hit_lasts_while_it_is_read() -> None:
-    loop = Loop(num_slots=5, max_num_seqs=2, num_pages=30, max_model_len=30)
-    loop.run(PROMPT, max_tokens=1)
-    reader = loop.add(PROMPT, max_tokens=8)
-    loop.add([3] * 20, max_tokens=4)
-    loop.finish()
-    loop.check_output(reader)
-    assert reader.num_cached_tokens == len(PROMPT)
-
-
-def test_nothing_is_found_that_other_weights_have_computed() -> None:
-    loop = Loop()
-    loop.run(PROMPT)
-    assert loop.run(PROMPT).num_cached_tokens == len(PROMPT)
-    loop.change_weights()
-    fresh = loop.run(PROMPT)
-    assert (fresh.num_cached_tokens, fresh.miss_reason) == (0, MissReason.WEIGHTS_CHANGED)
-    assert loop.run(PROMPT).num_cached_tokens == len(PROMPT)
-
-
-def test_who_runs_goes_on_from_its_tokens_under_other_weights() -> None:
-    loop = Loop()
-    request = loop.add(PROMPT, max_tokens=20)
-    for _ in range(4):
-        loop.step()
-    loop.change_weights()
-    said = list(request.output_token_ids)
-    assert said
-    loop.finish()
-    loop.check_output(request)
-    assert request.output_token_ids[: len(said)] == said
 
 
 def test_states_of_old_weights_go_first() -> None:

@@ -1,8 +1,10 @@
-"""Budgets, lengths, fairness, refusals, and which requests are preempted."""
+"""Settings, budgets, lengths, fairness, refusals, and which requests are preempted."""
+
+from typing import Any
 
 import pytest
 
-from serving.core import FinishReason, MissReason, Request, RequestError, Scheduler, Status
+from serving.core import ConfigError, FinishReason, MissReason, RequestError, Status
 from tests.serving.core.drive import Loop, small_config
 
 
@@ -52,12 +54,6 @@ def test_all_writes_each_boundary_of_one_chunk() -> None:
     assert len(set(row.access.writes) - {0}) == 4
 
 
-def test_tile_budget() -> None:
-    loop = Loop(max_tiles=2)
-    loop.run(list(range(15)), max_tokens=1)
-    assert max(len(row.access.writes) for plan in loop.plans for row in plan.prefill) == 2
-
-
 def test_lengths_clip_drafts() -> None:
     for overlap in (True, False):
         loop = Loop(num_speculative_tokens=3, max_model_len=12, overlap=overlap)
@@ -68,16 +64,6 @@ def test_lengths_clip_drafts() -> None:
     assert [row.num_drafts for plan in loop.plans for row in plan.decode] == [3]
     request = loop.run(list(range(6)), max_tokens=6)
     assert [row.num_drafts for plan in loop.plans[-2:] for row in plan.decode] == [3, 0]
-
-
-def test_stop_inside_a_draft_run() -> None:
-    loop = Loop(num_speculative_tokens=3)
-    probe = loop.run(list(range(7)), max_tokens=8)
-    stop = probe.output_token_ids[4]
-    first = probe.output_token_ids.index(stop)
-    request = loop.run(list(range(7)), max_tokens=8, stop_token_ids=[stop])
-    assert request.output_token_ids == probe.output_token_ids[: first + 1]
-    assert (request.finish_reason, request.stop_reason) == (FinishReason.STOP, stop)
 
 
 def test_no_step_for_a_row_whose_last_token_is_under_way() -> None:
@@ -92,15 +78,17 @@ def test_no_step_for_a_row_whose_last_token_is_under_way() -> None:
         ({"prompt": []}, "empty"),
         ({"prompt": list(range(64))}, "at most 63"),
         ({"prompt": [1], "max_tokens": 0}, "max_tokens is 0"),
+        ({"prompt": [1], "request_id": "taken"}, "in use"),
     ],
 )
 def test_impossible_requests_are_refused_in_one_line(options: dict, text: str) -> None:
     loop = Loop()
+    loop.add([1], request_id="taken")
     with pytest.raises(RequestError, match=text) as refused:
         loop.add(**options)
     assert "\n" not in str(refused.value)
     assert not refused.value.retry
-    assert not loop.scheduler.has_unfinished
+    assert len(loop.scheduler.waiting) == 1
 
 
 def test_a_request_that_outgrows_the_pages_is_refused() -> None:
@@ -111,34 +99,19 @@ def test_a_request_that_outgrows_the_pages_is_refused() -> None:
     loop.run([1] * 4, max_tokens=7)
 
 
-def test_full_queue_refuses_for_now() -> None:
-    loop = Loop(max_waiting=1)
-    loop.add([1], max_tokens=1)
-    with pytest.raises(RequestError, match="try later") as refused:
-        loop.add([1], max_tokens=1)
-    assert refused.value.retry
-    loop.finish()
-
-
 def test_choices_do_not_fill_the_queue_for_other_requests() -> None:
     loop = Loop(max_waiting=3)
     loop.add([1], max_tokens=1, request_id="many")
     for _ in range(2):
         loop.add([1], max_tokens=1, fork_of="many")
-    with pytest.raises(RequestError, match="try later"):
+    with pytest.raises(RequestError, match="try later") as refused:
         loop.add([1], max_tokens=1, fork_of="many")
+    assert refused.value.retry
     for _ in range(2):
         loop.add([2], max_tokens=1)
     with pytest.raises(RequestError, match="try later"):
         loop.add([2], max_tokens=1)
     loop.finish()
-
-
-def test_same_id_twice_is_refused() -> None:
-    scheduler = Scheduler(small_config())
-    scheduler.add(Request("a", [1]))
-    with pytest.raises(RequestError, match="in use"):
-        scheduler.add(Request("a", [2]))
 
 
 def test_priorities() -> None:
@@ -195,15 +168,6 @@ def test_withdrawing_leaves_no_trace() -> None:
     loop.check_output(first)
 
 
-def test_lockstep_settles_first() -> None:
-    loop = Loop()
-    loop.add([1, 2, 3], max_tokens=4, lockstep=True)
-    loop.step()
-    assert loop.scheduler.needs_settle_before_schedule()
-    assert loop.scheduler.schedule() is None
-    loop.finish()
-
-
 def test_a_row_in_lockstep_sits_out_while_others_go_on() -> None:
     for drafts in (0, 2):
         loop = Loop(num_speculative_tokens=drafts)
@@ -219,22 +183,6 @@ def test_a_row_in_lockstep_sits_out_while_others_go_on() -> None:
         loop.finish()
         loop.check_output(plain)
         loop.check_output(held)
-
-
-@pytest.mark.parametrize("drafts", [0, 2])
-def test_all_wait_where_most_rows_are_in_lockstep(drafts: int) -> None:
-    loop = Loop(num_speculative_tokens=drafts)
-    requests = [loop.add([1, 2, n], max_tokens=9 * (1 + drafts), lockstep=n > 3) for n in range(3, 6)]
-    while not all(request.output_token_ids for request in requests):
-        loop.step()
-    loop.plans.clear()
-    for _ in range(4):
-        assert loop.scheduler.needs_settle_before_schedule()
-        loop.step()
-    assert [len(plan.decode) for plan in loop.plans] == [3] * 4
-    loop.finish()
-    for request in requests:
-        loop.check_output(request)
 
 
 def test_abort_everywhere() -> None:
@@ -338,3 +286,67 @@ def test_a_step_that_decodes_keeps_to_its_pause() -> None:
     assert plan is not None
     assert prompts_of(plan) == [("r2", 24)], "five times as long as with decoding rows"
     loop.finish()
+
+
+# -- several answers to one prompt --
+
+
+def test_siblings_wait_for_the_first_ones_prompt_end() -> None:
+    loop = Loop()
+    first = loop.add(list(range(50, 61)), max_tokens=4, request_id="a")
+    others = [loop.add(list(range(50, 61)), max_tokens=4, fork_of="a") for _ in range(2)]
+    loop.finish()
+    for request in (first, *others):
+        loop.check_output(request)
+    assert [request.num_cached_tokens for request in others] == [len(list(range(50, 61)))] * 2
+    assert loop.scheduler.stats()["prefill_tokens"] == len(list(range(50, 61)))
+
+
+def test_a_waiting_sibling_does_not_hold_up_others() -> None:
+    loop = Loop(max_num_batched_tokens=6)
+    loop.add(list(range(50, 61)), max_tokens=4, request_id="a")
+    loop.add(list(range(50, 61)), max_tokens=4, fork_of="a")
+    other = loop.add([1, 2], max_tokens=1)
+    for _ in range(3):
+        loop.step()
+    assert other.progress.row_id or other.finished
+    loop.finish()
+
+
+# -- settings --
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"state_block_size": 5}, "state_block_size is 5: it must be a multiple of tile_size"),
+        ({"page_size": 3}, "page_size is 3: it must divide state_block_size"),
+        ({"num_speculative_tokens": 4}, "num_speculative_tokens is 4: it must be below state_block_size"),
+        ({"num_slots": 1}, "num_slots is 1"),
+        ({"num_slots": 3, "num_speculative_tokens": 2}, "one sequence needs 3"),
+        ({"num_pages": 1}, "null page alone"),
+        ({"num_pages": -1}, "must not be negative"),
+        ({"cache_mode": "some"}, "none, align or all"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"max_tiles": 0}, "max_tiles is 0"),
+        ({"max_model_len": 1}, "max_model_len is 1"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text) as refused:
+        small_config(**changes)
+    assert "\n" not in str(refused.value)
+
+
+def test_page_size_need_not_divide_without_attention() -> None:
+    assert small_config(page_size=3, num_pages=0).pages_per_row == 0
+
+
+def test_derived_sizes() -> None:
+    config = small_config(num_slots=10, num_speculative_tokens=3, max_num_seqs=8)
+    assert config.num_rows == 2
+    assert config.decode_rows == 2
+    # Wide enough for two unsettled steps beyond the longest sequence.
+    assert config.pages_per_row == (64 + 2 * 4) // 2
+    assert config.tiles == 32 + config.max_prefill_rows
+    assert small_config(max_decode_rows=2).decode_rows == 2

@@ -18,9 +18,8 @@ from serving.engine.requests.request import EngineRequest, LoRARequest
 from serving.engine.stats import merged_stats
 from serving.tiers.memory import Memory
 from tests.support.adapter_contents import CONTENTS, read_contents
-from tests.support.engines import finish
 from tests.support.no_programs import NoPrograms
-from tests.support.small_tiers import DISK, HOST, PARAMS, SMALL, Free, tier_mover
+from tests.support.small_tiers import DISK, HOST, PARAMS, SMALL, Free, ask, fill, tier_mover, tiers
 from tests.support.split_pair import model, tokens
 
 
@@ -49,23 +48,6 @@ def start(tiny, tmp_path):
     for engine in made:
         engine.close()
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("tier-")]
-
-
-def ask(engine, name, prompt, **more):
-    """A request from beginning to end; prompt tokens that it found."""
-    output = engine.add_request(name, {"prompt_token_ids": list(prompt)}, PARAMS, **more)
-    finish(engine)
-    return output.num_cached_tokens
-
-
-def fill(engine, numbers=range(1, 7)):
-    """So many prompts that the first are evicted."""
-    for number in numbers:
-        assert ask(engine, f"first {number}", tokens(number, 61)) == 0
-
-
-def tiers(engine) -> dict:
-    return engine.stats()["tiers"]
 
 
 def names(tier) -> set:

@@ -10,7 +10,7 @@ from serving.engine.assembly.build import assemble
 from serving.tiers.folder import Folder
 from tests.support.engines import finish
 from tests.support.no_programs import NoPrograms
-from tests.support.small_tiers import DISK, HOST, PARAMS, SMALL, Free, tier_mover
+from tests.support.small_tiers import DISK, HOST, PARAMS, SMALL, Free, ask, fill, tier_mover, tiers
 from tests.support.split_pair import model, tokens
 
 GIB = 1 << 30
@@ -40,23 +40,6 @@ def start(tiny, tmp_path):
         engine.close()
 
 
-def ask(engine, name, prompt, **more):
-    """A request from beginning to end; prompt tokens that it found."""
-    output = engine.add_request(name, {"prompt_token_ids": list(prompt)}, PARAMS, **more)
-    finish(engine)
-    return output.num_cached_tokens
-
-
-def fill(engine, numbers=range(1, 7), **more):
-    """So many prompts that the first are evicted."""
-    for number in numbers:
-        assert ask(engine, f"first {number}", tokens(number, 61), **more) == 0
-
-
-def stats(engine) -> dict:
-    return engine.stats()["tiers"]
-
-
 def wait_until_seen(engine, count):
     """So many units of another's have been seen on the disk; an engine sees its own there, too."""
     disk, until = tier_mover(engine).disk, time.monotonic() + 30
@@ -72,7 +55,7 @@ def test_a_prompt_that_was_evicted_is_not_computed_again(start, flags):
     computed = engine.stats()["prefill_tokens"]
     assert ask(engine, "again", tokens(1, 61)) == 61
     assert engine.stats()["prefill_tokens"] == computed
-    assert sum(tier["arrived"] for tier in stats(engine).values()) == 1
+    assert sum(tier["arrived"] for tier in tiers(engine).values()) == 1
     engine.loop.scheduler.check(idle=True)
 
 
@@ -83,7 +66,7 @@ def test_a_restart_finds_what_was_on_the_device_and_in_memory(start):
     engine = start(**DISK)
     for number in (6, 1, 3):
         assert ask(engine, f"again {number}", tokens(number, 61)) == 61
-    assert stats(engine)["disk"]["arrived"] == 3
+    assert tiers(engine)["disk"]["arrived"] == 3
 
 
 def test_what_is_still_being_written_is_waited_for(start, monkeypatch):
@@ -97,7 +80,7 @@ def test_what_is_still_being_written_is_waited_for(start, monkeypatch):
     engine = start(**DISK)
     fill(engine)
     assert ask(engine, "again", tokens(1, 61)) == 61
-    assert stats(engine)["disk"]["lost"] == 0
+    assert tiers(engine)["disk"]["lost"] == 0
 
 
 def test_two_servers_share_a_folder(start, monkeypatch):
@@ -106,20 +89,13 @@ def test_two_servers_share_a_folder(start, monkeypatch):
     one, other = start(**DISK), start(**HOST, **DISK)
     fill(one)
     tier_mover(one).leaving.settle()
-    wait_until_seen(other, stats(one)["disk"]["stored"])
+    wait_until_seen(other, tiers(one)["disk"]["stored"])
     assert ask(other, "again", tokens(1, 61)) == 61
-    assert (stats(other)["disk"]["arrived"], stats(other)["disk"]["stored"]) == (1, 0)
+    assert (tiers(other)["disk"]["arrived"], tiers(other)["disk"]["stored"]) == (1, 0)
     fill(other, numbers=range(11, 17))
     tier_mover(other).leaving.settle()
-    wait_until_seen(one, stats(other)["disk"]["stored"])
+    wait_until_seen(one, tiers(other)["disk"]["stored"])
     assert ask(one, "too", tokens(11, 61)) == 61
-
-
-def test_memory_of_no_size_leaves_everything_to_the_disk(start):
-    engine = start(host_cache_gib=1 / GIB, **DISK)
-    fill(engine)
-    assert ask(engine, "again", tokens(1, 61)) == 61
-    assert (stats(engine)["host"]["units"], stats(engine)["disk"]["arrived"]) == (0, 1)
 
 
 def test_another_layout_finds_nothing_of_it(start, tmp_path):
@@ -157,49 +133,11 @@ def test_a_release_that_computes_otherwise_finds_nothing_of_it(start, monkeypatc
     assert ask(start(**DISK), "again", tokens(1, 61)) == 61
 
 
-def test_salts_are_kept_apart(start):
-    engine = start(**HOST)
-    fill(engine, cache_salt="a")
-    for salt, found in ((None, 0), ("b", 0), ("a", 61)):
-        assert ask(engine, f"again {salt}", tokens(1, 61), cache_salt=salt) == found
-
-
-def test_what_is_damaged_is_computed_again(start, tmp_path):
-    engine = start(**DISK)
-    fill(engine)
-    engine.close()
-    for number, path in enumerate(sorted((tmp_path / "disk").rglob("*.safetensors"))):
-        data = bytearray(path.read_bytes())
-        data[-1 - number % 8] ^= 16
-        path.write_bytes(data)
-    engine = start(**DISK)
-    fill(engine)
-    found = stats(engine)["disk"]
-    assert found["hits"] >= 6
-    assert found["arrived"] == 0
-    assert found["lost"] >= 6
-
-
-def test_a_lost_store_takes_nothing_from_the_tiers(start):
-    engine = start(**HOST)
-    fill(engine)
-    engine.loop._forget()
-    assert ask(engine, "again", tokens(1, 61)) == 61
-
-
-def test_replaced_weights_find_nothing_below_the_device(start):
-    engine = start(**HOST, **DISK)
-    fill(engine)
-    engine.loop.scheduler.change_weights()
-    assert ask(engine, "again", tokens(1, 61)) == 0
-    assert stats(engine)["host"]["lost"] > 0
-
-
 def test_dropped_prefixes_are_not_found_below_the_device(start):
     engine = start(**HOST, **DISK)
     fill(engine)
     tier_mover(engine).leaving.settle()
-    assert stats(engine)["host"]["units"] > 0
+    assert tiers(engine)["host"]["units"] > 0
     engine.loop.scheduler.drop_cached()
     assert ask(engine, "again", tokens(1, 61)) == 0
     assert ask(engine, "once more", tokens(1, 61)) == 61
@@ -216,7 +154,7 @@ def test_a_full_disk_leaves_everything_else_as_it_was(start, monkeypatch):
     monkeypatch.setattr(folder, "_put", full)
     fill(engine)
     tier_mover(engine).leaving.settle()
-    assert stats(engine)["disk"]["units"] == 0
+    assert tiers(engine)["disk"]["units"] == 0
     assert not list(folder.path.glob("*.safetensors"))
 
 

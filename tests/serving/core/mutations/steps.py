@@ -237,7 +237,7 @@ def no_share(whole, self):
     56,
     "forks do not wait for the first sibling",
     "issue: forks",
-    "test_forks:test_siblings_wait_for_the_first_ones_prompt_end",
+    "test_limits:test_siblings_wait_for_the_first_ones_prompt_end",
 )
 @replacing(admission, "_waits_for_sibling")
 def forks_do_not_wait(whole, host, request):
