@@ -184,11 +184,6 @@ class HybridConfig:
         return self.mtp_pattern.count(ATTENTION) + self.mtp_pattern.count(LATENT)
 
     @property
-    def num_attention_layers(self) -> int:
-        """All arrays of keys and values: first the model's, in its order, then the multi-token-prediction layer's."""
-        return self.num_attention_uses + self.num_mtp_attention_layers
-
-    @property
     def drafts(self) -> bool:
         """Whether the model has a layer or a drafter that drafts from its hidden states."""
         return bool(self.mtp_pattern) or self.drafter is not None

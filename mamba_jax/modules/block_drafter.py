@@ -13,52 +13,10 @@ from jaxtyping import Array, Float, Int
 from mamba_jax.config import HybridConfig
 from mamba_jax.config.drafter import BlockConfig
 from mamba_jax.layout import BlockLayout, DecodeLayout, PrefillLayout
-from mamba_jax.modules.attention import Attention
 from mamba_jax.modules.basic import RMSNorm, Table, normal
-from mamba_jax.modules.drafter import DrafterFrame, feed
-from mamba_jax.modules.mlp import MLP
-from mamba_jax.sharding.across import ShardedModule, across
+from mamba_jax.modules.drafter import DrafterFrame, DrafterLayer
+from mamba_jax.sharding.across import across
 from mamba_jax.sharding.axis import split_last
-
-
-class BlockLayer(nnx.Module):
-    """A pre-norm transformer layer. It also makes keys and values from hidden states that it does not transform."""
-
-    def __init__(self, config: BlockConfig, target: HybridConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
-        size = config.hidden_size
-        self.config, self.target = config, target
-        self.attention_norm = RMSNorm(size, config.norm_eps, dtype=dtype)
-        self.attention = Attention(config.attention, size, rngs=rngs, dtype=dtype)
-        self.mlp_norm = RMSNorm(size, config.norm_eps, dtype=dtype)
-        self.mlp = MLP(config.mlp, size, rngs=rngs, dtype=dtype)
-
-    def remember(self, read: Float[Array, "T hidden"], layout: DecodeLayout | PrefillLayout, kv: Array) -> Array:
-        """Returns the pages with the keys and values of earlier tokens."""
-        _, state = across(self.target, {"mixer": self._attention}, _remember, layout, {"draft_kv": kv}, read)
-        return state["draft_kv"]
-
-    def __call__(self, x: Float[Array, "T hidden"], layout: BlockLayout, kv: Array) -> tuple[Array, Array]:
-        """Returns the hidden states of a block's tokens, and the pages with their keys and values."""
-        read = self.attention_norm(x)
-        y, state = across(self.target, {"mixer": self._attention}, _attend, layout, {"draft_kv": kv}, read)
-        x = x + y.astype(x.dtype)
-        mlp = ShardedModule(self.mlp, self.config.mlp.parameters())
-        y, _ = across(self.target, {"mixer": mlp}, feed, layout, None, self.mlp_norm(x))
-        return x + y.astype(x.dtype), state["draft_kv"]
-
-    @property
-    def _attention(self) -> ShardedModule:
-        return ShardedModule(self.attention, self.config.attention.parameters())
-
-
-def _remember(modules: Any, layout: Any, state: Any, read: Array) -> tuple[Array, Any]:
-    k, v = modules["mixer"].keys_values(read, layout)
-    return jnp.zeros(0, read.dtype), {"draft_kv": layout.write_kv(k, v, state["draft_kv"])}
-
-
-def _attend(modules: Any, layout: BlockLayout, state: Any, x: Array) -> tuple[Array, Any]:
-    y, kv = modules["mixer"](x, layout, state["draft_kv"])
-    return y, {"draft_kv": kv}
 
 
 class BlockDrafter(DrafterFrame):
@@ -72,7 +30,7 @@ class BlockDrafter(DrafterFrame):
         super().__init__(config, target, rngs=rngs, dtype=dtype)
         rank = config.markov_rank
         self.states_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype=dtype)
-        self.layers = nnx.List([BlockLayer(config, target, rngs=rngs, dtype=dtype) for _ in range(config.num_layers)])
+        self.layers = nnx.List([DrafterLayer(config, target, rngs=rngs, dtype=dtype) for _ in range(config.num_layers)])
         self.markov_before = Table(normal(rngs, (target.vocab_size, rank), dtype)) if rank else None
         self.markov_after = Table(normal(rngs, (config.vocab_size, rank), dtype)) if rank else None
 
@@ -85,7 +43,17 @@ class BlockDrafter(DrafterFrame):
         self, read: Float[Array, "T hidden"], layout: DecodeLayout | PrefillLayout, kv: tuple[Array, ...]
     ) -> tuple[Array, ...]:
         """Returns the pages of each layer with the keys and values of the layout's tokens, from their `features`."""
-        return tuple(layer.remember(read, layout, own) for layer, own in zip(self.layers, kv, strict=True))
+
+        def write(modules: Any, layout: Any, state: Any, read: Array) -> tuple[Array, Any]:
+            k, v = modules["mixer"].keys_values(read, layout)
+            return jnp.zeros(0, read.dtype), {"draft_kv": layout.write_kv(k, v, state["draft_kv"])}
+
+        found = []
+        for layer, own in zip(self.layers, kv, strict=True):
+            attention = {"mixer": layer.sharded_attention}
+            _, state = across(layer.target, attention, write, layout, {"draft_kv": own}, read)
+            found.append(state["draft_kv"])
+        return tuple(found)
 
     def __call__(
         self, embedded: Float[Array, "T hidden"], layout: BlockLayout, kv: tuple[Array, ...]
@@ -93,7 +61,7 @@ class BlockDrafter(DrafterFrame):
         """Returns the output at each token of a block, before the final norm, and the keys and values."""
         x, kept = embedded, []
         for layer, own in zip(self.layers, kv, strict=True):
-            x, own = layer(x, layout, own)
+            x, own = layer.run(x, layer.attention_norm(x), layout, own, first_key=0)
             kept.append(own)
         return x, tuple(kept)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,50 +13,8 @@ from jaxtyping import Array, Float
 from mamba_jax.config import HybridConfig
 from mamba_jax.config.drafter import EagleConfig
 from mamba_jax.layout import Layout
-from mamba_jax.modules.attention import Attention
 from mamba_jax.modules.basic import RMSNorm
-from mamba_jax.modules.drafter import DrafterFrame, feed
-from mamba_jax.modules.mlp import MLP
-from mamba_jax.sharding.across import ShardedModule, across
-
-
-class EagleLayer(nnx.Module):
-    """A pre-norm transformer layer with causal attention. The first reads pairs of an embedding and a hidden state."""
-
-    def __init__(
-        self, config: EagleConfig, target: HybridConfig, *, first: bool, rngs: nnx.Rngs, dtype: DTypeLike
-    ) -> None:
-        size = config.hidden_size
-        self.config, self.target = config, target
-        attention = replace(config.attention, input_size=2 * size) if first else config.attention
-        self.attention_norm = RMSNorm(size, config.norm_eps, dtype=dtype)
-        self.hidden_norm = RMSNorm(size, config.norm_eps, dtype=dtype) if first else None
-        self.attention = Attention(attention, size, rngs=rngs, dtype=dtype)
-        self.mlp_norm = RMSNorm(size, config.norm_eps, dtype=dtype)
-        self.mlp = MLP(config.mlp, size, rngs=rngs, dtype=dtype)
-
-    def __call__(
-        self, x: Float[Array, "T hidden"], embedded: Float[Array, "T hidden"], layout: Layout, kv: Array | None
-    ) -> tuple[Float[Array, "T hidden"], Array | None]:
-        """Returns the hidden states, and the keys and values of this layer; `embedded` is for the first layer only."""
-        if self.hidden_norm is None:
-            read = self.attention_norm(x)
-        else:
-            normed = self.hidden_norm(x)
-            read = jnp.concatenate([self.attention_norm(embedded), normed], axis=-1)
-            x = normed if self.config.normed_residual else x
-        attention = ShardedModule(self.attention, self.config.attention.parameters())
-        state = None if kv is None else {"draft_kv": kv}
-        y, state = across(self.target, {"mixer": attention}, _attend, layout, state, read)
-        x = x + y.astype(x.dtype)
-        mlp = ShardedModule(self.mlp, self.config.mlp.parameters())
-        y, _ = across(self.target, {"mixer": mlp}, feed, layout, None, self.mlp_norm(x))
-        return x + y.astype(x.dtype), None if state is None else state["draft_kv"]
-
-
-def _attend(modules: Any, layout: Layout, state: Any, x: Array) -> tuple[Array, Any]:
-    y, kv = modules["mixer"](x, layout, None if state is None else state["draft_kv"], first_key=1)
-    return y, None if state is None else {"draft_kv": kv}
+from mamba_jax.modules.drafter import DrafterFrame, DrafterLayer
 
 
 class Eagle(DrafterFrame):
@@ -72,8 +29,9 @@ class Eagle(DrafterFrame):
         super().__init__(config, target, rngs=rngs, dtype=dtype)
         inputs = len(config.places) * target.hidden_size
         self.states_norm = RMSNorm(inputs, config.norm_eps, dtype=dtype) if config.norms_states else None
+        self.adds_to_norm = config.normed_residual
         self.layers = nnx.List(
-            [EagleLayer(config, target, first=i == 0, rngs=rngs, dtype=dtype) for i in range(config.num_layers)]
+            [DrafterLayer(config, target, pairs=i == 0, rngs=rngs, dtype=dtype) for i in range(config.num_layers)]
         )
 
     def features(self, states: Sequence[Float[Array, "T hidden"]]) -> Float[Array, "T hidden"]:
@@ -92,9 +50,14 @@ class Eagle(DrafterFrame):
 
         The result is before the final norm, which `HybridModel.draft_logits` applies.
         """
-        x = hidden
-        kept: list[Any] = []
+        x, kept = hidden, list[Any]()
         for i, layer in enumerate(self.layers):
-            x, own = layer(x, embedded, layout, None if kv is None else kv[i])
+            if layer.hidden_norm is None:
+                read = layer.attention_norm(x)
+            else:
+                normed = layer.hidden_norm(x)
+                read = jnp.concatenate([layer.attention_norm(embedded), normed], axis=-1)
+                x = normed if self.adds_to_norm else x
+            x, own = layer.run(x, read, layout, None if kv is None else kv[i], first_key=1)
             kept.append(own)
         return x, None if kv is None else tuple(kept)

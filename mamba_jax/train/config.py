@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import json
 import tomllib
-import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import pydantic
 import yaml
 
 from mamba_jax.config import ModelConfigError
@@ -19,25 +19,40 @@ from mamba_jax.config import ModelConfigError
 FINE_TUNING = Path(__file__).parent / "recipes" / "fine-tune.yaml"
 """Settings for fine-tuning an existing model, used where no others are given."""
 
+_CHECKS = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def _number(value: Any) -> Any:
+    """Returns the number that a text spells, if any: YAML reads 1e-3, which has no point, as text."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+Number = Annotated[float, pydantic.BeforeValidator(_number)]
+
 
 @dataclass(frozen=True)
 class DataSettings:
     """The documents of the training data, and their proportions."""
 
+    __pydantic_config__ = _CHECKS
+
     corpus: str = "corpus"
     """A directory written by `mamba_jax.train.corpus`; relative to the working directory."""
-    mixture: dict[str, float] = field(default_factory=dict)
+    mixture: dict[str, Number] = field(default_factory=dict)
     """Proportion of sequences from each source; empty: all sources, in proportion to their size."""
     aligned: tuple[str, ...] = ()
     """Sources of short documents: their sequences begin where a document begins."""
-    chat_share: float = 0.0
+    chat_share: Number = 0.0
     """Proportion of the question-and-answer documents that are rendered with the chat template."""
     validation: str | None = None
     """Validation data: a .jsonl file, or a corpus of which `heldout/` is used. Unset: `corpus/heldout` if present."""
     separate_documents: bool = False
     """No state and no attention from one document to the next in a sequence, and no loss for the first token of a
     document. Costs padding: documents of a batch are padded to its longest."""
-    held_out: float = 0.0
+    held_out: Number = 0.0
     """Proportion of each source's documents that is not trained on but used for validation if the corpus has no
     `heldout/` and `validation` is unset."""
 
@@ -46,25 +61,29 @@ class DataSettings:
 class OptimizerSettings:
     """AdamW, or Muon (Jordan et al., 2024) for the matrices of the sublayers and AdamW for the rest."""
 
+    __pydantic_config__ = _CHECKS
+
     name: Literal["adamw", "muon"] = "adamw"
-    learning_rate: float = 1e-3
-    adamw_learning_rate: float | None = None
+    learning_rate: Number = 1e-3
+    adamw_learning_rate: Number | None = None
     """With muon: learning rate of the weights that AdamW updates. Unset: `learning_rate`."""
     warmup_steps: int = 100
     schedule: Literal["cosine", "stable"] = "cosine"
     """cosine: down to 0 over all steps. stable: constant, then linearly to 0 over the last `decay_steps`, so that
     `steps` may be changed until the decay begins (Hagele et al., 2024)."""
     decay_steps: int = 0
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    clip_norm: float = 1.0
+    weight_decay: Number = 0.1
+    betas: tuple[Number, Number] = (0.9, 0.95)
+    clip_norm: Number = 1.0
 
 
 @dataclass(frozen=True)
 class DraftSettings:
     """How the multi-token-prediction layer is trained."""
 
-    depth_weights: tuple[float, ...] = (0.3,)
+    __pydantic_config__ = _CHECKS
+
+    depth_weights: tuple[Number, ...] = (0.3,)
     """Weights of the losses of successive drafts; their number is the depth to which the layer is unrolled."""
     targets: Literal["data", "model"] = "data"
     """data: the tokens of the text. model: the model's own distribution, which determines the acceptance of drafts."""
@@ -77,6 +96,8 @@ class DraftSettings:
 @dataclass(frozen=True)
 class TrainConfig:
     """A training run."""
+
+    __pydantic_config__ = _CHECKS
 
     model: dict[str, Any] = field(default_factory=dict)
     """The contents of config.json."""
@@ -93,7 +114,7 @@ class TrainConfig:
     """Keep only the inputs of each sublayer for the gradient, and compute the rest again."""
     shard_weights: bool = False
     """Divide weights and their moments over the devices; each device then collects weights when it needs them."""
-    balance_experts: float = 0.0
+    balance_experts: Number = 0.0
     """Coefficient of the auxiliary loss that spreads tokens evenly over experts; 0: none."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the products; weights and their moments are always float32."""
@@ -136,6 +157,9 @@ class TrainConfig:
             raise ModelConfigError(f"data.mixture is {self.data.mixture}: shares above 0 are expected")
 
 
+_SETTINGS = pydantic.TypeAdapter(TrainConfig)
+
+
 def read_config(path: Path, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
     """Reads the settings of a run from a file.
 
@@ -160,49 +184,21 @@ def read_config(path: Path, overrides: Mapping[str, Any] | None = None) -> Train
             if not isinstance(inner, dict):
                 raise ModelConfigError(f"{path}: {group} has no setting {last}")
         inner[last] = value
-    return _build(TrainConfig, fields, "")
-
-
-def _build(kind: Any, fields: Any, where: str) -> Any:
-    if not isinstance(fields, Mapping):
-        raise ModelConfigError(f"{where.rstrip('.')} is {fields!r}: a mapping of settings is expected")
-    hints = typing.get_type_hints(kind)
-    if unknown := sorted(set(fields) - set(hints)):
-        raise ModelConfigError(f"unknown setting {where}{unknown[0]}; known are {', '.join(hints)}")
-    return kind(**{name: _value(hints[name], value, where + name) for name, value in fields.items()})
-
-
-def _number(text: str) -> float | str:
-    """Returns the finite number that a text spells; otherwise the text."""
     try:
-        number = float(text)
-    except ValueError:
-        return text
-    return number if math.isfinite(number) else text
+        return _SETTINGS.validate_json(json.dumps(fields, default=str))
+    except pydantic.ValidationError as error:
+        raise ModelConfigError(_described(error.errors()[0])) from error
 
 
-def _value(hint: Any, value: Any, name: str) -> Any:
-    """Converts the value of one setting to its declared type."""
-    if dataclasses.is_dataclass(hint):
-        return _build(hint, value, name + ".")
-    if isinstance(hint, types.UnionType):
-        return None if value is None else _value(typing.get_args(hint)[0], value, name)
-    origin, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
-    if origin is Literal:
-        if value not in inner:
-            raise ModelConfigError(f"{name} is {value!r}: allowed are {', '.join(map(str, inner))}")
-        return value
-    if origin is tuple:
-        if not isinstance(value, list | tuple):
-            raise ModelConfigError(f"{name} is {value!r}: a list is expected")
-        return tuple(_value(inner[0], one, name) for one in value)
-    if origin is dict:
-        if not isinstance(value, dict):
-            raise ModelConfigError(f"{name} is {value!r}: a mapping is expected")
-        return {key: one if inner[1] is Any else _value(inner[1], one, f"{name}.{key}") for key, one in value.items()}
-    if hint is float and isinstance(value, str):
-        value = _number(value)  # YAML reads 1e-3, which has no point, as text
-    wanted: type | types.UnionType = float | int if hint is float else hint
-    if not isinstance(value, wanted) or (isinstance(value, bool) and hint is not bool):
-        raise ModelConfigError(f"{name} is {value!r}: {hint.__name__} is expected")
-    return hint(value)
+def _described(error: Mapping[str, Any]) -> str:
+    """Returns one line about what pydantic finds wrong."""
+    name = ".".join(map(str, error["loc"]))
+    if error["type"] == "unexpected_keyword_argument":
+        kind: Any = TrainConfig
+        for group in error["loc"][:-1]:
+            kind = typing.get_type_hints(kind)[group]
+        return f"unknown setting {name}; known are {', '.join(field.name for field in dataclasses.fields(kind))}"
+    if error["type"] == "value_error":  # of __post_init__
+        return str(error["ctx"]["error"])
+    message = error["msg"][0].lower() + error["msg"][1:]
+    return f"{name} is {error['input']!r}: {message}"

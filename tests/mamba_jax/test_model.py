@@ -228,8 +228,8 @@ def test_from_parameters_names_what_is_wrong():
 
 
 def test_counts_of_state():
-    layers = EVERYTHING.num_recurrent_layers, EVERYTHING.num_attention_uses, EVERYTHING.num_attention_layers
-    assert layers == (2, 2, 3)
+    layers = EVERYTHING.num_recurrent_layers, EVERYTHING.num_attention_uses, EVERYTHING.num_mtp_attention_layers
+    assert layers == (2, 2, 1)
     assert (SHARED.num_recurrent_layers, SHARED.num_attention_uses, SHARED.num_mtp_attention_layers) == (3, 3, 0)
     arrays = StoreShape.of(EVERYTHING).arrays
     assert {name: array.shape for name, array in arrays.items()} == {

@@ -41,7 +41,8 @@ class PromptStepper:
         self._tokens = -(-sum(lengths) // TILE) * TILE
         # A piece that begins and ends anywhere may touch one tile more than it would fill.
         self._tiles = sum(num_tiles(TILE - 1, length, TILE) for length in lengths)
-        self._pages_per_row = -(-(max(lengths) + TILE) // PAGE) if model.config.num_attention_layers else 0
+        attentions = model.config.num_attention_uses + model.config.num_mtp_attention_layers
+        self._pages_per_row = -(-(max(lengths) + TILE) // PAGE) if attentions else 0
         self._head = jax.jit(lambda state, hidden: jax.nn.log_softmax(nnx.merge(graph, state).logits(hidden)))
         graph, self._weights = nnx.split(model)
 

@@ -42,7 +42,7 @@ def test_a_number_without_a_point_is_a_number(tmp_path, value):
 
 @pytest.mark.parametrize("value", ["nan", "inf", "fast"])
 def test_what_is_no_finite_number_is_refused(tmp_path, value):
-    with pytest.raises(ModelConfigError, match=f"learning_rate is '{value}': float is expected"):
+    with pytest.raises(ModelConfigError, match=f"learning_rate is '?{value}'?: input should be a"):
         read_config_with(tmp_path, {"optimizer.learning_rate": value})
 
 
@@ -56,10 +56,10 @@ def read_config_with(tmp_path, overrides):
     [
         ("stepps: 7", "unknown setting stepps; known are model, data"),
         ("optimizer: {rate: 1}", "unknown setting optimizer.rate"),
-        ("steps: many", "steps is 'many': int is expected"),
+        ("steps: many", "steps is 'many': input should be a valid integer"),
         ("steps: 0", "steps is 0: at least 1"),
-        ("optimizer: {name: sgd}", "optimizer.name is 'sgd': allowed are adamw, muon"),
-        ("optimizer: 3", "optimizer is 3: a mapping"),
+        ("optimizer: {name: sgd}", "optimizer.name is 'sgd': input should be 'adamw' or 'muon'"),
+        ("optimizer: 3", "optimizer is 3: input should be an object"),
         ("batch_size: 6\ndrafts: {every: 4}", "it must divide batch_size / accumulate, 6"),
         ("data: {mixture: {a: 0}}", "shares above 0"),
         ("steps: [", "cannot be read"),
