@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from checkpoints.errors import CheckpointError
 from checkpoints.export import save_hugging_face
 from checkpoints.json_file import read_json
-from checkpoints.load import load_config, load_model, quantised_as, source_dtype
+from checkpoints.load import Checkpoint, load_config, load_model, source_dtype
 from checkpoints.orbax import save_orbax
 from checkpoints.placing import Shardings
 from checkpoints.quantised.rounding import Selection
@@ -78,7 +78,7 @@ def _rewrite(
         return save_hugging_face(target, model, reference.files)
     if reference.kind not in (ReferenceKind.HUGGING_FACE, ReferenceKind.DEMO):
         raise CheckpointError(f"{reference.name}: quantized weights are written from a Hugging Face directory only")
-    if already := quantised_as(reference.name):
+    if already := Checkpoint(reference.name).quantised_as():
         raise CheckpointError(f"{reference.name}: is quantized already ({already})")
     names = TensorSet(reference.files).names
     if any(name.startswith(TEXT_PREFIXES) for name in names):

@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,15 +53,6 @@ Overrides = Mapping[str, Any] | str | None
 """`hf_overrides`: fields that replace those of config.json, as an object or JSON text; see `checkpoints.overrides`."""
 
 
-def load_config(ref: str | Path, *, hf_overrides: Overrides = None) -> HybridConfig:
-    """Returns the configuration of `demo`, a directory or a published size; no weights are needed.
-
-    Raises:
-        CheckpointError: see `resolve`; or the configuration is invalid or not supported.
-    """
-    return _config(resolve(ref, hf_overrides))
-
-
 @dataclass(frozen=True)
 class LoadedWeights:
     """A model, and the digest that identifies its weights."""
@@ -71,53 +63,190 @@ class LoadedWeights:
     are loaded in the same way. Weights stored in another format have another digest."""
 
 
-def load_model(
-    ref: str | Path,
-    *,
-    dtype: Any = "auto",
-    load_format: LoadFormat = "auto",
-    progress: bool = True,
-    sharding: Shardings = None,
-    seed: int = 0,
-    quantization: str | None = None,
-    quantization_exclude: Collection[str] = (),
-    hf_overrides: Overrides = None,
-) -> HybridModel:
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model by reference, and how its weights are loaded.
+
+    All methods raise CheckpointError if the reference or the checkpoint is invalid; the message is one line.
+    """
+
+    ref: str | Path
+    """`demo`, a Hugging Face or Orbax directory; with dummy weights also the name of a published size."""
+    dtype: Any = "auto"
+    """`auto` is float32 on CPU and the checkpoint's elsewhere; or a name or dtype."""
+    load_format: LoadFormat = "auto"
+    """`dummy` draws random weights instead of reading any."""
+    seed: int = 0
+    """Of dummy weights."""
+    quantization: str | None = None
+    """One of `checkpoints.quantised.rounding.QUANTIZATIONS`: weights are quantised while they are read."""
+    quantization_exclude: Collection[str] = ()
+    """Names of modules or weights that are not quantised, with wildcards; see `Selection`."""
+    hf_overrides: Overrides = None
+    """Fields that replace those of config.json; nested objects are merged, and dotted keys name nested fields."""
+
+    @cached_property
+    def reference(self) -> Reference:
+        """Where the checkpoint is."""
+        return resolve(self.ref, self.hf_overrides)
+
+    @cached_property
+    def config(self) -> HybridConfig:
+        """The configuration; no weights are needed."""
+        if self.reference.kind is ReferenceKind.ORBAX:
+            return read_description(self.reference.files).config
+        where = self.reference.name if self.reference.directory is None else self.reference.directory / "config.json"
+        try:
+            return config_from_hf(self._fields)
+        except ModelConfigError as error:
+            raise CheckpointError(f"{where}: {error}") from error
+        except ArithmeticError as error:  # a division by a field that is zero
+            raise CheckpointError(f"{where}: has an impossible size ({error})") from error
+
+    def load(self, *, progress: bool, sharding: Shardings, hasher: FileHasher | None = None) -> HybridModel:
+        """Loads the model onto its devices, parameter by parameter; `hasher` reads what is read."""
+        if self.load_format not in ("auto", "dummy"):
+            raise CheckpointError(f"load format {self.load_format!r} is not supported; allowed are 'auto' and 'dummy'")
+        if self.load_format == "dummy":
+            config = self.config
+            arrays = dummy_parameters(
+                abstract_parameters(config, _dtype(self.dtype, None)),
+                seed=self.seed,
+                tied=config.tie_word_embeddings,
+                selection=self._selection(config),
+                shardings=sharding,
+                progress=progress,
+            )
+            return HybridModel.from_parameters(config, arrays)
+        files, name = self.reference.files, self.reference.name
+        if self.reference.kind is ReferenceKind.ORBAX:
+            if self.quantization is not None:
+                raise CheckpointError(f"{name}: quantize when converting: mamba-jax convert --quantization")
+            dtype = _dtype(self.dtype, read_description(files).dtype)
+            return restore_orbax(files, dtype=dtype, shardings=sharding, progress=progress, hasher=hasher)
+        tensors = self._tensors(hasher)
+        config = as_stored(self.config, tensors.names)
+        sources = weight_names(config)
+        if towers := other_towers(tensors.names):
+            counts = ", ".join(f"{tower} ({count})" for tower, count in towers.items())
+            log.info("%s: only the text model is loaded; left out are the tensors of %s", name, counts)
+        if tensors.quantised:
+            log.info("quantized weights: %s", tensors)
+        if self.quantization is not None and tensors.quantised:
+            raise CheckpointError(f"{name}: is quantized already ({tensors})")
+        arrays = read_parameters(
+            name,
+            tensors,
+            abstract_parameters(config, _dtype(self.dtype, _stored_dtype(self._fields))),
+            sources,
+            ignored=(*ignored(config), CACHE_SCALES),
+            quantised=_kept_narrow(config, tensors, sources),
+            selection=self._selection(config),
+            shardings=sharding,
+            progress=progress,
+        )
+        return HybridModel.from_parameters(config, arrays)
+
+    def load_identified(self, *, progress: bool, sharding: Shardings) -> LoadedWeights:
+        """Loads the model, and identifies its weights by a digest of all of their bytes; see `load_weights`."""
+        if self.load_format == "dummy":
+            model, stored = self.load(progress=progress, sharding=sharding), f"dummy {self.seed} {np.__version__}"
+        else:
+            with FileHasher() as hasher:
+                model = self.load(progress=progress, sharding=sharding, hasher=hasher)
+                stored = hasher.digest()
+        how = [stored, repr(model.config), str(model.dtype), self.quantization, sorted(self.quantization_exclude)]
+        if self.reference.hf_overrides:
+            how.append(json.dumps(self.reference.hf_overrides, sort_keys=True))
+        return LoadedWeights(model, hashlib.sha256(repr(tuple(how)).encode()).hexdigest()[:32])
+
+    def nbytes(self) -> int:
+        """Returns bytes of the weights as `load` would make them, or a little less; none of them is read."""
+        dummy = self.load_format == "dummy"
+        if not dummy and self.reference.kind is ReferenceKind.HUGGING_FACE and self._quantisation is not None:
+            # Stays as narrow as it is stored.
+            return sum(path.stat().st_size for path in self.reference.files.glob("*.safetensors"))
+        shapes = abstract_parameters(self.config, _dtype(self.dtype, None if dummy else source_dtype(self.reference)))
+        selection = self._selection(self.config)
+        return sum(map(nbytes, (shapes if selection is None else selection.parameters(shapes, None)).values()))
+
+    def shapes(self, sharding: Shardings = None) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns shapes and dtypes of the parameters that `load` would load, by dotted path; no weights are read."""
+        dtype = _dtype(self.dtype, None)
+        wide = abstract_parameters(self.config, dtype)
+        if self.reference.kind is ReferenceKind.ORBAX:
+            return stored_parameters(read_description(self.reference.files), dtype)
+        if self.quantization is None and self._quantisation is not None:
+            tensors, sources = self._tensors(), weight_names(self.config)
+            return parameter_shapes(tensors, wide, sources, _kept_narrow(self.config, tensors, sources), sharding)
+        selection = self._selection(self.config)
+        return wide if selection is None else selection.parameters(wide, sharding)
+
+    def quantised_as(self) -> str:
+        """Describes which parts are quantised, and how; empty if none."""
+        if self.reference.kind is ReferenceKind.ORBAX:
+            narrow = read_description(self.reference.files).narrow
+            return by_place(
+                (kind, weight) for path, kind in narrow.items() if (weight := path.removesuffix(".values")) != path
+            )
+        return "" if self._quantisation is None else str(self._tensors())
+
+    @cached_property
+    def _fields(self) -> Mapping[str, Any]:
+        """The text model's fields of config.json."""
+        if self.reference.kind is not ReferenceKind.PRESET:
+            return read_text_fields(self.reference.files, self.reference.hf_overrides)
+        try:
+            return overridden(PRESETS[self.reference.name].fields, self.reference.hf_overrides)
+        except ModelConfigError as error:
+            raise CheckpointError(f"{self.reference.name}: {error}") from error
+
+    @cached_property
+    def _quantisation(self) -> Any:
+        """What config.json says about quantised weights; None if there are none."""
+        preset = self.reference.kind is ReferenceKind.PRESET
+        return None if preset else read_quantisation(self.reference.files, self._fields)
+
+    def _tensors(self, hasher: FileHasher | None = None) -> LogicalTensors:
+        stored = TensorSet(self.reference.files, hasher, prefixes=TEXT_PREFIXES)
+        return LogicalTensors(self.reference.name, stored, self._quantisation)
+
+    def _selection(self, config: HybridConfig) -> Selection | None:
+        """Returns the weights to be quantised; None: none."""
+        if self.quantization is None:
+            if self.quantization_exclude:
+                raise CheckpointError("quantization_exclude has no effect without quantization")
+            return None
+        return Selection(config, weight_names(config), self.quantization, self.quantization_exclude)
+
+
+def load_config(ref: str | Path, *, hf_overrides: Overrides = None) -> HybridConfig:
+    """Returns the configuration of `demo`, a directory or a published size; no weights are needed.
+
+    Raises:
+        CheckpointError: see `resolve`; or the configuration is invalid or not supported.
+    """
+    return Checkpoint(ref, hf_overrides=hf_overrides).config
+
+
+def load_model(ref: str | Path, *, progress: bool = True, sharding: Shardings = None, **options: Any) -> HybridModel:
     """Loads a model onto its devices, parameter by parameter.
 
     Args:
         ref: `demo`, a Hugging Face or Orbax directory; with dummy weights also the name of a published size.
-        dtype: `auto` is float32 on CPU and the checkpoint's elsewhere; or a name or dtype.
-        load_format: `dummy` draws random weights instead of reading any.
         progress: show a bar on stderr.
         sharding: where parameters go: one sharding for all, or a function of a parameter's dotted path (for example
             `blocks.3.mixer.out_proj.weight`); by default the default device.
-        seed: of dummy weights.
-        quantization: one of `checkpoints.quantised.rounding.QUANTIZATIONS`: weights are quantised while they are read.
-        quantization_exclude: names of modules or weights that are not quantised, with wildcards; see `Selection`.
-        hf_overrides: fields that replace those of config.json; nested objects are merged, and dotted keys name nested
-            fields.
+        options: `dtype`, `load_format`, `seed`, `quantization`, `quantization_exclude` and `hf_overrides`, as
+            `Checkpoint` has them.
     Raises:
         CheckpointError: the reference or the checkpoint is invalid; the message is one line.
     """
-    reference = resolve(ref, hf_overrides)
-    _check_format(load_format)
-    if load_format == "dummy":
-        return _dummy(reference, dtype, progress, sharding, seed, quantization, quantization_exclude)
-    return _read(reference, dtype, progress, sharding, quantization, quantization_exclude, None)
+    return Checkpoint(ref, **options).load(progress=progress, sharding=sharding)
 
 
 def load_weights(
-    ref: str | Path,
-    *,
-    dtype: Any = "auto",
-    load_format: LoadFormat = "auto",
-    progress: bool = True,
-    sharding: Shardings = None,
-    seed: int = 0,
-    quantization: str | None = None,
-    quantization_exclude: Collection[str] = (),
-    hf_overrides: Overrides = None,
+    ref: str | Path, *, progress: bool = True, sharding: Shardings = None, **options: Any
 ) -> LoadedWeights:
     """Loads a model as `load_model` does, and identifies its weights by a digest of all of their bytes.
 
@@ -127,110 +256,7 @@ def load_weights(
     Raises:
         CheckpointError: as `load_model`; or a file that changes while it is read.
     """
-    reference = resolve(ref, hf_overrides)
-    _check_format(load_format)
-    if load_format == "dummy":
-        model = _dummy(reference, dtype, progress, sharding, seed, quantization, quantization_exclude)
-        stored = f"dummy {seed} {np.__version__}"
-    else:
-        with FileHasher() as hasher:
-            model = _read(reference, dtype, progress, sharding, quantization, quantization_exclude, hasher)
-            stored = hasher.digest()
-    how = [stored, repr(model.config), str(model.dtype), quantization, sorted(quantization_exclude)]
-    if reference.hf_overrides:
-        how.append(json.dumps(reference.hf_overrides, sort_keys=True))
-    return LoadedWeights(model, hashlib.sha256(repr(tuple(how)).encode()).hexdigest()[:32])
-
-
-def _check_format(load_format: str) -> None:
-    if load_format not in ("auto", "dummy"):
-        raise CheckpointError(f"load format {load_format!r} is not supported; allowed are 'auto' and 'dummy'")
-
-
-def _dummy(
-    reference: Reference,
-    dtype: Any,
-    progress: bool,
-    sharding: Shardings,
-    seed: int,
-    quantization: str | None,
-    exclude: Collection[str],
-) -> HybridModel:
-    config = _config(reference)
-    targets = abstract_parameters(config, _dtype(dtype, None))
-    selection = _selection(config, quantization, exclude)
-    tied = config.tie_word_embeddings
-    arrays = dummy_parameters(targets, seed=seed, tied=tied, selection=selection, shardings=sharding, progress=progress)
-    return HybridModel.from_parameters(config, arrays)
-
-
-def _read(
-    reference: Reference,
-    dtype: Any,
-    progress: bool,
-    sharding: Shardings,
-    quantization: str | None,
-    exclude: Collection[str],
-    hasher: FileHasher | None,
-) -> HybridModel:
-    if reference.kind is ReferenceKind.ORBAX:
-        if quantization is not None:
-            raise CheckpointError(f"{reference.name}: quantize when converting: mamba-jax convert --quantization")
-        kind = _dtype(dtype, read_description(reference.files).dtype)
-        return restore_orbax(reference.files, dtype=kind, shardings=sharding, progress=progress, hasher=hasher)
-    fields = _text_fields(reference)
-    config = _hf_config(reference, fields)
-    stored = TensorSet(reference.files, hasher, prefixes=TEXT_PREFIXES)
-    tensors = LogicalTensors(reference.name, stored, read_quantisation(reference.files, fields))
-    config = as_stored(config, tensors.names)
-    kind = _dtype(dtype, _stored_dtype(fields))
-    sources = weight_names(config)
-    if towers := other_towers(tensors.names):
-        counts = ", ".join(f"{tower} ({count})" for tower, count in towers.items())
-        log.info("%s: only the text model is loaded; left out are the tensors of %s", reference.name, counts)
-    if tensors.quantised:
-        log.info("quantized weights: %s", tensors)
-    if quantization is not None and tensors.quantised:
-        raise CheckpointError(f"{reference.name}: is quantized already ({tensors})")
-    arrays = read_parameters(
-        reference.name,
-        tensors,
-        abstract_parameters(config, kind),
-        sources,
-        ignored=(*ignored(config), CACHE_SCALES),
-        quantised=_kept_narrow(config, tensors, sources),
-        selection=_selection(config, quantization, exclude),
-        shardings=sharding,
-        progress=progress,
-    )
-    return HybridModel.from_parameters(config, arrays)
-
-
-def weight_bytes(
-    ref: str | Path,
-    *,
-    dtype: Any = "auto",
-    load_format: LoadFormat = "auto",
-    quantization: str | None = None,
-    quantization_exclude: Collection[str] = (),
-    hf_overrides: Overrides = None,
-) -> int:
-    """Returns bytes of the weights as `load_model` would make them, or a little less; none of them is read.
-
-    Raises:
-        CheckpointError: see `load_model`.
-    """
-    reference = resolve(ref, hf_overrides)
-    dummy = load_format == "dummy"
-    if not dummy and reference.kind is ReferenceKind.HUGGING_FACE:
-        fields = _text_fields(reference)
-        if read_quantisation(reference.files, fields) is not None:  # stays as narrow as it is stored
-            return sum(path.stat().st_size for path in reference.files.glob("*.safetensors"))
-    stored = None if dummy else source_dtype(reference)
-    config = _config(reference)
-    shapes = abstract_parameters(config, _dtype(dtype, stored))
-    selection = _selection(config, quantization, quantization_exclude)
-    return sum(map(nbytes, (shapes if selection is None else selection.parameters(shapes, None)).values()))
+    return Checkpoint(ref, **options).load_identified(progress=progress, sharding=sharding)
 
 
 def generation_config(ref: str | Path, *, hf_overrides: Overrides = None) -> GenerationConfig:
@@ -242,89 +268,6 @@ def generation_config(ref: str | Path, *, hf_overrides: Overrides = None) -> Gen
     reference = resolve(ref, hf_overrides)
     directory = reference.directory
     return GenerationConfig() if directory is None else read_generation_config(directory, reference.hf_overrides)
-
-
-def _text_fields(reference: Reference) -> Mapping[str, Any]:
-    return read_text_fields(reference.files, reference.hf_overrides)
-
-
-def _config(reference: Reference) -> HybridConfig:
-    if reference.kind is ReferenceKind.ORBAX:
-        return read_description(reference.files).config
-    if reference.kind is not ReferenceKind.PRESET:
-        return _hf_config(reference, _text_fields(reference))
-    try:
-        return _hf_config(reference, overridden(PRESETS[reference.name].fields, reference.hf_overrides))
-    except ModelConfigError as error:
-        raise CheckpointError(f"{reference.name}: {error}") from error
-
-
-def _hf_config(reference: Reference, fields: Mapping[str, Any]) -> HybridConfig:
-    where = reference.name if reference.directory is None else reference.directory / "config.json"
-    try:
-        return config_from_hf(fields)
-    except ModelConfigError as error:
-        raise CheckpointError(f"{where}: {error}") from error
-    except ArithmeticError as error:  # a division by a field that is zero
-        raise CheckpointError(f"{where}: has an impossible size ({error})") from error
-
-
-def weight_shapes(
-    ref: str | Path,
-    *,
-    dtype: Any,
-    quantization: str | None = None,
-    quantization_exclude: Collection[str] = (),
-    sharding: Shardings = None,
-    hf_overrides: Overrides = None,
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shapes and dtypes of the parameters that `load_model` would load, by dotted path; no weights are read.
-
-    Raises:
-        CheckpointError: as `load_model`.
-    """
-    reference = resolve(ref, hf_overrides)
-    config, kind = _config(reference), _dtype(dtype, None)
-    wide = abstract_parameters(config, kind)
-    if reference.kind is ReferenceKind.ORBAX:
-        return stored_parameters(read_description(reference.files), kind)
-    if reference.kind in (ReferenceKind.HUGGING_FACE, ReferenceKind.DEMO) and quantization is None:
-        how = read_quantisation(reference.files, _text_fields(reference))
-        if how is not None:
-            tensors = LogicalTensors(reference.name, TensorSet(reference.files, prefixes=TEXT_PREFIXES), how)
-            sources = weight_names(config)
-            narrow = _kept_narrow(config, tensors, sources)
-            return parameter_shapes(tensors, wide, sources, narrow, sharding)
-    selection = _selection(config, quantization, quantization_exclude)
-    return wide if selection is None else selection.parameters(wide, sharding)
-
-
-def quantised_as(ref: str | Path, *, hf_overrides: Overrides = None) -> str:
-    """Describes which parts of a checkpoint are quantised, and how; empty if none.
-
-    Raises:
-        CheckpointError: as `load_model`.
-    """
-    reference = resolve(ref, hf_overrides)
-    if reference.kind is ReferenceKind.ORBAX:
-        narrow = read_description(reference.files).narrow
-        return by_place(
-            (kind, weight) for path, kind in narrow.items() if (weight := path.removesuffix(".values")) != path
-        )
-    if reference.kind is ReferenceKind.PRESET:
-        return ""
-    how = read_quantisation(reference.files, _text_fields(reference))
-    if how is None:
-        return ""
-    return str(LogicalTensors(reference.name, TensorSet(reference.files, prefixes=TEXT_PREFIXES), how))
-
-
-def _selection(config: HybridConfig, quantization: str | None, exclude: Collection[str]) -> Selection | None:
-    if quantization is None:
-        if exclude:
-            raise CheckpointError("quantization_exclude has no effect without quantization")
-        return None
-    return Selection(config, weight_names(config), quantization, exclude)
 
 
 def _kept_narrow(
@@ -359,7 +302,7 @@ def source_dtype(reference: Reference) -> Any:
     """Returns the dtype of most stored bytes."""
     if reference.kind is ReferenceKind.ORBAX:
         return read_description(reference.files).dtype
-    stored = _stored_dtype(_text_fields(reference))
+    stored = _stored_dtype(read_text_fields(reference.files, reference.hf_overrides))
     return stored if stored in DTYPES else "float32"
 
 

@@ -59,10 +59,10 @@ class BlockDrafter(DrafterFrame):
         self, embedded: Float[Array, "T hidden"], layout: BlockLayout, kv: tuple[Array, ...]
     ) -> tuple[Float[Array, "T hidden"], tuple[Array, ...]]:
         """Returns the output at each token of a block, before the final norm, and the keys and values."""
-        x, kept = embedded, []
+        x, kept = embedded, list[Any]()
         for layer, own in zip(self.layers, kv, strict=True):
-            x, own = layer.run(x, layer.attention_norm(x), layout, own, first_key=0)
-            kept.append(own)
+            x, state = layer.run(x, layer.attention_norm(x), layout, own, first_key=0)
+            kept.append(state)
         return x, tuple(kept)
 
     def following(self, tokens: Int[Array, " rows"]) -> Float[Array, "rows vocab"] | float:

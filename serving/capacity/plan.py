@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh
 
 from checkpoints.drafter import drafter_shapes
 from checkpoints.errors import CheckpointError, one_line
-from checkpoints.load import load_config, weight_shapes
+from checkpoints.load import Checkpoint, load_config
 from mamba_jax.config import HybridConfig, ModelConfigError
 from mamba_jax.head_padding import HeadPadding
 from mamba_jax.model import HybridModel, num_parameters
@@ -197,14 +197,14 @@ class _Planner:
         try:
             padding = HeadPadding.of(self._target_model, shards)
             partition = Partition.of(padding.padded, shards)
-            found = weight_shapes(
+            checkpoint = Checkpoint(
                 config.model,
                 dtype=self.dtype,
                 quantization=config.quantization,
                 quantization_exclude=config.excluded_from_quantization,
                 hf_overrides=config.hf_overrides,
-                sharding=functools.partial(padding.load_sharding, partition, mesh),
             )
+            found = checkpoint.shapes(functools.partial(padding.load_sharding, partition, mesh))
             if self._checkpoint.drafter is not None:
                 found = {path: leaf for path, leaf in found.items() if not path.startswith("mtp.")}
                 found |= drafter_shapes(self._checkpoint, self.dtype)

@@ -53,7 +53,7 @@ def inspect(
 
     from checkpoints import load_config
     from checkpoints.hub import local
-    from checkpoints.load import quantised_as
+    from checkpoints.load import Checkpoint
     from mamba_jax import HybridModel
     from mamba_jax.store import StoreShape
 
@@ -66,7 +66,7 @@ def inspect(
     rows: dict[str, Any] = {
         "family": config.family,
         "parameters": f"{HybridModel.abstract(config).num_parameters:,}",
-        "quantized weights": quantised_as(model, hf_overrides=hf_overrides) or "none",
+        "quantized weights": Checkpoint(model, hf_overrides=hf_overrides).quantised_as() or "none",
         "layers": config.pattern,
         "hidden size, vocabulary": f"{config.hidden_size:,}, {config.vocab_size:,}",
         "longest sequence": f"{config.max_position_embeddings:,}" if config.max_position_embeddings else "no limit",

@@ -337,7 +337,7 @@ def test_corrupt_config(directory):
 def test_impossible_config(directory):
     change_config(directory, mamba_num_heads=5)
     text = message(lambda: load(directory))
-    assert text == f"{directory}/config.json: 5 Mamba heads cannot be divided into 2 groups"
+    assert text == f"{directory}/config.json: 5 Mamba heads cannot be divided into 2 Mamba groups"
     change_config(directory, mamba_num_heads=4, head_dim=0)
     assert message(lambda: load(directory)).startswith(f"{directory}/config.json: ")
 

@@ -8,7 +8,7 @@ import pytest
 
 import checkpoints
 from checkpoints import CheckpointError, load_model
-from checkpoints.load import quantised_as, weight_bytes, weight_shapes
+from checkpoints.load import Checkpoint
 from checkpoints.quantised.rounding import QUANTIZATIONS, Rounding
 from checkpoints.random import write_random
 from kernels_pallas.quantised import Quantised
@@ -69,7 +69,7 @@ def test_products_are_quantised_and_nothing_else(wide, kind):
     for path, weight in found.items():
         error = np.abs(np.asarray(weight.dequantise()) - np.asarray(all_of[path])).max()
         assert error <= WORST[kind] * np.abs(all_of[path]).max()
-    shapes = weight_shapes(wide, dtype="float32", quantization=kind)
+    shapes = Checkpoint(wide, dtype="float32", quantization=kind).shapes()
     assert {path: (v.shape, v.dtype) for path, v in few.items()} == {
         path: (v.shape, v.dtype) for path, v in shapes.items()
     }
@@ -77,8 +77,8 @@ def test_products_are_quantised_and_nothing_else(wide, kind):
 
 def test_the_bytes_of_quantised_weights_are_known_before_they_are_read(wide):
     expected = sum(value.nbytes for value in values(load(wide, quantization="int8")).values())
-    assert weight_bytes(wide, dtype="float32", quantization="int8") == expected
-    assert weight_bytes(wide, dtype="float32") > 2 * expected
+    assert Checkpoint(wide, dtype="float32", quantization="int8").nbytes() == expected
+    assert Checkpoint(wide, dtype="float32").nbytes() > 2 * expected
 
 
 def test_what_is_excluded_stays_wide(wide):
@@ -100,7 +100,7 @@ def test_convert_writes_what_loading_makes(wide, tmp_path):
     assert expected.keys() == got.keys()
     for path, value in expected.items():
         np.testing.assert_array_equal(np.asarray(got[path]), np.asarray(value), err_msg=path)
-    shapes = weight_shapes(tmp_path / "orbax", dtype="float32")
+    shapes = Checkpoint(tmp_path / "orbax", dtype="float32").shapes()
     assert {path: v.dtype for path, v in shapes.items()} == {path: v.dtype for path, v in got.items()}
     with pytest.raises(CheckpointError, match="convert --quantization"):
         load(tmp_path / "orbax", quantization="int8")
@@ -151,16 +151,16 @@ def test_dummy_weights_can_be_quantised(wide):
 
 def test_quantised_checkpoints_are_described_and_not_quantised_again(tmp_path):
     narrow, wide = write_mixed(tmp_path)
-    text = quantised_as(narrow)
+    text = Checkpoint(narrow).quantised_as()
     assert "NVFP4, groups of 16: mixer.experts.*.down_proj (16), mixer.experts.*.up_proj (16)" in text
     assert "FP8, a scale per tensor: mixer.in_proj (2), mixer.out_proj (2)" in text
-    assert quantised_as(wide) == ""
+    assert Checkpoint(wide).quantised_as() == ""
     checkpoints.convert(narrow, tmp_path / "orbax", progress=False)
-    assert "float8_e4m3fn: mixer.in_proj_bc (2), mixer.in_proj_dt (2)" in quantised_as(tmp_path / "orbax")
+    assert "float8_e4m3fn: mixer.in_proj_bc (2), mixer.in_proj_dt (2)" in Checkpoint(tmp_path / "orbax").quantised_as()
     with pytest.raises(CheckpointError, match="is quantized already"):
         load(narrow, quantization="int8")
     loaded = values(load(narrow))
-    shapes = weight_shapes(narrow, dtype="float32")
+    shapes = Checkpoint(narrow, dtype="float32").shapes()
     assert {path: (v.shape, v.dtype) for path, v in loaded.items()} == {
         path: (v.shape, v.dtype) for path, v in shapes.items()
     }

@@ -7,13 +7,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
 from checkpoints.drafter import drafter_bytes, with_drafter
-from checkpoints.load import generation_config, load_config, load_weights, weight_bytes
+from checkpoints.load import Checkpoint, generation_config, load_config
 from checkpoints.tokenizer import Tokenizer, load_tokenizer
 from mamba_jax.adapters import Adapters
 from mamba_jax.config import HybridConfig, ModelConfigError, need
@@ -98,14 +97,16 @@ def build_engine(config: EngineConfig, *, progress: bool = True, led: bool = Fal
     config = _in_step(fetched(config), led)
     target = load_config(config.model, hf_overrides=config.hf_overrides)
     described = with_drafter_config(config, target)
-    loading: dict[str, Any] = {
-        "dtype": config.dtype,
-        "load_format": config.load_format,
-        "quantization": config.quantization,
-        "quantization_exclude": config.excluded_from_quantization,
-        "hf_overrides": config.hf_overrides,
-    }
-    weights = weight_bytes(config.model, **loading) + drafter_bytes(described, config.dtype)
+    checkpoint = Checkpoint(
+        config.model,
+        dtype=config.dtype,
+        load_format=config.load_format,
+        seed=config.seed,
+        quantization=config.quantization,
+        quantization_exclude=config.excluded_from_quantization,
+        hf_overrides=config.hf_overrides,
+    )
+    weights = checkpoint.nbytes() + drafter_bytes(described, config.dtype)
     design = _design(config, described, weights, led)  # reports errors before loading, which can take minutes
     weights = int(weights * (1 + design.padding.cost))
     meshes = device_meshes(config)
@@ -118,13 +119,8 @@ def build_engine(config: EngineConfig, *, progress: bool = True, led: bool = Fal
         eos = tuple(dict.fromkeys([*eos, tokenizer.eos_token_id]))
     mesh, own = meshes[0], own_devices(meshes)
     check_weights_fit(weights if own is None or mesh is None else weights * len(own) // mesh.size, devices=own)
-    loaded = load_weights(
-        config.model,
-        progress=progress,
-        sharding=None if mesh is None else _load_shardings(target, mesh),
-        seed=config.seed,
-        **loading,
-    )
+    shardings = None if mesh is None else _load_shardings(target, mesh)
+    loaded = checkpoint.load_identified(progress=progress, sharding=shardings)
     if described.drafter is not None and config.speculative_model is not None:
         loaded = with_drafter(
             config.speculative_model,

@@ -153,7 +153,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(monkeypatch):
     def never(*_, **__):
         raise AssertionError("weights are being loaded")
 
-    monkeypatch.setattr(build, "load_weights", never)
+    monkeypatch.setattr(build.Checkpoint, "load_identified", never)
     monkeypatch.setattr(sizing, "available_ram", lambda: 8 << 30)
     config = EngineConfig.create(model="nemotron-h-8b", load_format="dummy", dtype="bfloat16")
     with pytest.raises(ConfigError, match=r"weights need 15\.1 GiB but only 8\.0 GiB is free") as caught:
