@@ -1,4 +1,4 @@
-"""The Kustomize bases of one server and of a split deployment: Kubernetes' schemas, flags and pod security."""
+"""The Kustomize bases of a server, a split and several hosts: Kubernetes' schemas, flags and pod security."""
 
 import re
 import shutil
@@ -20,6 +20,14 @@ def objects_of(base):
 
 
 SERVER, OBJECTS = objects_of("server"), objects_of("split")
+SET, HOSTS_SERVICE, HOSTS_POLICY = objects_of("several-hosts")
+GROUP = SET["spec"]["leaderWorkerTemplate"]
+HOSTS = [GROUP["leaderTemplate"], GROUP["workerTemplate"]]
+HOSTS_OBJECTS = [
+    HOSTS_SERVICE,
+    HOSTS_POLICY,
+    *({"apiVersion": "v1", "kind": "Pod", **each, "metadata": {"name": "one", **each["metadata"]}} for each in HOSTS),
+]
 PODS = {each["metadata"]["name"]: each["spec"]["template"] for each in OBJECTS if "template" in each["spec"]}
 ROLES = {"mamba-jax-prefill": "prefill", "mamba-jax-decode": "decode", "mamba-jax-router": "router"}
 
@@ -39,7 +47,7 @@ def validate(objects):
         kubernetes.validate(each, kubernetes.latest_version(), strict=True)
 
 
-@pytest.mark.parametrize("objects", [SERVER, OBJECTS], ids=["server", "split"])
+@pytest.mark.parametrize("objects", [SERVER, OBJECTS, HOSTS_OBJECTS], ids=["server", "split", "several-hosts"])
 def test_objects_match_kubernetes_schemas(objects):
     validate(objects)
 
@@ -138,3 +146,46 @@ def test_clients_reach_the_router_only():
     for template in PODS.values():
         assert chosen["matchLabels"].items() <= template["metadata"]["labels"].items()
     assert names("Service")["mamba-jax"]["spec"]["selector"]["role"] == "router"
+
+
+def test_the_set_uses_known_fields_and_values():
+    """The fields of leaderworkerset.x-k8s.io/v1 that are used, and their values."""
+    assert (SET["apiVersion"], SET["kind"]) == ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet")
+    known = {"replicas", "leaderWorkerTemplate", "rolloutStrategy", "startupPolicy", "networkConfig"}
+    assert SET["spec"].keys() <= known
+    assert GROUP.keys() == {"size", "restartPolicy", "leaderTemplate", "workerTemplate"}
+    # All pods of a group restart together, and the leader is ready only when all of them are.
+    assert GROUP["restartPolicy"] == "RecreateGroupOnPodRestart"
+    assert SET["spec"]["startupPolicy"] == "LeaderCreated"
+    assert list(SET["metadata"]["annotations"]) == ["leaderworkerset.sigs.k8s.io/exclusive-topology"]
+
+
+def test_all_hosts_run_the_same_command_of_the_program():
+    leader, follower = (template["spec"]["containers"][0]["command"] for template in HOSTS)
+    assert leader == follower
+    check_command(leader)
+    flags = dict(zip(leader[2::2], leader[3::2], strict=True))
+    assert flags["--coordinator"] == "$(LWS_LEADER_ADDRESS):8476"
+    assert (flags["--num-hosts"], flags["--host-id"]) == ("$(LWS_GROUP_SIZE)", "$(LWS_WORKER_INDEX)")
+    assert (flags["--plan-port"], flags["--port"]) == ("8477", "8000")
+
+
+def test_the_hosts_are_those_of_the_slice():
+    chips = 1
+    for side in HOSTS[0]["spec"]["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x"):
+        chips *= int(side)
+    for template in HOSTS:
+        assert template["spec"]["nodeSelector"] == HOSTS[0]["spec"]["nodeSelector"]
+        limits = template["spec"]["containers"][0]["resources"]["limits"]
+        assert limits["google.com/tpu"] * GROUP["size"] == chips
+
+
+def test_clients_reach_leaders_only_and_only_by_http():
+    leader, follower = (template["metadata"]["labels"] for template in HOSTS)
+    chosen = HOSTS_SERVICE["spec"]["selector"].items()
+    assert chosen <= leader.items()
+    assert not chosen <= follower.items()
+    hosts, clients = HOSTS_POLICY["spec"]["ingress"]
+    assert hosts["from"][0]["podSelector"] == HOSTS_POLICY["spec"]["podSelector"]
+    assert clients == {"ports": [{"port": 8000}]}
+    assert HOSTS_POLICY["spec"]["podSelector"]["matchLabels"].items() <= leader.items() & follower.items()

@@ -1,6 +1,6 @@
 """Bytes of a compiled program, read from its text."""
 
-from tests.support.hlo_traffic import Traffic, count_collectives
+from tests.support.hlo_traffic import Traffic
 
 TEXT = """\
 HloModule jit_run, is_scheduled=true
@@ -56,41 +56,6 @@ def test_weights_count_once_and_parts_in_part():
     rounds = 3 * 2 * 1024 * 4  # the loop of unknown length counts nothing
     greedy = 8 * 1024 * 4 + 8 * 4  # the cheaper branch
     assert Traffic(TEXT).total() == weight + written + kernel + rounds + greedy
-
-
-def test_exchanges_are_counted_by_kind():
-    assert count_collectives(TEXT) == {"all-reduce": 1}
-
-
-ELSEWHERE = """\
-HloModule jit_run, is_scheduled=true
-
-%fused_scatter (a: f32[100,256], i: s32[4], u: f32[4,256]) -> f32[100,256] {
-  %a = f32[100,256]{1,0} parameter(0)
-  %i = s32[4]{0} parameter(1)
-  %u = f32[4,256]{1,0} parameter(2)
-  ROOT %put = f32[100,256]{1,0} scatter(%a, %i, %u), to_apply=%keep
-}
-
-%called (b: f32[100,256], j: s32[4], v: f32[4,256]) -> f32[100,256] {
-  %b = f32[100,256]{1,0} parameter(0)
-  %j = s32[4]{0:S(1)} parameter(1)
-  %v = f32[4,256]{1,0:S(1)} parameter(2)
-  ROOT %kept = f32[100,256]{1,0} fusion(%b, %j, %v), kind=kCustom, calls=%fused_scatter
-}, execution_thread="sparsecore"
-
-ENTRY %main (s: f32[100,256], n: s32[4], w: f32[4,256]) -> f32[100,256] {
-  %s = f32[100,256]{1,0} parameter(0)
-  %n = s32[4]{0} parameter(1)
-  %w = f32[4,256]{1,0} parameter(2)
-  %start = ((f32[100,256]{1,0}, s32[4]{0}, f32[4,256]{1,0}), f32[100,256]{1,0}) call-start(%s, %n, %w), to_apply=%called
-  ROOT %done = f32[100,256]{1,0} call-done(%start)
-}
-"""
-
-
-def test_what_another_core_is_called_for_counts_as_there():
-    assert Traffic(ELSEWHERE).total() == 4 * 256 * 4  # the part that is written, once
 
 
 def test_exchanges_in_branches_are_those_of_a_greedy_step():
