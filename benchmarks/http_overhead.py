@@ -100,7 +100,8 @@ def main() -> None:
 
     import uvicorn
 
-    from serving.api.http import ServerSettings, create_app
+    from serving.api.http.app import create_app
+    from serving.api.http.settings import ServerSettings
     from serving.config import EngineConfig
     from serving.engine.assembly.build import build_engine
     from serving.engine.async_engine import AsyncEngine

@@ -81,6 +81,7 @@ PARTS = {
         "llm": {"assembly", "control", "engine", "replicas", "request_error", "requests", "weights"},
     },
     "serving.api.http": {
+        "": set(),
         "json_values": set(),
         "protocol": set(),
         "response_store": set(),
@@ -107,7 +108,6 @@ PARTS = {
         },
         "endpoints": {"apis", "connection", "context", "errors", "protocol"},
         "app": {"apis", "connection", "context", "endpoints", "errors", "limits", "response_store", "settings", "text"},
-        "": {"app", "settings"},
         "make_server": {"app", "connection", "context", "settings"},
     },
     "serving.cli": {

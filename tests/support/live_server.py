@@ -11,8 +11,9 @@ import openai
 
 from checkpoints.load import generation_config, load_model
 from checkpoints.tokenizer import load_tokenizer
-from serving.api.http import ServerSettings, create_app
+from serving.api.http.app import create_app
 from serving.api.http.connection.server import STEP_TIMEOUT, Server
+from serving.api.http.settings import ServerSettings
 from serving.config import EngineConfig
 from serving.engine.assembly.build import assemble
 from serving.engine.assembly.drafting import draft_source

@@ -1,22 +1,36 @@
 """Batch inference from one JSON-lines file to another. Runs can be resumed, and an invalid line affects no other.
 
-Lines have the project's own format or that of OpenAI's Batch files (see `openai_batch`); a file may mix both.
+Lines have the project's own format or that of OpenAI's Batch files, with requests to the paths of `TEXT_APIS` and the
+responses that a server gives; a file may mix both.
+
+OpenAI's input: `{"custom_id", "method": "POST", "url", "body"}`.
+Its output: `{"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
+import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from io import RawIOBase
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple
 
-from serving.api.http.errors import as_api_error
-from serving.cli.generation.openai_batch import BatchLines, Writer, is_batch_line
+from checkpoints.tokenizer import Tokenizer
+from serving.api.http.apis.text_api import TEXT_APIS, open_writer
+from serving.api.http.connection.streaming import json_of
+from serving.api.http.context import ResponseContext
+from serving.api.http.errors import as_api_error, validated
+from serving.api.http.generation import whole
+from serving.api.http.parsing.call_formats import form_of
+from serving.api.http.parsing.reasoning import reasoning_marks
+from serving.api.http.settings import ServerSettings
+from serving.api.http.text import TextCodec
 from serving.engine.llm import LLM
 from serving.engine.request_error import RequestError
 from serving.engine.requests.output import RequestOutput, TokenLogprobs
@@ -25,6 +39,29 @@ from serving.engine.requests.sampling_params import SamplingParams
 
 Key = str
 """An id as JSON text: 1 and "1" are different ids."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of input; `fields` is an error message if the line cannot be used."""
+
+    number: int
+    id: Any
+    fields: Mapping[str, Any] | str
+
+
+class BatchRequest(NamedTuple):
+    """The request of a line."""
+
+    prompt: Any
+    params: SamplingParams
+    written: Callable[[RequestOutput], dict[str, Any]]
+    """Returns the output line of the finished request."""
+
+
+def is_batch_line(fields: Mapping[str, Any] | str) -> bool:
+    """Returns whether a line of input is in OpenAI's format."""
+    return isinstance(fields, Mapping) and "custom_id" in fields and "body" in fields
 
 
 @dataclass
@@ -36,15 +73,6 @@ class BatchCounts:
     """Lines with an answer that was already in the output."""
     done: int = 0
     failed: int = 0
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of input; `fields` is an error message if the line cannot be used."""
-
-    number: int
-    id: Any
-    fields: Mapping[str, Any] | str
 
 
 def read_lines(path: Path) -> Iterator[Line]:
@@ -72,20 +100,82 @@ def count_lines(path: Path) -> int:
         return sum(1 for line in file if line.strip())
 
 
-def parse(line: Line, defaults: Mapping[str, Any]) -> tuple[Any, SamplingParams]:
-    """Returns the prompt and sampling parameters of a line; `defaults` apply to fields that the line omits.
+class BatchLines:
+    """Reads lines in OpenAI's format and writes the responses.
 
-    Raises:
-        RequestError: the line is invalid.
+    Args:
+        tokenizer: the model's tokenizer; None if it has none.
+        model: the model's name in responses.
+        defaults: sampling parameters for fields that lines omit.
+        max_model_len: the model's maximum length.
     """
-    if isinstance(line.fields, str):
-        raise RequestError(line.fields)
-    fields = dict(line.fields)
-    if ("prompt" in fields) == ("prompt_token_ids" in fields):
-        raise RequestError("give exactly one of 'prompt' and 'prompt_token_ids'")
-    name = "prompt" if "prompt" in fields else "prompt_token_ids"
-    prompt = {name: fields.pop(name)}
-    return prompt, SamplingParams.of({**defaults, **fields})
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, model: str, defaults: Mapping[str, Any], *, max_model_len: int
+    ) -> None:
+        self._context = ResponseContext(
+            TextCodec(tokenizer, max_model_len), model, ServerSettings.create(default_sampling=defaults),
+            tool_calls=form_of(tokenizer), reasoning=reasoning_marks(tokenizer),
+        )  # fmt: skip
+
+    def read(self, line: Line) -> BatchRequest:
+        """Returns the request of a line.
+
+        Raises:
+            ApiError, RequestError, RequestValidationError: the line is invalid.
+        """
+        assert isinstance(line.fields, Mapping)
+        fields = line.fields
+        if fields.get("method", "POST") != "POST":
+            raise RequestError(f"method must be POST, not {fields['method']!r}")
+        url = fields.get("url")
+        api = next((api for api in TEXT_APIS.values() if api.path == url), None)
+        if api is None:
+            paths = [api.path for api in TEXT_APIS.values()]
+            raise RequestError(f"url must be one of {', '.join(paths)}, not {url!r}")
+        writer = asyncio.run(open_writer(api, self._context, validated(api.request, fields["body"])))
+        if len(writer.job.prompts) != 1:
+            raise RequestError(f"a line must have one prompt, got {len(writer.job.prompts)}")
+
+        def written(output: RequestOutput) -> dict[str, Any]:
+            body = json.loads(json_of(writer.response(whole([output], writer.tally))))
+            response = {"status_code": 200, "request_id": writer.job.id, "body": body}
+            return {"id": _new_id(), "custom_id": line.id, "response": response, "error": None}
+
+        return BatchRequest({"prompt_token_ids": writer.job.prompts[0]}, writer.job.params, written)
+
+    def failed(self, line: Line, error: Exception) -> dict[str, Any]:
+        """Returns the output line of a refused request."""
+        refusal = as_api_error(error)
+        fields = {"code": refusal.code or "invalid_request", "message": refusal.message}
+        return {"id": _new_id(), "custom_id": line.id, "response": None, "error": fields}
+
+
+class PlainLines:
+    """Reads lines in the project's own format; `defaults` apply to fields that lines omit."""
+
+    def __init__(self, defaults: Mapping[str, Any]) -> None:
+        self._defaults = defaults
+
+    def read(self, line: Line) -> BatchRequest:
+        """Returns the request of a line.
+
+        Raises:
+            RequestError: the line is invalid.
+        """
+        if isinstance(line.fields, str):
+            raise RequestError(line.fields)
+        fields = dict(line.fields)
+        if ("prompt" in fields) == ("prompt_token_ids" in fields):
+            raise RequestError("give exactly one of 'prompt' and 'prompt_token_ids'")
+        name = "prompt" if "prompt" in fields else "prompt_token_ids"
+        prompt = {name: fields.pop(name)}
+        params = SamplingParams.of({**self._defaults, **fields})
+        return BatchRequest(prompt, params, lambda output: {"id": line.id, **as_json(output, params)})
+
+    def failed(self, line: Line, error: Exception) -> dict[str, Any]:
+        """Returns the output line of a refused request."""
+        return {"id": line.id, "error": as_api_error(error).message}
 
 
 def repair(path: Path) -> Counter[Key]:
@@ -142,26 +232,25 @@ def run_batch(
     """
     answered = repair(target)
     counts = BatchCounts()
-    waiting: dict[str, Line] = {}
-    wants: dict[str, SamplingParams | Writer] = {}
+    waiting: dict[str, tuple[Line, Callable[[RequestOutput], dict[str, Any]]]] = {}
     order: list[Key] = []
     engine = llm.front
     ahead = 2 * llm.config.max_num_seqs * llm.config.data_parallel_size
     lines = read_lines(source)
-    openai = BatchLines(llm.tokenizer, Path(llm.config.model).name, defaults or {}, max_model_len=engine.max_model_len)
+    name, plain = Path(llm.config.model).name, PlainLines(defaults or {})
+    openai = BatchLines(llm.tokenizer, name, defaults or {}, max_model_len=engine.max_model_len)
     # Without a buffer, closing the file does not repeat a failed write.
     with naming(target), target.open("ab", buffering=0) as out:
 
-        def answer(line: Line, value: dict[str, Any]) -> None:
-            write_line(out, value if "custom_id" in value else {"id": line.id, **value})
+        def answer(value: dict[str, Any]) -> None:
+            write_line(out, value)
             counts.done += 1
             counts.failed += value.get("error") is not None
             if progress is not None:
                 progress(counts)
 
         def refuse(line: Line, error: Exception) -> None:
-            failed = BatchLines.failed(line.id, error) if is_batch_line(line.fields) else None
-            answer(line, failed or {"error": as_api_error(error).message})
+            answer((openai if is_batch_line(line.fields) else plain).failed(line, error))
 
         exhausted = False
         while not exhausted or waiting:
@@ -181,30 +270,20 @@ def run_batch(
                 try:
                     if has_half_characters([line.id, line.fields]):
                         raise RequestError("the line contains half a surrogate pair, which is not a character")
-                    if is_batch_line(line.fields):
-                        writer = openai.read(cast(Mapping[str, Any], line.fields))
-                        wants[request_id] = writer
-                        prompt: Any = {"prompt_token_ids": writer.job.prompts[0]}
-                        engine.add(EngineRequest(request_id, prompt, writer.job.params))
-                    else:
-                        prompt, params = parse(line, defaults or {})
-                        wants[request_id] = params
-                        engine.add(EngineRequest(request_id, prompt, params))
+                    request = (openai if is_batch_line(line.fields) else plain).read(line)
+                    engine.add(EngineRequest(request_id, request.prompt, request.params))
                 except Exception as error:
                     # Even a bug, which is logged, affects only this line.
-                    wants.pop(request_id, None)
                     refuse(line, error)
                     continue
-                waiting[request_id] = line
+                waiting[request_id] = line, request.written
             for output in engine.step() if waiting else ():
                 if output.finished:
-                    line, wanted = waiting.pop(output.request_id), wants.pop(output.request_id)
+                    line, written = waiting.pop(output.request_id)
                     if output.failure is not None:
                         refuse(line, output.failure)
-                    elif isinstance(wanted, SamplingParams):
-                        answer(line, as_json(output, wanted))
                     else:
-                        answer(line, BatchLines.written(line.id, wanted, output))
+                        answer(written(output))
     with naming(target):
         _sort_like(target, order)
     return counts
@@ -297,3 +376,7 @@ def _sort_like(path: Path, order: list[Key]) -> None:
             file.seek(start)
             out.write(file.read(length))
     os.replace(new, path)
+
+
+def _new_id() -> str:
+    return f"batch_req_{uuid.uuid4().hex}"

@@ -6,7 +6,7 @@ import pytest
 from checkpoints import load_config
 from checkpoints.initial_state import initial_state_shapes, write_initial_state
 from serving import ConfigError, EngineConfig
-from serving.api.http import ServerSettings
+from serving.api.http.settings import ServerSettings
 from serving.cli.main import run
 from serving.engine.assembly.build import build_engine
 from tests.support.golden_case import FIXTURES, Case

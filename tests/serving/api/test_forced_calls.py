@@ -6,8 +6,7 @@ import openai
 import pytest
 
 from checkpoints.tokenizer import load_tokenizer
-from serving.api.http.parsing.call_formats import FORMATS
-from serving.api.http.parsing.forced_calls import calls_grammar
+from serving.api.http.parsing.call_formats import FORMATS, calls_grammar
 from serving.api.http.protocol.chat import Tool
 from serving.api.http.text import TextCodec
 from serving.engine.structured.grammar_state import StructuredOutputs

@@ -7,7 +7,8 @@ import pytest
 from fastapi.testclient import TestClient
 from safetensors.numpy import save_file
 
-from serving.api.http import ServerSettings, create_app
+from serving.api.http.app import create_app
+from serving.api.http.settings import ServerSettings
 from serving.engine.async_engine import AsyncEngine
 from serving.engine.programs.warmup import warm_up
 from tests.support.engine_harness import EngineHarness

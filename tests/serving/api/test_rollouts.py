@@ -8,7 +8,8 @@ from fastapi.testclient import TestClient
 from safetensors.numpy import save_file
 
 from serving import AsyncEngine
-from serving.api.http import ServerSettings, create_app
+from serving.api.http.app import create_app
+from serving.api.http.settings import ServerSettings
 from serving.points.digest import model_digest
 from tests.support.versioned_engine import VersionedEngine
 

@@ -4,9 +4,10 @@ import pytest
 from fastapi.testclient import TestClient
 from starlette.datastructures import Headers
 
-from serving.api.http import ServerSettings, create_app
+from serving.api.http.app import create_app
 from serving.api.http.connection import keys
 from serving.api.http.connection.keys import salt_of
+from serving.api.http.settings import ServerSettings
 from serving.config import EngineConfig
 from serving.core.cache.content import client_salt
 from serving.engine.assembly.build import assemble

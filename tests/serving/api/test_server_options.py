@@ -4,9 +4,8 @@ import pytest
 
 from checkpoints import CheckpointError
 from checkpoints.tokenizer import load_tokenizer
-from serving.api.http import ServerSettings
 from serving.api.http.connection.keys import is_one_of
-from serving.api.http.settings import resolve_settings
+from serving.api.http.settings import ServerSettings, resolve_settings
 from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly.build import build_engine
 from serving.split.settings import RouterSettings

@@ -8,7 +8,6 @@ from random import Random
 import pytest
 
 from checkpoints.tokenizer import load_tokenizer
-from serving.api.http import ServerSettings
 from serving.api.http.apis.choices import ChatWriter
 from serving.api.http.context import ResponseContext
 from serving.api.http.generation import ChoiceDelta, whole
@@ -16,6 +15,7 @@ from serving.api.http.parsing.answer import ToolCallReader
 from serving.api.http.parsing.call_formats import FORMATS, form_of
 from serving.api.http.parsing.call_pieces import whole_calls
 from serving.api.http.protocol.chat import ChatRequest, Tool
+from serving.api.http.settings import ServerSettings
 from serving.api.http.text import TextCodec
 from serving.config import ConfigError
 from serving.engine.requests.output import CompletionOutput, RequestOutput

@@ -9,8 +9,7 @@ from serving.api.http.apis.inputs import offered_tools, sampling_params
 from serving.api.http.context import ResponseContext
 from serving.api.http.generation import Job, UsageCounter
 from serving.api.http.parsing.answer import AnswerReader, ToolCallReader
-from serving.api.http.parsing.call_formats import FORMATS
-from serving.api.http.parsing.forced_calls import calls_grammar
+from serving.api.http.parsing.call_formats import FORMATS, calls_grammar
 from serving.api.http.parsing.reasoning import ReasoningCount, ReasoningReader, ReasoningStart, opening_of
 from serving.api.http.protocol.chat import AllowedTools, ChatRequest, NamedTool, Tool
 from serving.engine.request_error import RequestError

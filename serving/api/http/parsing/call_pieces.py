@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 from serving.api.http.json_values import well_formed
 from serving.api.http.protocol.chat import CalledFunction, ToolCall
+
+_NO_PARAMETERS: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -53,10 +58,17 @@ class CallParser(ABC):
     Args:
         closing: the mark after the calls.
         numbering: numbers the answer's calls.
+        parameters: JSON schemas of the tools' parameters, by name of the tool.
     """
 
-    def __init__(self, closing: str, numbering: CallNumbering) -> None:
-        self._closing, self._numbering = closing, numbering
+    def __init__(
+        self, closing: str, numbering: CallNumbering, parameters: Mapping[str, Mapping[str, Any]] = _NO_PARAMETERS
+    ) -> None:
+        self._closing, self._numbering, self._parameters = closing, numbering, parameters
+        self._schemas: Mapping[str, Any] = {}
+        """JSON schemas of the current function's parameters."""
+        self._keys: list[str] = []
+        """Arguments of the current call so far."""
         self._text = ""
         """Text that has not been consumed."""
         self._seen = 0
@@ -94,6 +106,18 @@ class CallParser(ABC):
     def _cut_off(self) -> list[CallPiece]:
         """Returns the last pieces of a call whose text ends before the closing mark."""
         return []
+
+    def _begin_call(self, name: str) -> list[CallPiece]:
+        """Returns the pieces of the beginning of a call with named arguments."""
+        schemas = self._parameters.get(name, {}).get("properties")
+        self._schemas, self._keys = schemas if isinstance(schemas, Mapping) else {}, []
+        self.began = True
+        return [self._numbering.begin(name), self._numbering.more("{")]
+
+    def _key(self, name: str) -> str:
+        """Returns the text before the value of the next argument."""
+        self._keys.append(name)
+        return f"{', ' if len(self._keys) > 1 else ''}{json.dumps(name, ensure_ascii=False)}: "
 
     def _end(self, rest: str) -> None:
         self.over, self.rest, self._text = True, rest, ""

@@ -8,7 +8,7 @@ from typing import Any
 
 from serving.api.http.json_values import parse_written
 from serving.api.http.parsing.call_pieces import CallNumbering, CallParser, CallPiece, Head, skip_to
-from serving.api.http.parsing.written_object import WrittenObject, read_object
+from serving.api.http.parsing.written_json import WrittenObject, read_object
 
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _LONGEST_HEAD = 2048
@@ -61,7 +61,7 @@ class JsonCalls(CallParser):
         if not complete:
             return []
         self._text, self._read, self._seen = self._text[self._seen :], self._between, 0
-        call = None if self._object.broken else _read(self._valid)
+        call = None if self._object.broken else _call_in(self._valid)
         if call is None:
             if not self.began:
                 self._end("")
@@ -132,7 +132,7 @@ def _name(text: str) -> str:
         return text[1:-1]
 
 
-def _read(text: str) -> tuple[str, dict[str, Any]] | None:
+def _call_in(text: str) -> tuple[str, dict[str, Any]] | None:
     """Returns a call's name and arguments, in any order and under any of the usual names; None if the text is not a
     call."""
     try:

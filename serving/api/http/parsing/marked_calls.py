@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from serving.api.http.parsing.call_pieces import CallNumbering, CallParser, CallPiece, Head, may_begin, skip_to
-from serving.api.http.parsing.written_values import read_untyped, schema_types
+from serving.api.http.parsing.written_json import read_untyped, schema_types
 
 
 @dataclass(frozen=True)
@@ -41,24 +41,18 @@ class MarkedCalls(CallParser):
     """Parses these calls. It returns strings as they arrive, and other values when they are complete.
 
     Args:
-        closing: the mark after the calls.
-        numbering: numbers the answer's calls.
-        parameters: JSON schemas of the tools' parameters.
+        closing, numbering, parameters: see `CallParser`.
         markup: marks of functions and parameters.
     """
 
     def __init__(
         self, closing: str, numbering: CallNumbering, parameters: Mapping[str, Mapping[str, Any]], markup: CallMarkup
     ) -> None:
-        super().__init__(closing, numbering)
-        self._parameters, self._markup = parameters, markup
-        self._schemas: Mapping[str, Any] = {}
-        """JSON schemas of the current function's parameters."""
+        super().__init__(closing, numbering, parameters)
+        self._markup = markup
         self._schema: Any = None
         """Schema of the current value, or None."""
         self._shown = False
-        self._parameter_count = 0
-        """Number of parameters of the current function so far."""
 
     def _cut_off(self) -> list[CallPiece]:
         return [self._numbering.more("}")] if self._read == self._within_function else []
@@ -69,11 +63,8 @@ class MarkedCalls(CallParser):
         if self._text.startswith(self._closing):
             self._end(self._text[len(self._closing) :])
         elif matched := head.match(self._text):
-            self._text, name = self._text[matched.end() :], matched[1].strip()
-            schemas = self._parameters.get(name, {}).get("properties")
-            self._schemas = schemas if isinstance(schemas, Mapping) else {}
-            self._read, self.began, self._parameter_count = self._within_function, True, 0
-            return [self._numbering.begin(name), self._numbering.more("{")]
+            self._text, self._read = self._text[matched.end() :], self._within_function
+            return self._begin_call(matched[1].strip())
         elif not head.may_follow(self._text) and not self._closing.startswith(self._text):
             if self.began:
                 self._text = skip_to(self._text, self._closing, head.before or self._closing)
@@ -95,8 +86,7 @@ class MarkedCalls(CallParser):
         if matched := head.match(self._text):
             self._text, name = self._text[matched.end() :], matched[1].strip()
             self._schema, self._read, self._shown = self._schemas.get(name), self._value, False
-            self._parameter_count += 1
-            key = f"{', ' if self._parameter_count > 1 else ''}{json.dumps(name, ensure_ascii=False)}: "
+            key = self._key(name)
             return [self._numbering.more(key + '"' if self._is_text else key)]
         if not head.may_follow(self._text) and not any(mark.startswith(self._text) for mark in ends):
             self._text = skip_to(self._text, *ends, head.before)

@@ -9,7 +9,7 @@ from typing import Any
 
 from serving.api.http.parsing.call_pieces import CallNumbering, CallParser, CallPiece, Head
 from serving.api.http.parsing.json_calls import JsonCalls
-from serving.api.http.parsing.written_values import ESCAPE, ESCAPE_PART, read_literal, unescaped
+from serving.api.http.parsing.written_json import ESCAPE, ESCAPE_PART, read_literal, unescaped
 
 _FUNCTION = Head("", " (", name=r"[A-Za-z_][\w.\-]{0,255}")
 _KEY = Head("", " =", name=r"[\w.\-]{1,256}")
@@ -26,20 +26,10 @@ class PythonicCalls(CallParser):
 
     A quote ends a string only where an argument or the call can end, because models forget to escape quotes. Arguments
     without a name get the names of the tool's parameters, in order. The parser also accepts calls in JSON.
-
-    Args:
-        closing: the mark after the calls.
-        numbering: numbers the answer's calls.
-        parameters: JSON schemas of the tools' parameters.
     """
 
     def __init__(self, closing: str, numbering: CallNumbering, parameters: Mapping[str, Mapping[str, Any]]) -> None:
-        super().__init__(closing, numbering)
-        self._parameters = parameters
-        self._schemas: Mapping[str, Any] = {}
-        """JSON schemas of the current function's parameters."""
-        self._keys: list[str] = []
-        """Arguments of the current call so far; the parser reads the last one's value."""
+        super().__init__(closing, numbering, parameters)
         self._quote, self._depth = "", 0
         """The closing quote of the current string, and the number of open brackets of the current value."""
         self._json = JsonCalls(closing, numbering)
@@ -70,10 +60,7 @@ class PythonicCalls(CallParser):
             self._end(self._text[len(self._closing) :])
         elif matched:
             self._text, self._read = self._text[matched.end() - at :], self._argument
-            properties = self._parameters.get(matched[1], {}).get("properties")
-            self._schemas = properties if isinstance(properties, Mapping) else {}
-            self._keys, self.began = [], True
-            return [self._numbering.begin(matched[1]), self._numbering.more("{")]
+            return self._begin_call(matched[1])
         return []
 
     def _argument(self) -> list[CallPiece]:
@@ -83,16 +70,14 @@ class PythonicCalls(CallParser):
             self._text, self._read = self._text.removeprefix(")"), self._between
             return [self._numbering.more("}")]
         if matched := _KEY.match(self._text):
-            self._text = self._text[matched.end() :]
-            self._keys.append(matched[1])
+            name, self._text = matched[1], self._text[matched.end() :]
         elif not self._may_follow(_KEY, 0):
             unnamed = (name for name in self._schemas if name not in self._keys)
-            self._keys.append(next(unnamed, f"argument_{len(self._keys) + 1}"))
+            name = next(unnamed, f"argument_{len(self._keys) + 1}")
         else:
             return []
         self._read = self._value
-        separator = ", " if len(self._keys) > 1 else ""
-        return [self._numbering.more(f"{separator}{json.dumps(self._keys[-1], ensure_ascii=False)}: ")]
+        return [self._numbering.more(self._key(name))]
 
     def _value(self) -> list[CallPiece]:
         """Reads the beginning of a value."""
