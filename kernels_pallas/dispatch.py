@@ -44,6 +44,13 @@ class Implementation:
     automatic: bool = True
     """Whether the automatic choice may select it."""
 
+    def why_not(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+        """Returns why it cannot run a call, or None. No Pallas kernel takes empty arrays."""
+        arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if hasattr(leaf, "shape")]
+        if self.name.startswith("pallas") and any(0 in array.shape for array in arrays):
+            return "an array is empty"
+        return self.unsupported(*args, **kwargs)
+
 
 def kernels(platform: str, module: Any, operation: str) -> tuple[Implementation, Implementation]:
     """Returns two implementations of a kernel `module.<operation>`: compiled for `platform`, interpreted on any."""
@@ -178,7 +185,7 @@ def call(operation: str, candidates: Sequence[Implementation], name: str | None,
         if chosen is None:
             known = ", ".join(c.name for c in candidates)
             raise UnsupportedError(f"{operation}: no implementation is called {name!r}; there are: {known}")
-        if reason := chosen.unsupported(*args, **kwargs):
+        if reason := chosen.why_not(args, kwargs):
             raise UnsupportedError(f"{operation}: {name} cannot run this call: {reason}")
         choice.remember(operation, name, "named")
         return chosen.run(*args, **kwargs)
@@ -186,7 +193,7 @@ def call(operation: str, candidates: Sequence[Implementation], name: str | None,
     for candidate in candidates:
         if not candidate.automatic or candidate.platform not in (None, choice.platform):
             continue
-        reason = candidate.unsupported(*args, **kwargs)
+        reason = candidate.why_not(args, kwargs)
         if reason is None and candidate.platform in ("tpu", "gpu"):
             reason = _fails_to_compile(operation, candidate, choice.device, args, kwargs)
         if reason is None:

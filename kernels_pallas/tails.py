@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -20,25 +20,6 @@ from kernels_pallas.shape_check import check_shapes
 from kernels_pallas.slots import read_slots, take, write_slots
 
 F32 = jnp.float32
-
-
-class Places(TypedDict):
-    """The position of each row of a replay: keyword arguments of all replays."""
-
-    anchor_slot: Int[Array, " rows"]
-    """0 reads as zeros (a fresh row, of length 0 or with all of its tokens in the tail)."""
-    tail_id: Int[Array, " rows"]
-    """0 for padding. No two rows share a tail, except for tail 0."""
-    anchor_length: Int[Array, " rows"]
-    """Tokens that the anchor has absorbed."""
-    length: Int[Array, " rows"]
-    """Tokens that the row has absorbed: those from anchor_length on are in its tail."""
-    num_tokens: Int[Array, " rows"]
-    """0 to steps; 0 is padding. Tokens beyond it may hold NaN; their y is 0."""
-    write_slot: Int[Array, " rows"]
-    """The slot for S(m), where m is the next multiple of the interval, if it is reached; 0: not written."""
-    interval: int
-    """Tokens between two written states."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,20 +56,6 @@ class Order:
             index_of_new,
             valid[:, None] & (count <= index_of_new[..., None]),
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class Boundary:
-    """The next multiple of the interval after each row's length."""
-
-    position: Int[Array, " rows"]
-    reached: Bool[Array, " rows"]
-
-
-def next_boundary(length, num_tokens, interval: int) -> Boundary:
-    """Returns the boundary's position and whether the new tokens reach it."""
-    position = (length // interval + 1) * interval
-    return Boundary(position, position <= length + num_tokens)
 
 
 def row_numbers(places: Anchored) -> tuple[Int[Array, " rows"], ...]:

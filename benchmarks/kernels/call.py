@@ -25,8 +25,6 @@ class Call:
     """Other arguments, by name."""
     moved: int = 0
     """Bytes that must be read and written at least: all arguments and results once, of a store the slots in use."""
-    stores_first: bool = False
-    """Whether the stores come before the inputs."""
 
     @property
     def arrays(self) -> tuple[Any, ...]:
@@ -37,8 +35,7 @@ class Call:
         """Returns the function (stores, inputs, places) -> (stores, y), to be compiled with the stores donated."""
 
         def run(stores: Any, inputs: Any, places: Any) -> tuple[Any, Any]:
-            arguments = (*stores, *inputs) if self.stores_first else (*inputs, *stores)
-            out = self.operation(*arguments, **places, **self.options, implementation=implementation)
+            out = self.operation(*inputs, *stores, **places, **self.options, implementation=implementation)
             return (tuple(out[1:]), out[0]) if stores else ((), out)
 
         return run

@@ -34,6 +34,7 @@ from kernels_pallas.gated_scan import api as gated_scan_api
 from kernels_pallas.grouped_matmul import api as grouped_api
 from kernels_pallas.linear import api as linear_api
 from kernels_pallas.paged_attention import api as attention_api
+from kernels_pallas.places import Rows
 from kernels_pallas.recurrence import api as recurrence_api
 from kernels_pallas.selective_scan import api as selective_api
 from mamba_jax.modules.basic import activation
@@ -47,7 +48,7 @@ def _conv(draw: Draw, shape: Any) -> Call:
     bias = draw(shape.channels) if shape.bias else None
     store = draw(max(ROWS + 1, draw.slots), shape.width - 1, shape.channels)
     slots = np.arange(1, ROWS + 1)
-    places = {"read_slot": i32(slots), "write_slot": i32(slots[:, None])}
+    places = {"rows": Rows(i32(slots), i32(slots[:, None]))}
     moved = nbytes(x, x, weight) + 2 * ROWS * slot_bytes(store)
     return Call(causal_conv1d.causal_conv1d_update, (x, weight, bias), (store,), places, moved=moved)
 

@@ -169,9 +169,8 @@ def _width(shape: Any) -> int:
 def selective_scan_call(draw: Draw, shape: Any) -> Call:
     """As `scan_call`."""
     inputs, states = _selective_inputs(draw, shape, shape.tiles, shape.tile_size), draw.states(shape, 4)
-    tiles, moved = _tiles(shape), nbytes(inputs, inputs[0]) + 2 * slot_bytes(states)
-    places = {"tile_first": tiles.first, "read_slot": tiles.read_slot, "write_slot": tiles.write_slot}
-    return Call(selective_scan.selective_scan, inputs, (states,), places, moved=moved)
+    moved = nbytes(inputs, inputs[0]) + 2 * slot_bytes(states)
+    return Call(selective_scan.selective_scan, inputs, (states,), {"tiles": _tiles(shape)}, moved=moved)
 
 
 def selective_update_call(draw: Draw, shape: Any) -> Call:
@@ -179,7 +178,7 @@ def selective_update_call(draw: Draw, shape: Any) -> Call:
     (rows, slots), inputs = _a_slot_for_each_step(shape), _selective_inputs(draw, shape, shape.rows, shape.steps)
     states = draw.states(shape, slots)
     moved = nbytes(inputs, inputs[0]) + slot_bytes(states) * shape.rows * (1 + shape.steps)
-    return Call(selective_scan.selective_update, inputs, (states,), vars(rows), moved=moved)
+    return Call(selective_scan.selective_update, inputs, (states,), {"rows": rows}, moved=moved)
 
 
 def selective_replay_call(draw: Draw, shape: Any) -> Call:
@@ -187,9 +186,8 @@ def selective_replay_call(draw: Draw, shape: Any) -> Call:
     inputs, tail = _selective_inputs(draw, shape, shape.rows, shape.steps), _selective_tail(draw, shape)
     states = draw.states(shape, 2 * shape.rows + 1)
     anchored, moved = _anchors(shape, states, tail)
-    places = {name: array for name, array in vars(anchored).items() if name != "interval"}
-    options, moved = {"interval": shape.interval}, moved + nbytes(inputs, inputs[0])
-    return Call(selective_scan.selective_replay, inputs, (states, tail), places, options, moved, stores_first=True)
+    moved += nbytes(inputs, inputs[0])
+    return Call(selective_scan.selective_replay, inputs, (states, tail), {"places": anchored}, moved=moved)
 
 
 def gated_scan_call(draw: Draw, shape: Any) -> Call:

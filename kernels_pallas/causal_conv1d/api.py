@@ -7,10 +7,11 @@ width-1 raw inputs, oldest first.
 Source: the Mamba2 block (Dao and Gu, 2024).
 """
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from kernels_pallas import dispatch, invariant
 from kernels_pallas.causal_conv1d import native, xla
+from kernels_pallas.places import Packed, Rows
 from kernels_pallas.shape_check import shapes_checked
 
 PREFILL = (
@@ -36,13 +37,8 @@ def causal_conv1d_prefill(
     weight: Float[Array, "channels width"],
     bias: Float[Array, " channels"] | None,
     store: Float[Array, "slots width-1 channels"],
+    packed: Packed,
     *,
-    token_row: Int[Array, " tokens"],
-    row_start: Int[Array, " rows"],
-    read_slot: Int[Array, " rows"],
-    tile_row: Int[Array, " tiles"],
-    tile_end: Int[Array, " tiles"],
-    write_slot: Int[Array, " tiles"],
     activation: str | None = "silu",
     implementation: str | None = None,
 ) -> tuple[Float[Array, "tokens channels"], Float[Array, "slots width-1 channels"]]:
@@ -52,14 +48,10 @@ def causal_conv1d_prefill(
     reads or writes. The sums are float32.
 
     Args:
-        x: the rows' tokens one after the other; a row's tokens are contiguous.
+        x: the rows' tokens one after the other. Those outside of all rows are padding: their y is meaningless, but
+            finite inputs give finite outputs, and they change nothing else.
         store: windows, [slots, width-1, channels]. Donate it: it is updated in place.
-        token_row: the row of each token. Padding tokens may name any row: their y is meaningless but finite inputs
-            give finite outputs, and they change nothing else as long as they lie outside of [row_start, + its tokens).
-        row_start: the index in x of each row's first token.
-        tile_row: the row of each tile.
-        tile_end: how many of the row's tokens of this call lie up to the tile's end. It may be shorter than the window.
-        write_slot: where the window at the tile's end goes.
+        packed: the window at each tile's end goes to `packed.tiles.write_slot`. A tile may be shorter than the window.
     Returns:
         y in x's dtype, and the store.
     Raises:
@@ -68,10 +60,8 @@ def causal_conv1d_prefill(
     """
     _check_activation("causal_conv1d_prefill", activation)
     return dispatch.call(
-        "causal_conv1d_prefill", PREFILL, implementation, x, weight, bias, store, token_row=token_row,
-        row_start=row_start, read_slot=read_slot, tile_row=tile_row, tile_end=tile_end, write_slot=write_slot,
-        activation=activation,
-    )  # fmt: skip
+        "causal_conv1d_prefill", PREFILL, implementation, x, weight, bias, store, packed, activation=activation
+    )
 
 
 @shapes_checked
@@ -80,13 +70,12 @@ def causal_conv1d_update(
     weight: Float[Array, "channels width"],
     bias: Float[Array, " channels"] | None,
     store: Float[Array, "slots width-1 channels"],
+    rows: Rows,
     *,
-    read_slot: Int[Array, " rows"],
-    write_slot: Int[Array, "rows steps"],
     activation: str | None = "silu",
     implementation: str | None = None,
 ) -> tuple[Float[Array, "rows steps channels"], Float[Array, "slots width-1 channels"]]:
-    """Convolves a few steps per row; the window after step t goes to `write_slot[:, t]`.
+    """Convolves a few steps per row, and writes the window after each.
 
     The rules of `kernels_pallas.slots` apply: a row may write the slot that it reads, and no slot that another row
     reads or writes. The sums are float32.
@@ -101,9 +90,8 @@ def causal_conv1d_update(
     """
     _check_activation("causal_conv1d_update", activation)
     return dispatch.call(
-        "causal_conv1d_update", UPDATE, implementation, x, weight, bias, store,
-        read_slot=read_slot, write_slot=write_slot, activation=activation,
-    )  # fmt: skip
+        "causal_conv1d_update", UPDATE, implementation, x, weight, bias, store, rows, activation=activation
+    )
 
 
 @shapes_checked

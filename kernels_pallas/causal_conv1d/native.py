@@ -13,26 +13,26 @@ from kernels_pallas.slots import read_slots
 F32 = jnp.float32
 
 
-def unsupported(x, weight, bias, store, **places):
+def unsupported(x, weight, bias, store, packed, *, activation):
     """Returns why it cannot run this call, or None."""
     if x.dtype not in (F32, jnp.bfloat16):
         return f"x is {x.dtype}, not float32 or bfloat16"
     return native.why_missing("causal_conv1d")
 
 
-def causal_conv1d_prefill(x, weight, bias, store, *, activation, **places):
+def causal_conv1d_prefill(x, weight, bias, store, packed, *, activation):
     """See `api.causal_conv1d_prefill`."""
 
     def convolve(x, taps, bias, window, token_row, row_start, local):
         return _convolve(x, taps, bias, window, token_row, row_start, activation)
 
-    return xla.prefill(convolve, x, weight, bias, store, **places)
+    return xla.prefill(convolve, x, weight, bias, store, packed)
 
 
-def causal_conv1d_update(x, weight, bias, store, *, read_slot, write_slot, activation):
+def causal_conv1d_update(x, weight, bias, store, rows, *, activation):
     """See `api.causal_conv1d_update`."""
-    window = read_slots(store, read_slot)
-    _, store = xla.write_steps(window, x, store, write_slot)
+    window = read_slots(store, rows.read_slot)
+    _, store = xla.write_steps(window, x, store, rows.write_slot)
     return _convolve_rows(x, weight, bias, window, activation), store
 
 

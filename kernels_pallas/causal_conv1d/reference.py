@@ -21,53 +21,50 @@ def _window(store, slot):
     return _wide(store[slot]) if slot else np.zeros(store.shape[1:])
 
 
-def causal_conv1d_prefill(
-    x, weight, bias, store, *, token_row, row_start, read_slot, tile_row, tile_end, write_slot, activation="silu"
-):
+def causal_conv1d_prefill(x, weight, bias, store, packed, *, activation="silu"):
     """Implements `api.causal_conv1d_prefill`. Returns y in float64 (0 for tokens outside of all rows) and the store."""
     store, x, weight, bias = np.array(store), _wide(x), _wide(weight), None if bias is None else _wide(bias)
     before, y, keep = store.copy(), np.zeros_like(x), weight.shape[1] - 1
-    for row, start in enumerate(row_start):
-        length = max([int(end) for r, end in zip(tile_row, tile_end, strict=True) if r == row], default=0)
-        window = _window(before, read_slot[row])
+    tiles = list(zip(packed.tile_row, packed.tile_end, packed.tiles.write_slot, strict=True))
+    for row, start in enumerate(packed.row_start):
+        length = max([int(end) for r, end, _ in tiles if r == row], default=0)
+        window = _window(before, packed.read_slot[row])
         y[start : start + length], inputs = _row(window, x[start : start + length], weight, bias, activation)
-        for tile in range(len(tile_row)):
-            if tile_row[tile] == row and write_slot[tile]:
-                store[write_slot[tile]] = inputs[tile_end[tile] : tile_end[tile] + keep].astype(store.dtype)
+        for r, end, slot in tiles:
+            if r == row and slot:
+                store[slot] = inputs[end : end + keep].astype(store.dtype)
     return y, store
 
 
-def causal_conv1d_update(x, weight, bias, store, *, read_slot, write_slot, activation="silu"):
+def causal_conv1d_update(x, weight, bias, store, rows, *, activation="silu"):
     """Implements `api.causal_conv1d_update`. Returns y in float64 and the store in its own dtype."""
     store, x, weight, bias = np.array(store), _wide(x), _wide(weight), None if bias is None else _wide(bias)
     before, y, keep = store.copy(), np.zeros_like(x), weight.shape[1] - 1
     for row in range(x.shape[0]):
-        y[row], inputs = _row(_window(before, read_slot[row]), x[row], weight, bias, activation)
-        for t, slot in enumerate(write_slot[row]):
+        y[row], inputs = _row(_window(before, rows.read_slot[row]), x[row], weight, bias, activation)
+        for t, slot in enumerate(rows.write_slot[row]):
             if slot:
                 store[slot] = inputs[t + 1 : t + 1 + keep].astype(store.dtype)
     return y, store
 
 
-def causal_conv1d_replay(
-    x, weight, bias, store, ring, *, anchor_slot, tail_id, anchor_length, length, num_tokens, write_slot, interval,
-    activation="silu",
-):  # fmt: skip
+def causal_conv1d_replay(x, weight, bias, store, ring, places, *, activation="silu"):
     """Implements `replay.causal_conv1d_replay`. Returns y in float64 (0 for padding), store and ring."""
     store, ring, x, weight = np.array(store), np.array(ring), _wide(x), _wide(weight)
     before, bias, y = store.copy(), None if bias is None else _wide(bias), np.zeros_like(x)
     keep, entries = weight.shape[1] - 1, ring.shape[1]
-    for row, (anchor, start, count) in enumerate(zip(anchor_length, length, num_tokens, strict=True)):
+    lengths = places.anchor_length, places.length, places.num_tokens
+    for row, (anchor, start, count) in enumerate(zip(*lengths, strict=True)):
         if not count:
             continue
-        held, tail = _window(before, anchor_slot[row]), ring[tail_id[row]]
+        held, tail = _window(before, places.anchor_slot[row]), ring[places.tail_id[row]]
         last = [tail[n % entries] if n >= anchor else held[keep + n - anchor] for n in range(start - keep, start)]
         y[row, :count], inputs = _row(_wide(np.stack(last)), x[row, :count], weight, bias, activation)
         for t in range(count):
             tail[(start + t) % entries] = x[row, t].astype(ring.dtype)
-        ahead = (start // interval + 1) * interval - start
-        if ahead <= count and write_slot[row]:
-            store[write_slot[row]] = inputs[ahead : ahead + keep].astype(store.dtype)
+        ahead = (start // places.interval + 1) * places.interval - start
+        if ahead <= count and places.write_slot[row]:
+            store[places.write_slot[row]] = inputs[ahead : ahead + keep].astype(store.dtype)
     return y, store, ring
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from kernels_pallas.places import Packed
 from kernels_pallas.slots import read_slots, write_slots
 from kernels_pallas.windows import read_windows, write_windows
 
@@ -26,33 +27,28 @@ def _finish(total, bias, activation, dtype):
     return (jax.nn.silu(total) if activation == "silu" else total).astype(dtype)
 
 
-def causal_conv1d_prefill(x, weight, bias, store, *, activation, **places):
+def causal_conv1d_prefill(x, weight, bias, store, packed, *, activation):
     """See `api.causal_conv1d_prefill`. The target platform of compilation selects the form."""
     forms = {
         "cpu": partial(_convolve, activation=activation),
         "default": partial(_convolve_then_correct, activation=activation),
     }
-    return prefill(partial(lax.platform_dependent, **forms), x, weight, bias, store, **places)
+    return prefill(partial(lax.platform_dependent, **forms), x, weight, bias, store, packed)
 
 
-def prefill(convolve, x, weight, bias, store, *, token_row, row_start, read_slot, tile_row, tile_end, write_slot):
+def prefill(convolve, x, weight, bias, store, packed):
     """Prefill by `convolve`: of x, taps, bias, windows, each token's row, each row's start, and indices in the rows."""
-    tokens = x.shape[0]
-    window = read_slots(store, read_slot)  # [rows, width-1, channels]
-    local = jnp.arange(tokens) - row_start[token_row]  # index within the row
+    window, token_row, row_start = read_slots(store, packed.read_slot), packed.token_row, packed.row_start
+    local = jnp.arange(x.shape[0]) - row_start[token_row]  # index within the row
     y = convolve(x, weight.astype(F32).T, bias, window, token_row, row_start, local)
-
-    ends = windows_of_tiles(lambda index: x[index].astype(store.dtype), tokens, window, row_start, tile_row, tile_end)
-    return y, write_slots(store, ends, write_slot)
+    ends = windows_of_tiles(lambda index: x[index].astype(store.dtype), window, packed)
+    return y, write_slots(store, ends, packed.tiles.write_slot)
 
 
 def windows_of_tiles(
     inputs: Callable[[Int[Array, "tiles n"]], Float[Array, "tiles n channels"]],
-    tokens: int,
     window: Float[Array, "rows n channels"],
-    row_start: Int[Array, " rows"],
-    tile_row: Int[Array, " tiles"],
-    tile_end: Int[Array, " tiles"],
+    packed: Packed,
 ) -> Float[Array, "tiles n channels"]:
     """Returns the window at the end of each tile.
 
@@ -60,10 +56,10 @@ def windows_of_tiles(
         inputs: gives packed tokens by their numbers.
         window: that of each row before its first token.
     """
-    keep = window.shape[1]
+    keep, tokens, tile_row = window.shape[1], len(packed.token_row), packed.tile_row
     # [tiles, width-1], indices within the row; negative ones lie in the old window.
-    position = tile_end[:, None] - keep + jnp.arange(keep)
-    recent = inputs(jnp.clip(row_start[tile_row][:, None] + position, 0, max(tokens - 1, 0)))
+    position = packed.tile_end[:, None] - keep + jnp.arange(keep)
+    recent = inputs(jnp.clip(packed.row_start[tile_row][:, None] + position, 0, max(tokens - 1, 0)))
     older = window[tile_row[:, None], jnp.clip(position + keep, 0, max(keep - 1, 0))]
     return jnp.where((position >= 0)[..., None], recent, older)
 
@@ -109,25 +105,24 @@ def _within(x, taps, local):
     return total
 
 
-def prefill_then_correct(x, weight, bias, store, *, activation, **places):
+def prefill_then_correct(x, weight, bias, store, packed, *, activation):
     """Implements the form for platforms other than CPU."""
-    return prefill(partial(_convolve_then_correct, activation=activation), x, weight, bias, store, **places)
+    return prefill(partial(_convolve_then_correct, activation=activation), x, weight, bias, store, packed)
 
 
-def causal_conv1d_update(x, weight, bias, store, *, read_slot, write_slot, activation):
+def causal_conv1d_update(x, weight, bias, store, rows, *, activation):
     """See `api.causal_conv1d_update`. The target platform of compilation selects the form."""
-    arguments = x, weight, bias, store, read_slot, write_slot
     forms = {
         "cpu": partial(_update_by_rows, activation=activation),
-        "default": partial(_update_by_inputs, activation=activation),
+        "default": partial(update_by_inputs, activation=activation),
     }
-    return lax.platform_dependent(*arguments, **forms)
+    return lax.platform_dependent(x, weight, bias, store, rows, **forms)
 
 
-def _update_by_rows(x, weight, bias, store, read_slot, write_slot, *, activation):
+def _update_by_rows(x, weight, bias, store, rows, *, activation):
     """Returns all inputs of a row in one array [rows, width-1+steps, channels]."""
     steps, taps = x.shape[1], weight.astype(F32).T
-    inputs, store = write_steps(read_slots(store, read_slot), x, store, write_slot)
+    inputs, store = write_steps(read_slots(store, rows.read_slot), x, store, rows.write_slot)
     total = sum(taps[i] * inputs[:, i : i + steps].astype(F32) for i in range(len(taps)))
     return _finish(total, bias, activation, x.dtype), store
 
@@ -140,26 +135,23 @@ def write_steps(window, x, store, write_slot):
     return inputs, write_slots(store, ends.reshape(rows * steps, keep, channels), write_slot.reshape(-1))
 
 
-def update_by_inputs(x, weight, bias, store, *, read_slot, write_slot, activation):
-    """Implements the form for platforms other than CPU."""
-    return _update_by_inputs(x, weight, bias, store, read_slot, write_slot, activation=activation)
+def update_by_inputs(x, weight, bias, store, rows, *, activation):
+    """The form for platforms other than CPU: an array [rows, channels] for each input.
 
-
-def _update_by_inputs(x, weight, bias, store, read_slot, write_slot, *, activation):
-    """An array [rows, channels] for each input: on TPU, half the time of arrays whose last axis but one is a few steps
-    (by its compiler's estimate, at 64 rows and 4 steps of 8192 channels).
+    On TPU, that takes half the time of arrays whose last axis but one is a few steps (by its compiler's estimate, at 64
+    rows and 4 steps of 8192 channels).
     """
     steps = x.shape[1]
     keep, taps = weight.shape[1] - 1, weight.astype(F32).T
     # Held as it was read: XLA for GPU would read anew in each use, also after the write, and copy the store for that.
-    window = lax.optimization_barrier(read_windows(store, read_slot))
+    window = lax.optimization_barrier(read_windows(store, rows.read_slot))
     inputs = [window[:, i] for i in range(keep)] + [x[:, t].astype(store.dtype) for t in range(steps)]
     totals = [sum(taps[i] * inputs[t + i].astype(F32) for i in range(keep + 1)) for t in range(steps)]
     y = jnp.stack([_finish(total, bias, activation, x.dtype) for total in totals], axis=1)
     if keep:
         # One write for all steps: between several, XLA may want the store in another layout, and copy it.
         entries = [jnp.concatenate(inputs[1 + i : 1 + i + steps]) for i in range(keep)]
-        store = write_windows(store, jnp.stack(entries, axis=1), write_slot.T.reshape(-1))
+        store = write_windows(store, jnp.stack(entries, axis=1), rows.write_slot.T.reshape(-1))
     return y, store
 
 

@@ -26,8 +26,6 @@ LEAST_KEY = -(1 << 31)
 
 def unsupported(scores, bias, valid, first, *, own, rule):
     """Returns why this call cannot run, or None."""
-    if 0 in scores.shape:
-        return "it is empty"
     if padded(scores.shape[0]) * padded(scores.shape[1]) > MOST:
         return f"{scores.shape[0]} x {scores.shape[1]} scores, more than {MOST}"
     if rule.count * padded(scores.shape[0]) * padded(scores.shape[1]) > MOST_MASKS:

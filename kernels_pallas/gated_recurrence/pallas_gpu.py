@@ -44,8 +44,6 @@ F32 = jnp.float32
 def unsupported(projections, weights, store, *stores_and_places, **options):
     """Returns why this call cannot run, or None."""
     *stores, _ = stores_and_places
-    if 0 in (*projections.value.shape, *projections.vectors.shape, *stores[-1].value.shape):
-        return "it is empty"
     if any(offsets_overflow(array) for array in jax.tree.leaves((store, stores))):
         return "offsets into a store do not fit in 32 bits"
     if store.shape[3] % LEAST_OF_PIECE:

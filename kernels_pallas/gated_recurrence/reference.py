@@ -11,12 +11,11 @@ from kernels_pallas.recurrence.reference import wide
 
 def gated_update(projections, weights, store, windows, rows, *, valid, gates):
     """Implements `api.gated_update`. Returns the output in float64, the store and the windows."""
-    slots = {"read_slot": rows.read_slot, "write_slot": rows.write_slot}
     value, of_value = convolution.causal_conv1d_update(
-        projections.value, weights.value_taps, weights.value_bias, windows.value, **slots
+        projections.value, weights.value_taps, weights.value_bias, windows.value, rows
     )
     vectors, of_vectors = convolution.causal_conv1d_update(
-        _flat(projections.vectors), weights.vector_taps, weights.vector_bias, windows.vectors, **slots
+        _flat(projections.vectors), weights.vector_taps, weights.vector_bias, windows.vectors, rows
     )
     entry = _entry(projections, weights, value, vectors, store, gates)
     entry = entry._replace(strength=np.where(valid[..., None], entry.strength, 0))
@@ -26,14 +25,17 @@ def gated_update(projections, weights, store, windows, rows, *, valid, gates):
 
 def gated_replay(projections, weights, store, tail, windows, places, *, gates):
     """Implements `api.gated_replay`. Returns the output in float64 (meaningless for padding), and the stores."""
-    where = vars(places)
     value, of_value, value_ring = convolution.causal_conv1d_replay(
-        projections.value, weights.value_taps, weights.value_bias, windows.value, windows.value_ring, **where
+        projections.value, weights.value_taps, weights.value_bias, windows.value, windows.value_ring, places
     )
     vectors, of_vectors, vector_ring = convolution.causal_conv1d_replay(
-        _flat(projections.vectors), weights.vector_taps, weights.vector_bias, windows.vectors, windows.vector_ring,
-        **where,
-    )  # fmt: skip
+        _flat(projections.vectors),
+        weights.vector_taps,
+        weights.vector_bias,
+        windows.vectors,
+        windows.vector_ring,
+        places,
+    )
     entry = _entry(projections, weights, value, vectors, store, gates)
     y, store, tail = recurrence.recurrence_replay(entry, store, tail, places, erase=gates.erase, skip=weights.skip)
     windows = (of_value, of_vectors, value_ring, vector_ring)

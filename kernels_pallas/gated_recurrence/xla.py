@@ -10,11 +10,8 @@ def gated_update(projections, weights, store, windows, rows, *, valid, gates):
     """See `api.gated_update`."""
     real = valid[..., None]
     value, vectors = (jnp.where(real, v, 0) for v in _convolved(projections))
-    slots = {"read_slot": rows.read_slot, "write_slot": rows.write_slot}
-    value, of_value = causal_conv1d_update(value, weights.value_taps, weights.value_bias, windows.value, **slots)
-    vectors, of_vectors = causal_conv1d_update(
-        vectors, weights.vector_taps, weights.vector_bias, windows.vectors, **slots
-    )
+    value, of_value = causal_conv1d_update(value, weights.value_taps, weights.value_bias, windows.value, rows)
+    vectors, of_vectors = causal_conv1d_update(vectors, weights.vector_taps, weights.vector_bias, windows.vectors, rows)
     entry = _entry(projections, weights, value, vectors, store, gates)
     entry = entry._replace(strength=jnp.where(real, entry.strength, 0))
     y, store = recurrence_update(entry, store, rows, erase=gates.erase, skip=weights.skip)
@@ -24,12 +21,11 @@ def gated_update(projections, weights, store, windows, rows, *, valid, gates):
 def gated_replay(projections, weights, store, tail, windows, places, *, gates):
     """See `api.gated_replay`."""
     value, vectors = _convolved(projections)
-    where = {name: getattr(places, name) for name in places.__dataclass_fields__}
     value, of_value, value_ring = causal_conv1d_replay(
-        value, weights.value_taps, weights.value_bias, windows.value, windows.value_ring, **where
+        value, weights.value_taps, weights.value_bias, windows.value, windows.value_ring, places
     )
     vectors, of_vectors, vector_ring = causal_conv1d_replay(
-        vectors, weights.vector_taps, weights.vector_bias, windows.vectors, windows.vector_ring, **where
+        vectors, weights.vector_taps, weights.vector_bias, windows.vectors, windows.vector_ring, places
     )
     entry = _entry(projections, weights, value, vectors, store, gates)
     y, store, tail = recurrence_replay(entry, store, tail, places, erase=gates.erase, skip=weights.skip)

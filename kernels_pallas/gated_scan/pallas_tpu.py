@@ -39,8 +39,6 @@ def unsupported(
     """Returns why this call cannot run, or None."""
     tokens, _, inner = zx.shape
     size, width, groups = packed.tile_tokens.shape[1], weight.shape[1], key.shape[1]
-    if 0 in (*zx.shape, *key.shape, *packed.tile_tokens.shape):
-        return "it is empty"
     if tokens % ALIGNED or size % ALIGNED:
         return f"{tokens} tokens in tiles of {size}, not multiples of {ALIGNED}"
     if width - 1 > CONTEXT:
@@ -70,8 +68,7 @@ def gated_scan(
     zx = zx.reshape(tokens, 2 * inner)
 
     window = read_slots(windows, packed.read_slot)
-    rows = (packed.row_start, packed.tile_row, packed.tile_end)
-    ends = windows_of_tiles(lambda index: zx[index][..., inner:], tokens, window, *rows)
+    ends = windows_of_tiles(lambda index: zx[index][..., inner:], window, packed)
     context = jnp.where(packed.tiles.first[:, None, None], window[packed.tile_row], jnp.roll(ends, 1, axis=0))
     windows = write_slots(windows, ends, packed.tiles.write_slot)
 

@@ -15,10 +15,7 @@ def gated_scan(
     """Implements `api.gated_scan`. Returns the output in float64 (0 for padding), and both stores."""
     at, valid = np.asarray(packed.tile_tokens), np.asarray(packed.tile_valid)
     z, x = np.asarray(zx).astype(np.float64).swapaxes(0, 1)
-    x, windows = convolution.causal_conv1d_prefill(
-        x, weight, bias, windows, token_row=packed.token_row, row_start=packed.row_start, read_slot=packed.read_slot,
-        tile_row=packed.tile_row, tile_end=packed.tile_end, write_slot=packed.tiles.write_slot,
-    )  # fmt: skip
+    x, windows = convolution.causal_conv1d_prefill(x, weight, bias, windows, packed)
     x, query, key = (np.asarray(v)[at] for v in (x.reshape(len(x), *store.shape[1:3]), query, key))
     log_decay, strength = (np.where(valid[..., None], np.asarray(v)[at], 0) for v in (log_decay, strength))
     entry = Entry(query, key, x, log_decay, strength)

@@ -14,18 +14,7 @@ def gated_scan(
     tokens, _, inner = zx.shape
     # Flat: a TPU would lay out [tokens, 2, inner] anew for each half.
     z, x = jnp.split(zx.reshape(tokens, 2 * inner), 2, axis=1)
-    x, windows = causal_conv1d_prefill(
-        x,
-        weight,
-        bias,
-        windows,
-        token_row=packed.token_row,
-        row_start=packed.row_start,
-        read_slot=packed.read_slot,
-        tile_row=packed.tile_row,
-        tile_end=packed.tile_end,
-        write_slot=packed.tiles.write_slot,
-    )
+    x, windows = causal_conv1d_prefill(x, weight, bias, windows, packed)
     tiles = packed.tile_tokens.shape
 
     def by_tile(v, *shape):  # some token where there is none: the scan knows padding by its strength of 0

@@ -12,7 +12,7 @@ import numpy as np
 
 from kernels_pallas import dispatch, invariant, native
 from kernels_pallas.fixed_order import exp, rounded
-from kernels_pallas.places import Rows
+from kernels_pallas.places import rows_of_sequences, rows_of_tiles
 
 F32 = jnp.float32
 _KNOWN = (F32, jnp.bfloat16)
@@ -64,11 +64,7 @@ def update(entry, store, rows, *, erase, skip):
 
 def scan(entry, store, tiles, *, erase, skip):
     """See `api.recurrence_scan`."""
-    # Padding ends a tile.
-    last = jnp.maximum(entry.real.sum(axis=1), 1) - 1
-    write = jnp.where(jnp.arange(entry.value.shape[1]) == last[:, None], tiles.write_slot[:, None], 0)
-    rows = Rows(jnp.where(tiles.first, tiles.read_slot, -1), write)
-    return update(entry, store, rows, erase=erase, skip=skip)
+    return update(entry, store, rows_of_tiles(tiles, entry.real), erase=erase, skip=skip)
 
 
 def sequence(entry, *, erase, skip, initial_state, chunk_size):
@@ -76,10 +72,8 @@ def sequence(entry, *, erase, skip, initial_state, chunk_size):
     batch, length, *shape = entry.value.shape
     shape = (*shape, entry.key.shape[-1])
     start = jnp.zeros((batch, *shape), F32) if initial_state is None else initial_state.astype(F32)
-    row = jnp.arange(1, batch + 1)
-    write = jnp.where(jnp.arange(length) == length - 1, row[:, None], 0)
     store = jnp.concatenate([jnp.zeros((1, *shape), F32), start])
-    y, store = update(entry, store, Rows(row, write), erase=erase, skip=skip)
+    y, store = update(entry, store, rows_of_sequences(batch, length), erase=erase, skip=skip)
     return y, store[1:]
 
 

@@ -10,28 +10,29 @@ A token with dt = 0 is padding, in all channels at once: no other token has a st
 padding hold (NaN included), it leaves the state bitwise as it was, and its y is 0.
 """
 
-from typing import NamedTuple, Unpack
+from typing import NamedTuple
 
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from kernels_pallas import dispatch, invariant
-from kernels_pallas.selective_scan import pallas_gpu, pallas_tpu, xla
+from kernels_pallas.places import Anchored, Rows, Tiles
+from kernels_pallas.selective_scan import native, pallas_gpu, pallas_tpu, xla
 from kernels_pallas.shape_check import shapes_checked
-from kernels_pallas.tails import Places, check_tail
+from kernels_pallas.tails import check_tail
 
 SCAN = (
-    invariant.implementation(invariant.selective_scan),
+    invariant.implementation(native.selective_scan),
     *dispatch.kernels("tpu", pallas_tpu, "selective_scan"),
     *dispatch.kernels("gpu", pallas_gpu, "selective_scan"),
     dispatch.Implementation("xla", xla.selective_scan),
     dispatch.Implementation("xla_associative", xla.associative),
 )
 SEQUENCE = (
-    invariant.implementation(invariant.selective_scan_sequence),
+    invariant.implementation(native.selective_scan_sequence),
     dispatch.Implementation("xla", xla.selective_scan_sequence),
 )
 UPDATE = (
-    invariant.implementation(invariant.selective_update),
+    invariant.implementation(native.selective_update),
     *dispatch.kernels("tpu", pallas_tpu, "selective_update"),
     *dispatch.kernels("gpu", pallas_gpu, "selective_update"),
     dispatch.Implementation("xla", xla.selective_update),
@@ -61,19 +62,14 @@ def selective_scan(
     c: Float[Array, "tiles tile_size state"],
     d: Float[Array, " inner"],
     store: Float[Array, "slots state inner"],
+    tiles: Tiles,
     *,
-    tile_first: Bool[Array, " tiles"],
-    read_slot: Int[Array, " tiles"],
-    write_slot: Int[Array, " tiles"],
     implementation: str | None = None,
 ) -> tuple[Float[Array, "tiles tile_size inner"], Float[Array, "slots state inner"]]:
     """Scans rows cut into tiles, from states in the store to states in the store.
 
-    Tiles and slots are those of `kernels_pallas.recurrence`: the tiles of a row are consecutive; one with `tile_first`
-    starts from the state in `read_slot` (zeros for slot 0), any other continues from the previous tile; after a tile
-    the state goes to its `write_slot` (slot 0: nowhere). The rules of `kernels_pallas.slots` apply. State
-    mathematics is float32; at the end of each tile the state is rounded to the store's dtype, so that cutting a row
-    between tiles into several calls changes nothing.
+    The rules of `kernels_pallas.slots` apply. State mathematics is float32; at the end of each tile the state is
+    rounded to the store's dtype, so that cutting a row between tiles into several calls changes nothing.
 
     Args:
         x: any float dtype; so are b and c.
@@ -87,10 +83,7 @@ def selective_scan(
         ValueError: the shapes do not match.
         UnsupportedError: the named implementation does not exist or cannot run this call.
     """
-    return dispatch.call(
-        "selective_scan", SCAN, implementation, x, dt, a, b, c, d, store,
-        tile_first=tile_first, read_slot=read_slot, write_slot=write_slot,
-    )  # fmt: skip
+    return dispatch.call("selective_scan", SCAN, implementation, x, dt, a, b, c, d, store, tiles)
 
 
 @shapes_checked
@@ -129,12 +122,11 @@ def selective_update(
     c: Float[Array, "rows steps state"],
     d: Float[Array, " inner"],
     store: Float[Array, "slots state inner"],
+    rows: Rows,
     *,
-    read_slot: Int[Array, " rows"],
-    write_slot: Int[Array, "rows steps"],
     implementation: str | None = None,
 ) -> tuple[Float[Array, "rows steps inner"], Float[Array, "slots state inner"]]:
-    """Runs `steps` recurrent steps per row from `read_slot`, and writes the state after step t to `write_slot[:, t]`.
+    """Runs `steps` recurrent steps per row, and writes the state after each.
 
     Slots, precision and padding are those of `kernels_pallas.recurrence`: after each step the state is rounded to the
     store's dtype, so that several steps in one call equal one step in each of several calls.
@@ -151,25 +143,22 @@ def selective_update(
         ValueError: the shapes do not match.
         UnsupportedError: the named implementation does not exist or cannot run this call.
     """
-    return dispatch.call(
-        "selective_update", UPDATE, implementation, x, dt, a, b, c, d, store,
-        read_slot=read_slot, write_slot=write_slot,
-    )  # fmt: skip
+    return dispatch.call("selective_update", UPDATE, implementation, x, dt, a, b, c, d, store, rows)
 
 
 @shapes_checked
 def selective_replay(
-    states: Float[Array, "slots state inner"],
-    tail: SelectiveTail,
     x: Float[Array, "rows steps inner"],
     dt: Float[Array, "rows steps inner"],
     a: Float[Array, "state inner"],
     b: Float[Array, "rows steps state"],
     c: Float[Array, "rows steps state"],
     d: Float[Array, " inner"],
+    states: Float[Array, "slots state inner"],
+    tail: SelectiveTail,
+    places: Anchored,
     *,
     implementation: str | None = None,
-    **places: Unpack[Places],
 ) -> tuple[Float[Array, "rows steps inner"], Float[Array, "slots state inner"], SelectiveTail]:
     """y of `num_tokens` new tokens of each row, from S(anchor_length) and the tail's inputs since then.
 
@@ -177,13 +166,11 @@ def selective_replay(
     step size: a decay depends on the channel and on the entry of its state, and is computed from the step size and `a`.
 
     Args:
-        states: float32 or bfloat16. Donate it, and the tail: they are updated in place.
-        tail: x and dt [tails, entries, inner], b [tails, entries, state].
         x: any float dtype; so are b and c.
         dt: step sizes after softplus.
         a: -exp(A_log), transposed.
         d: the skip weight.
-        places: see `kernels_pallas.tails.Places`.
+        states: float32 or bfloat16. Donate it, and the tail: they are updated in place.
     Returns:
         y in x's dtype, states and tail.
     Raises:
@@ -193,6 +180,5 @@ def selective_replay(
     (_, steps, inner), state = x.shape, b.shape[2]
     tail = SelectiveTail(*tail)
     channels = {"x": inner, "b": state, "dt": inner}
-    check_tail("selective_replay", tail._asdict(), channels, interval=places["interval"], steps=steps)
-    inputs = x, dt, a, b, c, d
-    return dispatch.call("selective_replay", REPLAY, implementation, states, tail, *inputs, **places)
+    check_tail("selective_replay", tail._asdict(), channels, interval=places.interval, steps=steps)
+    return dispatch.call("selective_replay", REPLAY, implementation, x, dt, a, b, c, d, states, tail, places)

@@ -31,10 +31,8 @@ F32 = jnp.float32
 UNROLLED = 8  # tokens in the body of a loop, so that the loads of one do not wait for the computation of another
 
 
-def unsupported(x, dt, a, b, c, d, store, **places):
+def unsupported(x, dt, a, b, c, d, store, places):
     """Returns why this call cannot run, or None."""
-    if 0 in (*x.shape, *b.shape):
-        return "it is empty"
     if any(map(offsets_overflow, (store, x, dt))):
         return "offsets into the store or the tokens do not fit in 32 bits"
     if not is_power_of_two(b.shape[2]) or b.shape[2] == 1:
@@ -43,7 +41,7 @@ def unsupported(x, dt, a, b, c, d, store, **places):
 
 
 def selective_update(
-    x, dt, a, b, c, d, store, *, read_slot, write_slot, interpret=False, channels=128, warps=4
+    x, dt, a, b, c, d, store, places, *, interpret=False, channels=128, warps=4
 ):  # fmt: skip
     """See `api.selective_update`. `channels` (at most) go into one program of `warps` warps."""
     rows, steps, inner = x.shape
@@ -57,8 +55,8 @@ def selective_update(
         interpret=interpret,
         name="selective_update",
     )(
-        read_slot.astype(jnp.int32),
-        write_slot.astype(jnp.int32),
+        places.read_slot.astype(jnp.int32),
+        places.write_slot.astype(jnp.int32),
         _real(dt),
         x,
         dt.astype(F32),
@@ -105,10 +103,10 @@ def _read(state, at, real, c):
 
 
 def selective_scan(
-    x, dt, a, b, c, d, store, *, tile_first, read_slot, write_slot, interpret=False, channels=64, warps=2
+    x, dt, a, b, c, d, store, tiles, *, interpret=False, channels=64, warps=2
 ):  # fmt: skip
     """See `api.selective_scan`. `channels` (at most) go into one program of `warps` warps."""
-    tiles, _, inner = x.shape
+    count, _, inner = x.shape
     block = power_of_two_in(inner, channels)
     call = functools.partial(
         pl.pallas_call,
@@ -116,15 +114,15 @@ def selective_scan(
         interpret=interpret,
     )
     real, dt, a = _real(dt), dt.astype(F32), a.astype(F32)
-    states = jax.ShapeDtypeStruct((tiles, *store.shape[1:]), F32)
-    by_tile = (inner // block, tiles)
-    across = jax.ShapeDtypeStruct((tiles, inner), F32)
+    states = jax.ShapeDtypeStruct((count, *store.shape[1:]), F32)
+    by_tile = (inner // block, count)
+    across = jax.ShapeDtypeStruct((count, inner), F32)
     added, across = call(
         functools.partial(_added, block=block), grid=by_tile, out_shape=[states, across], name="selective_scan_added"
     )(real, x, dt, a, b)  # fmt: skip
 
     # The first tile has no previous tile: unless it begins a row, it starts from zeros.
-    first = tile_first.at[0].set(True)
+    first = tiles.first.at[0].set(True)
     begun, store = call(
         functools.partial(_passed_on, block=block),
         grid=(inner // block,),
@@ -133,8 +131,8 @@ def selective_scan(
         name="selective_scan_passed_on",
     )(
         first.astype(jnp.int32),
-        jnp.where(tile_first, read_slot, 0).astype(jnp.int32),
-        write_slot.astype(jnp.int32),
+        jnp.where(tiles.first, tiles.read_slot, 0).astype(jnp.int32),
+        tiles.write_slot.astype(jnp.int32),
         across,
         a,
         added,

@@ -28,29 +28,27 @@ TOGETHER = 512
 UNROLLED = 8  # tokens in the body of a loop: the rows of a register, which the compiler can overlap
 
 
-def unsupported(x, dt, a, b, c, d, store, **places):
+def unsupported(x, dt, a, b, c, d, store, places):
     """Returns why this call cannot run, or None."""
-    if 0 in (*x.shape, *b.shape):
-        return "it is empty"
     return "the state size is 1" if b.shape[2] == 1 else None
 
 
-def selective_scan(x, dt, a, b, c, d, store, *, tile_first, read_slot, write_slot, interpret=False):
+def selective_scan(x, dt, a, b, c, d, store, tiles, *, interpret=False):
     """See `api.selective_scan`."""
-    tiles, size = x.shape[:2]
+    count, size = x.shape[:2]
     parts = size // math.gcd(size, LONGEST) if size > LONGEST else 1
-    inputs = [v.reshape(tiles * parts, size // parts, -1) for v in (x, dt, b, c)]
-    places = _at(0, tile_first, parts), _at(0, read_slot, parts), _at(parts - 1, write_slot, parts)
+    inputs = [v.reshape(count * parts, size // parts, -1) for v in (x, dt, b, c)]
+    places = _at(0, tiles.first, parts), _at(0, tiles.read_slot, parts), _at(parts - 1, tiles.write_slot, parts)
     y, store = _scan(inputs, a, d, store, places, parts=parts, by_token=False, interpret=interpret)
     return y.reshape(x.shape), store
 
 
-def selective_update(x, dt, a, b, c, d, store, *, read_slot, write_slot, interpret=False):
+def selective_update(x, dt, a, b, c, d, store, places, *, interpret=False):
     """See `api.selective_update`."""
-    rows, steps = write_slot.shape
+    rows, steps = places.write_slot.shape
     inputs = [v.reshape(rows * steps, 1, -1) for v in (x, dt, b, c)]
-    places = _at(0, jnp.ones(rows, bool), steps), _at(0, read_slot, steps), write_slot.reshape(-1)
-    y, store = _scan(inputs, a, d, store, places, parts=1, by_token=True, interpret=interpret)
+    slots = _at(0, jnp.ones(rows, bool), steps), _at(0, places.read_slot, steps), places.write_slot.reshape(-1)
+    y, store = _scan(inputs, a, d, store, slots, parts=1, by_token=True, interpret=interpret)
     return y.reshape(x.shape), store
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas import row_loop, tails
+from kernels_pallas.places import Rows
 from kernels_pallas.slots import load
 from kernels_pallas.tile_loop import scan_sequence, scan_tiles
 
@@ -19,20 +20,13 @@ F32 = jnp.float32
 BLOCK = 32
 
 
-def selective_scan(x, dt, a, b, c, d, store, *, tile_first, read_slot, write_slot):
+def selective_scan(x, dt, a, b, c, d, store, tiles):
     """See `api.selective_scan`. The target platform of compilation selects the form."""
-    arguments = x, dt, a, b, c, d, store, tile_first, read_slot, write_slot
     return lax.platform_dependent(
-        *arguments,
+        *(x, dt, a, b, c, d, store, tiles),
         cpu=functools.partial(_scan_tiles, form=_one_by_one, branch=True),
         default=functools.partial(_scan_tiles, form=_together, branch=False),
     )
-
-
-def associative(x, dt, a, b, c, d, store, *, tile_first, read_slot, write_slot):
-    """Implements the form for platforms other than CPU."""
-    places = tile_first, read_slot, write_slot
-    return _scan_tiles(x, dt, a, b, c, d, store, *places, form=_together, branch=False)
 
 
 def selective_scan_sequence(x, dt, a, b, c, d, *, initial_state=None):
@@ -51,13 +45,13 @@ def _scan_sequence(x, dt, a, b, c, d, state, *, form):
     return scan_sequence(block, (x, dt, b, c), x, state, size=BLOCK)
 
 
-def _scan_tiles(x, dt, a, b, c, d, store, tile_first, read_slot, write_slot, *, form, branch):
+def _scan_tiles(x, dt, a, b, c, d, store, tiles, *, form, branch):
     def block(state, x, dt, b, c):
         return _block(form, state, x, dt, a, b, c, d)
 
     real = (dt != 0).any(axis=2)
     size = max(n for n in range(1, min(x.shape[1], BLOCK) + 1) if x.shape[1] % n == 0)
-    places = tile_first, read_slot, write_slot
+    places = tiles.first, tiles.read_slot, tiles.write_slot
     return scan_tiles(block, (x, dt, b, c), real, x, store, *places, size=size, branch=branch)
 
 
@@ -108,46 +102,44 @@ def _together(state, dt, fed, a, b, c):
     return states[-1], (states * c[:, :, None]).sum(1)
 
 
-def _replay(
-    rows, states, tail, x, dt, a, b, c, d, *, anchor_slot, tail_id, anchor_length, length, num_tokens, write_slot,
-    interval,
-):  # fmt: skip
-    entries = tail.x.shape[1]
-    order = tails.Order.of(anchor_length, length, num_tokens, entries=entries, steps=x.shape[1])
-    tail = type(tail)(*tails.append(tail, (x, b, dt), order, tail_id))
+def _replay(loop, x, dt, a, b, c, d, states, tail, places):
+    entries, anchor_length, length = tail.x.shape[1], places.anchor_length, places.length
+    order = tails.Order.of(anchor_length, length, places.num_tokens, entries=entries, steps=x.shape[1])
+    tail = type(tail)(*tails.append(tail, (x, b, dt), order, places.tail_id))
     flat = [v.reshape(-1, v.shape[2]) for v in tail]
-    live = num_tokens > 0
-    due = tails.next_boundary(length, num_tokens, interval)
-    write = order.is_new & (order.new_position + 1 == due.position[:, None])
+    write = order.is_new & (order.new_position + 1 == places.boundary[:, None])
 
     def before(state, row):
         """Returns S(length) in float32: one token of the tail after the other, because each has decays of its own."""
 
         def absorb(n, state):
             position = anchor_length[row] + n
-            inputs = (load(v, tail_id[row] * entries + position % entries) for v in flat)
+            inputs = (load(v, places.tail_id[row] * entries + position % entries) for v in flat)
             x, b, dt = (jnp.where(position < length[row], v, 0).astype(F32) for v in inputs)
             return _next(state, dt, dt * x, a.astype(F32), b)
 
-        return lax.fori_loop(0, jnp.where(live, length - anchor_length, 0).max(), absorb, state.astype(F32))
+        longest = jnp.where(places.num_tokens > 0, length - anchor_length, 0).max()
+        return lax.fori_loop(0, longest, absorb, state.astype(F32))
 
     dt = jnp.where(order.is_new[..., None], dt, 0)
-    read_slot, write_slot = jnp.where(live, anchor_slot, 0), jnp.where(write, write_slot[:, None], 0)
-    y, states = _update(rows, x, dt, a, b, c, d, states, read_slot=read_slot, write_slot=write_slot, before=before)
+    rows = Rows(places.live_anchor, jnp.where(write, places.write_slot[:, None], 0))
+    y, states = _update(loop, x, dt, a, b, c, d, states, rows, before=before)
     return y, states, tail
 
 
-def _update(rows, x, dt, a, b, c, d, store, *, read_slot, write_slot, before=None):
+def _update(loop, x, dt, a, b, c, d, store, rows, before=None):
     dtype, a = x.dtype, a.astype(F32)
     x, dt, b, c = _masked(x, dt, b, c)
 
     def step(state, dt, fed, b):
         return _next(state.astype(F32), dt, fed, a, b).astype(state.dtype)
 
-    y, store = rows(step, _read, (dt, dt * x, b), (c,), store, read_slot, write_slot, before=before)
+    y, store = loop(step, _read, (dt, dt * x, b), (c,), store, rows.read_slot, rows.write_slot, before=before)
     return (y + d.astype(F32) * x).astype(dtype), store
 
 
+associative = functools.partial(_scan_tiles, form=_together, branch=False)
+"""The form of `selective_scan` for platforms other than CPU."""
 all_rows = functools.partial(_update, row_loop.all_rows)
 selective_update = row_loop.by_platform(cpu=functools.partial(_update, row_loop.row_blocks), default=all_rows)
 """See `api.selective_update`."""

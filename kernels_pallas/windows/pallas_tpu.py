@@ -19,8 +19,6 @@ BLOCK_BYTES = 2 << 20  # of the windows in the fast memory at a time; there are 
 
 def unsupported(store, *rest, share=None):
     """Returns why this call cannot run, or None."""
-    if 0 in (*store.shape, *rest[-1].shape):
-        return "it is empty"
     if store.shape[2] % LANES:
         return f"{store.shape[2]} channels, not a multiple of {LANES}"
     return None

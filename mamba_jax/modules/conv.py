@@ -48,19 +48,7 @@ def _tiles(
 ) -> tuple[Array, Array]:
     # Packed tokens: inputs of a row lie side by side, and those outside of all rows change nothing.
     (x,), (weight, bias) = inputs, parameters
-    return causal_conv1d_prefill(
-        x,
-        weight,
-        bias,
-        state,
-        token_row=layout.token_row,
-        row_start=layout.row_start,
-        read_slot=layout.read_slot,
-        tile_row=layout.tile_row,
-        tile_end=layout.tile_end,
-        write_slot=layout.tile_write_slot,
-        activation=activation,
-    )
+    return causal_conv1d_prefill(x, weight, bias, state, layout.packed, activation=activation)
 
 
 def _rows(
@@ -72,15 +60,7 @@ def _rows(
     activation: str | None,
 ) -> tuple[Array, Array]:
     (x,), (weight, bias) = inputs, parameters
-    y, state = causal_conv1d_update(
-        layout.by_row(x),
-        weight,
-        bias,
-        state,
-        read_slot=layout.read_slot,
-        write_slot=layout.write_slot,
-        activation=activation,
-    )
+    y, state = causal_conv1d_update(layout.by_row(x), weight, bias, state, layout.rows, activation=activation)
     return layout.by_token(y), state
 
 
@@ -95,7 +75,7 @@ def _replay(
     ((x,), (weight, bias)), (window, tail) = (inputs, parameters), state
     ((name, ring),) = tail.items()
     y, window, ring = causal_conv1d_replay(
-        layout.by_row(x), weight, bias, window, ring, activation=activation, **vars(layout.anchored)
+        layout.by_row(x), weight, bias, window, ring, layout.anchored, activation=activation
     )
     return layout.by_token(y), (window, {name: ring})
 

@@ -42,18 +42,7 @@ def _tiles(
     # The scan recognises padding by its step size of 0; other values of padding do not matter.
     x, b, c = map(layout.with_any_padding, (x, b, c))
     a, d = parameters
-    y, state = selective_scan(
-        x,
-        layout.by_tile(dt),
-        a,
-        b,
-        c,
-        d,
-        state,
-        tile_first=layout.tile_first,
-        read_slot=layout.tile_read_slot,
-        write_slot=layout.tile_write_slot,
-    )
+    y, state = selective_scan(x, layout.by_tile(dt), a, b, c, d, state, layout.tiles)
     return layout.by_token(y), state
 
 
@@ -62,7 +51,7 @@ def _rows(
 ) -> tuple[Array, Array]:
     x, dt, b, c = map(layout.by_row, inputs)
     a, d = parameters
-    y, state = selective_update(x, dt, a, b, c, d, state, read_slot=layout.read_slot, write_slot=layout.write_slot)
+    y, state = selective_update(x, dt, a, b, c, d, state, layout.rows)
     return layout.by_token(y), state
 
 
@@ -75,7 +64,7 @@ def _replay(
     x, dt, b, c = map(layout.by_row, inputs)
     (a, d), (states, tail) = parameters, state
     old = SelectiveTail(tail["selective_x"], tail["selective_b"], tail["selective_dt"])
-    y, states, new = selective_replay(states, old, x, dt, a, b, c, d, **vars(layout.anchored))
+    y, states, new = selective_replay(x, dt, a, b, c, d, states, old, layout.anchored)
     return layout.by_token(y), (states, {"selective_x": new.x, "selective_b": new.b, "selective_dt": new.dt})
 
 

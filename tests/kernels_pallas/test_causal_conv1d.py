@@ -14,6 +14,7 @@ from kernels_pallas.causal_conv1d import (
     causal_conv1d_update,
     reference,
 )
+from kernels_pallas.places import Packed, Rows, Tiles
 
 pytestmark = pytest.mark.full
 
@@ -48,14 +49,17 @@ def packed(lengths, reads, tile_size, first_slot, padding=0):
         tile_row += [row] * len(ends)
         tile_end += ends
     write = list(range(first_slot, first_slot + len(tile_row)))
-    return {
-        "token_row": ints([*token_row, *[len(lengths)] * padding]),
-        "row_start": ints(starts),
-        "read_slot": ints([*reads, 0]),
-        "tile_row": ints([*tile_row, len(lengths)]),
-        "tile_end": ints([*tile_end, 0]),
-        "write_slot": ints([*write, 0]),
-    }
+    return Packed(
+        token_row=ints([*token_row, *[len(lengths)] * padding]),
+        token_in_tiles=None,
+        row_start=ints(starts),
+        read_slot=ints([*reads, 0]),
+        tile_row=ints([*tile_row, len(lengths)]),
+        tile_end=ints([*tile_end, 0]),
+        tile_tokens=None,
+        tile_valid=None,
+        tiles=Tiles(None, None, ints([*write, 0])),
+    )
 
 
 class Convolution:
@@ -80,8 +84,8 @@ class Convolution:
         places = packed(lengths, [1, 0, 2, 3, 0], tile, first_slot=5, padding=3)
         x, store, layer = draw.normal(sum(lengths) + 3, shape.channels), windows(draw, shape, 14), weights(draw, shape)
         x[-3:] = 0
-        y, after = prefill(x, *layer, store, **places)
-        want_y, want = reference.causal_conv1d_prefill(x, *layer, store, **places)
+        y, after = prefill(x, *layer, store, places)
+        want_y, want = reference.causal_conv1d_prefill(x, *layer, store, places)
         assert_close(y[:-3], want_y[:-3])
         assert np.isfinite(y).all()
         assert_same_bits(after, want)
@@ -90,8 +94,8 @@ class Convolution:
         draw = Draw()
         store, x, layer = windows(draw, PLAIN, 3), draw.normal(9, PLAIN.channels), weights(draw, PLAIN)
         places = packed([4, 5], [1, 2], PLAIN.tile_size, first_slot=1)
-        y, after = prefill(x, *layer, store, **places)
-        want_y, want = reference.causal_conv1d_prefill(x, *layer, store, **places)
+        y, after = prefill(x, *layer, store, places)
+        want_y, want = reference.causal_conv1d_prefill(x, *layer, store, places)
         assert_close(y, want_y)
         assert_same_bits(after, want)
 
@@ -99,11 +103,11 @@ class Convolution:
     def test_any_cut_of_a_row_gives_the_same(self, prefill, cuts):
         draw = Draw()
         store, x, layer = windows(draw, PLAIN, 3), draw.normal(11, PLAIN.channels), weights(draw, PLAIN)
-        y, after = prefill(x, *layer, store, **packed([11], [1], PLAIN.tile_size, first_slot=2))
+        y, after = prefill(x, *layer, store, packed([11], [1], PLAIN.tile_size, first_slot=2))
         read, parts, split = 1, [], store
         for start, end in zip((0, *cuts), (*cuts, 11), strict=True):
             places = packed([end - start], [read], PLAIN.tile_size, first_slot=2)
-            part, split = prefill(x[start:end], *layer, split, **places)
+            part, split = prefill(x[start:end], *layer, split, places)
             parts.append(part)
             read = 2
         assert_close(np.concatenate(parts), y, tolerance=1e-6)
@@ -115,21 +119,21 @@ class Convolution:
     def test_update_equals_definition(self, update, shape, steps):
         draw = Draw()
         store, x, layer = windows(draw, shape, 16), draw.normal(3, steps, shape.channels), weights(draw, shape)
-        places = {"read_slot": ints([1, 0, 3]), "write_slot": draw.slots(16, 3, steps)}
-        places["write_slot"][0, -1] = 0
-        y, after = update(x, *layer, store, **places)
-        want_y, want = reference.causal_conv1d_update(x, *layer, store, **places)
+        places = Rows(ints([1, 0, 3]), draw.slots(16, 3, steps))
+        places.write_slot[0, -1] = 0
+        y, after = update(x, *layer, store, places)
+        want_y, want = reference.causal_conv1d_update(x, *layer, store, places)
         assert_close(y, want_y)
         assert_same_bits(after, want)
 
     def test_update_equals_prefill_token_by_token(self, prefill, update):
         draw = Draw()
         store, x, layer = windows(draw, PLAIN, 4), draw.normal(6, PLAIN.channels), weights(draw, PLAIN)
-        y, after = prefill(x, *layer, store, **packed([6], [1], PLAIN.tile_size, first_slot=2))
+        y, after = prefill(x, *layer, store, packed([6], [1], PLAIN.tile_size, first_slot=2))
         read, split = 1, store
         for t in range(6):
-            places = {"read_slot": ints([read]), "write_slot": ints([[2]])}
-            part, split = update(x[None, [t]], *layer, split, **places)
+            places = Rows(ints([read]), ints([[2]]))
+            part, split = update(x[None, [t]], *layer, split, places)
             assert_close(part[0, 0], y[t], tolerance=1e-6)
             read = 2
         assert_same_bits(split, after)
@@ -138,14 +142,14 @@ class Convolution:
         draw, dtype = Draw(), jnp.bfloat16
         store, layer = windows(draw, PLAIN, 4, dtype), weights(draw, PLAIN, dtype)
         x, places = draw.normal(5, PLAIN.channels, dtype=dtype), packed([5], [1], 4, first_slot=2)
-        y, after = prefill(x, *layer, store, **places)
-        want_y, want = reference.causal_conv1d_prefill(x, *layer, store, **places)
+        y, after = prefill(x, *layer, store, places)
+        want_y, want = reference.causal_conv1d_prefill(x, *layer, store, places)
         assert y.dtype == dtype
         assert_close(y, want_y, dtype)
         assert_same_bits(after, want)
-        places = {"read_slot": ints([1]), "write_slot": ints([[2, 3]])}
-        y, after = update(x[None, :2], *layer, store, **places)
-        want_y, want = reference.causal_conv1d_update(x[None, :2], *layer, store, **places)
+        places = Rows(ints([1]), ints([[2, 3]]))
+        y, after = update(x[None, :2], *layer, store, places)
+        want_y, want = reference.causal_conv1d_update(x[None, :2], *layer, store, places)
         assert_close(y, want_y, dtype)
         assert_same_bits(after, want)
 
@@ -162,11 +166,11 @@ class Convolution:
         draw = Draw()
         store, layer, plain = windows(draw, PLAIN, 4), weights(draw, PLAIN), {"activation": None}
         x, places = draw.normal(5, PLAIN.channels), packed([5], [1], 4, first_slot=2)
-        y, _ = prefill(x, *layer, store, **places, **plain)
-        assert_close(y, reference.causal_conv1d_prefill(x, *layer, store, **places, **plain)[0])
-        places = {"read_slot": ints([1]), "write_slot": ints([[2, 3]])}
-        y, _ = update(x[None, :2], *layer, store, **places, **plain)
-        assert_close(y, reference.causal_conv1d_update(x[None, :2], *layer, store, **places, **plain)[0])
+        y, _ = prefill(x, *layer, store, places, **plain)
+        assert_close(y, reference.causal_conv1d_prefill(x, *layer, store, places, **plain)[0])
+        places = Rows(ints([1]), ints([[2, 3]]))
+        y, _ = update(x[None, :2], *layer, store, places, **plain)
+        assert_close(y, reference.causal_conv1d_update(x[None, :2], *layer, store, places, **plain)[0])
         y = jitted(causal_conv1d_sequence, implementation=self.implementation)(x[None], *layer, **plain)
         assert_close(y, reference.causal_conv1d_sequence(x[None], *layer, **plain))
         with pytest.raises(ValueError, match="activation is 'gelu', expected 'silu' or None"):
@@ -197,15 +201,15 @@ class Convolution:
         layer, store = weights(draw, PLAIN, dtype), np.zeros(windows(draw, PLAIN, 20_000).shape, dtype)
 
         def run_prefill(store, x, layer, places):
-            return causal_conv1d_prefill(x, *layer, store, **places, implementation=self.implementation)
+            return causal_conv1d_prefill(x, *layer, store, places, implementation=self.implementation)
 
         x, places = draw.normal(8 * rows, PLAIN.channels, dtype=dtype), packed([8] * rows, [1] * rows, 4, first_slot=3)
         assert_in_place(run_prefill, store, x, layer, places)
 
         def run_update(store, x, layer, places):
-            return causal_conv1d_update(x, *layer, store, **places, implementation=self.implementation)
+            return causal_conv1d_update(x, *layer, store, places, implementation=self.implementation)
 
-        places = {"read_slot": ints([1] * rows), "write_slot": draw.slots(99, rows, 2)}
+        places = Rows(ints([1] * rows), draw.slots(99, rows, 2))
         assert_in_place(run_update, store, draw.normal(rows, 2, PLAIN.channels, dtype=dtype), layer, places)
 
 

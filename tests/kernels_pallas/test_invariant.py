@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_causal_conv1d import packed
 
 from kernels_pallas import native
 from kernels_pallas.causal_conv1d import causal_conv1d_prefill, causal_conv1d_sequence, causal_conv1d_update
@@ -158,9 +159,7 @@ def prefill(x, window, weight, bias, start, stop):
     store = np.stack([np.full_like(window, np.nan), window, np.zeros_like(window)])
     y, store = run(
         lambda x, store, weight, bias: causal_conv1d_prefill(
-            x, weight, bias, store, token_row=jnp.zeros(len(x), jnp.int32), row_start=jnp.array([0]),
-            read_slot=jnp.array([1]), tile_row=jnp.array([0]), tile_end=jnp.array([len(x)]),
-            write_slot=jnp.array([2]),
+            x, weight, bias, store, jax.tree.map(jnp.asarray, packed([len(x)], [1], len(x), first_slot=2))
         ),
         x[start:stop], store, weight, bias,
     )  # fmt: skip
@@ -178,7 +177,7 @@ def test_a_convolution_keeps_its_bits_where_its_row_is_cut():
     store = np.stack([window, prefill(x, window, weight, bias, 0, 36)[1], window, window, window, window])
     y, store = run(
         lambda x, store, weight, bias: causal_conv1d_update(
-            x, weight, bias, store, read_slot=jnp.array([1]), write_slot=jnp.array([[2, 3, 4, 5]])
+            x, weight, bias, store, Rows(jnp.array([1]), jnp.array([[2, 3, 4, 5]]))
         ),
         x[None, 36:], store, weight, bias,
     )  # fmt: skip
@@ -250,14 +249,14 @@ def test_the_selective_recurrence_keeps_its_bits_in_tiles_steps_and_sequences():
 
     def scan(tiles, store, first, read, write):
         x, dt, b, c = tiles
-        return selective_scan(x, dt, a, b, c, d, store, tile_first=first, read_slot=read, write_slot=write)
+        return selective_scan(x, dt, a, b, c, d, store, Tiles(first, read, write))
 
     def sequence(x, dt, b, c):
         return selective_scan_sequence(x, dt, a, b, c, d)
 
     def update(step, store, read, write, operation=selective_update):
         x, dt, b, c = step
-        return operation(x, dt, a, b, c, d, store, read_slot=read, write_slot=write)
+        return operation(x, dt, a, b, c, d, store, Rows(read, write))
 
     def definition(step, store, *slots):
         return update(step, store, *slots, operation=selective_reference.selective_update)

@@ -8,6 +8,7 @@ from test_recurrence_replay import PLACES, row, rows_of, where
 from test_selective_scan import layer, states
 
 from benchmarks.kernels.workloads import SELECTIVE
+from kernels_pallas.places import Rows
 from kernels_pallas.selective_scan import SelectiveTail, reference, selective_replay, selective_update
 
 pytestmark = pytest.mark.full
@@ -41,11 +42,8 @@ def check(implementation, shape, rows, *, dtype=np.float32, store=None, slots=8,
             v[i, count:] = np.nan
     old = states(draw, shape, slots, dtype if store is None else store)
     tail = fill(draw, tails(shape, len(rows) + 2, entries, dtype), places)
-    arguments, kwargs = (old, tail, *inputs), {name: v for name, v in vars(places).items() if name != "interval"}
-    y, new, new_tail = jitted(selective_replay, implementation=implementation, interval=shape.interval)(
-        *arguments, **kwargs
-    )
-    want_y, want, want_tail = reference.selective_replay(*arguments, **kwargs, interval=shape.interval)
+    y, new, new_tail = jitted(selective_replay, implementation=implementation)(*inputs, old, tail, places)
+    want_y, want, want_tail = reference.selective_replay(*inputs, old, tail, places)
     assert y.dtype == dtype
     assert_close(y, want_y, dtype)
     written = np.asarray(places.due_slot)
@@ -81,21 +79,17 @@ def test_places(implementation):
 def test_equals_snapshots(implementation, steps):
     """A row from token to token, drafts rejected at random; `selective_update` stores every state."""
     draw, random = Draw(3), np.random.default_rng(steps)
-    inputs, replay = (
-        layer(draw, ODD, 1, 40),
-        jitted(selective_replay, implementation=implementation, interval=ODD.interval),
-    )
-    slots = {"read_slot": np.zeros(1, np.int32), "write_slot": np.arange(1, 41, dtype=np.int32)[None]}
-    want_y, want = jitted(selective_update, implementation="xla")(*inputs, states(draw, ODD, 41), **slots)
+    inputs, replay = layer(draw, ODD, 1, 40), jitted(selective_replay, implementation=implementation)
+    slots = Rows(np.zeros(1, np.int32), np.arange(1, 41, dtype=np.int32)[None])
+    want_y, want = jitted(selective_update, implementation="xla")(*inputs, states(draw, ODD, 41), slots)
     store, tail = states(draw, ODD, 3), tails(ODD, 2, 16)
     at, anchor, spare, start = 0, 0, 1, 0
     while at < 40 - steps:
         kept = int(random.integers(1, steps + 1))
         fed = [v[:, at : at + steps].copy() if i in (0, 1, 3, 4) else v for i, v in enumerate(inputs)]
         fed[0][:, kept:] = random.normal(size=fed[0][:, kept:].shape)  # these drafts will be rejected
-        places = vars(where([row(anchor, 1, start, at, steps, spare)], ODD))
-        places = {name: v for name, v in places.items() if name != "interval"}
-        y, store, tail = replay(store, SelectiveTail(*tail), *fed, **places)
+        places = where([row(anchor, 1, start, at, steps, spare)], ODD)
+        y, store, tail = replay(*fed, store, SelectiveTail(*tail), places)
         assert_close(y[0, :kept], want_y[0, at : at + kept])
         due, at = (at // ODD.interval + 1) * ODD.interval, at + kept
         if at >= due:
@@ -112,10 +106,9 @@ def test_in_place(implementation, rows, dtype):
     inputs, one = layer(draw, ODD, rows, 2, dtype=dtype), states(draw, ODD, 1, dtype)
     store = np.zeros((4_000_000 // one.size, *one.shape[1:]), one.dtype)
     tail = jax.tree.map(np.nan_to_num, tails(ODD, 40, 2 * ODD.entries, dtype))
-    places = vars(where([row(1 + i, 1 + i, 8, 9, 2, 1 + rows + i) for i in range(rows)], ODD))
+    places = where([row(1 + i, 1 + i, 8, 9, 2, 1 + rows + i) for i in range(rows)], ODD)
 
     def run(donated, inputs, places):
-        options = {"interval": ODD.interval, "implementation": implementation}
-        return selective_replay(*donated, *inputs, **places, **options)[::-1]
+        return selective_replay(*inputs, *donated, places, implementation=implementation)[::-1]
 
-    assert_in_place(run, (store, tail), inputs, {name: v for name, v in places.items() if name != "interval"})
+    assert_in_place(run, (store, tail), inputs, places)

@@ -12,6 +12,7 @@ import pytest
 from operation_checks import Draw, assert_close, assert_in_place, assert_same_bits, jitted, on_device
 
 from benchmarks.kernels.workloads import SELECTIVE
+from kernels_pallas.places import Rows, Tiles
 from kernels_pallas.selective_scan import (
     reference,
     selective_scan,
@@ -55,12 +56,11 @@ def states(draw, shape, count, dtype=np.float32):
 
 
 def tiles(first, read, write):
-    places = {"read_slot": np.array(read, np.int32), "write_slot": np.array(write, np.int32)}
-    return places | {"tile_first": np.array(first, bool)}
+    return Tiles(np.array(first, bool), np.array(read, np.int32), np.array(write, np.int32))
 
 
 def rows(read, write):
-    return {"read_slot": np.array(read, np.int32), "write_slot": np.array(write, np.int32)}
+    return Rows(np.array(read, np.int32), np.array(write, np.int32))
 
 
 def pad(inputs, tile, start):
@@ -81,8 +81,8 @@ def test_scan_equals_definition(implementation, shape):
     pad(inputs, 2, shape.tile_size // 2 + 1)
     pad(inputs, 4, 0)
     places = tiles([1, 0, 0, 1, 1, 1], [3, 0, 0, 0, 0, 5], [0, 7, 1, 2, 0, 8])
-    y, after = jitted(selective_scan, implementation=implementation)(*inputs, store, **places)
-    want_y, want = reference.selective_scan(*inputs, store, **places)
+    y, after = jitted(selective_scan, implementation=implementation)(*inputs, store, places)
+    want_y, want = reference.selective_scan(*inputs, store, places)
     assert_close(y, want_y)
     assert_close(after[1:], want[1:])
     assert_same_bits(after[[3, 4, 5, 6]], store[[3, 4, 5, 6]])
@@ -94,15 +94,15 @@ def test_cutting_between_tiles_changes_no_bit_and_slots_may_be_shared(implementa
     scan = jitted(selective_scan, implementation=implementation)
     draw, odd = Draw(), sized(ODD, implementation)
     inputs, store = layer(draw, odd, 4, odd.tile_size, dtype=dtype), states(draw, odd, 5, dtype)
-    y, after = scan(*inputs, store, **tiles([1, 0, 0, 1], [2, 0, 0, 2], [0, 0, 3, 4]))
-    want_y, want = reference.selective_scan(*inputs, store, **tiles([1, 0, 0, 1], [2, 0, 0, 2], [0, 0, 3, 4]))
+    y, after = scan(*inputs, store, tiles([1, 0, 0, 1], [2, 0, 0, 2], [0, 0, 3, 4]))
+    want_y, want = reference.selective_scan(*inputs, store, tiles([1, 0, 0, 1], [2, 0, 0, 2], [0, 0, 3, 4]))
     assert_close(y, want_y, dtype)
     assert_close(after[1:], want[1:], dtype)
     split, parts, read = store, [], 2
     for tile in range(3):
         x, dt, a, b, c, d = inputs
         one = (x[[tile]], dt[[tile]], a, b[[tile]], c[[tile]], d)
-        part, split = scan(*one, split, **tiles([1], [read], [3]))
+        part, split = scan(*one, split, tiles([1], [read], [3]))
         parts.append(part)
         read = 3
     if implementation == "pallas_gpu_interpreted":
@@ -121,7 +121,7 @@ def test_padding_leaves_the_state_bitwise(implementation):
     inputs, store = layer(draw, odd, 2, odd.tile_size), states(draw, odd, 5)
     pad(inputs, 0, 0)
     pad(inputs, 1, 0)
-    y, after = scan(*inputs, store, **tiles([1, 0], [2, 0], [3, 4]))
+    y, after = scan(*inputs, store, tiles([1, 0], [2, 0], [3, 4]))
     assert_same_bits(after[3], store[2])
     assert_same_bits(after[4], store[2])
     assert (y == 0).all()
@@ -172,8 +172,8 @@ def test_update_equals_definition(implementation, dtype, shape):
     if shape.rows > 2:
         read[1], write[-1] = 0, 0  # a fresh row and one that keeps nothing
         write[2, -1] = read[2]  # one that writes the slot that it reads
-    y, after = jitted(selective_update, implementation=implementation)(*inputs, store, **rows(read, write))
-    want_y, want = reference.selective_update(*inputs, store, **rows(read, write))
+    y, after = jitted(selective_update, implementation=implementation)(*inputs, store, rows(read, write))
+    want_y, want = reference.selective_update(*inputs, store, rows(read, write))
     assert y.dtype == after.dtype == dtype
     assert_close(y, want_y, dtype)
     assert_close(after[1:], want[1:], dtype)
@@ -188,7 +188,7 @@ def test_padding_and_steps_in_several_calls(implementation, dtype):
     draw, odd = Draw(), sized(ODD, implementation)
     inputs, store = layer(draw, odd, 2, 3, dtype=dtype), states(draw, odd, 8, dtype)
     pad(inputs, 0, 2)
-    y, after = update(*inputs, store, **rows([1, 0], [[2, 3, 4], [5, 6, 7]]))
+    y, after = update(*inputs, store, rows([1, 0], [[2, 3, 4], [5, 6, 7]]))
     # Not the same bits: XLA:CPU may compute the state anew for each of the two writes, with instructions of its choice.
     assert_close(after[4], after[3], dtype, tolerance=1e-6 if dtype == np.float32 else 1e-2)
     assert (y[0, 2] == 0).all()
@@ -196,7 +196,7 @@ def test_padding_and_steps_in_several_calls(implementation, dtype):
     read, split, write = np.array([1, 0]), store, np.array([[2, 3, 4], [5, 6, 7]])
     for t in range(3):
         at = slice(t, t + 1)
-        _, split = update(x[:, at], dt[:, at], a, b[:, at], c[:, at], d, split, **rows(read, write[:, at]))
+        _, split = update(x[:, at], dt[:, at], a, b[:, at], c[:, at], d, split, rows(read, write[:, at]))
         read = write[:, t]
     assert_close(split[1:], after[1:], dtype, tolerance=1e-6 if dtype == np.float32 else 1e-2)
 
@@ -212,13 +212,13 @@ def test_kernels_with_several_blocks_of_channels(implementation, store, monkeypa
     inputs, store = layer(draw, shape, 3, 48), states(draw, shape, 6, store)
     pad(inputs, 1, 30)
     places = tiles([0, 0, 1], [3, 0, 2], [0, 4, 5])
-    y, after = jitted.__wrapped__(selective_scan, implementation=implementation)(*inputs, store, **places)
-    want_y, want = reference.selective_scan(*inputs, store, **places)
+    y, after = jitted.__wrapped__(selective_scan, implementation=implementation)(*inputs, store, places)
+    want_y, want = reference.selective_scan(*inputs, store, places)
     assert_close(y, want_y, store.dtype)
     assert_close(after[1:], want[1:], store.dtype)
     places = rows([0, 2, 3], [[1] + [0] * 47, [0] * 47 + [2], [0] * 47 + [4]])
-    y, after = jitted.__wrapped__(selective_update, implementation=implementation)(*inputs, store, **places)
-    want_y, want = reference.selective_update(*inputs, store, **places)
+    y, after = jitted.__wrapped__(selective_update, implementation=implementation)(*inputs, store, places)
+    want_y, want = reference.selective_update(*inputs, store, places)
     assert_close(y, want_y, store.dtype)
     assert_close(after[1:], want[1:], store.dtype)
 
@@ -226,7 +226,7 @@ def test_kernels_with_several_blocks_of_channels(implementation, store, monkeypa
 def test_a_scan_of_decode_steps_is_the_scan():
     draw = Draw()
     inputs, store = layer(draw, ODD, 2, 6), states(draw, ODD, 3)
-    y, after = jitted(selective_update)(*inputs, store, **rows([0, 0], [[0] * 5 + [1], [0] * 5 + [2]]))
+    y, after = jitted(selective_update)(*inputs, store, rows([0, 0], [[0] * 5 + [1], [0] * 5 + [2]]))
     want_y, want = jitted(selective_scan_sequence)(*inputs)
     assert_close(y, want_y)
     assert_close(after[1:], want)
@@ -237,10 +237,10 @@ def test_in_place(dtype):
     draw = Draw()
 
     def scan(store, inputs, places):
-        return selective_scan(*inputs, store, **places)
+        return selective_scan(*inputs, store, places)
 
     def update(store, inputs, places):
-        return selective_update(*inputs, store, **places)
+        return selective_update(*inputs, store, places)
 
     store = np.zeros((8_000_000 // (ODD.state * ODD.inner), ODD.state, ODD.inner), dtype)
     assert_in_place(scan, store, layer(draw, ODD, 2, ODD.tile_size, dtype=dtype), tiles([1, 1], [1, 2], [3, 4]))
@@ -256,7 +256,7 @@ def test_no_array_of_all_tokens_states_is_held():
     for implementation in ("xla", "xla_associative"):
 
         def run(store, inputs, places, implementation=implementation):
-            return selective_scan(*inputs, store, **places, implementation=implementation)
+            return selective_scan(*inputs, store, places, implementation=implementation)
 
         compiled = jax.jit(run).lower(*on_device((store, inputs, places))).compile()
         assert compiled.memory_analysis().temp_size_in_bytes < all_states / 4

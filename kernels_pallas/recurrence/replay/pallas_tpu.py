@@ -27,7 +27,7 @@ def unsupported(entry, store, tail, places, *, erase, skip):
     """Returns why this call cannot run, or None."""
     if entry.by_channel and not erase:
         return "channels decay on their own, and the recurrence does not erase"
-    return "it is empty" if entry.is_empty else None
+    return None
 
 
 def replay(entry, store, tail, places, *, erase, skip, interpret=False):

@@ -45,8 +45,6 @@ CHANNELS = 16
 
 def unsupported(entry, store, tiles, *, erase, skip):
     """Returns why this call cannot run, or None."""
-    if entry.is_empty:
-        return "it is empty"
     if offsets_overflow(store):
         return "offsets into the store do not fit in 32 bits"
     for what, size in (("tiles", entry.value.shape[1]), ("heads", entry.value.shape[3]), ("keys", entry.key.shape[3])):

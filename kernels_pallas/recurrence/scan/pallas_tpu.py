@@ -35,7 +35,7 @@ def unsupported(entry, store, tiles, *, erase, skip):
     """Returns why this call cannot run, or None."""
     if entry.by_channel and skip is not None:
         return "channels decay on their own, and there is a direct path"
-    return "it is empty" if entry.is_empty else None
+    return None
 
 
 def scan(entry, store, tiles, *, erase, skip, interpret=False):

@@ -32,8 +32,6 @@ F32 = jnp.float32
 
 def unsupported(entry, store, *places, erase, skip, **options):
     """Returns why this call cannot run, or None."""
-    if entry.is_empty:
-        return "it is empty"
     if offsets_overflow(store):
         return "offsets into the store do not fit in 32 bits"
     if entry.key.shape[3] % LEAST_OF_PIECE:

@@ -21,7 +21,7 @@ def unsupported(entry, store, rows, *, erase, skip):
     """Returns why this call cannot run, or None."""
     if entry.by_channel and skip is not None:
         return "channels decay on their own, and there is a direct path"
-    return "it is empty" if entry.is_empty else None
+    return None
 
 
 def update(entry, store, rows, *, erase, skip, interpret=False):

@@ -65,8 +65,8 @@ def accepted_drafts_are_forgotten(patch: Patch) -> None:
 def window_not_rolled_back(patch: Patch) -> None:
     sound = conv_module.causal_conv1d_update
 
-    def conv(x, weight, bias, store, *, read_slot, write_slot, **how):
-        y, store = sound(x, weight, bias, store, read_slot=read_slot, write_slot=write_slot, **how)
+    def conv(x, weight, bias, store, rows, **how):
+        (y, store), write_slot = sound(x, weight, bias, store, rows, **how), rows.write_slot
         places = jnp.arange(write_slot.shape[1])
         last = jnp.max(jnp.where(write_slot > 0, places, 0), axis=1)[:, None]
         window = store[jnp.take_along_axis(write_slot, last, axis=1)]

@@ -95,9 +95,10 @@ def fault(number: int, text: str, cases: str, compiles: str | None = None, *, ta
 def window_of_the_chunk_alone(patch: Patch) -> None:
     sound = conv_module.causal_conv1d_prefill
 
-    def conv(x, weight, bias, store, *, read_slot, **index):
-        y, _ = sound(x, weight, bias, store, read_slot=read_slot, **index)
-        return y, sound(x, weight, bias, store, read_slot=jnp.zeros_like(read_slot), **index)[1]
+    def conv(x, weight, bias, store, packed, **how):
+        y, _ = sound(x, weight, bias, store, packed, **how)
+        alone = dataclasses.replace(packed, read_slot=jnp.zeros_like(packed.read_slot))
+        return y, sound(x, weight, bias, store, alone, **how)[1]
 
     for module in (conv_module, between):
         patch.setattr(module, "causal_conv1d_prefill", conv)
@@ -180,9 +181,9 @@ def slot_is_not_noted(patch: Patch) -> None:
 def window_stays(patch: Patch) -> None:
     sound = conv_module.causal_conv1d_update
 
-    def conv(*args, read_slot, write_slot, **how):
-        there = jnp.where(read_slot[:, None] > 0, read_slot[:, None], write_slot)
-        return sound(*args, read_slot=read_slot, write_slot=there, **how)
+    def conv(x, weight, bias, store, rows, **how):
+        there = jnp.where(rows.read_slot[:, None] > 0, rows.read_slot[:, None], rows.write_slot)
+        return sound(x, weight, bias, store, dataclasses.replace(rows, write_slot=there), **how)
 
     patch_convolution(patch, conv)
 

@@ -162,17 +162,17 @@ def drafts_are_not_appended(patch: Patch) -> None:
 
 @fault(47, "a window is read from the tail alone, across the anchor", "replay: window across the anchor", "decode")
 def window_across_the_anchor(patch: Patch) -> None:
-    def before(store, ring, anchor_slot, tail_id, anchor_length, length):
-        position = length[:, None] - store.shape[1] + jnp.arange(store.shape[1])
-        return convolution.read_ring(ring, tail_id, position)
+    def before(store, ring, places):
+        position = places.length[:, None] - store.shape[1] + jnp.arange(store.shape[1])
+        return convolution.read_ring(ring, places.tail_id, position)
 
     patch.setattr(convolution, "inputs_before", before)
 
 
 @fault(48, "a window is read from the anchor's slot, whatever came since", "replay: window across the anchor", "decode")
 def window_of_the_anchor(patch: Patch) -> None:
-    def before(store, ring, anchor_slot, tail_id, anchor_length, length):
-        return convolution.read_windows(store, anchor_slot)
+    def before(store, ring, places):
+        return convolution.read_windows(store, places.anchor_slot)
 
     patch.setattr(convolution, "inputs_before", before)
 
