@@ -24,6 +24,9 @@ class Recipe:
     steps: Literal["default", "full", "slow"] = "slow"
     """The first tier of tests that compiles the model's steps, which takes time: in the full tier one of each family,
     by default experts, shared blocks and each kind of recurrence."""
+    divided: dict[str, Any] | None = None
+    """A model like the fixture's, which is odd, that two devices can share: `changes` of config.json, the source of
+    `drafts`, and whether only `--slow` runs it."""
     changes: dict[str, Any] = field(default_factory=dict)
     """Config fields that must matter -> another value."""
     seed: int = 0

@@ -319,7 +319,7 @@ def test_zamba_blocks_are_tied_with_the_head():
         ({**NEMOTRON, "hidden_size": 0}, "is 0: at least 1"),
         ({**NEMOTRON, "use_bias": 1}, "use_bias is 1: true or false"),
         ({**NEMOTRON, "num_key_value_heads": 5}, "32 query heads cannot share 5"),
-        ({**NEMOTRON, "n_groups": 7}, "128 Mamba heads cannot be divided into 7 groups"),
+        ({**NEMOTRON, "n_groups": 7}, "128 Mamba heads cannot be divided into 7 Mamba groups"),
         ({**NEMOTRON, "sliding_window": 128}, "sliding_window is 128"),
         ({**NEMOTRON, "hybrid_override_pattern": "E", "n_group": 3}, "8 experts in 3 groups"),
         ({**NEMOTRON, "hybrid_override_pattern": "E", "num_experts_per_tok": 9}, "9 experts per token"),

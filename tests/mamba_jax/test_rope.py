@@ -55,31 +55,28 @@ LONGER = {
     "llama3": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "longrope": {"long_factor": 2.0, "short_factor": 1.0, "original_max_position_embeddings": 512},
 }
-ROTARY = {
-    "bamba": {},
+FIELDS = {
     "granitemoehybrid": {"position_embedding_type": "rope", "layer_types": ["attention"], "num_hidden_layers": 1},
-    "falcon_h1": {},
     "zamba2": {"use_mem_rope": True, "layers_block_type": ["hybrid"]},
-    "qwen3_next": {},
-    "qwen3_5": {},
-    "qwen3_5_moe": {},
-    "lfm2": {},
-    "lfm2_moe": {},
-    "lfm3": {},
-    "olmo_hybrid": {},
-    "bailing_hybrid": {},
-    "minimax": {},
-    "recurrent_gemma": {},
     "minimax_text_01": {"rotary_dim": 64},
     "minimax_m1": {"rotary_dim": 64},
 }
-"""Fields with which each model type rotates."""
-UNROTATED = {"nemotron_h", "mamba", "falcon_mamba", "mamba2", "kimi_linear", "jamba"}
+"""Fields with which a model type rotates, or rotates a part."""
+THETA = {"rope_parameters": {"rope_theta": 7e5}}
 
 
-def test_every_model_type_rotates_or_has_no_positions():
-    known = {one.removesuffix("_text") for family in FAMILIES for one in family.model_types}
-    assert known == {*ROTARY, *UNROTATED}
+def rotates(model_type):
+    config = config_from_hf({"model_type": model_type, **FIELDS.get(model_type, {}), **THETA})
+    attention = config.attention or config.latent_attention
+    return attention is not None and attention.rope is not None
+
+
+TYPES = {one.removesuffix("_text") for family in FAMILIES for one in family.model_types}
+ROTARY = sorted(filter(rotates, TYPES))
+
+
+def test_these_have_no_positions():
+    assert TYPES - set(ROTARY) == {"nemotron_h", "mamba", "falcon_mamba", "mamba2", "kimi_linear", "jamba"}
 
 
 def rope_of(config):
@@ -90,8 +87,8 @@ def rope_of(config):
 @pytest.mark.parametrize("kind", LONGER)
 @pytest.mark.parametrize("model_type", ROTARY)
 def test_every_family_that_rotates_has_every_kind(model_type, kind, key):
-    base = {"model_type": model_type, "max_position_embeddings": 2048, **ROTARY[model_type]}
-    plain = rope_of(config_from_hf({**base, "rope_parameters": {"rope_theta": 7e5}}))
+    base = {"model_type": model_type, "max_position_embeddings": 2048, **FIELDS.get(model_type, {})}
+    plain = rope_of(config_from_hf(base | THETA))
     parameters = {"rope_type": kind, "rope_theta": 7e5, **LONGER[kind]}
     for name in ("long_factor", "short_factor"):
         if name in parameters:
