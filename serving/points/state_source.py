@@ -1,9 +1,8 @@
-"""Where states come from that the device does not hold, and the queue in which they arrive for the step loop."""
+"""Where states come from that the device does not hold, and how they are written to it."""
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -11,16 +10,15 @@ from typing import Any, Protocol
 from mamba_jax.store import Store
 from serving.core import RemoteLoad, RemoteState, Scheduler, StepPlan
 from serving.core.cache.content import Name, Scope
+from serving.points.inbox import Inbox
 from serving.points.point import PointPrograms
-
-_PATIENCE = 0.002
-"""Seconds that an idle engine waits for an arrival before it looks again."""
 
 
 class Loop(Protocol):
     """The part of the step loop that a source of states uses."""
 
     scheduler: Scheduler
+    inbox: Inbox
 
     @property
     def store(self) -> Store | None:
@@ -62,7 +60,7 @@ class StateSource:
         """No request needs this state any more."""
 
     def exchange(self, loop: Loop) -> None:
-        """Called before a step is planned and once more after: writes arrived states into the store."""
+        """Called before a step is planned and once more after, when all posted calls have been made."""
 
     def copy_out(self, store: Store | None) -> None:
         """Called after a plan and before its dispatch: copies the states and pages that the plan evicted."""
@@ -106,28 +104,3 @@ class Arrival:
             if any(table):
                 loop.replace_store(partial(programs.write_piece, pages=table, piece=kv))
         loop.scheduler.arrived(load)
-
-
-class Arrivals:
-    """A queue from the threads that fetch to the engine's thread."""
-
-    def __init__(self) -> None:
-        self.under_way = 0
-        """Fetches that have started and have not been taken over. Only the engine's thread changes it."""
-        self._queue: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
-
-    def put(self, arrival: Arrival) -> None:
-        """Called when a fetch has ended, in any thread."""
-        self._queue.put(arrival)
-
-    def take(self, loop: Loop) -> Iterator[Arrival]:
-        """Returns the arrived states. A loop without a step in flight waits briefly for the first one."""
-        patience = _PATIENCE if self.under_way and not loop.in_flight else 0.0
-        while True:
-            try:
-                arrival = self._queue.get(block=patience > 0, timeout=patience or None)
-            except queue.Empty:
-                return
-            patience = 0.0
-            self.under_way -= 1
-            yield arrival

@@ -24,7 +24,7 @@ from serving.core import RemoteLoad, RemoteState
 from serving.core.cache.content import Scope
 from serving.engine.requests.adapters import AdapterNames
 from serving.points.point import Piece, common_unit
-from serving.points.state_source import Arrival, Arrivals, Loop, StateSource
+from serving.points.state_source import Arrival, Loop, StateSource
 from serving.split.manifest import ManifestMismatch, check
 from serving.split.peer import Peer
 from serving.split.prefill_side import TooMany
@@ -104,7 +104,8 @@ class DecodeSide(StateSource):
         self.stats = DecodeStats()
         self._executor, self._fail = executor, fail
         self._adapters = AdapterNames() if adapters is None else adapters
-        self._arrivals = Arrivals()
+        self._fetching = 0
+        """Fetches whose results the engine's thread has not taken."""
         self._unresponsive: dict[Peer, float] = {}
         self._max_arriving, self._arriving = max_arriving_bytes, 0
         self._room = threading.Condition()
@@ -207,25 +208,18 @@ class DecodeSide(StateSource):
     @property
     def busy(self) -> bool:
         """Whether fetches are unfinished. The bytes of unfinished fetches count as arriving."""
-        return self._arrivals.under_way > 0
+        return self._fetching > 0
 
     def fetch(self, loop: Loop, load: RemoteLoad) -> None:
         """Starts to fetch the state that a request waits for."""
-        self._arrivals.under_way += 1
-        self._run(self._fetch, load, time.monotonic())
+        self._fetching += 1
+        loop.inbox.awaited += 1
+        self._run(self._fetch, loop, load, time.monotonic())
 
     def cancel(self, remote: RemoteState) -> None:
         """Tells the other worker that this state is not needed."""
         self.stats.spared += 1
         self._run(_release, remote.handle, False)
-
-    def exchange(self, loop: Loop) -> None:
-        """Writes arrived states to the store."""
-        for arrival in self._arrivals.take(loop):
-            self._take(loop, arrival)
-            with self._room:
-                self._arriving -= arrival.bytes
-                self._room.notify_all()
 
     def _run(self, function: Callable[..., None], *arguments: Any) -> None:
         if self._executor is None:
@@ -235,7 +229,7 @@ class DecodeSide(StateSource):
 
     # -- called in fetching threads --
 
-    def _fetch(self, load: RemoteLoad, begin: float) -> None:
+    def _fetch(self, loop: Loop, load: RemoteLoad, begin: float) -> None:
         source: RemoteTicket = load.remote.handle
         until = min(source.until, begin + self.timeout)
         fetched, arrival = False, Arrival(load)
@@ -263,7 +257,7 @@ class DecodeSide(StateSource):
             log.exception("fetching state %s failed", source.ticket.id)
             arrival.error = f"{type(error).__name__}: {error}"
         arrival.seconds = time.monotonic() - begin
-        self._arrivals.put(arrival)
+        loop.inbox.post(lambda: self._take(loop, arrival))
         _release(source, fetched)
 
     def _reserve(self, size: int, until: float) -> int:
@@ -325,6 +319,11 @@ class DecodeSide(StateSource):
     # -- called in the engine's thread --
 
     def _take(self, loop: Loop, arrival: Arrival) -> None:
+        self._fetching -= 1
+        loop.inbox.awaited -= 1
+        with self._room:
+            self._arriving -= arrival.bytes
+            self._room.notify_all()
         load = arrival.load
         if not load.valid:
             self.stats.late += 1

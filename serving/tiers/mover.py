@@ -1,4 +1,4 @@
-"""Moves checkpoints between the device, memory and disk: here the way back; the way there is `leaving`.
+"""Fetches checkpoints from memory and disk to the device. `tier_writer` copies them there.
 
 What comes back is put onto the device by threads, and only then written into its slot and pages, between two steps. So
 nothing here waits in the engine's thread.
@@ -20,8 +20,9 @@ from serving.core import RemoteLoad
 from serving.core.cache.content import Name
 from serving.core.tiers.tier import Unit
 from serving.core.tiers.tiers import Tiers
+from serving.points.inbox import Inbox
 from serving.points.point import PointPrograms, whole
-from serving.points.state_source import Arrival, Arrivals, Loop, StateSource
+from serving.points.state_source import Arrival, Loop, StateSource
 from serving.tiers.disk import Disk
 from serving.tiers.folder import Arrays, DamagedFile
 from serving.tiers.layout import Layout
@@ -40,15 +41,22 @@ class Mover(StateSource):
         programs: that take points out and put them in.
         memory: of the host tier, which replicas share; None without.
         disk: the disk tier, likewise.
+        inbox: of the engine's loop.
     """
 
     def __init__(
-        self, tiers: Tiers, layout: Layout, programs: PointPrograms, memory: Memory | None, disk: Disk | None
+        self,
+        tiers: Tiers,
+        layout: Layout,
+        programs: PointPrograms,
+        memory: Memory | None,
+        disk: Disk | None,
+        inbox: Inbox,
     ) -> None:
         self.tiers, self.layout, self.programs, self.memory, self.disk = tiers, layout, programs, memory, disk
-        self.leaving = TierWriter(tiers, layout, programs, memory, disk)
+        self.writer = TierWriter(tiers, layout, programs, memory, disk, inbox)
         self._fetching = ThreadPoolExecutor(2, thread_name_prefix="tier-fetch")
-        self._arrivals = Arrivals()
+        self._inbox = inbox
         tiers.source = self
 
     def warm_up(self, store: Store) -> None:
@@ -68,7 +76,7 @@ class Mover(StateSource):
 
     def copy_out(self, store: Store | None) -> None:
         """Called after a plan and before its dispatch: copies the states and pages that the plan evicted."""
-        self.leaving.copy_out(store)
+        self.writer.copy_out(store)
 
     def fetch(self, loop: Loop, load: RemoteLoad) -> None:
         """Starts to fetch the state that a request waits for."""
@@ -81,7 +89,7 @@ class Mover(StateSource):
         self.tiers.fetches[tier.name].hits += 1
         tier.touch(unit.name)
         self.tiers.fetching += size
-        self._arrivals.under_way += 1
+        self._inbox.awaited += 1
         names, memory, disk = (*wanted.values(), unit.name), self.memory, self.disk
         known: dict[Name, Part] | None = None
         coming: Sequence[Future[Any]] = ()
@@ -91,30 +99,28 @@ class Mover(StateSource):
         elif disk is not None:
             coming = disk.coming(names)
         sharding = whole(store) if store is not None else None  # lost: it is made again where it was
-        self._fetching.submit(self._fetch, Arrival(load, size), wanted, known, coming, sharding)
+        self._fetching.submit(self._fetch, loop, Arrival(load, size), wanted, known, coming, sharding)
 
     def exchange(self, loop: Loop) -> None:
-        """Collects the results of threads, and writes arrived states into the store."""
-        self.leaving.take_in()
-        for arrival in self._arrivals.take(loop):
-            self.tiers.fetching -= arrival.bytes
-            self._take(loop, arrival)
-        self.leaving.remove_gone()
+        """Takes in what other processes have changed, and removes parts that no tier holds any more."""
+        self.writer.take_in_others()
+        self.writer.remove_gone()
 
     def close(self, loop: Loop | None = None, *, seconds: float = 60.0) -> None:
         """End all threads. With a loop that has stopped, what its device holds goes to the disk first, if there is one.
 
         seconds: for which files may still be written.
         """
-        if self.leaving.closed:
+        if self.writer.closed:
             return
         if self.disk is not None:
-            self.leaving.save(loop, self.disk, time.monotonic() + seconds)
+            self.writer.save(loop, self.disk, time.monotonic() + seconds)
         self._fetching.shutdown(wait=True, cancel_futures=True)
-        self.leaving.close()
+        self.writer.close()
 
     def _fetch(
         self,
+        loop: Loop,
         arrival: Arrival,
         wanted: Mapping[int, Name],
         known: Mapping[Name, Part] | None,
@@ -146,7 +152,7 @@ class Mover(StateSource):
             arrival.error = f"{type(error).__name__}: {error}"
             arrival.damaged = name if name != unit.name and isinstance(error, DamagedFile | OSError) else None
         arrival.seconds = time.perf_counter() - begin
-        self._arrivals.put(arrival)
+        self._inbox.post(lambda: self._take(loop, arrival))
 
     def _own_spec(self, unit: Unit) -> dict[str, Any]:
         spec: dict[str, Any] = dict(self.layout.state)
@@ -163,6 +169,8 @@ class Mover(StateSource):
         return dict(known[name].result(timeout=0))
 
     def _take(self, loop: Loop, arrival: Arrival) -> None:
+        self._inbox.awaited -= 1
+        self.tiers.fetching -= arrival.bytes
         load, held = arrival.load, arrival.load.remote.held
         assert held is not None
         stats = self.tiers.fetches[held.tier.name]

@@ -7,10 +7,9 @@ device's queue before the step that writes over it; a thread reads the copy, ano
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -20,6 +19,7 @@ from mamba_jax.store import Store
 from serving.core.cache.content import Name
 from serving.core.tiers.tier import Change, Unit
 from serving.core.tiers.tiers import TierCopy, TierHit, Tiers
+from serving.points.inbox import Inbox
 from serving.points.point import PointPrograms
 from serving.points.state_source import Loop
 from serving.tiers.disk import Disk
@@ -41,20 +41,26 @@ class TierWriter:
         programs: that take points out.
         memory: of the host tier; like the next, perhaps shared with other engines.
         disk: the disk tier.
+        inbox: of the engine's loop.
     """
 
     def __init__(
-        self, tiers: Tiers, layout: Layout, programs: PointPrograms, memory: Memory | None, disk: Disk | None
+        self,
+        tiers: Tiers,
+        layout: Layout,
+        programs: PointPrograms,
+        memory: Memory | None,
+        disk: Disk | None,
+        inbox: Inbox,
     ) -> None:
         self.tiers, self.layout, self.programs, self.memory, self.disk = tiers, layout, programs, memory, disk
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="tier-copy")
-        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        """Messages from other threads to the engine's thread."""
+        self._inbox = inbox
         self._closing = threading.Event()
         self._jobs: set[Future[Any]] = set()
         if disk is not None:
             disk.join()
-            self._take_in_others(disk)
+            self.take_in_others()
             self.remove_gone()
 
     def copy_out(self, store: Store | None) -> None:
@@ -62,20 +68,15 @@ class TierWriter:
         self.remove_gone()
         for departure in self.tiers.take_departures():
             if store is None or self._closing.is_set():
-                self._never_came(departure)
+                self._discard_copy(departure)
             else:
                 self._depart(store, departure)
 
-    def take_in(self) -> None:
-        """Collects the results of threads, and changes by other processes."""
-        if self.disk is not None and not self.tiers.weights_replaced:
-            self._take_in_others(self.disk)
-        while True:
-            try:
-                event = self._events.get_nowait()
-            except queue.Empty:
-                return
-            event()
+    def take_in_others(self) -> None:
+        """Applies what other processes have changed on the disk."""
+        changes = self.disk.changes() if self.disk is not None and not self.tiers.weights_replaced else None
+        if changes:
+            self.tiers.sync_external(changes.gone, changes.new.values(), changes.used)
 
     def save(self, loop: Loop | None, disk: Disk, until: float) -> None:
         """Bring what the device of a loop that has stopped holds to the disk: the most valuable first, as far as there
@@ -95,7 +96,7 @@ class TierWriter:
         self._closing.set()
         self.copy_out(None)
         self._copying.shutdown(wait=True, cancel_futures=True)
-        self.take_in()
+        self._inbox.take_all()
         self.remove_gone()
         if self.disk is not None:
             self.disk.leave()
@@ -113,7 +114,7 @@ class TierWriter:
                 return
             wait(jobs, timeout=max(0.0, until - time.monotonic()))
         self._jobs.clear()
-        self.take_in()
+        self._inbox.take_all()
         self.remove_gone()
 
     def remove_gone(self) -> None:
@@ -121,11 +122,6 @@ class TierWriter:
         for tier, names in self.tiers.take_gone():
             if tier is self.tiers.disk and self.disk is not None and names:
                 self._job(self.disk.remove(names))
-
-    def _take_in_others(self, disk: Disk) -> None:
-        changes = disk.changes()
-        if changes:
-            self.tiers.others_changed(changes.gone, changes.new.values(), changes.used)
 
     def _depart(self, store: Store, departure: TierCopy) -> None:
         unit, layout, programs = departure.unit, self.layout, self.programs
@@ -142,7 +138,7 @@ class TierWriter:
             arrays[KV] = programs.read_piece(store, pages, unit.tail, layout.layers)
         parts[unit.name] = last = self._copy(arrays, -(-unit.tail // layout.page_size) * layout.page_size)
         size = departure.change.bytes
-        last.add_done_callback(lambda part: self._events.put(lambda: self._copied(departure, part, size)))
+        last.add_done_callback(lambda part: self._inbox.post(lambda: self._copied(departure, part, size)))
         if self.memory is not None and departure.tier is self.tiers.host:
             self.memory.keep(parts)
             if not departure.memory_only:
@@ -171,7 +167,7 @@ class TierWriter:
             log.warning("a checkpoint did not leave the device: %s", "" if part.cancelled() else part.exception())
             self.tiers.lost(TierHit(departure.tier, departure.unit))
 
-    def _never_came(self, departure: TierCopy) -> None:
+    def _discard_copy(self, departure: TierCopy) -> None:
         self.tiers.moved(departure.change.bytes)
         if departure.tier is self.tiers.disk and self.disk is not None:
             self._job(self.disk.remove(departure.change.gone))
@@ -202,7 +198,7 @@ class TierWriter:
                     if tier.has_block(name) and not disk.folder.has(name):
                         self.tiers.lost_block(tier, name)
 
-        self._job(disk.write(unit, change, parts, lambda error: self._events.put(lambda: written(error))))
+        self._job(disk.write(unit, change, parts, lambda error: self._inbox.post(lambda: written(error))))
 
     def _spill_all(self, until: float) -> None:
         """Writes to disk what memory has and the disk has not, because too many writes were pending before."""

@@ -245,7 +245,7 @@ class Tier:
         return self._remove(name)
 
     @_alone
-    def leave(self, name: Name) -> list[Name]:
+    def drop_external(self, name: Name) -> list[Name]:
         """Removes a unit or a block that another process has removed. Returns the units that need it.
 
         Blocks are not returned: that process has also removed the blocks that no other unit needs.

@@ -160,7 +160,7 @@ class Tiers(IndexObserver):
         """Records that a write of this number of bytes to disk has ended or failed."""
         self.spilling -= num_bytes
 
-    def others_changed(self, gone: Collection[Name], new: Iterable[Unit], used: Iterable[Name]) -> None:
+    def sync_external(self, gone: Collection[Name], new: Iterable[Unit], used: Iterable[Name]) -> None:
         """Applies the changes that other processes made on disk: removed parts, added units, and used units.
 
         Added units count like the process's own, so other units may be evicted for them.
@@ -169,7 +169,7 @@ class Tiers(IndexObserver):
         if disk is None or self.weights_replaced:
             return
         for name in gone:
-            self._gone.append((disk, disk.leave(name)))
+            self._gone.append((disk, disk.drop_external(name)))
         for name in used:
             disk.touch(name)
         for unit in new:

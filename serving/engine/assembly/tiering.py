@@ -72,7 +72,7 @@ def connect_tiers(
             only_blocks=config.narrows_states,
         )
         loop.scheduler.use_tiers(tiers)
-        loop.sources.append(Mover(tiers, layout, PointPrograms(layout.arrangement), memory, disk))
+        loop.sources.append(Mover(tiers, layout, PointPrograms(layout.arrangement), memory, disk, loop.inbox))
     if disk is not None and disk.tier.units:
         log.info("disk cache: %d checkpoints found in %s", len(disk.tier), disk.folder.path)
 

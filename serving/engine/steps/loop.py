@@ -111,6 +111,7 @@ class StepLoop:
         """For tests: called after a step's programs are dispatched. It may raise the errors of a failing device."""
         self.sources: list[StateSource] = []
         """Sources of states that are not on this engine's device: other workers, and tiers below the device."""
+        self.inbox = inputs.inbox
         self.followers: Followers | None = None
         """The other hosts; only set on the host that leads them."""
         self._make_store, self._make_rows = make_store, make_rows
@@ -271,6 +272,7 @@ class StepLoop:
                 load.remote.source.fetch(self, load)
         for remote in self.scheduler.pop_unneeded_remotes():
             remote.source.cancel(remote)
+        self.inbox.take_all(idle=not self.in_flight)
         for source in self.sources:
             source.exchange(self)
 

@@ -14,6 +14,7 @@ from serving.engine.requests.user_request import Choice
 from serving.engine.steps.batching import BatchBuilder
 from serving.engine.steps.results import HostOutput
 from serving.engine.structured.mask_workers import MaskWorkers
+from serving.points.inbox import Inbox
 
 
 class RowInputs:
@@ -27,7 +28,9 @@ class RowInputs:
 
     def __init__(self, batches: BatchBuilder, *, vocab_size: int, masks: bool) -> None:
         self._batches, self._vocab_size = batches, vocab_size
-        self.mask_workers = MaskWorkers(batches.heads) if masks else None
+        self.inbox = Inbox()
+        """What other threads post to the engine's thread."""
+        self.mask_workers = MaskWorkers(batches.heads, self.inbox) if masks else None
         """Computes masks; None if requests cannot have grammars."""
 
     def seat(self, request: Request) -> SeatBatch:

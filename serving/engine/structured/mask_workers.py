@@ -10,18 +10,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from serving.core import Request
 from serving.engine.structured.grammar_state import Constraint
 from serving.engine.structured.reasoning import ReasoningConstraint
+from serving.points.inbox import Inbox
 
 log = logging.getLogger(__name__)
 
@@ -74,13 +75,13 @@ class MaskWorkers:
 
     Args:
         heads: number of masks per step of a choice, H: one more than its drafts.
+        inbox: of the engine's loop.
     """
 
-    def __init__(self, heads: int) -> None:
-        self._heads = heads
+    def __init__(self, heads: int, inbox: Inbox) -> None:
+        self._heads, self._inbox = heads, inbox
         self._quick_pool = ThreadPoolExecutor(2, thread_name_prefix="masks")
         self._slow_pool = ThreadPoolExecutor(1, thread_name_prefix="slow-masks", initializer=_lower_priority)
-        self._done: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._new: list[_Job] = []
         self._awaited: set[_Job] = set()
         """Quick jobs in progress."""
@@ -102,12 +103,9 @@ class MaskWorkers:
         taken = False
         while self._under_way:
             left = end - time.monotonic() if (not taken if idle else self._awaited) else 0.0
-            try:
-                job = self._done.get(block=left > 0, timeout=max(left, 0.0))
-            except queue.Empty:
+            if not self._inbox.take(max(left, 0.0)):
                 break
             taken = True
-            self._take(job)
         for job in self._awaited:  # not ready in time: later steps do not wait for these
             job.choice.slow = True
         self._awaited.clear()
@@ -164,7 +162,7 @@ class MaskWorkers:
             except Exception as error:
                 job.failure = error
             job.seconds = time.thread_time() - begin
-            self._done.put(job)
+            self._inbox.post(partial(self._take, job))
 
 
 def _lower_priority() -> None:

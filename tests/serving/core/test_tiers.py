@@ -153,19 +153,19 @@ def test_what_others_do_to_a_disk_counts_like_the_own():
     tiers = Tiers(None, disk, prices=Prices(), max_leaving=1000)
     own, brought, more = unit([1] * 9), unit([1] * 10), unit([2] * 9)
     disk.add(own)
-    tiers.others_changed([], [brought, own], [])
+    tiers.sync_external([], [brought, own], [])
     assert (set(disk.units), disk.stats.stored) == ({own.name, brought.name}, 1)
-    tiers.others_changed([], [], [own.name])
-    tiers.others_changed([], [more], [])
+    tiers.sync_external([], [], [own.name])
+    tiers.sync_external([], [more], [])
     assert brought.name not in disk.units, "the one that was used for longest ago had to go"
     assert brought.name in [name for _, names in tiers.take_gone() for name in names]
-    tiers.others_changed([own.blocks[0]], [], [])
+    tiers.sync_external([own.blocks[0]], [], [])
     assert set(disk.units) == {more.name}
     assert [name for _, names in tiers.take_gone() for name in names] == [own.name], "blocks are for others to remove"
-    tiers.others_changed([more.name], [], [])
+    tiers.sync_external([more.name], [], [])
     assert (len(disk), disk.used, tiers.take_gone()) == (0, 0, [(disk, [])])
     tiers.outdate()
-    tiers.others_changed([], [more], [])
+    tiers.sync_external([], [more], [])
     assert not disk.units, "states of other weights are never found"
     disk.check()
 

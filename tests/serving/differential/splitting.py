@@ -14,7 +14,7 @@ from unittest import mock
 
 from serving.config import EngineConfig
 from serving.core import RemoteState
-from serving.points import state_source
+from serving.points import inbox
 from serving.points.arrangement import Arrangement
 from serving.points.point import PointPrograms
 from serving.split.decode_side import DecodeSide
@@ -172,4 +172,4 @@ class OtherSide:
 
 def impatient():
     """An engine that never waits for an arrival: here they come between its steps."""
-    return mock.patch.object(state_source, "_PATIENCE", 0.0)
+    return mock.patch.object(inbox, "PATIENCE", 0.0)

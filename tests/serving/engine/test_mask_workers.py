@@ -15,6 +15,7 @@ from serving.engine.request_error import RequestError
 from serving.engine.structured import mask_workers
 from serving.engine.structured.grammar_state import Constraint
 from serving.engine.structured.mask_workers import FollowedChoice, MaskWorkers
+from serving.points.inbox import Inbox
 from tests.support.engines import QUICK_COMPILE
 from tests.support.letter_tokens import EOS, letters
 
@@ -44,7 +45,7 @@ def collect(workers, *requests):
 
 
 def test_masks_of_all_choices_arrive():
-    workers = MaskWorkers(3)
+    workers = MaskWorkers(3, Inbox())
     requests = [Request(f"r{i}", [1], lockstep=True) for i in range(5)]
     choices = [FollowedChoice(Scripted()) for _ in requests]
     for i, (request, choice) in enumerate(zip(requests, choices, strict=True)):
@@ -56,7 +57,7 @@ def test_masks_of_all_choices_arrive():
 
 
 def test_a_step_does_not_wait_for_a_choice_that_was_slow():
-    workers, go_on = MaskWorkers(1), threading.Event()
+    workers, go_on = MaskWorkers(1, Inbox()), threading.Event()
     slow, quick = (Request(name, [1], lockstep=True) for name in ("slow", "quick"))
     stuck, other = FollowedChoice(Scripted(lambda: go_on.wait(60))), FollowedChoice(Scripted())
     workers.submit(slow, stuck, ())
@@ -75,7 +76,7 @@ def test_a_step_does_not_wait_for_a_choice_that_was_slow():
 @pytest.mark.parametrize(("limit", "says"), [("_MOST_PER_STEP", "for one token"), ("_ALLOWANCE", "takes too long")])
 def test_a_choice_has_a_budget(monkeypatch, limit, says):
     monkeypatch.setattr(mask_workers, limit, 0.005)
-    workers, request = MaskWorkers(1), Request("r", [1], lockstep=True)
+    workers, request = MaskWorkers(1, Inbox()), Request("r", [1], lockstep=True)
     choice = FollowedChoice(Scripted(lambda: compute(0.02)))
     workers.submit(request, choice, ())
     refused = []
@@ -89,7 +90,7 @@ def test_a_choice_has_a_budget(monkeypatch, limit, says):
 
 
 def test_masks_that_cannot_be_computed_are_the_requests_own_failure():
-    workers, request = MaskWorkers(1), Request("r", [1], lockstep=True)
+    workers, request = MaskWorkers(1, Inbox()), Request("r", [1], lockstep=True)
 
     def fail():
         raise ZeroDivisionError("nothing to divide")

@@ -1,4 +1,4 @@
-"""The queue of states that arrive, and where their pages go."""
+"""What threads post to the loop, and where the pages of arrived states go."""
 
 import threading
 from types import SimpleNamespace
@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from serving.core import RemoteLoad, RemoteState
-from serving.points import state_source
-from serving.points.state_source import Arrival, Arrivals
+from serving.points import inbox
+from serving.points.state_source import Arrival
 
 PAGE = 4
 
@@ -17,20 +17,19 @@ def a_load(start=0, pages=()):
     return RemoteLoad(request, RemoteState(16), start, 5, pages)
 
 
-def test_only_an_idle_loop_waits_and_only_for_what_is_under_way(monkeypatch):
-    monkeypatch.setattr(state_source, "_PATIENCE", 3600.0)
-    queue, first, second = Arrivals(), Arrival(a_load()), Arrival(a_load())
-    idle, stepping = SimpleNamespace(in_flight=False), SimpleNamespace(in_flight=True)
-    assert not list(queue.take(idle))
-    queue.under_way = 2
-    assert not list(queue.take(stepping))
-    thread = threading.Timer(0.01, queue.put, [first])
+def test_only_an_idle_loop_waits_and_only_for_what_is_awaited(monkeypatch):
+    monkeypatch.setattr(inbox, "PATIENCE", 3600.0)
+    calls, made = inbox.Inbox(), []
+    calls.take_all(idle=True)
+    calls.awaited = 2
+    calls.take_all()
+    thread = threading.Timer(0.01, calls.post, [lambda: made.append("first")])
     thread.start()
-    assert list(queue.take(idle)) == [first], "after the first arrival, the loop does not wait for another"
-    assert queue.under_way == 1
-    queue.put(second)
-    assert list(queue.take(stepping)) == [second]
-    assert not list(queue.take(idle))
+    calls.take_all(idle=True)
+    assert made == ["first"], "after the first call, the loop does not wait for another"
+    calls.post(lambda: made.append("second"))
+    calls.take_all()
+    assert made == ["first", "second"]
     thread.join()
 
 

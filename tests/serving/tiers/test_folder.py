@@ -58,7 +58,7 @@ class Disk:
         """Take in what is there, or has changed since the last time."""
         changes = self.listing.look()
         for name in changes.gone:
-            self.folder.remove(self.tier.leave(name))
+            self.folder.remove(self.tier.drop_external(name))
         for name in changes.used:
             self.tier.touch(name)
         for found in changes.new.values():

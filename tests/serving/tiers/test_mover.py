@@ -15,6 +15,7 @@ from serving.core.tiers.prices import Prices
 from serving.core.tiers.tier import Tier, Unit
 from serving.core.tiers.tiers import TierCopy, TierHit, Tiers
 from serving.points.arrangement import Arrangement
+from serving.points.inbox import Inbox
 from serving.points.point import PointPrograms
 from serving.tiers.disk import Disk
 from serving.tiers.folder import Folder
@@ -54,11 +55,13 @@ class Loop:
         """A request that waits for a unit, until it has it or not."""
         request = SimpleNamespace(transfer=SimpleNamespace(load=None))
         remote = RemoteState(held.unit.position, held=held)
+        self.inbox = mover._inbox
         load = RemoteLoad(request, remote, start, 4, pages[start // PAGE :])
         request.transfer.load = load
         mover.fetch(self, load)
         until = time.monotonic() + 60
         while not (self.done or self.failed):
+            self.inbox.take_all(idle=True)
             mover.exchange(self)
             assert time.monotonic() < until
         return load
@@ -91,7 +94,7 @@ def movers(tmp_path):
         if disk is not None:
             folder = Folder(tmp_path / layout.fingerprint("model"))
             below = Disk(disk, folder, layout.block, with_blocks=layout.kv is not None)
-        made.append(Mover(tiers, layout, programs, None if host is None else Memory(host), below))
+        made.append(Mover(tiers, layout, programs, None if host is None else Memory(host), below, Inbox()))
         return made[-1]
 
     yield make
@@ -125,7 +128,7 @@ def test_a_unit_comes_back_as_it_was(movers, model, kind):
     mover = movers(model, layout, kind)
     (tier,) = mover.tiers.tiers
     unit = depart(mover, tier, full)
-    mover.leaving.settle()
+    mover.writer.settle()
     assert mover.tiers.leaving == 0
     loop = Loop(empty)
     loop.fetch(mover, TierHit(tier, unit), pages=TARGET if layout.kv is not None else [])
@@ -150,7 +153,7 @@ def test_memory_spills_to_the_disk_and_a_new_process_finds_it(movers):
     mover = movers("nemotronh", layout, "host disk")
     long = depart(mover, mover.tiers.host, full)
     short = depart(mover, mover.tiers.host, full, TOKENS[:10])
-    mover.leaving.settle()
+    mover.writer.settle()
     assert mover.tiers.spilling == 0
     assert set(mover.tiers.disk.units) == {long.name, short.name}
     again = movers("nemotronh", layout, "disk")
@@ -165,7 +168,7 @@ def test_sizes_are_those_of_the_files(movers):
     mover = movers("nemotronh", layout, "disk")
     depart(mover, mover.tiers.disk, full)
     depart(mover, mover.tiers.disk, full, TOKENS[:10])
-    mover.leaving.settle()
+    mover.writer.settle()
     found = sum(path.stat().st_size for path in mover.disk.folder.path.iterdir())
     assert found <= mover.tiers.disk.used < found + 4 * 4096
 
@@ -175,13 +178,13 @@ def test_what_is_damaged_is_dropped_and_the_request_told(movers, which):
     layout, full, empty = stores("nemotronh")
     mover = movers("nemotronh", layout, "disk")
     unit = depart(mover, mover.tiers.disk, full)
-    mover.leaving.settle()
+    mover.writer.settle()
     path = mover.disk.folder._file(unit.name if which == "own" else unit.blocks[1])
     path.write_bytes(path.read_bytes()[:-3])
     loop = Loop(empty)
     loop.fetch(mover, TierHit(mover.tiers.disk, unit))
     assert (loop.done, len(loop.failed)) == ([], 1)
-    mover.leaving.settle()
+    mover.writer.settle()
     assert not mover.tiers.disk.units
     assert not list(mover.disk.folder.path.glob("*.safetensors"))
 
@@ -191,7 +194,7 @@ def test_what_memory_has_dropped_meanwhile_is_not_waited_for(movers):
     mover = movers("nemotronh", layout, "host")
     unit = depart(mover, mover.tiers.host, full)
     mover.tiers.lost(TierHit(mover.tiers.host, unit))
-    mover.leaving.settle()
+    mover.writer.settle()
     assert not len(mover.memory)
     loop = Loop(empty)
     loop.fetch(mover, TierHit(mover.tiers.host, unit))

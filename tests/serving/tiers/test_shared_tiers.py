@@ -56,9 +56,10 @@ def names(tier) -> set:
 
 def settle(engines):
     for engine in engines:
-        tier_mover(engine).leaving.settle()
+        tier_mover(engine).writer.settle()
+        engine.loop.inbox.take_all(idle=True)
         tier_mover(engine).exchange(engine.loop)
-        tier_mover(engine).leaving.settle()
+        tier_mover(engine).writer.settle()
 
 
 @pytest.mark.parametrize("flags", [HOST, DISK, HOST | DISK])
@@ -134,7 +135,7 @@ def test_both_at_once_keep_to_the_caps(start, tmp_path):
 def test_what_is_damaged_is_dropped_for_all(start, tmp_path):
     one, other = start(**DISK)
     fill(one)
-    tier_mover(one).leaving.settle()
+    tier_mover(one).writer.settle()
     for path in (tmp_path / "disk").rglob("*.safetensors"):
         data = bytearray(path.read_bytes())
         data[-1] ^= 16
@@ -148,7 +149,7 @@ def test_what_is_damaged_is_dropped_for_all(start, tmp_path):
 
 def test_one_that_fails_harms_the_others_neither_in_memory_nor_on_the_disk(start, monkeypatch):
     one, other = start(**HOST, **DISK)
-    leaving = tier_mover(one).leaving
+    leaving = tier_mover(one).writer
 
     def broken(*_):
         raise RuntimeError("planted")

@@ -88,12 +88,12 @@ def test_two_servers_share_a_folder(start, monkeypatch):
     monkeypatch.setattr("serving.tiers.disk._LOOK", 0.02)
     one, other = start(**DISK), start(**HOST, **DISK)
     fill(one)
-    tier_mover(one).leaving.settle()
+    tier_mover(one).writer.settle()
     wait_until_seen(other, tiers(one)["disk"]["stored"])
     assert ask(other, "again", tokens(1, 61)) == 61
     assert (tiers(other)["disk"]["arrived"], tiers(other)["disk"]["stored"]) == (1, 0)
     fill(other, numbers=range(11, 17))
-    tier_mover(other).leaving.settle()
+    tier_mover(other).writer.settle()
     wait_until_seen(one, tiers(other)["disk"]["stored"])
     assert ask(one, "too", tokens(11, 61)) == 61
 
@@ -136,7 +136,7 @@ def test_a_release_that_computes_otherwise_finds_nothing_of_it(start, monkeypatc
 def test_dropped_prefixes_are_not_found_below_the_device(start):
     engine = start(**HOST, **DISK)
     fill(engine)
-    tier_mover(engine).leaving.settle()
+    tier_mover(engine).writer.settle()
     assert tiers(engine)["host"]["units"] > 0
     engine.loop.scheduler.drop_cached()
     assert ask(engine, "again", tokens(1, 61)) == 0
@@ -153,7 +153,7 @@ def test_a_full_disk_leaves_everything_else_as_it_was(start, monkeypatch):
     folder = tier_mover(engine).disk.folder
     monkeypatch.setattr(folder, "_put", full)
     fill(engine)
-    tier_mover(engine).leaving.settle()
+    tier_mover(engine).writer.settle()
     assert tiers(engine)["disk"]["units"] == 0
     assert not list(folder.path.glob("*.safetensors"))
 
