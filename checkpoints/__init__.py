@@ -9,7 +9,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from checkpoints.chat import ChatTemplateError
     from checkpoints.conversion import convert
     from checkpoints.errors import CheckpointError
     from checkpoints.export import save_hugging_face
@@ -17,7 +16,8 @@ if TYPE_CHECKING:
     from checkpoints.load import generation_config, load_config, load_model
     from checkpoints.orbax import restore_orbax, save_orbax
     from checkpoints.resolve import Reference, ReferenceKind
-    from checkpoints.stream import StreamDecoder
+    from checkpoints.text.chat import ChatTemplateError
+    from checkpoints.text.stream import StreamDecoder
     from checkpoints.tokenizer import Tokenizer, load_tokenizer, require_tokenizer
 
 __all__ = [
@@ -40,12 +40,12 @@ __all__ = [
 ]
 
 _MODULES = {
-    "ChatTemplateError": "chat",
+    "ChatTemplateError": "text.chat",
     "CheckpointError": "errors",
     "GenerationConfig": "generation",
     "Reference": "resolve",
     "ReferenceKind": "resolve",
-    "StreamDecoder": "stream",
+    "StreamDecoder": "text.stream",
     "Tokenizer": "tokenizer",
     "convert": "conversion",
     "load_tokenizer": "tokenizer",

@@ -16,8 +16,8 @@ from checkpoints.orbax import save_orbax
 from checkpoints.placing import Shardings
 from checkpoints.quantised.rounding import Selection
 from checkpoints.resolve import Reference, ReferenceKind, resolve
-from checkpoints.rewrite import rewrite_hugging_face
-from checkpoints.tensor_set import TensorSet
+from checkpoints.tensors.rewrite import rewrite_hugging_face
+from checkpoints.tensors.tensor_set import TensorSet
 from mamba_jax.families import TEXT_PREFIXES, as_stored, weight_names
 
 Form = Literal["orbax", "hugging-face"]

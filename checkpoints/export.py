@@ -16,7 +16,7 @@ from checkpoints.errors import CheckpointError
 from checkpoints.json_file import read_json
 from checkpoints.placing import abstract_parameters
 from checkpoints.resolve import ORBAX_MARKER
-from checkpoints.tensor_files import TensorFiles
+from checkpoints.tensors.tensor_set import TensorFiles
 from mamba_jax.config import HybridConfig
 from mamba_jax.families import as_stored, config_from_hf, weight_names
 from mamba_jax.families.base import HFSource

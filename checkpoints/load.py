@@ -18,9 +18,7 @@ import numpy as np
 from checkpoints.config_json import overridden, read_text_fields
 from checkpoints.dummy import dummy_parameters
 from checkpoints.errors import CheckpointError
-from checkpoints.file_digest import FileHasher
 from checkpoints.generation import GenerationConfig, read_generation_config
-from checkpoints.hugging_face import parameter_shapes, read_parameters
 from checkpoints.orbax import read_description, restore_orbax, stored_parameters
 from checkpoints.placing import Shardings, abstract_parameters, nbytes
 from checkpoints.presets import PRESETS
@@ -29,7 +27,9 @@ from checkpoints.quantised.rounding import Selection
 from checkpoints.quantised.stored import StoredWeight
 from checkpoints.quantised.tensors import CACHE_SCALES, by_place
 from checkpoints.resolve import Reference, ReferenceKind, resolve
-from checkpoints.tensor_set import TensorSet
+from checkpoints.tensors.file_digest import FileHasher
+from checkpoints.tensors.hugging_face import parameter_shapes, read_parameters
+from checkpoints.tensors.tensor_set import TensorSet
 from mamba_jax.config import HybridConfig, ModelConfigError
 from mamba_jax.families import (
     TEXT_PREFIXES,
@@ -50,7 +50,7 @@ LoadFormat = Literal["auto", "dummy"]
 
 
 Overrides = Mapping[str, Any] | str | None
-"""`hf_overrides`: fields that replace those of config.json, as an object or JSON text; see `checkpoints.overrides`."""
+"""`hf_overrides`: fields that replace those of config.json, as an object or JSON text; see `parse_overrides`."""
 
 
 @dataclass(frozen=True)

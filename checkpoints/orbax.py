@@ -23,10 +23,10 @@ from rich.console import Console
 
 from checkpoints.config_json import config_from_json, config_to_json
 from checkpoints.errors import CheckpointError, listing, one_line
-from checkpoints.file_digest import FileHasher
 from checkpoints.json_file import read_json
 from checkpoints.placing import Shardings, abstract_parameters, held_dtype, sharding_of
 from checkpoints.resolve import ORBAX_MARKER
+from checkpoints.tensors.file_digest import FileHasher
 from checkpoints.tokenizer import TOKENIZER_FILES
 from mamba_jax.config import HybridConfig
 from mamba_jax.model import HybridModel, parameters

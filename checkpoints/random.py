@@ -12,9 +12,9 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from checkpoints.initial import initial_values
+from checkpoints.dummy import initial_values
 from checkpoints.placing import abstract_parameters
-from checkpoints.tensor_set import INDEX_FILE, SINGLE_FILE
+from checkpoints.tensors.tensor_set import INDEX_FILE, SINGLE_FILE
 from mamba_jax.config import HybridConfig
 from mamba_jax.families import config_from_hf, weight_names
 

@@ -8,8 +8,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from checkpoints.config_json import parse_overrides
 from checkpoints.errors import CheckpointError, listing
-from checkpoints.overrides import parse_overrides
 from checkpoints.presets import preset_names
 
 ORBAX_MARKER = "mamba_jax.json"
@@ -59,7 +59,7 @@ def resolve(ref: str | Path, hf_overrides: Mapping[str, Any] | str | None = None
 
     Args:
         ref: the reference.
-        hf_overrides: fields that replace those of config.json: see `checkpoints.overrides`.
+        hf_overrides: fields that replace those of config.json: see `checkpoints.config_json`.
     Raises:
         CheckpointError: it names nothing that can be loaded, or the overrides cannot be used.
     """

@@ -9,11 +9,11 @@ from typing import Any
 
 import tokenizers
 
-from checkpoints.chat import ChatTemplates, Message
 from checkpoints.errors import CheckpointError
 from checkpoints.json_file import read_json_if_present
 from checkpoints.resolve import resolve
-from checkpoints.stream import StreamDecoder
+from checkpoints.text.chat import ChatTemplates, Message
+from checkpoints.text.stream import StreamDecoder
 
 TOKENIZER_FILES = (
     "tokenizer.json",

@@ -25,7 +25,7 @@ class InvalidTensor(Exception):
 
 
 class Tensors(Protocol):
-    """Stored tensors by name, as in `checkpoints.hugging_face`."""
+    """Stored tensors by name, as in `checkpoints.tensors.hugging_face`."""
 
     @property
     def names(self) -> set[str]: ...

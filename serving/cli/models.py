@@ -77,7 +77,7 @@ def inspect(
         rows[f"state of a sequence, {dtype}"] = f"{slot:,} bytes (recurrent states in float32)"
         rows[f"page of {page_size} tokens, {dtype}"] = f"{page:,} bytes" if page else "none: no attention"
     if adapter is not None:
-        from checkpoints.adapter import read_adapter
+        from checkpoints.adapters.adapter import read_adapter
         from mamba_jax.adapters import targets
 
         found, abstract = read_adapter(adapter, config), HybridModel.abstract(config)

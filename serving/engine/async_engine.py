@@ -8,7 +8,7 @@ import itertools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
-from checkpoints.replacement import NewWeights
+from checkpoints.tensors.replacement import NewWeights
 from serving.engine.control import PauseMode
 from serving.engine.engine import Engine
 from serving.engine.engine_thread import Result

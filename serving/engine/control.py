@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol, get_args
 
-from checkpoints.replacement import NewWeights
+from checkpoints.tensors.replacement import NewWeights
 from serving.engine.request_error import RequestError
 from serving.engine.steps.loop import StepLoop
 from serving.engine.weights import Weights, WeightsChecksum

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from checkpoints.replacement import NewWeights
+from checkpoints.tensors.replacement import NewWeights
 from checkpoints.tokenizer import Tokenizer
 from serving.config import EngineConfig
 from serving.engine.assembly.build import build_engine

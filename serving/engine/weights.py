@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jax
 
 from checkpoints.errors import CheckpointError
-from checkpoints.replacement import NewWeights, given_tensors, new_parameters
+from checkpoints.tensors.replacement import NewWeights, given_tensors, new_parameters
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.programs import StepPrograms
 from serving.engine.request_error import RequestError

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import consistency
 from benchmarks.consistency import ARRANGEMENTS, OTHER_SHAPES, Agreement, agreements
-from checkpoints.adapter_export import target_layers
+from checkpoints.adapters.adapter_export import target_layers
 from checkpoints.load import load_model
 from checkpoints.random import write_random
 from kernels_pallas import invariant

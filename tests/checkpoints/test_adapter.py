@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from checkpoints import load_config
-from checkpoints.adapter import CONFIG_FILE, WEIGHTS_FILE, read_adapter
+from checkpoints.adapters.adapter import CONFIG_FILE, WEIGHTS_FILE, read_adapter
 from checkpoints.errors import CheckpointError
 from tests.support.golden_case import FIXTURES
 

@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 
-from checkpoints.adapter import MODULE_PREFIX, read_adapter
-from checkpoints.adapter_export import target_layers, write_adapter
+from checkpoints.adapters.adapter import MODULE_PREFIX, read_adapter
+from checkpoints.adapters.adapter_export import target_layers, write_adapter
 from checkpoints.load import load_config
-from checkpoints.safetensors_file import SafetensorsFile
+from checkpoints.tensors.safetensors_file import SafetensorsFile
 from mamba_jax.adapters import adaptable_layers
 from mamba_jax.model import HybridModel
 from tests.support.golden_case import FIXTURES

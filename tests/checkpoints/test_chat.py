@@ -4,8 +4,8 @@ import datetime
 
 import pytest
 
-from checkpoints import chat
-from checkpoints.chat import ChatTemplate, ChatTemplateError, ChatTemplates
+from checkpoints.text import chat
+from checkpoints.text.chat import ChatTemplate, ChatTemplateError, ChatTemplates
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 USER = {"role": "user", "content": "Hi"}
@@ -150,19 +150,19 @@ MANY = [{"role": "user", "content": "x" * 1000}] * 300
 
 
 def test_loops_come_to_an_end(monkeypatch):
-    monkeypatch.setattr("checkpoints.chat.MOST_TURNS", 10_000)
+    monkeypatch.setattr("checkpoints.text.chat.MOST_TURNS", 10_000)
     with pytest.raises(ChatTemplateError, match="turns of its loops"):
         render(NESTED, MANY)
 
 
 def test_rendering_takes_so_many_seconds(monkeypatch):
-    monkeypatch.setattr("checkpoints.chat.MOST_SECONDS", 0.0)
+    monkeypatch.setattr("checkpoints.text.chat.MOST_SECONDS", 0.0)
     with pytest.raises(ChatTemplateError, match="took more than 0 seconds"):
         render(NESTED, MANY)
 
 
 def test_rendering_gives_so_many_characters(monkeypatch):
-    monkeypatch.setattr("checkpoints.chat.MOST_CHARACTERS", 100_000)
+    monkeypatch.setattr("checkpoints.text.chat.MOST_CHARACTERS", 100_000)
     assert render("{% for m in messages %}{{ m.content[:10] }}{% endfor %}", MANY)
     with pytest.raises(ChatTemplateError, match="more than 100,000 characters"):
         render("{% for m in messages %}{{ m.content }}{% endfor %}", MANY)

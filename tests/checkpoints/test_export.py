@@ -8,11 +8,11 @@ import pytest
 
 import checkpoints
 import mamba_jax
-from checkpoints.draft_layer import fresh_draft_layer, with_draft_layer, write_with_draft_layer
+from checkpoints.drafts.draft_layer import fresh_draft_layer, with_draft_layer, write_with_draft_layer
 from checkpoints.export import hugging_face_tensors, write_hugging_face
 from checkpoints.json_file import read_json
 from checkpoints.random import RandomTensors, write_random
-from checkpoints.tensor_set import TensorSet
+from checkpoints.tensors.tensor_set import TensorSet
 from mamba_jax.model import parameters
 from tests.support.tiny_configs import CHECKPOINT
 

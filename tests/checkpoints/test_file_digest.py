@@ -10,11 +10,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from checkpoints import CheckpointError
-from checkpoints.file_digest import FileHasher
 from checkpoints.load import load_weights
 from checkpoints.orbax import save_orbax
 from checkpoints.random import write_random
-from checkpoints.tensor_set import TensorSet
+from checkpoints.tensors.file_digest import FileHasher
+from checkpoints.tensors.tensor_set import TensorSet
 from tests.support.tiny_configs import CHECKPOINT
 
 

@@ -5,13 +5,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from checkpoints import load_config
-from checkpoints.errors import CheckpointError
-from checkpoints.initial_state import (
+from checkpoints.adapters.initial_state import (
     INITIAL_STATE_FILE,
     initial_state_shapes,
     read_initial_state,
     write_initial_state,
 )
+from checkpoints.errors import CheckpointError
 from mamba_jax.store import StoreShape
 from tests.support.golden_case import FIXTURES, NAMES
 

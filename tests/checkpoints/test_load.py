@@ -20,7 +20,7 @@ import checkpoints
 from checkpoints import CheckpointError
 from checkpoints.presets import preset_names
 from checkpoints.random import tensor_shapes, write_random
-from checkpoints.tensor_set import TensorSet
+from checkpoints.tensors.tensor_set import TensorSet
 from mamba_jax.families import as_stored, config_from_hf
 from mamba_jax.model import parameters
 from tests.support.tiny_configs import CHECKPOINT

@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 import checkpoints
 from checkpoints import CheckpointError, load_model
 from checkpoints.quantised import packing
-from checkpoints.tensor_set import TensorSet
+from checkpoints.tensors.tensor_set import TensorSet
 from mamba_jax.model import parameters
 from mamba_jax.modules.quantised import quantised_weights
 from tests.support.golden_case import full_log_probs

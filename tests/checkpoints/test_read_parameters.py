@@ -8,9 +8,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
 from checkpoints.errors import CheckpointError
-from checkpoints.hugging_face import read_parameters
 from checkpoints.placing import place
-from checkpoints.tensor_set import TensorSet
+from checkpoints.tensors.hugging_face import read_parameters
+from checkpoints.tensors.tensor_set import TensorSet
 from mamba_jax.families.base import HFSource
 
 RNG = np.random.default_rng(0)

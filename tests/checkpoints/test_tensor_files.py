@@ -9,8 +9,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from checkpoints.errors import CheckpointError
-from checkpoints.safetensors_file import SafetensorsFile
-from checkpoints.tensor_set import TensorSet
+from checkpoints.tensors.safetensors_file import SafetensorsFile
+from checkpoints.tensors.tensor_set import TensorSet
 
 TENSORS = {
     "a": np.arange(6, dtype=np.float32).reshape(2, 3),

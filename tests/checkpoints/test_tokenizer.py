@@ -9,9 +9,9 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from checkpoints.errors import CheckpointError
 from checkpoints.resolve import DEMO_DIRECTORY
-from checkpoints.stream import StreamDecoder
+from checkpoints.text.stream import StreamDecoder
+from checkpoints.text.train_tokenizer import train_tokenizer
 from checkpoints.tokenizer import Tokenizer, read_tokenizer
-from checkpoints.train_tokenizer import train_tokenizer
 
 TEXT = "Héllo wörld, 日本語 and 😀😀 — “ẞ”.\n\tx  = 1"
 

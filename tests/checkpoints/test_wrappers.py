@@ -9,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 import checkpoints
 from checkpoints.conversion import convert
-from checkpoints.draft_layer import begun_draft_layer, with_draft_layer, write_with_draft_layer
+from checkpoints.drafts.draft_layer import begun_draft_layer, with_draft_layer, write_with_draft_layer
 from checkpoints.random import write_random
 from mamba_jax import families
 from mamba_jax.config import ModelConfigError

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 from golden.recipes import RECIPES
 
-from checkpoints.adapter import read_adapter
+from checkpoints.adapters.adapter import read_adapter
 from mamba_jax.adapters import Adapters, adaptable_layers
 from mamba_jax.config import MLP, MOE
 from mamba_jax.layout import SequenceLayout

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints.adapter import Adapter
-from checkpoints.initial_state import InitialState, initial_state_shapes
+from checkpoints.adapters.adapter import Adapter
+from checkpoints.adapters.initial_state import InitialState, initial_state_shapes
 from mamba_jax.adapters import adaptable_layers
 from mamba_jax.model import HybridModel
 from serving.engine.requests.request import LoRARequest

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from checkpoints.adapter_export import write_adapter
+from checkpoints.adapters.adapter_export import write_adapter
 from mamba_jax.train.additions import adapter_modules
 from mamba_jax.train.data import TokenStream
 from mamba_jax.train.policy import Answers, PolicyTrainer, group_advantages

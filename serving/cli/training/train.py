@@ -65,7 +65,7 @@ def train(
         keep_recipe(output, settings, corpus_digest=digest, model=start.digest)
     tokenizer = start.tokenizer or output / "tokenizer"
     if not (tokenizer / "tokenizer.json").is_file():
-        from checkpoints.train_tokenizer import write_tokenizer
+        from checkpoints.text.train_tokenizer import write_tokenizer
 
         with console.status("Training the tokenizer"):
             write_tokenizer(source, tokenizer, start.config.vocab_size)

@@ -50,7 +50,7 @@ def train_lora(
     run: Annotated[Path | None, _RUN] = None,
 ) -> None:
     """Train a LoRA adapter, and write it as PEFT does."""
-    from checkpoints.adapter_export import target_layers, write_adapter
+    from checkpoints.adapters.adapter_export import target_layers, write_adapter
     from mamba_jax.train.additions import adapter_modules, new_adapter
 
     targets = tuple(name.strip() for name in target_modules.split(","))
@@ -89,7 +89,7 @@ def train_s0(
     run: Annotated[Path | None, _RUN] = None,
 ) -> None:
     """Train the initial states of recurrences ("S0 tuning"): requests then start from them, not from zeros."""
-    from checkpoints.initial_state import parts_of, write_initial_state
+    from checkpoints.adapters.initial_state import parts_of, write_initial_state
     from mamba_jax.train.additions import initial_states, new_initial_states
 
     def start(config: Any) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def train_grpo(
     """Train a model by GRPO on maths problems. The reward checks the arithmetic in an answer."""
     import optax
 
-    from checkpoints.adapter_export import target_layers
+    from checkpoints.adapters.adapter_export import target_layers
     from checkpoints.export import write_hugging_face
     from checkpoints.json_file import read_json
     from checkpoints.load import load_config

@@ -41,7 +41,7 @@ def train_mtp(
     ] = None,
 ) -> None:
     """Train a draft layer by distillation, leaving the model itself unchanged."""
-    from checkpoints.draft_layer import begun_draft_layer, with_draft_layer, write_with_draft_layer
+    from checkpoints.drafts.draft_layer import begun_draft_layer, with_draft_layer, write_with_draft_layer
     from checkpoints.load import load_config, load_model
     from checkpoints.tokenizer import require_tokenizer
     from checkpoints.training_data import corpus_digest, load_streams, shares_of

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from checkpoints.replacement import NewWeights, repeatable
+from checkpoints.tensors.replacement import NewWeights, repeatable
 from serving.engine.engine import Engine
 from serving.engine.request_error import RequestError
 from serving.engine.requests.adapters import AdapterTable, Reservation

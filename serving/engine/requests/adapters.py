@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
-from checkpoints.adapter import Adapter, read_adapter
+from checkpoints.adapters.adapter import Adapter, read_adapter
 from checkpoints.errors import CheckpointError
 from mamba_jax.config import HybridConfig
 from mamba_jax.programs import StepPrograms

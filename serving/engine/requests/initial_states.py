@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Shaped
 
-from checkpoints.initial_state import InitialState
+from checkpoints.adapters.initial_state import InitialState
 from mamba_jax.config import HybridConfig
 from mamba_jax.store import Store
 from serving.points.arrangement import Arrangement

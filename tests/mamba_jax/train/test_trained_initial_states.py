@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from checkpoints.initial_state import parts_of, read_initial_state, write_initial_state
+from checkpoints.adapters.initial_state import parts_of, read_initial_state, write_initial_state
 from mamba_jax.config import ModelConfigError
 from mamba_jax.layout import PackedLayout, PrefillLayout, SequenceLayout
 from mamba_jax.store import init_store

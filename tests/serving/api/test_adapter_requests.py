@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from checkpoints import load_config
-from checkpoints.initial_state import initial_state_shapes, write_initial_state
+from checkpoints.adapters.initial_state import initial_state_shapes, write_initial_state
 from serving import ConfigError, EngineConfig
 from serving.api.http.settings import ServerSettings
 from serving.cli.main import run

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from checkpoints.adapter_export import target_layers
+from checkpoints.adapters.adapter_export import target_layers
 from checkpoints.random import write_random
 from mamba_jax.model import parameters
 from mamba_jax.programs import StepPrograms

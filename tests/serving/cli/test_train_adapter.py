@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import mamba_jax
-from checkpoints.adapter import read_adapter
-from checkpoints.initial_state import read_initial_state
+from checkpoints.adapters.adapter import read_adapter
+from checkpoints.adapters.initial_state import read_initial_state
 from checkpoints.resolve import DEMO_DIRECTORY
 from mamba_jax.layout import SequenceLayout
 from mamba_jax.train.additions import attach, new_adapter
@@ -83,7 +83,7 @@ def test_initial_states_are_trained_and_served(windows, tmp_path, capfd):
 
 
 def test_a_new_adapter_and_targets(tmp_path, capfd):
-    from checkpoints.adapter_export import target_layers
+    from checkpoints.adapters.adapter_export import target_layers
 
     config = mamba_jax.load("demo").config
     layers = target_layers(config, ("in_proj",))

@@ -11,7 +11,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from checkpoints import load_config, load_model
-from checkpoints.adapter import CONFIG_FILE, MODULE_PREFIX, WEIGHTS_FILE, read_adapter
+from checkpoints.adapters.adapter import CONFIG_FILE, MODULE_PREFIX, WEIGHTS_FILE, read_adapter
 from checkpoints.errors import CheckpointError
 from mamba_jax.adapters import targets
 from mamba_jax.model import parameters

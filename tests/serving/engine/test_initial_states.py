@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 
 from checkpoints import load_config
-from checkpoints.initial_state import INITIAL_STATE_FILE, initial_state_shapes, read_initial_state, write_initial_state
+from checkpoints.adapters.initial_state import (
+    INITIAL_STATE_FILE,
+    initial_state_shapes,
+    read_initial_state,
+    write_initial_state,
+)
 from serving import LLM, LoRARequest, RequestError, SamplingParams
 from tests.support.golden_case import FIXTURES, TO_HUGGING_FACE, Case
 from tests.support.prompt_stepper import PromptStepper

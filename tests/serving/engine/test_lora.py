@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from checkpoints.adapter import CONFIG_FILE
+from checkpoints.adapters.adapter import CONFIG_FILE
 from serving import LLM, LoRARequest, RequestError, SamplingParams
 from serving.core.cache.cache import Cache
 from serving.core.cache.content import Scope, root

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from checkpoints import load_config
-from checkpoints.adapter import CONFIG_FILE
-from checkpoints.initial_state import initial_state_shapes, write_initial_state
+from checkpoints.adapters.adapter import CONFIG_FILE
+from checkpoints.adapters.initial_state import initial_state_shapes, write_initial_state
 from tests.support.golden_case import FIXTURES, Case
 from tests.support.processes import router, worker
 

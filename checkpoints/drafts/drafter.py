@@ -13,13 +13,13 @@ import numpy as np
 
 from checkpoints.dummy import dummy_parameters
 from checkpoints.errors import CheckpointError
-from checkpoints.file_digest import FileHasher
-from checkpoints.hugging_face import read_parameters
 from checkpoints.json_file import read_json
 from checkpoints.load import LoadedWeights, default_dtype
 from checkpoints.placing import abstract_parameters, nbytes
 from checkpoints.quantised import LogicalTensors, read_quantisation
-from checkpoints.tensor_set import TensorSet
+from checkpoints.tensors.file_digest import FileHasher
+from checkpoints.tensors.hugging_face import read_parameters
+from checkpoints.tensors.tensor_set import TensorSet
 from mamba_jax.config import HybridConfig, ModelConfigError
 from mamba_jax.config.drafter import DrafterConfig
 from mamba_jax.families.drafters import drafter_from_hf, drafter_weight_names, ignored

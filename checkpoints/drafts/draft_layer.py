@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from checkpoints.errors import CheckpointError, listing
 from checkpoints.export import hugging_face_tensors
 from checkpoints.json_file import read_json
-from checkpoints.tensor_set import INDEX_FILE, TensorSet
+from checkpoints.tensors.tensor_set import INDEX_FILE, TensorSet
 from mamba_jax.config import HybridConfig, ModelConfigError
 from mamba_jax.families import TEXT_PREFIXES, as_stored, config_from_hf, other_towers
 from mamba_jax.families.added_mtp import LAYERS, PATTERN

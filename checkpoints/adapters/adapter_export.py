@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from checkpoints.adapter import CONFIG_FILE, MODULE_PREFIX, WEIGHTS_FILE, stored_rows
+from checkpoints.adapters.adapter import CONFIG_FILE, MODULE_PREFIX, WEIGHTS_FILE, stored_rows
 from mamba_jax.adapters import adaptable_layers
 from mamba_jax.config import HybridConfig, ModelConfigError
 from mamba_jax.families import weight_names

@@ -1,6 +1,6 @@
 """Adapters: LoRA as PEFT saves it (adapter_config.json, adapter_model.safetensors), a learned initial state, or both.
 
-See `checkpoints.initial_state` for the file of the latter.
+See `checkpoints.adapters.initial_state` for the file of the latter.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from checkpoints.adapters.initial_state import INITIAL_STATE_FILE, InitialState, read_initial_state
 from checkpoints.errors import CheckpointError
-from checkpoints.initial_state import INITIAL_STATE_FILE, InitialState, read_initial_state
 from checkpoints.json_file import read_json
-from checkpoints.safetensors_file import SafetensorsFile
+from checkpoints.tensors.safetensors_file import SafetensorsFile
 from mamba_jax.adapters import Target, targets
 from mamba_jax.config import HybridConfig
 from mamba_jax.families import TEXT_PREFIXES, weight_names

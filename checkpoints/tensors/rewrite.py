@@ -16,8 +16,7 @@ from checkpoints.placing import abstract_parameters
 from checkpoints.quantised.rounding import Rounding, Selection
 from checkpoints.quantised.stored import InvalidTensor
 from checkpoints.quantised.writing import description_of, tensors_of
-from checkpoints.tensor_files import TensorFiles
-from checkpoints.tensor_set import INDEX_FILE, TensorSet
+from checkpoints.tensors.tensor_set import INDEX_FILE, TensorFiles, TensorSet
 from mamba_jax.config import HybridConfig
 from mamba_jax.families.base import HFSource
 

@@ -13,10 +13,10 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from checkpoints.errors import CheckpointError, listing
-from checkpoints.hugging_face import ALWAYS_IGNORED, Tensors, match_sources, readable
 from checkpoints.placing import abstract_parameters, place
 from checkpoints.quantised.rounding import Selection, largest_of
-from checkpoints.tensor_set import TensorSet
+from checkpoints.tensors.hugging_face import ALWAYS_IGNORED, Tensors, match_sources, readable
+from checkpoints.tensors.tensor_set import TensorSet
 from mamba_jax.config import HybridConfig
 from mamba_jax.families import TEXT_PREFIXES, ignored, weight_names
 from mamba_jax.families.base import HFSource

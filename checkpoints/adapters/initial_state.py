@@ -27,7 +27,7 @@ from jaxtyping import Float
 from safetensors.numpy import save_file
 
 from checkpoints.errors import CheckpointError
-from checkpoints.safetensors_file import SafetensorsFile
+from checkpoints.tensors.safetensors_file import SafetensorsFile
 from mamba_jax.config import HybridConfig, Role, StateArray, StateUnit
 
 INITIAL_STATE_FILE = "initial_state.safetensors"

@@ -1,6 +1,6 @@
 """Training of the demo model's tokenizer: a small byte-level BPE.
 
-    python -m checkpoints.train_tokenizer CORPUS DIRECTORY [VOCAB_SIZE]
+    python -m checkpoints.text.train_tokenizer CORPUS DIRECTORY [VOCAB_SIZE]
 
 trains on a corpus that `mamba_jax.train.corpus` has written, and writes `tokenizer.json`, `tokenizer_config.json` (with
 the chat template) and `generation_config.json`.

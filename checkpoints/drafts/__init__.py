@@ -1,0 +1,1 @@
+"""Draft layers and drafters as checkpoints of their own."""

@@ -1,0 +1,1 @@
+"""Tensors in files: reading, checking, hashing, replacing and writing them."""
