@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from serving.api.http.connection.keys import client_id
-from serving.api.http.connection.streaming import gather, merge
+from serving.api.http.connection.streaming import merge
 from serving.api.http.context import Context
 from serving.api.http.protocol.common import (
     CompletionTokensDetails,
@@ -112,15 +112,12 @@ async def compile_grammar(context: Context, job: Job) -> None:
 
 async def run(context: Context, job: Job, tally: UsageCounter) -> list[ChoiceDelta]:
     """Returns each choice of all prompts, in order, as one delta. Updates `tally`."""
-
-    async def last(index: int) -> RequestOutput:
-        async with contextlib.aclosing(_one(context, job, index, live=False)) as outputs:
-            async for output in outputs:
-                if output.finished:
-                    return output
-        raise AssertionError("an iteration ends with a finished output")
-
-    return whole(await gather([last(index) for index in range(len(job.prompts))]), tally)
+    outputs: dict[int, RequestOutput] = {}
+    streams = [_one(context, job, index, live=False) for index in range(len(job.prompts))]
+    async with contextlib.aclosing(merge(streams)) as finished:
+        async for index, output in finished:
+            outputs[index] = output
+    return whole([outputs[index] for index in range(len(job.prompts))], tally)
 
 
 async def stream(context: Context, job: Job, tally: UsageCounter) -> AsyncGenerator[ChoiceDelta, None]:

@@ -16,13 +16,13 @@ from fastapi import APIRouter, FastAPI, Request
 from serving.api.http.context import Context, context_of
 from serving.api.http.errors import ApiError
 from serving.split.decode_side import DecodeSide
-from serving.split.http.offering import add_offering, sweep
+from serving.split.http.offering import add_offering, sweep, worker_errors
 from serving.split.http.peer import HttpPeer
 from serving.split.http.sealed import sealed
-from serving.split.manifest import Manifest, ManifestMismatch
-from serving.split.prefill_side import PrefillSide, TooMany
+from serving.split.manifest import Manifest
+from serving.split.prefill_side import PrefillSide
 from serving.split.seal import Seal
-from serving.split.wire import AdapterMismatch, SplitError, Ticket
+from serving.split.wire import SplitError, Ticket
 
 log = logging.getLogger(__name__)
 
@@ -77,25 +77,15 @@ def decode_router(
     @router.post("/expect")
     async def expect(ticket: Ticket, request: Request) -> dict[str, bool]:
         """Make the next request for the ticket's prompt continue from the ticket's state."""
-        try:
+        with worker_errors(f"prefill worker {ticket.worker}", otherwise=(502, "peer_unreachable")):
             peer = await peers.get(ticket.worker, ticket.manifest)
             remote = side.accept(peer, ticket)
-        except ManifestMismatch as error:
-            log.error("refused prefill worker %s: %s", ticket.worker, error)
-            raise ApiError(409, str(error), code="manifest_mismatch") from None
-        except AdapterMismatch as error:
-            raise ApiError(409, str(error), code="adapter_mismatch") from None
-        except SplitError as error:
-            raise ApiError(502, str(error), code="peer_unreachable") from None
-        if remote is None:
-            return {"accepted": False}
-        engine = context_of(request).engine
-        try:
+            if remote is None:
+                return {"accepted": False}
+            engine = context_of(request).engine
             if ticket.shared and not await engine.call(lambda _: side.pays(ticket)):
                 return {"accepted": False}
             await engine.call(lambda _: side.expect(ticket.prompt_token_ids, remote, ticket.lease))
-        except TooMany as error:
-            raise ApiError(503, str(error), code="too_many_expected", headers={"Retry-After": "1"}) from None
         return {"accepted": True}
 
     @router.get("/status")

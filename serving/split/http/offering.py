@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Iterator
 
 from fastapi import APIRouter, FastAPI, Request
 
@@ -14,9 +15,34 @@ from serving.engine.engine_thread import EngineStopped
 from serving.split.http.peer import HandshakeRequest, Release, RenewRequest
 from serving.split.manifest import Manifest, ManifestMismatch, check
 from serving.split.prefill_side import PrefillSide, TooMany
-from serving.split.wire import Offer, ShareRequest, SplitError, StateRequest, Ticket
+from serving.split.wire import AdapterMismatch, Offer, ShareRequest, SplitError, StateRequest, Ticket
 
 log = logging.getLogger(__name__)
+
+
+_STATUSES: tuple[tuple[type[Exception], int, str], ...] = (
+    (ManifestMismatch, 409, "manifest_mismatch"),
+    (AdapterMismatch, 409, "adapter_mismatch"),
+    (TooMany, 503, "too_many_states"),
+)
+
+
+@contextlib.contextmanager
+def worker_errors(peer: str, otherwise: tuple[int, str] = (410, "state_gone")) -> Iterator[None]:
+    """Converts exceptions about states of workers to error responses. `otherwise`: status and code of a `SplitError`
+    without a row in the table.
+
+    Raises:
+        ApiError: the block raised such an exception.
+    """
+    try:
+        yield
+    except (ManifestMismatch, SplitError) as error:
+        rows = ((status, code) for kind, status, code in _STATUSES if isinstance(error, kind))
+        status, code = next(rows, otherwise)
+        if isinstance(error, ManifestMismatch):
+            log.error("refused %s: %s", peer, error)
+        raise ApiError(status, str(error), code=code, headers={"Retry-After": "1"} if status == 503 else None) from None
 
 
 def add_offering(router: APIRouter, side: PrefillSide, url: str) -> None:
@@ -25,33 +51,22 @@ def add_offering(router: APIRouter, side: PrefillSide, url: str) -> None:
     @router.post("/hello", response_model=Manifest)
     async def hello(body: HandshakeRequest) -> Manifest:
         """A decode worker's handshake; 409 if the two workers cannot exchange states."""
-        try:
+        with worker_errors("a decode worker"):
             for notice in check(side.worker.manifest, body.manifest):
                 log.warning("decode worker: %s", notice)
-        except ManifestMismatch as error:
-            log.error("refused a decode worker: %s", error)
-            raise ApiError(409, str(error), code="manifest_mismatch") from None
         return side.worker.manifest
 
     @router.post("/share", response_model=Ticket)
     async def share(wanted: ShareRequest, request: Request) -> Ticket:
         """Hold a cached state until another worker has fetched it or its lease expires."""
-        try:
+        with worker_errors("a decode worker"):
             return await context_of(request).engine.call(lambda _: side.share(wanted, url=url))
-        except TooMany as error:
-            raise ApiError(503, str(error), code="too_many_states", headers={"Retry-After": "1"}) from None
-        except SplitError as error:
-            raise ApiError(410, str(error), code="state_gone") from None
 
     @router.post("/offer", response_model=Offer)
     async def offer(want: StateRequest, request: Request) -> Offer:
         """Copy the part of a state that a decode worker does not have, for it to fetch."""
-        try:
+        with worker_errors("a decode worker"):
             return await context_of(request).engine.call(lambda _: side.offer(want))
-        except TooMany as error:
-            raise ApiError(503, str(error), code="too_many_copies", headers={"Retry-After": "1"}) from None
-        except SplitError as error:
-            raise ApiError(410, str(error), code="state_gone") from None
 
     @router.post("/renew")
     async def renew(body: RenewRequest, request: Request) -> dict[str, bool]:

@@ -21,11 +21,11 @@ from serving.api.http.errors import ApiError
 from serving.engine.async_engine import AsyncEngine
 from serving.engine.requests.output import RequestOutput
 from serving.engine.requests.request import EngineRequest
-from serving.split.http.offering import add_offering, sweep
+from serving.split.http.offering import add_offering, sweep, worker_errors
 from serving.split.http.prompts import Kind, prompt_of
 from serving.split.http.sealed import sealed
 from serving.split.manifest import Manifest
-from serving.split.prefill_side import Export, PrefillSide, TooMany
+from serving.split.prefill_side import Export, PrefillSide
 from serving.split.prefilling import ONCE, fed_tokens, ticket_of
 from serving.split.seal import Seal
 from serving.split.wire import Handoff, Ticket
@@ -68,7 +68,8 @@ def prefill_router(side: PrefillSide, url: str, *, seal: Seal | None = None) -> 
     async def prefill(body: PrefillRequest, request: Request) -> Ticket:
         """Compute a prompt, and hold its state until it is fetched or its lease expires."""
         context = context_of(request)
-        return await until_gone(request.receive, _prefill(context, side, body, url, request.headers))
+        with worker_errors("a decode worker"):
+            return await until_gone(request.receive, _prefill(context, side, body, url, request.headers))
 
     @router.get("/status")
     async def status(request: Request) -> dict[str, Any]:
@@ -100,8 +101,6 @@ async def _prefill(context: Context, side: PrefillSide, body: PrefillRequest, ur
         # The request was refused, aborted or too late, or the router disconnected, so no worker will fetch the state.
         # Commands run in order, so the release follows `begin` even if `begin` has not run yet.
         engine.tell(lambda _: side.release(id, wanted=False))
-        if isinstance(error, TooMany):
-            raise ApiError(503, str(error), code="too_many_states", headers={"Retry-After": "1"}) from None
         if isinstance(error, TimeoutError):
             raise ApiError(503, "the prompt was not computed in time", code="too_late") from None
         raise

@@ -47,7 +47,7 @@ def test_every_odd_request_is_in_the_shared_list():
 
 
 def test_null_means_the_default_on_responses(server):
-    body = {"input": "x", "max_output_tokens": 1, "parallel_tool_calls": None, "store": None}
+    body = {"input": "x", "max_output_tokens": 1, "parallel_tool_calls": None, "store": None, "n": 1}
     answer = server.http.post("/v1/responses", json=body)
     assert answer.status_code == 200, answer.text
     assert (answer.json()["parallel_tool_calls"], answer.json()["store"]) == (True, True)

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from checkpoints.tokenizer import load_tokenizer
 from serving.api.http.apis.responses import ResponseWriter, as_chat, messages_of_input
 from serving.api.http.context import ResponseContext
-from serving.api.http.generation import ChoiceDelta, whole
+from serving.api.http.generation import ChoiceDelta
 from serving.api.http.logprobs import TextLogprobs
 from serving.api.http.protocol.responses import ResponsesRequest
 from serving.api.http.response_store import ResponseStore, StoredResponse, owner_of
@@ -165,7 +165,7 @@ LOOK_UP = '<tool_call>\n{"name": "look", "arguments": {"deep": true}}\n</tool_ca
 
 
 def written_with_logprobs(text, step, **fields):
-    """An answer of this text, whole or (`step` tokens at a time) as events: its item of text, and the deltas."""
+    """An answer of this text, `step` tokens at a time, whole and as events: its item of text."""
     tokenizer = load_tokenizer("demo")
     ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
     tables = [{token: Logprob(-float(i), 1), 7: Logprob(-99.0, 2)} for i, token in enumerate(ids)]
@@ -173,47 +173,41 @@ def written_with_logprobs(text, step, **fields):
     context = ResponseContext(TextCodec(tokenizer, 512), "demo", tool_calls="hermes")
     chat = as_chat(body, None)
     assert (chat.logprobs, chat.top_logprobs) == (True, body.top_logprobs or 0)
-    writer = ResponseWriter(context, body, chat, [tokenizer.encode("Why?")])
-
-    def output(count):
-        choice = CompletionOutput(0, tokenizer.decode(ids[:count]), ids[:count], logprobs=tables[:count])
-        choice.finish_reason = "stop" if count == len(ids) else None
-        return RequestOutput("r", None, [1], [choice], finished=count == len(ids))
-
-    async def pieces():
-        for begin in range(0, len(ids), step):
-            end = min(begin + step, len(ids))
-            new = tokenizer.decode(ids[:end])[len(tokenizer.decode(ids[:begin])) :]
-            writer.tally.latest[0] = output(end)
-            reason = "stop" if end == len(ids) else None
-            choice = CompletionOutput(0, new, ids[begin:end], tables[begin:end], finish_reason=reason)
-            yield ChoiceDelta(0, output(end), choice)
+    output, pieces = RequestOutput("r", None, [1], [], finished=True), []
+    for begin in range(0, len(ids), step):
+        end = begin + step
+        new = tokenizer.decode(ids[:end])[len(tokenizer.decode(ids[:begin])) :]
+        reason = "stop" if end >= len(ids) else None
+        choice = CompletionOutput(0, new, ids[begin:end], tables[begin:end], finish_reason=reason)
+        pieces.append(ChoiceDelta(0, output, choice))
 
     async def events():
-        return [json.loads(event.partition(b"data: ")[2]) async for event in writer.events(pieces())]
+        async def arriving():
+            for piece in pieces:
+                yield piece
 
-    deltas = []
-    if step:
-        told = asyncio.run(events())
-        deltas = [entry for each in told if each["type"] == "response.output_text.delta" for entry in each["logprobs"]]
-        done = [each["logprobs"] for each in told if each["type"] == "response.output_text.done"]
-        answer = told[-1]["response"]
-    else:
-        answer = json.loads(writer.response(whole([output(len(ids))], writer.tally)).model_dump_json(by_alias=True))
-    (said,) = (part for item in answer["output"] if item["type"] == "message" for part in item["content"])
-    assert not step or done == [said["logprobs"]]
-    assert answer["top_logprobs"] == (body.top_logprobs or 0)
-    return said, deltas
+        streamed = ResponseWriter(context, body, chat, [tokenizer.encode("Why?")])
+        return [json.loads(event.partition(b"data: ")[2]) async for event in streamed.events(arriving())]
+
+    whole = ResponseWriter(context, body, chat, [tokenizer.encode("Why?")]).response(pieces)
+    told = asyncio.run(events())
+    (said,) = (part for item in told[-1]["response"]["output"] if item["type"] == "message" for part in item["content"])
+    (part,) = (part for item in whole.output if item.type == "message" for part in item.content)
+    assert part.model_dump() == said
+    deltas = [entry for each in told if each["type"] == "response.output_text.delta" for entry in each["logprobs"]]
+    assert deltas == said["logprobs"][: len(deltas)]
+    assert [each["logprobs"] for each in told if each["type"] == "response.output_text.done"] == [said["logprobs"]]
+    assert whole.top_logprobs == (body.top_logprobs or 0)
+    return said
 
 
-@pytest.mark.parametrize("step", [0, 1, 3])
+@pytest.mark.parametrize("step", [1, 3, 1000])
 @pytest.mark.parametrize("fields", [{"top_logprobs": 2}, {"include": ["message.output_text.logprobs"]}])
 def test_log_probabilities_of_the_text(step, fields):
-    said, deltas = written_with_logprobs("Because of two states.", step, **fields)
+    said = written_with_logprobs("Because of two states.", step, **fields)
     assert "".join(entry["token"] for entry in said["logprobs"]) == said["text"] == "Because of two states."
     assert [entry["logprob"] for entry in said["logprobs"]] == [-float(i) for i in range(len(said["logprobs"]))]
     assert {len(entry["top_logprobs"]) for entry in said["logprobs"]} == {fields.get("top_logprobs", 0)}
-    assert not step or deltas == said["logprobs"]
 
 
 def test_log_probabilities_leave_out_reasoning():
@@ -228,9 +222,9 @@ def test_log_probabilities_leave_out_reasoning():
     assert "".join(entry.token for entry in entries) == " Because."
 
 
-@pytest.mark.parametrize("step", [0, 1, 3])
+@pytest.mark.parametrize("step", [1, 3, 1000])
 def test_log_probabilities_leave_out_calls(step):
-    said, _ = written_with_logprobs(f"I look.\n{LOOK_UP}", step, top_logprobs=1, tools=[LOOK])
+    said = written_with_logprobs(f"I look.\n{LOOK_UP}", step, top_logprobs=1, tools=[LOOK])
     shown = "".join(entry["token"] for entry in said["logprobs"])
     assert said["text"] == "I look."
     assert shown.startswith("I look.")

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -183,14 +183,5 @@ async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
                     raise error
                 case pair:
                     yield pair
-    finally:
-        await _cancel(*tasks)
-
-
-async def gather(work: Sequence[Awaitable[T]]) -> list[T]:
-    """Returns the results in order. The first error cancels the other tasks, and is raised after they have ended."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        return list(await asyncio.gather(*tasks))
     finally:
         await _cancel(*tasks)
