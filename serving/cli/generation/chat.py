@@ -23,7 +23,7 @@ _HELP = "/reset starts over, /exit (or Ctrl-D) quits"
 
 
 @dataclass
-class Account:
+class AnswerStats:
     """Token counts of one answer."""
 
     prompt_tokens: int = 0
@@ -40,8 +40,8 @@ class Account:
 
 
 Messages = list[dict[str, str]]
-Answer = Callable[[Messages, Account], Iterator[str]]
-"""Yields pieces of the answer to a conversation, and fills in the account."""
+Responder = Callable[[Messages, AnswerStats], Iterator[str]]
+"""Yields pieces of the answer to a conversation, and fills in the stats."""
 
 
 @with_options(Options("flags", EngineConfig, "Engine"), config_file=True)
@@ -68,7 +68,7 @@ def chat(
     converse(console, answer, beginning)
 
 
-def converse(console: Console, answer: Answer, beginning: Messages, ask: Callable[[], str] | None = None) -> None:
+def converse(console: Console, answer: Responder, beginning: Messages, ask: Callable[[], str] | None = None) -> None:
     """Reads questions and prints answers until input ends. Reports failed requests. `ask` is for tests."""
     messages = list(beginning)
     while True:
@@ -87,14 +87,14 @@ def converse(console: Console, answer: Answer, beginning: Messages, ask: Callabl
                 console.print(_HELP, style="dim")
             continue
         messages.append({"role": "user", "content": question})
-        account, pieces = Account(), []
+        stats, pieces = AnswerStats(), []
         console.print("[bold cyan]model[/] ", end="")
         try:
-            for piece in answer(messages, account):
+            for piece in answer(messages, stats):
                 pieces.append(piece)
                 console.print(printable(piece), end="", markup=False, soft_wrap=True)
             console.print()
-            console.print(str(account), style="dim")
+            console.print(str(stats), style="dim")
         except KeyboardInterrupt:
             console.print("\nstopped", style="dim")
         except (ConfigError, RequestError) as error:
@@ -104,7 +104,7 @@ def converse(console: Console, answer: Answer, beginning: Messages, ask: Callabl
         messages.append({"role": "assistant", "content": "".join(pieces)})
 
 
-def local(flags: dict[str, Any], sampling: dict[str, Any]) -> Answer:
+def local(flags: dict[str, Any], sampling: dict[str, Any]) -> Responder:
     """Returns a function that answers with a model in this process."""
     import_jax(flags.get("memory_utilization"))
     from serving.engine.assembly.fetch import fetched, tokenizer_of
@@ -118,41 +118,41 @@ def local(flags: dict[str, Any], sampling: dict[str, Any]) -> Answer:
         raise ConfigError(f"{config.model} has no chat template; use `mamba-jax generate` for plain text")
     llm = LLM(**flags)
 
-    def answer(messages: Messages, account: Account) -> Iterator[str]:
+    def answer(messages: Messages, stats: AnswerStats) -> Iterator[str]:
         shown = 0
         for output in llm.stream({"prompt_token_ids": llm.encode_chat(messages)}, params):
             text = output.outputs[0].text
             yield text[shown:]
             shown = len(text)
-            account.prompt_tokens, account.cached_tokens = len(output.prompt_token_ids), output.num_cached_tokens
-            account.completion_tokens = len(output.outputs[0].token_ids)
+            stats.prompt_tokens, stats.cached_tokens = len(output.prompt_token_ids), output.num_cached_tokens
+            stats.completion_tokens = len(output.outputs[0].token_ids)
             if output.metrics is not None:
-                account.drafted, account.accepted = output.metrics.drafts.drafted, output.metrics.drafts.accepted
+                stats.drafted, stats.accepted = output.metrics.drafts.drafted, output.metrics.drafts.accepted
 
     return answer
 
 
-def remote(url: str, api_key: str | None, sampling: dict[str, Any]) -> Answer:
+def remote(url: str, api_key: str | None, sampling: dict[str, Any]) -> Responder:
     """Returns a function that answers through a server with OpenAI's API."""
     import httpx
 
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     client = httpx.Client(base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=None)
 
-    def answer(messages: Messages, account: Account) -> Iterator[str]:
+    def answer(messages: Messages, stats: AnswerStats) -> Iterator[str]:
         body = {"messages": messages, "stream": True, "stream_options": {"include_usage": True}, **sampling}
         try:
             with client.stream("POST", "/v1/chat/completions", json=body) as response:
                 if response.status_code != 200:
                     raise ConfigError(f"{url}: {_error(response.read())}")
-                yield from _pieces(response.iter_lines(), account)
+                yield from _pieces(response.iter_lines(), stats)
         except httpx.HTTPError as error:
             raise ConfigError(f"{url}: {error}") from None
 
     return answer
 
 
-def _pieces(lines: Iterator[str], account: Account) -> Iterator[str]:
+def _pieces(lines: Iterator[str], stats: AnswerStats) -> Iterator[str]:
     """Yields the texts in a stream's events."""
     for line in lines:
         if not line.startswith("data: ") or line == "data: [DONE]":
@@ -162,7 +162,7 @@ def _pieces(lines: Iterator[str], account: Account) -> Iterator[str]:
             if "error" in event:
                 raise ConfigError(str(event["error"]["message"]))
             if event.get("usage"):
-                _read_usage(event["usage"], account)
+                _read_usage(event["usage"], stats)
             texts = [str(choice["delta"].get("content") or "") for choice in event["choices"]]
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             if isinstance(error, ConfigError):
@@ -171,12 +171,12 @@ def _pieces(lines: Iterator[str], account: Account) -> Iterator[str]:
         yield from filter(None, texts)
 
 
-def _read_usage(usage: dict[str, Any], account: Account) -> None:
-    account.prompt_tokens, account.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
-    account.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+def _read_usage(usage: dict[str, Any], stats: AnswerStats) -> None:
+    stats.prompt_tokens, stats.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+    stats.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     details = usage.get("completion_tokens_details") or {}
-    account.accepted = details.get("accepted_prediction_tokens", 0)
-    account.drafted = account.accepted + details.get("rejected_prediction_tokens", 0)
+    stats.accepted = details.get("accepted_prediction_tokens", 0)
+    stats.drafted = stats.accepted + details.get("rejected_prediction_tokens", 0)
 
 
 def _error(body: bytes) -> str:

@@ -22,7 +22,7 @@ from serving.api.http.context import context_of
 from serving.api.http.errors import ApiError
 from serving.core.cache.content import State
 from serving.core.tiers.journal import Event, Journal
-from serving.split.http.prompts import Kind, prompt_of
+from serving.split.http.prompts import ApiKind, prompt_of
 from serving.split.http.sealed import sealed
 from serving.split.seal import Seal
 from serving.split.wire import Tokens
@@ -41,7 +41,7 @@ class PromptRequest(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    kind: Kind
+    kind: ApiKind
     body: dict[str, Any]
 
 

@@ -22,7 +22,7 @@ from serving.engine.async_engine import AsyncEngine
 from serving.engine.requests.output import RequestOutput
 from serving.engine.requests.request import EngineRequest
 from serving.split.http.offering import add_offering, sweep, worker_errors
-from serving.split.http.prompts import Kind, prompt_of
+from serving.split.http.prompts import ApiKind, prompt_of
 from serving.split.http.sealed import sealed
 from serving.split.manifest import Manifest
 from serving.split.prefill_side import Export, PrefillSide
@@ -38,7 +38,7 @@ class PrefillRequest(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    kind: Kind
+    kind: ApiKind
     body: dict[str, Any]
     handoff: Handoff = "full"
     seconds: float = Field(600.0, gt=0)

@@ -22,7 +22,7 @@ def _known(kind: str) -> str:
     return kind
 
 
-Kind = Annotated[str, AfterValidator(_known)]
+ApiKind = Annotated[str, AfterValidator(_known)]
 """The path below `/v1/`, a key of `TEXT_APIS`."""
 
 

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from serving.api.http.settings import resolve_settings
-from serving.cli.generation.chat import Account, _pieces, converse, remote
+from serving.cli.generation.chat import AnswerStats, _pieces, converse, remote
 from serving.cli.main import run
 from serving.cli.serve import bind
 from serving.config import ConfigError
@@ -127,7 +127,7 @@ def test_a_refused_connection_and_bad_events_are_reported():
     assert text.count("error: http://127.0.0.1:1") == 2
     for event in ("{", "[]", '{"choices": 5}', '{"choices": [{}]}', '{"error": 1}', '"x"'):
         with pytest.raises(ConfigError):
-            list(_pieces(iter([f"data: {event}"]), Account()))
+            list(_pieces(iter([f"data: {event}"]), AnswerStats()))
 
 
 def test_terminal_escapes_are_removed():
@@ -142,11 +142,11 @@ def test_terminal_escapes_are_removed():
 
 def test_a_conversation_with_a_server(server):
     answer = remote(server.url + "/v1", None, {"max_tokens": 6, "temperature": 0, "ignore_eos": True})
-    account = Account()
+    account = AnswerStats()
     text = "".join(answer([{"role": "user", "content": "Hello there"}], account))
     assert text
     assert account.completion_tokens == 6
-    again = Account()
+    again = AnswerStats()
     assert "".join(answer([{"role": "user", "content": "Hello there"}], again)) == text
     assert again.cached_tokens == again.prompt_tokens
     with pytest.raises(ConfigError, match="prompt has"):

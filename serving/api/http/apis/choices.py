@@ -27,8 +27,8 @@ from serving.api.http.protocol.completions import (
 )
 from serving.engine.requests.output import RequestOutput, TokenLogprobs
 
-Answer = ChatResponse | CompletionResponse
-Choice = ChatChoice | CompletionChoice
+ChoicesResponse = ChatResponse | CompletionResponse
+ResponseChoice = ChatChoice | CompletionChoice
 
 
 class ChoicesWriter(ABC):
@@ -56,18 +56,18 @@ class ChoicesWriter(ABC):
         self._logprobs = LogprobWriter(context.codec, top=top, as_ids=request.return_tokens_as_token_ids)
 
     @abstractmethod
-    def _answer(self, choices: Sequence[Choice], *, whole: bool) -> Answer:
+    def _answer(self, choices: Sequence[ResponseChoice], *, whole: bool) -> ChoicesResponse:
         """Returns a response, or an event, with these choices."""
 
     @abstractmethod
-    def _choice(self, piece: ChoiceDelta, *, whole: bool) -> Choice:
+    def _choice(self, piece: ChoiceDelta, *, whole: bool) -> ResponseChoice:
         """Returns a choice of a response, or of an event."""
 
     @abstractmethod
-    def _events(self, piece: ChoiceDelta) -> Iterator[Answer]:
+    def _events(self, piece: ChoiceDelta) -> Iterator[ChoicesResponse]:
         """Yields the events of new output, without usage."""
 
-    def response(self, pieces: Sequence[ChoiceDelta]) -> Answer:
+    def response(self, pieces: Sequence[ChoiceDelta]) -> ChoicesResponse:
         """Returns the whole response, from the whole output of each choice."""
         answer = self._answer([self._choice(piece, whole=True) for piece in pieces], whole=True)
         answer.usage = self.tally.usage()
@@ -87,7 +87,7 @@ class ChoicesWriter(ABC):
             yield event(last)
         yield DONE
 
-    def _add_details(self, choice: Choice, piece: ChoiceDelta, token_ids: list[int]) -> None:
+    def _add_details(self, choice: ResponseChoice, piece: ChoiceDelta, token_ids: list[int]) -> None:
         """Adds what the request asks for beyond the text; `token_ids` are those of the new output."""
         new = piece.new
         if new.stop_reason is not None:
@@ -112,7 +112,7 @@ class ChatWriter(ChoicesWriter):
         self._body = body
         self._readers: dict[int, AnswerReader] = {}
 
-    def _answer(self, choices: Sequence[Choice], *, whole: bool) -> ChatResponse:
+    def _answer(self, choices: Sequence[ResponseChoice], *, whole: bool) -> ChatResponse:
         answer = ChatResponse(
             id=self.job.id, object="chat.completion" if whole else "chat.completion.chunk", created=self._created,
             model=self._context.model, choices=[each for each in choices if isinstance(each, ChatChoice)],
@@ -197,7 +197,7 @@ class CompletionWriter(ChoicesWriter):
         tokenizer = self._context.codec.tokenizer
         return "" if tokenizer is None else tokenizer.decode(token_ids, skip_special_tokens=False)
 
-    def _answer(self, choices: Sequence[Choice], *, whole: bool) -> CompletionResponse:
+    def _answer(self, choices: Sequence[ResponseChoice], *, whole: bool) -> CompletionResponse:
         return CompletionResponse(
             id=self.job.id, object="text_completion", created=self._created, model=self._context.model,
             choices=[each for each in choices if isinstance(each, CompletionChoice)],

@@ -149,7 +149,7 @@ def skip_to(text: str, *marks: str) -> str:
     return text[min(positions) :] if positions else text[len(text) - may_begin(text[1:], *marks) :]
 
 
-class Head:
+class CallHead:
     """The beginning of a call or of a parameter: a name between marks. Also recognises incomplete heads.
 
     Args:

@@ -7,14 +7,14 @@ import re
 from typing import Any
 
 from serving.api.http.json_values import parse_written
-from serving.api.http.parsing.call_pieces import CallNumbering, CallParser, CallPiece, Head, skip_to
+from serving.api.http.parsing.call_pieces import CallHead, CallNumbering, CallParser, CallPiece, skip_to
 from serving.api.http.parsing.written_json import WrittenObject, read_object
 
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _LONGEST_HEAD = 2048
 _BETWEEN = " \t\r\n,[]"
 CALL, ARGUMENTS, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
-_TAG_HEAD = Head(CALL, ARGUMENTS + " ", ahead=r"(?=\S)")
+_TAG_HEAD = CallHead(CALL, ARGUMENTS + " ", ahead=r"(?=\S)")
 _TAG = re.compile(r"(?:functions\.)?(.+?)(:\d{1,9})?", re.DOTALL)
 
 

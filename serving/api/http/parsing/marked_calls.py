@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from serving.api.http.parsing.call_pieces import CallNumbering, CallParser, CallPiece, Head, may_begin, skip_to
+from serving.api.http.parsing.call_pieces import CallHead, CallNumbering, CallParser, CallPiece, may_begin, skip_to
 from serving.api.http.parsing.written_json import read_untyped, schema_types
 
 
@@ -15,23 +15,23 @@ from serving.api.http.parsing.written_json import read_untyped, schema_types
 class CallMarkup:
     """The marks of one format."""
 
-    function: Head
+    function: CallHead
     function_end: str
     """"" if only the mark after the calls ends a function."""
-    parameter: Head
+    parameter: CallHead
     parameter_end: str
     padding: str = ""
     """Text before and after each value."""
 
 
 FUNCTION_MARKUP = CallMarkup(
-    Head("<function=", ">"), "</function>", Head("<parameter=", ">"), "</parameter>", padding="\n"
+    CallHead("<function=", ">"), "</function>", CallHead("<parameter=", ">"), "</parameter>", padding="\n"
 )  # fmt: skip
 """`<function=name>`, then `<parameter=key>`, a value and `</parameter>` on separate lines, then `</function>`."""
 ARGUMENT_MARKUP = CallMarkup(
-    Head("", " ", name=r"[\w.\-]{1,256}", ahead="(?=<)"),
+    CallHead("", " ", name=r"[\w.\-]{1,256}", ahead="(?=<)"),
     "",
-    Head("<arg_key>", "</arg_key> <arg_value>"),
+    CallHead("<arg_key>", "</arg_key> <arg_value>"),
     "</arg_value>",
 )
 """`name<arg_key>key</arg_key><arg_value>value</arg_value>`."""

@@ -7,12 +7,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from serving.api.http.parsing.call_pieces import CallNumbering, CallParser, CallPiece, Head
+from serving.api.http.parsing.call_pieces import CallHead, CallNumbering, CallParser, CallPiece
 from serving.api.http.parsing.json_calls import JsonCalls
 from serving.api.http.parsing.written_json import ESCAPE, ESCAPE_PART, read_literal, unescaped
 
-_FUNCTION = Head("", " (", name=r"[A-Za-z_][\w.\-]{0,255}")
-_KEY = Head("", " =", name=r"[\w.\-]{1,256}")
+_FUNCTION = CallHead("", " (", name=r"[A-Za-z_][\w.\-]{0,255}")
+_KEY = CallHead("", " =", name=r"[\w.\-]{1,256}")
 _BETWEEN = re.compile(r"[\s,;\[\]]*")
 _WORD = re.compile(r"[\w.\-]+|.", re.DOTALL)
 _PLAIN = re.compile(r"""[^\\"']+""")
@@ -158,7 +158,7 @@ class PythonicCalls(CallParser):
         self._text, self._seen, self._read = text[at:], 0, self._argument
         return [self._numbering.more(json.dumps(value, ensure_ascii=False))]
 
-    def _may_follow(self, head: Head, at: int) -> bool:
+    def _may_follow(self, head: CallHead, at: int) -> bool:
         """Returns whether the text from `at` is the closing mark, or may become the closing mark or a head."""
         text = self._text
         part = self._closing.startswith(text[at : at + len(self._closing)])

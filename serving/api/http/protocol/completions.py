@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from serving.api.http.protocol.common import EncodedArray, GenerationRequest, Items, TokenIds, Usage, refusal
 
-Prompt = (
+PromptField = (
     str
     | Annotated[Items[str], Field(min_length=1)]
     | Annotated[TokenIds, Field(min_length=1)]
@@ -19,7 +19,7 @@ Prompt = (
 class CompletionRequest(GenerationRequest):
     """Continue one prompt or several."""
 
-    prompt: Prompt
+    prompt: PromptField
     echo: bool = Field(False, description="Return the prompt before the output, including its log-probabilities.")
     logprobs: int | None = Field(None, ge=0, le=20, description="Report log-probabilities, and this many alternatives.")
     prompt_logprob_token_ids: TokenIds | None = Field(
