@@ -15,6 +15,7 @@ from kernels_pallas.causal_conv1d import (
     reference,
 )
 from kernels_pallas.places import Packed, Rows, Tiles
+from tests.support.selection import some_slow
 
 pytestmark = pytest.mark.full
 
@@ -76,7 +77,7 @@ class Convolution:
         return jitted(causal_conv1d_update, implementation=self.implementation)
 
     @pytest.mark.smoke
-    @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
+    @pytest.mark.parametrize("shape", some_slow(SHAPES, *SHAPES[1:5]), ids=lambda s: s.name)
     def test_prefill_equals_definition(self, prefill, shape):
         # Rows of one token, of fewer than the window, of several tiles; continued and fresh; then padding.
         draw, tile = Draw(), shape.tile_size
@@ -99,7 +100,7 @@ class Convolution:
         assert_close(y, want_y)
         assert_same_bits(after, want)
 
-    @pytest.mark.parametrize("cuts", [(1,), (2, 3, 4), (5, 9)])
+    @pytest.mark.parametrize("cuts", [(2, 3, 4), (5, 9)])
     def test_any_cut_of_a_row_gives_the_same(self, prefill, cuts):
         draw = Draw()
         store, x, layer = windows(draw, PLAIN, 3), draw.normal(11, PLAIN.channels), weights(draw, PLAIN)
@@ -114,7 +115,7 @@ class Convolution:
         assert_same_bits(split, after)
 
     @pytest.mark.smoke
-    @pytest.mark.parametrize("shape", SHAPES[3:], ids=lambda s: s.name)
+    @pytest.mark.parametrize("shape", SHAPES[5:], ids=lambda s: s.name)
     @pytest.mark.parametrize("steps", [1, 4])
     def test_update_equals_definition(self, update, shape, steps):
         draw = Draw()

@@ -31,7 +31,7 @@ def _needs_a_gpu():
 @pytest.mark.parametrize("dtype", [jnp.float32, BF16], ids=["in float32", "in bfloat16"])
 @pytest.mark.parametrize(
     ("operation", "shape"),
-    [pytest.param(name, shape, id=f"{name} {shape.name}") for name in KERNELS for shape in OPERATIONS[name].shapes[:5]],
+    [pytest.param(name, shape, id=f"{name} {shape.name}") for name in KERNELS for shape in OPERATIONS[name].shapes[:2]],
 )
 def test_kernel_equals_xla(operation, shape, dtype, store):
     """The first row of a prompt or step is a fresh one, and other slots stay as they are."""

@@ -13,6 +13,7 @@ from kernels_pallas.linear import linear
 from kernels_pallas.linear import reference as linear_reference
 from kernels_pallas.native import why_not
 from kernels_pallas.quantised import Quantised
+from tests.support.selection import slow
 
 pytestmark = pytest.mark.full
 
@@ -78,7 +79,7 @@ IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "pallas_tpu_
 
 @pytest.mark.smoke("implementation")
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [np.float32, slow(jnp.bfloat16)], ids=["float32", "bfloat16"])
 @IMPLEMENTATIONS
 def test_linear(form, dtype, implementation):
     if implementation != "xla" and form["groups"] is None:
@@ -136,8 +137,8 @@ def test_kernel_over_several_blocks(groups):
 
 @pytest.mark.smoke
 @needs_native
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 11])
-@pytest.mark.parametrize(("inputs", "outputs"), [(4096, 24), (1040, 5), (77, 131), (16, 1), (3, 2)])
+@pytest.mark.parametrize("rows", [1, 3, 11])
+@pytest.mark.parametrize(("inputs", "outputs"), [(4096, 24), (77, 131), (3, 2)])
 def test_native_linear(rows, inputs, outputs):
     weight, x = quantised(outputs, inputs), Draw().normal(rows, inputs)
     out = jitted(linear, implementation="native")(x, weight)

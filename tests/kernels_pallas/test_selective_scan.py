@@ -19,11 +19,13 @@ from kernels_pallas.selective_scan import (
     selective_scan_sequence,
     selective_update,
 )
+from tests.support.selection import slow
 
 pytestmark = pytest.mark.full
 
 SHAPES = [s.small() for s in SELECTIVE]
 ODD = next(s for s in SHAPES if s.name == "27 channels, states of 5")
+SIZES = pytest.mark.parametrize("shape", [ODD, *(slow(s) for s in SHAPES if s is not ODD)], ids=lambda s: s.name)
 KERNELS = ("pallas_tpu_interpreted", "pallas_gpu_interpreted")
 SCANS = pytest.mark.parametrize("implementation", ["xla", "xla_associative", *KERNELS])
 UPDATES = pytest.mark.parametrize("implementation", ["xla", "xla_all_rows", *KERNELS])
@@ -73,7 +75,7 @@ def pad(inputs, tile, start):
 
 @pytest.mark.smoke
 @SCANS
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
+@SIZES
 def test_scan_equals_definition(implementation, shape):
     # A continued row of three tiles (the last one short), a fresh row of one, a padding tile, a continued row.
     draw, shape = Draw(), sized(shape, implementation)
@@ -162,7 +164,7 @@ def test_gradients_are_those_of_a_loop_over_tokens():
 @pytest.mark.smoke
 @UPDATES
 @DTYPES
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
+@SIZES
 def test_update_equals_definition(implementation, dtype, shape):
     draw, shape = Draw(), sized(shape, implementation)
     slots = shape.rows * (shape.steps + 1) + 3
@@ -201,7 +203,7 @@ def test_padding_and_steps_in_several_calls(implementation, dtype):
     assert_close(split[1:], after[1:], dtype, tolerance=1e-6 if dtype == np.float32 else 1e-2)
 
 
-@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("implementation", [KERNELS[0], slow(KERNELS[1])])
 @pytest.mark.parametrize("store", [np.float32, jnp.bfloat16], ids=["float32 states", "bfloat16 states"])
 def test_kernels_with_several_blocks_of_channels(implementation, store, monkeypatch):
     """Also tiles of several parts and bodies of the kernel's loop, and a first tile that continues nothing: zeros."""

@@ -1,0 +1,213 @@
+"""Dense and grouped products against their definitions. The kernel that JAX keeps for TPU is interpreted."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from operation_checks import Draw, assert_close, jitted, on_device
+
+from benchmarks.kernels.workloads import GROUPED_PRODUCTS, PRODUCTS, GroupedProduct
+from kernels_pallas import native
+from kernels_pallas.dispatch import KernelChoice, UnsupportedError
+from kernels_pallas.grouped_matmul import grouped_matmul
+from kernels_pallas.grouped_matmul import reference as grouped_reference
+from kernels_pallas.grouped_matmul.pallas_tpu import lies_inputs_first
+from kernels_pallas.linear import linear, linear_pair, reference
+from tests.support.selection import slow
+
+pytestmark = pytest.mark.full
+
+F32, BF16 = jnp.float32, jnp.bfloat16
+DTYPES = (np.float32, BF16)
+needs_native = pytest.mark.skipif(native.WHY_MISSING is not None, reason=f"native operations: {native.WHY_MISSING}")
+
+
+def cases(*values):
+    """Cases of an implementation, named first; those of the native one where there is one."""
+    return [pytest.param(*each, marks=needs_native if each[0] == "native" else ()) for each in values]
+
+
+DENSE = cases(
+    *(("xla", s.rows, s.inputs, s.outputs, dtype) for s in (p.small() for p in PRODUCTS) for dtype in DTYPES),
+    *(("native", rows, *sizes, BF16) for rows in (1, 3, 4, 7) for sizes in ((4096, 24), (1040, 5), (77, 131), (3, 2))),
+    *(("xla_few_outputs", rows, 300, 33, dtype) for rows in (1, 8, 65) for dtype in DTYPES),
+)
+
+
+def check_dense(implementation, rows, inputs, outputs, dtype):
+    x, weight = (Draw(seed).normal(n, inputs, dtype=dtype) for seed, n in enumerate((rows, outputs)))
+    out = jitted(linear, out_dtype=F32, implementation=implementation)(x, weight)
+    np.testing.assert_allclose(out, reference.linear(x, weight), atol=2e-6 * inputs, rtol=1e-5)
+
+
+@pytest.mark.smoke("implementation")
+@pytest.mark.parametrize(("implementation", "rows", "inputs", "outputs", "dtype"), DENSE)
+def test_dense_equals_definition(implementation, rows, inputs, outputs, dtype):
+    check_dense(implementation, rows, inputs, outputs, dtype)
+
+
+@needs_native
+def test_native_rows_do_not_depend_on_each_other():
+    x, weight = on_device([Draw(seed).normal(n, 2100, dtype=BF16) for seed, n in enumerate((7, 13))])
+    run = jax.jit(lambda x: linear(x, weight, out_dtype=F32, implementation="native"))
+    for rows in (1, 2, 3, 5):
+        np.testing.assert_array_equal(run(x[:rows]), run(x)[:rows])
+
+
+@needs_native
+def test_native_runs_where_it_is_faster(monkeypatch):
+    monkeypatch.setattr(native, "multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(native, "few_rows", lambda: 8)
+    few, narrow = jnp.ones((4, 32), BF16), jnp.ones((8, 32), BF16)
+    choice = KernelChoice(platform="cpu")
+    with choice.applied():
+        linear(few, narrow)
+    assert choice.chosen == {"linear": {"native": ""}}
+    for x, weight, why in [
+        (few.astype(F32), narrow.astype(F32), "weights are float32"),
+        (jnp.ones((9, 32), BF16), narrow, "9 rows, not 1 to 8"),
+        (few[:0], narrow, "0 rows"),
+    ]:
+        with pytest.raises(UnsupportedError, match=why):
+            linear(x, weight, implementation="native")
+
+
+@needs_native
+@pytest.mark.parametrize("rows", [9, 70, 600])
+def test_native_runs_all_rows_without_bfloat16_instructions(monkeypatch, rows):
+    monkeypatch.setattr(native, "multiplies_bfloat16", lambda: False)
+    choice = KernelChoice(platform="cpu")
+    x, weight = jnp.ones((rows, 300), BF16), jnp.ones((50, 300), BF16)
+    with choice.applied():
+        np.testing.assert_array_equal(linear(x, weight, out_dtype=F32), np.full((rows, 50), 300.0))
+    assert choice.chosen == {"linear": {"native": ""}}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_products_of_few_outputs(dtype):
+    x, first, second = on_device([Draw(n).normal(n, 300, dtype=dtype) for n in (8, 33, 33)])
+
+    def run(*args, by):
+        return linear_pair(*args, out_dtype=F32, implementation=by)
+
+    sums = jax.jit(partial(run, by="xla_few_outputs"))(x, first, second)
+    for out, weight in zip(sums, (first, second), strict=True):
+        np.testing.assert_allclose(out, reference.linear(x, weight), atol=2e-6 * 300, rtol=1e-5)
+
+    def loss(by, *args):
+        return sum((jnp.sin(out).sum() for out in run(*args, by=by)), F32(0))
+
+    ours, apart = (
+        jax.grad(partial(loss, by), argnums=(0, 1, 2))(x, first, second) for by in ("xla_few_outputs", "apart")
+    )
+    for one, other in zip(ours, apart, strict=True):
+        np.testing.assert_allclose(one.astype(np.float32), other.astype(np.float32), atol=0.1, rtol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "rows", "dtype"),
+    cases(("xla", 1, np.float32), ("xla", 4, np.float32), ("xla", 300, np.float32), ("native", 3, BF16)),
+)
+def test_gradients_of_dense_products(implementation, rows, dtype):
+    x, weight = on_device([Draw(n).normal(n, 24, dtype=dtype) for n in (rows, 40)])
+
+    def gradients(product):
+        return jax.grad(lambda x, w: jnp.sin(product(x, w)).sum(), argnums=(0, 1))(x, weight)
+
+    ours = gradients(partial(linear, out_dtype=F32, implementation=implementation))
+    plain = gradients(lambda x, w: jnp.matmul(x, w.T, preferred_element_type=F32))
+    for one, other in zip(ours, plain, strict=True):
+        assert one.dtype == dtype
+        assert_close(one, other, dtype)
+
+
+def test_refuses_shapes_that_do_not_fit_and_unknown_names():
+    with pytest.raises(ValueError, match=r"weight has shape \(5, 4\), expected \[outputs, inputs\] with inputs = 3"):
+        linear(jnp.ones((2, 3)), jnp.ones((5, 4)))
+    with pytest.raises(UnsupportedError, match="there are: native, invariant, xla_few_outputs, xla_few_outputs, xla"):
+        linear(jnp.ones((2, 3)), jnp.ones((5, 3)), implementation="cuda")
+
+
+SHAPES = [s.small() for s in GROUPED_PRODUCTS]
+ODD = SHAPES[-1]
+INPUTS_FIRST = dataclasses.replace(ODD, name="outputs innermost in memory", inputs=72, outputs=128)
+WIDE = GroupedProduct("more than is multiplied at a time", 9, 2, 1100, 480)
+FEW = [GroupedProduct("few tokens", 2 * n, n, i, o) for n, o, i in ((16, 130, 1100), (5, 3, 17), (1, 64, 64))]
+TPU = "pallas_tpu_interpreted"
+GROUPED = cases(
+    *(("xla", shape, dtype) for shape in (*SHAPES, WIDE) for dtype in DTYPES),
+    *((TPU, shape, dtype) for shape in (ODD, INPUTS_FIRST, WIDE) for dtype in DTYPES),
+    *(("native", shape, dtype) for shape in FEW for dtype in DTYPES),
+)
+
+
+def sizes(draw, shape, used):
+    """Group sizes that sum to `used`: uneven, some of them empty, and those of the last expert alone."""
+    expert = draw.random.integers(0, shape.experts, used) // 2 * 2 % shape.experts
+    yield np.bincount(expert, minlength=shape.experts).astype(np.int32)
+    yield np.where(np.arange(shape.experts) == shape.experts - 1, used, 0).astype(np.int32)
+
+
+@pytest.mark.smoke("implementation")
+@pytest.mark.parametrize(
+    ("implementation", "shape", "dtype"), [*GROUPED, *(slow(TPU, SHAPES[0], dtype) for dtype in DTYPES)]
+)
+def test_grouped_equals_definition(implementation, shape, dtype):
+    draw = Draw()
+    x = draw.normal(shape.tokens, shape.inputs, dtype=dtype)
+    w = draw.normal(shape.experts, shape.outputs, shape.inputs, dtype=dtype)
+    run = jitted(grouped_matmul, implementation=implementation)
+    for used in (shape.tokens, shape.tokens // 2, 0):
+        for group_sizes in sizes(draw, shape, used):
+            out = run(x, w, group_sizes)
+            assert out.dtype == dtype
+            assert_close(out, grouped_reference.grouped_matmul(x, w, group_sizes), dtype)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "shape", "used"),
+    cases(("xla", ODD, 77), ("xla", ODD, 60), (TPU, ODD, 77), (TPU, ODD, 60), ("native", FEW[1], 7)),
+)
+def test_gradients_of_grouped_products(implementation, shape, used):
+    draw = Draw()
+    x, w = draw.normal(shape.tokens, shape.inputs), draw.normal(shape.experts, shape.outputs, shape.inputs)
+    group_sizes, _ = sizes(draw, shape, used)
+    expert = np.repeat(np.arange(shape.experts), group_sizes)
+
+    def plain(x, w):
+        return jnp.einsum("ti,toi->to", x[:used], w[expert])
+
+    def ours(x, w):
+        return grouped_matmul(x, w, jnp.asarray(group_sizes), implementation=implementation)
+
+    def gradients(function):
+        return jax.jit(jax.grad(lambda x, w: jnp.sin(function(x, w)).sum(), argnums=(0, 1)))(*on_device((x, w)))
+
+    for actual, expected in zip(gradients(ours), gradients(plain), strict=True):
+        assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_does_not_multiply_every_token_by_every_expert(dtype):
+    x, w = jnp.ones((64, 256), dtype), jnp.ones((32, 128, 256), dtype)
+    memory = jax.jit(partial(grouped_matmul, implementation="xla")).lower(x, w, jnp.full(32, 2)).compile()
+    assert memory.memory_analysis().temp_size_in_bytes < w.nbytes / 2
+
+
+def test_weights_that_lie_inputs_first():
+    assert lies_inputs_first((INPUTS_FIRST.experts, INPUTS_FIRST.outputs, INPUTS_FIRST.inputs))
+    assert not lies_inputs_first((ODD.experts, ODD.outputs, ODD.inputs))
+
+
+@needs_native
+def test_native_leaves_many_tokens_to_xla():
+    choice = KernelChoice(platform="cpu")
+    w = jnp.ones((4, 8, 8))
+    with choice.applied():
+        grouped_matmul(jnp.ones((8, 8)), w, jnp.full(4, 2))
+        grouped_matmul(jnp.ones((9, 8)), w, jnp.full(4, 2))
+    reason = "not native: 9 tokens, not 1 to 2 for each of 4 experts"
+    assert choice.chosen == {"grouped_matmul": {"native": "", "xla": reason}}
