@@ -205,7 +205,7 @@ class EngineConfig(Settings):
     reserved_bytes: int = Field(
         0,
         ge=0,
-        description="Bytes of it that the store leaves to others. Workers of a split: as many as states in transfer "
+        description="Device memory (bytes) to leave free. Workers of a split: as many as states in transfer "
         "may take (`--max-transfer-bytes`).",
     )
     num_slots: int | None = Field(None, ge=1, description="Number of state slots. Unset: as many as fit in memory.")

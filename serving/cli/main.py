@@ -150,7 +150,7 @@ def run(arguments: Sequence[str]) -> int:
     arguments = list(arguments) or ["--help"]
     try:
         if arguments[0] in ENGINE_COMMANDS:
-            arguments = [arguments[0], *own_words(arguments[0], arguments[1:])]
+            arguments = [arguments[0], *translate_arguments(arguments[0], arguments[1:])]
         program: Any = typer.main.get_command(app)
         code = program.main(arguments, prog_name="mamba-jax", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
@@ -169,7 +169,7 @@ def run(arguments: Sequence[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
-def own_words(name: str, words: Sequence[str]) -> list[str]:
+def translate_arguments(name: str, words: Sequence[str]) -> list[str]:
     """A command line with the file of `--config` and vLLM's flags replaced by options of the command.
 
     Options of the file come first, without those that the command line sets. Flags without effect are logged.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from serving.cli.generation.batch_file import repair
-from serving.cli.main import own_words, run
+from serving.cli.main import run, translate_arguments
 from serving.engine.llm import LLM
 from serving.engine.request_error import RequestError
 
@@ -238,11 +238,11 @@ def test_only_one_file_is_read(capfd):
 def test_a_list_on_the_command_line_replaces_that_of_the_file(tmp_path):
     config = tmp_path / "server.toml"
     config.write_text('served-model-name = ["a", "b"]\nblock-size = 16\n[default_chat_template_kwargs]\nx = false\n')
-    assert own_words("serve", ["m", "--config", str(config)]) == [
+    assert translate_arguments("serve", ["m", "--config", str(config)]) == [
         "--served-model-name", "a", "--served-model-name", "b", "--page-size", "16",
         '--default-chat-template-kwargs={"x": false}', "m",
     ]  # fmt: skip
-    words = own_words("serve", ["--config", str(config), "--served-model-name", "c", "d", "--no-warmup"])
+    words = translate_arguments("serve", ["--config", str(config), "--served-model-name", "c", "d", "--no-warmup"])
     assert words[-5:] == ["--served-model-name", "c", "--served-model-name", "d", "--no-warmup"]
     assert "a" not in words
 

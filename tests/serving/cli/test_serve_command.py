@@ -156,12 +156,13 @@ def test_a_conversation_with_a_server(server):
 
 
 def test_the_program_itself(tmp_path):
-    """A process of its own: listens, answers, and ends when it is asked to."""
+    """A process of its own, by a command line of vLLM: listens, answers, and ends when it is asked to."""
     with bind("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
     config = tmp_path / "server.yaml"
     config.write_text("max-num-seqs: 2\nmax-model-len: 256\nmax-num-batched-tokens: 64\nno_such: 1\n")
-    command = [sys.executable, "-m", "serving.cli", "serve", "--port", str(port), "--no-warmup"]
+    vllm = "--tensor-parallel-size 1 --trust-remote-code --enable-auto-tool-choice --tool-call-parser qwen3_coder"
+    command = [sys.executable, "-m", "serving.cli", "serve", "demo", "--port", str(port), "--no-warmup", *vllm.split()]
     wrong = subprocess.run([*command, "--config", str(config)], capture_output=True, text=True, cwd=ROOT)
     assert wrong.returncode == 2
     assert "no_such" in wrong.stderr
@@ -179,8 +180,11 @@ def test_the_program_itself(tmp_path):
                 time.sleep(0.1)
         answer = httpx.post(url + "/tokenize", json={"prompt": "x"})
         assert answer.json()["max_model_len"] == 256
+        assert httpx.get(url + "/v1/models").json()["data"][0]["id"] == "demo"
     finally:
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=120)
     assert '"message": "request"' in log
+    assert "--trust-remote-code: has no effect: families are built in" in log
+    assert "--enable-auto-tool-choice: has no effect" in log
     assert "Traceback" not in log

@@ -1,23 +1,13 @@
-"""Command lines of `vllm serve` in our words, and a server that is started by one."""
+"""Command lines of `vllm serve` in our words."""
 
-import json
 import logging
-import os
 import re
 import shlex
-import shutil
-import signal
-import ssl
-import subprocess
-import sys
-import time
 from pathlib import Path
 
-import httpx
 import pytest
 
-from checkpoints.resolve import DEMO_DIRECTORY
-from serving.cli.main import own_words, run
+from serving.cli.main import run, translate_arguments
 from serving.cli.options import whole_number
 from serving.config import ConfigError, EngineConfig
 from serving.engine.llm import LLM
@@ -26,41 +16,6 @@ from serving.vllm.flags import FLAGS
 from serving.vllm.keywords import engine_flags
 
 ROOT = Path(__file__).resolve().parents[3]
-
-RECIPE = """NANO --max-num-seqs 8 --tensor-parallel-size 1 --max-model-len 262144 --trust-remote-code
-    --enable-auto-tool-choice --tool-call-parser qwen3_coder --reasoning-parser-plugin nano_v3_reasoning_parser.py
-    --reasoning-parser nano_v3"""
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """The demo model as a directory, in place of a hub's name; long enough for every recipe."""
-    directory = tmp_path_factory.mktemp("checkpoints") / "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"
-    shutil.copytree(DEMO_DIRECTORY, directory)
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 262144}))
-    return directory
-
-
-def test_a_recipe_starts_a_server(checkpoint):
-    line = ["serve", str(checkpoint), *shlex.split(RECIPE)[1:], "--no-warmup", "--port", "0"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "serving.cli", *line], stderr=subprocess.PIPE, text=True, cwd=ROOT, env=dict(os.environ)
-    )
-    log = ""
-    try:
-        for text in process.stderr:
-            log += text
-            if "ready after" in text:
-                break
-        url = re.search(r"(http://\S+)/v1", log)[1]
-        assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == checkpoint.name
-    finally:
-        process.send_signal(signal.SIGTERM)
-        log += process.communicate(timeout=120)[1]
-    assert "--trust-remote-code: has no effect: families are built in" in log
-    assert "--enable-auto-tool-choice: has no effect" in log
-    assert "Traceback" not in log
 
 
 @pytest.mark.parametrize(
@@ -188,7 +143,7 @@ def test_flags_of_our_own_are_left_alone(caplog):
     assert translate(words, own={"--hf-overrides"}).words == ["m", "--hf-overrides", '{"rope_parameters.factor": 2}']
     assert translate(["--kv-cache-dtype", "fp8"], own={"--kv-cache-dtype"}).words == ["--kv-cache-dtype", "fp8"]
     with caplog.at_level(logging.INFO, logger="serving.cli"):
-        assert own_words("serve", ["--page-size", "8", "--swap-space", "4"]) == ["--page-size", "8"]
+        assert translate_arguments("serve", ["--page-size", "8", "--swap-space", "4"]) == ["--page-size", "8"]
     assert "--swap-space 4: has no effect: a preempted request is computed again" in caplog.text
 
 
@@ -224,31 +179,3 @@ def test_values_that_are_wrong(words, said, capfd):
     error = capfd.readouterr().err
     assert said in error
     assert "Traceback" not in error
-
-
-def test_tls(tmp_path):
-    """The server speaks TLS with a key and a certificate; a bad pair ends it before a model is loaded."""
-    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
-    made = subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate, "-days", "2",
-         "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"],
-        capture_output=True, check=False,
-    )  # fmt: skip
-    if made.returncode:
-        pytest.skip("needs the openssl program")
-    line = ["serve", "demo", "--port", "0", "--no-warmup", "--max-model-len", "256", "--max-num-seqs", "2"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "serving.cli", *line, "--ssl-keyfile", key, "--ssl-certfile", certificate],
-        stderr=subprocess.PIPE, text=True, cwd=ROOT, env=dict(os.environ),
-    )  # fmt: skip
-    try:
-        url = next(found[1] for text in process.stderr if (found := re.search(r"(https://\S+)/v1", text)))
-        end = time.monotonic() + 300
-        with httpx.Client(verify=ssl.create_default_context(cafile=str(certificate))) as client:
-            while client.get(f"{url}/ready", timeout=300).status_code != 200 and time.monotonic() < end:
-                time.sleep(0.1)
-            assert client.get(f"{url}/v1/models").status_code == 200
-    finally:
-        process.send_signal(signal.SIGTERM)
-        log = process.communicate(timeout=120)[1]
-    assert "Traceback" not in log
