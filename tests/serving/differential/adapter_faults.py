@@ -10,7 +10,7 @@ from serving.core.cache.row_state import RowState
 from serving.engine.requests.adapters import AdapterTable
 from serving.engine.requests.initial_states import InitialStates
 from serving.engine.steps.batching import BatchBuilder
-from tests.serving.differential.faults import ADAPTERS, Patch
+from tests.serving.differential.faults import ADAPTERS, Patch, replacing
 from tests.serving.differential.faults import fault as _fault
 
 fault = partial(_fault, table=ADAPTERS)
@@ -23,15 +23,11 @@ def scope_without_adapter(patch: Patch) -> None:
 
 
 @fault(57, "the scope of keys contains the adapter's name in place of its digest", "adapters: reload")
-def scope_by_name(patch: Patch) -> None:
-    sound = AdapterTable.put
-
-    def put(self, name, path, adapter):
-        loaded = sound(self, name, path, adapter)
-        loaded.digest = name
-        return loaded
-
-    patch.setattr(AdapterTable, "put", put)
+@replacing(AdapterTable, "put")
+def scope_by_name(sound, self, name, path, adapter):
+    loaded = sound(self, name, path, adapter)
+    loaded.digest = name
+    return loaded
 
 
 @fault(58, "a row gets the LoRA entry of the row that was seated before it", "adapters: entry")

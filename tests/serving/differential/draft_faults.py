@@ -3,7 +3,7 @@
 import dataclasses
 import importlib
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +14,7 @@ from mamba_jax.modules import conv as conv_module
 from mamba_jax.sampling import draw_tokens, inputs
 from serving.engine.steps import loop
 from serving.engine.steps.batching import BatchBuilder
-from tests.serving.differential.faults import DRAFTS, LAYER, Patch, after_filling, patch_convolution, patch_step
+from tests.serving.differential.faults import DRAFTS, LAYER, Patch, filling, patch_convolution, patch_step, replacing
 from tests.serving.differential.faults import fault as _fault
 
 choosing = importlib.import_module("mamba_jax.sampling.choose")  # the package's `choose` is the function in it
@@ -37,6 +37,11 @@ def _after_decode(patch: Patch, change: Callable) -> None:
     patch_step(patch, "step", changed)
 
 
+def after_decode(change: Callable) -> Callable[[Patch], None]:
+    """Makes a plant of such a change."""
+    return wraps(change)(lambda patch: _after_decode(patch, change))
+
+
 def _last_fed(batch, output):
     return batch.num_tokens - batch.num_drafts + output.num_drafts - 1
 
@@ -54,11 +59,9 @@ def no_rollback(patch: Patch) -> None:
 
 
 @fault(18, "the next step reads the state before all drafts, accepted or not", "A9 A12 A13", "decode")
-def accepted_drafts_are_forgotten(patch: Patch) -> None:
-    def change(before, rows, batch, output):
-        return _landed(rows, batch, jnp.asarray(batch.num_tokens) - batch.num_drafts - 1)
-
-    _after_decode(patch, change)
+@after_decode
+def accepted_drafts_are_forgotten(before, rows, batch, output):
+    return _landed(rows, batch, jnp.asarray(batch.num_tokens) - batch.num_drafts - 1)
 
 
 @fault(19, "the convolution's window is not rolled back with the state", "A8 B1 B7", "decode")
@@ -77,14 +80,12 @@ def window_not_rolled_back(patch: Patch) -> None:
 
 
 @fault(20, "rejected drafts count as part of the sequence", "A10 A13 A17", "decode")
-def length_counts_rejected_drafts(patch: Patch) -> None:
-    def change(before, rows, batch, output):
-        length = jnp.where(batch.continues, before.length[batch.row_id], batch.length)
-        seats = jnp.where(jnp.asarray(batch.row_id) > 0, batch.row_id, rows.length.shape[0])
-        length = length + jnp.where(jnp.asarray(batch.num_tokens) > 0, _last_fed(batch, output) + 1, 0)
-        return dataclasses.replace(rows, length=rows.length.at[seats].set(length, mode="drop"))
-
-    _after_decode(patch, change)
+@after_decode
+def length_counts_rejected_drafts(before, rows, batch, output):
+    length = jnp.where(batch.continues, before.length[batch.row_id], batch.length)
+    seats = jnp.where(jnp.asarray(batch.row_id) > 0, batch.row_id, rows.length.shape[0])
+    length = length + jnp.where(jnp.asarray(batch.num_tokens) > 0, _last_fed(batch, output) + 1, 0)
+    return dataclasses.replace(rows, length=rows.length.at[seats].set(length, mode="drop"))
 
 
 # -- verifying --
@@ -136,14 +137,10 @@ def missing_drafts_are_accepted(patch: Patch) -> None:
 
 
 @fault(23, "all tokens of a step are drawn by the same numbers", "A48", "decode")
-def one_draw_for_a_step(patch: Patch) -> None:
-    sound = draw_tokens._of_heads
-
-    def of_heads(asked):
-        seat, index = sound(asked)
-        return seat, jnp.repeat(index.reshape(asked.index.shape)[:, 0], asked.index.shape[1])
-
-    patch.setattr(draw_tokens, "_of_heads", of_heads)
+@replacing(draw_tokens, "_of_heads")
+def one_draw_for_a_step(sound, asked):
+    seat, index = sound(asked)
+    return seat, jnp.repeat(index.reshape(asked.index.shape)[:, 0], asked.index.shape[1])
 
 
 @fault(24, "penalties do not count the drafts before a draft", "A47 A48", "decode")
@@ -153,15 +150,13 @@ def penalties_overlook_drafts(patch: Patch) -> None:
 
 
 @fault(25, "rejected drafts count as output in penalties", "A46 A48", "decode")
-def penalties_count_rejected_drafts(patch: Patch) -> None:
-    def change(before, rows, batch, output):
-        drafts = before.drafts[batch.row_id]
-        fed = jnp.arange(drafts.shape[1]) < output.num_drafts[:, None]
-        rejected = fed & (jnp.arange(drafts.shape[1]) >= output.num_emitted[:, None] - 1)
-        seats = jnp.where(rejected, jnp.asarray(batch.row_id)[:, None], rows.length.shape[0])
-        return dataclasses.replace(rows, output_counts=rows.output_counts.at[seats, drafts].add(1, mode="drop"))
-
-    _after_decode(patch, change)
+@after_decode
+def penalties_count_rejected_drafts(before, rows, batch, output):
+    drafts = before.drafts[batch.row_id]
+    fed = jnp.arange(drafts.shape[1]) < output.num_drafts[:, None]
+    rejected = fed & (jnp.arange(drafts.shape[1]) >= output.num_emitted[:, None] - 1)
+    seats = jnp.where(rejected, jnp.asarray(batch.row_id)[:, None], rows.length.shape[0])
+    return dataclasses.replace(rows, output_counts=rows.output_counts.at[seats, drafts].add(1, mode="drop"))
 
 
 # -- the draft layer --
@@ -230,17 +225,15 @@ def draft_layer_is_not_copied(patch: Patch) -> None:
 
 
 @fault(30, "a short tail of a prompt is padded to 1 + K tokens, and all are kept", "A6 A27 B19")
-def tails_are_padded(patch: Patch) -> None:
-    def change(self, batch, rows) -> None:
-        for i, row in enumerate(rows):
-            if row.is_prefill and row.num_tokens:
-                width = batch.tokens.shape[1]
-                batch.tokens[i, row.num_tokens :] = 0
-                batch.write_slot[i, width - 1] = batch.write_slot[i, row.num_tokens - 1]
-                batch.write_slot[i, row.num_tokens - 1 : width - 1] = 0
-                batch.num_tokens[i] = width
-
-    after_filling(patch, "decode", change)
+@filling("decode")
+def tails_are_padded(self, batch, rows):
+    for i, row in enumerate(rows):
+        if row.is_prefill and row.num_tokens:
+            width = batch.tokens.shape[1]
+            batch.tokens[i, row.num_tokens :] = 0
+            batch.write_slot[i, width - 1] = batch.write_slot[i, row.num_tokens - 1]
+            batch.write_slot[i, row.num_tokens - 1 : width - 1] = 0
+            batch.num_tokens[i] = width
 
 
 @fault(32, "a row that comes back after a preemption has no penalties for what it has said", "A48")
@@ -252,27 +245,21 @@ def penalty_counts_are_lost(patch: Patch) -> None:
 
 
 @fault(33, "the alternatives of a step's later tokens are those of its first", "A48")
-def alternatives_of_the_first_head(patch: Patch) -> None:
-    sound = loop.read_results
-
-    def read(output, rows, **rest):
-        lines = sound(output, rows, **rest)
-        if lines is not None and lines.top_ids is not None:
-            lines.top_ids = np.broadcast_to(lines.top_ids[:, :1], lines.top_ids.shape)
-            lines.top_logprobs = np.broadcast_to(lines.top_logprobs[:, :1], lines.top_logprobs.shape)
-        return lines
-
-    patch.setattr(loop, "read_results", read)
+@replacing(loop, "read_results")
+def alternatives_of_the_first_head(sound, output, rows, **rest):
+    lines = sound(output, rows, **rest)
+    if lines is not None and lines.top_ids is not None:
+        lines.top_ids = np.broadcast_to(lines.top_ids[:, :1], lines.top_ids.shape)
+        lines.top_logprobs = np.broadcast_to(lines.top_logprobs[:, :1], lines.top_logprobs.shape)
+    return lines
 
 
 @fault(31, "a row without drafts goes on from what the host knew when it planned", "A12 A13 B5")
-def planned_slot(patch: Patch) -> None:
-    def change(self, batch, rows) -> None:
-        for i, row in enumerate(rows):
-            if row.continues and not row.num_drafts:
-                batch.continues[i] = False
-                batch.tokens[i, 0] = row.request.tokens[-1]
-                batch.read_slot[i] = row.access.writes[0]
-                batch.length[i] = len(row.request.tokens) - 1
-
-    after_filling(patch, "decode", change)
+@filling("decode")
+def planned_slot(self, batch, rows):
+    for i, row in enumerate(rows):
+        if row.continues and not row.num_drafts:
+            batch.continues[i] = False
+            batch.tokens[i, 0] = row.request.tokens[-1]
+            batch.read_slot[i] = row.access.writes[0]
+            batch.length[i] = len(row.request.tokens) - 1

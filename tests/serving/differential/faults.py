@@ -5,6 +5,7 @@
 """
 
 import dataclasses
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from mamba_jax.layout.prefill import PrefillLayout
 from mamba_jax.modules import conv as conv_module
 from serving.engine.steps.batching import BatchBuilder
 from serving.engine.steps.page_tables import PageTables
+from tests.serving.core.mutations.registry import replacing
 
 Patch = pytest.MonkeyPatch
 STEP = [
@@ -88,48 +90,56 @@ def fault(number: int, text: str, cases: str, compiles: str | None = None, *, ta
     return register
 
 
+def after_filling(patch: Patch, method: str, change: Callable) -> None:
+    """`change(builder, batch, rows)` after each batch that `method` has filled."""
+    sound = getattr(BatchBuilder, method)
+
+    def fill(self, rows):
+        batch = sound(self, rows)
+        change(self, batch, rows)
+        return batch
+
+    patch.setattr(BatchBuilder, method, fill)
+
+
+def filling(method: str) -> Callable[[Callable], Callable[[Patch], None]]:
+    """Makes a plant of `change(builder, batch, rows)`: see `after_filling`."""
+
+    def decorate(change: Callable) -> Callable[[Patch], None]:
+        return functools.wraps(change)(lambda patch: after_filling(patch, method, change))
+
+    return decorate
+
+
 # -- the prefill program --
 
 
 @fault(1, "the window of a chunk shorter than it is made of the chunk alone", "B10 A36", "prefill")
-def window_of_the_chunk_alone(patch: Patch) -> None:
-    sound = conv_module.causal_conv1d_prefill
-
-    def conv(x, weight, bias, store, packed, **how):
-        y, _ = sound(x, weight, bias, store, packed, **how)
-        alone = dataclasses.replace(packed, read_slot=jnp.zeros_like(packed.read_slot))
-        return y, sound(x, weight, bias, store, alone, **how)[1]
-
-    for module in (conv_module, between):
-        patch.setattr(module, "causal_conv1d_prefill", conv)
+@replacing(conv_module, "causal_conv1d_prefill", between)
+def window_of_the_chunk_alone(sound, x, weight, bias, store, packed, **how):
+    y, _ = sound(x, weight, bias, store, packed, **how)
+    alone = dataclasses.replace(packed, read_slot=jnp.zeros_like(packed.read_slot))
+    return y, sound(x, weight, bias, store, alone, **how)[1]
 
 
 @fault(2, "places to write are found by a grid over the packed batch instead of each row's own", "B8", "prefill")
-def one_grid_for_the_batch(patch: Patch) -> None:
-    sound = PrefillLayout.of
-
-    def of(*, tile_size, tile_write_slot, **rest):
-        layout = sound(tile_size=tile_size, tile_write_slot=tile_write_slot, **rest)
-        tile = jnp.arange(tile_write_slot.shape[0])
-        first = jnp.where(layout.tile_first & (layout.tile_end > 0), tile, 0)
-        in_row = tile - jnp.zeros_like(layout.row_start).at[layout.tile_row].max(first)[layout.tile_row]
-        at = layout.row_start[layout.tile_row] // tile_size + in_row
-        slots = jnp.where(layout.tile_end > 0, jnp.asarray(tile_write_slot)[at], 0)
-        return dataclasses.replace(layout, tile_write_slot=slots)
-
-    patch.setattr(PrefillLayout, "of", of)
+@replacing(PrefillLayout, "of")
+def one_grid_for_the_batch(sound, *, tile_size, tile_write_slot, **rest):
+    layout = sound(tile_size=tile_size, tile_write_slot=tile_write_slot, **rest)
+    tile = jnp.arange(tile_write_slot.shape[0])
+    first = jnp.where(layout.tile_first & (layout.tile_end > 0), tile, 0)
+    in_row = tile - jnp.zeros_like(layout.row_start).at[layout.tile_row].max(first)[layout.tile_row]
+    at = layout.row_start[layout.tile_row] // tile_size + in_row
+    slots = jnp.where(layout.tile_end > 0, jnp.asarray(tile_write_slot)[at], 0)
+    return dataclasses.replace(layout, tile_write_slot=slots)
 
 
 @fault(3, "a fresh row starts from the state that its slot's last tenant has left", "A4 B13", "prefill")
-def fresh_rows_inherit_a_state(patch: Patch) -> None:
-    sound = between.recurrence_scan
-
-    def scan(entry, store, tiles, **how):
-        fresh = tiles.first & (tiles.read_slot == 0)
-        read_slot = jnp.where(fresh, tiles.write_slot, tiles.read_slot)
-        return sound(entry, store, dataclasses.replace(tiles, read_slot=read_slot), **how)
-
-    patch.setattr(between, "recurrence_scan", scan)
+@replacing(between, "recurrence_scan")
+def fresh_rows_inherit_a_state(sound, entry, store, tiles, **how):
+    fresh = tiles.first & (tiles.read_slot == 0)
+    read_slot = jnp.where(fresh, tiles.write_slot, tiles.read_slot)
+    return sound(entry, store, dataclasses.replace(tiles, read_slot=read_slot), **how)
 
 
 @fault(4, "padding inside a tile is absorbed: its dt is not 0", "A27 B19", "prefill")
@@ -149,19 +159,15 @@ def no_hidden_state(patch: Patch) -> None:
 
 
 @fault(6, "the state at a tile's end is stored as it was at the tile's beginning", "A33 A34 B9", "prefill")
-def states_one_tile_early(patch: Patch) -> None:
-    sound = between.recurrence_scan
-
-    def scan(entry, store, tiles, **how):
-        # Each write but a row's last moves to the tile before it (and those of first tiles nowhere).
-        follows = jnp.append(~tiles.first[1:], False)
-        moved = jnp.append(tiles.write_slot[1:], 0)
-        inner = jnp.append(follows[1:], False)
-        last = jnp.where(follows, 0, tiles.write_slot)
-        write_slot = jnp.where(follows & inner, moved, last)
-        return sound(entry, store, dataclasses.replace(tiles, write_slot=write_slot), **how)
-
-    patch.setattr(between, "recurrence_scan", scan)
+@replacing(between, "recurrence_scan")
+def states_one_tile_early(sound, entry, store, tiles, **how):
+    # Each write but a row's last moves to the tile before it (and those of first tiles nowhere).
+    follows = jnp.append(~tiles.first[1:], False)
+    moved = jnp.append(tiles.write_slot[1:], 0)
+    inner = jnp.append(follows[1:], False)
+    last = jnp.where(follows, 0, tiles.write_slot)
+    write_slot = jnp.where(follows & inner, moved, last)
+    return sound(entry, store, dataclasses.replace(tiles, write_slot=write_slot), **how)
 
 
 # -- the decode program --
@@ -191,18 +197,6 @@ def window_stays(patch: Patch) -> None:
 # -- what the host fills in --
 
 
-def after_filling(patch: Patch, method: str, change: Callable) -> None:
-    """`change(builder, batch, rows)` after each batch that `method` has filled."""
-    sound = getattr(BatchBuilder, method)
-
-    def fill(self, rows):
-        batch = sound(self, rows)
-        change(self, batch, rows)
-        return batch
-
-    patch.setattr(BatchBuilder, method, fill)
-
-
 def _stale_tails(patch: Patch, method: str, names: tuple[str, ...]) -> None:
     earlier: dict[str, np.ndarray] = {}
 
@@ -223,24 +217,20 @@ def stale_decode_tail(patch: Patch) -> None:
 
 
 @fault(10, "padding rows of a decode batch write where the first row does", "A21 B18")
-def padding_writes_a_live_slot(patch: Patch) -> None:
-    def change(self, batch, rows) -> None:
-        if rows[0].num_tokens:
-            batch.num_tokens[len(rows) :] = 1
-            batch.write_slot[len(rows) :] = batch.write_slot[0]
-
-    after_filling(patch, "decode", change)
+@filling("decode")
+def padding_writes_a_live_slot(self, batch, rows):
+    if rows[0].num_tokens:
+        batch.num_tokens[len(rows) :] = 1
+        batch.write_slot[len(rows) :] = batch.write_slot[0]
 
 
 @fault(11, "a whole-prompt hit absorbs the prompt's last token once more", "A2 A37 B11")
-def last_token_again(patch: Patch) -> None:
-    def change(self, batch, rows) -> None:
-        for i, row in enumerate(rows):
-            if not row.num_tokens:
-                batch.num_tokens[i], batch.tokens[i, 0] = 1, row.request.tokens[row.length - 1]
-                batch.length[i] -= 1
-
-    after_filling(patch, "decode", change)
+@filling("decode")
+def last_token_again(self, batch, rows):
+    for i, row in enumerate(rows):
+        if not row.num_tokens:
+            batch.num_tokens[i], batch.tokens[i, 0] = 1, row.request.tokens[row.length - 1]
+            batch.length[i] -= 1
 
 
 @fault(12, "partly filled pages are not copied before they are written", "A32 B10")
@@ -253,15 +243,13 @@ def no_page_copy(patch: Patch) -> None:
 
 
 @fault(13, "states go to the slot of the tile before", "A33 B8")
-def write_slots_one_tile_off(patch: Patch) -> None:
-    def change(self, batch, rows) -> None:
-        at = 0
-        for row in rows:
-            count = len(row.access.writes)
-            batch.tile_write_slot[at : at + count - 1] = row.access.writes[1:]
-            at += count
-
-    after_filling(patch, "prefill", change)
+@filling("prefill")
+def write_slots_one_tile_off(self, batch, rows):
+    at = 0
+    for row in rows:
+        count = len(row.access.writes)
+        batch.tile_write_slot[at : at + count - 1] = row.access.writes[1:]
+        at += count
 
 
 @fault(14, "a step that also decodes writes no checkpoints inside its chunks", "B14")
@@ -285,21 +273,15 @@ def mixed_steps_skip_checkpoints(patch: Patch) -> None:
 
 
 @fault(15, "a chunk reads the slot with its seat's number instead of its own", "B13")
-def read_by_seat(patch: Patch) -> None:
-    def change(self, batch, rows) -> None:
-        for i, row in enumerate(rows):
-            batch.read_slot[i] = row.row_id if row.length else 0
-
-    after_filling(patch, "prefill", change)
+@filling("prefill")
+def read_by_seat(self, batch, rows):
+    for i, row in enumerate(rows):
+        batch.read_slot[i] = row.row_id if row.length else 0
 
 
 @fault(16, "a seat's page table is brought up to date only when it gets longer", "A19 A20 B17")
-def stale_page_table(patch: Patch) -> None:
-    sound = PageTables.fill
-
-    def fill(self, updates, rows) -> None:
-        for row in rows:
-            row.pages.changed = min(len(row.pages), max(row.pages.changed, self._count[row.row_id]))
-        sound(self, updates, rows)
-
-    patch.setattr(PageTables, "fill", fill)
+@replacing(PageTables, "fill")
+def stale_page_table(sound, self, updates, rows):
+    for row in rows:
+        row.pages.changed = min(len(row.pages), max(row.pages.changed, self._count[row.row_id]))
+    sound(self, updates, rows)

@@ -11,7 +11,7 @@ from kernels_pallas.gated_recurrence import xla as between
 from mamba_jax.batch import DecodeBatch
 from mamba_jax.layout.replay import ReplayLayout
 from mamba_jax.tails import Replay
-from tests.serving.differential.faults import REPLAY, REPLAY_LAYER, Patch, after_filling, patch_step
+from tests.serving.differential.faults import REPLAY, REPLAY_LAYER, Patch, after_filling, filling, patch_step, replacing
 from tests.serving.differential.faults import fault as _fault
 
 fault = partial(_fault, table=REPLAY)
@@ -118,23 +118,15 @@ def one_entry_too_few(patch: Patch) -> None:
 
 
 @fault(42, "the rings of windows have no room for rejected drafts", "replay: wrong modulus", "decode")
-def rings_too_short(patch: Patch) -> None:
-    sound = Replay.entries
-
-    def entries(self: Any, array: Any) -> int:
-        return sound(self, array) if array.last is None else 1 << (array.last - 1).bit_length()
-
-    patch.setattr(Replay, "entries", entries)
+@replacing(Replay, "entries")
+def rings_too_short(sound, self: Any, array: Any):
+    return sound(self, array) if array.last is None else 1 << (array.last - 1).bit_length()
 
 
 @fault(43, "inputs are appended one place too far", "replay: wrong modulus", "decode")
-def appended_too_far(patch: Patch) -> None:
-    sound = convolution.write_ring
-
-    def write(ring, values, tail_id, position, valid):
-        return sound(ring, values, tail_id, position + 1, valid)
-
-    patch.setattr(convolution, "write_ring", write)
+@replacing(convolution, "write_ring")
+def appended_too_far(sound, ring, values, tail_id, position, valid):
+    return sound(ring, values, tail_id, position + 1, valid)
 
 
 @fault(44, "all rows have one tail", "replay: two owners", "decode")
@@ -148,13 +140,9 @@ def tails_by_place(patch: Patch) -> None:
 
 
 @fault(46, "accepted drafts are not appended", "replay: stale entries", "decode")
-def drafts_are_not_appended(patch: Patch) -> None:
-    sound = convolution.write_ring
-
-    def write(ring, values, tail_id, position, valid):
-        return sound(ring, values, tail_id, position, valid & (jnp.arange(valid.shape[1]) == 0))
-
-    patch.setattr(convolution, "write_ring", write)
+@replacing(convolution, "write_ring")
+def drafts_are_not_appended(sound, ring, values, tail_id, position, valid):
+    return sound(ring, values, tail_id, position, valid & (jnp.arange(valid.shape[1]) == 0))
 
 
 # -- windows --
@@ -186,11 +174,9 @@ def window_is_not_written(patch: Patch) -> None:
 
 
 @fault(50, "rows get each other's spares", "replay: two owners")
-def spares_swapped(patch: Patch) -> None:
-    def swap(builder, batch, rows) -> None:
-        batch.write_slot[: len(rows)] = batch.write_slot[: len(rows)][::-1].copy()
-
-    after_filling(patch, "decode", swap)
+@filling("decode")
+def spares_swapped(builder, batch, rows):
+    batch.write_slot[: len(rows)] = batch.write_slot[: len(rows)][::-1].copy()
 
 
 @fault(51, "a spare is named a step late", "replay: leased late")

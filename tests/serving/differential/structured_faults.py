@@ -6,7 +6,7 @@ import numpy as np
 
 from serving.core import Request
 from serving.engine.steps.row_inputs import RowInputs
-from tests.serving.differential.faults import STRUCTURED, Patch
+from tests.serving.differential.faults import STRUCTURED, Patch, replacing
 from tests.serving.differential.faults import fault as _fault
 
 fault = partial(_fault, table=STRUCTURED)
@@ -18,25 +18,17 @@ def no_sitting_out(patch: Patch) -> None:
 
 
 @fault(54, "masks follow the drafts of a row's step before", "masks: drafts")
-def stale_proposals(patch: Patch) -> None:
-    sound = RowInputs.take_proposals
-
-    def take(self, rows, lines):
-        before = [(row.request.user, row.request.user.proposed) for row in rows]
-        sound(self, rows, lines)
-        for member, proposed in before:
-            member.proposed = proposed or member.proposed
-
-    patch.setattr(RowInputs, "take_proposals", take)
+@replacing(RowInputs, "take_proposals")
+def stale_proposals(sound, self, rows, lines):
+    before = [(row.request.user, row.request.user.proposed) for row in rows]
+    sound(self, rows, lines)
+    for member, proposed in before:
+        member.proposed = proposed or member.proposed
 
 
 @fault(55, "masks follow the drafts of the row's neighbour in the batch", "masks: drafts")
-def proposals_of_a_neighbour(patch: Patch) -> None:
-    sound = RowInputs.take_proposals
-
-    def take(self, rows, lines):
-        if lines is not None and lines.proposed is not None:
-            lines.proposed = np.roll(lines.proposed, 1, axis=0)
-        sound(self, rows, lines)
-
-    patch.setattr(RowInputs, "take_proposals", take)
+@replacing(RowInputs, "take_proposals")
+def proposals_of_a_neighbour(sound, self, rows, lines):
+    if lines is not None and lines.proposed is not None:
+        lines.proposed = np.roll(lines.proposed, 1, axis=0)
+    sound(self, rows, lines)
