@@ -6,18 +6,16 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
-from kernels_pallas.paged_attention import paged_attention, write_kv
 from kernels_pallas.places import Packed, Tiles
-from kernels_pallas.slots import write_slots
-from mamba_jax.layout.decode import page_of
 from mamba_jax.layout.operation import Operation
+from mamba_jax.layout.paged import PagedTokens
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class PrefillLayout:
+class PrefillLayout(PagedTokens):
     """T packed tokens of R rows, and the tiles that they are cut into at absolute multiples of the tile size."""
 
     positions: Int[Array, " T"]
@@ -141,62 +139,11 @@ class PrefillLayout:
     ) -> tuple[Array, Any]:
         return operation.tiles(self, inputs, parameters, state)
 
-    def attend(
-        self,
-        q: Float[Array, "T heads head_dim"],
-        k: Float[Array, "T kv_heads head_dim"],
-        v: Float[Array, "T kv_heads head_dim"] | None,
-        kv: Float[Array, "pages page_size kv2 head_dim"],
-        *,
-        scale: float,
-        first_key: int = 0,
-        window: int | None = None,
-    ) -> tuple[Float[Array, "T heads head_dim"], Float[Array, "pages page_size kv2 head_dim"]]:
-        kv = self.write_kv(k, v, kv)
-        return self.read_kv(q, kv, scale=scale, first_key=first_key, window=window), kv
+    def query_blocks(self) -> tuple[Int[Array, "tiles tile_size"], Int[Array, " tiles"]]:
+        return jnp.where(self.tile_valid, self.positions[self.tile_tokens], -1), self.tile_row
 
-    def write_kv(
-        self,
-        k: Float[Array, "T kv_heads head_dim"],
-        v: Float[Array, "T kv_heads head_dim"] | None,
-        kv: Float[Array, "pages page_size kv2 head_dim"],
-    ) -> Float[Array, "pages page_size kv2 head_dim"]:
-        """Returns the pages with the tokens' keys and values."""
-        page, offset = self.pages_of_tokens(kv.shape[1])
-        return write_kv(kv, k, v, page=page, offset=offset)
-
-    def record(
-        self, values: Shaped[Array, "T 1 choices"], pages: Shaped[Array, "pages page_size 1 choices"]
-    ) -> Shaped[Array, "pages page_size 1 choices"]:
-        """Returns the pages with the values of the tokens."""
-        page, offset = self.pages_of_tokens(pages.shape[1])
-        return write_slots(pages, values, jnp.where(page > 0, page * pages.shape[1] + offset, 0))
-
-    def pages_of_tokens(self, page_size: int) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
-        """Returns the page of each token, and its offset in the page."""
-        return page_of(self.page_table, self.token_row, self.positions, page_size=page_size)
-
-    def read_kv(
-        self,
-        q: Float[Array, "T heads head_dim"],
-        kv: Float[Array, "pages page_size kv2 head_dim"],
-        *,
-        scale: float,
-        first_key: int,
-        window: int | None,
-    ) -> Float[Array, "T heads head_dim"]:
-        """Attention of the tokens to the keys and values in their rows' pages."""
-        out = paged_attention(
-            self.by_tile(q),
-            kv,
-            positions=jnp.where(self.tile_valid, self.positions[self.tile_tokens], -1),
-            page_table=self.page_table,
-            block_row=self.tile_row,
-            scale=scale,
-            first_key=first_key,
-            window=window,
-        )
-        return self.by_token(out)
+    def by_block(self, x: Shaped[Array, "T ..."]) -> Shaped[Array, "tiles tile_size ..."]:
+        return self.by_tile(x)
 
     def by_tile(self, x: Shaped[Array, "T ..."]) -> Shaped[Array, "tiles tile_size ..."]:
         """Packed tokens as tiles. Padding is zeros."""

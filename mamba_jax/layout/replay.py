@@ -95,7 +95,7 @@ class ReplayLayout(DecodeLayout):
     ) -> Shaped[Array, "tails entries *shape"]:
         """Returns the tails with the step's own tokens."""
         position = self.length[:, None] + jnp.arange(values.shape[1])
-        return write_ring(ring, values, self.tail_id, position, self._rows(self.valid))
+        return write_ring(ring, values, self.tail_id, position, self.by_block(self.valid))
 
     def is_tail_right(self, tags: Int[Array, "tails entries"]) -> Bool[Array, " rows"]:
         """For debugging: whether the tail holds exactly the tokens since the anchor, and has room for the step's."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -78,19 +77,6 @@ def _replay(
         layout.by_row(x), weight, bias, window, ring, layout.anchored, activation=activation
     )
     return layout.by_token(y), (window, {name: ring})
-
-
-def flat(states: Sequence[tuple[Array, dict[str, Array]]]) -> list[Array]:
-    """Returns window and ring of each convolution under replay, one after the other."""
-    return [array for window, rings in states for array in (window, *rings.values())]
-
-
-def nested(
-    states: Sequence[tuple[Array, dict[str, Array]]], arrays: Sequence[Array]
-) -> tuple[tuple[Array, dict[str, Array]], ...]:
-    """Returns the states with the arrays in the order of `flat`."""
-    pairs = zip(states, arrays[::2], arrays[1::2], strict=True)
-    return tuple((window, dict.fromkeys(rings, ring)) for (_, rings), window, ring in pairs)
 
 
 @cache

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from mamba_jax.batch import num_tiles
-from mamba_jax.layout.decode import DecodeLayout, page_of
+from mamba_jax.layout.decode import DecodeLayout
+from mamba_jax.layout.paged import page_of
 from mamba_jax.layout.prefill import PrefillLayout
 
 TILE = 4
