@@ -30,7 +30,6 @@ from kernels_pallas.expert_choice import api as choice_api
 from kernels_pallas.expert_mlp import api as expert_mlp_api
 from kernels_pallas.gated_norm import api as norm_api
 from kernels_pallas.gated_recurrence import api as gated_api
-from kernels_pallas.gated_scan import api as gated_scan_api
 from kernels_pallas.grouped_matmul import api as grouped_api
 from kernels_pallas.linear import api as linear_api
 from kernels_pallas.paged_attention import api as attention_api
@@ -126,7 +125,7 @@ OPERATIONS = {
     "recurrence_scan": Operation(recurrences.scan_call, recurrence_api.SCAN, _M + _D),
     "recurrence_update": Operation(recurrences.update_call, recurrence_api.UPDATE, _M + _D),
     "recurrence_replay": Operation(recurrences.replay_call, recurrence_api.REPLAY, _M + _D),
-    "gated_scan": Operation(recurrences.gated_scan_call, gated_scan_api.GATED_SCAN, _G),
+    "gated_scan": Operation(recurrences.gated_scan_call, gated_api.GATED_SCAN, _G),
     "gated_update": Operation(recurrences.gated_update_call, gated_api.GATED_UPDATE, _G + _D),
     "gated_replay": Operation(recurrences.gated_replay_call, gated_api.GATED_REPLAY, _G + _D),
     "selective_scan": Operation(recurrences.selective_scan_call, selective_api.SCAN, _S),

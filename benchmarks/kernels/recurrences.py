@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernels.call import Call, Draw, i32, nbytes, slot_bytes
-from kernels_pallas import gated_recurrence, gated_scan, recurrence, selective_scan
+from kernels_pallas import gated_recurrence, recurrence, selective_scan
 from kernels_pallas.gated_recurrence import DeltaGates, Mamba2Gates, Projections, Weights, Windows
 from kernels_pallas.places import Anchored, Rows, Tiles
 from kernels_pallas.recurrence import Entry, Tail
@@ -195,7 +196,7 @@ def gated_scan_call(draw: Draw, shape: Any) -> Call:
     tokens, inner = shape.tiles * shape.tile_size, shape.heads * shape.head_dim
     zx, vectors = draw(tokens, 2, inner), [draw(tokens, shape.groups, shape.state) for _ in range(2)]
     decays = -draw.positive(tokens, shape.heads), draw.positive(tokens, shape.heads)
-    weights = draw(inner, shape.width), draw(inner) if shape.bias else None, draw(inner) if shape.norm else None
+    _, weights = _between_inputs(draw, dataclasses.replace(shape, rows=1, steps=1))
     states = draw.states(shape, 4)
     stores = states, draw(states.shape[0], shape.width - 1, inner)
     layout = PrefillLayout.of(
@@ -208,6 +209,5 @@ def gated_scan_call(draw: Draw, shape: Any) -> Call:
         page_table=i32([[0]]),
     )
     moved = nbytes(zx, zx) * 3 // 4 + nbytes(decays, vectors) + 2 * sum(map(slot_bytes, stores))
-    options = {"eps": 1e-5, "norm_before_gate": shape.norm_before_gate}
-    inputs = zx, *vectors, *decays, draw.positive(shape.heads), *weights
-    return Call(gated_scan.gated_scan, inputs, stores, {"packed": layout.packed}, options, moved)
+    places, options = {"packed": layout.packed}, {"gates": _gates(shape)}
+    return Call(gated_recurrence.gated_scan, (zx, *vectors, *decays, weights), stores, places, options, moved)

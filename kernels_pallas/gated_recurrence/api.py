@@ -1,4 +1,4 @@
-"""The operations between the projections of a layer with a linear recurrence, for decode.
+"""The operations between the projections of a layer with a linear recurrence.
 
     value, vectors = convolution(value, vectors)                  `kernels_pallas.causal_conv1d`
     log_decay, strength; query, key = of the vectors              `kernels_pallas.gated_recurrence.gates`
@@ -6,8 +6,9 @@
     out = norm and gate of y                                      `kernels_pallas.gated_norm`
 
 At a few rows a GPU needs longer to launch these operations one by one than to run them; as one operation they are two
-kernels. Sources: the Mamba2 block (Dao and Gu, 2024), "Gated Delta Networks" (Yang, Kautz and Hatamizadeh, 2024), "Kimi
-Linear" (Kimi Team, 2025). `kernels_pallas.gated_scan` is the same for prefill of Mamba2.
+kernels. In prefill, each reads and writes [tokens, inner]; on TPU, `gated_scan` is one kernel for Mamba2, and only its
+inputs and the output are stored in memory. Sources: the Mamba2 block (Dao and Gu, 2024), "Gated Delta Networks" (Yang,
+Kautz and Hatamizadeh, 2024), "Kimi Linear" (Kimi Team, 2025).
 
 Sums, states, gate and norm are computed in float32; values and vectors after the convolution, vectors of length 1, and
 y before the gate are rounded to the value's dtype. The rules of `kernels_pallas.slots` apply: a row may write the slot
@@ -21,12 +22,16 @@ from typing import NamedTuple
 from jaxtyping import Array, Bool, Float
 
 from kernels_pallas import dispatch
-from kernels_pallas.gated_recurrence import pallas_gpu, xla
-from kernels_pallas.gated_recurrence.gates import Gates
-from kernels_pallas.places import Anchored, Rows
+from kernels_pallas.gated_recurrence import pallas_gpu, pallas_tpu, xla
+from kernels_pallas.gated_recurrence.gates import Gates, Mamba2Gates
+from kernels_pallas.places import Anchored, Packed, Rows
 from kernels_pallas.recurrence import Tail
 from kernels_pallas.shape_check import check_groups, shapes_checked
 
+GATED_SCAN = (
+    *dispatch.kernels("tpu", pallas_tpu, "gated_scan"),
+    dispatch.Implementation("xla", xla.gated_scan),
+)
 GATED_UPDATE = (
     *dispatch.kernels("gpu", pallas_gpu, "gated_update"),
     dispatch.Implementation("xla", xla.gated_update),
@@ -74,6 +79,37 @@ class Windows(NamedTuple):
     value_ring: Float[Array, "tails ring_entries inner"] | None = None
     """As `causal_conv1d_replay` has it; None in updates."""
     vector_ring: Float[Array, "tails ring_entries channels"] | None = None
+
+
+@shapes_checked
+def gated_scan(
+    zx: Float[Array, "tokens 2 inner"],
+    query: Float[Array, "tokens groups state"],
+    key: Float[Array, "tokens groups state"],
+    log_decay: Float[Array, "tokens heads"],
+    strength: Float[Array, "tokens heads"],
+    weights: Weights,
+    store: Float[Array, "slots heads head_dim state"],
+    windows: Float[Array, "slots width-1 inner"],
+    packed: Packed,
+    *,
+    gates: Mamba2Gates,
+    implementation: str | None = None,
+) -> tuple[
+    Float[Array, "tokens inner"], Float[Array, "slots heads head_dim state"], Float[Array, "slots width-1 inner"]
+]:
+    """Convolves the values of packed rows, scans, gates and normalises, from slots to slots.
+
+    Args:
+        zx: the gate, and the convolution's input. Padding may contain any finite values.
+        query, ..., strength: as of `kernels_pallas.recurrence`, convolved already; the strength is never 0 for a token.
+        windows: inputs of the convolution of values, oldest first.
+    Returns:
+        The output in zx's dtype (of padding it is meaningless but finite), and both stores.
+    """
+    check_groups("gated_scan", strength.shape[1], key.shape[1])
+    args = zx, query, key, log_decay, strength, weights, store, windows, packed
+    return dispatch.call("gated_scan", GATED_SCAN, implementation, *args, gates=gates)
 
 
 @shapes_checked

@@ -9,6 +9,22 @@ from kernels_pallas.recurrence import reference as recurrence
 from kernels_pallas.recurrence.reference import wide
 
 
+def gated_scan(zx, query, key, log_decay, strength, weights, store, windows, packed, *, gates):
+    """Implements `api.gated_scan`. Returns the output in float64 (0 for padding), and both stores."""
+    at, valid = np.asarray(packed.tile_tokens), np.asarray(packed.tile_valid)
+    z, x = wide(zx).swapaxes(0, 1)
+    x, windows = convolution.causal_conv1d_prefill(
+        x, weights.value_taps, weights.value_bias, windows, packed
+    )
+    x, query, key = (np.asarray(v)[at] for v in (x.reshape(len(x), *store.shape[1:3]), query, key))
+    log_decay, strength = (np.where(valid[..., None], np.asarray(v)[at], 0) for v in (log_decay, strength))
+    entry = Entry(query, key, x, log_decay, strength)
+    of_tiles, store = recurrence.recurrence_scan(entry, store, packed.tiles, erase=False, skip=weights.skip)
+    y = np.zeros_like(z)
+    y[at[valid]] = of_tiles[valid].reshape(-1, y.shape[1])
+    return _output(y, z, key.shape[2], weights, gates), store, windows
+
+
 def gated_update(projections, weights, store, windows, rows, *, valid, gates):
     """Implements `api.gated_update`. Returns the output in float64, the store and the windows."""
     value, of_value = convolution.causal_conv1d_update(
@@ -20,7 +36,7 @@ def gated_update(projections, weights, store, windows, rows, *, valid, gates):
     entry = _entry(projections, weights, value, vectors, store, gates)
     entry = entry._replace(strength=np.where(valid[..., None], entry.strength, 0))
     y, store = recurrence.recurrence_update(entry, store, rows, erase=gates.erase, skip=weights.skip)
-    return _output(y, projections, weights, gates), store, (of_value, of_vectors)
+    return _output(y, projections.gate, projections.vectors.shape[3], weights, gates), store, (of_value, of_vectors)
 
 
 def gated_replay(projections, weights, store, tail, windows, places, *, gates):
@@ -39,7 +55,7 @@ def gated_replay(projections, weights, store, tail, windows, places, *, gates):
     entry = _entry(projections, weights, value, vectors, store, gates)
     y, store, tail = recurrence.recurrence_replay(entry, store, tail, places, erase=gates.erase, skip=weights.skip)
     windows = (of_value, of_vectors, value_ring, vector_ring)
-    return _output(y, projections, weights, gates), store, tail, windows
+    return _output(y, projections.gate, projections.vectors.shape[3], weights, gates), store, tail, windows
 
 
 def _flat(vectors):
@@ -61,8 +77,8 @@ def _entry(projections, weights, value, vectors, store, gates):
     return Entry(query / np.sqrt(size), key, value, log_decay, gates.beta_scale / (1 + np.exp(-wide(given.strength))))
 
 
-def _output(y, projections, weights, gates):
-    gate, groups = wide(projections.gate), projections.vectors.shape[3]
+def _output(y, gate, groups, weights, gates):
+    gate = wide(gate)
     if weights.norm is None:
         return y.reshape(gate.shape) * gate / (1 + np.exp(-gate))
     norm, options = weights.norm, {"eps": gates.eps, "norm_before_gate": gates.norm_before_gate}

@@ -2,8 +2,30 @@
 
 import jax.numpy as jnp
 
-from kernels_pallas.causal_conv1d import causal_conv1d_replay, causal_conv1d_update
-from kernels_pallas.recurrence import Entry, recurrence_replay, recurrence_update
+from kernels_pallas.causal_conv1d import causal_conv1d_prefill, causal_conv1d_replay, causal_conv1d_update
+from kernels_pallas.recurrence import Entry, recurrence_replay, recurrence_scan, recurrence_update
+
+
+def gated_scan(zx, query, key, log_decay, strength, weights, store, windows, packed, *, gates):
+    """See `api.gated_scan`."""
+    tokens, _, inner = zx.shape
+    # Flat: a TPU would lay out [tokens, 2, inner] anew for each half.
+    z, x = jnp.split(zx.reshape(tokens, 2 * inner), 2, axis=1)
+    x, windows = causal_conv1d_prefill(x, weights.value_taps, weights.value_bias, windows, packed)
+    tiles = packed.tile_tokens.shape
+
+    def by_tile(v, *shape):  # some token where there is none: the scan knows padding by its strength of 0
+        return v.reshape(tokens, -1)[packed.tile_tokens].reshape(*tiles, *shape)
+
+    entry = Entry(
+        by_tile(query, *query.shape[1:]),
+        by_tile(key, *key.shape[1:]),
+        by_tile(x, *store.shape[1:3]),
+        *(jnp.where(packed.tile_valid[..., None], v[packed.tile_tokens], 0) for v in (log_decay, strength)),
+    )
+    y, store = recurrence_scan(entry, store, packed.tiles, erase=False, skip=weights.skip)
+    y = y.reshape(-1, inner)[packed.token_in_tiles]
+    return gates.output(y, z, weights.norm, groups=key.shape[1]), store, windows
 
 
 def gated_update(projections, weights, store, windows, rows, *, valid, gates):

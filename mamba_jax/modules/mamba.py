@@ -11,8 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kernels_pallas.fixed_order import silu
-from kernels_pallas.gated_recurrence import Mamba2Gates, Projections
-from kernels_pallas.gated_scan import gated_scan
+from kernels_pallas.gated_recurrence import Mamba2Gates, Projections, gated_scan
 from mamba_jax.config import MambaConfig, need
 from mamba_jax.layout import Layout, PrefillLayout, SequenceLayout
 from mamba_jax.modules.basic import Linear, Weight, constant, initial, scaled
@@ -99,14 +98,11 @@ class Mamba(RecurrentMixer):
             query,
             key,
             *self.decays_and_strengths(given),
-            self.d[...],
-            *self.conv_x.own(given.value.shape[1]),
-            self.norm_weight(),
+            self.weights(given),
             ssm,
             conv_x,
             layout.packed,
-            eps=config.norm_eps,
-            norm_before_gate=config.norm_before_gate,
+            gates=self.gates,
         )
         return y, (ssm, conv_x, conv_bc)
 

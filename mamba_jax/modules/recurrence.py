@@ -227,11 +227,10 @@ class RecurrentMixer(nnx.Module):
         over_heads = self.norm is not None and not self.gates.erase
         return bool(groups % (self.config.num_heads // heads)) and (over_heads or groups > 1)
 
-    def _by_row(self, layout: DecodeLayout, given: Projections) -> tuple[Projections, Weights]:
-        shape, (of_values, of_vectors) = layout.shape, self.convolutions()
-        rows = [None if v is None else v.reshape(*shape, -1) for v in given]
-        vectors = given.vectors.reshape(*shape, 2, -1, self.config.state_size)
-        weights = Weights(
+    def weights(self, given: Projections) -> Weights:
+        """Returns the weights between the projections, those of this device."""
+        of_values, of_vectors = self.convolutions()
+        return Weights(
             self.a_log[...],
             self.dt_bias[...],
             self.skip(),
@@ -239,7 +238,11 @@ class RecurrentMixer(nnx.Module):
             *of_vectors.own(given.vectors.shape[1]),
             self.norm_weight(),
         )
-        return Projections(*rows)._replace(vectors=vectors), weights  # type: ignore[arg-type]
+
+    def _by_row(self, layout: DecodeLayout, given: Projections) -> tuple[Projections, Weights]:
+        rows = [None if v is None else v.reshape(*layout.shape, -1) for v in given]
+        vectors = given.vectors.reshape(*layout.shape, 2, -1, self.config.state_size)
+        return Projections(*rows)._replace(vectors=vectors), self.weights(given)  # type: ignore[arg-type]
 
     def _own_groups(self, v: Float[Array, "T channels"], heads: int) -> Float[Array, "T groups state"]:
         """Queries or keys by groups. If the device has all groups but few heads: the group of these heads."""

@@ -10,7 +10,7 @@ from operation_checks import Draw, assert_close, assert_same_bits, jitted
 
 from benchmarks.kernels.workloads import GATED
 from kernels_pallas.dispatch import UnsupportedError
-from kernels_pallas.gated_scan import gated_scan, reference
+from kernels_pallas.gated_recurrence import Mamba2Gates, Weights, gated_scan, reference
 from mamba_jax.layout import PrefillLayout
 from tests.support.selection import slow
 
@@ -46,11 +46,21 @@ def layer(draw, shape, tokens, dtype=np.float32):
         draw.normal(*of_groups, dtype=dtype),
         -draw.positive(tokens, shape.heads, scale=0.3),
         draw.positive(tokens, shape.heads, scale=0.3),
-        draw.normal(shape.heads),
-        draw.normal(inner, shape.width, dtype=dtype),
-        draw.normal(inner, dtype=dtype) if shape.bias else None,
-        draw.normal(inner, dtype=dtype) if shape.norm else None,
+        Weights(
+            None,
+            None,
+            draw.normal(shape.heads),
+            draw.normal(inner, shape.width, dtype=dtype),
+            draw.normal(inner, dtype=dtype) if shape.bias else None,
+            None,
+            None,
+            draw.normal(inner, dtype=dtype) if shape.norm else None,
+        ),
     )
+
+
+def gates(shape):
+    return Mamba2Gates((0.0, 1.0), 1e-5, shape.norm_before_gate)
 
 
 def stores(draw, shape, dtype=np.float32):
@@ -82,15 +92,14 @@ class GatedScan:
     """What a row is of itself in another call: here or there, or from one of its tiles on."""
 
     def run(self, shape, *arguments):
-        options = {"eps": 1e-5, "norm_before_gate": shape.norm_before_gate}
-        return jitted(gated_scan, implementation=self.implementation, **options)(*arguments)
+        return jitted(gated_scan, implementation=self.implementation, gates=gates(shape))(*arguments)
 
     def check(self, shape, where, dtype=np.float32, tolerance=1e-4):
         draw = Draw()
         inputs, before = layer(draw, shape, where["tokens"], dtype), stores(draw, shape, dtype)
         there = places(shape, **where)
         y, *after = self.run(shape, *inputs, *before, there)
-        want_y, *want = reference.gated_scan(*inputs, *before, there, eps=1e-5, norm_before_gate=shape.norm_before_gate)
+        want_y, *want = reference.gated_scan(*inputs, *before, there, gates=gates(shape))
         real = sum(fed for _, fed, _ in where["rows"])
         assert y.dtype == dtype
         assert np.isfinite(y.astype(np.float32)).all()
@@ -153,10 +162,10 @@ class TestTpu(GatedScan):
     @pytest.mark.parametrize("norm", [True, slow(False)])
     def test_groups_wider_than_a_block(self, norm, monkeypatch):
         # Two blocks of 8 heads, each half of a group: the norm comes after the kernel.
-        monkeypatch.setattr("kernels_pallas.gated_scan.pallas_tpu.BLOCK_BYTES", 8 * 32 * 128 * 4)
+        monkeypatch.setattr("kernels_pallas.gated_recurrence.pallas_tpu.BLOCK_BYTES", 8 * 32 * 128 * 4)
         shape = dataclasses.replace(PLAIN, heads=16, groups=1, state=128, norm=norm)
         # Without a norm, where it would come means nothing.
-        options = {"eps": 1e-5, "norm_before_gate": not norm}
+        options = {"gates": Mamba2Gates((0.0, 1.0), 1e-5, not norm)}
         run = jitted.__wrapped__(gated_scan, implementation=self.implementation, **options)
         draw = Draw()
         inputs, before, there = layer(draw, shape, 96), stores(draw, shape), places(shape, **RAGGED)
@@ -168,7 +177,7 @@ class TestTpu(GatedScan):
 
     @pytest.mark.slow
     def test_several_blocks_and_groups(self, monkeypatch):
-        monkeypatch.setattr("kernels_pallas.gated_scan.pallas_tpu.BLOCK_BYTES", 8 * 32 * 128 * 4)
+        monkeypatch.setattr("kernels_pallas.gated_recurrence.pallas_tpu.BLOCK_BYTES", 8 * 32 * 128 * 4)
         self.check(dataclasses.replace(PLAIN, name="16 heads, 4 groups", heads=16, groups=4, state=128), RAGGED)
 
     @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ EXPERTS = dataclasses.replace(
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else v.pattern,
 )
 def test_chunks_then_decode(config, named, monkeypatch):
-    monkeypatch.setattr("kernels_pallas.gated_scan.pallas_tpu.ALIGNED", TILE)
+    monkeypatch.setattr("kernels_pallas.gated_recurrence.pallas_tpu.ALIGNED", TILE)
     monkeypatch.setattr("kernels_pallas.expert_mlp.pallas_gpu.MOST", 64)
     rng = np.random.default_rng(2)
     prompt, other = ([int(t) for t in rng.integers(0, VOCAB, n)] for n in (21, 6))

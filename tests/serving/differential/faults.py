@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.gated_scan import xla as between
+from kernels_pallas.gated_recurrence import xla as between
 from mamba_jax.layout.prefill import PrefillLayout
 from mamba_jax.modules import conv as conv_module
 from serving.engine.steps.batching import BatchBuilder
@@ -27,7 +27,7 @@ STEP = [
     for part in ("programs", "step.run", "step.decode", "step.prefill", "step.heads", "step.running_rows", "step.seats")
 ]
 
-DECODE = [importlib.import_module("kernels_pallas.gated_recurrence.xla")]
+DECODE = [between]
 """What lies between projections in decode."""
 
 

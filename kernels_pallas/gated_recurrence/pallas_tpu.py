@@ -33,12 +33,10 @@ CONTEXT = 8  # rows of float32 in a memory tile; more than a convolution looks b
 VMEM_BYTES = 32 << 20  # a chip has 64 MiB or more; a kernel's default limit is 16 MiB
 
 
-def unsupported(
-    zx, query, key, log_decay, strength, skip, weight, bias, norm, store, windows, packed, *, eps, norm_before_gate
-):  # fmt: skip
+def unsupported(zx, query, key, log_decay, strength, weights, store, windows, packed, *, gates):
     """Returns why this call cannot run, or None."""
     tokens, _, inner = zx.shape
-    size, width, groups = packed.tile_tokens.shape[1], weight.shape[1], key.shape[1]
+    size, width, groups = packed.tile_tokens.shape[1], weights.value_taps.shape[1], key.shape[1]
     if tokens % ALIGNED or size % ALIGNED:
         return f"{tokens} tokens in tiles of {size}, not multiples of {ALIGNED}"
     if width - 1 > CONTEXT:
@@ -46,24 +44,24 @@ def unsupported(
     blocks = _blocks(key, store)
     if blocks.heads * store.shape[2] % LANES:
         return f"{blocks.heads} heads of {store.shape[2]}, not a multiple of {LANES} channels"
-    if norm is None:
+    if weights.norm is None:
         return None
     if _norms(blocks):
         return None if inner // groups % LANES == 0 else f"a norm of {inner // groups} channels, no multiple of {LANES}"
-    return "a norm before the gate, of groups wider than a block of heads" if norm_before_gate else None
+    return "a norm before the gate, of groups wider than a block of heads" if gates.norm_before_gate else None
 
 
 def gated_scan(
-    zx, query, key, log_decay, strength, skip, weight, bias, norm, store, windows, packed, *, eps, norm_before_gate,
-    interpret=False,
+    zx, query, key, log_decay, strength, weights, store, windows, packed, *, gates, interpret=False
 ):  # fmt: skip
     """See `api.gated_scan`."""
     tokens, _, inner = zx.shape
-    head_dim, state, groups, width = store.shape[2], store.shape[3], key.shape[1], weight.shape[1]
+    head_dim, state, groups, width = store.shape[2], store.shape[3], key.shape[1], weights.value_taps.shape[1]
     tile_tokens, valid = packed.tile_tokens, packed.tile_valid
     tiles, size = tile_tokens.shape
     blocks = _blocks(key, store)
     channels = blocks.heads * head_dim
+    norm, bias = weights.norm, weights.value_bias
     normalise = norm is not None and _norms(blocks)
     zx = zx.reshape(tokens, 2 * inner)
 
@@ -83,7 +81,7 @@ def gated_scan(
     log_decay, strength = (
         jnp.where(valid[..., None], v[tile_tokens], 0).astype(F32).swapaxes(1, 2) for v in (log_decay, strength)
     )
-    taps = jnp.concatenate([weight.T, jnp.zeros((1, inner)) if bias is None else bias[None]]).astype(F32)
+    taps = jnp.concatenate([weights.value_taps.T, jnp.zeros((1, inner)) if bias is None else bias[None]]).astype(F32)
 
     def half(first_block):  # of zx: z, or x
         window = pl.Element(fetched), pl.Element(channels)
@@ -95,9 +93,9 @@ def gated_scan(
     groups_block = (lambda h: h) if blocks.heads >= blocks.repeats else blocks.first_group
     per_group = pl.BlockSpec((1, size, blocks.groups * state), lambda h, i, *_: (i, 0, groups_block(h)))
     slot = (1, blocks.heads, head_dim, state)
-    settings = {"blocks": blocks, "head_dim": head_dim, "width": width, "eps": eps}
+    settings = {"blocks": blocks, "head_dim": head_dim, "width": width, "eps": gates.eps}
     y, store = pl.pallas_call(
-        functools.partial(_kernel, **settings, normalise=normalise, norm_before_gate=norm_before_gate),
+        functools.partial(_kernel, **settings, normalise=normalise, norm_before_gate=gates.norm_before_gate),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=8,
             grid=(blocks.count, tiles),
@@ -148,13 +146,13 @@ def gated_scan(
         key.reshape(tokens, groups * state)[tile_tokens],
         log_decay,
         strength,
-        jnp.repeat(skip.astype(F32), head_dim)[None],
+        jnp.repeat(weights.skip.astype(F32), head_dim)[None],
         (jnp.ones(inner) if norm is None else norm).astype(F32)[None],
         valid.astype(F32)[:, None],
         store,
     )
     if norm is not None and not normalise:
-        y = rms_norm(y, norm, groups=groups, eps=eps)
+        y = rms_norm(y, norm, groups=groups, eps=gates.eps)
     # Tokens outside all tiles are not written.
     return jnp.where((jnp.arange(tokens) < count.sum())[:, None], y, 0), store, windows
 
