@@ -37,8 +37,6 @@ class Order:
     """Whether a new token is no padding."""
     index_of_new: Int[Array, "rows steps"]
     """Indices of new tokens in the order."""
-    seen: Bool[Array, "rows steps entries"]
-    """Whether a new token is at or after that entry's token."""
 
     @classmethod
     def of(cls, anchor_length, length, num_tokens, *, entries: int, steps: int) -> Order:
@@ -54,7 +52,6 @@ class Order:
             position < length[:, None],
             step < num_tokens[:, None],
             index_of_new,
-            valid[:, None] & (count <= index_of_new[..., None]),
         )
 
 

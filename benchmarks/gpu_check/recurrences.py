@@ -56,7 +56,7 @@ def check_update(recurrence: Recurrence, sizes: Sizes, copy: float, deadline: De
         slots = (np.random.default_rng(0).permutation(rows * (steps + 1)) + 1).astype(np.int32)
         args = (recurrence.layer(sizes, rows, steps), Rows(slots[:rows], slots[rows:].reshape(rows, steps)))
         ok &= compare(
-            name, sizes, update, ["xla_all_rows"], partial(sizes.store, len(slots) + 1, dtype), args,
+            name, sizes, update, ["xla"], partial(sizes.store, len(slots) + 1, dtype), args,
             rows=rows, steps=steps, store=jnp.dtype(dtype).name, moved=rows * (1 + steps) * sizes.slot_bytes(dtype),
             copy=copy,
         )  # fmt: skip

@@ -13,9 +13,7 @@ def gated_scan(zx, query, key, log_decay, strength, weights, store, windows, pac
     """Implements `api.gated_scan`. Returns the output in float64 (0 for padding), and both stores."""
     at, valid = np.asarray(packed.tile_tokens), np.asarray(packed.tile_valid)
     z, x = wide(zx).swapaxes(0, 1)
-    x, windows = convolution.causal_conv1d_prefill(
-        x, weights.value_taps, weights.value_bias, windows, packed
-    )
+    x, windows = convolution.causal_conv1d_prefill(x, weights.value_taps, weights.value_bias, windows, packed)
     x, query, key = (np.asarray(v)[at] for v in (x.reshape(len(x), *store.shape[1:3]), query, key))
     log_decay, strength = (np.where(valid[..., None], np.asarray(v)[at], 0) for v in (log_decay, strength))
     entry = Entry(query, key, x, log_decay, strength)

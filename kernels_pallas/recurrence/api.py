@@ -58,7 +58,6 @@ UPDATE = (
     *dispatch.kernels("gpu", update_gpu, "update"),
     *native.implementations(native.update, native.update_unsupported),
     dispatch.Implementation("xla", update_xla.update),
-    dispatch.Implementation("xla_row_blocks", update_xla.row_blocks),
     dispatch.Implementation("xla_all_rows", update_xla.all_rows),
 )
 REPLAY = (
@@ -66,7 +65,6 @@ REPLAY = (
     *dispatch.kernels("gpu", replay_gpu, "replay"),
     dispatch.Implementation("native", native.replay, native.replay_unsupported, "cpu"),
     dispatch.Implementation("xla", replay_xla.replay),
-    dispatch.Implementation("xla_row_blocks", replay_xla.row_blocks),
     dispatch.Implementation("xla_all_rows", replay_xla.all_rows),
 )
 

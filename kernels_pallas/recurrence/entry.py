@@ -31,11 +31,6 @@ class Entry(NamedTuple):
         return (self.strength != 0).any(axis=2)
 
     @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to compute."""
-        return 0 in (*self.value.shape, *self.key.shape)
-
-    @property
     def repeats(self) -> int:
         """Heads of a group."""
         return self.value.shape[2] // self.key.shape[2]

@@ -1,4 +1,4 @@
-"""The replay as one TPU kernel, on the grid of `kernels_pallas.tpu_replay`.
+"""The replay as one TPU kernel, on the grid of `kernels_pallas.recurrence.replay.tpu_rows`.
 
 The form is that of `kernels_pallas.recurrence.replay.by_head` (`tpu_by_channel` has the other one, and `tpu_lanes` the
 one without erasing): keys and queries of the new tokens are the rows of one operand, which the matrix unit multiplies
@@ -14,10 +14,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas import tpu_replay
-from kernels_pallas.recurrence.replay import tpu_by_channel, tpu_lanes
+from kernels_pallas.recurrence.replay import tpu_by_channel, tpu_lanes, tpu_rows
+from kernels_pallas.recurrence.replay.tpu_rows import BLOCK_BYTES, HeadDecays, Inputs, Row, fine_dot, group_block
 from kernels_pallas.tpu_blocks import blocks_in_lanes, dot
-from kernels_pallas.tpu_replay import BLOCK_BYTES, HeadDecays, Inputs, Row, fine_dot, group_block
 
 F32 = jnp.float32
 _REGISTER = 8  # rows
@@ -51,7 +50,7 @@ def replay(entry, store, tail, places, *, erase, skip, interpret=False):
         weight = jnp.zeros(heads) if skip is None else skip
         inputs.append(by.constant(jnp.repeat(weight.astype(F32), head_dim), blocks.count))
     token_bytes = 2 * heads * head_dim * value.dtype.itemsize + 8 * heads + 2 * groups * state * key.dtype.itemsize
-    return tpu_replay.replay(
+    return tpu_rows.replay(
         functools.partial(_compute, by_channel=by_channel, head_dim=head_dim)
         if erase
         else functools.partial(tpu_lanes.compute, head_dim=head_dim),
@@ -63,7 +62,7 @@ def replay(entry, store, tail, places, *, erase, skip, interpret=False):
         dtype=value.dtype,
         blocks=blocks,
         memory=memory,
-        cost=tpu_replay.cost(
+        cost=tpu_rows.cost(
             store, tail, rows=rows, steps=several * steps, interval=several * places.interval,
             inputs_bytes=rows * steps * token_bytes,
         ),

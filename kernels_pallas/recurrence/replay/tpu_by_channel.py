@@ -10,8 +10,8 @@ import functools
 import jax.numpy as jnp
 from jax import lax
 
+from kernels_pallas.recurrence.replay.tpu_rows import Row, group_block
 from kernels_pallas.tpu_blocks import accurate_dot, dot
-from kernels_pallas.tpu_replay import Row, group_block
 
 F32 = jnp.float32
 

@@ -14,14 +14,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kernels_pallas.heads import HeadBlocks
+from kernels_pallas.recurrence.replay.tpu_rows import HeadDecays, Row, fine_dot, group_block
 from kernels_pallas.tpu_blocks import dot, heads_together
-from kernels_pallas.tpu_replay import HeadDecays, Row, fine_dot, group_block
 
 F32 = jnp.float32
 
 
 def compute(row: Row, inputs, state_in, y, state_out, tail, memory, *, head_dim: int):
-    """Computes the block; see `kernels_pallas.tpu_replay.replay`."""
+    """Computes the block; see `kernels_pallas.recurrence.replay.tpu_rows.replay`."""
     query, key, value, log_decay, strength, skip = inputs
     tail_value, tail_key, tail_decay, tail_strength = tail
     decays = HeadDecays(*memory)

@@ -5,7 +5,7 @@ writes back; states and tails are input and output in one buffer. The pipeline m
 changes, so a row that needs no block (no anchor, no state due, padding) selects the block that is already in VMEM.
 
 Tails stay in HBM. The kernel copies only some entries of each tail, one row ahead of their use: it fetches the entries
-with a token since the anchor and writes back those with a new token (`kernels_pallas.tail_copies`).
+with a token since the anchor and writes back those with a new token (`kernels_pallas.recurrence.replay.tpu_tails`).
 
 The pipeline fetches the next row's anchor while it writes this row's state. Therefore no row may write a slot that
 another row reads (`kernels_pallas.slots`).
@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 
 from kernels_pallas.heads import HeadBlocks
 from kernels_pallas.places import Anchored
-from kernels_pallas.tail_copies import TailCopies, moved_entries, registers, scratch
+from kernels_pallas.recurrence.replay.tpu_tails import TailCopies, moved_entries, registers, scratch
 from kernels_pallas.tails import row_numbers
 from kernels_pallas.tpu_blocks import LANES, dot, in_large_memory
 
