@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,3 +89,18 @@ def draft_log_probs(model: HybridModel, tokens: np.ndarray) -> np.ndarray:
         return jax.nn.log_softmax(model.draft_logits(out))[1:]
 
     return np.asarray(run(model, tokens))
+
+
+def chosen_logprobs(choice: Any) -> list[float]:
+    """The log-probability of each token of an output's choice."""
+    return [table[token].logprob for token, table in zip(choice.token_ids, choice.logprobs, strict=True)]
+
+
+def said(output: Any) -> tuple[list[int], np.ndarray]:
+    """The tokens of an output's first choice, and their log-probabilities."""
+    return list(output.outputs[0].token_ids), np.array(chosen_logprobs(output.outputs[0]))
+
+
+def same(one: tuple[list[int], np.ndarray], other: tuple[list[int], np.ndarray]) -> bool:
+    """Whether two outputs, as `said` returns them, are equal up to rounding."""
+    return one[0] == other[0] and np.allclose(one[1], other[1], atol=TO_HUGGING_FACE)

@@ -5,6 +5,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from serving.engine.engine import Engine
     from tests.support.engine_harness import EngineHarness
 
 
@@ -25,3 +28,17 @@ def quick_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
 
     quick = partial(StepPrograms, compiler_options=QUICK_COMPILE)
     monkeypatch.setattr("serving.engine.assembly.build.StepPrograms", quick)
+
+
+@pytest.fixture(scope="module")
+def structured(harness: "EngineHarness") -> "Callable[[], Engine]":
+    """Makes engines that follow grammars of letters."""
+    from mamba_jax.programs import StepPrograms
+    from serving.config import EngineConfig
+    from serving.engine.assembly.build import assemble
+    from tests.support.engines import QUICK_COMPILE
+    from tests.support.letter_tokens import EOS, letters
+
+    config = EngineConfig.create(**harness.flags, enable_structured_outputs=True)
+    programs = StepPrograms(harness.model, tile_size=harness.flags["tile_size"], compiler_options=QUICK_COMPILE)
+    return lambda: assemble(config, harness.model, tokenizer=letters(), eos_token_ids=(EOS,), programs=programs).engine

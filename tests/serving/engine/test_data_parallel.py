@@ -239,27 +239,6 @@ def test_held_replicas_are_passed_over(harness, maker):
 
 
 @pytest.mark.full
-def test_statistics_are_those_of_all(harness, maker):
-    rng = random.Random(9)
-
-    async def body(replicas):
-        repeated = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logit_bias={5: 100.0})
-        await asyncio.gather(*(last(replicas, harness.prompt(rng, 20), repeated) for _ in range(6)))
-        stats = replicas.latest_stats
-        assert [each["requests"] for each in stats["engines"]] == [3, 3]
-        assert (stats["requests"], stats["output_tokens"]) == (6, 48)
-        assert stats["loop"]["steps"] == sum(each["loop"]["steps"] for each in stats["engines"])
-        assert stats["slots"]["total"] == sum(each["slots"]["total"] for each in stats["engines"])
-        assert stats["weights"] == {"version": "0", "updates": 0}
-        drafts = stats["drafts"]
-        assert drafts["drafted"] == sum(each["drafts"]["drafted"] for each in stats["engines"]) > 0
-        assert drafts["mean_acceptance_length"] == 1 + drafts["accepted"] / drafts["steps"]
-        assert len(drafts["acceptance_at"]) == 2
-
-    served(maker, body, **DRAFTS["drafts"])
-
-
-@pytest.mark.full
 def test_new_weights_come_to_all_under_one_version(harness, maker, monkeypatch):
     engines = maker.make(fresh=True)
     first = engines[0].loop.programs.weights

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from dataclasses import asdict
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +17,7 @@ from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly.build import assemble
 from serving.engine.assembly.drafting import draft_source
 from serving.engine.requests.sampling_params import SamplingParams
-from serving.engine.stats import DraftStats
+from serving.engine.stats import DraftStats, merged_stats
 from tests.support.engines import QUICK_COMPILE, use_widest_steps
 
 NGRAM = NGramDrafts(1, 4)
@@ -238,3 +239,16 @@ def test_counters_of_drafts():
         "acceptance_at": [2 / 3, 1 / 2, 0],
         "mean_acceptance_length": 2,
     }
+
+
+def test_statistics_of_replicas_are_added():
+    def stats(drafts, version):
+        loop = {"steps": 5, "drafts": asdict(drafts)}
+        weights = {"version": version, "updates": int(version)}
+        return {"requests": 3, "loop": loop, "weights": weights, "slots": {"total": 9}, "held": None}
+
+    found = merged_stats([stats(DraftStats(2, [2, 1], [1, 0]), "0"), stats(DraftStats(2, [2], [2]), "1")])
+    assert (found["requests"], found["loop"]["steps"], found["slots"]) == (6, 10, {"total": 18})
+    assert found["weights"] == {"version": "0, 1", "updates": 1}
+    assert found["drafts"] == DraftStats(4, [4, 1], [3, 0]).summary()
+    assert len(found["engines"]) == 2

@@ -15,7 +15,7 @@ from serving.core.cache.content import Scope
 from serving.engine.assembly.build import assemble
 from serving.engine.request_error import RequestError, RequestFailed
 from tests.support.engines import QUICK_COMPILE, finish
-from tests.support.letter_tokens import EOS, ID, TOO_BIG, letters
+from tests.support.letter_tokens import ID, TOO_BIG
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 FAILS_AT_ONCE = SamplingParams(
@@ -24,14 +24,6 @@ FAILS_AT_ONCE = SamplingParams(
     structured_outputs={"grammar": "start: /[c-z]/ | " + TOO_BIG},  # other outputs pass the grammar's trial
     logit_bias={ID["ab"]: 100},
 )
-
-
-@pytest.fixture(scope="module")
-def structured(harness):
-    """Makes engines that follow grammars of letters."""
-    config = EngineConfig.create(**harness.flags, enable_structured_outputs=True)
-    programs = StepPrograms(harness.model, tile_size=harness.flags["tile_size"], compiler_options=QUICK_COMPILE)
-    return lambda: assemble(config, harness.model, tokenizer=letters(), eos_token_ids=(EOS,), programs=programs).engine
 
 
 def test_what_ends_during_a_step_is_answered_by_that_step(structured):

@@ -16,7 +16,7 @@ from checkpoints.errors import CheckpointError
 from mamba_jax.adapters import targets
 from mamba_jax.model import parameters
 from serving import LLM, ConfigError, LoRARequest, RequestError, SamplingParams
-from tests.support.golden_case import FIXTURES, TO_HUGGING_FACE, Case
+from tests.support.golden_case import FIXTURES, TO_HUGGING_FACE, Case, chosen_logprobs
 from tests.support.selection import slow
 
 FLAGS = {
@@ -96,10 +96,9 @@ def test_a_mixed_batch_equals_merged_checkpoints(fixture, tmp_path):
     for name, each, output, one in zip(names, prompts, together, alone, strict=True):
         choice, again = output.outputs[0], one.outputs[0]
         assert choice.token_ids == again.token_ids
-        said = [table[token].logprob for token, table in zip(choice.token_ids, choice.logprobs, strict=True)]
-        same = [table[token].logprob for token, table in zip(again.token_ids, again.logprobs, strict=True)]
-        np.testing.assert_allclose(said, same, atol=TO_HUGGING_FACE)
-        np.testing.assert_allclose(said, log_probs(models[name], each, list(choice.token_ids)), atol=TO_HUGGING_FACE)
+        told = chosen_logprobs(choice)
+        np.testing.assert_allclose(told, chosen_logprobs(again), atol=TO_HUGGING_FACE)
+        np.testing.assert_allclose(told, log_probs(models[name], each, list(choice.token_ids)), atol=TO_HUGGING_FACE)
         found.append(log_probs(models[name], prompt, [1, 2, 3]))
     assert min(np.abs(found[0] - found[1]).max(), np.abs(found[2] - found[1]).max()) > 10 * TO_HUGGING_FACE
 
@@ -168,9 +167,6 @@ def test_two_devices_give_the_outputs_of_one(fixture, tmp_path):
     for devices in (1, 2):
         with LLM(str(FIXTURES / fixture), **FLAGS, lora_experts=True, tensor_parallel_size=devices) as llm:
             outputs.append(llm.generate(prompt, params, lora_request=request)[0].outputs[0])
-    one, two = (
-        [table[token].logprob for token, table in zip(output.token_ids, output.logprobs, strict=True)]
-        for output in outputs
-    )
+    one, two = map(chosen_logprobs, outputs)
     assert outputs[0].token_ids == outputs[1].token_ids
     np.testing.assert_allclose(two, one, atol=TO_HUGGING_FACE)

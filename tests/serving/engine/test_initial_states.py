@@ -10,14 +10,9 @@ import numpy as np
 import pytest
 
 from checkpoints import load_config
-from checkpoints.adapters.initial_state import (
-    INITIAL_STATE_FILE,
-    initial_state_shapes,
-    read_initial_state,
-    write_initial_state,
-)
+from checkpoints.adapters.initial_state import initial_state_shapes, read_initial_state, write_initial_state
 from serving import LLM, LoRARequest, RequestError, SamplingParams
-from tests.support.golden_case import FIXTURES, TO_HUGGING_FACE, Case
+from tests.support.golden_case import FIXTURES, TO_HUGGING_FACE, Case, said, same
 from tests.support.prompt_stepper import PromptStepper
 from tests.support.selection import slow
 
@@ -75,16 +70,6 @@ def slot_arrays(seed):
     return [{name: jnp.asarray(value) for name, value in arrays.items()} for arrays in state.slot_arrays(config)]
 
 
-def said(output):
-    choice = output.outputs[0]
-    tables = zip(choice.token_ids, choice.logprobs, strict=True)
-    return list(choice.token_ids), np.array([table[token].logprob for token, table in tables])
-
-
-def same(one, other):
-    return one[0] == other[0] and np.allclose(one[1], other[1], atol=TO_HUGGING_FACE)
-
-
 @pytest.fixture(scope="module")
 def llm():
     with LLM(str(FIXTURES / FIXTURE), max_initial_states=2, **FLAGS) as made:
@@ -113,45 +98,6 @@ def test_a_state_of_zeros_is_the_base_model(llm, tmp_path):
     assert same(said(output), expected(None))
 
 
-def test_a_reloaded_name_finds_no_state_of_the_old_content(llm, tenants, tmp_path):
-    tenant = LoRARequest("tenant", 1, str(tmp_path / "tenant"))
-    shutil.copytree(tenants[0].lora_path, tenant.lora_path)
-    for cached in (False, True):
-        (output,) = llm.generate(PROMPT, GREEDY, lora_request=tenant, cache_salt="reload")
-        assert (output.num_cached_tokens > 0) == cached
-        assert same(said(output), expected(0))
-    shutil.copy(f"{tenants[1].lora_path}/{INITIAL_STATE_FILE}", tenant.lora_path)
-    llm.load_lora_adapter("tenant", tenant.lora_path)
-    (output,) = llm.generate(PROMPT, GREEDY, lora_request=tenant, cache_salt="reload")
-    assert output.num_cached_tokens == 0
-    assert same(said(output), expected(1))
-    # The old content under another name finds the old states.
-    (output,) = llm.generate(PROMPT, GREEDY, lora_request=tenants[0], cache_salt="reload")
-    assert output.num_cached_tokens > 0
-    assert same(said(output), expected(0))
-
-
-@pytest.mark.full
-def test_more_tenants_than_slots(llm, tenants):
-    with pytest.raises(
-        RequestError, match="unfinished requests use all 2 loaded adapters; try again, or raise max_init"
-    ):
-        llm.generate([PROMPT] * 3, GREEDY, lora_request=tenants)
-    assert not llm.engine.num_unfinished
-    assert not llm.engine.adapters.num_users
-    compiled = []
-    for _ in range(3):  # cold, then with cached prefixes, which can need a program for shorter chunks, then the same
-        for seed, tenant in enumerate(tenants):
-            (output,) = llm.generate(PROMPT, GREEDY, lora_request=tenant)
-            assert same(said(output), expected(seed))
-        compiled.append(llm.compilations)
-    assert compiled[1] == compiled[2]
-    llm.unload_lora_adapter(tenants[2].lora_name)
-    with pytest.raises(RequestError, match="is not loaded"):
-        llm.unload_lora_adapter(tenants[2].lora_name)
-    llm.engine.loop.scheduler.check(idle=True)
-
-
 @pytest.mark.full
 def test_a_lost_store_gets_its_initial_states_again(llm, tenants):
     def fail(plan):
@@ -170,14 +116,6 @@ def test_a_lost_store_gets_its_initial_states_again(llm, tenants):
     outputs = llm.generate([PROMPT] * 2, GREEDY, lora_request=tenants[:2], cache_salt="slept")
     assert same(said(outputs[0]), expected(0))
     assert same(said(outputs[1]), expected(1))
-
-
-def test_refusals_name_the_flag(llm, tenants, tmp_path):
-    lora = shutil.copytree(FIXTURES / "lfm2" / "adapter", tmp_path / "lora")
-    with pytest.raises(RequestError, match=r"the model has no|LoRA matrices, which need the flag enable_lora"):
-        llm.load_lora_adapter("lora", str(lora))
-    with pytest.raises(RequestError, match="not a directory"):
-        llm.load_lora_adapter("absent", str(tmp_path / "absent"))
 
 
 @pytest.mark.full

@@ -8,9 +8,8 @@ import pytest
 
 from checkpoints.adapters.adapter import CONFIG_FILE
 from serving import LLM, LoRARequest, RequestError, SamplingParams
-from serving.core.cache.cache import Cache
 from serving.core.cache.content import Scope, root
-from tests.support.golden_case import FIXTURES, TO_HUGGING_FACE, Case
+from tests.support.golden_case import FIXTURES, TO_HUGGING_FACE, Case, said, same
 
 FIXTURE = "lfm2"
 FLAGS = {
@@ -41,16 +40,6 @@ def strengthen(directory, alpha):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": alpha}))
 
 
-def said(output):
-    choice = output.outputs[0]
-    tables = zip(choice.token_ids, choice.logprobs, strict=True)
-    return list(choice.token_ids), np.array([table[token].logprob for token, table in tables])
-
-
-def same(one, other):
-    return one[0] == other[0] and np.allclose(one[1], other[1], atol=TO_HUGGING_FACE)
-
-
 def alone(llm, prompt, request, salt):
     """What a request says that finds nothing in the cache."""
     (output,) = llm.generate(prompt, GREEDY, lora_request=request, cache_salt=salt)
@@ -58,14 +47,19 @@ def alone(llm, prompt, request, salt):
     return said(output)
 
 
-def test_an_adapter_says_what_peft_says(llm, prompt, directory):
-    (output,) = llm.generate(prompt, GREEDY, lora_request=LoRARequest("peft", 1, str(directory)))
+def next_token(output, prompt, directory):
+    """The first token, its log-probability, and those that PEFT gives for the likeliest tokens."""
     with np.load(directory / "logprobs.npz") as golden:
         assert golden["positions"][-1] == len(prompt) - 1
         expected = dict(zip(golden["ids"][-1].tolist(), golden["logprobs"][-1].tolist(), strict=True))
-    token, table = output.outputs[0].token_ids[0], output.outputs[0].logprobs[0]
+    return said(output)[0][0], said(output)[1][0], expected
+
+
+def test_an_adapter_says_what_peft_says(llm, prompt, directory):
+    (output,) = llm.generate(prompt, GREEDY, lora_request=LoRARequest("peft", 1, str(directory)))
+    token, logprob, expected = next_token(output, prompt, directory)
     assert token == max(expected, key=expected.get)
-    assert table[token].logprob == pytest.approx(expected[token], abs=TO_HUGGING_FACE)
+    assert logprob == pytest.approx(expected[token], abs=TO_HUGGING_FACE)
 
 
 @pytest.mark.full
@@ -103,22 +97,6 @@ def test_a_reloaded_name_finds_no_state_of_the_old_adapter(llm, prompt, director
     output = llm.generate(prompt, GREEDY, lora_request=LoRARequest("renamed", 2, str(directory)))[0]
     assert output.num_cached_tokens > 0
     assert same(said(output), first)
-
-
-def test_a_stale_state_would_be_seen(llm, prompt, directory, monkeypatch):
-    def by_name_only(self, salt, adapter=None):
-        return Scope(salt, self.weights, self.lineage, None if adapter is None else "tenant")
-
-    strengthen(directory, 3)
-    llm.load_lora_adapter("stale", str(directory))
-    request = LoRARequest("stale", 1, str(directory))
-    monkeypatch.setattr(Cache, "scope", by_name_only)
-    llm.generate(prompt, GREEDY, lora_request=request, cache_salt="stale")
-    strengthen(directory, 13)
-    llm.load_lora_adapter("stale", str(directory))
-    output = llm.generate(prompt, GREEDY, lora_request=request, cache_salt="stale")[0]
-    assert output.num_cached_tokens > 0
-    assert not same(said(output), alone(llm, prompt, request, "truth"))
 
 
 def test_no_entry_is_written_while_a_request_uses_it(llm, prompt, directory):
@@ -162,10 +140,8 @@ def test_quantized_weights_have_adapters_too(prompt, directory):
     with LLM(str(FIXTURES / FIXTURE), enable_lora=True, max_lora_rank=4, quantization="int8", **FLAGS) as narrow:
         found = narrow.generate(prompt, GREEDY, lora_request=request)[0]
         plain = narrow.generate(prompt, GREEDY)[0]
-    with np.load(directory / "logprobs.npz") as golden:
-        expected = dict(zip(golden["ids"][-1].tolist(), golden["logprobs"][-1].tolist(), strict=True))
-    token, table = found.outputs[0].token_ids[0], found.outputs[0].logprobs[0]
-    assert table[token].logprob == pytest.approx(expected[token], abs=0.1)
+    token, logprob, expected = next_token(found, prompt, directory)
+    assert logprob == pytest.approx(expected[token], abs=0.1)
     assert not same(said(found), said(plain))
 
 

@@ -6,18 +6,13 @@ import time
 import numpy as np
 import pytest
 
-from mamba_jax.programs import StepPrograms
 from serving import SamplingParams
-from serving.config import EngineConfig
 from serving.core import Request
-from serving.engine.assembly.build import assemble
 from serving.engine.request_error import RequestError
 from serving.engine.structured import mask_workers
 from serving.engine.structured.grammar_state import Constraint
 from serving.engine.structured.mask_workers import FollowedChoice, MaskWorkers
 from serving.points.inbox import Inbox
-from tests.support.engines import QUICK_COMPILE
-from tests.support.letter_tokens import EOS, letters
 
 
 class Scripted:
@@ -102,13 +97,6 @@ def test_masks_that_cannot_be_computed_are_the_requests_own_failure():
         refused = workers.pop_refused()
     assert "nothing to divide" in refused[0][1]
     assert not refused[0][2]
-
-
-@pytest.fixture(scope="module")
-def structured(harness):
-    config = EngineConfig.create(**harness.flags, enable_structured_outputs=True)
-    programs = StepPrograms(harness.model, tile_size=harness.flags["tile_size"], compiler_options=QUICK_COMPILE)
-    return lambda: assemble(config, harness.model, tokenizer=letters(), eos_token_ids=(EOS,), programs=programs).engine
 
 
 @pytest.mark.full

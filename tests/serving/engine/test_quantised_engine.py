@@ -13,7 +13,6 @@ from checkpoints.load import load_model
 from mamba_jax.model import parameters
 from mamba_jax.sharding import TENSOR
 from serving import LLM, SamplingParams
-from tests.support import split_pair
 from tests.support.engine_harness import SMALL
 from tests.support.golden_case import full_log_probs
 from tests.support.quantised_checkpoints import METHODS, config_of, write_mixed, write_quantised
@@ -137,18 +136,3 @@ def test_scales_lie_where_their_values_lie(mixed):
         while spec and spec[-1] is None:
             spec.pop()
         assert tuple(spec) == divided, path
-
-
-@pytest.mark.full
-def test_prefill_and_decode_on_two_workers(mixed, monkeypatch):
-    model = load_model(mixed[0], dtype="float32", progress=False)
-    monkeypatch.setattr(split_pair, "model", lambda seed=3: model)
-    monkeypatch.setattr(split_pair, "CONFIG", model.config)
-    for cached in ("programs", "points", "digest", "alone"):
-        monkeypatch.setattr(split_pair, cached, functools.cache(getattr(split_pair, cached).__wrapped__))
-    pair = split_pair.Pair("all", "mtp")
-    for length, handoff in ((1, "full"), (split_pair.B, "recompute-last"), (2 * split_pair.B + 3, "full")):
-        prompt = split_pair.tokens(length, length)
-        split_pair.assert_as_alone(prompt, pair.run(prompt, handoff), (length, handoff))
-    pair.assert_idle()
-    assert np.isfinite(full_log_probs(model, [[1, 2, 3]])[0]).all()

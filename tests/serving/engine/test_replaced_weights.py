@@ -172,14 +172,6 @@ def test_a_refit_that_fails_keeps_the_rounded_weights(checkpoint, quantization):
         for kind in (np.asarray, jnp.asarray):
             with pytest.raises(RequestError, match=f"the new weights: 1 with NaN or infinity: {name}"):
                 llm.update_weights(good | {name: kind(bad)})
-    for change, message in (
-        ({name: good[name][:-1]}, rf"{name} is \[\d+, 32\], expected"),
-        ({name: good[name].astype(np.int32)}, f"{name} is int32"),
-    ):
-        with pytest.raises(RequestError, match=message):
-            llm.update_weights(good | change)
-    with pytest.raises(RequestError, match=f"missing: {name}"):
-        llm.update_weights({other: value for other, value in good.items() if other != name})
     own = {path: leaf.get_value() for path, leaf in parameters(load_model(checkpoint(1), progress=False)).items()}
     part = {"blocks.0.mixer.in_proj_zx.weight": own["blocks.0.mixer.in_proj_zx.weight"]}
     if quantization == "nvfp4":

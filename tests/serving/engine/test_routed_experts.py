@@ -122,11 +122,3 @@ def test_the_server_returns_them_with_token_ids(experts_of):
         assert choice.get("routed_experts") is None
     finally:
         server.close()
-
-
-@pytest.mark.full
-def test_without_the_flag_there_are_none():
-    llm = LLM(str(MODEL), **(FLAGS | {"enable_return_routed_experts": False}))
-    assert llm.engine.loop.store.experts is None
-    (output,) = llm.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(max_tokens=1))
-    assert output.outputs[0].routed_experts is None

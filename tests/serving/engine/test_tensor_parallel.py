@@ -171,18 +171,13 @@ def assert_lean(llm):
 
 
 @pytest.mark.parametrize(
-    ("shards", "message"),
+    ("case", "shards", "message"),
     [
-        (3, "tensor_parallel_size 3 does not divide this model's 16 Mamba heads"),
-        (16, "tensor_parallel_size 16 does not divide this model's 136 MLP channels"),
+        (EIGHT, 3, "tensor_parallel_size 3 does not divide this model's 16 Mamba heads"),
+        (EIGHT, 16, "tensor_parallel_size 16 does not divide this model's 136 MLP channels"),
+        (Case("mamba2", FAMILIES["mamba2"].changes | {"num_heads": 16, "head_dim": 9}), 16, "JAX sees 8 cpu device"),
     ],
 )
-def test_what_does_not_divide_is_refused(shards, message, tmp_path):
+def test_what_does_not_divide_is_refused(case, shards, message, tmp_path):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        LLM(write_checkpoint(tmp_path, EIGHT), tensor_parallel_size=shards)
-
-
-def test_too_few_devices(tmp_path):
-    sixteen = Case("mamba2", FAMILIES["mamba2"].changes | {"num_heads": 16, "head_dim": 9})
-    with pytest.raises(ConfigError, match="JAX sees 8 cpu device"):
-        LLM(write_checkpoint(tmp_path, sixteen), tensor_parallel_size=16)
+        LLM(write_checkpoint(tmp_path, case), tensor_parallel_size=shards)
