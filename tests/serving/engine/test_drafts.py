@@ -115,35 +115,6 @@ def test_tokens_are_those_without_drafts(drafting, traffic, mode):
         assert drafts.accepted > 0
 
 
-@pytest.mark.full
-def test_a_second_turn_finds_what_was_decoded(drafting):
-    """States and pages that were finished in the middle of a step with drafts are hit, and are what they should be."""
-    rng = random.Random(11)
-    prompt = repetitive(drafting.plain, rng, 20)
-    greedy = among_few(SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True))
-    engine = drafting.engine("all")
-    (first,) = drafting.harness.run(engine, [prompt], greedy)
-    turn = [*prompt, *first.outputs[0].token_ids, *repetitive(drafting.plain, rng, 9)]
-    after = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-    (second,) = drafting.harness.run(engine, [turn], after)
-    assert second.num_cached_tokens == 96
-    (cold,) = drafting.alone([turn], [after])
-    drafting.plain.assert_greedy(turn, cold, second.outputs[0].token_ids)
-
-
-@pytest.mark.full
-def test_seeded_draws_are_those_without_drafts(drafting):
-    rng = random.Random(13)
-    prompts = [repetitive(drafting.plain, rng, rng.randrange(2, 90)) for _ in range(9)]
-    params = [
-        among_few(SamplingParams(temperature=rng.choice([0.3, 1.0]), top_p=0.9, seed=i, max_tokens=30, ignore_eos=True))
-        for i in range(9)
-    ]
-    alone = drafting.alone(prompts, params)
-    outputs = drafting.harness.run(drafting.engine("all"), prompts, params)
-    assert [output.outputs[0].token_ids for output in outputs] == alone
-
-
 def test_outputs_end_where_they_end_without_drafts(drafting):
     """A stop token, a stop text and max_tokens, wherever in a run of drafts they come."""
     rng = random.Random(17)

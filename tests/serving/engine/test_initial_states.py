@@ -14,7 +14,6 @@ from checkpoints.adapters.initial_state import initial_state_shapes, read_initia
 from serving import LLM, LoRARequest, RequestError, SamplingParams
 from tests.support.golden_case import FIXTURES, TO_HUGGING_FACE, Case, said, same
 from tests.support.prompt_stepper import PromptStepper
-from tests.support.selection import slow
 
 FIXTURE = "nemotronh-moe"
 FLAGS = {
@@ -144,46 +143,6 @@ def test_it_continues_a_text_as_hugging_face_does(tmp_path):
     token, table = output.outputs[0].token_ids[0], output.outputs[0].logprobs[0]
     assert token == max(golden, key=golden.get)
     assert table[token].logprob == pytest.approx(golden[token], abs=TO_HUGGING_FACE)
-
-
-DRAFTS = {"speculative_method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"mamba_cache_mode": "none"},
-        {"mamba_cache_mode": "align", "max_num_batched_tokens": 40},
-        slow({"mamba_cache_mode": "all", "max_num_batched_tokens": 40}),
-        slow({"enable_chunked_prefill": False}),
-        slow({"mamba_cache_mode": "align", **DRAFTS, "replay_interval": 1}),
-        slow({"mamba_cache_mode": "none", **DRAFTS, "replay_interval": 1}),
-        {**DRAFTS, "replay_interval": 16, "max_num_batched_tokens": 40},
-        {"replay_interval": 16, "mixed_steps": True, "max_num_batched_tokens": 40},
-        {**DRAFTS, "mixed_steps": True, "replay_interval": 1, "max_num_batched_tokens": 40},
-        {"num_pages": 11, "max_model_len": 112},
-        {"host_cache_gib": 0.01, "num_slots": 12},
-    ],
-    ids=[
-        "none", "align chunked", "all chunked", "unchunked", "align drafts", "none drafts", "replay drafts",
-        "replay mixed", "drafts mixed", "few pages", "tiers",
-    ],
-)  # fmt: skip
-def test_every_combination_says_the_same(flags, tenants):
-    other = [5, *PROMPT[:-4], 2]
-    requests = [tenants[0], None, tenants[1]]
-    with LLM(str(FIXTURES / FIXTURE), max_initial_states=2, **FLAGS | flags) as llm:
-        for _ in range(2):
-            for prompt in (PROMPT, other):
-                outputs = llm.generate([prompt] * 3, GREEDY, lora_request=requests)
-                for output, seed in zip(outputs, (0, None, 1), strict=True):
-                    assert same(said(output), expected(seed, tuple(prompt)))
-            for i in range(4):  # evicts
-                llm.generate([(i + token) % 100 for token in PROMPT], GREEDY, lora_request=tenants[0])
-        if "num_speculative_tokens" in flags:
-            assert llm.engine.loop.stats.drafts.drafted
-        llm.engine.loop.scheduler.check(idle=True)
 
 
 @pytest.mark.full

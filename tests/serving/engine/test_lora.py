@@ -62,24 +62,6 @@ def test_an_adapter_says_what_peft_says(llm, prompt, directory):
     assert logprob == pytest.approx(expected[token], abs=TO_HUGGING_FACE)
 
 
-@pytest.mark.full
-def test_rows_of_a_batch_have_different_adapters(llm, prompt, directory, tmp_path):
-    strong = shutil.copytree(directory, tmp_path / "strong")
-    strengthen(strong, 9)
-    requests = [None, LoRARequest("a", 1, str(directory)), LoRARequest("b", 2, str(strong)), None]
-    one_by_one = [alone(llm, prompt, request, f"alone {i}") for i, request in enumerate(requests)]
-    together = llm.generate([prompt] * 4, GREEDY, lora_request=requests, cache_salt="together")
-    assert all(map(same, map(said, together), one_by_one))
-    assert not same(one_by_one[0], one_by_one[1])
-    assert not same(one_by_one[1], one_by_one[2])
-    llm.generate([prompt] * 4, GREEDY, lora_request=requests, cache_salt="warm")
-    compiled = llm.compilations
-    strengthen(strong, 6)
-    llm.load_lora_adapter("b", str(strong))
-    llm.generate([prompt] * 4, GREEDY, lora_request=requests, cache_salt="other")
-    assert llm.compilations == compiled
-
-
 def test_a_reloaded_name_finds_no_state_of_the_old_adapter(llm, prompt, directory):
     request = LoRARequest("tenant", 1, str(directory))
     first = said(llm.generate(prompt, GREEDY, lora_request=request)[0])

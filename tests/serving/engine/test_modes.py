@@ -154,29 +154,3 @@ def test_an_interrupt_between_dispatch_and_result_leaves_a_working_engine(harnes
     engine.loop.scheduler.check(idle=True)
     for prompt, tokens, output in zip(prompts, alone, harness.run(engine, prompts, params), strict=True):
         harness.assert_greedy(prompt, tokens, output.outputs[0].token_ids)
-
-
-@pytest.mark.parametrize("mode", ["none", "all"])
-def test_aborts_at_any_moment(harness, traffic, mode):
-    prompts, params, alone = (part[:24] for part in traffic)
-    engine = harness.engine(mode)
-    rng = random.Random(7)
-    outputs = [
-        engine.add_request(f"r{i}", {"prompt_token_ids": prompt}, each)
-        for i, (prompt, each) in enumerate(zip(prompts, params, strict=True))
-    ]
-    victims = set(rng.sample(range(24), 10))
-    left = list(victims)
-    while engine.num_unfinished:
-        if left and rng.random() < 0.4:
-            engine.abort(f"r{left.pop()}")
-        engine.step()
-    finish(engine)
-    engine.loop.scheduler.check(idle=True)
-    for i, output in enumerate(outputs):
-        tokens = output.outputs[0].token_ids
-        assert output.finished
-        if i in victims and output.outputs[0].finish_reason == "abort":
-            harness.assert_greedy(prompts[i], alone[i][: len(tokens)], tokens)
-        else:
-            harness.assert_greedy(prompts[i], alone[i], tokens)

@@ -43,6 +43,11 @@ def test_defaults_are_those_that_vllm_users_know():
         ("prompt_logprob_token_ids", [-1], "prompt_logprob_token_ids must be a list of token ids (0 to 2147483647)"),
         ("prompt_logprob_token_ids", [3] * 129, "prompt_logprob_token_ids has 129 ids: at most 128 are allowed"),
         ("logit_bias", {"x": 1}, "logit_bias must be a table of token id to finite number"),
+        ("stop_token_ids", [2**31], "stop_token_ids must be"),
+        ("stop_token_ids", [10**400], "stop_token_ids must be"),
+        ("logit_bias", {2**31: 1.0}, "logit_bias must be"),
+        ("logit_bias", {float("inf"): 1.0}, "logit_bias must be"),
+        ("logit_bias", {3: 10**400}, "logit_bias must be"),
         ("ignore_eos", 1, "ignore_eos must be true or false, got 1"),
         ("seed", 1.0, "seed must be an integer from -9223372036854775808 up to 9223372036854775807 or None, got 1.0"),
     ],
@@ -62,21 +67,6 @@ def test_no_number_is_too_large_to_be_refused(name, value):
         return
     with pytest.raises(RequestError, match=rf"^{name} must be"):
         SamplingParams(**({"max_tokens": None} | {name: value}))
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("stop_token_ids", [2**31]),
-        ("stop_token_ids", [10**400]),
-        ("logit_bias", {2**31: 1.0}),
-        ("logit_bias", {float("inf"): 1.0}),
-        ("logit_bias", {3: 10**400}),
-    ],
-)
-def test_token_ids_and_biases_are_what_the_device_can_hold(name, value):
-    with pytest.raises(RequestError, match=rf"^{name} must be"):
-        SamplingParams(**{name: value})
 
 
 def test_what_was_sent_is_not_sent_back_at_length():

@@ -3,9 +3,11 @@
 import logging
 import random
 import threading
+from types import SimpleNamespace
 
 import pytest
 
+from serving.engine.programs import warmup
 from serving.engine.programs.warmup import warm_up
 from serving.engine.requests.sampling_params import SamplingParams
 
@@ -102,3 +104,15 @@ def test_the_log_says_what_is_coming_and_when_it_is_there(harness, watched, capl
         go_on.set()
         wait_for_programs()
     assert "programs (all) ready" in caplog.text
+
+
+def test_the_log_says_how_far_compiling_is_where_there_is_no_terminal(monkeypatch, caplog):
+    monkeypatch.setattr(warmup, "LINE_EVERY", -1.0)
+    loop = SimpleNamespace(
+        batches=SimpleNamespace(warm_up_batches=lambda vocab_size: [1, 2]),
+        programs=SimpleNamespace(compilations=2),
+        warm_up=lambda batches, advance: [advance() for _ in batches],
+    )
+    with caplog.at_level(logging.INFO, logger="serving"):
+        warm_up(loop, 10, progress=False)
+    assert "compiling: 1 of 2 programs" in caplog.messages[0]
