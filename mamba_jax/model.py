@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, overload
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from mamba_jax.sharding.axis import keep_whole, split_last
 from mamba_jax.store import EXPERT, EXPERTS, SlotArrays, Store, StoreShape
 from mamba_jax.tails import TailArrays
 
+MaybeStore = TypeVar("MaybeStore", Store, None)
 DRAFTERS: Mapping[type[DrafterConfig], Callable[..., nnx.Module]] = {EagleConfig: Eagle, BlockConfig: BlockDrafter}
 """The module of each drafter's configuration. It takes (config, target's config, rngs, dtype)."""
 
@@ -106,17 +107,9 @@ class HybridModel(nnx.Module):
     def _rows(self, table: Table, tokens: Int[Array, " T"]) -> Float[Array, "T hidden"]:
         return keep_whole(table.rows(tokens, self.dtype))
 
-    @overload
     def hidden(
-        self, tokens: Array, layout: Layout, store: Store, *, rematerialise: bool = False
-    ) -> tuple[Array, Store]: ...
-    @overload
-    def hidden(
-        self, tokens: Array, layout: Layout, store: None, *, rematerialise: bool = False
-    ) -> tuple[Array, None]: ...
-    def hidden(
-        self, tokens: Int[Array, " T"], layout: Layout, store: Store | None, *, rematerialise: bool = False
-    ) -> tuple[Float[Array, "T hidden"], Store | None]:
+        self, tokens: Int[Array, " T"], layout: Layout, store: MaybeStore, *, rematerialise: bool = False
+    ) -> tuple[Float[Array, "T hidden"], MaybeStore]:
         """Runs the sublayers over packed tokens.
 
         Args:
@@ -149,19 +142,11 @@ class HybridModel(nnx.Module):
             passed.append(x)
             read = self.drafter.features([passed[place] for place in self.drafter.places])
             hidden = jnp.concatenate([hidden, keep_whole(read)], axis=-1)
-        return hidden, pieces.store()
+        return hidden, cast(Any, pieces.store())
 
-    @overload
-    def draft(self, tokens: Array, hidden: Array, layout: Layout, store: Store) -> tuple[Array, Store]: ...
-    @overload
-    def draft(self, tokens: Array, hidden: Array, layout: Layout, store: None) -> tuple[Array, None]: ...
     def draft(
-        self,
-        tokens: Int[Array, " T"],
-        hidden: Float[Array, "T hidden"],
-        layout: Layout,
-        store: Store | None,
-    ) -> tuple[Float[Array, "T hidden"], Store | None]:
+        self, tokens: Int[Array, " T"], hidden: Float[Array, "T hidden"], layout: Layout, store: MaybeStore
+    ) -> tuple[Float[Array, "T hidden"], MaybeStore]:
         """Runs the draft layer over the layout's tokens; see `MTP` and `Eagle`.
 
         Args:

@@ -43,9 +43,7 @@ class SnapshotRows:
 
     def hidden_before(self, store: Store, *, all_rows: bool) -> Float[Array, "rows hidden"]:
         """Returns the hidden state before the step, of `all_rows` or only of those that feed no token."""
-        return read_slots(
-            store.hidden, self.read_slot if all_rows else jnp.where(self.num_tokens == 0, self.read_slot, 0)
-        )
+        return _hidden_in_slots(store, self, all_rows)
 
     def write(
         self, store: Store, hidden: Float[Array, "T hidden"], wrong: Bool[Array, " rows"], *, for_drafts: bool

@@ -106,9 +106,12 @@ _ENGINE_ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, sca
 _ENGINE_MLP = MLPConfig(intermediate_size=40, activation="relu2", gated=False)
 
 
-def _for_engines(pattern: str, **fields) -> HybridConfig:
+def _for_engines(pattern: str, *recurrences, **fields) -> HybridConfig:
+    """A model with the attention and the MLP of all of them, if its pattern has any."""
+    parts = {"MP": ("mamba", _ENGINE_MAMBA), "*W": ("attention", _ENGINE_ATTENTION), "-": ("mlp", _ENGINE_MLP)}
+    fields = {name: part for kinds, (name, part) in parts.items() if set(kinds) & set(pattern)} | fields
     sizes = {"vocab_size": ENGINE_VOCAB, "hidden_size": ENGINE_HIDDEN, "norm_eps": 1e-5}
-    return HybridConfig(family="test", pattern=pattern, mamba=_ENGINE_MAMBA, **sizes, **fields)
+    return HybridConfig(family="test", pattern=pattern, recurrences=recurrences, **sizes, **fields)
 
 
 _EAGLE = EagleConfig(
@@ -137,14 +140,14 @@ _FLASH = BlockConfig(
 
 FOR_ENGINES = {
     # The kinds of layers of NemotronH, of plain Mamba2, and of FalconH1: apart, without attention, side by side.
-    "nemotronh": _for_engines("M*-M", attention=_ENGINE_ATTENTION, mlp=_ENGINE_MLP, mtp_pattern="*-"),
+    "nemotronh": _for_engines("M*-M", mtp_pattern="*-"),
     "mamba2": _for_engines("MMM"),
     # Routed experts over latents and a shared one, as in Nemotron 3.
-    "experts": _for_engines("ME*E", attention=_ENGINE_ATTENTION, moe=MOE),
+    "experts": _for_engines("ME*E", moe=MOE),
     # A drafter of blocks, with the embedding and the head of its target.
-    "dflash": replace(_for_engines("M*-M", attention=_ENGINE_ATTENTION, mlp=_ENGINE_MLP), drafter=_FLASH),
+    "dflash": replace(_for_engines("M*-M"), drafter=_FLASH),
     # A separate drafter, whose keys have another shape, on a model that has attention.
-    "eagle3": replace(_for_engines("M*-M", attention=_ENGINE_ATTENTION, mlp=_ENGINE_MLP), drafter=_EAGLE),
+    "eagle3": replace(_for_engines("M*-M"), drafter=_EAGLE),
     "falconh1": _for_engines(
         "P-P",
         attention=AttentionConfig(
@@ -158,13 +161,9 @@ FOR_ENGINES = {
         mlp=MLPConfig(intermediate_size=40, activation="silu", gated=True),
     ),
     # Gated delta nets and gated attention, as in Qwen3.5.
-    "delta": HybridConfig(
-        family="test",
-        vocab_size=ENGINE_VOCAB,
-        hidden_size=ENGINE_HIDDEN,
-        pattern="D*-D",
-        norm_eps=1e-5,
-        recurrences=(DeltaConfig(num_heads=4, head_dim=8, state_size=12, num_groups=2, conv_width=4, norm_eps=1e-5),),
+    "delta": _for_engines(
+        "D*-D",
+        DeltaConfig(num_heads=4, head_dim=8, state_size=12, num_groups=2, conv_width=4, norm_eps=1e-5),
         attention=AttentionConfig(
             num_heads=4,
             num_kv_heads=2,
@@ -175,28 +174,17 @@ FOR_ENGINES = {
             qk_norm=QKNormConfig(1e-5),
             output_gate=True,
         ),
-        mlp=_ENGINE_MLP,
         mtp_pattern="*-",
     ),
     # Short convolutions and attention, as in LFM2.
-    "short_conv": HybridConfig(
-        family="test",
-        vocab_size=ENGINE_VOCAB,
-        hidden_size=ENGINE_HIDDEN,
-        pattern="C*C-",
-        norm_eps=1e-5,
-        recurrences=(ShortConvConfig(channels=ENGINE_HIDDEN, conv_width=3),),
-        attention=_ENGINE_ATTENTION,
-        mlp=_ENGINE_MLP,
+    "short_conv": _for_engines(
+        "C*C-",
+        ShortConvConfig(channels=ENGINE_HIDDEN, conv_width=3),
     ),
     # Short convolutions, attention to a window and to everything, and norms of outputs, as in LFM3.
-    "windowed": HybridConfig(
-        family="test",
-        vocab_size=ENGINE_VOCAB,
-        hidden_size=ENGINE_HIDDEN,
-        pattern="CW-*",
-        norm_eps=1e-5,
-        recurrences=(ShortConvConfig(channels=ENGINE_HIDDEN, conv_width=5),),
+    "windowed": _for_engines(
+        "CW-*",
+        ShortConvConfig(channels=ENGINE_HIDDEN, conv_width=5),
         attention=replace(_ENGINE_ATTENTION, head_gate=True),
         windowed_attention=replace(
             _ENGINE_ATTENTION,
@@ -205,75 +193,46 @@ FOR_ENGINES = {
             rope=RopeConfig(theta=100.0, size=8),
             qk_norm=QKNormConfig(1e-5),
         ),
-        mlp=_ENGINE_MLP,
         norm_both=True,
     ),
     # Real-gated linear recurrent units, attention to a window, and capped logits, as in RecurrentGemma.
-    "griffin": HybridConfig(
-        family="test",
-        vocab_size=ENGINE_VOCAB,
-        hidden_size=ENGINE_HIDDEN,
-        pattern="R*-R",
-        norm_eps=1e-5,
-        recurrences=(RGLRUConfig(channels=20, num_heads=4, conv_width=3, activation="gelu"),),
+    "griffin": _for_engines(
+        "R*-R",
+        RGLRUConfig(channels=20, num_heads=4, conv_width=3, activation="gelu"),
         attention=replace(_ENGINE_ATTENTION, window=11, output_bias=True),
-        mlp=_ENGINE_MLP,
         logits_soft_cap=5.0,
     ),
     # Kimi Delta Attention, and attention over latents.
-    "kimi": HybridConfig(
-        family="test",
-        vocab_size=ENGINE_VOCAB,
-        hidden_size=ENGINE_HIDDEN,
-        pattern="DL-D",
-        norm_eps=1e-5,
-        recurrences=(
-            DeltaConfig(
-                num_heads=3,
-                head_dim=8,
-                state_size=8,
-                num_groups=3,
-                conv_width=4,
-                norm_eps=1e-5,
-                decay="channel",
-                gate_rank=6,
-                output_gate="sigmoid",
-            ),
+    "kimi": _for_engines(
+        "DL-D",
+        DeltaConfig(
+            num_heads=3,
+            head_dim=8,
+            state_size=8,
+            num_groups=3,
+            conv_width=4,
+            norm_eps=1e-5,
+            decay="channel",
+            gate_rank=6,
+            output_gate="sigmoid",
         ),
         latent_attention=LatentAttentionConfig(
             num_heads=3, key_size=7, shared_key_size=5, value_size=6, latent_size=12, norm_eps=1e-6
         ),
-        mlp=_ENGINE_MLP,
     ),
     # Lightning attention, and residuals through norms, as in MiniMax-Text-01.
-    "lightning": HybridConfig(
-        family="test",
-        vocab_size=ENGINE_VOCAB,
-        hidden_size=ENGINE_HIDDEN,
-        pattern="F*-F",
-        norm_eps=1e-5,
-        recurrences=(LightningConfig(num_heads=3, head_dim=8, norm_eps=1e-6, decay_factors=(1.0, 0.3)),),
-        attention=_ENGINE_ATTENTION,
-        mlp=_ENGINE_MLP,
+    "lightning": _for_engines(
+        "F*-F",
+        LightningConfig(num_heads=3, head_dim=8, norm_eps=1e-6, decay_factors=(1.0, 0.3)),
         normed_residuals=(NormedResidual("F", 1.5, 1.0), NormedResidual("*", 1.2, 0.9), NormedResidual("-", 1.0, 0.8)),
     ),
     # Mamba-1 with norms inside, and attention, as in Jamba.
-    "selective": HybridConfig(
-        family="test",
-        vocab_size=ENGINE_VOCAB,
-        hidden_size=ENGINE_HIDDEN,
-        pattern="S*-S",
-        norm_eps=1e-5,
-        recurrences=(
-            Mamba1Config(
-                channels=20, state_size=5, dt_rank=3, conv_width=4, bias=True, norm_eps=1e-5, norm_weights=True
-            ),
-        ),
-        attention=_ENGINE_ATTENTION,
-        mlp=_ENGINE_MLP,
+    "selective": _for_engines(
+        "S*-S",
+        Mamba1Config(channels=20, state_size=5, dt_rank=3, conv_width=4, bias=True, norm_eps=1e-5, norm_weights=True),
     ),
     # One layer of each kind that keeps state, and a draft layer: to compile again and again.
-    "smallest": _for_engines("M*", attention=_ENGINE_ATTENTION, mtp_pattern="*"),
+    "smallest": _for_engines("M*", mtp_pattern="*"),
 }
 """For tests that run engines."""
 
