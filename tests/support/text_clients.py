@@ -135,6 +135,18 @@ def ask_messages(server, *, stream, limit, system, tools, force, schema, extra):
     return answer
 
 
+def joined(chunks, text_of, tokens_of):
+    """The text, the tokens with log-probabilities and the finish reason of each choice of a stream, by index."""
+    choices = {}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            text, tokens, reason = choices.get(choice.index, ("", [], None))
+            assert reason is None, "nothing comes after the finish reason"
+            new = [] if choice.logprobs is None else [*tokens_of(choice.logprobs)]
+            choices[choice.index] = text + text_of(choice), tokens + new, choice.finish_reason
+    return choices
+
+
 APIS = {"chat/completions": ask_chat, "responses": ask_responses, "messages": ask_messages}
 
 

@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.support.text_clients import joined
+
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a state?"}]
 
 
@@ -46,25 +48,15 @@ def test_choices_seeds_and_stops(server):
 def test_streams_say_the_same(server, n):
     fields = {"n": n, "temperature": 1.0, "seed": 5, "logprobs": True}
     whole = ask(server, **fields)
-    roles, texts, reasons, tokens, usages = {}, {}, {}, {}, []
-    for chunk in ask(server, **fields, stream=True, stream_options={"include_usage": True}):
-        usages.append(chunk.usage)
-        for choice in chunk.choices:
-            if choice.delta.role:
-                assert choice.index not in roles
-                roles[choice.index] = choice.delta.role
-            texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
-            if choice.logprobs is not None:
-                tokens.setdefault(choice.index, []).extend(entry.token for entry in choice.logprobs.content)
-            assert reasons.get(choice.index) is None  # nothing comes after the reason
-            reasons[choice.index] = choice.finish_reason
-    assert usages[-1] == whole.usage.model_copy(update={"prompt_tokens_details": usages[-1].prompt_tokens_details})
-    assert not any(usages[:-1])
+    chunks = list(ask(server, **fields, stream=True, stream_options={"include_usage": True}))
+    streamed = joined(chunks, lambda choice: choice.delta.content or "", lambda found: (e.token for e in found.content))
+    assert [choice.delta.role for chunk in chunks for choice in chunk.choices if choice.delta.role] == ["assistant"] * n
+    usage = chunks[-1].usage
+    assert usage == whole.usage.model_copy(update={"prompt_tokens_details": usage.prompt_tokens_details})
+    assert not any(chunk.usage for chunk in chunks[:-1])
     for choice in whole.choices:
-        assert roles[choice.index] == "assistant"
-        assert texts[choice.index] == choice.message.content
-        assert reasons[choice.index] == choice.finish_reason
-        assert tokens[choice.index] == [entry.token for entry in choice.logprobs.content]
+        tokens = [entry.token for entry in choice.logprobs.content]
+        assert streamed[choice.index] == (choice.message.content, tokens, choice.finish_reason)
 
 
 def test_usage_in_every_event(server):

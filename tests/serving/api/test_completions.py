@@ -12,6 +12,7 @@ from serving.api.http.generation import whole
 from serving.api.http.protocol.completions import CompletionRequest
 from serving.api.http.text import TextCodec
 from serving.engine.requests.output import CompletionOutput, Logprob, RequestOutput
+from tests.support.text_clients import joined
 
 TEXT = "The state of a recurrent model"
 
@@ -204,22 +205,15 @@ def test_sampling_parameters_reach_the_engine(server):
 def test_streams_say_the_same(server, fields):
     ask = {"model": "demo", "prompt": TEXT, "max_tokens": 12, "temperature": 0, "logprobs": 1, "echo": True} | fields
     whole = server.openai().completions.create(**ask)
-    texts, tokens, reasons, usage = {}, {}, {}, None
     options = {"include_usage": True, "continuous_usage_stats": True}
-    for chunk in server.openai().completions.create(**ask, stream=True, stream_options=options):
-        usage = chunk.usage
-        for choice in chunk.choices:
-            texts[choice.index] = texts.get(choice.index, "") + choice.text
-            reasons[choice.index] = choice.finish_reason
-            if choice.logprobs is not None:
-                tokens.setdefault(choice.index, []).extend(
-                    zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True)
-                )
-    assert usage.completion_tokens == whole.usage.completion_tokens
+    chunks = list(server.openai().completions.create(**ask, stream=True, stream_options=options))
+    streamed = joined(
+        chunks, lambda choice: choice.text, lambda found: zip(found.tokens, found.text_offset, strict=True)
+    )
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
     for choice in whole.choices:
-        assert texts[choice.index] == choice.text
-        assert reasons[choice.index] == choice.finish_reason
-        assert tokens[choice.index] == list(zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True))
+        tokens = list(zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True))
+        assert streamed[choice.index] == (choice.text, tokens, choice.finish_reason)
 
 
 def test_prompts_wait_for_priority_and_a_full_queue_refuses(server):
