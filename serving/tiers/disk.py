@@ -11,9 +11,9 @@ from typing import Any
 
 from serving.core.cache.content import Name
 from serving.core.tiers.tier import Change, Tier, Unit
-from serving.tiers.folder import Folder
+from serving.tiers.folder import Arrays, Folder
 from serving.tiers.listing import Changes, Listing
-from serving.tiers.memory import PATIENCE, Part
+from serving.tiers.memory import PATIENCE, Part, PartReader
 
 log = logging.getLogger(__name__)
 
@@ -109,10 +109,15 @@ class Disk:
             self._writes.update(dict.fromkeys(names, job))
         return job
 
-    def coming(self, names: Sequence[Name]) -> list[Future[None]]:
-        """Returns the writes that must finish before these parts are read."""
+    def reader(self, names: Sequence[Name]) -> PartReader:
+        """Returns a reader of these parts, some of which may still be written."""
         with self.tier.lock:
-            return [job for name in names if (job := self._writes.get(name)) is not None]
+            return PartReader([job for name in names if (job := self._writes.get(name)) is not None], self._read)
+
+    def _read(self, name: Name, specs: Mapping[str, Any]) -> Arrays:
+        arrays = self.folder.read(name, specs)
+        self.folder.used(name)
+        return arrays
 
     def remove(self, names: Collection[Name]) -> Future[None]:
         """Remove files that the books do not have any more."""

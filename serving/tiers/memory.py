@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import Any, NamedTuple
 
 from serving.core.cache.content import Name
 from serving.core.tiers.tier import Tier
@@ -14,6 +15,15 @@ Part = Future[Arrays]
 
 PATIENCE = 60.0
 """Seconds after which a part that an engine was to copy counts as lost."""
+
+
+class PartReader(NamedTuple):
+    """How a thread reads parts of one tier. `Memory.reader` and `Disk.reader` return one."""
+
+    coming: Sequence[Future[Any]]
+    """Must finish before anything is read."""
+    read: Callable[[Name, Mapping[str, Any]], Arrays]
+    """Returns a part's arrays, which must have the shapes and dtypes of the second argument. May raise anything."""
 
 
 class Memory:
@@ -56,6 +66,11 @@ class Memory:
                 else:
                     part.set_exception(_gone())
             return part
+
+    def reader(self, names: Sequence[Name]) -> PartReader:
+        """Returns a reader of these parts, some of which may still be on their way."""
+        parts = {name: self.get(name) for name in names}
+        return PartReader(list(parts.values()), lambda name, specs: dict(parts[name].result(timeout=0)))
 
     def has_all(self, names: Collection[Name]) -> bool:
         """Returns whether all of these parts are here or being copied."""

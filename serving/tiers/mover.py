@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
@@ -24,9 +24,9 @@ from serving.points.inbox import Inbox
 from serving.points.point import PointPrograms, whole
 from serving.points.state_source import Arrival, Loop, StateSource
 from serving.tiers.disk import Disk
-from serving.tiers.folder import Arrays, DamagedFile
+from serving.tiers.folder import DamagedFile
 from serving.tiers.layout import Layout
-from serving.tiers.memory import PATIENCE, Memory, Part
+from serving.tiers.memory import PATIENCE, Memory, PartReader
 from serving.tiers.tier_writer import KV, TierWriter
 
 log = logging.getLogger(__name__)
@@ -54,6 +54,7 @@ class Mover(StateSource):
         inbox: Inbox,
     ) -> None:
         self.tiers, self.layout, self.programs, self.memory, self.disk = tiers, layout, programs, memory, disk
+        self._backends: dict[str, Memory | Disk] = {each.tier.name: each for each in (memory, disk) if each is not None}
         self.writer = TierWriter(tiers, layout, programs, memory, disk, inbox)
         self._fetching = ThreadPoolExecutor(2, thread_name_prefix="tier-fetch")
         self._inbox = inbox
@@ -90,16 +91,9 @@ class Mover(StateSource):
         tier.touch(unit.name)
         self.tiers.fetching += size
         self._inbox.awaited += 1
-        names, memory, disk = (*wanted.values(), unit.name), self.memory, self.disk
-        known: dict[Name, Part] | None = None
-        coming: Sequence[Future[Any]] = ()
-        if memory is not None and tier is self.tiers.host:
-            known = {name: memory.get(name) for name in names}
-            coming = list(known.values())
-        elif disk is not None:
-            coming = disk.coming(names)
+        reader = self._backends[tier.name].reader([*wanted.values(), unit.name])
         sharding = whole(store) if store is not None else None  # lost: it is made again where it was
-        self._fetching.submit(self._fetch, loop, Arrival(load, size), wanted, known, coming, sharding)
+        self._fetching.submit(self._fetch, loop, Arrival(load, size), wanted, reader, sharding)
 
     def exchange(self, loop: Loop) -> None:
         """Takes in what other processes have changed, and removes parts that no tier holds any more."""
@@ -119,34 +113,25 @@ class Mover(StateSource):
         self.writer.close()
 
     def _fetch(
-        self,
-        loop: Loop,
-        arrival: Arrival,
-        wanted: Mapping[int, Name],
-        known: Mapping[Name, Part] | None,
-        coming: Sequence[Future[Any]],
-        sharding: Any,
+        self, loop: Loop, arrival: Arrival, wanted: Mapping[int, Name], reader: PartReader, sharding: Any
     ) -> None:
-        wait(coming, timeout=PATIENCE)  # other engines may be writing it
+        wait(reader.coming, timeout=PATIENCE)  # other engines may be writing it
         assert arrival.load.remote.held is not None
         unit, begin = arrival.load.remote.held.unit, time.perf_counter()
         name = unit.name
         try:
-            own = self._part(name, known, self._own_spec(unit))
+            own = reader.read(name, self._own_spec(unit))
             kv = own.pop(KV, None)
             blocks = []
             for at, name in wanted.items():
                 spec = self.layout.kv
-                blocks.append((at * self.layout.block, self._part(name, known, {KV: spec})[KV]))
+                blocks.append((at * self.layout.block, reader.read(name, {KV: spec})[KV]))
             if kv is not None:
                 blocks.append((unit.position - unit.tail, _padded(kv, self.layout.block)))
             arrays = (own, [kv for _, kv in blocks])
             state, pieces = jax.block_until_ready(jax.device_put(arrays, sharding))
             arrival.pieces = [(at, kv) for (at, _), kv in zip(blocks, pieces, strict=True)]
             arrival.state = state
-            if self.disk is not None and known is None:
-                for name in (*wanted.values(), unit.name):
-                    self.disk.folder.used(name)
         except Exception as error:  # any failure: a request waits for the answer
             arrival.state = None
             arrival.error = f"{type(error).__name__}: {error}"
@@ -161,12 +146,6 @@ class Mover(StateSource):
             tokens = -(-unit.tail // self.layout.page_size) * self.layout.page_size
             spec[KV] = jax.ShapeDtypeStruct((layers, tokens, *rest), self.layout.kv.dtype)
         return spec
-
-    def _part(self, name: Name, known: Mapping[Name, Part] | None, spec: Mapping[str, Any]) -> Arrays:
-        if known is None:
-            assert self.disk is not None
-            return self.disk.folder.read(name, spec)
-        return dict(known[name].result(timeout=0))
 
     def _take(self, loop: Loop, arrival: Arrival) -> None:
         self._inbox.awaited -= 1

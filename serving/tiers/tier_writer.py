@@ -66,11 +66,11 @@ class TierWriter:
     def copy_out(self, store: Store | None) -> None:
         """Called after a plan and before its dispatch: copies the states and pages that the plan evicted."""
         self.remove_gone()
-        for departure in self.tiers.take_departures():
+        for planned in self.tiers.take_copies():
             if store is None or self._closing.is_set():
-                self._discard_copy(departure)
+                self._discard_copy(planned)
             else:
-                self._depart(store, departure)
+                self._copy_unit(store, planned)
 
     def take_in_others(self) -> None:
         """Applies what other processes have changed on the disk."""
@@ -120,31 +120,31 @@ class TierWriter:
     def remove_gone(self) -> None:
         """Remove parts that no tier holds any more."""
         for tier, names in self.tiers.take_gone():
-            if tier is self.tiers.disk and self.disk is not None and names:
+            if self.disk is not None and tier is self.disk.tier and names:
                 self._job(self.disk.remove(names))
 
-    def _depart(self, store: Store, departure: TierCopy) -> None:
-        unit, layout, programs = departure.unit, self.layout, self.programs
+    def _copy_unit(self, store: Store, planned: TierCopy) -> None:
+        unit, layout, programs = planned.unit, self.layout, self.programs
         per_block = layout.pages_per_block
         parts: dict[Name, Part] = {}
         for at, name in enumerate(unit.blocks) if layout.kv is not None else ():
-            if name in departure.change.blocks:
-                kv = programs.read_piece(store, departure.pages_of(at, per_block), layout.block, layout.layers)
+            if name in planned.change.blocks:
+                kv = programs.read_piece(store, planned.pages_of(at, per_block), layout.block, layout.layers)
                 parts[name] = self._copy({KV: kv}, layout.block)
-        arrays = dict(programs.read_state(store, departure.slot))
+        arrays = dict(programs.read_state(store, planned.slot))
         if layout.kv is not None and unit.tail:
-            pages = departure.tail_pages(per_block)
+            pages = planned.tail_pages(per_block)
             pages = pages + [0] * (per_block - len(pages))
             arrays[KV] = programs.read_piece(store, pages, unit.tail, layout.layers)
         parts[unit.name] = last = self._copy(arrays, -(-unit.tail // layout.page_size) * layout.page_size)
-        size = departure.change.bytes
-        last.add_done_callback(lambda part: self._inbox.post(lambda: self._copied(departure, part, size)))
-        if self.memory is not None and departure.tier is self.tiers.host:
+        size = planned.change.bytes
+        last.add_done_callback(lambda part: self._inbox.post(lambda: self._copied(planned, part, size)))
+        if self.memory is not None and planned.tier is self.memory.tier:
             self.memory.keep(parts)
-            if not departure.memory_only:
+            if not planned.memory_only:
                 self._spill(self.memory, unit, parts)
         else:
-            self._write(unit, departure.change, parts, spilled=False)
+            self._write(unit, planned.change, parts, spilled=False)
 
     def _copy(self, arrays: Mapping[str, Any], tokens: int) -> Part:
         """Arrays of the device as arrays of the host; of keys and values, the first `tokens`."""
@@ -161,17 +161,17 @@ class TierWriter:
         self._job(part)
         return part
 
-    def _copied(self, departure: TierCopy, part: Part, size: int) -> None:
+    def _copied(self, planned: TierCopy, part: Part, size: int) -> None:
         self.tiers.moved(size)
         if part.cancelled() or part.exception() is not None:
             log.warning("a checkpoint did not leave the device: %s", "" if part.cancelled() else part.exception())
-            self.tiers.lost(TierHit(departure.tier, departure.unit))
+            self.tiers.lost(TierHit(planned.tier, planned.unit))
 
-    def _discard_copy(self, departure: TierCopy) -> None:
-        self.tiers.moved(departure.change.bytes)
-        if departure.tier is self.tiers.disk and self.disk is not None:
-            self._job(self.disk.remove(departure.change.gone))
-        self.tiers.lost(TierHit(departure.tier, departure.unit))
+    def _discard_copy(self, planned: TierCopy) -> None:
+        self.tiers.moved(planned.change.bytes)
+        if self.disk is not None and planned.tier is self.disk.tier:
+            self._job(self.disk.remove(planned.change.gone))
+        self.tiers.lost(TierHit(planned.tier, planned.unit))
 
     def _spill(self, memory: Memory, unit: Unit, parts: Mapping[Name, Part]) -> None:
         """Writes parts in memory to disk. `parts`: new ones, which memory may already have dropped."""
@@ -184,9 +184,9 @@ class TierWriter:
             self._write(unit, change, {name: parts.get(name) or memory.get(name) for name in names}, spilled=True)
 
     def _write(self, unit: Unit, change: Change, parts: Mapping[Name, Part], *, spilled: bool) -> None:
-        tier, disk = self.tiers.disk, self.disk
-        assert tier is not None
+        disk = self.disk
         assert disk is not None
+        tier = disk.tier
 
         def written(error: str) -> None:
             if spilled:

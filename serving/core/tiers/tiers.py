@@ -1,9 +1,9 @@
 """The policy of all tiers together: which checkpoints leave the device, where they go, and which are fetched back.
 
-An eviction takes a checkpoint from the prefix index while its slot and pages still hold it. `left` records it as a
-departure. Before the next step is dispatched, the engine takes the departures and dispatches a copy: the device runs in
-order, so the copy is made before anything is overwritten. A request that finds a unit waits for it as for a state of
-another worker (`planning.remote`).
+An eviction takes a checkpoint from the prefix index while its slot and pages still hold it, and `keep` plans a copy.
+Before the next step is dispatched, the engine takes the planned copies and dispatches them: the device runs in order,
+so a copy is made before anything is overwritten. A request that finds a unit waits for it as for a state of another
+worker (`planning.remote`).
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -63,16 +63,16 @@ class Tiers(IndexObserver):
     """Host memory, disk, or both, as one engine uses them. Replicas have one for each, over the same tiers.
 
     Args:
-        max_leaving: bytes that may be on their way off the device at once.
+        max_copying: bytes that may be on their way off the device at once.
         only_blocks: take states after whole blocks of tokens alone: others would be rounded where no running row is.
     """
 
     def __init__(
-        self, host: Tier | None, disk: Tier | None, *, prices: Prices, max_leaving: int, only_blocks: bool = False
+        self, host: Tier | None, disk: Tier | None, *, prices: Prices, max_copying: int, only_blocks: bool = False
     ) -> None:
         tiers = [tier for tier in (host, disk) if tier is not None]
         assert tiers, "no tier at all"
-        self.host, self.disk, self.prices, self.max_leaving = host, disk, prices, max_leaving
+        self.host, self.disk, self.prices, self.max_copying = host, disk, prices, max_copying
         self.only_blocks = only_blocks
         self.tiers: Sequence[Tier] = tiers
         """The tiers, the fastest first."""
@@ -81,7 +81,7 @@ class Tiers(IndexObserver):
         self.source: Any = None
         """The engine's source of states that fetches from these tiers."""
         self.block = tiers[0].sizes.block
-        self.leaving = 0
+        self.copying = 0
         """Bytes being copied from the device."""
         self.spilling = 0
         """Bytes being written from memory to disk."""
@@ -90,7 +90,7 @@ class Tiers(IndexObserver):
         self.weights_replaced = False
         """Number of weight updates. After the first, nothing is written to disk, because another process could not
         identify the weights."""
-        self._departures: list[TierCopy] = []
+        self._copies: list[TierCopy] = []
         self._gone: list[tuple[Tier, list[Name]]] = []
 
     # -- copies from the device --
@@ -118,24 +118,24 @@ class Tiers(IndexObserver):
         new = [name for name in unit.blocks if not first.has_block(name)] if sizes.page else []
         size = sizes.own(unit) + len(new) * sizes.whole_block
         # Units of low value wait until few copies are pending.
-        if self.leaving and self.leaving + size > (self.max_leaving // 2 if spare else self.max_leaving):
+        if self.copying and self.copying + size > (self.max_copying // 2 if spare else self.max_copying):
             first.refuse()
             return
         change = first.add(unit, spare=spare)
         if change is None:
             return
-        self.leaving += change.bytes
+        self.copying += change.bytes
         pages = _pages(entry) if sizes.page else []
-        self._departures.append(TierCopy(unit, first, entry.slot, pages, change, spare))
+        self._copies.append(TierCopy(unit, first, entry.slot, pages, change, spare))
 
-    def take_departures(self) -> list[TierCopy]:
+    def take_copies(self) -> list[TierCopy]:
         """Returns the units to copy now, before any other program is dispatched."""
-        departures, self._departures = self._departures, []
-        return departures
+        copies, self._copies = self._copies, []
+        return copies
 
     def moved(self, num_bytes: int) -> None:
         """Records that a copy of this number of bytes has ended."""
-        self.leaving -= num_bytes
+        self.copying -= num_bytes
 
     def spill(self, unit: Unit) -> Change | None:
         """Plans to write a unit in the host's memory to disk. Returns None if the disk has it, or may not take it now.
@@ -148,7 +148,7 @@ class Tiers(IndexObserver):
         if unit.name in disk.units:
             disk.touch(unit.name)
             return None
-        if self.spilling and self.spilling + disk.sizes.unit(unit) > self.max_leaving:
+        if self.spilling and self.spilling + disk.sizes.unit(unit) > self.max_copying:
             disk.refuse()
             return None
         change = disk.add(unit)
@@ -207,10 +207,10 @@ class Tiers(IndexObserver):
 
     def cleared(self) -> None:
         """Drops all planned copies, because the store is lost or outdated."""
-        for departure in self.take_departures():
-            self.moved(departure.change.bytes)
-            self._gone.append((departure.tier, departure.change.gone))
-            self.lost(TierHit(departure.tier, departure.unit))
+        for planned in self.take_copies():
+            self.moved(planned.change.bytes)
+            self._gone.append((planned.tier, planned.change.gone))
+            self.lost(TierHit(planned.tier, planned.unit))
 
     def take_gone(self) -> list[tuple[Tier, list[Name]]]:
         """Returns the parts to remove since the last call, in order, except those in `Change.gone`."""

@@ -26,7 +26,7 @@ from serving.tiers.mover import Mover
 
 log = logging.getLogger(__name__)
 
-MAX_LEAVING = 256 << 20
+MAX_COPYING = 256 << 20
 """Maximum bytes in transfer from the device, or from memory to disk. A single checkpoint may exceed it."""
 
 
@@ -68,7 +68,7 @@ def connect_tiers(
             None if memory is None else memory.tier,
             None if disk is None else disk.tier,
             prices=Prices(),
-            max_leaving=MAX_LEAVING,
+            max_copying=MAX_COPYING,
             only_blocks=config.narrows_states,
         )
         loop.scheduler.use_tiers(tiers)

@@ -57,7 +57,7 @@ class TieredRun(Run):
         )
         host = Tier("host", apart.choice([20, 60, 1000]), sizes) if apart.random() < 0.8 else None
         disk = Tier("disk", apart.choice([60, 1000]), sizes) if host is None or apart.random() < 0.5 else None
-        self.tiers = Tiers(host, disk, prices=Prices(), max_leaving=apart.choice([1, 40, 1000]))
+        self.tiers = Tiers(host, disk, prices=Prices(), max_copying=apart.choice([1, 40, 1000]))
         self.apart, self.journal = apart, Journal(sizes.block)
         self.parts: dict[str, dict[bytes, Any]] = {tier.name: {} for tier in self.tiers.tiers}
         self.loads: list[RemoteLoad] = []
@@ -76,7 +76,7 @@ class TieredRun(Run):
         self._delete()
         config, device = self.config, self.device
         per_block = config.state_block_size // config.page_size
-        for departure in self.tiers.take_departures():
+        for departure in self.tiers.take_copies():
             unit, parts = departure.unit, self.parts[departure.tier.name]
             state = device.slots[departure.slot]
             expect(state[0] == unit.position, "a slot that leaves does not hold its state", state, unit)
@@ -165,7 +165,7 @@ def run_tiered(seed: int):
         run.run()
         run.copy_out()
         run.tiers.check()
-        assert run.tiers.leaving == run.tiers.spilling == 0
+        assert run.tiers.copying == run.tiers.spilling == 0
         _check_journal(run)
         for tier in run.tiers.tiers:
             held = {name for unit in tier.units.values() for name in (unit.name, *unit.blocks)}

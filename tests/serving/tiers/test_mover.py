@@ -75,8 +75,8 @@ def depart(mover: Mover, tier: Tier, store: Store, tokens=TOKENS) -> Unit:
     change = tier.add(unit)
     assert change is not None
     pages = SOURCE[: -(-len(tokens) // PAGE)] if mover.layout.kv is not None else []
-    mover.tiers._departures.append(TierCopy(unit, tier, 2, pages, change, False))
-    mover.tiers.leaving += change.bytes
+    mover.tiers._copies.append(TierCopy(unit, tier, 2, pages, change, False))
+    mover.tiers.copying += change.bytes
     mover.copy_out(store)
     return unit
 
@@ -88,7 +88,7 @@ def movers(tmp_path):
     def make(model: str, layout: Layout, kind: str) -> Mover:
         host = Tier("host", 1 << 30, layout.sizes(in_files=False)) if "host" in kind else None
         disk = Tier("disk", 1 << 30, layout.sizes(in_files=True)) if "disk" in kind else None
-        tiers = Tiers(host, disk, prices=Prices(), max_leaving=1 << 30)
+        tiers = Tiers(host, disk, prices=Prices(), max_copying=1 << 30)
         programs = PROGRAMS.setdefault(model, PointPrograms(layout.arrangement))
         below = None
         if disk is not None:
@@ -129,7 +129,7 @@ def test_a_unit_comes_back_as_it_was(movers, model, kind):
     (tier,) = mover.tiers.tiers
     unit = depart(mover, tier, full)
     mover.writer.settle()
-    assert mover.tiers.leaving == 0
+    assert mover.tiers.copying == 0
     loop = Loop(empty)
     loop.fetch(mover, TierHit(tier, unit), pages=TARGET if layout.kv is not None else [])
     assert len(loop.done) == 1

@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "tiers.md"
 
 def test_the_page_names_every_metric_of_tiers():
     sizes = Sizes(state=1, page=0, page_size=1, block=1)
-    tiers = Tiers(Tier("host", 10, sizes), Tier("disk", 20, sizes), prices=Prices(), max_leaving=1)
+    tiers = Tiers(Tier("host", 10, sizes), Tier("disk", 20, sizes), prices=Prices(), max_copying=1)
     found = tiers.snapshot()
     samples = [sample for family in (*_tiers(found), *_fetches(found)) for sample in family.metric().samples]
     assert {sample.labels["tier"] for sample in samples} == {"host", "disk"}
