@@ -22,8 +22,7 @@ from mamba_jax.programs import KernelChoice, StepBatch, StepPrograms
 from mamba_jax.rows import Rows
 from mamba_jax.sharding import make_mesh, parameter_shardings, rows_shardings, store_shardings
 from mamba_jax.store import Store
-from serving.capacity.gpu_description import gpu_description
-from serving.capacity.targets import Target
+from serving.capacity.targets import Target, gpu_description
 from serving.config import ConfigError
 
 # Keep libtpu from querying a metadata server and from locking the TPU: programs are compiled here, not run.

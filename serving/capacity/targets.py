@@ -8,7 +8,6 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from serving.capacity.gpu_description import DESCRIBED
 from serving.config import ConfigError
 
 GIB = 1 << 30
@@ -50,6 +49,37 @@ GPUS = {
     "h200": Device("NVIDIA H200", "gpu", int(139.7 * GIB), 4800e9, 989e12),
     "b200": Device("NVIDIA B200", "gpu", int(178.3 * GIB), 7700e9, 2250e12),
 }
+
+# Descriptions for XLA's compiler on machines without the GPU (`GpuTargetConfigProto` as text): where GPUs differ.
+_DESCRIPTIONS = {
+    "h100": (
+        "NVIDIA H100 80GB HBM3",
+        "memory_bandwidth: 3350000000000 l2_cache_size: 52428800 device_memory_size: 80000000000 "
+        "core_count: 132 clock_rate_ghz: 1.98 cuda_compute_capability { major: 9 }",
+    ),
+    "h200": (
+        "NVIDIA H200",
+        "memory_bandwidth: 4800000000000 l2_cache_size: 62914560 device_memory_size: 141000000000 "
+        "core_count: 132 clock_rate_ghz: 1.98 cuda_compute_capability { major: 9 }",
+    ),
+    "b200": (
+        "NVIDIA B200",
+        "memory_bandwidth: 7700000000000 l2_cache_size: 132120576 device_memory_size: 180000000000 "
+        "core_count: 148 clock_rate_ghz: 1.965 cuda_compute_capability { major: 10 }",
+    ),
+}
+# XLA compiles conditionals and loops into CUDA graphs only for a driver that is new enough, hence `driver_version`.
+_DESCRIPTION = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 fpus_per_core: 128
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536 driver_version: "13.0.0" %s
+}
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } runtime_version { major: 12 minor: 9 patch: 0 }
+device_description_str: "%s"
+"""
+
 GPU_COUNTS = (1, 2, 4, 8)
 
 # Slices by name. The number counts chips for v5e and v6e, and cores, two to a chip, for v5p and TPU7x.
@@ -94,7 +124,7 @@ def target(name: str) -> Target:
         if match := re.fullmatch(rf"{kind}(?:-(\d+))?", plain):
             count = int(match[1] or 1)
             if count in GPU_COUNTS:
-                return Target(name, device, count, f"{kind}:1x1x{count}" if kind in DESCRIBED else None)
+                return Target(name, device, count, f"{kind}:1x1x{count}" if kind in _DESCRIPTIONS else None)
     near = difflib.get_close_matches(plain, known(), n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ConfigError(f"topology {name!r} is not known; {hint}known are {_listed()}")
@@ -129,3 +159,9 @@ def _listed() -> str:
     slices = [f"{kind}-{{{','.join(map(str, sizes))}}}" for kind, sizes in _SLICES.items()]
     counts = ",".join(map(str, GPU_COUNTS))
     return ", ".join(slices + [f"{kind}-{{{counts}}}" for kind in GPUS]) + ", and the compiler's own such as v6e:2x4"
+
+
+def gpu_description(kind: str) -> str:
+    """The description of the GPU called `kind`, one of those that programs can be compiled for."""
+    name, figures = _DESCRIPTIONS[kind]
+    return _DESCRIPTION % (figures, name)

@@ -24,7 +24,7 @@ from serving.engine.requests.output import RequestOutput
 from serving.engine.requests.request import EngineRequest, LoRARequest, Prompt
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.weights import WeightsChecksum
-from serving.vllm.keywords import engine_flags
+from serving.vllm.command import engine_flags
 
 log = logging.getLogger(__name__)
 

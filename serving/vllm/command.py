@@ -1,14 +1,15 @@
-"""Translates a command line of `vllm serve` to one of `mamba-jax serve`."""
+"""Translates a command line of `vllm serve`, or keywords of vLLM's `LLM(...)`, to this project's."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from serving.config import ConfigError
+from serving.config import ConfigError, EngineConfig
 from serving.vllm.flags import FLAGS, Flag, Words
 
 
@@ -21,6 +22,7 @@ class Translated:
 
 
 _NAMED = {name: flag for flag in FLAGS for name in (flag.name, *flag.short)}
+_SPELLINGS = {f"--{name.replace('_', '-')}" for name in EngineConfig.model_fields}
 _OPPOSITES = {f"--no-{flag.name[2:]}": flag for flag in FLAGS if not flag.takes}
 
 
@@ -75,6 +77,27 @@ def words_of(name: str, value: object) -> Words:
     if isinstance(value, (list, tuple)) and not any(isinstance(item, (list, tuple, dict)) for item in value):
         return [f"{dashed}={item}" for item in value]
     return [f"{dashed}={value if isinstance(value, (str, int, float)) else json.dumps(value)}"]
+
+
+def engine_flags(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Returns the engine's flags for these keywords, and a notice for each one that has no effect.
+
+    Keywords that are not vLLM's are returned unchanged; `EngineConfig.create` reports unknown ones.
+
+    Raises:
+        ConfigError: a keyword is not supported, or its value is invalid.
+    """
+    flags: dict[str, Any] = {}
+    notices: list[str] = []
+    for name, value in keywords.items():
+        same = name in EngineConfig.model_fields and not isinstance(value, str) and value != -1
+        if same or value is None or not is_known(name):
+            flags[name] = value
+            continue
+        done = translate(words_of(name, value), _SPELLINGS)
+        notices += done.notices
+        flags |= _read(name, done.words)
+    return flags, notices
 
 
 def _apply(flag: Flag, name: str, values: Words, done: Translated) -> None:
@@ -133,3 +156,22 @@ def _plain(text: str) -> object:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def _read(keyword: str, words: list[str]) -> dict[str, Any]:
+    """Converts a command line to flags of the engine. Numbers remain strings, which the configuration parses."""
+    flags: dict[str, Any] = {}
+    waiting = list(words)
+    while waiting:
+        word, equals, value = waiting.pop(0).partition("=")
+        name = word.removeprefix("--").replace("-", "_")
+        positive = name.removeprefix("no_")
+        if name not in EngineConfig.model_fields and positive not in EngineConfig.model_fields:
+            raise ConfigError(f"{keyword} is an option of `mamba-jax serve` ({word}), not of the engine")
+        if EngineConfig.model_fields[positive if name not in EngineConfig.model_fields else name].annotation is bool:
+            flags[positive] = name == positive
+        elif not equals and not waiting:
+            raise ConfigError(f"{keyword} needs a value")
+        else:
+            flags[name] = value if equals else waiting.pop(0)
+    return flags
