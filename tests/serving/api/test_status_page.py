@@ -68,7 +68,7 @@ def test_latencies_are_those_of_the_latest_requests():
     assert metrics.latency() == {}
     for seconds in range(1, 101):
         observe = metrics.request(5)
-        for tokens, finished in (([1], False), ([1, 2], True)):
+        for tokens, finished in (([1], False), ([2], True)):
             choice = CompletionOutput(0, "a", tokens, finish_reason="stop" if finished else None)
             observe(RequestOutput("r", None, [1], [choice], finished=finished), time.monotonic() + seconds)
     found = metrics.latency()
