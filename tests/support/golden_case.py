@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from checkpoints import load_model
+from mamba_jax.families import config_from_hf
 from mamba_jax.layout import SequenceLayout
 from mamba_jax.model import HybridModel
 
 FIXTURES = Path(__file__).parents[1] / "golden"
 NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/goldens.npz"))
+OTHER_RECURRENCES = tuple(
+    name for name in NAMES if config_from_hf(json.loads((FIXTURES / name / "config.json").read_text())).mamba is None
+)
+"""Fixtures with other recurrences than Mamba2."""
 
 TO_HUGGING_FACE = 2e-4
 """How far log-probabilities may be from Hugging Face's."""

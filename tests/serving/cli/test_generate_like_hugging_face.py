@@ -9,19 +9,12 @@ import numpy as np
 import pytest
 
 from serving.cli.main import run
-from tests.support.golden_case import CLEAR_GAP, TO_HUGGING_FACE, Case
+from tests.golden.recipes import RECIPES
+from tests.support.golden_case import CLEAR_GAP, OTHER_RECURRENCES, TO_HUGGING_FACE, Case
 from tests.support.selection import slow
 
-QUICK = ("lfm2",)
-OTHERS = (
-    "qwen3next", "qwen3next-dense", "qwen35", "qwen35-moe", "olmo-hybrid", "lfm2-moe", "kimi", "ling3", "minimax",
-    "mamba", "falcon-mamba", "jamba", "lfm3", "recurrent-gemma",
-)  # fmt: skip
-DRAFTS = {
-    **dict.fromkeys(("qwen3next", "qwen35", "qwen35-moe"), "mtp"),
-    **dict.fromkeys(("ling3", "minimax", "mamba", "falcon-mamba", "jamba", "lfm3", "recurrent-gemma"), "ngram"),
-}
-"""How some of them draft, in another run."""
+QUICK = "lfm2"
+OTHERS = [name for name in OTHER_RECURRENCES if name != QUICK]
 
 
 @pytest.fixture
@@ -48,7 +41,7 @@ def answers(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [*QUICK, *(slow(name) for name in OTHERS)])
+@pytest.mark.parametrize("name", [QUICK, *(slow(name) for name in OTHERS)])
 def test_generate_agrees_with_hugging_face(name, answers):
     case = Case(name)
     cold = answers(case, "--mamba-cache-mode", "none")
@@ -66,7 +59,8 @@ def test_generate_agrees_with_hugging_face(name, answers):
         compared = [(expected[token], value) for token, value in line["logprobs"][0] if token in expected]
         assert len(compared) >= 5
         np.testing.assert_allclose(*zip(*compared, strict=True), atol=TO_HUGGING_FACE)
-    if name in DRAFTS:
-        method = ("--speculative-method", DRAFTS[name], "--num-speculative-tokens", "3")
+    if name != QUICK:
+        source = "mtp" if RECIPES[name].mtp else "ngram"
+        method = ("--speculative-method", source, "--num-speculative-tokens", "3")
         drafted = answers(case, "--mamba-cache-mode", "all", *method)
         assert [line["token_ids"] for line in drafted] == [line["token_ids"] for line in cold]

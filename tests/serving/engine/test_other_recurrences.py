@@ -4,8 +4,9 @@ import pytest
 
 from serving import LLM, SamplingParams
 from serving.engine.steps.batching import PrefillShape
+from tests.golden.recipes import RECIPES
 from tests.support.engine_harness import SMALL
-from tests.support.golden_case import CLEAR_GAP, Case
+from tests.support.golden_case import CLEAR_GAP, OTHER_RECURRENCES, Case
 from tests.support.selection import slow
 
 FLAGS = SMALL | {
@@ -14,27 +15,24 @@ FLAGS = SMALL | {
 }  # fmt: skip
 
 
+def marks(name):
+    """One by default, one of each family in the full tier."""
+    if name == "lfm2-moe":
+        return ()
+    return pytest.mark.slow if RECIPES[name].steps == "slow" else pytest.mark.full
+
+
 @pytest.mark.parametrize(
     ("name", "drafts", "interval"),
     [
-        pytest.param("qwen3next", "mtp", 1, marks=pytest.mark.full),
-        ("lfm2-moe", "ngram", 1),
-        slow("qwen35", "ngram", 1),
-        slow("qwen35-moe", "mtp", 1),
-        slow("qwen3next-dense", "ngram", 1),
+        *(
+            pytest.param(name, "mtp" if RECIPES[name].mtp else "ngram", 1, marks=marks(name))
+            for name in OTHER_RECURRENCES
+        ),
         slow("qwen3next", "mtp", 16),
-        slow("lfm2", "ngram", 1),
-        slow("kimi", "ngram", 1),
         slow("kimi", "ngram", 8),
         slow("ling3", "ngram", 8),
-        pytest.param("ling3", "mtp", 1, marks=pytest.mark.full),
-        pytest.param("minimax", "ngram", 1, marks=pytest.mark.full),
         slow("minimax", "ngram", 8),
-        pytest.param("falcon-mamba", "ngram", 1, marks=pytest.mark.full),
-        slow("mamba", "ngram", 1),
-        pytest.param("jamba", "ngram", 1, marks=pytest.mark.full),
-        pytest.param("lfm3", "ngram", 1, marks=pytest.mark.full),
-        pytest.param("recurrent-gemma", "ngram", 1, marks=pytest.mark.full),
     ],
 )
 def test_answers_are_those_of_hugging_face(name, drafts, interval, quick_compilation):
