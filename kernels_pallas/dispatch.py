@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, SingleDeviceSharding
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, SingleDeviceSharding
 
 from kernels_pallas import native
 
@@ -220,6 +220,13 @@ def _fails_to_compile(
     return _try(operation, kernel, device, described, structure)
 
 
+_TYPICAL = {
+    "tpu": AbstractDevice(device_kind="TPU v6 lite", num_cores=1, platform="tpu"),
+    "gpu": AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu"),
+}
+"""Described to Pallas where programs are compiled for no device in particular."""
+
+
 @functools.cache
 def _try(operation: str, kernel: Implementation, device: Any, described: tuple[Any, ...], structure: Any) -> str | None:
     arrays = [i for i, leaf in enumerate(described) if isinstance(leaf, jax.ShapeDtypeStruct)]
@@ -236,7 +243,10 @@ def _try(operation: str, kernel: Implementation, device: Any, described: tuple[A
         shapes = [jax.ShapeDtypeStruct(described[i].shape, described[i].dtype, sharding=sharding) for i in arrays]
         if device is None:
             platform = "cuda" if kernel.platform == "gpu" else str(kernel.platform)
-            jax.jit(run).trace(shapes).lower(lowering_platforms=(platform,))
+            with jax.sharding.use_abstract_mesh(
+                AbstractMesh((1,), ("device",), abstract_device=_TYPICAL[str(kernel.platform)])
+            ):
+                jax.jit(run).trace(shapes).lower(lowering_platforms=(platform,))
             return
         # Pallas may query the target device. The mesh provides it, even if the device is only a description.
         with jax.set_mesh(Mesh(np.array([device]), ("device",), axis_types=(AxisType.Auto,))):

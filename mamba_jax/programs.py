@@ -288,6 +288,11 @@ class StepPrograms:
             stepping = jax.jit(run, donate_argnums=(1, 2), out_shardings=out)
             return stepping.lower(self._like_weights, store, rows, everywhere(words))
 
+    def trace(self, store: Store, rows: Rows, batch: StepBatch) -> None:
+        """Traces a step, which chooses the implementations of its operations (`kernels`), and compiles no program."""
+        with self.kernels.applied():
+            jax.eval_shape(self._run, self._like_weights, store, rows, batch)
+
     def _packed(self, batch: StepBatch) -> tuple[Callable[..., Any], jax.ShapeDtypeStruct]:
         """Returns the step as it is compiled, and the batch that it takes: one array."""
         packing = Packing.of(batch)

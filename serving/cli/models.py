@@ -45,6 +45,8 @@ def inspect(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model from a hub.")] = None,
     hf_overrides: Annotated[str | None, typer.Option(help="JSON object of fields that replace config.json's.")] = None,
     adapter: Annotated[str | None, typer.Option(help="An adapter's directory: show which share it adapts.")] = None,
+    kernels: Annotated[bool, typer.Option("--kernels", help="Show the implementation of each operation.")] = False,
+    platform: Annotated[str, typer.Option(help="Platform of --kernels: cpu, gpu or tpu.")] = "cpu",
 ) -> None:
     """Show a model's structure and the memory that its state takes, without loading weights."""
     import jax.numpy as jnp
@@ -91,6 +93,13 @@ def inspect(
                 f"{len(found.initial_state.layers)} of {config.num_recurrent_layers} recurrent layers"
             )
         rows["adapted dense layers"] = f"{len(found.layers)} of {len(layers)} ({share:.1%} of their parameters)"
+    if kernels:
+        from mamba_jax.kernel_report import kernel_report
+
+        if platform not in ("cpu", "gpu", "tpu"):
+            raise typer.BadParameter(f"--platform must be cpu, gpu or tpu, got {platform!r}")
+        for phase, operation, name, why in kernel_report(config, platform):
+            rows[f"{phase}: {operation}"] = f"{name} ({why})" if why else name
     for name, value in rows.items():
         table.add_row(name, str(value))
     Console(soft_wrap=True, highlight=False).print(table)

@@ -1,7 +1,7 @@
 """The recurrence's replay against its definition, and what holds for any implementation of it.
 
-What the interpreter cannot show is checked elsewhere: that compilers take the kernels (test_tpu_compile_replay.py,
-test_gpu_lower.py).
+What the interpreter cannot show is checked elsewhere: that compilers take the kernels (test_tpu_compile.py,
+test_gpu_compile.py).
 """
 
 import contextlib

@@ -95,6 +95,28 @@ def test_inspect_counts_without_loading(capfd):
     assert "none: no attention" in capfd.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("platform", "expected"),
+    [
+        ("tpu", ("decode: paged_attention pallas_tpu", "prefill: gated_scan pallas_tpu")),
+        pytest.param(
+            *("gpu", ("decode: gated_update pallas_gpu", "expert_mlp xla (not pallas_gpu: 2048 tokens, more than")),
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_inspect_shows_the_implementations_of_a_platform(platform, expected, capfd):
+    assert run(["inspect", "--model", "nemotron-3-nano-30b-a3b", "--kernels", "--platform", platform]) == 0
+    said = " ".join(capfd.readouterr().out.split())
+    for line in expected:
+        assert line in said
+
+
+def test_inspect_refuses_an_unknown_platform(capfd):
+    assert run(["inspect", "--kernels", "--platform", "tpus"]) == 2
+    assert "--platform must be cpu, gpu or tpu, got 'tpus'" in capfd.readouterr().err
+
+
 def test_inspect_shows_the_overridden_config(capfd):
     overrides = '{"rope_scaling": {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 262144}}'
     assert run(["inspect", "--model", "qwen3-next-80b-a3b", "--hf-overrides", overrides]) == 0
