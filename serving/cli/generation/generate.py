@@ -87,15 +87,8 @@ def _check_files(source: Path, target: Path) -> None:
 
 
 def _generate_file(source: Path, target: Path, sampling: dict[str, Any], flags: dict[str, Any]) -> None:
+    from rich import progress
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
 
     from serving.cli.generation.batch_file import count_lines, run_batch
     from serving.engine.llm import LLM
@@ -105,10 +98,10 @@ def _generate_file(source: Path, target: Path, sampling: dict[str, Any], flags: 
     console = Console(stderr=True, soft_wrap=True)
     llm = LLM(**flags)
     columns = (
-        TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-        TextColumn("{task.fields[failed]}"),
+        progress.TextColumn("requests"), progress.BarColumn(), progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(), progress.TimeRemainingColumn(), progress.TextColumn("{task.fields[failed]}"),
     )  # fmt: skip
-    with Progress(*columns, console=console) as bar:
+    with progress.Progress(*columns, console=console) as bar:
         task = bar.add_task("requests", total=count_lines(source), failed="")
 
         def show(counts: Any) -> None:

@@ -142,14 +142,7 @@ def batch(one_engine, tmp_path_factory):
     greedy = {"temperature": 0, "ignore_eos": True}
     source = write_lines(
         folder / "in.jsonl",
-        {
-            "id": "a",
-            "prompt_token_ids": [5, 6, 7],
-            "max_tokens": 5,
-            "temperature": 0,
-            "logprobs": 3,
-            "ignore_eos": True,
-        },
+        {"id": "a", "prompt_token_ids": [5, 6, 7], "max_tokens": 5, "logprobs": 3} | greedy,
         "this is not JSON\n",
         {"id": "b", "prompt": "no tokenizer here"},
         "\n",
@@ -158,15 +151,7 @@ def batch(one_engine, tmp_path_factory):
         {"id": "e", "prompt_token_ids": [5], "max_tokens": -2},
         {"id": "f", "prompt_token_ids": [99999], "max_tokens": 2},
         "[1, 2]\n",
-        {
-            "id": "g",
-            "prompt_token_ids": [9, 8],
-            "max_tokens": 3,
-            "temperature": 1,
-            "seed": 5,
-            "n": 2,
-            "ignore_eos": True,
-        },
+        {"id": "g", "prompt_token_ids": [9, 8], "max_tokens": 3, "seed": 5, "n": 2} | greedy | {"temperature": 1},
     )
     target = folder / "out.jsonl"
     code = run(["generate", "--input", str(source), "--output", str(target), *SMALL])
