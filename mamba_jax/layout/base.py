@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 from jaxtyping import Array, Bool, Float, Int
 
-from mamba_jax.layout.operation import Operation
+from mamba_jax.layout.operation import Inputs, Operation, Parameters
 
 
 class Layout(Protocol):
@@ -29,9 +29,7 @@ class Layout(Protocol):
         """Entry of each token's adapter (see `mamba_jax.adapters`), 0 = none; None for a model without adapters."""
         ...
 
-    def run(
-        self, operation: Operation, inputs: tuple[Array, ...], parameters: tuple[Any, ...], state: Any
-    ) -> tuple[Array, Any]:
+    def run(self, operation: Operation, inputs: Inputs, parameters: Parameters, state: Any) -> tuple[Array, Any]:
         """Returns an operation over each sequence. Inputs and the result are [T, ...], the state is [slots, ...]."""
         ...
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
 from kernels_pallas.places import Rows
-from mamba_jax.layout.operation import Operation
+from mamba_jax.layout.operation import Inputs, Operation, Parameters
 from mamba_jax.layout.paged import PagedTokens
 
 
@@ -65,9 +65,7 @@ class DecodeLayout(PagedTokens):
         """The places of the rows' states."""
         return Rows(self.read_slot, self.write_slot)
 
-    def run(
-        self, operation: Operation, inputs: tuple[Array, ...], parameters: tuple[Any, ...], state: Any
-    ) -> tuple[Array, Any]:
+    def run(self, operation: Operation, inputs: Inputs, parameters: Parameters, state: Any) -> tuple[Array, Any]:
         return operation.rows(self, inputs, parameters, state)
 
     @property

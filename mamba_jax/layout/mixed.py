@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from mamba_jax.layout.decode import DecodeLayout
-from mamba_jax.layout.operation import Operation
+from mamba_jax.layout.operation import Inputs, Operation, Parameters
 from mamba_jax.layout.prefill import PrefillLayout
 from mamba_jax.layout.replay import ReplayLayout
 
@@ -41,9 +41,7 @@ class MixedLayout:
             return None
         return jnp.concatenate([self.decode.adapter, self.prefill.adapter])
 
-    def run(
-        self, operation: Operation, inputs: tuple[Array, ...], parameters: tuple[Any, ...], state: Any
-    ) -> tuple[Array, Any]:
+    def run(self, operation: Operation, inputs: Inputs, parameters: Parameters, state: Any) -> tuple[Array, Any]:
         ours = [jnp.split(x, [len(self.decode.valid)]) for x in inputs]
         of_rows, state = self.decode.run(operation, tuple(x for x, _ in ours), parameters, state)
         # Prefill does not use tails; it reads and writes only slots.

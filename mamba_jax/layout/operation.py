@@ -8,6 +8,13 @@ from typing import Any
 
 from jaxtyping import Array
 
+Inputs = tuple[Array, ...]
+"""Arrays of packed tokens [T, ...]."""
+Parameters = tuple[Any, ...]
+"""The other arguments of a recurrence."""
+Anchors = tuple[Array, dict[str, Array]]
+"""States in slots, and their tail's arrays by name."""
+
 
 @dataclass(frozen=True)
 class Operation:
@@ -20,15 +27,15 @@ class Operation:
     change the state.
     """
 
-    sequences: Callable[[Any, tuple[Array, ...], tuple[Any, ...]], Array]
+    sequences: Callable[[Any, Inputs, Parameters], Array]
     """Whole sequences, without a state: (`SequenceLayout`, inputs, parameters) -> y [T, ...]. Differentiable."""
-    tiles: Callable[[Any, tuple[Array, ...], tuple[Any, ...], Any], tuple[Array, Any]]
+    tiles: Callable[[Any, Inputs, Parameters, Any], tuple[Array, Any]]
     """Ragged rows cut into tiles: (`PrefillLayout`, inputs, parameters, state) -> y [T, ...] and the state, with what
     it is at the tiles' ends written."""
-    rows: Callable[[Any, tuple[Array, ...], tuple[Any, ...], Any], tuple[Array, Any]]
+    rows: Callable[[Any, Inputs, Parameters, Any], tuple[Array, Any]]
     """Rows of a few tokens each: (`DecodeLayout`, inputs, parameters, state) -> y [T, ...] and the state, with what it
     is after each token written."""
-    replay: Callable[[Any, tuple[Array, ...], tuple[Any, ...], Any], tuple[Array, Any]] | None = None
+    replay: Callable[[Any, Inputs, Parameters, Any], tuple[Array, Any]] | None = None
     """The same from an anchor and a tail: (`ReplayLayout`, inputs, parameters, (state, tail arrays by name)) -> y and
     the two, with the inputs appended and the state at the next multiple of the interval written if it is reached.
     None: the recurrence does not support replay."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
 from kernels_pallas.places import Packed, Tiles
-from mamba_jax.layout.operation import Operation
+from mamba_jax.layout.operation import Inputs, Operation, Parameters
 from mamba_jax.layout.paged import PagedTokens
 
 
@@ -134,9 +134,7 @@ class PrefillLayout(PagedTokens):
             tiles=self.tiles,
         )
 
-    def run(
-        self, operation: Operation, inputs: tuple[Array, ...], parameters: tuple[Any, ...], state: Any
-    ) -> tuple[Array, Any]:
+    def run(self, operation: Operation, inputs: Inputs, parameters: Parameters, state: Any) -> tuple[Array, Any]:
         return operation.tiles(self, inputs, parameters, state)
 
     def query_blocks(self) -> tuple[Int[Array, "tiles tile_size"], Int[Array, " tiles"]]:

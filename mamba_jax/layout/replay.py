@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Int, Shaped
 from kernels_pallas.places import Anchored
 from kernels_pallas.tails import read_ring, write_ring
 from mamba_jax.layout.decode import DecodeLayout
-from mamba_jax.layout.operation import Operation
+from mamba_jax.layout.operation import Inputs, Operation, Parameters
 
 
 @jax.tree_util.register_dataclass
@@ -84,9 +84,7 @@ class ReplayLayout(DecodeLayout):
             interval=self.interval,
         )
 
-    def run(
-        self, operation: Operation, inputs: tuple[Array, ...], parameters: tuple[Any, ...], state: Any
-    ) -> tuple[Array, Any]:
+    def run(self, operation: Operation, inputs: Inputs, parameters: Parameters, state: Any) -> tuple[Array, Any]:
         assert operation.replay is not None, "an operation that has no form for replay"
         return operation.replay(self, inputs, parameters, state)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kernels_pallas.paged_attention import attention_sequence
-from mamba_jax.layout.operation import Operation
+from mamba_jax.layout.operation import Inputs, Operation, Parameters
 
 
 @jax.tree_util.register_dataclass
@@ -44,9 +44,7 @@ class SequenceLayout:
             positions=jnp.where(valid, position, -1).reshape(-1), valid=valid.reshape(-1), batch=batch, length=length
         )
 
-    def run(
-        self, operation: Operation, inputs: tuple[Array, ...], parameters: tuple[Any, ...], state: None
-    ) -> tuple[Array, None]:
+    def run(self, operation: Operation, inputs: Inputs, parameters: Parameters, state: None) -> tuple[Array, None]:
         return operation.sequences(self, inputs, parameters), None
 
     def attend(

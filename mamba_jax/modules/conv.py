@@ -16,18 +16,23 @@ from kernels_pallas.causal_conv1d import (
     causal_conv1d_sequence,
     causal_conv1d_update,
 )
-from mamba_jax.layout import DecodeLayout, Layout, Operation, PrefillLayout, ReplayLayout, SequenceLayout
+from mamba_jax.layout import (
+    Anchors,
+    DecodeLayout,
+    Inputs,
+    Layout,
+    Operation,
+    Parameters,
+    PrefillLayout,
+    ReplayLayout,
+    SequenceLayout,
+)
 from mamba_jax.modules.basic import constant, normal
 from mamba_jax.sharding.axis import axis_index
 
 
 def _sequences(
-    layout: SequenceLayout,
-    inputs: tuple[Array, ...],
-    parameters: tuple[Any, ...],
-    *,
-    activation: str | None,
-    window: str,
+    layout: SequenceLayout, inputs: Inputs, parameters: Parameters, *, activation: str | None, window: str
 ) -> Array:
     (x,), (weight, bias) = inputs, parameters
     x, before = layout.by_sequence(x), layout.initial_state(window)
@@ -38,12 +43,7 @@ def _sequences(
 
 
 def _tiles(
-    layout: PrefillLayout,
-    inputs: tuple[Array, ...],
-    parameters: tuple[Any, ...],
-    state: Array,
-    *,
-    activation: str | None,
+    layout: PrefillLayout, inputs: Inputs, parameters: Parameters, state: Array, *, activation: str | None
 ) -> tuple[Array, Array]:
     # Packed tokens: inputs of a row lie side by side, and those outside of all rows change nothing.
     (x,), (weight, bias) = inputs, parameters
@@ -51,12 +51,7 @@ def _tiles(
 
 
 def _rows(
-    layout: DecodeLayout,
-    inputs: tuple[Array, ...],
-    parameters: tuple[Any, ...],
-    state: Array,
-    *,
-    activation: str | None,
+    layout: DecodeLayout, inputs: Inputs, parameters: Parameters, state: Array, *, activation: str | None
 ) -> tuple[Array, Array]:
     (x,), (weight, bias) = inputs, parameters
     y, state = causal_conv1d_update(layout.by_row(x), weight, bias, state, layout.rows, activation=activation)
@@ -64,13 +59,8 @@ def _rows(
 
 
 def _replay(
-    layout: ReplayLayout,
-    inputs: tuple[Array, ...],
-    parameters: tuple[Any, ...],
-    state: tuple[Array, dict[str, Array]],
-    *,
-    activation: str | None,
-) -> tuple[Array, tuple[Array, dict[str, Array]]]:
+    layout: ReplayLayout, inputs: Inputs, parameters: Parameters, state: Anchors, *, activation: str | None
+) -> tuple[Array, Anchors]:
     ((x,), (weight, bias)), (window, tail) = (inputs, parameters), state
     ((name, ring),) = tail.items()
     y, window, ring = causal_conv1d_replay(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -13,7 +11,7 @@ from jaxtyping import Array, Float
 from kernels_pallas.fixed_order import silu
 from kernels_pallas.gated_recurrence import Mamba2Gates, Projections, gated_scan
 from mamba_jax.config import MambaConfig, need
-from mamba_jax.layout import Layout, PrefillLayout, SequenceLayout
+from mamba_jax.layout import Inputs, Layout, Parameters, PrefillLayout, SequenceLayout
 from mamba_jax.modules.basic import Linear, Weight, constant, initial, scaled
 from mamba_jax.modules.conv import Conv
 from mamba_jax.modules.recurrence import RecurrentMixer, initial_dt_bias
@@ -71,7 +69,7 @@ class Mamba(RecurrentMixer):
     def convolutions(self) -> tuple[Conv, Conv]:
         return self.conv_x, self.conv_bc
 
-    def projections(self, inputs: tuple[Array, ...]) -> Projections:
+    def projections(self, inputs: Inputs) -> Projections:
         zx, bc, dt = inputs
         # Flat: a TPU would change the layout of [T, 2, inner] for each half.
         z, x = jnp.split(zx.reshape(len(zx), -1), 2, axis=1)
@@ -80,14 +78,14 @@ class Mamba(RecurrentMixer):
     def skip(self) -> Float[Array, " heads"]:
         return self.d[...]
 
-    def _whole(self, layout: SequenceLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...]) -> Array:
+    def _whole(self, layout: SequenceLayout, inputs: Inputs, parameters: Parameters) -> Array:
         # Not flat: the compiler divides [T, 2, inner] over devices by its last axis.
         zx, bc, dt = inputs
         given = Projections(zx[:, 0], zx[:, 1], bc.reshape(len(bc), -1), None, dt)
         return self._apart(layout, given, (None, None, None))[0]
 
     def _tiles(
-        self, layout: PrefillLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...], states: tuple[Array, ...]
+        self, layout: PrefillLayout, inputs: Inputs, parameters: Parameters, states: tuple[Array, ...]
     ) -> tuple[Array, tuple[Array, ...]]:
         config, given, (ssm, conv_x, conv_bc) = self.config, self.projections(inputs), states
         if self.norm is not None and config.num_groups % (config.num_heads // given.strength.shape[1]):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -20,7 +18,17 @@ from kernels_pallas.selective_scan import (
     selective_update,
 )
 from mamba_jax.config.mamba1 import Mamba1Config
-from mamba_jax.layout import DecodeLayout, Layout, Operation, PrefillLayout, ReplayLayout, SequenceLayout
+from mamba_jax.layout import (
+    Anchors,
+    DecodeLayout,
+    Inputs,
+    Layout,
+    Operation,
+    Parameters,
+    PrefillLayout,
+    ReplayLayout,
+    SequenceLayout,
+)
 from mamba_jax.modules.basic import Linear, RMSNorm, constant, initial
 from mamba_jax.modules.conv import Conv
 from mamba_jax.modules.recurrence import LEAST_DT, initial_dt_bias
@@ -28,16 +36,14 @@ from mamba_jax.sharding.axis import TENSOR
 from mamba_jax.store import SlotArrays
 
 
-def _sequences(layout: SequenceLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...]) -> Array:
+def _sequences(layout: SequenceLayout, inputs: Inputs, parameters: Parameters) -> Array:
     x, dt, b, c = map(layout.by_sequence, inputs)
     a, d = parameters
     y, _ = selective_scan_sequence(x, dt, a, b, c, d, initial_state=layout.initial_state("selective"))
     return layout.by_token(y)
 
 
-def _tiles(
-    layout: PrefillLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...], state: Array
-) -> tuple[Array, Array]:
+def _tiles(layout: PrefillLayout, inputs: Inputs, parameters: Parameters, state: Array) -> tuple[Array, Array]:
     x, dt, b, c = inputs
     # The scan recognises padding by its step size of 0; other values of padding do not matter.
     x, b, c = map(layout.with_any_padding, (x, b, c))
@@ -46,21 +52,14 @@ def _tiles(
     return layout.by_token(y), state
 
 
-def _rows(
-    layout: DecodeLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...], state: Array
-) -> tuple[Array, Array]:
+def _rows(layout: DecodeLayout, inputs: Inputs, parameters: Parameters, state: Array) -> tuple[Array, Array]:
     x, dt, b, c = map(layout.by_row, inputs)
     a, d = parameters
     y, state = selective_update(x, dt, a, b, c, d, state, layout.rows)
     return layout.by_token(y), state
 
 
-def _replay(
-    layout: ReplayLayout,
-    inputs: tuple[Array, ...],
-    parameters: tuple[Any, ...],
-    state: tuple[Array, dict[str, Array]],
-) -> tuple[Array, tuple[Array, dict[str, Array]]]:
+def _replay(layout: ReplayLayout, inputs: Inputs, parameters: Parameters, state: Anchors) -> tuple[Array, Anchors]:
     x, dt, b, c = map(layout.by_row, inputs)
     (a, d), (states, tail) = parameters, state
     old = SelectiveTail(tail["selective_x"], tail["selective_b"], tail["selective_dt"])

@@ -22,7 +22,17 @@ from kernels_pallas.recurrence import (
     recurrence_update,
 )
 from mamba_jax.config.recurrence import GroupedRecurrence
-from mamba_jax.layout import DecodeLayout, Layout, Operation, PrefillLayout, ReplayLayout, SequenceLayout
+from mamba_jax.layout import (
+    Anchors,
+    DecodeLayout,
+    Inputs,
+    Layout,
+    Operation,
+    Parameters,
+    PrefillLayout,
+    ReplayLayout,
+    SequenceLayout,
+)
 from mamba_jax.modules.basic import Weight, initial
 from mamba_jax.modules.conv import Conv
 from mamba_jax.sharding.axis import axis_index
@@ -31,18 +41,15 @@ from mamba_jax.store import SlotArrays
 LEAST_DT = LEAST
 """A step size of exactly 0 marks padding, so a step size of a token must not underflow to 0."""
 
-Anchors = tuple[Array, dict[str, Array]]
-"""States in slots, and their tail's arrays by name."""
 
-
-def _sequences(layout: SequenceLayout, inputs: tuple[Array, ...], parameters: Any, *, name: str, erase: bool) -> Array:
+def _sequences(layout: SequenceLayout, inputs: Inputs, parameters: Parameters, *, name: str, erase: bool) -> Array:
     entry, start = Entry(*map(layout.by_sequence, inputs)), layout.initial_state(name)
     y, _ = recurrence_sequence(entry, erase=erase, skip=parameters[0], initial_state=start)
     return layout.by_token(y)
 
 
 def _tiles(
-    layout: PrefillLayout, inputs: tuple[Array, ...], parameters: Any, state: Array, *, erase: bool
+    layout: PrefillLayout, inputs: Inputs, parameters: Parameters, state: Array, *, erase: bool
 ) -> tuple[Array, Array]:
     # The scan recognises padding by its strength of 0; masking the rest would be one more pass over it.
     vectors = map(layout.with_any_padding, inputs[:3])
@@ -52,7 +59,7 @@ def _tiles(
 
 
 def _rows(
-    layout: DecodeLayout, inputs: tuple[Array, ...], parameters: Any, state: Array, *, erase: bool
+    layout: DecodeLayout, inputs: Inputs, parameters: Parameters, state: Array, *, erase: bool
 ) -> tuple[Array, Array]:
     entry = Entry(*map(layout.by_row, inputs))
     y, state = recurrence_update(entry, state, layout.rows, erase=erase, skip=parameters[0])
@@ -60,7 +67,7 @@ def _rows(
 
 
 def _replay(
-    layout: ReplayLayout, inputs: tuple[Array, ...], parameters: Any, state: Anchors, *, name: str, erase: bool
+    layout: ReplayLayout, inputs: Inputs, parameters: Parameters, state: Anchors, *, name: str, erase: bool
 ) -> tuple[Array, Anchors]:
     entry, (states, arrays) = Entry(*map(layout.by_row, inputs)), state
     y, states, tail = recurrence_replay(
@@ -115,7 +122,7 @@ class RecurrentMixer(nnx.Module):
         """Returns those of values and of vectors."""
         raise NotImplementedError
 
-    def projections(self, inputs: tuple[Array, ...]) -> Projections:
+    def projections(self, inputs: Inputs) -> Projections:
         """Returns the inputs of `between` as projections [T, ...]; vectors are [T, channels]."""
         raise NotImplementedError
 
@@ -124,7 +131,7 @@ class RecurrentMixer(nnx.Module):
         return None
 
     def between(
-        self, inputs: tuple[Array, ...], layout: Layout, state: SlotArrays | None
+        self, inputs: Inputs, layout: Layout, state: SlotArrays | None
     ) -> tuple[Float[Array, "T inner"], SlotArrays | None]:
         """Runs the operations between the projections."""
         # Without a store there is no state to return.
@@ -135,17 +142,17 @@ class RecurrentMixer(nnx.Module):
 
     # Forms of the operations between the projections. States by `config.arrays`. The result is [T, inner].
 
-    def _whole(self, layout: SequenceLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...]) -> Array:
+    def _whole(self, layout: SequenceLayout, inputs: Inputs, parameters: Parameters) -> Array:
         # The compiler divides the layer over devices, each axis for itself.
         return self._apart(layout, self.projections(inputs), (None, None, None))[0]
 
     def _tiles(
-        self, layout: PrefillLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...], states: tuple[Array, ...]
+        self, layout: PrefillLayout, inputs: Inputs, parameters: Parameters, states: tuple[Array, ...]
     ) -> tuple[Array, tuple[Array, ...]]:
         return self._apart(layout, self.projections(inputs), states)
 
     def _rows(
-        self, layout: DecodeLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...], states: tuple[Array, ...]
+        self, layout: DecodeLayout, inputs: Inputs, parameters: Parameters, states: tuple[Array, ...]
     ) -> tuple[Array, tuple[Array, ...]]:
         given = self.projections(inputs)
         if self._divides_groups(given):
@@ -164,7 +171,7 @@ class RecurrentMixer(nnx.Module):
         return layout.by_token(y), (store, new.value, new.vectors)
 
     def _anchored(
-        self, layout: ReplayLayout, inputs: tuple[Array, ...], parameters: tuple[Any, ...], states: tuple[Any, ...]
+        self, layout: ReplayLayout, inputs: Inputs, parameters: Parameters, states: tuple[Any, ...]
     ) -> tuple[Array, tuple[Any, ...]]:
         given = self.projections(inputs)
         if self._divides_groups(given):
