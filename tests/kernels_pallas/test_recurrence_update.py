@@ -6,6 +6,7 @@ test_gpu_compile.py) and that they run (`pytest -m gpu`).
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -133,7 +134,8 @@ def test_says_what_it_cannot_run():
 def test_refuses_what_does_not_fit():
     shape = ODD[1]
     call = entry(Draw(), shape, 1, 1), states(Draw(), shape, 3), Rows(*indices([1], [[2]]))
+    call = jax.tree.map(jnp.asarray, call)
     with pytest.raises(ValueError, match="skip is not supported with erase"):
-        recurrence_update(*call, erase=True, skip=np.ones(shape.heads))
+        recurrence_update(*call, erase=True, skip=jnp.ones(shape.heads))
     with pytest.raises(ValueError, match=r"rows.write_slot has shape \(1, 2\), expected \[rows, steps\]"):
-        recurrence_update(*call[:2], Rows(*indices([1], [[2, 1]])), erase=True)
+        recurrence_update(*call[:2], jax.tree.map(jnp.asarray, Rows(*indices([1], [[2, 1]]))), erase=True)
