@@ -213,7 +213,6 @@ class Scheduler(RemoteStates):
         """Called when the step is dispatched: publishes the prompt states and pages that it computes."""
         assert plan is self.pending, "only the latest plan can be dispatched, once"
         self.pending = None
-        plan.dispatched = True
         for row in plan.effects:
             if row.fate is ResultDisposition.LIVE:
                 after_dispatch(self, row)

@@ -168,7 +168,8 @@ class PrefixIndex:
                 entry.below[lower] = None
                 lower.above = entry
                 self._rank_again(lower)
-        node.add_state(entry)
+        node.states[tail] = entry
+        node.tails.add(len(tail))
         entry.above = above
         above.below[entry] = None
         entry.last_use = self._tick()
@@ -226,7 +227,8 @@ class PrefixIndex:
             observer.dropping(entry, trusted=trusted, low_value=low_value)
         node, above = entry.node, entry.above
         assert above is not None
-        node.remove_state(entry)
+        del node.states[entry.tail]
+        node.tails.remove(len(entry.tail))
         del above.below[entry]
         for lower in entry.below:
             lower.above = above

@@ -37,16 +37,6 @@ class Node:
     def __post_init__(self) -> None:
         self.depth = self.parent.depth + 1 if self.parent is not None else 0
 
-    def add_state(self, entry: "Checkpoint") -> None:
-        """Adds a state to this node."""
-        self.states[entry.tail] = entry
-        self.tails.add(len(entry.tail))
-
-    def remove_state(self, entry: "Checkpoint") -> None:
-        """Removes a state."""
-        del self.states[entry.tail]
-        self.tails.remove(len(entry.tail))
-
     def longest_state(self, rest: tuple[int, ...], most: int) -> "Checkpoint | None":
         """The deepest state here with at most `most` of the tokens `rest`, which follow this node's."""
         for length in self.tails.up_to(min(most, len(rest))):

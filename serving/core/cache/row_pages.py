@@ -10,6 +10,7 @@ Without attention there are no pages: the table stays empty, and all methods do 
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, SupportsIndex
 
 from serving.core.cache.content import Chain
@@ -44,26 +45,23 @@ class PageTable(list[int]):
         self.changed = min(self.changed, range(len(self))[index] if isinstance(index, int) else 0)
 
 
+@dataclass(slots=True, eq=False)
 class RowPages:
-    """Owns the references of one running sequence to its pages. `pool` is None for a model without attention."""
+    """Owns the references of one running sequence to its pages. The pool is None for a model without attention."""
 
-    __slots__ = ("_copied_at", "_pool", "copy", "node", "num_published", "page_size", "shared", "table")
-
-    def __init__(self, pool: PagePool | None, page_size: int) -> None:
-        self._pool = pool
-        self.page_size = page_size
-        self.table = PageTable()
-        """Never cleared, because planned rows read it and may run after the sequence has released its pages."""
-        self.shared = -1
-        """Index in `table` of a partly filled page that other rows may read. It is copied before it is written; -1 =
-        none."""
-        self.num_published = 0
-        """Number of leading full pages that are in the index."""
-        self.node: Node | None = None
-        """The index's node of the last published page."""
-        self.copy: PageCopy | None = None
-        """The page copy of the planned step that is not yet dispatched."""
-        self._copied_at = -1
+    _pool: PagePool | None
+    page_size: int
+    table: PageTable = field(init=False, default_factory=PageTable)
+    """Never cleared, because planned rows read it and may run after the sequence has released its pages."""
+    shared: int = field(init=False, default=-1)
+    """Index in `table` of a partly filled page that other rows may read: copied before it is written. -1: none."""
+    num_published: int = field(init=False, default=0)
+    """Number of leading full pages that are in the index."""
+    node: Node | None = field(init=False, default=None)
+    """The index's node of the last published page."""
+    copy: PageCopy | None = field(init=False, default=None)
+    """The page copy of the planned step that is not yet dispatched."""
+    _copied_at: int = field(init=False, default=-1)
 
     # -- start --
 

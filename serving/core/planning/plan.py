@@ -51,7 +51,6 @@ class StepPlan:
     # -- the scheduler's own --
     effects: list[PlannedRow] = field(default_factory=list)
     """Rows with something to do once the step is dispatched."""
-    dispatched: bool = False
 
     @property
     def rows(self) -> list[Row]:

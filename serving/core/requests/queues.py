@@ -80,17 +80,13 @@ class Queues:
         if mine is not theirs:
             mine.served = max(mine.served, theirs.served + 1)
 
-    def enter(self, request: Request) -> None:
-        """To the running ones, at its place."""
-        request.status = Status.RUNNING
-        insort(self.running, request, key=_ORDER)
-
     def admitted(self, request: Request) -> None:
         """From the waiting ones to the running ones; its client has had its turn."""
         group = self._groups[request.priority, request.client]
         group.served += 1
         self.leave(request)
-        self.enter(request)
+        request.status = Status.RUNNING
+        insort(self.running, request, key=_ORDER)
 
     def leave(self, request: Request) -> None:
         """Out of the queue that it is in."""

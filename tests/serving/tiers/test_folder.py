@@ -114,16 +114,6 @@ class Killed(BaseException):
     """The process is gone."""
 
 
-def test_a_part_comes_back_as_it_was(tmp_path):
-    disk = Disk(tmp_path)
-    tokens = list(range(11))
-    disk.store(unit(tokens))
-    assert disk.fetch([*tokens, 99]) == "hit"
-    again = disk.restart()
-    assert list(again.tier.units.values()) == [unit(tokens)]
-    assert again.fetch(tokens) == "hit"
-
-
 def test_what_was_used_last_stays_longest_over_a_restart(tmp_path):
     disk = Disk(tmp_path)
     for first in range(3):
@@ -142,15 +132,6 @@ def test_a_smaller_cap_is_kept_at_the_next_start(tmp_path, monkeypatch):
     assert 0 < len(again.tier) < 6
     again.check()
     assert len(list(tmp_path.glob("*.safetensors"))) == 2 * len(again.tier)
-
-
-def test_a_file_under_another_name_is_not_used(tmp_path):
-    disk = Disk(tmp_path)
-    one, other = unit([1] * 3), unit([2] * 3)
-    disk.store(one)
-    disk.folder._file(one.name).rename(disk.folder._file(other.name))
-    assert disk.restart().fetch([2] * 3) == "miss"
-    assert not list(tmp_path.glob("*.safetensors"))
 
 
 def others_folder(root: Path, name: str, number: int = 0) -> Path:
@@ -211,15 +192,6 @@ def test_a_fifo_does_not_hang_anything(tmp_path, name):
     )
     root = Path(__file__).parents[3]
     subprocess.run([sys.executable, "-c", code, str(path)], cwd=root, timeout=120, check=True)
-
-
-def test_a_fifo_in_place_of_a_part_is_not_read(tmp_path):
-    disk = Disk(tmp_path)
-    disk.store(unit([1] * 5))
-    file = disk.folder._file(unit([1] * 5).name)
-    file.unlink()
-    os.mkfifo(file)
-    assert disk.fetch([1] * 5) == "dropped"
 
 
 def test_folders_that_are_made_are_private(tmp_path):
