@@ -231,7 +231,7 @@ def test_mlp_multipliers_and_additions():
 
 def test_one_size_for_each_mlp():
     config = MLPConfig(intermediate_size=(8, 12), activation="relu2", gated=False)
-    both = [made(MLP, config, HIDDEN, index=i)[0] for i in (0, 1)]
+    both = [made(MLP, config.at(i), HIDDEN)[0] for i in (0, 1)]
     assert [mlp.up_proj.weight.shape for mlp in both] == [(8, HIDDEN), (12, HIDDEN)]
 
 
