@@ -142,7 +142,12 @@ def _write(
     files.close()
     (directory / "config.json").write_text(json.dumps(fields, indent=1) + "\n")
     if files_from is not None:
-        for path in [*files_from.glob("*.json"), *files_from.glob("*.jinja"), *files_from.glob("*.jsonl")]:
-            if path.name not in ("config.json", ORBAX_MARKER) and not path.name.endswith(".index.json"):
-                shutil.copyfile(path, directory / path.name)
+        copy_small_files(files_from, directory)
     return directory
+
+
+def copy_small_files(source: Path, target: Path) -> None:
+    """Copies the tokenizer, templates and sampling defaults of a checkpoint."""
+    for path in [*source.glob("*.json"), *source.glob("*.jinja"), *source.glob("*.jsonl")]:
+        if path.name not in ("config.json", ORBAX_MARKER) and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, target / path.name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from checkpoints.errors import CheckpointError, listing
+from checkpoints.export import copy_small_files
 from checkpoints.placing import abstract_parameters
 from checkpoints.quantised.rounding import Rounding, Selection
 from checkpoints.quantised.stored import InvalidTensor
 from checkpoints.quantised.writing import description_of, tensors_of
-from checkpoints.tensors.tensor_set import INDEX_FILE, TensorFiles, TensorSet
+from checkpoints.tensors.tensor_set import TensorFiles, TensorSet
 from mamba_jax.config import HybridConfig
 from mamba_jax.families.base import HFSource
 
@@ -77,9 +77,7 @@ def rewrite_hugging_face(
     if selection is not None:
         described["quantization_config"] = description_of(rounded, wide - set(rounded))
     (target / "config.json").write_text(json.dumps(described, indent=1) + "\n")
-    for path in [*source.glob("*.json"), *source.glob("*.jinja"), *source.glob("*.jsonl")]:
-        if path.name not in ("config.json", INDEX_FILE):
-            shutil.copyfile(path, target / path.name)
+    copy_small_files(source, target)
     return target
 
 

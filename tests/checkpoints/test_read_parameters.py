@@ -1,5 +1,7 @@
 """From stored tensors to placed parameters, with sources of every form."""
 
+import logging
+
 import jax
 import ml_dtypes
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
+from checkpoints import placing
 from checkpoints.errors import CheckpointError
 from checkpoints.placing import place
 from checkpoints.tensors.hugging_face import read_parameters
@@ -143,3 +146,11 @@ def test_long_lists_are_cut(tmp_path):
     stored = STORED | {f"extra.{i:03d}": np.zeros(1, np.float32) for i in range(500)}
     text = failure(tmp_path, stored)
     assert text.endswith("500 unexpected: " + ", ".join(f"extra.{i:03d} [1]" for i in range(6)) + ", and 494 more")
+
+
+def test_loading_says_how_far_it_is_without_a_terminal(monkeypatch, caplog):
+    monkeypatch.setattr(placing, "LINE_EVERY", -1.0)
+    caplog.set_level(logging.INFO, logger="checkpoints")
+    with placing.progress_bar("Loading it", 3_000_000_000, True) as advance:
+        advance(1_500_000_000)
+    assert caplog.messages == ["Loading it: 1.5 of 3.0 GB"]
