@@ -58,7 +58,10 @@ def only_with_arrays(jaxtyped: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _names_arrays(function: Callable[..., Any]) -> bool:
-    return any(ARRAY.search(str(annotation)) for annotation in function.__annotations__.values())
+    """Whether an annotation names an array, and each `n-1` has an `n`: of fields of arguments, jaxtyping sees none."""
+    text = " ".join(map(str, function.__annotations__.values()))
+    symbolic = re.findall(r"\b([a-z_]+)-1\b", text)
+    return ARRAY.search(text) is not None and all(re.search(rf"\b{name}\b(?!-)", text) for name in symbolic)
 
 
 def _arrays(annotation: Any, function: Callable[..., Any]) -> list[Any]:
