@@ -108,19 +108,19 @@ def _serve_together(
 
     check(Deployment(config, several_hosts=True, role=role.role, followed=bool(role.seal.secret)))
     listening = bind(settings.host, settings.port) if hosts.host_id in (0, None) else None
-    party, config = gather(hosts, config, all_devices=all_devices)
-    if party is not None and not party.leads:
+    group, config = gather(hosts, config, all_devices=all_devices)
+    if group is not None and not group.leads:
         if listening is not None:
             listening.close()
-        run_follower(config, party)
+        run_follower(config, group)
         return
     listening = listening or bind(settings.host, settings.port)
-    if party is None:
+    if group is None:
         _run(settings, config, listening, begin, role)
         return
-    with party.ending_together((ConfigError, CheckpointError)):
-        _run(settings, config, listening, begin, role, party)
-    party.close()
+    with group.ending_together((ConfigError, CheckpointError)):
+        _run(settings, config, listening, begin, role, group)
+    group.close()
 
 
 def _json_object(name: str, text: str) -> dict[str, Any]:
@@ -165,14 +165,14 @@ def _run(
     listening: socket.socket,
     begin: float,
     role: SplitSettings,
-    party: HostGroup | None = None,
+    group: HostGroup | None = None,
 ) -> None:
-    """Runs the server until it is stopped. `party`: the hosts that this one leads."""
+    """Runs the server until it is stopped. `group`: the hosts that this one leads."""
     from serving.api.http.context import Context
     from serving.api.http.make_server import make_server, startup_lines
     from serving.api.traces import Traces
     from serving.engine.assembly.build import AssembledEngine
-    from serving.hosts.leader import Leader
+    from serving.hosts.lockstep import Leader
     from serving.split.http.roles import role_of
 
     leaders: list[Leader] = []
@@ -180,8 +180,8 @@ def _run(
     address, port = listening.getsockname()[:2]
 
     def on_built(built: AssembledEngine) -> None:
-        if party is not None:
-            leaders.append(Leader(built.engine.loop, party, built.digest))
+        if group is not None:
+            leaders.append(Leader(built.engine.loop, group, built.digest))
         for line in startup_lines(built, settings, f"{scheme}://{address}:{port}"):
             log.info(line)
 
@@ -195,11 +195,11 @@ def _run(
     # Create this before loading the model, because its package may be missing.
     traces = Traces(settings.otlp_traces_endpoint, settings.served_model_name[0])
     server, context = make_server(
-        settings, config, listening, open_role=role_of(role, config, settings, listening), led=party is not None,
+        settings, config, listening, open_role=role_of(role, config, settings, listening), led=group is not None,
         on_built=on_built, on_compiled=on_compiled, on_ready=on_ready, traces=traces,
     )  # fmt: skip
-    if party is not None:
-        party.expect_signals()
+    if group is not None:
+        group.ignore_reraised_signals()
     server.run(sockets=[listening])
     if context.engine.abandoned:
         logging.shutdown()

@@ -13,9 +13,9 @@ from checkpoints.errors import CheckpointError
 from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly.build import build_engine
 from serving.engine.programs.warmup import warm_up
-from serving.hosts.follower import follow
 from serving.hosts.host_group import HostGroup
-from serving.hosts.meeting import join, meet, meeting_time
+from serving.hosts.lockstep import follow
+from serving.hosts.meeting import connect_deadline, connect_hosts, initialize_jax
 from serving.hosts.settings import HostSettings
 
 log = logging.getLogger(__name__)
@@ -38,13 +38,13 @@ def gather(
         config: flags of the engine.
         all_devices: use all devices, whatever `tensor_parallel_size` says.
 
-    A meeting that fails ends this process with one line (`meeting_time`).
+    If the hosts do not connect, this process ends with one line (`connect_deadline`).
 
     Raises:
         ConfigError: the environment does not say which hosts there are.
     """
-    with meeting_time(settings) as end:
-        join(settings)
+    with connect_deadline(settings) as end:
+        initialize_jax(settings)
         devices, hosts = jax.device_count(), jax.process_count()
         if hosts == 1:
             return None, config
@@ -54,21 +54,21 @@ def gather(
             raise ConfigError(
                 f"tensor_parallel_size {config.tensor_parallel_size}: {hosts} hosts use all of their {devices} devices"
             )
-        party = meet(settings, facts_of(config), end)
-    log.info("host %d of %d%s, %d devices in all", party.host, hosts, ", the leader" if party.leads else "", devices)
-    return party, config
+        group = connect_hosts(settings, facts_of(config), end)
+    log.info("host %d of %d%s, %d devices in all", group.host, hosts, ", the leader" if group.leads else "", devices)
+    return group, config
 
 
-def run_follower(config: EngineConfig, party: HostGroup) -> None:
+def run_follower(config: EngineConfig, group: HostGroup) -> None:
     """Loads this host's part of the model, and repeats the calls of host 0 until it ends. Runs on the main thread."""
-    with party.ending_together((ConfigError, CheckpointError)):
+    with group.ending_together((ConfigError, CheckpointError)):
         built = build_engine(config.model_copy(update={"warmup": False}), progress=False, led=True)
         if config.warmup:
             warm_up(built.engine.loop, built.engine.vocab_size, progress=False)
-        party.leave_when_asked()
+        group.forward_signals()
         log.info("ready; host 0 takes requests")
-        follow(built, party)
-    party.close()
+        follow(built, group)
+    group.close()
 
 
 def facts_of(config: EngineConfig) -> dict[str, str]:

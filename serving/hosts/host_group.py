@@ -17,13 +17,13 @@ from serving.hosts.link import Kind, Link, LinkError
 
 log = logging.getLogger(__name__)
 
-_ALIVE_EVERY = 1.0
+_HEARTBEAT_INTERVAL = 1.0
 _LOADING_TIMEOUT = 15.0
 """Timeout in seconds until a host can run steps. While it loads and compiles, the heartbeat thread waits for the
 interpreter for up to 3 s on a busy machine."""
 _CAUSE_WAIT = 2.0
-"""Seconds in which a host's end may become known, which is why a step has failed."""
-_WAITING_CALLS = 4096
+"""Seconds to wait after a failed step: another host's failure may be the cause."""
+_MAX_CALLS = 4096
 """Calls that a follower buffers: the leader is one step ahead."""
 
 
@@ -40,19 +40,19 @@ class HostGroup:
 
     def __init__(self, host: int, links: Mapping[int, Link], *, host_timeout: float) -> None:
         self.host, self._links, self._host_timeout = host, dict(links), host_timeout
-        self._received: queue.Queue[bytes | None] = queue.Queue(_WAITING_CALLS)
+        self._received: queue.Queue[bytes | None] = queue.Queue(_MAX_CALLS)
         self._digests: dict[int, str] = {}
         self._ready = {other: threading.Event() for other in links}
         self._ending = threading.RLock()
-        self._gone: int | None = None
+        self._failed_host: int | None = None
         self._idle = False
-        """No call is expected: others may go."""
-        self._left = threading.Event()
+        """No call is expected: others may close their connections."""
+        self._closed = threading.Event()
         for link in self._links.values():
             link.timeout = max(_LOADING_TIMEOUT, host_timeout)
         for other in links:
-            threading.Thread(target=self._listen, args=(other,), name=f"host-{other}", daemon=True).start()
-        threading.Thread(target=self._say_alive, name="alive", daemon=True).start()
+            threading.Thread(target=self._receive, args=(other,), name=f"host-{other}", daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
 
     @property
     def leads(self) -> bool:
@@ -79,8 +79,8 @@ class HostGroup:
             yield call
 
     def wait_until_ready(self) -> dict[int, str]:
-        """Waits until every other host has said again that it can run steps. Returns the digest of each one's weights,
-        by the host's number."""
+        """Waits until every other host has reported (again) that it can run steps. Returns the digest of each one's
+        weights, by the host's number."""
         for other, ready in self._ready.items():
             if not ready.wait(0):
                 log.info("waiting for host %d", other)
@@ -89,10 +89,10 @@ class HostGroup:
         return dict(self._digests)
 
     def end(self, line: str, *, code: int = 1, error: BaseException | None = None) -> NoReturn:
-        """Ends this process, after telling the others why; collectives cannot be interrupted otherwise."""
-        with self._ending:  # who comes second waits here for the end
-            log.critical("%s: all hosts end", line, exc_info=error)
-            for link in (link for other, link in self._links.items() if other != self._gone):
+        """Ends this process, after sending the reason to the others; collectives cannot be interrupted otherwise."""
+        with self._ending:  # a second thread waits here for the exit
+            log.critical("%s: all hosts exit", line, exc_info=error)
+            for link in (link for other, link in self._links.items() if other != self._failed_host):
                 link.timeout = 1.0
                 with contextlib.suppress(LinkError):
                     link.send(Kind.FAILED, line.encode()[:1000])
@@ -100,9 +100,9 @@ class HostGroup:
             os._exit(code)
 
     def step_failed(self, error: BaseException) -> NoReturn:
-        """Ends all hosts after a step that raised, by the name of the host that is to blame if that becomes known."""
+        """Ends all hosts after a failed step. Waits first, so that the log names the host that failed first."""
         time.sleep(_CAUSE_WAIT)
-        self.end(f"a step has failed on host {self.host}: {one_line(error)}")
+        self.end(f"a step failed on host {self.host}: {one_line(error)}")
 
     @contextlib.contextmanager
     def ending_together(self, expected: tuple[type[Exception], ...] = ()) -> Iterator[None]:
@@ -112,49 +112,49 @@ class HostGroup:
         except expected as error:
             self.end(f"host {self.host}: {one_line(error)}", code=2)
         except KeyboardInterrupt:
-            self.end(f"host {self.host} has been interrupted", code=130)
+            self.end(f"host {self.host} was interrupted", code=130)
         except BaseException as error:
             self.end(f"host {self.host} has failed: {one_line(error)}", error=error)
 
-    def leave_when_asked(self) -> None:
-        """A follower that is asked to end (SIGTERM, SIGINT) has the leader do so, which ends all when it is done.
+    def forward_signals(self) -> None:
+        """Makes a follower forward SIGTERM and SIGINT to the leader, which shuts down all hosts in order.
 
-        Asked again, it ends at once. To be called on the main thread.
+        A second signal ends this process at once. To be called on the main thread.
         """
 
         def leave(number: int, _: object) -> None:
             signal.signal(number, signal.SIG_DFL)
-            log.info("asked to end: host 0 drains first")
+            log.info("shutdown requested: host 0 finishes running requests first")
             threading.Thread(target=self.tell, args=(Kind.LEAVE,), daemon=True).start()  # something may be half sent
 
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, leave)
 
     @staticmethod
-    def expect_signals() -> None:
-        """A server that has ended by a signal raises it again: let this process go on to its end then."""
+    def ignore_reraised_signals() -> None:
+        """A server that was stopped by a signal raises it again; this process must still shut down its followers."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
 
     def close(self) -> None:
-        """The end of it, with nothing left to do."""
+        """Closes all connections."""
         self._idle = True
-        self._left.set()
+        self._closed.set()
         for link in self._links.values():
             link.close()
 
     # -- threads --
 
-    def _say_alive(self) -> None:
-        while not self._left.wait(_ALIVE_EVERY):
+    def _send_heartbeats(self) -> None:
+        while not self._closed.wait(_HEARTBEAT_INTERVAL):
             for other, link in self._links.items():
                 try:
-                    link.send(Kind.ALIVE)
+                    link.send(Kind.HEARTBEAT)
                 except LinkError as error:
                     if not self._idle:
                         self._lost(other, error)
 
-    def _listen(self, other: int) -> None:
+    def _receive(self, other: int) -> None:
         link = self._links[other]
         while True:
             try:
@@ -163,12 +163,12 @@ class HostGroup:
                 if self._idle:
                     return
                 self._lost(other, error)
-            if not self._heard(other, kind, payload):
-                self.end(f"host {other} says {kind.name} out of turn")
+            if not self._handle(other, kind, payload):
+                self.end(f"host {other} sent an unexpected {kind.name} message")
 
-    def _heard(self, other: int, kind: Kind, payload: bytes) -> bool:
+    def _handle(self, other: int, kind: Kind, payload: bytes) -> bool:
         """Handle a message; return False if the sender's role does not send messages of this kind."""
-        if kind is Kind.ALIVE:
+        if kind is Kind.HEARTBEAT:
             return True
         if kind is Kind.FAILED:
             self.end(payload.decode(errors="replace"))
@@ -178,7 +178,7 @@ class HostGroup:
             self._ready[other].set()
             return True
         if kind is Kind.LEAVE and self.leads:
-            log.info("host %d has been asked to end: so do all", other)
+            log.info("host %d requests shutdown: all hosts exit", other)
             os.kill(os.getpid(), signal.SIGTERM)
             return True
         if kind in (Kind.CALL, Kind.DONE) and not self.leads:
@@ -188,5 +188,5 @@ class HostGroup:
         return False
 
     def _lost(self, other: int, error: LinkError) -> NoReturn:
-        self._gone = other
+        self._failed_host = other
         self.end(f"host {other} is lost: it {error}")

@@ -1,4 +1,4 @@
-"""One connection between two hosts: both prove that they know the meeting's key, then frames of bounded size go by."""
+"""One connection between two hosts: a handshake with a shared key, then frames of bounded size."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from enum import IntEnum
 MAX_FRAME = 64 << 20
 """Bytes of one frame; a step's arrays take some kilobytes, a seat with penalties five for each word."""
 _HEADER = struct.Struct(">BI")
-_HELLO = struct.Struct(">I32s32s")
-_HELLO_SECONDS = 3.0
-"""Time for a whole greeting."""
-_CLOSED = "has closed its connection"
+_HANDSHAKE = struct.Struct(">I32s32s")
+_HANDSHAKE_TIMEOUT = 3.0
+"""Seconds for the whole handshake."""
+_CLOSED = "closed the connection"
 
 
 class Kind(IntEnum):
     """The content of a frame."""
 
-    ALIVE = 0
-    """Nothing, but the sender lives."""
+    HEARTBEAT = 0
+    """No content; the sender is alive."""
     FACTS = 1
     """How a host was started (JSON)."""
     READY = 2
-    """A host could run a step now."""
+    """A host can run steps now."""
     CALL = 3
     """The leader dispatches a batch (`wire`)."""
     DONE = 4
     """No call will follow."""
     LEAVE = 5
-    """A follower has been asked to end."""
+    """A follower requests shutdown."""
     FAILED = 6
-    """A host ends; the message is the reason in one line."""
+    """A host exits; the content is the reason in one line."""
 
 
 class LinkError(Exception):
@@ -46,7 +46,7 @@ class LinkError(Exception):
 class Link:
     """Frames to and from one host. Any thread may send; one receives.
 
-    `timeout`: seconds of silence, and of not taking anything, after which the other counts as lost.
+    `timeout`: seconds without received or accepted data after which the other counts as lost.
     """
 
     def __init__(self, connected: socket.socket, timeout: float) -> None:
@@ -65,31 +65,31 @@ class Link:
         self._socket.settimeout(seconds)
 
     def send(self, kind: Kind, *pieces: bytes | memoryview) -> None:
-        """One frame.
+        """Sends one frame.
 
         Raises:
             LinkError: it cannot be sent.
         """
         size = sum(len(piece) for piece in pieces)
         if size > MAX_FRAME:
-            raise LinkError(f"would be sent {size:,} bytes at once, more than {MAX_FRAME:,}")
+            raise LinkError(f"would get a message of {size:,} bytes, more than {MAX_FRAME:,}")
         with self._sending:
             self._send(b"".join((_HEADER.pack(kind, size), *pieces)))
 
     def receive(self) -> tuple[Kind, bytes]:
-        """The next frame.
+        """Receives the next frame.
 
         Raises:
-            LinkError: there is none, or it is not understood.
+            LinkError: there is none, or its type is unknown.
         """
         kind, size = _HEADER.unpack(self._take(_HEADER.size))
         if size > MAX_FRAME:
-            raise LinkError(f"sends {size:,} bytes at once, more than {MAX_FRAME:,}")
+            raise LinkError(f"sent a message of {size:,} bytes, more than {MAX_FRAME:,}")
         payload = self._take(size)
         try:
             return Kind(kind), payload
         except ValueError:
-            raise LinkError(f"says something that is not known here ({kind})") from None
+            raise LinkError(f"sent the unknown message type {kind}") from None
 
     def close(self) -> None:
         """Closes the connection. The other side reads an end of file after what was sent."""
@@ -97,32 +97,32 @@ class Link:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def greet(self, key: bytes, host: int) -> None:
-        """A follower's first words: prove to the leader that we know the key, and have it proven.
+    def authenticate_to_leader(self, key: bytes, host: int) -> None:
+        """A follower's part of the handshake: both sides prove that they know the key.
 
         Raises:
             LinkError: the peer is not the leader.
         """
-        until = time.monotonic() + _HELLO_SECONDS
+        until = time.monotonic() + _HANDSHAKE_TIMEOUT
         theirs, ours = self._take(32, until), secrets.token_bytes(32)
-        self._send(_HELLO.pack(host, ours, _proof(key, b"follower", host, theirs, ours)))
+        self._send(_HANDSHAKE.pack(host, ours, _proof(key, b"follower", host, theirs, ours)))
         if not hmac.compare_digest(self._take(32, until), _proof(key, b"leader", host, theirs, ours)):
-            raise LinkError("does not know the meeting's key")
+            raise LinkError("has a wrong key")
         self.timeout = self.timeout
 
-    def greeted(self, key: bytes) -> int:
-        """The leader's part of `greet`; gives the follower's number.
+    def authenticate_follower(self, key: bytes) -> int:
+        """The leader's part of `authenticate_to_leader`. Returns the follower's number.
 
         Raises:
             LinkError: the peer is not a follower.
         """
-        until = time.monotonic() + _HELLO_SECONDS
-        self._socket.settimeout(_HELLO_SECONDS)
+        until = time.monotonic() + _HANDSHAKE_TIMEOUT
+        self._socket.settimeout(_HANDSHAKE_TIMEOUT)
         ours = secrets.token_bytes(32)
         self._send(ours)
-        host, theirs, proof = _HELLO.unpack(self._take(_HELLO.size, until))
+        host, theirs, proof = _HANDSHAKE.unpack(self._take(_HANDSHAKE.size, until))
         if not hmac.compare_digest(proof, _proof(key, b"follower", host, ours, theirs)):
-            raise LinkError("does not know the meeting's key")
+            raise LinkError("has a wrong key")
         self._send(_proof(key, b"leader", host, ours, theirs))
         self.timeout = self.timeout
         return int(host)
@@ -131,29 +131,29 @@ class Link:
         try:
             self._socket.sendall(data)
         except TimeoutError:
-            raise LinkError(f"has taken nothing for {self._timeout:g} s") from None
+            raise LinkError(f"accepted nothing for {self._timeout:g} s") from None
         except ConnectionError:
             raise LinkError(_CLOSED) from None
         except OSError as error:
-            raise LinkError(f"cannot be reached any more ({error.strerror or error})") from None
+            raise LinkError(f"is not reachable ({error.strerror or error})") from None
 
     def _take(self, size: int, until: float | None = None) -> bytes:
-        """So many bytes; all of them by the time `until`, where it is given."""
+        """Receives `size` bytes, by the time `until` if it is given."""
         found: bytearray | bytes = bytearray()
         while len(found) < size:
             try:
                 if until is not None:
                     left = until - time.monotonic()
                     if left <= 0:
-                        raise LinkError(f"has not proven within {_HELLO_SECONDS:g} s that it knows the meeting's key")
+                        raise LinkError(f"did not authenticate within {_HANDSHAKE_TIMEOUT:g} s")
                     self._socket.settimeout(left)
                 piece = self._socket.recv(min(size - len(found), 1 << 20))
             except TimeoutError:
-                raise LinkError(f"has said nothing for {self._timeout:g} s") from None
+                raise LinkError(f"sent nothing for {self._timeout:g} s") from None
             except ConnectionError:
                 raise LinkError(_CLOSED) from None
             except OSError as error:
-                raise LinkError(f"cannot be reached any more ({error.strerror or error})") from None
+                raise LinkError(f"is not reachable ({error.strerror or error})") from None
             if not piece:
                 raise LinkError(_CLOSED)
             found += piece

@@ -1,4 +1,4 @@
-"""How hosts find each other at start-up: JAX's runtime first, then over it the key and address of the leader."""
+"""Connects the hosts at start-up: JAX's runtime first, which then distributes the leader's address and key."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from serving.hosts.settings import HostSettings
 
 log = logging.getLogger(__name__)
 
-_INVITATION = 4096
+_BROADCAST_SIZE = 4096
 """Bytes of the leader's message to all hosts through JAX's collectives."""
 _ANSWER_WAIT = 5.0
 """Seconds that a follower waits longer than the leader, which knows who is missing."""
-_GREETINGS = 64
-"""Greetings at once."""
+_MAX_HANDSHAKES = 64
+"""Maximum number of concurrent handshakes."""
 _SHUTDOWN = 10
 """Seconds that JAX waits, at a host's end, for those of the others."""
 _GRACE = 10.0
-"""Seconds after the end of the meeting's time in which an error may be raised that names the missing host."""
+"""Seconds after the deadline in which an error may be raised that names the missing host."""
 _JAX_LATER = 60
 """Seconds by which JAX's own time limits are longer: it aborts the process when one is over."""
-_PARTING = 1.0
+_EXIT_DELAY = 1.0
 """Seconds in which the others read why the hosts end: JAX aborts them once host 0 has gone."""
 
 
 @contextlib.contextmanager
-def meeting_time(settings: HostSettings) -> Iterator[float]:
-    """Runs a meeting (`join` and `meet`); yields its end, in seconds of `time.monotonic`.
+def connect_deadline(settings: HostSettings) -> Iterator[float]:
+    """Limits the time of `initialize_jax` and `connect_hosts`; yields its end, in seconds of `time.monotonic`.
 
-    If the meeting fails or is not over in time, this process logs one line and exits: with code 2 if the hosts are
+    If they fail or are not over in time, this process logs one line and exits: with code 2 if the hosts are
     configured wrongly, otherwise with code 1. JAX's runtime cannot be interrupted, and aborts a process that ends
     without the other hosts.
 
@@ -58,7 +58,7 @@ def meeting_time(settings: HostSettings) -> Iterator[float]:
     def watch() -> None:
         if not over.wait(settings.meeting_timeout + _GRACE):
             _end(
-                f"the hosts have not met within {settings.meeting_timeout} s: a host was not started, cannot be "
+                f"the hosts did not connect within {settings.meeting_timeout} s: a host was not started, cannot be "
                 "reached or has ended; see the other hosts' logs, or set --meeting-timeout",
                 1,
             )
@@ -71,7 +71,7 @@ def meeting_time(settings: HostSettings) -> Iterator[float]:
             raise
         _end(str(error), 2)
     except Exception as error:
-        _end(f"the hosts have not met: {one_line(error)}", 1)
+        _end(f"the hosts did not connect: {one_line(error)}", 1)
     finally:
         over.set()
 
@@ -79,12 +79,12 @@ def meeting_time(settings: HostSettings) -> Iterator[float]:
 def _end(line: str, code: int) -> NoReturn:
     log.critical(line)
     logging.shutdown()
-    time.sleep(_PARTING)
+    time.sleep(_EXIT_DELAY)
     os._exit(code)
 
 
-def join(settings: HostSettings) -> None:
-    """Makes the devices of all hosts one set, by JAX's distributed runtime. Nothing may have used a device before.
+def initialize_jax(settings: HostSettings) -> None:
+    """Joins the devices of all hosts by JAX's distributed runtime. Nothing may have used a device before.
 
     Raises:
         ConfigError: the environment names no hosts, or they have different numbers of devices.
@@ -101,42 +101,42 @@ def join(settings: HostSettings) -> None:
             shutdown_timeout_seconds=_SHUTDOWN,
         )
     except ValueError as error:
-        raise ConfigError(f"the environment does not tell of other hosts: {one_line(error)}") from None
+        raise ConfigError(f"the environment does not name other hosts: {one_line(error)}") from None
     counts = multihost_utils.process_allgather(np.int32(jax.local_device_count()))
     if len(set(np.ravel(counts).tolist())) > 1:
-        raise ConfigError(f"hosts have {np.ravel(counts).tolist()} devices: all must have as many")
+        raise ConfigError(f"hosts have {np.ravel(counts).tolist()} devices: all must have the same number")
 
 
-def meet(settings: HostSettings, facts: Mapping[str, str], end: float) -> HostGroup:
-    """Connects the hosts, which have joined, to their leader.
+def connect_hosts(settings: HostSettings, facts: Mapping[str, str], end: float) -> HostGroup:
+    """Connects the hosts, whose devices JAX has joined, to their leader.
 
     Args:
         settings: of the hosts.
         facts: what must be the same on all of them, by name.
-        end: when all must be there, in seconds of `time.monotonic`.
+        end: when all must be connected, in seconds of `time.monotonic`.
 
     Raises:
-        ConfigError: a host does not come, or was started otherwise.
+        ConfigError: a host does not connect, or has another configuration.
     """
     host = settings.host_id if settings.host_id is not None else jax.process_index()
     try:
         if host == 0:
-            links = _invite(settings, facts, end)
+            links = _accept_all(settings, facts, end)
         else:
-            links = {0: _come(settings, host, facts, end)}
+            links = {0: _connect(settings, host, facts, end)}
     except LinkError as error:
-        raise ConfigError(f"the hosts have not met: {error}") from None
+        raise ConfigError(f"the hosts did not connect: {error}") from None
     return HostGroup(host, links, host_timeout=settings.host_timeout)
 
 
-def _invite(settings: HostSettings, facts: Mapping[str, str], end: float) -> dict[int, Link]:
+def _accept_all(settings: HostSettings, facts: Mapping[str, str], end: float) -> dict[int, Link]:
     key = secrets.token_bytes(32)
     with _listening(settings.meeting_host, settings.plan_port) as listening:
         addresses = list(dict.fromkeys(_own_addresses(settings)))
-        _tell_all({"key": key.hex(), "port": listening.getsockname()[1], "addresses": addresses[:16]}, leads=True)
+        _broadcast({"key": key.hex(), "port": listening.getsockname()[1], "addresses": addresses[:16]}, leads=True)
         links: dict[int, Link] = {}
         try:
-            _gather(listening, key, links, facts, end)
+            _accept_followers(listening, key, links, facts, end)
         except LinkError as error:
             for link in links.values():  # they wait for an answer
                 with contextlib.suppress(LinkError):
@@ -146,57 +146,61 @@ def _invite(settings: HostSettings, facts: Mapping[str, str], end: float) -> dic
     return links
 
 
-def _gather(listening: socket.socket, key: bytes, links: dict[int, Link], facts: Mapping[str, str], end: float) -> None:
-    """Fills `links` with all followers. Callers are greeted side by side, so none delays another; those that do not
-    know the key are turned away."""
+def _accept_followers(
+    listening: socket.socket, key: bytes, links: dict[int, Link], facts: Mapping[str, str], end: float
+) -> None:
+    """Fills `links` with all followers. Handshakes run concurrently, so none delays another; connections without the
+    right key are closed."""
     wanted = set(range(1, jax.process_count()))
-    greeted: queue.SimpleQueue[tuple[int, Link] | None] = queue.SimpleQueue()
-    greetings = threading.BoundedSemaphore(_GREETINGS)
+    authenticated: queue.SimpleQueue[tuple[int, Link] | None] = queue.SimpleQueue()
+    handshakes = threading.BoundedSemaphore(_MAX_HANDSHAKES)
 
-    def greet(link: Link) -> None:
+    def authenticate(link: Link) -> None:
         host = None
         try:
-            host = link.greeted(key), link
+            host = link.authenticate_follower(key), link
         except LinkError as error:
-            log.warning("a connection to the hosts' meeting was refused: it %s", error)
+            log.warning("refused a connection to the group of hosts: it %s", error)
             link.close()
         finally:
-            greetings.release()
-            greeted.put(host)
+            handshakes.release()
+            authenticated.put(host)
 
     def accept() -> None:
         with contextlib.suppress(OSError):  # it has been closed: all hosts are connected, or the time is over
             while True:
                 connected, _ = listening.accept()
-                greetings.acquire()
-                threading.Thread(target=greet, args=(Link(connected, 5.0),), name="greeting", daemon=True).start()
+                handshakes.acquire()
+                threading.Thread(
+                    target=authenticate, args=(Link(connected, 5.0),), name="handshake", daemon=True
+                ).start()
 
     listening.settimeout(None)
     threading.Thread(target=accept, name="meeting", daemon=True).start()
     while missing := wanted - links.keys():
         try:
-            found = greeted.get(timeout=max(0.1, end - time.monotonic()))
+            found = authenticated.get(timeout=max(0.1, end - time.monotonic()))
         except queue.Empty:
-            raise LinkError(f"host {min(missing)} has not come in time") from None
+            raise LinkError(f"host {min(missing)} did not connect in time") from None
         if found is None:
             continue
         other, link = found
         link.timeout = max(1.0, end - time.monotonic())
         if other not in missing:
-            links[-1] = link  # it gets an answer, too
-            raise LinkError(f"two hosts are started as number {other}, or there is no such number")
+            links[-1] = link  # it receives the error, too
+            raise LinkError(f"duplicate or invalid --host-id {other}")
         links[other] = link
-        _compare(other, link, facts)
+        _check_facts(other, link, facts)
     for other, link in links.items():
-        with _named(other):
+        with _with_host(other):
             link.send(Kind.FACTS, b"{}")
 
 
-def _come(settings: HostSettings, host: int, facts: Mapping[str, str], end: float) -> Link:
-    invitation = _tell_all({}, leads=False)
-    link = _reach(invitation["addresses"], invitation["port"], bytes.fromhex(invitation["key"]), host, end)
+def _connect(settings: HostSettings, host: int, facts: Mapping[str, str], end: float) -> Link:
+    invitation = _broadcast({}, leads=False)
+    link = _connect_to_leader(invitation["addresses"], invitation["port"], bytes.fromhex(invitation["key"]), host, end)
     link.timeout = max(1.0, end - time.monotonic()) + _ANSWER_WAIT
-    with _named(0):
+    with _with_host(0):
         link.send(Kind.FACTS, json.dumps(dict(facts)).encode())
         kind, payload = link.receive()
     if kind is not Kind.FACTS:
@@ -204,25 +208,25 @@ def _come(settings: HostSettings, host: int, facts: Mapping[str, str], end: floa
     return link
 
 
-def _compare(other: int, link: Link, facts: Mapping[str, str]) -> None:
-    """Raises LinkError: the other host was not started as this one was."""
-    with _named(other):
+def _check_facts(other: int, link: Link, facts: Mapping[str, str]) -> None:
+    """Raises LinkError: the other host has another configuration."""
+    with _with_host(other):
         kind, payload = link.receive()
     try:
         theirs = json.loads(payload)
         assert kind is Kind.FACTS
         wrong = [name for name in sorted(facts.keys() | theirs.keys()) if facts.get(name) != theirs.get(name)]
     except (ValueError, AssertionError, AttributeError):
-        raise LinkError(f"host {other} does not say how it was started") from None
+        raise LinkError(f"host {other} sent an invalid configuration") from None
     if wrong:
         name = wrong[0]
         raise LinkError(
-            f"host {other} was started otherwise: {name} is {theirs.get(name)} there and {facts.get(name)} on host 0"
+            f"host {other} has another configuration: {name} is {theirs.get(name)} there, {facts.get(name)} on host 0"
         )
 
 
 @contextlib.contextmanager
-def _named(other: int) -> Iterator[None]:
+def _with_host(other: int) -> Iterator[None]:
     """Adds the host's name to errors of its connection."""
     try:
         yield
@@ -230,10 +234,10 @@ def _named(other: int) -> Iterator[None]:
         raise LinkError(f"host {other} {error}") from None
 
 
-def _tell_all(invitation: dict[str, Any], *, leads: bool) -> Any:
-    """The leader's invitation on every host."""
+def _broadcast(invitation: dict[str, Any], *, leads: bool) -> Any:
+    """Returns the leader's invitation on every host."""
     text = json.dumps(invitation).encode() if leads else b""
-    line = np.frombuffer(text.ljust(_INVITATION), np.uint8)
+    line = np.frombuffer(text.ljust(_BROADCAST_SIZE), np.uint8)
     found = multihost_utils.broadcast_one_to_all(line, is_source=leads)
     return json.loads(np.asarray(found).astype(np.uint8).tobytes())
 
@@ -261,9 +265,9 @@ def _listening(place: str | None, port: int) -> Iterator[socket.socket]:
                 made.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
 
 
-def _reach(addresses: list[str], port: int, key: bytes, host: int, end: float) -> Link:
-    """The leader at the first of its addresses where it is found."""
-    why = "it has no address"
+def _connect_to_leader(addresses: list[str], port: int, key: bytes, host: int, end: float) -> Link:
+    """Connects to the leader at the first of its addresses that works."""
+    why = "no address"
     while time.monotonic() < end:
         for address in addresses:
             try:
@@ -272,13 +276,13 @@ def _reach(addresses: list[str], port: int, key: bytes, host: int, end: float) -
                 why = f"{address} port {port}: {error.strerror or error}"
                 continue
             try:
-                link.greet(key, host)
+                link.authenticate_to_leader(key, host)
                 return link
             except LinkError as error:
                 why = f"{address} port {port}: the process there {error}"
                 link.close()
         time.sleep(0.2)
-    raise LinkError(f"host 0 cannot be reached at {why}")
+    raise LinkError(f"cannot connect to host 0: {why}")
 
 
 def _own_addresses(settings: HostSettings) -> Iterator[str]:

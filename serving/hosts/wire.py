@@ -25,7 +25,7 @@ _MAX_HEADER = 1 << 16
 
 
 class WireError(ValueError):
-    """These bytes are no batch."""
+    """Malformed batch."""
 
 
 def to_bytes(number: int, batch: Batch) -> list[bytes | memoryview]:
@@ -36,10 +36,10 @@ def to_bytes(number: int, batch: Batch) -> list[bytes | memoryview]:
 
 
 def from_bytes(message: bytes) -> tuple[int, Batch]:
-    """What `to_bytes` was given.
+    """Decode a message of `to_bytes`.
 
     Raises:
-        WireError: it is none.
+        WireError: it is malformed.
     """
     size = int.from_bytes(message[:4], "big")
     if not 0 < size <= min(_MAX_HEADER, len(message) - 4):
@@ -53,7 +53,7 @@ def from_bytes(message: bytes) -> tuple[int, Batch]:
     if type(number) is not int or not isinstance(batch, _BATCHES):
         raise WireError("not a batch")
     if rest.at != len(message):
-        raise WireError(f"{len(message) - rest.at} bytes too many")
+        raise WireError(f"{len(message) - rest.at} extra bytes")
     return number, batch  # type: ignore[return-value]
 
 
@@ -66,7 +66,7 @@ class _Rest:
     def take(self, kind: np.dtype, shape: tuple[int, ...]) -> Any:
         size = kind.itemsize * math.prod(shape)
         if size > len(self._message) - self.at:
-            raise WireError("cut short")
+            raise WireError("truncated")
         found = np.frombuffer(self._message, kind, count=math.prod(shape), offset=self.at).reshape(shape)
         self.at += size
         # A program for numbers is not the one for arrays without dimensions.

@@ -17,9 +17,8 @@ from mamba_jax.programs import StepPrograms
 from serving import SamplingParams
 from serving.config import EngineConfig
 from serving.engine.assembly import build
-from serving.hosts.follower import follow
 from serving.hosts.host import gather
-from serving.hosts.leader import Leader
+from serving.hosts.lockstep import Leader, follow
 from serving.hosts.settings import HostSettings
 from tests.support.engines import QUICK_COMPILE, use_widest_steps
 
@@ -70,7 +69,7 @@ def main(job):
         coordinator=coordinator, num_hosts=job["hosts"], host_id=job["host"], host_timeout=job.get("timeout", 8)
     )
     flags = [FLAGS | {"model": job["directory"]} | each for each in job["rounds"]]
-    party, config = gather(hosts, EngineConfig.create(**flags[0]))
+    group, config = gather(hosts, EngineConfig.create(**flags[0]))
     devices = config.tensor_parallel_size
     said, programs, built = [], {}, None
     for each in flags:
@@ -82,23 +81,23 @@ def main(job):
             built = build.assemble(config, built.model, programs=programs.get(kind), led=True)
         programs[kind] = built.engine.loop.programs
         use_widest_steps(built.engine)
-        if party.leads:
-            Leader(built.engine.loop, party, built.digest).wait_until_ready()
+        if group.leads:
+            Leader(built.engine.loop, group, built.digest).wait_until_ready()
             said.append(answers(built.engine))
             if each is not flags[-1] or not job.get("go_on"):
                 built.engine.close()
         elif each is not flags[-1] or not job.get("go_on"):
-            follow(built, party)
+            follow(built, group)
     held = sum(leaf[...].addressable_shards[0].data.nbytes for leaf in parameters(built.model).values())
     whole = sum(leaf[...].nbytes for leaf in parameters(built.model).values())
     print(json.dumps({"said": said, "copied": sum(copied), "held": held, "whole": whole}), flush=True)
     if job.get("go_on"):
-        if not party.leads:
-            follow(built, party)
+        if not group.leads:
+            follow(built, group)
         for i in itertools.count():
             ask(built.engine, [[5 + i % 80, *PROMPTS[0]]], GREEDY)
             time.sleep(0.01)
-    party.close()
+    group.close()
     jax.distributed.shutdown()
 
 

@@ -38,16 +38,16 @@ def main(job: dict) -> None:
 
     after(jax.distributed, "initialize", "joined")
     after(multihost_utils, "process_allgather", "counted")
-    after(meeting, "_tell_all", "invited")
+    after(meeting, "_broadcast", "invited")
     reach("started")
     settings = HostSettings.create(**job)
     logging.basicConfig(format="%(message)s")
-    with meeting.meeting_time(settings) as end:
-        meeting.join(settings)
-        party = meeting.meet(settings, {}, end)
+    with meeting.connect_deadline(settings) as end:
+        meeting.initialize_jax(settings)
+        group = meeting.connect_hosts(settings, {}, end)
     reach("met")
     time.sleep(600)
-    party.close()
+    group.close()
 
 
 if __name__ == "__main__":

@@ -7,17 +7,16 @@ import pytest
 from serving.config import ConfigError, EngineConfig
 from serving.engine.control import Control
 from serving.engine.request_error import RequestError
-from serving.hosts.follower import follow
 from serving.hosts.host import facts_of
-from serving.hosts.leader import Leader
 from serving.hosts.link import Kind
+from serving.hosts.lockstep import Leader, follow
 from serving.hosts.settings import HostSettings
 from serving.hosts.wire import to_bytes
 from tests.serving.hosts.test_wire import VOCAB, builder
 
 
 class Told:
-    """A party of one whose other side is a list."""
+    """A group of one whose other side is a list."""
 
     host = 1
 
@@ -51,8 +50,8 @@ class Loop:
 
 def follower(messages, batches=None):
     built = SimpleNamespace(digest="weights", engine=SimpleNamespace(loop=Loop(batches or builder()), vocab_size=VOCAB))
-    party = Told(messages)
-    return built, party
+    group = Told(messages)
+    return built, group
 
 
 def calls(count, start=0, made=None):
@@ -69,18 +68,18 @@ def test_it_runs_what_a_leader_sends():
         leader.call(batch)
     leader.done()
     assert [kind for kind, _ in sent.said] == [Kind.CALL] * 5 + [Kind.DONE]
-    built, party = follower([message for kind, message in sent.said if kind is Kind.CALL])
-    follow(built, party)
+    built, group = follower([message for kind, message in sent.said if kind is Kind.CALL])
+    follow(built, group)
     assert [type(batch) for batch in built.engine.loop.ran] == [type(batch) for batch in batches]
-    assert party.said == [(Kind.READY, b"weights")]
+    assert group.said == [(Kind.READY, b"weights")]
 
 
 @pytest.mark.parametrize(
     ("messages", "line"),
     [
-        (calls(2, start=1), "host 1 was sent call 1 of host 0, not 0"),
-        ([*calls(2), *calls(1)], "host 1 was sent call 0 of host 0, not 2"),
-        ([b"{}"], "host 1 does not understand call 0 of host 0: no header"),
+        (calls(2, start=1), "host 1 received call 1 of host 0, expected 0"),
+        ([*calls(2), *calls(1)], "host 1 received call 0 of host 0, expected 2"),
+        ([b"{}"], "host 1 cannot read call 0 of host 0: no header"),
         (calls(6), "failed: the device is on fire"),
     ],
 )
@@ -136,10 +135,10 @@ def test_the_coordinators_port_need_not_be_given(given, place):
 @pytest.mark.parametrize("theirs", ["weights", "others"])
 def test_hosts_with_other_weights_end_before_the_first_step(theirs):
     """Their configurations may be equal: every answer would be wrong."""
-    party = Told()
-    party.wait_until_ready = lambda: {1: "weights", 2: theirs}
-    party.end = lambda line, code: (_ for _ in ()).throw(SystemExit(f"{line} {code}"))
-    leader = Leader(SimpleNamespace(), party, "weights")
+    group = Told()
+    group.wait_until_ready = lambda: {1: "weights", 2: theirs}
+    group.end = lambda line, code: (_ for _ in ()).throw(SystemExit(f"{line} {code}"))
+    leader = Leader(SimpleNamespace(), group, "weights")
     if theirs == "weights":
         leader.wait_until_ready()
         return

@@ -72,7 +72,7 @@ def test_calls_arrive_in_order_until_done(pair):
 def test_one_that_goes_is_named(pair):
     leader, follower = pair
     follower.close()
-    assert leader.last_words() == ("host 1 is lost: it has closed its connection", 1)
+    assert leader.last_words() == ("host 1 is lost: it closed the connection", 1)
 
 
 def test_one_that_fails_says_why_to_all(pair):
@@ -86,7 +86,7 @@ def test_one_that_fails_says_why_to_all(pair):
 def test_unexpected_messages_are_refused(pair):
     leader, follower = pair
     follower.tell(Kind.CALL, b"")
-    assert leader.last_words()[0] == "host 1 says CALL out of turn"
+    assert leader.last_words()[0] == "host 1 sent an unexpected CALL message"
 
 
 def test_a_follower_that_is_asked_to_end_asks_the_leader(pair):
@@ -104,9 +104,9 @@ FROZEN = """
 import socket, sys, time
 from serving.hosts.link import Kind, Link
 from serving.hosts.host_group import HostGroup
-party = HostGroup(1, {0: Link(socket.create_connection(("127.0.0.1", int(sys.argv[1]))), 5)}, host_timeout=30)
+group = HostGroup(1, {0: Link(socket.create_connection(("127.0.0.1", int(sys.argv[1]))), 5)}, host_timeout=30)
 if sys.argv[2] == "serving":
-    party.tell(Kind.READY)
+    group.tell(Kind.READY)
 time.sleep(600)
 """
 
@@ -114,9 +114,9 @@ time.sleep(600)
 @pytest.mark.parametrize(
     ("how", "stage", "wanted"),
     [
-        (signal.SIGSTOP, "serving", "said nothing for 2 s"),
-        (signal.SIGKILL, "serving", "closed its connection"),
-        pytest.param(signal.SIGSTOP, "loading", "said nothing for 15 s", marks=pytest.mark.full),
+        (signal.SIGSTOP, "serving", "sent nothing for 2 s"),
+        (signal.SIGKILL, "serving", "closed the connection"),
+        pytest.param(signal.SIGSTOP, "loading", "sent nothing for 15 s", marks=pytest.mark.full),
     ],
 )
 def test_a_process_that_is_frozen_or_killed_is_lost(how, stage, wanted):
@@ -130,7 +130,7 @@ def test_a_process_that_is_frozen_or_killed_is_lost(how, stage, wanted):
             with pytest.raises(queue.Empty):
                 leader.ends.get(timeout=3)  # it says that it lives
             other.send_signal(how)
-            assert leader.last_words() == (f"host 1 is lost: it has {wanted}", 1)
+            assert leader.last_words() == (f"host 1 is lost: it {wanted}", 1)
         finally:
             other.kill()
             other.wait()

@@ -54,7 +54,7 @@ def test_two_hosts_say_what_one_says_and_end_together(tmp_path):
         hosts.processes[1].send_signal(signal.SIGKILL)
         status, log = hosts.end(0)
     assert status == 1
-    assert "host 1 is lost: it has closed its connection: all hosts end" in log
+    assert "host 1 is lost: it closed the connection: all hosts exit" in log
 
 
 @pytest.mark.slow
@@ -82,7 +82,7 @@ def test_a_frozen_host_ends_the_others(frozen, tmp_path):
         hosts.results()
         hosts.processes[frozen].send_signal(signal.SIGSTOP)
         assert hosts.seconds_to_end([1 - frozen]) < 10
-        assert f"host {frozen} is lost: it has said nothing for 8 s" in hosts.end(1 - frozen)[1]
+        assert f"host {frozen} is lost: it sent nothing for 8 s" in hosts.end(1 - frozen)[1]
         hosts.processes[frozen].send_signal(signal.SIGCONT)
         assert hosts.end(frozen)[0] == 1
 
@@ -108,4 +108,4 @@ def test_a_link_that_may_be_lossy_and_is_cut_in_the_end(tmp_path, networks):
         for host in (0, 1):
             status, log = hosts.end(host)
             assert status == 1
-            assert f"host {1 - host} is lost: it has" in log
+            assert f"host {1 - host} is lost: it" in log

@@ -22,21 +22,21 @@ def invitations(monkeypatch):
     """What the leader tells all hosts."""
     told = queue.Queue()
 
-    def tell_all(invitation, *, leads):
+    def broadcast(invitation, *, leads):
         if leads:
             for _ in range(10):
                 told.put(invitation)
             return invitation
         return told.get(timeout=30)
 
-    monkeypatch.setattr(meeting, "_tell_all", tell_all)
+    monkeypatch.setattr(meeting, "_broadcast", broadcast)
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     monkeypatch.setattr(meeting, "HostGroup", lambda host, links, host_timeout: (host, links))
     return told
 
 
 class Hosts:
-    """Hosts that meet, each in a thread; `results` are parties or lines."""
+    """Hosts that meet, each in a thread; `results` are groups or lines."""
 
     def __init__(self, numbers, *, seconds=20, facts=None):
         self.results, self.threads = {}, []
@@ -48,7 +48,7 @@ class Hosts:
     def meet(self, place, number, seconds, facts):
         settings = HostSettings.create(coordinator="127.0.0.1:1", num_hosts=9, host_id=number, meeting_timeout=seconds)
         try:
-            self.results[place] = meeting.meet(settings, facts, time.monotonic() + seconds)
+            self.results[place] = meeting.connect_hosts(settings, facts, time.monotonic() + seconds)
         except ConfigError as error:
             self.results[place] = str(error)
 
@@ -70,7 +70,7 @@ def test_all_meet(invitations):
 
 def test_hosts_that_were_started_otherwise_say_in_what(invitations):
     found = Hosts([0, 1], facts={1: FACTS | {"--page-size": "32"}}).wait()
-    line = "the hosts have not met: host 1 was started otherwise: --page-size is 32 there and 16 on host 0"
+    line = "the hosts did not connect: host 1 has another configuration: --page-size is 32 there, 16 on host 0"
     assert found == [line, line]
 
 
@@ -82,7 +82,7 @@ def test_connections_without_the_key_are_refused(invitations):
         noisy.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
         liar = Link(socket.create_connection(address), 5)
         with pytest.raises(meeting.LinkError):
-            liar.greet(b"x" * 32, 1)
+            liar.authenticate_to_leader(b"x" * 32, 1)
         more = Hosts([1, 2])
         assert [host for host, _ in more.wait()] == [1, 2]
         assert silent.fileno() > 0
@@ -118,7 +118,7 @@ def test_slow_and_silent_connections_do_not_delay_the_hosts(invitations):
 
 
 def test_a_greeting_has_one_deadline(monkeypatch):
-    monkeypatch.setattr("serving.hosts.link._HELLO_SECONDS", 1.0)
+    monkeypatch.setattr("serving.hosts.link._HANDSHAKE_TIMEOUT", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         caller = socket.create_connection(listening.getsockname())
         done = threading.Event()
@@ -131,8 +131,8 @@ def test_a_greeting_has_one_deadline(monkeypatch):
         dripping = threading.Thread(target=drip)
         dripping.start()
         try:
-            with pytest.raises(meeting.LinkError, match=r"has not proven within 1 s|has said nothing"):
-                Link(listening.accept()[0], 60).greeted(b"k" * 32)
+            with pytest.raises(meeting.LinkError, match=r"did not authenticate within 1 s|sent nothing"):
+                Link(listening.accept()[0], 60).authenticate_follower(b"k" * 32)
         finally:
             done.set()
             dripping.join()
@@ -147,7 +147,7 @@ def test_the_meeting_listens_at_the_coordinators_address(place, bound):
 
 def test_one_that_does_not_come_is_named(invitations):
     found = Hosts([0, 2], seconds=3).wait()
-    assert found == ["the hosts have not met: host 1 has not come in time"] * 2
+    assert found == ["the hosts did not connect: host 1 did not connect in time"] * 2
 
 
 class Ended(Exception):
@@ -172,36 +172,36 @@ def ends(monkeypatch):
 def test_a_meeting_that_lasts_too_long_ends_the_process(ends, monkeypatch):
     """JAX's runtime waited on, and then aborted the process."""
     monkeypatch.setattr(meeting, "_GRACE", -0.9)
-    with meeting.meeting_time(HostSettings.create(meeting_timeout=1)):
+    with meeting.connect_deadline(HostSettings.create(meeting_timeout=1)):
         line, code = ends.get(timeout=30)
-    assert line.startswith("the hosts have not met within 1 s: a host was not started")
+    assert line.startswith("the hosts did not connect within 1 s: a host was not started")
     assert code == 1
 
 
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (ConfigError("the hosts have not met: host 1 has not come in time"), 2),
+        (ConfigError("the hosts did not connect: host 1 did not connect in time"), 2),
         (RuntimeError("Gloo all-reduce failed:\n closed"), 1),
     ],
 )
 def test_a_meeting_that_fails_ends_the_process(ends, error, expected):
-    with pytest.raises(Ended), meeting.meeting_time(HostSettings.create()):
+    with pytest.raises(Ended), meeting.connect_deadline(HostSettings.create()):
         raise error
     line, code = ends.get(timeout=30)
-    assert line.startswith("the hosts have not met: ")
+    assert line.startswith("the hosts did not connect: ")
     assert "\n" not in line
     assert code == expected
 
 
 def test_an_error_before_the_meeting_is_raised(ends, monkeypatch):
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: False)
-    with pytest.raises(ConfigError), meeting.meeting_time(HostSettings.create()):
+    with pytest.raises(ConfigError), meeting.connect_deadline(HostSettings.create()):
         raise ConfigError("the environment names no hosts")
     assert ends.empty()
 
 
 def test_numbers_are_given_once(invitations):
     found = Hosts([0, 1, 1]).wait()
-    line = "the hosts have not met: two hosts are started as number 1, or there is no such number"
+    line = "the hosts did not connect: duplicate or invalid --host-id 1"
     assert found == [line] * 3

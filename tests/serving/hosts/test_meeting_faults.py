@@ -17,7 +17,7 @@ pytestmark = pytest.mark.full
 
 ROOT = Path(__file__).resolve().parents[3]
 SECONDS, GRACE = 8, 2
-LATE = "the hosts have not met within 8 s: a host was not started, cannot be reached or has ended"
+LATE = "the hosts did not connect within 8 s: a host was not started, cannot be reached or has ended"
 
 
 class Meeting:
@@ -87,7 +87,7 @@ def test_a_host_that_ends_before_the_meeting(stage, how, tmp_path):
     if stage in ("started", "joined"):
         assert LATE in log
     else:
-        assert "the hosts have not met" in log
+        assert "the hosts did not connect" in log
 
 
 def test_a_host_that_ends_while_another_one_is_missing(tmp_path):

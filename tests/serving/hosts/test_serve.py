@@ -58,7 +58,7 @@ def test_two_hosts_are_one_server_and_end_in_order(tmp_path):
 
         assert streamed(leader, PROMPT, on_first=leave) == expected, "what runs is finished"
         assert [host.process.wait(60) for host in pair.hosts] == [0, 0], leader.log() + follower.log()
-    assert "host 1 has been asked to end: so do all" in leader.log()
+    assert "host 1 requests shutdown: all hosts exit" in leader.log()
 
 
 def test_a_killed_leader_is_the_end_of_its_followers(tmp_path):
