@@ -37,9 +37,7 @@ from serving.engine.requests.output import RequestOutput
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.stats import DraftStats
 from serving.split.decode_side import DecodeSide
-from serving.split.peer import DirectPeer
-from serving.split.prefill_side import PrefillSide
-from serving.split.prefilling import ONCE, fed_tokens, ticket_of
+from serving.split.prefill_side import ONCE, DirectPeer, PrefillSide, fed_tokens, ticket_of
 from serving.split.transport import TcpTransport
 from serving.split.wire import Handoff
 from serving.split.worker import Worker

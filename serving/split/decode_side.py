@@ -26,8 +26,7 @@ from serving.engine.requests.adapters import AdapterNames
 from serving.points.point import Piece, common_unit
 from serving.points.state_source import Arrival, Loop, StateSource
 from serving.split.manifest import ManifestMismatch, check
-from serving.split.peer import Peer
-from serving.split.prefill_side import TooMany
+from serving.split.prefill_side import Peer, TooMany
 from serving.split.transport import TransportError
 from serving.split.wire import AdapterMismatch, FailurePolicy, Offer, SplitError, SplitTimeout, StateRequest, Ticket
 from serving.split.worker import Worker, checksums, point_specs, shapes_of
@@ -129,7 +128,7 @@ class DecodeSide(StateSource):
             raise TooMany(f"{MAX_EXPECTED} requests are already announced")
         self._expected.setdefault((remote.scope, tuple(prompt)), []).append((now + lease, remote))
 
-    def pays(self, ticket: Ticket) -> bool:
+    def worth_fetching(self, ticket: Ticket) -> bool:
         """Returns whether fetching a shared state is expected to be faster than computing its tokens here."""
         worker, scheduler = self.worker, self.worker.scheduler
         if scheduler.weights_replaced:

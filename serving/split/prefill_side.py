@@ -12,18 +12,25 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from serving.core import StateLease, StepPlan
+from serving.engine.requests.sampling_params import SamplingParams
 from serving.points.point import common_unit
 from serving.points.state_source import Loop, StateSource
-from serving.split.wire import Offer, ShareRequest, SplitError, StateRequest, Ticket
+from serving.split.manifest import Manifest
+from serving.split.wire import Handoff, Offer, ShareRequest, SplitError, StateRequest, Ticket
 from serving.split.worker import Worker, checksums, point_specs, shapes_of
 
 log = logging.getLogger(__name__)
 
 _PATIENCE = 0.001
+
+ONCE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+"""Parameters of the request to this engine for a prompt that another worker continues. Its single token is discarded,
+because the decode side samples its own."""
 
 
 class TooMany(SplitError):
@@ -288,3 +295,80 @@ class PrefillSide(StateSource):
             self.worker.scheduler.release_hold(export.hold)
             self.stats.held -= 1
             export.hold = None
+
+
+def fed_tokens(prompt: Sequence[int], handoff: Handoff) -> list[int]:
+    """Returns the tokens to compute.
+
+    `recompute-last` omits the last token. It must do so before the prefix lookup, because a fully cached prompt has no
+    token to omit afterwards. For a prompt of one token the result is empty, and there is no state to send.
+    """
+    return list(prompt[:-1] if handoff == "recompute-last" else prompt)
+
+
+def ticket_of(
+    side: PrefillSide,
+    export: Export | None,
+    prompt: Sequence[int],
+    handoff: Handoff,
+    *,
+    worker: str,
+    cached_tokens: int = 0,
+    adapter_name: str | None = None,
+) -> Ticket:
+    """Returns the ticket for the decode side. `worker` is this worker's URL; `adapter_name`: the request's adapter."""
+    return Ticket(
+        id=export.id if export is not None else "",
+        worker=worker,
+        handoff=handoff,
+        prompt_token_ids=list(prompt),
+        position=len(fed_tokens(prompt, handoff)),
+        cached_tokens=cached_tokens,
+        lease=side.lease,
+        manifest=side.worker.manifest.digest,
+        salt=export.salt if export is not None else None,
+        adapter=export.adapter if export is not None else None,
+        adapter_name=adapter_name,
+    )
+
+
+class Peer(Protocol):
+    """A decode worker's interface to a prefill worker. Calls may block, and may come from any thread."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """The prefill worker's manifest; callers check it first."""
+        ...
+
+    def offer(self, want: StateRequest, seconds: float) -> Offer:
+        """Requests an offer; see `PrefillSide.offer`. Also raises `SplitError` if the worker does not answer within
+        `seconds`."""
+        ...
+
+    def renew(self, ids: Sequence[str]) -> None:
+        """Renews leases; see `PrefillSide.renew`. Never raises or blocks."""
+        ...
+
+    def release(self, id: str, *, wanted: bool) -> None:
+        """Releases a state; see `PrefillSide.release`. Never raises or blocks, because leases expire anyway."""
+        ...
+
+
+class DirectPeer:
+    """A prefill worker in the same process, driven by the same thread."""
+
+    def __init__(self, side: PrefillSide) -> None:
+        self.side = side
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.side.worker.manifest
+
+    def offer(self, want: StateRequest, seconds: float) -> Offer:
+        return self.side.offer(want)
+
+    def renew(self, ids: Sequence[str]) -> None:
+        self.side.renew(ids)
+
+    def release(self, id: str, *, wanted: bool) -> None:
+        self.side.release(id, wanted=wanted)

@@ -26,9 +26,7 @@ from serving.config import EngineConfig
 from serving.engine.assembly.build import assemble
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.split.decode_side import DecodeSide
-from serving.split.peer import DirectPeer
-from serving.split.prefill_side import PrefillSide
-from serving.split.prefilling import ONCE, fed_tokens, ticket_of
+from serving.split.prefill_side import ONCE, DirectPeer, PrefillSide, fed_tokens, ticket_of
 from serving.split.worker import Worker
 from tests.extending.average import reference
 from tests.extending.family import FAMILY

@@ -16,9 +16,7 @@ from serving.engine.steps.batching import PrefillShape
 from serving.points.arrangement import Arrangement
 from serving.points.digest import model_digest
 from serving.split.decode_side import DecodeSide
-from serving.split.peer import DirectPeer
-from serving.split.prefill_side import PrefillSide
-from serving.split.prefilling import ONCE, fed_tokens, ticket_of
+from serving.split.prefill_side import ONCE, DirectPeer, PrefillSide, fed_tokens, ticket_of
 from serving.split.wire import Ticket
 from serving.split.worker import Worker
 from tests.support.direct_transport import DirectTransport

@@ -83,7 +83,7 @@ def decode_router(
             if remote is None:
                 return {"accepted": False}
             engine = context_of(request).engine
-            if ticket.shared and not await engine.call(lambda _: side.pays(ticket)):
+            if ticket.shared and not await engine.call(lambda _: side.worth_fetching(ticket)):
                 return {"accepted": False}
             await engine.call(lambda _: side.expect(ticket.prompt_token_ids, remote, ticket.lease))
         return {"accepted": True}

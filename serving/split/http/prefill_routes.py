@@ -25,8 +25,7 @@ from serving.split.http.offering import add_offering, sweep, worker_errors
 from serving.split.http.prompts import ApiKind, prompt_of
 from serving.split.http.sealed import sealed
 from serving.split.manifest import Manifest
-from serving.split.prefill_side import Export, PrefillSide
-from serving.split.prefilling import ONCE, fed_tokens, ticket_of
+from serving.split.prefill_side import ONCE, Export, PrefillSide, fed_tokens, ticket_of
 from serving.split.seal import Seal
 from serving.split.wire import Handoff, Ticket
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import httpx
 from fastapi import FastAPI, Request
+from prometheus_client.core import Metric
 from starlette.responses import JSONResponse, Response
 
 from serving.api.http import errors
@@ -26,12 +27,12 @@ from serving.api.http.errors import ApiError
 from serving.api.http.limits import Limits
 from serving.api.http.protocol.common import TextRequest
 from serving.api.http.protocol.messages import Conversation
-from serving.api.metrics import Metrics
+from serving.api.metrics import Families, Labels, Metrics
 from serving.split.http.peer import headers as own_key
 from serving.split.router.client_request import ClientRequest
 from serving.split.router.event_followers import EventFollowers
-from serving.split.router.metrics import RelayCollector
-from serving.split.router.relay import Relay
+from serving.split.router.placement import PlacementStats
+from serving.split.router.relay import Relay, RelayStats
 from serving.split.router.workers import Fleet
 from serving.split.settings import RouterSettings
 
@@ -158,3 +159,27 @@ def _headers(request: Request) -> dict[str, str]:
         names = ", ".join((*_KEYS, *_TRACING))
         raise ApiError(431, f"the headers {names} together are larger than {_MAX_FORWARDED_BYTES:,} bytes")
     return forwarded
+
+
+class RelayCollector:
+    """A collector for a Prometheus registry: metrics in addition to those of the HTTP server."""
+
+    def __init__(self, relay: Relay) -> None:
+        self._relay = relay
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the metrics; the registry calls this."""
+        placement = self._relay.placement
+        families, following = Families(), placement.following
+        families.exported(RelayStats, asdict(self._relay.stats))
+        families.exported(PlacementStats, asdict(placement.stats))
+        for worker in (*self._relay.fleet.prefill, *self._relay.fleet.decode):
+            labels: Labels = (("role", worker.role), ("url", worker.url))
+            families.gauge("worker_up", "Whether a worker answers.", {labels: worker.up})
+            families.gauge("worker_load", "Running requests of a worker.", {labels: worker.load})
+            families.count("worker_failures", "Times that a worker did not answer.", {labels: worker.failures})
+            if following is not None:
+                text = "States that a worker reports; no value for a worker without an event stream."
+                states = {labels: following.states_of(worker)} if following.has_stream(worker) else {}
+                families.gauge("worker_states", text, states)
+        yield from families.metrics()

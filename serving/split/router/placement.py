@@ -135,7 +135,7 @@ class Placement:
             self._count(best, match.states.get(best), match.states.get(by_text))
         return best
 
-    def lender(self, worker: Remote, match: PromptMatch) -> Remote | None:
+    def state_owner(self, worker: Remote, match: PromptMatch) -> Remote | None:
         """Returns the worker from which the chosen one should fetch a deeper state, which must be on its device; None
         if there is no such worker."""
         following, above = self.following, self.settings.share_above

@@ -217,8 +217,8 @@ class Relay:
 
     async def _share(self, worker: Remote, match: PromptMatch, asked: ClientRequest, until: float) -> Ticket | None:
         """Returns a ticket for another decode worker's state; None if no worker offers one in time."""
-        lender = self.placement.lender(worker, match)
-        if lender is None or match.prompt is None or not asked.skippable:
+        owner = self.placement.state_owner(worker, match)
+        if owner is None or match.prompt is None or not asked.skippable:
             return None
         own, left = match.states.get(worker), min(until - time.monotonic(), self.settings.share_timeout)
         share = ShareRequest(
@@ -226,16 +226,16 @@ class Relay:
             beyond=own.position if own is not None else 0,
         )  # fmt: skip
         try:
-            async with lender.attended(left):
+            async with owner.attended(left):
                 message = share.model_dump_json().encode()
-                answer = await self._post(lender.url, "/split/share", message, asked.headers)
+                answer = await self._post(owner.url, "/split/share", message, asked.headers)
             if answer.status_code == 200:
                 ticket = Ticket.model_validate_json(answer.content)
                 if ticket.shared and ticket.prompt_token_ids == match.prompt.tokens:
                     return ticket
-            log.debug("%s does not share: status %d", lender.url, answer.status_code)
+            log.debug("%s does not share: status %d", owner.url, answer.status_code)
         except (TimeoutError, httpx.HTTPError, ValidationError) as error:
-            log.debug("%s does not share: %s", lender.url, error or type(error).__name__)
+            log.debug("%s does not share: %s", owner.url, error or type(error).__name__)
         return None
 
     async def _expect(self, worker: Remote, ticket: Ticket, asked: ClientRequest, until: float) -> bool:

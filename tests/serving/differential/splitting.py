@@ -18,9 +18,7 @@ from serving.points import inbox
 from serving.points.arrangement import Arrangement
 from serving.points.point import PointPrograms
 from serving.split.decode_side import DecodeSide
-from serving.split.peer import DirectPeer
-from serving.split.prefill_side import PrefillSide
-from serving.split.prefilling import ONCE, fed_tokens, ticket_of
+from serving.split.prefill_side import ONCE, DirectPeer, PrefillSide, fed_tokens, ticket_of
 from serving.split.wire import Handoff, Offer, SplitError, StateRequest
 from serving.split.worker import Worker
 from tests.support.delayed_executor import DelayedExecutor

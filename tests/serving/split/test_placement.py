@@ -13,11 +13,11 @@ from serving.core.tiers.directory import Directory, Resumable
 from serving.core.tiers.journal import Journal
 from serving.split.http.events import follow
 from serving.split.router import event_followers as following_module
+from serving.split.router.app import RelayCollector
 from serving.split.router.client_request import ClientRequest
 from serving.split.router.event_followers import EventFollowers
-from serving.split.router.metrics import RelayCollector
 from serving.split.router.placement import Placement, PromptMatch
-from serving.split.router.relay import Relay
+from serving.split.router.relay import Relay, RelayStats
 from serving.split.router.workers import Fleet, choose
 from serving.split.settings import RouterSettings
 
@@ -366,8 +366,8 @@ def test_what_is_saved_is_counted_against_the_choice_by_text():
     assert place.stats.saved == 13
     place.choose(place.fleet.decode, key, found(place, a=(8, "host")))
     assert place.stats.saved == 13
-    relay = SimpleNamespace(placement=place, stats=SimpleNamespace(), fleet=place.fleet)
-    lines = {sample.name: sample.value for each in RelayCollector(relay)._placed() for sample in each.samples}
+    relay = SimpleNamespace(placement=place, stats=RelayStats(), fleet=place.fleet)
+    lines = {sample.name: sample.value for each in RelayCollector(relay).collect() for sample in each.samples}
     assert lines["mamba_jax_router_saved_tokens_total"] == 13
 
 

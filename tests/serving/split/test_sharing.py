@@ -9,8 +9,7 @@ import pytest
 
 from serving.core.tiers.directory import Resumable
 from serving.split.decode_side import PEER, DecodeSide
-from serving.split.peer import DirectPeer
-from serving.split.prefill_side import PrefillSide, TooMany
+from serving.split.prefill_side import DirectPeer, PrefillSide, TooMany
 from serving.split.router.client_request import ClientRequest
 from serving.split.router.event_followers import EventFollowers, Stream
 from serving.split.router.placement import PromptMatch, Tokens
@@ -116,18 +115,18 @@ def test_it_is_fetched_only_where_that_is_cheaper():
     replicas = Replicas()
     replicas.ask(0, tokens(1, 37))
     ticket = replicas.lend(tokens(1, 40))
-    assert replicas.side.pays(ticket), "nothing is known yet"
+    assert replicas.side.worth_fetching(ticket), "nothing is known yet"
     prices = replicas.engines[1].loop.scheduler.prices
     prices.per_token = None
     prices.computed(1000, 0.001)
     prices.fetched(PEER, 1, 1.0)
-    assert not replicas.side.pays(ticket)
+    assert not replicas.side.worth_fetching(ticket)
     prices.per_byte[PEER] = 1e-12
-    assert replicas.side.pays(ticket)
+    assert replicas.side.worth_fetching(ticket)
     replicas.ask(1, tokens(1, 37))
-    assert not replicas.side.pays(ticket), "it is here already"
+    assert not replicas.side.worth_fetching(ticket), "it is here already"
     replicas.engines[1].loop.scheduler.change_weights()
-    assert not replicas.side.pays(ticket)
+    assert not replicas.side.worth_fetching(ticket)
     assert replicas.side.stats.dearer == 2
     replicas.lending.release(ticket.id, wanted=False)
 

@@ -8,9 +8,7 @@ from serving.config import EngineConfig
 from serving.engine.requests.request import LoRARequest
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.split.decode_side import DecodeSide
-from serving.split.peer import DirectPeer
-from serving.split.prefill_side import PrefillSide
-from serving.split.prefilling import ONCE, fed_tokens, ticket_of
+from serving.split.prefill_side import ONCE, DirectPeer, PrefillSide, fed_tokens, ticket_of
 from serving.split.wire import AdapterMismatch, ShareRequest, SplitError
 from serving.split.worker import Worker
 from tests.support.adapter_contents import content
@@ -148,6 +146,6 @@ def test_a_shared_state_is_that_of_the_adapter(pair) -> None:
         with pytest.raises(SplitError, match="no cached state"):
             pair.there.share(wanted.model_copy(update={"adapter": wrong}), url="there")
     ticket = pair.there.share(wanted, url="there")
-    assert pair.here.pays(ticket)
+    assert pair.here.worth_fetching(ticket)
     pair.assert_as_alone(adapter, pair.answer(adapter, pair.remote(ticket)))
     assert pair.here.stats.arrived == 1
