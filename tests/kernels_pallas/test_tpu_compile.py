@@ -202,6 +202,14 @@ def test_selective_operations_by_xla(operation):
 
 
 @pytest.mark.full
+def test_scan_by_xla_copies_no_store():
+    call = shapes("recurrence_scan", dataclasses.replace(NEMOTRON, tiles=16), BF16, F32)
+    memory = compile_for_tpu("v6e", call.program("xla"), *call.arrays, donate=0).memory_analysis()
+    assert memory.alias_size_in_bytes == nbytes(call.stores)
+    assert memory.temp_size_in_bytes < nbytes(call.stores) / 4
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("page_size", "context", "calls"),
     [(128, 1 << 18, 1), slow(32, 1 << 18, 3), slow(128, 1 << 20, 3)],
