@@ -102,8 +102,9 @@ def test_decays_of_any_strength(implementation, shape):
     tokens, store = entry(draw, shape, 2, shape.tile_size), states(draw, shape, 3)
     strength = [1e-4, 1e-2, 1.0, 30.0, 3000.0]
     tokens.log_decay[:] *= draw.random.choice(strength, tokens.log_decay.shape, p=[0.4, 0.3, 0.2, 0.05, 0.05])
-    # Decays of heads are differences of sums from a block's start.
-    tolerance = TOLERANCE if shape.by_channel else 2e-3
+    # Decays of heads, and the GPU kernels' of channels, are differences of sums from a block's start.
+    exact = shape.by_channel and implementation != "pallas_gpu_interpreted"
+    tolerance = TOLERANCE if exact else 2e-3
     check(scanned(implementation, shape), shape, tokens, store, tiles_of([1, 0], [1, 0], [0, 2]), tolerance=tolerance)
 
 
@@ -151,8 +152,8 @@ def test_cutting_between_tiles_changes_no_bit(implementation, shape, dtype):
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-# In whole tiles that erase nothing, XLA:CPU reads the old state after it wrote the new one, from a copy. The form is for
-# other platforms: test_tpu_compile.py asks their compiler.
+# Of whole tiles that erase nothing, XLA:CPU copies the store: it reads the old state after it wrote the new one. The
+# form is for other platforms; test_tpu_compile.py asks their compiler.
 @cases(*ALL[:3], lacks=[("xla_whole_tiles", False, False)])
 def test_in_place(implementation, shape, dtype):
     if implementation == "native" and dtype != np.float32:
