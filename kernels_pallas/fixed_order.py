@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Num
 
 from kernels_pallas import dispatch, native
 
@@ -43,8 +43,10 @@ def fixed() -> Iterator[None]:
         _always.reset(token)
 
 
-def product(rows: Float[Array, "n inputs"], weight: Float[Array, "outputs inputs"]) -> Float[Array, "n outputs"]:
-    """rows times the transpose of weight, in float32, by C++ in any program; the order of a row's sums is fixed."""
+def product(rows: Float[Array, "n inputs"], weight: Num[Array, "outputs inputs"]) -> Float[Array, "n outputs"]:
+    """rows times the transpose of weight (float32, bfloat16 or int8), in float32, by C++ in any program; the order of a
+    row's sums is fixed.
+    """
     result = jax.ShapeDtypeStruct((len(rows), len(weight)), F32)
     return jax.ffi.ffi_call(native.target("linear"), result)(native.operand(rows, weight), weight)
 
