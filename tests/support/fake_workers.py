@@ -5,6 +5,7 @@ import json
 
 import httpx
 
+from serving.split.router.app import create_router
 from serving.split.router.client_request import ClientRequest
 from serving.split.router.relay import Relay
 from serving.split.router.workers import Fleet
@@ -20,22 +21,31 @@ async def pieces(*given):
         yield piece
 
 
+async def all_of(body):
+    return [piece async for piece in body]
+
+
 class Workers:
-    """Answers for all of them, and what they were asked."""
+    """Answers for all of them, and what they were asked.
+
+    `broken`: by host, an exception, or by path a response, an exception or a coroutine function of the request.
+    """
 
     def __init__(self, **broken):
         self.broken, self.asked = broken, []
+        self.requests: list[httpx.Request] = []
 
     async def __call__(self, request: httpx.Request) -> httpx.Response:
         host, path = request.url.host, request.url.path
         self.asked.append((host, path))
-        answer = self.broken.get(host)
-        if isinstance(answer, Exception):
-            raise answer
-        if isinstance(answer, dict) and path in answer:
-            found = answer[path]
-            if isinstance(found, Exception):
-                raise found
+        self.requests.append(request)
+        found = self.broken.get(host)
+        found = found.get(path) if isinstance(found, dict) else found
+        if isinstance(found, Exception):
+            raise found
+        if callable(found):
+            return await found(request)
+        if found is not None:
             return found
         if path == "/split/prefill":
             return httpx.Response(200, json=TICKET.model_copy(update={"worker": f"http://{host}"}).model_dump())
@@ -55,6 +65,15 @@ def relay(workers, prefill=("p1", "p2"), decode=("d1", "d2"), **settings):
     return Relay(fleet, RouterSettings.create(decode=("http://d1",), **settings))
 
 
+def front(monkeypatch, workers, **settings):
+    """A client of a router over these workers."""
+    made = httpx.AsyncClient
+    with monkeypatch.context() as patched:
+        patched.setattr(httpx, "AsyncClient", lambda **_: made(transport=httpx.MockTransport(workers)))
+        app = create_router(RouterSettings.create(decode=("http://d1",), **settings))
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router")
+
+
 def asked(kind, body):
     return ClientRequest(kind, json.dumps(body).encode(), body, {})
 
@@ -62,6 +81,6 @@ def asked(kind, body):
 def ask(over, body=BODY):
     async def run():
         answer = await over.answer(asked("completions", body))
-        return answer.status, b"".join([piece async for piece in answer.body])
+        return answer.status, b"".join(await all_of(answer.body))
 
     return asyncio.run(run())

@@ -135,6 +135,18 @@ def router(prefill, decode, log_to, *more: str, port: int | None = None) -> Proc
     return Process("router", *urls, "--check-interval=0.3", *more, log_to=log_to, port=port)
 
 
+@contextlib.contextmanager
+def running(*processes: Process, seconds: float = 240.0):
+    """Waits until all are ready; in the end closes them, the last one first."""
+    try:
+        for each in processes:
+            each.wait_until_ready(seconds)
+        yield processes
+    finally:
+        for each in reversed(processes):
+            each.close()
+
+
 def client(process: Process) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{process.url}/v1", api_key="-", max_retries=0, timeout=120)
 

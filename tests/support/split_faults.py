@@ -4,19 +4,22 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar, Self
 
 import httpx
 import openai
 
 from serving.split.http.sealed import SealAuth
 from serving.split.seal import Seal
-from tests.support.processes import Process, router, streamed, worker
+from tests.support.processes import Process, router, running, streamed, worker
 from tests.support.stoppable_worker import Stages
 
 SECRET = "known to this fleet alone"
+_SEALED = ("--transport=tcp", f"--split-secret={SECRET}")
 DEADLINE = 45.0
 """Seconds in which the router has to have begun an answer."""
 _SLACK = 60.0
@@ -41,39 +44,28 @@ DRAFTS = {"num_speculative_tokens": 2, "speculative_method": "ngram"}
 
 
 class Fleet:
-    """Two prefill workers, one decode worker, and a router, with leases and deadlines of seconds. A context.
+    """Workers and a router as processes that can be stopped at stages, killed and started again. A context.
 
     Args:
         folder: for logs and stages.
-        unlike: the workers differ in page sizes and drafts, and there is a second decode worker.
+        prefill: options of the engine of each prefill worker.
+        decode: the same of decode workers.
     """
 
-    def __init__(self, folder: Path, *, unlike: bool = False) -> None:
-        self.folder, self.stages = folder, Stages(folder)
-        self._engines: dict[int, tuple[str, dict]] = {}
-        """Role and options by port."""
-        self.prefill = [self.start("prefill"), self.start("prefill", **(UNLIKE if unlike else {}))]
-        self.decode = self.start("decode", **(DRAFTS if unlike else {}))
-        self.more_decode = [self.start("decode", **UNLIKE)] if unlike else []
-        self.front = self.route(SECRET)
-        self._right: dict[tuple[str, int], list[int]] = {}
+    flags: ClassVar[dict[str, tuple[str, ...]]] = {"prefill": ("--lease=4",), "decode": ()}
+    """Of the workers of a role."""
 
-    def __enter__(self) -> "Fleet":
+    def __init__(self, folder: Path, prefill: Sequence[dict], decode: Sequence[dict]) -> None:
+        self.folder, self.stages = folder, Stages(folder)
+        self._options: dict[int, tuple[str, dict]] = {}
+        """Role and options of the engine by port."""
+        self.prefill = [self.start("prefill", **engine) for engine in prefill]
+        self.decode = [self.start("decode", **engine) for engine in decode]
+        self.front = self.route()
+
+    def __enter__(self) -> Self:
         try:
-            for each in (*self.workers, self.front):
-                each.wait_until_ready(600)
-            for prompt in PROMPTS:
-                for length in LENGTHS:
-                    self._right[prompt, length] = streamed(self.decode, prompt, length)
-            # Workers compile in the first requests, which no deadline has to allow for; a client may give up first.
-            patient = self.route(SECRET, seconds=600.0)
-            try:
-                patient.wait_until_ready()
-                for at_once in (1, 6):
-                    asked = (self.ask(3 * len(PROMPTS), at_once, front=patient, seed=-i * at_once) for i in range(1, 6))
-                    assert any(not outcomes.errors for outcomes in asked)
-            finally:
-                patient.close()
+            self.begin()
         except BaseException:
             self.close()
             raise
@@ -81,6 +73,11 @@ class Fleet:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def begin(self) -> None:
+        """Returns when all are ready."""
+        for each in (*self.workers, self.front):
+            each.wait_until_ready(600)
 
     def close(self) -> None:
         """End everything, also what is stopped."""
@@ -92,38 +89,63 @@ class Fleet:
     @property
     def workers(self) -> list[Process]:
         """All but the router."""
-        return [*self.prefill, self.decode, *self.more_decode]
+        return [*self.prefill, *self.decode]
 
-    def start(self, role: str, port: int | None = None, **engine) -> Process:
+    def start(self, role: str, *more: str, port: int | None = None, **engine) -> Process:
         """A worker of this fleet; `engine` are options of its engine."""
-        own = {"prefill": ("--lease=4", "--max-lease=30", "--max-kept=4"), "decode": ("--fetch-timeout=3",)}[role]
-        more = ("--transport=tcp", f"--split-secret={SECRET}", *own)
-        started = worker(role, self.folder, *more, port=port, stages=self.folder, **engine)
-        self._engines[started.port] = role, engine
+        started = worker(role, self.folder, *self.flags[role], *more, port=port, stages=self.folder, **engine)
+        self._options[started.port] = role, engine
         return started
 
-    def restart(self, killed: Process) -> Process:
-        """Kills a worker (SIGKILL) and starts it again at its port; returns when it is ready."""
-        killed.kill()
-        role, engine = self._engines[killed.port]
-        started = self.start(role, killed.port, **engine)
-        for workers in (self.prefill, self.more_decode):
-            if killed in workers:
-                workers[workers.index(killed)] = started
+    def restart(self, old: Process, *more: str) -> Process:
+        """Kills a worker (SIGKILL) that still runs, and starts it again at its port; returns when it is ready."""
+        if old.process.poll() is None:
+            old.kill()
+        role, engine = self._options[old.port]
+        started = self.start(role, *more, port=old.port, **engine)
+        workers = self.prefill if role == "prefill" else self.decode
+        workers[workers.index(old)] = started
         started.wait_until_ready(600)
         return started
 
-    def route(self, secret: str, *more: str, seconds: float = DEADLINE) -> Process:
-        """A router in front of the fleet; `more` are further workers of its, `seconds` how long a request may wait."""
-        return router(
-            self.prefill,
-            [self.decode, *self.more_decode],
-            self.folder,
-            "--check-timeout=2",
-            f"--first-token-timeout={seconds:g}",
-            f"--split-secret={secret}",
-            *more,
-        )
+    def route(self, *more: str, port: int | None = None) -> Process:
+        """A router in front of the fleet; `more` are further options."""
+        return router(self.prefill, self.decode, self.folder, *more, port=port)
+
+
+class LoadedFleet(Fleet):
+    """Two prefill workers and a decode worker with a secret, under load, with leases and deadlines of seconds.
+
+    Args:
+        folder: for logs and stages.
+        unlike: the workers differ in page sizes and drafts, and there is a second decode worker.
+    """
+
+    flags: ClassVar[dict[str, tuple[str, ...]]] = {
+        "prefill": (*_SEALED, "--lease=4", "--max-lease=30", "--max-kept=4"),
+        "decode": (*_SEALED, "--fetch-timeout=3"),
+    }
+
+    def __init__(self, folder: Path, *, unlike: bool = False) -> None:
+        super().__init__(folder, [{}, UNLIKE] if unlike else [{}, {}], [DRAFTS, UNLIKE] if unlike else [{}])
+        self._right: dict[tuple[str, int], list[int]] = {}
+
+    def begin(self) -> None:
+        super().begin()
+        for prompt in PROMPTS:
+            for length in LENGTHS:
+                self._right[prompt, length] = streamed(self.decode[0], prompt, length)
+        # Workers compile in the first requests, which no deadline has to allow for; a client may give up first.
+        patient = self.route(seconds=600.0)
+        with running(patient):
+            for at_once in (1, 6):
+                asked = (self.ask(3 * len(PROMPTS), at_once, front=patient, seed=-i * at_once) for i in range(1, 6))
+                assert any(not outcomes.errors for outcomes in asked)
+
+    def route(self, *more: str, port: int | None = None, secret: str = SECRET, seconds: float = DEADLINE) -> Process:
+        """A router in front of the fleet; `seconds`: how long a request may wait."""
+        own = ("--check-timeout=2", f"--first-token-timeout={seconds:g}", f"--split-secret={secret}")
+        return super().route(*own, *more, port=port)
 
     def ask(self, count: int, at_once: int, *, front: Process | None = None, seed: int = 0) -> Outcomes:
         """Sends requests, so many at once; none of their prompts is in a cache."""
@@ -174,8 +196,8 @@ class Fleet:
         return self.front.get("/status")["relay"]["split"]
 
     def fetched(self) -> dict[str, int]:
-        """The decode worker's counters."""
-        return sealed_status(self.decode)
+        """The first decode worker's counters."""
+        return sealed_status(self.decode[0])
 
     def assert_at_rest(self, seconds: float = 60.0) -> None:
         """No place, slot or page is taken on any worker any more, and every worker is up again."""

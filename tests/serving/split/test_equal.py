@@ -2,7 +2,9 @@
 
 import pytest
 
+from serving.engine.requests.sampling_params import SamplingParams
 from tests.support.engines import finish
+from tests.support.selection import slow
 from tests.support.split_pair import GREEDY, B, Pair, assert_as_alone, build, tokens
 
 LENGTHS = (1, 2, B - 1, B, B + 1, 3 * B + 5)
@@ -55,3 +57,44 @@ def test_where_rows_are_rounded_states_travel_wide():
     pair = Pair("all", "none", prefill=flags, decode=flags)
     assert {str(spec.dtype) for spec in pair.prefill_side.worker.state.values()} == {"float32"}
     assert_as_one_engine(pair, flags, (B - 1, 2 * B + 3, 3 * B))
+
+
+TWO = {"tensor_parallel_size": 2, "debug_state": True}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sides", [{"prefill": TWO}, {"decode": TWO}], ids=["2 to 1", "1 to 2"])
+def test_numbers_of_devices_may_differ(sides):
+    """One side on two devices, the other on one: states go by logical arrays."""
+    pair = Pair("all", **sides)
+    shards = {side.worker.manifest.shards for side in (pair.prefill_side, pair.decode_side)}
+    assert shards == {1, 2}
+    for length in (1, B, 2 * B + 3):
+        for seed, handoff in enumerate(("full", "recompute-last")):
+            prompt = tokens(10 * length + seed, length)
+            assert_as_alone(prompt, pair.run(prompt, handoff), (length, handoff))
+    assert pair.decode_side.stats.arrived == 5
+    pair.assert_idle()
+
+
+FLAGS = {"enable_structured_outputs": True, "adaptive_drafts": False}
+STRUCTURED = SamplingParams(temperature=0.0, max_tokens=20, structured_outputs={"regex": "(abcab){4}"})
+ASKED = [(tokens(5, 2 * B + 3), STRUCTURED), (tokens(6, B), GREEDY), (tokens(7, B - 1), GREEDY)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("source", [slow("ngram"), "mtp"])
+def test_a_row_under_a_grammar_and_plain_ones_with_drafts(source):
+    """They say what one engine without drafts says."""
+    plain = build("none", enable_structured_outputs=True).engine
+    expected = [plain.add_request(str(i), {"prompt_token_ids": ids}, params) for i, (ids, params) in enumerate(ASKED)]
+    finish(plain)
+    for handoff in ("full", "recompute-last"):
+        pair = Pair("all", source, decode=FLAGS)
+        outputs = [pair.add(ids, pair.compute(ids, handoff), params) for ids, params in ASKED]
+        finish(pair.decode)
+        assert [each.outputs[0].token_ids for each in outputs] == [each.outputs[0].token_ids for each in expected]
+        assert pair.decode_side.stats.failed == 0
+        assert pair.decode_side.stats.arrived == len(ASKED)
+        pair.assert_idle()
+    assert outputs[0].metrics.drafts.drafted

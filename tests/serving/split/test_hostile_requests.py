@@ -4,7 +4,7 @@ stays bounded."""
 import pytest
 
 from tests.support.hostile_requests import HOSTILE, check_bystanders_are_unaffected
-from tests.support.processes import router, worker
+from tests.support.processes import router, running, worker
 
 pytestmark = pytest.mark.full
 
@@ -20,17 +20,12 @@ def places(tmp_path_factory):
         worker(role, folder, *BOUNDS, "--grammar-timeout=2", "--warmup", **large) for role in ("decode", "prefill")
     )
     front = router([prefill], [server], folder, *BOUNDS)
-    try:
-        for each in (server, prefill, front):
-            each.wait_until_ready(900)
+    with running(server, prefill, front, seconds=900):
         yield {
             "server": (server.url, [server.process.pid]),
             "prefill worker": (prefill.url, [prefill.process.pid]),
             "router": (front.url, [each.process.pid for each in (front, server, prefill)]),
         }
-    finally:
-        for each in (front, server, prefill):
-            each.close()
 
 
 @pytest.mark.parametrize("place", ["server", "router", "prefill worker"])

@@ -8,8 +8,8 @@ import threading
 import openai
 import pytest
 
-from tests.support.processes import router, streamed, worker
-from tests.support.stoppable_worker import Stages
+from tests.support.processes import streamed
+from tests.support.split_faults import Fleet
 
 pytestmark = pytest.mark.slow
 
@@ -17,46 +17,21 @@ LENGTH = 24
 TEXT = "The prefill worker computes the prompt once and the decode worker goes on from its state. " * 2
 
 
-class Fleet:
+class StoppableFleet(Fleet):
     """A prefill worker, two decode workers and a router, each of which is restarted where it was killed."""
 
     def __init__(self, folder) -> None:
-        self.folder, self.stages = folder, Stages(folder)
-        self.prefill = self.start("prefill")
-        self.decode = [self.start("decode") for _ in range(2)]
-        self.front = self.route()
+        super().__init__(folder, [{}], [{}, {}])
         self.count = 0
-        for each in self.all:
-            each.wait_until_ready()
-
-    def start(self, role, *more, port=None):
-        options = ("--lease=4",) if role == "prefill" else ()
-        return worker(role, self.folder, *options, *more, port=port, stages=self.folder)
-
-    def route(self, port=None):
-        return router([self.prefill], self.decode, self.folder, port=port)
-
-    @property
-    def all(self):
-        return [self.prefill, *self.decode, self.front]
 
     def mend(self) -> None:
         """Start anew what does not run; then wait until the router knows."""
-        if self.prefill.process.poll() is not None:
-            self.prefill = self.start("prefill", port=self.prefill.port)
-        for i, each in enumerate(self.decode):
+        for each in self.workers:
             if each.process.poll() is not None:
-                self.decode[i] = self.start("decode", port=each.port)
+                self.restart(each)
         if self.front.process.poll() is not None:
             self.front = self.route(port=self.front.port)
-        for each in self.all:
-            each.wait_until_ready()
-        for _ in range(200):
-            status = self.front.get("/status")
-            if all(each["up"] for role in ("prefill", "decode") for each in status[role]):
-                return
-            threading.Event().wait(0.1)
-        raise AssertionError(status)
+        self.begin()
 
     def prompt(self) -> str:
         """A prompt that no worker has seen."""
@@ -71,14 +46,14 @@ class Fleet:
 
     def assert_idle(self, *survivors) -> None:
         """Nothing is in use on those who live, and nothing kept: pools balance, leases have run out."""
-        for each in survivors or self.all[:-1]:
+        for each in survivors or self.workers:
             assert each.idle(), (each.url, each.get("/split/status"), each.log())
 
 
 class PendingRequest:
     """A request under way in a thread of its own."""
 
-    def __init__(self, fleet: Fleet, prompt: str) -> None:
+    def __init__(self, fleet: StoppableFleet, prompt: str) -> None:
         self.tokens: list[int] | None = None
         self.error: Exception | None = None
 
@@ -99,12 +74,8 @@ class PendingRequest:
 
 @pytest.fixture(scope="module")
 def whole_fleet(tmp_path_factory):
-    fleet = Fleet(tmp_path_factory.mktemp("stages"))
-    try:
+    with StoppableFleet(tmp_path_factory.mktemp("stages")) as fleet:
         yield fleet
-    finally:
-        for each in reversed(fleet.all):
-            each.close()
 
 
 @pytest.fixture
@@ -120,7 +91,7 @@ def stopped_at(fleet, stage):
     fleet.stages.arm(stage)
     prompt = fleet.prompt()
     asked = PendingRequest(fleet, prompt)
-    assert fleet.stages.reached(stage), (stage, asked.error, [each.log() for each in fleet.all])
+    assert fleet.stages.reached(stage), (stage, asked.error, [each.log() for each in (*fleet.workers, fleet.front)])
     return asked, prompt
 
 
@@ -130,7 +101,7 @@ def assert_right(fleet, asked, prompt, by=None):
 
 
 def test_prefill_worker_before_the_prompt(fleet):
-    fleet.prefill.kill()
+    fleet.prefill[0].kill()
     prompt = fleet.prompt()
     assert_right(fleet, PendingRequest(fleet, prompt), prompt)
     fleet.assert_idle(*fleet.decode)
@@ -139,7 +110,7 @@ def test_prefill_worker_before_the_prompt(fleet):
 def test_prefill_worker_in_the_middle_of_the_prompt(fleet):
     asked, prompt = stopped_at(fleet, "prefill")
     assert len(prompt) > 2 * 64  # more than one step
-    fleet.prefill.kill()
+    fleet.prefill[0].kill()
     fleet.stages.go("prefill")
     assert_right(fleet, asked, prompt)
     fleet.assert_idle(*fleet.decode)
@@ -147,7 +118,7 @@ def test_prefill_worker_in_the_middle_of_the_prompt(fleet):
 
 def test_prefill_worker_before_its_state_is_fetched(fleet):
     asked, prompt = stopped_at(fleet, "ask")
-    fleet.prefill.kill()
+    fleet.prefill[0].kill()
     fleet.stages.go("ask")
     assert_right(fleet, asked, prompt)
     assert sum(each.get("/split/status")["failed"] for each in fleet.decode) >= 1
@@ -156,12 +127,11 @@ def test_prefill_worker_before_its_state_is_fetched(fleet):
 
 @pytest.mark.parametrize("transport", ["jax", "tcp"])
 def test_prefill_worker_while_its_state_is_fetched(fleet, transport):
-    fleet.prefill.close()
-    fleet.prefill = fleet.start("prefill", f"--transport={transport}", port=fleet.prefill.port)
+    fleet.restart(fleet.prefill[0], f"--transport={transport}")
     fleet.mend()
     before = sum(each.get("/split/status")["failed"] for each in fleet.decode)
     asked, prompt = stopped_at(fleet, "send")
-    fleet.prefill.kill()
+    fleet.prefill[0].kill()
     fleet.stages.go("send")
     assert_right(fleet, asked, prompt)
     assert sum(each.get("/split/status")["failed"] for each in fleet.decode) == before + 1
@@ -178,7 +148,7 @@ def test_decode_worker_before_it_fetches_and_while_it_does(fleet, stage):
     assert_right(fleet, asked, prompt, by=other)
     arrived = other.get("/split/status")["arrived"]
     assert arrived >= (stage == "ask")
-    fleet.assert_idle(fleet.prefill, other)
+    fleet.assert_idle(fleet.prefill[0], other)
 
 
 def test_the_only_decode_worker(fleet):
@@ -190,7 +160,7 @@ def test_the_only_decode_worker(fleet):
     fleet.stages.go("ask")
     assert isinstance(asked.ends().error, openai.InternalServerError)
     assert "no decode worker is available" in str(asked.error)
-    fleet.assert_idle(fleet.prefill)
+    fleet.assert_idle(fleet.prefill[0])
 
 
 def test_decode_worker_after_the_first_token(fleet):
@@ -200,7 +170,7 @@ def test_decode_worker_after_the_first_token(fleet):
     victim.kill()
     fleet.stages.go("decode")
     assert "the decode worker failed during the response" in str(asked.ends().error)
-    fleet.assert_idle(fleet.prefill, other)
+    fleet.assert_idle(fleet.prefill[0], other)
 
 
 @pytest.mark.parametrize("stage", ["prefill", "ask", "decode"])

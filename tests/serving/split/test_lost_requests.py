@@ -8,9 +8,8 @@ import httpx
 import pytest
 
 from serving.api.http.errors import ApiError
-from serving.split.router.app import create_router
-from serving.split.settings import RouterSettings
-from tests.support.fake_workers import BODY, Workers, ask, asked, relay
+from tests.support import fake_workers
+from tests.support.fake_workers import BODY, Workers, all_of, ask, asked, relay
 
 STREAM = BODY | {"stream": True}
 CUT = httpx.RemoteProtocolError("Server disconnected without sending a response.")
@@ -60,7 +59,7 @@ def test_streams_flow_on_while_other_requests_to_the_worker_are_lost():
     async def run():
         over = relay(workers, prefill=(), decode=("d1",))
         streams = [(await over.answer(asked("completions", STREAM))).body for _ in range(3)]
-        reads = [asyncio.create_task(_all(body)) for body in streams]
+        reads = [asyncio.create_task(all_of(body)) for body in streams]
         for _ in range(20):
             with pytest.raises(ApiError):
                 await over.answer(asked("completions", STREAM | {"prompt": "cut"}))
@@ -79,7 +78,7 @@ def test_the_health_check_after_a_lost_request_decides(ready):
     async def run():
         over = relay(workers, prefill=(), decode=("d1",))
         answer = await over.answer(asked("completions", STREAM))
-        read = asyncio.create_task(_all(answer.body))
+        read = asyncio.create_task(all_of(answer.body))
         with pytest.raises(ApiError, match="no decode worker is available"):
             await over.answer(asked("completions", STREAM | {"prompt": "cut"}))
         await asyncio.sleep(0.05)
@@ -166,19 +165,9 @@ HEADERS = ("authorization", "x-api-key", "x-request-id", "traceparent", "tracest
 
 @pytest.fixture
 def front(monkeypatch):
-    """A router over fake workers, and the headers that it sent to them."""
-    sent = []
-
-    class Noting(Workers):
-        async def __call__(self, request):
-            sent.append(request.headers)
-            return await super().__call__(request)
-
-    made = httpx.AsyncClient
-    monkeypatch.setattr(httpx, "AsyncClient", lambda **_: made(transport=httpx.MockTransport(Noting())))
-    app = create_router(RouterSettings.create(decode=("http://d1",)))
-    monkeypatch.undo()
-    return sent, httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router")
+    """A router over fake workers, and these."""
+    workers = Workers()
+    return workers, fake_workers.front(monkeypatch, workers)
 
 
 def _post(client, headers):
@@ -192,25 +181,21 @@ def _post(client, headers):
 @pytest.mark.parametrize("name", HEADERS)
 @pytest.mark.parametrize("space", [b" ", b"\t", b" \t "])
 def test_white_space_around_a_header_is_not_forwarded(front, name, space):
-    sent, client = front
+    workers, client = front
     assert _post(client, [(name.encode(), space + b"abc" + space)]).status_code == 200
-    assert [headers[name] for headers in sent] == ["abc"]
+    assert [request.headers[name] for request in workers.requests] == ["abc"]
 
 
 @pytest.mark.parametrize("name", HEADERS)
 @pytest.mark.parametrize("value", [b"caf\xe9", b"\xff\xfe", b"a\x7fb", b"a\x01b"])
 def test_bytes_that_a_client_refuses_to_send_are_not_forwarded(front, name, value):
-    sent, client = front
+    workers, client = front
     status = _post(client, [(name.encode(), value)]).status_code
     assert status == (400 if name in ("authorization", "x-api-key") else 200)
-    assert not any(name in headers for headers in sent)
+    assert not any(name in request.headers for request in workers.requests)
 
 
 def test_forwarded_headers_are_bounded(front):
-    sent, client = front
+    workers, client = front
     assert _post(client, [(b"x-api-key", b"k" * 9000)]).status_code == 431
-    assert not sent
-
-
-async def _all(body):
-    return [piece async for piece in body]
+    assert not workers.requests

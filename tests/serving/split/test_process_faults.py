@@ -11,14 +11,14 @@ import pytest
 
 from serving.split.seal import Seal
 from tests.support.listener import listener
-from tests.support.split_faults import PROMPTS, SECRET, Fleet, sealed_status
+from tests.support.split_faults import PROMPTS, LoadedFleet, sealed_status
 
 pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory):
-    with Fleet(tmp_path_factory.mktemp("faults")) as fleet:
+    with LoadedFleet(tmp_path_factory.mktemp("faults")) as fleet:
         yield fleet
 
 
@@ -76,7 +76,7 @@ def test_black_holes_and_drips_instead_of_workers(fleet):
     with listener(silent) as hole, listener(drips) as drip:
         more = [f"--prefill=http://127.0.0.1:{port}" for port in (hole, drip)]
         more += [f"--decode=http://127.0.0.1:{hole}"]
-        front = fleet.route(SECRET, *more)
+        front = fleet.route(*more)
         try:
             end = time.monotonic() + 60
             while time.monotonic() < end:  # as soon as it listens: it takes all of them for granted
@@ -103,7 +103,7 @@ def test_a_lease_that_has_run_out(fleet):
     before = _without_it(fleet)
     expired = sum(each["expired"] for each in map(sealed_status, fleet.prefill))
     fleet.stages.arm("ask")
-    frozen = fleet.decode.process
+    frozen = fleet.decode[0].process
 
     def hold():
         assert fleet.stages.reached("ask")
@@ -144,7 +144,7 @@ def test_full_places(fleet):
 def test_messages_without_the_fleets_seal(fleet):
     """Workers refuse routers with another secret, and do not connect to workers that unsigned tickets name."""
     before = [each["begun"] for each in map(sealed_status, fleet.prefill)]
-    front = fleet.route("another fleet's secret")
+    front = fleet.route(secret="another fleet's secret")
     try:
         end = time.monotonic() + 60
         while time.monotonic() < end:
@@ -165,7 +165,7 @@ def test_messages_without_the_fleets_seal(fleet):
     with listener(unknown_worker) as port:
         ticket = {"id": "x", "worker": f"http://127.0.0.1:{port}", "handoff": "full", "prompt_token_ids": [1, 2]}
         for headers in ({}, Seal("another fleet's secret").headers("/split/expect", b"", "")):
-            answer = httpx.post(f"{fleet.decode.url}/split/expect", json=ticket | {"position": 2}, headers=headers)
+            answer = httpx.post(f"{fleet.decode[0].url}/split/expect", json=ticket | {"position": 2}, headers=headers)
             assert answer.status_code == 401
     assert not heard
     all_right(fleet.ask(len(PROMPTS), 4, seed=10), len(PROMPTS))

@@ -1,9 +1,11 @@
 """One prefill worker, one decode worker and a router, each a process, on loopback."""
 
+import re
+
 import httpx
 import pytest
 
-from tests.support.processes import client, router, streamed, worker
+from tests.support.processes import client, router, running, streamed, worker
 
 pytestmark = pytest.mark.full
 
@@ -30,14 +32,8 @@ def texts_of(answer):
 def fleet(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fleet")
     prefill, decode = worker("prefill", folder), worker("decode", folder)
-    front = router([prefill], [decode], folder)
-    try:
-        for each in (prefill, decode, front):
-            each.wait_until_ready()
-        yield prefill, decode, front
-    finally:
-        for each in (front, decode, prefill):
-            each.close()
+    with running(prefill, decode, router([prefill], [decode], folder)) as fleet:
+        yield fleet
 
 
 def test_streams_equal_those_of_one_server(fleet):
@@ -69,6 +65,19 @@ def test_streams_equal_those_of_one_server(fleet):
         assert decode.get("/split/status")["arrived"] == arrived + 1
     assert prefill.idle(), prefill.get("/split/status")
     assert decode.idle()
+
+
+@pytest.mark.slow
+def test_a_form_behind_the_split(fleet):
+    """The decode worker applies the mask, on all paths of the prompt."""
+    *sides, front = fleet
+    for fields in ({"temperature": 0}, {"temperature": 1.0, "seed": 4}):
+        form = {"structured_outputs": {"regex": "[0-9]{3}-[a-f]{2}"}, "max_tokens": 20}
+        body = {"prompt": "word " * 60} | form | fields
+        assert re.fullmatch("[0-9]{3}-[a-f]{2}", post(front, "/v1/completions", body)["choices"][0]["text"])
+    wrong = {"model": "demo"} | body | {"structured_outputs": {"regex": "("}}
+    assert httpx.post(f"{front.url}/v1/completions", json=wrong, timeout=60).status_code == 400
+    assert all(each.idle() for each in sides)
 
 
 def test_a_killed_prefill_worker_costs_time_only(fleet):

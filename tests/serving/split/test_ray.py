@@ -1,15 +1,22 @@
-"""The fleet on a local Ray."""
+"""The Ray Serve application: its arguments and numbers of replicas, and, with Ray, a fleet on this machine."""
 
 import re
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
-pytestmark = pytest.mark.slow
+from serving.api.http.settings import ServerSettings, resolve_settings
+from serving.config import ConfigError
+from serving.split.ray.arguments import Arguments
+from serving.split.ray.autoscaling import replicas, wanted
+from serving.split.settings import RouterSettings, SplitSettings
+
 KEY = "of the clients"
 
 
+@pytest.mark.slow
 def test_an_application_answers():
     ray = pytest.importorskip("ray")
     serve = pytest.importorskip("ray.serve")
@@ -46,3 +53,82 @@ def test_an_application_answers():
     finally:
         serve.shutdown()
         ray.shutdown()
+
+
+def test_settings_go_to_all_who_have_them():
+    found = Arguments.of(
+        {
+            "model": "demo", "prefill": "1-4", "decode": 2, "resources": {"TPU": 4}, "lease": 7.0, "on_failure": "fail",
+            "handoff": "recompute-last", "api_key": "for-clients", "max_body_bytes": 2048, "max_num_seqs": 3,
+            "drain_timeout": 4.0,
+        }
+    )  # fmt: skip
+    both = {"api_key": "for-clients", "max_body_bytes": 2048, "drain_timeout": 4.0}
+    secret = found.split["split_secret"]
+    assert len(secret) >= 32
+    assert found.split == {"lease": 7.0, "on_failure": "fail", "split_secret": secret}
+    assert found.server == both
+    assert found.routing == both | {"handoff": "recompute-last", "on_failure": "fail", "split_secret": secret}
+    assert found.engine == {"model": "demo", "max_num_seqs": 3}
+    assert RouterSettings.create(**found.routing).api_key == ("for-clients",)
+    assert SplitSettings.create(role="prefill", **found.split).lease == 7.0
+    assert Arguments.of({}).split["split_secret"] != secret, "another application is another fleet"
+
+
+def test_workers_are_set_up_as_servers_are():
+    found = Arguments.of({"model": "demo", "api_key": "k", "transport": "tcp"})
+    role = SplitSettings.create(role="prefill", **found.split)
+    settings, config = resolve_settings(role.engine_flags | found.server | found.engine, {"host": "127.0.0.1"})
+    served, usual = resolve_settings({"model": "demo"}, {})
+    assert settings.api_key == ("k",)
+    assert settings.default_sampling == served.default_sampling
+    assert settings.served_model_name == served.served_model_name
+    assert config == usual.model_copy(update={"keep_draft_kv": True, "reserved_bytes": role.max_transfer_bytes})
+    assert (config.enable_structured_outputs, config.max_num_waiting) == (True, 4096)
+    assert role.transport == ("tcp",)
+
+
+@pytest.mark.parametrize("wrong", [{"leese": 3}, {"lease": -1}, {"max_body_bytes": 1}, {"handoff": "half"}])
+def test_mistakes_show_before_anything_starts(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Arguments.of(wrong)
+
+
+def test_a_router_has_the_bounds_of_a_server():
+    names = {*RouterSettings.model_fields} & {*ServerSettings.model_fields}
+    assert {"max_connections", "header_timeout", "read_timeout", "max_buffered_bytes", "max_body_values"} <= names
+
+
+def context(reported, target=4.0, now=2):
+    return SimpleNamespace(
+        aggregated_metrics=reported, target_num_replicas=now, config=SimpleNamespace(target_ongoing_requests=target)
+    )
+
+
+@pytest.mark.parametrize(
+    ("reported", "count"),
+    [({"a": 4.0, "b": 4.0}, 2), ({"a": 9.0, "b": 0.0}, 3), ({"a": 0.0, "b": 0.0}, 1), ({"a": 0.5}, 1)],
+)
+def test_as_many_as_the_requests_take(reported, count):
+    assert wanted(context({"requests": reported})) == (count, {})
+
+
+@pytest.mark.parametrize("reported", [None, {}, {"requests": {}}])
+def test_nothing_is_known_before_the_first_report(reported):
+    assert wanted(context(reported, now=3)) == (3, {})
+
+
+def test_numbers_of_replicas():
+    assert replicas("decode", "2", {}) == replicas("prefill", 2, {}) == {"num_replicas": 2}
+    found = replicas("decode", "1-4", {"max_num_seqs": "16"})["autoscaling_config"]
+    assert (found["min_replicas"], found["max_replicas"], found["target_ongoing_requests"]) == (1, 4, 12.0)
+    assert replicas("prefill", "1-4", {})["autoscaling_config"]["target_ongoing_requests"] == 2.0
+    assert replicas("decode", "1-2", {})["autoscaling_config"]["policy"] == {
+        "policy_function": "serving.split.ray.autoscaling:wanted"
+    }
+
+
+@pytest.mark.parametrize("asked", ["0", "4-1", "some", "-1", "1-", ""])
+def test_other_numbers_are_one_line(asked):
+    with pytest.raises(ConfigError, match="such as 1-4"):
+        replicas("prefill", asked, {})

@@ -12,12 +12,11 @@ from serving.api.http.context import Context
 from serving.api.http.errors import ApiError
 from serving.api.http.settings import ServerSettings
 from serving.split.http.sealed import SealAuth
-from serving.split.router.app import create_router
 from serving.split.router.client_request import ClientRequest
 from serving.split.router.workers import Remote, choose
 from serving.split.seal import HEADER, RECEIVER, Seal, SealChecker
-from serving.split.settings import RouterSettings
-from tests.support.fake_workers import BODY, Workers, ask, asked, relay
+from tests.support import fake_workers
+from tests.support.fake_workers import BODY, Workers, all_of, ask, asked, relay
 
 
 def test_a_request_goes_by_way_of_both():
@@ -32,18 +31,12 @@ def test_a_request_goes_by_way_of_both():
 
 
 def test_the_routers_own_key_is_not_lent_to_clients():
-    seen = []
-
-    class Noting(Workers):
-        async def __call__(self, request):
-            seen.append((request.url.path, request.headers.get("authorization")))
-            return await super().__call__(request)
-
-    workers = Noting(d1={"/split/expect": httpx.Response(409, json={})})
+    workers = Workers(d1={"/split/expect": httpx.Response(409, json={})})
     over = relay(workers, decode=("d1",))
     over.fleet.headers = {"Authorization": "Bearer router"}
     ask(over)
-    assert {path: key for path, key in seen if key} == {"/split/release": "Bearer router"}
+    keys = {request.url.path: request.headers.get("authorization") for request in workers.requests}
+    assert {path: key for path, key in keys.items() if key} == {"/split/release": "Bearer router"}
 
 
 def test_streams_pass_through():
@@ -155,21 +148,9 @@ def slow(seconds):
     return answer
 
 
-class Scripted(Workers):
-    """Workers whose answers may be coroutine functions, by (host, path)."""
-
-    async def __call__(self, request):
-        self.asked.append((request.url.host, request.url.path))
-        answer = self.broken.get(request.url.host, {}).get(request.url.path)
-        if callable(answer):
-            return await answer(request)
-        self.asked.pop()
-        return await super().__call__(request)
-
-
 def test_what_waits_for_a_worker_that_goes_down_goes_to_another():
     """As a stopped process: the connection stands, and nothing comes."""
-    workers = Scripted(p1={"/split/prefill": slow(60)}, d1={"/v1/completions": slow(60)})
+    workers = Workers(p1={"/split/prefill": slow(60)}, d1={"/v1/completions": slow(60)})
 
     async def run():
         over = relay(workers)
@@ -193,7 +174,7 @@ def test_a_request_has_one_deadline():
     everywhere = {path: slow(60) for path in ("/split/prefill", "/split/expect", "/v1/completions")}
     for late in everywhere:
         names = ("p1", "p2") if late == "/split/prefill" else ("d1", "d2")
-        workers = Scripted(**{name: {late: everywhere[late]} for name in names})
+        workers = Workers(**{name: {late: everywhere[late]} for name in names})
         over = relay(workers, first_token_timeout=0.3, request_timeout=0.3)
         begin = time.monotonic()
         with pytest.raises(ApiError, match="no answer before the deadline") as error:
@@ -204,30 +185,26 @@ def test_a_request_has_one_deadline():
         assert over.stats.late == 1
 
 
+async def stalls(request):
+    """A stream of one message."""
+
+    async def some():
+        yield b"data: 1\n\n"
+        await asyncio.sleep(60)
+
+    return httpx.Response(200, content=some())
+
+
 def test_a_stream_that_stalls_ends():
-    async def stalls(request):
-        async def some():
-            yield b"data: 1\n\n"
-            await asyncio.sleep(60)
-
-        return httpx.Response(200, content=some())
-
-    over = relay(Scripted(d1={"/v1/completions": stalls}), decode=("d1",), stall_timeout=0.2)
+    over = relay(Workers(d1={"/v1/completions": stalls}), decode=("d1",), stall_timeout=0.2)
     with pytest.raises(ApiError, match="during the response"):
         ask(over, BODY | {"stream": True})
     assert over.fleet.decode[0].load == 0
 
 
 def test_a_router_that_stops_tells_everybody():
-    async def stalls(request):
-        async def some():
-            yield b"data: 1\n\n"
-            await asyncio.sleep(60)
-
-        return httpx.Response(200, content=some())
-
     async def run():
-        over = relay(Scripted(d1={"/v1/completions": stalls}, d2={"/v1/completions": slow(60)}))
+        over = relay(Workers(d1={"/v1/completions": stalls}, d2={"/v1/completions": slow(60)}))
         body = BODY | {"stream": True}
         asks = [
             ClientRequest("completions", b'{"stream": true}', body | {"prompt": f"text {i}"}, {}) for i in range(12)
@@ -236,7 +213,7 @@ def test_a_router_that_stops_tells_everybody():
         await asyncio.sleep(0.2)
         begun = [task.result() for task in tasks if task.done()]
         assert 0 < len(begun) < 12
-        reads = [asyncio.create_task(_all(answer.body)) for answer in begun]
+        reads = [asyncio.create_task(all_of(answer.body)) for answer in begun]
         await asyncio.sleep(0.05)
         await asyncio.to_thread(over.leave)
         found = await asyncio.wait_for(asyncio.gather(*tasks, *reads, return_exceptions=True), 5)
@@ -245,10 +222,6 @@ def test_a_router_that_stops_tells_everybody():
         assert {(error.status, error.code) for error in errors} == {(503, "engine_stopped")}
 
     asyncio.run(run())
-
-
-async def _all(body):
-    return [piece async for piece in body]
 
 
 @pytest.mark.parametrize("status", [503, 429])
@@ -289,11 +262,7 @@ def test_messages_to_workers_are_sealed_and_clients_are_not_the_fleet():
 def front(monkeypatch):
     """A router over made-up workers, and what they were asked."""
     workers = Workers()
-    made = httpx.AsyncClient
-    monkeypatch.setattr(httpx, "AsyncClient", lambda **_: made(transport=httpx.MockTransport(workers)))
-    app = create_router(RouterSettings.create(prefill=("http://p1",), decode=("http://d1",), max_body_bytes=100_000))
-    monkeypatch.undo()
-    return workers, httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router")
+    return workers, fake_workers.front(monkeypatch, workers, prefill=("http://p1",), max_body_bytes=100_000)
 
 
 OTHER_FORMS = {
@@ -393,7 +362,7 @@ def test_a_dripping_worker_does_not_hold_up_the_looks_at_others():
         await asyncio.sleep(60)
 
     none = {"/split/manifest": httpx.Response(404)}
-    over = relay(Scripted(p1={"/ready": drips}, p2=none, d1=none, d2=none))
+    over = relay(Workers(p1={"/ready": drips}, p2=none, d1=none, d2=none))
 
     async def run():
         watching = asyncio.create_task(over.fleet.watch(0.01, 0.05))

@@ -10,7 +10,6 @@ import pytest
 from serving.core.tiers.directory import Resumable
 from serving.split.decode_side import PEER, DecodeSide
 from serving.split.prefill_side import DirectPeer, PrefillSide, TooMany
-from serving.split.router.client_request import ClientRequest
 from serving.split.router.event_followers import EventFollowers, Stream
 from serving.split.router.placement import PromptMatch, Tokens
 from serving.split.router.relay import Relay
@@ -18,6 +17,7 @@ from serving.split.router.workers import Fleet
 from serving.split.settings import RouterSettings, SplitSettings
 from serving.split.wire import ShareRequest, SplitError, Ticket
 from tests.support.engines import finish
+from tests.support.fake_workers import Workers, all_of, asked
 from tests.support.split_pair import GREEDY, Pair, assert_as_alone, build, tokens, worker
 
 
@@ -142,29 +142,14 @@ PROMPT = list(range(40))
 TICKET = Ticket(id="t", worker="http://a", handoff="full", prompt_token_ids=PROMPT, position=30, lease=9.0, shared=True)
 
 
-class Workers:
-    """Answers by (host, path)."""
+async def _shared(request):
+    return httpx.Response(200, json=TICKET.model_dump())
 
-    def __init__(self, **answers):
-        self.answers, self.asked = answers, []
 
-    async def __call__(self, request):
-        path = request.url.path
-        self.asked.append((request.url.host, path, json.loads(request.content)))
-        answer = self.answers.get(path.rpartition("/")[2])
-        if answer is not None:
-            return await answer()
-        if path == "/split/share":
-            return httpx.Response(200, json=TICKET.model_dump())
-
-        async def content():
-            yield json.dumps({"from": request.url.host}).encode()
-
-        return httpx.Response(200, content=content()) if path.startswith("/v1/") else httpx.Response(
-            200, json={"accepted": True})  # fmt: skip
-
-    def paths(self):
-        return [(host, path) for host, path, _ in self.asked]
+def sharing(share=_shared, **more):
+    """Workers that answer so to the router's requests for states."""
+    answers = {"/split/share": share} | {f"/split/{name}": answer for name, answer in more.items()}
+    return Workers(a=answers, b=answers)
 
 
 def answered(workers, busy=9, states=((30, "device"), None), weights=(0, 0), more=None, **settings):
@@ -190,19 +175,20 @@ def answered(workers, busy=9, states=((30, "device"), None), weights=(0, 0), mor
         fleet.decode[0].load = busy
         body = {"prompt": PROMPT} | (more or {})
         begin = time.monotonic()
-        answer = await relay.answer(ClientRequest("completions", json.dumps(body).encode(), body, {}))
-        content = b"".join([piece async for piece in answer.body])
+        answer = await relay.answer(asked("completions", body))
+        content = b"".join(await all_of(answer.body))
         return json.loads(content)["from"], relay.stats, time.monotonic() - begin
 
     return asyncio.run(run())
 
 
 def test_a_busy_workers_state_is_fetched_by_another():
-    workers = Workers()
+    workers = sharing()
     host, stats, _ = answered(workers)
-    assert workers.paths() == [("a", "/split/share"), ("b", "/split/expect"), ("b", "/v1/completions")]
-    assert workers.asked[0][2]["beyond"] == 0
-    assert 0 < workers.asked[1][2]["patience"] <= 0.3
+    assert workers.asked == [("a", "/split/share"), ("b", "/split/expect"), ("b", "/v1/completions")]
+    share, expect = (json.loads(request.content) for request in workers.requests[:2])
+    assert share["beyond"] == 0
+    assert 0 < expect["patience"] <= 0.3
     assert (host, stats.shared, stats.split, stats.alone) == ("b", 1, 0, 1)
 
 
@@ -212,40 +198,28 @@ def test_a_busy_workers_state_is_fetched_by_another():
     {"more": {"prompt_logprobs": 1}},
 ])  # fmt: skip
 def test_no_worker_is_asked_for_a_useless_state(what):
-    workers = Workers()
+    workers = sharing()
     answered(workers, **what)
-    assert "/split/share" not in [path for _, path in workers.paths()]
+    assert not workers.paths("/split/share")
 
 
-async def _late():
+async def _late(request):
     await asyncio.sleep(60)
 
 
-async def _lying():
-    other = TICKET.model_copy(update={"prompt_token_ids": [1, 2]})
-    return httpx.Response(200, json=other.model_dump())
-
-
-async def _gone():
-    return httpx.Response(410, json={})
-
-
-async def _dearer():
-    return httpx.Response(200, json={"accepted": False})
-
-
-async def _mismatch():
-    return httpx.Response(409, json={})
+LYING = httpx.Response(200, json=TICKET.model_copy(update={"prompt_token_ids": [1, 2]}).model_dump())
+GONE, MISMATCH = (httpx.Response(status, json={}) for status in (410, 409))
+DEARER = httpx.Response(200, json={"accepted": False})
 
 
 @pytest.mark.parametrize(("answers", "released"), [
-    ({"share": _late}, False), ({"share": _lying}, False), ({"share": _gone}, False),
-    ({"expect": _dearer}, True), ({"expect": _mismatch}, True), ({"expect": _late}, True),
+    ({"share": _late}, False), ({"share": LYING}, False), ({"share": GONE}, False),
+    ({"expect": DEARER}, True), ({"expect": MISMATCH}, True), ({"expect": _late}, True),
 ])  # fmt: skip
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_whatever_goes_wrong_the_worker_computes(answers, released, policy):
-    workers = Workers(**answers)
+    workers = sharing(**answers)
     host, stats, seconds = answered(workers, on_failure=policy)
     assert (host, stats.shared, stats.alone) == ("b", 0, 1)
     assert seconds < 5
-    assert (("a", "/split/release") in workers.paths()) == released
+    assert (("a", "/split/release") in workers.asked) == released

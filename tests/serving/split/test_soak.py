@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from serving.split.seal import RECEIVER, Seal
-from tests.support.split_faults import SECRET, Fleet, Outcomes, at_rest
+from tests.support.split_faults import SECRET, LoadedFleet, Outcomes, at_rest
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +36,7 @@ class Faults:
     `kill` ends the first prefill worker or the second decode worker; the other workers run from start to end.
     """
 
-    def __init__(self, fleet: Fleet, seed: int) -> None:
+    def __init__(self, fleet: LoadedFleet, seed: int) -> None:
         self._fleet, self._rng = fleet, random.Random(seed)
         self.counts = dict.fromkeys((name for name in vars(Faults) if not name.startswith("_")), 0)
 
@@ -50,13 +50,13 @@ class Faults:
 
     def freeze(self) -> None:
         """SIGSTOP of a worker that others can stand in for."""
-        frozen = self._rng.choice([*self._fleet.prefill, *self._fleet.more_decode]).process
+        frozen = self._rng.choice([*self._fleet.prefill, *self._fleet.decode[1:]]).process
         frozen.send_signal(signal.SIGSTOP)
         time.sleep(self._rng.uniform(0.5, 6.0))
         frozen.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        self._fleet.restart(self._rng.choice([self._fleet.prefill[0], *self._fleet.more_decode]))
+        self._fleet.restart(self._rng.choice([self._fleet.prefill[0], *self._fleet.decode[1:]]))
 
     def leave(self) -> None:
         """Clients that close their connections."""
@@ -84,7 +84,7 @@ class Faults:
     def forge(self) -> None:
         """Tickets without a seal, and with seals of another secret, receiver or body."""
         ticket = {"id": "x", "worker": "http://127.0.0.1:1", "handoff": "full", "prompt_token_ids": [1], "position": 1}
-        place = f"{self._fleet.decode.url}/split/expect"
+        place = f"{self._fleet.decode[0].url}/split/expect"
         right, other = Seal(SECRET), Seal("another secret")
         for headers in (
             {},
@@ -99,20 +99,22 @@ class Faults:
         """A sealed message that is sent twice, and to another worker."""
         headers = Seal(SECRET).headers("/split/status", b"", self._name())
         with contextlib.suppress(httpx.HTTPError):
-            assert httpx.get(f"{self._fleet.decode.url}/split/status", headers=headers, timeout=30).status_code == 200
-            for each in (self._fleet.decode, self._fleet.prefill[1]):
+            assert (
+                httpx.get(f"{self._fleet.decode[0].url}/split/status", headers=headers, timeout=30).status_code == 200
+            )
+            for each in (self._fleet.decode[0], self._fleet.prefill[1]):
                 assert httpx.get(f"{each.url}/split/status", headers=headers, timeout=30).status_code == 401
 
     def _name(self) -> str:
         """By which the decode worker is addressed."""
         with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(f"{self._fleet.decode.url}/split/status", timeout=30).headers[RECEIVER]
+            return httpx.get(f"{self._fleet.decode[0].url}/split/status", timeout=30).headers[RECEIVER]
         return ""
 
 
 def test_mixed_faults_under_load(tmp_path, request):
     seconds = 60 * request.config.getoption("--minutes")
-    with Fleet(tmp_path, unlike=True) as fleet:
+    with LoadedFleet(tmp_path, unlike=True) as fleet:
         faults, over, outcomes = Faults(fleet, 5), threading.Event(), Outcomes()
         samples: dict[str, list[tuple[int, int]]] = {"router": [], "prefill": [], "decode": []}
         failures: list[BaseException] = []
@@ -145,7 +147,7 @@ def test_mixed_faults_under_load(tmp_path, request):
         for _ in range(SAMPLES):
             if over.wait(seconds / SAMPLES):
                 break
-            for name, each in (("router", fleet.front), ("prefill", fleet.prefill[1]), ("decode", fleet.decode)):
+            for name, each in (("router", fleet.front), ("prefill", fleet.prefill[1]), ("decode", fleet.decode[0])):
                 samples[name].append(held(each.process.pid))
         over.set()
         for thread in threads:

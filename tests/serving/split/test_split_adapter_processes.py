@@ -11,7 +11,7 @@ from checkpoints import load_config
 from checkpoints.adapters.adapter import CONFIG_FILE
 from checkpoints.adapters.initial_state import initial_state_shapes, write_initial_state
 from tests.support.golden_case import FIXTURES, Case
-from tests.support.processes import router, worker
+from tests.support.processes import router, running, worker
 
 pytestmark = pytest.mark.full
 
@@ -54,14 +54,8 @@ def fleet(tmp_path_factory, adapters):
 
     prefill = adapted("prefill", tenant="lora", second="scaled", state="state", other="lora")
     decode = adapted("decode", tenant="lora", second="scaled", state="state", other="scaled", only_here="lora")
-    front = router([prefill], [decode], folder)
-    try:
-        for each in (prefill, decode, front):
-            each.wait_until_ready()
-        yield prefill, decode, front
-    finally:
-        for each in (front, decode, prefill):
-            each.close()
+    with running(prefill, decode, router([prefill], [decode], folder)) as fleet:
+        yield fleet
 
 
 def answer(process, model, **more):

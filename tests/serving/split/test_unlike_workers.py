@@ -1,27 +1,14 @@
 """Workers that differ, as whole processes: those that may exchange states do, and the others are told why not."""
 
-import contextlib
-
 import httpx
 import openai
 import pytest
 
-from tests.support.processes import router, streamed, worker
+from tests.support.processes import router, running, streamed, worker
 
 pytestmark = pytest.mark.slow
 
 TEXT = "The prefill worker computes the prompt once and the decode worker goes on from its state. " * 2
-
-
-@contextlib.contextmanager
-def running(*processes):
-    try:
-        for each in processes:
-            each.wait_until_ready()
-        yield
-    finally:
-        for each in reversed(processes):
-            each.close()
 
 
 @pytest.mark.parametrize(("there", "here"), [(2, 1), (1, 2)], ids=["2 to 1", "1 to 2"])
