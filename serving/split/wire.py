@@ -27,10 +27,14 @@ class AdapterMismatch(SplitError):
     """This worker does not have the adapter with which a state was computed."""
 
 
-class Ticket(BaseModel):
-    """Where the state of a computed prompt can be fetched until its lease expires."""
+class Message(BaseModel):
+    """A message between workers. Unknown fields are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Ticket(Message):
+    """Where the state of a computed prompt can be fetched until its lease expires."""
 
     id: str
     worker: str
@@ -59,10 +63,8 @@ class Ticket(BaseModel):
     """The name of this adapter in the request, for error messages; None for a state from another worker's cache."""
 
 
-class ShareRequest(BaseModel):
+class ShareRequest(Message):
     """A router's request for a state from which another worker will continue."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     tokens: list[int]
     """Tokens of the whole prompt."""
@@ -82,10 +84,8 @@ class Tokens(BaseModel):
     """Digest of the request's adapter."""
 
 
-class StateRequest(BaseModel):
+class StateRequest(Message):
     """A decode worker's request for the part of a state that it does not have."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     id: str
     start: int = Field(ge=0)
@@ -100,10 +100,8 @@ class StateRequest(BaseModel):
     checksum: bool = False
 
 
-class Offer(BaseModel):
+class Offer(Message):
     """A copy that can be fetched: a state, then pieces of the missing tokens as in `point.pieces`."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     id: str
     key: int

@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from pydantic_core import to_json
 from starlette.responses import Response
 
@@ -38,8 +38,6 @@ _AT_ONCE = 512
 
 class PromptRequest(BaseModel):
     """A request whose prompt is to be tokenised."""
-
-    model_config = ConfigDict(extra="ignore")
 
     kind: ApiKind
     body: dict[str, Any]

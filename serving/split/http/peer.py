@@ -11,13 +11,13 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 import httpx
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from serving.split.http.sealed import SealAuth
 from serving.split.manifest import Manifest, ManifestMismatch
 from serving.split.prefill_side import TooMany
 from serving.split.seal import Seal
-from serving.split.wire import Offer, SplitError, SplitTimeout, StateRequest
+from serving.split.wire import Message, Offer, SplitError, SplitTimeout, StateRequest
 
 log = logging.getLogger(__name__)
 
@@ -30,27 +30,21 @@ _BRIEF = 5.0
 """Timeout in seconds of requests without a caller that waits for the response."""
 
 
-class HandshakeRequest(BaseModel):
+class HandshakeRequest(Message):
     """A decode worker's side of the handshake."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     manifest: Manifest
 
 
-class Release(BaseModel):
+class Release(Message):
     """Whether a state was fetched."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     id: str
     wanted: bool
 
 
-class RenewRequest(BaseModel):
+class RenewRequest(Message):
     """States whose leases to renew."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     ids: list[str] = Field(max_length=8192)
 
@@ -178,10 +172,10 @@ def error_code(content: bytes) -> str | None:
     return None
 
 
-class _Message(BaseModel):
+class _ErrorBody(BaseModel):
     message: str
     code: str | None = None
 
 
 class _Error(BaseModel):
-    error: _Message
+    error: _ErrorBody

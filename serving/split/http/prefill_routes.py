@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from starlette.datastructures import Headers
 
 from serving.api.http.connection.streaming import until_gone
@@ -34,8 +34,6 @@ log = logging.getLogger(__name__)
 
 class PrefillRequest(BaseModel):
     """A request to a decode worker, whose prompt is to be computed."""
-
-    model_config = ConfigDict(extra="ignore")
 
     kind: ApiKind
     body: dict[str, Any]

@@ -91,7 +91,7 @@ class JaxTransport:
             if isinstance(error, TransportError):
                 raise
             self._forget(address)
-            raise TransportError(f"fetching from {address} failed: {' '.join(str(error).split())[:200]}") from None
+            raise TransportError(f"fetching from {address} failed: {one_line(error, 200)}") from None
         arrived = iter(arrays)
         return [next(arrived) if math.prod(spec.shape) else jnp.zeros(spec.shape, spec.dtype) for spec in specs]
 

@@ -1,6 +1,7 @@
 """What is sent, what is spared, and what happens when something goes wrong."""
 
 import dataclasses
+import random
 
 import numpy as np
 import pytest
@@ -8,25 +9,16 @@ import pytest
 from serving.points.point import PointPrograms
 from serving.split.http.roles import OpenRole
 from serving.split.wire import SplitError
+from tests.support.delayed_executor import DelayedExecutor
 from tests.support.engines import finish
 from tests.support.split_pair import GREEDY, B, Pair, assert_as_alone, tokens
 
 PROMPT = tokens(1, 3 * B + 5)
 
 
-class Later:
+def delayed():
     """An executor that waits to be told."""
-
-    def __init__(self):
-        self.jobs = []
-
-    def submit(self, function, *arguments):
-        self.jobs.append((function, arguments))
-
-    def run(self):
-        jobs, self.jobs = self.jobs, []
-        for function, arguments in jobs:
-            function(*arguments)
+    return DelayedExecutor(random.Random(0))
 
 
 def run_some(engine, steps=3):
@@ -154,7 +146,7 @@ def test_drafts_after_a_split_are_as_good():
 
 
 def test_nothing_is_found_before_it_has_arrived():
-    later = Later()
+    later = delayed()
     pair = Pair("all", executor=later)
     output = pair.add(PROMPT, pair.compute(PROMPT))
     run_some(pair.decode)
@@ -171,7 +163,7 @@ def test_nothing_is_found_before_it_has_arrived():
 
 @pytest.mark.parametrize("when", ["queued", "waiting", "arrived"])
 def test_aborts_let_go_on_both_sides(when):
-    later = Later()
+    later = delayed()
     pair = Pair("all", executor=later)
     output = pair.add(PROMPT, pair.compute(PROMPT))
     assert pair.prefill_side.stats.held == 1
@@ -190,7 +182,7 @@ def test_aborts_let_go_on_both_sides(when):
 
 def test_what_comes_late_is_not_written():
     """Its slot and pages are another's by then."""
-    later = Later()
+    later = delayed()
     pair = Pair("all", executor=later)
     output = pair.add(PROMPT, pair.compute(PROMPT))
     run_some(pair.decode)
@@ -288,7 +280,7 @@ def test_a_lost_store_over_there():
 
 
 def test_a_lost_store_here():
-    later = Later()
+    later = delayed()
     pair = Pair("all", executor=later)
     output = pair.add(PROMPT, pair.compute(PROMPT))
     run_some(pair.decode)
@@ -302,7 +294,7 @@ def test_a_lost_store_here():
 
 def test_preempted_while_it_waits():
     """Who waits holds pages that an earlier request may need: then it computes its prompt itself, later."""
-    later = Later()
+    later = delayed()
     pair = Pair("all", executor=later)
     _, pool = pair.decode.loop.scheduler.pools
     away = [pool.take() for _ in range(26)]
