@@ -8,8 +8,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from checkpoints.config_json import parse_overrides
 from checkpoints.errors import CheckpointError, listing
+from checkpoints.overrides import parse_overrides
 from checkpoints.presets import preset_names
 
 ORBAX_MARKER = "mamba_jax.json"

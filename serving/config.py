@@ -11,7 +11,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, model_validator
 
-from checkpoints.config_json import parse_overrides
+from checkpoints.overrides import parse_overrides
 from serving.core import CacheMode, ConfigError, check_replay_interval
 from serving.settings import Settings
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 import checkpoints
-from checkpoints.config_json import merged, parse_overrides
 from checkpoints.load import load_config, load_weights
+from checkpoints.overrides import merged, parse_overrides
 from checkpoints.random import write_random
 from mamba_jax.config import need
 from tests.support.tiny_configs import CHECKPOINT
