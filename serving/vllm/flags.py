@@ -117,7 +117,7 @@ def _renamed(ours: str, values: dict[str, str], value: str) -> Words:
         if family := _UNSUPPORTED_FAMILIES.get(value):
             raise ConfigError(f"{ours} {value}: {family} models are not supported; README.md lists all families")
     known = values.get(value.lower(), value)
-    return [ours, known] if known else []
+    return [ours, known] if known or not value else []
 
 
 def _each(name: str, value: str) -> Words:
