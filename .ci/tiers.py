@@ -32,10 +32,11 @@ LATEST = {"traffic": 60, "faults": 75}
 """Minutes after which a tier is not begun. CI has 90; a machine so slow runs these by hand."""
 EXTRAS = "test,plan-gpu,docs"
 SKIPS = {
-    "hardware": r"no GPU|Mosaic GPU|the processor has|needs several devices|network namespaces",
+    "hardware": r"no GPU|Mosaic GPU|the processor has|no C\+\+ for|needs several devices|network namespaces",
     "packages of other extras": r"torch|transformers|compressed-tensors|extra (tunix|fleet)|'ray|openai-agents",
     "programs": r"Chromium|kubectl|hadolint|openssl|curl",
-    "cases that do not exist": r"power of two|the interpreter copies|groups only|run with --slow",
+    "cases that do not exist": r"power of two|the interpreter copies|groups only|states of 16 bits|does not run this",
+    "slow cases": r"run with --slow",
 }
 """Reasons for which CI may skip a test."""
 COLUMNS = "{:<8} {:>6} {:>7} {:>8} {:>8}  {}"
