@@ -156,7 +156,7 @@ def test_native_grouped():
 
 @needs_native
 def test_native_gradients_are_those_of_plain_jax():
-    x, dense, experts = Draw().normal(3, 48), quantised(31, 48), quantised(2, 31, 48)
+    x, dense, experts = jnp.asarray(Draw().normal(3, 48)), quantised(31, 48), quantised(2, 31, 48)
     sizes = jnp.asarray([1, 2])
 
     def gradient(implementation):

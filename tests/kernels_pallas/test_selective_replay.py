@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from operation_checks import Draw, assert_close, assert_in_place, assert_same_bits, jitted
+from operation_checks import Draw, assert_close, assert_in_place, assert_same_bits, jitted, on_device
 from test_recurrence_replay import PLACES, row, rows_of, where
 from test_selective_scan import layer, states
 
@@ -47,7 +47,7 @@ def check(implementation, shape, rows, *, dtype=np.float32, store=None, slots=8,
     want_y, want, want_tail = reference.selective_replay(*inputs, old, tail, places)
     assert y.dtype == dtype
     assert_close(y, want_y, dtype)
-    written = np.asarray(places.due_slot)
+    written = np.asarray(on_device(places).due_slot)
     assert_close(new[written[written > 0]], want[written[written > 0]], old.dtype)
     untouched = np.setdiff1d(np.arange(1, slots), written)
     assert_same_bits(new[untouched], old[untouched])
