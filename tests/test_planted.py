@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.planted.faults import OTHERS, Planted
+from tests.planted.faults import CORE, DEVICE, OTHERS, SPLIT, Planted
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -14,6 +14,10 @@ ROOT = Path(__file__).resolve().parents[1]
 def test_what_a_fault_changes_exists(fault: Planted, monkeypatch: pytest.MonkeyPatch) -> None:
     fault.plant(monkeypatch)
     assert all((ROOT / path).exists() for path in fault.files)
+
+
+def test_files_that_should_detect_faults_exist() -> None:
+    assert all((ROOT / path).exists() for path in (*CORE, *DEVICE, *SPLIT))
 
 
 def test_the_table_is_complete() -> None:

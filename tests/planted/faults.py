@@ -25,7 +25,6 @@ class Planted:
 CORE = ("tests/serving/core",)
 DEVICE = (
     "tests/serving/differential",
-    "tests/serving/engine/test_schedule_invariant.py",
     "tests/mamba_jax/test_step.py",
     "tests/serving/engine",
 )

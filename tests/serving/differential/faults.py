@@ -83,7 +83,8 @@ def fault(number: int, text: str, cases: str, compiles: str | None = None, *, ta
     """Register a fault under its number."""
 
     def register(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        assert number not in planted()
+        # pytest and `tests.planted` import a test file under different names.
+        assert number not in planted() or planted()[number].fault == text
         table[number] = Fault(number, text, cases, compiles, plant)
         return plant
 
