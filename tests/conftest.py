@@ -121,9 +121,7 @@ def _bounded_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     if _held(request.config) > KEPT_BYTES or _maps() > 8_000:
         _clear_test_caches()
         _drop_programs(request.config)
-    # The full tier also checks annotations and may load compilers for GPUs: it is not for laptops.
-    most = 2 * FILE_BYTES if full_tier(request.config) else FILE_BYTES
-    assert request.config.getoption("--slow") or added < most, (
+    assert request.config.getoption("--slow") or added < FILE_BYTES, (
         f"the tests of this file took {added >> 20:,} MiB: divide it, or compile fewer programs"
     )
 
