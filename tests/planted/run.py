@@ -25,8 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 NAME = "PLANTED_FAULT"
 PLANTING_TESTS = "not fault_shows and not fault_is_seen and not mutations and not table"
 SHARE = 0.95
-SECONDS = 300
-"""For the tests of one fault; where they take longer, nothing is known of the fault, and the run says so."""
+SECONDS = 900
+"""For the tests of one fault. A fault whose tests take longer counts as not detected."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,14 +42,14 @@ def pytest_collection_finish() -> None:
 
 
 def detected_by(name: str, files: tuple[str, ...]) -> str | None:
-    """The first test that fails with a fault planted; None if all pass. "no result" if they take too long."""
+    """The first test that fails with a fault planted; None if all pass or they take too long."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "tests.planted.run"]
     command += ["--durations=0", "-k", PLANTING_TESTS, *files]
     environment = os.environ | {NAME: name}
     try:
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        return f"no result in {SECONDS} s"
+        return None
     if done.returncode not in (0, 1):
         raise RuntimeError(f"fault {name}: pytest ended with {done.returncode}\n{done.stdout[-2000:]}{done.stderr}")
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
