@@ -193,13 +193,7 @@ class _EngineCollector:
         families = Families()
         families.gauge("model_info", "The served model.", {(("model", self._model),): 1})
         if self.stats:
-            # All engines share the contents of the tiers.
-            for name, tier in self.stats.get("tiers", {}).items():
-                labels = (("tier", name),)
-                families.gauge("tier_checkpoints", "Checkpoints in a tier below the device.", {labels: tier["units"]})
-                families.gauge("tier_bytes", "Bytes in a tier.", {labels: tier["used_bytes"]})
-                families.gauge("tier_capacity_bytes", "Capacity of a tier in bytes.", {labels: tier["capacity_bytes"]})
-                families.exported(TierStats, tier, labels)
+            add_tiers(families, self.stats.get("tiers", {}))  # all engines share their contents
             engines = self.stats.get("engines", [self.stats])
             for number, stats in enumerate(engines):
                 _add_engine(families, stats, (("engine", str(number)),) if "engines" in self.stats else ())
@@ -216,7 +210,22 @@ def _add_engine(families: Families, stats: Mapping[str, Any], labels: Labels) ->
     families.exported(Stats, stats, labels)
     families.exported(LoopStats, stats["loop"], labels)
     families.exported(DraftStats, stats["loop"]["drafts"], labels)
-    for name, tier in stats.get("tiers", {}).items():
-        families.exported(FetchStats, tier, (*labels, ("tier", name)))
+    add_fetches(families, stats.get("tiers", {}), labels)
     text = "Programs compiled; constant once the server is ready."
     families.count("compilations", text, {labels: stats["compilations"]})
+
+
+def add_tiers(families: Families, tiers: Mapping[str, Any]) -> None:
+    """Adds what each tier holds, from the snapshots of the tiers by name."""
+    for name, tier in tiers.items():
+        labels = (("tier", name),)
+        families.gauge("tier_checkpoints", "Checkpoints in a tier below the device.", {labels: tier["units"]})
+        families.gauge("tier_bytes", "Bytes in a tier.", {labels: tier["used_bytes"]})
+        families.gauge("tier_capacity_bytes", "Capacity of a tier in bytes.", {labels: tier["capacity_bytes"]})
+        families.exported(TierStats, tier, labels)
+
+
+def add_fetches(families: Families, tiers: Mapping[str, Any], labels: Labels = ()) -> None:
+    """Adds what an engine fetches from each tier."""
+    for name, tier in tiers.items():
+        families.exported(FetchStats, tier, (*labels, ("tier", name)))
