@@ -84,14 +84,7 @@ class Disk:
         return changes
 
     def write(self, unit: Unit, change: Change, parts: Mapping[Name, Part], done: Callable[[str], Any]) -> Future[None]:
-        """Write a unit that has come to the books, and remove what went for it.
-
-        Args:
-            unit: it.
-            change: of the books.
-            parts: its own, and all that are new.
-            done: called in the end, by another thread, with the reason why it could not be written or "".
-        """
+        """See `TierStorage`. One thread writes for all engines, in the order of calls."""
         names = (*change.blocks, unit.name)
 
         def write() -> None:
@@ -110,7 +103,7 @@ class Disk:
         return job
 
     def reader(self, names: Sequence[Name]) -> PartReader:
-        """Returns a reader of these parts, some of which may still be written."""
+        """See `TierStorage`."""
         with self.tier.lock:
             return PartReader([job for name in names if (job := self._writes.get(name)) is not None], self._read)
 
@@ -119,8 +112,12 @@ class Disk:
         self.folder.used(name)
         return arrays
 
+    def has(self, name: Name) -> bool:
+        """Returns whether a part's file exists."""
+        return self.folder.has(name)
+
     def remove(self, names: Collection[Name]) -> Future[None]:
-        """Remove files that the books do not have any more."""
+        """See `TierStorage`."""
         return self._writing.submit(self._remove, names)
 
     def _remove(self, names: Collection[Name]) -> None:

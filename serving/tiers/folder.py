@@ -15,6 +15,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import socket
 import stat
 import zlib
@@ -67,6 +68,18 @@ class Folder:
         marker = self.path / MARKER
         if not os.path.lexists(marker):
             marker.write_bytes(_MARK)
+
+    def room(self) -> int:
+        """Returns the bytes that parts can take here: those of the present ones, and what the disk has free.
+
+        Raises:
+            OSError: the folder cannot be read.
+        """
+        with os.scandir(self.path) as entries:
+            held = sum(
+                entry.stat(follow_symlinks=False).st_size for entry in entries if PART_NAME.fullmatch(entry.name)
+            )
+        return held + shutil.disk_usage(self.path).free
 
     def try_out(self) -> None:
         """Raise OSError if nothing can be written here."""

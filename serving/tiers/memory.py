@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from serving.core.cache.content import Name
-from serving.core.tiers.tier import Tier
+from serving.core.tiers.tier import Change, Tier, Unit
 from serving.tiers.folder import Arrays
 
 Part = Future[Arrays]
@@ -18,12 +18,40 @@ PATIENCE = 60.0
 
 
 class PartReader(NamedTuple):
-    """How a thread reads parts of one tier. `Memory.reader` and `Disk.reader` return one."""
+    """How a thread reads parts of one tier."""
 
     coming: Sequence[Future[Any]]
     """Must finish before anything is read."""
     read: Callable[[Name, Mapping[str, Any]], Arrays]
     """Returns a part's arrays, which must have the shapes and dtypes of the second argument. May raise anything."""
+
+
+class TierStorage(Protocol):
+    """Where the parts of one tier are: `Memory` or `Disk`. Engines in several threads may use it."""
+
+    tier: Tier
+
+    def write(self, unit: Unit, change: Change, parts: Mapping[Name, Part], done: Callable[[str], Any]) -> Future[Any]:
+        """Stores a unit that was added to the tier, and removes what went for it.
+
+        Args:
+            unit: the unit.
+            change: what adding it changed.
+            parts: its own part and all new blocks, which may still be on their way.
+            done: called in the end, by any thread, with the reason for a failure or "".
+
+        Returns:
+            A job that ends with the write.
+        """
+
+    def remove(self, names: Collection[Name]) -> Future[Any] | None:
+        """Removes parts that the tier does not hold any more. Returns the job, if it takes time."""
+
+    def has(self, name: Name) -> bool:
+        """Returns whether a part is here, or on its way."""
+
+    def reader(self, names: Sequence[Name]) -> PartReader:
+        """Returns a reader of these parts, some of which may still be on their way."""
 
 
 class Memory:
@@ -45,8 +73,8 @@ class Memory:
     def __len__(self) -> int:
         return len(self._parts)
 
-    def keep(self, parts: Mapping[Name, Part]) -> None:
-        """Keeps parts, which may still be on their way. Parts that the tier has since dropped are not kept."""
+    def write(self, unit: Unit, change: Change, parts: Mapping[Name, Part], done: Callable[[str], Any]) -> Part:
+        """See `TierStorage`. Parts that the tier has since dropped are not kept."""
         with self.tier.lock:
             for name, part in parts.items():
                 if self.tier.holds(name):
@@ -54,6 +82,16 @@ class Memory:
                     promise = self._promises.pop(name, None)
                     if promise is not None:
                         part.add_done_callback(partial(_pass_on, promise))
+        last = parts[unit.name]
+        last.add_done_callback(lambda part: done(failure(part)))
+        return last
+
+    def remove(self, names: Collection[Name]) -> None:
+        """Does nothing: the tier tells when it drops a part."""
+
+    def has(self, name: Name) -> bool:
+        """Returns whether a part is here, or on its way."""
+        return name in self._parts
 
     def get(self, name: Name) -> Part:
         """A part, which may still be on its way. One that the books do not have has failed with KeyError."""
@@ -68,13 +106,9 @@ class Memory:
             return part
 
     def reader(self, names: Sequence[Name]) -> PartReader:
-        """Returns a reader of these parts, some of which may still be on their way."""
+        """See `TierStorage`."""
         parts = {name: self.get(name) for name in names}
         return PartReader(list(parts.values()), lambda name, specs: dict(parts[name].result(timeout=0)))
-
-    def has_all(self, names: Collection[Name]) -> bool:
-        """Returns whether all of these parts are here or being copied."""
-        return all(name in self._parts for name in names)
 
     def _drop(self, name: Name) -> None:
         """With the tier's lock."""
@@ -82,6 +116,14 @@ class Memory:
         promise = self._promises.pop(name, None)
         if promise is not None:
             promise.set_exception(_gone())
+
+
+def failure(part: Future[Any]) -> str:
+    """Returns why a finished job failed; "" if it did not."""
+    if part.cancelled():
+        return "cancelled"
+    error = part.exception()
+    return "" if error is None else str(error) or type(error).__name__
 
 
 def _gone() -> KeyError:

@@ -22,7 +22,7 @@ from serving.core.tiers.tier import Unit
 from serving.core.tiers.tiers import Tiers
 from serving.points.inbox import Inbox
 from serving.points.point import PointPrograms, whole
-from serving.points.state_source import Arrival, Loop, StateSource
+from serving.points.state_source import Arrival, Loop
 from serving.tiers.disk import Disk
 from serving.tiers.folder import DamagedFile
 from serving.tiers.layout import Layout
@@ -32,17 +32,8 @@ from serving.tiers.tier_writer import KV, TierWriter
 log = logging.getLogger(__name__)
 
 
-class Mover(StateSource):
-    """Belongs to one engine.
-
-    Args:
-        tiers: the policy, whose books say what is where.
-        layout: of the engine's store.
-        programs: that take points out and put them in.
-        memory: of the host tier, which replicas share; None without.
-        disk: the disk tier, likewise.
-        inbox: of the engine's loop.
-    """
+class Mover(TierWriter):
+    """Copies one engine's checkpoints to the tiers, and fetches them. See `TierWriter` for the arguments."""
 
     def __init__(
         self,
@@ -53,11 +44,8 @@ class Mover(StateSource):
         disk: Disk | None,
         inbox: Inbox,
     ) -> None:
-        self.tiers, self.layout, self.programs, self.memory, self.disk = tiers, layout, programs, memory, disk
-        self._backends: dict[str, Memory | Disk] = {each.tier.name: each for each in (memory, disk) if each is not None}
-        self.writer = TierWriter(tiers, layout, programs, memory, disk, inbox)
+        super().__init__(tiers, layout, programs, memory, disk, inbox)
         self._fetching = ThreadPoolExecutor(2, thread_name_prefix="tier-fetch")
-        self._inbox = inbox
         tiers.source = self
 
     def warm_up(self, store: Store) -> None:
@@ -73,12 +61,6 @@ class Mover(StateSource):
                 sizes=sizes,
             )
 
-    # -- of the loop, in the engine's thread --
-
-    def copy_out(self, store: Store | None) -> None:
-        """Called after a plan and before its dispatch: copies the states and pages that the plan evicted."""
-        self.writer.copy_out(store)
-
     def fetch(self, loop: Loop, load: RemoteLoad) -> None:
         """Starts to fetch the state that a request waits for."""
         held, store = load.remote.held, loop.store
@@ -91,26 +73,14 @@ class Mover(StateSource):
         tier.touch(unit.name)
         self.tiers.fetching += size
         self._inbox.awaited += 1
-        reader = self._backends[tier.name].reader([*wanted.values(), unit.name])
+        reader = self._storages[tier.name].reader([*wanted.values(), unit.name])
         sharding = whole(store) if store is not None else None  # lost: it is made again where it was
         self._fetching.submit(self._fetch, loop, Arrival(load, size), wanted, reader, sharding)
 
-    def exchange(self, loop: Loop) -> None:
-        """Takes in what other processes have changed, and removes parts that no tier holds any more."""
-        self.writer.take_in_others()
-        self.writer.remove_gone()
-
     def close(self, loop: Loop | None = None, *, seconds: float = 60.0) -> None:
-        """End all threads. With a loop that has stopped, what its device holds goes to the disk first, if there is one.
-
-        seconds: for which files may still be written.
-        """
-        if self.writer.closed:
-            return
-        if self.disk is not None:
-            self.writer.save(loop, self.disk, time.monotonic() + seconds)
+        """See `TierWriter`."""
+        super().close(loop, seconds=seconds)
         self._fetching.shutdown(wait=True, cancel_futures=True)
-        self.writer.close()
 
     def _fetch(
         self, loop: Loop, arrival: Arrival, wanted: Mapping[int, Name], reader: PartReader, sharding: Any

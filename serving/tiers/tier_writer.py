@@ -21,26 +21,26 @@ from serving.core.tiers.tier import Change, Unit
 from serving.core.tiers.tiers import TierCopy, TierHit, Tiers
 from serving.points.inbox import Inbox
 from serving.points.point import PointPrograms
-from serving.points.state_source import Loop
+from serving.points.state_source import Loop, StateSource
 from serving.tiers.disk import Disk
 from serving.tiers.folder import Arrays
 from serving.tiers.layout import Layout
-from serving.tiers.memory import Memory, Part
+from serving.tiers.memory import Memory, Part, TierStorage, failure
 
 log = logging.getLogger(__name__)
 
 KV = "kv"
 
 
-class TierWriter:
-    """One engine's ways below the device.
+class TierWriter(StateSource):
+    """One engine's copies from the device. `Mover` adds the way back.
 
     Args:
         tiers: the policy, whose books say what is where.
         layout: of the engine's store.
-        programs: that take points out.
-        memory: of the host tier; like the next, perhaps shared with other engines.
-        disk: the disk tier.
+        programs: that take points out and put them in.
+        memory: of the host tier, which replicas share; None without.
+        disk: the disk tier, likewise.
         inbox: of the engine's loop.
     """
 
@@ -54,33 +54,56 @@ class TierWriter:
         inbox: Inbox,
     ) -> None:
         self.tiers, self.layout, self.programs, self.memory, self.disk = tiers, layout, programs, memory, disk
+        self._storages: dict[str, TierStorage] = {each.tier.name: each for each in (memory, disk) if each is not None}
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="tier-copy")
         self._inbox = inbox
         self._closing = threading.Event()
         self._jobs: set[Future[Any]] = set()
         if disk is not None:
             disk.join()
-            self.take_in_others()
-            self.remove_gone()
+            self._sync_external()
 
     def copy_out(self, store: Store | None) -> None:
         """Called after a plan and before its dispatch: copies the states and pages that the plan evicted."""
-        self.remove_gone()
+        self._remove_gone()
         for planned in self.tiers.take_copies():
             if store is None or self._closing.is_set():
-                self._discard_copy(planned)
+                self.tiers.moved(planned.change.bytes)
+                self._job(self._storages[planned.tier.name].remove(planned.change.gone))
+                self.tiers.lost(TierHit(planned.tier, planned.unit))
             else:
                 self._copy_unit(store, planned)
 
-    def take_in_others(self) -> None:
-        """Applies what other processes have changed on the disk."""
+    def exchange(self, loop: Loop) -> None:
+        """Applies what other processes have changed on the disk, and removes parts that no tier holds any more."""
+        self._sync_external()
+
+    def close(self, loop: Loop | None = None, *, seconds: float = 60.0) -> None:
+        """Ends all threads. If there is a disk, the states on the device of `loop`, which has stopped, go there first.
+
+        Shared threads end with the last engine that uses them. `seconds`: for which files may still be written.
+        """
+        if self._closing.is_set():
+            return
+        if self.disk is not None:
+            self._save(loop, self.disk, time.monotonic() + seconds)
+        self._closing.set()
+        self.copy_out(None)
+        self._copying.shutdown(wait=True, cancel_futures=True)
+        self._inbox.take_all()
+        self._remove_gone()
+        if self.disk is not None:
+            self.disk.leave()
+
+    def _sync_external(self) -> None:
         changes = self.disk.changes() if self.disk is not None and not self.tiers.weights_replaced else None
         if changes:
             self.tiers.sync_external(changes.gone, changes.new.values(), changes.used)
+        self._remove_gone()
 
-    def save(self, loop: Loop | None, disk: Disk, until: float) -> None:
-        """Bring what the device of a loop that has stopped holds to the disk: the most valuable first, as far as there
-        is time. The last engine brings what is left in memory."""
+    def _save(self, loop: Loop | None, disk: Disk, until: float) -> None:
+        """Writes what the device of a stopped loop holds to disk: the most valuable first, as far as there is time. The
+        last engine writes what is left in memory."""
         if loop is not None and loop.store is not None and loop.scheduler.index is not None:
             for entry in loop.scheduler.index.by_worth():
                 if time.monotonic() > until:
@@ -91,21 +114,6 @@ class TierWriter:
         if disk.saved() and loop is not None:
             self._spill_all(until)
 
-    def close(self) -> None:
-        """Ends all threads. Shared threads end with the last engine that uses them."""
-        self._closing.set()
-        self.copy_out(None)
-        self._copying.shutdown(wait=True, cancel_futures=True)
-        self._inbox.take_all()
-        self.remove_gone()
-        if self.disk is not None:
-            self.disk.leave()
-
-    @property
-    def closed(self) -> bool:
-        """Whether it has been closed."""
-        return self._closing.is_set()
-
     def settle(self, seconds: float = 60.0) -> None:
         """Wait until everything that has left the device is where it is going: for the end, and for tests."""
         until = time.monotonic() + seconds
@@ -115,13 +123,12 @@ class TierWriter:
             wait(jobs, timeout=max(0.0, until - time.monotonic()))
         self._jobs.clear()
         self._inbox.take_all()
-        self.remove_gone()
+        self._remove_gone()
 
-    def remove_gone(self) -> None:
-        """Remove parts that no tier holds any more."""
+    def _remove_gone(self) -> None:
         for tier, names in self.tiers.take_gone():
-            if self.disk is not None and tier is self.disk.tier and names:
-                self._job(self.disk.remove(names))
+            if names:
+                self._job(self._storages[tier.name].remove(names))
 
     def _copy_unit(self, store: Store, planned: TierCopy) -> None:
         unit, layout, programs = planned.unit, self.layout, self.programs
@@ -138,13 +145,10 @@ class TierWriter:
             arrays[KV] = programs.read_piece(store, pages, unit.tail, layout.layers)
         parts[unit.name] = last = self._copy(arrays, -(-unit.tail // layout.page_size) * layout.page_size)
         size = planned.change.bytes
-        last.add_done_callback(lambda part: self._inbox.post(lambda: self._copied(planned, part, size)))
-        if self.memory is not None and planned.tier is self.memory.tier:
-            self.memory.keep(parts)
-            if not planned.memory_only:
-                self._spill(self.memory, unit, parts)
-        else:
-            self._write(unit, planned.change, parts, spilled=False)
+        last.add_done_callback(lambda part: self._inbox.post(lambda: self._copied(size, failure(part))))
+        self._write(self._storages[planned.tier.name], unit, planned.change, parts)
+        if not planned.memory_only:
+            self._spill(unit, parts)
 
     def _copy(self, arrays: Mapping[str, Any], tokens: int) -> Part:
         """Arrays of the device as arrays of the host; of keys and values, the first `tokens`."""
@@ -161,56 +165,56 @@ class TierWriter:
         self._job(part)
         return part
 
-    def _copied(self, planned: TierCopy, part: Part, size: int) -> None:
+    def _copied(self, size: int, error: str) -> None:
         self.tiers.moved(size)
-        if part.cancelled() or part.exception() is not None:
-            log.warning("a checkpoint did not leave the device: %s", "" if part.cancelled() else part.exception())
-            self.tiers.lost(TierHit(planned.tier, planned.unit))
+        if error:
+            log.warning("a checkpoint did not leave the device: %s", error)
 
-    def _discard_copy(self, planned: TierCopy) -> None:
-        self.tiers.moved(planned.change.bytes)
-        if self.disk is not None and planned.tier is self.disk.tier:
-            self._job(self.disk.remove(planned.change.gone))
-        self.tiers.lost(TierHit(planned.tier, planned.unit))
-
-    def _spill(self, memory: Memory, unit: Unit, parts: Mapping[Name, Part]) -> None:
+    def _spill(self, unit: Unit, parts: Mapping[Name, Part]) -> None:
         """Writes parts in memory to disk. `parts`: new ones, which memory may already have dropped."""
-        blocks = unit.blocks if self.layout.kv is not None else ()
-        if not memory.has_all([name for name in (*blocks, unit.name) if name not in parts]):
+        memory, disk = self.memory, self.disk
+        if memory is None or disk is None:
+            return
+        needed = (*unit.blocks, unit.name) if self.layout.kv is not None else (unit.name,)
+        if not all(name in parts or memory.has(name) for name in needed):
             return
         change = self.tiers.spill(unit)
         if change is not None:
             names = (*change.blocks, unit.name)
-            self._write(unit, change, {name: parts.get(name) or memory.get(name) for name in names}, spilled=True)
+            taken = {name: parts.get(name) or memory.get(name) for name in names}
+            self._write(disk, unit, change, taken, spilled=change.bytes)
 
-    def _write(self, unit: Unit, change: Change, parts: Mapping[Name, Part], *, spilled: bool) -> None:
-        disk = self.disk
-        assert disk is not None
-        tier = disk.tier
+    def _write(
+        self, storage: TierStorage, unit: Unit, change: Change, parts: Mapping[Name, Part], *, spilled: int = 0
+    ) -> None:
+        tier = storage.tier
 
         def written(error: str) -> None:
-            if spilled:
-                self.tiers.spilled(change.bytes)
-            if error:
-                self.tiers.lost(TierHit(tier, unit))
-                for name in change.blocks:
-                    # Other units may count on blocks that were to be written with this one.
-                    if tier.has_block(name) and not disk.folder.has(name):
-                        self.tiers.lost_block(tier, name)
+            self.tiers.spilled(spilled)
+            if not error:
+                tier.stored(change)
+                return
+            self.tiers.lost(TierHit(tier, unit))
+            for name in change.blocks:
+                # Other units may count on blocks that were to be written with this one.
+                if tier.has_block(name) and not storage.has(name):
+                    self.tiers.lost_block(tier, name)
 
-        self._job(disk.write(unit, change, parts, lambda error: self._inbox.post(lambda: written(error))))
+        self._job(storage.write(unit, change, parts, lambda error: self._inbox.post(lambda: written(error))))
 
     def _spill_all(self, until: float) -> None:
         """Writes to disk what memory has and the disk has not, because too many writes were pending before."""
         if self.memory is None:
             return
         for unit in self.memory.tier.worth_spilling():
-            self._spill(self.memory, unit, {})
+            self._spill(unit, {})
             self.settle(until - time.monotonic())
             if time.monotonic() > until:
                 return
 
-    def _job(self, job: Future[Any]) -> None:
+    def _job(self, job: Future[Any] | None) -> None:
+        if job is None:
+            return
         if len(self._jobs) > 256:
             self._jobs = {job for job in self._jobs if not job.done()}
         self._jobs.add(job)

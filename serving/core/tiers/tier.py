@@ -177,10 +177,10 @@ class Tier:
         return None
 
     @_alone
-    def add(self, unit: Unit, *, spare: bool = False, counts: bool = True) -> Change | None:
+    def add(self, unit: Unit, *, spare: bool = False) -> Change | None:
         """Adds a unit. Returns None if the tier has it already, or if it is larger than the tier.
 
-        `spare`: it is of low value, and is evicted before all others. `counts`: count it as stored.
+        `spare`: it is of low value, and is evicted before all others. `stored` counts it once its parts are written.
         """
         if unit.name in self.units:
             self.touch(unit.name, spare=spare)
@@ -206,13 +206,15 @@ class Tier:
             self.stats.evicted += 1
             gone += self._remove(next(iter(order)))
         (self._spare if spare else self._order)[unit.name] = None
-        size = self.sizes.own(unit) + len(new) * self.sizes.whole_block
-        if counts:
-            self.stats.stored += 1
-            self.stats.stored_bytes += size
         if self.journal is not None:
             self.journal.stored(self.name, unit.state)
-        return Change(new, gone, size)
+        return Change(new, gone, self.sizes.own(unit) + len(new) * self.sizes.whole_block)
+
+    @_alone
+    def stored(self, change: Change) -> None:
+        """Counts a unit that was added, and whose parts have been written."""
+        self.stats.stored += 1
+        self.stats.stored_bytes += change.bytes
 
     @_alone
     def refuse(self) -> None:

@@ -173,7 +173,7 @@ class Tiers(IndexObserver):
         for name in used:
             disk.touch(name)
         for unit in new:
-            change = disk.add(unit, counts=False)
+            change = disk.add(unit)
             if change is not None:
                 self._gone.append((disk, change.gone))
 

@@ -97,7 +97,12 @@ def _disk(config: EngineConfig, layout: Layout, digest: Callable[[], str]) -> Di
     folder = _folder(Path(config.disk_cache), layout.fingerprint(digest()), capacity)
     if folder is None:
         return None
-    tier = Tier("disk", capacity, layout.sizes(in_files=True))
+    room = folder.room()
+    if room < capacity:
+        log.warning(
+            "disk_cache %s has room for %s; disk_cache_gib is %g", folder.path, show_bytes(room), config.disk_cache_gib
+        )
+    tier = Tier("disk", min(capacity, room), layout.sizes(in_files=True))
     log.info("%s in %s", _line("disk", tier, layout), folder.path)
     return Disk(tier, folder, layout.block, with_blocks=layout.kv is not None)
 

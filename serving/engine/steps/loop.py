@@ -15,8 +15,8 @@ import jax
 import numpy as np
 
 from checkpoints.errors import one_line
-from mamba_jax.batch import DecodeBatch, MixedBatch, StepOutput
-from mamba_jax.programs import Batch, RowsBatch, StepBatch, StepPrograms, abstract
+from mamba_jax.batch import DecodeBatch, MixedBatch, PrefillBatch, StepOutput
+from mamba_jax.programs import Batch, RowsBatch, StepPrograms, abstract
 from mamba_jax.rows import Rows
 from mamba_jax.store import Store
 from serving.core import DecodeRow, Request, Scheduler, StepPlan, StepResult
@@ -41,16 +41,6 @@ class PlanError(RuntimeError):
     def __init__(self, message: str, requests: Sequence[Request]) -> None:
         super().__init__(message)
         self.requests = list(requests)
-
-
-@dataclass(frozen=True)
-class _Arrays:
-    """A plan in the form that the programs take."""
-
-    rows: Sequence[RowsBatch]
-    """Changes of seats. They run before `steps`, in this order."""
-    steps: Sequence[StepBatch]
-    """One mixed batch, or at most one batch of each kind, with decode first."""
 
 
 @dataclass
@@ -293,7 +283,7 @@ class StepLoop:
     def _dispatch(self, plan: StepPlan) -> _Flight:
         begin, compiled = time.perf_counter(), self.programs.compilations
         try:
-            arrays = self._arrays(plan)
+            batches = self._make_batches(plan)
         except Exception as error:
             guilty = self._guilty(plan)
             # The device has computed nothing, so no state of this plan may become findable in the cache.
@@ -307,16 +297,14 @@ class StepLoop:
         built = time.perf_counter()
         decode: StepOutput | None = None
         prefill: StepOutput | None = None
-        for seats in arrays.rows:
-            self.run(seats)
-        for batch in arrays.steps:
+        for batch in batches:
             output = self.run(batch)
             if isinstance(batch, MixedBatch):
                 decode, prefill = output
                 self.stats.mixed_steps += 1
             elif isinstance(batch, DecodeBatch):
                 decode = output
-            else:
+            elif isinstance(batch, PrefillBatch):
                 prefill = output
         start_reading(decode, plan.decode)
         start_reading(prefill, plan.prefill)
@@ -333,11 +321,11 @@ class StepLoop:
         self.stats.plan_seconds += built - begin + time.perf_counter() - done
         return _Flight(plan, begin, compiled, decode, prefill)
 
-    def _arrays(self, plan: StepPlan) -> _Arrays:
+    def _make_batches(self, plan: StepPlan) -> list[Batch]:
+        """Returns the batches of a plan in order: changes of seats, then one mixed batch, or one of each kind."""
         seats = [self.inputs.seat(request) for request in plan.admitted]
         steps = self.batches.step(plan.decode, plan.prefill)
-        tables = self.batches.take_page_tables()
-        return _Arrays([*seats, *tables, *self.inputs.masks(plan)], steps)
+        return [*seats, *self.batches.take_page_tables(), *self.inputs.masks(plan), *steps]
 
     def _guilty(self, plan: StepPlan) -> list[Request]:
         """Returns the requests of a plan that cannot be converted to arrays even without other requests."""
@@ -349,7 +337,7 @@ class StepLoop:
             else:
                 alone.prefill.append(row)
             try:
-                self._arrays(alone)
+                self._make_batches(alone)
             except Exception:
                 log.exception("request %s cannot be turned into arrays", row.request.request_id)
                 guilty.append(row.request)

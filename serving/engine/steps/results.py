@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
@@ -98,18 +99,8 @@ class StepTokens:
 
 def start_reading(output: StepOutput | None, rows: Sequence[DecodeRow | PrefillRow]) -> None:
     """Starts to copy the arrays that `read_results` needs for these rows, without waiting."""
-    if output is None:
-        return
-    output.tokens.copy_to_host_async()
-    output.finite.copy_to_host_async()
-    if output.num_drafts is not None:
-        output.num_drafts.copy_to_host_async()
-    if any(row.request.sampling.logprobs is not None for row in rows):
-        for array in (output.logprobs, output.top_ids, output.top_logprobs):
-            array.copy_to_host_async()
-    for wanted in (_wanted_proposals(output, rows), _wanted_mask(output, rows)):
-        if wanted is not None:
-            wanted.copy_to_host_async()
+    for array in _needed(output, rows).values() if output is not None else ():
+        array.copy_to_host_async()
 
 
 def read_results(
@@ -122,19 +113,9 @@ def read_results(
     """
     if output is None:
         return None
-    lines = HostOutput(np.asarray(output.tokens), np.asarray(output.finite))
-    if output.num_drafts is not None:
-        lines.drafted = np.asarray(output.num_drafts)[: len(rows)].tolist()
-    if any(row.request.sampling.logprobs is not None for row in rows):
-        lines.logprobs, lines.top_ids, lines.top_logprobs = (
-            np.asarray(x) for x in (output.logprobs, output.top_ids, output.top_logprobs)
-        )
-    proposed = _wanted_proposals(output, rows)
-    if proposed is not None:
-        lines.proposed = np.asarray(proposed)
-    mask = _wanted_mask(output, rows)
-    if mask is not None:
-        lines.sampling_mask = np.asarray(mask)
+    arrays: dict[str, Any] = {name: np.asarray(array) for name, array in _needed(output, rows).items()}
+    drafted = arrays.pop("num_drafts", np.zeros(0, np.int32))[: len(rows)].tolist()
+    lines = HostOutput(**arrays, drafted=drafted)
     prompt: PromptLogprobs | None = output.prompt_logprobs
     scored = [row.request.sampling for row in rows if row.request.prompt_logprobs]
     if prompt is not None and scored:
@@ -146,14 +127,17 @@ def read_results(
     return lines
 
 
-def _wanted_proposals(output: StepOutput, rows: Sequence[DecodeRow | PrefillRow]) -> jax.Array | None:
-    """Returns the drafts for the next step if the host needs them for one of these rows."""
-    return output.proposed if any(row.request.lockstep for row in rows) else None
-
-
-def _wanted_mask(output: StepOutput, rows: Sequence[DecodeRow | PrefillRow]) -> jax.Array | None:
-    """Returns the sampling masks if one of these rows requests them."""
-    return output.sampling_mask if any(row.request.sampling.return_sampling_mask for row in rows) else None
+def _needed(output: StepOutput, rows: Sequence[DecodeRow | PrefillRow]) -> dict[str, jax.Array]:
+    """Returns the arrays, by their fields, that the host needs of a program with these rows."""
+    names = ["tokens", "finite", "num_drafts"]
+    if any(row.request.sampling.logprobs is not None for row in rows):
+        names += ["logprobs", "top_ids", "top_logprobs"]
+    if any(row.request.lockstep for row in rows):
+        names.append("proposed")
+    if any(row.request.sampling.return_sampling_mask for row in rows):
+        names.append("sampling_mask")
+    arrays = {name: getattr(output, name) for name in names}
+    return {name: array for name, array in arrays.items() if array is not None}
 
 
 def not_finite(lines: HostOutput | None, rows: Sequence[DecodeRow | PrefillRow]) -> list[Request]:

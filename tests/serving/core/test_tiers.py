@@ -152,7 +152,7 @@ def test_what_others_do_to_a_disk_counts_like_the_own():
     disk = Tier("disk", 45, SIZES)
     tiers = Tiers(None, disk, prices=Prices(), max_copying=1000)
     own, brought, more = unit([1] * 9), unit([1] * 10), unit([2] * 9)
-    disk.add(own)
+    disk.stored(disk.add(own))
     tiers.sync_external([], [brought, own], [])
     assert (set(disk.units), disk.stats.stored) == ({own.name, brought.name}, 1)
     tiers.sync_external([], [], [own.name])

@@ -62,7 +62,7 @@ class Disk:
         for name in changes.used:
             self.tier.touch(name)
         for found in changes.new.values():
-            change = self.tier.add(found, counts=False)
+            change = self.tier.add(found)
             if change is not None:
                 self.folder.remove(change.gone)
 

@@ -128,7 +128,7 @@ def test_a_unit_comes_back_as_it_was(movers, model, kind):
     mover = movers(model, layout, kind)
     (tier,) = mover.tiers.tiers
     unit = depart(mover, tier, full)
-    mover.writer.settle()
+    mover.settle()
     assert mover.tiers.copying == 0
     loop = Loop(empty)
     loop.fetch(mover, TierHit(tier, unit), pages=TARGET if layout.kv is not None else [])
@@ -153,7 +153,7 @@ def test_memory_spills_to_the_disk_and_a_new_process_finds_it(movers):
     mover = movers("nemotronh", layout, "host disk")
     long = depart(mover, mover.tiers.host, full)
     short = depart(mover, mover.tiers.host, full, TOKENS[:10])
-    mover.writer.settle()
+    mover.settle()
     assert mover.tiers.spilling == 0
     assert set(mover.tiers.disk.units) == {long.name, short.name}
     again = movers("nemotronh", layout, "disk")
@@ -168,7 +168,7 @@ def test_sizes_are_those_of_the_files(movers):
     mover = movers("nemotronh", layout, "disk")
     depart(mover, mover.tiers.disk, full)
     depart(mover, mover.tiers.disk, full, TOKENS[:10])
-    mover.writer.settle()
+    mover.settle()
     found = sum(path.stat().st_size for path in mover.disk.folder.path.iterdir())
     assert found <= mover.tiers.disk.used < found + 4 * 4096
 
@@ -178,13 +178,13 @@ def test_what_is_damaged_is_dropped_and_the_request_told(movers, which):
     layout, full, empty = stores("nemotronh")
     mover = movers("nemotronh", layout, "disk")
     unit = depart(mover, mover.tiers.disk, full)
-    mover.writer.settle()
+    mover.settle()
     path = mover.disk.folder._file(unit.name if which == "own" else unit.blocks[1])
     path.write_bytes(path.read_bytes()[:-3])
     loop = Loop(empty)
     loop.fetch(mover, TierHit(mover.tiers.disk, unit))
     assert (loop.done, len(loop.failed)) == ([], 1)
-    mover.writer.settle()
+    mover.settle()
     assert not mover.tiers.disk.units
     assert not list(mover.disk.folder.path.glob("*.safetensors"))
 
@@ -194,7 +194,7 @@ def test_what_memory_has_dropped_meanwhile_is_not_waited_for(movers):
     mover = movers("nemotronh", layout, "host")
     unit = depart(mover, mover.tiers.host, full)
     mover.tiers.lost(TierHit(mover.tiers.host, unit))
-    mover.writer.settle()
+    mover.settle()
     assert not len(mover.memory)
     loop = Loop(empty)
     loop.fetch(mover, TierHit(mover.tiers.host, unit))

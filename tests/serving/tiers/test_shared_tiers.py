@@ -12,6 +12,7 @@ import pytest
 
 from serving.config import EngineConfig
 from serving.core.cache import content
+from serving.core.tiers.tier import Change
 from serving.engine.assembly import build
 from serving.engine.replicas.replica_loads import ReplicaLoads
 from serving.engine.requests.request import EngineRequest, LoRARequest
@@ -56,10 +57,10 @@ def names(tier) -> set:
 
 def settle(engines):
     for engine in engines:
-        tier_mover(engine).writer.settle()
+        tier_mover(engine).settle()
         engine.loop.inbox.take_all(idle=True)
         tier_mover(engine).exchange(engine.loop)
-        tier_mover(engine).writer.settle()
+        tier_mover(engine).settle()
 
 
 @pytest.mark.parametrize("flags", [HOST, DISK, HOST | DISK])
@@ -135,7 +136,7 @@ def test_both_at_once_keep_to_the_caps(start, tmp_path):
 def test_what_is_damaged_is_dropped_for_all(start, tmp_path):
     one, other = start(**DISK)
     fill(one)
-    tier_mover(one).writer.settle()
+    tier_mover(one).settle()
     for path in (tmp_path / "disk").rglob("*.safetensors"):
         data = bytearray(path.read_bytes())
         data[-1] ^= 16
@@ -149,7 +150,7 @@ def test_what_is_damaged_is_dropped_for_all(start, tmp_path):
 
 def test_one_that_fails_harms_the_others_neither_in_memory_nor_on_the_disk(start, monkeypatch):
     one, other = start(**HOST, **DISK)
-    leaving = tier_mover(one).writer
+    leaving = tier_mover(one)
 
     def broken(*_):
         raise RuntimeError("planted")
@@ -220,7 +221,7 @@ def test_a_part_is_promised_as_soon_as_the_books_have_it(start):
     memory, (first, second, *_) = Memory(tier), list(tier.units)
     promise, broken = memory.get(first), memory.get(second)
     part = tier_mover(one).memory.get(first)
-    memory.keep({first: part, b"unowned": part})
+    memory.write(tier.units[first], Change([], [], 0), {first: part, b"unowned": part}, print)
     assert promise.result(timeout=0) is part.result()
     assert memory.get(first) is part
     with pytest.raises(KeyError):

@@ -1,6 +1,7 @@
 """A whole engine with tiers, but for its programs: these emit one token for ever and leave the store as it is."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -88,12 +89,12 @@ def test_two_servers_share_a_folder(start, monkeypatch):
     monkeypatch.setattr("serving.tiers.disk._LOOK", 0.02)
     one, other = start(**DISK), start(**HOST, **DISK)
     fill(one)
-    tier_mover(one).writer.settle()
+    tier_mover(one).settle()
     wait_until_seen(other, tiers(one)["disk"]["stored"])
     assert ask(other, "again", tokens(1, 61)) == 61
     assert (tiers(other)["disk"]["arrived"], tiers(other)["disk"]["stored"]) == (1, 0)
     fill(other, numbers=range(11, 17))
-    tier_mover(other).writer.settle()
+    tier_mover(other).settle()
     wait_until_seen(one, tiers(other)["disk"]["stored"])
     assert ask(one, "too", tokens(11, 61)) == 61
 
@@ -136,7 +137,7 @@ def test_a_release_that_computes_otherwise_finds_nothing_of_it(start, monkeypatc
 def test_dropped_prefixes_are_not_found_below_the_device(start):
     engine = start(**HOST, **DISK)
     fill(engine)
-    tier_mover(engine).writer.settle()
+    tier_mover(engine).settle()
     assert tiers(engine)["host"]["units"] > 0
     engine.loop.scheduler.drop_cached()
     assert ask(engine, "again", tokens(1, 61)) == 0
@@ -153,9 +154,25 @@ def test_a_full_disk_leaves_everything_else_as_it_was(start, monkeypatch):
     folder = tier_mover(engine).disk.folder
     monkeypatch.setattr(folder, "_put", full)
     fill(engine)
-    tier_mover(engine).writer.settle()
-    assert tiers(engine)["disk"]["units"] == 0
+    tier_mover(engine).settle()
+    found = tiers(engine)["disk"]
+    assert (found["units"], found["stored"], found["stored_bytes"]) == (0, 0, 0)
+    assert found["lost"] > 0
     assert not list(folder.path.glob("*.safetensors"))
+
+
+def test_the_capacity_shown_is_at_most_what_the_disk_has(start, monkeypatch):
+    size = SimpleNamespace(free=100_000)
+    monkeypatch.setattr("serving.tiers.folder.shutil.disk_usage", lambda path: size)
+    one = start(**DISK)
+    assert tiers(one)["disk"]["capacity_bytes"] == 100_000
+    fill(one)
+    one.close()
+    held = tiers(one)["disk"]["used_bytes"]
+    assert 0 < held <= 100_000
+    size.free = 20_000
+    files = sum(path.stat().st_size for path in tier_mover(one).disk.folder.path.glob("*.safetensors"))
+    assert tiers(start(**DISK))["disk"]["capacity_bytes"] == files + 20_000
 
 
 def test_others_run_while_a_request_waits(start):
