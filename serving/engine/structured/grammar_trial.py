@@ -1,24 +1,23 @@
 """Compiles grammars on trial in a separate process: a grammar that is too expensive ends only this process.
 
-`trials` runs this file by path; it imports only the standard library and llguidance. The first frame on standard input
-describes the vocabulary. Each later frame is a grammar, which this process answers with one frame. A frame is a length
-in four bytes and JSON.
+`trials` runs this file by path; it imports only the standard library and llguidance. Messages are JSON. The first one
+describes the vocabulary. Each later message is a grammar, which this process answers with one message.
 """
 
 import contextlib
-import fcntl
+import ctypes
 import itertools
 import json
 import math
 import os
 import random
 import resource
-import select
+import signal
 import sys
 import time
-from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import llguidance
 from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -28,7 +27,8 @@ LONGEST = 1 << 20
 SPACE = r"( |\r?\n[ \t]{0,20})?"
 """Whitespace between the parts of a JSON text: none, a space, or a new line and indentation. With unlimited whitespace,
 a model could write it endlessly. A schema can change this: `"x-guidance": {"whitespace_pattern": ...}`."""
-
+_PR_SET_PDEATHSIG = 1
+"""Linux: the operating system sends the signal to this process when the thread that started it ends."""
 
 WALKS, WALK_TOKENS = 4, 32
 """Number of random outputs with which a grammar is tested, and maximum number of tokens of each."""
@@ -110,45 +110,9 @@ def _any_token(mask: bytes, random_: random.Random) -> int | None:
     return None
 
 
-def read_frame(stream: BinaryIO) -> Any:
-    """Returns the next frame; None at the end."""
-    head = stream.read(4)
-    if len(head) < 4:
-        return None
-    return json.loads(stream.read(int.from_bytes(head, "little")))
-
-
-def write_frame(stream: BinaryIO, value: Any) -> None:
-    """Writes one frame."""
-    text = json.dumps(value).encode()
-    stream.write(len(text).to_bytes(4, "little") + text)
-    stream.flush()
-
-
 def one_line(error: Exception) -> str:
     """Returns an error in one line, for the client."""
     return " ".join(str(error).split())[:300]
-
-
-@contextlib.contextmanager
-def watched(stream: BinaryIO) -> Iterator[None]:
-    """Makes the operating system end this process within the context as soon as the parent closes `stream`.
-
-    The context uses a signal with the default action to end the process: a compilation holds the interpreter lock, so
-    no thread could detect that the parent has died. The parent writes nothing to `stream` before it reads the answer.
-    """
-    number = stream.fileno()
-    flags = fcntl.fcntl(number, fcntl.F_GETFL)
-    fcntl.fcntl(number, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(number, fcntl.F_SETFL, flags | os.O_ASYNC)
-    try:
-        watch = select.poll()
-        watch.register(number, 0)
-        if watch.poll(0):  # the parent has already died
-            sys.exit()
-        yield
-    finally:
-        fcntl.fcntl(number, fcntl.F_SETFL, flags)
 
 
 def _pages() -> tuple[int, int]:
@@ -158,38 +122,45 @@ def _pages() -> tuple[int, int]:
 
 
 def main() -> None:
-    """Answers requests until standard input ends."""
-    given, taken = sys.stdin.buffer, sys.stdout.buffer
-    settings = read_frame(given)
+    """Answers requests until the parent closes the connection or ends."""
+    parent = Connection(int(sys.argv[1]))
+    # A compilation holds the interpreter lock, so no thread could detect that the parent has died.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    settings = json.loads(parent.recv_bytes())
     os.nice(10)
     try:
         vocabulary = llguidance.LLTokenizer(
             settings["tokenizer"], n_vocab=settings["vocab_size"], eos_token=settings["eos_token_ids"]
         )
     except Exception as error:
-        write_frame(taken, {"error": f"this model's tokenizer cannot be used: {one_line(error)}"})
+        _send(parent, {"error": f"this model's tokenizer cannot be used: {one_line(error)}"})
         return
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (_pages()[0] + settings["memory"],) * 2)
-    write_frame(taken, {})
-    while (request := read_frame(given)) is not None:
+    _send(parent, {})
+    while True:
+        kind, value = json.loads(parent.recv_bytes())
         usage = resource.getrusage(resource.RUSAGE_SELF)
         until = math.ceil(usage.ru_utime + usage.ru_stime + settings["seconds"])
         resource.setrlimit(resource.RLIMIT_CPU, (until, resource.RLIM_INFINITY))
         before = _pages()[1]
         try:
-            with watched(given):
-                form = form_of(*request)
-                matcher = compiled(vocabulary, form)
-                follow(matcher)
+            form = form_of(kind, value)
+            matcher = compiled(vocabulary, form)
+            follow(matcher)
             answer = {"form": form, "bytes": max(0, _pages()[1] - before)}
             del matcher
         except MemoryError:
             raise
         except Exception as error:  # llguidance raises many kinds of errors
             answer = {"error": one_line(error)}
-        write_frame(taken, answer)
+        _send(parent, answer)
+
+
+def _send(parent: Connection, value: dict[str, Any]) -> None:
+    parent.send_bytes(json.dumps(value).encode())
 
 
 if __name__ == "__main__":
-    main()
+    with contextlib.suppress(EOFError, OSError):  # the parent has closed the connection
+        main()

@@ -132,7 +132,7 @@ def test_known_and_small_grammars_do_not_wait_behind_expensive_ones():
         fresh.submit(StructuredOutputs(regex=f"[a-z]{{{i + 1}}}"), "victim").result(60)
         done = sum(each.done() for each in waiting)
         assert done == 0, "an expensive grammar was compiled first"
-    assert len(fresh._trials._slow.trying) <= 1
+    assert len(fresh._trials._lanes[-1].trying) <= 1
     fresh.close()
     with pytest.raises(RequestError, match="too many grammars"):
         waiting[-1].result(60)
@@ -149,9 +149,9 @@ def test_the_queue_of_trials_is_bounded(grammars, monkeypatch):
 
 def test_a_process_that_was_killed_is_replaced(grammars):
     grammars.start(StructuredOutputs(regex="before"))
-    for process in list(grammars._trials._processes):
-        process.kill()
-        process.wait()
+    for trial in list(grammars._trials._processes):
+        trial.process.kill()
+        trial.process.wait()
     assert not grammars.start(StructuredOutputs(regex="after")).finished
 
 
@@ -160,11 +160,12 @@ def test_a_trial_does_not_outlive_its_parent():
     program = (
         "from checkpoints.tokenizer import load_tokenizer\n"
         "from serving.engine.structured.grammars import Grammars\n"
+        "from serving.engine.structured.trials import _TrialProcess\n"
         "from tests.serving.engine.test_grammars import TOO_SLOW\n"
         "tokenizer = load_tokenizer('demo')\n"
         "grammars = Grammars(tokenizer, tokenizer.vocab_size, (0,), seconds=600.0)\n"
-        "run = grammars._trials._ask\n"
-        "grammars._trials._ask = lambda process, *args: print(process.pid, flush=True) or run(process, *args)\n"
+        "ask = _TrialProcess.ask\n"
+        "_TrialProcess.ask = lambda self, *args: print(self.process.pid, flush=True) or ask(self, *args)\n"
         "grammars.start(TOO_SLOW)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
