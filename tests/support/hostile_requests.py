@@ -7,24 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
 
-MOST_SECONDS_BETWEEN = 1.0 if "CI" in os.environ else 0.25
-"""Between two events of a bystander's stream, the first one's wait included, beyond what held up the bystander itself.
-Machines of a CI share their cores."""
-_TRIES = 3
-"""A pause that a request causes is there every time; one by something else on the machine is not."""
-MOST_BYTES = 300 << 20
-"""By which a process's resident memory may grow."""
 MIB = 1 << 20
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -33,15 +23,15 @@ Answers = set[int]
 
 @dataclass(frozen=True)
 class Hostile:
-    """One client's doing. `send` gives the statuses that came back, 0 for a connection that was cut off."""
+    """One client's doing. `send` gives the statuses that came back, 0 for a connection that was cut off; `allowed` are
+    those that are right."""
 
     name: str
+    allowed: Answers
     send: Callable[[str], Answers]
-    allowed: frozenset[int]
-    """Statuses that are right."""
 
 
-def post(path: str, *bodies: object) -> Callable[[str], Answers]:
+def posted(name: str, allowed: Answers, path: str, *bodies: object) -> Hostile:
     """Posts each body, JSON or bytes."""
 
     def send(url: str) -> Answers:
@@ -60,7 +50,7 @@ def post(path: str, *bodies: object) -> Callable[[str], Answers]:
             found.add(answer.status_code)
         return found
 
-    return send
+    return Hostile(name, allowed, send)
 
 
 def chat(**fields: object) -> dict[str, object]:
@@ -136,8 +126,6 @@ def endless_body(url: str) -> Answers:
     return {answer.status_code}
 
 
-NO_TEMPLATE = frozenset({400})
-REFUSED = frozenset({400, 413})
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 PARAMETERS = ("messages", "tools", "documents", "add_special_tokens", "add_generation_prompt", "self", "fits")
 
@@ -170,10 +158,6 @@ def written(*texts: str) -> list[dict[str, object]]:
     return [chat(tools=[TOOL], structured_outputs={"choice": [text]}, max_tokens=400) for text in texts]
 
 
-def as_message(**fields: object) -> dict[str, object]:
-    return {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1} | fields
-
-
 def with_headers(*headers: tuple[bytes, bytes]) -> Callable[[str], Answers]:
     """Posts a completion once with each header, as it is."""
 
@@ -195,261 +179,163 @@ FORWARDED = (b"x-request-id", b"traceparent", b"tracestate", b"authorization", b
 HOSTILE = [
     Hostile(
         "headers that end with white space",
+        {200},
         with_headers(*((name, b"abc" + end) for name in FORWARDED for end in (b" ", b"\t", b" \t "))),
-        frozenset({200}),
     ),
     Hostile(
         "headers with bytes above 0x7f",
+        {200, 400},
         with_headers(*((name, value) for name in FORWARDED for value in (b"caf\xe9", b"\xff\xfe"))),
-        frozenset({200, 400}),
     ),
     Hostile(
         "heads at and above the limit",
+        {0, 200, 431},
         with_headers(*((b"x-api-key", b"k" * size) for size in (9000, 60_000, 65_200, 68_004, 200_000))),
-        frozenset({0, 200, 431}),
     ),
-    Hostile(
+    posted(
         "calls of wrong types",
-        post(
-            CHAT,
-            *(
-                chat(messages=[{"role": "assistant", "tool_calls": calls}])
-                for calls in ([5], 5, "x", [None], [[]], True, [{"function": 5}], [{}])
-            ),
+        {200, 400},
+        CHAT,
+        *(
+            chat(messages=[{"role": "assistant", "tool_calls": calls}])
+            for calls in ([5], 5, "x", [None], [[]], True, [{"function": 5}], [{}])
         ),
-        frozenset({200, 400}),
     ),
-    Hostile(
+    posted(
         "arguments that are no JSON",
-        post(CHAT, *map(call, (NESTED, r'{"a": "\ud800"}', "NaN", '{"a": Infinity}', "5", "{"))),
-        frozenset({200, 400}),
+        {200, 400},
+        CHAT,
+        *map(call, (NESTED, r'{"a": "\ud800"}', "NaN", '{"a": Infinity}', "5", "{")),
     ),
-    Hostile(
+    posted(
         "calls that a model writes wrongly",
-        post(
-            CHAT,
-            *written(
-                r'<tool_call>{"name": "\q", "arguments": {}}</tool_call>',
-                r'<tool_call>{"name": "\ud800", "arguments": {"a": "\udfff"}}</tool_call>',
-                r'<tool_call>{"arguments": {"a": "\ud800"}, "name": "f"}</tool_call>',
-                '<tool_call>{"arguments": {"a": NaN}, "name": "f"}</tool_call>',
-                "<tool_call><function=f><parameter=a>Infinity</parameter></function></tool_call>",
-                r'<tool_call><function=f><parameter=a>"\ud800"</parameter></function></tool_call>',
-            ),
+        {200, 400},
+        CHAT,
+        *written(
+            r'<tool_call>{"name": "\q", "arguments": {}}</tool_call>',
+            r'<tool_call>{"name": "\ud800", "arguments": {"a": "\udfff"}}</tool_call>',
+            r'<tool_call>{"arguments": {"a": "\ud800"}, "name": "f"}</tool_call>',
+            '<tool_call>{"arguments": {"a": NaN}, "name": "f"}</tool_call>',
+            "<tool_call><function=f><parameter=a>Infinity</parameter></function></tool_call>",
+            r'<tool_call><function=f><parameter=a>"\ud800"</parameter></function></tool_call>',
         ),
-        frozenset({200, 400}),
     ),
-    Hostile(
+    posted(
         "values of wrong types to responses",
-        post(
-            "/v1/responses",
-            {"input": [{"type": "function_call_output", "call_id": "c", "output": 5}]},
-            {"input": [{"role": "user", "content": 5}]},
-            {"input": [{"role": "user", "content": True}]},
-            {"input": [{"type": "reasoning", "content": 5}]},
-            {"input": [{"type": "function_call", "call_id": "c", "name": 5, "arguments": 5}]},
-        ),
-        frozenset({200, 400}),
+        {200, 400},
+        "/v1/responses",
+        {"input": [{"type": "function_call_output", "call_id": "c", "output": 5}]},
+        {"input": [{"role": "user", "content": 5}]},
+        {"input": [{"role": "user", "content": True}]},
+        {"input": [{"type": "reasoning", "content": 5}]},
+        {"input": [{"type": "function_call", "call_id": "c", "name": 5, "arguments": 5}]},
     ),
-    Hostile(
+    posted(
         "schemas of wrong types for a forced call",
-        post(
-            CHAT,
-            tool(type="object", required=5),
-            tool(type="object", properties=5),
-            tool(type="object", properties={"a": 5}),
-            tool(type="object", properties={"a": {"type": "string", "enum": 5}}),
-        ),
-        frozenset({400}),
+        {400},
+        CHAT,
+        tool(type="object", required=5),
+        tool(type="object", properties=5),
+        tool(type="object", properties={"a": 5}),
+        tool(type="object", properties={"a": {"type": "string", "enum": 5}}),
     ),
-    Hostile(
+    posted(
         "values that are nested deeply",
-        post(
-            "/v1/responses",
-            {
-                "input": "x",
-                "max_output_tokens": 1,
-                "tools": [{"type": "function", "name": "f", "parameters": deep(400)}],
-            },
-        ),
-        frozenset({400}),
+        {400},
+        "/v1/responses",
+        {
+            "input": "x",
+            "max_output_tokens": 1,
+            "tools": [{"type": "function", "name": "f", "parameters": deep(400)}],
+        },
     ),
-    Hostile(
+    posted(
         "messages that are nested deeply",
-        post(
-            "/v1/messages",
-            as_message(
-                messages=[
-                    {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": deep(900)}]}
-                ]
-            ),
-            as_message(tools=[{"name": "f", "input_schema": deep(400)}]),
+        {400},
+        "/v1/messages",
+        chat(
+            messages=[
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": deep(900)}]}
+            ]
         ),
-        frozenset({400}),
+        chat(tools=[{"name": "f", "input_schema": deep(400)}]),
     ),
-    Hostile("a template of the client's", post(CHAT, chat(chat_template_kwargs={"chat_template": LOOPS})), NO_TEMPLATE),
-    Hostile(
+    posted("a template of the client's", {400}, CHAT, chat(chat_template_kwargs={"chat_template": LOOPS})),
+    posted(
         "a template that fills memory",
-        post(CHAT, chat(chat_template_kwargs={"chat_template": "{{ 'a' * 200000000 }}"})),
-        NO_TEMPLATE,
+        {400},
+        CHAT,
+        chat(chat_template_kwargs={"chat_template": "{{ 'a' * 200000000 }}"}),
     ),
-    Hostile(
+    posted(
         "a template to tokenise with",
-        post(
-            "/tokenize",
-            {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"chat_template": LOOPS}},
-        ),
-        NO_TEMPLATE,
+        {400},
+        "/tokenize",
+        {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"chat_template": LOOPS}},
     ),
-    Hostile(
+    posted(
         "variables with names of parameters",
-        post(CHAT, *(chat(chat_template_kwargs={name: [1]}) for name in PARAMETERS)),
-        NO_TEMPLATE,
+        {400},
+        CHAT,
+        *(chat(chat_template_kwargs={name: [1]}) for name in PARAMETERS),
     ),
-    Hostile(
+    posted(
         "a grammar that does not come to an end",
-        post(COMPLETIONS, structured(json={"type": "integer", "multipleOf": 123456789})),
-        frozenset({400}),
+        {400},
+        COMPLETIONS,
+        structured(json={"type": "integer", "multipleOf": 123456789}),
     ),
-    Hostile(
+    posted(
         "five thousand patterns",
-        post(
-            COMPLETIONS,
-            structured(json={"type": "object", "patternProperties": {f"^x{i}_.*": {} for i in range(5000)}}),
-        ),
-        frozenset({400}),
+        {400},
+        COMPLETIONS,
+        structured(json={"type": "object", "patternProperties": {f"^x{i}_.*": {} for i in range(5000)}}),
     ),
-    Hostile(
+    posted(
         "grammars that go in circles",
-        post(COMPLETIONS, structured(grammar="start: a\na: a"), structured(json={"$ref": "#"})),
-        frozenset({400}),
+        {400},
+        COMPLETIONS,
+        structured(grammar="start: a\na: a"),
+        structured(json={"$ref": "#"}),
     ),
-    Hostile(
+    posted(
         "a grammar that becomes too complex on its way",
-        post(COMPLETIONS, structured(grammar='start: "abc" ' + '("a" | "b" | "ab")? ' * 300) | {"max_tokens": 20}),
-        frozenset({400}),
+        {400},
+        COMPLETIONS,
+        structured(grammar='start: "abc" ' + '("a" | "b" | "ab")? ' * 300) | {"max_tokens": 20},
     ),
-    Hostile("a deep schema", post(COMPLETIONS, structured(json=deep(300))), frozenset({200, 400})),
-    Hostile("a prompt of 2 MB", post(COMPLETIONS, completion(prompt="word and so on, " * (MIB // 8))), REFUSED),
-    Hostile("a prompt of 7.9 MB", post(COMPLETIONS, completion(prompt="x7 " * (79 * MIB // 30))), REFUSED),
-    Hostile("a role of 7.9 MB", post(CHAT, chat(messages=[{"role": "x " * (39 * MIB // 10)}])), REFUSED),
-    Hostile("forty thousand messages", post(CHAT, chat(messages=[{"role": "u", "content": ""}] * 40_000)), REFUSED),
-    Hostile("many long prompts", post(COMPLETIONS, completion(prompt=["some text " * 3000] * 250)), REFUSED),
-    Hostile("7.9 MB to count", post("/tokenize", {"prompt": "text, " * (79 * MIB // 60)}), frozenset({200, 400})),
-    Hostile("a million empty lists", post(COMPLETIONS, b'{"prompt": [' + b"[]," * MIB + b"[]]}"), REFUSED),
-    Hostile("a million empty messages", post(CHAT, b'{"messages": [' + b"{}," * MIB + b"{}]}"), REFUSED),
-    Hostile("four million numbers", post(COMPLETIONS, b'{"prompt": [' + b"1," * (4 * MIB - 100) + b"1]}"), REFUSED),
-    Hostile("nested lists", post(COMPLETIONS, b'{"prompt": ' + b"[" * MIB), REFUSED),
-    Hostile("a long number", post(COMPLETIONS, b'{"prompt": "x", "seed": ' + b"1" * 4 * MIB + b"}"), REFUSED),
-    Hostile("not a number", post(COMPLETIONS, b'{"prompt": "x", "temperature": NaN}'), REFUSED),
-    Hostile("half a character", post(COMPLETIONS, b'{"prompt": "\\ud800"}', b'{"user": "\\udfff"}'), REFUSED),
-    Hostile(
+    posted("a deep schema", {200, 400}, COMPLETIONS, structured(json=deep(300))),
+    posted("a prompt of 2 MB", {400, 413}, COMPLETIONS, completion(prompt="word and so on, " * (MIB // 8))),
+    posted("a prompt of 7.9 MB", {400, 413}, COMPLETIONS, completion(prompt="x7 " * (79 * MIB // 30))),
+    posted("a role of 7.9 MB", {400, 413}, CHAT, chat(messages=[{"role": "x " * (39 * MIB // 10)}])),
+    posted("forty thousand messages", {400, 413}, CHAT, chat(messages=[{"role": "u", "content": ""}] * 40_000)),
+    posted("many long prompts", {400, 413}, COMPLETIONS, completion(prompt=["some text " * 3000] * 250)),
+    posted("7.9 MB to count", {200, 400}, "/tokenize", {"prompt": "text, " * (79 * MIB // 60)}),
+    posted("a million empty lists", {400, 413}, COMPLETIONS, b'{"prompt": [' + b"[]," * MIB + b"[]]}"),
+    posted("a million empty messages", {400, 413}, CHAT, b'{"messages": [' + b"{}," * MIB + b"{}]}"),
+    posted("four million numbers", {400, 413}, COMPLETIONS, b'{"prompt": [' + b"1," * (4 * MIB - 100) + b"1]}"),
+    posted("nested lists", {400, 413}, COMPLETIONS, b'{"prompt": ' + b"[" * MIB),
+    posted("a long number", {400, 413}, COMPLETIONS, b'{"prompt": "x", "seed": ' + b"1" * 4 * MIB + b"}"),
+    posted("not a number", {400, 413}, COMPLETIONS, b'{"prompt": "x", "temperature": NaN}'),
+    posted("half a character", {400, 413}, COMPLETIONS, b'{"prompt": "\\ud800"}', b'{"user": "\\udfff"}'),
+    posted(
         "numbers at the edges",
-        post(
-            COMPLETIONS,
-            completion(top_k=2**31 - 1),
-            completion(min_tokens=2**31 - 1),
-            completion(seed=-(2**63)),
-            completion(n=129),
-            completion(logprobs=21),
-            completion(stop=["x"] * 65),
-            completion(logit_bias={str(i): 1 for i in range(5000)}),
-            completion(stop_token_ids=list(range(5000))),
-        ),
-        frozenset({200, 400}),
+        {200, 400},
+        COMPLETIONS,
+        completion(top_k=2**31 - 1),
+        completion(min_tokens=2**31 - 1),
+        completion(seed=-(2**63)),
+        completion(n=129),
+        completion(logprobs=21),
+        completion(stop=["x"] * 65),
+        completion(logit_bias={str(i): 1 for i in range(5000)}),
+        completion(stop_token_ids=list(range(5000))),
     ),
-    Hostile("a body that does not end", endless_body, frozenset({0, 413})),
-    Hostile("a body that does not come", raw(head(COMPLETIONS, 1000), 20, drip=True), frozenset({0, 408})),
-    Hostile("half-open connections", raw(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n", 500), frozenset({0})),
-    Hostile("connections that say nothing", raw(b"", 500), frozenset({0})),
-    Hostile("a head that does not end", raw(b"GET / HTTP/1.1\r\nx: ", drip=True), frozenset({0})),
-    Hostile("a head of megabytes", raw(b"GET / HTTP/1.1\r\nx: " + b"y" * 4 * MIB), frozenset({0, 400})),
-    Hostile("no HTTP", raw(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 50), frozenset({0, 400})),
+    Hostile("a body that does not end", {0, 413}, endless_body),
+    Hostile("a body that does not come", {0, 408}, raw(head(COMPLETIONS, 1000), 20, drip=True)),
+    Hostile("half-open connections", {0}, raw(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n", 500)),
+    Hostile("connections that say nothing", {0}, raw(b"", 500)),
+    Hostile("a head that does not end", {0}, raw(b"GET / HTTP/1.1\r\nx: ", drip=True)),
+    Hostile("a head of megabytes", {0, 400}, raw(b"GET / HTTP/1.1\r\nx: " + b"y" * 4 * MIB)),
+    Hostile("no HTTP", {0, 400}, raw(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 50)),
 ]
-
-
-class Bystander:
-    """Another client, with one short stream after the other, and a probe between them. Used as a context."""
-
-    def __init__(self, url: str, pids: list[int]) -> None:
-        self._url, self._pids = url, pids
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._failure: BaseException | None = None
-        self._clock = threading.Thread(target=self._watch_the_clock)
-        self._held_up: list[tuple[float, float]] = []
-        """When this process came late to a moment of its own, and by how many seconds."""
-        self.streams = 0
-        self.longest = 0.0
-        """Seconds between two events, or without an answer to a probe."""
-        self.grown = 0
-        """Bytes by which a process grew at its largest."""
-
-    def __enter__(self) -> Bystander:
-        self._before = {pid: _memory(pid, "VmRSS") for pid in self._pids}
-        for pid in self._pids:
-            Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak is counted anew
-        self._clock.start()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._clock.join()
-        self._thread.join(60)
-        assert not self._thread.is_alive(), "a bystander's stream does not end"
-        if self._failure is not None:
-            raise self._failure
-        self.grown = max(_memory(pid, "VmHWM") - self._before[pid] for pid in self._pids)
-
-    def _run(self) -> None:
-        body = {"prompt": "Another client", "max_tokens": 32, "temperature": 0, "ignore_eos": True, "stream": True}
-        try:
-            with httpx.Client(base_url=self._url, timeout=60.0) as client:
-                while not (self._stop.is_set() and self.streams):
-                    last = time.monotonic()
-                    with client.stream("POST", COMPLETIONS, json=body) as answer:
-                        assert answer.status_code == 200, answer.read()
-                        for line in answer.iter_lines():
-                            assert '"error"' not in line, line
-                            last = self._waited_since(last)
-                    assert client.get("/health").status_code == 200
-                    self._waited_since(last)
-                    self.streams += 1
-        except BaseException as error:
-            self._failure = error
-
-    def _waited_since(self, last: float) -> float:
-        """Notes the pause that ends now, less what this process was held up in it; returns what the time is."""
-        now = time.monotonic()
-        own = sum(late for at, late in list(self._held_up) if last <= at <= now)
-        self.longest = max(self.longest, now - last - own)
-        return now
-
-    def _watch_the_clock(self) -> None:
-        while not self._stop.is_set():
-            due = time.monotonic() + 0.005
-            time.sleep(0.005)
-            late = time.monotonic() - due
-            if late > 0.005:
-                self._held_up.append((due + late, late))
-
-
-def _memory(pid: int, name: str) -> int:
-    """A line of /proc/PID/status, in bytes."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
-
-
-def check_bystanders_are_unaffected(hostile: Hostile, url: str, pids: list[int]) -> None:
-    """Sends it while a bystander streams: it ends as expected, and affects neither the bystander nor memory."""
-    pauses = []
-    for _ in range(_TRIES):
-        with Bystander(url, pids) as bystander:
-            answers = hostile.send(url)
-        assert answers <= hostile.allowed, answers
-        assert bystander.grown < MOST_BYTES, f"{bystander.grown / MIB:.0f} MiB more"
-        pauses.append(bystander.longest)
-        if bystander.longest < MOST_SECONDS_BETWEEN:
-            return
-    raise AssertionError(f"every time there were seconds without an event: {', '.join(f'{s:.3f}' for s in pauses)}")

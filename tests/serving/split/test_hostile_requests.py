@@ -3,7 +3,8 @@ stays bounded."""
 
 import pytest
 
-from tests.support.hostile_requests import HOSTILE, check_bystanders_are_unaffected
+from tests.support.bystander import check_bystanders_are_unaffected
+from tests.support.hostile_requests import HOSTILE
 from tests.support.processes import router, running, worker
 
 pytestmark = pytest.mark.full
