@@ -3,16 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 
-import jax
 from pydantic import BaseModel, ConfigDict
-
-from mamba_jax.config import HybridConfig, Role
-from mamba_jax.rounding import NarrowDtype
-from mamba_jax.store import Store
-from serving.points.arrangement import Arrangement
 
 PROTOCOL = 4
 """Version of the messages between workers."""
@@ -68,43 +60,6 @@ class Manifest(BaseModel):
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def describe(
-    config: HybridConfig,
-    store: Store,
-    arrangement: Arrangement,
-    state: Mapping[str, jax.ShapeDtypeStruct],
-    *,
-    model: str,
-    state_block_size: int,
-    max_model_len: int,
-    transports: dict[str, str],
-    rounding: tuple[NarrowDtype, int] | None = None,
-) -> Manifest:
-    """Returns the manifest of a worker. `state`: arrays of a state; `model`: digest of the weights."""
-    layers, declared = config.num_attention_uses, arrangement.shape.arrays
-    accumulated = [
-        str(state[name].dtype) for name, array in declared.items() if name in state and array.role is Role.ACCUMULATED
-    ]
-    return Manifest(
-        protocol=PROTOCOL,
-        layout=LAYOUT,
-        model=model,
-        dtype=str(store.hidden.dtype),
-        kv_dtype=str(store.kv[0].dtype) if store.kv else "none",
-        ssm_dtype=accumulated[0] if accumulated else "none",
-        rounding="off" if rounding is None else f"{rounding[0].dtype} every {rounding[1]} tokens",
-        state={name: tuple(spec.shape) for name, spec in state.items()},
-        attention_layers=min(layers, len(store.kv)),
-        draft_layers=max(0, len(store.kv) - layers),
-        page_size=store.page_size,
-        state_block_size=state_block_size,
-        shards=arrangement.shards,
-        max_model_len=max_model_len,
-        versions={"mamba-jax": _version("mamba-jax"), "jax": jax.__version__},
-        transports=transports,
-    )
-
-
 def check(prefill: Manifest, decode: Manifest) -> list[str]:
     """Checks that a decode worker can use a prefill worker's states. Returns notices for the user.
 
@@ -149,10 +104,3 @@ def check(prefill: Manifest, decode: Manifest) -> list[str]:
         if theirs != ours:
             notices.append(f"{name} differs: prefill has {theirs}, decode has {ours}")
     return notices
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"

@@ -175,19 +175,9 @@ class PrefillSide(StateSource):
         if hold is None or hold.position <= wanted.beyond:
             self.release(export.id, wanted=False)
             raise SplitError("no cached state for this prefix")
-        return Ticket(
-            id=export.id,
-            worker=url,
-            handoff="full",
-            prompt_token_ids=wanted.tokens,
-            position=hold.position,
-            cached_tokens=hold.position,
-            lease=self.lease,
-            shared=True,
-            manifest=self.worker.manifest.digest,
-            salt=wanted.salt,
-            adapter=wanted.adapter,
-        )
+        export.salt, export.adapter = wanted.salt, wanted.adapter
+        ticket = ticket_of(self, export, wanted.tokens, "full", worker=url, cached_tokens=hold.position)
+        return ticket.model_copy(update={"position": hold.position, "shared": True})
 
     def renew(self, ids: Iterable[str]) -> None:
         """Renews the leases of these states, because a worker still waits for them."""

@@ -5,19 +5,21 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mamba_jax.config import Role
 from serving.core import Scheduler
 from serving.engine.assembly.build import AssembledEngine
 from serving.engine.assembly.design import row_rounding
 from serving.engine.steps.loop import StepLoop
 from serving.points.arrangement import Arrangement
 from serving.points.point import Piece, PointPrograms, pieces, state_spec
-from serving.split.manifest import Manifest, describe
+from serving.split.manifest import LAYOUT, PROTOCOL, Manifest
 from serving.split.transport import Transport
 from serving.split.wire import StateRequest
 
@@ -48,19 +50,32 @@ class Worker:
         store = loop.store
         assert store is not None
         arrangement = Arrangement.of(config, store)
+        declared, layers = arrangement.shape.arrays, config.num_attention_uses
         kv = None
         if store.kv:
             kv = jax.ShapeDtypeStruct(arrangement.shape.pages[0].shape, store.kv[0].dtype)
         state = state_spec(store, arrangement)
-        manifest = describe(
-            config,
-            store,
-            arrangement,
-            state,
+        accumulated = [
+            str(spec.dtype) for name, spec in state.items()
+            if name in declared and declared[name].role is Role.ACCUMULATED
+        ]  # fmt: skip
+        rounding = row_rounding(built.config)
+        manifest = Manifest(
+            protocol=PROTOCOL,
+            layout=LAYOUT,
             model=model or built.weights_digest,
+            dtype=str(store.hidden.dtype),
+            kv_dtype=str(store.kv[0].dtype) if store.kv else "none",
+            ssm_dtype=accumulated[0] if accumulated else "none",
+            rounding="off" if rounding is None else f"{rounding[0].dtype} every {rounding[1]} tokens",
+            state={name: tuple(spec.shape) for name, spec in state.items()},
+            attention_layers=min(layers, len(store.kv)),
+            draft_layers=max(0, len(store.kv) - layers),
+            page_size=store.page_size,
             state_block_size=built.config.state_block_size,
-            rounding=row_rounding(built.config),
+            shards=arrangement.shards,
             max_model_len=built.size.max_model_len,
+            versions={"mamba-jax": _version(), "jax": jax.__version__},
             transports={name: transport.address for name, transport in transports.items()},
         )
         return cls(loop, arrangement, state, kv, manifest, transports, verify=built.config.debug_state)
@@ -96,6 +111,13 @@ def point_specs(
     cut, kv = pieces(want.start, position, want.unit), worker.kv
     specs += [jax.ShapeDtypeStruct((want.layers, piece.tokens, *kv.shape), kv.dtype) for piece in cut]
     return specs, cut
+
+
+def _version() -> str:
+    try:
+        return version("mamba-jax")
+    except PackageNotFoundError:
+        return "unknown"
 
 
 def shapes_of(arrays: Sequence[Any]) -> list[tuple[tuple[int, ...], str]]:

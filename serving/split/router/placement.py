@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import httpx
@@ -53,11 +53,13 @@ class PlacementStats:
     by_text: int = _placed("text")
     """Choices by the prompt's beginning: no worker reported a part of it."""
     untold: int = exported("router_untold", "Choices by text because no worker tokenised the prompt in time.")
-    resumable: dict[tuple[str, str], int] = field(
+    resumable_tokens: dict[tuple[str, str], int] = field(
         default_factory=dict,
         metadata=metric("router_resumable_tokens", _RESUMABLE, "role", "tier"),
     )
-    saved: int = exported("router_saved_tokens", "Resumable tokens that a worker chosen by text would have computed.")
+    saved_tokens: int = exported(
+        "router_saved_tokens", "Resumable tokens that a worker chosen by text would have computed."
+    )
 
 
 class Placement:
@@ -152,15 +154,8 @@ class Placement:
 
     def status(self) -> dict[str, Any]:
         """Returns statistics for the router's `/status`."""
-        stats = self.stats
-        return {
-            "by_state": stats.by_state,
-            "by_load": stats.by_load,
-            "by_text": stats.by_text,
-            "untold": stats.untold,
-            "resumable_tokens": {f"{role} {tier}": count for (role, tier), count in stats.resumable.items()},
-            "saved_tokens": stats.saved,
-        }
+        resumable = {f"{role} {tier}": count for (role, tier), count in self.stats.resumable_tokens.items()}
+        return asdict(self.stats) | {"resumable_tokens": resumable}
 
     @property
     def _has_choice(self) -> bool:
@@ -172,8 +167,9 @@ class Placement:
             return
         stats, tier = self.stats, _TIERS[min(_rank(state), len(_TIERS) - 1)]
         stats.by_state += 1
-        stats.resumable[worker.role, tier] = stats.resumable.get((worker.role, tier), 0) + state.position
-        stats.saved += max(0, state.position - (other.position if other is not None else 0))
+        counts = stats.resumable_tokens
+        counts[worker.role, tier] = counts.get((worker.role, tier), 0) + state.position
+        stats.saved_tokens += max(0, state.position - (other.position if other is not None else 0))
 
     async def _tokenise(self, kind: str, content: bytes, headers: Mapping[str, str]) -> Tokens | None:
         following, fleet = self.following, self.fleet

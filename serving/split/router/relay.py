@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 import httpx
@@ -43,11 +43,15 @@ _RETRY = {"Retry-After": "1"}
 
 
 class WorkerLost(Exception):
-    """A worker did not answer, so another one is tried. `busy`: the worker answered that it has no room."""
+    """A worker did not answer, so another one is tried."""
 
-    def __init__(self, why: str, *, busy: bool = False) -> None:
-        super().__init__(why)
-        self.busy = busy
+
+class WorkerSilent(WorkerLost):
+    """A worker that is up did not answer in time."""
+
+
+class WorkerBusy(WorkerLost):
+    """A worker answered that it has no room."""
 
 
 @dataclass
@@ -138,11 +142,12 @@ class Relay:
                     self.stats.split += split
                     self.stats.alone += not split
                     return answer
+                except WorkerBusy:
+                    self.stats.decode_retries += 1
                 except WorkerLost as error:
                     self.stats.decode_retries += 1
-                    if not error.busy:
-                        lost.append(worker)
-                        self.fleet.lost_request(worker, str(error))
+                    lost.append(worker)
+                    self.fleet.lost_request(worker, str(error))
         except BaseException:
             if ticket is not None:
                 await self._release(ticket)
@@ -160,17 +165,14 @@ class Relay:
             tried.append(worker)
             method = "POST" if asked.content else "GET"
             try:
-                async with worker.attended(until - time.monotonic()):
+                async with self._attended(worker, until):
                     answer = await self.fleet.client.request(
                         method, worker.url + path, content=asked.content, headers=_as_json(asked.headers)
                     )
                 if answer.status_code not in _BUSY:
                     return answer
-            except TimeoutError:
-                self._check_time(worker, until)
-                lost.append(worker)
-            except httpx.HTTPError as error:
-                self._lost(worker, error)
+            except WorkerLost as error:
+                self.fleet.lost_request(worker, str(error))
                 lost.append(worker)
         raise _no_worker("decode", self.fleet.decode, lost)
 
@@ -193,7 +195,7 @@ class Relay:
             message = json.dumps(head).encode()[:-1] + b', "body": ' + asked.content + b"}"
             try:
                 with worker.busy(), worker.computing(match.to_compute(worker)):
-                    async with worker.attended(left):
+                    async with self._attended(worker, until):
                         answer = await self._post(worker.url, "/split/prefill", message, asked.headers)
                 if answer.status_code == 200:
                     ticket = Ticket.model_validate_json(answer.content)
@@ -204,11 +206,8 @@ class Relay:
                     log.info("prefill worker %s: %s", worker.url, error_message(answer.status_code, answer.content))
                     return None
                 log.warning("prefill worker %s: %s", worker.url, error_message(answer.status_code, answer.content))
-            except TimeoutError:
-                self._check_time(worker, until)
-                lost.append(worker)
-            except (httpx.HTTPError, ValidationError) as error:
-                self._lost(worker, error)
+            except (WorkerLost, ValidationError) as error:
+                fleet.lost_request(worker, one_line(error))
                 lost.append(worker)
             self.stats.prefill_retries += 1
         if settings.on_failure == "fail":
@@ -220,13 +219,13 @@ class Relay:
         owner = self.placement.state_owner(worker, match)
         if owner is None or match.prompt is None or not asked.skippable:
             return None
-        own, left = match.states.get(worker), min(until - time.monotonic(), self.settings.share_timeout)
+        own = match.states.get(worker)
         share = ShareRequest(
             tokens=match.prompt.tokens, salt=match.prompt.salt, adapter=match.prompt.adapter,
             beyond=own.position if own is not None else 0,
         )  # fmt: skip
         try:
-            async with owner.attended(left):
+            async with self._attended(owner, until, self.settings.share_timeout):
                 message = share.model_dump_json().encode()
                 answer = await self._post(owner.url, "/split/share", message, asked.headers)
             if answer.status_code == 200:
@@ -234,8 +233,8 @@ class Relay:
                 if ticket.shared and ticket.prompt_token_ids == match.prompt.tokens:
                     return ticket
             log.debug("%s does not share: status %d", owner.url, answer.status_code)
-        except (TimeoutError, httpx.HTTPError, ValidationError) as error:
-            log.debug("%s does not share: %s", owner.url, error or type(error).__name__)
+        except (WorkerLost, ApiError, ValidationError) as error:
+            log.debug("%s does not share: %s", owner.url, error)
         return None
 
     async def _expect(self, worker: Remote, ticket: Ticket, asked: ClientRequest, until: float) -> bool:
@@ -245,13 +244,11 @@ class Relay:
             WorkerLost: the worker is unreachable.
             ApiError: the worker cannot use the state and the policy is to fail, or the deadline is over.
         """
-        left = until - time.monotonic()
-        if ticket.shared:
-            left = min(left, self.settings.share_timeout)
+        most = self.settings.share_timeout if ticket.shared else _EXPECT
+        left = min(until - time.monotonic(), self.settings.share_timeout if ticket.shared else math.inf)
         message = ticket.model_copy(update={"patience": max(0.001, left)}).model_dump_json().encode()
-        why = f"no answer within {_EXPECT:g} s"
         try:
-            async with worker.attended(min(left, _EXPECT)):
+            async with self._attended(worker, until, most):
                 reply = await self._post(worker.url, "/split/expect", message, asked.headers)
             if reply.status_code == 200:
                 if not ticket.shared or Accepted.model_validate_json(reply.content).accepted:
@@ -261,13 +258,8 @@ class Relay:
             why = error_message(reply.status_code, reply.content)
         except ValidationError:
             why = "invalid answer"
-        except TimeoutError:
-            self._check_time(worker, until)
-            if not worker.up:
-                raise WorkerLost("it is down") from None
-        except httpx.HTTPError as error:
-            _check_local(error)
-            raise WorkerLost(one_line(error)) from None
+        except WorkerSilent as error:
+            why = str(error)
         log.warning("decode worker %s: %s", worker.url, why)
         if self.settings.on_failure == "fail" and not ticket.shared:
             raise ApiError(503, why, code="state_not_fetched", headers=_RETRY)
@@ -282,28 +274,21 @@ class Relay:
             ApiError: the deadline is over.
         """
         async with AsyncExitStack() as stack:
-            try:
-                stack.enter_context(worker.busy())
-                request = self.fleet.client.build_request(
-                    "POST", f"{worker.url}/v1/{asked.kind}", content=asked.content, headers=_as_json(asked.headers)
-                )
-                with worker.computing(tokens, math.inf if asked.stream else _COMPUTED):
-                    async with worker.attended(until - time.monotonic()):
-                        reply = await self.fleet.client.send(request, stream=True)
-                        stack.push_async_callback(reply.aclose)
-                        if reply.status_code in _BUSY:
-                            raise WorkerLost(f"status {reply.status_code}", busy=True)
-                        pieces = reply.aiter_raw()
-                        first = [piece] if asked.stream and (piece := await anext(pieces, b"")) else []
-                        if not asked.stream:
-                            # Read all of it, so that another worker can be tried if the connection breaks.
-                            first = [piece async for piece in pieces]
-            except TimeoutError:
-                self._check_time(worker, until)
-                raise WorkerLost("it is down") from None
-            except httpx.HTTPError as error:
-                _check_local(error)
-                raise WorkerLost(one_line(error)) from None
+            stack.enter_context(worker.busy())
+            request = self.fleet.client.build_request(
+                "POST", f"{worker.url}/v1/{asked.kind}", content=asked.content, headers=_as_json(asked.headers)
+            )
+            with worker.computing(tokens, math.inf if asked.stream else _COMPUTED):
+                async with self._attended(worker, until):
+                    reply = await self.fleet.client.send(request, stream=True)
+                    stack.push_async_callback(reply.aclose)
+                    if reply.status_code in _BUSY:
+                        raise WorkerBusy(f"status {reply.status_code}")
+                    pieces = reply.aiter_raw()
+                    first = [piece] if asked.stream and (piece := await anext(pieces, b"")) else []
+                    if not asked.stream:
+                        # Read all of it, so that another worker can be tried if the connection breaks.
+                        first = [piece async for piece in pieces]
             open_reply = stack.pop_all()
         names = ("content-type", "retry-after", "cache-control", "x-request-id")
         headers = {name: value for name, value in reply.headers.items() if name in names}
@@ -327,29 +312,30 @@ class Relay:
 
         return Answer(reply.status_code, headers, rest())
 
-    def _lost(self, worker: Remote, error: Exception) -> None:
-        """Counts a request that failed without an answer.
+    @asynccontextmanager
+    async def _attended(self, worker: Remote, until: float, seconds: float = math.inf) -> AsyncGenerator[None, None]:
+        """Waits for a worker's answer until a request's deadline, and for at most `seconds`.
 
         Raises:
-            ApiError: the failure is on this machine.
+            WorkerLost: the worker did not answer.
+            ApiError: the deadline is over, the router shuts down, or the failure is on this machine.
         """
-        _check_local(error)
-        self.fleet.lost_request(worker, one_line(error))
-
-    def _check_time(self, worker: Remote, until: float) -> None:
-        """Checks after a timeout whether the request itself must end.
-
-        Raises:
-            ApiError: the request's deadline is over, or the router shuts down.
-        """
-        if self._leaving:
-            raise _leaving()
-        if time.monotonic() >= until:
-            self.stats.late += 1
-            raise ApiError(
-                503, f"no answer before the deadline (last tried: {worker.role} worker {worker.url})", code="too_late",
-                headers=_RETRY,
-            )  # fmt: skip
+        try:
+            async with worker.attended(min(until - time.monotonic(), seconds)):
+                yield
+        except TimeoutError:
+            if self._leaving:
+                raise _leaving() from None
+            if time.monotonic() >= until:
+                self.stats.late += 1
+                why = f"no answer before the deadline (last tried: {worker.role} worker {worker.url})"
+                raise ApiError(503, why, code="too_late", headers=_RETRY) from None
+            if not worker.up:
+                raise WorkerLost("it is down") from None
+            raise WorkerSilent(f"no answer within {seconds:g} s") from None
+        except httpx.HTTPError as error:
+            _check_local(error)
+            raise WorkerLost(one_line(error)) from None
 
     async def _post(self, url: str, path: str, message: bytes, headers: dict[str, str]) -> httpx.Response:
         fleet = self.fleet

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 _MISSES = 3
 """Consecutive unanswered health checks after which a worker is down."""
 _LOST = 8
-"""Lost requests without an answered health check in between, after which a worker is down."""
+"""Lost requests after which one unanswered health check is enough."""
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
 
 
@@ -213,15 +213,13 @@ class Fleet:
             await asyncio.sleep(interval)
 
     def lost_request(self, worker: Remote, why: str) -> None:
-        """Counts a request that failed without an answer. Any client may have caused this, so the worker only counts as
-        down if a health check fails, or after `_LOST` such requests without an answered check."""
+        """Counts a request that failed without an answer. Any client may have caused this, also several at the same
+        moment, so a health check decides whether the worker is down."""
         worker.failures += 1
         if not worker.up:
             return
         worker.lost += 1
         log.debug("%s worker %s lost a request: %s", worker.role, worker.url, why)
-        if worker.lost >= _LOST:
-            worker.mark_down(f"{worker.lost} requests lost, the last one: {why}", self.patience)
         if worker not in self._checks:
             check = self._checks[worker] = asyncio.create_task(self._check_health(worker, with_manifest=False))
             check.add_done_callback(lambda _: self._checks.pop(worker, None))
@@ -248,7 +246,8 @@ class Fleet:
                 return
             # A busy machine answers late, and a server may close an idle connection just before it is used again. Only
             # a refused connection proves that the worker is down.
-            worker.missed = _MISSES if isinstance(error, httpx.ConnectError) else worker.missed + 1
+            refused = isinstance(error, httpx.ConnectError)
+            worker.missed = _MISSES if refused or worker.lost >= _LOST else worker.missed + 1
             up, why = worker.up and worker.missed < _MISSES, str(error) or "no answer"
         except (httpx.HTTPError, ValidationError, ValueError) as error:
             up, why = False, str(error) or type(error).__name__

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from serving.split.transport.base import Transport, TransportError
 from serving.split.transport.jax_transfer import JaxTransport
@@ -13,7 +13,7 @@ __all__ = ["JaxTransport", "TcpTransport", "Transport", "TransportError", "open_
 
 log = logging.getLogger(__name__)
 
-KINDS = ("jax", "tcp")
+_KINDS: dict[str, Callable[[str], Transport]] = {"jax": JaxTransport, "tcp": TcpTransport}
 
 
 def open_transports(kinds: Sequence[str], host: str) -> dict[str, Transport]:
@@ -23,17 +23,11 @@ def open_transports(kinds: Sequence[str], host: str) -> dict[str, Transport]:
         TransportError: a requested transport is not available.
     """
     opened: dict[str, Transport] = {}
-    if not kinds:
+    for kind in kinds or _KINDS:
         try:
-            opened["jax"] = JaxTransport(host)
+            opened[kind] = _KINDS[kind](host)
         except TransportError as error:
+            if kinds or kind == "tcp":
+                raise
             log.warning("states are transferred by tcp: %s", error)
-        return opened | {"tcp": TcpTransport(host)}
-    for kind in kinds:
-        if kind == "jax":
-            opened[kind] = JaxTransport(host)
-        elif kind == "tcp":
-            opened[kind] = TcpTransport(host)
-        else:
-            raise TransportError(f"unknown transport {kind!r}; allowed: {', '.join(KINDS)}")
     return opened

@@ -305,7 +305,7 @@ def test_who_has_the_least_to_compute_is_chosen():
     assert chosen(b=(1900, "device")) in "ac", "it has had far more than its share"
     assert chosen(tokens=50_000, b=(49_000, "device")) == "b", "but that would be a waste"
     assert (place.stats.by_state, place.stats.by_load, place.stats.by_text) == (5, 1, 1)
-    assert place.stats.resumable == {
+    assert place.stats.resumable_tokens == {
         ("decode", "disk"): 1100, ("decode", "device"): 800 + 400 + 49_000, ("decode", "host"): 800,
     }  # fmt: skip
     assert a.work.pending == b.work.pending == c.work.pending == 0
@@ -361,11 +361,11 @@ def test_what_is_saved_is_counted_against_the_choice_by_text():
     key = next(key for key in (str(n).encode() for n in range(99))
                if choose(place.fleet.decode, key, slack=4).url == "http://a")  # fmt: skip
     place.choose(place.fleet.decode, key, found(place, a=(3, "device"), b=(8, "host")))
-    assert place.stats.saved == 5
+    assert place.stats.saved_tokens == 5
     place.choose(place.fleet.decode, key, found(place, b=(8, "host")))
-    assert place.stats.saved == 13
+    assert place.stats.saved_tokens == 13
     place.choose(place.fleet.decode, key, found(place, a=(8, "host")))
-    assert place.stats.saved == 13
+    assert place.stats.saved_tokens == 13
     relay = SimpleNamespace(placement=place, stats=RelayStats(), fleet=place.fleet)
     lines = {sample.name: sample.value for each in RelayCollector(relay).collect() for sample in each.samples}
     assert lines["mamba_jax_router_saved_tokens_total"] == 13
@@ -394,8 +394,8 @@ def test_requests_go_where_their_prompts_can_be_gone_on_from():
             tokens = [ord(each) for each in text]
             for body in ({"prompt": text}, {"prompt": tokens}, {"prompt": tokens[:21]}):
                 assert await ask(relay, body) == "abc"[at % 3]
-        assert relay.placement.stats.saved > 0
-        assert relay.placement.stats.resumable == {("decode", "device"): 3 * 6 * 20}
+        assert relay.placement.stats.saved_tokens > 0
+        assert relay.placement.stats.resumable_tokens == {("decode", "device"): 3 * 6 * 20}
         for body in ({"prompt": "something else"}, {"prompt": texts[0][:9]}, {"prompt": [1, 2, 3]}):
             key = (body["prompt"] if isinstance(body["prompt"], str) else json.dumps(body["prompt"])).encode()
             assert await ask(relay, body) == choose(fleet.decode, key, slack=9).url[-1]

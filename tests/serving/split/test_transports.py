@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from serving.split.transport import JaxTransport, TcpTransport, TransportError, open_transports
+from serving.split.transport import JaxTransport, TcpTransport, TransportError
 from tests.support.direct_transport import DirectTransport
 
 ARRAYS = [jnp.arange(60.0).reshape(3, 20), jnp.ones((2, 3), jnp.bfloat16) * 3, jnp.zeros((0, 4))]
@@ -99,11 +99,6 @@ def _resident() -> int:
         ctypes.CDLL(None).malloc_trim(0)  # glibc keeps some of what is freed, more of it in a process that has had much
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS"))
-
-
-def test_unknown_transports_are_one_line():
-    with pytest.raises(TransportError, match="allowed: jax, tcp"):
-        open_transports(["pigeon"], "127.0.0.1")
 
 
 def test_an_unreachable_sender(pair):
