@@ -1,24 +1,30 @@
-"""From one kind of checkpoint to another."""
+"""From one kind of checkpoint to another, and from a Hugging Face directory to one in another dtype or quantized."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import json
+import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
+import numpy as np
 
-from checkpoints.errors import CheckpointError
-from checkpoints.export import save_hugging_face
+from checkpoints.errors import CheckpointError, listing
+from checkpoints.export import copy_small_files, save_hugging_face
 from checkpoints.json_file import read_json
 from checkpoints.load import Checkpoint, load_config, load_model, source_dtype
 from checkpoints.orbax import save_orbax
-from checkpoints.placing import Shardings
-from checkpoints.quantised.rounding import Selection
+from checkpoints.placing import Shardings, abstract_parameters
+from checkpoints.quantised.rounding import Rounding, Selection
+from checkpoints.quantised.stored import InvalidTensor
+from checkpoints.quantised.writing import description_of, tensors_of
 from checkpoints.resolve import Reference, ReferenceKind, resolve
-from checkpoints.tensors.rewrite import rewrite_hugging_face
-from checkpoints.tensors.tensor_set import TensorSet
+from checkpoints.tensors.tensor_set import TensorFiles, TensorSet
+from mamba_jax.config import HybridConfig
 from mamba_jax.families import TEXT_PREFIXES, as_stored, weight_names
+from mamba_jax.families.base import HFSource
 
 Form = Literal["orbax", "hugging-face"]
 
@@ -55,48 +61,103 @@ def convert(
     reference = resolve(source)
     if form not in get_args(Form):
         raise CheckpointError(f"form {form!r} is not known; allowed are {', '.join(get_args(Form))}")
-    if form == "hugging-face":
-        return _rewrite(reference, Path(target).expanduser(), dtype, quantization, quantization_exclude)
-    if _is_auto(dtype):
-        dtype = source_dtype(reference)
+    auto = isinstance(dtype, str) and dtype == "auto"
+    if form == "hugging-face" and (quantization is not None or reference.kind is not ReferenceKind.ORBAX):
+        wanted = None if auto else jnp.dtype(dtype)
+        return _rewrite(reference, Path(target).expanduser(), wanted, quantization, quantization_exclude)
+    dtype = source_dtype(reference) if auto else dtype
     model = load_model(
         source,
         dtype=dtype,
         sharding=sharding,
         quantization=quantization,
         quantization_exclude=quantization_exclude,
-        progress=progress,
+        progress=progress and form == "orbax",
     )
+    if form == "hugging-face":
+        return save_hugging_face(target, model, reference.files)
     return save_orbax(target, model, files_from=reference.files, overwrite=overwrite, progress=progress)
 
 
 def _rewrite(
-    reference: Reference, target: Path, dtype: Any, quantization: str | None, exclude: Collection[str]
+    reference: Reference, target: Path, dtype: np.dtype | None, quantization: str | None, exclude: Collection[str]
 ) -> Path:
-    if reference.kind is ReferenceKind.ORBAX and quantization is None:
-        model = load_model(reference.name, dtype=source_dtype(reference) if _is_auto(dtype) else dtype, progress=False)
-        return save_hugging_face(target, model, reference.files)
+    """Writes a directory whose weights are those that loading the source with these options would make.
+
+    Names stay as they are. Tensors that the model keeps in float32 stay so in any `dtype`.
+
+    Raises:
+        CheckpointError: the source has no wide weights, the target is in use, or the format cannot store one of the
+            rounded weights.
+    """
     if reference.kind not in (ReferenceKind.HUGGING_FACE, ReferenceKind.DEMO):
         raise CheckpointError(f"{reference.name}: quantized weights are written from a Hugging Face directory only")
     if already := Checkpoint(reference.name).quantised_as():
         raise CheckpointError(f"{reference.name}: is quantized already ({already})")
-    names = TensorSet(reference.files).names
-    if any(name.startswith(TEXT_PREFIXES) for name in names):
+    tensors = TensorSet(reference.files)
+    if any(name.startswith(TEXT_PREFIXES) for name in tensors.names):
         raise CheckpointError(
             f"{reference.name}: the text model of a multimodal one cannot be written in this form; use --form orbax"
         )
-    config = as_stored(load_config(reference.name), names)
+    if target.exists() and any(target.iterdir()):
+        raise CheckpointError(f"{target}: exists already and is not empty")
+    config = as_stored(load_config(reference.name), tensors.names)
     sources = weight_names(config)
-    return rewrite_hugging_face(
-        reference.files,
-        target,
-        config,
-        read_json(reference.files / "config.json"),
-        sources,
-        None if quantization is None else Selection(config, sources, quantization, exclude),
-        dtype=None if _is_auto(dtype) else jnp.dtype(dtype),
-    )
+    found = {path: source for path, each in sources.items() if (source := each.find(tensors.names)) is not None}
+    selection = None if quantization is None else Selection(config, sources, quantization, exclude)
+    roundings = {} if selection is None else _by_tensor(config, found, selection)
+    targets = {} if dtype is None else abstract_parameters(config, dtype)
+    wanted = {name: targets[path].dtype for path, source in found.items() if targets for name in source.names}
+    target.mkdir(parents=True, exist_ok=True)
+    files = TensorFiles(target)
+    for name in sorted(tensors.names):
+        rounding, value = roundings.get(name), tensors.view(name)
+        if rounding is None:
+            files.add(name, value.astype(wanted.get(name, value.dtype)))
+        else:
+            try:
+                parts = tensors_of(rounding, value)
+            except InvalidTensor as error:
+                raise CheckpointError(f"{name}: {error}; exclude it, or write Orbax") from None
+            for suffix, part in parts.items():
+                files.add(f"{_module(name)}.{suffix}", part)
+        tensors.release(name)
+    files.close()
+    described = read_json(reference.files / "config.json")
+    if dtype is not None:
+        described["dtype"] = dtype.name
+    rounded = {_module(name): rounding for name, rounding in roundings.items()}
+    wide = {_module(name) for name in tensors.names if name.endswith(".weight") and len(tensors.shape(name)) == 2}
+    if selection is not None:
+        described["quantization_config"] = description_of(rounded, wide - set(rounded))
+    (target / "config.json").write_text(json.dumps(described, indent=1) + "\n")
+    copy_small_files(reference.files, target)
+    return target
 
 
-def _is_auto(dtype: Any) -> bool:
-    return isinstance(dtype, str) and dtype == "auto"
+def _by_tensor(config: HybridConfig, found: Mapping[str, HFSource], selection: Selection) -> dict[str, Rounding]:
+    """Returns how each stored tensor is rounded."""
+    shapes = {path: leaf.shape for path, leaf in abstract_parameters(config, np.float32).items()}
+    of_tensor: dict[str, dict[str, Rounding | None]] = {}
+    for path, source in found.items():
+        for name in source.names:
+            of_tensor.setdefault(name, {})[path] = selection.of(path, shapes[path])
+    roundings: dict[str, Rounding] = {}
+    for name, each in of_tensor.items():
+        kinds = set(each.values())
+        if len(kinds) > 1:
+            wide = [path for path, rounding in each.items() if rounding is None]
+            raise CheckpointError(
+                f"{name} holds several weights, of which {listing(wide)} would stay wide: exclude all"
+            )
+        (rounding,) = kinds
+        if rounding is None:
+            continue
+        if not name.endswith(".weight"):
+            raise CheckpointError(f"{name}: is no module's weight, which is all that this form has; write Orbax")
+        roundings[name] = rounding
+    return roundings
+
+
+def _module(name: str) -> str:
+    return re.sub(r"\.weight$", "", name)

@@ -15,8 +15,8 @@ import numpy as np
 from checkpoints.errors import CheckpointError
 from checkpoints.json_file import read_json
 from checkpoints.placing import abstract_parameters
-from checkpoints.resolve import ORBAX_MARKER
 from checkpoints.tensors.tensor_set import TensorFiles
+from checkpoints.tokenizer import MORE_TEMPLATES, TOKENIZER_FILES
 from mamba_jax.config import HybridConfig
 from mamba_jax.families import as_stored, config_from_hf, weight_names
 from mamba_jax.families.base import HFSource
@@ -90,7 +90,7 @@ def write_hugging_face(
         values: weights by dotted path.
         hf_config: the contents of config.json; `dtype` is added.
         dtype: of the tensors: float32 or bfloat16. Parameters of recurrences and routers are stored in it too.
-        files_from: a directory whose other .json and .jinja files are copied.
+        files_from: a directory whose tokenizer, chat templates and sampling defaults are copied.
     Returns:
         The directory.
     """
@@ -146,8 +146,13 @@ def _write(
     return directory
 
 
-def copy_small_files(source: Path, target: Path) -> None:
-    """Copies the tokenizer, templates and sampling defaults of a checkpoint."""
-    for path in [*source.glob("*.json"), *source.glob("*.jinja"), *source.glob("*.jsonl")]:
-        if path.name not in ("config.json", ORBAX_MARKER) and not path.name.endswith(".index.json"):
-            shutil.copyfile(path, target / path.name)
+def copy_small_files(source: Path, target: Path, *more: str) -> None:
+    """Copies the tokenizer, chat templates and sampling defaults of a checkpoint, and the files named in `more`.
+
+    Nothing else: figures and data beside a model describe the original.
+    """
+    named = [path for name in ("generation_config.json", *TOKENIZER_FILES, *more) if (path := source / name).is_file()]
+    for path in [*named, *source.glob(f"{MORE_TEMPLATES}/*.jinja")]:
+        copy = target / path.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, copy)

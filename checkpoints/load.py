@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from checkpoints.config_json import overridden, read_text_fields
-from checkpoints.dummy import dummy_parameters
 from checkpoints.errors import CheckpointError
 from checkpoints.generation import GenerationConfig, read_generation_config
 from checkpoints.orbax import read_description, restore_orbax, stored_parameters
@@ -26,6 +25,7 @@ from checkpoints.quantised import LogicalTensors, read_quantisation
 from checkpoints.quantised.rounding import Selection
 from checkpoints.quantised.stored import StoredWeight
 from checkpoints.quantised.tensors import CACHE_SCALES, by_place
+from checkpoints.random import dummy_parameters
 from checkpoints.resolve import Reference, ReferenceKind, resolve
 from checkpoints.tensors.file_digest import FileHasher
 from checkpoints.tensors.hugging_face import parameter_shapes, read_parameters

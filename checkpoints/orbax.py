@@ -23,18 +23,17 @@ from rich.console import Console
 
 from checkpoints.config_json import config_from_json, config_to_json
 from checkpoints.errors import CheckpointError, listing, one_line
+from checkpoints.export import copy_small_files
 from checkpoints.json_file import read_json
 from checkpoints.placing import Shardings, abstract_parameters, held_dtype, sharding_of
 from checkpoints.resolve import ORBAX_MARKER
 from checkpoints.tensors.file_digest import FileHasher
-from checkpoints.tokenizer import TOKENIZER_FILES
 from mamba_jax.config import HybridConfig
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.modules.quantised import weight_of
 
 VERSION = 1
 WEIGHTS = "weights"
-COPIED = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def save_orbax(
             checkpointer.save(directory / WEIGHTS, arrays)
         if jax.process_index() == 0:
             if files_from is not None:
-                _copy_files(files_from, directory)
+                copy_small_files(files_from, directory, "config.json")
             description = {
                 "version": VERSION,
                 "dtype": _dtype_name(arrays),
@@ -200,14 +199,6 @@ def _prepare(directory: Path, overwrite: bool) -> None:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"{directory}: cannot be written ({error.strerror})") from error
-
-
-def _copy_files(source: Path, directory: Path) -> None:
-    named = [path for path in (source / name for name in COPIED) if path.is_file()]
-    for path in [*named, *source.glob("additional_chat_templates/*.jinja")]:
-        target = directory / path.relative_to(source)
-        target.parent.mkdir(exist_ok=True)
-        shutil.copyfile(path, target)
 
 
 def _dtype_name(arrays: Mapping[str, jax.Array]) -> str:

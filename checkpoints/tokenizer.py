@@ -19,8 +19,15 @@ TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "tiktoken.model",
     "chat_template.jinja",
 )
+MORE_TEMPLATES = "additional_chat_templates"
+"""The folder of chat templates with other names than `default`."""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -191,7 +198,7 @@ def _chat_templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]
     elif isinstance(stored, list):
         named = (t for t in stored if isinstance(t, Mapping) and {"name", "template"} <= t.keys())
         found |= {t["name"]: t["template"] for t in named}
-    more = directory / "additional_chat_templates"
+    more = directory / MORE_TEMPLATES
     files = {path.stem: path for path in sorted(more.glob("*.jinja"))} | {"default": directory / "chat_template.jinja"}
     for name, path in files.items():
         if path.is_file():

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from checkpoints.version import version
+        from mamba_jax.version import version
 
         return version()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

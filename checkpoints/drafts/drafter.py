@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from checkpoints.dummy import dummy_parameters
 from checkpoints.errors import CheckpointError
 from checkpoints.json_file import read_json
 from checkpoints.load import LoadedWeights, default_dtype
 from checkpoints.placing import abstract_parameters, nbytes
 from checkpoints.quantised import LogicalTensors, read_quantisation
+from checkpoints.random import dummy_parameters
 from checkpoints.tensors.file_digest import FileHasher
 from checkpoints.tensors.hugging_face import read_parameters
 from checkpoints.tensors.tensor_set import TensorSet

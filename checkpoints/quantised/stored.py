@@ -25,18 +25,27 @@ class InvalidTensor(Exception):
 
 
 class Tensors(Protocol):
-    """Stored tensors by name, as in `checkpoints.tensors.hugging_face`."""
+    """Stored tensors by name: `TensorSet`, or tensors in memory."""
 
     @property
-    def names(self) -> set[str]: ...
+    def names(self) -> set[str]:
+        """The names of all tensors."""
 
-    def shape(self, name: str) -> tuple[int, ...]: ...
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Its stored shape."""
 
-    def dtype(self, name: str) -> str: ...
+    def view(self, name: str) -> np.ndarray:
+        """Its values."""
 
-    def view(self, name: str) -> np.ndarray: ...
+    def release(self, name: str) -> None:
+        """Releases a tensor after the last use of its values."""
 
-    def release(self, name: str) -> None: ...
+
+class TypedTensors(Tensors, Protocol):
+    """Stored tensors whose dtypes are known as files spell them."""
+
+    def dtype(self, name: str) -> str:
+        """Its dtype, for example `BF16`."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,7 @@ class StoredWeight:
 class Module:
     """The tensors of one quantized module: `NAME.weight` and its companions. Records which were used."""
 
-    def __init__(self, tensors: Tensors, name: str) -> None:
+    def __init__(self, tensors: TypedTensors, name: str) -> None:
         self.tensors, self.name = tensors, name
         self.uses: list[str] = []
 

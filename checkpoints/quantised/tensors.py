@@ -11,7 +11,7 @@ import numpy as np
 from checkpoints.errors import CheckpointError, listing
 from checkpoints.quantised import floats, integers
 from checkpoints.quantised.description import AWQ, GPTQ, Quantisation
-from checkpoints.quantised.stored import InvalidTensor, Module, StoredWeight, Tensors
+from checkpoints.quantised.stored import InvalidTensor, Module, StoredWeight, TypedTensors
 
 _NARROW = {"F8_E4M3": floats.fp8, "I8": integers.int8, "U8": floats.nvfp4}
 _PACKED = {"U8": floats.nvfp4, "I32": integers.pack_quantized}
@@ -26,7 +26,7 @@ class LogicalTensors:
         CheckpointError: parts of quantised weights are missing, left over or of the wrong shape; it names them.
     """
 
-    def __init__(self, where: str, tensors: Tensors, how: Quantisation | None) -> None:
+    def __init__(self, where: str, tensors: TypedTensors, how: Quantisation | None) -> None:
         self._tensors = tensors
         self.quantised: dict[str, StoredWeight] = {}
         """The quantised weights by logical name."""
@@ -91,7 +91,7 @@ def by_place(quantised: Iterable[tuple[str, str]]) -> str:
     )
 
 
-def _read(tensors: Tensors, name: str, how: Quantisation | None) -> tuple[str, StoredWeight] | None:
+def _read(tensors: TypedTensors, name: str, how: Quantisation | None) -> tuple[str, StoredWeight] | None:
     """The quantized weight whose values a tensor contains, with the name of its module; None if it contains none."""
     module_name, _, suffix = name.rpartition(".")
     kind, read = tensors.dtype(name), None

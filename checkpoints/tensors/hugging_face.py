@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 import jax
 import numpy as np
@@ -17,30 +16,13 @@ from checkpoints.errors import CheckpointError, listing
 from checkpoints.placing import Index, Shardings, nbytes, place, progress_bar, sharding_of
 from checkpoints.quantised.parameters import Readable, parts_of
 from checkpoints.quantised.rounding import Selection, largest_of, rounded
-from checkpoints.quantised.stored import StoredWeight
+from checkpoints.quantised.stored import StoredWeight, Tensors
 from mamba_jax.families.base import HFSource
 
 _log = logging.getLogger(__name__)
 
 # Buffers that older versions of transformers stored, which are determined by the configuration.
 ALWAYS_IGNORED = (r".*rotary_emb\.inv_freq",)
-
-
-class Tensors(Protocol):
-    """Stored tensors by name: `TensorSet`, or tensors in memory."""
-
-    @property
-    def names(self) -> set[str]:
-        """The names of all tensors."""
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Its stored shape."""
-
-    def view(self, name: str) -> np.ndarray:
-        """Its values."""
-
-    def release(self, name: str) -> None:
-        """Releases a tensor after the last use of its values."""
 
 
 def read_parameters(

@@ -15,7 +15,8 @@ from jax.sharding import SingleDeviceSharding
 from checkpoints.errors import CheckpointError, listing
 from checkpoints.placing import abstract_parameters, place
 from checkpoints.quantised.rounding import Selection, largest_of
-from checkpoints.tensors.hugging_face import ALWAYS_IGNORED, Tensors, match_sources, readable
+from checkpoints.quantised.stored import Tensors
+from checkpoints.tensors.hugging_face import ALWAYS_IGNORED, match_sources, readable
 from checkpoints.tensors.tensor_set import TensorSet
 from mamba_jax.config import HybridConfig
 from mamba_jax.families import TEXT_PREFIXES, ignored, weight_names

@@ -115,7 +115,7 @@ app = typer.Typer(
 
 def _show_version(value: bool) -> None:
     if value:
-        from checkpoints.version import version
+        from mamba_jax.version import version
 
         typer.echo(f"mamba-jax {version()}")
         raise typer.Exit

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from checkpoints import dummy
-from checkpoints.dummy import PERIOD, DummyParameter, dummy_parameters
+from checkpoints.random import PERIOD, DummyParameter, dummy_parameters
 
 SHAPE = (6, 601, 512)
 

@@ -146,3 +146,9 @@ def test_what_cannot_be_saved_is_said(tmp_path):
     narrow = mamba_jax.load(str(one), dtype="float32", quantization="int8")
     with pytest.raises(checkpoints.CheckpointError, match="weights are quantized"):
         mamba_jax.save(narrow, str(tmp_path / "new"))
+
+
+def test_a_saved_model_has_neither_figures_nor_data_of_the_original(tmp_path):
+    copied = {"generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    checkpoints.convert("demo", tmp_path / "saved", form="hugging-face", dtype="float32")
+    assert {path.name for path in (tmp_path / "saved").iterdir()} == copied | {"config.json", "model.safetensors"}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from checkpoints.dummy import initial_values
+from checkpoints.random import initial_values
 from mamba_jax.config import HybridConfig
 from mamba_jax.model import HybridModel
 

@@ -1,15 +1,74 @@
-"""Errors and the progress bar of a training run."""
+"""What all training commands do: check paths, convert errors, show progress, and remove a run's temporary state."""
 
 from __future__ import annotations
 
+import dataclasses
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from serving.config import ConfigError
+
+
+def training_console(output: Path | None, data: Path | None = None) -> Console:
+    """Returns the console for messages.
+
+    Raises:
+        ConfigError: `output` has content, or `data` does not exist.
+    """
+    if output is not None and output.exists() and any(output.iterdir()):
+        raise ConfigError(f"--output {output}: already exists and is not empty")
+    if data is not None and not data.exists():
+        raise ConfigError(f"--data {data}: no such file or directory")
+    return Console(stderr=True, soft_wrap=True, highlight=False)
+
+
+def weights_of(model: Any) -> dict[str, Any]:
+    """Returns a model's weights by dotted path.
+
+    Raises:
+        ModelConfigError: they are quantized.
+    """
+    from mamba_jax.model import parameters
+    from mamba_jax.train.loop import refuse_quantised
+
+    values = {path: leaf.get_value() for path, leaf in parameters(model).items()}
+    refuse_quantised(values)
+    return values
+
+
+@contextmanager
+def run_folder(run: Path | None) -> Iterator[Path]:
+    """Returns the folder of a run that can be resumed, or else one that is removed at the end."""
+    with tempfile.TemporaryDirectory() as temporary:
+        yield run or Path(temporary)
+
+
+def finished(run: Path | None, settings: Any, config: Any, batches: Any, console: Console, **options: Any) -> Any:
+    """Trains, and returns the result of a whole run. An interrupted one is aborted, and says how to resume.
+
+    Args:
+        run: the folder; None: the run cannot be resumed.
+        settings, config, batches, options: as for `mamba_jax.train.loop.train`.
+    """
+    from mamba_jax.train.loop import train
+
+    steps = settings.steps
+    settings = dataclasses.replace(settings, save_every=min(steps, 100) if run else steps)
+    with run_folder(run) as directory, training_bar(steps, console) as show:
+        done = train(settings, config, batches, directory, progress=show, **options)
+    if not done.finished:
+        console.print(
+            f"interrupted after {done.steps} steps" + ("; run the same command again to resume" if run else "")
+        )
+        raise typer.Abort
+    return done
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import typer
 import yaml
 from rich.console import Console
 
-from serving.cli.training.progress import training_bar, training_errors
+from serving.cli.training.progress import training_bar, training_console, training_errors, weights_of
 from serving.config import ConfigError
 
 TOKENS = "tokens.npz"
@@ -39,7 +39,8 @@ def train(
 ) -> None:
     """Train or fine-tune a model and write it to OUTPUT/model as a Hugging Face directory."""
     from checkpoints.export import write_hugging_face
-    from checkpoints.training_data import corpus_digest
+    from checkpoints.text.training_data import corpus_digest
+    from mamba_jax.families import config_from_hf
     from mamba_jax.train.config import FINE_TUNING, read_config
     from mamba_jax.train.corpus import write_sample
     from mamba_jax.train.loop import LOG, read_log
@@ -48,7 +49,7 @@ def train(
     from mamba_jax.train.plot import plot_losses
     from mamba_jax.train.recipe import keep_recipe
 
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console = training_console(None)
     if config is None and model is None:
         raise ConfigError("train: give --config (a new model) or --model (fine-tuning)")
     with training_errors(console):
@@ -61,7 +62,7 @@ def train(
     has_corpus = corpus is not None or source.exists() or not (output / TOKENS).is_file()
     digest = corpus_digest(source) if has_corpus else None
     with training_errors(console):
-        start = _new_model(settings) if model is None else _existing_model(model, settings)
+        start = _Start(config_from_hf(settings.model)) if model is None else _existing_model(model, settings)
         keep_recipe(output, settings, corpus_digest=digest, model=start.digest)
     tokenizer = start.tokenizer or output / "tokenizer"
     if not (tokenizer / "tokenizer.json").is_file():
@@ -114,18 +115,10 @@ class _Start:
     """Digest of the weights."""
 
 
-def _new_model(settings: Any) -> _Start:
-    from mamba_jax.families import config_from_hf
-
-    return _Start(config_from_hf(settings.model))
-
-
 def _existing_model(ref: str, settings: Any) -> _Start:
     from checkpoints.load import load_weights
     from checkpoints.resolve import resolve
     from checkpoints.tokenizer import require_tokenizer
-    from mamba_jax.model import parameters
-    from mamba_jax.train.loop import refuse_quantised
 
     if settings.model:
         raise ConfigError("--model gives the architecture: remove `model` from the config file")
@@ -134,9 +127,7 @@ def _existing_model(ref: str, settings: Any) -> _Start:
         raise ConfigError(f"--model {ref}: has no config.json; convert it with `mamba-jax convert --form hugging-face`")
     require_tokenizer(ref)
     weights = load_weights(ref, dtype="float32")
-    values = {path: leaf.get_value() for path, leaf in parameters(weights.model).items()}
-    refuse_quantised(values)
-    return _Start(weights.model.config, values, files, weights.digest)
+    return _Start(weights.model.config, weights_of(weights.model), files, weights.digest)
 
 
 def _save_like(ref: str, directory: Path, config: Any, values: dict[str, Any]) -> None:
@@ -153,8 +144,8 @@ def _save_like(ref: str, directory: Path, config: Any, values: dict[str, Any]) -
 
 def read_data(settings: Any, corpus: Path, tokenizer_files: Path, output: Path, console: Console) -> tuple[Any, Any]:
     """Returns the batches of the run, and the sequences of its validation loss, if any."""
+    from checkpoints.text.training_data import load_streams, shares_of
     from checkpoints.tokenizer import read_tokenizer
-    from checkpoints.training_data import load_streams, shares_of
     from mamba_jax.train.data import Batches, hold_out, read_streams, save_streams
     from mamba_jax.train.validation import validation_sequences
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from serving.cli.training.progress import training_bar, training_errors
-from serving.config import ConfigError
+from serving.cli.training.progress import finished, run_folder, training_console, training_errors, weights_of
 
 _MODEL = typer.Option(help="Model that is adapted: a Hugging Face directory with a tokenizer, or demo.")
 _DATA = typer.Option(help='Text to train on: JSON lines with "text", or a prepared corpus.')
@@ -129,29 +125,21 @@ def _train(
 
     from checkpoints.load import load_weights
     from checkpoints.resolve import resolve
+    from checkpoints.text.training_data import corpus_digest
     from checkpoints.tokenizer import require_tokenizer
-    from checkpoints.training_data import corpus_digest
-    from mamba_jax.model import parameters
     from mamba_jax.train.additions import is_trained
     from mamba_jax.train.config import DataSettings, DraftSettings, OptimizerSettings, TrainConfig
-    from mamba_jax.train.loop import refuse_quantised, train
     from mamba_jax.train.loss import DRAFT_LAYER
     from mamba_jax.train.recipe import keep_recipe
     from mamba_jax.train.validation import Validation
     from serving.cli.training.train import read_data
 
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
-    if output.exists() and any(output.iterdir()):
-        raise ConfigError(f"--output {output}: already exists and is not empty")
-    if not data.exists():
-        raise ConfigError(f"--data {data}: no such file or directory")
+    console = training_console(output, data)
     require_tokenizer(model)
     files, weights = resolve(model).files, load_weights(model, dtype="float32")
     config = dataclasses.replace(weights.model.config, mtp_pattern="")
-    values = {path: leaf.get_value() for path, leaf in parameters(weights.model).items()}
-    values = {path: value for path, value in values.items() if not path.startswith(DRAFT_LAYER)}
-    with training_errors(console), ExitStack() as stack:
-        refuse_quantised(values)
+    with training_errors(console), run_folder(run) as directory:
+        values = {path: leaf for path, leaf in weights_of(weights.model).items() if not path.startswith(DRAFT_LAYER)}
         values |= start(config)
         steps = fields["steps"]
         settings = TrainConfig(
@@ -160,13 +148,11 @@ def _train(
                 learning_rate=learning_rate, warmup_steps=min(20, steps // 5), weight_decay=weight_decay
             ),
             drafts=DraftSettings(depth_weights=()),
-            save_every=min(steps, 100) if run else steps,
             validate_every=steps,
             **fields,
         )
         if run is not None:
             keep_recipe(run, settings, corpus_digest=corpus_digest(data), model=weights.digest)
-        directory = run or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         batches, sequences = read_data(settings, data, files, directory, console)
         validation = None
         if sequences is not None:
@@ -179,20 +165,8 @@ def _train(
                 devices=1,
             )
             before = validation.loss(values)
-        with training_bar(steps, console) as show:
-            devices = jax.devices()[: math.gcd(settings.batch_size, len(jax.devices()))]
-            done = train(
-                settings,
-                config,
-                batches,
-                directory,
-                values=values,
-                trained=is_trained,
-                devices=devices,
-                progress=show,
-            )
-        if not done.finished:
-            raise typer.Abort
+        devices = jax.devices()[: math.gcd(settings.batch_size, len(jax.devices()))]
+        done = finished(run, settings, config, batches, console, values=values, trained=is_trained, devices=devices)
         write(config, done.values)
         count = sum(value.size for path, value in done.values.items() if is_trained(path))
         console.print(f"{count:,} numbers trained", markup=False)

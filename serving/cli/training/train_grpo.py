@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from serving.cli.training.progress import training_errors
+from serving.cli.training.progress import training_console, training_errors, weights_of
 from serving.config import ConfigError
 
 _LONGEST_PROMPT = 96
@@ -58,18 +57,14 @@ def train_grpo(
     from checkpoints.load import load_config
     from checkpoints.resolve import resolve
     from checkpoints.tokenizer import require_tokenizer
-    from mamba_jax.model import parameters
     from mamba_jax.train.additions import is_trained, new_adapter
     from mamba_jax.train.arithmetic import arithmetic_reward
     from mamba_jax.train.corpus import SAMPLE_PROBLEMS, problem_prompt, read_documents
-    from mamba_jax.train.loop import refuse_quantised
     from mamba_jax.train.policy import PolicyTrainer
     from serving.cli.training.rollouts import Prompt, Rollouts, ServedAdapter, TrainingRound, improve
     from serving.engine.llm import LLM
 
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
-    if output is not None and output.exists() and any(output.iterdir()):
-        raise ConfigError(f"--output {output}: already exists and is not empty")
+    console = training_console(output)
     path = problems or resolve(model).files / SAMPLE_PROBLEMS
     if not path.is_file():
         raise ConfigError(f"--problems {path}: no such file")
@@ -91,8 +86,7 @@ def train_grpo(
             model, dtype="float32", max_model_len=length + 1, max_num_seqs=64, state_block_size=128, tile_size=32,
             enable_lora=lora, max_loras=1, max_lora_rank=rank, schedule_invariant=schedule_invariant,
         )  # fmt: skip
-        values |= {name: leaf.get_value() for name, leaf in parameters(llm.model).items()}
-        refuse_quantised(values)
+        values |= weights_of(llm.model)
     rate = learning_rate if learning_rate is not None else 1e-3 if lora else 3e-4
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate, b2=0.99))
     trainer = PolicyTrainer(

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import tempfile
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from serving.cli.training.progress import training_bar, training_errors
-from serving.config import ConfigError
+from serving.cli.training.progress import finished, training_console, training_errors, weights_of
 
 _DEPTH_WEIGHTS = (1.0, 0.8, 0.6)
 
@@ -43,26 +38,19 @@ def train_mtp(
     """Train a draft layer by distillation, leaving the model itself unchanged."""
     from checkpoints.drafts.draft_layer import begun_draft_layer, with_draft_layer, write_with_draft_layer
     from checkpoints.load import load_config, load_model
+    from checkpoints.text.training_data import corpus_digest, load_streams, shares_of
     from checkpoints.tokenizer import require_tokenizer
-    from checkpoints.training_data import corpus_digest, load_streams, shares_of
-    from mamba_jax.model import parameters
     from mamba_jax.train.config import DataSettings, DraftSettings, OptimizerSettings, TrainConfig
     from mamba_jax.train.data import Batches, read_streams, save_streams
-    from mamba_jax.train.loop import refuse_quantised, train
     from mamba_jax.train.loss import DRAFT_LAYER
     from mamba_jax.train.recipe import keep_recipe
     from serving.cli.training.rollouts import own_text
 
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
-    if output.exists() and any(output.iterdir()):
-        raise ConfigError(f"--output {output}: already exists and is not empty")
-    if not data.exists():
-        raise ConfigError(f"--data {data}: no such file or directory")
+    console = training_console(output, data)
     tokenizer = require_tokenizer(model)
     raw, config = with_draft_layer(model, pattern or load_config(model).mtp_pattern or "*-")
-    values: dict[str, Any] = {path: leaf.get_value() for path, leaf in parameters(load_model(model)).items()}
     with training_errors(console):
-        refuse_quantised(values)
+        values = weights_of(load_model(model))
     start = begun_draft_layer(config, values, seed)
     if not anew:
         start |= {path: value for path, value in values.items() if path in start}
@@ -102,23 +90,15 @@ def train_mtp(
                     save_streams(kept, {"rollouts": streams["rollouts"]})
             shares = shares | {"rollouts": sum(shares.values())}
         batches = Batches(streams, shares, batch_size=batch_size, length=sequence_length + 1, seed=seed)
-        with ExitStack() as stack:
-            directory = run or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            show = stack.enter_context(training_bar(steps, console))
-            done = train(
-                dataclasses.replace(settings, save_every=100 if run else steps),
-                config,
-                batches,
-                directory,
-                values=values,
-                trained=lambda path: path.startswith(DRAFT_LAYER),
-                model_weight=0.0,
-                progress=show,
-            )
-    if not done.finished:
-        console.print(
-            f"interrupted after {done.steps} steps" + ("; run the same command again to resume" if run else "")
+        done = finished(
+            run,
+            settings,
+            config,
+            batches,
+            console,
+            values=values,
+            trained=lambda path: path.startswith(DRAFT_LAYER),
+            model_weight=0.0,
         )
-        raise typer.Abort
     write_with_draft_layer(model, output, raw, config, done.values)
     console.print(f"{output}", markup=False)
