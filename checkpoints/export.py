@@ -149,7 +149,7 @@ def _write(
 def copy_small_files(source: Path, target: Path, *more: str) -> None:
     """Copies the tokenizer, chat templates and sampling defaults of a checkpoint, and the files named in `more`.
 
-    Nothing else: figures and data beside a model describe the original.
+    Nothing else: figures and data in its folder describe the original.
     """
     named = [path for name in ("generation_config.json", *TOKENIZER_FILES, *more) if (path := source / name).is_file()]
     for path in [*named, *source.glob(f"{MORE_TEMPLATES}/*.jinja")]:
