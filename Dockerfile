@@ -36,8 +36,8 @@ USER 1000:1000
 WORKDIR /workspace
 VOLUME ["/cache"]
 EXPOSE 8000
-# /health is 503 while the model is loaded and its programs are compiled: up to half an hour for large models.
+# /ready is 503 until the model is loaded and its programs are compiled: up to half an hour for large models.
 HEALTHCHECK --start-period=30m --interval=10s --timeout=5s --retries=6 \
-    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
+    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/ready', timeout=4)"]
 ENTRYPOINT ["mamba-jax"]
 CMD ["serve", "demo", "--host", "0.0.0.0", "--port", "8000"]

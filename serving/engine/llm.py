@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -22,17 +24,41 @@ from serving.engine.replicas.replica_threads import ReplicaGroup
 from serving.engine.request_error import RequestError
 from serving.engine.requests.output import RequestOutput
 from serving.engine.requests.request import EngineRequest, LoRARequest, Prompt
-from serving.engine.requests.sampling_params import SamplingParams
+from serving.engine.requests.sampling_params import SamplingParams, recommended_sampling
 from serving.engine.weights import WeightsChecksum
 from serving.vllm.command import engine_flags
 
 log = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, Any]]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_NEAREST = {
+    "beam_search": "use generate with SamplingParams(n=..., logprobs=...) and choose among the outputs",
+    "collective_rpc": "use engine, which runs in this process",
+    "get_metrics": "use engine.stats(); servers export metrics for Prometheus",
+    "llm_engine": "use engine",
+    "score": "use generate with SamplingParams(prompt_logprobs=...), which scores texts; the model is no classifier",
+    "start_profile": "use jax.profiler.trace",
+    **dict.fromkeys(("classify", "embed", "encode", "reward"), "the model generates text; use generate"),
+}
+"""vLLM's methods that `LLM` does not have, and what to use."""
+
+
+def _in_turn(method: Callable[Concatenate[LLM, P], R]) -> Callable[Concatenate[LLM, P], R]:
+    """Makes calls of a method from several threads run one after the other."""
+
+    @functools.wraps(method)
+    def run(self: LLM, /, *args: P.args, **options: P.kwargs) -> R:
+        with self._turn:
+            return method(self, *args, **options)
+
+    return run
 
 
 class LLM:
-    """A model, ready to complete prompts.
+    """A model, ready to complete prompts. Any thread may use it; calls that run or change the engine take turns.
 
         llm = LLM("demo")
         for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
@@ -64,7 +90,14 @@ class LLM:
         self._ids = itertools.count()
         self._streams: dict[str, list[RequestOutput]] = {}
         """Deltas that calls of `stream` have not read yet, by request id."""
+        self._turn = threading.RLock()
+        """Held by the thread that uses the engine."""
 
+    def __getattr__(self, name: str) -> Any:
+        reason = f" ({_NEAREST[name]})" if name in _NEAREST else ""
+        raise AttributeError(f"LLM has no attribute {name!r}{reason}", name=name, obj=self)
+
+    @_in_turn
     def close(self) -> None:
         """Writes pending states to `disk_cache` and ends the engine. Leaving a `with` block calls it."""
         self.front.close()
@@ -100,13 +133,14 @@ class LLM:
         """All replicas. Without `data_parallel_size` there is one."""
         return self.front.engines
 
+    @_in_turn
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        priority: int | Sequence[int] = 0,
+        priority: int | Sequence[int] | None = None,
         cache_salt: str | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
@@ -132,7 +166,7 @@ class LLM:
         params = _one_each(
             SamplingParams() if sampling_params is None else sampling_params, SamplingParams, many, "sampling_params"
         )
-        priorities = _one_each(priority, int, many, "priorities")
+        priorities = _one_each(priority or 0, int, many, "priorities")
         adapters = _one_each(lora_request, (LoRARequest, type(None)), many, "lora_request")
         requests = [
             EngineRequest(f"generate-{next(self._ids)}", each, param, rank, cache_salt, lora_request=adapter)
@@ -153,11 +187,14 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
         """Answers one conversation, a list of messages (`{"role", "content"}`), or several.
 
-        `template` holds arguments of the chat template: `tools`, `chat_template` and the template's variables.
+        `template` holds arguments of the chat template: `tools`, `chat_template` and the template's variables, which
+        `chat_template_kwargs` may hold, too.
 
         Raises:
             RequestError: the model has no tokenizer, or a request cannot be served as asked.
@@ -168,41 +205,47 @@ class LLM:
                 "messages must be a list of messages, or a list of such lists, got a single "
                 f"{'text' if isinstance(messages, str) else 'message'}: use [{{'role': 'user', 'content': ...}}]"
             )
+        variables = {**template, **(chat_template_kwargs or {})}
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
-        prompts: list[Prompt] = [{"prompt_token_ids": self.encode_chat(c, **template)} for c in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        prompts: list[Prompt] = [{"prompt_token_ids": self.encode_chat(c, **variables)} for c in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Completes one prompt, yielding the same output as it grows. Closing the iterator aborts the request."""
         request = EngineRequest(f"stream-{next(self._ids)}", prompt, sampling_params or SamplingParams(), live=True)
-        self.front.add(request)
         unread: list[RequestOutput] = []
-        self._streams[request.request_id] = unread
+        with self._turn:
+            self.front.add(request)
+            self._streams[request.request_id] = unread
         whole: RequestOutput | None = None
         try:
             while whole is None or not whole.finished:
-                while not unread:
-                    self._step()
-                whole = whole or unread.pop(0)
-                for new in unread:
-                    whole.extend(new)
-                unread.clear()
+                with self._turn:
+                    while not unread:
+                        self._step()
+                    whole = whole or unread.pop(0)
+                    for new in unread:
+                        whole.extend(new)
+                    unread.clear()
                 yield whole
         finally:
-            del self._streams[request.request_id]
-            self.front.abort(request.request_id)
+            with self._turn:
+                del self._streams[request.request_id]
+                self.front.abort(request.request_id)
 
     @property
     def weights_version(self) -> str:
         """The name of the current weights in outputs (`weights_versions`)."""
         return self.engine.control.weights.version
 
+    @_in_turn
     def update_weights(self, weights: NewWeights, *, version: str | int | None = None, partial: bool = False) -> str:
         """Replaces the model's weights in place without compiling. See `Control.update_weights`."""
         update = WeightsUpdate.of(self.engines, weights, version=version, partial=partial)
         return str(self.front.call_all(update.apply)[0])
 
+    @_in_turn
     def weights_checksum(self) -> WeightsChecksum:
         """Computes digests of the weights in memory.
 
@@ -211,6 +254,7 @@ class LLM:
         """
         return common_checksum(self.front.call_all(lambda engine: engine.control.weights_checksum()))
 
+    @_in_turn
     def load_lora_adapter(self, name: str, path: str) -> None:
         """Loads or reloads an adapter under a name, without compiling: on all replicas, or on none.
 
@@ -219,6 +263,7 @@ class LLM:
         """
         load_adapter(self.engine, name, path, self.front.call_all)
 
+    @_in_turn
     def unload_lora_adapter(self, name: str) -> None:
         """Removes an adapter from all replicas. Requests that use it keep it until they end.
 
@@ -228,20 +273,35 @@ class LLM:
         table_of(self.engine).names.check(name)
         remove_adapter(name, self.front.call_all)
 
+    @_in_turn
+    def reset_prefix_cache(self) -> bool:
+        """Drops all cached prefixes, on the devices and in the tiers. Returns True, as vLLM does."""
+        self.front.call_all(lambda engine: engine.loop.scheduler.drop_cached())
+        return True
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Returns parameters with the checkpoint's recommendations (`generation_config.json`). `generate` does not use
+        them unless they are passed to it."""
+        return SamplingParams(**recommended_sampling(self.config.model))
+
+    @_in_turn
     def pause(self, mode: PauseMode = "abort") -> None:
         """Stops dispatching steps until `resume`; see `Control.pause`. With `wait`, all requests finish first."""
         self.front.call_all(lambda engine: engine.control.pause(mode))
         while not all(engine.control.paused for engine in self.engines):
             self._step()
 
+    @_in_turn
     def resume(self) -> None:
         """Ends a pause."""
         self.front.call_all(lambda engine: engine.control.resume())
 
+    @_in_turn
     def sleep(self, level: int = 1) -> None:
         """Frees the memory of states and pages, on level 2 also that of the weights; see `Control.sleep`."""
         self.front.call_all(lambda engine: engine.control.sleep(level))
 
+    @_in_turn
     def wake_up(self) -> None:
         """Allocates the memory for states and pages again."""
         self.front.call_all(lambda engine: engine.control.wake_up())

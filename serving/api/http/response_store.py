@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,8 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Stores responses. Evicts the least recently used ones.
+    """Stores responses. At a limit, evicts the least recently used response of the key that uses most of it, so that no
+    key loses its share to another.
 
     Args:
         most: maximum number of responses.
@@ -37,37 +38,52 @@ class ResponseStore:
 
     def __init__(self, most: int, most_bytes: int) -> None:
         self._most, self._most_bytes = most, most_bytes
-        self._stored: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()
-        self.num_bytes = 0
+        self._stored: dict[bytes, OrderedDict[str, tuple[StoredResponse, int]]] = {}
+        """Responses and their sizes by owner, the least recently used first."""
+        self._bytes = Counter[bytes]()
+        """Bytes by owner."""
 
     def __len__(self) -> int:
-        return len(self._stored)
+        return sum(map(len, self._stored.values()))
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all responses."""
+        return self._bytes.total()
 
     def put(self, response_id: str, stored: StoredResponse) -> None:
         """Stores a response, unless it is larger than the limit."""
         size = stored.num_bytes
         if size > self._most_bytes or not self._most:
             return
-        self._stored[response_id] = (stored, size)
-        self.num_bytes += size
-        while len(self._stored) > self._most or self.num_bytes > self._most_bytes:
-            _, (_, freed) = self._stored.popitem(last=False)
-            self.num_bytes -= freed
+        self._stored.setdefault(stored.owner, OrderedDict())[response_id] = stored, size
+        self._bytes[stored.owner] += size
+        while len(self) > self._most:
+            self._remove(max(self._stored, key=lambda owner: len(self._stored[owner])))
+        while self.num_bytes > self._most_bytes:
+            self._remove(max(self._bytes, key=self._bytes.__getitem__))
 
     def get(self, response_id: str, key: str | None) -> StoredResponse | None:
         """Returns the response with this id, if it was created with this key and is still stored."""
-        entry = self._stored.get(response_id)
-        if entry is None or entry[0].owner != owner_of(key):
+        own = self._stored.get(owner_of(key), OrderedDict())
+        if response_id not in own:
             return None
-        self._stored.move_to_end(response_id)
-        return entry[0]
+        own.move_to_end(response_id)
+        return own[response_id][0]
 
     def delete(self, response_id: str, key: str | None) -> bool:
         """Deletes a response. Returns False if `get` finds no such response."""
         if self.get(response_id, key) is None:
             return False
-        self.num_bytes -= self._stored.pop(response_id)[1]
+        self._remove(owner_of(key), response_id)
         return True
+
+    def _remove(self, owner: bytes, response_id: str | None = None) -> None:
+        """Removes a response of an owner, by default the least recently used one."""
+        own = self._stored[owner]
+        self._bytes[owner] -= own.pop(next(iter(own)) if response_id is None else response_id)[1]
+        if not own:
+            del self._stored[owner], self._bytes[owner]
 
 
 def owner_of(key: str | None) -> bytes:

@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from serving.config import ConfigError, EngineConfig
 from serving.engine.request_error import RequestError
-from serving.engine.requests.sampling_params import MAX_LOGPROBS, SamplingParams
+from serving.engine.requests.sampling_params import MAX_LOGPROBS, SamplingParams, recommended_sampling
 from serving.settings import Settings
 
 LogFormat = Literal["text", "json"]
@@ -198,7 +198,6 @@ def resolve_settings(
     Raises:
         ConfigError: a value is invalid, or the model does not exist.
     """
-    from checkpoints import generation_config
     from checkpoints.hub import is_hub_name
     from serving.engine.assembly.fetch import fetched
 
@@ -212,13 +211,10 @@ def resolve_settings(
         if os.environ.get(variable):  # an empty variable counts as unset
             values.setdefault(setting, (os.environ[variable],))
     if with_generation_config and "default_sampling" not in values:
-        recommended = generation_config(config.model)
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        sampling = {name: getattr(recommended, name) for name in names}
-        values["default_sampling"] = {name: value for name, value in sampling.items() if value is not None}
+        values["default_sampling"] = recommended_sampling(config.model)
     if override:
         try:
-            SamplingParams.of(override)
+            SamplingParams(**override)
         except RequestError as error:
             raise ConfigError(f"--override-generation-config: {error}") from None
         values["default_sampling"] = {**values.get("default_sampling", {}), **override}

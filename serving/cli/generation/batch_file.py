@@ -170,7 +170,7 @@ class PlainLines:
             raise RequestError("give exactly one of 'prompt' and 'prompt_token_ids'")
         name = "prompt" if "prompt" in fields else "prompt_token_ids"
         prompt = {name: fields.pop(name)}
-        params = SamplingParams.of({**self._defaults, **fields})
+        params = SamplingParams(**{**self._defaults, **fields})
         return BatchRequest(prompt, params, lambda output: {"id": line.id, **as_json(output, params)})
 
     def failed(self, line: Line, error: Exception) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def local(flags: dict[str, Any], sampling: dict[str, Any]) -> Responder:
     flags.setdefault("max_num_seqs", 1)
     flags.setdefault("warmup", False)
     config = fetched(EngineConfig.create(**flags))
-    params = SamplingParams.of(sampling)
+    params = SamplingParams(**sampling)
     if not tokenizer_of(config).has_chat_template:
         raise ConfigError(f"{config.model} has no chat template; use `mamba-jax generate` for plain text")
     llm = LLM(**flags)

@@ -94,7 +94,7 @@ def _generate_file(source: Path, target: Path, sampling: dict[str, Any], flags: 
     from serving.engine.llm import LLM
 
     EngineConfig.create(**flags)
-    SamplingParams.of(sampling)  # report a bad value on the command line once, not for every line
+    SamplingParams(**sampling)  # report a bad value on the command line once, not for every line
     console = Console(stderr=True, soft_wrap=True)
     llm = LLM(**flags)
     columns = (
@@ -122,7 +122,7 @@ def _generate_one(prompt: str, chat: bool, sampling: dict[str, Any], flags: dict
     if "mamba_cache_mode" not in flags and "disk_cache" not in flags:
         flags.setdefault("enable_prefix_caching", False)
     config = fetched(EngineConfig.create(**flags))
-    params = SamplingParams.of({"max_tokens": 128, "temperature": 0.0} | sampling)
+    params = SamplingParams(**{"max_tokens": 128, "temperature": 0.0} | sampling)
     tokenizer_of(config)
     llm = LLM(**flags)
     if chat:

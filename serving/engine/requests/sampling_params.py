@@ -33,6 +33,50 @@ _LARGEST = 1e6
 """Maximum value by which logits are multiplied or divided."""
 
 
+_NEAREST = {
+    "allowed_token_ids": "give each allowed token logit_bias 100, or use structured_outputs with choice",
+    "bad_words": "give the tokens of these words logit_bias -100",
+    "best_of": "use n, and choose among the outputs by cumulative_logprob",
+    "early_stopping": "beam search is not supported; use n",
+    "extra_args": "pass each argument by its name",
+    "flat_logprobs": "use logprobs",
+    "guided_decoding": "use structured_outputs",
+    "length_penalty": "beam search is not supported; use n",
+    "logits_processors": "use logit_bias, or structured_outputs with a grammar",
+    "output_kind": "LLM.stream returns the output as it grows, and AsyncEngine.stream deltas",
+    "skip_clone": "parameters are never changed, so they need no copy",
+    "spaces_between_special_tokens": "use skip_special_tokens",
+    "thinking_token_budget": "use reasoning with a budget",
+    "truncate_prompt_tokens": "cut the prompt's token ids before the call",
+    "use_beam_search": "beam search is not supported; use n",
+}
+"""vLLM's parameters that are not supported, and the nearest way."""
+_NEUTRAL = {"best_of": 1, "length_penalty": 1.0, "spaces_between_special_tokens": True}
+"""Values of these that ask for nothing; for the others, every false value does."""
+
+
+def _checks_names(kind: type[SamplingParams]) -> type[SamplingParams]:
+    """Makes the class refuse unknown names by a `RequestError`, and ignore vLLM's others if they ask for nothing."""
+    create = kind.__init__
+
+    @functools.wraps(create)
+    def init(self: SamplingParams, *args: Any, **values: Any) -> None:
+        names = [field.name for field in fields(kind)]
+        for name in values.keys() - set(names):
+            if name in _NEAREST and (not values[name] or values[name] == _NEUTRAL.get(name)):
+                continue
+            if name in _NEAREST:
+                raise RequestError(f"{name} is not supported: {_NEAREST[name]}")
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise RequestError(f"unknown sampling parameter {name!r}{hint}")
+        create(self, *args, **{name: value for name, value in values.items() if name in names})
+
+    setattr(kind, "__init__", init)  # noqa: B010  # mypy does not allow an assignment to it
+    return kind
+
+
+@_checks_names
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling parameters of one request.
@@ -120,15 +164,8 @@ class SamplingParams:
         if stop and not self.detokenize:
             raise RequestError("stop texts need detokenize=True (stop_token_ids work without)")
         object.__setattr__(self, "stop", stop)
-        stop_ids = self._tuple("stop_token_ids", int, "token ids")
-        if len(stop_ids) > MAX_STOP_IDS:
-            raise RequestError(f"stop_token_ids has {len(stop_ids)} ids: at most {MAX_STOP_IDS} are allowed")
-        object.__setattr__(self, "stop_token_ids", stop_ids)
-        scored = self._tuple("prompt_logprob_token_ids", int, "token ids")
-        if len(scored) > MAX_PROMPT_LOGPROB_IDS:
-            raise RequestError(
-                f"prompt_logprob_token_ids has {len(scored)} ids: at most {MAX_PROMPT_LOGPROB_IDS} are allowed"
-            )
+        object.__setattr__(self, "stop_token_ids", self._tuple("stop_token_ids", int, "token ids", MAX_STOP_IDS))
+        scored = self._tuple("prompt_logprob_token_ids", int, "token ids", MAX_PROMPT_LOGPROB_IDS)
         object.__setattr__(self, "prompt_logprob_token_ids", scored)
         if scored and self.prompt_logprobs is None:
             object.__setattr__(self, "prompt_logprobs", 0)
@@ -141,21 +178,6 @@ class SamplingParams:
             from serving.engine.structured.reasoning import Reasoning
 
             object.__setattr__(self, "reasoning", Reasoning.of(self.reasoning))
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """Creates parameters from a table of values, such as a line of JSON.
-
-        Raises:
-            RequestError: an unknown name or an invalid value.
-        """
-        names = [field.name for field in fields(cls)]
-        for name in values:
-            if name not in names:
-                near = difflib.get_close_matches(name, names, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise RequestError(f"unknown sampling parameter {name!r}{hint}")
-        return cls(**values)
 
     @functools.cached_property
     def stop_automaton(self) -> StopAutomaton:
@@ -189,17 +211,17 @@ class SamplingParams:
             allowed = f"{'above' if above else 'from'} {least:g} up to {most:g}"
             raise RequestError(f"{name} must be a number {allowed}, got {_shown(value)}")
 
-    def _tuple(self, name: str, kind: type, what: str) -> tuple[Any, ...]:
-        value = getattr(self, name)
+    def _tuple(self, name: str, kind: type, what: str, most: int | None = None) -> tuple[Any, ...]:
+        value, kinds = getattr(self, name), numbers.Integral if kind is int else kind
         if value is None:
             return ()
-        if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        wrong = isinstance(value, (str, bytes)) or not isinstance(value, Sequence)
+        if wrong or any(isinstance(item, bool) or not isinstance(item, kinds) for item in value):
             raise RequestError(f"{name} must be a list of {what}, got {_shown(value)}")
-        kinds = numbers.Integral if kind is int else kind
-        if any(isinstance(item, bool) or not isinstance(item, kinds) for item in value):
-            raise RequestError(f"{name} must be a list of {what}, got {_shown(list(value))}")
         if kind is int and any(not 0 <= item <= _INT32 for item in value):
             raise RequestError(f"{name} must be a list of {what} (0 to {_INT32}), got {_shown(list(value))}")
+        if most is not None and len(value) > most:
+            raise RequestError(f"{name} has {len(value)} ids: at most {most} are allowed")
         return tuple(kind(item) for item in value)
 
     def _bias(self) -> dict[int, float] | None:
@@ -226,3 +248,16 @@ class SamplingParams:
 def _shown(value: object) -> str:
     """Returns a value as shown in errors, shortened because clients can send megabytes."""
     return reprlib.repr(value)
+
+
+def recommended_sampling(model: str) -> dict[str, Any]:
+    """Returns the sampling parameters that a checkpoint recommends in `generation_config.json`.
+
+    Raises:
+        CheckpointError: the file is invalid.
+    """
+    from checkpoints import generation_config
+
+    found = generation_config(model)
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    return {name: value for name in names if (value := getattr(found, name)) is not None}

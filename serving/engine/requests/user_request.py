@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 from jaxtyping import UInt8
 
+from checkpoints.text.stream import StreamDecoder
 from serving.core import Request
 from serving.engine.requests.adapters import LoadedAdapter
 from serving.engine.requests.output import CompletionOutput, RequestOutput, TokenLogprobs
@@ -38,14 +38,6 @@ class UserRequest:
         return replace(self.output, outputs=[choice.take() for choice in self.choices if choice.changed])
 
 
-class TextStream(Protocol):
-    """Converts tokens to text incrementally; holds back bytes that do not form a complete character yet."""
-
-    def push(self, token_ids: Sequence[int]) -> str: ...
-
-    def flush(self) -> str: ...
-
-
 class Choice:
     """A choice of a user's request, which the scheduler's request carries as `user`. It converts tokens to text, finds
     stop texts, and has the state of its grammar (`followed`)."""
@@ -54,7 +46,7 @@ class Choice:
         self,
         index: int,
         params: SamplingParams,
-        text: TextStream | None,
+        text: StreamDecoder | None,
         *,
         parent: UserRequest | None = None,
         seed: int = 0,
@@ -118,21 +110,13 @@ class Choice:
         text. This method converts tokens to text only if there are stop texts; otherwise `refresh` does.
         `masks`: the tokens that these could have been. `version`: the version of the weights.
         """
-        before = self.num_tokens
-        try:
-            return self._append(tokens, logprobs, masks, ended)
-        finally:
-            _count(self.output.weights_versions, version, self.num_tokens - before)
-
-    def _append(
-        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None, masks: np.ndarray | None, ended: bool
-    ) -> bool:
         output = self.output
         shown = len(tokens) - (ended and not self._params.include_stop_str_in_output)
         for i, token in enumerate(tokens):
             output.token_ids.append(token)
             self.num_tokens += 1
             self.changed = True
+            _count(output.weights_versions, version)
             if logprobs is not None and output.logprobs is not None:
                 output.logprobs.append(logprobs[i])
                 output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprobs[i][token].logprob
@@ -169,10 +153,7 @@ class Choice:
             output.text += self._stops.flush()
 
 
-def _count(runs: list[tuple[str, int]], version: str, tokens: int) -> None:
-    """Adds a number of tokens of a version to the runs."""
-    if not tokens:
-        return
-    if runs and runs[-1][0] == version:
-        tokens += runs.pop()[1]
-    runs.append((version, tokens))
+def _count(runs: list[tuple[str, int]], version: str) -> None:
+    """Adds a token of a version to the runs."""
+    before = runs.pop()[1] if runs and runs[-1][0] == version else 0
+    runs.append((version, before + 1))

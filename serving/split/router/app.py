@@ -109,8 +109,11 @@ def create_router(settings: RouterSettings) -> FastAPI:
 
     @app.get("/ping")
     @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
     @app.get("/ready")
-    async def health() -> Response:
+    async def ready() -> Response:
         up = any(worker.up for worker in fleet.decode)
         return JSONResponse({"ready": up}, 200 if up else 503)
 

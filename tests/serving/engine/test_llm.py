@@ -4,6 +4,7 @@ import itertools
 import json
 import logging
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from checkpoints import load_tokenizer
 from checkpoints.resolve import DEMO_DIRECTORY
 from serving import LLM, ConfigError, RequestError, SamplingParams
 from serving.engine import llm as llm_module
+from serving.engine.requests.sampling_params import recommended_sampling
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
 
@@ -80,6 +82,45 @@ def test_an_interrupted_call_leaves_nothing_behind(llm, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["w5"], GREEDY)
     assert llm.engine.num_unfinished == 0
+
+
+def test_threads_take_turns(llm):
+    """Each gets its own outputs; before, both steps met in one engine and all calls failed."""
+    prompts = [f"w{5 + i} w{6 + i}" for i in range(4)]
+    expected = [llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].text for prompt in prompts]
+    calls = {
+        "generate": lambda prompt: llm.generate(prompt, GREEDY, use_tqdm=False)[0],
+        "chat": lambda prompt: llm.chat([{"role": "user", "content": prompt}], GREEDY, use_tqdm=False)[0],
+        "stream": lambda prompt: list(llm.stream(prompt, GREEDY))[-1],
+        "update": lambda prompt: llm.update_weights(dict(llm.engine.loop.programs.weights.items())),
+        "reset": lambda prompt: llm.reset_prefix_cache(),
+    }
+    with ThreadPoolExecutor(8) as threads:
+        futures = [
+            (name, prompt, text, threads.submit(call, prompt))
+            for _ in range(2)
+            for prompt, text in zip(prompts, expected, strict=True)
+            for name, call in calls.items()
+        ]
+        for name, prompt, text, future in futures:
+            output = future.result(timeout=120)
+            if name in ("generate", "stream"):
+                assert output.prompt == prompt
+                assert output.outputs[0].text == text
+    assert llm.engine.num_unfinished == 0
+
+
+@pytest.mark.parametrize("name", ["beam_search", "get_metrics", "embed"])
+def test_methods_of_vllm_name_the_nearest(llm, name):
+    with pytest.raises(AttributeError, match=f"LLM has no attribute '{name}' .*use "):
+        getattr(llm, name)
+    assert not hasattr(llm, "nothing")
+
+
+def test_recommended_parameters_are_those_of_the_checkpoint(tmp_path):
+    shutil.copytree(DEMO_DIRECTORY, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_k": 20}))
+    assert recommended_sampling(str(tmp_path / "model")) == {"temperature": 0.6, "top_k": 20}
 
 
 def test_chat_uses_the_template(llm):

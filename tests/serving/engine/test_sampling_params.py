@@ -90,9 +90,24 @@ def test_the_largest_values_fit_the_table_and_sample():
     assert SamplingParams(temperature=1e-300).greedy
 
 
-def test_of_names_what_it_does_not_know():
-    with pytest.raises(RequestError, match="unknown sampling parameter 'temprature'; did you mean 'temperature'"):
-        SamplingParams.of({"temprature": 1})
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("temprature", 1, "unknown sampling parameter 'temprature'; did you mean 'temperature'?"),
+        ("bad_words", ["no"], "bad_words is not supported: give the tokens of these words logit_bias -100"),
+        ("allowed_token_ids", [1], "allowed_token_ids is not supported: give each allowed token logit_bias 100"),
+        ("best_of", 2, "best_of is not supported: use n"),
+        ("guided_decoding", {"regex": "a"}, "guided_decoding is not supported: use structured_outputs"),
+        ("logits_processors", [len], "logits_processors is not supported: use logit_bias"),
+        ("truncate_prompt_tokens", 5, "truncate_prompt_tokens is not supported: cut the prompt's token ids"),
+    ],
+)
+def test_unknown_and_unsupported_names_get_one_line(name, value, said):
+    with pytest.raises(RequestError) as error:
+        SamplingParams(**{name: value})
+    assert said in str(error.value)
+    if name != "temprature":
+        assert SamplingParams(**{name: None}) == SamplingParams()
 
 
 def test_what_comes_from_json_and_numpy():

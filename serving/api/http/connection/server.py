@@ -8,6 +8,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -23,7 +24,6 @@ _GRACE = 3
 
 STEP_TIMEOUT = 5.0
 """Seconds to wait at shutdown for the engine's current step."""
-
 
 _PAUSE = 1.0
 """Seconds to pause accepting connections after it failed for lack of file descriptors or memory."""
@@ -80,13 +80,15 @@ class Server(uvicorn.Server):
             return
         await super().startup([])
 
-        def connection() -> BoundedConnection:
-            return self._connection(config=config, server_state=self.server_state, app_state=self.lifespan.state)
+        def connection(*, beyond_limit: bool) -> BoundedConnection:
+            made = self._connection(config=config, server_state=self.server_state, app_state=self.lifespan.state)
+            made.beyond_limit = beyond_limit
+            return made
 
         for each in sockets:
-            listener = TlsListener(
-                each, config.ssl, self._bounds, self.server_state.connections, connection, backlog=config.backlog
-            )
+            each.setblocking(False)
+            each.listen(config.backlog)
+            listener = TlsListener(each, config.ssl, self._bounds, self.server_state.connections, connection)
             self.servers.append(listener)  # type: ignore[arg-type]  # uvicorn only calls close and wait_closed
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -116,7 +118,7 @@ class TlsListener:
     listener counts a connection as soon as it is accepted.
 
     Args:
-        listening: a bound socket.
+        listening: a listening socket.
         context: contains the server's certificate.
         bounds: limits of connections; `header_timeout` also limits the handshake.
         connections: connections after the handshake, on all sockets.
@@ -129,64 +131,47 @@ class TlsListener:
         context: ssl.SSLContext,
         bounds: ConnectionBounds,
         connections: Collection[object],
-        new_connection: Callable[[], BoundedConnection],
-        *,
-        backlog: int,
+        new_connection: Callable[..., BoundedConnection],
     ) -> None:
         self._socket, self._context, self._bounds = listening, context, bounds
         self._connections, self._new_connection = connections, new_connection
         self._handshakes: set[asyncio.Task[None]] = set()
-        self._closed = False
-        self._loop = asyncio.get_running_loop()
-        listening.setblocking(False)
-        listening.listen(backlog)
-        self._loop.add_reader(listening, self._accept)
+        self._accepting = asyncio.create_task(self._accept())
 
     def close(self) -> None:
         """Stops accepting connections and cancels handshakes."""
-        if not self._closed:
-            self._closed = True
-            self._loop.remove_reader(self._socket)
-        for handshake in self._handshakes:
-            handshake.cancel()
+        for task in (self._accepting, *self._handshakes):
+            task.cancel()
 
     async def wait_closed(self) -> None:
         """Waits until all handshakes have ended."""
-        await asyncio.gather(*self._handshakes, return_exceptions=True)
+        await asyncio.gather(self._accepting, *self._handshakes, return_exceptions=True)
 
-    def _accept(self) -> None:
-        try:
-            wire, _ = self._socket.accept()
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return
-        except OSError as error:
-            log.error("could not accept a connection: %s; retrying in %g s", error, _PAUSE)
-            self._loop.remove_reader(self._socket)
-            self._loop.call_later(_PAUSE, self._accept_again)
-            return
-        most, open_now = self._bounds.max_connections, len(self._connections) + len(self._handshakes)
-        if open_now >= most + reserve(most):
-            log.debug("connection closed: too many connections")
-            wire.close()
-            return
-        wire.setblocking(False)
-        handshake = self._loop.create_task(self._shake_hands(wire, refuse=open_now >= most))
-        self._handshakes.add(handshake)
-        handshake.add_done_callback(self._handshakes.discard)
-
-    def _accept_again(self) -> None:
-        if not self._closed:
-            self._loop.add_reader(self._socket, self._accept)
+    async def _accept(self) -> None:
+        loop, most = asyncio.get_running_loop(), self._bounds.max_connections
+        while True:
+            try:
+                wire, _ = await loop.sock_accept(self._socket)
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:
+                log.error("could not accept a connection: %s; retrying in %g s", error, _PAUSE)
+                await asyncio.sleep(_PAUSE)
+                continue
+            open_now = len(self._connections) + len(self._handshakes)
+            if open_now >= most + reserve(most):
+                log.debug("connection closed: too many connections")
+                wire.close()
+                continue
+            handshake = asyncio.create_task(self._shake_hands(wire, refuse=open_now >= most))
+            self._handshakes.add(handshake)
+            handshake.add_done_callback(self._handshakes.discard)
 
     async def _shake_hands(self, wire: socket.socket, *, refuse: bool) -> None:
-        def protocol() -> BoundedConnection:
-            connection = self._new_connection()
-            connection.beyond_limit = refuse
-            return connection
-
         try:
-            await self._loop.connect_accepted_socket(
-                protocol, wire, ssl=self._context, ssl_handshake_timeout=self._bounds.header_timeout
-            )
+            await asyncio.get_running_loop().connect_accepted_socket(
+                partial(self._new_connection, beyond_limit=refuse), wire,
+                ssl=self._context, ssl_handshake_timeout=self._bounds.header_timeout,
+            )  # fmt: skip
         except OSError as error:  # an error or a timeout of the client
             log.debug("TLS handshake failed: %s", error)
