@@ -21,8 +21,8 @@ from jaxtyping import Array, Float, Int
 from mamba_jax.config import HybridConfig
 from mamba_jax.model import HybridModel
 from mamba_jax.modules.basic import Linear
+from mamba_jax.modules.feed_forward import Experts
 from mamba_jax.modules.lora import ExpertLoRA, LoRA
-from mamba_jax.modules.moe import Experts
 from mamba_jax.sharding.axis import TENSOR
 from mamba_jax.sharding.partition import Partition
 

@@ -16,26 +16,17 @@ from mamba_jax.packing import Packing
 from mamba_jax.sampling.table import SamplingTable
 
 
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class DecodeBatch:
-    """One decode step: D rows of at most 1 + K tokens each, K = `tokens.shape[1] - 1`."""
+class StepRows:
+    """What the decode rows and the prefill rows of a step have in common."""
 
     row_id: Int[Array, " rows"]
-    continues: Bool[Array, " rows"]
-    """The row continues from the seat's own length, slot, last token and drafts; the host's values are ignored."""
-    tokens: Int[Array, "rows steps"]
-    """Certain tokens, then drafts (-1: a draft that is always rejected)."""
     length: Int[Array, " rows"]
     """Tokens committed before the step."""
-    read_slot: Int[Array, " rows"]
-    """The slot of S(length), or of the row's anchor."""
     num_tokens: Int[Array, " rows"]
-    """Tokens fed, drafts included; 0 samples from the hidden state in the row's slot and feeds nothing."""
-    num_drafts: Int[Array, " rows"]
-    write_slot: Int[Array, "rows writes"]
-    """The slot for the state after each token, one per step; 0 = dropped. Under replay there is one slot, for the state
-    at the next multiple of the interval."""
+    """Tokens fed, drafts included. A decode row with 0 samples from the hidden state in its slot and feeds nothing."""
+    read_slot: Int[Array, " rows"]
+    """The slot of S(length), or of a decode row's anchor."""
     page_table: Int[Array, "rows pages"] | None
     """None: the seats' own tables are used."""
     page_updates: Int[Array, "updates 3"] | None
@@ -44,7 +35,22 @@ class DecodeBatch:
     page_copy: Int[Array, "rows 2"]
     """A page to copy before anything is written, as (source, target); (0, 0) = none."""
     sample: Bool[Array, " rows"]
-    """Whether the row emits tokens."""
+    """Whether the row emits tokens: a prefill row one, after its last."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DecodeBatch(StepRows):
+    """One decode step: D rows of at most 1 + K tokens each, K = `tokens.shape[1] - 1`."""
+
+    continues: Bool[Array, " rows"]
+    """The row continues from the seat's own length, slot, last token and drafts; the host's values are ignored."""
+    tokens: Int[Array, "rows steps"]
+    """Certain tokens, then drafts (-1: a draft that is always rejected)."""
+    num_drafts: Int[Array, " rows"]
+    write_slot: Int[Array, "rows writes"]
+    """The slot for the state after each token, one per step; 0 = dropped. Under replay there is one slot, for the state
+    at the next multiple of the interval."""
     anchor: Int[Array, " rows"] | None = None
     """Under replay: how many tokens the state in `read_slot` has absorbed."""
 
@@ -73,7 +79,7 @@ class DecodeBatch:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class PrefillBatch:
+class PrefillBatch(StepRows):
     """One prefill step: R rows of any lengths, their T tokens packed one row after the other.
 
     A row's tokens [length, length + num_tokens) are divided into tiles at absolute multiples of `tile_size`.
@@ -81,20 +87,6 @@ class PrefillBatch:
     """
 
     tokens: Int[Array, " tokens"]
-    row_id: Int[Array, " rows"]
-    length: Int[Array, " rows"]
-    """Tokens committed before the step."""
-    num_tokens: Int[Array, " rows"]
-    read_slot: Int[Array, " rows"]
-    page_table: Int[Array, "rows pages"] | None
-    """None: the seats' own tables are used."""
-    page_updates: Int[Array, "updates 3"] | None
-    """Changes of the seats' page tables, made before the step, as (seat, index, page); (0, 0, 0) = none. None where the
-    batch has tables."""
-    page_copy: Int[Array, "rows 2"]
-    """A page to copy before anything is written, as (source, target); (0, 0) = none."""
-    sample: Bool[Array, " rows"]
-    """Whether the row emits a token after its last one."""
     tile_write_slot: Int[Array, " tiles"]
     """The slot for the state after each tile; 0 = dropped."""
     tile_size: int = field(metadata={"static": True})
@@ -126,49 +118,38 @@ class MixedBatch:
 
 @functools.cache
 def _decode_packing(rows: int, steps: int, pages_per_row: int, page_updates: int | None, replay: bool) -> Packing:
-    each, flag = _array(rows), _array(rows, dtype=bool)
     batch = DecodeBatch(
-        row_id=each,
-        continues=flag,
+        **_step_rows(rows, pages_per_row, page_updates),
+        continues=_array(rows, dtype=bool),
         tokens=_array(rows, steps),
-        length=each,
-        read_slot=each,
-        num_tokens=each,
-        num_drafts=each,
+        num_drafts=_array(rows),
         write_slot=_array(rows, 1 if replay else steps),
-        page_table=_array(rows, pages_per_row) if page_updates is None else None,
-        page_updates=None if page_updates is None else _array(page_updates, 3),
-        page_copy=_array(rows, 2),
-        sample=flag,
-        anchor=each if replay else None,
+        anchor=_array(rows) if replay else None,
     )
     return Packing.of(batch)
 
 
 @functools.cache
 def _prefill_packing(
-    tokens: int,
-    rows: int,
-    tiles: int,
-    pages_per_row: int,
-    page_updates: int | None,
-    tile_size: int,
+    tokens: int, rows: int, tiles: int, pages_per_row: int, page_updates: int | None, tile_size: int
 ) -> Packing:
-    each = _array(rows)
     batch = PrefillBatch(
+        **_step_rows(rows, pages_per_row, page_updates),
         tokens=_array(tokens),
-        row_id=each,
-        length=each,
-        num_tokens=each,
-        read_slot=each,
-        page_table=_array(rows, pages_per_row) if page_updates is None else None,
-        page_updates=None if page_updates is None else _array(page_updates, 3),
-        page_copy=_array(rows, 2),
-        sample=_array(rows, dtype=bool),
         tile_write_slot=_array(tiles),
         tile_size=tile_size,
     )
     return Packing.of(batch)
+
+
+def _step_rows(rows: int, pages_per_row: int, page_updates: int | None) -> dict[str, Any]:
+    return {
+        **dict.fromkeys(("row_id", "length", "num_tokens", "read_slot"), _array(rows)),
+        "page_table": _array(rows, pages_per_row) if page_updates is None else None,
+        "page_updates": None if page_updates is None else _array(page_updates, 3),
+        "page_copy": _array(rows, 2),
+        "sample": _array(rows, dtype=bool),
+    }
 
 
 def _array(*shape: int, dtype: Any = np.int32) -> Any:
@@ -183,7 +164,7 @@ def num_tiles(length: int, num_tokens: int, tile_size: int) -> int:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SeatBatch:
-    """A request takes a seat: its sampling parameters and, for one with penalties, its token counts."""
+    """Assigns a request to a seat: its sampling parameters and, for one with penalties, its token counts."""
 
     row_id: Int[Array, ""]
     sampling: SamplingTable

@@ -4,17 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_GRAPH_COMMANDS = (
-    "FUSION",
-    "CUBLAS",
-    "CUBLASLT",
-    "CUSTOM_CALL",
-    "CUDNN",
-    "DYNAMIC_SLICE_FUSION",
-    "COLLECTIVES",
-    "CONDITIONAL",
-    "WHILE",
-)
+_GRAPH_COMMANDS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,COLLECTIVES,CONDITIONAL,WHILE"
 
 
 def compiler_options(platform: str) -> dict[str, Any]:
@@ -25,4 +15,4 @@ def compiler_options(platform: str) -> dict[str, Any]:
     them, each of which the host launches. With these options a decode step is one graph. XLA leaves out what the
     driver does not support.
     """
-    return {"xla_gpu_enable_command_buffer": ",".join(_GRAPH_COMMANDS)} if platform in ("gpu", "cuda") else {}
+    return {"xla_gpu_enable_command_buffer": _GRAPH_COMMANDS} if platform in ("gpu", "cuda") else {}

@@ -19,9 +19,8 @@ from mamba_jax.config import MOE, SHARED, HybridConfig, StateUnit, need
 from mamba_jax.config.drafter import BlockConfig, DrafterConfig, EagleConfig
 from mamba_jax.layout import BlockLayout, Layout, SequenceLayout, has_tails
 from mamba_jax.modules.basic import Table, normal, scaled, shapes_only
-from mamba_jax.modules.block_drafter import BlockDrafter
 from mamba_jax.modules.blocks import Block, model_norm
-from mamba_jax.modules.eagle import Eagle
+from mamba_jax.modules.drafter import BlockDrafter, Eagle
 from mamba_jax.modules.mtp import MTP
 from mamba_jax.modules.quantised import quantise_in_place, quantised_weights, weight_of
 from mamba_jax.modules.shared import SharedBlock, SharedUse

@@ -142,7 +142,7 @@ class StoreShape:
         return replace(self.hidden, per=StateUnit.TAIL, of=self.hidden.name, last=1)
 
     @property
-    def without_replay(self) -> str | None:
+    def unreplayable_state(self) -> str | None:
         """The name of a state that cannot be computed again from inputs; None where all can."""
         for arrays, tails in zip(self.slots, self.tails, strict=True):
             for array in arrays:
@@ -233,8 +233,9 @@ def init_store(
         raise ValueError(f"num_slots is {num_slots}: at least 2 are needed, the null slot and one more")
     if shape.pages and (num_pages < 2 or page_size < 1):
         raise ValueError(f"{num_pages} pages of {page_size} tokens: at least the null page and one more are needed")
-    if replay is not None and (shape.without_replay or num_tails < 2):
-        raise ValueError(f"replay with {num_tails} tails (at least 2 are needed) and no way for {shape.without_replay}")
+    if replay is not None and (shape.unreplayable_state or num_tails < 2):
+        state = shape.unreplayable_state
+        raise ValueError(f"replay with {num_tails} tails (at least 2 are needed) and no way for {state}")
 
     # Every array is its own allocation: donation cannot alias two outputs to one buffer.
     def zeros(array: StateArray) -> Array:

@@ -26,7 +26,7 @@ _LANES = {"tpu": 128}
 
 
 def lanes_of(platform: str) -> int:
-    """Returns the last axis of recurrent states, keys and values is padded to a multiple of this number."""
+    """Returns the number of lanes to whose multiples the last axis of recurrent states, keys and values is padded."""
     return _LANES.get(platform, 1)
 
 

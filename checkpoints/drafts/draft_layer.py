@@ -20,7 +20,7 @@ from checkpoints.json_file import read_json
 from checkpoints.tensors.tensor_set import INDEX_FILE, TensorSet
 from mamba_jax.config import HybridConfig, ModelConfigError
 from mamba_jax.families import TEXT_PREFIXES, as_stored, config_from_hf, other_towers
-from mamba_jax.families.added_mtp import LAYERS, PATTERN
+from mamba_jax.families.mtp import LAYERS, PATTERN
 from mamba_jax.model import parameters
 from mamba_jax.modules.mtp import MTP
 

@@ -1,6 +1,6 @@
 """The configuration of a model, and its mixers' declarations of state and sharding."""
 
-from mamba_jax.config.attention import AttentionConfig, QKNormConfig, RopeConfig
+from mamba_jax.config.attention import AttentionConfig, LatentAttentionConfig, QKNormConfig, RopeConfig
 from mamba_jax.config.declaration import (
     ADDED_ONCE,
     WHOLE,
@@ -28,8 +28,7 @@ from mamba_jax.config.hybrid import (
     NormedResidual,
     SharedConfig,
 )
-from mamba_jax.config.latent_attention import LatentAttentionConfig
-from mamba_jax.config.mamba import MambaConfig
+from mamba_jax.config.linear_recurrence import MambaConfig
 
 __all__ = [
     "ACTIVATIONS",

@@ -97,7 +97,7 @@ class Role(enum.Enum):
     """The last few raw inputs."""
     ACTIVATION = "activation"
     """Activations of one token."""
-    STEERING = "steering"
+    GATE = "gate"
     """Parameters of a recurrence, or what is added to its state: always float32."""
 
 
@@ -146,8 +146,8 @@ class StateArray:
     @property
     def padded(self) -> bool:
         """Whether the last axis is padded to the device's lanes; see `mamba_jax.store_layout`."""
-        steers_replay = self.per is StateUnit.TAIL and self.role is Role.STEERING
-        return self.per is StateUnit.TOKEN or self.role is Role.ACCUMULATED or steers_replay
+        gates_replay = self.per is StateUnit.TAIL and self.role is Role.GATE
+        return self.per is StateUnit.TOKEN or self.role is Role.ACCUMULATED or gates_replay
 
     def copied_by_slots(self, lanes: int) -> bool:
         """Returns whether a device with this many lanes copies a slot as contiguous memory.
@@ -166,8 +166,8 @@ class StateArray:
         return math.prod(rest) * (-(-last // lanes) * lanes if self.padded else last)
 
     def dtype(self, dtype: Any, ssm_dtype: Any) -> Any:
-        """Returns `ssm_dtype` for accumulated states, float32 for steering arrays, and `dtype` for all others."""
-        if self.role is Role.STEERING:
+        """Returns `ssm_dtype` for accumulated states, float32 for gates, and `dtype` for all others."""
+        if self.role is Role.GATE:
             return "float32"
         return ssm_dtype if self.role is Role.ACCUMULATED else dtype
 

@@ -27,3 +27,9 @@ def positive(config: object, *names: str) -> None:
     for name in names:
         if getattr(config, name) < 1:
             raise ModelConfigError(f"{name} is {getattr(config, name)}: at least 1 is expected")
+
+
+def wide_enough(conv_width: int) -> None:
+    """Raises ModelConfigError unless a convolution sees an input before the current one."""
+    if conv_width < 2:
+        raise ModelConfigError(f"a convolution over {conv_width} inputs: at least 2 are expected")

@@ -19,8 +19,8 @@ class MLPConfig(MixerConfig):
 
     intermediate_size: int | tuple[int, ...]
     """One for all, or one for each MLP in model order."""
-    activation: str
-    gated: bool
+    activation: str = "silu"
+    gated: bool = True
     bias: bool = False
     gate_multiplier: float = 1.0
     output_multiplier: float = 1.0
@@ -49,11 +49,11 @@ class MoEConfig(MixerConfig):
     num_experts: int
     experts_per_token: int
     intermediate_size: int
-    activation: str
-    gated: bool
     router: Literal["sigmoid", "softmax", "softmax_all"]
     """sigmoid: scores chosen after adding a correction bias, within the best groups (DeepSeek-V3). softmax: over the
     chosen logits. softmax_all: over all logits, so that the chosen weights sum to less than 1 (Jamba)."""
+    activation: str = "silu"
+    gated: bool = True
     num_groups: int = 1
     top_groups: int = 1
     normalize: bool = False

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mamba_jax.config.attention import AttentionConfig
+from mamba_jax.config.attention import AttentionConfig, LatentAttentionConfig
 from mamba_jax.config.declaration import BothMixers, MixerConfig, RecurrenceConfig, StateArray, StateUnit
 from mamba_jax.config.drafter import DrafterConfig
 from mamba_jax.config.errors import ModelConfigError, need, positive
 from mamba_jax.config.feed_forward import MLPConfig, MoEConfig
-from mamba_jax.config.latent_attention import LatentAttentionConfig
-from mamba_jax.config.mamba import MambaConfig
+from mamba_jax.config.linear_recurrence import MambaConfig
 
 MAMBA, ATTENTION, WINDOWED, LATENT, MLP, MOE, PARALLEL, SHARED = KINDS = "M*WL-EPZ"
 """Kinds of sublayer, as in `HybridConfig.pattern`."""

@@ -5,8 +5,7 @@ A source is one file: see `DraftSource`.
 
 from mamba_jax.drafts.base import DraftModel, DraftSource, StepFacts
 from mamba_jax.drafts.block import BlockDrafts
-from mamba_jax.drafts.keep import MTPCache
-from mamba_jax.drafts.mtp import MTPDrafts
+from mamba_jax.drafts.mtp import MTPCache, MTPDrafts
 from mamba_jax.drafts.ngram import NGramDrafts
 
 __all__ = ["BlockDrafts", "DraftModel", "DraftSource", "MTPCache", "MTPDrafts", "NGramDrafts", "StepFacts"]

@@ -88,3 +88,21 @@ class DraftSource(Protocol):
     ) -> tuple[Int[Array, "rows count"], Store, Any]:
         """Returns `count` drafts after each row's newest token (-1 after the last draft), the store and the state."""
         ...
+
+
+class LayerDrafts:
+    """What sources have in common that draft by the model's draft layer or drafter: no state of a seat."""
+
+    @property
+    def sees_tokens(self) -> bool:
+        return False
+
+    @property
+    def stores_kv(self) -> bool:
+        return True
+
+    def init(self, *, seats: int, max_len: int) -> None:
+        return None
+
+    def seat(self, state: None, row_id: Int[Array, ""], tokens: Int[Array, " max_len"] | None) -> None:
+        return None

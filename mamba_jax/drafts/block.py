@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from mamba_jax.drafts.base import DraftModel, StepFacts
-from mamba_jax.layout.block import BlockLayout
+from mamba_jax.drafts.base import DraftModel, LayerDrafts, StepFacts
+from mamba_jax.layout.decode import BlockLayout
 from mamba_jax.sampling import largest
 from mamba_jax.store import Store
 
 
 @dataclass(frozen=True)
-class BlockDrafts:
+class BlockDrafts(LayerDrafts):
     """Makes keys and values of all tokens that a step has kept, then drafts the tokens after the newest one.
 
     The block's own keys and values are stored after the row's tokens. Later tokens overwrite them before they are read,
@@ -24,20 +24,6 @@ class BlockDrafts:
     mask_token: int
     from_newest: bool
     """As in `BlockConfig`."""
-
-    @property
-    def sees_tokens(self) -> bool:
-        return False
-
-    @property
-    def stores_kv(self) -> bool:
-        return True
-
-    def init(self, *, seats: int, max_len: int) -> None:
-        return None
-
-    def seat(self, state: None, row_id: Int[Array, ""], tokens: Int[Array, " max_len"] | None) -> None:
-        return None
 
     def propose(
         self, model: DraftModel, store: Store, state: None, facts: StepFacts, count: int

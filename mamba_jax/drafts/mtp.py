@@ -12,32 +12,18 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mamba_jax.drafts.base import DraftModel, StepFacts
+from mamba_jax.drafts.base import DraftModel, LayerDrafts, StepFacts
 from mamba_jax.layout.decode import DecodeLayout
 from mamba_jax.sampling import largest
 from mamba_jax.store import Store
 
 
 @dataclass(frozen=True)
-class MTPDrafts:
+class MTPDrafts(LayerDrafts):
     """Runs the layer over all tokens that a step has kept, then over its own drafts, one after the other.
 
     Drafts' keys and values are stored after the row's tokens. Later tokens overwrite them before they are read.
     """
-
-    @property
-    def sees_tokens(self) -> bool:
-        return False
-
-    @property
-    def stores_kv(self) -> bool:
-        return True
-
-    def init(self, *, seats: int, max_len: int) -> None:
-        return None
-
-    def seat(self, state: None, row_id: Int[Array, ""], tokens: Int[Array, " max_len"] | None) -> None:
-        return None
 
     def propose(
         self, model: DraftModel, store: Store, state: None, facts: StepFacts, count: int
@@ -54,6 +40,20 @@ class MTPDrafts:
             hidden, store = model.draft(drafts[-1], hidden, _single(facts, position + step), store)
             drafts.append(_best(model, hidden))
         return jnp.where(facts.sampled[:, None], jnp.stack(drafts, axis=1), -1), store, None
+
+
+@dataclass(frozen=True)
+class MTPCache(MTPDrafts):
+    """Runs the model's draft layer over all tokens, so that its keys and values are in the pages, and proposes nothing.
+
+    For a worker that only prefills (K = 0): the one that goes on from its pages may draft.
+    """
+
+    def propose(
+        self, model: DraftModel, store: Store, state: None, facts: StepFacts, count: int
+    ) -> tuple[Int[Array, "rows 0"], Store, None]:
+        _, store, _ = super().propose(model, store, state, facts, 1)
+        return jnp.zeros((facts.row_id.shape[0], 0), jnp.int32), store, None
 
 
 def _best(model: DraftModel, hidden: Float[Array, "rows hidden"]) -> Int[Array, " rows"]:

@@ -1,6 +1,6 @@
 """The model families, by `model_type`.
 
-A family is one small file here: how it reads config.json, and how its tensors are named.
+A family is how it reads config.json, and how its tensors are named. Those that share most are in one file.
 """
 
 from __future__ import annotations
@@ -12,24 +12,18 @@ from typing import Any
 from mamba_jax.config import HybridConfig, ModelConfigError
 from mamba_jax.families import (
     bamba,
-    falcon_h1,
-    granite,
-    jamba,
-    kimi_linear,
+    kimi,
     lfm,
-    ling3,
     mamba,
     minimax,
+    mtp,
     nemotron_h,
     olmo_hybrid,
     qwen3,
     recurrent_gemma,
     zamba2,
 )
-from mamba_jax.families.added_mtp import added_weight_names, with_added_mtp
 from mamba_jax.families.base import Family, HFSource
-from mamba_jax.families.parts import OWN_DRAFT_EMBEDDING, OWN_DRAFT_HEAD, own_draft_tables
-from mamba_jax.families.unsupported import UNSUPPORTED
 from mamba_jax.families.wrappers import OTHER_TOWERS, TEXT_PREFIXES, WRAPPER, other_towers, text_fields
 
 __all__ = [
@@ -52,9 +46,9 @@ __all__ = [
 
 FAMILIES: tuple[Family, ...] = (
     nemotron_h.FAMILY,
-    bamba.FAMILY,
-    granite.FAMILY,
-    falcon_h1.FAMILY,
+    bamba.BAMBA,
+    bamba.GRANITE,
+    bamba.FALCON_H1,
     mamba.MAMBA2_FAMILY,
     zamba2.FAMILY,
     qwen3.QWEN3_NEXT,
@@ -62,13 +56,37 @@ FAMILIES: tuple[Family, ...] = (
     lfm.LFM2_FAMILY,
     lfm.LFM3_FAMILY,
     olmo_hybrid.FAMILY,
-    kimi_linear.FAMILY,
-    ling3.FAMILY,
+    kimi.KIMI_LINEAR,
+    kimi.LING3,
     minimax.FAMILY,
     mamba.MAMBA1_FAMILY,
-    jamba.FAMILY,
+    mamba.JAMBA_FAMILY,
     recurrent_gemma.FAMILY,
 )
+
+UNSUPPORTED: Mapping[str, tuple[str, str]] = {
+    "bailing_moe_linear": ("Ling and Ring 2.0", "norms and rotary positions in lightning attention"),
+    "bailing_moe_v2_5": (
+        "Ling and Ring 2.5 and 2.6",
+        "norms and rotary positions in lightning attention, rotary latent attention",
+    ),
+    "gigachat35": ("GigaChat 3.5", "gated delta nets together with latent attention, and a reference implementation"),
+    "glm5_next": ("GLM-5.3-Flash", "residual connections through attention"),
+    "inkling_mm_model": ("Inkling", "short convolutions in attention and MLP layers"),
+    "inkling2": ("Inkling 2", "short convolutions in attention and MLP layers"),
+    "kimi_k3": ("Kimi K3", "residual connections through attention, latent experts"),
+    "nemotron_h_puzzle": ("Nemotron Puzzle", "blocks of different sizes"),
+    "phi4flash": ("Phi-4-mini-flash", "differential attention, memory units that share a state"),
+    "plamo2": ("PLaMo 2", "its variant of Mamba-2"),
+    "plamo3": ("PLaMo 3", "a reference implementation to compare with"),
+    "qwen4_exp": ("Qwen3.8-Flash-Next", "sparse attention, n-gram embeddings"),
+    "rwkv": ("RWKV-4", "its recurrence"),
+    "rwkv7": ("RWKV-7", "its recurrence"),
+    "xlstm": ("xLSTM", "its recurrence"),
+    "zamba": ("Zamba 1", "heads in the Mamba-1 recurrence"),
+    "zaya": ("ZAYA", "its convolutional attention"),
+}
+"""Recurrent models that are not supported, by the `model_type` of their config.json, and what they need."""
 
 _REGISTERED: list[Family] = []
 
@@ -125,7 +143,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     # A wrapper's own model may differ from the family that its text model names: Kimi K3 is not a Kimi Linear.
     wrapper = raw.get(WRAPPER)
     family = get(wrapper if wrapper in UNSUPPORTED else raw.get("model_type"))
-    return with_added_mtp(_with_scaled_positions(family.config_from_hf(raw)), raw)
+    return mtp.with_added_mtp(_with_scaled_positions(family.config_from_hf(raw)), raw)
 
 
 def _with_scaled_positions(config: HybridConfig) -> HybridConfig:
@@ -141,8 +159,8 @@ def weight_names(config: HybridConfig) -> dict[str, HFSource]:
     """Every parameter by its dotted path (as in `mamba_jax.model.parameters`), and where a checkpoint has it."""
     sources = family_of(config).weight_names(config)
     if config.mtp_pattern and "mtp.final_norm.weight" not in sources:
-        sources |= added_weight_names(config)
-    return sources | (own_draft_tables(config) if config.mtp_pattern else {})
+        sources |= mtp.added_weight_names(config)
+    return sources | (mtp.own_tables(config) if config.mtp_pattern else {})
 
 
 def ignored(config: HybridConfig) -> tuple[str, ...]:
@@ -166,9 +184,7 @@ def as_stored(config: HybridConfig, available: Container[str]) -> HybridConfig:
     there = {path for path, source in weight_names(full).items() if source.find(available)}
     if not any(path.startswith("mtp.") for path in there):
         return dataclasses.replace(config, mtp_pattern="")
-    return dataclasses.replace(
-        config, own_mtp_embedding=OWN_DRAFT_EMBEDDING in there, own_mtp_head=OWN_DRAFT_HEAD in there
-    )
+    return dataclasses.replace(config, own_mtp_embedding=mtp.OWN_EMBEDDING in there, own_mtp_head=mtp.OWN_HEAD in there)
 
 
 def _with_kv_scales(config: HybridConfig, available: Container[str]) -> HybridConfig:

@@ -1,17 +1,63 @@
-"""Bamba (IBM, Princeton, CMU and UIUC, 2024): Mamba2 or attention with half-rotated heads, then a SwiGLU MLP."""
+"""Families with Bamba's fields of a Mamba2 mixer.
+
+Bamba (IBM, Princeton, CMU and UIUC, 2024): Mamba2 or attention with half-rotated heads, then a SwiGLU MLP. Granite 4
+hybrid (IBM, 2025): Mamba2 or attention, then experts and an MLP that all tokens share; multipliers on embedding,
+residuals, attention scores and logits. Falcon-H1 (TII, 2025): Mamba2 and attention in parallel in every layer, then a
+SwiGLU MLP; multipliers everywhere.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from mamba_jax.config import ATTENTION, MAMBA, MLP, HybridConfig, MLPConfig
+from mamba_jax.config import (
+    ATTENTION,
+    MAMBA,
+    MLP,
+    MOE,
+    PARALLEL,
+    HybridConfig,
+    MambaConfig,
+    MLPConfig,
+    ModelConfigError,
+    MoEConfig,
+)
+from mamba_jax.config.declaration import BothMixers
 from mamba_jax.families import parts
-from mamba_jax.families.base import Family, HFSource
+from mamba_jax.families.base import Family, HFSource, placed, tensor, with_prefix
 from mamba_jax.families.fields import Fields
 
+_KINDS = {"linear_attention": MAMBA, "mamba": MAMBA, "full_attention": ATTENTION, "attention": ATTENTION}
 
-def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
+
+def mamba_config(fields: Fields, hidden: int, eps: float, *, inner_size: int | None = None) -> MambaConfig:
+    """Reads a Mamba2 mixer. The inner width is `inner_size` or expand * hidden."""
+    heads = fields.integer("mamba_n_heads", 128)
+    inner = int(fields.number("mamba_expand", 2) * hidden) if inner_size is None else inner_size
+    automatic = fields.given("mamba_d_head") in (None, "auto")
+    head_dim = inner // heads if automatic else fields.integer("mamba_d_head", 0)
+    if heads * head_dim != inner:
+        raise ModelConfigError(f"{heads} Mamba heads of {head_dim} do not make the inner width {inner}")
+    bias = fields.flag("mamba_proj_bias", False)
+    low, high = fields.numbers("time_step_limit", (0.0, math.inf))
+    return MambaConfig(
+        num_heads=heads,
+        head_dim=head_dim,
+        state_size=fields.integer("mamba_d_state", 256),
+        num_groups=fields.integer("mamba_n_groups", 1),
+        conv_width=fields.integer("mamba_d_conv", 4),
+        conv_bias=fields.flag("mamba_conv_bias", True),
+        in_bias=bias,
+        out_bias=bias,
+        dt_limit=(low, high),
+        norm_eps=eps,
+    )
+
+
+def bamba_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     """Reads a config.json of transformers' `BambaConfig`."""
     fields = Fields(raw)
     fields.only("hidden_act", ("silu", "swish"))
@@ -20,11 +66,11 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     layers = ("*-" if i in attention_layers else "M-" for i in range(fields.integer("num_hidden_layers", 32)))
     return HybridConfig(
         **parts.common_fields(fields, vocab=128000, positions=262144, tied=False, bos=1, eos=2),
-        family=FAMILY.name,
+        family=BAMBA.name,
         hidden_size=hidden,
         pattern="".join(layers),
         norm_eps=eps,
-        mamba=parts.mamba_config(fields, hidden, eps),
+        mamba=mamba_config(fields, hidden, eps),
         attention=parts.attention_config(fields, hidden, num_heads=32, num_kv_heads=8, rope={"share": 0.5}),
         mlp=MLPConfig(
             fields.integer("intermediate_size", 14336),
@@ -35,7 +81,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     )
 
 
-def weight_names(config: HybridConfig) -> dict[str, HFSource]:
+def bamba_names(config: HybridConfig) -> dict[str, HFSource]:
     """Returns names as `BambaForCausalLM` has them. A layer there is two sublayers here."""
     mixers: parts.Mixers = {
         MAMBA: ("mamba", parts.mamba),
@@ -46,4 +92,139 @@ def weight_names(config: HybridConfig) -> dict[str, HFSource]:
     return parts.whole_model(config, body, norm="final_layernorm.weight", prefixes=("model.", "backbone."))
 
 
-FAMILY = Family("Bamba", ("bamba",), config_from_hf, weight_names)
+def granite_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
+    """Reads a config.json of transformers' `GraniteMoeHybridConfig`."""
+    fields = Fields(raw)
+    fields.only("hidden_act", ("silu", "swish"))
+    fields.only("position_embedding_type", ("rope", "nope"))
+    hidden, eps = fields.integer("hidden_size", 4096), fields.number("rms_norm_eps", 1e-6)
+    mixers = fields.layers(_KINDS, "layer_types", "layers_block_type")
+    if mixers is None:
+        mixers = MAMBA * fields.integer("num_hidden_layers", 32)
+    experts, shared = fields.integer("num_local_experts", 8), fields.integer("shared_intermediate_size", 1024)
+    activation = fields.text("hidden_act", "silu")
+    return HybridConfig(
+        **parts.common_fields(fields, vocab=32000, positions=2048, tied=False, bos=1, eos=2),
+        family=GRANITE.name,
+        hidden_size=hidden,
+        pattern="".join(mixer + (MOE if experts else MLP) for mixer in mixers),
+        norm_eps=eps,
+        mamba=mamba_config(fields, hidden, eps),
+        attention=parts.attention_config(
+            fields,
+            hidden,
+            num_heads=32,
+            num_kv_heads=None,
+            rope={} if fields.text("position_embedding_type", "nope") == "rope" else None,
+            scale=fields.number("attention_multiplier", 1.0),
+        ),
+        mlp=None if experts else MLPConfig(shared, activation),
+        moe=parts.moe_config(
+            fields,
+            experts=experts,
+            chosen=2,
+            size=11008,
+            size_field="intermediate_size",
+            router="softmax",
+            activation=activation,
+            shared_size=shared,
+        )
+        if experts
+        else None,
+        embedding_multiplier=fields.number("embedding_multiplier", 1.0),
+        residual_multiplier=fields.number("residual_multiplier", 1.0),
+        logits_multiplier=1.0 / fields.number("logits_scaling", 1.0),
+    )
+
+
+def granite_names(config: HybridConfig) -> dict[str, HFSource]:
+    """Returns names as `GraniteMoeHybridForCausalLM` has them. A layer there is two sublayers here."""
+    mixers: parts.Mixers = {
+        MAMBA: ("mamba", parts.mamba),
+        ATTENTION: ("self_attn", parts.attention),
+        MLP: ("shared_mlp", lambda mlp, hidden: _shared_mlp(mlp.size(0), hidden)),
+        MOE: ("", _experts),
+    }
+    return parts.whole_model(config, parts.layers(config, mixers), prefixes=("model.", "backbone."))
+
+
+def _experts(config: MoEConfig, hidden: int) -> dict[str, HFSource]:
+    """Returns the sources; the second spellings are those of transformers 5's modules."""
+    stored = (config.num_experts, 2 * config.intermediate_size, hidden)
+    experts = {
+        "router.weight": tensor("router.layer.weight", "router.weight"),
+        "experts.up": tensor("input_linear.weight", "experts.gate_up_proj", shape=stored),
+        "experts.down": tensor("output_linear.weight", "experts.down_proj"),
+    }
+    shared = placed("shared", _shared_mlp(config.shared_size, hidden), "shared_mlp.") if config.shared_size else {}
+    return with_prefix(experts, "block_sparse_moe.") | shared
+
+
+def _shared_mlp(size: int, hidden: int) -> dict[str, HFSource]:
+    return parts.fused_gate_up("input_linear", size, hidden) | parts.weights({"down_proj": "output_linear"})
+
+
+def falcon_h1_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
+    """Reads a config.json of transformers' `FalconH1Config`."""
+    fields = Fields(raw)
+    fields.only("hidden_act", ("silu", "swish"))
+    hidden, eps = fields.integer("hidden_size", 4096), fields.number("rms_norm_eps", 1e-5)
+    inner = None if fields.explicit_null("mamba_d_ssm") else fields.integer("mamba_d_ssm", 1024)
+    times_z, times_x, times_b, times_c, times_dt = fields.numbers("ssm_multipliers", (1.0,) * 5)
+    times_gate, times_down = fields.numbers("mlp_multipliers", (1.0, 1.0))
+    return HybridConfig(
+        **parts.common_fields(fields, vocab=128000, positions=8192, tied=False, bos=1, eos=2),
+        family=FALCON_H1.name,
+        hidden_size=hidden,
+        pattern="P-" * fields.integer("num_hidden_layers", 32),
+        norm_eps=eps,
+        mamba=dataclasses.replace(
+            mamba_config(fields, hidden, eps, inner_size=inner),
+            out_bias=fields.flag("projectors_bias", False),
+            norm=fields.flag("mamba_rms_norm", False),
+            norm_before_gate=fields.flag("mamba_norm_before_gate", True),
+            input_multiplier=fields.number("ssm_in_multiplier", 1.0),
+            projection_multipliers=(times_z, times_x, times_b, times_c, times_dt),
+            output_multiplier=fields.number("ssm_out_multiplier", 1.0),
+        ),
+        attention=parts.attention_config(
+            fields,
+            hidden,
+            num_heads=32,
+            num_kv_heads=8,
+            input_multiplier=fields.number("attention_in_multiplier", 1.0),
+            key_multiplier=fields.number("key_multiplier", 1.0),
+            output_multiplier=fields.number("attention_out_multiplier", 1.0),
+        ),
+        mlp=MLPConfig(
+            fields.integer("intermediate_size", 14336),
+            fields.text("hidden_act", "silu"),
+            gated=True,
+            bias=fields.flag("mlp_bias", False),
+            gate_multiplier=times_gate,
+            output_multiplier=times_down,
+        ),
+        embedding_multiplier=fields.number("embedding_multiplier", 1.0),
+        logits_multiplier=fields.number("lm_head_multiplier", 1.0),
+    )
+
+
+def falcon_h1_names(config: HybridConfig) -> dict[str, HFSource]:
+    """Returns names as `FalconH1ForCausalLM` has them. A layer there is two sublayers here."""
+    body = parts.layers(
+        config, {PARALLEL: ("", _parallel), MLP: ("feed_forward", parts.mlp)}, ("input_layernorm", "pre_ff_layernorm")
+    )
+    return parts.whole_model(config, body, norm="final_layernorm.weight", prefixes=("model.", "backbone."))
+
+
+def _parallel(config: BothMixers, hidden: int) -> dict[str, HFSource]:
+    both: dict[str, Any] = dict(config.mixers)
+    mamba = placed("mamba", parts.mamba(both["mamba"], hidden), "mamba.")
+    return mamba | placed("attention", parts.attention(both["attention"], hidden), "self_attn.")
+
+
+BAMBA = Family("Bamba", ("bamba",), bamba_from_hf, bamba_names)
+GRANITE = Family("GraniteMoeHybrid", ("granitemoehybrid",), granite_from_hf, granite_names)
+FALCON_H1 = Family(
+    "FalconH1", ("falcon_h1",), falcon_h1_from_hf, falcon_h1_names, lambda config: (r".*\.mamba\.mup_vector",)
+)

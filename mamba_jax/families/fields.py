@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mamba_jax.config import ModelConfigError
@@ -30,14 +30,8 @@ class Fields:
 
     def integer(self, name: str, default: int, *aliases: str) -> int:
         """Returns a whole number."""
-        value = self.given(name, *aliases)
-        if value is None:
-            return default
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ModelConfigError(f"config field {name} is {value!r}: a whole number is expected")
-        return value
+        value = self._checked("a whole number", _is_whole, name, *aliases)
+        return default if value is None else int(value)
 
     def number(self, name: str, default: float, *aliases: str) -> float:
         """Returns a number, possibly infinite."""
@@ -46,47 +40,42 @@ class Fields:
 
     def numbers(self, name: str, default: tuple[float, ...], *aliases: str) -> tuple[float, ...]:
         """Returns a list of numbers of the same length as the default."""
-        value = self.given(name, *aliases)
-        if value is None:
-            return default
-        if not isinstance(value, list | tuple) or len(value) != len(default):
-            raise ModelConfigError(f"config field {name} is {value!r}: a list of {len(default)} numbers is expected")
-        return tuple(_number(name, one) for one in value)
+
+        def accepts(value: Any) -> bool:
+            return isinstance(value, list | tuple) and len(value) == len(default)
+
+        value = self._checked(f"a list of {len(default)} numbers", accepts, name, *aliases)
+        return default if value is None else tuple(_number(name, one) for one in value)
 
     def flag(self, name: str, default: bool, *aliases: str) -> bool:
         """true or false."""
-        value = self.given(name, *aliases)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise ModelConfigError(f"config field {name} is {value!r}: true or false is expected")
-        return value
+        value = self._checked("true or false", lambda value: isinstance(value, bool), name, *aliases)
+        return default if value is None else value
 
     def text(self, name: str, default: str, *aliases: str) -> str:
         """Returns a string."""
-        value = self.given(name, *aliases)
-        if value is None:
-            return default
-        if not isinstance(value, str):
-            raise ModelConfigError(f"config field {name} is {value!r}: a string is expected")
-        return value
+        value = self._checked("a string", lambda value: isinstance(value, str), name, *aliases)
+        return default if value is None else value
 
     def strings(self, name: str, *aliases: str) -> list[str] | None:
         """Returns a list of strings, or None."""
-        value = self.given(name, *aliases)
-        if value is None:
-            return None
-        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-            raise ModelConfigError(f"config field {name} is {value!r}: a list of strings is expected")
-        return value
+        found: list[str] | None = self._checked("a list of strings", _is_list_of(str), name, *aliases)
+        return found
 
     def integers(self, name: str, default: list[int]) -> list[int]:
         """Returns a list of whole numbers."""
-        value = self.given(name)
-        if value is None:
-            return default
-        if not isinstance(value, list) or not all(isinstance(one, int) for one in value):
-            raise ModelConfigError(f"config field {name} is {value!r}: a list of whole numbers is expected")
+        value = self._checked("a list of whole numbers", _is_list_of(int), name)
+        return default if value is None else value
+
+    def mapping(self, name: str) -> Mapping[str, Any]:
+        """Returns an object; an empty one if the field is absent."""
+        return self._checked("an object", lambda value: isinstance(value, Mapping), name) or {}
+
+    def _checked(self, expected: str, accepts: Callable[[Any], bool], *names: str) -> Any:
+        """Returns the value under the first of these names that has one, or None."""
+        value = self.given(*names)
+        if value is not None and not accepts(value):
+            raise ModelConfigError(f"config field {names[0]} is {value!r}: {expected} is expected")
         return value
 
     def tokens(self, name: str, default: int | None) -> tuple[int, ...]:
@@ -128,6 +117,14 @@ class Fields:
         if default is None or self.explicit_null("num_key_value_heads"):
             default = heads
         return self.integer("num_key_value_heads", default)
+
+
+def _is_whole(value: Any) -> bool:
+    return (isinstance(value, int) and not isinstance(value, bool)) or (isinstance(value, float) and value.is_integer())
+
+
+def _is_list_of(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(isinstance(one, kind) for one in value)
 
 
 def _number(name: str, value: Any) -> float:

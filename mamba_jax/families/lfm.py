@@ -18,10 +18,9 @@ from mamba_jax.config import (
     AttentionConfig,
     HybridConfig,
     MLPConfig,
-    MoEConfig,
     QKNormConfig,
 )
-from mamba_jax.config.short_conv import SHORT_CONV, ShortConvConfig
+from mamba_jax.config.channel_recurrence import SHORT_CONV, ShortConvConfig
 from mamba_jax.families import parts
 from mamba_jax.families.base import Family, HFSource, tensor
 from mamba_jax.families.fields import Fields
@@ -39,6 +38,8 @@ def lfm2_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     """Reads a config.json of transformers' `Lfm2Config` or `Lfm2MoeConfig`."""
     fields, sparse = Fields(raw), raw.get("model_type") == _SPARSE
     hidden, eps = fields.integer("hidden_size", 2048 if sparse else 2560), fields.number("norm_eps", 1e-5)
+    if sparse:
+        fields.only("use_expert_bias", (True,))
     layers = fields.integer("num_hidden_layers", 32)
     kinds = {name: kind for name, kind in _KINDS.items() if kind != WINDOWED}
     mixers = fields.layers(kinds, "layer_types", count=layers)
@@ -63,8 +64,8 @@ def lfm2_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
             bias=False,
             qk_norm=QKNormConfig(eps),
         ),
-        mlp=MLPConfig(size, "silu", gated=True),
-        moe=_moe(fields) if sparse else None,
+        mlp=MLPConfig(size),
+        moe=parts.moe_config(fields, experts=32, chosen=4, size=1792) if sparse else None,
         recurrences=(ShortConvConfig(hidden, fields.integer("conv_L_cache", 3), bias=fields.flag("conv_bias", False)),),
     )
 
@@ -77,20 +78,6 @@ def _adjusted_size(fields: Fields) -> int:
     size = int(fields.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
     multiple = fields.integer("block_multiple_of", 256)
     return -(-size // multiple) * multiple
-
-
-def _moe(fields: Fields) -> MoEConfig:
-    fields.only("use_expert_bias", (True,))
-    return MoEConfig(
-        num_experts=fields.integer("num_experts", 32),
-        experts_per_token=fields.integer("num_experts_per_tok", 4),
-        intermediate_size=fields.integer("moe_intermediate_size", 1792),
-        activation="silu",
-        gated=True,
-        router="sigmoid",
-        normalize=fields.flag("norm_topk_prob", True),
-        scaling=fields.number("routed_scaling_factor", 1.0),
-    )
 
 
 def lfm3_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
@@ -131,7 +118,7 @@ def lfm3_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         norm_eps=eps,
         attention=attention("full_attention", None) if ATTENTION in mixers else None,
         windowed_attention=windowed if WINDOWED in mixers else None,
-        mlp=MLPConfig(fields.integer("intermediate_size", 7680), "silu", gated=True),
+        mlp=MLPConfig(fields.integer("intermediate_size", 7680)),
         recurrences=(ShortConvConfig(hidden, fields.integer("conv_L_cache", 7), bias=fields.flag("conv_bias", False)),),
         norm_both=fields.flag("use_sandwich_norm", True),
     )

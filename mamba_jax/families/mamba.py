@@ -1,5 +1,6 @@
 """Models of one recurrence and nothing else: Mamba (Gu and Dao, 2023), Falcon-Mamba (Technology Innovation Institute,
-2024) and Mamba-2 (Dao and Gu, 2024).
+2024) and Mamba-2 (Dao and Gu, 2024). Jamba (AI21 Labs, 2024): Mamba-1 or attention without positions, each before an
+MLP or a mixture of experts.
 
 Falcon-Mamba also normalises B, C and what step sizes are projected from, without weights.
 """
@@ -7,10 +8,11 @@ Falcon-Mamba also normalises B, C and what step sizes are projected from, withou
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from mamba_jax.config import MAMBA, HybridConfig, MambaConfig, ModelConfigError
-from mamba_jax.config.mamba1 import MAMBA1, Mamba1Config
+from mamba_jax.config import ATTENTION, MAMBA, MLP, MOE, HybridConfig, MambaConfig, MLPConfig, ModelConfigError
+from mamba_jax.config.channel_recurrence import MAMBA1, Mamba1Config
 from mamba_jax.families import parts
 from mamba_jax.families.base import Family, HFSource, tensor
 from mamba_jax.families.fields import Fields
@@ -28,7 +30,7 @@ def mamba1_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         # Falcon-Mamba's config.json has an `expand` that its own width contradicts.
         channels=fields.integer("intermediate_size", int(fields.number("expand", 2) * hidden)),
         state_size=fields.integer("state_size", 16),
-        dt_rank=parts.dt_rank(fields, "time_step_rank", hidden),
+        dt_rank=_dt_rank(fields, "time_step_rank", hidden),
         conv_width=fields.integer("conv_kernel", 4),
         conv_bias=fields.flag("use_conv_bias", True),
         bias=fields.flag("use_bias", False),
@@ -90,5 +92,76 @@ def weight_names(config: HybridConfig) -> dict[str, HFSource]:
     return sources | {"embed.weight": tensor(*spelt)}
 
 
+def _dt_rank(fields: Fields, name: str, hidden: int) -> int:
+    """Returns the rank of Mamba-1's step size projection; if absent or "auto", a sixteenth of the hidden size."""
+    automatic = fields.given(name) in (None, "auto")
+    return -(-hidden // 16) if automatic else fields.integer(name, 0)
+
+
+def jamba_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
+    """Reads a config.json of transformers' `JambaConfig`."""
+    fields = Fields(raw)
+    fields.only("hidden_act", ("silu", "swish"))
+    fields.only("mamba_inner_layernorms", (True,))
+    parts.refuse_window(fields)
+    hidden, eps = fields.integer("hidden_size", 4096), fields.number("rms_norm_eps", 1e-6)
+    experts = fields.integer("num_experts", 16, "num_local_experts")
+    attends, routes = _every(fields, "attn_layer", 8, 4), _every(fields, "expert_layer", 2, 1)
+    layers = range(fields.integer("num_hidden_layers", 32))
+    pattern = "".join(
+        (ATTENTION if attends(layer) else MAMBA1) + (MOE if experts > 1 and routes(layer) else MLP) for layer in layers
+    )
+    return HybridConfig(
+        **parts.common_fields(fields, vocab=65536, positions=262144, tied=False, bos=1, eos=2),
+        family=JAMBA_FAMILY.name,
+        hidden_size=hidden,
+        pattern=pattern,
+        norm_eps=eps,
+        recurrences=(
+            Mamba1Config(
+                channels=int(fields.number("mamba_expand", 2) * hidden),
+                state_size=fields.integer("mamba_d_state", 16),
+                dt_rank=_dt_rank(fields, "mamba_dt_rank", hidden),
+                conv_width=fields.integer("mamba_d_conv", 4),
+                conv_bias=fields.flag("mamba_conv_bias", True),
+                bias=fields.flag("mamba_proj_bias", False),
+                norm_eps=eps,
+                norm_weights=True,
+            ),
+        ),
+        attention=parts.attention_config(fields, hidden, num_heads=32, num_kv_heads=8, rope=None),
+        mlp=MLPConfig(fields.integer("intermediate_size", 14336)),
+        moe=parts.moe_config(
+            fields, experts=16, chosen=2, size=14336, size_field="intermediate_size", router="softmax_all"
+        )
+        if MOE in pattern
+        else None,
+    )
+
+
+def _every(fields: Fields, name: str, default_period: int, default_offset: int) -> Any:
+    """Returns a predicate of the layers that `NAME_period` and `NAME_offset` select."""
+    period = fields.integer(f"{name}_period", default_period)
+    offset = fields.integer(f"{name}_offset", default_offset)
+    if not 0 <= offset < period:
+        raise ModelConfigError(
+            f"config field {name}_offset is {offset}: 0 to {name}_period - 1 = {period - 1} expected"
+        )
+    return lambda layer: layer % period == offset
+
+
+def jamba_names(config: HybridConfig) -> dict[str, HFSource]:
+    """Returns names as `JambaForCausalLM` has them. A layer there is two sublayers here."""
+    mixers: parts.Mixers = {
+        MAMBA1: ("mamba", parts.mamba1),
+        ATTENTION: ("self_attn", parts.attention),
+        MLP: ("feed_forward", parts.mlp),
+        MOE: ("feed_forward", partial(parts.moe, router="router")),
+    }
+    body = parts.layers(config, mixers, ("input_layernorm", "pre_ff_layernorm"))
+    return parts.whole_model(config, body, norm="final_layernorm.weight")
+
+
 MAMBA1_FAMILY = Family("Mamba", ("mamba", _FALCON), mamba1_from_hf, weight_names)
 MAMBA2_FAMILY = Family("Mamba2", ("mamba2",), mamba2_from_hf, weight_names)
+JAMBA_FAMILY = Family("Jamba", ("jamba",), jamba_from_hf, jamba_names)

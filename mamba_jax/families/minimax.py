@@ -15,10 +15,9 @@ from mamba_jax.config import (
     MOE,
     HybridConfig,
     ModelConfigError,
-    MoEConfig,
     NormedResidual,
 )
-from mamba_jax.config.lightning import LIGHTNING, LightningConfig
+from mamba_jax.config.linear_recurrence import LIGHTNING, LightningConfig
 from mamba_jax.families import parts
 from mamba_jax.families.base import Family, HFSource
 from mamba_jax.families.fields import Fields
@@ -47,14 +46,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         pattern="".join(mixer + MOE for mixer in mixers),
         norm_eps=fields.number("rms_norm_eps", 1e-5),
         attention=replace(attention, rope=rope),
-        moe=MoEConfig(
-            num_experts=fields.integer("num_local_experts", 8, "num_experts"),
-            experts_per_token=fields.integer("num_experts_per_tok", 2),
-            intermediate_size=fields.integer("intermediate_size", 14336),
-            activation="silu",
-            gated=True,
-            router="softmax",
-        ),
+        moe=parts.moe_config(fields, experts=8, chosen=2, size=14336, size_field="intermediate_size", router="softmax"),
         recurrences=(
             LightningConfig(attention.num_heads, attention.head_dim, _LIGHTNING_NORM_EPS, _decay_factors(mixers)),
         ),

@@ -17,7 +17,7 @@ from mamba_jax.config import (
     ModelConfigError,
     MoEConfig,
 )
-from mamba_jax.families import parts
+from mamba_jax.families import mtp, parts
 from mamba_jax.families.base import Family, HFSource
 from mamba_jax.families.fields import Fields
 
@@ -72,17 +72,13 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
             fields, hidden, num_heads=32, num_kv_heads=8, head_dim=head_dim, rope=None, bias=False
         ),
         mlp=MLPConfig(_intermediate_size(fields), activation, gated=False, bias=bias),
-        moe=MoEConfig(
-            num_experts=fields.integer("n_routed_experts", 8, "num_local_experts"),
-            experts_per_token=fields.integer("num_experts_per_tok", 2),
-            intermediate_size=fields.integer("moe_intermediate_size", 7688),
+        moe=parts.moe_config(
+            fields,
+            experts=8,
+            chosen=2,
+            size=7688,
             activation=activation,
             gated=False,
-            router="sigmoid",
-            num_groups=fields.integer("n_group", 1),
-            top_groups=fields.integer("topk_group", 1),
-            normalize=fields.flag("norm_topk_prob", True),
-            scaling=fields.number("routed_scaling_factor", 1.0),
             latent_size=fields.integer("moe_latent_size", 0) or None,
             shared_size=fields.integer("moe_shared_expert_intermediate_size", 7688),
             bias=bias,
@@ -107,7 +103,7 @@ def weight_names(config: HybridConfig) -> dict[str, HFSource]:
     sources = parts.whole_model(config, body, embed="embeddings.weight", norm="norm_f.weight", prefixes=prefixes)
     if not config.mtp_pattern:
         return sources
-    return sources | parts.draft_layer_frame(config) | parts.draft_layers(config, mixers, "norm")
+    return sources | mtp.frame(config) | mtp.sublayers(config, mixers, "norm")
 
 
 def _moe(config: MoEConfig, hidden: int) -> dict[str, HFSource]:
@@ -125,4 +121,4 @@ def _intermediate_size(fields: Fields) -> int | tuple[int, ...]:
     return fields.integer("intermediate_size", 21504)
 
 
-FAMILY = Family("NemotronH", ("nemotron_h",), config_from_hf, weight_names, parts.unused_drafts)
+FAMILY = Family("NemotronH", ("nemotron_h",), config_from_hf, weight_names, mtp.unused)

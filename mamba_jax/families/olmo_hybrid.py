@@ -14,7 +14,7 @@ from mamba_jax.config import (
     MLPConfig,
     QKNormConfig,
 )
-from mamba_jax.config.delta import DELTA, DeltaConfig
+from mamba_jax.config.linear_recurrence import DELTA, DeltaConfig
 from mamba_jax.families import parts
 from mamba_jax.families.base import Family, HFSource, tensor
 from mamba_jax.families.fields import Fields
@@ -42,7 +42,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         # Both sublayers of a layer with attention.
         norm_after=tuple(i for i in range(len(pattern)) if pattern[i - i % 2] == ATTENTION),
         attention=_attention(fields, hidden, heads, eps),
-        mlp=MLPConfig(fields.integer("intermediate_size", 11008), "silu", gated=True),
+        mlp=MLPConfig(fields.integer("intermediate_size", 11008)),
         recurrences=(_delta(fields, hidden, heads),),
     )
 

@@ -6,10 +6,9 @@ the mixer's on; `layers` and `whole_model` put both in their places.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from mamba_jax.config import (
     AttentionConfig,
@@ -20,7 +19,7 @@ from mamba_jax.config import (
     ModelConfigError,
     MoEConfig,
 )
-from mamba_jax.config.mamba1 import Mamba1Config
+from mamba_jax.config.channel_recurrence import Mamba1Config
 from mamba_jax.families.base import HFSource, placed, tensor, with_prefix
 from mamba_jax.families.fields import Fields
 from mamba_jax.families.rope import rope_config
@@ -32,7 +31,6 @@ Spelling = str | tuple[str, ...]
 Mixers = Mapping[str, tuple[Spelling, Names]]
 """For each kind of sublayer: the mixer's name in its layer, and the names of its parameters."""
 
-OWN_DRAFT_EMBEDDING, OWN_DRAFT_HEAD = "mtp.embed.weight", "mtp.lm_head.weight"
 MLP_NAMES, MIXTRAL = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 """Names of the gate, up and down projection of an MLP or an expert: ours and most families', and Mixtral's."""
 
@@ -52,36 +50,6 @@ def common_fields(
         "bos_token_id": fields.token("bos_token_id", bos),
         "eos_token_ids": fields.tokens("eos_token_id", eos),
     }
-
-
-def mamba_config(fields: Fields, hidden: int, eps: float, *, inner_size: int | None = None) -> MambaConfig:
-    """Reads a Mamba2 mixer from fields that Bamba introduced. The inner width is `inner_size` or expand * hidden."""
-    heads = fields.integer("mamba_n_heads", 128)
-    inner = int(fields.number("mamba_expand", 2) * hidden) if inner_size is None else inner_size
-    automatic = fields.given("mamba_d_head") in (None, "auto")
-    head_dim = inner // heads if automatic else fields.integer("mamba_d_head", 0)
-    if heads * head_dim != inner:
-        raise ModelConfigError(f"{heads} Mamba heads of {head_dim} do not make the inner width {inner}")
-    bias = fields.flag("mamba_proj_bias", False)
-    low, high = fields.numbers("time_step_limit", (0.0, math.inf))
-    return MambaConfig(
-        num_heads=heads,
-        head_dim=head_dim,
-        state_size=fields.integer("mamba_d_state", 256),
-        num_groups=fields.integer("mamba_n_groups", 1),
-        conv_width=fields.integer("mamba_d_conv", 4),
-        conv_bias=fields.flag("mamba_conv_bias", True),
-        in_bias=bias,
-        out_bias=bias,
-        dt_limit=(low, high),
-        norm_eps=eps,
-    )
-
-
-def dt_rank(fields: Fields, name: str, hidden: int) -> int:
-    """Returns the rank of Mamba-1's step size projection; if absent or "auto", a sixteenth of the hidden size."""
-    automatic = fields.given(name) in (None, "auto")
-    return -(-hidden // 16) if automatic else fields.integer(name, 0)
 
 
 def attention_config(
@@ -113,6 +81,46 @@ def attention_config(
     }
     kv_heads = fields.key_value_heads(heads, num_kv_heads)
     return AttentionConfig(num_heads=heads, num_kv_heads=kv_heads, head_dim=size, **arguments | options)
+
+
+def moe_config(
+    fields: Fields,
+    *,
+    experts: int,
+    chosen: int,
+    size: int,
+    size_field: str = "moe_intermediate_size",
+    router: Literal["sigmoid", "softmax", "softmax_all"] = "sigmoid",
+    groups: tuple[int, int] = (1, 1),
+    scaling: float = 1.0,
+    shared: int = 0,
+    **options: Any,
+) -> MoEConfig:
+    """Reads a mixture of experts from the usual fields.
+
+    Args:
+        experts: default, as `chosen` (for each token), `size` (of an expert), `scaling`, and for sigmoid routers
+            `groups` and the number of those that are chosen.
+        shared: default number of shared experts; 0: the family has no such field.
+        options: of `MoEConfig`.
+    """
+    size = fields.integer(size_field, size)
+    if router == "sigmoid":
+        options |= {
+            "num_groups": fields.integer("n_group", groups[0], "num_expert_group"),
+            "top_groups": fields.integer("topk_group", groups[1]),
+            "normalize": fields.flag("norm_topk_prob", True, "moe_renormalize"),
+            "scaling": fields.number("routed_scaling_factor", scaling),
+        }
+    if shared:
+        options["shared_size"] = size * fields.integer("num_shared_experts", shared, "n_shared_experts")
+    return MoEConfig(
+        num_experts=fields.integer("num_experts", experts, "num_local_experts", "n_routed_experts"),
+        experts_per_token=fields.integer("num_experts_per_tok", chosen, "num_experts_per_token"),
+        intermediate_size=size,
+        router=router,
+        **options,
+    )
 
 
 def refuse_window(fields: Fields) -> None:
@@ -291,33 +299,6 @@ def whole_model(
     """
     sources = with_prefix({**body, "embed.weight": tensor(embed), "final_norm.weight": tensor(norm)}, *prefixes)
     return sources if config.tie_word_embeddings else sources | {"lm_head.weight": tensor("lm_head.weight")}
-
-
-def draft_layer_frame(config: HybridConfig) -> dict[str, HFSource]:
-    """Returns the multi-token-prediction layer's parameters before and after its sublayers."""
-    last = len(config.mtp_pattern) - 1
-    frame = {"final_norm": f"{last}.final_layernorm", "enorm": "0.enorm", "hnorm": "0.hnorm", "eh_proj": "0.eh_proj"}
-    return placed("mtp", weights(frame), "mtp.layers.")
-
-
-def draft_layers(config: HybridConfig, mixers: Mixers, *norms: Spelling) -> dict[str, HFSource]:
-    """Returns the sublayers of the multi-token-prediction layer, where it is stored apart from the model's layers."""
-    return layers(config, mixers, norms, pattern=config.mtp_pattern, path="mtp.blocks", name="mtp.layers")
-
-
-def own_draft_tables(config: HybridConfig) -> dict[str, HFSource]:
-    """Embedding and head of the multi-token-prediction layer, where it has its own."""
-    sources = {}
-    if config.own_mtp_embedding:
-        sources[OWN_DRAFT_EMBEDDING] = tensor("mtp.embeddings.weight", "mtp.embed_tokens.weight")
-    if config.own_mtp_head:
-        sources[OWN_DRAFT_HEAD] = tensor("mtp.lm_head.weight")
-    return sources
-
-
-def unused_drafts(config: HybridConfig) -> tuple[str, ...]:
-    """Returns patterns of the tensors of a multi-token-prediction layer, where the config has none."""
-    return () if config.mtp_pattern else (r"mtp\..*",)
 
 
 def _each(spelling: Spelling) -> tuple[str, ...]:

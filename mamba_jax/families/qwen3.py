@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from mamba_jax.config import ATTENTION, MLP, MOE, HybridConfig, MLPConfig, ModelConfigError, MoEConfig, QKNormConfig
-from mamba_jax.config.delta import DELTA, DeltaConfig
-from mamba_jax.families import parts
+from mamba_jax.config.linear_recurrence import DELTA, DeltaConfig
+from mamba_jax.families import mtp, parts
 from mamba_jax.families.base import Family, HFSource, placed, tensor
 from mamba_jax.families.fields import Fields
 
@@ -106,7 +106,7 @@ def _model(
             qk_norm=QKNormConfig(eps, unit_offset=True),
             output_gate=True,
         ),
-        mlp=MLPConfig(fields.integer("intermediate_size", intermediate), "silu", gated=True),
+        mlp=MLPConfig(fields.integer("intermediate_size", intermediate)),
         moe=moe,
         recurrences=(delta,),
         mtp_pattern=ATTENTION + (MOE if moe else MLP) if draft_layers == 1 else "",
@@ -119,12 +119,11 @@ def _moe(fields: Fields, *, num_experts: int, experts_per_token: int) -> MoEConf
     experts = fields.integer("num_experts", num_experts)
     if not experts:
         return None
-    return MoEConfig(
-        num_experts=experts,
-        experts_per_token=fields.integer("num_experts_per_tok", experts_per_token),
-        intermediate_size=fields.integer("moe_intermediate_size", 512),
-        activation="silu",
-        gated=True,
+    return parts.moe_config(
+        fields,
+        experts=experts,
+        chosen=experts_per_token,
+        size=512,
         router="softmax",
         shared_size=fields.integer("shared_expert_intermediate_size", 512),
         shared_gate=True,
@@ -154,7 +153,7 @@ def _weight_names(
     sources = parts.whole_model(config, parts.layers(config, mixers), prefixes=prefixes)
     if not config.mtp_pattern:
         return sources
-    sources |= parts.draft_layers(config, mixers, "input_layernorm", "post_attention_layernorm")
+    sources |= mtp.sublayers(config, mixers, "input_layernorm", "post_attention_layernorm")
     frame = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "final_norm": "norm"}
     return sources | placed("mtp", parts.weights(frame), "mtp.")
 
@@ -199,5 +198,5 @@ def _split(config: DeltaConfig, hidden: int) -> dict[str, HFSource]:
     return sources
 
 
-QWEN3_NEXT = Family("Qwen3Next", ("qwen3_next",), qwen3_next_from_hf, qwen3_next_names, parts.unused_drafts)
-QWEN3_5 = Family("Qwen3.5", _DENSE + _SPARSE, qwen3_5_from_hf, qwen3_5_names, parts.unused_drafts)
+QWEN3_NEXT = Family("Qwen3Next", ("qwen3_next",), qwen3_next_from_hf, qwen3_next_names, mtp.unused)
+QWEN3_5 = Family("Qwen3.5", _DENSE + _SPARSE, qwen3_5_from_hf, qwen3_5_names, mtp.unused)

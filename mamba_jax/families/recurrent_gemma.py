@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 
 from mamba_jax.config import ATTENTION, MLP, HybridConfig, MLPConfig
-from mamba_jax.config.rg_lru import RG_LRU, RGLRUConfig
+from mamba_jax.config.channel_recurrence import RG_LRU, RGLRUConfig
 from mamba_jax.families import parts
 from mamba_jax.families.base import Family, HFSource, tensor
 from mamba_jax.families.fields import Fields

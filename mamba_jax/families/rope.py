@@ -46,10 +46,7 @@ def rope_config(
 
 
 def _parameters(fields: Fields, name: str) -> dict[str, Any]:
-    found = fields.given(name) or {}
-    if not isinstance(found, Mapping):
-        raise ModelConfigError(f"config field {name} is {found!r}: an object is expected")
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in fields.mapping(name).items() if value is not None}
 
 
 def _scaled(kind: str, rope: Fields, fields: Fields, theta: float, size: int) -> RopeConfig:

@@ -1,14 +1,21 @@
-"""The tokens of a decode step: rows of equal width, one recurrent step after the other."""
+"""The tokens of a decode step: rows of equal width, one recurrent step after the other.
+
+Rows may have an anchor and the inputs since then (see `mamba_jax.tails`), or be a block that is drafted in one pass.
+"""
+
+from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from kernels_pallas.places import Rows
-from mamba_jax.layout.operation import Inputs, Operation, Parameters
+from kernels_pallas.paged_attention import paged_attention
+from kernels_pallas.places import Anchored, Rows
+from kernels_pallas.tails import read_ring, write_ring
+from mamba_jax.layout.base import Inputs, Operation, Parameters
 from mamba_jax.layout.paged import PagedTokens
 
 
@@ -87,3 +94,135 @@ class DecodeLayout(PagedTokens):
 
     def by_block(self, x: Shaped[Array, "T ..."]) -> Shaped[Array, "rows steps ..."]:
         return x.reshape(*self.shape, *x.shape[1:])
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ReplayLayout(DecodeLayout):
+    """A `DecodeLayout` whose `read_slot` is the anchor's and whose `write_slot` [rows, 1] is the spare slot."""
+
+    tail_id: Int[Array, " rows"]
+    """0 = padding."""
+    anchor: Int[Array, " rows"]
+    """Tokens that the anchor has absorbed."""
+    length: Int[Array, " rows"]
+    """Tokens that the row has absorbed."""
+    num_tokens: Int[Array, " rows"]
+    interval: int = field(metadata={"static": True})
+
+    @classmethod
+    def from_anchor(
+        cls,
+        *,
+        length: Int[Array, " rows"],
+        num_tokens: Int[Array, " rows"],
+        read_slot: Int[Array, " rows"],
+        anchor: Int[Array, " rows"],
+        tail_id: Int[Array, " rows"],
+        write_slot: Int[Array, "rows writes"],
+        page_table: Int[Array, "rows pages"],
+        steps: int,
+        interval: int,
+    ) -> Self:
+        """Returns the layout of rows that have absorbed `length` tokens, `anchor` of them in their slots."""
+        places = DecodeLayout.of(
+            length=length,
+            num_tokens=num_tokens,
+            read_slot=read_slot,
+            write_slot=jnp.zeros((len(length), steps), jnp.int32),
+            page_table=page_table,
+        )
+        return cls(
+            positions=places.positions,
+            valid=places.valid,
+            read_slot=places.read_slot,
+            write_slot=write_slot,
+            page_table=page_table,
+            tail_id=tail_id,
+            anchor=anchor,
+            length=length,
+            num_tokens=num_tokens,
+            interval=interval,
+        )
+
+    @property
+    def next_multiple(self) -> Int[Array, " rows"]:
+        """The first multiple of the interval after the row's length."""
+        return (self.length // self.interval + 1) * self.interval
+
+    @property
+    def due_slot(self) -> Int[Array, " rows"]:
+        """The slot for the state at that multiple; 0 if the fed tokens, rejected drafts included, do not reach it."""
+        reached = self.next_multiple <= self.length + self.num_tokens
+        return jnp.where(reached, self.write_slot[:, 0], 0)
+
+    @property
+    def anchored(self) -> Anchored:
+        """The places of the rows' anchors and tails."""
+        return Anchored(
+            anchor_slot=self.read_slot,
+            tail_id=self.tail_id,
+            anchor_length=self.anchor,
+            length=self.length,
+            num_tokens=self.num_tokens,
+            write_slot=self.due_slot,
+            interval=self.interval,
+        )
+
+    def run(self, operation: Operation, inputs: Inputs, parameters: Parameters, state: Any) -> tuple[Array, Any]:
+        assert operation.replay is not None, "an operation that has no form for replay"
+        return operation.replay(self, inputs, parameters, state)
+
+    def append(
+        self, ring: Shaped[Array, "tails entries *shape"], values: Shaped[Array, "rows steps *shape"]
+    ) -> Shaped[Array, "tails entries *shape"]:
+        """Returns the tails with the step's own tokens."""
+        position = self.length[:, None] + jnp.arange(values.shape[1])
+        return write_ring(ring, values, self.tail_id, position, self.by_block(self.valid))
+
+    def is_tail_right(self, tags: Int[Array, "tails entries"]) -> Bool[Array, " rows"]:
+        """For debugging: whether the tail holds exactly the tokens since the anchor, and has room for the step's."""
+        entries = tags.shape[1]
+        position = self.anchor[:, None] + jnp.arange(entries)
+        there = position < self.length[:, None]
+        held = read_ring(tags, self.tail_id, position)
+        fits = (self.anchor <= self.length) & (self.length + self.num_tokens - self.anchor <= entries)
+        return fits & (~there | (held == position)).all(axis=1)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BlockLayout(DecodeLayout):
+    """A `DecodeLayout` in which each token attends to all tokens of its row, later ones included."""
+
+    def read_kv(
+        self,
+        q: Float[Array, "T heads head_dim"],
+        kv: Float[Array, "pages page_size kv2 head_dim"],
+        *,
+        scale: float,
+        first_key: int,
+        window: int | None,
+    ) -> Float[Array, "T heads head_dim"]:
+        """Attention of the tokens to the keys and values in their rows' pages, up to the block's last token.
+
+        Raises:
+            ValueError: with a window, which each token has at another place.
+        """
+        if window is not None:
+            raise ValueError(f"attention of a block to a window of {window} tokens is not supported")
+        rows, steps = self.shape
+        groups, head_dim = kv.shape[2] // 2, q.shape[2]
+        # The tokens of a row see the same keys: to the operation they are further heads of one query, which groups of
+        # heads share keys as before. It then reads each key once.
+        by_group = q.reshape(rows, steps, groups, -1, head_dim).swapaxes(1, 2)
+        out = paged_attention(
+            by_group.reshape(rows, 1, -1, head_dim),
+            kv,
+            positions=self.positions.reshape(rows, steps).max(axis=1, keepdims=True),
+            page_table=self.page_table,
+            block_row=jnp.arange(rows),
+            scale=scale,
+            first_key=first_key,
+        )
+        return out.reshape(by_group.shape).swapaxes(1, 2).reshape(q.shape)

@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from mamba_jax.layout.decode import DecodeLayout
-from mamba_jax.layout.operation import Inputs, Operation, Parameters
+from mamba_jax.layout.base import Inputs, Operation, Parameters
+from mamba_jax.layout.decode import DecodeLayout, ReplayLayout
 from mamba_jax.layout.prefill import PrefillLayout
-from mamba_jax.layout.replay import ReplayLayout
 
 
 @jax.tree_util.register_dataclass

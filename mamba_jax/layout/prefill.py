@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
 from kernels_pallas.places import Packed, Tiles
-from mamba_jax.layout.operation import Inputs, Operation, Parameters
+from mamba_jax.layout.base import Inputs, Operation, Parameters
 from mamba_jax.layout.paged import PagedTokens
 
 
@@ -146,9 +146,9 @@ class PrefillLayout(PagedTokens):
     def by_tile(self, x: Shaped[Array, "T ..."]) -> Shaped[Array, "tiles tile_size ..."]:
         """Packed tokens as tiles. Padding is zeros."""
         valid = self.tile_valid.reshape(*self.tile_valid.shape, *[1] * (x.ndim - 1))
-        return jnp.where(valid, self.with_any_padding(x), 0)
+        return jnp.where(valid, self.gather_unmasked(x), 0)
 
-    def with_any_padding(self, x: Shaped[Array, "T ..."]) -> Shaped[Array, "tiles tile_size ..."]:
+    def gather_unmasked(self, x: Shaped[Array, "T ..."]) -> Shaped[Array, "tiles tile_size ..."]:
         """Packed tokens as tiles. Padding is some token of the step, for operations that do not read it."""
         return _flat(x)[self.tile_tokens].reshape(*self.tile_tokens.shape, *x.shape[1:])
 

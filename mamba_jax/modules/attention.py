@@ -1,19 +1,45 @@
-"""Causal attention with grouped keys and values, with or without rotary positions."""
+"""Causal attention with grouped keys and values, or over latents (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1), with
+or without rotary positions (Su et al., "RoFormer", 2021).
+"""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from kernels_pallas.fixed_order import sigmoid
-from mamba_jax.config import AttentionConfig, need
+from kernels_pallas.fixed_order import product_by_head, rounded, sigmoid
+from mamba_jax.config import AttentionConfig, RopeConfig, need
+from mamba_jax.config.attention import LatentAttentionConfig
 from mamba_jax.layout import Layout
-from mamba_jax.modules.basic import Linear, RMSNorm, constant, scaled, scaled_by
-from mamba_jax.modules.rotary import rotate, rotations
+from mamba_jax.modules.basic import Linear, RMSNorm, Weight, constant, normal, scaled, scaled_by
 from mamba_jax.sharding.axis import axis_index
+
+
+def rotations(positions: Int[Array, " T"], rope: RopeConfig) -> tuple[Float[Array, "T half"], Float[Array, "T half"]]:
+    """Cosine and sine of each position's angles, in float32."""
+    # Constants, rounded once: a power in float32 would be off by more, times the position.
+    powers = rope.theta ** (-np.arange(0, rope.size, 2) / rope.size)
+    frequency = np.array(rope.frequencies) if rope.frequencies else powers
+    angle = rounded(positions.astype(jnp.float32)[:, None] * frequency.astype(np.float32))
+    return scaled(jnp.cos(angle), rope.scale), scaled(jnp.sin(angle), rope.scale)
+
+
+def rotate(
+    x: Float[Array, "T heads head_dim"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]
+) -> Float[Array, "T heads head_dim"]:
+    """Rotates the pair of elements i and i + half, for each i below half. Elements after them stay as they are."""
+    half = cos.shape[1]
+    cos, sin = cos[:, None], sin[:, None]
+    first, second = (x[..., start : start + half].astype(jnp.float32) for start in (0, half))
+    turned = [
+        rounded(first * cos) - rounded(second * sin),
+        rounded(second * cos) + rounded(first * sin),
+    ]
+    return jnp.concatenate([*(part.astype(x.dtype) for part in turned), x[..., 2 * half :]], axis=-1)
 
 
 class Attention(nnx.Module):
@@ -119,3 +145,51 @@ class Attention(nnx.Module):
             return kv
         index = axis_index() * self.config.num_kv_heads // devices
         return lax.dynamic_slice_in_dim(kv, index, 1, axis=1)
+
+
+class LatentAttention(nnx.Module):
+    """softmax(scale * q k^T) v, where all heads' keys and values are projections of one latent.
+
+    Keys and values are never computed: q (W_k c) = (W_k^T q) c, so queries attend to latents. The output of attention
+    is a latent, to which W_v is applied. A page then holds one entry for each token, for any number of heads.
+
+    If the weights are divided over devices, each device has some of the heads, and the latents of all tokens.
+    """
+
+    def __init__(self, config: LatentAttentionConfig, hidden_size: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        self.config = config
+        heads, latent = config.num_heads, config.latent_size
+        head_dim = config.key_size + config.shared_key_size
+        self.q_proj = Linear(hidden_size, heads * head_dim, rngs=rngs, dtype=dtype)
+        self.latent_proj = Linear(hidden_size, config.entry_size, rngs=rngs, dtype=dtype)
+        self.norm = RMSNorm(latent, config.norm_eps, dtype=dtype)
+        self.k_up = Weight(normal(rngs, (heads, config.key_size, latent), dtype))
+        self.v_up = Weight(normal(rngs, (heads, config.value_size, latent), dtype))
+        self.o_proj = Linear(heads * config.value_size, hidden_size, rngs=rngs, dtype=dtype)
+        self.gate_proj = Linear(hidden_size, heads, rngs=rngs, dtype=dtype) if config.head_gate else None
+
+    def __call__(
+        self, x: Float[Array, "T hidden"], layout: Layout, state: Array | None, *, first_key: int = 0
+    ) -> tuple[Float[Array, "T hidden"], Array | None]:
+        """With `first_key` the sequence begins there, as in `Attention`."""
+        config = self.config
+        q = self.q_proj(x, layout.adapter).reshape(x.shape[0], -1, config.key_size + config.shared_key_size)
+        asked = product_by_head(q[..., : config.key_size], self.k_up.weight[...].swapaxes(1, 2))
+        shared_q = q[..., config.key_size :]
+        latent, shared = jnp.split(self.latent_proj(x, layout.adapter)[:, None], [config.latent_size], axis=-1)
+        if config.rope is not None:
+            cos, sin = rotations(layout.positions - first_key, config.rope)
+            shared_q, shared = (rotate(_by_halves(part), cos, sin) for part in (shared_q, shared))
+        q = jnp.concatenate([asked, shared_q], axis=-1)
+        entry = jnp.concatenate([self.norm(latent), shared], axis=-1)
+        found, state = layout.attend(q, entry, None, state, scale=config.scale, first_key=first_key)
+        # The weighted sum of the shared keys is not a value.
+        out = product_by_head(found[..., : config.latent_size], self.v_up.weight[...])
+        if self.gate_proj is not None:
+            out *= sigmoid(self.gate_proj(x, layout.adapter, out_dtype=jnp.float32)).astype(out.dtype)[..., None]
+        return self.o_proj(out.reshape(x.shape[0], -1), layout.adapter), state
+
+
+def _by_halves(x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
+    """Moves the even elements before the odd ones, so that the pairs 2i and 2i + 1 are `rotate`'s pairs."""
+    return jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)

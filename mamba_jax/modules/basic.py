@@ -109,6 +109,26 @@ class Linear(nnx.Module):
         return self.bias is None and self.lora is None and not isinstance(weight, Quantised) and weight.ndim == 2
 
 
+class LowRank(nnx.Module):
+    """A product of two matrices, with few channels between them."""
+
+    def __init__(
+        self, inputs: int, rank: int, outputs: int | tuple[int, ...], *, rngs: nnx.Rngs, dtype: DTypeLike
+    ) -> None:
+        self.down = Linear(inputs, rank, rngs=rngs, dtype=dtype)
+        self.up = Linear(rank, outputs, rngs=rngs, dtype=dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "*batch inputs"],
+        adapter: Int[Array, " batch"] | None = None,
+        *,
+        out_dtype: DTypeLike | None = None,
+    ) -> Array:
+        """As `Linear`."""
+        return self.up(self.down(x, adapter), adapter, out_dtype=out_dtype)
+
+
 def both(
     first: Callable[..., Array],
     second: Callable[..., Array],

@@ -18,25 +18,19 @@ from mamba_jax.config import (
     MLPConfig,
     MoEConfig,
 )
+from mamba_jax.config.channel_recurrence import Mamba1Config, RGLRUConfig, ShortConvConfig
 from mamba_jax.config.declaration import BothMixers
-from mamba_jax.config.delta import DeltaConfig
-from mamba_jax.config.lightning import LightningConfig
-from mamba_jax.config.mamba1 import Mamba1Config
-from mamba_jax.config.rg_lru import RGLRUConfig
-from mamba_jax.config.short_conv import ShortConvConfig
+from mamba_jax.config.linear_recurrence import DeltaConfig, LightningConfig
 from mamba_jax.layout import Layout
-from mamba_jax.modules.attention import Attention
+from mamba_jax.modules.attention import Attention, LatentAttention
 from mamba_jax.modules.basic import RMSNorm, scaled
+from mamba_jax.modules.conv import ShortConv
 from mamba_jax.modules.delta import Delta
-from mamba_jax.modules.latent_attention import LatentAttention
+from mamba_jax.modules.feed_forward import MLP, MoE
 from mamba_jax.modules.lightning import Lightning
 from mamba_jax.modules.mamba import Mamba
-from mamba_jax.modules.mamba1 import Mamba1
-from mamba_jax.modules.mlp import MLP
-from mamba_jax.modules.moe import MoE
-from mamba_jax.modules.rg_lru import RGLRU
-from mamba_jax.modules.short_conv import ShortConv
-from mamba_jax.sharding.across import ShardedModule, across
+from mamba_jax.modules.selective import RGLRU, Mamba1
+from mamba_jax.sharding.across import run_mixer
 from mamba_jax.sharding.parameters import mixer_placements
 from mamba_jax.store import SlotArrays
 
@@ -112,13 +106,9 @@ class Block(nnx.Module):
         self, x: Float[Array, "T hidden"], layout: Layout, state: Any, **options: Any
     ) -> tuple[Float[Array, "T hidden"], Any]:
         """Runs the sublayer. `options` are passed to the mixer."""
-
-        def run(modules: Any, layout: Layout, state: Any, x: Array) -> tuple[Array, Any]:
-            return modules["mixer"](x, layout, state, **options)
-
-        mixer = ShardedModule(self.mixer, mixer_placements(self.config, self.kind, self.index))
+        parameters = mixer_placements(self.config, self.kind, self.index)
         taken = x if self.norm_after else self.norm(x)
-        y, state = across(self.config, {"mixer": mixer}, run, layout, state, taken)
+        y, state = run_mixer(self.config, self.mixer, parameters, layout, state, taken, **options)
         if (residual := self.config.normed_residual(self.kind)) is not None:
             carried = scaled(taken, residual.input_multiplier) + scaled(y, residual.output_multiplier)
             return carried.astype(x.dtype), state

@@ -1,4 +1,4 @@
-"""The causal depthwise convolution before a recurrence, over a sequence's last few inputs."""
+"""The causal depthwise convolution over a sequence's last few inputs, before a recurrence or as a mixer (LFM2)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from kernels_pallas.causal_conv1d import (
     causal_conv1d_sequence,
     causal_conv1d_update,
 )
+from mamba_jax.config.channel_recurrence import ShortConvConfig
 from mamba_jax.layout import (
     Anchors,
     DecodeLayout,
@@ -27,8 +28,9 @@ from mamba_jax.layout import (
     ReplayLayout,
     SequenceLayout,
 )
-from mamba_jax.modules.basic import constant, normal
+from mamba_jax.modules.basic import Linear, constant, normal
 from mamba_jax.sharding.axis import axis_index
+from mamba_jax.store import SlotArrays
 
 
 def _sequences(
@@ -120,3 +122,21 @@ class Conv(nnx.Module):
             return value
         by_device = value.reshape(self.parts, -1, channels // self.parts, *value.shape[1:])
         return by_device[:, axis_index()].reshape(channels, *value.shape[1:])
+
+
+class ShortConv(nnx.Module):
+    """out(c * conv(b * x)), where b, c and x are projections of the input."""
+
+    def __init__(self, config: ShortConvConfig, hidden_size: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        channels, bias = config.channels, config.bias
+        self.in_proj = Linear(hidden_size, (3, channels), bias=bias, rngs=rngs, dtype=dtype)
+        self.conv = Conv(channels, config.conv_width, window="conv", activation=None, bias=bias, rngs=rngs, dtype=dtype)
+        self.out_proj = Linear(channels, hidden_size, bias=bias, rngs=rngs, dtype=dtype)
+
+    def __call__(
+        self, x: Float[Array, "T hidden"], layout: Layout, state: SlotArrays | None
+    ) -> tuple[Float[Array, "T hidden"], SlotArrays | None]:
+        bcx = self.in_proj(x, layout.adapter)
+        b, c, x = bcx[:, 0], bcx[:, 1], bcx[:, 2]
+        y, window = self.conv(b * x, layout, None if state is None else state["conv"])
+        return self.out_proj(c * y, layout.adapter), None if state is None else {"conv": window}

@@ -7,33 +7,15 @@ from __future__ import annotations
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from kernels_pallas.gated_recurrence import DeltaGates, Projections
-from mamba_jax.config.delta import DeltaConfig
+from mamba_jax.config.linear_recurrence import DeltaConfig
 from mamba_jax.layout import Layout
-from mamba_jax.modules.basic import Linear, Weight, both, constant, initial
+from mamba_jax.modules.basic import Linear, LowRank, Weight, both, constant, initial
 from mamba_jax.modules.conv import Conv
 from mamba_jax.modules.recurrence import RecurrentMixer, initial_dt_bias
 from mamba_jax.store import SlotArrays
-
-
-class LowRank(nnx.Module):
-    """A product of two matrices, with few channels between them."""
-
-    def __init__(self, inputs: int, rank: int, outputs: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
-        self.down = Linear(inputs, rank, rngs=rngs, dtype=dtype)
-        self.up = Linear(rank, outputs, rngs=rngs, dtype=dtype)
-
-    def __call__(
-        self,
-        x: Float[Array, "*batch inputs"],
-        adapter: Int[Array, " batch"] | None = None,
-        *,
-        out_dtype: DTypeLike | None = None,
-    ) -> Array:
-        """As `Linear`."""
-        return self.up(self.down(x, adapter), adapter, out_dtype=out_dtype)
 
 
 class Delta(RecurrentMixer):

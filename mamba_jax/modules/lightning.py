@@ -8,7 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from mamba_jax.config.lightning import LightningConfig
+from mamba_jax.config.linear_recurrence import LightningConfig
 from mamba_jax.layout import Layout
 from mamba_jax.modules.basic import Linear, RMSNorm
 from mamba_jax.modules.recurrence import recurrence

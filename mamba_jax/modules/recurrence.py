@@ -21,7 +21,7 @@ from kernels_pallas.recurrence import (
     recurrence_sequence,
     recurrence_update,
 )
-from mamba_jax.config.recurrence import GroupedRecurrence
+from mamba_jax.config.linear_recurrence import GroupedRecurrence
 from mamba_jax.layout import (
     Anchors,
     DecodeLayout,
@@ -52,7 +52,7 @@ def _tiles(
     layout: PrefillLayout, inputs: Inputs, parameters: Parameters, state: Array, *, erase: bool
 ) -> tuple[Array, Array]:
     # The scan recognises padding by its strength of 0; masking the rest would be one more pass over it.
-    vectors = map(layout.with_any_padding, inputs[:3])
+    vectors = map(layout.gather_unmasked, inputs[:3])
     entry = Entry(*vectors, *map(layout.by_tile, inputs[3:]))
     y, state = recurrence_scan(entry, state, layout.tiles, erase=erase, skip=parameters[0])
     return layout.by_token(y), state

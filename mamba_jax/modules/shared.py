@@ -12,25 +12,12 @@ from jaxtyping import Array, Float, Int
 from mamba_jax.config import HybridConfig, need
 from mamba_jax.layout import Layout
 from mamba_jax.modules.attention import Attention
-from mamba_jax.modules.basic import Linear, RMSNorm
+from mamba_jax.modules.basic import Linear, LowRank, RMSNorm
+from mamba_jax.modules.feed_forward import MLP
 from mamba_jax.modules.mamba import Mamba
-from mamba_jax.modules.mlp import MLP
-from mamba_jax.sharding.across import ShardedModule, across, own_columns
+from mamba_jax.sharding.across import ShardedModule, across, own_columns, run_mixer
 from mamba_jax.sharding.parameters import adapter_placements, of_whole_input
 from mamba_jax.store import SlotArrays
-
-
-class Adapter(nnx.Module):
-    """A low-rank addition to a shared projection."""
-
-    def __init__(
-        self, inputs: int, rank: int, outputs: int | tuple[int, ...], *, rngs: nnx.Rngs, dtype: DTypeLike
-    ) -> None:
-        self.down = Linear(inputs, rank, rngs=rngs, dtype=dtype)
-        self.up = Linear(rank, outputs, rngs=rngs, dtype=dtype)
-
-    def __call__(self, x: Float[Array, "T inputs"], adapter: Int[Array, " T"] | None) -> Array:
-        return self.up(self.down(x, adapter), adapter)
 
 
 class Adapters(nnx.Module):
@@ -39,12 +26,12 @@ class Adapters(nnx.Module):
     def __init__(self, config: HybridConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         shared, attention, mlp = need(config.shared), need(config.attention), need(config.mlp)
         rank = shared.adapter_rank
-        self.gate_up = Adapter(config.hidden_size, rank, (2, mlp.size(0)), rngs=rngs, dtype=dtype)
+        self.gate_up = LowRank(config.hidden_size, rank, (2, mlp.size(0)), rngs=rngs, dtype=dtype)
 
-        def adapter(heads: int) -> Adapter | None:
+        def adapter(heads: int) -> LowRank | None:
             if not shared.attention_adapters:
                 return None
-            return Adapter(attention.input_size, rank, heads * attention.head_dim, rngs=rngs, dtype=dtype)
+            return LowRank(attention.input_size, rank, heads * attention.head_dim, rngs=rngs, dtype=dtype)
 
         self.q = adapter(attention.num_heads)
         self.k = adapter(attention.num_kv_heads)
@@ -81,10 +68,10 @@ class SharedBlock(nnx.Module):
         y = self.attention_norm(jnp.concatenate([x, embedded], axis=-1))
         config, attention, mlp = self.config, need(self.config.attention), need(self.config.mlp)
         added = ShardedModule(adapters, adapter_placements(need(config.shared), attention, mlp))
-        heard = {"attention": ShardedModule(self.attention, attention.parameters()), "adapters": added}
-        y, kv = across(config, heard, _attend, layout, kv, y)
-        fed = {"mlp": ShardedModule(self.mlp, mlp.parameters()), "adapters": added}
-        y, _ = across(config, fed, _feed, layout, None, self.mlp_norm(y))
+        modules = {"attention": ShardedModule(self.attention, attention.parameters()), "adapters": added}
+        y, kv = across(config, modules, _attend, layout, kv, y)
+        modules = {"mlp": ShardedModule(self.mlp, mlp.parameters()), "adapters": added}
+        y, _ = across(config, modules, _feed, layout, None, self.mlp_norm(y))
         return y, kv
 
 
@@ -94,10 +81,6 @@ def _attend(modules: Any, layout: Layout, kv: Any, y: Array) -> tuple[Array, Any
 
 def _feed(modules: Any, layout: Layout, state: None, y: Array) -> tuple[Array, None]:
     return modules["mlp"](y, layout, None, added=modules["adapters"].gate_up(y, layout.adapter))
-
-
-def _mix(modules: Any, layout: Layout, slots: Any, x: Array) -> tuple[Array, Any]:
-    return modules["mixer"](x, layout, slots)
 
 
 def _project(modules: Any, layout: Layout, state: None, x: Array) -> tuple[Array, None]:
@@ -125,10 +108,9 @@ class SharedUse(nnx.Module):
         embedded: Float[Array, "T hidden"],
     ) -> tuple[Float[Array, "T hidden"], tuple[SlotArrays | None, Array | None]]:
         slots, kv = state
-        heard, kv = block(x, embedded, layout, kv, self.adapters)
+        added, kv = block(x, embedded, layout, kv, self.adapters)
         linear = ShardedModule(self.linear, of_whole_input(self.config))
-        heard, _ = across(self.config, {"linear": linear}, _project, layout, None, heard)
-        mixed = self.norm(x + heard.astype(x.dtype))
-        mixer = ShardedModule(self.mixer, need(self.config.mamba).parameters())
-        y, slots = across(self.config, {"mixer": mixer}, _mix, layout, slots, mixed)
+        added, _ = across(self.config, {"linear": linear}, _project, layout, None, added)
+        read = self.norm(x + added.astype(x.dtype))
+        y, slots = run_mixer(self.config, self.mixer, need(self.config.mamba).parameters(), layout, slots, read)
         return x + y.astype(x.dtype), (slots, kv)

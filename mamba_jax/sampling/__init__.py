@@ -1,8 +1,7 @@
 """Choosing the next tokens: greedy and random sampling, penalties, verification of drafts, log-probabilities."""
 
 from mamba_jax.sampling.choose import Emission, choose, report_logprobs
-from mamba_jax.sampling.counts import count_tokens
-from mamba_jax.sampling.inputs import SamplingInputs
+from mamba_jax.sampling.inputs import SamplingInputs, count_tokens
 from mamba_jax.sampling.largest import largest
 from mamba_jax.sampling.logits import has_penalties
 from mamba_jax.sampling.table import (

@@ -23,8 +23,8 @@ from kernels_pallas.fixed_order import log_sum_exp
 from mamba_jax.sampling.draw_tokens import draw
 from mamba_jax.sampling.inputs import SamplingInputs, own_rows
 from mamba_jax.sampling.largest import argmax, largest, most_likely
-from mamba_jax.sampling.masks import Masks, bit_of
-from mamba_jax.sampling.table import MAX_LOGPROBS, SamplingTable
+from mamba_jax.sampling.masks import bit_of
+from mamba_jax.sampling.table import MAX_LOGPROBS
 from mamba_jax.sharding.axis import TENSOR, axis_mesh, keep_whole
 
 
@@ -44,36 +44,18 @@ class Emission:
 
 
 def choose(
-    logits: Float[Array, "rows H vocab"],
-    *,
-    drafts: Int[Array, "rows H-1"],
-    num_drafts: Int[Array, " rows"],
-    length: Int[Array, " rows"],
-    sample: Bool[Array, " rows"],
-    row_id: Int[Array, " rows"],
-    table: SamplingTable,
-    output_counts: Int[Array, "seats vocab"],
-    prompt_seen: Bool[Array, "seats vocab"],
-    masks: Masks | None = None,
-    supports: bool = False,
-    greedy: bool = False,
+    logits: Float[Array, "rows H vocab"], asked: SamplingInputs, *, supports: bool = False, greedy: bool = False
 ) -> Emission:
     """Verifies drafts and draws one new token for each row.
 
     Args:
         logits: float32; on several devices they may be divided by the vocabulary.
-        drafts: the rows' drafts; -1 is always rejected.
-        num_drafts: number of valid drafts.
-        length: tokens (prompt and output) before each row's first draft; determines the positions of the draws.
-        sample: rows that emit; others accept and emit nothing.
-        row_id: the rows' seats in the tables.
-        masks: tokens that rows may choose at each head; a draft that is not allowed is never chosen, and so rejected.
         supports: report the tokens that could have been drawn, for rows whose `sampling_mask` is set.
         greedy: choose the largest logit in every row, whatever its parameters: a smaller program.
     """
-    asked = SamplingInputs.of(drafts, num_drafts, length, sample, row_id, table, output_counts, prompt_seen, masks)
+    sample = asked.sample
     if supports:
-        asked = replace(asked, supports=sample & table.sampling_mask[row_id])
+        asked = replace(asked, supports=sample & asked.table.sampling_mask[asked.row_id])
     drafts, heads = asked.drafts, jnp.arange(logits.shape[1])
 
     # Flat, as the product returns them: a TPU would change the layout by rows and heads.

@@ -1,9 +1,8 @@
-"""Random numbers that depend only on (seed, choice, output position, purpose).
+"""Random numbers that depend only on (seed, choice, output position).
 
 Therefore a request with a seed draws the same numbers in any batch, after a preemption, and with any chunk size.
 """
 
-import enum
 from collections.abc import Callable
 
 import jax
@@ -15,15 +14,9 @@ from kernels_pallas.fixed_order import row_sum
 BLOCK = 128
 
 
-class Purpose(enum.IntEnum):
-    """What a draw is for. Draws for different purposes at one position are independent."""
-
-    TOKEN = 0
-
-
-def _keys(key: UInt[Array, "rows 2"], position: Int[Array, "rows H"], purpose: Purpose) -> Array:
+def _keys(key: UInt[Array, "rows 2"], position: Int[Array, "rows H"]) -> Array:
     def one(key: Array, position: Array) -> Array:
-        return jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position * len(Purpose) + purpose)
+        return jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position)
 
     return jax.vmap(jax.vmap(one, in_axes=(None, 0)))(key, position)
 
@@ -57,7 +50,7 @@ def draw_by_blocks(
     within: Callable[[Int[Array, "rows H"]], Float[Array, "rows H width"]],
 ) -> Int[Array, "rows H"]:
     """Draws as `categorical` does, given the weight of each block and a function that returns a block's weights."""
-    keys = _keys(key, position, Purpose.TOKEN)
+    keys = _keys(key, position)
     numbers = jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, (2,))))(keys)
     block = _invert(sums, numbers[..., 0])
     return block * BLOCK + _invert(within(block), numbers[..., 1])

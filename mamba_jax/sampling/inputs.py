@@ -1,31 +1,38 @@
-"""The options of a step's rows, and what they change in logits."""
+"""The options of a step's rows, what they change in logits, and the counts of emitted tokens for penalties."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from mamba_jax.sampling.logits import add_bias, has_bias, has_penalties, once_if, penalise, truncate, weights_of
 from mamba_jax.sampling.masks import Masks, apply_masks
 from mamba_jax.sampling.table import SamplingTable
-from mamba_jax.sharding.axis import TENSOR, axis_index, keep_whole
+from mamba_jax.sharding.axis import TENSOR, axis_index, axis_mesh, keep_whole
 
 
 @dataclass(frozen=True)
 class SamplingInputs:
-    """The options of a step's rows for their logits. Arguments as for `choose`."""
+    """The options of a step's rows for their logits. `SamplingInputs.of` makes them."""
 
     drafts: Int[Array, "rows drafts"]
-    """-1 where there is none."""
+    """-1 where there is none: always rejected."""
     length: Int[Array, " rows"]
+    """Tokens (prompt and output) before each row's first draft; determines the positions of the draws."""
+    sample: Bool[Array, " rows"]
+    """Rows that emit; others accept and emit nothing."""
     row_id: Int[Array, " rows"]
+    """The rows' seats in the tables."""
     table: SamplingTable
     output_counts: Int[Array, "seats vocab"]
     prompt_seen: Bool[Array, "seats vocab"]
     masks: Masks | None
+    """Tokens that rows may choose at each head; a draft that is not allowed is never chosen, and so rejected."""
     masked: Bool[Array, " rows"]
     biased: Bool[Array, " rows"]
     penalised: Bool[Array, " rows"]
@@ -50,13 +57,17 @@ class SamplingInputs:
         prompt_seen: Bool[Array, "seats vocab"],
         masks: Masks | None = None,
     ) -> SamplingInputs:
-        """Reads only narrow columns; wide ones (stop ids, biases, counts) are read only if rows need them."""
+        """Returns the inputs of rows with `num_drafts` valid drafts each.
+
+        Reads only narrow columns; wide ones (stop ids, biases, counts) are read only if rows need them.
+        """
         biased, penalised, random = (
             sample & column[row_id] for column in (has_bias(table), has_penalties(table), table.temperature > 0)
         )
         return cls(
             drafts=jnp.where(jnp.arange(drafts.shape[1]) < num_drafts[:, None], drafts, -1),
             length=length,
+            sample=sample,
             row_id=row_id,
             table=table,
             output_counts=output_counts,
@@ -80,6 +91,7 @@ class SamplingInputs:
             self,
             drafts=own(self.drafts),
             length=own(self.length),
+            sample=own(self.sample),
             row_id=own(self.row_id),
             masked=own(self.masked),
             biased=own(self.biased),
@@ -135,3 +147,26 @@ class SamplingInputs:
 def own_rows(part: Shaped[Array, "rows part"]) -> Shaped[Array, "own vocab"]:
     """Exchanges a part of the vocabulary for all rows for the whole vocabulary of this device's rows."""
     return lax.all_to_all(part, TENSOR, split_axis=0, concat_axis=1, tiled=True)
+
+
+def count_tokens(
+    counts: Int[Array, "seats vocab"], seat: Int[Array, "rows H"], tokens: Int[Array, "rows H"]
+) -> Int[Array, "seats vocab"]:
+    """One more of each token at its seat; past the last seat nothing is counted.
+
+    On several devices each counts the tokens of its part of the vocabulary, where that divides evenly.
+    """
+    mesh = axis_mesh()
+    if mesh is None or counts.shape[1] % mesh.shape[TENSOR]:
+        return counts.at[seat, tokens].add(1, mode="drop")
+
+    def on_each_device(
+        part: Int[Array, "seats part"], seat: Int[Array, "rows H"], tokens: Int[Array, "rows H"]
+    ) -> Int[Array, "seats part"]:
+        place = tokens - axis_index() * part.shape[1]
+        mine = (place >= 0) & (place < part.shape[1])
+        return part.at[jnp.where(mine, seat, part.shape[0]), place].add(1, mode="drop")
+
+    own = P(None, TENSOR)
+    divided = jax.shard_map(on_each_device, mesh=mesh, in_specs=(own, P(), P()), out_specs=own, check_vma=False)
+    return divided(counts, seat, tokens)

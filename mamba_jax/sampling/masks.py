@@ -75,7 +75,7 @@ def write_masks(masks: Masks, batch: MaskBatch) -> Masks:
 def apply_masks(
     logits: Float[Array, "rows H vocab"], masks: Masks, row_id: Int[Array, " rows"]
 ) -> Float[Array, "rows H vocab"]:
-    """Returns logits of tokens that a row may not choose become -inf. Rows without masks keep theirs bit by bit."""
+    """Sets the logits of tokens that a row may not choose to -inf. Rows without masks keep theirs bit by bit."""
     rows, heads, vocab_size = logits.shape
     words = masks.bits[row_id, :heads]
     bits = (words[..., None] >> jnp.arange(_WORD, dtype=jnp.uint32)) & 1

@@ -1,4 +1,4 @@
-"""Sampling parameters as the device keeps them: one entry for each seat, written once when a request sits down."""
+"""Sampling parameters as the device keeps them: one entry for each seat, written once when a request is admitted."""
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
 """Tensor parallelism: one model over several devices, each holding a piece of every layer and of every state.
 
 Heads of Mamba and attention, the inner widths of MLPs, experts and the vocabulary are divided over one mesh axis. A
-mixer then runs on every device with its own pieces only and gives a partial sum; adding these up is the one thing that
-devices tell each other for a sublayer (`across`). What lies between mixers is the same on all devices.
+mixer then runs on every device with its own pieces only and gives a partial sum; adding these up is the only
+communication of a sublayer (`across`). What lies between mixers is the same on all devices.
 """
 
 from mamba_jax.sharding.across import across, own_columns
 from mamba_jax.sharding.axis import (
     DATA,
-    EXPERT,
     TENSOR,
     axis_index,
     axis_mesh,
@@ -29,7 +28,6 @@ from mamba_jax.sharding.place import (
 
 __all__ = [
     "DATA",
-    "EXPERT",
     "TENSOR",
     "Partition",
     "across",

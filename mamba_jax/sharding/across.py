@@ -94,6 +94,23 @@ def across(
     )(weights, layout, state, *inputs)
 
 
+def run_mixer(
+    config: HybridConfig,
+    mixer: nnx.Module,
+    parameters: Mapping[str, Placement],
+    layout: Any,
+    state: Any,
+    x: Float[Array, "T inputs"],
+    **options: Any,
+) -> tuple[Array, Any]:
+    """Calls a mixer, whose parameters are divided as given, as `mixer(x, layout, state, **options)`; see `across`."""
+
+    def run(modules: Any, layout: Any, state: Any, x: Array) -> tuple[Array, Any]:
+        return modules["mixer"](x, layout, state, **options)
+
+    return across(config, {"mixer": ShardedModule(mixer, parameters)}, run, layout, state, x)
+
+
 def own_columns(x: Float[Array, "T inputs"], width: int) -> Float[Array, "T width"]:
     """This device's piece of a whole input, for a weight that is divided by its inputs."""
     if x.shape[1] == width:

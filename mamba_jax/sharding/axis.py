@@ -2,7 +2,8 @@
 
 `DATA` counts replicas: each has all weights, a store and programs of its own, and nothing passes between them, so a
 program runs on the mesh of one replica, which does not have this axis. Along `TENSOR` lie the pieces of each layer and
-each state.
+each state. Experts are sharded over it, too, where they divide evenly: all devices have the same tokens, so each
+computes its own experts, and the sum of a mixer's parts includes them.
 """
 
 from __future__ import annotations
@@ -22,9 +23,6 @@ from mamba_jax.config import ModelConfigError
 
 DATA = "data"
 TENSOR = "tensor"
-EXPERT = TENSOR
-"""Whole experts lie along the axis of the pieces, where they divide: tokens are the same on all of its devices, so each
-computes what its own experts give, and one sum collects that along with everything else that a mixer gives in parts."""
 LEAST_TOKENS = 64
 """Tokens per device from which a device receives the sums of its own share of the tokens only. With fewer, a second
 exchange takes longer than the norms of all tokens."""

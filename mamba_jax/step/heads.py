@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mamba_jax.drafts import DraftModel, DraftSource, StepFacts
-from mamba_jax.layout import DecodeLayout, Layout, PrefillLayout
+from mamba_jax.layout import Layout
 from mamba_jax.rows import Rows
 from mamba_jax.sampling import Emission, SamplingInputs, choose, report_logprobs
 from mamba_jax.step.seats import newest
@@ -27,24 +27,6 @@ class StepHidden:
     """The hidden state before each row's first token; zeros without one."""
     wrong: Bool[Array, " rows"]
     """With `debug_state`: rows that read another state than their own."""
-
-
-class StepPart(Protocol):
-    """The decode rows or the prefill rows of a step."""
-
-    @property
-    def layout(self) -> DecodeLayout | PrefillLayout: ...
-    @property
-    def tokens(self) -> Int[Array, " T"]: ...
-    @property
-    def row_id(self) -> Int[Array, " rows"]: ...
-    @property
-    def length(self) -> Int[Array, " rows"]: ...
-    @property
-    def page_table(self) -> Int[Array, "rows pages"]: ...
-    @property
-    def sampled(self) -> SampledRows: ...
-    def num_proposed(self, most: int) -> int: ...
 
 
 class Model(Protocol):
@@ -85,22 +67,22 @@ def emit(
     """
     row_id, (count, width) = sampled.row_id, (sampled.drafts.shape[0], sampled.drafts.shape[1] + 1)
     logits = flat.reshape(count, width, -1)
-    inputs: dict[str, Any] = {
-        "drafts": sampled.drafts,
-        "num_drafts": sampled.num_drafts,
-        "length": sampled.length,
-        "sample": sampled.sample & (row_id > 0),
-        "row_id": row_id,
-        "table": rows.sampling,
-        "output_counts": rows.output_counts,
-        "prompt_seen": rows.prompt_seen,
-        "masks": rows.masks,
-    }
-    emission = choose(logits, **inputs, supports=sampling_masks, greedy=greedy)
+    inputs = SamplingInputs.of(
+        sampled.drafts,
+        sampled.num_drafts,
+        sampled.length,
+        sampled.sample & (row_id > 0),
+        row_id,
+        rows.sampling,
+        rows.output_counts,
+        rows.prompt_seen,
+        rows.masks,
+    )
+    emission = choose(logits, inputs, supports=sampling_masks, greedy=greedy)
     wanted = jnp.where((emission.tokens >= 0) & (row_id > 0)[:, None], rows.sampling.logprobs[row_id][:, None], -1)
     unused = jnp.arange(width) > emission.accepted[:, None]
-    of_logits = SamplingInputs.of(**inputs).processed if processed_logprobs else lambda flat: flat
-    reported = report_logprobs(flat, emission.tokens.reshape(-1), wanted.reshape(-1), of_logits)
+    process = inputs.processed if processed_logprobs else lambda flat: flat
+    reported = report_logprobs(flat, emission.tokens.reshape(-1), wanted.reshape(-1), process)
     logprobs, top_ids, top_logprobs = (each.reshape(count, width, *each.shape[1:]) for each in reported[:3])
     return emission, {
         "tokens": emission.tokens,
@@ -119,11 +101,11 @@ def propose(
     store: Store,
     rows: Rows,
     emission: Emission,
-    part: StepPart,
+    part: Any,
     written: StepHidden,
     kept: Int[Array, " rows"],
 ) -> tuple[Store, Rows]:
-    """Drafts for the next step of each row that has emitted a token."""
+    """Drafts for the next step of each row that has emitted a token. `part`: its `DecodeRows` or `PrefillRows`."""
     facts = StepFacts(
         layout=part.layout,
         tokens=part.tokens,

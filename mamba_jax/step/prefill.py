@@ -14,10 +14,9 @@ from mamba_jax.layout import PrefillLayout
 from mamba_jax.prompt_logprobs import prompt_logprobs
 from mamba_jax.rows import Rows
 from mamba_jax.sampling import Emission
-from mamba_jax.state_checks import shared_writes, wrong_tags
 from mamba_jax.step.heads import Model, SampledRows, StepHidden
 from mamba_jax.step.running_rows import Resumption
-from mamba_jax.step.slot_writes import write_hidden
+from mamba_jax.step.slots import shared_writes, write_hidden, wrong_tags
 from mamba_jax.store import Store
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, overload
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -21,28 +21,6 @@ from mamba_jax.step.seats import commit, next_drafts, update_page_tables
 from mamba_jax.store import Store
 
 
-@overload
-def step(
-    model: Model,
-    store: Store,
-    rows: Rows,
-    batch: DecodeBatch | PrefillBatch,
-    source: DraftSource | None = None,
-    processed_logprobs: bool = False,
-    sampling_masks: bool = False,
-    greedy: bool = False,
-) -> tuple[Store, Rows, StepOutput]: ...
-@overload
-def step(
-    model: Model,
-    store: Store,
-    rows: Rows,
-    batch: MixedBatch,
-    source: DraftSource | None = None,
-    processed_logprobs: bool = False,
-    sampling_masks: bool = False,
-    greedy: bool = False,
-) -> tuple[Store, Rows, tuple[StepOutput, StepOutput]]: ...
 def step(
     model: Model,
     store: Store,
@@ -52,13 +30,12 @@ def step(
     processed_logprobs: bool = False,
     sampling_masks: bool = False,
     greedy: bool = False,
-) -> tuple[Store, Rows, StepOutput | tuple[StepOutput, StepOutput]]:
+) -> tuple[Store, Rows, Any]:
     """Runs one decode, prefill or mixed step; `DecodeBatch` and `PrefillBatch` describe the input.
 
     A row that has absorbed no token starts from the state in its slot, which may be a learned one; slot 0 is zeros.
     Padding rows and tokens write nothing.
-    A mixed step computes what a decode step and then a prefill step would, but reads the weights once; its output is
-    that of the decode rows and that of the prefill rows.
+    A mixed step computes what a decode step and then a prefill step would, but reads the weights once.
 
     Args:
         source: makes the drafts that `continues` rows verify in their next step; `rows` must have been made for it.
@@ -66,6 +43,8 @@ def step(
             after penalties, temperature and limits; otherwise under the model's.
         sampling_masks: report the tokens that output tokens are drawn from, for rows that ask.
         greedy: emit the most likely tokens, whatever the rows' sampling parameters.
+    Returns:
+        the store, the rows, and a `StepOutput`; of a mixed step, those of its decode rows and of its prefill rows.
     """
     parts: list[DecodeRows | PrefillRows] = []
     for each in (batch.decode, batch.prefill) if isinstance(batch, MixedBatch) else (batch,):

@@ -15,11 +15,9 @@ from jaxtyping import Array, Bool, Float, Int
 from kernels_pallas.slots import read_slots
 from kernels_pallas.tails import read_ring
 from mamba_jax.batch import DecodeBatch
-from mamba_jax.layout.decode import DecodeLayout
-from mamba_jax.layout.replay import ReplayLayout
+from mamba_jax.layout.decode import DecodeLayout, ReplayLayout
 from mamba_jax.rows import Rows
-from mamba_jax.state_checks import shared_writes, wrong_tags, wrong_tails
-from mamba_jax.step.slot_writes import write_hidden
+from mamba_jax.step.slots import shared_writes, write_hidden, wrong_tags, wrong_tails
 from mamba_jax.store import Store
 
 Resumption = tuple[Int[Array, " rows"], Int[Array, " rows"] | None]

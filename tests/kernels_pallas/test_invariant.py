@@ -34,8 +34,8 @@ from kernels_pallas.recurrence import Entry, recurrence_scan, recurrence_sequenc
 from kernels_pallas.selective_scan import reference as selective_reference
 from kernels_pallas.selective_scan import selective_scan, selective_scan_sequence, selective_update
 from mamba_jax.config import RopeConfig
+from mamba_jax.modules.attention import rotate, rotations
 from mamba_jax.modules.basic import scaled
-from mamba_jax.modules.rotary import rotate, rotations
 from mamba_jax.sampling import sampling_row
 from mamba_jax.sampling.draws import in_blocks
 from mamba_jax.sampling.logits import penalise, truncate, weights_of

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from mamba_jax.config import MOE, HybridConfig
-from mamba_jax.modules.moe import MoE, rows_at_once
+from mamba_jax.modules.feed_forward import MoE, rows_at_once
 from mamba_jax.sharding import make_mesh, use_mesh
 from mamba_jax.sharding.across import ShardedModule, across
 from mamba_jax.sharding.parameters import mixer_placements

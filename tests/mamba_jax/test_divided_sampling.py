@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mamba_jax.sampling import choose, count_tokens, init_sampling_table, report_logprobs, sampling_row
+from mamba_jax.sampling import SamplingInputs, choose, count_tokens, report_logprobs
 from mamba_jax.sampling.masks import MaskBatch, init_masks, mask_words, write_masks
 from mamba_jax.sharding import make_mesh
 from mamba_jax.sharding.axis import split_last, use_mesh
+from tests.support.sampling import table_of
 
 VOCAB, HEADS = 8 * 40, 3
 GREEDY = [{}] * 8
@@ -27,29 +28,22 @@ MIXED = [
 ]
 
 
-def table_of(rows):
-    table = init_sampling_table(len(rows) + 1)
-    for i, row in enumerate(rows, 1):
-        table = jax.tree.map(lambda column, value, i=i: column.at[i].set(value), table, sampling_row(**row))
-    return table
-
-
 def sample(logits, rows, drafts, counts, seen):
     count = len(rows)
     row_id = jnp.arange(1, count + 1)
     flat = split_last(logits.reshape(-1, VOCAB))
-    emission = choose(
-        flat.reshape(logits.shape),
+    asked = SamplingInputs.of(
         drafts=drafts,
         num_drafts=jnp.full(count, HEADS - 1),
         length=jnp.full(count, 9),
         sample=jnp.arange(count) < count - 1 if rows is GREEDY else jnp.ones(count, bool),
         row_id=row_id,
-        table=table_of(rows),
+        table=table_of(*rows),
         output_counts=split_last(counts),
         prompt_seen=split_last(seen),
     )
-    wanted = jnp.repeat(table_of(rows).logprobs[row_id], HEADS)
+    emission = choose(flat.reshape(logits.shape), asked)
+    wanted = jnp.repeat(table_of(*rows).logprobs[row_id], HEADS)
     told = report_logprobs(flat, emission.tokens.reshape(-1), wanted)
     seats = jnp.where(emission.tokens >= 0, row_id[:, None], count + 1)
     return emission, told, count_tokens(split_last(counts), seats, emission.tokens)
@@ -94,8 +88,7 @@ def test_each_device_samples_its_share_of_the_rows_with_every_seed():
     masks = write_masks(masks, MaskBatch(row_id=jnp.array([2, 5]), bits=bits))
 
     def chosen(logits, table, length):
-        return choose(
-            split_last(logits.reshape(-1, VOCAB)).reshape(logits.shape),
+        asked = SamplingInputs.of(
             drafts=jnp.full((count, HEADS - 1), 3),
             num_drafts=jnp.full(count, HEADS - 1),
             length=length,
@@ -105,11 +98,11 @@ def test_each_device_samples_its_share_of_the_rows_with_every_seed():
             output_counts=split_last(counts),
             prompt_seen=split_last(counts > 1),
             masks=masks,
-            supports=True,
         )
+        return choose(split_last(logits.reshape(-1, VOCAB)).reshape(logits.shape), asked, supports=True)
 
     logits = jnp.asarray(random.normal(0, 2, (count, HEADS, VOCAB)).astype(np.float32))
-    table, length = table_of([row | {"sampling_mask": True} for row in MIXED]), jnp.full(count, 9)
+    table, length = table_of(*(row | {"sampling_mask": True} for row in MIXED)), jnp.full(count, 9)
     programs = {}
     for shards in (1, 8):
         with use_mesh(make_mesh(shards) if shards > 1 else None):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mamba_jax.config import MambaConfig
-from mamba_jax.config.delta import DeltaConfig
+from mamba_jax.config.linear_recurrence import DeltaConfig
 from mamba_jax.programs import KernelChoice, StepPrograms
 from tests.support.engines import QUICK_COMPILE
 from tests.support.random_models import decisive_model

@@ -11,12 +11,10 @@ from flax import nnx
 from mamba_jax.config import ACTIVATIONS, AttentionConfig, LatentAttentionConfig, MambaConfig, MLPConfig, RopeConfig
 from mamba_jax.layout import SequenceLayout
 from mamba_jax.model import parameters
-from mamba_jax.modules.attention import Attention
+from mamba_jax.modules.attention import Attention, LatentAttention
 from mamba_jax.modules.basic import Linear, RMSNorm, activation
-from mamba_jax.modules.latent_attention import LatentAttention
+from mamba_jax.modules.feed_forward import MLP, MoE
 from mamba_jax.modules.mamba import Mamba
-from mamba_jax.modules.mlp import MLP
-from mamba_jax.modules.moe import MoE
 from tests.support.random_models import random_module
 from tests.support.tiny_configs import HIDDEN, MOE
 

@@ -9,14 +9,13 @@ import pytest
 from flax import nnx
 
 from mamba_jax.config import LatentAttentionConfig
-from mamba_jax.config.delta import DeltaConfig
-from mamba_jax.config.short_conv import ShortConvConfig
+from mamba_jax.config.channel_recurrence import ShortConvConfig
+from mamba_jax.config.linear_recurrence import DeltaConfig
 from mamba_jax.layout import PackedLayout, SequenceLayout
-from mamba_jax.modules.attention import Attention
+from mamba_jax.modules.attention import Attention, LatentAttention
+from mamba_jax.modules.conv import ShortConv
 from mamba_jax.modules.delta import Delta
-from mamba_jax.modules.latent_attention import LatentAttention
 from mamba_jax.modules.mamba import Mamba
-from mamba_jax.modules.short_conv import ShortConv
 from tests.support.random_models import random_module
 from tests.support.tiny_configs import ATTENTION, HIDDEN, MAMBA
 

@@ -9,55 +9,38 @@ import numpy as np
 import pytest
 
 from mamba_jax.sampling import (
-    MAX_LOGIT_BIAS,
     SamplingInputs,
     choose,
     draw_tokens,
-    init_sampling_table,
     report_logprobs,
     sampling_row,
 )
 from mamba_jax.sampling.draws import categorical
 from mamba_jax.sampling.logits import add_bias, penalise, truncate, weights_of
+from tests.support.sampling import table_of
 
 VOCAB = 300  # more than one block of those that argmax and draws go through, and no whole number of them
 
 
-def table_of(*rows):
-    """A table with seats 1..len(rows); seat 0 is padding's."""
-    table = init_sampling_table(len(rows) + 1)
-    for i, row in enumerate(rows, 1):
-        table = jax.tree.map(lambda column, value, i=i: column.at[i].set(value), table, sampling_row(**row))
-    return table
+@partial(jax.jit, static_argnames="supports")
+def chosen(logits, supports=False, **arrays):
+    return choose(logits, SamplingInputs.of(**arrays), supports=supports)
 
 
-def run(
-    logits,
-    rows,
-    *,
-    drafts=None,
-    num_drafts=None,
-    length=0,
-    sample=None,
-    counts=None,
-    seen=None,
-    row_id=None,
-    supports=False,
-):
-    logits = jnp.asarray(logits, jnp.float32)
+def run(logits, rows, *, drafts=None, num_drafts=None, length=0, sample=True, row_id=None, supports=False):
     count, width, vocab = logits.shape
-    table = table_of(*rows)
     seats = len(rows) + 1
-    return jax.jit(partial(choose, supports=supports))(
-        logits,
+    return chosen(
+        jnp.asarray(logits, jnp.float32),
+        supports,
         drafts=np.zeros((count, width - 1), np.int32) if drafts is None else np.asarray(drafts, np.int32),
         num_drafts=np.asarray([width - 1] * count if num_drafts is None else num_drafts, np.int32),
         length=np.full(count, length, np.int32),
-        sample=np.ones(count, bool) if sample is None else np.asarray(sample),
-        row_id=np.asarray(range(1, count + 1) if row_id is None else row_id, np.int32),
-        table=table,
-        output_counts=jnp.zeros((seats, vocab), jnp.int32) if counts is None else jnp.asarray(counts),
-        prompt_seen=jnp.zeros((seats, vocab), bool) if seen is None else jnp.asarray(seen),
+        sample=np.broadcast_to(sample, count),
+        row_id=np.asarray(range(1, seats) if row_id is None else row_id, np.int32),
+        table=table_of(*rows),
+        output_counts=jnp.zeros((seats, vocab), jnp.int32),
+        prompt_seen=jnp.zeros((seats, vocab), bool),
     )
 
 
@@ -242,7 +225,7 @@ def test_drafts_leave_the_distribution_as_it_was(num_drafts, parameters):
     table = jax.tree.map(lambda v: jnp.repeat(jnp.asarray(v)[None], samples, 0), sampling_row(**parameters))
     keys = np.stack([sampling_row(seed=seed).key for seed in range(samples)])
     table = dataclasses.replace(table, key=jnp.asarray(keys))
-    out = jax.jit(choose)(
+    out = chosen(
         jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (samples, width, vocab)),
         drafts=jnp.broadcast_to(jnp.asarray(drafts), (samples, width - 1)),
         num_drafts=jnp.full(samples, num_drafts),
@@ -287,14 +270,14 @@ def test_the_most_likely_of_many_with_ties():
 
 
 def test_rows_have_room_for_so_much():
-    with pytest.raises(ValueError, match=r"301 entries of logit_bias: at most 300"):
-        sampling_row(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0))
-    with pytest.raises(ValueError, match=r"65 ids that min_tokens must hold back: at most 64"):
-        sampling_row(min_tokens=1, stop_ids=range(65))
-    with pytest.raises(ValueError, match=r"21 logprobs: at most 20"):
-        sampling_row(logprobs=21)
-    with pytest.raises(ValueError, match=r"129 ids of prompt_logprob_token_ids: at most 128"):
-        sampling_row(prompt_logprobs=0, prompt_logprob_ids=range(129))
+    for message, row in (
+        ("301 entries of logit_bias: at most 300", {"logit_bias": dict.fromkeys(range(301), 1.0)}),
+        ("65 ids that min_tokens must hold back: at most 64", {"min_tokens": 1, "stop_ids": range(65)}),
+        ("21 logprobs: at most 20", {"logprobs": 21}),
+        ("129 ids of prompt_logprob_token_ids: at most 128", {"prompt_logprobs": 0, "prompt_logprob_ids": range(129)}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sampling_row(**row)
 
 
 def test_processed_log_probabilities_are_of_what_tokens_are_drawn_from():

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from kernels_pallas import native
-from mamba_jax.config.short_conv import ShortConvConfig
+from mamba_jax.config.channel_recurrence import ShortConvConfig
 from serving import compatibility
 from serving.compatibility import RULES, Deployment, check
 from serving.config import ConfigError, EngineConfig

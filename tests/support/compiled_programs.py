@@ -16,8 +16,8 @@ import pytest
 
 from checkpoints.load import load_config
 from mamba_jax.config import SHARED, AttentionConfig, HybridConfig, MambaConfig
-from mamba_jax.config.lightning import LightningConfig
-from mamba_jax.config.mamba1 import Mamba1Config
+from mamba_jax.config.channel_recurrence import Mamba1Config
+from mamba_jax.config.linear_recurrence import LightningConfig
 from mamba_jax.model import HybridModel
 from mamba_jax.programs import StepBatch
 from mamba_jax.rows import init_rows

@@ -14,12 +14,9 @@ from mamba_jax.config import (
     RopeConfig,
     SharedConfig,
 )
-from mamba_jax.config.delta import DeltaConfig
+from mamba_jax.config.channel_recurrence import Mamba1Config, RGLRUConfig, ShortConvConfig
 from mamba_jax.config.drafter import BlockConfig, EagleConfig
-from mamba_jax.config.lightning import LightningConfig
-from mamba_jax.config.mamba1 import Mamba1Config
-from mamba_jax.config.rg_lru import RGLRUConfig
-from mamba_jax.config.short_conv import ShortConvConfig
+from mamba_jax.config.linear_recurrence import DeltaConfig, LightningConfig
 
 HIDDEN, VOCAB = 20, 61
 

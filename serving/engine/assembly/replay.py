@@ -54,9 +54,10 @@ def resolve_replay(config: EngineConfig, shape: StoreShape, *, platform: str, we
     drafts, asked = config.num_speculative_tokens, config.replay_interval
     if config.schedule_invariant:
         asked = 1  # the state after each token is computed from the one before
-    if asked is not None and asked > 1 and shape.slots and shape.without_replay:
+    if asked is not None and asked > 1 and shape.slots and shape.unreplayable_state:
         raise ConfigError(
-            f"replay_interval is {asked}: this model's state {shape.without_replay!r} cannot be replayed; allowed is 1"
+            f"replay_interval is {asked}: this model's state {shape.unreplayable_state!r} cannot be replayed; "
+            "allowed is 1"
         )
     if not shape.slots:
         return ResolvedReplay(1, "no states: the model has none", drafts)
@@ -98,8 +99,8 @@ def _choice(config: EngineConfig, shape: StoreShape, platform: str, weight_bytes
         return 1, f"on CPU replay is faster from {_DRAFTS_ON_CPU} drafts a step on {full}"
     if platform == "cpu" and "float16" in (config.dtype, config.ssm_dtype):
         return 1, "on CPU the replay of float16 is slow"
-    if shape.without_replay:
-        return 1, f"the state {shape.without_replay!r} cannot be replayed"
+    if shape.unreplayable_state:
+        return 1, f"the state {shape.unreplayable_state!r} cannot be replayed"
     if not shape.has_replay_kernels(platform):
         return 1, f"{platform.upper()} has no kernel for the replay of this model's states"
     allowed = replay_intervals(drafts, tile_size=config.tile_size)

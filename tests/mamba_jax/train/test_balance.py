@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from mamba_jax.config import ModelConfigError
-from mamba_jax.modules.moe import Router, balance_loss
+from mamba_jax.modules.feed_forward import Router, balance_loss
 from mamba_jax.train.config import DraftSettings, TrainConfig
 from mamba_jax.train.loop import initial_values
 from mamba_jax.train.loss import training_loss

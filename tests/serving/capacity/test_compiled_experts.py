@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from checkpoints.presets import preset
 from kernels_pallas.dispatch import KernelChoice
 from mamba_jax.config import MOE
-from mamba_jax.modules.moe import MoE
+from mamba_jax.modules.feed_forward import MoE
 from mamba_jax.sharding import Partition, replicated, use_mesh
 from mamba_jax.sharding.across import ShardedModule, across
 from mamba_jax.sharding.parameters import mixer_placements

@@ -118,12 +118,12 @@ def missing_drafts_are_accepted(patch: Patch) -> None:
 
     sound = choosing.choose
 
-    def choose(logits, *, drafts, num_drafts, **rest):
-        said = sound(logits, drafts=drafts, num_drafts=num_drafts, **rest)
+    def choose(logits, asked, **rest):
+        said, drafts = sound(logits, asked, **rest), asked.drafts
         if not drafts.shape[1]:
             return said
         next_draft = jnp.take_along_axis(drafts, jnp.minimum(said.accepted, drafts.shape[1] - 1)[:, None], axis=1)[:, 0]
-        wrong = (said.count > 0) & (said.accepted < num_drafts) & (next_draft == missing)
+        wrong = (said.count > 0) & (next_draft == missing)
         at = jnp.arange(logits.shape[1]) == said.count[:, None]
         return dataclasses.replace(
             said,

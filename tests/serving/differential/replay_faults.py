@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from kernels_pallas.causal_conv1d import replay as convolution
 from kernels_pallas.gated_recurrence import xla as between
 from mamba_jax.batch import DecodeBatch
-from mamba_jax.layout.replay import ReplayLayout
+from mamba_jax.layout.decode import ReplayLayout
 from mamba_jax.tails import Replay
 from tests.serving.differential.faults import REPLAY, REPLAY_LAYER, Patch, after_filling, filling, patch_step, replacing
 from tests.serving.differential.faults import fault as _fault

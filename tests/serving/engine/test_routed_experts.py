@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from checkpoints import load_model
-from mamba_jax.modules.moe import Router
+from mamba_jax.modules.feed_forward import Router
 from serving import LLM, SamplingParams
 from tests.support.divisible_checkpoints import FAMILIES, write_checkpoint
 from tests.support.golden_case import FIXTURES

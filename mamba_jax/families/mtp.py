@@ -1,6 +1,7 @@
-"""A multi-token-prediction layer that was trained for a model of a family that has none (`mamba-jax train-mtp`).
+"""Multi-token-prediction layers: their parameters, and layers that were trained for a model of a family that has none
+(`mamba-jax train-mtp`).
 
-config.json then says, in NVIDIA's words,
+For the latter, config.json says, in NVIDIA's words,
 
     "num_nextn_predict_layers": 1,
     "mtp_hybrid_override_pattern": "*-"
@@ -18,11 +19,13 @@ from typing import Any
 
 from mamba_jax.config import ATTENTION, MLP, HybridConfig, MLPConfig, ModelConfigError
 from mamba_jax.families import parts
-from mamba_jax.families.base import HFSource
+from mamba_jax.families.base import HFSource, placed, tensor
 from mamba_jax.families.fields import Fields
 
 LAYERS, PATTERN, SIZE = "num_nextn_predict_layers", "mtp_hybrid_override_pattern", "mtp_intermediate_size"
 """The fields of config.json."""
+OWN_EMBEDDING, OWN_HEAD = "mtp.embed.weight", "mtp.lm_head.weight"
+"""Paths of parameters that a layer may have of its own."""
 
 
 def with_added_mtp(config: HybridConfig, raw: Mapping[str, Any]) -> HybridConfig:
@@ -56,4 +59,31 @@ def with_added_mtp(config: HybridConfig, raw: Mapping[str, Any]) -> HybridConfig
 def added_weight_names(config: HybridConfig) -> dict[str, HFSource]:
     """Returns the layer's parameters, and where a checkpoint has them."""
     mixers: parts.Mixers = {ATTENTION: ("mixer", parts.attention), MLP: ("mixer", parts.mlp)}
-    return parts.draft_layer_frame(config) | parts.draft_layers(config, mixers, "norm")
+    return frame(config) | sublayers(config, mixers, "norm")
+
+
+def frame(config: HybridConfig) -> dict[str, HFSource]:
+    """Returns the multi-token-prediction layer's parameters before and after its sublayers."""
+    last = len(config.mtp_pattern) - 1
+    names = {"final_norm": f"{last}.final_layernorm", "enorm": "0.enorm", "hnorm": "0.hnorm", "eh_proj": "0.eh_proj"}
+    return placed("mtp", parts.weights(names), "mtp.layers.")
+
+
+def sublayers(config: HybridConfig, mixers: parts.Mixers, *norms: parts.Spelling) -> dict[str, HFSource]:
+    """Returns the sublayers of the multi-token-prediction layer, where it is stored apart from the model's layers."""
+    return parts.layers(config, mixers, norms, pattern=config.mtp_pattern, path="mtp.blocks", name="mtp.layers")
+
+
+def own_tables(config: HybridConfig) -> dict[str, HFSource]:
+    """Embedding and head of the multi-token-prediction layer, where it has its own."""
+    sources = {}
+    if config.own_mtp_embedding:
+        sources[OWN_EMBEDDING] = tensor("mtp.embeddings.weight", "mtp.embed_tokens.weight")
+    if config.own_mtp_head:
+        sources[OWN_HEAD] = tensor("mtp.lm_head.weight")
+    return sources
+
+
+def unused(config: HybridConfig) -> tuple[str, ...]:
+    """Returns patterns of the tensors of a multi-token-prediction layer, where the config has none."""
+    return () if config.mtp_pattern else (r"mtp\..*",)

@@ -1,4 +1,4 @@
-"""Mixtures of experts: each token is computed by its chosen experts, and no token is dropped."""
+"""Feed-forward sublayers: MLPs, and mixtures of experts, which drop no token."""
 
 from __future__ import annotations
 
@@ -16,11 +16,41 @@ from kernels_pallas.fixed_order import rounded, router_product, row_sum, sigmoid
 from kernels_pallas.quantised import Quantised
 from mamba_jax.config import MLPConfig, MoEConfig
 from mamba_jax.layout import Layout
-from mamba_jax.modules.basic import Linear, activation, constant, normal
+from mamba_jax.modules.basic import Linear, activation, constant, normal, scaled
 from mamba_jax.modules.lora import ExpertLoRA
-from mamba_jax.modules.mlp import MLP
 from mamba_jax.sharding.axis import axis_index
 from mamba_jax.store import EXPERT, EXPERTS, SlotArrays
+
+
+class MLP(nnx.Module):
+    """down(act(up x)), or gated: down(act(gate x) * up x)."""
+
+    def __init__(self, config: MLPConfig, hidden_size: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        size = config.size(0)
+        self.config = config
+        self.activation = activation(config.activation)
+        self.gate_proj = Linear(hidden_size, size, bias=config.bias, rngs=rngs, dtype=dtype) if config.gated else None
+        self.up_proj = Linear(hidden_size, size, bias=config.bias, rngs=rngs, dtype=dtype)
+        self.down_proj = Linear(size, hidden_size, bias=config.bias, rngs=rngs, dtype=dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "T hidden"],
+        layout: Layout,
+        state: None,
+        *,
+        added: Float[Array, "T 2 size"] | None = None,
+    ) -> tuple[Float[Array, "T hidden"], None]:
+        """`added` is what an adapter adds to gate and up."""
+        up = self.up_proj(x, layout.adapter)
+        if self.gate_proj is None:
+            inner = self.activation(up)
+        else:
+            gate = self.gate_proj(x, layout.adapter)
+            if added is not None:
+                gate, up = gate + added[:, 0], up + added[:, 1]
+            inner = self.activation(scaled(gate, self.config.gate_multiplier)) * up
+        return scaled(self.down_proj(inner, layout.adapter), self.config.output_multiplier), None
 
 
 def balance_loss(shares: Float[Array, "T experts"], chosen: Int[Array, "T chosen"]) -> Float[Array, ""]:

@@ -1,0 +1,256 @@
+"""Families of Kimi Delta Attention and attention over latents, each before an MLP or a mixture of experts.
+
+Kimi Linear (Moonshot AI, 2025) has three Kimi Delta Attentions to one attention over latents. Ling 3.0 (inclusionAI,
+2026) has five; its attention over latents has rotary positions and a gate for each head, and its decays have a bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from mamba_jax.config import (
+    LATENT,
+    MLP,
+    MOE,
+    HybridConfig,
+    LatentAttentionConfig,
+    MLPConfig,
+    ModelConfigError,
+)
+from mamba_jax.config.linear_recurrence import DELTA, DeltaConfig
+from mamba_jax.families import parts
+from mamba_jax.families.base import Family, HFSource, placed, tensor, with_prefix
+from mamba_jax.families.fields import Fields
+from mamba_jax.families.rope import rope_config
+
+_LATENT_NORM_EPS = 1e-6  # independent of the config's value for other norms
+_ROPE_THETA = 6e6
+_MOST_DRAFTS = 4
+"""Layers of a checkpoint after the model's that are left out, at most."""
+
+
+def kimi_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
+    """Reads a config.json of transformers' `KimiLinearConfig`, or of Moonshot's own."""
+    fields = Fields(raw)
+    fields.only("hidden_act", ("silu", "swish"))
+    fields.only("attention_bias", (False,))
+    fields.only("mla_use_nope", (True,))
+    fields.only("moe_router_activation_func", ("sigmoid",))
+    fields.only("moe_layer_freq", (1,))
+    fields.only("q_lora_rank", ())
+    hidden, eps = fields.integer("hidden_size", 2304), fields.number("rms_norm_eps", 1e-5)
+    layers = fields.integer("num_hidden_layers", 27)
+    pairs = zip(_kimi_mixers(fields, layers), _feed_forward(fields, layers, dense=1), strict=True)
+    return HybridConfig(
+        **parts.common_fields(fields, vocab=163840, tied=False, bos=163584, eos=163586)
+        | {"max_position_embeddings": fields.integer("model_max_length", 1048576, "max_position_embeddings")},
+        family=KIMI_LINEAR.name,
+        hidden_size=hidden,
+        pattern="".join(map("".join, pairs)),
+        norm_eps=eps,
+        latent_attention=LatentAttentionConfig(
+            num_heads=fields.integer("num_attention_heads", 32),
+            key_size=fields.integer("qk_nope_head_dim", 128),
+            shared_key_size=fields.integer("qk_rope_head_dim", 64),
+            value_size=fields.integer("v_head_dim", 128),
+            latent_size=fields.integer("kv_lora_rank", 512),
+            norm_eps=_LATENT_NORM_EPS,
+        ),
+        mlp=MLPConfig(fields.integer("intermediate_size", 9216)),
+        moe=parts.moe_config(fields, experts=256, chosen=8, size=1024, scaling=2.446, shared=1),
+        recurrences=(_kimi_delta_config(fields, eps),),
+    )
+
+
+def _kimi_mixers(fields: Fields, layers: int) -> str:
+    """`layer_types`, or Moonshot's lists of layers, counted from 1."""
+    found = fields.layers({"linear_attention": DELTA, "full_attention": LATENT}, "layer_types", count=layers)
+    if found is None:
+        inner = Fields(fields.mapping("linear_attn_config"))
+        latent, delta = (set(inner.integers(name, [])) for name in ("full_attn_layers", "kda_layers"))
+        if latent or delta:
+            if latent & delta or latent | delta != set(range(1, layers + 1)):
+                raise ModelConfigError(
+                    "config field linear_attn_config: full_attn_layers and kda_layers must together be the layers "
+                    f"1 to {layers}, each once"
+                )
+        else:
+            latent = set(range(5, layers + 1, 4))
+        found = "".join(LATENT if i + 1 in latent else DELTA for i in range(layers))
+    return found
+
+
+def _feed_forward(fields: Fields, layers: int, *, dense: int) -> str:
+    """MLPs and mixtures of experts, from `mlp_layer_types`, or the first layers dense: `dense` is the default."""
+    found = fields.layers({"dense": MLP, "sparse": MOE}, "mlp_layer_types", count=layers)
+    if found is None:
+        dense = min(fields.integer("first_k_dense_replace", dense), layers)
+        found = MLP * dense + MOE * (layers - dense)
+    return found
+
+
+def _kimi_delta_config(fields: Fields, eps: float) -> DeltaConfig:
+    inner = Fields(fields.mapping("linear_attn_config"))
+    heads = inner.integer("num_heads", fields.integer("linear_num_heads", 32))
+    size = inner.integer("head_dim", fields.integer("linear_head_dim", 128))
+    width = inner.integer("short_conv_kernel_size", fields.integer("linear_conv_kernel_dim", 4))
+    return DeltaConfig(
+        num_heads=heads,
+        head_dim=size,
+        state_size=size,
+        num_groups=heads,
+        conv_width=width,
+        norm_eps=eps,
+        decay="channel",
+        gate_rank=size,
+        output_gate="sigmoid",
+    )
+
+
+def kimi_names(config: HybridConfig) -> dict[str, HFSource]:
+    """Names as Moonshot's checkpoints and as transformers' modules have them. A layer there is two sublayers here.
+
+    Experts are one by one under `block_sparse_moe`, or (as in transformers' modules) in one tensor under `mlp`, and
+    transformers saves MLPs under `block_sparse_moe`.
+    """
+    moe = partial(parts.moe, correction="gate.e_score_correction_bias", shared="shared_experts", names=parts.MIXTRAL)
+    mixers: parts.Mixers = {
+        LATENT: ("self_attn", parts.latent_attention),
+        DELTA: ("self_attn", _kimi_delta),
+        MLP: (("mlp", "block_sparse_moe"), parts.mlp),
+        MOE: (("block_sparse_moe", "mlp"), moe),
+    }
+    return parts.whole_model(config, parts.layers(config, mixers), prefixes=("model.", "model.language_model."))
+
+
+def _kimi_delta(config: DeltaConfig, hidden: int) -> dict[str, HFSource]:
+    """transformers puts what decides about decays under `forget_gate`, and the three convolutions in one tensor."""
+    inner, width = config.inner_size, config.conv_width
+    spelt = {part: part for part in ("q_proj", "k_proj", "v_proj", "b_proj")}
+    spelt |= {"z_proj.down": "g_a_proj", "z_proj.up": "g_b_proj", "norm": "o_norm", "out_proj": "o_proj"}
+    gates = parts.weights({"a_proj.down": "f_a_proj", "a_proj.up": "f_b_proj"}) | {
+        "dt_bias": tensor("dt_bias"),
+        "a_log": tensor("A_log", shape=(1, 1, config.num_heads, 1)),
+    }
+    sources = parts.weights(spelt) | with_prefix(gates, "", "forget_gate.") | _convolutions(config, hidden)
+    for part, rows in (("conv_qk", (0, 2 * inner)), ("conv_v", (2 * inner, 3 * inner))):
+        together = tensor("conv1d.weight", rows=rows, shape=(3 * inner, 1, width))
+        sources[f"{part}.weight"] = replace(sources[f"{part}.weight"], alternatives=(together,))
+    return sources
+
+
+def _convolutions(config: DeltaConfig, hidden: int) -> dict[str, HFSource]:
+    """Returns those of queries, keys and values, each in its own tensor."""
+    sources = {}
+    for ours, theirs in (("conv_qk", "qk"), ("conv_v", "v")):
+        names, stored = tuple(f"{one}_conv1d.weight" for one in theirs), (config.inner_size, 1, config.conv_width)
+        sources[f"{ours}.weight"] = HFSource(names, stored_shape=stored, stack=len(names) > 1)
+    return sources
+
+
+def ling3_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
+    """Reads a config.json of transformers' `BailingHybridConfig`, or of inclusionAI's own."""
+    fields = Fields(raw)
+    fields.only("hidden_act", ("silu", "swish"))
+    fields.only("attention_bias", (False,))
+    fields.only("rope_interleave", (True,))
+    fields.only("no_kda_lora", (True,))
+    fields.only("q_lora_rank", ())
+    rope = fields.given("rope_parameters") or fields.given("rope_scaling") or {}
+    if isinstance(rope, Mapping) and rope.get("mscale_all_dim"):
+        raise ModelConfigError(f"config field mscale_all_dim is {rope['mscale_all_dim']!r}: only null is supported")
+    hidden, eps = fields.integer("hidden_size", 2560), fields.number("rms_norm_eps", 1e-6)
+    layers, heads = fields.integer("num_hidden_layers", 42), fields.integer("num_attention_heads", 32)
+    # transformers saves the size of rotated keys as head_dim.
+    head_dim = fields.integer("linear_head_dim", fields.integer("head_dim", 128))
+    shared_key_size = fields.integer("qk_rope_head_dim", 64)
+    pairs = zip(_ling_mixers(fields, layers), _feed_forward(fields, layers, dense=2), strict=True)
+    return HybridConfig(
+        **parts.common_fields(fields, vocab=157184, tied=False, bos=None, eos=156895)
+        | {"max_position_embeddings": fields.integer("max_position_embeddings", 262144, "model_max_length")},
+        family=LING3.name,
+        hidden_size=hidden,
+        pattern="".join(map("".join, pairs)),
+        norm_eps=eps,
+        latent_attention=LatentAttentionConfig(
+            num_heads=heads,
+            key_size=fields.integer("qk_nope_head_dim", 128),
+            shared_key_size=shared_key_size,
+            value_size=fields.integer("v_head_dim", 128),
+            latent_size=fields.integer("kv_lora_rank", 512),
+            norm_eps=eps,
+            rope=rope_config(fields, shared_key_size, theta=_ROPE_THETA),
+            head_gate=True,
+        ),
+        mlp=MLPConfig(fields.integer("intermediate_size", 6144)),
+        moe=parts.moe_config(fields, experts=512, chosen=8, size=768, groups=(8, 4), scaling=2.5, shared=1),
+        recurrences=(
+            DeltaConfig(
+                num_heads=heads,
+                head_dim=head_dim,
+                state_size=head_dim,
+                num_groups=heads,
+                conv_width=fields.integer("short_conv_kernel_size", 4),
+                norm_eps=eps,
+                decay="channel",
+                log_decay_bound=fields.number("kda_lower_bound", -5.0) if fields.flag("kda_safe_gate", True) else None,
+                output_gate="sigmoid",
+            ),
+        ),
+        mtp_pattern=_draft_pattern(fields),
+    )
+
+
+def _ling_mixers(fields: Fields, layers: int) -> str:
+    found = fields.layers({"linear_attention": DELTA, "full_attention": LATENT}, "layer_types", count=layers)
+    if found is None:
+        every = fields.integer("layer_group_size", 6)
+        found = "".join(DELTA if (i + 1) % every else LATENT for i in range(layers))
+    return found
+
+
+def _draft_pattern(fields: Fields) -> str:
+    """Sublayers of the multi-token-prediction layer; none if there are several, each with its own weights."""
+    for name, kind in (("mtp_layer_types", "full_attention"), ("mtp_mlp_layer_types", "sparse")):
+        if set(found := fields.strings(name) or [kind]) != {kind}:
+            raise ModelConfigError(f"config field {name} is {found!r}: only [{kind!r}] is supported")
+    return LATENT + MOE if fields.integer("num_nextn_predict_layers", 1, "num_mtp_layers") == 1 else ""
+
+
+def ling3_names(config: HybridConfig) -> dict[str, HFSource]:
+    """Returns names as inclusionAI's checkpoints have them. A layer there is two sublayers here."""
+    mixers: parts.Mixers = {
+        LATENT: ("attention", partial(parts.latent_attention, output=("dense", "o_proj"))),
+        DELTA: ("attention", _ling_delta),
+        MLP: ("mlp", parts.mlp),
+        MOE: ("mlp", partial(parts.moe, correction="gate.expert_bias", shared="shared_experts")),
+    }
+    body, count = parts.layers(config, mixers), len(config.pattern) // 2
+    if config.mtp_pattern:
+        body |= parts.layers(config, mixers, pattern=config.mtp_pattern, path="mtp.blocks", first=count)
+        frame: dict[str, parts.Spelling] = {one: one for one in ("enorm", "hnorm", "eh_proj")}
+        frame["final_norm"] = "final_layernorm", "shared_head.norm"
+        body |= placed("mtp", parts.weights(frame), f"layers.{count}.")
+    return parts.whole_model(config, body, embed="word_embeddings.weight")
+
+
+def _ling_delta(config: DeltaConfig, hidden: int) -> dict[str, HFSource]:
+    spelt: dict[str, parts.Spelling] = {part: part for part in ("q_proj", "k_proj", "v_proj", "b_proj")}
+    spelt |= {"z_proj": "g_proj", "a_proj": "f_proj", "norm": "o_norm", "out_proj": ("dense", "o_proj")}
+    sources = parts.weights(spelt) | _convolutions(config, hidden)
+    return sources | {"dt_bias": tensor("dt_bias"), "a_log": tensor("A_log")}
+
+
+def _ignored(config: HybridConfig) -> tuple[str, ...]:
+    """Returns the multi-token-prediction layers, which follow the layers of the model, or copies of the model's tables
+    in one."""
+    layers = len(config.pattern) // 2
+    drafts = r"(embed_tokens|shared_head\.head)\.weight" if config.mtp_pattern else r".*"
+    return tuple(rf"model\.layers\.{layers + i}\.{drafts}" for i in range(_MOST_DRAFTS))
+
+
+KIMI_LINEAR = Family("KimiLinear", ("kimi_linear",), kimi_from_hf, kimi_names)
+LING3 = Family("Ling3", ("bailing_hybrid",), ling3_from_hf, ling3_names, _ignored)
