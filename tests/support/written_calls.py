@@ -5,7 +5,7 @@ import json
 import tokenizers
 
 from checkpoints.tokenizer import Tokenizer, load_tokenizer
-from serving.api.http.parsing.answer import ToolCallReader
+from serving.api.http.parsing.answer import AnswerReader
 from serving.api.http.parsing.call_pieces import whole_calls
 from serving.api.http.protocol.chat import Tool
 
@@ -64,12 +64,12 @@ def written(form, *calls, literal=json.dumps):
     raise AssertionError(form)
 
 
-def found(form, pieces, tools=(), **options):
+def found(form, pieces, tools=(), *, cut=False, **options):
     """What a reader finds in a text that arrives in these pieces: the text that it shows, and the calls."""
-    reader, shown, calls = ToolCallReader(form, [Tool.model_validate(tool) for tool in tools], **options), "", []
+    reader, shown, calls = AnswerReader(form, [Tool.model_validate(tool) for tool in tools], **options), "", []
     for piece in (*pieces, None):
-        more, new = reader.push(piece or "", last=piece is None)
-        shown, calls = shown + more, calls + new
+        new = reader.push(piece or "", last=piece is None, cut=cut)
+        shown, calls = shown + new.text, calls + new.calls
     return shown, [(call.function.name, call.function.arguments) for call in whole_calls(calls)]
 
 

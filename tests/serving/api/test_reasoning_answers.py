@@ -7,7 +7,8 @@ from serving.api.http.apis.choices import ChatWriter
 from serving.api.http.apis.inputs import template_options
 from serving.api.http.context import ResponseContext
 from serving.api.http.generation import whole
-from serving.api.http.parsing.reasoning import THINK, ReasoningCount, ReasoningReader, opening_of, reasoning_marks
+from serving.api.http.parsing.answer import AnswerReader
+from serving.api.http.parsing.reasoning import THINK, ReasoningCount, opening_of, reasoning_marks
 from serving.api.http.protocol.chat import ChatRequest
 from serving.api.http.text import TextCodec
 from serving.engine.requests.output import CompletionOutput, RequestOutput
@@ -31,18 +32,20 @@ MESSAGES = [{"role": "user", "content": "What is a state?"}]
         (False, None, "no marks <think>x</think>", ("", "no marks <think>x</think>")),
         (False, None, "", ("", "")),
         # A call may end the reasoning.
-        (True, CALL, "so <tool_cal\n<tool_call>f</tool_call>", ("so <tool_cal", "<tool_call>f</tool_call>")),
-        (True, CALL, "so\n</think>\n<tool_call>f</think>", ("so", "<tool_call>f</think>")),
-        (True, CALL, "<tool_call>", ("", "<tool_call>")),
+        (True, CALL, "so <tool_cal\n<tool_call>f</tool_call>", ("so <tool_cal", ["f"])),
+        (True, CALL, "so\n</think>\n<tool_call>f</think>", ("so", ["f"])),
+        (True, CALL, "<tool_call>", ("<tool_call>", "")),
         (True, CALL, "so <tool_call", ("so <tool_call", "")),
     ],
 )
 def test_texts_cut_anywhere(begun, until, text, told, size):
-    reader, reasoning, answer = ReasoningReader(THINK, begun=begun, until=until), "", ""
+    reader, reasoning, answer = AnswerReader(until and "ling3", marks=THINK, begun=begun), "", ""
+    names = []
     for piece in (*cut(text, size), None):
         more = reader.push(piece or "", last=piece is None)
-        reasoning, answer = reasoning + more[0], answer + more[1]
-    assert (reasoning, answer) == told
+        reasoning, answer = reasoning + more.reasoning, answer + more.text
+        names += [call.name for call in more.calls if call.name is not None]
+    assert (reasoning, names or answer) == told
 
 
 def test_what_a_template_and_a_prompt_say():

@@ -11,9 +11,10 @@ from checkpoints.tokenizer import load_tokenizer
 from serving.api.http.apis.choices import ChatWriter
 from serving.api.http.context import ResponseContext
 from serving.api.http.generation import ChoiceDelta, whole
-from serving.api.http.parsing.answer import ToolCallReader
+from serving.api.http.parsing.answer import AnswerReader
 from serving.api.http.parsing.call_formats import FORMATS, form_of
 from serving.api.http.parsing.call_pieces import whole_calls
+from serving.api.http.parsing.reasoning import THINK
 from serving.api.http.protocol.chat import ChatRequest, Tool
 from serving.api.http.settings import ServerSettings
 from serving.api.http.text import TextCodec
@@ -48,8 +49,8 @@ def test_calls_are_found_however_the_text_is_cut(form, size):
     text = f"I look <b>it</b> up.\n{WRITTEN[form]}\n{WRITTEN[form]}\n"
     assert told(form, cut(text, size)) == ("I look <b>it</b> up.", [ONE, ONE])
     for end in range(0, len(text), size):  # no part of a mark is shown
-        reader = ToolCallReader(form, [Tool.model_validate(TOOL)])
-        shown = "".join(reader.push(piece)[0] for piece in cut(text[:end], size))
+        reader = AnswerReader(form, [Tool.model_validate(TOOL)])
+        shown = "".join(reader.push(piece).text for piece in cut(text[:end], size))
         assert not any(mark in shown.lower() for mark in ("<t", "<|", "<f"))
 
 
@@ -134,10 +135,87 @@ def test_odd_calls_are_read_too(form, text, calls, size):
     assert told(form, cut(text, size)) == ("", calls)
 
 
+def tool_with(properties, **more):
+    return {"type": "function", "function": {"name": "f", "parameters": {"properties": properties, **more}}}
+
+
+F = tool_with({"a": {"type": "string"}, "b": {"type": "integer"}})
+X = [("f", {"a": "x"})]
+A = "<parameter=a>\nx\n</parameter>\n"
+MALFORMED = [
+    # Marks that are missing.
+    ("qwen3_coder", f"<function=f>\n{A}</function>\n</tool_call>", X, ""),
+    ("qwen3_coder", f"So: <function=f>\n{A}</function>\nDone", X, "So: \nDone"),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\nx\n</function>\n</tool_call>", X, ""),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\nx\n</tool_call>", X, ""),
+    ("qwen3_coder", "<tool_call><function=f><parameter=a>\nx\n<parameter=b>\n5\n</parameter></function></tool_call>",
+     [("f", {"a": "x", "b": 5})], ""),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=b>\n5", [("f", {"b": 5})], ""),
+    ("hermes", '{"name": "f", "arguments": {"a": "x"}}</tool_call>', X, ""),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "x"}}\nSo.', X, "\nSo."),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "x', X, ""),
+    ("kimi_k2", '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": "x"}<|tool_call_end|>', X, ""),
+    ("jamba", '[{"name": "f", "arguments": {"a": "x"}}]</tool_calls>', X, ""),
+    ("lfm2", "[f(a='x')]<|tool_call_end|>", X, ""),
+    ("olmo3", 'f(a="x")</function_calls>', X, ""),
+    ("ling3", "f<arg_key>a</arg_key><arg_value>x</arg_value></tool_call>", X, ""),
+    # Marks that are repeated, or part of a value.
+    ("hermes", '<tool_call><tool_call>{"name": "f", "arguments": {"a": "x"}}</tool_call></tool_call> So.', X, " So."),
+    ("lfm2", "<|tool_call_start|><|tool_call_start|>[f(a='x')]<|tool_call_end|><|tool_call_end|>", X, ""),
+    # Syntaxes of other formats, and Python's quotes.
+    ("qwen3_coder", '<tool_call>{"name": "f", "arguments": {"a": "x"}}</tool_call>', X, ""),
+    ("hermes", f"<tool_call><function=f>\n{A}</function></tool_call>", X, ""),
+    ("hermes", "<tool_call>f<arg_key>a</arg_key><arg_value>x</arg_value></tool_call>", X, ""),
+    ("hermes", '<tool_call>f(a="x")</tool_call>', X, ""),
+    ("hermes", "<tool_call>{'name': 'f', 'arguments': {'a': 'it\\'s \"x\"'}}</tool_call>",
+     [("f", {"a": 'it\'s "x"'})], ""),
+    # What only resembles a call.
+    ("qwen3_coder", f"<function=g>\n{A}</function>", [], f"<function=g>\n{A}</function>"),
+    ("qwen3_coder", "Write `<tool_call>` and <function= first.", [], "Write `<tool_call>` and <function= first."),
+    ("lfm2", "[f(a='x')] is Python", [], "[f(a='x')] is Python"),
+    ("olmo3", "f(1) is 2", [], "f(1) is 2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "text", "calls", "rest"), MALFORMED)
+def test_calls_with_wrong_marks(form, text, calls, rest):
+    for size in (1, 3, 1000):
+        shown, made = found(form, cut(text, size), [F])
+        assert (shown, [(name, json.loads(arguments)) for name, arguments in made]) == (rest, calls)
+
+
+STRING = {"type": "string"}
+OPTIONAL = {"anyOf": [STRING, {"type": "null"}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        (OPTIONAL, "94103", "94103"), (OPTIONAL, "null", None), (OPTIONAL, "nullable", "nullable"),
+        ({"$ref": "#/$defs/s"}, "true", "true"), ({"oneOf": [STRING]}, "[1]", "[1]"), ({"enum": ["007"]}, "007", "007"),
+        ({"type": ["string", "integer"]}, "5", 5), ({"anyOf": [{"type": "integer"}]}, "5", 5),
+        ({"const": "1"}, "1", "1"), ({"$ref": "#/properties/z"}, "1", 1),
+    ],
+)  # fmt: skip
+def test_the_whole_schema_determines_the_type(schema, text, value):
+    tool = tool_with({"z": schema}, **{"$defs": {"s": STRING}})
+    whole = f"<tool_call><function=f><parameter=z>\n{text}\n</parameter></function></tool_call>"
+    assert json.loads(found("qwen3_coder", whole, [tool])[1][0][1]) == {"z": value}
+
+
+def test_a_call_ends_the_reasoning():
+    call = written("hermes", ("f", {"a": "x"}))
+    for size in (1, 3, 1000):
+        options = {"marks": THINK, "begun": True}
+        assert found("hermes", cut(f"so {call}\n</think>\n\nHi", size), [F], **options) == ("Hi", [("f", '{"a": "x"}')])
+        assert found("hermes", cut(f"so <tool_call>{{</think> {call}", size), [F], **options)[1]
+        assert found("hermes", cut("so <tool_call> x</think> Hi ", size), [F], **options) == ("Hi ", [])
+
+
 @each_form
 def test_calls_that_are_cut_off_limited_or_followed_by_text(form):
-    reader = ToolCallReader(form, [Tool.model_validate(TOOL)])
-    pieces = [piece for letter in WRITTEN[form] for piece in reader.push(letter)[1]]
+    reader = AnswerReader(form, [Tool.model_validate(TOOL)])
+    pieces = [piece for letter in WRITTEN[form] for piece in reader.push(letter).calls]
     assert [bool(piece.name) for piece in pieces] == [True] + [False] * (len(pieces) - 1)
     assert len(pieces) > 4  # the arguments come piece by piece
     assert told(form, [WRITTEN[form] * 3], most=1)[1] == [ONE]
@@ -185,7 +263,7 @@ def test_ids_that_a_model_writes_are_kept_and_never_repeated():
     one = "<|tool_call_begin|>{}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
     tags = ("functions.add:3", "functions.add:3", "add", "functions.add:4")
     text = f"<|tool_calls_section_begin|>{''.join(map(one.format, tags))}<|tool_calls_section_end|>"
-    calls = whole_calls(ToolCallReader("kimi_k2", []).push(text, last=True)[1])
+    calls = whole_calls(AnswerReader("kimi_k2", []).push(text, last=True).calls)
     assert [call.function.name for call in calls] == ["add"] * 4
     assert (calls[0].id, calls[3].id) == ("functions.add:3", "functions.add:4")
     assert len({call.id for call in calls}) == 4
@@ -196,7 +274,7 @@ def test_long_texts_take_time_in_proportion(form):
     """A call, and then text that is none; before, each of its characters was a copy of the rest."""
     begin, end = FORMATS[form].begin, FORMATS[form].end
     call = WRITTEN[form].removesuffix(end)
-    for text in (call + "x (" * 200_000 + end, (begin + "x") * 20_000, call + '"' * 200_000):
+    for text in (call + "x (" * 30_000 + end, (begin + "x") * 10_000, call + '"' * 30_000, (begin + "{") * 2_000):
         started = time.process_time()
         found(form, [text], [TOOL])
         assert time.process_time() - started < 20
@@ -211,18 +289,30 @@ PARTS = (
 )
 
 
+def mutated(random, text, parts):
+    """The text with a few parts removed, repeated or inserted."""
+    for _ in range(random.randrange(4)):
+        at, size = random.randrange(len(text) + 1), random.randrange(1, 12)
+        middle = random.choice(["", text[at : at + size] * 2, random.choice(parts) + text[at : at + size]])
+        text = text[:at] + middle + text[at + size :]
+    return text
+
+
 @each_form
 def test_hostile_texts_are_read_alike_however_they_are_cut(form):
     style, random = FORMATS[form], Random(form)
-    for _ in range(100):
-        parts = [*PARTS, style.begin, style.end, WRITTEN[form], WRITTEN[form][: random.randrange(len(WRITTEN[form]))]]
+    parts = [*PARTS, style.begin, style.end, "</think>", *WRITTEN.values()]
+    for i in range(100):
         text = style.begin + "".join(random.choices(parts, k=random.randrange(25)))
-        at, size = random.randrange(len(text)), random.randrange(2, 9)
+        if i % 2:
+            text = mutated(random, random.choice([*WRITTEN.values()]) + random.choice(["", "\n", WRITTEN[form]]), parts)
+        at, size = random.randrange(len(text) + 1), random.randrange(2, 9)
         ways = ([text], list(text), [text[:at], text[at:]], cut(text, size))
-        first, *others = (found(form, pieces, [TOOL]) for pieces in ways)
+        options = {"marks": THINK, "begun": True} if i % 5 == 0 else {}
+        first, *others = (found(form, pieces, [TOOL], **options) for pieces in ways)
         assert all(other == first for other in others), text
         assert json.dumps(first, ensure_ascii=False).encode()
-        for _, arguments in first[1][:-1]:  # the last one may be cut off
+        for _, arguments in first[1]:
             json.loads(arguments, parse_constant=pytest.fail)
 
 
@@ -234,8 +324,8 @@ def test_hostile_texts_are_read_alike_however_they_are_cut(form):
 def test_a_call_that_is_cut_off_has_no_whole_arguments(form, arguments):
     """So that clients do not take them for what the model meant."""
     text = f"{FORMATS[form].begin}add({arguments}"
-    ((_, read),) = found(form, [text], [TOOL])[1]
-    assert found(form, text, [TOOL])[1] == [("add", read)]
+    ((_, read),) = found(form, [text], [TOOL], cut=True)[1]
+    assert found(form, text, [TOOL], cut=True)[1] == [("add", read)]
     with pytest.raises(ValueError, match=r"."):
         json.loads(read)
 

@@ -133,7 +133,7 @@ class BlocksWriter(ABC):
     def _changes(self, piece: ChoiceDelta) -> Iterator[BlockChange]:
         self._last = piece.new
         new = piece.new
-        yield from self._blocks.push(self._reader.push(new.text, last=new.finished))
+        yield from self._blocks.push(self._reader.push(new.text, last=new.finished, cut=new.finish_reason != "stop"))
         if new.finished:
             yield from self._close()
 

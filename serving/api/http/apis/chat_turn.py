@@ -8,9 +8,9 @@ import uuid
 from serving.api.http.apis.inputs import offered_tools, sampling_params
 from serving.api.http.context import ResponseContext
 from serving.api.http.generation import Job, UsageCounter
-from serving.api.http.parsing.answer import AnswerReader, ToolCallReader
+from serving.api.http.parsing.answer import AnswerReader
 from serving.api.http.parsing.call_formats import FORMATS, calls_grammar
-from serving.api.http.parsing.reasoning import ReasoningCount, ReasoningReader, ReasoningStart, opening_of
+from serving.api.http.parsing.reasoning import ReasoningCount, ReasoningStart, opening_of
 from serving.api.http.protocol.chat import AllowedTools, ChatRequest, NamedTool, Tool
 from serving.engine.request_error import RequestError
 from serving.engine.requests.sampling_params import SamplingParams
@@ -74,13 +74,10 @@ class ChatTurn:
 
     def new_reader(self) -> AnswerReader:
         """Returns a reader for the text of one choice."""
-        reasoning = None
-        if self._marks is not None and not self._opening.ended:
-            reasoning = ReasoningReader(self._marks, begun=self._opening.begun, until=self._until)
-        calls = None
-        if self._form is not None:
-            calls = ToolCallReader(self._form, self._tools, most=self._most_calls, forced=self._forced)
-        return AnswerReader(reasoning, calls)
+        return AnswerReader(
+            self._form, self._tools, most=self._most_calls, forced=self._forced,
+            marks=None if self._opening.ended else self._marks, begun=self._opening.begun,
+        )  # fmt: skip
 
     @property
     def _until(self) -> str | None:

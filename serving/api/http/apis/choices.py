@@ -137,7 +137,7 @@ class ChatWriter(ChoicesWriter):
         if new.index not in self._readers:
             self._readers[new.index] = self._turn.new_reader()
         reader = self._readers[new.index]
-        message = self._message(reader.push(new.text, last=new.finished), whole=whole)
+        message = self._message(reader.push(new.text, last=new.finished, cut=new.finish_reason != "stop"), whole=whole)
         reason = "tool_calls" if reader.called and new.finish_reason == "stop" else new.finish_reason
         place: dict[str, Any] = {"message": message, "logprobs": None} if whole else {"delta": message}
         choice = ChatChoice(index=new.index, finish_reason=reason, **place)

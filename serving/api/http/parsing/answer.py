@@ -1,21 +1,40 @@
-"""Splits one choice's text into reasoning, answer and tool calls, whole or as it arrives."""
+"""Splits one choice's text into reasoning, answer and tool calls, whole or as it arrives.
+
+One reader for all formats of calls: `call_formats` declares what is between the marks. Models omit and repeat marks,
+and write calls of another format between them, so the reader accepts all syntaxes there. Text that only resembles a
+call remains text. A call's arguments are valid JSON whatever the model writes, unless the output limit cuts them off.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from serving.api.http.parsing.call_formats import FORMATS
-from serving.api.http.parsing.call_pieces import CallNumbering, CallParser, CallPiece, may_begin
-from serving.api.http.parsing.json_calls import JsonCalls, TaggedCalls
-from serving.api.http.parsing.marked_calls import MarkedCalls
-from serving.api.http.parsing.pythonic_calls import PythonicCalls
-from serving.api.http.parsing.reasoning import ReasoningReader
+from serving.api.http.parsing.argument_values import markup_value, python_value
+from serving.api.http.parsing.call_formats import FORMATS, SYNTAXES, CallFormat, CallSyntax
+from serving.api.http.parsing.call_pieces import CallNumbering, CallPiece
+from serving.api.http.parsing.reasoning import ReasoningMarks
+from serving.api.http.parsing.text_cursor import SPACE, Marks, TextCursor, TextEnds, Wait
+from serving.api.http.parsing.written_json import WrittenObject, arguments_in, call_in
+from serving.api.http.parsing.written_values import schema_types
 from serving.api.http.protocol.chat import Tool
 from serving.api.http.settings import ToolCallForm
 
-_PART = 4096
-"""Maximum characters read at a time, so that the cost per character does not grow with the length of the text."""
+_RETRIES = 4
+"""Maximum number of objects that are read a second time, as text, because they are no call."""
+_BETWEEN = SPACE + ",;[]}"
+"""Letters without meaning between calls."""
+_WORD = re.compile(r"[\w.\-]{1,256}|.", re.DOTALL)
+_UP_TO_MARK = re.compile(r".[^<{]*", re.DOTALL)
+_BARE = [head.before for syntax in SYNTAXES for head in syntax.heads if head.before.startswith("<")]
+"""Marks of calls that models write without a begin mark."""
+_OF_LINES = [syntax for syntax in SYNTAXES if not syntax.heads[0].before.startswith("<")]
+"""Syntaxes whose calls begin at the beginning of a line if they have no begin mark."""
+_marks = functools.cache(lambda *marks: Marks(marks))
 
 
 @dataclass
@@ -30,116 +49,347 @@ class AnswerPiece:
         return bool(self.reasoning or self.text or self.calls)
 
 
+class _Trimmed:
+    """Text without the white space at its end, and at its beginning if `strip`."""
+
+    def __init__(self, *, strip: bool) -> None:
+        self._strip = strip
+        self._space: list[str] = []
+
+    def push(self, text: str) -> str:
+        """Returns what to show of the text so far."""
+        if self._strip:
+            text = text.lstrip()
+        shown = text.rstrip()
+        if not shown:
+            self._space.append(text)
+            return ""
+        before, self._space, self._strip = self.rest(), [text[len(shown) :]], False
+        return before + shown
+
+    def rest(self) -> str:
+        """Returns the white space at the end."""
+        space, self._space = "".join(self._space), []
+        return space
+
+
 class AnswerReader:
-    """Reads one choice's text as it arrives. It looks for calls in the answer, never in the reasoning.
+    """Reads one choice's text as it arrives.
+
+    It returns a call's name as soon as it is known, and the arguments as they arrive. A call ends the reasoning.
 
     Args:
-        reasoning: None if all of the text is the answer.
-        calls: None to leave calls in the text.
+        form: format of calls; None to leave calls in the text.
+        tools: the request's tools; their schemas determine which parameters are strings.
+        most: maximum number of calls; further ones are dropped.
+        forced: the answer consists of calls only, so the text of an incomplete call at its end is not shown.
+        marks: the marks around reasoning; None if all of the text is the answer.
+        begun: the text starts within reasoning. Otherwise it starts with the mark, or there is no reasoning.
     """
 
-    def __init__(self, reasoning: ReasoningReader | None, calls: ToolCallReader | None) -> None:
-        self._reasoning, self._calls = reasoning, calls
+    def __init__(
+        self, form: ToolCallForm | None = None, tools: Sequence[Tool] = (), *, most: int | None = None,
+        forced: bool = False, marks: ReasoningMarks | None = None, begun: bool = False,
+    ) -> None:  # fmt: skip
+        self._style = None if form is None else FORMATS[form]
+        self._schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
+        self._most, self._forced, self._marks = most, forced, marks
+        self.inside = begun
+        """Whether the next text is reasoning, as far as is known."""
+        self._may_end = begun
+        """The end mark of reasoning may follow."""
+        self._numbering = CallNumbering()
+        self._piece = AnswerPiece()
+        self._thoughts, self._answer = _Trimmed(strip=True), _Trimmed(strip=begun)
+        self._cursor = TextCursor()
+        self._retries = 0
+        self._steps = self._all()
 
     @property
     def called(self) -> bool:
         """Whether the text contains a call so far."""
-        return self._calls is not None and self._calls.count > 0
+        return self._numbering.count > 0
 
-    def push(self, text: str, *, last: bool = False) -> AnswerPiece:
-        """Reads new text. `last`: the text ends here."""
-        piece = AnswerPiece(text=text)
-        if self._reasoning is not None:
-            piece.reasoning, piece.text = self._reasoning.push(text, last=last)
-        if self._calls is not None:
-            piece.text, piece.calls = self._calls.push(piece.text, last=last)
+    def push(self, text: str, *, last: bool = False, cut: bool = False) -> AnswerPiece:
+        """Reads new text. `last`: the text ends here; `cut`: because the output limit cut it off."""
+        self._cursor.push(text, last=last, cut=cut)
+        next(self._steps, None)
+        piece, self._piece = self._piece, AnswerPiece()
+        if last and not self.called and not self.inside:
+            piece.text += self._answer.rest()
+        if self._most is not None:
+            piece.calls = [call for call in piece.calls if call.index < self._most]
         return piece
 
+    def _all(self) -> Wait[None]:
+        try:
+            if self._marks is not None and not self.inside:
+                yield from self._opening(self._marks.begin)
+            yield from self._line()
+            while True:
+                yield from self._prose()
+        except TextEnds:
+            pass
 
-class ToolCallReader:
-    """Splits one choice's text into text to show and pieces of calls, as it arrives.
-
-    It returns a call's name as soon as it is known, and the arguments as they arrive. Text that only resembles a call
-    remains text.
-
-    Args:
-        form: format of calls.
-        tools: the request's tools; their schemas determine which parameters are strings.
-        most: maximum number of calls; further ones are dropped.
-        forced: the text consists of calls only, so an incomplete call at its end is not shown.
-    """
-
-    def __init__(
-        self, form: ToolCallForm, tools: Sequence[Tool], *, most: int | None = None, forced: bool = False
-    ) -> None:
-        self._format, self._most, self._forced = FORMATS[form], most, forced
-        self._parameters = {tool.function.name: tool.function.parameters or {} for tool in tools}
-        self._numbering = CallNumbering()
-        self._parser: CallParser | None = None
-        self._text = ""
-        """Text that may become a mark; before a call is recognised, all text after its mark, in case it is no call."""
-        self._space = ""
-
-    @property
-    def count(self) -> int:
-        """Number of calls so far."""
-        return self._numbering.count
-
-    def push(self, text: str, *, last: bool = False) -> tuple[str, list[CallPiece]]:
-        """Reads new text. `last`: the text ends here. Returns the text to show, and the pieces of calls."""
-        shown, pieces = "", list[CallPiece]()
-        for at in range(0, max(len(text), 1), _PART):
-            more, new = self._read(text[at : at + _PART], last=last and at + _PART >= len(text))
-            shown += more
-            pieces += new
-        if self._most is not None:
-            pieces = [piece for piece in pieces if piece.index < self._most]
-        return self._without_space_around_calls(shown, last), pieces
-
-    def _read(self, left: str, *, last: bool) -> tuple[str, list[CallPiece]]:
-        shown, pieces = "", list[CallPiece]()
-        begin = self._format.begin
+    def _opening(self, begin: str) -> Wait[None]:
+        """Reads the begin mark of reasoning, if there is one."""
+        cursor = self._cursor
         while True:
-            if self._parser is None:
-                left = self._text + left
-                before, mark, after = left.partition(begin)
-                if not mark:
-                    held = 0 if last and not self._forced else may_begin(left, begin)
-                    shown, self._text = shown + left[: len(left) - held], left[len(left) - held :]
+            begun = cursor.text.lstrip()
+            space = len(cursor.text) - len(begun)
+            if begun.startswith(begin) and space <= len(SPACE) * 16:
+                cursor.take(space + len(begin))
+                self.inside = self._may_end = True
+                self._answer = _Trimmed(strip=True)
+                return
+            if cursor.last or space > len(SPACE) * 16 or not begin.startswith(begun):
+                return
+            yield
+
+    def _show(self, text: str) -> None:
+        if self.inside:
+            self._piece.reasoning += self._thoughts.push(text)
+        elif not self._forced:
+            self._piece.text += self._answer.push(text)
+            if self._style is None:
+                self._piece.text += self._answer.rest()
+
+    def _prose(self) -> Wait[None]:
+        """Reads text up to a mark, and what the mark begins."""
+        cursor, style = self._cursor, self._style
+        ended = self._marks.end if self._marks is not None and self._may_end else ""
+        marks = [ended]
+        if style is not None:
+            marks += [style.begin, style.end if self.called else "", *_BARE, "\n" if style.syntax in _OF_LINES else ""]
+        try:
+            mark = yield from cursor.until(_marks(*marks), self._show)
+        except TextEnds:
+            self._show(cursor.take(len(cursor.text) - cursor.at))
+            raise
+        if mark == ended:
+            cursor.take(len(mark))
+            self.inside = self._may_end = False
+        elif style is None or mark == "\n":
+            self._show(cursor.take(len(mark)))
+            yield from self._line()
+        elif mark == style.begin:
+            yield from self._section(style)
+        elif mark == style.end:  # models repeat marks
+            cursor.take(len(mark))
+        elif not (yield from self._bare(style)):
+            self._show(cursor.take(len(mark)))
+
+    def _line(self) -> Wait[None]:
+        """Reads calls without a begin mark at the beginning of a line, if there are any."""
+        style = self._style
+        if style is not None and style.syntax in _OF_LINES and self._schemas and not self.inside:
+            yield from self._bare(style, "[" if style.around[0] == "[" else "")
+
+    def _bare(self, style: CallFormat, before: str = "") -> Wait[bool]:
+        """Reads calls without a begin mark, of tools that the request offers. Returns whether there are any."""
+        cursor = self._cursor
+        skipped = len((yield from cursor.mark(before))) if before else 0
+        found = yield from self._head(style, offered=True, skipped=skipped)
+        if found is None:
+            return False
+        syntax, matched = found
+        size = skipped + len(matched[0])
+        if syntax.parameter is not None and not syntax.heads[0].before:  # a name alone says little
+            mark, distance = yield from cursor.ahead(_marks(syntax.parameter.before, style.end), size)
+            if not mark or (syntax.value_end and distance != size):
+                return False
+        cursor.take(skipped)
+        yield from self._read_call(style, syntax, matched)
+        yield from self._more_calls(style, bare=True)
+        return True
+
+    def _section(self, style: CallFormat) -> Wait[None]:
+        """Reads a begin mark and the calls after it. Without a call, the mark is text."""
+        cursor, before, raw = self._cursor, self._numbering.count, list[str]()
+        try:
+            while (yield from cursor.mark(style.begin)):  # models repeat marks
+                raw.append(cursor.take(len(style.begin)))
+                yield from cursor.skip(SPACE + ",[]", raw.append)
+            called = yield from self._call(style, raw, offered=self.inside and not style.ends_reasoning)
+        except TextEnds:
+            if self._numbering.count == before:
+                self._show("".join(raw) + cursor.take(len(cursor.text) - cursor.at))
+            raise
+        if called:
+            yield from self._more_calls(style)
+        else:
+            self._show("".join(raw))
+
+    def _more_calls(self, style: CallFormat, *, bare: bool = False) -> Wait[None]:
+        """Reads further calls, up to the end mark. Other text before it is dropped; without an end mark, it is shown.
+        `bare`: there was no begin mark, so other text ends the calls."""
+        cursor, raw, words = self._cursor, list[str](), False
+        try:
+            while True:
+                yield from cursor.skip(_BETWEEN, raw.append)
+                if mark := (yield from cursor.mark(style.end, style.begin)):
+                    if mark == style.end:
+                        cursor.take(len(mark))
+                    return
+                if (yield from self._call(style, raw, offered=bare, first=False)):
+                    raw, words = [], False
+                elif bare:
+                    self._show("".join(raw).strip("[]},;"))
+                    return
+                else:
+                    other = (_WORD if style.syntax in _OF_LINES else _UP_TO_MARK).match(cursor.text, cursor.at)
+                    raw.append(cursor.take(len(other[0]) if other else 1))
+                    words = True
+        except TextEnds:
+            if words:
+                self._show("".join(raw))
+            raise
+
+    def _head(
+        self, style: CallFormat, *, offered: bool, skipped: int = 0, first: bool = True
+    ) -> Wait[tuple[CallSyntax, re.Match[str]] | None]:
+        """Returns the syntax and the head of the call that is next; None if there is none.
+
+        Args:
+            style: the format.
+            offered: only tools that the request offers.
+            skipped: number of characters before the head.
+            first: a syntax of another format that begins with the name is possible too.
+        """
+        for syntax in sorted(SYNTAXES, key=lambda syntax: syntax is not style.syntax):
+            for head in syntax.heads:
+                other = syntax is not style.syntax and not head.before
+                if other and not first:
+                    continue
+                only = self._begins_name if (offered or other) and not head.before else None
+                matched = yield from self._cursor.head(head, skipped, only=only)
+                if matched and (not (offered or other) or syntax.named(matched[1])[0] in self._schemas):
+                    return syntax, matched
+        return None
+
+    def _begins_name(self, text: str) -> bool:
+        return any(name.startswith(text) for name in self._schemas)
+
+    def _call(self, style: CallFormat, raw: list[str], *, offered: bool, first: bool = True) -> Wait[bool]:
+        """Reads the call that is next. Returns whether there is one; `raw` gets text that was read but is no call."""
+        found = yield from self._head(style, offered=offered, first=first)
+        if found is not None:
+            yield from self._read_call(style, *found)
+        elif self._cursor.text.startswith("{", self._cursor.at):
+            return (yield from self._unordered(style, raw, offered=offered))
+        return found is not None
+
+    def _unordered(self, style: CallFormat, raw: list[str], *, offered: bool) -> Wait[bool]:
+        """Reads a call in JSON whose fields have an unusual order or form, when its text is complete."""
+        cursor, written, valid, begin = self._cursor, WrittenObject(style.end), list[str](), len(raw)
+        complete = False
+        try:
+            while not complete:
+                at, more, complete = written.push(cursor.text, cursor.at)
+                raw.append(cursor.take(at - cursor.at))
+                valid.append(more)
+                if not complete:
+                    yield from cursor.more()
+        except TextEnds:
+            pass
+        call = call_in("".join(valid)) if complete and not written.broken else None
+        if call is not None and (not offered or call[0] in self._schemas):
+            self._begin(call[0])
+            self._emit(json.dumps(call[1], ensure_ascii=False))
+            return True
+        if self._retries < _RETRIES:
+            self._retries += 1
+            cursor.text, cursor.at = "".join(raw[begin:]) + cursor.text[cursor.at :], 0
+            del raw[begin:]
+        return False
+
+    def _read_call(self, style: CallFormat, syntax: CallSyntax, matched: re.Match[str]) -> Wait[None]:
+        self._cursor.take(len(matched[0]))
+        name, call_id = syntax.named(matched[1])
+        self._begin(name, call_id)
+        if syntax.parameter is None:
+            yield from self._object(style, syntax)
+        else:
+            yield from self._parameters(style, syntax, self._schemas.get(name, {}))
+
+    def _begin(self, name: str, call_id: str | None = None) -> None:
+        if self.inside:
+            self.inside, self._answer = False, _Trimmed(strip=True)
+        self._piece.calls.append(self._numbering.begin(name, call_id))
+
+    def _emit(self, arguments: str) -> None:
+        if arguments:
+            self._piece.calls.append(self._numbering.more(arguments))
+
+    def _object(self, style: CallFormat, syntax: CallSyntax) -> Wait[None]:
+        """Reads arguments that are a JSON object, and the end of their call."""
+        cursor, closing = self._cursor, syntax.end or style.end
+        if cursor.text.startswith("{", cursor.at):
+            yield from self._written(WrittenObject(closing), self._emit)
+        else:
+            parts: list[str] = []
+            try:
+                yield from cursor.until(_marks(closing), parts.append)
+            except TextEnds:
+                if not cursor.cut:
+                    self._emit(arguments_in("".join(parts)))
+                raise
+            self._emit(arguments_in("".join(parts)))
+        if syntax.tagged:
+            if (yield from cursor.until(_marks(closing, style.end, style.begin, syntax.heads[0].before))) == closing:
+                cursor.take(len(closing))
+            return
+        yield from cursor.skip(SPACE + ",")
+        if not cursor.text.startswith("{", cursor.at):  # other fields of the call
+            rest = WrittenObject(closing)
+            rest.push("{")
+            yield from self._written(rest, len)
+
+    def _written(self, written: WrittenObject, emit: Callable[[str], object]) -> Wait[None]:
+        cursor, complete = self._cursor, False
+        try:
+            while not complete:
+                cursor.at, valid, complete = written.push(cursor.text, cursor.at)
+                emit(valid)
+                if not complete:
+                    yield from cursor.more()
+        except TextEnds:
+            if not cursor.cut:
+                emit(written.close())
+            raise
+
+    def _parameters(self, style: CallFormat, syntax: CallSyntax, schema: Mapping[str, Any]) -> Wait[None]:
+        """Reads arguments that are named values, and the end of their call."""
+        cursor, head, keys = self._cursor, syntax.parameter, list[str]()
+        assert head is not None
+        properties = schema.get("properties") or {}
+        ends = (syntax.end, style.end, style.begin, syntax.heads[0].before)
+        self._emit("{")
+        try:
+            while True:
+                yield from cursor.skip(syntax.between)
+                if mark := (yield from cursor.mark(*ends)):
+                    if mark == syntax.end:
+                        cursor.take(len(mark))
                     break
-                shown, self._text, left, self._parser = shown + before, mark, after, self._new_parser()
-            parser = self._parser
-            if not parser.began:
-                self._text += left
-            pieces += parser.push(left, last=last)
-            if parser.began:
-                self._text = ""
-            if not parser.over:
-                break
-            self._parser = None
-            if parser.began:
-                left = parser.rest
-            elif self._forced and last:  # the text ends before the name is complete
-                break
-            else:  # not a call: the mark is text, and the text after it is read again
-                shown += begin
-                left, self._text = self._text[len(begin) :], ""
-        return shown, pieces
-
-    def _new_parser(self) -> CallParser:
-        end = self._format.end
-        match self._format.syntax:
-            case "marked":
-                assert self._format.markup is not None
-                return MarkedCalls(end, self._numbering, self._parameters, self._format.markup)
-            case "pythonic":
-                return PythonicCalls(end, self._numbering, self._parameters)
-            case "tagged":
-                return TaggedCalls(end, self._numbering)
-        return JsonCalls(end, self._numbering)
-
-    def _without_space_around_calls(self, text: str, last: bool) -> str:
-        whole = self._space + text
-        shown = whole.rstrip()
-        self._space = whole[len(shown) :]
-        return whole if last and not self.count else shown
+                matched = yield from cursor.head(head)
+                if matched is None and syntax.value_end:  # text between parameters
+                    cursor.take(1)
+                    yield from cursor.until(_marks(*ends, head.before))
+                    continue
+                cursor.take(len(matched[0]) if matched else 0)
+                unnamed = (name for name in properties if name not in keys)
+                key = matched[1].strip() if matched else next(unnamed, f"argument_{len(keys) + 1}")
+                keys.append(key)
+                self._emit(f"{', ' if len(keys) > 1 else ''}{json.dumps(key, ensure_ascii=False)}: ")
+                types = schema_types(properties.get(key), schema)
+                if syntax.value_end:
+                    further = {name for name in properties if name not in keys}
+                    yield from markup_value(cursor, syntax, style, types, self._emit, further.__contains__)
+                else:
+                    yield from python_value(cursor, style.end, types, self._emit)
+        except TextEnds:
+            if not cursor.cut:
+                self._emit("}")
+            raise
+        self._emit("}")

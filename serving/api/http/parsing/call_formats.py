@@ -15,14 +15,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from checkpoints.tokenizer import Tokenizer
-from serving.api.http.parsing.json_calls import ARGUMENTS, CALL, CALL_END
-from serving.api.http.parsing.marked_calls import ARGUMENT_MARKUP, FUNCTION_MARKUP, CallMarkup
+from serving.api.http.parsing.text_cursor import SPACE, Head
 from serving.api.http.protocol.chat import Tool
 from serving.api.http.settings import ToolCallForm
 
@@ -32,6 +32,64 @@ _LONGEST = 1000
 """Largest `maxLength` that a grammar enforces; larger ones would need too many grammar states."""
 _WITHIN = ("$defs", "definitions")
 """Definitions that the parts of a schema may refer to."""
+_ID = re.compile(r"(?:functions\.)?(.+?)(:\d{1,9})?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class CallSyntax:
+    """How models write a call between the marks of a format."""
+
+    heads: tuple[Head, ...]
+    """The beginning of a call, in the usual spellings; the first one is used in forced calls."""
+    end: str = ""
+    """The mark after a call; "" if only the mark after all calls ends it."""
+    parameter: Head | None = None
+    """The beginning of a parameter; None if the arguments are a JSON object."""
+    value_end: str = ""
+    """The mark after a value, which is text; "" if values are Python literals."""
+    padding: str = ""
+    """Text before and after each value."""
+    between: str = SPACE + ","
+    """Letters without meaning between arguments."""
+    tagged: bool = False
+    """The name is a tag that is also the call's id, because models expect it in later turns."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Marks of a tagged call."""
+        head = self.heads[0]
+        return (head.before, head.after.strip(), self.end) if self.tagged else ()
+
+    def named(self, written: str) -> tuple[str, str | None]:
+        """Returns a call's name, and its id if it has one."""
+        name = written.strip()
+        matched = _ID.fullmatch(name) if self.tagged else None
+        if matched is None:
+            return name, None
+        return matched[1], f"functions.{matched[1]}{matched[2]}" if matched[2] else None
+
+
+_JSON_NAME = r'[^"\\]{1,256}'
+JSON = CallSyntax(tuple(
+    Head('{ "name" : "', f'" , "{word}" : ', name=_JSON_NAME, ahead=r"(?=\{)") for word in ("arguments", "parameters")
+))  # fmt: skip
+"""`{"name": ..., "arguments": {...}}`, or a list of such objects. The fields may also have another order."""
+TAGGED = CallSyntax(
+    (Head("<|tool_call_begin|>", "<|tool_call_argument_begin|> ", ahead=r"(?=\S)"),), "<|tool_call_end|>", tagged=True
+)  # fmt: skip
+FUNCTION = CallSyntax(
+    (Head("<function=", ">"),), "</function>", Head("<parameter=", ">"), "</parameter>", padding="\n"
+)  # fmt: skip
+"""`<function=name>`, then `<parameter=key>`, a value and `</parameter>` on separate lines, then `</function>`."""
+ARGUMENT = CallSyntax(
+    (Head("", " ", name=r"[\w.\-]{1,256}", ahead="(?=<)"),),
+    parameter=Head("<arg_key>", "</arg_key> <arg_value>"), value_end="</arg_value>",
+)  # fmt: skip
+PYTHON = CallSyntax(
+    (Head("", " (", name=r"[A-Za-z_][\w.\-]{0,255}"),), ")", Head("", " =", name=r"[\w.\-]{1,256}")
+)  # fmt: skip
+"""`name(key="text", other=[1, None])`. Arguments without a name get the names of the tool's parameters, in order."""
+SYNTAXES = (JSON, FUNCTION, TAGGED, ARGUMENT, PYTHON)
 
 
 @dataclass(frozen=True)
@@ -42,10 +100,7 @@ class CallFormat:
     """The mark before calls."""
     end: str
     """The mark after calls."""
-    syntax: Literal["json", "marked", "pythonic", "tagged"] = "json"
-    """Syntax of the text between the marks."""
-    markup: CallMarkup | None = None
-    """Marks of the syntax `marked`."""
+    syntax: CallSyntax = JSON
     sign: str = ""
     """Text that identifies the format in a chat template; `begin` if empty."""
     ends_reasoning: bool = False
@@ -58,21 +113,21 @@ class CallFormat:
     @property
     def marks(self) -> list[str]:
         """All marks of the format, each of which may be a special token of the model."""
-        return [self.begin, self.end, *((CALL, ARGUMENTS, CALL_END) if self.syntax == "tagged" else ())]
+        return [self.begin, self.end, *self.syntax.marks]
 
 
 FORMATS: Mapping[ToolCallForm, CallFormat] = MappingProxyType({
     "nemotron": CallFormat("<TOOLCALL>", "</TOOLCALL>", around=("[", "]"), between=", "),
-    "qwen3_coder": CallFormat("<tool_call>", "</tool_call>", "marked", FUNCTION_MARKUP, sign="<function="),
+    "qwen3_coder": CallFormat("<tool_call>", "</tool_call>", FUNCTION, sign="<function="),
     "ling3": CallFormat(
-        "<tool_call>", "</tool_call>", "marked", ARGUMENT_MARKUP, sign="<arg_key>", ends_reasoning=True, around=("", "")
+        "<tool_call>", "</tool_call>", ARGUMENT, sign="<arg_key>", ends_reasoning=True, around=("", "")
     ),
     "kimi_k2": CallFormat(
-        "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "tagged", ends_reasoning=True, around=("", ""),
+        "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", TAGGED, ends_reasoning=True, around=("", ""),
         between="",
     ),
-    "lfm2": CallFormat("<|tool_call_start|>", "<|tool_call_end|>", "pythonic", around=("[", "]"), between=", "),
-    "olmo3": CallFormat("<function_calls>", "</function_calls>", "pythonic", around=("", ""), between="\n"),
+    "lfm2": CallFormat("<|tool_call_start|>", "<|tool_call_end|>", PYTHON, around=("[", "]"), between=", "),
+    "olmo3": CallFormat("<function_calls>", "</function_calls>", PYTHON, around=("", ""), between="\n"),
     "jamba": CallFormat("<tool_calls>", "</tool_calls>", around=("[", "]"), between=", "),
     "hermes": CallFormat("<tool_call>", "</tool_call>"),
 })  # fmt: skip
@@ -115,18 +170,15 @@ def calls_grammar(
         rules.append(f"start: {several}")
     for i, tool in enumerate(tools):
         rule, name, schema = f"function_{i}", tool.function.name, tool.function.parameters or {"type": "object"}
-        match style.syntax:
-            case "marked":
-                assert style.markup is not None
-                rules += _marked(rule, name, schema, style.markup)
-            case "pythonic":
-                rules += _pythonic(rule, name, schema)
-            case "tagged":
-                head = f"{mark(CALL)} {_text(f'functions.{name}:')} /[0-9]{{1,3}}/ {mark(ARGUMENTS)}"
-                rules += [f"{rule}: {head} {rule}_arguments {mark(CALL_END)}", _json(f"{rule}_arguments", schema)]
-            case _:
-                head = _text(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ')
-                rules += [f"{rule}: {head} {rule}_arguments {_text('}')}", _json(f"{rule}_arguments", schema)]
+        if style.syntax.parameter is not None:
+            rules += (_marked if style.syntax.value_end else _pythonic)(rule, name, schema, style.syntax)
+            continue
+        if style.syntax.tagged:
+            begin, arguments, end = map(mark, style.syntax.marks)
+            head = f"{begin} {_text(f'functions.{name}:')} /[0-9]{{1,3}}/ {arguments}"
+        else:
+            head, end = _text(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '), _text("}")
+        rules += [f"{rule}: {head} {rule}_arguments {end}", _json(f"{rule}_arguments", schema)]
     return "\n".join(rules)
 
 
@@ -141,14 +193,15 @@ def _properties(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
     ]
 
 
-def _marked(rule: str, name: str, schema: Mapping[str, Any], markup: CallMarkup) -> list[str]:
-    parts, rules, padding = [], list[str](), markup.padding
+def _marked(rule: str, name: str, schema: Mapping[str, Any], syntax: CallSyntax) -> list[str]:
+    parts, rules, padding, head = [], list[str](), syntax.padding, syntax.parameter
+    assert head is not None
     for i, (key, value, required) in enumerate(_properties(schema)):
         parts.append(f"{rule}_{i}" + ("" if required else "?"))
-        begin, end = f"{markup.parameter.write(key)}{padding}", f"{padding}{markup.parameter_end}{padding}"
+        begin, end = f"{head.write(key)}{padding}", f"{padding}{syntax.value_end}{padding}"
         rules += _parameter(f"{rule}_{i}", begin, end, value)
-    head = _text(markup.function.write(name) + padding)
-    return [f"{rule}: {_row(head, *parts, _text(markup.function_end))}", *rules]
+    begin = _text(syntax.heads[0].write(name) + padding)
+    return [f"{rule}: {_row(begin, *parts, _text(syntax.end))}", *rules]
 
 
 def _parameter(rule: str, begin: str, end: str, schema: Any) -> list[str]:
@@ -162,7 +215,7 @@ def _parameter(rule: str, begin: str, end: str, schema: Any) -> list[str]:
     return [f"{rule}: {_text(begin)} {rule}_value {_text(end)}", _json(f"{rule}_value", schema)]
 
 
-def _pythonic(rule: str, name: str, schema: Mapping[str, Any]) -> list[str]:
+def _pythonic(rule: str, name: str, schema: Mapping[str, Any], _: CallSyntax) -> list[str]:
     """Returns the rules for named arguments in the schema's order, as JSON literals separated by commas."""
     properties = _properties(schema)
     rules = [f"{rule}: {_text(name + '(')} {rule}_first_0"]

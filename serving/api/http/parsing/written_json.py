@@ -1,4 +1,4 @@
-"""Makes JSON of what models write: objects with errors, while they arrive, and values as text or Python literals.
+"""Makes JSON of the objects that models write, while they arrive.
 
 Without a grammar, a model may write `NaN`, invalid escapes, superfluous commas, or omit commas. Clients parse a call's
 arguments as JSON, so one such error would make the whole answer unusable.
@@ -7,14 +7,12 @@ arguments as JSON, so one such error would make the whole answer unusable.
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from serving.api.http.json_values import MAX_DEPTH, parse_written
 
-_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+_PLAIN = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"[^'\"\\\x00-\x1f]+")}
 _SPACE = re.compile(r"[ \t\r\n]+|\s")
 _BARE = re.compile(r'[^\s{}\[\]",:<]+')
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
@@ -23,31 +21,6 @@ _PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _PAIR_BEGINS = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?\Z")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "null": type(None), "boolean": bool, "integer": int, "number": (int, float), "array": list, "object": dict,
-    "string": str,
-}  # fmt: skip
-_WORDS = {"None": "null", "True": "true", "False": "false", "null": "null", "true": "true", "false": "false"}
-_BRACKETS = {"(": "[", ")": "]"}
-_TOKEN = re.compile(
-    r"""\s*(?:(?P<text>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|(?P<mark>[\[\](){},:])|(?P<word>[^\s\[\](){},:"']+))""",
-    re.DOTALL,
-)
-_HEX = "[0-9a-fA-F]"
-ESCAPE = re.compile(
-    rf"\\(?:u(?P<high>[dD][89abAB]{_HEX}{{2}})\\u(?P<low>[dD][c-fC-F]{_HEX}{{2}})|u(?P<u>{_HEX}{{4}})|x(?P<x>{_HEX}{{2}})"
-    rf"|U(?P<U>{_HEX}{{8}})|(?P<octal>[0-7]{{1,3}})|(?P<other>.))",
-    re.DOTALL,
-)
-"""An escape in a Python string; a surrogate pair counts as one escape."""
-ESCAPE_PART = re.compile(
-    rf"\\(?:x{_HEX}?|U{_HEX}{{0,7}}|[0-7]{{1,2}}|u{_HEX}{{0,3}}|u[dD][89abAB]{_HEX}{{2}}(?:\\(?:u{_HEX}{{0,3}})?)?)?"
-)
-"""Text that may become an escape or a longer escape."""
-_LETTERS = {
-    "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "\n": "", "\\": "\\", '"': '"',
-    "'": "'", "/": "/",
-}  # fmt: skip
 
 
 class WrittenObject:
@@ -72,7 +45,8 @@ class WrittenObject:
         """A comma and the space after it, held back until another item follows."""
         self._bare = ""
         """The current number or word, until it ends."""
-        self._in_string = False
+        self._quote = ""
+        """The quote that ends the current string. Models also write single quotes."""
         self._out: list[str] = []
         self.broken = False
         """The closing mark of the calls occurred within the object."""
@@ -86,7 +60,7 @@ class WrittenObject:
         complete = False
         while at < len(text) and not complete:
             before = at
-            if self._in_string:
+            if self._quote:
                 at = self._string(text, at)
             else:
                 at, complete = self._structure(text, at)
@@ -95,13 +69,21 @@ class WrittenObject:
         written, self._out = "".join(self._out), []
         return at, written, complete
 
+    def close(self) -> str:
+        """Returns the JSON that completes the object where its text ends."""
+        if self._quote:
+            self._string(self._quote, 0)
+        self._close("}", all_levels=True)
+        written, self._out = "".join(self._out), []
+        return written
+
     def _string(self, text: str, at: int) -> int:
-        if (plain := _PLAIN.match(text, at)) is not None:
+        if (plain := _PLAIN[self._quote].match(text, at)) is not None:
             self._write(plain[0])
             return plain.end()
-        if text[at] == '"':
+        if text[at] == self._quote:
             self._write('"')
-            self._in_string = False
+            self._quote = ""
             self._expects = "colon" if self._expects == "key" else "comma"
             return at + 1
         if text[at] != "\\":
@@ -109,6 +91,9 @@ class WrittenObject:
             return at + 1
         if _ESCAPE_BEGINS.match(text, at) or _PAIR_BEGINS.match(text, at):
             return at
+        if text.startswith("\\'", at) and self._quote == "'":
+            self._write("'")
+            return at + 2
         if (escape := _PAIR.match(text, at) or _ESCAPE.match(text, at)) is None:
             self._write("\\\\")
             return at + 1
@@ -128,6 +113,11 @@ class WrittenObject:
                 return at, False
             self._bare += letter
             return at + 1, False
+        if letter == "'" and not self._bare and self._expects != "comma":
+            self._begin_item(may_be_key=True)
+            self._write('"')
+            self._quote = letter
+            return at + 1, False
         if (bare := _BARE.match(text, at)) is not None:
             self._bare += bare[0]
             return bare.end(), False
@@ -142,7 +132,7 @@ class WrittenObject:
         if letter == '"':
             self._begin_item(may_be_key=True)
             self._write('"')
-            self._in_string = True
+            self._quote = letter
         elif letter in "{[":
             self._begin_item(may_be_key=False)
             if len(self._open) == MAX_DEPTH:
@@ -224,107 +214,30 @@ class WrittenObject:
             self._out.append(text)
 
 
-def read_object(text: str) -> object:
-    """Returns the value of a JSON object written by a model.
-
-    Raises:
-        ValueError: the text is not an object, or is incomplete.
-    """
-    begin = len(text) - len(text.lstrip())
-    if not text.startswith("{", begin):
-        raise ValueError("not an object")
-    _, valid, complete = WrittenObject().push(text, begin)
-    if not complete:
-        raise ValueError("the object does not end")
-    return json.loads(valid)
+def object_of(value: Any) -> dict[str, Any] | None:
+    """Returns arguments as an object; None if that is not possible. Some models write the object as a string with its
+    JSON text."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        _, valid, complete = WrittenObject().push(value.lstrip())
+        value = json.loads(valid) if complete else None
+    return value if isinstance(value, dict) else None
 
 
-def schema_types(schema: Any) -> frozenset[str]:
-    """Returns the types in a JSON schema; empty if it has none."""
-    names = schema.get("type") if isinstance(schema, Mapping) else None
-    names = [names] if isinstance(names, str) else names
-    return frozenset(name for name in names if isinstance(name, str)) if isinstance(names, list) else frozenset()
-
-
-def read_untyped(text: str, schema: Any) -> Any:
-    """Returns the value of `text`, which is a string or JSON according to the parameter's schema.
-
-    If the schema admits only strings, the value is a string. If it admits no strings, Python's spelling (`True`,
-    `None`) is also accepted. Text that cannot be parsed is a string.
-    """
-    types = schema_types(schema)
-    if types == {"string"}:
-        return text
+def call_in(text: str) -> tuple[str, dict[str, Any]] | None:
+    """Returns the name and the arguments of a call in JSON, in any order and under any of the usual names; None if the
+    text is not a call."""
     try:
-        value = parse_literal(text) if types and "string" not in types else parse_written(text)
+        call = parse_written(text)
     except ValueError:
-        return text
-    admitted = any(_is(value, name) for name in types)
-    return text if "string" in types and not admitted else value
+        return None
+    name, arguments = call.get("name"), object_of(call.get("arguments", call.get("parameters", {})))
+    return (name, arguments) if isinstance(name, str) and arguments is not None else None
 
 
-def read_literal(text: str, schema: Any) -> Any:
-    """Returns the value of a Python literal that is not a plain string. Other text is a string. A number is a string
-    if the schema admits only strings."""
-    text = text.strip()
+def arguments_in(text: str) -> str:
+    """Returns arguments that are not written as an object, as JSON."""
     try:
-        value = parse_literal(text)
+        arguments = object_of(parse_written(text))
     except ValueError:
-        return text
-    return text if schema_types(schema) == {"string"} and isinstance(value, (int, float)) else value
-
-
-def parse_literal(text: str) -> Any:
-    """Returns the value of a Python or JSON literal: `None` and `null`, `True` and `true`, lists, tuples, dictionaries.
-
-    Raises:
-        ValueError: the text is not a literal, has no JSON equivalent, or is nested too deeply.
-    """
-    written: list[str] = []
-    at, end = 0, len(text.rstrip())
-    while at < end:
-        token = _TOKEN.match(text, at)
-        if token is None:
-            raise ValueError("not a literal")
-        at = token.end()
-        if token["text"] is not None:
-            written.append(json.dumps(ESCAPE.sub(unescaped, token["text"][1:-1])))
-        elif token["mark"] is None:
-            written.append(_word(token["word"]))
-        else:
-            if token["mark"] in ")]}" and written[-1:] == [","]:
-                written.pop()
-            written.append(_BRACKETS.get(token["mark"], token["mark"]))
-    return parse_written(" ".join(written))
-
-
-def unescaped(escape: re.Match[str]) -> str:
-    """Returns the text that an escape represents; the escape itself if it is invalid."""
-    if escape["high"] is not None:
-        pair = f"{escape['high']}{escape['low']}"
-        return bytes.fromhex(pair).decode("utf-16-be")
-    if escape["octal"] is not None:
-        return chr(int(escape["octal"], 8))
-    if escape["other"] is not None:
-        return _LETTERS.get(escape["other"], escape[0])
-    number = int(escape["u"] or escape["x"] or escape["U"], 16)
-    if 0xD800 <= number <= 0xDFFF:  # half a surrogate pair
-        return "\N{REPLACEMENT CHARACTER}"
-    return chr(number) if number <= 0x10FFFF else escape[0]
-
-
-def _word(word: str) -> str:
-    """Returns a constant or a number as JSON."""
-    if word in _WORDS:
-        return _WORDS[word]
-    try:
-        return json.dumps(int(word))
-    except ValueError:
-        number = float(word)  # also raises ValueError
-        if not math.isfinite(number):
-            raise ValueError(f"{word} is not JSON") from None
-        return json.dumps(number)
-
-
-def _is(value: Any, name: str) -> bool:
-    return isinstance(value, _TYPES.get(name, ())) and not (isinstance(value, bool) and name in ("integer", "number"))
+        arguments = None
+    return json.dumps(arguments or {}, ensure_ascii=False)

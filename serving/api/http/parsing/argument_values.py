@@ -1,0 +1,171 @@
+"""Reads a call's arguments that are written as text between marks, or as Python literals, and writes them as JSON."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable
+
+from serving.api.http.parsing.call_formats import CallFormat, CallSyntax
+from serving.api.http.parsing.text_cursor import SPACE, Marks, TextCursor, TextEnds, Wait
+from serving.api.http.parsing.written_values import ESCAPE, ESCAPE_PART, WrittenText, read_literal, unescaped
+
+_PLAIN = re.compile(r"""[^\\"']+""")
+_QUOTES = ('"""', "'''", '"', "'")
+_AFTER = re.compile(r"\s{0,64}")
+_PREFIXES = ("", "r", "b", "f", "u", "rb", "br", "rf", "fr")
+_TOKEN = re.compile(r"""[^\\"'()\[\]{},<]+|.""", re.DOTALL)
+
+
+@functools.cache
+def _value_marks(syntax: CallSyntax, style: CallFormat) -> tuple[Marks, Marks]:
+    """Returns the marks that may end a value, and those that show whether a mark of a call is part of the value."""
+    assert syntax.parameter is not None
+    ends = [mark for mark in (syntax.value_end, syntax.end, style.end, syntax.parameter.before) if mark]
+    padded = [syntax.padding + mark for mark in ends] if syntax.padding else []
+    return Marks([*padded, *ends]), Marks([syntax.value_end, style.begin, syntax.heads[0].before])
+
+
+def markup_value(
+    text: TextCursor, syntax: CallSyntax, style: CallFormat, types: frozenset[str], emit: Callable[[str], None],
+    is_key: Callable[[str], bool],
+) -> Wait[None]:  # fmt: skip
+    """Reads a value up to its end mark.
+
+    Models omit end marks, and write the marks of calls in values. Another mark ends the value if the name of a further
+    parameter follows (`is_key`), or if no end mark of a value follows before the next call.
+    """
+    assert syntax.parameter is not None
+    value, (ends, later) = WrittenText(types, syntax.padding), _value_marks(syntax, style)
+
+    def push(part: str) -> None:
+        emit(value.push(part))
+
+    try:
+        while True:
+            mark = yield from text.until(ends, push)
+            if mark.endswith(syntax.value_end):
+                text.take(len(mark))
+                break
+            size = len(mark)
+            if mark.endswith(syntax.parameter.before):
+                before = size - len(syntax.parameter.before)
+                matched = yield from text.head(syntax.parameter, before, only=None)
+                if matched is not None and is_key(matched[1].strip()):
+                    break
+            else:
+                next_mark, distance = yield from text.ahead(later, size)
+                if next_mark != syntax.value_end:
+                    break
+                size = max(size, distance - len(syntax.padding))
+            push(text.take(size))
+    except TextEnds:
+        if not text.cut:
+            emit(value.end())
+        raise
+    emit(value.end())
+
+
+def python_value(text: TextCursor, closing: str, types: frozenset[str], emit: Callable[[str], None]) -> Wait[None]:
+    """Reads a value up to the comma or the parenthesis after it. `closing`: the mark that ends all calls.
+
+    A quote ends a string only where an argument or the call can end, because models forget to escape quotes.
+    """
+    try:
+        yield from text.skip(SPACE)
+    except TextEnds:
+        emit("" if text.cut else "null")
+        raise
+    while not text.last and text.text[text.at :] in ('"', '""', "'", "''"):  # perhaps the beginning of a triple quote
+        yield
+    quote = next((quote for quote in _QUOTES if text.text.startswith(quote, text.at)), "")
+    if not quote:
+        yield from _literal(text, closing, types, emit)
+        return
+    text.take(len(quote))
+    emit('"')
+    try:
+        while not (yield from _string_part(text, quote, closing, emit)):
+            pass
+    except TextEnds:
+        if not text.cut:
+            emit('"')
+        raise
+    emit('"')
+
+
+def _string_part(text: TextCursor, quote: str, closing: str, emit: Callable[[str], None]) -> Wait[bool]:
+    """Reads a part of a string. Returns whether the string ends."""
+    while text.at == len(text.text):
+        yield from text.more()
+    if plain := _PLAIN.match(text.text, text.at):
+        part = text.take(len(plain[0]))
+    elif text.text[text.at] == "\\":
+        while ESCAPE_PART.fullmatch(text.text, text.at) and not text.last:
+            yield
+        escape = ESCAPE.match(text.text, text.at)
+        if escape is None:
+            raise TextEnds
+        part = unescaped(escape)
+        text.take(len(escape[0]))
+    else:
+        while quote.startswith(text.text[text.at :]) and len(text.text) - text.at < len(quote) and not text.last:
+            yield
+        if text.text.startswith(quote, text.at) and (yield from _ends_string(text, quote, closing)):
+            text.take(len(quote))
+            return True
+        part = text.take(1)
+    emit(json.dumps(part, ensure_ascii=False)[1:-1])
+    return False
+
+
+def _ends_string(text: TextCursor, quote: str, closing: str) -> Wait[bool]:
+    while True:
+        space = _AFTER.match(text.text, text.at + len(quote))
+        after = space.end() if space else 0
+        rest = text.text[after : after + len(closing)]
+        if rest.startswith((",", ")")) or rest == closing:
+            return True
+        if not closing.startswith(rest):
+            return False
+        if text.last:
+            return True
+        yield
+
+
+def _literal(text: TextCursor, closing: str, types: frozenset[str], emit: Callable[[str], None]) -> Wait[None]:
+    """Reads a value that is not a plain string, up to a comma or parenthesis outside brackets and strings."""
+    parts: list[str] = []
+    depth, quote, size = 0, "", 0
+    try:
+        while True:
+            while text.at == len(text.text):
+                yield from text.more()
+            token = text.text[text.at]
+            if token == "\\" and quote:
+                while len(text.text) < text.at + 2:
+                    yield from text.more()
+                token = text.text[text.at : text.at + 2]
+            elif token in "\"'":
+                opens = depth > 0 or (size <= 2 and "".join(parts).lower() in _PREFIXES)
+                quote = "" if token == quote else quote or (token if opens else "")
+            elif quote:
+                pass
+            elif token in "([{":
+                depth += 1
+            elif token in ")]}" and depth > 0:
+                depth -= 1
+            elif token == ")" or (token == "," and depth == 0) or (
+                token == closing[0] and (yield from text.mark(closing))
+            ):  # fmt: skip
+                break
+            if len(token) == 1 and (run := _TOKEN.match(text.text, text.at)):
+                token = run[0]
+            parts.append(text.take(len(token)))
+            size += len(token)
+    except TextEnds:
+        if not text.cut:
+            emit(json.dumps(read_literal("".join(parts), types), ensure_ascii=False))
+        raise
+    emit(json.dumps(read_literal("".join(parts), types), ensure_ascii=False))
