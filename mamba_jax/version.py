@@ -1,7 +1,8 @@
-"""The version of mamba-jax, from the installed package's metadata."""
+"""The version of mamba-jax as it is installed, and how to install its extras."""
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -14,3 +15,10 @@ def version() -> str:
     except metadata.PackageNotFoundError:
         file = Path(__file__).resolve().parents[1] / "pyproject.toml"
         return str(tomllib.loads(file.read_text())["project"]["version"]) if file.is_file() else "unknown"
+
+
+def install_advice(extra: str) -> str:
+    """Returns how to install an extra. The environment that bootstrap.py makes may have no pip."""
+    if (Path(sys.prefix) / "installed").is_file():  # written by bootstrap.py
+        return f"run `MAMBA_JAX_EXTRAS={extra} python3 bootstrap.py ...` once"
+    return f"pip install '.[{extra}]'"

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from mamba_jax.version import install_advice
 from serving.config import ConfigError
 from serving.engine.requests.output import RequestOutput
 from serving.engine.requests.sampling_params import SamplingParams
@@ -40,7 +41,7 @@ class Traces:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError as error:
             raise ConfigError(
-                f"--otlp-traces-endpoint needs OpenTelemetry ({error.name} is missing): pip install '.[traces]'"
+                f"--otlp-traces-endpoint needs OpenTelemetry ({error.name} is missing): {install_advice('traces')}"
             ) from None
         # Use a separate provider: the process's global one belongs to the application that embeds this server.
         self._provider = TracerProvider(resource=Resource.create({"service.name": "mamba-jax"}))

@@ -67,11 +67,13 @@ class Answer:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://localhost:8000", help="of the server, without /v1")
+    parser.add_argument("--url", "--base-url", default="http://localhost:8000", help="of the server, without /v1")
     parser.add_argument("--model", help="by default the first that the server names")
     parser.add_argument("--api-key", default="-")
-    parser.add_argument("--rate", type=float, default=4.0, help="requests a second; inf = all at once")
-    parser.add_argument("--requests", type=int, default=100)
+    parser.add_argument(
+        "--rate", "--request-rate", type=float, default=4.0, help="requests a second; inf = all at once"
+    )
+    parser.add_argument("--requests", "--num-prompts", type=int, default=100)
     parser.add_argument("--prompt-words", type=int, default=256)
     parser.add_argument("--shared", type=int, default=0, help="words at the beginning that all prompts have in common")
     parser.add_argument("--long-requests", type=int, default=0, help="further requests, sent at once at the beginning")

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from mamba_jax.version import install_advice
+
 
 def bars(values: Mapping[str, Sequence[float]], path: str | Path, *, title: str, log: bool = False) -> None:
     """One bar for each name: the median, with every run as a dot. `log`: a logarithmic axis."""
@@ -37,7 +39,7 @@ def _figure(title: str, *, height: float) -> tuple[Any, Any]:
     try:
         from matplotlib.figure import Figure  # no pyplot: it keeps figures, and asks for a screen
     except ImportError:
-        raise SystemExit("plots need matplotlib: pip install matplotlib, or leave --plot out") from None
+        raise SystemExit(f"plots need matplotlib: {install_advice('plots')}, or leave --plot out") from None
     figure = Figure(figsize=(8, height))
     axes = figure.add_subplot()
     axes.set_title(title)

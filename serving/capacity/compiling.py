@@ -22,6 +22,7 @@ from mamba_jax.programs import KernelChoice, StepBatch, StepPrograms
 from mamba_jax.rows import Rows
 from mamba_jax.sharding import make_mesh, parameter_shardings, rows_shardings, store_shardings
 from mamba_jax.store import Store
+from mamba_jax.version import install_advice
 from serving.capacity.targets import Target, gpu_description
 from serving.config import ConfigError
 
@@ -57,7 +58,7 @@ def check_compiler(target: Target) -> None:
     if not all(map(_is_installed, needed)):
         whose, extra = ("GPU", "plan-gpu") if gpu else ("TPU", "plan")
         raise ConfigError(
-            f"the {whose}'s compiler is not installed: pip install '.[{extra}]' (Linux, x86-64), "
+            f"the {whose}'s compiler is not installed (Linux, x86-64): {install_advice(extra)}, "
             "or add --analysis to plan by arithmetic only"
         )
 
@@ -102,6 +103,7 @@ class SlicePrograms:
         tile_size: of prefill batches.
         source: of drafts.
         kernels: what operations run by, as the engine's flag says it.
+        greedy: leave sampling out.
         lora: number and rank of LoRA adapters; None for programs without.
 
     Raises:
@@ -118,6 +120,7 @@ class SlicePrograms:
         tile_size: int,
         source: Any = None,
         kernels: str = "auto",
+        greedy: bool = False,
         lora: tuple[int, int] | None = None,
     ) -> None:
         sharding = parameter_shardings(model.config, mesh)
@@ -131,7 +134,7 @@ class SlicePrograms:
         self.choice = KernelChoice.parse(kernels, platform=platform, device=device)
         adapters = None if lora is None else Adapters(placed, count=lora[0], rank=lora[1], mesh=mesh, abstract=True)
         self._programs = StepPrograms(
-            placed, tile_size=tile_size, source=source, mesh=mesh, kernels=self.choice, adapters=adapters
+            placed, tile_size=tile_size, source=source, mesh=mesh, kernels=self.choice, adapters=adapters, greedy=greedy
         )
         self._store = jax.tree.map(_described, store, store_shardings(store, model.config, mesh))
         self._rows = jax.tree.map(_described, rows, rows_shardings(rows, mesh))

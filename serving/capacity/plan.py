@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +27,13 @@ from mamba_jax.store import StoreShape, init_store
 from mamba_jax.store_layout import lanes_of
 from serving.capacity.compiling import Program, SlicePrograms, check_compiler, slice_mesh
 from serving.capacity.count import Counter, Work, Workload, decode_workload, prefill_workload
+from serving.capacity.layer_cuts import Cut, cut_config, cut_parameters, layer_cuts, whole_program
 from serving.capacity.targets import Target, larger
 from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly.design import EngineDesign, waiting_form
 from serving.engine.assembly.drafting import with_drafter_config
 from serving.engine.assembly.gpu_memory import reserved_share
-from serving.engine.assembly.sizing import StoreSize
+from serving.engine.assembly.sizing import StoreSize, StoreTooSmallError
 from serving.engine.steps.batching import BatchBuilder, PrefillShape
 
 DEFAULT_CONTEXT = 2048
@@ -98,11 +99,8 @@ class CapacityPlan:
         `max_num_seqs`."""
         if self.size is None:
             return 0, "memory"
-        size = self.size
-        if not size.num_pages:
-            return size.max_num_seqs, "max_num_seqs"
-        by_pages = (size.num_pages - 1) // -(-tokens // size.page_size)
-        return (by_pages, "pages") if by_pages < size.max_num_seqs else (size.max_num_seqs, "max_num_seqs")
+        count = self.size.sequences_at(tokens)
+        return count, "pages" if count < self.size.max_num_seqs else "max_num_seqs"
 
 
 def make_plan(
@@ -217,13 +215,14 @@ class _Planner:
         weights, workspace = self.counter.weight_bytes, design.workspace_bytes
         try:
             size = self._size(design, weights)
-        except ConfigError as error:
-            return self._too_small(weights, workspace, str(error))
+        except StoreTooSmallError as error:
+            return self._too_small(weights, workspace, error)
         batches = design.batches(design.scheduler(size))
         prefills, decodes = _planned_shapes(batches, full)
         rows = jax.eval_shape(lambda: design.rows(size))
         context = min(context or DEFAULT_CONTEXT, size.max_model_len)
-        steps = [self._prefill_step(shape) for shape in prefills] + [self._decode_step(n, context) for n in decodes]
+        fitting = dict.fromkeys(min(rows, size.sequences_at(context)) for rows in decodes)
+        steps = [self._prefill_step(shape) for shape in prefills] + [self._decode_step(n, context) for n in fitting]
         notes = [f"decoding keeps {design.replay.notice}", *size.notices, *self._padding_notes]
         programs: tuple[Program, ...] = ()
         kernels, begin = "", time.perf_counter()
@@ -233,14 +232,21 @@ class _Planner:
                 *((_decode_name(count), batches.empty_decode(count, drafts)) for count in decodes),
                 *((_prefill_name(shape), batches.empty_prefill(shape)) for shape in prefills),
             ]
-            progress(f"compiling {len(named)} programs")
-            compiler = self._compiler(size, rows)
+            cuts = layer_cuts(self.model)
+            progress(f"compiling {len(named) * len(cuts) + 1} programs")
             try:
-                programs = tuple(compiler.compile(named, progress))
-                kernels = compiler.choice.report()
+                (sampled,) = self._compiler(size, rows, cuts[0], greedy=False).compile(named[:1], progress)
+                compilers = [self._compiler(size, rows, cut, greedy=True) for cut in cuts]
+                compiled = [compiler.compile(named, progress) for compiler in compilers]
+                sampling = sampled, compiled[0][0]
+                programs = tuple(whole_program(self.model, each, sampling) for each in zip(*compiled, strict=True))
+                kernels = compilers[0].choice.report()
             except jax.errors.JaxRuntimeError as error:
                 # What does not fit is an answer, too.
                 notes.append("the compiler refuses a program: " + one_line(error))
+            if len(cuts) > 1:
+                patterns = ", ".join(cut_config(self.model, cut).pattern for cut in cuts)
+                notes.append(f"programs of the layers {patterns} were compiled; those of all layers follow from them")
         refused = compile and not programs
         count = sum(isinstance(batch, StepBatch) for batch in batches.warm_up_batches(1))
         codes = [program.code for program in programs]
@@ -295,28 +301,19 @@ class _Planner:
         memory = self.memory - weights - design.workspace_bytes - self.config.reserved_bytes
         return design.size(memory=memory, dtype=self.dtype)
 
-    def _too_small(self, weights: int, workspace: int, reason: str) -> CapacityPlan:
+    def _too_small(self, weights: int, workspace: int, error: StoreTooSmallError) -> CapacityPlan:
         """Not even one sequence fits: by how much, and where it would."""
-        shape = self.design.device_shape
-        config, width = self.config, 1 + self.config.num_speculative_tokens
-        per_row = width if self.design.caching.mode == "none" else 2 * width
-        slots = 1 + (per_row if self.replay is None else 2)
-        page_size = config.page_size_on(self.target.device.platform)
-        pages = 1 - (-(config.state_block_size + 2 * width) // page_size)
-        least = slots * shape.bytes_per_slot(self.dtype, config.ssm_dtype)
-        least += pages * shape.bytes_per_page(page_size, self.kv_dtype)
-        if self.replay is not None:
-            least += 2 * shape.bytes_per_tail(self.dtype, config.ssm_dtype, self.replay)
-        notes = [f"{config.memory_utilization:.0%} of the memory is used (memory_utilization)", *self._padding_notes]
-        if weights < self.memory - workspace - config.reserved_bytes:
-            notes.append(reason)
+        notes = [f"{self.config.memory_utilization:.0%} of the memory is used (memory_utilization)"]
+        notes += self._padding_notes
+        if weights < self.memory - workspace - self.config.reserved_bytes:
+            notes.append(str(error))
         if enough := self._enough():
             notes.append(f"the smallest of its kind that holds it: {enough}")
         return self._report(
             fits=False,
-            spare=self.memory - weights - workspace - least,
+            spare=self.memory - weights - workspace - self.config.reserved_bytes - error.needed,
             limit=self.memory,
-            store=least,
+            store=error.needed,
             temporaries=workspace,
             size=None,
             notes=tuple(notes),
@@ -347,19 +344,23 @@ class _Planner:
         bound = max(memory, compute)
         return Step(name, load.tokens, work, memory * 1e3, compute * 1e3, bound * 1e3, counted / bound)
 
-    def _compiler(self, size: StoreSize, rows: Rows) -> SlicePrograms:
+    def _compiler(self, size: StoreSize, rows: Rows, cut: Cut, *, greedy: bool) -> SlicePrograms:
+        """Compiles programs of some of the layers."""
         arguments = self.design.store_arguments(size, dtype=self.dtype)
-        routed_experts = self.config.enable_return_routed_experts
-        shape = self.partition.store_shape(StoreShape.of(self.design.stored, routed_experts=routed_experts))
+        model, stored = (cut_config(each, cut) for each in (self.model, self.design.stored))
+        described = StoreShape.of(stored, routed_experts=self.config.enable_return_routed_experts)
+        shape = self.partition.store_shape(described)
+        parameters: Any = cut_parameters(self.shapes, cut)
         try:
             return SlicePrograms(
-                HybridModel.from_parameters(self.model, cast(Mapping[str, jax.Array], self.shapes)),
+                HybridModel.from_parameters(model, parameters),
                 slice_mesh(self.target),
                 store=jax.eval_shape(lambda: init_store(shape, **arguments)),
                 rows=rows,
                 tile_size=self.config.tile_size,
                 source=self.design.source,
                 kernels=self.config.kernels,
+                greedy=greedy,
             )
         except UnsupportedError as error:
             raise ConfigError(str(error)) from None

@@ -44,11 +44,9 @@ def as_text(plan: CapacityPlan, at_context: int | None = None) -> RenderableType
     if plan.size is not None:
         parts += [Text(), Text(plan.size.report())]
         parts.append(Text(f"  off the device: {show_bytes(plan.bytes_off_device)} a state, its keys and values aside"))
-        if at_context is not None:
-            sequences, limit = plan.sequences_at(at_context)
-            parts.append(
-                Text(f"At {at_context:,} tokens each, {sequences:,} sequences run at once (limited by {limit}).")
-            )
+        tokens = at_context or plan.context
+        sequences, limit = plan.sequences_at(tokens)
+        parts.append(Text(f"At {tokens:,} tokens each, {sequences:,} sequences run at once (limited by {limit})."))
     if plan.steps:
         parts += [Text(), _steps(plan)]
     if plan.programs:
@@ -97,8 +95,11 @@ def _memory(plan: CapacityPlan) -> Table:
 
 
 def _steps(plan: CapacityPlan) -> Table:
-    title = f"Steps at published speeds: no step can be faster (decode at {plan.context:,} tokens of context)"
-    columns = ("", "memory", "GFLOP", "at least", "of it memory", "compute", "at most")
+    title = (
+        "Steps at published speeds: no step can be faster (decode of the rows that fit at "
+        f"{plan.context:,} tokens of context)"
+    )
+    columns = ("", "memory", "GFLOP", "at least", "memory ms", "compute ms", "at most")
     table = _table(title, columns)
     for step in plan.steps:
         table.add_row(

@@ -82,10 +82,15 @@ device_description_str: "%s"
 
 GPU_COUNTS = (1, 2, 4, 8)
 
-# Slices by name. The number counts chips for v5e and v6e, and cores, two to a chip, for v5p and TPU7x.
+# Machines by kind and size, smallest first, with the compiler's shape of a slice. A size counts chips for v5e and v6e,
+# cores, two to a chip, for v5p and TPU7x, and GPUs of one host.
 _FLAT = {1: "2x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 _CUBES = {8: "2x2x1", 16: "2x2x2", 32: "2x2x4", 64: "2x4x4", 128: "4x4x4"}
-_SLICES = {"v5e": _FLAT, "v6e": _FLAT, "v5p": _CUBES, "tpu7x": _CUBES}
+_CORES_PER_CHIP = {"v5p": 2, "tpu7x": 2}
+_SIZES: dict[str, dict[int, str]] = {"v5e": _FLAT, "v5p": _CUBES, "v6e": _FLAT, "tpu7x": _CUBES}
+_SIZES |= {kind: {count: f"1x1x{count}" for count in GPU_COUNTS} for kind in GPUS}
+
+_OTHER_NAMES = {"v5litepod": "v5e", "trillium": "v6e", "ironwood": "tpu7x", "nvidia-": "", "-sxm": "", "-80gb": ""}
 
 
 @dataclass(frozen=True)
@@ -103,52 +108,59 @@ class Target:
 
 
 def target(name: str) -> Target:
-    """The machine called `name`: a slice such as `v6e-8`, the compiler's `v6e:2x4`, or GPUs such as `h100-8`.
+    """The machine called `name`: a slice such as `v6e-8` or the compiler's `v6e:2x4`, or GPUs: `h100-8`, `8xH100`.
 
     Raises:
         ConfigError: there is none of this name; the message lists the known ones.
     """
-    plain = name.strip().lower().replace("v5litepod", "v5e").replace("trillium", "v6e").replace("ironwood", "tpu7x")
-    if match := re.fullmatch(r"(\w+):(\d+(?:x\d+){1,2})", plain):
-        kind, shape = match.groups()
-        if kind in TPUS:
-            chips = math.prod(map(int, shape.split("x")))
-            return Target(name, TPUS[kind], chips * _devices_per_chip(kind), plain)
-    if match := re.fullmatch(r"(v5e|v5p|v6e|tpu7x)-(\d+)", plain):
-        kind, size = match[1], int(match[2])
-        if size in _SLICES[kind]:
-            shape = _SLICES[kind][size]
-            cores = 2 if kind in ("v5p", "tpu7x") else 1
-            return Target(name, TPUS[kind], size // cores * _devices_per_chip(kind), f"{kind}:{shape}")
-    for kind, device in GPUS.items():
-        if match := re.fullmatch(rf"{kind}(?:-(\d+))?", plain):
-            count = int(match[1] or 1)
-            if count in GPU_COUNTS:
-                return Target(name, device, count, f"{kind}:1x1x{count}" if kind in _DESCRIPTIONS else None)
-    near = difflib.get_close_matches(plain, known(), n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ConfigError(f"topology {name!r} is not known; {hint}known are {_listed()}")
+    plain = re.sub(r"[\s_]+", "-", name.strip().lower())
+    for other, usual in _OTHER_NAMES.items():
+        plain = plain.replace(other, usual)
+    if (match := re.fullmatch(r"(\w+):(\d+(?:x\d+){1,2})", plain)) and match[1] in TPUS:
+        chips = math.prod(map(int, match[2].split("x")))
+        return Target(name, TPUS[match[1]], chips * _devices_per_chip(match[1]), plain)
+    kind, count = _kind_and_count(plain)
+    if (shape := _SIZES.get(kind, {}).get(count)) is None:
+        near = _nearest(plain, kind, count)
+        hint = f"did you mean {near!r}? " if near else ""
+        raise ConfigError(f"topology {name!r} is not known; {hint}known are {_listed()}")
+    if kind in TPUS:
+        count = count // _CORES_PER_CHIP.get(kind, 1) * _devices_per_chip(kind)
+    compiles = kind in TPUS or kind in _DESCRIPTIONS
+    return Target(name, (TPUS | GPUS)[kind], count, f"{kind}:{shape}" if compiles else None)
+
+
+def _kind_and_count(plain: str) -> tuple[str, int]:
+    """Returns kind and size of `h100-4`, `4xh100`, `h100x4`, `h100:4` or `h100`."""
+    if match := re.fullmatch(r"(\d+)-?[x*]-?(.+)", plain):
+        chips, kind = int(match[1]), match[2]
+        return kind, chips * _CORES_PER_CHIP.get(kind, 1)
+    if match := re.fullmatch(rf"({'|'.join(_SIZES)})(?:-|-?[x*:]-?)(\d+)", plain):
+        return match[1], int(match[2])
+    return plain, 1
+
+
+def _nearest(plain: str, kind: str, count: int) -> str | None:
+    """The name of the smallest machine of this kind with so many devices, or of one with a similar name."""
+    if kind in _SIZES:
+        sizes = list(_SIZES[kind])
+        return f"{kind}-{next((size for size in sizes if size >= count), sizes[-1])}"
+    return next(iter(difflib.get_close_matches(plain, known(), n=1)), None)
 
 
 def known() -> list[str]:
     """Every name of a machine."""
-    slices = [f"{kind}-{size}" for kind, sizes in _SLICES.items() for size in sizes]
-    return slices + [f"{kind}-{count}" for kind in GPUS for count in GPU_COUNTS]
+    return [f"{kind}-{size}" for kind, sizes in _SIZES.items() for size in sizes]
 
 
 def families() -> list[list[Target]]:
     """All machines by kind of device, smallest first."""
-    names = [[f"{kind}-{size}" for size in sizes] for kind, sizes in _SLICES.items()]
-    names += [[f"{kind}-{count}" for count in GPU_COUNTS] for kind in GPUS]
-    return [[target(name) for name in group] for group in names]
+    return [[target(f"{kind}-{size}") for size in sizes] for kind, sizes in _SIZES.items()]
 
 
 def larger(of: Target) -> list[Target]:
     """Machines of the same kind with more devices, smallest first."""
-    kind = next(kind for kind, device in (TPUS | GPUS).items() if device is of.device)
-    sizes = GPU_COUNTS if of.device.platform == "gpu" else _SLICES[kind]
-    found = [target(f"{kind}-{size}") for size in sizes]
-    return [each for each in found if each.count > of.count]
+    return [each for family in families() for each in family if each.device is of.device and each.count > of.count]
 
 
 def _devices_per_chip(kind: str) -> int:
@@ -156,9 +168,8 @@ def _devices_per_chip(kind: str) -> int:
 
 
 def _listed() -> str:
-    slices = [f"{kind}-{{{','.join(map(str, sizes))}}}" for kind, sizes in _SLICES.items()]
-    counts = ",".join(map(str, GPU_COUNTS))
-    return ", ".join(slices + [f"{kind}-{{{counts}}}" for kind in GPUS]) + ", and the compiler's own such as v6e:2x4"
+    names = [f"{kind}-{{{','.join(map(str, sizes))}}}" for kind, sizes in _SIZES.items()]
+    return ", ".join(names) + ", and the compiler's own such as v6e:2x4"
 
 
 def gpu_description(kind: str) -> str:

@@ -27,6 +27,7 @@ PROGRAMS = {
         "serving.bench.latency",
         "Time to first token and between tokens of a server under Poisson load.",
     ),
+    "serve": ("serving.bench.latency", "The same as latency, under vLLM's name."),
 }
 """Command -> module with a `main(arguments)`, and its help text."""
 

@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mamba_jax.model import HybridModel
+from mamba_jax.version import install_advice
 from serving.engine.llm import LLM
 from serving.engine.requests.output import CompletionOutput
 from serving.engine.requests.sampling_params import MAX_CHOICES, SamplingParams
@@ -20,7 +21,7 @@ try:
     from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"module {error.name!r} is not installed: pip install '.[tunix]'", name=error.name
+        f"module {error.name!r} is not installed: {install_advice('tunix')}", name=error.name
     ) from None
 
 

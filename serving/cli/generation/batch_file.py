@@ -5,23 +5,22 @@ responses that a server gives; a file may mix both.
 
 OpenAI's input: `{"custom_id", "method": "POST", "url", "body"}`.
 Its output: `{"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}`.
+Every line of output also has the digest of its line of input (`batch_output`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
+import time
 import uuid
-from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from io import RawIOBase
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from checkpoints.tokenizer import Tokenizer
+from serving.api.http.apis.inputs import tokenized
 from serving.api.http.apis.text_api import TEXT_APIS, open_writer
 from serving.api.http.connection.streaming import json_of
 from serving.api.http.context import ResponseContext
@@ -29,16 +28,19 @@ from serving.api.http.errors import as_api_error, validated
 from serving.api.http.generation import whole
 from serving.api.http.parsing.call_formats import form_of
 from serving.api.http.parsing.reasoning import reasoning_marks
+from serving.api.http.protocol.chat import ChatRequest
 from serving.api.http.settings import ServerSettings
 from serving.api.http.text import TextCodec
+from serving.cli.generation import batch_output
+from serving.cli.generation.batch_output import LineKey, has_half_characters, line_key, naming, write_line
 from serving.engine.llm import LLM
 from serving.engine.request_error import RequestError
 from serving.engine.requests.output import RequestOutput, TokenLogprobs
 from serving.engine.requests.request import EngineRequest
 from serving.engine.requests.sampling_params import SamplingParams
 
-Key = str
-"""An id as JSON text: 1 and "1" are different ids."""
+PROMPTS = ("prompt", "prompt_token_ids", "messages")
+CHAT_FIELDS = ("messages", "tools", "chat_template_kwargs")
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Line:
     number: int
     id: Any
     fields: Mapping[str, Any] | str
+    text: bytes
 
 
 class BatchRequest(NamedTuple):
@@ -73,35 +76,37 @@ class BatchCounts:
     """Lines with an answer that was already in the output."""
     done: int = 0
     failed: int = 0
+    """Of the lines answered by this run; when it has ended, of all lines."""
+    tokens: int = 0
+    """Output tokens of this run."""
+    seconds: float = 0.0
 
 
 def read_lines(path: Path) -> Iterator[Line]:
     """Yields the input's lines, skipping blank ones. A line without an id gets its number, `"line-7"`."""
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with path.open("rb") as file:
         for number, text in enumerate(file, start=1):
             if not text.strip():
                 continue
-            name = f"line-{number}"
+            name: Any = f"line-{number}"
+            fields: Any
             try:
-                value = json.loads(text)
+                fields = json.loads(text.decode(errors="replace"))
             except (ValueError, RecursionError) as error:
-                yield Line(number, name, f"not valid JSON: {error}")
-                continue
-            if not isinstance(value, dict):
-                yield Line(number, name, f"must be a JSON object, got {type(value).__name__}")
-                continue
-            own_id = value.get("custom_id") if is_batch_line(value) else value.pop("id", None)
-            yield Line(number, name if own_id is None else own_id, value)
+                fields = f"not valid JSON: {error}"
+            else:
+                if isinstance(fields, dict):
+                    own_id = fields.get("custom_id") if is_batch_line(fields) else fields.pop("id", None)
+                    name = name if own_id is None else own_id
+                else:
+                    fields = f"must be a JSON object, got {type(fields).__name__}"
+            yield Line(number, name, fields, text)
 
 
-def count_lines(path: Path) -> int:
-    """Returns the number of lines to answer."""
-    with path.open("rb") as file:
-        return sum(1 for line in file if line.strip())
-
-
-class BatchLines:
-    """Reads lines in OpenAI's format and writes the responses.
+def batch_context(
+    tokenizer: Tokenizer | None, model: str, defaults: Mapping[str, Any], *, max_model_len: int
+) -> ResponseContext:
+    """Returns what lines are read and responses written with.
 
     Args:
         tokenizer: the model's tokenizer; None if it has none.
@@ -109,14 +114,17 @@ class BatchLines:
         defaults: sampling parameters for fields that lines omit.
         max_model_len: the model's maximum length.
     """
+    return ResponseContext(
+        TextCodec(tokenizer, max_model_len), model, ServerSettings.create(default_sampling=defaults),
+        tool_calls=form_of(tokenizer), reasoning=reasoning_marks(tokenizer),
+    )  # fmt: skip
 
-    def __init__(
-        self, tokenizer: Tokenizer | None, model: str, defaults: Mapping[str, Any], *, max_model_len: int
-    ) -> None:
-        self._context = ResponseContext(
-            TextCodec(tokenizer, max_model_len), model, ServerSettings.create(default_sampling=defaults),
-            tool_calls=form_of(tokenizer), reasoning=reasoning_marks(tokenizer),
-        )  # fmt: skip
+
+class BatchLines:
+    """Reads lines in OpenAI's format and writes the responses."""
+
+    def __init__(self, context: ResponseContext) -> None:
+        self._context = context
 
     def read(self, line: Line) -> BatchRequest:
         """Returns the request of a line.
@@ -154,8 +162,8 @@ class BatchLines:
 class PlainLines:
     """Reads lines in the project's own format; `defaults` apply to fields that lines omit."""
 
-    def __init__(self, defaults: Mapping[str, Any]) -> None:
-        self._defaults = defaults
+    def __init__(self, context: ResponseContext, defaults: Mapping[str, Any]) -> None:
+        self._context, self._defaults = context, defaults
 
     def read(self, line: Line) -> BatchRequest:
         """Returns the request of a line.
@@ -166,10 +174,15 @@ class PlainLines:
         if isinstance(line.fields, str):
             raise RequestError(line.fields)
         fields = dict(line.fields)
-        if ("prompt" in fields) == ("prompt_token_ids" in fields):
-            raise RequestError("give exactly one of 'prompt' and 'prompt_token_ids'")
-        name = "prompt" if "prompt" in fields else "prompt_token_ids"
-        prompt = {name: fields.pop(name)}
+        given = [name for name in PROMPTS if name in fields]
+        if len(given) != 1:
+            raise RequestError("give exactly one of 'prompt', 'prompt_token_ids' and 'messages'")
+        if given == ["messages"]:
+            chat = {name: fields.pop(name) for name in CHAT_FIELDS if name in fields}
+            request = validated(ChatRequest, {"model": self._context.model, **chat})
+            prompt = {"prompt_token_ids": asyncio.run(tokenized(self._context, request))[0]}
+        else:
+            prompt = {given[0]: fields.pop(given[0])}
         params = SamplingParams(**{**self._defaults, **fields})
         return BatchRequest(prompt, params, lambda output: {"id": line.id, **as_json(output, params)})
 
@@ -178,45 +191,14 @@ class PlainLines:
         return {"id": line.id, "error": as_api_error(error).message}
 
 
-def repair(path: Path) -> Counter[Key]:
-    """Returns the ids answered in an earlier run. Removes an incomplete last line from the file."""
-    if not path.exists():
-        return Counter()
-    done: Counter[Key] = Counter()
-    with path.open("rb+") as file:
-        good = 0
-        for raw in file:
-            try:
-                value = json.loads(raw)
-            except ValueError:
-                value = None
-            if not raw.endswith(b"\n") or not isinstance(value, dict) or "id" not in value:
-                break
-            done[_key(value)] += 1
-            good += len(raw)
-        rest = file.seek(0, os.SEEK_END) - good
-        file.seek(good)
-        if b"\n" in file.read().rstrip(b"\n"):
-            raise RequestError(
-                f"{path}: the {rest} bytes after the first {sum(done.values())} lines are not answers of a batch; the "
-                "file was not changed"
-            )
-        file.truncate(good)
-    return done
-
-
-def _key(answer: Mapping[str, Any]) -> Key:
-    """Returns the key of an output line: `custom_id` in OpenAI's format, where `id` is the response's id; otherwise
-    `id`."""
-    return json.dumps(answer["custom_id"] if "custom_id" in answer else answer["id"])
-
-
 def run_batch(
     llm: LLM,
     source: Path,
     target: Path,
     *,
     defaults: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    retry_failed: bool = False,
     progress: Callable[[BatchCounts], None] | None = None,
 ) -> BatchCounts:
     """Writes the answer to every line of `source` to `target` as it finishes, and finally sorts them in input order.
@@ -225,32 +207,42 @@ def run_batch(
 
     Args:
         llm: the engine; its loop must be idle.
-        source: JSON lines with `id`, `prompt` or `prompt_token_ids`, and any of `SamplingParams`.
+        source: JSON lines with `id`; `prompt`, `prompt_token_ids` or `messages`; and any of `SamplingParams`.
         target: created, or continued after an interrupted run.
         defaults: sampling parameters for fields that lines omit.
+        overwrite: answer every line, and remove the answers of earlier runs.
+        retry_failed: answer again the lines that failed.
         progress: called with the counts after each line.
+
+    Raises:
+        ConfigError: `target` is not the output of a batch, or has answers to lines that have changed since.
     """
-    answered = repair(target)
-    counts = BatchCounts()
-    waiting: dict[str, tuple[Line, Callable[[RequestOutput], dict[str, Any]]]] = {}
-    order: list[Key] = []
+    defaults = defaults or {}
+    keys = (line_key(line.id, line.text, defaults) for line in read_lines(source))
+    with naming(target):
+        answered = batch_output.prepare(target, keys, overwrite=overwrite, retry_failed=retry_failed)
+    counts, begin = BatchCounts(), time.monotonic()
+    waiting: dict[str, tuple[Line, LineKey, Callable[[RequestOutput], dict[str, Any]]]] = {}
+    order: list[LineKey] = []
     engine = llm.front
     ahead = 2 * llm.config.max_num_seqs * llm.config.data_parallel_size
     lines = read_lines(source)
-    name, plain = Path(llm.config.model).name, PlainLines(defaults or {})
-    openai = BatchLines(llm.tokenizer, name, defaults or {}, max_model_len=engine.max_model_len)
+    name = Path(llm.config.model).name
+    context = batch_context(llm.tokenizer, name, defaults, max_model_len=engine.max_model_len)
+    plain, openai = PlainLines(context, defaults), BatchLines(context)
     # Without a buffer, closing the file does not repeat a failed write.
     with naming(target), target.open("ab", buffering=0) as out:
 
-        def answer(value: dict[str, Any]) -> None:
-            write_line(out, value)
+        def answer(key: LineKey, value: dict[str, Any]) -> None:
+            write_line(out, value | {batch_output.DIGEST: key.digest})
             counts.done += 1
             counts.failed += value.get("error") is not None
+            counts.seconds = time.monotonic() - begin
             if progress is not None:
                 progress(counts)
 
-        def refuse(line: Line, error: Exception) -> None:
-            answer((openai if is_batch_line(line.fields) else plain).failed(line, error))
+        def refuse(line: Line, key: LineKey, error: Exception) -> None:
+            answer(key, (openai if is_batch_line(line.fields) else plain).failed(line, error))
 
         exhausted = False
         while not exhausted or waiting:
@@ -260,10 +252,9 @@ def run_batch(
                     exhausted = True
                     break
                 counts.total += 1
-                key = json.dumps(line.id)
+                key = line_key(line.id, line.text, defaults)
                 order.append(key)
-                if answered[key]:
-                    answered[key] -= 1
+                if batch_output.taken(answered, key):
                     counts.skipped += 1
                     continue
                 request_id = f"line-{line.number}"
@@ -274,44 +265,20 @@ def run_batch(
                     engine.add(EngineRequest(request_id, request.prompt, request.params))
                 except Exception as error:
                     # Even a bug, which is logged, affects only this line.
-                    refuse(line, error)
+                    refuse(line, key, error)
                     continue
-                waiting[request_id] = line, request.written
+                waiting[request_id] = line, key, request.written
             for output in engine.step() if waiting else ():
                 if output.finished:
-                    line, written = waiting.pop(output.request_id)
+                    line, key, written = waiting.pop(output.request_id)
                     if output.failure is not None:
-                        refuse(line, output.failure)
+                        refuse(line, key, output.failure)
                     else:
-                        answer(written(output))
+                        counts.tokens += sum(len(choice.token_ids) for choice in output.outputs)
+                        answer(key, written(output))
     with naming(target):
-        _sort_like(target, order)
+        counts.failed = batch_output.sort_like(target, order)
     return counts
-
-
-def write_line(out: RawIOBase, value: Any) -> None:
-    """Writes one complete line of JSON."""
-    left = memoryview(json.dumps(value, ensure_ascii=has_half_characters(value)).encode() + b"\n")
-    while left:
-        left = left[out.write(left) or 0 :]
-
-
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Adds the file's name to errors of the system, such as a full disk."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, error.filename or str(path)) from None
-
-
-def has_half_characters(value: Any) -> bool:
-    """Returns whether a text contains half a surrogate pair, which JSON can escape but UTF-8 cannot encode."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return True
-    return False
 
 
 def as_json(output: RequestOutput, params: SamplingParams) -> dict[str, Any]:
@@ -352,30 +319,6 @@ def top_pairs(table: TokenLogprobs, count: int) -> list[list[float]]:
         return [[token, entry.logprob] for token, entry in pairs[:1]]
     ranked = sorted((entry.rank, token, entry.logprob) for token, entry in pairs if entry.rank is not None)
     return [[token, logprob] for _, token, logprob in ranked[:count]]
-
-
-def _sort_like(path: Path, order: list[Key]) -> None:
-    """Sorts the lines of a complete output into the input's order; lines not in the input go to the end."""
-    lines: list[tuple[int, int]] = []  # where each line starts, and its length
-    places: dict[Key, deque[int]] = {}
-    with path.open("rb") as file:
-        start = 0
-        for index, raw in enumerate(file):
-            lines.append((start, len(raw)))
-            places.setdefault(_key(json.loads(raw)), deque()).append(index)
-            start += len(raw)
-    wanted = [places[key].popleft() for key in order if places.get(key)]
-    known = set(wanted)
-    wanted += [index for index in range(len(lines)) if index not in known]
-    if wanted == sorted(wanted):
-        return
-    new = path.with_name(path.name + ".sorting")
-    with path.open("rb") as file, new.open("wb") as out:
-        for index in wanted:
-            start, length = lines[index]
-            file.seek(start)
-            out.write(file.read(length))
-    os.replace(new, path)
 
 
 def _new_id() -> str:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import Field
 
+from serving.cli.generation.batch_output import naming, read_answers
 from serving.cli.options import Options, with_options
 from serving.config import ConfigError, EngineConfig
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.settings import Settings
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from serving.cli.generation.batch_file import BatchCounts
 
 
 class SamplingOptions(Settings):
@@ -43,11 +53,20 @@ def generate(
     *,
     input: Annotated[
         Path | None,
-        typer.Option(help="JSON-lines file of prompts: id, prompt or prompt_token_ids, and sampling parameters."),
+        typer.Option(help="JSON-lines file: id, prompt (or prompt_token_ids, messages), and sampling parameters."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option(help="JSON-lines file for the answers; an interrupted run resumes.")
     ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="With --output: answer every line again, and drop earlier answers.")
+    ] = False,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="With --output: answer again the lines that failed.")
+    ] = False,
+    ignore_failed: Annotated[
+        bool, typer.Option("--ignore-failed", help="With --output: exit with 0 even if lines failed.")
+    ] = False,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Log what the engine does and what its store holds.")
@@ -70,7 +89,11 @@ def generate(
         if chat:
             raise ConfigError("--chat is for a single PROMPT")
         _check_files(input, output)
-        _generate_file(input, output, sampling, flags)
+        again = {"overwrite": overwrite, "retry_failed": retry_failed}
+        if _generate_file(input, output, sampling, flags, again) and not ignore_failed:
+            raise typer.Exit(1)
+    elif overwrite or retry_failed or ignore_failed:
+        raise ConfigError("--overwrite, --retry-failed and --ignore-failed are for --output")
     else:
         assert prompt is not None
         _generate_one(sys.stdin.read() if prompt == "-" else prompt, chat, sampling, flags)
@@ -82,35 +105,78 @@ def _check_files(source: Path, target: Path) -> None:
         raise ConfigError(f"--input {source}: no such file")
     if not target.parent.is_dir():
         raise ConfigError(f"--output {target}: no such directory: {target.parent}")
-    if target.is_dir() or (target.exists() and source.samefile(target)):
+    if target.exists() and (not target.is_file() or source.samefile(target)):
         raise ConfigError(f"--output {target}: must be a file other than the input")
+    with naming(target):
+        read_answers(target)
 
 
-def _generate_file(source: Path, target: Path, sampling: dict[str, Any], flags: dict[str, Any]) -> None:
-    from rich import progress
+def _generate_file(
+    source: Path, target: Path, sampling: dict[str, Any], flags: dict[str, Any], again: dict[str, bool]
+) -> int:
+    """Returns the number of lines that failed. `again`: which lines to answer again."""
     from rich.console import Console
 
-    from serving.cli.generation.batch_file import count_lines, run_batch
+    from serving.cli.generation.batch_file import run_batch
     from serving.engine.llm import LLM
 
     EngineConfig.create(**flags)
     SamplingParams(**sampling)  # report a bad value on the command line once, not for every line
-    console = Console(stderr=True, soft_wrap=True)
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
     llm = LLM(**flags)
+    with target.open("ab"), source.open("rb") as file:  # refuse a file that cannot be written
+        total = sum(1 for line in file if line.strip())
+    with _reporter(console, total) as show:
+        counts = run_batch(llm, source, target, defaults=sampling, progress=show, **again)
+    speed = counts.tokens / max(counts.seconds, 1e-9)
+    summary = f"{counts.done} answered, {counts.skipped} already in the output"
+    summary += f"; {counts.tokens:,} tokens in {counts.seconds:.1f} s, {speed:,.0f} tokens/s"
+    if counts.failed:
+        summary += f"; {counts.failed} lines failed (--retry-failed answers them again)"
+    console.print(summary)
+    return counts.failed
+
+
+@contextlib.contextmanager
+def _reporter(console: Console, total: int) -> Iterator[Callable[[BatchCounts], None]]:
+    """Yields a function that shows a bar, or without a terminal a line at least every 10 s."""
+    from rich import progress
+
+    from checkpoints.placing import LINE_EVERY
+    from serving.cli.generation.batch_file import BatchCounts
+
+    latest, begin, ended = BatchCounts(), time.monotonic(), threading.Event()
     columns = (
         progress.TextColumn("requests"), progress.BarColumn(), progress.MofNCompleteColumn(),
-        progress.TimeElapsedColumn(), progress.TimeRemainingColumn(), progress.TextColumn("{task.fields[failed]}"),
+        progress.TimeElapsedColumn(), progress.TimeRemainingColumn(), progress.TextColumn("{task.fields[note]}"),
     )  # fmt: skip
-    with progress.Progress(*columns, console=console) as bar:
-        task = bar.add_task("requests", total=count_lines(source), failed="")
 
-        def show(counts: Any) -> None:
-            failed = f"{counts.failed} failed" if counts.failed else ""
-            bar.update(task, completed=counts.done + counts.skipped, failed=failed)
+    def note() -> str:
+        if not latest.done:
+            return "programs are compiled before the first answers"
+        speed = f"{latest.tokens / max(latest.seconds, 1e-9):,.0f} tokens/s"
+        return f"{speed}, {latest.failed} failed" if latest.failed else speed
 
-        counts = run_batch(llm, source, target, defaults=sampling, progress=show)
-    summary = f"{counts.done} answered, {counts.skipped} already in the output"
-    console.print(summary + (f", {counts.failed} of them with an error" if counts.failed else ""), highlight=False)
+    def print_lines() -> None:
+        while not ended.wait(LINE_EVERY):
+            done = latest.done + latest.skipped
+            console.print(f"{done:,} of {total:,} requests after {time.monotonic() - begin:.0f} s; {note()}")
+
+    with progress.Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("requests", total=total, note=note())
+
+        def show(counts: BatchCounts) -> None:
+            nonlocal latest
+            latest = counts
+            bar.update(task, completed=counts.done + counts.skipped, note=note())
+
+        printing = threading.Thread(target=print_lines, name="progress", daemon=True)
+        if not console.is_terminal:
+            printing.start()
+        try:
+            yield show
+        finally:
+            ended.set()
 
 
 def _generate_one(prompt: str, chat: bool, sampling: dict[str, Any], flags: dict[str, Any]) -> None:

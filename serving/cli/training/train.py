@@ -48,6 +48,7 @@ def train(
     from mamba_jax.train.loss import DRAFT_LAYER
     from mamba_jax.train.plot import plot_losses
     from mamba_jax.train.recipe import keep_recipe
+    from mamba_jax.version import install_advice
 
     console = training_console(None)
     if config is None and model is None:
@@ -97,7 +98,7 @@ def train(
     if plot_losses(records, output / "loss.svg"):
         console.print(f"{output / 'loss.svg'}", markup=False)
     elif records:
-        console.print("loss.svg is not drawn: pip install '.[plots]'", markup=False)
+        console.print(f"loss.svg is not drawn: {install_advice('plots')}", markup=False)
     console.print(f"{output / 'model'}", markup=False)
     sys.stdout.flush()
 

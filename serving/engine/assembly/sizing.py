@@ -26,6 +26,14 @@ CPU_STORE_TOKENS = 1 << 18
 """On a CPU, the store of a small model is limited to this number of tokens."""
 
 
+class StoreTooSmallError(ConfigError):
+    """The memory does not hold one sequence. `needed`: bytes of the smallest store that does."""
+
+    def __init__(self, message: str, needed: int) -> None:
+        super().__init__(message)
+        self.needed = needed
+
+
 @dataclass(frozen=True)
 class StoreSize:
     """The size of the store. The numbers of slots and pages include the null slot and the null page."""
@@ -80,6 +88,12 @@ class StoreSize:
         """Tokens whose keys and values the pages hold; 0 for a model without attention."""
         return max(self.num_pages - 1, 0) * self.page_size
 
+    def sequences_at(self, tokens: int) -> int:
+        """Returns the number of sequences of this many tokens that run at once."""
+        if not self.num_pages:
+            return self.max_num_seqs
+        return min(self.max_num_seqs, (self.num_pages - 1) // -(-tokens // self.page_size))
+
     @property
     def running(self) -> str:
         """The slots of running sequences, in words."""
@@ -90,8 +104,8 @@ class StoreSize:
     def report(self) -> str:
         """Returns the sizes, in words."""
         lines = [
-            f"state store: {show_bytes(self.total_bytes)}, {self.max_num_seqs} sequences at once of up to "
-            f"{self.max_model_len:,} tokens",
+            f"state store: {show_bytes(self.total_bytes)}; up to {self.max_num_seqs} sequences at once (room for "
+            f"{self.sequences_at(self.max_model_len):,} at the full {self.max_model_len:,} tokens)",
             f"  slots: {self.num_slots - 1:,} of {show_bytes(self.bytes_per_slot)} "
             f"({self.running} for running sequences, {self.slots_for_reuse:,} for reuse)",
         ]
@@ -171,17 +185,31 @@ def size_store(
     def pages_for(tokens: int) -> int:
         return -(-(tokens + 2 * width) // page_size) if page_bytes else 0
 
+    def bytes_for(tokens: int) -> int:
+        """The smallest store for one sequence, with the null slot and the null page."""
+        null = (1 + config.max_initial_states) * slot_bytes + tail_bytes + page_bytes
+        return null + bytes_of(1) + pages_for(tokens) * page_bytes
+
+    def too_small() -> StoreTooSmallError:
+        pages = f" and pages of {show_bytes(page_bytes)} for {page_size} tokens" if page_bytes else ""
+        return StoreTooSmallError(
+            f"{show_bytes(memory)} of memory is too small for one sequence: a state slot takes "
+            f"{show_bytes(slot_bytes)}{pages} (raise memory_utilization, or lower num_speculative_tokens)",
+            bytes_for(min(max_len, config.state_block_size)),
+        )
+
     # One sequence must fit.
     if config.num_pages is None and page_bytes:
         room = memory - slot_bytes - bytes_of(1) - page_bytes
         fits = max(room, 0) // page_bytes * page_size - 2 * width
         if fits < min(max_len, config.state_block_size):
-            raise ConfigError(_too_small(memory, slot_bytes, page_bytes, page_size))
+            raise too_small()
         if fits < max_len:
             if config.max_model_len is not None:
-                raise ConfigError(
+                raise StoreTooSmallError(
                     f"max_model_len {max_len:,} does not fit: {show_bytes(memory)} hold pages for {fits:,} tokens "
-                    "(lower max_model_len or raise memory_utilization)"
+                    "(lower max_model_len or raise memory_utilization)",
+                    bytes_for(max_len),
                 )
             notices.append(f"max_model_len is {fits:,} instead of {max_len:,}: more pages do not fit")
             max_len = fits
@@ -206,7 +234,7 @@ def size_store(
         # If memory is scarce, half of it is for slots of running sequences; the rest is for their pages and for reuse.
         most_seqs = _most(seqs, max(room // 2, min(room, bytes_of(1))), bytes_of)
         if not most_seqs:
-            raise ConfigError(_too_small(memory, slot_bytes, page_bytes, page_size))
+            raise too_small()
     if seqs > most_seqs:
         notices.append(f"max_num_seqs is {most_seqs} instead of {seqs}: more state slots do not fit")
         seqs = most_seqs
@@ -344,15 +372,6 @@ def _tokens_for(left: int, slot_bytes: float, page_bytes: float) -> int:
     token."""
     per_token = slot_bytes + page_bytes
     return int(max(left, 0) / per_token) if per_token else 0
-
-
-def _too_small(memory: int, slot_bytes: int, page_bytes: int, page_size: int) -> str:
-    pages = f" and pages of {show_bytes(page_bytes)} for {page_size} tokens" if page_bytes else ""
-    return (
-        f"{show_bytes(memory)} of memory is too small for one sequence: a state slot takes {show_bytes(slot_bytes)}"
-        f"{pages} "
-        "(raise memory_utilization, or lower num_speculative_tokens)"
-    )
 
 
 def show_bytes(count: int) -> str:

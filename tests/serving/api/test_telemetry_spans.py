@@ -1,5 +1,6 @@
 """OpenTelemetry spans, as a collector receives them."""
 
+import re
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -7,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from mamba_jax.version import install_advice
 from serving.api.http.settings import ServerSettings
 from serving.api.traces import Traces
 from serving.config import ConfigError
@@ -97,7 +99,7 @@ def test_a_stream_that_is_left_is_said_to_be(server, spans_of):
 def test_without_an_endpoint_nothing_is_imported_and_without_the_sdk_it_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     Traces(None, "demo").close()
-    with pytest.raises(ConfigError, match=r"needs OpenTelemetry .*pip install '\.\[traces\]'"):
+    with pytest.raises(ConfigError, match=r"needs OpenTelemetry .*" + re.escape(install_advice("traces"))):
         Traces("http://localhost:4318/v1/traces", "demo")
 
 

@@ -105,10 +105,10 @@ def canned():
 
 
 def test_latency_against_a_server(canned, capfd, tmp_path):
-    words = ["--url", canned, "--rate", "500", "--requests", "8"]
+    words = ["--base-url", canned, "--request-rate", "500", "--num-prompts", "8"]
     plot = tmp_path / "plot.png"
     # Exit code 1: some requests have failed.
-    assert run(["bench", "latency", *words, "--prompt-words", "5", "--plot", str(plot)]) == 1
+    assert run(["bench", "serve", *words, "--prompt-words", "5", "--plot", str(plot)]) == 1
     lines = {line["metric"]: line for line in lines_of(capfd.readouterr().out)}
     assert lines["environment"]["model"] == "canned"
     assert "device" not in lines["environment"]

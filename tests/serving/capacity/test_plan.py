@@ -13,7 +13,9 @@ from checkpoints.load import load_config
 from checkpoints.presets import preset_names
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.sharding import Partition
+from serving.capacity.compiling import Program
 from serving.capacity.count import Counter, decode_workload
+from serving.capacity.layer_cuts import cut_config, cut_parameters, layer_cuts, whole_program
 from serving.capacity.models import resolved_model
 from serving.capacity.plan import make_plan
 from serving.capacity.targets import families, known, target
@@ -195,9 +197,47 @@ def test_sequences_at_a_context_are_limited_by_pages_or_by_rows():
     assert made.sequences_at(32) == (64, "max_num_seqs")
     sequences, limit = made.sequences_at(8000)
     assert (sequences, limit) == (pages // 250, "pages") or (sequences, limit) == (64, "max_num_seqs")
+    assert f"room for {made.sequences_at(8192)[0]} at the full 8,192 tokens" in made.size.report()
     longer = made.sequences_at(10**6)
     assert longer == (pages // 31250, "pages")
     assert plan("mamba2-130m", "l4-1").sequences_at(10**6)[1] == "max_num_seqs"
+
+
+def test_decode_is_rated_at_the_rows_that_fit():
+    """A full batch of long contexts does not fit: the speed is that of the sequences that do."""
+    machine = target("h100-1")
+    made = make_plan(EngineConfig.create(model="nemotron-3-nano-30b-a3b"), machine, compile=False, context=32768)
+    rows, limit = made.sequences_at(32768)
+    assert (rows < 64, limit) == (True, "pages")
+    assert made.steps[-1].name == f"decode, {rows} rows"
+    assert made.steps[-1].tokens_per_second == pytest.approx(rows / made.steps[-1].bound_ms * 1e3)
+
+
+def test_a_length_that_does_not_fit_is_what_is_missing():
+    made = plan("nemotron-h-8b", "h100-1", max_model_len=8192, memory_utilization=0.2028)
+    assert not made.fits
+    assert made.spare < 0
+    assert any("max_model_len 8,192 does not fit" in note for note in made.notes)
+
+
+def test_figures_of_all_layers_follow_from_a_few():
+    config = load_config("nemotron-h-8b")
+    cuts = layer_cuts(config)
+    assert [cut_config(config, cut).pattern for cut in cuts] == ["M-*", "M-M*", "M--*", "M-**"]
+    layer = {"M": 5, "-": 3, "*": 7}
+
+    def program(cut, sampling=0):
+        size = 100 + sum(layer[config.pattern[place]] for place in cut)
+        return Program("decode", code=size + sampling, temporaries=size + sampling, aliased=size, seconds=1.0)
+
+    whole = whole_program(config, [program(cut) for cut in cuts], (program(cuts[0], 40), program(cuts[0])))
+    every = range(len(config.pattern))
+    assert (whole.code, whole.aliased) == (program(every).code + 40, program(every).aliased)
+    assert whole.temporaries == program(cuts[0]).temporaries + 40
+    shared = load_config("zamba2-1.2b")
+    assert layer_cuts(shared) == [tuple(range(len(shared.pattern)))]
+    parameters = {"embed.weight": 0, "blocks.1.norm": 1, "blocks.2.norm": 2, "blocks.10.norm": 3}
+    assert cut_parameters(parameters, (1, 10)) == {"embed.weight": 0, "blocks.0.norm": 1, "blocks.1.norm": 3}
 
 
 @pytest.mark.parametrize(
@@ -235,11 +275,17 @@ def test_published_models_are_listed(capsys):
 
 
 @pytest.mark.parametrize(("topology", "extra"), [("v6e-8", "plan"), ("h200-8", "plan-gpu")])
-def test_without_the_compiler_the_extra_is_named(topology, extra, monkeypatch):
+@pytest.mark.parametrize("bootstrap", [False, True])
+def test_without_the_compiler_the_extra_is_named(topology, extra, bootstrap, monkeypatch, tmp_path):
+    """As it is installed with pip, or in the environment of bootstrap.py, which may have none."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    if bootstrap:
+        (tmp_path / "installed").touch()
+    said = f"MAMBA_JAX_EXTRAS={extra} python3 bootstrap.py" if bootstrap else rf"pip install '\.\[{extra}\]'"
     machine = target(topology)
     config = EngineConfig.create(model="nemotron-h-8b", tensor_parallel_size=8)
-    with pytest.raises(ConfigError, match=rf"pip install '\.\[{extra}\]'.*--analysis"):
+    with pytest.raises(ConfigError, match=f"{said}.*--analysis"):
         make_plan(config, machine)
 
 

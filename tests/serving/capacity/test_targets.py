@@ -19,6 +19,12 @@ from serving.config import ConfigError
         ("h100", 1, "h100:1x1x1"),
         ("a100-40gb-4", 4, None),
         ("h200-8", 8, "h200:1x1x8"),
+        ("4xH100", 4, "h100:1x1x4"),
+        ("2xH100", 2, "h100:1x1x2"),
+        ("8 x NVIDIA H200", 8, "h200:1x1x8"),
+        ("H100-80GB x2", 2, "h100:1x1x2"),
+        ("a100-80gb-4", 4, None),
+        ("8xv6e", 8, "v6e:2x4"),
     ],
 )
 def test_names(name, count, topology):
@@ -36,9 +42,12 @@ def test_unknown_names_list_the_known(name):
         target(name)
 
 
-def test_a_near_miss_is_named():
-    with pytest.raises(ConfigError, match="did you mean 'v6e-8'"):
-        target("v6-8")
+@pytest.mark.parametrize(
+    ("name", "near"), [("v6-8", "v6e-8"), ("v6e-7", "v6e-8"), ("3xH100", "h100-4"), ("h100-16", "h100-8")]
+)
+def test_a_near_miss_is_named(name, near):
+    with pytest.raises(ConfigError, match=f"did you mean '{near}'"):
+        target(name)
 
 
 def test_larger_ones_of_the_same_kind():

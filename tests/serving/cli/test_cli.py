@@ -2,16 +2,15 @@
 
 import functools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from serving.cli.generation.batch_file import repair
 from serving.cli.main import run, translate_arguments
 from serving.engine.llm import LLM
-from serving.engine.request_error import RequestError
 
 ROOT = Path(__file__).resolve().parents[3]
 GOLDEN = ROOT / "tests" / "golden" / "nemotronh"
@@ -37,6 +36,7 @@ def read_lines(path: Path) -> list[dict]:
         (["generate", "x", "--input", "y"], "give either a PROMPT or --input FILE"),
         (["generate", "--input", "y"], "--input and --output must be given together"),
         (["generate", "--input", "missing", "--output", "z"], "--input missing: no such file"),
+        (["generate", "x", "--overwrite"], "--overwrite, --retry-failed and --ignore-failed are for --output"),
         (["generate", "x", "--model", "/does/not/exist"], "/does/not/exist: no such model"),
         (["generate", "x", "--model", "{golden}"], "no tokenizer"),
         (["generate", "x", "--temperature", "-1"], "temperature must be a number from 0 up to 1e+06, got -1.0"),
@@ -161,7 +161,7 @@ def batch(one_engine, tmp_path_factory):
 def test_a_batch_answers_every_line_in_order(batch):
     _, target, code = batch
     lines = read_lines(target)
-    assert code == 0
+    assert code == 1  # some lines failed
     assert [line["id"] for line in lines] == ["a", "line-2", "b", 3, "d", "e", "f", "line-9", "g"]
     by_id = {line["id"]: line for line in lines}
     first = by_id["a"]
@@ -192,21 +192,26 @@ def test_a_batch_goes_on_where_it_stopped(batch, tmp_path, capfd):
     part = tmp_path / "out.jsonl"
     # Some answers, not in order, and a line that a crash has cut off.
     part.write_text(lines[3] + lines[1] + lines[0][:30])
-    assert run(["generate", "--input", str(source), "--output", str(part), *SMALL]) == 0
-    assert "2 already in the output" in capfd.readouterr().err
+    command = ["generate", "--input", str(source), "--output", str(part), *SMALL]
+    assert run(command) == 1
+    said = capfd.readouterr().err
+    assert "2 already in the output" in said
+    assert "6 lines failed (--retry-failed answers them again)" in said
+    assert "tokens/s" in said
     again, before = read_lines(part), read_lines(target)
     assert [line["id"] for line in again] == [line["id"] for line in before]
     assert [line.get("token_ids") for line in again] == [line.get("token_ids") for line in before]
-    assert run(["generate", "--input", str(source), "--output", str(part), *SMALL]) == 0
+    assert run([*command, "--ignore-failed"]) == 0
     assert read_lines(part) == again
+    assert run([*command, "--temperature", "0.5"]) == 2
+    assert 'the answer to line "a" is to another line or to other sampling options' in capfd.readouterr().err
 
 
-def test_a_file_that_is_no_batch_output_is_not_touched(tmp_path):
-    path = tmp_path / "notes.txt"
-    path.write_text("my\nnotes\n")
-    with pytest.raises(RequestError, match="the file was not changed"):
-        repair(path)
-    assert path.read_text() == "my\nnotes\n"
+def test_progress_is_printed_without_a_terminal(batch, tmp_path, capfd, monkeypatch):
+    source, _, _ = batch
+    monkeypatch.setattr("checkpoints.placing.LINE_EVERY", 0.001)
+    run(["generate", "--input", str(source), "--output", str(tmp_path / "new.jsonl"), *SMALL])
+    assert re.search(r"\d of 9 requests after \d+ s; ", capfd.readouterr().err)
 
 
 def test_flags_from_a_file_yield_to_the_command_line(tmp_path, capfd):

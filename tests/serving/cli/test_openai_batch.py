@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from serving.cli.generation.batch_file import naming, run_batch, write_line
+from serving.cli.generation.batch_file import run_batch
+from serving.cli.generation.batch_output import naming, write_line
 from tests.support.letter_tokens import TOO_BIG
 
 
@@ -42,17 +43,19 @@ def test_a_batch(server, llm, tmp_path):
         line("long", "/v1/completions", prompt=[5] * 600),
         line("form", structured_outputs={"regex": "[0-9]{3}"}),
         line("complex", structured_outputs={"grammar": 'start: "abc" ' + TOO_BIG}),
+        {"id": "own chat", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "temperature": 0},
+        {"id": "own both", "messages": [], "prompt": "x"},
         {"id": "own complex", "prompt": "x", "structured_outputs": {"grammar": 'start: "abc" ' + TOO_BIG}},
     ]
     source.write_text("".join(json.dumps(each) + "\n" for each in lines))
     counts = run_batch(llm, source, target)
-    assert (counts.done, counts.failed) == (12, 7)
+    assert (counts.done, counts.failed) == (14, 8)
     found = answers(target)
     assert [each.get("custom_id", each["id"]) for each in found] == [
         "chat", "text", "own", "ids", "wrong", "elsewhere", "fetched", "several", "long", "form",
-        "complex", "own complex",
+        "complex", "own chat", "own both", "own complex",
     ]  # fmt: skip
-    chat, text, own, ids, wrong, *_, long, form, complex, own_complex = found
+    chat, text, own, ids, wrong, *_, long, form, complex, own_chat, own_both, own_complex = found
     assert complex["error"]["message"].startswith("structured outputs: ")
     assert own_complex["error"].startswith("structured outputs: ")
     assert chat["error"] is None
@@ -63,6 +66,8 @@ def test_a_batch(server, llm, tmp_path):
     asked = server.http.post("/v1/completions", json=lines[1]["body"]).json()
     assert text["response"]["body"]["choices"][0]["text"] == asked["choices"][0]["text"]
     assert text["response"]["body"]["choices"][0]["text"] == "The state of" + own["text"]
+    assert own_chat["text"] == body["choices"][0]["message"]["content"]
+    assert "give exactly one of 'prompt', 'prompt_token_ids' and 'messages'" in own_both["error"]
     assert ids["response"]["body"]["usage"]["prompt_tokens"] == 3
     assert wrong["response"] is None
     assert "temperature" in wrong["error"]["message"]

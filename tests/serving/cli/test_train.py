@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 import checkpoints
+from mamba_jax.version import install_advice
 from serving import LLM, SamplingParams
 from serving.cli.evaluation.measures import is_correct, plain_number, result_of
 from serving.cli.main import run
@@ -92,7 +93,7 @@ def test_a_missing_plot_is_said(trained, capsys, monkeypatch):
     monkeypatch.chdir(trained)
     monkeypatch.setattr("mamba_jax.train.plot.plot_losses", lambda records, path: False)
     assert run(["train", "--config", "run.yaml", "--output", "run", "--corpus", "corpus"]) == 0
-    assert "loss.svg is not drawn: pip install '.[plots]'" in capsys.readouterr().err
+    assert f"loss.svg is not drawn: {install_advice('plots')}" in capsys.readouterr().err
 
 
 def test_train_mtp_leaves_the_rest_alone(trained, capsys):
