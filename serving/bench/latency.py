@@ -70,9 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--url", "--base-url", default="http://localhost:8000", help="of the server, without /v1")
     parser.add_argument("--model", help="by default the first that the server names")
     parser.add_argument("--api-key", default="-")
-    parser.add_argument(
-        "--rate", "--request-rate", type=float, default=4.0, help="requests a second; inf = all at once"
-    )
+    parser.add_argument("--rate", "--request-rate", type=float, default=4.0, help="per second; inf = all at once")
     parser.add_argument("--requests", "--num-prompts", type=int, default=100)
     parser.add_argument("--prompt-words", type=int, default=256)
     parser.add_argument("--shared", type=int, default=0, help="words at the beginning that all prompts have in common")

@@ -28,7 +28,6 @@ from serving.api.http.errors import as_api_error, validated
 from serving.api.http.generation import whole
 from serving.api.http.parsing.call_formats import form_of
 from serving.api.http.parsing.reasoning import reasoning_marks
-from serving.api.http.protocol.chat import ChatRequest
 from serving.api.http.settings import ServerSettings
 from serving.api.http.text import TextCodec
 from serving.cli.generation import batch_output
@@ -179,7 +178,7 @@ class PlainLines:
             raise RequestError("give exactly one of 'prompt', 'prompt_token_ids' and 'messages'")
         if given == ["messages"]:
             chat = {name: fields.pop(name) for name in CHAT_FIELDS if name in fields}
-            request = validated(ChatRequest, {"model": self._context.model, **chat})
+            request: Any = validated(TEXT_APIS["chat/completions"].request, {"model": self._context.model, **chat})
             prompt = {"prompt_token_ids": asyncio.run(tokenized(self._context, request))[0]}
         else:
             prompt = {given[0]: fields.pop(given[0])}
