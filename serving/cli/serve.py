@@ -120,7 +120,7 @@ def _serve_together(
         return
     with group.ending_together((ConfigError, CheckpointError)):
         _run(settings, config, listening, begin, role, group)
-    group.close()
+    group.exit()
 
 
 def _json_object(name: str, text: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from serving.engine.assembly.build import build_engine
 from serving.engine.programs.warmup import warm_up
 from serving.hosts.host_group import HostGroup
 from serving.hosts.lockstep import follow
-from serving.hosts.meeting import connect_deadline, connect_hosts, initialize_jax
+from serving.hosts.meeting import meet
 from serving.hosts.settings import HostSettings
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ _PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 def gather(
     settings: HostSettings, config: EngineConfig, *, all_devices: bool = True
 ) -> tuple[HostGroup | None, EngineConfig]:
-    """Waits for the other hosts. The engine's flags come back, for all devices of all hosts.
+    """Waits for the other hosts (`meet`). The engine's flags come back, for all devices of all hosts.
 
     None: the environment knows of no other host.
 
@@ -38,23 +38,21 @@ def gather(
         config: flags of the engine.
         all_devices: use all devices, whatever `tensor_parallel_size` says.
 
-    If the hosts do not connect, this process ends with one line (`connect_deadline`).
-
     Raises:
-        ConfigError: the environment does not say which hosts there are.
+        ConfigError: the hosts did not connect, or the environment does not say which hosts there are.
+        CheckpointError: the model's configuration cannot be read.
     """
-    with connect_deadline(settings) as end:
-        initialize_jax(settings)
-        devices, hosts = jax.device_count(), jax.process_count()
-        if hosts == 1:
-            return None, config
-        if all_devices:
-            config = config.model_copy(update={"tensor_parallel_size": devices})
-        if config.tensor_parallel_size != devices:
-            raise ConfigError(
-                f"tensor_parallel_size {config.tensor_parallel_size}: {hosts} hosts use all of their {devices} devices"
-            )
-        group = connect_hosts(settings, facts_of(config), end)
+    group = meet(settings, facts_of(config))
+    if group is None:
+        return None, config
+    devices, hosts = jax.device_count(), jax.process_count()
+    if all_devices:
+        config = config.model_copy(update={"tensor_parallel_size": devices})
+    if config.tensor_parallel_size != devices:
+        group.end(
+            f"tensor_parallel_size {config.tensor_parallel_size}: {hosts} hosts use all of their {devices} devices",
+            code=2,
+        )
     log.info("host %d of %d%s, %d devices in all", group.host, hosts, ", the leader" if group.leads else "", devices)
     return group, config
 
@@ -68,7 +66,7 @@ def run_follower(config: EngineConfig, group: HostGroup) -> None:
         group.forward_signals()
         log.info("ready; host 0 takes requests")
         follow(built, group)
-    group.close()
+    group.exit()
 
 
 def facts_of(config: EngineConfig) -> dict[str, str]:

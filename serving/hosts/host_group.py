@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
 from checkpoints.errors import one_line
-from serving.hosts.link import Kind, Link, LinkError
+from serving.hosts.link import Kind, Link, LinkClosed, LinkError
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ class HostGroup:
         self._received: queue.Queue[bytes | None] = queue.Queue(_MAX_CALLS)
         self._digests: dict[int, str] = {}
         self._ready = {other: threading.Event() for other in links}
+        self._gone = {other: threading.Event() for other in links}
         self._ending = threading.RLock()
         self._failed_host: int | None = None
         self._idle = False
@@ -96,8 +97,7 @@ class HostGroup:
                 link.timeout = 1.0
                 with contextlib.suppress(LinkError):
                     link.send(Kind.FAILED, line.encode()[:1000])
-            logging.shutdown()
-            os._exit(code)
+            _exit(code)
 
     def step_failed(self, error: BaseException) -> NoReturn:
         """Ends all hosts after a failed step. Waits first, so that the log names the host that failed first."""
@@ -136,6 +136,19 @@ class HostGroup:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
 
+    def exit(self) -> NoReturn:
+        """Ends this process in order; the leader waits until its followers have ended. If one does not, all hosts end.
+
+        The process does not reach JAX's own shutdown, which aborts it if a host is missing there.
+        """
+        self._idle = True
+        for other, link in self._links.items() if self.leads else ():
+            with contextlib.suppress(LinkError):
+                link.send(Kind.CLOSE)
+            if not self._gone[other].wait(link.timeout):
+                self._lost(other, LinkError(f"did not end within {link.timeout:g} s"))
+        _exit(0)
+
     def close(self) -> None:
         """Closes all connections."""
         self._idle = True
@@ -160,7 +173,8 @@ class HostGroup:
             try:
                 kind, payload = link.receive()
             except LinkError as error:
-                if self._idle:
+                if self._closed.is_set() or (self._idle and isinstance(error, LinkClosed)):
+                    self._gone[other].set()
                     return
                 self._lost(other, error)
             if not self._handle(other, kind, payload):
@@ -181,6 +195,9 @@ class HostGroup:
             log.info("host %d requests shutdown: all hosts exit", other)
             os.kill(os.getpid(), signal.SIGTERM)
             return True
+        if kind is Kind.CLOSE and not self.leads:
+            log.info("host 0 shuts down")
+            _exit(0)  # the main thread may be compiling
         if kind in (Kind.CALL, Kind.DONE) and not self.leads:
             self._idle = kind is Kind.DONE
             self._received.put(payload if kind is Kind.CALL else None)
@@ -190,3 +207,8 @@ class HostGroup:
     def _lost(self, other: int, error: LinkError) -> NoReturn:
         self._failed_host = other
         self.end(f"host {other} is lost: it {error}")
+
+
+def _exit(code: int) -> NoReturn:
+    logging.shutdown()
+    os._exit(code)

@@ -17,7 +17,6 @@ _HEADER = struct.Struct(">BI")
 _HANDSHAKE = struct.Struct(">I32s32s")
 _HANDSHAKE_TIMEOUT = 3.0
 """Seconds for the whole handshake."""
-_CLOSED = "closed the connection"
 
 
 class Kind(IntEnum):
@@ -37,10 +36,19 @@ class Kind(IntEnum):
     """A follower requests shutdown."""
     FAILED = 6
     """A host exits; the content is the reason in one line."""
+    CLOSE = 7
+    """The leader shuts down all hosts in order."""
 
 
 class LinkError(Exception):
     """The other host has failed, or is not the expected one. The message is a part of a sentence."""
+
+
+class LinkClosed(LinkError):
+    """The other host closed the connection."""
+
+    def __init__(self) -> None:
+        super().__init__("closed the connection")
 
 
 class Link:
@@ -91,6 +99,25 @@ class Link:
         except ValueError:
             raise LinkError(f"sent the unknown message type {kind}") from None
 
+    def is_closed(self) -> bool:
+        """Whether the other host has closed the connection, which must have nothing to receive."""
+        with contextlib.suppress(TimeoutError, BlockingIOError):
+            self._socket.settimeout(0.0)
+            try:
+                return not self._socket.recv(1, socket.MSG_PEEK)
+            except ConnectionError:
+                return True
+            finally:
+                self.timeout = self.timeout
+        return False
+
+    def greets_as_http2(self) -> bool:
+        """Whether the other side begins as a server of HTTP/2 does, for example JAX's coordinator."""
+        try:
+            return self._socket.recv(9, socket.MSG_PEEK)[3:] == b"\x04" + bytes(5)  # SETTINGS of the whole connection
+        except OSError:
+            return False
+
     def close(self) -> None:
         """Closes the connection. The other side reads an end of file after what was sent."""
         with contextlib.suppress(OSError):
@@ -133,7 +160,7 @@ class Link:
         except TimeoutError:
             raise LinkError(f"accepted nothing for {self._timeout:g} s") from None
         except ConnectionError:
-            raise LinkError(_CLOSED) from None
+            raise LinkClosed from None
         except OSError as error:
             raise LinkError(f"is not reachable ({error.strerror or error})") from None
 
@@ -151,11 +178,11 @@ class Link:
             except TimeoutError:
                 raise LinkError(f"sent nothing for {self._timeout:g} s") from None
             except ConnectionError:
-                raise LinkError(_CLOSED) from None
+                raise LinkClosed from None
             except OSError as error:
                 raise LinkError(f"is not reachable ({error.strerror or error})") from None
             if not piece:
-                raise LinkError(_CLOSED)
+                raise LinkClosed
             found += piece
         return bytes(found)
 

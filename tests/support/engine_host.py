@@ -9,8 +9,6 @@ import sys
 import time
 from functools import partial
 
-import jax
-
 from checkpoints import placing
 from mamba_jax.model import parameters
 from mamba_jax.programs import StepPrograms
@@ -97,8 +95,7 @@ def main(job):
         for i in itertools.count():
             ask(built.engine, [[5 + i % 80, *PROMPTS[0]]], GREEDY)
             time.sleep(0.01)
-    group.close()
-    jax.distributed.shutdown()
+    group.exit()
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """A host that only meets the others: `python -m tests.support.host_meeting JSON`.
 
 It prints the name of each stage that it reaches, and waits for a line on standard input at the first one, `started`,
-so that all hosts begin together however long their imports take, and at the stage `stop`.
+so that all hosts begin together however long their imports take, and at the stage `stop`. After a line at the end, it
+ends in order.
 """
 
 import json
 import logging
 import sys
-import time
 
 import jax
 from jax.experimental import multihost_utils
@@ -36,18 +36,17 @@ def main(job: dict) -> None:
 
         setattr(where, name, wrapped)
 
+    after(meeting, "connect_to_leader", "called")
     after(jax.distributed, "initialize", "joined")
     after(multihost_utils, "process_allgather", "counted")
     after(meeting, "_broadcast", "invited")
     reach("started")
     settings = HostSettings.create(**job)
     logging.basicConfig(format="%(message)s")
-    with meeting.connect_deadline(settings) as end:
-        meeting.initialize_jax(settings)
-        group = meeting.connect_hosts(settings, {}, end)
+    group = meeting.meet(settings, {})
     reach("met")
-    time.sleep(600)
-    group.close()
+    sys.stdin.readline()
+    group.exit()
 
 
 if __name__ == "__main__":

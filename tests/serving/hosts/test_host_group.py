@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from serving.config import ConfigError
+from serving.hosts import host_group
 from serving.hosts.host_group import HostGroup
 from serving.hosts.link import Kind, Link, LinkError
 
@@ -67,6 +68,45 @@ def test_calls_arrive_in_order_until_done(pair):
     follower.close()
     assert leader.ends.empty()
     assert follower.ends.empty()
+
+
+@pytest.fixture
+def exits(monkeypatch):
+    """Codes with which a process would have ended, and by whom."""
+    found = queue.Queue()
+
+    def leave(code):
+        found.put((threading.current_thread().name, code))
+        raise SystemExit
+
+    monkeypatch.setattr(host_group, "_exit", leave)
+    return found
+
+
+def test_the_leader_ends_after_its_followers(pair, exits):
+    """A follower that still compiles ends at once."""
+    leader, follower = pair
+    thread = threading.Thread(target=leader.exit, name="leader")
+    thread.start()
+    assert exits.get(timeout=30) == ("host-0", 0)
+    assert exits.empty(), "it still waits"
+    follower.close()
+    assert exits.get(timeout=30) == ("leader", 0)
+    assert leader.ends.empty()
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_a_follower_that_does_not_end_is_named(pair, exits, idle):
+    leader, follower = pair
+    if idle:
+        leader.tell(Kind.DONE)
+    for link in leader._links.values():
+        link.timeout = 0.5
+    follower._closed.set()  # no more heartbeats
+    threading.Thread(target=leader.exit).start()
+    line, code = leader.last_words()
+    assert line.startswith("host 1 is lost: it ")
+    assert code == 1
 
 
 def test_one_that_goes_is_named(pair):

@@ -1,6 +1,8 @@
 """How hosts find their leader, here between threads: only what JAX's collectives carry is played."""
 
 import contextlib
+import json
+import logging
 import queue
 import socket
 import threading
@@ -10,9 +12,10 @@ import jax
 import pytest
 
 from serving.config import ConfigError
-from serving.hosts import meeting
-from serving.hosts.link import Link
+from serving.hosts import gathering, meeting
+from serving.hosts.link import Kind, Link
 from serving.hosts.settings import HostSettings
+from tests.support.listener import listener
 
 FACTS = {"--page-size": "16", "the version of jax": "1"}
 
@@ -141,13 +144,32 @@ def test_a_greeting_has_one_deadline(monkeypatch):
 
 @pytest.mark.parametrize(("place", "bound"), [("127.0.0.1", "127.0.0.1"), (None, "::"), ("192.0.2.1", "::")])
 def test_the_meeting_listens_at_the_coordinators_address(place, bound):
-    with meeting._listening(place, 0) as listening:
+    with gathering.listening_at(place, 0) as listening:
         assert listening.getsockname()[0] in (bound, "0.0.0.0" if bound == "::" else bound)
 
 
-def test_one_that_does_not_come_is_named(invitations):
-    found = Hosts([0, 2], seconds=3).wait()
-    assert found == ["the hosts did not connect: host 1 did not connect in time"] * 2
+def test_missing_hosts_are_named_again_and_again_on_all_hosts(invitations, monkeypatch, caplog):
+    monkeypatch.setattr(gathering, "_REPORT_INTERVAL", 0.2)
+    with caplog.at_level(logging.INFO):
+        found = Hosts([0, 2], seconds=3).wait()
+    line = "the hosts did not connect: host 1 did not connect in time: not started, not reachable, or ended"
+    assert found == [line] * 2
+    for said in ("waiting for host 1", "host 0: waiting for host 1"):
+        assert sum(record.getMessage() == said for record in caplog.records) > 2
+
+
+def test_a_host_that_is_restarted_while_another_one_is_missing_comes_again(invitations, monkeypatch):
+    monkeypatch.setattr(gathering, "_REPORT_INTERVAL", 0.1)
+    leader = Hosts([0])
+    invitation = invitations.get(timeout=30)
+    first = Link(socket.create_connection(("127.0.0.1", invitation["port"])), 5)
+    first.authenticate_to_leader(bytes.fromhex(invitation["key"]), 1)
+    first.send(Kind.FACTS, json.dumps(FACTS).encode())
+    first.receive()  # it waits for host 2
+    first.close()
+    assert [host for host, _ in Hosts([1, 2]).wait()] == [1, 2]
+    ((host, links),) = leader.wait()
+    assert (host, sorted(links)) == (0, [1, 2])
 
 
 class Ended(Exception):
@@ -201,7 +223,42 @@ def test_an_error_before_the_meeting_is_raised(ends, monkeypatch):
     assert ends.empty()
 
 
-def test_numbers_are_given_once(invitations):
-    found = Hosts([0, 1, 1]).wait()
-    line = "the hosts did not connect: duplicate or invalid --host-id 1"
-    assert found == [line] * 3
+@pytest.mark.parametrize("number", [1, 8])
+def test_a_number_that_is_taken_or_wrong_is_refused_and_the_others_meet(invitations, number):
+    leader, first = Hosts([0]), Hosts([1])
+    time.sleep(0.5)
+    assert Hosts([number]).wait() == [f"the hosts did not connect: duplicate or invalid --host-id {number}"]
+    assert [host for host, _ in Hosts([2]).wait() + first.wait() + leader.wait()] == [2, 1, 0]
+
+
+def test_a_second_process_does_not_reach_the_coordinator_of_a_group_that_runs(monkeypatch):
+    """JAX's coordinator greets as an HTTP/2 server; a second host of the same number would abort all hosts."""
+    monkeypatch.setattr(gathering, "_RUNNING_PATIENCE", 0.5)
+
+    def greets(connection):
+        connection.sendall(bytes.fromhex("00001804000000000000040040000000050040000000060000400000"))
+        assert connection.recv(1) == b""
+
+    with listener(greets) as port:
+        settings = HostSettings.create(coordinator=f"127.0.0.1:{port}", num_hosts=2, host_id=1)
+        with pytest.raises(ConfigError, match="already run; is --host-id 1 taken"):
+            with meeting.roll_call(settings, FACTS, time.monotonic() + 60):
+                pass
+
+
+def test_the_roll_call_is_over_when_all_hosts_have_met():
+    results = queue.Queue()
+
+    def meet(number):
+        settings = HostSettings.create(coordinator=f"127.0.0.1:{port}", num_hosts=3, host_id=number)
+        with meeting.roll_call(settings, FACTS, time.monotonic() + 30):
+            results.put(number)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    threads = [threading.Thread(target=meet, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(results.get(timeout=1) for _ in range(3)) == [0, 1, 2]
