@@ -216,6 +216,7 @@ def router(*, settings: dict[str, Any]) -> None:
     if not settings.get("decode"):
         raise ConfigError("a router needs at least one decode worker: --decode URL")
     chosen = RouterSettings.create(**settings)
+    set_up_logging(chosen.log_format)
     for url in (*chosen.prefill, *chosen.decode):
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"{url!r} is not a URL: it must begin with http:// or https://")

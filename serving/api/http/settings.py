@@ -72,6 +72,7 @@ class RequestBounds(Settings):
     )
     body_timeout: float = Field(60.0, gt=0, description="Seconds to wait for a request's body (408).")
     log_requests: bool = Field(True, description="Log one line per request.")
+    log_format: LogFormat = Field("text", description="Log format: text or json.")
 
     @field_validator("api_key", "admin_key")
     @classmethod
@@ -121,7 +122,6 @@ class ServerSettings(ConnectionBounds, RequestBounds):
         120.0, gt=0, description="Seconds after which an engine step counts as stuck: requests and probes get 503."
     )
     drain_timeout: float = Field(30.0, ge=0, description="Seconds that running requests have to finish at shutdown.")
-    log_format: LogFormat = Field("text", description="Log format: text or json.")
     otlp_traces_endpoint: str | None = Field(
         None,
         pattern=r"^https?://",

@@ -110,9 +110,9 @@ def _disk(config: EngineConfig, layout: Layout, digest: Callable[[], str]) -> Di
 def _folder(root: Path, fingerprint: str, capacity: int) -> Folder | None:
     """Returns the folder; None, with a warning, if it cannot be written to."""
     path = root / fingerprint
-    if root.exists() and not root.is_dir():
-        raise ConfigError(f"disk_cache {root} is not a folder")
     try:
+        if root.exists() and not root.is_dir():
+            raise ConfigError(f"disk_cache {root} is not a folder")
         folder = Folder(path)
         folder.try_out()
         make_room(root, path, capacity)

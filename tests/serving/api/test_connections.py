@@ -2,7 +2,11 @@
 
 import asyncio
 import contextlib
+import signal
 import socket
+import subprocess
+import sys
+import time
 
 import httpx
 import pytest
@@ -130,3 +134,34 @@ def test_a_body_in_the_same_piece_does_not_count_as_head(server):
     head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
     answer = answer_to(server, head + b"content-length: %d\r\n\r\n" % len(body) + body)
     assert answer.startswith(b"HTTP/1.1 ")
+
+
+HANGS = """
+import contextlib, socket, threading
+from fastapi import FastAPI
+from serving.api.http.connection.server import Server
+from serving.api.http.settings import ConnectionBounds
+
+@contextlib.asynccontextmanager
+async def lifespan(app):
+    print("up", flush=True)
+    yield
+    print("leaving", flush=True)
+    threading.Event().wait(60)  # as a step that does not end
+
+server = Server(FastAPI(lifespan=lifespan), ConnectionBounds(), drain_timeout=60, leave=lambda: None)
+server.run(sockets=[socket.create_server(("127.0.0.1", 0))])
+"""
+
+
+def test_a_second_interrupt_ends_a_server_that_hangs():
+    process = subprocess.Popen([sys.executable, "-c", HANGS], stdout=subprocess.PIPE, text=True)
+    try:
+        for line in ("up\n", "leaving\n"):
+            assert process.stdout.readline() == line
+            time.sleep(0.5)  # the signal handlers are installed after the lifespan has begun
+            process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 128 + signal.SIGINT
+    finally:
+        process.kill()
+        process.wait()

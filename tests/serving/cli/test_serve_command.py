@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -188,3 +189,23 @@ def test_the_program_itself(tmp_path):
     assert "--trust-remote-code: has no effect: families are built in" in log
     assert "--enable-auto-tool-choice: has no effect" in log
     assert "Traceback" not in log
+
+
+def test_the_router_logs_time_path_status_and_id_of_each_request():
+    command = [sys.executable, "-m", "serving.cli.main", "router", "--decode", "http://127.0.0.1:1", "--port"]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = subprocess.Popen([*command, str(port)], stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        while "routing" not in process.stderr.readline():
+            assert process.poll() is None
+        answer = httpx.get(f"http://127.0.0.1:{port}/v1/models", headers={"x-request-id": "abc"}, timeout=60)
+        assert answer.status_code == 503
+        lines = iter(process.stderr.readline, "")
+        line = next(line for line in lines if "request_id" in line)
+        assert re.match(r"\d\d:\d\d:\d\d INFO ", line)
+        for field in ("request_id=abc", "method=GET", "path=/v1/models", "status=503"):
+            assert field in line
+    finally:
+        process.kill()
+        process.wait()

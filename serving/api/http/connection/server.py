@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import ssl
 from collections.abc import Callable, Collection
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -70,6 +72,14 @@ class Server(uvicorn.Server):
                 **options,
             )
         )
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begins the shutdown; a second Ctrl-C ends the process at once, because a step may hang."""
+        super().handle_exit(sig, frame)
+        if self.force_exit:
+            log.warning("interrupted again: running requests are not finished")
+            logging.shutdown()
+            os._exit(128 + sig)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Runs uvicorn's start-up with bounded TLS handshakes."""
