@@ -72,7 +72,7 @@ def test_calls_arrive_in_order_until_done(pair):
 
 @pytest.fixture
 def exits(monkeypatch):
-    """Codes with which a process would have ended, and by whom."""
+    """Names of the threads that would have ended a process, and the codes."""
     found = queue.Queue()
 
     def leave(code):
