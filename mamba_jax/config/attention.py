@@ -139,6 +139,9 @@ class LatentAttentionConfig(MixerConfig):
     value_size: int
     latent_size: int
     norm_eps: float
+    """Of the norms of latents."""
+    query_latent_size: int = 0
+    """Queries are projections of a normalised latent of this size; 0: of the input itself."""
     rope: RopeConfig | None = None
     """Rotates the shared part of keys and the same part of queries: elements 2i and 2i + 1 are a pair."""
     head_gate: bool = False
@@ -162,8 +165,9 @@ class LatentAttentionConfig(MixerConfig):
         return (StateArray("latent", (1, self.entry_size), Role.ACTIVATION, None, StateUnit.TOKEN),)
 
     def parameters(self) -> Mapping[str, Placement]:
-        gate = {"gate_proj.weight": self._heads(0)} if self.head_gate else {}
-        return gate | {
+        found: dict[str, Placement] = {"gate_proj.weight": self._heads(0)} if self.head_gate else {}
+        found |= {"q_latent_proj.weight": WHOLE, "q_norm.weight": WHOLE} if self.query_latent_size else {}
+        return found | {
             "q_proj.weight": self._heads(0),
             "latent_proj.weight": WHOLE,
             "norm.weight": WHOLE,

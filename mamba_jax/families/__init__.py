@@ -53,6 +53,7 @@ FAMILIES: tuple[Family, ...] = (
     zamba2.FAMILY,
     qwen3.QWEN3_NEXT,
     qwen3.QWEN3_5,
+    qwen3.LARA_MINI,
     lfm.LFM2_FAMILY,
     lfm.LFM3_FAMILY,
     olmo_hybrid.FAMILY,
@@ -70,10 +71,15 @@ UNSUPPORTED: Mapping[str, tuple[str, str]] = {
         "Ling and Ring 2.5 and 2.6",
         "norms and rotary positions in lightning attention, rotary latent attention",
     ),
+    "dory": ("Nemotron-Labs-Dory", "layers that run several times"),
     "gigachat35": ("GigaChat 3.5", "gated delta nets together with latent attention, and a reference implementation"),
     "glm5_next": ("GLM-5.3-Flash", "residual connections through attention"),
     "inkling_mm_model": ("Inkling", "short convolutions in attention and MLP layers"),
     "inkling2": ("Inkling 2", "short convolutions in attention and MLP layers"),
+    "inkling2_loop": (
+        "Inkling 2 Loop",
+        "short convolutions in attention and MLP layers, layers that run several times",
+    ),
     "kimi_k3": ("Kimi K3", "residual connections through attention, latent experts"),
     "nemotron_h_puzzle": ("Nemotron Puzzle", "blocks of different sizes"),
     "phi4flash": ("Phi-4-mini-flash", "differential attention, memory units that share a state"),
@@ -139,6 +145,12 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         UnknownModelType: the model belongs to no known family.
         ModelConfigError: fields are wrong, or request something that is not supported.
     """
+    if raw.get("model_type") is None and "ssm_cfg" in raw:
+        raise UnknownModelType(
+            "config.json has no model_type, but ssm_cfg: it is of state-spaces' own code; convert the checkpoint with "
+            "transformers' convert_mamba2_ssm_checkpoint_to_pytorch.py (Mamba 1: convert_mamba_ssm_checkpoint_to_"
+            "pytorch.py)"
+        )
     raw = text_fields(raw)
     # A wrapper's own model may differ from the family that its text model names: Kimi K3 is not a Kimi Linear.
     wrapper = raw.get(WRAPPER)
@@ -148,11 +160,12 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
 
 def _with_scaled_positions(config: HybridConfig) -> HybridConfig:
     """Extends the config's maximum context to the one that scaled rotary frequencies are made for, if longer."""
-    attention = config.attention or config.latent_attention
-    rope = None if attention is None else attention.rope
-    if rope is None or rope.positions <= (config.max_position_embeddings or 0):
+    attentions = (config.attention, config.windowed_attention, config.latent_attention)
+    ropes = [attention.rope for attention in attentions if attention is not None and attention.rope is not None]
+    longest = max((rope.positions for rope in ropes), default=0)
+    if longest <= (config.max_position_embeddings or 0):
         return config
-    return dataclasses.replace(config, max_position_embeddings=rope.positions)
+    return dataclasses.replace(config, max_position_embeddings=longest)
 
 
 def weight_names(config: HybridConfig) -> dict[str, HFSource]:

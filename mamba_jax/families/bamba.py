@@ -59,13 +59,13 @@ def mamba_config(fields: Fields, hidden: int, eps: float, *, inner_size: int | N
 
 def bamba_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     """Reads a config.json of transformers' `BambaConfig`."""
-    fields = Fields(raw)
+    fields = Fields(raw, positions=262144)
     fields.only("hidden_act", ("silu", "swish"))
     hidden, eps = fields.integer("hidden_size", 4096), fields.number("rms_norm_eps", 1e-5)
     attention_layers = set(fields.integers("attn_layer_indices", []))
     layers = ("*-" if i in attention_layers else "M-" for i in range(fields.integer("num_hidden_layers", 32)))
     return HybridConfig(
-        **parts.common_fields(fields, vocab=128000, positions=262144, tied=False, bos=1, eos=2),
+        **parts.common_fields(fields, vocab=128000, tied=False, bos=1, eos=2),
         family=BAMBA.name,
         hidden_size=hidden,
         pattern="".join(layers),
@@ -94,7 +94,7 @@ def bamba_names(config: HybridConfig) -> dict[str, HFSource]:
 
 def granite_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     """Reads a config.json of transformers' `GraniteMoeHybridConfig`."""
-    fields = Fields(raw)
+    fields = Fields(raw, positions=2048)
     fields.only("hidden_act", ("silu", "swish"))
     fields.only("position_embedding_type", ("rope", "nope"))
     hidden, eps = fields.integer("hidden_size", 4096), fields.number("rms_norm_eps", 1e-6)
@@ -104,7 +104,7 @@ def granite_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     experts, shared = fields.integer("num_local_experts", 8), fields.integer("shared_intermediate_size", 1024)
     activation = fields.text("hidden_act", "silu")
     return HybridConfig(
-        **parts.common_fields(fields, vocab=32000, positions=2048, tied=False, bos=1, eos=2),
+        **parts.common_fields(fields, vocab=32000, tied=False, bos=1, eos=2),
         family=GRANITE.name,
         hidden_size=hidden,
         pattern="".join(mixer + (MOE if experts else MLP) for mixer in mixers),
@@ -166,14 +166,14 @@ def _shared_mlp(size: int, hidden: int) -> dict[str, HFSource]:
 
 def falcon_h1_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     """Reads a config.json of transformers' `FalconH1Config`."""
-    fields = Fields(raw)
+    fields = Fields(raw, positions=8192)
     fields.only("hidden_act", ("silu", "swish"))
     hidden, eps = fields.integer("hidden_size", 4096), fields.number("rms_norm_eps", 1e-5)
     inner = None if fields.explicit_null("mamba_d_ssm") else fields.integer("mamba_d_ssm", 1024)
     times_z, times_x, times_b, times_c, times_dt = fields.numbers("ssm_multipliers", (1.0,) * 5)
     times_gate, times_down = fields.numbers("mlp_multipliers", (1.0, 1.0))
     return HybridConfig(
-        **parts.common_fields(fields, vocab=128000, positions=8192, tied=False, bos=1, eos=2),
+        **parts.common_fields(fields, vocab=128000, tied=False, bos=1, eos=2),
         family=FALCON_H1.name,
         hidden_size=hidden,
         pattern="P-" * fields.integer("num_hidden_layers", 32),

@@ -41,7 +41,9 @@ def drafter_from_hf(raw: Mapping[str, Any], target: HybridConfig, available: Con
     """
     kind = drafter_kind(raw)
     nested = raw.get(_NESTED)
-    fields = Fields({**nested, **raw} if isinstance(nested, Mapping) else raw)
+    both = {**nested, **raw} if isinstance(nested, Mapping) else raw
+    # The defaults of a Llama and of a Qwen3.
+    fields = Fields(both, positions=2048 if kind == "eagle3" else 32768)
     return _KINDS[kind](fields, target, available)
 
 

@@ -10,10 +10,16 @@ from mamba_jax.config import ModelConfigError
 
 
 class Fields:
-    """A config.json. A field that is absent or null has its default; `aliases` are older names of it."""
+    """A config.json. A field that is absent or null has its default; `aliases` are older names of it.
 
-    def __init__(self, raw: Mapping[str, Any]) -> None:
+    `positions` is the family's default of `max_position_embeddings`, which rotary embeddings are scaled by.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], *, positions: int = 0) -> None:
         self._raw = raw
+        if positions:
+            longest = self.integer("max_position_embeddings", positions, "model_max_length")
+            self._raw = {**raw, "max_position_embeddings": longest}
 
     @property
     def raw(self) -> Mapping[str, Any]:

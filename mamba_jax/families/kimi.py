@@ -153,12 +153,13 @@ def _convolutions(config: DeltaConfig, hidden: int) -> dict[str, HFSource]:
 
 def ling3_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     """Reads a config.json of transformers' `BailingHybridConfig`, or of inclusionAI's own."""
-    fields = Fields(raw)
+    # transformers saves the context as model_max_length.
+    fields = Fields(raw, positions=262144)
     fields.only("hidden_act", ("silu", "swish"))
     fields.only("attention_bias", (False,))
     fields.only("rope_interleave", (True,))
     fields.only("no_kda_lora", (True,))
-    fields.only("q_lora_rank", ())
+    fields.only("group_norm_size", ())  # lightning attention: Ling 2.5 and 2.6, which have the same model_type
     rope = fields.given("rope_parameters") or fields.given("rope_scaling") or {}
     if isinstance(rope, Mapping) and rope.get("mscale_all_dim"):
         raise ModelConfigError(f"config field mscale_all_dim is {rope['mscale_all_dim']!r}: only null is supported")
@@ -169,8 +170,7 @@ def ling3_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     shared_key_size = fields.integer("qk_rope_head_dim", 64)
     pairs = zip(_ling_mixers(fields, layers), _feed_forward(fields, layers, dense=2), strict=True)
     return HybridConfig(
-        **parts.common_fields(fields, vocab=157184, tied=False, bos=None, eos=156895)
-        | {"max_position_embeddings": fields.integer("max_position_embeddings", 262144, "model_max_length")},
+        **parts.common_fields(fields, vocab=157184, tied=False, bos=None, eos=156895),
         family=LING3.name,
         hidden_size=hidden,
         pattern="".join(map("".join, pairs)),
@@ -181,7 +181,8 @@ def ling3_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
             shared_key_size=shared_key_size,
             value_size=fields.integer("v_head_dim", 128),
             latent_size=fields.integer("kv_lora_rank", 512),
-            norm_eps=eps,
+            query_latent_size=fields.integer("q_lora_rank", 0),
+            norm_eps=_LATENT_NORM_EPS,
             rope=rope_config(fields, shared_key_size, theta=_ROPE_THETA),
             head_gate=True,
         ),

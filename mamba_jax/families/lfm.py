@@ -36,7 +36,7 @@ _LFM3_ROPE = {
 
 def lfm2_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     """Reads a config.json of transformers' `Lfm2Config` or `Lfm2MoeConfig`."""
-    fields, sparse = Fields(raw), raw.get("model_type") == _SPARSE
+    fields, sparse = Fields(raw, positions=128_000), raw.get("model_type") == _SPARSE
     hidden, eps = fields.integer("hidden_size", 2048 if sparse else 2560), fields.number("norm_eps", 1e-5)
     if sparse:
         fields.only("use_expert_bias", (True,))
@@ -49,7 +49,7 @@ def lfm2_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     dense = fields.integer("num_dense_layers", 2) if sparse else layers
     size = fields.integer("intermediate_size", 7168) if sparse else _adjusted_size(fields)
     return HybridConfig(
-        **parts.common_fields(fields, vocab=65536, positions=128_000, tied=True, bos=1, eos=2)
+        **parts.common_fields(fields, vocab=65536, tied=True, bos=1, eos=2)
         | {"tie_word_embeddings": fields.flag("tie_embedding", True, "tie_word_embeddings")},
         family=LFM2_FAMILY.name,
         hidden_size=hidden,
@@ -85,7 +85,7 @@ def lfm3_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
 
     Without `layer_types`, every fourth layer from the third on attends to everything, from the fifth on to a window.
     """
-    fields = Fields({"max_position_embeddings": 128_000, **raw})
+    fields = Fields(raw, positions=128_000)
     if fields.given("rope_parameters", "rope_scaling") is None:
         fields = Fields({**fields.raw, "rope_parameters": _LFM3_ROPE})
     fields.only("attention_bias", (False,))
@@ -111,7 +111,7 @@ def lfm3_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
 
     windowed = attention("sliding_attention", fields.integer("sliding_window", 256))
     return HybridConfig(
-        **parts.common_fields(fields, vocab=128_000, positions=0, tied=True, bos=124_894, eos=124_900),
+        **parts.common_fields(fields, vocab=128_000, tied=True, bos=124_894, eos=124_900),
         family=LFM3_FAMILY.name,
         hidden_size=hidden,
         pattern="".join(mixer + MLP for mixer in mixers),

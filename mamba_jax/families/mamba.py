@@ -37,7 +37,7 @@ def mamba1_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         norm_eps=fields.number("mixer_rms_eps", 1e-6) if falcon else None,
     )
     return HybridConfig(
-        **parts.common_fields(fields, vocab=50280, tied=True, bos=0, eos=0),
+        **parts.common_fields(fields, vocab=50280, bounded=False, tied=True, bos=0, eos=0),
         family=MAMBA1_FAMILY.name,
         hidden_size=hidden,
         pattern=MAMBA1 * fields.integer("num_hidden_layers", 32),
@@ -72,7 +72,7 @@ def mamba2_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
             f"{mamba.num_heads} heads of {mamba.head_dim} do not make expand * hidden_size = {expand:g} * {hidden}"
         )
     return HybridConfig(
-        **parts.common_fields(fields, vocab=32768, tied=False, bos=0, eos=2),
+        **parts.common_fields(fields, vocab=32768, bounded=False, tied=False, bos=0, eos=2),
         family=MAMBA2_FAMILY.name,
         hidden_size=hidden,
         pattern=MAMBA * fields.integer("num_hidden_layers", 64),
@@ -100,7 +100,7 @@ def _dt_rank(fields: Fields, name: str, hidden: int) -> int:
 
 def jamba_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     """Reads a config.json of transformers' `JambaConfig`."""
-    fields = Fields(raw)
+    fields = Fields(raw, positions=262144)
     fields.only("hidden_act", ("silu", "swish"))
     fields.only("mamba_inner_layernorms", (True,))
     parts.refuse_window(fields)
@@ -112,7 +112,7 @@ def jamba_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         (ATTENTION if attends(layer) else MAMBA1) + (MOE if experts > 1 and routes(layer) else MLP) for layer in layers
     )
     return HybridConfig(
-        **parts.common_fields(fields, vocab=65536, positions=262144, tied=False, bos=1, eos=2),
+        **parts.common_fields(fields, vocab=65536, tied=False, bos=1, eos=2),
         family=JAMBA_FAMILY.name,
         hidden_size=hidden,
         pattern=pattern,

@@ -29,7 +29,7 @@ _ROPE_THETA = 1e6
 
 def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     """Reads a config.json of transformers' `MiniMaxConfig`, or of MiniMax's own."""
-    fields = Fields(raw)
+    fields = Fields(raw, positions=131072)
     fields.only("hidden_act", ("silu", "swish"))
     fields.only("postnorm", (True,))
     fields.only("shared_intermediate_size", (0,))
@@ -40,7 +40,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     attention = parts.attention_config(fields, hidden, num_heads=32, num_kv_heads=8, rope=None, bias=False)
     rope = rope_config(fields, fields.integer("rotary_dim", attention.head_dim), theta=_ROPE_THETA)
     return HybridConfig(
-        **parts.common_fields(fields, vocab=32000, positions=131072, tied=False, bos=1, eos=2),
+        **parts.common_fields(fields, vocab=32000, tied=False, bos=1, eos=2),
         family=FAMILY.name,
         hidden_size=hidden,
         pattern="".join(mixer + MOE for mixer in mixers),

@@ -36,7 +36,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
 
     Step sizes are not limited, whatever `time_step_limit` or `time_step_min` say: the models were trained without.
     """
-    fields = Fields(raw)
+    fields = Fields(raw, positions=4096)
     fields.only("mamba_hidden_act", ("silu", "swish"))
     hidden, eps = fields.integer("hidden_size", 4096), fields.number("layer_norm_epsilon", 1e-5, "rms_norm_eps")
     if (window := fields.integer("sliding_window", 0)) and window < fields.integer("max_position_embeddings", 4096):
@@ -52,7 +52,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     proj_bias, head_dim = fields.flag("use_bias", False), fields.integer("attention_head_dim", 128)
     activation, bias = fields.text("mlp_hidden_act", "relu2"), fields.flag("mlp_bias", False)
     return HybridConfig(
-        **parts.common_fields(fields, vocab=131072, positions=4096, tied=False, bos=1, eos=2),
+        **parts.common_fields(fields, vocab=131072, tied=False, bos=1, eos=2),
         family=FAMILY.name,
         hidden_size=hidden,
         pattern=pattern,

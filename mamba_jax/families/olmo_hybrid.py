@@ -24,7 +24,7 @@ _NORM_EPS = 1e-5  # of the gated norm; the config sets only that of the other no
 
 def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     """Reads a config.json of transformers' `OlmoHybridConfig`."""
-    fields = Fields(raw)
+    fields = Fields(raw, positions=65536)
     fields.only("hidden_act", ("silu", "swish"))
     hidden, eps = fields.integer("hidden_size", 3840), fields.number("rms_norm_eps", 1e-6)
     layers, heads = fields.integer("num_hidden_layers", 32), fields.integer("num_attention_heads", 30)
@@ -34,7 +34,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         mixers = mixers if ATTENTION in mixers else mixers[:-1] + ATTENTION
     pattern = "".join(mixer + MLP for mixer in mixers)
     return HybridConfig(
-        **parts.common_fields(fields, vocab=100352, positions=65536, tied=False, bos=None, eos=100257),
+        **parts.common_fields(fields, vocab=100352, tied=False, bos=None, eos=100257),
         family=FAMILY.name,
         hidden_size=hidden,
         pattern=pattern,

@@ -36,17 +36,16 @@ MLP_NAMES, MIXTRAL = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 
 
 def common_fields(
-    fields: Fields, *, vocab: int, tied: bool, bos: int | None, eos: int | None, positions: int | None = None
+    fields: Fields, *, vocab: int, tied: bool, bos: int | None, eos: int | None, bounded: bool = True
 ) -> dict[str, Any]:
     """Reads the fields around the layers, which have the same names in most families.
 
-    The arguments are defaults; without `positions`, the models have no maximum context.
+    The arguments are defaults; unless `bounded`, the models have no maximum context.
     """
-    context = None if positions is None else fields.integer("max_position_embeddings", positions)
     return {
         "vocab_size": fields.integer("vocab_size", vocab),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", tied),
-        "max_position_embeddings": context or None,
+        "max_position_embeddings": fields.integer("max_position_embeddings", 0) or None if bounded else None,
         "bos_token_id": fields.token("bos_token_id", bos),
         "eos_token_ids": fields.tokens("eos_token_id", eos),
     }
@@ -195,7 +194,11 @@ def latent_attention(config: LatentAttentionConfig, hidden: int, output: Spellin
     """Attention over latents. Of kv_b_proj, each head has the rows of its keys, then those of its values."""
     key, rows = config.key_size, config.key_size + config.value_size
     shape = config.num_heads * rows, config.latent_size
-    spelt: dict[str, Spelling] = {"q_proj": "q_proj", "latent_proj": "kv_a_proj_with_mqa", "norm": "kv_a_layernorm"}
+    spelt: dict[str, Spelling] = {"latent_proj": "kv_a_proj_with_mqa", "norm": "kv_a_layernorm"}
+    if config.query_latent_size:
+        spelt |= {"q_latent_proj": "q_a_proj", "q_norm": "q_a_layernorm", "q_proj": "q_b_proj"}
+    else:
+        spelt["q_proj"] = "q_proj"
     sources = weights(spelt | {"o_proj": output} | ({"gate_proj": "g_proj"} if config.head_gate else {}))
     for part, of_head in (("k_up", (0, key)), ("v_up", (key, rows))):
         sources[f"{part}.weight"] = tensor("kv_b_proj.weight", rows=of_head, shape=shape, pieces=config.num_heads)

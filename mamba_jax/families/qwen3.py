@@ -1,15 +1,29 @@
 """Qwen3-Next (Alibaba, 2025): three gated delta nets to one gated attention, each followed by a mixture of experts.
 
-Qwen3.5 (2026) is the same with plain MLPs or mixtures of experts; its text model only.
+Qwen3.5 (2026) is the same with plain MLPs or mixtures of experts; its text model only. Lara 4 Mini (Translated, 2026)
+has gated delta nets, attention to a window, and attention to everything without positions, each followed by a mixture
+of experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mamba_jax.config import ATTENTION, MLP, MOE, HybridConfig, MLPConfig, ModelConfigError, MoEConfig, QKNormConfig
+from mamba_jax.config import (
+    ATTENTION,
+    MLP,
+    MOE,
+    WINDOWED,
+    AttentionConfig,
+    HybridConfig,
+    MLPConfig,
+    ModelConfigError,
+    MoEConfig,
+    QKNormConfig,
+)
 from mamba_jax.config.linear_recurrence import DELTA, DeltaConfig
 from mamba_jax.families import mtp, parts
 from mamba_jax.families.base import Family, HFSource, placed, tensor
@@ -22,7 +36,7 @@ _DENSE, _SPARSE = ("qwen3_5", "qwen3_5_text"), ("qwen3_5_moe", "qwen3_5_moe_text
 
 def qwen3_next_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     """Reads a config.json of transformers' `Qwen3NextConfig`."""
-    fields = Fields(raw)
+    fields = Fields(raw, positions=32768)
     fields.only("norm_topk_prob", (True,))
     layers, step = fields.integer("num_hidden_layers", 48), fields.integer("decoder_sparse_step", 1)
     moe = _moe(fields, num_experts=512, experts_per_token=10)
@@ -43,7 +57,7 @@ def qwen3_next_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
 
 def qwen3_5_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     """Reads the text part of transformers' `Qwen3_5Config` or `Qwen3_5MoeConfig`."""
-    fields = Fields(raw)
+    fields = Fields(raw, positions=32768)
     sparse = raw.get("model_type") in _SPARSE
     return _model(
         fields,
@@ -55,6 +69,40 @@ def qwen3_5_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         feed_forward=[MOE if sparse else MLP] * fields.integer("num_hidden_layers", 40 if sparse else 32),
         moe=_moe(fields, num_experts=256, experts_per_token=8) if sparse else None,
         draft_layers=fields.integer("mtp_num_hidden_layers", 1),
+    )
+
+
+def lara_mini_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
+    """Reads a config.json of transformers' `LaraMiniConfig`."""
+    fields = Fields(raw, positions=131072)
+    fields.only("hidden_act", ("silu", "swish"))
+    fields.only("norm_topk_prob", (True,))
+    hidden, eps = fields.integer("hidden_size", 1024), fields.number("rms_norm_eps", 1e-6)
+    layers = fields.integer("num_hidden_layers", 34)
+    kinds = _KINDS | {"sliding_attention": WINDOWED}
+    mixers = fields.layers(kinds, "layer_types", count=layers)
+    if mixers is None:
+        every_fifth = DELTA + WINDOWED + DELTA + ATTENTION + WINDOWED
+        mixers = "".join(every_fifth[i % 5] for i in range(layers))
+
+    def attention(rope: Mapping[str, Any] | None, window: int | None) -> AttentionConfig:
+        return parts.attention_config(
+            fields, hidden, num_heads=16, num_kv_heads=4, head_dim=128, rope=rope, qk_norm=QKNormConfig(eps),
+            window=window,
+        )  # fmt: skip
+
+    return HybridConfig(
+        **parts.common_fields(fields, vocab=151936, tied=True, bos=None, eos=151643),
+        family=LARA_MINI.name,
+        hidden_size=hidden,
+        pattern="".join(mixer + MOE for mixer in mixers),
+        norm_eps=eps,
+        attention=attention(None, None) if ATTENTION in mixers else None,
+        windowed_attention=attention({"layers": "sliding_attention"}, fields.integer("sliding_window", 512))
+        if WINDOWED in mixers
+        else None,
+        moe=_moe(fields, num_experts=128, experts_per_token=4, shared_gate=False),
+        recurrences=(_delta_config(fields, eps, values=16, keys=8),),
     )
 
 
@@ -81,16 +129,8 @@ def _model(
         raise ModelConfigError(
             f"config field layer_types has {len(mixers)} layers, num_hidden_layers is {len(feed_forward)}"
         )
-    delta = DeltaConfig(
-        num_heads=fields.integer("linear_num_value_heads", 32),
-        head_dim=fields.integer("linear_value_head_dim", 128),
-        state_size=fields.integer("linear_key_head_dim", 128),
-        num_groups=fields.integer("linear_num_key_heads", 16),
-        conv_width=fields.integer("linear_conv_kernel_dim", 4),
-        norm_eps=eps,
-    )
     return HybridConfig(
-        **parts.common_fields(fields, vocab=vocab, positions=32768, tied=False, bos=None, eos=None),
+        **parts.common_fields(fields, vocab=vocab, tied=False, bos=None, eos=None),
         family=family,
         hidden_size=hidden,
         pattern="".join(mixer + after for mixer, after in zip(mixers, feed_forward, strict=True)),
@@ -108,13 +148,25 @@ def _model(
         ),
         mlp=MLPConfig(fields.integer("intermediate_size", intermediate)),
         moe=moe,
-        recurrences=(delta,),
+        recurrences=(_delta_config(fields, eps, values=32, keys=16),),
         mtp_pattern=ATTENTION + (MOE if moe else MLP) if draft_layers == 1 else "",
         unused_mtp_layers=draft_layers if draft_layers > 1 else 0,
     )
 
 
-def _moe(fields: Fields, *, num_experts: int, experts_per_token: int) -> MoEConfig | None:
+def _delta_config(fields: Fields, eps: float, *, values: int, keys: int) -> DeltaConfig:
+    """Returns the gated delta net; the numbers of heads of values and of keys are defaults."""
+    return DeltaConfig(
+        num_heads=fields.integer("linear_num_value_heads", values),
+        head_dim=fields.integer("linear_value_head_dim", 128),
+        state_size=fields.integer("linear_key_head_dim", 128),
+        num_groups=fields.integer("linear_num_key_heads", keys),
+        conv_width=fields.integer("linear_conv_kernel_dim", 4),
+        norm_eps=eps,
+    )
+
+
+def _moe(fields: Fields, *, num_experts: int, experts_per_token: int, shared_gate: bool = True) -> MoEConfig | None:
     """Returns the mixture of experts; the numbers are defaults. None where a model has no experts."""
     experts = fields.integer("num_experts", num_experts)
     if not experts:
@@ -126,7 +178,7 @@ def _moe(fields: Fields, *, num_experts: int, experts_per_token: int) -> MoEConf
         size=512,
         router="softmax",
         shared_size=fields.integer("shared_expert_intermediate_size", 512),
-        shared_gate=True,
+        shared_gate=shared_gate,
     )
 
 
@@ -156,6 +208,17 @@ def _weight_names(
     sources |= mtp.sublayers(config, mixers, "input_layernorm", "post_attention_layernorm")
     frame = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "final_norm": "norm"}
     return sources | placed("mtp", parts.weights(frame), "mtp.")
+
+
+def lara_mini_names(config: HybridConfig) -> dict[str, HFSource]:
+    """Returns names as Translated's checkpoints have them, and as transformers' modules do."""
+    mixers: parts.Mixers = {
+        DELTA: ("linear_attn", _joined),
+        ATTENTION: ("self_attn", parts.attention),
+        WINDOWED: ("self_attn", parts.attention),
+        MOE: ("mlp", partial(parts.moe, shared="shared_expert")),
+    }
+    return parts.whole_model(config, parts.layers(config, mixers))
 
 
 def _delta(config: DeltaConfig) -> dict[str, HFSource]:
@@ -198,5 +261,20 @@ def _split(config: DeltaConfig, hidden: int) -> dict[str, HFSource]:
     return sources
 
 
+def _joined(config: DeltaConfig, hidden: int) -> dict[str, HFSource]:
+    """Input projections in one tensor: queries, keys, values, gates, strengths, decays. Or in four, as `_split`."""
+    sizes = {"q": config.key_size, "k": config.key_size, "v": config.inner_size, "z": config.inner_size}
+    sizes |= {"b": config.num_heads, "a": config.num_heads}
+    sources, shape, start = _delta(config), (sum(sizes.values()), hidden), 0
+    sources |= parts.weights({"norm": ("out_norm", "norm")})
+    for part, size in sizes.items():
+        path = f"{part}_proj.weight"
+        joined = tensor("in_proj.weight", rows=(start, start + size), shape=shape)
+        sources[path] = replace(joined, alternatives=(_split(config, hidden)[path],))
+        start += size
+    return sources
+
+
+LARA_MINI = Family("LaraMini", ("lara_mini",), lara_mini_from_hf, lara_mini_names)
 QWEN3_NEXT = Family("Qwen3Next", ("qwen3_next",), qwen3_next_from_hf, qwen3_next_names, mtp.unused)
 QWEN3_5 = Family("Qwen3.5", _DENSE + _SPARSE, qwen3_5_from_hf, qwen3_5_names, mtp.unused)

@@ -28,7 +28,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     mixers = (blocks * layers)[:layers]
     activation = fields.text("hidden_activation", "gelu_pytorch_tanh")
     return HybridConfig(
-        **parts.common_fields(fields, vocab=256000, positions=0, tied=True, bos=2, eos=1),
+        **parts.common_fields(fields, vocab=256000, tied=True, bos=2, eos=1),
         family=FAMILY.name,
         hidden_size=hidden,
         pattern="".join(mixer + MLP for mixer in mixers),

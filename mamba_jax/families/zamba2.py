@@ -28,7 +28,7 @@ _GATED_NORM_EPS = 1e-5  # independent of rms_norm_eps
 
 def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     """Reads a config.json of transformers' `Zamba2Config`. As for Nemotron-H, step sizes are not limited."""
-    fields = Fields(raw)
+    fields = Fields(raw, positions=4096)
     hidden, heads = fields.integer("hidden_size", 2560), fields.integer("num_attention_heads", 32)
     pattern = fields.layers(_KINDS, "layers_block_type", "layer_types")
     if pattern is None:
@@ -42,7 +42,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     uses, blocks = pattern.count(SHARED), fields.integer("num_mem_blocks", 1)
     tied = fields.flag("tie_word_embeddings", True)
     return HybridConfig(
-        **parts.common_fields(fields, vocab=32000, positions=4096, tied=True, bos=1, eos=2)
+        **parts.common_fields(fields, vocab=32000, tied=True, bos=1, eos=2)
         | ({"max_position_embeddings": 16384} if fields.flag("use_long_context", False) else {}),
         family=FAMILY.name,
         hidden_size=hidden,

@@ -160,7 +160,10 @@ class LatentAttention(nnx.Module):
         self.config = config
         heads, latent = config.num_heads, config.latent_size
         head_dim = config.key_size + config.shared_key_size
-        self.q_proj = Linear(hidden_size, heads * head_dim, rngs=rngs, dtype=dtype)
+        queries = config.query_latent_size
+        self.q_latent_proj = Linear(hidden_size, queries, rngs=rngs, dtype=dtype) if queries else None
+        self.q_norm = RMSNorm(queries, config.norm_eps, dtype=dtype) if queries else None
+        self.q_proj = Linear(queries or hidden_size, heads * head_dim, rngs=rngs, dtype=dtype)
         self.latent_proj = Linear(hidden_size, config.entry_size, rngs=rngs, dtype=dtype)
         self.norm = RMSNorm(latent, config.norm_eps, dtype=dtype)
         self.k_up = Weight(normal(rngs, (heads, config.key_size, latent), dtype))
@@ -173,7 +176,10 @@ class LatentAttention(nnx.Module):
     ) -> tuple[Float[Array, "T hidden"], Array | None]:
         """With `first_key` the sequence begins there, as in `Attention`."""
         config = self.config
-        q = self.q_proj(x, layout.adapter).reshape(x.shape[0], -1, config.key_size + config.shared_key_size)
+        read = x
+        if self.q_latent_proj is not None:
+            read = need(self.q_norm)(self.q_latent_proj(x, layout.adapter))
+        q = self.q_proj(read, layout.adapter).reshape(x.shape[0], -1, config.key_size + config.shared_key_size)
         asked = product_by_head(q[..., : config.key_size], self.k_up.weight[...].swapaxes(1, 2))
         shared_q = q[..., config.key_size :]
         latent, shared = jnp.split(self.latent_proj(x, layout.adapter)[:, None], [config.latent_size], axis=-1)

@@ -10,10 +10,10 @@ import pytest
 from safetensors import safe_open
 
 from mamba_jax import families
-from mamba_jax.config import ACTIVATIONS, ModelConfigError, RopeConfig
+from mamba_jax.config import ModelConfigError, RopeConfig
 from mamba_jax.families.base import HFSource
 from mamba_jax.model import HybridModel, parameters
-from mamba_jax.modules.basic import activation
+from mamba_jax.sharding.parameters import placements
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 FIXTURES = sorted(path.parent.name for path in GOLDEN.glob("*/model.safetensors"))
@@ -140,7 +140,13 @@ def test_an_empty_config_has_the_defaults_of_transformers(model_type):
     assert families.weight_names(config).keys() == parameters(HybridModel.abstract(config)).keys()
     assert model_type in families.family_of(config).model_types
     defaults = {"olmo_hybrid": (100257,), "kimi_linear": (163586,), "bailing_hybrid": (156895,)}
-    defaults |= {"mamba": (0,), "falcon_mamba": (0,), "lfm3": (124900,), "recurrent_gemma": (1,)}
+    defaults |= {
+        "lara_mini": (151643,),
+        "mamba": (0,),
+        "falcon_mamba": (0,),
+        "lfm3": (124900,),
+        "recurrent_gemma": (1,),
+    }
     defaults |= {one: () for one in TYPES if one.startswith("qwen")}
     assert config.eos_token_ids == defaults.get(model_type, (2,))
 
@@ -263,6 +269,37 @@ def test_ling_has_a_latent_attention_in_every_group_of_layers():
     assert unbounded.recurrence("D").log_decay_bound is None
 
 
+def test_norms_of_latents_have_an_epsilon_of_their_own():
+    for model_type in ("kimi_linear", "bailing_hybrid"):
+        config = families.config_from_hf({"model_type": model_type, "rms_norm_eps": 1e-3})
+        assert (config.norm_eps, config.latent_attention.norm_eps) == (1e-3, 1e-6)
+
+
+def test_ling_may_have_latents_of_queries():
+    ling = {"model_type": "bailing_hybrid", "num_hidden_layers": 2, "layer_group_size": 2, "q_lora_rank": 24}
+    config = families.config_from_hf(ling)
+    names, declared = families.weight_names(config), placements(config)
+    assert names.keys() == declared.keys() == parameters(HybridModel.abstract(config)).keys()
+    found = {part: names[f"blocks.2.mixer.{part}.weight"].names for part in ("q_latent_proj", "q_norm", "q_proj")}
+    prefix = "model.layers.1.attention."
+    assert found == {part: (f"{prefix}{theirs}.weight",) for part, theirs in
+                     (("q_latent_proj", "q_a_proj"), ("q_norm", "q_a_layernorm"), ("q_proj", "q_b_proj"))}  # fmt: skip
+
+
+def test_lara_attends_to_everything_without_positions():
+    config = families.config_from_hf({"model_type": "lara_mini", "num_hidden_layers": 6, "sliding_window": 7})
+    assert config.pattern == "DEWEDE*EWEDE"
+    assert (config.attention.rope, config.attention.window) == (None, None)
+    assert (config.windowed_attention.rope, config.windowed_attention.window) == (RopeConfig(1e4, 128), 7)
+    assert (config.moe.shared_gate, config.moe.shared_size, config.recurrence("D").num_groups) == (False, 512, 8)
+    # Of one tensor, or of four.
+    names = families.weight_names(config)
+    for available, rows in (("in_proj", (2048, 4096)), ("in_proj_qkv", (2048, 4096))):
+        found = names["blocks.0.mixer.v_proj.weight"].find({f"model.layers.0.linear_attn.{available}.weight"})
+        assert found.rows == rows
+    assert names["blocks.0.mixer.a_proj.weight"].rows == (6144 + 16, 6144 + 32)
+
+
 def test_minimax_in_the_words_of_transformers_and_of_its_makers():
     ours = {"num_hidden_layers": 3, "attn_type_list": [0, 1, 0], "rotary_dim": 64, "postnorm": True}
     ours |= {"layernorm_linear_attention_alpha": 3.5, "layernorm_full_attention_beta": 0.5, "layernorm_mlp_alpha": 2.0}
@@ -335,7 +372,12 @@ def test_zamba_blocks_are_tied_with_the_head():
         ({"model_type": "kimi_linear", "linear_attn_config": 3}, "linear_attn_config is 3: an object"),
         ({"model_type": "kimi_linear", "linear_attn_config": {"kda_layers": [1]}}, "the layers 1 to 27, each once"),
         # Ling 2.6 has the same model_type.
-        ({"model_type": "bailing_hybrid", "q_lora_rank": 1536}, "q_lora_rank is 1536: only null"),
+        (
+            {"model_type": "bailing_hybrid", "q_lora_rank": 1536, "group_norm_size": 8},
+            "group_norm_size is 8: only null",
+        ),
+        ({"d_model": 768, "n_layer": 24, "ssm_cfg": {"layer": "Mamba2"}}, "convert_mamba2_ssm_checkpoint_to_pytorch"),
+        ({"model_type": "dory"}, "Nemotron-Labs-Dory models need layers that run several times"),
         ({"model_type": "bailing_hybrid", "kda_lower_bound": 5.0}, "log_decay_bound is 5.0: a negative number"),
         ({"model_type": "bailing_hybrid", "no_kda_lora": False}, "no_kda_lora is False: only True"),
         ({"model_type": "falcon_mamba", "time_step_rank": 0}, "dt_rank is 0"),
@@ -365,7 +407,3 @@ def test_sources_say_where_and_in_what_shape():
     stacked = HFSource(("e.0", "e.1"), stack=True)
     assert stacked.stored((2, 5, 6)) == (5, 6)
     assert stacked.find({"e.0"}) is None
-
-
-def test_all_activations_a_config_may_name_exist():
-    assert all(callable(activation(name)) for name in ACTIVATIONS)

@@ -156,17 +156,24 @@ def test_first_key_hides_what_comes_before_and_moves_the_origin():
     np.testing.assert_allclose(whole[1:], run(attention, x[1:]), atol=1e-6)
 
 
-def test_latent_attention_equals_attention_with_keys_and_values_made():
+@pytest.mark.parametrize("query_latent_size", [0, 10])
+def test_latent_attention_equals_attention_with_keys_and_values_made(query_latent_size):
     config = LatentAttentionConfig(
-        num_heads=3, key_size=5, shared_key_size=4, value_size=6, latent_size=8, norm_eps=1e-3
-    )
+        num_heads=3, key_size=5, shared_key_size=4, value_size=6, latent_size=8, norm_eps=1e-3,
+        query_latent_size=query_latent_size,
+    )  # fmt: skip
     (attention, w), length = made(LatentAttention, config, HIDDEN), 9
     x = tokens(length)
     y = run(attention, x)
     x = np.asarray(x, np.float64)
     latent, shared = np.split(x @ w["latent_proj.weight"].T, [8], axis=1)
-    latent = latent / np.sqrt((latent**2).mean(-1, keepdims=True) + 1e-3) * w["norm.weight"]
-    q, out = (x @ w["q_proj.weight"].T).reshape(length, 3, 9), []
+
+    def norm(v, name):
+        return v / np.sqrt((v**2).mean(-1, keepdims=True) + 1e-3) * w[name]
+
+    latent = norm(latent, "norm.weight")
+    read = norm(x @ w["q_latent_proj.weight"].T, "q_norm.weight") if query_latent_size else x
+    q, out = (read @ w["q_proj.weight"].T).reshape(length, 3, 9), []
     for h in range(3):
         k = np.concatenate([latent @ w["k_up.weight"][h].T, shared], axis=1)
         scores = np.where(np.tri(length, dtype=bool), q[:, h] @ k.T / 3, -np.inf)

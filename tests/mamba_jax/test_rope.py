@@ -66,9 +66,12 @@ THETA = {"rope_parameters": {"rope_theta": 7e5}}
 
 
 def rotates(model_type):
-    config = config_from_hf({"model_type": model_type, **FIELDS.get(model_type, {}), **THETA})
-    attention = config.attention or config.latent_attention
-    return attention is not None and attention.rope is not None
+    return rope_of(config_from_hf({"model_type": model_type, **FIELDS.get(model_type, {}), **THETA})) is not None
+
+
+def rope_of(config):
+    attentions = (config.attention, config.windowed_attention, config.latent_attention)
+    return next((one.rope for one in attentions if one is not None and one.rope is not None), None)
 
 
 TYPES = {one.removesuffix("_text") for family in FAMILIES for one in family.model_types}
@@ -77,10 +80,6 @@ ROTARY = sorted(filter(rotates, TYPES))
 
 def test_these_have_no_positions():
     assert TYPES - set(ROTARY) == {"nemotron_h", "mamba", "falcon_mamba", "mamba2", "kimi_linear", "jamba"}
-
-
-def rope_of(config):
-    return need(need(config.attention or config.latent_attention).rope)
 
 
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
@@ -99,6 +98,24 @@ def test_every_family_that_rotates_has_every_kind(model_type, kind, key):
     expected = rope_config(Fields({"max_position_embeddings": 2048, key: parameters}), plain.size)
     assert rope.frequencies == expected.frequencies
     assert config.max_position_embeddings == (8192 if kind in ("linear", "dynamic", "yarn") else 2048)
+
+
+@pytest.mark.parametrize("model_type", sorted(set(ROTARY) - {"recurrent_gemma"}))
+def test_without_a_context_the_default_of_the_family_is_scaled(model_type):
+    base = {"model_type": model_type, **FIELDS.get(model_type, {})}
+    default = config_from_hf(base).max_position_embeddings
+    linear = base | {"rope_scaling": {"rope_type": "linear", "factor": 4.0, "rope_theta": 7e5}}
+    assert config_from_hf(linear).max_position_embeddings == 4 * default
+    assert config_from_hf(linear | {"max_position_embeddings": None}).max_position_embeddings == 4 * default
+
+
+def test_ling_as_transformers_saves_it():
+    """The context is under another name."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 6e6, "original_max_position_embeddings": 512}
+    saved = {"model_type": "bailing_hybrid", "rope_parameters": yarn, "qk_rope_head_dim": 16}
+    config = config_from_hf(saved | {"model_max_length": 1024})
+    assert config.max_position_embeddings == 2048
+    assert rope_of(config) == rope_of(config_from_hf(saved | {"max_position_embeddings": 1024}))
 
 
 def test_both_fields_are_read_together():
