@@ -8,6 +8,7 @@ import tomllib
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -128,24 +129,22 @@ class TrainConfig:
     """Maximum number of sequences in the validation loss, spread evenly over the validation data."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "accumulate",
-            "steps",
-            "batch_size",
-            "sequence_length",
-            "log_every",
-            "save_every",
-            "validate_every",
-            "validation_sequences",
-        ):
-            if getattr(self, name) < 1:
-                raise ModelConfigError(f"{name} is {getattr(self, name)}: at least 1 is expected")
-        if self.balance_experts < 0:
-            raise ModelConfigError(f"balance_experts is {self.balance_experts}: at least 0 is expected")
+        for least, names in _LEAST.items():
+            for name in names:
+                if not attrgetter(name)(self) >= least:
+                    raise ModelConfigError(f"{name} is {attrgetter(name)(self)}: at least {least} is expected")
+        for name in ("optimizer.learning_rate", "optimizer.adamw_learning_rate", "optimizer.clip_norm"):
+            value = attrgetter(name)(self)
+            if value is not None and not value > 0:
+                raise ModelConfigError(f"{name} is {value}: a number above 0 is expected")
+        if not all(0 <= beta < 1 for beta in self.optimizer.betas):
+            raise ModelConfigError(f"optimizer.betas is {self.optimizer.betas}: numbers from 0 to below 1 are expected")
+        if self.drafts.depth_weights and min(self.drafts.depth_weights) < 0:
+            raise ModelConfigError(f"drafts.depth_weights is {self.drafts.depth_weights}: at least 0 is expected")
         if self.batch_size % self.accumulate:
             raise ModelConfigError(f"accumulate is {self.accumulate}: it must divide batch_size, {self.batch_size}")
         part = self.batch_size // self.accumulate
-        if self.drafts.every < 1 or part % self.drafts.every:
+        if part % self.drafts.every:
             raise ModelConfigError(
                 f"drafts.every is {self.drafts.every}: it must divide batch_size / accumulate, {part}"
             )
@@ -157,6 +156,11 @@ class TrainConfig:
             raise ModelConfigError(f"data.mixture is {self.data.mixture}: shares above 0 are expected")
 
 
+_LEAST = {
+    1: ("accumulate", "steps", "batch_size", "sequence_length", "log_every", "save_every", "validate_every",
+        "validation_sequences", "drafts.every"),
+    0: ("balance_experts", "optimizer.warmup_steps", "optimizer.decay_steps", "optimizer.weight_decay"),
+}  # fmt: skip
 _SETTINGS = pydantic.TypeAdapter(TrainConfig)
 
 

@@ -25,13 +25,12 @@ from mamba_jax.model import HybridModel, parameters
 from mamba_jax.modules.quantised import weight_of
 from mamba_jax.train.config import TrainConfig
 from mamba_jax.train.data import DocumentBounds
-from mamba_jax.train.loss import Parameters, refuse_drafts, training_loss
+from mamba_jax.train.loss import Parameters, refuse_untrainable, training_loss
 from mamba_jax.train.optimizer import learning_rate, make_optimizer
-from mamba_jax.train.state import Checkpoints, TrainState
+from mamba_jax.train.state import CHECKPOINTS, Checkpoints, TrainState
 from mamba_jax.train.validation import Validation
 
 LOG = "log.jsonl"
-CHECKPOINTS = "checkpoints"
 Record = dict[str, float]
 
 
@@ -95,6 +94,24 @@ def refuse_quantised(values: Mapping[str, Any]) -> None:
         )
 
 
+def check_run(settings: TrainConfig, config: HybridConfig, devices: int | None = None) -> None:
+    """Checks settings before a run prepares its data.
+
+    Args:
+        devices: number of devices that share each batch; None: all.
+    Raises:
+        ModelConfigError: the settings do not fit each other, the model or the devices.
+    """
+    devices = jax.device_count() if devices is None else devices
+    refuse_untrainable(config, settings.drafts, separate=settings.data.separate_documents)
+    learning_rate(settings.optimizer, settings.steps)
+    part = settings.batch_size // settings.accumulate // settings.drafts.every
+    if part % devices:
+        raise ModelConfigError(
+            f"batch_size / accumulate / drafts.every is {part}: it cannot be divided among {devices} devices"
+        )
+
+
 def train(
     settings: TrainConfig,
     config: HybridConfig,
@@ -123,19 +140,14 @@ def train(
         devices: devices that share each batch; all if None.
         progress: called with each record of the log.
     Raises:
-        ModelConfigError: the settings do not fit each other, the machine, or the run on disk; or weights are quantized.
+        ModelConfigError: the settings do not fit each other, the machine, the data, or the run on disk; or weights are
+            quantized.
         TrainingDiverged: the loss or its gradient is not finite. The state before that step is saved.
     """
     refuse_quantised(values or {})
-    if settings.data.separate_documents:
-        refuse_drafts(config, settings.drafts)
     mesh = Mesh(np.array(devices or jax.devices()), ("batch",))
+    check_run(settings, config, mesh.size)
     part = settings.batch_size // settings.accumulate
-    if part // settings.drafts.every % mesh.size:
-        raise ModelConfigError(
-            f"batch_size / accumulate / drafts.every is {part // settings.drafts.every}:"
-            f" it cannot be divided among {mesh.size} devices"
-        )
     by_sequence, by_part = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("batch",), (None, "batch")))
     optimizer = make_optimizer(settings.optimizer, settings.steps)
     start = values if values is not None else initial_values(config, settings.seed)
@@ -191,6 +203,11 @@ def train(
             step = int(state.step)
             while step < settings.steps and not interrupted():
                 batch = batches[step].reshape(settings.accumulate, part, -1)
+                if (largest := np.maximum(batch, ~batch).max()) >= config.vocab_size:
+                    raise ModelConfigError(
+                        f"the data has the token {largest}, but the model a vocabulary of {config.vocab_size}: prepare "
+                        "the data with the model's tokenizer"
+                    )
                 tokens = jax.device_put(batch, by_part)
                 state, parts = update(state, frozen, tokens, jnp.int32(step), bounds=DocumentBounds.of(batch))
                 step += 1

@@ -11,7 +11,7 @@ import optax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from mamba_jax.config import HybridConfig, ModelConfigError
+from mamba_jax.config import LATENT, HybridConfig, ModelConfigError
 from mamba_jax.layout import PackedLayout, SequenceLayout
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.train.additions import attach, divide
@@ -54,7 +54,7 @@ def training_loss(
         drafts: settings of the draft layer's training, if there is one.
         dtype: dtype of the products.
         model_weight: weight of the next token's loss; 0 trains only the draft layer.
-        rematerialise: see `HybridModel.hidden`.
+        rematerialise: see `HybridModel.run`.
         balance_experts: see `MoEConfig.balance`; the gradient has this loss, the returned loss does not.
         bounds: at least the documents that `tokens` has; they do not see each other, and the first token of a
             document is no target.
@@ -62,10 +62,9 @@ def training_loss(
         The loss; and `loss` (of the next token, if it has any weight), for each draft n from 1 `draft_loss_n` and
         `draft_agreement_n`, the share of places where its first choice is the model's.
     Raises:
-        ModelConfigError: separate documents with a loss of drafts; or capped logits, which the loss does not have.
+        ModelConfigError: see `refuse_untrainable`.
     """
-    if config.logits_soft_cap is not None:
-        raise ModelConfigError(f"training is not supported with logits_soft_cap {config.logits_soft_cap}")
+    refuse_untrainable(config, drafts, separate=bounds is not None)
     if balance_experts and config.moe is not None:
         config = dataclasses.replace(config, moe=dataclasses.replace(config.moe, balance=balance_experts))
     values, added = divide(values)
@@ -75,12 +74,11 @@ def training_loss(
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         layout = SequenceLayout.of(batch, length)
     else:
-        refuse_drafts(config, drafts)
         inputs, targets = jnp.maximum(tokens, ~tokens)[:, :-1], tokens[:, 1:]
         starts = (tokens[:, :-1] < 0).at[:, 0].set(True).reshape(-1)
         layout = PackedLayout.of_documents(starts, documents=bounds.documents, longest=bounds.longest)
     layout = attach(model, layout, added)
-    flat, _ = model.hidden(inputs.reshape(-1), layout, None, rematerialise=rematerialise)
+    flat, _ = model.run(inputs.reshape(-1), layout, None, rematerialise=rematerialise)
     hidden = flat.reshape(batch, length, -1)
     total, parts = jnp.zeros(()), {}
     if model_weight:
@@ -97,11 +95,22 @@ def training_loss(
     return total, parts
 
 
-def refuse_drafts(config: HybridConfig, drafts: DraftSettings) -> None:
-    """Raises ModelConfigError if a draft layer would be trained: its loss does not keep documents apart."""
-    if config.mtp_pattern and drafts.depth_weights:
+def refuse_untrainable(config: HybridConfig, drafts: DraftSettings, *, separate: bool) -> None:
+    """Raises ModelConfigError if the loss does not have what a model or its drafts need.
+
+    `separate`: documents do not see each other.
+    """
+    if config.logits_soft_cap is not None:
+        raise ModelConfigError(f"training is not supported with logits_soft_cap {config.logits_soft_cap}")
+    if not config.mtp_pattern or not drafts.depth_weights:
+        return
+    if separate:
         raise ModelConfigError(
             "data.separate_documents: a draft layer needs joined documents; set drafts.depth_weights=[]"
+        )
+    if LATENT in config.mtp_pattern:
+        raise ModelConfigError(
+            "training is not supported for a draft layer with attention over latents; set drafts.depth_weights=[]"
         )
 
 

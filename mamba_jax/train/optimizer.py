@@ -26,7 +26,10 @@ def learning_rate(settings: OptimizerSettings, steps: int) -> optax.Schedule:
     """
     warmup, peak = settings.warmup_steps, settings.learning_rate
     if warmup + settings.decay_steps > steps:
-        raise ModelConfigError(f"{warmup} steps of warm-up and {settings.decay_steps} of decay: there are only {steps}")
+        raise ModelConfigError(
+            f"optimizer.warmup_steps is {warmup} and optimizer.decay_steps is {settings.decay_steps}: there are only "
+            f"{steps} steps; lower them, or set more steps"
+        )
     rise = optax.linear_schedule(0.0, peak, warmup)
     if settings.schedule == "cosine":
         return optax.join_schedules([rise, optax.cosine_decay_schedule(peak, max(steps - warmup, 1))], [warmup])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from mamba_jax.config import ModelConfigError
 from mamba_jax.train.config import TrainConfig
+from mamba_jax.train.state import has_steps
 
 RECIPE = "recipe.json"
 _MAY_DIFFER = {
@@ -24,13 +26,18 @@ _MAY_DIFFER = {
     "data.validation",
 }
 """Settings that change no data, and weights by rounding at most. The corpus is compared by its digest, not its path."""
+_TOKENIZER, _DATA = "tokenizer", ("tokens.npz", "rollouts.npz")
+"""The folder and the files that commands prepare before the first step."""
+_PREPARED_FROM = ("model", "data.", "corpus", "rollouts", "seed")
+"""What these depend on."""
 
 
 def keep_recipe(directory: Path, settings: TrainConfig, **inputs: str | None) -> None:
-    """Writes `recipe.json`, or compare it with the one that the folder has.
+    """Writes `recipe.json`, or compares it with the one that the folder has.
 
     A setting that the file lacks, because it is newer, has its default. With a stable schedule, `steps` and
-    `optimizer.decay_steps` may differ: the decay starts later.
+    `optimizer.decay_steps` may differ: the decay starts later. A folder without a step is no run yet: another recipe
+    replaces its own, and data prepared from another corpus or model is deleted.
 
     Args:
         directory: of the run; created if it does not exist.
@@ -63,7 +70,12 @@ def keep_recipe(directory: Path, settings: TrainConfig, **inputs: str | None) ->
                 wanted[name] = kept.get(name)
             elif kept.get(name) not in (None, value):
                 differences.append(f"{name.replace('_', ' ')} was {kept[name]}, is {value}")
-        if differences:
+        if differences and not has_steps(directory):
+            if any(difference.startswith(_PREPARED_FROM) for difference in differences):
+                shutil.rmtree(directory / _TOKENIZER, ignore_errors=True)
+                for name in _DATA:
+                    (directory / name).unlink(missing_ok=True)
+        elif differences:
             raise ModelConfigError(
                 f"{directory} has a run with another recipe: {'; '.join(differences)}; use another --output"
             )

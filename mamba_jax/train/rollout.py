@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mamba_jax.config import HybridConfig, ModelConfigError, need
+from mamba_jax.config import HybridConfig, need
 from mamba_jax.layout import SequenceLayout
 from mamba_jax.model import HybridModel
 
@@ -92,7 +92,5 @@ def _no_keys(config: HybridConfig, tokens: int, dtype: jnp.dtype) -> tuple[Array
     """Returns the state of the layer's attentions before the first pass."""
     if not config.num_mtp_attention_layers:
         return ()
-    if config.latent_attention is not None:
-        raise ModelConfigError("training is not supported for a draft layer with attention over latents")
     kv2, head_dim = need(config.attention).state()[0].shape
     return (jnp.zeros((0, 2, tokens, kv2 // 2, head_dim), dtype),) * config.num_mtp_attention_layers

@@ -17,7 +17,7 @@ from kernels_pallas.dispatch import KernelChoice
 from kernels_pallas.fixed_order import log_sum_exp
 from mamba_jax.config import HybridConfig
 from mamba_jax.layout import SequenceLayout
-from mamba_jax.model import HybridModel
+from mamba_jax.model import HybridModel, checked_sequences
 from mamba_jax.train.additions import attach
 
 SCORE_OPTIONS: dict[str, Any] = invariant.COMPILER_OPTIONS
@@ -36,8 +36,10 @@ def sequence_logprobs(
     """
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     batch, length = inputs.shape
+    if not targets.size:
+        return jnp.zeros(targets.shape)
     layout = attach(model, SequenceLayout.of(batch, length, jnp.minimum(lengths, length)), added or {})
-    flat, _ = model.hidden(inputs.reshape(-1), layout, None)
+    flat, _ = model.run(inputs.reshape(-1), layout, None)
 
     @jax.checkpoint
     def of_one(args: tuple[Array, Array]) -> Array:
@@ -65,10 +67,12 @@ def score(
         lengths: number of tokens of each sequence; None: all.
         added: an adapter (see `mamba_jax.train.additions`), which the engine serves. Its rank must be a power of two.
     Raises:
+        TypeError, ValueError: the arguments are wrong, as for `HybridModel.hidden`.
         ValueError: the platform, the installation or the model does not support it.
     """
     if (reason := _unsupported(model.config)) is not None:
         raise ValueError(f"score {reason}")
+    tokens, lengths = checked_sequences(model.config, tokens, lengths)
     if lengths is None:
         lengths = jnp.full(tokens.shape[0], tokens.shape[1])
     graph, state = nnx.split(model)

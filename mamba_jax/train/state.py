@@ -12,7 +12,14 @@ from jaxtyping import Array, Int
 
 from mamba_jax.config import ModelConfigError
 
+CHECKPOINTS = "checkpoints"
+"""The folder of a run's checkpoints."""
 KEPT_CHECKPOINTS = 2
+
+
+def has_steps(directory: Path) -> bool:
+    """Returns whether a run's folder has a state after some steps."""
+    return any(path.name.isdigit() for path in (directory / CHECKPOINTS).glob("*"))
 
 
 @jax.tree_util.register_dataclass

@@ -43,7 +43,7 @@ def train(
     from mamba_jax.families import config_from_hf
     from mamba_jax.train.config import FINE_TUNING, read_config
     from mamba_jax.train.corpus import write_sample
-    from mamba_jax.train.loop import LOG, read_log
+    from mamba_jax.train.loop import LOG, check_run, read_log
     from mamba_jax.train.loop import train as run_training
     from mamba_jax.train.loss import DRAFT_LAYER
     from mamba_jax.train.plot import plot_losses
@@ -64,6 +64,7 @@ def train(
     digest = corpus_digest(source) if has_corpus else None
     with training_errors(console):
         start = _Start(config_from_hf(settings.model)) if model is None else _existing_model(model, settings)
+        check_run(settings, start.config)
         keep_recipe(output, settings, corpus_digest=digest, model=start.digest)
     tokenizer = start.tokenizer or output / "tokenizer"
     if not (tokenizer / "tokenizer.json").is_file():

@@ -129,6 +129,7 @@ def _train(
     from checkpoints.tokenizer import require_tokenizer
     from mamba_jax.train.additions import is_trained
     from mamba_jax.train.config import DataSettings, DraftSettings, OptimizerSettings, TrainConfig
+    from mamba_jax.train.loop import check_run
     from mamba_jax.train.loss import DRAFT_LAYER
     from mamba_jax.train.recipe import keep_recipe
     from mamba_jax.train.validation import Validation
@@ -151,6 +152,8 @@ def _train(
             validate_every=steps,
             **fields,
         )
+        devices = jax.devices()[: math.gcd(settings.batch_size, len(jax.devices()))]
+        check_run(settings, config, len(devices))
         if run is not None:
             keep_recipe(run, settings, corpus_digest=corpus_digest(data), model=weights.digest)
         batches, sequences = read_data(settings, data, files, directory, console)
@@ -165,7 +168,6 @@ def _train(
                 devices=1,
             )
             before = validation.loss(values)
-        devices = jax.devices()[: math.gcd(settings.batch_size, len(jax.devices()))]
         done = finished(run, settings, config, batches, console, values=values, trained=is_trained, devices=devices)
         write(config, done.values)
         count = sum(value.size for path, value in done.values.items() if is_trained(path))

@@ -42,6 +42,7 @@ def train_mtp(
     from checkpoints.tokenizer import require_tokenizer
     from mamba_jax.train.config import DataSettings, DraftSettings, OptimizerSettings, TrainConfig
     from mamba_jax.train.data import Batches, read_streams, save_streams
+    from mamba_jax.train.loop import check_run
     from mamba_jax.train.loss import DRAFT_LAYER
     from mamba_jax.train.recipe import keep_recipe
     from serving.cli.training.rollouts import own_text
@@ -73,6 +74,7 @@ def train_mtp(
             compute_dtype=compute_dtype,  # type: ignore[arg-type]
             seed=seed,
         )
+        check_run(settings, config)
         if run is not None:
             keep_recipe(run, settings, corpus_digest=corpus_digest(data), model=str(model), rollouts=str(rollouts))
         with console.status("Tokenising"):

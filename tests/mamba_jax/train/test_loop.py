@@ -11,19 +11,20 @@ import pytest
 from jax.sharding import Mesh
 
 from mamba_jax.config import ModelConfigError
-from mamba_jax.train.config import OptimizerSettings
+from mamba_jax.train.config import DataSettings, DraftSettings, OptimizerSettings
 from mamba_jax.train.loop import (
-    CHECKPOINTS,
     LOG,
     TrainingDiverged,
     _placement,
+    check_run,
     initial_state,
     initial_values,
     read_log,
     train,
 )
 from mamba_jax.train.optimizer import make_optimizer
-from mamba_jax.train.state import Checkpoints
+from mamba_jax.train.state import CHECKPOINTS, Checkpoints
+from tests.support.tiny_configs import FOR_ENGINES
 from tests.support.tiny_training import CONFIG, LENGTH, batches, settings
 
 ONE = jax.devices()[:1]
@@ -100,6 +101,31 @@ def test_devices_share_a_batch(whole, tmp_path):
     np.testing.assert_allclose(together[:2], [record["loss"] for record in whole[1][:2]], rtol=1e-4)
     with pytest.raises(ModelConfigError, match="cannot be divided among 3 devices"):
         run(tmp_path / "three", devices=jax.devices()[:3])
+
+
+DRAFTS = DraftSettings(depth_weights=(0.3,))
+OVER_LATENTS = dataclasses.replace(FOR_ENGINES["kimi"], mtp_pattern="L-")
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "devices", "message"),
+    [
+        (CONFIG, {"steps": 30, "optimizer": OptimizerSettings()}, 1, r"optimizer.warmup_steps is 100 and optimizer"),
+        (CONFIG, {"batch_size": 6}, 4, "is 6: it cannot be divided among 4 devices"),
+        (CONFIG, {"drafts": DRAFTS, "data": DataSettings(separate_documents=True)}, 1, "needs joined documents"),
+        (dataclasses.replace(CONFIG, logits_soft_cap=7.0), {}, 1, "not supported with logits_soft_cap 7.0"),
+        (OVER_LATENTS, {"drafts": DRAFTS}, 1, "a draft layer with attention over latents"),
+    ],
+)
+def test_a_run_that_cannot_start_is_refused_before_its_data_is_prepared(config, changes, devices, message):
+    with pytest.raises(ModelConfigError, match=message):
+        check_run(settings(**changes), config, devices)
+
+
+def test_tokens_outside_of_the_vocabulary_are_refused(tmp_path):
+    data = [np.full((8, LENGTH + 1), CONFIG.vocab_size, np.int32)]
+    with pytest.raises(ModelConfigError, match=f"the token {CONFIG.vocab_size}, but the model a vocabulary of"):
+        run(tmp_path, data=data)
 
 
 def test_weight_decay_shrinks_matrices_only():

@@ -26,7 +26,7 @@ MODEL = build(CONFIG, VALUES, jnp.float32)
 
 @jax.jit
 def hidden_of(tokens):
-    flat, _ = MODEL.hidden(tokens.reshape(-1), SequenceLayout.of(*tokens.shape), None)
+    flat, _ = MODEL.run(tokens.reshape(-1), SequenceLayout.of(*tokens.shape), None)
     return flat.reshape(*tokens.shape, -1)
 
 

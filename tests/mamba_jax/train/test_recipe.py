@@ -4,12 +4,23 @@ import dataclasses
 import json
 
 import pytest
+import yaml
 
 from mamba_jax.config import ModelConfigError
 from mamba_jax.train.config import DataSettings, OptimizerSettings, TrainConfig
 from mamba_jax.train.recipe import RECIPE, keep_recipe
+from mamba_jax.train.state import CHECKPOINTS
+from serving.cli.main import run as run_command
+from tests.support.tiny_configs import TRAINABLE
 
 SETTINGS = TrainConfig(model={"hidden_size": 8}, data=DataSettings(mixture={"a": 1.0}))
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The folder of a run after some steps."""
+    (tmp_path / CHECKPOINTS / "7").mkdir(parents=True)
+    return tmp_path
 
 
 def test_the_same_recipe_goes_on(tmp_path):
@@ -24,14 +35,14 @@ def test_the_same_recipe_goes_on(tmp_path):
     assert kept["settings"]["save_every"] == 7
 
 
-def test_a_setting_that_is_newer_than_the_recipe_has_its_default(tmp_path):
-    keep_recipe(tmp_path, SETTINGS)
-    kept = json.loads((tmp_path / RECIPE).read_text())
+def test_a_setting_that_is_newer_than_the_recipe_has_its_default(run):
+    keep_recipe(run, SETTINGS)
+    kept = json.loads((run / RECIPE).read_text())
     del kept["settings"]["balance_experts"], kept["settings"]["data"]["separate_documents"]
-    (tmp_path / RECIPE).write_text(json.dumps(kept))
+    (run / RECIPE).write_text(json.dumps(kept))
     with pytest.raises(ModelConfigError, match=r"another recipe: balance_experts was 0\.0, is 0\.5; use"):
-        keep_recipe(tmp_path, dataclasses.replace(SETTINGS, balance_experts=0.5))
-    keep_recipe(tmp_path, SETTINGS)
+        keep_recipe(run, dataclasses.replace(SETTINGS, balance_experts=0.5))
+    keep_recipe(run, SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -46,19 +57,40 @@ def test_a_setting_that_is_newer_than_the_recipe_has_its_default(tmp_path):
         ({"optimizer": OptimizerSettings(learning_rate=1.0)}, {}, "optimizer.learning_rate was 0.001, is 1.0"),
     ],
 )
-def test_another_recipe_is_refused(tmp_path, changes, inputs, message):
-    keep_recipe(tmp_path, SETTINGS, corpus_digest="one")
-    before = (tmp_path / RECIPE).read_text()
+def test_another_recipe_is_refused(run, changes, inputs, message):
+    keep_recipe(run, SETTINGS, corpus_digest="one")
+    before = (run / RECIPE).read_text()
     with pytest.raises(ModelConfigError, match=message) as error:
-        keep_recipe(tmp_path, dataclasses.replace(SETTINGS, **changes), **inputs)
+        keep_recipe(run, dataclasses.replace(SETTINGS, **changes), **inputs)
     assert "use another --output" in str(error.value)
-    assert (tmp_path / RECIPE).read_text() == before
+    assert (run / RECIPE).read_text() == before
 
 
-def test_a_stable_schedule_may_end_later(tmp_path):
+@pytest.mark.parametrize(
+    ("changes", "inputs", "prepared"),
+    [
+        ({"steps": 3, "optimizer": OptimizerSettings(warmup_steps=1)}, {}, True),
+        ({"model": {"hidden_size": 16}}, {}, False),
+        ({}, {"corpus_digest": "two"}, False),
+    ],
+)
+def test_a_folder_without_a_step_is_no_run(tmp_path, changes, inputs, prepared):
+    """Another recipe takes its place; data stays if it is what the new recipe would prepare."""
+    keep_recipe(tmp_path, SETTINGS, corpus_digest="one")
+    (tmp_path / "tokens.npz").touch()
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / CHECKPOINTS / "0.orbax-checkpoint-tmp").mkdir(parents=True)
+    changed = dataclasses.replace(SETTINGS, **changes)
+    keep_recipe(tmp_path, changed, **inputs)
+    assert (tmp_path / "tokens.npz").exists() == (tmp_path / "tokenizer").exists() == prepared
+    kept = json.loads((tmp_path / RECIPE).read_text())
+    assert kept["settings"] == json.loads(json.dumps(dataclasses.asdict(changed)))
+
+
+def test_a_stable_schedule_may_end_later(run):
     stable = dataclasses.replace(SETTINGS, optimizer=OptimizerSettings(schedule="stable", decay_steps=10))
-    keep_recipe(tmp_path, stable)
-    keep_recipe(tmp_path, dataclasses.replace(stable, steps=2000))
+    keep_recipe(run, stable)
+    keep_recipe(run, dataclasses.replace(stable, steps=2000))
 
 
 @pytest.mark.parametrize("text", ["{", "{}", "[]", '{"settings": 3}'])
@@ -66,3 +98,12 @@ def test_a_broken_recipe_is_said(tmp_path, text):
     (tmp_path / RECIPE).write_text(text)
     with pytest.raises(ModelConfigError, match="cannot be read"):
         keep_recipe(tmp_path, SETTINGS)
+
+
+def test_settings_are_checked_before_anything_is_prepared(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.jsonl").write_text('{"id": "1", "text": "a b c"}\n')
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"model": TRAINABLE, "steps": 30, "batch_size": 8}))
+    assert run_command(["train", "--config", "run.yaml", "--output", "run", "--corpus", "text.jsonl"]) != 0
+    assert "optimizer.warmup_steps is 100" in capfd.readouterr().err
+    assert not (tmp_path / "run").exists()

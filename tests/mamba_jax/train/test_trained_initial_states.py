@@ -43,11 +43,11 @@ def test_training_starts_from_the_state_that_a_prefill_reads(name, tmp_path):
     model, values = random_model(config), random_states(config)
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, config.vocab_size, 2 * 7))
     plain = SequenceLayout.of(2, 7)
-    found, _ = model.hidden(tokens, attach(model, plain, values), None)
-    without, _ = model.hidden(tokens, plain, None)
+    found, _ = model.run(tokens, attach(model, plain, values), None)
+    without, _ = model.run(tokens, plain, None)
     starts = jnp.arange(14) % 7 == 0
     documents = PackedLayout.of_documents(starts, documents=2, longest=8)
-    packed, _ = model.hidden(tokens, attach(model, documents, values), None)
+    packed, _ = model.run(tokens, attach(model, documents, values), None)
 
     store = init_store(config, num_slots=2, num_pages=1, page_size=8, dtype=jnp.float32)
     slots = tuple(
@@ -64,7 +64,7 @@ def test_training_starts_from_the_state_that_a_prefill_reads(name, tmp_path):
         tile_write_slot=0 * rows,
         page_table=jnp.zeros((2, 2), jnp.int32),
     )
-    expected, _ = model.hidden(tokens, prefill, dataclasses.replace(store, slots=slots))
+    expected, _ = model.run(tokens, prefill, dataclasses.replace(store, slots=slots))
     assert np.abs(found - without).max() > 1e-3
     np.testing.assert_allclose(found, expected, atol=2e-4)
     np.testing.assert_allclose(found, packed, atol=1e-5)
@@ -77,7 +77,7 @@ def test_each_array_of_a_state_has_an_effect_and_a_gradient():
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, config.vocab_size, 5))
 
     def total(values):
-        return jnp.square(model.hidden(tokens, attach(model, SequenceLayout.of(1, 5), values), None)[0]).sum()
+        return jnp.square(model.run(tokens, attach(model, SequenceLayout.of(1, 5), values), None)[0]).sum()
 
     for path, gradient in jax.jit(jax.grad(total))(values).items():
         assert np.abs(gradient).max() > 0, path
