@@ -36,8 +36,8 @@ DRAFTERS: Mapping[type[DrafterConfig], Callable[..., nnx.Module]] = {EagleConfig
 class HybridModel(nnx.Module):
     """A hybrid Mamba2/attention language model.
 
-    `model(tokens, lengths)` scores whole sequences and can be differentiated. Serving calls `hidden` with a layout and
-    a store instead; both run the same modules.
+    `model(tokens, lengths)` scores whole sequences and can be differentiated. Serving calls `run` with a layout and a
+    store instead; both run the same modules.
     """
 
     source: str | None = None
@@ -72,24 +72,27 @@ class HybridModel(nnx.Module):
         self.drafter: Any = None if made is None else made(config.drafter, config, rngs=rngs, dtype=dtype)
 
     def __call__(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Float[Array, "batch length vocab"]:
-        """Returns logits (float32) for the token after each token.
+        """Returns logits (float32) for the token after each token. Arguments and errors are those of `hidden`."""
+        return self.logits(self.hidden(tokens, lengths))
+
+    def hidden(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Float[Array, "batch length hidden"]:
+        """Returns the hidden state of each token after the final norm, from which `logits` predicts the next token.
 
         Args:
             tokens: integers [batch, length], each sequence followed by padding of any value.
-            lengths: integers [batch], the number of tokens of each sequence without padding; all if None. Logits of
+            lengths: integers [batch], the number of tokens of each sequence without padding; all if None. Results for
                 padding are undefined.
         Raises:
             TypeError: tokens or lengths are not arrays of integers.
-            ValueError: their shapes are wrong, or a length is not between 0 and the sequences' length.
+            ValueError: their shapes are wrong, a length is not between 0 and the sequences' length, or a token is not
+                in the vocabulary. Within `jax.jit`, values are unknown: tokens outside of the vocabulary are clipped.
         """
-        tokens = _integers("tokens", tokens, "[batch, length]", 2)
+        tokens, lengths = checked_sequences(self.config, tokens, lengths)
         batch, length = tokens.shape
-        if lengths is not None:
-            lengths = _integers("lengths", lengths, "[batch]", 1, between=(0, length))
-            if lengths.shape != (batch,):
-                raise ValueError(f"lengths has shape {list(lengths.shape)}: expected [{batch}], one per sequence")
-        hidden, _ = self.hidden(tokens.reshape(-1), SequenceLayout.of(batch, length, lengths), None)
-        return self.logits(hidden).reshape(batch, length, -1)
+        if not tokens.size:
+            return jnp.zeros((batch, length, self.config.hidden_size), self.dtype)
+        flat, _ = self.run(tokens.reshape(-1), SequenceLayout.of(batch, length, lengths), None)
+        return flat[:, : self.config.hidden_size].reshape(batch, length, -1)
 
     def embedded(self, tokens: Int[Array, " T"]) -> Float[Array, "T hidden"]:
         """Returns the embeddings of tokens, as the first sublayer sees them."""
@@ -106,7 +109,7 @@ class HybridModel(nnx.Module):
     def _rows(self, table: Table, tokens: Int[Array, " T"]) -> Float[Array, "T hidden"]:
         return keep_whole(table.rows(tokens, self.dtype))
 
-    def hidden(
+    def run(
         self, tokens: Int[Array, " T"], layout: Layout, store: MaybeStore, *, rematerialise: bool = False
     ) -> tuple[Float[Array, "T hidden"], MaybeStore]:
         """Runs the sublayers over packed tokens.
@@ -283,8 +286,39 @@ def num_parameters(leaves: Mapping[str, Any]) -> int:
     )
 
 
-def _integers(name: str, value: Any, axes: str, rank: int, between: tuple[int, int] | None = None) -> Array:
-    """Converts an argument to an array of integers and checks it; values only if they are known (not in `jax.jit`)."""
+def checked_sequences(
+    config: HybridConfig, tokens: ArrayLike, lengths: ArrayLike | None
+) -> tuple[Int[Array, "batch length"], Int[Array, " batch"] | None]:
+    """Converts sequences to arrays and checks them, as `HybridModel.hidden` says.
+
+    Values are checked only if they are known (not in `jax.jit`).
+    """
+    given = [tokens, lengths]
+    tokens = _integers("tokens", tokens, "[batch, length]", 2)
+    batch, length = tokens.shape
+    if lengths is not None:
+        lengths = _integers("lengths", lengths, "[batch]", 1)
+        if lengths.shape != (batch,):
+            raise ValueError(f"lengths has shape {list(lengths.shape)}: expected [{batch}], one per sequence")
+    if any(isinstance(each, jax.core.Tracer) for each in given):
+        return tokens, lengths
+    # Not the converted arrays: 64-bit numbers lose their upper half.
+    known = np.asarray(given[0])
+    counts = np.full(batch, length) if lengths is None else np.asarray(given[1])
+    if counts.size and (counts.min() < 0 or counts.max() > length):
+        raise ValueError(f"lengths is {counts.tolist()}: expected numbers from 0 to {length}")
+    outside = ((known < 0) | (known >= config.vocab_size)) & (np.arange(length) < counts[:, None])
+    if outside.any():
+        row, place = np.argwhere(outside)[0]
+        raise ValueError(
+            f"tokens[{row}, {place}] is {known[row, place]}: expected ids from 0 to {config.vocab_size - 1}; give the "
+            "number of tokens before padding as lengths"
+        )
+    return tokens, lengths
+
+
+def _integers(name: str, value: Any, axes: str, rank: int) -> Array:
+    """Converts an argument to an array of integers and checks its type and rank."""
     if not isinstance(value, jax.Array | np.ndarray):
         raise TypeError(f"{name} is a {type(value).__name__}: expected an array {axes} of integers (use jnp.array)")
     if not jnp.issubdtype(value.dtype, jnp.integer):
@@ -292,11 +326,6 @@ def _integers(name: str, value: Any, axes: str, rank: int, between: tuple[int, i
     if value.ndim != rank:
         hint = "; use tokens[None] for one sequence" if (rank, value.ndim) == (2, 1) else ""
         raise ValueError(f"{name} has shape {list(value.shape)}: expected {axes}{hint}")
-    if between is not None and value.size and not isinstance(value, jax.core.Tracer):
-        low, high = between
-        known = np.asarray(value)
-        if known.min() < low or known.max() > high:
-            raise ValueError(f"{name} is {known.tolist()}: expected numbers from {low} to {high}")
     return jnp.asarray(value)
 
 

@@ -44,7 +44,7 @@ class StepFacts:
     """Of the tokens that were fed, rejected drafts included."""
     tokens: Int[Array, " T"]
     hidden: Float[Array, "T hidden"]
-    """After the final norm; see `HybridModel.hidden`."""
+    """After the final norm; see `HybridModel.run`."""
     before: Float[Array, "rows hidden"]
     """The hidden state of the token before each row's first one; zeros without one."""
     row_id: Int[Array, " rows"]

@@ -52,7 +52,7 @@ def step(
         form: Any = DecodeRows if isinstance(each, DecodeBatch) else PrefillRows
         parts.append(form.of(store, rows, each, page_table))
         store = copy_shared_pages(store, each.page_copy)
-    hidden, store = model.hidden(_joined([part.tokens for part in parts]), _layout(parts, rows), store)
+    hidden, store = model.run(_joined([part.tokens for part in parts]), _layout(parts, rows), store)
     hidden = keep_whole(hidden)  # tokens of a long prefill are divided over the devices
     written, heads = [], []
     for part, own in zip(parts, _divided(hidden, [part.tokens.shape[0] for part in parts]), strict=True):

@@ -81,7 +81,7 @@ def test_each_token_has_the_result_of_its_own_adapter(name, count):
         layered = nnx.merge(graph, state)
         stacks.attach(layered, arrays)
         layout = dataclasses.replace(SequenceLayout.of(*tokens.shape), adapter=adapter)
-        hidden, _ = layered.hidden(tokens.reshape(-1), layout, None)
+        hidden, _ = layered.run(tokens.reshape(-1), layout, None)
         return layered.logits(hidden).reshape(*tokens.shape, -1)
 
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (4, 7))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import mamba_jax
 from mamba_jax.config import ModelConfigError, RopeConfig, need
 from mamba_jax.layout import DecodeLayout, PrefillLayout, SequenceLayout
 from mamba_jax.model import HybridModel, parameters
@@ -74,7 +75,7 @@ def test_gradients_reach_every_weight_and_are_finite(config):
 
     def loss(model):
         layout = SequenceLayout.of(*tokens.shape, lengths)
-        hidden, _ = model.hidden(tokens.reshape(-1), layout, None)
+        hidden, _ = model.run(tokens.reshape(-1), layout, None)
         total = jnp.square(jnp.where(layout.valid[:, None], model.logits(hidden), 0)).mean()
         if model.mtp is not None:
             drafts, _ = model.draft(tokens.reshape(-1), jnp.roll(hidden, 1, axis=0), layout, None)
@@ -103,7 +104,7 @@ def piece(model, store, fed, previous, length, count, size):
         layout = PrefillLayout.of(
             **rows, num_packed=size, tile_size=TILE, tile_write_slot=jnp.where(jnp.arange(4) == last, 1, 0)
         )
-    hidden, store = model.hidden(fed, layout, store)
+    hidden, store = model.run(fed, layout, store)
     # The draft layer pairs each token with the hidden state before it.
     before = jnp.concatenate([previous[:1], hidden[:-1]])
     drafts, store = model.draft(fed, before, layout, store) if model.mtp else (hidden, store)
@@ -138,7 +139,7 @@ def test_a_store_changes_nothing(config, pieces):
     @QUICK
     def whole(model):
         layout = SequenceLayout.of(1, LENGTH)
-        hidden, _ = model.hidden(tokens[0], layout, None)
+        hidden, _ = model.run(tokens[0], layout, None)
         before = jnp.concatenate([jnp.zeros_like(hidden[:1]), hidden[:-1]])
         return hidden, model.draft(tokens[0], before, layout, None)[0] if model.mtp else hidden
 
@@ -269,13 +270,37 @@ TOKENS = np.arange(6, dtype=np.int32).reshape(2, 3)
         (TOKENS, [3, 3], TypeError, "lengths is a list"),
         (TOKENS, np.array([3]), ValueError, r"lengths has shape \[1\]: expected \[2\], one per sequence"),
         (TOKENS, np.array([3, 4]), ValueError, r"lengths is \[3, 4\]: expected numbers from 0 to 3"),
+        (TOKENS + VOCAB - 5, None, ValueError, rf"tokens\[1, 2\] is {VOCAB}: expected ids from 0 to {VOCAB - 1}"),
+        (TOKENS - 1, None, ValueError, r"tokens\[0, 0\] is -1: expected ids"),
+        (jnp.where(TOKENS == 4, -100, TOKENS), np.array([3, 2]), ValueError, r"tokens\[1, 1\] is -100: expected ids"),
+        (TOKENS.astype(np.int64) + 2**32, None, ValueError, rf"tokens\[0, 0\] is {2**32}: expected ids"),
         (TOKENS, jnp.array([-1, 3]), ValueError, "expected numbers from 0 to 3"),
         (TOKENS, 3, TypeError, "lengths is a int"),
     ],
 )
 def test_wrong_arguments_are_said(tokens, lengths, kind, message):
-    with pytest.raises(kind, match=message):
-        random_model(EVERYTHING)(tokens, lengths)
+    model = random_model(EVERYTHING)
+    for function in (model, model.hidden, functools.partial(mamba_jax.score, model)):
+        with pytest.raises(kind, match=message):
+            function(tokens, lengths)
+
+
+def test_hidden_states_are_what_logits_are_computed_from():
+    model = random_model(EVERYTHING)
+    padded = np.where(np.arange(3) < 2, TOKENS, -100)  # padding of any value
+    hidden = jax.jit(lambda tokens, lengths: model.hidden(tokens, lengths))(padded, np.array([2, 2]))
+    assert hidden.shape == (2, 3, EVERYTHING.hidden_size)
+    want = jax.jit(lambda tokens: model(tokens))(TOKENS)
+    np.testing.assert_allclose(jax.jit(model.logits)(hidden)[:, :2], want[:, :2], atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 0), (3, 1)])
+def test_sequences_may_be_empty(shape):
+    model, tokens = random_model(EVERYTHING), np.zeros(shape, np.int32)
+    if tokens.size == 0:
+        assert model(tokens).shape == (*shape, VOCAB)
+        assert model.hidden(tokens).shape == (*shape, EVERYTHING.hidden_size)
+    assert mamba_jax.score(model, tokens).shape == (shape[0], max(shape[1] - 1, 0))
 
 
 def test_numpy_batches_within_jit():

@@ -41,7 +41,7 @@ def test_every_adapted_layer_says_what_peft_says(name):
         model = nnx.merge(graph, state)
         stacks.attach(model, arrays)
         layout = dataclasses.replace(SequenceLayout.of(1, len(tokens)), adapter=np.ones(len(tokens), np.int32))
-        return jax.nn.log_softmax(model.logits(model.hidden(tokens, layout, None)[0]))
+        return jax.nn.log_softmax(model.logits(model.run(tokens, layout, None)[0]))
 
     found = np.asarray(run(state, stacks.arrays, case.prompts[PROMPT]))
     with np.load(directory / "logprobs.npz") as golden:

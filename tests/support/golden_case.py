@@ -89,7 +89,7 @@ def draft_log_probs(model: HybridModel, tokens: np.ndarray) -> np.ndarray:
     @jax.jit
     def run(model, tokens):
         layout = SequenceLayout.of(1, len(tokens))
-        hidden, _ = model.hidden(tokens, layout, None)
+        hidden, _ = model.run(tokens, layout, None)
         # Entry i + 1 is of the pair (hidden state i, token i + 1); there is no pair at index 0.
         out, _ = model.draft(tokens, jnp.roll(hidden, 1, axis=0), layout, None)
         return jax.nn.log_softmax(model.draft_logits(out))[1:]

@@ -29,7 +29,7 @@ def trained(command, output, capfd, *more):
 
 
 def logprobs(model, tokens, layout):
-    hidden, _ = model.hidden(tokens, layout, None)
+    hidden, _ = model.run(tokens, layout, None)
     logits = np.asarray(model.logits(hidden), np.float64)
     return (
         logits

@@ -189,7 +189,7 @@ class Drafters:
             def run(state, tokens, length):
                 model = nnx.merge(graph, state)
                 layout = _Spy(SequenceLayout.of(1, MAX_LEN, length[None]))
-                hidden, _ = model.hidden(tokens, layout, None)
+                hidden, _ = model.run(tokens, layout, None)
                 if self.of_blocks:
                     last = model.drafter.layers[-1].attention
                     k, v = last.keys_values(model.draft_input(hidden), layout)
