@@ -7,6 +7,7 @@ import pytest
 
 from mamba_jax.drafts import BlockDrafts
 from mamba_jax.model import HybridModel, parameters
+from tests.support.draft_traces import check_draft_traces
 from tests.support.drafters import FLASH, SPARK, block, context, features, states_of, weights, with_tokens
 from tests.support.random_models import decisive_model
 from tests.support.step_host import PAGE, Host
@@ -29,7 +30,7 @@ def host_of(name: str) -> Host:
     return Host(CONFIGS[name], source=BlockDrafts(drafter.mask_token, drafter.from_newest))
 
 
-def assert_drafts(host, name, seat, tokens, table, count=3):
+def assert_drafts(name, host, seat, tokens, table, count=3):
     """The drafts after `tokens` (whose last one has not been fed), and the keys and values of the tokens before."""
     config, model = CONFIGS[name].drafter, model_of(name)
     values = {path: np.asarray(leaf[...], np.float64) for path, leaf in parameters(model).items()}
@@ -57,38 +58,4 @@ def assert_drafts(host, name, seat, tokens, table, count=3):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_drafts_and_what_they_leave_behind(name):
-    """Prompts in chunks, alone and packed; drafts right and wrong; a prompt's end found in the cache."""
-    host = host_of(name)
-    other = PROMPT[4:9]
-    for seat in (1, 2, 3):
-        host.seat(seat)
-    host.prefill({"row_id": 1, "tokens": PROMPT[:5], "write": 1, "sample": False})
-    assert (np.asarray(host.rows.drafts) == -1).all()
-    out = host.prefill(
-        {"row_id": 1, "tokens": PROMPT[5:], "c": 5, "read": 1, "write": 2}, {"row_id": 2, "tokens": other, "write": 8}
-    )
-    rows = {1: [*PROMPT, int(out.tokens[0, 0])], 2: [*other, int(out.tokens[1, 0])]}
-    for seat in rows:
-        assert_drafts(host, name, seat, rows[seat], host.table(seat - 1))
-    # Row 3 samples from the cached end of the first prompt; its pages are copies.
-    copies = host.table(2).copy()
-    copies[:3] = host.table(0)[:3]
-    out = host.decode(
-        {"row_id": 1, "continues": True, "drafts": 3, "writes": [3, 4, 5, 6]},
-        {"row_id": 2, "continues": True, "drafts": 2, "writes": [8, 9, 10]},
-        {"row_id": 3, "c": 13, "read": 2, "tokens": [], "writes": [], "table": copies}
-        | {"page_copy": (host.table(0)[3], copies[3])},
-    )
-    for seat in (1, 2):
-        rows[seat] += [t for t in out.tokens[seat - 1].tolist() if t >= 0]
-    rows[3] = [*PROMPT, int(out.tokens[2, 0])]
-    assert rows[3] == rows[1][:14]
-    for seat, table in ((1, host.table(0)), (2, host.table(1)), (3, copies)):
-        assert_drafts(host, name, seat, rows[seat], table)
-    out = host.decode(
-        {"row_id": 1, "continues": True, "drafts": 3, "writes": [3, 4, 5, 6]},
-        {"row_id": 2, "continues": True, "drafts": 3, "writes": [8, 9, 10, 11]},
-    )
-    for seat in (1, 2):
-        rows[seat] += [t for t in out.tokens[seat - 1].tolist() if t >= 0]
-        assert_drafts(host, name, seat, rows[seat], host.table(seat - 1))
+    check_draft_traces(host_of(name), PROMPT, functools.partial(assert_drafts, name))

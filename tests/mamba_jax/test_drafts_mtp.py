@@ -12,8 +12,9 @@ from mamba_jax.drafts import MTPDrafts
 from mamba_jax.layout import SequenceLayout
 from mamba_jax.model import parameters
 from mamba_jax.step import step as run_step
+from tests.support.draft_traces import assert_updated_in_place, check_draft_traces
 from tests.support.random_models import decisive_model
-from tests.support.step_host import DECODE_ROWS, PAGE, PAGES_PER_ROW, Host
+from tests.support.step_host import PAGE, PAGES_PER_ROW, Host
 from tests.support.tiny_configs import STEP
 
 WITH_MTP = dataclasses.replace(STEP, mtp_pattern="*-")
@@ -63,7 +64,7 @@ def hidden_of(tokens, config=WITH_MTP):
     """The model's final hidden states, by the whole-sequence form."""
     padded = np.zeros(LONGEST, np.int64)  # one length for all: each would be compiled anew
     padded[: len(tokens)] = tokens
-    return np.asarray(decisive_model(config).hidden(padded, SequenceLayout.of(1, LONGEST), None)[0])[: len(tokens)]
+    return np.asarray(decisive_model(config).run(padded, SequenceLayout.of(1, LONGEST), None)[0])[: len(tokens)]
 
 
 def assert_drafts(host, seat, tokens, table, config=WITH_MTP):
@@ -87,7 +88,7 @@ def assert_drafts(host, seat, tokens, table, config=WITH_MTP):
 @pytest.mark.parametrize("config", [WITH_MTP, WITH_TABLES], ids=["the model's tables", "its own tables"])
 def test_logits_equal_those_of_the_definition(config):
     model, tokens = decisive_model(config), np.array(PROMPT)
-    hidden = np.asarray(model.hidden(tokens, SequenceLayout.of(1, 13), None)[0])
+    hidden = np.asarray(model.run(tokens, SequenceLayout.of(1, 13), None)[0])
     previous = np.concatenate([np.full((1, hidden.shape[1]), 1e3, np.float32), hidden[:-1]])
     ours = model.draft_logits(model.draft(tokens, previous, SequenceLayout.of(1, 13), None)[0])
     out, _, _, head = layer(list(zip(hidden, PROMPT[1:], strict=False)), config)
@@ -96,48 +97,7 @@ def test_logits_equal_those_of_the_definition(config):
 
 @pytest.mark.full
 def test_drafts_and_what_they_leave_behind():
-    """Prompts in chunks, alone and packed; drafts right and wrong; a prompt's end found in the cache."""
-    host = Host(WITH_MTP, source=MTPDrafts())
-    other = PROMPT[4:9]
-    for seat in (1, 2, 3, 4):
-        host.seat(seat)
-    host.prefill({"row_id": 1, "tokens": PROMPT[:5], "write": 1, "sample": False})
-    assert (np.asarray(host.rows.drafts) == -1).all()
-    out = host.prefill(
-        {"row_id": 1, "tokens": PROMPT[5:], "c": 5, "read": 1, "write": 2}, {"row_id": 2, "tokens": other, "write": 8}
-    )
-    rows = {1: [*PROMPT, int(out.tokens[0, 0])], 2: [*other, int(out.tokens[1, 0])]}
-    for seat in rows:
-        assert_drafts(host, seat, rows[seat], host.table(seat - 1))
-    # Row 3 samples from the cached end of the first prompt; its pages are copies.
-    copies = host.table(2).copy()
-    copies[:3] = host.table(0)[:3]
-    # Row 4 goes on from the middle of it and does not sample.
-    more = host.table(3).copy()
-    more[:1] = host.table(0)[:1]
-    out = host.decode(
-        {"row_id": 1, "continues": True, "drafts": 3, "writes": [3, 4, 5, 6]},
-        {"row_id": 2, "continues": True, "drafts": 2, "writes": [8, 9, 10]},
-        {"row_id": 3, "c": 13, "read": 2, "tokens": [], "writes": [], "table": copies}
-        | {"page_copy": (host.table(0)[3], copies[3])},
-        {"row_id": 4, "c": 5, "read": 1, "tokens": PROMPT[5:7], "writes": [0, 7], "sample": False}
-        | {"table": more, "page_copy": (host.table(0)[1], more[1])},
-    )
-    for seat in (1, 2):
-        rows[seat] += [t for t in out.tokens[seat - 1].tolist() if t >= 0]
-    rows[3] = [*PROMPT, int(out.tokens[2, 0])]
-    assert rows[3] == rows[1][:14]
-    for seat, table in ((1, host.table(0)), (2, host.table(1)), (3, copies)):
-        assert_drafts(host, seat, rows[seat], table)
-    assert (np.asarray(host.rows.drafts[4]) == -1).all()
-    for _ in range(2):
-        out = host.decode(
-            {"row_id": 1, "continues": True, "drafts": 3, "writes": [3, 4, 5, 6]},
-            {"row_id": 2, "continues": True, "drafts": 3, "writes": [8, 9, 10, 11]},
-        )
-        for seat in (1, 2):
-            rows[seat] += [t for t in out.tokens[seat - 1].tolist() if t >= 0]
-            assert_drafts(host, seat, rows[seat], host.table(seat - 1))
+    check_draft_traces(Host(WITH_MTP, source=MTPDrafts()), PROMPT, assert_drafts, steps=2)
 
 
 @pytest.mark.full
@@ -151,14 +111,7 @@ def test_drafts_of_a_layer_with_tables_of_its_own():
 
 @pytest.mark.parametrize("drafts", [3, 0], ids=["wide", "narrow"])
 def test_the_draft_layer_updates_the_store_in_place(drafts):
-    """Its pages are written K times in one program, and not copied once."""
-    host = Host(WITH_MTP, source=MTPDrafts())
-    leaves = jax.tree.leaves((host.store, host.rows))
-    size = sum(leaf.nbytes for leaf in leaves)
-    batch = DecodeBatch.empty(rows=DECODE_ROWS, num_speculative_tokens=drafts, pages_per_row=PAGES_PER_ROW)
-    memory = host.programs.program(host.store, host.rows, batch).memory_analysis()
-    assert memory.alias_size_in_bytes >= size
-    assert memory.temp_size_in_bytes < size / 10
+    assert_updated_in_place(Host(WITH_MTP, source=MTPDrafts()), drafts)
 
 
 def test_without_drafts_a_step_is_what_it_would_be_without_a_draft_layer():

@@ -1,10 +1,18 @@
 """A mixed step computes what a decode step and then a prefill step compute."""
 
+import dataclasses
+import functools
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mamba_jax.batch import DecodeBatch, MixedBatch, PrefillBatch
 from mamba_jax.drafts import MTPDrafts, NGramDrafts
+from mamba_jax.rows import init_rows
+from mamba_jax.step import step
+from mamba_jax.store import init_store
 from tests.support.selection import slow
 from tests.support.step_host import TILE, Host
 from tests.support.tiny_configs import FOR_ENGINES, STEP
@@ -61,3 +69,35 @@ def test_a_mixed_step_is_a_decode_step_and_a_prefill_step(name, source, interval
             jax.tree.leaves((one.store, one.rows)), jax.tree.leaves((two.store, two.rows)), strict=True
         ):
             np.testing.assert_allclose(have, want, atol=1e-4, rtol=1e-4)
+
+
+class AdapterReporter:
+    """A model whose most likely token after each token is the number of the token's adapter."""
+
+    def run(self, tokens, layout, store):
+        return jnp.zeros((len(tokens), STEP.hidden_size)).at[:, 0].set(layout.adapter), store
+
+    def divided_logits(self, hidden):
+        return jax.nn.one_hot(hidden[..., 0].astype(jnp.int32), STEP.vocab_size)
+
+    logits = divided_logits
+
+
+def test_each_row_of_a_mixed_step_has_its_own_adapter():
+    entries = np.array([0, 4, 2, 6, 1, 5, 3], np.int32)  # of each seat
+    rows = dataclasses.replace(
+        init_rows(STEP, max_num_seqs=6, num_speculative_tokens=1, adapters=True), adapter=entries
+    )
+    store = init_store(STEP, num_slots=9, num_pages=5, page_size=8, dtype=jnp.float32)
+    decode = DecodeBatch.empty(rows=3, num_speculative_tokens=1, pages_per_row=1)
+    decode.row_id[:2], decode.length[:2], decode.read_slot[:2], decode.sample[:2] = (5, 2), 4, (1, 2), True
+    # The draft of the first row is what the model says next.
+    decode.tokens[0], decode.num_tokens[:2], decode.num_drafts[:2] = (7, entries[5]), (2, 1), (1, 0)
+    decode.write_slot[:2] = [[3, 4], [5, 0]]
+    prefill = PrefillBatch.empty(tokens=8, rows=3, tiles=2, pages_per_row=1, tile_size=8)
+    prefill.row_id[:2], prefill.num_tokens[:2], prefill.sample[:2] = (6, 1), (3, 4), True
+    prefill.tile_write_slot[:] = 6, 7
+    run = jax.jit(functools.partial(step, AdapterReporter(), greedy=True))
+    _, _, (decoded, prefilled) = run(store, rows, MixedBatch(decode, prefill))
+    assert decoded.tokens.tolist() == [[entries[5], entries[5]], [entries[2], -1], [-1, -1]]
+    assert prefilled.tokens[:, 0].tolist() == [entries[6], entries[1], -1]

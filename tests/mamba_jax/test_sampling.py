@@ -171,9 +171,12 @@ def test_a_seeded_row_does_not_depend_on_its_batch_mates():
     # The position that counts is the output's: a longer prompt changes nothing.
     longer = [{**row, "prompt_length": 9} for row in rows]
     np.testing.assert_array_equal(run(logits, longer, length=13).tokens[:, 0], out)
-    for change in ({"choice": 1}, {"seed": 2**32 + 5}):
-        other = run(logits, [{**row, **change} for row in rows], length=11).tokens[:, 0]
-        assert (np.asarray(other) != out).any()
+    # All 64 bits of a seed count, and the choice.
+    seen = set()
+    for seed in (5, 2**32 + 5, 2**63 + 5):
+        one, other = ([{**row, "seed": seed, "choice": choice} for row in rows] for choice in (0, 1))
+        seen |= {tuple(run(logits, each, length=11).tokens[:, 0].tolist()) for each in (one, other)}
+    assert len(seen) == 6
     assert (np.asarray(run(logits, rows, length=12).tokens)[:, 0] != out).any()
 
 

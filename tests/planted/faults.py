@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -33,6 +33,7 @@ TRAINING = ("tests/mamba_jax/train", "tests/serving/cli/test_fine_tune.py")
 CHECKPOINTS = ("tests/checkpoints",)
 HTTP = ("tests/serving/api",)
 KERNELS = ("tests/kernels_pallas",)
+MODELS = ("tests/mamba_jax/test_sampling.py", "tests/mamba_jax/test_step.py", "tests/mamba_jax/test_mixed_step.py")
 
 OTHERS: list[Planted] = []
 """Those that are not in the tables of the host policy, the device and the split."""
@@ -129,4 +130,34 @@ _fault(
 _fault(
     "K2", "experts are chosen from all groups, not from the best", KERNELS,
     "kernels_pallas.expert_choice.xla:_in_best_groups", lambda sound: lambda scores, rule: scores,
+)  # fmt: skip
+
+
+def _ids_of_the_first_row(sound: Any) -> Any:
+    def prompt_logprobs(logits: Any, rows: Any, batch: Any, *rest: Any) -> Any:
+        ids = rows.sampling.prompt_logprob_ids
+        table = replace(rows.sampling, prompt_logprob_ids=ids.at[:].set(ids[batch.row_id[0]]))
+        return sound(logits, replace(rows, sampling=table), batch, *rest)
+
+    return prompt_logprobs
+
+
+def _adapters_of_other_rows(sound: Any) -> Any:
+    def layout(parts: Any, rows: Any) -> Any:
+        return sound(parts, rows if len(parts) == 1 else replace(rows, adapter=rows.adapter[::-1]))
+
+    return layout
+
+
+_fault(
+    "M1", "the upper half of a seed does not count", MODELS,
+    "mamba_jax.sampling.table:_key", lambda sound: lambda seed, choice: sound(seed & 0xFFFFFFFF, choice),
+)  # fmt: skip
+_fault(
+    "M2", "all rows of a prefill report the ids of prompt_logprob_token_ids of the first", MODELS,
+    "mamba_jax.prompt_logprobs:prompt_logprobs", _ids_of_the_first_row,
+)  # fmt: skip
+_fault(
+    "M3", "rows of a mixed step have the adapters of other rows", MODELS,
+    "mamba_jax.step.run:_layout", _adapters_of_other_rows,
 )  # fmt: skip
