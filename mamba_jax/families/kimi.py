@@ -51,17 +51,37 @@ def kimi_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         hidden_size=hidden,
         pattern="".join(map("".join, pairs)),
         norm_eps=eps,
-        latent_attention=LatentAttentionConfig(
-            num_heads=fields.integer("num_attention_heads", 32),
-            key_size=fields.integer("qk_nope_head_dim", 128),
-            shared_key_size=fields.integer("qk_rope_head_dim", 64),
-            value_size=fields.integer("v_head_dim", 128),
-            latent_size=fields.integer("kv_lora_rank", 512),
-            norm_eps=_LATENT_NORM_EPS,
-        ),
+        latent_attention=_latent_attention(fields),
         mlp=MLPConfig(fields.integer("intermediate_size", 9216)),
         moe=parts.moe_config(fields, experts=256, chosen=8, size=1024, scaling=2.446, shared=1),
         recurrences=(_kimi_delta_config(fields, eps),),
+    )
+
+
+def _latent_attention(fields: Fields, **options: Any) -> LatentAttentionConfig:
+    return LatentAttentionConfig(
+        num_heads=fields.integer("num_attention_heads", 32),
+        key_size=fields.integer("qk_nope_head_dim", 128),
+        shared_key_size=fields.integer("qk_rope_head_dim", 64),
+        value_size=fields.integer("v_head_dim", 128),
+        latent_size=fields.integer("kv_lora_rank", 512),
+        norm_eps=_LATENT_NORM_EPS,
+        **options,
+    )
+
+
+def _delta_config(heads: int, size: int, conv_width: int, eps: float, **options: Any) -> DeltaConfig:
+    """Returns Kimi Delta Attention whose keys and values have the same size."""
+    return DeltaConfig(
+        num_heads=heads,
+        head_dim=size,
+        state_size=size,
+        num_groups=heads,
+        conv_width=conv_width,
+        norm_eps=eps,
+        decay="channel",
+        output_gate="sigmoid",
+        **options,
     )
 
 
@@ -97,17 +117,7 @@ def _kimi_delta_config(fields: Fields, eps: float) -> DeltaConfig:
     heads = inner.integer("num_heads", fields.integer("linear_num_heads", 32))
     size = inner.integer("head_dim", fields.integer("linear_head_dim", 128))
     width = inner.integer("short_conv_kernel_size", fields.integer("linear_conv_kernel_dim", 4))
-    return DeltaConfig(
-        num_heads=heads,
-        head_dim=size,
-        state_size=size,
-        num_groups=heads,
-        conv_width=width,
-        norm_eps=eps,
-        decay="channel",
-        gate_rank=size,
-        output_gate="sigmoid",
-    )
+    return _delta_config(heads, size, width, eps, gate_rank=size)
 
 
 def kimi_names(config: HybridConfig) -> dict[str, HFSource]:
@@ -167,7 +177,8 @@ def ling3_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     layers, heads = fields.integer("num_hidden_layers", 42), fields.integer("num_attention_heads", 32)
     # transformers saves the size of rotated keys as head_dim.
     head_dim = fields.integer("linear_head_dim", fields.integer("head_dim", 128))
-    shared_key_size = fields.integer("qk_rope_head_dim", 64)
+    bound = fields.number("kda_lower_bound", -5.0) if fields.flag("kda_safe_gate", True) else None
+    conv_width = fields.integer("short_conv_kernel_size", 4)
     pairs = zip(_ling_mixers(fields, layers), _feed_forward(fields, layers, dense=2), strict=True)
     return HybridConfig(
         **parts.common_fields(fields, vocab=157184, tied=False, bos=None, eos=156895),
@@ -175,32 +186,15 @@ def ling3_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         hidden_size=hidden,
         pattern="".join(map("".join, pairs)),
         norm_eps=eps,
-        latent_attention=LatentAttentionConfig(
-            num_heads=heads,
-            key_size=fields.integer("qk_nope_head_dim", 128),
-            shared_key_size=shared_key_size,
-            value_size=fields.integer("v_head_dim", 128),
-            latent_size=fields.integer("kv_lora_rank", 512),
+        latent_attention=_latent_attention(
+            fields,
             query_latent_size=fields.integer("q_lora_rank", 0),
-            norm_eps=_LATENT_NORM_EPS,
-            rope=rope_config(fields, shared_key_size, theta=_ROPE_THETA),
+            rope=rope_config(fields, fields.integer("qk_rope_head_dim", 64), theta=_ROPE_THETA),
             head_gate=True,
         ),
         mlp=MLPConfig(fields.integer("intermediate_size", 6144)),
         moe=parts.moe_config(fields, experts=512, chosen=8, size=768, groups=(8, 4), scaling=2.5, shared=1),
-        recurrences=(
-            DeltaConfig(
-                num_heads=heads,
-                head_dim=head_dim,
-                state_size=head_dim,
-                num_groups=heads,
-                conv_width=fields.integer("short_conv_kernel_size", 4),
-                norm_eps=eps,
-                decay="channel",
-                log_decay_bound=fields.number("kda_lower_bound", -5.0) if fields.flag("kda_safe_gate", True) else None,
-                output_gate="sigmoid",
-            ),
-        ),
+        recurrences=(_delta_config(heads, head_dim, conv_width, eps, log_decay_bound=bound),),
         mtp_pattern=_draft_pattern(fields),
     )
 
