@@ -21,5 +21,6 @@ def listing(items: Iterable[str], shown: int = LISTED) -> str:
 
 def one_line(error: object, most: int = 300) -> str:
     """Returns the text of an error of another library on one line of at most `most` characters; its type if it has no
-    text."""
-    return " ".join(str(error).split())[:most] or type(error).__name__
+    text. What cannot be encoded or printed is escaped: it may come from a file."""
+    text = " ".join(str(error).split())[:most]
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text) or type(error).__name__

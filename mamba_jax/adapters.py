@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from mamba_jax.config import HybridConfig
 from mamba_jax.model import HybridModel
@@ -80,6 +80,24 @@ def targets(model: HybridModel, *, experts: bool = False) -> dict[str, Target]:
 def _modules(model: HybridModel, kind: type[M]) -> dict[str, M]:
     found = ((".".join(map(str, path)), module) for path, module in nnx.iter_graph(model))
     return {path: module for path, module in found if isinstance(module, kind) and path.split(".")[0] not in _DRAFTS}
+
+
+LayerMatrices = Mapping[
+    str, tuple[Float[np.ndarray, "*experts rank inputs"], Float[np.ndarray, "*experts outputs rank"]]
+]
+"""(A, B) by the path of a layer or of the experts' weight; B includes the adapter's scale."""
+
+
+EntryValues = Mapping[str, Shaped[np.ndarray, "..."]]
+"""By the name of the array on the device."""
+
+
+@dataclass(frozen=True)
+class AdapterEntry:
+    """An adapter in the form of an entry, made by `Adapters.entry_of`: padded, in the dtype of the device's arrays, and
+    without a number that is not finite."""
+
+    values: EntryValues
 
 
 class Adapters:
@@ -147,28 +165,22 @@ class Adapters:
                     added = ExpertLoRA(*(values[f"{path}.lora_{part}.{each}"] for each in "ab"))
                     setattr(module, f"lora_{part}", added)
 
-    def put(
-        self,
-        entry: int,
-        layers: Mapping[
-            str, tuple[Float[np.ndarray, "*experts rank inputs"], Float[np.ndarray, "*experts outputs rank"]]
-        ],
-    ) -> None:
-        """Writes an adapter into an entry, in place of the one before.
+    def entry_of(self, layers: LayerMatrices) -> AdapterEntry:
+        """Checks and converts an adapter. May be called from any thread.
+
+        All entries take part in the product of each row, masked by zeros. So a number that is not finite in one entry
+        would make the rows of all others NaN.
 
         Args:
-            entry: from 1 to `count`.
-            layers: (A, B) by the path of the layer or of the experts' weight; B includes the adapter's scale.
-                Other layers are not adapted.
+            layers: the adapted layers. Others are not adapted.
         Raises:
-            ValueError: there is no such entry or layer, or a shape does not fit. Nothing has changed.
+            ValueError: there is no such layer, a shape does not fit, or a number is not finite in the arrays' dtype.
         """
-        if not 1 <= entry <= self.count:
-            raise ValueError(f"adapter entry {entry}: expected 1 to {self.count}")
         if unknown := layers.keys() - self._targets.keys():
             raise ValueError(f"the model has no layer {sorted(unknown)[0]} that adapters can change")
-        for path, (a, b) in layers.items():
-            target = self._targets[path]
+        values: dict[str, np.ndarray] = {}
+        for path, target in self._targets.items():
+            a, b = layers.get(path) or map(np.zeros, target.shapes(0))
             rank, most = a.shape[-2], self.rank * target.ranks
             if rank > most or (a.shape, b.shape) != target.shapes(rank):
                 of_a, of_b = map(list, target.shapes(rank))
@@ -176,19 +188,36 @@ class Adapters:
                     f"{path}: A is {list(a.shape)} and B {list(b.shape)}; expected {of_a} and {of_b}, "
                     f"with a rank of at most {most}"
                 )
+            whole, rest = [(0, 0)] * len(target.lead), (0, most - rank)
+            padded_b = np.pad(b, (*whole, (0, 0), rest)).reshape(*target.lead, *target.outputs, -1)
+            for part, value in (("a", np.pad(a, (*whole, rest, (0, 0)))), ("b", padded_b)):
+                values[f"{target.lora}.{part}"] = _cast(path, value, self.dtype)
+        return AdapterEntry(values)
+
+    def put(self, entry: int, adapter: LayerMatrices | AdapterEntry) -> None:
+        """Writes an adapter into an entry from 1 to `count`, in place of the one before.
+
+        Raises:
+            ValueError: there is no such entry, or as `entry_of`. Nothing has changed.
+        """
+        if not 1 <= entry <= self.count:
+            raise ValueError(f"adapter entry {entry}: expected 1 to {self.count}")
+        values = (adapter if isinstance(adapter, AdapterEntry) else self.entry_of(adapter)).values
         new: dict[str, Array] = {}
-        for path, target in self._targets.items():
-            a, b = layers.get(path) or map(np.zeros, target.shapes(0))
-            whole = [(0, 0)] * len(target.lead)
-            rest = self.rank * target.ranks - a.shape[-2]
-            values = {"a": np.pad(a, (*whole, (0, rest), (0, 0))), "b": np.pad(b, (*whole, (0, 0), (0, rest)))}
-            values["b"] = values["b"].reshape(*target.lead, *target.outputs, -1)
-            for part, value in values.items():
+        for target in self._targets.values():
+            for part, axis in (("a", len(target.lead)), ("b", len(target.lead) + len(target.outputs))):
                 name = f"{target.lora}.{part}"
-                axis = len(target.lead) + (0 if part == "a" else len(target.outputs))
                 write = _writer(axis, self._sharding(name))
-                new[name] = write(self._arrays[name], value.astype(self.dtype), np.int32(entry))
-        self._arrays = {name: new[name] for name in self._arrays}
+                new[name] = write(self._arrays[name], values[name], np.int32(entry))
+        self._arrays = new
+
+
+def _cast(path: str, value: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        cast = value.astype(dtype)
+    if not np.isfinite(cast).all():
+        raise ValueError(f"{path} has numbers that are not finite in {np.dtype(dtype).name}")
+    return cast
 
 
 def _shardings(config: HybridConfig, mesh: Mesh | None) -> Callable[[str], NamedSharding | None]:

@@ -18,7 +18,7 @@ from kernels_pallas.invariant import COMPILER_OPTIONS as INVARIANT_OPTIONS
 from kernels_pallas.invariant import NAME as INVARIANT
 from kernels_pallas.invariant import WHY_MISSING as WHY_NOT_INVARIANT  # noqa: F401 - why they cannot run
 from kernels_pallas.native import instructions as instructions  # of native operations
-from mamba_jax.adapters import Adapters
+from mamba_jax.adapters import AdapterEntry, Adapters, LayerMatrices
 from mamba_jax.batch import DecodeBatch, MixedBatch, PageTableBatch, PrefillBatch, SeatBatch, StepOutput
 from mamba_jax.compiler_options import compiler_options as platform_options
 from mamba_jax.drafts import DraftSource
@@ -151,7 +151,7 @@ class StepPrograms:
                 raise ValueError(f"{path} has {what} {new}, expected {old}")
         self._weights = (*self._weights[:place], value, *self._weights[place + 1 :])
 
-    def replace_adapter(self, entry: int, layers: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> None:
+    def replace_adapter(self, entry: int, adapter: LayerMatrices | AdapterEntry) -> None:
         """Makes all later steps use another adapter for rows with this entry; see `Adapters.put`.
 
         Raises:
@@ -159,7 +159,7 @@ class StepPrograms:
         """
         if self.adapters is None:
             raise ValueError("these programs have no adapters")
-        self.adapters.put(entry, layers)
+        self.adapters.put(entry, adapter)
         self._weights = (*self._weights[: self._num_weights], *self.adapters.arrays)
 
     @property

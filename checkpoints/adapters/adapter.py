@@ -8,16 +8,18 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from checkpoints.adapters.initial_state import INITIAL_STATE_FILE, InitialState, read_initial_state
-from checkpoints.errors import CheckpointError
+from checkpoints.errors import CheckpointError, one_line
 from checkpoints.json_file import read_json
 from checkpoints.tensors.safetensors_file import SafetensorsFile
 from mamba_jax.adapters import Target, targets
@@ -32,6 +34,9 @@ MODULE_PREFIX = "base_model.model."
 """The prefix of modules' names in the files."""
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<part>[AB])(?:\.default)?\.weight")
 _FLOATS = ("F32", "F16", "BF16")
+_MOST_HEADER = 16 << 20
+"""Maximum bytes of a file's list of tensors."""
+_MOST_MESSAGE = 500
 _ORDINARY_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "true", "false")
 """Values of `init_lora_weights` that leave the base model's weights as they are."""
 
@@ -87,15 +92,24 @@ def read_adapter(path: str | Path, config: HybridConfig, *, max_rank: int | None
         CheckpointError: the directory cannot be read or requests something unsupported, a tensor belongs to no dense
             layer or routed expert of the model or has a wrong shape, or a number is not finite.
     """
-    folder = Path(path).expanduser()
+    try:
+        return _read(Path(path).expanduser(), config, max_rank)
+    except Exception as error:  # whatever a file can cause that was made to do harm
+        if isinstance(error, CheckpointError):
+            raise CheckpointError(one_line(error, _MOST_MESSAGE)) from error
+        where = one_line(path, _MOST_MESSAGE // 2)
+        raise CheckpointError(f"{where}: not a usable adapter ({type(error).__name__}: {one_line(error)})") from error
+
+
+def _read(folder: Path, config: HybridConfig, max_rank: int | None) -> Adapter:
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder}: not a directory; an adapter is a directory with {CONFIG_FILE} or {INITIAL_STATE_FILE}"
         )
-    if not (folder / INITIAL_STATE_FILE).exists():
+    if not os.path.lexists(folder / INITIAL_STATE_FILE):
         return _read_lora(folder, config, max_rank)
     state = read_initial_state(folder, config)
-    if not any((folder / name).exists() for name in (CONFIG_FILE, WEIGHTS_FILE)):
+    if not any(os.path.lexists(folder / name) for name in (CONFIG_FILE, WEIGHTS_FILE)):
         return Adapter({}, 0, hashlib.sha256(f"initial state {state.digest}".encode()).hexdigest(), None, state)
     lora = _read_lora(folder, config, max_rank)
     digest = hashlib.sha256(f"{lora.digest} and initial state {state.digest}".encode()).hexdigest()
@@ -105,42 +119,77 @@ def read_adapter(path: str | Path, config: HybridConfig, *, max_rank: int | None
 def _read_lora(folder: Path, config: HybridConfig, max_rank: int | None) -> Adapter:
     scales = _Scales(folder, read_json(folder / CONFIG_FILE))
     file = folder / WEIGHTS_FILE
-    if not file.is_file():
+    if not os.path.lexists(file):
         raise CheckpointError(f"{folder}: has no {WEIGHTS_FILE}; other formats of weights are not supported")
-    pairs = _pairs(SafetensorsFile(file))
-    known, digest = _Targets(config), hashlib.sha256()
+    stored = SafetensorsFile(file, _MOST_HEADER)
+    known = _targets_of(config)
     layers: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     experts: dict[str, dict[_Place, tuple[np.ndarray, np.ndarray]]] = {}
-    rank = 0
-    for module, (a, b) in sorted(pairs.items()):
-        scale = scales.of(module, a.shape[0] if a.ndim == 2 else 0)
-        if max_rank is not None and a.shape[0] > max_rank:
-            raise CheckpointError(f"{file}: {module} has rank {a.shape[0]}, more than max_lora_rank {max_rank}")
-        rank = max(rank, a.shape[0])
-        for tensor in (a, b):
-            if not np.isfinite(tensor).all():
-                raise CheckpointError(f"{file}: {module} has numbers that are not finite")
-        b = b * np.float32(scale)
-        if (place := known.find_expert(file, module, a, b)) is not None:
+    # All names, shapes and ranks are checked before a number is read, so that the model bounds what is read.
+    checked = []
+    for module, names in sorted(_pairs(stored).items()):
+        pair = _Pair(file, module, *(stored.entries[names[part]].shape for part in "AB"))
+        scale, rank = scales.of(module, pair.rank), pair.rank
+        if max_rank is not None and rank > max_rank:
+            raise CheckpointError(f"{file}: {module} has rank {rank}, more than max_lora_rank {max_rank}")
+        checked.append((pair, names, scale, known.find_expert(pair), known.find(pair)))
+    for pair, names, scale, place, parts in checked:
+        a, b = (stored.copy(names[part]).astype(np.float32) for part in "AB")
+        with np.errstate(over="ignore", invalid="ignore"):
+            b *= np.float32(scale)
+        if not (np.isfinite(a).all() and np.isfinite(b).all()):
+            raise CheckpointError(f"{file}: {pair.module} has numbers that are not finite, or not after its scale")
+        if place is not None:
             pieces = experts.setdefault(place.path, {})
             if place in pieces:
-                raise CheckpointError(f"{file}: {module} comes twice, under two prefixes")
+                raise CheckpointError(f"{file}: {pair.module} comes twice, under two prefixes")
             pieces[place] = a, b
-            continue
-        for layer, rows in known.find(file, module, a, b):
-            before = layers.setdefault(layer, (a, rows))
-            if not all(map(np.array_equal, before, (a, rows))):
+        for layer, rows in parts:
+            before = layers.setdefault(layer, (a, b[rows]))
+            if not all(map(np.array_equal, before, (a, b[rows]))):
                 raise CheckpointError(
-                    f"{file}: {module} and another module are one shared layer of the model, with different adapters: "
-                    "an adapter for each use of a shared layer is not supported"
+                    f"{file}: {pair.module} and another module are one shared layer of the model, with different "
+                    "adapters: an adapter for each use of a shared layer is not supported"
                 )
+    rank = max(pair.rank for pair, *_ in checked)
     for path, pieces in experts.items():
         layers[path] = _stacked(known.targets[path], pieces)
+    return Adapter(layers, rank, _digest(layers), scales.base)
+
+
+def _digest(layers: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> str:
+    digest = hashlib.sha256()
     for layer, (a, b) in sorted(layers.items()):
         digest.update(json.dumps([layer, a.shape, b.shape]).encode())
         digest.update(np.ascontiguousarray(a).data)
         digest.update(np.ascontiguousarray(b).data)
-    return Adapter(layers, rank, digest.hexdigest(), scales.base)
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """The shapes of A and B of a module, [rank, inputs] and [outputs, rank]."""
+
+    file: Path
+    module: str
+    a: tuple[int, ...]
+    b: tuple[int, ...]
+
+    @property
+    def rank(self) -> int:
+        """The rank of A."""
+        return self.a[0]
+
+    def check(self, outputs: int, inputs: int) -> None:
+        """
+        Raises:
+            CheckpointError: the shapes are not those of a layer with so many outputs and inputs.
+        """
+        if self.a[1] != inputs or self.b != (outputs, self.rank):
+            raise CheckpointError(
+                f"{self.file}: {self.module} has lora_A {list(self.a)} and lora_B {list(self.b)}: "
+                f"expected [{self.rank}, {inputs}] and [{outputs}, {self.rank}]"
+            )
 
 
 @dataclass(frozen=True)
@@ -212,40 +261,44 @@ class _Scales:
     def _number(self, config: Mapping[str, Any], name: str) -> float:
         return self._positive(name, config.get(name))
 
-    def _patterns(self, config: Mapping[str, Any], name: str) -> dict[str, float]:
+    def _patterns(self, config: Mapping[str, Any], name: str) -> _Patterns:
         found = config.get(name) or {}
         if not isinstance(found, Mapping):
             raise CheckpointError(f"{self._file}: {name} is {found!r}: an object is expected")
-        values: dict[str, float] = {}
+        values: _Patterns = {}
         for key, value in found.items():
             # PEFT accepts any regular expression here. One from an untrusted file could run without end.
             module = key.removeprefix(".*\\.").removesuffix("$").replace("\\.", ".")
             if not re.fullmatch(r"\^?[\w.]+", module):
                 raise CheckpointError(f"{self._file}: {name}: {key!r} is not supported: expected a module's name")
-            values[module] = self._positive(name, value)
+            values[module] = len(values), self._positive(name, value)
         return values
 
     def _positive(self, name: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-            raise CheckpointError(f"{self._file}: {name} is {value!r}: a number above 0 is expected")
+        largest = float(np.finfo(np.float32).max)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= largest:
+            raise CheckpointError(f"{self._file}: {name} is {str(value)[:80]}: a number above 0 is expected")
         return float(value)
 
 
-def _matching(values: Mapping[str, float], module: str, default: float) -> float:
+_Patterns = dict[str, tuple[int, float]]
+"""Position and value by the name of a module, or by its end, in the order in which they apply."""
+
+
+def _matching(values: _Patterns, module: str, default: float) -> float:
     """Returns the value of the first key that is the module's name from a dot on, or with ^ the whole name."""
-    for key, value in values.items():
-        if key.removeprefix("^") == module or f".{module}".endswith(f".{key}"):
-            return value
-    return default
+    parts = module.split(".")
+    keys = {f"^{module}", *(".".join(parts[start:]) for start in range(len(parts)))} & values.keys()
+    return min(values[key] for key in keys)[1] if keys else default
 
 
-def _pairs(file: SafetensorsFile) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Returns A and B of each adapted module, in float32, by the module's name in the base model.
+def _pairs(file: SafetensorsFile) -> dict[str, dict[str, str]]:
+    """Returns the names of A and B of each adapted module, by the module's name in the base model.
 
     Raises:
         CheckpointError: a tensor is not an A or B with two axes, or A or B is missing.
     """
-    found: dict[str, dict[str, np.ndarray]] = {}
+    found: dict[str, dict[str, str]] = {}
     for name, entry in file.entries.items():
         match = _TENSOR.fullmatch(name.removeprefix(MODULE_PREFIX))
         if match is None:
@@ -257,13 +310,19 @@ def _pairs(file: SafetensorsFile) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         parts = found.setdefault(match["module"], {})
         if match["part"] in parts:
             raise CheckpointError(f"{file.path}: {name} comes twice")
-        parts[match["part"]] = np.array(file.view(name), np.float32)
+        parts[match["part"]] = name
     if not found:
         raise CheckpointError(f"{file.path}: has no tensors")
     for module, parts in found.items():
         if parts.keys() != {"A", "B"}:
             raise CheckpointError(f"{file.path}: {module} has lora_{next(iter(parts))} only: A and B are needed")
-    return {module: (parts["A"], parts["B"]) for module, parts in found.items()}
+    return found
+
+
+@lru_cache(maxsize=4)
+def _targets_of(config: HybridConfig) -> _Targets:
+    """Returns the targets of a model, which take a trace of it to find."""
+    return _Targets(config)
 
 
 class _Targets:
@@ -277,37 +336,40 @@ class _Targets:
                 for name in each.names:
                     self._names.setdefault(name, []).append((path, each))
 
-    def find(self, file: Path, module: str, a: np.ndarray, b: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-        """The model's layers that a module consists of, and the rows of B that belong to each.
+    def find(self, pair: _Pair) -> list[tuple[str, np.ndarray]]:
+        """The model's layers that a module consists of, and the rows of B that belong to each. None for an expert's.
 
         Raises:
             CheckpointError: the model has no such dense layer, or a shape is wrong.
         """
-        sources = self._of(module)
+        if self.find_expert(pair) is not None:
+            return []
+        sources = self._of(pair.module)
         if not sources:
-            raise CheckpointError(f"{file}: the model has no module {module}")
+            raise CheckpointError(f"{pair.file}: the model has no module {pair.module}")
+        found = []
         for path, source in sources:
             layer = path.removesuffix(".weight")
             target = self.targets.get(layer)
             if target is None or target.lead or source.stack or source.cuts:
-                raise CheckpointError(f"{file}: {module} is not a linear layer that adapters can change here")
+                raise CheckpointError(f"{pair.file}: {pair.module} is not a linear layer that adapters can change here")
             stored = source.stored((math.prod(target.outputs), target.inputs))
-            _check_shapes(file, module, a, b, outputs=stored[0], inputs=target.inputs)
-            yield layer, b[stored_rows(source, stored[0])]
+            pair.check(stored[0], target.inputs)
+            found.append((layer, stored_rows(source, stored[0])))
+        return found
 
-    def find_expert(self, file: Path, module: str, a: np.ndarray, b: np.ndarray) -> _Place | None:
+    def find_expert(self, pair: _Pair) -> _Place | None:
         """The projection of a routed expert that a module is; None if it is none.
 
         Raises:
             CheckpointError: a shape is wrong.
         """
-        for path, source in self._of(module):
+        for path, source in self._of(pair.module):
             target = self.targets.get(path)
             if target is None or not target.lead or len(source.names) != target.lead[0] * target.ranks:
                 continue
-            outputs = math.prod(target.outputs) // target.ranks
-            _check_shapes(file, module, a, b, outputs=outputs, inputs=target.inputs)
-            expert, part = divmod(source.names.index(f"{self._known(module)}.weight"), target.ranks)
+            pair.check(math.prod(target.outputs) // target.ranks, target.inputs)
+            expert, part = divmod(source.names.index(f"{self._known(pair.module)}.weight"), target.ranks)
             return _Place(path, expert, part)
         return None
 
@@ -318,14 +380,6 @@ class _Targets:
         """Returns the module's name in the model's own checkpoints; `module` itself if there is none."""
         names = (module.removeprefix(prefix) for prefix in ("", *TEXT_PREFIXES))
         return next((name for name in names if f"{name}.weight" in self._names), module)
-
-
-def _check_shapes(file: Path, module: str, a: np.ndarray, b: np.ndarray, *, outputs: int, inputs: int) -> None:
-    if a.shape[1] != inputs or b.shape != (outputs, len(a)):
-        raise CheckpointError(
-            f"{file}: {module} has lora_A {list(a.shape)} and lora_B {list(b.shape)}: "
-            f"expected [{len(a)}, {inputs}] and [{outputs}, {len(a)}]"
-        )
 
 
 def stored_rows(source: HFSource, stored: int) -> np.ndarray:

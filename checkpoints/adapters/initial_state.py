@@ -35,6 +35,8 @@ INITIAL_STATE_FILE = "initial_state.safetensors"
 LayerState = Mapping[str, Float[np.ndarray, "..."]]
 """`state` and `window` of a layer, or one of them."""
 
+_MOST_HEADER = 16 << 20
+"""Maximum bytes of the file's list of tensors."""
 _FORMAT = {"format": "mamba-jax-initial-state", "version": "1"}
 _NAME = re.compile(r"layers\.(?P<index>0|[1-9][0-9]{0,5})\.(?P<part>state|window)")
 
@@ -89,19 +91,21 @@ def read_initial_state(path: str | Path, config: HybridConfig) -> InitialState:
     """
     file = Path(path).expanduser()
     file = file / INITIAL_STATE_FILE if file.is_dir() else file
-    stored = SafetensorsFile(file)
+    stored = SafetensorsFile(file, _MOST_HEADER)
     for field, expected in (_FORMAT | {"model_type": config.family}).items():
         if (value := stored.metadata.get(field)) != expected:
             raise CheckpointError(f"{file}: {field} is {str(value)[:80]!r}: expected {expected!r}")
-    layers: dict[int, dict[str, np.ndarray]] = {}
+    shapes: dict[int, dict[str, tuple[int, ...]]] = {}
     for name, entry in stored.entries.items():
         match = _NAME.fullmatch(name)
         if match is None:
             raise CheckpointError(f"{file}: tensor {name[:80]} is not layers.INDEX.state or layers.INDEX.window")
         if entry.dtype != "F32":
             raise CheckpointError(f"{file}: {name} is {entry.dtype}: expected F32")
-        layers.setdefault(int(match["index"]), {})[match["part"]] = np.array(stored.view(name))
-    _check(str(file), layers, config)
+        shapes.setdefault(int(match["index"]), {})[match["part"]] = entry.shape
+    _check_shapes(str(file), shapes, config)  # before a number is read: so the model bounds what is read
+    layers = {index: {part: stored.copy(f"layers.{index}.{part}") for part in parts} for index, parts in shapes.items()}
+    _check_finite(str(file), layers)
     return InitialState(layers, _digest(layers))
 
 
@@ -123,7 +127,9 @@ def write_initial_state(path: str | Path, layers: Mapping[int, LayerState], conf
         index: {part: np.ascontiguousarray(value, np.float32) for part, value in layer.items()}
         for index, layer in layers.items()
     }
-    _check("the initial state", wide, config)
+    shapes = {index: {part: value.shape for part, value in layer.items()} for index, layer in wide.items()}
+    _check_shapes("the initial state", shapes, config)
+    _check_finite("the initial state", wide)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / INITIAL_STATE_FILE
     tensors = {f"layers.{index}.{part}": value for index, layer in wide.items() for part, value in layer.items()}
@@ -160,19 +166,24 @@ def _shapes(arrays: tuple[StateArray, ...]) -> dict[str, tuple[int, ...]]:
     return {part: (*found[0].shape[:-1], sum(array.shape[-1] for array in found)) for part, found in members.items()}
 
 
-def _check(what: str, layers: Mapping[int, LayerState], config: HybridConfig) -> None:
+def _check_shapes(what: str, found: Mapping[int, Mapping[str, tuple[int, ...]]], config: HybridConfig) -> None:
     shapes = initial_state_shapes(config)
-    if not any(layers.values()):
+    if not any(found.values()):
         raise CheckpointError(f"{what}: has no tensors")
-    for index, layer in layers.items():
-        for part, value in layer.items():
+    for index, layer in found.items():
+        for part, own in layer.items():
             name, shape = f"layers.{index}.{part}", shapes.get(index, {}).get(part)
             if shape is None:
                 raise CheckpointError(f"{what}: the model has no {name}; recurrent layers are {sorted(shapes)}")
-            if value.shape != shape:
-                raise CheckpointError(f"{what}: {name} is {list(value.shape)}: expected {list(shape)}")
+            if own != shape:
+                raise CheckpointError(f"{what}: {name} is {list(own)}: expected {list(shape)}")
+
+
+def _check_finite(what: str, layers: Mapping[int, LayerState]) -> None:
+    for index, layer in layers.items():
+        for part, value in layer.items():
             if not np.isfinite(value).all():
-                raise CheckpointError(f"{what}: {name} has numbers that are not finite")
+                raise CheckpointError(f"{what}: layers.{index}.{part} has numbers that are not finite")
 
 
 def _digest(layers: Mapping[int, LayerState]) -> str:

@@ -20,7 +20,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from checkpoints.errors import CheckpointError, listing
+from checkpoints.errors import CheckpointError, listing, one_line
+from checkpoints.json_file import open_regular
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
@@ -60,15 +61,13 @@ class SafetensorsFile:
         CheckpointError: the file is unreadable, truncated, or its header is not valid.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, max_header: int = MAX_HEADER_BYTES) -> None:
         self.path = path
         try:
-            with path.open("rb") as file:
-                size = file.seek(0, 2)
-                file.seek(0)
-                self.entries, self.metadata = _read_header(path, file, size)
+            with open_regular(path) as file:
                 self.status = os.fstat(file.fileno())
                 """The status of the mapped file."""
+                self.entries, self.metadata = _read_header(path, file, self.status.st_size, max_header)
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
@@ -80,6 +79,21 @@ class SafetensorsFile:
             raise CheckpointError(f"{self.path}: {name} has dtype {entry.dtype}, which is not supported yet")
         flat = np.frombuffer(self._map, DTYPES[entry.dtype], math.prod(entry.shape), entry.start)
         return flat.reshape(entry.shape)
+
+    def copy(self, name: str) -> np.ndarray:
+        """Returns a copy of the tensor, read from the file. Unlike a view, it is safe from programs that shorten the
+        file meanwhile.
+
+        Raises:
+            CheckpointError: the file was changed.
+        """
+        entry = self.entries[name]
+        with open_regular(self.path) as file:
+            file.seek(entry.start)
+            content = file.read(entry.end - entry.start)
+        if len(content) != entry.end - entry.start:
+            raise CheckpointError(f"{self.path}: was changed while it was loaded; start again")
+        return np.frombuffer(content, DTYPES[entry.dtype]).reshape(entry.shape)
 
     def release(self, name: str) -> None:
         """Lets the system drop the pages of a copied tensor, so that they do not count as this process's memory."""
@@ -93,17 +107,17 @@ class SafetensorsFile:
             self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
 
 
-def _read_header(path: Path, file: Any, size: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+def _read_header(path: Path, file: Any, size: int, most: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     prefix = file.read(8)
     length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else None
-    if length is None or length > MAX_HEADER_BYTES or 8 + length > size:
+    if length is None or length > most or 8 + length > size:
         raise CheckpointError(f"{path}: truncated, or not a safetensors file ({size} bytes, too short for its header)")
     try:
         header = json.loads(file.read(length))
         metadata = dict(header.pop("__metadata__", None) or {})
         entries = {name: _entry(8 + length, **fields) for name, fields in header.items()}
-    except (ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: corrupt safetensors header ({error})") from error
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise CheckpointError(f"{path}: corrupt safetensors header ({one_line(error)})") from error
     cut = [f"{name} {list(entry.shape)}" for name, entry in entries.items() if entry.end > size]
     if cut:
         wanted = max(entry.end for entry in entries.values())
@@ -114,7 +128,8 @@ def _read_header(path: Path, file: Any, size: int) -> tuple[dict[str, TensorEntr
 def _entry(base: int, dtype: str, shape: list[int], data_offsets: list[int]) -> TensorEntry:
     start, end = data_offsets
     entry = TensorEntry(dtype, tuple(int(n) for n in shape), base + int(start), base + int(end))
-    if min(entry.shape, default=0) < 0 or not base <= entry.start <= entry.end:
+    sizes = (0, *entry.shape)
+    if min(sizes) < 0 or max(sizes) >= 1 << 48 or not base <= entry.start <= entry.end:
         raise ValueError(f"impossible shape {shape} or offsets {data_offsets}")
     if dtype in DTYPES and math.prod(entry.shape) * DTYPES[dtype].itemsize != end - start:
         raise ValueError(f"{dtype} tensor of shape {shape} does not take {end - start} bytes")

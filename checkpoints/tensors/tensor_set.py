@@ -17,6 +17,8 @@ from checkpoints.tensors.safetensors_file import SafetensorsFile, TensorEntry
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+MOST_INDEX = 256 << 20
+"""Maximum bytes of the index: it has a line for each of perhaps a million tensors."""
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 
 
@@ -90,7 +92,7 @@ def _file_names(directory: Path) -> list[str]:
     present = {path.name for path in directory.glob("*.safetensors")}
     if (directory / INDEX_FILE).is_file():
         index = directory / INDEX_FILE
-        weight_map = read_json(index).get("weight_map")
+        weight_map = read_json(index, MOST_INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise CheckpointError(f"{index}: has no weight_map of tensor names to file names")
         files = set(weight_map.values())

@@ -6,16 +6,19 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from checkpoints.tensors.replacement import NewWeights
 from serving.engine.control import PauseMode
 from serving.engine.engine import Engine
 from serving.engine.engine_thread import Result
-from serving.engine.replicas.changes import WeightsUpdate, load_adapter, remove_adapter
+from serving.engine.replicas.changes import WeightsUpdate, put_adapter, remove_adapter, table_of
 from serving.engine.replicas.replica_loads import Assignment
 from serving.engine.replicas.replica_threads import Reader, ReplicaThreads
 from serving.engine.request_error import RequestError
+from serving.engine.requests.adapter_reads import AdapterReads
+from serving.engine.requests.adapters import AdapterNotRead
 from serving.engine.requests.output import RequestOutput
 from serving.engine.requests.request import EngineRequest, Prompt
 from serving.engine.requests.sampling_params import SamplingParams
@@ -37,6 +40,10 @@ class AsyncEngine(ReplicaThreads):
         super().__init__(engines, _deliver)
         self._ids = itertools.count()
         self._ids_in_use: set[str] = set()
+        for engine in self.engines:
+            if engine.adapters is not None:
+                engine.adapters.reads_files = False
+        self._reads = AdapterReads()
         self._loading = asyncio.Lock()
         """Held while an adapter is loaded or removed, so that all engines do it in the same order."""
 
@@ -82,6 +89,7 @@ class AsyncEngine(ReplicaThreads):
         name = request.request_id
         if name in self._ids_in_use:
             raise RequestError(f"request id {name!r} is in use")
+        self._reads.seen(request.client)
         request, ids = self.with_tokens(request)
         full: list[int] = []
         while True:
@@ -97,6 +105,9 @@ class AsyncEngine(ReplicaThreads):
                     if output.finished:
                         break
                     yield output
+            except AdapterNotRead:
+                request = await self._with_adapter(request, self.engines[mailbox.assignment.replica])
+                continue
             except RequestError as error:
                 full.append(mailbox.assignment.replica)
                 if not self.loads.tries_another(error, full):
@@ -108,6 +119,18 @@ class AsyncEngine(ReplicaThreads):
                 self._ids_in_use.discard(name)
             yield output
             return
+
+    async def _with_adapter(self, request: EngineRequest, engine: Engine) -> EngineRequest:
+        """Returns a request with the content of its adapter, unless another request has loaded it meanwhile."""
+        wanted = request.lora_request
+        assert wanted is not None
+        table = table_of(engine)
+        content = await self._reads.in_turn(
+            request.client,
+            lambda: table.read(wanted.lora_name, wanted.lora_path),
+            loaded=lambda: table.find(wanted) is not None,
+        )
+        return replace(request, adapter_content=content)
 
     async def abort(self, request_id: str) -> None:
         """Ends a request; its iteration yields the output so far, with finish reason `abort`."""
@@ -138,13 +161,14 @@ class AsyncEngine(ReplicaThreads):
         await self.call_all(WeightsUpdate.of(self.engines, given, version=version, partial=partial).apply)
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Loads an adapter on every engine, and replaces one with the same name. The files are read while steps run.
+        """Loads an adapter on every engine, and replaces one with the same name. Its files are read in another thread.
 
         Raises:
             RequestError: the adapter cannot be loaded on one of the engines. Every engine keeps the adapters that it
                 has.
         """
-        await asyncio.shield(self._exclusively(load_adapter, self.engine, name, path, self.results))
+        adapter = await self._reads.read(lambda: table_of(self.engine).read(name, path))
+        await asyncio.shield(self._exclusively(put_adapter, name, path, adapter, self.results))
 
     async def unload_adapter(self, name: str) -> None:
         """Removes an adapter from every engine. Requests that use it keep it until they end."""

@@ -15,7 +15,7 @@ from serving.engine.control import Control
 from serving.engine.request_error import RequestError, RequestFailed
 from serving.engine.requests.adapters import AdapterTable, LoadedAdapter
 from serving.engine.requests.output import RequestMetrics, RequestOutput
-from serving.engine.requests.request import EngineRequest, LoRARequest, Prompt, check_params, read_prompt
+from serving.engine.requests.request import EngineRequest, Prompt, check_params, read_prompt
 from serving.engine.requests.routed_experts import read_routed_experts
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.requests.user_request import Choice, UserRequest
@@ -125,7 +125,7 @@ class Engine:
         )
         if params.prompt_logprobs is not None:
             output.prompt_logprobs = [None] * len(ids)
-        parent = UserRequest(request, output, self._adapter_of(request.lora_request))
+        parent = UserRequest(request, output, self._adapter_of(request))
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         for index in range(params.n):
             try:
@@ -364,12 +364,12 @@ class Engine:
             if drafted and parent.output.metrics is not None and not parent.output.finished:
                 parent.output.metrics.drafts.add([drafted], tokens[None])
 
-    def _adapter_of(self, lora_request: LoRARequest | None) -> LoadedAdapter | None:
-        if lora_request is None:
+    def _adapter_of(self, request: EngineRequest) -> LoadedAdapter | None:
+        if request.lora_request is None:
             return None
         if self.adapters is None:
             raise RequestError("a request with an adapter needs the flag enable_lora or max_initial_states")
-        return self.adapters.take(lora_request)
+        return self.adapters.take(request.lora_request, request.adapter_content)
 
     def _release_adapter(self, parent: UserRequest) -> None:
         if parent.adapter is not None and self.adapters is not None:

@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import shutil
+import struct
 
 import ml_dtypes
 import numpy as np
@@ -10,7 +12,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from checkpoints import load_config
+from checkpoints.adapters import adapter
 from checkpoints.adapters.adapter import CONFIG_FILE, WEIGHTS_FILE, read_adapter
+from checkpoints.adapters.initial_state import INITIAL_STATE_FILE
 from checkpoints.errors import CheckpointError
 from tests.support.golden_case import FIXTURES
 
@@ -36,13 +40,13 @@ def change(directory, change):
 
 
 def test_a_fused_projection_is_taken_apart_and_scaled(directory):
-    adapter = read_adapter(directory, CONFIG)
+    read = read_adapter(directory, CONFIG)
     tensors = {name: value.astype(np.float32) for name, value in load_file(directory / WEIGHTS_FILE).items()}
-    parts = [adapter.layers[f"blocks.2.mixer.in_proj_{part}"] for part in ("zx", "bc", "dt")]
+    parts = [read.layers[f"blocks.2.mixer.in_proj_{part}"] for part in ("zx", "bc", "dt")]
     expected = tensors[f"{IN_PROJ}.lora_B.weight"] * (5 / 3)
     np.testing.assert_allclose(np.concatenate([b for _, b in parts]), expected, rtol=1e-6)
     assert all((a == tensors[f"{IN_PROJ}.lora_A.weight"]).all() for a, _ in parts)
-    assert adapter.rank == 3
+    assert read.rank == 3
 
 
 def test_scale_follows_the_config(directory):
@@ -94,6 +98,7 @@ def replaced(name, value):
         (replaced(f"{IN_PROJ}.lora_A.weight", np.zeros((3, 47))), r"in_proj has lora_A \[3, 47\]"),
         (replaced(f"{IN_PROJ}.lora_A.weight", np.zeros((4, 48))), "rank 4, but the config says 3"),
         (replaced(f"{IN_PROJ}.lora_A.weight", np.full((3, 48), np.nan)), "in_proj has numbers that are not finite"),
+        (replaced(f"{IN_PROJ}.lora_B.weight", np.full((537, 3), 3e38)), "in_proj has numbers that are not finite"),
         (replaced(f"{IN_PROJ}.lora_magnitude_vector", np.zeros(3)), "lora_magnitude_vector is not supported"),
         (lambda tensors: tensors.clear(), "has no tensors"),
     ],
@@ -117,6 +122,15 @@ def test_wrong_tensors_are_refused(directory, change_tensors, message):
         ({"init_lora_weights": "pissa"}, "'pissa' changes the base model's weights"),
         ({"r": 0}, "r is 0: a number above 0"),
         ({"lora_alpha": None}, "lora_alpha is None"),
+        ({"lora_alpha": 1e40}, "lora_alpha is 1e.40: a number above 0"),
+        ({"lora_alpha": 10**400}, "lora_alpha is 1000"),
+        ({"lora_alpha": float("inf")}, "lora_alpha is inf"),
+        ({"lora_alpha": "16"}, "lora_alpha is 16: a number"),
+        ({"lora_alpha": {"__float__": [1]}}, "not valid JSON"),
+        ({"alpha_pattern": {"in_proj": 1e39}}, r"alpha_pattern is 1e\+39"),
+        ({"rank_pattern": [1]}, "rank_pattern is .*: an object"),
+        ({"bias": {"a": []}}, "bias .* is not supported"),
+        ({"peft_type": "\ud800"}, r"peft_type '\\ud800' is not supported"),
         ({"rank_pattern": {"(a+)+$": 2}}, "rank_pattern: .* expected a module's name"),
     ],
 )
@@ -137,3 +151,110 @@ def test_a_directory_without_an_adapter_is_refused(directory, tmp_path):
         read_adapter(directory, CONFIG)
     with pytest.raises(CheckpointError, match="not a directory"):
         read_adapter(tmp_path / "absent", CONFIG)
+
+
+def deep(opening):
+    return opening * 100_000
+
+
+HEADERS = {
+    "nested lists": deep("["),
+    "nested objects": deep('{"a":'),
+    "an endless size": '{"a": {"dtype": "F32", "shape": [1e400], "data_offsets": [0, 4]}}',
+    "an endless offset": '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 1e999]}}',
+    "a huge size": '{"a": {"dtype": "F32", "shape": [0, 1%s], "data_offsets": [0, 0]}}' % ("0" * 30),
+    "a list as dtype": '{"a": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}}',
+    "sizes that are no numbers": '{"a": {"dtype": "F32", "shape": [[1]], "data_offsets": [0, 4]}}',
+    "half of a pair": '{"\\ud800": {"dtype": "F32", "shape": [1, 1], "data_offsets": [0, 4]}}',
+    "a line break": '{"a\\nb": {"dtype": "F32", "shape": [1, 1], "data_offsets": [0, 4]}}',
+    "metadata that is no object": '{"__metadata__": [1, 2]}',
+    "a number of 5000 digits": '{"a": {"dtype": "F32", "shape": [%s], "data_offsets": [0, 4]}}' % ("9" * 5000),
+}
+
+
+def refusal(path):
+    """The message for an adapter that is refused: one line that any client can be sent."""
+    with pytest.raises(CheckpointError) as caught:
+        read_adapter(path, CONFIG, max_rank=8)
+    message = str(caught.value)
+    assert message.isprintable()
+    assert len(message.encode()) < 2000
+    return message
+
+
+@pytest.mark.parametrize("file", [WEIGHTS_FILE, INITIAL_STATE_FILE])
+@pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
+def test_hostile_headers_are_refused(directory, header, file):
+    (directory / file).write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(4))
+    refusal(directory)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        deep("["),
+        deep('{"a":'),
+        '{"lora_alpha": {"__float__": [1]}}',
+        '{"r": %s}' % ("9" * 5000),
+        "\0",
+        "NaN",
+        '"\\ud800"',
+    ],
+    ids=["lists", "objects", "float of a list", "digits", "zero", "NaN", "half"],
+)
+def test_hostile_configs_are_refused(directory, text):
+    (directory / CONFIG_FILE).write_text(text)
+    refusal(directory)
+
+
+@pytest.mark.parametrize("path", ["x" * 300_000, "/" + "x/" * 5000, "a\0b", "\ud800", "~unknown-user/a", "a\nb"])
+def test_impossible_paths_are_refused(path):
+    refusal(path)
+
+
+@pytest.mark.parametrize("file", [CONFIG_FILE, WEIGHTS_FILE, INITIAL_STATE_FILE])
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "loop", "huge"])
+def test_only_regular_files_of_a_bounded_size_are_read(directory, file, kind):
+    path = directory / file
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "loop":
+        path.symlink_to(path.name)
+    else:
+        with path.open("wb") as content:
+            content.truncate(64 << 30)
+    refusal(directory)
+
+
+def test_no_number_of_a_wrong_tensor_is_read(directory):
+    """A file can be sparse: what its tensors' names and shapes do not allow is refused before memory is needed."""
+    header = {
+        f"{IN_PROJ}.lora_{part}.weight": {
+            "dtype": "F32",
+            "shape": [3, size],
+            "data_offsets": [i * 12 * size, (i + 1) * 12 * size],
+        }
+        for i, (part, size) in enumerate((("A", 1 << 32), ("B", 1 << 32)))
+    }
+    text = json.dumps(header).encode()
+    with (directory / WEIGHTS_FILE).open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(file.tell() + (24 << 32))
+    assert "expected [3, 48]" in refusal(directory)
+
+
+def test_a_file_that_becomes_shorter_is_refused(directory, monkeypatch):
+    sound = adapter._pairs
+
+    def shortened(stored):
+        found = sound(stored)
+        os.truncate(stored.path, 2000)
+        return found
+
+    monkeypatch.setattr(adapter, "_pairs", shortened)
+    assert "was changed while it was loaded" in refusal(directory)

@@ -229,6 +229,7 @@ def test_a_layer_without_the_tokens_adapters_is_an_error():
         (1, {"blocks.9.q": (np.zeros((1, 2)), np.zeros((2, 1)))}, "no layer blocks.9.q"),
         (1, {"blocks.0.mixer.out_proj": (np.zeros((1, 2)), np.zeros((2, 1)))}, r"out_proj: A is \[1, 2\]"),
         (1, {"blocks.0.mixer.out_proj": (np.zeros((9, 48)), np.zeros((24, 9)))}, "a rank of at most 4"),
+        (1, {"blocks.0.mixer.out_proj": (np.zeros((1, 48)), np.full((24, 1), 1e39))}, "not finite in float32"),
     ],
 )
 def test_what_does_not_fit_changes_nothing(entry, layers, message):

@@ -31,6 +31,7 @@ DEVICE = (
 SPLIT = ("tests/serving/split", "tests/serving/points")
 TRAINING = ("tests/mamba_jax/train", "tests/serving/cli/test_fine_tune.py")
 CHECKPOINTS = ("tests/checkpoints",)
+ADAPTERS = ("tests/checkpoints/test_adapter.py", "tests/mamba_jax/test_adapters.py")
 HTTP = ("tests/serving/api",)
 KERNELS = ("tests/kernels_pallas",)
 MODELS = ("tests/mamba_jax/test_sampling.py", "tests/mamba_jax/test_step.py", "tests/mamba_jax/test_mixed_step.py")
@@ -113,6 +114,15 @@ _fault(
     "C2", "columns of AWQ are taken in the order of their bits", CHECKPOINTS,
     "checkpoints.quantised.packing:unpack_awq",
     lambda sound: lambda words: import_module("checkpoints.quantised.packing").unpack(words, 4, -1),
+)  # fmt: skip
+_fault(
+    "C3", "numbers of an adapter that overflow in the model's dtype reach the device", ADAPTERS,
+    "mamba_jax.adapters:_cast", lambda sound: lambda path, value, dtype: value.astype(dtype),
+)  # fmt: skip
+_fault(
+    "C4", "an adapter's digest does not depend on its scale", ADAPTERS,
+    "checkpoints.adapters.adapter:_digest",
+    lambda sound: lambda layers: sound({path: (a, b / abs(b).max(initial=1e-30)) for path, (a, b) in layers.items()}),
 )  # fmt: skip
 _fault(
     "H1", "every key is accepted", HTTP,

@@ -36,7 +36,7 @@ def draw_adapters(seed: int, requests: int) -> list[LoRARequest | None]:
 
 def read_contents(engine: Any, model: HybridModel) -> Any:
     """Makes an engine find contents where it would read directories. Returns the engine."""
-    engine.adapters.read = lambda name, path: content(model, int(path))
+    engine.adapters.read = lambda name, path: engine.adapters.checked(name, path, content(model, int(path)))
     return engine
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from checkpoints.tensors.replacement import NewWeights, repeatable
 from serving.engine.engine import Engine
 from serving.engine.request_error import RequestError
-from serving.engine.requests.adapters import AdapterTable, Reservation
+from serving.engine.requests.adapters import AdapterTable, ReadAdapter, Reservation
 from serving.engine.weights import WeightsChecksum
 
 CallAll = Callable[[Callable[[Engine], Any]], list[Any]]
@@ -81,7 +81,11 @@ def load_adapter(engine: Engine, name: str, path: str, call_all: CallAll) -> Non
     Raises:
         RequestError: it cannot be loaded on one of them. All engines keep the adapters that they have.
     """
-    adapter = table_of(engine).read(name, path)
+    put_adapter(name, path, table_of(engine).read(name, path), call_all)
+
+
+def put_adapter(name: str, path: str, adapter: ReadAdapter, call_all: CallAll) -> None:
+    """Loads an adapter like `load_adapter`, from files that were already read."""
     reserved: dict[Engine, Reservation] = {}
 
     def reserve(engine: Engine) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoints.adapters.adapter import Adapter, read_adapter
 from checkpoints.errors import CheckpointError
+from mamba_jax.adapters import AdapterEntry
 from mamba_jax.config import HybridConfig
 from mamba_jax.programs import StepPrograms
 from serving.engine.request_error import RequestError
@@ -32,12 +34,24 @@ class LoadedAdapter:
         self.last_use = 0
 
 
+class AdapterNotRead(RequestError):
+    """A request's adapter is not on the device, and the engine's thread must not read files."""
+
+
+@dataclass(frozen=True)
+class ReadAdapter:
+    """An adapter that was read from its files, and its LoRA matrices as the device takes them."""
+
+    adapter: Adapter
+    matrices: AdapterEntry | None
+
+
 class Reservation:
     """The entries for an adapter that is about to be loaded. Ends with `AdapterTable.commit` or `cancel`."""
 
     __slots__ = ("adapter", "displaced", "loading", "state")
 
-    def __init__(self, adapter: Adapter, loading: LoadedAdapter, state: int) -> None:
+    def __init__(self, adapter: ReadAdapter, loading: LoadedAdapter, state: int) -> None:
         self.adapter, self.loading = adapter, loading
         self.state = state
         """Entry of the initial state; 0 without one."""
@@ -88,6 +102,8 @@ class AdapterTable:
         self._loras = _Entries("max_loras", 0 if programs.adapters is None else programs.adapters.count)
         self._initial = _Entries("max_initial_states", 0 if initial_states is None else initial_states.count)
         self._named: dict[str, LoadedAdapter] = {}
+        self.reads_files = True
+        """Whether `take` may read files. False where other clients wait for the thread."""
         self._uses = itertools.count(1)
 
     @property
@@ -116,7 +132,7 @@ class AdapterTable:
         """
         return self.put(name, path, self.read(name, path))
 
-    def read(self, name: str, path: str | Path) -> Adapter:
+    def read(self, name: str, path: str | Path) -> ReadAdapter:
         """Reads an adapter's files. May be called from any thread.
 
         Raises:
@@ -127,34 +143,48 @@ class AdapterTable:
             adapter = read_adapter(path, self._config, max_rank=self._max_rank)
         except CheckpointError as error:
             raise RequestError(f"adapter {name!r}: {error}") from None
-        if adapter.layers and not self._loras.held:
-            raise RequestError(f"adapter {name!r}: {path} has LoRA matrices, which need the flag enable_lora")
-        of_experts = adapter.layers.keys() - (self._programs.adapters.layers if self._programs.adapters else ())
-        if adapter.layers and of_experts:
-            raise RequestError(
-                f"adapter {name!r}: {path} changes routed experts ({min(of_experts)}), which "
-                "needs the flag lora_experts"
-            )
-        if adapter.initial_state is not None and self._states is None:
-            raise RequestError(
-                f"adapter {name!r}: {path} has a learned initial state, which needs the flag max_initial_states"
-            )
-        return adapter
+        return self.checked(name, path, adapter)
 
-    def put(self, name: str, path: str | Path, adapter: Adapter) -> LoadedAdapter:
+    def checked(self, name: str, path: str | Path, adapter: Adapter) -> ReadAdapter:
+        """Returns an adapter in the form that the device takes. May be called from any thread.
+
+        Raises:
+            RequestError: it needs a flag that is not set, or has numbers that are not finite in the device's dtypes.
+        """
+        of_experts = adapter.layers.keys() - (self._programs.adapters.layers if self._programs.adapters else ())
+        if adapter.layers and not self._loras.held:
+            needs = "has LoRA matrices, which need the flag enable_lora"
+        elif of_experts:
+            needs = f"changes routed experts ({min(of_experts)}), which needs the flag lora_experts"
+        elif adapter.initial_state is not None and self._states is None:
+            needs = "has a learned initial state, which needs the flag max_initial_states"
+        else:
+            try:
+                if self._states is not None and adapter.initial_state is not None:
+                    self._states.check(adapter.initial_state, self._loop.store)
+                matrices = None
+                if self._programs.adapters is not None and adapter.layers:
+                    matrices = self._programs.adapters.entry_of(adapter.layers)
+                return ReadAdapter(adapter, matrices)
+            except ValueError as error:
+                needs = f"cannot be used: {error}"
+        raise RequestError(f"adapter {name!r}: {path} {needs}")
+
+    def put(self, name: str, path: str | Path, adapter: ReadAdapter) -> LoadedAdapter:
         """Loads an adapter like `load`, from files that were already read."""
         return self.commit(self.reserve(name, path, adapter))
 
-    def reserve(self, name: str, path: str | Path, adapter: Adapter) -> Reservation:
+    def reserve(self, name: str, path: str | Path, adapter: ReadAdapter) -> Reservation:
         """Takes the entries that an adapter needs. Nothing is written yet.
 
         Raises:
             RequestError: all entries are in use. The table is unchanged.
         """
-        entry = self._loras.free(name, self._named) if adapter.layers else 0
-        state = self._initial.free(name, self._named) if adapter.initial_state is not None else 0
+        content = adapter.adapter
+        entry = self._loras.free(name, self._named) if content.layers else 0
+        state = self._initial.free(name, self._named) if content.initial_state is not None else 0
         slot = self._states.slot(state) if self._states is not None and state else 0
-        loading = LoadedAdapter(name, str(path), adapter.digest, entry=entry, initial_slot=slot)
+        loading = LoadedAdapter(name, str(path), content.digest, entry=entry, initial_slot=slot)
         loading.users = 1  # so that no other adapter gets the entries
         made = Reservation(adapter, loading, state)
         for entries, place in ((self._loras, entry), (self._initial, state)):
@@ -172,16 +202,18 @@ class AdapterTable:
         adapter, found = reserved.adapter, reserved.loading
         try:
             if found.entry:
-                self._programs.replace_adapter(found.entry, adapter.layers)
-            if reserved.state and self._states is not None and adapter.initial_state is not None:
-                self._states.put(self._loop, reserved.state, adapter.initial_state)
+                self._programs.replace_adapter(found.entry, adapter.matrices or adapter.adapter.layers)
+            if reserved.state and self._states is not None and adapter.adapter.initial_state is not None:
+                self._states.put(self._loop, reserved.state, adapter.adapter.initial_state)
         except BaseException:  # what the entries held is lost
             for entries, place, _, _ in reserved.displaced:
                 entries.held[place - 1] = None
             raise
         found.users, found.last_use = 0, next(self._uses)
-        self._named[found.name] = found
+        before, self._named[found.name] = self._named.get(found.name), found
         self.names[found.name] = (found.path, found.digest)
+        if before is not None:
+            self._clear(before)
         return found
 
     def cancel(self, reserved: Reservation) -> None:
@@ -194,30 +226,57 @@ class AdapterTable:
     def remove(self, name: str) -> None:
         """Removes an adapter, if it is loaded. Requests that use it keep it until they end."""
         self.names.pop(name, None)
-        self._named.pop(name, None)
+        if (removed := self._named.pop(name, None)) is not None:
+            self._clear(removed)
 
-    def take(self, request: LoRARequest) -> LoadedAdapter:
+    def _clear(self, adapter: LoadedAdapter) -> None:
+        """Writes zeros into the entries of an adapter that no request uses or can name."""
+        if adapter.users or self._named.get(adapter.name) is adapter:
+            return
+        for entries in (self._loras, self._initial):
+            if adapter in entries.held:
+                entries.held[entries.held.index(adapter)] = None
+                if entries is self._loras:
+                    self._programs.replace_adapter(adapter.entry, {})
+                elif self._states is not None:
+                    self._states.clear(self._loop, adapter.initial_slot)
+
+    def take(self, request: LoRARequest, content: ReadAdapter | None = None) -> LoadedAdapter:
         """Returns the adapter of a new request, and loads it if necessary. Call `release` when the request ends.
 
+        Args:
+            request: names the adapter.
+            content: what its files have, if they have been read.
         Raises:
+            AdapterNotRead: `content` is needed.
             RequestError: see `load`.
         """
-        name, path = request.lora_name, str(request.lora_path)
-        found, expected = self._named.get(name), self.names.digest(request)
-        if found is None or found.path != path or (expected is not None and found.digest != expected):
-            adapter = self.read(name, path)
-            if expected is not None and adapter.digest != expected:
+        found, expected = self.find(request), self.names.digest(request)
+        if found is None:
+            name, path = request.lora_name, str(request.lora_path)
+            if content is None and not self.reads_files:
+                raise AdapterNotRead(f"adapter {name!r} is not on the device")
+            content = content or self.read(name, path)
+            if expected is not None and content.adapter.digest != expected:
                 raise RequestError(
                     f"adapter {name!r}: the files in {path} have changed since it was loaded; load the adapter again"
                 )
-            found = self.put(name, path, adapter)
+            found = self.put(name, path, content)
         found.users += 1
         found.last_use = next(self._uses)
         return found
 
+    def find(self, request: LoRARequest) -> LoadedAdapter | None:
+        """Returns a request's adapter if it is on the device, with the content that was loaded under its name."""
+        found, expected = self._named.get(request.lora_name), self.names.digest(request)
+        if found is None or found.path != str(request.lora_path):
+            return None
+        return None if expected is not None and found.digest != expected else found
+
     def release(self, adapter: LoadedAdapter) -> None:
         """Records that a request that called `take` has ended."""
         adapter.users -= 1
+        self._clear(adapter)
 
 
 class _Entries:

@@ -47,6 +47,24 @@ class InitialStates:
             loop.replace_store(lambda store: self._written(store, slot, held))
         self._held[slot] = held
 
+    def check(self, state: InitialState, store: Store | None) -> None:
+        """
+        Raises:
+            ValueError: a number is not finite in the dtypes of the store.
+        """
+        dtypes = {} if store is None else {name: each.dtype for arrays in store.slots for name, each in arrays.items()}
+        for name, value in _stacked(state, self._config).items():
+            with np.errstate(over="ignore"):
+                finite = np.isfinite(value.astype(dtypes.get(name, np.float32))).all()
+            if not finite:
+                raise ValueError(f"its initial state ({name}) has numbers that are not finite in {dtypes[name]}")
+
+    def clear(self, loop: Loop, slot: int) -> None:
+        """Writes zeros into a slot, and forgets its state."""
+        held = self._held.pop(slot, None)
+        if held is not None and loop.store is not None:
+            loop.replace_store(lambda store: self._written(store, slot, {}))
+
     def fill(self, store: Store) -> Store:
         """Returns a new store with all states. Donates the given store."""
         for slot, held in self._held.items():

@@ -47,6 +47,8 @@ class EngineRequest:
     """Return new output after each step, as deltas. Otherwise the finished output contains all of it."""
     lora_request: LoRARequest | None = None
     """The adapter; None uses the model as it is."""
+    adapter_content: Any = None
+    """The `ReadAdapter` of the adapter, if the caller has read its files."""
     remote: RemoteState | None = None
     """The state of the prompt on another worker. Ignored if prompt log-probabilities are requested, or if the state was
     computed with another salt, other weights or another adapter."""

@@ -57,8 +57,8 @@ def entry_of_a_prefilling_neighbour(patch: Patch) -> None:
 def entries_in_use_are_overwritten(patch: Patch) -> None:
     sound = AdapterTable.take
 
-    def take(self, request):
-        loaded = sound(self, request)
+    def take(self, request, content=None):
+        loaded = sound(self, request, content)
         loaded.users = 0
         return loaded
 

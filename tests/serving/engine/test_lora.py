@@ -101,6 +101,20 @@ def test_a_refused_adapter_leaves_the_others(llm, prompt, directory):
     assert not llm.engine.adapters.num_users
 
 
+def test_an_adapter_with_an_overflow_is_refused_and_a_removed_one_leaves_zeros(llm, prompt, directory):
+    before = alone(llm, prompt, None, "base before")
+    strengthen(directory, 1e40)
+    with pytest.raises(RequestError, match="lora_alpha is 1e"):
+        llm.load_lora_adapter("large", str(directory))
+    strengthen(directory, 5)
+    llm.load_lora_adapter("usual", str(directory))
+    llm.unload_lora_adapter("usual")
+    for name in list(llm.engine.adapters.loaded):
+        llm.unload_lora_adapter(name)
+    assert not any(np.asarray(array).any() for array in llm.engine.loop.programs.adapters.arrays)
+    assert same(alone(llm, prompt, None, "base after"), before)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     "flags", [{"tensor_parallel_size": 2}, {"host_cache_gib": 0.01, "num_slots": 10}], ids=["two devices", "tiers"]

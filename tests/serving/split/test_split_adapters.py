@@ -95,7 +95,8 @@ def test_outputs_equal_those_of_one_engine(pair, handoff) -> None:
 def test_other_content_under_the_same_name_is_refused(pair) -> None:
     """The prefill worker has another adapter under the name; a request that computes its prompt here is right."""
     adapter = LoRARequest(LORA, 0, LORA)
-    pair.prefill.adapters.read = lambda name, path: content(pair.on.model, int(OTHER))
+    table = pair.prefill.adapters
+    table.read = lambda name, path: table.checked(name, path, content(pair.on.model, int(OTHER)))
     ticket = pair.compute(adapter)
     with pytest.raises(AdapterMismatch, match="adapter '0' has other content on the prefill worker") as refused:
         pair.remote(ticket)

@@ -113,7 +113,9 @@ class NewAdapter(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     lora_name: str = Field(min_length=1, max_length=256, description="Name of the adapter, as `model` in requests.")
-    lora_path: str = Field(min_length=1, description="The adapter's directory, which the server can read.")
+    lora_path: str = Field(
+        min_length=1, max_length=4096, description="The adapter's directory, which the server can read."
+    )
     load_inplace: bool = Field(False, description="Replace the adapter that has this name.")
 
 

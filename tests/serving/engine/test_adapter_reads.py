@@ -1,0 +1,130 @@
+"""Adapters' files are read in threads of their own, with a deadline, and no client takes the time of others."""
+
+import asyncio
+import os
+import threading
+import time
+
+import pytest
+
+from serving import AsyncEngine, LoRARequest, RequestError, SamplingParams
+from serving.engine.requests import adapter_reads
+from serving.engine.requests.adapter_reads import AdapterReads
+from tests.support.adapter_contents import content
+from tests.support.replicas import ReplicaMaker
+
+
+def read_for(seconds, order, name):
+    def read():
+        time.sleep(seconds)
+        order.append(name)
+        return name
+
+    return read
+
+
+def never():
+    return False
+
+
+def test_a_client_pauses_between_reads_while_others_have_requests(monkeypatch):
+    monkeypatch.setattr(adapter_reads, "LEAST_SECONDS", 0.04)
+
+    async def run(others):
+        reads, order = AdapterReads(), []
+        reads.seen("many")
+        if others:
+            reads.seen("few")
+        begin = time.monotonic()
+        many = [reads.in_turn("many", read_for(0, order, f"many {i}"), never) for i in range(3)]
+        few = [reads.in_turn("few", read_for(0, order, "few"), never)]
+        await asyncio.gather(*many, *few)
+        assert not reads._turns
+        return time.monotonic() - begin, order
+
+    seconds, order = asyncio.run(run(others=True))
+    assert seconds > 2 * 0.04 / adapter_reads.CLIENT_SHARE
+    assert order.index("few") < 2
+    assert asyncio.run(run(others=False))[0] < seconds
+
+
+def test_requests_for_one_adapter_need_one_read():
+    loaded = threading.Event()
+
+    async def run():
+        reads, order = AdapterReads(), []
+
+        async def one():
+            found = await reads.in_turn("a", read_for(0, order, "read"), loaded.is_set)
+            loaded.set()
+            return found
+
+        results = await asyncio.gather(*(one() for _ in range(5)))
+        assert results == ["read", *[None] * 4]
+        assert order == ["read"]
+
+    asyncio.run(run())
+
+
+def test_reads_that_do_not_end_have_a_deadline_and_a_bound(monkeypatch):
+    monkeypatch.setattr(adapter_reads, "READ_SECONDS", 0.05)
+    monkeypatch.setattr(adapter_reads, "MAX_THREADS", 2)
+    end = threading.Event()
+
+    async def run():
+        reads = AdapterReads()
+        for _ in range(2):
+            with pytest.raises(RequestError, match="could not be read in 0 s"):
+                await reads.read(end.wait)
+        with pytest.raises(RequestError, match="2 reads of adapters do not end"):
+            await reads.read(end.wait)
+        await asyncio.to_thread(int)  # the threads of others are free
+        end.set()
+
+    asyncio.run(run())
+
+
+@pytest.fixture
+def engine(harness):
+    (engine,) = ReplicaMaker(harness).make(replicas=1, enable_lora=True, max_loras=1, max_lora_rank=4)
+    return engine
+
+
+def test_an_evicted_adapter_is_read_in_another_thread(harness, engine):
+    threads = []
+
+    def read(name, path):
+        threads.append(threading.current_thread().name)
+        return engine.adapters.checked(name, path, content(harness.model, int(path)))
+
+    engine.adapters.read = read
+    greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+
+    async def run():
+        serving = AsyncEngine(engine)
+
+        async def tokens(number):
+            adapter = LoRARequest(f"tenant {number}", 0, str(number))
+            async for output in serving.generate([3, 1, 4], greedy, lora_request=adapter, live=False):
+                return output.outputs[0].token_ids
+
+        first = await tokens(0)
+        assert await tokens(1) != first
+        assert await tokens(0) == first
+        serving.shutdown()
+
+    asyncio.run(run())
+    assert threads == ["adapter read"] * 3
+
+
+def test_a_pipe_in_place_of_a_file_is_refused_at_once(engine, tmp_path):
+    os.mkfifo(tmp_path / "adapter_config.json")
+    (tmp_path / "adapter_model.safetensors").touch()
+    serving = AsyncEngine(engine)
+
+    async def run():
+        with pytest.raises(RequestError, match="not a regular file"):
+            await asyncio.wait_for(serving.load_adapter("pipe", str(tmp_path)), 20)
+
+    asyncio.run(run())
+    serving.shutdown()
