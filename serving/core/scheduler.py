@@ -9,6 +9,7 @@
 row, `planning.settlement` publishes states and pages, and `cache.row_state` records the row that owns a slot.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -162,27 +163,57 @@ class Scheduler(RemoteStates):
         budget = Budget(self.config)
         running = self.queues.running.copy()
         decoding = [request for request in running if request.progress.num_sampling_steps and not request.sits_out]
-        if decoding and self.config.num_speculative_tokens:
-            self.drafts.begin(decoding)
-        spare = budget.tokens - len(decoding)
-        for request in decoding:
-            if request.status is Status.RUNNING:
-                spare -= max(0, plan_decode(self, request, plan, budget, max(0, spare)))
-        if not self.queues.waiting and all(request.progress.num_sampling_steps for request in running):
-            return
-        budget.tokens = min(budget.tokens, self.fairness.prompt_tokens(decoding=bool(plan.decode)))
-        budget.grant_share()
-        self.wait_reasons = {}
-        if self.queues.waiting and not self.queues.free_row_ids:
-            displace(self, plan)
         prompts = [
             request
             for request in running
             if not request.progress.num_sampling_steps and not request.transfer.load and not request.blocked
         ]
+        shared = len(self.queues.clients) > 1
+        demands = self._prompt_demands(prompts) if shared else {}
+        chosen = decoding
+        if shared:
+            chosen = self.fairness.decode_in_turn(decoding, demands, min(budget.decode_rows, budget.tokens))
+            self.counters.rows_stalled += len(decoding) - len(chosen)
+        if chosen and self.config.num_speculative_tokens:
+            self.drafts.begin(chosen)
+        spare = budget.tokens - len(chosen)
+        for turn in (chosen, decoding) if len(chosen) < len(decoding) else (chosen,):
+            for request in turn if not plan.decode else ():  # the others, if none of those in turn finds room
+                if request.status is Status.RUNNING:
+                    request.queueing.decoded_at = plan.step
+                    spare -= max(0, plan_decode(self, request, plan, budget, max(0, spare)))
+        if not self.queues.waiting and not prompts and not self.fairness.keeps_deficits:
+            return
+        budget.tokens = min(budget.tokens, self.fairness.prompt_tokens(decoding=bool(plan.decode)))
+        budget.grant_share()
+        if shared or self.fairness.keeps_deficits:
+            rows = Counter(row.request.client for row in plan.decode)
+            budget.quotas = self.fairness.prompt_quotas(demands, rows, budget.tokens, plan.step)
+        self._plan_prompts(prompts, plan, budget)
+        if budget.quotas and not plan.rows:  # those with a quota have no room
+            budget.quotas = {}
+            self._plan_prompts(prompts, plan, budget)
+        for row in plan.rows if shared else ():
+            if row.is_prefill:
+                self.fairness.fed(row.request.client, row.num_tokens)
+        if self.queues.waiting and not plan.preempted:
+            displace(self, plan)
+
+    def _prompt_demands(self, prompts: Sequence[Request]) -> Counter[str | None]:
+        """Returns how many prompt tokens each client could feed in the next step, if it had the step for itself."""
+        most = self.config.max_num_batched_tokens
+        demands = self.queues.waiting_tokens(most) if self.queues.free_row_ids else Counter[str | None]()
+        for request in prompts:
+            demands[request.client] += len(request.tokens) - request.progress.num_computed
+        return demands
+
+    def _plan_prompts(self, prompts: Sequence[Request], plan: StepPlan, budget: Budget) -> None:
+        """Plans chunks of running prompts, then admits waiting requests: short prompts in the first half of the tokens,
+        then long ones."""
+        self.wait_reasons = {}
         long = [request for request in prompts if self.fairness.is_long(request)]
         if long and budget.tokens > 1:  # a single token cannot be shared, and goes to the first in order
-            with budget.half():
+            with budget.at_most(budget.tokens // 2):
                 self._continue_prompts([request for request in prompts if request not in long], plan, budget)
                 if self.queues.waiting:
                     admit_short(self, plan, budget)
@@ -197,7 +228,8 @@ class Scheduler(RemoteStates):
             if request.status is not Status.RUNNING:  # preempted for one before it
                 continue
             progress = request.progress
-            planned = plan_prefill(self, request, plan, budget, preempting=True) is None
+            with budget.of(request.client):
+                planned = plan_prefill(self, request, plan, budget, preempting=True) is None
             if planned and progress.set_up_due:
                 progress.set_up_due = False
                 plan.admitted.append(request)
@@ -206,8 +238,10 @@ class Scheduler(RemoteStates):
         """Records the duration of a step on the device, from which later steps are sized to keep `max_decode_pause`."""
         num_tokens = sum(row.num_tokens for row in plan.prefill)
         if num_tokens:
-            self.fairness.observe(num_tokens, seconds)
+            self.fairness.times.observe_prompts(num_tokens, seconds)
             self.prices.computed(num_tokens, seconds)
+        elif plan.decode:
+            self.fairness.times.observe_decode(len(plan.decode), seconds)
 
     def dispatched(self, plan: StepPlan) -> None:
         """Called when the step is dispatched: publishes the prompt states and pages that it computes."""

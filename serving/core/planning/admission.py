@@ -42,25 +42,31 @@ def refuse_impossible(scheduler: SchedulerState, request: Request) -> None:
 def admit(scheduler: SchedulerState, plan: StepPlan, budget: Budget) -> None:
     """Admits waiting requests in order while there is room. Stops at the first that does not fit.
 
-    It only skips requests that may not start yet, and long prompts if enough of them are being prefilled. If
-    a row was just preempted, no request is admitted, because the room is needed.
+    It only skips requests that may not start yet, clients that have used their part of the step, and long prompts if
+    enough of them are being prefilled. If a row was just preempted, no request is admitted, because the room is needed.
     """
     overtaken = 0
-    room = scheduler.fairness.room_for_long(scheduler.queues.running)
-    for request in scheduler.queues.in_turn():
-        if plan.preempted or not scheduler.queues.free_row_ids:
+    queues, fairness = scheduler.queues, scheduler.fairness
+    long_prompts, num_clients = fairness.long_prompts(queues.running), len(queues.clients)
+    for request in queues.in_turn():
+        if plan.preempted or not queues.free_row_ids:
             return
-        long = scheduler.fairness.is_long(request)
+        client, long = request.client, fairness.is_long(request)
         reason = reason_to_pass_over(scheduler, request)
-        if reason is None and long and room <= 0:
+        if reason is None and budget.is_exhausted(client):
+            reason = WaitReason.STEP
+            overtaken += 1
+        elif reason is None and long and not fairness.may_start_long(client, long_prompts, num_clients):
             reason = WaitReason.LONG_PROMPTS
             overtaken += 1
         if reason is not None:
             scheduler.wait_reasons[request] = reason
-        elif not _admit_or_explain(scheduler, request, plan, budget):
-            return
+        elif _admit_or_explain(scheduler, request, plan, budget):
+            long_prompts[client] += long
+        elif budget.quotas and scheduler.wait_reasons[request] is WaitReason.STEP:
+            budget.quotas[client] = 0
         else:
-            room -= long
+            return
         if overtaken == MOST_OVERTAKEN:
             return
 
@@ -72,6 +78,8 @@ def admit_short(scheduler: SchedulerState, plan: StepPlan, budget: Budget) -> No
         if plan.preempted or not scheduler.queues.free_row_ids or request.priority != priority:
             return
         if scheduler.fairness.is_long(request) or reason_to_pass_over(scheduler, request) is not None:
+            continue
+        if budget.is_exhausted(request.client):
             continue
         if not _admit_or_explain(scheduler, request, plan, budget):
             return
@@ -106,7 +114,8 @@ def _waits_for_sibling(scheduler: SchedulerState, request: Request) -> bool:
 
 def _admit_or_explain(scheduler: SchedulerState, request: Request, plan: StepPlan, budget: Budget) -> bool:
     """Admits a request, or records why it waits. Returns whether it was admitted."""
-    reason = _admit_one(scheduler, request, plan, budget)
+    with budget.of(request.client):
+        reason = _admit_one(scheduler, request, plan, budget)
     if reason is not None:
         scheduler.wait_reasons[request] = reason
     return reason is None

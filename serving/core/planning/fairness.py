@@ -1,11 +1,22 @@
-"""Which prompts get a step's tokens: short ones overtake long ones, and decoding rows are not kept waiting for long.
+"""How a step is shared: by clients (API keys), and within a client by short and long prompts.
 
 While a long prompt is under way, short ones come first in each step but share only half of its tokens, so neither kind
 waits for the other to finish. Long prompts may hold half of the row ids while they prefill; the rest is left to short
 prompts, which overtake the long ones in the queue. A step that also decodes feeds as many prompt tokens as fit into
 `max_decode_pause`, judging by what such steps have taken so far. Without decoding rows a step may take five times as
 long: that bounds the wait of a short prompt that comes meanwhile.
+
+With k active clients, each gets 1/k of what it would get alone. For a client that decodes this means that a step takes
+at most k times as long as one with only its rows. Up to that length, rows and prompts of other clients take part:
+
+* Rows of one client take turns if decoding all rows takes too long. Where a step of 64 rows takes as long as a step of
+  one (accelerators), all rows take part in every step.
+* Prompt tokens are divided by deficit round robin: a client's deficit grows by its part of each step and falls by the
+  tokens that the step feeds. A client with a positive deficit may feed a tile at least, and a new client comes first.
 """
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from serving.core.config import SchedulerConfig
 from serving.core.requests.request import Request
@@ -15,7 +26,48 @@ MOST_OVERTAKEN = 64
 _PAUSES_WITHOUT_DECODING = 5
 """Maximum duration of a step without decode rows, as a multiple of `max_decode_pause`."""
 _WEIGHT = 0.3
-"""Of the latest step in the moving average of seconds per token."""
+"""Of the latest step in the moving averages of durations."""
+_FORGETTING = 1 / 512
+"""Fraction by which the duration of a step that was too long is lowered, so that such a step is tried again."""
+
+Client = str | None
+
+
+class StepTimes:
+    """How long steps take on the device: moving averages."""
+
+    def __init__(self, tile_size: int) -> None:
+        self._tile = tile_size
+        self.per_token = 0.0
+        """Seconds per prompt token; 0 before the first observation."""
+        self._decode: dict[int, float] = {}
+        """Seconds of a step without prompts, by the binary logarithm of its rows, rounded up."""
+
+    def observe_prompts(self, num_tokens: int, seconds: float) -> None:
+        """Records the duration of a step with this number of prompt tokens.
+
+        A step with less than a tile counts only if it was faster per token than the average: it measures overhead.
+        """
+        latest = seconds / num_tokens
+        if not self.per_token or num_tokens >= self._tile or latest < self.per_token:
+            self.per_token = _average(self.per_token, latest)
+
+    def observe_decode(self, rows: int, seconds: float) -> None:
+        """Records the duration of a step without prompts."""
+        size = (rows - 1).bit_length()
+        self._decode[size] = _average(self._decode.get(size, 0.0), seconds)
+
+    def decode(self, rows: int) -> float:
+        """Returns the duration of a step with as many rows, or of the next larger one that is known; 0 if none is."""
+        size = (rows - 1).bit_length()
+        return next((self._decode[each] for each in sorted(self._decode) if each >= size), 0.0)
+
+    def rows_within(self, rows: int, least: int, seconds: float) -> int:
+        """Returns how many of these rows may decode so that a step takes no longer; `least` in any case."""
+        while rows > least and (known := self._decode.get((rows - 1).bit_length(), 0.0)) > seconds:
+            self._decode[(rows - 1).bit_length()] = known * (1 - _FORGETTING)
+            rows = max(least, 1 << (rows - 1).bit_length() - 1)
+        return rows
 
 
 class Fairness:
@@ -26,28 +78,111 @@ class Fairness:
         self._short = max(config.tile_size, config.max_num_batched_tokens // 4)
         self._most_long = max(1, config.num_rows // 2)
         self._pause = config.max_decode_pause
-        self._seconds_per_token: float | None = None
+        self.times = StepTimes(config.tile_size)
+        self._deficits: dict[Client, float] = {}
+        """Prompt tokens that clients may feed, by client. A debt stays after a client's last prompt."""
+        self._served: dict[Client, int] = {}
+        """The last step in which a client with a deficit had a quota."""
+
+    # -- by durations --
 
     def prompt_tokens(self, *, decoding: bool) -> int:
         """Prompt tokens of a step at most: whole tiles, at least one. `decoding`: whether it decodes, too.
 
         A step that does not decode may take longer, but not as long as a short prompt that comes must not wait.
         """
-        if self._pause is None or not self._seconds_per_token:  # a clock may say that no time has passed
+        if self._pause is None or not self.times.per_token:  # a clock may say that no time has passed
             return self._most
-        fits = int(self._pause * (1 if decoding else _PAUSES_WITHOUT_DECODING) / self._seconds_per_token)
+        fits = int(self._pause * (1 if decoding else _PAUSES_WITHOUT_DECODING) / self.times.per_token)
         return min(self._most, max(fits - fits % self._tile, self._tile))
 
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """Records the duration of a step with this number of prompt tokens.
+    def _alone(self, rows: Mapping[Client, int]) -> float:
+        """Returns the duration of a step with only the rows of the client with the fewest; 0 if it is not known.
 
-        A step with less than a tile counts only if it was faster per token than the average: it measures overhead.
+        Without `max_decode_pause`, plans must not depend on clocks.
         """
-        latest = seconds / num_tokens
-        before = self._seconds_per_token
-        if before is not None and num_tokens < self._tile and latest > before:
-            return
-        self._seconds_per_token = latest if before is None else before + _WEIGHT * (latest - before)
+        return self.times.decode(min(rows.values())) if self._pause is not None else 0.0
+
+    # -- by clients --
+
+    def decode_in_turn(self, decoding: Sequence[Request], prompts: Mapping[Client, int], most: int) -> list[Request]:
+        """Returns the requests of several clients that decode in the next step, in their order.
+
+        Args:
+            decoding: all that could.
+            prompts: clients with prompts; half of such a client's part is left to them.
+            most: maximum number of rows.
+        """
+        rows = Counter(request.client for request in decoding)
+        part = sum(0.5 if client in prompts else 1.0 for client in rows)
+        if len(rows) > 1 and (alone := self._alone(rows)):
+            most = min(most, self.times.rows_within(len(decoding), len(rows), max(1.0, part) * alone))
+        if most >= len(decoding):
+            return list(decoding)
+        ranks = Counter[Client]()
+        ranked = []
+        for request in sorted(decoding, key=lambda each: (each.queueing.decoded_at, each.order)):
+            ranked.append((ranks[request.client], request))
+            ranks[request.client] += 1
+        ranked.sort(key=lambda each: each[0])
+        chosen = {request for _, request in ranked[:most]}
+        return [request for request in decoding if request in chosen]
+
+    def prompt_quotas(
+        self, demands: Mapping[Client, int], rows: Mapping[Client, int], tokens: int, step: int
+    ) -> dict[Client, int]:
+        """Returns how many prompt tokens each of several clients may feed in the next step.
+
+        Args:
+            demands: prompt tokens that are left, by client.
+            rows: decode rows of the step, by client.
+            tokens: prompt tokens of the step at most.
+            step: its number.
+        """
+        allowance = self._allowance(demands, rows)
+        deficits = self._deficits
+        for client in deficits.keys() - demands.keys():  # a debt is paid off, and nothing is saved up
+            deficits[client] += tokens if allowance is None else allowance
+            if deficits[client] >= 0:
+                del deficits[client]
+                self._served.pop(client, None)
+        left: float = tokens
+        for place, client in enumerate(sorted(demands, key=lambda client: demands[client])):
+            part = min(demands[client], left / (len(demands) - place))
+            left -= part
+            if allowance is not None and rows.keys() - {client}:
+                part = min(part, allowance)
+            before = deficits.get(client, 1.0)
+            # Without decode rows somebody's prompts must be fed, so that debts count only in the order.
+            deficits[client] = min((before if rows else max(1.0, before)) + part, part + self._tile)
+        quotas = {}
+        for client in sorted(demands, key=lambda client: (self._served.get(client, -1), demands[client])):
+            quota = max(int(deficits[client]), self._tile) if deficits[client] > 0 else 0
+            quotas[client] = min(quota, tokens)
+            if quotas[client]:
+                self._served[client] = step
+            tokens -= min(quotas[client], demands[client])
+        return quotas
+
+    def _allowance(self, demands: Mapping[Client, int], rows: Mapping[Client, int]) -> float | None:
+        """Returns the prompt tokens that one client may feed on average beside decode rows of others; None: any."""
+        alone = self._alone(rows) if rows else 0.0
+        if not alone or not self.times.per_token:
+            return None
+        spare = len(demands.keys() | rows.keys()) * alone - self.times.decode(sum(rows.values()))
+        return max(spare, alone / 2) / self.times.per_token / max(1, len(demands))
+
+    def fed(self, client: Client, num_tokens: int) -> None:
+        """Records that a step feeds prompt tokens of a client that has a quota."""
+        if client in self._deficits:
+            self._deficits[client] -= num_tokens
+
+    @property
+    def keeps_deficits(self) -> bool:
+        """Whether any client has a deficit: `prompt_quotas` must be called for each step."""
+        return bool(self._deficits)
+
+    # -- by lengths --
 
     def is_long(self, request: Request) -> bool:
         """Returns whether more than a quarter of a step is left of a prompt. With a state from another worker, nothing
@@ -56,7 +191,17 @@ class Fairness:
             return False
         return len(request.tokens) - request.progress.num_computed > self._short
 
-    def room_for_long(self, running: list[Request]) -> int:
-        """How many more long prompts may start."""
+    def long_prompts(self, running: Sequence[Request]) -> Counter[Client]:
+        """Returns the number of long prompts under way by client."""
         prefilling = (request for request in running if not request.progress.num_sampling_steps)
-        return self._most_long - sum(map(self.is_long, prefilling))
+        return Counter(request.client for request in prefilling if self.is_long(request))
+
+    def may_start_long(self, client: Client, under_way: Mapping[Client, int], num_clients: int) -> bool:
+        """Returns whether one more long prompt may start: half of the rows may have one, or a client's part of them."""
+        if num_clients > 1:
+            return under_way.get(client, 0) < max(1, self._most_long // num_clients)
+        return sum(under_way.values()) < self._most_long
+
+
+def _average(before: float, latest: float) -> float:
+    return before + _WEIGHT * (latest - before) if before else latest

@@ -95,7 +95,7 @@ class RowResult:
 class Budget:
     """Tokens, tiles and rows that a step still has room for while it is planned."""
 
-    __slots__ = ("decode_rows", "prefill_rows", "share", "tiles", "tokens")
+    __slots__ = ("decode_rows", "prefill_rows", "quotas", "share", "tiles", "tokens")
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.tokens = config.max_num_batched_tokens
@@ -103,14 +103,30 @@ class Budget:
         self.decode_rows = config.decode_rows
         self.prefill_rows = config.max_prefill_rows
         self.share = min(config.tile_size, config.max_num_batched_tokens)
+        self.quotas: dict[str | None, int] = {}
+        """Prompt tokens that clients may still feed; empty with a single client."""
 
     @contextmanager
-    def half(self) -> Iterator[None]:
-        """Within, only half of the tokens that are left can be used."""
-        held = self.tokens - self.tokens // 2
+    def at_most(self, tokens: int) -> Iterator[None]:
+        """Within, at most so many tokens can be used."""
+        held = max(0, self.tokens - tokens)
         self.tokens -= held
         yield
         self.tokens += held
+
+    @contextmanager
+    def of(self, client: str | None) -> Iterator[None]:
+        """Within, only the client's quota of prompt tokens can be used."""
+        quota = self.quotas.get(client, 0) if self.quotas else self.tokens
+        with self.at_most(quota):
+            before = self.tokens
+            yield
+            if self.quotas:
+                self.quotas[client] = quota - (before - self.tokens)
+
+    def is_exhausted(self, client: str | None) -> bool:
+        """Returns whether a client has used its quota."""
+        return bool(self.quotas) and self.quotas.get(client, 0) <= 0
 
     def grant_share(self) -> None:
         """Reserves one tile of tokens for prefill even if decode rows took all tokens.

@@ -1,12 +1,15 @@
 """Which requests wait, which run, and which row ids are free.
 
-Waiting requests are served fairly: clients (API keys) in turn, and of each client the first choice of each call before
-the second of any. Running requests are ordered by priority, then arrival: the last one is preempted first.
+Waiting requests are served fairly: the client (API key) with the fewest rows first, equal clients in turn, and of each
+client the first choice of each call before the second of any.
+Running requests are ordered by priority, then arrival: the last one is preempted first.
 """
 
 import heapq
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 from operator import attrgetter
 
 from serving.core.requests.request import Request, Status
@@ -50,7 +53,24 @@ class Queues:
         self.running: list[Request] = []
         """By priority, then arrival: the last one is preempted first."""
         self.free_row_ids = list(range(num_rows, 0, -1))
+        self.rows: Counter[str | None] = Counter()
+        """Number of running requests by client."""
         self._groups: dict[tuple[int, str | None], _Group] = {}
+
+    @property
+    def clients(self) -> set[str | None]:
+        """Clients with unfinished requests."""
+        return {client for _, client in self._groups} | self.rows.keys()
+
+    def waiting_tokens(self, most: int) -> Counter[str | None]:
+        """Returns the number of tokens of waiting requests by client, counted up to about `most` each."""
+        found = Counter[str | None]()
+        for (_, client), group in self._groups.items():
+            for request in islice(group.waiting, 64):
+                if found[client] >= most:
+                    break
+                found[client] += len(request.tokens)
+        return found
 
     def start(self, request: Request) -> None:
         """A new request: gives it its turn, and queues it."""
@@ -86,12 +106,15 @@ class Queues:
         group.served += 1
         self.leave(request)
         request.status = Status.RUNNING
+        self.rows[request.client] += 1
         insort(self.running, request, key=_ORDER)
 
     def leave(self, request: Request) -> None:
         """Out of the queue that it is in."""
         if request.status is Status.RUNNING:
             del self.running[bisect_left(self.running, request.order, key=_ORDER)]
+            self.rows[request.client] -= 1
+            self.rows += Counter()  # without zeros
             return
         del self.waiting[bisect_left(self.waiting, request.place, key=_PLACE)]
         name = (request.priority, request.client)
@@ -109,20 +132,24 @@ class Queues:
         groups = self._groups
         for priority in sorted({priority for priority, _ in groups}):
             names = [name for name in groups if name[0] == priority]
-            heap = [(groups[name].served, groups[name].waiting[0].arrival, i, 0) for i, name in enumerate(names)]
+            heap = [
+                (self.rows[name[1]], groups[name].served, groups[name].waiting[0].arrival, i, 0)
+                for i, name in enumerate(names)
+            ]
             heapq.heapify(heap)
             while heap:
-                served, _, i, at = heapq.heappop(heap)
+                rows, served, _, i, at = heapq.heappop(heap)
                 group = groups[names[i]]
                 request = group.waiting[at]
                 yield request
                 at += request.status is Status.WAITING
                 if names[i] in groups and at < len(group.waiting):
-                    heapq.heappush(heap, (served + 1, group.waiting[at].arrival, i, at))
+                    heapq.heappush(heap, (rows + 1, served + 1, group.waiting[at].arrival, i, at))
 
     def stop_all(self) -> list[Request]:
         """Stop all running requests: returns them, in no queue. All row ids are free."""
         stopped, self.running[:] = self.running.copy(), []
+        self.rows.clear()
         self.free_row_ids = list(range(self.num_rows, 0, -1))
         return stopped
 
@@ -134,6 +161,7 @@ class Queues:
         """Raise `AssertionError` unless every row id and every request is accounted for."""
         assert len(self.free_row_ids) + len(self.running) == self.num_rows, "row ids leaked"
         assert len(self.unfinished) == len(self.running) + len(self.waiting), "requests leaked"
+        assert self.rows == Counter(request.client for request in self.running), "rows of clients are miscounted"
         grouped = [request for group in self._groups.values() for request in group.waiting]
         assert sorted(grouped, key=_PLACE) == self.waiting, "clients' queues differ from the queue of all"
         assert all(group.waiting for group in self._groups.values()), "an empty group is left"

@@ -48,8 +48,10 @@ class Queueing:
     """Within a turn: -1 for those that were preempted, 0 for first choices, 1 for others."""
     last_turn: int = 0
     """Number of the choice within its request."""
+    decoded_at: int = -1
+    """The last step in which it decoded by turns with other rows of its client."""
     waits_since: int | None = None
-    """The step at which it was first in turn and no row id was free."""
+    """The step at which it was first in turn and no row was free."""
     num_displacements: int = 0
     """Number of times that it was displaced for another request."""
     retry_above: int = -1

@@ -39,8 +39,20 @@ class Line:
         self.queues.check()
         return request
 
-    def names(self, count: int) -> list[str]:
-        return [self.admit().request_id for _ in range(count)]
+    def end(self, request: Request) -> None:
+        self.queues.leave(request)
+        self.queues.free_row_ids.append(1)
+        del self.queues.unfinished[request.request_id]
+
+    def names(self, count: int, *, ending: bool = False) -> list[str]:
+        """The next requests that are admitted; `ending`: each ends before the next one is."""
+        found = []
+        for _ in range(count):
+            request = self.admit()
+            found.append(request.request_id)
+            if ending:
+                self.end(request)
+        return found
 
 
 def test_first_choices_come_before_second_ones() -> None:
@@ -58,13 +70,21 @@ def test_clients_take_turns() -> None:
         line.add(f"a{i}", client="a")
     for i in range(2):
         line.add(f"b{i}", client="b")
-    assert line.names(6) == ["a0", "b0", "a1", "b1", "a2", "a3"]
+    assert line.names(6, ending=True) == ["a0", "b0", "a1", "b1", "a2", "a3"]
     for i in range(3):
         line.add(f"a{i}+", client="a")
-    assert line.names(1) == ["a0+"]
+    assert line.names(1, ending=True) == ["a0+"]
     for i in range(2):
         line.add(f"b{i}+", client="b")  # it has saved up nothing, and has lost nothing
-    assert line.names(4) == ["a1+", "b0+", "a2+", "b1+"]
+    assert line.names(4, ending=True) == ["a1+", "b0+", "a2+", "b1+"]
+
+
+def test_the_client_with_the_fewest_rows_is_next() -> None:
+    line = Line()
+    line.add("a", 6, client="a")
+    assert line.names(4) == ["a", "a#1", "a#2", "a#3"]
+    line.add("b", 3, client="b")
+    assert line.names(5) == ["b", "b#1", "b#2", "a#4", "a#5"]
 
 
 def test_priority_comes_first() -> None:
@@ -109,7 +129,11 @@ def test_random_queues_keep_their_books() -> None:
                 back = running.pop(rng.randrange(len(running)))
                 line.queues.leave(back)
                 line.queues.free_row_ids.append(1)
-                waiting = [other for other in line.queues.waiting if other.priority == back.priority]
+                rows = line.queues.rows
+                waiting = [
+                    other for other in line.queues.waiting
+                    if other.priority == back.priority and rows[other.client] <= rows[back.client]
+                ]  # fmt: skip
                 if waiting and rng.random() < 0.5:
                     line.queues.enqueue_behind(back, waiting[0])
                     order = list(line.queues.in_turn())
@@ -124,9 +148,9 @@ def test_random_queues_keep_their_books() -> None:
         assert Counter(line.queues.in_turn()) == Counter(line.queues.waiting)
 
 
-@pytest.mark.parametrize("client", [None, "victim"])
-def test_a_request_with_many_choices_gives_up_a_row(client: str | None) -> None:
-    """One request holds all rows for thousands of tokens; another one begins after a few steps all the same."""
+@pytest.mark.parametrize(("client", "steps"), [(None, DISPLACE_AFTER + 2), ("victim", 2)])
+def test_a_request_with_many_choices_gives_up_a_row(client: str | None, steps: int) -> None:
+    """One request holds all rows for thousands of tokens; that of another client begins in the second step."""
     loop = Loop(max_num_seqs=4, max_model_len=64, cache_mode="all")
     options = {"client": "greedy"} if client else {}
     first = loop.add([1, 2, 3], max_tokens=60, request_id="greedy", **options)
@@ -135,7 +159,11 @@ def test_a_request_with_many_choices_gives_up_a_row(client: str | None) -> None:
     while len(loop.scheduler.running) < 4:
         loop.step()
     victim = loop.add([7, 8], max_tokens=3, client=client)
-    for _ in range(DISPLACE_AFTER + 6):
+    for _ in range(steps):
+        assert not victim.progress.row_id
+        loop.step()
+    assert victim.progress.row_id
+    for _ in range(5):
         loop.step()
     assert victim.finished
     assert loop.scheduler.stats()["displacements"] == 1
