@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from serving.core.cache.content import Chain, Scope
-from serving.core.planning.admission import admit, admit_short, refuse_impossible
-from serving.core.planning.displacement import displace
+from serving.core.planning.admission import admit, admit_short, displace, refuse_impossible
 from serving.core.planning.plan import Budget, RowResult, StepPlan, StepResult
 from serving.core.planning.remote import RemoteStates
 from serving.core.planning.rows import plan_decode, plan_prefill

@@ -30,6 +30,9 @@ _WEIGHT = 0.3
 _FORGETTING = 1 / 512
 """Fraction by which the duration of a step that was too long is lowered, so that such a step is tried again."""
 
+_ATTEMPTS = 8
+"""Maximum number of steps in a row that measure decode rows: none of them may be measured, or its clock may stand."""
+
 Client = str | None
 
 
@@ -62,6 +65,10 @@ class StepTimes:
         size = (rows - 1).bit_length()
         return next((self._decode[each] for each in sorted(self._decode) if each >= size), 0.0)
 
+    def knows(self, rows: int) -> bool:
+        """Returns whether a step with about as many rows has been observed."""
+        return (rows - 1).bit_length() in self._decode
+
     def rows_within(self, rows: int, least: int, seconds: float) -> int:
         """Returns how many of these rows may decode so that a step takes no longer; `least` in any case."""
         while rows > least and (known := self._decode.get((rows - 1).bit_length(), 0.0)) > seconds:
@@ -83,6 +90,11 @@ class Fairness:
         """Prompt tokens that clients may feed, by client. A debt stays after a client's last prompt."""
         self._served: dict[Client, int] = {}
         """The last step in which a client with a deficit had a quota."""
+
+        self._attempts = 0
+        """How many steps have been planned in a row to measure decode rows."""
+        self._measuring = False
+        """Whether the step being planned measures decode rows."""
 
     # -- by durations --
 
@@ -114,6 +126,10 @@ class Fairness:
             most: maximum number of rows.
         """
         rows = Counter(request.client for request in decoding)
+        self._measuring = self._must_measure(rows, prompts)
+        if self._measuring:
+            client = min(rows, key=lambda client: rows[client])
+            return [request for request in decoding if request.client == client][:most]
         part = sum(0.5 if client in prompts else 1.0 for client in rows)
         if len(rows) > 1 and (alone := self._alone(rows)):
             most = min(most, self.times.rows_within(len(decoding), len(rows), max(1.0, part) * alone))
@@ -139,6 +155,8 @@ class Fairness:
             tokens: prompt tokens of the step at most.
             step: its number.
         """
+        if self._measuring:
+            return dict.fromkeys(demands, 0)
         allowance = self._allowance(demands, rows)
         deficits = self._deficits
         for client in deficits.keys() - demands.keys():  # a debt is paid off, and nothing is saved up
@@ -153,7 +171,7 @@ class Fairness:
             if allowance is not None and rows.keys() - {client}:
                 part = min(part, allowance)
             before = deficits.get(client, 1.0)
-            # Without decode rows somebody's prompts must be fed, so that debts count only in the order.
+            # Without decode rows, some client must feed prompts: debts then decide only the order.
             deficits[client] = min((before if rows else max(1.0, before)) + part, part + self._tile)
         quotas = {}
         for client in sorted(demands, key=lambda client: (self._served.get(client, -1), demands[client])):
@@ -164,8 +182,15 @@ class Fairness:
             tokens -= min(quotas[client], demands[client])
         return quotas
 
+    def _must_measure(self, rows: Mapping[Client, int], prompts: Mapping[Client, int]) -> bool:
+        """Returns whether the next step should have only the rows of the client with the fewest, to measure them."""
+        if self._pause is None or not self.times.per_token or not rows or len(rows.keys() | prompts.keys()) < 2:
+            return False
+        self._attempts = 0 if self.times.knows(min(rows.values())) else self._attempts + 1
+        return 0 < self._attempts <= _ATTEMPTS
+
     def _allowance(self, demands: Mapping[Client, int], rows: Mapping[Client, int]) -> float | None:
-        """Returns the prompt tokens that one client may feed on average beside decode rows of others; None: any."""
+        """Returns the prompt tokens that one client may feed in a step with decode rows of others; None: any number."""
         alone = self._alone(rows) if rows else 0.0
         if not alone or not self.times.per_token:
             return None

@@ -63,13 +63,13 @@ class Queues:
         return {client for _, client in self._groups} | self.rows.keys()
 
     def waiting_tokens(self, most: int) -> Counter[str | None]:
-        """Returns the number of tokens of waiting requests by client, counted up to about `most` each."""
+        """Returns the number of tokens of waiting requests that are not blocked, by client, up to about `most` each."""
         found = Counter[str | None]()
         for (_, client), group in self._groups.items():
             for request in islice(group.waiting, 64):
                 if found[client] >= most:
                     break
-                found[client] += len(request.tokens)
+                found[client] += 0 if request.blocked else len(request.tokens)
         return found
 
     def start(self, request: Request) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 from serving.core import Request, Scheduler, SchedulerConfig, StepPlan, StepResult
 from serving.core.cache.content import Scope
-from tests.serving.core.symbolic import Device, Model, expected_output
+from tests.serving.core.symbolic import Device
+from tests.serving.core.truth import Model, expected_output
 
 
 def small_config(**changes: Any) -> SchedulerConfig:

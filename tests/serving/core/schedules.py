@@ -18,7 +18,8 @@ from serving.core import (
     StepPlan,
     StepResult,
 )
-from tests.serving.core.symbolic import Device, Model, expect, expected_output
+from tests.serving.core.symbolic import Device
+from tests.serving.core.truth import Model, expect, expected_output
 
 
 def random_config(rng: random.Random) -> SchedulerConfig:

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from serving.core import Request
-from serving.core.planning.displacement import DISPLACE_AFTER, MOST_DISPLACEMENTS
+from serving.core.planning.admission import DISPLACE_AFTER, MOST_DISPLACEMENTS
 from serving.core.requests.queues import Queues
 from serving.core.requests.request import Status
 from tests.serving.core.drive import Loop

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.core.planning import displacement
+from serving.core.planning import admission
 from tests.serving.core.schedules import random_config, run_seed
 
 SHARDS = 4
@@ -36,7 +36,7 @@ def examples(request: pytest.FixtureRequest) -> int:
 @pytest.mark.fuzz
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_random_schedules(shard: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(displacement, "DISPLACE_AFTER", 2)  # schedules are short
+    monkeypatch.setattr(admission, "DISPLACE_AFTER", 2)  # schedules are short
     count = -(-examples(request) // SHARDS)
     first = shard * 1_000_000_000
     print(f"seeds {first} to {first + count - 1}")

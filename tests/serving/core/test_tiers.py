@@ -12,9 +12,9 @@ from serving.core.cache.content import Chain, Scope, link, root, state_name
 from serving.core.tiers.prices import Prices
 from serving.core.tiers.tier import Sizes, Tier, Unit
 from serving.core.tiers.tiers import Tiers
-from tests.serving.core.symbolic import Violation
 from tests.serving.core.test_fuzz import SHARDS, examples
 from tests.serving.core.tiered import run_tiered
+from tests.serving.core.truth import Violation
 
 B = 4
 SIZES = Sizes(state=10, page=2, page_size=2, block=B)

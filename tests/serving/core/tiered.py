@@ -14,7 +14,7 @@ from serving.core.tiers.prices import Prices
 from serving.core.tiers.tier import Sizes, Tier
 from serving.core.tiers.tiers import Tiers
 from tests.serving.core.schedules import Run, random_config
-from tests.serving.core.symbolic import Truth, expect
+from tests.serving.core.truth import Truth, expect
 
 
 class TieredScheduler(Scheduler):

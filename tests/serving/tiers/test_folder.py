@@ -7,107 +7,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
-import ml_dtypes
-import numpy as np
 import pytest
 
-from serving.core import CheckpointKind
-from serving.core.cache.content import Chain, Scope, state_name
-from serving.core.tiers.tier import Sizes, Tier, Unit
-from serving.tiers.folder import ENDING, DamagedFile, Folder, unit_of
+from serving.tiers.folder import ENDING, Folder, unit_of
 from serving.tiers.listing import Changes, Listing, make_room
-
-B, PAGE = 4, 2
-SIZES = Sizes(state=48, page=16, page_size=PAGE, block=B, overhead=4096)
-CAP = 60_000
-
-
-def unit(tokens) -> Unit:
-    links = tuple(Chain(Scope(None), B).reach(tokens))
-    tail = tokens[len(tokens) // B * B :]
-    return Unit(state_name(links[-1], tail), links, len(tail), len(tokens), CheckpointKind.PROMPT_END)
-
-
-def arrays_of(name: bytes, tail: int | None) -> dict[str, np.ndarray]:
-    """What a part must hold: it follows from its name. `tail`: of a unit's own part; None for a block."""
-    rng = np.random.default_rng(int.from_bytes(name[:8], "little"))
-    if tail is None:
-        return {"kv": rng.standard_normal((1, B, 4)).astype(ml_dtypes.bfloat16)}
-    found = {"state": rng.standard_normal((2, 5)).astype(np.float32)}
-    found["hidden"] = rng.standard_normal(4).astype(ml_dtypes.bfloat16)
-    if tail:
-        found["kv"] = rng.standard_normal((1, -(-tail // PAGE) * PAGE, 4)).astype(ml_dtypes.bfloat16)
-    return found
-
-
-def specs_of(arrays: dict[str, np.ndarray]) -> dict[str, SimpleNamespace]:
-    return {key: SimpleNamespace(shape=array.shape, dtype=array.dtype) for key, array in arrays.items()}
-
-
-class Disk:
-    """Books and files together, as the mover has them, for one process's life."""
-
-    def __init__(self, path: Path) -> None:
-        self.folder, self.tier = Folder(path), Tier("disk", CAP, SIZES)
-        self.listing = Listing(path, B, with_blocks=True)
-        self.look()
-
-    def look(self) -> None:
-        """Take in what is there, or has changed since the last time."""
-        changes = self.listing.look()
-        for name in changes.gone:
-            self.folder.remove(self.tier.drop_external(name))
-        for name in changes.used:
-            self.tier.touch(name)
-        for found in changes.new.values():
-            change = self.tier.add(found)
-            if change is not None:
-                self.folder.remove(change.gone)
-
-    def restart(self) -> "Disk":
-        """The next process's; this one has ended."""
-        self.listing.close()
-        return Disk(self.folder.path)
-
-    def store(self, new: Unit) -> None:
-        change = self.tier.add(new)
-        if change is None:
-            return
-        self.folder.remove(change.gone)
-        try:
-            for name in change.blocks:
-                self.folder.write(name, arrays_of(name, None))
-            self.folder.write(new.name, arrays_of(new.name, new.tail), new)
-        except OSError:
-            self.folder.remove(self.tier.drop(new.name))
-            for name in change.blocks:
-                if self.tier.has_block(name) and not self.folder.has(name):
-                    self.folder.remove(self.tier.drop_block(name))
-
-    def fetch(self, tokens) -> str:
-        """`hit`, `miss`, or `dropped` where files were damaged or gone; wrong arrays fail."""
-        found = self.tier.find(Chain(Scope(None), B), tokens, 0)
-        if found is None:
-            return "miss"
-        assert found.name == unit(tokens[: found.position]).name
-        for name, tail in [*((block, None) for block in found.blocks), (found.name, found.tail)]:
-            want = arrays_of(name, tail)
-            try:
-                got = self.folder.read(name, specs_of(want))
-            except (OSError, DamagedFile):
-                gone = self.tier.drop_block(name) if tail is None else self.tier.drop(name)
-                self.folder.remove(gone)
-                return "dropped"
-            for key in want:
-                assert got[key].dtype == want[key].dtype
-                assert got[key].tobytes() == want[key].tobytes()
-        return "hit"
-
-    def check(self) -> None:
-        self.tier.check()
-        assert sum(path.stat().st_size for path in self.folder.path.iterdir()) <= CAP + 2 * 4096
+from tests.serving.tiers import folder_books
+from tests.serving.tiers.folder_books import B, Disk, arrays_of, unit
 
 
 class Killed(BaseException):
@@ -127,7 +33,7 @@ def test_a_smaller_cap_is_kept_at_the_next_start(tmp_path, monkeypatch):
     disk = Disk(tmp_path)
     for first in range(6):
         disk.store(unit([first] * 5))
-    monkeypatch.setattr(sys.modules[__name__], "CAP", 20_000)
+    monkeypatch.setattr(folder_books, "CAP", 20_000)
     again = disk.restart()
     assert 0 < len(again.tier) < 6
     again.check()
@@ -185,7 +91,7 @@ def test_a_fifo_does_not_hang_anything(tmp_path, name):
     path.mkdir()
     os.mkfifo(path / {"part": part, "in-use": "in-use", "unfinished": "host-1-2.unfinished"}[name])
     code = (
-        "import sys; from pathlib import Path; from tests.serving.tiers.test_folder import Disk, unit\n"
+        "import sys; from pathlib import Path; from tests.serving.tiers.folder_books import Disk, unit\n"
         "from serving.tiers.listing import make_room\n"
         "disk = Disk(Path(sys.argv[1])); assert disk.fetch([1] * 5) == 'miss'; disk.store(unit([1] * 5))\n"
         "assert disk.fetch([1] * 5) == 'hit'; make_room(disk.folder.path.parent, Path('/'), 0)"
@@ -272,7 +178,7 @@ WRITER = """
 import sys
 from pathlib import Path
 sys.path[:0] = sys.argv[2:]
-from tests.serving.tiers.test_folder import Disk, unit
+from tests.serving.tiers.folder_books import Disk, unit
 disk = Disk(Path(sys.argv[1]))
 print("ready", flush=True)
 number = 0
@@ -376,9 +282,9 @@ SHARER = """
 import sys
 from pathlib import Path
 sys.path[:0] = sys.argv[3:]
-from tests.serving.tiers import test_folder
-from tests.serving.tiers.test_folder import Disk, unit
-test_folder.CAP = 400_000
+from tests.serving.tiers import folder_books
+from tests.serving.tiers.folder_books import Disk, unit
+folder_books.CAP = 400_000
 disk, first = Disk(Path(sys.argv[1])), int(sys.argv[2])
 print("ready", flush=True)
 sys.stdin.readline()
@@ -421,7 +327,7 @@ def test_two_processes_share_a_folder_and_its_cap(tmp_path, monkeypatch):
         process.stdout.close()
     # A file counts as 4 KiB at least: 97 of them. Each of both writes four for a unit at most, two units between looks.
     assert 60 < most <= 97 + 2 * 2 * 4
-    monkeypatch.setattr(sys.modules[__name__], "CAP", 400_000)
+    monkeypatch.setattr(folder_books, "CAP", 400_000)
     disk = Disk(tmp_path)
     disk.look()
     disk.check()
