@@ -103,7 +103,9 @@ class EngineConfig(Settings):
     max_num_seqs: int = Field(64, ge=1, description="Maximum number of sequences that run at once.")
     max_num_batched_tokens: int = Field(2048, ge=1, description="Maximum number of tokens processed in one step.")
     max_num_waiting: int | None = Field(
-        None, ge=1, description="Maximum number of waiting requests; further ones are refused. Unset: no limit."
+        None,
+        ge=1,
+        description="Maximum number of waiting requests; further ones are refused. Unset: no limit; 4096 in `serve`.",
     )
     max_decode_pause: float | None = Field(
         None,

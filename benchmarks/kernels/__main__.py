@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from benchmarks.kernels.call import Call, Draw
 from benchmarks.kernels.calls import OPERATIONS, drawn, runnable
 from kernels_pallas.dispatch import UnsupportedError
+from serving.bench.plot import bars, check_plot
 from serving.bench.report import emit, environment, median, spread
 
 
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := sorted(set(names) - set(OPERATIONS)):
         parser.error(f"--operations {', '.join(unknown)}: known are {', '.join(OPERATIONS)}")
     wanted = [name for name in options.implementations.split(",") if name]
+    check_plot(options.plot)
     emit(**environment("none: operations alone"))
     drawn: dict[str, list[float]] = {}
     for name in names:
@@ -49,8 +51,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if "each_us" in line:
                 drawn[f"{name}, {line['shape']}: {line['implementation']}"] = line["each_us"]
     if options.plot and drawn:
-        from serving.bench.plot import bars
-
         bars(drawn, options.plot, title=f"microseconds, {options.dtype}", log=True)
     return 0
 

@@ -33,6 +33,7 @@ from typing import Any
 import httpx
 import numpy as np
 
+from serving.bench.plot import check_plot, cumulative
 from serving.bench.report import emit, environment
 
 PERCENTILES = (50, 90, 95, 99)
@@ -85,6 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not options.rate > 0:
         parser.error(f"--rate {options.rate}: expected more than 0")
+    check_plot(options.plot)
     try:
         model, answers, long, seconds = asyncio.run(load(options))
     except httpx.HTTPError as error:
@@ -95,8 +97,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for line in lines + [{"of": "long prompts", **line} for line in summary(long, seconds, options) if long]:
         emit(**line)
     if options.plot:
-        from serving.bench.plot import cumulative
-
         gathered = gather(answers)
         shown = {name: gathered[name] for name in ("ttft_ms", "itl_ms") if gathered.get(name)}
         cumulative(shown, options.plot, title=f"{options.rate:g} requests/s, {model}")

@@ -10,6 +10,9 @@ import numpy as np
 
 from mamba_jax.version import install_advice
 
+_CREATOR = b"mamba-jax bench"
+"""Written into each picture, to recognize it."""
+
 
 def bars(values: Mapping[str, Sequence[float]], path: str | Path, *, title: str, log: bool = False) -> None:
     """One bar for each name: the median, with every run as a dot. `log`: a logarithmic axis."""
@@ -19,7 +22,7 @@ def bars(values: Mapping[str, Sequence[float]], path: str | Path, *, title: str,
     for row, name in enumerate(names):
         axes.plot(values[name], [row] * len(values[name]), "k.", markersize=4)
     axes.invert_yaxis()
-    figure.savefig(path, bbox_inches="tight", dpi=120)
+    _save(figure, path)
 
 
 def cumulative(values: Mapping[str, Sequence[float]], path: str | Path, *, title: str) -> None:
@@ -32,7 +35,18 @@ def cumulative(values: Mapping[str, Sequence[float]], path: str | Path, *, title
     axes.set_ylim(0, 1)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, bbox_inches="tight", dpi=120)
+    _save(figure, path)
+
+
+def check_plot(path: str | None) -> None:
+    """Refuses to replace a file that no benchmark has drawn. Ends the program with a message."""
+    if path is not None and Path(path).exists() and _CREATOR not in Path(path).read_bytes():
+        raise SystemExit(f"--plot {path}: exists and is not a picture of a benchmark; give another file")
+
+
+def _save(figure: Any, path: str | Path) -> None:
+    field = "Software" if Path(path).suffix == ".png" else "Creator"
+    figure.savefig(path, bbox_inches="tight", dpi=120, metadata={field: _CREATOR.decode()})
 
 
 def _figure(title: str, *, height: float) -> tuple[Any, Any]:

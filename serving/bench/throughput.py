@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from serving import LLM, ConfigError, SamplingParams
+from serving.bench.plot import bars, check_plot
 from serving.bench.report import emit, environment, median, spread
 
 
@@ -28,13 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--plot", help="a PNG or SVG file to draw (needs matplotlib)")
     options = parse_offline(parser, arguments)
+    check_plot(options.plot)
     emit(**environment(options.model))
     lines = list(measure(options))
     for line in lines:
         emit(**line)
     if options.plot:
-        from serving.bench.plot import bars
-
         named = {line["metric"]: line["each"] for line in lines if "each" in line}
         bars(named, options.plot, title=f"{options.prompts} x {options.prompt_tokens} + {options.output_tokens} tokens")
     return 0

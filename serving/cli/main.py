@@ -23,6 +23,8 @@ from serving.cli.terminal import Command, printable
 from serving.engine.request_error import RequestError
 from serving.settings import ConfigError, did_you_mean
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -54,6 +56,13 @@ COMMANDS = {
     "eval": Entry("evaluation.eval", "evaluate", "Measure", "Evaluate a model on held-out text and problems."),
     "bench": Entry("bench", "app", "Measure", "Run a benchmark."),
 }
+PREFIX = "MAMBA_JAX"
+"""Environment variables set options: MAMBA_JAX_MAX_NUM_SEQS=8 is --max-num-seqs 8. The command line has precedence."""
+_OTHER_VARIABLES = {
+    f"{PREFIX}_{name}"
+    for name in ("API_KEY", "ADMIN_KEY", "SPLIT_SECRET", "CONFIG", "EXTRAS", "INSTRUCTIONS", "NATIVE", "NO_NATIVE")
+}
+"""Those that are read elsewhere: never options, or options with another rule, since keys may contain spaces."""
 ENGINE_COMMANDS = ("generate", "chat", "serve", "plan")
 """Commands with the engine's options, which also take `--config` and vLLM's flags."""
 
@@ -90,8 +99,30 @@ def _build(name: str) -> Any:
     if not isinstance(program, typer.Typer):
         function = _after_jax(program) if entry.jax else program
         program = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-        program.command(name, cls=Command)(function)
-    return typer.main.get_command(program)
+        program.command(name, cls=Command, context_settings={"auto_envvar_prefix": PREFIX})(function)
+    built: Any = typer.main.get_command(program)
+    for param in built.params:
+        if _variable(param) in _OTHER_VARIABLES:
+            param.allow_from_autoenv = False
+    return built
+
+
+def _variables(program: Any) -> set[str]:
+    """The environment variables that set options of a command."""
+    return {_variable(param) for param in program.params if param.param_type_name == "option"}
+
+
+def _variable(param: Any) -> str:
+    return f"{PREFIX}_{param.name.upper()}"
+
+
+def _check_variables(name: str) -> None:
+    """Logs a warning for each variable that sets no option of any command."""
+    given = {each for each in os.environ if each.startswith(f"{PREFIX}_")} - _OTHER_VARIABLES
+    unread = given - _variables(command(name))
+    options = {variable for each in COMMANDS if unread for variable in _variables(command(each))}
+    for each in sorted(unread - options):
+        log.warning("environment variable %s is not read%s", each, did_you_mean(each, options | _OTHER_VARIABLES))
 
 
 def _after_jax(function: Callable[..., None]) -> Callable[..., None]:
@@ -149,6 +180,8 @@ def run(arguments: Sequence[str]) -> int:
     logger.setLevel(logging.INFO)
     arguments = list(arguments) or ["--help"]
     try:
+        if arguments[0] in COMMANDS:
+            _check_variables(arguments[0])
         if arguments[0] in ENGINE_COMMANDS:
             arguments = [arguments[0], *translate_arguments(arguments[0], arguments[1:])]
         program: Any = typer.main.get_command(app)
@@ -184,6 +217,7 @@ def translate_arguments(name: str, words: Sequence[str]) -> list[str]:
     path, words = _config_of(words)
     if _config_of(words)[0] is not None:
         raise ConfigError("--config is given more than once; put all options in one file")
+    path = path or os.environ.get(f"{PREFIX}_CONFIG")
     translated = translate(words, own)
     units: list[Translated] = []
     if path is not None:

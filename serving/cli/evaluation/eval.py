@@ -46,6 +46,7 @@ def evaluate(
     from serving.engine.requests.sampling_params import SamplingParams
 
     console = Console(soft_wrap=True, highlight=False)
+    _check_report(output)
     directory = data or resolve(model).files
     if against is not None:
         _compare(model, quantization, against, text or directory / SAMPLE_TEXT, output, console)
@@ -92,6 +93,18 @@ def evaluate(
             console.print(f"MTP, K=3, {name}: mean accepted length {length:.2f}; by position {positions}")
     if output is not None:
         output.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def _check_report(path: Path | None) -> None:
+    """Refuses to replace a file that is no report of this command."""
+    if path is None or not path.exists():
+        return
+    try:
+        fields = set(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, OSError, RecursionError):
+        fields = set()
+    if not (fields >= {"model", "bits_per_byte"} or fields >= {"kl", "largest_kl", "agreement", "reference_nats"}):
+        raise ConfigError(f"--output {path}: exists and is not a report of `mamba-jax eval`; give another file")
 
 
 def _compare(

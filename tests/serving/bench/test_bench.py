@@ -10,6 +10,7 @@ import pytest
 
 from checkpoints.random import write_random
 from serving.bench import latency
+from serving.bench.plot import check_plot
 from serving.cli.bench import PROGRAMS
 from serving.cli.main import run
 
@@ -107,6 +108,11 @@ def canned():
 def test_latency_against_a_server(canned, capfd, tmp_path):
     words = ["--base-url", canned, "--request-rate", "500", "--num-prompts", "8"]
     plot = tmp_path / "plot.png"
+    plot.write_bytes(b"a user's picture")
+    assert run(["bench", "serve", *words, "--plot", str(plot)]) == 2
+    assert "is not a picture of a benchmark" in capfd.readouterr().err
+    assert plot.read_bytes() == b"a user's picture"
+    plot.unlink()
     # Exit code 1: some requests have failed.
     assert run(["bench", "serve", *words, "--prompt-words", "5", "--plot", str(plot)]) == 1
     lines = {line["metric"]: line for line in lines_of(capfd.readouterr().out)}
@@ -120,6 +126,7 @@ def test_latency_against_a_server(canned, capfd, tmp_path):
     assert lines["itl_ms"]["count"] == 12
     assert 0 < lines["ttft_ms"]["p50"] <= lines["ttft_ms"]["p99"] <= lines["e2e_ms"]["p99"]
     assert plot.stat().st_size > 0
+    check_plot(str(plot))
 
 
 def test_long_prompts_with_short_ones(canned, capfd):

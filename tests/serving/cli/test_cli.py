@@ -214,6 +214,33 @@ def test_progress_is_printed_without_a_terminal(batch, tmp_path, capfd, monkeypa
     assert re.search(r"\d of 9 requests after \d+ s; ", capfd.readouterr().err)
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "words", "said"),
+    [
+        ("PORT", "abc", ["serve"], "Invalid value for '--port': 'abc' is not a whole number"),
+        ("MAX_NUM_SEQS", "0", ["generate", "x"], "max_num_seqs: must be greater than or equal to 1, got 0"),
+        ("HF_OVERRIDES", "[]", ["inspect"], "hf_overrides: a JSON object is expected"),
+        ("TOPOLOGY", "v9", ["plan"], "topology 'v9' is not known"),
+        ("WARMUP", "maybe", ["chat"], "Invalid value for '--warmup'"),
+        ("CONFIG", "no.yaml", ["generate", "x"], "config file no.yaml: No such file"),
+        (
+            "DTYPE",
+            "no",
+            ["generate", "--dtype", "none", "x"],
+            "dtype: must be 'auto', 'float32', 'bfloat16' or 'float16', got 'none'",
+        ),
+        ("PROT", "1", ["generate"], "variable MAMBA_JAX_PROT is not read; did you mean 'MAMBA_JAX_PORT'?"),
+    ],
+)
+def test_options_from_the_environment(variable, value, words, said, capfd, monkeypatch):
+    monkeypatch.setenv(f"MAMBA_JAX_{variable}", value)
+    monkeypatch.setenv("MAMBA_JAX_CORPUS", "an option of another command")
+    assert run(words) == 2
+    error = capfd.readouterr().err
+    assert said in error
+    assert "MAMBA_JAX_CORPUS" not in error
+
+
 def test_flags_from_a_file_yield_to_the_command_line(tmp_path, capfd):
     config = tmp_path / "flags.yaml"
     config.write_text("page-size: 48\n")

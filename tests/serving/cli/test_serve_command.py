@@ -188,6 +188,8 @@ def test_the_program_itself(tmp_path):
     assert '"message": "request"' in log
     assert "--trust-remote-code: has no effect: families are built in" in log
     assert "--enable-auto-tool-choice: has no effect" in log
+    assert "running requests have up to" in log
+    assert '"message": "stopped after' in log
     assert "Traceback" not in log
 
 

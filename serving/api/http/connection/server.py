@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import ssl
+import time
 from collections.abc import Callable, Collection
 from functools import partial
 from types import FrameType
@@ -103,9 +104,13 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Runs uvicorn's shutdown with a time limit."""
+        begin, open_now = time.monotonic(), len(self.server_state.connections)
+        text = "shutting down: %d connections; running requests have up to %g s to finish"
+        log.info(text, open_now, self._drain_timeout)
         ending = asyncio.create_task(self._end())
         try:
             await super().shutdown(sockets)
+            log.info("stopped after %.1f s", time.monotonic() - begin)
         finally:
             ending.cancel()
             with contextlib.suppress(asyncio.CancelledError):
