@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from kernels_pallas.grouped_matmul import quantised_gpu as grouped
 
 FEWEST_OUTPUTS = 4096
-"""64 blocks. With 32, the kernel takes longer than XLA by its instructions (docs/hardware.md); an H200 runs 132."""
+"""64 blocks. With 32, the kernel takes longer than XLA by its instructions
+(docs/compiler-measurements.md); an H200 runs 132."""
 
 
 def unsupported(x, weight, *, out_dtype):

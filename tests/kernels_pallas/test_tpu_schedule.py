@@ -1,6 +1,6 @@
 """Instructions of the kernels at the sizes of Nemotron-H-8B, as the TPU's own compiler schedules them.
 
-They are what makes a kernel bound by memory or not: `docs/hardware.md` compares them with the bytes.
+They are what makes a kernel bound by memory or not: `docs/compiler-measurements.md` compares them with the bytes.
 """
 
 import pytest

@@ -63,7 +63,7 @@ def test_few_layers(drafts, topology):
 @pytest.mark.slow
 @pytest.mark.parametrize(("topology", "rows", "drafts", "states", "most"), WHOLE)
 def test_whole_programs(topology, rows, drafts, states, most, monkeypatch):
-    """As `mamba-jax plan` compiles them, on a slice whose memory is full: docs/hardware.md has the figures."""
+    """As `mamba-jax plan` compiles them, on a slice whose memory is full (figures: docs/compiler-measurements.md)."""
     plan, program, least = planned(topology, rows, drafts, monkeypatch)
     assert plan.size.replay_interval == 16  # chosen, not asked for
     load = decode_workload(rows=rows, drafts=drafts, context=0, replay=Replay(16, drafts))
@@ -88,6 +88,9 @@ def planned(topology, rows, drafts, monkeypatch, **flags):
 
     compilable(topology)
     monkeypatch.setattr(SlicePrograms, "compile", compile_measured)
+    for module in ("plan", "layer_cuts"):  # all layers in one program
+        cuts = f"serving.capacity.{module}.layer_cuts"
+        monkeypatch.setattr(cuts, lambda config: [tuple(range(len(config.pattern)))])
     flags |= {"num_speculative_tokens": drafts, "speculative_method": "ngram"} if drafts else {}
     plan = make_plan(
         EngineConfig.create(model="nemotron-h-8b", max_num_seqs=rows, **flags), target(topology), context=1
