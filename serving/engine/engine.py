@@ -14,7 +14,7 @@ from serving.core import FinishReason, Request, RowResult, StepPlan, check_promp
 from serving.engine.control import Control
 from serving.engine.request_error import RequestError, RequestFailed
 from serving.engine.requests.adapters import AdapterTable, LoadedAdapter
-from serving.engine.requests.output import RequestMetrics, RequestOutput
+from serving.engine.requests.output import PromptScores, RequestMetrics, RequestOutput
 from serving.engine.requests.request import EngineRequest, Prompt, check_params, read_prompt
 from serving.engine.requests.routed_experts import read_routed_experts
 from serving.engine.requests.sampling_params import SamplingParams
@@ -124,7 +124,8 @@ class Engine:
             metrics=RequestMetrics(arrival_time=time.monotonic()),
         )
         if params.prompt_logprobs is not None:
-            output.prompt_logprobs = [None] * len(ids)
+            given = params.prompt_logprob_token_ids or ()
+            output.prompt_logprobs = PromptScores(ids, params.prompt_logprobs, given)
         parent = UserRequest(request, output, self._adapter_of(request))
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         for index in range(params.n):

@@ -51,6 +51,9 @@ _ALTERNATIVES = {
 }
 """Accepted values of fields with several types; pydantic would report an error for each type."""
 _PARAMETERS = frozenset(field.name for field in fields(SamplingParams))
+_ANTHROPICS_TYPES = {
+    408: "timeout_error", 413: "request_too_large", 500: "api_error", 502: "api_error", 503: "overloaded_error",
+}  # fmt: skip
 ANTHROPICS = "/v1/messages"
 """Prefix of the paths of Anthropic's API."""
 TOO_MANY_CONNECTIONS = "too_many_connections"
@@ -89,10 +92,15 @@ class ApiError(Exception):
         """
         if not path.startswith(ANTHROPICS):
             return json.dumps({"error": self.fields()}).encode()
+        return json.dumps({"type": "error", "error": self.anthropic_fields()}).encode()
+
+    def anthropic_fields(self) -> dict[str, Any]:
+        """Returns the fields of the error object of Anthropic's API."""
         error = self.fields()
+        error["type"] = _ANTHROPICS_TYPES.get(self.status, error["type"])
         if self._anthropic is not None:
             error["message"] = self._anthropic
-        return json.dumps({"type": "error", "error": error}).encode()
+        return error
 
     def response(self, path: str = "") -> Response:
         """Returns the HTTP response to a request for `path`."""

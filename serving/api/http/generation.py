@@ -12,6 +12,7 @@ from typing import NamedTuple
 from serving.api.http.connection.keys import client_id
 from serving.api.http.connection.streaming import merge
 from serving.api.http.context import Context
+from serving.api.http.errors import ApiError
 from serving.api.http.protocol.common import (
     CompletionTokensDetails,
     PromptTokensDetails,
@@ -19,8 +20,11 @@ from serving.api.http.protocol.common import (
 )
 from serving.engine.requests.output import CompletionOutput, RequestOutput
 from serving.engine.requests.request import EngineRequest, LoRARequest
-from serving.engine.requests.sampling_params import SamplingParams
+from serving.engine.requests.sampling_params import MAX_LOGPROBS, SamplingParams
 from serving.engine.structured.grammars import Grammar
+
+MAX_VALUES = 1 << 21
+"""Maximum number of values of log-probabilities and sampling masks in one response."""
 
 
 @dataclass
@@ -36,6 +40,36 @@ class Job:
     lora_request: LoRARequest | None = None
     grammar: Grammar | None = None
     """Keeps the compiled grammar alive until the engine requests it."""
+    score_bytes: int = 0
+    """Memory of the log-probabilities of the prompts."""
+
+    def check_size(self, max_model_len: int, vocab_size: int | None) -> None:
+        """Checks how many values of log-probabilities and sampling masks (8 bytes each) the response can have, and sets
+        `score_bytes`. One choice of the longest context is always allowed.
+
+        Raises:
+            ApiError: they are too many.
+        """
+        params, values = self.params, 0
+        scored = 0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs
+        scored += len(params.prompt_logprob_token_ids or ())
+        reported = 0 if params.logprobs is None else 1 + params.logprobs
+        if params.return_sampling_mask:
+            reported += -(-(vocab_size or 0) // 64)
+        for prompt in self.prompts:
+            room = max(max_model_len - len(prompt), 0)
+            length = room if params.max_tokens is None else min(params.max_tokens, room)
+            values += params.n * (len(prompt) * scored + length * reported)
+        most = max(MAX_VALUES, max_model_len * (1 + MAX_LOGPROBS))
+        if values > most:
+            raise ApiError(
+                400,
+                f"the response could have {values:,} values of log-probabilities and sampling masks: at most {most:,} "
+                "are allowed; send fewer or shorter prompts, or ask for fewer tokens, choices or alternatives",
+                param="logprobs" if params.logprobs is not None else None,
+                code="response_too_large",
+            )
+        self.score_bytes = 8 * scored * sum(map(len, self.prompts))
 
 
 class ChoiceDelta(NamedTuple):
@@ -46,6 +80,11 @@ class ChoiceDelta(NamedTuple):
     output: RequestOutput
     """The output of the prompt, for what choices share."""
     new: CompletionOutput
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens with something to write: the new ones, and those of a prompt with log-probabilities."""
+        return len(self.new.token_ids) + len(self.output.prompt_logprobs or ())
 
 
 @dataclass

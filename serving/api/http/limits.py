@@ -11,13 +11,15 @@ import logging
 import re
 import time
 import uuid
+from collections import Counter
+from collections.abc import Callable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serving.api.http.connection.keys import check_key, set_client
+from serving.api.http.connection.keys import check_key, client_id, set_client
 from serving.api.http.connection.streaming import ClientGone
-from serving.api.http.errors import ApiError, as_api_error
+from serving.api.http.errors import ANTHROPICS, ApiError, as_api_error
 from serving.api.http.generation import UsageCounter
 from serving.api.http.json_values import MAX_DEPTH, depth, weight
 from serving.api.http.settings import RequestBounds
@@ -27,6 +29,8 @@ log = logging.getLogger("serving.requests")
 
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/ready", "/load", "/version", "/metrics", "/status"})
 """Paths without an API key: probes, and counters that contain no text."""
+_UNTIL_THE_END = OPEN_PATHS - {"/ready"}
+"""Paths that answer while the server shuts down."""
 _QUIET = frozenset({"/health", "/ping", "/ready", "/load", "/metrics", "/status"})
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -44,18 +48,27 @@ class Limits:
     def __init__(self, app: ASGIApp, bounds: RequestBounds, metrics: Metrics) -> None:
         self._app, self._bounds, self._metrics = app, bounds, metrics
         self._keys = (*bounds.api_key, *bounds.admin_key) if bounds.api_key else ()
-        self._buffered = 0
-        """Bytes of the bodies of all unanswered requests."""
+        self._buffered = Counter[str | None]()
+        """Bytes of the bodies of all unanswered requests, and of the log-probabilities of their prompts, by client."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":  # the server leaves out the body of the answer
+            scope = {**scope, "method": "GET"}
         headers, begin = Headers(scope=scope), time.monotonic()
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
-        held = 0  # bytes of the body
+        held = 0  # bytes of the body and of what its response needs
+
+        def reserve(size: int) -> None:
+            nonlocal held
+            self._reserve(size)
+            held += size
+
+        scope["state"]["reserve"] = reserve
         status, started = 499, False  # 499: the client disconnected before the response started
 
         async def sending(message: Message) -> None:
@@ -64,6 +77,8 @@ class Limits:
                 status, started = message["status"], True
                 added = MutableHeaders(scope=message)
                 added["x-request-id"] = request_id
+                if _path(scope).startswith(ANTHROPICS):
+                    added["request-id"] = request_id
                 added["x-content-type-options"] = "nosniff"
             await send(message)
 
@@ -80,16 +95,26 @@ class Limits:
                     raise
                 await as_api_error(error).response(_path(scope))(scope, receive, sending)
             finally:
-                self._buffered -= held
+                self._buffered[client_id()] -= held
         # Count only existing paths by name: each label value occupies memory until the process ends.
         route = getattr(scope.get("route"), "path", "other")
         self._metrics.answered(route, status)
         self._log(scope, request_id, status, time.monotonic() - begin)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
+        if len(headers.getlist("host")) > 1:
+            raise ApiError(400, "the request has more than one Host header", headers={"Connection": "close"})
+        if _path(scope) not in _UNTIL_THE_END and _ending(scope):
+            raise ApiError(
+                503, "the server is shutting down", code="shutting_down",
+                headers={"Retry-After": "1", "Connection": "close"},
+            )  # fmt: skip
         if self._keys and _path(scope) not in OPEN_PATHS and scope["method"] != "OPTIONS":
             check_key(headers, self._keys)
             set_client(headers)
+        coding = headers.get("content-encoding", "identity").strip().lower()
+        if coding not in ("", "identity"):
+            raise ApiError(415, f"Content-Encoding {coding[:20]} is not supported: send the body as it is")
         if scope["method"] == "POST" and not _empty(headers):
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
@@ -108,7 +133,7 @@ class Limits:
                 await self._fill(body, receive)
             self._check_json(body)
         except BaseException as error:
-            self._buffered -= len(body)
+            self._buffered[client_id()] -= len(body)
             if isinstance(error, TimeoutError):
                 raise ApiError(
                     408, f"the body did not arrive within {self._bounds.body_timeout:g} seconds",
@@ -132,13 +157,25 @@ class Limits:
             more = message.get("more_body", False)
             if len(body) + len(piece) > self._bounds.max_body_bytes:
                 raise _too_large(self._bounds.max_body_bytes)
-            if self._buffered + len(piece) > self._bounds.max_buffered_bytes:
-                raise ApiError(
-                    503, "the server's buffer for request bodies is full; try again later", code="busy",
-                    headers={"Retry-After": "1", "Connection": "close"},
-                )  # fmt: skip
+            self._reserve(len(piece))
             body += piece
-            self._buffered += len(piece)
+
+    def _reserve(self, size: int) -> None:
+        """Counts further bytes that unanswered requests hold. A client that holds no more than one body may exceed its
+        share: a large request of its own is never refused for ever.
+
+        Raises:
+            ApiError: 503: they are too many, in all or of this client.
+        """
+        own, most = self._buffered[client_id()], self._bounds.max_buffered_bytes
+        share = most // max(len(set(self._bounds.api_key)), 1)
+        unfair = own > self._bounds.max_body_bytes and own + size > share
+        if size and (unfair or self._buffered.total() + size > most):
+            raise ApiError(
+                503, "the server's buffer for requests is full; try again later", code="busy",
+                headers={"Retry-After": "1", "Connection": "close"},
+            )  # fmt: skip
+        self._buffered[client_id()] += size
 
     def _check_json(self, body: bytearray) -> None:
         most = self._bounds.max_body_values
@@ -176,6 +213,13 @@ def _path(scope: Scope) -> str:
     """Returns the path without the proxy's prefix (`--root-path`)."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
+
+
+def _ending(scope: Scope) -> bool:
+    """Returns whether the server is about to exit, and answers only requests that it has already accepted."""
+    app = scope.get("app")
+    ending: Callable[[], bool] = getattr(app.state, "ending", lambda: False) if app is not None else lambda: False
+    return ending()
 
 
 def _empty(headers: Headers) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+from serving.api.http.json_parts import listed
 from serving.api.http.protocol.chat import ChatLogprob, ChatLogprobs, TokenLogprob
 from serving.api.http.protocol.completions import CompletionLogprobs, PromptLogprob
 from serving.api.http.text import TextCodec
@@ -26,38 +27,61 @@ class LogprobWriter:
         self._codec, self._top, self._as_ids = codec, top, as_ids
 
     def completion(
-        self, tokens: Sequence[int], tables: Sequence[TokenLogprobs | None], offsets: list[int]
+        self,
+        tokens: Sequence[int],
+        prompt: Sequence[TokenLogprobs | None],
+        output: Sequence[TokenLogprobs],
+        offsets: list[int],
     ) -> CompletionLogprobs:
-        """Returns the parallel lists of `/v1/completions`. `offsets`: positions at which the tokens' texts start."""
-        top: list[dict[str, float] | None] | None = [] if self._top else None
-        written = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=top, text_offset=offsets)
-        for token, table in zip(tokens, tables, strict=True):
-            written.tokens.append(self._name(token))
-            written.token_logprobs.append(None if table is None else _finite(table[token].logprob))
-            if written.top_logprobs is not None:
-                written.top_logprobs.append(None if table is None else self._named(token, table))
-        return written
+        """Returns the parallel lists of `/v1/completions`. `prompt` and `output` are the tables of the tokens, which
+        `offsets` gives the positions of."""
+        echoed, written = len(prompt), len(tokens)
+
+        def pairs(begin: int, end: int) -> Iterator[tuple[int, TokenLogprobs | None]]:
+            tables = [*prompt[begin:end], *output[max(begin - echoed, 0) : max(end - echoed, 0)]]
+            return zip(tokens[begin:end], tables, strict=True)
+
+        def values(begin: int, end: int) -> list[float | None]:
+            return [None if table is None else _finite(table[token].logprob) for token, table in pairs(begin, end)]
+
+        def top(begin: int, end: int) -> list[dict[str, float] | None]:
+            return [None if table is None else self._named(token, table) for token, table in pairs(begin, end)]
+
+        return CompletionLogprobs.model_construct(
+            tokens=listed(written, lambda begin, end: [self._name(token) for token in tokens[begin:end]]),
+            token_logprobs=listed(written, values),
+            top_logprobs=listed(written, top) if self._top else None,
+            text_offset=offsets,
+        )
 
     def prompt(self, tables: Sequence[TokenLogprobs | None]) -> list[dict[int, PromptLogprob] | None]:
         """Returns `prompt_logprobs` of `/v1/completions`: by token id, for each token of the prompt."""
-        return [
-            None
-            if table is None
-            else {token: {"logprob": _finite(entry.logprob), "rank": entry.rank} for token, entry in table.items()}
-            for table in tables
-        ]
+
+        def part(begin: int, end: int) -> list[dict[int, PromptLogprob] | None]:
+            return [
+                None if table is None
+                else {token: {"logprob": _finite(each.logprob), "rank": each.rank} for token, each in table.items()}
+                for table in tables[begin:end]
+            ]  # fmt: skip
+
+        written: list[dict[int, PromptLogprob] | None] = listed(len(tables), part)
+        return written
 
     def chat(self, tokens: Sequence[int], tables: Sequence[TokenLogprobs]) -> ChatLogprobs:
         """Returns the list of objects of `/v1/chat/completions`."""
-        return ChatLogprobs(
-            content=[
-                ChatLogprob(
-                    **dict(self._entry(token, table[token].logprob)),
-                    top_logprobs=[self._entry(other, value) for other, value in self._likeliest(table)],
-                )
-                for token, table in zip(tokens, tables, strict=True)
-            ]
+        return ChatLogprobs.model_construct(
+            content=listed(len(tokens), lambda begin, end: self.entries(tokens[begin:end], tables[begin:end]))
         )
+
+    def entries(self, tokens: Sequence[int], tables: Sequence[TokenLogprobs]) -> list[ChatLogprob]:
+        """Returns the objects of these tokens."""
+        return [
+            ChatLogprob(
+                **dict(self._entry(token, table[token].logprob)),
+                top_logprobs=[self._entry(other, value) for other, value in self._likeliest(table)],
+            )
+            for token, table in zip(tokens, tables, strict=True)
+        ]
 
     def _named(self, token: int, table: TokenLogprobs) -> dict[str, float]:
         """Returns log-probabilities by text. If tokens have the same text (parts of characters), the likeliest one
@@ -127,7 +151,7 @@ class TextLogprobs:
 
     def _written(self, begin: int, end: int) -> list[ChatLogprob]:
         shown = [i for i in range(begin, end) if not self._codec.is_special(self._tokens[i])]
-        return self._writer.chat([self._tokens[i] for i in shown], [self._tables[i] for i in shown]).content
+        return self._writer.entries([self._tokens[i] for i in shown], [self._tables[i] for i in shown])
 
 
 def _finite(logprob: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,8 +29,10 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Stores responses. At a limit, evicts the least recently used response of the key that uses most of it, so that no
-    key loses its share to another.
+    """Stores responses. Any thread may use it.
+
+    At a limit, evicts the least recently used response of the key that uses most of it, so that no key loses its share
+    to another.
 
     Args:
         most: maximum number of responses.
@@ -42,6 +45,7 @@ class ResponseStore:
         """Responses and their sizes by owner, the least recently used first."""
         self._bytes = Counter[bytes]()
         """Bytes by owner."""
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return sum(map(len, self._stored.values()))
@@ -56,27 +60,30 @@ class ResponseStore:
         size = stored.num_bytes
         if size > self._most_bytes or not self._most:
             return
-        self._stored.setdefault(stored.owner, OrderedDict())[response_id] = stored, size
-        self._bytes[stored.owner] += size
-        while len(self) > self._most:
-            self._remove(max(self._stored, key=lambda owner: len(self._stored[owner])))
-        while self.num_bytes > self._most_bytes:
-            self._remove(max(self._bytes, key=self._bytes.__getitem__))
+        with self._lock:
+            self._stored.setdefault(stored.owner, OrderedDict())[response_id] = stored, size
+            self._bytes[stored.owner] += size
+            while len(self) > self._most:
+                self._remove(max(self._stored, key=lambda owner: len(self._stored[owner])))
+            while self.num_bytes > self._most_bytes:
+                self._remove(max(self._bytes, key=self._bytes.__getitem__))
 
     def get(self, response_id: str, key: str | None) -> StoredResponse | None:
         """Returns the response with this id, if it was created with this key and is still stored."""
-        own = self._stored.get(owner_of(key), OrderedDict())
-        if response_id not in own:
-            return None
-        own.move_to_end(response_id)
-        return own[response_id][0]
+        with self._lock:
+            own = self._stored.get(owner_of(key), OrderedDict())
+            if response_id not in own:
+                return None
+            own.move_to_end(response_id)
+            return own[response_id][0]
 
     def delete(self, response_id: str, key: str | None) -> bool:
         """Deletes a response. Returns False if `get` finds no such response."""
-        if self.get(response_id, key) is None:
-            return False
-        self._remove(owner_of(key), response_id)
-        return True
+        with self._lock:
+            found = response_id in self._stored.get(owner_of(key), ())
+            if found:
+                self._remove(owner_of(key), response_id)
+            return found
 
     def _remove(self, owner: bytes, response_id: str | None = None) -> None:
         """Removes a response of an owner, by default the least recently used one."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import numpy as np
-from jaxtyping import Bool, Int, UInt8
+from jaxtyping import Bool, Float, Int, UInt8
 
 from serving.engine.request_error import RequestError, RequestFailed
 from serving.engine.requests.routed_experts import RoutedExperts
@@ -24,6 +25,59 @@ class Logprob(NamedTuple):
 
 TokenLogprobs = dict[int, Logprob]
 """Log-probabilities of one position by token id: the chosen token first, then the likeliest ones."""
+
+
+class PromptScores(Sequence[TokenLogprobs | None]):
+    """The log-probabilities of a prompt: a table for each token, None for the first.
+
+    Arrays hold the values. A table is made when it is read: all together would take a hundred times the memory.
+
+    Args:
+        token_ids: the prompt.
+        top: number of likeliest tokens at each position.
+        ids: further tokens at each position.
+    """
+
+    def __init__(self, token_ids: Sequence[int], top: int, ids: Sequence[int]) -> None:
+        self._token_ids, self._ids = token_ids, ids
+        self._known = np.zeros(len(token_ids), bool)
+        self._own = np.zeros(len(token_ids), np.float32)
+        self._top_ids = np.zeros((len(token_ids), top), np.int32)
+        self._top = np.zeros((len(token_ids), top), np.float32)
+        self._of_ids = np.zeros((len(token_ids), len(ids)), np.float32)
+
+    def fill(
+        self,
+        begin: int,
+        own: Float[np.ndarray, " n"],
+        top_ids: Int[np.ndarray, "n top"],
+        top: Float[np.ndarray, "n top"],
+        of_ids: Float[np.ndarray, "n ids"],
+    ) -> None:
+        """Sets the log-probabilities of the tokens from `begin` on, of the likeliest ones, and of `ids`."""
+        to, (_, most), given = slice(begin, begin + len(own)), self._top.shape, len(self._ids)
+        self._known[to], self._own[to] = True, own
+        self._top_ids[to], self._top[to], self._of_ids[to] = top_ids[:, :most], top[:, :most], of_ids[:, :given]
+
+    def __len__(self) -> int:
+        return len(self._token_ids)
+
+    @overload
+    def __getitem__(self, place: int) -> TokenLogprobs | None: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[TokenLogprobs | None]: ...
+
+    def __getitem__(self, place: int | slice) -> TokenLogprobs | list[TokenLogprobs | None] | None:
+        if isinstance(place, slice):
+            return [self[at] for at in range(len(self))[place]]
+        at = range(len(self))[place]
+        if not self._known[at]:
+            return None
+        table = token_logprobs(self._token_ids[at], float(self._own[at]), self._top_ids[at], self._top[at])
+        for token, value in zip(self._ids, self._of_ids[at].tolist(), strict=True):
+            table.setdefault(token, Logprob(value, None))
+        return table
 
 
 @dataclass
@@ -116,7 +170,7 @@ class RequestOutput:
     """Number of prompt tokens that were in the prefix cache and not computed."""
     miss_reason: str | None = None
     """Why no part of the prompt came from the cache; None if a part came from it."""
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
     """One entry per prompt token; None for the first."""
     metrics: RequestMetrics | None = None
     failure: RequestError | RequestFailed | None = None

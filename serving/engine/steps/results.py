@@ -11,7 +11,7 @@ import numpy as np
 
 from mamba_jax.batch import PromptLogprobs, StepOutput
 from serving.core import DecodeRow, PrefillRow, Request, RowResult, StepPlan
-from serving.engine.requests.output import Logprob, TokenLogprobs, token_logprobs
+from serving.engine.requests.output import PromptScores, TokenLogprobs, token_logprobs
 
 
 class StateError(RuntimeError):
@@ -82,19 +82,13 @@ class StepTokens:
             return
         token, top_ids, top, of_ids = self.prefill.prompt
         for row, begin in zip(self.plan.prefill, self.prompt_starts, strict=False):
-            output, params = row.request.user.parent.output, row.request.sampling
-            tables, ids = output.prompt_logprobs, output.prompt_token_ids
-            if not row.request.prompt_logprobs or tables is None:
-                continue
-            count, given = params.prompt_logprobs or 0, params.prompt_logprob_token_ids or ()
+            output = row.request.user.parent.output
             # Position 0 has no preceding token. Tokens after the prompt are output that is computed again after
             # preemption.
-            for position in range(max(row.length, 1), min(row.length + row.num_tokens, len(ids))):
-                at = begin + position - row.length
-                table = token_logprobs(ids[position], float(token[at]), top_ids[at, :count], top[at, :count])
-                for other, value in zip(given, of_ids[at, : len(given)].tolist(), strict=True):
-                    table.setdefault(other, Logprob(value, None))
-                tables[position] = table
+            first, end = max(row.length, 1), min(row.length + row.num_tokens, len(output.prompt_token_ids))
+            if row.request.prompt_logprobs and isinstance(output.prompt_logprobs, PromptScores) and first < end:
+                at = slice(begin + first - row.length, begin + end - row.length)
+                output.prompt_logprobs.fill(first, token[at], top_ids[at], top[at], of_ids[at])
 
 
 def start_reading(output: StepOutput | None, rows: Sequence[DecodeRow | PrefillRow]) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import socket
 import threading
 import time
 
@@ -171,6 +172,21 @@ def test_a_server_that_is_not_ready_or_has_failed(server):
         context.ready = True
 
 
+def test_heads_doubled_hosts_and_encodings(server):
+    for path in ("/health", "/", "/v1/models"):
+        answer = server.http.head(path)
+        assert (answer.status_code, answer.content) == (200, b"")
+    assert server.http.head("/v1/completions").status_code == 405
+    with socket.create_connection(("127.0.0.1", server.http.base_url.port), timeout=30) as wire:
+        wire.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n")
+        assert wire.recv(100).startswith(b"HTTP/1.1 400 ")
+    packed = server.http.post("/v1/completions", content=b"{}", headers={"content-encoding": "gzip"})
+    assert packed.status_code == 415
+    error = server.http.post("/v1/messages", content=b"{", headers={"content-type": "application/json"})
+    assert error.headers["request-id"] == error.headers["x-request-id"]
+    assert "request-id" not in server.http.get("/v1/models").headers
+
+
 def test_draining_and_the_end(server):
     """A server that stops lets the running stream end, and then is gone. (It shares the session's programs.)"""
     other = server.other_server()
@@ -179,6 +195,10 @@ def test_draining_and_the_end(server):
     )
     chunks = [next(iter(stream))]
     other.uvicorn.should_exit = True
+    refused = httpx.post(other.url + "/v1/completions", json={"prompt": "y"}, timeout=60)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+    assert refused.headers["retry-after"] == "1"
+    assert [httpx.get(other.url + path).status_code for path in ("/ready", "/health")] == [503, 200]
     chunks += stream
     assert sum(len(chunk.choices[0].token_ids) for chunk in chunks) == 100
     assert chunks[-1].choices[0].finish_reason == "length"

@@ -11,7 +11,7 @@ from typing import Any
 
 from serving.api.http.apis.chat_turn import ChatTurn
 from serving.api.http.apis.inputs import sampling_params
-from serving.api.http.connection.streaming import DONE, event
+from serving.api.http.connection.streaming import DONE, encoded, json_of
 from serving.api.http.context import ResponseContext
 from serving.api.http.generation import ChoiceDelta, Job, UsageCounter
 from serving.api.http.logprobs import LogprobWriter
@@ -25,7 +25,7 @@ from serving.api.http.protocol.completions import (
     CompletionRequest,
     CompletionResponse,
 )
-from serving.engine.requests.output import RequestOutput, TokenLogprobs
+from serving.engine.requests.output import TokenLogprobs
 
 ChoicesResponse = ChatResponse | CompletionResponse
 ResponseChoice = ChatChoice | CompletionChoice
@@ -76,15 +76,18 @@ class ChoicesWriter(ABC):
     async def events(self, pieces: AsyncGenerator[ChoiceDelta, None]) -> AsyncGenerator[bytes, None]:
         """Yields the response as events."""
         options = self._request.stream_options or StreamOptions()
+        run = self._context.codec.run
         async for piece in pieces:
-            for made in self._events(piece):
+            size = piece.num_tokens
+            for made in await run(size, lambda piece=piece: list(self._events(piece))):  # type: ignore[misc]
                 if options.include_usage or options.continuous_usage_stats:
                     made.usage = self.tally.usage() if options.continuous_usage_stats else None
-                yield event(made)
+                async for part in encoded(run, made, b"data: ", b"\n\n"):
+                    yield part
         if options.include_usage:
             last = self._answer([], whole=False)
             last.usage = self.tally.usage()
-            yield event(last)
+            yield b"data: " + json_of(last) + b"\n\n"
         yield DONE
 
     def _add_details(self, choice: ResponseChoice, piece: ChoiceDelta, token_ids: list[int]) -> None:
@@ -220,29 +223,35 @@ class CompletionWriter(ChoicesWriter):
         self._begun.add(index)
         new = piece.new
         tokens, text = new.token_ids, new.text
-        tables: list[TokenLogprobs | None] = list(new.logprobs or ())
+        tables: Sequence[TokenLogprobs] = new.logprobs or ()
+        scores = piece.output.prompt_logprobs or ()
         if self._body.max_tokens == 0:
             tokens, text, tables = [], "", []
         echoed, prompt = "", []
         if self._body.echo and first:
             echoed, prompt = self._echoes[piece.prompt], [*self.job.prompts[piece.prompt]]
-            tables = [*_prompt_tables(piece.output), *tables]
         choice = CompletionChoice(index=index, text=echoed + text, logprobs=None, finish_reason=new.finish_reason)
         if self._body.logprobs is not None and (prompt or tokens):
-            choice.logprobs = self._written(index, [*prompt, *tokens], tables, echoed, len(prompt))
+            choice.logprobs = self._written(index, prompt, scores[:0] if not prompt else scores, tokens, tables, echoed)
         if self._body.prompt_logprob_token_ids and first and new.index == 0:
-            choice.prompt_logprobs = self._logprobs.prompt(_prompt_tables(piece.output))
+            choice.prompt_logprobs = self._logprobs.prompt(scores)
         self._add_details(choice, piece, tokens)
         if self._body.return_token_ids and first:
             choice.prompt_token_ids = list(self.job.prompts[piece.prompt])
         return choice
 
     def _written(
-        self, index: int, tokens: list[int], tables: list[TokenLogprobs | None], echoed: str, prompt: int
+        self,
+        index: int,
+        prompt_ids: list[int],
+        scores: Sequence[TokenLogprobs | None],
+        token_ids: list[int],
+        tables: Sequence[TokenLogprobs],
+        echoed: str,
     ) -> CompletionLogprobs:
-        """Returns the log-probabilities of `tokens`. The first `prompt` tokens are the prompt's, with the text
-        `echoed`."""
+        """Returns the log-probabilities of the echoed prompt, whose text is `echoed`, and of new tokens."""
         codec, offset = self._context.codec, self._offsets.get(index, 0)
+        tokens, prompt = [*prompt_ids, *token_ids], len(prompt_ids)
         sizes = [len(codec.token(token)) for token in tokens]
         for i in codec.hidden(tokens[:prompt], echoed):
             sizes[i] = 0
@@ -251,8 +260,4 @@ class CompletionWriter(ChoicesWriter):
             sizes[prompt:] = [0 if codec.is_special(token) else size for token, size in written]
         offsets = list(accumulate(sizes, initial=offset))
         self._offsets[index] = offsets.pop()
-        return self._logprobs.completion(tokens, tables, offsets)
-
-
-def _prompt_tables(output: RequestOutput) -> list[TokenLogprobs | None]:
-    return list(output.prompt_logprobs or ())
+        return self._logprobs.completion(tokens, scores, tables, offsets)

@@ -23,6 +23,7 @@ from serving.api.http.connection.streaming import (
     EventStream,
     answer,
     anthropic_failure,
+    encoded,
     ignored_header,
     openai_failure,
     start,
@@ -31,6 +32,7 @@ from serving.api.http.connection.streaming import (
 from serving.api.http.context import ResponseContext, context_of
 from serving.api.http.errors import ApiError
 from serving.api.http.generation import ChoiceDelta, Job, UsageCounter, compile_grammar, run, stream
+from serving.api.http.json_parts import is_long
 from serving.api.http.protocol.chat import ChatRequest, ChatResponse
 from serving.api.http.protocol.common import ErrorResponse, TextRequest
 from serving.api.http.protocol.completions import CompletionRequest, CompletionResponse
@@ -105,7 +107,9 @@ async def open_writer(api: TextApi, context: ResponseContext, body: TextRequest)
     request = api.converted(body, responses.stored_conversation(context))
     prompts = await tokenized(context, request)
     # A writer decodes prompts that it echoes.
-    return await context.codec.run(sum(map(len, prompts)), lambda: api.writer(context, body, request, prompts))
+    writer = await context.codec.run(sum(map(len, prompts)), lambda: api.writer(context, body, request, prompts))
+    writer.job.check_size(context.codec.max_model_len, context.vocab_size)
+    return writer
 
 
 def text_router(handle: Callable[[TextApi, TextRequest, Request], Awaitable[Response]]) -> APIRouter:
@@ -148,6 +152,7 @@ async def respond(api: TextApi, body: TextRequest, request: Request) -> Response
 
     writer = await until_gone(request.receive, opened())
     job, tally = writer.job, writer.tally
+    request.state.reserve(job.score_bytes)
     job.cache_salt = salt_of(job.cache_salt, request.headers, context.settings)
     job.lora_request = context.adapter_of(body.model)
     headers, request.state.tally = ignored_header(body), tally
@@ -156,4 +161,8 @@ async def respond(api: TextApi, body: TextRequest, request: Request) -> Response
             events = writer.events(stream(context, job, tally))
             return EventStream(await until_gone(request.receive, start(events)), headers, api.failure)
         pieces = await until_gone(request.receive, run(context, job, tally))
-    return answer(writer.response(pieces), headers)
+    codec = context.codec
+    whole = await codec.run(sum(piece.num_tokens for piece in pieces), lambda: writer.response(pieces))
+    if is_long(whole):
+        return EventStream(encoded(codec.run, whole), headers, media_type="application/json")
+    return answer(whole, headers)

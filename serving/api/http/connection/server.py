@@ -28,6 +28,9 @@ _GRACE = 3
 STEP_TIMEOUT = 5.0
 """Seconds to wait at shutdown for the engine's current step."""
 
+_LOOK = 0.05
+"""Seconds between checks, at shutdown, whether requests run."""
+
 _PAUSE = 1.0
 """Seconds to pause accepting connections after it failed for lack of file descriptors or memory."""
 
@@ -35,9 +38,10 @@ _PAUSE = 1.0
 class Server(uvicorn.Server):
     """One application on sockets that are already bound.
 
-    At shutdown the server accepts no new connections, and running requests have `drain_timeout` seconds to finish. Then
-    `leave` ends the remaining requests: streams with an error event, others with 503. After a grace period the server
-    aborts the remaining connections. If `leave` returns False, the server exits without further waiting.
+    At shutdown, running requests have `drain_timeout` seconds to finish. The server answers new ones with 503,
+    so that their senders try another server. Then `leave` ends the remaining requests: streams with an error event,
+    others with 503. After a grace period, the server aborts the remaining connections. If `leave` returns False, the
+    server exits without further waiting.
 
     Args:
         app: the application.
@@ -103,12 +107,14 @@ class Server(uvicorn.Server):
             self.servers.append(listener)  # type: ignore[arg-type]  # uvicorn only calls close and wait_closed
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Runs uvicorn's shutdown with a time limit."""
+        """Runs uvicorn's shutdown with a time limit, when no request runs any more."""
         begin, open_now = time.monotonic(), len(self.server_state.connections)
         text = "shutting down: %d connections; running requests have up to %g s to finish"
         log.info(text, open_now, self._drain_timeout)
         ending = asyncio.create_task(self._end())
         try:
+            while self.server_state.tasks and not (self.force_exit or ending.done()):
+                await asyncio.sleep(_LOOK)
             await super().shutdown(sockets)
             log.info("stopped after %.1f s", time.monotonic() - begin)
         finally:

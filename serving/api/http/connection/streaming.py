@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import re
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -15,19 +17,35 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from serving.api.http.errors import ApiError, as_api_error
+from serving.api.http.json_parts import is_long, json_parts, next_bytes
 from serving.api.http.protocol.common import RequestModel, WholeAnswer
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Run = Callable[[int, Callable[[], bytes]], Awaitable[bytes]]
 
 DONE = b"data: [DONE]\n\n"
 _IGNORED, _MOST_IGNORED = "x-ignored-fields", 16
 
 
-def json_of(model: BaseModel) -> str:
+def json_of(model: BaseModel) -> bytes:
     """Returns a response as JSON, with the fields that were set, or with all fields of a `WholeAnswer`."""
-    return model.model_dump_json(exclude_unset=not isinstance(model, WholeAnswer), by_alias=True)
+    return b"".join(json_parts(model, exclude_unset=not isinstance(model, WholeAnswer)))
+
+
+async def encoded(run: Run, model: BaseModel, before: bytes = b"", after: bytes = b"") -> AsyncGenerator[bytes, None]:
+    """Yields a response as JSON between other bytes: a long one in parts that are made in a thread.
+
+    `run`: calls a function that processes so many characters; see `TextCodec.run`.
+    """
+    if not is_long(model):
+        yield before + json_of(model) + after
+        return
+    parts = json_parts(model, exclude_unset=not isinstance(model, WholeAnswer))
+    pieces = itertools.chain((before,), parts, (after,))
+    while piece := await run(1 << 20, partial(next_bytes, pieces)):
+        yield piece
 
 
 def answer(model: BaseModel, headers: Mapping[str, str] | None = None) -> Response:
@@ -46,11 +64,6 @@ class ClientGone(Exception):
     """The client has disconnected."""
 
 
-def event(model: BaseModel) -> bytes:
-    """Returns one event as bytes, with only the fields that were set."""
-    return b"data: " + model.model_dump_json(exclude_unset=True).encode() + b"\n\n"
-
-
 def named_event(name: str, fields: Mapping[str, Any]) -> bytes:
     """Returns one event with a name, which is also its `type`."""
     return f"event: {name}\n".encode() + b"data: " + to_json({"type": name, **fields}) + b"\n\n"
@@ -63,7 +76,7 @@ def openai_failure(error: ApiError) -> bytes:
 
 def anthropic_failure(error: ApiError) -> bytes:
     """Returns the last event of a failed stream, in Anthropic's format."""
-    return named_event("error", {"error": error.fields()})
+    return named_event("error", {"error": error.anthropic_fields()})
 
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -99,14 +112,14 @@ class EventStream(Response):
     An error after the first event can no longer change the status; `failure` converts it to an event.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(
         self,
         events: AsyncGenerator[bytes, None],
         headers: Mapping[str, str] | None = None,
         failure: Callable[[ApiError], bytes] = openai_failure,
+        media_type: str = "text/event-stream",
     ) -> None:
+        self.media_type = media_type
         # Proxies must not cache or buffer events.
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
         del self.headers["content-length"]

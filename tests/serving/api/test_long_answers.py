@@ -1,0 +1,109 @@
+"""Answers with many log-probabilities: bounded in size, made and sent in parts, the same as in one piece."""
+
+import json
+
+import numpy as np
+import pytest
+
+from checkpoints import load_tokenizer
+from serving.api.http.apis.choices import CompletionWriter
+from serving.api.http.connection.streaming import json_of
+from serving.api.http.context import ResponseContext
+from serving.api.http.errors import ApiError
+from serving.api.http.generation import Job, whole
+from serving.api.http.json_parts import is_long, json_parts, next_bytes
+from serving.api.http.protocol.completions import CompletionRequest
+from serving.api.http.text import TextCodec
+from serving.engine.requests.output import CompletionOutput, PromptScores, RequestOutput
+from serving.engine.requests.sampling_params import SamplingParams
+
+
+def scores(token_ids, ids, top=2):
+    """Scores of a prompt, filled in two steps."""
+    rng = np.random.default_rng(len(token_ids))
+    made = PromptScores(token_ids, top, ids)
+    own, of_ids = -rng.random(len(token_ids), np.float32), -rng.random((len(token_ids), len(ids)), np.float32)
+    top_ids = rng.integers(100, 200, (len(token_ids), top)).astype(np.int32)
+    for begin, end in ((1, 3), (3, len(token_ids))):
+        part = slice(begin, end)
+        made.fill(begin, own[part], top_ids[part], -rng.random((end - begin, top), np.float32), of_ids[part])
+    return made, own, of_ids
+
+
+def test_a_table_of_scores_is_made_when_it_is_read():
+    made, own, of_ids = scores([5, 6, 7, 8, 6], [9, 6])
+    assert len(made) == 5
+    assert made[0] is None
+    assert [next(iter(table)) for table in made[1:]] == [6, 7, 8, 6]
+    assert [table[9].logprob for table in made[1:]] == of_ids[1:, 0].tolist()
+    assert made[-1][6].logprob == pytest.approx(float(own[4]))  # the own value, not that of the given ids
+    assert [entry.rank for entry in list(made)[2].values()][1:3] == [1, 2]
+    with pytest.raises(IndexError):
+        made[5]
+
+
+@pytest.mark.parametrize("length", [5, 700])
+def test_parts_together_are_the_whole_answer(length):
+    tokenizer = load_tokenizer("demo")
+    ids = [20 + i % 60 for i in range(length)]
+    body = CompletionRequest.model_validate(
+        {"prompt": ids, "echo": True, "logprobs": 2, "max_tokens": 0, "prompt_logprob_token_ids": [1, 2, 3]}
+    )
+    writer = CompletionWriter(ResponseContext(TextCodec(tokenizer, 1024), "demo"), body, body, [ids])
+    made, own, _ = scores(ids, [1, 2, 3])
+    output = RequestOutput("r", None, ids, [CompletionOutput(0, finish_reason="length")], True, prompt_logprobs=made)
+    response = writer.response(whole([output], writer.tally))
+    assert is_long(response) == (length > 256)
+    parts = json_parts(response, exclude_unset=True)
+    pieces = list(iter(lambda: next_bytes(parts), b""))
+    assert max(map(len, pieces)) < 100_000
+    assert b"".join(pieces) == json_of(response)
+    (choice,) = json.loads(json_of(response))["choices"]
+    assert choice["text"] == tokenizer.decode(ids, skip_special_tokens=False)
+    for each in (*choice["logprobs"].values(), choice["prompt_logprobs"]):
+        assert len(each) == length
+    assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(own[1:].tolist())
+    for at in range(1, length):
+        table = choice["prompt_logprobs"][at]
+        assert {int(token): value["logprob"] for token, value in table.items()} == {
+            token: entry.logprob for token, entry in made[at].items()
+        }
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "allowed"),
+    [
+        (1, {"prompt_logprobs": 20, "logprobs": 20}, True),  # one choice of a whole context
+        (2, {"prompt_logprob_token_ids": list(range(100))}, True),
+        (32, {"prompt_logprob_token_ids": list(range(128))}, False),
+        (32, {"prompt_logprobs": 20}, False),
+        (32, {}, True),
+        (1, {"n": 128, "logprobs": 20, "max_tokens": None}, False),
+        (1, {"n": 128, "logprobs": 20, "max_tokens": 100}, True),
+        (8, {"n": 128, "return_sampling_mask": True, "max_tokens": None}, False),
+    ],
+)
+def test_the_values_of_a_response_are_bounded(prompts, params, allowed):
+    job = Job("x", [[5] * 5000] * prompts, SamplingParams(**params))
+    if allowed:
+        job.check_size(8192, 4096)
+        return
+    with pytest.raises(ApiError, match="values of log-probabilities and sampling masks: at most 2,097,152") as error:
+        job.check_size(8192, 4096)
+    assert (error.value.status, error.value.code) == (400, "response_too_large")
+
+
+def test_a_long_answer_is_sent_in_parts(server):
+    ids = list(range(20, 120))
+    prompt = [30 + i % 40 for i in range(400)]
+    body = {"model": "demo", "prompt": prompt, "prompt_logprob_token_ids": ids, "max_tokens": 1, "temperature": 0}
+    answer = server.http.post("/v1/completions", json=body)
+    assert answer.status_code == 200
+    assert answer.headers["transfer-encoding"] == "chunked"
+    assert answer.headers["content-type"] == "application/json"
+    whole = answer.json()["choices"][0]["prompt_logprobs"]
+    assert [len(table) for table in whole[1:]] == [101 - (token in ids) for token in prompt[1:]]
+    lines = server.http.post("/v1/completions", json=body | {"stream": True}).text.split("\n\n")
+    assert json.loads(lines[0].removeprefix("data: "))["choices"][0]["prompt_logprobs"] == whole
+    refused = server.http.post("/v1/completions", json=body | {"prompt": [prompt] * 64})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "response_too_large")
