@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from serving.engine.requests.output import CompletionOutput, RequestOutput, unpack_sampling_mask
     from serving.engine.requests.request import LoRARequest
     from serving.engine.requests.sampling_params import SamplingParams
+    from serving.engine.structured.grammar_state import StructuredOutputsParams
 
 _LAZY = {
     "LLM": "serving.engine.llm",
@@ -23,6 +24,7 @@ _LAZY = {
     "RequestOutput": "serving.engine.requests.output",
     "RequestError": "serving.engine.request_error",
     "SamplingParams": "serving.engine.requests.sampling_params",
+    "StructuredOutputsParams": "serving.engine.structured.grammar_state",
     "unpack_sampling_mask": "serving.engine.requests.output",
 }
 
@@ -36,6 +38,7 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "unpack_sampling_mask",
 ]
 

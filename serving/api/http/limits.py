@@ -161,21 +161,21 @@ class Limits:
             body += piece
 
     def _reserve(self, size: int) -> None:
-        """Counts further bytes that unanswered requests hold. A client that holds no more than one body may exceed its
-        share: a large request of its own is never refused for ever.
+        """Counts further bytes that unanswered requests hold. A key that holds more than one body takes at most as many
+        bytes as remain free.
 
         Raises:
             ApiError: 503: they are too many, in all or of this client.
         """
-        own, most = self._buffered[client_id()], self._bounds.max_buffered_bytes
-        share = most // max(len(set(self._bounds.api_key)), 1)
-        unfair = own > self._bounds.max_body_bytes and own + size > share
-        if size and (unfair or self._buffered.total() + size > most):
+        client = client_id()
+        own, free = self._buffered[client], self._bounds.max_buffered_bytes - self._buffered.total()
+        unfair = client is not None and own > self._bounds.max_body_bytes and own + size > free
+        if size and (unfair or size > free):
             raise ApiError(
                 503, "the server's buffer for requests is full; try again later", code="busy",
                 headers={"Retry-After": "1", "Connection": "close"},
             )  # fmt: skip
-        self._buffered[client_id()] += size
+        self._buffered[client] += size
 
     def _check_json(self, body: bytearray) -> None:
         most = self._bounds.max_body_values

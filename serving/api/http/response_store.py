@@ -21,11 +21,13 @@ class StoredResponse:
     """The response as JSON."""
     owner: bytes
     """Digest of the key that created it; requests with another key cannot read it."""
+    items: Sequence[dict[str, Any]] = ()
+    """The items of its input, without those of earlier responses."""
 
     @property
     def num_bytes(self) -> int:
         """Approximate size. Conversations that share their beginnings each count in full."""
-        return len(self.response) + len(json.dumps(self.messages))
+        return len(self.response) + len(json.dumps([self.messages, self.items]))
 
 
 class ResponseStore:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 
 from serving.core.cache.prefix_tree import Match
 from serving.core.planning.fairness import MOST_OVERTAKEN
@@ -36,12 +37,23 @@ def refuse_impossible(scheduler: SchedulerState, request: Request) -> None:
             f"the request may reach {request.max_total} tokens: the {config.num_pages - 1} pages of "
             f"{config.page_size} tokens hold {(config.num_pages - 1) * config.page_size + 1} at most"
         )
-    waiting = scheduler.queues.waiting
+    if config.max_waiting is not None:
+        _refuse_full(request, scheduler.queues.waiting, config.max_waiting)
+
+
+def _refuse_full(request: Request, waiting: Sequence[Request], most: int) -> None:
+    """Raises `RequestError` if the queue has no place for a request of its client.
+
+    A named client takes at most as many places as remain free, so that no client fills the queue alone.
+    """
+    own = 0
+    if request.client is not None and 2 * len(waiting) >= most:
+        own = sum(each.client == request.client for each in waiting)
     # Further choices of requests fill the queue for other choices only: a first choice finds room next to them.
-    if (config.max_waiting is not None and len(waiting) >= config.max_waiting) and (
-        _is_further(request) or sum(not _is_further(each) for each in waiting) >= config.max_waiting
-    ):
-        raise RequestError(f"{config.max_waiting} requests are waiting: the queue is full, try later", retry=True)
+    full = len(waiting) >= most and (_is_further(request) or sum(not _is_further(each) for each in waiting) >= most)
+    if full or (own and own >= most - len(waiting)):
+        said = f"{own} of them from this client" if own else "the queue is full"
+        raise RequestError(f"{len(waiting)} requests are waiting, {said}: try later", retry=True)
 
 
 def admit(scheduler: SchedulerState, plan: StepPlan, budget: Budget) -> None:

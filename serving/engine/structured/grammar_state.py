@@ -98,6 +98,10 @@ class StructuredOutputs:
         return text
 
 
+StructuredOutputsParams = StructuredOutputs
+"""The same by vLLM's name."""
+
+
 class Constraint:
     """One choice's position in its grammar."""
 

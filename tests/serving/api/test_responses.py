@@ -136,6 +136,35 @@ def test_other_keys_find_nothing(server):
             call(server.openai(api_key="theirs"))
 
 
+def test_the_input_of_a_stored_response_is_listed(server):
+    given = [
+        {"role": "user", "content": "One"}, {"role": "assistant", "content": "Two"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Three"}]},
+    ]  # fmt: skip
+    client = server.openai()
+    made = client.responses.create(model="demo", input=given, max_output_tokens=2)
+    assert made.usage.input_tokens_details.cache_write_tokens >= 0
+    assert client.responses.input_tokens.count(model="demo", input=given).input_tokens == made.usage.input_tokens
+    items = list(client.responses.input_items.list(made.id, order="asc", limit=2))  # two pages
+    assert [(item.role, item.content[0].text) for item in items] == [
+        ("user", "One"), ("assistant", "Two"), ("user", "Three")
+    ]  # fmt: skip
+    assert len({item.id for item in items}) == 3
+    assert next(iter(client.responses.input_items.list(made.id))).content[0].text == "Three"
+    short = client.responses.create(model="demo", input="Four", previous_response_id=made.id, max_output_tokens=2)
+    assert [item.content[0].text for item in client.responses.input_items.list(short.id)] == ["Four"]
+    with pytest.raises(openai.NotFoundError):
+        client.responses.input_items.list("resp_unknown")
+
+
+def test_anthropics_clients_list_models_in_their_form(server):
+    headers = {"anthropic-version": "2023-06-01"}
+    found = server.http.get("/v1/models", headers=headers).json()
+    assert (found["first_id"], found["has_more"]) == (found["data"][0]["id"], False)
+    assert found["data"][0]["type"] == "model"
+    assert server.http.get(f"/v1/models/{found['first_id']}", headers=headers).json() == found["data"][0]
+
+
 def stored(text, key=None):
     return StoredResponse([{"role": "user", "content": text}], b"{}", owner_of(key))
 

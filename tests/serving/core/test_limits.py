@@ -114,6 +114,17 @@ def test_choices_do_not_fill_the_queue_for_other_requests() -> None:
     loop.finish()
 
 
+def test_a_client_does_not_fill_the_queue_alone() -> None:
+    loop = Loop(max_waiting=8)
+    for client, places in (("a", 4), ("b", 2), ("c", 1), (None, 1)):  # requests without a client fill all of it
+        for _ in range(places):
+            loop.add([1], max_tokens=1, client=client)
+        with pytest.raises(RequestError, match="try later") as refused:
+            loop.add([1], max_tokens=1, client=client)
+        assert refused.value.retry
+    loop.finish()
+
+
 def test_priorities() -> None:
     loop = Loop(max_num_seqs=1)
     late = loop.add([1, 2], max_tokens=3, priority=5)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from serving.api.http.apis.blocks import Block, BlockChange, BlocksWriter, NamedEvent
@@ -25,6 +25,7 @@ from serving.api.http.protocol.responses import (
     DeletedResponse,
     Incomplete,
     InputDetails,
+    InputItems,
     NamedFunction,
     OutputCall,
     OutputDetails,
@@ -62,6 +63,26 @@ async def get_response(response_id: str, request: Request) -> Response:
     if stored is None:
         raise _unknown(response_id, "response_id")
     return Response(stored.response, media_type="application/json")
+
+
+@router.get("/v1/responses/{response_id}/input_items", response_model=InputItems)
+async def list_input_items(
+    response_id: str,
+    request: Request,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+) -> Response:
+    """The input of a stored response, `limit` items at a time."""
+    stored = context_of(request).store.get(response_id, sent_key(request.headers))
+    if stored is None:
+        raise _unknown(response_id, "response_id")
+    items = [{"id": f"in_{place}_{response_id}", **item} for place, item in enumerate(stored.items)]
+    items = items[:: 1 if order == "asc" else -1]
+    begin = next((place for place, item in enumerate(items, 1) if item["id"] == after), 0)
+    shown = items[begin : begin + limit]
+    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {}
+    return answer(InputItems(data=shown, has_more=begin + limit < len(items), **ends))
 
 
 @router.delete("/v1/responses/{response_id}", response_model=DeletedResponse)
@@ -125,6 +146,15 @@ def as_chat(body: ResponsesRequest, conversation: Conversation) -> ChatRequest:
     if body.reasoning is not None and body.reasoning.effort is not None:
         fields["reasoning_effort"] = body.reasoning.effort
     return validated(ChatRequest, {name: value for name, value in fields.items() if value is not None})
+
+
+def _as_item(content: Any = None, **fields: Any) -> dict[str, Any]:
+    """Returns an item of the input as it is listed: a message has a list of contents."""
+    if content is None:
+        return fields
+    if isinstance(content, str):
+        content = [{"type": "output_text" if fields.get("role") == "assistant" else "input_text", "text": content}]
+    return {"type": "message", "role": "user", **fields, "content": content}
 
 
 def messages_of_input(items: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -304,9 +334,10 @@ class ResponseWriter(BlocksWriter):
         whole = self._object(status, items)
         if self._body.store is not False:
             messages = [*self._messages, *messages_of_input([item.model_dump() for item in items])]
-            stored = StoredResponse(
-                messages, whole.model_dump_json(by_alias=True).encode(), owner_of(self._context.key)
-            )
+            given = self._body.input
+            items = [_as_item(given)] if isinstance(given, str) else [_as_item(**item) for item in given]
+            written = whole.model_dump_json(by_alias=True).encode()
+            stored = StoredResponse(messages, written, owner_of(self._context.key), items)
             self._context.store.put(self.job.id, stored)
         return whole
 

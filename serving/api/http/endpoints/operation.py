@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -36,6 +37,9 @@ _LETTERS = {PoolUse.FREE: "f", PoolUse.USED: "u", PoolUse.CACHED: "c"}
 async def list_models(request: Request) -> Response:
     """The model under each of its names, and its adapters."""
     context = context_of(request)
+    if "anthropic-version" in request.headers:
+        cards = [_anthropic_card(context, name) for name in context.model_names]
+        return JSONResponse({"data": cards, "first_id": cards[0]["id"], "last_id": cards[-1]["id"], "has_more": False})
     return answer(ModelList(object="list", data=[_card(context, n) for n in context.model_names]))
 
 
@@ -45,6 +49,8 @@ async def get_model(name: str, request: Request) -> Response:
     context = context_of(request)
     if name not in context.model_names:
         raise ApiError(404, f"the model {name!r} does not exist", param="model", code="model_not_found")
+    if "anthropic-version" in request.headers:
+        return JSONResponse(_anthropic_card(context, name))
     return answer(_card(context, name))
 
 
@@ -129,6 +135,11 @@ def _card(context: Context, name: str) -> ModelCard:
         parent=context.model_name if name in context.adapters else None,
         max_model_len=context.engine.engine.max_model_len,
     )
+
+
+def _anthropic_card(context: Context, name: str) -> dict[str, str]:
+    created = datetime.fromtimestamp(context.started, UTC).isoformat(timespec="seconds")
+    return {"type": "model", "id": name, "display_name": name, "created_at": created}
 
 
 def status_of(context: Context) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`/tokenize`, `/detokenize`, `/tokenizer_info` and `/v1/messages/count_tokens`."""
+"""`/tokenize`, `/detokenize`, `/tokenizer_info`, and the counts of `/v1/messages` and `/v1/responses`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, model_validator
 from starlette.responses import Response
 
-from serving.api.http.apis import messages
+from serving.api.http.apis import messages, responses
 from serving.api.http.apis.inputs import tokenized
+from serving.api.http.connection.keys import sent_key
 from serving.api.http.connection.streaming import answer, ignored_header
 from serving.api.http.context import context_of
 from serving.api.http.errors import ApiError
 from serving.api.http.protocol.chat import Message, TemplateVariables, Tool
 from serving.api.http.protocol.common import Items, RequestModel, TokenIds, refusal
 from serving.api.http.protocol.messages import Conversation, TokenCount
+from serving.api.http.protocol.responses import InputTokens, ResponsesRequest
 
 router = APIRouter()
 
@@ -107,6 +109,16 @@ async def count_tokens(body: Conversation, request: Request) -> Response:
     context.check(body.model)
     (prompt,) = await tokenized(context.of_request(body.model, None), messages.as_chat(body), fits=False)
     return answer(TokenCount(input_tokens=len(prompt)))
+
+
+@router.post("/v1/responses/input_tokens", response_model=InputTokens, tags=["OpenAI"])
+async def count_input_tokens(body: ResponsesRequest, request: Request) -> Response:
+    """Number of tokens of the input of a request to `/v1/responses`."""
+    context = context_of(request)
+    context.check(body.model)
+    own = context.of_request(body.model, sent_key(request.headers))
+    (prompt,) = await tokenized(own, responses.as_chat(body, responses.stored_conversation(own)), fits=False)
+    return answer(InputTokens(input_tokens=len(prompt)))
 
 
 @router.get("/tokenizer_info", response_model=TokenizerInfo, tags=["tokens"])

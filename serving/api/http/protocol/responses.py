@@ -144,6 +144,7 @@ OutputItem = OutputMessage | OutputReasoning | OutputCall
 
 class InputDetails(BaseModel):
     cached_tokens: int
+    cache_write_tokens: int = 0
 
 
 class OutputDetails(BaseModel):
@@ -194,3 +195,20 @@ class DeletedResponse(BaseModel):
     id: str
     object: Literal["response"] = "response"
     deleted: bool = True
+
+
+class InputItems(WholeAnswer):
+    """The input of a stored response."""
+
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None = None
+    last_id: str | None = None
+    has_more: bool
+
+
+class InputTokens(WholeAnswer):
+    """The number of tokens of a request's input."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
