@@ -22,7 +22,7 @@ from serving.engine.engine import Engine
 from serving.engine.replicas.changes import WeightsUpdate, common_checksum, load_adapter, remove_adapter, table_of
 from serving.engine.replicas.replica_threads import ReplicaGroup
 from serving.engine.request_error import RequestError
-from serving.engine.requests.output import RequestOutput
+from serving.engine.requests.output import PromptScores, RequestOutput, with_texts
 from serving.engine.requests.request import EngineRequest, LoRARequest, Prompt
 from serving.engine.requests.sampling_params import SamplingParams, recommended_sampling
 from serving.engine.weights import WeightsChecksum
@@ -87,6 +87,9 @@ class LLM:
         """The size of the state store; `size.report()` explains it."""
         self.model = built.model
         self._tokenizer = built.tokenizer
+        self._token_text: Callable[[int], str] | None = None
+        if built.tokenizer is not None:
+            self._token_text = functools.lru_cache(1 << 16)(built.tokenizer.token_text)
         self._ids = itertools.count()
         self._streams: dict[str, list[RequestOutput]] = {}
         """Deltas that calls of `stream` have not read yet, by request id."""
@@ -336,7 +339,17 @@ class LLM:
                         tokens += sum(len(choice.token_ids) for choice in output.outputs)
                         speed = tokens / max(bar.tasks[task].elapsed or 0, 1e-9)
                         bar.update(task, advance=1, speed=f"{speed:,.0f} tokens/s")
-        return [output for output in outputs.values() if output is not None]
+        return [self._decoded(outputs[request.request_id], request) for request in requests]
+
+    def _decoded(self, output: RequestOutput | None, request: EngineRequest) -> RequestOutput:
+        """Adds the texts of tokens to a finished output's log-probabilities, if it has text."""
+        assert output is not None
+        if self._token_text is not None and request.params.detokenize:
+            for choice in output.outputs:
+                choice.logprobs = choice.logprobs and [with_texts(table, self._token_text) for table in choice.logprobs]
+            if isinstance(output.prompt_logprobs, PromptScores):
+                output.prompt_logprobs.text_of = self._token_text
+        return output
 
 
 def _one_each(given: Any, kind: type | tuple[type, ...], prompts: Sequence[Any], what: str) -> Sequence[Any]:

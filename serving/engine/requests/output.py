@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, overload
 
@@ -21,6 +21,8 @@ class Logprob(NamedTuple):
     logprob: float
     rank: int | None
     """1 = the likeliest; None if the token is not among the requested alternatives."""
+    decoded_token: str | None = None
+    """The token's text, in outputs of `LLM.generate` and `LLM.chat` with text."""
 
 
 TokenLogprobs = dict[int, Logprob]
@@ -45,6 +47,8 @@ class PromptScores(Sequence[TokenLogprobs | None]):
         self._top_ids = np.zeros((len(token_ids), top), np.int32)
         self._top = np.zeros((len(token_ids), top), np.float32)
         self._of_ids = np.zeros((len(token_ids), len(ids)), np.float32)
+        self.text_of: Callable[[int], str] | None = None
+        """Returns a token's text, for `decoded_token`."""
 
     def fill(
         self,
@@ -77,7 +81,7 @@ class PromptScores(Sequence[TokenLogprobs | None]):
         table = token_logprobs(self._token_ids[at], float(self._own[at]), self._top_ids[at], self._top[at])
         for token, value in zip(self._ids, self._of_ids[at].tolist(), strict=True):
             table.setdefault(token, Logprob(value, None))
-        return table
+        return table if self.text_of is None else with_texts(table, self.text_of)
 
 
 @dataclass
@@ -217,3 +221,8 @@ def token_logprobs(token: int, logprob: float, top_ids: np.ndarray, top: np.ndar
     for rank, (other, value) in enumerate(zip(top_ids.tolist(), top.tolist(), strict=True), start=1):
         table.setdefault(other, Logprob(value, rank))
     return table
+
+
+def with_texts(table: TokenLogprobs, text_of: Callable[[int], str]) -> TokenLogprobs:
+    """Returns a table with the texts of its tokens."""
+    return {token: entry._replace(decoded_token=text_of(token)) for token, entry in table.items()}

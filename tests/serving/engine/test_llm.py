@@ -84,6 +84,13 @@ def test_an_interrupted_call_leaves_nothing_behind(llm, monkeypatch):
     assert llm.engine.num_unfinished == 0
 
 
+def test_tables_have_the_texts_of_tokens(llm):
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    (output,) = llm.generate("w5 w6 w7", params, use_tqdm=False)
+    for table in (*output.prompt_logprobs[1:], *output.outputs[0].logprobs):
+        assert {token: entry.decoded_token for token, entry in table.items()} == {token: f"w{token}" for token in table}
+
+
 def test_threads_take_turns(llm):
     """Each gets its own outputs; before, both steps met in one engine and all calls failed."""
     prompts = [f"w{5 + i} w{6 + i}" for i in range(4)]

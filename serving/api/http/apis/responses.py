@@ -335,9 +335,9 @@ class ResponseWriter(BlocksWriter):
         if self._body.store is not False:
             messages = [*self._messages, *messages_of_input([item.model_dump() for item in items])]
             given = self._body.input
-            items = [_as_item(given)] if isinstance(given, str) else [_as_item(**item) for item in given]
+            listed = [_as_item(given)] if isinstance(given, str) else [_as_item(**item) for item in given]
             written = whole.model_dump_json(by_alias=True).encode()
-            stored = StoredResponse(messages, written, owner_of(self._context.key), items)
+            stored = StoredResponse(messages, written, owner_of(self._context.key), listed)
             self._context.store.put(self.job.id, stored)
         return whole
 
