@@ -65,9 +65,10 @@ PARTS = {
     },
     "serving.engine": {
         "": set(),
+        "fair_lru": set(),
         "request_error": set(),
         "stats": set(),
-        "structured": {"request_error"},
+        "structured": {"fair_lru", "request_error"},
         "weights": {"request_error"},
         "requests": {"request_error", "stats", "structured"},
         "steps": {"requests", "stats", "structured"},

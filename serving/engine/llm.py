@@ -154,7 +154,8 @@ class LLM:
             sampling_params: one for all, or one per prompt.
             use_tqdm: show a progress bar on a terminal.
             priority: smaller values are served first; one for all, or one per prompt.
-            cache_salt: share cached prefixes only with requests of the same salt.
+            cache_salt: share cached prefixes only with requests of the same salt. A prompt may have one of its own:
+                `{"prompt": text, "cache_salt": salt}`.
             lora_request: the adapter; one for all, or one (or None) per prompt.
 
         Raises:
@@ -171,9 +172,10 @@ class LLM:
         )
         priorities = _one_each(priority or 0, int, many, "priorities")
         adapters = _one_each(lora_request, (LoRARequest, type(None)), many, "lora_request")
+        salts = [each.get("cache_salt", cache_salt) if isinstance(each, Mapping) else cache_salt for each in many]
         requests = [
-            EngineRequest(f"generate-{next(self._ids)}", each, param, rank, cache_salt, lora_request=adapter)
-            for each, param, rank, adapter in zip(many, params, priorities, adapters, strict=True)
+            EngineRequest(f"generate-{next(self._ids)}", each, param, rank, salt, lora_request=adapter)
+            for each, param, rank, salt, adapter in zip(many, params, priorities, salts, adapters, strict=True)
         ]
         try:
             self.front.add_all(requests)

@@ -13,6 +13,8 @@ from serving.engine.requests.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": [...]}`."""
+_PROMPT_FIELDS = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
+"""Fields of a prompt; `LLM.generate` reads the last one."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,9 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) ->
     if isinstance(prompt, (list, tuple)):
         return None, _token_ids(prompt, vocab_size)
     if isinstance(prompt, Mapping):
+        for name, value in prompt.items():
+            if name not in _PROMPT_FIELDS and value is not None:
+                raise RequestError(f"a prompt's field {name!r} is not supported: use 'prompt' or 'prompt_token_ids'")
         if "prompt_token_ids" in prompt:
             return prompt.get("prompt"), _token_ids(prompt["prompt_token_ids"], vocab_size)
         if "prompt" not in prompt:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -18,6 +17,7 @@ import llguidance
 
 from checkpoints.tokenizer import Tokenizer
 from mamba_jax.sampling.masks import mask_words
+from serving.engine.fair_lru import FairLru
 from serving.engine.request_error import RequestError
 from serving.engine.structured import grammar_trial
 from serving.engine.structured.grammar_state import Constraint, StructuredOutputs
@@ -52,9 +52,9 @@ class Grammars:
         self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, tuple(eos_token_ids)
         self._lock, self._vocabulary_lock = threading.Lock(), threading.Lock()
         self._vocabulary: llguidance.LLTokenizer | None = None
-        self._kept: OrderedDict[str, Grammar] = OrderedDict()
+        self._kept = FairLru[Grammar](_KEPT, _KEPT_BYTES)
         self._held: weakref.WeakValueDictionary[str, Grammar] = weakref.WeakValueDictionary()
-        self._refused: OrderedDict[str, str] = OrderedDict()
+        self._refused = FairLru[str](_REFUSED)
         self._pending: dict[str, Future[Grammar]] = {}
         self._trials = GrammarTrials(self._settings, seconds)
 
@@ -89,48 +89,40 @@ class Grammars:
         with self._lock:
             known = self._held.get(key)
             if known is not None:
-                self._keep(key, known)
+                if self._kept.get(key) is None:
+                    self._kept.put(key, known, client, known.num_bytes)
                 found: Future[Grammar] = Future()
                 found.set_result(known)
                 return found
-            if key in self._refused:
-                self._refused.move_to_end(key)
-                raise RequestError(self._refused[key])
+            if (reason := self._refused.get(key)) is not None:
+                raise RequestError(reason)
             if key in self._pending:
                 return self._pending[key]
             tried = self._trials.submit(key, client)
             pending = self._pending[key] = Future()
         # The callback runs in the trial's thread, or in this thread if the trial has already ended.
-        tried.add_done_callback(lambda tried: self._take(key, tried, pending))
+        tried.add_done_callback(lambda tried: self._take(key, client, tried, pending))
         return pending
 
-    def _take(self, key: str, tried: Future[dict[str, Any]], pending: Future[Grammar]) -> None:
+    def _take(self, key: str, client: str | None, tried: Future[dict[str, Any]], pending: Future[Grammar]) -> None:
         try:
             found = self._compile(tried.result())
         except BaseException as error:
             with self._lock:
                 del self._pending[key]
                 if isinstance(error, RequestError) and not error.retry:
-                    self._refused[key] = str(error)
-                    if len(self._refused) > _REFUSED:
-                        self._refused.popitem(last=False)
+                    self._refused.put(key, str(error), client)
             pending.set_exception(error)
             return
         with self._lock:
             del self._pending[key]
-            self._keep(key, found)
+            self._held[key] = found
+            self._kept.put(key, found, client, found.num_bytes)
         pending.set_result(found)
 
     def close(self) -> None:
         """Ends all trials. No more grammars can be compiled."""
         self._trials.close()
-
-    def _keep(self, key: str, grammar: Grammar) -> None:
-        self._held[key] = self._kept[key] = grammar
-        self._kept.move_to_end(key)
-        total = sum(each.num_bytes for each in self._kept.values())
-        while len(self._kept) > _KEPT or (total > _KEPT_BYTES and len(self._kept) > 1):
-            total -= self._kept.popitem(last=False)[1].num_bytes
 
     def _compile(self, tried: dict[str, Any]) -> Grammar:
         if "error" in tried:

@@ -56,6 +56,13 @@ def test_prompts_may_be_token_ids(llm):
             llm.generate(wrong, GREEDY)
 
 
+def test_a_prompt_may_have_a_salt_of_its_own(llm):
+    prompt = [3 + i % 9 for i in range(70)]
+    prompts = [{"prompt_token_ids": prompt, "cache_salt": salt} for salt in ("a", "b", "a")]
+    found = [llm.generate(each, GREEDY, use_tqdm=False)[0].num_cached_tokens for each in prompts]
+    assert found == [0, 0, 70]
+
+
 def test_the_tokenizer_is_given(llm):
     assert llm.get_tokenizer() is llm.tokenizer
 

@@ -211,6 +211,7 @@ def test_limits(harness, engine):
             "prompt_logprob_token_ids: token id 997 is not in the vocabulary (0 to 996)",
         ),
         ({"prompt": 3}, {}, "a prompt must be a text, got int"),
+        ({"prompt": "w5", "multi_modal_data": {"image": 1}}, {}, "field 'multi_modal_data' is not supported"),
         ({}, {}, "a prompt is a text"),
         ("", {}, "the prompt is empty"),
         ("w5", {"logit_bias": {997: 1.0}}, "token id 997 is not in the vocabulary"),
