@@ -248,7 +248,9 @@ class EngineConfig(Settings):
         "at once. Each takes one state slot.",
     )
     enable_structured_outputs: bool = Field(
-        False, description="Support outputs constrained by a JSON schema, regex or grammar. Always on in `serve`."
+        False,
+        description="Support outputs constrained by a JSON schema, regex or grammar. On by default in `serve` and "
+        "`LLM`.",
     )
     grammar_timeout: float = Field(
         10.0,

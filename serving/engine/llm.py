@@ -75,6 +75,7 @@ class LLM:
 
     def __init__(self, model: str | None = None, **flags: Any) -> None:
         own, notices = engine_flags(flags)
+        own.setdefault("enable_structured_outputs", True)
         for notice in notices:
             log.info(notice)
         built = build_engine(EngineConfig.create(model=None if model is None else str(model), **own))

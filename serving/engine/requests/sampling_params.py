@@ -127,7 +127,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     structured_outputs: StructuredOutputs | None = None
-    """The form that the output must have. The engine needs the flag `enable_structured_outputs`."""
+    """The form that the output must have. An engine without `LLM` needs the flag `enable_structured_outputs`."""
     reasoning: Reasoning | None = None
     """Allows reasoning at the beginning of the output, with a token budget; the form applies after it. The engine needs
     the same flag."""

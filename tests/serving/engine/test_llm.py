@@ -63,6 +63,11 @@ def test_a_prompt_may_have_a_salt_of_its_own(llm):
     assert found == [0, 0, 70]
 
 
+def test_structured_outputs_need_no_flag(llm):
+    assert llm.config.enable_structured_outputs
+    assert llm.engine.grammars is not None
+
+
 def test_the_tokenizer_is_given(llm):
     assert llm.get_tokenizer() is llm.tokenizer
 
