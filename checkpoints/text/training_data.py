@@ -8,6 +8,7 @@ from pathlib import Path
 
 from checkpoints.errors import CheckpointError
 from checkpoints.tokenizer import Tokenizer
+from mamba_jax.config import ModelConfigError
 from mamba_jax.train.config import DataSettings
 from mamba_jax.train.corpus import Document, read_documents, text_of
 from mamba_jax.train.data import TokenStream
@@ -50,6 +51,21 @@ def corpus_digest(corpus: Path) -> str:
         except OSError as error:
             raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
     return digest.hexdigest()
+
+
+def check_sources(corpus: Path, settings: DataSettings) -> None:
+    """Checks what the settings say about a corpus, before it is tokenised.
+
+    Raises:
+        CheckpointError: there is no such corpus, or no such validation data.
+        ModelConfigError: the corpus lacks a source that the settings name.
+    """
+    names = [file.stem for file in _files(corpus)]
+    for setting, sources in (("mixture", settings.mixture), ("aligned", settings.aligned)):
+        if unknown := sorted(set(sources) - set(names)):
+            raise ModelConfigError(f"data.{setting} has {unknown[0]!r}; the corpus has {', '.join(names)}")
+    if settings.validation:
+        _files(Path(settings.validation), "heldout")
 
 
 def _files(corpus: Path, part: str = "train") -> list[Path]:

@@ -39,7 +39,7 @@ def train(
 ) -> None:
     """Train or fine-tune a model and write it to OUTPUT/model as a Hugging Face directory."""
     from checkpoints.export import write_hugging_face
-    from checkpoints.text.training_data import corpus_digest
+    from checkpoints.text.training_data import check_sources, corpus_digest
     from mamba_jax.families import config_from_hf
     from mamba_jax.train.config import FINE_TUNING, read_config
     from mamba_jax.train.corpus import write_sample
@@ -65,6 +65,8 @@ def train(
     with training_errors(console):
         start = _Start(config_from_hf(settings.model)) if model is None else _existing_model(model, settings)
         check_run(settings, start.config)
+        if has_corpus:
+            check_sources(source, settings.data)
         keep_recipe(output, settings, corpus_digest=digest, model=start.digest)
     tokenizer = start.tokenizer or output / "tokenizer"
     if not (tokenizer / "tokenizer.json").is_file():

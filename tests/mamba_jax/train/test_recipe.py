@@ -100,10 +100,19 @@ def test_a_broken_recipe_is_said(tmp_path, text):
         keep_recipe(tmp_path, SETTINGS)
 
 
-def test_settings_are_checked_before_anything_is_prepared(tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"steps": 30}, "optimizer.warmup_steps is 100"),
+        ({"data": {"mixture": {"other": 1.0}}}, "data.mixture has 'other'; the corpus has text"),
+        ({"data": {"aligned": ["other"]}}, "data.aligned has 'other'; the corpus has text"),
+        ({"data": {"validation": "nowhere"}}, "nowhere: no validation data"),
+    ],
+)
+def test_settings_are_checked_before_anything_is_prepared(tmp_path, monkeypatch, capfd, settings, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.jsonl").write_text('{"id": "1", "text": "a b c"}\n')
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"model": TRAINABLE, "steps": 30, "batch_size": 8}))
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"model": TRAINABLE, "batch_size": 8} | settings))
     assert run_command(["train", "--config", "run.yaml", "--output", "run", "--corpus", "text.jsonl"]) != 0
-    assert "optimizer.warmup_steps is 100" in capfd.readouterr().err
+    assert message in capfd.readouterr().err
     assert not (tmp_path / "run").exists()

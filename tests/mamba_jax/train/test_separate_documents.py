@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mamba_jax.config import ModelConfigError
-from mamba_jax.train.config import DataSettings, DraftSettings
+from mamba_jax.train.config import DraftSettings
 from mamba_jax.train.data import Batches, DocumentBounds, TokenStream
 from mamba_jax.train.loop import initial_values, read_log, train
 from mamba_jax.train.loss import training_loss
@@ -94,11 +94,8 @@ def test_parts_of_a_batch_have_the_mean_and_the_gradient_of_the_whole(tmp_path):
             assert run[figure] == pytest.approx(runs[0][figure], rel=1e-5)
 
 
-def test_drafts_of_separate_documents_are_refused(tmp_path):
+def test_drafts_of_separate_documents_are_refused():
     marked = STREAM.sequence(2, 33, separate=True)[None]
     values, bounds = initial_values(CONFIG, 0), DocumentBounds.of(marked[None])
     with pytest.raises(ModelConfigError, match=r"set drafts\.depth_weights"):
         training_loss(values, marked, config=CONFIG, drafts=DraftSettings(), dtype=jnp.float32, bounds=bounds)
-    chosen = settings(data=DataSettings(separate_documents=True))
-    with pytest.raises(ModelConfigError, match=r"set drafts\.depth_weights"):  # before any step
-        train(chosen, CONFIG, [], tmp_path)
