@@ -262,29 +262,21 @@ class StepPrograms:
 
     def lower(self, store: Store | None, rows: Rows, batch: Batch) -> jax.stages.Lowered:
         """Returns the program for batches of this shape before it is compiled."""
-        if self.mesh is None:
-            if isinstance(batch, RowsBatch):
-                return jax.jit(self._change_rows[type(batch)], donate_argnums=(0,)).lower(rows, batch)
-            assert store is not None
-            run, words = self._packed(batch)
-            out: Any = (places(self._shape, store), None, None) if is_pinned(self._shape, store) else None
-            stepping = jax.jit(run, donate_argnums=(1, 2), out_shardings=out)
-            return stepping.lower(self._like_weights, store, rows, words)
-        whole = replicated(self.mesh)
+        whole = None if self.mesh is None else replicated(self.mesh)
 
         # Data from the host are replicated on all devices; the store keeps its sharding.
         def everywhere(leaf: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=whole)
 
         with use_mesh(self.mesh):
-            seats = rows_shardings(rows, self.mesh)
+            seats = None if self.mesh is None else rows_shardings(rows, self.mesh)
             if isinstance(batch, RowsBatch):
-                change = self._change_rows[type(batch)]
-                changing = jax.jit(change, donate_argnums=(0,), out_shardings=seats)
+                changing = jax.jit(self._change_rows[type(batch)], donate_argnums=(0,), out_shardings=seats)
                 return changing.lower(rows, jax.tree.map(everywhere, batch))
             assert store is not None
             run, words = self._packed(batch)
-            out = (places(self._shape, store), seats, whole)
+            divided = self.mesh is not None or is_pinned(self._shape, store)
+            out: Any = (places(self._shape, store), seats, whole) if divided else None
             stepping = jax.jit(run, donate_argnums=(1, 2), out_shardings=out)
             return stepping.lower(self._like_weights, store, rows, everywhere(words))
 

@@ -264,6 +264,23 @@ def init_store(
     )
 
 
+def declarations(shape: StoreShape, store: Store) -> Store:
+    """Returns the declaration of each array of a store, in the store's structure.
+
+    Arrays without one (tags, recorded experts, hidden states in tails) get that of hidden states: devices have all of
+    them.
+    """
+    named, found = shape.arrays_and_tails, jax.tree.map(lambda _: shape.hidden, store)
+
+    def layers(of_each: Any) -> Any:
+        return tuple({name: named[name] for name in arrays} for arrays in of_each)
+
+    tails = store.tails and replace(found.tails, layers=layers(store.tails.layers))
+    # Without drafts, a store has no keys and values of the draft layers, which are the last.
+    kv: Any = shape.pages[: len(store.kv)]
+    return replace(found, slots=layers(store.slots), kv=kv, tails=tails)
+
+
 def _tails(config: HybridConfig, kind: str) -> tuple[StateArray, ...]:
     """What replay keeps of each token of such a sublayer: what its mixer declares, and its windows' inputs."""
     windows = [array for array in config.state(kind, StateUnit.SLOT) if array.role is Role.WINDOW]

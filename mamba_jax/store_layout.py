@@ -10,7 +10,6 @@ other arrays are row-major in the relevant axes anyway.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +18,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Sharding
 
 from mamba_jax.config import HybridConfig, StateArray
-from mamba_jax.store import Store, StoreShape, init_store
-from mamba_jax.tails import Tails
+from mamba_jax.store import Store, StoreShape, declarations, init_store
 
 _LANES = {"tpu": 128}
 
@@ -46,32 +44,7 @@ def placed(shape: StoreShape, store: Store, shardings: Store) -> Store:
     def of(array: StateArray, leaf: Any, sharding: Any) -> Any:
         return sharding and place(array, leaf, sharding)
 
-    return replace(
-        store,
-        slots=tuple(
-            {name: of(shape.arrays[name], leaf, where[name]) for name, leaf in arrays.items()}
-            for arrays, where in zip(store.slots, shardings.slots, strict=True)
-        ),
-        # Without drafts, a store has no keys and values of the draft layers, which are the last.
-        kv=tuple(map(of, shape.pages, store.kv, shardings.kv)),
-        hidden=of(shape.hidden, store.hidden, shardings.hidden),
-        tags=shardings.tags,
-        experts=shardings.experts,
-        tails=_placed_tails(of, shape, store, shardings),
-    )
-
-
-def _placed_tails(
-    of: Callable[[StateArray, Any, Any], Any], shape: StoreShape, store: Store, shardings: Store
-) -> Tails | None:
-    if store.tails is None or shardings.tails is None:
-        return None
-    pairs = zip(store.tails.layers, shardings.tails.layers, strict=True)
-    layers = tuple(
-        {name: of(shape.arrays_and_tails[name], leaf, where[name]) for name, leaf in arrays.items()}
-        for arrays, where in pairs
-    )
-    return replace(shardings.tails, layers=layers)
+    return jax.tree.map(of, declarations(shape, store), store, shardings)
 
 
 def places(shape: StoreShape, store: Store) -> Store:

@@ -3,9 +3,9 @@
 A source is one file: see `DraftSource`.
 """
 
-from mamba_jax.drafts.base import DraftModel, DraftSource, StepFacts
+from mamba_jax.drafts.base import DraftSource, StepFacts
 from mamba_jax.drafts.block import BlockDrafts
 from mamba_jax.drafts.mtp import MTPCache, MTPDrafts
 from mamba_jax.drafts.ngram import NGramDrafts
 
-__all__ = ["BlockDrafts", "DraftModel", "DraftSource", "MTPCache", "MTPDrafts", "NGramDrafts", "StepFacts"]
+__all__ = ["BlockDrafts", "DraftSource", "MTPCache", "MTPDrafts", "NGramDrafts", "StepFacts"]

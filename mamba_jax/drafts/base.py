@@ -14,25 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mamba_jax.layout.decode import DecodeLayout
 from mamba_jax.layout.prefill import PrefillLayout
+from mamba_jax.model import HybridModel
 from mamba_jax.store import Store
-
-
-class DraftModel(Protocol):
-    """What sources need of a model; `HybridModel` has it."""
-
-    def draft(self, tokens: Array, hidden: Array, layout: Any, store: Any) -> tuple[Array, Any]: ...
-
-    def draft_block(self, tokens: Array, layout: Any, store: Any) -> tuple[Array, Any]: ...
-
-    def remember_for_drafts(self, hidden: Array, layout: Any, store: Any) -> Any: ...
-
-    def draft_input(self, hidden: Array) -> Array: ...
-
-    def draft_logits(self, hidden: Array) -> Array: ...
-
-    def draft_tokens(self, index: Array) -> Array: ...
-
-    def draft_following(self, tokens: Array) -> Array | float: ...
 
 
 @jax.tree_util.register_dataclass
@@ -84,7 +67,7 @@ class DraftSource(Protocol):
         ...
 
     def propose(
-        self, model: DraftModel, store: Store, state: Any, facts: StepFacts, count: int
+        self, model: HybridModel, store: Store, state: Any, facts: StepFacts, count: int
     ) -> tuple[Int[Array, "rows count"], Store, Any]:
         """Returns `count` drafts after each row's newest token (-1 after the last draft), the store and the state."""
         ...

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from mamba_jax.drafts.base import DraftModel, LayerDrafts, StepFacts
+from mamba_jax.drafts.base import LayerDrafts, StepFacts
 from mamba_jax.layout.decode import BlockLayout
+from mamba_jax.model import HybridModel
 from mamba_jax.sampling import largest
 from mamba_jax.store import Store
 
@@ -26,7 +27,7 @@ class BlockDrafts(LayerDrafts):
     """As in `BlockConfig`."""
 
     def propose(
-        self, model: DraftModel, store: Store, state: None, facts: StepFacts, count: int
+        self, model: HybridModel, store: Store, state: None, facts: StepFacts, count: int
     ) -> tuple[Int[Array, "rows count"], Store, None]:
         store = model.remember_for_drafts(facts.hidden, facts.layout, store)
         rows, width = facts.row_id.shape[0], count + (not self.from_newest)

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mamba_jax.drafts.base import DraftModel, LayerDrafts, StepFacts
+from mamba_jax.drafts.base import LayerDrafts, StepFacts
 from mamba_jax.layout.decode import DecodeLayout
+from mamba_jax.model import HybridModel
 from mamba_jax.sampling import largest
 from mamba_jax.store import Store
 
@@ -26,7 +27,7 @@ class MTPDrafts(LayerDrafts):
     """
 
     def propose(
-        self, model: DraftModel, store: Store, state: None, facts: StepFacts, count: int
+        self, model: HybridModel, store: Store, state: None, facts: StepFacts, count: int
     ) -> tuple[Int[Array, "rows count"], Store, None]:
         facts = replace(facts, hidden=model.draft_input(facts.hidden), before=model.draft_input(facts.before))
         hidden, store = (
@@ -50,17 +51,17 @@ class MTPCache(MTPDrafts):
     """
 
     def propose(
-        self, model: DraftModel, store: Store, state: None, facts: StepFacts, count: int
+        self, model: HybridModel, store: Store, state: None, facts: StepFacts, count: int
     ) -> tuple[Int[Array, "rows 0"], Store, None]:
         _, store, _ = super().propose(model, store, state, facts, 1)
         return jnp.zeros((facts.row_id.shape[0], 0), jnp.int32), store, None
 
 
-def _best(model: DraftModel, hidden: Float[Array, "rows hidden"]) -> Int[Array, " rows"]:
+def _best(model: HybridModel, hidden: Float[Array, "rows hidden"]) -> Int[Array, " rows"]:
     return model.draft_tokens(largest(model.draft_logits(hidden))[0])
 
 
-def _after_decode(model: DraftModel, store: Store, facts: StepFacts) -> tuple[Float[Array, "rows hidden"], Store]:
+def _after_decode(model: HybridModel, store: Store, facts: StepFacts) -> tuple[Float[Array, "rows hidden"], Store]:
     """Runs the layer over the pairs of all kept tokens and the newest one at once; returns its output at the newest."""
     rows = facts.row_id.shape[0]
     width = facts.tokens.shape[0] // rows + 1
@@ -81,7 +82,7 @@ def _after_decode(model: DraftModel, store: Store, facts: StepFacts) -> tuple[Fl
     return out[newest], store
 
 
-def _after_prefill(model: DraftModel, store: Store, facts: StepFacts) -> tuple[Float[Array, "rows hidden"], Store]:
+def _after_prefill(model: HybridModel, store: Store, facts: StepFacts) -> tuple[Float[Array, "rows hidden"], Store]:
     """Runs the layer over the pairs of all tokens, then over those of the newest ones."""
     layout = facts.layout
     assert not isinstance(layout, DecodeLayout)

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from mamba_jax.drafts.base import DraftModel, StepFacts
+from mamba_jax.drafts.base import StepFacts
+from mamba_jax.model import HybridModel
 from mamba_jax.store import Store
 
 
@@ -45,7 +46,7 @@ class NGramDrafts:
         return state.at[row_id].set(tokens)
 
     def propose(
-        self, model: DraftModel, store: Store, state: Int[Array, "seats max_len"], facts: StepFacts, count: int
+        self, model: HybridModel, store: Store, state: Int[Array, "seats max_len"], facts: StepFacts, count: int
     ) -> tuple[Int[Array, "rows count"], Store, Int[Array, "seats max_len"]]:
         at = facts.emitted_from[:, None] + jnp.arange(facts.emitted.shape[1])
         # Indices outside of the array are dropped. Padding rows emit nothing.

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec as P
 
 from mamba_jax.config import Division, HybridConfig, ModelConfigError, Placement, StateArray, StateUnit
 from mamba_jax.sharding.axis import TENSOR
 from mamba_jax.sharding.parameters import placement, placements
-from mamba_jax.store import EXPERTS, Store, StoreShape
-from mamba_jax.tails import Tails
+from mamba_jax.store import EXPERTS, Store, StoreShape, declarations
 
 
 @dataclass(frozen=True)
@@ -71,22 +71,8 @@ class Partition:
 
     def store(self, store: Store) -> Store:
         """Returns the division of the whole store, in its structure."""
-        pages = StoreShape.of(self.config).pages
-        return replace(
-            store,
-            slots=self.state(store.slots),
-            kv=tuple(_states(self)[array.name] for array, _ in zip(pages, store.kv, strict=False)),  # type: ignore[misc]
-            hidden=P(),  # type: ignore[arg-type]
-            tags=None if store.tags is None else P(),  # type: ignore[arg-type]
-            experts=None if store.experts is None else P(),  # type: ignore[arg-type]
-            tails=self._tails(store.tails),
-        )
-
-    def _tails(self, tails: Tails | None) -> Any:
-        if tails is None:
-            return None
-        whole: Any = P()
-        return replace(tails, layers=self.state(tails.layers), hidden=whole, tags=None if tails.tags is None else whole)
+        shape = StoreShape.of(self.config)
+        return jax.tree.map(lambda array: _state_spec(array.over(self.shards)), declarations(shape, store))
 
     def store_shape(self, shape: StoreShape) -> StoreShape:
         """Returns the shape of the whole model's state over all devices; some of it may be stored several times."""

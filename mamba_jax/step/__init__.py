@@ -6,8 +6,7 @@ Each row reads the state S(c) in one slot, absorbs its tokens and writes the sta
 same one). Rejecting drafts only changes the slot that the row reads next.
 """
 
-from mamba_jax.step.heads import Model
 from mamba_jax.step.run import step
 from mamba_jax.step.seats import mask, seat, set_page_table
 
-__all__ = ["Model", "mask", "seat", "set_page_table", "step"]
+__all__ = ["mask", "seat", "set_page_table", "step"]

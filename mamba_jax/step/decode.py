@@ -10,9 +10,10 @@ from jaxtyping import Array, Float, Int
 
 from mamba_jax.batch import DecodeBatch
 from mamba_jax.layout import DecodeLayout
+from mamba_jax.model import HybridModel
 from mamba_jax.rows import Rows
 from mamba_jax.sampling import Emission
-from mamba_jax.step.heads import Model, SampledRows, StepHidden
+from mamba_jax.step.heads import SampledRows, StepHidden
 from mamba_jax.step.running_rows import ReplayRows, Resumption, SnapshotRows, running_rows
 from mamba_jax.store import Store
 
@@ -106,6 +107,6 @@ class DecodeRows:
         """
         return min(most, max(self.by_row.shape[1] - 1, 1))
 
-    def report(self, model: Model, rows: Rows, written: StepHidden) -> dict[str, Any]:
+    def report(self, model: HybridModel, rows: Rows, written: StepHidden) -> dict[str, Any]:
         """Returns the fields of `StepOutput` that only decode steps have."""
         return {"num_drafts": self.sampled.num_drafts if self.by_row.shape[1] > 1 else None, "prompt_logprobs": None}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mamba_jax.drafts import DraftModel, DraftSource, StepFacts
-from mamba_jax.layout import Layout
+from mamba_jax.drafts import DraftSource, StepFacts
+from mamba_jax.model import HybridModel
 from mamba_jax.rows import Rows
 from mamba_jax.sampling import Emission, SamplingInputs, choose, report_logprobs
 from mamba_jax.step.seats import newest
@@ -27,16 +27,6 @@ class StepHidden:
     """The hidden state before each row's first token; zeros without one."""
     wrong: Bool[Array, " rows"]
     """With `debug_state`: rows that read another state than their own."""
-
-
-class Model(Protocol):
-    """The interface of a model for a step; `HybridModel` implements it."""
-
-    def run(self, tokens: Array, layout: Layout, store: Store) -> tuple[Array, Store]: ...
-
-    def logits(self, hidden: Array) -> Array: ...
-
-    def divided_logits(self, hidden: Array) -> Array: ...
 
 
 @dataclass(frozen=True)
@@ -97,7 +87,7 @@ def emit(
 
 def propose(
     source: DraftSource,
-    model: Model,
+    model: HybridModel,
     store: Store,
     rows: Rows,
     emission: Emission,
@@ -121,7 +111,7 @@ def propose(
         page_table=part.page_table,
     )
     count = part.num_proposed(rows.drafts.shape[1])
-    drafts, store, state = source.propose(cast(DraftModel, model), store, rows.source, facts, count)
+    drafts, store, state = source.propose(model, store, rows.source, facts, count)
     drafts = jnp.pad(drafts, ((0, 0), (0, rows.drafts.shape[1] - drafts.shape[1])), constant_values=-1)
     seat_of = jnp.where(facts.sampled, facts.row_id, rows.length.shape[0])
     return store, dataclasses.replace(rows, drafts=rows.drafts.at[seat_of].set(drafts, mode="drop"), source=state)

@@ -11,10 +11,11 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas.slots import read_slots
 from mamba_jax.batch import PrefillBatch
 from mamba_jax.layout import PrefillLayout
+from mamba_jax.model import HybridModel
 from mamba_jax.prompt_logprobs import prompt_logprobs
 from mamba_jax.rows import Rows
 from mamba_jax.sampling import Emission
-from mamba_jax.step.heads import Model, SampledRows, StepHidden
+from mamba_jax.step.heads import SampledRows, StepHidden
 from mamba_jax.step.running_rows import Resumption
 from mamba_jax.step.slots import shared_writes, write_hidden, wrong_tags
 from mamba_jax.store import Store
@@ -95,7 +96,7 @@ class PrefillRows:
         """Returns the number of drafts to make."""
         return most
 
-    def report(self, model: Model, rows: Rows, written: StepHidden) -> dict[str, Any]:
+    def report(self, model: HybridModel, rows: Rows, written: StepHidden) -> dict[str, Any]:
         """Returns the fields of `StepOutput` that only prefill steps have."""
         prompt = prompt_logprobs(model.logits, rows, self.batch, self.layout, written.hidden, written.before)
         return {"prompt_logprobs": prompt}

@@ -12,17 +12,18 @@ from kernels_pallas.paged_attention import copy_pages
 from mamba_jax.batch import DecodeBatch, MixedBatch, PrefillBatch, StepOutput
 from mamba_jax.drafts import DraftSource
 from mamba_jax.layout import DecodeLayout, MixedLayout, PrefillLayout
+from mamba_jax.model import HybridModel
 from mamba_jax.rows import Rows
 from mamba_jax.sharding.axis import keep_whole
 from mamba_jax.step.decode import DecodeRows
-from mamba_jax.step.heads import Model, emit, propose
+from mamba_jax.step.heads import emit, propose
 from mamba_jax.step.prefill import PrefillRows
 from mamba_jax.step.seats import commit, next_drafts, update_page_tables
 from mamba_jax.store import Store
 
 
 def step(
-    model: Model,
+    model: HybridModel,
     store: Store,
     rows: Rows,
     batch: DecodeBatch | PrefillBatch | MixedBatch,

@@ -21,8 +21,9 @@ from flax import nnx
 from jaxtyping import Array
 
 from mamba_jax.config.drafter import BlockConfig
-from mamba_jax.drafts import BlockDrafts, DraftModel, DraftSource, MTPDrafts, NGramDrafts, StepFacts
+from mamba_jax.drafts import BlockDrafts, DraftSource, MTPDrafts, NGramDrafts, StepFacts
 from mamba_jax.layout import SequenceLayout
+from mamba_jax.model import HybridModel
 from mamba_jax.programs import StepPrograms
 from mamba_jax.store import Store
 from serving.core import Request
@@ -73,7 +74,7 @@ class MixedDrafts:
         )
 
     def propose(
-        self, model: DraftModel, store: Store, state: tuple[Array, Array, Array], facts: StepFacts, count: int
+        self, model: HybridModel, store: Store, state: tuple[Array, Array, Array], facts: StepFacts, count: int
     ) -> tuple[Array, Store, tuple[Array, Array, Array]]:
         kind, script, seen = state
         ngram, store, seen = _NGRAMS.propose(model, store, seen, facts, count)
