@@ -2,4 +2,8 @@
 
 Every folder has `api.py` (the public functions), `reference.py` (the sequential definition, in numpy), and one file
 per implementation (`xla.py` runs everywhere).
+
+Every operation raises ValueError if the shapes of its arguments do not match, and UnsupportedError if the named
+implementation does not exist or cannot run the call. Every one is differentiable in its float arrays, and takes arrays
+without elements.
 """

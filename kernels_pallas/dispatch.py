@@ -43,6 +43,8 @@ class Implementation:
     """The only supported platform: "tpu", "gpu" or "cpu". None for plain JAX, which runs on all platforms."""
     automatic: bool = True
     """Whether the automatic choice may select it."""
+    own_derivative: bool = False
+    """Whether JAX can differentiate it; its derivative is otherwise that of the last one of the operation's table."""
 
     def why_not(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
         """Returns why it cannot run a call, or None. No Pallas kernel takes empty arrays."""
@@ -52,14 +54,16 @@ class Implementation:
         return self.unsupported(*args, **kwargs)
 
 
-def kernels(platform: str, module: Any, operation: str) -> tuple[Implementation, Implementation]:
+def kernels(
+    platform: str, module: Any, operation: str, *, own_derivative: bool = False
+) -> tuple[Implementation, Implementation]:
     """Returns two implementations of a kernel `module.<operation>`: compiled for `platform`, interpreted on any."""
-    run, name = getattr(module, operation), f"pallas_{platform}"
-    interpreted = functools.partial(run, interpret=True)
-    return (
-        Implementation(name, run, module.unsupported, platform),
-        Implementation(f"{name}_interpreted", interpreted, module.unsupported, automatic=False),
+    compiled = Implementation(
+        f"pallas_{platform}", getattr(module, operation), module.unsupported, platform, own_derivative=own_derivative
     )
+    interpreted = functools.partial(compiled.run, interpret=True)
+    name = f"{compiled.name}_interpreted"
+    return compiled, dataclasses.replace(compiled, name=name, run=interpreted, platform=None, automatic=False)
 
 
 class KernelChoice:
@@ -166,6 +170,40 @@ def device_kind() -> str:
     return choice.device.device_kind if choice.device is not None else ""
 
 
+def differentiable(run: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `run`, a function of arrays, with the derivative of `plain`, which computes the same in plain JAX."""
+    function: Any = jax.custom_vjp(run)
+    function.defvjp(
+        lambda *arrays: (run(*arrays), jax.vjp(plain, *arrays)[1]), lambda pull, change: tuple(pull(change))
+    )
+    return function
+
+
+def _run(chosen: Implementation, plain: Implementation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Runs the chosen implementation, with the derivative of the plain one, which keeps nothing but the arguments."""
+    leaves, structure = jax.tree.flatten((tuple(args), dict(kwargs)))
+    arrays = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray))]
+    if chosen is plain or chosen.own_derivative or not arrays:
+        return chosen.run(*args, **kwargs)
+    run, derived = (_of_arrays(one.run, leaves, structure, arrays) for one in (chosen, plain))
+    return differentiable(run, jax.checkpoint(derived))(*(leaves[i] for i in arrays))
+
+
+def _of_arrays(
+    run: Callable[..., Any], leaves: Sequence[Any], structure: Any, arrays: Sequence[int]
+) -> Callable[..., Any]:
+    """Returns `run` as a function of the leaves with the numbers `arrays`; its other arguments stay as they are."""
+
+    def call(*values: Any) -> Any:
+        filled = list(leaves)
+        for i, value in zip(arrays, values, strict=True):
+            filled[i] = value
+        args, kwargs = jax.tree.unflatten(structure, filled)
+        return run(*args, **kwargs)
+
+    return call
+
+
 def named_choice() -> Mapping[str, str] | str:
     """The implementations that the current choice names (`KernelChoice.named`)."""
     choice = _current.get()
@@ -174,6 +212,8 @@ def named_choice() -> Mapping[str, str] | str:
 
 def call(operation: str, candidates: Sequence[Implementation], name: str | None, *args: Any, **kwargs: Any) -> Any:
     """Runs `operation` with the implementation `name`, or, for None, with the first candidate that supports the call.
+
+    The last candidate is plain JAX, and gives the others their derivatives.
 
     Raises:
         UnsupportedError: `name` is unknown or cannot run this call, or no candidate can.
@@ -188,7 +228,7 @@ def call(operation: str, candidates: Sequence[Implementation], name: str | None,
         if reason := chosen.why_not(args, kwargs):
             raise UnsupportedError(f"{operation}: {name} cannot run this call: {reason}")
         choice.remember(operation, name, "named")
-        return chosen.run(*args, **kwargs)
+        return _run(chosen, candidates[-1], args, kwargs)
     reasons: list[str] = []
     for candidate in candidates:
         if not candidate.automatic or candidate.platform not in (None, choice.platform):
@@ -200,7 +240,7 @@ def call(operation: str, candidates: Sequence[Implementation], name: str | None,
             if reasons:
                 _log.info("%s uses %s (%s)", operation, candidate.name, "; ".join(reasons))
             choice.remember(operation, candidate.name, "; ".join(reasons))
-            return candidate.run(*args, **kwargs)
+            return _run(candidate, candidates[-1], args, kwargs)
         reasons.append(f"not {candidate.name}: {reason}")
     raise UnsupportedError(f"{operation}: no implementation can run this call ({'; '.join(reasons)})")
 
@@ -231,13 +271,7 @@ _TYPICAL = {
 def _try(operation: str, kernel: Implementation, device: Any, described: tuple[Any, ...], structure: Any) -> str | None:
     arrays = [i for i, leaf in enumerate(described) if isinstance(leaf, jax.ShapeDtypeStruct)]
     sharding = None if device is None else SingleDeviceSharding(device)
-
-    def run(values):
-        leaves = list(described)
-        for i, value in zip(arrays, values, strict=True):
-            leaves[i] = value
-        args, kwargs = jax.tree.unflatten(structure, leaves)
-        return kernel.run(*args, **kwargs)
+    run = _of_arrays(kernel.run, described, structure, arrays)
 
     def attempt() -> None:
         shapes = [jax.ShapeDtypeStruct(described[i].shape, described[i].dtype, sharding=sharding) for i in arrays]
@@ -246,13 +280,13 @@ def _try(operation: str, kernel: Implementation, device: Any, described: tuple[A
             with jax.sharding.use_abstract_mesh(
                 AbstractMesh((1,), ("device",), abstract_device=_TYPICAL[str(kernel.platform)])
             ):
-                jax.jit(run).trace(shapes).lower(lowering_platforms=(platform,))
+                jax.jit(run).trace(*shapes).lower(lowering_platforms=(platform,))
             return
         # Pallas may query the target device. The mesh provides it, even if the device is only a description.
         with jax.set_mesh(Mesh(np.array([device]), ("device",), axis_types=(AxisType.Auto,))):
             # This test needs no autotuning of library kernels, which would require the device.
             options: dict[str, Any] = {"xla_gpu_autotune_level": 0} if kernel.platform == "gpu" else {}
-            jax.jit(run).lower(shapes).compile(options)
+            jax.jit(run).lower(*shapes).compile(options)
 
     try:
         # Runs in a new thread: the current thread may be tracing under a mesh, which must not affect the attempt.

@@ -47,8 +47,15 @@ def product(rows: Float[Array, "n inputs"], weight: Num[Array, "outputs inputs"]
     """rows times the transpose of weight (float32, bfloat16 or int8), in float32, by C++ in any program; the order of a
     row's sums is fixed.
     """
-    result = jax.ShapeDtypeStruct((len(rows), len(weight)), F32)
-    return jax.ffi.ffi_call(native.target("linear"), result)(native.operand(rows, weight), weight)
+
+    def by_cpp(rows, weight):
+        result = jax.ShapeDtypeStruct((len(rows), len(weight)), F32)
+        return jax.ffi.ffi_call(native.target("linear"), result)(native.operand(rows, weight), weight)
+
+    def plain(rows, weight):
+        return jnp.matmul(rows.astype(F32), weight.T.astype(F32), precision=lax.Precision.HIGHEST)
+
+    return dispatch.differentiable(by_cpp, plain)(rows, weight)
 
 
 def products(rows: Float[Array, "heads n inputs"], weights: Float[Array, "heads outputs inputs"]) -> Array:
@@ -73,9 +80,12 @@ def row_max(x: Float[Array, "*batch n"]) -> Float[Array, "*batch 1"]:
     """
     if not is_fixed():
         return x.max(-1, keepdims=True)
-    bits = lax.bitcast_convert_type(x.astype(F32), jnp.int32)
-    highest = _ordered(bits).max(-1, keepdims=True)
-    return lax.bitcast_convert_type(_ordered(highest), F32)
+
+    def by_bits(x):
+        bits = lax.bitcast_convert_type(x, jnp.int32)
+        return lax.bitcast_convert_type(_ordered(_ordered(bits).max(-1, keepdims=True)), F32)
+
+    return dispatch.differentiable(by_bits, lambda x: x.max(-1, keepdims=True))(x.astype(F32))
 
 
 def _ordered(bits):
@@ -91,9 +101,12 @@ def _elementwise(name: str, otherwise: Callable[[Array], Array], x: Array) -> Ar
     """
     if not is_fixed():
         return otherwise(x)
-    wide = x.astype(F32)
-    result = jax.ShapeDtypeStruct(wide.shape, F32)
-    return jax.ffi.ffi_call(native.target("elementwise"), result)(wide, function=name).astype(x.dtype)
+
+    def by_cpp(wide):
+        result = jax.ShapeDtypeStruct(wide.shape, F32)
+        return jax.ffi.ffi_call(native.target("elementwise"), result)(wide, function=name)
+
+    return dispatch.differentiable(by_cpp, otherwise)(x.astype(F32)).astype(x.dtype)
 
 
 exp: Callable[[Array], Array] = functools.partial(_elementwise, "exp", jnp.exp)
@@ -134,9 +147,13 @@ def rounded(x: Array) -> Array:
     """
     if not is_fixed() or x.dtype != F32:  # the conversion between product and sum rounds
         return x
-    zero = product(jnp.zeros((1, 1), F32), jnp.zeros((_LEAST_OUTPUTS, 1), F32))[0, 0]
-    bits = lax.bitcast_convert_type(x, jnp.uint32) ^ lax.bitcast_convert_type(zero, jnp.uint32)
-    return lax.bitcast_convert_type(bits, F32)
+
+    def by_bits(x):
+        zero = product(jnp.zeros((1, 1), F32), jnp.zeros((_LEAST_OUTPUTS, 1), F32))[0, 0]
+        bits = lax.bitcast_convert_type(x, jnp.uint32) ^ lax.bitcast_convert_type(zero, jnp.uint32)
+        return lax.bitcast_convert_type(bits, F32)
+
+    return dispatch.differentiable(by_bits, lambda x: x)(x)
 
 
 def weighted_sum(weights: Float[Array, "T n"], values: Float[Array, "T n size"]) -> Float[Array, "T size"]:

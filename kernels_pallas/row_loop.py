@@ -38,6 +38,8 @@ def all_rows(
     before: Function | None = None,
 ) -> Updated:
     """Gathers all rows' states, runs the rows in parallel, and scatters the states."""
+    if not write_slot.size:
+        return _no_outputs(read, queries, store), store
     state, y = read_slots(store, read_slot), []
     if before is not None:
         state = jax.vmap(before)(state, jnp.arange(len(read_slot)))
@@ -64,6 +66,9 @@ def row_blocks(
     With a product (`dot`) in the loop, XLA would copy the whole store into another layout.
     """
     rows, steps = write_slot.shape
+    y = _no_outputs(read, queries, store)
+    if not write_slot.size:
+        return y, store
     few = math.gcd(rows, _ROWS_AT_ONCE)
 
     def next_states(states, inputs, t):
@@ -100,12 +105,17 @@ def row_blocks(
                 store = write_slot_if(store, state[row], here(write_slot)[row, t])
         return store, lax.dynamic_update_slice_in_dim(y, jnp.stack(out, axis=1), i * few, 0)
 
-    one = jax.eval_shape(read, store[0], *(v[0, 0] for v in queries))
-    store, y = lax.fori_loop(0, rows // few, body, (store, jnp.zeros((rows, steps, *one.shape), F32)))
+    store, y = lax.fori_loop(0, rows // few, body, (store, y))
     return y, store
 
 
-def by_platform(*, cpu: Callable[..., Any], default: Callable[..., Any]) -> Callable[..., Any]:
+def _no_outputs(read, queries, store):
+    """Returns zeros in the shape of all outputs."""
+    one = jax.eval_shape(jax.vmap(jax.vmap(read, (None, 0)), (None, 0)), store[0], *queries)
+    return jnp.zeros(one.shape, F32)
+
+
+def by_platform(cpu: Callable[..., Any], default: Callable[..., Any]) -> Callable[..., Any]:
     """Returns an operation that selects its form by the target platform of compilation.
 
     Its arguments are arrays and trees of them; keyword arguments may also be numbers.

@@ -13,8 +13,10 @@ Because rows run concurrently and in any order, callers must ensure:
 
 On CPU, XLA computes with 16-bit floats by converting to float32 and back, and does so for whole operands: updating one
 slot of a bfloat16 store would convert all of it. There, slots are read and written as 16-bit integers, which are never
-converted.
+converted. Functions here have the derivatives of copies of floats.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,7 @@ from jax import lax
 from jaxtyping import Array, Int, Shaped
 
 from kernels_pallas import native
+from kernels_pallas.dispatch import differentiable
 
 
 def load(v: Shaped[Array, "n *shape"], index: Int[Array, ""]) -> Shaped[Array, "*shape"]:
@@ -34,14 +37,15 @@ def put(
 ) -> Shaped[Array, "n *shape"]:
     """v with `value` at `index`, in v's dtype, for use inside a loop."""
 
-    def as_floats(v, value):
+    def as_floats(v, value, index):
         return lax.dynamic_update_index_in_dim(v, value, index, 0)
 
-    def as_bits(v, value):
-        return _as_float(lax.dynamic_update_index_in_dim(_as_bits(v), _as_bits(value), index, 0), v.dtype)
+    def as_bits(v, value, index):
+        return _as_float(as_floats(_as_bits(v), _as_bits(value), index), v.dtype)
 
     # Elsewhere the change of type could make the compiler copy v.
-    return lax.platform_dependent(v, value.astype(v.dtype), cpu=as_bits, default=as_floats)
+    by_platform = functools.partial(lax.platform_dependent, cpu=as_bits, default=as_floats)
+    return differentiable(by_platform, as_floats)(v, value.astype(v.dtype), index)
 
 
 def write_slot_if(
@@ -89,7 +93,8 @@ def read_slots(
         return read(store, index.astype(jnp.int32))
 
     on_cpu = read_apart if divided or native.why_missing("read_slots") else read_natively
-    return lax.platform_dependent(store, index, cpu=on_cpu, default=read)
+    by_platform = functools.partial(lax.platform_dependent, cpu=on_cpu, default=read)
+    return differentiable(by_platform, read)(store, index)
 
 
 def write_slots(
@@ -116,7 +121,8 @@ def write_slots(
         return write_one_by_one(store.reshape(-1, *values.shape[1:]), values, index).reshape(store.shape)
 
     on_cpu = by_slices if divided or native.why_missing("write_slots") else natively
-    return lax.platform_dependent(store, values.astype(store.dtype), index, cpu=on_cpu, default=at_once)
+    by_platform = functools.partial(lax.platform_dependent, cpu=on_cpu, default=at_once)
+    return differentiable(by_platform, at_once)(store, values.astype(store.dtype), index)
 
 
 def _narrow_as_bits(read, v, index):
@@ -127,7 +133,8 @@ def _narrow_as_bits(read, v, index):
 
     if _as_bits(v) is v:
         return read(v, index)
-    return lax.platform_dependent(v, index, cpu=as_bits, default=read)
+    by_platform = functools.partial(lax.platform_dependent, cpu=as_bits, default=read)
+    return differentiable(by_platform, read)(v, index)
 
 
 def write_one_by_one(

@@ -41,6 +41,8 @@ def scan_tiles(
             there padding is computed too (its inputs do not change the state).
     """
     tiles, tile_size = real.shape
+    if not real.size:
+        return jnp.zeros(y.shape, y.dtype), store
     per_tile = tile_size // size
     count = tiles * per_tile
 

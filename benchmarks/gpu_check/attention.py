@@ -58,7 +58,7 @@ def sweep_attention(sizes: Sizes, deadline: Deadline) -> bool:
 def _compare(sizes: Sizes, copy: float, positions: Any, block_row: Any, moved: int, about: dict[str, Any]) -> bool:
     found = {}
     for dtype in (F32, BF16) if moved < MOST / 20 else (BF16,):
-        for name in (sizes.kernel, "xla_all_blocks"):
+        for name in (sizes.kernel, "xla"):
             q, kv, places = _inputs(sizes, positions, block_row, dtype)
 
             def run(kv: Any, q: Any, places: Any = places, name: str = name) -> Any:
@@ -70,7 +70,7 @@ def _compare(sizes: Sizes, copy: float, positions: Any, block_row: Any, moved: i
                 timed = seconds(compiled, _inputs(sizes, positions, block_row, dtype)[1], q, calls=sizes.calls)
                 rate = {"of_copy": round(moved / timed / copy, 3)} if moved else {}
                 emit(metric="attention", by=name, us=round(timed * 1e6, 1), **about, **rate)
-        error = difference(found[sizes.kernel], found["xla_all_blocks"])
+        error = difference(found[sizes.kernel], found["xla"])
         ok = error < CLOSE[jnp.dtype(dtype).name]
         emit(metric="attention against xla", ok=ok, error=error, dtype=jnp.dtype(dtype).name, **about)
         if not ok:

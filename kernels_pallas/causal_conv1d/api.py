@@ -18,12 +18,10 @@ PREFILL = (
     dispatch.Implementation("native", native.causal_conv1d_prefill, native.unsupported, "cpu"),
     invariant.implementation(native.causal_conv1d_prefill),
     dispatch.Implementation("xla", xla.causal_conv1d_prefill),
-    dispatch.Implementation("xla_then_correct", xla.prefill_then_correct),
 )
 UPDATE = (
     invariant.implementation(native.causal_conv1d_update),
     dispatch.Implementation("xla", xla.causal_conv1d_update),
-    dispatch.Implementation("xla_by_inputs", xla.update_by_inputs),
 )
 SEQUENCE = (
     invariant.implementation(native.causal_conv1d_sequence),
@@ -55,10 +53,11 @@ def causal_conv1d_prefill(
     Returns:
         y in x's dtype, and the store.
     Raises:
-        ValueError: the shapes do not match; or an unknown activation.
-        UnsupportedError: the named implementation does not exist or cannot run this call.
+        ValueError: an unknown activation.
     """
     _check_activation("causal_conv1d_prefill", activation)
+    if not x.size:
+        return x, store
     return dispatch.call(
         "causal_conv1d_prefill", PREFILL, implementation, x, weight, bias, store, packed, activation=activation
     )
@@ -85,10 +84,11 @@ def causal_conv1d_update(
     Returns:
         y in x's dtype, and the store.
     Raises:
-        ValueError: the shapes do not match; or an unknown activation.
-        UnsupportedError: the named implementation does not exist or cannot run this call.
+        ValueError: an unknown activation.
     """
     _check_activation("causal_conv1d_update", activation)
+    if not x.size:
+        return x, store
     return dispatch.call(
         "causal_conv1d_update", UPDATE, implementation, x, weight, bias, store, rows, activation=activation
     )
@@ -106,8 +106,7 @@ def causal_conv1d_sequence(
     """Convolves whole sequences from their first token, without a store; differentiable. y is in x's dtype.
 
     Raises:
-        ValueError: the shapes do not match; or an unknown activation.
-        UnsupportedError: the named implementation does not exist or cannot run this call.
+        ValueError: an unknown activation.
     """
     _check_activation("causal_conv1d_sequence", activation)
     return dispatch.call("causal_conv1d_sequence", SEQUENCE, implementation, x, weight, bias, activation=activation)

@@ -36,9 +36,11 @@ def causal_conv1d_replay(
     Returns:
         y in x's dtype (meaningless for padding), the store and the ring.
     Raises:
-        ValueError: the shapes do not match; or an unknown activation.
+        ValueError: an unknown activation.
     """
     keep, steps = store.shape[1], x.shape[1]
+    if not x.size:
+        return x, store, ring
     inputs = inputs_before(store, ring, places).astype(x.dtype)
     seen = jnp.concatenate([inputs, x], axis=1)
     y = causal_conv1d_sequence(seen, weight, bias, activation=activation)[:, keep:]

@@ -28,12 +28,8 @@ def _finish(total, bias, activation, dtype):
 
 
 def causal_conv1d_prefill(x, weight, bias, store, packed, *, activation):
-    """See `api.causal_conv1d_prefill`. The target platform of compilation selects the form."""
-    forms = {
-        "cpu": partial(_convolve, activation=activation),
-        "default": partial(_convolve_then_correct, activation=activation),
-    }
-    return prefill(partial(lax.platform_dependent, **forms), x, weight, bias, store, packed)
+    """See `api.causal_conv1d_prefill`."""
+    return prefill(partial(_convolve, activation=activation), x, weight, bias, store, packed)
 
 
 def prefill(convolve, x, weight, bias, store, packed):
@@ -65,22 +61,10 @@ def windows_of_tiles(
 
 
 def _convolve(x, taps, bias, window, token_row, row_start, local, *, activation):
-    """y [tokens, channels]: a token sees its row's tokens to the left, and before them the row's window."""
-    (tokens, channels), (rows, keep) = x.shape, window.shape[:2]
-    total = jnp.zeros((tokens, channels), F32)
-    if keep:
-        # What the window adds to the row's first width-1 tokens: token l sees window entries l, l+1, ...
-        old = jnp.pad(window.astype(F32), ((0, 0), (0, keep), (0, 0)))
-        added = sum(taps[i] * old[:, i : i + keep] for i in range(keep))
-        near = (local >= 0) & (local < keep)
-        index = token_row * keep + jnp.clip(local, 0, keep - 1)
-        total = jnp.where(near[:, None], added.reshape(rows * keep, channels)[index], 0)
-    return _finish(total + _within(x, taps, local), bias, activation, x.dtype)
+    """y [tokens, channels]: a token sees its row's tokens to the left, and before them the row's window.
 
-
-def _convolve_then_correct(x, taps, bias, window, token_row, row_start, local, *, activation):
-    """The same for other platforms, which would hold the window's part for all tokens in memory: without it, and then
-    the rows' first tokens once more.
+    Accelerators would hold the window's part for all tokens in memory: therefore without it, and then the rows' first
+    tokens once more.
     """
     tokens, keep = x.shape[0], window.shape[1]
     y = _finish(_within(x, taps, local), bias, activation, x.dtype)
@@ -105,18 +89,10 @@ def _within(x, taps, local):
     return total
 
 
-def prefill_then_correct(x, weight, bias, store, packed, *, activation):
-    """Implements the form for platforms other than CPU."""
-    return prefill(partial(_convolve_then_correct, activation=activation), x, weight, bias, store, packed)
-
-
 def causal_conv1d_update(x, weight, bias, store, rows, *, activation):
     """See `api.causal_conv1d_update`. The target platform of compilation selects the form."""
-    forms = {
-        "cpu": partial(_update_by_rows, activation=activation),
-        "default": partial(update_by_inputs, activation=activation),
-    }
-    return lax.platform_dependent(x, weight, bias, store, rows, **forms)
+    cpu, default = (partial(form, activation=activation) for form in (_update_by_rows, _update_by_inputs))
+    return lax.platform_dependent(x, weight, bias, store, rows, cpu=cpu, default=default)
 
 
 def _update_by_rows(x, weight, bias, store, rows, *, activation):
@@ -135,7 +111,7 @@ def write_steps(window, x, store, write_slot):
     return inputs, write_slots(store, ends.reshape(rows * steps, keep, channels), write_slot.reshape(-1))
 
 
-def update_by_inputs(x, weight, bias, store, rows, *, activation):
+def _update_by_inputs(x, weight, bias, store, rows, *, activation):
     """The form for platforms other than CPU: an array [rows, channels] for each input.
 
     On TPU, that takes half the time of arrays whose last axis but one is a few steps (by its compiler's estimate, at 64

@@ -33,8 +33,5 @@ def choose_experts(
         bias: added to the scores for the choice, not for the weights.
         valid: false for padding, which goes through no expert.
         first: the first expert of this device, which has `own` of them. Ignored if it has all.
-    Raises:
-        ValueError: the shapes do not match.
-        UnsupportedError: the named implementation does not exist or cannot run this call.
     """
     return dispatch.call("expert_choice", CHOICE, implementation, scores, bias, valid, first, own=own, rule=rule)

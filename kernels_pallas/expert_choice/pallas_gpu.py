@@ -13,7 +13,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from kernels_pallas.expert_choice import xla
 from kernels_pallas.expert_choice.rule import Choice
 from kernels_pallas.triton_blocks import padded
 
@@ -40,12 +39,6 @@ def unsupported(scores, bias, valid, first, *, own, rule):
 @functools.partial(jax.jit, static_argnames=("own", "rule", "interpret"))
 def choose_experts(scores, bias, valid, first, *, own, rule, interpret=False):
     """See `api.choose_experts`."""
-    weights, *others = _choose(scores, bias, valid, first, own, rule, interpret)
-    return Choice(weights, *others)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _choose(scores, bias, valid, first, own, rule, interpret):
     tokens, experts = scores.shape
     rows = tokens * rule.count
     given = [scores, valid.astype(I32)]
@@ -56,8 +49,8 @@ def _choose(scores, bias, valid, first, own, rule, interpret):
     sizes = (padded(tokens), padded(experts))
     of_rows = [jax.ShapeDtypeStruct((rows,), I32)] * 2
     of_tokens = [jax.ShapeDtypeStruct((tokens, rule.count), dtype) for dtype in (F32, I32)]
-    return tuple(
-        pl.pallas_call(
+    return Choice(
+        *pl.pallas_call(
             functools.partial(_kernel, divided=own < experts, biased=bias is not None, sizes=sizes, rule=rule),
             grid=(1,),
             out_shape=[*of_tokens, *of_rows, jax.ShapeDtypeStruct((own,), I32)],
@@ -68,18 +61,6 @@ def _choose(scores, bias, valid, first, own, rule, interpret):
             name="expert_choice",
         )(*given)
     )
-
-
-def _forward(scores, bias, valid, first, own, rule, interpret):
-    return _choose(scores, bias, valid, first, own, rule, interpret), (scores, bias)
-
-
-def _backward(own, rule, interpret, saved, changes):
-    _, pull, _ = jax.vjp(functools.partial(xla.weights_and_experts, rule=rule), *saved, has_aux=True)
-    return (*pull(changes[0]), None, None)
-
-
-_choose.defvjp(_forward, _backward)
 
 
 def _kernel(*refs, divided, biased, sizes, rule):

@@ -44,9 +44,6 @@ def expert_mlp(
         place: likewise.
         sizes: likewise.
         activation: a function of each number, 0 for 0.
-    Raises:
-        ValueError: the shapes do not match.
-        UnsupportedError: the named implementation does not exist or cannot run this call.
     """
     return dispatch.call("expert_mlp", MLP, implementation, x, up, down, order, place, sizes, activation=activation)
 

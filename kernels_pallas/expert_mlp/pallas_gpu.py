@@ -17,7 +17,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from kernels_pallas.expert_mlp import xla
 from kernels_pallas.heads import power_of_two_in
 from kernels_pallas.quantised import Quantised
 from kernels_pallas.triton_blocks import LEAST, dot, offsets_overflow, padded
@@ -48,11 +47,6 @@ def unsupported(x, up, down, order, place, sizes, *, activation):
 @functools.partial(jax.jit, static_argnames=("activation", "interpret"))
 def expert_mlp(x, up, down, order, place, sizes, *, activation, interpret=False):
     """See `api.expert_mlp`."""
-    return _multiply(x, up, down, order, place, sizes, activation, interpret)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def _multiply(x, up, down, order, place, sizes, activation, interpret):
     product = functools.partial(_product, place=place.reshape(x.shape[0], -1), sizes=sizes, interpret=interpret)
     inner = product(x, _quantised(up), up.shape[1] // down.shape[2], activation)
     return product(inner, _quantised(down), 1, None)
@@ -96,22 +90,6 @@ def _piece(weight):
     inputs = weight.shape[2]
     group = inputs if weight.group_scale is None else inputs // weight.group_scale.shape[1]
     return power_of_two_in(math.gcd(inputs, group), INPUTS)
-
-
-def _forward(x, up, down, order, place, sizes, activation, interpret):
-    return _multiply(x, up, down, order, place, sizes, activation, interpret), (x, up, down, order, place, sizes)
-
-
-def _backward(activation, interpret, saved, change):
-    x, up, down, *rows = saved
-    run = functools.partial(xla.expert_mlp, activation=activation)
-    if isinstance(up, Quantised):
-        (dx,) = jax.vjp(lambda x: run(x, up, down, *rows), x)[1](change)
-        return dx, None, None, None, None, None
-    return *jax.vjp(lambda *v: run(*v, *rows), x, up, down)[1](change), None, None, None
-
-
-_multiply.defvjp(_forward, _backward)
 
 
 def _kernel(x, weight, place, sizes, *refs, activation, block, piece, by_channel):

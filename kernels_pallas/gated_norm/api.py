@@ -17,19 +17,12 @@ from kernels_pallas import dispatch
 from kernels_pallas.gated_norm import xla
 from kernels_pallas.shape_check import check_groups, shapes_checked
 
-NORM = (
-    dispatch.Implementation("xla", xla.gated_rms_norm),
-    dispatch.Implementation("xla_by_selection", xla.by_selection),
-)
+NORM = (dispatch.Implementation("xla", xla.gated_rms_norm),)
 
 
 @shapes_checked
 def gated(y: Float[Array, "*batch channels"], z: Float[Array, "*batch channels"]) -> Float[Array, "*batch channels"]:
-    """y * silu(z), computed in float32; the result is in y's dtype. Differentiable.
-
-    Raises:
-        ValueError: the shapes do not match.
-    """
+    """y * silu(z), computed in float32; the result is in y's dtype. Differentiable."""
     return xla.gated(y, z)
 
 
@@ -45,12 +38,7 @@ def gated_rms_norm(
     activation: Literal["silu", "sigmoid"] = "silu",
     implementation: str | None = None,
 ) -> Float[Array, "*batch channels"]:
-    """Gates y by z and normalises each group of channels, all in float32; the result is in y's dtype. Differentiable.
-
-    Raises:
-        ValueError: the shapes do not match.
-        UnsupportedError: the named implementation does not exist or cannot run this call.
-    """
+    """Gates y by z and normalises each group of channels, all in float32; the result is in y's dtype. Differentiable."""
     check_groups("gated_rms_norm", y.shape[-1], groups)
     return dispatch.call(
         "gated_rms_norm", NORM, implementation, y, z, weight, groups=groups, eps=eps,

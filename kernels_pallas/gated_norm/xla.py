@@ -32,12 +32,6 @@ def rms_norm(value, weight, *, groups, eps):
     return (out * weight.astype(F32)).astype(value.dtype)
 
 
-def by_selection(y, z, weight, *, groups, eps, norm_before_gate=False, activation="silu"):
-    """Computes the gated norm in the form for TPU."""
-    options = {"groups": groups, "eps": eps, "norm_before_gate": norm_before_gate, "activation": activation}
-    return _norm(y, z, weight, scaled=_by_selection, **options)
-
-
 def _norm(y, z, weight, *, scaled, groups, eps, norm_before_gate, activation):
     gate = {"silu": silu, "sigmoid": sigmoid}[activation](z.astype(F32))
     value = y.astype(F32) if norm_before_gate else y.astype(F32) * gate
@@ -47,7 +41,7 @@ def _norm(y, z, weight, *, scaled, groups, eps, norm_before_gate, activation):
 
 def _by_groups(value, groups, eps):
     """Returns each group of channels over its root mean square."""
-    grouped = value.reshape(*value.shape[:-1], groups, -1)
+    grouped = value.reshape(*value.shape[:-1], groups, value.shape[-1] // groups)
     scale = lax.rsqrt(row_sum(jnp.square(grouped)) / grouped.shape[-1] + eps)
     return (grouped * scale).reshape(value.shape)
 

@@ -13,8 +13,7 @@ Kautz and Hatamizadeh, 2024), "Kimi Linear" (Kimi Team, 2025).
 Sums, states, gate and norm are computed in float32; values and vectors after the convolution, vectors of length 1, and
 y before the gate are rounded to the value's dtype. The rules of `kernels_pallas.slots` apply: a row may write the slot
 that it reads, and no slot that another row reads or writes. Stores, windows and tails are updated in place: donate
-them. Both operations raise ValueError if the shapes do not match, and UnsupportedError if the named implementation does
-not exist or cannot run the call.
+them.
 """
 
 from typing import NamedTuple

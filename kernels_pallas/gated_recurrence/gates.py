@@ -93,7 +93,7 @@ class DeltaGates:
         beta = jnp.maximum(self.beta_scale * sigmoid(strength), LEAST)
         decay, rate = decay + dt_bias, exp(a_log)
         if decay.shape[-1] != beta.shape[-1]:
-            decay, rate = decay.reshape(*beta.shape, -1), rate[:, None]
+            decay, rate = decay.reshape(*beta.shape, decay.shape[-1] // beta.shape[-1]), rate[:, None]
         if self.log_decay_bound is None:
             return -rate * softplus(decay), beta
         return self.log_decay_bound * sigmoid(rounded(rate * decay)), beta
@@ -107,7 +107,7 @@ class DeltaGates:
     ) -> Float[Array, "*batch inner"]:
         """Normalises each head of y, and gates it."""
         assert norm is not None, "a gated delta net has a norm"
-        heads = *y.shape[:-1], -1, norm.shape[0]
+        heads = *y.shape[:-1], y.shape[-1] // norm.shape[0], norm.shape[0]
         out = gated_rms_norm(
             y.reshape(heads),
             gate.reshape(heads),

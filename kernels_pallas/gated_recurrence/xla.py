@@ -1,6 +1,7 @@
 """The operations one after the other, each with its own implementation."""
 
 import jax.numpy as jnp
+from jax import lax
 
 from kernels_pallas.causal_conv1d import causal_conv1d_prefill, causal_conv1d_replay, causal_conv1d_update
 from kernels_pallas.recurrence import Entry, recurrence_replay, recurrence_scan, recurrence_update
@@ -9,6 +10,8 @@ from kernels_pallas.recurrence import Entry, recurrence_replay, recurrence_scan,
 def gated_scan(zx, query, key, log_decay, strength, weights, store, windows, packed, *, gates):
     """See `api.gated_scan`."""
     tokens, _, inner = zx.shape
+    if not tokens:
+        return zx[:, 1], store, windows
     # Flat: a TPU would lay out [tokens, 2, inner] anew for each half.
     z, x = jnp.split(zx.reshape(tokens, 2 * inner), 2, axis=1)
     x, windows = causal_conv1d_prefill(x, weights.value_taps, weights.value_bias, windows, packed)
@@ -57,12 +60,12 @@ def gated_replay(projections, weights, store, tail, windows, places, *, gates):
 
 def _convolved(projections):
     """Returns the inputs of the convolutions, [rows, steps, channels] each."""
-    return projections.value, projections.vectors.reshape(*projections.value.shape[:2], -1)
+    return projections.value, lax.collapse(projections.vectors, 2)
 
 
 def _entry(projections, weights, value, vectors, store, gates):
     """Returns the recurrence's entry."""
-    shape = *value.shape[:2], -1, store.shape[3]
+    shape = *projections.vectors.shape[:2], *projections.vectors.shape[3:]
     first, second = (v.reshape(shape) for v in jnp.split(vectors, 2, axis=2))
     query, key = (first, second) if gates.query_first else (second, first)
     log_decay, strength = gates.decays_and_strengths(

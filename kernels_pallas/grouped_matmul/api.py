@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import dispatch, invariant
@@ -18,7 +19,7 @@ from kernels_pallas.quantised import Quantised
 from kernels_pallas.shape_check import shapes_checked
 
 MATMUL = (
-    *dispatch.kernels("tpu", pallas_tpu, "grouped_matmul"),
+    *dispatch.kernels("tpu", pallas_tpu, "grouped_matmul", own_derivative=True),
     dispatch.Implementation("pallas_gpu", pallas_gpu.grouped_matmul, pallas_gpu.unsupported, "gpu"),
     dispatch.Implementation("native", native.grouped_matmul, native.unsupported, "cpu"),
     invariant.implementation(native.grouped_matmul),
@@ -47,16 +48,15 @@ def grouped_matmul(
 ) -> Float[Array, "tokens outputs"]:
     """Multiplies the first group_sizes[0] tokens by w[0], the next group_sizes[1] by w[1], and so on.
 
-    Sums are float32, the result is in x's dtype; differentiable in x and w, unless w is quantised.
+    Sums are float32, the result is in x's dtype; differentiable in x, and in w unless it is quantised.
 
     Args:
         x: tokens sorted by expert.
         w: one weight per expert; quantised ones are widened to x's dtype inside of the product.
         group_sizes: tokens per expert. Their sum may be less than the number of tokens: the rest gives 0.
-    Raises:
-        ValueError: the shapes do not match.
-        UnsupportedError: the named implementation does not exist or cannot run this call.
     """
+    if 0 in (*x.shape, *w.shape):
+        return jnp.zeros((x.shape[0], w.shape[1]), x.dtype)
     if isinstance(w, Quantised):
         return dispatch.call("quantised_grouped_matmul", QUANTISED, implementation, x, w, group_sizes)
     return dispatch.call("grouped_matmul", MATMUL, implementation, x, w, group_sizes)

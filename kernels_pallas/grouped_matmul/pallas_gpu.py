@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.grouped_matmul import quantised, xla
+from kernels_pallas.grouped_matmul import quantised
 
 INPUTS = 64  # of a block; two of them must be in flight
 STAGES = 4
@@ -36,7 +36,6 @@ def unsupported(x, w, group_sizes):
     return None
 
 
-@jax.custom_vjp
 def grouped_matmul(x, w, group_sizes):
     """See `api.grouped_matmul`."""
     # Imported here: the module brings JAX's own test helpers along, which other platforms need not load.
@@ -56,13 +55,6 @@ def grouped_matmul(x, w, group_sizes):
     )
     # The kernel leaves tokens of no expert as it found them.
     return jnp.where((jnp.arange(tokens) < group_sizes.sum())[:, None], out, 0)
-
-
-def _forward(x, w, group_sizes):
-    return grouped_matmul(x, w, group_sizes), (x, w, group_sizes)
-
-
-grouped_matmul.defvjp(_forward, xla.backward)
 
 
 def unsupported_widened(x, w, group_sizes):

@@ -3,10 +3,13 @@
 On CPU, a loop over blocks of tokens, which widens the weights of one expert at a time.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels_pallas.dispatch import differentiable
 from kernels_pallas.grouped_matmul.xla import blocks
 
 F32 = jnp.float32
@@ -14,7 +17,8 @@ F32 = jnp.float32
 
 def grouped_matmul(x, w, group_sizes):
     """See `api.grouped_matmul`."""
-    return by_channel(x, w, group_sizes, lax.platform_dependent(x, w, group_sizes, cpu=by_blocks, default=_ragged))
+    by_platform = partial(lax.platform_dependent, cpu=by_blocks, default=_ragged)
+    return by_channel(x, w, group_sizes, differentiable(by_platform, _ragged)(x, w, group_sizes))
 
 
 def by_channel(x, w, group_sizes, product):

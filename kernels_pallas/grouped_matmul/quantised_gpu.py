@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kernels_pallas.grouped_matmul import quantised
 from kernels_pallas.quantised import bits_of
 
 F32, FP8, FP4 = jnp.float32, jnp.float8_e4m3fn, jnp.float4_e2m1fn
@@ -45,7 +44,6 @@ def unsupported(x, w, group_sizes):
     return None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def grouped_matmul(x, w, group_sizes, interpret=None):
     """See `api.grouped_matmul`. `interpret` are parameters of JAX's interpreter of Mosaic GPU (JAX 0.12)."""
     tokens = x.shape[0]
@@ -214,16 +212,3 @@ def _rows_of_scale(w, scale):
     group = _group(w)
     pieces = max(1, _inputs_of_block(w.shape[2], group) // group)
     return max(pieces, COPY // (OUTPUTS * scale.dtype.itemsize))
-
-
-def _forward(x, w, group_sizes, interpret):
-    return grouped_matmul(x, w, group_sizes, interpret), (x, w, group_sizes)
-
-
-def _backward(interpret, saved, cotangent):
-    x, w, group_sizes = saved
-    (dx,) = jax.vjp(lambda x: quantised.grouped_matmul(x, w, group_sizes), x)[1](cotangent)
-    return dx, None, None
-
-
-grouped_matmul.defvjp(_forward, _backward)

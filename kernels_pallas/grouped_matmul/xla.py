@@ -25,15 +25,14 @@ def _forward(x, w, group_sizes):
     return grouped_matmul(x, w, group_sizes), (x, w, group_sizes)
 
 
-def backward(saved, dy):
-    """Gradients of x and w, from (x, w, group_sizes) and that of the result."""
+def _backward(saved, dy):
     x, w, group_sizes = saved
     dx = multiply(dy, w, group_sizes, transposed=True).astype(x.dtype)
     dw = lax.platform_dependent(x, dy, group_sizes, cpu=_outer_by_blocks, default=_outer_ragged)
     return dx, dw.astype(w.dtype), None
 
 
-grouped_matmul.defvjp(_forward, backward)
+grouped_matmul.defvjp(_forward, _backward)
 
 
 def multiply(x, w, group_sizes, *, transposed):

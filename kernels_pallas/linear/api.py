@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -25,7 +26,6 @@ def _apart(x: Array, *weights: Array, out_dtype: DTypeLike) -> tuple[Array, ...]
 LINEAR = (
     dispatch.Implementation("native", native.linear, native.unsupported, "cpu"),
     invariant.implementation(native.linear),
-    dispatch.Implementation("xla_few_outputs", few_outputs.linear, few_outputs.unsupported, automatic=False),
     dispatch.Implementation("xla_few_outputs", few_outputs.linear, few_outputs.unsupported, "gpu"),
     dispatch.Implementation("xla", xla.linear),
 )
@@ -34,9 +34,9 @@ PAIR = (
     dispatch.Implementation("apart", _apart),
 )
 QUANTISED = (
-    dispatch.Implementation("narrow_inputs", narrow_inputs.linear, narrow_inputs.undefined, automatic=False),
-    dispatch.Implementation("narrow_inputs", narrow_inputs.linear, narrow_inputs.unsupported_on_tpu, "tpu"),
+    # The name alone means the first: what a TPU cannot multiply, it can be told to.
     dispatch.Implementation("narrow_inputs", narrow_inputs.linear, narrow_inputs.undefined, "gpu"),
+    dispatch.Implementation("narrow_inputs", narrow_inputs.linear, narrow_inputs.unsupported_on_tpu, "tpu"),
     *dispatch.kernels("tpu", quantised_tpu, "linear"),
     dispatch.Implementation(
         "pallas_tpu_codes", partial(quantised_tpu.linear, codes=True), quantised_tpu.unsupported, "tpu"
@@ -62,10 +62,9 @@ def linear(
         weight: as Hugging Face checkpoints store it; a quantised one is widened to x's dtype inside of the product. One
             that has a scale for its inputs is multiplied by inputs as narrow as it is, where a device does so.
         out_dtype: of the result; x's own if None.
-    Raises:
-        ValueError: the shapes do not match.
-        UnsupportedError: the named implementation does not exist or cannot run this call.
     """
+    if 0 in (*x.shape, *weight.shape):
+        return jnp.zeros((*x.shape[:-1], weight.shape[0]), out_dtype or x.dtype)
     if isinstance(weight, Quantised):
         return dispatch.call("quantised_linear", QUANTISED, implementation, x, weight, out_dtype=out_dtype or x.dtype)
     return dispatch.call("linear", LINEAR, implementation, x, weight, out_dtype=out_dtype or x.dtype)
@@ -80,10 +79,7 @@ def linear_pair(
     out_dtype: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "*batch outputs"], Float[Array, "*batch outputs"]]:
-    """x W^T of two weights of one shape, as `linear` computes it.
-
-    Raises:
-        ValueError: the shapes do not match.
-        UnsupportedError: the named implementation does not exist or cannot run this call.
-    """
+    """x W^T of two weights of one shape, as `linear` computes it."""
+    if 0 in (*x.shape, *first.shape):
+        return _apart(x, first, second, out_dtype=out_dtype or x.dtype)
     return dispatch.call("linear_pair", PAIR, implementation, x, first, second, out_dtype=out_dtype or x.dtype)

@@ -22,8 +22,6 @@ def unsupported(x, weight, *, out_dtype):
     """Returns why this call cannot run, or None."""
     if weight.shape[0] % TILE == 0 or weight.shape[0] > MOST_OUTPUTS:
         return f"{weight.shape[0]} outputs, a multiple of {TILE} or more than {MOST_OUTPUTS}"
-    if 0 in (*x.shape, *weight.shape):
-        return "it is empty"
     return None
 
 
@@ -38,8 +36,8 @@ def pair_unsupported(x, first, second, *, out_dtype):
     """Returns why this call cannot run, or None."""
     if x.size // x.shape[-1] > MOST_ROWS:
         return f"more than {MOST_ROWS} rows"
-    if len(first) > MOST_OUTPUTS or 0 in (*x.shape, *first.shape):
-        return f"{len(first)} outputs of {x.shape[-1]} inputs, more than {MOST_OUTPUTS} or empty"
+    if len(first) > MOST_OUTPUTS:
+        return f"{len(first)} outputs, more than {MOST_OUTPUTS}"
     return None
 
 

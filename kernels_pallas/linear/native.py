@@ -8,11 +8,9 @@ costs more than the narrow one saves, and much more than the products of a batch
 Schedule-invariant programs compute all dense products here; `kernels_pallas.fixed_order` describes the order of sums.
 """
 
-import jax
 import jax.numpy as jnp
 
 from kernels_pallas import fixed_order, native
-from kernels_pallas.linear import xla
 
 F32 = jnp.float32
 _MOST_QUANTISED_ROWS = 64
@@ -22,15 +20,15 @@ def unsupported(x, weight, *, out_dtype):
     """Returns why it cannot, or should not, run this call; or None."""
     if weight.dtype != jnp.bfloat16:
         return f"weights are {weight.dtype}, not bfloat16"
-    rows = x.size // max(x.shape[-1], 1)
-    if rows == 0 or (rows > native.few_rows() and native.multiplies_bfloat16()):
+    rows = x.size // x.shape[-1]
+    if rows > native.few_rows() and native.multiplies_bfloat16():
         return f"{rows} rows, not 1 to {native.few_rows()}"
     return native.WHY_MISSING
 
 
 def linear(x, weight, *, out_dtype):
     """See `api.linear`."""
-    product = _product(x.reshape(-1, x.shape[-1]), weight)
+    product = fixed_order.product(x.reshape(-1, x.shape[-1]), weight)
     return product.astype(out_dtype).reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -38,8 +36,8 @@ def unsupported_quantised(x, weight, *, out_dtype):
     """Returns why it cannot, or should not, run this call; or None."""
     if not weight.is_int8_by_channel:
         return "weights are not in int8 with a scale for each channel"
-    rows = x.size // max(x.shape[-1], 1)
-    if not 0 < rows <= _MOST_QUANTISED_ROWS:
+    rows = x.size // x.shape[-1]
+    if rows > _MOST_QUANTISED_ROWS:
         return f"{rows} rows, not 1 to {_MOST_QUANTISED_ROWS}"
     return native.why_not("int8")
 
@@ -47,26 +45,7 @@ def unsupported_quantised(x, weight, *, out_dtype):
 def quantised_linear(x, weight, *, out_dtype):
     """See `api.linear`. Other weights than int8 by channel are widened."""
     stored = weight.values if weight.is_int8_by_channel else weight.widened(x.dtype)
-    product = _product(x.reshape(-1, x.shape[-1]), stored)
+    product = fixed_order.product(x.reshape(-1, x.shape[-1]), stored)
     if weight.channel_scale is not None:
         product = fixed_order.rounded(product * weight.channel_scale.astype(F32))
     return product.astype(out_dtype).reshape(*x.shape[:-1], weight.shape[0])
-
-
-@jax.custom_vjp
-def _product(rows, weight):
-    return fixed_order.product(rows, weight)
-
-
-def _forward(rows, weight):
-    return _product(rows, weight), (rows, weight)
-
-
-def _backward(saved, cotangent):
-    rows, weight = saved
-    if jnp.issubdtype(weight.dtype, jnp.integer):
-        return (cotangent @ weight.astype(F32)).astype(rows.dtype), None
-    return jax.vjp(lambda rows, weight: xla.linear(rows, weight, out_dtype=F32), rows, weight)[1](cotangent)
-
-
-_product.defvjp(_forward, _backward)

@@ -21,7 +21,6 @@ PAGED = (
     *dispatch.kernels("gpu", pallas_gpu, "paged_attention"),
     invariant.implementation(xla.paged_attention),
     dispatch.Implementation("xla", xla.paged_attention),
-    dispatch.Implementation("xla_all_blocks", xla.all_blocks),
 )
 SEQUENCE = (
     invariant.implementation(xla.sequence_by_pages),
@@ -43,10 +42,6 @@ def write_kv(
 
     Numbers too large for a cache in 8 bits become the largest that it can hold. Of latents v is None, and k [tokens, 1,
     head_dim].
-
-    Raises:
-        ValueError: the shapes do not match.
-        UnsupportedError: the named implementation does not exist or cannot run this call.
     """
     if kv.shape[2] != (1 if v is None else 2 * k.shape[1]):
         expected = "one entry, for latents" if v is None else f"keys and values of {k.shape[1]} heads"
@@ -62,12 +57,9 @@ def copy_pages(
     target: Int[Array, " n"],
     implementation: str | None = None,
 ) -> Shaped[Array, "pages page_size kv_entries head_dim"]:
-    """Copies whole pages; a pair with a 0 in it does nothing. All reads happen as if before all writes. Donate kv.
-
-    Raises:
-        ValueError: the shapes do not match.
-        UnsupportedError: the named implementation does not exist or cannot run this call.
-    """
+    """Copies whole pages; a pair with a 0 in it does nothing. All reads happen as if before all writes. Donate kv."""
+    if not source.size:
+        return kv
     return dispatch.call("copy_pages", COPY, implementation, kv, source=source, target=target)
 
 
@@ -100,15 +92,14 @@ def paged_attention(
         window: number of keys that a query sees at most, its own included; None: all.
     Returns:
         The weighted values, in q's dtype.
-    Raises:
-        ValueError: the shapes do not match.
-        UnsupportedError: the named implementation does not exist or cannot run this call.
     """
     if kv.shape[2] % 2 and kv.shape[2] != 1:
         raise ValueError(
             f"paged_attention: kv has shape {kv.shape}, expected an even number of keys and values, or one"
         )
     check_groups("paged_attention", q.shape[2], max(kv.shape[2] // 2, 1))
+    if not q.size:
+        return q
     return dispatch.call(
         "paged_attention", PAGED, implementation, q, kv, positions=positions, page_table=page_table,
         block_row=block_row, scale=scale, first_key=first_key, window=window,
@@ -128,10 +119,8 @@ def attention_sequence(
     """Causal attention over whole sequences, without a cache; differentiable. Softmax in float32, output in q's dtype.
 
     With a window, a query sees only the last `window` keys, its own included.
-
-    Raises:
-        ValueError: the shapes do not match.
-        UnsupportedError: the named implementation does not exist or cannot run this call.
     """
     check_groups("attention_sequence", q.shape[2], k.shape[2])
+    if not q.size:
+        return q
     return dispatch.call("attention_sequence", SEQUENCE, implementation, q, k, v, scale=scale, window=window)

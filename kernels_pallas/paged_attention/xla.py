@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels_pallas.dispatch import differentiable
 from kernels_pallas.fixed_order import exp, is_fixed, products, quotient, rounded, row_max, row_sum
 from kernels_pallas.slots import load, put, read_slots, write_one_by_one, write_slots
 
@@ -17,7 +18,7 @@ begin at multiples of it, or of a longer page."""
 
 def write_kv(kv, k, v, *, page, offset):
     """See `api.write_kv`."""
-    entries = k if v is None else jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[2])
+    entries = k if v is None else lax.collapse(jnp.stack([k, v], axis=2), 1, 3)
     entries = _narrowed(entries, kv.dtype)
     return write_slots(kv, entries, jnp.where(page > 0, page * kv.shape[1] + offset, 0))
 
@@ -45,21 +46,18 @@ def copy_pages(kv, *, source, target):
         # A GPU's loops and conditionals wait for the host, and copy the cache.
         return write_slots(kv, read(kv, source), target, divided=True)
 
-    return lax.platform_dependent(kv, source, target, cuda=always, rocm=always, default=if_needed)
+    by_platform = functools.partial(lax.platform_dependent, cuda=always, rocm=always, default=if_needed)
+    return differentiable(by_platform, always)(kv, source, target)
 
 
 def paged_attention(q, kv, *, positions, page_table, block_row, scale, first_key=0, window=None):
     """See `api.paged_attention`. The target platform of compilation selects the form."""
     seen = {"scale": scale, "first_key": first_key, "window": window}
-    if is_fixed():
-        return _one_by_one(q, kv, positions, page_table, block_row, **seen)
     cpu, default = (functools.partial(form, **seen) for form in (_one_by_one, _all_at_once))
-    return lax.platform_dependent(q, kv, positions, page_table, block_row, cpu=cpu, default=default)
-
-
-def all_blocks(q, kv, *, positions, page_table, block_row, scale, first_key=0, window=None):
-    """Attends with all blocks in parallel, up to the last key that any query of the call sees."""
-    return _all_at_once(q, kv, positions, page_table, block_row, scale=scale, first_key=first_key, window=window)
+    run = cpu if is_fixed() else functools.partial(lax.platform_dependent, cpu=cpu, default=default)
+    # A loop whose end is found at run time has no derivative.
+    plain = functools.partial(_all_at_once, **seen, every_page=True)
+    return differentiable(run, plain)(q, kv, positions, page_table, block_row)
 
 
 def attention_sequence(q, k, v, *, scale, window=None):
@@ -120,15 +118,18 @@ def sequence_by_pages(q, k, v, *, scale, window=None):
     return out.reshape(batch, pages * QUERIES, *q.shape[2:])[:, :length]
 
 
-def _all_at_once(q, kv, positions, page_table, block_row, *, scale, first_key, window):
+def _all_at_once(q, kv, positions, page_table, block_row, *, scale, first_key, window, every_page=False):
+    """All blocks in parallel, over the pieces of keys that any query of the call sees, or over those of all pages."""
     queries, places, tables, keys = _blocks(q, kv, positions, page_table, block_row)
     attend = functools.partial(_attend_pages, kv, keys=keys, scale=scale, first_key=first_key, window=window)
 
     def piece(i, carry):
         return jax.vmap(functools.partial(attend, i))(carry, queries, places, tables)
 
-    pieces = (places.max(initial=-1) + keys) // keys
-    carry = lax.fori_loop(_first_piece(places, window, keys), pieces, piece, jax.vmap(_nothing_seen)(queries))
+    first, end = _first_piece(places, window, keys), (places.max(initial=-1) + keys) // keys
+    if every_page:
+        first, end = 0, tables.shape[1] * kv.shape[1] // keys
+    carry = lax.fori_loop(first, end, piece, jax.vmap(_nothing_seen)(queries))
     return _join(_finish(carry), q)
 
 

@@ -16,10 +16,8 @@ A token with strength 0 in all heads is padding: whatever its other numbers are 
 bitwise as it was, and its y is 0. The rules of `kernels_pallas.slots` apply to states: a row may write the slot that it
 reads, and no slot that another row reads or writes. State mathematics is float32.
 
-All forms raise ValueError if the shapes do not match, and UnsupportedError if the named implementation does not exist
-or cannot run the call. `skip` [heads] is the weight of a direct path from value to output; None, as it must be with
-`erase`: there is none. Stores
-are float32 or bfloat16. Donate them and tails: they are updated in place.
+`skip` [heads] is the weight of a direct path from value to output; None, as it must be with `erase`: there is none.
+Stores are float32 or bfloat16. Donate them and tails: they are updated in place.
 """
 
 import math
@@ -47,7 +45,6 @@ SCAN = (
     *dispatch.kernels("gpu", scan_gpu, "scan"),
     *native.implementations(native.scan, native.scan_unsupported),
     dispatch.Implementation("xla", scan_xla.scan),
-    dispatch.Implementation("xla_whole_tiles", scan_xla.whole_tiles),
 )
 SEQUENCE = (
     *native.implementations(native.sequence),
@@ -58,14 +55,12 @@ UPDATE = (
     *dispatch.kernels("gpu", update_gpu, "update"),
     *native.implementations(native.update, native.update_unsupported),
     dispatch.Implementation("xla", update_xla.update),
-    dispatch.Implementation("xla_all_rows", update_xla.all_rows),
 )
 REPLAY = (
     *dispatch.kernels("tpu", replay_tpu, "replay"),
     *dispatch.kernels("gpu", replay_gpu, "replay"),
     dispatch.Implementation("native", native.replay, native.replay_unsupported, "cpu"),
     dispatch.Implementation("xla", replay_xla.replay),
-    dispatch.Implementation("xla_all_rows", replay_xla.all_rows),
 )
 
 

@@ -26,6 +26,11 @@ class Entry(NamedTuple):
         return self.log_decay.ndim == 4
 
     @property
+    def decays(self) -> Float[Array, "rows steps heads n"]:
+        """The log decays of each head: one, or those of its keys' channels."""
+        return self.log_decay if self.by_channel else self.log_decay[..., None]
+
+    @property
     def real(self) -> Bool[Array, "rows steps"]:
         """Whether a token is no padding."""
         return (self.strength != 0).any(axis=2)

@@ -53,8 +53,8 @@ def replay_unsupported(entry, store, tail, places, *, erase, skip):
 
 def update(entry, store, rows, *, erase, skip):
     """See `api.recurrence_update`. A negative slot to read means the state of the row before."""
-    query, key, value, log_decay, strength = (v.astype(F32) for v in entry)
-    decay = exp(rounded(log_decay.reshape(*value.shape[:3], -1)))
+    query, key, value, _, strength = (v.astype(F32) for v in entry)
+    decay = exp(rounded(entry.decays.astype(F32)))
     results = jax.ShapeDtypeStruct(value.shape, F32), jax.ShapeDtypeStruct(store.shape, store.dtype)
     call = jax.ffi.ffi_call(native.target("recurrence_update"), results, input_output_aliases={6: 1})
     slots = rows.read_slot.astype(jnp.int32), rows.write_slot.astype(jnp.int32)

@@ -25,7 +25,6 @@ SCAN = (
     *dispatch.kernels("tpu", pallas_tpu, "selective_scan"),
     *dispatch.kernels("gpu", pallas_gpu, "selective_scan"),
     dispatch.Implementation("xla", xla.selective_scan),
-    dispatch.Implementation("xla_associative", xla.associative),
 )
 SEQUENCE = (
     invariant.implementation(native.selective_scan_sequence),
@@ -36,12 +35,8 @@ UPDATE = (
     *dispatch.kernels("tpu", pallas_tpu, "selective_update"),
     *dispatch.kernels("gpu", pallas_gpu, "selective_update"),
     dispatch.Implementation("xla", xla.selective_update),
-    dispatch.Implementation("xla_all_rows", xla.all_rows),
 )
-REPLAY = (
-    dispatch.Implementation("xla", xla.selective_replay),
-    dispatch.Implementation("xla_all_rows", xla.replay_all_rows),
-)
+REPLAY = (dispatch.Implementation("xla", xla.selective_replay),)
 
 
 class SelectiveTail(NamedTuple):
@@ -79,9 +74,6 @@ def selective_scan(
         store: float32 or bfloat16. Donate it: it is updated in place.
     Returns:
         y in x's dtype, and the store.
-    Raises:
-        ValueError: the shapes do not match.
-        UnsupportedError: the named implementation does not exist or cannot run this call.
     """
     return dispatch.call("selective_scan", SCAN, implementation, x, dt, a, b, c, d, store, tiles)
 
@@ -104,9 +96,6 @@ def selective_scan_sequence(
         initial_state: zeros if None.
     Returns:
         y in x's dtype, and the final state in float32.
-    Raises:
-        ValueError: the shapes do not match.
-        UnsupportedError: the named implementation does not exist or cannot run this call.
     """
     return dispatch.call(
         "selective_scan_sequence", SEQUENCE, implementation, x, dt, a, b, c, d, initial_state=initial_state
@@ -139,9 +128,6 @@ def selective_update(
         store: float32 or bfloat16. Donate it: it is updated in place.
     Returns:
         y in x's dtype, and the store.
-    Raises:
-        ValueError: the shapes do not match.
-        UnsupportedError: the named implementation does not exist or cannot run this call.
     """
     return dispatch.call("selective_update", UPDATE, implementation, x, dt, a, b, c, d, store, rows)
 
@@ -174,8 +160,7 @@ def selective_replay(
     Returns:
         y in x's dtype, states and tail.
     Raises:
-        ValueError: the shapes do not match, or an impossible interval or number of entries.
-        UnsupportedError: the named implementation does not exist or cannot run this call.
+        ValueError: an impossible interval or number of entries.
     """
     (_, steps, inner), state = x.shape, b.shape[2]
     tail = SelectiveTail(*tail)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas import row_loop, tails
+from kernels_pallas.dispatch import differentiable
 from kernels_pallas.places import Rows
 from kernels_pallas.slots import load
 from kernels_pallas.tile_loop import scan_sequence, scan_tiles
@@ -50,7 +51,7 @@ def _scan_tiles(x, dt, a, b, c, d, store, tiles, *, form, branch):
         return _block(form, state, x, dt, a, b, c, d)
 
     real = (dt != 0).any(axis=2)
-    size = max(n for n in range(1, min(x.shape[1], BLOCK) + 1) if x.shape[1] % n == 0)
+    size = max((n for n in range(1, min(x.shape[1], BLOCK) + 1) if x.shape[1] % n == 0), default=1)
     places = tiles.first, tiles.read_slot, tiles.write_slot
     return scan_tiles(block, (x, dt, b, c), real, x, store, *places, size=size, branch=branch)
 
@@ -102,7 +103,7 @@ def _together(state, dt, fed, a, b, c):
     return states[-1], (states * c[:, :, None]).sum(1)
 
 
-def _replay(loop, x, dt, a, b, c, d, states, tail, places):
+def _replay(loop, x, dt, a, b, c, d, states, tail, places, *, every_entry=False):
     entries, anchor_length, length = tail.x.shape[1], places.anchor_length, places.length
     order = tails.Order.of(anchor_length, length, places.num_tokens, entries=entries, steps=x.shape[1])
     tail = type(tail)(*tails.append(tail, (x, b, dt), order, places.tail_id))
@@ -118,8 +119,8 @@ def _replay(loop, x, dt, a, b, c, d, states, tail, places):
             x, b, dt = (jnp.where(position < length[row], v, 0).astype(F32) for v in inputs)
             return _next(state, dt, dt * x, a.astype(F32), b)
 
-        longest = jnp.where(places.num_tokens > 0, length - anchor_length, 0).max()
-        return lax.fori_loop(0, longest, absorb, state.astype(F32))
+        longest = jnp.where(places.num_tokens > 0, length - anchor_length, 0).max(initial=0)
+        return lax.fori_loop(0, entries if every_entry else longest, absorb, state.astype(F32))
 
     dt = jnp.where(order.is_new[..., None], dt, 0)
     rows = Rows(places.live_anchor, jnp.where(write, places.write_slot[:, None], 0))
@@ -138,11 +139,12 @@ def _update(loop, x, dt, a, b, c, d, store, rows, before=None):
     return (y + d.astype(F32) * x).astype(dtype), store
 
 
-associative = functools.partial(_scan_tiles, form=_together, branch=False)
-"""The form of `selective_scan` for platforms other than CPU."""
-all_rows = functools.partial(_update, row_loop.all_rows)
-selective_update = row_loop.by_platform(cpu=functools.partial(_update, row_loop.row_blocks), default=all_rows)
+_FORMS = row_loop.row_blocks, row_loop.all_rows
+selective_update = row_loop.by_platform(*(functools.partial(_update, loop) for loop in _FORMS))
 """See `api.selective_update`."""
-replay_all_rows = functools.partial(_replay, row_loop.all_rows)
-selective_replay = row_loop.by_platform(cpu=functools.partial(_replay, row_loop.row_blocks), default=replay_all_rows)
+# A loop whose end is found at run time has no derivative.
+selective_replay = differentiable(
+    row_loop.by_platform(*(functools.partial(_replay, loop) for loop in _FORMS)),
+    functools.partial(_replay, row_loop.all_rows, every_entry=True),
+)
 """See `api.selective_replay`."""

@@ -18,12 +18,7 @@ WRITE = (*dispatch.kernels("tpu", pallas_tpu, "write_windows"), dispatch.Impleme
 def read_windows(
     store: Float[Array, "slots n channels"], index: Int[Array, " rows"], *, implementation: str | None = None
 ) -> Float[Array, "rows n channels"]:
-    """Returns the windows at `index`; zeros where it is 0.
-
-    Raises:
-        ValueError: the shapes do not match.
-        UnsupportedError: the named implementation does not exist or cannot run this call.
-    """
+    """Returns the windows at `index`; zeros where it is 0."""
     return dispatch.call("read_windows", READ, implementation, store, index)
 
 
@@ -41,9 +36,5 @@ def write_windows(
     Args:
         store: donate it: it is updated in place.
         share: average fraction of rows whose index is not 0; used only for estimates.
-
-    Raises:
-        ValueError: the shapes do not match.
-        UnsupportedError: the named implementation does not exist or cannot run this call.
     """
     return dispatch.call("write_windows", WRITE, implementation, store, values, index, share=share)

@@ -1,13 +1,32 @@
 """What the tests of all operations share."""
 
+import contextlib
 import functools
 import re
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tests.support import emitters
+
+ELSEWHERE = "xla elsewhere"
+"""Plain JAX in its form for accelerators, as an implementation's name for `jitted`."""
+
+
+@contextlib.contextmanager
+def form(implementation):
+    """Traces operations in the form of `ELSEWHERE`; yields the name that they know."""
+    if implementation != ELSEWHERE:
+        yield implementation
+        return
+
+    def choose(*arrays, default, **forms):
+        return forms.get("tpu", default)(*arrays)
+
+    with mock.patch("jax.lax.platform_dependent", choose):
+        yield "xla"
 
 
 class Draw:
@@ -33,14 +52,19 @@ def on_device(tree):
 
 
 @functools.cache
-def jitted(operation, *, emitters_of_users=False, **static):
+def jitted(operation, *, implementation=None, emitters_of_users=False, **static):
     """operation(*arrays, **arrays) compiled (once for all tests), taking numpy arrays and giving them.
 
     emitters_of_users: compile with the fusion emitters that XLA has by default. Tests have the older ones, which round
     an interpreted kernel differently inside and outside a loop.
     """
     options = emitters.OF_USERS if emitters_of_users else None
-    run = jax.jit(lambda args, kwargs: operation(*args, **kwargs, **static), compiler_options=options)
+
+    def run(args, kwargs):
+        with form(implementation) as name:
+            return operation(*args, **kwargs, **static, **({} if name is None else {"implementation": name}))
+
+    run = jax.jit(run, compiler_options=options)
     return lambda *args, **kwargs: jax.tree.map(np.asarray, run(on_device(args), on_device(kwargs)))
 
 

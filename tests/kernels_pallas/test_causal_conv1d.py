@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from operation_checks import Draw, assert_close, assert_in_place, assert_same_bits, jitted, on_device
+from operation_checks import ELSEWHERE, Draw, assert_close, assert_in_place, assert_same_bits, jitted, on_device
 
 from benchmarks.kernels.workloads import CONVOLUTIONS
 from kernels_pallas import native
@@ -228,13 +228,6 @@ class TestNative(Convolution):
 
 @pytest.mark.parametrize("steps", [1, 4])
 def test_update_in_the_form_for_other_platforms(steps):
-    update = jitted(causal_conv1d_update, implementation="xla_by_inputs")
+    update = jitted(causal_conv1d_update, implementation=ELSEWHERE)
     TestXla().test_update_equals_definition(update, SHAPES[-1], steps)
     TestXla().test_update_equals_definition(update, PLAIN, steps)
-
-
-@pytest.mark.parametrize("shape", [SHAPES[-1], PLAIN], ids=lambda s: s.name)
-def test_prefill_in_the_form_for_other_platforms(shape):
-    prefill = jitted(causal_conv1d_prefill, implementation="xla_then_correct")
-    TestXla().test_prefill_equals_definition(prefill, shape)
-    TestXla().test_any_cut_of_a_row_gives_the_same(prefill, [1, 2, 6])

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from operation_checks import Draw, assert_close, jitted, on_device
+from operation_checks import ELSEWHERE, Draw, assert_close, form, jitted, on_device
 
 from benchmarks.kernels.workloads import NORMS
 from kernels_pallas.gated_norm import gated, gated_rms_norm, reference
@@ -14,51 +14,43 @@ pytestmark = pytest.mark.full
 SHAPES = [s.small() for s in NORMS]
 
 
-class Norm:
-    """Every implementation of `gated_rms_norm`."""
-
-    implementation: str
-
-    @pytest.mark.smoke
-    @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-    @pytest.mark.parametrize(
-        "gating", [{}, {"norm_before_gate": True}, {"norm_before_gate": True, "activation": "sigmoid"}], ids=str
-    )
-    @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
-    def test_equals_definition(self, shape, gating, dtype):
-        draw, options = Draw(), {"groups": shape.groups, "eps": 1e-5, **gating}
-        for lead in [(5,), (2, 3)]:
-            y, z = (draw.normal(*lead, shape.channels, dtype=dtype) for _ in range(2))
-            y[0] *= 1e-3  # where eps counts
-            weight = draw.normal(shape.channels, dtype=dtype)
-            out = jitted(gated_rms_norm, implementation=self.implementation, **options)(y, z, weight)
-            assert out.dtype == dtype
-            assert_close(out, reference.gated_rms_norm(y, z, weight, **options), dtype)
-
-    def test_gradients(self):
-        draw = Draw()
-        inputs = on_device((draw.normal(3, 12), draw.normal(3, 12), draw.normal(12)))
-
-        def plain(y, z, weight):
-            value = (y * z / (1 + jnp.exp(-z))).reshape(3, 2, 6)
-            return (value / jnp.sqrt((value**2).mean(-1, keepdims=True) + 1e-5)).reshape(3, 12) * weight
-
-        def gradients(function):
-            return jax.jit(jax.grad(lambda *v: jnp.sin(function(*v)).sum(), argnums=(0, 1, 2)))(*inputs)
-
-        ours = gradients(lambda *v: gated_rms_norm(*v, groups=2, eps=1e-5, implementation=self.implementation))
-        for actual, expected in zip(ours, gradients(plain), strict=True):
-            assert_close(actual, expected)
+EACH = pytest.mark.parametrize("implementation", ["xla", ELSEWHERE])
 
 
-class TestXla(Norm):
-    implementation = "xla"
+@pytest.mark.smoke
+@EACH
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "gating", [{}, {"norm_before_gate": True}, {"norm_before_gate": True, "activation": "sigmoid"}], ids=str
+)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
+def test_equals_definition(implementation, shape, gating, dtype):
+    draw, options = Draw(), {"groups": shape.groups, "eps": 1e-5, **gating}
+    for lead in [(5,), (2, 3)]:
+        y, z = (draw.normal(*lead, shape.channels, dtype=dtype) for _ in range(2))
+        y[0] *= 1e-3  # where eps counts
+        weight = draw.normal(shape.channels, dtype=dtype)
+        out = jitted(gated_rms_norm, implementation=implementation, **options)(y, z, weight)
+        assert out.dtype == dtype
+        assert_close(out, reference.gated_rms_norm(y, z, weight, **options), dtype)
 
 
-class TestXlaBySelection(Norm):
-    """The form for TPU."""
+@EACH
+def test_gradients(implementation):
+    draw = Draw()
+    inputs = on_device((draw.normal(3, 12), draw.normal(3, 12), draw.normal(12)))
 
-    implementation = "xla_by_selection"
+    def plain(y, z, weight):
+        value = (y * z / (1 + jnp.exp(-z))).reshape(3, 2, 6)
+        return (value / jnp.sqrt((value**2).mean(-1, keepdims=True) + 1e-5)).reshape(3, 12) * weight
+
+    def gradients(function):
+        return jax.jit(jax.grad(lambda *v: jnp.sin(function(*v)).sum(), argnums=(0, 1, 2)))(*inputs)
+
+    with form(implementation) as name:
+        ours = gradients(lambda *v: gated_rms_norm(*v, groups=2, eps=1e-5, implementation=name))
+    for actual, expected in zip(ours, gradients(plain), strict=True):
+        assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtyping import TypeCheckError
-from operation_checks import Draw, assert_close, assert_in_place, assert_same_bits, jitted, on_device
+from operation_checks import ELSEWHERE, Draw, assert_close, assert_in_place, assert_same_bits, jitted, on_device
 
 from benchmarks.kernels.workloads import ATTENTION
 from kernels_pallas.paged_attention import (
@@ -131,7 +131,7 @@ class TestXla(Attention):
 class TestXlaAllBlocks(Attention):
     """The form for other platforms."""
 
-    implementation = "xla_all_blocks"
+    implementation = ELSEWHERE
 
     test_holds_no_copy_of_the_cache = None  # 16-bit caches are converted on CPU, where this form does not run
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from operation_checks import Draw, assert_close, assert_in_place, assert_same_bits, jitted, on_device
+from operation_checks import ELSEWHERE, Draw, assert_close, assert_in_place, assert_same_bits, jitted, on_device
 from recurrence_cases import BY_CHANNEL, ERASING, KERNELS, MAMBA, SHAPES, cases, entry, fitting, how, indices, states
 
 from benchmarks.kernels.workloads import DELTA, MAMBA2
@@ -26,7 +26,7 @@ from tests.support.selection import slow
 
 pytestmark = pytest.mark.full
 
-ALL = "native", "xla", "xla_all_rows", *KERNELS
+ALL = "native", "xla", ELSEWHERE, *KERNELS
 LACKS = [("native", True, True), ("native", True, False), ("native", False, True), (KERNELS[0], False, True)]
 """Implementations that do not run a recurrence, (implementation, erase, by_channel)."""
 EACH = cases(*ALL, lacks=LACKS)
@@ -232,7 +232,7 @@ def test_equals_snapshots(implementation, shape, steps):
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(("rows", "dtype"), [(1, np.float32), (3, np.float32), (4, jnp.bfloat16)])
-@cases(*ALL[:3], lacks=LACKS)
+@cases(*ALL[:2], lacks=LACKS)
 def test_in_place(implementation, shape, rows, dtype):
     draw, options = Draw(), how(Draw(1), shape)
     tokens, one = entry(draw, shape, rows, 2, dtype=dtype), states(draw, shape, 1, dtype)

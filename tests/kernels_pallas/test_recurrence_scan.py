@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from operation_checks import Draw, assert_close, assert_in_place, assert_same_bits, jitted, on_device
+from operation_checks import ELSEWHERE, Draw, assert_close, assert_in_place, assert_same_bits, jitted, on_device
 from recurrence_cases import KERNELS, LINEAR, MAMBA, ODD, SHAPES, cases, entry, how, indices, pad, sizes, states
 
 from benchmarks.kernels.workloads import DELTA, MAMBA2
@@ -22,7 +22,7 @@ from kernels_pallas.recurrence.scan.inverse import unit_lower_inverse
 pytestmark = pytest.mark.full
 
 TOLERANCE = 5e-5
-ALL = "native", "xla", "xla_whole_tiles", *KERNELS
+ALL = "native", "xla", ELSEWHERE, *KERNELS
 
 
 def tiles_of(first, read, write):
@@ -143,7 +143,7 @@ def test_cutting_between_tiles_changes_no_bit(implementation, shape, dtype):
         parts.append(part)
         read = 3
     assert_same_bits(split[3], after[3])
-    if implementation == "xla_whole_tiles" and shape is LINEAR:
+    if implementation == ELSEWHERE and shape is LINEAR:
         # There XLA:CPU, for which the form is not, contracts a token's product with itself where the loop has one tile.
         assert_close(np.concatenate(parts), y, dtype, tolerance=1e-6 if dtype == np.float32 else None)
     else:
@@ -152,9 +152,7 @@ def test_cutting_between_tiles_changes_no_bit(implementation, shape, dtype):
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-# Of whole tiles that erase nothing, XLA:CPU copies the store: it reads the old state after it wrote the new one. The
-# form is for other platforms; test_tpu_compile.py asks their compiler.
-@cases(*ALL[:3], lacks=[("xla_whole_tiles", False, False)])
+@cases(*ALL[:2])
 def test_in_place(implementation, shape, dtype):
     if implementation == "native" and dtype != np.float32:
         pytest.skip("states of 16 bits would be rounded after each token")

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from operation_checks import Draw, assert_close, assert_in_place, assert_same_bits, jitted, on_device
+from operation_checks import ELSEWHERE, Draw, assert_close, assert_in_place, assert_same_bits, jitted, on_device
 from test_recurrence_replay import PLACES, row, rows_of, where
 from test_selective_scan import layer, states
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.full
 
 SHAPES = [s.small() for s in SELECTIVE]
 ODD = next(s for s in SHAPES if s.name == "27 channels, states of 5")
-EACH = pytest.mark.parametrize("implementation", ["xla", "xla_all_rows"])
+EACH = pytest.mark.parametrize("implementation", ["xla", ELSEWHERE])
 
 
 def tails(shape, count, entries=None, dtype=np.float32):
@@ -100,9 +100,8 @@ def test_equals_snapshots(implementation, steps):
 
 
 @pytest.mark.smoke
-@EACH
 @pytest.mark.parametrize(("rows", "dtype"), [(1, "float32"), (4, "bfloat16")])
-def test_in_place(implementation, rows, dtype):
+def test_in_place(rows, dtype):
     draw, dtype = Draw(), np.dtype(dtype)
     inputs, one = layer(draw, ODD, rows, 2, dtype=dtype), states(draw, ODD, 1, dtype)
     store = np.zeros((4_000_000 // one.size, *one.shape[1:]), one.dtype)
@@ -110,6 +109,6 @@ def test_in_place(implementation, rows, dtype):
     places = where([row(1 + i, 1 + i, 8, 9, 2, 1 + rows + i) for i in range(rows)], ODD)
 
     def run(donated, inputs, places):
-        return selective_replay(*inputs, *donated, places, implementation=implementation)[::-1]
+        return selective_replay(*inputs, *donated, places, implementation="xla")[::-1]
 
     assert_in_place(run, (store, tail), inputs, places)

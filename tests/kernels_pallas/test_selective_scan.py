@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from operation_checks import Draw, assert_close, assert_in_place, assert_same_bits, jitted, on_device
+from operation_checks import ELSEWHERE, Draw, assert_close, assert_in_place, assert_same_bits, form, jitted, on_device
 
 from benchmarks.kernels.workloads import SELECTIVE
 from kernels_pallas.places import Rows, Tiles
@@ -27,8 +27,8 @@ SHAPES = [s.small() for s in SELECTIVE]
 ODD = next(s for s in SHAPES if s.name == "27 channels, states of 5")
 SIZES = pytest.mark.parametrize("shape", [ODD, *(slow(s) for s in SHAPES if s is not ODD)], ids=lambda s: s.name)
 KERNELS = ("pallas_tpu_interpreted", "pallas_gpu_interpreted")
-SCANS = pytest.mark.parametrize("implementation", ["xla", "xla_associative", *KERNELS])
-UPDATES = pytest.mark.parametrize("implementation", ["xla", "xla_all_rows", *KERNELS])
+SCANS = pytest.mark.parametrize("implementation", ["xla", ELSEWHERE, *KERNELS])
+UPDATES = pytest.mark.parametrize("implementation", ["xla", ELSEWHERE, *KERNELS])
 DTYPES = pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 
 
@@ -255,10 +255,11 @@ def test_no_array_of_all_tokens_states_is_held():
     store = states(Draw(), shape, 4)
     places = tiles([1] + [0] * (tiles_of_prompt - 1), [1] * tiles_of_prompt, [2] + [0] * (tiles_of_prompt - 1))
     all_states = tiles_of_prompt * shape.tile_size * shape.state * shape.inner * 4
-    for implementation in ("xla", "xla_associative"):
+    for implementation in ("xla", ELSEWHERE):
 
         def run(store, inputs, places, implementation=implementation):
-            return selective_scan(*inputs, store, places, implementation=implementation)
+            with form(implementation) as name:
+                return selective_scan(*inputs, store, places, implementation=name)
 
         compiled = jax.jit(run).lower(*on_device((store, inputs, places))).compile()
         assert compiled.memory_analysis().temp_size_in_bytes < all_states / 4

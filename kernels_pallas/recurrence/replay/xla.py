@@ -25,6 +25,8 @@ _ROWS_AT_ONCE = 4  # whose states are in the processor's cache together, as in `
 
 def _replay(read, write, entry, states, tail, places, *, erase, skip):
     steps, dtype, tail_id = entry.value.shape[1], entry.value.dtype, places.tail_id
+    if not entry.value.size:
+        return entry.value, states, tail
     order = tails.Order.of(
         places.anchor_length, places.length, places.num_tokens, entries=tail.value.shape[1], steps=steps
     )
@@ -132,7 +134,6 @@ def _write_due(states, decay, fed, keys, anchor_slot, target):
     return lax.fori_loop(0, len(target), body, (states, jnp.zeros(states.shape[1:], states.dtype)))[0]
 
 
-all_rows = functools.partial(_replay, _read_gathered, _write_gathered)
-row_blocks = functools.partial(_replay, _read_by_blocks, _write_due)
-replay = by_platform(cpu=row_blocks, default=all_rows)
+_FORMS = (_read_by_blocks, _write_due), (_read_gathered, _write_gathered)
+replay = by_platform(*(functools.partial(_replay, *form) for form in _FORMS))
 """See `api.recurrence_replay`."""

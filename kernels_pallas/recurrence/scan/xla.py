@@ -34,13 +34,12 @@ CHUNK = {True: 64, False: 128}
 def _scan(entry, store, tiles, *, erase, skip, branch):
     size, most = entry.value.shape[1], CPU_BLOCK if branch else BLOCK[erase]
     if most is not None:
-        size = max(n for n in range(1, min(size, most) + 1) if size % n == 0)
+        size = max((n for n in range(1, min(size, most) + 1) if size % n == 0), default=1)
     block, places = _form(entry, erase, skip), (tiles.first, tiles.read_slot, tiles.write_slot)
     return scan_tiles(block, entry, entry.real, entry.value, store, *places, size=size, branch=branch)
 
 
-cpu_blocks, whole_tiles = (functools.partial(_scan, branch=branch) for branch in (True, False))
-scan = by_platform(cpu=cpu_blocks, default=whole_tiles)
+scan = by_platform(*(functools.partial(_scan, branch=branch) for branch in (True, False)))
 """See `api.recurrence_scan`. The target platform of compilation selects the blocks."""
 
 

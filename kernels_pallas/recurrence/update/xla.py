@@ -5,14 +5,16 @@ import functools
 import jax.numpy as jnp
 
 from kernels_pallas import row_loop
+from kernels_pallas.recurrence.entry import Entry
 from kernels_pallas.row_loop import head_axes
 
 F32 = jnp.float32
 
 
 def _update(all_or_few, entry, store, rows, *, erase, skip):
-    query, key, value, log_decay, strength = (v.astype(F32) for v in entry.masked())
-    decay = jnp.exp(log_decay.reshape(*value.shape[:3], -1))
+    masked = Entry(*(v.astype(F32) for v in entry.masked()))
+    query, key, value, _, strength = masked
+    decay = jnp.exp(masked.decays)
     step = functools.partial(_step, erase=erase)
     y, store = all_or_few(
         step, row_loop.read_heads, (key, value, decay, strength), (query,), store, rows.read_slot, rows.write_slot
@@ -34,6 +36,5 @@ def _step(state, key, value, decay, strength, *, erase):
     return new.reshape(state.shape).astype(state.dtype)
 
 
-all_rows, row_blocks = (functools.partial(_update, form) for form in (row_loop.all_rows, row_loop.row_blocks))
-update = row_loop.by_platform(cpu=row_blocks, default=all_rows)
+update = row_loop.by_platform(*(functools.partial(_update, loop) for loop in (row_loop.row_blocks, row_loop.all_rows)))
 """See `api.recurrence_update`."""

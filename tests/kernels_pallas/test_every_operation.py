@@ -1,0 +1,164 @@
+"""What holds for every operation as a CPU runs it by default: derivatives, and arrays without elements."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.kernels.call import Draw
+from benchmarks.kernels.calls import OPERATIONS, drawn
+from kernels_pallas.causal_conv1d import (
+    causal_conv1d_prefill,
+    causal_conv1d_replay,
+    causal_conv1d_sequence,
+    causal_conv1d_update,
+)
+from kernels_pallas.grouped_matmul import grouped_matmul
+from kernels_pallas.linear import linear, linear_pair
+from kernels_pallas.paged_attention import attention_sequence, copy_pages, paged_attention, write_kv
+from kernels_pallas.places import Anchored, Packed, Rows, Tiles
+from kernels_pallas.quantised import Quantised
+from kernels_pallas.recurrence import (
+    Entry,
+    Tail,
+    recurrence_replay,
+    recurrence_scan,
+    recurrence_sequence,
+    recurrence_update,
+)
+from kernels_pallas.selective_scan import (
+    SelectiveTail,
+    selective_replay,
+    selective_scan,
+    selective_scan_sequence,
+    selective_update,
+)
+
+pytestmark = pytest.mark.full
+
+
+def kinds():
+    """Each operation with one shape of each kind of recurrence."""
+    for name, operation in OPERATIONS.items():
+        found = {(getattr(s, "erase", None), getattr(s, "by_channel", None)): s for s in reversed(operation.shapes)}
+        for kind, shape in found.items():
+            marks = [pytest.mark.slow] if any(kind) and "gated" in name else []
+            if name in ("recurrence_scan", "paged_attention") and not any(kind):
+                marks = [pytest.mark.smoke]
+            yield pytest.param(name, small(shape), marks=marks, id=f"{name}, {shape.name}")
+
+
+def small(shape):
+    sizes = {"rows": 2, "steps": 2, "tiles": 2, "tile_size": 16, "context": 40, "tokens": 6}
+    return dataclasses.replace(shape.small(), **{n: size for n, size in sizes.items() if getattr(shape, n, 0)})
+
+
+def loss_of(call):
+    """Returns a function of the call's float arrays, and these."""
+    program = call.program()
+    leaves, structure = jax.tree.flatten(call.arrays)
+    floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+
+    def loss(values):
+        filled = list(leaves)
+        for i, value in zip(floats, values, strict=True):
+            filled[i] = value.astype(leaves[i].dtype)
+        out = jax.tree.leaves(program(*jax.tree.unflatten(structure, filled)))
+        return sum(jnp.sin(v.astype(jnp.float32)).sum() for v in out if jnp.issubdtype(v.dtype, jnp.floating))
+
+    return loss, [leaves[i].astype(jnp.float32) for i in floats]
+
+
+@pytest.mark.parametrize(("name", "shape"), kinds())
+def test_gradients(name, shape):
+    """In float32 that of a small step in some direction; in bfloat16 about the same, and not 0."""
+    loss, values = loss_of(drawn(name, shape, Draw(jnp.float32)))
+    random = np.random.default_rng(0)
+    gradient = jax.jit(jax.grad(loss))(values)
+    loss_at = jax.jit(loss)
+    direction = [random.normal(size=v.shape).astype(np.float32) for v in values]
+    step = 2e-3
+    ahead, behind = (loss_at([v + s * step * d for v, d in zip(values, direction, strict=True)]) for s in (1, -1))
+    along = sum(float((g * d).sum()) for g, d in zip(gradient, direction, strict=True))
+    length = sum(float((g**2).sum()) for g in gradient) ** 0.5
+    assert abs(float(ahead - behind) / (2 * step) - along) < 0.05 * length + 0.02
+    narrow_loss, _ = loss_of(drawn(name, shape, Draw(jnp.bfloat16, store=jnp.bfloat16)))
+    for one, other in zip(jax.jit(jax.grad(narrow_loss))(values), gradient, strict=True):
+        assert np.linalg.norm(one - other) <= 0.2 * np.linalg.norm(other) + 0.02 * length
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+def test_gradients_through_quantised_weights(dtype):
+    values = np.random.default_rng(0).integers(-8, 8, size=(3, 6, 4))
+    weight = Quantised(jnp.asarray(values).astype(dtype), jnp.full((3, 6), 0.5))
+    x, sizes, wide = jnp.ones((5, 4)), jnp.array([2, 0, 2]), weight.dequantise()
+    expected = jnp.stack([wide[expert].sum(axis=0) for expert in (0, 0, 2, 2)] + [jnp.zeros(4)])
+    np.testing.assert_allclose(jax.grad(lambda x: grouped_matmul(x, weight, sizes).sum())(x), expected, rtol=1e-5)
+    one = jax.tree.map(lambda v: v[0], weight)
+    np.testing.assert_allclose(jax.grad(lambda x: linear(x, one).sum())(x), [wide[0].sum(axis=0)] * 5, rtol=1e-5)
+
+
+def floats(*sizes):
+    return jnp.ones(sizes)
+
+
+def ints(*sizes):
+    return jnp.zeros(sizes, jnp.int32)
+
+
+def calls(rows, steps):
+    """Each operation on so many rows and steps, one of which is 0: a call, and what it gives but for empty outputs."""
+    tiles, slots = Tiles(jnp.zeros(rows, bool), ints(rows), ints(rows)), Rows(ints(rows), ints(rows, steps))
+    anchored = Anchored(*[ints(rows)] * 6, 8)
+    store, tail = floats(3, 4, 8, 8), Tail(floats(3, 16, 32), floats(3, 16, 16), floats(3, 16, 4), floats(3, 16, 4))
+    for erase, by_channel in ((False, False), (True, False), (True, True)):
+        vectors, decays = floats(rows, steps, 2, 8), floats(rows, steps, 4, *[8] * by_channel)
+        entry = Entry(vectors, vectors, floats(rows, steps, 4, 8), -decays, floats(rows, steps, 4))
+        of_tail = tail._replace(log_decay=floats(3, 16, 32)) if by_channel else tail
+        of_tail = of_tail._replace(strength=None) if erase else of_tail
+        how = {"erase": erase}
+        yield lambda e=entry, h=how: recurrence_scan(e, store, tiles, **h), (store,)
+        yield lambda e=entry, h=how: recurrence_update(e, store, slots, **h), (store,)
+        yield lambda e=entry, h=how, t=of_tail: recurrence_replay(e, store, t, anchored, **h), (store, of_tail)
+        yield lambda e=entry, h=how: recurrence_sequence(e, **h), (jnp.zeros((rows, 4, 8, 8)),)
+    x, b, states, a = floats(rows, steps, 6), floats(rows, steps, 4), floats(3, 4, 6), -floats(4, 6)
+    layer, of_layer = (x, x, a, b, b, floats(6)), SelectiveTail(floats(3, 16, 6), floats(3, 16, 4), floats(3, 16, 6))
+    yield lambda: selective_scan(*layer, states, tiles), (states,)
+    yield lambda: selective_update(*layer, states, slots), (states,)
+    yield lambda: selective_replay(*layer, states, of_layer, anchored), (states, of_layer)
+    yield lambda: selective_scan_sequence(*layer), (jnp.zeros((rows, 4, 6)),)
+    taps, windows, ring = floats(6, 4), floats(3, 3, 6), floats(3, 8, 6)
+    packed = Packed(ints(0), ints(0), ints(rows), ints(rows), ints(0), ints(0), ints(0, 4), ints(0, 4), tiles)
+    yield lambda: causal_conv1d_prefill(floats(0, 6), taps, None, windows, packed), (windows,)
+    yield lambda: causal_conv1d_update(x, taps, None, windows, slots), (windows,)
+    yield lambda: causal_conv1d_replay(x, taps, None, windows, ring, anchored), (windows, ring)
+    yield lambda: (causal_conv1d_sequence(x, taps, None),), ()
+    q, k, kv = floats(rows, steps, 4, 8), floats(rows, steps, 2, 8), floats(3, 4, 4, 8)
+    places = {"positions": ints(rows, steps), "page_table": ints(2, 2), "block_row": ints(rows)}
+    yield lambda: (attention_sequence(q, k, k, scale=1.0),), ()
+    yield lambda: (paged_attention(q, kv, **places, scale=1.0),), ()
+    yield lambda: (None, write_kv(kv, floats(0, 2, 8), floats(0, 2, 8), page=ints(0), offset=ints(0))), (kv,)
+    yield lambda: (None, copy_pages(kv, source=ints(0), target=ints(0))), (kv,)
+    yield lambda: (linear(x, floats(5, 6)), *linear_pair(x, floats(5, 6), floats(5, 6))), ()
+    yield lambda: (grouped_matmul(floats(0, 6), floats(3, 5, 6), ints(3)),), ()
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(("rows", "steps"), [(0, 3), (2, 0), (0, 0)])
+def test_arrays_without_elements(rows, steps):
+    for call, kept in calls(rows, steps):
+        out = jax.jit(call)()
+        first, *others = out if kept else (None, *out)
+        for empty in jax.tree.leaves(first) if kept else others:
+            assert empty.size == 0
+        for found, expected in zip(jax.tree.leaves(others), jax.tree.leaves(kept), strict=True) if kept else ():
+            np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(0, 5, 6), (4, 0, 6), (4, 5, 0)])
+def test_products_without_elements(tokens, outputs, inputs):
+    x, weight = floats(tokens, inputs), floats(3, outputs, inputs)
+    for out in (linear(x, weight[0]), *linear_pair(x, weight[0], weight[1]), grouped_matmul(x, weight, ints(3))):
+        np.testing.assert_array_equal(out, np.zeros((tokens, outputs)))
