@@ -27,6 +27,10 @@ class HeadBlocks:
             return block * self.groups
         return lax.div(block, self.repeats // self.heads)  # `//` would query the TPU of this machine, if any
 
+    def block_of_groups(self, block: Int[Array, ""]) -> Int[Array, ""]:
+        """Returns the number of the block of groups, in an index map."""
+        return block if self.heads >= self.repeats else self.first_group(block)
+
 
 def head_blocks(heads: int, groups: int, *, most: int, multiple: int = 1, group_multiple: int = 1) -> HeadBlocks:
     """Returns the largest blocks of at most `most` heads, or else the smallest blocks that there can be.

@@ -28,7 +28,7 @@ NUMBERS = 4096  # of a state in one program, at most: a thread holds 32 of them
 class SlotRow:
     """A row that reads and writes slots, inside a kernel: where, and which of its steps are tokens."""
 
-    def __init__(self, row, read_slot, write_slot, valid):
+    def __init__(self, row, read_slot, write_slot, valid=None):
         self.source = plt.load(read_slot.at[row])
         self._row, self._write_slot, self._valid = row, write_slot, valid
 

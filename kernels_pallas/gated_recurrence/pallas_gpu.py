@@ -24,16 +24,13 @@ from jax.experimental.pallas import triton as plt
 
 from kernels_pallas.gated_recurrence.gates import LEAST, UNIT_EPS
 from kernels_pallas.recurrence.replay.pallas_gpu import ENTRIES, replay_head
-from kernels_pallas.recurrence.update.pallas_gpu import stepped
+from kernels_pallas.recurrence.update.pallas_gpu import load_state, update_head
 from kernels_pallas.tails import row_numbers
 from kernels_pallas.triton_blocks import (
     LEAST_OF_PIECE,
-    load_if,
     offsets_overflow,
     pieces,
     power_of_two_in,
-    product_with,
-    store_if,
     update_call,
 )
 from kernels_pallas.triton_decode import NUMBERS, AnchoredRow, Channels, SlotRow, gate, indices, wait
@@ -130,24 +127,17 @@ def _update(*refs, places, groups, block, gates, interpret):
     row, head, part = (pl.program_id(axis) for axis in range(3))
     place, layer = SlotRow(row, *refs[:places]), _Layer(*refs[places : places + len(_Layer._fields)])
     states_in, windows_in, y, states, windows = refs[places + len(_Layer._fields) :]
-    here, cut = pl.ds(part * block, block), pieces(states.shape[3])
-    state = [
-        load_if(place.source > 0, states_in.at[place.source, head, here, n], block, n.size).astype(F32) for n in cut
-    ]
+    state = load_state(place, states_in, head, pl.ds(part * block, block))
     tokens = _tokens(
         place, layer, states.shape, y.dtype, windows_in, None, windows, None,
         groups=groups, block=block, gates=gates, interpret=interpret,
     )  # fmt: skip
-    for t, (value, query, key, strength, logs) in zip(indices(y.shape[1]), tokens, strict=True):
-        stored = stepped(state, key, value, logs, strength, states.dtype, erase=gates.erase)
-        state = [piece.astype(F32) for piece in stored]
-        out = product_with(state, query)
-        if layer.skip is not None:
-            out += plt.load(layer.skip.at[head]).astype(F32) * value
-        plt.store(y.at[row, t, _channels(head, part, states.shape[2], block)], out.astype(y.dtype))
-        target = place.target(t)
-        for n, piece in zip(cut, stored, strict=True):
-            store_if(target > 0, states.at[target, head, here, n], piece)
+
+    def write_y(t, value):
+        plt.store(y.at[row, t, _channels(head, part, states.shape[2], block)], value.astype(y.dtype))
+
+    skip = None if layer.skip is None else plt.load(layer.skip.at[head]).astype(F32)
+    update_head(place, state, tokens, skip, states, write_y, erase=gates.erase)
 
 
 def _replay(*refs, places, groups, block, gates, few, interpret):

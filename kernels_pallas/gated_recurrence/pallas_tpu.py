@@ -90,8 +90,7 @@ def gated_scan(
     def per_channel(count):
         return pl.BlockSpec((count, channels), lambda h, i, *_: (0, h))
 
-    groups_block = (lambda h: h) if blocks.heads >= blocks.repeats else blocks.first_group
-    per_group = pl.BlockSpec((1, size, blocks.groups * state), lambda h, i, *_: (i, 0, groups_block(h)))
+    per_group = pl.BlockSpec((1, size, blocks.groups * state), lambda h, i, *_: (i, 0, blocks.block_of_groups(h)))
     slot = (1, blocks.heads, head_dim, state)
     settings = {"blocks": blocks, "head_dim": head_dim, "width": width, "eps": gates.eps}
     y, store = pl.pallas_call(

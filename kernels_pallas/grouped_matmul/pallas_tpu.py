@@ -8,6 +8,8 @@ product (`lax.ragged_dot`) wants them transposed on TPU and copies all of them i
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox import gmm
 
+from kernels_pallas.grouped_matmul.xla import of_experts
+
 LANES = 128
 # Tokens, inputs and outputs of a block. The weights' part of it, 1 MiB in 16 bits, is what is moved at a time.
 TOKENS, INPUTS, OUTPUTS = 128, 1024, 512
@@ -25,15 +27,14 @@ def grouped_matmul(x, w, group_sizes, *, interpret=False):
     tokens = x.shape[0]
     size = min(TOKENS, -(-tokens // 16) * 16)
     # The kernel leaves tokens of no expert as it found them; and their gradients, on the way back.
-    there = (jnp.arange(tokens) < group_sizes.sum())[:, None]
-    padded = jnp.pad(jnp.where(there, x, 0), ((0, -tokens % size), (0, 0)))
+    padded = jnp.pad(of_experts(x, group_sizes), ((0, -tokens % size), (0, 0)))
     tiling = (size, _divisor(w.shape[2], INPUTS), _divisor(w.shape[1], OUTPUTS))
     inputs_first = lies_inputs_first(w.shape)
     out = gmm(
         padded, jnp.swapaxes(w, 1, 2) if inputs_first else w, group_sizes.astype(jnp.int32),
         preferred_element_type=x.dtype, tiling=tiling, transpose_rhs=not inputs_first, interpret=interpret,
     )[:tokens]  # fmt: skip
-    return jnp.where(there, out, 0)
+    return of_experts(out, group_sizes)
 
 
 def _divisor(size, most):

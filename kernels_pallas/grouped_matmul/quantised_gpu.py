@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from kernels_pallas.grouped_matmul.xla import of_experts
 from kernels_pallas.quantised import bits_of
 
 F32, FP8, FP4 = jnp.float32, jnp.float8_e4m3fn, jnp.float4_e2m1fn
@@ -54,8 +55,7 @@ def grouped_matmul(x, w, group_sizes, interpret=None):
     channel = [] if w.channel_scale is None else [w.channel_scale.astype(F32)]
     padded = jnp.pad(x, ((0, max(-tokens % 8, size - tokens)), (0, 0)))  # a tile of shared memory has 8 rows
     out = _kernel(padded, w, size, interpret)(group_sizes, ends, padded, values, *_of_groups(w), *channel)
-    # The kernel does not write tokens of no expert.
-    return jnp.where((jnp.arange(tokens) < ends[-1])[:, None], out[:tokens], 0)
+    return of_experts(out[:tokens], group_sizes)
 
 
 def _kernel(x, w, size, interpret):

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.grouped_matmul.quantised import by_channel
+from kernels_pallas.grouped_matmul.xla import of_experts
 from kernels_pallas.quantised import bits_of
 
 F32 = jnp.float32
@@ -98,8 +99,7 @@ def product(x, w, group_sizes, *, codes=False, interpret=False):
         cost_estimate=_cost(x, (values, *scales), outputs),
         interpret=interpret,
     )(*visits, x, values, *scales)[:tokens]
-    there = jnp.arange(tokens) < group_sizes.sum()
-    return jnp.where(there[:, None], out, 0)
+    return of_experts(out, group_sizes)
 
 
 def _cost(x, weights, outputs):

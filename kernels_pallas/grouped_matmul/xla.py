@@ -44,10 +44,14 @@ def multiply(x, w, group_sizes, *, transposed):
     def ragged(x, w, group_sizes):
         dots = lax.RaggedDotDimensionNumbers((((1,), (1 if transposed else 2,)), ((), ())), [0], [0])
         out = lax.ragged_dot_general(x, w, group_sizes.astype(jnp.int32), dots, preferred_element_type=F32)
-        there = jnp.arange(x.shape[0]) < group_sizes.sum()
-        return jnp.where(there[:, None], out, 0)
+        return of_experts(out, group_sizes)
 
     return lax.platform_dependent(x, w, group_sizes, cpu=by_blocks, default=ragged)
+
+
+def of_experts(values, group_sizes):
+    """Returns rows of tokens, with zeros for those of no expert, which may hold anything."""
+    return jnp.where((jnp.arange(len(values)) < group_sizes.sum())[:, None], values, 0)
 
 
 def _outer_ragged(x, dy, group_sizes):

@@ -8,6 +8,10 @@ matrix product. A state is stored as [state, inner]: a TPU pads the last axis to
 
 A token with dt = 0 is padding, in all channels at once: no other token has a step size of 0. Whatever x, b and c of
 padding hold (NaN included), it leaves the state bitwise as it was, and its y is 0.
+
+In all forms x, b and c are of any float dtype, dt are step sizes after softplus, a is -exp(A_log), transposed, and d is
+the skip weight. State mathematics is float32. Slots, tails and precision are those of `kernels_pallas.recurrence`:
+stores are float32 or bfloat16. Donate them and tails: they are updated in place.
 """
 
 from typing import NamedTuple
@@ -63,15 +67,6 @@ def selective_scan(
 ) -> tuple[Float[Array, "tiles tile_size inner"], Float[Array, "slots state inner"]]:
     """Scans rows cut into tiles, from states in the store to states in the store.
 
-    The rules of `kernels_pallas.slots` apply. State mathematics is float32; at the end of each tile the state is
-    rounded to the store's dtype, so that cutting a row between tiles into several calls changes nothing.
-
-    Args:
-        x: any float dtype; so are b and c.
-        dt: step sizes after softplus; 0 at padding, in all channels.
-        a: -exp(A_log), transposed.
-        d: the skip weight.
-        store: float32 or bfloat16. Donate it: it is updated in place.
     Returns:
         y in x's dtype, and the store.
     """
@@ -117,15 +112,6 @@ def selective_update(
 ) -> tuple[Float[Array, "rows steps inner"], Float[Array, "slots state inner"]]:
     """Runs `steps` recurrent steps per row, and writes the state after each.
 
-    Slots, precision and padding are those of `kernels_pallas.recurrence`: after each step the state is rounded to the
-    store's dtype, so that several steps in one call equal one step in each of several calls.
-
-    Args:
-        x: any float dtype; so are b and c.
-        dt: step sizes after softplus; 0 at padding, in all channels.
-        a: -exp(A_log), transposed.
-        d: the skip weight.
-        store: float32 or bfloat16. Donate it: it is updated in place.
     Returns:
         y in x's dtype, and the store.
     """
@@ -148,15 +134,9 @@ def selective_replay(
 ) -> tuple[Float[Array, "rows steps inner"], Float[Array, "slots state inner"], SelectiveTail]:
     """y of `num_tokens` new tokens of each row, from S(anchor_length) and the tail's inputs since then.
 
-    Rows, slots, tails and precision are those of `kernels_pallas.recurrence`. The tail of a channel is its x and its
-    step size: a decay depends on the channel and on the entry of its state, and is computed from the step size and `a`.
+    The tail of a channel is its x and its step size: a decay depends on the channel and on the entry of its state, and
+    is computed from the step size and `a`.
 
-    Args:
-        x: any float dtype; so are b and c.
-        dt: step sizes after softplus.
-        a: -exp(A_log), transposed.
-        d: the skip weight.
-        states: float32 or bfloat16. Donate it, and the tail: they are updated in place.
     Returns:
         y in x's dtype, states and tail.
     Raises:

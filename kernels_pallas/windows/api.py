@@ -8,10 +8,14 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas import dispatch
 from kernels_pallas.shape_check import shapes_checked
-from kernels_pallas.windows import pallas_tpu, xla
+from kernels_pallas.slots import read_slots, write_slots
+from kernels_pallas.windows import pallas_tpu
 
-READ = (*dispatch.kernels("tpu", pallas_tpu, "read_windows"), dispatch.Implementation("xla", xla.read_windows))
-WRITE = (*dispatch.kernels("tpu", pallas_tpu, "write_windows"), dispatch.Implementation("xla", xla.write_windows))
+READ = (*dispatch.kernels("tpu", pallas_tpu, "read_windows"), dispatch.Implementation("xla", read_slots))
+WRITE = (
+    *dispatch.kernels("tpu", pallas_tpu, "write_windows"),
+    dispatch.Implementation("xla", lambda store, values, index, *, share: write_slots(store, values, index)),
+)
 
 
 @shapes_checked

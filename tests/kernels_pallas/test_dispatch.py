@@ -41,6 +41,25 @@ def test_the_automatic_choice_falls_back_and_reports_why(caplog):
         dispatch.call("op", [FAST], None, "abc")
 
 
+def test_the_last_implementation_gives_the_derivatives():
+    """Of those that have none, such as what C++ computes; integers and other arguments pass."""
+
+    def by_bits(x, index, *, factor):
+        return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, jnp.int32), jnp.float32)[index] * factor
+
+    table = [
+        dispatch.Implementation("bits", by_bits),
+        dispatch.Implementation("plain", lambda x, i, *, factor: x[i] * factor),
+    ]
+
+    def gradient(**how):
+        table[0] = dataclasses.replace(table[0], **how)
+        return jax.grad(lambda x: dispatch.call("op", table, None, x, jnp.array([0, 2]), factor=3.0).sum())(jnp.ones(3))
+
+    assert gradient().tolist() == [3, 0, 3]
+    assert gradient(own_derivative=True).tolist() == [0, 0, 0]
+
+
 def array(*shape):
     return types.SimpleNamespace(shape=shape)
 

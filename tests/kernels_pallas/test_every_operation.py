@@ -71,7 +71,7 @@ def loss_of(call):
     return loss, [leaves[i].astype(jnp.float32) for i in floats]
 
 
-@pytest.mark.parametrize(("name", "shape"), kinds())
+@pytest.mark.parametrize(("name", "shape"), list(kinds()))
 def test_gradients(name, shape):
     """In float32 that of a small step in some direction; in bfloat16 about the same, and not 0."""
     loss, values = loss_of(drawn(name, shape, Draw(jnp.float32)))
@@ -130,7 +130,9 @@ def calls(rows, steps):
     yield lambda: selective_replay(*layer, states, of_layer, anchored), (states, of_layer)
     yield lambda: selective_scan_sequence(*layer), (jnp.zeros((rows, 4, 6)),)
     taps, windows, ring = floats(6, 4), floats(3, 3, 6), floats(3, 8, 6)
-    packed = Packed(ints(0), ints(0), ints(rows), ints(rows), ints(0), ints(0), ints(0, 4), ints(0, 4), tiles)
+    packed = Packed(
+        ints(0), ints(0), ints(rows), ints(rows), ints(0), ints(0), ints(0, 4), ints(0, 4), Tiles(*[ints(0)] * 3)
+    )
     yield lambda: causal_conv1d_prefill(floats(0, 6), taps, None, windows, packed), (windows,)
     yield lambda: causal_conv1d_update(x, taps, None, windows, slots), (windows,)
     yield lambda: causal_conv1d_replay(x, taps, None, windows, ring, anchored), (windows, ring)

@@ -1,5 +1,7 @@
 """Operations whose bits do not depend on the number of rows, on their places, or on where a sequence was cut."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,6 +57,14 @@ def run(function, *arguments):
     return jax.tree.map(np.asarray, compiled(*arguments))
 
 
+def run_rows(function, *arrays):
+    """Returns the results of all rows, of which the last few give the same bits alone."""
+    whole = run(function, *arrays)
+    for rows in (1, 2, 3, 8, 33):
+        np.testing.assert_array_equal(run(function, *(v[-rows:] for v in arrays)), whole[-rows:])
+    return whole
+
+
 def normal(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
@@ -63,24 +73,19 @@ def normal(*shape, seed=0):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_row_of_a_product_keeps_its_bits(inputs, outputs, dtype):
     x, w = normal(70, inputs).astype(dtype), normal(outputs, inputs, seed=1).astype(dtype)
-    whole = run(lambda x, w: linear(x, w, out_dtype=jnp.float32), x, w)
+    product = functools.partial(linear, out_dtype=jnp.float32)
+    whole = run(product, x, w)
     np.testing.assert_allclose(whole, x.astype(np.float32) @ w.astype(np.float32).T, rtol=1e-4, atol=1e-4)
     for rows in (1, 2, 3, 4, 5, 8, 24, 25, 33, 64):
-        first = 70 - rows
-        np.testing.assert_array_equal(
-            run(lambda x, w: linear(x, w, out_dtype=jnp.float32), x[first:], w), whole[first:]
-        )
+        np.testing.assert_array_equal(run(product, x[-rows:], w), whole[-rows:])
 
 
 @pytest.mark.parametrize("function", [row_sum, log_sum_exp])
 def test_a_sum_of_a_row_keeps_its_bits(function):
     x = normal(70, 4099)
-    whole = run(function, x)
     wide = x.astype(np.float64)
     expected = wide.sum(-1) if function is row_sum else np.log(np.exp(wide).sum(-1))
-    np.testing.assert_allclose(whole[:, 0], expected, rtol=1e-5, atol=1e-4)
-    for rows in (1, 3, 8, 33):
-        np.testing.assert_array_equal(run(function, x[-rows:]), whole[-rows:])
+    np.testing.assert_allclose(run_rows(function, x)[:, 0], expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("function", [exp, sigmoid, silu, softplus])
@@ -138,10 +143,7 @@ def rotated(x, position):
     ids=["rotary", "softplus", "silu", "gelu", "gated norm", "residual"],
 )
 def test_functions_of_a_row_keep_its_bits(function):
-    x, position = normal(70, 150), np.arange(70)
-    whole = run(function, x, position)
-    for rows in (1, 2, 3, 8, 33):
-        np.testing.assert_array_equal(run(function, x[-rows:], position[-rows:]), whole[-rows:])
+    run_rows(function, normal(70, 150), np.arange(70))
 
 
 def test_a_rounded_product_is_not_contracted_with_a_sum():
@@ -324,11 +326,9 @@ def quantised(*shape, bits, groups):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_row_keeps_its_bits_with_quantised_weights(dtype, bits, groups):
     x, w = normal(90, 36).astype(dtype), quantised(40, 36, bits=bits, groups=groups)
-    whole = run(linear, x, w)
+    whole = run_rows(lambda x: linear(x, w), x)
     expected = x.astype(np.float32) @ np.asarray(w.dequantise()).T
     np.testing.assert_allclose(whole.astype(np.float32), expected, rtol=2e-2, atol=2e-2)
-    for rows in (1, 3, 8, 30):
-        np.testing.assert_array_equal(run(linear, x[-rows:], w), whole[-rows:])
     w = quantised(3, 40, 36, bits=bits, groups=groups)
     whole = run(grouped_matmul, x, w, np.array([90, 0, 0]))
     expected = x.astype(np.float32) @ np.asarray(w.dequantise())[0].T
@@ -377,10 +377,7 @@ def products_of_heads(x):
 )
 def test_functions_of_experts_and_heads_keep_bits_and_equal_the_ordinary_ones(function):
     x = normal(70, 150)
-    whole = run(function, x)
-    np.testing.assert_allclose(whole, function(jnp.array(x)), rtol=1e-4, atol=1e-5)
-    for rows in (1, 2, 3, 8, 33):
-        np.testing.assert_array_equal(run(function, x[-rows:]), whole[-rows:])
+    np.testing.assert_allclose(run_rows(function, x), function(jnp.array(x)), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("count", "vocab"), [(33, 1000), (9, 300)])

@@ -112,20 +112,6 @@ def test_every_4_bit_float():
     assert_close(quantised_gpu._to_float32(codes, FP4), np.asarray(values).astype(np.float32))
 
 
-def test_gradient_is_that_of_plain_jax(monkeypatch):
-    weight, x, sizes = quantised(2, 64, 64), jnp.ones((4, 64), BF16), jnp.asarray([1, 3])
-    kernel = lambda *call: lambda *arrays: grouped_matmul(x, weight, sizes, implementation="xla")  # noqa: E731
-    monkeypatch.setattr(quantised_gpu, "_kernel", kernel)
-
-    def gradient(run):
-        return jax.grad(lambda x: run(x, weight, sizes).astype(F32).sum())(x)
-
-    by_kernel, by_xla = (
-        gradient(functools.partial(grouped_matmul, implementation=name)) for name in ("pallas_gpu", "xla")
-    )
-    np.testing.assert_array_equal(by_kernel, by_xla)
-
-
 @pytest.mark.parametrize(
     ("sizes", "form", "why"),
     [

@@ -129,11 +129,6 @@ def replay_head(
         value = plt.load(tail_u.at[ring_of, entry, inner]).astype(F32)
         return value if erase else value * plt.load(tail_strength[0].at[ring_of, entry, head])
 
-    def load_anchor():
-        return [
-            load_if(place.source > 0, state_in.at[place.source, head, here, n], block, n.size).astype(F32) for n in cut
-        ]
-
     def total(first, last):
         """Sums log decays over new tokens."""
         return [sum(pieces_of, jnp.float32(0)) for pieces_of in zip(*logs[first : last + 1], strict=True)] or [
@@ -147,7 +142,7 @@ def replay_head(
         entry = lax.broadcasted_iota(jnp.int32, (size,), 0) + span
         return first + ((entry - first) & (entries - 1))
 
-    state = load_anchor()
+    state = update.load_state(place, state_in, head, here)
     if by_channel:
         asked = [[decayed(one[t], since[t]) for t in range(steps)] for one in vectors]
 
@@ -237,7 +232,9 @@ def replay_head(
             token_k = [plt.load(tail_k.at[ring_of, entry, n]).astype(F32) for n in keys]
             return absorb(state, [plt.load(tail_decay.at[ring_of, entry, n]) for n in in_tail], load_u(entry), token_k)
 
-        written = lax.fori_loop(first, start, replayed, load_anchor())  # loaded again, to free its registers in between
+        written = lax.fori_loop(
+            first, start, replayed, update.load_state(place, state_in, head, here)
+        )  # loaded again, to free its registers in between
         for t in range(steps):
             before = start + t < place.due
             kept = [jnp.where(before, log, 0.0) for log in logs[t]]

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.recurrence.replay import tpu_by_channel, tpu_lanes, tpu_rows
-from kernels_pallas.recurrence.replay.tpu_rows import BLOCK_BYTES, HeadDecays, Inputs, Row, fine_dot, group_block
+from kernels_pallas.recurrence.replay.tpu_rows import BLOCK_BYTES, HeadDecays, Inputs, Row, fine_dot
 from kernels_pallas.tpu_blocks import blocks_in_lanes, dot
 
 F32 = jnp.float32
@@ -111,7 +111,7 @@ def _compute(row: Row, inputs, state_in, y, state_out, tail, memory, *, by_chann
             row, asked, values, shares[block], inputs, state_in, y, state_out, tail, head_dim=head_dim
         )
         return
-    keys = row.append(tail_k, k[0], group_block(blocks, block))
+    keys = row.append(tail_k, k[0], blocks.block_of_groups(block))
     across = row.position(1)
     # What a token reads by its k excludes itself.
     later = jnp.where(across <= row.start + step - is_k.astype(jnp.int32), 0.0, -jnp.inf)

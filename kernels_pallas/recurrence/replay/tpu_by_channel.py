@@ -10,7 +10,7 @@ import functools
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.recurrence.replay.tpu_rows import Row, group_block
+from kernels_pallas.recurrence.replay.tpu_rows import Row
 from kernels_pallas.tpu_blocks import accurate_dot, dot
 
 F32 = jnp.float32
@@ -34,7 +34,7 @@ def compute(row: Row, asked, values, share, inputs, state_in, y, state_out, tail
     along, later = row.position(0), (row.position(1) > row.position(0)).astype(F32)
     is_old = along < row.start
 
-    keys = row.append(tail_k, k[0], group_block(blocks, block))
+    keys = row.append(tail_k, k[0], blocks.block_of_groups(block))
     logs = row.append(tail_decay, log_decay[0], block)
     old_logs, new = jnp.where(is_old, logs, 0), jnp.where(real, log_decay[0], 0)
     after = jnp.exp(dot(later, old_logs, (1, 0), F32))  # from each entry to the end of the tail

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kernels_pallas.heads import HeadBlocks
-from kernels_pallas.recurrence.replay.tpu_rows import HeadDecays, Row, fine_dot, group_block
+from kernels_pallas.recurrence.replay.tpu_rows import HeadDecays, Row, fine_dot
 from kernels_pallas.tpu_blocks import dot, heads_together
 
 F32 = jnp.float32
@@ -34,7 +34,7 @@ def compute(row: Row, inputs, state_in, y, state_out, tail, memory, *, head_dim:
         decays.prepare(row, row.append(tail_decay, log_decay[0]), step, jnp.log(strengths))
 
     values = row.append(tail_value, value[0], block)
-    keys = row.append(tail_key, key[0], group_block(blocks, block))
+    keys = row.append(tail_key, key[0], blocks.block_of_groups(block))
     queries = jnp.where(step < row.count, query[0].astype(F32), 0)
     skipped = jnp.where(step < row.count, value[0].astype(F32), 0) * skip[...]
     later = jnp.where(across <= row.start + step, 0.0, -jnp.inf)

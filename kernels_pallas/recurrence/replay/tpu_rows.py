@@ -62,9 +62,8 @@ class Inputs:
     def by_group(self, v):
         """[rows, steps, groups, state]: those of the block's groups, [1, steps, groups * state]."""
         rows, steps, _, state = v.shape
-        block = functools.partial(group_block, self._blocks)
         return v.reshape(rows, steps, -1), pl.BlockSpec(
-            (1, steps, self._blocks.groups * state), lambda i, h, *_: (i, 0, block(h))
+            (1, steps, self._blocks.groups * state), lambda i, h, *_: (i, 0, self._blocks.block_of_groups(h))
         )
 
     def whole(self, v):
@@ -173,11 +172,6 @@ class HeadDecays(NamedTuple):
             self.since_anchor[k], self.to_come[k], self.rest[k] = done[:, here], ahead[:, here], rest[here]
             self.due_since_anchor[k] = column(before_due, here)
             self.due_to_come[k] = -column(log_decay - before_due, here)
-
-
-def group_block(blocks: HeadBlocks, block):
-    """Returns the block of groups that a block of heads needs."""
-    return block if blocks.heads >= blocks.repeats else blocks.first_group(block)
 
 
 def fine_dot(left, right, contract: tuple[int, int], dtype: DTypeLike):

@@ -63,8 +63,7 @@ def scan(entry, store, tiles, *, erase, skip, interpret=False):
     masked = entry._replace(log_decay=entry.masked().log_decay) if whole_tile else entry.masked()
     query, key, value, logs, strength = (v.reshape(count, size, -1) for v in masked)
     row_of_tokens = pl.BlockSpec((1, blocks.heads, size), lambda h, i, *_: (i, h, 0))
-    groups_block = (lambda h: h) if blocks.heads >= blocks.repeats else blocks.first_group
-    per_group = pl.BlockSpec((1, size, blocks.groups * state), lambda h, i, *_: (i, 0, groups_block(h)))
+    per_group = pl.BlockSpec((1, size, blocks.groups * state), lambda h, i, *_: (i, 0, blocks.block_of_groups(h)))
     logs, strength = logs.astype(F32), strength.astype(F32)
     inputs = [
         (query, per_group),

@@ -26,6 +26,7 @@ from kernels_pallas.triton_blocks import (
     store_if,
     update_call,
 )  # fmt: skip
+from kernels_pallas.triton_decode import SlotRow, indices
 
 F32 = jnp.float32
 
@@ -65,33 +66,58 @@ def _kernel(
     repeats: int, erase: bool,
 ):  # fmt: skip
     row, head, part = (pl.program_id(axis) for axis in range(3))
-    group, here, inner = lax.div(head, repeats), pl.ds(part * block, block), pieces(state_in.shape[3])
-    source, by_channel = plt.load(read_slot.at[row]), len(log_decay.shape) == 4
-    state = [load_if(source > 0, state_in.at[source, head, here, n], block, n.size).astype(F32) for n in inner]
-    for t in map(jnp.int32, range(write_slot.shape[1])):  # the interpreter does not accept plain integers
+    group, here, cut = lax.div(head, repeats), pl.ds(part * block, block), pieces(state_in.shape[3])
+    by_channel, place = len(log_decay.shape) == 4, SlotRow(row, read_slot, write_slot)
+
+    def token(t):
         # Padding may hold NaN, and 0 * NaN is NaN: its values are masked.
         # A step is real if any head's strength is not 0. Found here, because it would be another kernel in front.
         live = any_nonzero(strength, row, t)
         values = load_if(live, value.at[row, t, head, here], block).astype(F32)
-        queries, keys = (
-            [load_if(live, v.at[row, t, group, n], n.size).astype(F32) for n in inner] for v in (query, key)
-        )
+        queries, keys = ([load_if(live, v.at[row, t, group, n], n.size).astype(F32) for n in cut] for v in (query, key))
         # Of the head, or of each channel of its keys.
-        logs = [jnp.where(live, plt.load(log_decay.at[row, t, head, *([n] if by_channel else [])]), 0.0) for n in inner]
-        stored = stepped(state, keys, values, logs, plt.load(strength.at[row, t, head]), state_out.dtype, erase=erase)
-        state = [piece.astype(F32) for piece in stored]
-        out = product_with(state, queries) + (0.0 if skip is None else plt.load(skip.at[head]).astype(F32) * values)
+        logs = [jnp.where(live, plt.load(log_decay.at[row, t, head, *([n] if by_channel else [])]), 0.0) for n in cut]
+        return values, queries, keys, plt.load(strength.at[row, t, head]), logs
+
+    def write_y(t, out):
         plt.store(y.at[row, t, head, here], out.astype(y.dtype))
-        target = plt.load(write_slot.at[row, t])
-        for n, piece in zip(inner, stored, strict=True):
-            store_if(target > 0, state_out.at[target, head, here, n], piece)
+
+    state, tokens = load_state(place, state_in, head, here), map(token, indices(write_slot.shape[1]))
+    weight = None if skip is None else plt.load(skip.at[head]).astype(F32)
+    update_head(place, state, tokens, weight, state_out, write_y, erase=erase)
 
 
-def stepped(state, keys, values, logs, strength, dtype, *, erase: bool):
-    """Returns a state after one token, inside a kernel; state and keys are in pieces, and logs of one or all of them.
+def load_state(place, state_in, head, here):
+    """Loads the channels `here` of a head's state, in pieces: zeros without a slot."""
+    return [
+        load_if(place.source > 0, state_in.at[place.source, head, here, n], here.size, n.size).astype(F32)
+        for n in pieces(state_in.shape[3])
+    ]
 
-    Rounded as it is stored, so that several steps in one call equal one step in each of several calls.
+
+def update_head(place, state, tokens, skip, state_out, write_y, *, erase):
+    """Runs some channels of the program's head through all steps, inside a kernel.
+
+    Args:
+        place: `SlotRow`.
+        state: by `load_state`.
+        tokens: value, query, key, strength and logs of decays of each step: float32, zeros for padding. Query and key
+            are in pieces, and so are logs, or one number of the head.
+        skip: of the head; None if there is none.
+        write_y: takes a step and its output.
     """
-    old = decayed(state, logs)
-    added = strength * (values - product_with(old, keys) if erase else values)
-    return [(piece + added[:, None] * key[None, :]).astype(dtype) for piece, key in zip(old, keys, strict=True)]
+    head, block = pl.program_id(1), state[0].shape[0]
+    here, cut = pl.ds(pl.program_id(2) * block, block), pieces(state_out.shape[3])
+    for n, (value, query, key, strength, logs) in enumerate(tokens):
+        t, old = jnp.int32(n), decayed(state, logs)
+        added = strength * (value - product_with(old, key) if erase else value)
+        # Rounded as it is stored, so that several steps in one call equal one step in each of several calls.
+        stored = [
+            (piece + added[:, None] * k[None, :]).astype(state_out.dtype) for piece, k in zip(old, key, strict=True)
+        ]
+        state = [piece.astype(F32) for piece in stored]
+        out = product_with(state, query)
+        write_y(t, out if skip is None else out + skip * value)
+        target = place.target(t)
+        for at, piece in zip(cut, stored, strict=True):
+            store_if(target > 0, state_out.at[target, head, here, at], piece)
