@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.recurrence.replay import tpu_by_channel, tpu_lanes, tpu_rows
-from kernels_pallas.recurrence.replay.tpu_rows import BLOCK_BYTES, HeadDecays, Inputs, Row, fine_dot
+from kernels_pallas.recurrence.replay.tpu_rows import BLOCK_BYTES, HeadDecays, Inputs, Row
 from kernels_pallas.tpu_blocks import blocks_in_lanes, dot
 
 F32 = jnp.float32
@@ -141,15 +141,5 @@ def _compute(row: Row, inputs, state_in, y, state_out, tail, memory, *, by_chann
             added.append(found[:steps])
     u = row.append(tail_u, jnp.concatenate(added, axis=1).astype(tail_u.dtype), block)
 
-    @pl.when(row.is_due)
-    def _():
-        passed, ahead = decays.due_since_anchor[block], decays.due_to_come[block]
-        for group in range(blocks.groups):
-            here = slice(group * state, (group + 1) * state)
-            for head in range(blocks.heads)[blocks.heads_of(group)]:
-                one, lanes = slice(head, head + 1), slice(head * head_dim, (head + 1) * head_dim)
-                # The decay from each token to the boundary; masked before exp.
-                kept = jnp.exp(jnp.where(across < row.boundary, ahead[one] - rest[one], -jnp.inf))
-                fed = fine_dot(u[:, lanes].T * kept, keys[:, here], (1, 0), v.dtype)
-                old = jnp.where(row.has_anchor, state_in[0, head].astype(F32), 0) * jnp.exp(passed[one])
-                state_out[0, head] = (old + fed).astype(state_out.dtype)
+    sizes = tpu_lanes.Sizes(blocks, head_dim, state, v.dtype)
+    row.when_due(lambda: tpu_lanes.write_due(row, sizes, decays, u, keys, state_in, state_out))

@@ -38,7 +38,7 @@ def compute(row: Row, inputs, state_in, y, state_out, tail, memory, *, head_dim:
     queries = jnp.where(step < row.count, query[0].astype(F32), 0)
     skipped = jnp.where(step < row.count, value[0].astype(F32), 0) * skip[...]
     later = jnp.where(across <= row.start + step, 0.0, -jnp.inf)
-    sizes = _Sizes(blocks, head_dim, keys.shape[1] // blocks.groups, value.dtype)
+    sizes = Sizes(blocks, head_dim, keys.shape[1] // blocks.groups, value.dtype)
     passed, ahead, rest = decays.since_anchor[block], decays.to_come[block], decays.rest[block]
     for group, heads, lanes in sizes.together():
         here = slice(group * sizes.state, (group + 1) * sizes.state)
@@ -56,27 +56,30 @@ def compute(row: Row, inputs, state_in, y, state_out, tail, memory, *, head_dim:
         out = sizes.join(inside, 1) + before + skipped[:, lanes]
         y[0, :, lanes] = jnp.where(step < row.count, out, 0).astype(y.dtype)
 
-    @pl.when(row.is_due)
-    def _():
-        passed, ahead = decays.due_since_anchor[block], decays.due_to_come[block]
-        for group, heads, lanes in sizes.together():
-            here = slice(group * sizes.state, (group + 1) * sizes.state)
-            # The decay from each token to the boundary; masked before exp.
-            kept = [
-                jnp.exp(jnp.where(across < row.boundary, ahead[head : head + 1] - rest[head : head + 1], -jnp.inf))
-                for head in range(heads.start, heads.stop)
-            ]
-            weights = sizes.join([jnp.broadcast_to(v, (lanes.stop - lanes.start, row.entries)) for v in kept], 0)
-            added = fine_dot(values[:, lanes].T * weights, keys[:, here], (1, 0), value.dtype)
-            old = jnp.where(row.has_anchor, state_in[0, heads].astype(F32), 0) * jnp.exp(passed[heads])[:, :, None]
-            state_out[0, heads] = (old + added.reshape(old.shape)).astype(state_out.dtype)
+    row.when_due(lambda: write_due(row, sizes, decays, values, keys, state_in, state_out))
 
 
-class _Sizes:
+def write_due(row: Row, sizes: "Sizes", decays: HeadDecays, values, keys, state_in, state_out):
+    """Writes the state at the boundary, of what tokens add [entries, heads * head_dim] and their keys."""
+    passed, ahead, rest = (v[row.block] for v in (decays.due_since_anchor, decays.due_to_come, decays.rest))
+    for group, heads, lanes in sizes.together():
+        here = slice(group * sizes.state, (group + 1) * sizes.state)
+        # The decay from each token to the boundary; masked before exp.
+        kept = [
+            jnp.exp(jnp.where(row.position(1) < row.boundary, ahead[head : head + 1] - rest[head : head + 1], -jnp.inf))
+            for head in range(heads.start, heads.stop)
+        ]
+        weights = sizes.join([jnp.broadcast_to(v, (lanes.stop - lanes.start, row.entries)) for v in kept], 0)
+        added = fine_dot(values[:, lanes].T * weights, keys[:, here], (1, 0), sizes.dtype)
+        old = jnp.where(row.has_anchor, state_in[0, heads].astype(F32), 0) * jnp.exp(passed[heads])[:, :, None]
+        state_out[0, heads] = (old + added.reshape(old.shape)).astype(state_out.dtype)
+
+
+class Sizes:
     """Divides a block's heads into products whose channels fill the lanes of a register."""
 
     def __init__(self, blocks: HeadBlocks, head_dim: int, state: int, dtype) -> None:
-        self.state, self._blocks, self._head_dim = state, blocks, head_dim
+        self.state, self.dtype, self._blocks, self._head_dim = state, dtype, blocks, head_dim
         self.dot = functools.partial(dot, dtype=dtype)
 
     def together(self):
