@@ -21,8 +21,6 @@ from kernels_pallas.fixed_order import NAME, fixed
 F32 = jnp.float32
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
 """Otherwise a program may leave out a rounding to bfloat16 that another one does."""
-WHY_MISSING = native.why_incomplete()
-"""Why this installation cannot run them; None if it can."""
 
 
 def implementation(run: Callable[..., Any]) -> dispatch.Implementation:
@@ -41,4 +39,4 @@ def unsupported(*args: Any, **kwargs: Any) -> str | None:
     arrays = [leaf for leaf in jax.tree.leaves(args) if hasattr(leaf, "dtype")]
     known = (F32, jnp.bfloat16)
     other = [leaf.dtype for leaf in arrays if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype not in known]
-    return f"arrays are {other[0]}, not float32 or bfloat16" if other else WHY_MISSING
+    return f"arrays are {other[0]}, not float32 or bfloat16" if other else native.WHY_MISSING

@@ -39,7 +39,7 @@ def all_rows(
 ) -> Updated:
     """Gathers all rows' states, runs the rows in parallel, and scatters the states."""
     if not write_slot.size:
-        return _no_outputs(read, queries, store), store
+        return _no_outputs(read, queries, store, write_slot), store
     state, y = read_slots(store, read_slot), []
     if before is not None:
         state = jax.vmap(before)(state, jnp.arange(len(read_slot)))
@@ -66,7 +66,7 @@ def row_blocks(
     With a product (`dot`) in the loop, XLA would copy the whole store into another layout.
     """
     rows, steps = write_slot.shape
-    y = _no_outputs(read, queries, store)
+    y = _no_outputs(read, queries, store, write_slot)
     if not write_slot.size:
         return y, store
     few = math.gcd(rows, _ROWS_AT_ONCE)
@@ -109,10 +109,11 @@ def row_blocks(
     return y, store
 
 
-def _no_outputs(read, queries, store):
+def _no_outputs(read, queries, store, write_slot):
     """Returns zeros in the shape of all outputs."""
-    one = jax.eval_shape(jax.vmap(jax.vmap(read, (None, 0)), (None, 0)), store[0], *queries)
-    return jnp.zeros(one.shape, F32)
+    arguments = (store.shape[1:], store.dtype), *((v.shape[2:], v.dtype) for v in queries)
+    one = jax.eval_shape(read, *(jax.ShapeDtypeStruct(*each) for each in arguments))
+    return jnp.zeros((*write_slot.shape, *one.shape), F32)
 
 
 def by_platform(cpu: Callable[..., Any], default: Callable[..., Any]) -> Callable[..., Any]:

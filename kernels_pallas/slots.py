@@ -92,7 +92,7 @@ def read_slots(
         read = jax.ffi.ffi_call(native.target("read_slots"), found, vmap_method="sequential")
         return read(store, index.astype(jnp.int32))
 
-    on_cpu = read_apart if divided or native.why_missing("read_slots") else read_natively
+    on_cpu = read_apart if divided or native.WHY_MISSING else read_natively
     by_platform = functools.partial(lax.platform_dependent, cpu=on_cpu, default=read)
     return differentiable(by_platform, read)(store, index)
 
@@ -120,7 +120,7 @@ def write_slots(
     def by_slices(store, values, index):
         return write_one_by_one(store.reshape(-1, *values.shape[1:]), values, index).reshape(store.shape)
 
-    on_cpu = by_slices if divided or native.why_missing("write_slots") else natively
+    on_cpu = by_slices if divided or native.WHY_MISSING else natively
     by_platform = functools.partial(lax.platform_dependent, cpu=on_cpu, default=at_once)
     return differentiable(by_platform, at_once)(store, values.astype(store.dtype), index)
 

@@ -16,7 +16,7 @@ from kernels_pallas.dispatch import KernelChoice
 from kernels_pallas.dispatch import UnsupportedError as UnsupportedError  # errors that the choice may raise
 from kernels_pallas.invariant import COMPILER_OPTIONS as INVARIANT_OPTIONS
 from kernels_pallas.invariant import NAME as INVARIANT
-from kernels_pallas.invariant import WHY_MISSING as WHY_NOT_INVARIANT  # noqa: F401 - why they cannot run
+from kernels_pallas.native import WHY_MISSING as WHY_NOT_INVARIANT  # noqa: F401 - why they cannot run
 from kernels_pallas.native import instructions as instructions  # of native operations
 from mamba_jax.adapters import AdapterEntry, Adapters, LayerMatrices
 from mamba_jax.batch import DecodeBatch, MixedBatch, PageTableBatch, PrefillBatch, SeatBatch, StepOutput

@@ -152,7 +152,7 @@ class StoreShape:
 
     def has_replay_kernels(self, platform: str) -> bool:
         """Returns whether a platform has a kernel to replay every recurrent state; on CPU, whether it is built."""
-        if platform == "cpu" and native.why_missing("recurrence_replay"):
+        if platform == "cpu" and native.WHY_MISSING:
             return False
         arrays = (array for arrays in self.slots for array in arrays)
         return all(platform in array.replay_kernels for array in arrays if array.role is Role.ACCUMULATED)

@@ -17,7 +17,7 @@ def unsupported(x, weight, bias, store, packed, *, activation):
     """Returns why it cannot run this call, or None."""
     if x.dtype not in (F32, jnp.bfloat16):
         return f"x is {x.dtype}, not float32 or bfloat16"
-    return native.why_missing("causal_conv1d")
+    return native.WHY_MISSING
 
 
 def causal_conv1d_prefill(x, weight, bias, store, packed, *, activation):

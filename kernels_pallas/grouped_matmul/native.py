@@ -25,7 +25,7 @@ def unsupported_quantised(x, w, group_sizes):
     """Returns why it cannot, or should not, run this call; or None."""
     if not w.is_int8_by_channel:
         return "weights are not in int8 with a scale for each channel"
-    return _too_many(x, w) or native.why_not("int8")
+    return _too_many(x, w) or native.WHY_MISSING
 
 
 def _too_many(x, w):

@@ -39,7 +39,7 @@ def unsupported_quantised(x, weight, *, out_dtype):
     rows = x.size // x.shape[-1]
     if rows > _MOST_QUANTISED_ROWS:
         return f"{rows} rows, not 1 to {_MOST_QUANTISED_ROWS}"
-    return native.why_not("int8")
+    return native.WHY_MISSING
 
 
 def quantised_linear(x, weight, *, out_dtype):

@@ -28,18 +28,18 @@ _OPERATIONS = (
 )
 
 
-def _register() -> tuple[str | None, frozenset[str]]:
-    """Registers the handlers. Returns the reason why there are none, or None, and the names of the registered
-    operations."""
+def _register() -> str | None:
+    """Registers the handlers. Returns the reason why there are none, or None."""
     try:
         handlers = importlib.import_module(_MODULE)
     except ImportError as error:
         absent = isinstance(error, ModuleNotFoundError) and error.name == _MODULE
-        return "not built when the package was installed" if absent else f"cannot be loaded: {error}", frozenset()
-    there = frozenset(name for name in _OPERATIONS if hasattr(handlers, name))
-    for name in there:
+        return "not built when the package was installed" if absent else f"cannot be loaded: {error}"
+    if missing := [name for name in _OPERATIONS if not hasattr(handlers, name)]:
+        return f"the library is older and lacks {missing[0]}: install the package again"
+    for name in _OPERATIONS:
         jax.ffi.register_ffi_target(target(name), getattr(handlers, name), platform="cpu")
-    return None, there
+    return None
 
 
 def target(operation: str) -> str:
@@ -47,31 +47,13 @@ def target(operation: str) -> str:
     return f"mamba_jax_{operation}"
 
 
-WHY_MISSING, _REGISTERED = _register()
+WHY_MISSING = _register()
 """The reason why this installation has no native operations; None if it has them."""
-
-
-def why_not(dtype: str) -> str | None:
-    """Returns why the operations cannot read weights of a dtype; None if they can. An older library may lack dtypes."""
-    if WHY_MISSING is not None:
-        return WHY_MISSING
-    known = getattr(importlib.import_module(_MODULE), "DTYPES", "float32 bfloat16").split()
-    return None if dtype in known else f"built before it knew {dtype}: install the package again"
-
-
-def why_missing(operation: str) -> str | None:
-    """Returns why this operation has no native form; None if it has one."""
-    return WHY_MISSING or (None if operation in _REGISTERED else "not in the library, which is older: install again")
-
-
-def why_incomplete() -> str | None:
-    """Returns why an operation of this version has no native form; None if all have one."""
-    return next(filter(None, map(why_missing, _OPERATIONS)), None)
 
 
 def instructions() -> str | None:
     """Returns the instruction set of C++ products: "amx_bf16", "avx512_bf16", "avx512", "avx2", "baseline" or None."""
-    return None if WHY_MISSING is not None else getattr(importlib.import_module(_MODULE), "INSTRUCTIONS", "baseline")
+    return None if WHY_MISSING is not None else importlib.import_module(_MODULE).INSTRUCTIONS
 
 
 def operand(x, weight):
@@ -86,7 +68,7 @@ def multiplies_bfloat16() -> bool:
 
     False if MAMBA_JAX_INSTRUCTIONS restricts the library to a smaller instruction set.
     """
-    return WHY_MISSING is not None or bool(getattr(importlib.import_module(_MODULE), "MULTIPLIES_BFLOAT16", True))
+    return WHY_MISSING is not None or bool(importlib.import_module(_MODULE).MULTIPLIES_BFLOAT16)
 
 
 def has_wide_registers() -> bool:

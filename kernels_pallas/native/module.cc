@@ -32,9 +32,7 @@ PyMODINIT_FUNC PyInit__handlers(void) {
   if (module == nullptr) return nullptr;
 #define ADD(name) add(module, #name, name) &&
   if (HANDLERS(ADD) true) {
-    // Of weights; an earlier library has no such line, and knows float32 and bfloat16.
-    if (PyModule_AddStringConstant(module, "DTYPES", "float32 bfloat16 int8") == 0 &&
-        PyModule_AddStringConstant(module, "INSTRUCTIONS", native::instructions()) == 0 &&
+    if (PyModule_AddStringConstant(module, "INSTRUCTIONS", native::instructions()) == 0 &&
         PyModule_AddIntConstant(module, "MULTIPLIES_BFLOAT16", native::multiplies_bfloat16()) == 0) {
       return module;
     }

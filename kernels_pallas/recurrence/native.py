@@ -30,7 +30,7 @@ def update_unsupported(entry, store, places, *, erase, skip):
         return f"states are {store.dtype}, not float32 or bfloat16"
     if erase and not native.has_wide_registers():
         return f"registers are narrow (instruction set {native.instructions()})"
-    return native.why_missing("recurrence_update")
+    return native.WHY_MISSING
 
 
 def scan_unsupported(entry, store, tiles, *, erase, skip):
@@ -48,7 +48,7 @@ def replay_unsupported(entry, store, tail, places, *, erase, skip):
         return f"states are {store.dtype}, not float32 or bfloat16"
     if tail.value.dtype not in _KNOWN or tail.key.dtype != tail.value.dtype or tail.strength.dtype != F32:
         return f"tails are {tail.value.dtype}, {tail.key.dtype} and {tail.strength.dtype}, not all float32 or bfloat16"
-    return native.why_missing("recurrence_replay")
+    return native.WHY_MISSING
 
 
 def update(entry, store, rows, *, erase, skip):

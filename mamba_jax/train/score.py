@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas import invariant
+from kernels_pallas import invariant, native
 from kernels_pallas.dispatch import KernelChoice
 from kernels_pallas.fixed_order import log_sum_exp
 from mamba_jax.config import HybridConfig
@@ -82,8 +82,8 @@ def score(
 def _unsupported(config: HybridConfig) -> str | None:
     if (platform := jax.default_backend()) != "cpu":
         return f"is not supported on {platform.upper()}, only on CPU"
-    if invariant.WHY_MISSING is not None:
-        return f"needs the C++ operations, which are missing: {invariant.WHY_MISSING}"
+    if native.WHY_MISSING is not None:
+        return f"needs the C++ operations, which are missing: {native.WHY_MISSING}"
     if name := next((one.varying_bits for one in config.recurrences if one.varying_bits), None):
         return f"does not support the {name} of this {config.family} model"
     return None

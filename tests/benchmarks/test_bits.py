@@ -9,7 +9,7 @@ import pytest
 from benchmarks import bits
 from benchmarks.bits import Schedule, Workload, compare_schedules
 from checkpoints.random import write_random
-from kernels_pallas import invariant
+from kernels_pallas import native
 from mamba_jax.programs import StepPrograms
 from serving.engine.llm import LLM
 from serving.engine.requests.output import CompletionOutput, Logprob, RequestOutput
@@ -119,9 +119,7 @@ def test_one_request_at_a_time_without_reuse_keeps_bits(model):
         assert [output.outputs[0].logprobs for output in outputs] == [expected[n] for n in order]
 
 
-needs_native = pytest.mark.skipif(
-    invariant.WHY_MISSING is not None, reason=f"native operations: {invariant.WHY_MISSING}"
-)
+needs_native = pytest.mark.skipif(native.WHY_MISSING is not None, reason=f"native operations: {native.WHY_MISSING}")
 INVARIANT = {"tile_size": 16, "state_block_size": 32, "num_slots": 40, "dtype": "float32", "schedule_invariant": True}
 SMALL = Workload(prompt=90, answer=40, neighbours=(2,), chunks=(16,))
 

@@ -12,7 +12,7 @@ from benchmarks.consistency import ARRANGEMENTS, OTHER_SHAPES, Agreement, agreem
 from checkpoints.adapters.adapter_export import target_layers
 from checkpoints.load import load_model
 from checkpoints.random import write_random
-from kernels_pallas import invariant
+from kernels_pallas import native
 from mamba_jax.model import parameters
 from mamba_jax.programs import StepPrograms
 from mamba_jax.train.additions import is_trained, new_adapter
@@ -25,9 +25,7 @@ from tests.support.engines import OPTIMIZED, QUICK_COMPILE
 from tests.support.selection import slow
 from tests.support.tiny_configs import TRAINABLE
 
-needs_native = pytest.mark.skipif(
-    invariant.WHY_MISSING is not None, reason=f"native operations: {invariant.WHY_MISSING}"
-)
+needs_native = pytest.mark.skipif(native.WHY_MISSING is not None, reason=f"native operations: {native.WHY_MISSING}")
 FLAGS = {
     "max_model_len": 96,
     "max_num_seqs": 4,

@@ -43,8 +43,7 @@ from mamba_jax.sampling.draws import in_blocks
 from mamba_jax.sampling.logits import penalise, truncate, weights_of
 from tests.support.engines import OPTIMIZED
 
-WHY_MISSING = native.why_incomplete()
-pytestmark = pytest.mark.skipif(WHY_MISSING is not None, reason=f"native operations: {WHY_MISSING}")
+pytestmark = pytest.mark.skipif(native.WHY_MISSING is not None, reason=f"native operations: {native.WHY_MISSING}")
 CHOICE = KernelChoice(platform="cpu", named="invariant")
 OPTIONS = COMPILER_OPTIONS | OPTIMIZED
 

@@ -11,13 +11,13 @@ from kernels_pallas.grouped_matmul import grouped_matmul, pallas_gpu, quantised_
 from kernels_pallas.grouped_matmul import reference as grouped_reference
 from kernels_pallas.linear import linear
 from kernels_pallas.linear import reference as linear_reference
-from kernels_pallas.native import why_not
+from kernels_pallas.native import WHY_MISSING
 from kernels_pallas.quantised import Quantised
 from tests.support.selection import slow
 
 pytestmark = pytest.mark.full
 
-needs_native = pytest.mark.skipif(why_not("int8") is not None, reason=f"native operations: {why_not('int8')}")
+needs_native = pytest.mark.skipif(WHY_MISSING is not None, reason=f"native operations: {WHY_MISSING}")
 DTYPES = [jnp.int8, jnp.int4, jnp.float8_e4m3fn, jnp.float4_e2m1fn]
 
 

@@ -259,10 +259,7 @@ def test_several_blocks_of_heads_on_tpu(shape, heads, monkeypatch):
     check(anew, shape, rows_of(shape, 6), slots=13)
 
 
-missing = native.why_missing("recurrence_replay")
-
-
-@pytest.mark.skipif(missing is not None, reason=f"native operations: {missing}")
+@pytest.mark.skipif(native.WHY_MISSING is not None, reason=f"native operations: {native.WHY_MISSING}")
 def test_bits_of_cpp_depend_neither_on_drafts_nor_on_other_rows():
     """What a token gives, and the state at a boundary: alone, and as one of several tokens among other rows."""
     shape, draw, count, options = MAMBA, Draw(5), 4, how(Draw(1), MAMBA)

@@ -13,7 +13,6 @@ pytestmark = pytest.mark.full
 
 INDEX = np.array([3, 0, 1, 3, 0, 4], np.int32)
 TARGET = np.array([2, 0, 5, 1, 0, 3], np.int32)
-missing = native.why_missing("read_slots") or native.why_missing("write_slots")
 DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn, jnp.int32, jnp.bool])
 
 
@@ -21,7 +20,7 @@ def numbers(count, dtype, *shape):
     return np.random.default_rng(count).normal(size=(count, *shape)).astype(dtype)
 
 
-@pytest.mark.skipif(missing is not None, reason=f"native operations: {missing}")
+@pytest.mark.skipif(native.WHY_MISSING is not None, reason=f"native operations: {native.WHY_MISSING}")
 class TestNative:
     @pytest.fixture(autouse=True)
     def form(self):
@@ -81,7 +80,7 @@ class TestXla(TestNative):
 
     @pytest.fixture(autouse=True)
     def form(self, monkeypatch):
-        monkeypatch.setattr(native, "why_missing", lambda operation: "not built")
+        monkeypatch.setattr(native, "WHY_MISSING", "not built")
         jax.clear_caches()
         yield
         jax.clear_caches()

@@ -106,7 +106,7 @@ def test_what_is_supported():
     check(Deployment(EngineConfig(data_parallel_size=2, enable_lora=True, disk_cache="x"), DENSE, "gpu"))
 
 
-@pytest.mark.skipif(native.why_incomplete() is not None, reason=f"native operations: {native.why_incomplete()}")
+@pytest.mark.skipif(native.WHY_MISSING is not None, reason=f"native operations: {native.WHY_MISSING}")
 def test_its_kernels_are_chosen_by_the_flag_only():
     assert kernel_choice(EngineConfig(schedule_invariant=True)).named == "invariant"
     with pytest.raises(ConfigError, match="use schedule_invariant"):

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from kernels_pallas import invariant
+from kernels_pallas import native
 from mamba_jax.families import config_from_hf
 from mamba_jax.train.arithmetic import arithmetic_reward, equations
 from mamba_jax.train.loop import initial_values
@@ -82,7 +82,7 @@ def test_sums_are_checked():
     assert arithmetic_reward("#### nothing") == 0
 
 
-@pytest.mark.skipif(invariant.WHY_MISSING is not None, reason=f"native operations: {invariant.WHY_MISSING}")
+@pytest.mark.skipif(native.WHY_MISSING is not None, reason=f"native operations: {native.WHY_MISSING}")
 def test_a_score_has_the_gradient_of_the_ordinary_form(values):
     given, model = answers(values), build(CONFIG, values, jnp.float32)
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from kernels_pallas import fixed_order, invariant
+from kernels_pallas.native import WHY_MISSING
 from kernels_pallas.paged_attention import api as attention_api
 from kernels_pallas.paged_attention import xla as attention_xla
 from kernels_pallas.recurrence import api as recurrence_api
@@ -25,7 +26,7 @@ from tests.support.shared_engines import INVARIANT, INVARIANT_MODELS, SMALLEST, 
 
 pytestmark = [
     pytest.mark.full,
-    pytest.mark.skipif(invariant.WHY_MISSING is not None, reason=f"native operations: {invariant.WHY_MISSING}"),
+    pytest.mark.skipif(WHY_MISSING is not None, reason=f"native operations: {WHY_MISSING}"),
 ]
 
 FIRST = 70_000_000

@@ -80,7 +80,7 @@ OF_8B = {"shape": NEMOTRON, "weight_bytes": 16_200_000_000}
     ],
 )
 def test_the_interval_is_chosen_by_what_a_step_moves(platforms, flags, interval, why, monkeypatch):
-    monkeypatch.setattr(native, "why_missing", lambda operation: None)
+    monkeypatch.setattr(native, "WHY_MISSING", None)
     for platform in platforms.split():
         found = resolved(**OF_8B, platform=platform, **flags)
         assert found.interval == interval
@@ -88,7 +88,7 @@ def test_the_interval_is_chosen_by_what_a_step_moves(platforms, flags, interval,
 
 
 def test_replay_is_not_chosen_where_nothing_speeds_it_up(monkeypatch):
-    monkeypatch.setattr(native, "why_missing", lambda operation: "not built")
+    monkeypatch.setattr(native, "WHY_MISSING", "not built")
     found = resolved(**OF_8B, platform="cpu", max_num_seqs=128, num_speculative_tokens=3)
     assert found.replay is None
     assert "CPU has no kernel for the replay of this model's states" in found.notice
