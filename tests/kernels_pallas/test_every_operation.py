@@ -9,32 +9,11 @@ import pytest
 
 from benchmarks.kernels.call import Draw
 from benchmarks.kernels.calls import OPERATIONS, drawn
-from kernels_pallas.causal_conv1d import (
-    causal_conv1d_prefill,
-    causal_conv1d_replay,
-    causal_conv1d_sequence,
-    causal_conv1d_update,
-)
+from kernels_pallas import causal_conv1d, paged_attention, recurrence, selective_scan
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.linear import linear, linear_pair
-from kernels_pallas.paged_attention import attention_sequence, copy_pages, paged_attention, write_kv
 from kernels_pallas.places import Anchored, Packed, Rows, Tiles
 from kernels_pallas.quantised import Quantised
-from kernels_pallas.recurrence import (
-    Entry,
-    Tail,
-    recurrence_replay,
-    recurrence_scan,
-    recurrence_sequence,
-    recurrence_update,
-)
-from kernels_pallas.selective_scan import (
-    SelectiveTail,
-    selective_replay,
-    selective_scan,
-    selective_scan_sequence,
-    selective_update,
-)
 
 pytestmark = pytest.mark.full
 
@@ -112,37 +91,49 @@ def calls(rows, steps):
     """Each operation on so many rows and steps, one of which is 0: a call, and what it gives but for empty outputs."""
     tiles, slots = Tiles(jnp.zeros(rows, bool), ints(rows), ints(rows)), Rows(ints(rows), ints(rows, steps))
     anchored = Anchored(*[ints(rows)] * 6, 8)
-    store, tail = floats(3, 4, 8, 8), Tail(floats(3, 16, 32), floats(3, 16, 16), floats(3, 16, 4), floats(3, 16, 4))
+    store, tail = (
+        floats(3, 4, 8, 8),
+        recurrence.Tail(floats(3, 16, 32), floats(3, 16, 16), floats(3, 16, 4), floats(3, 16, 4)),
+    )
     for erase, by_channel in ((False, False), (True, False), (True, True)):
         vectors, decays = floats(rows, steps, 2, 8), floats(rows, steps, 4, *[8] * by_channel)
-        entry = Entry(vectors, vectors, floats(rows, steps, 4, 8), -decays, floats(rows, steps, 4))
+        entry = recurrence.Entry(vectors, vectors, floats(rows, steps, 4, 8), -decays, floats(rows, steps, 4))
         of_tail = tail._replace(log_decay=floats(3, 16, 32)) if by_channel else tail
         of_tail = of_tail._replace(strength=None) if erase else of_tail
         how = {"erase": erase}
-        yield lambda e=entry, h=how: recurrence_scan(e, store, tiles, **h), (store,)
-        yield lambda e=entry, h=how: recurrence_update(e, store, slots, **h), (store,)
-        yield lambda e=entry, h=how, t=of_tail: recurrence_replay(e, store, t, anchored, **h), (store, of_tail)
-        yield lambda e=entry, h=how: recurrence_sequence(e, **h), (jnp.zeros((rows, 4, 8, 8)),)
+        yield lambda e=entry, h=how: recurrence.recurrence_scan(e, store, tiles, **h), (store,)
+        yield lambda e=entry, h=how: recurrence.recurrence_update(e, store, slots, **h), (store,)
+        yield (
+            lambda e=entry, h=how, t=of_tail: recurrence.recurrence_replay(e, store, t, anchored, **h),
+            (store, of_tail),
+        )
+        yield lambda e=entry, h=how: recurrence.recurrence_sequence(e, **h), (jnp.zeros((rows, 4, 8, 8)),)
     x, b, states, a = floats(rows, steps, 6), floats(rows, steps, 4), floats(3, 4, 6), -floats(4, 6)
-    layer, of_layer = (x, x, a, b, b, floats(6)), SelectiveTail(floats(3, 16, 6), floats(3, 16, 4), floats(3, 16, 6))
-    yield lambda: selective_scan(*layer, states, tiles), (states,)
-    yield lambda: selective_update(*layer, states, slots), (states,)
-    yield lambda: selective_replay(*layer, states, of_layer, anchored), (states, of_layer)
-    yield lambda: selective_scan_sequence(*layer), (jnp.zeros((rows, 4, 6)),)
+    layer, of_layer = (
+        (x, x, a, b, b, floats(6)),
+        selective_scan.SelectiveTail(floats(3, 16, 6), floats(3, 16, 4), floats(3, 16, 6)),
+    )
+    yield lambda: selective_scan.selective_scan(*layer, states, tiles), (states,)
+    yield lambda: selective_scan.selective_update(*layer, states, slots), (states,)
+    yield lambda: selective_scan.selective_replay(*layer, states, of_layer, anchored), (states, of_layer)
+    yield lambda: selective_scan.selective_scan_sequence(*layer), (jnp.zeros((rows, 4, 6)),)
     taps, windows, ring = floats(6, 4), floats(3, 3, 6), floats(3, 8, 6)
     packed = Packed(
         ints(0), ints(0), ints(rows), ints(rows), ints(0), ints(0), ints(0, 4), ints(0, 4), Tiles(*[ints(0)] * 3)
     )
-    yield lambda: causal_conv1d_prefill(floats(0, 6), taps, None, windows, packed), (windows,)
-    yield lambda: causal_conv1d_update(x, taps, None, windows, slots), (windows,)
-    yield lambda: causal_conv1d_replay(x, taps, None, windows, ring, anchored), (windows, ring)
-    yield lambda: (causal_conv1d_sequence(x, taps, None),), ()
+    yield lambda: causal_conv1d.causal_conv1d_prefill(floats(0, 6), taps, None, windows, packed), (windows,)
+    yield lambda: causal_conv1d.causal_conv1d_update(x, taps, None, windows, slots), (windows,)
+    yield lambda: causal_conv1d.causal_conv1d_replay(x, taps, None, windows, ring, anchored), (windows, ring)
+    yield lambda: (causal_conv1d.causal_conv1d_sequence(x, taps, None),), ()
     q, k, kv = floats(rows, steps, 4, 8), floats(rows, steps, 2, 8), floats(3, 4, 4, 8)
     places = {"positions": ints(rows, steps), "page_table": ints(2, 2), "block_row": ints(rows)}
-    yield lambda: (attention_sequence(q, k, k, scale=1.0),), ()
-    yield lambda: (paged_attention(q, kv, **places, scale=1.0),), ()
-    yield lambda: (None, write_kv(kv, floats(0, 2, 8), floats(0, 2, 8), page=ints(0), offset=ints(0))), (kv,)
-    yield lambda: (None, copy_pages(kv, source=ints(0), target=ints(0))), (kv,)
+    yield lambda: (paged_attention.attention_sequence(q, k, k, scale=1.0),), ()
+    yield lambda: (paged_attention.paged_attention(q, kv, **places, scale=1.0),), ()
+    yield (
+        lambda: (None, paged_attention.write_kv(kv, floats(0, 2, 8), floats(0, 2, 8), page=ints(0), offset=ints(0))),
+        (kv,),
+    )
+    yield lambda: (None, paged_attention.copy_pages(kv, source=ints(0), target=ints(0))), (kv,)
     yield lambda: (linear(x, floats(5, 6)), *linear_pair(x, floats(5, 6), floats(5, 6))), ()
     yield lambda: (grouped_matmul(floats(0, 6), floats(3, 5, 6), ints(3)),), ()
 
