@@ -81,5 +81,5 @@ def linear_pair(
 ) -> tuple[Float[Array, "*batch outputs"], Float[Array, "*batch outputs"]]:
     """x W^T of two weights of one shape, as `linear` computes it."""
     if 0 in (*x.shape, *first.shape):
-        return _apart(x, first, second, out_dtype=out_dtype or x.dtype)
+        return linear(x, first, out_dtype=out_dtype), linear(x, second, out_dtype=out_dtype)
     return dispatch.call("linear_pair", PAIR, implementation, x, first, second, out_dtype=out_dtype or x.dtype)
