@@ -1,7 +1,6 @@
 """Streams for many tasks at once: equal to the engine's own outputs, aborted when their reader goes."""
 
 import asyncio
-import itertools
 import random
 
 import pytest
@@ -30,27 +29,6 @@ def run(harness, body):
     finish(engine)
     engine.loop.scheduler.check(idle=True)
     assert engine.num_unfinished == 0
-
-
-@pytest.mark.full
-def test_many_streams_at_once(harness, prompts):
-    sync = harness.run(harness.engine("all"), [p["prompt_token_ids"] for p in prompts], GREEDY)
-
-    async def read(served, prompt):
-        seen, last = [], None
-        async for output in served.generate(prompt, GREEDY):
-            seen.append(list(output.outputs[0].token_ids))
-            last = output
-        assert all(b[: len(a)] == a for a, b in itertools.pairwise(seen))
-        return last
-
-    async def body(served):
-        outputs = await asyncio.gather(*(read(served, prompt) for prompt in prompts))
-        for one, other in zip(outputs, sync, strict=True):
-            assert one.finished
-            harness.assert_greedy(one.prompt_token_ids, one.outputs[0].token_ids, other.outputs[0].token_ids)
-
-    run(harness, body)
 
 
 def test_leaving_early_aborts(harness, prompts):

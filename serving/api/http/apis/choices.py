@@ -232,7 +232,8 @@ class CompletionWriter(ChoicesWriter):
             echoed, prompt = self._echoes[piece.prompt], [*self.job.prompts[piece.prompt]]
         choice = CompletionChoice(index=index, text=echoed + text, logprobs=None, finish_reason=new.finish_reason)
         if self._body.logprobs is not None and (prompt or tokens):
-            choice.logprobs = self._written(index, prompt, scores[:0] if not prompt else scores, tokens, tables, echoed)
+            shown = scores if prompt else ()
+            choice.logprobs = self._written(index, prompt, shown, tokens, tables, echoed)
         if self._body.prompt_logprob_token_ids and first and new.index == 0:
             choice.prompt_logprobs = self._logprobs.prompt(scores)
         self._add_details(choice, piece, tokens)

@@ -164,5 +164,5 @@ async def respond(api: TextApi, body: TextRequest, request: Request) -> Response
     codec = context.codec
     whole = await codec.run(sum(piece.num_tokens for piece in pieces), lambda: writer.response(pieces))
     if is_long(whole):
-        return EventStream(encoded(codec.run, whole), headers, media_type="application/json")
+        return EventStream(encoded(codec.run, whole), headers, lambda _: b"", media_type="application/json")
     return answer(whole, headers)
