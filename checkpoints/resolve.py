@@ -8,12 +8,14 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from checkpoints.errors import CheckpointError, listing
+from checkpoints.errors import CheckpointError, listing, one_line
+from checkpoints.json_file import read_json
 from checkpoints.overrides import parse_overrides
 from checkpoints.presets import preset_names
 
 ORBAX_MARKER = "mamba_jax.json"
 """A directory with this file was written by `save_orbax`."""
+_GGUF = "GGUF files are not supported; give the Hugging Face directory that they were made from"
 DEMO = "demo"
 DEMO_DIRECTORY = Path(__file__).resolve().parent / "demo"
 
@@ -77,6 +79,8 @@ def resolve(ref: str | Path, hf_overrides: Mapping[str, Any] | str | None = None
                 "apply them to the Hugging Face directory that it was converted from"
             )
         return Reference(kind, name, path, overrides)
+    if path.suffix == ".gguf" and path.is_file():
+        raise CheckpointError(f"{name}: {_GGUF}")
     if path.exists():
         raise CheckpointError(f"{name}: is a file; give the directory that holds config.json and the weights")
     expected = f"a Hugging Face or Orbax directory, {DEMO!r}, or a published size"
@@ -89,4 +93,11 @@ def _directory_kind(path: Path) -> ReferenceKind:
         return ReferenceKind.ORBAX
     if (path / "config.json").is_file():
         return ReferenceKind.HUGGING_FACE
+    if (path / "adapter_config.json").is_file():
+        base = str(read_json(path / "adapter_config.json").get("base_model_name_or_path"))
+        raise CheckpointError(
+            f"{path}: is an adapter of {one_line(base, 200)}; give that model, and load the adapter by enable_lora"
+        )
+    if any(path.glob("*.gguf")):
+        raise CheckpointError(f"{path}: {_GGUF}")
     raise CheckpointError(f"{path}: neither a Hugging Face (no config.json) nor an Orbax directory (no {ORBAX_MARKER})")

@@ -6,7 +6,7 @@ Which weights are quantised is not read here but seen from the tensors: mixed ch
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from checkpoints.errors import CheckpointError
 from checkpoints.json_file import read_json
 
 MODELOPT, COMPRESSED, FP8, GPTQ, AWQ = "modelopt", "compressed-tensors", "fp8", "gptq", "awq"
-METHODS = (MODELOPT, COMPRESSED, FP8, GPTQ, AWQ)
+AUTO_ROUND = "auto-round"
+METHODS = (MODELOPT, COMPRESSED, FP8, GPTQ, AWQ, AUTO_ROUND)
 _MODELOPT_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "MXFP8", "MIXED_PRECISION")
 
 
@@ -25,11 +26,11 @@ class Quantisation:
     method: str
     """One of METHODS."""
     bits: int = 4
-    """Of integers that are packed (gptq, awq)."""
+    """Of integers that are packed (gptq, awq), where tensors do not show it."""
     block: tuple[int, int] = (128, 128)
     """Outputs and inputs that share a scale where scales are of blocks."""
-    zero_offset: int = 0
-    """Number added to stored zero points: 1 in gptq's first format."""
+    zero_offset: int | None = 0
+    """Number added to stored zero points: 1 in gptq's first format. None: they are the middle, whatever is stored."""
 
 
 def read_quantisation(directory: Path, fields: Mapping[str, Any]) -> Quantisation | None:
@@ -57,13 +58,19 @@ def read_quantisation(directory: Path, fields: Mapping[str, Any]) -> Quantisatio
         return Quantisation(FP8, block=_block(path, found.get("weight_block_size")))
     if method in (GPTQ, AWQ):
         return _integers(path, method, found)
+    if method.replace("_", "-") in (AUTO_ROUND, "intel/auto-round", "autoround"):
+        return _auto_round(path, found)
     raise CheckpointError(f"{path}: quantization method {method!r} is not supported; known are {', '.join(METHODS)}")
 
 
 def _modelopt(path: Path, found: Mapping[str, Any]) -> Quantisation:
     algorithm = str(found.get("quant_algo") or "").upper()
     layers = found.get("quantized_layers") or {}
-    named = {algorithm, *(str(one.get("quant_algo")).upper() for one in layers.values() if isinstance(one, Mapping))}
+    # Newer descriptions have groups in place of an algorithm: the tensors show which.
+    named = {
+        algorithm or _MODELOPT_ALGORITHMS[0],
+        *(str(one.get("quant_algo")).upper() for one in layers.values() if isinstance(one, Mapping)),
+    }
     unknown = sorted(named - set(_MODELOPT_ALGORITHMS))
     if unknown:
         known = ", ".join(_MODELOPT_ALGORITHMS)
@@ -80,15 +87,25 @@ def _compressed_block(found: Mapping[str, Any]) -> Any:
 
 def _integers(path: Path, method: str, found: Mapping[str, Any]) -> Quantisation:
     bits = found.get("bits", found.get("w_bit", 4))
-    if bits not in (4, 8) or (method == AWQ and bits != 4):
-        raise CheckpointError(
-            f"{path}: {method} with {bits!r} bits is not supported; {'4' if method == AWQ else '4 and 8'}"
-        )
+    if bits not in (2, 4, 8) or (method == AWQ and bits != 4):
+        known = "4" if method == AWQ else "2, 4 and 8"
+        raise CheckpointError(f"{path}: {method} with {bits!r} bits is not supported; {known}")
     version = str(found.get("version", "gemm")).lower()
     if method == AWQ and version != "gemm":
         raise CheckpointError(f"{path}: awq version {version!r} is not supported; only gemm is")
     first_format = method == GPTQ and str(found.get("checkpoint_format", "gptq")) != "gptq_v2"
     return Quantisation(method, bits=bits, zero_offset=int(first_format))
+
+
+def _auto_round(path: Path, found: Mapping[str, Any]) -> Quantisation:
+    packing = str(found.get("packing_format") or "auto_round:auto_gptq").lower()
+    if "awq" in packing:
+        return _integers(path, AWQ, {"bits": 4})
+    if "gptq" not in packing and packing not in (AUTO_ROUND, "auto_round"):
+        raise CheckpointError(f"{path}: packing_format {packing!r} is not supported; known are those of GPTQ and AWQ")
+    first = "auto_gptq" in packing and "v2" not in packing
+    how = _integers(path, GPTQ, {**found, "checkpoint_format": "gptq" if first else "gptq_v2"})
+    return replace(how, zero_offset=None) if found.get("sym", True) else how
 
 
 def _block(path: Path, size: Any) -> tuple[int, int]:

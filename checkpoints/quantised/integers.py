@@ -4,10 +4,12 @@
   `weight_zero_point` of the same shape, if any.
 * compressed-tensors "pack-quantized": `weight_packed` [out, in / n], n integers plus 2^(bits-1) in each 32-bit word;
   `weight_shape`; `weight_scale` [out, groups]; `weight_zero_point` [out / n, groups], packed along the outputs.
-* GPTQ: `qweight` [in / n, out], packed along the inputs; `scales` [groups, out]; `qzeros` [groups, out / n], packed
-  along the outputs and, in the first format, less 1; `g_idx` [in], the group of each input.
+* GPTQ, AutoRound: `qweight` [in / n, out], packed along the inputs; `scales` [groups, out]; `qzeros`
+  [groups, out / n], packed along the outputs and, in the first format, less 1; `g_idx` [in], the group of each input.
 * AWQ: `qweight` [in, out / 8] and `qzeros` [groups, out / 8], packed along the outputs in an order of its own;
   `scales`.
+
+Without `qzeros`, the zero point is the middle. The number of bits of a module follows from the shapes of its tensors.
 """
 
 from __future__ import annotations
@@ -72,14 +74,14 @@ def pack_quantized(module: Module, how: Quantisation) -> StoredWeight:
             f"{module.name}.weight_packed is {[*lead, outputs, words]}, its weight_shape {list(logical)}"
         )
     inputs = logical[1]
-    bits = next((bits for bits in (4, 8) if -(-inputs * bits // 32) == words), None)
+    bits = next((bits for bits in (4, 8, 2, 3) if -(-inputs // (32 // bits)) == words), None)
     if bits is None:
         raise InvalidTensor(
-            f"{module.name}.weight_packed has {words} words for {inputs} inputs: neither 4 nor 8 bits each"
+            f"{module.name}.weight_packed has {words} words for {inputs} inputs: neither 2, 3, 4 nor 8 bits each"
         )
     groups = module.shape("weight_scale")[-1]
     _divides(module, "weight_scale", inputs, groups)
-    offset, dtype = 2 ** (bits - 1), INT4 if bits == 4 else INT8
+    offset, dtype = 2 ** (bits - 1), INT4 if bits <= 4 else INT8
 
     def values() -> np.ndarray:
         return _less(unpack(module.view("weight_packed"), bits, -1)[:, :inputs], offset).astype(dtype)
@@ -90,7 +92,7 @@ def pack_quantized(module: Module, how: Quantisation) -> StoredWeight:
         "group_scale": module.scale_of_groups("weight_scale", logical, groups, scale_dtype),
     }
     if module.has("weight_zero_point"):
-        module.expect("weight_zero_point", (-(-outputs * bits // 32), groups), "I32")
+        module.expect("weight_zero_point", (-(-outputs // (32 // bits)), groups), "I32")
 
         def zero() -> np.ndarray:
             return _less(unpack(module.view("weight_zero_point"), bits, 0)[:outputs], offset).T
@@ -108,35 +110,46 @@ def gptq(module: Module, how: Quantisation) -> StoredWeight:
     Raises:
         InvalidTensor: a tensor is missing, or of the wrong shape.
     """
-    bits, each = how.bits, 32 // how.bits
     words, outputs = module.shape("qweight")
-    inputs = words * each
+    bits = _gptq_bits(module, words, outputs, how)
+    inputs = words * (32 // bits)
     groups = module.shape("scales")[0]
     _divides(module, "scales", inputs, groups)
     module.expect("qweight", (words, outputs), "I32")
     module.expect("scales", (groups, outputs))
-    module.expect("qzeros", (groups, outputs // each), "I32")
-    offset = 2 ** (bits - 1)
+    offset, dtype = 2 ** (bits - 1), INT4 if bits <= 4 else INT8
 
     def values() -> np.ndarray:
         return _less(unpack(module.view("qweight"), bits, 0), offset).astype(dtype).T
 
     def zero() -> np.ndarray:
-        stored = unpack(module.view("qzeros"), bits, -1).astype(np.int16) + how.zero_offset
+        stored = unpack(module.view("qzeros"), bits, -1).astype(np.int16) + (how.zero_offset or 0)
         return (stored - offset).astype(np.int16)
 
-    dtype = INT4 if bits == 4 else INT8
-    # A zero point may be one more than the integers have room for.
-    zeros = Part(INT8 if bits == 4 else np.dtype(np.int16), zero, groups)
-    parts = {
-        "values": Part(dtype, values),
-        "group_scale": Part(F32, lambda: module.view("scales"), groups),
-        "group_zero": zeros,
-    }
+    parts = {"values": Part(dtype, values), "group_scale": Part(F32, lambda: module.view("scales"), groups)}
+    if how.zero_offset is None:
+        module.allow("qzeros")
+    elif module.has("qzeros"):
+        module.expect("qzeros", (groups, outputs * bits // 32), "I32")
+        # A zero point may be one more than the integers have room for.
+        parts["group_zero"] = Part(INT8 if bits <= 4 else np.dtype(np.int16), zero, groups)
     label, narrow = f"INT{bits} (GPTQ), groups of {inputs // groups}", True
     if module.has("g_idx"):
         label, parts, narrow = _in_order(module, "g_idx", label, parts, inputs, groups)
     return StoredWeight(label, (outputs, inputs), parts, tuple(module.uses), narrow)
+
+
+def _gptq_bits(module: Module, words: int, outputs: int, how: Quantisation) -> int:
+    """Returns the bits of a module's integers: mixed checkpoints have modules with others than the description's."""
+    if module.has("g_idx"):
+        bits = 32 * words / max(1, *module.shape("g_idx"))
+    elif module.has("qzeros"):
+        bits = 32 * module.shape("qzeros")[-1] / max(1, outputs)
+    else:
+        bits = how.bits
+    if bits not in (2, 4, 8):
+        raise InvalidTensor(f"{module.name}.qweight has {bits:g} bits for each input: 2, 4 and 8 are supported")
+    return int(bits)
 
 
 def awq(module: Module, how: Quantisation) -> StoredWeight:
@@ -151,12 +164,13 @@ def awq(module: Module, how: Quantisation) -> StoredWeight:
     _divides(module, "scales", inputs, groups)
     module.expect("qweight", (inputs, words), "I32")
     module.expect("scales", (groups, outputs))
-    module.expect("qzeros", (groups, words), "I32")
     parts = {
         "values": Part(INT4, lambda: _less(unpack_awq(module.view("qweight")), 8).astype(INT4).T),
         "group_scale": Part(F32, lambda: module.view("scales"), groups),
-        "group_zero": Part(INT8, lambda: _less(unpack_awq(module.view("qzeros")), 8), groups),
     }
+    if module.has("qzeros"):
+        module.expect("qzeros", (groups, words), "I32")
+        parts["group_zero"] = Part(INT8, lambda: _less(unpack_awq(module.view("qzeros")), 8), groups)
     return StoredWeight(f"INT4 (AWQ), groups of {inputs // groups}", (outputs, inputs), parts, tuple(module.uses))
 
 

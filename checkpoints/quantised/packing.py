@@ -12,7 +12,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 def unpack(words: np.ndarray, bits: int, axis: int) -> np.ndarray:
     """Unsigned integers (uint8) from 32-bit words along an axis, the lowest bits first."""
     words = np.moveaxis(words, axis, -1).view(np.uint32)
-    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    shifts = np.arange(32 // bits, dtype=np.uint32) * np.uint32(bits)
     # One shift at a time: all at once would take eight times the memory for 32-bit intermediates.
     out = np.empty((*words.shape, len(shifts)), np.uint8)
     for i, shift in enumerate(shifts):

@@ -33,18 +33,11 @@ def parts_of(
         path: of the weight.
         shape: of the weight.
         source: how the weight is made from stored ones: all rows or some, or stacked.
-        stored: one for each name of the source.
+        stored: one for each name of the source, of equal form.
         shardings: the sharding of parameters. Groups that several devices would share are split, with the same scale.
         release: called with the name of a stored weight whose values have been copied.
-    Raises:
-        CheckpointError: stored weights to be stacked are quantised in different ways.
     """
     first = stored[0]
-    for name, weight in zip(source.names, stored, strict=True):
-        if weight.form != first.form:
-            raise CheckpointError(
-                f"{name} is {weight.label}, but {source.names[0]} is {first.label}: they are one weight"
-            )
     # Publishers omit the input scale of modules that their calibration data never used; then the weight has none.
     parts = [part for part in first.parts if part != INPUT_SCALE or all(part in one.parts for one in stored)]
     return {

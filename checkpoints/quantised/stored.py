@@ -94,13 +94,22 @@ class StoredWeight:
 class Module:
     """The tensors of one quantized module: `NAME.weight` and its companions. Records which were used."""
 
-    def __init__(self, tensors: TypedTensors, name: str) -> None:
-        self.tensors, self.name = tensors, name
+    def __init__(self, tensors: TypedTensors, name: str, *, fused: bool = False) -> None:
+        """`fused`: the weight is the tensor `NAME`, of all experts, with companions such as `NAME_scale_inv`."""
+        self.tensors, self.name, self._fused = tensors, name, fused
         self.uses: list[str] = []
+
+    def _named(self, suffix: str) -> str:
+        if not self._fused:
+            return f"{self.name}.{suffix}"
+        if suffix == "weight":
+            return self.name
+        names = (f"{self.name}_{suffix}", f"{self.name}_{suffix.removeprefix('weight_')}")
+        return next((name for name in names if name in self.tensors.names), names[0])
 
     def has(self, suffix: str) -> bool:
         """Returns whether there is such a tensor."""
-        return f"{self.name}.{suffix}" in self.tensors.names
+        return self._named(suffix) in self.tensors.names
 
     def dtype(self, suffix: str) -> str:
         """Returns a tensor's dtype as the file spells it."""
@@ -112,7 +121,7 @@ class Module:
 
     def view(self, suffix: str) -> np.ndarray:
         """Returns the values of a tensor."""
-        return self.tensors.view(f"{self.name}.{suffix}")
+        return self.tensors.view(self._named(suffix))
 
     def expect(self, suffix: str, shape: tuple[int, ...], *dtypes: str) -> None:
         """Checks a required tensor.
@@ -128,10 +137,10 @@ class Module:
 
     def allow(self, *suffixes: str) -> None:
         """Allows tensors that may be present but are not used."""
-        self.uses += [f"{self.name}.{suffix}" for suffix in suffixes if self.has(suffix)]
+        self.uses += [self._named(suffix) for suffix in suffixes if self.has(suffix)]
 
     def _full(self, suffix: str) -> str:
-        full = f"{self.name}.{suffix}"
+        full = self._named(suffix)
         if full not in self.tensors.names:
             raise InvalidTensor(f"{full} is missing")
         if full not in self.uses:

@@ -15,6 +15,8 @@ from checkpoints.quantised.stored import InvalidTensor, Module, StoredWeight, Ty
 
 _NARROW = {"F8_E4M3": floats.fp8, "I8": integers.int8, "U8": floats.nvfp4}
 _PACKED = {"U8": floats.nvfp4, "I32": integers.pack_quantized}
+_FUSED_SCALES = ("scale", "scale_inv", "weight_scale", "weight_scale_inv")
+"""Ends of the names of scales of all experts' weights in one tensor."""
 CACHE_SCALES = r".*\.([kv]_scale|kv_scale)"
 """Names of the factors that divide keys and values in 8 bits."""
 
@@ -39,15 +41,15 @@ class LogicalTensors:
                 wrong.append(str(error))
                 continue
             if found is not None:
-                module, weight = found
-                self.quantised[f"{module}.weight"] = weight
+                logical, weight = found
+                self.quantised[logical] = weight
                 used.update(weight.uses)
         self._wide = tensors.names - used
         # A scale without its weight is reported by the code that matches names; a weight without its scale, here.
         wrong += [
             f"{name} is {tensors.dtype(name)} and has no scale"
             for name in sorted(self._wide)
-            if "F8" in tensors.dtype(name) and not name.endswith("_scale")
+            if "F8" in tensors.dtype(name) and not name.endswith(("_scale", "_scale_inv"))
         ]
         if wrong:
             raise CheckpointError(f"{where}: {len(wrong)} quantized weights are not whole: {listing(wrong)}")
@@ -92,17 +94,19 @@ def by_place(quantised: Iterable[tuple[str, str]]) -> str:
 
 
 def _read(tensors: TypedTensors, name: str, how: Quantisation | None) -> tuple[str, StoredWeight] | None:
-    """The quantized weight whose values a tensor contains, with the name of its module; None if it contains none."""
+    """The quantized weight whose values a tensor contains, with its logical name; None if it contains none."""
     module_name, _, suffix = name.rpartition(".")
-    kind, read = tensors.dtype(name), None
+    kind, read, fused = tensors.dtype(name), None, False
     if suffix == "qweight" and how is not None and how.method in (GPTQ, AWQ):
         read = integers.awq if how.method == AWQ else integers.gptq
     elif suffix == "weight_packed":
         read = _PACKED.get(kind)
     elif suffix == "weight":
         read = _NARROW.get(kind)
+    elif len(tensors.shape(name)) == 3 and any(f"{name}_{scale}" in tensors.names for scale in _FUSED_SCALES):
+        module_name, read, fused = name, _NARROW.get(kind), True
     if read is None:
         return None
     if how is None:
         raise InvalidTensor(f"{name} is {kind}, but config.json describes no quantization")
-    return module_name, read(Module(tensors, module_name), how)
+    return name if fused else f"{module_name}.weight", read(Module(tensors, module_name, fused=fused), how)

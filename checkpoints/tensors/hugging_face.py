@@ -94,7 +94,8 @@ def readable(
     `source` is the weight alone; see `rounded`.
     """
     narrow = [quantised[name] for name in source.names if name in quantised]
-    if not narrow:
+    # Experts of different forms become one wide weight: `tensors` gives the values that each stands for.
+    if not narrow or len(narrow) < len(source.names) or any(each.form != narrow[0].form for each in narrow):
         rounding = None if selection is None else selection.of(path, target.shape)
         if rounding is None:
             return {path: (target, _StoredParameter(tensors, source, target))}
@@ -104,9 +105,6 @@ def readable(
         if largest is None and not source.stack:
             largest = lambda: largest_of(tensors.view(source.names[0]))  # noqa: E731
         return rounded(path, target, reader, rounding, shardings, largest=largest)
-    if len(narrow) < len(source.names):
-        wide = [name for name in source.names if name not in quantised]
-        raise CheckpointError(f"of the weights that make {path}, {len(wide)} are not quantized: {listing(wide)}")
     return parts_of(path, target.shape, source, narrow, shardings, release=tensors.release)
 
 

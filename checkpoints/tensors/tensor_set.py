@@ -107,7 +107,12 @@ def _file_names(directory: Path) -> list[str]:
         raise CheckpointError(f"{directory}: missing {len(missing)} of {len(files)} shards: {listing(missing)}")
     if not files:
         torch_files = any(directory.glob("*.bin")) or any(directory.glob("*.pt"))
-        hint = "; only safetensors weights can be read, convert the .bin files first" if torch_files else ""
+        hint = (
+            "; only safetensors weights can be read, convert the .bin files first: transformers' from_pretrained, then "
+            "save_pretrained"
+            if torch_files
+            else ""
+        )
         raise CheckpointError(f"{directory}: has no *.safetensors file{hint}")
     return sorted(files)
 

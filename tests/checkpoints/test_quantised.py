@@ -14,7 +14,19 @@ from checkpoints.tensors.tensor_set import TensorSet
 from mamba_jax.model import parameters
 from mamba_jax.modules.quantised import quantised_weights
 from tests.support.golden_case import full_log_probs
-from tests.support.quantised_checkpoints import CONFIGS, METHODS, config_of, fp8, write_mixed, write_quantised
+from tests.support.quantised_checkpoints import (
+    CONFIGS,
+    METHODS,
+    _words,
+    awq,
+    config_of,
+    fp8,
+    fp8_blocks,
+    gptq,
+    nvfp4,
+    write_mixed,
+    write_quantised,
+)
 
 TOLERANCE = 2e-4
 
@@ -152,15 +164,105 @@ def test_a_wrong_or_superfluous_scale_is_named(changeable, name, value, message)
         load(write(tensors | {name: value}))
 
 
-def test_experts_of_one_layer_must_agree(changeable):
+@pytest.mark.parametrize("other", ["wide", "FP8"])
+def test_experts_of_different_forms_are_widened(mixed, changeable, other):
     tensors, write = changeable
-    wide = {f"{EXPERT}.weight": np.ones((32, 64), np.float32)}
+    weight = np.arange(32 * 64, dtype=np.float32).reshape(32, 64) / 4096
+    parts, expected = ({"weight": weight}, weight) if other == "wide" else fp8(weight)
     others = {k: v for k, v in tensors.items() if not k.startswith(EXPERT)}
-    with pytest.raises(CheckpointError, match=f"1 are not quantized: {EXPERT}.weight"):
-        load(write(others | wide))
-    other = {f"{EXPERT}.{suffix}": part for suffix, part in fp8(np.ones((32, 64), np.float32))[0].items()}
-    with pytest.raises(CheckpointError, match=r"is FP8, a scale per tensor, but .* is NVFP4"):
-        load(write(others | other))
+    few = values(load(write(others | {f"{EXPERT}.{suffix}": part for suffix, part in parts.items()})))
+    wide = values(load(mixed[1]))["blocks.1.mixer.experts.up"]
+    np.testing.assert_allclose(few["blocks.1.mixer.experts.up"], wide.at[2].set(expected), rtol=2e-6, atol=1e-7)
+    assert few["blocks.1.mixer.experts.down.values"].dtype == ml_dtypes.float4_e2m1fn
+
+
+def symmetric(kind, **options):
+    """A format without zero points, which are the middle then."""
+
+    def write(w):
+        parts, _ = kind(w, **options)
+        parts["qzeros"][...] = 0x77777777 if kind is gptq else -0x77777778
+        bits = options.get("bits", 4)
+        if bits == 8:
+            parts["qzeros"][...] = 0x7F7F7F7F
+        scale = parts["scales"].T.astype(np.float32)
+        codes = packing.unpack_awq(parts["qweight"]) if kind is awq else packing.unpack(parts["qweight"], bits, 0)
+        signed = codes.T.astype(np.float32) - 2 ** (bits - 1)
+        wide = (signed.reshape(*scale.shape, -1) * scale[..., None]).reshape(w.shape)
+        return {suffix: part for suffix, part in parts.items() if suffix not in ("qzeros", "g_idx")}, wide
+
+    return write
+
+
+def packed(bits):
+    """compressed-tensors' integers of few bits: a word holds as many as fit whole."""
+
+    def write(w):
+        scale = (np.abs(w).max(-1, keepdims=True) / (2 ** (bits - 1) - 0.5)).astype(np.float32)
+        signed = np.clip(np.rint(w / scale), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+        words = _words((signed + 2 ** (bits - 1)).astype(np.int64), bits, -1)
+        return {"weight_packed": words, "weight_scale": scale, "weight_shape": np.asarray(w.shape)}, signed * scale
+
+    return write
+
+
+GPTQ, AUTO = (
+    {"quant_method": "gptq", "bits": 4, "group_size": 16},
+    {"quant_method": "auto-round", "bits": 4, "sym": True},
+)
+FORMS = {
+    "GPTQ without zero points": (GPTQ, {r".*_proj": symmetric(gptq)}),
+    "AWQ without zero points": ({"quant_method": "awq", "bits": 4}, {r".*_proj": symmetric(awq)}),
+    "bits per module": (GPTQ, {r".*(up|down)_proj": lambda w: gptq(w, bits=8), r".*_proj": gptq}),
+    "AutoRound as GPTQ": (AUTO | {"packing_format": "auto_round:auto_gptq"}, {r".*_proj": symmetric(gptq)}),
+    "AutoRound as AWQ": (AUTO | {"packing_format": "auto_round:auto_awq"}, {r".*_proj": symmetric(awq)}),
+    "AutoRound, not symmetric": (AUTO | {"packing_format": "auto_round:auto_gptq", "sym": False}, {r".*_proj": gptq}),
+    "3 bits": ({"quant_method": "compressed-tensors"}, {r".*_proj": packed(3)}),
+    "2 bits": ({"quant_method": "compressed-tensors"}, {r".*_proj": packed(2)}),
+    "ModelOpt's groups": ({"quant_method": "modelopt", "config_groups": {}}, {r".*_proj": fp8}),
+}
+
+
+def assert_stands_for(narrow, wide):
+    few, expected = values(load(narrow)), values(load(wide))
+    quantised = quantised_weights(few)
+    assert quantised
+    for path, value in expected.items():
+        got = quantised[path].dequantise() if path in quantised else few[path]
+        np.testing.assert_allclose(got, value, rtol=2e-6, atol=1e-7, err_msg=path)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_are_known_by_their_tensors(tmp_path, form):
+    description, formats = FORMS[form]
+    assert_stands_for(*write_quantised(tmp_path, config_of("falcon"), formats, description))
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (fp8_blocks, {"weight_scale_inv": "_scale_inv"}),
+        (lambda w: fp8(w, per="channel"), {"weight_scale": "_scale", "input_scale": "_input_scale"}),
+        (nvfp4, {each: f"_{each}" for each in ("weight_scale", "weight_scale_2", "input_scale")}),
+    ],
+    ids=["FP8 blocks", "FP8 channels", "NVFP4"],
+)
+def test_experts_may_be_one_tensor(tmp_path, kind, names):
+    """As transformers 5 writes them: `experts.gate_up_proj`, and scales whose names begin so."""
+    description = {"quant_method": "fp8", "weight_block_size": [48, 48]}
+    formats = {r".*block_sparse_moe\.(in|out)put_linear": kind}
+    narrow, wide = write_quantised(tmp_path, config_of("granite"), formats, description)
+    tensors = {}
+    stored = TensorSet(narrow)
+    for name in stored.names:
+        value, (module, _, suffix) = np.array(stored.view(name)), name.rpartition(".")
+        if "block_sparse_moe.input_linear" in module or "block_sparse_moe.output_linear" in module:
+            fused = module.replace("input_linear", "experts.gate_up_proj").replace("output_linear", "experts.down_proj")
+            name = fused if suffix == "weight" else f"{fused}{names[suffix]}"
+        tensors[name] = value
+    del stored
+    save_file(tensors, narrow / "model.safetensors")
+    assert_stands_for(narrow, wide)
 
 
 def test_scales_of_cached_keys_and_values_may_be_there(changeable):
@@ -210,7 +312,8 @@ def test_the_other_order_of_nibbles_shows(mixed, monkeypatch):
             {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "INT4_AWQ"}}},
             "quant_algo 'INT4_AWQ' is not supported",
         ),
-        ({"quant_method": "gptq", "bits": 3}, "gptq with 3 bits is not supported; 4 and 8"),
+        ({"quant_method": "gptq", "bits": 3}, "gptq with 3 bits is not supported; 2, 4 and 8"),
+        ({"quant_method": "auto-round", "packing_format": "gguf:q4_0"}, "packing_format 'gguf:q4_0' is not supported"),
         ({"quant_method": "awq", "version": "gemv"}, "awq version 'gemv' is not supported"),
         ({"quant_method": "fp8", "weight_block_size": [0, 4]}, "is not the shape of a block"),
         ("int8", "is not an object"),
