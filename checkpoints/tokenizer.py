@@ -1,4 +1,4 @@
-"""Converts text to token ids and back, as the checkpoint's `tokenizer.json` defines."""
+"""Converts text to token ids and back, as the checkpoint's `tokenizer.json` or `tiktoken.model` defines."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from checkpoints.json_file import read_json_if_present
 from checkpoints.resolve import resolve
 from checkpoints.text.chat import ChatTemplates, Message
 from checkpoints.text.stream import StreamDecoder
+from checkpoints.text.tiktoken_file import TIKTOKEN_FILE, read_tiktoken
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -23,7 +24,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
-    "tiktoken.model",
+    TIKTOKEN_FILE,
     "chat_template.jinja",
 )
 MORE_TEMPLATES = "additional_chat_templates"
@@ -152,22 +153,25 @@ class Tokenizer:
 
 
 def read_tokenizer(directory: Path) -> Tokenizer | None:
-    """Returns the tokenizer of a directory, or None where there is no `tokenizer.json`.
+    """Returns the tokenizer of a directory, or None where there is no `tokenizer.json` and no `tiktoken.model`.
 
     Raises:
         CheckpointError: a file is there but broken.
     """
-    path = directory / "tokenizer.json"
+    path, settings = directory / "tokenizer.json", read_json_if_present(directory / "tokenizer_config.json")
     if not path.is_file():
-        return None
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises bare Exception for any problem of the file
-        raise CheckpointError(f"{path}: not a usable tokenizer ({' '.join(str(error).split())})") from error
+        other = directory / TIKTOKEN_FILE
+        if not other.is_file():
+            return None
+        backend = read_tiktoken(other, settings)
+    else:
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises bare Exception for any problem of the file
+            raise CheckpointError(f"{path}: not a usable tokenizer ({' '.join(str(error).split())})") from error
     # Truncation and padding are for training batches; a server must neither truncate nor pad prompts.
     backend.no_truncation()
     backend.no_padding()
-    settings = read_json_if_present(directory / "tokenizer_config.json")
     return Tokenizer(backend, _special_tokens(directory, settings, backend), _chat_templates(directory, settings))
 
 
@@ -233,7 +237,9 @@ def require_tokenizer(ref: str | Path, *, chat_template: str | None = None) -> T
     """
     tokenizer = load_tokenizer(ref, chat_template=chat_template)
     if tokenizer is None:
-        raise CheckpointError(f"{ref}: has no tokenizer.json, so text cannot be used; give token ids instead")
+        raise CheckpointError(
+            f"{ref}: has no tokenizer.json or {TIKTOKEN_FILE}, so text cannot be used; give token ids instead"
+        )
     return tokenizer
 
 

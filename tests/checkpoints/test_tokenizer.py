@@ -1,7 +1,9 @@
 """Tokenizers: special tokens from every file that may name them, and streams that equal the whole text."""
 
+import base64
 import json
 import random
+from itertools import pairwise
 
 import pytest
 from tokenizers import Tokenizer as Backend
@@ -174,3 +176,70 @@ def test_encode_chat_adds_no_second_bos(byte_level):
     assert ids.count(byte_level.bos_token_id) == 1
     text = byte_level.decode(ids, skip_special_tokens=False)
     assert text == "<|bos|><|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+SAMPLES = "the theory of 日本語 text isn't THE Text'S 12345 6,789! \r\n\n  \t x  y Ünïcödé ẞß 😀 ﬁ가나다 don’t"
+
+
+def tiktoken_directory(directory):
+    """A small vocabulary in tiktoken's form: ranks in the order of merges, with several ways to make a token."""
+    pieces = [b"th", b"he", b"the", b" t", b" the", b"ex", b"xt", b"text", b"tex", b" te", "日".encode(),
+              "日本".encode(), b"12", b"123", b"  ", b"in", b"is", b"isn", b"n't", b"'t", b"te"]  # fmt: skip
+    ranks = {token: rank for rank, token in enumerate([*(bytes([i]) for i in range(256)), *pieces])}
+    lines = [f"{base64.b64encode(token).decode()} {rank}" for token, rank in ranks.items()]
+    (directory / "tiktoken.model").write_text("\n".join(lines) + "\n")
+    added = {str(len(ranks)): {"content": "[BOS]"}, str(len(ranks) + 2): {"content": "<|im_end|>", "special": True}}
+    settings = {"added_tokens_decoder": added, "bos_token": "[BOS]", "eos_token": "<|im_end|>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return ranks
+
+
+def merged(ranks, piece):
+    """tiktoken's algorithm: the pair whose token has the lowest rank is merged, the first of equal ones."""
+    if piece in ranks:
+        return [ranks[piece]]
+    parts = [piece[i : i + 1] for i in range(len(piece))]
+    while True:
+        pairs = [(ranks[left + right], i) for i, (left, right) in enumerate(pairwise(parts)) if left + right in ranks]
+        if not pairs:
+            return [ranks[part] for part in parts]
+        _, at = min(pairs)
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+
+
+def test_tiktoken_files_give_the_tokens_of_their_own_algorithm(tmp_path):
+    ranks, rng = tiktoken_directory(tmp_path), random.Random(0)
+    tokenizer = read_tokenizer(tmp_path)
+    split = tokenizer._backend.pre_tokenizer[0]
+    for _ in range(2000):
+        text = "".join(rng.choice(SAMPLES) for _ in range(rng.randint(1, 40)))
+        pieces = [piece for piece, _ in split.pre_tokenize_str(text)]
+        assert "".join(pieces) == text
+        expected = [token for piece in pieces for token in merged(ranks, piece.encode())]
+        assert tokenizer.encode(text) == expected, text
+        assert tokenizer.decode(expected) == text
+    special = len(ranks)
+    assert tokenizer.encode("[BOS]the<|im_end|>") == [special, ranks[b"the"], special + 2]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.vocab_size) == (special, special + 2, special + 3)
+    assert tokenizer.decode([special, ranks[b"the"]]) == "the"
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("Hello World's 日本語abc", ["Hello", " World's", " ", "日本語", "abc"]),
+        ("1234567 a\n\n b", ["123", "456", "7", " a", "\n\n", " b"]),
+        ("x = {y}  z", ["x", " =", " {", "y", "}", " ", " z"]),
+    ],
+)
+def test_tiktoken_texts_are_split_as_kimi_splits_them(tmp_path, text, pieces):
+    tiktoken_directory(tmp_path)
+    split = read_tokenizer(tmp_path)._backend.pre_tokenizer[0]
+    assert [piece for piece, _ in split.pre_tokenize_str(text)] == pieces
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"YQ== 0\n", b"YQ==\n", b"", b"YQ== x\n"])
+def test_a_broken_tiktoken_file_is_named(tmp_path, content):
+    (tmp_path / "tiktoken.model").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"tiktoken\.model: not a usable tokenizer"):
+        read_tokenizer(tmp_path)

@@ -1,0 +1,81 @@
+"""Tokenizers in tiktoken's form: `tiktoken.model`, as Kimi's repositories have it in place of `tokenizer.json`.
+
+Each line has a token's bytes in base64, and its rank. Texts are first split by a regular expression, which is part of
+the repository's code and not of the file: it is that of Kimi here.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from checkpoints.errors import CheckpointError, one_line
+
+TIKTOKEN_FILE = "tiktoken.model"
+_SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_PATTERN = "|".join((
+    r"[\p{Han}]+",
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIXES}",
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIXES}",
+    r"\p{N}{1,3}",
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+    r"\s*[\r\n]+",
+    r"\s+(?!\S)",
+    r"\s+",
+))  # fmt: skip
+
+
+def read_tiktoken(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
+    """Reads a tokenizer.
+
+    Args:
+        path: the file.
+        settings: tokenizer_config.json, whose `added_tokens_decoder` has the special tokens by id.
+    Raises:
+        CheckpointError: the file is not of this form, or ranks or ids are missing.
+    """
+    try:
+        lines = (line.split() for line in path.read_bytes().splitlines() if line)
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+        added = {int(token_id): token for token_id, token in (settings.get("added_tokens_decoder") or {}).items()}
+        added = {token_id: AddedToken(str(token["content"]), special=bool(token.get("special", True)), normalized=False)
+                 for token_id, token in added.items()}  # fmt: skip
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise CheckpointError(f"{path}: not a usable tokenizer ({one_line(error)})") from error
+    if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([each]) not in ranks for each in range(256)):
+        raise CheckpointError(f"{path}: not a usable tokenizer (ranks or single bytes are missing)")
+    letters = _letters()
+    texts = {token: "".join(map(letters.__getitem__, token)) for token in ranks}
+    merges: list[tuple[str, str]] = []
+    for token in sorted(ranks, key=ranks.__getitem__):
+        # All pairs that make a token, as tiktoken merges any of them at the token's rank.
+        cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
+        pairs = sorted(
+            (ranks[left], ranks[right], left, right) for left, right in cuts if left in ranks and right in ranks
+        )
+        merges += ((texts[left], texts[right]) for *_, left, right in pairs)
+    vocab = {texts[token]: rank for token, rank in ranks.items()}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(_PATTERN), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])  # fmt: skip
+    tokenizer.decoder = decoders.ByteLevel()
+    # Added tokens get the next ids in order, so that gaps need tokens, too: Kimi's code gives them these names.
+    tokenizer.add_tokens([
+        added.get(token_id) or AddedToken(f"<|reserved_token_{token_id}|>", special=True, normalized=False)
+        for token_id in range(len(ranks), 1 + max(added, default=-1))
+    ])  # fmt: skip
+    return tokenizer
+
+
+def _letters() -> dict[int, str]:
+    """Returns the character for each byte in byte-level vocabularies."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [each for each in range(256) if each not in plain]
+    return {each: chr(each) for each in plain} | {each: chr(256 + i) for i, each in enumerate(others)}
