@@ -204,7 +204,7 @@ class Scheduler(RemoteStates):
         demands = self.queues.waiting_tokens(most) if self.queues.free_row_ids else Counter[str | None]()
         for request in prompts:
             demands[request.client] += len(request.tokens) - request.progress.num_computed
-        return demands
+        return +demands  # without zeros
 
     def _plan_prompts(self, prompts: Sequence[Request], plan: StepPlan, budget: Budget) -> None:
         """Plans chunks of running prompts, then admits waiting requests: short prompts in the first half of the tokens,

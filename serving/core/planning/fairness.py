@@ -10,7 +10,8 @@ With k active clients, each gets 1/k of what it would get alone. For a client th
 at most k times as long as one with only its rows. Up to that length, rows and prompts of other clients take part:
 
 * Rows of one client take turns if decoding all rows takes too long. Where a step of 64 rows takes as long as a step of
-  one (accelerators), all rows take part in every step.
+  one (accelerators), all rows take part in every step. If even a row of each takes too long (it samples, for example),
+  clients with more rows than others sit out steps.
 * Prompt tokens are divided by deficit round robin: a client's deficit grows by its part of each step and falls by the
   tokens that the step feeds. A client with a positive deficit may feed a tile at least, and a new client comes first.
 """
@@ -27,6 +28,8 @@ _PAUSES_WITHOUT_DECODING = 5
 """Maximum duration of a step without decode rows, as a multiple of `max_decode_pause`."""
 _WEIGHT = 0.3
 """Of the latest step in the moving averages of durations."""
+_RISE = 1 / 32
+"""Of the latest step in an average that slower steps hardly change."""
 _FORGETTING = 1 / 512
 """Fraction by which the duration of a step that was too long is lowered, so that such a step is tried again."""
 
@@ -45,6 +48,8 @@ class StepTimes:
         """Seconds per prompt token; 0 before the first observation."""
         self._decode: dict[int, float] = {}
         """Seconds of a step without prompts, by the binary logarithm of its rows, rounded up."""
+        self._quiet: dict[int, float] = {}
+        """The same on a machine without other load, which makes single steps longer: this average rises slowly."""
 
     def observe_prompts(self, num_tokens: int, seconds: float) -> None:
         """Records the duration of a step with this number of prompt tokens.
@@ -59,11 +64,16 @@ class StepTimes:
         """Records the duration of a step without prompts."""
         size = (rows - 1).bit_length()
         self._decode[size] = _average(self._decode.get(size, 0.0), seconds)
+        before = self._quiet.get(size, 0.0)
+        self._quiet[size] = _average(before, seconds, _WEIGHT if seconds < before else _RISE)
 
-    def decode(self, rows: int) -> float:
-        """Returns the duration of a step with as many rows, or of the next larger one that is known; 0 if none is."""
-        size = (rows - 1).bit_length()
-        return next((self._decode[each] for each in sorted(self._decode) if each >= size), 0.0)
+    def decode(self, rows: int, *, quiet: bool = False) -> float:
+        """Returns the duration of a step with as many rows, or of the next larger one that is known; 0 if none is.
+
+        `quiet`: without the effect of other programs on the machine.
+        """
+        size, known = (rows - 1).bit_length(), self._quiet if quiet else self._decode
+        return next((known[each] for each in sorted(known) if each >= size), 0.0)
 
     def knows(self, rows: int) -> bool:
         """Returns whether a step with about as many rows has been observed."""
@@ -93,6 +103,8 @@ class Fairness:
 
         self._attempts = 0
         """How many steps have been planned in a row to measure decode rows."""
+        self._saved = 0.0
+        """Seconds that steps without the clients with many rows have saved for a step with them."""
         self._measuring = False
         """Whether the step being planned measures decode rows."""
 
@@ -113,7 +125,7 @@ class Fairness:
 
         Without `max_decode_pause`, plans must not depend on clocks.
         """
-        return self.times.decode(min(rows.values())) if self._pause is not None else 0.0
+        return self.times.decode(min(rows.values()), quiet=True) if self._pause is not None else 0.0
 
     # -- by clients --
 
@@ -132,7 +144,14 @@ class Fairness:
             return [request for request in decoding if request.client == client][:most]
         part = sum(0.5 if client in prompts else 1.0 for client in rows)
         if len(rows) > 1 and (alone := self._alone(rows)):
-            most = min(most, self.times.rows_within(len(decoding), len(rows), max(1.0, part) * alone))
+            limit, least = max(1.0, part) * alone, len(rows)
+            lowest = self.times.decode(least) if self.times.knows(least) else 0.0
+            if lowest > limit and not self._may_exceed(lowest - limit, max(limit - alone, alone / 4)):
+                fewest = min(rows.values())
+                few = [request for request in decoding if rows[request.client] == fewest]
+                if len(few) < len(decoding):
+                    return few[:most]
+            most = min(most, self.times.rows_within(len(decoding), least, max(limit, lowest)))
         if most >= len(decoding):
             return list(decoding)
         ranks = Counter[Client]()
@@ -143,6 +162,14 @@ class Fairness:
         ranked.sort(key=lambda each: each[0])
         chosen = {request for _, request in ranked[:most]}
         return [request for request in decoding if request in chosen]
+
+    def _may_exceed(self, excess: float, saved: float) -> bool:
+        """Returns whether a step may take so much longer than its limit. If not, it saves time for a later step."""
+        if self._saved >= excess:
+            self._saved = 0.0
+            return True
+        self._saved += saved
+        return False
 
     def prompt_quotas(
         self, demands: Mapping[Client, int], rows: Mapping[Client, int], tokens: int, step: int
@@ -156,6 +183,7 @@ class Fairness:
             step: its number.
         """
         if self._measuring:
+            self._measuring = False
             return dict.fromkeys(demands, 0)
         allowance = self._allowance(demands, rows)
         deficits = self._deficits
@@ -228,5 +256,5 @@ class Fairness:
         return sum(under_way.values()) < self._most_long
 
 
-def _average(before: float, latest: float) -> float:
-    return before + _WEIGHT * (latest - before) if before else latest
+def _average(before: float, latest: float, weight: float = _WEIGHT) -> float:
+    return before + weight * (latest - before) if before else latest

@@ -21,9 +21,13 @@ class Machine:
     step: float
     row: float
     token: float
+    attacker: float = 0.0
+    """In addition, if a row of the attacker decodes: its rows sample, and the victim's does not."""
 
     def seconds(self, plan: StepPlan) -> float:
-        return self.step + self.row * len(plan.decode) + self.token * sum(row.num_tokens for row in plan.prefill)
+        samples = any(row.request.client == "attacker" for row in plan.decode)
+        prompts = self.token * sum(row.num_tokens for row in plan.prefill)
+        return self.step + self.row * len(plan.decode) + prompts + self.attacker * samples
 
 
 CPU = Machine(step=1.0, row=0.5, token=0.1)
@@ -112,6 +116,16 @@ def dropped_prompts(server: Server) -> None:
 @pytest.mark.parametrize(("machine", "fresh"), [(CPU, False), (CPU, True), (GPU, False)])
 def test_a_stream_keeps_its_part_of_the_time(machine: Machine, fresh: bool, attack) -> None:
     compare(machine, attack, fresh=fresh)
+
+
+def test_a_stream_keeps_its_part_if_each_row_of_another_client_is_expensive() -> None:
+    server = Server(Machine(step=1.0, row=0.5, token=0.1, attacker=20.0))
+    victim = server.ask("victim")
+    server.gaps(victim, 50)
+    gaps = server.gaps(victim, 500, lambda: many_choices(server))[50:]
+    assert sum(gaps) / len(gaps) <= 2 * 1.5 / 0.8
+    outputs = [each.output_token_ids for each in server.loop.scheduler.running if each.client == "attacker"]
+    assert sum(map(len, outputs)) > 20, "it has its part, too"
 
 
 def test_a_machine_on_which_rows_cost_nothing_decodes_all_of_them() -> None:
