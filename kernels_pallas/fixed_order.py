@@ -1,7 +1,11 @@
-"""Arithmetic whose order and rounding schedule-invariant programs fix; others compute it as XLA likes best.
+"""Schedule-invariant programs, and arithmetic whose order and rounding they fix; others compute it as XLA likes best.
 
-In a schedule-invariant program sums run in C++, in an order that is fixed for each row (`native/product.h`), as do
-functions such as exp; see `kernels_pallas.invariant`.
+In a schedule-invariant program a token's result has the same bits whatever the number of rows, tiles or steps in a
+call, its place among them, and where its sequence was cut. Sums run in C++, in an order that is fixed for each row
+(`native/product.h`), as do functions such as exp; XLA computes only elementwise functions and maxima of integers.
+Recurrences run token by token in prefill as in decode. Weights and activations are float32 or bfloat16, sums and states
+float32. An engine with `schedule_invariant` names the implementations `NAME` of all operations, on CPU, and compiles
+with `COMPILER_OPTIONS`.
 """
 
 import contextlib
@@ -9,6 +13,7 @@ import contextvars
 import functools
 import operator
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +24,8 @@ from kernels_pallas import dispatch, native
 
 NAME = "invariant"
 """Of the implementations that fix it: a choice of this name makes a program schedule-invariant."""
+COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
+"""Otherwise a program may leave out a rounding to bfloat16 that another one does."""
 F32 = jnp.float32
 FEW_TOKENS = 8
 """Of a router: for more of them, sums read its weight too often."""
@@ -41,6 +48,24 @@ def fixed() -> Iterator[None]:
         yield
     finally:
         _always.reset(token)
+
+
+def implementation(run: Callable[..., Any]) -> dispatch.Implementation:
+    """The schedule-invariant entry of an operation's table; only its name chooses it."""
+
+    @functools.wraps(run)
+    def run_fixed(*args: Any, **kwargs: Any) -> Any:
+        with fixed():
+            return run(*args, **kwargs)
+
+    return dispatch.Implementation(NAME, run_fixed, _unsupported, "cpu", automatic=False)
+
+
+def _unsupported(*args: Any, **kwargs: Any) -> str | None:
+    arrays = [leaf for leaf in jax.tree.leaves(args) if hasattr(leaf, "dtype")]
+    known = (F32, jnp.bfloat16)
+    other = [leaf.dtype for leaf in arrays if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype not in known]
+    return f"arrays are {other[0]}, not float32 or bfloat16" if other else native.WHY_MISSING
 
 
 def product(rows: Float[Array, "n inputs"], weight: Num[Array, "outputs inputs"]) -> Float[Array, "n outputs"]:

@@ -10,8 +10,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool
 
-from kernels_pallas.heads import power_of_two_in
-
 LEAST = 16  # the minimum size of every dimension of Triton's products
 LEAST_OF_PIECE = 8  # the minimum size of a key's pieces: smaller ones would be a program of hundreds of pieces
 
@@ -19,6 +17,14 @@ LEAST_OF_PIECE = 8  # the minimum size of a key's pieces: smaller ones would be 
 def is_power_of_two(n: int) -> bool:
     """Returns whether n is 1, 2, 4, ..."""
     return n > 0 and n & (n - 1) == 0
+
+
+def power_of_two_in(n: int, most: int) -> int:
+    """Returns the largest power of two that divides n and is at most `most`."""
+    power = 1
+    while power * 2 <= most and n % (power * 2) == 0:
+        power *= 2
+    return power
 
 
 def padded(n: int) -> int:

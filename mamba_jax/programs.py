@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 
 from kernels_pallas.dispatch import KernelChoice
 from kernels_pallas.dispatch import UnsupportedError as UnsupportedError  # errors that the choice may raise
-from kernels_pallas.invariant import COMPILER_OPTIONS as INVARIANT_OPTIONS
-from kernels_pallas.invariant import NAME as INVARIANT
+from kernels_pallas.fixed_order import COMPILER_OPTIONS as INVARIANT_OPTIONS
+from kernels_pallas.fixed_order import NAME as INVARIANT
 from kernels_pallas.native import WHY_MISSING as WHY_NOT_INVARIANT  # noqa: F401 - why they cannot run
 from kernels_pallas.native import instructions as instructions  # of native operations
 from mamba_jax.adapters import AdapterEntry, Adapters, LayerMatrices

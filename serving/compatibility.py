@@ -12,7 +12,7 @@ from serving.config import ConfigError, EngineConfig
 
 _INVARIANT_DTYPES = ("float32", "bfloat16")
 _INVARIANT_KEYS = 128
-"""Schedule-invariant attention adds pieces of this many keys (`kernels_pallas.invariant`)."""
+"""Schedule-invariant attention adds pieces of this many keys (`kernels_pallas.fixed_order`)."""
 
 
 @dataclass(frozen=True)

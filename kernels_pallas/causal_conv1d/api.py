@@ -9,22 +9,22 @@ Source: the Mamba2 block (Dao and Gu, 2024).
 
 from jaxtyping import Array, Float
 
-from kernels_pallas import dispatch, invariant
+from kernels_pallas import dispatch, fixed_order
 from kernels_pallas.causal_conv1d import native, xla
 from kernels_pallas.places import Packed, Rows
 from kernels_pallas.shape_check import shapes_checked
 
 PREFILL = (
     dispatch.Implementation("native", native.causal_conv1d_prefill, native.unsupported, "cpu"),
-    invariant.implementation(native.causal_conv1d_prefill),
+    fixed_order.implementation(native.causal_conv1d_prefill),
     dispatch.Implementation("xla", xla.causal_conv1d_prefill),
 )
 UPDATE = (
-    invariant.implementation(native.causal_conv1d_update),
+    fixed_order.implementation(native.causal_conv1d_update),
     dispatch.Implementation("xla", xla.causal_conv1d_update),
 )
 SEQUENCE = (
-    invariant.implementation(native.causal_conv1d_sequence),
+    fixed_order.implementation(native.causal_conv1d_sequence),
     dispatch.Implementation("xla", xla.causal_conv1d_sequence),
 )
 

@@ -17,9 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from kernels_pallas.heads import power_of_two_in
 from kernels_pallas.quantised import Quantised
-from kernels_pallas.triton_blocks import LEAST, dot, offsets_overflow, padded
+from kernels_pallas.triton_blocks import LEAST, dot, offsets_overflow, padded, power_of_two_in
 
 F32, I32, BF16 = jnp.float32, jnp.int32, jnp.bfloat16
 NARROW = (jnp.int8, jnp.float8_e4m3fn)

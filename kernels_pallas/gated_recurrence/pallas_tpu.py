@@ -20,11 +20,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.causal_conv1d.xla import windows_of_tiles
 from kernels_pallas.gated_norm.xla import rms_norm
-from kernels_pallas.heads import HeadBlocks
 from kernels_pallas.recurrence.scan.pallas_tpu import BLOCK_BYTES
 from kernels_pallas.recurrence.scan.tpu_tile import scan_tile
 from kernels_pallas.slots import read_slots, write_slots
-from kernels_pallas.tpu_blocks import LANES, blocks_in_lanes
+from kernels_pallas.tpu_blocks import LANES, HeadBlocks, blocks_in_lanes
 from kernels_pallas.tpu_pipeline import slots_of_tiles
 
 F32 = jnp.float32

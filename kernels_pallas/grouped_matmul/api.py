@@ -5,7 +5,7 @@ from functools import partial
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas import dispatch, invariant
+from kernels_pallas import dispatch, fixed_order
 from kernels_pallas.grouped_matmul import (
     native,
     pallas_gpu,
@@ -22,7 +22,7 @@ MATMUL = (
     *dispatch.kernels("tpu", pallas_tpu, "grouped_matmul", own_derivative=True),
     dispatch.Implementation("pallas_gpu", pallas_gpu.grouped_matmul, pallas_gpu.unsupported, "gpu"),
     dispatch.Implementation("native", native.grouped_matmul, native.unsupported, "cpu"),
-    invariant.implementation(native.grouped_matmul),
+    fixed_order.implementation(native.grouped_matmul),
     dispatch.Implementation("xla", xla.grouped_matmul),
 )
 QUANTISED = (
@@ -33,7 +33,7 @@ QUANTISED = (
     dispatch.Implementation("pallas_gpu", quantised_gpu.grouped_matmul, quantised_gpu.unsupported, "gpu"),
     dispatch.Implementation("pallas_gpu_widened", pallas_gpu.widened, pallas_gpu.unsupported_widened, "gpu"),
     dispatch.Implementation("native", native.quantised_grouped_matmul, native.unsupported_quantised, "cpu"),
-    invariant.implementation(native.quantised_grouped_matmul),
+    fixed_order.implementation(native.quantised_grouped_matmul),
     dispatch.Implementation("xla", quantised.grouped_matmul),
 )
 

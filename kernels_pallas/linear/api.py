@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from kernels_pallas import dispatch, invariant
+from kernels_pallas import dispatch, fixed_order
 from kernels_pallas.linear import (
     few_outputs,
     narrow_inputs,
@@ -25,7 +25,7 @@ def _apart(x: Array, *weights: Array, out_dtype: DTypeLike) -> tuple[Array, ...]
 
 LINEAR = (
     dispatch.Implementation("native", native.linear, native.unsupported, "cpu"),
-    invariant.implementation(native.linear),
+    fixed_order.implementation(native.linear),
     dispatch.Implementation("xla_few_outputs", few_outputs.linear, few_outputs.unsupported, "gpu"),
     dispatch.Implementation("xla", xla.linear),
 )
@@ -43,7 +43,7 @@ QUANTISED = (
     ),
     dispatch.Implementation("pallas_gpu", quantised_gpu.linear, quantised_gpu.unsupported, "gpu"),
     dispatch.Implementation("native", native.quantised_linear, native.unsupported_quantised, "cpu"),
-    invariant.implementation(native.quantised_linear),
+    fixed_order.implementation(native.quantised_linear),
     dispatch.Implementation("xla", xla.quantised_linear),
 )
 

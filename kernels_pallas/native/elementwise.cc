@@ -1,4 +1,4 @@
-// Exponentials and functions of them, for each element of an array: see kernels_pallas/invariant.py. Every element is
+// Exponentials and functions of them, for each element of an array: see kernels_pallas/fixed_order.py. Every element is
 // computed by the same instructions, whatever its place and the size of the array.
 #include <algorithm>
 #include <cmath>

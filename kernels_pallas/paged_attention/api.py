@@ -10,7 +10,7 @@ section 2.1.2, with the projections of keys and values absorbed into those of qu
 
 from jaxtyping import Array, Float, Int, Shaped
 
-from kernels_pallas import dispatch, invariant
+from kernels_pallas import dispatch, fixed_order
 from kernels_pallas.paged_attention import pallas_gpu, pallas_tpu, xla
 from kernels_pallas.shape_check import check_groups, shapes_checked
 
@@ -19,11 +19,11 @@ COPY = (dispatch.Implementation("xla", xla.copy_pages),)
 PAGED = (
     dispatch.Implementation("pallas_tpu", pallas_tpu.paged_attention, pallas_tpu.unsupported, platform="tpu"),
     *dispatch.kernels("gpu", pallas_gpu, "paged_attention"),
-    invariant.implementation(xla.paged_attention),
+    fixed_order.implementation(xla.paged_attention),
     dispatch.Implementation("xla", xla.paged_attention),
 )
 SEQUENCE = (
-    invariant.implementation(xla.sequence_by_pages),
+    fixed_order.implementation(xla.sequence_by_pages),
     dispatch.Implementation("xla", xla.attention_sequence),
 )
 

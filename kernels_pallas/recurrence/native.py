@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas import dispatch, invariant, native
+from kernels_pallas import dispatch, fixed_order, native
 from kernels_pallas.fixed_order import exp, rounded
 from kernels_pallas.places import rows_of_sequences, rows_of_tiles
 
@@ -21,7 +21,7 @@ _KNOWN = (F32, jnp.bfloat16)
 def implementations(run, unsupported=None):
     """Returns the automatic entry of an operation's table, unless `unsupported` is None, and the invariant one."""
     automatic = [] if unsupported is None else [dispatch.Implementation("native", run, unsupported, "cpu")]
-    return (*automatic, invariant.implementation(run))
+    return (*automatic, fixed_order.implementation(run))
 
 
 def update_unsupported(entry, store, places, *, erase, skip):

@@ -18,24 +18,24 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Float
 
-from kernels_pallas import dispatch, invariant
+from kernels_pallas import dispatch, fixed_order
 from kernels_pallas.places import Anchored, Rows, Tiles
 from kernels_pallas.selective_scan import native, pallas_gpu, pallas_tpu, xla
 from kernels_pallas.shape_check import shapes_checked
 from kernels_pallas.tails import check_tail
 
 SCAN = (
-    invariant.implementation(native.selective_scan),
+    fixed_order.implementation(native.selective_scan),
     *dispatch.kernels("tpu", pallas_tpu, "selective_scan"),
     *dispatch.kernels("gpu", pallas_gpu, "selective_scan"),
     dispatch.Implementation("xla", xla.selective_scan),
 )
 SEQUENCE = (
-    invariant.implementation(native.selective_scan_sequence),
+    fixed_order.implementation(native.selective_scan_sequence),
     dispatch.Implementation("xla", xla.selective_scan_sequence),
 )
 UPDATE = (
-    invariant.implementation(native.selective_update),
+    fixed_order.implementation(native.selective_update),
     *dispatch.kernels("tpu", pallas_tpu, "selective_update"),
     *dispatch.kernels("gpu", pallas_gpu, "selective_update"),
     dispatch.Implementation("xla", xla.selective_update),

@@ -12,15 +12,15 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas import invariant, native
+from kernels_pallas import native
 from kernels_pallas.dispatch import KernelChoice
-from kernels_pallas.fixed_order import log_sum_exp
+from kernels_pallas.fixed_order import COMPILER_OPTIONS, NAME, log_sum_exp
 from mamba_jax.config import HybridConfig
 from mamba_jax.layout import SequenceLayout
 from mamba_jax.model import HybridModel, checked_sequences
 from mamba_jax.train.additions import attach
 
-SCORE_OPTIONS: dict[str, Any] = invariant.COMPILER_OPTIONS
+SCORE_OPTIONS: dict[str, Any] = COMPILER_OPTIONS
 """The compiler options (`jax.jit(..., compiler_options=...)`) of every program that calls `score`."""
 
 
@@ -91,7 +91,7 @@ def _unsupported(config: HybridConfig) -> str | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _scored(graph: Any, values: Any, tokens: Array, lengths: Array) -> Array:
-    with KernelChoice(named=invariant.NAME).applied():
+    with KernelChoice(named=NAME).applied():
         return _ordinary(graph, values, tokens, lengths)
 
 

@@ -12,6 +12,7 @@ from kernels_pallas import native
 from kernels_pallas.causal_conv1d import causal_conv1d_prefill, causal_conv1d_sequence, causal_conv1d_update
 from kernels_pallas.dispatch import KernelChoice
 from kernels_pallas.fixed_order import (
+    COMPILER_OPTIONS,
     exp,
     log_sum_exp,
     product_by_head,
@@ -27,7 +28,6 @@ from kernels_pallas.fixed_order import (
 )
 from kernels_pallas.gated_norm import gated_rms_norm
 from kernels_pallas.grouped_matmul import grouped_matmul
-from kernels_pallas.invariant import COMPILER_OPTIONS
 from kernels_pallas.linear import linear
 from kernels_pallas.paged_attention import attention_sequence, paged_attention
 from kernels_pallas.places import Rows, Tiles

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kernels_pallas.heads import HeadBlocks
 from kernels_pallas.recurrence.replay.tpu_rows import HeadDecays, Row, fine_dot
-from kernels_pallas.tpu_blocks import dot, heads_together
+from kernels_pallas.tpu_blocks import HeadBlocks, dot, heads_together
 
 F32 = jnp.float32
 

@@ -23,11 +23,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
-from kernels_pallas.heads import HeadBlocks
 from kernels_pallas.places import Anchored
 from kernels_pallas.recurrence.replay.tpu_tails import TailCopies, moved_entries, registers, scratch
 from kernels_pallas.tails import row_numbers
-from kernels_pallas.tpu_blocks import LANES, dot, in_large_memory
+from kernels_pallas.tpu_blocks import LANES, HeadBlocks, dot, in_large_memory
 
 F32 = jnp.float32
 BLOCK_BYTES = 1 << 20  # bytes of state moved at a time: large enough to hide a grid step's fixed cost

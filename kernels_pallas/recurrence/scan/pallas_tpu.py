@@ -11,6 +11,7 @@ three products of bfloat16 numbers, which together lose the last digits only (wi
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +19,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kernels_pallas import tpu_pipeline
-from kernels_pallas.heads import HeadBlocks, power_of_two_in
 from kernels_pallas.recurrence.scan.tpu_tile import scan_tile
-from kernels_pallas.tpu_blocks import accurate_dot, blocks_in_lanes, dot
+from kernels_pallas.tpu_blocks import HeadBlocks, accurate_dot, blocks_in_lanes, dot
 
 F32 = jnp.float32
 BLOCKS = (128, 64)  # tokens of a block: the first of these that divides the tile
 BLOCKS_BY_CHANNEL = (64,)  # the work of decays by channel grows with the square
-SYSTEM = 16  # tokens of a triangular system that is inverted: fewer make products of too few rows
+SYSTEM = 16  # a power of two: tokens of a triangular system that is inverted: fewer make products of too few rows
 HEADS_TOGETHER = 16
 VMEM_BYTES = 32 << 20  # of the v5e's 128 MiB: what is computed of several heads does not fit registers
 BLOCK_BYTES = 1 << 20  # bytes of state in a grid step
@@ -194,7 +194,7 @@ def _inverses_of_diagonal_blocks(matrices):
     [few, size], in the result as well.
     """
     size = matrices[0].shape[0]
-    few = power_of_two_in(size, SYSTEM)
+    few = math.gcd(size, SYSTEM)
     row, lane = (lax.broadcasted_iota(jnp.int32, (few, size), axis) for axis in (0, 1))
     block = lax.div(lane, few)
     below = []

@@ -10,8 +10,7 @@ import functools
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.heads import HeadBlocks
-from kernels_pallas.tpu_blocks import dot, heads_together
+from kernels_pallas.tpu_blocks import HeadBlocks, dot, heads_together
 
 F32 = jnp.float32
 

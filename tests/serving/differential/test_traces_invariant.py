@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from kernels_pallas import fixed_order, invariant
+from kernels_pallas import fixed_order
 from kernels_pallas.native import WHY_MISSING
 from kernels_pallas.paged_attention import api as attention_api
 from kernels_pallas.paged_attention import xla as attention_xla
@@ -101,12 +101,12 @@ def attention_in_pieces_by_batch(patch: Patch) -> None:
             short.setattr(attention_xla, "QUERIES", 16 if q.shape[0] > 3 else 128)
             return attention_xla.paged_attention(q, kv, **layout)
 
-    patch.setattr(attention_api, "PAGED", (invariant.implementation(attention),))
+    patch.setattr(attention_api, "PAGED", (fixed_order.implementation(attention),))
 
 
 @fault(66, "a chunk computes a tile's states at once, not token by token as decode does", "bits", table=BITS)
 def states_of_a_tile_at_once(patch: Patch) -> None:
-    patch.setattr(recurrence_api, "SCAN", (invariant.implementation(scan_xla.scan),))
+    patch.setattr(recurrence_api, "SCAN", (fixed_order.implementation(scan_xla.scan),))
 
 
 @fault(67, "a chunk publishes a state whose last bit differs from the one that it continues from", "bits", table=BITS)
@@ -115,7 +115,7 @@ def another_last_bit_in_stored_states(patch: Patch) -> None:
         y, store = native.scan(entry, store, tiles, **recurrence)
         return y, store.at[tiles.write_slot].set(jnp.nextafter(store[tiles.write_slot], jnp.inf))
 
-    patch.setattr(recurrence_api, "SCAN", (invariant.implementation(scan),))
+    patch.setattr(recurrence_api, "SCAN", (fixed_order.implementation(scan),))
 
 
 @pytest.mark.parametrize("planted", BITS.values(), ids=lambda fault: f"D{fault.number}-{fault.plant.__name__}")
