@@ -301,6 +301,11 @@ def test_references_that_name_nothing(tmp_path):
     assert text == f"{tmp_path}/file: is a file; give the directory that holds config.json and the weights"
     text = message(lambda: load(tmp_path))
     assert text == f"{tmp_path}: neither a Hugging Face (no config.json) nor an Orbax directory (no mamba_jax.json)"
+    (tmp_path / "model-Q4_K.gguf").touch()
+    for path in (tmp_path, tmp_path / "model-Q4_K.gguf"):
+        assert "GGUF files are not supported; give the Hugging Face directory" in message(lambda path=path: load(path))
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "maker/base"}')
+    assert "is an adapter of maker/base; give that model" in message(lambda: load(tmp_path))
 
 
 def test_a_published_size_has_a_config_but_no_weights():

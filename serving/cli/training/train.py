@@ -69,7 +69,7 @@ def train(
             check_sources(source, settings.data)
         keep_recipe(output, settings, corpus_digest=digest, model=start.digest)
     tokenizer = start.tokenizer or output / "tokenizer"
-    if not (tokenizer / "tokenizer.json").is_file():
+    if start.tokenizer is None and not (tokenizer / "tokenizer.json").is_file():
         from checkpoints.text.train_tokenizer import write_tokenizer
 
         with console.status("Training the tokenizer"):
