@@ -37,7 +37,7 @@ class Ticket(Message):
     """Where the state of a computed prompt can be fetched until its lease expires."""
 
     id: str
-    worker: str
+    worker: str = Field(max_length=2048)
     """The prefill worker's URL."""
     handoff: Handoff
     prompt_token_ids: list[int]

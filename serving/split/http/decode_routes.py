@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -31,6 +31,7 @@ _BEAT = 2.0
 _HANDSHAKE = 10.0
 _AGAIN = 2.0
 """Seconds before connecting again to a worker that was unreachable."""
+_MAX_PEERS = 256
 
 
 def decode_router(
@@ -104,17 +105,24 @@ async def _beat(app: FastAPI, side: DecodeSide) -> None:
         context.engine.tell(lambda _: side.renew())
 
 
+@dataclass(eq=False)
+class _PeerEntry:
+    """What is known of a prefill worker."""
+
+    handshake: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """One handshake at a time: concurrent first requests share it, and no request waits for that of another worker."""
+    peer: HttpPeer | None = None
+    failed: tuple[float, str] = (-math.inf, "")
+    """When a handshake failed, and why."""
+
+
 class _Peers:
-    """Prefill workers after their handshake."""
+    """Prefill workers after their handshake: the `_MAX_PEERS` that were used last."""
 
     def __init__(self, side: DecodeSide, seal: Seal, allowed: Sequence[str], keys: Sequence[str]) -> None:
         self._side, self._seal, self._keys = side, seal, keys
         self._allowed = frozenset(url.rstrip("/") for url in allowed)
-        self._peers: dict[str, HttpPeer] = {}
-        self._failed: dict[str, tuple[float, str]] = {}
-        # One handshake at a time per worker: concurrent first requests share it, and no request waits for the handshake
-        # with another worker.
-        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._entries: dict[str, _PeerEntry] = {}
 
     async def get(self, url: str, manifest: str) -> HttpPeer:
         """Returns the worker at `url`. Connects again if the worker was restarted, that is, if the digest of its
@@ -127,27 +135,26 @@ class _Peers:
         url = url.rstrip("/")
         if self._allowed and url not in self._allowed:
             raise ApiError(403, f"{url[:200]} is not an allowed peer", code="peer_not_allowed")
-        async with self._locks[url]:
-            peer = self._peers.get(url)
-            if peer is None or peer.manifest.digest != manifest:
-                since, why = self._failed.get(url, (0.0, ""))
-                if time.monotonic() - since < _AGAIN and why:
+        entry = self._entries[url] = self._entries.pop(url, None) or _PeerEntry()
+        if len(self._entries) > _MAX_PEERS:
+            del self._entries[next(iter(self._entries))]
+        async with entry.handshake:
+            if entry.peer is None or entry.peer.manifest.digest != manifest:
+                since, why = entry.failed
+                if time.monotonic() - since < _AGAIN:
                     raise SplitError(why)
+                timeout = min(_HANDSHAKE, self._side.timeout)
                 try:
-                    connected = await HttpPeer.connect(
-                        url,
-                        self._side.worker.manifest,
-                        seal=self._seal,
-                        keys=self._keys,
-                        timeout=min(_HANDSHAKE, self._side.timeout),
+                    # The previous peer may still be in use; it closes with its last reference.
+                    entry.peer = await HttpPeer.connect(
+                        url, self._side.worker.manifest, seal=self._seal, keys=self._keys, timeout=timeout
                     )
                 except SplitError as error:
-                    self._failed[url] = time.monotonic(), str(error)
+                    entry.failed = time.monotonic(), str(error)
                     raise
-                # The previous peer may still be in use; it closes with its last reference.
-                peer = self._peers[url] = connected
-            return peer
+            return entry.peer
 
     async def close(self) -> None:
-        for peer in self._peers.values():
-            await peer.close()
+        for entry in self._entries.values():
+            if entry.peer is not None:
+                await entry.peer.close()

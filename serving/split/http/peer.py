@@ -70,7 +70,10 @@ class HttpPeer:
             ManifestMismatch: the worker refused, and logged the same message.
             SplitError: the worker is unreachable.
         """
-        client = httpx.AsyncClient(base_url=url, timeout=timeout, headers=headers(keys))
+        try:
+            client = httpx.AsyncClient(base_url=url, timeout=timeout, headers=headers(keys))
+        except httpx.InvalidURL as error:
+            raise SplitError(f"prefill worker {url[:200]} is unreachable: {error}") from None
         peer = cls(url, ours, client, seal or Seal())
         try:
             status, content = await peer._post("/split/hello", HandshakeRequest(manifest=ours), timeout)
