@@ -1,9 +1,12 @@
-"""Digests of weights that are loaded: of every value, computed where the arrays are."""
+"""Digests of all values of loaded weights, computed where the arrays are, and of the source text of packages."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.resources import files
+from importlib.resources.abc import Traversable
 from typing import Any
 
 import jax
@@ -14,6 +17,10 @@ from jaxtyping import Array, Shaped, UInt32
 
 from mamba_jax.config import HybridConfig
 
+PROGRAM_PACKAGES = ("kernels_pallas", "mamba_jax")
+"""Those that define the programs of a step."""
+STATE_PACKAGES = ("checkpoints", *PROGRAM_PACKAGES)
+"""The packages that determine the content of a state: they read weights and compute with them."""
 _SEEDS = np.array([0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F], np.uint32)
 
 
@@ -64,3 +71,21 @@ def _mixed(word: UInt32[Array, "*words"]) -> UInt32[Array, "*words"]:
     word = (word ^ (word >> 16)) * np.uint32(0x85EBCA6B)
     word = (word ^ (word >> 13)) * np.uint32(0xC2B2AE35)
     return word ^ (word >> 16)
+
+
+@cache
+def source_digest(packages: tuple[str, ...]) -> str:
+    """SHA-256 of every Python file and compiled extension of packages: other sources may compute other results."""
+    digest = hashlib.sha256()
+    for package in packages:
+        for name, text in sorted(_sources(files(package), package)):
+            digest.update(f"{name} {len(text)}\n".encode() + text)
+    return digest.hexdigest()
+
+
+def _sources(folder: Traversable, name: str) -> Iterator[tuple[str, bytes]]:
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            yield from _sources(entry, f"{name}/{entry.name}")
+        elif entry.name.endswith((".py", ".so")):  # with the compiled operations for CPU
+            yield f"{name}/{entry.name}", entry.read_bytes()

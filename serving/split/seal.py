@@ -12,7 +12,6 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -54,8 +53,8 @@ class SealChecker:
         self.name = secrets.token_hex(8)
         """The name by which senders address this receiver; different after each start."""
         self._seal = seal
-        self._seen: set[str] = set()
-        self._order: deque[tuple[float, str]] = deque()
+        self._seen: dict[str, float] = {}
+        """When each message was accepted, the oldest first."""
 
     def holds(self, header: str, path: str, body: bytes) -> bool:
         """Returns whether a message's header was created recently with the secret for this receiver, and is not a
@@ -76,10 +75,9 @@ class SealChecker:
     def _is_new(self, nonce: str) -> bool:
         now = self._seal.clock()
         # A message may be dated _FRESH seconds in the future, and stays valid for _FRESH seconds after that.
-        while self._order and (self._order[0][0] < now - 2 * _FRESH or len(self._order) >= _MOST_SEEN):
-            self._seen.discard(self._order.popleft()[1])
+        while self._seen and (len(self._seen) >= _MOST_SEEN or next(iter(self._seen.values())) < now - 2 * _FRESH):
+            del self._seen[next(iter(self._seen))]
         if nonce in self._seen:
             return False
-        self._seen.add(nonce)
-        self._order.append((now, nonce))
+        self._seen[nonce] = now
         return True

@@ -15,7 +15,24 @@ from serving.split.wire import FailurePolicy, Handoff
 Role = Literal["prefill", "decode"]
 
 
-class SplitSettings(Settings):
+class FleetSettings(Settings):
+    """The secret of a fleet, which its workers and routers have."""
+
+    split_secret: str | None = Field(
+        None,
+        min_length=16,
+        repr=False,
+        description="A secret shared by all workers and routers of a fleet; workers accept only messages signed with "
+        f"it. Also read from {SECRET_VARIABLE}. A worker needs it unless it listens on loopback.",
+    )
+
+    @property
+    def seal(self) -> Seal:
+        """Signs and checks messages with the fleet's secret."""
+        return Seal(self.split_secret or os.environ.get(SECRET_VARIABLE, ""))
+
+
+class SplitSettings(FleetSettings):
     """Settings of one worker."""
 
     COMMON = ("role",)
@@ -41,13 +58,6 @@ class SplitSettings(Settings):
         description="Maximum bytes of states in transfer, in addition to the store: copies that wait to be fetched "
         "(prefill), or arriving states (decode).",
     )
-    split_secret: str | None = Field(
-        None,
-        min_length=16,
-        repr=False,
-        description="A secret shared by all workers and routers of a fleet; they accept only messages signed with it. "
-        f"Also read from {SECRET_VARIABLE}. Required unless the worker listens on loopback.",
-    )
     peer: tuple[str, ...] = Field(
         (),
         description="decode: URL of a prefill worker to fetch states from; repeatable. Unset: any worker that a signed "
@@ -64,11 +74,6 @@ class SplitSettings(Settings):
     convert_state: bool = Field(False, description="decode: accept recurrent states of another dtype and convert them.")
 
     @property
-    def seal(self) -> Seal:
-        """Signs and checks messages with the fleet's secret."""
-        return _seal(self.split_secret)
-
-    @property
     def engine_flags(self) -> dict[str, Any]:
         """Defaults of engine flags for the role: data stored for the other side, and memory for states in transfer."""
         if self.role is None:
@@ -79,11 +84,7 @@ class SplitSettings(Settings):
         )
 
 
-def _seal(secret: str | None) -> Seal:
-    return Seal(secret or os.environ.get(SECRET_VARIABLE, ""))
-
-
-class RouterSettings(ConnectionBounds, RequestBounds):
+class RouterSettings(ConnectionBounds, RequestBounds, FleetSettings):
     """Settings of the router. It has the same limits on requests as a server."""
 
     prefill: tuple[str, ...] = Field((), description="URL of a prefill worker; repeatable.")
@@ -139,14 +140,3 @@ class RouterSettings(ConnectionBounds, RequestBounds):
     api_key: tuple[str, ...] = Field(
         (), description="A key that clients must send; repeatable. Unset: the workers check clients' keys."
     )
-    split_secret: str | None = Field(
-        None,
-        min_length=16,
-        repr=False,
-        description=f"The secret that the workers share. Also read from {SECRET_VARIABLE}.",
-    )
-
-    @property
-    def seal(self) -> Seal:
-        """Signs and checks messages with the fleet's secret."""
-        return _seal(self.split_secret)

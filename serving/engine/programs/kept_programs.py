@@ -36,7 +36,7 @@ from checkpoints.user_cache import make_private
 from mamba_jax.program_cache import look_of
 from mamba_jax.programs import KernelChoice, StepPrograms
 from serving.engine.programs.compile_cache import machine, use_compilation_cache
-from serving.points.sources import PROGRAM_PACKAGES, source_digest
+from serving.points.digest import PROGRAM_PACKAGES, source_digest
 
 log = logging.getLogger(__name__)
 

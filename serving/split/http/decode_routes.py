@@ -135,7 +135,7 @@ class _Peers:
         url = url.rstrip("/")
         if self._allowed and url not in self._allowed:
             raise ApiError(403, f"{url[:200]} is not an allowed peer", code="peer_not_allowed")
-        entry = self._entries[url] = self._entries.pop(url, None) or _PeerEntry()
+        entry = self._entries[url] = self._entries.pop(url, _PeerEntry())
         if len(self._entries) > _MAX_PEERS:
             del self._entries[next(iter(self._entries))]
         async with entry.handshake:
