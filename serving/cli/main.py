@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Annotated, Any
 
 import typer
@@ -146,9 +147,11 @@ app = typer.Typer(
 
 def _show_version(value: bool) -> None:
     if value:
-        from mamba_jax.version import version
-
-        typer.echo(f"mamba-jax {version()}")
+        try:
+            version = metadata.version("mamba-jax")
+        except metadata.PackageNotFoundError:  # a checkout that is not installed; this imports JAX
+            from mamba_jax import __version__ as version
+        typer.echo(f"mamba-jax {version}")
         raise typer.Exit
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mamba_jax.config import Role
+from mamba_jax.version import version
 from serving.core import Scheduler
 from serving.engine.assembly.build import AssembledEngine
 from serving.engine.assembly.design import row_rounding
@@ -75,7 +75,7 @@ class Worker:
             state_block_size=built.config.state_block_size,
             shards=arrangement.shards,
             max_model_len=built.size.max_model_len,
-            versions={"mamba-jax": _version(), "jax": jax.__version__},
+            versions={"mamba-jax": version(), "jax": jax.__version__},
             transports={name: transport.address for name, transport in transports.items()},
         )
         return cls(loop, arrangement, state, kv, manifest, transports, verify=built.config.debug_state)
@@ -111,13 +111,6 @@ def point_specs(
     cut, kv = pieces(want.start, position, want.unit), worker.kv
     specs += [jax.ShapeDtypeStruct((want.layers, piece.tokens, *kv.shape), kv.dtype) for piece in cut]
     return specs, cut
-
-
-def _version() -> str:
-    try:
-        return version("mamba-jax")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def shapes_of(arrays: Sequence[Any]) -> list[tuple[tuple[int, ...], str]]:
