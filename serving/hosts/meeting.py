@@ -35,6 +35,9 @@ _BROADCAST_SIZE = 4096
 """Bytes of the leader's message to all hosts through JAX's collectives."""
 _ROLL_CALL = b"mamba-jax roll call"
 """The key of the roll call. Everyone knows it: like JAX's own rendezvous, the roll call needs a trusted network."""
+_JOINING_TIMEOUT = 60.0
+"""Minimum seconds of silence after which a host is lost while JAX joins the devices, which may keep the interpreter's
+lock for long."""
 _SHUTDOWN = 10
 """Seconds that JAX waits, at a host's end, for those of the others."""
 _GRACE = 10.0
@@ -120,7 +123,7 @@ def roll_call(settings: HostSettings, facts: Mapping[str, str], end: float) -> I
                 links = accept_followers(listening, _ROLL_CALL, hosts, facts, end)
         else:
             links = {0: connect_to_leader([place], port, _ROLL_CALL, host, facts, end)}
-    group = HostGroup(host, links, host_timeout=settings.host_timeout)
+    group = HostGroup(host, links, host_timeout=max(settings.host_timeout, _JOINING_TIMEOUT))
     with group.ending_together((ConfigError, CheckpointError)):
         yield
     if group.leads:

@@ -29,8 +29,8 @@ log = logging.getLogger("serving.requests")
 
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/ready", "/load", "/version", "/metrics", "/status"})
 """Paths without an API key: probes, and counters that contain no text."""
-_UNTIL_THE_END = OPEN_PATHS - {"/ready"}
-"""Paths that answer while the server shuts down."""
+_UNTIL_THE_END = OPEN_PATHS - {"/ready"} | {"/split/offer", "/split/renew", "/split/release"}
+"""Paths that answer while the server shuts down: probes, and states that other workers' requests still wait for."""
 _QUIET = frozenset({"/health", "/ping", "/ready", "/load", "/metrics", "/status"})
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")

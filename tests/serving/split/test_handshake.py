@@ -12,6 +12,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from serving.api.http import errors
+from serving.api.http.limits import Limits
+from serving.api.http.settings import RequestBounds
+from serving.api.metrics import Metrics
 from serving.split.http.decode_routes import decode_router
 from serving.split.http.peer import HttpPeer
 from serving.split.http.prefill_routes import prefill_router
@@ -132,3 +135,23 @@ def test_states_are_fetched_from_allowed_workers_only(url):
 def test_an_unreachable_worker():
     with pytest.raises(SplitError, match="is unreachable"):
         asyncio.run(HttpPeer.connect(f"http://127.0.0.1:{free_port()}", BASE))
+
+
+def test_a_worker_that_shuts_down_hands_out_the_states_that_it_holds():
+    """It computes and promises nothing new; decode workers still fetch what their requests wait for."""
+    app = FastAPI()
+    errors.install(app)
+    app.include_router(prefill_router(Side(), "http://here"))
+    app.add_middleware(Limits, bounds=RequestBounds(log_requests=False), metrics=Metrics("worker"))
+    app.state.context, app.state.ending = SimpleNamespace(engine=NoEngine()), lambda: True
+
+    async def codes():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://prefill") as client:
+            for path, body in (("offer", WANT.model_dump()), ("share", {"tokens": [1]})):
+                answer = await client.post(f"/split/{path}", json=body)
+                yield answer.json()["error"]["code"]
+
+    async def run():
+        return [code async for code in codes()]
+
+    assert asyncio.run(run()) == ["state_gone", "shutting_down"]
