@@ -15,8 +15,8 @@ NUMBERS = (-1, 0, 1 << 31, 1 << 63, 1 << 70, 1.5, float("inf"), float("nan"), "1
 TEXTS = ("", "x" * 100_000, "\ud800", 5, None)
 LISTS = ([], [-1], [1 << 31], [1 << 70], [1.5], [[1]], "123", None)
 URLS = (
-    "http://", "http://[", "http://a:99999", "http://\ud800", "http://" + "a" * 2000, "http://" + "a" * 70_000, "ftp://a",
-    "file:///etc/passwd", "http://127.0.0.1:9/../x?y#z", "http://a b",
+    "http://", "http://[", "http://a:99999", "http://\ud800", "http://" + "a" * 2000, "http://" + "a" * 70_000,
+    "ftp://a", "file:///etc/passwd", "http://127.0.0.1:9/../x?y#z", "http://a b",
 )  # fmt: skip
 BODIES = (
     [], {}, 5, {"prompt": []}, {"prompt": ["a", "b"]}, {"prompt": [1 << 70]}, {"prompt": [999_999_999]},
