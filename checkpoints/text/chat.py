@@ -10,9 +10,13 @@ limit of loop iterations, seconds or characters.
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import functools
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -40,6 +44,58 @@ class ChatTemplateError(CheckpointError):
     """The template is broken, or does not accept this conversation."""
 
 
+@dataclass(frozen=True)
+class AcceptedRoles:
+    """The messages that a chat template accepts, besides those of users and assistants."""
+
+    system: bool
+    """One system message at the beginning, which otherwise becomes part of the first user message."""
+    developer: bool
+    """The role `developer`, which otherwise becomes `system`."""
+    several: bool
+    """Several system messages at the beginning, which otherwise are joined."""
+    later: bool
+    """System messages after the beginning, which otherwise become part of the next user message."""
+    joint: str
+    """Text between the parts of a message."""
+
+    def accepted(self, messages: Sequence[Message]) -> list[Message]:
+        """Returns a conversation that the template accepts. No text is lost, and its order is kept."""
+        accepted: list[Message] = []
+        waiting: list[str] = []  # texts of later system messages
+
+        def add_as_user(text: str) -> None:
+            if accepted and accepted[-1]["role"] == "user":
+                accepted[-1] = _with_text(accepted[-1], f"{accepted[-1].get('content') or ''}\n\n{text}")
+            else:
+                accepted.append({"role": "user", "content": text})
+
+        for message in messages:
+            role = message["role"]
+            if role == "developer" and not self.developer:
+                role, message = "system", {**message, "role": "system"}
+            text, leading = str(message.get("content") or ""), all(each["role"] == "system" for each in accepted)
+            if role == "system" and self.system and leading and accepted and not self.several:
+                accepted[-1] = _with_text(accepted[-1], f"{accepted[-1].get('content') or ''}\n\n{text}")
+            elif role == "system" and not (self.system if leading else self.later):
+                waiting.append(text)
+            elif role == "user" and waiting:
+                accepted.append(_with_text(message, "\n\n".join([*waiting, text])))
+                waiting = []
+            else:
+                if waiting and role == "assistant":
+                    add_as_user("\n\n".join(waiting))
+                    waiting = []
+                accepted.append(message)
+        if waiting:
+            add_as_user("\n\n".join(waiting))
+        return accepted
+
+
+def _with_text(message: Message, text: str) -> Message:
+    return {**message, "content": text}
+
+
 class ChatTemplate:
     """One compiled template.
 
@@ -55,6 +111,29 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError) as error:
             raise ChatTemplateError(f"the chat template cannot be parsed: {one_line(error)}") from error
 
+    @functools.cached_property
+    def roles(self) -> AcceptedRoles:
+        """What the template accepts, found by rendering small conversations once."""
+
+        def shows(*messages: tuple[str, Any]) -> str:
+            try:
+                text = self._text([{"role": role, "content": content} for role, content in messages])
+            except ChatTemplateError:
+                return ""
+            texts = (content for _, content in messages if isinstance(content, str))
+            return text if all(content in text for content in texts) else ""
+
+        turn = ("user", "first turn"), ("assistant", "first answer")
+        parts = [{"type": "text", "text": text} for text in ("part one", "part two")]
+        between = shows(("user", parts)).partition("part one")[2].partition("part two")
+        return AcceptedRoles(
+            system=bool(shows(("system", "rule one"), *turn[:1])),
+            developer=bool(shows(("developer", "rule one"), *turn[:1])),
+            several=bool(shows(("system", "rule one"), ("system", "rule two"), *turn[:1])),
+            later=bool(shows(*turn, ("system", "rule one"), ("user", "second turn"))),
+            joint=between[0] if between[1] and not between[0].strip() else "\n",
+        )
+
     def render(
         self,
         messages: Sequence[Message],
@@ -62,25 +141,39 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """Returns the prompt's text.
+        """Returns the prompt's text. System messages that the template refuses become part of a user's turn.
 
         Args:
-            messages: OpenAI-style; content may be a list of text parts.
+            messages: OpenAI-style; content may be a list of parts. Parts that are not text become a short text.
             tools: JSON schemas of functions, as in OpenAI's API.
             documents: for templates that quote sources.
             add_generation_prompt: end with the beginning of the assistant's turn.
+            continue_final_message: end with the text of the last message, for the model to continue.
             **variables: other variables of the template (for example `enable_thinking=False`).
         Raises:
             ChatTemplateError: the template rejected the conversation, failed, tried to leave the sandbox, or exceeded a
                 limit.
         """
+        plain = self.roles.accepted([plain_message(message, self.roles.joint) for message in messages])
+        variables |= {"tools": list(tools) if tools else None, "documents": list(documents) if documents else None}
+        if not continue_final_message:
+            return self._text(plain, add_generation_prompt=add_generation_prompt, **variables)
+        final = str(plain[-1].get("content") or "").strip() if plain else ""
+        text = self._text(plain, add_generation_prompt=False, **variables)
+        before, found, _ = text.rpartition(final)
+        if not final or not found:
+            raise ChatTemplateError("continue_final_message: the chat template does not show the last message's text")
+        return before + final
+
+    def _text(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
         given = {
+            "tools": None,
+            "documents": None,
             **self._variables,
-            "messages": [plain_message(message) for message in messages],
-            "tools": list(tools) if tools else None,
-            "documents": list(documents) if documents else None,
+            "messages": messages,
             "add_generation_prompt": add_generation_prompt,
             **variables,
             _TURN: _Turns(),
@@ -139,18 +232,24 @@ class ChatTemplates:
         return self._compiled[name]
 
 
-def plain_message(message: Message) -> dict[str, Any]:
+def plain_message(message: Message, joint: str = "\n") -> dict[str, Any]:
     """Returns a message in the form that templates expect: text content as one string, tool arguments as objects.
 
+    Args:
+        message: a message in OpenAI's form.
+        joint: text between the parts of the content.
+
     Raises:
-        ChatTemplateError: content that is not text.
+        ChatTemplateError: the message has no role, or its calls are no list of objects.
     """
     if not isinstance(message, Mapping) or "role" not in message:
         raise ChatTemplateError("every chat message needs a role")
     plain = dict(message)
     content = plain.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):
-        plain["content"] = "\n".join(_part_text(part) for part in content)
+        plain["content"] = joint.join(part_text(part) for part in content)
+    elif content is None:
+        plain["content"] = str(plain.get("refusal") or "")
     if plain.get("tool_calls"):
         if not isinstance(plain["tool_calls"], list | tuple):
             raise ChatTemplateError("a message's tool_calls must be a list")
@@ -158,27 +257,60 @@ def plain_message(message: Message) -> dict[str, Any]:
     return plain
 
 
-def _part_text(part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, Mapping) and isinstance(part.get("text"), str):
-        return part["text"]
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    raise ChatTemplateError(f"a message's content may hold text only, not {kind!r}")
+def part_text(part: Any) -> str:
+    """Returns the text of one part of a message, in the form of any API; of other parts, a text that names them."""
+    if not isinstance(part, Mapping):
+        return part if isinstance(part, str) else ""
+    for name in ("text", "refusal", "thinking"):
+        if isinstance(part.get(name), str):
+            return part[name]
+    kind = str(part.get("type") or "part")[:40]
+    source = part.get("source") or part.get("file") or part
+    if not isinstance(source, Mapping):
+        source = {}
+    if kind == "tool_reference":
+        return f"[tool {str(part.get('tool_name') or part.get('name') or '')[:200]}]"
+    if isinstance(source.get("content"), list):  # a document or a result of several parts
+        return "\n".join(part_text(each) for each in source["content"] if each is not part)
+    data, media = source.get("data") or source.get("file_data"), str(source.get("media_type") or "")
+    if isinstance(source.get("content"), str):
+        return source["content"]
+    if isinstance(data, str):
+        if source.get("type") == "text":
+            return data
+        if data.startswith("data:"):
+            media, _, data = data[len("data:") :].partition(",")
+        if media.startswith(("text/", "application/json")):
+            with contextlib.suppress(ValueError):
+                return base64.b64decode(data, validate=True).decode()
+    name = source.get("filename") or part.get("title")
+    short = next((word for word in ("image", "audio", "video", "file", "document") if word in kind), kind)
+    return f"[{short}{f' {str(name)[:200]}' if name else ''} omitted]"
 
 
 def _plain_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Parses a call's arguments: OpenAI clients send a JSON string, but templates expect an object."""
+    """Parses a call's arguments: OpenAI clients send a JSON string, but templates expect an object.
+
+    Text that is no object (cut off, or doubled) is an argument with the name `arguments`, so that it is not lost.
+    """
     if not isinstance(call, Mapping):
         raise ChatTemplateError("a tool call must be an object")
     function = call.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, Mapping):
         return dict(call)
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-        json.dumps(arguments, ensure_ascii=False).encode()  # half a surrogate pair has no tokens
-    except (ValueError, RecursionError) as error:
-        raise ChatTemplateError(f"a tool call's arguments are not valid JSON ({error})") from error
+    arguments = function.get("arguments")
+    for _ in range(2):  # some clients encode the text twice
+        if isinstance(arguments, str):
+            try:
+                parsed = json.loads(arguments) if arguments.strip() else {}
+                json.dumps(parsed, ensure_ascii=False).encode()  # half a surrogate pair has no tokens
+            except (ValueError, RecursionError):
+                break
+            arguments = parsed if isinstance(parsed, dict | str | None) else arguments
+    if isinstance(arguments, str):
+        arguments = arguments.encode(errors="replace").decode()
+    if not isinstance(arguments, Mapping):
+        arguments = {} if arguments is None else {"arguments": arguments}
     return {**call, "function": {**function, "arguments": arguments}}
 
 

@@ -62,6 +62,6 @@ def check_prompt_length(length: int, max_model_len: int, *, at_least: bool = Fal
     """
     if length >= max_model_len:
         raise RequestError(
-            f"the prompt has {'at least ' * at_least}{length:,} tokens: at most {max_model_len - 1:,} are allowed "
-            f"(this model's maximum context length is {max_model_len:,} tokens, one of them for the output)"
+            f"the prompt has {'at least ' * at_least}{length} tokens: at most {max_model_len - 1} are allowed "
+            f"(this model's maximum context length is {max_model_len} tokens, one of them for the output)"
         )

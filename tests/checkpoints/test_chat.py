@@ -1,5 +1,6 @@
 """Chat templates: what Hugging Face's renderer offers, and nothing that leaves the sandbox."""
 
+import base64
 import datetime
 
 import pytest
@@ -70,16 +71,75 @@ def test_the_generation_prompt_can_be_left_out():
 def test_content_parts_become_one_text():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert render("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "a\nb"
-    with pytest.raises(ChatTemplateError, match=r"^a message's content may hold text only, not 'image_url'$"):
-        render("x", [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}])
+    joined = "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    joined += "{{ p.text }}{% endfor %}{% endif %}{% endfor %}"
+    assert render(joined, [{"role": "user", "content": parts}]) == "ab", "as the template itself joins them"
+    text = base64.b64encode(b"x = 1").decode()
+    for part, shown in (
+        ({"type": "image_url", "image_url": {}}, "[image omitted]"),
+        ({"type": "input_audio", "input_audio": {"data": "x"}}, "[audio omitted]"),
+        (
+            {"type": "input_file", "filename": "a.pdf", "file_data": "data:x/pdf;base64,A"},
+            "[file a.pdf omitted]",
+        ),
+        ({"type": "file", "file": {"file_data": f"data:text/plain;base64,{text}"}}, "x = 1"),
+        ({"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "x"}}, "x"),
+        ({"type": "document", "source": {"type": "content", "content": [{"type": "image"}]}}, "[image omitted]"),
+        ({"type": "refusal", "refusal": "no"}, "no"),
+        ({"type": "tool_reference", "tool_name": "look"}, "[tool look]"),
+    ):
+        assert render("{{ messages[0].content }}", [{"role": "user", "content": [part]}]) == shown
+
+
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first or m.role == 'developer' %}"
+    "{{ raise_exception('refused') }}{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+LENIENT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+NO_SYSTEM = STRICT.replace(" and not loop.first", "")
+
+
+@pytest.mark.parametrize(
+    ("roles", "strict", "no_system"),
+    [
+        ("du", "[system]0[user]1", "[user]0\n\n1"),
+        ("sdu", "[system]0\n\n1[user]2", "[user]0\n\n1\n\n2"),
+        ("suasu", "[system]0[user]1[assistant]2[user]3\n\n4", "[user]0\n\n1[assistant]2[user]3\n\n4"),
+        ("uasatu", "[user]0[assistant]1[user]2[assistant]3[tool]4[user]5", ...),
+        ("usa", "[user]0\n\n1[assistant]2", ...),
+        ("uatst", "[user]0[assistant]1[tool]2[tool]4[user]3", ...),
+    ],
+)
+def test_system_messages_that_a_template_refuses_are_kept_in_place(roles, strict, no_system):
+    names = {"u": "user", "a": "assistant", "s": "system", "d": "developer", "t": "tool"}
+    messages = [{"role": names[role], "content": str(i)} for i, role in enumerate(roles)]
+    assert render(STRICT, messages) == strict
+    assert render(NO_SYSTEM, messages) == (strict if no_system is ... else no_system)
+    assert render(LENIENT, messages) == "".join(f"[{names[role]}]{i}" for i, role in enumerate(roles))
+
+
+def test_the_last_message_can_be_continued():
+    messages = [USER, {"role": "assistant", "content": "1, 2, "}]
+    assert render(LENIENT + "<end>", messages, continue_final_message=True) == "[user]Hi[assistant]1, 2,"
+    with pytest.raises(ChatTemplateError, match="does not show the last message"):
+        render("x", messages, continue_final_message=True)
 
 
 def test_messages_are_checked():
     with pytest.raises(ChatTemplateError, match=r"^every chat message needs a role$"):
         render("x", [{"content": "a"}])
-    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
-    with pytest.raises(ChatTemplateError, match=r"^a tool call's arguments are not valid JSON"):
-        render("x", [call])
+    template = "{{ messages[0].content }}{{ messages[0].tool_calls[0].function.arguments | tojson }}"
+    for arguments, shown in (
+        ('{"a": "x', r'{"arguments": "{\"a\": \"x"}'), ("{}{}", '{"arguments": "{}{}"}'), (None, "{}"), ("null", "{}"),
+        ("", "{}"), ("[1]", '{"arguments": "[1]"}'), (r'"{\"a\": 1}"', '{"a": 1}'), ([1], '{"arguments": [1]}'),
+        (r'{"a": "\ud800"}', r'{"arguments": "{\"a\": \"\\ud800\"}"}'),
+    ):  # fmt: skip
+        call = {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"function": {"name": "f", "arguments": arguments}}],
+        }
+        assert render(template, [call]) == shown
 
 
 def test_the_callers_messages_stay_as_they_were():
@@ -203,7 +263,6 @@ def test_a_template_is_compiled_once(monkeypatch):
         [None],
         [[]],
         True,
-        *([{"function": {"name": "f", "arguments": text}}] for text in ("[" * 50_000, r'"\ud800"')),
     ],
 )
 def test_wrong_tool_calls_are_refused(calls):

@@ -81,7 +81,7 @@ class TextCodec:
         if len(messages) > self.max_model_len:
             raise ApiError(
                 400,
-                f"{len(messages):,} messages: this model's maximum context length is {self.max_model_len:,} tokens",
+                f"{len(messages)} messages: this model's maximum context length is {self.max_model_len} tokens",
                 param="messages", code="context_length_exceeded", anthropic=f"{_TOO_LONG}: {len(messages)} messages",
             )  # fmt: skip
 

@@ -105,6 +105,8 @@ class SamplingParams:
     """Texts that end the output. The output contains them only with `include_stop_str_in_output`."""
     stop_token_ids: Sequence[int] | None = None
     """Tokens that end the output."""
+    stop_after: tuple[str, str] | None = None
+    """The marks around reasoning, in which stop texts do not count; the first is "" if the prompt ends within it."""
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     """Continue after an end-of-sequence token."""
@@ -164,6 +166,8 @@ class SamplingParams:
         if stop and not self.detokenize:
             raise RequestError("stop texts need detokenize=True (stop_token_ids work without)")
         object.__setattr__(self, "stop", stop)
+        if self.stop_after is not None and (len(marks := self._tuple("stop_after", str, "texts")) != 2 or not marks[1]):
+            raise RequestError("stop_after must be two texts: the marks around reasoning")
         object.__setattr__(self, "stop_token_ids", self._tuple("stop_token_ids", int, "token ids", MAX_STOP_IDS))
         scored = self._tuple("prompt_logprob_token_ids", int, "token ids", MAX_PROMPT_LOGPROB_IDS)
         object.__setattr__(self, "prompt_logprob_token_ids", scored)

@@ -75,9 +75,17 @@ class StopText:
     """Returns text until one of the stop texts is complete.
 
     It holds back text that could still become a stop text, so that it never has to revoke returned text.
+
+    Args:
+        automaton: finds the stop texts.
+        include: also return the stop text.
+        after: the marks around reasoning, in which stop texts do not count; the first is "" if the text starts within
+            reasoning.
     """
 
-    def __init__(self, automaton: StopAutomaton, *, include: bool = False) -> None:
+    def __init__(
+        self, automaton: StopAutomaton, *, include: bool = False, after: tuple[str, str] | None = None
+    ) -> None:
         self.texts = automaton.texts
         self.found: str | None = None
         """The stop text that ended the stream."""
@@ -86,11 +94,34 @@ class StopText:
         self._automaton = automaton
         self._include = include
         self._state = 0
+        self._after, self._before = after, ""
+        """The marks around reasoning, until it ends; the end of the text so far, in which a mark may begin."""
 
     def push(self, piece: str) -> str:
         """Processes the next piece and returns the text that may be shown now. Drops text after a stop text."""
         if self.found is not None:
             return ""
+        if self._after is None or not self.texts:
+            return self._search(piece)
+        begin, end = self._after
+        text = self._before + piece
+        if begin:  # the text may begin with reasoning
+            begun = text.lstrip()
+            if not begun.startswith(begin):
+                self._before = text
+                if begin.startswith(begun):
+                    return ""
+                self._after, self._before = None, ""
+                return self._search(text)
+            self._after, piece, self._before = ("", end), text, ""
+        _, found, answer = text.partition(end)
+        if not found:
+            self._before = text[-len(end) + 1 :]
+            return piece
+        self._after, self._before = None, ""
+        return piece[: len(piece) - len(answer)] + self._search(answer)
+
+    def _search(self, piece: str) -> str:
         if not self.texts or not self.active:
             return piece
         automaton, before, state = self._automaton, self._state, self._state
@@ -114,5 +145,7 @@ class StopText:
 
     def flush(self) -> str:
         """Returns the held-back text at the end of a stream without a stop text."""
+        if self._after is not None and self._after[0]:
+            return self._before
         state, self._state = self._state, 0
         return self._automaton.prefix(state, self._automaton.depth(state))

@@ -67,7 +67,9 @@ class Choice:
         """Whether `take` has something to return; True before the first."""
         self._params = params
         self._stream = text
-        self._stops = StopText(params.stop_automaton, include=params.include_stop_str_in_output)
+        self._stops = StopText(
+            params.stop_automaton, include=params.include_stop_str_in_output, after=params.stop_after
+        )
         self._undecoded: list[int] = []
         """Tokens that are not converted to text yet."""
 

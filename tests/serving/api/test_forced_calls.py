@@ -124,9 +124,9 @@ def test_allowed_tools(server):
     assert ask(server, tool_choice=free, max_completion_tokens=5).choices[0].message.content
 
 
-def test_a_call_and_a_form_do_not_go_together(server):
+def test_a_call_and_a_grammar_do_not_go_together(server):
     with pytest.raises(openai.BadRequestError, match="cannot be combined"):
-        ask(server, tool_choice="required", response_format={"type": "json_object"})
+        ask(server, tool_choice="required", extra_body={"structured_outputs": {"regex": "a"}})
 
 
 NAME = "forecast"

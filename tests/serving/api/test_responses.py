@@ -48,7 +48,7 @@ def test_items_as_messages():
          "tool_calls": [{"id": "c1"} | call, {"id": "c2"} | other]},
         {"role": "tool", "tool_call_id": "c1", "content": "nothing"},
         {"role": "tool", "tool_call_id": "c2", "content": "less"},
-        {"role": "system", "content": "Be brief."},
+        {"role": "developer", "content": "Be brief."},
     ]  # fmt: skip
 
 

@@ -52,13 +52,21 @@ class ChatTurn:
         self._form = context.tool_calls if self._tools else None
         self._most_calls = None if request.parallel_tool_calls else 1
         params = sampling_params(request, context.settings.default_sampling)
+        answer = None
+        if self._form is not None and request.response_format is not None and params.structured_outputs is not None:
+            answer = params.structured_outputs.json or {"type": "object"}  # JSON or a call
         if forced:
             self._form = context.tool_calls or "hermes"
-            if params.structured_outputs is not None:
+            if request.structured_outputs is not None:
                 raise RequestError("structured outputs cannot be combined with a tool_choice that forces a call")
+        if forced or answer is not None:
+            assert self._form is not None
             parallel = request.parallel_tool_calls and not isinstance(request.tool_choice, NamedTool)
             token_ids = context.codec.special_ids(FORMATS[self._form].marks)
-            grammar = calls_grammar(self._form, forced, parallel=parallel, token_ids=token_ids)
+            grammar = calls_grammar(
+                self._form, forced or self._tools, parallel=parallel, token_ids=token_ids,
+                answer=None if forced else answer,
+            )  # fmt: skip
             params = dataclasses.replace(params, structured_outputs=StructuredOutputs(grammar=grammar))
         if self._form is not None:
             params = context.codec.showing(params, *FORMATS[self._form].marks)
@@ -67,7 +75,7 @@ class ChatTurn:
         if self._marks is not None and tokenizer is not None:
             self._opening = opening_of(tokenizer, prompt, self._marks)
             if not self._opening.ended:
-                params = self._with_reasoning(context, params, request.thinking_token_budget)
+                params = self._with_reasoning(context, params, request.thinking_budget)
                 count = ReasoningCount.of(tokenizer, self._marks, begun=self._opening.begun, until=self._until)
         self.job = Job(f"{prefix}{uuid.uuid4().hex}", [prompt], params, request.priority, request.cache_salt)
         self.tally = UsageCounter(self.job, reasoning=count)
@@ -88,8 +96,10 @@ class ChatTurn:
     def _with_reasoning(self, context: ResponseContext, params: SamplingParams, budget: int | None) -> SamplingParams:
         assert self._marks is not None
         params = context.codec.showing(params, self._marks.end)
+        begin, end = self._marks
+        if params.stop:
+            params = dataclasses.replace(params, stop_after=("" if self._opening.begun else begin, end))
         if params.structured_outputs is None and budget is None:
             return params  # without a grammar or a budget, the engine does not need to distinguish reasoning
-        begin, end = self._marks
         reasoning = Reasoning(begin, end, begun=self._opening.begun, budget=budget)
         return dataclasses.replace(params, reasoning=reasoning)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from checkpoints.text.chat import part_text
 from serving.api.http.context import ResponseContext
 from serving.api.http.errors import ApiError
 from serving.api.http.protocol.chat import AllowedTools, ChatRequest, Tool
@@ -82,6 +83,14 @@ def offered_tools(request: ChatRequest) -> list[Tool]:
     return [*tools]
 
 
+def chat_content(content: Any) -> str | list[Any]:
+    """Returns content of any API as content of a chat message. The chat template joins several parts."""
+    if not isinstance(content, list):
+        return content or "" if isinstance(content, str | None) else part_text(content)
+    parts = [{"type": "text", "text": part_text(part)} for part in content]
+    return parts if len(parts) > 1 else "".join(part["text"] for part in parts)
+
+
 def messages_of(request: ChatRequest) -> list[dict[str, Any]]:
     """Returns the conversation for the chat template, with earlier reasoning under the name `reasoning_content`."""
     messages = [message.model_dump(exclude_unset=True) for message in request.messages]
@@ -93,11 +102,10 @@ def messages_of(request: ChatRequest) -> list[dict[str, Any]]:
 
 def template_options(request: ChatRequest, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Variables of the chat template other than the messages; `defaults` apply to those that the request omits."""
-    effort: dict[str, Any] = {}
-    if request.reasoning_effort is not None:
-        effort = {"reasoning_effort": request.reasoning_effort}
-        if request.reasoning_effort == "none":
-            effort["enable_thinking"] = False
+    level = request.reasoning_effort or (request.reasoning and request.reasoning.effort)
+    effort: dict[str, Any] = {"reasoning_effort": level} if level else {}
+    if request.thinks is not None:
+        effort["enable_thinking"] = request.thinks
     return {
         **defaults,
         **effort,
@@ -105,6 +113,7 @@ def template_options(request: ChatRequest, defaults: Mapping[str, Any]) -> dict[
         "tools": [tool.model_dump(exclude_unset=True) for tool in offered_tools(request)] or None,
         "documents": request.documents,
         "add_generation_prompt": request.add_generation_prompt,
+        "continue_final_message": request.continue_final_message,
     }
 
 
@@ -121,6 +130,8 @@ def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any], **m
         for name in _SAME_NAME
         if name in request.model_fields_set and getattr(request, name) is not None
     )
+    if values.get("top_p") == 0:  # OpenAI's smallest value: the likeliest token
+        values["top_p"] = 1e-6
     values["structured_outputs"] = structured_outputs(request)
     match request:
         case CompletionRequest():
@@ -149,7 +160,7 @@ def structured_outputs(request: GenerationRequest) -> StructuredOutputs | None:
             raise RequestError("response_format and structured_outputs cannot be combined")
         if form.json_schema is not None and form.type == "json_schema":
             return StructuredOutputs(json=form.json_schema.schema_)
-        return StructuredOutputs(json_object=True)
+        return StructuredOutputs(json_object=True) if form.schema_ is None else StructuredOutputs(json=form.schema_)
     if own is None:
         return None
     return StructuredOutputs(

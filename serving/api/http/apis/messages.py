@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from serving.api.http.apis.blocks import Block, BlockChange, BlocksWriter, NamedEvent
 from serving.api.http.apis.chat_turn import ChatTurn
+from serving.api.http.apis.inputs import chat_content
 from serving.api.http.context import ResponseContext
-from serving.api.http.errors import ApiError, validated
+from serving.api.http.errors import validated
 from serving.api.http.json_values import parse_written, well_formed
+from serving.api.http.parsing.written_json import WrittenObject
 from serving.api.http.protocol.chat import ChatRequest
 from serving.api.http.protocol.messages import (
     ContentBlock,
@@ -27,20 +31,25 @@ from serving.api.http.protocol.messages import (
     ToolUseBlock,
 )
 
+_BILLING = "x-anthropic-billing-header:"
+
 
 def as_chat(body: Conversation) -> ChatRequest:
     """Returns the same request to `/v1/chat/completions`.
 
     Raises:
-        ApiError: a message has an unsupported part.
         RequestValidationError: a field is invalid.
     """
     fields: dict[str, Any] = {
         name: value for name, value in (body.model_extra or {}).items() if name in ChatRequest.model_fields
     }
-    messages = [] if body.system is None else [{"role": "system", "content": _text("system", body.system)}]
-    for i, message in enumerate(body.messages):
-        messages += _messages(f"messages.{i}", message)
+    system = body.system and chat_content(_without_billing(body.system))
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    for message in body.messages:
+        messages += _messages(message)
+    final = messages[-1]
+    if final["role"] == "assistant" and final["content"] and "tool_calls" not in final:  # the answer continues it
+        fields["continue_final_message"] = True
     fields |= {"model": body.model, "messages": messages}
     fields["tools"] = [
         {"type": "function",
@@ -51,10 +60,9 @@ def as_chat(body: Conversation) -> ChatRequest:
         fields["tool_choice"] = _tool_choice(body.tool_choice)
         fields["parallel_tool_calls"] = not body.tool_choice.disable_parallel_tool_use
     if body.thinking is not None:
-        if body.thinking.type == "disabled":
-            variables = fields.get("chat_template_kwargs") or {}
-            fields["chat_template_kwargs"] = {"enable_thinking": False, **variables}
-        fields["thinking_token_budget"] = body.thinking.budget_tokens
+        fields["thinking"] = body.thinking.model_dump()
+    if body.output_config is not None and body.output_config.effort is not None:
+        fields["reasoning_effort"] = body.output_config.effort
     if isinstance(body, MessagesRequest):
         fields |= {"stream": body.stream, "max_completion_tokens": body.max_tokens, "stop": body.stop_sequences}
         fields |= {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
@@ -64,18 +72,15 @@ def as_chat(body: Conversation) -> ChatRequest:
     return validated(ChatRequest, {name: value for name, value in fields.items() if value is not None})
 
 
-def _messages(where: str, message: InputMessage) -> list[dict[str, Any]]:
+def _messages(message: InputMessage) -> list[dict[str, Any]]:
     """Converts one message to several: tool results come before the user's text."""
-    if isinstance(message.content, str):
-        return [{"role": message.role, "content": message.content}]
-    texts: list[str] = []
+    if not isinstance(message.content, list):
+        return [{"role": message.role, "content": message.content or ""}]
+    parts: list[Mapping[str, Any]] = []
     results: list[dict[str, Any]] = []
-    own: dict[str, Any] = {"role": message.role, "content": ""}
-    for i, part in enumerate(message.content):
-        here = f"{where}.content.{i}"
-        match part.get("type"):
-            case "text":
-                texts.append(_text(here, [part]))
+    own: dict[str, Any] = {"role": message.role}
+    for part in message.content:
+        match str(part.get("type")):
             case "thinking":
                 own["reasoning_content"] = str(part.get("thinking", ""))
             case "redacted_thinking":
@@ -85,25 +90,25 @@ def _messages(where: str, message: InputMessage) -> list[dict[str, Any]]:
                 call = {"id": part.get("id"), "type": "function", "function": function}
                 own.setdefault("tool_calls", []).append(call)
             case "tool_result":
-                content = part.get("content") or ""
-                results.append(
-                    {"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": _text(here, content)}
-                )
-            case other:
-                raise _wrong(here, f"parts of type {str(other)[:40]!r} are not supported: text only")
-    own["content"] = "\n".join(texts)
-    return [*results, *([own] if texts or len(own) > 2 else [])]
+                content = chat_content(part.get("content") or "")
+                results.append({"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": content})
+            case kind if kind.endswith(("_tool_use", "_tool_result")):  # of tools that other servers run
+                value = part.get("input", part.get("content"))
+                parts.append({"type": "text", "text": f"[{kind}] {json.dumps(value, ensure_ascii=False)}"})
+            case _:
+                parts.append(part)
+    own["content"] = chat_content(parts)
+    return [*results, *([own] if parts or len(own) > 2 else [])]
 
 
-def _text(where: str, content: str | Parts) -> str:
-    if isinstance(content, str):
-        return content
-    parts = []
-    for part in content if isinstance(content, list) else [content]:
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise _wrong(where, "content must be a string or a list of text parts")
-        parts.append(part["text"])
-    return "\n".join(parts)
+def _without_billing(system: str | Parts) -> str | Parts:
+    """Returns system text without Claude Code's line for billing. The line changes in every session, and so would
+    prevent the use of cached prefixes."""
+    if isinstance(system, str):
+        first, _, rest = system.partition("\n")
+        return rest if first.startswith(_BILLING) else system
+    kept = [{**part, "text": _without_billing(str(part["text"]))} if "text" in part else part for part in system]
+    return [part for part in kept if part.get("text") != ""]
 
 
 def _tool_choice(choice: ToolUse) -> Any:
@@ -113,10 +118,6 @@ def _tool_choice(choice: ToolUse) -> Any:
         case "tool":
             return {"type": "function", "function": {"name": choice.name or ""}}
     return choice.type
-
-
-def _wrong(where: str, why: str) -> ApiError:
-    return ApiError(400, f"{where}: {why}", param=where.partition(".")[0])
 
 
 _DELTAS = {
@@ -144,11 +145,13 @@ class MessageWriter(BlocksWriter):
         match change.what:
             case "begin":
                 empty = Block(block.kind, block.index, name=block.name, call_id=block.call_id)
-                return [("content_block_start", place | {"content_block": _content(empty)})]
+                return [("content_block_start", place | {"content_block": _block(empty)})]
             case "more":
                 name, kind = _DELTAS[block.kind]
                 return [("content_block_delta", place | {"delta": {"type": kind, name: change.text}})]
-        return [("content_block_stop", place)]
+        signature = {"type": "signature_delta", "signature": _signature(block.text)}
+        signed = [("content_block_delta", place | {"delta": signature})] if block.kind == "reasoning" else []
+        return [*signed, ("content_block_stop", place)]
 
     def _end(self) -> list[NamedEvent]:
         reason, stop = self._stop_reason()
@@ -156,7 +159,7 @@ class MessageWriter(BlocksWriter):
         return [("message_delta", {"delta": delta, "usage": self._usage()}), ("message_stop", {})]
 
     def _whole(self) -> MessageObject:
-        return self._object([_content(block) for block in self._blocks.all], *self._stop_reason())
+        return self._object([_block(block) for block in self._blocks.all], *self._stop_reason())
 
     def _stop_reason(self) -> tuple[StopReason | None, str | None]:
         """Returns Anthropic's stop reason and stop sequence of the answer."""
@@ -185,20 +188,28 @@ class MessageWriter(BlocksWriter):
         )
 
 
-def _content(block: Block) -> ContentBlock:
+def _block(block: Block) -> ContentBlock:
     match block.kind:
         case "reasoning":
-            return ThinkingBlock(thinking=block.text)
+            return ThinkingBlock(thinking=block.text, signature=_signature(block.text) if block.text else "")
         case "text":
             return TextBlock(text=block.text)
     return ToolUseBlock(id=block.call_id, name=block.name, input=_arguments(block.text))
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Returns a call's arguments; empty if the output limit cut them off."""
+    """Returns a call's arguments, as far as the output limit did not cut them off."""
+    written = WrittenObject()
     try:
+        _, valid, complete = written.push(text or "{}")
         # Parsing twice converts escaped halves of surrogate pairs to characters.
-        arguments = parse_written(well_formed(json.dumps(parse_written(text or "{}"), ensure_ascii=False)))
+        value = parse_written(valid if complete else valid + written.close())
+        arguments = parse_written(well_formed(json.dumps(value, ensure_ascii=False)))
     except ValueError:
         return {}
     return arguments if isinstance(arguments, dict) else {}
+
+
+def _signature(thinking: str) -> str:
+    """Returns the signature of a thinking block. Clients send it back; the server does not check it."""
+    return base64.b64encode(hashlib.blake2b(thinking.encode(errors="replace"), digest_size=24).digest()).decode()

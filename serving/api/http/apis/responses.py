@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import json
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,24 +13,29 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
+from checkpoints.text.chat import part_text
 from serving.api.http.apis.blocks import Block, BlockChange, BlocksWriter, NamedEvent
 from serving.api.http.apis.chat_turn import ChatTurn
-from serving.api.http.apis.inputs import messages_of
+from serving.api.http.apis.inputs import chat_content, messages_of
 from serving.api.http.connection.keys import sent_key
 from serving.api.http.connection.streaming import answer, named_event
 from serving.api.http.context import ResponseContext, context_of
 from serving.api.http.errors import ApiError, validated
 from serving.api.http.generation import ChoiceDelta
 from serving.api.http.logprobs import TextLogprobs
+from serving.api.http.parsing.written_json import object_of
 from serving.api.http.protocol.chat import ChatLogprob, ChatRequest
+from serving.api.http.protocol.common import CUSTOM_INPUT, CUSTOM_PARAMETERS
 from serving.api.http.protocol.responses import (
     AllowedFunctions,
     DeletedResponse,
+    FunctionTool,
     Incomplete,
     InputDetails,
     InputItems,
     NamedFunction,
     OutputCall,
+    OutputCustomCall,
     OutputDetails,
     OutputItem,
     OutputMessage,
@@ -45,7 +53,9 @@ Message = dict[str, Any]
 Conversation = Callable[[str], Sequence[Message]]
 """Returns the messages of the conversation that ends with a stored response, without instructions."""
 
-_TEXT_PARTS = ("input_text", "output_text", "text")
+_OWN = "mamba-jax:"
+"""The beginning of reasoning that this server returned as `encrypted_content`: its text, in base64."""
+_ENCRYPTED = "reasoning.encrypted_content"
 _PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
 _EVENTS = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 _SAME_NAME = (
@@ -116,7 +126,7 @@ def as_chat(body: ResponsesRequest, conversation: Conversation) -> ChatRequest:
     """Returns the same request to `/v1/chat/completions`. `conversation` returns that of a stored response.
 
     Raises:
-        ApiError: an input item has an unsupported type.
+        ApiError: a message has no role.
         RequestValidationError: a field is invalid.
     """
     messages: list[Message] = []
@@ -131,10 +141,7 @@ def as_chat(body: ResponsesRequest, conversation: Conversation) -> ChatRequest:
     fields |= {"model": body.model, "messages": messages, "stream": body.stream}
     fields["max_completion_tokens"] = body.max_output_tokens
     fields |= {"temperature": body.temperature, "top_p": body.top_p, "parallel_tool_calls": body.parallel_tool_calls}
-    fields["tools"] = [
-        {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_unset=True)}
-        for tool in body.tools or ()
-    ] or None
+    fields["tools"] = [{"type": "function", "function": _function(tool)} for tool in body.tools or ()] or None
     fields["tool_choice"] = _tool_choice(body.tool_choice)
     form = body.text.format
     if form.type == "json_schema":
@@ -157,42 +164,75 @@ def _as_item(content: Any = None, **fields: Any) -> dict[str, Any]:
     return {"type": "message", "role": "user", **fields, "content": content}
 
 
+def _function(tool: FunctionTool) -> dict[str, Any]:
+    if tool.type == "custom":
+        return {"name": tool.name, "description": tool.description, "parameters": CUSTOM_PARAMETERS}
+    return tool.model_dump(exclude={"type", "namespace"}, exclude_unset=True)
+
+
 def messages_of_input(items: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Converts input items to messages. Reasoning items and calls become part of the assistant's message.
+    """Converts input items to messages. Reasoning items and calls become part of the assistant's message, and items of
+    tools that other servers run become text of it.
 
     Raises:
-        ApiError: an item has an unsupported type.
+        ApiError: a message has no role, or an item's content is neither text nor parts.
     """
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(items):
-        match item.get("type", "message"):
+        for name in ("content", "output"):
+            if not isinstance(item.get(name), str | list | None):
+                raise _wrong(i, f"{name} must be a string or a list of parts")
+        match str(item.get("type") or "message"):
             case "message":
                 role = item.get("role")
                 if not isinstance(role, str):
                     raise _wrong(i, "a message needs a role")
-                content = _text(i, item.get("content"))
                 if role == "assistant":
-                    _assistant(messages)["content"] += content
+                    _add_text(messages, _text(item.get("content")))
                 else:
-                    messages.append({"role": "system" if role == "developer" else role, "content": content})
+                    messages.append({"role": role, "content": chat_content(item.get("content"))})
             case "reasoning":
-                parts = item.get("content") or item.get("summary") or []
-                if not isinstance(parts, list):
-                    raise _wrong(i, "the content of a reasoning item must be a list")
-                thought = "\n".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))
-                _assistant(messages, new=True)["reasoning_content"] = thought
-            case "function_call":
-                function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
+                if thought := _thought(item):
+                    _assistant(messages, new=True)["reasoning_content"] = thought
+            case "function_call" | "custom_tool_call" as kind:
+                arguments = item.get("arguments")
+                if kind == "custom_tool_call":
+                    arguments = json.dumps({CUSTOM_INPUT: item.get("input")})
+                function = {"name": item.get("name"), "arguments": arguments or "{}"}
                 call = {"id": item.get("call_id"), "type": "function", "function": function}
                 _assistant(messages).setdefault("tool_calls", []).append(call)
-            case "function_call_output":
-                content = _text(i, item.get("output"))
+            case "function_call_output" | "custom_tool_call_output":
+                content = chat_content(item.get("output"))
                 messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
-            case other:
-                raise _wrong(i, f"items of type {str(other)[:40]!r} are not supported")
+            case "item_reference":
+                raise _wrong(i, "items of type 'item_reference' are not supported: send the item itself")
+            case kind if kind.startswith("input_"):
+                messages.append({"role": "user", "content": part_text(item)})
+            case kind:
+                values = {name: value for name, value in item.items() if name not in ("id", "type", "status")}
+                _add_text(messages, f"[{kind[:40]}] {json.dumps(values, ensure_ascii=False)}")
     return messages
+
+
+def _wrong(i: int, why: str) -> ApiError:
+    return ApiError(400, f"input.{i}: {why}", param="input")
+
+
+def _thought(item: Mapping[str, Any]) -> str:
+    """Returns the text of a reasoning item."""
+    parts = item.get("content") or item.get("summary")
+    encrypted = item.get("encrypted_content")
+    if not parts and isinstance(encrypted, str) and encrypted.startswith(_OWN):
+        with contextlib.suppress(ValueError):
+            return base64.b64decode(encrypted.removeprefix(_OWN), validate=True).decode()
+    return _text(parts if isinstance(parts, list) else None)
+
+
+def _add_text(messages: list[dict[str, Any]], text: str) -> None:
+    message = _assistant(messages)
+    message["content"] = f"{message['content']}\n{text}" if message["content"] else text
 
 
 def _assistant(messages: list[dict[str, Any]], *, new: bool = False) -> dict[str, Any]:
@@ -202,22 +242,10 @@ def _assistant(messages: list[dict[str, Any]], *, new: bool = False) -> dict[str
     return messages[-1]
 
 
-def _text(i: int, content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    parts = []
-    if not isinstance(content, list | None):
-        raise _wrong(i, "content must be a string or a list of parts")
-    for part in content or ():
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
-            raise _wrong(i, f"content may hold text only, not {str(kind)[:40]!r}")
-        parts.append(part["text"])
-    return "\n".join(parts)
-
-
-def _wrong(i: int, why: str) -> ApiError:
-    return ApiError(400, f"input.{i}: {why}", param="input")
+def _text(content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(map(part_text, content)) if isinstance(content, list) else part_text(content)
 
 
 def _tool_choice(choice: Any) -> Any:
@@ -230,6 +258,12 @@ def _tool_choice(choice: Any) -> Any:
     return choice
 
 
+def _custom_input(arguments: str) -> str:
+    """Returns the text of a call of a tool of type `custom`."""
+    value = (object_of(arguments) or {}).get(CUSTOM_INPUT)
+    return value if isinstance(value, str) else arguments
+
+
 class ResponseWriter(BlocksWriter):
     """Writes the response to one request, and stores it. `prompts`: the token ids of the conversation, in a list."""
 
@@ -238,7 +272,7 @@ class ResponseWriter(BlocksWriter):
     ) -> None:
         turn = ChatTurn(context, request, prompts[0], prefix="resp_")
         super().__init__(turn)
-        self._context, self._body = context, body
+        self._context, self._body, self._custom = context, body, body.custom_tools
         self._messages = messages_of(request)[0 if body.instructions is None else 1 :]
         self._created, self._num_events = int(time.time()), 0
         self._ids: list[str] = []
@@ -299,11 +333,18 @@ class ResponseWriter(BlocksWriter):
                 if block.kind != "call":
                     opened.append(("response.content_part.added", part | content))
                 return opened
+            case "more" if block.name in self._custom:
+                return []  # the text is known when the JSON object around it is complete
             case "more":
                 more: dict[str, Any] = {"logprobs": new} if block.kind == "text" else {}
                 return [(f"response.{kind}.delta", part | {"delta": change.text} | more)]
-        if block.kind == "call":
-            done: list[NamedEvent] = [(f"response.{kind}.done", part | {"arguments": block.text, "name": block.name})]
+        done: list[NamedEvent]
+        if block.name in self._custom:
+            text = _custom_input(block.text)
+            done = [("response.custom_tool_call_input.delta", part | {"delta": text})]
+            done.append(("response.custom_tool_call_input.done", part | {"input": text}))
+        elif block.kind == "call":
+            done = [(f"response.{kind}.done", part | {"arguments": block.text, "name": block.name})]
         else:
             more = {"logprobs": self._entries[block.index]} if block.kind == "text" else {}
             done = [(f"response.{kind}.done", part | {"text": block.text} | more)]
@@ -315,10 +356,16 @@ class ResponseWriter(BlocksWriter):
         match block.kind:
             case "reasoning":
                 thought = [] if empty else [ReasoningText(text=block.text)]
-                return OutputReasoning(id=name, content=thought, status=status)
+                sealed = None
+                if _ENCRYPTED in (self._body.include or ()) and not empty:
+                    sealed = _OWN + base64.b64encode(block.text.encode()).decode()
+                return OutputReasoning(id=name, content=thought, encrypted_content=sealed, status=status)
             case "text":
                 parsed = [] if empty else [self._output_text(block)]
                 return OutputMessage(id=name, status=status, content=parsed)
+        if block.name in self._custom:
+            text = "" if empty else _custom_input(block.text)
+            return OutputCustomCall(id=name, call_id=block.call_id, name=block.name, input=text, status=status)
         return OutputCall(id=name, call_id=block.call_id, name=block.name, arguments=block.text, status=status)
 
     def _output_text(self, block: Block) -> OutputText:

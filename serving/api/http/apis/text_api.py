@@ -20,6 +20,8 @@ from serving.api.http.apis.messages import MessageWriter
 from serving.api.http.apis.responses import Conversation, ResponseWriter
 from serving.api.http.connection.keys import salt_of, sent_key
 from serving.api.http.connection.streaming import (
+    COMMENT,
+    PING,
     EventStream,
     answer,
     anthropic_failure,
@@ -69,6 +71,8 @@ class TextApi:
     """Returns a request in the format of one of the first two APIs."""
     failure: Callable[[ApiError], bytes] = openai_failure
     """Returns the last events of a stream that fails."""
+    keep_alive: bytes = COMMENT
+    """The event before the first one, while a request waits."""
 
     @property
     def kind(self) -> str:
@@ -92,7 +96,7 @@ _TABLE = (
     TextApi(
         "/v1/messages", "create_message", "Answer a conversation", "Anthropic",
         MessagesRequest, MessageObject, ("system", "messages"), MessageWriter, lambda body, _: messages.as_chat(body),
-        anthropic_failure,
+        anthropic_failure, PING,
     ),
 )  # fmt: skip
 TEXT_APIS = {api.kind: api for api in _TABLE}
@@ -159,7 +163,7 @@ async def respond(api: TextApi, body: TextRequest, request: Request) -> Response
     with context.traces.under(request.headers):
         if body.stream:
             events = writer.events(stream(context, job, tally))
-            return EventStream(await until_gone(request.receive, start(events)), headers, api.failure)
+            return EventStream(await until_gone(request.receive, start(events, api.keep_alive)), headers, api.failure)
         pieces = await until_gone(request.receive, run(context, job, tally))
     codec = context.codec
     whole = await codec.run(sum(piece.num_tokens for piece in pieces), lambda: writer.response(pieces))

@@ -26,6 +26,11 @@ T = TypeVar("T")
 Run = Callable[[int, Callable[[], bytes]], Awaitable[bytes]]
 
 DONE = b"data: [DONE]\n\n"
+COMMENT = b": keep-alive\n\n"
+"""An event that clients ignore."""
+KEEP_ALIVE_SECONDS = 10.0
+_FIRST_EVENT_SECONDS = 0.5
+"""Time in which a refused request gets its own status."""
 _IGNORED, _MOST_IGNORED = "x-ignored-fields", 16
 
 
@@ -67,6 +72,10 @@ class ClientGone(Exception):
 def named_event(name: str, fields: Mapping[str, Any]) -> bytes:
     """Returns one event with a name, which is also its `type`."""
     return f"event: {name}\n".encode() + b"data: " + to_json({"type": name, **fields}) + b"\n\n"
+
+
+PING = named_event("ping", {})
+"""An event of Anthropic's API that clients ignore."""
 
 
 def openai_failure(error: ApiError) -> bytes:
@@ -146,20 +155,34 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def start(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """Waits for the first event, so that a refused request gets its own status. Returns all events."""
+async def start(
+    events: AsyncGenerator[bytes, None], keep_alive: bytes = COMMENT, interval: float = KEEP_ALIVE_SECONDS
+) -> AsyncGenerator[bytes, None]:
+    """Waits a moment for the first event, so that a refused request gets its own status. Returns all events.
+
+    Until the first event, `keep_alive` is sent at once and then every `interval` seconds: clients and proxies close a
+    connection without data while a request waits or its prompt is computed.
+    """
+    first = asyncio.ensure_future(anext(events))
     try:
-        first = await anext(events)
+        await asyncio.wait({first}, timeout=_FIRST_EVENT_SECONDS)
+        if first.done():
+            first.result()
     except BaseException:
+        await _cancel(first)
         await events.aclose()
         raise
 
     async def all_of_them() -> AsyncGenerator[bytes, None]:
         try:
-            yield first
+            while not first.done():
+                yield keep_alive
+                await asyncio.wait({first}, timeout=interval)
+            yield first.result()
             async for piece in events:
                 yield piece
         finally:
+            await _cancel(first)
             await events.aclose()
 
     return all_of_them()

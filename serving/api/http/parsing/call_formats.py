@@ -146,12 +146,18 @@ def form_of(tokenizer: Tokenizer | None) -> ToolCallForm | None:
 
 
 def calls_grammar(
-    form: ToolCallForm, tools: Sequence[Tool], *, parallel: bool, token_ids: Mapping[str, int] | None = None
+    form: ToolCallForm,
+    tools: Sequence[Tool],
+    *,
+    parallel: bool,
+    token_ids: Mapping[str, int] | None = None,
+    answer: Any = None,
 ) -> str:
     """Returns a grammar, in Lark's syntax, of an answer that calls one of the tools, or several if `parallel`.
 
     Arguments follow the tools' schemas. `token_ids` contains the format's marks that are special
-    tokens of the model; a grammar cannot contain these as text.
+    tokens of the model; a grammar cannot contain these as text. `answer`: the schema of JSON that the answer may be
+    instead; None if it must call.
     """
     style, ids = FORMATS[form], token_ids or {}
 
@@ -159,15 +165,18 @@ def calls_grammar(
         return f"<[{ids[text]}]>" if text in ids else _text(text)
 
     functions = " | ".join(f"function_{i}" for i in range(len(tools)))
+    calls = "start" if answer is None else "calls"
     rules = [f"function: {functions}"]
+    if answer is not None:
+        rules += ["start: calls | answer", _json("answer", answer)]
     before, after = style.around
     whole = style.between is None  # each call has its own marks
     one, between = ("call", "\n") if whole else ("function", style.between or "")
     several = f"{one} ({_row(_text(between), one)}){{0,{MOST_CALLS - 1}}}" if parallel else one
     around = _row(mark(style.begin), _text(before), "function" if whole else several, _text(after), mark(style.end))
-    rules.append(f"{'call' if whole else 'start'}: {around}")
+    rules.append(f"{'call' if whole else calls}: {around}")
     if whole:
-        rules.append(f"start: {several}")
+        rules.append(f"{calls}: {several}")
     for i, tool in enumerate(tools):
         rule, name, schema = f"function_{i}", tool.function.name, tool.function.parameters or {"type": "object"}
         if style.syntax.parameter is not None:
@@ -235,7 +244,9 @@ def _json(rule: str, schema: Any) -> str:
 def _schema(schema: Any) -> str:
     """Returns the schema with at most one space between its parts, because models may otherwise write only spaces."""
     if isinstance(schema, Mapping):
-        schema = {"x-guidance": {"whitespace_pattern": " ?"}, **schema}
+        # A schema word that the library does not know would otherwise make the tool unusable.
+        options = {"whitespace_pattern": " ?", "lenient": True, "coerce_one_of": True}
+        schema = {"x-guidance": options, **schema}
     return json.dumps(schema)
 
 

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from serving.api.http.protocol.common import Count, EncodedArray, GenerationRequest, Items, Usage, refusal
+from serving.api.http.protocol.common import (
+    CUSTOM_PARAMETERS,
+    Count,
+    EncodedArray,
+    GenerationRequest,
+    Items,
+    Usage,
+    refusal,
+)
 
 
 class ContentPart(BaseModel):
-    """A part of a message; only text is supported."""
+    """A part of a message. The model reads text; of other parts it reads that they are left out."""
 
     model_config = ConfigDict(extra="allow")
     type: str
@@ -56,6 +64,21 @@ class Tool(BaseModel):
     function: Function
 
 
+def _as_function(tool: Any) -> Any:
+    """Returns a tool of type `custom` as a function with one text argument."""
+    if not isinstance(tool, dict) or tool.get("type") != "custom" or not isinstance(tool.get("custom"), dict):
+        return tool
+    custom = tool["custom"]
+    function = {"name": custom.get("name"), "description": custom.get("description"), "parameters": CUSTOM_PARAMETERS}
+    return {"type": "function", "function": function}
+
+
+def _as_named_function(choice: Any) -> Any:
+    if isinstance(choice, dict) and choice.get("type") == "custom":
+        return {"type": "function", "function": choice.get("custom")}
+    return choice
+
+
 class ToolName(BaseModel):
     name: str
 
@@ -89,7 +112,26 @@ class AllowedTools(BaseModel):
         return {tool.function.name for tool in self.allowed_tools.tools}
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | NamedTool | AllowedTools, BeforeValidator(_as_named_function)
+]  # fmt: skip
+
+
+class Thinking(BaseModel):
+    """Whether the model reasons before it answers, in the form of Anthropic's and DeepSeek's APIs."""
+
+    model_config = ConfigDict(extra="allow")
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Count | None = None
+
+
+class ReasoningChoice(BaseModel):
+    """How much the model reasons, in OpenRouter's form."""
+
+    effort: str | None = Field(None, max_length=64)
+    enabled: bool | None = None
+    max_tokens: Count | None = None
+
 
 _PARAMETERS = frozenset(
     {"self", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "add_special_tokens", "fits"}
@@ -114,7 +156,7 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Count | None = Field(None, description="The new name of max_tokens.")
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: Items[Tool] | None = None
+    tools: Items[Annotated[Tool, BeforeValidator(_as_function)]] | None = None
     tool_choice: ToolChoice | None = Field(
         None, description="none, auto, required (the model must call a function), or the function to call."
     )
@@ -123,18 +165,42 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: str | None = Field(
         None, max_length=64, description="A variable of the chat template; none also sets enable_thinking to false."
     )
+    enable_thinking: bool | None = Field(None, description="A variable of the chat template.")
+    thinking: Thinking | None = Field(None, description="Type disabled sets enable_thinking to false.")
+    reasoning: ReasoningChoice | None = Field(None, description="Other names of reasoning_effort and of the budget.")
     thinking_token_budget: Count | None = Field(
         None, description="Maximum number of reasoning tokens; the server then ends the reasoning."
     )
     add_generation_prompt: bool = True
+    continue_final_message: bool = Field(False, description="The output continues the last message.")
     chat_template_kwargs: TemplateVariables | None = Field(None, description="Variables of the chat template.")
     documents: Items[dict[str, Any]] | None = None
 
+    @property
+    def thinks(self) -> bool | None:
+        """Whether the request switches reasoning on or off; None if it does not say."""
+        kind, effort = self.thinking and self.thinking.type, self.reasoning and self.reasoning.effort
+        if "none" in (self.reasoning_effort, effort) or kind == "disabled":
+            return False
+        return self.reasoning.enabled if self.enable_thinking is None and self.reasoning else self.enable_thinking
+
+    @property
+    def thinking_budget(self) -> int | None:
+        """Maximum number of reasoning tokens."""
+        budgets = (
+            self.thinking_token_budget, self.thinking and self.thinking.budget_tokens,
+            self.reasoning and self.reasoning.max_tokens,
+        )  # fmt: skip
+        return next((budget for budget in budgets if budget is not None), None)
+
     @model_validator(mode="after")
     def _refuse(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise refusal("top_logprobs", "top_logprobs needs logprobs=true")
         self._check_tool_choice()
+        explicit = "add_generation_prompt" in self.model_fields_set
+        if self.continue_final_message and explicit and self.add_generation_prompt:
+            raise refusal("continue_final_message", "continue_final_message needs add_generation_prompt=false")
         if self.max_tokens == 0 or self.max_completion_tokens == 0:
             name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
             raise refusal(name, f"{name} must be at least 1")

@@ -47,9 +47,45 @@ _WITHOUT_EFFECT = ("user", "store", "metadata", "service_tier", "parallel_tool_c
 """OpenAI's fields that do not change a response of this server. They are accepted and not reported as ignored."""
 
 
+_TOOL_CHOICES = ("function", "custom", "allowed_tools", "auto", "any", "tool", "none")
+CUSTOM_INPUT = "input"
+"""The argument of a tool of type `custom`, which is a function with one text."""
+CUSTOM_PARAMETERS: dict[str, Any] = {
+    "type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT],
+    "additionalProperties": False,
+}  # fmt: skip
+
+
 def refusal(param: str, message: str) -> PydanticCustomError:
     """Returns a validation error about several fields; `param` is the field to report."""
     return PydanticCustomError("refused", "{message}", {"message": message, "param": param})
+
+
+def _with_functions(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns a request with only those tools that are functions of the client.
+
+    The tools of a namespace stand for themselves. The server cannot run tools such as `web_search`: it leaves them out,
+    and names them like fields without effect.
+    """
+    tools = values.get("tools")
+    if not isinstance(tools, list):
+        return values
+    kept, waiting = list[Any](), list(reversed(tools))
+    while waiting:
+        tool = waiting.pop()
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind == "namespace" and isinstance(tool.get("tools"), list):
+            inner = [{"namespace": tool.get("name"), **each} for each in tool["tools"] if isinstance(each, dict)]
+            waiting += reversed(inner)
+        elif not isinstance(kind, str) or kind in ("function", "custom") or isinstance(tool.get("input_schema"), dict):
+            kept.append(tool)
+        else:
+            values[f"tools.{kind}"] = True
+    choice = values.get("tool_choice")
+    served = not isinstance(choice, dict) or choice.get("type") in _TOOL_CHOICES
+    if len(kept) < len(tools) and not (kept and served):
+        values.pop("tool_choice", None)
+    return {**values, "tools": kept or None}
 
 
 class RequestModel(BaseModel):
@@ -63,6 +99,16 @@ class RequestModel(BaseModel):
         """Names of the fields that have no effect."""
         extra = self.model_extra or {}
         return [name for name, value in extra.items() if value is not None and name not in _WITHOUT_EFFECT]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_null(cls, values: Any) -> Any:
+        # Null is the default of every optional field, as in OpenAI's API.
+        if not isinstance(values, dict):
+            return values
+        optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
+        given = {name: value for name, value in values.items() if value is not None or name not in optional}
+        return _with_functions(given)
 
     @model_validator(mode="before")
     @classmethod
@@ -94,8 +140,12 @@ class JsonSchema(BaseModel):
 class ResponseFormat(BaseModel):
     """The required format of the output."""
 
+    model_config = ConfigDict(populate_by_name=True, protected_namespaces=())
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | bool | None = Field(
+        None, alias="schema", description="Of type json_object: the schema, as in llama.cpp's API."
+    )
 
     @model_validator(mode="after")
     def _complete(self) -> ResponseFormat:
@@ -133,7 +183,7 @@ class GenerationRequest(TextRequest):
 
     n: int = Field(1, ge=1, le=128)
     temperature: float | None = Field(None, ge=0, description="0 is greedy.")
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     top_k: Int32 | None = Field(None, description="0 or -1 keeps all tokens.")
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from serving.api.http.protocol.chat import ChatRequest, Thinking
 from serving.api.http.protocol.common import (
     MAX_STOP_TEXTS,
     Count,
@@ -21,8 +22,8 @@ Parts = Items[dict[str, Any]]
 
 
 class InputMessage(BaseModel):
-    role: Literal["user", "assistant", "system"]
-    content: str | Parts
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | Parts | None = None
 
 
 class ClientTool(BaseModel):
@@ -39,15 +40,7 @@ class ToolUse(BaseModel):
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    disable_parallel_tool_use: bool = False
-
-
-class Thinking(BaseModel):
-    """Whether the model reasons before it answers."""
-
-    model_config = ConfigDict(extra="allow")
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Count | None = None
+    disable_parallel_tool_use: bool | None = None
 
 
 class OutputFormat(BaseModel):
@@ -59,6 +52,7 @@ class OutputFormat(BaseModel):
 class OutputConfig(BaseModel):
     model_config = ConfigDict(extra="allow")
     format: OutputFormat | None = None
+    effort: str | None = Field(None, max_length=64)
 
 
 class Conversation(RequestModel):
@@ -69,6 +63,12 @@ class Conversation(RequestModel):
     tools: Items[ClientTool] | None = None
     tool_choice: ToolUse | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+    @property
+    def ignored(self) -> list[str]:
+        """Names of the fields that have no effect."""
+        return [name for name in super().ignored if name not in ChatRequest.model_fields]
 
 
 class MessagesRequest(Conversation, TextRequest):
@@ -76,10 +76,9 @@ class MessagesRequest(Conversation, TextRequest):
 
     max_tokens: Count = Field(ge=1)
     temperature: float | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     top_k: Int32 | None = None
     stop_sequences: Annotated[Items[str], Field(max_length=MAX_STOP_TEXTS)] | None = None
-    output_config: OutputConfig | None = None
 
     @model_validator(mode="after")
     def _refuse_several_answers(self) -> MessagesRequest:

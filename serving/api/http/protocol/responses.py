@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from serving.api.http.protocol.chat import ChatLogprob
+from serving.api.http.protocol.chat import ChatLogprob, ChatRequest
 from serving.api.http.protocol.common import Count, Items, TextRequest, WholeAnswer, refusal
 
 
@@ -14,7 +14,7 @@ class FunctionTool(BaseModel):
     """A function that the model may call."""
 
     model_config = ConfigDict(extra="allow")
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -22,7 +22,7 @@ class FunctionTool(BaseModel):
 
 
 class NamedFunction(BaseModel):
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
 
 
@@ -66,7 +66,7 @@ class ResponsesRequest(TextRequest):
     store: bool | None = Field(None, description="Store the response in memory, within limits, until the process ends.")
     max_output_tokens: Count | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     tools: Items[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None = None
     parallel_tool_calls: bool | None = None
@@ -75,6 +75,16 @@ class ResponsesRequest(TextRequest):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     include: Items[str] | None = Field(None, description=f"{LOGPROBS} adds log-probabilities; others have no effect.")
     metadata: dict[str, str] | None = None
+
+    @property
+    def ignored(self) -> list[str]:
+        """Names of the fields that have no effect."""
+        return [name for name in super().ignored if name not in ChatRequest.model_fields]
+
+    @property
+    def custom_tools(self) -> set[str]:
+        """Names of the tools of type `custom`."""
+        return {tool.name for tool in self.tools or () if tool.type == "custom"}
 
     @property
     def wants_logprobs(self) -> bool:
@@ -125,6 +135,7 @@ class OutputReasoning(BaseModel):
     id: str
     summary: list[Any] = Field(default_factory=list)
     content: list[ReasoningText]
+    encrypted_content: str | None = None
     status: Status
 
 
@@ -139,7 +150,18 @@ class OutputCall(BaseModel):
     status: Status
 
 
-OutputItem = OutputMessage | OutputReasoning | OutputCall
+class OutputCustomCall(BaseModel):
+    """A call of a tool of type `custom` by the model."""
+
+    type: Literal["custom_tool_call"] = "custom_tool_call"
+    id: str
+    call_id: str
+    name: str
+    input: str
+    status: Status
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall | OutputCustomCall
 
 
 class InputDetails(BaseModel):

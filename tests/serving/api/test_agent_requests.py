@@ -1,0 +1,200 @@
+"""What coding agents and libraries send, in all chat APIs, to a model whose chat template refuses much."""
+
+import asyncio
+import json
+
+import pytest
+
+from checkpoints.tokenizer import load_tokenizer
+from serving.api.http.apis.text_api import TEXT_APIS, open_writer
+from serving.api.http.connection.streaming import COMMENT, ignored_header, start
+from serving.api.http.context import ResponseContext
+from serving.api.http.errors import validated
+from serving.api.http.generation import whole
+from serving.api.http.parsing.reasoning import THINK
+from serving.api.http.text import TextCodec
+from serving.engine.requests.output import CompletionOutput, RequestOutput
+
+STRICT = (
+    "{% if tools %}{{ tools | map(attribute='function') | map(attribute='name') | join(' ') }};{% endif %}"
+    "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant', 'tool'] or m.role == 'system' and not "
+    "loop.first %}{{ raise_exception('refused') }}{% endif %}[{{ m.role }}]{% if m.reasoning_content %}"
+    "({{ m.reasoning_content }}){% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}<{{ c.function.name }} "
+    "{{ c.function.arguments | tojson }}>{% endfor %}{% endfor %}{% if add_generation_prompt %}[assistant]"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% else %}<think>{% endif %}{% endif %}"
+)
+TOKENIZER = load_tokenizer("demo").with_chat_template(STRICT)
+CONTEXT = ResponseContext(TextCodec(TOKENIZER, 4096), "demo", tool_calls="hermes", reasoning=THINK)
+CHAT, RESPONSES, MESSAGES = "chat/completions", "responses", "messages"
+USER = {"role": "user", "content": "hi"}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
+END = "[assistant]<think>"
+
+
+def opened(kind, **body):
+    """The writer of a request, and the request."""
+    content = "input" if kind == RESPONSES else "messages"
+    body = {content: [USER]} | ({"max_tokens": 8} if kind == MESSAGES else {}) | body
+    request = validated(TEXT_APIS[kind].request, body)
+    return asyncio.run(open_writer(TEXT_APIS[kind], CONTEXT, request)), request
+
+
+def prompt(kind, **body):
+    return TOKENIZER.decode(opened(kind, **body)[0].job.prompts[0], skip_special_tokens=False)
+
+
+def called(name, arguments, **more):
+    call = {"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call], **more}
+
+
+def item(kind, **fields):
+    return {"type": kind, **fields}
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "text"),
+    [
+        # Roles.
+        (CHAT, {"messages": [{"role": "developer", "content": "D"}, USER]}, f"[system]D[user]hi{END}"),
+        (RESPONSES, {"instructions": "A", "input": [{"role": "developer", "content": "B"}, USER]},
+         f"[system]A\n\nB[user]hi{END}"),
+        (MESSAGES, {"messages": [USER, {"role": "assistant", "content": "a"}, {"role": "system", "content": "S"},
+                       USER]},
+         f"[user]hi[assistant]a[user]S\n\nhi{END}"),
+        # Odd histories.
+        (CHAT, {"messages": [USER, called("f", '{"a": "x'), {"role": "tool", "content": None}]},
+         f'[user]hi[assistant]<f {{"arguments": "{{\\"a\\": \\"x"}}>[tool]{END}'),
+        (RESPONSES, {"input": [USER, item("reasoning", summary=[], content=None, encrypted_content=None),
+                               item("function_call", name="f", arguments="", call_id="1"),
+                               item("function_call_output", call_id="1", output=[item("input_image")])]},
+         f"[user]hi[assistant]<f {{}}>[tool][image omitted]{END}"),
+        (RESPONSES, {"input": [USER, item("custom_tool_call", name="patch", input="x", call_id="1"),
+                               item("custom_tool_call_output", call_id="1", output="ok"),
+                               item("web_search_call", id="w", status="completed", action={"query": "q"})]},
+         f'[user]hi[assistant]<patch {{"input": "x"}}>[tool]ok[assistant][web_search_call] {{"action": '
+         f'{{"query": "q"}}}}{END}'),
+        (MESSAGES, {"messages": [USER, {"role": "assistant", "content": [
+            {"type": "tool_use", "id": "c", "name": "Read", "input": {}}]}, {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "c", "content": [IMAGE]}, {"type": "text", "text": "so"}]}]},
+         f"[user]hi[assistant]<Read {{}}>[tool][image omitted][user]so{END}"),
+        (MESSAGES, {"messages": [{"role": "user", "content": [
+            {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "D"}}, IMAGE]}]},
+         f"[user]D\n[image omitted]{END}"),
+        # The answer continues the last message.
+        (CHAT, {"messages": [USER, {"role": "assistant", "content": "1, "}], "continue_final_message": True,
+                "add_generation_prompt": False}, "[user]hi[assistant]1,"),
+        (MESSAGES, {"messages": [USER, {"role": "assistant", "content": "{"}]}, "[user]hi[assistant]{"),
+        # Claude Code's line, which changes.
+        (MESSAGES, {"system": [{"type": "text", "text": "x-anthropic-billing-header: cch=1;"},
+                               {"type": "text", "text": "S"}]}, f"[system]S[user]hi{END}"),
+        # Reasoning is off.
+        *((CHAT, fields, "[user]hi[assistant]<think></think>") for fields in (
+            {"enable_thinking": False}, {"thinking": {"type": "disabled"}}, {"reasoning": {"effort": "none"}},
+            {"reasoning_effort": "none"}, {"reasoning": {"enabled": False}},
+            {"chat_template_kwargs": {"enable_thinking": False}})),
+        (MESSAGES, {"thinking": {"type": "disabled"}}, "[user]hi[assistant]<think></think>"),
+        (RESPONSES, {"reasoning": {"effort": "none"}}, "[user]hi[assistant]<think></think>"),
+    ],
+)  # fmt: skip
+def test_prompts(kind, body, text):
+    assert prompt(kind, **body) == text
+
+
+def test_tools_that_are_no_functions():
+    function = {"type": "function", "name": "run", "parameters": SCHEMA}
+    space = {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "close", "parameters": SCHEMA}]}
+    custom = {"type": "custom", "name": "patch", "format": {"type": "text"}}
+    writer, request = opened(
+        RESPONSES, tools=[function, space, custom, {"type": "web_search"}, {"type": "local_shell"}]
+    )
+    assert TOKENIZER.decode(writer.job.prompts[0]).startswith("run close patch;")
+    assert ignored_header(request) == {"x-ignored-fields": "tools.web_search,tools.local_shell"}
+    assert prompt(RESPONSES, tools=[{"type": "web_search"}], tool_choice={"type": "web_search"}).startswith("[user]")
+    assert prompt(MESSAGES, tools=[{"type": "web_search_20250305", "name": "web_search"}]).startswith("[user]")
+    tools = [{"type": "custom", "custom": {"name": "patch"}}]
+    assert prompt(CHAT, tools=tools, tool_choice={"type": "custom", "custom": {"name": "patch"}}).startswith("patch;")
+    assert ignored_header(opened(MESSAGES, structured_outputs={"choice": ["x"]}, extra=1)[1]) == {
+        "x-ignored-fields": "extra"
+    }
+
+
+def test_null_is_the_default():
+    names = (
+        "n stream presence_penalty frequency_penalty parallel_tool_calls logprobs min_tokens ignore_eos tools stop "
+        "skip_special_tokens priority include_reasoning add_generation_prompt text reasoning system thinking"
+    )
+    for kind in (CHAT, RESPONSES, MESSAGES):
+        assert prompt(kind, **dict.fromkeys(names.split())) == f"[user]hi{END}"
+    assert opened(CHAT, logprobs=False, top_logprobs=0)[0].job.params.logprobs is None
+    assert 0 < opened(CHAT, top_p=0)[0].job.params.top_p < 1e-3
+
+
+def test_formats_and_tools():
+    tools = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
+    form = {"type": "json_object", "schema": SCHEMA}
+    assert opened(CHAT, response_format=form)[0].job.params.structured_outputs.json == SCHEMA
+    grammar = opened(CHAT, response_format=form, tools=tools)[0].job.params.structured_outputs.grammar
+    assert "start: calls | answer" in grammar
+    named = {"type": "function", "function": {"name": "f"}}
+    grammar = opened(CHAT, response_format=form, tools=tools, tool_choice=named)[
+        0
+    ].job.params.structured_outputs.grammar
+    assert "answer" not in grammar
+
+
+def test_stop_texts_count_after_the_reasoning():
+    assert opened(CHAT, stop=["e"])[0].job.params.stop_after == ("", "</think>")
+    assert opened(CHAT, stop=["e"], enable_thinking=False)[0].job.params.stop_after is None
+
+
+def answered(kind, text, reason="stop", **body):
+    writer, _ = opened(kind, **body)
+    output = CompletionOutput(0, text, [5], finish_reason=reason)
+    return writer.response(whole([RequestOutput("r", None, [1], [output], finished=True)], writer.tally)).model_dump()
+
+
+def test_a_custom_tool_is_called_with_its_text():
+    tools = [{"type": "custom", "name": "patch"}]
+    text = '</think><tool_call>{"name": "patch", "arguments": {"input": "a\\nb"}}</tool_call>'
+    (call,) = answered(RESPONSES, text, tools=tools)["output"]
+    assert (call["type"], call["name"], call["input"]) == ("custom_tool_call", "patch", "a\nb")
+
+
+def test_reasoning_can_be_sent_back():
+    (block, _) = answered(MESSAGES, "so</think>yes")["content"]
+    assert block["signature"]
+    (thought, _) = answered(RESPONSES, "so</think>yes", include=["reasoning.encrypted_content"])["output"]
+    assert "[assistant](so)" in prompt(RESPONSES, input=[USER, {**thought, "content": None}])
+
+
+def test_arguments_that_are_cut_off_are_not_lost():
+    tools = [{"name": "f", "input_schema": SCHEMA}]
+    text = '</think><tool_call>{"name": "f", "arguments": {"a": "x'
+    for reason, stop in (("length", "max_tokens"), ("stop", "tool_use")):
+        answer = answered(MESSAGES, text, reason, tools=tools)
+        assert (answer["content"][0]["input"], answer["stop_reason"]) == ({"a": "x"}, stop)
+    flat = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
+    for reason, arguments in (("length", '{"a": "x'), ("stop", '{"a": "x"}')):
+        (choice,) = answered(CHAT, text, reason, tools=flat)["choices"]
+        message = choice["message"]
+        assert message["tool_calls"][0]["function"]["arguments"] == arguments
+        history = [USER, {**message, "content": None}, {"role": "tool", "content": "e"}]
+        assert "<f " in prompt(CHAT, messages=json.loads(json.dumps(history)))
+
+
+def test_a_stream_is_kept_alive_until_its_first_event(monkeypatch):
+    async def run(seconds):
+        async def events():
+            await asyncio.sleep(seconds)
+            yield b"first"
+            yield b"second"
+
+        return [event async for event in await start(events(), interval=0.05)]
+
+    monkeypatch.setattr("serving.api.http.connection.streaming._FIRST_EVENT_SECONDS", 0.1)
+    assert asyncio.run(run(0)) == [b"first", b"second"]
+    comments = asyncio.run(run(0.5))
+    assert comments[-2:] == [b"first", b"second"]
+    assert set(comments[:-2]) == {COMMENT}
