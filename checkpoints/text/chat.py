@@ -163,8 +163,8 @@ class ChatTemplate:
             return self._text(plain, add_generation_prompt=add_generation_prompt, **variables)
         final = str(plain[-1].get("content") or "").strip() if plain else ""
         text = self._text(plain, add_generation_prompt=False, **variables)
-        before, found, _ = text.rpartition(final)
-        if not final or not found:
+        before, found, _ = text.rpartition(final) if final else ("", "", "")
+        if not found:
             raise ChatTemplateError("continue_final_message: the chat template does not show the last message's text")
         return before + final
 
@@ -283,9 +283,9 @@ def part_text(part: Any) -> str:
         if media.startswith(("text/", "application/json")):
             with contextlib.suppress(ValueError):
                 return base64.b64decode(data, validate=True).decode()
-    name = source.get("filename") or part.get("title")
+    title = source.get("filename") or part.get("title")
     short = next((word for word in ("image", "audio", "video", "file", "document") if word in kind), kind)
-    return f"[{short}{f' {str(name)[:200]}' if name else ''} omitted]"
+    return f"[{short}{f' {str(title)[:200]}' if title else ''} omitted]"
 
 
 def _plain_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:

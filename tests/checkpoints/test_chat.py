@@ -123,6 +123,8 @@ def test_the_last_message_can_be_continued():
     assert render(LENIENT + "<end>", messages, continue_final_message=True) == "[user]Hi[assistant]1, 2,"
     with pytest.raises(ChatTemplateError, match="does not show the last message"):
         render("x", messages, continue_final_message=True)
+    with pytest.raises(ChatTemplateError, match="does not show the last message"):
+        render(LENIENT, [{"role": "user", "content": None}], continue_final_message=True)
 
 
 def test_messages_are_checked():

@@ -40,6 +40,8 @@ class Job:
     lora_request: LoRARequest | None = None
     grammar: Grammar | None = None
     """Keeps the compiled grammar alive until the engine requests it."""
+    ignored: Sequence[str] = ()
+    """Words of schemas that the response need not follow."""
     score_bytes: int = 0
     """Memory of the log-probabilities of the prompts."""
 

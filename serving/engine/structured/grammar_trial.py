@@ -58,7 +58,7 @@ def form_of(kind: str, value: Any) -> str:
             form = matcher.grammar_from_lark(gbnf_to_lark(value) if "::=" in value else value)
         case _:
             # Only schemas that are JSON objects accept options.
-            options: Any = {"whitespace_pattern": SPACE} if isinstance(value, dict) else None
+            options: Any = {"whitespace_pattern": SPACE, "coerce_one_of": True} if isinstance(value, dict) else None
             form = matcher.grammar_from_json_schema(json.dumps(value), defaults=options)
     if len(form) > LONGEST:
         raise ValueError(f"the grammar is longer than {LONGEST:,} characters")

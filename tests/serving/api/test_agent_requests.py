@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import pytest
+from fastapi.exceptions import RequestValidationError
 
 from checkpoints.tokenizer import load_tokenizer
 from serving.api.http.apis.text_api import TEXT_APIS, open_writer
@@ -14,6 +15,7 @@ from serving.api.http.generation import whole
 from serving.api.http.parsing.reasoning import THINK
 from serving.api.http.text import TextCodec
 from serving.engine.requests.output import CompletionOutput, RequestOutput
+from serving.engine.structured.grammar_trial import form_of
 
 STRICT = (
     "{% if tools %}{{ tools | map(attribute='function') | map(attribute='name') | join(' ') }};{% endif %}"
@@ -144,6 +146,41 @@ def test_formats_and_tools():
     assert "answer" not in grammar
 
 
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "object", "propertyNames": {"pattern": "^a"}}, "propertyNames"),
+        ({"type": "array", "uniqueItems": True, "items": {"type": "integer"}}, "uniqueItems"),
+        ({"type": "object", "properties": {"not": {"type": "string", "format": "phone"}}}, "format"),
+        ({"type": "string", "pattern": "^(?=a).*$", "not": {"const": "a"}}, "not,schema.pattern"),
+        ({"type": "object", "if": {}, "then": {}, "dependentRequired": {"a": ["b"]}},
+         "dependentRequired,schema.if,schema.then"),
+        ({"oneOf": [{"type": "object"}, {"type": "object", "properties": {"a": {}}}]}, None),
+        ({"type": "string", "format": "date", "enum": [{"not": 1}, "x"]}, None),
+    ],
+)  # fmt: skip
+def test_words_of_schemas_that_are_not_enforced_are_named(schema, words):
+    header = {"x-ignored-fields": f"schema.{words}"} if words else {}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": schema}}}}]
+    for fields in ({"response_format": form}, {"tools": tools, "tool_choice": "required"}):
+        writer, request = opened(CHAT, **fields)
+        assert ignored_header(request, writer.job.ignored) == header
+        outputs = writer.job.params.structured_outputs
+        kind, value = ("json", outputs.json) if outputs.grammar is None else ("grammar", outputs.grammar)
+        form_of(kind, value)
+    name = "output_config"
+    writer, _ = opened(MESSAGES, **{name: {"format": {"type": "json_schema", "schema": schema}}})
+    assert ignored_header(request, writer.job.ignored) == header
+
+
+def test_fields_that_change_the_output_are_not_dropped():
+    for kind in (CHAT, RESPONSES, MESSAGES):
+        with pytest.raises(RequestValidationError, match="bad_words is not supported"):
+            opened(kind, bad_words=["x"])
+    assert len(opened(CHAT, truncate_prompt_tokens=3)[0].job.prompts[0]) == 3
+
+
 def test_stop_texts_count_after_the_reasoning():
     assert opened(CHAT, stop=["e"])[0].job.params.stop_after == ("", "</think>")
     assert opened(CHAT, stop=["e"], enable_thinking=False)[0].job.params.stop_after is None
@@ -156,7 +193,11 @@ def answered(kind, text, reason="stop", **body):
 
 
 def test_a_custom_tool_is_called_with_its_text():
-    tools = [{"type": "custom", "name": "patch"}]
+    tools = [{"type": "custom", "name": "patch"}, {"type": "namespace", "name": "n", "tools": [
+        {"type": "function", "name": "close"}]}]  # fmt: skip
+    text = '</think><tool_call>{"name": "close", "arguments": {}}</tool_call>'
+    (call,) = answered(RESPONSES, text, tools=tools)["output"]
+    assert (call["type"], call["name"], call["namespace"]) == ("function_call", "close", "n")
     text = '</think><tool_call>{"name": "patch", "arguments": {"input": "a\\nb"}}</tool_call>'
     (call,) = answered(RESPONSES, text, tools=tools)["output"]
     assert (call["type"], call["name"], call["input"]) == ("custom_tool_call", "patch", "a\nb")

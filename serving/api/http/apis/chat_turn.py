@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import uuid
 
-from serving.api.http.apis.inputs import offered_tools, sampling_params
+from serving.api.http.apis.inputs import offered_tools, sampling_params, unenforced
 from serving.api.http.context import ResponseContext
 from serving.api.http.generation import Job, UsageCounter
 from serving.api.http.parsing.answer import AnswerReader
@@ -78,6 +78,7 @@ class ChatTurn:
                 params = self._with_reasoning(context, params, request.thinking_budget)
                 count = ReasoningCount.of(tokenizer, self._marks, begun=self._opening.begun, until=self._until)
         self.job = Job(f"{prefix}{uuid.uuid4().hex}", [prompt], params, request.priority, request.cache_salt)
+        self.job.ignored = unenforced(request, forced)
         self.tally = UsageCounter(self.job, reasoning=count)
 
     def new_reader(self) -> AnswerReader:

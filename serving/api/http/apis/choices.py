@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from serving.api.http.apis.chat_turn import ChatTurn
-from serving.api.http.apis.inputs import sampling_params
+from serving.api.http.apis.inputs import sampling_params, unenforced
 from serving.api.http.connection.streaming import DONE, encoded, json_of
 from serving.api.http.context import ResponseContext
 from serving.api.http.generation import ChoiceDelta, Job, UsageCounter
@@ -183,6 +183,7 @@ class CompletionWriter(ChoicesWriter):
     ) -> None:
         params = sampling_params(request, context.settings.default_sampling)
         job = Job(f"cmpl-{uuid.uuid4().hex}", prompts, params, request.priority, request.cache_salt)
+        job.ignored = unenforced(request)
         # With max_tokens = 0 the engine still generates one token, which is not reported.
         tally = UsageCounter(job, with_output=request.max_tokens != 0)
         super().__init__(context, request, job, tally, top=request.logprobs or 0)

@@ -8,6 +8,7 @@ from typing import Any
 from checkpoints.text.chat import part_text
 from serving.api.http.context import ResponseContext
 from serving.api.http.errors import ApiError
+from serving.api.http.parsing.json_schemas import enforceable
 from serving.api.http.protocol.chat import AllowedTools, ChatRequest, Tool
 from serving.api.http.protocol.common import GenerationRequest
 from serving.api.http.protocol.completions import CompletionRequest
@@ -35,7 +36,8 @@ async def tokenized(
         ApiError, RequestError: the request has too many choices or alternatives; a prompt is empty or too long, or
             contains a token id beyond the vocabulary.
     """
-    codec = context.codec
+    codec, asked_to_fit = context.codec, fits
+    fits = fits and request.truncate_prompt_tokens is None
     if isinstance(request, ChatRequest):
         _check_counts(context, request.n, request.top_logprobs, "top_logprobs")
         options = template_options(request, context.settings.default_chat_template_kwargs)
@@ -47,7 +49,10 @@ async def tokenized(
         if not prompts:
             texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
             prompts = await codec.encode(texts, add_special_tokens=request.add_special_tokens is not False)
-    if fits:
+    if (most := request.truncate_prompt_tokens) is not None:
+        most = context.codec.max_model_len - 1 if most == -1 else most
+        prompts = [prompt[max(len(prompt) - most, 0) :] for prompt in prompts]
+    if asked_to_fit:
         _check_prompts(context, prompts, "messages" if isinstance(request, ChatRequest) else "prompt")
     return prompts
 
@@ -148,6 +153,15 @@ def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any], **m
     return SamplingParams(**values, **more)
 
 
+def unenforced(request: GenerationRequest, tools: Sequence[Tool] = ()) -> list[str]:
+    """Returns the words of schemas that no grammar enforces. `tools`: those of which one must be called."""
+    form, own, words = request.response_format, request.structured_outputs, set[str]()
+    schemas = [form and form.schema_, form and form.json_schema and form.json_schema.schema_, own and own.json_]
+    for schema in (*schemas, *(tool.function.parameters for tool in tools)):
+        enforceable(schema, words)
+    return [f"schema.{word}" for word in sorted(words)]
+
+
 def structured_outputs(request: GenerationRequest) -> StructuredOutputs | None:
     """Returns the output format that a request specifies in vLLM's or OpenAI's field.
 
@@ -159,10 +173,18 @@ def structured_outputs(request: GenerationRequest) -> StructuredOutputs | None:
         if own is not None:
             raise RequestError("response_format and structured_outputs cannot be combined")
         if form.json_schema is not None and form.type == "json_schema":
-            return StructuredOutputs(json=form.json_schema.schema_)
-        return StructuredOutputs(json_object=True) if form.schema_ is None else StructuredOutputs(json=form.schema_)
+            return StructuredOutputs(json=enforceable(form.json_schema.schema_))
+        return (
+            StructuredOutputs(json_object=True)
+            if form.schema_ is None
+            else StructuredOutputs(json=enforceable(form.schema_))
+        )
     if own is None:
         return None
     return StructuredOutputs(
-        json=own.json_, regex=own.regex, choice=own.choice, grammar=own.grammar, json_object=own.json_object
+        json=enforceable(own.json_),
+        regex=own.regex,
+        choice=own.choice,
+        grammar=own.grammar,
+        json_object=own.json_object,
     )

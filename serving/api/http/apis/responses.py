@@ -272,7 +272,8 @@ class ResponseWriter(BlocksWriter):
     ) -> None:
         turn = ChatTurn(context, request, prompts[0], prefix="resp_")
         super().__init__(turn)
-        self._context, self._body, self._custom = context, body, body.custom_tools
+        self._context, self._body = context, body
+        self._custom, self._spaces = body.custom_tools, body.namespaces
         self._messages = messages_of(request)[0 if body.instructions is None else 1 :]
         self._created, self._num_events = int(time.time()), 0
         self._ids: list[str] = []
@@ -366,7 +367,10 @@ class ResponseWriter(BlocksWriter):
         if block.name in self._custom:
             text = "" if empty else _custom_input(block.text)
             return OutputCustomCall(id=name, call_id=block.call_id, name=block.name, input=text, status=status)
-        return OutputCall(id=name, call_id=block.call_id, name=block.name, arguments=block.text, status=status)
+        space = {"namespace": self._spaces[block.name]} if block.name in self._spaces else {}
+        return OutputCall(
+            id=name, call_id=block.call_id, name=block.name, arguments=block.text, status=status, **space
+        )  # fmt: skip
 
     def _output_text(self, block: Block) -> OutputText:
         return OutputText(text=block.text, logprobs=self._entries[block.index])

@@ -159,7 +159,7 @@ async def respond(api: TextApi, body: TextRequest, request: Request) -> Response
     request.state.reserve(job.score_bytes)
     job.cache_salt = salt_of(job.cache_salt, request.headers, context.settings)
     job.lora_request = context.adapter_of(body.model)
-    headers, request.state.tally = ignored_header(body), tally
+    headers, request.state.tally = ignored_header(body, job.ignored), tally
     with context.traces.under(request.headers):
         if body.stream:
             events = writer.events(stream(context, job, tally))

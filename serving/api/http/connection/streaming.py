@@ -58,10 +58,10 @@ def answer(model: BaseModel, headers: Mapping[str, str] | None = None) -> Respon
     return Response(json_of(model), headers=headers, media_type="application/json")
 
 
-def ignored_header(request: RequestModel) -> dict[str, str]:
-    """Returns a header with the names of fields without effect. Clients choose the names, so the header lists only
-    harmless ones."""
-    names = [name for name in request.ignored if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name)]
+def ignored_header(request: RequestModel, more: Sequence[str] = ()) -> dict[str, str]:
+    """Returns a header with the names of fields without effect, and `more` names. Clients choose the names, so the
+    header lists only harmless ones."""
+    names = [name for name in (*request.ignored, *more) if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name)]
     return {_IGNORED: ",".join(names[:_MOST_IGNORED])} if names else {}
 
 

@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import Any
 
 from checkpoints.tokenizer import Tokenizer
+from serving.api.http.parsing.json_schemas import enforceable
 from serving.api.http.parsing.text_cursor import SPACE, Head
 from serving.api.http.protocol.chat import Tool
 from serving.api.http.settings import ToolCallForm
@@ -244,9 +245,7 @@ def _json(rule: str, schema: Any) -> str:
 def _schema(schema: Any) -> str:
     """Returns the schema with at most one space between its parts, because models may otherwise write only spaces."""
     if isinstance(schema, Mapping):
-        # A schema word that the library does not know would otherwise make the tool unusable.
-        options = {"whitespace_pattern": " ?", "lenient": True, "coerce_one_of": True}
-        schema = {"x-guidance": options, **schema}
+        schema = {"x-guidance": {"whitespace_pattern": " ?", "coerce_one_of": True}, **enforceable(schema)}
     return json.dumps(schema)
 
 

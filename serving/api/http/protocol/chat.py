@@ -187,14 +187,16 @@ class ChatRequest(GenerationRequest):
     @property
     def thinking_budget(self) -> int | None:
         """Maximum number of reasoning tokens."""
-        budgets = (
-            self.thinking_token_budget, self.thinking and self.thinking.budget_tokens,
-            self.reasoning and self.reasoning.max_tokens,
-        )  # fmt: skip
-        return next((budget for budget in budgets if budget is not None), None)
+        if self.thinking_token_budget is not None:
+            return self.thinking_token_budget
+        if self.thinking is not None and self.thinking.budget_tokens is not None:
+            return self.thinking.budget_tokens
+        return self.reasoning.max_tokens if self.reasoning is not None else None
 
     @model_validator(mode="after")
     def _refuse(self) -> ChatRequest:
+        if (self.model_extra or {}).get("echo"):
+            raise refusal("echo", "echo is not supported")
         if self.top_logprobs and not self.logprobs:
             raise refusal("top_logprobs", "top_logprobs needs logprobs=true")
         self._check_tool_choice()

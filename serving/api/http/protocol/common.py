@@ -43,6 +43,11 @@ _OLD_NAMES = {
     "guided_grammar": "grammar",
     "guided_json_object": "json_object",
 }
+_UNSUPPORTED = (
+    "bad_words", "allowed_token_ids", "use_beam_search", "logits_processors", "functions", "function_call",
+    "mm_processor_kwargs",
+)  # fmt: skip
+"""Fields of OpenAI's and vLLM's APIs that change the output."""
 _WITHOUT_EFFECT = ("user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier")
 """OpenAI's fields that do not change a response of this server. They are accepted and not reported as ignored."""
 
@@ -113,7 +118,10 @@ class RequestModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_old_names(cls, values: Any) -> Any:
-        # Ignoring these fields would give output in the wrong format.
+        # Ignoring these fields would give other output than the client expects.
+        for name in _UNSUPPORTED:
+            if isinstance(values, dict) and values.get(name):
+                raise refusal(name, f"{name} is not supported")
         for old, new in _OLD_NAMES.items():
             if isinstance(values, dict) and values.get(old) is not None:
                 raise refusal(old, f'{old} is an old name: use {{"structured_outputs": {{"{new}": ...}}}}')
@@ -204,6 +212,9 @@ class GenerationRequest(TextRequest):
         None, min_length=1, max_length=1024, description="Only requests with the same salt share cached prefixes."
     )
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, le=2**31 - 1, description="Keep only the last tokens of the prompt; -1 keeps what fits."
+    )
     return_token_ids: bool = Field(
         False,
         description="Also return the ids of prompt and output tokens, the versions of the weights and, with "

@@ -87,6 +87,12 @@ class ResponsesRequest(TextRequest):
         return {tool.name for tool in self.tools or () if tool.type == "custom"}
 
     @property
+    def namespaces(self) -> dict[str, Any]:
+        """The namespace of each tool that has one."""
+        spaces = {tool.name: (tool.model_extra or {}).get("namespace") for tool in self.tools or ()}
+        return {name: space for name, space in spaces.items() if space is not None}
+
+    @property
     def wants_logprobs(self) -> bool:
         """Whether the response includes log-probabilities of the text."""
         return self.top_logprobs is not None or LOGPROBS in (self.include or ())
@@ -140,8 +146,9 @@ class OutputReasoning(BaseModel):
 
 
 class OutputCall(BaseModel):
-    """A function call by the model."""
+    """A function call by the model; also `namespace`, if the function is from one."""
 
+    model_config = ConfigDict(extra="allow")
     type: Literal["function_call"] = "function_call"
     id: str
     call_id: str
