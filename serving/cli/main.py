@@ -9,6 +9,7 @@ import functools
 import importlib
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,8 @@ _OTHER_VARIABLES = {
     for name in ("API_KEY", "ADMIN_KEY", "SPLIT_SECRET", "CONFIG", "EXTRAS", "INSTRUCTIONS", "NATIVE", "NO_NATIVE")
 }
 """Those that are read elsewhere: never options, or options with another rule, since keys may contain spaces."""
+_SERVICE_LINK = re.compile(r".*(_SERVICE_(HOST|PORT\w*)|_PORT_\d+_\w+)=.*|.*_PORT=\w+://.*")
+"""Variables that Kubernetes sets in each pod for a Service named mamba-jax: MAMBA_JAX_PORT=tcp://10.0.0.1:8000."""
 ENGINE_COMMANDS = ("generate", "chat", "serve", "plan")
 """Commands with the engine's options, which also take `--config` and vLLM's flags."""
 
@@ -120,6 +123,9 @@ def _variable(param: Any) -> str:
 def _check_variables(name: str) -> None:
     """Logs a warning for each variable that sets no option of any command."""
     given = {each for each in os.environ if each.startswith(f"{PREFIX}_")} - _OTHER_VARIABLES
+    for each in [each for each in given if _SERVICE_LINK.fullmatch(f"{each}={os.environ[each]}")]:
+        given.remove(each)
+        del os.environ[each]
     unread = given - _variables(command(name))
     options = {variable for each in COMMANDS if unread for variable in _variables(command(each))}
     for each in sorted(unread - options):

@@ -235,10 +235,24 @@ def test_progress_is_printed_without_a_terminal(batch, tmp_path, capfd, monkeypa
 def test_options_from_the_environment(variable, value, words, said, capfd, monkeypatch):
     monkeypatch.setenv(f"MAMBA_JAX_{variable}", value)
     monkeypatch.setenv("MAMBA_JAX_CORPUS", "an option of another command")
+    monkeypatch.setenv("MAMBA_JAX_SERVICE_PORT_HTTP", "8000")
     assert run(words) == 2
     error = capfd.readouterr().err
     assert said in error
     assert "MAMBA_JAX_CORPUS" not in error
+
+
+def test_links_to_a_service_of_kubernetes_are_no_options(capfd, monkeypatch):
+    for name, value in (
+        ("PORT", "tcp://10.0.0.1:8000"),
+        ("PORT_8000_TCP_ADDR", "10.0.0.1"),
+        ("SERVICE_HOST", "10.0.0.1"),
+    ):
+        monkeypatch.setenv(f"MAMBA_JAX_{name}", value)
+    assert run(["serve", "--max-num-seqs", "0"]) == 2
+    error = capfd.readouterr().err
+    assert "max_num_seqs: must be greater" in error
+    assert "MAMBA_JAX" not in error
 
 
 def test_flags_from_a_file_yield_to_the_command_line(tmp_path, capfd):
