@@ -1,7 +1,8 @@
 """Figures of a whole model from programs of a few of its layers, since compiling every layer takes minutes.
 
-One cut has one layer of each kind; further cuts have one more layer of one kind. What the one more adds is taken for
-what each further layer of its kind adds. Sampling, most of what is compiled, is compiled once: in one of the programs.
+One cut has one layer of each kind; further cuts have three more layers of one kind. What these add, on average, is
+taken for what each further layer of their kind adds. Sampling, most of what is compiled, is compiled once: in one of
+the programs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from mamba_jax.config import SHARED, HybridConfig
 from serving.capacity.compiling import Program
 
 T = TypeVar("T")
+_MORE = 3
+"""Compilers share code between layers: a second layer alone may add as much as the next ten."""
 Cut = tuple[int, ...]
 """Places of layers in the model's pattern."""
 
@@ -23,7 +26,8 @@ def layer_cuts(config: HybridConfig) -> list[Cut]:
     """Returns the cuts to compile; one of all layers if layers of one kind differ, or cuts would not be shorter."""
     places = {kind: [i for i, each in enumerate(config.pattern) if each == kind] for kind in config.pattern}
     base = [several[0] for several in places.values()]
-    cuts = [tuple(base), *(tuple(sorted([*base, each[1]])) for each in places.values() if len(each) > 1)]
+    more = [each[1 : 1 + _MORE] for each in places.values() if len(each) > 1]
+    cuts = [tuple(base), *(tuple(sorted([*base, *each])) for each in more)]
     differ = SHARED in config.pattern or config.norm_after or config.drafter is not None
     differ = differ or (config.mlp is not None and not isinstance(config.mlp.intermediate_size, int))
     return [tuple(range(len(config.pattern)))] if differ or sum(map(len, cuts)) >= len(config.pattern) else cuts
@@ -56,11 +60,13 @@ def whole_program(config: HybridConfig, greedy: Sequence[Program], sampling: tup
     """
     first, *longer = greedy
     base, *cuts = layer_cuts(config)
-    further = [config.pattern.count(config.pattern[(set(cut) - set(base)).pop()]) - 1 for cut in cuts]
+    kinds = [config.pattern[(set(cut) - set(base)).pop()] for cut in cuts]
+    # How often what a cut adds is added in the whole model.
+    times = [(config.pattern.count(kind) - 1) / (len(cut) - len(base)) for kind, cut in zip(kinds, cuts, strict=True)]
 
     def scaled(field: str) -> int:
         one = getattr(first, field)
-        return one + sum(n * (getattr(each, field) - one) for n, each in zip(further, longer, strict=True))
+        return one + round(sum(n * (getattr(each, field) - one) for n, each in zip(times, longer, strict=True)))
 
     return dataclasses.replace(
         first,

@@ -7,18 +7,13 @@ import re
 from pathlib import Path
 
 from checkpoints.errors import CheckpointError
-from checkpoints.presets import PRESETS, preset_names
+from checkpoints.presets import preset_names
 from checkpoints.resolve import resolve
 from serving.config import EngineConfig
 from serving.engine.assembly.fetch import fetched
 
 _VENDORS = re.compile(r"^(nvidia|ibm|qwen|tiiuae|kimi|ai21)-(?=nemotron|granite|qwen|falcon|kimi|jamba)")
 _ENDINGS = re.compile(r"-(bf16|fp8|fp8-dynamic|nvfp4|hf|base|base-8k|instruct|thinking|reasoning|it|v0\.1)$")
-
-
-def known_models() -> dict[str, int]:
-    """Published models by name, with their numbers of parameters."""
-    return {name: preset.parameters for name, preset in PRESETS.items()}
 
 
 def resolved_model(config: EngineConfig) -> tuple[EngineConfig, str]:

@@ -40,7 +40,8 @@ def plan(
     from rich.console import Console
 
     from checkpoints import load_config
-    from serving.capacity.models import known_models, resolved_model
+    from checkpoints.presets import PRESETS
+    from serving.capacity.models import resolved_model
     from serving.capacity.plan import make_plan
     from serving.capacity.report import as_comparison, as_text
     from serving.capacity.report import as_json as plain
@@ -51,8 +52,8 @@ def plan(
     out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
     if list_models:
-        for name, parameters in known_models().items():
-            typer.echo(f"{name:30} {parameters / 1e9:7.2f} billion parameters")
+        for name, preset in PRESETS.items():
+            typer.echo(f"{name:30} {preset.parameters / 1e9:7.2f} billion parameters")
         return
     machine = None if topology == "all" else target(topology)
     if (replicas := flags.get("data_parallel_size") or 1) > 1:

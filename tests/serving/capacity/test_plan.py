@@ -223,7 +223,7 @@ def test_a_length_that_does_not_fit_is_what_is_missing():
 def test_figures_of_all_layers_follow_from_a_few():
     config = load_config("nemotron-h-8b")
     cuts = layer_cuts(config)
-    assert [cut_config(config, cut).pattern for cut in cuts] == ["M-*", "M-M*", "M--*", "M-**"]
+    assert [cut_config(config, cut).pattern for cut in cuts] == ["M-*", "M-MMM*", "M---*-", "M-****"]
     layer = {"M": 5, "-": 3, "*": 7}
 
     def program(cut, sampling=0):
