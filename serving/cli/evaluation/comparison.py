@@ -1,4 +1,4 @@
-"""Comparison of two models' predictions on a text, for example of a quantised model and its original."""
+"""Comparison of two models' predictions on a text, for example of a quantized model and its original."""
 
 from __future__ import annotations
 

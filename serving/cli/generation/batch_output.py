@@ -116,12 +116,11 @@ def prepare(
         ConfigError: the file is not the output of a batch, or has answers to lines that have changed since.
     """
     answers = read_answers(path)
-    left = Counter(lines)
-    ids = {key.id for key in left}
+    known = set(lines)
+    ids = {key.id for key in known}
     remaining: list[Answer] = []
     for answer in [] if overwrite else answers:
-        current = left[answer.key] > 0 or answer.key.digest is None
-        left[answer.key] -= 1
+        current = answer.key in known or answer.key.digest is None
         if answer.failed and (retry_failed or (not current and answer.key.id in ids)):
             continue
         if not current and answer.key.id in ids:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import threading
 import time
@@ -107,6 +108,8 @@ def _check_files(source: Path, target: Path) -> None:
         raise ConfigError(f"--output {target}: no such directory: {target.parent}")
     if target.exists() and (not target.is_file() or source.samefile(target)):
         raise ConfigError(f"--output {target}: must be a file other than the input")
+    if not os.access(target if target.exists() else target.parent, os.W_OK):
+        raise ConfigError(f"--output {target}: cannot be written")
     with naming(target):
         read_answers(target)
 
@@ -124,7 +127,7 @@ def _generate_file(
     SamplingParams(**sampling)  # report a bad value on the command line once, not for every line
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     llm = LLM(**flags)
-    with target.open("ab"), source.open("rb") as file:  # refuse a file that cannot be written
+    with source.open("rb") as file:
         total = sum(1 for line in file if line.strip())
     with _reporter(console, total) as show:
         counts = run_batch(llm, source, target, defaults=sampling, progress=show, **again)

@@ -15,7 +15,7 @@ from serving.cli.training.progress import training_bar, training_console, traini
 from serving.config import ConfigError
 
 TOKENS = "tokens.npz"
-"""The tokenised corpus, in the folder of a run."""
+"""The tokenized corpus, in the folder of a run."""
 
 
 def train(
@@ -77,7 +77,7 @@ def train(
     with training_errors(console):
         batches, held_out = read_data(settings, source, tokenizer, output, console)
         with training_bar(settings.steps, console) as show:
-            # Muon normalises gradients, so parameters without a loss must be excluded or they would drift.
+            # Muon normalizes gradients, so parameters without a loss must be excluded or they would drift.
             drafting = bool(settings.drafts.depth_weights)
             run = run_training(
                 settings,
