@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +63,17 @@ def config_from_json(fields: Mapping[str, Any]) -> HybridConfig:
 
 def _recurrence(fields: Any) -> RecurrenceConfig:
     """Returns a recurrence by the name of its class; families import the classes that they use."""
-    kinds = {kind.__name__: kind for kind in RecurrenceConfig.__subclasses__()}
+    kinds = {kind.__name__: kind for kind in _subclasses(RecurrenceConfig)}
     name = fields.get(_KIND) if isinstance(fields, Mapping) else None
     if name not in kinds:
         raise ValueError(f"recurrence {name!r} is unknown: known are {', '.join(sorted(kinds))}")
     return _build(kinds[name], {field: value for field, value in fields.items() if field != _KIND})
+
+
+def _subclasses(kind: type[RecurrenceConfig]) -> Iterator[type[RecurrenceConfig]]:
+    """Yields the classes that have no further ones below them."""
+    for below in kind.__subclasses__():
+        yield from _subclasses(below) if below.__subclasses__() else (below,)
 
 
 def _build(kind: Any, fields: Any) -> Any:

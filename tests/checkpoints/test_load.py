@@ -376,7 +376,9 @@ def test_missing_tensors_are_spelled_like_those_that_are_there(tmp_path):
 def test_no_tokenizer_is_an_error_only_for_those_who_need_one(directory):
     assert checkpoints.load_tokenizer(directory) is None
     text = message(lambda: checkpoints.require_tokenizer(directory))
-    assert text == f"{directory}: has no tokenizer.json, so text cannot be used; give token ids instead"
+    assert (
+        text == f"{directory}: has no tokenizer.json or tiktoken.model, so text cannot be used; give token ids instead"
+    )
 
 
 # --- memory

@@ -180,5 +180,7 @@ def test_corrupt_index(tmp_path):
 def test_no_weights(tmp_path):
     assert message(lambda: TensorSet(tmp_path)) == f"{tmp_path}: has no *.safetensors file"
     (tmp_path / "pytorch_model.bin").touch()
-    hint = "only safetensors weights can be read, convert the .bin files first"
-    assert message(lambda: TensorSet(tmp_path)) == f"{tmp_path}: has no *.safetensors file; {hint}"
+    hint = "only safetensors weights can be read, convert the .bin files first: transformers' from_pretrained"
+    assert (
+        message(lambda: TensorSet(tmp_path)) == f"{tmp_path}: has no *.safetensors file; {hint}, then save_pretrained"
+    )
