@@ -14,10 +14,10 @@ from mamba_jax.programs import StepPrograms
 from serving.engine.llm import LLM
 from serving.engine.requests.output import CompletionOutput, Logprob, RequestOutput
 from serving.engine.requests.sampling_params import SamplingParams
-from tests.support.divisible_checkpoints import GOLDEN
-from tests.support.engines import OPTIMIZED, QUICK_COMPILE
+from tests.support.engines.engines import OPTIMIZED, QUICK_COMPILE
+from tests.support.models.divisible_checkpoints import GOLDEN
+from tests.support.models.tiny_configs import TRAINABLE
 from tests.support.selection import slow
-from tests.support.tiny_configs import TRAINABLE
 
 LOGPROBS = [float(np.float32(value)) for value in (-0.1, -0.7, -1.3, -2.9)]
 

@@ -20,10 +20,10 @@ from mamba_jax.train.policy import PolicyTrainer
 from mamba_jax.train.score import SCORE_OPTIONS, score
 from serving.cli.training.rollouts import Rollouts, ServedAdapter
 from serving.engine.llm import LLM
-from tests.support.divisible_checkpoints import GOLDEN
-from tests.support.engines import OPTIMIZED, QUICK_COMPILE
+from tests.support.engines.engines import OPTIMIZED, QUICK_COMPILE
+from tests.support.models.divisible_checkpoints import GOLDEN
+from tests.support.models.tiny_configs import TRAINABLE
 from tests.support.selection import slow
-from tests.support.tiny_configs import TRAINABLE
 
 needs_native = pytest.mark.skipif(native.WHY_MISSING is not None, reason=f"native operations: {native.WHY_MISSING}")
 FLAGS = {

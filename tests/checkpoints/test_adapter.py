@@ -16,7 +16,7 @@ from checkpoints.adapters import adapter
 from checkpoints.adapters.adapter import CONFIG_FILE, WEIGHTS_FILE, read_adapter
 from checkpoints.adapters.initial_state import INITIAL_STATE_FILE
 from checkpoints.errors import CheckpointError
-from tests.support.golden_case import FIXTURES
+from tests.support.models.golden_case import FIXTURES
 
 FIXTURE = FIXTURES / "nemotronh-moe"
 CONFIG = load_config(FIXTURE)

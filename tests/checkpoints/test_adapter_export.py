@@ -11,7 +11,7 @@ from checkpoints.load import load_config
 from checkpoints.tensors.safetensors_file import SafetensorsFile
 from mamba_jax.adapters import adaptable_layers
 from mamba_jax.model import HybridModel
-from tests.support.golden_case import FIXTURES
+from tests.support.models.golden_case import FIXTURES
 
 # Shared blocks are refused.
 NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/adapter") if path.parent.name != "zamba2")

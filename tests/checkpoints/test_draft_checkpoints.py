@@ -11,8 +11,8 @@ from checkpoints.errors import CheckpointError
 from checkpoints.load import load_config, load_weights
 from mamba_jax.families.drafters import layer_places
 from mamba_jax.model import parameters
-from tests.support.drafters import write_block, write_eagle
-from tests.support.engine_harness import GOLDEN
+from tests.support.engines.engine_harness import GOLDEN
+from tests.support.models.drafters import write_block, write_eagle
 
 TARGET = load_config(GOLDEN)
 

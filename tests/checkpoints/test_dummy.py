@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from checkpoints import dummy
+from checkpoints import random as random_weights
 from checkpoints.random import PERIOD, DummyParameter, dummy_parameters
 
 SHAPE = (6, 601, 512)
@@ -43,8 +43,8 @@ def test_small_parameters_do_not_repeat(path):
 def test_accelerators_make_their_own_weights(monkeypatch):
     targets = {"blocks.3.mixer.up_proj.weight": jax.ShapeDtypeStruct((3, 5), jnp.float32)}
     want = dummy_parameters(targets)
-    monkeypatch.setattr(dummy, "_platform", lambda sharding: "gpu")
-    monkeypatch.setattr(dummy, "place", lambda *arguments: pytest.fail("the host made a parameter"))
+    monkeypatch.setattr(random_weights, "_platform", lambda sharding: "gpu")
+    monkeypatch.setattr(random_weights, "place", lambda *arguments: pytest.fail("the host made a parameter"))
     np.testing.assert_array_equal(
         *(made["blocks.3.mixer.up_proj.weight"] for made in (want, dummy_parameters(targets)))
     )

@@ -14,7 +14,7 @@ from checkpoints.json_file import read_json
 from checkpoints.random import RandomTensors, write_random
 from checkpoints.tensors.tensor_set import TensorSet
 from mamba_jax.model import parameters
-from tests.support.tiny_configs import CHECKPOINT
+from tests.support.models.tiny_configs import CHECKPOINT
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}

@@ -15,7 +15,7 @@ from checkpoints.orbax import save_orbax
 from checkpoints.random import write_random
 from checkpoints.tensors.file_digest import FileHasher
 from checkpoints.tensors.tensor_set import TensorSet
-from tests.support.tiny_configs import CHECKPOINT
+from tests.support.models.tiny_configs import CHECKPOINT
 
 
 @pytest.fixture

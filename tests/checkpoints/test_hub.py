@@ -14,7 +14,7 @@ import pytest
 
 from checkpoints.hub import is_hub_name, local
 from checkpoints.resolve import DEMO_DIRECTORY
-from tests.support.hub_stand_in import COMMIT, HubStandIn
+from tests.support.models.hub_stand_in import COMMIT, HubStandIn
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "made-up/Demo-1.0"

@@ -13,7 +13,7 @@ from checkpoints.adapters.initial_state import (
 )
 from checkpoints.errors import CheckpointError
 from mamba_jax.store import StoreShape
-from tests.support.golden_case import FIXTURES, NAMES
+from tests.support.models.golden_case import FIXTURES, NAMES
 
 
 def random_layers(config, seed=0):

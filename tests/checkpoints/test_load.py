@@ -23,7 +23,7 @@ from checkpoints.random import tensor_shapes, write_random
 from checkpoints.tensors.tensor_set import TensorSet
 from mamba_jax.families import as_stored, config_from_hf
 from mamba_jax.model import parameters
-from tests.support.tiny_configs import CHECKPOINT
+from tests.support.models.tiny_configs import CHECKPOINT
 
 GOLDENS = sorted(path.parent for path in (Path(__file__).parents[1] / "golden").glob("*/config.json"))
 

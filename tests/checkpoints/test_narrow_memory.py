@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from checkpoints.random import write_random
-from tests.support.quantised_checkpoints import METHODS, config_of, write_quantised
+from tests.support.models.quantised_checkpoints import METHODS, config_of, write_quantised
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="counts memory as Linux does"),

@@ -14,7 +14,7 @@ from checkpoints.orbax import read_description
 from checkpoints.presets import preset, preset_names
 from checkpoints.random import write_random
 from mamba_jax.model import parameters
-from tests.support.tiny_configs import CHECKPOINT
+from tests.support.models.tiny_configs import CHECKPOINT
 
 
 @pytest.fixture(scope="module")

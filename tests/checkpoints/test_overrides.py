@@ -9,7 +9,7 @@ from checkpoints.load import load_config, load_weights
 from checkpoints.overrides import merged, parse_overrides
 from checkpoints.random import write_random
 from mamba_jax.config import need
-from tests.support.tiny_configs import CHECKPOINT
+from tests.support.models.tiny_configs import CHECKPOINT
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 262144}
 QWEN = {

@@ -13,8 +13,8 @@ from checkpoints.quantised import packing
 from checkpoints.tensors.tensor_set import TensorSet
 from mamba_jax.model import parameters
 from mamba_jax.modules.quantised import quantised_weights
-from tests.support.golden_case import full_log_probs
-from tests.support.quantised_checkpoints import (
+from tests.support.models.golden_case import full_log_probs
+from tests.support.models.quantised_checkpoints import (
     CONFIGS,
     METHODS,
     _words,

@@ -18,7 +18,7 @@ from serving.capacity.plan import make_plan
 from serving.capacity.targets import target
 from serving.cli.main import run
 from serving.config import ConfigError, EngineConfig
-from tests.support.quantised_checkpoints import config_of, write_mixed
+from tests.support.models.quantised_checkpoints import config_of, write_mixed
 
 # The largest error, in units of the largest value of the channel or group: half a step of the widest interval.
 WORST = {"int8": 0.5 / 127, "fp8": 2.0**-4, "int4": 0.52 / 7, "nvfp4": 0.18}

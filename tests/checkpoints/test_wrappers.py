@@ -15,7 +15,7 @@ from mamba_jax import families
 from mamba_jax.config import ModelConfigError
 from mamba_jax.model import parameters
 from tests.checkpoints.test_load import GOLDENS
-from tests.support.tiny_configs import CHECKPOINT
+from tests.support.models.tiny_configs import CHECKPOINT
 
 
 def values(directory):

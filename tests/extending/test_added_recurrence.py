@@ -31,8 +31,8 @@ from serving.split.worker import Worker
 from tests.extending.average import reference
 from tests.extending.family import FAMILY
 from tests.extending.mixer import AVERAGE
-from tests.support.direct_transport import DirectTransport
-from tests.support.engines import QUICK_COMPILE, Continuation, finish
+from tests.support.engines.engines import QUICK_COMPILE, Continuation, finish
+from tests.support.fleets.direct_transport import DirectTransport
 
 families.register(FAMILY)
 

@@ -41,7 +41,7 @@ from mamba_jax.modules.basic import scaled
 from mamba_jax.sampling import sampling_row
 from mamba_jax.sampling.draws import in_blocks
 from mamba_jax.sampling.logits import penalise, truncate, weights_of
-from tests.support.engines import OPTIMIZED
+from tests.support.engines.engines import OPTIMIZED
 
 pytestmark = pytest.mark.skipif(native.WHY_MISSING is not None, reason=f"native operations: {native.WHY_MISSING}")
 CHOICE = KernelChoice(platform="cpu", named="invariant")

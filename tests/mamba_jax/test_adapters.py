@@ -18,12 +18,12 @@ from mamba_jax.layout import SequenceLayout
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.sharding import make_mesh, shard_parameters
 from mamba_jax.sharding.parameters import placement, placements
-from tests.support.golden_case import FIXTURES, TO_HUGGING_FACE
-from tests.support.prompt_stepper import PromptStepper
-from tests.support.random_models import long_memory_model, random_model
+from tests.support.engines.prompt_stepper import PromptStepper
+from tests.support.engines.step_programs import shared_programs
+from tests.support.models.golden_case import FIXTURES, TO_HUGGING_FACE
+from tests.support.models.random_models import long_memory_model, random_model
+from tests.support.models.tiny_configs import EVERYTHING, FOR_ENGINES, SHARED, STEP, VOCAB
 from tests.support.selection import slow
-from tests.support.step_programs import shared_programs
-from tests.support.tiny_configs import EVERYTHING, FOR_ENGINES, SHARED, STEP, VOCAB
 
 CONFIGS = {"everything": EVERYTHING, "shared": SHARED} | {
     name: FOR_ENGINES[name] for name in ("delta", "short_conv", "kimi", "selective")

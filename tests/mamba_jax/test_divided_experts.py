@@ -14,8 +14,8 @@ from mamba_jax.modules.feed_forward import MoE, rows_at_once
 from mamba_jax.sharding import make_mesh, use_mesh
 from mamba_jax.sharding.across import ShardedModule, across
 from mamba_jax.sharding.parameters import mixer_placements
-from tests.support.random_models import random_module
-from tests.support.tiny_configs import MOE as TINY
+from tests.support.models.random_models import random_module
+from tests.support.models.tiny_configs import MOE as TINY
 
 HIDDEN, TOKENS, DEVICES = 16, 1100, 8
 CONFIGS = {

@@ -7,11 +7,11 @@ import pytest
 
 from mamba_jax.drafts import BlockDrafts
 from mamba_jax.model import HybridModel, parameters
-from tests.support.draft_traces import check_draft_traces
-from tests.support.drafters import FLASH, SPARK, block, context, features, states_of, weights, with_tokens
-from tests.support.random_models import decisive_model
-from tests.support.step_host import PAGE, Host
-from tests.support.tiny_configs import STEP
+from tests.support.engines.draft_traces import check_draft_traces
+from tests.support.fleets.step_host import PAGE, Host
+from tests.support.models.drafters import FLASH, SPARK, block, context, features, states_of, weights, with_tokens
+from tests.support.models.random_models import decisive_model
+from tests.support.models.tiny_configs import STEP
 
 PROMPT = [int(t) for t in np.random.default_rng(2).integers(0, STEP.vocab_size, 13)]
 CONFIGS = {"dflash": STEP.with_drafter(FLASH), "dspark": STEP.with_drafter(SPARK)}

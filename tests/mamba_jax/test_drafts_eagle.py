@@ -10,11 +10,11 @@ import pytest
 from mamba_jax.drafts import MTPDrafts
 from mamba_jax.layout import SequenceLayout
 from mamba_jax.model import HybridModel, parameters
-from tests.support.draft_traces import assert_updated_in_place, check_draft_traces
-from tests.support.drafters import EAGLE, EAGLE_NORMED, eagle, features, states_of, weights, with_tokens
-from tests.support.random_models import decisive_model
-from tests.support.step_host import PAGE, Host
-from tests.support.tiny_configs import STEP
+from tests.support.engines.draft_traces import assert_updated_in_place, check_draft_traces
+from tests.support.fleets.step_host import PAGE, Host
+from tests.support.models.drafters import EAGLE, EAGLE_NORMED, eagle, features, states_of, weights, with_tokens
+from tests.support.models.random_models import decisive_model
+from tests.support.models.tiny_configs import STEP
 
 PROMPT = [int(t) for t in np.random.default_rng(2).integers(0, STEP.vocab_size, 13)]
 CONFIGS = {"plain": STEP.with_drafter(EAGLE), "normed": STEP.with_drafter(EAGLE_NORMED)}

@@ -12,10 +12,10 @@ from mamba_jax.drafts import MTPDrafts
 from mamba_jax.layout import SequenceLayout
 from mamba_jax.model import parameters
 from mamba_jax.step import step as run_step
-from tests.support.draft_traces import assert_updated_in_place, check_draft_traces
-from tests.support.random_models import decisive_model
-from tests.support.step_host import PAGE, PAGES_PER_ROW, Host
-from tests.support.tiny_configs import STEP
+from tests.support.engines.draft_traces import assert_updated_in_place, check_draft_traces
+from tests.support.fleets.step_host import PAGE, PAGES_PER_ROW, Host
+from tests.support.models.random_models import decisive_model
+from tests.support.models.tiny_configs import STEP
 
 WITH_MTP = dataclasses.replace(STEP, mtp_pattern="*-")
 WITH_TABLES = dataclasses.replace(WITH_MTP, own_mtp_embedding=True, own_mtp_head=True)

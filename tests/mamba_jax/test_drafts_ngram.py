@@ -6,8 +6,8 @@ import pytest
 
 from mamba_jax.drafts import NGramDrafts
 from mamba_jax.drafts.ngram import look_up
-from tests.support.step_host import Host, greedy
-from tests.support.tiny_configs import STEP
+from tests.support.fleets.step_host import Host, greedy
+from tests.support.models.tiny_configs import STEP
 
 WIDTH = 24
 

@@ -12,7 +12,7 @@ from mamba_jax.config import AttentionConfig, HybridConfig, MLPConfig, ModelConf
 from mamba_jax.head_padding import HeadPadding
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.sharding import Partition, make_mesh
-from tests.support.random_models import random_model
+from tests.support.models.random_models import random_model
 
 HIDDEN = 32
 ATTENTION = AttentionConfig(num_heads=20, num_kv_heads=4, head_dim=8, scale=0.3, input_size=HIDDEN)

@@ -11,10 +11,10 @@ import pytest
 from mamba_jax.config import MambaConfig
 from mamba_jax.config.linear_recurrence import DeltaConfig
 from mamba_jax.programs import KernelChoice, StepPrograms
-from tests.support.engines import QUICK_COMPILE
-from tests.support.random_models import decisive_model
-from tests.support.step_host import TILE, Host, assert_holds, expected_logprobs, greedy
-from tests.support.tiny_configs import MOE, STEP, VOCAB
+from tests.support.engines.engines import QUICK_COMPILE
+from tests.support.fleets.step_host import TILE, Host, assert_holds, expected_logprobs, greedy
+from tests.support.models.random_models import decisive_model
+from tests.support.models.tiny_configs import MOE, STEP, VOCAB
 
 pytestmark = pytest.mark.full
 

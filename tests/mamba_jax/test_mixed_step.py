@@ -13,9 +13,9 @@ from mamba_jax.drafts import MTPDrafts, NGramDrafts
 from mamba_jax.rows import init_rows
 from mamba_jax.step import step
 from mamba_jax.store import init_store
+from tests.support.fleets.step_host import TILE, Host
+from tests.support.models.tiny_configs import FOR_ENGINES, STEP
 from tests.support.selection import slow
-from tests.support.step_host import TILE, Host
-from tests.support.tiny_configs import FOR_ENGINES, STEP
 
 RNG = np.random.default_rng(3)
 PROMPTS = [tuple(int(t) for t in RNG.integers(0, 60, n)) for n in (13, TILE, 2 * TILE + 3, 9)]

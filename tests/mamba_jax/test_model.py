@@ -14,9 +14,9 @@ from mamba_jax.config import ModelConfigError, RopeConfig, need
 from mamba_jax.layout import DecodeLayout, PrefillLayout, SequenceLayout
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.store import StoreShape, init_store
-from tests.support.engines import QUICK_COMPILE
-from tests.support.random_models import random_model
-from tests.support.tiny_configs import EVERYTHING, SHARED, VOCAB
+from tests.support.engines.engines import QUICK_COMPILE
+from tests.support.models.random_models import random_model
+from tests.support.models.tiny_configs import EVERYTHING, SHARED, VOCAB
 
 CONFIGS = pytest.mark.parametrize("config", [EVERYTHING, SHARED], ids=["everything", "shared"])
 LENGTH = 19

@@ -15,8 +15,8 @@ from mamba_jax.modules.attention import Attention, LatentAttention
 from mamba_jax.modules.basic import Linear, RMSNorm, activation
 from mamba_jax.modules.feed_forward import MLP, MoE
 from mamba_jax.modules.mamba import Mamba
-from tests.support.random_models import random_module
-from tests.support.tiny_configs import HIDDEN, MOE
+from tests.support.models.random_models import random_module
+from tests.support.models.tiny_configs import HIDDEN, MOE
 
 SOFTMAX = dataclasses.replace(
     MOE, router="softmax", num_groups=1, top_groups=1, latent_size=None, gated=True, activation="silu", bias=True

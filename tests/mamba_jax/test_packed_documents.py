@@ -16,8 +16,8 @@ from mamba_jax.modules.attention import Attention, LatentAttention
 from mamba_jax.modules.conv import ShortConv
 from mamba_jax.modules.delta import Delta
 from mamba_jax.modules.mamba import Mamba
-from tests.support.random_models import random_module
-from tests.support.tiny_configs import ATTENTION, HIDDEN, MAMBA
+from tests.support.models.random_models import random_module
+from tests.support.models.tiny_configs import ATTENTION, HIDDEN, MAMBA
 
 DELTA = DeltaConfig(num_heads=4, head_dim=8, state_size=12, num_groups=2, conv_width=4, norm_eps=1e-5)
 LENGTHS = (3, 41, 1, 20)  # within a block of the scan, across blocks, shorter than the convolution

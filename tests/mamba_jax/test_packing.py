@@ -8,7 +8,7 @@ import pytest
 
 from mamba_jax.batch import DecodeBatch, PrefillBatch
 from mamba_jax.packing import Packing, pack
-from tests.support.step_host import Host
+from tests.support.fleets.step_host import Host
 
 BATCHES = {
     "decode": DecodeBatch.empty(rows=3, num_speculative_tokens=2, page_updates=5),

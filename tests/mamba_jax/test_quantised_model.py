@@ -12,8 +12,8 @@ from flax import nnx
 from kernels_pallas.quantised import Quantised
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.sharding import Partition
-from tests.support.random_models import random_model
-from tests.support.tiny_configs import EVERYTHING, MAMBA, SHARED, VOCAB
+from tests.support.models.random_models import random_model
+from tests.support.models.tiny_configs import EVERYTHING, MAMBA, SHARED, VOCAB
 
 WEIGHTS = re.compile(r"(proj(_\w+)?|latent_\w+|linear|up|down|embed|lm_head)\.weight|experts\.(up|down)")
 

@@ -10,8 +10,7 @@ import pytest
 from mamba_jax.batch import DecodeBatch, PrefillBatch
 from mamba_jax.programs import StepPrograms
 from mamba_jax.store import store_bytes
-from tests.support.random_models import decisive_model
-from tests.support.step_host import (
+from tests.support.fleets.step_host import (
     DECODE_ROWS,
     PAGE,
     PAGES_PER_ROW,
@@ -24,7 +23,8 @@ from tests.support.step_host import (
     expected_logprobs,
     greedy,
 )
-from tests.support.tiny_configs import STEP, VOCAB
+from tests.support.models.random_models import decisive_model
+from tests.support.models.tiny_configs import STEP, VOCAB
 
 PROMPT = tuple(int(t) for t in np.random.default_rng(0).integers(0, VOCAB, 40))
 NO_ATTENTION = dataclasses.replace(STEP, pattern="M-M", attention=None)

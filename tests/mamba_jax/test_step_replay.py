@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mamba_jax.drafts import MTPDrafts
-from tests.support.step_host import Host, assert_holds, expected_logprobs, greedy
-from tests.support.tiny_configs import STEP, VOCAB
+from tests.support.fleets.step_host import Host, assert_holds, expected_logprobs, greedy
+from tests.support.models.tiny_configs import STEP, VOCAB
 
 PROMPT = tuple(int(t) for t in np.random.default_rng(2).integers(0, VOCAB, 13))
 R = 8

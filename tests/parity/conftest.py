@@ -23,14 +23,14 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(scope="session")
 def case(request):
-    from tests.support.golden_case import Case
+    from tests.support.models.golden_case import Case
 
     return Case(request.param)
 
 
 @pytest.fixture(scope="session")
 def compiled(case):
-    from tests.support.prompt_stepper import PromptStepper
+    from tests.support.engines.prompt_stepper import PromptStepper
 
     return PromptStepper(case.model, case.prompts)
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.prompt_stepper import TILE, PromptStepper
+from tests.support.engines.prompt_stepper import TILE, PromptStepper
 
 # Mean and largest Kullback-Leibler divergence of a token's distribution from float32's, as measured, in nats. Random
 # weights have far broader distributions than trained ones: the figures tell regressions, not quality.

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tests.support.golden_case import TO_HUGGING_FACE, draft_log_probs
+from tests.support.models.golden_case import TO_HUGGING_FACE, draft_log_probs
 
 CASES = ("qwen3next", "qwen35", "qwen35-moe", "ling3")
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from tests.support.golden_case import CLEAR_GAP, TO_HUGGING_FACE, TO_OURSELVES
-from tests.support.prompt_stepper import TOP
+from tests.support.engines.prompt_stepper import TOP
+from tests.support.models.golden_case import CLEAR_GAP, TO_HUGGING_FACE, TO_OURSELVES
 
 
 def test_fixtures_are_small(case):

@@ -10,7 +10,7 @@ import pytest
 from golden.recipes import RECIPES
 
 from checkpoints import load_model
-from tests.support.golden_case import TO_HUGGING_FACE, full_log_probs
+from tests.support.models.golden_case import TO_HUGGING_FACE, full_log_probs
 
 pytestmark = pytest.mark.parity
 

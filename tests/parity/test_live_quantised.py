@@ -17,8 +17,8 @@ from safetensors.numpy import load_file, save_file
 
 from checkpoints import load_model
 from checkpoints.tensors.tensor_set import TensorSet
-from tests.support.golden_case import TO_HUGGING_FACE, draft_log_probs, full_log_probs
-from tests.support.quantised_checkpoints import CONFIGS, METHODS, MIXED_FORMATS, mixed_description
+from tests.support.models.golden_case import TO_HUGGING_FACE, draft_log_probs, full_log_probs
+from tests.support.models.quantised_checkpoints import CONFIGS, METHODS, MIXED_FORMATS, mixed_description
 
 pytestmark = pytest.mark.parity
 

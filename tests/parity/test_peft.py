@@ -12,7 +12,7 @@ from checkpoints.adapters.adapter import read_adapter
 from mamba_jax.adapters import Adapters, adaptable_layers
 from mamba_jax.config import MLP, MOE
 from mamba_jax.layout import SequenceLayout
-from tests.support.golden_case import FIXTURES, TO_HUGGING_FACE, Case
+from tests.support.models.golden_case import FIXTURES, TO_HUGGING_FACE, Case
 
 NAMES = sorted(path.parents[1].name for path in FIXTURES.glob("*/adapter/logprobs.npz"))
 PROMPT = 4

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from tests.support.golden_case import TO_OURSELVES
-from tests.support.prompt_stepper import TILE
+from tests.support.engines.prompt_stepper import TILE
+from tests.support.models.golden_case import TO_OURSELVES
 
 
 def _halves(length, generator):

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.support.live_server import LiveServer
+    from tests.support.servers.live_server import LiveServer
 
 
 @pytest.fixture(scope="session")
 def server() -> "Iterator[LiveServer]":
-    from tests.support.live_server import LiveServer, make_engine
+    from tests.support.servers.live_server import LiveServer, make_engine
 
     server = LiveServer(make_engine())
     server.wait_until_ready()

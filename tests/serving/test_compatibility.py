@@ -11,7 +11,7 @@ from serving import compatibility
 from serving.compatibility import RULES, Deployment, check
 from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly.build import kernel_choice
-from tests.support.tiny_configs import FOR_ENGINES, MOE
+from tests.support.models.tiny_configs import FOR_ENGINES, MOE
 
 DENSE = FOR_ENGINES["nemotronh"]
 DRAFTER = {"speculative_model": "x/y"}

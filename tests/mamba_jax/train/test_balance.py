@@ -14,7 +14,7 @@ from mamba_jax.modules.feed_forward import Router, balance_loss
 from mamba_jax.train.config import DraftSettings, TrainConfig
 from mamba_jax.train.loop import initial_values
 from mamba_jax.train.loss import training_loss
-from tests.support.tiny_configs import EVERYTHING, MOE
+from tests.support.models.tiny_configs import EVERYTHING, MOE
 
 X = jax.random.normal(jax.random.key(0), (256, 16)) + 0.5
 

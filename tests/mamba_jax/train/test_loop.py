@@ -24,8 +24,8 @@ from mamba_jax.train.loop import (
 )
 from mamba_jax.train.optimizer import make_optimizer
 from mamba_jax.train.state import CHECKPOINTS, Checkpoints
-from tests.support.tiny_configs import FOR_ENGINES
-from tests.support.tiny_training import CONFIG, LENGTH, batches, settings
+from tests.support.models.tiny_configs import FOR_ENGINES
+from tests.support.models.tiny_training import CONFIG, LENGTH, batches, settings
 
 ONE = jax.devices()[:1]
 

@@ -15,7 +15,7 @@ from mamba_jax.train.head_loss import distillation, mean_cross_entropy
 from mamba_jax.train.loop import initial_values
 from mamba_jax.train.loss import build, training_loss
 from mamba_jax.train.rollout import rollout
-from tests.support.tiny_training import CONFIG, batches
+from tests.support.models.tiny_training import CONFIG, batches
 
 VALUES = initial_values(CONFIG, 1)
 # Larger than a fresh model's, so that nothing is lost in rounding.

@@ -13,7 +13,7 @@ from mamba_jax.train.loop import initial_values
 from mamba_jax.train.loss import build
 from mamba_jax.train.policy import Answers, PolicyTrainer, group_advantages, policy_loss
 from mamba_jax.train.score import score, sequence_logprobs
-from tests.support.tiny_configs import TRAINABLE
+from tests.support.models.tiny_configs import TRAINABLE
 
 CONFIG = config_from_hf(TRAINABLE)
 

@@ -11,7 +11,7 @@ from mamba_jax.train.config import DataSettings, OptimizerSettings, TrainConfig
 from mamba_jax.train.recipe import RECIPE, keep_recipe
 from mamba_jax.train.state import CHECKPOINTS
 from serving.cli.main import run as run_command
-from tests.support.tiny_configs import TRAINABLE
+from tests.support.models.tiny_configs import TRAINABLE
 
 SETTINGS = TrainConfig(model={"hidden_size": 8}, data=DataSettings(mixture={"a": 1.0}))
 

@@ -14,8 +14,8 @@ from mamba_jax.train.data import Batches, DocumentBounds, TokenStream
 from mamba_jax.train.loop import initial_values, read_log, train
 from mamba_jax.train.loss import training_loss
 from mamba_jax.train.validation import validation_sequences
-from tests.support.tiny_configs import FOR_ENGINES
-from tests.support.tiny_training import BATCH, CONFIG, LENGTH, settings
+from tests.support.models.tiny_configs import FOR_ENGINES
+from tests.support.models.tiny_training import BATCH, CONFIG, LENGTH, settings
 
 NO_DRAFTS = DraftSettings(depth_weights=())
 LENGTHS = (8, 16, 8, 16, 8, 8, 1, 16)

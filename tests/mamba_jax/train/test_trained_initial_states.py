@@ -13,8 +13,8 @@ from mamba_jax.config import ModelConfigError
 from mamba_jax.layout import PackedLayout, PrefillLayout, SequenceLayout
 from mamba_jax.store import init_store
 from mamba_jax.train.additions import attach, initial_states, new_initial_states
-from tests.support.random_models import random_model
-from tests.support.tiny_configs import FOR_ENGINES
+from tests.support.models.random_models import random_model
+from tests.support.models.tiny_configs import FOR_ENGINES
 
 SLOWER = ("mamba2", "delta", "kimi", "lightning", "selective")
 FAMILIES = ["short_conv", *(pytest.param(name, marks=pytest.mark.full) for name in SLOWER)]

@@ -9,8 +9,8 @@ from serving import ConfigError, EngineConfig
 from serving.api.http.settings import ServerSettings
 from serving.cli.main import run
 from serving.engine.assembly.build import build_engine
-from tests.support.golden_case import FIXTURES, Case
-from tests.support.live_server import LiveServer
+from tests.support.models.golden_case import FIXTURES, Case
+from tests.support.servers.live_server import LiveServer
 
 FIXTURE = "lfm2"
 ADAPTER = str(FIXTURES / FIXTURE / "adapter")

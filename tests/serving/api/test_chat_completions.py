@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.text_clients import joined
+from tests.support.servers.text_clients import joined
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a state?"}]
 

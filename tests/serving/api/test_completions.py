@@ -12,7 +12,7 @@ from serving.api.http.generation import whole
 from serving.api.http.protocol.completions import CompletionRequest
 from serving.api.http.text import TextCodec
 from serving.engine.requests.output import CompletionOutput, Logprob, RequestOutput
-from tests.support.text_clients import joined
+from tests.support.servers.text_clients import joined
 
 TEXT = "The state of a recurrent model"
 

@@ -17,8 +17,8 @@ from serving.api.http.settings import ConnectionBounds
 from serving.split.router.relay import Relay
 from serving.split.router.workers import Fleet
 from serving.split.settings import RouterSettings
-from tests.support.fake_workers import BODY, asked
-from tests.support.live_server import running
+from tests.support.servers.fake_workers import BODY, asked
+from tests.support.servers.live_server import running
 
 
 def small_server(**bounds):

@@ -11,9 +11,9 @@ from serving.config import EngineConfig
 from serving.core import Scheduler, StepPlan
 from serving.engine.assembly.build import assemble
 from serving.engine.async_engine import AsyncEngine
-from tests.support.letter_tokens import letters
-from tests.support.no_programs import NoPrograms
-from tests.support.split_pair import FLAGS, model
+from tests.support.engines.no_programs import NoPrograms
+from tests.support.fleets.split_pair import FLAGS, model
+from tests.support.models.letter_tokens import letters
 
 FLOODS = {
     "choices": {"prompt": [[9, 8, number] for number in range(3, 11)], "n": 8, "max_tokens": 40},

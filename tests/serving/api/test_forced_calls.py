@@ -12,9 +12,9 @@ from serving.api.http.text import TextCodec
 from serving.engine.structured.grammar_state import StructuredOutputs
 from serving.engine.structured.grammars import Grammars
 from serving.vllm.command import translate
-from tests.support.text_clients import APIS
-from tests.support.text_clients import ask as asked
-from tests.support.written_calls import FORMS, found, tokenizer_with, written
+from tests.support.servers.text_clients import APIS
+from tests.support.servers.text_clients import ask as asked
+from tests.support.servers.written_calls import FORMS, found, tokenizer_with, written
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {
     "type": "object",

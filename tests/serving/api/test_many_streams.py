@@ -107,7 +107,7 @@ def test_sixty_streams(server):
 
 @pytest.mark.slow
 def test_five_hundred_streams():
-    from tests.support.live_server import LiveServer, make_engine
+    from tests.support.servers.live_server import LiveServer, make_engine
 
     server = LiveServer(make_engine(max_num_waiting=1000))
     server.wait_until_ready()

@@ -8,7 +8,7 @@ import pytest
 from serving.api.http.apis.messages import _arguments
 from serving.api.http.json_values import MAX_DEPTH, depth, parse_written, well_formed
 from serving.api.http.parsing.written_json import WrittenObject
-from tests.support.written_calls import found
+from tests.support.servers.written_calls import found
 
 DEEP = "[" * 50_000 + "]" * 50_000
 

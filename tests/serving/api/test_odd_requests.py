@@ -8,8 +8,8 @@ import pytest
 
 from serving.split.router.app import create_router
 from serving.split.settings import RouterSettings
-from tests.support.hostile_requests import HOSTILE
-from tests.support.live_server import running
+from tests.support.servers.hostile_requests import HOSTILE
+from tests.support.servers.live_server import running
 
 ODD = (
     "headers that end with white space", "headers with bytes above 0x7f", "heads at and above the limit",

@@ -13,7 +13,7 @@ from serving.api.http.protocol.chat import ChatRequest
 from serving.api.http.text import TextCodec
 from serving.engine.requests.output import CompletionOutput, RequestOutput
 from tests.serving.api.test_text_apis import TEMPLATE
-from tests.support.written_calls import cut, tokenizer_with
+from tests.support.servers.written_calls import cut, tokenizer_with
 
 CALL = "<tool_call>"
 MESSAGES = [{"role": "user", "content": "What is a state?"}]

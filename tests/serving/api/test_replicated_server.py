@@ -11,10 +11,10 @@ from serving.api.http.app import create_app
 from serving.api.http.settings import ServerSettings
 from serving.engine.async_engine import AsyncEngine
 from serving.engine.programs.warmup import warm_up
-from tests.support.engine_harness import EngineHarness
-from tests.support.letter_tokens import letters
-from tests.support.replicas import ReplicaMaker, admitted, check_idle
-from tests.support.small_tiers import tier_mover
+from tests.support.engines.engine_harness import EngineHarness
+from tests.support.engines.replicas import ReplicaMaker, admitted, check_idle
+from tests.support.engines.small_tiers import tier_mover
+from tests.support.models.letter_tokens import letters
 
 pytestmark = pytest.mark.full
 

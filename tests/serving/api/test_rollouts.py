@@ -11,7 +11,7 @@ from serving import AsyncEngine
 from serving.api.http.app import create_app
 from serving.api.http.settings import ServerSettings
 from serving.points.digest import model_digest
-from tests.support.versioned_engine import VersionedEngine
+from tests.support.engines.versioned_engine import VersionedEngine
 
 TRAINER, CLIENT = ({"authorization": f"Bearer {key}"} for key in ("trainer", "client"))
 

@@ -12,9 +12,9 @@ from serving.config import EngineConfig
 from serving.core.cache.content import client_salt
 from serving.engine.assembly.build import assemble
 from serving.engine.async_engine import AsyncEngine
-from tests.support.letter_tokens import letters
-from tests.support.no_programs import NoPrograms
-from tests.support.split_pair import FLAGS, model
+from tests.support.engines.no_programs import NoPrograms
+from tests.support.fleets.split_pair import FLAGS, model
+from tests.support.models.letter_tokens import letters
 
 PROMPT = list(range(3, 45))
 KEYS = ("first-key", "second-key")

@@ -9,7 +9,7 @@ from serving.api.http.settings import ServerSettings, resolve_settings
 from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly.build import build_engine
 from serving.split.settings import RouterSettings
-from tests.support.live_server import LiveServer
+from tests.support.servers.live_server import LiveServer
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if mood is defined %} ({{ mood }}){% endif %}"
 SMALL = {

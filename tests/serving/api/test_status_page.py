@@ -13,7 +13,7 @@ from serving.api.metrics import Metrics
 from serving.core import WaitReason
 from serving.engine.requests.output import CompletionOutput, RequestMetrics, RequestOutput
 from tests.serving.core.drive import Loop
-from tests.support.browser import Browser, find_chromium
+from tests.support.servers.browser import Browser, find_chromium
 
 PAGE = Path(__file__).resolve().parents[3] / "serving/api/static/index.html"
 

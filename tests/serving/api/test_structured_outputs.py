@@ -11,8 +11,8 @@ from serving import LLM
 from serving.engine.request_error import RequestError
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.structured.grammar_state import StructuredOutputs
-from tests.support.engines import QUICK_COMPILE
-from tests.support.letter_tokens import TOO_BIG
+from tests.support.engines.engines import QUICK_COMPILE
+from tests.support.models.letter_tokens import TOO_BIG
 
 SCHEMA = {
     "type": "object",

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 
 from serving.api.http.connection.connections import raise_descriptor_limit, reserve
 from serving.api.http.settings import ConnectionBounds
-from tests.support.live_server import running
+from tests.support.servers.live_server import running
 
 
 @pytest.fixture(scope="module")

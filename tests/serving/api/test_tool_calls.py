@@ -20,7 +20,7 @@ from serving.api.http.settings import ServerSettings
 from serving.api.http.text import TextCodec
 from serving.config import ConfigError
 from serving.engine.requests.output import CompletionOutput, RequestOutput
-from tests.support.written_calls import FORMS, cut, found, tokenizer_with, written
+from tests.support.servers.written_calls import FORMS, cut, found, tokenizer_with, written
 
 TOOL = {
     "type": "function",

@@ -22,7 +22,7 @@ from mamba_jax.tails import Replay
 from serving.capacity.compiling import slice_mesh
 from serving.capacity.targets import target
 from tests.support.compiled_programs import compilable, compile_step, few_layers
-from tests.support.narrow_parameters import narrow_parameters
+from tests.support.models.narrow_parameters import narrow_parameters
 from tests.support.selection import slow
 
 pytestmark = [pytest.mark.gpu_compile, pytest.mark.full]

@@ -11,7 +11,7 @@ from checkpoints.resolve import DEMO_DIRECTORY
 from mamba_jax.train.data import TokenStream, hold_out
 from mamba_jax.train.validation import validation_sequences
 from serving.cli.main import run
-from tests.support.tiny_configs import TRAINABLE
+from tests.support.models.tiny_configs import TRAINABLE
 
 pytestmark = pytest.mark.full
 

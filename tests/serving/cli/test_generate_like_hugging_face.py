@@ -10,7 +10,7 @@ import pytest
 
 from serving.cli.main import run
 from tests.golden.recipes import RECIPES
-from tests.support.golden_case import CLEAR_GAP, OTHER_RECURRENCES, TO_HUGGING_FACE, Case
+from tests.support.models.golden_case import CLEAR_GAP, OTHER_RECURRENCES, TO_HUGGING_FACE, Case
 from tests.support.selection import slow
 
 QUICK = "lfm2"

@@ -20,8 +20,8 @@ from mamba_jax.train.score import sequence_logprobs
 from serving import LLM, LoRARequest
 from serving.cli.main import run
 from serving.cli.training.rollouts import Rollouts, ServedAdapter, improve
-from tests.support.engines import QUICK_COMPILE
-from tests.support.tiny_configs import TRAINABLE
+from tests.support.engines.engines import QUICK_COMPILE
+from tests.support.models.tiny_configs import TRAINABLE
 
 pytestmark = pytest.mark.full
 

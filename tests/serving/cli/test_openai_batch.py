@@ -8,7 +8,7 @@ import pytest
 
 from serving.cli.generation.batch_file import run_batch
 from serving.cli.generation.batch_output import naming, write_line
-from tests.support.letter_tokens import TOO_BIG
+from tests.support.models.letter_tokens import TOO_BIG
 
 
 @pytest.fixture(scope="module")

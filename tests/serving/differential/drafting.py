@@ -28,9 +28,9 @@ from mamba_jax.programs import StepPrograms
 from mamba_jax.store import Store
 from serving.core import Request
 from serving.engine.assembly import design
-from tests.support.engines import QUICK_COMPILE, Continuation
-from tests.support.shared_engines import MAX_LEN, PAGE, ROWS, SMALLEST, TILE, SharedEngines, engines_of
-from tests.support.tiny_configs import ENGINE_VOCAB
+from tests.support.engines.engines import QUICK_COMPILE, Continuation
+from tests.support.engines.shared_engines import MAX_LEN, PAGE, ROWS, SMALLEST, TILE, SharedEngines, engines_of
+from tests.support.models.tiny_configs import ENGINE_VOCAB
 
 MOST = 5
 """K of the traces' programs. Requests draft fewer where the host plans fewer."""

@@ -3,8 +3,8 @@
 import math
 from collections import Counter
 
-from tests.support.engines import Continuation
-from tests.support.shared_engines import TOLERANCE, engines_of
+from tests.support.engines.engines import Continuation
+from tests.support.engines.shared_engines import TOLERANCE, engines_of
 
 
 class Divergence(AssertionError):

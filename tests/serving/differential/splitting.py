@@ -21,9 +21,9 @@ from serving.split.decode_side import DecodeSide
 from serving.split.prefill_side import ONCE, DirectPeer, PrefillSide, fed_tokens, ticket_of
 from serving.split.wire import Handoff, Offer, SplitError, StateRequest
 from serving.split.worker import Worker
-from tests.support.delayed_executor import DelayedExecutor
-from tests.support.direct_transport import DirectTransport
-from tests.support.shared_engines import FLAGS, MAX_LEN, TILE, SharedEngines
+from tests.support.engines.delayed_executor import DelayedExecutor
+from tests.support.engines.shared_engines import FLAGS, MAX_LEN, TILE, SharedEngines
+from tests.support.fleets.direct_transport import DirectTransport
 
 _PATIENT = 20
 """Steps after which a prompt that finds no room over there takes it from states that were not fetched yet."""

@@ -9,10 +9,10 @@ from mamba_jax.drafts import NGramDrafts
 from mamba_jax.programs import StepPrograms
 from serving import AsyncEngine, SamplingParams
 from serving.engine.request_error import RequestError
-from tests.support.engines import QUICK_COMPILE
-from tests.support.letter_tokens import EOS, TOO_BIG, WORDS
-from tests.support.shared_engines import SMALLEST, TILE, engines_of
-from tests.support.tiny_configs import ENGINE_VOCAB
+from tests.support.engines.engines import QUICK_COMPILE
+from tests.support.engines.shared_engines import SMALLEST, TILE, engines_of
+from tests.support.models.letter_tokens import EOS, TOO_BIG, WORDS
+from tests.support.models.tiny_configs import ENGINE_VOCAB
 
 FORMS = (
     {"regex": "[a-z]{3}-[0-9]{2}"},

@@ -10,10 +10,10 @@ from serving.engine.requests.sampling_params import SamplingParams
 from tests.serving.differential import adapter_faults, draft_faults, faults, replay_faults, structured_faults  # noqa: F401
 from tests.serving.differential.faults import DEVICE, Fault
 from tests.serving.differential.judging import TOLERANCE, Divergence
-from tests.support.engines import finish
-from tests.support.patched_programs import PatchedPrograms
-from tests.support.shared_engines import SMALLEST, TILE, engines_of
-from tests.support.tiny_configs import ENGINE_VOCAB
+from tests.support.engines.engines import finish
+from tests.support.engines.patched_programs import PatchedPrograms
+from tests.support.engines.shared_engines import SMALLEST, TILE, engines_of
+from tests.support.models.tiny_configs import ENGINE_VOCAB
 
 _RNG = np.random.default_rng(11)
 FIRST, OTHER, TAIL = (_RNG.integers(0, ENGINE_VOCAB, count).tolist() for count in (41, 12, 30))

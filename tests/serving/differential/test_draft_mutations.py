@@ -10,10 +10,10 @@ from tests.serving.differential import draft_faults, replay_faults  # noqa: F401
 from tests.serving.differential.drafting import Drafters, Drafting, Watch, drafters
 from tests.serving.differential.faults import DRAFTS, LAYER, REPLAY, REPLAY_LAYER, Fault
 from tests.serving.differential.judging import TOLERANCE, Divergence, compare_alternatives
-from tests.support.engines import Continuation, finish
-from tests.support.patched_programs import PatchedPrograms
-from tests.support.shared_engines import MAX_LEN, SMALLEST, TILE, engines_of
-from tests.support.tiny_configs import ENGINE_VOCAB
+from tests.support.engines.engines import Continuation, finish
+from tests.support.engines.patched_programs import PatchedPrograms
+from tests.support.engines.shared_engines import MAX_LEN, SMALLEST, TILE, engines_of
+from tests.support.models.tiny_configs import ENGINE_VOCAB
 
 _RNG = np.random.default_rng(12)
 FIRST, TAIL = (_RNG.integers(0, ENGINE_VOCAB, count).tolist() for count in (41, 30))

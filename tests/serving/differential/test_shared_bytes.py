@@ -6,7 +6,7 @@ import pytest
 
 from serving.engine.requests.sampling_params import SamplingParams
 from tests.serving.differential.test_device_mutations import WAVES
-from tests.support.shared_engines import SMALLEST, TILE, engines_of
+from tests.support.engines.shared_engines import SMALLEST, TILE, engines_of
 
 
 @pytest.mark.parametrize("mode", ["align", "all"])

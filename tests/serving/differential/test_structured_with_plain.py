@@ -16,11 +16,11 @@ from mamba_jax.programs import StepPrograms
 from serving import SamplingParams
 from tests.serving.differential import structured_faults
 from tests.serving.differential.faults import Fault
-from tests.support.engines import QUICK_COMPILE, finish
-from tests.support.letter_tokens import EOS
+from tests.support.engines.engines import QUICK_COMPILE, finish
+from tests.support.engines.shared_engines import ROWS, SMALLEST, TILE, engines_of
+from tests.support.models.letter_tokens import EOS
+from tests.support.models.tiny_configs import ENGINE_VOCAB
 from tests.support.selection import slow
-from tests.support.shared_engines import ROWS, SMALLEST, TILE, engines_of
-from tests.support.tiny_configs import ENGINE_VOCAB
 
 MODES = ("none", "align", "all")
 FORMS = (

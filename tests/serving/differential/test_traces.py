@@ -14,8 +14,8 @@ import pytest
 from tests.serving.differential.drafting import COUNTS, SOURCES, drafters
 from tests.serving.differential.judging import TOLERANCE
 from tests.serving.differential.traces import DRAFTING_MODELS, run_traces
+from tests.support.engines.shared_engines import PROGRAMS, SAMPLINGS, engines_of
 from tests.support.selection import slow
-from tests.support.shared_engines import PROGRAMS, SAMPLINGS, engines_of
 
 DEFAULT_EXAMPLES = 20_000
 

@@ -22,7 +22,7 @@ from kernels_pallas.recurrence.scan import xla as scan_xla
 from tests.serving.differential.faults import BITS, Fault, Patch, fault
 from tests.serving.differential.judging import Divergence
 from tests.serving.differential.traces import draw, run_trace, run_traces
-from tests.support.shared_engines import INVARIANT, INVARIANT_MODELS, SMALLEST, TILE, engines_of
+from tests.support.engines.shared_engines import INVARIANT, INVARIANT_MODELS, SMALLEST, TILE, engines_of
 
 pytestmark = [
     pytest.mark.full,

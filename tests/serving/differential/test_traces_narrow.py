@@ -17,7 +17,7 @@ from serving.engine.assembly import design
 from serving.engine.assembly.design import scheduler_config
 from tests.serving.differential.judging import Divergence
 from tests.serving.differential.traces import draw, run_trace, run_traces
-from tests.support.shared_engines import EXACT, VARIANTS
+from tests.support.engines.shared_engines import EXACT, VARIANTS
 
 pytestmark = pytest.mark.full
 

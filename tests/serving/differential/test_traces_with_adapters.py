@@ -16,9 +16,9 @@ from tests.serving.differential.adapter_faults import ADAPTERS
 from tests.serving.differential.faults import Fault
 from tests.serving.differential.judging import TOLERANCE, Divergence
 from tests.serving.differential.traces import run_traces as run
-from tests.support.adapter_contents import CONTENTS, content
+from tests.support.engines.shared_engines import SMALLEST, SharedEngines, engines_of
+from tests.support.models.adapter_contents import CONTENTS, content
 from tests.support.selection import slow
-from tests.support.shared_engines import SMALLEST, SharedEngines, engines_of
 
 SPLIT = ("lora", "state", "both", "no adapter", "full", "recompute-last", "arrived", "spared")
 FEW = ("lora", "state", "both", "no adapter", "cached_tokens", "full_hits", "adapters waited")

@@ -18,10 +18,8 @@ from serving.engine.requests.sampling_params import SamplingParams
 from tests.serving.differential.drafting import COUNTS, MOST, SPARE_SLOTS, Drafters, Drafting, Watch, drafters, tally
 from tests.serving.differential.judging import Divergence, judge
 from tests.serving.differential.splitting import OtherSide, Split, draw_split, impatient
-from tests.support.adapter_contents import CONTENTS, draw_adapters
-from tests.support.engines import Continuation
-from tests.support.letter_tokens import WORDS
-from tests.support.shared_engines import (
+from tests.support.engines.engines import Continuation
+from tests.support.engines.shared_engines import (
     FLAGS,
     LONGEST,
     MAX_LEN,
@@ -33,7 +31,9 @@ from tests.support.shared_engines import (
     SharedEngines,
     engines_of,
 )
-from tests.support.tiny_configs import ENGINE_VOCAB
+from tests.support.models.adapter_contents import CONTENTS, draw_adapters
+from tests.support.models.letter_tokens import WORDS
+from tests.support.models.tiny_configs import ENGINE_VOCAB
 
 PREFIXES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40, 48, 49)
 TAILS = (0, 0, 1, 3, 10)

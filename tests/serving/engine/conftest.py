@@ -8,12 +8,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from serving.engine.engine import Engine
-    from tests.support.engine_harness import EngineHarness
+    from tests.support.engines.engine_harness import EngineHarness
 
 
 @pytest.fixture(scope="session")
 def harness() -> "EngineHarness":
-    from tests.support.engine_harness import EngineHarness
+    from tests.support.engines.engine_harness import EngineHarness
 
     return EngineHarness()
 
@@ -24,7 +24,7 @@ def quick_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     from functools import partial
 
     from mamba_jax.programs import StepPrograms
-    from tests.support.engines import QUICK_COMPILE
+    from tests.support.engines.engines import QUICK_COMPILE
 
     quick = partial(StepPrograms, compiler_options=QUICK_COMPILE)
     monkeypatch.setattr("serving.engine.assembly.build.StepPrograms", quick)
@@ -36,8 +36,8 @@ def structured(harness: "EngineHarness") -> "Callable[[], Engine]":
     from mamba_jax.programs import StepPrograms
     from serving.config import EngineConfig
     from serving.engine.assembly.build import assemble
-    from tests.support.engines import QUICK_COMPILE
-    from tests.support.letter_tokens import EOS, letters
+    from tests.support.engines.engines import QUICK_COMPILE
+    from tests.support.models.letter_tokens import EOS, letters
 
     config = EngineConfig.create(**harness.flags, enable_structured_outputs=True)
     programs = StepPrograms(harness.model, tile_size=harness.flags["tile_size"], compiler_options=QUICK_COMPILE)

@@ -10,8 +10,8 @@ import pytest
 from serving import AsyncEngine, LoRARequest, RequestError, SamplingParams
 from serving.engine.requests import adapter_reads
 from serving.engine.requests.adapter_reads import AdapterReads
-from tests.support.adapter_contents import content
-from tests.support.replicas import ReplicaMaker
+from tests.support.engines.replicas import ReplicaMaker
+from tests.support.models.adapter_contents import content
 
 
 def read_for(seconds, order, name):

@@ -8,9 +8,9 @@ from serving import AsyncEngine, LoRARequest, RequestError, SamplingParams
 from serving.engine.replicas.changes import load_adapter, remove_adapter
 from serving.engine.replicas.replica_threads import ReplicaGroup
 from serving.engine.requests.request import EngineRequest
-from tests.support.adapter_contents import read_contents
-from tests.support.engines import finish
-from tests.support.replicas import ReplicaMaker, admitted, check_idle, run_group
+from tests.support.engines.engines import finish
+from tests.support.engines.replicas import ReplicaMaker, admitted, check_idle, run_group
+from tests.support.models.adapter_contents import read_contents
 
 pytestmark = pytest.mark.full
 

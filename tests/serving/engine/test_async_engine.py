@@ -7,7 +7,7 @@ import pytest
 
 from serving import AsyncEngine, RequestError, SamplingParams
 from serving.engine.engine_thread import EngineStopped
-from tests.support.engines import finish
+from tests.support.engines.engines import finish
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 

@@ -5,7 +5,7 @@ import pytest
 
 from serving.engine.structured.grammar_state import StructuredOutputs
 from serving.engine.structured.grammars import Grammars
-from tests.support.letter_tokens import EOS, ID, TOO_BIG, WORDS, letters
+from tests.support.models.letter_tokens import EOS, ID, TOO_BIG, WORDS, letters
 
 ONE_WAY_IS_TOO_BIG = f'start: "x" ("y" "x" "y" "!" | "z" {TOO_BIG} "?")'
 

@@ -14,7 +14,7 @@ from serving.engine.engine_thread import EngineStopped
 from serving.engine.replicas.replica_loads import ReplicaLoads
 from serving.engine.replicas.replica_threads import ReplicaGroup
 from serving.engine.requests.request import EngineRequest
-from tests.support.replicas import ReplicaMaker, admitted, check_idle, run_group
+from tests.support.engines.replicas import ReplicaMaker, admitted, check_idle, run_group
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 LENGTHS = [1, 7, 16, 31, 33, 48, 64, 65, 90]

@@ -8,10 +8,10 @@ import pytest
 from serving import LLM, RequestError, SamplingParams
 from serving.core.tiers.prices import Prices
 from tests.serving.engine.test_tensor_parallel import FLAGS, assert_greedy
-from tests.support.divisible_checkpoints import FAMILIES, write_checkpoint
-from tests.support.engines import finish
-from tests.support.replicas import admitted, check_idle
-from tests.support.small_tiers import tier_mover
+from tests.support.engines.engines import finish
+from tests.support.engines.replicas import admitted, check_idle
+from tests.support.engines.small_tiers import tier_mover
+from tests.support.models.divisible_checkpoints import FAMILIES, write_checkpoint
 
 pytestmark = pytest.mark.full
 

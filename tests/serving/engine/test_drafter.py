@@ -13,8 +13,8 @@ from serving.capacity.plan import make_plan
 from serving.capacity.targets import target
 from serving.config import ConfigError, EngineConfig
 from serving.engine.request_error import RequestError
-from tests.support.drafters import write_block, write_eagle
-from tests.support.engine_harness import FLAGS, GOLDEN
+from tests.support.engines.engine_harness import FLAGS, GOLDEN
+from tests.support.models.drafters import write_block, write_eagle
 from tests.support.selection import slow
 
 SIZES = {name: value for name, value in FLAGS.items() if name not in ("num_slots", "num_pages", "replay_interval")}

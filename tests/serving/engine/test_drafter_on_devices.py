@@ -8,8 +8,8 @@ from test_drafter import PARAMS, SIZES, prompts
 
 from checkpoints.load import load_config
 from serving import LLM
-from tests.support.divisible_checkpoints import FAMILIES, write_checkpoint
-from tests.support.drafters import write_block, write_eagle
+from tests.support.models.divisible_checkpoints import FAMILIES, write_checkpoint
+from tests.support.models.drafters import write_block, write_eagle
 from tests.support.selection import slow
 
 

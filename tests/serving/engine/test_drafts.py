@@ -18,7 +18,7 @@ from serving.engine.assembly.build import assemble
 from serving.engine.assembly.drafting import draft_source
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.stats import DraftStats, merged_stats
-from tests.support.engines import QUICK_COMPILE, use_widest_steps
+from tests.support.engines.engines import QUICK_COMPILE, use_widest_steps
 
 NGRAM = NGramDrafts(1, 4)
 # With K = 3 a row may need 8 slots where states are kept; pages for less than half of what four rows can become.

@@ -14,8 +14,8 @@ from serving.config import EngineConfig
 from serving.core.cache.content import Scope
 from serving.engine.assembly.build import assemble
 from serving.engine.request_error import RequestError, RequestFailed
-from tests.support.engines import QUICK_COMPILE, finish
-from tests.support.letter_tokens import ID, TOO_BIG
+from tests.support.engines.engines import QUICK_COMPILE, finish
+from tests.support.models.letter_tokens import ID, TOO_BIG
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 FAILS_AT_ONCE = SamplingParams(

@@ -16,7 +16,7 @@ from checkpoints.errors import CheckpointError
 from mamba_jax.adapters import targets
 from mamba_jax.model import parameters
 from serving import LLM, ConfigError, LoRARequest, RequestError, SamplingParams
-from tests.support.golden_case import FIXTURES, TO_HUGGING_FACE, Case, chosen_logprobs
+from tests.support.models.golden_case import FIXTURES, TO_HUGGING_FACE, Case, chosen_logprobs
 from tests.support.selection import slow
 
 FLAGS = {

@@ -12,8 +12,8 @@ import pytest
 from checkpoints import load_config
 from checkpoints.adapters.initial_state import initial_state_shapes, read_initial_state, write_initial_state
 from serving import LLM, LoRARequest, RequestError, SamplingParams
-from tests.support.golden_case import FIXTURES, TO_HUGGING_FACE, Case, said, same
-from tests.support.prompt_stepper import PromptStepper
+from tests.support.engines.prompt_stepper import PromptStepper
+from tests.support.models.golden_case import FIXTURES, TO_HUGGING_FACE, Case, said, same
 
 FIXTURE = "nemotronh-moe"
 FLAGS = {

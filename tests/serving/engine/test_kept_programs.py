@@ -12,7 +12,7 @@ from kernels_pallas.dispatch import KernelChoice
 from mamba_jax.batch import DecodeBatch
 from mamba_jax.programs import StepPrograms
 from serving.engine.programs.kept_programs import KeptPrograms, keep_programs
-from tests.support.engines import QUICK_COMPILE
+from tests.support.engines.engines import QUICK_COMPILE
 
 
 @pytest.fixture(scope="module")

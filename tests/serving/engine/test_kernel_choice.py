@@ -9,7 +9,7 @@ from mamba_jax.programs import KernelChoice, StepPrograms
 from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly.build import assemble
 from serving.engine.requests.sampling_params import SamplingParams
-from tests.support.engines import QUICK_COMPILE
+from tests.support.engines.engines import QUICK_COMPILE
 
 NAMED = {"recurrence_update": "pallas_tpu_interpreted", "recurrence_scan": "pallas_tpu_interpreted"}
 

@@ -9,7 +9,7 @@ import pytest
 from checkpoints.adapters.adapter import CONFIG_FILE
 from serving import LLM, LoRARequest, RequestError, SamplingParams
 from serving.core.cache.content import Scope, root
-from tests.support.golden_case import FIXTURES, TO_HUGGING_FACE, Case, said, same
+from tests.support.models.golden_case import FIXTURES, TO_HUGGING_FACE, Case, said, same
 
 FIXTURE = "lfm2"
 FLAGS = {

@@ -6,7 +6,7 @@ import pytest
 
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.steps.loop import WarmUpStopped
-from tests.support.engines import finish
+from tests.support.engines.engines import finish
 
 LENGTHS = [1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 47, 48, 63, 64, 65, 96, 97, 100]
 

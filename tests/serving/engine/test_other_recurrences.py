@@ -5,8 +5,8 @@ import pytest
 from serving import LLM, SamplingParams
 from serving.engine.steps.batching import PrefillShape
 from tests.golden.recipes import RECIPES
-from tests.support.engine_harness import SMALL
-from tests.support.golden_case import CLEAR_GAP, OTHER_RECURRENCES, Case
+from tests.support.engines.engine_harness import SMALL
+from tests.support.models.golden_case import CLEAR_GAP, OTHER_RECURRENCES, Case
 from tests.support.selection import slow
 
 FLAGS = SMALL | {

@@ -6,8 +6,8 @@ from checkpoints.random import write_random
 from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly.build import build_engine
 from serving.hosts.host import facts_of
-from tests.support.small_tiers import tier_mover
-from tests.support.tiny_configs import CHECKPOINT
+from tests.support.engines.small_tiers import tier_mover
+from tests.support.models.tiny_configs import CHECKPOINT
 
 FLAGS = {
     "state_block_size": 16,

@@ -13,9 +13,9 @@ from checkpoints.load import load_model
 from mamba_jax.model import parameters
 from mamba_jax.sharding import TENSOR
 from serving import LLM, SamplingParams
-from tests.support.engine_harness import SMALL
-from tests.support.golden_case import full_log_probs
-from tests.support.quantised_checkpoints import METHODS, config_of, write_mixed, write_quantised
+from tests.support.engines.engine_harness import SMALL
+from tests.support.models.golden_case import full_log_probs
+from tests.support.models.quantised_checkpoints import METHODS, config_of, write_mixed, write_quantised
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 FLAGS = SMALL | {"debug_state": True, "load_format": "auto", "replay_interval": 1}

@@ -16,9 +16,9 @@ from serving.engine.request_error import RequestError
 from serving.engine.structured.grammar_state import StructuredOutputs
 from serving.engine.structured.grammars import Grammars
 from serving.engine.structured.reasoning import Reasoning, ReasoningConstraint
-from tests.support.engines import QUICK_COMPILE, finish
-from tests.support.letter_tokens import EOS, ID, WORDS
-from tests.support.shared_engines import SMALLEST, TILE, engines_of
+from tests.support.engines.engines import QUICK_COMPILE, finish
+from tests.support.engines.shared_engines import SMALLEST, TILE, engines_of
+from tests.support.models.letter_tokens import EOS, ID, WORDS
 
 
 def with_marks() -> Tokenizer:

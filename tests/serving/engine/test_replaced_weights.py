@@ -18,10 +18,10 @@ from serving import LLM, AsyncEngine, RequestError, SamplingParams
 from serving.core.cache.cache import Cache
 from serving.core.cache.content import Scope
 from serving.core.tiers.prices import Prices
-from tests.support.engine_harness import SMALL
-from tests.support.engines import finish
-from tests.support.tiny_configs import TRAINABLE
-from tests.support.versioned_engine import VersionedEngine
+from tests.support.engines.engine_harness import SMALL
+from tests.support.engines.engines import finish
+from tests.support.engines.versioned_engine import VersionedEngine
+from tests.support.models.tiny_configs import TRAINABLE
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -15,7 +15,7 @@ from mamba_jax.tails import Replay
 from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly.replay import resolve_replay, spares, state_traffic
 from serving.engine.assembly.sizing import size_store
-from tests.support.tiny_configs import FOR_ENGINES
+from tests.support.models.tiny_configs import FOR_ENGINES
 
 SHAPE = StoreShape.of(FOR_ENGINES["nemotronh"])
 

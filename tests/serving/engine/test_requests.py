@@ -9,7 +9,7 @@ import pytest
 
 from serving.engine.request_error import RequestError
 from serving.engine.requests.sampling_params import SamplingParams
-from tests.support.engines import finish
+from tests.support.engines.engines import finish
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ import pytest
 from checkpoints import load_model
 from mamba_jax.modules.feed_forward import Router
 from serving import LLM, SamplingParams
-from tests.support.divisible_checkpoints import FAMILIES, write_checkpoint
-from tests.support.golden_case import FIXTURES
-from tests.support.live_server import LiveServer
+from tests.support.models.divisible_checkpoints import FAMILIES, write_checkpoint
+from tests.support.models.golden_case import FIXTURES
+from tests.support.servers.live_server import LiveServer
 
 FLAGS = {
     "dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256, "state_block_size": 32,

@@ -14,9 +14,9 @@ from checkpoints.tokenizer import load_tokenizer
 from mamba_jax.programs import StepPrograms
 from serving import LLM, RequestError, SamplingParams, unpack_sampling_mask
 from serving.engine.structured.grammar_state import StructuredOutputs
-from tests.support.engines import QUICK_COMPILE, use_widest_steps
-from tests.support.golden_case import FIXTURES
-from tests.support.live_server import LiveServer
+from tests.support.engines.engines import QUICK_COMPILE, use_widest_steps
+from tests.support.models.golden_case import FIXTURES
+from tests.support.servers.live_server import LiveServer
 
 FLAGS = {
     "dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 160, "state_block_size": 32,

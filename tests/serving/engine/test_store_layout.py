@@ -14,7 +14,7 @@ from mamba_jax import store_layout
 from mamba_jax.programs import StepPrograms
 from mamba_jax.store import StoreShape, init_store, store_bytes
 from serving.engine.requests.sampling_params import SamplingParams
-from tests.support.engines import QUICK_COMPILE
+from tests.support.engines.engines import QUICK_COMPILE
 
 PROMPTS = [[7, 8, 9, 10] * 9, [7, 8, 9, 10] * 9 + [11]]
 

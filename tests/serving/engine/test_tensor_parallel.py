@@ -15,9 +15,9 @@ from serving import LLM, SamplingParams
 from serving.config import ConfigError
 from serving.engine.request_error import RequestError
 from tests.support.compiled_programs import least_collectives
-from tests.support.divisible_checkpoints import EIGHT, FAMILIES, MORE, Case, write_checkpoint
-from tests.support.engine_harness import SMALL
+from tests.support.engines.engine_harness import SMALL
 from tests.support.hlo_traffic import count_collectives
+from tests.support.models.divisible_checkpoints import EIGHT, FAMILIES, MORE, Case, write_checkpoint
 from tests.support.selection import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

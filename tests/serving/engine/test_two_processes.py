@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from serving import LLM, SamplingParams
-from tests.support.divisible_checkpoints import FAMILIES, write_checkpoint
-from tests.support.engines import QUICK_XLA_FLAGS
+from tests.support.engines.engines import QUICK_XLA_FLAGS
+from tests.support.models.divisible_checkpoints import FAMILIES, write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -25,7 +25,14 @@ def test_two_processes_say_what_one_says(tmp_path):
     environment = os.environ | {"XLA_FLAGS": QUICK_XLA_FLAGS, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.support.generate_in_two_processes", str(port), str(number), str(directory)],
+            [
+                sys.executable,
+                "-m",
+                "tests.support.fleets.generate_in_two_processes",
+                str(port),
+                str(number),
+                str(directory),
+            ],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -9,11 +9,11 @@ import pytest
 from mamba_jax.programs import StepPrograms
 from serving.config import EngineConfig
 from serving.engine.assembly import build
-from tests.support.divisible_checkpoints import EIGHT, FAMILIES, write_checkpoint
-from tests.support.engine_host import FLAGS, answers
-from tests.support.engines import QUICK_COMPILE
-from tests.support.host_processes import Hosts
-from tests.support.two_networks import ADDRESSES, TwoNetworks
+from tests.support.engines.engines import QUICK_COMPILE
+from tests.support.fleets.engine_host import FLAGS, answers
+from tests.support.fleets.host_processes import Hosts
+from tests.support.fleets.two_networks import ADDRESSES, TwoNetworks
+from tests.support.models.divisible_checkpoints import EIGHT, FAMILIES, write_checkpoint
 
 pytestmark = pytest.mark.full
 

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from tests.serving.hosts.test_serve import PROMPT, Pair
-from tests.support.processes import Process, streamed, worker
+from tests.support.fleets.processes import Process, streamed, worker
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from serving.config import ConfigError
 from serving.hosts import gathering, meeting
 from serving.hosts.link import Kind, Link
 from serving.hosts.settings import HostSettings
-from tests.support.listener import listener
+from tests.support.servers.listener import listener
 
 FACTS = {"--page-size": "16", "the version of jax": "1"}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import free_port
+from tests.support.fleets.processes import free_port
 
 pytestmark = pytest.mark.full
 
@@ -37,7 +37,7 @@ class Meeting:
         job |= {"meeting_timeout": SECONDS, "stop": stage}
         with (self.folder / f"{name}.log").open("w") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "tests.support.host_meeting", json.dumps(job)],
+                [sys.executable, "-m", "tests.support.fleets.host_meeting", json.dumps(job)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -5,7 +5,7 @@ import signal
 import httpx
 import pytest
 
-from tests.support.processes import Process, client, free_port, streamed, worker
+from tests.support.fleets.processes import Process, client, free_port, streamed, worker
 
 pytestmark = pytest.mark.slow
 PROMPT = "Tom has 5 apples."

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mamba_jax.model import parameters
 from serving.points.digest import array_digest, model_digest
-from tests.support.split_pair import CONFIG, model
+from tests.support.fleets.split_pair import CONFIG, model
 
 DTYPES = ["float32", "bfloat16", "float16", "int8", "uint8", "bool", "float8_e4m3fn", "int4", "float4_e2m1fn"]
 

@@ -11,7 +11,7 @@ from mamba_jax.sharding import sharded_store
 from mamba_jax.store import StoreShape, init_store, store_bytes
 from serving.points.arrangement import Arrangement
 from serving.points.point import SIZES, Piece, PointPrograms, common_unit, pieces, state_spec
-from tests.support.split_pair import CONFIG
+from tests.support.fleets.split_pair import CONFIG
 
 ONE = Arrangement(StoreShape.of(CONFIG))
 SIZES_OF_STORE = {"num_slots": 5, "num_pages": 9, "dtype": jnp.float32}

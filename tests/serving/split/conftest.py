@@ -10,7 +10,7 @@ from serving.split.router import event_followers
 @pytest.fixture(autouse=True)
 def _nothing_offered_before():
     """What a test leaves with the transport, a planted fault's for example, is not there for the next."""
-    from tests.support.direct_transport import DirectTransport
+    from tests.support.fleets.direct_transport import DirectTransport
 
     DirectTransport("here").offered.clear()
 

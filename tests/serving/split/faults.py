@@ -16,7 +16,7 @@ from serving.points.point import Piece, PointPrograms
 from serving.split import decode_side, prefill_side, worker
 from tests.serving.points import test_point
 from tests.serving.split import test_equal, test_manifest, test_side_bounds, test_sides
-from tests.support import split_pair
+from tests.support.fleets import split_pair
 
 
 @dataclasses.dataclass

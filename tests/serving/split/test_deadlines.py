@@ -24,7 +24,7 @@ from serving.split.transport import tcp as tcp_module
 from serving.split.wire import SplitError, SplitTimeout
 from tests.serving.split.test_handshake import WANT
 from tests.serving.split.test_manifest import BASE
-from tests.support.listener import listener
+from tests.support.servers.listener import listener
 
 ARRAYS = [jnp.arange(6000.0).reshape(3, 2000)]
 SPECS = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in ARRAYS]

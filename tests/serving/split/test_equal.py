@@ -3,9 +3,9 @@
 import pytest
 
 from serving.engine.requests.sampling_params import SamplingParams
-from tests.support.engines import finish
+from tests.support.engines.engines import finish
+from tests.support.fleets.split_pair import GREEDY, B, Pair, assert_as_alone, build, tokens
 from tests.support.selection import slow
-from tests.support.split_pair import GREEDY, B, Pair, assert_as_alone, build, tokens
 
 LENGTHS = (1, 2, B - 1, B, B + 1, 3 * B + 5)
 

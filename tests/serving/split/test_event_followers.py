@@ -9,7 +9,7 @@ from serving.core.cache.content import Chain, Scope
 from serving.core.tiers.directory import Directory, Resumable
 from serving.core.tiers.journal import Journal
 from serving.split.router import event_followers as following_module
-from tests.support.publishing_workers import PROMPT, B, Servers, run, state_of, until
+from tests.support.servers.publishing_workers import PROMPT, B, Servers, run, state_of, until
 
 pytestmark = pytest.mark.usefixtures("publish_soon")
 

@@ -21,8 +21,8 @@ from serving.split.http.prefill_routes import prefill_router
 from serving.split.manifest import ManifestMismatch
 from serving.split.wire import SplitError, StateRequest, Ticket
 from tests.serving.split.test_manifest import BASE, other
-from tests.support.listener import listener
-from tests.support.processes import free_port
+from tests.support.fleets.processes import free_port
+from tests.support.servers.listener import listener
 
 
 class Side:

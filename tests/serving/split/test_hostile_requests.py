@@ -3,9 +3,9 @@ stays bounded."""
 
 import pytest
 
-from tests.support.bystander import check_bystanders_are_unaffected
-from tests.support.hostile_requests import HOSTILE
-from tests.support.processes import router, running, worker
+from tests.support.fleets.processes import router, running, worker
+from tests.support.servers.bystander import check_bystanders_are_unaffected
+from tests.support.servers.hostile_requests import HOSTILE
 
 pytestmark = pytest.mark.full
 

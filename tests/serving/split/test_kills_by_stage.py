@@ -8,8 +8,8 @@ import threading
 import openai
 import pytest
 
-from tests.support.processes import streamed
-from tests.support.split_faults import Fleet
+from tests.support.fleets.processes import streamed
+from tests.support.fleets.split_faults import Fleet
 
 pytestmark = pytest.mark.slow
 

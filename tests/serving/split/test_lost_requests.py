@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from serving.api.http.errors import ApiError
-from tests.support import fake_workers
-from tests.support.fake_workers import BODY, Workers, all_of, ask, asked, pieces, relay
+from tests.support.servers import fake_workers
+from tests.support.servers.fake_workers import BODY, Workers, all_of, ask, asked, pieces, relay
 
 STREAM = BODY | {"stream": True}
 CUT = httpx.RemoteProtocolError("Server disconnected without sending a response.")

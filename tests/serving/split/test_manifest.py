@@ -4,7 +4,7 @@ import pytest
 
 from serving.points.digest import model_digest
 from serving.split.manifest import Manifest, ManifestMismatch, check
-from tests.support.split_pair import CONFIG, model
+from tests.support.fleets.split_pair import CONFIG, model
 
 BASE = Manifest(
     protocol=1,

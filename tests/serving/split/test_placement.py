@@ -16,7 +16,7 @@ from serving.split.router.placement import Placement, PromptMatch
 from serving.split.router.relay import Relay, RelayStats
 from serving.split.router.workers import choose
 from serving.split.settings import RouterSettings
-from tests.support.publishing_workers import PROMPT, B, Servers, fleet_of, run, state_of, until
+from tests.support.servers.publishing_workers import PROMPT, B, Servers, fleet_of, run, state_of, until
 
 pytestmark = pytest.mark.usefixtures("publish_soon")
 

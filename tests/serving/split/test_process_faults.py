@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from serving.split.seal import Seal
-from tests.support.listener import listener
-from tests.support.split_faults import PROMPTS, LoadedFleet, sealed_status
+from tests.support.fleets.split_faults import PROMPTS, LoadedFleet, sealed_status
+from tests.support.servers.listener import listener
 
 pytestmark = pytest.mark.full
 

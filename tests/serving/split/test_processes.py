@@ -5,7 +5,7 @@ import re
 import httpx
 import pytest
 
-from tests.support.processes import client, router, running, streamed, worker
+from tests.support.fleets.processes import client, router, running, streamed, worker
 
 pytestmark = pytest.mark.full
 

@@ -21,7 +21,7 @@ def test_an_application_answers():
     ray = pytest.importorskip("ray")
     serve = pytest.importorskip("ray.serve")
     from serving.split.ray.app import application
-    from tests.support.processes import ENGINE, free_port
+    from tests.support.fleets.processes import ENGINE, free_port
 
     port = free_port()
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)

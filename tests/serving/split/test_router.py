@@ -15,8 +15,8 @@ from serving.split.http.sealed import SealAuth
 from serving.split.router.client_request import ClientRequest
 from serving.split.router.workers import Remote, choose
 from serving.split.seal import HEADER, RECEIVER, Seal, SealChecker
-from tests.support import fake_workers
-from tests.support.fake_workers import BODY, Workers, all_of, ask, asked, relay
+from tests.support.servers import fake_workers
+from tests.support.servers.fake_workers import BODY, Workers, all_of, ask, asked, relay
 
 
 def test_a_request_goes_by_way_of_both():

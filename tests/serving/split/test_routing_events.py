@@ -23,8 +23,8 @@ from serving.split.router.app import create_router
 from serving.split.router.workers import choose
 from serving.split.seal import Seal
 from serving.split.settings import RouterSettings, SplitSettings
-from tests.support.live_server import ENGINE, LiveServer
-from tests.support.no_programs import NoPrograms
+from tests.support.engines.no_programs import NoPrograms
+from tests.support.servers.live_server import ENGINE, LiveServer
 
 SECRET = "a secret of the fleet"
 SEAL = Seal(SECRET)

@@ -16,9 +16,9 @@ from serving.split.router.relay import Relay
 from serving.split.router.workers import Fleet
 from serving.split.settings import RouterSettings, SplitSettings
 from serving.split.wire import ShareRequest, SplitError, Ticket
-from tests.support.engines import finish
-from tests.support.fake_workers import Workers, all_of, asked
-from tests.support.split_pair import GREEDY, Pair, assert_as_alone, build, tokens, worker
+from tests.support.engines.engines import finish
+from tests.support.fleets.split_pair import GREEDY, Pair, assert_as_alone, build, tokens, worker
+from tests.support.servers.fake_workers import Workers, all_of, asked
 
 
 class Replicas:

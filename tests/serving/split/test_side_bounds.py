@@ -4,8 +4,8 @@ import pytest
 
 from serving.split.prefill_side import TooMany
 from serving.split.wire import SplitTimeout, StateRequest
-from tests.support.engines import finish
-from tests.support.split_pair import B, Pair, assert_as_alone, tokens
+from tests.support.engines.engines import finish
+from tests.support.fleets.split_pair import B, Pair, assert_as_alone, tokens
 
 PROMPT = tokens(1, 3 * B + 5)
 

@@ -9,9 +9,9 @@ import pytest
 from serving.points.point import PointPrograms
 from serving.split.http.roles import OpenRole
 from serving.split.wire import SplitError
-from tests.support.delayed_executor import DelayedExecutor
-from tests.support.engines import finish
-from tests.support.split_pair import GREEDY, B, Pair, assert_as_alone, tokens
+from tests.support.engines.delayed_executor import DelayedExecutor
+from tests.support.engines.engines import finish
+from tests.support.fleets.split_pair import GREEDY, B, Pair, assert_as_alone, tokens
 
 PROMPT = tokens(1, 3 * B + 5)
 

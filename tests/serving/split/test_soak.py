@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from serving.split.seal import RECEIVER, Seal
-from tests.support.split_faults import SECRET, LoadedFleet, Outcomes, at_rest
+from tests.support.fleets.split_faults import SECRET, LoadedFleet, Outcomes, at_rest
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,8 @@ import pytest
 from checkpoints import load_config
 from checkpoints.adapters.adapter import CONFIG_FILE
 from checkpoints.adapters.initial_state import initial_state_shapes, write_initial_state
-from tests.support.golden_case import FIXTURES, Case
-from tests.support.processes import router, running, worker
+from tests.support.fleets.processes import router, running, worker
+from tests.support.models.golden_case import FIXTURES, Case
 
 pytestmark = pytest.mark.full
 

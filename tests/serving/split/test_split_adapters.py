@@ -11,10 +11,10 @@ from serving.split.decode_side import DecodeSide
 from serving.split.prefill_side import ONCE, DirectPeer, PrefillSide, fed_tokens, ticket_of
 from serving.split.wire import AdapterMismatch, ShareRequest, SplitError
 from serving.split.worker import Worker
-from tests.support.adapter_contents import content
-from tests.support.direct_transport import DirectTransport
-from tests.support.engines import Continuation, finish
-from tests.support.shared_engines import FLAGS, LONGEST, MAX_LEN, SMALLEST, engines_of
+from tests.support.engines.engines import Continuation, finish
+from tests.support.engines.shared_engines import FLAGS, LONGEST, MAX_LEN, SMALLEST, engines_of
+from tests.support.fleets.direct_transport import DirectTransport
+from tests.support.models.adapter_contents import content
 
 PROMPT = tuple(range(3, 40))
 LORA, OTHER, STATE = "0", "1", "3"

@@ -10,7 +10,7 @@ import pytest
 from serving.engine.steps.results import StateError
 from serving.points.point import PointPrograms
 from tests.serving.split.faults import FAULTS
-from tests.support import split_pair
+from tests.support.fleets import split_pair
 
 TABLE = Path(__file__).parents[3] / "docs" / "mutations.md"
 

@@ -11,9 +11,9 @@ from collections import Counter
 import pytest
 
 from serving.split.wire import SplitError
-from tests.support.delayed_executor import DelayedExecutor
-from tests.support.engines import finish
-from tests.support.split_pair import GREEDY, VOCAB, B, Pair, assert_as_alone, tokens
+from tests.support.engines.delayed_executor import DelayedExecutor
+from tests.support.engines.engines import finish
+from tests.support.fleets.split_pair import GREEDY, VOCAB, B, Pair, assert_as_alone, tokens
 
 MET: Counter = Counter()
 LENGTHS = (1, 2, 7, 8, 9, B - 1, B, B + 1, 2 * B, 2 * B + 3, 3 * B + 5)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from serving.split.transport import JaxTransport, TcpTransport, TransportError
-from tests.support.direct_transport import DirectTransport
+from tests.support.fleets.direct_transport import DirectTransport
 
 ARRAYS = [jnp.arange(60.0).reshape(3, 20), jnp.ones((2, 3), jnp.bfloat16) * 3, jnp.zeros((0, 4))]
 SPECS = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in ARRAYS]

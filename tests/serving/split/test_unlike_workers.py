@@ -4,7 +4,7 @@ import httpx
 import openai
 import pytest
 
-from tests.support.processes import router, running, streamed, worker
+from tests.support.fleets.processes import router, running, streamed, worker
 
 pytestmark = pytest.mark.slow
 

@@ -22,7 +22,7 @@ from serving.tiers.folder import Folder
 from serving.tiers.layout import Layout
 from serving.tiers.memory import Memory
 from serving.tiers.mover import Mover
-from tests.support.tiny_configs import FOR_ENGINES
+from tests.support.models.tiny_configs import FOR_ENGINES
 
 B, PAGE = 8, 4
 TOKENS = list(range(19))

@@ -18,10 +18,10 @@ from serving.engine.replicas.replica_loads import ReplicaLoads
 from serving.engine.requests.request import EngineRequest, LoRARequest
 from serving.engine.stats import merged_stats
 from serving.tiers.memory import Memory
-from tests.support.adapter_contents import CONTENTS, read_contents
-from tests.support.no_programs import NoPrograms
-from tests.support.small_tiers import DISK, HOST, PARAMS, SMALL, Free, ask, fill, tier_mover, tiers
-from tests.support.split_pair import model, tokens
+from tests.support.engines.no_programs import NoPrograms
+from tests.support.engines.small_tiers import DISK, HOST, PARAMS, SMALL, Free, ask, fill, tier_mover, tiers
+from tests.support.fleets.split_pair import model, tokens
+from tests.support.models.adapter_contents import CONTENTS, read_contents
 
 
 @pytest.fixture(scope="module")

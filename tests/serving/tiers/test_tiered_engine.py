@@ -3,9 +3,9 @@
 import pytest
 
 from serving.core.tiers.prices import Prices
-from tests.support.engines import Continuation, finish
+from tests.support.engines.engines import Continuation, finish
+from tests.support.fleets.split_pair import GREEDY, MAX_LEN, assert_as_alone, build, tokens
 from tests.support.selection import slow
-from tests.support.split_pair import GREEDY, MAX_LEN, assert_as_alone, build, tokens
 
 # Two running sequences with their drafts, and little other space: nearly every checkpoint is evicted.
 SMALL = {"max_num_seqs": 2, "num_slots": 14, "num_pages": 26, "max_num_batched_tokens": 40}

@@ -9,10 +9,10 @@ from mamba_jax.model import parameters
 from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly.build import assemble
 from serving.tiers.folder import Folder
-from tests.support.engines import finish
-from tests.support.no_programs import NoPrograms
-from tests.support.small_tiers import DISK, HOST, PARAMS, SMALL, Free, ask, fill, tier_mover, tiers
-from tests.support.split_pair import model, tokens
+from tests.support.engines.engines import finish
+from tests.support.engines.no_programs import NoPrograms
+from tests.support.engines.small_tiers import DISK, HOST, PARAMS, SMALL, Free, ask, fill, tier_mover, tiers
+from tests.support.fleets.split_pair import model, tokens
 
 GIB = 1 << 30
 

@@ -9,9 +9,9 @@ from flax import nnx
 from mamba_jax.families import config_from_hf
 from serving.tunix.actor import TunixActor
 from serving.tunix.tokenizer import TunixTokenizer
-from tests.support.letter_tokens import EOS, ID, letters
-from tests.support.random_models import random_model
-from tests.support.tiny_configs import TRAINABLE
+from tests.support.models.letter_tokens import EOS, ID, letters
+from tests.support.models.random_models import random_model
+from tests.support.models.tiny_configs import TRAINABLE
 
 CONFIG = config_from_hf(TRAINABLE)
 PAD = 0

@@ -22,8 +22,8 @@ from serving import LLM, RequestError
 from serving.tunix.actor import TunixActor
 from serving.tunix.rollout import TunixRollout
 from serving.tunix.tokenizer import TunixTokenizer
-from tests.support.letter_tokens import WORDS, letters
-from tests.support.tiny_configs import TRAINABLE
+from tests.support.models.letter_tokens import WORDS, letters
+from tests.support.models.tiny_configs import TRAINABLE
 
 pytestmark = pytest.mark.full
 

@@ -16,7 +16,7 @@ from mamba_jax.programs import StepPrograms
 from mamba_jax.rows import init_rows
 from mamba_jax.sampling import sampling_row
 from mamba_jax.store import init_store
-from tests.support.step_programs import shared_programs
+from tests.support.engines.step_programs import shared_programs
 
 TILE, PAGE = 32, 16
 TOP = 20

@@ -19,12 +19,12 @@ from serving.split.decode_side import DecodeSide
 from serving.split.prefill_side import ONCE, DirectPeer, PrefillSide, fed_tokens, ticket_of
 from serving.split.wire import Ticket
 from serving.split.worker import Worker
-from tests.support.direct_transport import DirectTransport
-from tests.support.engines import Continuation, finish
-from tests.support.letter_tokens import EOS, letters
-from tests.support.random_models import long_memory_model
-from tests.support.step_programs import shared_programs
-from tests.support.tiny_configs import ENGINE_VOCAB, FOR_ENGINES
+from tests.support.engines.engines import Continuation, finish
+from tests.support.engines.step_programs import shared_programs
+from tests.support.fleets.direct_transport import DirectTransport
+from tests.support.models.letter_tokens import EOS, letters
+from tests.support.models.random_models import long_memory_model
+from tests.support.models.tiny_configs import ENGINE_VOCAB, FOR_ENGINES
 
 VOCAB, MAX_LEN = ENGINE_VOCAB, 96
 B, TILE, PAGE = 16, 8, 8

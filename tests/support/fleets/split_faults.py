@@ -15,8 +15,8 @@ import openai
 
 from serving.split.http.sealed import SealAuth
 from serving.split.seal import Seal
-from tests.support.processes import Process, router, running, streamed, worker
-from tests.support.stoppable_worker import Stages
+from tests.support.fleets.processes import Process, router, running, streamed, worker
+from tests.support.servers.stoppable_worker import Stages
 
 SECRET = "known to this fleet alone"
 _SEALED = ("--transport=tcp", f"--split-secret={SECRET}")

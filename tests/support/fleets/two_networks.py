@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 NAMES = ("mamba-jax-a", "mamba-jax-b")
 DEVICES = ("mj-a", "mj-b")
 ADDRESSES = ("10.250.7.1", "10.250.7.2")
@@ -55,7 +55,14 @@ class TwoNetworks:
             _run(f"ip -n {name} tuntap add dev {device} mode tun")
         ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         for name, device, end in zip(NAMES, DEVICES, ends, strict=True):
-            words = [sys.executable, "-m", "tests.support.lossy_cable", device, str(end.fileno()), str(self.loss)]
+            words = [
+                sys.executable,
+                "-m",
+                "tests.support.fleets.lossy_cable",
+                device,
+                str(end.fileno()),
+                str(self.loss),
+            ]
             command = ["ip", "netns", "exec", name, *words]
             self._cable.append(subprocess.Popen(command, pass_fds=[end.fileno()], cwd=ROOT))
             end.close()

@@ -4,8 +4,8 @@ from serving.core.tiers.prices import Prices
 from serving.engine.engine import Engine
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.tiers.mover import Mover
-from tests.support.engines import finish
-from tests.support.split_pair import FLAGS, tokens
+from tests.support.engines.engines import finish
+from tests.support.fleets.split_pair import FLAGS, tokens
 
 SMALL = FLAGS | {"debug_state": False, "max_num_seqs": 2, "num_slots": 8, "num_pages": 26, "max_num_batched_tokens": 40}
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

@@ -15,10 +15,10 @@ from mamba_jax.drafts import DraftSource
 from serving.config import EngineConfig
 from serving.engine.assembly.build import assemble
 from serving.engine.requests.sampling_params import SamplingParams
-from tests.support.engines import finish
-from tests.support.step_programs import shared_programs
+from tests.support.engines.engines import finish
+from tests.support.engines.step_programs import shared_programs
 
-GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "nemotronh"
+GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "nemotronh"
 # A pool so small that 64 requests preempt and evict each other all the time.
 FLAGS = {
     "tile_size": 16,

@@ -10,8 +10,8 @@ from flax import nnx
 
 from mamba_jax.model import HybridModel, parameters
 from serving import SamplingParams
-from tests.support.engines import finish
-from tests.support.shared_engines import MAX_LEN, SharedEngines
+from tests.support.engines.engines import finish
+from tests.support.engines.shared_engines import MAX_LEN, SharedEngines
 
 MODEL = "nemotronh"
 

@@ -4,7 +4,7 @@ from mamba_jax.model import HybridModel
 from mamba_jax.program_cache import ProgramCache
 from mamba_jax.programs import StepPrograms, samples
 from serving.engine.programs.kept_programs import keep_programs
-from tests.support.engines import QUICK_COMPILE
+from tests.support.engines.engines import QUICK_COMPILE
 
 
 class SharedPrograms(StepPrograms):

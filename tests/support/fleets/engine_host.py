@@ -1,4 +1,4 @@
-"""One of several hosts that run engines together: `python -m tests.support.engine_host JSON`.
+"""One of several hosts that run engines together: `python -m tests.support.fleets.engine_host JSON`.
 
 Prints a line of JSON when all rounds are done: the leader what it has generated, a follower what it has read.
 """
@@ -18,7 +18,7 @@ from serving.engine.assembly import build
 from serving.hosts.host import gather
 from serving.hosts.lockstep import Leader, follow
 from serving.hosts.settings import HostSettings
-from tests.support.engines import QUICK_COMPILE, use_widest_steps
+from tests.support.engines.engines import QUICK_COMPILE, use_widest_steps
 
 FLAGS = {
     "tile_size": 16,

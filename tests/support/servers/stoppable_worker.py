@@ -1,6 +1,6 @@
 """A worker that stops at a chosen moment, so that it can be killed there, or sends a state as no worker should.
 
-Run it as `python -m tests.support.stoppable_worker FOLDER serve ...`.
+Run it as `python -m tests.support.servers.stoppable_worker FOLDER serve ...`.
 
 A stage is armed by a file in FOLDER. The worker that gets there renames it, and waits until it is told to go on. Three
 more are faults of sending a state over TCP, each for one state: `drip` sends a byte a second, `hole` nothing, `flip`

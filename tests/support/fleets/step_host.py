@@ -16,9 +16,9 @@ from mamba_jax.rows import init_rows
 from mamba_jax.sampling import sampling_row
 from mamba_jax.store import init_store
 from mamba_jax.tails import Replay
-from tests.support.random_models import decisive_model
-from tests.support.step_programs import shared_programs
-from tests.support.tiny_configs import STEP
+from tests.support.engines.step_programs import shared_programs
+from tests.support.models.random_models import decisive_model
+from tests.support.models.tiny_configs import STEP
 
 TILE, PAGE, PAGES_PER_ROW = 8, 4, 12
 DECODE_ROWS, PREFILL_ROWS, PREFILL_TOKENS, TILES = 6, 6, 48, 12

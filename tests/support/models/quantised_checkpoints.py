@@ -1,7 +1,7 @@
 """Tiny random checkpoints with quantised weights, as their makers write them, and the wide checkpoints they stand for.
 
 Written from the formats' published definitions, element by element where bits are packed; nothing of the readers is
-used. Run as a script, it writes the mixed checkpoint: `python -m tests.support.quantised_checkpoints DIRECTORY`.
+used. Run as a script, it writes the mixed checkpoint: `python -m tests.support.models.quantised_checkpoints DIRECTORY`.
 """
 
 import json
@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from checkpoints.random import RandomTensors, write_random
 
-GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 E4M3, E2M1, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn, ml_dtypes.bfloat16
 F32 = np.float32
 Tensors = dict[str, np.ndarray]

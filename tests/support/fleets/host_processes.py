@@ -8,10 +8,10 @@ import sys
 import time
 from pathlib import Path
 
-from tests.support.engines import QUICK_XLA_FLAGS
-from tests.support.processes import free_port
+from tests.support.engines.engines import QUICK_XLA_FLAGS
+from tests.support.fleets.processes import free_port
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class Hosts:
@@ -25,7 +25,7 @@ class Hosts:
         self.processes = []
         for host, log in enumerate(self.logs):
             described = {"port": port, "hosts": count, "host": host, "directory": str(directory), "rounds": rounds}
-            words = [*(inside[host] if inside else ()), sys.executable, "-m", "tests.support.engine_host"]
+            words = [*(inside[host] if inside else ()), sys.executable, "-m", "tests.support.fleets.engine_host"]
             with log.open("w") as file:
                 self.processes.append(
                     subprocess.Popen(

@@ -1,6 +1,6 @@
 """One of two processes that run a model together; prints what it generates.
 
-Run it as `python -m tests.support.generate_in_two_processes PORT NUMBER DIRECTORY`.
+Run it as `python -m tests.support.fleets.generate_in_two_processes PORT NUMBER DIRECTORY`.
 """
 
 import json

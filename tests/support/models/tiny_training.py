@@ -5,7 +5,7 @@ import numpy as np
 from mamba_jax.families import config_from_hf
 from mamba_jax.train.config import DraftSettings, OptimizerSettings, TrainConfig
 from mamba_jax.train.data import Batches, TokenStream
-from tests.support.tiny_configs import TRAINABLE
+from tests.support.models.tiny_configs import TRAINABLE
 
 CONFIG = config_from_hf(TRAINABLE)
 LENGTH, BATCH = 24, 8

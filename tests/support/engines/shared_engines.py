@@ -27,12 +27,12 @@ from serving.engine.assembly import build
 from serving.engine.requests.request import LoRARequest
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.steps.batching import PrefillShape
-from tests.support.adapter_contents import read_contents
-from tests.support.engines import OPTIMIZED, QUICK_COMPILE, Continuation, finish
-from tests.support.letter_tokens import letters
-from tests.support.random_models import long_memory_model
-from tests.support.step_programs import shared_programs
-from tests.support.tiny_configs import FOR_ENGINES
+from tests.support.engines.engines import OPTIMIZED, QUICK_COMPILE, Continuation, finish
+from tests.support.engines.step_programs import shared_programs
+from tests.support.models.adapter_contents import read_contents
+from tests.support.models.letter_tokens import letters
+from tests.support.models.random_models import long_memory_model
+from tests.support.models.tiny_configs import FOR_ENGINES
 
 TILE, PAGE, MAX_LEN, ROWS = 8, 8, 88, 6
 LONGEST = 24

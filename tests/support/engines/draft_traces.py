@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from mamba_jax.batch import DecodeBatch
-from tests.support.step_host import DECODE_ROWS, PAGES_PER_ROW, Host
+from tests.support.fleets.step_host import DECODE_ROWS, PAGES_PER_ROW, Host
 
 
 def check_draft_traces(host: Host, prompt: Sequence[int], check: Callable[..., None], *, steps: int = 1) -> None:

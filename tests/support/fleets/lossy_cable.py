@@ -1,7 +1,7 @@
 """One end of a cable between two network namespaces that loses packets.
 
-`python -m tests.support.lossy_cable DEVICE FD SHARE` runs inside of its namespace, and FD is its end of a pair of
-datagram sockets. (A kernel's own means to lose packets are not everywhere.)
+`python -m tests.support.fleets.lossy_cable DEVICE FD SHARE` runs inside of its namespace, and FD is its end of a pair
+of datagram sockets. (A kernel's own means to lose packets are not everywhere.)
 """
 
 import fcntl

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.support.hostile_requests import COMPLETIONS, MIB, Hostile
+from tests.support.servers.hostile_requests import COMPLETIONS, MIB, Hostile
 
 MOST_SECONDS_BETWEEN = 1.0 if "CI" in os.environ else 0.25
 """Between two events of a bystander's stream, the first one's wait included, beyond what held up the bystander itself.

@@ -1,4 +1,4 @@
-"""A host that only meets the others: `python -m tests.support.host_meeting JSON`.
+"""A host that only meets the others: `python -m tests.support.fleets.host_meeting JSON`.
 
 It prints the name of each stage that it reaches, and waits for a line on standard input at the first one, `started`,
 so that all hosts begin together however long their imports take, and at the stage `stop`. After a line at the end, it

@@ -16,7 +16,7 @@ from typing import IO
 import httpx
 import openai
 
-from tests.support.engines import QUICK_XLA_FLAGS
+from tests.support.engines.engines import QUICK_XLA_FLAGS
 
 ENGINE = {
     "model": "demo",
@@ -62,7 +62,7 @@ class Process:
         self.is_router = arguments[0] == "router"
         flags = f"{QUICK_XLA_FLAGS} --xla_force_host_platform_device_count={devices}"
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-        program = ["serving.cli"] if stages is None else ["tests.support.stoppable_worker", str(stages)]
+        program = ["serving.cli"] if stages is None else ["tests.support.servers.stoppable_worker", str(stages)]
         self.log_file = log_to / f"{arguments[0]}-{self.port}.log"
         with self.log_file.open("w") as log:
             self.process = subprocess.Popen(

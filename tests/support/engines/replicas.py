@@ -11,9 +11,9 @@ from serving.engine.engine import Engine
 from serving.engine.replicas.replica_threads import ReplicaGroup
 from serving.engine.requests.output import RequestOutput
 from serving.engine.requests.request import EngineRequest
-from tests.support.engine_harness import FLAGS, EngineHarness
-from tests.support.engines import OPTIMIZED, QUICK_COMPILE, use_widest_steps
-from tests.support.step_programs import SharedPrograms, shared_programs
+from tests.support.engines.engine_harness import FLAGS, EngineHarness
+from tests.support.engines.engines import OPTIMIZED, QUICK_COMPILE, use_widest_steps
+from tests.support.engines.step_programs import SharedPrograms, shared_programs
 
 
 class ReplicaMaker:

@@ -16,7 +16,7 @@ from mamba_jax.families import config_from_hf
 from mamba_jax.layout import SequenceLayout
 from mamba_jax.model import HybridModel
 
-FIXTURES = Path(__file__).parents[1] / "golden"
+FIXTURES = Path(__file__).parents[2] / "golden"
 NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/goldens.npz"))
 OTHER_RECURRENCES = tuple(
     name for name in NAMES if config_from_hf(json.loads((FIXTURES / name / "config.json").read_text())).mamba is None

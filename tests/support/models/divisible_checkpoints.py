@@ -7,7 +7,7 @@ from pathlib import Path
 from checkpoints.random import write_random
 from tests.golden.recipes import RECIPES
 
-GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 
 
 @dataclass(frozen=True)
