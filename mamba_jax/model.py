@@ -10,7 +10,6 @@ from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
@@ -24,6 +23,7 @@ from mamba_jax.modules.drafter import BlockDrafter, Eagle
 from mamba_jax.modules.mtp import MTP
 from mamba_jax.modules.quantised import quantise_in_place, quantised_weights, weight_of
 from mamba_jax.modules.shared import SharedBlock, SharedUse
+from mamba_jax.sequences import checked_sequences
 from mamba_jax.sharding.axis import keep_whole, split_last
 from mamba_jax.store import EXPERT, EXPERTS, SlotArrays, Store, StoreShape
 from mamba_jax.tails import TailArrays
@@ -284,49 +284,6 @@ def num_parameters(leaves: Mapping[str, Any]) -> int:
     return sum(
         math.prod(leaf.shape) for path, leaf in leaves.items() if (weight_of(path) is None) or path.endswith(".values")
     )
-
-
-def checked_sequences(
-    config: HybridConfig, tokens: ArrayLike, lengths: ArrayLike | None
-) -> tuple[Int[Array, "batch length"], Int[Array, " batch"] | None]:
-    """Converts sequences to arrays and checks them, as `HybridModel.hidden` says.
-
-    Values are checked only if they are known (not in `jax.jit`).
-    """
-    given = [tokens, lengths]
-    tokens = _integers("tokens", tokens, "[batch, length]", 2)
-    batch, length = tokens.shape
-    if lengths is not None:
-        lengths = _integers("lengths", lengths, "[batch]", 1)
-        if lengths.shape != (batch,):
-            raise ValueError(f"lengths has shape {list(lengths.shape)}: expected [{batch}], one per sequence")
-    if any(isinstance(each, jax.core.Tracer) for each in given):
-        return tokens, lengths
-    # Not the converted arrays: 64-bit numbers lose their upper half.
-    known = np.asarray(given[0])
-    counts = np.full(batch, length) if lengths is None else np.asarray(given[1])
-    if counts.size and (counts.min() < 0 or counts.max() > length):
-        raise ValueError(f"lengths is {counts.tolist()}: expected numbers from 0 to {length}")
-    outside = ((known < 0) | (known >= config.vocab_size)) & (np.arange(length) < counts[:, None])
-    if outside.any():
-        row, place = np.argwhere(outside)[0]
-        raise ValueError(
-            f"tokens[{row}, {place}] is {known[row, place]}: expected ids from 0 to {config.vocab_size - 1}; give the "
-            "number of tokens before padding as lengths"
-        )
-    return tokens, lengths
-
-
-def _integers(name: str, value: Any, axes: str, rank: int) -> Array:
-    """Converts an argument to an array of integers and checks its type and rank."""
-    if not isinstance(value, jax.Array | np.ndarray):
-        raise TypeError(f"{name} is a {type(value).__name__}: expected an array {axes} of integers (use jnp.array)")
-    if not jnp.issubdtype(value.dtype, jnp.integer):
-        raise TypeError(f"{name} has dtype {value.dtype}: expected integers")
-    if value.ndim != rank:
-        hint = "; use tokens[None] for one sequence" if (rank, value.ndim) == (2, 1) else ""
-        raise ValueError(f"{name} has shape {list(value.shape)}: expected {axes}{hint}")
-    return jnp.asarray(value)
 
 
 def parameters(model: nnx.Module) -> dict[str, nnx.Param]:

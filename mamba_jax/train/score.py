@@ -17,7 +17,8 @@ from kernels_pallas.dispatch import KernelChoice
 from kernels_pallas.fixed_order import COMPILER_OPTIONS, NAME, log_sum_exp
 from mamba_jax.config import HybridConfig
 from mamba_jax.layout import SequenceLayout
-from mamba_jax.model import HybridModel, checked_sequences
+from mamba_jax.model import HybridModel
+from mamba_jax.sequences import checked_sequences
 from mamba_jax.train.additions import attach
 
 SCORE_OPTIONS: dict[str, Any] = COMPILER_OPTIONS

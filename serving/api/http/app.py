@@ -25,7 +25,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse
 
 from serving.api.http import errors
-from serving.api.http.apis import responses
+from serving.api.http.apis import stored_responses
 from serving.api.http.apis.text_api import respond, text_router
 from serving.api.http.connection.server import STEP_TIMEOUT
 from serving.api.http.context import Context
@@ -100,7 +100,7 @@ def create_app(
         )
     errors.install(app)
     profiling = profiling_router(settings.profile_dir, settings.profile_timeout)
-    texts = (text_router(respond), responses.router, tokenization.router)
+    texts = (text_router(respond), stored_responses.router, tokenization.router)
     operators = (operation.router, updates.adapters, updates.rollouts, profiling)
     for router in (*texts, *operators, unsupported_routes.router, *routers):
         app.include_router(router)

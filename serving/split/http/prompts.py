@@ -8,7 +8,7 @@ from pydantic import AfterValidator
 from starlette.datastructures import Headers
 
 from serving.api.http.apis.inputs import tokenized
-from serving.api.http.apis.responses import stored_conversation
+from serving.api.http.apis.stored_responses import stored_conversation
 from serving.api.http.apis.text_api import TEXT_APIS
 from serving.api.http.connection.keys import salt_of, sent_key
 from serving.api.http.context import Context

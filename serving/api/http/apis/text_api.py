@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from serving.api.http.apis import messages, responses
+from serving.api.http.apis import messages, responses, stored_responses
 from serving.api.http.apis.choices import ChatWriter, CompletionWriter
 from serving.api.http.apis.inputs import tokenized
 from serving.api.http.apis.messages import MessageWriter
@@ -108,7 +108,7 @@ async def open_writer(api: TextApi, context: ResponseContext, body: TextRequest)
     Raises:
         ApiError, RequestError, RequestValidationError: the request is invalid.
     """
-    request = api.converted(body, responses.stored_conversation(context))
+    request = api.converted(body, stored_responses.stored_conversation(context))
     prompts = await tokenized(context, request)
     # A writer decodes prompts that it echoes.
     writer = await context.codec.run(sum(map(len, prompts)), lambda: api.writer(context, body, request, prompts))

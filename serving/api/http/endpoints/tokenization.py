@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, model_validator
 from starlette.responses import Response
 
-from serving.api.http.apis import messages, responses
+from serving.api.http.apis import messages, responses, stored_responses
 from serving.api.http.apis.inputs import tokenized
 from serving.api.http.connection.keys import sent_key
 from serving.api.http.connection.streaming import answer, ignored_header
@@ -117,7 +117,7 @@ async def count_input_tokens(body: ResponsesRequest, request: Request) -> Respon
     context = context_of(request)
     context.check(body.model)
     own = context.of_request(body.model, sent_key(request.headers))
-    (prompt,) = await tokenized(own, responses.as_chat(body, responses.stored_conversation(own)), fits=False)
+    (prompt,) = await tokenized(own, responses.as_chat(body, stored_responses.stored_conversation(own)), fits=False)
     return answer(InputTokens(input_tokens=len(prompt)))
 
 

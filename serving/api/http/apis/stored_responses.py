@@ -1,0 +1,74 @@
+"""Stored responses of `/v1/responses`: read, listed and deleted by their client, and the conversations they end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
+
+from serving.api.http.apis.responses import Conversation, Message
+from serving.api.http.connection.keys import sent_key
+from serving.api.http.connection.streaming import answer
+from serving.api.http.context import ResponseContext, context_of
+from serving.api.http.errors import ApiError
+from serving.api.http.protocol.responses import DeletedResponse, InputItems, ResponseObject
+
+router = APIRouter(tags=["OpenAI"])
+
+
+@router.get("/v1/responses/{response_id}", response_model=ResponseObject)
+async def get_response(response_id: str, request: Request) -> Response:
+    """A stored response."""
+    stored = context_of(request).store.get(response_id, sent_key(request.headers))
+    if stored is None:
+        raise _unknown(response_id, "response_id")
+    return Response(stored.response, media_type="application/json")
+
+
+@router.get("/v1/responses/{response_id}/input_items", response_model=InputItems)
+async def list_input_items(
+    response_id: str,
+    request: Request,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+) -> Response:
+    """The input of a stored response, `limit` items at a time."""
+    stored = context_of(request).store.get(response_id, sent_key(request.headers))
+    if stored is None:
+        raise _unknown(response_id, "response_id")
+    items = [{"id": f"in_{place}_{response_id}", **item} for place, item in enumerate(stored.items)]
+    items = items[:: 1 if order == "asc" else -1]
+    begin = next((place for place, item in enumerate(items, 1) if item["id"] == after), 0)
+    shown = items[begin : begin + limit]
+    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {}
+    return answer(InputItems(data=shown, has_more=begin + limit < len(items), **ends))
+
+
+@router.delete("/v1/responses/{response_id}", response_model=DeletedResponse)
+async def delete_response(response_id: str, request: Request) -> Response:
+    """Delete a stored response."""
+    if not context_of(request).store.delete(response_id, sent_key(request.headers)):
+        raise _unknown(response_id, "response_id")
+    return answer(DeletedResponse(id=response_id, object="response", deleted=True))
+
+
+def stored_conversation(context: ResponseContext) -> Conversation:
+    """Returns a function that returns the conversations of the client's stored responses."""
+
+    def conversation(response_id: str) -> Sequence[Message]:
+        stored = context.store.get(response_id, context.key)
+        if stored is None:
+            raise _unknown(response_id, "previous_response_id")
+        return stored.messages
+
+    return conversation
+
+
+def _unknown(response_id: str, param: str) -> ApiError:
+    return ApiError(
+        404, f"there is no stored response {response_id[:64]!r}: responses are stored in memory, within limits, until "
+        "the server ends", param=param, code="response_not_found",
+    )  # fmt: skip
