@@ -41,13 +41,13 @@ def entry_of_the_row_before(patch: Patch) -> None:
     patch.setattr(BatchBuilder, "seat", seat)
 
 
-@fault(59, "a decode row uses the LoRA entry of its neighbour in the batch", "adapters: entry", "decode")
+@fault(59, "a decode row uses the LoRA entry of its neighbor in the batch", "adapters: entry", "decode")
 def entry_of_a_decoding_neighbour(patch: Patch) -> None:
     sound = DecodeLayout.with_adapters
     patch.setattr(DecodeLayout, "with_adapters", lambda self, entries: sound(self, jnp.roll(entries, 1)))
 
 
-@fault(60, "a prefill row uses the LoRA entry of its neighbour in the batch", "adapters: entry", "prefill")
+@fault(60, "a prefill row uses the LoRA entry of its neighbor in the batch", "adapters: entry", "prefill")
 def entry_of_a_prefilling_neighbour(patch: Patch) -> None:
     sound = PrefillLayout.with_adapters
     patch.setattr(PrefillLayout, "with_adapters", lambda self, entries: sound(self, jnp.roll(entries, 1)))

@@ -26,7 +26,7 @@ def stale_proposals(sound, self, rows, lines):
         member.proposed = proposed or member.proposed
 
 
-@fault(55, "masks follow the drafts of the row's neighbour in the batch", "masks: drafts")
+@fault(55, "masks follow the drafts of the row's neighbor in the batch", "masks: drafts")
 @replacing(RowInputs, "take_proposals")
 def proposals_of_a_neighbour(sound, self, rows, lines):
     if lines is not None and lines.proposed is not None:

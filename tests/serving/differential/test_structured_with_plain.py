@@ -167,6 +167,7 @@ def _fails_once(step: int):
     return fault
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("drafts", USUAL, ids=str)
 def test_neighbours_do_not_wait(drafts: Drafts) -> None:
     """Plain rows are part of every step, with all their drafts. The structured row takes part only when its mask is

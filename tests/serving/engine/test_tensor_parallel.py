@@ -107,6 +107,7 @@ def test_eight_devices_share_heads_groups_and_keys(interval, tmp_path):
 TWENTY = Case(EIGHT.golden, EIGHT.changes | {"num_attention_heads": 20, "num_key_value_heads": 4})
 
 
+@pytest.mark.full
 def test_heads_that_do_not_divide_are_padded(tmp_path, caplog):
     directory = write_checkpoint(tmp_path, TWENTY)
     caplog.set_level("INFO")
