@@ -2,10 +2,8 @@
 
 import asyncio
 import json
-import logging
 import socket
 import threading
-import time
 
 import httpx
 import openai
@@ -316,92 +314,3 @@ def test_the_bodies_of_all_requests_are_bounded():
         return [refused, *await asyncio.gather(*tasks), await one()]
 
     assert asyncio.run(run()) == [503, 200, 200, 200]
-
-
-def test_a_step_that_hangs_does_not_hold_up_the_end(server, caplog):
-    """Streams get an error event, other requests 503, and the server ends, though its engine does not."""
-    engine = server.other_engine()
-    step, hangs, hung, go_on = engine.step, threading.Event(), threading.Event(), threading.Event()
-
-    def hanging():
-        if hangs.is_set():
-            hung.set()
-            go_on.wait(120)
-        return step()
-
-    engine.step = hanging
-    other = server.other_server(engine=engine, drain_timeout=0.2)
-    body = {"prompt": "x", "max_tokens": 500, "ignore_eos": True}
-
-    async def ask() -> tuple[str, int]:
-        async with httpx.AsyncClient(base_url=other.url, timeout=60) as client:
-            async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
-                lines = answer.aiter_lines()
-                await anext(lines)
-                hangs.set()
-                await asyncio.to_thread(hung.wait, 60)
-                # The engine's thread does not get to this request: it is queued, and fails without having run.
-                late = asyncio.create_task(client.post("/v1/completions", json=body))
-                while other.async_engine.threads[0]._commands.empty():
-                    await asyncio.sleep(0.01)
-                other.uvicorn.should_exit = True
-                text = [line async for line in lines]
-            return "\n".join(text), (await late).status_code
-
-    try:
-        text, status = asyncio.run(ask())
-        other.thread.join(60)
-        assert not other.thread.is_alive()
-        assert other.async_engine.abandoned
-        *_, last, done = [line for line in text.splitlines() if line]
-        assert done == "data: [DONE]"
-        assert json.loads(last[6:])["error"]["code"] == "engine_stopped"
-        assert status == 503
-    finally:
-        go_on.set()
-
-
-def test_the_end_tells_everybody(server, caplog):
-    """What still runs when the time to drain is over: an error event, or 503, and no traceback in the log."""
-    engine = server.other_engine()
-    step = engine.step
-
-    def slowly():
-        time.sleep(0.03)
-        return step()
-
-    engine.step = slowly
-    other = server.other_server(engine=engine, drain_timeout=0.5)
-    body = {"prompt": "x", "max_tokens": 500, "ignore_eos": True}
-
-    async def one(client: httpx.AsyncClient, stream: bool, begun: asyncio.Event) -> tuple[int, str]:
-        async with client.stream("POST", "/v1/completions", json=body | {"stream": stream}) as answer:
-            text = ""
-            async for line in answer.aiter_lines():
-                begun.set()
-                text += line + "\n"
-            return answer.status_code, text
-
-    async def crowd() -> list[tuple[int, str]]:
-        limits, begun = httpx.Limits(max_connections=None), asyncio.Event()
-        async with httpx.AsyncClient(base_url=other.url, timeout=60, limits=limits) as client:
-            tasks = [asyncio.create_task(one(client, i % 3 > 0, begun)) for i in range(30)]
-            await begun.wait()
-            await asyncio.sleep(0.3)
-            other.uvicorn.should_exit = True
-            return await asyncio.gather(*tasks)
-
-    with caplog.at_level(logging.WARNING):
-        answers = asyncio.run(crowd())
-        other.thread.join(60)
-    assert not other.thread.is_alive()
-    streams = [text for status, text in answers if status == 200]
-    assert 0 < len(streams) < 30
-    for text in streams:
-        *_, last, done = [line for line in text.splitlines() if line]
-        assert done == "data: [DONE]"
-        assert json.loads(last[6:])["error"]["type"] == "unavailable_error"
-    for status, text in answers:
-        assert status in (200, 503), text
-        assert status == 200 or json.loads(text)["error"]["code"] == "engine_stopped"
-    assert not [record for record in caplog.records if record.levelno >= logging.ERROR], caplog.text
