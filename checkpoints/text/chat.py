@@ -62,7 +62,9 @@ class AcceptedRoles:
     def accepted(self, messages: Sequence[Message]) -> list[Message]:
         """Returns a conversation that the template accepts. No text is lost, and its order is kept."""
         accepted: list[Message] = []
+        merged: list[str] = []  # texts of leading system messages after the first
         waiting: list[str] = []  # texts of later system messages
+        leading = True  # so far there are only system messages
 
         def add_as_user(text: str) -> None:
             if accepted and accepted[-1]["role"] == "user":
@@ -74,9 +76,10 @@ class AcceptedRoles:
             role = message["role"]
             if role == "developer" and not self.developer:
                 role, message = "system", {**message, "role": "system"}
-            text, leading = str(message.get("content") or ""), all(each["role"] == "system" for each in accepted)
+            text = str(message.get("content") or "")
+            leading = leading and (not accepted or accepted[-1]["role"] == "system")
             if role == "system" and self.system and leading and accepted and not self.several:
-                accepted[-1] = _with_text(accepted[-1], f"{accepted[-1].get('content') or ''}\n\n{text}")
+                merged.append(text)
             elif role == "system" and not (self.system if leading else self.later):
                 waiting.append(text)
             elif role == "user" and waiting:
@@ -89,6 +92,8 @@ class AcceptedRoles:
                 accepted.append(message)
         if waiting:
             add_as_user("\n\n".join(waiting))
+        if merged:
+            accepted[0] = _with_text(accepted[0], "\n\n".join([str(accepted[0].get("content") or ""), *merged]))
         return accepted
 
 
@@ -266,8 +271,8 @@ def part_text(part: Any) -> str:
             return part[name]
     kind = str(part.get("type") or "part")[:40]
     source = part.get("source") or part.get("file") or part
-    if not isinstance(source, Mapping):
-        source = {}
+    if not isinstance(source, Mapping):  # the address of a search result
+        source = part
     if kind == "tool_reference":
         return f"[tool {str(part.get('tool_name') or part.get('name') or '')[:200]}]"
     if isinstance(source.get("content"), list):  # a document or a result of several parts

@@ -7,11 +7,14 @@ import pytest
 from fastapi.exceptions import RequestValidationError
 
 from checkpoints.tokenizer import load_tokenizer
+from serving.api.http.apis.blocks import Blocks
 from serving.api.http.apis.text_api import TEXT_APIS, open_writer
 from serving.api.http.connection.streaming import COMMENT, ignored_header, start
 from serving.api.http.context import ResponseContext
-from serving.api.http.errors import validated
+from serving.api.http.errors import ApiError, validated
 from serving.api.http.generation import whole
+from serving.api.http.parsing.answer import AnswerPiece
+from serving.api.http.parsing.call_pieces import CallPiece
 from serving.api.http.parsing.reasoning import THINK
 from serving.api.http.text import TextCodec
 from serving.engine.requests.output import CompletionOutput, RequestOutput
@@ -84,6 +87,14 @@ def item(kind, **fields):
         (MESSAGES, {"messages": [{"role": "user", "content": [
             {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "D"}}, IMAGE]}]},
          f"[user]D\n[image omitted]{END}"),
+        (MESSAGES, {"messages": [{"role": "user", "content": [
+            {"type": "search_result", "source": "x", "content": [{"type": "text", "text": "B"}]}]}]}, f"[user]B{END}"),
+        (RESPONSES, {"input": [USER, item("computer_call_output", output=item("computer_screenshot", image_url="x")),
+                               item("image_generation_call", id="i", result="AA==")]},
+         f'[user]hi[assistant][computer_call_output] {{"output": "[computer_screenshot omitted]"}}\n'
+         f"[image_generation_call] {{}}{END}"),
+        (CHAT, {"messages": [{"role": "system", "content": text} for text in "ABC"] + [USER]},
+         f"[system]A\n\nB\n\nC[user]hi{END}"),
         # The answer continues the last message.
         (CHAT, {"messages": [USER, {"role": "assistant", "content": "1, "}], "continue_final_message": True,
                 "add_generation_prompt": False}, "[user]hi[assistant]1,"),
@@ -102,6 +113,20 @@ def item(kind, **fields):
 )  # fmt: skip
 def test_prompts(kind, body, text):
     assert prompt(kind, **body) == text
+
+
+@pytest.mark.parametrize("content", [[], [{"type": "redacted_thinking", "data": "x"}]])
+def test_a_message_without_text_is_refused(content):
+    with pytest.raises((ApiError, RequestValidationError)):
+        opened(MESSAGES, messages=[{"role": "user", "content": content}])
+
+
+def test_a_call_that_ends_before_text_stays_whole():
+    blocks = Blocks()
+    begun, ended = CallPiece(0, '{"a": "x', "f", "1"), CallPiece(0, '"}')
+    for piece in (AnswerPiece(calls=[begun]), AnswerPiece(text="Done.", calls=[ended])):
+        list(blocks.push(piece))
+    assert [(block.kind, block.text) for block in blocks.all] == [("call", '{"a": "x"}'), ("text", "Done.")]
 
 
 def test_tools_that_are_no_functions():

@@ -138,7 +138,7 @@ def test_other_keys_find_nothing(server):
 
 def test_the_input_of_a_stored_response_is_listed(server):
     given = [
-        {"role": "user", "content": "One"}, {"role": "assistant", "content": "Two"},
+        {"id": None, "role": "user", "content": "One"}, {"role": "assistant", "content": "Two"},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Three"}]},
     ]  # fmt: skip
     client = server.openai()

@@ -194,7 +194,8 @@ OPTIONAL = {"anyOf": [STRING, {"type": "null"}]}
         (OPTIONAL, "94103", "94103"), (OPTIONAL, "null", None), (OPTIONAL, "nullable", "nullable"),
         ({"$ref": "#/$defs/s"}, "true", "true"), ({"oneOf": [STRING]}, "[1]", "[1]"), ({"enum": ["007"]}, "007", "007"),
         ({"type": ["string", "integer"]}, "5", 5), ({"anyOf": [{"type": "integer"}]}, "5", 5),
-        ({"const": "1"}, "1", "1"), ({"$ref": "#/properties/z"}, "1", 1),
+        ({"const": "1"}, "1", "1"), ({"$ref": "#/properties/z"}, "1", 1), ({"anyOf": True, "enum": []}, "5", 5),
+        ({"anyOf": [{"$ref": "#/properties/z"}] * 5000}, "1", 1),
     ],
 )  # fmt: skip
 def test_the_whole_schema_determines_the_type(schema, text, value):
@@ -229,6 +230,15 @@ def test_calls_that_are_cut_off_limited_or_followed_by_text(form):
 )
 def test_what_is_no_call_stays_text(form, text):
     assert told(form, [text]) == (text, [])
+
+
+@each_form
+@pytest.mark.parametrize("size", [1, 1000])
+def test_a_mark_that_prose_mentions_is_no_call(form, size):
+    assert told(form, cut("It supports <function=add> too.\nDone", size)) == (
+        "It supports <function=add> too.\nDone",
+        [],
+    )
 
 
 @each_form

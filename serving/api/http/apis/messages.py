@@ -47,8 +47,8 @@ def as_chat(body: Conversation) -> ChatRequest:
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for message in body.messages:
         messages += _messages(message)
-    final = messages[-1]
-    if final["role"] == "assistant" and final["content"] and "tool_calls" not in final:  # the answer continues it
+    final = messages[-1] if messages else {}
+    if final.get("role") == "assistant" and final["content"] and "tool_calls" not in final:  # the answer continues it
         fields["continue_final_message"] = True
     fields |= {"model": body.model, "messages": messages}
     fields["tools"] = [

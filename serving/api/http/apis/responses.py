@@ -118,7 +118,7 @@ def messages_of_input(items: str | Sequence[Mapping[str, Any]]) -> list[dict[str
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(items):
         for name in ("content", "output"):
-            if not isinstance(item.get(name), str | list | None):
+            if not isinstance(item.get(name), str | list | dict | None):
                 raise _wrong(i, f"{name} must be a string or a list of parts")
         match str(item.get("type") or "message"):
             case "message":
@@ -147,7 +147,12 @@ def messages_of_input(items: str | Sequence[Mapping[str, Any]]) -> list[dict[str
             case kind if kind.startswith("input_"):
                 messages.append({"role": "user", "content": part_text(item)})
             case kind:
-                values = {name: value for name, value in item.items() if name not in ("id", "type", "status")}
+                left_out = ("id", "type", "status", *(("result",) if kind == "image_generation_call" else ()))
+                values = {
+                    name: part_text(value) if name == "output" and isinstance(value, dict) else value
+                    for name, value in item.items()
+                    if name not in left_out
+                }
                 _add_text(messages, f"[{kind[:40]}] {json.dumps(values, ensure_ascii=False)}")
     return messages
 

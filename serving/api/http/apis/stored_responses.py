@@ -39,7 +39,10 @@ async def list_input_items(
     stored = context_of(request).store.get(response_id, sent_key(request.headers))
     if stored is None:
         raise _unknown(response_id, "response_id")
-    items = [{"id": f"in_{place}_{response_id}", **item} for place, item in enumerate(stored.items)]
+    items = [
+        item if isinstance(item.get("id"), str) else {**item, "id": f"in_{place}_{response_id}"}
+        for place, item in enumerate(stored.items)
+    ]
     items = items[:: 1 if order == "asc" else -1]
     begin = next((place for place, item in enumerate(items, 1) if item["id"] == after), 0)
     shown = items[begin : begin + limit]

@@ -198,6 +198,10 @@ class AnswerReader:
             mark, distance = yield from cursor.ahead(_marks(syntax.parameter.before, style.end), size)
             if not mark or (syntax.value_end and distance != size):
                 return False
+        elif syntax.parameter is not None and syntax.value_end:  # prose may mention the mark
+            mark, distance = yield from cursor.ahead(_marks(syntax.parameter.before, syntax.end, style.end), size)
+            if not mark or cursor.text[cursor.at + size : cursor.at + distance].strip():
+                return False
         cursor.take(skipped)
         yield from self._read_call(style, syntax, matched)
         yield from self._more_calls(style, bare=True)

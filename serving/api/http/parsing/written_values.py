@@ -37,33 +37,38 @@ _LETTERS = {
 }  # fmt: skip
 
 
-def schema_types(schema: Any, root: Any = None, *, levels: int = 8) -> frozenset[str]:
+def schema_types(schema: Any, root: Any = None, *, most: int = 1000) -> frozenset[str]:
     """Returns the types of the values that a JSON schema admits, as far as it names them; empty if it names none.
 
     Args:
         schema: the schema, whose alternatives and references count too.
         root: the schema that references refer to.
-        levels: maximum number of nested alternatives and references.
+        most: maximum number of alternatives and references that are read.
     """
-    if not isinstance(schema, Mapping) or levels == 0:
-        return frozenset()
-    names = schema.get("type")
-    names = [names] if isinstance(names, str) else names
-    if isinstance(names, list):
-        return frozenset(name for name in names if isinstance(name, str))
-    values = (
-        schema.get("enum") if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
-    )
-    if values:
-        return frozenset(name for name in _TYPES for value in values if _is(value, name))
-    parts = [part for word in ("anyOf", "oneOf", "allOf") for part in schema.get(word) or ()]
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        part = root
-        for key in reference[2:].split("/"):
-            part = part.get(key) if isinstance(part, Mapping) else None
-        parts.append(part)
-    return frozenset().union(*(schema_types(part, root, levels=levels - 1) for part in parts))
+    found, waiting, seen = set[str](), [schema], set[int]()
+    while waiting and len(seen) < most:
+        part = waiting.pop()
+        if not isinstance(part, Mapping) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        names = part.get("type")
+        names = [names] if isinstance(names, str) else names
+        values = part["enum"] if isinstance(part.get("enum"), list) else [part["const"]] if "const" in part else []
+        if isinstance(names, list):
+            found.update(name for name in names if isinstance(name, str))
+        elif values:
+            found.update(name for name in _TYPES for value in values if _is(value, name))
+        else:
+            for word in ("anyOf", "oneOf", "allOf"):
+                alternatives = part.get(word)
+                waiting += alternatives if isinstance(alternatives, list) else ()
+            reference = part.get("$ref")
+            if isinstance(reference, str) and reference.startswith("#/"):
+                target = root
+                for key in reference[2:].split("/"):
+                    target = target.get(key) if isinstance(target, Mapping) else None
+                waiting.append(target)
+    return frozenset(found)
 
 
 class WrittenText:
