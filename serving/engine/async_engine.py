@@ -40,6 +40,8 @@ class AsyncEngine(ReplicaThreads):
         super().__init__(engines, _deliver)
         self._ids = itertools.count()
         self._ids_in_use: set[str] = set()
+        self._reading: dict[str, bool] = {}
+        """Requests whose adapter is being read, and whether they were aborted meanwhile."""
         for engine in self.engines:
             if engine.adapters is not None:
                 engine.adapters.reads_files = False
@@ -92,11 +94,16 @@ class AsyncEngine(ReplicaThreads):
         self._reads.seen(request.client)
         request, ids = self.with_tokens(request)
         full: list[int] = []
+        aborted = False
         while True:
+            given, request = request, replace(request, adapter_content=None)  # only one queue holds what may be large
             mailbox = _Mailbox(request, self.loads.give(ids, request, without=full))
             thread = self.threads[mailbox.assignment.replica]
             self._ids_in_use.add(name)
-            thread.add(request, mailbox)
+            thread.add(given, mailbox)
+            del given
+            if aborted:
+                thread.abort(name)
             try:
                 while True:
                     output = await mailbox.get()
@@ -106,7 +113,11 @@ class AsyncEngine(ReplicaThreads):
                         break
                     yield output
             except AdapterNotRead:
-                request = await self._with_adapter(request, self.engines[mailbox.assignment.replica])
+                self._reading[name] = aborted
+                try:
+                    request = await self._with_adapter(request, self.engines[mailbox.assignment.replica])
+                finally:
+                    aborted = self._reading.pop(name)
                 continue
             except RequestError as error:
                 full.append(mailbox.assignment.replica)
@@ -134,6 +145,8 @@ class AsyncEngine(ReplicaThreads):
 
     async def abort(self, request_id: str) -> None:
         """Ends a request; its iteration yields the output so far, with finish reason `abort`."""
+        if request_id in self._reading:
+            self._reading[request_id] = True
         for thread in self.threads:
             thread.abort(request_id)
 

@@ -126,7 +126,8 @@ class Engine:
         if params.prompt_logprobs is not None:
             given = params.prompt_logprob_token_ids or ()
             output.prompt_logprobs = PromptScores(ids, params.prompt_logprobs, given)
-        parent = UserRequest(request, output, self._adapter_of(request))
+        adapter = self._adapter_of(request)
+        parent = UserRequest(replace(request, adapter_content=None), output, adapter)  # it may be large
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         for index in range(params.n):
             try:

@@ -7,6 +7,7 @@ import itertools
 import logging
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -34,6 +35,8 @@ Messages = Sequence[Mapping[str, Any]]
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_BETWEEN_TURNS = 0.001
+"""Seconds between two steps of a stream that return nothing for it."""
 _NEAREST = {
     "beam_search": "use generate with SamplingParams(n=..., logprobs=...) and choose among the outputs",
     "collective_rpc": "use engine, which runs in this process",
@@ -228,13 +231,19 @@ class LLM:
         try:
             while whole is None or not whole.finished:
                 with self._turn:
-                    while not unread:
+                    if not unread:
                         self._step()
-                    whole = whole or unread.pop(0)
-                    for new in unread:
-                        whole.extend(new)
+                    arrived = unread.copy()
                     unread.clear()
-                yield whole
+                for new in arrived:
+                    if whole is None:
+                        whole = new
+                    else:
+                        whole.extend(new)
+                if arrived and whole is not None:
+                    yield whole
+                else:
+                    time.sleep(_BETWEEN_TURNS)  # the engine may be paused: another thread has to resume it
         finally:
             with self._turn:
                 del self._streams[request.request_id]

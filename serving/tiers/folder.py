@@ -75,10 +75,12 @@ class Folder:
         Raises:
             OSError: the folder cannot be read.
         """
+        held = 0
         with os.scandir(self.path) as entries:
-            held = sum(
-                entry.stat(follow_symlinks=False).st_size for entry in entries if PART_NAME.fullmatch(entry.name)
-            )
+            for entry in entries:
+                if PART_NAME.fullmatch(entry.name):
+                    with contextlib.suppress(FileNotFoundError):  # another server has removed it
+                        held += entry.stat(follow_symlinks=False).st_size
         return held + shutil.disk_usage(self.path).free
 
     def try_out(self) -> None:

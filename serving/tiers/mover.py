@@ -79,8 +79,9 @@ class Mover(TierWriter):
 
     def close(self, loop: Loop | None = None, *, seconds: float = 60.0) -> None:
         """See `TierWriter`."""
-        super().close(loop, seconds=seconds)
+        # First: a fetch waits for copies, and is not woken where those are canceled.
         self._fetching.shutdown(wait=True, cancel_futures=True)
+        super().close(loop, seconds=seconds)
 
     def _fetch(
         self, loop: Loop, arrival: Arrival, wanted: Mapping[int, Name], reader: PartReader, sharding: Any

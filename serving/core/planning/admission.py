@@ -48,7 +48,7 @@ def _refuse_full(request: Request, waiting: Sequence[Request], most: int) -> Non
     """
     own = 0
     if request.client is not None and 2 * len(waiting) >= most:
-        own = sum(each.client == request.client for each in waiting)
+        own = sum(each.client == request.client and each.flow != request.flow for each in waiting)
     # Further choices of requests fill the queue for other choices only: a first choice finds room next to them.
     full = len(waiting) >= most and (_is_further(request) or sum(not _is_further(each) for each in waiting) >= most)
     if full or (own and own >= most - len(waiting)):

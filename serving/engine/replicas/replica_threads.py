@@ -19,6 +19,9 @@ from serving.engine.requests.output import RequestOutput
 from serving.engine.requests.request import EngineRequest
 from serving.engine.stats import merged_stats
 
+_STEP_SECONDS = 0.05
+"""Longest wait of a step of several replicas for their outputs."""
+
 
 class Reader:
     """Receives the outputs of a request that was assigned to a replica."""
@@ -192,12 +195,15 @@ class ReplicaGroup(ReplicaThreads):
             self.threads[reader.assignment.replica].abort(request_id)
 
     def step(self) -> list[RequestOutput]:
-        """Waits for new outputs of any replica, if there are unfinished requests, and returns them.
+        """Waits a moment for new outputs of any replica, if there are unfinished requests, and returns them.
 
         Raises:
             EngineStopped: a replica has failed.
         """
-        results = list(self._arrived.get()) if self._readers else []
+        results: list[tuple[Reader, Result]] = []
+        if self._readers:
+            with contextlib.suppress(queue.Empty):  # paused replicas return nothing, and the caller may resume them
+                results += self._arrived.get(timeout=_STEP_SECONDS)
         with contextlib.suppress(queue.Empty):
             while True:
                 results += self._arrived.get_nowait()

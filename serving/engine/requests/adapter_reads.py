@@ -62,8 +62,8 @@ class AdapterReads:
         self._waiting[client] += 1
         try:
             async with turn:
-                if not loaded():
-                    await asyncio.sleep(self._pause(client))
+                while not loaded() and (left := self._pause(client)) > 0:
+                    await asyncio.sleep(min(left, LEAST_SECONDS))
                 if loaded():
                     return None
                 async with self._slots:

@@ -63,7 +63,8 @@ def _checks_names(kind: type[SamplingParams]) -> type[SamplingParams]:
     def init(self: SamplingParams, *args: Any, **values: Any) -> None:
         names = [field.name for field in fields(kind)]
         for name in values.keys() - set(names):
-            if name in _NEAREST and (not values[name] or values[name] == _NEUTRAL.get(name)):
+            value, zero_counts = values[name], name in ("thinking_token_budget", "allowed_token_ids")
+            if name in _NEAREST and (value is None if zero_counts else not value or value == _NEUTRAL.get(name)):
                 continue
             if name in _NEAREST:
                 raise RequestError(f"{name} is not supported: {_NEAREST[name]}")

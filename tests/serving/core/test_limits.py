@@ -123,6 +123,9 @@ def test_a_client_does_not_fill_the_queue_alone() -> None:
             loop.add([1], max_tokens=1, client=client)
         assert refused.value.retry
     loop.finish()
+    for _ in range(8):  # the choices of one call may fill it
+        loop.add([1], max_tokens=1, client="a", batch_id="call")
+    loop.finish()
 
 
 def test_priorities() -> None:

@@ -4,7 +4,7 @@ import itertools
 import json
 import logging
 import shutil
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -127,6 +127,17 @@ def test_threads_take_turns(llm):
                 assert output.prompt == prompt
                 assert output.outputs[0].text == text
     assert llm.engine.num_unfinished == 0
+
+
+def test_a_paused_stream_lets_other_threads_resume(llm):
+    stream = llm.stream("w5 w6", SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
+    next(stream)
+    llm.pause("keep")
+    with ThreadPoolExecutor(1) as threads:
+        rest = threads.submit(list, stream)
+        assert not wait([rest], timeout=0.2).done
+        llm.resume()
+        assert rest.result(timeout=120)[-1].finished
 
 
 @pytest.mark.parametrize("name", ["beam_search", "get_metrics", "embed"])

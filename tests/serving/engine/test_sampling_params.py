@@ -97,6 +97,7 @@ def test_the_largest_values_fit_the_table_and_sample():
         ("bad_words", ["no"], "bad_words is not supported: give the tokens of these words logit_bias -100"),
         ("allowed_token_ids", [1], "allowed_token_ids is not supported: give each allowed token logit_bias 100"),
         ("best_of", 2, "best_of is not supported: use n"),
+        ("thinking_token_budget", 0, "thinking_token_budget is not supported: "),
         ("guided_decoding", {"regex": "a"}, "guided_decoding is not supported: use structured_outputs"),
         ("logits_processors", [len], "logits_processors is not supported: use logit_bias"),
         ("truncate_prompt_tokens", 5, "truncate_prompt_tokens is not supported: cut the prompt's token ids"),
