@@ -97,7 +97,7 @@ def test_a_host_that_ends_before_the_meeting(stage, how, tmp_path):
         assert LATE in log or "host 1" in log
 
 
-@pytest.mark.parametrize("frozen", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("frozen", [False, True])
 def test_an_orderly_end_is_no_abort(tmp_path, frozen):
     """Also of a follower that does something else, or nothing; JAX's shutdown aborted all processes."""
     with Meeting(tmp_path, None) as hosts:
