@@ -9,7 +9,7 @@ import collections
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -48,7 +48,10 @@ class Metrics:
 
     def __init__(self, model: str, *, vllm_names: bool = False) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
-        histogram = _maker(Histogram, self.registry)
+
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(PREFIX + name, text, buckets=buckets, registry=self.registry)
+
         self._recent = {name: deque[float](maxlen=_RECENT) for name in ("first_token", "between_tokens", "whole")}
         self._first = histogram("time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN)
         self._between = histogram(
@@ -137,10 +140,6 @@ class Metrics:
         return text, CONTENT_TYPE_LATEST
 
 
-def _maker(kind: type[Histogram], registry: CollectorRegistry) -> Callable[..., Histogram]:
-    return lambda name, text, buckets: kind(PREFIX + name, text, buckets=buckets, registry=registry)
-
-
 class Families:
     """Families of metrics, to which statistics are added."""
 
@@ -148,13 +147,13 @@ class Families:
         self._values: dict[tuple[Any, str, str], dict[Labels, float]] = {}
         """By class of `prometheus_client`, name and text."""
 
-    def gauge(self, name: str, text: str, values: Mapping[Labels, float]) -> None:
+    def gauge(self, name: str, text: str, values: Mapping[Labels, float], kind: Any = GaugeMetricFamily) -> None:
         """Adds a gauge's values by labels."""
-        self._values.setdefault((GaugeMetricFamily, name, text), {}).update(values)
+        self._values.setdefault((kind, name, text), {}).update(values)
 
     def count(self, name: str, text: str, values: Mapping[Labels, float]) -> None:
         """Adds a counter's values by labels."""
-        self._values.setdefault((CounterMetricFamily, name, text), {}).update(values)
+        self.gauge(name, text, values, CounterMetricFamily)
 
     def exported(self, kind: type, stats: Mapping[str, Any], labels: Labels = ()) -> None:
         """Adds the counters that the fields of a class declare, with further `labels`. `stats` has their values."""

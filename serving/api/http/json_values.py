@@ -23,9 +23,7 @@ def weight(body: bytes | bytearray, most: int) -> int:
 
     The result for bytes that are not JSON is arbitrary; the parser rejects them.
     """
-    plain = bytes(body)
-    if b"\\" in plain:
-        plain = plain.replace(b"\\\\", b"").replace(b'\\"', b"")
+    plain = _without_escapes(body)
     strings = plain.count(b'"') // 2
     if strings * OTHER > most:  # splitting would create an object for each string
         return strings * OTHER
@@ -35,9 +33,7 @@ def weight(body: bytes | bytearray, most: int) -> int:
 
 def depth(text: bytes | bytearray) -> int:
     """Returns the depth of arrays and objects in a JSON text; the result is arbitrary for bytes that are not JSON."""
-    plain = bytes(text)
-    if b"\\" in plain:
-        plain = plain.replace(b"\\\\", b"").replace(b'\\"', b"")
+    plain = _without_escapes(text)
     level = deepest = 0
     for byte in b"".join(plain.split(b'"')[::2]).translate(None, delete=_NO_BRACKETS):
         level += 1 if byte in b"[{" else -1
@@ -64,6 +60,11 @@ def well_formed(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
+
+
+def _without_escapes(text: bytes | bytearray) -> bytes:
+    plain = bytes(text)
+    return plain.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in plain else plain
 
 
 def _finite(text: str) -> float:

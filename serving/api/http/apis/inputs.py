@@ -172,19 +172,8 @@ def structured_outputs(request: GenerationRequest) -> StructuredOutputs | None:
     if form is not None and form.type != "text":
         if own is not None:
             raise RequestError("response_format and structured_outputs cannot be combined")
-        if form.json_schema is not None and form.type == "json_schema":
-            return StructuredOutputs(json=enforceable(form.json_schema.schema_))
-        return (
-            StructuredOutputs(json_object=True)
-            if form.schema_ is None
-            else StructuredOutputs(json=enforceable(form.schema_))
-        )
+        schema = form.json_schema.schema_ if form.json_schema and form.type == "json_schema" else form.schema_
+        return StructuredOutputs(json_object=True) if schema is None else StructuredOutputs(json=enforceable(schema))
     if own is None:
         return None
-    return StructuredOutputs(
-        json=enforceable(own.json_),
-        regex=own.regex,
-        choice=own.choice,
-        grammar=own.grammar,
-        json_object=own.json_object,
-    )
+    return StructuredOutputs(**{**own.model_dump(by_alias=True), "json": enforceable(own.json_)})

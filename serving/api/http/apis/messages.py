@@ -40,9 +40,7 @@ def as_chat(body: Conversation) -> ChatRequest:
     Raises:
         RequestValidationError: a field is invalid.
     """
-    fields: dict[str, Any] = {
-        name: value for name, value in (body.model_extra or {}).items() if name in ChatRequest.model_fields
-    }
+    fields = body.chat_fields
     system = body.system and chat_content(_without_billing(body.system))
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for message in body.messages:

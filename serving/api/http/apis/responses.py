@@ -71,9 +71,7 @@ def as_chat(body: ResponsesRequest, conversation: Conversation) -> ChatRequest:
     if body.previous_response_id is not None:
         messages += conversation(body.previous_response_id)
     messages += messages_of_input(body.input)
-    fields: dict[str, Any] = {
-        name: value for name, value in (body.model_extra or {}).items() if name in ChatRequest.model_fields
-    }
+    fields = body.chat_fields
     fields |= {"model": body.model, "messages": messages, "stream": body.stream}
     fields["max_completion_tokens"] = body.max_output_tokens
     fields |= {"temperature": body.temperature, "top_p": body.top_p, "parallel_tool_calls": body.parallel_tool_calls}

@@ -14,6 +14,7 @@ from serving.api.http.connection.streaming import answer
 from serving.api.http.context import ResponseContext, context_of
 from serving.api.http.errors import ApiError
 from serving.api.http.protocol.responses import DeletedResponse, InputItems, ResponseObject
+from serving.api.http.response_store import StoredResponse
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -21,10 +22,7 @@ router = APIRouter(tags=["OpenAI"])
 @router.get("/v1/responses/{response_id}", response_model=ResponseObject)
 async def get_response(response_id: str, request: Request) -> Response:
     """A stored response."""
-    stored = context_of(request).store.get(response_id, sent_key(request.headers))
-    if stored is None:
-        raise _unknown(response_id, "response_id")
-    return Response(stored.response, media_type="application/json")
+    return Response(_stored(response_id, request).response, media_type="application/json")
 
 
 @router.get("/v1/responses/{response_id}/input_items", response_model=InputItems)
@@ -36,12 +34,9 @@ async def list_input_items(
     order: Literal["asc", "desc"] = "desc",
 ) -> Response:
     """The input of a stored response, `limit` items at a time."""
-    stored = context_of(request).store.get(response_id, sent_key(request.headers))
-    if stored is None:
-        raise _unknown(response_id, "response_id")
     items = [
         item if isinstance(item.get("id"), str) else {**item, "id": f"in_{place}_{response_id}"}
-        for place, item in enumerate(stored.items)
+        for place, item in enumerate(_stored(response_id, request).items)
     ]
     items = items[:: 1 if order == "asc" else -1]
     begin = next((place for place, item in enumerate(items, 1) if item["id"] == after), 0)
@@ -68,6 +63,13 @@ def stored_conversation(context: ResponseContext) -> Conversation:
         return stored.messages
 
     return conversation
+
+
+def _stored(response_id: str, request: Request) -> StoredResponse:
+    stored = context_of(request).store.get(response_id, sent_key(request.headers))
+    if stored is None:
+        raise _unknown(response_id, "response_id")
+    return stored
 
 
 def _unknown(response_id: str, param: str) -> ApiError:

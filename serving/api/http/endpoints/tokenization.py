@@ -6,13 +6,14 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, model_validator
 from starlette.responses import Response
 
-from serving.api.http.apis import messages, responses, stored_responses
 from serving.api.http.apis.inputs import tokenized
+from serving.api.http.apis.stored_responses import stored_conversation
+from serving.api.http.apis.text_api import TEXT_APIS
 from serving.api.http.connection.keys import sent_key
 from serving.api.http.connection.streaming import answer, ignored_header
 from serving.api.http.context import context_of
-from serving.api.http.errors import ApiError
-from serving.api.http.protocol.chat import Message, TemplateVariables, Tool
+from serving.api.http.errors import ApiError, validated
+from serving.api.http.protocol.chat import ChatRequest, ConvertedRequest, Message, TemplateVariables, Tool
 from serving.api.http.protocol.common import Items, RequestModel, TokenIds, refusal
 from serving.api.http.protocol.messages import Conversation, TokenCount
 from serving.api.http.protocol.responses import InputTokens, ResponsesRequest
@@ -72,14 +73,8 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     context.check(body.model)
     codec = context.codec
     if body.messages is not None:
-        ids = await codec.encode_chat(
-            [message.model_dump(exclude_unset=True) for message in body.messages],
-            add_special_tokens=body.add_special_tokens is True,
-            fits=False,
-            **{**context.settings.default_chat_template_kwargs, **(body.chat_template_kwargs or {})},
-            tools=[tool.model_dump(exclude_unset=True) for tool in body.tools] if body.tools else None,
-            add_generation_prompt=body.add_generation_prompt,
-        )
+        chat = validated(ChatRequest, body.model_dump(exclude_unset=True, exclude={"prompt", "return_token_strs"}))
+        (ids,) = await tokenized(context.of_request(body.model, None), chat, fits=False)
     else:
         assert body.prompt is not None
         (ids,) = await codec.encode([body.prompt], add_special_tokens=body.add_special_tokens is not False, fits=False)
@@ -105,20 +100,22 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 @router.post("/v1/messages/count_tokens", response_model=TokenCount, tags=["Anthropic"])
 async def count_tokens(body: Conversation, request: Request) -> Response:
     """Number of tokens of a conversation, including its tools."""
-    context = context_of(request)
-    context.check(body.model)
-    (prompt,) = await tokenized(context.of_request(body.model, None), messages.as_chat(body), fits=False)
-    return answer(TokenCount(input_tokens=len(prompt)))
+    return answer(TokenCount(input_tokens=await _count("messages", body, request)))
 
 
 @router.post("/v1/responses/input_tokens", response_model=InputTokens, tags=["OpenAI"])
 async def count_input_tokens(body: ResponsesRequest, request: Request) -> Response:
     """Number of tokens of the input of a request to `/v1/responses`."""
+    return answer(InputTokens(input_tokens=await _count("responses", body, request)))
+
+
+async def _count(kind: str, body: ConvertedRequest, request: Request) -> int:
     context = context_of(request)
     context.check(body.model)
     own = context.of_request(body.model, sent_key(request.headers))
-    (prompt,) = await tokenized(own, responses.as_chat(body, stored_responses.stored_conversation(own)), fits=False)
-    return answer(InputTokens(input_tokens=len(prompt)))
+    chat = TEXT_APIS[kind].converted(body, stored_conversation(own))
+    (prompt,) = await tokenized(own, chat, fits=False)
+    return len(prompt)
 
 
 @router.get("/tokenizer_info", response_model=TokenizerInfo, tags=["tokens"])

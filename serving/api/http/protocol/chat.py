@@ -8,11 +8,12 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from serving.api.http.protocol.common import (
     CUSTOM_PARAMETERS,
+    Choice,
+    ChoicesResponse,
     Count,
-    EncodedArray,
     GenerationRequest,
     Items,
-    Usage,
+    TextRequest,
     refusal,
 )
 
@@ -219,6 +220,26 @@ class ChatRequest(GenerationRequest):
                 raise refusal("tool_choice", f"tool_choice: there is no tool {min(choice.names - known)!r}")
 
 
+class ConvertedRequest(TextRequest):
+    """A request in the format of another API. Fields that only `ChatRequest` has mean the same in it."""
+
+    @property
+    def chat_fields(self) -> dict[str, Any]:
+        """The fields that only `ChatRequest` has."""
+        return {name: value for name, value in (self.model_extra or {}).items() if name in ChatRequest.model_fields}
+
+    @property
+    def ignored(self) -> list[str]:
+        """Names of the fields that have no effect."""
+        return [name for name in super().ignored if name not in ChatRequest.model_fields]
+
+    @model_validator(mode="after")
+    def _refuse_several_answers(self) -> ConvertedRequest:
+        if (self.model_extra or {}).get("n") not in (None, 1):
+            raise refusal("n", "n is not supported: this API returns one answer")
+        return self
+
+
 class TokenLogprob(BaseModel):
     token: str
     logprob: float
@@ -257,26 +278,15 @@ class ChatAnswer(BaseModel):
     tool_calls: list[ToolCall] | None = None
 
 
-class ChatChoice(BaseModel):
-    index: int
+class ChatChoice(Choice):
     message: ChatAnswer | None = None
     delta: ChatAnswer | None = Field(default=None, description="Only in events, instead of message.")
     logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | None = None
-    weights_versions: list[tuple[str, int]] | None = None
-    routed_experts: EncodedArray | None = None
-    sampling_mask: EncodedArray | None = None
 
 
-class ChatResponse(BaseModel):
+class ChatResponse(ChoicesResponse):
     """A response, or one event of a stream."""
 
-    id: str
     object: Literal["chat.completion", "chat.completion.chunk"] = "chat.completion"
-    created: int
-    model: str
     choices: list[ChatChoice]
-    usage: Usage | None = None
     prompt_token_ids: list[int] | None = None

@@ -260,6 +260,27 @@ class Usage(BaseModel):
     completion_tokens_details: CompletionTokensDetails | None = None
 
 
+class Choice(BaseModel):
+    """What the choices of both older APIs have."""
+
+    index: int
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    weights_versions: list[tuple[str, int]] | None = None
+    routed_experts: EncodedArray | None = None
+    sampling_mask: EncodedArray | None = None
+
+
+class ChoicesResponse(BaseModel):
+    """A response that is a list of choices, or (with `usage` null) one event of a stream."""
+
+    id: str
+    created: int
+    model: str
+    usage: Usage | None = None
+
+
 class ErrorBody(BaseModel):
     message: str
     type: str

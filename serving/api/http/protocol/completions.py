@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from serving.api.http.protocol.common import EncodedArray, GenerationRequest, Items, TokenIds, Usage, refusal
+from serving.api.http.protocol.common import Choice, ChoicesResponse, GenerationRequest, Items, TokenIds, refusal
 
 PromptField = (
     str
@@ -66,26 +66,15 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int] = []
 
 
-class CompletionChoice(BaseModel):
-    index: int
+class CompletionChoice(Choice):
     text: str
     logprobs: CompletionLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | None = None
-    weights_versions: list[tuple[str, int]] | None = None
-    routed_experts: EncodedArray | None = None
-    sampling_mask: EncodedArray | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
 
 
-class CompletionResponse(BaseModel):
-    """A response, or (with `usage` null) one event of a stream."""
+class CompletionResponse(ChoicesResponse):
+    """A response, or one event of a stream."""
 
-    id: str
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
     choices: list[CompletionChoice]
-    usage: Usage | None = None

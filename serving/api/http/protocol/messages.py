@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
-from serving.api.http.protocol.chat import ChatRequest, Thinking
-from serving.api.http.protocol.common import (
-    MAX_STOP_TEXTS,
-    Count,
-    Int32,
-    Items,
-    RequestModel,
-    TextRequest,
-    WholeAnswer,
-    refusal,
-)
+from serving.api.http.protocol.chat import ConvertedRequest, Thinking
+from serving.api.http.protocol.common import MAX_STOP_TEXTS, Count, Int32, Items, WholeAnswer
 
 Parts = Items[dict[str, Any]]
 
@@ -55,7 +46,7 @@ class OutputConfig(BaseModel):
     effort: str | None = Field(None, max_length=64)
 
 
-class Conversation(RequestModel):
+class Conversation(ConvertedRequest):
     """A conversation for the model."""
 
     messages: Items[InputMessage] = Field(min_length=1)
@@ -65,13 +56,8 @@ class Conversation(RequestModel):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
-    @property
-    def ignored(self) -> list[str]:
-        """Names of the fields that have no effect."""
-        return [name for name in super().ignored if name not in ChatRequest.model_fields]
 
-
-class MessagesRequest(Conversation, TextRequest):
+class MessagesRequest(Conversation):
     """A conversation to continue. Other fields have the meaning that they have in `/v1/chat/completions`."""
 
     max_tokens: Count = Field(ge=1)
@@ -79,12 +65,6 @@ class MessagesRequest(Conversation, TextRequest):
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: Int32 | None = None
     stop_sequences: Annotated[Items[str], Field(max_length=MAX_STOP_TEXTS)] | None = None
-
-    @model_validator(mode="after")
-    def _refuse_several_answers(self) -> MessagesRequest:
-        if (self.model_extra or {}).get("n") not in (None, 1):
-            raise refusal("n", "n is not supported: this API returns one answer")
-        return self
 
 
 class TextBlock(BaseModel):

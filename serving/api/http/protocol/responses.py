@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from serving.api.http.protocol.chat import ChatLogprob, ChatRequest
-from serving.api.http.protocol.common import Count, Items, TextRequest, WholeAnswer, refusal
+from serving.api.http.protocol.chat import ChatLogprob, ConvertedRequest
+from serving.api.http.protocol.common import Count, Items, WholeAnswer, refusal
 
 
 class FunctionTool(BaseModel):
@@ -55,7 +55,7 @@ LOGPROBS = "message.output_text.logprobs"
 _UNSUPPORTED = ("background", "conversation", "prompt")
 
 
-class ResponsesRequest(TextRequest):
+class ResponsesRequest(ConvertedRequest):
     """A conversation to continue. Other fields have the meaning that they have in `/v1/chat/completions`."""
 
     input: str | Items[dict[str, Any]] = Field(min_length=1)
@@ -77,11 +77,6 @@ class ResponsesRequest(TextRequest):
     metadata: dict[str, str] | None = None
 
     @property
-    def ignored(self) -> list[str]:
-        """Names of the fields that have no effect."""
-        return [name for name in super().ignored if name not in ChatRequest.model_fields]
-
-    @property
     def custom_tools(self) -> set[str]:
         """Names of the tools of type `custom`."""
         return {tool.name for tool in self.tools or () if tool.type == "custom"}
@@ -99,8 +94,6 @@ class ResponsesRequest(TextRequest):
 
     @model_validator(mode="after")
     def _refuse(self) -> ResponsesRequest:
-        if (self.model_extra or {}).get("n") not in (None, 1):
-            raise refusal("n", "n is not supported: this API returns one answer")
         for name in _UNSUPPORTED:
             if (self.model_extra or {}).get(name):
                 raise refusal(name, f"{name} is not supported")
