@@ -95,6 +95,21 @@ def item(kind, **fields):
          f"[image_generation_call] {{}}{END}"),
         (CHAT, {"messages": [{"role": "system", "content": text} for text in "ABC"] + [USER]},
          f"[system]A\n\nB\n\nC[user]hi{END}"),
+        (RESPONSES, {"input": [
+            USER, item("reasoning", summary=[], content=[item("reasoning_text", text="hm")]),
+            {"role": "assistant", "content": [item("output_text", text="I look.")]},
+            item("function_call", call_id="c", name="f", arguments='{"a": true}'),
+            item("function_call", call_id="d", name="f", arguments="{}"),
+            item("function_call_output", call_id="c", output="no"),
+            item("function_call_output", call_id="d", output=[item("input_text", text="less")])]},
+         f'[user]hi[assistant](hm)I look.<f {{"a": true}}><f {{}}>[tool]no[tool]less{END}'),
+        (MESSAGES, {"system": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "messages": [
+            USER, {"role": "assistant", "content": [
+                {"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "redacted_thinking", "data": "x"},
+                {"type": "text", "text": "I look."}, {"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}}]},
+            {"role": "user", "content": [{"type": "text", "text": "and?"}, {
+                "type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "no"}]}]}]},
+         f'[system]a\nb[user]hi[assistant](hm)I look.<f {{"a": 1}}>[tool]no[user]and?{END}'),
         # The answer continues the last message.
         (CHAT, {"messages": [USER, {"role": "assistant", "content": "1, "}], "continue_final_message": True,
                 "add_generation_prompt": False}, "[user]hi[assistant]1,"),
@@ -150,7 +165,7 @@ def test_tools_that_are_no_functions():
 def test_null_is_the_default():
     names = (
         "n stream presence_penalty frequency_penalty parallel_tool_calls logprobs min_tokens ignore_eos tools stop "
-        "skip_special_tokens priority include_reasoning add_generation_prompt text reasoning system thinking"
+        "skip_special_tokens priority store include_reasoning add_generation_prompt text reasoning system thinking"
     )
     for kind in (CHAT, RESPONSES, MESSAGES):
         assert prompt(kind, **dict.fromkeys(names.split())) == f"[user]hi{END}"

@@ -49,6 +49,7 @@ def test_a_log_line_is_one_line(form):
 
 def test_the_page_runs_only_its_own_script():
     headers = page_headers("<script>run()</script>")
+    assert headers["X-Frame-Options"] == "DENY"
     policy = headers["Content-Security-Policy"]
     assert re.search(r"script-src 'sha256-[A-Za-z0-9+/]{43}='", policy)
     assert "frame-ancestors 'none'" in policy

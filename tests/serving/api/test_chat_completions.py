@@ -33,17 +33,6 @@ def test_logprobs(server):
     assert ask(server).choices[0].logprobs is None
 
 
-def test_choices_seeds_and_stops(server):
-    fields = {"n": 3, "temperature": 1.0, "seed": 11}
-    one, two = ask(server, **fields), ask(server, **fields)
-    assert [c.message.content for c in one.choices] == [c.message.content for c in two.choices]
-    assert len({c.message.content for c in one.choices}) == 3
-    text = ask(server).choices[0].message.content
-    cut = ask(server, stop=[text[4:6]]).choices[0]
-    assert cut.message.content == text[: text.index(text[4:6])]
-    assert cut.finish_reason == "stop"
-
-
 @pytest.mark.parametrize("n", [1, 3])
 def test_streams_say_the_same(server, n):
     fields = {"n": n, "temperature": 1.0, "seed": 5, "logprobs": True}
@@ -64,18 +53,6 @@ def test_usage_in_every_event(server):
     counts = [c.usage.completion_tokens for c in ask(server, stream=True, stream_options=options)]
     assert counts == sorted(counts)
     assert counts[-1] == 8
-
-
-def test_tools_go_through_the_template(server):
-    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
-    assert ask(server, tools=[tool], tool_choice="auto").usage.prompt_tokens
-    turns = [
-        *MESSAGES,
-        {"role": "assistant", "content": None, "tool_calls": [
-            {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}]},
-        {"role": "tool", "tool_call_id": "1", "content": "nothing"},
-    ]  # fmt: skip
-    assert ask(server, messages=turns, tools=[tool]).choices[0].message.content
 
 
 def test_tokens_and_back(server):

@@ -17,23 +17,6 @@ from tests.support.servers.text_clients import joined
 TEXT = "The state of a recurrent model"
 
 
-def test_models(server):
-    models = server.openai().models.list().data
-    assert [model.id for model in models] == ["demo"]
-    assert models[0].max_model_len == 512
-    assert server.openai().models.retrieve("demo").id == "demo"
-
-
-def test_a_text(server):
-    answer = server.openai().completions.create(model="demo", prompt=TEXT, max_tokens=6, temperature=0)
-    (choice,) = answer.choices
-    assert choice.finish_reason == "length"
-    assert choice.text
-    assert answer.usage.completion_tokens == 6
-    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 6
-    assert answer.id.startswith("cmpl-")
-
-
 def test_sixteen_tokens_unless_told_otherwise(server):
     answer = server.complete(max_tokens=None, ignore_eos=True).json()
     assert answer["usage"]["completion_tokens"] == 16
@@ -168,13 +151,6 @@ def test_text_offsets_leave_out_tokens_that_are_not_in_the_text():
     assert written_offsets([bos, *tokenizer.encode(text, add_special_tokens=False)], word) == [(BOS, BOS), *told]
     shown = written_offsets(text, [*word, eos], skip_special_tokens=False)
     assert shown == [(BOS, ""), *told, (EOS, EOS)]
-
-
-def test_echo(server):
-    plain = server.complete(TEXT).json()["choices"][0]["text"]
-    assert server.complete(TEXT, echo=True).json()["choices"][0]["text"] == TEXT + plain
-    ids = server.http.post("/tokenize", json={"prompt": TEXT, "add_special_tokens": False}).json()["tokens"]
-    assert server.complete(ids, echo=True).json()["choices"][0]["text"].startswith(TEXT)
 
 
 def test_stops(server):

@@ -105,16 +105,6 @@ def test_sixty_streams(server):
     assert server.metric("mamba_jax_compilations_total") == compiled
 
 
-@pytest.mark.slow
-def test_five_hundred_streams():
-    from tests.support.servers.live_server import LiveServer, make_engine
-
-    server = LiveServer(make_engine(max_num_waiting=1000))
-    server.wait_until_ready()
-    check(server, asyncio.run(crowd(server, 500, random.Random(6))))
-    server.close()
-
-
 def test_clients_that_leave_before_the_answer(server):
     """Without a stream, too, a request ends with its client."""
     aborted = server.metric('mamba_jax_requests_finished_total{reason="abort"}')

@@ -4,9 +4,7 @@ import json
 
 import pytest
 
-from serving.api.http.apis.messages import as_chat
 from serving.api.http.errors import ApiError
-from serving.api.http.protocol.messages import MessagesRequest
 from serving.api.http.text import check_fits
 
 anthropic = pytest.importorskip("anthropic", reason="needs the anthropic SDK (the extra `test`)")
@@ -39,47 +37,6 @@ def test_stops_and_events(server):
     kinds = [event.type for event in ask(server, stream=True)]
     assert kinds[:2] == ["message_start", "content_block_start"]
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
-
-
-def test_a_call_and_what_it_gave(server):
-    choice = {"type": "tool", "name": "look", "disable_parallel_tool_use": True}
-    answer = ask(server, tools=[LOOK], tool_choice=choice, max_tokens=200)
-    (call,) = answer.content
-    assert (call.type, call.name, answer.stop_reason) == ("tool_use", "look", "tool_use")
-    after = ask(server, tools=[LOOK], messages=[
-        *MESSAGES,
-        {"role": "assistant", "content": [call.model_dump(exclude_none=True)]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "nothing"}]},
-    ])  # fmt: skip
-    assert after.content[0].text
-
-
-def test_parts_as_messages():
-    body = MessagesRequest.model_validate({
-        "max_tokens": 5, "system": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "top_k": 3,
-        "tools": [LOOK], "tool_choice": {"type": "none"}, "thinking": {"type": "disabled"}, "min_p": 0.1,
-        "messages": [
-            {"role": "user", "content": "q"},
-            {"role": "assistant", "content": [
-                {"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "redacted_thinking", "data": "x"},
-                {"type": "text", "text": "I look."},
-                {"type": "tool_use", "id": "c", "name": "look", "input": {"a": 1}}]},
-            {"role": "user", "content": [
-                {"type": "text", "text": "and?"},
-                {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "no"}]}]},
-        ],
-    })  # fmt: skip
-    chat = as_chat(body)
-    assert [message.model_dump(exclude_unset=True) for message in chat.messages] == [
-        {"role": "system", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": "I look.", "reasoning_content": "hm", "tool_calls": [
-            {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"a": 1}'}}]},
-        {"role": "tool", "tool_call_id": "c", "content": "no"},
-        {"role": "user", "content": "and?"},
-    ]  # fmt: skip
-    assert (chat.tool_choice, chat.top_k, chat.min_p, chat.max_completion_tokens) == ("none", 3, 0.1, 5)
-    assert chat.thinks is False
 
 
 def test_tokens_are_counted(server):

@@ -44,10 +44,3 @@ def test_no_odd_request_gives_a_server_error(server, front, hostile, place):
 
 def test_every_odd_request_is_in_the_shared_list():
     assert set(ODD) <= {each.name for each in HOSTILE}
-
-
-def test_null_means_the_default_on_responses(server):
-    body = {"input": "x", "max_output_tokens": 1, "parallel_tool_calls": None, "store": None, "n": 1}
-    answer = server.http.post("/v1/responses", json=body)
-    assert answer.status_code == 200, answer.text
-    assert (answer.json()["parallel_tool_calls"], answer.json()["store"]) == (True, True)

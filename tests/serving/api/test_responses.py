@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from checkpoints.tokenizer import load_tokenizer
-from serving.api.http.apis.responses import ResponseWriter, as_chat, messages_of_input
+from serving.api.http.apis.responses import ResponseWriter, as_chat
 from serving.api.http.context import ResponseContext
 from serving.api.http.generation import ChoiceDelta
 from serving.api.http.logprobs import TextLogprobs
@@ -22,34 +22,11 @@ LOOK = {
     "parameters": {"type": "object", "properties": {"deep": {"type": "boolean"}}, "required": ["deep"],
                    "additionalProperties": False},
 }  # fmt: skip
-TURNS = [
-    {"role": "user", "content": [{"type": "input_text", "text": "Is it there?"}]},
-    {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
-    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
-    {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"deep": true}'},
-    {"type": "function_call", "call_id": "c2", "name": "look", "arguments": '{"deep": false}'},
-    {"type": "function_call_output", "call_id": "c1", "output": "nothing"},
-    {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "less"}]},
-    {"role": "developer", "content": "Be brief."},
-]
 
 
 def ask(server, **fields):
     body = {"model": "demo", "input": "What is a state?", "max_output_tokens": 12, "temperature": 0} | fields
     return server.openai().responses.create(**body)
-
-
-def test_items_as_messages():
-    call = {"type": "function", "function": {"name": "look", "arguments": '{"deep": true}'}}
-    other = {"type": "function", "function": {"name": "look", "arguments": '{"deep": false}'}}
-    assert messages_of_input(TURNS) == [
-        {"role": "user", "content": "Is it there?"},
-        {"role": "assistant", "reasoning_content": "hm", "content": "I look.",
-         "tool_calls": [{"id": "c1"} | call, {"id": "c2"} | other]},
-        {"role": "tool", "tool_call_id": "c1", "content": "nothing"},
-        {"role": "tool", "tool_call_id": "c2", "content": "less"},
-        {"role": "developer", "content": "Be brief."},
-    ]  # fmt: skip
 
 
 def test_fields_of_a_chat():

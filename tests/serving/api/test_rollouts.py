@@ -91,9 +91,13 @@ def test_checksums_are_those_of_the_weights_in_memory(made, client, tmp_path):
     assert after["checksum"] == model_digest(model, model.config) == weights.checksum().checksum
 
 
-@pytest.mark.parametrize("path", ["pause", "resume", "update_weights", "sleep", "wake_up", "reset_prefix_cache"])
+@pytest.mark.parametrize(
+    "path",
+    ["pause", "resume", "update_weights", "sleep", "wake_up", "reset_prefix_cache", "v1/load_lora_adapter"],
+)
 def test_operators_only(client, path):
-    assert client.post(f"/{path}", json={"path": "x"}, headers=CLIENT).status_code == 403
+    body = {"path": "x", "lora_name": "x", "lora_path": "x"}
+    assert client.post(f"/{path}", json=body, headers=CLIENT).status_code == 403
 
 
 def test_cached_prefixes_are_dropped_on_request(client):

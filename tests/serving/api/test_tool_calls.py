@@ -1,6 +1,5 @@
 """Calls of tools in what a model has written: found whole and in pieces, and told as OpenAI's API does."""
 
-import asyncio
 import json
 import time
 from random import Random
@@ -10,7 +9,7 @@ import pytest
 from checkpoints.tokenizer import load_tokenizer
 from serving.api.http.apis.choices import ChatWriter
 from serving.api.http.context import ResponseContext
-from serving.api.http.generation import ChoiceDelta, whole
+from serving.api.http.generation import whole
 from serving.api.http.parsing.answer import AnswerReader
 from serving.api.http.parsing.call_formats import FORMATS, form_of
 from serving.api.http.parsing.call_pieces import whole_calls
@@ -370,27 +369,3 @@ def test_an_answer_with_a_call():
 def test_without_tools_nothing_is_read(fields):
     (choice,) = answered(writer(**fields), output(HERMES)).choices
     assert (choice.message.content, choice.finish_reason) == (HERMES, "stop")
-
-
-def test_a_call_in_a_stream():
-    async def pieces():
-        text = f"So:\n{HERMES}"
-        for at in range(0, len(text), 7):
-            last = at + 7 >= len(text)
-            new = CompletionOutput(0, text[at : at + 7], [5], finish_reason="stop" if last else None)
-            yield ChoiceDelta(0, output(text), new)
-
-    async def events():
-        return [event async for event in writer(stream=True).events(pieces())]
-
-    *chunks, done = asyncio.run(events())
-    assert done == b"data: [DONE]\n\n"
-    choices = [json.loads(chunk.removeprefix(b"data: "))["choices"][0] for chunk in chunks]
-    assert "".join(choice["delta"].get("content", "") for choice in choices) == "So:"
-    calls = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
-    assert {call["index"] for call in calls} == {0}
-    assert [(call["type"], call["function"]["name"]) for call in calls if "id" in call] == [("function", "add")]
-    arguments = [call["function"]["arguments"] for call in calls if call["function"]["arguments"]]
-    assert json.loads("".join(arguments)) == ONE[1]
-    assert len(arguments) > 2  # piece by piece
-    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["tool_calls"]
