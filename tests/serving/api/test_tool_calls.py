@@ -115,7 +115,7 @@ ODD = {
         ('<|tool_call_start|>[{"name": "add", "arguments": {"a": 1}}, {"name": "now"}]<|tool_call_end|>',
          [("add", {"a": 1}), ("now", {})]),
         ('<|tool_call_start|>[add(note="<|tool_call_end|>", a=[1, 2<|tool_call_end|>',
-         [("add", {"note": "<|tool_call_end|>", "a": "[1, 2"})]),
+         [("add", {"note": "<|tool_call_end|>", "a": [1, 2]})]),
     ],
     "olmo3": [
         ('<function_calls>\nadd(a=true, x={"b": null})\nnow()\n</function_calls>',

@@ -7,10 +7,9 @@ call remains text. A call's arguments are valid JSON whatever the model writes, 
 
 from __future__ import annotations
 
-import functools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +17,8 @@ from serving.api.http.parsing.argument_values import markup_value, python_value
 from serving.api.http.parsing.call_formats import FORMATS, SYNTAXES, CallFormat, CallSyntax
 from serving.api.http.parsing.call_pieces import CallNumbering, CallPiece
 from serving.api.http.parsing.reasoning import ReasoningMarks
-from serving.api.http.parsing.text_cursor import SPACE, Marks, TextCursor, TextEnds, Wait
-from serving.api.http.parsing.written_json import WrittenObject, arguments_in, call_in
+from serving.api.http.parsing.text_cursor import SPACE, TextCursor, TextEnds, Wait, cached_marks
+from serving.api.http.parsing.written_json import WrittenObject, arguments_in, call_in, read_written
 from serving.api.http.parsing.written_values import schema_types
 from serving.api.http.protocol.chat import Tool
 from serving.api.http.settings import ToolCallForm
@@ -34,7 +33,6 @@ _BARE = [head.before for syntax in SYNTAXES for head in syntax.heads if head.bef
 """Marks of calls that models write without a begin mark."""
 _OF_LINES = [syntax for syntax in SYNTAXES if not syntax.heads[0].before.startswith("<")]
 """Syntaxes whose calls begin at the beginning of a line if they have no begin mark."""
-_marks = functools.cache(lambda *marks: Marks(marks))
 
 
 @dataclass
@@ -162,7 +160,7 @@ class AnswerReader:
         if style is not None:
             marks += [style.begin, style.end if self.called else "", *_BARE, "\n" if style.syntax in _OF_LINES else ""]
         try:
-            mark = yield from cursor.until(_marks(*marks), self._show)
+            mark = yield from cursor.until(cached_marks(*marks), self._show)
         except TextEnds:
             self._show(cursor.take(len(cursor.text) - cursor.at))
             raise
@@ -195,11 +193,11 @@ class AnswerReader:
         syntax, matched = found
         size = skipped + len(matched[0])
         if syntax.parameter is not None and not syntax.heads[0].before:  # a name alone says little
-            mark, distance = yield from cursor.ahead(_marks(syntax.parameter.before, style.end), size)
+            mark, distance = yield from cursor.ahead(cached_marks(syntax.parameter.before, style.end), size)
             if not mark or (syntax.value_end and distance != size):
                 return False
         elif syntax.parameter is not None and syntax.value_end:  # prose may mention the mark
-            mark, distance = yield from cursor.ahead(_marks(syntax.parameter.before, syntax.end, style.end), size)
+            mark, distance = yield from cursor.ahead(cached_marks(syntax.parameter.before, syntax.end, style.end), size)
             if not mark or cursor.text[cursor.at + size : cursor.at + distance].strip():
                 return False
         cursor.take(skipped)
@@ -329,38 +327,27 @@ class AnswerReader:
         """Reads arguments that are a JSON object, and the end of their call."""
         cursor, closing = self._cursor, syntax.end or style.end
         if cursor.text.startswith("{", cursor.at):
-            yield from self._written(WrittenObject(closing), self._emit)
+            yield from read_written(cursor, WrittenObject(closing), self._emit)
         else:
             parts: list[str] = []
             try:
-                yield from cursor.until(_marks(closing), parts.append)
+                yield from cursor.until(cached_marks(closing), parts.append)
             except TextEnds:
                 if not cursor.cut:
                     self._emit(arguments_in("".join(parts)))
                 raise
             self._emit(arguments_in("".join(parts)))
         if syntax.tagged:
-            if (yield from cursor.until(_marks(closing, style.end, style.begin, syntax.heads[0].before))) == closing:
+            if (
+                yield from cursor.until(cached_marks(closing, style.end, style.begin, syntax.heads[0].before))
+            ) == closing:
                 cursor.take(len(closing))
             return
         yield from cursor.skip(SPACE + ",")
         if not cursor.text.startswith("{", cursor.at):  # other fields of the call
             rest = WrittenObject(closing)
             rest.push("{")
-            yield from self._written(rest, len)
-
-    def _written(self, written: WrittenObject, emit: Callable[[str], object]) -> Wait[None]:
-        cursor, complete = self._cursor, False
-        try:
-            while not complete:
-                cursor.at, valid, complete = written.push(cursor.text, cursor.at)
-                emit(valid)
-                if not complete:
-                    yield from cursor.more()
-        except TextEnds:
-            if not cursor.cut:
-                emit(written.close())
-            raise
+            yield from read_written(cursor, rest, len)
 
     def _parameters(self, style: CallFormat, syntax: CallSyntax, schema: Mapping[str, Any]) -> Wait[None]:
         """Reads arguments that are named values, and the end of their call."""
@@ -379,7 +366,7 @@ class AnswerReader:
                 matched = yield from cursor.head(head)
                 if matched is None and syntax.value_end:  # text between parameters
                     cursor.take(1)
-                    yield from cursor.until(_marks(*ends, head.before))
+                    yield from cursor.until(cached_marks(*ends, head.before))
                     continue
                 cursor.take(len(matched[0]) if matched else 0)
                 unnamed = (name for name in properties if name not in keys)

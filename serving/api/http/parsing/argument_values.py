@@ -8,14 +8,15 @@ import re
 from collections.abc import Callable
 
 from serving.api.http.parsing.call_formats import CallFormat, CallSyntax
-from serving.api.http.parsing.text_cursor import SPACE, Marks, TextCursor, TextEnds, Wait
-from serving.api.http.parsing.written_values import ESCAPE, ESCAPE_PART, WrittenText, read_literal, unescaped
+from serving.api.http.parsing.text_cursor import SPACE, Marks, TextCursor, TextEnds, Wait, cached_marks
+from serving.api.http.parsing.written_json import ESCAPE, ESCAPE_PART, WrittenObject, read_written, unescaped
+from serving.api.http.parsing.written_values import WrittenText, read_literal
 
 _PLAIN = re.compile(r"""[^\\"']+""")
 _QUOTES = ('"""', "'''", '"', "'")
+_BEGINNING = re.compile(r"""[rRbBfFuU]{0,2}(?:"{1,2}|'{1,2})?""")
+_PREFIX = re.compile(r"""[rRbBfFuU]{1,2}(?=["'])""")
 _AFTER = re.compile(r"\s{0,64}")
-_PREFIXES = ("", "r", "b", "f", "u", "rb", "br", "rf", "fr")
-_TOKEN = re.compile(r"""[^\\"'()\[\]{},<]+|.""", re.DOTALL)
 
 
 @functools.cache
@@ -77,8 +78,10 @@ def python_value(text: TextCursor, closing: str, types: frozenset[str], emit: Ca
     except TextEnds:
         emit("" if text.cut else "null")
         raise
-    while not text.last and text.text[text.at :] in ('"', '""', "'", "''"):  # perhaps the beginning of a triple quote
+    while not text.last and _BEGINNING.fullmatch(text.text, text.at):  # perhaps of a triple quote
         yield
+    if prefix := _PREFIX.match(text.text, text.at):
+        text.take(len(prefix[0]))
     quote = next((quote for quote in _QUOTES if text.text.startswith(quote, text.at)), "")
     if not quote:
         yield from _literal(text, closing, types, emit)
@@ -135,35 +138,20 @@ def _ends_string(text: TextCursor, quote: str, closing: str) -> Wait[bool]:
 
 
 def _literal(text: TextCursor, closing: str, types: frozenset[str], emit: Callable[[str], None]) -> Wait[None]:
-    """Reads a value that is not a plain string, up to a comma or parenthesis outside brackets and strings."""
-    parts: list[str] = []
-    depth, quote, size = 0, "", 0
+    """Reads a value that is not a string, and what follows it up to a comma or parenthesis."""
+    ends = cached_marks("(", ")", ",", closing)
+    if text.text[text.at] in "[{(":
+        yield from read_written(text, WrittenObject(closing, python=True), emit)
+        yield from text.until(ends)
+        return
+    parts, depth = list[str](), 0
     try:
         while True:
-            while text.at == len(text.text):
-                yield from text.more()
-            token = text.text[text.at]
-            if token == "\\" and quote:
-                while len(text.text) < text.at + 2:
-                    yield from text.more()
-                token = text.text[text.at : text.at + 2]
-            elif token in "\"'":
-                opens = depth > 0 or (size <= 2 and "".join(parts).lower() in _PREFIXES)
-                quote = "" if token == quote else quote or (token if opens else "")
-            elif quote:
-                pass
-            elif token in "([{":
-                depth += 1
-            elif token in ")]}" and depth > 0:
-                depth -= 1
-            elif token == ")" or (token == "," and depth == 0) or (
-                token == closing[0] and (yield from text.mark(closing))
-            ):  # fmt: skip
+            mark = yield from text.until(ends, parts.append)
+            if mark == closing or (depth == 0 and mark != "("):
                 break
-            if len(token) == 1 and (run := _TOKEN.match(text.text, text.at)):
-                token = run[0]
-            parts.append(text.take(len(token)))
-            size += len(token)
+            depth += {"(": 1, ")": -1}.get(mark, 0)
+            parts.append(text.take(1))
     except TextEnds:
         if not text.cut:
             emit(json.dumps(read_literal("".join(parts), types), ensure_ascii=False))

@@ -5,6 +5,7 @@ A reader is a generator: it yields where it needs more text. What it returns doe
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
@@ -123,6 +124,9 @@ class Marks:
             if any(len(mark) > size and mark.startswith(text[-size:]) for mark in self._marks):
                 return size
         return 0
+
+
+cached_marks = functools.cache(lambda *marks: Marks(marks))
 
 
 class Head:

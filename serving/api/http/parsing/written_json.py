@@ -6,11 +6,15 @@ arguments as JSON, so one such error would make the whole answer unusable.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 from serving.api.http.json_values import MAX_DEPTH, parse_written
+from serving.api.http.parsing.text_cursor import TextCursor, TextEnds, Wait
 
 _PLAIN = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"[^'\"\\\x00-\x1f]+")}
 _SPACE = re.compile(r"[ \t\r\n]+|\s")
@@ -20,6 +24,22 @@ _ESCAPE_BEGINS = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
 _PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
 _PAIR_BEGINS = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?\Z")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_HEX = "[0-9a-fA-F]"
+ESCAPE = re.compile(
+    rf"\\(?:u(?P<high>[dD][89abAB]{_HEX}{{2}})\\u(?P<low>[dD][c-fC-F]{_HEX}{{2}})|u(?P<u>{_HEX}{{4}})|x(?P<x>{_HEX}{{2}})"
+    rf"|U(?P<U>{_HEX}{{8}})|(?P<octal>[0-7]{{1,3}})|(?P<other>.))",
+    re.DOTALL,
+)
+"""An escape in a Python string; a surrogate pair counts as one escape."""
+ESCAPE_PART = re.compile(
+    rf"\\(?:x{_HEX}?|U{_HEX}{{0,7}}|[0-7]{{1,2}}|u{_HEX}{{0,3}}|u[dD][89abAB]{_HEX}{{2}}(?:\\(?:u{_HEX}{{0,3}})?)?)?"
+)
+"""Text that may become an escape or a longer escape."""
+_LETTERS = {
+    "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "\n": "", "\\": "\\", '"': '"',
+    "'": "'", "/": "/",
+}  # fmt: skip
+_PYTHON_BARE = re.compile(r'[^\s{}\[\]()",:<]+')
 _PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -31,10 +51,12 @@ class WrittenObject:
 
     Args:
         closing: the mark after the calls; it ends the object anywhere except in strings.
+        python: the object is a literal of Python: with its escapes and numbers, and with tuples, which become arrays.
     """
 
-    def __init__(self, closing: str = "") -> None:
-        self._closing = closing
+    def __init__(self, closing: str = "", *, python: bool = False) -> None:
+        self._closing, self._python = closing, python
+        self._words = _PYTHON_BARE if python else _BARE
         self._open: list[str] = []
         """Closing brackets of the open arrays and objects."""
         self._arrays = 0
@@ -95,8 +117,13 @@ class WrittenObject:
             self._write("'")
             return at + 2
         if (escape := _PAIR.match(text, at) or _ESCAPE.match(text, at)) is None:
-            self._write("\\\\")
-            return at + 1
+            if not self._python:
+                self._write("\\\\")
+                return at + 1
+            if ESCAPE_PART.fullmatch(text, at) or (escape := ESCAPE.match(text, at)) is None:
+                return at
+            self._write(json.dumps(unescaped(escape))[1:-1])
+            return escape.end()
         alone = len(escape[0]) == 6 and _SURROGATE.match(escape[0])
         self._write("\\ufffd" if alone else escape[0])
         return escape.end()
@@ -118,7 +145,7 @@ class WrittenObject:
             self._write('"')
             self._quote = letter
             return at + 1, False
-        if (bare := _BARE.match(text, at)) is not None:
+        if (bare := self._words.match(text, at)) is not None:
             self._bare += bare[0]
             return bare.end(), False
         self._end_bare()
@@ -133,7 +160,8 @@ class WrittenObject:
             self._begin_item(may_be_key=True)
             self._write('"')
             self._quote = letter
-        elif letter in "{[":
+        elif letter in ("{[(" if self._python else "{["):
+            letter = "{" if letter == "{" else "["
             self._begin_item(may_be_key=False)
             if len(self._open) == MAX_DEPTH:
                 self._write("null")
@@ -150,7 +178,7 @@ class WrittenObject:
             if self._expects == "comma":
                 self._comma, self._expects = ",", self._item()
         elif letter == "}" or self._arrays:
-            self._close(letter)
+            self._close("]" if self._python and letter == ")" else letter)
         return at + 1, not self._open
 
     def _item(self) -> str:
@@ -205,13 +233,54 @@ class WrittenObject:
         try:
             parse_written(word)
         except ValueError:
-            word = _PYTHON_NAMES.get(word) or json.dumps(word, ensure_ascii=False)
+            number = _python_number(word) if self._python else None
+            word = _PYTHON_NAMES.get(word) or number or json.dumps(word, ensure_ascii=False)
         self._write(word)
         self._expects = "comma"
 
     def _write(self, text: str) -> None:
         if len(self._open) <= MAX_DEPTH:
             self._out.append(text)
+
+
+def read_written(cursor: TextCursor, written: WrittenObject, emit: Callable[[str], object]) -> Wait[None]:
+    """Reads an object as it arrives, and passes its JSON to `emit`."""
+    complete = False
+    try:
+        while not complete:
+            cursor.at, valid, complete = written.push(cursor.text, cursor.at)
+            emit(valid)
+            if not complete:
+                yield from cursor.more()
+    except TextEnds:
+        if not cursor.cut:
+            emit(written.close())
+        raise
+
+
+def unescaped(escape: re.Match[str]) -> str:
+    """Returns the text that an escape represents; the escape itself if it is invalid."""
+    if escape["high"] is not None:
+        pair = f"{escape['high']}{escape['low']}"
+        return bytes.fromhex(pair).decode("utf-16-be")
+    if escape["octal"] is not None:
+        return chr(int(escape["octal"], 8))
+    if escape["other"] is not None:
+        return _LETTERS.get(escape["other"], escape[0])
+    number = int(escape["u"] or escape["x"] or escape["U"], 16)
+    if 0xD800 <= number <= 0xDFFF:  # half a surrogate pair
+        return "\N{REPLACEMENT CHARACTER}"
+    return chr(number) if number <= 0x10FFFF else escape[0]
+
+
+def _python_number(word: str) -> str | None:
+    """Returns a number in Python's spelling as JSON; None if the word is none."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            value = kind(word)
+            if kind is int or math.isfinite(value):
+                return json.dumps(value)
+    return None
 
 
 def object_of(value: Any) -> dict[str, Any] | None:

@@ -3,37 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from serving.api.http.json_values import parse_written
+from serving.api.http.parsing.written_json import WrittenObject
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "null": type(None), "boolean": bool, "integer": int, "number": (int, float), "array": list, "object": dict,
     "string": str,
-}  # fmt: skip
-_WORDS = {"None": "null", "True": "true", "False": "false", "null": "null", "true": "true", "false": "false"}
-_BRACKETS = {"(": "[", ")": "]"}
-_TOKEN = re.compile(
-    r"""\s*(?:(?P<text>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|(?P<mark>[\[\](){},:])|(?P<word>[^\s\[\](){},:"']+))""",
-    re.DOTALL,
-)
-_HEX = "[0-9a-fA-F]"
-ESCAPE = re.compile(
-    rf"\\(?:u(?P<high>[dD][89abAB]{_HEX}{{2}})\\u(?P<low>[dD][c-fC-F]{_HEX}{{2}})|u(?P<u>{_HEX}{{4}})|x(?P<x>{_HEX}{{2}})"
-    rf"|U(?P<U>{_HEX}{{8}})|(?P<octal>[0-7]{{1,3}})|(?P<other>.))",
-    re.DOTALL,
-)
-"""An escape in a Python string; a surrogate pair counts as one escape."""
-ESCAPE_PART = re.compile(
-    rf"\\(?:x{_HEX}?|U{_HEX}{{0,7}}|[0-7]{{1,2}}|u{_HEX}{{0,3}}|u[dD][89abAB]{_HEX}{{2}}(?:\\(?:u{_HEX}{{0,3}})?)?)?"
-)
-"""Text that may become an escape or a longer escape."""
-_LETTERS = {
-    "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "\n": "", "\\": "\\", '"': '"',
-    "'": "'", "/": "/",
 }  # fmt: skip
 
 
@@ -139,52 +117,13 @@ def parse_literal(text: str) -> Any:
     """Returns the value of a Python or JSON literal: `None` and `null`, `True` and `true`, lists, tuples, dictionaries.
 
     Raises:
-        ValueError: the text is not a literal, has no JSON equivalent, or is nested too deeply.
+        ValueError: the text is not one literal.
     """
-    written: list[str] = []
-    at, end = 0, len(text.rstrip())
-    while at < end:
-        token = _TOKEN.match(text, at)
-        if token is None:
-            raise ValueError("not a literal")
-        at = token.end()
-        if token["text"] is not None:
-            written.append(json.dumps(ESCAPE.sub(unescaped, token["text"][1:-1])))
-        elif token["mark"] is None:
-            written.append(_word(token["word"]))
-        else:
-            if token["mark"] in ")]}" and written[-1:] == [","]:
-                written.pop()
-            written.append(_BRACKETS.get(token["mark"], token["mark"]))
-    return parse_written(" ".join(written))
-
-
-def unescaped(escape: re.Match[str]) -> str:
-    """Returns the text that an escape represents; the escape itself if it is invalid."""
-    if escape["high"] is not None:
-        pair = f"{escape['high']}{escape['low']}"
-        return bytes.fromhex(pair).decode("utf-16-be")
-    if escape["octal"] is not None:
-        return chr(int(escape["octal"], 8))
-    if escape["other"] is not None:
-        return _LETTERS.get(escape["other"], escape[0])
-    number = int(escape["u"] or escape["x"] or escape["U"], 16)
-    if 0xD800 <= number <= 0xDFFF:  # half a surrogate pair
-        return "\N{REPLACEMENT CHARACTER}"
-    return chr(number) if number <= 0x10FFFF else escape[0]
-
-
-def _word(word: str) -> str:
-    """Returns a constant or a number as JSON."""
-    if word in _WORDS:
-        return _WORDS[word]
-    try:
-        return json.dumps(int(word))
-    except ValueError:
-        number = float(word)  # also raises ValueError
-        if not math.isfinite(number):
-            raise ValueError(f"{word} is not JSON") from None
-        return json.dumps(number)
+    read, valid, complete = WrittenObject(python=True).push(f"[{text}]")
+    values = json.loads(valid) if complete and read == len(text) + 2 else []
+    if len(values) != 1:
+        raise ValueError("not a literal")
+    return values[0]
 
 
 def _is(value: Any, name: str) -> bool:
