@@ -232,6 +232,20 @@ def answered(kind, text, reason="stop", **body):
     return writer.response(whole([RequestOutput("r", None, [1], [output], finished=True)], writer.tally)).model_dump()
 
 
+def test_calls_are_read_where_tools_are_offered():
+    tools = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
+    text = '<tool_call>{"name": "f", "arguments": {"a": "x"}}</tool_call>'
+    for body, reason, told in (
+        ({"tools": tools}, "stop", (None, 1, "tool_calls")), ({"tools": tools}, "length", (None, 1, "length")),
+        ({}, "stop", (text, 0, "stop")), ({"tools": tools, "tool_choice": "none"}, "stop", (text, 0, "stop")),
+    ):  # fmt: skip
+        (choice,) = answered(CHAT, f"so</think>{text}", reason, **body)["choices"]
+        message = choice["message"]
+        assert (message["content"], len(message["tool_calls"] or ()), choice["finish_reason"]) == told
+    (choice,) = answered(CHAT, "</think><t", "length", tools=tools, tool_choice="required")["choices"]
+    assert not choice["message"]["content"]
+
+
 def test_a_custom_tool_is_called_with_its_text():
     tools = [{"type": "custom", "name": "patch"}, {"type": "namespace", "name": "n", "tools": [
         {"type": "function", "name": "close"}]}]  # fmt: skip

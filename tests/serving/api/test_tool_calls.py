@@ -6,19 +6,13 @@ from random import Random
 
 import pytest
 
-from checkpoints.tokenizer import load_tokenizer
-from serving.api.http.apis.choices import ChatWriter
-from serving.api.http.context import ResponseContext
-from serving.api.http.generation import whole
 from serving.api.http.parsing.answer import AnswerReader
 from serving.api.http.parsing.call_formats import FORMATS, form_of
 from serving.api.http.parsing.call_pieces import whole_calls
 from serving.api.http.parsing.reasoning import THINK
-from serving.api.http.protocol.chat import ChatRequest, Tool
+from serving.api.http.protocol.chat import Tool
 from serving.api.http.settings import ServerSettings
-from serving.api.http.text import TextCodec
 from serving.config import ConfigError
-from serving.engine.requests.output import CompletionOutput, RequestOutput
 from tests.support.servers.written_calls import FORMS, cut, found, tokenizer_with, written
 
 TOOL = {
@@ -247,8 +241,6 @@ def test_a_forced_call_that_is_cut_off_shows_no_mark(form, size):
     for end in range(len(WRITTEN[form])):
         shown, _ = found(form, cut(WRITTEN[form][:end], size), [TOOL], forced=True)
         assert shown.strip() == "", end
-    (choice,) = answered(writer(tool_choice="required"), output("<t", "length")).choices
-    assert (choice.message.content or "", choice.finish_reason) == ("", "length")
 
 
 def test_the_form_is_that_of_the_chat_template_or_of_a_token():
@@ -337,35 +329,3 @@ def test_a_call_that_is_cut_off_has_no_whole_arguments(form, arguments):
     assert found(form, text, [TOOL], cut=True)[1] == [("add", read)]
     with pytest.raises(ValueError, match=r"."):
         json.loads(read)
-
-
-def writer(**fields):
-    body = {"messages": [{"role": "user", "content": "1 + 1?"}], "tools": [TOOL]} | fields
-    responses = ResponseContext(TextCodec(load_tokenizer("demo"), 512), "demo", tool_calls="hermes")
-    request = ChatRequest.model_validate(body)
-    return ChatWriter(responses, request, request, [[1, 2]])
-
-
-def answered(writer, output):
-    return writer.response(whole([output], writer.tally))
-
-
-def output(text, reason="stop"):
-    choice = CompletionOutput(0, text, [5, 6], finish_reason=reason)
-    return RequestOutput("r", None, [1, 2], [choice], finished=True)
-
-
-def test_an_answer_with_a_call():
-    (choice,) = answered(writer(), output(HERMES)).choices
-    assert choice.finish_reason == "tool_calls"
-    assert choice.message.content is None
-    (call,) = choice.message.tool_calls
-    assert (call.function.name, json.loads(call.function.arguments)) == ONE
-    assert call.id.startswith("call_")
-    assert answered(writer(), output(HERMES, "length")).choices[0].finish_reason == "length"
-
-
-@pytest.mark.parametrize("fields", [{"tools": None}, {"tool_choice": "none"}])
-def test_without_tools_nothing_is_read(fields):
-    (choice,) = answered(writer(**fields), output(HERMES)).choices
-    assert (choice.message.content, choice.finish_reason) == (HERMES, "stop")
