@@ -3,17 +3,14 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from fastapi.testclient import TestClient
 
-from serving.api.http.app import create_app
-from serving.api.http.settings import ServerSettings
 from serving.config import EngineConfig
 from serving.core import Scheduler, StepPlan
 from serving.engine.assembly.build import assemble
-from serving.engine.async_engine import AsyncEngine
 from tests.support.engines.no_programs import NoPrograms
 from tests.support.fleets.split_pair import FLAGS, model
 from tests.support.models.letter_tokens import letters
+from tests.support.servers.live_server import in_process
 
 FLOODS = {
     "choices": {"prompt": [[9, 8, number] for number in range(3, 11)], "n": 8, "max_tokens": 40},
@@ -46,16 +43,14 @@ class Record:
 def test_a_short_prompt_of_another_key_begins_within_two_steps(flood):
     config = EngineConfig.create(mamba_cache_mode="all", **FLAGS | {"debug_state": False, "max_num_seqs": 4})
     built = assemble(config, model(), programs=NoPrograms(), tokenizer=letters())
-    settings = ServerSettings.create(served_model_name="tiny", api_key=("first", "second"))
     record = Record(built.engine.loop.scheduler)
 
     def ask(key: str, body: dict) -> int:
         sent = {"temperature": 0, "ignore_eos": True, **body}
         return client.post("/v1/completions", json=sent, headers={"authorization": f"Bearer {key}"}).status_code
 
-    with TestClient(create_app(AsyncEngine(built.engine), settings)) as client, ThreadPoolExecutor(1) as threads:
-        while client.get("/ready").status_code != 200:
-            pass
+    serving = in_process(built.engine, api_key=("first", "second"))
+    with serving as client, ThreadPoolExecutor(1) as threads:
         attack = threads.submit(ask, "first", FLOODS[flood])
         while len(record.scheduler.running) < 4 and not attack.done():
             pass

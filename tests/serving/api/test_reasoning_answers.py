@@ -56,8 +56,8 @@ def test_what_a_template_and_a_prompt_say():
     for mark in THINK:  # one of them is enough
         assert reasoning_marks(demo.with_chat_template(f"{{{{ messages }}}}{mark}")) == THINK
     assert opening_of(tokenizer, tokenizer.encode_chat(MESSAGES), THINK) == (True, False)
-    off = template_options(ChatRequest(messages=MESSAGES, reasoning_effort="none"), {})
-    assert opening_of(tokenizer, tokenizer.encode_chat(MESSAGES, **off), THINK) == (False, True)
+    off = tokenizer.encode_chat(MESSAGES, enable_thinking=False)
+    assert opening_of(tokenizer, off, THINK) == (False, True)
     assert opening_of(demo, demo.encode_chat(MESSAGES), THINK) == (False, False)
     assert template_options(ChatRequest(messages=MESSAGES, reasoning_effort="low"), {})["reasoning_effort"] == "low"
 

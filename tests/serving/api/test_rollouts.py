@@ -4,14 +4,11 @@ import re
 
 import numpy as np
 import pytest
-from fastapi.testclient import TestClient
 from safetensors.numpy import save_file
 
-from serving import AsyncEngine
-from serving.api.http.app import create_app
-from serving.api.http.settings import ServerSettings
 from serving.points.digest import model_digest
 from tests.support.engines.versioned_engine import VersionedEngine
+from tests.support.servers.live_server import in_process
 
 TRAINER, CLIENT = ({"authorization": f"Bearer {key}"} for key in ("trainer", "client"))
 
@@ -23,8 +20,7 @@ def made():
 
 @pytest.fixture(scope="module")
 def client(made):
-    settings = ServerSettings.create(admin_key="trainer", api_key="client", served_model_name="tiny")
-    with TestClient(create_app(AsyncEngine(made.engine), settings)) as client:
+    with in_process(made.engine, admin_key="trainer", api_key="client") as client:
         yield client
 
 

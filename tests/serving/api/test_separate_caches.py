@@ -1,19 +1,19 @@
 """Each API key has a prefix cache of its own, unless the server is told to share one."""
 
+import contextlib
+
 import pytest
-from fastapi.testclient import TestClient
 from starlette.datastructures import Headers
 
-from serving.api.http.app import create_app
 from serving.api.http.connection.keys import salt_of
 from serving.api.http.settings import ServerSettings
 from serving.config import EngineConfig
 from serving.core.cache.content import client_salt
 from serving.engine.assembly.build import assemble
-from serving.engine.async_engine import AsyncEngine
 from tests.support.engines.no_programs import NoPrograms
 from tests.support.fleets.split_pair import FLAGS, model
 from tests.support.models.letter_tokens import letters
+from tests.support.servers.live_server import in_process
 
 PROMPT = list(range(3, 45))
 KEYS = ("first-key", "second-key")
@@ -23,15 +23,12 @@ TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 @pytest.fixture
 def serve():
     """Makes clients of a server with some flags; `ask(key, salt)` gives the cached tokens of a prompt."""
-    opened = []
+    opened = contextlib.ExitStack()
 
     def make(**flags):
         config = EngineConfig.create(mamba_cache_mode="all", **FLAGS | {"debug_state": False})
         built = assemble(config, model(), programs=NoPrograms(), tokenizer=letters().with_chat_template(TEMPLATE))
-        settings = ServerSettings.create(served_model_name="tiny", **flags)
-        client = TestClient(create_app(AsyncEngine(built.engine), settings))
-        client.__enter__()
-        opened.append(client)
+        client = opened.enter_context(in_process(built.engine, **flags))
 
         def ask(key, salt=None, header="authorization", path="completions"):
             words = {"messages": [{"role": "user", "content": "a b c " * 12}]}
@@ -44,13 +41,10 @@ def serve():
             details = usage.get("prompt_tokens_details") or {"cached_tokens": usage.get("cache_read_input_tokens", 0)}
             return details["cached_tokens"]
 
-        while client.get("/ready").status_code != 200:
-            pass
         return ask
 
-    yield make
-    for client in opened:
-        client.__exit__(None, None, None)
+    with opened:
+        yield make
 
 
 def test_keys_are_separated(serve):

@@ -8,6 +8,7 @@ from functools import partial
 
 import httpx
 import openai
+from fastapi.testclient import TestClient
 
 from checkpoints.load import generation_config, load_model
 from checkpoints.tokenizer import load_tokenizer
@@ -54,6 +55,17 @@ def running(app, bounds, *, leave=lambda: None, **options):
         server.should_exit = True
         thread.join(60)
     assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def in_process(engines, **settings):
+    """A client of a server without sockets, over an engine or replicas, when it is ready."""
+    front = AsyncEngine(engines)
+    chosen = ServerSettings.create(**{"served_model_name": "tiny"} | settings)
+    with TestClient(create_app(front, chosen)) as client:
+        while client.get("/ready").status_code != 200:
+            assert front.running
+        yield client
 
 
 class LiveServer:
