@@ -68,7 +68,7 @@ class TierWriter(StateSource):
         self._remove_gone()
         for planned in self.tiers.take_copies():
             if store is None or self._closing.is_set():
-                self.tiers.moved(planned.change.bytes)
+                self.tiers.copying -= planned.change.bytes
                 self._job(self._storages[planned.tier.name].remove(planned.change.gone))
                 self.tiers.lost(TierHit(planned.tier, planned.unit))
             else:
@@ -166,7 +166,7 @@ class TierWriter(StateSource):
         return part
 
     def _copied(self, size: int, error: str) -> None:
-        self.tiers.moved(size)
+        self.tiers.copying -= size
         if error:
             log.warning("a checkpoint did not leave the device: %s", error)
 
@@ -190,7 +190,7 @@ class TierWriter(StateSource):
         tier = storage.tier
 
         def written(error: str) -> None:
-            self.tiers.spilled(spilled)
+            self.tiers.spilling -= spilled
             if not error:
                 tier.stored(change)
                 return

@@ -4,20 +4,16 @@ A unit is one state with all keys and values that it needs: without either it is
 values are shared by the units whose sequences begin alike, and go with the last of them. So a unit is always whole.
 """
 
-import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple
 
 from serving.core.cache.content import Chain, Name, NamedStates, State, state_name
 from serving.core.cache.prefix_tree import Checkpoint, CheckpointKind
 from serving.core.stats import exported
 from serving.core.tiers.journal import Journal
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 
 class Unit(NamedTuple):
@@ -108,17 +104,6 @@ class _Block:
     units: int = 0
 
 
-def _alone(method: Callable[Concatenate["Tier", _P], _R]) -> Callable[Concatenate["Tier", _P], _R]:
-    """Decorates a method that only one thread may run at a time."""
-
-    @functools.wraps(method)
-    def locked(self: "Tier", *args: _P.args, **more: _P.kwargs) -> _R:
-        with self.lock:
-            return method(self, *args, **more)
-
-    return locked
-
-
 @dataclass(slots=True)
 class Tier:
     """One tier. It evicts units of low value first, and within a class the least recently used.
@@ -149,11 +134,6 @@ class Tier:
     def __len__(self) -> int:
         return len(self.units)
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of keys and values."""
-        return len(self._blocks)
-
     def has_block(self, name: Name) -> bool:
         """Returns whether the tier has a block's keys and values."""
         return name in self._blocks
@@ -176,114 +156,114 @@ class Tier:
                     return known._replace(links=path, tail=state.tail, position=state.position)
         return None
 
-    @_alone
     def add(self, unit: Unit, *, spare: bool = False) -> Change | None:
         """Adds a unit. Returns None if the tier has it already, or if it is larger than the tier.
 
         `spare`: it is of low value, and is evicted before all others. `stored` counts it once its parts are written.
         """
-        if unit.name in self.units:
-            self.touch(unit.name, spare=spare)
-            return None
-        if self.sizes.unit(unit) > self.capacity:
-            self.refuse()
-            return None
-        new = []
-        if self.sizes.page:
-            for name in unit.blocks:
-                block = self._blocks.get(name)
-                if block is None:
-                    block = self._blocks[name] = _Block(self.sizes.whole_block)
-                    self.used += block.bytes
-                    new.append(name)
-                block.units += 1
-        self.units[unit.name] = unit
-        self.used += self.sizes.own(unit)
-        self._names.add(unit.state)
-        gone: list[Name] = []
-        while self.used > self.capacity:
-            order = self._spare or self._order
-            self.stats.evicted += 1
-            gone += self._remove(next(iter(order)))
-        (self._spare if spare else self._order)[unit.name] = None
-        if self.journal is not None:
-            self.journal.stored(self.name, unit.state)
-        return Change(new, gone, self.sizes.own(unit) + len(new) * self.sizes.whole_block)
+        with self.lock:
+            if unit.name in self.units:
+                self.touch(unit.name, spare=spare)
+                return None
+            if self.sizes.unit(unit) > self.capacity:
+                self.refuse()
+                return None
+            new = []
+            if self.sizes.page:
+                for name in unit.blocks:
+                    block = self._blocks.get(name)
+                    if block is None:
+                        block = self._blocks[name] = _Block(self.sizes.whole_block)
+                        self.used += block.bytes
+                        new.append(name)
+                    block.units += 1
+            self.units[unit.name] = unit
+            self.used += self.sizes.own(unit)
+            self._names.add(unit.state)
+            gone: list[Name] = []
+            while self.used > self.capacity:
+                order = self._spare or self._order
+                self.stats.evicted += 1
+                gone += self._remove(next(iter(order)))
+            (self._spare if spare else self._order)[unit.name] = None
+            if self.journal is not None:
+                self.journal.stored(self.name, unit.state)
+            return Change(new, gone, self.sizes.own(unit) + len(new) * self.sizes.whole_block)
 
-    @_alone
     def stored(self, change: Change) -> None:
         """Counts a unit that was added, and whose parts have been written."""
-        self.stats.stored += 1
-        self.stats.stored_bytes += change.bytes
+        with self.lock:
+            self.stats.stored += 1
+            self.stats.stored_bytes += change.bytes
 
-    @_alone
     def refuse(self) -> None:
         """Counts a refused unit."""
-        self.stats.not_kept += 1
+        with self.lock:
+            self.stats.not_kept += 1
 
-    @_alone
     def touch(self, name: Name, *, spare: bool = False) -> None:
         """Records that a unit was used, or evicted from the device again."""
-        if name in self._order:
-            self._order.move_to_end(name)
-        elif name in self._spare:
-            if spare:
-                self._spare.move_to_end(name)
-            else:
-                del self._spare[name]
-                self._order[name] = None
+        with self.lock:
+            if name in self._order:
+                self._order.move_to_end(name)
+            elif name in self._spare:
+                if spare:
+                    self._spare.move_to_end(name)
+                else:
+                    del self._spare[name]
+                    self._order[name] = None
 
-    @_alone
     def worth_spilling(self) -> list[Unit]:
         """Returns the units that may also be written to a slower tier, the last used first."""
-        return [self.units[name] for name in reversed(self._order)]
+        with self.lock:
+            return [self.units[name] for name in reversed(self._order)]
 
-    @_alone
     def drop(self, name: Name) -> list[Name]:
         """Removes a unit that is damaged or must not be used. Returns the removed parts."""
-        if name not in self.units:
-            return []
-        self.stats.lost += 1
-        return self._remove(name)
+        with self.lock:
+            if name not in self.units:
+                return []
+            self.stats.lost += 1
+            return self._remove(name)
 
-    @_alone
     def drop_external(self, name: Name) -> list[Name]:
         """Removes a unit or a block that another process has removed. Returns the units that need it.
 
         Blocks are not returned: that process has also removed the blocks that no other unit needs.
         """
-        if name in self.units:
-            self.stats.evicted += 1
-            self._remove(name)
-            return []
-        found = [unit.name for unit in self.units.values() if name in unit.blocks] if name in self._blocks else []
-        for each in found:
-            self.stats.evicted += 1
-            self._remove(each)
-        return found
+        with self.lock:
+            if name in self.units:
+                self.stats.evicted += 1
+                self._remove(name)
+                return []
+            found = [unit.name for unit in self.units.values() if name in unit.blocks] if name in self._blocks else []
+            for each in found:
+                self.stats.evicted += 1
+                self._remove(each)
+            return found
 
-    @_alone
     def drop_block(self, name: Name) -> list[Name]:
         """Removes a damaged block and all units that need it. Returns the removed parts."""
-        return [gone for unit in [unit for unit in self.units.values() if name in unit.blocks]
-                for gone in self.drop(unit.name)]  # fmt: skip
+        with self.lock:
+            return [gone for unit in [unit for unit in self.units.values() if name in unit.blocks]
+                    for gone in self.drop(unit.name)]  # fmt: skip
 
-    @_alone
     def forget(self, chain: Chain, tokens: Sequence[int]) -> list[Name]:
         """Removes all units that share the first block with these tokens, or less."""
-        links = chain.reach(tokens)
-        first = links[1] if len(links) > 1 else None
-        short = {state_name(links[0], tokens[:length]) for length in range(1, min(len(tokens) + 1, chain.block))}
-        found = [
-            name for name, unit in self.units.items()
-            if name in short or (first is not None and first in unit.links[1:2])
-        ]  # fmt: skip
-        return [gone for name in found for gone in self.drop(name)]
+        with self.lock:
+            links = chain.reach(tokens)
+            first = links[1] if len(links) > 1 else None
+            short = {state_name(links[0], tokens[:length]) for length in range(1, min(len(tokens) + 1, chain.block))}
+            found = [
+                name for name, unit in self.units.items()
+                if name in short or (first is not None and first in unit.links[1:2])
+            ]  # fmt: skip
+            return [gone for name in found for gone in self.drop(name)]
 
-    @_alone
     def clear(self) -> list[Name]:
         """Removes all units. Returns the removed parts."""
-        return [gone for name in list(self.units) for gone in self.drop(name)]
+        with self.lock:
+            return [gone for name in list(self.units) for gone in self.drop(name)]
 
     def _remove(self, name: Name) -> list[Name]:
         unit = self.units.pop(name)
@@ -307,17 +287,19 @@ class Tier:
                 dropped(each)
         return gone
 
-    @_alone
     def check(self) -> None:
         """Raises `AssertionError` unless every byte is accounted for and every unit is complete."""
-        counts: dict[Name, int] = {}
-        for unit in self.units.values():
-            for name in unit.blocks if self.sizes.page else ():
-                counts[name] = counts.get(name, 0) + 1
-        assert {name: block.units for name, block in self._blocks.items()} == counts, "blocks leaked, or are missing"
-        own = sum(map(self.sizes.own, self.units.values()))
-        assert self.used == own + len(counts) * self.sizes.whole_block, "bytes leaked"
-        assert self.used <= self.capacity, "more is held than there is room for"
-        assert self._order.keys() | self._spare.keys() == self.units.keys(), "a unit is in no order"
-        assert not self._order.keys() & self._spare.keys(), "a unit is in both orders"
-        assert len(self._names) == len(self.units), "names leaked"
+        with self.lock:
+            counts: dict[Name, int] = {}
+            for unit in self.units.values():
+                for name in unit.blocks if self.sizes.page else ():
+                    counts[name] = counts.get(name, 0) + 1
+            assert {name: block.units for name, block in self._blocks.items()} == counts, (
+                "blocks leaked, or are missing"
+            )
+            own = sum(map(self.sizes.own, self.units.values()))
+            assert self.used == own + len(counts) * self.sizes.whole_block, "bytes leaked"
+            assert self.used <= self.capacity, "more is held than there is room for"
+            assert self._order.keys() | self._spare.keys() == self.units.keys(), "a unit is in no order"
+            assert not self._order.keys() & self._spare.keys(), "a unit is in both orders"
+            assert len(self._names) == len(self.units), "names leaked"

@@ -1,9 +1,8 @@
 """The policy of all tiers together: which checkpoints leave the device, where they go, and which are fetched back.
 
-An eviction takes a checkpoint from the prefix index while its slot and pages still hold it, and `keep` plans a copy.
-Before the next step is dispatched, the engine takes the planned copies and dispatches them: the device runs in order,
-so a copy is made before anything is overwritten. A request that finds a unit waits for it as for a state of another
-worker (`planning.remote`).
+When a checkpoint is evicted from the device, `keep` plans a copy. The engine dispatches the planned copies before its
+next step: the device runs in order, so a copy is made before anything is overwritten. A request that finds a unit waits
+for it as for a state of another worker (`planning.remote`).
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -82,9 +81,9 @@ class Tiers(IndexObserver):
         """The engine's source of states that fetches from these tiers."""
         self.block = tiers[0].sizes.block
         self.copying = 0
-        """Bytes being copied from the device."""
+        """Bytes being copied from the device. Who takes a copy subtracts its bytes when it has ended."""
         self.spilling = 0
-        """Bytes being written from memory to disk."""
+        """Bytes being written from memory to disk. Who writes them subtracts them when the write has ended."""
         self.fetching = 0
         """Bytes being fetched."""
         self.weights_replaced = False
@@ -133,10 +132,6 @@ class Tiers(IndexObserver):
         copies, self._copies = self._copies, []
         return copies
 
-    def moved(self, num_bytes: int) -> None:
-        """Records that a copy of this number of bytes has ended."""
-        self.copying -= num_bytes
-
     def spill(self, unit: Unit) -> Change | None:
         """Plans to write a unit in the host's memory to disk. Returns None if the disk has it, or may not take it now.
 
@@ -155,10 +150,6 @@ class Tiers(IndexObserver):
         if change is not None:
             self.spilling += change.bytes
         return change
-
-    def spilled(self, num_bytes: int) -> None:
-        """Records that a write of this number of bytes to disk has ended or failed."""
-        self.spilling -= num_bytes
 
     def sync_external(self, gone: Collection[Name], new: Iterable[Unit], used: Iterable[Name]) -> None:
         """Applies the changes that other processes made on disk: removed parts, added units, and used units.
@@ -208,7 +199,7 @@ class Tiers(IndexObserver):
     def cleared(self) -> None:
         """Drops all planned copies, because the store is lost or outdated."""
         for planned in self.take_copies():
-            self.moved(planned.change.bytes)
+            self.copying -= planned.change.bytes
             self._gone.append((planned.tier, planned.change.gone))
             self.lost(TierHit(planned.tier, planned.unit))
 

@@ -27,7 +27,7 @@ class Reader:
         found = self.journal.snapshot()
         self.began += 1
         self.number, self.weights = found.number, found.weights
-        self.held = {(tier, state.name): state for tier, state in found.states}
+        self.held = {(tier, state.name): state for _, tier, state, _ in found.states}
 
     def read(self, most: int = 512) -> bool:
         events = self.journal.since(self.number, most)

@@ -66,7 +66,7 @@ def test_blocks_are_held_once_and_go_with_the_last_unit_that_needs_them():
     assert change.blocks == [second.blocks[2]]
     assert tier.drop(second.name) == [second.name, second.blocks[2]]
     assert tier.drop(first.name) == [first.name, *first.blocks]
-    assert (tier.used, len(tier), tier.num_blocks) == (0, 0, 0)
+    assert (tier.used, len(tier), len(tier._blocks)) == (0, 0, 0)
 
 
 def test_the_least_recently_used_goes_first_and_what_is_worth_little_before_it():

@@ -92,7 +92,7 @@ class TieredRun(Run):
             if not lost:
                 parts.update(new)
                 parts[unit.name] = (state, tail)
-            self.tiers.moved(departure.change.bytes)
+            self.tiers.copying -= departure.change.bytes
             self.coverage["departed"] += 1
             if not departure.memory_only:
                 self._spill(departure.unit, parts)
@@ -108,7 +108,7 @@ class TieredRun(Run):
             for name in (*change.blocks, unit.name):
                 if name in parts:
                     below[name] = parts[name]
-            self.tiers.spilled(change.bytes)
+            self.tiers.spilling -= change.bytes
             self.coverage["spilled"] += 1
 
     def _delete(self) -> None:
@@ -183,7 +183,7 @@ def _check_journal(run: TieredRun) -> None:
     weights = run.device.weights
     assert found.weights == weights
     told: dict[str, set[bytes]] = {}
-    for tier, state in found.states:
+    for _, tier, state, _ in found.states:
         told.setdefault(tier, set()).add(state.name)
     index = run.scheduler.index
     entries = [entry for entry in index.by_worth() if not entry.stale] if index is not None else []
