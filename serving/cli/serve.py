@@ -172,7 +172,7 @@ def _run(
     from serving.api.http.make_server import make_server, startup_lines
     from serving.api.traces import Traces
     from serving.engine.assembly.build import AssembledEngine
-    from serving.hosts.lockstep import Leader
+    from serving.hosts.host import Leader
     from serving.split.http.roles import role_of
 
     leaders: list[Leader] = []

@@ -1,7 +1,6 @@
 """How followers connect to their leader: the leader listens, checks each one's number and configuration, and answers.
 
-The leader logs every few seconds which hosts are missing. Handshakes run concurrently, so that none delays another, and
-connections without the right key are closed.
+Handshakes run concurrently, so that none delays another.
 """
 
 from __future__ import annotations

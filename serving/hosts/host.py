@@ -1,22 +1,30 @@
-"""The parts of `mamba-jax serve` that are specific to several hosts."""
+"""The parts of `mamba-jax serve` that are specific to several hosts.
+
+The leader sends each batch before it dispatches it, and followers repeat it: all hosts make the same calls in step.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 from importlib.metadata import version
+from typing import Any, NoReturn
 
 import jax
 
 from checkpoints import load_config
 from checkpoints.errors import CheckpointError
+from mamba_jax.program_cache import look_of
+from mamba_jax.programs import Batch
 from serving.config import ConfigError, EngineConfig
-from serving.engine.assembly.build import build_engine
+from serving.engine.assembly.build import AssembledEngine, build_engine
 from serving.engine.programs.warmup import warm_up
+from serving.engine.steps.loop import StepLoop
 from serving.hosts.host_group import HostGroup
-from serving.hosts.lockstep import follow
+from serving.hosts.link import Kind
 from serving.hosts.meeting import meet
 from serving.hosts.settings import HostSettings
+from serving.hosts.wire import WireError, from_bytes, to_bytes
 
 log = logging.getLogger(__name__)
 
@@ -79,3 +87,70 @@ def facts_of(config: EngineConfig) -> dict[str, str]:
     described = load_config(config.model, hf_overrides=config.hf_overrides)
     structure = hashlib.sha256(repr(described).encode()).hexdigest()[:16]
     return flags | {f"the version of {name}": version(name) for name in _PACKAGES} | {"the model": structure}
+
+
+class Leader:
+    """A loop's `followers`. From its making on, the loop dispatches nothing that the others do not.
+
+    Args:
+        loop: of the engine that the leader drives.
+        group: the hosts.
+        digest: of the weights that this host has loaded; those of all hosts must be equal.
+    """
+
+    def __init__(self, loop: StepLoop, group: HostGroup, digest: str) -> None:
+        self._group, self._digest, self._number = group, digest, 0
+        loop.followers = self
+
+    def wait_until_ready(self) -> None:
+        """Returns when every host has loaded the same weights and compiled its programs; otherwise all hosts end."""
+        self._group.tell(Kind.READY)
+        for host, digest in self._group.wait_until_ready().items():
+            if digest != self._digest:
+                self._group.end(
+                    f"host {host} has loaded other weights than host 0 (digest {digest[:8]} there, {self._digest[:8]} "
+                    "on host 0); give all hosts the same files, or the same --model and --revision",
+                    code=2,
+                )
+
+    def call(self, batch: Batch) -> None:
+        """The next call for all followers; the loop dispatches it right after."""
+        self._group.tell(Kind.CALL, *to_bytes(self._number, batch))
+        self._number += 1
+
+    def step_failed(self, error: BaseException) -> NoReturn:
+        """Ends all hosts: a lost store cannot be made again on all of them in step."""
+        self._group.step_failed(error)
+
+    def done(self) -> None:
+        """Lets the followers go."""
+        self._group.tell(Kind.DONE)
+
+
+def follow(built: AssembledEngine, group: HostGroup) -> None:
+    """Does what the leader does, until it is done; a call that cannot be followed ends all hosts.
+
+    Args:
+        built: made from the same flags as the leader's; its scheduler is not used.
+        group: of which we are not the leader.
+    """
+    loop, vocab_size = built.engine.loop, built.engine.vocab_size
+    known = {look_of(batch) for batch in loop.batches.warm_up_batches(vocab_size)}
+    group.tell(Kind.READY, built.digest.encode())
+    before: Any = None
+    for expected, message in enumerate(group.calls()):
+        try:
+            number, batch = from_bytes(message)
+        except WireError as error:
+            group.end(f"host {group.host} cannot read call {expected} of host 0: {error}")
+        if number != expected:
+            group.end(f"host {group.host} received call {number} of host 0, expected {expected}")
+        if look_of(batch) not in known:
+            group.end(f"host {group.host} has no program for call {number} of host 0, a {type(batch).__name__}")
+        try:
+            output = loop.run(batch)
+            if output is not None:  # as the leader: one step ahead of what is known to have worked
+                jax.block_until_ready(before)
+                before = output
+        except Exception as error:
+            group.step_failed(error)

@@ -60,11 +60,6 @@ class HostGroup:
         """Whether this host schedules."""
         return self.host == 0
 
-    @property
-    def size(self) -> int:
-        """Connected hosts plus this one (2 on a follower)."""
-        return 1 + len(self._links)
-
     def tell(self, kind: Kind, *pieces: bytes | memoryview) -> None:
         """Send a message to every connected host. If sending to one fails, all hosts end."""
         self._idle = kind is Kind.DONE

@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
 from enum import IntEnum
 
 MAX_FRAME = 64 << 20
@@ -154,33 +155,32 @@ class Link:
         self.timeout = self.timeout
         return int(host)
 
-    def _send(self, data: bytes) -> None:
+    @contextlib.contextmanager
+    def _as_link_error(self, verb: str) -> Iterator[None]:
         try:
-            self._socket.sendall(data)
+            yield
         except TimeoutError:
-            raise LinkError(f"accepted nothing for {self._timeout:g} s") from None
+            raise LinkError(f"{verb} nothing for {self._timeout:g} s") from None
         except ConnectionError:
             raise LinkClosed from None
         except OSError as error:
             raise LinkError(f"is not reachable ({error.strerror or error})") from None
 
+    def _send(self, data: bytes) -> None:
+        with self._as_link_error("accepted"):
+            self._socket.sendall(data)
+
     def _take(self, size: int, until: float | None = None) -> bytes:
         """Receives `size` bytes, by the time `until` if it is given."""
         found: bytearray | bytes = bytearray()
         while len(found) < size:
-            try:
+            with self._as_link_error("sent"):
                 if until is not None:
                     left = until - time.monotonic()
                     if left <= 0:
                         raise LinkError(f"did not authenticate within {_HANDSHAKE_TIMEOUT:g} s")
                     self._socket.settimeout(left)
                 piece = self._socket.recv(min(size - len(found), 1 << 20))
-            except TimeoutError:
-                raise LinkError(f"sent nothing for {self._timeout:g} s") from None
-            except ConnectionError:
-                raise LinkClosed from None
-            except OSError as error:
-                raise LinkError(f"is not reachable ({error.strerror or error})") from None
             if not piece:
                 raise LinkClosed
             found += piece

@@ -1,8 +1,7 @@
 """Connects the hosts at start-up.
 
-Where the coordinator is named, all hosts first call the roll at its address, so that JAX's runtime, which aborts all
-processes where one is missing or comes twice, starts with all of them. The runtime then distributes the address and the
-key of the connections over which the leader sends its steps.
+With a coordinator, all hosts first call the roll at its address, because JAX's runtime aborts all processes if one is
+missing or comes twice. The runtime then distributes the address and the key of the connections for steps.
 """
 
 from __future__ import annotations

@@ -7,9 +7,8 @@ import pytest
 from serving.config import ConfigError, EngineConfig
 from serving.engine.control import Control
 from serving.engine.request_error import RequestError
-from serving.hosts.host import facts_of
+from serving.hosts.host import Leader, facts_of, follow
 from serving.hosts.link import Kind
-from serving.hosts.lockstep import Leader, follow
 from serving.hosts.settings import HostSettings
 from serving.hosts.wire import to_bytes
 from tests.serving.hosts.test_wire import VOCAB, builder

@@ -15,8 +15,7 @@ from mamba_jax.programs import StepPrograms
 from serving import SamplingParams
 from serving.config import EngineConfig
 from serving.engine.assembly import build
-from serving.hosts.host import gather
-from serving.hosts.lockstep import Leader, follow
+from serving.hosts.host import Leader, follow, gather
 from serving.hosts.settings import HostSettings
 from tests.support.engines.engines import QUICK_COMPILE, use_widest_steps
 
