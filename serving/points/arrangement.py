@@ -1,8 +1,7 @@
-"""How a store keeps the model's logical arrays; what travels is always logical, so both sides may differ in this.
+"""How a store keeps the model's logical arrays. Transferred arrays are logical, so both sides may differ in this.
 
-Divided over devices, an array of several parts has them device by device one after the other (the convolution's B and
-C, for example), and a unit that devices share is there several times. Cutting such an array by bytes would hand out the
-wrong channels.
+Divided over devices, an array of several parts (the convolution's B and C, for example) has them device by device, and
+a unit that devices share several times: such an array cannot be cut by bytes.
 """
 
 from __future__ import annotations
@@ -39,11 +38,8 @@ class Arrangement:
     @property
     def names(self) -> tuple[str, ...]:
         """Of the arrays of a state that travels, in their order."""
-        found: list[str] = []
-        for name in self.shape.arrays:
-            form = self._form(name)
-            found += (name,) if form is None else form.names(name)
-        return tuple(found)
+        forms = ((name, self._form(name)) for name in self.shape.arrays)
+        return tuple(each for name, form in forms for each in ((name,) if form is None else form.names(name)))
 
     def travelling(self, state: Mapping[str, Array]) -> dict[str, Array]:
         """Arrays of slots, as they travel."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
-from importlib.resources.abc import Traversable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -78,14 +78,8 @@ def source_digest(packages: tuple[str, ...]) -> str:
     """SHA-256 of every Python file and compiled extension of packages: other sources may compute other results."""
     digest = hashlib.sha256()
     for package in packages:
-        for name, text in sorted(_sources(files(package), package)):
-            digest.update(f"{name} {len(text)}\n".encode() + text)
+        root = Path(str(files(package)))
+        for path in sorted(each for each in root.rglob("*") if each.suffix in (".py", ".so")):
+            text = path.read_bytes()
+            digest.update(f"{package}/{path.relative_to(root).as_posix()} {len(text)}\n".encode() + text)
     return digest.hexdigest()
-
-
-def _sources(folder: Traversable, name: str) -> Iterator[tuple[str, bytes]]:
-    for entry in folder.iterdir():
-        if entry.is_dir():
-            yield from _sources(entry, f"{name}/{entry.name}")
-        elif entry.name.endswith((".py", ".so")):  # with the compiled operations for CPU
-            yield f"{name}/{entry.name}", entry.read_bytes()

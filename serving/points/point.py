@@ -1,9 +1,8 @@
 """Taking a resumption point out of a store and putting one in: a few small programs of fixed shapes.
 
-What travels is a copy, because the next step gives the store itself away. A point is one state (the arrays that mixers
-declare by slot, each [layers, ...], and the hidden state) and keys and values in *pieces*: arrays [layers, tokens, ...]
-of a few fixed sizes, so that after a warm-up nothing compiles. Tokens, not pages, are what both sides agree on: their
-page sizes may differ.
+A point is one state (the arrays that mixers declare by slot, each [layers, ...], and the hidden state) and keys and
+values in *pieces*: arrays [layers, tokens, ...] of a few fixed sizes, so that after a warm-up nothing compiles. Page
+sizes of the two sides may differ.
 """
 
 from __future__ import annotations
@@ -66,11 +65,9 @@ class PointPrograms:
     def __init__(self, arrangement: Arrangement) -> None:
         self.arrangement = arrangement
         self.cache = ProgramCache()
-
-    @property
-    def compilations(self) -> int:
-        """Programs compiled so far."""
-        return len(self.cache)
+        self._read_state = _Form("read_state", partial(_read_state, arrangement))
+        self._write_state = _Form("write_state", partial(_write_state, arrangement), donates=True)
+        self._write_piece = _Form("write_piece", partial(_write_piece, arrangement), donates=True)
 
     # -- out --
 
@@ -141,20 +138,8 @@ class PointPrograms:
             options["out_shardings"] = places(self.arrangement.shape, store) if program.donates else whole(store)
         return jax.jit(program.run, **options).lower(*arguments).compile()
 
-    @property
-    def _read_state(self) -> _Form:
-        return _Form("read_state", partial(_read_state, self.arrangement))
-
     def _read_piece(self, layers: int) -> _Form:
         return _Form(f"read_piece of {layers} layers", partial(_read_piece, self.arrangement, layers))
-
-    @property
-    def _write_state(self) -> _Form:
-        return _Form("write_state", partial(_write_state, self.arrangement), donates=True)
-
-    @property
-    def _write_piece(self) -> _Form:
-        return _Form("write_piece", partial(_write_piece, self.arrangement), donates=True)
 
 
 @dataclass(frozen=True)
