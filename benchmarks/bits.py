@@ -38,7 +38,7 @@ from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.stats import DraftStats
 from serving.split.decode_side import DecodeSide
 from serving.split.prefill_side import ONCE, DirectPeer, PrefillSide, fed_tokens, ticket_of
-from serving.split.transport import TcpTransport
+from serving.split.transport.tcp import TcpTransport
 from serving.split.wire import Handoff
 from serving.split.worker import Worker
 
@@ -191,7 +191,7 @@ class _Runs:
         """
         config = EngineConfig.create(model=model, **flags)
         prefill, decode = (build_engine(config, progress=False) for _ in range(2))
-        workers = [Worker.of(each, {"tcp": TcpTransport()}) for each in (prefill, decode)]
+        workers = [Worker(each, {"tcp": TcpTransport()}) for each in (prefill, decode)]
         there, here = PrefillSide(workers[0]), DecodeSide(workers[1])
         export = there.begin()
         prompt = {"prompt_token_ids": fed_tokens(self.prompt, handoff)}

@@ -1,9 +1,8 @@
 """The decode worker's side: fetches the states that its requests wait for, and writes them to the store.
 
-Threads fetch; only the engine's thread uses the engine and the store. The side verifies arrays (shapes, and checksums
-with `debug_state`) before it writes and publishes them. If a state does not arrive in time, the failure policy decides
-whether to compute the prompt here or to fail the request. The time starts when the request gets its batch row. A worker
-that did not answer in time is not used for a few seconds.
+Threads fetch; only the engine's thread uses the engine and the store. Arrays are verified (shapes, and checksums with
+`debug_state`) before they are written. If a state does not arrive in time, counted from the request's batch row, the
+failure policy decides whether to compute the prompt here or to fail the request.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from serving.split.manifest import ManifestMismatch, check
 from serving.split.prefill_side import Peer, TooMany
 from serving.split.transport import TransportError
 from serving.split.wire import AdapterMismatch, FailurePolicy, Offer, SplitError, SplitTimeout, StateRequest, Ticket
-from serving.split.worker import Worker, checksums, point_specs, shapes_of
+from serving.split.worker import Worker, checksums, num_bytes, point_specs, shapes_of
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +60,7 @@ class DecodeStats:
     failed: int = 0
     """Did not arrive, or failed verification."""
     dearer: int = 0
-    """Shared states not fetched, because computing was expected to be faster or the state was already here."""
+    """Shared states not fetched, because computing was expected to be faster."""
     late: int = 0
     """Arrived after the request stopped waiting."""
     spared: int = 0
@@ -120,10 +119,8 @@ class DecodeSide(StateSource):
             TooMany: `MAX_EXPECTED` requests are announced.
         """
         now = time.monotonic()
-        for key in list(self._expected):
-            self._expected[key] = [each for each in self._expected[key] if each[0] > now]
-            if not self._expected[key]:
-                del self._expected[key]
+        kept = {key: [each for each in waiting if each[0] > now] for key, waiting in self._expected.items()}
+        self._expected = {key: waiting for key, waiting in kept.items() if waiting}
         if sum(map(len, self._expected.values())) >= MAX_EXPECTED:
             raise TooMany(f"{MAX_EXPECTED} requests are already announced")
         self._expected.setdefault((remote.scope, tuple(prompt)), []).append((now + lease, remote))
@@ -134,26 +131,19 @@ class DecodeSide(StateSource):
         if scheduler.weights_replaced:
             return False
         here = scheduler.resumable(ticket.prompt_token_ids, ticket.salt, ticket.adapter)
-        kv = math.prod(worker.kv.shape) * worker.kv.dtype.itemsize if worker.kv is not None else 0
-        layers = worker.manifest.attention_layers + worker.manifest.draft_layers
-        size = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in worker.state.values())
-        size += (ticket.position - here) * layers * kv
-        paid = ticket.position > here and scheduler.prices.worth_fetching(PEER, size + self._arriving,
-                                                                         ticket.position - here)  # fmt: skip
+        count, layers = ticket.position - here, worker.manifest.attention_layers + worker.manifest.draft_layers
+        kv = num_bytes([worker.kv]) if worker.kv is not None else 0
+        size = num_bytes(worker.state.values()) + count * layers * kv
+        paid = count > 0 and scheduler.prices.worth_fetching(PEER, size + self._arriving, count)
         self.stats.dearer += not paid
         return paid
 
     def find(self, prompt: Sequence[int], scope: Scope) -> RemoteState | None:
         """Returns the state that `expect` announced for this prompt and scope, if it has not expired."""
-        if not self._expected:
-            return None
-        key = scope, tuple(prompt)
-        waiting = self._expected.pop(key, [])
+        waiting = self._expected.get((scope, tuple(prompt)), []) if self._expected else []
         while waiting:
             until, remote = waiting.pop(0)
             if until > time.monotonic():
-                if waiting:
-                    self._expected[key] = waiting
                 return remote
         return None
 
@@ -236,7 +226,7 @@ class DecodeSide(StateSource):
             if time.monotonic() < self._unresponsive.get(source.peer, 0.0):
                 raise SplitError("the other worker did not answer recently")
             want, specs, cut = self._wanted(load, source)
-            arrival.bytes = self._reserve(sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs), until)
+            arrival.bytes = self._reserve(num_bytes(specs), until)
             offer = self._ask(load, source, want, specs, until)
             arrays = self.worker.transports[want.transport].fetch(
                 offer.address, offer.key, specs, max(0.001, until - time.monotonic())
@@ -246,13 +236,11 @@ class DecodeSide(StateSource):
             starts = [piece.start for piece in cut]
             arrival.pieces = list(zip(starts, arrays[len(self.worker.state) :], strict=False))
             arrival.state = dict(zip(self.worker.state, arrays, strict=False))
-        except SplitTimeout as error:
-            self._unresponsive[source.peer] = time.monotonic() + _UNRESPONSIVE_SECONDS
-            arrival.error = str(error)
         except (SplitError, TransportError) as error:
+            if isinstance(error, SplitTimeout):
+                self._unresponsive[source.peer] = time.monotonic() + _UNRESPONSIVE_SECONDS
             arrival.error = str(error)
-        except Exception as error:
-            # After any error, the request must stop waiting.
+        except Exception as error:  # after any error, the request must stop waiting
             log.exception("fetching state %s failed", source.ticket.id)
             arrival.error = f"{type(error).__name__}: {error}"
         arrival.seconds = time.monotonic() - begin
@@ -336,14 +324,14 @@ class DecodeSide(StateSource):
                 log.warning("request %s computes its prompt on this worker: %s", request.request_id, arrival.error)
                 loop.scheduler.lost(load)
             return
-        page_size = self.worker.manifest.page_size
+        page_size, stats = self.worker.manifest.page_size, self.stats
         arrival.write(loop, self.worker.programs, page_size)
-        self.stats.arrived += 1
-        self.stats.fetch_seconds += arrival.seconds
-        self.stats.received_bytes += arrival.bytes
         loop.scheduler.prices.fetched(PEER, arrival.bytes, arrival.seconds)
-        self.stats.pages += len(load.pages)
-        self.stats.pages_spared += load.start // page_size if page_size else 0
+        stats.arrived += 1
+        stats.fetch_seconds += arrival.seconds
+        stats.received_bytes += arrival.bytes
+        stats.pages += len(load.pages)
+        stats.pages_spared += load.start // page_size if page_size else 0
 
 
 def _release(source: RemoteTicket, wanted: bool) -> None:

@@ -1,9 +1,9 @@
 """The prefill worker's side: keeps the states of computed prompts until they are fetched or their leases expire.
 
 A state is first *held*: its slot and pages stay in the store, shared with the cache. When a decode worker requests the
-part that it does not have, this side copies that part to the transport and releases the hold. Holds are limited in
-number, copies in bytes. Each has a lease, which starts before the state is computed. A waiting worker renews the lease,
-up to a limit; when the lease expires, hold and copy are dropped. A worker that disconnects therefore leaks no memory.
+part that it does not have, that part is copied to the transport and the hold is released. Holds are limited in number,
+copies in bytes. Each has a lease, which starts before the state is computed and is renewed up to a limit, so a worker
+that disconnects leaks no memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +22,7 @@ from serving.points.point import common_unit
 from serving.points.state_source import Loop, StateSource
 from serving.split.manifest import Manifest
 from serving.split.wire import Handoff, Offer, ShareRequest, SplitError, StateRequest, Ticket
-from serving.split.worker import Worker, checksums, point_specs, shapes_of
+from serving.split.worker import Worker, checksums, num_bytes, point_specs, shapes_of
 
 log = logging.getLogger(__name__)
 
@@ -179,15 +179,19 @@ class PrefillSide(StateSource):
         ticket = ticket_of(self, export, wanted.tokens, "full", worker=url, cached_tokens=hold.position)
         return ticket.model_copy(update={"position": hold.position, "shared": True})
 
-    def renew(self, ids: Iterable[str]) -> None:
+    def renew(self, ids: Sequence[str]) -> None:
         """Renews the leases of these states, because a worker still waits for them."""
-        for id in ids:
-            export = self._kept.get(id)
-            if export is not None:
-                self._extend_lease(export)
+        for id in self._kept.keys() & set(ids):
+            self._extend_lease(self._kept[id])
 
-    def offer(self, want: StateRequest) -> Offer:
-        """Copies the part of a state that a decode worker does not have, for its transport to fetch.
+    @property
+    def manifest(self) -> Manifest:
+        """The worker's manifest."""
+        return self.worker.manifest
+
+    def offer(self, want: StateRequest, seconds: float = math.inf) -> Offer:
+        """Copies the part of a state that a decode worker does not have, for its transport to fetch. Takes no time of
+        `seconds`.
 
         Raises:
             TooMany: pending copies leave no room for this one; the state stays held.
@@ -211,7 +215,7 @@ class PrefillSide(StateSource):
         if want.layers > len(store.kv):
             raise SplitError(f"{want.layers} layers of keys and values requested, only {len(store.kv)} stored")
         specs, cut = point_specs(worker, want, hold.position, worker.manifest.ssm_dtype)
-        size = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
+        size = num_bytes(specs)
         if self.stats.copied_bytes and self.stats.copied_bytes + size > self.max_copied_bytes:
             self._extend_lease(export)
             raise TooMany(f"transfer buffer full ({self.stats.copied_bytes:,} bytes pending, {size:,} requested)")
@@ -220,8 +224,7 @@ class PrefillSide(StateSource):
         for piece in cut:
             count = piece.tokens // store.page_size
             at = piece.start // store.page_size
-            pages = hold.pages[at : at + count]
-            pages = pages + [0] * (count - len(pages))
+            pages = (hold.pages[at : at + count] + [0] * count)[:count]
             arrays.append(worker.programs.read_piece(store, pages, hold.position - piece.start, want.layers))
         export.key, export.transport = secrets.randbits(62), want.transport
         export.bytes = sum(array.nbytes for array in arrays)
@@ -233,23 +236,17 @@ class PrefillSide(StateSource):
         self.stats.copied_bytes += export.bytes
         self.stats.sent_bytes += export.bytes
         return Offer(
-            id=want.id,
-            key=export.key,
-            address=transport.address,
-            position=hold.position,
-            shapes=shapes_of(specs),
+            id=want.id, key=export.key, address=transport.address, position=hold.position, shapes=shapes_of(specs),
             checksums=sums,
-        )
+        )  # fmt: skip
 
     def release(self, id: str, *, wanted: bool) -> None:
         """Drops a state that was fetched (`wanted`) or is not needed. Ignores unknown ids."""
         export = self._kept.pop(id, None)
         if export is None:
             return
-        if wanted:
-            self.stats.fetched += 1
-        else:
-            self.stats.released += 1
+        self.stats.fetched += wanted
+        self.stats.released += not wanted
         self._drop(export, taken=wanted)
 
     def sweep(self) -> int:
@@ -323,42 +320,19 @@ def ticket_of(
 
 
 class Peer(Protocol):
-    """A decode worker's interface to a prefill worker. Calls may block, and may come from any thread."""
+    """A decode worker's interface to a prefill worker: a `PrefillSide` in the same process, or a client of another one.
+
+    Methods of a client may be called from any thread. `offer` may block, and raises `SplitError` if the worker does not
+    answer within `seconds`. `renew` and `release` never raise or block, because leases expire anyway.
+    """
 
     @property
     def manifest(self) -> Manifest:
         """The prefill worker's manifest; callers check it first."""
         ...
 
-    def offer(self, want: StateRequest, seconds: float) -> Offer:
-        """Requests an offer; see `PrefillSide.offer`. Also raises `SplitError` if the worker does not answer within
-        `seconds`."""
-        ...
+    def offer(self, want: StateRequest, seconds: float) -> Offer: ...
 
-    def renew(self, ids: Sequence[str]) -> None:
-        """Renews leases; see `PrefillSide.renew`. Never raises or blocks."""
-        ...
+    def renew(self, ids: Sequence[str]) -> None: ...
 
-    def release(self, id: str, *, wanted: bool) -> None:
-        """Releases a state; see `PrefillSide.release`. Never raises or blocks, because leases expire anyway."""
-        ...
-
-
-class DirectPeer:
-    """A prefill worker in the same process, driven by the same thread."""
-
-    def __init__(self, side: PrefillSide) -> None:
-        self.side = side
-
-    @property
-    def manifest(self) -> Manifest:
-        return self.side.worker.manifest
-
-    def offer(self, want: StateRequest, seconds: float) -> Offer:
-        return self.side.offer(want)
-
-    def renew(self, ids: Sequence[str]) -> None:
-        self.side.renew(ids)
-
-    def release(self, id: str, *, wanted: bool) -> None:
-        self.side.release(id, wanted=wanted)
+    def release(self, id: str, *, wanted: bool) -> None: ...

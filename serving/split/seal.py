@@ -1,9 +1,8 @@
 """Authentication of messages between workers with the fleet's secret: HMAC-SHA256 (RFC 2104).
 
-Messages between workers determine which states are fetched from where and for which prompt they are published, so
-workers accept only messages of the fleet. The secret is never sent. Every message has the time, a random number, the
-receiver's name, and a code over these, the endpoint and the body. A receiver accepts each message once, and only
-messages addressed to it.
+Messages decide which states are fetched from where, and for which prompt they are published. Every message has the
+time, a random number, the receiver's name, and a code over these, the endpoint and the body. A receiver accepts each
+message once, and only messages addressed to it.
 """
 
 from __future__ import annotations

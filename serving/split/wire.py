@@ -63,25 +63,20 @@ class Ticket(Message):
     """The name of this adapter in the request, for error messages; None for a state from another worker's cache."""
 
 
-class ShareRequest(Message):
-    """A router's request for a state from which another worker will continue."""
-
-    tokens: list[int]
-    """Tokens of the whole prompt."""
-    salt: str | None = None
-    adapter: str | None = None
-    """Digest of the request's adapter."""
-    beyond: int = Field(0, ge=0)
-    """The state must cover more than this many tokens."""
-
-
-class Tokens(BaseModel):
+class Tokens(Message):
     """A prompt's tokens, salt and adapter, from which the names of its states are computed."""
 
     tokens: list[Annotated[int, Field(ge=0, lt=1 << 31)]]
     salt: str | None = None
     adapter: str | None = None
     """Digest of the request's adapter."""
+
+
+class ShareRequest(Tokens):
+    """A router's request for a state of a whole prompt, from which another worker will continue."""
+
+    beyond: int = Field(0, ge=0)
+    """The state must cover more than this many tokens."""
 
 
 class StateRequest(Message):

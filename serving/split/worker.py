@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,6 @@ from mamba_jax.version import version
 from serving.core import Scheduler
 from serving.engine.assembly.build import AssembledEngine
 from serving.engine.assembly.design import row_rounding
-from serving.engine.steps.loop import StepLoop
 from serving.points.arrangement import Arrangement
 from serving.points.point import Piece, PointPrograms, pieces, state_spec
 from serving.split.manifest import LAYOUT, PROTOCOL, Manifest
@@ -24,43 +23,36 @@ from serving.split.transport import Transport
 from serving.split.wire import StateRequest
 
 
-@dataclass
 class Worker:
-    """An engine that exchanges states. `Worker.of` creates one."""
+    """An engine that exchanges states. Create it before the engine's loop runs.
 
-    loop: StepLoop
-    arrangement: Arrangement
-    state: dict[str, jax.ShapeDtypeStruct]
-    """The transferred arrays of a state."""
-    kv: jax.ShapeDtypeStruct | None
-    """Keys and values of one token in one layer; None without attention."""
-    manifest: Manifest
-    transports: dict[str, Transport]
-    verify: bool = False
-    """Compare checksums of all fetched arrays (for debugging: it copies them to the host)."""
-    programs: PointPrograms = field(init=False)
+    Args:
+        built: the engine.
+        transports: by kind.
+        model: digest of the engine's weights, if already computed.
+    """
 
-    def __post_init__(self) -> None:
-        self.programs = PointPrograms(self.arrangement)
-
-    @classmethod
-    def of(cls, built: AssembledEngine, transports: dict[str, Transport], *, model: str = "") -> Worker:
-        """Creates a worker for an engine before its loop runs. `model`: digest of its weights, if already computed."""
-        loop, config = built.engine.loop, built.model.config
-        store = loop.store
+    def __init__(self, built: AssembledEngine, transports: dict[str, Transport], *, model: str = "") -> None:
+        self.loop, config = built.engine.loop, built.model.config
+        store = self.loop.store
         assert store is not None
-        arrangement = Arrangement.of(config, store)
-        declared, layers = arrangement.shape.arrays, config.num_attention_uses
-        kv = None
+        self.arrangement = arrangement = Arrangement.of(config, store)
+        self.programs, self.transports = PointPrograms(arrangement), transports
+        self.verify = built.config.debug_state
+        """Compare checksums of all fetched arrays (for debugging: it copies them to the host)."""
+        self.kv: jax.ShapeDtypeStruct | None = None
+        """Keys and values of one token in one layer; None without attention."""
         if store.kv:
-            kv = jax.ShapeDtypeStruct(arrangement.shape.pages[0].shape, store.kv[0].dtype)
-        state = state_spec(store, arrangement)
+            self.kv = jax.ShapeDtypeStruct(arrangement.shape.pages[0].shape, store.kv[0].dtype)
+        self.state = state = state_spec(store, arrangement)
+        """The transferred arrays of a state."""
+        declared, layers = arrangement.shape.arrays, config.num_attention_uses
         accumulated = [
             str(spec.dtype) for name, spec in state.items()
             if name in declared and declared[name].role is Role.ACCUMULATED
         ]  # fmt: skip
         rounding = row_rounding(built.config)
-        manifest = Manifest(
+        self.manifest = Manifest(
             protocol=PROTOCOL,
             layout=LAYOUT,
             model=model or built.weights_digest,
@@ -78,7 +70,6 @@ class Worker:
             versions={"mamba-jax": version(), "jax": jax.__version__},
             transports={name: transport.address for name, transport in transports.items()},
         )
-        return cls(loop, arrangement, state, kv, manifest, transports, verify=built.config.debug_state)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -111,6 +102,11 @@ def point_specs(
     cut, kv = pieces(want.start, position, want.unit), worker.kv
     specs += [jax.ShapeDtypeStruct((want.layers, piece.tokens, *kv.shape), kv.dtype) for piece in cut]
     return specs, cut
+
+
+def num_bytes(specs: Iterable[jax.ShapeDtypeStruct]) -> int:
+    """Returns the size of arrays with these specs."""
+    return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
 
 
 def shapes_of(arrays: Sequence[Any]) -> list[tuple[tuple[int, ...], str]]:

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, Request
 
-from serving.api.http.context import Context, context_of
+from serving.api.http.context import context_of
 from serving.api.http.errors import ApiError
 from serving.split.decode_side import DecodeSide
-from serving.split.http.offering import add_offering, sweep, worker_errors
+from serving.split.http.offering import Beat, add_offering, role_router, sweeping, worker_errors
 from serving.split.http.peer import HttpPeer
-from serving.split.http.sealed import sealed
-from serving.split.manifest import Manifest
 from serving.split.prefill_side import PrefillSide
 from serving.split.seal import Seal
 from serving.split.wire import SplitError, Ticket
 
 log = logging.getLogger(__name__)
 
-_BEAT = 2.0
+_RENEWAL = 2.0
 """Seconds between renewals of leases."""
 _HANDSHAKE = 10.0
 _AGAIN = 2.0
@@ -53,27 +49,12 @@ def decode_router(
     """
     seal = seal or Seal()
     peers = _Peers(side, seal, allowed, keys)
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(_beat(app, side))]
-        if sharing is not None:
-            tasks.append(asyncio.create_task(sweep(app, sharing[0])))
-        yield
-        for task in tasks:
-            task.cancel()
-        await peers.close()
-        side.worker.close()
-
-    router = APIRouter(prefix="/split", tags=["split"], lifespan=lifespan, dependencies=[sealed(seal)])
-
+    beats: list[Beat] = [(_RENEWAL, side.renew)]
+    if sharing is not None:
+        beats.append(sweeping(sharing[0]))
+    router = role_router(side.worker, seal, lambda: {"role": "decode"} | asdict(side.stats), beats, peers.close)
     if sharing is not None:
         add_offering(router, *sharing)
-
-    @router.get("/manifest", response_model=Manifest)
-    async def manifest() -> Manifest:
-        """The settings that determine this worker's states."""
-        return side.worker.manifest
 
     @router.post("/expect")
     async def expect(ticket: Ticket, request: Request) -> dict[str, bool]:
@@ -89,20 +70,7 @@ def decode_router(
             await engine.call(lambda _: side.expect(ticket.prompt_token_ids, remote, ticket.lease))
         return {"accepted": True}
 
-    @router.get("/status")
-    async def status(request: Request) -> dict[str, Any]:
-        """Counters."""
-        return await context_of(request).engine.call(lambda _: {"role": "decode"} | asdict(side.stats))
-
     return router
-
-
-async def _beat(app: FastAPI, side: DecodeSide) -> None:
-    """Renews the leases of the states that requests wait for."""
-    context: Context = app.state.context
-    while True:
-        await asyncio.sleep(_BEAT)
-        context.engine.tell(lambda _: side.renew())
 
 
 @dataclass(eq=False)

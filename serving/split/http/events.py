@@ -13,17 +13,15 @@ from itertools import groupby
 from typing import Any
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel
 from pydantic_core import to_json
 from starlette.responses import Response
 
 from serving.api.http.connection.streaming import EventStream, until_gone
 from serving.api.http.context import context_of
 from serving.api.http.errors import ApiError
-from serving.core.cache.content import State
 from serving.core.tiers.journal import Event, Journal
-from serving.split.http.prompts import ApiKind, prompt_of
-from serving.split.http.sealed import sealed
+from serving.split.http.offering import sealed
+from serving.split.http.prefill_routes import PromptRequest, prompt_of
 from serving.split.seal import Seal
 from serving.split.wire import Tokens
 
@@ -34,13 +32,6 @@ _BEAT = 5.0
 """Seconds without events after which a stream sends a keep-alive comment."""
 _AT_ONCE = 512
 """Maximum number of states in one message."""
-
-
-class PromptRequest(BaseModel):
-    """A request whose prompt is to be tokenised."""
-
-    kind: ApiKind
-    body: dict[str, Any]
 
 
 def events_router(journal: Journal, *, model: str, seal: Seal | None = None, adapters: bool = False) -> APIRouter:
@@ -99,7 +90,7 @@ async def follow(
     head["adapters"] = adapters
     yield _message("snapshot", number, head | {"states": len(snapshot.states)})
     for at in range(0, len(snapshot.states), _AT_ONCE):
-        for message in _by_tier("held", number, snapshot.states[at : at + _AT_ONCE]):
+        for message in _states("held", snapshot.states[at : at + _AT_ONCE]):
             yield message
     del snapshot
     last_sent = time.monotonic()
@@ -108,7 +99,7 @@ async def follow(
         if events is None:
             yield _message("behind", number, {})
             return
-        for message in _changes(events):
+        for message in _states("stored", events):
             yield message
         if events:
             number, last_sent = events[-1].number, time.monotonic()
@@ -119,21 +110,15 @@ async def follow(
             await asyncio.sleep(_LOOK)
 
 
-def _changes(events: Iterable[Event]) -> Iterator[bytes]:
-    """Joins consecutive events of the same kind and tier to one message with the number of the last one."""
-    for (stored, _), some in groupby(events, key=lambda event: (event.stored, event.tier)):
+def _states(kind: str, events: Iterable[Event]) -> Iterator[bytes]:
+    """Joins consecutive events of the same kind and tier to one message with the number of the last one. `kind`: of
+    events of stored states."""
+    for (stored, tier), some in groupby(events, key=lambda event: (event.stored, event.tier)):
         same = list(some)
-        states = [(event.tier, event.state) for event in same]
-        yield from _by_tier("stored" if stored else "evicted", same[-1].number, states)
-
-
-def _by_tier(kind: str, number: int, states: Iterable[tuple[str, State]]) -> Iterator[bytes]:
-    for tier, some in groupby(states, key=lambda each: each[0]):
-        if kind == "evicted":
-            yield _message(kind, number, {"tier": tier, "states": [state.name.hex() for _, state in some]})
-        else:
-            rows = [[state.name.hex(), state.link.hex(), state.tail, state.position] for _, state in some]
-            yield _message(kind, number, {"tier": tier, "states": rows})
+        rows: list[Any] = [event.state.name.hex() for event in same]
+        if stored:
+            rows = [[event.state.name.hex(), event.state.link.hex(), *event.state[2:]] for event in same]
+        yield _message(kind if stored else "evicted", same[-1].number, {"tier": tier, "states": rows})
 
 
 def _message(kind: str, number: int, fields: dict[str, Any]) -> bytes:

@@ -1,33 +1,29 @@
-"""A prefill worker in another process."""
+"""A prefill worker in another process, and the signatures of requests to workers."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import logging
 import os
-from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Generator, Sequence
 
 import httpx
 from pydantic import BaseModel, Field, ValidationError
 
-from serving.split.http.sealed import SealAuth
 from serving.split.manifest import Manifest, ManifestMismatch
 from serving.split.prefill_side import TooMany
-from serving.split.seal import Seal
+from serving.split.seal import RECEIVER, Seal
 from serving.split.wire import Message, Offer, SplitError, SplitTimeout, StateRequest
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 KEY_VARIABLE = "MAMBA_JAX_API_KEY"
 _LONGEST = 1 << 20
 """Maximum size of a response in bytes."""
 _BRIEF = 5.0
 """Timeout in seconds of requests without a caller that waits for the response."""
+_MOST_NAMES = 4096
 
 
 class HandshakeRequest(Message):
@@ -47,6 +43,35 @@ class RenewRequest(Message):
     """States whose leases to renew."""
 
     ids: list[str] = Field(max_length=8192)
+
+
+class SealAuth(httpx.Auth):
+    """Signs requests to the fleet's servers. It learns a receiver's name from its first refusal, also after a restart.
+
+    Names are public. A server that claims another server's name gains nothing, because it can only forward the
+    messages to that server.
+    """
+
+    requires_request_body = True
+
+    def __init__(self, seal: Seal) -> None:
+        self._seal = seal
+        self._names: dict[str, str] = {}
+        """Names of receivers by URL, without the last part of the path."""
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        """Sends the request, and repeats it if the receiver reports another name."""
+        place = str(request.url.copy_with(query=None)).rpartition("/")[0]
+        for _ in range(2):
+            name = self._names.get(place, "")
+            request.headers.update(self._seal.headers(request.url.path, request.content, name))
+            answer = yield request
+            wanted = answer.headers.get(RECEIVER, "")[:64]
+            if answer.status_code != 401 or not self._seal.secret or wanted in ("", name):
+                return
+            if len(self._names) >= _MOST_NAMES:
+                self._names.clear()
+            self._names[place] = wanted
 
 
 class HttpPeer:
@@ -78,9 +103,9 @@ class HttpPeer:
         try:
             status, content = await peer._post("/split/hello", HandshakeRequest(manifest=ours), timeout)
             if status == 409:
-                raise ManifestMismatch(f"refused by {url}: {error_message(status, content)}")
+                raise ManifestMismatch(f"refused by {url}: {error_of(status, content).message}")
             if status != 200:
-                raise SplitError(f"handshake with prefill worker {url} failed: {error_message(status, content)}")
+                raise SplitError(f"handshake with prefill worker {url} failed: {error_of(status, content).message}")
             peer.manifest = Manifest.model_validate_json(content)
         except (SplitTimeout, ValidationError) as error:
             await client.aclose()
@@ -92,11 +117,18 @@ class HttpPeer:
 
     def offer(self, want: StateRequest, seconds: float) -> Offer:
         """Requests an offer; see `PrefillSide.offer`."""
-        status, content = self._from_thread(self._post("/split/offer", want, seconds), seconds)
+        future = self._start("/split/offer", want, seconds)
+        if future is None:
+            raise SplitError("this worker is shutting down")
+        try:
+            status, content = future.result(seconds + 1.0)
+        except (TimeoutError, concurrent.futures.CancelledError):
+            future.cancel()
+            raise SplitTimeout(f"prefill worker {self.url} did not answer within {seconds:.1f} s") from None
         if status == 503:
-            raise TooMany(error_message(status, content))
+            raise TooMany(error_of(status, content).message)
         if status != 200:
-            raise SplitError(error_message(status, content))
+            raise SplitError(error_of(status, content).message)
         try:
             return Offer.model_validate_json(content)
         except ValidationError:
@@ -104,38 +136,26 @@ class HttpPeer:
 
     def renew(self, ids: Sequence[str]) -> None:
         """Renews leases; see `PrefillSide.renew`."""
-        self._send("/split/renew", RenewRequest(ids=list(ids)[:8192]))
+        self._start("/split/renew", RenewRequest(ids=list(ids)[:8192]), _BRIEF)
 
     def release(self, id: str, *, wanted: bool) -> None:
         """Releases a state; see `PrefillSide.release`."""
-        self._send("/split/release", Release(id=id, wanted=wanted))
+        self._start("/split/release", Release(id=id, wanted=wanted), _BRIEF)
 
     async def close(self) -> None:
         """Closes the connections."""
         await self._client.aclose()
 
-    def _from_thread(self, work: Coroutine[Any, Any, T], seconds: float) -> T:
+    def _start(
+        self, path: str, message: BaseModel, seconds: float
+    ) -> concurrent.futures.Future[tuple[int, bytes]] | None:
+        """Starts a request on the event loop; None if the loop is closed, because this worker shuts down."""
+        work = self._post(path, message, seconds)
         try:
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError:  # the loop is closed: this worker shuts down
-            work.close()
-            raise SplitError("this worker is shutting down") from None
-        try:
-            return future.result(seconds + 1.0)
-        except (TimeoutError, concurrent.futures.CancelledError):
-            future.cancel()
-            raise SplitTimeout(f"prefill worker {self.url} did not answer within {seconds:.1f} s") from None
-
-    def _send(self, path: str, message: BaseModel) -> None:
-        async def post() -> None:
-            with contextlib.suppress(SplitError):
-                await self._post(path, message, _BRIEF)
-
-        work = post()
-        try:
-            asyncio.run_coroutine_threadsafe(work, self._loop)
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError:
             work.close()
+            return None
 
     async def _post(self, path: str, message: BaseModel, seconds: float) -> tuple[int, bytes]:
         """Returns the status and the content of the response."""
@@ -161,24 +181,20 @@ def headers(keys: Sequence[str] = ()) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def error_message(status: int, content: bytes) -> str:
-    """Returns the message of an error object; the status if the content is not an error object."""
-    with contextlib.suppress(ValidationError):
-        return _Error.model_validate_json(content).error.message
-    return f"status {status}"
+class ErrorBody(BaseModel):
+    """The inner part of an error object."""
 
-
-def error_code(content: bytes) -> str | None:
-    """Returns the code of an error object; None if the object has no code or the content is not an error object."""
-    with contextlib.suppress(ValidationError):
-        return _Error.model_validate_json(content).error.code
-    return None
-
-
-class _ErrorBody(BaseModel):
     message: str
     code: str | None = None
 
 
-class _Error(BaseModel):
-    error: _ErrorBody
+class _ErrorObject(BaseModel):
+    error: ErrorBody
+
+
+def error_of(status: int, content: bytes) -> ErrorBody:
+    """Returns the error of a response; its message is the status if the content is not an error object."""
+    try:
+        return _ErrorObject.model_validate_json(content).error
+    except ValidationError:
+        return ErrorBody(message=f"status {status}")

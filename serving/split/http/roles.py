@@ -24,11 +24,14 @@ from serving.split.http.prefill_routes import prefill_router
 from serving.split.prefill_side import PrefillSide
 from serving.split.seal import SECRET_VARIABLE, Seal
 from serving.split.settings import SplitSettings
-from serving.split.transport import TransportError, open_transports
+from serving.split.transport import Transport, TransportError
+from serving.split.transport.jax_transfer import JaxTransport
+from serving.split.transport.tcp import TcpTransport
 from serving.split.worker import Worker
 
 log = logging.getLogger(__name__)
 
+_TRANSPORTS: dict[str, Callable[[str], Transport]] = {"jax": JaxTransport, "tcp": TcpTransport}
 _FETCHES = 8  # maximum number of states that a decode worker fetches at a time
 
 
@@ -85,7 +88,7 @@ def open_role(
         ConfigError: a transport is not available.
     """
     if settings.role is None:
-        return OpenRole(_events(built, Worker.of(built, {}), settings.seal) if settings.seal.secret else [])
+        return OpenRole(_events(built, built.weights_digest, settings.seal) if settings.seal.secret else [])
     if not settings.seal.secret and not _is_loopback(host):
         raise ConfigError(
             f"a {settings.role} worker that listens on {host} needs a secret: set --split-secret or {SECRET_VARIABLE} "
@@ -94,12 +97,8 @@ def open_role(
     reached = settings.advertise or host
     if reached in ("0.0.0.0", "::", ""):
         reached = socket.gethostbyname(socket.gethostname())
-    try:
-        transports = open_transports(settings.transport, reached)
-    except TransportError as error:
-        raise ConfigError(str(error)) from None
-    worker, seal = Worker.of(built, transports), settings.seal
-    events, url = _events(built, worker, seal), f"http://{reached}:{port}"
+    worker, seal = Worker(built, _transports(settings.transport, reached)), settings.seal
+    events, url = _events(built, worker.manifest.model, seal), f"http://{reached}:{port}"
     offer = functools.partial(
         PrefillSide,
         worker,
@@ -126,15 +125,27 @@ def open_role(
     return OpenRole([router, *events], worker, reads=sharing is not None, writes=True)
 
 
-def _events(built: AssembledEngine, worker: Worker, seal: Seal) -> list[APIRouter]:
+def _transports(kinds: Sequence[str], host: str) -> dict[str, Transport]:
+    """Returns the transports by kind, listening on free ports of `host`. Empty `kinds`: all available ones."""
+    opened: dict[str, Transport] = {}
+    for kind in kinds or _TRANSPORTS:
+        try:
+            opened[kind] = _TRANSPORTS[kind](host)
+        except TransportError as error:
+            if kinds or kind == "tcp":
+                raise ConfigError(str(error)) from None
+            log.warning("states are transferred by tcp: %s", error)
+    return opened
+
+
+def _events(built: AssembledEngine, model: str, seal: Seal) -> list[APIRouter]:
     """Returns the endpoints that routers follow; an empty list without a prefix cache."""
     scheduler = built.engine.loop.scheduler
     if scheduler.index is None:
         return []
     journal = Journal(built.config.state_block_size)
     scheduler.tell(journal)
-    serves_adapters = built.engine.adapters is not None
-    return [events_router(journal, model=worker.manifest.model, seal=seal, adapters=serves_adapters)]
+    return [events_router(journal, model=model, seal=seal, adapters=built.engine.adapters is not None)]
 
 
 def _is_loopback(host: str) -> bool:

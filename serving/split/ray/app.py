@@ -2,9 +2,9 @@
 
     serve run serving.split.ray.app:application model=REF prefill=1-4 decode=2
 
-Ray places and restarts the replicas, and determines their number (`autoscaling`). Each replica runs a whole worker with
-its own port, because states and streams go from worker to worker and not through Ray. A registry contains the replicas'
-addresses. The router, which is the ingress, reads the registry.
+Ray places and restarts the replicas, and determines their number (`options.wanted`). Each replica runs a whole worker
+with its own port, because states and streams go from worker to worker and not through Ray. A registry contains the
+replicas' addresses. The router, which is the ingress, reads the registry.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -22,8 +23,8 @@ import ray
 from fastapi import FastAPI
 from ray import serve
 
-from serving.split.ray.arguments import Arguments
-from serving.split.ray.autoscaling import METRIC, replicas
+from serving.api.http.settings import resolve_settings
+from serving.split.ray.options import METRIC, Arguments, replicas
 from serving.split.settings import RouterSettings, SplitSettings
 
 log = logging.getLogger(__name__)
@@ -64,38 +65,46 @@ def registry(fleet: str) -> Any:
 
 
 class Replica:
-    """One worker in one Ray actor."""
+    """One worker in one Ray actor: a server in a thread, equivalent to `mamba-jax serve --role ...`."""
 
     def __init__(self, role: str, fleet: str, split: dict[str, Any], flags: dict[str, Any]) -> None:
-        from serving.split.ray.embedded import EmbeddedWorker
+        from serving.api.http.make_server import make_server
+        from serving.split.http.roles import role_of
 
-        settings = SplitSettings.create(role=role, **split)
-        self.worker = EmbeddedWorker(settings, flags, ray.util.get_node_ip_address())
-        self._role, self._registry, self._over = role, registry(fleet), threading.Event()
-        self._thread = threading.Thread(target=self._beat, daemon=True)
-        self._thread.start()
+        chosen, host = SplitSettings.create(role=role, **split), ray.util.get_node_ip_address()
+        settings, config = resolve_settings({"log_requests": False} | chosen.engine_flags | flags, {"host": host})
+        listening = socket.create_server((host, 0))
+        opened = role_of(chosen, config, settings, listening)
+        self._server, self._context = make_server(settings, config, listening, open_role=opened, progress=False)
+        self._worker = threading.Thread(target=self._server.run, kwargs={"sockets": [listening]}, daemon=True)
+        self._worker.start()
+        self._role, self._url = role, f"http://{host}:{listening.getsockname()[1]}"
+        self._registry, self._over = registry(fleet), threading.Event()
+        self._beats = threading.Thread(target=self._beat, daemon=True)
+        self._beats.start()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Returns the metric for Serve's autoscaler."""
-        return {METRIC: float(self.worker.requests)}
+        return {METRIC: float(self._context.engine.num_unfinished)}
 
     def check_health(self) -> None:
         """Raises an error if the worker stopped; Ray then restarts the replica."""
-        if not self.worker.alive:
+        if not (self._worker.is_alive() and self._context.engine.running):
             raise RuntimeError("the worker stopped")
 
     def __del__(self) -> None:
         # Serve does not know about running streams, so the replica lets them finish here.
         self._over.set()
-        self._thread.join()
-        self._registry.leave.remote(self._role, self.worker.url)
+        self._beats.join()
+        self._registry.leave.remote(self._role, self._url)
         time.sleep(2 * _BEAT)  # until the router has read the registry
-        self.worker.close(_DRAIN)
+        self._server.should_exit = True
+        self._worker.join(_DRAIN)
 
     def _beat(self) -> None:
         while not self._over.wait(_BEAT):
-            if self.worker.ready:
-                ray.get(self._registry.beat.remote(self._role, self.worker.url))
+            if self._context.ready:
+                ray.get(self._registry.beat.remote(self._role, self._url))
 
 
 def front(fleet: str, settings: dict[str, Any]) -> FastAPI:

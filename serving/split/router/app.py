@@ -1,7 +1,6 @@
 """The router's ASGI application: forwards requests of OpenAI's and Anthropic's APIs to workers.
 
-It applies the same limits as a server, and validates requests before it forwards them. It answers invalid requests
-itself, so that they never count as failures of a worker.
+It applies the same limits as a server, and answers invalid requests itself, so that no worker is blamed for them.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ from serving.api.http.protocol.common import TextRequest
 from serving.api.http.protocol.messages import Conversation
 from serving.api.metrics import Families, Labels, Metrics
 from serving.split.http.peer import headers as own_key
-from serving.split.router.client_request import ClientRequest
 from serving.split.router.event_followers import EventFollowers
-from serving.split.router.placement import PlacementStats
+from serving.split.router.placement import ClientRequest, PlacementStats
 from serving.split.router.relay import Relay, RelayStats
 from serving.split.router.workers import Fleet
 from serving.split.settings import RouterSettings
@@ -49,8 +47,8 @@ def create_router(settings: RouterSettings) -> FastAPI:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
     client = httpx.AsyncClient(timeout=timeout, limits=limits)
     # The fleet's key is for the router's own requests. Clients' requests are forwarded with the clients' keys.
-    fleet = Fleet.of(settings.prefill, settings.decode, client, own_key(settings.api_key), settings.seal)
-    fleet.max_worker_requests = settings.max_worker_requests
+    key, most = own_key(settings.api_key), settings.max_worker_requests
+    fleet = Fleet(settings.prefill, settings.decode, client, key, settings.seal, most)
     following = EventFollowers(fleet) if settings.routing == "events" else None
     relay = Relay(fleet, settings, following)
     metrics = Metrics("router")
@@ -89,23 +87,27 @@ def create_router(settings: RouterSettings) -> FastAPI:
     async def stored_response(response_id: str) -> Response:
         raise ApiError(404, "the router does not store responses", code="response_not_found")
 
+    async def ask(request: Request) -> Response:
+        path = request.scope["route"].path
+        forwarded = ClientRequest(path, await request.body(), {}, _headers(request))
+        answer = await until_gone(request.receive, relay.ask(path, forwarded))
+        return Response(answer.content, answer.status_code, media_type="application/json")
+
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(body: Conversation, request: Request) -> Response:
-        return await _ask(relay, "/v1/messages/count_tokens", request)
+        return await ask(request)
 
     app.include_router(unsupported_routes.router)
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-        return await _ask(relay, "/tokenize", request)
+        return await ask(request)
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-        return await _ask(relay, "/detokenize", request)
+        return await ask(request)
 
-    @app.get("/v1/models")
-    async def models(request: Request) -> Response:
-        return await _ask(relay, "/v1/models", request)
+    app.get("/v1/models")(ask)
 
     @app.get("/ping")
     @app.get("/health")
@@ -134,12 +136,6 @@ def _stored_conversation(_: str) -> Sequence[dict[str, Any]]:
     raise ApiError(
         400, "the router does not store responses; send the whole conversation as input", param="previous_response_id"
     )
-
-
-async def _ask(relay: Relay, path: str, request: Request) -> Response:
-    forwarded = ClientRequest(path, await request.body(), {}, _headers(request))
-    answer = await until_gone(request.receive, relay.ask(path, forwarded))
-    return Response(answer.content, answer.status_code, media_type="application/json")
 
 
 def _headers(request: Request) -> dict[str, str]:

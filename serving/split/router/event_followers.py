@@ -1,7 +1,6 @@
 """The states that workers can continue from, according to their routing events (`serving.split.http.events`).
 
-One task reads each worker's stream. If a stream ends, times out or is malformed, the task discards what it reported and
-starts it again with a snapshot; until then the worker counts as one without a stream.
+If a stream ends, times out or is malformed, what it reported is discarded, and it is started again with a snapshot.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 import httpx
 
 from serving.core.cache.content import SIZE, Chain, Name, Scope, State
-from serving.core.tiers.directory import Directory, Resumable
+from serving.core.tiers.journal import Directory, Resumable
 from serving.split.router.workers import Fleet, Remote
 
 log = logging.getLogger(__name__)
@@ -93,12 +92,8 @@ class EventFollowers:
         try:
             while True:
                 workers = {*self._fleet.prefill, *self._fleet.decode}
-                for worker in [worker for worker in self._tasks if worker not in workers]:
+                for worker in self._tasks.keys() - workers:
                     self._tasks.pop(worker).cancel()
-                for worker in [worker for worker, task in self._tasks.items() if task.done()]:
-                    log.error("the task that reads events of %s ended; restarted it", worker.url)
-                    self._forget(worker)
-                    del self._tasks[worker]
                 for worker in workers - self._tasks.keys():
                     self._tasks[worker] = asyncio.create_task(self._keep_reading(worker))
                 await asyncio.sleep(interval)
@@ -123,10 +118,8 @@ class EventFollowers:
 
     def can_share(self, one: Remote, other: Remote) -> bool:
         """Returns whether both workers have the same weights, unchanged since their start."""
-        streams = [self._streams.get(worker) for worker in (one, other)]
-        return len({(each.model, each.weights) if each else None for each in streams}) == 1 and all(
-            each is not None and not each.weights for each in streams
-        )
+        first, second = self._streams.get(one), self._streams.get(other)
+        return bool(first and second and first.model == second.model and not first.weights and not second.weights)
 
     @property
     def knows_any(self) -> bool:

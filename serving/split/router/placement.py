@@ -1,7 +1,6 @@
 """Choice of a worker for a prompt: the one with the least work, according to the states that workers hold, or by text.
 
-Names of states are hashes of tokens, so the prompt must be tokenised. The router sends it to a worker, which has the
-fleet's chat template and settings. If the worker takes longer than a second, the router chooses by text.
+Names of states are hashes of tokens, so a worker, which has the chat template, tokenizes the prompt for the router.
 """
 
 from __future__ import annotations
@@ -17,9 +16,10 @@ from typing import Any
 import httpx
 from pydantic import ValidationError
 
+from serving.api.http.apis.text_api import TEXT_APIS
 from serving.core.placing import price
 from serving.core.stats import exported, metric
-from serving.core.tiers.directory import Resumable
+from serving.core.tiers.journal import Resumable
 from serving.split.router.event_followers import EventFollowers
 from serving.split.router.workers import Fleet, Remote, choose
 from serving.split.settings import RouterSettings
@@ -62,6 +62,58 @@ class PlacementStats:
     )
 
 
+@dataclass(frozen=True)
+class ClientRequest:
+    """One request of a client, and properties of its prompt that need no tokenizer."""
+
+    kind: str
+    """The path below `/v1/`, a key of `TEXT_APIS`."""
+    content: bytes
+    """The body, forwarded unchanged."""
+    body: dict[str, Any]
+    """The parsed and validated body."""
+    headers: dict[str, str]
+    """The headers to forward."""
+
+    def message(self, **fields: Any) -> bytes:
+        """Returns a message to a worker: these fields, and the unchanged body as `body`."""
+        return json.dumps(fields).encode()[:-1] + b', "body": ' + self.content + b"}"
+
+    @property
+    def stream(self) -> bool:
+        """Whether the response is streamed."""
+        return bool(self.body.get("stream"))
+
+    @property
+    def skippable(self) -> bool:
+        """Whether the worker may skip the prompt's tokens, because no output needs their computation."""
+        body = self.body
+        if any(body.get(name) is not None for name in ("prompt_logprobs", "prompt_logprob_token_ids")):
+            return False
+        return not (body.get("echo") and body.get("logprobs") is not None)
+
+    @property
+    def splittable(self) -> bool:
+        """Whether a prefill worker can compute the prompt: there is one prompt, and it is `skippable`."""
+        if not self.skippable:
+            return False
+        if self.kind != "completions":
+            return True
+        prompt = self.body.get("prompt")
+        if isinstance(prompt, list):
+            return bool(prompt) and isinstance(prompt[0], int)
+        return isinstance(prompt, str)
+
+    @property
+    def text(self) -> str:
+        """Text for choosing workers: prompts with the same beginning have texts with the same beginning."""
+        fields: Any = [
+            self.body[name] for name in TEXT_APIS[self.kind].prompt_fields if self.body.get(name) is not None
+        ]
+        fields = fields[0] if len(fields) == 1 else fields
+        return fields if isinstance(fields, str) else json.dumps(fields)
+
+
 class Placement:
     """Chooses workers."""
 
@@ -69,18 +121,19 @@ class Placement:
         self.fleet, self.settings, self.following = fleet, settings, following
         self.stats = PlacementStats()
 
-    async def look(self, kind: str, content: bytes, body: dict[str, Any], headers: Mapping[str, str]) -> PromptMatch:
+    async def look(self, asked: ClientRequest) -> PromptMatch:
         """Finds how much of a request's prompt each worker has."""
+        body = asked.body
         following = self.following
         if following is None or not following.knows_any or not self._has_choice:
             return PromptMatch(tokens=_guess(body))
         prompt_field = body.get("prompt")
         # Workers with several keys may separate their caches by key, and only they know the salts.
-        separated = len(set(self.settings.api_key)) != 1 and bool(headers.keys() & {"authorization", "x-api-key"})
+        separated = len(set(self.settings.api_key)) != 1 and bool(asked.headers.keys() & {"authorization", "x-api-key"})
         if (
             not separated
             and not following.serves_adapters
-            and kind == "completions"
+            and asked.kind == "completions"
             and isinstance(prompt_field, list)
             and all(isinstance(each, int) for each in prompt_field)
         ):
@@ -89,7 +142,7 @@ class Placement:
             except ValidationError:  # the worker will report the error
                 return PromptMatch(untold=True, tokens=_guess(body))
         else:
-            answer = await self._tokenise(kind, content, headers)
+            answer = await self._tokenize(asked)
             if answer is None:
                 return PromptMatch(untold=True, tokens=_guess(body))
             prompt = answer
@@ -171,21 +224,21 @@ class Placement:
         counts[worker.role, tier] = counts.get((worker.role, tier), 0) + state.position
         stats.saved_tokens += max(0, state.position - (other.position if other is not None else 0))
 
-    async def _tokenise(self, kind: str, content: bytes, headers: Mapping[str, str]) -> Tokens | None:
+    async def _tokenize(self, asked: ClientRequest) -> Tokens | None:
         following, fleet = self.following, self.fleet
         assert following is not None
         able = [worker for worker in (*fleet.decode, *fleet.prefill) if worker.up and following.has_stream(worker)]
         if not able:
             return None
         worker = min(able, key=lambda each: each.load)
-        message = json.dumps({"kind": kind}).encode()[:-1] + b', "body": ' + content + b"}"
-        whole = {**headers, "content-type": "application/json"}
+        message = asked.message(kind=asked.kind)
+        headers = {**asked.headers, "content-type": "application/json"}
         begin, answer = time.monotonic(), bytearray()
         try:
             async with (
                 asyncio.timeout(_PATIENCE),
                 fleet.client.stream(
-                    "POST", worker.url + _PATH, content=message, headers=whole, auth=fleet.auth
+                    "POST", worker.url + _PATH, content=message, headers=headers, auth=fleet.auth
                 ) as response,
             ):
                 async for piece in response.aiter_bytes():

@@ -3,7 +3,6 @@
 A request has one deadline, from its arrival to the first piece of the response (or to all of it, without streaming);
 messages to workers contain the time left. If a worker answers 503 or 429, or a connection fails, the router tries
 another worker; health checks decide whether the worker is down (`Fleet.lost_request`). It forwards any other answer.
-Failures of this process (an invalid header, no free file descriptor) never count against a worker.
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ from pydantic import BaseModel, ValidationError
 from checkpoints.errors import one_line
 from serving.api.http.errors import ApiError
 from serving.core.stats import exported
-from serving.split.http.peer import error_message
-from serving.split.router.client_request import ClientRequest
+from serving.split.http.peer import error_of
 from serving.split.router.event_followers import EventFollowers
-from serving.split.router.placement import Placement, PromptMatch
+from serving.split.router.placement import ClientRequest, Placement, PromptMatch
 from serving.split.router.workers import Fleet, Remote, choose, local_failure
 from serving.split.settings import RouterSettings
 from serving.split.wire import ShareRequest, Ticket
@@ -116,7 +114,7 @@ class Relay:
         key = text[: settings.affinity].encode(errors="replace")
         prefills = asked.splittable and len(text) > settings.split_above and bool(self.fleet.prefill)
         ticket: Ticket | None = None
-        match = await self.placement.look(asked.kind, asked.content, asked.body, asked.headers)
+        match = await self.placement.look(asked)
         tried, lost = list[Remote](), list[Remote]()
         try:
             while True:
@@ -191,21 +189,20 @@ class Relay:
         while (worker := self.placement.choose(fleet.prefill, key, match, without=tried, counts=first)) is not None:
             tried.append(worker)
             first, left = False, until - time.monotonic()
-            head = {"kind": asked.kind, "handoff": settings.handoff, "seconds": max(0.001, left)}
-            message = json.dumps(head).encode()[:-1] + b', "body": ' + asked.content + b"}"
+            message = asked.message(kind=asked.kind, handoff=settings.handoff, seconds=max(0.001, left))
             try:
                 with worker.busy(), worker.computing(match.to_compute(worker)):
-                    async with self._attended(worker, until):
-                        answer = await self._post(worker.url, "/split/prefill", message, asked.headers)
+                    answer = await self._post(worker, "prefill", message, asked, until)
                 if answer.status_code == 200:
                     ticket = Ticket.model_validate_json(answer.content)
                     return ticket if ticket.position else None
-                if answer.status_code < 500 and answer.status_code not in _BUSY:
-                    # The request is invalid, too long for this worker, or names an adapter that this worker does not
-                    # have: the decode worker decides.
-                    log.info("prefill worker %s: %s", worker.url, error_message(answer.status_code, answer.content))
+                # It may be invalid, too long for this worker, or name an adapter that this worker does not have: then
+                # the decode worker decides.
+                refused = answer.status_code < 500 and answer.status_code not in _BUSY
+                why, level = error_of(answer.status_code, answer.content), logging.INFO if refused else logging.WARNING
+                log.log(level, "prefill worker %s: %s", worker.url, why.message)
+                if refused:
                     return None
-                log.warning("prefill worker %s: %s", worker.url, error_message(answer.status_code, answer.content))
             except (WorkerLost, ValidationError) as error:
                 fleet.lost_request(worker, one_line(error))
                 lost.append(worker)
@@ -220,14 +217,10 @@ class Relay:
         if owner is None or match.prompt is None or not asked.skippable:
             return None
         own = match.states.get(worker)
-        share = ShareRequest(
-            tokens=match.prompt.tokens, salt=match.prompt.salt, adapter=match.prompt.adapter,
-            beyond=own.position if own is not None else 0,
-        )  # fmt: skip
+        share = ShareRequest(**dict(match.prompt), beyond=own.position if own is not None else 0)
         try:
-            async with self._attended(owner, until, self.settings.share_timeout):
-                message = share.model_dump_json().encode()
-                answer = await self._post(owner.url, "/split/share", message, asked.headers)
+            message = share.model_dump_json().encode()
+            answer = await self._post(owner, "share", message, asked, until, self.settings.share_timeout)
             if answer.status_code == 200:
                 ticket = Ticket.model_validate_json(answer.content)
                 if ticket.shared and ticket.prompt_token_ids == match.prompt.tokens:
@@ -248,14 +241,13 @@ class Relay:
         left = min(until - time.monotonic(), self.settings.share_timeout if ticket.shared else math.inf)
         message = ticket.model_copy(update={"patience": max(0.001, left)}).model_dump_json().encode()
         try:
-            async with self._attended(worker, until, most):
-                reply = await self._post(worker.url, "/split/expect", message, asked.headers)
+            reply = await self._post(worker, "expect", message, asked, until, most)
             if reply.status_code == 200:
                 if not ticket.shared or Accepted.model_validate_json(reply.content).accepted:
                     return True
                 await self._release(ticket)  # computing is expected to be faster
                 return False
-            why = error_message(reply.status_code, reply.content)
+            why = error_of(reply.status_code, reply.content).message
         except ValidationError:
             why = "invalid answer"
         except WorkerSilent as error:
@@ -334,38 +326,35 @@ class Relay:
                 raise WorkerLost("it is down") from None
             raise WorkerSilent(f"no answer within {seconds:g} s") from None
         except httpx.HTTPError as error:
-            _check_local(error)
+            if isinstance(error, httpx.LocalProtocolError):
+                raise ApiError(400, f"the request cannot be forwarded to a worker: {error}") from None
+            if (cause := local_failure(error)) is not None:
+                why = f"the router cannot open a connection: {cause}"
+                raise ApiError(503, why, code="busy", headers=_RETRY) from None
             raise WorkerLost(one_line(error)) from None
 
-    async def _post(self, url: str, path: str, message: bytes, headers: dict[str, str]) -> httpx.Response:
-        fleet = self.fleet
-        return await fleet.client.post(url + path, content=message, headers=_as_json(headers), auth=fleet.auth)
+    async def _post(
+        self, worker: Remote, name: str, message: bytes, asked: ClientRequest, until: float, seconds: float = math.inf
+    ) -> httpx.Response:
+        """Returns a worker's answer to a message of the fleet; see `_attended`."""
+        async with self._attended(worker, until, seconds):
+            return await self._send(worker.url, name, message, asked.headers)
+
+    async def _send(self, url: str, name: str, message: bytes, headers: dict[str, str]) -> httpx.Response:
+        client, auth = self.fleet.client, self.fleet.auth
+        return await client.post(f"{url}/split/{name}", content=message, headers=_as_json(headers), auth=auth)
 
     async def _release(self, ticket: Ticket) -> None:
         message = json.dumps({"id": ticket.id, "wanted": False}).encode()
         try:
             # Not `attended`: the state's worker may be down, and then its lease expires.
-            await asyncio.wait_for(self._post(ticket.worker, "/split/release", message, self.fleet.headers), _RELEASE)
+            await asyncio.wait_for(self._send(ticket.worker, "release", message, self.fleet.headers), _RELEASE)
         except (TimeoutError, httpx.HTTPError) as error:
             log.debug("could not release a state, its lease will expire: %s", error)
 
 
 def _as_json(headers: dict[str, str]) -> dict[str, str]:
     return headers | {"content-type": "application/json"}
-
-
-def _check_local(error: Exception) -> None:
-    """Checks that an HTTP client's error may be the worker's.
-
-    Raises:
-        ApiError: the cause is on this machine.
-    """
-    why = local_failure(error)
-    if why is None:
-        return
-    if isinstance(error, httpx.LocalProtocolError):
-        raise ApiError(400, f"the request cannot be forwarded to a worker: {why}") from None
-    raise ApiError(503, f"the router cannot open a connection: {why}", code="busy", headers=_RETRY) from None
 
 
 def _no_worker(role: str, workers: list[Remote], lost: list[Remote]) -> ApiError:

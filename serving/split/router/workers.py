@@ -19,8 +19,7 @@ from pydantic import ValidationError
 
 from serving.api.http.errors import TOO_MANY_CONNECTIONS
 from serving.core.placing import Workload
-from serving.split.http.peer import error_code
-from serving.split.http.sealed import SealAuth
+from serving.split.http.peer import SealAuth, error_of
 from serving.split.manifest import Manifest, ManifestMismatch, check
 from serving.split.seal import Seal
 
@@ -34,8 +33,8 @@ _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM,
 
 
 def local_failure(error: BaseException | None) -> str | None:
-    """Returns the cause of an HTTP client's error if it is on this machine: a message that the client refuses to send,
-    or no file descriptor, port or memory for a connection. Returns None if the worker may be the cause."""
+    """Returns the cause of an HTTP client's error if it is on this machine (a message that the client refuses to send,
+    or no descriptor, port or memory for a connection), so that no worker is blamed for it; None otherwise."""
     if isinstance(error, httpx.LocalProtocolError | httpx.UnsupportedProtocol):
         return str(error)
     waiting, seen = [error], set[int]()
@@ -150,48 +149,34 @@ def _weight(url: str, key: bytes) -> bytes:
     return hashlib.blake2b(key, key=url.encode()[:64], digest_size=8).digest()
 
 
-@dataclass
 class Fleet:
-    """All workers of a router, and their health checks."""
+    """All workers of a router, and their health checks.
 
-    prefill: list[Remote]
-    decode: list[Remote]
-    client: httpx.AsyncClient
-    headers: dict[str, str] = field(default_factory=dict)
-    """Headers of the router's own requests."""
-    seal: Seal = field(default_factory=Seal)
-    """Signs messages with the fleet's secret."""
-    auth: httpx.Auth = field(init=False)
-    """Signs the router's requests to workers."""
-    mismatched: dict[tuple[str, str], str] = field(default_factory=dict)
-    """Pairs of (prefill, decode) that cannot exchange states, and why."""
-    max_worker_requests: int = 1 << 30
-    """Maximum number of running requests per worker."""
-    patience: float = 5.0
-    """Seconds to wait for a health check."""
-    _checks: dict[Remote, asyncio.Task[None]] = field(default_factory=dict)
-    """Running health checks after lost requests."""
+    Args:
+        prefill, decode: URLs of workers.
+        client: sends all requests to workers.
+        headers: headers of the router's own requests.
+        seal: signs messages with the fleet's secret.
+        max_worker_requests: maximum number of running requests per worker.
+    """
 
-    def __post_init__(self) -> None:
-        self.auth = SealAuth(self.seal)
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         prefill: Iterable[str],
         decode: Iterable[str],
         client: httpx.AsyncClient,
         headers: dict[str, str] | None = None,
         seal: Seal | None = None,
-    ) -> Fleet:
-        """Returns a fleet of the workers at these URLs."""
-        return cls(
-            [Remote(url.rstrip("/"), "prefill") for url in prefill],
-            [Remote(url.rstrip("/"), "decode") for url in decode],
-            client,
-            headers or {},
-            seal or Seal(),
-        )
+        max_worker_requests: int = 1 << 30,
+    ) -> None:
+        self.prefill = [Remote(url.rstrip("/"), "prefill") for url in prefill]
+        self.decode = [Remote(url.rstrip("/"), "decode") for url in decode]
+        self.client, self.headers, self.auth = client, headers or {}, SealAuth(seal or Seal())
+        self.max_worker_requests, self._patience = max_worker_requests, 5.0
+        self.mismatched: dict[tuple[str, str], str] = {}
+        """Pairs of (prefill, decode) that cannot exchange states, and why."""
+        self._checks: dict[Remote, asyncio.Task[None]] = {}
+        """Running health checks after lost requests."""
 
     def follow(self, prefill: Iterable[str], decode: Iterable[str]) -> None:
         """Replaces the lists of workers. Running requests of removed workers continue."""
@@ -206,7 +191,7 @@ class Fleet:
 
     async def watch(self, interval: float, patience: float = 5.0) -> None:
         """Checks every worker's health every `interval` seconds. A check waits `patience` seconds for its answer."""
-        self.patience = patience
+        self._patience = patience
         while True:
             await asyncio.gather(*(self._check_health(worker) for worker in (*self.prefill, *self.decode)))
             self._compare()
@@ -226,10 +211,10 @@ class Fleet:
 
     async def _check_health(self, worker: Remote, *, with_manifest: bool = True) -> None:
         try:
-            async with asyncio.timeout(self.patience):
+            async with asyncio.timeout(self._patience):
                 answer = await self.client.get(f"{worker.url}/ready", headers=self.headers)
                 up, manifest = answer.status_code == 200, None
-                if answer.status_code == 503 and error_code(answer.content) == TOO_MANY_CONNECTIONS:
+                if answer.status_code == 503 and error_of(503, answer.content).code == TOO_MANY_CONNECTIONS:
                     worker.missed = worker.lost = 0  # it answers: keep its state
                     return
                 if up and with_manifest and (worker.manifest is None or not worker.up):
@@ -256,7 +241,7 @@ class Fleet:
             worker.up = True
         elif not up:
             worker.failures += worker.up
-            worker.mark_down(why, self.patience)
+            worker.mark_down(why, self._patience)
 
     def _compare(self) -> None:
         """Logs each pair of workers that cannot exchange states, once."""

@@ -1,33 +1,47 @@
-"""Transports of arrays between workers: one interface, two implementations."""
+"""Transports of arrays between workers: their interface here, and two implementations."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any, Protocol
 
-from serving.split.transport.base import Transport, TransportError
-from serving.split.transport.jax_transfer import JaxTransport
-from serving.split.transport.tcp import TcpTransport
-
-__all__ = ["JaxTransport", "TcpTransport", "Transport", "TransportError", "open_transports"]
-
-log = logging.getLogger(__name__)
-
-_KINDS: dict[str, Callable[[str], Transport]] = {"jax": JaxTransport, "tcp": TcpTransport}
+import jax
 
 
-def open_transports(kinds: Sequence[str], host: str) -> dict[str, Transport]:
-    """Returns the transports of a worker by kind, listening on free ports of `host`. Empty `kinds`: all available ones.
+class TransportError(RuntimeError):
+    """Arrays could not be transferred in time. The message is one line."""
 
-    Raises:
-        TransportError: a requested transport is not available.
+
+class Transport(Protocol):
+    """Transfers lists of arrays, each list once, under a key that the sender chooses.
+
+    The sender calls `offer` and `drain`, the receiver `fetch`. Any thread may call them.
     """
-    opened: dict[str, Transport] = {}
-    for kind in kinds or _KINDS:
-        try:
-            opened[kind] = _KINDS[kind](host)
-        except TransportError as error:
-            if kinds or kind == "tcp":
-                raise
-            log.warning("states are transferred by tcp: %s", error)
-    return opened
+
+    @property
+    def address(self) -> str:
+        """Address from which other workers can fetch."""
+        ...
+
+    def offer(self, key: int, arrays: Sequence[jax.Array]) -> None:
+        """Keeps arrays until they are fetched or drained. Their computation may not have finished."""
+        ...
+
+    def drain(self, key: int, *, taken: bool = False) -> None:
+        """Releases the memory soon: the arrays were fetched (`taken`: the receiver confirmed it) or will never be.
+
+        Ignores unknown keys.
+        """
+        ...
+
+    def fetch(self, address: str, key: int, specs: Sequence[jax.ShapeDtypeStruct], timeout: float) -> list[Any]:
+        """Fetches arrays with exactly these shapes and dtypes.
+
+        Raises:
+            TransportError: the arrays did not arrive within `timeout` seconds, or differ from `specs`.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stops listening."""
+        ...

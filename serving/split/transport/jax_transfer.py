@@ -1,8 +1,7 @@
 """Transfers from device to device with JAX's transfer engine, `jax.experimental.transfer`.
 
-The engine has a table of offered arrays, from which a peer pulls by key. This module adds time limits. A pull of an
-unknown key would wait forever, so the receiver sets a deadline. An offer that no peer pulls would stay forever, so the
-sender pulls it itself.
+The engine has a table of offered arrays, from which a peer pulls by key, and no time limits. So the receiver sets a
+deadline, and the sender itself pulls an offer that no peer pulled.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from checkpoints.errors import one_line
-from serving.split.transport.base import TransportError
+from serving.split.transport import TransportError
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +89,8 @@ class JaxTransport:
         except RuntimeError as error:
             if isinstance(error, TransportError):
                 raise
-            self._forget(address)
+            with self._lock:
+                self._connections.pop(address, None)  # the next fetch connects again
             raise TransportError(f"fetching from {address} failed: {one_line(error, 200)}") from None
         arrived = iter(arrays)
         return [next(arrived) if math.prod(spec.shape) else jnp.zeros(spec.shape, spec.dtype) for spec in specs]
@@ -120,8 +120,3 @@ class JaxTransport:
             if connection is None:
                 connection = self._connections[address] = self._server.connect(address)
         return connection.pull(key, list(specs))
-
-    def _forget(self, address: str) -> None:
-        """Makes the next fetch from `address` connect again."""
-        with self._lock:
-            self._connections.pop(address, None)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from serving.split.transport.base import TransportError
+from serving.split.transport import TransportError
 
 _KEY = struct.Struct("!Q")
 _LENGTH = struct.Struct("!I")
@@ -44,17 +44,9 @@ class TcpTransport:
         self._lock = threading.Lock()
         self._readers = threading.BoundedSemaphore(_MOST_READERS)
         self._silent: dict[socket.socket, None] = {}
-        transport = self
-
-        class Handler(socketserver.BaseRequestHandler):
-            def handle(self) -> None:
-                with contextlib.suppress(OSError):
-                    transport._serve(self.request)
-
-        self._server = _Server((host, 0), Handler)
+        self._server = _Server((host, 0), lambda connection, *_: self._serve(connection))  # type: ignore[arg-type]
         self.address = f"{host}:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, name="tcp-transport", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._server.serve_forever, name="tcp-transport", daemon=True).start()
 
     def offer(self, key: int, arrays: Sequence[jax.Array]) -> None:
         with self._lock:
@@ -94,27 +86,27 @@ class TcpTransport:
         self._server.server_close()
 
     def _serve(self, connection: socket.socket) -> None:
-        arrays = self._requested(connection)
-        until = time.monotonic() + _SERVING
-        if arrays is None:
-            _send(connection, _LENGTH.pack(0), until)
-            return
-        # Only workers with a ticket know a key, so other connections cannot occupy this semaphore.
-        if not self._readers.acquire(timeout=_SERVING):
-            return
-        try:
-            header = _header(arrays[1])
-            _send(connection, _LENGTH.pack(len(header)) + header, until)
-            for array in arrays[1]:
-                content = np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8).data
-                _send(connection, content, until)
-                _send(connection, _CHECKSUM.pack(zlib.crc32(content)), until)
-        finally:
-            self._readers.release()
-        self.drain(arrays[0])
+        with contextlib.suppress(OSError):
+            key = self._requested_key(connection)
+            until = time.monotonic() + _SERVING
+            with self._lock:
+                arrays = self._offered.get(key)
+            if arrays is None:
+                _send(connection, _LENGTH.pack(0), until)
+            # Only workers with a ticket know a key, so other connections cannot occupy this semaphore.
+            elif self._readers.acquire(timeout=_SERVING):
+                try:
+                    header = _header(arrays)
+                    _send(connection, _LENGTH.pack(len(header)) + header, until)
+                    for array in arrays:
+                        content = np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8).data
+                        _send(connection, content, until)
+                        _send(connection, _CHECKSUM.pack(zlib.crc32(content)), until)
+                finally:
+                    self._readers.release()
+                self.drain(key)
 
-    def _requested(self, connection: socket.socket) -> tuple[int, list[jax.Array]] | None:
-        """Returns the key that a connection sends, and its arrays; None for an unknown key."""
+    def _requested_key(self, connection: socket.socket) -> int:
         with self._lock:
             self._silent[connection] = None
             oldest = next(iter(self._silent)) if len(self._silent) > _MOST_SILENT else None
@@ -124,13 +116,10 @@ class TcpTransport:
             with contextlib.suppress(OSError):
                 oldest.shutdown(socket.SHUT_RDWR)
         try:
-            (key,) = _KEY.unpack(_exactly(connection, _KEY.size, time.monotonic() + _KEY_SECONDS))
+            return int(_KEY.unpack(_exactly(connection, _KEY.size, time.monotonic() + _KEY_SECONDS))[0])
         finally:
             with self._lock:
                 self._silent.pop(connection, None)
-        with self._lock:
-            arrays = self._offered.get(key)
-        return None if arrays is None else (key, arrays)
 
 
 class _Server(socketserver.ThreadingTCPServer):

@@ -88,7 +88,7 @@ def _closes(wire):
 def test_a_router_retries_elsewhere_what_a_full_worker_refuses():
     async def run(urls):
         async with httpx.AsyncClient() as client:
-            fleet = Fleet.of([], urls, client)
+            fleet = Fleet([], urls, client)
             relay, served = Relay(fleet, RouterSettings.create(decode=tuple(urls))), []
             for i in range(8):
                 answer = await relay.answer(asked("completions", BODY | {"prompt": f"text {i}"}))

@@ -78,7 +78,7 @@ def _worker(on: SharedEngines, engine, flags: dict[str, Any]) -> Worker:
     built: Any = SimpleNamespace(
         engine=engine, model=on.model, config=config, size=SimpleNamespace(max_model_len=MAX_LEN)
     )
-    made = Worker.of(built, {"direct": DirectTransport("differential")}, model=on.name)
+    made = Worker(built, {"direct": DirectTransport("differential")}, model=on.name)
     made.programs = _points(made.arrangement)
     return made
 

@@ -15,12 +15,13 @@ import pytest
 from fastapi import APIRouter, FastAPI
 
 from serving.api.http.errors import ApiError
-from serving.split.http.peer import HttpPeer
-from serving.split.http.sealed import SealAuth, sealed
+from serving.split.http.offering import sealed
+from serving.split.http.peer import HttpPeer, SealAuth
 from serving.split.seal import HEADER as HEADER_OF_SEALS
 from serving.split.seal import Seal, SealChecker
-from serving.split.transport import TcpTransport, TransportError
+from serving.split.transport import TransportError
 from serving.split.transport import tcp as tcp_module
+from serving.split.transport.tcp import TcpTransport
 from serving.split.wire import SplitError, SplitTimeout
 from tests.serving.split.test_handshake import WANT
 from tests.serving.split.test_manifest import BASE

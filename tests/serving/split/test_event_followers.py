@@ -6,8 +6,7 @@ import json
 import pytest
 
 from serving.core.cache.content import Chain, Scope
-from serving.core.tiers.directory import Directory, Resumable
-from serving.core.tiers.journal import Journal
+from serving.core.tiers.journal import Directory, Journal, Resumable
 from serving.split.router import event_followers as following_module
 from tests.support.servers.publishing_workers import PROMPT, B, Servers, run, state_of, until
 

@@ -92,7 +92,7 @@ def test_a_mismatch_is_one_line_on_both_sides(url, fields, caplog):
 class DecodeSide:
     """A decode side that has a manifest and no engine."""
 
-    timeout = 5.0
+    timeout, renew = 5.0, None
     worker = SimpleNamespace(manifest=other(page_size=16), close=lambda: None)
 
     def accept(self, peer, ticket):

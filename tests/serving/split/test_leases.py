@@ -10,8 +10,7 @@ import pytest
 
 from serving.api.http.errors import ApiError
 from serving.split.http import prefill_routes
-from serving.split.http.prefill_routes import PrefillRequest
-from serving.split.http.prompts import WorkerPrompt
+from serving.split.http.prefill_routes import PrefillRequest, WorkerPrompt
 from serving.split.prefill_side import PrefillSide, TooMany
 from tests.serving.split.test_manifest import BASE
 

@@ -8,11 +8,9 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from serving.core.tiers.directory import Resumable
-from serving.core.tiers.journal import Journal
+from serving.core.tiers.journal import Journal, Resumable
 from serving.split.router.app import RelayCollector
-from serving.split.router.client_request import ClientRequest
-from serving.split.router.placement import Placement, PromptMatch
+from serving.split.router.placement import ClientRequest, Placement, PromptMatch
 from serving.split.router.relay import Relay, RelayStats
 from serving.split.router.workers import choose
 from serving.split.settings import RouterSettings

@@ -11,8 +11,8 @@ import pytest
 from serving.api.http.context import Context
 from serving.api.http.errors import ApiError
 from serving.api.http.settings import ServerSettings
-from serving.split.http.sealed import SealAuth
-from serving.split.router.client_request import ClientRequest
+from serving.split.http.peer import SealAuth
+from serving.split.router.placement import ClientRequest
 from serving.split.router.workers import Remote, choose
 from serving.split.seal import HEADER, RECEIVER, Seal, SealChecker
 from tests.support.servers import fake_workers

@@ -17,8 +17,8 @@ from serving.core.tiers.journal import Journal
 from serving.engine.assembly.build import assemble
 from serving.split.http import events
 from serving.split.http.events import events_router
+from serving.split.http.peer import SealAuth
 from serving.split.http.roles import open_role
-from serving.split.http.sealed import SealAuth
 from serving.split.router.app import create_router
 from serving.split.router.workers import choose
 from serving.split.seal import Seal

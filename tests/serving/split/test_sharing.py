@@ -7,9 +7,9 @@ import time
 import httpx
 import pytest
 
-from serving.core.tiers.directory import Resumable
+from serving.core.tiers.journal import Resumable
 from serving.split.decode_side import PEER, DecodeSide
-from serving.split.prefill_side import DirectPeer, PrefillSide, TooMany
+from serving.split.prefill_side import PrefillSide, TooMany
 from serving.split.router.event_followers import EventFollowers, Stream
 from serving.split.router.placement import PromptMatch, Tokens
 from serving.split.router.relay import Relay
@@ -42,7 +42,7 @@ class Replicas:
         return self.lending.share(ShareRequest(tokens=prompt, beyond=beyond, salt=salt), url="here")
 
     def remote(self, ticket):
-        return self.side.accept(DirectPeer(self.lending), ticket)
+        return self.side.accept(self.lending, ticket)
 
     def assert_idle(self):
         for engine in self.engines:
@@ -158,7 +158,7 @@ def answered(workers, busy=9, states=((30, "device"), None), weights=(0, 0), mor
 
     async def run():
         client = httpx.AsyncClient(transport=httpx.MockTransport(workers))
-        fleet = Fleet.of([], ["http://a", "http://b"], client)
+        fleet = Fleet([], ["http://a", "http://b"], client)
         following = EventFollowers(fleet)
         for number, each in enumerate(fleet.decode):
             following._streams[each] = Stream(number, None, weights[number], "same")

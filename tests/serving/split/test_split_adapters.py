@@ -8,7 +8,7 @@ from serving.config import EngineConfig
 from serving.engine.requests.request import LoRARequest
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.split.decode_side import DecodeSide
-from serving.split.prefill_side import ONCE, DirectPeer, PrefillSide, fed_tokens, ticket_of
+from serving.split.prefill_side import ONCE, PrefillSide, fed_tokens, ticket_of
 from serving.split.wire import AdapterMismatch, ShareRequest, SplitError
 from serving.split.worker import Worker
 from tests.support.engines.engines import Continuation, finish
@@ -37,7 +37,7 @@ class AdapterPair:
         built = SimpleNamespace(
             engine=engine, model=self.on.model, config=config, size=SimpleNamespace(max_model_len=MAX_LEN)
         )
-        return Worker.of(built, {"direct": DirectTransport("here")}, model=self.on.name)
+        return Worker(built, {"direct": DirectTransport("here")}, model=self.on.name)
 
     def compute(self, adapter, handoff="full", salt=None):
         self.count += 1
@@ -50,7 +50,7 @@ class AdapterPair:
         return ticket_of(self.there, export, PROMPT, handoff, worker="there", adapter_name=name)
 
     def remote(self, ticket):
-        return self.here.accept(DirectPeer(self.there), ticket)
+        return self.here.accept(self.there, ticket)
 
     def answer(self, adapter, remote=None, salt=None):
         self.count += 1

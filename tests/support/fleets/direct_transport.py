@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from serving.split.transport.base import TransportError
+from serving.split.transport import TransportError
 
 
 class DirectTransport:

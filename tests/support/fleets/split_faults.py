@@ -13,7 +13,7 @@ from typing import ClassVar, Self
 import httpx
 import openai
 
-from serving.split.http.sealed import SealAuth
+from serving.split.http.peer import SealAuth
 from serving.split.seal import Seal
 from tests.support.fleets.processes import Process, router, running, streamed, worker
 from tests.support.servers.stoppable_worker import Stages

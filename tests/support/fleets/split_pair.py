@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import random
 
 from mamba_jax.drafts import MTPCache, MTPDrafts, NGramDrafts
@@ -16,9 +15,9 @@ from serving.engine.steps.batching import PrefillShape
 from serving.points.arrangement import Arrangement
 from serving.points.digest import model_digest
 from serving.split.decode_side import DecodeSide
-from serving.split.prefill_side import ONCE, DirectPeer, PrefillSide, fed_tokens, ticket_of
+from serving.split.prefill_side import ONCE, PrefillSide, fed_tokens, ticket_of
 from serving.split.wire import Ticket
-from serving.split.worker import Worker
+from serving.split.worker import Worker, num_bytes
 from tests.support.engines.engines import Continuation, finish
 from tests.support.engines.step_programs import shared_programs
 from tests.support.fleets.direct_transport import DirectTransport
@@ -84,7 +83,7 @@ def build(mode: str | None = "all", source: str = "none", **flags):
 
 
 def worker(built, transport: str = "here") -> Worker:
-    found = Worker.of(built, {"direct": DirectTransport(transport)}, model=digest())
+    found = Worker(built, {"direct": DirectTransport(transport)}, model=digest())
     if found.arrangement == points().arrangement:
         found.programs = points()
     return found
@@ -110,7 +109,7 @@ class Pair:
             adapters=self.decode.adapters.names if self.decode.adapters is not None else None,
             **sides,
         )
-        self.peer = DirectPeer(self.prefill_side)
+        self.peer = self.prefill_side
         self.count = 0
 
     @staticmethod
@@ -154,8 +153,7 @@ class Pair:
     @property
     def state_bytes(self) -> int:
         """Of one state, as it travels."""
-        specs = self.decode_side.worker.state.values()
-        return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
+        return num_bytes(self.decode_side.worker.state.values())
 
     def assert_idle(self):
         """Nothing is in use on either side, and nothing waits to be fetched."""

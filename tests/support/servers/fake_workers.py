@@ -6,7 +6,7 @@ import json
 import httpx
 
 from serving.split.router.app import create_router
-from serving.split.router.client_request import ClientRequest
+from serving.split.router.placement import ClientRequest
 from serving.split.router.relay import Relay
 from serving.split.router.workers import Fleet
 from serving.split.settings import RouterSettings
@@ -61,7 +61,7 @@ class Workers:
 
 def relay(workers, prefill=("p1", "p2"), decode=("d1", "d2"), **settings):
     client = httpx.AsyncClient(transport=httpx.MockTransport(workers))
-    fleet = Fleet.of([f"http://{name}" for name in prefill], [f"http://{name}" for name in decode], client)
+    fleet = Fleet([f"http://{name}" for name in prefill], [f"http://{name}" for name in decode], client)
     return Relay(fleet, RouterSettings.create(decode=("http://d1",), **settings))
 
 

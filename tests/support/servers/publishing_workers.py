@@ -54,7 +54,7 @@ class Servers:
 
 def fleet_of(servers, decode=("a", "b", "c"), prefill=()):
     client = httpx.AsyncClient(transport=httpx.MockTransport(servers))
-    return Fleet.of([f"http://{name}" for name in prefill], [f"http://{name}" for name in decode], client)
+    return Fleet([f"http://{name}" for name in prefill], [f"http://{name}" for name in decode], client)
 
 
 async def until(condition, seconds=10.0):

@@ -15,7 +15,8 @@ from unittest import mock
 
 from serving.split.decode_side import DecodeSide
 from serving.split.prefill_side import PrefillSide
-from serving.split.transport import JaxTransport, TcpTransport
+from serving.split.transport.jax_transfer import JaxTransport
+from serving.split.transport.tcp import TcpTransport
 
 
 class Stages:

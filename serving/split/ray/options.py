@@ -1,4 +1,4 @@
-"""The number of replicas of a fleet, for Ray Serve's autoscaler.
+"""The options of the Ray Serve application: its arguments by recipient, and the numbers of replicas.
 
 Serve counts calls of its handles, but requests go from the router directly to the workers' ports. Each replica
 therefore reports its running and waiting `requests`, and `wanted` divides their sum by `target_ongoing_requests`.
@@ -9,10 +9,16 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any, Protocol
+import secrets
+from dataclasses import dataclass
+from typing import Any
 
+from serving.api.http.settings import ServerSettings
 from serving.config import ConfigError, EngineConfig
+from serving.split.settings import RouterSettings, SplitSettings
 
+_FIXED = frozenset({"role", "advertise", "host", "port", "prefill", "decode", "resources"})
+"""Settings that the application chooses itself."""
 METRIC = "requests"
 """Name of the metric that a replica reports."""
 _TARGET_REQUESTS = {
@@ -21,17 +27,38 @@ _TARGET_REQUESTS = {
 }
 
 
-class AutoscalingContext(Protocol):
-    """The used part of `ray.serve.config.AutoscalingContext`."""
+@dataclass(frozen=True)
+class Arguments:
+    """Settings of workers, their servers, the router and the engines. Some settings have several recipients."""
 
-    aggregated_metrics: Any
-    """Values by metric and replica."""
-    target_num_replicas: int
-    config: Any
+    split: dict[str, Any]
+    server: dict[str, Any]
+    routing: dict[str, Any]
+    engine: dict[str, Any]
+
+    @classmethod
+    def of(cls, arguments: dict[str, Any]) -> Arguments:
+        """Sorts the arguments of an application. Creates a secret unless one is given.
+
+        Raises:
+            ConfigError: an unknown setting or an invalid value.
+        """
+        named = {"split_secret": secrets.token_hex(32)} | {k: v for k, v in arguments.items() if k not in _FIXED}
+        kinds: tuple[type[Any], ...] = (SplitSettings, ServerSettings, RouterSettings)
+        split, server, routing = (
+            {name: value for name, value in named.items() if name in kind.model_fields} for kind in kinds
+        )
+        engine = {name: value for name, value in named.items() if name not in {*split, *server, *routing}}
+        # Validate here, so that errors do not appear only in a replica's log.
+        for kind, part in zip(kinds, (split, server, routing), strict=True):
+            kind.create(**part)
+        EngineConfig.create(**engine)
+        return cls(split, server, routing, engine)
 
 
-def wanted(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """Returns the number of replicas, and no state. This is an autoscaling policy of Serve."""
+def wanted(context: Any) -> tuple[int, dict[str, Any]]:
+    """Returns the number of replicas, and no state. This is an autoscaling policy of Serve, whose
+    `ray.serve.config.AutoscalingContext` it gets."""
     reported = (context.aggregated_metrics or {}).get(METRIC)
     if not reported:
         return context.target_num_replicas, {}  # no replica has started yet
