@@ -18,7 +18,7 @@ from serving.points import inbox
 from serving.points.arrangement import Arrangement
 from serving.points.point import PointPrograms
 from serving.split.decode_side import DecodeSide
-from serving.split.prefill_side import ONCE, DirectPeer, PrefillSide, fed_tokens, ticket_of
+from serving.split.prefill_side import ONCE, PrefillSide, fed_tokens, ticket_of
 from serving.split.wire import Handoff, Offer, SplitError, StateRequest
 from serving.split.worker import Worker
 from tests.support.engines.delayed_executor import DelayedExecutor
@@ -109,7 +109,7 @@ class OtherSide:
         """As a peer: sometimes there is no answer."""
         if self._rng.random() < self._split.broken:
             raise SplitError("injected: no answer")
-        return DirectPeer(self._there).offer(want, seconds)
+        return self._there.offer(want, seconds)
 
     def renew(self, ids: Sequence[str]) -> None:
         """As a peer."""
