@@ -63,7 +63,8 @@ def test_the_digest_is_of_the_content(directory, tmp_path):
     copy = shutil.copytree(directory, tmp_path / "copy")
     configure(copy, base_model_name_or_path="another name")
     assert read_adapter(copy, CONFIG).digest == first
-    configure(copy, lora_alpha=6)
+    alpha = json.loads((copy / "adapter_config.json").read_text())["lora_alpha"]
+    configure(copy, lora_alpha=2 * alpha)  # numbers of the same bits but for their exponents
     assert read_adapter(copy, CONFIG).digest != first
     change(directory, lambda tensors: tensors[f"{IN_PROJ}.lora_A.weight"].__setitem__((0, 0), 1))
     assert read_adapter(directory, CONFIG).digest != first

@@ -103,7 +103,7 @@ _fault(
     "mamba_jax.train.optimizer:_decayed", lambda sound: lambda values: dict.fromkeys(values, True),
 )  # fmt: skip
 _fault(
-    "T2", "documents that are held out for validation are trained on", TRAINING,
+    "T2", "documents that are held out for validation are trained on", TRAINING[::-1],
     "mamba_jax.train.data:hold_out", lambda sound: lambda streams, share: (dict(streams), sound(streams, share)[1]),
 )  # fmt: skip
 _fault(

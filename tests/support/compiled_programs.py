@@ -45,6 +45,8 @@ class MeasuredProgram(Program):
     """What the host launches, by kind of thunk; `kCommandBuffer` is a CUDA graph."""
     kernels: int = 0
     """Those inside a loop or a conditional are not counted."""
+    sums_in_copies: int = 0
+    """Fusions of a GPU's program that write a concatenation and add numbers up, each sum in one thread."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def measured(programs: SlicePrograms, batch: StepBatch, name: str = "step") -> M
         launches = _launches(Path(dump)) if gpu else None
     memory: Any = compiled.memory_analysis()
     text = compiled.as_text() or ""
-    found: dict[str, Any] = {"launches": launches, "kernels": _kernels(text)}
+    found: dict[str, Any] = {"launches": launches, "kernels": _kernels(text), "sums_in_copies": _sums_in_copies(text)}
     if not gpu:
         traffic = Traffic(text)
         found = {"moved": traffic.total(), "weights": traffic.of_arguments(r"weights\[\d+\]")}
@@ -149,6 +151,11 @@ def _launches(dump: Path) -> dict[str, int]:
 def _kernels(text: str) -> int:
     """Launched by a program for GPU: fusions, the library's and our own, copies."""
     return len(re.findall(r" (?:fusion|custom-call|copy)\(", text[text.find("\nENTRY ") :]))
+
+
+def _sums_in_copies(text: str) -> int:
+    copies = re.findall(r"^%fused_concatenate.*?^}", text, re.MULTILINE | re.DOTALL)
+    return sum(" reduce(" in copy for copy in copies)
 
 
 def least_collectives(config: HybridConfig, partition: Partition) -> dict[str, int]:

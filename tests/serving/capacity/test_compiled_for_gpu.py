@@ -163,6 +163,13 @@ def test_kernels_of_a_layer(model, layer, rows, most, drafts):
     assert 0 < two - one <= most + (not version("jaxlib").startswith("0.10."))
 
 
+@pytest.mark.parametrize(("model", "pattern"), [("nemotron-h-8b", "M*-"), slow("kimi-linear-48b-a3b", "DL-")])
+def test_no_product_of_one_token_is_added_up_within_a_copy(model, pattern):
+    batch = DecodeBatch.empty(rows=1, num_speculative_tokens=0, pages_per_row=64)
+    program, *_ = compiled_for(model, pattern, "h200-1", 0, batch)
+    assert program.sums_in_copies == 0
+
+
 @pytest.mark.parametrize(
     ("model", "outputs", "inputs"), [("qwen3-next-80b-a3b", 12_352, 2048), ("kimi-linear-48b-a3b", 12_544, 2304)]
 )
