@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from mamba_jax.config import ModelConfigError
-from mamba_jax.train.data import Batches, TokenStream, read_streams, save_streams
+from mamba_jax.train.data import Batches, TokenStream, hold_out, read_streams, save_streams
+from mamba_jax.train.validation import validation_sequences
 
 LENGTH = 10
 DOCUMENTS = {"long": [range(0, 1000)], "short": [range(2000 + 7 * i, 2007 + 7 * i) for i in range(40)]}
@@ -59,3 +60,15 @@ def test_what_cannot_be():
         make({"other": 1})
     with pytest.raises(ModelConfigError, match="'few' has 5 tokens"):
         Batches({"few": TokenStream.of([range(5)])}, {"few": 1}, batch_size=1, length=LENGTH, seed=0)
+
+
+def test_documents_are_held_out_and_never_trained_on():
+    streams = {"one": TokenStream.of([[i] * 10 for i in range(10)], aligned=True)}
+    training, held = hold_out(streams, 0.2)
+    assert set(training["one"].tokens) | set(held["one"].tokens) == set(range(10))
+    assert not set(training["one"].tokens) & set(held["one"].tokens)
+    assert len(held["one"].starts) == 2
+    assert held["one"].aligned
+    sequences = validation_sequences(training, length=8, limit=3)
+    assert sequences.shape == (3, 8)
+    assert len({tuple(sequence) for sequence in sequences}) == 3

@@ -8,8 +8,6 @@ import pytest
 import mamba_jax
 from checkpoints.random import write_random
 from checkpoints.resolve import DEMO_DIRECTORY
-from mamba_jax.train.data import TokenStream, hold_out
-from mamba_jax.train.validation import validation_sequences
 from serving.cli.main import run
 from tests.support.models.tiny_configs import TRAINABLE
 
@@ -87,15 +85,3 @@ def test_wrong_settings_are_one_line(folder, tmp_path, capsys, changes, message)
 def test_neither_config_nor_model(capsys):
     assert run(["train", "--output", "x"]) == 2
     assert "give --config (a new model) or --model" in capsys.readouterr().err
-
-
-def test_documents_are_held_out_and_never_trained_on():
-    streams = {"one": TokenStream.of([[i] * 10 for i in range(10)], aligned=True)}
-    training, held = hold_out(streams, 0.2)
-    assert set(training["one"].tokens) | set(held["one"].tokens) == set(range(10))
-    assert not set(training["one"].tokens) & set(held["one"].tokens)
-    assert len(held["one"].starts) == 2
-    assert held["one"].aligned
-    sequences = validation_sequences(training, length=8, limit=3)
-    assert sequences.shape == (3, 8)
-    assert len({tuple(sequence) for sequence in sequences}) == 3
