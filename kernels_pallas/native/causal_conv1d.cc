@@ -14,6 +14,7 @@ namespace ffi = xla::ffi;
 using Floats = ffi::Buffer<ffi::F32>;
 using Ints = ffi::Buffer<ffi::S32>;
 
+constexpr char kSilu[] = "silu";
 constexpr int64_t kBlock = 64;               // channels that are computed together
 constexpr int64_t kWorthSharing = 32 << 10;  // products: fewer are computed before another thread has woken up
 
@@ -71,7 +72,7 @@ void run_as(ffi::ThreadPool& pool, const Stored* x, const float* taps, const flo
       std::max<int64_t>(kWorthSharing / std::max<int64_t>(width * channels, 1), 1));
 }
 
-ffi::Error run(ffi::ThreadPool pool, bool silu, ffi::AnyBuffer x, Floats taps, Floats bias, ffi::AnyBuffer window,
+ffi::Error run(ffi::ThreadPool pool, ffi::Attr<bool, kSilu> silu, ffi::AnyBuffer x, Floats taps, Floats bias, ffi::AnyBuffer window,
                Ints token_row, Ints row_start, ffi::Result<ffi::AnyBuffer> y) {
   const int64_t tokens = x.dimensions()[0], width = taps.dimensions()[0], channels = taps.dimensions()[1];
   if (window.element_type() != x.element_type()) {
@@ -86,9 +87,9 @@ ffi::Error run(ffi::ThreadPool pool, bool silu, ffi::AnyBuffer x, Floats taps, F
   };
   switch (x.element_type()) {
     case ffi::F32:
-      return call(Float32(), silu ? float32_silu : float32);
+      return call(Float32(), *silu ? float32_silu : float32);
     case ffi::BF16:
-      return call(BFloat16(), silu ? bfloat16_silu : bfloat16);
+      return call(BFloat16(), *silu ? bfloat16_silu : bfloat16);
     default:
       return ffi::Error::InvalidArgument("causal_conv1d: x must be float32 or bfloat16");
   }
@@ -96,16 +97,6 @@ ffi::Error run(ffi::ThreadPool pool, bool silu, ffi::AnyBuffer x, Floats taps, F
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(causal_conv1d, run,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Attr<bool>("silu")
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<Ints>()
-                                  .Arg<Ints>()
-                                  .Ret<ffi::AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(causal_conv1d, run);
 
 }  // namespace native

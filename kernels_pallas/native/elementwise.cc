@@ -13,6 +13,7 @@ namespace {
 namespace ffi = xla::ffi;
 using Array = ffi::Buffer<ffi::F32>;
 
+constexpr char kFunction[] = "function";
 constexpr int64_t kBlock = 64;               // elements that are computed together; the last ones are padded
 constexpr int64_t kWorthSharing = 16 << 10;  // elements: fewer are computed before another thread has woken up
 
@@ -80,22 +81,20 @@ ffi::Error each(ffi::ThreadPool& pool, const float* x, float* y, int64_t count) 
   return ffi::Error::Success();
 }
 
-ffi::Error run(ffi::ThreadPool pool, std::string_view function, Array x, ffi::Result<Array> y) {
+ffi::Error run(ffi::ThreadPool pool, ffi::Attr<std::string_view, kFunction> function, Array x, ffi::Result<Array> y) {
   auto call = [&](auto kind) {
     return each<decltype(kind)>(pool, x.typed_data(), y->typed_data(), x.element_count());
   };
-  if (function == "exp") return call(Exp());
-  if (function == "log") return call(Log());
-  if (function == "sigmoid") return call(Sigmoid());
-  if (function == "silu") return call(Silu());
-  if (function == "softplus") return call(Softplus());
+  if (*function == "exp") return call(Exp());
+  if (*function == "log") return call(Log());
+  if (*function == "sigmoid") return call(Sigmoid());
+  if (*function == "silu") return call(Silu());
+  if (*function == "softplus") return call(Softplus());
   return ffi::Error::InvalidArgument("elementwise: unknown function");
 }
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    elementwise, run,
-    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Attr<std::string_view>("function").Arg<Array>().Ret<Array>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(elementwise, run);
 
 }  // namespace native

@@ -61,13 +61,6 @@ ffi::Error run(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Bu
 
 }  // namespace
 
-using Sizes = ffi::Buffer<ffi::S32, 1>;
-XLA_FFI_DEFINE_HANDLER_SYMBOL(grouped_matmul, run,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<Sizes>()
-                                  .Ret<Matrix>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(grouped_matmul, run);
 
 }  // namespace native

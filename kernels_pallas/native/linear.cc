@@ -16,11 +16,6 @@ ffi::Error run(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Re
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(linear, run,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<Matrix>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(linear, run);
 
 }  // namespace native

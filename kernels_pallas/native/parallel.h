@@ -10,6 +10,12 @@
 
 #include "xla/ffi/api/ffi.h"
 
+// The bindings of a handler follow from its signature: of arguments and results by themselves, of XLA's threads by this.
+template <>
+struct xla::ffi::CtxBinding<xla::ffi::ThreadPool> {
+  using Ctx = xla::ffi::ThreadPool;
+};
+
 namespace native {
 
 // Calls body(begin, end) for pieces of [0, items), on the pool's threads and this one; returns when all are done.

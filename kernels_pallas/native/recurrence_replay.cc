@@ -15,6 +15,8 @@ namespace ffi = xla::ffi;
 using Floats = ffi::Buffer<ffi::F32>;
 using Ints = ffi::Buffer<ffi::S32>;
 
+constexpr char kInterval[] = "interval";
+
 struct Sizes {
   int64_t rows, steps, heads, head_dim, groups, state, entries, interval;
 };
@@ -185,7 +187,7 @@ void replay(ffi::ThreadPool& pool, const Sizes& n, const Inputs& in, const Store
 ffi::Error run(ffi::ThreadPool pool, ffi::AnyBuffer states, ffi::AnyBuffer tail_value, ffi::AnyBuffer tail_key,
                Floats tail_log_decay, Floats tail_strength, Floats query, Floats key, Floats value, Floats log_decay,
                Floats strength, Floats skip, Ints anchor_slot, Ints tail_id, Ints anchor_length, Ints length,
-               Ints num_tokens, Ints write_slot, int64_t interval, ffi::ResultBuffer<ffi::F32> y,
+               Ints num_tokens, Ints write_slot, ffi::Attr<int64_t, kInterval> interval, ffi::ResultBuffer<ffi::F32> y,
                ffi::Result<ffi::AnyBuffer> new_states, ffi::Result<ffi::AnyBuffer> new_value,
                ffi::Result<ffi::AnyBuffer> new_key, ffi::ResultBuffer<ffi::F32> new_log_decay,
                ffi::ResultBuffer<ffi::F32> new_strength) {
@@ -197,7 +199,7 @@ ffi::Error run(ffi::ThreadPool pool, ffi::AnyBuffer states, ffi::AnyBuffer tail_
   }
   const auto shape = value.dimensions();
   const auto shared = key.dimensions();
-  const Sizes n{shape[0], shape[1], shape[2], shape[3], shared[2], shared[3], tail_strength.dimensions()[1], interval};
+  const Sizes n{shape[0], shape[1], shape[2], shape[3], shared[2], shared[3], tail_strength.dimensions()[1], *interval};
   const Inputs in{query.typed_data(),       key.typed_data(),           value.typed_data(),  log_decay.typed_data(),
                   strength.typed_data(),    skip.typed_data(),          anchor_slot.typed_data(),
                   tail_id.typed_data(),     anchor_length.typed_data(), length.typed_data(), num_tokens.typed_data(),
@@ -225,32 +227,6 @@ ffi::Error run(ffi::ThreadPool pool, ffi::AnyBuffer states, ffi::AnyBuffer tail_
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(recurrence_replay, run,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Ints>()
-                                  .Arg<Ints>()
-                                  .Arg<Ints>()
-                                  .Arg<Ints>()
-                                  .Arg<Ints>()
-                                  .Arg<Ints>()
-                                  .Attr<int64_t>("interval")
-                                  .Ret<Floats>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<Floats>()
-                                  .Ret<Floats>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(recurrence_replay, run);
 
 }  // namespace native

@@ -10,6 +10,8 @@ using Floats = ffi::Buffer<ffi::F32>;
 using Ints = ffi::Buffer<ffi::S32>;
 using Lanes = Registers<kLanes>::Floats;
 
+constexpr char kErase[] = "erase";
+
 struct Sizes {
   int64_t rows, steps, heads, head_dim, groups, state, decays;
 };
@@ -138,7 +140,7 @@ NATIVE_HOT void steps(const uint16_t* old, uint16_t* next, const Tokens& t, cons
 }
 
 ffi::Error run(ffi::ThreadPool pool, Floats query, Floats key, Floats value, Floats decay, Floats strength, Floats skip,
-               ffi::AnyBuffer store, Ints read_slot, Ints write_slot, bool erase, ffi::ResultBuffer<ffi::F32> y,
+               ffi::AnyBuffer store, Ints read_slot, Ints write_slot, ffi::Attr<bool, kErase> erase, ffi::ResultBuffer<ffi::F32> y,
                ffi::Result<ffi::AnyBuffer> updated) {
   if (store.untyped_data() != updated->untyped_data()) {
     return ffi::Error::Internal("recurrence_update: the store is not updated in place");
@@ -151,7 +153,8 @@ ffi::Error run(ffi::ThreadPool pool, Floats query, Floats key, Floats value, Flo
   auto update = [&](auto* states) {
     using Stored = std::remove_pointer_t<decltype(states)>;
     row_steps(
-        pool, n.rows, n.steps, n.heads, n.head_dim * n.state, read_slot.typed_data(), write_slot.typed_data(), states,
+        pool, n.rows, n.steps, {1, n.head_dim * n.state, n.heads * n.head_dim * n.state}, read_slot.typed_data(),
+        write_slot.typed_data(), states,
         [&](int64_t token) {
           return std::all_of(given + token * n.heads, given + (token + 1) * n.heads, [](float s) { return s == 0; });
         },
@@ -162,7 +165,7 @@ ffi::Error run(ffi::ThreadPool pool, Floats query, Floats key, Floats value, Flo
                 Tokens{count, query.typed_data() + group * n.state, key.typed_data() + group * n.state,
                        value.typed_data() + place * n.head_dim, decay.typed_data() + place * n.decays, given + place,
                        skip.typed_data()[head], out + place * n.head_dim},
-                n, erase);
+                n, *erase);
         });
     return ffi::Error::Success();
   };
@@ -178,20 +181,6 @@ ffi::Error run(ffi::ThreadPool pool, Floats query, Floats key, Floats value, Flo
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(recurrence_update, run,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<Ints>()
-                                  .Arg<Ints>()
-                                  .Attr<bool>("erase")
-                                  .Ret<Floats>()
-                                  .Ret<ffi::AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(recurrence_update, run);
 
 }  // namespace native

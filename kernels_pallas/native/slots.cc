@@ -56,19 +56,8 @@ ffi::Error write(ffi::ThreadPool pool, ffi::AnyBuffer store, ffi::AnyBuffer valu
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(read_slots, read,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<Ints>()
-                                  .Ret<ffi::AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(read_slots, read);
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(write_slots, write,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<Ints>()
-                                  .Ret<ffi::AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(write_slots, write);
 
 }  // namespace native
