@@ -131,16 +131,6 @@ class KernelChoice:
         library = f" native {native.fingerprint()} {self.products()}" if self.platform == "cpu" else ""
         return f"{self.platform} {self.named!r}{library}"
 
-    def name_for(self, operation: str, candidates: Sequence[Implementation]) -> str | None:
-        """Returns the implementation that the user named for an operation, or None."""
-        if isinstance(self.named, str):
-            return self.named if any(c.name == self.named for c in candidates) else None
-        return self.named.get(operation)
-
-    def remember(self, operation: str, implementation: str, why: str) -> None:
-        """Records the implementation of an operation for the report."""
-        self.chosen.setdefault(operation, {})[implementation] = why
-
     def products(self) -> str | None:
         """Returns one line on how products with bfloat16 weights run on CPU; None elsewhere or without native code."""
         if self.platform != "cpu" or (instructions := native.instructions()) is None:
@@ -219,15 +209,18 @@ def call(operation: str, candidates: Sequence[Implementation], name: str | None,
         UnsupportedError: `name` is unknown or cannot run this call, or no candidate can.
     """
     choice = _current.get() or KernelChoice()
-    name = name or choice.name_for(operation, candidates)
+    of_user, known = choice.named, [c.name for c in candidates]
+    if isinstance(of_user, str):  # for all operations that have it
+        name = name or (of_user if of_user in known else None)
+    else:
+        name = name or of_user.get(operation)
     if name is not None:
-        chosen = next((c for c in candidates if c.name == name), None)
-        if chosen is None:
-            known = ", ".join(c.name for c in candidates)
-            raise UnsupportedError(f"{operation}: no implementation is called {name!r}; there are: {known}")
+        if name not in known:
+            raise UnsupportedError(f"{operation}: no implementation is called {name!r}; there are: {', '.join(known)}")
+        chosen = candidates[known.index(name)]
         if reason := chosen.why_not(args, kwargs):
             raise UnsupportedError(f"{operation}: {name} cannot run this call: {reason}")
-        choice.remember(operation, name, "named")
+        choice.chosen.setdefault(operation, {})[name] = "named"
         return _run(chosen, candidates[-1], args, kwargs)
     reasons: list[str] = []
     for candidate in candidates:
@@ -239,7 +232,7 @@ def call(operation: str, candidates: Sequence[Implementation], name: str | None,
         if reason is None:
             if reasons:
                 _log.info("%s uses %s (%s)", operation, candidate.name, "; ".join(reasons))
-            choice.remember(operation, candidate.name, "; ".join(reasons))
+            choice.chosen.setdefault(operation, {})[candidate.name] = "; ".join(reasons)
             return _run(candidate, candidates[-1], args, kwargs)
         reasons.append(f"not {candidate.name}: {reason}")
     raise UnsupportedError(f"{operation}: no implementation can run this call ({'; '.join(reasons)})")
@@ -250,14 +243,10 @@ def _fails_to_compile(
 ) -> str | None:
     """Returns the compiler's error for a kernel with arguments of these shapes, or None if it compiles."""
     leaves, structure = jax.tree.flatten((tuple(args), dict(kwargs)))
-    described = tuple(
-        # Tests types, not attributes: scalar types, such as `out_dtype`, also have a `dtype`.
-        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        if isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
-        else leaf
-        for leaf in leaves
-    )
-    return _try(operation, kernel, device, described, structure)
+    # Tests types, not attributes: scalar types, such as `out_dtype`, also have a `dtype`.
+    array = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+    described = (jax.ShapeDtypeStruct(v.shape, v.dtype) if isinstance(v, array) else v for v in leaves)
+    return _try(operation, kernel, device, tuple(described), structure)
 
 
 _TYPICAL = {

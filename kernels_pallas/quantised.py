@@ -9,6 +9,7 @@ where g = i // (inputs / groups). Formats have some of the three; an absent zero
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -80,22 +81,20 @@ class Quantised:
             if not groups or found.shape != (*lead, groups, outputs) or inputs % groups:
                 raise ValueError(f"{name}.{part} has shape {found.shape}, which does not fit a weight of {self.shape}")
 
+    def _each(self, values: Any, by_outputs: Any, by_groups: Any) -> Quantised:
+        """Returns the weight of these functions of its values, and of its scales by outputs and by groups."""
+        of_parts = {"group_scale": by_groups, "group_zero": by_groups}
+        scales = {part: getattr(self, part) for part in PARTS[1:]}
+        made = {part: of_parts.get(part, by_outputs)(v) for part, v in scales.items() if v is not None}
+        return Quantised(values(self.values), **made)
+
     def matrix(self, lead: int = 0) -> Quantised:
         """Returns the same weight as [*lead, all outputs, inputs], where the first `lead` axes stay as they are."""
         first, outputs = self.shape[:lead], math.prod(self.shape[lead:-1])
-
-        def by_groups(v: Array | None) -> Array | None:
-            return None if v is None else jnp.moveaxis(v, -2, lead).reshape(*first, -1, outputs)
-
-        def by_outputs(v: Array | None) -> Array | None:
-            return None if v is None else v.reshape(*first, outputs)
-
-        return Quantised(
-            self.values.reshape(*first, outputs, -1),
-            by_outputs(self.channel_scale),
-            by_groups(self.group_scale),
-            by_groups(self.group_zero),
-            by_outputs(self.input_scale),
+        return self._each(
+            lambda v: v.reshape(*first, outputs, -1),
+            lambda v: v.reshape(*first, outputs),
+            lambda v: jnp.moveaxis(v, -2, lead).reshape(*first, -1, outputs),
         )
 
     def alone(self) -> Quantised:
@@ -104,17 +103,8 @@ class Quantised:
 
     def take(self, index: Array) -> Quantised:
         """Returns the outputs with these indices, of a matrix; those out of range are clipped."""
-
-        def taken(v: Array | None, axis: int) -> Array | None:
-            return None if v is None else jnp.take(v, index, axis=axis, mode="clip")
-
-        return Quantised(
-            jnp.take(self.values, index, axis=0, mode="clip"),
-            taken(self.channel_scale, 0),
-            taken(self.group_scale, 1),
-            taken(self.group_zero, 1),
-            taken(self.input_scale, 0),
-        )
+        by_outputs, by_groups = (functools.partial(jnp.take, indices=index, axis=n, mode="clip") for n in (0, 1))
+        return self._each(by_outputs, by_outputs, by_groups)
 
     def widened(self, dtype: DTypeLike) -> Num[Array, "*lead outputs inputs"]:
         """Returns the weight without the scale of each channel."""

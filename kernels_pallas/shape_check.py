@@ -20,23 +20,24 @@ def shapes_checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     Names of dimensions are those of `DIMENSIONS`. An argument that is None is left out. Where an annotation allows
     several arrays, it is the one with as many dimensions as are given. The fields of arguments that are named tuples or
-    dataclasses are checked likewise. Keywords may be annotated together, as `**name: Unpack[...]` of a TypedDict.
+    dataclasses are checked likewise.
 
     Raises:
         KeyError: a dimension is not in the legend.
     """
     signature = inspect.signature(function)
     patterns = {}
-    for name, annotation in _annotations(signature):
-        if found := _dimensions(annotation):
-            patterns[name] = found
+    for argument, parameter in signature.parameters.items():
+        for name, annotation in _fields(argument, parameter.annotation):
+            if found := _dimensions(annotation):
+                patterns[name] = found
     for dimension in " ".join(pattern for found in patterns.values() for pattern in found).split():
         if (name := dimension.lstrip("*").removesuffix("-1")) not in DIMENSIONS and not name.isdigit():
             raise KeyError(f"{function.__name__}: the dimension {name!r} is not in the legend")
 
     @functools.wraps(function)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        given = kwargs | signature.bind(*args, **kwargs).arguments
+        given = signature.bind(*args, **kwargs).arguments
         arrays = {
             name: (array, _fitting(array, found))
             for name, found in patterns.items()
@@ -48,17 +49,8 @@ def shapes_checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return checked
 
 
-def _annotations(signature: inspect.Signature) -> Iterator[tuple[str, Any]]:
-    """Of all arguments, by name; of fields, by `argument.field`."""
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD and typing.get_args(parameter.annotation):
-            yield from typing.get_type_hints(typing.get_args(parameter.annotation)[0]).items()
-        else:
-            yield from _fields(name, parameter.annotation)
-
-
 def _fields(name: str, annotation: Any) -> Iterator[tuple[str, Any]]:
-    """An argument's own annotation, and those of its fields."""
+    """An argument's own annotation, and those of its fields, by `argument.field`."""
     yield name, annotation
     for kind in filter(_has_fields, typing.get_args(annotation) or (annotation,)):
         for field, of_field in typing.get_type_hints(kind).items():

@@ -55,12 +55,7 @@ def causal_conv1d_prefill(
     Raises:
         ValueError: an unknown activation.
     """
-    _check_activation("causal_conv1d_prefill", activation)
-    if not x.size:
-        return x, store
-    return dispatch.call(
-        "causal_conv1d_prefill", PREFILL, implementation, x, weight, bias, store, packed, activation=activation
-    )
+    return _call("causal_conv1d_prefill", PREFILL, implementation, activation, x, weight, bias, store, packed)
 
 
 @shapes_checked
@@ -86,12 +81,7 @@ def causal_conv1d_update(
     Raises:
         ValueError: an unknown activation.
     """
-    _check_activation("causal_conv1d_update", activation)
-    if not x.size:
-        return x, store
-    return dispatch.call(
-        "causal_conv1d_update", UPDATE, implementation, x, weight, bias, store, rows, activation=activation
-    )
+    return _call("causal_conv1d_update", UPDATE, implementation, activation, x, weight, bias, store, rows)
 
 
 @shapes_checked
@@ -108,10 +98,12 @@ def causal_conv1d_sequence(
     Raises:
         ValueError: an unknown activation.
     """
-    _check_activation("causal_conv1d_sequence", activation)
-    return dispatch.call("causal_conv1d_sequence", SEQUENCE, implementation, x, weight, bias, activation=activation)
+    return _call("causal_conv1d_sequence", SEQUENCE, implementation, activation, x, weight, bias)
 
 
-def _check_activation(operation: str, activation: str | None) -> None:
+def _call(operation, table, name, activation, x, weight, bias, *store_and_places):
     if activation not in ("silu", None):
         raise ValueError(f"{operation}: activation is {activation!r}, expected 'silu' or None")
+    if store_and_places and not x.size:
+        return x, store_and_places[0]
+    return dispatch.call(operation, table, name, x, weight, bias, *store_and_places, activation=activation)

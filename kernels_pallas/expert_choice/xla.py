@@ -9,12 +9,6 @@ from kernels_pallas.fixed_order import quotient, row_sum, softmax
 
 def choose_experts(scores, bias, valid, first, *, own, rule):
     """See `api.choose_experts`."""
-    weights, chosen = weights_and_experts(scores, bias, rule=rule)
-    return Choice(weights, chosen, *sorted_rows(chosen, valid, first, own=own, experts=scores.shape[1]))
-
-
-def weights_and_experts(scores, bias, *, rule):
-    """Returns the weights and numbers of each token's experts. Differentiable."""
     if bias is None and rule.num_groups == rule.top_groups:
         best, chosen = jax.lax.top_k(scores, rule.count)
     else:
@@ -22,10 +16,21 @@ def weights_and_experts(scores, bias, *, rule):
         _, chosen = jax.lax.top_k(biased, rule.count)
         best = jnp.take_along_axis(scores, chosen, axis=1)
     if rule.weights == "softmax":
-        return softmax(best), chosen
-    if rule.normalize:
-        best = quotient(best, row_sum(best) + 1e-20)
-    return best if rule.scaling == 1.0 else best * rule.scaling, chosen
+        weights = softmax(best)
+    else:
+        weights = quotient(best, row_sum(best) + 1e-20) if rule.normalize else best
+        weights = weights if rule.scaling == 1.0 else weights * rule.scaling
+    goes, number = valid[:, None], chosen
+    if own < scores.shape[1]:
+        # This device has some of the experts and skips tokens of other experts.
+        number = chosen - first
+        goes = goes & (number >= 0) & (number < own)
+    # Padding is assigned to a nonexistent expert after all others: it costs nothing and gives zeros.
+    expert = jnp.where(goes, number, own).reshape(-1)
+    order = jnp.argsort(expert)
+    # Counts by comparisons, because a search is a loop, which a GPU would run step by step from the host.
+    sizes = (expert[:, None] == jnp.arange(own)).sum(axis=0, dtype=jnp.int32)
+    return Choice(weights, chosen, order, jnp.argsort(order), sizes)
 
 
 def _in_best_groups(scores, rule):
@@ -37,19 +42,3 @@ def _in_best_groups(scores, rule):
     _, best = jax.lax.top_k(of_group, rule.top_groups)
     among = (best[:, :, None] == jnp.arange(rule.num_groups)).any(axis=1)
     return jnp.where(among[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
-
-
-def sorted_rows(chosen, valid, first, *, own, experts):
-    """Returns the last three fields of `Choice`."""
-    if own < experts:
-        # This device has some of the experts and skips tokens of other experts.
-        chosen = chosen - first
-        valid = valid[:, None] & (chosen >= 0) & (chosen < own)
-    else:
-        valid = valid[:, None]
-    # Padding is assigned to a nonexistent expert after all others: it costs nothing and gives zeros.
-    expert = jnp.where(valid, chosen, own).reshape(-1)
-    order = jnp.argsort(expert)
-    # Counts by comparisons, because a search is a loop, which a GPU would run step by step from the host.
-    sizes = (expert[:, None] == jnp.arange(own)).sum(axis=0, dtype=jnp.int32)
-    return order, jnp.argsort(order), sizes

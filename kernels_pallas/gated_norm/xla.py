@@ -17,26 +17,20 @@ def gated(y, z):
 
 def gated_rms_norm(y, z, weight, *, groups, eps, norm_before_gate=False, activation="silu"):
     """See `api.gated_rms_norm`."""
-    tpu, default = (
-        partial(_norm, scaled=scaled, groups=groups, eps=eps, norm_before_gate=norm_before_gate, activation=activation)
-        for scaled in (_by_selection, _by_groups)
-    )
-    return lax.platform_dependent(y, z, weight, tpu=tpu, default=default) if groups > 1 else default(y, z, weight)
+    gate = {"silu": silu, "sigmoid": sigmoid}[activation](z.astype(F32))
+    out = _scaled(y.astype(F32) if norm_before_gate else y.astype(F32) * gate, weight, groups, eps)
+    return (out * gate if norm_before_gate else out).astype(y.dtype)
 
 
 def rms_norm(value, weight, *, groups, eps):
     """Returns the norm alone, of values gated before."""
-    tpu, default = (partial(scaled, groups=groups, eps=eps) for scaled in (_by_selection, _by_groups))
-    wide = value.astype(F32)
-    out = lax.platform_dependent(wide, tpu=tpu, default=default) if groups > 1 else default(wide)
-    return (out * weight.astype(F32)).astype(value.dtype)
+    return _scaled(value.astype(F32), weight, groups, eps).astype(value.dtype)
 
 
-def _norm(y, z, weight, *, scaled, groups, eps, norm_before_gate, activation):
-    gate = {"silu": silu, "sigmoid": sigmoid}[activation](z.astype(F32))
-    value = y.astype(F32) if norm_before_gate else y.astype(F32) * gate
-    out = scaled(value, groups, eps) * weight.astype(F32)
-    return (out * gate if norm_before_gate else out).astype(y.dtype)
+def _scaled(value, weight, groups, eps):
+    tpu, default = (partial(form, groups=groups, eps=eps) for form in (_by_selection, _by_groups))
+    out = lax.platform_dependent(value, tpu=tpu, default=default) if groups > 1 else default(value)
+    return out * weight.astype(F32)
 
 
 def _by_groups(value, groups, eps):

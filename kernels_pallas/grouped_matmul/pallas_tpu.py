@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox import gmm
 
 from kernels_pallas.grouped_matmul.xla import of_experts
+from kernels_pallas.tpu_blocks import LANES
 
-LANES = 128
 # Tokens, inputs and outputs of a block. The weights' part of it, 1 MiB in 16 bits, is what is moved at a time.
 TOKENS, INPUTS, OUTPUTS = 128, 1024, 512
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas.dispatch import differentiable
-from kernels_pallas.grouped_matmul.xla import blocks, of_experts
+from kernels_pallas.grouped_matmul.xla import loop_over_blocks, of_experts
 
 F32 = jnp.float32
 
@@ -42,21 +42,9 @@ def _multiply(rows, weight):
 
 def by_blocks(x, w, group_sizes, multiply=_multiply):
     """Returns the product without the scale of each channel, in float32; `multiply` takes rows of one expert."""
-    tokens, outputs = x.shape[0], w.shape[1]
-    size, count, place = blocks(tokens, group_sizes)
-    x = jnp.pad(x, ((0, size), (0, 0)))
 
-    def block(i, out):
-        expert, start, there = place(i)
+    def multiply_rows(rows, expert, _):
+        one = jax.tree.map(lambda v: lax.dynamic_index_in_dim(v, expert, keepdims=False), w)
+        return multiply(rows, one)
 
-        def product():
-            one = jax.tree.map(lambda v: lax.dynamic_index_in_dim(v, expert, keepdims=False), w)
-            rows = lax.dynamic_slice_in_dim(x, start, size)
-            return jnp.where(there[:, None], multiply(rows, one), 0)
-
-        # Always true, but the compiler cannot know: it would otherwise widen the weights of all experts at once.
-        result = lax.cond(there[0], product, lambda: jnp.zeros((size, outputs), F32))
-        # Blocks come in the order of their tokens, so what a block writes beyond its own is overwritten by the next.
-        return lax.dynamic_update_slice(out, result, (start, 0))
-
-    return lax.fori_loop(0, count, block, jnp.zeros((tokens + size, outputs), F32))[:tokens]
+    return loop_over_blocks(multiply_rows, x, group_sizes, w.shape[1])

@@ -16,12 +16,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels_pallas.grouped_matmul.pallas_tpu import lies_inputs_first
 from kernels_pallas.grouped_matmul.quantised import by_channel
 from kernels_pallas.grouped_matmul.xla import of_experts
 from kernels_pallas.quantised import bits_of
+from kernels_pallas.tpu_blocks import LANES, dot
 
 F32 = jnp.float32
-LANES, SUBLANES = 128, 32
+SUBLANES = 32
 # Tokens, outputs and inputs of a block.
 TOKENS, OUTPUTS, INPUTS = 128, 512, 512
 
@@ -53,8 +55,7 @@ def product(x, w, group_sizes, *, codes=False, interpret=False):
     values, as_codes = w.values, codes and w.values.dtype == jnp.float4_e2m1fn
     if as_codes:
         values = lax.bitcast_convert_type(values, jnp.int4)
-    # If a weight's inputs do not fill whole lanes, XLA stores its outputs last; any other layout would need a copy.
-    inputs_first = inputs % LANES != 0 and outputs % LANES == 0
+    inputs_first = lies_inputs_first(w.shape)
     if inputs_first:
         values = jnp.swapaxes(values, 1, 2)
 
@@ -131,13 +132,7 @@ def _kernel(expert, tile, start, end, x, values, *rest, inputs, groups, dtype, a
         wide = wide - repeat(scales[-1])
     if scaled:
         wide = wide * repeat(scales[0])
-    total[...] += lax.dot_general(
-        x[...],
-        wide.astype(dtype),
-        (((1,), (0 if inputs_first else 1,)), ((), ())),
-        preferred_element_type=F32,
-        precision=_precision(dtype),
-    )
+    total[...] += dot(x[...], wide, (1, 0 if inputs_first else 1), dtype)
 
     @pl.when(k == pl.num_programs(2) - 1)
     def _():
@@ -154,11 +149,8 @@ def _of_each_weight(scale, *, block, group, groups, k, inputs_first):
     chosen = (lax.broadcasted_iota(jnp.int32, shape, 1) + first) // group == lax.broadcasted_iota(jnp.int32, shape, 0)
     # Values with at most 8 bits of mantissa pass through a product in bfloat16 unchanged.
     dtype = F32 if scale.dtype == F32 else jnp.bfloat16
-    both = scale[...].astype(dtype), chosen.astype(F32).astype(dtype)
-    left, right = reversed(both) if inputs_first else both
-    return lax.dot_general(
-        left, right, (((0,), (0,)), ((), ())), preferred_element_type=F32, precision=_precision(dtype)
-    )
+    scales, chosen = scale[...], chosen.astype(F32)
+    return dot(chosen, scales, (0, 0), dtype) if inputs_first else dot(scales, chosen, (0, 0), dtype)
 
 
 def _fp4(codes):
@@ -167,10 +159,6 @@ def _fp4(codes):
     magnitude = codes & 7
     value = jnp.where(magnitude < 4, magnitude, jnp.where(magnitude < 6, 2 * magnitude - 4, 4 * magnitude - 16))
     return jnp.where(codes < 0, -value, value).astype(F32) * 0.5
-
-
-def _precision(dtype):
-    return lax.Precision.HIGHEST if dtype == F32 else None
 
 
 def _inputs_of_block(w):

@@ -60,29 +60,39 @@ def _outer_ragged(x, dy, group_sizes):
 
 
 def _multiply_by_blocks(x, w, group_sizes, transposed):
-    tokens, width = x.shape[0], w.shape[2 if transposed else 1]
-    size, count, place = blocks(tokens, group_sizes)
-    x = jnp.pad(x, ((0, size), (0, 0)))
+    width = w.shape[2 if transposed else 1]
     # A slice of the weights is copied before it is multiplied: small ones stay in cache.
     part = w.shape[1] if transposed else _part(*w.shape[1:])
     parts = w.shape[1] // part
     w = w.reshape(-1, part, w.shape[2])
 
+    def multiply_rows(rows, expert, part):
+        weight = load(w, expert * parts + part)
+        if len(rows) == FEWEST and not transposed:  # few rows: weight first, as in `kernels_pallas.linear`
+            columns = lax.optimization_barrier(rows.T)
+            product = jnp.einsum("oi,it->ot", weight, columns, preferred_element_type=F32)
+            return lax.optimization_barrier(product).T
+        return jnp.einsum("ti,io->to" if transposed else "ti,oi->to", rows, weight, preferred_element_type=F32)
+
+    return loop_over_blocks(multiply_rows, x, group_sizes, width, parts)
+
+
+def loop_over_blocks(multiply_rows, x, group_sizes, width, parts=1):
+    """Returns `multiply_rows(rows, expert, part)` of all tokens, [tokens, width], in float32: block by block of tokens
+    of one expert, and in each by parts of the outputs.
+    """
+    tokens = x.shape[0]
+    size, count, place = blocks(tokens, group_sizes)
+    x = jnp.pad(x, ((0, size), (0, 0)))
+
     def block(i, out):
         expert, start, there = place(i // parts)
 
         def product_of_block():
-            rows, weight = lax.dynamic_slice_in_dim(x, start, size), load(w, expert * parts + i % parts)
-            if size == FEWEST and not transposed:  # few rows: weight first, as in `kernels_pallas.linear`
-                columns = lax.optimization_barrier(rows.T)
-                product = jnp.einsum("oi,it->ot", weight, columns, preferred_element_type=F32)
-                product = lax.optimization_barrier(product).T
-            else:
-                spec = "ti,io->to" if transposed else "ti,oi->to"
-                product = jnp.einsum(spec, rows, weight, preferred_element_type=F32)
+            product = multiply_rows(lax.dynamic_slice_in_dim(x, start, size), expert, i % parts)
             return jnp.where(there[:, None], product, 0)
 
-        # Always true, but the compiler cannot know: it would otherwise convert 16-bit weights of all experts at once.
+        # Always true, but the compiler cannot know: it would otherwise convert narrow weights of all experts at once.
         product = lax.cond(there[0], product_of_block, lambda: jnp.zeros((size, width // parts), F32))
         # Blocks are in the order of their tokens, so the next block overwrites what a block writes beyond its own.
         return lax.dynamic_update_slice(out, product, (start, i % parts * (width // parts)))

@@ -1,4 +1,4 @@
-"""The dense product y = x W^T."""
+"""The dense product y = x W^T. Implementations take x as rows [n, inputs]."""
 
 from functools import partial
 
@@ -65,9 +65,10 @@ def linear(
     """
     if 0 in (*x.shape, *weight.shape):
         return jnp.zeros((*x.shape[:-1], weight.shape[0]), out_dtype or x.dtype)
-    if isinstance(weight, Quantised):
-        return dispatch.call("quantised_linear", QUANTISED, implementation, x, weight, out_dtype=out_dtype or x.dtype)
-    return dispatch.call("linear", LINEAR, implementation, x, weight, out_dtype=out_dtype or x.dtype)
+    operation, table = ("quantised_linear", QUANTISED) if isinstance(weight, Quantised) else ("linear", LINEAR)
+    rows = x.reshape(-1, x.shape[-1])
+    out = dispatch.call(operation, table, implementation, rows, weight, out_dtype=out_dtype or x.dtype)
+    return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
 @shapes_checked
@@ -82,4 +83,7 @@ def linear_pair(
     """x W^T of two weights of one shape, as `linear` computes it."""
     if 0 in (*x.shape, *first.shape):
         return linear(x, first, out_dtype=out_dtype), linear(x, second, out_dtype=out_dtype)
-    return dispatch.call("linear_pair", PAIR, implementation, x, first, second, out_dtype=out_dtype or x.dtype)
+    rows, options = x.reshape(-1, x.shape[-1]), {"out_dtype": out_dtype or x.dtype}
+    pair = dispatch.call("linear_pair", PAIR, implementation, rows, first, second, **options)
+    one, other = (out.reshape(*x.shape[:-1], len(first)) for out in pair)
+    return one, other

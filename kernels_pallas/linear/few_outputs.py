@@ -27,14 +27,14 @@ def unsupported(x, weight, *, out_dtype):
 
 def linear(x, weight, *, out_dtype):
     """See `api.linear`."""
-    if x.size // x.shape[-1] > MOST_ROWS:
+    if len(x) > MOST_ROWS:
         return xla.linear(lax.optimization_barrier(x), weight, out_dtype=out_dtype)
-    return (x[..., None, :].astype(jnp.float32) * weight.astype(jnp.float32)).sum(-1).astype(out_dtype)
+    return (x[:, None, :].astype(jnp.float32) * weight.astype(jnp.float32)).sum(-1).astype(out_dtype)
 
 
 def pair_unsupported(x, first, second, *, out_dtype):
     """Returns why this call cannot run, or None."""
-    if x.size // x.shape[-1] > MOST_ROWS:
+    if len(x) > MOST_ROWS:
         return f"more than {MOST_ROWS} rows"
     if len(first) > MOST_OUTPUTS:
         return f"{len(first)} outputs, more than {MOST_OUTPUTS}"
@@ -44,8 +44,8 @@ def pair_unsupported(x, first, second, *, out_dtype):
 def linear_pair(x, first, second, *, out_dtype):
     """See `api.linear_pair`."""
     # Without the barrier, XLA would sum what x was rounded from, and round it for other products in one more kernel.
-    wide = lax.optimization_barrier(x)[..., None, :].astype(jnp.float32)
+    wide = lax.optimization_barrier(x)[:, None, :].astype(jnp.float32)
     products = wide * first.astype(jnp.float32), wide * second.astype(jnp.float32)
     zero = jnp.float32(0)
-    sums = lax.reduce(products, (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (x.ndim,))
+    sums = lax.reduce(products, (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (2,))
     return tuple(one.astype(out_dtype) for one in sums)

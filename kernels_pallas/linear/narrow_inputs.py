@@ -35,16 +35,15 @@ def unsupported_on_tpu(x, weight, *, out_dtype):
 
 def linear(x, weight, *, out_dtype):
     """See `api.linear`."""
-    rows = x.reshape(-1, x.shape[-1])
     # One product computes all outputs, so joined weights use the largest of their input scales.
     scale = weight.input_scale.astype(F32).max()
-    narrow = _rounded(rows.astype(F32) / scale, weight.values.dtype)
+    narrow = _rounded(x.astype(F32) / scale, weight.values.dtype)
     total = jnp.int32 if narrow.dtype == jnp.int8 else F32
     product = lax.dot_general(narrow, weight.values, (((1,), (1,)), ((), ())), preferred_element_type=total)
     product = product.astype(F32) * scale
     if weight.channel_scale is not None:
         product = product * weight.channel_scale.astype(F32)
-    return product.astype(out_dtype).reshape(*x.shape[:-1], weight.shape[0])
+    return product.astype(out_dtype)
 
 
 def _rounded(x, dtype):

@@ -20,32 +20,29 @@ def unsupported(x, weight, *, out_dtype):
     """Returns why it cannot, or should not, run this call; or None."""
     if weight.dtype != jnp.bfloat16:
         return f"weights are {weight.dtype}, not bfloat16"
-    rows = x.size // x.shape[-1]
-    if rows > native.few_rows() and native.multiplies_bfloat16():
-        return f"{rows} rows, not 1 to {native.few_rows()}"
+    if len(x) > native.few_rows() and native.multiplies_bfloat16():
+        return f"{len(x)} rows, not 1 to {native.few_rows()}"
     return native.WHY_MISSING
 
 
 def linear(x, weight, *, out_dtype):
     """See `api.linear`."""
-    product = fixed_order.product(x.reshape(-1, x.shape[-1]), weight)
-    return product.astype(out_dtype).reshape(*x.shape[:-1], weight.shape[0])
+    return fixed_order.product(x, weight).astype(out_dtype)
 
 
 def unsupported_quantised(x, weight, *, out_dtype):
     """Returns why it cannot, or should not, run this call; or None."""
     if not weight.is_int8_by_channel:
         return "weights are not in int8 with a scale for each channel"
-    rows = x.size // x.shape[-1]
-    if rows > _MOST_QUANTISED_ROWS:
-        return f"{rows} rows, not 1 to {_MOST_QUANTISED_ROWS}"
+    if len(x) > _MOST_QUANTISED_ROWS:
+        return f"{len(x)} rows, not 1 to {_MOST_QUANTISED_ROWS}"
     return native.WHY_MISSING
 
 
 def quantised_linear(x, weight, *, out_dtype):
     """See `api.linear`. Other weights than int8 by channel are widened."""
     stored = weight.values if weight.is_int8_by_channel else weight.widened(x.dtype)
-    product = fixed_order.product(x.reshape(-1, x.shape[-1]), stored)
+    product = fixed_order.product(x, stored)
     if weight.channel_scale is not None:
         product = fixed_order.rounded(product * weight.channel_scale.astype(F32))
-    return product.astype(out_dtype).reshape(*x.shape[:-1], weight.shape[0])
+    return product.astype(out_dtype)

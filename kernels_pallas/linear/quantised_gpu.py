@@ -23,14 +23,11 @@ def unsupported(x, weight, *, out_dtype):
         return f"{weight.shape[0]} outputs are fewer than {FEWEST_OUTPUTS} and occupy too few multiprocessors"
     if x.dtype != out_dtype:
         return f"its result is {x.dtype}, not {jnp.dtype(out_dtype)}"
-    rows = x.reshape(-1, x.shape[-1])
-    if rows.shape[0] > grouped.MOST_TOKENS:
-        return f"{rows.shape[0]} rows are more than a block of {grouped.MOST_TOKENS}"
-    return grouped.unsupported(rows, weight.alone(), None)
+    if len(x) > grouped.MOST_TOKENS:
+        return f"{len(x)} rows are more than a block of {grouped.MOST_TOKENS}"
+    return grouped.unsupported(x, weight.alone(), None)
 
 
 def linear(x, weight, *, out_dtype, interpret=None):
     """See `api.linear`. `interpret` are parameters of JAX's interpreter of Mosaic GPU (JAX 0.12)."""
-    rows = x.reshape(-1, x.shape[-1])
-    out = grouped.grouped_matmul(rows, weight.alone(), jnp.full(1, rows.shape[0], jnp.int32), interpret)
-    return out.reshape(*x.shape[:-1], weight.shape[0])
+    return grouped.grouped_matmul(x, weight.alone(), jnp.full(1, len(x), jnp.int32), interpret)

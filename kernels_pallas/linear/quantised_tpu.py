@@ -9,14 +9,12 @@ def unsupported(x, weight, *, out_dtype):
     """Returns why this call cannot run, or None."""
     if weight.group_scale is None and weight.group_zero is None:
         return "XLA fuses the widening of values without groups"
-    rows = x.reshape(-1, x.shape[-1])
-    return grouped.unsupported(rows, weight.alone(), jnp.zeros(1, jnp.int32))
+    return grouped.unsupported(x, weight.alone(), jnp.zeros(1, jnp.int32))
 
 
 def linear(x, weight, *, out_dtype, codes=False, interpret=False):
     """See `api.linear`."""
-    rows = x.reshape(-1, x.shape[-1])
-    out = grouped.product(rows, weight.alone(), jnp.full(1, rows.shape[0], jnp.int32), codes=codes, interpret=interpret)
+    out = grouped.product(x, weight.alone(), jnp.full(1, len(x), jnp.int32), codes=codes, interpret=interpret)
     if weight.channel_scale is not None:
         out = out * weight.channel_scale.astype(jnp.float32)
-    return out.astype(out_dtype).reshape(*x.shape[:-1], weight.shape[0])
+    return out.astype(out_dtype)

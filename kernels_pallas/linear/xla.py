@@ -19,17 +19,15 @@ _MOST_ROWS_WEIGHT_FIRST = 128
 
 def linear(x, weight, *, out_dtype):
     """See `api.linear`."""
-    rows = x.reshape(-1, x.shape[-1])
-    out = lax.platform_dependent(rows, weight, cpu=_on_cpu, default=_plain)
-    return out.astype(out_dtype).reshape(*x.shape[:-1], weight.shape[0])
+    return lax.platform_dependent(x, weight, cpu=_on_cpu, default=_plain).astype(out_dtype)
 
 
 def quantised_linear(x, weight, *, out_dtype):
     """See `api.linear`."""
-    product = _plain(x.reshape(-1, x.shape[-1]), weight.widened(x.dtype))
+    product = _plain(x, weight.widened(x.dtype))
     if weight.channel_scale is not None:
         product = product * weight.channel_scale.astype(jnp.float32)
-    return product.astype(out_dtype).reshape(*x.shape[:-1], weight.shape[0])
+    return product.astype(out_dtype)
 
 
 def _plain(rows, weight):

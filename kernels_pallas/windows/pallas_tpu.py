@@ -26,44 +26,35 @@ def unsupported(store, *rest, share=None):
 
 def read_windows(store, index, *, interpret=False):
     """See `api.read_windows`."""
-    block = _rows_at_once(store, index)
-    return pl.pallas_call(
-        functools.partial(_read, block=block),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(len(index) // block,),
-            in_specs=[pl.BlockSpec(memory_space=pltpu.HBM)],
-            out_specs=pl.BlockSpec((block, *store.shape[1:]), lambda i, _: (i, 0, 0)),
-            scratch_shapes=[pltpu.SemaphoreType.DMA],
-        ),
-        out_shape=jax.ShapeDtypeStruct((len(index), *store.shape[1:]), store.dtype),
-        cost_estimate=_cost(store, index),
-        interpret=interpret,
-        name="read_windows",
-    )(index.astype(jnp.int32), store if interpret else in_large_memory(store))
+    return _call(_read, store, index, (), interpret=interpret, name="read_windows")
 
 
 def write_windows(store, values, index, *, share, interpret=False):
     """See `api.write_windows`."""
+    values = (values.astype(store.dtype),)
+    return _call(_write, store, index, values, share=share, interpret=interpret, name="write_windows")
+
+
+def _call(kernel, store, index, values, *, share=1.0, interpret, name):
+    """Runs a kernel over blocks of rows, which are its output or, for `write_windows`, `values`; else the store is."""
     block = _rows_at_once(store, index)
+    of_rows = pl.BlockSpec((block, *store.shape[1:]), lambda i, _: (i, 0, 0))
+    there = pl.BlockSpec(memory_space=pltpu.HBM)
     return pl.pallas_call(
-        functools.partial(_write, block=block),
+        functools.partial(kernel, block=block),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(len(index) // block,),
-            in_specs=[
-                pl.BlockSpec((block, *store.shape[1:]), lambda i, _: (i, 0, 0)),
-                pl.BlockSpec(memory_space=pltpu.HBM),
-            ],
-            out_specs=pl.BlockSpec(memory_space=pltpu.HBM),
+            in_specs=[of_rows, there] if values else [there],
+            out_specs=there if values else of_rows,
             scratch_shapes=[pltpu.SemaphoreType.DMA],
         ),
-        out_shape=jax.ShapeDtypeStruct(store.shape, store.dtype),
-        input_output_aliases={2: 0},
+        out_shape=jax.ShapeDtypeStruct(store.shape if values else (len(index), *store.shape[1:]), store.dtype),
+        input_output_aliases={2: 0} if values else {},
         cost_estimate=_cost(store, index, share),
         interpret=interpret,
-        name="write_windows",
-    )(index.astype(jnp.int32), values.astype(store.dtype), store if interpret else in_large_memory(store))
+        name=name,
+    )(index.astype(jnp.int32), *values, store if interpret else in_large_memory(store))
 
 
 def _read(index, store, found, done, *, block):
@@ -112,7 +103,7 @@ def _window_bytes(store):
     return padded * math.prod(store.shape[2:]) * store.dtype.itemsize
 
 
-def _cost(store, index, share=1.0):
+def _cost(store, index, share):
     """Windows as they lie in the store, of a share of the rows, and all rows' as an array of its own."""
     there, here = _window_bytes(store), math.prod(store.shape[1:]) * store.dtype.itemsize
     moved = int(len(index) * (share * there + here))
