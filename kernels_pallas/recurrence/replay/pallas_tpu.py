@@ -8,6 +8,7 @@ to each other, and to the written state, keeps more digits.
 """
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -86,8 +87,7 @@ def _padded(*parts, rows: int):
 def _compute(row: Row, inputs, state_in, y, state_out, tail, memory, *, by_channel: bool, head_dim: int):
     (q, k, v, log_decay, beta), (tail_u, tail_k, tail_decay) = inputs, tail
     decays, shares = HeadDecays(*memory[:-1]), memory[-1]
-    blocks, block, steps = row.blocks, row.block, row.steps
-    rows, product = _asked(steps), functools.partial(dot, dtype=v.dtype)
+    blocks, block, steps, rows = row.blocks, row.block, row.steps, _asked(row.steps)
     # Rows of operands: k of each new token, q of each, zeros.
     number = lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
     is_k = number < steps
@@ -105,41 +105,60 @@ def _compute(row: Row, inputs, state_in, y, state_out, tail, memory, *, by_chann
 
     asked = jnp.where(live, _padded(k[0], q[0], rows=rows), 0)
     values = _padded(jnp.where(real, v[0].astype(F32), 0), rows=rows)
+    keys, share = row.append(tail_k, k[0], blocks.block_of_groups(block)), shares[block]
+    old_u = jnp.where(row.position(0) < row.start, row.lanes(tail_u, block, blocks.heads * head_dim), 0)
+    state, product, of_tokens = keys.shape[1] // blocks.groups, functools.partial(dot, dtype=v.dtype), (step, is_k)
     if by_channel:
-        inputs = k, log_decay
-        tpu_by_channel.compute(
-            row, asked, values, shares[block], inputs, state_in, y, state_out, tail, head_dim=head_dim
-        )
-        return
-    keys = row.append(tail_k, k[0], blocks.block_of_groups(block))
-    across = row.position(1)
-    # What a token reads by its k excludes itself.
-    later = jnp.where(across <= row.start + step - is_k.astype(jnp.int32), 0.0, -jnp.inf)
-    is_new = [across == row.start + t for t in range(steps)]
-    is_old = row.position(0) < row.start
-    passed, ahead, rest, share = (one[block] for one in (*decays[:3], shares))
-    width, state = blocks.heads * head_dim, keys.shape[1] // blocks.groups
-    old_u = jnp.where(is_old, row.lanes(tail_u, block, width), 0)
+        logs, new = row.append(tail_decay, log_decay[0], block), jnp.where(real, log_decay[0], 0)
+        form = tpu_by_channel.reads(row, product, asked, keys, logs, new, of_tokens, state_in)
+    else:
+        form = _reads(row, product, asked, keys, decays, of_tokens, state_in)
     added = []
     for group in range(blocks.groups):
         here = slice(group * state, (group + 1) * state)
-        scores = product(asked[:, here], keys[:, here], (1, 1))
         for head in range(blocks.heads)[blocks.heads_of(group)]:
             one, lanes = slice(head, head + 1), slice(head * head_dim, (head + 1) * head_dim)
-            # Masked before exp: for later tokens exp could overflow.
-            weights = scores * jnp.exp(ahead[:, one] - rest[one] + later)
-            read = product(asked[:, here], state_in[0, head], (1, 1)) * jnp.exp(passed[:, one])
+            read, weights, weight_of = form(here, head)
             # A select, not a product: the null slot may hold NaN.
             found = product(weights, old_u[:, lanes], (1, 0)) + jnp.where(row.has_anchor, read, 0)
             found = jnp.where(is_k, share[:, one] * (values[:, lanes] - found), found)
-            weights = jnp.where(is_k, -share[:, one], 1) * weights
+            sign = jnp.where(is_k, -share[:, one], 1)
             for t in range(steps):
                 # Rounded as it is kept, so that a token counts alike in its own step and in later ones.
                 u = found[t : t + 1].astype(tail_u.dtype).astype(F32)
-                found += jnp.sum(jnp.where(is_new[t], weights, 0), axis=1, keepdims=True) * u
+                found += weight_of(t) * sign * u
             y[0, :, lanes] = jnp.where(real, found[steps : 2 * steps], 0).astype(y.dtype)
             added.append(found[:steps])
     u = row.append(tail_u, jnp.concatenate(added, axis=1).astype(tail_u.dtype), block)
 
-    sizes = tpu_lanes.Sizes(blocks, head_dim, state, v.dtype)
-    row.when_due(lambda: tpu_lanes.write_due(row, sizes, decays, u, keys, state_in, state_out))
+    def write() -> None:
+        if by_channel:
+            tpu_by_channel.write_due(row, head_dim, u, keys, logs, state_in, state_out, v.dtype)
+        else:
+            sizes = tpu_lanes.Sizes(blocks, head_dim, state, v.dtype)
+            tpu_lanes.write_due(row, sizes, decays, u, keys, state_in, state_out)
+
+    row.when_due(write)
+
+
+def _reads(row: Row, product, asked, keys, decays: HeadDecays, of_tokens, state_in):
+    """Returns a function of a group's lanes and a head: what the rows of `asked` read from the anchor, their weights of
+    the entries' tokens, and a function that returns those of a new token [rows, 1].
+    """
+    (step, is_k), across = of_tokens, row.position(1)
+    # What a token reads by its k excludes itself.
+    later = jnp.where(across <= row.start + step - is_k.astype(jnp.int32), 0.0, -jnp.inf)
+    is_new = [across == row.start + t for t in range(row.steps)]
+    passed, ahead, rest = (one[row.block] for one in decays[:3])
+    scores: dict[int, Any] = {}  # one product for the heads of a group
+
+    def of_head(here, head):
+        if here.start not in scores:
+            scores[here.start] = product(asked[:, here], keys[:, here], (1, 1))
+        one = slice(head, head + 1)
+        # Masked before exp: for later tokens exp could overflow.
+        weights = scores[here.start] * jnp.exp(ahead[:, one] - rest[one] + later)
+        read = product(asked[:, here], state_in[0, head], (1, 1)) * jnp.exp(passed[:, one])
+        return read, weights, lambda t: jnp.sum(jnp.where(is_new[t], weights, 0), axis=1, keepdims=True)
+
+    return of_head

@@ -286,9 +286,7 @@ def _kernel(*refs, compute, blocks: HeadBlocks, inputs: int, rings: int, entries
     scalars = _Prefetched(*take(few))
     arrays, (state_in,), _tails_in, (y, state_out), there, held = map(take, (inputs, 1, rings, 2, rings, rings))
     (fetched, written), memory = take(2), rest
-    tails_of = TailCopies(
-        scalars.anchor_length, scalars.length, scalars.num_tokens, scalars.tail_id, there, held, fetched, written
-    )
+    tails_of = TailCopies(scalars, there, held, fetched, written)
     pl.when(block == 0)(lambda: tails_of.bring(number, last))
     count = scalars.num_tokens[number]
 
@@ -298,18 +296,10 @@ def _kernel(*refs, compute, blocks: HeadBlocks, inputs: int, rings: int, entries
 
     @pl.when(count > 0)
     def _():
+        numbers = scalars.length[number], count, scalars.anchor_length[number], scalars.boundary[number]
         row = Row(
-            blocks,
-            block,
-            scalars.length[number],
-            count,
-            scalars.anchor_length[number],
-            scalars.boundary[number],
-            scalars.anchor[number] > 0,
-            scalars.write[number] > 0,
-            y.shape[1],
-            entries,
-        )
+            blocks, block, *numbers, scalars.anchor[number] > 0, scalars.write[number] > 0, y.shape[1], entries
+        )  # fmt: skip
         compute(row, arrays, state_in, y, state_out, tails_of.at_hand(number), memory)
 
     pl.when(block == blocks.count - 1)(lambda: tails_of.put_back(number, last))

@@ -45,13 +45,10 @@ def moved_entries(entries: int, steps: int, interval: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class TailCopies:
-    """Copies tails in a kernel whose grid runs from row to row. All fields but the last four are references by row."""
+    """Copies tails in a kernel whose grid runs from row to row."""
 
-    anchor_length: Any
-    length: Any
-    num_tokens: Any
-    """0: the row has no tail."""
-    tail_id: Any
+    rows: Any
+    """References by row: anchor_length, length, num_tokens (0: the row has no tail) and tail_id."""
     there: Sequence[Any]
     """The arrays of all tails in the form of `registers`, in HBM; updated in place."""
     held: Sequence[Any]
@@ -80,25 +77,25 @@ class TailCopies:
             self._write(row, _wait)
 
     def _fetch(self, row: Any, act: Any) -> None:
-        self._copy(row, self.anchor_length, act, lambda there, held, place: (there, held, self.fetched.at[place]))
+        self._copy(row, self.rows.anchor_length, act, lambda there, held, place: (there, held, self.fetched.at[place]))
 
     def _write(self, row: Any, act: Any) -> None:
-        self._copy(row, self.length, act, lambda there, held, place: (held, there, self.written.at[place]))
+        self._copy(row, self.rows.length, act, lambda there, held, place: (held, there, self.written.at[place]))
 
     def _copy(self, row: Any, first: Any, act: Any, ends: Any) -> None:
         """Applies `act` to a copy of each group with tokens from `first` on."""
         groups, together = self.there[0].shape[1:3]
         place = lax.rem(row, _HELD)
-        after = self.length[row] + self.num_tokens[row]
+        after = self.rows.length[row] + self.rows.num_tokens[row]
 
         def of_group(number: Any, carry: Any) -> Any:
             group = number & (groups - 1)
             for there, held in zip(self.there, self.held, strict=True):
-                source, target, done = ends(there.at[self.tail_id[row], group], held.at[place, group], place)
+                source, target, done = ends(there.at[self.rows.tail_id[row], group], held.at[place, group], place)
                 act(pltpu.make_async_copy(source, target, done))
             return carry
 
-        @pl.when(self.num_tokens[row] > 0)
+        @pl.when(self.rows.num_tokens[row] > 0)
         def _() -> None:
             lax.fori_loop(lax.div(first[row], together), lax.div(after - 1, together) + 1, of_group, 0)
 
