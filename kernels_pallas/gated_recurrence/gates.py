@@ -42,9 +42,13 @@ class Mamba2Gates:
         dt_bias: Float[Array, " heads"],
     ) -> tuple[Float[Array, "*batch heads"], Float[Array, "*batch heads"]]:
         """Returns log_decay and strength; all float32."""
-        low, high = self.limit
-        step = jnp.clip(softplus(strength + dt_bias), low, None if high == math.inf else high)
+        step = self.strength(strength + dt_bias)
         return -exp(a_log) * step, step
+
+    def strength(self, given: Array) -> Array:
+        """Returns the step size, of its projection with the bias; also inside of kernels."""
+        low, high = self.limit
+        return jnp.clip(softplus(given), low, None if high == math.inf else high)
 
     def vectors(self, query: Array, key: Array) -> tuple[Array, Array]:
         """Returns query and key as the recurrence takes them."""
@@ -90,13 +94,20 @@ class DeltaGates:
     ) -> tuple[Float[Array, "..."], Float[Array, "*batch heads"]]:
         """Returns log_decay [*batch, heads], or [*batch, heads, state] if decays are by channel, and strength."""
         assert decay is not None, "decays of a gated delta net are projected"
-        beta = jnp.maximum(self.beta_scale * sigmoid(strength), LEAST)
-        decay, rate = decay + dt_bias, exp(a_log)
+        beta, decay, rate = self.strength(strength), decay + dt_bias, exp(a_log)
         if decay.shape[-1] != beta.shape[-1]:
             decay, rate = decay.reshape(*beta.shape, decay.shape[-1] // beta.shape[-1]), rate[:, None]
+        return self.log_decay(decay, rate), beta
+
+    def strength(self, given: Array) -> Array:
+        """Returns beta, of its projection; also inside of kernels."""
+        return jnp.maximum(self.beta_scale * sigmoid(given), LEAST)
+
+    def log_decay(self, given: Array, rate: Array) -> Array:
+        """Returns the log of a decay, of its projection with the bias; also inside of kernels."""
         if self.log_decay_bound is None:
-            return -rate * softplus(decay), beta
-        return self.log_decay_bound * sigmoid(rounded(rate * decay)), beta
+            return -rate * softplus(given)
+        return self.log_decay_bound * sigmoid(rounded(rate * given))
 
     def vectors(self, query: Array, key: Array) -> tuple[Array, Array]:
         """Returns query and key of length 1; the query is also scaled by the root of its size."""

@@ -5,7 +5,7 @@
    vectors are convolved once for each program, which costs little: their taps and windows are a tenth of a program's
    states.
 2. Each program takes one group of one row: gates y, normalises it, and writes the windows and tails of the vectors,
-   which all programs of the first kernel read (`kernels_pallas.triton_decode.gate`).
+   which all programs of the first kernel read (`gpu_norm`).
 
 Both read one array with all of the projections' outputs: XLA writes it as one kernel, or not at all where the merged
 product already has it. The stores are inputs and outputs in one buffer, a program reads its channels before it writes
@@ -13,7 +13,6 @@ them, and accesses to slot 0 are masked.
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +21,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from kernels_pallas.gated_recurrence.gates import LEAST, UNIT_EPS
+from kernels_pallas.gated_recurrence.gates import UNIT_EPS
+from kernels_pallas.gated_recurrence.gpu_norm import gated_norm
 from kernels_pallas.recurrence.replay.pallas_gpu import ENTRIES, replay_head
 from kernels_pallas.recurrence.update.pallas_gpu import load_state, update_head
 from kernels_pallas.tails import row_numbers
@@ -33,9 +33,10 @@ from kernels_pallas.triton_blocks import (
     power_of_two_in,
     update_call,
 )
-from kernels_pallas.triton_decode import NUMBERS, AnchoredRow, Channels, SlotRow, gate, indices, wait
+from kernels_pallas.triton_decode import AnchoredRow, Channels, SlotRow, indices, wait
 
 F32 = jnp.float32
+NUMBERS = 4096  # of a state in one program, at most: a thread holds 32 of them
 
 
 def unsupported(projections, weights, store, *stores_and_places, **options):
@@ -58,8 +59,8 @@ def gated_update(projections, weights, store, windows, rows, *, valid, gates, in
         _update, "gated_update", places, projections, weights, windows, (store, windows.value),
         block=block, gates=gates, interpret=interpret,
     )  # fmt: skip
-    groups = projections.vectors.shape[3]
-    out, of_vectors = _second_kernel(places, projected, y, weights, windows, gates, groups, interpret)
+    options = {"groups": projections.vectors.shape[3], "gates": gates, "interpret": interpret}
+    out, of_vectors = gated_norm(places, projected, y, weights, windows, **options)
     return out, store, type(windows)(of_value, of_vectors)
 
 
@@ -75,8 +76,8 @@ def gated_replay(
         numbers, projections, weights, windows, (store, *rings, windows.value, windows.value_ring),
         block=power_of_two_in(store.shape[2], channels), gates=gates, interpret=interpret,
     )  # fmt: skip
-    groups = projections.vectors.shape[3]
-    out, of_vectors, vector_ring = _second_kernel(numbers, projected, y, weights, windows, gates, groups, interpret)
+    options = {"groups": projections.vectors.shape[3], "gates": gates, "interpret": interpret}
+    out, of_vectors, vector_ring = gated_norm(numbers, projected, y, weights, windows, **options)
     return out, store, type(tail)(*rings), type(windows)(of_value, of_vectors, value_ring, vector_ring)
 
 
@@ -101,16 +102,6 @@ def _first_kernel(kernel, name, places, projections, weights, windows, stores, *
         interpret=interpret,
     )
     return y, projected, stores
-
-
-def _second_kernel(places, projected, y, weights, windows, gates, groups, interpret):
-    """Returns the output, and windows and, if there is one, ring of the vectors."""
-    return gate(
-        places, projected, y, weights.norm, windows.vectors, windows.vector_ring,
-        groups=groups, norms=weights.a_log.shape[0] // groups if gates.erase else 1, eps=gates.eps,
-        norm_before_gate=gates.norm_before_gate, sigmoid=gates.erase and gates.activation == "sigmoid",
-        interpret=interpret,
-    )  # fmt: skip
 
 
 class _Layer(NamedTuple):
@@ -200,11 +191,9 @@ def _tokens(
         query, key = vectors[: len(keys)], vectors[len(keys) :]
         if gates.erase:
             query, key = _unit(query, dtype, size**-0.5), _unit(key, dtype)
-            logs, strength = _delta_gates(layer, row, t, head, keys, rate, heads, gates)
         else:
             query, key = key, query
-            strength = _step_size(layer, row, t, head, heads, gates)
-            logs = [-rate * strength]
+        logs, strength = _decays_and_strength(layer, row, t, head, keys, rate, gates)
         tokens.append((value, query, key, jnp.where(live, strength, 0.0), [jnp.where(live, v, 0.0) for v in logs]))
     return tokens
 
@@ -215,31 +204,24 @@ def _unit(values, dtype, scale=1.0):
     return [(one * factor * scale).astype(dtype).astype(F32) for one in values]
 
 
-def _step_size(layer, row, t, head, heads, gates):
-    """Returns a head's step size, of the projections' last outputs."""
-    low, high = gates.limit
-    at = layer.projected.shape[2] - heads + head
-    step = jax.nn.softplus(plt.load(layer.projected.at[row, t, at]) + plt.load(layer.dt_bias.at[head]))
-    return jnp.maximum(step, low) if high == math.inf else jnp.clip(step, low, high)
-
-
-def _delta_gates(layer, row, t, head, keys, rate, heads, gates):
+def _decays_and_strength(layer, row, t, head, keys, rate, gates):
     """Returns logs of the head's decay (one, or pieces of those of its keys' channels) and its strength, of the last of
     the projections' outputs.
     """
-    decays = layer.dt_bias.shape[0]
-    first_b = layer.projected.shape[2] - heads
-    first_a, logs = first_b - decays, []
+
+    def given(at, bias_at=None):
+        value = plt.load(layer.projected.at[row, t, at])
+        return value if bias_at is None else value + plt.load(layer.dt_bias.at[bias_at])
+
+    heads, decays = layer.a_log.shape[0], layer.dt_bias.shape[0]
+    of_strengths = layer.projected.shape[2] - heads
+    if not gates.erase:
+        strength = gates.strength(given(of_strengths + head, head))
+        return [-rate * strength], strength
+    first = of_strengths - decays
     if decays == heads:
-        places: list[Any] = [(first_a + head, head)]
+        logs = [gates.log_decay(given(first + head, head), rate)]
     else:
         starts = [(head * (decays // heads) + n.start, n.size) for n in keys]
-        places = [(pl.ds(first_a + start, size), pl.ds(start, size)) for start, size in starts]
-    for at, bias_at in places:
-        log = plt.load(layer.projected.at[row, t, at]) + plt.load(layer.dt_bias.at[bias_at])
-        if gates.log_decay_bound is None:
-            logs.append(-rate * jax.nn.softplus(log))
-        else:
-            logs.append(gates.log_decay_bound * jax.nn.sigmoid(rate * log))
-    strength = jax.nn.sigmoid(plt.load(layer.projected.at[row, t, first_b + head]))
-    return logs, jnp.maximum(gates.beta_scale * strength, LEAST)
+        logs = [gates.log_decay(given(pl.ds(first + n, size), pl.ds(n, size)), rate) for n, size in starts]
+    return logs, gates.strength(given(of_strengths + head))

@@ -74,9 +74,7 @@ def gated_scan(
     start = lax.cummax(jnp.where(count > 0, tile_tokens[:, 0], 0)).astype(jnp.int32)
     fetched = min(size + ALIGNED, tokens)
     base = jnp.minimum(start // ALIGNED, (tokens - fetched) // ALIGNED)
-    first, read, write, slot_in, slot_out = slots_of_tiles(
-        packed.tiles.first, packed.tiles.read_slot, packed.tiles.write_slot
-    )
+    first, read, write, slot_in, slot_out = slots_of_tiles(packed.tiles)
     log_decay, strength = (
         jnp.where(valid[..., None], v[tile_tokens], 0).astype(F32).swapaxes(1, 2) for v in (log_decay, strength)
     )

@@ -6,7 +6,7 @@ from kernels_pallas.causal_conv1d import reference as convolution
 from kernels_pallas.gated_norm import reference as gated_norm
 from kernels_pallas.recurrence import Entry
 from kernels_pallas.recurrence import reference as recurrence
-from kernels_pallas.recurrence.reference import wide
+from kernels_pallas.token_loop import wide
 
 
 def gated_scan(zx, query, key, log_decay, strength, weights, store, windows, packed, *, gates):
@@ -25,35 +25,28 @@ def gated_scan(zx, query, key, log_decay, strength, weights, store, windows, pac
 
 def gated_update(projections, weights, store, windows, rows, *, valid, gates):
     """Implements `api.gated_update`. Returns the output in float64, the store and the windows."""
-    value, of_value = convolution.causal_conv1d_update(
-        projections.value, weights.value_taps, weights.value_bias, windows.value, rows
-    )
-    vectors, of_vectors = convolution.causal_conv1d_update(
-        _flat(projections.vectors), weights.vector_taps, weights.vector_bias, windows.vectors, rows
-    )
+    inputs = projections.value, _flat(projections.vectors), weights, windows, rows
+    value, vectors, windows = _convolved(convolution.causal_conv1d_update, *inputs)
     entry = _entry(projections, weights, value, vectors, store, gates)
     entry = entry._replace(strength=np.where(valid[..., None], entry.strength, 0))
     y, store = recurrence.recurrence_update(entry, store, rows, erase=gates.erase, skip=weights.skip)
-    return _output(y, projections.gate, projections.vectors.shape[3], weights, gates), store, (of_value, of_vectors)
+    return _output(y, projections.gate, projections.vectors.shape[3], weights, gates), store, windows
 
 
 def gated_replay(projections, weights, store, tail, windows, places, *, gates):
     """Implements `api.gated_replay`. Returns the output in float64 (meaningless for padding), and the stores."""
-    value, of_value, value_ring = convolution.causal_conv1d_replay(
-        projections.value, weights.value_taps, weights.value_bias, windows.value, windows.value_ring, places
-    )
-    vectors, of_vectors, vector_ring = convolution.causal_conv1d_replay(
-        _flat(projections.vectors),
-        weights.vector_taps,
-        weights.vector_bias,
-        windows.vectors,
-        windows.vector_ring,
-        places,
-    )
+    inputs = projections.value, _flat(projections.vectors), weights, windows, places
+    value, vectors, windows = _convolved(convolution.causal_conv1d_replay, *inputs)
     entry = _entry(projections, weights, value, vectors, store, gates)
     y, store, tail = recurrence.recurrence_replay(entry, store, tail, places, erase=gates.erase, skip=weights.skip)
-    windows = (of_value, of_vectors, value_ring, vector_ring)
     return _output(y, projections.gate, projections.vectors.shape[3], weights, gates), store, tail, windows
+
+
+def _convolved(operation, value, vectors, weights, windows, places):
+    stores = [v for v in windows if v is not None]
+    value, *of_value = operation(value, weights.value_taps, weights.value_bias, *stores[::2], places)
+    vectors, *of_vectors = operation(vectors, weights.vector_taps, weights.vector_bias, *stores[1::2], places)
+    return value, vectors, [v for pair in zip(of_value, of_vectors, strict=True) for v in pair]
 
 
 def _flat(vectors):

@@ -34,33 +34,34 @@ def gated_scan(zx, query, key, log_decay, strength, weights, store, windows, pac
 def gated_update(projections, weights, store, windows, rows, *, valid, gates):
     """See `api.gated_update`."""
     real = valid[..., None]
-    value, vectors = (jnp.where(real, v, 0) for v in _convolved(projections))
-    value, of_value = causal_conv1d_update(value, weights.value_taps, weights.value_bias, windows.value, rows)
-    vectors, of_vectors = causal_conv1d_update(vectors, weights.vector_taps, weights.vector_bias, windows.vectors, rows)
+    inputs = (jnp.where(real, v, 0) for v in _of_convolutions(projections))
+    value, vectors, windows = _convolved(causal_conv1d_update, inputs, weights, windows, rows)
     entry = _entry(projections, weights, value, vectors, store, gates)
     entry = entry._replace(strength=jnp.where(real, entry.strength, 0))
     y, store = recurrence_update(entry, store, rows, erase=gates.erase, skip=weights.skip)
-    return _output(y, projections, weights, gates), store, type(windows)(of_value, of_vectors)
+    return _output(y, projections, weights, gates), store, windows
 
 
 def gated_replay(projections, weights, store, tail, windows, places, *, gates):
     """See `api.gated_replay`."""
-    value, vectors = _convolved(projections)
-    value, of_value, value_ring = causal_conv1d_replay(
-        value, weights.value_taps, weights.value_bias, windows.value, windows.value_ring, places
-    )
-    vectors, of_vectors, vector_ring = causal_conv1d_replay(
-        vectors, weights.vector_taps, weights.vector_bias, windows.vectors, windows.vector_ring, places
-    )
+    inputs = _of_convolutions(projections)
+    value, vectors, windows = _convolved(causal_conv1d_replay, inputs, weights, windows, places)
     entry = _entry(projections, weights, value, vectors, store, gates)
     y, store, tail = recurrence_replay(entry, store, tail, places, erase=gates.erase, skip=weights.skip)
-    windows = type(windows)(of_value, of_vectors, value_ring, vector_ring)
     return _output(y, projections, weights, gates), store, tail, windows
 
 
-def _convolved(projections):
+def _of_convolutions(projections):
     """Returns the inputs of the convolutions, [rows, steps, channels] each."""
     return projections.value, lax.collapse(projections.vectors, 2)
+
+
+def _convolved(operation, inputs, weights, windows, places):
+    """Returns value and vectors after a convolution, an update or a replay, and the windows."""
+    (value, vectors), stores = inputs, [v for v in windows if v is not None]
+    value, *of_value = operation(value, weights.value_taps, weights.value_bias, *stores[::2], places)
+    vectors, *of_vectors = operation(vectors, weights.vector_taps, weights.vector_bias, *stores[1::2], places)
+    return value, vectors, type(windows)(*(v for pair in zip(of_value, of_vectors, strict=True) for v in pair))
 
 
 def _entry(projections, weights, value, vectors, store, gates):
