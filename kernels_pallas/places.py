@@ -113,9 +113,3 @@ def rows_of_tiles(tiles: Tiles, real: Bool[Array, "tiles tile_size"]) -> Rows:
     last = jnp.maximum(real.sum(axis=1), 1) - 1
     write = jnp.where(jnp.arange(real.shape[1]) == last[:, None], tiles.write_slot[:, None], 0)
     return Rows(jnp.where(tiles.first, tiles.read_slot, -1), write)
-
-
-def rows_of_sequences(batch: int, length: int) -> Rows:
-    """Returns sequences as rows that read slots 1, 2, ..., and write them after their last tokens."""
-    row = jnp.arange(1, batch + 1)
-    return Rows(row, jnp.where(jnp.arange(length) == length - 1, row[:, None], 0))

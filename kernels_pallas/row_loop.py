@@ -13,8 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Shaped
 
+from kernels_pallas.places import Rows
 from kernels_pallas.slots import read_slots, take, write_slot_if, write_slots
 
 F32 = jnp.float32
@@ -32,21 +33,20 @@ def all_rows(
     inputs: Sequence[Array],
     queries: Sequence[Array],
     store: Float[Array, "slots *state"],
-    read_slot: Int[Array, " rows"],
-    write_slot: Int[Array, "rows steps"],
+    rows: Rows,
     *,
     before: Function | None = None,
 ) -> Updated:
     """Gathers all rows' states, runs the rows in parallel, and scatters the states."""
-    if not write_slot.size:
-        return _no_outputs(read, queries, store, write_slot), store
-    state, y = read_slots(store, read_slot), []
+    if not rows.write_slot.size:
+        return _no_outputs(read, queries, store, rows), store
+    state, y = read_slots(store, rows.read_slot), []
     if before is not None:
-        state = jax.vmap(before)(state, jnp.arange(len(read_slot)))
-    for t in range(write_slot.shape[1]):
+        state = jax.vmap(before)(state, jnp.arange(len(rows.read_slot)))
+    for t in range(rows.write_slot.shape[1]):
         state = jax.vmap(step)(state, *(v[:, t] for v in inputs))
         y.append(jax.vmap(read)(state, *(v[:, t] for v in queries)))
-        store = write_slots(store, state, write_slot[:, t])
+        store = write_slots(store, state, rows.write_slot[:, t])
     return jnp.stack(y, axis=1), store
 
 
@@ -56,8 +56,7 @@ def row_blocks(
     inputs: Sequence[Array],
     queries: Sequence[Array],
     store: Float[Array, "slots *state"],
-    read_slot: Int[Array, " rows"],
-    write_slot: Int[Array, "rows steps"],
+    rows: Rows,
     *,
     before: Function | None = None,
 ) -> Updated:
@@ -65,11 +64,11 @@ def row_blocks(
 
     With a product (`dot`) in the loop, XLA would copy the whole store into another layout.
     """
-    rows, steps = write_slot.shape
-    y = _no_outputs(read, queries, store, write_slot)
-    if not write_slot.size:
+    count, steps = rows.write_slot.shape
+    y = _no_outputs(read, queries, store, rows)
+    if not rows.write_slot.size:
         return y, store
-    few = math.gcd(rows, _ROWS_AT_ONCE)
+    few = math.gcd(count, _ROWS_AT_ONCE)
 
     def next_states(states, inputs, t):
         return _each(step)(states, *(v[:, t] for v in inputs))
@@ -80,7 +79,7 @@ def row_blocks(
         def here(v):
             return lax.dynamic_slice_in_dim(v, i * few, few)
 
-        slots, own = here(read_slot), [here(v) for v in inputs]
+        slots, own = here(rows.read_slot), [here(v) for v in inputs]
         there = (slots > 0).reshape(-1, *[1] * (store.ndim - 1))
 
         def first(states):
@@ -102,18 +101,25 @@ def row_blocks(
             state = next_states(state, own, t) if t else state
             out.append(_each(read)(state, *(here(v)[:, t] for v in queries)))
             for row in range(few):
-                store = write_slot_if(store, state[row], here(write_slot)[row, t])
+                store = write_slot_if(store, state[row], here(rows.write_slot)[row, t])
         return store, lax.dynamic_update_slice_in_dim(y, jnp.stack(out, axis=1), i * few, 0)
 
-    store, y = lax.fori_loop(0, rows // few, body, (store, y))
+    store, y = lax.fori_loop(0, count // few, body, (store, y))
     return y, store
 
 
-def _no_outputs(read, queries, store, write_slot):
+def _no_outputs(read, queries, store, rows):
     """Returns zeros in the shape of all outputs."""
     arguments = (store.shape[1:], store.dtype), *((v.shape[2:], v.dtype) for v in queries)
     one = jax.eval_shape(read, *(jax.ShapeDtypeStruct(*each) for each in arguments))
-    return jnp.zeros((*write_slot.shape, *one.shape), F32)
+    return jnp.zeros((*rows.write_slot.shape, *one.shape), F32)
+
+
+def sequences_in_slots(length: int, state: Float[Array, "batch *state"]) -> tuple[Float[Array, "slots *state"], Rows]:
+    """Returns a store of the states, and sequences as rows that read slots 1, 2, ... and write them at their ends."""
+    row = jnp.arange(1, len(state) + 1)
+    store = jnp.concatenate([jnp.zeros_like(state, shape=(1, *state.shape[1:])), state])
+    return store, Rows(row, jnp.where(jnp.arange(length) == length - 1, row[:, None], 0))
 
 
 def by_platform(cpu: Callable[..., Any], default: Callable[..., Any]) -> Callable[..., Any]:

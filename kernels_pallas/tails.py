@@ -39,20 +39,15 @@ class Order:
     """Indices of new tokens in the order."""
 
     @classmethod
-    def of(cls, anchor_length, length, num_tokens, *, entries: int, steps: int) -> Order:
-        count, step = jnp.arange(entries), jnp.arange(steps)
-        position = anchor_length[:, None] + count
-        new_position = length[:, None] + step
-        valid = (position < (length + num_tokens)[:, None]) & (num_tokens > 0)[:, None]
-        index_of_new = new_position - anchor_length[:, None]
-        return cls(
-            position,
-            valid,
-            new_position,
-            position < length[:, None],
-            step < num_tokens[:, None],
-            index_of_new,
+    def of(cls, places: Anchored, *, entries: int, steps: int) -> Order:
+        anchor_length, length, num_tokens = (
+            v[:, None] for v in (places.anchor_length, places.length, places.num_tokens)
         )
+        step = jnp.arange(steps)
+        position, new_position = anchor_length + jnp.arange(entries), length + step
+        valid = (position < length + num_tokens) & (num_tokens > 0)
+        is_old, is_new, index_of_new = position < length, step < num_tokens, new_position - anchor_length
+        return cls(position, valid, new_position, is_old, is_new, index_of_new)
 
 
 def row_numbers(places: Anchored) -> tuple[Int[Array, " rows"], ...]:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Shaped
 
+from kernels_pallas.places import Tiles
 from kernels_pallas.slots import load, put, write_slot_if
 
 F32 = jnp.float32
@@ -24,9 +25,7 @@ def scan_tiles(
     real: Bool[Array, "tiles tile_size"],
     y: Float[Array, "tiles tile_size *out"],
     store: Float[Array, "slots *state"],
-    tile_first: Bool[Array, " tiles"],
-    read_slot: Int[Array, " tiles"],
-    write_slot: Int[Array, " tiles"],
+    places: Tiles,
     *,
     size: int,
     branch: bool = False,
@@ -49,8 +48,8 @@ def scan_tiles(
     def spread(v, place):  # what concerns whole tiles, at the block in this place of each tile
         return jnp.zeros((tiles, per_tile), v.dtype).at[:, place].set(v).reshape(count)
 
-    first, last = spread(tile_first, 0), spread(jnp.ones(tiles, bool), -1)
-    reads, writes = spread(read_slot, 0), spread(write_slot, -1)
+    first, last = spread(places.first, 0), spread(jnp.ones(tiles, bool), -1)
+    reads, writes = spread(places.read_slot, 0), spread(places.write_slot, -1)
     blocks = [v.reshape(count, size, *v.shape[2:]) for v in inputs]
     live = real.reshape(count, size).any(axis=1)
 

@@ -19,6 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from kernels_pallas.places import Rows, Tiles
+
 F32 = jnp.float32
 Input = tuple[Shaped[Array, "..."], pl.BlockSpec]
 Output = tuple[jax.ShapeDtypeStruct, pl.BlockSpec]
@@ -29,10 +31,8 @@ def scan(
     inputs: Sequence[Input],
     output: Output,
     store: Float[Array, "slots *state"],
+    tiles: Tiles,
     *,
-    tile_first: Bool[Array, " tiles"],
-    read_slot: Int[Array, " tiles"],
-    write_slot: Int[Array, " tiles"],
     real: Bool[Array, "tiles tile_size"],
     block: tuple[int, ...],
     axis: int = 0,
@@ -61,7 +61,7 @@ def scan(
     Returns:
         The output and the store.
     """
-    first, read, write, fetched, flushed = slots_of_tiles(tile_first, read_slot, write_slot)
+    first, read, write, fetched, flushed = slots_of_tiles(tiles)
 
     def slot(scalar):
         def index(h, i, *scalars):
@@ -72,26 +72,23 @@ def scan(
     kernel = functools.partial(_scan_kernel, compute=compute, number=len(inputs))
     return _call(
         kernel, inputs, output, store, (first, read, write, real.any(axis=1).astype(jnp.int32), fetched, flushed),
-        grid=(store.shape[1 + axis] // block[axis], len(tile_first)), slots=(slot(-2), slot(-1)),
+        grid=(store.shape[1 + axis] // block[axis], len(first)), slots=(slot(-2), slot(-1)),
         memory=[pltpu.VMEM(block, F32), *memory], vmem_bytes=vmem_bytes, cost=cost, interpret=interpret, name=name,
     )  # fmt: skip
 
 
-def slots_of_tiles(
-    tile_first: Bool[Array, " tiles"], read_slot: Int[Array, " tiles"], write_slot: Int[Array, " tiles"]
-) -> list[Int[Array, " tiles"]]:
+def slots_of_tiles(tiles: Tiles) -> list[Int[Array, " tiles"]]:
     """Returns the scalars of a kernel over tiles: first, read slot, write slot, slots of the input and output blocks.
 
     A tile that reads nothing selects the block that the previous tile read; a tile that writes nothing selects the
     block that the next one writes. The pipeline moves a block only when its number changes.
     """
     # The first tile has no previous tile: unless it begins a row, it starts from zeros.
-    tile_first, read_slot = tile_first.at[0].set(True), jnp.where(tile_first, read_slot, 0)
-    tiles = len(tile_first)
-    number = jnp.arange(tiles)
-    fetched = read_slot[lax.cummax(jnp.where(tile_first, number, 0))]
-    following = lax.cummin(jnp.where(write_slot > 0, number, tiles - 1), reverse=True)
-    return [v.astype(jnp.int32) for v in (tile_first, read_slot, write_slot, fetched, write_slot[following])]
+    first, read, write = tiles.first.at[0].set(True), jnp.where(tiles.first, tiles.read_slot, 0), tiles.write_slot
+    number = jnp.arange(len(first))
+    fetched = read[lax.cummax(jnp.where(first, number, 0))]
+    following = lax.cummin(jnp.where(write > 0, number, len(first) - 1), reverse=True)
+    return [v.astype(jnp.int32) for v in (first, read, write, fetched, write[following])]
 
 
 def _scan_kernel(tile_first, read_slot, write_slot, live, _fetched, _flushed, *references, compute, number: int):
@@ -121,9 +118,8 @@ def update(
     inputs: Sequence[Input],
     output: Output,
     store: Float[Array, "slots heads head_dim state"],
+    places: Rows,
     *,
-    read_slot: Int[Array, " rows"],
-    write_slot: Int[Array, "rows steps"],
     real: Bool[Array, "rows steps"],
     heads: int,
     cost: pl.CostEstimate,
@@ -147,16 +143,16 @@ def update(
     Returns:
         The output and the store.
     """
-    (rows, steps), block = write_slot.shape, (heads, *store.shape[2:])
+    (rows, steps), block = places.write_slot.shape, (heads, *store.shape[2:])
 
     def slot(index):
         return pl.BlockSpec((1, *block), lambda h, i, t, *scalars: (index(i, t, *scalars), h, 0, 0))
 
     kernel = functools.partial(_update_kernel, compute=compute, number=len(inputs), steps=steps)
     scalars = (
-        read_slot.astype(jnp.int32),
+        places.read_slot.astype(jnp.int32),
         # One axis: in scalar memory, the last of two axes is padded to 128.
-        write_slot.astype(jnp.int32).reshape(-1),
+        places.write_slot.astype(jnp.int32).reshape(-1),
         real.astype(jnp.int32).reshape(-1),
     )
     return _call(

@@ -10,6 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool
 
+from kernels_pallas.places import Tiles
+
 LEAST = 16  # the minimum size of every dimension of Triton's products
 LEAST_OF_PIECE = 8  # the minimum size of a key's pieces: smaller ones would be a program of hundreds of pieces
 
@@ -104,40 +106,53 @@ def update_call(
 
 
 def pass_states_on(
-    slots: Sequence[Any],
-    decay: Callable[[Array], Array],
-    added: Any,
-    store_in: Any,
-    begun: Any,
-    store_out: Any,
-    part: tuple[Any, ...],
-    shape: tuple[int, ...],
-) -> None:
-    """Passes one part of the states on from tile to tile, inside a kernel: from slots, through all tiles, to slots.
+    call: Callable[..., Any],
+    name: str,
+    grid: tuple[int, ...],
+    part: Callable[..., Any],
+    tiles: Tiles,
+    operands: Sequence[Array],
+    added: Array,
+    store: Array,
+) -> Sequence[Array]:
+    """Passes the states on from tile to tile, as a kernel: from slots, through all tiles, to slots.
 
     Args:
-        slots: references by tile: whether it begins a row, the slot that it then reads, and the slot that it writes.
-        decay: returns the factor of a tile on the state before it.
+        call: `pallas_call` with the options that kernels of an operation share.
+        part: `part(*operands)` returns the indices of a program's part in a state, its shape, and a function that
+            returns the factor of a tile on the part before it.
         added: what each tile adds to a state, float32, by tile.
-        store_in: the store; so is `store_out`.
-        begun: receives the state before each tile; may be the memory of `added`.
-        part: the indices of the part in a state; it has this `shape`.
+    Returns:
+        The state before each tile, in the memory of `added`, and the store.
     """
-    first, read_slot, write_slot = slots
 
-    def one_tile(tile: Array, state: Array) -> Array:
-        source, fresh = plt.load(read_slot.at[tile]), plt.load(first.at[tile]) > 0
-        slot = load_if(source > 0, store_in.at[(source, *part)], *shape).astype(jnp.float32)
-        state = jnp.where(fresh, slot, state)
-        gained = plt.load(added.at[(tile, *part)])
-        plt.store(begun.at[(tile, *part)], state)
-        # Rounded to the store's dtype, so that dividing a row's tiles over several calls does not change results.
-        stored = (state * decay(tile) + gained).astype(store_out.dtype)
-        target = plt.load(write_slot.at[tile])
-        store_if(target > 0, store_out.at[(target, *part)], stored)
-        return stored.astype(jnp.float32)
+    def kernel(first, read_slot, write_slot, *references):
+        *given, added, store_in, begun, store_out = references
+        here, shape, decay = part(*given)
 
-    lax.fori_loop(0, added.shape[0], one_tile, jnp.zeros(shape, jnp.float32))
+        def one_tile(tile: Array, state: Array) -> Array:
+            source, fresh = plt.load(read_slot.at[tile]), plt.load(first.at[tile]) > 0
+            slot = load_if(source > 0, store_in.at[(source, *here)], *shape).astype(jnp.float32)
+            state = jnp.where(fresh, slot, state)
+            gained = plt.load(added.at[(tile, *here)])
+            plt.store(begun.at[(tile, *here)], state)
+            # Rounded to the store's dtype, so that dividing a row's tiles over several calls does not change results.
+            stored = (state * decay(tile) + gained).astype(store_out.dtype)
+            target = plt.load(write_slot.at[tile])
+            store_if(target > 0, store_out.at[(target, *here)], stored)
+            return stored.astype(jnp.float32)
+
+        lax.fori_loop(0, added.shape[0], one_tile, jnp.zeros(shape, jnp.float32))
+
+    # The first tile has no previous tile: unless it begins a row, it starts from zeros.
+    slots = tiles.first.at[0].set(True), jnp.where(tiles.first, tiles.read_slot, 0), tiles.write_slot
+    return call(
+        kernel,
+        grid=grid,
+        out_shape=[jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (added, store)],
+        input_output_aliases={3 + len(operands): 0, 4 + len(operands): 1},
+        name=name,
+    )(*(v.astype(jnp.int32) for v in slots), *operands, added, store)
 
 
 def dot(left, right, dtype, *, tensor_cores=False):

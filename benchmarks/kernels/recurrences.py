@@ -14,7 +14,7 @@ from kernels_pallas import gated_recurrence, recurrence, selective_scan
 from kernels_pallas.gated_recurrence import DeltaGates, Mamba2Gates, Projections, Weights, Windows
 from kernels_pallas.places import Anchored, Rows, Tiles
 from kernels_pallas.recurrence import Entry, Tail
-from kernels_pallas.selective_scan import SelectiveTail
+from kernels_pallas.selective_scan import SelectiveEntry, SelectiveTail
 from mamba_jax.layout import PrefillLayout
 
 WIDTH = 4
@@ -35,10 +35,13 @@ def _skip(draw: Draw, shape: Any) -> dict[str, Any]:
     return {} if shape.erase else {"skip": draw.positive(shape.heads)}
 
 
-def _selective_inputs(draw: Draw, shape: Any, *lead: int) -> tuple[Any, ...]:
-    x, (b, c) = draw(*lead, shape.inner), (draw(*lead, shape.state) for _ in range(2))
-    a, d = -draw.positive(shape.state, shape.inner), draw.positive(shape.inner)
-    return x, draw.positive(*lead, shape.inner), a, b, c, d
+def _selective_entry(draw: Draw, shape: Any, *lead: int) -> SelectiveEntry:
+    b, c = (draw(*lead, shape.state) for _ in range(2))
+    return SelectiveEntry(draw(*lead, shape.inner), b, c, draw.positive(*lead, shape.inner))
+
+
+def _selective_weights(draw: Draw, shape: Any) -> dict[str, Any]:
+    return {"a": -draw.positive(shape.state, shape.inner), "d": draw.positive(shape.inner)}
 
 
 def _between_inputs(draw: Draw, shape: Any) -> tuple[Any, ...]:
@@ -169,26 +172,27 @@ def _width(shape: Any) -> int:
 
 def selective_scan_call(draw: Draw, shape: Any) -> Call:
     """As `scan_call`."""
-    inputs, states = _selective_inputs(draw, shape, shape.tiles, shape.tile_size), draw.states(shape, 4)
-    moved = nbytes(inputs, inputs[0]) + 2 * slot_bytes(states)
-    return Call(selective_scan.selective_scan, inputs, (states,), {"tiles": _tiles(shape)}, moved=moved)
+    entry, states = _selective_entry(draw, shape, shape.tiles, shape.tile_size), draw.states(shape, 4)
+    places = {"tiles": _tiles(shape), **_selective_weights(draw, shape)}
+    moved = nbytes(entry, entry.x) + 2 * slot_bytes(states)
+    return Call(selective_scan.selective_scan, (entry,), (states,), places, moved=moved)
 
 
 def selective_update_call(draw: Draw, shape: Any) -> Call:
     """As `update_call`."""
-    (rows, slots), inputs = _a_slot_for_each_step(shape), _selective_inputs(draw, shape, shape.rows, shape.steps)
-    states = draw.states(shape, slots)
-    moved = nbytes(inputs, inputs[0]) + slot_bytes(states) * shape.rows * (1 + shape.steps)
-    return Call(selective_scan.selective_update, inputs, (states,), {"rows": rows}, moved=moved)
+    (rows, slots), entry = _a_slot_for_each_step(shape), _selective_entry(draw, shape, shape.rows, shape.steps)
+    states, places = draw.states(shape, slots), {"rows": rows, **_selective_weights(draw, shape)}
+    moved = nbytes(entry, entry.x) + slot_bytes(states) * shape.rows * (1 + shape.steps)
+    return Call(selective_scan.selective_update, (entry,), (states,), places, moved=moved)
 
 
 def selective_replay_call(draw: Draw, shape: Any) -> Call:
     """As `replay_call`."""
-    inputs, tail = _selective_inputs(draw, shape, shape.rows, shape.steps), _selective_tail(draw, shape)
+    entry, tail = _selective_entry(draw, shape, shape.rows, shape.steps), _selective_tail(draw, shape)
     states = draw.states(shape, 2 * shape.rows + 1)
     anchored, moved = _anchors(shape, states, tail)
-    moved += nbytes(inputs, inputs[0])
-    return Call(selective_scan.selective_replay, inputs, (states, tail), {"places": anchored}, moved=moved)
+    places, moved = {"places": anchored, **_selective_weights(draw, shape)}, moved + nbytes(entry, entry.x)
+    return Call(selective_scan.selective_replay, (entry,), (states, tail), places, moved=moved)
 
 
 def gated_scan_call(draw: Draw, shape: Any) -> Call:

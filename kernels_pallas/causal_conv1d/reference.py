@@ -2,9 +2,7 @@
 
 import numpy as np
 
-
-def _wide(v):
-    return np.asarray(v).astype(np.float64)
+from kernels_pallas.token_loop import wide
 
 
 def _row(window, x, weight, bias, activation):
@@ -18,12 +16,12 @@ def _row(window, x, weight, bias, activation):
 
 
 def _window(store, slot):
-    return _wide(store[slot]) if slot else np.zeros(store.shape[1:])
+    return wide(store[slot]) if slot else np.zeros(store.shape[1:])
 
 
 def causal_conv1d_prefill(x, weight, bias, store, packed, *, activation="silu"):
     """Implements `api.causal_conv1d_prefill`. Returns y in float64 (0 for tokens outside of all rows) and the store."""
-    store, x, weight, bias = np.array(store), _wide(x), _wide(weight), None if bias is None else _wide(bias)
+    store, x, weight, bias = np.array(store), wide(x), wide(weight), None if bias is None else wide(bias)
     before, y, keep = store.copy(), np.zeros_like(x), weight.shape[1] - 1
     tiles = list(zip(packed.tile_row, packed.tile_end, packed.tiles.write_slot, strict=True))
     for row, start in enumerate(packed.row_start):
@@ -38,7 +36,7 @@ def causal_conv1d_prefill(x, weight, bias, store, packed, *, activation="silu"):
 
 def causal_conv1d_update(x, weight, bias, store, rows, *, activation="silu"):
     """Implements `api.causal_conv1d_update`. Returns y in float64 and the store in its own dtype."""
-    store, x, weight, bias = np.array(store), _wide(x), _wide(weight), None if bias is None else _wide(bias)
+    store, x, weight, bias = np.array(store), wide(x), wide(weight), None if bias is None else wide(bias)
     before, y, keep = store.copy(), np.zeros_like(x), weight.shape[1] - 1
     for row in range(x.shape[0]):
         y[row], inputs = _row(_window(before, rows.read_slot[row]), x[row], weight, bias, activation)
@@ -50,8 +48,8 @@ def causal_conv1d_update(x, weight, bias, store, rows, *, activation="silu"):
 
 def causal_conv1d_replay(x, weight, bias, store, ring, places, *, activation="silu"):
     """Implements `replay.causal_conv1d_replay`. Returns y in float64 (0 for padding), store and ring."""
-    store, ring, x, weight = np.array(store), np.array(ring), _wide(x), _wide(weight)
-    before, bias, y = store.copy(), None if bias is None else _wide(bias), np.zeros_like(x)
+    store, ring, x, weight = np.array(store), np.array(ring), wide(x), wide(weight)
+    before, bias, y = store.copy(), None if bias is None else wide(bias), np.zeros_like(x)
     keep, entries = weight.shape[1] - 1, ring.shape[1]
     lengths = places.anchor_length, places.length, places.num_tokens
     for row, (anchor, start, count) in enumerate(zip(*lengths, strict=True)):
@@ -59,7 +57,7 @@ def causal_conv1d_replay(x, weight, bias, store, ring, places, *, activation="si
             continue
         held, tail = _window(before, places.anchor_slot[row]), ring[places.tail_id[row]]
         last = [tail[n % entries] if n >= anchor else held[keep + n - anchor] for n in range(start - keep, start)]
-        y[row, :count], inputs = _row(_wide(np.stack(last)), x[row, :count], weight, bias, activation)
+        y[row, :count], inputs = _row(wide(np.stack(last)), x[row, :count], weight, bias, activation)
         for t in range(count):
             tail[(start + t) % entries] = x[row, t].astype(ring.dtype)
         ahead = (start // places.interval + 1) * places.interval - start
@@ -70,6 +68,6 @@ def causal_conv1d_replay(x, weight, bias, store, ring, places, *, activation="si
 
 def causal_conv1d_sequence(x, weight, bias, *, activation="silu"):
     """Implements `api.causal_conv1d_sequence`, in float64."""
-    x, weight, bias = _wide(x), _wide(weight), None if bias is None else _wide(bias)
+    x, weight, bias = wide(x), wide(weight), None if bias is None else wide(bias)
     start = np.zeros((weight.shape[1] - 1, x.shape[2]))
     return np.stack([_row(start, row, weight, bias, activation)[0] for row in x]) if len(x) else x

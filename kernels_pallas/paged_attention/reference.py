@@ -2,9 +2,7 @@
 
 import numpy as np
 
-
-def _wide(v):
-    return np.asarray(v).astype(np.float64)
+from kernels_pallas.token_loop import wide
 
 
 def _attend(q, k, v, scale):
@@ -39,7 +37,7 @@ def copy_pages(kv, *, source, target):
 
 def paged_attention(q, kv, *, positions, page_table, block_row, scale, first_key=0, window=None):
     """Implements `api.paged_attention`, in float64."""
-    q, kv, size = _wide(q), _wide(kv), kv.shape[1]
+    q, kv, size = wide(q), wide(kv), kv.shape[1]
     out = np.zeros_like(q)
     for block in range(q.shape[0]):
         table = page_table[block_row[block]]
@@ -54,7 +52,7 @@ def paged_attention(q, kv, *, positions, page_table, block_row, scale, first_key
 
 def attention_sequence(q, k, v, *, scale, window=None):
     """Implements `api.attention_sequence`, in float64."""
-    q, k, v = _wide(q), _wide(k), _wide(v)
+    q, k, v = wide(q), wide(k), wide(v)
     out = np.zeros_like(q)
     for row in range(q.shape[0]):
         for t in range(q.shape[1]):

@@ -12,7 +12,8 @@ import numpy as np
 
 from kernels_pallas import dispatch, fixed_order, native
 from kernels_pallas.fixed_order import exp, rounded
-from kernels_pallas.places import rows_of_sequences, rows_of_tiles
+from kernels_pallas.places import rows_of_tiles
+from kernels_pallas.row_loop import sequences_in_slots
 
 F32 = jnp.float32
 _KNOWN = (F32, jnp.bfloat16)
@@ -70,10 +71,8 @@ def scan(entry, store, tiles, *, erase, skip):
 def sequence(entry, *, erase, skip, initial_state, chunk_size):
     """See `api.recurrence_sequence`; `chunk_size` has no effect."""
     batch, length, *shape = entry.value.shape
-    shape = (*shape, entry.key.shape[-1])
-    start = jnp.zeros((batch, *shape), F32) if initial_state is None else initial_state.astype(F32)
-    store = jnp.concatenate([jnp.zeros((1, *shape), F32), start])
-    y, store = update(entry, store, rows_of_sequences(batch, length), erase=erase, skip=skip)
+    start = jnp.zeros((batch, *shape, entry.key.shape[-1])) if initial_state is None else initial_state
+    y, store = update(entry, *sequences_in_slots(length, start.astype(F32)), erase=erase, skip=skip)
     return y, store[1:]
 
 

@@ -9,19 +9,18 @@ matrix product. A state is stored as [state, inner]: a TPU pads the last axis to
 A token with dt = 0 is padding, in all channels at once: no other token has a step size of 0. Whatever x, b and c of
 padding hold (NaN included), it leaves the state bitwise as it was, and its y is 0.
 
-In all forms x, b and c are of any float dtype, dt are step sizes after softplus, a is -exp(A_log), transposed, and d is
-the skip weight. State mathematics is float32. Slots, tails and precision are those of `kernels_pallas.recurrence`:
-stores are float32 or bfloat16. Donate them and tails: they are updated in place.
+In all forms a is -exp(A_log), transposed, and d is the skip weight. State mathematics is float32. Slots, tails and
+precision are those of `kernels_pallas.recurrence`: stores are float32 or bfloat16. Donate them and tails: they are
+updated in place.
 """
-
-from typing import NamedTuple
 
 from jaxtyping import Array, Float
 
 from kernels_pallas import dispatch, fixed_order
 from kernels_pallas.places import Anchored, Rows, Tiles
 from kernels_pallas.selective_scan import native, pallas_gpu, pallas_tpu, xla
-from kernels_pallas.shape_check import shapes_checked
+from kernels_pallas.selective_scan.entry import SelectiveEntry, SelectiveTail
+from kernels_pallas.shape_check import check_shapes, shapes_checked
 from kernels_pallas.tails import check_tail
 
 SCAN = (
@@ -43,48 +42,34 @@ UPDATE = (
 REPLAY = (dispatch.Implementation("xla", xla.selective_replay),)
 
 
-class SelectiveTail(NamedTuple):
-    """The tails of one layer: rings of inputs. A row's token n is at entry n % L. SelectiveTail 0 belongs to no row."""
-
-    x: Float[Array, "tails entries inner"]
-    b: Float[Array, "tails entries state"]
-    dt: Float[Array, "tails entries inner"]
-    """float32, after softplus."""
-
-
 @shapes_checked
 def selective_scan(
-    x: Float[Array, "tiles tile_size inner"],
-    dt: Float[Array, "tiles tile_size inner"],
-    a: Float[Array, "state inner"],
-    b: Float[Array, "tiles tile_size state"],
-    c: Float[Array, "tiles tile_size state"],
-    d: Float[Array, " inner"],
+    entry: SelectiveEntry,
     store: Float[Array, "slots state inner"],
     tiles: Tiles,
     *,
+    a: Float[Array, "state inner"],
+    d: Float[Array, " inner"],
     implementation: str | None = None,
 ) -> tuple[Float[Array, "tiles tile_size inner"], Float[Array, "slots state inner"]]:
-    """Scans rows cut into tiles, from states in the store to states in the store.
+    """Scans rows cut into tiles, from states in the store to states in the store. The entry is [tiles, tile_size, ...].
 
     Returns:
         y in x's dtype, and the store.
     """
-    return dispatch.call("selective_scan", SCAN, implementation, x, dt, a, b, c, d, store, tiles)
+    check_shapes("selective_scan", first=(tiles.first, "tiles"), dt=(entry.dt, "tiles tile_size inner"))
+    return dispatch.call("selective_scan", SCAN, implementation, entry, store, tiles, a=a, d=d)
 
 
 @shapes_checked
 def selective_scan_sequence(
-    x: Float[Array, "batch length inner"],
-    dt: Float[Array, "batch length inner"],
-    a: Float[Array, "state inner"],
-    b: Float[Array, "batch length state"],
-    c: Float[Array, "batch length state"],
-    d: Float[Array, " inner"],
+    entry: SelectiveEntry,
     *,
-    initial_state: Float[Array, "batch state inner"] | None = None,
+    a: Float[Array, "state inner"],
+    d: Float[Array, " inner"],
+    initial_state: Float[Array, "rows state inner"] | None = None,
     implementation: str | None = None,
-) -> tuple[Float[Array, "batch length inner"], Float[Array, "batch state inner"]]:
+) -> tuple[Float[Array, "rows steps inner"], Float[Array, "rows state inner"]]:
     """Scans whole sequences of any length, without a store; differentiable in every float argument.
 
     Args:
@@ -92,22 +77,18 @@ def selective_scan_sequence(
     Returns:
         y in x's dtype, and the final state in float32.
     """
-    return dispatch.call(
-        "selective_scan_sequence", SEQUENCE, implementation, x, dt, a, b, c, d, initial_state=initial_state
-    )
+    options = {"a": a, "d": d, "initial_state": initial_state}
+    return dispatch.call("selective_scan_sequence", SEQUENCE, implementation, entry, **options)
 
 
 @shapes_checked
 def selective_update(
-    x: Float[Array, "rows steps inner"],
-    dt: Float[Array, "rows steps inner"],
-    a: Float[Array, "state inner"],
-    b: Float[Array, "rows steps state"],
-    c: Float[Array, "rows steps state"],
-    d: Float[Array, " inner"],
+    entry: SelectiveEntry,
     store: Float[Array, "slots state inner"],
     rows: Rows,
     *,
+    a: Float[Array, "state inner"],
+    d: Float[Array, " inner"],
     implementation: str | None = None,
 ) -> tuple[Float[Array, "rows steps inner"], Float[Array, "slots state inner"]]:
     """Runs `steps` recurrent steps per row, and writes the state after each.
@@ -115,21 +96,18 @@ def selective_update(
     Returns:
         y in x's dtype, and the store.
     """
-    return dispatch.call("selective_update", UPDATE, implementation, x, dt, a, b, c, d, store, rows)
+    return dispatch.call("selective_update", UPDATE, implementation, entry, store, rows, a=a, d=d)
 
 
 @shapes_checked
 def selective_replay(
-    x: Float[Array, "rows steps inner"],
-    dt: Float[Array, "rows steps inner"],
-    a: Float[Array, "state inner"],
-    b: Float[Array, "rows steps state"],
-    c: Float[Array, "rows steps state"],
-    d: Float[Array, " inner"],
+    entry: SelectiveEntry,
     states: Float[Array, "slots state inner"],
     tail: SelectiveTail,
     places: Anchored,
     *,
+    a: Float[Array, "state inner"],
+    d: Float[Array, " inner"],
     implementation: str | None = None,
 ) -> tuple[Float[Array, "rows steps inner"], Float[Array, "slots state inner"], SelectiveTail]:
     """y of `num_tokens` new tokens of each row, from S(anchor_length) and the tail's inputs since then.
@@ -142,8 +120,7 @@ def selective_replay(
     Raises:
         ValueError: an impossible interval or number of entries.
     """
-    (_, steps, inner), state = x.shape, b.shape[2]
-    tail = SelectiveTail(*tail)
+    (_, steps, inner), state = entry.x.shape, entry.b.shape[2]
     channels = {"x": inner, "b": state, "dt": inner}
     check_tail("selective_replay", tail._asdict(), channels, interval=places.interval, steps=steps)
-    return dispatch.call("selective_replay", REPLAY, implementation, x, dt, a, b, c, d, states, tail, places)
+    return dispatch.call("selective_replay", REPLAY, implementation, entry, states, tail, places, a=a, d=d)

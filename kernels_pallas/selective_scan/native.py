@@ -8,31 +8,30 @@ import jax.numpy as jnp
 
 from kernels_pallas import native
 from kernels_pallas.fixed_order import rounded
-from kernels_pallas.places import rows_of_sequences, rows_of_tiles
+from kernels_pallas.places import rows_of_tiles
+from kernels_pallas.row_loop import sequences_in_slots
 
 F32 = jnp.float32
 
 
-def selective_scan(x, dt, a, b, c, d, store, tiles):
+def selective_scan(entry, store, tiles, *, a, d):
     """See `api.selective_scan`; the store must be float32."""
-    rows = rows_of_tiles(tiles, (dt != 0).any(axis=2))
-    return selective_update(x, dt, a, b, c, d, store, rows)
+    return selective_update(entry, store, rows_of_tiles(tiles, entry.real), a=a, d=d)
 
 
-def selective_scan_sequence(x, dt, a, b, c, d, *, initial_state=None):
+def selective_scan_sequence(entry, *, a, d, initial_state=None):
     """See `api.selective_scan_sequence`."""
-    start = jnp.zeros((x.shape[0], *a.shape), F32) if initial_state is None else initial_state.astype(F32)
-    store = jnp.concatenate([jnp.zeros_like(start[:1]), start])
-    y, store = selective_update(x, dt, a, b, c, d, store, rows_of_sequences(*x.shape[:2]))
+    batch, length, _ = entry.x.shape
+    start = jnp.zeros((batch, *a.shape)) if initial_state is None else initial_state
+    y, store = selective_update(entry, *sequences_in_slots(length, start.astype(F32)), a=a, d=d)
     return y, store[1:]
 
 
-def selective_update(x, dt, a, b, c, d, store, rows):
+def selective_update(entry, store, rows, *, a, d):
     """See `api.selective_update`; the store must be float32. A negative slot to read: the state of the row before."""
-    dtype, real = x.dtype, (dt != 0).any(axis=2)
-    x, dt, b, c = (jnp.where(real[:, :, None], one, 0).astype(F32) for one in (x, dt, b, c))
+    x, b, c, dt = entry.masked()
     results = jax.ShapeDtypeStruct(x.shape, F32), jax.ShapeDtypeStruct(store.shape, F32)
     call = jax.ffi.ffi_call(native.target("selective_update"), results, input_output_aliases={6: 1})
-    places = rows.read_slot.astype(jnp.int32), rows.write_slot.astype(jnp.int32)
-    y, store = call(dt * x, dt, a.astype(F32), b, c, real.astype(jnp.int32), store, *places)
-    return (y + rounded(d.astype(F32) * x)).astype(dtype), store
+    places = (v.astype(jnp.int32) for v in (rows.read_slot, rows.write_slot))
+    y, store = call(dt * x, dt, a.astype(F32), b, c, entry.real.astype(jnp.int32), store, *places)
+    return (y + rounded(d.astype(F32) * x)).astype(entry.x.dtype), store

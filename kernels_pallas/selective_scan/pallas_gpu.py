@@ -25,47 +25,38 @@ from kernels_pallas.triton_blocks import (
     pass_states_on,
     power_of_two_in,
     store_if,
+    update_call,
 )
 
 F32 = jnp.float32
+UPDATE_CHANNELS, SCAN_CHANNELS = 128, 64  # at most, in one program
 UNROLLED = 8  # tokens in the body of a loop, so that the loads of one do not wait for the computation of another
 
 
-def unsupported(x, dt, a, b, c, d, store, places):
+def unsupported(entry, store, places, *, a, d):
     """Returns why this call cannot run, or None."""
-    if any(map(offsets_overflow, (store, x, dt))):
+    if any(map(offsets_overflow, (store, entry.x, entry.dt))):
         return "offsets into the store or the tokens do not fit in 32 bits"
-    if not is_power_of_two(b.shape[2]) or b.shape[2] == 1:
-        return f"the state size is {b.shape[2]}, not a power of two above 1"
+    if not is_power_of_two(store.shape[1]) or store.shape[1] == 1:
+        return f"the state size is {store.shape[1]}, not a power of two above 1"
     return None
 
 
-def selective_update(
-    x, dt, a, b, c, d, store, places, *, interpret=False, channels=128, warps=4
-):  # fmt: skip
-    """See `api.selective_update`. `channels` (at most) go into one program of `warps` warps."""
-    rows, steps, inner = x.shape
-    block = power_of_two_in(inner, channels)
-    return pl.pallas_call(
+def selective_update(entry, store, rows, *, a, d, interpret=False):
+    """See `api.selective_update`."""
+    (x, b, c, dt), (count, steps, inner) = entry, entry.x.shape
+    block = power_of_two_in(inner, UPDATE_CHANNELS)
+    slots = rows.read_slot.astype(jnp.int32), rows.write_slot.astype(jnp.int32)
+    y, store = update_call(
         functools.partial(_update, steps=steps, block=block),
-        grid=(rows, inner // block),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(store.shape, store.dtype)],
-        input_output_aliases={9: 1},
-        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
+        "selective_update",
+        (count, inner // block),
+        (*slots, _real(dt), x, dt.astype(F32), a.astype(F32), b, c, d.astype(F32)),
+        jax.ShapeDtypeStruct(x.shape, x.dtype),
+        (store,),
         interpret=interpret,
-        name="selective_update",
-    )(
-        places.read_slot.astype(jnp.int32),
-        places.write_slot.astype(jnp.int32),
-        _real(dt),
-        x,
-        dt.astype(F32),
-        a.astype(F32),
-        b,
-        c,
-        d.astype(F32),
-        store,
     )
+    return y, store
 
 
 def _real(dt):
@@ -102,16 +93,12 @@ def _read(state, at, real, c):
     return jnp.sum(state * ct[:, None], axis=0)
 
 
-def selective_scan(
-    x, dt, a, b, c, d, store, tiles, *, interpret=False, channels=64, warps=2
-):  # fmt: skip
-    """See `api.selective_scan`. `channels` (at most) go into one program of `warps` warps."""
-    count, _, inner = x.shape
-    block = power_of_two_in(inner, channels)
+def selective_scan(entry, store, tiles, *, a, d, interpret=False):
+    """See `api.selective_scan`."""
+    (x, b, c, dt), (count, _, inner) = entry, entry.x.shape
+    block = power_of_two_in(inner, SCAN_CHANNELS)
     call = functools.partial(
-        pl.pallas_call,
-        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
-        interpret=interpret,
+        pl.pallas_call, compiler_params=plt.CompilerParams(num_warps=2, num_stages=1), interpret=interpret
     )
     real, dt, a = _real(dt), dt.astype(F32), a.astype(F32)
     states = jax.ShapeDtypeStruct((count, *store.shape[1:]), F32)
@@ -121,23 +108,8 @@ def selective_scan(
         functools.partial(_added, block=block), grid=by_tile, out_shape=[states, across], name="selective_scan_added"
     )(real, x, dt, a, b)  # fmt: skip
 
-    # The first tile has no previous tile: unless it begins a row, it starts from zeros.
-    first = tiles.first.at[0].set(True)
-    begun, store = call(
-        functools.partial(_passed_on, block=block),
-        grid=(inner // block,),
-        out_shape=[states, jax.ShapeDtypeStruct(store.shape, store.dtype)],
-        input_output_aliases={5: 0, 6: 1},
-        name="selective_scan_passed_on",
-    )(
-        first.astype(jnp.int32),
-        jnp.where(tiles.first, tiles.read_slot, 0).astype(jnp.int32),
-        tiles.write_slot.astype(jnp.int32),
-        across,
-        a,
-        added,
-        store,
-    )
+    part, grid = functools.partial(_part, block=block), (inner // block,)
+    begun, store = pass_states_on(call, "selective_scan_passed_on", grid, part, tiles, (across, a), added, store)
     y = call(
         functools.partial(_outputs, block=block),
         grid=by_tile,
@@ -162,16 +134,11 @@ def _added(real, x, dt, a, b, added, across, *, block: int):
     plt.store(across.at[tile, here], total)
 
 
-def _passed_on(first, read_slot, write_slot, across, a, added, store_in, begun, store_out, *, block: int):
-    """Returns the state before each tile, in place of the tile's contribution, and the states for slots."""
+def _part(across, a, *, block: int):
+    """Some channels, for `pass_states_on`."""
     here = pl.ds(pl.program_id(0) * block, block)
     rates = plt.load(a.at[:, here])
-
-    def decay(tile):
-        return jnp.exp(plt.load(across.at[tile, here])[None, :] * rates)
-
-    slots = first, read_slot, write_slot
-    pass_states_on(slots, decay, added, store_in, begun, store_out, (slice(None), here), rates.shape)
+    return (slice(None), here), rates.shape, lambda tile: jnp.exp(plt.load(across.at[tile, here])[None, :] * rates)
 
 
 def _outputs(real, x, dt, a, b, c, d, begun, y, *, block: int):

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas import tpu_pipeline
+from kernels_pallas.places import Tiles
 from kernels_pallas.tpu_blocks import LANES
 
 F32 = jnp.float32
@@ -28,28 +29,25 @@ TOGETHER = 512
 UNROLLED = 8  # tokens in the body of a loop: the rows of a register, which the compiler can overlap
 
 
-def unsupported(x, dt, a, b, c, d, store, places):
+def unsupported(entry, store, places, *, a, d):
     """Returns why this call cannot run, or None."""
-    return "the state size is 1" if b.shape[2] == 1 else None
+    return "the state size is 1" if entry.b.shape[2] == 1 else None
 
 
-def selective_scan(x, dt, a, b, c, d, store, tiles, *, interpret=False):
+def selective_scan(entry, store, tiles, *, a, d, interpret=False):
     """See `api.selective_scan`."""
-    count, size = x.shape[:2]
+    size = entry.x.shape[1]
     parts = size // math.gcd(size, LONGEST) if size > LONGEST else 1
-    inputs = [v.reshape(count * parts, size // parts, -1) for v in (x, dt, b, c)]
-    places = _at(0, tiles.first, parts), _at(0, tiles.read_slot, parts), _at(parts - 1, tiles.write_slot, parts)
-    y, store = _scan(inputs, a, d, store, places, parts=parts, by_token=False, interpret=interpret)
-    return y.reshape(x.shape), store
+    places = Tiles(_at(0, tiles.first, parts), _at(0, tiles.read_slot, parts), _at(parts - 1, tiles.write_slot, parts))
+    return _scan(entry, a, d, store, places, length=size // parts, parts=parts, by_token=False, interpret=interpret)
 
 
-def selective_update(x, dt, a, b, c, d, store, places, *, interpret=False):
+def selective_update(entry, store, rows, *, a, d, interpret=False):
     """See `api.selective_update`."""
-    rows, steps = places.write_slot.shape
-    inputs = [v.reshape(rows * steps, 1, -1) for v in (x, dt, b, c)]
-    slots = _at(0, jnp.ones(rows, bool), steps), _at(0, places.read_slot, steps), places.write_slot.reshape(-1)
-    y, store = _scan(inputs, a, d, store, slots, parts=1, by_token=True, interpret=interpret)
-    return y.reshape(x.shape), store
+    count, steps = rows.write_slot.shape
+    first, read_slot = _at(0, jnp.ones(count, bool), steps), _at(0, rows.read_slot, steps)
+    places = Tiles(first, read_slot, rows.write_slot.reshape(-1))
+    return _scan(entry, a, d, store, places, length=1, parts=1, by_token=True, interpret=interpret)
 
 
 def _at(place, values, parts):
@@ -57,17 +55,15 @@ def _at(place, values, parts):
     return jnp.zeros((len(values), parts), values.dtype).at[:, place].set(values).reshape(-1)
 
 
-def _scan(inputs, a, d, store, places, *, parts, by_token, interpret):
-    """Runs the kernel over tiles, or over the `parts` of tiles. States are rounded at a tile's end, or `by_token`."""
-    x, dt, b, c = inputs
-    tiles, size, inner = x.shape
-    state = b.shape[2]
+def _scan(entry, a, d, store, places, *, length, parts, by_token, interpret):
+    """Runs the kernel over `parts` of tiles, `length` tokens each. States are rounded after tiles, or `by_token`."""
+    x, b, c, dt = (v.reshape(-1, length, v.shape[2]) for v in entry)
+    (tiles, size, inner), state = x.shape, b.shape[2]
     block, together = _channels(inner, size, state, x.dtype)
     spread = LANES if together % LANES == 0 else together
     # Padding may hold NaN. A token is padding if dt is 0 in all channels, and no other has a 0.
     real = dt[:, :, 0] != 0
     b, c = (jnp.where(real[..., None], v, 0).astype(F32) for v in (b, c))
-    first, read, write = places
 
     def compute(tile, inputs, y, carry, stored, rows, b_columns, c_columns):
         x, dt, a, b, c, d = inputs
@@ -90,7 +86,7 @@ def _scan(inputs, a, d, store, places, *, parts, by_token, interpret):
 
     channels = pl.BlockSpec((1, size, block), lambda h, i, *_: (i, 0, h))
     tokens = pl.BlockSpec((1, size, state), lambda h, i, *_: (i, 0, 0))
-    return tpu_pipeline.scan(
+    y, store = tpu_pipeline.scan(
         compute,
         [
             (x, channels),
@@ -102,9 +98,7 @@ def _scan(inputs, a, d, store, places, *, parts, by_token, interpret):
         ],
         (jax.ShapeDtypeStruct(x.shape, x.dtype), channels),
         store,
-        tile_first=first,
-        read_slot=read,
-        write_slot=write,
+        places,
         real=real,
         block=(state, block),
         axis=1,
@@ -113,6 +107,7 @@ def _scan(inputs, a, d, store, places, *, parts, by_token, interpret):
         interpret=interpret,
         name="selective_update" if by_token else "selective_scan",
     )
+    return y.reshape(entry.x.shape), store
 
 
 def _channels(inner, size, state, dtype) -> tuple[int, int]:

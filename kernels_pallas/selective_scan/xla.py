@@ -12,6 +12,7 @@ from jax import lax
 from kernels_pallas import row_loop, tails
 from kernels_pallas.dispatch import differentiable
 from kernels_pallas.places import Rows
+from kernels_pallas.selective_scan.entry import SelectiveEntry
 from kernels_pallas.slots import load
 from kernels_pallas.tile_loop import scan_sequence, scan_tiles
 
@@ -21,56 +22,36 @@ F32 = jnp.float32
 BLOCK = 32
 
 
-def selective_scan(x, dt, a, b, c, d, store, tiles):
-    """See `api.selective_scan`. The target platform of compilation selects the form."""
-    return lax.platform_dependent(
-        *(x, dt, a, b, c, d, store, tiles),
-        cpu=functools.partial(_scan_tiles, form=_one_by_one, branch=True),
-        default=functools.partial(_scan_tiles, form=_together, branch=False),
-    )
-
-
-def selective_scan_sequence(x, dt, a, b, c, d, *, initial_state=None):
-    """See `api.selective_scan_sequence`."""
+def selective_scan_sequence(entry, *, a, d, initial_state=None):
+    """See `api.selective_scan_sequence`. The target platform of compilation selects the form."""
     if initial_state is None:
-        initial_state = jnp.zeros((x.shape[0], *a.shape), F32)
-    forms = (functools.partial(_scan_sequence, form=form) for form in (_one_by_one, _together))
-    cpu, default = forms
-    return lax.platform_dependent(x, dt, a, b, c, d, initial_state, cpu=cpu, default=default)
+        initial_state = jnp.zeros((entry.x.shape[0], *a.shape), F32)
+    cpu, default = (functools.partial(_scan_sequence, form) for form in (_one_by_one, _together))
+    return lax.platform_dependent(entry, a, d, initial_state, cpu=cpu, default=default)
 
 
-def _scan_sequence(x, dt, a, b, c, d, state, *, form):
-    def block(state, x, dt, b, c):
-        return _block(form, state, x, dt, a, b, c, d)
-
-    return scan_sequence(block, (x, dt, b, c), x, state, size=BLOCK)
+def _scan_sequence(form, entry, a, d, state):
+    return scan_sequence(_block(form, a, d), entry, entry.x, state, size=BLOCK)
 
 
-def _scan_tiles(x, dt, a, b, c, d, store, tiles, *, form, branch):
-    def block(state, x, dt, b, c):
-        return _block(form, state, x, dt, a, b, c, d)
-
-    real = (dt != 0).any(axis=2)
-    size = max((n for n in range(1, min(x.shape[1], BLOCK) + 1) if x.shape[1] % n == 0), default=1)
-    places = tiles.first, tiles.read_slot, tiles.write_slot
-    return scan_tiles(block, (x, dt, b, c), real, x, store, *places, size=size, branch=branch)
+def _scan_tiles(form, entry, store, tiles, *, a, d):
+    length = entry.x.shape[1]
+    size = max((n for n in range(1, min(length, BLOCK) + 1) if length % n == 0), default=1)
+    block, branch = _block(form, a, d), form is _one_by_one
+    return scan_tiles(block, entry, entry.real, entry.x, store, tiles, size=size, branch=branch)
 
 
-def _block(form, state, x, dt, a, b, c, d):
-    """Computes a block of one row: state [state, inner] float32, x and dt [size, inner], b and c [size, state].
-
-    Returns the state after the block and y [size, inner], both float32.
+def _block(form, a, d):
+    """Returns how a block of one row is computed, of a state [state, inner] in float32 and the tokens of an entry: the
+    state after the block and y [size, inner], both float32.
     """
-    x, dt, b, c = _masked(x, dt, b, c)
-    state, y = form(state, dt, dt * x, a.astype(F32), b, c)
-    return state, y + d.astype(F32) * x
 
+    def block(state, *tokens):
+        x, b, c, dt = SelectiveEntry(*tokens).masked()
+        state, y = form(state, dt, dt * x, a.astype(F32), b, c)
+        return state, y + d.astype(F32) * x
 
-def _masked(x, dt, b, c):
-    """Converts all to float32, with zeros for padding, which may hold NaN: 0 * NaN is NaN."""
-    real = (dt != 0).any(axis=-1, keepdims=True)
-    x, b, c = (jnp.where(real, v, 0).astype(F32) for v in (x, b, c))
-    return x, dt.astype(F32), b, c
+    return block
 
 
 def _next(state, dt, fed, a, b):
@@ -103,10 +84,10 @@ def _together(state, dt, fed, a, b, c):
     return states[-1], (states * c[:, :, None]).sum(1)
 
 
-def _replay(loop, x, dt, a, b, c, d, states, tail, places, *, every_entry=False):
+def _replay(loop, entry, states, tail, places, *, a, d, every_entry=False):
     entries, anchor_length, length = tail.x.shape[1], places.anchor_length, places.length
-    order = tails.Order.of(anchor_length, length, places.num_tokens, entries=entries, steps=x.shape[1])
-    tail = type(tail)(*tails.append(tail, (x, b, dt), order, places.tail_id))
+    order = tails.Order.of(places, entries=entries, steps=entry.x.shape[1])
+    tail = type(tail)(*tails.append(tail, (entry.x, entry.b, entry.dt), order, places.tail_id))
     flat = [v.reshape(-1, v.shape[2]) for v in tail]
     write = order.is_new & (order.new_position + 1 == places.boundary[:, None])
 
@@ -122,29 +103,35 @@ def _replay(loop, x, dt, a, b, c, d, states, tail, places, *, every_entry=False)
         longest = jnp.where(places.num_tokens > 0, length - anchor_length, 0).max(initial=0)
         return lax.fori_loop(0, entries if every_entry else longest, absorb, state.astype(F32))
 
-    dt = jnp.where(order.is_new[..., None], dt, 0)
+    entry = entry._replace(dt=jnp.where(order.is_new[..., None], entry.dt, 0))
     rows = Rows(places.live_anchor, jnp.where(write, places.write_slot[:, None], 0))
-    y, states = _update(loop, x, dt, a, b, c, d, states, rows, before=before)
+    y, states = _update(loop, entry, states, rows, a=a, d=d, before=before)
     return y, states, tail
 
 
-def _update(loop, x, dt, a, b, c, d, store, rows, before=None):
-    dtype, a = x.dtype, a.astype(F32)
-    x, dt, b, c = _masked(x, dt, b, c)
+def _update(loop, entry, store, rows, *, a, d, before=None):
+    x, b, c, dt = entry.masked()
 
     def step(state, dt, fed, b):
-        return _next(state.astype(F32), dt, fed, a, b).astype(state.dtype)
+        return _next(state.astype(F32), dt, fed, a.astype(F32), b).astype(state.dtype)
 
-    y, store = loop(step, _read, (dt, dt * x, b), (c,), store, rows.read_slot, rows.write_slot, before=before)
-    return (y + d.astype(F32) * x).astype(dtype), store
+    y, store = loop(step, _read, (dt, dt * x, b), (c,), store, rows, before=before)
+    return (y + d.astype(F32) * x).astype(entry.x.dtype), store
 
 
-_FORMS = row_loop.row_blocks, row_loop.all_rows
-selective_update = row_loop.by_platform(*(functools.partial(_update, loop) for loop in _FORMS))
-"""See `api.selective_update`."""
-# A loop whose end is found at run time has no derivative.
-selective_replay = differentiable(
-    row_loop.by_platform(*(functools.partial(_replay, loop) for loop in _FORMS)),
-    functools.partial(_replay, row_loop.all_rows, every_entry=True),
-)
-"""See `api.selective_replay`."""
+_LOOPS = row_loop.row_blocks, row_loop.all_rows
+selective_scan = row_loop.by_platform(*(functools.partial(_scan_tiles, form) for form in (_one_by_one, _together)))
+"""See `api.selective_scan`; the next one is `api.selective_update`."""
+selective_update = row_loop.by_platform(*(functools.partial(_update, loop) for loop in _LOOPS))
+
+
+def selective_replay(entry, states, tail, places, *, a, d):
+    """See `api.selective_replay`."""
+
+    def of(form):
+        return lambda entry, states, tail, places, a, d: form(entry, states, tail, places, a=a, d=d)
+
+    by_platform = row_loop.by_platform(*(functools.partial(_replay, loop) for loop in _LOOPS))
+    # A loop whose end is found at run time has no derivative.
+    plain = functools.partial(_replay, row_loop.all_rows, every_entry=True)
+    return differentiable(of(by_platform), of(plain))(entry, states, tail, places, a, d)

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 from kernels_pallas.fixed_order import exp, row_sum, softplus
 from kernels_pallas.gated_norm import gated
 from kernels_pallas.selective_scan import (
+    SelectiveEntry,
     SelectiveTail,
     selective_replay,
     selective_scan,
@@ -39,39 +40,35 @@ from mamba_jax.store import SlotArrays
 
 
 def _sequences(layout: SequenceLayout, inputs: Inputs, parameters: Parameters) -> Array:
-    x, dt, b, c = map(layout.by_sequence, inputs)
-    a, d = parameters
-    y, _ = selective_scan_sequence(x, dt, a, b, c, d, initial_state=layout.initial_state("selective"))
+    entry, (a, d) = SelectiveEntry(*map(layout.by_sequence, inputs)), parameters
+    y, _ = selective_scan_sequence(entry, a=a, d=d, initial_state=layout.initial_state("selective"))
     return layout.by_token(y)
 
 
 def _tiles(layout: PrefillLayout, inputs: Inputs, parameters: Parameters, state: Array) -> tuple[Array, Array]:
-    x, dt, b, c = inputs
+    *others, dt = inputs
     # The scan recognises padding by its step size of 0; other values of padding do not matter.
-    x, b, c = map(layout.gather_unmasked, (x, b, c))
-    a, d = parameters
-    y, state = selective_scan(x, layout.by_tile(dt), a, b, c, d, state, layout.tiles)
+    entry, (a, d) = SelectiveEntry._make([*map(layout.gather_unmasked, others), layout.by_tile(dt)]), parameters
+    y, state = selective_scan(entry, state, layout.tiles, a=a, d=d)
     return layout.by_token(y), state
 
 
 def _rows(layout: DecodeLayout, inputs: Inputs, parameters: Parameters, state: Array) -> tuple[Array, Array]:
-    x, dt, b, c = map(layout.by_row, inputs)
-    a, d = parameters
-    y, state = selective_update(x, dt, a, b, c, d, state, layout.rows)
+    entry, (a, d) = SelectiveEntry(*map(layout.by_row, inputs)), parameters
+    y, state = selective_update(entry, state, layout.rows, a=a, d=d)
     return layout.by_token(y), state
 
 
 def _replay(layout: ReplayLayout, inputs: Inputs, parameters: Parameters, state: Anchors) -> tuple[Array, Anchors]:
-    x, dt, b, c = map(layout.by_row, inputs)
-    (a, d), (states, tail) = parameters, state
+    entry, (a, d), (states, tail) = SelectiveEntry(*map(layout.by_row, inputs)), parameters, state
     old = SelectiveTail(tail["selective_x"], tail["selective_b"], tail["selective_dt"])
-    y, states, new = selective_replay(x, dt, a, b, c, d, states, old, layout.anchored)
+    y, states, new = selective_replay(entry, states, old, layout.anchored, a=a, d=d)
     return layout.by_token(y), (states, {"selective_x": new.x, "selective_b": new.b, "selective_dt": new.dt})
 
 
 SELECTIVE = Operation(_sequences, _tiles, _rows, _replay)
-"""The Mamba-1 recurrence. Inputs: x and dt [T, inner], B and C [T, state]; parameters: a [state, inner] and d [inner];
-state: [slots, state, inner]. With dt = 0 a token of padding changes nothing."""
+"""The Mamba-1 recurrence. Inputs: x [T, inner], B and C [T, state], dt [T, inner]; parameters: a [state, inner] and d
+[inner]; state: [slots, state, inner]. With dt = 0 a token of padding changes nothing."""
 
 
 class Mamba1(nnx.Module):
@@ -107,7 +104,7 @@ class Mamba1(nnx.Module):
         x, window = self.conv(x, layout, None if state is None else state["conv_x"])
         dt, b, c = self._gates(x, layout)
         parameters = -exp(self.a_log[...]).T, self.d[...]
-        y, new = layout.run(SELECTIVE, (x, dt, b, c), parameters, None if state is None else state["selective"])
+        y, new = layout.run(SELECTIVE, (x, b, c, dt), parameters, None if state is None else state["selective"])
         y = self.out_proj(gated(y, z), layout.adapter)
         return y, None if state is None else {"selective": new, "conv_x": window}
 
@@ -174,7 +171,7 @@ class RGLRU(nnx.Module):
         dt = jnp.maximum(rate * self._gate(x, self.recurrent_gate, self.recurrent_gate_bias), LEAST_DT)
         factor = jnp.where(layout.positions[:, None] == 0, 1.0, jnp.sqrt(-jnp.expm1(-2 * dt)))
         ones = jnp.ones((x.shape[0], 1), jnp.float32)
-        inputs = (x.astype(jnp.float32) * gate * factor / dt, dt, ones, ones)
+        inputs = (x.astype(jnp.float32) * gate * factor / dt, ones, ones, dt)
         parameters = -jnp.ones((1, x.shape[1]), jnp.float32), jnp.zeros(x.shape[1], jnp.float32)
         out, new = layout.run(SELECTIVE, inputs, parameters, None if state is None else state["selective"])
         out = self.out_proj(out.astype(y.dtype) * y, layout.adapter)

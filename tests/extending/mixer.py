@@ -67,21 +67,12 @@ def _sequences(layout, inputs, parameters):
 
 
 def _tiles(layout, inputs, parameters, state):
-    y, state = average_scan(
-        *map(layout.by_tile, inputs),
-        *parameters,
-        state,
-        tile_first=layout.tile_first,
-        read_slot=layout.tile_read_slot,
-        write_slot=layout.tile_write_slot,
-    )
+    y, state = average_scan(*map(layout.by_tile, inputs), *parameters, state, layout.tiles)
     return layout.by_token(y), state
 
 
 def _rows(layout, inputs, parameters, state):
-    y, state = average_update(
-        *map(layout.by_row, inputs), *parameters, state, read_slot=layout.read_slot, write_slot=layout.write_slot
-    )
+    y, state = average_update(*map(layout.by_row, inputs), *parameters, state, layout.rows)
     return layout.by_token(y), state
 
 

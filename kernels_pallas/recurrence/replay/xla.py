@@ -27,9 +27,7 @@ def _replay(read, write, entry, states, tail, places, *, erase, skip):
     steps, dtype, tail_id = entry.value.shape[1], entry.value.dtype, places.tail_id
     if not entry.value.size:
         return entry.value, states, tail
-    order = tails.Order.of(
-        places.anchor_length, places.length, places.num_tokens, entries=tail.value.shape[1], steps=steps
-    )
+    order = tails.Order.of(places, entries=tail.value.shape[1], steps=steps)
     kept, channels = [tail.key, tail.log_decay], [entry.key, entry.log_decay]
     if not erase:
         kept, channels = [*kept, tail.value, tail.strength], [*channels, entry.value, entry.strength]

@@ -54,23 +54,11 @@ def scan(entry, store, tiles, *, skip, interpret, tokens=64, channels=32, warps=
         real, value, strength, decay, key
     )
 
-    # The first tile has no previous tile: unless it begins a row, it starts from zeros.
-    first = tiles.first.at[0].set(True)
     across = by_block.sum(axis=(1, 2))  # [tiles, heads], the log of the decay over a tile
-    begun, store = call(
-        functools.partial(_passed_on, part=SLICE),
-        grid=(heads, head_dim // SLICE),
-        out_shape=[states, jax.ShapeDtypeStruct(store.shape, store.dtype)],
-        input_output_aliases={4: 0, 5: 1},
-        name="recurrence_scan_passed_on",
-    )(
-        first.astype(jnp.int32),
-        jnp.where(tiles.first, tiles.read_slot, 0).astype(jnp.int32),
-        tiles.write_slot.astype(jnp.int32),
-        across,
-        added,
-        store,
-    )
+    part_of_state, grid = functools.partial(_slice, size=store.shape[3]), (heads, head_dim // SLICE)
+    begun, store = pass_states_on(
+        call, "recurrence_scan_passed_on", grid, part_of_state, tiles, (across,), added, store
+    )  # fmt: skip
     y = call(
         functools.partial(_outputs, **sizes),
         grid=by_tile,
@@ -91,17 +79,11 @@ def _added(real, value, strength, decay, key, out, *, block: int, part: int, rep
     plt.store(out.at[tile, head, here, :], state)
 
 
-def _passed_on(first, read_slot, write_slot, across, added, store_in, begun, store_out, *, part: int):
-    """Returns the state before each tile, in place of the tile's contribution, and the states for slots."""
+def _slice(across, *, size: int):
+    """Some channels of a head, for `pass_states_on`."""
     head, channels = pl.program_id(0), pl.program_id(1)
-    here = pl.ds(channels * part, part)
-    slots = first, read_slot, write_slot
-
-    def decay(tile):
-        return jnp.exp(plt.load(across.at[tile, head]))
-
-    shape = (part, added.shape[3])
-    pass_states_on(slots, decay, added, store_in, begun, store_out, (head, here, slice(None)), shape)
+    here = head, pl.ds(channels * SLICE, SLICE), slice(None)
+    return here, (SLICE, size), lambda tile: jnp.exp(plt.load(across.at[tile, head]))
 
 
 def _outputs(real, value, strength, decay, key, query, skip, begun, y, *, block: int, part: int, repeats: int):

@@ -20,7 +20,10 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas import tpu_pipeline
 from kernels_pallas.recurrence.scan.tpu_tile import scan_tile
+from kernels_pallas.recurrence.update.pallas_tpu import unsupported
 from kernels_pallas.tpu_blocks import HeadBlocks, accurate_dot, blocks_in_lanes, dot
+
+__all__ = ["scan", "unsupported"]
 
 F32 = jnp.float32
 BLOCKS = (128, 64)  # tokens of a block: the first of these that divides the tile
@@ -31,19 +34,14 @@ VMEM_BYTES = 32 << 20  # of the v5e's 128 MiB: what is computed of several heads
 BLOCK_BYTES = 1 << 20  # bytes of state in a grid step
 
 
-def unsupported(entry, store, tiles, *, erase, skip):
-    """Returns why this call cannot run, or None."""
-    if entry.by_channel and skip is not None:
-        return "channels decay on their own, and there is a direct path"
-    return None
-
-
 def scan(entry, store, tiles, *, erase, skip, interpret=False):
     """See `api.recurrence_scan`."""
     (count, size, heads, head_dim), (groups, state) = entry.value.shape, entry.key.shape[2:]
     blocks = blocks_in_lanes(heads, groups, head_dim, state, F32, block_bytes=BLOCK_BYTES)
     real, whole_tile = entry.real, not erase and not entry.by_channel
-    tokens = size if whole_tile else _block_size(size, entry.by_channel)
+    tokens = size
+    if not whole_tile:
+        tokens = next((n for n in (BLOCKS_BY_CHANNEL if entry.by_channel else BLOCKS) if size % n == 0), size)
 
     def compute(_, inputs, y, carry, stored):
         if whole_tile:
@@ -84,9 +82,7 @@ def scan(entry, store, tiles, *, erase, skip, interpret=False):
         inputs,
         (jax.ShapeDtypeStruct((count, size, heads * head_dim), value.dtype), per_head(head_dim)),
         store,
-        tile_first=tiles.first,
-        read_slot=tiles.read_slot,
-        write_slot=tiles.write_slot,
+        tiles,
         real=real,
         block=(blocks.heads, head_dim, state),
         vmem_bytes=None if whole_tile else VMEM_BYTES,
@@ -95,11 +91,6 @@ def scan(entry, store, tiles, *, erase, skip, interpret=False):
         name="recurrence_scan",
     )
     return y.reshape(entry.value.shape), store
-
-
-def _block_size(size: int, by_channel: bool) -> int:
-    """Returns the tokens of a block of a tile."""
-    return next((n for n in (BLOCKS_BY_CHANNEL if by_channel else BLOCKS) if size % n == 0), size)
 
 
 def _scan_block(inputs, y, carry, tokens: slice, blocks: HeadBlocks, head_dim: int):

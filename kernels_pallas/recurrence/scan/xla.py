@@ -35,8 +35,8 @@ def _scan(entry, store, tiles, *, erase, skip, branch):
     size, most = entry.value.shape[1], CPU_BLOCK if branch else BLOCK[erase]
     if most is not None:
         size = max((n for n in range(1, min(size, most) + 1) if size % n == 0), default=1)
-    block, places = _form(entry, erase, skip), (tiles.first, tiles.read_slot, tiles.write_slot)
-    return scan_tiles(block, entry, entry.real, entry.value, store, *places, size=size, branch=branch)
+    block = _form(entry, erase, skip)
+    return scan_tiles(block, entry, entry.real, entry.value, store, tiles, size=size, branch=branch)
 
 
 scan = by_platform(*(functools.partial(_scan, branch=branch) for branch in (True, False)))

@@ -30,20 +30,11 @@ def update(entry, store, rows, *, erase, skip, interpret=False):
         blocks, compute, inputs, output = tpu_products.kernel(entry, store, skip, block_bytes=BLOCK_BYTES)
     else:
         blocks, compute, inputs, output = _kernel(entry, store, erase)
+    # The kernel never uses values of padding.
     y, store = tpu_pipeline.update(
-        compute,
-        inputs,
-        output,
-        store,
-        read_slot=rows.read_slot,
-        write_slot=rows.write_slot,
-        # The kernel never uses values of padding.
-        real=entry.real,
-        heads=blocks.heads,
-        cost=_cost(entry, store, erase),
-        interpret=interpret,
-        name="recurrence_update",
-    )
+        compute, inputs, output, store, rows, real=entry.real, heads=blocks.heads,
+        cost=_cost(entry, store, erase), interpret=interpret, name="recurrence_update",
+    )  # fmt: skip
     return y.reshape(entry.value.shape), store
 
 

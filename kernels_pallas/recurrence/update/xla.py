@@ -16,9 +16,7 @@ def _update(all_or_few, entry, store, rows, *, erase, skip):
     query, key, value, _, strength = masked
     decay = jnp.exp(masked.decays)
     step = functools.partial(_step, erase=erase)
-    y, store = all_or_few(
-        step, row_loop.read_heads, (key, value, decay, strength), (query,), store, rows.read_slot, rows.write_slot
-    )
+    y, store = all_or_few(step, row_loop.read_heads, (key, value, decay, strength), (query,), store, rows)
     return (y if skip is None else y + skip[:, None] * value).astype(entry.value.dtype), store
 
 

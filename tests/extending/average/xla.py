@@ -4,9 +4,10 @@ from functools import partial
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from kernels_pallas import row_loop
+from kernels_pallas.places import Rows, Tiles
 from kernels_pallas.tile_loop import scan_sequence, scan_tiles
 
 F32 = jnp.float32
@@ -17,14 +18,11 @@ def average_scan(
     dt: Float[Array, "tiles tile_size heads"],
     rate: Float[Array, " heads"],
     store: Float[Array, "slots heads head_dim"],
-    *,
-    tile_first: Bool[Array, " tiles"],
-    read_slot: Int[Array, " tiles"],
-    write_slot: Int[Array, " tiles"],
+    tiles: Tiles,
 ) -> tuple[Float[Array, "tiles tile_size heads head_dim"], Float[Array, "slots heads head_dim"]]:
     """Rows cut into tiles, from states in the store to states in the store; as `recurrence_scan`."""
     block, real = partial(_block, rate), (dt != 0).any(axis=2)
-    return scan_tiles(block, (x, dt), real, x, store, tile_first, read_slot, write_slot, size=x.shape[1])
+    return scan_tiles(block, (x, dt), real, x, store, tiles, size=x.shape[1])
 
 
 def average_update(
@@ -32,16 +30,14 @@ def average_update(
     dt: Float[Array, "rows steps heads"],
     rate: Float[Array, " heads"],
     store: Float[Array, "slots heads head_dim"],
-    *,
-    read_slot: Int[Array, " rows"],
-    write_slot: Int[Array, "rows steps"],
+    rows: Rows,
 ) -> tuple[Float[Array, "rows steps heads head_dim"], Float[Array, "slots heads head_dim"]]:
-    """A few steps of each row; the state after step t goes to `write_slot[:, t]`. As `recurrence_update`."""
+    """A few steps of each row; the state after step t goes to `rows.write_slot[:, t]`. As `recurrence_update`."""
 
     def step(state, x, dt):
         return _step(rate, state.astype(F32), x, dt).astype(state.dtype)
 
-    y, store = row_loop.row_blocks(step, lambda state: state.astype(F32), (x, dt), (), store, read_slot, write_slot)
+    y, store = row_loop.row_blocks(step, lambda state: state.astype(F32), (x, dt), (), store, rows)
     return y.astype(x.dtype), store
 
 
