@@ -1,55 +1,110 @@
-"""What the tests of the linear recurrence's forms share: sizes, inputs, and the table of implementations."""
+"""What the tests of all recurrences share: their operations, sizes, inputs, and the table of implementations.
+
+A recurrence is the linear one, with and without erasing and with decays of heads or of channels, or the selective scan.
+Tests take the operations of a shape from here, and what tokens hold (`tokens[:-1]`, and last what is 0 at padding).
+"""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
+from operation_checks import jitted
 
+from benchmarks.kernels import workloads
 from benchmarks.kernels.workloads import DELTA, MAMBA2
-from kernels_pallas import native
-from kernels_pallas.recurrence import Entry
+from kernels_pallas import native, recurrence, selective_scan
+from kernels_pallas.recurrence import Entry, Tail
+from kernels_pallas.recurrence import reference as recurrence_reference
+from kernels_pallas.selective_scan import SelectiveEntry, SelectiveTail
+from kernels_pallas.selective_scan import reference as selective_reference
 
-SHAPES = [shape.small() for shape in (*MAMBA2, *DELTA)]
+LINEAR_SHAPES = [shape.small() for shape in (*MAMBA2, *DELTA)]
+SHAPES = [*LINEAR_SHAPES, *(shape.small() for shape in workloads.SELECTIVE)]
 MAMBA = next(shape for shape in SHAPES if shape.name == "9 heads, 3 groups")
 ERASING, BY_CHANNEL = (shape for shape in SHAPES if shape.name.startswith("6 heads, 3 groups"))
 # No model of the library has it: gated linear attention.
 LINEAR = dataclasses.replace(BY_CHANNEL, name="6 heads, 3 groups, by channel, linear", erase=False)
-ODD = (MAMBA, ERASING, BY_CHANNEL, LINEAR)
-"""One of each recurrence: with and without erasing, with decays of heads and of channels."""
+SELECTIVE = next(shape for shape in SHAPES if shape.name == "27 channels, states of 5")
+ODD = (MAMBA, ERASING, BY_CHANNEL, LINEAR, SELECTIVE)
+"""One of each recurrence."""
 KERNELS = "pallas_tpu_interpreted", "pallas_gpu_interpreted"
+DTYPES = pytest.mark.parametrize("dtype", [np.float32, np.dtype("bfloat16")], ids=["float32", "bfloat16"])
+
+FORMS = {
+    "scan": ("recurrence_scan", "selective_scan"),
+    "sequence": ("recurrence_sequence", "selective_scan_sequence"),
+    "update": ("recurrence_update", "selective_update"),
+    "replay": ("recurrence_replay", "selective_replay"),
+}
+
+
+def kind(shape):
+    """Which recurrence has this shape."""
+    if not hasattr(shape, "heads"):
+        return "selective"
+    return ("erase" if shape.erase else "linear") + ", by channel" * shape.by_channel
+
+
+def _found(form, shape, linear, selective):
+    name, static = FORMS[form], {} if kind(shape) == "selective" else {"erase": shape.erase}
+    return getattr(selective, name[1]) if not static else getattr(linear, name[0]), static
+
+
+def program(form, implementation, shape, *, anew=False, **static):
+    """A form of the shape's recurrence compiled, once for all tests but `anew`."""
+    operation, recurrence_static = _found(form, shape, recurrence, selective_scan)
+    compiled = jitted.__wrapped__ if anew else jitted
+    return compiled(operation, implementation=implementation, **recurrence_static, **static)
+
+
+def plain(form, shape, **options):
+    """The same as a function to be traced."""
+    operation, static = _found(form, shape, recurrence, selective_scan)
+    return functools.partial(operation, **static, **options)
+
+
+def definition(form, shape):
+    """The definition of a form of the shape's recurrence."""
+    operation, static = _found(form, shape, recurrence_reference, selective_reference)
+    return functools.partial(operation, **static)
 
 
 def fitting(implementation, shape):
     """The shape with sizes that a kernel's blocks need."""
     if implementation != "pallas_gpu_interpreted":
         return shape
+    if kind(shape) == "selective":
+        return dataclasses.replace(shape, state=1 << (shape.state - 1).bit_length())
     return dataclasses.replace(shape, head_dim=16, state=32 if shape.state % 16 else shape.state, tile_size=32)
 
 
-def cases(*implementations, lacks=()):
-    """Each implementation with each recurrence, but for those in `lacks`, (implementation, erase, by_channel)."""
+def cases(*implementations, shapes=ODD, lacks=(("native", "selective"),)):
+    """Each implementation with each recurrence, but for those in `lacks`, (implementation, kind)."""
     found = []
     for implementation in implementations:
-        for shape in ODD:
-            if (implementation, shape.erase, shape.by_channel) in lacks:
+        for shape in shapes:
+            if (implementation, kind(shape)) in lacks:
                 continue
-            marks = [pytest.mark.smoke] if not shape.by_channel else []
+            marks = [] if "by channel" in kind(shape) else [pytest.mark.smoke]
             if shape is LINEAR and implementation in KERNELS:
                 marks.append(pytest.mark.slow)
             if implementation == "native":
-                missing = native.WHY_MISSING or (shape.erase and not native.has_wide_registers())
+                missing = native.WHY_MISSING or ("erase" in kind(shape) and not native.has_wide_registers())
                 marks.append(pytest.mark.skipif(bool(missing), reason=f"no C++ for {native.instructions()}"))
-            name = f"{implementation}, {'erase' if shape.erase else 'linear'}{', by channel' * shape.by_channel}"
+            name = f"{implementation}, {kind(shape)}"
             found.append(pytest.param(implementation, fitting(implementation, shape), marks=marks, id=name))
     return pytest.mark.parametrize(("implementation", "shape"), found)
 
 
-def sizes(*implementations):
+def sizes(*implementations, lacks=(("native", "selective"),)):
     """Each implementation with each size; those of kernels are slow."""
     found = []
     for implementation in implementations:
         marks = [pytest.mark.slow] if implementation in KERNELS else []
         for shape in SHAPES:
+            if (implementation, kind(shape)) in lacks:
+                continue
             fitted = fitting(implementation, shape)
             found.append(pytest.param(implementation, fitted, marks=marks, id=f"{implementation}, {shape.name}"))
     return pytest.mark.parametrize(("implementation", "shape"), found)
@@ -57,6 +112,9 @@ def sizes(*implementations):
 
 def entry(draw, shape, *lead, dtype=np.float32):
     """Tokens [*lead]; queries and keys of length 1."""
+    if kind(shape) == "selective":
+        x, b, c = (draw.normal(*lead, n, dtype=dtype) for n in (shape.inner, shape.state, shape.state))
+        return SelectiveEntry(x, b, c, draw.positive(*lead, shape.inner, scale=0.3))
     heads = (*lead, shape.heads)
     vectors = [draw.normal(*lead, shape.groups, shape.state) for _ in range(2)]
     vectors = [(v / np.sqrt((v**2).sum(-1, keepdims=True))).astype(dtype) for v in vectors]
@@ -68,21 +126,60 @@ def entry(draw, shape, *lead, dtype=np.float32):
 
 
 def how(draw, shape):
-    """The arguments of the recurrence that are arrays: the weights of the direct path."""
+    """The arguments of the recurrence that are arrays: weights of the layer."""
+    if kind(shape) == "selective":
+        return {"a": -draw.positive(shape.state, shape.inner), "d": draw.normal(shape.inner)}
     return {"skip": None if shape.erase or shape.by_channel else draw.normal(shape.heads)}
 
 
 def states(draw, shape, count, dtype=np.float32):
-    store = draw.normal(count, shape.heads, shape.head_dim, shape.state, dtype=dtype)
+    store = draw.normal(count, *shape.state_shape, dtype=dtype)
     store[0] = np.nan
     return store
 
 
+def tails(shape, count, entries=None, dtype=np.float32):
+    """Tails full of a last tenant's entries, which are NaN wherever a test does not fill them."""
+
+    def ring(channels, dtype=np.float32):
+        return np.full((count, entries or shape.entries, channels), np.nan, dtype)
+
+    if kind(shape) == "selective":
+        return SelectiveTail(ring(shape.inner, dtype), ring(shape.state, dtype), ring(shape.inner))
+    return Tail(
+        ring(shape.heads * shape.head_dim, np.float32 if shape.erase else dtype),
+        ring(shape.groups * shape.state, dtype),
+        ring(shape.heads * (shape.state if shape.by_channel else 1)),
+        None if shape.erase else ring(shape.heads),
+    )
+
+
+def fill(draw, tail, places):
+    """Inputs of the tokens between each row's anchor and its length."""
+    make = {
+        "value": draw.normal,
+        "key": functools.partial(draw.normal, scale=0.2),
+        "log_decay": lambda n: -draw.positive(n, scale=0.3),
+        **dict.fromkeys(("strength", "dt"), functools.partial(draw.positive, scale=0.3)),
+    }
+    for which, a, c in zip(places.tail_id, places.anchor_length, places.length, strict=True):
+        for n in range(a, c):
+            for name, ring in tail._asdict().items():
+                if ring is not None:
+                    ring[which, n % ring.shape[1]] = make.get(name, draw.normal)(ring.shape[2]).astype(ring.dtype)
+    return tail
+
+
 def pad(tokens, row, start):
-    """NaN from token `start` of a row or tile on, with strength 0."""
+    """NaN from token `start` of a row or tile on, with a strength or step size of 0."""
     for v in tokens[:-1]:
         v[row, start:] = np.nan
-    tokens.strength[row, start:] = 0
+    tokens[-1][row, start:] = 0
+
+
+def part(tokens, *index):
+    """The tokens at an index of [rows, steps]."""
+    return type(tokens)(*(v[index] for v in tokens))
 
 
 def indices(*values):

@@ -76,29 +76,30 @@ class Convolution:
     def update(self):
         return jitted(causal_conv1d_update, implementation=self.implementation)
 
+    def check(self, operation, x, *arguments, tokens=None, **options):
+        """A call against its definition, of the first `tokens` outputs."""
+        y, after = jitted(operation, implementation=self.implementation)(x, *arguments, **options)
+        want_y, want = getattr(reference, operation.__name__)(x, *arguments, **options)
+        assert y.dtype == x.dtype
+        assert_close(y[:tokens], want_y[:tokens], x.dtype)
+        assert np.isfinite(y.astype(np.float32)).all()
+        assert_same_bits(after, want)
+
     @pytest.mark.smoke
     @pytest.mark.parametrize("shape", some_slow(SHAPES, *SHAPES[1:5]), ids=lambda s: s.name)
-    def test_prefill_equals_definition(self, prefill, shape):
+    def test_prefill_equals_definition(self, shape):
         # Rows of one token, of fewer than the window, of several tiles; continued and fresh; then padding.
         draw, tile = Draw(), shape.tile_size
         lengths = [1, max(shape.width - 2, 1), 2 * tile + 1, tile, 2]
         places = packed(lengths, [1, 0, 2, 3, 0], tile, first_slot=5, padding=3)
         x, store, layer = draw.normal(sum(lengths) + 3, shape.channels), windows(draw, shape, 14), weights(draw, shape)
         x[-3:] = 0
-        y, after = prefill(x, *layer, store, places)
-        want_y, want = reference.causal_conv1d_prefill(x, *layer, store, places)
-        assert_close(y[:-3], want_y[:-3])
-        assert np.isfinite(y).all()
-        assert_same_bits(after, want)
+        self.check(causal_conv1d_prefill, x, *layer, store, places, tokens=-3)
 
-    def test_a_row_may_write_the_slot_it_reads(self, prefill):
+    def test_a_row_may_write_the_slot_it_reads(self):
         draw = Draw()
         store, x, layer = windows(draw, PLAIN, 3), draw.normal(9, PLAIN.channels), weights(draw, PLAIN)
-        places = packed([4, 5], [1, 2], PLAIN.tile_size, first_slot=1)
-        y, after = prefill(x, *layer, store, places)
-        want_y, want = reference.causal_conv1d_prefill(x, *layer, store, places)
-        assert_close(y, want_y)
-        assert_same_bits(after, want)
+        self.check(causal_conv1d_prefill, x, *layer, store, packed([4, 5], [1, 2], PLAIN.tile_size, first_slot=1))
 
     @pytest.mark.parametrize("cuts", [(2, 3, 4), (5, 9)])
     def test_any_cut_of_a_row_gives_the_same(self, prefill, cuts):
@@ -117,15 +118,12 @@ class Convolution:
     @pytest.mark.smoke
     @pytest.mark.parametrize("shape", SHAPES[5:], ids=lambda s: s.name)
     @pytest.mark.parametrize("steps", [1, 4])
-    def test_update_equals_definition(self, update, shape, steps):
+    def test_update_equals_definition(self, shape, steps):
         draw = Draw()
         store, x, layer = windows(draw, shape, 16), draw.normal(3, steps, shape.channels), weights(draw, shape)
         places = Rows(ints([1, 0, 3]), draw.slots(16, 3, steps))
         places.write_slot[0, -1] = 0
-        y, after = update(x, *layer, store, places)
-        want_y, want = reference.causal_conv1d_update(x, *layer, store, places)
-        assert_close(y, want_y)
-        assert_same_bits(after, want)
+        self.check(causal_conv1d_update, x, *layer, store, places)
 
     def test_update_equals_prefill_token_by_token(self, prefill, update):
         draw = Draw()
@@ -139,20 +137,15 @@ class Convolution:
             read = 2
         assert_same_bits(split, after)
 
-    def test_bfloat16(self, prefill, update):
-        draw, dtype = Draw(), jnp.bfloat16
+    @pytest.mark.parametrize(("dtype", "options"), [(jnp.bfloat16, {}), (np.float32, {"activation": None})], ids=str)
+    def test_bfloat16_and_no_activation(self, dtype, options):
+        draw = Draw()
         store, layer = windows(draw, PLAIN, 4, dtype), weights(draw, PLAIN, dtype)
         x, places = draw.normal(5, PLAIN.channels, dtype=dtype), packed([5], [1], 4, first_slot=2)
-        y, after = prefill(x, *layer, store, places)
-        want_y, want = reference.causal_conv1d_prefill(x, *layer, store, places)
-        assert y.dtype == dtype
-        assert_close(y, want_y, dtype)
-        assert_same_bits(after, want)
-        places = Rows(ints([1]), ints([[2, 3]]))
-        y, after = update(x[None, :2], *layer, store, places)
-        want_y, want = reference.causal_conv1d_update(x[None, :2], *layer, store, places)
-        assert_close(y, want_y, dtype)
-        assert_same_bits(after, want)
+        self.check(causal_conv1d_prefill, x, *layer, store, places, **options)
+        self.check(causal_conv1d_update, x[None, :2], *layer, store, Rows(ints([1]), ints([[2, 3]])), **options)
+        y = jitted(causal_conv1d_sequence, implementation=self.implementation)(x[None], *layer, **options)
+        assert_close(y, reference.causal_conv1d_sequence(x[None], *layer, **options), dtype)
 
     @pytest.mark.parametrize("shape", SHAPES[5:], ids=lambda s: s.name)
     def test_sequence(self, shape):
@@ -162,20 +155,6 @@ class Convolution:
         for length in (1, 2, 17):
             x = draw.normal(2, length, shape.channels)
             assert_close(run(x, *layer), reference.causal_conv1d_sequence(x, *layer))
-
-    def test_without_activation(self, prefill, update):
-        draw = Draw()
-        store, layer, plain = windows(draw, PLAIN, 4), weights(draw, PLAIN), {"activation": None}
-        x, places = draw.normal(5, PLAIN.channels), packed([5], [1], 4, first_slot=2)
-        y, _ = prefill(x, *layer, store, places, **plain)
-        assert_close(y, reference.causal_conv1d_prefill(x, *layer, store, places, **plain)[0])
-        places = Rows(ints([1]), ints([[2, 3]]))
-        y, _ = update(x[None, :2], *layer, store, places, **plain)
-        assert_close(y, reference.causal_conv1d_update(x[None, :2], *layer, store, places, **plain)[0])
-        y = jitted(causal_conv1d_sequence, implementation=self.implementation)(x[None], *layer, **plain)
-        assert_close(y, reference.causal_conv1d_sequence(x[None], *layer, **plain))
-        with pytest.raises(ValueError, match="activation is 'gelu', expected 'silu' or None"):
-            causal_conv1d_sequence(*on_device((x[None], *layer)), activation="gelu")
 
     def test_sequence_gradients(self):
         draw = Draw()
@@ -226,8 +205,13 @@ class TestNative(Convolution):
     test_sequence_gradients = None
 
 
-@pytest.mark.parametrize("steps", [1, 4])
-def test_update_in_the_form_for_other_platforms(steps):
-    update = jitted(causal_conv1d_update, implementation=ELSEWHERE)
-    TestXla().test_update_equals_definition(update, SHAPES[-1], steps)
-    TestXla().test_update_equals_definition(update, PLAIN, steps)
+class TestElsewhere:
+    """Updates in the form for other platforms."""
+
+    implementation, check = ELSEWHERE, Convolution.check
+    test_update_equals_definition = Convolution.test_update_equals_definition
+
+
+def test_refuses_other_activations():
+    with pytest.raises(ValueError, match="activation is 'gelu', expected 'silu' or None"):
+        causal_conv1d_sequence(*on_device((np.ones((1, 5, 8)), np.ones((8, 4)))), None, activation="gelu")

@@ -1,15 +1,18 @@
 """What holds for every operation as a CPU runs it by default: derivatives, and arrays without elements."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from operation_checks import Draw, on_device
+from recurrence_cases import ODD, entry, how, plain, states, tails
 
-from benchmarks.kernels.call import Draw
+from benchmarks.kernels import call as benchmark
 from benchmarks.kernels.calls import OPERATIONS, drawn
-from kernels_pallas import causal_conv1d, paged_attention, recurrence, selective_scan
+from kernels_pallas import causal_conv1d, paged_attention
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.linear import linear, linear_pair
 from kernels_pallas.places import Anchored, Packed, Rows, Tiles
@@ -53,7 +56,7 @@ def loss_of(call):
 @pytest.mark.parametrize(("name", "shape"), list(kinds()))
 def test_gradients(name, shape):
     """In float32 that of a small step in some direction; in bfloat16 about the same, and not 0."""
-    loss, values = loss_of(drawn(name, shape, Draw(jnp.float32)))
+    loss, values = loss_of(drawn(name, shape, benchmark.Draw(jnp.float32)))
     random = np.random.default_rng(0)
     gradient = jax.jit(jax.grad(loss))(values)
     loss_at = jax.jit(loss)
@@ -63,7 +66,7 @@ def test_gradients(name, shape):
     along = sum(float((g * d).sum()) for g, d in zip(gradient, direction, strict=True))
     length = sum(float((g**2).sum()) for g in gradient) ** 0.5
     assert abs(float(ahead - behind) / (2 * step) - along) < 0.05 * length + 0.02
-    narrow_loss, _ = loss_of(drawn(name, shape, Draw(jnp.bfloat16, store=jnp.bfloat16)))
+    narrow_loss, _ = loss_of(drawn(name, shape, benchmark.Draw(jnp.bfloat16, store=jnp.bfloat16)))
     for one, other in zip(jax.jit(jax.grad(narrow_loss))(values), gradient, strict=True):
         assert np.linalg.norm(one - other) <= 0.2 * np.linalg.norm(other) + 0.02 * length
 
@@ -91,32 +94,18 @@ def calls(rows, steps):
     """Each operation on so many rows and steps, one of which is 0: a call, and what it gives but for empty outputs."""
     tiles, slots = Tiles(jnp.zeros(rows, bool), ints(rows), ints(rows)), Rows(ints(rows), ints(rows, steps))
     anchored = Anchored(*[ints(rows)] * 6, 8)
-    store, tail = (
-        floats(3, 4, 8, 8),
-        recurrence.Tail(floats(3, 16, 32), floats(3, 16, 16), floats(3, 16, 4), floats(3, 16, 4)),
-    )
-    for erase, by_channel in ((False, False), (True, False), (True, True)):
-        vectors, decays = floats(rows, steps, 2, 8), floats(rows, steps, 4, *[8] * by_channel)
-        entry = recurrence.Entry(vectors, vectors, floats(rows, steps, 4, 8), -decays, floats(rows, steps, 4))
-        of_tail = tail._replace(log_decay=floats(3, 16, 32)) if by_channel else tail
-        of_tail = of_tail._replace(strength=None) if erase else of_tail
-        how = {"erase": erase}
-        yield lambda e=entry, h=how: recurrence.recurrence_scan(e, store, tiles, **h), (store,)
-        yield lambda e=entry, h=how: recurrence.recurrence_update(e, store, slots, **h), (store,)
-        yield (
-            lambda e=entry, h=how, t=of_tail: recurrence.recurrence_replay(e, store, t, anchored, **h),
-            (store, of_tail),
-        )
-        yield lambda e=entry, h=how: recurrence.recurrence_sequence(e, **h), (jnp.zeros((rows, 4, 8, 8)),)
-    x, b, states, a = floats(rows, steps, 6), floats(rows, steps, 4), floats(3, 4, 6), -floats(4, 6)
-    layer, of_layer = (
-        (x, x, a, b, b, floats(6)),
-        selective_scan.SelectiveTail(floats(3, 16, 6), floats(3, 16, 4), floats(3, 16, 6)),
-    )
-    yield lambda: selective_scan.selective_scan(*layer, states, tiles), (states,)
-    yield lambda: selective_scan.selective_update(*layer, states, slots), (states,)
-    yield lambda: selective_scan.selective_replay(*layer, states, of_layer, anchored), (states, of_layer)
-    yield lambda: selective_scan.selective_scan_sequence(*layer), (jnp.zeros((rows, 4, 6)),)
+    for shape in ODD:
+        tokens, options = on_device((entry(Draw(), shape, rows, steps), how(Draw(), shape)))
+        store, tail = on_device(jax.tree.map(np.nan_to_num, (states(Draw(), shape, 3), tails(shape, 3, 16))))
+        for form, stores, places in (
+            ("scan", (store,), (tiles,)),
+            ("update", (store,), (slots,)),
+            ("replay", (store, tail), (anchored,)),
+            ("sequence", (), ()),
+        ):
+            kept = stores or (jnp.zeros((rows, *shape.state_shape)),)
+            yield functools.partial(plain(form, shape), tokens, *stores, *places, **options), kept
+    x = floats(rows, steps, 6)
     taps, windows, ring = floats(6, 4), floats(3, 3, 6), floats(3, 8, 6)
     packed = Packed(
         ints(0), ints(0), ints(rows), ints(rows), ints(0), ints(0), ints(0, 4), ints(0, 4), Tiles(*[ints(0)] * 3)

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_gated_recurrence as decode
 from operation_checks import Draw, assert_close, assert_same_bits, jitted
 
 from benchmarks.kernels.workloads import GATED
 from kernels_pallas.dispatch import UnsupportedError
-from kernels_pallas.gated_recurrence import Mamba2Gates, Weights, gated_scan, reference
+from kernels_pallas.gated_recurrence import Mamba2Gates, gated_scan, reference
 from mamba_jax.layout import PrefillLayout
 from tests.support.selection import slow
 
@@ -18,7 +19,6 @@ pytestmark = pytest.mark.full
 
 SHAPES = [s.small() for s in GATED]
 PLAIN = SHAPES[0]
-SLOTS = 12
 
 
 def places(shape, rows, *, tokens, tiles, writes):
@@ -39,39 +39,19 @@ def places(shape, rows, *, tokens, tiles, writes):
 
 
 def layer(draw, shape, tokens, dtype=np.float32):
-    inner, of_groups = shape.heads * shape.head_dim, (tokens, shape.groups, shape.state)
+    of_groups, (_, weights) = (tokens, shape.groups, shape.state), decode.layer(draw, shape, 1, 1, dtype)
     return (
-        draw.normal(tokens, 2, inner, dtype=dtype),
+        draw.normal(tokens, 2, shape.heads * shape.head_dim, dtype=dtype),
         draw.normal(*of_groups, dtype=dtype),
         draw.normal(*of_groups, dtype=dtype),
         -draw.positive(tokens, shape.heads, scale=0.3),
         draw.positive(tokens, shape.heads, scale=0.3),
-        Weights(
-            None,
-            None,
-            draw.normal(shape.heads),
-            draw.normal(inner, shape.width, dtype=dtype),
-            draw.normal(inner, dtype=dtype) if shape.bias else None,
-            None,
-            None,
-            draw.normal(inner, dtype=dtype) if shape.norm else None,
-        ),
+        weights,
     )
-
-
-def gates(shape):
-    return Mamba2Gates((0.0, 1.0), 1e-5, shape.norm_before_gate)
 
 
 def stores(draw, shape, dtype=np.float32):
-    inner = shape.heads * shape.head_dim
-    found = (
-        draw.normal(SLOTS, shape.heads, shape.head_dim, shape.state),
-        draw.normal(SLOTS, shape.width - 1, inner, dtype=dtype),
-    )
-    for store in found:
-        store[0] = np.nan
-    return found
+    return decode.stores(draw, shape, dtype)[:2]
 
 
 # Rows of less than a convolution looks back, cut by a tile's end two tokens after their first, of whole tiles, fresh
@@ -92,21 +72,21 @@ class GatedScan:
     """What a row is of itself in another call: here or there, or from one of its tiles on."""
 
     def run(self, shape, *arguments):
-        return jitted(gated_scan, implementation=self.implementation, gates=gates(shape))(*arguments)
+        return jitted(gated_scan, implementation=self.implementation, gates=decode.gates(shape))(*arguments)
 
     def check(self, shape, where, dtype=np.float32, tolerance=1e-4):
         draw = Draw()
         inputs, before = layer(draw, shape, where["tokens"], dtype), stores(draw, shape, dtype)
         there = places(shape, **where)
         y, *after = self.run(shape, *inputs, *before, there)
-        want_y, *want = reference.gated_scan(*inputs, *before, there, gates=gates(shape))
+        want_y, *want = reference.gated_scan(*inputs, *before, there, gates=decode.gates(shape))
         real = sum(fed for _, fed, _ in where["rows"])
         assert y.dtype == dtype
         assert np.isfinite(y.astype(np.float32)).all()
         assert_close(y[:real], want_y[:real], dtype, None if dtype == jnp.bfloat16 else tolerance)
         assert_close(after[0][1:], want[0][1:], dtype)
         assert_same_bits(after[1][1:], want[1][1:])
-        untouched = [slot for slot in range(1, SLOTS) if slot not in where["writes"]]
+        untouched = [slot for slot in range(1, decode.SLOTS) if slot not in where["writes"]]
         assert_same_bits(after[0][untouched], before[0][untouched])
 
     @pytest.mark.smoke

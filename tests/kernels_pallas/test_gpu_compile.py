@@ -208,25 +208,16 @@ def kernels_of(operation, model, store):
             return {operation: ({"selective_update": 96, "paged_attention": 255}.get(operation, 168), 0)}
 
 
-RECURRENCE = ("recurrence_update", "recurrence_scan", "recurrence_replay")
 LOWERED = [
-    *(case(operation, model, steps=4, tiles=16) for model in (NEMOTRON, NEXT) for operation in RECURRENCE),
-    *(
-        case(operation, model, steps=4, tiles=16, marks=FULL)
-        for model in (NANO, BAMBA, NEMOTRON.divided(8), *OTHERS, LARGE, OLMO, KIMI)
-        for operation in RECURRENCE
-    ),
-    *(
-        case(operation, model, steps=4, tiles=16, dtype=dtype, store=store, marks=FULL)
-        for model in (NEMOTRON, NEXT)
-        for operation in RECURRENCE
-        for dtype, store in ((BF16, BF16), (F32, F32))
-    ),
-    *(
-        case(operation, NEMOTRON, rows=rows, tile_size=tile_size, marks=FULL)
-        for rows, tile_size in ((1, 16), (256, 256))
-        for operation in RECURRENCE
-    ),
+    case(operation, model, steps=4, tiles=16, dtype=dtype, store=store, marks=marks)
+    for models, types, marks in (
+        ((NEMOTRON, NEXT), ((BF16, F32),), ()),
+        ((NANO, BAMBA, NEMOTRON.divided(8), *OTHERS, LARGE, OLMO, KIMI), ((BF16, F32),), FULL),
+        ((NEMOTRON, NEXT), ((BF16, BF16), (F32, F32)), FULL),
+    )
+    for model in models
+    for operation in ("recurrence_update", "recurrence_scan", "recurrence_replay")
+    for dtype, store in types
 ]
 
 

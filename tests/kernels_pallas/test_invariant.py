@@ -1,12 +1,16 @@
 """Operations whose bits do not depend on the number of rows, on their places, or on where a sequence was cut."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from operation_checks import Draw
+from recurrence_cases import ODD, SELECTIVE, definition, entry, how, kind, part, plain
 from test_causal_conv1d import packed
+from test_quantised_products import quantised
 
 from kernels_pallas import native
 from kernels_pallas.causal_conv1d import causal_conv1d_prefill, causal_conv1d_sequence, causal_conv1d_update
@@ -31,10 +35,6 @@ from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.linear import linear
 from kernels_pallas.paged_attention import attention_sequence, paged_attention
 from kernels_pallas.places import Rows, Tiles
-from kernels_pallas.quantised import Quantised
-from kernels_pallas.recurrence import Entry, recurrence_scan, recurrence_sequence, recurrence_update, reference
-from kernels_pallas.selective_scan import reference as selective_reference
-from kernels_pallas.selective_scan import selective_scan, selective_scan_sequence, selective_update
 from mamba_jax.config import RopeConfig
 from mamba_jax.modules.attention import rotate, rotations
 from mamba_jax.modules.basic import scaled
@@ -217,85 +217,43 @@ def test_other_types_are_refused():
         linear(jnp.ones((2, 4), jnp.float16), jnp.ones((3, 4), jnp.float16))
 
 
-@pytest.mark.parametrize("by_channel", [False, True])
-@pytest.mark.parametrize("erase", [False, True])
-def test_a_recurrence_keeps_its_bits_in_tiles_steps_and_sequences(erase, by_channel):
-    heads, groups, size, state, tokens = 6, 3, 5, 19, 24
-    strength = np.abs(normal(tokens, heads, seed=4)) % 1 + 0.1
-    query, key = (normal(tokens, groups, state, seed=seed) / 5 for seed in (1, 2))
-    decay = -np.abs(normal(tokens, heads, *[state] * by_channel, seed=5))
-    inputs = Entry(query, key, normal(tokens, heads, size, seed=3), decay, strength)
-    options = {"erase": erase, "skip": None if erase else jnp.array(normal(heads, seed=6))}
+@pytest.mark.parametrize(
+    "shape", [*ODD[:4], dataclasses.replace(SELECTIVE, inner=300, state=7)], ids=lambda shape: kind(shape)
+)
+def test_a_recurrence_keeps_its_bits_in_tiles_steps_and_sequences(shape):
+    tokens, draw = 24, Draw()
+    if kind(shape) != "selective":
+        shape = dataclasses.replace(shape, head_dim=5, state=19)
+    inputs, options = entry(draw, shape, 1, tokens), how(draw, shape)
 
-    def scan(tiles, store, *places):
-        return recurrence_scan(Entry(*tiles), store, Tiles(*places), **options)
+    def program(form):
+        return lambda *arguments: run(lambda *given: plain(form, shape)(*given, **options), *arguments)
 
-    def sequence(*one):
-        return recurrence_sequence(Entry(*one), **options)
-
-    def update(step, store, *slots):
-        return recurrence_update(Entry(*step), store, Rows(*slots), **options)
-
-    def definition(step, store, *slots):
-        return reference.recurrence_update(Entry(*step), store, Rows(*slots), **options)
-
-    check_bits(list(inputs), -1, (heads, size, state), scan, sequence, update, definition)
-
-
-def test_the_selective_recurrence_keeps_its_bits_in_tiles_steps_and_sequences():
-    tokens = 24
-    x, b, c = normal(tokens, 300), normal(tokens, 7, seed=1), normal(tokens, 7, seed=2)
-    dt = np.abs(normal(tokens, 300, seed=3)) + 0.01
-    a, d = -np.abs(normal(7, 300, seed=4)), normal(300, seed=5)
-
-    def scan(tiles, store, first, read, write):
-        x, dt, b, c = tiles
-        return selective_scan(x, dt, a, b, c, d, store, Tiles(first, read, write))
-
-    def sequence(x, dt, b, c):
-        return selective_scan_sequence(x, dt, a, b, c, d)
-
-    def update(step, store, read, write, operation=selective_update):
-        x, dt, b, c = step
-        return operation(x, dt, a, b, c, d, store, Rows(read, write))
-
-    def definition(step, store, *slots):
-        return update(step, store, *slots, operation=selective_reference.selective_update)
-
-    check_bits([x, dt, b, c], 1, (7, 300), scan, sequence, update, definition)
-
-
-def check_bits(inputs, strength, shape, scan, sequence, update, definition):
-    """`inputs` are arrays of tokens; that with the number `strength` is 0 at padding."""
-    tokens = len(inputs[0])
-    narrow = [
-        jnp.asarray(one[None], jnp.bfloat16 if n != strength % len(inputs) else None) for n, one in enumerate(inputs)
-    ]
-    zeros = np.zeros((2, *shape), np.float32)
-    assert run(update, narrow, zeros, np.array([0]), np.zeros((1, tokens), int))[0].dtype == jnp.bfloat16
-    whole, end = run(sequence, *(one[None] for one in inputs))
+    scan, sequence, update = map(program, ("scan", "sequence", "update"))
+    narrow = type(inputs)(*(v.astype(jnp.bfloat16) for v in inputs[:-1]), inputs[-1])
+    zeros = np.zeros((2, *shape.state_shape), np.float32)
+    assert update(narrow, zeros, Rows(np.array([0]), np.zeros((1, tokens), int)))[0].dtype == jnp.bfloat16
+    whole, end = sequence(inputs)
     # Step by step, against the definition as well.
     state = wide = zeros
     for t in range(tokens):
-        slots = np.array([min(t, 1)]), np.array([[1]])
-        step = [one[None, t : t + 1] for one in inputs]
-        y, state = run(update, step, state, *slots)
-        expected, wide = definition(step, wide, *slots)
+        slots, step = Rows(np.array([min(t, 1)]), np.array([[1]])), part(inputs, slice(None), slice(t, t + 1))
+        y, state = update(step, state, slots)
+        expected, wide = definition("update", shape)(step, wide, slots, **options)
         np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
         np.testing.assert_array_equal(y[0, 0], whole[0, t])
     np.testing.assert_array_equal(state[1], end[0])
     # In tiles, the last of which has padding that holds NaN; in several calls; next to another row.
-    padded = [np.concatenate([one, np.full((4, *one.shape[1:]), np.nan, np.float32)]) for one in inputs]
-    padded[strength][tokens:] = 0
-    tiles = [one.reshape(-1, 4, *one.shape[1:]) for one in padded]
-    store = np.zeros((4, *shape), np.float32)
-    places = np.array([1, 0, 0, 0, 0, 0, 0], bool), np.zeros(7, int), np.array([0, 0, 2, 0, 0, 0, 3])
-    y, store = run(scan, tiles, store, *places)
+    padded = [np.concatenate([one[0], np.full((4, *one.shape[2:]), np.nan, np.float32)]) for one in inputs]
+    padded[-1][tokens:] = 0
+    tiles = type(inputs)(*(one.reshape(-1, 4, *one.shape[1:]) for one in padded))
+    store = np.zeros((4, *shape.state_shape), np.float32)
+    places = Tiles(np.array([1, 0, 0, 0, 0, 0, 0], bool), np.zeros(7, int), np.array([0, 0, 2, 0, 0, 0, 3]))
+    y, store = scan(tiles, store, places)
     np.testing.assert_array_equal(y.reshape(-1, *y.shape[2:])[:tokens], whole[0])
     np.testing.assert_array_equal(store[3], end[0])
-    rest = [np.concatenate([one[:1], one[3:]]) for one in tiles]
-    places = np.array([1, 1, 0, 0, 0], bool), np.array([0, 2, 0, 0, 0]), np.array([0, 0, 0, 0, 1])
-    y, store = run(scan, rest, store, *places)
+    places = Tiles(np.array([1, 1, 0, 0, 0], bool), np.array([0, 2, 0, 0, 0]), np.array([0, 0, 0, 0, 1]))
+    y, store = scan(part(tiles, [0, 3, 4, 5, 6]), store, places)
     np.testing.assert_array_equal(y[1:].reshape(-1, *y.shape[2:])[:12], whole[0, 12:])
     np.testing.assert_array_equal(store[1], end[0])
 
@@ -313,22 +271,14 @@ def test_a_token_of_experts_keeps_its_bits(dtype, inputs):
         np.testing.assert_array_equal(run(grouped_matmul, x, w, sizes)[:count], whole[:count])
 
 
-def quantised(*shape, bits, groups):
-    draw = np.random.default_rng(2)
-    *lead, outputs, _ = shape
-    values = jnp.asarray(draw.integers(-(2 ** (bits - 1)), 2 ** (bits - 1), size=shape), f"int{bits}")
-    scale = draw.uniform(0.01, 0.02, size=(*lead, groups, outputs) if groups else (*lead, outputs)).astype(np.float32)
-    return Quantised(values, group_scale=scale) if groups else Quantised(values, channel_scale=scale)
-
-
-@pytest.mark.parametrize(("bits", "groups"), [(8, 0), (4, 0), (4, 2)])
+@pytest.mark.parametrize(("narrow", "groups"), [(jnp.int8, None), (jnp.int4, None), (jnp.int4, 2)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_row_keeps_its_bits_with_quantised_weights(dtype, bits, groups):
-    x, w = normal(90, 36).astype(dtype), quantised(40, 36, bits=bits, groups=groups)
+def test_a_row_keeps_its_bits_with_quantised_weights(dtype, narrow, groups):
+    x, w = normal(90, 36).astype(dtype), quantised(40, 36, dtype=narrow, groups=groups)
     whole = run_rows(lambda x: linear(x, w), x)
     expected = x.astype(np.float32) @ np.asarray(w.dequantise()).T
     np.testing.assert_allclose(whole.astype(np.float32), expected, rtol=2e-2, atol=2e-2)
-    w = quantised(3, 40, 36, bits=bits, groups=groups)
+    w = quantised(3, 40, 36, dtype=narrow, groups=groups)
     whole = run(grouped_matmul, x, w, np.array([90, 0, 0]))
     expected = x.astype(np.float32) @ np.asarray(w.dequantise())[0].T
     np.testing.assert_allclose(whole.astype(np.float32), expected, rtol=2e-2, atol=2e-2)

@@ -53,24 +53,6 @@ def test_equals_definition(kind, dtype):
     assert_close(out, by_definition(x, weight), dtype)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_equals_torch(kind):
-    """Its own rounding to int8 (`torch.round`) and to float8, and its product of what they stand for."""
-    torch = pytest.importorskip("torch", reason="torch is not installed: needs the parity extra")
-    weight, x = weight_of(kind), np.asarray(Draw().normal(7, 48)) * 5
-    scaled = torch.from_numpy(x) / float(SCALE)
-    if kind == "int8":
-        q = torch.clamp(torch.round(scaled), -128, 127).to(torch.int8).float()
-    else:
-        q = torch.clamp(scaled, -448, 448).to(torch.float8_e4m3fn).float()
-    values = torch.from_numpy(np.asarray(weight.values).astype(np.float32))
-    theirs = torch.nn.functional.linear(
-        q * float(SCALE), values * torch.from_numpy(np.asarray(weight.channel_scale))[:, None]
-    )
-    ours = linear(jnp.asarray(x), weight, implementation="narrow_inputs")
-    np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-4, atol=1e-3)
-
-
 def test_a_cpu_widens_unless_told_otherwise():
     choice = KernelChoice(platform="cpu")
     with choice.applied():

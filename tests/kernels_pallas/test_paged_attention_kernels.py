@@ -10,30 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from operation_checks import Draw, assert_close, on_device
-from test_paged_attention import DTYPES, PLAIN, Attention
+from test_paged_attention import DTYPES, PLAIN, Attention, ints
 
 from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.paged_attention import paged_attention, pallas_gpu, pallas_tpu, reference
 
 pytestmark = pytest.mark.full
-
-PAGE, PAGES = 8, 4
-
-
-def call(draw, positions, block_row, *, rows, q_heads=4, kv_heads=2, head_dim=128, dtype=np.float32):
-    """Queries at these positions, [blocks, q_len]; whatever no query may see is NaN."""
-    positions, block_row = np.array(positions, np.int32), np.array(block_row, np.int32)
-    q = draw.normal(*positions.shape, q_heads, head_dim, dtype=dtype)
-    q[positions < 0] = np.nan
-    kv = draw.normal(1 + rows * PAGES, PAGE, 2 * kv_heads, head_dim, dtype=dtype)
-    kv[0] = np.nan
-    page_table = draw.slots(1 + rows * PAGES, rows, PAGES)
-    for row in range(rows):
-        length = positions[block_row == row].max(initial=-1) + 1
-        for key in range(length, PAGES * PAGE):
-            kv[page_table[row, key // PAGE], key % PAGE] = np.nan
-        page_table[row, -(-length // PAGE) :] = 0
-    return (q, kv), {"positions": positions, "page_table": page_table, "block_row": block_row}
 
 
 def stand_in(q, kv, kv_lens, page_indices, cu_q_lens, num_seqs, *, sm_scale, sliding_window, **blocks):
@@ -54,85 +36,54 @@ def stand_in(q, kv, kv_lens, page_indices, cu_q_lens, num_seqs, *, sm_scale, sli
     return jnp.asarray(out)
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize(
-    ("positions", "block_row"),
-    [
-        ([[5], [-1], [0], [25], [-1]], [0, 1, 2, 3, 4]),
-        ([[-1, -1, -1], [9, 10, -1], [3, -1, -1], [7, 8, 9]], [0, 1, 2, 3]),
-        ([[2, 3, 4, -1], [5, 6, 7, 8], [9, -1, -1, -1], [0, 1, 2, 3], [-1, -1, -1, -1]], [0, 0, 0, 1, 1]),
-        ([[-1], [-1]], [0, 1]),
-    ],
-    ids=["one query each", "drafts", "tiles of a prompt", "nothing"],
-)
-def test_equals_definition(positions, block_row, window, monkeypatch):
-    monkeypatch.setattr(pallas_tpu, "ragged_paged_attention", stand_in)
-    args, kwargs = call(Draw(), positions, block_row, rows=max(block_row) + 1)
-    static = {"scale": 0.1, "window": window}
-    out = paged_attention(*on_device(args), **on_device(kwargs), **static, implementation="pallas_tpu")
-    want = reference.paged_attention(*args, **kwargs, **static)
-    valid = np.array(positions) >= 0
-    assert_close(out[valid], want[valid], tolerance=1e-4)
-    assert (out[~valid] == 0).all()
+# Of which the kernel for TPU takes whole registers.
+WHOLE = dataclasses.replace(PLAIN, q_heads=4, kv_heads=2, head_dim=128, page_size=8)
 
 
-@pytest.mark.parametrize("blocks_per_call", [1, 2, 3])
-def test_tables_too_long_for_scalar_memory_take_several_calls(blocks_per_call, monkeypatch):
-    calls = []
+class TestTpu(Attention):
+    """The call of the kernel that JAX keeps."""
 
-    def count(q, kv, kv_lens, page_indices, *rest, **static):
-        calls.append(len(page_indices))
-        return stand_in(q, kv, kv_lens, page_indices, *rest, **static)
+    implementation = "pallas_tpu"
+    tolerance = 1e-4
+    test_holds_no_copy_of_the_cache = None  # the stand-in computes in numpy
+    test_a_query_without_keys_gives_zero = test_hidden_first_keys = test_a_window_and_hidden_first_keys = None
 
-    monkeypatch.setattr(pallas_tpu, "ragged_paged_attention", count)
-    monkeypatch.setattr(pallas_tpu, "SCALAR_BYTES", 4 * pallas_tpu.LANES * blocks_per_call)
-    positions = [[2, 3, 4, -1], [5, 6, 7, 8], [9, -1, -1, -1], [0, 1, 2, 3], [-1, -1, -1, -1]]
-    args, kwargs = call(Draw(), positions, [0, 0, 0, 1, 1], rows=2)
-    out = paged_attention(*on_device(args), **on_device(kwargs), scale=0.1, implementation="pallas_tpu")
-    want = reference.paged_attention(*args, **kwargs, scale=0.1)
-    valid = np.array(positions) >= 0
-    assert_close(out[valid], want[valid], tolerance=1e-4)
-    assert sum(calls) == 5
-    assert max(calls) <= blocks_per_call
+    @pytest.fixture(autouse=True)
+    def calls(self, monkeypatch):
+        """The queries' shapes, and the options, of the kernel's calls."""
+        calls = []
 
+        def record(q, kv, *places, **options):
+            calls.append((len(places[1]), options["num_queries_per_block"]))
+            return stand_in(q, kv, *places, **options)
 
-def test_refuses_a_table_that_scalar_memory_cannot_hold_even_for_one_block(monkeypatch):
-    monkeypatch.setattr(pallas_tpu, "SCALAR_BYTES", 4 * pallas_tpu.LANES - 1)
-    args, kwargs = call(Draw(), [[3]], [0], rows=1)
-    with pytest.raises(UnsupportedError, match="a page table of 4 pages does not fit in 511 bytes of scalar memory"):
-        paged_attention(*on_device(args), **on_device(kwargs), scale=0.1, implementation="pallas_tpu")
+        monkeypatch.setattr(pallas_tpu, "ragged_paged_attention", record)
+        return calls
 
+    def run(self, *args, scale=0.3, **kwargs):
+        given = {name: jnp.asarray(v) for name, v in kwargs.items() if isinstance(v, np.ndarray)}
+        return np.asarray(paged_attention(*on_device(args), **kwargs | given, scale=scale, implementation="pallas_tpu"))
 
-@pytest.mark.parametrize(("blocks", "q_len", "size"), [(64, 1, 32), (64, 4, 32), (18, 128, 128), (1, 1, 1)])
-def test_prefill_has_larger_blocks_of_queries_than_decode(blocks, q_len, size, monkeypatch):
-    """Each block of queries reads the keys before it once, so blocks of 32 read a long past four times as often."""
-    sizes = []
+    def check(self, shape, *args, dtype=np.float32, **kwargs):
+        # Two numbers of 16 bits fill a word, so that four heads fill as many registers.
+        heads = {} if dtype == np.float32 else {"q_heads": 4, "kv_heads": 4}
+        if not shape.latent:
+            super().check(dataclasses.replace(WHOLE, **heads), *args, **kwargs)
 
-    def record(q, *_, num_queries_per_block, **__):
-        sizes.append(num_queries_per_block)
-        return q
+    @pytest.mark.parametrize("blocks_per_call", [1, 2, 3])
+    def test_tables_too_long_for_scalar_memory_take_several_calls(self, calls, blocks_per_call, monkeypatch):
+        monkeypatch.setattr(pallas_tpu, "SCALAR_BYTES", 4 * pallas_tpu.LANES * blocks_per_call)
+        positions = [[2, 3, 4, -1], [5, 6, 7, 8], [9, -1, -1, -1], [0, 1, 2, 3], [-1, -1, -1, -1]]
+        self.check(PLAIN, 4, positions, [10, 4], [0, 0, 0, 1, 1])
+        assert sum(blocks for blocks, _ in calls) == 5
+        assert max(blocks for blocks, _ in calls) <= blocks_per_call
 
-    monkeypatch.setattr(pallas_tpu, "ragged_paged_attention", record)
-    positions = np.arange(blocks * q_len).reshape(blocks, q_len) % (PAGES * PAGE)
-    args, kwargs = call(Draw(), positions, [0] * blocks, rows=1)
-    paged_attention(*on_device(args), **on_device(kwargs), scale=0.1, implementation="pallas_tpu")
-    assert sizes == [size]
-
-
-@pytest.mark.parametrize(
-    ("changed", "static", "reason"),
-    [
-        ({"head_dim": 64}, {}, "heads have a size of 64, not a multiple of 128"),
-        ({}, {"first_key": 1}, "it hides the first 1 keys"),
-        ({"kv_heads": 3, "q_heads": 3, "dtype": jnp.bfloat16}, {}, "3 kv heads do not fill registers"),
-    ],
-    ids=["size of heads", "hidden keys", "number of heads"],
-)
-def test_says_what_it_cannot_run(changed, static, reason):
-    args, kwargs = call(Draw(), [[3]], [0], rows=1, **changed)
-    with pytest.raises(UnsupportedError, match=reason):
-        paged_attention(*on_device(args), **on_device(kwargs), **static, scale=0.1, implementation="pallas_tpu")
+    @pytest.mark.parametrize(("blocks", "q_len", "size"), [(64, 1, 32), (16, 4, 32), (2, 128, 128), (1, 1, 1)])
+    def test_prefill_has_larger_blocks_of_queries_than_decode(self, calls, blocks, q_len, size):
+        """Each block of queries reads the keys before it once, so blocks of 32 read a long past four times as often."""
+        positions = np.arange(blocks * q_len).reshape(blocks, q_len)
+        self.check(PLAIN, q_len, positions, [blocks * q_len], [0] * blocks)
+        assert [queries for _, queries in calls] == [size]
 
 
 class TestGpu(Attention):
@@ -140,8 +91,8 @@ class TestGpu(Attention):
 
     implementation = "pallas_gpu_interpreted"
     test_holds_no_copy_of_the_cache = None  # the interpreter copies; the compiled kernel is looked at instead
-    test_a_query_without_keys_gives_zero = None
-    test_a_window_hides_older_keys = None  # XLA runs these calls
+    # XLA runs these calls.
+    test_a_query_without_keys_gives_zero = test_a_window_hides_older_keys = test_a_window_and_hidden_first_keys = None
 
     def check(self, shape, *args, **kwargs):
         # Latents keep their width: it selects the form for wide heads.
@@ -171,10 +122,6 @@ class TestGpu(Attention):
         want = reference.paged_attention(q, kv.astype(np.float32), **places, scale=0.3)
         assert_close(out, want, tolerance=1e-4 if dtype == np.float32 else 2e-2)
 
-    def test_says_that_it_has_no_windows(self):
-        with pytest.raises(UnsupportedError, match="queries see only the last 3 keys"):
-            self.check(PLAIN, 1, [[2]], [3], [0], window=3)
-
     def test_one_long_row_fills_the_gpu(self):
         assert pallas_gpu._splits(1, 262_144) == 256
         assert pallas_gpu._splits(1, 4096) == 16
@@ -184,14 +131,28 @@ class TestGpu(Attention):
         self.check(PLAIN, 48, [[*range(500, 548)], [*range(48)]], [548, 48], [0, 1])
 
 
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        ({"head_dim": 72}, "heads have a size of 72, not a multiple of 16"),
-        ({}, "pages hold 8 keys, not a multiple of 16"),
-    ],
-)
-def test_says_what_it_cannot_run_on_gpu(changed, reason):
-    args, kwargs = call(Draw(), [[3]], [0], rows=1, **changed)
+REFUSED = [
+    ("pallas_tpu", {"head_dim": 64}, {}, "heads have a size of 64, not a multiple of 128"),
+    ("pallas_tpu", {}, {"first_key": 1}, "it hides the first 1 keys"),
+    ("pallas_tpu", {"kv_heads": 3, "q_heads": 3}, {"dtype": jnp.bfloat16}, "3 kv heads do not fill registers"),
+    (
+        "pallas_tpu",
+        {},
+        {"pages": 1 << 18},
+        "a page table of 262144 pages does not fit in 921600 bytes of scalar memory",
+    ),
+    ("pallas_gpu_interpreted", {"head_dim": 72}, {}, "heads have a size of 72, not a multiple of 16"),
+    ("pallas_gpu_interpreted", {}, {}, "pages hold 8 keys, not a multiple of 16"),
+    ("pallas_gpu_interpreted", {"page_size": 16}, {"window": 3}, "queries see only the last 3 keys"),
+]
+
+
+@pytest.mark.parametrize(("implementation", "changed", "options", "reason"), REFUSED)
+def test_says_what_it_cannot_run(implementation, changed, options, reason):
+    shape, options = dataclasses.replace(WHOLE, **changed), dict(options)
+    dtype, pages = options.pop("dtype", jnp.float32), options.pop("pages", 4)
+    q, kv = jnp.ones((1, 1, shape.q_heads, shape.head_dim), dtype), (2, shape.page_size, shape.entries, shape.head_dim)
+    places = {"positions": [[0]], "page_table": np.ones((1, pages)), "block_row": [0]}
+    places = {name: jnp.asarray(ints(place)) for name, place in places.items()}
     with pytest.raises(UnsupportedError, match=reason):
-        paged_attention(*on_device(args), **on_device(kwargs), scale=0.1, implementation="pallas_gpu_interpreted")
+        paged_attention(q, jnp.ones(kv, dtype), **places, **options, scale=0.1, implementation=implementation)

@@ -106,23 +106,6 @@ def test_two_products_of_few_outputs(dtype):
         np.testing.assert_allclose(one.astype(np.float32), other.astype(np.float32), atol=0.1, rtol=0.02)
 
 
-@pytest.mark.parametrize(
-    ("implementation", "rows", "dtype"),
-    cases(("xla", 1, np.float32), ("xla", 4, np.float32), ("xla", 300, np.float32), ("native", 3, BF16)),
-)
-def test_gradients_of_dense_products(implementation, rows, dtype):
-    x, weight = on_device([Draw(n).normal(n, 24, dtype=dtype) for n in (rows, 40)])
-
-    def gradients(product):
-        return jax.grad(lambda x, w: jnp.sin(product(x, w)).sum(), argnums=(0, 1))(x, weight)
-
-    ours = gradients(partial(linear, out_dtype=F32, implementation=implementation))
-    plain = gradients(lambda x, w: jnp.matmul(x, w.T, preferred_element_type=F32))
-    for one, other in zip(ours, plain, strict=True):
-        assert one.dtype == dtype
-        assert_close(one, other, dtype)
-
-
 def test_refuses_shapes_that_do_not_fit_and_unknown_names():
     with pytest.raises(ValueError, match=r"weight has shape \(5, 4\), expected \[outputs, inputs\] with inputs = 3"):
         linear(jnp.ones((2, 3)), jnp.ones((5, 4)))

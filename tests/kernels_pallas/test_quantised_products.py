@@ -94,9 +94,19 @@ def test_linear(form, dtype, implementation):
 @pytest.mark.parametrize("form", FORMS)
 @IMPLEMENTATIONS
 def test_grouped(form, implementation):
-    weight, x = quantised(5, 31, 48, **form), Draw().normal(40, 48)
-    run = jitted(grouped_matmul, implementation=implementation)
-    for sizes in ([3, 0, 20, 1, 16], [3, 0, 20, 1, 2], [0, 0, 0, 0, 0]):
+    check_grouped(implementation, quantised(5, 31, 48, **form), 40, [3, 0, 20, 1, 16], [3, 0, 20, 1, 2], [0] * 5)
+
+
+@needs_native
+def test_native_grouped():
+    check_grouped("native", quantised(5, 131, 77), 10, [3, 0, 2, 1, 4], [3, 0, 2, 1, 2], [0] * 5)
+
+
+def check_grouped(implementation, weight, tokens, *each, **options):
+    x = Draw().normal(tokens, weight.shape[2])
+    operation = options.pop("operation", grouped_matmul)
+    run = jitted(operation, **options, **({"implementation": implementation} if implementation else {}))
+    for sizes in each:
         out = run(x, weight, np.asarray(sizes, np.int32))
         assert_close(out, grouped_reference.grouped_matmul(x, by_definition(weight), sizes))
 
@@ -105,26 +115,19 @@ def test_grouped(form, implementation):
 def test_grouped_around_the_kernel_of_gpu(form, monkeypatch):
     """Plain JAX takes the place of the kernel, which has no interpreter: this is of what is widened and scaled."""
     monkeypatch.setattr(pallas_gpu, "grouped_matmul", xla.grouped_matmul)
-    weight, x = quantised(5, 31, 48, **form), Draw().normal(40, 48)
-    sizes = np.asarray([3, 0, 20, 1, 2], np.int32)
-    out = jax.jit(pallas_gpu.widened)(x, weight, sizes)
-    assert_close(out, grouped_reference.grouped_matmul(x, by_definition(weight), sizes))
+    weight = quantised(5, 31, 48, **form)
+    check_grouped(None, weight, 40, [3, 0, 20, 1, 2], operation=lambda *call: pallas_gpu.widened(*call))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_kernel_with_the_outputs_last(form):
     # No whole lanes of inputs, but of outputs.
-    weight, x = quantised(3, 256, 48, **form), Draw().normal(40, 48)
-    sizes = np.asarray([3, 20, 1], np.int32)
-    out = jitted(grouped_matmul, implementation="pallas_tpu_interpreted")(x, weight, sizes)
-    assert_close(out, grouped_reference.grouped_matmul(x, by_definition(weight), sizes))
+    check_grouped("pallas_tpu_interpreted", quantised(3, 256, 48, **form), 40, [3, 20, 1])
 
 
 def test_kernel_takes_4_bit_floats_for_integers():
-    weight, x = quantised(2, 31, 48, dtype=jnp.float4_e2m1fn, groups=3), Draw().normal(20, 48)
-    sizes = np.asarray([12, 8], np.int32)
-    out = jitted(quantised_tpu.grouped_matmul, codes=True, interpret=True)(x, weight, sizes)
-    assert_close(out, grouped_reference.grouped_matmul(x, by_definition(weight), sizes))
+    weight, options = quantised(2, 31, 48, dtype=jnp.float4_e2m1fn, groups=3), {"codes": True, "interpret": True}
+    check_grouped(None, weight, 20, [12, 8], operation=quantised_tpu.grouped_matmul, **options)
 
 
 @pytest.mark.parametrize("groups", [None, 8, 64])
@@ -143,15 +146,6 @@ def test_native_linear(rows, inputs, outputs):
     weight, x = quantised(outputs, inputs), Draw().normal(rows, inputs)
     out = jitted(linear, implementation="native")(x, weight)
     np.testing.assert_allclose(out, linear_reference.linear(x, by_definition(weight)), atol=2e-6 * inputs, rtol=1e-5)
-
-
-@needs_native
-def test_native_grouped():
-    weight, x = quantised(5, 131, 77), Draw().normal(10, 77)
-    run = jitted(grouped_matmul, implementation="native")
-    for sizes in ([3, 0, 2, 1, 4], [3, 0, 2, 1, 2], [0, 0, 0, 0, 0]):
-        out = run(x, weight, np.asarray(sizes, np.int32))
-        assert_close(out, grouped_reference.grouped_matmul(x, by_definition(weight), sizes))
 
 
 @needs_native

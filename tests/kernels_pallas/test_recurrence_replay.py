@@ -1,63 +1,55 @@
-"""The recurrence's replay against its definition, and what holds for any implementation of it.
+"""The replays of recurrences against their definitions, and what holds for any implementation of them.
 
 What the interpreter cannot show is checked elsewhere: that compilers take the kernels (test_tpu_compile.py,
 test_gpu_compile.py).
 """
 
-import contextlib
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
-from operation_checks import ELSEWHERE, Draw, assert_close, assert_in_place, assert_same_bits, jitted, on_device
-from recurrence_cases import BY_CHANNEL, ERASING, KERNELS, MAMBA, SHAPES, cases, entry, fitting, how, indices, states
+from operation_checks import ELSEWHERE, Draw, assert_close, assert_in_place, assert_same_bits, on_device
+from recurrence_cases import (
+    BY_CHANNEL,
+    DTYPES,
+    ERASING,
+    KERNELS,
+    MAMBA,
+    ODD,
+    cases,
+    definition,
+    entry,
+    fill,
+    how,
+    indices,
+    part,
+    plain,
+    program,
+    sizes,
+    states,
+    tails,
+)
 
 from benchmarks.kernels.workloads import DELTA, MAMBA2
 from kernels_pallas import native
-from kernels_pallas import tails as rings
 from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.places import Anchored, Rows
-from kernels_pallas.recurrence import Entry, Tail, recurrence_replay, recurrence_update, reference
-from kernels_pallas.recurrence.replay import by_channel, by_head
-from tests.support.selection import slow
+from kernels_pallas.recurrence import recurrence_replay
 
 pytestmark = pytest.mark.full
 
 ALL = "native", "xla", ELSEWHERE, *KERNELS
-LACKS = [("native", True, True), ("native", True, False), ("native", False, True), (KERNELS[0], False, True)]
-"""Implementations that do not run a recurrence, (implementation, erase, by_channel)."""
+LACKS = [
+    *(("native", kind) for kind in ("erase", "erase, by channel", "linear, by channel", "selective")),
+    *((kernel, "selective") for kernel in KERNELS),
+    (KERNELS[0], "linear, by channel"),
+]
+"""Implementations that do not run a recurrence."""
 EACH = cases(*ALL, lacks=LACKS)
-DTYPES = pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-
-
-def tails(shape, count, entries=None, dtype=np.float32):
-    """Tails full of a last tenant's entries, which are NaN wherever a test does not fill them."""
-
-    def ring(channels, dtype):
-        return np.full((count, entries or shape.entries, channels), np.nan, dtype)
-
-    return Tail(
-        ring(shape.heads * shape.head_dim, np.float32 if shape.erase else dtype),
-        ring(shape.groups * shape.state, dtype),
-        ring(shape.heads * (shape.state if shape.by_channel else 1), np.float32),
-        None if shape.erase else ring(shape.heads, np.float32),
-    )
-
-
-def fill(draw, tail, places):
-    """Inputs of the tokens between each row's anchor and its length."""
-    entries = tail.key.shape[1]
-    for which, a, c in zip(places.tail_id, places.anchor_length, places.length, strict=True):
-        for n in range(a, c):
-            for kept, scale in ((tail.value, 1), (tail.key, 0.2)):
-                kept[which, n % entries] = draw.normal(kept.shape[2], scale=scale, dtype=kept.dtype)
-            tail.log_decay[which, n % entries] = -draw.positive(tail.log_decay.shape[2], scale=0.3)
-            if tail.strength is not None:
-                tail.strength[which, n % entries] = draw.positive(tail.strength.shape[2], scale=0.3)
-    return tail
+replayed = functools.partial(program, "replay")
 
 
 def row(anchor_slot=0, tail_id=0, anchor_length=0, length=0, num_tokens=0, write_slot=0):
@@ -66,10 +58,6 @@ def row(anchor_slot=0, tail_id=0, anchor_length=0, length=0, num_tokens=0, write
 
 def where(rows, shape):
     return Anchored(*indices(*zip(*rows, strict=True)), shape.interval)
-
-
-def replayed(implementation, shape):
-    return jitted(recurrence_replay, implementation=implementation, erase=shape.erase)
 
 
 def check(replay, shape, rows, *, dtype=np.float32, store=None, steps=None, slots=8, entries=None, tolerance=None):
@@ -87,7 +75,7 @@ def check(replay, shape, rows, *, dtype=np.float32, store=None, steps=None, slot
 def compare(replay, shape, tokens, old, tail, places, dtype=np.float32, tolerance=None):
     options = how(Draw(1), shape)
     y, new, new_tail = replay(tokens, old, tail, places, **options)
-    want_y, want, want_tail = reference.recurrence_replay(tokens, old, tail, places, erase=shape.erase, **options)
+    want_y, want, want_tail = definition("replay", shape)(tokens, old, tail, places, **options)
     assert y.dtype == dtype
     assert_close(y, want_y, dtype, tolerance)
     boundary = (places.length // shape.interval + 1) * shape.interval
@@ -96,7 +84,7 @@ def compare(replay, shape, tokens, old, tail, places, dtype=np.float32, toleranc
     assert_close(new[written], want[written], old.dtype, tolerance)
     untouched = np.setdiff1d(np.arange(1, len(old)), written)
     assert_same_bits(new[untouched], old[untouched])
-    for name, ours, theirs in zip(Tail._fields, new_tail, want_tail, strict=True):
+    for name, ours, theirs in zip(tail._fields, new_tail, want_tail, strict=True):
         if name == "value" and shape.erase:
             there = ~np.isnan(theirs[1:].astype(np.float32))
             assert (np.isnan(ours[1:].astype(np.float32)) == ~there).all()
@@ -119,18 +107,14 @@ def rows_of(shape, rows):
     return found
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
-@pytest.mark.parametrize("implementation", [*ALL[:3], *map(slow, KERNELS)])
+@sizes(*ALL, lacks=LACKS)
 def test_sizes(implementation, shape):
-    if (implementation, shape.erase, shape.by_channel) in LACKS:
-        pytest.skip("does not run this recurrence")
-    shape = fitting(implementation, shape)
-    check(replayed(implementation, shape), shape, rows_of(shape, shape.rows), slots=2 * shape.rows + 1)
+    rows = rows_of(shape, shape.rows)
+    check(replayed(implementation, shape), shape, rows, slots=2 * shape.rows + 1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [*MAMBA2, *DELTA], ids=lambda s: s.name)
-@pytest.mark.parametrize("implementation", ALL[:3])
+@cases(*ALL[:3], shapes=(*MAMBA2, *DELTA), lacks=LACKS)
 def test_real_sizes(implementation, shape):
     test_sizes(implementation, dataclasses.replace(shape, rows=min(shape.rows, 3)))
 
@@ -183,7 +167,7 @@ def test_padding_changes_nothing(implementation, shape, dtype):
     assert (y[:, 1] == 0).all()
 
 
-@EACH
+@cases(*ALL, shapes=ODD[:4], lacks=LACKS)
 def test_strong_decay(implementation, shape):
     """Small decays next to decays whose inverse would overflow: in the tail, after it, and at the multiple."""
     draw, places = Draw(), where([row(1, 1, 8, 13, 4, 3), row(2, 2, 8, 14, 4, 4), row(1, 3, 8, 22, 2, 5)], shape)
@@ -195,7 +179,7 @@ def test_strong_decay(implementation, shape):
     tolerance = 5e-5 if shape.by_channel else 2e-3
     replay, options = replayed(implementation, shape), how(Draw(1), shape)
     y, new, new_tail = replay(tokens, old, tail, places, **options)
-    want_y, want, want_tail = reference.recurrence_replay(tokens, old, tail, places, erase=shape.erase, **options)
+    want_y, want, want_tail = definition("replay", shape)(tokens, old, tail, places, **options)
     live = np.arange(4) < places.num_tokens[:, None]
     assert_close(y[live], want_y[live], tolerance=tolerance)
     assert_close(new[3:], want[3:], tolerance=tolerance)
@@ -206,22 +190,19 @@ def test_strong_decay(implementation, shape):
 @pytest.mark.parametrize("steps", [1, 3])
 @EACH
 def test_equals_snapshots(implementation, shape, steps):
-    """A row from token to token, drafts rejected at random; `recurrence_update` stores every state."""
+    """A row from token to token, drafts rejected at random; the update stores every state."""
     draw, random, options = Draw(3), np.random.default_rng(steps), how(Draw(1), shape)
     tokens, replay = entry(draw, shape, 1, 40), replayed(implementation, shape)
     rows = Rows(*indices([0], [np.arange(1, 41)]))
-    update = jitted(recurrence_update, implementation="xla", erase=shape.erase)
-    want_y, want = update(tokens, states(draw, shape, 41), rows, **options)
+    want_y, want = program("update", "xla", shape)(tokens, states(draw, shape, 41), rows, **options)
     store, tail = states(draw, shape, 3), tails(shape, 2, 16)
     at, anchor, spare, start = 0, 0, 1, 0
     while at < 40 - steps:
         kept = int(random.integers(1, steps + 1))
-        fed = Entry(*(v[:, at : at + steps].copy() for v in tokens))
+        fed = type(tokens)(*(v[:, at : at + steps].copy() for v in tokens))
         for v in fed[:3]:
             v[:, kept:] = random.normal(size=v[:, kept:].shape)  # these drafts will be rejected
-        y, store, tail = replay(
-            fed, store, Tail(*tail), where([row(anchor, 1, start, at, steps, spare)], shape), **options
-        )
+        y, store, tail = replay(fed, store, tail, where([row(anchor, 1, start, at, steps, spare)], shape), **options)
         assert_close(y[0, :kept], want_y[0, at : at + kept])
         due, at = (at // shape.interval + 1) * shape.interval, at + kept
         if at >= due:
@@ -241,9 +222,7 @@ def test_in_place(implementation, shape, rows, dtype):
     places = where([row(1 + i, 1 + i, 8, 9, 2, 1 + rows + i) for i in range(rows)], shape)
 
     def run(donated, tokens, places, options):
-        y, *stores = recurrence_replay(
-            tokens, *donated, places, implementation=implementation, erase=shape.erase, **options
-        )
+        y, *stores = plain("replay", shape, implementation=implementation)(tokens, *donated, places, **options)
         return stores, y
 
     assert_in_place(run, (store, tail), tokens, places, options)
@@ -255,8 +234,7 @@ def test_several_blocks_of_heads_on_tpu(shape, heads, monkeypatch):
     # 16 heads: a block is half a group. 48: three blocks, of a group each.
     monkeypatch.setattr("kernels_pallas.recurrence.replay.pallas_tpu.BLOCK_BYTES", 8 * 16 * 128 * 4)
     shape = dataclasses.replace(shape, heads=heads, groups=heads // 16, head_dim=16, state=128)
-    anew = jitted.__wrapped__(recurrence_replay, implementation=KERNELS[0], erase=shape.erase)
-    check(anew, shape, rows_of(shape, 6), slots=13)
+    check(replayed(KERNELS[0], shape, anew=True), shape, rows_of(shape, 6), slots=13)
 
 
 @pytest.mark.skipif(native.WHY_MISSING is not None, reason=f"native operations: {native.WHY_MISSING}")
@@ -271,61 +249,11 @@ def test_bits_of_cpp_depend_neither_on_drafts_nor_on_other_rows():
     _, _, again = replay(tokens, old, tail, where([row(), among, row()], shape), **options)
     states_due = []
     for t in range(count):
-        one, place = Entry(*(v[1:2, t : t + 1] for v in tokens)), (*alone[:3], 13 + t, *alone[4:])
-        single, due, _ = replay(one, old, Tail(*again), where([place], shape), **options)
+        one, place = part(tokens, slice(1, 2), slice(t, t + 1)), (*alone[:3], 13 + t, *alone[4:])
+        single, due, _ = replay(one, old, again, where([place], shape), **options)
         assert_same_bits(single[0, 0], y[1, t])
         states_due.append(due[4])
     assert_same_bits(new[4], states_due[2])  # of token 15
-
-
-def _own_decay_counts(patch):
-    sound = lax.cumsum
-    patch.setattr(lax, "cumsum", lambda v, **how: sound(jnp.roll(v, 1, axis=how["axis"]), **how))
-
-
-def _new_decays_reach_the_anchor_twice(patch):
-    sound = by_channel.ByChannel._around
-    patch.setattr(by_channel.ByChannel, "_around", lambda self, which: sound(self, self.order.valid))
-
-
-def _own_key_is_not_found(patch):
-    patch.setattr(by_channel, "dot", lambda how, *v: by_head.dot(how, *v) * (how != "rths,rths->rth"))
-
-
-def _stale_decays_count(patch):
-    sound = rings.in_order
-
-    def unmasked(kept, order, tail_id, *shape):
-        return sound(kept, dataclasses.replace(order, valid=jnp.ones_like(order.valid)), tail_id, *shape)
-
-    patch.setattr(rings, "in_order", unmasked)
-
-
-def _keys_of_other_groups(patch):
-    def own(self, keys):
-        return jnp.tile(keys, (1, 1, self.new.shape[2] // keys.shape[2], 1))
-
-    patch.setattr(by_channel.ByChannel, "_own", own)
-
-
-@pytest.mark.parametrize(
-    "plant",
-    [
-        None,
-        _own_decay_counts,
-        _new_decays_reach_the_anchor_twice,
-        _own_key_is_not_found,
-        _stale_decays_count,
-        _keys_of_other_groups,
-    ],
-)
-def test_faults_of_decays_by_channel_show(plant, monkeypatch):
-    """What is planted in them, one call sees: rows before a multiple, at it and beyond."""
-    if plant is not None:
-        plant(monkeypatch)
-    rows = [row(1, 1, 8, 11, 2, 4), row(2, 2, 8, 14, 2, 5), row(3, 3, 8, 15, 2, 6)]
-    with contextlib.nullcontext() if plant is None else pytest.raises(AssertionError):
-        check(jitted.__wrapped__(recurrence_replay, implementation="xla", erase=True), BY_CHANNEL, rows, entries=16)
 
 
 class TestErrors:
@@ -336,15 +264,17 @@ class TestErrors:
         arguments = on_device((entry(draw, shape, 1, 1), states(draw, shape, 3), tail, places))
         return recurrence_replay(*arguments, erase=False, implementation=implementation)
 
-    def test_entries(self):
-        with pytest.raises(ValueError, match=r"tails have 12 entries, expected a power of two of at least 8"):
-            self.call(entries=12)
-        with pytest.raises(ValueError, match=r"tails have 8 entries, expected a power of two of at least 9"):
-            self.call(interval=9)
-
-    def test_interval(self):
-        with pytest.raises(ValueError, match="the interval is 0, expected at least 1"):
-            self.call(interval=0)
+    @pytest.mark.parametrize(
+        ("sizes", "message"),
+        [
+            ({"entries": 12}, "tails have 12 entries, expected a power of two of at least 8"),
+            ({"interval": 9}, "tails have 8 entries, expected a power of two of at least 9"),
+            ({"interval": 0}, "the interval is 0, expected at least 1"),
+        ],
+    )
+    def test_entries_and_interval(self, sizes, message):
+        with pytest.raises(ValueError, match=message):
+            self.call(**sizes)
 
     def test_channels(self):
         tail = tails(MAMBA, 2)

@@ -1,26 +1,43 @@
-"""The recurrence's update against its definition, and what holds for any implementation of it.
+"""The updates of recurrences against their definitions, and what holds for any implementation of them.
 
 What the interpreter cannot show is checked elsewhere: that compilers take the kernels (test_tpu_compile.py,
 test_gpu_compile.py) and that they run (`pytest -m gpu`).
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from operation_checks import ELSEWHERE, Draw, assert_close, assert_in_place, assert_same_bits, jitted
-from recurrence_cases import KERNELS, MAMBA, ODD, SHAPES, cases, entry, how, indices, pad, sizes, states
+from operation_checks import ELSEWHERE, Draw, assert_close, assert_in_place, assert_same_bits
+from recurrence_cases import (
+    DTYPES,
+    KERNELS,
+    MAMBA,
+    ODD,
+    SHAPES,
+    cases,
+    definition,
+    entry,
+    how,
+    indices,
+    pad,
+    part,
+    plain,
+    program,
+    sizes,
+    states,
+)
 
 from benchmarks.kernels.workloads import DELTA, MAMBA2
 from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.places import Rows
-from kernels_pallas.recurrence import recurrence_update, reference
+from kernels_pallas.recurrence import recurrence_update
 
 pytestmark = pytest.mark.full
 
-DTYPES = pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 ALL = "native", "xla", ELSEWHERE, *KERNELS
 # Rows that continue and write the slot that they read after the first, second or third step; two that read one slot, of
 # which one keeps nothing; a fresh one; one with two steps of padding, and one of padding only.
@@ -28,17 +45,14 @@ READ, WRITE = indices(
     [1, 2, 3, 4, 4, 0, 5, 6],
     [[1, 7, 8], [9, 2, 10], [11, 12, 3], [13, 14, 15], [0, 0, 0], [16, 0, 17], [18, 19, 20], [0, 0, 21]],
 )
-
-
-def updated(implementation, shape):
-    return jitted(recurrence_update, implementation=implementation, erase=shape.erase)
+updated = functools.partial(program, "update")
 
 
 def check(update, shape, tokens, store, rows, dtype=np.float32):
     options = how(Draw(1), shape)
     y, after = update(tokens, store, rows, **options)
-    want_y, want = reference.recurrence_update(tokens, store, rows, erase=shape.erase, **options)
-    assert y.dtype == tokens.value.dtype
+    want_y, want = definition("update", shape)(tokens, store, rows, **options)
+    assert y.dtype == dtype
     assert_close(y, want_y, dtype)
     assert_close(after[1:], want[1:], dtype)
     untouched = np.setdiff1d(np.arange(len(store)), rows.write_slot)
@@ -87,9 +101,9 @@ def test_steps_in_one_call_equal_steps_in_several(implementation, shape, dtype):
     y, after = update(tokens, store, Rows(read, write), **options)
     split = store
     for t in range(3):
-        one = type(tokens)(*(v[:, t : t + 1] for v in tokens))
-        part, split = update(one, split, Rows(read, write[:, t : t + 1]), **options)
-        assert_close(part[:, 0], y[:, t], tolerance=1e-6 if dtype == np.float32 else 1e-3)
+        one = part(tokens, slice(None), slice(t, t + 1))
+        y_one, split = update(one, split, Rows(read, write[:, t : t + 1]), **options)
+        assert_close(y_one[:, 0], y[:, t], tolerance=1e-6 if dtype == np.float32 else 1e-3)
         read = write[:, t]
     # Float32 sums may differ in their last bit, and then, rarely, round to the other neighbour in bfloat16. States that
     # are not rounded between the steps would differ nearly everywhere.
@@ -107,7 +121,7 @@ def test_in_place(implementation, shape, rows, dtype):
     places = draw.slots(len(store), rows, 3)
 
     def run(store, tokens, places, options):
-        return recurrence_update(tokens, store, places, implementation=implementation, erase=shape.erase, **options)
+        return plain("update", shape, implementation=implementation)(tokens, store, places, **options)
 
     assert_in_place(run, store, tokens, Rows(places[:, 0], places[:, 1:]), options)
 
@@ -118,7 +132,7 @@ def test_several_blocks_of_heads_on_tpu(heads, erase, monkeypatch):
     # 16 heads: a block is half a group. 48: three blocks, of a group each.
     monkeypatch.setattr("kernels_pallas.recurrence.update.pallas_tpu.BLOCK_BYTES", 8 * 8 * 16 * 4)
     shape = dataclasses.replace(SHAPES[1], rows=2, heads=heads, groups=heads // 16, head_dim=8, state=16, erase=erase)
-    anew = jitted.__wrapped__(recurrence_update, implementation=KERNELS[0], erase=erase)
+    anew = updated(KERNELS[0], shape, anew=True)
     draw = Draw()
     rows = Rows(*indices([1, 0], [[2, 3], [0, 4]]))
     check(anew, shape, entry(draw, shape, 2, 2), states(draw, shape, 5), rows)
