@@ -108,15 +108,6 @@ def at(values: Float[Array, "rows entries heads"], index: Int[Array, "rows n"]) 
     return jnp.take_along_axis(values, jnp.clip(index, 0, values.shape[1] - 1)[..., None], axis=1)
 
 
-def read(
-    anchor: Float[Array, "rows heads head_dim state"], query: Float[Array, "rows groups state"]
-) -> Float[Array, "rows heads head_dim"]:
-    """Multiplies state and query without `dot`, which would make XLA:CPU change the layout of the whole store."""
-    split, shared = head_axes(anchor.shape[1], query.shape[1])
-    grouped = anchor.reshape(len(anchor), *split, *anchor.shape[2:])
-    return (grouped * query.reshape(len(query), *shared, 1, -1)).sum(-1).reshape(anchor.shape[:3])
-
-
 def state_after(
     anchor: Float[Array, "heads head_dim state"],
     decay: Float[Array, " heads"] | Float[Array, "heads state"],

@@ -1,9 +1,8 @@
 """The pipelines of TPU kernels whose states are in slots: through the tiles of rows, and through rows of a few steps.
 
-Slot numbers are prefetched and select the blocks that the pipeline fetches and writes. The store is input and output in
-one buffer. A pipeline fetches a row's state once. It fetches the next row's state while it writes this one's. Therefore
-no row may write a slot that another row reads (`kernels_pallas.slots`). Writes to slot 0 are not skipped, because the
-null slot may hold anything.
+Prefetched slot numbers select the blocks that the pipeline fetches and writes; the store is input and output in one
+buffer. It fetches the next row's state while it writes this one's, which is why no row may write a slot that another
+row reads (`kernels_pallas.slots`). Writes to slot 0 are not skipped, because the null slot may hold anything.
 
 A kernel gives the part that differs: its inputs with their blocks, and a function that computes one grid step.
 """
@@ -43,23 +42,18 @@ def scan(
     name: str,
 ) -> tuple[Shaped[Array, "..."], Float[Array, "slots *state"]]:
     """Runs a kernel on the grid (blocks of a state, tiles), the state in VMEM from a row's first tile to its last.
-
-    The state after a tile is written to the tile's slot, if it has one.
+    Returns the output and the store.
 
     Args:
         compute: `compute(tile, inputs, y, carry, stored, *memory)` reads the blocks of the inputs, writes the block of
             the output, and updates `carry`, the block of a state in float32. `stored` is the dtype of the store. It is
             not called for tiles of padding, whose output is zeros.
-        inputs: arrays and their blocks; index maps begin with (block, tile).
-        output: the shape and dtype of the output, and its blocks.
+        inputs: arrays and their blocks; index maps begin with (block, tile). `output` likewise.
         real: tokens that are not padding.
         block: the shape of a block of a state.
         axis: the axis of a state that is divided into blocks.
         memory: further scratch shapes.
         vmem_bytes: limit of VMEM; the compiler's default if None.
-
-    Returns:
-        The output and the store.
     """
     first, read, write, fetched, flushed = slots_of_tiles(tiles)
 
@@ -127,6 +121,7 @@ def update(
     name: str,
 ) -> tuple[Shaped[Array, "..."], Float[Array, "slots heads head_dim state"]]:
     """Runs a kernel on the grid (blocks of heads, rows, steps), steps innermost; each step's state goes to its slot.
+    Returns the output and the store.
 
     Consecutive rows on slot 0 (padding) select the same block, so the pipeline moves nothing for them.
 
@@ -135,13 +130,9 @@ def update(
             output. `before(heads)` returns the states of heads of the block before the step, in float32;
             `keep(head, state)` stores the state of a head after it, and returns the state in float32 as it was rounded.
             It is not called for padding, whose output is zeros and which leaves states as they are.
-        inputs: arrays and their blocks; index maps begin with (block, row, step).
-        output: the shape and dtype of the output, and its blocks.
+        inputs: arrays and their blocks; index maps begin with (block, row, step). `output` likewise.
         real: steps that are not padding.
         heads: heads of a block.
-
-    Returns:
-        The output and the store.
     """
     (rows, steps), block = places.write_slot.shape, (heads, *store.shape[2:])
 

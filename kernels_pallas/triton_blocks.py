@@ -1,4 +1,9 @@
-"""Shared code of the Triton kernels: blocks (powers of two in every dimension), masked accesses and products."""
+"""Shared code of the Triton kernels: blocks (powers of two in every dimension), masked accesses and products.
+
+Stores and tails are input and output of a kernel in one buffer. Accesses to slot 0 and tail 0 are masked: kernels
+neither read nor write them. Rows run side by side, which is why no row may write a slot that another row reads
+(`kernels_pallas.slots`).
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any

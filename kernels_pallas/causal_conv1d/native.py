@@ -14,14 +14,12 @@ F32 = jnp.float32
 
 
 def unsupported(x, weight, bias, store, packed, *, activation):
-    """Returns why it cannot run this call, or None."""
     if x.dtype not in (F32, jnp.bfloat16):
         return f"x is {x.dtype}, not float32 or bfloat16"
     return native.WHY_MISSING
 
 
 def causal_conv1d_prefill(x, weight, bias, store, packed, *, activation):
-    """See `api.causal_conv1d_prefill`."""
 
     def convolve(x, taps, bias, window, token_row, row_start, local):
         return _convolve(x, taps, bias, window, token_row, row_start, activation)
@@ -30,7 +28,6 @@ def causal_conv1d_prefill(x, weight, bias, store, packed, *, activation):
 
 
 def causal_conv1d_update(x, weight, bias, store, rows, *, activation):
-    """See `api.causal_conv1d_update`."""
     window = read_slots(store, rows.read_slot)
     _, store = xla.write_steps(window, x, store, rows.write_slot)
     return _convolve_rows(x, weight, bias, window, activation), store

@@ -47,7 +47,7 @@ def causal_conv1d_update(x, weight, bias, store, rows, *, activation="silu"):
 
 
 def causal_conv1d_replay(x, weight, bias, store, ring, places, *, activation="silu"):
-    """Implements `replay.causal_conv1d_replay`. Returns y in float64 (0 for padding), store and ring."""
+    """Implements `api.causal_conv1d_replay`. Returns y in float64 (0 for padding), store and ring."""
     store, ring, x, weight = np.array(store), np.array(ring), wide(x), wide(weight)
     before, bias, y = store.copy(), None if bias is None else wide(bias), np.zeros_like(x)
     keep, entries = weight.shape[1] - 1, ring.shape[1]

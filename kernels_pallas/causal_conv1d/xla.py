@@ -28,7 +28,6 @@ def _finish(total, bias, activation, dtype):
 
 
 def causal_conv1d_prefill(x, weight, bias, store, packed, *, activation):
-    """See `api.causal_conv1d_prefill`."""
     return prefill(partial(_convolve, activation=activation), x, weight, bias, store, packed)
 
 
@@ -132,7 +131,6 @@ def _update_by_inputs(x, weight, bias, store, rows, *, activation):
 
 
 def causal_conv1d_sequence(x, weight, bias, *, activation):
-    """See `api.causal_conv1d_sequence`."""
     keep, taps = weight.shape[1] - 1, weight.astype(F32).T
     total = sum(taps[i] * _shifted(x, keep - i, axis=1).astype(F32) for i in range(keep + 1))
     return _finish(total, bias, activation, x.dtype)

@@ -24,7 +24,6 @@ LEAST_KEY = -(1 << 31)
 
 
 def unsupported(scores, bias, valid, first, *, own, rule):
-    """Returns why this call cannot run, or None."""
     if padded(scores.shape[0]) * padded(scores.shape[1]) > MOST:
         return f"{scores.shape[0]} x {scores.shape[1]} scores, more than {MOST}"
     if rule.count * padded(scores.shape[0]) * padded(scores.shape[1]) > MOST_MASKS:
@@ -38,7 +37,6 @@ def unsupported(scores, bias, valid, first, *, own, rule):
 
 @functools.partial(jax.jit, static_argnames=("own", "rule", "interpret"))
 def choose_experts(scores, bias, valid, first, *, own, rule, interpret=False):
-    """See `api.choose_experts`."""
     tokens, experts = scores.shape
     rows = tokens * rule.count
     given = [scores, valid.astype(I32)]

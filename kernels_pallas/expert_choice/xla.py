@@ -8,7 +8,6 @@ from kernels_pallas.fixed_order import quotient, row_sum, softmax
 
 
 def choose_experts(scores, bias, valid, first, *, own, rule):
-    """See `api.choose_experts`."""
     if bias is None and rule.num_groups == rule.top_groups:
         best, chosen = jax.lax.top_k(scores, rule.count)
     else:

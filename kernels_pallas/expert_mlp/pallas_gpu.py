@@ -27,7 +27,6 @@ OUTPUTS, INPUTS, STAGES = 64, 128, 4
 
 
 def unsupported(x, up, down, order, place, sizes, *, activation):
-    """Returns why this call cannot run, or None."""
     if x.shape[0] > MOST:
         return f"{x.shape[0]} tokens, more than {MOST}"
     if any(size % LEAST for size in down.shape[1:]):
@@ -45,7 +44,6 @@ def unsupported(x, up, down, order, place, sizes, *, activation):
 
 @functools.partial(jax.jit, static_argnames=("activation", "interpret"))
 def expert_mlp(x, up, down, order, place, sizes, *, activation, interpret=False):
-    """See `api.expert_mlp`."""
     product = functools.partial(_product, place=place.reshape(x.shape[0], -1), sizes=sizes, interpret=interpret)
     inner = product(x, _quantised(up), up.shape[1] // down.shape[2], activation)
     return product(inner, _quantised(down), 1, None)

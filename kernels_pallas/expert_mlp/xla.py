@@ -6,7 +6,6 @@ from kernels_pallas.grouped_matmul import grouped_matmul
 
 
 def expert_mlp(x, up, down, order, place, sizes, *, activation):
-    """See `api.expert_mlp`."""
     chosen = order.shape[0] // x.shape[0]
     out = multiply_rows(x[order // chosen], up, down, sizes, activation)
     return out[place].reshape(x.shape[0], chosen, -1)

@@ -11,12 +11,10 @@ F32 = jnp.float32
 
 
 def gated(y, z):
-    """See `api.gated`."""
     return (y.astype(F32) * silu(z.astype(F32))).astype(y.dtype)
 
 
 def gated_rms_norm(y, z, weight, *, groups, eps, norm_before_gate=False, activation="silu"):
-    """See `api.gated_rms_norm`."""
     gate = {"silu": silu, "sigmoid": sigmoid}[activation](z.astype(F32))
     out = _scaled(y.astype(F32) if norm_before_gate else y.astype(F32) * gate, weight, groups, eps)
     return (out * gate if norm_before_gate else out).astype(y.dtype)

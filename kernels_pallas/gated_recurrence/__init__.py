@@ -1,13 +1,6 @@
 """The operations between the projections of a layer with a linear recurrence."""
 
-from kernels_pallas.gated_recurrence.api import (
-    Projections,
-    Weights,
-    Windows,
-    gated_replay,
-    gated_scan,
-    gated_update,
-)
+from kernels_pallas.gated_recurrence.api import Projections, Weights, Windows, gated_replay, gated_scan, gated_update
 from kernels_pallas.gated_recurrence.gates import DeltaGates, Gates, Mamba2Gates
 
 __all__ = [

@@ -4,12 +4,10 @@
    updates the state or replays (`kernels_pallas.recurrence`). It writes states, windows and tails of values, and y. The
    vectors are convolved once for each program, which costs little: their taps and windows are a tenth of a program's
    states.
-2. Each program takes one group of one row: gates y, normalises it, and writes the windows and tails of the vectors,
-   which all programs of the first kernel read (`gpu_norm`).
+2. Gates and normalises y, and writes the vectors' windows and tails (`gpu_norm`).
 
 Both read one array with all of the projections' outputs: XLA writes it as one kernel, or not at all where the merged
-product already has it. The stores are inputs and outputs in one buffer, a program reads its channels before it writes
-them, and accesses to slot 0 are masked.
+product already has it. A program reads its channels before it writes them.
 """
 
 import functools
@@ -26,13 +24,7 @@ from kernels_pallas.gated_recurrence.gpu_norm import gated_norm
 from kernels_pallas.recurrence.replay.pallas_gpu import ENTRIES, replay_head
 from kernels_pallas.recurrence.update.pallas_gpu import load_state, update_head
 from kernels_pallas.tails import row_numbers
-from kernels_pallas.triton_blocks import (
-    LEAST_OF_PIECE,
-    offsets_overflow,
-    pieces,
-    power_of_two_in,
-    update_call,
-)
+from kernels_pallas.triton_blocks import LEAST_OF_PIECE, offsets_overflow, pieces, power_of_two_in, update_call
 from kernels_pallas.triton_decode import AnchoredRow, Channels, SlotRow, indices, wait
 
 F32 = jnp.float32
@@ -40,7 +32,6 @@ NUMBERS = 4096  # of a state in one program, at most: a thread holds 32 of them
 
 
 def unsupported(projections, weights, store, *stores_and_places, **options):
-    """Returns why this call cannot run, or None."""
     *stores, _ = stores_and_places
     if any(offsets_overflow(array) for array in jax.tree.leaves((store, stores))):
         return "offsets into a store do not fit in 32 bits"
@@ -50,17 +41,14 @@ def unsupported(projections, weights, store, *stores_and_places, **options):
 
 
 def gated_update(projections, weights, store, windows, rows, *, valid, gates, interpret=False):
-    """See `api.gated_update`."""
     size = store.shape[3]
     # Several pieces take more registers, for their taps and windows.
     block = power_of_two_in(store.shape[2], max(NUMBERS // (size * len(pieces(size))), 1))
     places = rows.read_slot.astype(jnp.int32), rows.write_slot.astype(jnp.int32), valid
-    y, projected, (store, of_value) = _first_kernel(
-        _update, "gated_update", places, projections, weights, windows, (store, windows.value),
+    out, (store, of_value), (of_vectors,) = _both_kernels(
+        None, "gated_update", places, projections, weights, windows, (store, windows.value),
         block=block, gates=gates, interpret=interpret,
     )  # fmt: skip
-    options = {"groups": projections.vectors.shape[3], "gates": gates, "interpret": interpret}
-    out, of_vectors = gated_norm(places, projected, y, weights, windows, **options)
     return out, store, type(windows)(of_value, of_vectors)
 
 
@@ -71,18 +59,16 @@ def gated_replay(
     into one block.
     """
     numbers, rings = row_numbers(places), [ring for ring in tail if ring is not None]
-    y, projected, (store, *rings, of_value, value_ring) = _first_kernel(
-        functools.partial(_replay, few=min(entries or ENTRIES[gates.erase], tail.value.shape[1])), "gated_replay",
-        numbers, projections, weights, windows, (store, *rings, windows.value, windows.value_ring),
+    few, stores = min(entries or ENTRIES[gates.erase], tail.value.shape[1]), (windows.value, windows.value_ring)
+    out, (store, *rings, of_value, value_ring), (of_vectors, vector_ring) = _both_kernels(
+        few, "gated_replay", numbers, projections, weights, windows, (store, *rings, *stores),
         block=power_of_two_in(store.shape[2], channels), gates=gates, interpret=interpret,
     )  # fmt: skip
-    options = {"groups": projections.vectors.shape[3], "gates": gates, "interpret": interpret}
-    out, of_vectors, vector_ring = gated_norm(numbers, projected, y, weights, windows, **options)
     return out, store, type(tail)(*rings), type(windows)(of_value, of_vectors, value_ring, vector_ring)
 
 
-def _first_kernel(kernel, name, places, projections, weights, windows, stores, *, block, gates, interpret):
-    """Returns y, the array with all of the projections' outputs, and the stores."""
+def _both_kernels(few, name, places, projections, weights, windows, stores, *, block, gates, interpret):
+    """Returns the output, the stores, and windows and, if there is one, ring of the vectors."""
     (rows, steps, inner), (_, heads, head_dim, _) = projections.value.shape, stores[0].shape
     if rows * steps == 1:
         # XLA turns a product of one token with few outputs into sums. Without this, each sum is one thread's work in
@@ -91,17 +77,18 @@ def _first_kernel(kernel, name, places, projections, weights, windows, stores, *
         projections = projections._replace(decay=few[0], strength=few[1])
     # In float32 for decays and strengths. The kernels round what the others have rounded.
     projected = jnp.concatenate([v.reshape(rows, steps, -1).astype(F32) for v in projections if v is not None], axis=2)
-    groups, of_layer = projections.vectors.shape[3], (*weights[:-1], windows.vectors, windows.vector_ring)
+    options = {"groups": projections.vectors.shape[3], "gates": gates, "interpret": interpret}
     y, *stores = update_call(
-        functools.partial(kernel, groups=groups, block=block, gates=gates, interpret=interpret, places=len(places)),
+        functools.partial(_kernel, few=few, block=block, places=len(places), **options),
         name,
         (rows, heads, head_dim // block),
-        (*places, projected, *of_layer),
+        (*places, projected, *weights[:-1], windows.vectors, windows.vector_ring),
         jax.ShapeDtypeStruct((rows, steps, inner), projections.value.dtype),
         stores,
         interpret=interpret,
     )
-    return y, projected, stores
+    out, *of_vectors = gated_norm(places, projected, y, weights, windows, **options)
+    return out, stores, of_vectors
 
 
 class _Layer(NamedTuple):
@@ -119,47 +106,33 @@ class _Layer(NamedTuple):
     vector_ring: Any
 
 
-def _update(*refs, places, groups, block, gates, interpret):
+def _kernel(*refs, places, groups, block, gates, few, interpret):
+    """Updates, or replays with `few` entries of a tail in one block."""
     row, head, part = (pl.program_id(axis) for axis in range(3))
-    place, layer = SlotRow(row, *refs[:places]), _Layer(*refs[places : places + len(_Layer._fields)])
-    states_in, windows_in, y, states, windows = refs[places + len(_Layer._fields) :]
-    state = load_state(place, states_in, head, pl.ds(part * block, block))
-    tokens = _tokens(
-        place, layer, states.shape, y.dtype, windows_in, None, windows, None,
-        groups=groups, block=block, gates=gates, interpret=interpret,
-    )  # fmt: skip
-
-    def write_y(t, value):
-        plt.store(y.at[row, t, _channels(head, part, states.shape[2], block)], value.astype(y.dtype))
-
-    skip = None if layer.skip is None else plt.load(layer.skip.at[head]).astype(F32)
-    update_head(place, state, tokens, skip, states, write_y, erase=gates.erase)
-
-
-def _replay(*refs, places, groups, block, gates, few, interpret):
-    row, head, part = (pl.program_id(axis) for axis in range(3))
-    place, layer = AnchoredRow(row, *refs[:places]), _Layer(*refs[places : places + len(_Layer._fields)])
-    stores = refs[places + len(_Layer._fields) :]
-    states_in, *tail, windows_in, ring_in = stores[: len(stores) // 2]
-    y, states, *new_tail, windows, ring = stores[len(stores) // 2 :]
+    place = (SlotRow if few is None else AnchoredRow)(row, *refs[:places])
+    layer, stores = _Layer(*refs[places : places + len(_Layer._fields)]), refs[places + len(_Layer._fields) :]
+    given, y, written = stores[: len(stores) // 2], stores[len(stores) // 2], stores[len(stores) // 2 + 1 :]
+    (states_in, *tail, windows_in, ring_in), (states, *new_tail, windows, ring) = (
+        (*of, None) if few is None else of for of in (given, written)
+    )
+    here = pl.ds(part * block, block)
+    state = load_state(place, states_in, head, here) if few is None else None
     tokens = _tokens(
         place, layer, states.shape, y.dtype, windows_in, ring_in, windows, ring,
         groups=groups, block=block, gates=gates, interpret=interpret,
     )  # fmt: skip
-    values, queries, keys, strengths, logs = map(list, zip(*tokens, strict=True))
 
     def write_y(t, value):
-        plt.store(y.at[row, t, _channels(head, part, states.shape[2], block)], value.astype(y.dtype))
+        plt.store(y.at[row, t, pl.ds(head * states.shape[2] + part * block, block)], value.astype(y.dtype))
 
     skip = None if layer.skip is None else plt.load(layer.skip.at[head]).astype(F32)
-    replay_head(
-        place, values, keys, queries, strengths, logs, skip, states_in, tail, states, new_tail, write_y,
-        few=few, repeats=states.shape[1] // groups, erase=gates.erase,
-    )  # fmt: skip
-
-
-def _channels(head, part, head_dim, block):
-    return pl.ds(head * head_dim + part * block, block)
+    if few is None:
+        update_head(place, state, tokens, skip, states, write_y, erase=gates.erase)
+    else:
+        repeats = states.shape[1] // groups
+        replay_head(
+            place, tokens, skip, states_in, tail, states, new_tail, write_y, few=few, repeats=repeats, erase=gates.erase
+        )
 
 
 def _tokens(

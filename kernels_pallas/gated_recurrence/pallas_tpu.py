@@ -33,7 +33,6 @@ VMEM_BYTES = 32 << 20  # a chip has 64 MiB or more; a kernel's default limit is 
 
 
 def unsupported(zx, query, key, log_decay, strength, weights, store, windows, packed, *, gates):
-    """Returns why this call cannot run, or None."""
     tokens, _, inner = zx.shape
     size, width, groups = packed.tile_tokens.shape[1], weights.value_taps.shape[1], key.shape[1]
     if tokens % ALIGNED or size % ALIGNED:
@@ -53,7 +52,6 @@ def unsupported(zx, query, key, log_decay, strength, weights, store, windows, pa
 def gated_scan(
     zx, query, key, log_decay, strength, weights, store, windows, packed, *, gates, interpret=False
 ):  # fmt: skip
-    """See `api.gated_scan`."""
     tokens, _, inner = zx.shape
     head_dim, state, groups, width = store.shape[2], store.shape[3], key.shape[1], weights.value_taps.shape[1]
     tile_tokens, valid = packed.tile_tokens, packed.tile_valid

@@ -8,7 +8,6 @@ from kernels_pallas.recurrence import Entry, recurrence_replay, recurrence_scan,
 
 
 def gated_scan(zx, query, key, log_decay, strength, weights, store, windows, packed, *, gates):
-    """See `api.gated_scan`."""
     tokens, _, inner = zx.shape
     if not tokens:
         return zx[:, 1], store, windows
@@ -32,7 +31,6 @@ def gated_scan(zx, query, key, log_decay, strength, weights, store, windows, pac
 
 
 def gated_update(projections, weights, store, windows, rows, *, valid, gates):
-    """See `api.gated_update`."""
     real = valid[..., None]
     inputs = (jnp.where(real, v, 0) for v in _of_convolutions(projections))
     value, vectors, windows = _convolved(causal_conv1d_update, inputs, weights, windows, rows)
@@ -43,7 +41,6 @@ def gated_update(projections, weights, store, windows, rows, *, valid, gates):
 
 
 def gated_replay(projections, weights, store, tail, windows, places, *, gates):
-    """See `api.gated_replay`."""
     inputs = _of_convolutions(projections)
     value, vectors, windows = _convolved(causal_conv1d_replay, inputs, weights, windows, places)
     entry = _entry(projections, weights, value, vectors, store, gates)

@@ -6,15 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import dispatch, fixed_order
-from kernels_pallas.grouped_matmul import (
-    native,
-    pallas_gpu,
-    pallas_tpu,
-    quantised,
-    quantised_gpu,
-    quantised_tpu,
-    xla,
-)
+from kernels_pallas.grouped_matmul import native, pallas_gpu, pallas_tpu, quantised, quantised_gpu, quantised_tpu, xla
 from kernels_pallas.quantised import Quantised
 from kernels_pallas.shape_check import shapes_checked
 

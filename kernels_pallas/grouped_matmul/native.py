@@ -15,14 +15,12 @@ _MOST_TOKENS_PER_EXPERT = 2
 
 
 def unsupported(x, w, group_sizes):
-    """Returns why it cannot, or should not, run this call; or None."""
     if w.dtype not in (F32, jnp.bfloat16):
         return f"weights are {w.dtype}, not float32 or bfloat16"
     return _too_many(x, w) or native.WHY_MISSING
 
 
 def unsupported_quantised(x, w, group_sizes):
-    """Returns why it cannot, or should not, run this call; or None."""
     if not w.is_int8_by_channel:
         return "weights are not in int8 with a scale for each channel"
     return _too_many(x, w) or native.WHY_MISSING
@@ -35,7 +33,6 @@ def _too_many(x, w):
 
 
 def grouped_matmul(x, w, group_sizes):
-    """See `api.grouped_matmul`."""
     return _product(x, w, group_sizes).astype(x.dtype)
 
 

@@ -26,7 +26,6 @@ MODULE = "jax.experimental.pallas.ops.gpu.ragged_dot_mgpu"
 
 
 def unsupported(x, w, group_sizes):
-    """Returns why this call cannot run, or None."""
     if importlib.util.find_spec(MODULE) is None:
         return f"this version of JAX has no {MODULE}"
     if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float16):
@@ -38,7 +37,6 @@ def unsupported(x, w, group_sizes):
 
 
 def grouped_matmul(x, w, group_sizes):
-    """See `api.grouped_matmul`."""
     # Imported here: the module brings JAX's own test helpers along, which other platforms need not load.
     from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
 
@@ -58,7 +56,6 @@ def grouped_matmul(x, w, group_sizes):
 
 
 def unsupported_widened(x, w, group_sizes):
-    """Returns why this call cannot run, or None."""
     return unsupported(x, jax.ShapeDtypeStruct(w.shape, x.dtype), group_sizes)
 
 

@@ -16,14 +16,12 @@ TOKENS, INPUTS, OUTPUTS = 128, 1024, 512
 
 
 def unsupported(x, w, group_sizes):
-    """Returns why this call cannot run, or None."""
     if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float32):
         return f"it multiplies {x.dtype} by {w.dtype}"
     return None
 
 
 def grouped_matmul(x, w, group_sizes, *, interpret=False):
-    """See `api.grouped_matmul`."""
     tokens = x.shape[0]
     size = min(TOKENS, -(-tokens // 16) * 16)
     # The kernel leaves tokens of no expert as it found them; and their gradients, on the way back.

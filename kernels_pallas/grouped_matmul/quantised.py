@@ -16,7 +16,6 @@ F32 = jnp.float32
 
 
 def grouped_matmul(x, w, group_sizes):
-    """See `api.grouped_matmul`."""
     by_platform = partial(lax.platform_dependent, cpu=by_blocks, default=_ragged)
     return by_channel(x, w, group_sizes, differentiable(by_platform, _ragged)(x, w, group_sizes))
 

@@ -26,7 +26,6 @@ COPY = 128  # bytes that a copy by TMA is a multiple of
 
 
 def unsupported(x, w, group_sizes):
-    """Returns why this call cannot run, or None."""
     if importlib.util.find_spec(MODULE) is None:
         return f"this version of JAX has no {MODULE}"
     if x.dtype != jnp.bfloat16 or w.values.dtype not in (jnp.int8, FP8, jnp.int4, FP4):

@@ -29,7 +29,6 @@ TOKENS, OUTPUTS, INPUTS = 128, 512, 512
 
 
 def unsupported(x, w, group_sizes):
-    """Returns why this call cannot run, or None."""
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         return f"it multiplies {x.dtype}"
     if _inputs_of_block(w) > 8 * INPUTS:
@@ -38,7 +37,6 @@ def unsupported(x, w, group_sizes):
 
 
 def grouped_matmul(x, w, group_sizes, *, codes=False, interpret=False):
-    """See `api.grouped_matmul`."""
     return by_channel(x, w, group_sizes, product(x, w, group_sizes, codes=codes, interpret=interpret))
 
 

@@ -17,7 +17,6 @@ FEWEST, MOST = 8, 128  # tokens in a block on CPU; fewer than 8 cost as much as 
 
 @jax.custom_vjp
 def grouped_matmul(x, w, group_sizes):
-    """See `api.grouped_matmul`."""
     return multiply(x, w, group_sizes, transposed=False).astype(x.dtype)
 
 

@@ -7,14 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kernels_pallas import dispatch, fixed_order
-from kernels_pallas.linear import (
-    few_outputs,
-    narrow_inputs,
-    native,
-    quantised_gpu,
-    quantised_tpu,
-    xla,
-)
+from kernels_pallas.linear import few_outputs, narrow_inputs, native, quantised_gpu, quantised_tpu, xla
 from kernels_pallas.quantised import Quantised
 from kernels_pallas.shape_check import shapes_checked
 

@@ -19,21 +19,18 @@ MOST_ROWS = 64
 
 
 def unsupported(x, weight, *, out_dtype):
-    """Returns why this call cannot run, or None."""
     if weight.shape[0] % TILE == 0 or weight.shape[0] > MOST_OUTPUTS:
         return f"{weight.shape[0]} outputs, a multiple of {TILE} or more than {MOST_OUTPUTS}"
     return None
 
 
 def linear(x, weight, *, out_dtype):
-    """See `api.linear`."""
     if len(x) > MOST_ROWS:
         return xla.linear(lax.optimization_barrier(x), weight, out_dtype=out_dtype)
     return (x[:, None, :].astype(jnp.float32) * weight.astype(jnp.float32)).sum(-1).astype(out_dtype)
 
 
 def pair_unsupported(x, first, second, *, out_dtype):
-    """Returns why this call cannot run, or None."""
     if len(x) > MOST_ROWS:
         return f"more than {MOST_ROWS} rows"
     if len(first) > MOST_OUTPUTS:
@@ -42,7 +39,6 @@ def pair_unsupported(x, first, second, *, out_dtype):
 
 
 def linear_pair(x, first, second, *, out_dtype):
-    """See `api.linear_pair`."""
     # Without the barrier, XLA would sum what x was rounded from, and round it for other products in one more kernel.
     wide = lax.optimization_barrier(x)[:, None, :].astype(jnp.float32)
     products = wide * first.astype(jnp.float32), wide * second.astype(jnp.float32)

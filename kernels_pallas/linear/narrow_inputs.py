@@ -34,7 +34,6 @@ def unsupported_on_tpu(x, weight, *, out_dtype):
 
 
 def linear(x, weight, *, out_dtype):
-    """See `api.linear`."""
     # One product computes all outputs, so joined weights use the largest of their input scales.
     scale = weight.input_scale.astype(F32).max()
     narrow = _rounded(x.astype(F32) / scale, weight.values.dtype)

@@ -17,7 +17,6 @@ _MOST_QUANTISED_ROWS = 64
 
 
 def unsupported(x, weight, *, out_dtype):
-    """Returns why it cannot, or should not, run this call; or None."""
     if weight.dtype != jnp.bfloat16:
         return f"weights are {weight.dtype}, not bfloat16"
     if len(x) > native.few_rows() and native.multiplies_bfloat16():
@@ -26,12 +25,10 @@ def unsupported(x, weight, *, out_dtype):
 
 
 def linear(x, weight, *, out_dtype):
-    """See `api.linear`."""
     return fixed_order.product(x, weight).astype(out_dtype)
 
 
 def unsupported_quantised(x, weight, *, out_dtype):
-    """Returns why it cannot, or should not, run this call; or None."""
     if not weight.is_int8_by_channel:
         return "weights are not in int8 with a scale for each channel"
     if len(x) > _MOST_QUANTISED_ROWS:

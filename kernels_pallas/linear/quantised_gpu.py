@@ -14,7 +14,6 @@ FEWEST_OUTPUTS = 4096
 
 
 def unsupported(x, weight, *, out_dtype):
-    """Returns why this call cannot run, or None."""
     if weight.group_scale is None and weight.group_zero is None:
         return "XLA fuses the widening of values without groups"
     if weight.values.dtype == grouped.FP4:

@@ -18,12 +18,10 @@ _MOST_ROWS_WEIGHT_FIRST = 128
 
 
 def linear(x, weight, *, out_dtype):
-    """See `api.linear`."""
     return lax.platform_dependent(x, weight, cpu=_on_cpu, default=_plain).astype(out_dtype)
 
 
 def quantised_linear(x, weight, *, out_dtype):
-    """See `api.linear`."""
     product = _plain(x, weight.widened(x.dtype))
     if weight.channel_scale is not None:
         product = product * weight.channel_scale.astype(jnp.float32)

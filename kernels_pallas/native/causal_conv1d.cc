@@ -37,22 +37,21 @@ NATIVE_INLINE void convolve(const typename Number::Stored* const* seen, const fl
   }
 }
 
-#define FORM(name, Number, silu)                                                                                 \
-  NATIVE_HOT void name(const Number::Stored* const* seen, const float* taps, const float* bias, int64_t width,  \
-                       int64_t channels, Number::Stored* y) {                                                   \
-    convolve<Number, silu>(seen, taps, bias, width, channels, y);                                               \
+#define CONVOLVE(Number)                                                                                         \
+  NATIVE_HOT void convolve(const Number::Stored* const* seen, const float* taps, const float* bias, int64_t width, \
+                           int64_t channels, bool silu, Number::Stored* y) {                                       \
+    if (silu) return convolve<Number, true>(seen, taps, bias, width, channels, y);                                 \
+    convolve<Number, false>(seen, taps, bias, width, channels, y);                                                 \
   }
-FORM(float32, Float32, false)
-FORM(float32_silu, Float32, true)
-FORM(bfloat16, BFloat16, false)
-FORM(bfloat16_silu, BFloat16, true)
+CONVOLVE(Float32)
+CONVOLVE(BFloat16)
 
 // x [tokens, channels]; window [rows, width - 1, channels]: a row's inputs before its first token. Inputs of tokens
 // that lie before their row are zeros.
-template <typename Stored, typename Form>
+template <typename Stored>
 void run_as(ffi::ThreadPool& pool, const Stored* x, const float* taps, const float* bias, const Stored* window,
             const int32_t* token_row, const int32_t* row_start, int64_t tokens, int64_t width, int64_t channels,
-            Stored* y, const Form& form) {
+            bool silu, Stored* y) {
   const std::vector<Stored> zeros(channels);
   parallel_for(
       pool, tokens,
@@ -66,7 +65,7 @@ void run_as(ffi::ThreadPool& pool, const Stored* x, const float* taps, const flo
                       : at < 0  ? window + (row * (width - 1) + at + width - 1) * channels
                                 : x + (row_start[row] + at) * channels;
           }
-          form(seen.data(), taps, bias, width, channels, y + t * channels);
+          convolve(seen.data(), taps, bias, width, channels, silu, y + t * channels);
         }
       },
       std::max<int64_t>(kWorthSharing / std::max<int64_t>(width * channels, 1), 1));
@@ -78,18 +77,18 @@ ffi::Error run(ffi::ThreadPool pool, ffi::Attr<bool, kSilu> silu, ffi::AnyBuffer
   if (window.element_type() != x.element_type()) {
     return ffi::Error::InvalidArgument("causal_conv1d: windows must have the dtype of x");
   }
-  auto call = [&](auto number, const auto& form) {
-    using Stored = typename decltype(number)::Stored;
+  auto call = [&](auto* result) {
+    using Stored = std::remove_pointer_t<decltype(result)>;
     run_as(pool, static_cast<const Stored*>(x.untyped_data()), taps.typed_data(), bias.typed_data(),
            static_cast<const Stored*>(window.untyped_data()), token_row.typed_data(), row_start.typed_data(), tokens,
-           width, channels, static_cast<Stored*>(y->untyped_data()), form);
+           width, channels, *silu, result);
     return ffi::Error::Success();
   };
   switch (x.element_type()) {
     case ffi::F32:
-      return call(Float32(), *silu ? float32_silu : float32);
+      return call(static_cast<float*>(y->untyped_data()));
     case ffi::BF16:
-      return call(BFloat16(), *silu ? bfloat16_silu : bfloat16);
+      return call(static_cast<uint16_t*>(y->untyped_data()));
     default:
       return ffi::Error::InvalidArgument("causal_conv1d: x must be float32 or bfloat16");
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <string_view>
+#include <utility>
 
 #include "exponential.h"
 #include "parallel.h"
@@ -31,48 +32,31 @@ NATIVE_INLINE float log_one_plus(float x) {
   return 2.0f * (s + s * (square * series));
 }
 
-struct Exp {
-  static NATIVE_INLINE float of(float x) { return exponential(x); }
-};
-struct Log {
-  static NATIVE_INLINE float of(float x) { return std::log(x); }
-};
-struct Sigmoid {
-  static NATIVE_INLINE float of(float x) { return 1.0f / (1.0f + exponential(-x)); }
-};
-struct Silu {
-  static NATIVE_INLINE float of(float x) { return x / (1.0f + exponential(-x)); }
-};
-struct Softplus {
-  static NATIVE_INLINE float of(float x) {
-    return (x < 0.0f ? 0.0f : x) + log_one_plus(exponential(x < 0.0f ? x : -x));
+NATIVE_INLINE float logarithm(float x) { return std::log(x); }
+NATIVE_INLINE float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
+NATIVE_INLINE float silu(float x) { return x / (1.0f + exponential(-x)); }
+NATIVE_INLINE float softplus(float x) { return (x < 0.0f ? 0.0f : x) + log_one_plus(exponential(x < 0.0f ? x : -x)); }
+
+#define BLOCK(function)                                               \
+  NATIVE_HOT void block_of_##function(const float* x, float* y) {     \
+    for (int64_t i = 0; i < kBlock; ++i) y[i] = function(x[i]);       \
   }
-};
+BLOCK(exponential)
+BLOCK(logarithm)
+BLOCK(sigmoid)
+BLOCK(silu)
+BLOCK(softplus)
 
-template <typename Function>
-NATIVE_INLINE void block(const float* x, float* y) {
-  for (int64_t i = 0; i < kBlock; ++i) y[i] = Function::of(x[i]);
-}
-
-#define BLOCK(name) \
-  NATIVE_HOT void block_of(name, const float* x, float* y) { block<name>(x, y); }
-BLOCK(Exp)
-BLOCK(Log)
-BLOCK(Sigmoid)
-BLOCK(Silu)
-BLOCK(Softplus)
-
-template <typename Function>
-ffi::Error each(ffi::ThreadPool& pool, const float* x, float* y, int64_t count) {
+ffi::Error each(ffi::ThreadPool& pool, void (*block)(const float*, float*), const float* x, float* y, int64_t count) {
   auto several = [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t first = i * kBlock, size = std::min(kBlock, count - first);
       if (size == kBlock) {
-        block_of(Function(), x + first, y + first);
+        block(x + first, y + first);
       } else {
         float padded[kBlock] = {}, results[kBlock];
         std::copy_n(x + first, size, padded);
-        block_of(Function(), padded, results);
+        block(padded, results);
         std::copy_n(results, size, y + first);
       }
     }
@@ -82,14 +66,14 @@ ffi::Error each(ffi::ThreadPool& pool, const float* x, float* y, int64_t count) 
 }
 
 ffi::Error run(ffi::ThreadPool pool, ffi::Attr<std::string_view, kFunction> function, Array x, ffi::Result<Array> y) {
-  auto call = [&](auto kind) {
-    return each<decltype(kind)>(pool, x.typed_data(), y->typed_data(), x.element_count());
-  };
-  if (*function == "exp") return call(Exp());
-  if (*function == "log") return call(Log());
-  if (*function == "sigmoid") return call(Sigmoid());
-  if (*function == "silu") return call(Silu());
-  if (*function == "softplus") return call(Softplus());
+  const std::pair<std::string_view, void (*)(const float*, float*)> blocks[] = {{"exp", block_of_exponential},
+                                                                                {"log", block_of_logarithm},
+                                                                                {"sigmoid", block_of_sigmoid},
+                                                                                {"silu", block_of_silu},
+                                                                                {"softplus", block_of_softplus}};
+  for (const auto& [name, block] : blocks) {
+    if (*function == name) return each(pool, block, x.typed_data(), y->typed_data(), x.element_count());
+  }
   return ffi::Error::InvalidArgument("elementwise: unknown function");
 }
 

@@ -14,8 +14,6 @@ from kernels_pallas import dispatch, fixed_order
 from kernels_pallas.paged_attention import pallas_gpu, pallas_tpu, xla
 from kernels_pallas.shape_check import check_groups, shapes_checked
 
-WRITE = (dispatch.Implementation("xla", xla.write_kv),)
-COPY = (dispatch.Implementation("xla", xla.copy_pages),)
 PAGED = (
     dispatch.Implementation("pallas_tpu", pallas_tpu.paged_attention, pallas_tpu.unsupported, platform="tpu"),
     *dispatch.kernels("gpu", pallas_gpu, "paged_attention"),
@@ -36,7 +34,6 @@ def write_kv(
     *,
     page: Int[Array, " tokens"],
     offset: Int[Array, " tokens"],
-    implementation: str | None = None,
 ) -> Float[Array, "pages page_size kv_entries head_dim"]:
     """Writes each token's key and value at (page, offset); those for page 0 are dropped. Donate kv: updated in place.
 
@@ -46,7 +43,7 @@ def write_kv(
     if kv.shape[2] != (1 if v is None else 2 * k.shape[1]):
         expected = "one entry, for latents" if v is None else f"keys and values of {k.shape[1]} heads"
         raise ValueError(f"write_kv: kv has shape {kv.shape}, expected {expected}")
-    return dispatch.call("write_kv", WRITE, implementation, kv, k, v, page=page, offset=offset)
+    return xla.write_kv(kv, k, v, page=page, offset=offset)
 
 
 @shapes_checked
@@ -55,12 +52,9 @@ def copy_pages(
     *,
     source: Int[Array, " n"],
     target: Int[Array, " n"],
-    implementation: str | None = None,
 ) -> Shaped[Array, "pages page_size kv_entries head_dim"]:
     """Copies whole pages; a pair with a 0 in it does nothing. All reads happen as if before all writes. Donate kv."""
-    if not source.size:
-        return kv
-    return dispatch.call("copy_pages", COPY, implementation, kv, source=source, target=target)
+    return xla.copy_pages(kv, source=source, target=target) if source.size else kv
 
 
 @shapes_checked

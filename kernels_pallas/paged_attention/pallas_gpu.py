@@ -16,15 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from kernels_pallas.triton_blocks import (
-    LEAST,
-    dot,
-    load_if,
-    offsets_overflow,
-    pieces,
-    power_of_two_in,
-    store_if,
-)
+from kernels_pallas.triton_blocks import LEAST, dot, load_if, offsets_overflow, pieces, power_of_two_in, store_if
 
 F32 = jnp.float32
 QUERIES, KEYS = 64, 64
@@ -39,7 +31,6 @@ multiprocessor: more programs would only write more partial results."""
 
 
 def unsupported(q, kv, *, positions, page_table, block_row, scale, first_key=0, window=None):
-    """Returns why this call cannot run, or None."""
     if window is not None:
         return f"queries see only the last {window} keys"
     if kv.dtype not in (q.dtype, jnp.float8_e4m3fn) or q.dtype not in (jnp.bfloat16, jnp.float16, F32):

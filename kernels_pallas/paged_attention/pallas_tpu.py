@@ -24,7 +24,6 @@ VMEM_BYTES = 60 << 20
 
 
 def unsupported(q, kv, *, positions, page_table, block_row, scale, first_key=0, window=None):
-    """Returns why this call cannot run, or None."""
     if kv.shape[2] == 1:
         return "its keys are its values"
     if first_key:

@@ -17,7 +17,6 @@ begin at multiples of it, or of a longer page."""
 
 
 def write_kv(kv, k, v, *, page, offset):
-    """See `api.write_kv`."""
     entries = k if v is None else lax.collapse(jnp.stack([k, v], axis=2), 1, 3)
     entries = _narrowed(entries, kv.dtype)
     return write_slots(kv, entries, jnp.where(page > 0, page * kv.shape[1] + offset, 0))
@@ -61,7 +60,6 @@ def paged_attention(q, kv, *, positions, page_table, block_row, scale, first_key
 
 
 def attention_sequence(q, k, v, *, scale, window=None):
-    """See `api.attention_sequence`."""
     batch, length, q_heads, head_dim = q.shape
     kv_heads = k.shape[2]
     size = min(QUERIES, max(length, 1))

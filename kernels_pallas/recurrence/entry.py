@@ -33,7 +33,7 @@ class Entry(NamedTuple):
     @property
     def real(self) -> Bool[Array, "rows steps"]:
         """Whether a token is no padding."""
-        return (self.strength != 0).any(axis=2)
+        return (self.strength != 0).any(axis=-1)
 
     @property
     def repeats(self) -> int:
@@ -43,7 +43,7 @@ class Entry(NamedTuple):
     def masked(self) -> Entry:
         """Returns the entry with zeros as padding: 0 * NaN is NaN."""
         real = self.real
-        return Entry(*(jnp.where(real.reshape(*real.shape, *[1] * (v.ndim - 2)), v, 0) for v in self))
+        return Entry(*(jnp.where(real.reshape(*real.shape, *[1] * (v.ndim - real.ndim)), v, 0) for v in self))
 
 
 class Tail(NamedTuple):

@@ -26,7 +26,6 @@ def implementations(run, unsupported=None):
 
 
 def update_unsupported(entry, store, places, *, erase, skip):
-    """Returns why it cannot run this call, or None."""
     if store.dtype not in _KNOWN:
         return f"states are {store.dtype}, not float32 or bfloat16"
     if erase and not native.has_wide_registers():
@@ -35,14 +34,12 @@ def update_unsupported(entry, store, places, *, erase, skip):
 
 
 def scan_unsupported(entry, store, tiles, *, erase, skip):
-    """Returns why it cannot run this call, or None."""
     if store.dtype != F32:
         return f"states are {store.dtype}, not float32, and would be rounded after each token"
     return update_unsupported(entry, store, tiles, erase=erase, skip=skip)
 
 
 def replay_unsupported(entry, store, tail, places, *, erase, skip):
-    """Returns why it cannot run this call, or None."""
     if erase or entry.by_channel:
         return "the recurrence erases" if erase else "channels decay on their own"
     if store.dtype not in _KNOWN:
@@ -64,7 +61,6 @@ def update(entry, store, rows, *, erase, skip):
 
 
 def scan(entry, store, tiles, *, erase, skip):
-    """See `api.recurrence_scan`."""
     return update(entry, store, rows_of_tiles(tiles, entry.real), erase=erase, skip=skip)
 
 
@@ -77,7 +73,6 @@ def sequence(entry, *, erase, skip, initial_state, chunk_size):
 
 
 def replay(entry, store, tail, places, *, erase, skip):
-    """See `api.recurrence_replay`."""
     stores = store, *tail
     results = [jax.ShapeDtypeStruct(entry.value.shape, F32), *(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in stores)]
     call = jax.ffi.ffi_call(

@@ -20,7 +20,6 @@ def selective_scan(entry, store, tiles, *, a, d):
 
 
 def selective_scan_sequence(entry, *, a, d, initial_state=None):
-    """See `api.selective_scan_sequence`."""
     batch, length, _ = entry.x.shape
     start = jnp.zeros((batch, *a.shape)) if initial_state is None else initial_state
     y, store = selective_update(entry, *sequences_in_slots(length, start.astype(F32)), a=a, d=d)

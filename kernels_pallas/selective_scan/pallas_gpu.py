@@ -1,13 +1,10 @@
 """The selective scan and its update as Triton kernels. A program has the states of some channels in registers.
 
-The update is one kernel: a program takes its channels of one row through all steps. The scan is three kernels, so that
-the tiles of a single prompt can fill a GPU, as in `kernels_pallas.recurrence.scan.gpu_tiles`: what each tile adds to a
-state of zeros, for all tiles in parallel; the states passed on from tile to tile; the outputs of all tiles, each from
-the state before it. The first and the last run the recurrence token by token, as each number of a state has a decay of
-its own. Between them are only the states before tiles, never those of tokens.
-
-Accesses to slot 0 are masked: the kernels neither read nor write it. Rows run side by side, which is why no row may
-write a slot that another row reads (`kernels_pallas.slots`).
+The update is one kernel: a program takes its channels of one row through all steps. The scan is three kernels, as in
+`kernels_pallas.recurrence.scan.gpu_tiles`: what each tile adds to a state of zeros; the states passed on from tile to
+tile; the outputs of all tiles, each from the state before it. The first and the last run the recurrence token by token,
+as each number of a state has a decay of its own, for all tiles in parallel. Between them are only the states before
+tiles, never those of tokens.
 """
 
 import functools
@@ -34,7 +31,6 @@ UNROLLED = 8  # tokens in the body of a loop, so that the loads of one do not wa
 
 
 def unsupported(entry, store, places, *, a, d):
-    """Returns why this call cannot run, or None."""
     if any(map(offsets_overflow, (store, entry.x, entry.dt))):
         return "offsets into the store or the tokens do not fit in 32 bits"
     if not is_power_of_two(store.shape[1]) or store.shape[1] == 1:
@@ -43,7 +39,6 @@ def unsupported(entry, store, places, *, a, d):
 
 
 def selective_update(entry, store, rows, *, a, d, interpret=False):
-    """See `api.selective_update`."""
     (x, b, c, dt), (count, steps, inner) = entry, entry.x.shape
     block = power_of_two_in(inner, UPDATE_CHANNELS)
     slots = rows.read_slot.astype(jnp.int32), rows.write_slot.astype(jnp.int32)
@@ -94,7 +89,6 @@ def _read(state, at, real, c):
 
 
 def selective_scan(entry, store, tiles, *, a, d, interpret=False):
-    """See `api.selective_scan`."""
     (x, b, c, dt), (count, _, inner) = entry, entry.x.shape
     block = power_of_two_in(inner, SCAN_CHANNELS)
     call = functools.partial(

@@ -30,12 +30,10 @@ UNROLLED = 8  # tokens in the body of a loop: the rows of a register, which the 
 
 
 def unsupported(entry, store, places, *, a, d):
-    """Returns why this call cannot run, or None."""
     return "the state size is 1" if entry.b.shape[2] == 1 else None
 
 
 def selective_scan(entry, store, tiles, *, a, d, interpret=False):
-    """See `api.selective_scan`."""
     size = entry.x.shape[1]
     parts = size // math.gcd(size, LONGEST) if size > LONGEST else 1
     places = Tiles(_at(0, tiles.first, parts), _at(0, tiles.read_slot, parts), _at(parts - 1, tiles.write_slot, parts))
@@ -43,7 +41,6 @@ def selective_scan(entry, store, tiles, *, a, d, interpret=False):
 
 
 def selective_update(entry, store, rows, *, a, d, interpret=False):
-    """See `api.selective_update`."""
     count, steps = rows.write_slot.shape
     first, read_slot = _at(0, jnp.ones(count, bool), steps), _at(0, rows.read_slot, steps)
     places = Tiles(first, read_slot, rows.write_slot.reshape(-1))

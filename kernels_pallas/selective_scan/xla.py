@@ -126,7 +126,6 @@ selective_update = row_loop.by_platform(*(functools.partial(_update, loop) for l
 
 
 def selective_replay(entry, states, tail, places, *, a, d):
-    """See `api.selective_replay`."""
 
     def of(form):
         return lambda entry, states, tail, places, a, d: form(entry, states, tail, places, a=a, d=d)

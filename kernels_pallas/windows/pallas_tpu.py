@@ -18,19 +18,16 @@ BLOCK_BYTES = 2 << 20  # of the windows in the fast memory at a time; there are 
 
 
 def unsupported(store, *rest, share=None):
-    """Returns why this call cannot run, or None."""
     if store.shape[2] % LANES:
         return f"{store.shape[2]} channels, not a multiple of {LANES}"
     return None
 
 
 def read_windows(store, index, *, interpret=False):
-    """See `api.read_windows`."""
     return _call(_read, store, index, (), interpret=interpret, name="read_windows")
 
 
 def write_windows(store, values, index, *, share, interpret=False):
-    """See `api.write_windows`."""
     values = (values.astype(store.dtype),)
     return _call(_write, store, index, values, share=share, interpret=interpret, name="write_windows")
 

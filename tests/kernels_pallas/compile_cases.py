@@ -1,6 +1,7 @@
 """Calls at the sizes of real models, as shapes only: cases for the compilers of accelerators that are not at hand."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +55,12 @@ def case(operation, model, *, chip=None, marks=(), dtype=BF16, store=F32, **size
     told = [*(f"{key}={value}" for key, value in sizes.items()), jnp.dtype(dtype).name, jnp.dtype(store).name]
     name = " ".join([*([chip] if chip else []), operation, model.name, *told])
     return pytest.param(*((chip,) if chip else ()), *values, id=name, marks=marks)
+
+
+def every(operation, models, *, chips=(None,), store=(F32,), dtype=BF16, **sizes):
+    """The cases of an operation with every chip, model and combination of sizes."""
+    for chip, model, states, *values in itertools.product(chips, models, store, *sizes.values()):
+        yield case(operation, model, chip=chip, store=states, dtype=dtype, **dict(zip(sizes, values, strict=True)))
 
 
 def few_and_slow(few, everything):

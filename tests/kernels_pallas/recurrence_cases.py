@@ -9,7 +9,7 @@ import functools
 
 import numpy as np
 import pytest
-from operation_checks import jitted
+from operation_checks import Draw, assert_in_place, jitted
 
 from benchmarks.kernels import workloads
 from benchmarks.kernels.workloads import DELTA, MAMBA2
@@ -136,6 +136,18 @@ def states(draw, shape, count, dtype=np.float32):
     store = draw.normal(count, *shape.state_shape, dtype=dtype)
     store[0] = np.nan
     return store
+
+
+def check_in_place(form, implementation, shape, tokens, slots_of, *tail, size=4_000_000):
+    """A form updates a large store, and a tail, in place; `slots_of(slots)` gives the places in a store of so many."""
+    one = states(Draw(), shape, 1, tokens[0].dtype)
+    store = np.zeros((size // one.size, *one.shape[1:]), one.dtype)
+
+    def run(donated, tokens, places, options):
+        y, *after = plain(form, shape, implementation=implementation)(tokens, *donated, places, **options)
+        return after, y
+
+    assert_in_place(run, (store, *tail), tokens, slots_of(len(store)), how(Draw(1), shape))
 
 
 def tails(shape, count, entries=None, dtype=np.float32):

@@ -8,12 +8,7 @@ from operation_checks import ELSEWHERE, Draw, assert_close, assert_in_place, ass
 
 from benchmarks.kernels.workloads import CONVOLUTIONS
 from kernels_pallas import native
-from kernels_pallas.causal_conv1d import (
-    causal_conv1d_prefill,
-    causal_conv1d_sequence,
-    causal_conv1d_update,
-    reference,
-)
+from kernels_pallas.causal_conv1d import causal_conv1d_prefill, causal_conv1d_sequence, causal_conv1d_update, reference
 from kernels_pallas.places import Packed, Rows, Tiles
 from tests.support.selection import some_slow
 

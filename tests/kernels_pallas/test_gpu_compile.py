@@ -8,7 +8,6 @@ A few with --full; all with --slow.
 """
 
 import dataclasses
-import itertools
 import math
 
 import jax.numpy as jnp
@@ -30,6 +29,7 @@ from compile_cases import (
     OLMO,
     OTHERS,
     case,
+    every,
     few_and_slow,
     shapes,
 )
@@ -48,12 +48,6 @@ CHOICES = [(8, 128, 6), (8, 512, 10), (1, 128, 6), (64, 128, 6), (16, 512, 10), 
 
 def choice(tokens, experts, count):
     return case("expert_choice", ExpertMLP(f"{count} of {experts}", tokens, experts, count, 0, 0))
-
-
-def every(operation, models, *, store=(F32,), **sizes):
-    """The slow cases of an operation: every model and combination of sizes."""
-    for model, states, *values in itertools.product(models, store, *sizes.values()):
-        yield case(operation, model, store=states, **dict(zip(sizes, values, strict=True)))
 
 
 FEW = [

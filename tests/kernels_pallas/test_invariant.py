@@ -124,25 +124,38 @@ def test_scores_of_a_few_experts_keep_their_bits(experts):
         np.testing.assert_array_equal(parts, whole[: len(parts)])
 
 
-def rotated(x, position):
+def rotated(x):
     rope = RopeConfig(theta=100.0, size=32)
-    return rotate(x.reshape(len(x), -1, 50), *rotations(position, rope))
+    return rotate(x[:, :150].reshape(len(x), -1, 50), *rotations(x[:, 150].astype(jnp.int32), rope))
+
+
+def products_of_heads(x):
+    return product_by_head(x[:, :150].reshape(len(x), 3, 50), jnp.array(normal(3, 20, 50, seed=9)))
 
 
 @pytest.mark.parametrize(
     "function",
     [
         rotated,
-        lambda x, position: jax.nn.softplus(x + 0.3),
-        lambda x, position: jax.nn.silu(x * 1.7),
-        lambda x, position: jax.nn.gelu(x, approximate=True),
-        lambda x, position: gated_rms_norm(x, x + 1, jnp.arange(x.shape[1]) / 7, groups=2, eps=1e-5),
-        lambda x, position: x + scaled(jax.nn.sigmoid(x), 0.22) + scaled(x, 0.7),
+        lambda x: jax.nn.softplus(x + 0.3),
+        lambda x: jax.nn.silu(x * 1.7),
+        lambda x: jax.nn.gelu(x, approximate=True),
+        lambda x: gated_rms_norm(x[:, :150], x[:, :150] + 1, jnp.arange(150) / 7, groups=2, eps=1e-5),
+        lambda x: x + scaled(jax.nn.sigmoid(x), 0.22) + scaled(x, 0.7),
+        softmax,
+        products_of_heads,
+        lambda x: router_product(x, jnp.array(normal(8, 151, seed=9))),
+        lambda x: weighted_sum(x[:, :3], x[:, :150].reshape(len(x), 3, 50)),
+        lambda x: quotient(x, row_sum(jnp.abs(x))),
     ],
-    ids=["rotary", "softplus", "silu", "gelu", "gated norm", "residual"],
+    ids=[
+        *("rotary", "softplus", "silu", "gelu", "gated norm", "residual"),
+        *("softmax", "products of heads", "router", "weighted sum", "quotient"),
+    ],
 )
-def test_functions_of_a_row_keep_its_bits(function):
-    run_rows(function, normal(70, 150), np.arange(70))
+def test_functions_of_a_row_keep_its_bits_and_equal_the_ordinary_ones(function):
+    x = np.concatenate([normal(70, 150), np.arange(70, dtype=np.float32)[:, None]], axis=1)
+    np.testing.assert_allclose(run_rows(function, x), function(jnp.array(x)), rtol=1e-4, atol=1e-4)
 
 
 def test_a_rounded_product_is_not_contracted_with_a_sum():
@@ -307,26 +320,6 @@ def test_a_convolution_of_sequences_has_the_bits_of_a_row():
     x, weight, bias = normal(2, 30, 24), normal(24, 4, seed=1), normal(24, seed=2)
     whole = run(causal_conv1d_sequence, x, weight, bias)
     np.testing.assert_array_equal(prefill(x[1], np.zeros((3, 24), np.float32), weight, bias, 0, 30)[0], whole[1])
-
-
-def products_of_heads(x):
-    return product_by_head(x.reshape(len(x), 3, 50), jnp.array(normal(3, 20, 50, seed=9)))
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        softmax,
-        products_of_heads,
-        lambda x: router_product(x, jnp.array(normal(8, 150, seed=9))),
-        lambda x: weighted_sum(x[:, :3], x.reshape(len(x), 3, 50)),
-        lambda x: quotient(x, row_sum(jnp.abs(x))),
-    ],
-    ids=["softmax", "products of heads", "router", "weighted sum", "quotient"],
-)
-def test_functions_of_experts_and_heads_keep_bits_and_equal_the_ordinary_ones(function):
-    x = normal(70, 150)
-    np.testing.assert_allclose(run_rows(function, x), function(jnp.array(x)), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("count", "vocab"), [(33, 1000), (9, 300)])

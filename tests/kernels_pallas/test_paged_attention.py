@@ -8,13 +8,7 @@ from jaxtyping import TypeCheckError
 from operation_checks import ELSEWHERE, Draw, assert_close, assert_in_place, assert_same_bits, jitted, on_device
 
 from benchmarks.kernels.workloads import ATTENTION
-from kernels_pallas.paged_attention import (
-    attention_sequence,
-    copy_pages,
-    paged_attention,
-    reference,
-    write_kv,
-)
+from kernels_pallas.paged_attention import attention_sequence, copy_pages, paged_attention, reference, write_kv
 from tests.support.selection import some_slow
 
 SHAPES = [s.small() for s in ATTENTION]
@@ -144,9 +138,7 @@ class TestXlaAllBlocks(Attention):
 
 
 class TestPages:
-    """Every implementation of `write_kv` and `copy_pages`."""
-
-    implementation = "xla"
+    """`write_kv` and `copy_pages`."""
 
     @pytest.mark.smoke
     @DTYPES
@@ -155,7 +147,7 @@ class TestPages:
         kv, k, v = cache(draw, PLAIN, 5, dtype), *(draw.normal(6, PLAIN.kv_heads, PLAIN.head_dim) for _ in range(2))
         k[1] = v[1] = np.nan
         places = {"page": ints([2, 0, 4, 4, 1, 2]), "offset": ints([0, 0, 3, 4, 15, 1])}
-        after = jitted(write_kv, implementation=self.implementation)(kv, k, v, **places)
+        after = jitted(write_kv)(kv, k, v, **places)
         assert_same_bits(after, reference.write_kv(kv, k, v, **places))
 
     @DTYPES
@@ -163,14 +155,14 @@ class TestPages:
         draw = Draw()
         kv, latents = cache(draw, LATENT, 5, dtype), draw.normal(3, 1, LATENT.head_dim)
         places = {"page": ints([2, 0, 4]), "offset": ints([0, 0, 3])}
-        after = jitted(write_kv, implementation=self.implementation)(kv, latents, None, **places)
+        after = jitted(write_kv)(kv, latents, None, **places)
         assert_same_bits(after, reference.write_kv(kv, latents, None, **places))
 
     @DTYPES
     def test_copy(self, dtype):
         # A chain and a swap: what is copied is what was there before.
         kv = cache(Draw(), PLAIN, 7, dtype)
-        run = jitted(copy_pages, implementation=self.implementation)
+        run = jitted(copy_pages)
         for source, target in [([1, 2, 0, 4, 5, 0], [2, 3, 0, 5, 4, 6]), ([0, 0], [0, 0]), ([3], [1])]:
             places = {"source": ints(source), "target": ints(target)}
             assert_same_bits(run(kv, **places), reference.copy_pages(kv, **places))
@@ -185,10 +177,10 @@ class TestPages:
         some = draw.slots(9, count)
 
         def write(kv, k, page, offset):
-            return write_kv(kv, k, k, page=page, offset=offset, implementation=self.implementation)
+            return write_kv(kv, k, k, page=page, offset=offset)
 
         def copy(kv, source, target):
-            return copy_pages(kv, source=source, target=target, implementation=self.implementation)
+            return copy_pages(kv, source=source, target=target)
 
         assert_in_place(write, kv, k, some, some)
         assert_in_place(copy, kv, some, some + 100)

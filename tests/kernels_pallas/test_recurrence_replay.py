@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from operation_checks import ELSEWHERE, Draw, assert_close, assert_in_place, assert_same_bits, on_device
+from operation_checks import ELSEWHERE, Draw, assert_close, assert_same_bits, on_device
 from recurrence_cases import (
     BY_CHANNEL,
     DTYPES,
@@ -20,13 +20,13 @@ from recurrence_cases import (
     MAMBA,
     ODD,
     cases,
+    check_in_place,
     definition,
     entry,
     fill,
     how,
     indices,
     part,
-    plain,
     program,
     sizes,
     states,
@@ -215,17 +215,10 @@ def test_equals_snapshots(implementation, shape, steps):
 @pytest.mark.parametrize(("rows", "dtype"), [(1, np.float32), (3, np.float32), (4, jnp.bfloat16)])
 @cases(*ALL[:2], lacks=LACKS)
 def test_in_place(implementation, shape, rows, dtype):
-    draw, options = Draw(), how(Draw(1), shape)
-    tokens, one = entry(draw, shape, rows, 2, dtype=dtype), states(draw, shape, 1, dtype)
-    store = np.zeros((4_000_000 // one.size, *one.shape[1:]), one.dtype)
     tail = jax.tree.map(np.nan_to_num, tails(shape, 40, 2 * shape.entries, dtype))
     places = where([row(1 + i, 1 + i, 8, 9, 2, 1 + rows + i) for i in range(rows)], shape)
-
-    def run(donated, tokens, places, options):
-        y, *stores = plain("replay", shape, implementation=implementation)(tokens, *donated, places, **options)
-        return stores, y
-
-    assert_in_place(run, (store, tail), tokens, places, options)
+    tokens = entry(Draw(), shape, rows, 2, dtype=dtype)
+    check_in_place("replay", implementation, shape, tokens, lambda _: places, tail)
 
 
 @pytest.mark.parametrize("heads", [16, 48])

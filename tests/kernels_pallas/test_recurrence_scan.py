@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from operation_checks import ELSEWHERE, Draw, assert_close, assert_in_place, assert_same_bits, form, on_device
+from operation_checks import ELSEWHERE, Draw, assert_close, assert_same_bits, form, on_device
 from recurrence_cases import (
     DTYPES,
     KERNELS,
@@ -21,6 +21,7 @@ from recurrence_cases import (
     SELECTIVE,
     SHAPES,
     cases,
+    check_in_place,
     definition,
     entry,
     how,
@@ -186,14 +187,8 @@ def test_cutting_between_tiles_changes_no_bit(implementation, shape, dtype):
 def test_in_place(implementation, shape, dtype):
     if implementation == "native" and dtype != np.float32:
         pytest.skip("states of 16 bits would be rounded after each token")
-    draw, options = Draw(), how(Draw(1), shape)
-    tokens, one = entry(draw, shape, 2, shape.tile_size, dtype=dtype), states(draw, shape, 1)
-    store = np.zeros((20_000_000 // one.size, *one.shape[1:])).astype(dtype)
-
-    def run(store, tokens, tiles, options):
-        return plain("scan", shape, implementation=implementation)(tokens, store, tiles, **options)
-
-    assert_in_place(run, store, tokens, tiles_of([1, 1], [1, 2], [3, 4]), options)
+    tokens, tiles = entry(Draw(), shape, 2, shape.tile_size, dtype=dtype), tiles_of([1, 1], [1, 2], [3, 4])
+    check_in_place("scan", implementation, shape, tokens, lambda _: tiles, size=20_000_000)
 
 
 @pytest.mark.parametrize("implementation", ["xla", *KERNELS])

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from operation_checks import ELSEWHERE, Draw, assert_close, assert_in_place, assert_same_bits
+from operation_checks import ELSEWHERE, Draw, assert_close, assert_same_bits
 from recurrence_cases import (
     DTYPES,
     KERNELS,
@@ -19,13 +19,13 @@ from recurrence_cases import (
     ODD,
     SHAPES,
     cases,
+    check_in_place,
     definition,
     entry,
     how,
     indices,
     pad,
     part,
-    plain,
     program,
     sizes,
     states,
@@ -115,15 +115,11 @@ def test_steps_in_one_call_equal_steps_in_several(implementation, shape, dtype):
 @pytest.mark.parametrize(("rows", "dtype"), [(1, np.float32), (3, np.float32), (3, jnp.bfloat16)])
 @cases(*ALL[:2])
 def test_in_place(implementation, shape, rows, dtype):
-    draw, options = Draw(), how(Draw(1), shape)
-    tokens, one = entry(draw, shape, rows, 2, dtype=dtype), states(draw, shape, 1, dtype)
-    store = np.zeros((4_000_000 // one.size, *one.shape[1:]), one.dtype)
-    places = draw.slots(len(store), rows, 3)
+    def places(slots):
+        found = Draw().slots(slots, rows, 3)
+        return Rows(found[:, 0], found[:, 1:])
 
-    def run(store, tokens, places, options):
-        return plain("update", shape, implementation=implementation)(tokens, store, places, **options)
-
-    assert_in_place(run, store, tokens, Rows(places[:, 0], places[:, 1:]), options)
+    check_in_place("update", implementation, shape, entry(Draw(), shape, rows, 2, dtype=dtype), places)
 
 
 @pytest.mark.parametrize("heads", [16, 48])

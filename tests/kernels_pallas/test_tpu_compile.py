@@ -7,6 +7,7 @@ Four by default, a few of each operation with --full; all with --slow.
 import dataclasses
 import functools
 import itertools
+import math
 import re
 
 import jax
@@ -30,6 +31,7 @@ from compile_cases import (
     OTHERS,
     case,
     divided,
+    every,
     few_and_slow,
     shape,
     shapes,
@@ -93,12 +95,7 @@ FEW = [
 ]
 
 
-def every(operation, models, *, store=(F32,), dtype=BF16, **sizes):
-    """The slow cases of an operation: every chip, model and combination of sizes."""
-    for chip, model, states, *values in itertools.product(SLICES, models, store, *sizes.values()):
-        yield case(operation, model, chip=chip, store=states, dtype=dtype, **dict(zip(sizes, values, strict=True)))
-
-
+every = functools.partial(every, chips=SLICES)
 EVERY = [
     *every("recurrence_update", DIVIDED, rows=(1, 8, 64, 256), steps=(1, 4)),
     *every("recurrence_update", OTHERS, rows=(8,), steps=(1, 4)),
@@ -113,26 +110,13 @@ EVERY = [
     *every("recurrence_update", DIVIDED_DELTA, rows=(1, 64, 256), steps=(1, 4)),
     *every("recurrence_scan", DIVIDED_DELTA, tiles=(1, 4, 16)),
     *every("recurrence_replay", DIVIDED_DELTA, rows=(1, 64), steps=(1, 4)),
-    *(
-        one
-        for operation, models, sizes in (
-            ("recurrence_update", DIVIDED, {"steps": (4,)}),
-            ("recurrence_scan", DIVIDED, {"tiles": (16,)}),
-            ("recurrence_replay", DIVIDED, {"steps": (4,)}),
-            ("recurrence_update", DIVIDED_DELTA, {"steps": (4,)}),
-            ("recurrence_scan", DIVIDED_DELTA, {"tiles": (16,), "tile_size": (64,)}),
-        )
-        for one in every(operation, models, store=(BF16,), **sizes)
-    ),
-    *(
-        one
-        for operation, model in (
-            ("recurrence_scan", NEMOTRON),
-            ("recurrence_update", NEMOTRON),
-            ("recurrence_scan", NEXT),
-        )
-        for one in every(operation, [model.divided(8)], dtype=F32, rows=(8,), steps=(4,))
-    ),
+    *every("recurrence_update", DIVIDED, store=(BF16,), steps=(4,)),
+    *every("recurrence_scan", DIVIDED, store=(BF16,), tiles=(16,)),
+    *every("recurrence_replay", DIVIDED, store=(BF16,), steps=(4,)),
+    *every("recurrence_update", DIVIDED_DELTA, store=(BF16,), steps=(4,)),
+    *every("recurrence_scan", DIVIDED_DELTA, store=(BF16,), tiles=(16,), tile_size=(64,)),
+    *every("recurrence_scan", [NEMOTRON.divided(8), NEXT.divided(8)], dtype=F32, rows=(8,)),
+    *every("recurrence_update", [NEMOTRON.divided(8)], dtype=F32, rows=(8,), steps=(4,)),
     *every("selective_scan", [FALCON], store=(F32, BF16), inner=(8192, 1024, 5120, 640), tile_size=(16, 128, 512)),
     *every("selective_update", [FALCON], store=(F32, BF16), inner=(8192, 1024, 5120, 640), steps=(1, 4)),
     *every("paged_attention", ATTENDING_DIVIDED, rows=(1, 256), q_len=(1,)),
@@ -161,9 +145,7 @@ def most_temporaries(operation, call, model):
     match operation:
         case "gated_scan":  # its inputs come as [tokens, 2, inner], and are laid out flat; a layer's product is flat
             return 1.1 * nbytes(call.inputs[0])
-        case "recurrence_scan" if (
-            model.tiles == 256
-        ):  # XLA would copy an operand of many tiles if it did not like its layout
+        case "recurrence_scan" if model.tiles == 256:  # XLA would copy an operand whose layout it did not like
             return 2 * nbytes(call.inputs[0].value)
         case "selective_scan":  # B and C without padding's values, in float32
             return model.tiles * model.tile_size * 128 * 4 * 4
@@ -189,24 +171,21 @@ def most_moved(operation, call, model):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("operation", ["selective_scan", "selective_update", "selective_replay"])
-def test_selective_operations_by_xla(operation):
+@pytest.mark.parametrize("operation", ["selective_scan", "selective_update", "selective_replay", "recurrence_scan"])
+def test_operations_by_xla(operation):
     """No array of all tokens' or of the tails' states: a few states of each row, or of a few tokens at a time."""
     model = dataclasses.replace(FALCON, rows=64, steps=4, tiles=16, interval=16)
+    if operation == "recurrence_scan":
+        model = dataclasses.replace(NEMOTRON, tiles=16)
     call = shapes(operation, model, BF16, F32)
     memory = compile_for_tpu("v6e", call.program("xla"), *call.arrays, donate=0).memory_analysis()
     assert memory.alias_size_in_bytes >= nbytes(call.stores)
-    state = 4 * model.state * model.inner
-    tokens = model.tiles * model.tile_size / 8 if operation == "selective_scan" else (model.steps + 3) * model.rows
+    state = 4 * math.prod(model.state_shape)
+    tokens = {
+        "selective_scan": model.tiles * model.tile_size / 8,
+        "recurrence_scan": len(call.stores[0]) / 4,
+    }.get(operation, (model.steps + 3) * model.rows)
     assert memory.temp_size_in_bytes < tokens * state
-
-
-@pytest.mark.full
-def test_scan_by_xla_copies_no_store():
-    call = shapes("recurrence_scan", dataclasses.replace(NEMOTRON, tiles=16), BF16, F32)
-    memory = compile_for_tpu("v6e", call.program("xla"), *call.arrays, donate=0).memory_analysis()
-    assert memory.alias_size_in_bytes == nbytes(call.stores)
-    assert memory.temp_size_in_bytes < nbytes(call.stores) / 4
 
 
 @pytest.mark.full

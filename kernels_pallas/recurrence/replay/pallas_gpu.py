@@ -1,16 +1,14 @@
 """The replay as one Triton kernel: each program takes some channels of one head of one row.
 
 A program reads the anchor and the tail's tokens once for the queries of all new tokens, and for their keys if the
-recurrence erases. It reads the tail in blocks of `entries` tokens, and only valid entries. Log decays are summed from
+recurrence erases. It reads the tail in blocks of `ENTRIES` tokens, and only valid entries. Log decays are summed from
 each token to the present, never subtracted. With decays by channel it reads the tail token by token, the newest first,
 because the sums of the decays after each are then running sums. What a new token adds to some channels of a head
 depends on no other channel, so each program computes it for its own, one token after the other. Once per interval, a
-program computes the state that is due by the recurrence, token after token. States and tails are input and output in
-one buffer. Accesses to slot 0 and tail 0 are masked: the kernel neither reads nor writes them.
+program computes the state that is due by the recurrence, token after token.
 
-Rows run in parallel, which is why no row may write a slot that another row reads (`kernels_pallas.slots`). The heads of
-a group run in parallel too, and share one key in the tail: they take keys of new tokens from the inputs, and one
-program writes them.
+The heads of a group run in parallel, and share one key in the tail: they take keys of new tokens from the inputs, and
+one program writes them.
 """
 
 import functools
@@ -42,7 +40,6 @@ ENTRIES = {True: 16, False: 32}
 
 
 def unsupported(entry, store, tail, places, *, erase, skip):
-    """Returns why this call cannot run, or None."""
     if any(offsets_overflow(ring) for ring in tail if ring is not None):
         return "offsets into the store do not fit in 32 bits"
     return update.unsupported(entry, store, erase=erase, skip=skip)
@@ -78,42 +75,31 @@ def _kernel(
     tail, y, state_out, new_tail = stores[:rings], *stores[rings : rings + 2], stores[rings + 2 :]
     row, head, part = (pl.program_id(axis) for axis in range(3))
     place = AnchoredRow(row, anchor, tail_id, anchor_length, length, num_tokens, write, boundary)
-    group, times, cut = lax.div(head, repeats), list(indices(value.shape[1])), pieces(state_in.shape[3])
-    here = pl.ds(part * block, block)
-    # The new tokens; padding may hold NaN, so it is not loaded.
-    values = [load_if(place.live(t), value.at[row, t, head, here], block).astype(F32) for t in times]
-    keys, queries = (
-        [[load_if(place.live(t), v.at[row, t, group, n], n.size).astype(F32) for n in cut] for t in times]
-        for v in (key, query)
-    )
-    strengths = [jnp.where(place.live(t), plt.load(strength.at[row, t, head]), 0.0) for t in times]
-    # Of the head, or of each channel of its keys, in pieces.
-    of_token = [[head, n] for n in cut] if len(log_decay.shape) == 4 else [[head]]
-    logs = [[jnp.where(place.live(t), plt.load(log_decay.at[row, t, *at]), 0.0) for at in of_token] for t in times]
+    here, of_entry = pl.ds(part * block, block), (query, key, value, log_decay, strength)
+    tokens = [update.load_token(place.live(t), t, here, of_entry, repeats) for t in indices(value.shape[1])]
 
     def write_y(t, out):
         plt.store(y.at[row, t, head, here], jnp.where(place.live(t), out, 0.0).astype(y.dtype))
 
+    weight = None if skip is None else plt.load(skip.at[head])
     replay_head(
-        place, values, keys, queries, strengths, logs, None if skip is None else plt.load(skip.at[head]), state_in,
-        tail, state_out, new_tail, write_y, few=few, repeats=repeats, erase=erase,
-    )  # fmt: skip
+        place, tokens, weight, state_in, tail, state_out, new_tail, write_y, few=few, repeats=repeats, erase=erase
+    )
 
 
-def replay_head(
-    place, values, ks, qs, strengths, logs, skip, state_in, tail, state_out, new_tail, write_y, *, few, repeats, erase
-):  # fmt: skip
+def replay_head(place, tokens, skip, state_in, tail, state_out, new_tail, write_y, *, few, repeats, erase):
     """Replays some channels of the program's head, inside a kernel.
 
     Args:
         place: `AnchoredRow`.
-        values, ks, qs, strengths, logs: of the new tokens, float32; zeros for padding, and values and keys rounded as
-            the tail keeps them. Keys and queries are in pieces. Logs of decays are one number of the head, or pieces.
+        tokens: by `kernels_pallas.recurrence.update.pallas_gpu.load_token`, of each step; values and keys rounded as
+            the tail keeps them.
         skip: of the head; None if there is none.
         write_y: takes a step and its output. It is called early: outputs would otherwise occupy registers to the end.
         few: so many entries of the tail are in one block.
         repeats: heads that share keys.
     """
+    values, qs, ks, strengths, logs = map(list, zip(*tokens, strict=True))
     head, part = pl.program_id(1), pl.program_id(2)
     (tail_u, tail_k, tail_decay, *tail_strength), (new_u, new_k, new_decay, *new_strength) = tail, new_tail
     steps, block, entries, size = len(values), values[0].shape[0], tail_u.shape[1], state_in.shape[3]

@@ -1,10 +1,10 @@
 """The replay as one TPU kernel, on the grid of `kernels_pallas.recurrence.replay.tpu_rows`.
 
-The form is that of `kernels_pallas.recurrence.replay.by_head` (`tpu_by_channel` has the other one, and `tpu_lanes` the
-one without erasing): keys and queries of the new tokens are the rows of one operand, which the matrix unit multiplies
-with the anchor, and with the tail's keys and what they added. A new token then reads the few before it, one after the
-other, for all its keys and queries at once. Operands have the value's dtype and sums are float32; what new tokens add
-to each other, and to the written state, keeps more digits.
+Decays are those of `by_head`, or of `by_channel`; `tpu_lanes` has the form without erasing. Keys and queries of the new
+tokens are the rows of one operand, which the matrix unit multiplies with the anchor, and with the tail's keys and what
+they added. A new token then reads the few before it, one after the other, for all its keys and queries at once.
+Operands have the value's dtype and sums are float32; what new tokens add to each other, and to the written state, keeps
+more digits.
 """
 
 import functools
@@ -24,18 +24,16 @@ _REGISTER = 8  # rows
 
 
 def unsupported(entry, store, tail, places, *, erase, skip):
-    """Returns why this call cannot run, or None."""
     if entry.by_channel and not erase:
         return "channels decay on their own, and the recurrence does not erase"
     return None
 
 
 def replay(entry, store, tail, places, *, erase, skip, interpret=False):
-    """See `api.recurrence_replay`."""
     query, key, value, log_decay, strength = entry
     (rows, steps, heads, head_dim), (groups, state) = value.shape, key.shape[2:]
     blocks = blocks_in_lanes(heads, groups, head_dim, state, store.dtype, block_bytes=BLOCK_BYTES)
-    by, by_channel, several = Inputs(blocks), entry.by_channel, 2 if erase else 1
+    by, by_channel = Inputs(blocks), entry.by_channel
     number = _asked(steps) if erase else steps
     inputs = [
         by.by_group(query),
@@ -49,26 +47,11 @@ def replay(entry, store, tail, places, *, erase, skip, interpret=False):
         memory.append(pltpu.VMEM((blocks.count, number, blocks.heads), F32))
     else:
         weight = jnp.zeros(heads) if skip is None else skip
-        inputs.append(by.constant(jnp.repeat(weight.astype(F32), head_dim), blocks.count))
-    token_bytes = 2 * heads * head_dim * value.dtype.itemsize + 8 * heads + 2 * groups * state * key.dtype.itemsize
+        inputs.append(by.of_all_rows(jnp.repeat(weight.astype(F32), head_dim)))
+    compute = functools.partial(_compute, by_channel=by_channel) if erase else tpu_lanes.compute
     return tpu_rows.replay(
-        functools.partial(_compute, by_channel=by_channel, head_dim=head_dim)
-        if erase
-        else functools.partial(tpu_lanes.compute, head_dim=head_dim),
-        store,
-        tail,
-        inputs,
-        places,
-        shape=value.shape,
-        dtype=value.dtype,
-        blocks=blocks,
-        memory=memory,
-        cost=tpu_rows.cost(
-            store, tail, rows=rows, steps=several * steps, interval=several * places.interval,
-            inputs_bytes=rows * steps * token_bytes,
-        ),
-        interpret=interpret,
-        name="recurrence_replay",
+        functools.partial(compute, head_dim=head_dim), value, store, tail, inputs, places,
+        blocks=blocks, memory=memory, asked=2 if erase else 1, interpret=interpret,
     )  # fmt: skip
 
 

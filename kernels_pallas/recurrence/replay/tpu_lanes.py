@@ -2,9 +2,8 @@
 
 The outputs of all new tokens are three products: queries with the anchor, queries with the tail's keys, and the decayed
 scores with the tail's values. The ring of a tail is not reordered: a product with a mask of positions computes the sums
-over the tokens before each token. Operands have the value's dtype and sums are float32. The products that form the
-written state keep twice as many digits, because later steps continue from that state. With float32 inputs, products
-keep full precision.
+over the tokens before each token. The products that form the written state keep twice the digits of the value's dtype,
+because later steps continue from that state.
 """
 
 import functools

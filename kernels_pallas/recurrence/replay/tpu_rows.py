@@ -1,14 +1,9 @@
 """Shared code of the TPU kernels of replays: each row's anchor passes through VMEM once, and its tail's valid entries.
 
 The grid is (rows, blocks of heads). Prefetched slot numbers select the blocks of states that the pipeline fetches and
-writes back; states and tails are input and output in one buffer. The pipeline moves a block only when its number
-changes, so a row that needs no block (no anchor, no state due, padding) selects the block that is already in VMEM.
-
-Tails stay in HBM. The kernel copies only some entries of each tail, one row ahead of their use: it fetches the entries
-with a token since the anchor and writes back those with a new token (`kernels_pallas.recurrence.replay.tpu_tails`).
-
-The pipeline fetches the next row's anchor while it writes this row's state. Therefore no row may write a slot that
-another row reads (`kernels_pallas.slots`).
+writes back, the next row's while it writes this one's; states and tails are input and output in one buffer. The
+pipeline moves a block only when its number changes, so a row that needs none (no anchor, no state due, padding) selects
+the block that is already in VMEM. Tails stay in HBM, of which the kernel copies what it needs (`tpu_tails`).
 """
 
 import dataclasses
@@ -60,18 +55,17 @@ class Inputs:
 
     def by_group(self, v):
         """[rows, steps, groups, state]: those of the block's groups, [1, steps, groups * state]."""
-        rows, steps, _, state = v.shape
-        return v.reshape(rows, steps, -1), pl.BlockSpec(
-            (1, steps, self._blocks.groups * state), lambda i, h, *_: (i, 0, self._blocks.block_of_groups(h))
-        )
+        (rows, steps, _, state), blocks = v.shape, self._blocks
+        part = (1, steps, blocks.groups * state)
+        return v.reshape(rows, steps, -1), pl.BlockSpec(part, lambda i, h, *_: (i, 0, blocks.block_of_groups(h)))
 
     def whole(self, v):
         """[rows, steps, heads]: those of all heads."""
         return v, pl.BlockSpec((1, *v.shape[1:]), lambda i, h, *_: (i, 0, 0))
 
-    def constant(self, v, count: int = 1):
-        """[channels] of all rows as [1, channels]; `count`: blocks, of which a block of heads needs its own."""
-        return v[None], pl.BlockSpec((1, v.shape[0] // count), lambda i, h, *_: (0, h if count > 1 else 0))
+    def of_all_rows(self, v):
+        """[channels of all heads] as [1, channels]: those of the block's heads."""
+        return v[None], pl.BlockSpec((1, v.shape[0] // self._blocks.count), lambda i, h, *_: (0, h))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,8 +118,8 @@ class Row:
 class HeadDecays(NamedTuple):
     """Log decays between tokens with one decay for each head, in scratch memory: [blocks, ...] each.
 
-    The decay between two tokens is the difference of the sums over the tokens after each. For recent tokens these are
-    sums of a few terms, which keep their digits however much the older tokens have decayed.
+    They are differences of sums over the tokens after each of two: for recent tokens of a few terms, which keep their
+    digits however much the older tokens have decayed.
     """
 
     since_anchor: Any
@@ -183,31 +177,27 @@ def fine_dot(left, right, contract: tuple[int, int], dtype: DTypeLike):
 
 def replay(
     compute: Callable[..., None],
-    states,
-    tail,
+    value: jax.Array,
+    states: jax.Array,
+    tail: Any,
     inputs: Sequence[tuple[Any, pl.BlockSpec]],
     places: Anchored,
     *,
-    shape: tuple[int, int, int, int],
-    dtype: DTypeLike,
     blocks: HeadBlocks,
     memory: Sequence[Any],
-    cost: pl.CostEstimate,
+    asked: int,
     interpret: bool,
-    name: str,
 ):
-    """Runs the kernel.
+    """Runs the kernel. Returns y, of the value's shape and dtype, states and tail.
 
     Args:
         compute: `compute(row, inputs, state_in, y, state_out, tail, memory)` computes y and the state of one `Row`
             with tokens, and appends those to its tail, which is in VMEM as by `registers`.
         inputs: what `Inputs` returns.
-        shape: of y, [rows, steps, heads, head_dim]; its dtype is `dtype`.
         memory: scratch memory of `compute`.
-    Returns:
-        y, states and tail.
+        asked: vectors of each step that read the states.
     """
-    rows, steps, heads, head_dim = shape
+    rows, steps, heads, head_dim = value.shape
     anchor, tail_id, anchor_length, length, num_tokens, write, boundary = row_numbers(places)
     named = (*_named(anchor, anchor > 0, blocks), *_named(write, write > 0, blocks))
     scalars = _Prefetched(anchor, anchor_length, length, num_tokens, write, boundary, tail_id, *named)
@@ -240,26 +230,23 @@ def replay(
             scratch_shapes=[*scratch(rings), *memory],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((rows, steps, heads * head_dim), dtype),
+            jax.ShapeDtypeStruct((rows, steps, heads * head_dim), value.dtype),
             jax.ShapeDtypeStruct(states.shape, states.dtype),
             *(jax.ShapeDtypeStruct(ring.shape, ring.dtype) for ring in rings),
         ],
         input_output_aliases={first + i: 1 + i for i in range(1 + len(rings))},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
-        cost_estimate=cost,
+        cost_estimate=_cost(arrays, value, states, tail, asked, places.interval),
         interpret=interpret,
-        name=name,
+        name="recurrence_replay",
     )(
         *(v.astype(jnp.int32) for v in scalars),
         *arrays,
         states,
         *(ring if interpret else in_large_memory(ring) for ring in rings),
     )
-    return (
-        y.reshape(shape),
-        states,
-        type(tail)(*(ring.reshape(v.shape) for ring, v in zip(rings, there_are, strict=True))),
-    )
+    new_tail = type(tail)(*(ring.reshape(v.shape) for ring, v in zip(rings, there_are, strict=True)))
+    return y.reshape(value.shape), states, new_tail
 
 
 def _named(index, wanted, blocks: HeadBlocks):
@@ -305,21 +292,18 @@ def _kernel(*refs, compute, blocks: HeadBlocks, inputs: int, rings: int, entries
     pl.when(block == blocks.count - 1)(lambda: tails_of.put_back(number, last))
 
 
-def cost(states, tail, *, rows: int, steps: int, interval: int, inputs_bytes: int) -> pl.CostEstimate:
-    """Estimates the cost of a replay whose outputs are products with the state and with a tail's tokens.
-
-    Args:
-        inputs_bytes: of all tokens' inputs and outputs.
-    """
-    (_, heads, head_dim, size), entries = states.shape, tail[0].shape[1]
-    channels = heads * head_dim
+def _cost(inputs, value, states, tail, asked: int, interval: int) -> pl.CostEstimate:
+    """Of products of `asked` vectors of each step with the state and with a tail's tokens."""
+    (rows, steps, heads, head_dim), size, entries = value.shape, states.shape[3], tail[0].shape[1]
+    channels, steps_asked = heads * head_dim, steps * asked
     entry_bytes = sum(v.shape[2] * v.dtype.itemsize for v in tail if v is not None)
     tail_bytes = int(moved_entries(entries, steps, interval) * entry_bytes)
-    state_bytes = channels * size * states.dtype.itemsize
     # A state is due once per interval; drafts of several steps may reach it.
     written = min(rows, -(-rows * steps // interval))
     return pl.CostEstimate(
-        flops=2 * rows * steps * channels * (size + entries) + 2 * written * channels * size * entries,
-        transcendentals=rows * heads * steps * entries,
-        bytes_accessed=(rows + written) * state_bytes + rows * tail_bytes + inputs_bytes,
+        flops=2 * rows * steps_asked * channels * (size + entries) + 2 * written * channels * size * entries,
+        transcendentals=rows * heads * steps_asked * entries,
+        bytes_accessed=(rows + written) * channels * size * states.dtype.itemsize
+        + rows * tail_bytes
+        + sum(v.size * v.dtype.itemsize for v in (*inputs, value)),
     )

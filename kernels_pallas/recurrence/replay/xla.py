@@ -8,6 +8,7 @@ if it is due. On other platforms, the anchors of all rows are gathered.
 import functools
 import math
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -15,7 +16,7 @@ from kernels_pallas import tails
 from kernels_pallas.recurrence.entry import Tail
 from kernels_pallas.recurrence.replay.by_channel import ByChannel
 from kernels_pallas.recurrence.replay.by_head import ByHead
-from kernels_pallas.row_loop import by_platform
+from kernels_pallas.row_loop import by_platform, read_heads
 from kernels_pallas.slots import load, read_slots, take, write_slot_if, write_slots
 
 F32 = jnp.float32
@@ -106,7 +107,7 @@ def _read_by_blocks(states, anchor_slot, asked):
         def read(states):
             there = (slots > 0).reshape(few, 1, 1, 1)
             anchor = jnp.where(there, take(states, slots), jnp.zeros((), states.dtype)).astype(F32)
-            return jnp.stack([tails.read(anchor, queries[:, t]) for t in range(count)], axis=1)
+            return jnp.stack([jax.vmap(read_heads)(anchor, queries[:, t]) for t in range(count)], axis=1)
 
         def nothing(states):
             return jnp.zeros((few, count, heads, head_dim), F32)
@@ -134,4 +135,3 @@ def _write_due(states, decay, fed, keys, anchor_slot, target):
 
 _FORMS = (_read_by_blocks, _write_due), (_read_gathered, _write_gathered)
 replay = by_platform(*(functools.partial(_replay, *form) for form in _FORMS))
-"""See `api.recurrence_replay`."""

@@ -4,15 +4,9 @@
 2. Passes the states on from tile to tile.
 3. Computes each tile's outputs from the state before the tile.
 
-Kernels 1 and 3 process all tiles in parallel; a program takes some channels of one head and one tile. Kernel 2 only
-adds, and processes the tiles in order (Dao and Gu, 2024, section 6).
-
-States are read from their slots once and are written in place after each tile with a write slot. Accesses to slot 0 are
-masked: the kernel neither reads nor writes it. Channels run in parallel and rows in order; nevertheless, no row may
-write a slot that another row reads (`kernels_pallas.slots`).
-
-A tile is processed in blocks of `tokens` tokens, by products of operands in the value's dtype, summed in float32. With
-float32 inputs, products keep full precision.
+Kernels 1 and 3 process all tiles in parallel; a program takes some channels of one head and one tile, in blocks of
+`tokens` tokens, by products of operands in the value's dtype, summed in float32 (float32 inputs keep full precision).
+Kernel 2 only adds, and processes the tiles in order (Dao and Gu, 2024, section 6).
 """
 
 import dataclasses

@@ -6,15 +6,12 @@ parallel (`gpu_tiles`). The rest of this text is about the other recurrences.
 A tile is processed in blocks of `tokens` tokens. The first kernel computes what does not depend on the state, for all
 blocks and heads in parallel: the inverse of the triangular system and the scores of queries with keys. The second
 kernel processes the tiles of a row in order, with some channels of one head's state in registers, and writes the state
-after each tile with a write slot. Rows, heads and channels run in parallel, which is why no row may write a slot that
-another row reads (`kernels_pallas.slots`). Accesses to slot 0 are masked: the kernel neither reads nor writes them.
+after each tile with a write slot. Products of inputs and states take operands in the value's dtype and sum in float32;
+the triangular system is float32 throughout, because its solution is fed back. Keys whose size is not a power of two are
+divided into pieces.
 
-The products of inputs and states take operands in the value's dtype and sum in float32; the triangular system is
-float32 throughout, because its solution is fed back. Keys whose size is not a power of two are divided into pieces.
-
-Where every channel of a key has its own decay, the first kernel sums products over pieces of increasing size, as
-`kernels_pallas.recurrence.scan.by_channel` describes, and also stores the queries and keys that the second one
-multiplies by states, decayed.
+Where every channel of a key has its own decay, the first kernel sums products over pieces of increasing size
+(`by_channel`), and also stores the decayed queries and keys that the second one multiplies by states.
 """
 
 import functools
@@ -44,7 +41,6 @@ CHANNELS = 16
 
 
 def unsupported(entry, store, tiles, *, erase, skip):
-    """Returns why this call cannot run, or None."""
     if offsets_overflow(store):
         return "offsets into the store do not fit in 32 bits"
     for what, size in (("tiles", entry.value.shape[1]), ("heads", entry.value.shape[3]), ("keys", entry.key.shape[3])):

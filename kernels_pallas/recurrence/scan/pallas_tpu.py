@@ -1,13 +1,10 @@
 """The scan as one TPU kernel: a sequential grid over tiles, the state in VMEM from a row's first tile to its last.
 
-The grid is that of `kernels_pallas.tpu_pipeline.scan`, with blocks of heads.
-
-The kernel processes a tile in blocks of tokens by matrix products (see `kernels_pallas.recurrence.scan.xla`; without
-erasing, and with one decay for each head, `tpu_tile`). Products of inputs and states take operands in the value's dtype
-and sum in float32. The triangular system is float32, because its solution
-is fed back: the vector units invert small systems on its diagonal, and each product with these and with the rest is
-three products of bfloat16 numbers, which together lose the last digits only (with float32 inputs, none).
-`kernels_pallas.recurrence.scan.by_channel` describes the form for decays by channel.
+The grid is that of `kernels_pallas.tpu_pipeline.scan`, with blocks of heads. A tile is processed in blocks of tokens by
+matrix products (`xla`, `by_channel`; without erasing, and with one decay for each head, `tpu_tile`), of operands in the
+value's dtype, summed in float32. The triangular system is float32, because its solution is fed back: the vector units
+invert small systems on its diagonal, and each product with these and with the rest is three products of bfloat16
+numbers, which together lose the last digits only (with float32 inputs, none).
 """
 
 import functools
@@ -35,7 +32,6 @@ BLOCK_BYTES = 1 << 20  # bytes of state in a grid step
 
 
 def scan(entry, store, tiles, *, erase, skip, interpret=False):
-    """See `api.recurrence_scan`."""
     (count, size, heads, head_dim), (groups, state) = entry.value.shape, entry.key.shape[2:]
     blocks = blocks_in_lanes(heads, groups, head_dim, state, F32, block_bytes=BLOCK_BYTES)
     real, whole_tile = entry.real, not erase and not entry.by_channel

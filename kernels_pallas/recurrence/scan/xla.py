@@ -61,10 +61,7 @@ def _form(entry, erase, skip):
     form = by_channel.block if entry.by_channel else _block
 
     def block(state, *numbers):
-        strength = numbers[-1]
-        # Padding may hold NaN, and 0 * NaN is NaN: the values are masked as well as the strength.
-        real = (strength != 0).any(axis=1)
-        masked = Entry(*(jnp.where(real.reshape(-1, *[1] * (v.ndim - 1)), v, 0).astype(F32) for v in numbers))
+        masked = Entry(*(v.astype(F32) for v in Entry(*numbers).masked()))
         # In lower precisions than float32, products may round as the model's own do; what is fed back may not.
         exact = erase or entry.value.dtype == F32
         dot = functools.partial(

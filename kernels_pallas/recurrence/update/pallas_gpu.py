@@ -1,9 +1,7 @@
 """The update as one Triton kernel: each program takes some channels of one head of one row through all steps.
 
 What a state holds of some channels depends on no other, so it comes from its slot into registers once, and goes out
-after every step; the store is input and output in one buffer. Accesses to slot 0 are masked: the kernel neither reads
-nor writes it. Rows run side by side, which is why no row may write a slot that another row reads
-(`kernels_pallas.slots`). Keys whose size is no power of two go in pieces.
+after every step. Keys whose size is no power of two go in pieces.
 """
 
 import functools
@@ -32,7 +30,6 @@ F32 = jnp.float32
 
 
 def unsupported(entry, store, *places, erase, skip, **options):
-    """Returns why this call cannot run, or None."""
     if offsets_overflow(store):
         return "offsets into the store do not fit in 32 bits"
     if entry.key.shape[3] % LEAST_OF_PIECE:
@@ -66,18 +63,12 @@ def _kernel(
     repeats: int, erase: bool,
 ):  # fmt: skip
     row, head, part = (pl.program_id(axis) for axis in range(3))
-    group, here, cut = lax.div(head, repeats), pl.ds(part * block, block), pieces(state_in.shape[3])
-    by_channel, place = len(log_decay.shape) == 4, SlotRow(row, read_slot, write_slot)
+    place, here = SlotRow(row, read_slot, write_slot), pl.ds(part * block, block)
+    of_entry = query, key, value, log_decay, strength
 
     def token(t):
-        # Padding may hold NaN, and 0 * NaN is NaN: its values are masked.
         # A step is real if any head's strength is not 0. Found here, because it would be another kernel in front.
-        live = any_nonzero(strength, row, t)
-        values = load_if(live, value.at[row, t, head, here], block).astype(F32)
-        queries, keys = ([load_if(live, v.at[row, t, group, n], n.size).astype(F32) for n in cut] for v in (query, key))
-        # Of the head, or of each channel of its keys.
-        logs = [jnp.where(live, plt.load(log_decay.at[row, t, head, *([n] if by_channel else [])]), 0.0) for n in cut]
-        return values, queries, keys, plt.load(strength.at[row, t, head]), logs
+        return load_token(any_nonzero(strength, row, t), t, here, of_entry, repeats)
 
     def write_y(t, out):
         plt.store(y.at[row, t, head, here], out.astype(y.dtype))
@@ -85,6 +76,20 @@ def _kernel(
     state, tokens = load_state(place, state_in, head, here), map(token, indices(write_slot.shape[1]))
     weight = None if skip is None else plt.load(skip.at[head]).astype(F32)
     update_head(place, state, tokens, weight, state_out, write_y, erase=erase)
+
+
+def load_token(live, t, here, entry, repeats):
+    """Loads value, query, key, strength and logs of decays of a token, for some channels of the program's head: zeros
+    where it is not `live`. Query and key are in pieces, and so are logs, or one number of the head.
+    """
+    (query, key, value, log_decay, strength), (row, head) = entry, (pl.program_id(axis) for axis in range(2))
+    group, cut = lax.div(head, repeats), pieces(key.shape[3])
+    # Padding may hold NaN, and 0 * NaN is NaN: its values are masked.
+    values = load_if(live, value.at[row, t, head, here], here.size).astype(F32)
+    queries, keys = ([load_if(live, v.at[row, t, group, n], n.size).astype(F32) for n in cut] for v in (query, key))
+    of_decays = [[head, n] for n in cut] if len(log_decay.shape) == 4 else [[head]]
+    logs = [jnp.where(live, plt.load(log_decay.at[row, t, *at]), 0.0) for at in of_decays]
+    return values, queries, keys, jnp.where(live, plt.load(strength.at[row, t, head]), 0.0), logs
 
 
 def load_state(place, state_in, head, here):
@@ -101,8 +106,7 @@ def update_head(place, state, tokens, skip, state_out, write_y, *, erase):
     Args:
         place: `SlotRow`.
         state: by `load_state`.
-        tokens: value, query, key, strength and logs of decays of each step: float32, zeros for padding. Query and key
-            are in pieces, and so are logs, or one number of the head.
+        tokens: by `load_token`, of each step.
         skip: of the head; None if there is none.
         write_y: takes a step and its output.
     """

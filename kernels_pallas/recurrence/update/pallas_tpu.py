@@ -18,14 +18,12 @@ BLOCK_BYTES = 1 << 20  # bytes of state moved at a time: large enough to hide a 
 
 
 def unsupported(entry, store, rows, *, erase, skip):
-    """Returns why this call cannot run, or None."""
     if entry.by_channel and skip is not None:
         return "channels decay on their own, and there is a direct path"
     return None
 
 
 def update(entry, store, rows, *, erase, skip, interpret=False):
-    """See `api.recurrence_update`."""
     if not erase and not entry.by_channel:
         blocks, compute, inputs, output = tpu_products.kernel(entry, store, skip, block_bytes=BLOCK_BYTES)
     else:

@@ -35,4 +35,3 @@ def _step(state, key, value, decay, strength, *, erase):
 
 
 update = row_loop.by_platform(*(functools.partial(_update, loop) for loop in (row_loop.row_blocks, row_loop.all_rows)))
-"""See `api.recurrence_update`."""
