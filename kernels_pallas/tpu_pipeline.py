@@ -8,7 +8,6 @@ A kernel gives the part that differs: its inputs with their blocks, and a functi
 """
 
 import functools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,31 +15,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Int
 
 from kernels_pallas.places import Rows, Tiles
 
 F32 = jnp.float32
-Input = tuple[Shaped[Array, "..."], pl.BlockSpec]
-Output = tuple[jax.ShapeDtypeStruct, pl.BlockSpec]
 
 
 def scan(
-    compute: Callable[..., None],
-    inputs: Sequence[Input],
-    output: Output,
-    store: Float[Array, "slots *state"],
-    tiles: Tiles,
-    *,
-    real: Bool[Array, "tiles tile_size"],
-    block: tuple[int, ...],
-    axis: int = 0,
-    memory: Sequence[Any] = (),
-    vmem_bytes: int | None = None,
-    cost: pl.CostEstimate,
-    interpret: Any,
-    name: str,
-) -> tuple[Shaped[Array, "..."], Float[Array, "slots *state"]]:
+    compute, inputs, output, store, tiles: Tiles, *, real, block, axis=0, memory=(), vmem_bytes=None, cost, interpret,
+    name,
+):  # fmt: skip
     """Runs a kernel on the grid (blocks of a state, tiles), the state in VMEM from a row's first tile to its last.
     Returns the output and the store.
 
@@ -48,8 +33,8 @@ def scan(
         compute: `compute(tile, inputs, y, carry, stored, *memory)` reads the blocks of the inputs, writes the block of
             the output, and updates `carry`, the block of a state in float32. `stored` is the dtype of the store. It is
             not called for tiles of padding, whose output is zeros.
-        inputs: arrays and their blocks; index maps begin with (block, tile). `output` likewise.
-        real: tokens that are not padding.
+        inputs: arrays and their `BlockSpec`s, whose index maps begin with (block, tile); `output` as a shape.
+        real: tokens that are not padding [tiles, tile_size].
         block: the shape of a block of a state.
         axis: the axis of a state that is divided into blocks.
         memory: further scratch shapes.
@@ -107,19 +92,7 @@ def _scan_kernel(tile_first, read_slot, write_slot, live, _fetched, _flushed, *r
         state_out[0] = carry[...].astype(state_out.dtype)
 
 
-def update(
-    compute: Callable[..., None],
-    inputs: Sequence[Input],
-    output: Output,
-    store: Float[Array, "slots heads head_dim state"],
-    places: Rows,
-    *,
-    real: Bool[Array, "rows steps"],
-    heads: int,
-    cost: pl.CostEstimate,
-    interpret: Any,
-    name: str,
-) -> tuple[Shaped[Array, "..."], Float[Array, "slots heads head_dim state"]]:
+def update(compute, inputs, output, store, places: Rows, *, real, heads: int, cost, interpret, name):
     """Runs a kernel on the grid (blocks of heads, rows, steps), steps innermost; each step's state goes to its slot.
     Returns the output and the store.
 
@@ -130,8 +103,8 @@ def update(
             output. `before(heads)` returns the states of heads of the block before the step, in float32;
             `keep(head, state)` stores the state of a head after it, and returns the state in float32 as it was rounded.
             It is not called for padding, whose output is zeros and which leaves states as they are.
-        inputs: arrays and their blocks; index maps begin with (block, row, step). `output` likewise.
-        real: steps that are not padding.
+        inputs: as of `scan`; index maps begin with (block, row, step). `output` likewise.
+        real: steps that are not padding [rows, steps].
         heads: heads of a block.
     """
     (rows, steps), block = places.write_slot.shape, (heads, *store.shape[2:])
@@ -198,10 +171,7 @@ def _update_kernel(read_slot, write_slot, real, *references, compute, number: in
         lax.fori_loop(0, state_out.shape[1], copy, None)
 
 
-def _call(
-    kernel, inputs: Sequence[Input], output: Output, store, scalars, *, grid, slots, memory, vmem_bytes=None, cost,
-    interpret, name,
-):  # fmt: skip
+def _call(kernel, inputs, output, store, scalars, *, grid, slots, memory, vmem_bytes=None, cost, interpret, name):
     shape, y_blocks = output
     sequential: list[Any] = ["arbitrary"] * (len(grid) - 1)
     return pl.pallas_call(

@@ -5,7 +5,7 @@ neither read nor write them. Rows run side by side, which is why no row may writ
 (`kernels_pallas.slots`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -86,17 +86,7 @@ def store_if(condition: Bool[Array, "..."], ref, value: Array) -> None:
     plt.store(ref, value, mask=jnp.broadcast_to(condition, value.shape))
 
 
-def update_call(
-    kernel: Callable[..., None],
-    name: str,
-    grid: tuple[int, ...],
-    inputs: tuple[Array | None, ...],
-    y: jax.ShapeDtypeStruct,
-    stores: tuple[Array, ...],
-    *,
-    interpret: bool,
-    warps: int = 4,
-) -> Sequence[Array]:
+def update_call(kernel, name: str, grid, inputs, y, stores, *, interpret: bool, warps: int = 4) -> Sequence[Array]:
     """Runs a kernel of (inputs, stores, y, stores), the stores in place; returns y and the stores."""
     first = sum(v is not None for v in inputs)
     return pl.pallas_call(
@@ -110,16 +100,7 @@ def update_call(
     )(*inputs, *stores)
 
 
-def pass_states_on(
-    call: Callable[..., Any],
-    name: str,
-    grid: tuple[int, ...],
-    part: Callable[..., Any],
-    tiles: Tiles,
-    operands: Sequence[Array],
-    added: Array,
-    store: Array,
-) -> Sequence[Array]:
+def pass_states_on(call, name: str, grid, part, tiles: Tiles, operands, added, store) -> Sequence[Array]:
     """Passes the states on from tile to tile, as a kernel: from slots, through all tiles, to slots.
 
     Args:

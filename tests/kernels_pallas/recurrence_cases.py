@@ -6,6 +6,7 @@ Tests take the operations of a shape from here, and what tokens hold (`tokens[:-
 
 import dataclasses
 import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -79,35 +80,25 @@ def fitting(implementation, shape):
     return dataclasses.replace(shape, head_dim=16, state=32 if shape.state % 16 else shape.state, tile_size=32)
 
 
-def cases(*implementations, shapes=ODD, lacks=(("native", "selective"),)):
-    """Each implementation with each recurrence, but for those in `lacks`, (implementation, kind)."""
+def cases(*implementations, shapes=ODD, lacks=(("native", "selective"),), slow=()):
+    """Each implementation with each recurrence, but for those in `lacks`, (implementation, kind); some are slow."""
     found = []
-    for implementation in implementations:
-        for shape in shapes:
-            if (implementation, kind(shape)) in lacks:
-                continue
-            marks = [] if "by channel" in kind(shape) else [pytest.mark.smoke]
-            if shape is LINEAR and implementation in KERNELS:
-                marks.append(pytest.mark.slow)
-            if implementation == "native":
-                missing = native.WHY_MISSING or ("erase" in kind(shape) and not native.has_wide_registers())
-                marks.append(pytest.mark.skipif(bool(missing), reason=f"no C++ for {native.instructions()}"))
-            name = f"{implementation}, {kind(shape)}"
-            found.append(pytest.param(implementation, fitting(implementation, shape), marks=marks, id=name))
+    for implementation, shape in itertools.product(implementations, shapes):
+        if (implementation, kind(shape)) in lacks:
+            continue
+        marks = [pytest.mark.smoke] if shapes is ODD and "by channel" not in kind(shape) else []
+        if implementation in slow or (shape is LINEAR and implementation in KERNELS):
+            marks.append(pytest.mark.slow)
+        if implementation == "native":
+            missing = native.WHY_MISSING or ("erase" in kind(shape) and not native.has_wide_registers())
+            marks.append(pytest.mark.skipif(bool(missing), reason=f"no C++ for {native.instructions()}"))
+        name = f"{implementation}, {kind(shape) if shapes is ODD else shape.name}"
+        found.append(pytest.param(implementation, fitting(implementation, shape), marks=marks, id=name))
     return pytest.mark.parametrize(("implementation", "shape"), found)
 
 
-def sizes(*implementations, lacks=(("native", "selective"),)):
-    """Each implementation with each size; those of kernels are slow."""
-    found = []
-    for implementation in implementations:
-        marks = [pytest.mark.slow] if implementation in KERNELS else []
-        for shape in SHAPES:
-            if (implementation, kind(shape)) in lacks:
-                continue
-            fitted = fitting(implementation, shape)
-            found.append(pytest.param(implementation, fitted, marks=marks, id=f"{implementation}, {shape.name}"))
-    return pytest.mark.parametrize(("implementation", "shape"), found)
+sizes = functools.partial(cases, shapes=SHAPES, slow=KERNELS)
+"""Each implementation with each size; those of kernels are slow."""
 
 
 def entry(draw, shape, *lead, dtype=np.float32):

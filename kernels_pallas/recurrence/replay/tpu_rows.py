@@ -8,7 +8,7 @@ the block that is already in VMEM. Tails stay in HBM, of which the kernel copies
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -176,17 +176,7 @@ def fine_dot(left, right, contract: tuple[int, int], dtype: DTypeLike):
 
 
 def replay(
-    compute: Callable[..., None],
-    value: jax.Array,
-    states: jax.Array,
-    tail: Any,
-    inputs: Sequence[tuple[Any, pl.BlockSpec]],
-    places: Anchored,
-    *,
-    blocks: HeadBlocks,
-    memory: Sequence[Any],
-    asked: int,
-    interpret: bool,
+    compute, value, states, tail, inputs, places: Anchored, *, blocks: HeadBlocks, memory, asked: int, interpret: bool
 ):
     """Runs the kernel. Returns y, of the value's shape and dtype, states and tail.
 
