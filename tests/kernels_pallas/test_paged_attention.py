@@ -70,7 +70,7 @@ class Attention:
         out = self.run(q, kv, **places, **options)
         want = reference.paged_attention(q, kv, **places, **{"scale": 0.3, **options})
         assert out.dtype == dtype
-        assert_close(out, want, dtype, self.tolerance)
+        assert_close(out, want, dtype, self.tolerance if dtype == np.float32 else None)
 
     @pytest.mark.smoke
     @pytest.mark.parametrize("shape", some_slow(SHAPES, *SHAPES[1:4]), ids=lambda s: s.name)
