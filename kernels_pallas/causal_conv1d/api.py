@@ -135,10 +135,10 @@ def causal_conv1d_replay(
     keep, steps = store.shape[1], x.shape[1]
     if not x.size:
         return x, store, ring
-    inputs = _inputs_before(store, ring, places).astype(x.dtype)
+    inputs = inputs_before(store, ring, places).astype(x.dtype)
     seen = jnp.concatenate([inputs, x], axis=1)
     y = causal_conv1d_sequence(seen, weight, bias, activation=activation)[:, keep:]
-    # The window that is due; chosen by selects, as in `_inputs_before`.
+    # The window that is due; chosen by selects, as in `inputs_before`.
     ahead, window = places.boundary - places.length, seen[:, 1 : 1 + keep]
     for n in range(2, 1 + steps):
         window = jnp.where((ahead == n)[:, None, None], seen[:, n : n + keep], window)
@@ -149,7 +149,7 @@ def causal_conv1d_replay(
     return y, store, write_ring(ring, x, places.tail_id, position, valid)
 
 
-def _inputs_before(
+def inputs_before(
     store: Float[Array, "slots n channels"],
     ring: Float[Array, "tails entries channels"],
     places: Anchored,

@@ -73,8 +73,8 @@ def _both_kernels(few, name, places, projections, weights, windows, stores, *, b
     if rows * steps == 1:
         # XLA turns a product of one token with few outputs into sums. Without this, each sum is one thread's work in
         # the copy below: 117 us of a layer of Nemotron-H-8B on an H100, in place of about 10.
-        few = jax.lax.optimization_barrier((projections.decay, projections.strength))
-        projections = projections._replace(decay=few[0], strength=few[1])
+        decay, strength = lax.optimization_barrier((projections.decay, projections.strength))
+        projections = projections._replace(decay=decay, strength=strength)
     # In float32 for decays and strengths. The kernels round what the others have rounded.
     projected = jnp.concatenate([v.reshape(rows, steps, -1).astype(F32) for v in projections if v is not None], axis=2)
     options = {"groups": projections.vectors.shape[3], "gates": gates, "interpret": interpret}

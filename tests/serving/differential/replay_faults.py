@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kernels_pallas.causal_conv1d import replay as convolution
+from kernels_pallas.causal_conv1d import api as convolution
 from kernels_pallas.gated_recurrence import xla as between
 from mamba_jax.batch import DecodeBatch
 from mamba_jax.layout.decode import ReplayLayout
