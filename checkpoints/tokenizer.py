@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,10 @@ TOKENIZER_FILES = (
 MORE_TEMPLATES = "additional_chat_templates"
 """The folder of chat templates with other names than `default`."""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_HIDDEN = [byte for byte in range(256) if byte not in _VISIBLE]
+_BYTES = {chr(byte): byte for byte in _VISIBLE} | {chr(256 + i): byte for i, byte in enumerate(_HIDDEN)}
+"""The byte of each letter in the tokens of byte-level tokenizers."""
 
 
 class Tokenizer:
@@ -119,6 +124,15 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """Returns a single token as text, including special tokens; part of a character is U+FFFD."""
         return self._backend.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Returns the bytes of a single token, also of a part of a character; None if they are unknown."""
+        text, token = self.token_text(token_id), self._backend.id_to_token(token_id) or ""
+        if "\N{REPLACEMENT CHARACTER}" not in text:
+            return text.encode()
+        if re.fullmatch(r"<0x[0-9A-F]{2}>", token):
+            return bytes([int(token[3:5], 16)])
+        return bytes(map(_BYTES.__getitem__, token)) if token and _BYTES.keys() >= set(token) else None
 
     def apply_chat_template(
         self,

@@ -23,8 +23,8 @@ ALSO_VLLMS = (
     "--allow-credentials", "--chat-template", "--config", "--default-chat-template-kwargs", "--download-dir",
     "--enable-chunked-prefill", "--enable-prefix-caching", "--hf-overrides", "--host", "--mamba-cache-mode",
     "--max-logprobs", "--max-num-batched-tokens", "--max-num-seqs", "--model", "--otlp-traces-endpoint",
-    "--override-generation-config", "--port", "--revision", "--root-path", "--seed", "--ssl-certfile", "--ssl-keyfile",
-    "--tokenizer",
+    "--override-generation-config", "--port", "--revision", "--root-path", "--seed", "--sse-keep-alive-interval",
+    "--ssl-certfile", "--ssl-keyfile", "--tokenizer",
 )  # fmt: skip
 """Flags of vLLM that have the same meaning here."""
 OF_THE_COMMAND = {"--config", "--default-chat-template-kwargs", "--override-generation-config"}

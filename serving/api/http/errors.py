@@ -168,6 +168,8 @@ def parameter_of(message: str) -> str | None:
     """Returns the parameter of a `RequestError`: its message starts with the parameter's name. None if it does not."""
     if message.startswith("structured outputs"):
         return "structured_outputs"
+    if message.startswith("structural_tag"):
+        return "response_format"
     if message.startswith(("the prompt", "prompt_token_ids", "a prompt")):
         return "prompt"
     first = message.partition(" ")[0].rstrip(":")

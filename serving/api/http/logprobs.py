@@ -97,11 +97,10 @@ class LogprobWriter:
         return [(token, logprob) for _, token, logprob in ranked[: self._top]]
 
     def _entry(self, token: int, logprob: float) -> TokenLogprob:
-        text = self._codec.token(token)
-        # A token that is part of a character has a replacement character as its text, so its bytes are unknown.
-        known = not self._as_ids and "\N{REPLACEMENT CHARACTER}" not in text
+        tokenizer = self._codec.tokenizer
+        known = None if self._as_ids or tokenizer is None else tokenizer.token_bytes(token)
         return TokenLogprob(
-            token=self._name(token), logprob=_finite(logprob), bytes=list(text.encode()) if known else None
+            token=self._name(token), logprob=_finite(logprob), bytes=None if known is None else list(known)
         )
 
     def _name(self, token: int) -> str:

@@ -118,6 +118,9 @@ class ServerSettings(ConnectionBounds, RequestBounds):
         1024, ge=0, description="Maximum number of responses of /v1/responses that the server stores for later turns."
     )
     max_stored_bytes: int = Field(64 << 20, ge=0, description="Maximum size of all stored responses in bytes.")
+    sse_keep_alive_interval: float = Field(
+        10.0, ge=0, description="Seconds between comments in a stream that waits for its first event; 0 sends none."
+    )
     step_timeout: float = Field(
         120.0, gt=0, description="Seconds after which an engine step counts as stuck: requests and probes get 503."
     )

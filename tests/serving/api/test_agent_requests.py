@@ -280,16 +280,17 @@ def test_arguments_that_are_cut_off_are_not_lost():
 
 
 def test_a_stream_is_kept_alive_until_its_first_event(monkeypatch):
-    async def run(seconds):
+    async def run(seconds, interval=0.05):
         async def events():
             await asyncio.sleep(seconds)
             yield b"first"
             yield b"second"
 
-        return [event async for event in await start(events(), interval=0.05)]
+        return [event async for event in await start(events(), interval=interval)]
 
     monkeypatch.setattr("serving.api.http.connection.streaming._FIRST_EVENT_SECONDS", 0.1)
     assert asyncio.run(run(0)) == [b"first", b"second"]
     comments = asyncio.run(run(0.5))
     assert comments[-2:] == [b"first", b"second"]
     assert set(comments[:-2]) == {COMMENT}
+    assert asyncio.run(run(0.3, interval=0)) == [b"first", b"second"]

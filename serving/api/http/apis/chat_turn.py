@@ -53,8 +53,9 @@ class ChatTurn:
         self._most_calls = None if request.parallel_tool_calls else 1
         params = sampling_params(request, context.settings.default_sampling)
         answer = None
-        if self._form is not None and request.response_format is not None and params.structured_outputs is not None:
-            answer = params.structured_outputs.json or {"type": "object"}  # JSON or a call
+        outputs = params.structured_outputs
+        if self._form is not None and request.response_format is not None and outputs and outputs.grammar is None:
+            answer = outputs.json or {"type": "object"}  # JSON or a call
         if forced:
             self._form = context.tool_calls or "hermes"
             if request.structured_outputs is not None:

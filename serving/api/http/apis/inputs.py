@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from checkpoints.text.chat import part_text
 from serving.api.http.context import ResponseContext
 from serving.api.http.errors import ApiError
 from serving.api.http.parsing.json_schemas import enforceable
+from serving.api.http.parsing.structural_tags import structural_grammar
 from serving.api.http.protocol.chat import AllowedTools, ChatRequest, Tool
 from serving.api.http.protocol.common import GenerationRequest
 from serving.api.http.protocol.completions import CompletionRequest
@@ -156,7 +158,9 @@ def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any], **m
 def unenforced(request: GenerationRequest, tools: Sequence[Tool] = ()) -> list[str]:
     """Returns the words of schemas that no grammar enforces. `tools`: those of which one must be called."""
     form, own, words = request.response_format, request.structured_outputs, set[str]()
-    schemas = [form and form.schema_, form and form.json_schema and form.json_schema.schema_, own and own.json_]
+    schemas: list[Any] = [own and own.json_]
+    if form is not None:
+        schemas += [form.schema_, form.json_schema and form.json_schema.schema_, form.format, form.structures]
     for schema in (*schemas, *(tool.function.parameters for tool in tools)):
         enforceable(schema, words)
     return [f"schema.{word}" for word in sorted(words)]
@@ -172,8 +176,23 @@ def structured_outputs(request: GenerationRequest) -> StructuredOutputs | None:
     if form is not None and form.type != "text":
         if own is not None:
             raise RequestError("response_format and structured_outputs cannot be combined")
+        if form.type == "structural_tag":
+            return StructuredOutputs(grammar=structural_grammar(form.model_dump()))
         schema = form.json_schema.schema_ if form.json_schema and form.type == "json_schema" else form.schema_
         return StructuredOutputs(json_object=True) if schema is None else StructuredOutputs(json=enforceable(schema))
     if own is None:
         return None
-    return StructuredOutputs(**{**own.model_dump(by_alias=True), "json": enforceable(own.json_)})
+    if own.structural_tag is not None:
+        return StructuredOutputs(grammar=structural_grammar(_json_object(own.structural_tag)))
+    values = own.model_dump(by_alias=True, exclude={"structural_tag"})
+    return StructuredOutputs(**{**values, "json": enforceable(own.json_)})
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise RequestError("structural_tag must be a JSON object")
+    return value

@@ -162,8 +162,9 @@ async def respond(api: TextApi, body: TextRequest, request: Request) -> Response
     headers, request.state.tally = ignored_header(body, job.ignored), tally
     with context.traces.under(request.headers):
         if body.stream:
-            events = writer.events(stream(context, job, tally))
-            return EventStream(await until_gone(request.receive, start(events, api.keep_alive)), headers, api.failure)
+            events, interval = writer.events(stream(context, job, tally)), context.settings.sse_keep_alive_interval
+            begun = await until_gone(request.receive, start(events, api.keep_alive, interval))
+            return EventStream(begun, headers, api.failure)
         pieces = await until_gone(request.receive, run(context, job, tally))
     codec = context.codec
     whole = await codec.run(sum(piece.num_tokens for piece in pieces), lambda: writer.response(pieces))

@@ -28,7 +28,6 @@ Run = Callable[[int, Callable[[], bytes]], Awaitable[bytes]]
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"
 """An event that clients ignore."""
-KEEP_ALIVE_SECONDS = 10.0
 _FIRST_EVENT_SECONDS = 0.5
 """Time in which a refused request gets its own status."""
 _IGNORED, _MOST_IGNORED = "x-ignored-fields", 16
@@ -156,12 +155,12 @@ class EventStream(Response):
 
 
 async def start(
-    events: AsyncGenerator[bytes, None], keep_alive: bytes = COMMENT, interval: float = KEEP_ALIVE_SECONDS
+    events: AsyncGenerator[bytes, None], keep_alive: bytes = COMMENT, interval: float = 10.0
 ) -> AsyncGenerator[bytes, None]:
     """Waits a moment for the first event, so that a refused request gets its own status. Returns all events.
 
-    Until the first event, `keep_alive` is sent at once and then every `interval` seconds: clients and proxies close a
-    connection without data while a request waits or its prompt is computed.
+    Until the first event, `keep_alive` is sent at once and then every `interval` seconds, or never if that is 0:
+    clients and proxies close a connection without data while a request waits or its prompt is computed.
     """
     first = asyncio.ensure_future(anext(events))
     try:
@@ -176,8 +175,9 @@ async def start(
     async def all_of_them() -> AsyncGenerator[bytes, None]:
         try:
             while not first.done():
-                yield keep_alive
-                await asyncio.wait({first}, timeout=interval)
+                if interval:
+                    yield keep_alive
+                await asyncio.wait({first}, timeout=interval or None)
             yield first.result()
             async for piece in events:
                 yield piece

@@ -149,11 +149,14 @@ class ResponseFormat(BaseModel):
     """The required format of the output."""
 
     model_config = ConfigDict(populate_by_name=True, protected_namespaces=())
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
     schema_: dict[str, Any] | bool | None = Field(
         None, alias="schema", description="Of type json_object: the schema, as in llama.cpp's API."
     )
+    format: dict[str, Any] | None = Field(None, description="Of type structural_tag: the format, as in XGrammar.")
+    structures: Items[dict[str, Any]] | None = Field(None, description="Its older form, with triggers.")
+    triggers: Items[str] | None = None
 
     @model_validator(mode="after")
     def _complete(self) -> ResponseFormat:
@@ -171,12 +174,13 @@ class StructuredOutputs(BaseModel):
     choice: Items[str] | None = Field(None, min_length=1, description="One of these texts.")
     grammar: str | None = Field(None, description="A context-free grammar in Lark's syntax, or GBNF.")
     json_object: bool | None = Field(None, description="Any JSON object.")
+    structural_tag: str | None = Field(None, description="A response_format of type structural_tag, as JSON.")
 
     @model_validator(mode="after")
     def _one(self) -> StructuredOutputs:
         set_fields = [name for name, value in self if value is not None and value is not False]
         if len(set_fields) != 1:
-            raise ValueError("exactly one of json, regex, choice, grammar and json_object must be set")
+            raise ValueError("exactly one of json, regex, choice, grammar, json_object and structural_tag must be set")
         return self
 
 
