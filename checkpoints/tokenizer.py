@@ -16,6 +16,7 @@ from checkpoints.resolve import resolve
 from checkpoints.text.chat import ChatTemplates, Message
 from checkpoints.text.stream import StreamDecoder
 from checkpoints.text.tiktoken_file import TIKTOKEN_FILE, read_tiktoken
+from checkpoints.text.turns import continued, following_text
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -157,9 +158,22 @@ class Tokenizer:
         template = self._chat.choose(chat_template, tools=bool(tools))
         return template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
 
-    def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """Returns token ids of a conversation; `options` are those of `apply_chat_template`."""
-        return self.encode(self.apply_chat_template(messages, **options), add_special_tokens=False)
+    def encode_chat(
+        self, messages: Sequence[Message], *, previous_token_ids: Sequence[int] = (), **options: Any
+    ) -> list[int]:
+        """Returns token ids of a conversation.
+
+        Args:
+            messages: OpenAI-style messages.
+            previous_token_ids: the earlier turns, a prompt and its answer; `messages` are then those that follow.
+            **options: those of `apply_chat_template`.
+        Raises:
+            ChatTemplateError: the template does not exist, or it rejects the conversation.
+        """
+        if not previous_token_ids:
+            return self.encode(self.apply_chat_template(messages, **options), add_special_tokens=False)
+        text = following_text(self.apply_chat_template, messages, **options)
+        return continued(previous_token_ids, self.encode(text, add_special_tokens=False))
 
     def _role_id(self, role: str) -> int | None:
         text = self.special_tokens.get(role)

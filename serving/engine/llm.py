@@ -198,9 +198,14 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        previous_token_ids: Sequence[Any] | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
         """Answers one conversation, a list of messages (`{"role", "content"}`), or several.
+
+        `previous_token_ids` holds the earlier turns, for each conversation the ids of a prompt and its answer
+        (`[*output.prompt_token_ids, *output.outputs[0].token_ids]`), which are not rendered again. `messages` are then
+        those that follow.
 
         `template` holds arguments of the chat template: `tools`, `chat_template` and the template's variables, which
         `chat_template_kwargs` may hold, too.
@@ -217,7 +222,14 @@ class LLM:
         variables = {**template, **(chat_template_kwargs or {})}
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
-        prompts: list[Prompt] = [{"prompt_token_ids": self.encode_chat(c, **variables)} for c in conversations]
+        earlier: Any = previous_token_ids or [()] * len(conversations)
+        earlier = [earlier] if single and isinstance(earlier[0], int) else earlier
+        if len(earlier) != len(conversations):
+            raise RequestError(f"previous_token_ids must be {len(conversations)} lists, got {len(earlier)}")
+        prompts: list[Prompt] = [
+            {"prompt_token_ids": self.encode_chat(each, previous_token_ids=ids, **variables)}
+            for each, ids in zip(conversations, earlier, strict=True)
+        ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from checkpoints.text.turns import continued, following_text
 from checkpoints.tokenizer import Tokenizer
 from serving.api.http.errors import ApiError
 from serving.core import RequestError, check_prompt_length
@@ -67,9 +68,17 @@ class TextCodec:
         return await self.run(size, lambda: [self._encode(text, add_special_tokens, "prompt", fits) for text in texts])
 
     async def encode_chat(
-        self, messages: Sequence[dict[str, Any]], *, add_special_tokens: bool = False, fits: bool = True, **options: Any
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        previous_token_ids: Sequence[int] = (),
+        add_special_tokens: bool = False,
+        fits: bool = True,
+        **options: Any,
     ) -> list[int]:
         """Returns the token ids of a conversation, rendered by the model's chat template; `fits` as in `encode`.
+
+        `previous_token_ids`: the earlier turns; `messages` are then those that follow.
 
         Raises:
             ApiError: the conversation is too long, or there is no chat template.
@@ -86,9 +95,10 @@ class TextCodec:
             )  # fmt: skip
 
         def encode() -> list[int]:
-            text = tokenizer.apply_chat_template(messages, **options)
+            render = tokenizer.apply_chat_template
+            text = following_text(render, messages, **options) if previous_token_ids else render(messages, **options)
             self._check_characters(len(text), "messages")
-            return self._encode(text, add_special_tokens, "messages", fits)
+            return continued(previous_token_ids, self._encode(text, add_special_tokens, "messages", fits))
 
         return await self.run(max(characters([messages, options], _LONG), _SHORT + 1), encode)
 

@@ -2,12 +2,15 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 from fastapi.exceptions import RequestValidationError
 
+from checkpoints.text.chat import ChatTemplateError
 from checkpoints.tokenizer import load_tokenizer
 from serving.api.http.apis.blocks import Blocks
+from serving.api.http.apis.inputs import tokenized
 from serving.api.http.apis.text_api import TEXT_APIS, open_writer
 from serving.api.http.connection.streaming import COMMENT, ignored_header, start
 from serving.api.http.context import ResponseContext
@@ -16,6 +19,7 @@ from serving.api.http.generation import whole
 from serving.api.http.parsing.answer import AnswerPiece
 from serving.api.http.parsing.call_pieces import CallPiece
 from serving.api.http.parsing.reasoning import THINK
+from serving.api.http.protocol.chat import ChatRequest
 from serving.api.http.text import TextCodec
 from serving.engine.requests.output import CompletionOutput, RequestOutput
 from serving.engine.structured.grammar_trial import form_of
@@ -219,6 +223,30 @@ def test_fields_that_change_the_output_are_not_dropped():
         with pytest.raises(RequestValidationError, match="bad_words is not supported"):
             opened(kind, bad_words=["x"])
     assert len(opened(CHAT, truncate_prompt_tokens=3)[0].job.prompts[0]) == 3
+
+
+def test_a_conversation_continues_from_token_ids():
+    before = [*opened(CHAT)[0].job.prompts[0], *TOKENIZER.encode("so</think>yes", add_special_tokens=False)]
+    for kind, new, text in (
+        (CHAT, {"messages": [{"role": "user", "content": "and?"}]}, "[user]and?"),
+        (CHAT, {"messages": [{"role": "tool", "tool_call_id": c, "content": c} for c in "ab"]}, "[tool]a[tool]b"),
+        (CHAT, {"messages": [{"role": "system", "content": "S"}, USER]}, "[user]S\n\nhi"),
+        (RESPONSES, {"input": "and?"}, "[user]and?"), (MESSAGES, {}, "[user]hi"),
+    ):  # fmt: skip
+        ids = opened(kind, previous_token_ids=before, **new)[0].job.prompts[0]
+        assert ids == [*before, *TOKENIZER.encode(text + END, add_special_tokens=False)]
+    with pytest.raises(ApiError, match="not in the vocabulary"):
+        asyncio.run(tokenized(replace(CONTEXT, vocab_size=5), ChatRequest(messages=[USER], previous_token_ids=before)))
+    # The token that ends the turn is there once, whether the model has written it or not.
+    plain, turns = load_tokenizer("demo"), [USER, {"role": "assistant", "content": "a"}, USER]
+    whole = plain.encode_chat(turns)
+    end = len(plain.encode_chat(turns[:2], add_generation_prompt=False)) - 1
+    assert plain.decode(whole[end - 1 : end], skip_special_tokens=False) == "<|im_end|>"
+    for size in (end, end - 1):
+        assert plain.encode_chat(turns[2:], previous_token_ids=whole[:size]) == whole
+    counting = plain.with_chat_template("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises(ChatTemplateError, match="cannot continue token ids"):
+        counting.encode_chat(turns[2:], previous_token_ids=whole)
 
 
 def test_stop_texts_count_after_the_reasoning():

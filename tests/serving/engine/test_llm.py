@@ -159,6 +159,12 @@ def test_chat_uses_the_template(llm):
     assert output.prompt_token_ids == [5, 6, 9]
     both = llm.chat([messages, [*messages, {"role": "user", "content": [{"type": "text", "text": "w7"}]}]], GREEDY)
     assert [o.prompt_token_ids for o in both] == [[5, 6, 9], [5, 6, 7, 9]]
+    earlier = [*output.prompt_token_ids, *output.outputs[0].token_ids]  # goes on without rendering these again
+    for new, previous in ((messages, earlier), ([messages], [earlier])):
+        (then,) = llm.chat(new, GREEDY, previous_token_ids=previous)
+        assert then.prompt_token_ids == [*earlier, 5, 6, 9]
+    with pytest.raises(RequestError, match="previous_token_ids must be 2 lists"):
+        llm.chat([messages, messages], GREEDY, previous_token_ids=[earlier])
 
 
 def test_a_stream_grows_and_closing_it_aborts(llm):

@@ -44,7 +44,8 @@ async def tokenized(
         _check_counts(context, request.n, request.top_logprobs, "top_logprobs")
         options = template_options(request, context.settings.default_chat_template_kwargs)
         special = request.add_special_tokens is True
-        prompts = [await codec.encode_chat(messages_of(request), add_special_tokens=special, fits=fits, **options)]
+        options |= {"add_special_tokens": special, "previous_token_ids": request.previous_token_ids or ()}
+        prompts = [await codec.encode_chat(messages_of(request), fits=fits, **options)]
     else:
         _check_counts(context, len(request.prompts) * request.n, request.logprobs, "logprobs")
         prompts = [prompt for prompt in request.prompts if not isinstance(prompt, str)]

@@ -14,6 +14,7 @@ from serving.api.http.protocol.common import (
     GenerationRequest,
     Items,
     TextRequest,
+    TokenIds,
     refusal,
 )
 
@@ -174,6 +175,11 @@ class ChatRequest(GenerationRequest):
     )
     add_generation_prompt: bool = True
     continue_final_message: bool = Field(False, description="The output continues the last message.")
+    previous_token_ids: TokenIds | None = Field(
+        None,
+        description="The conversation so far, prompt and answer, as return_token_ids returned it: it is not rendered "
+        "again, and messages are only those that follow.",
+    )
     chat_template_kwargs: TemplateVariables | None = Field(None, description="Variables of the chat template.")
     documents: Items[dict[str, Any]] | None = None
 
@@ -204,6 +210,8 @@ class ChatRequest(GenerationRequest):
         explicit = "add_generation_prompt" in self.model_fields_set
         if self.continue_final_message and explicit and self.add_generation_prompt:
             raise refusal("continue_final_message", "continue_final_message needs add_generation_prompt=false")
+        if self.continue_final_message and self.previous_token_ids:
+            raise refusal("previous_token_ids", "previous_token_ids cannot be combined with continue_final_message")
         if self.max_tokens == 0 or self.max_completion_tokens == 0:
             name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
             raise refusal(name, f"{name} must be at least 1")
