@@ -7,5 +7,3 @@ from mamba_jax.drafts.base import DraftSource, StepFacts
 from mamba_jax.drafts.block import BlockDrafts
 from mamba_jax.drafts.mtp import MTPCache, MTPDrafts
 from mamba_jax.drafts.ngram import NGramDrafts
-
-__all__ = ["BlockDrafts", "DraftSource", "MTPCache", "MTPDrafts", "NGramDrafts", "StepFacts"]

@@ -26,24 +26,6 @@ from mamba_jax.families import (
 from mamba_jax.families.base import Family, HFSource
 from mamba_jax.families.wrappers import OTHER_TOWERS, TEXT_PREFIXES, WRAPPER, other_towers, text_fields
 
-__all__ = [
-    "FAMILIES",
-    "TEXT_PREFIXES",
-    "UNSUPPORTED",
-    "Family",
-    "HFSource",
-    "UnknownModelType",
-    "as_stored",
-    "config_from_hf",
-    "family_of",
-    "get",
-    "ignored",
-    "other_towers",
-    "register",
-    "text_fields",
-    "weight_names",
-]
-
 FAMILIES: tuple[Family, ...] = (
     nemotron_h.FAMILY,
     bamba.BAMBA,

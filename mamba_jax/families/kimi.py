@@ -11,15 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mamba_jax.config import (
-    LATENT,
-    MLP,
-    MOE,
-    HybridConfig,
-    LatentAttentionConfig,
-    MLPConfig,
-    ModelConfigError,
-)
+from mamba_jax.config import LATENT, MLP, MOE, HybridConfig, LatentAttentionConfig, MLPConfig, ModelConfigError
 from mamba_jax.config.linear_recurrence import DELTA, DeltaConfig
 from mamba_jax.families import parts
 from mamba_jax.families.base import Family, HFSource, placed, tensor, with_prefix

@@ -10,16 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from mamba_jax.config import (
-    ATTENTION,
-    MLP,
-    MOE,
-    WINDOWED,
-    AttentionConfig,
-    HybridConfig,
-    MLPConfig,
-    QKNormConfig,
-)
+from mamba_jax.config import ATTENTION, MLP, MOE, WINDOWED, AttentionConfig, HybridConfig, MLPConfig, QKNormConfig
 from mamba_jax.config.channel_recurrence import SHORT_CONV, ShortConvConfig
 from mamba_jax.families import parts
 from mamba_jax.families.base import Family, HFSource, tensor

@@ -10,13 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mamba_jax.config import (
-    ATTENTION,
-    MOE,
-    HybridConfig,
-    ModelConfigError,
-    NormedResidual,
-)
+from mamba_jax.config import ATTENTION, MOE, HybridConfig, ModelConfigError, NormedResidual
 from mamba_jax.config.linear_recurrence import LIGHTNING, LightningConfig
 from mamba_jax.families import parts
 from mamba_jax.families.base import Family, HFSource

@@ -6,14 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mamba_jax.config import (
-    ATTENTION,
-    MLP,
-    AttentionConfig,
-    HybridConfig,
-    MLPConfig,
-    QKNormConfig,
-)
+from mamba_jax.config import ATTENTION, MLP, AttentionConfig, HybridConfig, MLPConfig, QKNormConfig
 from mamba_jax.config.linear_recurrence import DELTA, DeltaConfig
 from mamba_jax.families import parts
 from mamba_jax.families.base import Family, HFSource, tensor

@@ -5,19 +5,3 @@ from mamba_jax.layout.decode import BlockLayout, DecodeLayout, ReplayLayout
 from mamba_jax.layout.mixed import MixedLayout, has_tails
 from mamba_jax.layout.prefill import PrefillLayout
 from mamba_jax.layout.sequence import PackedLayout, SequenceLayout
-
-__all__ = [
-    "Anchors",
-    "BlockLayout",
-    "DecodeLayout",
-    "Inputs",
-    "Layout",
-    "MixedLayout",
-    "Operation",
-    "PackedLayout",
-    "Parameters",
-    "PrefillLayout",
-    "ReplayLayout",
-    "SequenceLayout",
-    "has_tails",
-]

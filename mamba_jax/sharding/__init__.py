@@ -5,18 +5,7 @@ mixer then runs on every device with its own pieces only and gives a partial sum
 communication of a sublayer (`across`). What lies between mixers is the same on all devices.
 """
 
-from mamba_jax.sharding.across import across, own_columns
-from mamba_jax.sharding.axis import (
-    DATA,
-    TENSOR,
-    axis_index,
-    axis_mesh,
-    keep_whole,
-    make_mesh,
-    replica_meshes,
-    replicated,
-    use_mesh,
-)
+from mamba_jax.sharding.axis import TENSOR, make_mesh, replica_meshes, replicated, use_mesh
 from mamba_jax.sharding.partition import Partition
 from mamba_jax.sharding.place import (
     parameter_shardings,
@@ -25,23 +14,3 @@ from mamba_jax.sharding.place import (
     sharded_store,
     store_shardings,
 )
-
-__all__ = [
-    "DATA",
-    "TENSOR",
-    "Partition",
-    "across",
-    "axis_index",
-    "axis_mesh",
-    "keep_whole",
-    "make_mesh",
-    "own_columns",
-    "parameter_shardings",
-    "replica_meshes",
-    "replicated",
-    "rows_shardings",
-    "shard_parameters",
-    "sharded_store",
-    "store_shardings",
-    "use_mesh",
-]

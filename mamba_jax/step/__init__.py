@@ -8,5 +8,3 @@ same one). Rejecting drafts only changes the slot that the row reads next.
 
 from mamba_jax.step.run import step
 from mamba_jax.step.seats import mask, seat, set_page_table
-
-__all__ = ["mask", "seat", "set_page_table", "step"]

@@ -8,13 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mamba_jax.sampling import (
-    SamplingInputs,
-    choose,
-    draw_tokens,
-    report_logprobs,
-    sampling_row,
-)
+from mamba_jax.sampling import SamplingInputs, choose, draw_tokens, report_logprobs, sampling_row
 from mamba_jax.sampling.draws import categorical
 from mamba_jax.sampling.logits import add_bias, penalise, truncate, weights_of
 from tests.support.sampling import table_of
