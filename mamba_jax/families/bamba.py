@@ -65,9 +65,7 @@ def bamba_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     attention_layers = set(fields.integers("attn_layer_indices", []))
     layers = ("*-" if i in attention_layers else "M-" for i in range(fields.integer("num_hidden_layers", 32)))
     return HybridConfig(
-        **parts.common_fields(fields, vocab=128000, tied=False, bos=1, eos=2),
-        family=BAMBA.name,
-        hidden_size=hidden,
+        **parts.common_fields(fields, BAMBA.name, hidden, vocab=128000, tied=False, bos=1, eos=2),
         pattern="".join(layers),
         norm_eps=eps,
         mamba=mamba_config(fields, hidden, eps),
@@ -79,17 +77,6 @@ def bamba_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
             bias=fields.flag("mlp_bias", False),
         ),
     )
-
-
-def bamba_names(config: HybridConfig) -> dict[str, HFSource]:
-    """Returns names as `BambaForCausalLM` has them. A layer there is two sublayers here."""
-    mixers: parts.Mixers = {
-        MAMBA: ("mamba", parts.mamba),
-        ATTENTION: ("self_attn", parts.attention),
-        MLP: ("feed_forward", parts.mlp),
-    }
-    body = parts.layers(config, mixers, ("input_layernorm", "pre_ff_layernorm"))
-    return parts.whole_model(config, body, norm="final_layernorm.weight", prefixes=("model.", "backbone."))
 
 
 def granite_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
@@ -104,9 +91,7 @@ def granite_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     experts, shared = fields.integer("num_local_experts", 8), fields.integer("shared_intermediate_size", 1024)
     activation = fields.text("hidden_act", "silu")
     return HybridConfig(
-        **parts.common_fields(fields, vocab=32000, tied=False, bos=1, eos=2),
-        family=GRANITE.name,
-        hidden_size=hidden,
+        **parts.common_fields(fields, GRANITE.name, hidden, vocab=32000, tied=False, bos=1, eos=2),
         pattern="".join(mixer + (MOE if experts else MLP) for mixer in mixers),
         norm_eps=eps,
         mamba=mamba_config(fields, hidden, eps),
@@ -137,17 +122,6 @@ def granite_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     )
 
 
-def granite_names(config: HybridConfig) -> dict[str, HFSource]:
-    """Returns names as `GraniteMoeHybridForCausalLM` has them. A layer there is two sublayers here."""
-    mixers: parts.Mixers = {
-        MAMBA: ("mamba", parts.mamba),
-        ATTENTION: ("self_attn", parts.attention),
-        MLP: ("shared_mlp", lambda mlp, hidden: _shared_mlp(mlp.size(0), hidden)),
-        MOE: ("", _experts),
-    }
-    return parts.whole_model(config, parts.layers(config, mixers), prefixes=("model.", "backbone."))
-
-
 def _experts(config: MoEConfig, hidden: int) -> dict[str, HFSource]:
     """Returns the sources; the second spellings are those of transformers 5's modules."""
     stored = (config.num_experts, 2 * config.intermediate_size, hidden)
@@ -173,9 +147,7 @@ def falcon_h1_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     times_z, times_x, times_b, times_c, times_dt = fields.numbers("ssm_multipliers", (1.0,) * 5)
     times_gate, times_down = fields.numbers("mlp_multipliers", (1.0, 1.0))
     return HybridConfig(
-        **parts.common_fields(fields, vocab=128000, tied=False, bos=1, eos=2),
-        family=FALCON_H1.name,
-        hidden_size=hidden,
+        **parts.common_fields(fields, FALCON_H1.name, hidden, vocab=128000, tied=False, bos=1, eos=2),
         pattern="P-" * fields.integer("num_hidden_layers", 32),
         norm_eps=eps,
         mamba=dataclasses.replace(
@@ -209,19 +181,22 @@ def falcon_h1_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     )
 
 
-def falcon_h1_names(config: HybridConfig) -> dict[str, HFSource]:
-    """Returns names as `FalconH1ForCausalLM` has them. A layer there is two sublayers here."""
-    body = parts.layers(
-        config, {PARALLEL: ("", _parallel), MLP: ("feed_forward", parts.mlp)}, ("input_layernorm", "pre_ff_layernorm")
-    )
-    return parts.whole_model(config, body, norm="final_layernorm.weight", prefixes=("model.", "backbone."))
-
-
 def _parallel(config: BothMixers, hidden: int) -> dict[str, HFSource]:
     both: dict[str, Any] = dict(config.mixers)
     mamba = placed("mamba", parts.mamba(both["mamba"], hidden), "mamba.")
     return mamba | placed("attention", parts.attention(both["attention"], hidden), "self_attn.")
 
+
+# Names as transformers has them. A layer there is two sublayers here.
+_MIXERS: parts.Mixers = {MAMBA: ("mamba", parts.mamba), ATTENTION: ("self_attn", parts.attention)}
+_NORMS, _PREFIXES = ("input_layernorm", "pre_ff_layernorm"), ("model.", "backbone.")
+_NAMING: dict[str, Any] = {"norm": "final_layernorm.weight", "prefixes": _PREFIXES}
+bamba_names = parts.naming({**_MIXERS, MLP: ("feed_forward", parts.mlp)}, _NORMS, **_NAMING)
+granite_names = parts.naming(
+    {**_MIXERS, MLP: ("shared_mlp", lambda mlp, hidden: _shared_mlp(mlp.size(0), hidden)), MOE: ("", _experts)},
+    prefixes=_PREFIXES,
+)
+falcon_h1_names = parts.naming({PARALLEL: ("", _parallel), MLP: ("feed_forward", parts.mlp)}, _NORMS, **_NAMING)
 
 BAMBA = Family("Bamba", ("bamba",), bamba_from_hf, bamba_names)
 GRANITE = Family("GraniteMoeHybrid", ("granitemoehybrid",), granite_from_hf, granite_names)

@@ -18,6 +18,7 @@ from mamba_jax.families.base import Family, HFSource, placed, tensor, with_prefi
 from mamba_jax.families.fields import Fields
 from mamba_jax.families.rope import rope_config
 
+_KINDS = {"linear_attention": DELTA, "full_attention": LATENT}
 _LATENT_NORM_EPS = 1e-6  # independent of the config's value for other norms
 _ROPE_THETA = 6e6
 _MOST_DRAFTS = 4
@@ -37,10 +38,8 @@ def kimi_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     layers = fields.integer("num_hidden_layers", 27)
     pairs = zip(_kimi_mixers(fields, layers), _feed_forward(fields, layers, dense=1), strict=True)
     return HybridConfig(
-        **parts.common_fields(fields, vocab=163840, tied=False, bos=163584, eos=163586)
+        **parts.common_fields(fields, KIMI_LINEAR.name, hidden, vocab=163840, tied=False, bos=163584, eos=163586)
         | {"max_position_embeddings": fields.integer("model_max_length", 1048576, "max_position_embeddings")},
-        family=KIMI_LINEAR.name,
-        hidden_size=hidden,
         pattern="".join(map("".join, pairs)),
         norm_eps=eps,
         latent_attention=_latent_attention(fields),
@@ -79,7 +78,7 @@ def _delta_config(heads: int, size: int, conv_width: int, eps: float, **options:
 
 def _kimi_mixers(fields: Fields, layers: int) -> str:
     """`layer_types`, or Moonshot's lists of layers, counted from 1."""
-    found = fields.layers({"linear_attention": DELTA, "full_attention": LATENT}, "layer_types", count=layers)
+    found = fields.layers(_KINDS, "layer_types", count=layers)
     if found is None:
         inner = Fields(fields.mapping("linear_attn_config"))
         latent, delta = (set(inner.integers(name, [])) for name in ("full_attn_layers", "kda_layers"))
@@ -110,22 +109,6 @@ def _kimi_delta_config(fields: Fields, eps: float) -> DeltaConfig:
     size = inner.integer("head_dim", fields.integer("linear_head_dim", 128))
     width = inner.integer("short_conv_kernel_size", fields.integer("linear_conv_kernel_dim", 4))
     return _delta_config(heads, size, width, eps, gate_rank=size)
-
-
-def kimi_names(config: HybridConfig) -> dict[str, HFSource]:
-    """Names as Moonshot's checkpoints and as transformers' modules have them. A layer there is two sublayers here.
-
-    Experts are one by one under `block_sparse_moe`, or (as in transformers' modules) in one tensor under `mlp`, and
-    transformers saves MLPs under `block_sparse_moe`.
-    """
-    moe = partial(parts.moe, correction="gate.e_score_correction_bias", shared="shared_experts", names=parts.MIXTRAL)
-    mixers: parts.Mixers = {
-        LATENT: ("self_attn", parts.latent_attention),
-        DELTA: ("self_attn", _kimi_delta),
-        MLP: (("mlp", "block_sparse_moe"), parts.mlp),
-        MOE: (("block_sparse_moe", "mlp"), moe),
-    }
-    return parts.whole_model(config, parts.layers(config, mixers), prefixes=("model.", "model.language_model."))
 
 
 def _kimi_delta(config: DeltaConfig, hidden: int) -> dict[str, HFSource]:
@@ -171,11 +154,13 @@ def ling3_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     head_dim = fields.integer("linear_head_dim", fields.integer("head_dim", 128))
     bound = fields.number("kda_lower_bound", -5.0) if fields.flag("kda_safe_gate", True) else None
     conv_width = fields.integer("short_conv_kernel_size", 4)
-    pairs = zip(_ling_mixers(fields, layers), _feed_forward(fields, layers, dense=2), strict=True)
+    mixers = fields.layers(_KINDS, "layer_types", count=layers)
+    if mixers is None:
+        every = fields.integer("layer_group_size", 6)
+        mixers = "".join(DELTA if (i + 1) % every else LATENT for i in range(layers))
+    pairs = zip(mixers, _feed_forward(fields, layers, dense=2), strict=True)
     return HybridConfig(
-        **parts.common_fields(fields, vocab=157184, tied=False, bos=None, eos=156895),
-        family=LING3.name,
-        hidden_size=hidden,
+        **parts.common_fields(fields, LING3.name, hidden, vocab=157184, tied=False, bos=None, eos=156895),
         pattern="".join(map("".join, pairs)),
         norm_eps=eps,
         latent_attention=_latent_attention(
@@ -189,14 +174,6 @@ def ling3_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         recurrences=(_delta_config(heads, head_dim, conv_width, eps, log_decay_bound=bound),),
         mtp_pattern=_draft_pattern(fields),
     )
-
-
-def _ling_mixers(fields: Fields, layers: int) -> str:
-    found = fields.layers({"linear_attention": DELTA, "full_attention": LATENT}, "layer_types", count=layers)
-    if found is None:
-        every = fields.integer("layer_group_size", 6)
-        found = "".join(DELTA if (i + 1) % every else LATENT for i in range(layers))
-    return found
 
 
 def _draft_pattern(fields: Fields) -> str:
@@ -239,5 +216,20 @@ def _ignored(config: HybridConfig) -> tuple[str, ...]:
     return tuple(rf"model\.layers\.{layers + i}\.{drafts}" for i in range(_MOST_DRAFTS))
 
 
+_KIMI_MOE = partial(parts.moe, correction="gate.e_score_correction_bias", shared="shared_experts", names=parts.MIXTRAL)
+kimi_names = parts.naming(
+    {
+        LATENT: ("self_attn", parts.latent_attention),
+        DELTA: ("self_attn", _kimi_delta),
+        MLP: (("mlp", "block_sparse_moe"), parts.mlp),
+        MOE: (("block_sparse_moe", "mlp"), _KIMI_MOE),
+    },
+    prefixes=("model.", "model.language_model."),
+)
+"""As Moonshot's checkpoints and as transformers' modules have them. A layer there is two sublayers here.
+
+Experts are one by one under `block_sparse_moe`, or (as in transformers' modules) in one tensor under `mlp`, and
+transformers saves MLPs under `block_sparse_moe`.
+"""
 KIMI_LINEAR = Family("KimiLinear", ("kimi_linear",), kimi_from_hf, kimi_names)
 LING3 = Family("Ling3", ("bailing_hybrid",), ling3_from_hf, ling3_names, _ignored)

@@ -6,7 +6,7 @@ each head.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -40,10 +40,8 @@ def lfm2_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     dense = fields.integer("num_dense_layers", 2) if sparse else layers
     size = fields.integer("intermediate_size", 7168) if sparse else _adjusted_size(fields)
     return HybridConfig(
-        **parts.common_fields(fields, vocab=65536, tied=True, bos=1, eos=2)
+        **parts.common_fields(fields, LFM2_FAMILY.name, hidden, vocab=65536, tied=True, bos=1, eos=2)
         | {"tie_word_embeddings": fields.flag("tie_embedding", True, "tie_word_embeddings")},
-        family=LFM2_FAMILY.name,
-        hidden_size=hidden,
         pattern="".join(mixer + (MLP if i < dense else MOE) for i, mixer in enumerate(mixers)),
         norm_eps=eps,
         attention=parts.attention_config(
@@ -102,9 +100,7 @@ def lfm3_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
 
     windowed = attention("sliding_attention", fields.integer("sliding_window", 256))
     return HybridConfig(
-        **parts.common_fields(fields, vocab=128_000, tied=True, bos=124_894, eos=124_900),
-        family=LFM3_FAMILY.name,
-        hidden_size=hidden,
+        **parts.common_fields(fields, LFM3_FAMILY.name, hidden, vocab=128_000, tied=True, bos=124_894, eos=124_900),
         pattern="".join(mixer + MLP for mixer in mixers),
         norm_eps=eps,
         attention=attention("full_attention", None) if ATTENTION in mixers else None,
@@ -113,26 +109,6 @@ def lfm3_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         recurrences=(ShortConvConfig(hidden, fields.integer("conv_L_cache", 7), bias=fields.flag("conv_bias", False)),),
         norm_both=fields.flag("use_sandwich_norm", True),
     )
-
-
-def weight_names(config: HybridConfig) -> dict[str, HFSource]:
-    """Returns names as `Lfm2ForCausalLM`, `Lfm2MoeForCausalLM` and `Lfm3ForCausalLM` have them.
-
-    A layer there is two sublayers here.
-    """
-    renamed = {"q_norm": "q_layernorm", "k_norm": "k_layernorm", "o_proj": "out_proj"}
-    spelt = renamed if config.family == LFM2_FAMILY.name else {}
-    mixers: parts.Mixers = {
-        SHORT_CONV: ("conv", _conv),
-        ATTENTION: ("self_attn", partial(parts.attention, spelt=spelt)),
-        WINDOWED: ("self_attn", parts.attention),
-        MLP: ("feed_forward", partial(parts.mlp, names=parts.MIXTRAL)),
-        MOE: ("feed_forward", partial(parts.moe, correction="expert_bias", names=parts.MIXTRAL)),
-    }
-    output_norms = "post_operator_norm", "post_ffn_norm"
-    body = parts.layers(config, mixers, ("operator_norm", "ffn_norm"), output_norms=output_norms)
-    prefixes = "model.", "model.language_model."
-    return parts.whole_model(config, body, norm="embedding_norm.weight", prefixes=prefixes)
 
 
 def _conv(config: ShortConvConfig, hidden: int) -> dict[str, HFSource]:
@@ -146,5 +122,23 @@ def _conv(config: ShortConvConfig, hidden: int) -> dict[str, HFSource]:
     return sources
 
 
-LFM2_FAMILY = Family("LFM2", ("lfm2", _SPARSE), lfm2_from_hf, weight_names)
-LFM3_FAMILY = Family("LFM3", ("lfm3",), lfm3_from_hf, weight_names)
+def _naming(spelt: Mapping[str, str]) -> Callable[[HybridConfig], dict[str, HFSource]]:
+    """Names as transformers has them, with other names for parts of attention. A layer there is two sublayers here."""
+    return parts.naming(
+        {
+            SHORT_CONV: ("conv", _conv),
+            ATTENTION: ("self_attn", partial(parts.attention, spelt=spelt)),
+            WINDOWED: ("self_attn", parts.attention),
+            MLP: ("feed_forward", partial(parts.mlp, names=parts.MIXTRAL)),
+            MOE: ("feed_forward", partial(parts.moe, correction="expert_bias", names=parts.MIXTRAL)),
+        },
+        ("operator_norm", "ffn_norm"),
+        output_norms=("post_operator_norm", "post_ffn_norm"),
+        norm="embedding_norm.weight",
+        prefixes=("model.", "model.language_model."),
+    )
+
+
+_LFM2_NAMES = {"q_norm": "q_layernorm", "k_norm": "k_layernorm", "o_proj": "out_proj"}
+LFM2_FAMILY = Family("LFM2", ("lfm2", _SPARSE), lfm2_from_hf, _naming(_LFM2_NAMES))
+LFM3_FAMILY = Family("LFM3", ("lfm3",), lfm3_from_hf, _naming({}))

@@ -37,9 +37,8 @@ def mamba1_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         norm_eps=fields.number("mixer_rms_eps", 1e-6) if falcon else None,
     )
     return HybridConfig(
-        **parts.common_fields(fields, vocab=50280, bounded=False, tied=True, bos=0, eos=0),
-        family=MAMBA1_FAMILY.name,
-        hidden_size=hidden,
+        **parts.common_fields(fields, MAMBA1_FAMILY.name, hidden, vocab=50280, tied=True, bos=0, eos=0)
+        | {"max_position_embeddings": None},
         pattern=MAMBA1 * fields.integer("num_hidden_layers", 32),
         norm_eps=fields.number("layer_norm_epsilon", 1e-5),
         recurrences=(mamba,),
@@ -72,9 +71,8 @@ def mamba2_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
             f"{mamba.num_heads} heads of {mamba.head_dim} do not make expand * hidden_size = {expand:g} * {hidden}"
         )
     return HybridConfig(
-        **parts.common_fields(fields, vocab=32768, bounded=False, tied=False, bos=0, eos=2),
-        family=MAMBA2_FAMILY.name,
-        hidden_size=hidden,
+        **parts.common_fields(fields, MAMBA2_FAMILY.name, hidden, vocab=32768, tied=False, bos=0, eos=2)
+        | {"max_position_embeddings": None},
         pattern=MAMBA * fields.integer("num_hidden_layers", 64),
         norm_eps=eps,
         mamba=mamba,
@@ -112,9 +110,7 @@ def jamba_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         (ATTENTION if attends(layer) else MAMBA1) + (MOE if experts > 1 and routes(layer) else MLP) for layer in layers
     )
     return HybridConfig(
-        **parts.common_fields(fields, vocab=65536, tied=False, bos=1, eos=2),
-        family=JAMBA_FAMILY.name,
-        hidden_size=hidden,
+        **parts.common_fields(fields, JAMBA_FAMILY.name, hidden, vocab=65536, tied=False, bos=1, eos=2),
         pattern=pattern,
         norm_eps=eps,
         recurrences=(
@@ -150,16 +146,17 @@ def _every(fields: Fields, name: str, default_period: int, default_offset: int) 
     return lambda layer: layer % period == offset
 
 
-def jamba_names(config: HybridConfig) -> dict[str, HFSource]:
-    """Returns names as `JambaForCausalLM` has them. A layer there is two sublayers here."""
-    mixers: parts.Mixers = {
+jamba_names = parts.naming(
+    {
         MAMBA1: ("mamba", parts.mamba1),
         ATTENTION: ("self_attn", parts.attention),
         MLP: ("feed_forward", parts.mlp),
         MOE: ("feed_forward", partial(parts.moe, router="router")),
-    }
-    body = parts.layers(config, mixers, ("input_layernorm", "pre_ff_layernorm"))
-    return parts.whole_model(config, body, norm="final_layernorm.weight")
+    },
+    ("input_layernorm", "pre_ff_layernorm"),
+    norm="final_layernorm.weight",
+)
+"""As `JambaForCausalLM` has them. A layer there is two sublayers here."""
 
 
 MAMBA1_FAMILY = Family("Mamba", ("mamba", _FALCON), mamba1_from_hf, weight_names)

@@ -13,7 +13,7 @@ from typing import Any
 from mamba_jax.config import ATTENTION, MOE, HybridConfig, ModelConfigError, NormedResidual
 from mamba_jax.config.linear_recurrence import LIGHTNING, LightningConfig
 from mamba_jax.families import parts
-from mamba_jax.families.base import Family, HFSource
+from mamba_jax.families.base import Family
 from mamba_jax.families.fields import Fields
 from mamba_jax.families.rope import rope_config
 
@@ -34,9 +34,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     attention = parts.attention_config(fields, hidden, num_heads=32, num_kv_heads=8, rope=None, bias=False)
     rope = rope_config(fields, fields.integer("rotary_dim", attention.head_dim), theta=_ROPE_THETA)
     return HybridConfig(
-        **parts.common_fields(fields, vocab=32000, tied=False, bos=1, eos=2),
-        family=FAMILY.name,
-        hidden_size=hidden,
+        **parts.common_fields(fields, FAMILY.name, hidden, vocab=32000, tied=False, bos=1, eos=2),
         pattern="".join(mixer + MOE for mixer in mixers),
         norm_eps=fields.number("rms_norm_eps", 1e-5),
         attention=replace(attention, rope=rope),
@@ -79,19 +77,15 @@ def _residual(fields: Fields, kind: str, name: str, published: str) -> NormedRes
     )
 
 
-def weight_names(config: HybridConfig) -> dict[str, HFSource]:
-    """Names as MiniMax's checkpoints and as transformers' modules have them. A layer there is two sublayers here."""
-    mixers: parts.Mixers = {
+_LIGHTNING = {"qkv_proj": "qkv_proj", "gate_proj": "output_gate", "norm": "norm", "out_proj": "out_proj"}
+weight_names = parts.naming(
+    {
         ATTENTION: ("self_attn", parts.attention),
-        LIGHTNING: ("self_attn", _lightning),
+        LIGHTNING: ("self_attn", lambda config, hidden: parts.weights(_LIGHTNING)),
         MOE: (("block_sparse_moe", "mlp"), partial(parts.moe, names=parts.MIXTRAL)),
     }
-    return parts.whole_model(config, parts.layers(config, mixers))
-
-
-def _lightning(config: LightningConfig, hidden: int) -> dict[str, HFSource]:
-    spelt = {"qkv_proj": "qkv_proj", "gate_proj": "output_gate", "norm": "norm", "out_proj": "out_proj"}
-    return parts.weights(spelt)
+)
+"""As MiniMax's checkpoints and as transformers' modules have them. A layer there is two sublayers here."""
 
 
 def _ignored(config: HybridConfig) -> tuple[str, ...]:

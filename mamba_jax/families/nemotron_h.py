@@ -52,9 +52,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     proj_bias, head_dim = fields.flag("use_bias", False), fields.integer("attention_head_dim", 128)
     activation, bias = fields.text("mlp_hidden_act", "relu2"), fields.flag("mlp_bias", False)
     return HybridConfig(
-        **parts.common_fields(fields, vocab=131072, tied=False, bos=1, eos=2),
-        family=FAMILY.name,
-        hidden_size=hidden,
+        **parts.common_fields(fields, FAMILY.name, hidden, vocab=131072, tied=False, bos=1, eos=2),
         pattern=pattern,
         norm_eps=eps,
         mamba=MambaConfig(

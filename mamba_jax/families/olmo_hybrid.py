@@ -27,9 +27,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         mixers = mixers if ATTENTION in mixers else mixers[:-1] + ATTENTION
     pattern = "".join(mixer + MLP for mixer in mixers)
     return HybridConfig(
-        **parts.common_fields(fields, vocab=100352, tied=False, bos=None, eos=100257),
-        family=FAMILY.name,
-        hidden_size=hidden,
+        **parts.common_fields(fields, FAMILY.name, hidden, vocab=100352, tied=False, bos=None, eos=100257),
         pattern=pattern,
         norm_eps=eps,
         # Both sublayers of a layer with attention.
@@ -64,26 +62,6 @@ def _delta(fields: Fields, hidden: int, heads: int) -> DeltaConfig:
     )
 
 
-def weight_names(config: HybridConfig) -> dict[str, HFSource]:
-    """Names as Ai2's checkpoints have them, and as transformers' modules do. A layer there is two sublayers here."""
-    mixers: parts.Mixers = {
-        ATTENTION: ("self_attn", parts.attention),
-        DELTA: ("linear_attn", _delta_names),
-        MLP: ("mlp", parts.mlp),
-    }
-    body = parts.layers(
-        config,
-        mixers,
-        # The second spellings are what transformers saves.
-        norms=(
-            ("attention_layer_norm", "input_layernorm"),
-            ("feedforward_layer_norm", "post_attention_layernorm"),
-        ),
-        norms_after=(("post_attention_layernorm", "feedforward_layer_norm"), "post_feedforward_layernorm"),
-    )
-    return parts.whole_model(config, body, prefixes=("model.", "model.language_model."))
-
-
 def _delta_names(config: DeltaConfig, hidden: int) -> dict[str, HFSource]:
     keys, inner, width = config.key_size, config.inner_size, config.conv_width
     spelt = {part: part for part in ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj")}
@@ -99,4 +77,12 @@ def _delta_names(config: DeltaConfig, hidden: int) -> dict[str, HFSource]:
     return sources
 
 
+weight_names = parts.naming(
+    {ATTENTION: ("self_attn", parts.attention), DELTA: ("linear_attn", _delta_names), MLP: ("mlp", parts.mlp)},
+    # The second spellings are what transformers saves.
+    norms=(("attention_layer_norm", "input_layernorm"), ("feedforward_layer_norm", "post_attention_layernorm")),
+    norms_after=(("post_attention_layernorm", "feedforward_layer_norm"), "post_feedforward_layernorm"),
+    prefixes=("model.", "model.language_model."),
+)
+"""As Ai2's checkpoints have them, and as transformers' modules do. A layer there is two sublayers here."""
 FAMILY = Family("OLMoHybrid", ("olmo_hybrid",), config_from_hf, weight_names)

@@ -36,16 +36,15 @@ MLP_NAMES, MIXTRAL = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 
 
 def common_fields(
-    fields: Fields, *, vocab: int, tied: bool, bos: int | None, eos: int | None, bounded: bool = True
+    fields: Fields, family: str, hidden: int, *, vocab: int, tied: bool, bos: int | None, eos: int | None
 ) -> dict[str, Any]:
-    """Reads the fields around the layers, which have the same names in most families.
-
-    The arguments are defaults; unless `bounded`, the models have no maximum context.
-    """
+    """Reads the fields around the layers, named equally in most families. The keywords are defaults."""
     return {
+        "family": family,
+        "hidden_size": hidden,
         "vocab_size": fields.integer("vocab_size", vocab),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", tied),
-        "max_position_embeddings": fields.integer("max_position_embeddings", 0) or None if bounded else None,
+        "max_position_embeddings": fields.integer("max_position_embeddings", 0) or None,
         "bos_token_id": fields.token("bos_token_id", bos),
         "eos_token_ids": fields.tokens("eos_token_id", eos),
     }
@@ -302,6 +301,18 @@ def whole_model(
     """
     sources = with_prefix({**body, "embed.weight": tensor(embed), "final_norm.weight": tensor(norm)}, *prefixes)
     return sources if config.tie_word_embeddings else sources | {"lm_head.weight": tensor("lm_head.weight")}
+
+
+def naming(
+    mixers: Mixers,
+    norms: Sequence[Spelling] = ("input_layernorm", "post_attention_layernorm"),
+    *,
+    norm: str = "norm.weight",
+    prefixes: tuple[str, ...] = ("model.",),
+    **others: Sequence[Spelling],
+) -> Callable[[HybridConfig], dict[str, HFSource]]:
+    """Returns `Family.weight_names` of models whose layers alone differ: arguments of `layers` and `whole_model`."""
+    return lambda config: whole_model(config, layers(config, mixers, norms, **others), norm=norm, prefixes=prefixes)
 
 
 def _each(spelling: Spelling) -> tuple[str, ...]:

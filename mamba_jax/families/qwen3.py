@@ -92,9 +92,7 @@ def lara_mini_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         )  # fmt: skip
 
     return HybridConfig(
-        **parts.common_fields(fields, vocab=151936, tied=True, bos=None, eos=151643),
-        family=LARA_MINI.name,
-        hidden_size=hidden,
+        **parts.common_fields(fields, LARA_MINI.name, hidden, vocab=151936, tied=True, bos=None, eos=151643),
         pattern="".join(mixer + MOE for mixer in mixers),
         norm_eps=eps,
         attention=attention(None, None) if ATTENTION in mixers else None,
@@ -130,9 +128,7 @@ def _model(
             f"config field layer_types has {len(mixers)} layers, num_hidden_layers is {len(feed_forward)}"
         )
     return HybridConfig(
-        **parts.common_fields(fields, vocab=vocab, tied=False, bos=None, eos=None),
-        family=family,
-        hidden_size=hidden,
+        **parts.common_fields(fields, family, hidden, vocab=vocab, tied=False, bos=None, eos=None),
         pattern="".join(mixer + after for mixer, after in zip(mixers, feed_forward, strict=True)),
         norm_eps=eps,
         norm_unit_offset=True,
@@ -182,20 +178,13 @@ def _moe(fields: Fields, *, num_experts: int, experts_per_token: int, shared_gat
     )
 
 
-def qwen3_next_names(config: HybridConfig) -> dict[str, HFSource]:
-    """Returns names as `Qwen3NextForCausalLM` has them; `mtp.*` as Alibaba's checkpoints have it."""
-    return _weight_names(config, _fused, "model.")
-
-
-def qwen3_5_names(config: HybridConfig) -> dict[str, HFSource]:
-    """Names as `Qwen3_5ForCausalLM` has them, or within a model that also sees; `mtp.*` as in Alibaba's checkpoints."""
-    return _weight_names(config, _split, "model.language_model.", "model.")
-
-
 def _weight_names(
-    config: HybridConfig, projections: Callable[[DeltaConfig, int], dict[str, HFSource]], *prefixes: str
+    config: HybridConfig, projections: Callable[[DeltaConfig, int], dict[str, HFSource]], prefixes: tuple[str, ...]
 ) -> dict[str, HFSource]:
-    """Returns every parameter. A layer in the file is two sublayers here; `projections` names a delta net's inputs."""
+    """Names as `Qwen3NextForCausalLM` and `Qwen3_5ForCausalLM` have them; `mtp.*` as Alibaba's checkpoints have it.
+
+    A layer in the file is two sublayers here; `projections` names a delta net's inputs.
+    """
     mixers: parts.Mixers = {
         DELTA: ("linear_attn", lambda delta, hidden: _delta(delta) | projections(delta, hidden)),
         ATTENTION: ("self_attn", parts.attention),
@@ -208,17 +197,6 @@ def _weight_names(
     sources |= mtp.sublayers(config, mixers, "input_layernorm", "post_attention_layernorm")
     frame = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "final_norm": "norm"}
     return sources | placed("mtp", parts.weights(frame), "mtp.")
-
-
-def lara_mini_names(config: HybridConfig) -> dict[str, HFSource]:
-    """Returns names as Translated's checkpoints have them, and as transformers' modules do."""
-    mixers: parts.Mixers = {
-        DELTA: ("linear_attn", _joined),
-        ATTENTION: ("self_attn", parts.attention),
-        WINDOWED: ("self_attn", parts.attention),
-        MOE: ("mlp", partial(parts.moe, shared="shared_expert")),
-    }
-    return parts.whole_model(config, parts.layers(config, mixers))
 
 
 def _delta(config: DeltaConfig) -> dict[str, HFSource]:
@@ -275,6 +253,17 @@ def _joined(config: DeltaConfig, hidden: int) -> dict[str, HFSource]:
     return sources
 
 
+lara_mini_names = parts.naming(
+    {
+        DELTA: ("linear_attn", _joined),
+        ATTENTION: ("self_attn", parts.attention),
+        WINDOWED: ("self_attn", parts.attention),
+        MOE: ("mlp", partial(parts.moe, shared="shared_expert")),
+    }
+)
+"""As Translated's checkpoints have them, and as transformers' modules do."""
 LARA_MINI = Family("LaraMini", ("lara_mini",), lara_mini_from_hf, lara_mini_names)
+qwen3_next_names = partial(_weight_names, projections=_fused, prefixes=("model.",))
+qwen3_5_names = partial(_weight_names, projections=_split, prefixes=("model.language_model.", "model."))
 QWEN3_NEXT = Family("Qwen3Next", ("qwen3_next",), qwen3_next_from_hf, qwen3_next_names, mtp.unused)
 QWEN3_5 = Family("Qwen3.5", _DENSE + _SPARSE, qwen3_5_from_hf, qwen3_5_names, mtp.unused)

@@ -28,9 +28,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     mixers = (blocks * layers)[:layers]
     activation = fields.text("hidden_activation", "gelu_pytorch_tanh")
     return HybridConfig(
-        **parts.common_fields(fields, vocab=256000, tied=True, bos=2, eos=1),
-        family=FAMILY.name,
-        hidden_size=hidden,
+        **parts.common_fields(fields, FAMILY.name, hidden, vocab=256000, tied=True, bos=2, eos=1),
         pattern="".join(mixer + MLP for mixer in mixers),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         attention=parts.attention_config(
@@ -59,17 +57,6 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     )
 
 
-def weight_names(config: HybridConfig) -> dict[str, HFSource]:
-    """Returns names as `RecurrentGemmaForCausalLM` has them. A layer there is two sublayers here."""
-    mixers: parts.Mixers = {
-        ATTENTION: ("temporal_block", parts.attention),
-        RG_LRU: ("temporal_block", _rg_lru),
-        MLP: ("mlp_block", parts.mlp),
-    }
-    body = parts.layers(config, mixers, ("temporal_pre_norm", "channel_pre_norm"))
-    return parts.whole_model(config, body, norm="final_norm.weight")
-
-
 def _rg_lru(config: RGLRUConfig, hidden: int) -> dict[str, HFSource]:
     sources = {
         "conv.weight": tensor("conv_1d.weight", shape=(config.channels, 1, config.conv_width)),
@@ -83,4 +70,14 @@ def _rg_lru(config: RGLRUConfig, hidden: int) -> dict[str, HFSource]:
     return sources
 
 
+weight_names = parts.naming(
+    {
+        ATTENTION: ("temporal_block", parts.attention),
+        RG_LRU: ("temporal_block", _rg_lru),
+        MLP: ("mlp_block", parts.mlp),
+    },
+    ("temporal_pre_norm", "channel_pre_norm"),
+    norm="final_norm.weight",
+)
+"""As `RecurrentGemmaForCausalLM` has them. A layer there is two sublayers here."""
 FAMILY = Family("RecurrentGemma", ("recurrent_gemma",), config_from_hf, weight_names)

@@ -42,10 +42,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     uses, blocks = pattern.count(SHARED), fields.integer("num_mem_blocks", 1)
     tied = fields.flag("tie_word_embeddings", True)
     return HybridConfig(
-        **parts.common_fields(fields, vocab=32000, tied=True, bos=1, eos=2)
+        **parts.common_fields(fields, FAMILY.name, hidden, vocab=32000, tied=True, bos=1, eos=2)
         | ({"max_position_embeddings": 16384} if fields.flag("use_long_context", False) else {}),
-        family=FAMILY.name,
-        hidden_size=hidden,
         pattern=pattern,
         norm_eps=fields.number("rms_norm_eps", 1e-5),
         mamba=MambaConfig(
