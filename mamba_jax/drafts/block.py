@@ -31,13 +31,8 @@ class BlockDrafts(LayerDrafts):
     ) -> tuple[Int[Array, "rows count"], Store, None]:
         store = model.remember_for_drafts(facts.hidden, facts.layout, store)
         rows, width = facts.row_id.shape[0], count + (not self.from_newest)
-        layout = BlockLayout.of(
-            length=facts.length + facts.kept,
-            num_tokens=jnp.where(facts.sampled, width, 0),
-            read_slot=jnp.zeros(rows, jnp.int32),
-            write_slot=jnp.zeros((rows, width), jnp.int32),
-            page_table=facts.page_table,
-        )
+        num_tokens, length = jnp.where(facts.sampled, width, 0), facts.length + facts.kept
+        layout = BlockLayout.in_pages(length=length, num_tokens=num_tokens, page_table=facts.page_table, steps=width)
         tokens = jnp.full((rows, width), self.mask_token).at[:, 0].set(jnp.maximum(facts.newest, 0))
         out, store = model.draft_block(tokens.reshape(-1), layout, store)
         last = out.reshape(rows, width, -1)[:, -count:]

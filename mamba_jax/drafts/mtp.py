@@ -70,13 +70,8 @@ def _after_decode(model: HybridModel, store: Store, facts: StepFacts) -> tuple[F
     tokens = jnp.where(step == facts.kept[:, None], facts.newest[:, None], tokens)
     hidden = facts.hidden.reshape(rows, width - 1, -1)
     previous = jnp.concatenate([facts.before[:, None].astype(hidden.dtype), hidden], axis=1)
-    layout = DecodeLayout.of(
-        length=facts.length,
-        num_tokens=facts.kept + facts.sampled,
-        read_slot=jnp.zeros(rows, jnp.int32),
-        write_slot=jnp.zeros((rows, width), jnp.int32),
-        page_table=facts.page_table,
-    )
+    num_tokens = facts.kept + facts.sampled
+    layout = DecodeLayout.in_pages(length=facts.length, num_tokens=num_tokens, page_table=facts.page_table, steps=width)
     out, store = model.draft(jnp.maximum(tokens, 0).reshape(-1), previous.reshape(rows * width, -1), layout, store)
     newest = jnp.arange(rows) * width + jnp.minimum(facts.kept, width - 1)
     return out[newest], store
@@ -96,11 +91,5 @@ def _after_prefill(model: HybridModel, store: Store, facts: StepFacts) -> tuple[
 
 def _single(facts: StepFacts, position: Int[Array, " rows"]) -> DecodeLayout:
     """Lays out one token of each row that has sampled, at these positions. Drops tokens past the page table's end."""
-    rows = position.shape[0]
-    return DecodeLayout.of(
-        length=position,
-        num_tokens=facts.sampled.astype(jnp.int32),
-        read_slot=jnp.zeros(rows, jnp.int32),
-        write_slot=jnp.zeros((rows, 1), jnp.int32),
-        page_table=facts.page_table,
-    )
+    num_tokens = facts.sampled.astype(jnp.int32)
+    return DecodeLayout.in_pages(length=position, num_tokens=num_tokens, page_table=facts.page_table, steps=1)

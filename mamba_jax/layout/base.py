@@ -14,6 +14,20 @@ Parameters = tuple[Any, ...]
 """The other arguments of a recurrence."""
 Anchors = tuple[Array, dict[str, Array]]
 """States in slots, and their tail's arrays by name."""
+Queries = Float[Array, "T heads head_dim"]
+Keys = Float[Array, "T kv_heads head_dim"]
+Pages = Float[Array, "pages page_size kv2 head_dim"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """The keys of its sequence that a query sees: from one on up to its own position."""
+
+    scale: float
+    """Factor on the scores."""
+    first_key: int = 0
+    window: int | None = None
+    """The most keys that it sees, its own included; None: all."""
 
 
 @dataclass(frozen=True)
@@ -67,19 +81,8 @@ class Layout(Protocol):
         """Returns an operation over each sequence. Inputs and the result are [T, ...], the state is [slots, ...]."""
         ...
 
-    def attend(
-        self,
-        q: Float[Array, "T heads head_dim"],
-        k: Float[Array, "T kv_heads head_dim"],
-        v: Float[Array, "T kv_heads head_dim"] | None,
-        kv: Any,
-        *,
-        scale: float,
-        first_key: int = 0,
-        window: int | None = None,
-    ) -> tuple[Float[Array, "T heads head_dim"], Any]:
-        """Keeps k and v, then attends to all keys of the sequence from `first_key` up to each query's own position, or
-        to the last `window` of them.
+    def attend(self, q: Queries, k: Keys, v: Keys | None, kv: Any, span: Span) -> tuple[Queries, Any]:
+        """Keeps k and v, then attends to the keys of the sequence that `span` tells.
 
         State: [pages, page_size, 2 * kv_heads, head_dim]. Without v, k [T, 1, head_dim] are latents, which are keys and
         values at once: [pages, page_size, 1, head_dim].

@@ -10,12 +10,12 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
 from kernels_pallas.paged_attention import paged_attention
 from kernels_pallas.places import Anchored, Rows
 from kernels_pallas.tails import read_ring, write_ring
-from mamba_jax.layout.base import Inputs, Operation, Parameters
+from mamba_jax.layout.base import Inputs, Operation, Pages, Parameters, Queries, Span
 from mamba_jax.layout.paged import PagedTokens
 
 
@@ -24,16 +24,8 @@ from mamba_jax.layout.paged import PagedTokens
 class DecodeLayout(PagedTokens):
     """D rows x S steps, T = D * S: a row's tokens come first, padding after them."""
 
-    positions: Int[Array, " T"]
-    """Absolute; -1 = padding."""
-    valid: Bool[Array, " T"]
-    read_slot: Int[Array, " rows"]
-    """The slot of the state before the step; 0 = zeros, and for rows without tokens."""
     write_slot: Int[Array, "rows writes"]
     """0 for padding. One for each step."""
-    page_table: Int[Array, "rows pages"]
-    adapter: Int[Array, " T"] | None = field(default=None, kw_only=True)
-    """Entry of each token's adapter, 0 = none; None for a model without adapters."""
 
     @classmethod
     def of(
@@ -57,6 +49,16 @@ class DecodeLayout(PagedTokens):
             page_table=page_table,
         )
 
+    @classmethod
+    def in_pages(
+        cls, *, length: Int[Array, " rows"], num_tokens: Int[Array, " rows"], page_table: Array, steps: int
+    ) -> Self:
+        """Returns the layout of such rows without states: the draft layers' have keys and values only."""
+        none = jnp.zeros((len(length), steps), jnp.int32)
+        return cls.of(
+            length=length, num_tokens=num_tokens, read_slot=none[:, 0], write_slot=none, page_table=page_table
+        )
+
     def with_adapters(self, entry: Int[Array, " rows"]) -> Self:
         """Returns the layout of rows that have these adapters."""
         return replace(self, adapter=jnp.repeat(entry, self.shape[1]))
@@ -75,8 +77,7 @@ class DecodeLayout(PagedTokens):
     def run(self, operation: Operation, inputs: Inputs, parameters: Parameters, state: Any) -> tuple[Array, Any]:
         return operation.rows(self, inputs, parameters, state)
 
-    @property
-    def token_row(self) -> Int[Array, " T"]:
+    def row_of_each(self) -> Int[Array, " T"]:
         count, steps = self.shape
         return jnp.repeat(jnp.arange(count), steps)
 
@@ -112,36 +113,19 @@ class ReplayLayout(DecodeLayout):
 
     @classmethod
     def from_anchor(
-        cls,
-        *,
-        length: Int[Array, " rows"],
-        num_tokens: Int[Array, " rows"],
-        read_slot: Int[Array, " rows"],
-        anchor: Int[Array, " rows"],
-        tail_id: Int[Array, " rows"],
-        write_slot: Int[Array, "rows writes"],
-        page_table: Int[Array, "rows pages"],
-        steps: int,
-        interval: int,
+        cls, *, steps: int, write_slot: Array, tail_id: Array, anchor: Array, interval: int, **rows: Array
     ) -> Self:
-        """Returns the layout of rows that have absorbed `length` tokens, `anchor` of them in their slots."""
-        places = DecodeLayout.of(
-            length=length,
-            num_tokens=num_tokens,
-            read_slot=read_slot,
-            write_slot=jnp.zeros((len(length), steps), jnp.int32),
-            page_table=page_table,
-        )
+        """Returns the layout of rows that have absorbed `length` tokens, `anchor` of them in their slots.
+
+        `rows`: length, num_tokens, read_slot and page_table, as `DecodeLayout.of` takes them.
+        """
+        places = DecodeLayout.of(write_slot=jnp.zeros((len(tail_id), steps), jnp.int32), **rows)
         return cls(
-            positions=places.positions,
-            valid=places.valid,
-            read_slot=places.read_slot,
-            write_slot=write_slot,
-            page_table=page_table,
+            **vars(places) | {"write_slot": write_slot},
             tail_id=tail_id,
             anchor=anchor,
-            length=length,
-            num_tokens=num_tokens,
+            length=rows["length"],
+            num_tokens=rows["num_tokens"],
             interval=interval,
         )
 
@@ -195,22 +179,14 @@ class ReplayLayout(DecodeLayout):
 class BlockLayout(DecodeLayout):
     """A `DecodeLayout` in which each token attends to all tokens of its row, later ones included."""
 
-    def read_kv(
-        self,
-        q: Float[Array, "T heads head_dim"],
-        kv: Float[Array, "pages page_size kv2 head_dim"],
-        *,
-        scale: float,
-        first_key: int,
-        window: int | None,
-    ) -> Float[Array, "T heads head_dim"]:
+    def read_kv(self, q: Queries, kv: Pages, span: Span) -> Queries:
         """Attention of the tokens to the keys and values in their rows' pages, up to the block's last token.
 
         Raises:
             ValueError: with a window, which each token has at another place.
         """
-        if window is not None:
-            raise ValueError(f"attention of a block to a window of {window} tokens is not supported")
+        if span.window is not None:
+            raise ValueError(f"attention of a block to a window of {span.window} tokens is not supported")
         rows, steps = self.shape
         groups, head_dim = kv.shape[2] // 2, q.shape[2]
         # The tokens of a row see the same keys: to the operation they are further heads of one query, which groups of
@@ -222,7 +198,7 @@ class BlockLayout(DecodeLayout):
             positions=self.positions.reshape(rows, steps).max(axis=1, keepdims=True),
             page_table=self.page_table,
             block_row=jnp.arange(rows),
-            scale=scale,
-            first_key=first_key,
+            scale=span.scale,
+            first_key=span.first_key,
         )
         return out.reshape(by_group.shape).swapaxes(1, 2).reshape(q.shape)

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
-from mamba_jax.layout.base import Inputs, Operation, Parameters
+from mamba_jax.layout.base import Inputs, Keys, Operation, Pages, Parameters, Queries, Span
 from mamba_jax.layout.decode import DecodeLayout, ReplayLayout
 from mamba_jax.layout.prefill import PrefillLayout
 
@@ -53,17 +53,7 @@ class MixedLayout:
         of_rows, of_tiles = jnp.split(values, [len(self.decode.valid)])
         return self.prefill.record(of_tiles, self.decode.record(of_rows, pages))
 
-    def attend(
-        self,
-        q: Float[Array, "T heads head_dim"],
-        k: Float[Array, "T kv_heads head_dim"],
-        v: Float[Array, "T kv_heads head_dim"] | None,
-        kv: Float[Array, "pages page_size kv2 head_dim"],
-        *,
-        scale: float,
-        first_key: int = 0,
-        window: int | None = None,
-    ) -> tuple[Float[Array, "T heads head_dim"], Float[Array, "pages page_size kv2 head_dim"]]:
+    def attend(self, q: Queries, k: Keys, v: Keys | None, kv: Pages, span: Span) -> tuple[Queries, Pages]:
         at = [len(self.decode.valid)]
         layouts: list[DecodeLayout | PrefillLayout] = [self.decode, self.prefill]
         values = [None, None] if v is None else jnp.split(v, at)
@@ -71,8 +61,7 @@ class MixedLayout:
         for layout, own_k, own_v in zip(layouts, jnp.split(k, at), values, strict=True):
             kv = layout.write_kv(own_k, own_v, kv)
         parts = zip(layouts, jnp.split(q, at), strict=True)
-        out = [layout.read_kv(own, kv, scale=scale, first_key=first_key, window=window) for layout, own in parts]
-        return jnp.concatenate(out), kv
+        return jnp.concatenate([layout.read_kv(own, kv, span) for layout, own in parts]), kv
 
 
 def has_tails(layout: Any) -> bool:

@@ -1,21 +1,31 @@
 """Attention of tokens whose keys and values are in pages: what the layouts of decode and prefill share."""
 
-from typing import Any
+from dataclasses import dataclass, field
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
 from kernels_pallas.paged_attention import paged_attention, write_kv
 from kernels_pallas.slots import write_slots
+from mamba_jax.layout.base import Keys, Pages, Queries, Span
 
 
+@dataclass(frozen=True)
 class PagedTokens:
     """Tokens of rows with page tables. Subclasses say how queries are arranged in blocks that see the same keys."""
 
     positions: Int[Array, " T"]
+    """Absolute; -1 = padding."""
+    valid: Bool[Array, " T"]
+    read_slot: Int[Array, " rows"]
+    """The slot of the state before the step; 0 = zeros, and for rows without tokens."""
     page_table: Int[Array, "rows pages"]
-    token_row: Any
-    """The row of each token, [T]."""
+    adapter: Int[Array, " T"] | None = field(default=None, kw_only=True)
+    """Entry of each token's adapter, 0 = none; None for a model without adapters."""
+
+    def row_of_each(self) -> Int[Array, " T"]:
+        """Returns the row of each token."""
+        raise NotImplementedError
 
     def by_block(self, x: Shaped[Array, "T ..."]) -> Shaped[Array, "blocks q_len ..."]:
         """Tokens by blocks of queries of one row."""
@@ -29,26 +39,11 @@ class PagedTokens:
         """Returns the positions of the queries, -1 for padding, and the row of each block."""
         raise NotImplementedError
 
-    def attend(
-        self,
-        q: Float[Array, "T heads head_dim"],
-        k: Float[Array, "T kv_heads head_dim"],
-        v: Float[Array, "T kv_heads head_dim"] | None,
-        kv: Float[Array, "pages page_size kv2 head_dim"],
-        *,
-        scale: float,
-        first_key: int = 0,
-        window: int | None = None,
-    ) -> tuple[Float[Array, "T heads head_dim"], Float[Array, "pages page_size kv2 head_dim"]]:
+    def attend(self, q: Queries, k: Keys, v: Keys | None, kv: Pages, span: Span) -> tuple[Queries, Pages]:
         kv = self.write_kv(k, v, kv)
-        return self.read_kv(q, kv, scale=scale, first_key=first_key, window=window), kv
+        return self.read_kv(q, kv, span), kv
 
-    def write_kv(
-        self,
-        k: Float[Array, "T kv_heads head_dim"],
-        v: Float[Array, "T kv_heads head_dim"] | None,
-        kv: Float[Array, "pages page_size kv2 head_dim"],
-    ) -> Float[Array, "pages page_size kv2 head_dim"]:
+    def write_kv(self, k: Keys, v: Keys | None, kv: Pages) -> Pages:
         """Returns the pages with the tokens' keys and values."""
         page, offset = self.pages_of_tokens(kv.shape[1])
         return write_kv(kv, k, v, page=page, offset=offset)
@@ -62,17 +57,9 @@ class PagedTokens:
 
     def pages_of_tokens(self, page_size: int) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
         """Returns the page of each token, and its offset in the page."""
-        return page_of(self.page_table, self.token_row, self.positions, page_size=page_size)
+        return page_of(self.page_table, self.row_of_each(), self.positions, page_size=page_size)
 
-    def read_kv(
-        self,
-        q: Float[Array, "T heads head_dim"],
-        kv: Float[Array, "pages page_size kv2 head_dim"],
-        *,
-        scale: float,
-        first_key: int,
-        window: int | None,
-    ) -> Float[Array, "T heads head_dim"]:
+    def read_kv(self, q: Queries, kv: Pages, span: Span) -> Queries:
         """Attention of the tokens to the keys and values in their rows' pages."""
         positions, block_row = self.query_blocks()
         out = paged_attention(
@@ -81,9 +68,9 @@ class PagedTokens:
             positions=positions,
             page_table=self.page_table,
             block_row=block_row,
-            scale=scale,
-            first_key=first_key,
-            window=window,
+            scale=span.scale,
+            first_key=span.first_key,
+            window=span.window,
         )
         return self.by_token(out)
 

@@ -1,7 +1,7 @@
 """The tokens of a prefill step: ragged rows packed one after the other; scan and attention see them as tiles."""
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import jax
@@ -18,18 +18,12 @@ from mamba_jax.layout.paged import PagedTokens
 class PrefillLayout(PagedTokens):
     """T packed tokens of R rows, and the tiles that they are cut into at absolute multiples of the tile size."""
 
-    positions: Int[Array, " T"]
-    """Absolute; -1 = padding."""
-    valid: Bool[Array, " T"]
     token_row: Int[Array, " T"]
     """Padding tokens have the last row's number, or any."""
     token_in_tiles: Int[Array, " T"]
     """Where each token is in the flattened tiles; any place for padding."""
     row_start: Int[Array, " rows"]
     """Index of each row's first token."""
-    read_slot: Int[Array, " rows"]
-    """0 for rows that have nothing to read."""
-    page_table: Int[Array, "rows pages"]
     tile_row: Int[Array, " tiles"]
     tile_first: Bool[Array, " tiles"]
     """The tile is its row's first of this step (or padding)."""
@@ -41,8 +35,6 @@ class PrefillLayout(PagedTokens):
     tile_tokens: Int[Array, "tiles tile_size"]
     """Indices of the tiles' tokens; any for padding."""
     tile_valid: Bool[Array, "tiles tile_size"]
-    adapter: Int[Array, " T"] | None = field(default=None, kw_only=True)
-    """Entry of each token's adapter, 0 = none; None for a model without adapters."""
 
     @classmethod
     def of(
@@ -136,6 +128,9 @@ class PrefillLayout(PagedTokens):
 
     def run(self, operation: Operation, inputs: Inputs, parameters: Parameters, state: Any) -> tuple[Array, Any]:
         return operation.tiles(self, inputs, parameters, state)
+
+    def row_of_each(self) -> Int[Array, " T"]:
+        return self.token_row
 
     def query_blocks(self) -> tuple[Int[Array, "tiles tile_size"], Int[Array, " tiles"]]:
         return jnp.where(self.tile_valid, self.positions[self.tile_tokens], -1), self.tile_row

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kernels_pallas.paged_attention import attention_sequence
-from mamba_jax.layout.base import Inputs, Operation, Parameters
+from mamba_jax.layout.base import Inputs, Keys, Operation, Parameters, Queries, Span
 
 
 @jax.tree_util.register_dataclass
@@ -50,21 +50,11 @@ class SequenceLayout:
     def run(self, operation: Operation, inputs: Inputs, parameters: Parameters, state: None) -> tuple[Array, None]:
         return operation.sequences(self, inputs, parameters), None
 
-    def attend(
-        self,
-        q: Float[Array, "T heads head_dim"],
-        k: Float[Array, "T kv_heads head_dim"],
-        v: Float[Array, "T kv_heads head_dim"] | None,
-        kv: None,
-        *,
-        scale: float,
-        first_key: int = 0,
-        window: int | None = None,
-    ) -> tuple[Float[Array, "T heads head_dim"], None]:
+    def attend(self, q: Queries, k: Keys, v: Keys | None, kv: None, span: Span) -> tuple[Queries, None]:
         # Causal attention from the first key on; queries before it see no key and give 0.
-        seen = [self.by_sequence(one)[:, first_key:] for one in (q, k, k if v is None else v)]
-        out = attention_sequence(*seen, scale=scale, window=window)
-        return self.by_token(jnp.pad(out, ((0, 0), (first_key, 0), (0, 0), (0, 0)))), None
+        seen = [self.by_sequence(one)[:, span.first_key :] for one in (q, k, k if v is None else v)]
+        out = attention_sequence(*seen, scale=span.scale, window=span.window)
+        return self.by_token(jnp.pad(out, ((0, 0), (span.first_key, 0), (0, 0), (0, 0)))), None
 
     def of_block(self, index: int) -> Self:
         """Returns the layout for one block of the model."""

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas.fixed_order import product_by_head, rounded, sigmoid
 from mamba_jax.config import AttentionConfig, RopeConfig, need
 from mamba_jax.config.attention import LatentAttentionConfig
-from mamba_jax.layout import Layout
+from mamba_jax.layout import Layout, Span
 from mamba_jax.modules.basic import Linear, RMSNorm, Weight, constant, normal, scaled, scaled_by
 from mamba_jax.sharding.axis import axis_index
 
@@ -106,7 +106,7 @@ class Attention(nnx.Module):
         scales = self._scales(state)
         if scales is not None:  # (q k_scale) (k / k_scale), and v likewise
             q, k, v = scaled_by(q, scales[0]), scaled_by(k, 1 / scales[0]), scaled_by(v, 1 / scales[1])
-        out, state = layout.attend(q, k, v, state, scale=config.scale, first_key=first_key, window=config.window)
+        out, state = layout.attend(q, k, v, state, Span(config.scale, first_key, config.window))
         if scales is not None:
             out = scaled_by(out, scales[1])
         if gate is not None:
@@ -188,7 +188,7 @@ class LatentAttention(nnx.Module):
             shared_q, shared = (rotate(_by_halves(part), cos, sin) for part in (shared_q, shared))
         q = jnp.concatenate([asked, shared_q], axis=-1)
         entry = jnp.concatenate([self.norm(latent), shared], axis=-1)
-        found, state = layout.attend(q, entry, None, state, scale=config.scale, first_key=first_key)
+        found, state = layout.attend(q, entry, None, state, Span(config.scale, first_key))
         # The weighted sum of the shared keys is not a value.
         out = product_by_head(found[..., : config.latent_size], self.v_up.weight[...])
         if self.gate_proj is not None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mamba_jax.config import HybridConfig, need
-from mamba_jax.layout import SequenceLayout
+from mamba_jax.layout import SequenceLayout, Span
+from mamba_jax.layout.base import Keys, Queries
 from mamba_jax.model import HybridModel
 
 
@@ -25,35 +27,25 @@ class RolloutLayout(SequenceLayout):
     State: the keys and values of all passes so far, [passes, 2, T, kv_heads, head_dim].
     """
 
-    def attend(  # type: ignore[override]
-        self,
-        q: Float[Array, "T heads head_dim"],
-        k: Float[Array, "T kv_heads head_dim"],
-        v: Float[Array, "T kv_heads head_dim"],
-        kv: Float[Array, "passes 2 T kv_heads head_dim"],
-        *,
-        scale: float,
-        first_key: int = 0,
-        window: int | None = None,
-    ) -> tuple[Float[Array, "T heads head_dim"], Float[Array, "more 2 T kv_heads head_dim"]]:
+    def attend(self, q: Queries, k: Keys, v: Any, kv: Any, span: Span) -> tuple[Queries, Any]:
         depth = kv.shape[0]
         kv = jnp.concatenate([kv, jnp.stack([k, v])[None]])
         if depth == 0:
-            out, _ = super().attend(q, k, v, None, scale=scale, first_key=first_key, window=window)
+            out, _ = super().attend(q, k, v, None, span)
             return out, kv
         kv_heads, head_dim = k.shape[1:]
         queries = q.reshape(self.batch, self.length, kv_heads, -1, head_dim)
         passes = kv.reshape(depth + 1, 2, self.batch, self.length, kv_heads, head_dim)
         place = jnp.arange(self.length)
-        seen = (place[None] <= place[:, None] - depth) & (place[None] >= first_key)
-        if window is not None:
-            seen &= place[None] > place[:, None] - window
+        seen = (place[None] <= place[:, None] - depth) & (place[None] >= span.first_key)
+        if span.window is not None:
+            seen &= place[None] > place[:, None] - span.window
         scores = jnp.einsum("bqhrd,bkhd->bhrqk", queries, passes[0, 0], preferred_element_type=jnp.float32)
-        scores = jnp.where(seen, scores * scale, -jnp.inf)
+        scores = jnp.where(seen, scores * span.scale, -jnp.inf)
         # The one key of each later pass, shifted to the query's position.
         later = [jnp.roll(passes[e], depth - e, axis=2) for e in range(1, depth + 1)]
         own = jnp.stack([jnp.einsum("bqhrd,bqhd->bhrq", queries, one[0]) for one in later], axis=-1)
-        weights = jax.nn.softmax(jnp.concatenate([scores, own.astype(jnp.float32) * scale], axis=-1), axis=-1)
+        weights = jax.nn.softmax(jnp.concatenate([scores, own.astype(jnp.float32) * span.scale], axis=-1), axis=-1)
         weights = weights.astype(v.dtype)
         out = jnp.einsum("bhrqk,bkhd->bqhrd", weights[..., : self.length], passes[0, 1])
         for e, one in enumerate(later):

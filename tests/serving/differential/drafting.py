@@ -220,9 +220,9 @@ class _Spy:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layout, name)
 
-    def attend(self, q, k, v, kv, **rest):
+    def attend(self, q, k, v, kv, span):
         self.seen.append((k, v))
-        return self._layout.attend(q, k, v, kv, **rest)
+        return self._layout.attend(q, k, v, kv, span)
 
 
 @functools.cache
