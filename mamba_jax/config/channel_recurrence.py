@@ -25,10 +25,12 @@ MAMBA1, RG_LRU, SHORT_CONV = "S", "R", "C"
 """Letters of mixers in a pattern: selective scan, real-gated linear recurrent unit, convolution."""
 
 
+@dataclass(frozen=True)
 class ChannelRecurrence(RecurrenceConfig):
     """A mixer with a convolution and, after it, a recurrence of channels or none."""
 
     channels: int
+    """Of the recurrence's input and output."""
     conv_width: int
     of_channels: ClassVar[str]
     """How messages call what devices divide: channels, or heads of them."""
@@ -57,13 +59,10 @@ class ChannelRecurrence(RecurrenceConfig):
 class Mamba1Config(ChannelRecurrence):
     """A Mamba-1 mixer: each channel has a state of its own, and step sizes come from a projection of low rank."""
 
-    channels: int
-    """Of z, x and the output."""
     state_size: int
     """Numbers in the state of a channel."""
     dt_rank: int
     """Width of what step sizes are projected from."""
-    conv_width: int
     conv_bias: bool = True
     bias: bool = False
     """Whether the input and output projections have biases."""
@@ -120,10 +119,8 @@ class RGLRUConfig(ChannelRecurrence):
     The state of a channel is one number: a Mamba-1 state of that size.
     """
 
-    channels: int
     num_heads: int
     """The matrices of the two gates have a block for each head."""
-    conv_width: int
     activation: str
     letter: str = RG_LRU
     varying_bits: ClassVar[str] = "RG-LRU recurrence"
@@ -168,8 +165,6 @@ class RGLRUConfig(ChannelRecurrence):
 class ShortConvConfig(ChannelRecurrence):
     """A causal convolution over a few tokens, gated before and after. Its state is the last `conv_width - 1` inputs."""
 
-    channels: int
-    conv_width: int
     bias: bool = False
     """Of the projections and the convolution."""
     letter: str = SHORT_CONV

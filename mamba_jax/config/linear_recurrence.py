@@ -53,13 +53,18 @@ def _recurrent_state(
     )
 
 
+@dataclass(frozen=True)
 class GroupedRecurrence:
     """Heads in groups with one query and key, and two convolutions. The inner width is `num_heads * head_dim`."""
 
     num_heads: int
+    """Of values."""
     head_dim: int
+    """Of a value."""
     state_size: int
+    """Of a key."""
     num_groups: int
+    """Heads of keys."""
     conv_width: int
     of_heads: ClassVar[str]
     """How messages call the heads."""
@@ -69,8 +74,7 @@ class GroupedRecurrence:
     erases: ClassVar[bool]
     """Whether the recurrence erases; see `kernels_pallas.recurrence`."""
 
-    def check_sizes(self) -> None:
-        """Raises ModelConfigError where sizes do not fit."""
+    def __post_init__(self) -> None:
         positive(self, "num_heads", "head_dim", "state_size", "num_groups")
         wide_enough(self.conv_width)
         if self.num_heads % self.num_groups:
@@ -125,11 +129,6 @@ class GroupedRecurrence:
 class MambaConfig(GroupedRecurrence, MixerConfig):
     """A Mamba2 mixer. The inner width is `num_heads * head_dim`."""
 
-    num_heads: int
-    head_dim: int
-    state_size: int
-    num_groups: int
-    conv_width: int
     conv_bias: bool = True
     in_bias: bool = False
     out_bias: bool = False
@@ -149,7 +148,7 @@ class MambaConfig(GroupedRecurrence, MixerConfig):
     erases: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        self.check_sizes()
+        super().__post_init__()
         low, high = self.dt_limit
         if not 0 <= low <= high:
             raise ModelConfigError(f"step sizes limited to {low}..{high}: expected 0 <= low <= high")
@@ -189,15 +188,6 @@ class DeltaConfig(GroupedRecurrence, RecurrenceConfig):
     Kimi Delta Attention is the same, but that every channel of a key decays on its own.
     """
 
-    num_heads: int
-    """Of values."""
-    head_dim: int
-    """Of a value."""
-    state_size: int
-    """Of a key."""
-    num_groups: int
-    """Heads of keys."""
-    conv_width: int
     norm_eps: float
     beta_scale: float = 1.0
     """Writing strengths lie between 0 and this; above 1, states may have negative eigenvalues."""
@@ -216,7 +206,7 @@ class DeltaConfig(GroupedRecurrence, RecurrenceConfig):
     erases: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        self.check_sizes()
+        super().__post_init__()
         if self.log_decay_bound is not None and not self.log_decay_bound < 0:
             raise ModelConfigError(f"log_decay_bound is {self.log_decay_bound}: a negative number is expected")
 

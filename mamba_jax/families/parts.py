@@ -309,7 +309,7 @@ def naming(
     *,
     norm: str = "norm.weight",
     prefixes: tuple[str, ...] = ("model.",),
-    **others: Sequence[Spelling],
+    **others: Any,
 ) -> Callable[[HybridConfig], dict[str, HFSource]]:
     """Returns `Family.weight_names` of models whose layers alone differ: arguments of `layers` and `whole_model`."""
     return lambda config: whole_model(config, layers(config, mixers, norms, **others), norm=norm, prefixes=prefixes)
