@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from mamba_jax.config import MOE, SHARED, HybridConfig, StateUnit, need
 from mamba_jax.config.drafter import BlockConfig, DrafterConfig, EagleConfig
-from mamba_jax.layout import BlockLayout, Layout, SequenceLayout, has_tails
+from mamba_jax.layout import BlockLayout, Hidden, Layout, SequenceLayout, has_tails
 from mamba_jax.modules.basic import Table, normal, scaled, shapes_only
 from mamba_jax.modules.blocks import Block, model_norm
 from mamba_jax.modules.drafter import BlockDrafter, Eagle
@@ -94,11 +94,11 @@ class HybridModel(nnx.Module):
         flat, _ = self.run(tokens.reshape(-1), SequenceLayout.of(batch, length, lengths), None)
         return flat[:, : self.config.hidden_size].reshape(batch, length, -1)
 
-    def embedded(self, tokens: Int[Array, " T"]) -> Float[Array, "T hidden"]:
+    def embedded(self, tokens: Int[Array, " T"]) -> Hidden:
         """Returns the embeddings of tokens, as the first sublayer sees them."""
         return scaled(self._rows(self.embed, tokens), self.config.embedding_multiplier)
 
-    def draft_embedded(self, tokens: Int[Array, " T"]) -> Float[Array, "T hidden"]:
+    def draft_embedded(self, tokens: Int[Array, " T"]) -> Hidden:
         """Returns the embeddings of tokens, as the draft layer sees them."""
         layer = self.draft_layer
         own = None if layer is None else layer.embed
@@ -106,12 +106,12 @@ class HybridModel(nnx.Module):
         multiplier = self.config.embedding_multiplier if drafter is None else drafter.embedding_multiplier
         return scaled(self._rows(self.embed if own is None else own, tokens), multiplier)
 
-    def _rows(self, table: Table, tokens: Int[Array, " T"]) -> Float[Array, "T hidden"]:
+    def _rows(self, table: Table, tokens: Int[Array, " T"]) -> Hidden:
         return keep_whole(table.rows(tokens, self.dtype))
 
     def run(
         self, tokens: Int[Array, " T"], layout: Layout, store: MaybeStore, *, rematerialise: bool = False
-    ) -> tuple[Float[Array, "T hidden"], MaybeStore]:
+    ) -> tuple[Hidden, MaybeStore]:
         """Runs the sublayers over packed tokens.
 
         Args:
@@ -147,8 +147,8 @@ class HybridModel(nnx.Module):
         return hidden, cast(Any, pieces.store())
 
     def draft(
-        self, tokens: Int[Array, " T"], hidden: Float[Array, "T hidden"], layout: Layout, store: MaybeStore
-    ) -> tuple[Float[Array, "T hidden"], MaybeStore]:
+        self, tokens: Int[Array, " T"], hidden: Hidden, layout: Layout, store: MaybeStore
+    ) -> tuple[Hidden, MaybeStore]:
         """Runs the draft layer over the layout's tokens; see `MTP` and `Eagle`.
 
         Args:
@@ -169,15 +169,13 @@ class HybridModel(nnx.Module):
             store = dataclasses.replace(store, kv=store.kv[:main] + kv)
         return out, store
 
-    def draft_block(
-        self, tokens: Int[Array, " T"], layout: BlockLayout, store: Store
-    ) -> tuple[Float[Array, "T hidden"], Store]:
+    def draft_block(self, tokens: Int[Array, " T"], layout: BlockLayout, store: Store) -> tuple[Hidden, Store]:
         """Runs the drafter over a block of tokens at once; see `BlockDrafter`. Returns what `draft_logits` takes."""
         main = self.config.num_attention_uses
         out, kv = self.draft_layer(self.draft_embedded(tokens), layout, store.kv[main:])
         return out, dataclasses.replace(store, kv=store.kv[:main] + kv)
 
-    def remember_for_drafts(self, hidden: Float[Array, "T hidden"], layout: Layout, store: Store) -> Store:
+    def remember_for_drafts(self, hidden: Hidden, layout: Layout, store: Store) -> Store:
         """Returns the store with the drafter's keys and values of a layout's tokens, from their hidden states."""
         main = self.config.num_attention_uses
         kv = self.draft_layer.remember(self.draft_input(hidden), layout, store.kv[main:])

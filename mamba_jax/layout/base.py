@@ -14,6 +14,7 @@ Parameters = tuple[Any, ...]
 """The other arguments of a recurrence."""
 Anchors = tuple[Array, dict[str, Array]]
 """States in slots, and their tail's arrays by name."""
+Hidden = Float[Array, "T hidden"]
 Queries = Float[Array, "T heads head_dim"]
 Keys = Float[Array, "T kv_heads head_dim"]
 Pages = Float[Array, "pages page_size kv2 head_dim"]

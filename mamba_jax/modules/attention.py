@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas.fixed_order import product_by_head, rounded, sigmoid
 from mamba_jax.config import AttentionConfig, RopeConfig, need
 from mamba_jax.config.attention import LatentAttentionConfig
-from mamba_jax.layout import Layout, Span
+from mamba_jax.layout import Hidden, Layout, Span
 from mamba_jax.modules.basic import Linear, RMSNorm, Weight, constant, normal, scaled, scaled_by
 from mamba_jax.sharding.axis import axis_index
 
@@ -78,7 +78,7 @@ class Attention(nnx.Module):
         *,
         added: tuple[Array, Array, Array] | None = None,
         first_key: int = 0,
-    ) -> tuple[Float[Array, "T hidden"], Array | None]:
+    ) -> tuple[Hidden, Array | None]:
         """`added` is what an adapter adds to queries, keys and values, each [T, heads * head_dim].
 
         With `first_key` the sequence begins there: earlier keys are hidden, and rotary positions count from it.
@@ -172,8 +172,8 @@ class LatentAttention(nnx.Module):
         self.gate_proj = Linear(hidden_size, heads, rngs=rngs, dtype=dtype) if config.head_gate else None
 
     def __call__(
-        self, x: Float[Array, "T hidden"], layout: Layout, state: Array | None, *, first_key: int = 0
-    ) -> tuple[Float[Array, "T hidden"], Array | None]:
+        self, x: Hidden, layout: Layout, state: Array | None, *, first_key: int = 0
+    ) -> tuple[Hidden, Array | None]:
         """With `first_key` the sequence begins there, as in `Attention`."""
         config = self.config
         read = x

@@ -7,7 +7,7 @@ from typing import Any
 
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from mamba_jax.config import (
     AttentionConfig,
@@ -21,7 +21,7 @@ from mamba_jax.config import (
 from mamba_jax.config.channel_recurrence import Mamba1Config, RGLRUConfig, ShortConvConfig
 from mamba_jax.config.declaration import BothMixers
 from mamba_jax.config.linear_recurrence import DeltaConfig, LightningConfig
-from mamba_jax.layout import Layout
+from mamba_jax.layout import Hidden, Layout
 from mamba_jax.modules.attention import Attention, LatentAttention
 from mamba_jax.modules.basic import RMSNorm, scaled
 from mamba_jax.modules.conv import ShortConv
@@ -44,8 +44,8 @@ class Parallel(nnx.Module):
         self.attention = Attention(both["attention"], hidden_size, rngs=rngs, dtype=dtype)
 
     def __call__(
-        self, x: Float[Array, "T hidden"], layout: Layout, state: tuple[SlotArrays | None, Array | None]
-    ) -> tuple[Float[Array, "T hidden"], tuple[SlotArrays | None, Array | None]]:
+        self, x: Hidden, layout: Layout, state: tuple[SlotArrays | None, Array | None]
+    ) -> tuple[Hidden, tuple[SlotArrays | None, Array | None]]:
         mamba, slots = self.mamba(x, layout, state[0])
         attention, kv = self.attention(x, layout, state[1])
         return mamba + attention, (slots, kv)
@@ -102,9 +102,7 @@ class Block(nnx.Module):
         self.mixer: Any = MIXERS[type(mixer)](mixer, config.hidden_size, rngs=rngs, dtype=dtype)
         self.config, self.kind, self.index, self.norm_after = config, kind, index, norm_after
 
-    def __call__(
-        self, x: Float[Array, "T hidden"], layout: Layout, state: Any, **options: Any
-    ) -> tuple[Float[Array, "T hidden"], Any]:
+    def __call__(self, x: Hidden, layout: Layout, state: Any, **options: Any) -> tuple[Hidden, Any]:
         """Runs the sublayer. `options` are passed to the mixer."""
         parameters = mixer_placements(self.config, self.kind, self.index)
         taken = x if self.norm_after else self.norm(x)

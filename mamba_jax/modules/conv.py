@@ -20,6 +20,7 @@ from mamba_jax.config.channel_recurrence import ShortConvConfig
 from mamba_jax.layout import (
     Anchors,
     DecodeLayout,
+    Hidden,
     Inputs,
     Layout,
     Operation,
@@ -133,9 +134,7 @@ class ShortConv(nnx.Module):
         self.conv = Conv(channels, config.conv_width, window="conv", activation=None, bias=bias, rngs=rngs, dtype=dtype)
         self.out_proj = Linear(channels, hidden_size, bias=bias, rngs=rngs, dtype=dtype)
 
-    def __call__(
-        self, x: Float[Array, "T hidden"], layout: Layout, state: SlotArrays | None
-    ) -> tuple[Float[Array, "T hidden"], SlotArrays | None]:
+    def __call__(self, x: Hidden, layout: Layout, state: SlotArrays | None) -> tuple[Hidden, SlotArrays | None]:
         bcx = self.in_proj(x, layout.adapter)
         b, c, x = bcx[:, 0], bcx[:, 1], bcx[:, 2]
         y, window = self.conv(b * x, layout, None if state is None else state["conv"])

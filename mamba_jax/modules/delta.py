@@ -7,11 +7,11 @@ from __future__ import annotations
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from kernels_pallas.gated_recurrence import DeltaGates, Projections
 from mamba_jax.config.linear_recurrence import DeltaConfig
-from mamba_jax.layout import Layout
+from mamba_jax.layout import Hidden, Layout
 from mamba_jax.modules.basic import Linear, LowRank, Weight, both, constant, initial
 from mamba_jax.modules.conv import Conv
 from mamba_jax.modules.recurrence import RecurrentMixer, initial_dt_bias
@@ -49,9 +49,7 @@ class Delta(RecurrentMixer):
         self.norm = Weight(constant(1, (config.head_dim,), dtype))
         self.out_proj = Linear(inner, hidden_size, rngs=rngs, dtype=dtype)
 
-    def __call__(
-        self, x: Float[Array, "T hidden"], layout: Layout, state: SlotArrays | None
-    ) -> tuple[Float[Array, "T hidden"], SlotArrays | None]:
+    def __call__(self, x: Hidden, layout: Layout, state: SlotArrays | None) -> tuple[Hidden, SlotArrays | None]:
         v = self.v_proj(x, layout.adapter)
         qk = jnp.concatenate([project(x, layout.adapter) for project in (self.q_proj, self.k_proj)], axis=1)
         if isinstance(self.a_proj, LowRank) and isinstance(self.z_proj, LowRank):

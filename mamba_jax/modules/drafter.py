@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from mamba_jax.config import HybridConfig
 from mamba_jax.config.drafter import BlockConfig, DrafterConfig, EagleConfig
-from mamba_jax.layout import BlockLayout, DecodeLayout, Layout, PrefillLayout
+from mamba_jax.layout import BlockLayout, DecodeLayout, Hidden, Layout, PrefillLayout
 from mamba_jax.modules.attention import Attention
 from mamba_jax.modules.basic import Linear, RMSNorm, Table, initial, normal
 from mamba_jax.modules.feed_forward import MLP
@@ -59,8 +59,8 @@ class DrafterLayer(nnx.Module):
         self.mlp = MLP(config.mlp, size, rngs=rngs, dtype=dtype)
 
     def run(
-        self, x: Float[Array, "T hidden"], read: Float[Array, "T inputs"], layout: Any, kv: Array | None, first_key: int
-    ) -> tuple[Float[Array, "T hidden"], Array | None]:
+        self, x: Hidden, read: Float[Array, "T inputs"], layout: Any, kv: Array | None, first_key: int
+    ) -> tuple[Hidden, Array | None]:
         """Returns the hidden states, and the keys and values of this layer.
 
         Args:
@@ -102,18 +102,18 @@ class Eagle(DrafterFrame):
             [DrafterLayer(config, target, pairs=i == 0, rngs=rngs, dtype=dtype) for i in range(config.num_layers)]
         )
 
-    def features(self, states: Sequence[Float[Array, "T hidden"]]) -> Float[Array, "T hidden"]:
+    def features(self, states: Sequence[Hidden]) -> Hidden:
         """Returns the hidden states that the drafter reads, from those of the target at each of the places."""
         joined = jnp.concatenate(states, axis=-1).astype(self.final_norm.weight.get_value().dtype)
         return self.fc(joined if self.states_norm is None else self.states_norm(joined))
 
     def __call__(
         self,
-        embedded: Float[Array, "T hidden"],
-        hidden: Float[Array, "T hidden"],
+        embedded: Hidden,
+        hidden: Hidden,
         layout: Layout,
         kv: tuple[Array, ...] | None,
-    ) -> tuple[Float[Array, "T hidden"], tuple[Array, ...] | None]:
+    ) -> tuple[Hidden, tuple[Array, ...] | None]:
         """Predicts the token after each token of the layout; arguments and result are those of `MTP`.
 
         The result is before the final norm, which `HybridModel.draft_logits` applies.
@@ -146,14 +146,12 @@ class BlockDrafter(DrafterFrame):
         self.markov_before = Table(normal(rngs, (target.vocab_size, rank), dtype)) if rank else None
         self.markov_after = Table(normal(rngs, (config.vocab_size, rank), dtype)) if rank else None
 
-    def features(self, states: Sequence[Float[Array, "T hidden"]]) -> Float[Array, "T hidden"]:
+    def features(self, states: Sequence[Hidden]) -> Hidden:
         """Returns what keys and values are made of, from the target's hidden states at each of the places."""
         joined = jnp.concatenate(states, axis=-1).astype(self.final_norm.weight.get_value().dtype)
         return self.states_norm(self.fc(joined))
 
-    def remember(
-        self, read: Float[Array, "T hidden"], layout: DecodeLayout | PrefillLayout, kv: tuple[Array, ...]
-    ) -> tuple[Array, ...]:
+    def remember(self, read: Hidden, layout: DecodeLayout | PrefillLayout, kv: tuple[Array, ...]) -> tuple[Array, ...]:
         """Returns the pages of each layer with the keys and values of the layout's tokens, from their `features`."""
 
         def write(modules: Any, layout: Any, state: Any, read: Array) -> tuple[Array, Any]:
@@ -168,8 +166,8 @@ class BlockDrafter(DrafterFrame):
         return tuple(found)
 
     def __call__(
-        self, embedded: Float[Array, "T hidden"], layout: BlockLayout, kv: tuple[Array, ...]
-    ) -> tuple[Float[Array, "T hidden"], tuple[Array, ...]]:
+        self, embedded: Hidden, layout: BlockLayout, kv: tuple[Array, ...]
+    ) -> tuple[Hidden, tuple[Array, ...]]:
         """Returns the output at each token of a block, before the final norm, and the keys and values."""
         x, kept = embedded, list[Any]()
         for layer, own in zip(self.layers, kv, strict=True):

@@ -15,7 +15,7 @@ from kernels_pallas.expert_mlp import expert_mlp, multiply_rows
 from kernels_pallas.fixed_order import rounded, router_product, row_sum, sigmoid, softmax, weighted_sum
 from kernels_pallas.quantised import Quantised
 from mamba_jax.config import MLPConfig, MoEConfig
-from mamba_jax.layout import Layout
+from mamba_jax.layout import Hidden, Layout
 from mamba_jax.modules.basic import Linear, activation, constant, normal, scaled
 from mamba_jax.modules.lora import ExpertLoRA
 from mamba_jax.sharding.axis import axis_index
@@ -35,12 +35,12 @@ class MLP(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "T hidden"],
+        x: Hidden,
         layout: Layout,
         state: None,
         *,
         added: Float[Array, "T 2 size"] | None = None,
-    ) -> tuple[Float[Array, "T hidden"], None]:
+    ) -> tuple[Hidden, None]:
         """`added` is what an adapter adds to gate and up."""
         up = self.up_proj(x, layout.adapter)
         if self.gate_proj is None:
@@ -102,9 +102,7 @@ class Router(nnx.Module):
             top_groups=config.top_groups,
         )
 
-    def __call__(
-        self, x: Float[Array, "T hidden"], valid: Bool[Array, " T"], first: Int[Array, ""], *, own: int
-    ) -> Choice:
+    def __call__(self, x: Hidden, valid: Bool[Array, " T"], first: Int[Array, ""], *, own: int) -> Choice:
         """The experts of each token, of which this device has `own` from `first` on."""
         if x.shape[0] <= _FEW_TOKENS and x.shape[1] % _UNPADDED == 0:
             # Held in its dtype: XLA for GPU would otherwise keep x before its rounding for this product alone, and
@@ -256,9 +254,7 @@ class MoE(nnx.Module):
         self.shared = MLP(shared, hidden_size, rngs=rngs, dtype=dtype) if shared else None
         self.shared_gate = Linear(hidden_size, 1, rngs=rngs, dtype=dtype) if config.shared_gate else None
 
-    def __call__(
-        self, x: Float[Array, "T hidden"], layout: Layout, state: SlotArrays | None
-    ) -> tuple[Float[Array, "T hidden"], SlotArrays | None]:
+    def __call__(self, x: Hidden, layout: Layout, state: SlotArrays | None) -> tuple[Hidden, SlotArrays | None]:
         """With a state, its array becomes the numbers of the chosen experts."""
         own, experts = self.experts.up.shape[0], self.experts.num_experts
         choice = self.router(x, layout.valid, axis_index() * own if own < experts else jnp.int32(0), own=own)

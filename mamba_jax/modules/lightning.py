@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from mamba_jax.config.linear_recurrence import LightningConfig
-from mamba_jax.layout import Layout
+from mamba_jax.layout import Hidden, Layout
 from mamba_jax.modules.basic import Linear, RMSNorm
 from mamba_jax.modules.recurrence import recurrence
 from mamba_jax.sharding.axis import axis_index
@@ -30,9 +30,7 @@ class Lightning(nnx.Module):
         self.norm = RMSNorm(inner, config.norm_eps, dtype=dtype)
         self.out_proj = Linear(inner, hidden_size, rngs=rngs, dtype=dtype)
 
-    def __call__(
-        self, x: Float[Array, "T hidden"], layout: Layout, state: SlotArrays | None
-    ) -> tuple[Float[Array, "T hidden"], SlotArrays | None]:
+    def __call__(self, x: Hidden, layout: Layout, state: SlotArrays | None) -> tuple[Hidden, SlotArrays | None]:
         tokens = x.shape[0]
         # Each head has its query, then its key, then its value.
         qkv = jax.nn.silu(self.qkv_proj(x, layout.adapter)).reshape(tokens, -1, 3 * self.config.head_dim)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from kernels_pallas.fixed_order import silu
 from kernels_pallas.gated_recurrence import Mamba2Gates, Projections, gated_scan
 from mamba_jax.config import MambaConfig, need
-from mamba_jax.layout import Inputs, Layout, Parameters, PrefillLayout, SequenceLayout
+from mamba_jax.layout import Hidden, Inputs, Layout, Parameters, PrefillLayout, SequenceLayout
 from mamba_jax.modules.basic import Linear, Weight, constant, initial, scaled
 from mamba_jax.modules.conv import Conv
 from mamba_jax.modules.recurrence import RecurrentMixer, initial_dt_bias
@@ -46,9 +46,7 @@ class Mamba(RecurrentMixer):
         self.norm = Weight(constant(1, (inner,), dtype)) if config.norm else None
         self.out_proj = Linear(inner, hidden_size, bias=config.out_bias, rngs=rngs, dtype=dtype)
 
-    def __call__(
-        self, x: Float[Array, "T hidden"], layout: Layout, state: SlotArrays | None
-    ) -> tuple[Float[Array, "T hidden"], SlotArrays | None]:
+    def __call__(self, x: Hidden, layout: Layout, state: SlotArrays | None) -> tuple[Hidden, SlotArrays | None]:
         config = self.config
         times_z, times_x, times_b, times_c, times_dt = config.projection_multipliers
 

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from mamba_jax.config import ATTENTION, LATENT, HybridConfig
-from mamba_jax.layout import Layout
+from mamba_jax.layout import Hidden, Layout
 from mamba_jax.modules.basic import Linear, Table, normal
 from mamba_jax.modules.blocks import Block, model_norm
 from mamba_jax.sharding.across import ShardedModule, across, own_columns
@@ -44,11 +44,11 @@ class MTP(nnx.Module):
 
     def __call__(
         self,
-        embedded: Float[Array, "T hidden"],
-        hidden: Float[Array, "T hidden"],
+        embedded: Hidden,
+        hidden: Hidden,
         layout: Layout,
         kv: tuple[Array, ...] | None,
-    ) -> tuple[Float[Array, "T hidden"], tuple[Array, ...] | None]:
+    ) -> tuple[Hidden, tuple[Array, ...] | None]:
         """Predicts the token after each token of the layout.
 
         Args:

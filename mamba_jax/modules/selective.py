@@ -24,6 +24,7 @@ from mamba_jax.config.channel_recurrence import Mamba1Config, RGLRUConfig
 from mamba_jax.layout import (
     Anchors,
     DecodeLayout,
+    Hidden,
     Inputs,
     Layout,
     Operation,
@@ -96,9 +97,7 @@ class Mamba1(nnx.Module):
             self.c_norm = RMSNorm(state, config.norm_eps, dtype=dtype)
         self.out_proj = Linear(inner, hidden_size, bias=config.bias, rngs=rngs, dtype=dtype)
 
-    def __call__(
-        self, x: Float[Array, "T hidden"], layout: Layout, state: SlotArrays | None
-    ) -> tuple[Float[Array, "T hidden"], SlotArrays | None]:
+    def __call__(self, x: Hidden, layout: Layout, state: SlotArrays | None) -> tuple[Hidden, SlotArrays | None]:
         xz = self.in_proj(x, layout.adapter)
         x, z = xz[:, 0], xz[:, 1]
         x, window = self.conv(x, layout, None if state is None else state["conv_x"])
@@ -159,9 +158,7 @@ class RGLRU(nnx.Module):
         self.recurrent_param = nnx.Param(constant(-4.35, (inner,), jnp.float32))
         self.out_proj = Linear(inner, hidden_size, bias=True, rngs=rngs, dtype=dtype)
 
-    def __call__(
-        self, x: Float[Array, "T hidden"], layout: Layout, state: SlotArrays | None
-    ) -> tuple[Float[Array, "T hidden"], SlotArrays | None]:
+    def __call__(self, x: Hidden, layout: Layout, state: SlotArrays | None) -> tuple[Hidden, SlotArrays | None]:
         y = self.activation(self.y_proj(x, layout.adapter))
         conv = None if state is None else state["conv_x"]
         x, window = self.conv(self.x_proj(x, layout.adapter), layout, conv)

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from mamba_jax.config import HybridConfig, need
-from mamba_jax.layout import Layout
+from mamba_jax.layout import Hidden, Layout
 from mamba_jax.modules.attention import Attention
 from mamba_jax.modules.basic import Linear, LowRank, RMSNorm
 from mamba_jax.modules.feed_forward import MLP
@@ -59,12 +59,12 @@ class SharedBlock(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "T hidden"],
-        embedded: Float[Array, "T hidden"],
+        x: Hidden,
+        embedded: Hidden,
         layout: Layout,
         kv: Array | None,
         adapters: Adapters,
-    ) -> tuple[Float[Array, "T hidden"], Array | None]:
+    ) -> tuple[Hidden, Array | None]:
         y = self.attention_norm(jnp.concatenate([x, embedded], axis=-1))
         config, attention, mlp = self.config, need(self.config.attention), need(self.config.mlp)
         added = ShardedModule(adapters, adapter_placements(need(config.shared), attention, mlp))
@@ -100,13 +100,13 @@ class SharedUse(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "T hidden"],
+        x: Hidden,
         layout: Layout,
         state: tuple[SlotArrays | None, Array | None],
         *,
         block: SharedBlock,
-        embedded: Float[Array, "T hidden"],
-    ) -> tuple[Float[Array, "T hidden"], tuple[SlotArrays | None, Array | None]]:
+        embedded: Hidden,
+    ) -> tuple[Hidden, tuple[SlotArrays | None, Array | None]]:
         slots, kv = state
         added, kv = block(x, embedded, layout, kv, self.adapters)
         linear = ShardedModule(self.linear, of_whole_input(self.config))

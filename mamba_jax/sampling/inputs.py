@@ -87,18 +87,9 @@ class SamplingInputs:
         def own(values: Array) -> Array:
             return lax.dynamic_slice_in_dim(values, axis_index() * count, count)
 
+        divided = ("drafts", "length", "sample", "row_id", "masked", "biased", "penalised", "random", "supports")
         return replace(
-            self,
-            drafts=own(self.drafts),
-            length=own(self.length),
-            sample=own(self.sample),
-            row_id=own(self.row_id),
-            masked=own(self.masked),
-            biased=own(self.biased),
-            penalised=own(self.penalised),
-            random=own(self.random),
-            all_seats=self.row_id,
-            supports=None if self.supports is None else own(self.supports),
+            self, all_seats=self.row_id, **{name: jax.tree.map(own, getattr(self, name)) for name in divided}
         )
 
     def rows_of(self, table: Shaped[Array, "seats part"]) -> Shaped[Array, "rows vocab"]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mamba_jax.batch import DecodeBatch
-from mamba_jax.layout import DecodeLayout
+from mamba_jax.layout import DecodeLayout, Hidden
 from mamba_jax.model import HybridModel
 from mamba_jax.rows import Rows
 from mamba_jax.sampling import Emission
@@ -74,7 +74,7 @@ class DecodeRows:
         """Tokens committed before the step."""
         return self.running.length
 
-    def write(self, store: Store, hidden: Float[Array, "T hidden"], *, for_drafts: bool) -> tuple[Store, StepHidden]:
+    def write(self, store: Store, hidden: Hidden, *, for_drafts: bool) -> tuple[Store, StepHidden]:
         """Completes the slots that the sublayers have written."""
         wrong = self.running.wrong(store, self.row_id)
         # A draft source reads the hidden state before every row's first token.
@@ -85,7 +85,7 @@ class DecodeRows:
         hidden = jnp.where(self.layout.valid[:, None], hidden, read)
         return self.running.write(store, hidden, wrong, for_drafts=for_drafts), StepHidden(hidden, before, wrong)
 
-    def heads(self, hidden: Float[Array, "T hidden"]) -> Float[Array, "rows H hidden"]:
+    def heads(self, hidden: Hidden) -> Float[Array, "rows H hidden"]:
         """Returns the hidden states that tokens are chosen from."""
         width = self.by_row.shape[1]
         by_row = hidden.reshape(-1, width, hidden.shape[-1])

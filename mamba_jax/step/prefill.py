@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas.slots import read_slots
 from mamba_jax.batch import PrefillBatch
-from mamba_jax.layout import PrefillLayout
+from mamba_jax.layout import Hidden, PrefillLayout
 from mamba_jax.model import HybridModel
 from mamba_jax.prompt_logprobs import prompt_logprobs
 from mamba_jax.rows import Rows
@@ -63,7 +63,7 @@ class PrefillRows:
         none = jnp.zeros((after.shape[0], 0), jnp.int32)
         return SampledRows(self.row_id, self.batch.sample, none, jnp.zeros_like(after), after)
 
-    def write(self, store: Store, hidden: Float[Array, "T hidden"], *, for_drafts: bool) -> tuple[Store, StepHidden]:
+    def write(self, store: Store, hidden: Hidden, *, for_drafts: bool) -> tuple[Store, StepHidden]:
         """Completes the slots that the sublayers have written."""
         layout = self.layout
         wrong = wrong_tags(store, self.row_id, self.length, self.batch.read_slot)
@@ -76,7 +76,7 @@ class PrefillRows:
         store = write_hidden(store, hidden[tile_last], layout.tile_write_slot, tag)
         return store, StepHidden(hidden, before, wrong)
 
-    def heads(self, hidden: Float[Array, "T hidden"]) -> Float[Array, "rows 1 hidden"]:
+    def heads(self, hidden: Hidden) -> Float[Array, "rows 1 hidden"]:
         """Returns the hidden states that tokens are chosen from."""
         return hidden[jnp.maximum(self.layout.row_start + self.batch.num_tokens - 1, 0)][:, None]
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kernels_pallas.slots import read_slots
 from kernels_pallas.tails import read_ring
 from mamba_jax.batch import DecodeBatch
+from mamba_jax.layout.base import Hidden
 from mamba_jax.layout.decode import DecodeLayout, ReplayLayout
 from mamba_jax.rows import Rows
 from mamba_jax.step.slots import shared_writes, write_hidden, wrong_tags, wrong_tails
@@ -43,9 +44,7 @@ class SnapshotRows:
         """Returns the hidden state before the step, of `all_rows` or only of those that feed no token."""
         return _hidden_in_slots(store, self, all_rows)
 
-    def write(
-        self, store: Store, hidden: Float[Array, "T hidden"], wrong: Bool[Array, " rows"], *, for_drafts: bool
-    ) -> Store:
+    def write(self, store: Store, hidden: Hidden, wrong: Bool[Array, " rows"], *, for_drafts: bool) -> Store:
         """Writes the hidden states and debugging tags of the states that the sublayers wrote."""
         tag = jnp.where(jnp.repeat(wrong, self.layout.shape[1]), -1, self.layout.positions + 1)
         return write_hidden(store, hidden, self.layout.write_slot.reshape(-1), tag)
@@ -80,9 +79,7 @@ class ReplayRows:
         last = read_ring(store.tails.hidden, self.layout.tail_id, self.length[:, None] - 1)[:, 0]
         return jnp.where((self.length > self.layout.anchor)[:, None], last, anchored)
 
-    def write(
-        self, store: Store, hidden: Float[Array, "T hidden"], wrong: Bool[Array, " rows"], *, for_drafts: bool
-    ) -> Store:
+    def write(self, store: Store, hidden: Hidden, wrong: Bool[Array, " rows"], *, for_drafts: bool) -> Store:
         """Writes the hidden state and tag of each state that is due, and the step's tokens' into the tails.
 
         The tails hold hidden states only `for_drafts`.
