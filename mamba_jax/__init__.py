@@ -7,8 +7,6 @@
 model over slots and pages.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from mamba_jax.batch import DecodeBatch, MixedBatch, PrefillBatch, SeatBatch, StepOutput

@@ -3,8 +3,6 @@
 Each row of a step can use another adapter.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Options of XLA's compilers that step programs are compiled with."""
 
-from __future__ import annotations
-
 from typing import Any
 
 _GRAPH_COMMANDS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,COLLECTIVES,CONDITIONAL,WHILE"

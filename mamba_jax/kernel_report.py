@@ -1,7 +1,5 @@
 """Which implementations a model's operations get on a platform, found by tracing steps: no program is compiled."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from functools import partial

@@ -5,8 +5,6 @@ of a store takes about as long as dispatching a step. Therefore the results that
 once and recognised by their identity afterwards.
 """
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from collections.abc import Callable, Hashable, Iterator

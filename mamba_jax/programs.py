@@ -1,7 +1,5 @@
 """Compiled programs of a step: one for each batch shape, with a donated store."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """Log-probabilities of a prompt's own tokens and of given ids, from a prefill step's hidden states."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import jax

@@ -8,8 +8,6 @@ pinned too, because the compiler would put their few rows outermost: pinned, a s
 other arrays are row-major in the relevant axes anyway.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -6,8 +6,6 @@ n modulo their length. Values written to tail 0 are discarded, as with slot 0. T
 only the positions that the row's own numbers name, and these start again with each prefill.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import jax

@@ -1,7 +1,5 @@
 """The version of mamba-jax as it is installed, and how to install its extras."""
 
-from __future__ import annotations
-
 import sys
 import tomllib
 from importlib import metadata

@@ -1,7 +1,5 @@
 """Causal attention with grouped keys and values or over latents, with or without rotary positions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -2,8 +2,6 @@
 al., "Griffin", 2024, section 2.4), and the gated short convolution of LFM2 (Liquid AI, 2025).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Drafters: separate models that draft from the hidden states of chosen layers of another model, the target."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 

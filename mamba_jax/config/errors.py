@@ -1,7 +1,5 @@
 """The error of a wrong model configuration, and checks that its parts share."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 Part = TypeVar("Part")

@@ -4,8 +4,6 @@ A source runs inside the decode and prefill programs, after sampling, so that th
 host has seen anything of this one. Whatever it proposes, no output depends on it: drafts are verified by the next step.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """Drafts of a whole block in one pass, by a drafter such as that of DFlash or DSpark (`BlockConfig`)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import jax.numpy as jnp

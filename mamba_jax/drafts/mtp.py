@@ -5,8 +5,6 @@ The layer reads pairs: a token, and the hidden state of the token before it. Its
 under the index of the pair's token, so that a page depends only on its own tokens, and a prefix hit loses nothing.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """Prompt lookup (Saxena, 2023): drafts are the tokens that followed an earlier occurrence of the last tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import jax

@@ -3,8 +3,6 @@
 A family is how it reads config.json, and how its tensors are named. Those that share most are in one file.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Container, Mapping
 from typing import Any

@@ -6,8 +6,6 @@ residuals, attention scores and logits. Falcon-H1 (TII, 2025): Mamba2 and attent
 SwiGLU MLP; multipliers everywhere.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ and that of the speculators library (`speculators_model_type`, `layers.0.*`). DF
 (`DFlashDraftModel`), DSpark's that of deepseek-ai/DeepSpec (`Qwen3DSparkModel`): both are layers as in Qwen3.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Container, Mapping

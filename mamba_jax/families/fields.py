@@ -1,7 +1,5 @@
 """Reading fields of a config.json, with Hugging Face's defaults for absent ones and clear errors for wrong ones."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -4,8 +4,6 @@ Kimi Linear (Moonshot AI, 2025) has three Kimi Delta Attentions to one attention
 2026) has five; its attention over latents has rotary positions and a gate for each head, and its decays have a bound.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial

@@ -4,8 +4,6 @@ LFM3 (2026) has attention to a window, too. Its sublayers also normalise their o
 each head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ MLP or a mixture of experts.
 Falcon-Mamba also normalises B, C and what step sizes are projected from, without weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any

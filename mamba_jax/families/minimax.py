@@ -3,8 +3,6 @@
 A sublayer adds what its mixer gives to the normalised input, not to the input as it came.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial

@@ -11,8 +11,6 @@ sublayer, `final_layernorm` in the last, `norm` and `mixer.*` in each. The subla
 model without MLPs of its own gets SwiGLU ones of `mtp_intermediate_size`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

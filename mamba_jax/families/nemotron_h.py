@@ -1,8 +1,6 @@
 """Nemotron-H and Nemotron 3 (NVIDIA, 2025): one mixer per layer, attention without positions, relu^2 MLPs, experts
 behind a sigmoid router (on latent copies in the larger ones), and a multi-token-prediction layer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """OLMo Hybrid (Ai2, 2025): three gated delta nets to one attention normalised after, each before an MLP."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@ Functions of type `Names` give each parameter of a mixer by its path from the mi
 the mixer's on; `layers` and `whole_model` put both in their places.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal

@@ -5,8 +5,6 @@ has gated delta nets, attention to a window, and attention to everything without
 of experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,8 +1,6 @@
 """RecurrentGemma (Google DeepMind, 2024): two recurrent blocks of Griffin to one attention to a window, each before an
 MLP."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -4,8 +4,6 @@ linear, dynamic, YaRN, llama3 and LongRoPE.
 Frequencies and factors as in transformers' `modeling_rope_utils.py`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

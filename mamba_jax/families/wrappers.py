@@ -3,8 +3,6 @@
 Only text is served, so tensors of the other towers (vision, audio, projectors) are left out.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Zamba2 (Zyphra, 2024): Mamba2 layers, some of which also take the output of a shared transformer block."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a mixer knows about batching: how tokens are arranged, and the forms of a recurrence that layouts run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -3,8 +3,6 @@
 Rows may have an anchor and the inputs since then (see `mamba_jax.tails`), or be a block that is drafted in one pass.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 

@@ -1,7 +1,5 @@
 """The tokens of a step with decode rows and prefill rows: the decode rows' tokens first."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -2,8 +2,6 @@
 or without rotary positions (Su et al., "RoFormer", 2021).
 """
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx

@@ -1,7 +1,5 @@
 """Dense layers, RMS norm and activations."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Residual sublayers: a norm, a mixer, and the sum with the input."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The causal depthwise convolution over a sequence's last few inputs, before a recurrence or as a mixer (LFM2)."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 from typing import Any
 

@@ -2,8 +2,6 @@
 Attention (Kimi Team, "Kimi Linear", 2025).
 """
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike

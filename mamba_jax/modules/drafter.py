@@ -4,8 +4,6 @@ EAGLE-3 (Li et al., 2025, arXiv:2503.01840) drafts token by token; DFlash (Chen 
 DSpark (DeepSeek, 2026) draft a block at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Feed-forward sublayers: MLPs, and mixtures of experts, which drop no token."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

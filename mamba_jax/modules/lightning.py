@@ -1,7 +1,5 @@
 """The mixer of lightning attention, as MiniMax-01 (MiniMax, 2025) has it."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from flax import nnx

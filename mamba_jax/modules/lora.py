@@ -1,7 +1,5 @@
 """Low-rank adapters of dense layers (Hu et al., "LoRA", 2021), several at once: each token has its own."""
 
-from __future__ import annotations
-
 import math
 
 import jax.numpy as jnp

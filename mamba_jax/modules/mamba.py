@@ -1,7 +1,5 @@
 """The Mamba2 mixer (Dao and Gu, "Transformers are SSMs", 2024)."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from flax import nnx

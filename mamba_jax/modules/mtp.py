@@ -1,7 +1,5 @@
 """The multi-token-prediction layer: a small model that drafts the token after next (DeepSeek-V3, section 2.2)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp

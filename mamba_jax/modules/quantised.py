@@ -1,7 +1,5 @@
 """Quantised weights among a model's parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import EllipsisType
 from typing import Any

@@ -1,7 +1,5 @@
 """What mixers with a linear recurrence share: its forms, and the operations between their projections."""
 
-from __future__ import annotations
-
 import math
 from functools import cache, partial
 from typing import Any

@@ -2,8 +2,6 @@
 Griffin (De et al., "Griffin", 2024, section 2.4).
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from flax import nnx

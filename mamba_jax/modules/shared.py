@@ -1,7 +1,5 @@
 """Zamba2's shared transformer blocks and the sublayers that use them (Glorioso et al., "The Zamba2 Suite", 2024)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp

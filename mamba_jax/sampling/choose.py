@@ -7,8 +7,6 @@ with probability p(x), the maximum for one-hot proposals (Leviathan et al. 2023)
 seeded row emits the same tokens with any drafts, or none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any

@@ -5,8 +5,6 @@ the weights of the whole vocabulary that `truncate` would choose the same limits
 because more than `FEW` tokens are within the limits, `truncate` computes the limits of this head.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

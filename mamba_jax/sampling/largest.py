@@ -4,8 +4,6 @@ Devices exchange the largest logit of their part and its index, not the logits. 
 of equal logits, the first. A flag says whether all of them are finite.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

@@ -4,8 +4,6 @@ The host writes a row's masks before each of its steps; rows without masks cost 
 else that changes logits, so a token that is not allowed has probability 0 under any sampling parameters.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Self
 

@@ -1,7 +1,5 @@
 """Runs a mixer on all devices at once, each with its own pieces of the weights and of the state."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

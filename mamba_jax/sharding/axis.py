@@ -6,8 +6,6 @@ each state. Experts are sharded over it, too, where they divide evenly: all devi
 computes its own experts, and the sum of a mixer's parts includes them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

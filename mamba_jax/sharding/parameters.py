@@ -1,7 +1,5 @@
 """The division of each parameter over devices: as mixers declare it, and for the parts around them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The decode rows of a step: each feeds certain tokens and drafts, and emits the right drafts and one more token."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Self
 

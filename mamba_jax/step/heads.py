@@ -1,7 +1,5 @@
 """From hidden states to tokens: logits and sampling at each row's heads, and the drafts for its next step."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The prefill rows of a step: packed rows of any length, which write states at tile ends and may emit a token."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Self
 

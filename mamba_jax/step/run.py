@@ -1,7 +1,5 @@
 """The order of a step, for decode rows, prefill rows or both."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

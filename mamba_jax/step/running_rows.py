@@ -4,8 +4,6 @@
 state only where the step reaches a multiple of the interval (`mamba_jax.tails`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Seats: the device's own record of each running request, from which its next step continues."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

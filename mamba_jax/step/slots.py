@@ -3,8 +3,6 @@
 With `debug_state`, also the checks that a step reads the state that it expects, and that no other row writes it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

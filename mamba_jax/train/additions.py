@@ -6,8 +6,6 @@ not trained, and `initial_state.{index}.{name}`, an array of the state before th
 and the name that the block declares.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The settings of a training run, read from a YAML or TOML file."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import tomllib

@@ -12,8 +12,6 @@ A document is `{"id", "text"}`, or `{"id", "question", "answer", "result"}`. Wha
 every 25th file or chapter, and problems of another seed of which none equals a training problem.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -5,8 +5,6 @@ Run as a file, by a Python that finds `rdata` and `reasoning_gym`; so it imports
     python corpus_readers.py python_docs | austen | gsm_symbolic COUNT SEED
 """
 
-from __future__ import annotations
-
 import json
 import struct
 import sys

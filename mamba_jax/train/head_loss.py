@@ -5,8 +5,6 @@ more time than the products that compute them. The gradient of a cross-entropy f
 minus target), so it is computed together with them, and nothing is computed twice.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

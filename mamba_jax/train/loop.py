@@ -1,7 +1,5 @@
 """The training loop: data-parallel over all devices, and resumable with bitwise equal results on a CPU."""
 
-from __future__ import annotations
-
 import functools
 import json
 import signal

@@ -1,7 +1,5 @@
 """The training loss: the cross-entropy of the next token, and of each draft of the multi-token-prediction layer."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """The optimiser: clipping, AdamW or Muon, and a schedule of the learning rate."""
 
-from __future__ import annotations
-
 import re
 
 import jax

@@ -1,7 +1,5 @@
 """The loss curve as a picture."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path

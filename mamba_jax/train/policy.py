@@ -4,8 +4,6 @@ The answers come from an engine that serves the same weights. The trainer uses t
 reports, so that training corrects for any difference between the two.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The recipe of a run, kept in its folder: a run is resumed with the same settings and corpus, or not at all."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

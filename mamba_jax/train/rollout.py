@@ -1,7 +1,5 @@
 """The draft layer, unrolled over whole sequences. Each draft attends to the same keys as in serving."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Log-probabilities of whole sequences, in the ordinary arithmetic or with the bits of a schedule-invariant engine."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from typing import Any

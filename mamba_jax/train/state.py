@@ -1,7 +1,5 @@
 """The state of a training run, and its checkpoints on disk."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

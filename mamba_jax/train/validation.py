@@ -1,7 +1,5 @@
 """The loss of held-out sequences, without drafts."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 
