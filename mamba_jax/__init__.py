@@ -7,7 +7,7 @@
 model over slots and pages.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mamba_jax.batch import DecodeBatch, MixedBatch, PrefillBatch, SeatBatch, StepOutput
 from mamba_jax.config import HybridConfig, ModelConfigError
@@ -18,6 +18,7 @@ from mamba_jax.rows import Rows, init_rows
 from mamba_jax.step import seat, step
 from mamba_jax.store import Store, init_store
 from mamba_jax.train.score import score
+from mamba_jax.version import version
 
 __all__ = [
     "DecodeBatch",
@@ -44,16 +45,7 @@ __all__ = [
 ]
 
 
-if TYPE_CHECKING:
-    __version__: str
-
-
-def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from mamba_jax.version import version
-
-        return version()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__version__ = version()
 
 
 def load(ref: str, *, dtype: Any = None, **options: Any) -> HybridModel:

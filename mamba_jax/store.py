@@ -20,15 +20,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from kernels_pallas import native
-from kernels_pallas.slots import load, put, read_slots, take, write_slots
+from kernels_pallas.slots import load, put, read_slots, take, write_slots  # noqa: F401 - for users of the store
 from mamba_jax.config import HybridConfig, ModelConfigError, Role, StateArray, StateUnit
 from mamba_jax.rounding import NarrowDtype, RoundedRows
 from mamba_jax.tails import Replay, Tails
-
-__all__ = [
-    "SlotArrays", "Store", "StoreShape", "init_store", "load", "put", "read_slots", "store_bytes", "take",
-    "write_slots",
-]  # fmt: skip
 
 EXPERTS, EXPERT = "experts", np.dtype(np.int16)
 """The name of recorded experts in the state of a sublayer, and their dtype."""

@@ -68,12 +68,7 @@ def bamba_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         norm_eps=eps,
         mamba=mamba_config(fields, hidden, eps),
         attention=parts.attention_config(fields, hidden, num_heads=32, num_kv_heads=8, rope={"share": 0.5}),
-        mlp=MLPConfig(
-            fields.integer("intermediate_size", 14336),
-            fields.text("hidden_act", "silu"),
-            gated=True,
-            bias=fields.flag("mlp_bias", False),
-        ),
+        mlp=parts.mlp_config(fields, 14336),
     )
 
 
@@ -166,14 +161,7 @@ def falcon_h1_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
             key_multiplier=fields.number("key_multiplier", 1.0),
             output_multiplier=fields.number("attention_out_multiplier", 1.0),
         ),
-        mlp=MLPConfig(
-            fields.integer("intermediate_size", 14336),
-            fields.text("hidden_act", "silu"),
-            gated=True,
-            bias=fields.flag("mlp_bias", False),
-            gate_multiplier=times_gate,
-            output_multiplier=times_down,
-        ),
+        mlp=parts.mlp_config(fields, 14336, gate_multiplier=times_gate, output_multiplier=times_down),
         embedding_multiplier=fields.number("embedding_multiplier", 1.0),
         logits_multiplier=fields.number("lm_head_multiplier", 1.0),
     )

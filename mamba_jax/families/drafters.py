@@ -10,11 +10,12 @@ import re
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
-from mamba_jax.config import ACTIVATIONS, AttentionConfig, HybridConfig, MLPConfig, ModelConfigError, QKNormConfig
+from mamba_jax.config import ACTIVATIONS, AttentionConfig, HybridConfig, ModelConfigError, QKNormConfig
 from mamba_jax.config.drafter import BlockConfig, DrafterConfig, EagleConfig
 from mamba_jax.families import weight_names
 from mamba_jax.families.base import HFSource, tensor
 from mamba_jax.families.fields import Fields
+from mamba_jax.families.parts import mlp_config
 from mamba_jax.families.rope import rope_config
 
 _IGNORED = ("t2d", r"(?:.*\.)?rotary_emb\.inv_freq")
@@ -136,11 +137,10 @@ def _block(fields: Fields, target: HybridConfig, available: Container[str] | Non
     both = Fields({**fields.raw, **own})
     both.only("kv_lora_rank", ())
     both.only("conv_kernel_size", ())  # DFlash 2
-    both.only("use_swa", (False,))
-    both.only("use_sliding_window", (False,))
-    both.only("causal", (False,))
-    both.only("is_causal", (False,))
-    for name in ("attention_sink_bias", "add_swa_attention_sink_bias"):
+    for name in (
+        *("use_swa", "use_sliding_window", "causal", "is_causal"),
+        *("attention_sink_bias", "add_swa_attention_sink_bias"),
+    ):
         both.only(name, (False,))
     if wrong := sorted(set(both.strings("layer_types") or ()) - {"full_attention"}):
         raise ModelConfigError(f"config field layer_types has {wrong}: only 'full_attention' is supported")
@@ -195,8 +195,7 @@ def _transformer(fields: Fields, target: HybridConfig, available: Container[str]
             raise ModelConfigError(f"the drafter has no {table}, and the model's has another shape")
     heads = fields.integer("num_attention_heads", 0)
     head_dim = fields.integer("head_dim", size // max(heads, 1))
-    activation = fields.text("hidden_act", "silu")
-    if activation not in ACTIVATIONS:
+    if (activation := fields.text("hidden_act", "silu")) not in ACTIVATIONS:
         raise ModelConfigError(f"config field hidden_act is {activation!r}: known are {', '.join(ACTIVATIONS)}")
     return {
         "hidden_size": size,
@@ -210,9 +209,7 @@ def _transformer(fields: Fields, target: HybridConfig, available: Container[str]
             bias=fields.flag("attention_bias", False),
             rope=rope_config(fields, head_dim),
         ),
-        "mlp": MLPConfig(
-            fields.integer("intermediate_size", 0), activation, gated=True, bias=fields.flag("mlp_bias", False)
-        ),
+        "mlp": mlp_config(fields, 0),
         "norm_eps": fields.number("rms_norm_eps", 1e-6),
         "own_embedding": own_embedding,
         "own_head": own_head,

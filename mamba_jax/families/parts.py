@@ -119,6 +119,12 @@ def moe_config(
     )
 
 
+def mlp_config(fields: Fields, size: int, **options: Any) -> MLPConfig:
+    """Reads a gated MLP from the usual fields. `size` is the default of `intermediate_size`."""
+    activation, bias = fields.text("hidden_act", "silu"), fields.flag("mlp_bias", False)
+    return MLPConfig(fields.integer("intermediate_size", size), activation, bias=bias, **options)
+
+
 def refuse_window(fields: Fields) -> None:
     """Raises ModelConfigError if the config has a sliding window."""
     if (window := fields.given("sliding_window")) is not None:

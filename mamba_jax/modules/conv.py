@@ -1,6 +1,6 @@
 """The causal depthwise convolution over a sequence's last few inputs, before a recurrence or as a mixer (LFM2)."""
 
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax.numpy as jnp
@@ -32,44 +32,6 @@ from mamba_jax.sharding.axis import axis_index
 from mamba_jax.store import SlotArrays
 
 
-def _sequences(
-    layout: SequenceLayout, inputs: Inputs, parameters: Parameters, *, activation: str | None, window: str
-) -> Array:
-    (x,), (weight, bias) = inputs, parameters
-    x, before = layout.by_sequence(x), layout.initial_state(window)
-    if before is None:
-        return layout.by_token(causal_conv1d_sequence(x, weight, bias, activation=activation))
-    seen = jnp.concatenate([before.astype(x.dtype), x], axis=1)
-    return layout.by_token(causal_conv1d_sequence(seen, weight, bias, activation=activation)[:, before.shape[1] :])
-
-
-def _tiles(
-    layout: PrefillLayout, inputs: Inputs, parameters: Parameters, state: Array, *, activation: str | None
-) -> tuple[Array, Array]:
-    # Packed tokens: inputs of a row lie side by side, and those outside of all rows change nothing.
-    (x,), (weight, bias) = inputs, parameters
-    return causal_conv1d_prefill(x, weight, bias, state, layout.packed, activation=activation)
-
-
-def _rows(
-    layout: DecodeLayout, inputs: Inputs, parameters: Parameters, state: Array, *, activation: str | None
-) -> tuple[Array, Array]:
-    (x,), (weight, bias) = inputs, parameters
-    y, state = causal_conv1d_update(layout.by_row(x), weight, bias, state, layout.rows, activation=activation)
-    return layout.by_token(y), state
-
-
-def _replay(
-    layout: ReplayLayout, inputs: Inputs, parameters: Parameters, state: Anchors, *, activation: str | None
-) -> tuple[Array, Anchors]:
-    ((x,), (weight, bias)), (window, tail) = (inputs, parameters), state
-    ((name, ring),) = tail.items()
-    y, window, ring = causal_conv1d_replay(
-        layout.by_row(x), weight, bias, window, ring, layout.anchored, activation=activation
-    )
-    return layout.by_token(y), (window, {name: ring})
-
-
 @cache
 def convolution(activation: str | None, window: str) -> Operation:
     """Returns the operation: input [T, channels]; parameters weight [channels, width] and bias [channels] or None.
@@ -77,12 +39,32 @@ def convolution(activation: str | None, window: str) -> Operation:
     Its state is the window of raw inputs [slots, width - 1, channels]. `activation` is "silu" or None. `window` is the
     name of the state's array.
     """
-    return Operation(
-        partial(_sequences, activation=activation, window=window),
-        partial(_tiles, activation=activation),
-        partial(_rows, activation=activation),
-        partial(_replay, activation=activation),
-    )
+
+    def sequences(layout: SequenceLayout, inputs: Inputs, parameters: Parameters) -> Array:
+        (x,), (weight, bias) = inputs, parameters
+        x, before = layout.by_sequence(x), layout.initial_state(window)
+        if before is None:
+            return layout.by_token(causal_conv1d_sequence(x, weight, bias, activation=activation))
+        seen = jnp.concatenate([before.astype(x.dtype), x], axis=1)
+        return layout.by_token(causal_conv1d_sequence(seen, weight, bias, activation=activation)[:, before.shape[1] :])
+
+    def tiles(layout: PrefillLayout, inputs: Inputs, parameters: Parameters, state: Array) -> tuple[Array, Array]:
+        # Packed tokens: inputs of a row lie side by side, and those outside of all rows change nothing.
+        (x,), (weight, bias) = inputs, parameters
+        return causal_conv1d_prefill(x, weight, bias, state, layout.packed, activation=activation)
+
+    def rows(layout: DecodeLayout, inputs: Inputs, parameters: Parameters, state: Array) -> tuple[Array, Array]:
+        (x,), (weight, bias) = inputs, parameters
+        y, state = causal_conv1d_update(layout.by_row(x), weight, bias, state, layout.rows, activation=activation)
+        return layout.by_token(y), state
+
+    def replay(layout: ReplayLayout, inputs: Inputs, parameters: Parameters, state: Anchors) -> tuple[Array, Anchors]:
+        x, (weight, bias), (old, tail) = layout.by_row(inputs[0]), parameters, state
+        ((name, ring),) = tail.items()
+        y, old, ring = causal_conv1d_replay(x, weight, bias, old, ring, layout.anchored, activation=activation)
+        return layout.by_token(y), (old, {name: ring})
+
+    return Operation(sequences, tiles, rows, replay)
 
 
 class Conv(nnx.Module):

@@ -12,7 +12,7 @@ from mamba_jax.config import MambaConfig, need
 from mamba_jax.layout import Hidden, Inputs, Layout, Parameters, PrefillLayout, SequenceLayout
 from mamba_jax.modules.basic import Linear, Weight, constant, initial, scaled
 from mamba_jax.modules.conv import Conv
-from mamba_jax.modules.recurrence import RecurrentMixer, initial_dt_bias
+from mamba_jax.modules.recurrence import RecurrentMixer, States, initial_dt_bias
 from mamba_jax.sharding.axis import TENSOR, axis_index
 from mamba_jax.store import SlotArrays
 
@@ -74,15 +74,13 @@ class Mamba(RecurrentMixer):
     def skip(self) -> Float[Array, " heads"]:
         return self.d[...]
 
-    def _whole(self, layout: SequenceLayout, inputs: Inputs, parameters: Parameters) -> Array:
+    def _whole(self, layout: SequenceLayout, inputs: Inputs, _: Parameters) -> Array:
         # Not flat: the compiler divides [T, 2, inner] over devices by its last axis.
         zx, bc, dt = inputs
         given = Projections(zx[:, 0], zx[:, 1], bc.reshape(len(bc), -1), None, dt)
         return self._apart(layout, given, (None, None, None))[0]
 
-    def _tiles(
-        self, layout: PrefillLayout, inputs: Inputs, parameters: Parameters, states: tuple[Array, ...]
-    ) -> tuple[Array, tuple[Array, ...]]:
+    def _tiles(self, layout: PrefillLayout, inputs: Inputs, _: Parameters, states: States) -> tuple[Array, States]:
         config, given, (ssm, conv_x, conv_bc) = self.config, self.projections(inputs), states
         if self.norm is not None and config.num_groups % (config.num_heads // given.strength.shape[1]):
             return self._apart(layout, given, states)  # groups of the norm lie on several devices

@@ -1,7 +1,7 @@
 """What mixers with a linear recurrence share: its forms, and the operations between their projections."""
 
 import math
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax
@@ -40,40 +40,6 @@ LEAST_DT = LEAST
 """A step size of exactly 0 marks padding, so a step size of a token must not underflow to 0."""
 
 
-def _sequences(layout: SequenceLayout, inputs: Inputs, parameters: Parameters, *, name: str, erase: bool) -> Array:
-    entry, start = Entry(*map(layout.by_sequence, inputs)), layout.initial_state(name)
-    y, _ = recurrence_sequence(entry, erase=erase, skip=parameters[0], initial_state=start)
-    return layout.by_token(y)
-
-
-def _tiles(
-    layout: PrefillLayout, inputs: Inputs, parameters: Parameters, state: Array, *, erase: bool
-) -> tuple[Array, Array]:
-    # The scan recognises padding by its strength of 0; masking the rest would be one more pass over it.
-    vectors = map(layout.gather_unmasked, inputs[:3])
-    entry = Entry(*vectors, *map(layout.by_tile, inputs[3:]))
-    y, state = recurrence_scan(entry, state, layout.tiles, erase=erase, skip=parameters[0])
-    return layout.by_token(y), state
-
-
-def _rows(
-    layout: DecodeLayout, inputs: Inputs, parameters: Parameters, state: Array, *, erase: bool
-) -> tuple[Array, Array]:
-    entry = Entry(*map(layout.by_row, inputs))
-    y, state = recurrence_update(entry, state, layout.rows, erase=erase, skip=parameters[0])
-    return layout.by_token(y), state
-
-
-def _replay(
-    layout: ReplayLayout, inputs: Inputs, parameters: Parameters, state: Anchors, *, name: str, erase: bool
-) -> tuple[Array, Anchors]:
-    entry, (states, arrays) = Entry(*map(layout.by_row, inputs)), state
-    y, states, tail = recurrence_replay(
-        entry, states, tail_of(name, arrays), layout.anchored, erase=erase, skip=parameters[0]
-    )
-    return layout.by_token(y), (states, arrays_of(name, tail))
-
-
 @cache
 def recurrence(name: str, *, erase: bool) -> Operation:
     """Returns the recurrence of `kernels_pallas.recurrence`, with and without erasing.
@@ -81,12 +47,34 @@ def recurrence(name: str, *, erase: bool) -> Operation:
     Inputs: the arrays of an `Entry`, [T, ...]; parameters: skip [heads] or None; state: [slots, heads, head_dim,
     state], called `name` in the store. With strength 0 a token of padding is exactly a no-op.
     """
-    return Operation(
-        partial(_sequences, name=name, erase=erase),
-        partial(_tiles, erase=erase),
-        partial(_rows, erase=erase),
-        partial(_replay, name=name, erase=erase),
-    )
+
+    def sequences(layout: SequenceLayout, inputs: Inputs, parameters: Parameters) -> Array:
+        entry, start = Entry(*map(layout.by_sequence, inputs)), layout.initial_state(name)
+        y, _ = recurrence_sequence(entry, erase=erase, skip=parameters[0], initial_state=start)
+        return layout.by_token(y)
+
+    def tiles(layout: PrefillLayout, inputs: Inputs, parameters: Parameters, state: Array) -> tuple[Array, Array]:
+        # The scan recognises padding by its strength of 0; masking the rest would be one more pass over it.
+        entry = Entry(*map(layout.gather_unmasked, inputs[:3]), *map(layout.by_tile, inputs[3:]))
+        y, state = recurrence_scan(entry, state, layout.tiles, erase=erase, skip=parameters[0])
+        return layout.by_token(y), state
+
+    def rows(layout: DecodeLayout, inputs: Inputs, parameters: Parameters, state: Array) -> tuple[Array, Array]:
+        entry = Entry(*map(layout.by_row, inputs))
+        y, state = recurrence_update(entry, state, layout.rows, erase=erase, skip=parameters[0])
+        return layout.by_token(y), state
+
+    def replay(layout: ReplayLayout, inputs: Inputs, parameters: Parameters, state: Anchors) -> tuple[Array, Anchors]:
+        entry, (states, arrays) = Entry(*map(layout.by_row, inputs)), state
+        tail, skip = tail_of(name, arrays), parameters[0]
+        y, states, tail = recurrence_replay(entry, states, tail, layout.anchored, erase=erase, skip=skip)
+        return layout.by_token(y), (states, arrays_of(name, tail))
+
+    return Operation(sequences, tiles, rows, replay)
+
+
+States = tuple[Any, ...]
+"""By `GroupedRecurrence.arrays`; under replay, each with its tail."""
 
 
 def tail_of(name: str, arrays: dict[str, Array]) -> Tail:
@@ -138,20 +126,16 @@ class RecurrentMixer(nnx.Module):
         y, states = layout.run(operation, inputs, (), tuple(old[name] for name in self.config.arrays))
         return y, None if state is None else dict(zip(self.config.arrays, states, strict=True))
 
-    # Forms of the operations between the projections. States by `config.arrays`. The result is [T, inner].
+    # Forms of the operations between the projections. The result is [T, inner].
 
-    def _whole(self, layout: SequenceLayout, inputs: Inputs, parameters: Parameters) -> Array:
+    def _whole(self, layout: SequenceLayout, inputs: Inputs, _: Parameters) -> Array:
         # The compiler divides the layer over devices, each axis for itself.
         return self._apart(layout, self.projections(inputs), (None, None, None))[0]
 
-    def _tiles(
-        self, layout: PrefillLayout, inputs: Inputs, parameters: Parameters, states: tuple[Array, ...]
-    ) -> tuple[Array, tuple[Array, ...]]:
+    def _tiles(self, layout: PrefillLayout, inputs: Inputs, _: Parameters, states: States) -> tuple[Array, States]:
         return self._apart(layout, self.projections(inputs), states)
 
-    def _rows(
-        self, layout: DecodeLayout, inputs: Inputs, parameters: Parameters, states: tuple[Array, ...]
-    ) -> tuple[Array, tuple[Array, ...]]:
+    def _rows(self, layout: DecodeLayout, inputs: Inputs, _: Parameters, states: States) -> tuple[Array, States]:
         given = self.projections(inputs)
         if self._divides_groups(given):
             return self._apart(layout, given, states)
@@ -168,14 +152,12 @@ class RecurrentMixer(nnx.Module):
         )
         return layout.by_token(y), (store, new.value, new.vectors)
 
-    def _anchored(
-        self, layout: ReplayLayout, inputs: Inputs, parameters: Parameters, states: tuple[Any, ...]
-    ) -> tuple[Array, tuple[Any, ...]]:
+    def _anchored(self, layout: ReplayLayout, inputs: Inputs, _: Parameters, states: States) -> tuple[Array, States]:
         given = self.projections(inputs)
         if self._divides_groups(given):
             return self._apart(layout, given, states)
         projections, weights = self._by_row(layout, given)
-        (name, *_), ((store, arrays), (values, value_rings), (vectors, vector_rings)) = self.config.arrays, states
+        name, ((store, arrays), (values, value_rings), (vectors, vector_rings)) = self.config.arrays[0], states
         rings = [ring for rings in (value_rings, vector_rings) for ring in rings.values()]
         y, store, tail, new = gated_replay(
             projections,
@@ -192,7 +174,7 @@ class RecurrentMixer(nnx.Module):
             (new.vectors, dict.fromkeys(vector_rings, new.vector_ring)),
         )
 
-    def _apart(self, layout: Layout, given: Projections, states: tuple[Any, ...]) -> tuple[Array, tuple[Any, ...]]:
+    def _apart(self, layout: Layout, given: Projections, states: States) -> tuple[Array, States]:
         """Each operation by itself."""
         (of_values, _), (store, value_window, vector_window) = self.convolutions(), states
         query, key, vector_window = self.convolved_vectors(given, layout, vector_window)
