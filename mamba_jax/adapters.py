@@ -16,13 +16,11 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int, Shaped
 
-from mamba_jax.config import HybridConfig
 from mamba_jax.model import HybridModel
 from mamba_jax.modules.basic import Linear
 from mamba_jax.modules.feed_forward import Experts
 from mamba_jax.modules.lora import ExpertLoRA, LoRA
-from mamba_jax.sharding.axis import TENSOR
-from mamba_jax.sharding.partition import Partition
+from mamba_jax.sharding import parameter_shardings
 
 M = TypeVar("M")
 
@@ -126,7 +124,9 @@ class Adapters:
             raise ValueError(f"{count} adapters of rank {rank}: at least 1 of each is expected")
         self.count, self.rank, self.dtype = count, rank, model.dtype
         self._targets = targets(model, experts=experts)
-        self._sharding = _shardings(model.config, mesh)
+        self._sharding: Callable[[str], NamedSharding | None] = (
+            (lambda name: None) if mesh is None else parameter_shardings(model.config, mesh)
+        )
         self._arrays: dict[str, Array] = {}
         for target in self._targets.values():
             of_a, of_b = target.lead, (*target.lead, *target.outputs)
@@ -216,13 +216,6 @@ def _cast(path: str, value: np.ndarray, dtype: np.dtype) -> np.ndarray:
     if not np.isfinite(cast).all():
         raise ValueError(f"{path} has numbers that are not finite in {np.dtype(dtype).name}")
     return cast
-
-
-def _shardings(config: HybridConfig, mesh: Mesh | None) -> Callable[[str], NamedSharding | None]:
-    if mesh is None:
-        return lambda name: None
-    partition = Partition.of(config, mesh.shape[TENSOR])
-    return lambda name: NamedSharding(mesh, partition.parameter(name))
 
 
 @cache

@@ -59,7 +59,7 @@ class HeadPadding:
 
     def pads(self, path: str) -> Division | None:
         """Returns the division into heads of a parameter that is padded, before padding; None for other parameters."""
-        before, after = (placement(_placements(config), path) for config in (self.config, self.padded))
+        before, after = (placement(placements(config), path) for config in (self.config, self.padded))
         return before if isinstance(before, Division) and before != after else None
 
     def shape(self, path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -135,11 +135,6 @@ def _padding(config: HybridConfig, shards: int) -> HeadPadding:
             f"padding them to {num_heads} would add {cost:.0%} to the weights (at most {MAX_COST:.0%} is allowed)"
         )
     return HeadPadding(config, padded, cost)
-
-
-@lru_cache(maxsize=16)
-def _placements(config: HybridConfig) -> Mapping[str, Any]:
-    return placements(config)
 
 
 def _num_heads(config: HybridConfig) -> int:

@@ -18,7 +18,6 @@ from kernels_pallas.native import WHY_MISSING as WHY_NOT_INVARIANT  # noqa: F401
 from kernels_pallas.native import instructions as instructions  # of native operations
 from mamba_jax.adapters import AdapterEntry, Adapters, LayerMatrices
 from mamba_jax.batch import DecodeBatch, MixedBatch, PageTableBatch, PrefillBatch, SeatBatch, StepOutput
-from mamba_jax.compiler_options import compiler_options as platform_options
 from mamba_jax.drafts import DraftSource
 from mamba_jax.model import HybridModel
 from mamba_jax.packing import Packing, pack
@@ -30,6 +29,7 @@ from mamba_jax.step import mask, seat, set_page_table, step
 from mamba_jax.store import Store, StoreShape
 from mamba_jax.store_layout import is_pinned, places
 
+_GRAPH_COMMANDS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,COLLECTIVES,CONDITIONAL,WHILE"
 RowsBatch = SeatBatch | MaskBatch | PageTableBatch
 """Batches that change only the seats."""
 StepBatch = DecodeBatch | PrefillBatch | MixedBatch
@@ -72,7 +72,7 @@ class StepPrograms:
         greedy: bool = False,
     ) -> None:
         """`source` makes drafts. `compiler_options` are XLA's, as `jax.stages.Lowered.compile` takes them, added to
-        those of the platform (`mamba_jax.compiler_options`). `kernels` chooses the implementation of each operation,
+        those of the platform (`platform_options`). `kernels` chooses the implementation of each operation,
         and can report it once programs have been compiled. `processed_logprobs`, `sampling_masks`: see
         `mamba_jax.step.step`. With `adapters`, the programs add each row's adapter; loading and removing adapters
         compiles nothing. `greedy` programs leave out sampling, over a third of what is compiled, and refuse rows that
@@ -328,3 +328,14 @@ def abstract(tree: Any) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lies, weak_type=leaf.weak_type)
 
     return jax.tree.map(of, tree)
+
+
+def platform_options(platform: str) -> dict[str, Any]:
+    """Options for step programs on `platform`, as `jax.stages.Lowered.compile` takes them.
+
+    On a GPU, XLA puts kernels into CUDA graphs, by default without conditionals, loops and collectives. A decode step
+    has two conditionals (sampling and log-probabilities), so it would be several graphs with single kernels between
+    them, each of which the host launches. With these options a decode step is one graph. XLA leaves out what the
+    driver does not support.
+    """
+    return {"xla_gpu_enable_command_buffer": _GRAPH_COMMANDS} if platform in ("gpu", "cuda") else {}

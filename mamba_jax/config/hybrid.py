@@ -13,6 +13,11 @@ from mamba_jax.config.linear_recurrence import MambaConfig
 
 MAMBA, ATTENTION, WINDOWED, LATENT, MLP, MOE, PARALLEL, SHARED = KINDS = "M*WL-EPZ"
 """Kinds of sublayer, as in `HybridConfig.pattern`."""
+_PARTS = {
+    MAMBA: ("mamba",), ATTENTION: ("attention",), WINDOWED: ("windowed_attention",), LATENT: ("latent_attention",),
+    MLP: ("mlp",), MOE: ("moe",), PARALLEL: ("mamba", "attention"), SHARED: ("mamba", "attention", "mlp", "shared"),
+}  # fmt: skip
+"""The fields of `HybridConfig` that describe each kind."""
 DRAFT_KINDS = ATTENTION + LATENT + MLP + MOE
 """The kinds of sublayers that a multi-token-prediction layer may have."""
 
@@ -101,11 +106,8 @@ class HybridConfig:
         for pattern, allowed in ((self.pattern, kinds), (self.mtp_pattern, DRAFT_KINDS)):
             if wrong := sorted(set(pattern) - set(allowed)):
                 raise ModelConfigError(f"layer pattern {pattern!r} has {wrong}: allowed are {', '.join(allowed)}")
-        used = set(self.pattern + self.mtp_pattern)
-        needs = {"mamba": "MPZ", "attention": "*PZ", "windowed_attention": "W", "latent_attention": "L"}
-        needs |= {"mlp": "-Z", "moe": "E", "shared": "Z"}
-        for part, kinds in needs.items():
-            if used & set(kinds) and getattr(self, part) is None:
+        for part in (part for kind in self.pattern + self.mtp_pattern for part in _PARTS.get(kind, ())):
+            if getattr(self, part) is None:
                 raise ModelConfigError(f"layer pattern {self.pattern!r} needs the description of {part}")
         full, windowed = self.attention, self.windowed_attention
         if full is not None and windowed is not None and full.num_heads != windowed.num_heads:
@@ -131,15 +133,7 @@ class HybridConfig:
         """
         if kind in (PARALLEL, SHARED):
             return BothMixers((("mamba", need(self.mamba)), ("attention", need(self.attention))))
-        parts = {
-            MAMBA: self.mamba,
-            ATTENTION: self.attention,
-            WINDOWED: self.windowed_attention,
-            LATENT: self.latent_attention,
-            MLP: self.mlp,
-            MOE: self.moe,
-        }
-        return need(parts[kind]) if kind in parts else self.recurrence(kind)
+        return need(getattr(self, _PARTS[kind][0])) if kind in _PARTS else self.recurrence(kind)
 
     def recurrence(self, letter: str) -> RecurrenceConfig:
         """Returns the recurrence under this letter.

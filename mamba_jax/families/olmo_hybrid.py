@@ -49,14 +49,9 @@ def _attention(fields: Fields, hidden: int, heads: int, eps: float) -> Attention
 def _delta(fields: Fields, hidden: int, heads: int) -> DeltaConfig:
     groups = fields.integer("linear_num_key_heads", heads)
     keys = fields.integer("linear_key_head_dim", int(0.75 * hidden / max(groups, 1)))
-    return DeltaConfig(
-        num_heads=fields.integer("linear_num_value_heads", heads),
-        head_dim=fields.integer("linear_value_head_dim", 2 * keys),
-        state_size=keys,
-        num_groups=groups,
-        conv_width=fields.integer("linear_conv_kernel_dim", 4),
-        norm_eps=_NORM_EPS,
-        beta_scale=2.0 if fields.flag("linear_allow_neg_eigval", True) else 1.0,
+    beta = 2.0 if fields.flag("linear_allow_neg_eigval", True) else 1.0
+    return parts.delta_config(
+        fields, _NORM_EPS, values=heads, keys=groups, value_size=2 * keys, key_size=keys, beta=beta
     )
 
 

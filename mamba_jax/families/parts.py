@@ -18,6 +18,7 @@ from mamba_jax.config import (
     MoEConfig,
 )
 from mamba_jax.config.channel_recurrence import Mamba1Config
+from mamba_jax.config.linear_recurrence import DeltaConfig
 from mamba_jax.families.base import HFSource, placed, tensor, with_prefix
 from mamba_jax.families.fields import Fields
 from mamba_jax.families.rope import rope_config
@@ -123,6 +124,21 @@ def mlp_config(fields: Fields, size: int, **options: Any) -> MLPConfig:
     """Reads a gated MLP from the usual fields. `size` is the default of `intermediate_size`."""
     activation, bias = fields.text("hidden_act", "silu"), fields.flag("mlp_bias", False)
     return MLPConfig(fields.integer("intermediate_size", size), activation, bias=bias, **options)
+
+
+def delta_config(
+    fields: Fields, eps: float, *, values: int, keys: int, value_size: int = 128, key_size: int = 128, beta: float = 1.0
+) -> DeltaConfig:
+    """Reads a gated delta net from the usual fields. Numbers and sizes of heads are defaults."""
+    return DeltaConfig(
+        num_heads=fields.integer("linear_num_value_heads", values),
+        head_dim=fields.integer("linear_value_head_dim", value_size),
+        state_size=fields.integer("linear_key_head_dim", key_size),
+        num_groups=fields.integer("linear_num_key_heads", keys),
+        conv_width=fields.integer("linear_conv_kernel_dim", 4),
+        norm_eps=eps,
+        beta_scale=beta,
+    )
 
 
 def refuse_window(fields: Fields) -> None:

@@ -98,7 +98,7 @@ def lara_mini_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         if WINDOWED in mixers
         else None,
         moe=_moe(fields, num_experts=128, experts_per_token=4, shared_gate=False),
-        recurrences=(_delta_config(fields, eps, values=16, keys=8),),
+        recurrences=(parts.delta_config(fields, eps, values=16, keys=8),),
     )
 
 
@@ -142,21 +142,9 @@ def _model(
         ),
         mlp=MLPConfig(fields.integer("intermediate_size", intermediate)),
         moe=moe,
-        recurrences=(_delta_config(fields, eps, values=32, keys=16),),
+        recurrences=(parts.delta_config(fields, eps, values=32, keys=16),),
         mtp_pattern=ATTENTION + (MOE if moe else MLP) if draft_layers == 1 else "",
         unused_mtp_layers=draft_layers if draft_layers > 1 else 0,
-    )
-
-
-def _delta_config(fields: Fields, eps: float, *, values: int, keys: int) -> DeltaConfig:
-    """Returns the gated delta net; the numbers of heads of values and of keys are defaults."""
-    return DeltaConfig(
-        num_heads=fields.integer("linear_num_value_heads", values),
-        head_dim=fields.integer("linear_value_head_dim", 128),
-        state_size=fields.integer("linear_key_head_dim", 128),
-        num_groups=fields.integer("linear_num_key_heads", keys),
-        conv_width=fields.integer("linear_conv_kernel_dim", 4),
-        norm_eps=eps,
     )
 
 

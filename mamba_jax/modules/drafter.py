@@ -22,6 +22,9 @@ from mamba_jax.modules.feed_forward import MLP
 from mamba_jax.sharding.across import ShardedModule, across, run_mixer
 from mamba_jax.sharding.axis import split_last
 
+LayersKV = tuple[Array, ...] | None
+"""Keys and values of each layer; None without a store."""
+
 
 class DrafterFrame(nnx.Module):
     """The parts of a drafter around its layers: the projection of the target's hidden states, tables and final norm."""
@@ -105,13 +108,7 @@ class Eagle(DrafterFrame):
         joined = jnp.concatenate(states, axis=-1).astype(self.final_norm.weight.get_value().dtype)
         return self.fc(joined if self.states_norm is None else self.states_norm(joined))
 
-    def __call__(
-        self,
-        embedded: Hidden,
-        hidden: Hidden,
-        layout: Layout,
-        kv: tuple[Array, ...] | None,
-    ) -> tuple[Hidden, tuple[Array, ...] | None]:
+    def __call__(self, embedded: Hidden, hidden: Hidden, layout: Layout, kv: LayersKV) -> tuple[Hidden, LayersKV]:
         """Predicts the token after each token of the layout; arguments and result are those of `MTP`.
 
         The result is before the final norm, which `HybridModel.draft_logits` applies.

@@ -44,16 +44,13 @@ class LoRA(nnx.Module):
         return linear(inner, b.reshape(-1, entries * rank), out_dtype=jnp.float32)
 
 
-class ExpertLoRA(nnx.Module):
+class ExpertLoRA(LoRA):
     """The low-rank additions of every loaded adapter to one weight of all routed experts.
 
     `a` is [experts, entries, rank, inputs] and `b` is [experts, *outputs, entries, rank]; otherwise like `LoRA`.
     """
 
-    def __init__(self, a: Array, b: Array) -> None:
-        self.a, self.b = nnx.Param(a), nnx.Param(b)
-
-    def __call__(
+    def __call__(  # type: ignore[override]
         self, x: Float[Array, "rows inputs"], sizes: Int[Array, " experts"], index: Int[Array, " rows"]
     ) -> Float[Array, "rows outputs"]:
         """What each row's adapter adds to the result of the row's expert.

@@ -11,6 +11,7 @@ from mamba_jax.config import ATTENTION, LATENT, HybridConfig
 from mamba_jax.layout import Hidden, Layout
 from mamba_jax.modules.basic import Linear, Table, normal
 from mamba_jax.modules.blocks import Block, model_norm
+from mamba_jax.modules.drafter import LayersKV
 from mamba_jax.sharding.across import ShardedModule, across, own_columns
 from mamba_jax.sharding.parameters import of_whole_input
 
@@ -40,13 +41,7 @@ class MTP(nnx.Module):
         )
         self.final_norm = model_norm(config, dtype=dtype)
 
-    def __call__(
-        self,
-        embedded: Hidden,
-        hidden: Hidden,
-        layout: Layout,
-        kv: tuple[Array, ...] | None,
-    ) -> tuple[Hidden, tuple[Array, ...] | None]:
+    def __call__(self, embedded: Hidden, hidden: Hidden, layout: Layout, kv: LayersKV) -> tuple[Hidden, LayersKV]:
         """Predicts the token after each token of the layout.
 
         Args:

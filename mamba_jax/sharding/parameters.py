@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
+from types import MappingProxyType
 
 from kernels_pallas.quantised import PARTS
 from mamba_jax.config import (
@@ -18,7 +20,8 @@ from mamba_jax.config import (
 )
 
 
-def placements(config: HybridConfig) -> dict[str, Placement]:
+@lru_cache(maxsize=64)
+def placements(config: HybridConfig) -> Mapping[str, Placement]:
     """Returns every parameter of a model (see `mamba_jax.model.parameters`), by its dotted path."""
     table = Division(0, config.vocab_size, "words", otherwise=UnevenDivision.KEEP_WHOLE)
     found: dict[str, Placement] = {"embed.weight": table, "final_norm.weight": WHOLE}
@@ -37,7 +40,7 @@ def placements(config: HybridConfig) -> dict[str, Placement]:
         found |= _sublayers("mtp.blocks", config, config.mtp_pattern, before=config.pattern)
     if config.drafter is not None:
         found |= _under("drafter", config.drafter.parameters(config.vocab_size))
-    return found
+    return MappingProxyType(found)
 
 
 def placement(declared: Mapping[str, Placement], path: str) -> Placement | None:

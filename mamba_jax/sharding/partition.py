@@ -39,7 +39,7 @@ class Partition:
         Raises:
             ModelConfigError: the model declares no such parameter.
         """
-        found = placement(_parameters(self.config), path)
+        found = placement(placements(self.config), path)
         if found is None:
             raise ModelConfigError(f"nothing declares how the parameter {path} is divided over devices")
         return self.placed(found)
@@ -86,15 +86,10 @@ class Partition:
 @lru_cache(maxsize=64)
 def _checked(partition: Partition) -> Partition:
     """Returns the partition if everything divides evenly."""
-    for declared in _parameters(partition.config).values():
+    for declared in placements(partition.config).values():
         partition.placed(declared)
     _states(partition)
     return partition
-
-
-@lru_cache(maxsize=64)
-def _parameters(config: HybridConfig) -> Mapping[str, Placement]:
-    return MappingProxyType(placements(config))
 
 
 @lru_cache(maxsize=64)

@@ -56,15 +56,11 @@ def emit(
     row_id, (count, width) = sampled.row_id, (sampled.drafts.shape[0], sampled.drafts.shape[1] + 1)
     logits = flat.reshape(count, width, -1)
     inputs = SamplingInputs.of(
-        sampled.drafts,
-        sampled.num_drafts,
-        sampled.length,
-        sampled.sample & (row_id > 0),
-        row_id,
-        rows.sampling,
-        rows.output_counts,
-        rows.prompt_seen,
-        rows.masks,
+        **vars(sampled) | {"sample": sampled.sample & (row_id > 0)},
+        table=rows.sampling,
+        output_counts=rows.output_counts,
+        prompt_seen=rows.prompt_seen,
+        masks=rows.masks,
     )
     emission = choose(logits, inputs, supports=sampling_masks, greedy=greedy)
     wanted = jnp.where((emission.tokens >= 0) & (row_id > 0)[:, None], rows.sampling.logprobs[row_id][:, None], -1)

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import tomllib
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -127,18 +127,10 @@ class TrainConfig:
     """Maximum number of sequences in the validation loss, spread evenly over the validation data."""
 
     def __post_init__(self) -> None:
-        for least, names in _LEAST.items():
+        for names, is_right, expected in _RULES:
             for name in names:
-                if not attrgetter(name)(self) >= least:
-                    raise ModelConfigError(f"{name} is {attrgetter(name)(self)}: at least {least} is expected")
-        for name in ("optimizer.learning_rate", "optimizer.adamw_learning_rate", "optimizer.clip_norm"):
-            value = attrgetter(name)(self)
-            if value is not None and not value > 0:
-                raise ModelConfigError(f"{name} is {value}: a number above 0 is expected")
-        if not all(0 <= beta < 1 for beta in self.optimizer.betas):
-            raise ModelConfigError(f"optimizer.betas is {self.optimizer.betas}: numbers from 0 to below 1 are expected")
-        if self.drafts.depth_weights and min(self.drafts.depth_weights) < 0:
-            raise ModelConfigError(f"drafts.depth_weights is {self.drafts.depth_weights}: at least 0 is expected")
+                if not is_right(value := attrgetter(name)(self)):
+                    raise ModelConfigError(f"{name} is {value}: {expected} expected")
         if self.batch_size % self.accumulate:
             raise ModelConfigError(f"accumulate is {self.accumulate}: it must divide batch_size, {self.batch_size}")
         part = self.batch_size // self.accumulate
@@ -146,19 +138,23 @@ class TrainConfig:
             raise ModelConfigError(
                 f"drafts.every is {self.drafts.every}: it must divide batch_size / accumulate, {part}"
             )
-        if not 0 <= self.data.chat_share <= 1:
-            raise ModelConfigError(f"data.chat_share is {self.data.chat_share}: a share between 0 and 1 is expected")
-        if not 0 <= self.data.held_out < 1:
-            raise ModelConfigError(f"data.held_out is {self.data.held_out}: a share from 0 to below 1 is expected")
-        if self.data.mixture and min(self.data.mixture.values()) <= 0:
-            raise ModelConfigError(f"data.mixture is {self.data.mixture}: shares above 0 are expected")
 
 
-_LEAST = {
-    1: ("accumulate", "steps", "batch_size", "sequence_length", "log_every", "save_every", "validate_every",
-        "validation_sequences", "drafts.every"),
-    0: ("balance_experts", "optimizer.warmup_steps", "optimizer.decay_steps", "optimizer.weight_decay"),
-}  # fmt: skip
+_RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (("accumulate", "steps", "batch_size", "sequence_length", "log_every", "save_every", "validate_every"),
+     lambda value: value >= 1, "at least 1 is"),
+    (("validation_sequences", "drafts.every"), lambda value: value >= 1, "at least 1 is"),
+    (("balance_experts", "optimizer.warmup_steps", "optimizer.decay_steps", "optimizer.weight_decay"),
+     lambda value: value >= 0, "at least 0 is"),
+    (("optimizer.learning_rate", "optimizer.adamw_learning_rate", "optimizer.clip_norm"),
+     lambda value: value is None or value > 0, "a number above 0 is"),
+    (("optimizer.betas",), lambda value: all(0 <= one < 1 for one in value), "numbers from 0 to below 1 are"),
+    (("drafts.depth_weights",), lambda value: min(value, default=0) >= 0, "at least 0 is"),
+    (("data.chat_share",), lambda value: 0 <= value <= 1, "a share between 0 and 1 is"),
+    (("data.held_out",), lambda value: 0 <= value < 1, "a share from 0 to below 1 is"),
+    (("data.mixture",), lambda value: min(value.values(), default=1) > 0, "shares above 0 are"),
+)  # fmt: skip
+"""Names of settings, the values that they may have, and what messages say of them."""
 _SETTINGS = pydantic.TypeAdapter(TrainConfig)
 
 

@@ -16,9 +16,8 @@ from jax.sharding import Mesh
 
 from checkpoints.errors import one_line
 from mamba_jax.adapters import Adapters
-from mamba_jax.compiler_options import compiler_options
 from mamba_jax.model import HybridModel, parameters
-from mamba_jax.programs import KernelChoice, StepBatch, StepPrograms
+from mamba_jax.programs import KernelChoice, StepBatch, StepPrograms, platform_options
 from mamba_jax.rows import Rows
 from mamba_jax.sharding import make_mesh, parameter_shardings, rows_shardings, store_shardings
 from mamba_jax.store import Store
@@ -130,7 +129,7 @@ class SlicePrograms:
         platform = "gpu" if device.platform in ("gpu", "cuda") else "tpu"
         # Library kernels cannot be timed without the device, so autotuning is off.
         options = {"xla_gpu_autotune_level": 0} if platform == "gpu" else {}
-        self.compiler_options = compiler_options(platform) | options
+        self.compiler_options = platform_options(platform) | options
         self.choice = KernelChoice.parse(kernels, platform=platform, device=device)
         adapters = None if lora is None else Adapters(placed, count=lora[0], rank=lora[1], mesh=mesh, abstract=True)
         self._programs = StepPrograms(

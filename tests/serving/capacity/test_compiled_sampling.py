@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from mamba_jax.compiler_options import compiler_options
+from mamba_jax.programs import platform_options
 from mamba_jax.sampling import SamplingInputs, init_sampling_table
 from mamba_jax.sampling.draw_tokens import draw
 from serving.capacity.compiling import slice_mesh
@@ -37,7 +37,7 @@ def compiled_draw(topology):
     platform = machine.device.platform
     lowered = jax.jit(run).lower(described((ROWS * HEADS, VOCAB), jnp.float32), ints, ints, table)
     compiled = lowered.compile(
-        compiler_options(platform) | ({"xla_gpu_autotune_level": 0} if platform == "gpu" else {})
+        platform_options(platform) | ({"xla_gpu_autotune_level": 0} if platform == "gpu" else {})
     )
     return compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes, 4 * ROWS * HEADS * VOCAB
 
