@@ -54,7 +54,7 @@ class HeadPadding:
     @property
     def notice(self) -> str:
         """Describes the padding in one line."""
-        before, after = (_num_heads(config) for config in (self.config, self.padded))
+        before, after = (need(config.attention).num_heads for config in (self.config, self.padded))
         return f"{before} attention heads are padded with zeros to {after}, which adds {self.cost:.1%} to the weights"
 
     def pads(self, path: str) -> Division | None:
@@ -78,7 +78,7 @@ class HeadPadding:
                 "is not supported; use a tensor_parallel_size that divides the heads"
             )
         sizes = list(shape)
-        sizes[division.axis] = size // heads * _num_heads(self.padded)
+        sizes[division.axis] = size // heads * need(self.padded.attention).num_heads
         return tuple(sizes)
 
     def values(self, values: Mapping[str, Array], mesh: Mesh) -> dict[str, Array]:
@@ -96,7 +96,7 @@ class HeadPadding:
                     axis=division.axis,
                     groups=need(self.config.attention).num_kv_heads,
                     heads=division.units,
-                    padded=_num_heads(self.padded),
+                    padded=need(self.padded.attention).num_heads,
                 )
                 value = jax.jit(pad, out_shardings=place)(value)
             found[path] = value
@@ -135,10 +135,6 @@ def _padding(config: HybridConfig, shards: int) -> HeadPadding:
             f"padding them to {num_heads} would add {cost:.0%} to the weights (at most {MAX_COST:.0%} is allowed)"
         )
     return HeadPadding(config, padded, cost)
-
-
-def _num_heads(config: HybridConfig) -> int:
-    return need(config.attention).num_heads
 
 
 def _with_zero_heads(value: Array, *, axis: int, groups: int, heads: int, padded: int) -> Array:

@@ -31,12 +31,8 @@ def kernel_report(
     # One layer of each kind; shared blocks in both of their forms.
     pattern = "".join(dict.fromkeys(config.pattern)).replace("Z", "ZZ")
     config = dataclasses.replace(config, pattern=pattern, mtp_pattern="", vocab_size=min(config.vocab_size, 1024))
-    sizes: dict[str, Any] = {
-        "num_slots": 2 * ROWS + 1,
-        "num_pages": 1024,
-        "page_size": 128 if platform == "tpu" else 64,
-    }
-    store = jax.eval_shape(partial(init_store, StoreShape.of(config), **sizes, dtype=dtype))
+    sizes: dict[str, Any] = {"num_slots": 2 * ROWS + 1, "page_size": 128 if platform == "tpu" else 64, "dtype": dtype}
+    store = jax.eval_shape(partial(init_store, StoreShape.of(config), num_pages=1024, **sizes))
     rows = jax.eval_shape(partial(init_rows, config, max_num_seqs=ROWS))
     batches: dict[str, StepBatch] = {
         "decode": DecodeBatch.empty(rows=ROWS, num_speculative_tokens=0, pages_per_row=64),

@@ -28,8 +28,6 @@ from mamba_jax.families import parts
 from mamba_jax.families.base import Family, HFSource, placed, tensor, with_prefix
 from mamba_jax.families.fields import Fields
 
-_KINDS = {"linear_attention": MAMBA, "mamba": MAMBA, "full_attention": ATTENTION, "attention": ATTENTION}
-
 
 def mamba_config(fields: Fields, hidden: int, eps: float, *, inner_size: int | None = None) -> MambaConfig:
     """Reads a Mamba2 mixer. The inner width is `inner_size` or expand * hidden."""
@@ -78,7 +76,7 @@ def granite_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     fields.only("hidden_act", ("silu", "swish"))
     fields.only("position_embedding_type", ("rope", "nope"))
     hidden, eps = fields.integer("hidden_size", 4096), fields.number("rms_norm_eps", 1e-6)
-    mixers = fields.layers(_KINDS, "layer_types", "layers_block_type")
+    mixers = fields.layers(parts.MAMBA_KINDS, "layer_types", "layers_block_type")
     if mixers is None:
         mixers = MAMBA * fields.integer("num_hidden_layers", 32)
     experts, shared = fields.integer("num_local_experts", 8), fields.integer("shared_intermediate_size", 1024)

@@ -76,11 +76,7 @@ class Family:
 
 
 def tensor(
-    name: str,
-    *others: str,
-    rows: tuple[int, int] | None = None,
-    shape: tuple[int, ...] | None = None,
-    pieces: int = 1,
+    name: str, *others: str, rows: tuple[int, int] | None = None, shape: tuple[int, ...] | None = None, pieces: int = 1
 ) -> HFSource:
     """Returns a parameter that is one tensor, or rows of it; `others` are other spellings of the name."""
     first, *rest = (HFSource((each,), rows, shape, pieces=pieces) for each in (name, *others))

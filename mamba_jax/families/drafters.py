@@ -91,9 +91,8 @@ def drafter_weight_names(config: DrafterConfig) -> dict[str, HFSource]:
         sources["states_norm.weight"] = tensor("input_norm.weight")
     if isinstance(config, BlockConfig):
         sources["states_norm.weight"] = tensor("hidden_norm.weight")
-        if config.markov_rank:
-            for path, number in (("markov_before", 1), ("markov_after", 2)):
-                sources[f"{path}.weight"] = tensor(f"markov_head.markov_w{number}.weight")
+        for path, number in (("markov_before", 1), ("markov_after", 2)) if config.markov_rank else ():
+            sources[f"{path}.weight"] = tensor(f"markov_head.markov_w{number}.weight")
     for layer in range(config.num_layers):
         spellings = (f"layers.{layer}", "midlayer")[: 2 if layer == 0 else 1]
 

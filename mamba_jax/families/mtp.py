@@ -61,7 +61,9 @@ def added_weight_names(config: HybridConfig) -> dict[str, HFSource]:
 
 
 def frame(config: HybridConfig) -> dict[str, HFSource]:
-    """Returns the multi-token-prediction layer's parameters before and after its sublayers."""
+    """Returns the multi-token-prediction layer's parameters before and after its sublayers; none without a layer."""
+    if not config.mtp_pattern:
+        return {}
     last = len(config.mtp_pattern) - 1
     names = {"final_norm": f"{last}.final_layernorm", "enorm": "0.enorm", "hnorm": "0.hnorm", "eh_proj": "0.eh_proj"}
     return placed("mtp", parts.weights(names), "mtp.layers.")

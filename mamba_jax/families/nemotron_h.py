@@ -19,14 +19,7 @@ from mamba_jax.families import mtp, parts
 from mamba_jax.families.base import Family, HFSource
 from mamba_jax.families.fields import Fields
 
-_KINDS = {
-    "linear_attention": MAMBA,
-    "mamba": MAMBA,
-    "full_attention": ATTENTION,
-    "attention": ATTENTION,
-    "mlp": MLP,
-    "moe": MOE,
-}
+_KINDS = {**parts.MAMBA_KINDS, "mlp": MLP, "moe": MOE}
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
@@ -97,8 +90,6 @@ def weight_names(config: HybridConfig) -> dict[str, HFSource]:
     prefixes = "backbone.", "model.", "model.language_model."
     body = parts.layers(config, mixers, ("norm",))
     sources = parts.whole_model(config, body, embed="embeddings.weight", norm="norm_f.weight", prefixes=prefixes)
-    if not config.mtp_pattern:
-        return sources
     return sources | mtp.frame(config) | mtp.sublayers(config, mixers, "norm")
 
 

@@ -9,6 +9,8 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from mamba_jax.config import (
+    ATTENTION,
+    MAMBA,
     AttentionConfig,
     HybridConfig,
     LatentAttentionConfig,
@@ -30,6 +32,8 @@ Spelling = str | tuple[str, ...]
 Mixers = Mapping[str, tuple[Spelling, Names]]
 """For each kind of sublayer: the mixer's name in its layer, and the names of its parameters."""
 
+MAMBA_KINDS = {"linear_attention": MAMBA, "mamba": MAMBA, "full_attention": ATTENTION, "attention": ATTENTION}
+"""Types of layers of Mamba2 and attention, in transformers' words."""
 MLP_NAMES, MIXTRAL = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 """Names of the gate, up and down projection of an MLP or an expert: ours and most families', and Mixtral's."""
 

@@ -57,13 +57,7 @@ class Linear(nnx.Module):
     """What adapters add to the result; see `mamba_jax.adapters`."""
 
     def __init__(
-        self,
-        inputs: int,
-        outputs: int | tuple[int, ...],
-        *,
-        bias: bool = False,
-        rngs: nnx.Rngs,
-        dtype: DTypeLike,
+        self, inputs: int, outputs: int | tuple[int, ...], *, bias: bool = False, rngs: nnx.Rngs, dtype: DTypeLike
     ) -> None:
         shape = (outputs,) if isinstance(outputs, int) else outputs
         self.weight = nnx.Param(normal(rngs, (*shape, inputs), dtype))

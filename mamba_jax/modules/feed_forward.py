@@ -32,12 +32,7 @@ class MLP(nnx.Module):
         self.down_proj = Linear(size, hidden_size, bias=config.bias, rngs=rngs, dtype=dtype)
 
     def __call__(
-        self,
-        x: Hidden,
-        layout: Layout,
-        state: None,
-        *,
-        added: Float[Array, "T 2 size"] | None = None,
+        self, x: Hidden, layout: Layout, state: None, *, added: Float[Array, "T 2 size"] | None = None
     ) -> tuple[Hidden, None]:
         """`added` is what an adapter adds to gate and up."""
         up = self.up_proj(x, layout.adapter)
@@ -150,10 +145,7 @@ class Experts(nnx.Module):
         self.down = nnx.Param(normal(rngs, (experts, inputs, size), dtype))
 
     def __call__(
-        self,
-        x: Float[Array, "T inputs"],
-        choice: Choice,
-        adapter: Int[Array, " T"] | None = None,
+        self, x: Float[Array, "T inputs"], choice: Choice, adapter: Int[Array, " T"] | None = None
     ) -> Float[Array, "T inputs"]:
         """`adapter`: the entry of each token's adapter (`Layout.adapter`). Ignored by experts without adapters.
 
@@ -211,12 +203,7 @@ class Experts(nnx.Module):
         return multiply_rows(x[token], self._up_matrix, self.down[...], sizes, self.activation, **adapters)
 
     def _in_pieces(
-        self,
-        x: Float[Array, "T inputs"],
-        choice: Choice,
-        adapter: Int[Array, " T"] | None,
-        *,
-        rows: int,
+        self, x: Float[Array, "T inputs"], choice: Choice, adapter: Int[Array, " T"] | None, *, rows: int
     ) -> Float[Array, "T inputs"]:
         """Processes only the rows of this device's experts, in pieces: one, unless it has far more than others.
 

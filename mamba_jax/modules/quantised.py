@@ -18,12 +18,12 @@ class QuantisedParam(nnx.Module):
     parameters, such as loading, sharding and saving, gets plain arrays.
     """
 
+    values: nnx.Param
+
     def __init__(self, weight: Quantised) -> None:
-        self.values = nnx.Param(weight.values)
-        self.channel_scale = _param(weight.channel_scale)
-        self.group_scale = _param(weight.group_scale)
-        self.group_zero = _param(weight.group_zero)
-        self.input_scale = _param(weight.input_scale)
+        for part in PARTS:
+            value = getattr(weight, part)
+            setattr(self, part, None if value is None else nnx.Param(value))
 
     def __getitem__(self, key: EllipsisType) -> Quantised:
         found = {part: getattr(self, part) for part in PARTS}
@@ -33,10 +33,6 @@ class QuantisedParam(nnx.Module):
     def shape(self) -> tuple[int, ...]:
         """The weight's own."""
         return self.values.shape
-
-
-def _param(value: Array | None) -> nnx.Param | None:
-    return None if value is None else nnx.Param(value)
 
 
 def weight_of(path: str) -> str | None:

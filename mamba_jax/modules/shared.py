@@ -56,12 +56,7 @@ class SharedBlock(nnx.Module):
         self.mlp = MLP(need(config.mlp), config.hidden_size, rngs=rngs, dtype=dtype)
 
     def __call__(
-        self,
-        x: Hidden,
-        embedded: Hidden,
-        layout: Layout,
-        kv: Array | None,
-        adapters: Adapters,
+        self, x: Hidden, embedded: Hidden, layout: Layout, kv: Array | None, adapters: Adapters
     ) -> tuple[Hidden, Array | None]:
         y = self.attention_norm(jnp.concatenate([x, embedded], axis=-1))
         config, attention, mlp = self.config, need(self.config.attention), need(self.config.mlp)

@@ -63,11 +63,8 @@ def choose(
         tokens, finite = largest(flat)
         return tokens, _no_supports(flat, asked), finite
 
-    def with_everything(flat: Float[Array, "n vocab"]) -> Chosen:
-        return _by_rows(flat, asked)
-
     anything = (asked.masked | asked.biased | asked.penalised | asked.random).any()
-    chosen = greedily(flat) if greedy else lax.cond(anything, with_everything, greedily, flat)
+    chosen = greedily(flat) if greedy else lax.cond(anything, lambda flat: _by_rows(flat, asked), greedily, flat)
     tokens, drawable, finite = (each.reshape(*logits.shape[:-1], *each.shape[1:]) for each in chosen)
     only = bit_of(tokens, logits.shape[-1]) if supports else drawable
     drawable = jnp.where(asked.random[:, None, None], drawable, only)

@@ -27,6 +27,11 @@ class PrefillRows:
     layout: PrefillLayout
     page_table: Int[Array, "rows pages"]
     has_anchors: bool
+    tokens: Int[Array, " T"]
+    row_id: Int[Array, " rows"]
+    length: Int[Array, " rows"]
+    """Tokens committed before the step."""
+    sampled: SampledRows
 
     @classmethod
     def of(cls, store: Store, rows: Rows, batch: PrefillBatch, page_table: Int[Array, "rows pages"]) -> Self:
@@ -40,26 +45,11 @@ class PrefillRows:
             tile_write_slot=batch.tile_write_slot,
             page_table=page_table,
         )
-        return cls(batch, layout, page_table, rows.anchor is not None)
-
-    @property
-    def tokens(self) -> Int[Array, " T"]:
-        return self.batch.tokens
-
-    @property
-    def row_id(self) -> Int[Array, " rows"]:
-        return self.batch.row_id
-
-    @property
-    def length(self) -> Int[Array, " rows"]:
-        """Tokens committed before the step."""
-        return self.batch.length
-
-    @property
-    def sampled(self) -> SampledRows:
-        after = self.length + self.batch.num_tokens
+        after = batch.length + batch.num_tokens
         none = jnp.zeros((after.shape[0], 0), jnp.int32)
-        return SampledRows(self.row_id, self.batch.sample, none, jnp.zeros_like(after), after)
+        sampled = SampledRows(batch.row_id, batch.sample, none, jnp.zeros_like(after), after)
+        has_anchors = rows.anchor is not None
+        return cls(batch, layout, page_table, has_anchors, batch.tokens, batch.row_id, batch.length, sampled)
 
     def write(self, store: Store, hidden: Hidden, *, for_drafts: bool) -> tuple[Store, StepHidden]:
         """Completes the slots that the sublayers have written."""

@@ -16,10 +16,7 @@ from mamba_jax.store import SlotArrays, Store, load, put
 
 
 def write_hidden(
-    store: Store,
-    hidden: Float[Array, "n hidden"],
-    write_slot: Int[Array, " n"],
-    length: Int[Array, " n"],
+    store: Store, hidden: Float[Array, "n hidden"], write_slot: Int[Array, " n"], length: Int[Array, " n"]
 ) -> Store:
     """Writes final hidden states, and debugging tags, into the slots that have absorbed `length` tokens.
 
