@@ -1,7 +1,5 @@
 """The draft layer of Ling 3.0 by transformers' `MtpModel`; random weights with the names of inclusionAI's files."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

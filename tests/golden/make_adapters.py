@@ -10,8 +10,6 @@ adapters can change here, and `logprobs.npz`, of the fixture's prompt of chunk+1
     logprobs     [n, m] float32        their log-probabilities after that position's token
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import zlib
@@ -22,7 +20,7 @@ import numpy as np
 import peft
 import torch
 from golden import oracle
-from golden.make_goldens import choose_entries, draw_prompts
+from golden.make_goldens import draw_prompts, entries
 from golden.recipes import RECIPES, Recipe
 
 PROMPT = 4
@@ -75,11 +73,7 @@ def make(name: str, recipe: Recipe, number: int, root: Path) -> None:
     target = root / name / "adapter"
     adapted.to(torch.bfloat16).save_pretrained(target)
     (target / "README.md").unlink(missing_ok=True)
-    positions, ids = choose_entries(found, np.random.default_rng(recipe.seed))
-    logprobs = np.take_along_axis(found[positions], ids, axis=1).astype(np.float32)
-    np.savez_compressed(
-        target / "logprobs.npz", positions=positions.astype(np.int16), ids=ids.astype(np.int16), logprobs=logprobs
-    )
+    np.savez_compressed(target / "logprobs.npz", **entries(found, np.random.default_rng(recipe.seed)))
     size = sum(path.stat().st_size for path in target.iterdir())
     print(f"{name}: {len(targets)} modules, {size / 1e3:.0f} kB, changes log-probabilities by {move:.2f}", flush=True)
 

@@ -20,8 +20,6 @@ and, where a draft layer has an oracle, of the prompt of chunk+1 tokens, for pai
     draft_positions, draft_ids, draft_logprobs       as above
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys
@@ -54,12 +52,9 @@ def make(name: str, recipe: Recipe, root: Path) -> None:
     generator = np.random.default_rng(recipe.seed)
     for i, tokens in enumerate(prompts):
         full = oracle.log_probs(model, tokens).numpy()
-        positions, ids = choose_entries(full, generator)
+        arrays |= {f"{key}_{i}": array for key, array in entries(full, generator).items()}
         continuation, gaps = oracle.greedy(model, tokens, GREEDY)
         arrays[f"tokens_{i}"] = np.array(tokens, np.int16)
-        arrays[f"positions_{i}"] = positions.astype(np.int16)
-        arrays[f"ids_{i}"] = ids.astype(np.int16)
-        arrays[f"logprobs_{i}"] = np.take_along_axis(full[positions], ids, axis=1).astype(np.float32)
         arrays[f"greedy_{i}"] = np.array(continuation, np.int16)
         arrays[f"gaps_{i}"] = np.array(gaps, np.float32)
     np.savez_compressed(target / "goldens.npz", **arrays)
@@ -94,6 +89,13 @@ def choose_entries(full: np.ndarray, generator: np.random.Generator) -> tuple[np
     top = np.argsort(-full[positions], axis=1)[:, :TOP_IDS]
     some = np.stack([generator.choice(vocab, RANDOM_IDS, replace=False) for _ in positions])
     return positions, np.concatenate([top, some], axis=1)
+
+
+def entries(full: np.ndarray, generator: np.random.Generator) -> dict[str, np.ndarray]:
+    """Returns positions, vocabulary entries and their log-probabilities, as fixtures keep them."""
+    positions, ids = choose_entries(full, generator)
+    logprobs = np.take_along_axis(full[positions], ids, axis=1).astype(np.float32)
+    return {"positions": positions.astype(np.int16), "ids": ids.astype(np.int16), "logprobs": logprobs}
 
 
 def check_alive(name: str, recipe: Recipe, model: Any, tokens: list[int]) -> None:
@@ -136,9 +138,8 @@ def write_model(recipe: Recipe, model: Any, target: Path, prompt: list[int]) -> 
         drafts = makers.draft_weights(recipe, tensors)
         tensors |= drafts
         full = makers.draft_log_probs(model, drafts, prompt).numpy()
-        positions, ids = choose_entries(full, np.random.default_rng(recipe.seed))
-        arrays["draft_positions"], arrays["draft_ids"] = positions.astype(np.int16), ids.astype(np.int16)
-        arrays["draft_logprobs"] = np.take_along_axis(full[positions], ids, axis=1).astype(np.float32)
+        kept = entries(full, np.random.default_rng(recipe.seed))
+        arrays = {f"draft_{key}": array for key, array in kept.items()}
     if recipe.seeing:
         tensors["model.visual.patch_embed.proj.weight"] = torch.ones(4, 3, 2)
     stored = {}

@@ -3,8 +3,6 @@
 cd tests && python -m golden.make_rope      (needs the `parity` extra)
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

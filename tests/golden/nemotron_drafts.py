@@ -1,7 +1,5 @@
 """The draft layer of NVIDIA's models, which transformers leaves out: blocks of transformers' own, the rest in torch."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -4,8 +4,6 @@ Needs the `parity` extra. Caveats of the oracle: eager attention, no cache (its 
 `time_step_min` near 0 in the config (it clamps dt from below, in the chunked path only).
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """The draft layer of Alibaba's models, which transformers leaves out: random weights, and a forward in plain torch."""
 
-from __future__ import annotations
-
 import torch
 from golden import oracle
 from golden.recipes import Recipe

@@ -5,8 +5,6 @@ fixtures checks that the log-probabilities move when such a field is given the v
 ignores the field cannot pass.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mamba_jax.sampling import SamplingInputs, choose, count_tokens, report_logprobs
+from mamba_jax.sampling import choose, count_tokens, report_logprobs
 from mamba_jax.sampling.masks import MaskBatch, init_masks, mask_words, write_masks
 from mamba_jax.sharding import make_mesh
 from mamba_jax.sharding.axis import split_last, use_mesh
-from tests.support.sampling import table_of
+from tests.support.sampling import asked_of, table_of
 
 VOCAB, HEADS = 8 * 40, 3
 GREEDY = [{}] * 8
@@ -32,13 +32,12 @@ def sample(logits, rows, drafts, counts, seen):
     count = len(rows)
     row_id = jnp.arange(1, count + 1)
     flat = split_last(logits.reshape(-1, VOCAB))
-    asked = SamplingInputs.of(
+    asked = asked_of(
+        table_of(*rows),
+        logits.shape,
         drafts=drafts,
-        num_drafts=jnp.full(count, HEADS - 1),
         length=jnp.full(count, 9),
-        sample=jnp.arange(count) < count - 1 if rows is GREEDY else jnp.ones(count, bool),
-        row_id=row_id,
-        table=table_of(*rows),
+        sample=jnp.arange(count) < count - (rows is GREEDY),
         output_counts=split_last(counts),
         prompt_seen=split_last(seen),
     )
@@ -88,17 +87,9 @@ def test_each_device_samples_its_share_of_the_rows_with_every_seed():
     masks = write_masks(masks, MaskBatch(row_id=jnp.array([2, 5]), bits=bits))
 
     def chosen(logits, table, length):
-        asked = SamplingInputs.of(
-            drafts=jnp.full((count, HEADS - 1), 3),
-            num_drafts=jnp.full(count, HEADS - 1),
-            length=length,
-            sample=jnp.ones(count, bool),
-            row_id=jnp.arange(1, count + 1),
-            table=table,
-            output_counts=split_last(counts),
-            prompt_seen=split_last(counts > 1),
-            masks=masks,
-        )
+        penalties = {"output_counts": split_last(counts), "prompt_seen": split_last(counts > 1)}
+        drafts = jnp.full((count, HEADS - 1), 3)
+        asked = asked_of(table, logits.shape, drafts=drafts, length=length, masks=masks, **penalties)
         return choose(split_last(logits.reshape(-1, VOCAB)).reshape(logits.shape), asked, supports=True)
 
     logits = jnp.asarray(random.normal(0, 2, (count, HEADS, VOCAB)).astype(np.float32))

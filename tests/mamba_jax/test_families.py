@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from mamba_jax import families
 from mamba_jax.config import ModelConfigError, RopeConfig
 from mamba_jax.families.base import HFSource
 from mamba_jax.model import HybridModel, parameters
+from mamba_jax.sharding.parameters import placements
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 FIXTURES = sorted(path.parent.name for path in GOLDEN.glob("*/model.safetensors"))
@@ -138,14 +140,8 @@ def test_an_empty_config_has_the_defaults_of_transformers(model_type):
     config = families.config_from_hf({"model_type": model_type})
     assert families.weight_names(config).keys() == parameters(HybridModel.abstract(config)).keys()
     assert model_type in families.family_of(config).model_types
-    defaults = {"olmo_hybrid": (100257,), "kimi_linear": (163586,), "bailing_hybrid": (156895,)}
-    defaults |= {
-        "lara_mini": (151643,),
-        "mamba": (0,),
-        "falcon_mamba": (0,),
-        "lfm3": (124900,),
-        "recurrent_gemma": (1,),
-    }
+    defaults = {"olmo_hybrid": (100257,), "kimi_linear": (163586,), "bailing_hybrid": (156895,), "mamba": (0,)}
+    defaults |= {"lara_mini": (151643,), "falcon_mamba": (0,), "lfm3": (124900,), "recurrent_gemma": (1,)}
     defaults |= {one: () for one in TYPES if one.startswith("qwen")}
     assert config.eos_token_ids == defaults.get(model_type, (2,))
 
@@ -160,91 +156,140 @@ def test_token_ids_may_be_null_or_several(model_type):
 NEMOTRON = {"model_type": "nemotron_h", "intermediate_size": 64}
 
 
-def test_nemotron_patterns_old_and_new():
-    def pattern(**fields):
-        return families.config_from_hf({**NEMOTRON, **fields}).pattern
-
-    layers = ["linear_attention", "mlp", "full_attention", "moe"]
-    assert pattern(layers_block_type=layers) == "M-*E"
-    assert pattern(layer_types=["mamba", "attention"]) == "M*"
-    assert pattern(hybrid_override_pattern="M-M*") == "M-M*"
-    assert pattern(hybrid_override_pattern="M-M*", layers_block_type=layers) == "M-*E"
-    assert pattern() == "ME*-"
-
-    def mtp(**fields):
-        return families.config_from_hf({**NEMOTRON, "num_nextn_predict_layers": 1, **fields}).mtp_pattern
-
-    assert mtp() == mtp(mtp_layers_block_type=["attention", "moe"]) == "*E"
-    assert mtp(mtp_hybrid_override_pattern="*-") == "*-"
-    assert mtp(mtp_layers_block_type=["full_attention", "moe", "mlp"], mtp_hybrid_override_pattern="*-") == "*E-"
-    assert mtp(num_nextn_predict_layers=0) == ""
+ROPE = {"model_type": "falcon_h1", "head_dim": 24}
+BAMBA = {"model_type": "bamba", "head_dim": 24}
+LAYERS = ["linear_attention", "mlp", "full_attention", "moe"]
+DRAFTS = {**NEMOTRON, "num_nextn_predict_layers": 1}
+OLD = {"mamba_n_groups": 4, "mamba_d_conv": 3, "mamba_conv_bias": False}
+FALCON = {"model_type": "falcon_h1", "hidden_size": 96, "head_dim": 8, "mamba_n_heads": 6, "mamba_d_ssm": 120}
+GRANITE = {"model_type": "granitemoehybrid", "hidden_size": 96, "num_attention_heads": 4, "mamba_n_heads": 6}
+FALCON_MAMBA = {"model_type": "falcon_mamba", "hidden_size": 64, "expand": 16}
+ZAMBA = {"model_type": "zamba2", "layers_block_type": ["mamba", "hybrid", "hybrid", "hybrid"]}
+LING = {"model_type": "bailing_hybrid", "num_hidden_layers": 6, "layer_group_size": 3}
+LARA = {"model_type": "lara_mini", "num_hidden_layers": 6, "sliding_window": 7}
+STEP_LIMITS = [
+    ({"model_type": one, "time_step_limit": [0.25, infinity]}, {"mamba.dt_limit": (0.25, math.inf)})
+    for one in ("bamba", "granitemoehybrid", "falcon_h1", "mamba2")
+    for infinity in (math.inf, {"__float__": "Infinity"})
+]
 
 
-def test_nemotron_with_several_draft_layers_is_served_without_them():
-    config = families.config_from_hf({**NEMOTRON, "hybrid_override_pattern": "M*-", "num_nextn_predict_layers": 2})
-    assert (config.pattern, config.mtp_pattern, config.unused_mtp_layers, config.moe) == ("M*-", "", 2, None)
-    assert not any(path.startswith("mtp.") for path in families.weight_names(config))
+@pytest.mark.parametrize(
+    ("fields", "found"),
+    [
+        ({**NEMOTRON, "layers_block_type": LAYERS}, {"pattern": "M-*E"}),
+        ({**NEMOTRON, "layer_types": ["mamba", "attention"]}, {"pattern": "M*"}),
+        ({**NEMOTRON, "hybrid_override_pattern": "M-M*"}, {"pattern": "M-M*"}),
+        ({**NEMOTRON, "hybrid_override_pattern": "M-M*", "layers_block_type": LAYERS}, {"pattern": "M-*E"}),
+        (NEMOTRON, {"pattern": "ME*-"}),
+        (DRAFTS, {"mtp_pattern": "*E"}),
+        ({**DRAFTS, "mtp_layers_block_type": ["attention", "moe"]}, {"mtp_pattern": "*E"}),
+        ({**DRAFTS, "mtp_hybrid_override_pattern": "*-"}, {"mtp_pattern": "*-"}),
+        (
+            {**DRAFTS, "mtp_layers_block_type": LAYERS[:0:-1], "mtp_hybrid_override_pattern": "*-"},
+            {"mtp_pattern": "E*-"},
+        ),
+        ({**DRAFTS, "num_nextn_predict_layers": 0}, {"mtp_pattern": ""}),
+        (
+            {**NEMOTRON, **OLD, "time_step_limit": [0.1, 0.2], "time_step_min": 0.1},
+            {"mamba.num_groups": 4, "mamba.conv_width": 3, "mamba.conv_bias": False, "mamba.dt_limit": (0.0, math.inf)},
+        ),
+        (
+            {**NEMOTRON, "hybrid_override_pattern": "M-M-", "intermediate_size": [32, 48]},
+            {"mlp.intermediate_size": (32, 48)},
+        ),
+        *STEP_LIMITS,
+        (
+            {**NEMOTRON, "hybrid_override_pattern": "M*-", "num_nextn_predict_layers": 2},
+            {"pattern": "M*-", "mtp_pattern": "", "unused_mtp_layers": 2, "moe": None},
+        ),
+        (ROPE, {"attention.rope": RopeConfig(10_000.0, 24)}),
+        ({**ROPE, "rope_theta": 1e11}, {"attention.rope": RopeConfig(1e11, 24)}),
+        (
+            {**ROPE, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}, "rope_theta": 7.0},
+            {"attention.rope": RopeConfig(50.0, 24)},
+        ),
+        ({**ROPE, "rope_theta": 7.0, "rope_scaling": None}, {"attention.rope": RopeConfig(7.0, 24)}),
+        # Only Bamba looks at the share, and its old field for it says nothing.
+        ({**BAMBA, "partial_rotary_factor": 0.25}, {"attention.rope.size": 12}),
+        ({**BAMBA, "rope_parameters": {"partial_rotary_factor": 0.25}}, {"attention.rope.size": 6}),
+        ({**ROPE, "rope_parameters": {"partial_rotary_factor": 0.25}}, {"attention.rope.size": 24}),
+        ({**GRANITE, "position_embedding_type": "nope"}, {"attention.rope": None}),
+        ({**GRANITE, "position_embedding_type": None}, {"attention.rope": None}),
+        ({**NEMOTRON, "rope_theta": 7.0}, {"attention.rope": None}),
+        ({**FALCON, "mamba_d_ssm": None}, {"mamba.inner_size": 192}),
+        (FALCON, {"mamba.head_dim": 20, "attention.num_kv_heads": 8}),
+        ({**FALCON, "num_key_value_heads": None}, {"attention.num_kv_heads": 32}),
+        (GRANITE, {"attention.num_kv_heads": 4, "attention.scale": 1.0}),
+        (
+            {"model_type": "zamba2", "hidden_size": 64, "num_attention_heads": 4},
+            {"attention.head_dim": 32, "attention.scale": 0.25, "attention.input_size": 128}
+            | {"mlp.intermediate_size": 256},
+        ),
+        ({"model_type": "jamba", "num_hidden_layers": 8}, {"pattern": "S-SES-SE*-SES-SE"}),
+        ({"model_type": "jamba", "num_hidden_layers": 2, "num_experts": 1}, {"pattern": "S-S-", "moe": None}),
+        # The width of Falcon-Mamba is not its expansion.
+        ({**FALCON_MAMBA, "intermediate_size": 128}, {"inner_size": 128}),
+        (FALCON_MAMBA, {"inner_size": 1024, "S.dt_rank": 4}),
+        # Zamba's blocks are tied with the head.
+        ({**ZAMBA, "num_mem_blocks": 2}, {"shared.num_blocks": 2}),
+        ({**ZAMBA, "num_mem_blocks": 5}, {"shared.num_blocks": 3}),
+        ({**ZAMBA, "num_mem_blocks": 2, "tie_word_embeddings": False}, {"shared.num_blocks": 3}),
+        ({**ZAMBA, "layers_block_type": ["mamba"]}, {"shared": None}),
+        (
+            LING,
+            {"pattern": "D-D-LEDEDELE", "latent_attention.rope.theta": 6e6, "latent_attention.rope.size": 64}
+            | {"D.log_decay_bound": -5.0},
+        ),
+        ({**LING, "kda_safe_gate": False}, {"D.log_decay_bound": None}),
+        # Attention to everything without positions.
+        (LARA, {"pattern": "DEWEDE*EWEDE", "attention.rope": None, "attention.window": None, "D.num_groups": 8}),
+        (LARA, {"windowed_attention.rope": RopeConfig(1e4, 128), "windowed_attention.window": 7}),
+        (LARA, {"moe.shared_gate": False, "moe.shared_size": 512}),
+    ],
+)
+def test_what_a_config_says(fields, found):
+    """By the dotted name of a config's field; a recurrence by its letter."""
+    config = families.config_from_hf(fields)
+    for name, value in found.items():
+        letter, _, field = name.partition(".")
+        owner = config.recurrence(letter) if len(letter) == 1 else config
+        assert attrgetter(field if len(letter) == 1 else name)(owner) == value, name
 
 
-def test_nemotron_old_names_and_unlimited_steps():
-    config = families.config_from_hf(
-        {
-            **NEMOTRON,
-            "mamba_n_groups": 4,
-            "mamba_d_conv": 3,
-            "mamba_conv_bias": False,
-            "time_step_limit": [0.1, 0.2],
-            "time_step_min": 0.1,
-        }
-    )
-    assert (config.mamba.num_groups, config.mamba.conv_width, config.mamba.conv_bias) == (4, 3, False)
-    assert config.mamba.dt_limit == (0.0, math.inf)
+@pytest.mark.parametrize("model_type", ["kimi_linear", "bailing_hybrid"])
+def test_norms_of_latents_have_an_epsilon_of_their_own(model_type):
+    config = families.config_from_hf({"model_type": model_type, "rms_norm_eps": 1e-3})
+    assert (config.norm_eps, config.latent_attention.norm_eps) == (1e-3, 1e-6)
 
 
-def test_nemotron_one_size_per_mlp():
-    config = families.config_from_hf({**NEMOTRON, "hybrid_override_pattern": "M-M-", "intermediate_size": [32, 48]})
-    assert [config.mlp.size(i) for i in (0, 1)] == [32, 48]
-    with pytest.raises(ModelConfigError, match="1 intermediate sizes for 2 MLPs"):
-        families.config_from_hf({**NEMOTRON, "hybrid_override_pattern": "M-M-", "intermediate_size": [32]})
+def test_kimi_in_the_words_of_transformers_and_of_its_makers():
+    ours = {"linear_attn_config": {"kda_layers": [1, 2, 4], "full_attn_layers": [3], "num_heads": 5, "head_dim": 24}}
+    ours |= {"num_hidden_layers": 4, "first_k_dense_replace": 2, "num_experts": 6, "num_experts_per_token": 2}
+    theirs = {"layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"], "linear_num_heads": 5}
+    theirs |= {"linear_head_dim": 24, "num_hidden_layers": 4, "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 2}
+    theirs |= {"num_local_experts": 6, "num_experts_per_tok": 2}
+    one, other = (families.config_from_hf({"model_type": "kimi_linear", **raw}) for raw in (ours, theirs))
+    assert one == other
+    assert one.pattern == "D-D-LEDE"
+    assert families.config_from_hf({"model_type": "kimi_linear"}).pattern.count("L") == 6
 
 
-@pytest.mark.parametrize("model_type", ["bamba", "granitemoehybrid", "falcon_h1", "mamba2"])
-@pytest.mark.parametrize("infinity", [math.inf, {"__float__": "Infinity"}], ids=["bare", "tagged"])
-def test_step_limits(model_type, infinity):
-    config = families.config_from_hf({"model_type": model_type, "time_step_limit": [0.25, infinity]})
-    assert config.mamba.dt_limit == (0.25, math.inf)
+def test_ling_may_have_latents_of_queries():
+    ling = {"model_type": "bailing_hybrid", "num_hidden_layers": 2, "layer_group_size": 2, "q_lora_rank": 24}
+    config = families.config_from_hf(ling)
+    names, declared = families.weight_names(config), placements(config)
+    assert names.keys() == declared.keys() == parameters(HybridModel.abstract(config)).keys()
+    for ours, theirs in (("q_latent_proj", "q_a_proj"), ("q_norm", "q_a_layernorm"), ("q_proj", "q_b_proj")):
+        assert names[f"blocks.2.mixer.{ours}.weight"].names == (f"model.layers.1.attention.{theirs}.weight",)
 
 
-def test_rope_old_and_new():
-    def rope(model_type="falcon_h1", **fields):
-        fields = {"head_dim": 24, "position_embedding_type": "rope", **fields}
-        return families.config_from_hf({"model_type": model_type, **fields}).attention.rope
-
-    assert rope() == RopeConfig(10_000.0, 24)
-    assert rope(rope_theta=1e11) == RopeConfig(1e11, 24)
-    assert rope(rope_parameters={"rope_type": "default", "rope_theta": 50.0}, rope_theta=7.0) == RopeConfig(50.0, 24)
-    assert rope(rope_theta=7.0, rope_scaling=None) == RopeConfig(7.0, 24)
-    # Only Bamba looks at the share, and its old field for it says nothing.
-    assert rope("bamba", partial_rotary_factor=0.25) == RopeConfig(10_000.0, 12)
-    assert rope("bamba", rope_parameters={"partial_rotary_factor": 0.25}) == RopeConfig(10_000.0, 6)
-    assert rope(rope_parameters={"partial_rotary_factor": 0.25}) == RopeConfig(10_000.0, 24)
-    assert rope("granitemoehybrid", position_embedding_type="nope") is None
-    assert rope("granitemoehybrid", position_embedding_type=None) is None
-    assert rope("nemotron_h", rope_theta=7.0) is None
-
-
-def test_heads_and_widths_that_follow_from_others():
-    falcon = {"model_type": "falcon_h1", "hidden_size": 96, "head_dim": 8, "mamba_n_heads": 6, "mamba_d_ssm": 120}
-    assert families.config_from_hf({**falcon, "mamba_d_ssm": None}).mamba.inner_size == 192
-    assert families.config_from_hf(falcon).mamba.head_dim == 20
-    assert families.config_from_hf(falcon).attention.num_kv_heads == 8
-    assert families.config_from_hf({**falcon, "num_key_value_heads": None}).attention.num_kv_heads == 32
-    granite = {"model_type": "granitemoehybrid", "hidden_size": 96, "num_attention_heads": 4, "mamba_n_heads": 6}
-    assert families.config_from_hf(granite).attention.num_kv_heads == 4
-    assert families.config_from_hf(granite).attention.scale == 1.0
-    zamba = families.config_from_hf({"model_type": "zamba2", "hidden_size": 64, "num_attention_heads": 4})
-    assert (zamba.attention.head_dim, zamba.attention.scale, zamba.attention.input_size) == (32, 0.25, 128)
-    assert zamba.mlp.intermediate_size == 256
+def test_lara_has_input_projections_in_one_tensor_or_in_four():
+    names = families.weight_names(families.config_from_hf(LARA))
+    for available in ("in_proj", "in_proj_qkv"):
+        found = names["blocks.0.mixer.v_proj.weight"].find({f"model.layers.0.linear_attn.{available}.weight"})
+        assert found.rows == (2048, 4096)
+    assert names["blocks.0.mixer.a_proj.weight"].rows == (6144 + 16, 6144 + 32)
 
 
 def test_minimax_in_the_words_of_transformers_and_of_its_makers():
@@ -269,29 +314,6 @@ def test_minimax_in_the_words_of_transformers_and_of_its_makers():
     assert lightning.decay_rates(1)[0] == pytest.approx(2**-0.25 * (1e-5 + 1e-5 / 2), rel=1e-4)
 
 
-def test_the_layers_of_jamba():
-    mini = families.config_from_hf({"model_type": "jamba", "num_hidden_layers": 8})
-    assert mini.pattern == "S-SES-SE*-SES-SE"
-    dense = families.config_from_hf({"model_type": "jamba", "num_hidden_layers": 2, "num_experts": 1})
-    assert (dense.pattern, dense.moe) == ("S-S-", None)
-
-
-def test_the_width_of_falcon_mamba_is_not_its_expansion():
-    falcon = {"model_type": "falcon_mamba", "hidden_size": 64, "expand": 16}
-    assert families.config_from_hf(falcon | {"intermediate_size": 128}).inner_size == 128
-    assert families.config_from_hf(falcon).inner_size == 1024
-    assert families.config_from_hf(falcon).recurrence("S").dt_rank == 4
-
-
-def test_zamba_blocks_are_tied_with_the_head():
-    zamba = {"model_type": "zamba2", "layers_block_type": ["mamba", "hybrid", "hybrid", "hybrid"]}
-    assert families.config_from_hf({**zamba, "num_mem_blocks": 2}).shared.num_blocks == 2
-    assert families.config_from_hf({**zamba, "num_mem_blocks": 5}).shared.num_blocks == 3
-    untied = families.config_from_hf({**zamba, "num_mem_blocks": 2, "tie_word_embeddings": False})
-    assert untied.shared.num_blocks == 3
-    assert families.config_from_hf({**zamba, "layers_block_type": ["mamba"]}).shared is None
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -305,6 +327,10 @@ def test_zamba_blocks_are_tied_with_the_head():
         ({**NEMOTRON, "num_key_value_heads": 5}, "32 query heads cannot share 5"),
         ({**NEMOTRON, "n_groups": 7}, "128 Mamba heads cannot be divided into 7 Mamba groups"),
         ({**NEMOTRON, "sliding_window": 128}, "sliding_window is 128"),
+        (
+            {**NEMOTRON, "hybrid_override_pattern": "M-M-", "intermediate_size": [32]},
+            "1 intermediate sizes for 2 MLPs",
+        ),
         ({**NEMOTRON, "hybrid_override_pattern": "E", "n_group": 3}, "8 experts in 3 groups"),
         ({**NEMOTRON, "hybrid_override_pattern": "E", "num_experts_per_tok": 9}, "9 experts per token"),
         ({"model_type": "falcon_h1", "rope_parameters": {"rope_type": "spiral"}}, "rope_type is 'spiral': supported"),

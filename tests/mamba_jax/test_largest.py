@@ -1,5 +1,7 @@
 """The largest of logits, of one device and of parts on several: what numpy finds in all of them together."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,31 +42,19 @@ def rows():
 
 @pytest.mark.parametrize("shards", [1, 2, 4, 8])
 def test_finds_what_numpy_finds(shards):
-    logits = rows()
-    index, finite = found(logits, shards)
-    numbers = ~np.isnan(logits).any(-1)
-    np.testing.assert_array_equal(index[numbers], logits.argmax(-1)[numbers])
-    np.testing.assert_array_equal(finite, np.isfinite(logits).all(-1))
-    assert numbers.sum() == 39
-
-
-@pytest.mark.parametrize("shards", [2, 8])
-def test_a_vocabulary_that_does_not_divide(shards):
-    logits = np.delete(rows()[:, : VOCAB - 1], 12, axis=0)
-    index, finite = found(logits, shards)
-    np.testing.assert_array_equal(index, logits.argmax(-1))
-    np.testing.assert_array_equal(finite, np.isfinite(logits).all(-1))
-
-
-@pytest.mark.parametrize("shards", [2, 4, 8])
-def test_every_pair_of_devices_ties(shards):
-    """The same largest at one place of each of two parts: the first wins, whichever devices they are on."""
-    part = VOCAB // shards
-    pairs = [(i, j) for i in range(shards) for j in range(shards) if i != j]
-    logits = np.full((len(pairs), VOCAB), -3.0, np.float32)
-    for row, (i, j) in enumerate(pairs):
-        logits[row, [i * part + 5, j * part + 2]] = 1.5
-    np.testing.assert_array_equal(found(logits, shards)[0], logits.argmax(-1))
+    logits, part = rows(), VOCAB // shards
+    # The same largest at one place of each of two parts: the first wins, whichever devices they are on.
+    pairs = np.full((shards * (shards - 1), VOCAB), -3.0, np.float32)
+    for row, (i, j) in zip(pairs, itertools.permutations(range(shards), 2), strict=True):
+        row[[i * part + 5, j * part + 2]] = 1.5
+    logits = np.concatenate([logits, pairs])
+    for size in (VOCAB, VOCAB - 1):  # a vocabulary that divides, and one that does not
+        some = logits[:, :size]
+        index, finite = found(some, shards)
+        numbers = ~np.isnan(some).any(-1)
+        np.testing.assert_array_equal(index[numbers], some.argmax(-1)[numbers])
+        np.testing.assert_array_equal(finite, np.isfinite(some).all(-1))
+        assert numbers.sum() == len(logits) - 1
 
 
 def test_devices_exchange_only_what_they_have_found():

@@ -11,6 +11,7 @@ from mamba_jax.batch import num_tiles
 from mamba_jax.layout.decode import DecodeLayout
 from mamba_jax.layout.paged import page_of
 from mamba_jax.layout.prefill import PrefillLayout
+from mamba_jax.layout.sequence import PackedLayout
 
 TILE = 4
 prefill_layout = jax.jit(PrefillLayout.of, static_argnames=("num_packed", "tile_size"))
@@ -94,3 +95,12 @@ def test_pages_of_tokens():
     # A page not there yet, padding, and a position past the table are all nowhere.
     np.testing.assert_array_equal(page, [5, 6, 7, 0, 0, 0])
     np.testing.assert_array_equal(offset[:4], [0, 3, 3, 0])
+
+
+def test_documents_beyond_the_maximum_are_nan():
+    starts = jnp.array([True, False, False, True, False, True])
+    layout = PackedLayout.of_documents(starts, documents=2, longest=2)
+    x = jnp.arange(1.0, 7.0)
+    np.testing.assert_array_equal(layout.by_sequence(x), [[1, 2], [4, 5]])
+    np.testing.assert_array_equal(layout.by_token(layout.by_sequence(x)), [1, 2, np.nan, 4, 5, np.nan])
+    np.testing.assert_array_equal(layout.positions, [0, 1, -1, 0, 1, -1])

@@ -4,9 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mamba_jax.sampling import SamplingInputs, choose
+from mamba_jax.sampling import choose
 from mamba_jax.sampling.masks import MaskBatch, apply_masks, init_masks, mask_words, write_masks
 from mamba_jax.sampling.table import init_sampling_table
+from tests.support.sampling import asked_of
 
 VOCAB, SEATS, HEADS = 70, 4, 3
 
@@ -53,12 +54,8 @@ def test_what_is_not_allowed_is_never_chosen(rng, temperature):
     logits[0, 0, 45] = logits[0, 1, 5] = 50.0
     table = init_sampling_table(SEATS + 1)
     table = type(table)(**(vars(table) | {"temperature": jnp.full(SEATS + 1, temperature)}))
-    asked = SamplingInputs.of(
-        drafts=jnp.array([[45, 5]]), num_drafts=jnp.array([2]), length=jnp.array([3]),
-        sample=jnp.array([True]), row_id=jnp.array([2]), table=table,
-        output_counts=jnp.zeros((SEATS + 1, VOCAB), jnp.int32), prompt_seen=jnp.zeros((SEATS + 1, VOCAB), bool),
-        masks=written(allowed, [2]),
-    )  # fmt: skip
+    drafts, seat = jnp.array([[45, 5]]), jnp.array([2])
+    asked = asked_of(table, logits.shape, drafts=drafts, row_id=seat, masks=written(allowed, [2]))
     emission = choose(jnp.asarray(logits), asked)
     assert emission.accepted.tolist() == [1]
     first, second, third = emission.tokens[0].tolist()

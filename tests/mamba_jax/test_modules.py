@@ -1,7 +1,5 @@
 """Modules against their definitions, written as loops in numpy."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,10 +15,6 @@ from mamba_jax.modules.feed_forward import MLP, MoE
 from mamba_jax.modules.mamba import Mamba
 from tests.support.models.random_models import random_module
 from tests.support.models.tiny_configs import HIDDEN, MOE
-
-SOFTMAX = dataclasses.replace(
-    MOE, router="softmax", num_groups=1, top_groups=1, latent_size=None, gated=True, activation="silu", bias=True
-)
 
 
 def made(kind, *args, dtype=jnp.float32, **options):
@@ -41,77 +35,12 @@ def silu(x):
     return x / (1 + np.exp(-x))
 
 
-def expert(w, e, x, gated):
-    if gated:
-        return w["experts.down"][e] @ (silu(w["experts.up"][e][0] @ x) * (w["experts.up"][e][1] @ x))
-    return w["experts.down"][e] @ np.maximum(w["experts.up"][e] @ x, 0) ** 2
-
-
-def moe_by_loops(config, w, xs):
-    """One token, one expert at a time, as the papers define it."""
-    out = []
-    for x in np.asarray(xs, np.float64):
-        logits = w["router.weight"] @ x
-        if config.router == "softmax":
-            chosen = np.argsort(-logits)[: config.experts_per_token]
-            weights = np.exp(logits[chosen]) / np.exp(logits[chosen]).sum()
-        else:
-            scores = 1 / (1 + np.exp(-logits))
-            biased = scores + w["router.correction_bias"]
-            size = config.num_experts // config.num_groups
-            of_group = [np.sort(biased[g * size : (g + 1) * size])[-2:].sum() for g in range(config.num_groups)]
-            best = set(np.argsort(-np.array(of_group))[: config.top_groups])
-            allowed = [e for e in range(config.num_experts) if e // size in best]
-            chosen = sorted(allowed, key=lambda e: -biased[e])[: config.experts_per_token]
-            weights = scores[chosen]
-            if config.normalize:
-                weights = weights / weights.sum()
-            weights = weights * config.scaling
-        inner = w["latent_in.weight"] @ x if config.latent_size else x
-        y = sum(weight * expert(w, e, inner, config.gated) for weight, e in zip(weights, chosen, strict=True))
-        if config.latent_size:
-            y = w["latent_out.weight"] @ y
-        if config.gated:
-            gate = silu(w["shared.gate_proj.weight"] @ x + w["shared.gate_proj.bias"])
-            shared = gate * (w["shared.up_proj.weight"] @ x + w["shared.up_proj.bias"])
-            y = y + w["shared.down_proj.weight"] @ shared + w["shared.down_proj.bias"]
-        else:
-            y = y + w["shared.down_proj.weight"] @ np.maximum(w["shared.up_proj.weight"] @ x, 0) ** 2
-        out.append(y)
-    return np.array(out)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        MOE,
-        dataclasses.replace(MOE, normalize=False, num_groups=1, top_groups=1, latent_size=None),
-        dataclasses.replace(MOE, num_groups=2, top_groups=1, experts_per_token=1),
-        dataclasses.replace(MOE, num_experts=2, experts_per_token=2, num_groups=1, top_groups=1),
-        SOFTMAX,
-        dataclasses.replace(SOFTMAX, num_experts=5, experts_per_token=5),
-    ],
-    ids=["groups, latent", "plain sigmoid", "one of a group", "all of two", "softmax", "softmax over all"],
-)
-def test_experts_equal_loops(config):
-    (moe, weights), x = made(MoE, config, HIDDEN), tokens(13)
-    np.testing.assert_allclose(run(moe, x), moe_by_loops(config, weights, x), atol=2e-5)
-
-
 def test_padding_does_not_reach_experts():
     moe, _ = made(MoE, MOE, HIDDEN)
     run = jax.jit(lambda m, x, lengths: m(x, SequenceLayout.of(2, 6, lengths), None)[0])
     x, lengths = tokens(12), np.array([6, 3], np.int32)
     spoiled = x.at[9:].set(jnp.nan)
     np.testing.assert_array_equal(run(moe, x, lengths)[:9], run(moe, spoiled, lengths)[:9])
-
-
-def test_unused_experts_and_identical_tokens():
-    config = dataclasses.replace(SOFTMAX, experts_per_token=1, shared_size=0)
-    moe, weights = made(MoE, config, HIDDEN)
-    x = jnp.tile(tokens(1), (9, 1))
-    chosen = int(np.argmax(weights["router.weight"] @ np.asarray(x[0])))
-    np.testing.assert_allclose(run(moe, x), np.tile(expert(weights, chosen, np.asarray(x[0]), True), (9, 1)), atol=1e-5)
 
 
 def test_router_weights_are_float32_in_a_bfloat16_model():

@@ -22,15 +22,12 @@ def there_and_back(kind, state):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_running_row_rounds_to_what_comes_back(kind):
     """Compiled as one program too, where a compiler may leave out conversions there and back."""
-    rounded = np.asarray(jax.jit(NarrowDtype(kind).rounded)(STATE))
-    np.testing.assert_array_equal(rounded, there_and_back(kind, STATE))
+    rounded, back = np.asarray(jax.jit(NarrowDtype(kind).rounded)(STATE)), there_and_back(kind, STATE)
+    np.testing.assert_array_equal(rounded, back)
+    np.testing.assert_array_equal(there_and_back(kind, back), back)  # rounding twice changes nothing
     assert (rounded != STATE).mean() > 0.9
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_rounding_twice_changes_nothing(kind):
-    once = there_and_back(kind, STATE)
-    np.testing.assert_array_equal(there_and_back(kind, once), once)
+    parts = NarrowDtype(kind).parts("ssm", STATE)
+    assert sum(part.nbytes for part in parts.values()) == NarrowDtype(kind).bytes(STATE.shape)
 
 
 @pytest.mark.parametrize(("kind", "bound"), [("bfloat16", 2**-8), ("float16", 2**-10)])
@@ -51,22 +48,10 @@ def test_int8_is_as_fine_as_each_channel_asks():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bytes_are_those_of_the_arrays(kind):
-    parts = NarrowDtype(kind).parts("ssm", STATE)
-    assert sum(part.nbytes for part in parts.values()) == NarrowDtype(kind).bytes(STATE.shape)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_zeros_stay_zeros_and_large_numbers_finite(kind):
-    state = jnp.zeros((3, 8)).at[1, 2].set(1e6).at[2, 3].set(-1e30)
+def test_zeros_stay_zeros_large_numbers_finite_and_others_not(kind):
+    state = jnp.zeros((4, 8)).at[1, 2].set(1e6).at[2, 3].set(-1e30).at[3, 3].set(jnp.nan)
     back = there_and_back(kind, state)
-    assert np.isfinite(back).all()
+    assert np.isfinite(back[:3]).all()
     assert not back[0].any()
     assert back[1, 2] == pytest.approx(65504 if kind == "float16" else 1e6, rel=0.01)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_not_a_number_is_not_hidden(kind):
-    back = there_and_back(kind, jnp.ones((2, 8)).at[0, 3].set(jnp.nan))
-    assert not np.isfinite(back[0]).all()
-    assert np.isfinite(back[1]).all()
+    assert not np.isfinite(back[3]).all()

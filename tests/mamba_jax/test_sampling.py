@@ -8,34 +8,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mamba_jax.sampling import SamplingInputs, choose, draw_tokens, report_logprobs, sampling_row
+from mamba_jax.sampling import choose, draw_tokens, report_logprobs, sampling_row
 from mamba_jax.sampling.draws import categorical
 from mamba_jax.sampling.logits import add_bias, penalise, truncate, weights_of
-from tests.support.sampling import table_of
+from tests.support.sampling import asked_of, table_of
 
 VOCAB = 300  # more than one block of those that argmax and draws go through, and no whole number of them
 
 
 @partial(jax.jit, static_argnames="supports")
-def chosen(logits, supports=False, **arrays):
-    return choose(logits, SamplingInputs.of(**arrays), supports=supports)
+def chosen(logits, table, supports=False, **given):
+    return choose(logits, asked_of(table, logits.shape, **given), supports=supports)
 
 
-def run(logits, rows, *, drafts=None, num_drafts=None, length=0, sample=True, row_id=None, supports=False):
-    count, width, vocab = logits.shape
-    seats = len(rows) + 1
-    return chosen(
-        jnp.asarray(logits, jnp.float32),
-        supports,
-        drafts=np.zeros((count, width - 1), np.int32) if drafts is None else np.asarray(drafts, np.int32),
-        num_drafts=np.asarray([width - 1] * count if num_drafts is None else num_drafts, np.int32),
-        length=np.full(count, length, np.int32),
-        sample=np.broadcast_to(sample, count),
-        row_id=np.asarray(range(1, seats) if row_id is None else row_id, np.int32),
-        table=table_of(*rows),
-        output_counts=jnp.zeros((seats, vocab), jnp.int32),
-        prompt_seen=jnp.zeros((seats, vocab), bool),
-    )
+def run(logits, rows, *, length=0, supports=False, **given):
+    given = {name: np.asarray(value) for name, value in given.items()}
+    lengths = np.full(len(logits), length, np.int32)
+    return chosen(jnp.asarray(logits, jnp.float32), table_of(*rows), supports, length=lengths, **given)
 
 
 def reference(logits, *, output_index=0, counts=None, seen=None, **p):
@@ -224,12 +213,9 @@ def test_drafts_leave_the_distribution_as_it_was(num_drafts, parameters):
     table = dataclasses.replace(table, key=jnp.asarray(keys))
     out = chosen(
         jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (samples, width, vocab)),
+        table,
         drafts=jnp.broadcast_to(jnp.asarray(drafts), (samples, width - 1)),
-        num_drafts=jnp.full(samples, num_drafts),
-        length=jnp.zeros(samples, jnp.int32),
-        sample=jnp.ones(samples, bool),
         row_id=jnp.arange(samples),
-        table=table,
         output_counts=jnp.broadcast_to(jnp.asarray(counts), (samples, vocab)),
         prompt_seen=jnp.broadcast_to(jnp.asarray(seen), (samples, vocab)),
     )
@@ -285,16 +271,8 @@ def test_processed_log_probabilities_are_of_what_tokens_are_drawn_from():
         {"temperature": 1.3, "top_p": 0.7, "presence_penalty": 1.0, "logit_bias": {3: 4.0}},
         {"presence_penalty": 2.0, "frequency_penalty": 0.5},
     ]
-    asked = SamplingInputs.of(
-        drafts=jnp.zeros((3, 0), jnp.int32),
-        num_drafts=jnp.zeros(3, jnp.int32),
-        length=jnp.zeros(3, jnp.int32),
-        sample=jnp.ones(3, bool),
-        row_id=jnp.arange(1, 4),
-        table=table_of(*rows),
-        output_counts=jnp.asarray(np.tile(counts, (4, 1)), jnp.int32),
-        prompt_seen=jnp.zeros((4, VOCAB), bool),
-    )
+    seats = jnp.asarray(np.tile(counts, (4, 1)), jnp.int32)
+    asked = asked_of(table_of(*rows), logits.shape, output_counts=seats)
     for row, parameters in enumerate(rows):
         left = reference(logits[row, 0], counts=counts, **parameters)
         token = int(left.argmax())
@@ -329,15 +307,11 @@ def test_limits_found_among_the_largest_logits_are_those_of_all_logits(monkeypat
     rows = [
         {"temperature": t, "seed": 11 * i, "sampling_mask": True, **p} for t in (0.3, 1.0) for i, p in enumerate(LIMITS)
     ]
-    count = len(rows)
-    table, row_id = table_of(*rows), jnp.arange(1, count + 1)
-    inputs = {"drafts": jnp.full((count, heads - 1), -1), "num_drafts": jnp.zeros(count, jnp.int32)}
-    inputs |= {"sample": jnp.ones(count, bool), "row_id": row_id, "table": table}
-    inputs |= {"output_counts": jnp.zeros((1, 1), jnp.int32), "prompt_seen": jnp.zeros((1, 1), bool)}
+    count, table = len(rows), table_of(*rows)
 
     @jax.jit
     def both(logits, length):
-        asked = SamplingInputs.of(**inputs, length=length)
+        asked = asked_of(table, (count, heads, 1), drafts=jnp.full((count, heads - 1), -1), length=length)
         asked = dataclasses.replace(asked, supports=asked.random)
         decided = draw_tokens._by_cut(logits, asked, *draw_tokens._of_heads(asked))[2]
         return draw_tokens.draw_by_cut(logits, asked), draw_tokens.draw_in_turn(logits, asked), decided

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mamba_jax.config import ModelConfigError
 from mamba_jax.modules.feed_forward import Router, balance_loss
-from mamba_jax.train.config import DraftSettings, TrainConfig
+from mamba_jax.train.config import DraftSettings
 from mamba_jax.train.loop import initial_values
 from mamba_jax.train.loss import training_loss
 from tests.support.models.tiny_configs import EVERYTHING, MOE
@@ -83,8 +82,3 @@ def test_the_gradient_of_a_run_contains_it():
         half, whole = slightly[1][path] - without[1][path], fully[1][path] - without[1][path]
         assert np.abs(whole).max() > 1e-5, path
         np.testing.assert_allclose(2 * half, whole, rtol=1e-2, atol=1e-6, err_msg=path)
-
-
-def test_a_negative_coefficient_is_refused():
-    with pytest.raises(ModelConfigError, match=r"balance_experts is -1\.0: at least 0 is expected"):
-        TrainConfig(balance_experts=-1.0)

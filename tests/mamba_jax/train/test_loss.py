@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 
-from kernels_pallas.recurrence import recurrence_sequence
 from mamba_jax.layout import SequenceLayout
 from mamba_jax.train.config import DraftSettings
 from mamba_jax.train.head_loss import distillation, mean_cross_entropy
@@ -83,39 +82,6 @@ def test_detached_drafts_leave_the_model_alone(targets):
         else:
             np.testing.assert_allclose(detached[path], alone[path], rtol=1e-4, atol=1e-6)
     assert np.abs(joint["embed.weight"] - alone["embed.weight"]).max() > 1e-4
-
-
-def test_the_gradient_is_that_of_the_sequential_recurrence(monkeypatch):
-    drafts = DraftSettings(depth_weights=(0.5,))
-
-    def gradient():
-        def loss(values):
-            return training_loss(values, TOKENS, config=CONFIG, drafts=drafts, dtype=jnp.float32)[0]
-
-        return jax.jit(jax.grad(loss))(VALUES)
-
-    def one_by_one(entry, *, erase, skip, initial_state=None):
-        def token(state, now):
-            query, key, value, log_decay, strength = now
-            repeats = value.shape[1] // key.shape[1]
-            query, key = jnp.repeat(query, repeats, 1), jnp.repeat(key, repeats, 1)
-            state = jnp.exp(log_decay)[..., None, None] * state
-            state = state + (strength[..., None] * value)[..., None] * key[:, :, None]
-            return state, (state * query[:, :, None]).sum(-1) + skip[:, None] * value
-
-        value = entry.value
-        state = jnp.zeros((*value.shape[:1], *value.shape[2:], entry.key.shape[-1]))
-        state, y = jax.lax.scan(token, state, tuple(v.swapaxes(0, 1) for v in entry))
-        return y.swapaxes(0, 1), state
-
-    fast = gradient()
-    monkeypatch.setattr("mamba_jax.modules.recurrence.recurrence_sequence", one_by_one)
-    slow = gradient()
-    assert recurrence_sequence is not one_by_one
-    for path, value in slow.items():
-        np.testing.assert_allclose(
-            fast[path], value, rtol=1e-3, atol=1e-5 * float(np.abs(value).max() + 1), err_msg=path
-        )
 
 
 @pytest.mark.parametrize(("batch", "length"), [(3, 7), (1, 300)])

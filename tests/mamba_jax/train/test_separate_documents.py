@@ -23,7 +23,7 @@ STREAM = TokenStream.of([np.random.default_rng(i).integers(0, 40, length) for i,
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["nemotronh", "falconh1", "delta"])
+@pytest.mark.parametrize("name", ["nemotronh", "falconh1", "delta", "kimi", "short_conv", "lightning", "selective"])
 def test_a_packed_sequence_has_the_loss_of_its_documents(name):
     config = dataclasses.replace(FOR_ENGINES[name], mtp_pattern="")
     values = {path: v * 4 if v.ndim > 1 else v for path, v in initial_values(config, 0).items()}

@@ -58,6 +58,8 @@ def read_config_with(tmp_path, overrides):
         ("optimizer: {rate: 1}", "unknown setting optimizer.rate"),
         ("steps: many", "steps is 'many': input should be a valid integer"),
         ("steps: 0", "steps is 0: at least 1"),
+        ("balance_experts: -1", r"balance_experts is -1\.0: at least 0 is expected"),
+        ("batch_size: 8\naccumulate: 3", "accumulate is 3: it must divide batch_size, 8"),
         ("drafts: {every: 0}", "drafts.every is 0: at least 1"),
         ("drafts: {depth_weights: [-1.0]}", "drafts.depth_weights is .*: at least 0"),
         ("optimizer: {warmup_steps: -1}", "optimizer.warmup_steps is -1: at least 0"),
