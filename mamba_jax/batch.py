@@ -72,6 +72,8 @@ class DecodeBatch(StepRows):
             pages_per_row: width of the batch's page tables.
             page_updates: the most pages that may change in the seats' page tables; the batch has no tables then.
             replay: whether the store has tails.
+        Raises:
+            ValueError: no rows.
         """
         batch: Self = _decode_packing(rows, 1 + num_speculative_tokens, pages_per_row, page_updates, replay).empty()
         return batch
@@ -102,7 +104,11 @@ class PrefillBatch(StepRows):
         pages_per_row: int = 0,
         page_updates: int | None = None,
     ) -> Self:
-        """Returns a batch of padding, as numpy arrays to be filled in place; the last two as of `DecodeBatch.empty`."""
+        """Returns a batch of padding, as numpy arrays to be filled in place; the last two as of `DecodeBatch.empty`.
+
+        Raises:
+            ValueError: no rows, tokens or tiles.
+        """
         batch: Self = _prefill_packing(tokens, rows, tiles, pages_per_row, page_updates, tile_size).empty()
         return batch
 
@@ -119,7 +125,7 @@ class MixedBatch:
 @functools.cache
 def _decode_packing(rows: int, steps: int, pages_per_row: int, page_updates: int | None, replay: bool) -> Packing:
     batch = DecodeBatch(
-        **_step_rows(rows, pages_per_row, page_updates),
+        **_step_rows(rows, pages_per_row, page_updates, steps),
         continues=_array(rows, dtype=bool),
         tokens=_array(rows, steps),
         num_drafts=_array(rows),
@@ -134,7 +140,7 @@ def _prefill_packing(
     tokens: int, rows: int, tiles: int, pages_per_row: int, page_updates: int | None, tile_size: int
 ) -> Packing:
     batch = PrefillBatch(
-        **_step_rows(rows, pages_per_row, page_updates),
+        **_step_rows(rows, pages_per_row, page_updates, tokens, tiles, tile_size),
         tokens=_array(tokens),
         tile_write_slot=_array(tiles),
         tile_size=tile_size,
@@ -142,7 +148,9 @@ def _prefill_packing(
     return Packing.of(batch)
 
 
-def _step_rows(rows: int, pages_per_row: int, page_updates: int | None) -> dict[str, Any]:
+def _step_rows(rows: int, pages_per_row: int, page_updates: int | None, *others: int) -> dict[str, Any]:
+    if min(rows, *others) < 1:
+        raise ValueError(f"a batch of sizes {(rows, *others)}: at least 1 of each is expected")
     return {
         **dict.fromkeys(("row_id", "length", "num_tokens", "read_slot"), _array(rows)),
         "page_table": _array(rows, pages_per_row) if page_updates is None else None,

@@ -23,7 +23,7 @@ from mamba_jax.modules.drafter import BlockDrafter, Eagle
 from mamba_jax.modules.mtp import MTP
 from mamba_jax.modules.quantised import quantise_in_place, quantised_weights, weight_of
 from mamba_jax.modules.shared import SharedBlock, SharedUse
-from mamba_jax.sequences import checked_sequences
+from mamba_jax.sequences import check_packed, checked_sequences
 from mamba_jax.sharding.axis import keep_whole, split_last
 from mamba_jax.store import EXPERT, EXPERTS, SlotArrays, Store, StoreShape
 from mamba_jax.tails import TailArrays
@@ -89,10 +89,8 @@ class HybridModel(nnx.Module):
         """
         tokens, lengths = checked_sequences(self.config, tokens, lengths)
         batch, length = tokens.shape
-        if not tokens.size:
-            return jnp.zeros((batch, length, self.config.hidden_size), self.dtype)
         flat, _ = self.run(tokens.reshape(-1), SequenceLayout.of(batch, length, lengths), None)
-        return flat[:, : self.config.hidden_size].reshape(batch, length, -1)
+        return flat[:, : self.config.hidden_size].reshape(batch, length, self.config.hidden_size)
 
     def embedded(self, tokens: Int[Array, " T"]) -> Hidden:
         """Returns the embeddings of tokens, as the first sublayer sees them."""
@@ -121,7 +119,12 @@ class HybridModel(nnx.Module):
         Returns:
             hidden states after the final norm, followed by what the drafter reads if the model has one
             (`HybridConfig.step_size`); and the store.
+        Raises:
+            ValueError: a token that is no padding is not in the vocabulary; within `jax.jit`, it is clipped.
         """
+        check_packed(self.config, tokens, layout)
+        if not tokens.shape[0]:
+            return jnp.zeros((0, self.config.step_size), self.dtype), store
         embedded = self.embedded(tokens)
         x = embedded.astype(jnp.float32) if self.config.residual_in_fp32 else embedded
         pieces = _Pieces(self.config, store, layout)
@@ -157,8 +160,9 @@ class HybridModel(nnx.Module):
         Returns:
             hidden states whose `draft_logits` predict the token after each token, and the store.
         Raises:
-            ValueError: the model has no draft layer.
+            ValueError: the model has no draft layer, or as `run`.
         """
+        check_packed(self.config, tokens, layout)
         layer = self.draft_layer
         if layer is None:
             raise ValueError(f"this {self.config.family} model has no multi-token-prediction layer and no drafter")

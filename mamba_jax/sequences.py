@@ -9,6 +9,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
 from mamba_jax.config import HybridConfig
+from mamba_jax.layout import Layout
 
 
 def checked_sequences(
@@ -32,14 +33,28 @@ def checked_sequences(
     counts = np.full(batch, length) if lengths is None else np.asarray(given[1])
     if counts.size and (counts.min() < 0 or counts.max() > length):
         raise ValueError(f"lengths is {counts.tolist()}: expected numbers from 0 to {length}")
-    outside = ((known < 0) | (known >= config.vocab_size)) & (np.arange(length) < counts[:, None])
-    if outside.any():
-        row, place = np.argwhere(outside)[0]
-        raise ValueError(
-            f"tokens[{row}, {place}] is {known[row, place]}: expected ids from 0 to {config.vocab_size - 1}; give the "
-            "number of tokens before padding as lengths"
-        )
+    hint = "; give the number of tokens before padding as lengths"
+    check_ids(config.vocab_size, known, np.arange(length) < counts[:, None], hint=hint)
     return tokens, lengths
+
+
+def check_packed(config: HybridConfig, tokens: Any, layout: Layout) -> None:
+    """Checks a layout's tokens, padding aside, as `check_ids` does, unless their values are unknown (in `jax.jit`)."""
+    if not isinstance(tokens, jax.core.Tracer) and not isinstance(valid := layout.valid, jax.core.Tracer):
+        check_ids(config.vocab_size, tokens, valid)
+
+
+def check_ids(vocab_size: int, tokens: Any, valid: Any = True, *, least: int = 0, hint: str = "") -> None:
+    """Checks tokens of any shape, of which only the `valid` ones count.
+
+    Raises:
+        ValueError: a token is not in the vocabulary.
+    """
+    known = np.asarray(tokens)
+    outside = ((known < least) | (known >= vocab_size)) & np.asarray(valid)
+    if outside.any():
+        place = tuple(map(int, np.argwhere(outside)[0]))
+        raise ValueError(f"tokens{list(place)} is {known[place]}: expected ids from {least} to {vocab_size - 1}{hint}")
 
 
 def _integers(name: str, value: Any, axes: str, rank: int) -> Array:

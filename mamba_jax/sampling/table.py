@@ -105,7 +105,7 @@ def sampling_row(
     `prompt_logprob_ids` count only where `prompt_logprobs` is not None.
 
     Raises:
-        ValueError: more stop ids, biases, log-probabilities or their ids than a row has room for.
+        ValueError: more stop ids, biases, log-probabilities or their ids than a row has room for, or a negative id.
     """
     stop_ids = sorted(set(stop_ids)) if min_tokens > 0 else []
     bias = dict(logit_bias or {})
@@ -118,6 +118,8 @@ def sampling_row(
     ):
         if have > most:
             raise ValueError(f"{have} {what}: at most {most} are allowed")
+    if (least := min([*stop_ids, *bias, *prompt_logprob_ids], default=0)) < 0:
+        raise ValueError(f"token id {least}: ids from 0 on are expected")
     stops: Any = np.full(MAX_STOP_IDS, -1, np.int32)
     stops[: len(stop_ids)] = stop_ids
     bias_ids: Any

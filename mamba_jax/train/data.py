@@ -134,7 +134,7 @@ class Batches:
         seed: of the order.
         separate: mark the first token of each document.
     Raises:
-        ModelConfigError: a share without a source, or a source shorter than a sequence.
+        ModelConfigError: no source, a share without a source, or a source shorter than a sequence.
     """
 
     def __init__(
@@ -147,6 +147,8 @@ class Batches:
         seed: int,
         separate: bool = False,
     ) -> None:
+        if not shares:
+            raise ModelConfigError("the data has no source: give at least one document")
         if unknown := sorted(set(shares) - set(streams)):
             raise ModelConfigError(f"data.mixture has {unknown[0]!r}; the corpus has {', '.join(streams)}")
         for name in shares:

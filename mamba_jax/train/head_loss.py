@@ -132,7 +132,8 @@ distillation.defvjp(functools.partial(_distillation, gradient=True), _distillati
 def _pieces(x: Array, axis: int) -> Array:
     """Split along the length, `axis`; the batch axis before it may be sharded. The pieces become the first axis."""
     batch, length = x.shape[axis - 1 : axis + 1]
-    size = max(n for n in range(1, length + 1) if length % n == 0 and (n == 1 or n * batch <= TOKENS_AT_ONCE))
+    sizes = (n for n in range(1, length + 1) if length % n == 0 and (n == 1 or n * batch <= TOKENS_AT_ONCE))
+    size = max(sizes, default=1)
     return jnp.moveaxis(x.reshape(*x.shape[:axis], length // size, size, *x.shape[axis + 1 :]), axis, 0)
 
 

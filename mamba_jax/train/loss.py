@@ -77,7 +77,7 @@ def training_loss(
         layout = PackedLayout.of_documents(starts, documents=bounds.documents, longest=bounds.longest)
     layout = attach(model, layout, added)
     flat, _ = model.run(inputs.reshape(-1), layout, None, rematerialise=rematerialise)
-    hidden = flat.reshape(batch, length, -1)
+    hidden = flat.reshape(batch, length, flat.shape[1])
     total, parts = jnp.zeros(()), {}
     if model_weight:
         head = model.head.weight[...]

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from mamba_jax.config import HybridConfig
+from mamba_jax.sequences import checked_sequences
 from mamba_jax.train.additions import divide
 from mamba_jax.train.loss import Parameters, build
 from mamba_jax.train.score import SCORE_OPTIONS, score, sequence_logprobs
@@ -130,7 +131,7 @@ class PolicyTrainer:
     ) -> None:
         own = {path: jnp.array(value, jnp.float32, copy=True) for path, value in values.items() if trained(path)}
         self._frozen = {path: value for path, value in values.items() if not trained(path)}
-        self._state = PolicyState(own, optimizer.init(own))
+        self._state, self._config = PolicyState(own, optimizer.init(own)), config
 
         @functools.partial(jax.jit, donate_argnums=0, compiler_options=SCORE_OPTIONS if schedule_invariant else None)
         def update(state: PolicyState, frozen: Parameters, answers: Answers) -> tuple[PolicyState, dict[str, Array]]:
@@ -153,6 +154,11 @@ class PolicyTrainer:
         return {**self._frozen, **self._state.values}
 
     def step(self, answers: Answers) -> dict[str, float]:
-        """Runs one step of the optimizer and returns its figures (see `policy_loss`)."""
+        """Runs one step of the optimizer and returns its figures (see `policy_loss`).
+
+        Raises:
+            TypeError, ValueError: the answers' tokens or lengths are wrong, as for `HybridModel.hidden`.
+        """
+        checked_sequences(self._config, answers.tokens, answers.lengths)
         self._state, parts = self._update(self._state, self._frozen, answers)
         return {name: float(value) for name, value in parts.items()}

@@ -32,7 +32,11 @@ def sequence_logprobs(
     """Returns the log-probability (float32) of each token but the first, given all tokens before it.
 
     The head runs over one sequence at a time. `added` is an adapter (see `mamba_jax.train.additions`).
+
+    Raises:
+        TypeError, ValueError: as for `HybridModel.hidden`.
     """
+    checked_sequences(model.config, tokens, lengths)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     batch, length = inputs.shape
     if not targets.size:

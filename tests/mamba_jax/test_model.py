@@ -14,6 +14,9 @@ from mamba_jax.config import ModelConfigError, RopeConfig, need
 from mamba_jax.layout import SequenceLayout
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.store import StoreShape
+from mamba_jax.train.config import DraftSettings
+from mamba_jax.train.loss import training_loss
+from mamba_jax.train.score import sequence_logprobs
 from tests.support.engines.engines import QUICK_COMPILE
 from tests.support.models.random_models import random_model
 from tests.support.models.tiny_configs import EVERYTHING, SHARED, VOCAB
@@ -214,6 +217,22 @@ def test_wrong_arguments_are_said(tokens, lengths, kind, message):
             function(tokens, lengths)
 
 
+def test_tokens_outside_of_the_vocabulary_are_refused_wherever_they_are_given():
+    model, layout = random_model(EVERYTHING), SequenceLayout.of(1, 3, np.array([2]))
+    hidden = jnp.zeros((3, EVERYTHING.hidden_size))
+    functions = (
+        lambda tokens: model.run(tokens, layout, None),
+        lambda tokens: model.draft(tokens, hidden, layout, None),
+        lambda tokens: sequence_logprobs(model, tokens[None], np.array([2])),
+    )
+    for function in functions:
+        jax.eval_shape(function, np.array([1, 2, 3]))
+        function(np.array([1, 2, -100]))  # padding of any value
+        for wrong in ([VOCAB, 1, 0], [0, -1, 0]):
+            with pytest.raises(ValueError, match=rf"is {wrong[0] or -1}: expected ids from 0 to {VOCAB - 1}"):
+                function(np.array(wrong))
+
+
 def test_hidden_states_are_what_logits_are_computed_from():
     model = random_model(EVERYTHING)
     padded = np.where(np.arange(3) < 2, TOKENS, -100)  # padding of any value
@@ -229,7 +248,13 @@ def test_sequences_may_be_empty(shape):
     if tokens.size == 0:
         assert model(tokens).shape == (*shape, VOCAB)
         assert model.hidden(tokens).shape == (*shape, EVERYTHING.hidden_size)
+        assert model.run(tokens.reshape(-1), SequenceLayout.of(*shape), None)[0].shape == (0, EVERYTHING.step_size)
     assert mamba_jax.score(model, tokens).shape == (shape[0], max(shape[1] - 1, 0))
+    no_drafts = DraftSettings(depth_weights=())
+    values = {path: leaf[...] for path, leaf in parameters(model).items()}
+    if shape[0] and shape[1] == 1:  # nothing to predict
+        loss, _ = training_loss(values, jnp.asarray(tokens), config=EVERYTHING, drafts=no_drafts, dtype=jnp.float32)
+        assert loss == 0
 
 
 def test_numpy_batches_within_jit():

@@ -257,6 +257,7 @@ def test_rows_have_room_for_so_much():
         ("301 entries of logit_bias: at most 300", {"logit_bias": dict.fromkeys(range(301), 1.0)}),
         ("65 ids that min_tokens must hold back: at most 64", {"min_tokens": 1, "stop_ids": range(65)}),
         ("21 logprobs: at most 20", {"logprobs": 21}),
+        ("token id -3: ids from 0 on", {"logit_bias": {-3: 1.0}}),
         ("129 ids of prompt_logprob_token_ids: at most 128", {"prompt_logprobs": 0, "prompt_logprob_ids": range(129)}),
     ):
         with pytest.raises(ValueError, match=message):

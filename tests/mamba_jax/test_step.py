@@ -338,3 +338,13 @@ def test_programs_update_the_store_in_place_and_compile_once():
     assert host.programs.compilations == compiled + 1
     with pytest.raises(ValueError, match="tiles of 4"):
         host.prefill({"tokens": PROMPT[:9], "write": 1}, tile_size=4)
+    for run in (host.prefill, host.decode):
+        with pytest.raises(ValueError, match=rf"is {VOCAB}: expected ids from (0|-1) to {VOCAB - 1}"):
+            run({"tokens": [VOCAB], "write": 1, "writes": [1]})
+
+
+def test_batches_without_rows_are_refused():
+    with pytest.raises(ValueError, match=r"sizes \(0, 1\): at least 1 of each"):
+        DecodeBatch.empty(rows=0, num_speculative_tokens=0)
+    with pytest.raises(ValueError, match=r"sizes \(1, 0, 2, 8\): at least 1 of each"):
+        PrefillBatch.empty(tokens=0, rows=1, tiles=2, tile_size=8)

@@ -58,6 +58,8 @@ def test_kept_streams(tmp_path):
 def test_what_cannot_be():
     with pytest.raises(ModelConfigError, match=r"data\.mixture has 'other'; the corpus has long, short"):
         make({"other": 1})
+    with pytest.raises(ModelConfigError, match="the data has no source"):
+        make({})
     with pytest.raises(ModelConfigError, match="'few' has 5 tokens"):
         Batches({"few": TokenStream.of([range(5)])}, {"few": 1}, batch_size=1, length=LENGTH, seed=0)
 

@@ -1,5 +1,7 @@
 """GRPO: advantages, the loss and its gradient, by hand; and a reward that sees through wrong sums."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,6 +71,8 @@ def test_what_was_good_becomes_likelier(values):
     change = jnp.where(given.answered, after - given.logprobs, 0).sum(axis=1)
     assert change[0] > 0 > change[1]
     assert all(not value.is_deleted() for value in values.values())
+    with pytest.raises(ValueError, match=rf"tokens\[0, 0\] is {CONFIG.vocab_size}: expected ids"):
+        trainer.step(dataclasses.replace(given, tokens=given.tokens.at[0, 0].set(CONFIG.vocab_size)))
 
 
 def test_sums_are_checked():
