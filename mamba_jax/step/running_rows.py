@@ -24,23 +24,29 @@ Resumption = tuple[Int[Array, " rows"], Int[Array, " rows"] | None]
 
 
 @dataclass(frozen=True)
-class SnapshotRows:
-    """Rows that write a state after each token."""
-
-    layout: DecodeLayout
+class _RunningRows:
     length: Int[Array, " rows"]
     num_tokens: Int[Array, " rows"]
     read_slot: Int[Array, " rows"]
+    """Where the state before the step, or the anchor, is."""
+
+    def hidden_before(self, store: Store, *, all_rows: bool) -> Float[Array, "rows hidden"]:
+        """Returns the hidden state in the slots, of `all_rows` or only of those that feed no token."""
+        slot = self.read_slot if all_rows else jnp.where(self.num_tokens == 0, self.read_slot, 0)
+        return read_slots(store.hidden, slot)
+
+
+@dataclass(frozen=True)
+class SnapshotRows(_RunningRows):
+    """Rows that write a state after each token."""
+
+    layout: DecodeLayout
 
     def wrong(self, store: Store, row_id: Int[Array, " rows"]) -> Bool[Array, " rows"]:
         """With `debug_state`: rows whose slots have unexpected tags, or that share a slot to write."""
         writer = jnp.repeat(jnp.arange(row_id.shape[0]), self.layout.shape[1])
         wrong = wrong_tags(store, row_id, self.length, self.read_slot)
         return wrong | shared_writes(store, self.layout.read_slot, self.layout.write_slot.reshape(-1), writer)
-
-    def hidden_before(self, store: Store, *, all_rows: bool) -> Float[Array, "rows hidden"]:
-        """Returns the hidden state before the step, of `all_rows` or only of those that feed no token."""
-        return _hidden_in_slots(store, self, all_rows)
 
     def write(self, store: Store, hidden: Hidden, wrong: Bool[Array, " rows"], *, for_drafts: bool) -> Store:
         """Writes the hidden states and debugging tags of the states that the sublayers wrote."""
@@ -54,14 +60,10 @@ class SnapshotRows:
 
 
 @dataclass(frozen=True)
-class ReplayRows:
+class ReplayRows(_RunningRows):
     """Rows that keep an anchor, and the inputs since in their tails."""
 
     layout: ReplayLayout
-    length: Int[Array, " rows"]
-    num_tokens: Int[Array, " rows"]
-    read_slot: Int[Array, " rows"]
-    """Where the anchor is."""
 
     def wrong(self, store: Store, row_id: Int[Array, " rows"]) -> Bool[Array, " rows"]:
         """As for `SnapshotRows`; also rows whose tails lack tokens since the anchor."""
@@ -70,7 +72,7 @@ class ReplayRows:
 
     def hidden_before(self, store: Store, *, all_rows: bool) -> Float[Array, "rows hidden"]:
         """As of `SnapshotRows`; from the tail where the row has absorbed tokens since its anchor."""
-        anchored = _hidden_in_slots(store, self, all_rows)
+        anchored = super().hidden_before(store, all_rows=all_rows)
         if not all_rows:
             return anchored
         assert store.tails is not None
@@ -103,11 +105,6 @@ class ReplayRows:
         return slot, jnp.where(moved, layout.next_multiple, layout.anchor)
 
 
-def _hidden_in_slots(store: Store, running: SnapshotRows | ReplayRows, all_rows: bool) -> Float[Array, "rows hidden"]:
-    slot = running.read_slot if all_rows else jnp.where(running.num_tokens == 0, running.read_slot, 0)
-    return read_slots(store.hidden, slot)
-
-
 def running_rows(
     store: Store,
     rows: Rows,
@@ -127,7 +124,7 @@ def running_rows(
         "page_table": page_table,
     }
     if store.tails is None:
-        return SnapshotRows(DecodeLayout.of(**places), length, num_tokens, read_slot)
+        return SnapshotRows(length, num_tokens, read_slot, DecodeLayout.of(**places))
     assert rows.anchor is not None
     assert batch.anchor is not None
     layout = ReplayLayout.from_anchor(
@@ -137,4 +134,4 @@ def running_rows(
         steps=batch.tokens.shape[1],
         interval=store.tails.interval,
     )
-    return ReplayRows(layout, length, num_tokens, read_slot)
+    return ReplayRows(length, num_tokens, read_slot, layout)
