@@ -45,6 +45,11 @@ def activation(name: str) -> Callable[[Array], Array]:
     return _ACTIVATIONS[name]
 
 
+Read = Float[Array, "*batch inputs"]
+Entries = Int[Array, " batch"] | None
+"""The entries of tokens' adapters."""
+
+
 class Linear(nnx.Module):
     """y = W x (+ bias), accumulated in float32 and rounded once.
 
@@ -63,13 +68,7 @@ class Linear(nnx.Module):
         self.weight = nnx.Param(normal(rngs, (*shape, inputs), dtype))
         self.bias = nnx.Param(constant(0, shape, dtype)) if bias else None
 
-    def __call__(
-        self,
-        x: Float[Array, "*batch inputs"],
-        adapter: Int[Array, " batch"] | None = None,
-        *,
-        out_dtype: DTypeLike | None = None,
-    ) -> Array:
+    def __call__(self, x: Read, adapter: Entries = None, *, out_dtype: DTypeLike | None = None) -> Array:
         """y of each input.
 
         Args:
@@ -110,13 +109,7 @@ class LowRank(nnx.Module):
         self.down = Linear(inputs, rank, rngs=rngs, dtype=dtype)
         self.up = Linear(rank, outputs, rngs=rngs, dtype=dtype)
 
-    def __call__(
-        self,
-        x: Float[Array, "*batch inputs"],
-        adapter: Int[Array, " batch"] | None = None,
-        *,
-        out_dtype: DTypeLike | None = None,
-    ) -> Array:
+    def __call__(self, x: Read, adapter: Entries = None, *, out_dtype: DTypeLike | None = None) -> Array:
         """As `Linear`."""
         return self.up(self.down(x, adapter), adapter, out_dtype=out_dtype)
 
@@ -124,8 +117,8 @@ class LowRank(nnx.Module):
 def both(
     first: Callable[..., Array],
     second: Callable[..., Array],
-    x: Float[Array, "*batch inputs"],
-    adapter: Int[Array, " batch"] | None = None,
+    x: Read,
+    adapter: Entries = None,
     *,
     out_dtype: DTypeLike | None = None,
 ) -> tuple[Array, Array]:
