@@ -44,7 +44,8 @@ SERVING = {
     "split/router": {"core", "api", "api/http", "api/http/protocol", "split", "split/http"},
     "split/ray": {"config", "api/http", "split", "split/http", "split/router"},
     "bench": {""},
-    "cli": {"compatibility", "config", "engine", "capacity", "api", "api/http", "split", "split/http"}
+    "check": {"bench", "config", "engine"},
+    "cli": {"check", "compatibility", "config", "engine", "capacity", "api", "api/http", "split", "split/http"}
     | {"hosts", "settings", "split/router", "vllm"},
 }
 
@@ -118,6 +119,7 @@ PARTS = {
         "jax_import": set(),
         "terminal": set(),
         "bench": {"jax_import"},
+        "check": set(),
         "evaluation": set(),
         "models": set(),
         "options": {"terminal"},

@@ -56,6 +56,7 @@ COMMANDS = {
         "training.train_grpo", "train_grpo", "Train models", "Train a model by reinforcement learning."
     ),
     "eval": Entry("evaluation.eval", "evaluate", "Measure", "Evaluate a model on held-out text and problems."),
+    "check": Entry("check", "check", "Measure", "Check and time the kernels of this machine."),
     "bench": Entry("bench", "app", "Measure", "Run a benchmark."),
 }
 PREFIX = "MAMBA_JAX"

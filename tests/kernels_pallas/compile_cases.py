@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.kernels.call import Draw
-from benchmarks.kernels.calls import shapes_of
-from benchmarks.kernels.workloads import ATTENTION, DELTA, MAMBA2, SELECTIVE, GatedRecurrence, Recurrence
+from tests.kernels_pallas.calls.call import Draw
+from tests.kernels_pallas.calls.calls import shapes_of
+from tests.kernels_pallas.calls.workloads import ATTENTION, DELTA, MAMBA2, SELECTIVE, GatedRecurrence, Recurrence
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 SLOTS = 64

@@ -1,6 +1,6 @@
 """Counts the instructions of a kernel as the TPU's own compiler schedules them: bundles, one a cycle.
 
-They are those of the kernel compiled for one TPU at the first of its sizes in `benchmarks.kernels.workloads` (those of
+They are those of the kernel compiled for one TPU at the first of its sizes in `calls/workloads.py` (those of
 Nemotron-H-8B, Qwen3-Next-80B-A3B or Falcon-Mamba-7B) with some changes, such as `rows=64, steps=4`, and `erase=1` for
 the second; all branches and the pipeline's own are included. A process of its own compiles it, because the compiler
 takes the setting that has it write its schedule once only, when it is loaded.
@@ -37,7 +37,7 @@ def _compile(kernel: str, slice_name: str, *sizes: str) -> None:
     from compile_cases import BF16, F32, shapes
     from topology import compile_for_tpu
 
-    from benchmarks.kernels.calls import OPERATIONS
+    from tests.kernels_pallas.calls.calls import OPERATIONS
 
     changes = {name: int(size) for name, size in (one.split("=") for one in sizes)}
     erase = bool(changes.pop("erase", 0))

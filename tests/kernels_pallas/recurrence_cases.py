@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from operation_checks import Draw, assert_in_place, jitted
 
-from benchmarks.kernels import workloads
-from benchmarks.kernels.workloads import DELTA, MAMBA2
 from kernels_pallas import native, recurrence, selective_scan
 from kernels_pallas.recurrence import Entry, Tail
 from kernels_pallas.recurrence import reference as recurrence_reference
 from kernels_pallas.selective_scan import SelectiveEntry, SelectiveTail
 from kernels_pallas.selective_scan import reference as selective_reference
+from tests.kernels_pallas.calls import workloads
+from tests.kernels_pallas.calls.workloads import DELTA, MAMBA2
 
 LINEAR_SHAPES = [shape.small() for shape in (*MAMBA2, *DELTA)]
 SHAPES = [*LINEAR_SHAPES, *(shape.small() for shape in workloads.SELECTIVE)]

@@ -10,13 +10,13 @@ import pytest
 from operation_checks import Draw, on_device
 from recurrence_cases import ODD, entry, how, plain, states, tails
 
-from benchmarks.kernels import call as benchmark
-from benchmarks.kernels.calls import OPERATIONS, drawn
 from kernels_pallas import causal_conv1d, paged_attention
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.linear import linear, linear_pair
 from kernels_pallas.places import Anchored, Packed, Rows, Tiles
 from kernels_pallas.quantised import Quantised
+from tests.kernels_pallas.calls import call as benchmark
+from tests.kernels_pallas.calls.calls import OPERATIONS, drawn
 
 pytestmark = pytest.mark.full
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from operation_checks import ELSEWHERE, Draw, assert_close, jitted, on_device
 
-from benchmarks.kernels.workloads import NORMS
 from kernels_pallas.gated_norm import gated, gated_rms_norm, reference
+from tests.kernels_pallas.calls.workloads import NORMS
 
 pytestmark = pytest.mark.full
 

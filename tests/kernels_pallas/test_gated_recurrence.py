@@ -9,7 +9,6 @@ import pytest
 from operation_checks import Draw, assert_close, assert_in_place, assert_same_bits, jitted
 from test_recurrence_replay import row, where
 
-from benchmarks.kernels.workloads import DELTA, GATED
 from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.gated_recurrence import (
     DeltaGates,
@@ -23,6 +22,7 @@ from kernels_pallas.gated_recurrence import (
 )
 from kernels_pallas.places import Rows
 from kernels_pallas.recurrence import Tail
+from tests.kernels_pallas.calls.workloads import DELTA, GATED
 from tests.support.selection import some_slow
 
 pytestmark = pytest.mark.full

@@ -9,10 +9,10 @@ import pytest
 import test_gated_recurrence as decode
 from operation_checks import Draw, assert_close, assert_same_bits, jitted
 
-from benchmarks.kernels.workloads import GATED
 from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.gated_recurrence import Mamba2Gates, gated_scan, reference
 from mamba_jax.layout import PrefillLayout
+from tests.kernels_pallas.calls.workloads import GATED
 from tests.support.selection import slow
 
 pytestmark = pytest.mark.full

@@ -1,8 +1,8 @@
 """Triton kernels compiled by XLA's compiler for an H200 that is not at hand, at the sizes of real models.
 
 It takes them, stores are updated in place, caches are not copied, and registers are not spilled. Those of recurrences
-are also lowered for CUDA without a compiler. Whether they are right on a GPU, `pytest -m gpu` and benchmarks/gpu_check
-tell.
+are also lowered for CUDA without a compiler. Whether they are right on a GPU, `pytest -m gpu` and
+`mamba-jax check` tell.
 
 A few with --full; all with --slow.
 """
@@ -35,9 +35,9 @@ from compile_cases import (
 )
 from topology import compile_for_gpu, lower_for_gpu, registers_of_kernels
 
-from benchmarks.kernels.call import Draw, nbytes
-from benchmarks.kernels.workloads import EXPERT_MLPS, ExpertMLP
 from kernels_pallas.quantised import Quantised
+from tests.kernels_pallas.calls.call import Draw, nbytes
+from tests.kernels_pallas.calls.workloads import EXPERT_MLPS, ExpertMLP
 
 FULL = pytest.mark.full
 FP8 = jnp.float8_e4m3fn

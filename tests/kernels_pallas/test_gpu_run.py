@@ -1,4 +1,4 @@
-"""Triton kernels on a GPU: `JAX_PLATFORMS=cuda pytest -m gpu`. (benchmarks/gpu_check checks and times them.)"""
+"""Triton kernels on a GPU: `JAX_PLATFORMS=cuda pytest -m gpu`. (`mamba-jax check` times them.)"""
 
 import dataclasses
 
@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from operation_checks import assert_close, assert_same_bits
 
-from benchmarks.kernels.call import Draw
-from benchmarks.kernels.calls import OPERATIONS, drawn
 from kernels_pallas.dispatch import UnsupportedError
+from tests.kernels_pallas.calls.call import Draw
+from tests.kernels_pallas.calls.calls import OPERATIONS, drawn
 
 pytestmark = pytest.mark.gpu
 KERNELS = [

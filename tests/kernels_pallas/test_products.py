@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from operation_checks import Draw, assert_close, jitted, on_device
 
-from benchmarks.kernels.workloads import GROUPED_PRODUCTS, PRODUCTS, GroupedProduct
 from kernels_pallas import native
 from kernels_pallas.dispatch import KernelChoice, UnsupportedError
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.grouped_matmul import reference as grouped_reference
 from kernels_pallas.grouped_matmul.pallas_tpu import lies_inputs_first
 from kernels_pallas.linear import linear, linear_pair, reference
+from tests.kernels_pallas.calls.workloads import GROUPED_PRODUCTS, PRODUCTS, GroupedProduct
 from tests.support.selection import slow
 
 pytestmark = pytest.mark.full

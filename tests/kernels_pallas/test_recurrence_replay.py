@@ -33,11 +33,11 @@ from recurrence_cases import (
     tails,
 )
 
-from benchmarks.kernels.workloads import DELTA, MAMBA2
 from kernels_pallas import native
 from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.places import Anchored, Rows
 from kernels_pallas.recurrence import recurrence_replay
+from tests.kernels_pallas.calls.workloads import DELTA, MAMBA2
 
 pytestmark = pytest.mark.full
 

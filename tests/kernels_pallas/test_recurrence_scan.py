@@ -35,12 +35,12 @@ from recurrence_cases import (
     states,
 )
 
-from benchmarks.kernels.workloads import DELTA, MAMBA2
 from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.places import Tiles
 from kernels_pallas.recurrence import recurrence_scan, recurrence_sequence
 from kernels_pallas.recurrence.scan.inverse import unit_lower_inverse
 from kernels_pallas.selective_scan import SelectiveEntry
+from tests.kernels_pallas.calls.workloads import DELTA, MAMBA2
 
 pytestmark = pytest.mark.full
 

@@ -31,10 +31,10 @@ from recurrence_cases import (
     states,
 )
 
-from benchmarks.kernels.workloads import DELTA, MAMBA2
 from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.places import Rows
 from kernels_pallas.recurrence import recurrence_update
+from tests.kernels_pallas.calls.workloads import DELTA, MAMBA2
 
 pytestmark = pytest.mark.full
 

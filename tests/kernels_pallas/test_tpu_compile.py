@@ -40,7 +40,6 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 from topology import SLICES, compile_for_tpu, tpu_devices
 
-from benchmarks.kernels.call import nbytes
 from checkpoints.presets import preset, preset_names
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.linear import linear
@@ -48,6 +47,7 @@ from kernels_pallas.quantised import Quantised, bits_of
 from kernels_pallas.windows import read_windows, write_windows
 from mamba_jax.config import MOE
 from mamba_jax.sharding import TENSOR, Partition
+from tests.kernels_pallas.calls.call import nbytes
 from tests.support.hlo_traffic import Traffic
 from tests.support.selection import slow
 
@@ -203,7 +203,7 @@ def test_paged_attention_with_tables_of_long_contexts(page_size, context, calls)
 
 @pytest.mark.full
 def test_convolution_copies_no_store():
-    from benchmarks.kernels.workloads import CONVOLUTIONS
+    from tests.kernels_pallas.calls.workloads import CONVOLUTIONS
 
     call = shapes("causal_conv1d_update", CONVOLUTIONS[0], BF16, F32)
     compiled = compile_for_tpu("v5e", call.program(), *call.arrays, donate=0)

@@ -1,4 +1,4 @@
-"""Workloads of the operations: layers of real models and odd ones, for tests and for `python -m benchmarks.kernels`."""
+"""Workloads of the operations: layers of real models and odd ones."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Calls of each operation at the sizes of `benchmarks.kernels.workloads`, with drawn arrays or as shapes only.
+"""Calls of each operation at the sizes of `tests.kernels_pallas.calls.workloads`, with drawn arrays or as shapes only.
 
-`benchmarks.kernels` and `benchmarks.gpu_check` time them; tests compile them for accelerators that are not at hand.
+Tests run them, and compile them for accelerators that are not at hand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,8 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.kernels import recurrences, workloads
-from benchmarks.kernels.call import Call, Draw, i32, nbytes, slot_bytes
 from kernels_pallas import (
     causal_conv1d,
     expert_choice,
@@ -37,6 +35,8 @@ from kernels_pallas.places import Rows
 from kernels_pallas.recurrence import api as recurrence_api
 from kernels_pallas.selective_scan import api as selective_api
 from mamba_jax.modules.basic import activation
+from tests.kernels_pallas.calls import recurrences, workloads
+from tests.kernels_pallas.calls.call import Call, Draw, i32, nbytes, slot_bytes
 
 ROWS = 8
 """Of operations without rows of their own."""
@@ -160,10 +160,3 @@ def _made(name: str, shape: Any, draw: Draw, run: Callable[..., Any]) -> Call:
 
     stores, inputs, places = run(arrays)
     return replace(made[0], stores=stores, inputs=inputs, places=places)
-
-
-def runnable(operation: Operation, platform: str, interpreted: bool) -> Iterator[str]:
-    """Names of the implementations that this platform can run."""
-    for one in operation.implementations:
-        if one.platform in (None, platform) and (interpreted or not one.name.endswith("_interpreted")):
-            yield one.name

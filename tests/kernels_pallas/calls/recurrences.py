@@ -9,13 +9,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.kernels.call import Call, Draw, i32, nbytes, slot_bytes
 from kernels_pallas import gated_recurrence, recurrence, selective_scan
 from kernels_pallas.gated_recurrence import DeltaGates, Mamba2Gates, Projections, Weights, Windows
 from kernels_pallas.places import Anchored, Rows, Tiles
 from kernels_pallas.recurrence import Entry, Tail
 from kernels_pallas.selective_scan import SelectiveEntry, SelectiveTail
 from mamba_jax.layout import PrefillLayout
+from tests.kernels_pallas.calls.call import Call, Draw, i32, nbytes, slot_bytes
 
 WIDTH = 4
 """Of the convolutions of gated delta nets."""

@@ -1,1 +1,0 @@
-"""Checks of kernels on a GPU, and their speed and that of whole programs."""

@@ -1,1 +1,0 @@
-"""Times each operation by each of its implementations: `python -m benchmarks.kernels`."""

@@ -1,0 +1,232 @@
+"""The calls of operations in a model's steps, as shapes: found by tracing, so that they are those of the model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from kernels_pallas.dispatch import Implementation, KernelChoice
+from mamba_jax.batch import DecodeBatch, PrefillBatch
+from mamba_jax.config import HybridConfig
+from mamba_jax.model import HybridModel
+from mamba_jax.programs import StepBatch, StepPrograms
+from mamba_jax.rows import init_rows
+from mamba_jax.store import StoreShape, init_store
+from mamba_jax.tails import Replay
+
+_SCAN = "x dt a b c d store"
+NAMES = {
+    "recurrence_scan": "entry store tiles",
+    "recurrence_update": "entry store rows",
+    "recurrence_replay": "entry store tail places",
+    "gated_scan": "zx query key log_decay strength weights store windows packed",
+    "gated_update": "projections weights store windows rows",
+    "gated_replay": "projections weights store tail windows places",
+    "selective_scan": f"{_SCAN} tiles",
+    "selective_update": f"{_SCAN} rows",
+    "selective_replay": f"{_SCAN} tail places",
+    "causal_conv1d_prefill": "x taps bias windows packed",
+    "causal_conv1d_update": "x taps bias windows rows",
+    "paged_attention": "x kv",
+    "grouped_matmul": "x weight group_sizes",
+    "quantised_grouped_matmul": "x weight group_sizes",
+    "expert_choice": "scores bias valid first",
+    "expert_mlp": "x up down order place sizes",
+    "linear": "x weight",
+    "quantised_linear": "x weight",
+    "linear_pair": "x first_weight second_weight",
+    "read_windows": "windows index",
+    "write_windows": "windows x index",
+    "gated_rms_norm": "y gate norm",
+}
+"""Names of the arguments by place. An operation that is not here has no kernel, and is not compared."""
+STORES = ("store", "tail", "windows")
+"""What an operation updates: results after y, in the order of its arguments."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One operation with the shapes of its arguments."""
+
+    phase: str
+    """The step that makes it."""
+    operation: str
+    candidates: Sequence[Implementation]
+    """The last one is the plain form."""
+    arguments: Mapping[str, Any]
+    """Arrays as `jax.ShapeDtypeStruct`, and other values; those with a name in `NAMES` are passed by place."""
+
+    @property
+    def plain(self) -> str:
+        """The name of the implementation in plain JAX."""
+        return self.candidates[-1].name
+
+    @property
+    def label(self) -> str:
+        """For reports."""
+        return f"{self.operation}, {self.phase}"
+
+    def kernels(self, platform: str, *, interpreted: bool = False) -> list[str]:
+        """Names of the implementations that the automatic choice may take before the plain form; with `interpreted`,
+        those of GPUs in Pallas' interpreter instead, or else those of TPUs."""
+        args, kwargs = self.split(self.arguments)
+        able = [
+            one for one in self.candidates[:-1] if one.platform in (None, platform) and not one.why_not(args, kwargs)
+        ]
+        if interpreted:
+            names = [one.name for one in able if one.name.endswith("_interpreted")]
+            return sorted(names)[:1]
+        return [one.name for one in able if one.automatic and one.name != "invariant"]
+
+    @property
+    def arrays(self) -> list[jax.ShapeDtypeStruct]:
+        """The arrays among the arguments, in their order."""
+        return [leaf for leaf in jax.tree.leaves(dict(self.arguments)) if isinstance(leaf, jax.ShapeDtypeStruct)]
+
+    def filled(self, arrays: Sequence[Any]) -> dict[str, Any]:
+        """Returns the arguments with these in place of `arrays`."""
+        leaves, structure = jax.tree.flatten(dict(self.arguments))
+        given = iter(arrays)
+        return jax.tree.unflatten(
+            structure, [next(given) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves]
+        )
+
+    def split(self, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns values by place and by name."""
+        places = NAMES[self.operation].split()
+        return tuple(values[name] for name in places), {n: v for n, v in values.items() if n not in places}
+
+    def run(self, implementation: str, values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Returns y (None if there is none), and the stores by name. What the implementation calls is plain."""
+        args, kwargs = self.split(values)
+        with KernelChoice(named="xla").applied():
+            run = next(one.run for one in self.candidates if one.name == implementation)
+            out = run(*args, **kwargs)
+        stores = [name for name in NAMES[self.operation].split() if name in STORES]
+        if self.operation == "read_windows" or not stores:
+            return out, {}
+        if self.operation == "write_windows":
+            return None, {"windows": out}
+        return out[0], dict(zip(stores, out[1:], strict=True))
+
+
+def recorded(trace: Callable[[KernelChoice], None], phase: str, platform: str) -> Iterator[Call]:
+    """Yields each distinct call of an operation with a kernel that `trace`, given the choice to trace with, makes."""
+    found: dict[Any, Call] = {}
+
+    def seen(operation: str, candidates: Sequence[Implementation], args: Any, kwargs: Any) -> None:
+        if operation not in NAMES:
+            return
+        named = {**dict(zip(NAMES[operation].split(), args, strict=True)), **kwargs}
+        leaves, structure = jax.tree.flatten(named)
+        leaves = [
+            jax.ShapeDtypeStruct(v.shape, v.dtype) if isinstance(v, jax.Array | np.ndarray) else v for v in leaves
+        ]
+        key = operation, structure, *leaves
+        found.setdefault(key, Call(phase, operation, candidates, jax.tree.unflatten(structure, leaves)))
+
+    trace(KernelChoice(platform=platform, seen=seen))
+    yield from found.values()
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The steps whose calls are wanted."""
+
+    rows: tuple[int, ...] = (8,)
+    """Of decode steps."""
+    steps: tuple[int, ...] = (1,)
+    """Tokens of each row of a decode step: 1 + drafts."""
+    tokens: tuple[int, ...] = (2048,)
+    """Of prefill steps."""
+    context: int = 1024
+    page_size: int = 64
+    tile_size: int = 128
+    intervals: tuple[int, ...] = (1,)
+    """Of decode by replay; 1: a state after each token."""
+
+
+def calls_of(config: HybridConfig, platform: str, sizes: Sizes, *, dtype: DTypeLike = jnp.bfloat16) -> list[Call]:
+    """The calls of a model's decode and prefill steps, each once."""
+    config = _one_layer_of_each_kind(config)
+    pages = -(-(sizes.context + max(sizes.steps)) // sizes.page_size)
+    replayed = not StoreShape.of(config).unreplayable_state
+    found: dict[Any, Call] = {}
+
+    def add(phase: str, batch: StepBatch, rows: int, steps: int, interval: int = 1, writes: int = 0) -> None:
+        replay = Replay(interval, steps - 1) if interval > 1 else None
+        state = described(
+            config, dtype, slots=2 + rows + (writes or rows * steps), rows=rows, pages=1 + rows * pages,
+            page_size=sizes.page_size, replay=replay, drafts=steps - 1,
+        )  # fmt: skip
+
+        def trace(choice: KernelChoice) -> None:
+            trace_step(config, choice, batch, *state, dtype=dtype, tile_size=sizes.tile_size)
+
+        for call in recorded(trace, phase, platform):
+            found.setdefault((call.operation, *jax.tree.leaves(call.arguments), rows), call)
+
+    for rows in sizes.rows:
+        for steps in sizes.steps:
+            for interval in sizes.intervals:
+                if interval > 1 and not replayed:
+                    continue
+                batch = DecodeBatch.empty(
+                    rows=rows, num_speculative_tokens=steps - 1, pages_per_row=pages, replay=interval > 1
+                )
+                told = f", {steps - 1} drafts" * (steps > 1) + f", replay {interval}" * (interval > 1)
+                add(f"decode of {rows} rows{told}", batch, rows, steps, interval)
+    for tokens in sizes.tokens:
+        tiles = tokens // sizes.tile_size
+        prefill = PrefillBatch.empty(
+            tokens=tokens, rows=4, tiles=tiles + 4, pages_per_row=pages, tile_size=sizes.tile_size
+        )
+        add(f"prefill of {tokens} tokens", prefill, 4, 1, writes=tiles + 8)
+    return list(found.values())
+
+
+def described(
+    config: HybridConfig,
+    dtype: DTypeLike,
+    *,
+    slots: int,
+    rows: int,
+    pages: int,
+    page_size: int,
+    replay: Replay | None = None,
+    drafts: int = 0,
+) -> tuple[Any, Any]:
+    """Shapes of a store and of rows."""
+    store = partial(
+        init_store, StoreShape.of(config), num_slots=slots, num_pages=max(2, pages), page_size=page_size, dtype=dtype,
+        replay=replay, num_tails=rows + 1 if replay else 0,
+    )  # fmt: skip
+    seats = partial(init_rows, config, max_num_seqs=rows, num_speculative_tokens=drafts, replay=replay is not None)
+    return jax.eval_shape(store), jax.eval_shape(seats)
+
+
+def trace_step(
+    config: HybridConfig, choice: KernelChoice, batch: StepBatch, store: Any, rows: Any, *, dtype: DTypeLike,
+    tile_size: int,
+) -> None:  # fmt: skip
+    """Traces one step, which calls `choice.seen` or fills `choice.chosen`. Nothing is compiled for the whole step."""
+    model = HybridModel.abstract(config, dtype=dtype)
+    StepPrograms(model, tile_size=tile_size, kernels=choice).trace(store, rows, batch)
+
+
+def _one_layer_of_each_kind(config: HybridConfig) -> HybridConfig:
+    """The model with one layer of each kind, shared blocks in both of their forms, and few tokens."""
+    pattern = "".join(dict.fromkeys(config.pattern)).replace("Z", "ZZ")
+    return dataclasses.replace(config, pattern=pattern, mtp_pattern="", vocab_size=min(config.vocab_size, 1024))
+
+
+def with_kernels(calls: Iterable[Call], platform: str, *, interpreted: bool = False) -> list[tuple[Call, str]]:
+    """Each call with each of the kernels that it may run."""
+    return [(call, name) for call in calls for name in call.kernels(platform, interpreted=interpreted)[:1]]

@@ -1,0 +1,270 @@
+"""Step programs of a whole model with random weights: their times, their bounds, and where a GPU spends a step."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from checkpoints import load_model
+from mamba_jax.batch import DecodeBatch, MixedBatch, PrefillBatch
+from mamba_jax.kernel_check.compiling import Compiler
+from mamba_jax.programs import StepPrograms
+from mamba_jax.rows import init_rows
+from mamba_jax.store import StoreShape, init_store
+from mamba_jax.tails import Replay
+from serving.check.report import Report
+from serving.engine.assembly.replay import state_traffic
+
+ROOM = 0.85
+"""Of the memory that JAX has: weights and a store beyond it are not tried."""
+STEPS = 10
+"""In one measurement, dispatched one after the other."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One kind of step."""
+
+    kind: str
+    """decode, prefill or mixed."""
+    rows: int
+    drafts: int = 0
+    interval: int = 1
+    """Of replay; 1: a state after each token."""
+    graph: bool = True
+    """Whether XLA may make a CUDA graph of it."""
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What a report says of it."""
+        found: dict[str, Any] = {"rows": self.rows}
+        found |= {"drafts": self.drafts} if self.drafts else {}
+        found |= {"tokens between states": self.interval} if self.interval > 1 else {}
+        return found | ({} if self.graph else {"graphs": "no CUDA"})
+
+
+class ModelPrograms:
+    """One model, loaded once, and its step programs. All page tables have the width of the context or the prompt."""
+
+    def __init__(
+        self, name: str, report: Report, compiler: Compiler, *, copy: float, context: int, prompt: int, page: int,
+        tile: int, dtype: Any,
+    ) -> None:  # fmt: skip
+        """`copy`: bytes per second that a copy reads and writes."""
+        self.name, self.dtype, self.copy, self._report, self._compiler = name, dtype, copy, report, compiler
+        self.context, self.prompt, self.page, self.tile = context, prompt, page, tile
+        begin = time.perf_counter()
+        self.model = load_model(name, dtype=dtype, load_format="dummy", progress=False)
+        self.weights = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(self.model)))
+        report.add("load", model=name, GB=round(self.weights / 1e9, 3), seconds=round(time.perf_counter() - begin, 1))
+        self.shape = StoreShape.of(self.model.config)
+        no_graphs = {"xla_gpu_enable_command_buffer": ""} if jax.default_backend() == "gpu" else {}
+        self._programs = {
+            graph: StepPrograms(self.model, tile_size=tile, compiler_options={} if graph else no_graphs)
+            for graph in (True, False)
+        }
+        for programs in self._programs.values():
+            programs.kept = compiler
+        self._width = self._pages(max(context + 8, prompt))
+        self._compiling: dict[Step, Future[Any]] = {}
+
+    @property
+    def kernels(self) -> str:
+        """The implementation of each operation."""
+        return self._programs[True].kernels.report()
+
+    def compile(self, step: Step) -> None:
+        """Begins to compile a step, unless it does not fit."""
+        if not self.fits(step):
+            self._report.add(f"{step.kind} step", skipped="it does not fit", **step.about)
+            return
+        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        store, rows = (
+            jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=device), jax.eval_shape(make))
+            for make in self._state(step)
+        )
+        self._compiling[step] = self._compiler.submit(
+            self._programs[step.graph].program, store, rows, self._batch(step)
+        )
+
+    @property
+    def left(self) -> list[Step]:
+        """Steps that were compiled, or are, and have not been timed."""
+        return list(self._compiling)
+
+    def time(self, step: Step, *, seconds: float) -> None:
+        """Measures a step, and reports it. Waits so long for its compilation; does nothing if it does not fit.
+
+        Raises:
+            TimeoutError: it is not compiled yet.
+        """
+        if step not in self._compiling:
+            return
+        self._compiling[step].result(seconds)
+        del self._compiling[step]
+        run, state = self._run(step), tuple(make() for make in self._state(step))
+        state, out = run(state)
+        jax.block_until_ready((state, out))
+        best = float("inf")
+        for _ in range(3):
+            begin = time.perf_counter()
+            for _ in range(STEPS):
+                state, out = run(state)
+            jax.block_until_ready((state, out))
+            best = min(best, (time.perf_counter() - begin) / STEPS)
+        found: dict[str, Any] = {"ms": round(best * 1e3, 3)}
+        if step.kind == "decode":
+            moved = self._moved(step)
+            found |= {"of the bound": round(moved / self.copy / best, 3), "GB moved": round(moved / 1e9, 3)}
+            found["context"] = self.context
+        else:
+            tokens = self.prompt + (step.rows if step.kind == "mixed" else 0)
+            found |= {"tokens": tokens, "tokens/s": round(tokens / best, 1)}
+        self._report.add(f"{step.kind} step", model=self.name, **step.about, **found)
+
+    def profile(self, step: Step, *, top: int = 25) -> None:
+        """Reports the time of each kernel of a GPU in one step, by the profiler. Needs `time` to have run."""
+        run, state = self._run(step), tuple(make() for make in self._state(step))
+        state, out = run(state)
+        jax.block_until_ready((state, out))
+        with TemporaryDirectory() as folder:
+            jax.profiler.start_trace(folder)
+            try:
+                begin = time.perf_counter()
+                for _ in range(STEPS):
+                    state, out = run(state)
+                jax.block_until_ready((state, out))
+                wall = (time.perf_counter() - begin) / STEPS
+            finally:
+                jax.profiler.stop_trace()
+            busy, counts = kernel_times(Path(folder))
+        if not busy:
+            self._report.add("kernels of a step", skipped="the profiler saw no kernel of a device", **step.about)
+            return
+        each = {name: spent / STEPS / 1e3 for name, spent in busy.most_common()}
+        self._report.add(
+            "kernels of a step", **step.about, **{
+                "ms on the wall": round(wall * 1e3, 3), "ms busy": round(sum(each.values()) / 1e3, 3),
+                "kernels": round(sum(counts.values()) / STEPS, 1),
+            },
+        )  # fmt: skip
+        for name, us in list(each.items())[:top]:
+            self._report.add("kernel of a step", us=round(us, 1), runs=round(counts[name] / STEPS, 1), name=name[:120])
+
+    def fits(self, step: Step) -> bool:
+        """Whether weights and store fit."""
+        store = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(self._state(step)[0])))
+        stats = jax.devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
+        return stats is None or self.weights + store < ROOM * stats["bytes_limit"]
+
+    def _pages(self, tokens: int) -> int:
+        return -(-tokens // self.page) if self.shape.pages else 1
+
+    def _run(self, step: Step) -> Callable[[Any], tuple[Any, Any]]:
+        batch, programs = self._batch(step), self._programs[step.graph]
+
+        def run(state: Any) -> tuple[Any, Any]:
+            store, seats = state
+            store, seats, out = programs.step(store, seats, batch)
+            return (store, seats), out
+
+        return run
+
+    def _state(self, step: Step) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        """What makes the store and the seats."""
+        prompts = {"decode": 0, "prefill": step.rows, "mixed": 1}[step.kind]
+        decoding = 0 if step.kind == "prefill" else step.rows
+        slots = decoding * max(1 + step.drafts, 2 if step.interval > 1 else 1) + prompts
+        pages = decoding * self._pages(self.context + step.drafts) + prompts * self._pages(
+            self.prompt // max(prompts, 1)
+        )
+        replay = Replay(step.interval, step.drafts) if step.interval > 1 else None
+        rows = decoding + prompts
+        store = partial(
+            init_store, self.model.config, num_slots=slots + 1, num_pages=pages + 1, page_size=self.page,
+            dtype=self.dtype, replay=replay, num_tails=rows + 1 if replay else 0,
+        )  # fmt: skip
+        seats = partial(
+            init_rows,
+            self.model.config,
+            max_num_seqs=rows,
+            num_speculative_tokens=step.drafts,
+            replay=replay is not None,
+        )
+        return store, seats
+
+    def _batch(self, step: Step) -> Any:
+        if step.kind == "decode":
+            return self._decode(step)
+        if step.kind == "prefill":
+            return self._prefill(step.rows)
+        rows = step.rows
+        return MixedBatch(self._decode(step), self._prefill(1, before=rows, pages=rows * self._pages(self.context)))
+
+    def _decode(self, step: Step) -> DecodeBatch:
+        """Rows with seats, slots and pages of their own, all at one position. The last token's state goes where the
+        row's state was; no draft is right."""
+        rows, steps = step.rows, 1 + step.drafts
+        batch = DecodeBatch.empty(
+            rows=rows, num_speculative_tokens=step.drafts, pages_per_row=self._width, replay=step.interval > 1
+        )
+        batch.row_id[:], batch.length[:] = 1 + np.arange(rows), self.context - 1
+        batch.num_tokens[:], batch.num_drafts[:], batch.sample[:] = steps, step.drafts, True
+        batch.tokens[:, 1:] = -1
+        if batch.anchor is not None:
+            batch.length[:] -= batch.length % step.interval - step.interval // 2
+            batch.anchor[:] = batch.length - step.interval // 2
+            batch.read_slot[:], batch.write_slot[:, 0] = 1 + np.arange(rows), 1 + rows + np.arange(rows)
+        else:
+            batch.write_slot[:] = 1 + np.arange(rows * steps).reshape(rows, steps)
+            batch.read_slot[:] = batch.write_slot[:, -1]
+        self._fill(batch.page_table, self._pages(self.context + step.drafts), 0)
+        return batch
+
+    def _prefill(self, rows: int, *, before: int = 0, pages: int = 0) -> PrefillBatch:
+        """Prompts of equal length, after as many seats, slots and pages of other rows."""
+        tiles = self.prompt // self.tile
+        batch = PrefillBatch.empty(
+            tokens=self.prompt, rows=rows, tiles=tiles, pages_per_row=self._width, tile_size=self.tile
+        )
+        batch.row_id[:], batch.num_tokens[:], batch.sample[:] = 1 + before + np.arange(rows), self.prompt // rows, True
+        batch.tile_write_slot[tiles // rows - 1 :: tiles // rows] = 1 + before + np.arange(rows)
+        self._fill(batch.page_table, self._pages(self.prompt // rows), pages)
+        return batch
+
+    def _fill(self, table: Any, used: int, before: int) -> None:
+        """Gives each row as many pages, after those of other rows."""
+        table[:, :used] = before + 1 + np.arange(len(table) * used).reshape(len(table), used)
+
+    def _moved(self, step: Step) -> float:
+        """The least bytes of a decode step: weights, states, keys and values."""
+        states = state_traffic(
+            self.shape, step.interval, step.drafts, dtype=jnp.dtype(self.dtype).name, ssm_dtype="float32"
+        )
+        return self.weights + step.rows * (states + self.context * self.shape.bytes_per_page(1, self.dtype))
+
+
+def kernel_times(folder: Path) -> tuple[Counter[str], Counter[str]]:
+    """Nanoseconds, and how often it ran, of each kernel on a GPU in the profiles of a folder."""
+    spent: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for path in folder.rglob("*.xplane.pb"):
+        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+            for line in plane.lines if "GPU" in plane.name else ():
+                if line.name.startswith("Stream"):
+                    for event in line.events:
+                        spent[event.name] += event.duration_ns
+                        counts[event.name] += 1
+    return spent, counts

@@ -1,0 +1,130 @@
+"""The jobs of `mamba-jax check`, in their order."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from checkpoints.load import load_config
+from mamba_jax.kernel_check.calls import Sizes, calls_of, with_kernels
+from mamba_jax.kernel_check.compiling import Compiler
+from serving.bench.report import environment
+from serving.check.collectives import time_collectives
+from serving.check.deadline import Deadline, Job
+from serving.check.engine import check_greedy, time_engine
+from serving.check.kernels import KernelCheck, copy_bandwidth
+from serving.check.programs import ModelPrograms, Step
+from serving.check.report import Report
+
+GRACE = 20.0
+"""Seconds after which a check that is over time is ended, in the middle of a measurement if necessary."""
+
+
+def run_check(model: str | None, *, seconds: float, tiny: bool, path: Path | None) -> int:
+    """Checks this machine within so many seconds; prints figures, and writes them to `path`.
+
+    Args:
+        model: a checkpoint or a published size; None: the demo model on a CPU, else nemotron-h-8b.
+        tiny: small sizes, and interpreted kernels where this machine has none: does the check itself work?
+
+    Returns:
+        1 if a kernel or a token is wrong, or if something failed or was not started; else 0.
+    """
+    report = Report(path)
+    deadline = Deadline(seconds, report)
+    model = model or ("demo" if tiny or jax.default_backend() == "cpu" else "nemotron-h-8b")
+    report.add(**environment(model))
+    compiler = Compiler()
+    with deadline.enforced(GRACE):
+        wrong = _Check(model, tiny, report, deadline, compiler).run()
+        report.add("check", model=model, wrong=wrong, failed=deadline.failed)
+    code = int(bool(wrong or deadline.failed))
+    if not compiler.close():
+        os._exit(code)  # the interpreter would wait for compilations, which cannot be interrupted
+    return code
+
+
+class _Check:
+    """The jobs of a check."""
+
+    def __init__(self, model: str, tiny: bool, report: Report, deadline: Deadline, compiler: Compiler) -> None:
+        self.model, self.tiny, self.report, self.deadline, self.compiler = model, tiny, report, deadline, compiler
+        self.platform = jax.default_backend()
+        self.greedy = True
+
+    def run(self) -> int:
+        """Measures, the most important figures first; returns how many results were wrong."""
+        small = self.tiny or self.platform == "cpu"
+        dtype: Any = jnp.float32 if small else jnp.bfloat16
+        rows: tuple[int, ...] = (1, 64, 8, 256)
+        timed_rows: tuple[int, ...] = (8, 64)
+        sizes = Sizes(tokens=(2048,), steps=(1, 4), context=4096, intervals=(1, 16))
+        if small:
+            sizes = Sizes(rows=(4,), tokens=(128,), context=64, page_size=16, tile_size=32)
+            rows, timed_rows = (2, 4), sizes.rows
+        copy = copy_bandwidth(1 << 22 if self.tiny else 1 << 30)
+        self.report.add("copy", **{"GB/s": round(copy / 1e9, 1)})
+        programs = ModelPrograms(
+            self.model, self.report, self.compiler, copy=copy, context=sizes.context, prompt=sizes.tokens[0],
+            page=sizes.page_size, tile=sizes.tile_size, dtype=dtype,
+        )  # fmt: skip
+        many = min(64, rows[-1])
+        decode = [Step("decode", each) for each in rows]
+        prefill = [Step("prefill", each) for each in (1, 4)]
+        # Without CUDA graphs, so that a profile has every kernel.
+        plain = Step("decode", rows[0], graph=self.platform != "gpu")
+        others = [Step("mixed", many), Step("decode", many, drafts=3), Step("decode", rows[0], drafts=3)]
+        if not programs.shape.unreplayable_state:
+            others += [Step("decode", each, interval=16) for each in rows[1:]]
+        for step in dict.fromkeys([*decode, *prefill, plain, *others]):
+            programs.compile(step)
+        config, cases = load_config(self.model), {}
+        for what, wanted in (
+            ("compared", sizes),
+            ("timed", dataclasses.replace(sizes, rows=timed_rows, steps=(1,))),
+        ):
+            calls = calls_of(config, self.platform, wanted, dtype=dtype)
+            cases[what] = with_kernels(calls, self.platform, interpreted=self.tiny and self.platform != "gpu")
+        kernels = KernelCheck(
+            **cases, report=self.report, compiler=self.compiler, copy=copy, most=2 if self.tiny else 1000
+        )
+        generate = partial(
+            time_engine, programs.model, self.model, self.report, self.compiler, requests=4 if self.tiny else 64,
+            tokens=8 if self.tiny else 128,
+        )  # fmt: skip
+
+        def steps(*wanted: Step) -> None:
+            for step in self.deadline.each("step", wanted):
+                try:
+                    programs.time(step, seconds=max(1.0, self.deadline.left))
+                except TimeoutError:
+                    self.report.add("step", **step.about, later="it is not compiled yet")
+
+        self.deadline.run([
+            Job("compile", 8, self._compile),
+            Job("decode", 2, lambda: steps(*decode)),
+            Job("kernels of a step", 1, lambda: programs.profile(plain)),
+            Job("prefill", 1, lambda: steps(*prefill)),
+            Job("generate", 4, lambda: generate(left=self.deadline.left)),
+            Job("greedy tokens", 2, self._greedy),
+            Job("kernels against plain", 2, lambda: kernels.compare(self.deadline)),
+            Job("kernels", 2, lambda: kernels.time(self.deadline)),
+            Job("steps", 2, lambda: steps(plain, *others)),
+            Job("collectives", 1, lambda: time_collectives(self.report)),
+            Job("late steps", 1, lambda: steps(*programs.left)),
+        ])  # fmt: skip
+        self.report.add("implementations", chosen=programs.kernels)
+        return kernels.failed + (not self.greedy)
+
+    def _compile(self) -> None:
+        done, count, seconds = self.compiler.wait(self.deadline.left)
+        self.report.add("compile", programs=count, done=done, seconds=round(seconds, 1))
+
+    def _greedy(self) -> None:
+        self.greedy = check_greedy(self.report)

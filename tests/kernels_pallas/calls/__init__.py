@@ -1,0 +1,1 @@
+"""Calls of each operation at sizes of real models and odd ones."""
