@@ -95,7 +95,7 @@ def _digest(arrays: list[jax.Array]) -> jax.Array:
 
 
 def _slots(stores: Mapping[str, Any]) -> Any:
-    """Without null slots, whose contents are nobody's."""
+    """Without null slots, whose contents mean nothing."""
     return jax.tree.map(lambda store: store[1:], dict(stores))
 
 

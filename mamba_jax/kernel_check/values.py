@@ -201,7 +201,7 @@ class _Indexes:
             if steps > 1:
                 write[0, 0] = 0
             if count > 3:
-                # Rows 1 and 2 read one slot, which nobody writes; row 1 and 2 write those that the last one, padding,
+                # Rows 1 and 2 read one slot, which no row writes; row 1 and 2 write those that the last one, padding,
                 # leaves, and that row 0 has.
                 free = [int(write[-1, -1]), self._slots - 1]
                 read[1] = read[2]

@@ -1,4 +1,4 @@
-"""Each kernel at a model's shapes: compared with the plain form, and timed beside it."""
+"""Each kernel at a model's shapes: compared with the plain form, and timed in turn with it."""
 
 from __future__ import annotations
 

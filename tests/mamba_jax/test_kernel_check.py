@@ -45,7 +45,7 @@ def null_slot(y, stores, args):
 
 
 def neighbor(y, stores, args):
-    """A slot of nobody's is written."""
+    """A slot that belongs to no row is written."""
     return y, stores[0].at[-2].add(1), *stores[1:]
 
 
