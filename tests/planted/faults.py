@@ -51,7 +51,7 @@ def faults_like(name: str = "") -> dict[str, Planted]:
 def _policy() -> Iterator[Planted]:
     from tests.serving.core.mutations import CORE as faults
 
-    yield from (Planted(str(number), fault.fault, CORE, fault.plant) for number, fault in faults.items())
+    yield from (Planted(fault.name, fault.text, CORE, fault.plant) for fault in faults.values())
 
 
 def _device() -> Iterator[Planted]:

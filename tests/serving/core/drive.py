@@ -6,6 +6,8 @@ from typing import Any
 
 from serving.core import Request, Scheduler, SchedulerConfig, StepPlan, StepResult
 from serving.core.cache.content import Scope
+from serving.core.cache.prefix_index import PrefixIndex
+from serving.core.cache.prefix_tree import Checkpoint, Node
 from tests.serving.core.symbolic import Device
 from tests.serving.core.truth import Model, expected_output
 
@@ -95,15 +97,23 @@ class Loop:
         """The output is the plain greedy one."""
         assert request.output_token_ids == expected_output(self.device.truth(request), request)
 
-    def positions(self, salt: str | None = None, weights: int | None = None) -> list[int]:
-        """Where the index has states under a salt, ascending; those of the present weights unless told otherwise."""
-        index = self.scheduler.index
-        assert index is not None
-        found = []
-        root = index.roots.get(Scope(salt, self.device.weights if weights is None else weights))
-        stack: list[Any] = [] if root is None else [root]
+    @property
+    def index(self) -> PrefixIndex:
+        """What the cache holds."""
+        assert self.scheduler.index is not None
+        return self.scheduler.index
+
+    def entries(self, salt: str | None = None, weights: int | None = None) -> list[Checkpoint]:
+        """The states of the index under a salt; those of the present weights unless told otherwise."""
+        root = self.index.roots.get(Scope(salt, self.device.weights if weights is None else weights))
+        found: list[Checkpoint] = []
+        stack: list[Node] = [] if root is None else [root]
         while stack:
             node = stack.pop()
-            found += [entry.position for entry in node.states.values()]
+            found += node.states.values()
             stack += node.children.values()
-        return sorted(found)
+        return found
+
+    def positions(self, salt: str | None = None, weights: int | None = None) -> list[int]:
+        """Where the index has such states, ascending."""
+        return sorted(entry.position for entry in self.entries(salt, weights))

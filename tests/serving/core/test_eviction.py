@@ -10,11 +10,9 @@ from tests.serving.core.drive import Loop
 
 def kept(loop: Loop, prompt: list[int]) -> list[int]:
     """Positions of a prompt at which a state is still to be found."""
-    index = loop.scheduler.index
-    assert index is not None
     found, limit = [], len(prompt)
     while limit:
-        match = index.find(prompt[:limit], Scope(None))
+        match = loop.index.find(prompt[:limit], Scope(None))
         if match.entry is None:
             break
         found.append(match.entry.position)
@@ -47,19 +45,6 @@ def test_all_cached_prefixes_can_be_dropped_at_any_time(seed: int, pages: int) -
     assert again.lookup.num_cached_tokens == 0
 
 
-def test_interior_states_of_a_chain_go_first() -> None:
-    loop = Loop(num_slots=8, max_num_seqs=1)
-    old, new = [1] * 17, [2] * 5
-    loop.run(old, max_tokens=1)
-    assert kept(loop, old) == [4, 8, 12, 16, 17]
-    loop.run(new, max_tokens=1)
-    # Deeper than 4, 8 and 12 there is one state each: those go, oldest first. The chain's end stays.
-    assert kept(loop, old)[-2:] == [16, 17]
-    assert kept(loop, new)[-1] == 5
-    loop.run([3] * 5, max_tokens=1)
-    assert kept(loop, old)[-1] == 17
-
-
 def test_interior_states_go_before_the_end_of_an_older_chain() -> None:
     loop = Loop(num_slots=8, max_num_seqs=1)
     old, new = [1] * 3, [2] * 17
@@ -76,9 +61,7 @@ def test_a_branch_is_not_interior() -> None:
     stem = [1] * 8
     for branch in (2, 3):
         loop.run([*stem, *[branch] * 8], max_tokens=1)
-    index = loop.scheduler.index
-    assert index is not None
-    ranks = {entry.position: entry.rank for entry in _entries(loop) if entry.tail == ()}
+    ranks = {entry.position: entry.rank for entry in loop.entries() if entry.tail == ()}
     assert ranks[4] == 0
     assert ranks[8] > ranks[4]
 
@@ -209,9 +192,7 @@ def test_a_request_that_could_not_be_admitted_is_no_hit() -> None:
     loop = Loop(num_slots=20, num_pages=12, max_num_seqs=2)
     prompt = [1] * 8
     loop.run(prompt, max_tokens=1)
-    index = loop.scheduler.index
-    assert index is not None
-    entry = index.find(prompt, Scope(None)).entry
+    entry = loop.index.find(prompt, Scope(None)).entry
     assert entry is not None
     first = loop.add([2] * 12, max_tokens=8)
     loop.step()
@@ -221,15 +202,3 @@ def test_a_request_that_could_not_be_admitted_is_no_hit() -> None:
         loop.step()
     loop.finish()
     assert entry.hits <= 1
-
-
-def _entries(loop: Loop) -> list:
-    index = loop.scheduler.index
-    assert index is not None
-    found: list = []
-    stack: list = list(index.roots.values())
-    while stack:
-        node = stack.pop()
-        found += node.states.values()
-        stack += node.children.values()
-    return found

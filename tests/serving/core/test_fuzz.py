@@ -10,8 +10,6 @@ from itertools import count as numbers
 from itertools import islice
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from serving.core.planning import admission
 from tests.serving.core.schedules import random_config, run_seed
@@ -61,10 +59,3 @@ def test_random_schedules_by_replay(shard: int, request: pytest.FixtureRequest) 
         met += run_seed(seed)
     print(f"seeds {first} to {seed}: {dict(sorted(met.items()))}")
     assert met["anchors"]
-
-
-@pytest.mark.fuzz
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(st.integers(0, 2**40))
-def test_any_seed(seed: int) -> None:
-    run_seed(seed)

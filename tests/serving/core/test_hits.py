@@ -169,11 +169,9 @@ def test_reason_state_evicted() -> None:
 def test_state_evicted_falls_back_to_a_shallower_state() -> None:
     loop = Loop()
     loop.run(PROMPT, max_tokens=1)
-    index = loop.scheduler.index
-    assert index is not None
-    match = index.find(PROMPT, Scope(None))
+    match = loop.index.find(PROMPT, Scope(None))
     assert match.entry is not None
-    index.drop_state(match.entry)
+    loop.index.drop_state(match.entry)
     assert loop.run(PROMPT, max_tokens=1).num_cached_tokens == 8
 
 
@@ -183,10 +181,9 @@ def test_states_of_old_weights_go_first() -> None:
     loop.change_weights()
     fresh = [(t + 1) % 9 for t in PROMPT]
     loop.run(fresh)
-    index, kept = loop.scheduler.index, loop.positions()
-    assert index is not None
+    kept = loop.positions()
     old = len(loop.positions(weights=0))
     assert old > 1
     for count in range(1, old + 1):
-        assert index.evict_state()
+        assert loop.index.evict_state()
         assert (len(loop.positions(weights=0)), loop.positions()) == (old - count, kept)

@@ -2,18 +2,9 @@
 
 import random
 
-from serving.core import CheckpointKind
-from serving.core.cache.content import Chain, Scope, state_name
 from serving.core.tiers.journal import Journal
-from serving.core.tiers.tier import Sizes, Tier, Unit
-
-B = 4
-
-
-def unit(tokens) -> Unit:
-    links = tuple(Chain(Scope(None), B).reach(tokens))
-    tail = tokens[len(tokens) // B * B :]
-    return Unit(state_name(links[-1], tail), links, len(tail), len(tokens), CheckpointKind.PROMPT_END)
+from serving.core.tiers.tier import Sizes, Tier
+from tests.serving.core.units import B, unit
 
 
 class Reader:

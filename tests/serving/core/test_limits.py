@@ -36,14 +36,8 @@ def test_block_larger_than_the_budget(mode: str) -> None:
 def test_chunks_are_cut_at_absolute_places() -> None:
     loop = Loop(max_num_batched_tokens=7, cache_mode="align")
     loop.run(list(range(23)), max_tokens=1)
-    assert [(row.length, row.num_tokens) for plan in loop.plans for row in plan.prefill] == [
-        (0, 4),
-        (4, 4),
-        (8, 4),
-        (12, 4),
-        (16, 4),
-        (20, 3),
-    ]
+    chunks = [(row.length, row.num_tokens) for plan in loop.plans for row in plan.prefill]
+    assert chunks == [*((start, 4) for start in range(0, 20, 4)), (20, 3)]
 
 
 def test_all_writes_each_boundary_of_one_chunk() -> None:
@@ -126,16 +120,6 @@ def test_a_client_does_not_fill_the_queue_alone() -> None:
     for _ in range(8):  # the choices of one call may fill it
         loop.add([1], max_tokens=1, client="a", batch_id="call")
     loop.finish()
-
-
-def test_priorities() -> None:
-    loop = Loop(max_num_seqs=1)
-    late = loop.add([1, 2], max_tokens=3, priority=5)
-    urgent = loop.add([3, 4], max_tokens=3, priority=-5)
-    normal = loop.add([5, 6], max_tokens=3)
-    assert loop.scheduler.waiting == [urgent, normal, late]
-    loop.finish()
-    assert [request.request_id for plan in loop.plans for request in plan.admitted] == ["r2", "r3", "r1"]
 
 
 def test_the_latest_makes_room_and_resumes_from_the_cache() -> None:

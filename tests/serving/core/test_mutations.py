@@ -1,23 +1,27 @@
 """The fuzzer sees every planted fault within a bounded number of schedules. The table is docs/mutations.md."""
 
 import importlib
-import re
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.serving.core.mutations import CORE, Mutation
+from tests.serving.core.mutations import CORE
+from tests.serving.core.mutations.registry import ROWS, Fault
 from tests.serving.core.schedules import run_seed
 
 BOUND = 6_000
+LATE = (80,)
+"""Faults that take thousands of schedules to show belong to the full tier."""
+BY_FUZZER = [
+    pytest.param(fault, marks=[pytest.mark.full] if number in LATE else [])
+    for number, fault in sorted(CORE.items())
+    if fault.seen_by is None
+]
 
 
-def caught_after(mutation: Mutation, bound: int = BOUND) -> tuple[int, str] | None:
+def caught_after(fault: Fault, bound: int = BOUND) -> tuple[int, str] | None:
     """The first seed that fails with the fault planted, and how; None if none does."""
     with pytest.MonkeyPatch.context() as patch:
-        mutation.plant(patch)
+        fault.plant(patch)
         for seed in range(bound):
             try:
                 run_seed(seed)
@@ -26,43 +30,24 @@ def caught_after(mutation: Mutation, bound: int = BOUND) -> tuple[int, str] | No
     return None
 
 
-def number_id(number: int) -> str:
-    """So that a failing test names its fault."""
-    return f"{number}-{CORE[number].plant.__name__}"
+@pytest.mark.parametrize("fault", BY_FUZZER, ids=str)
+def test_fuzzer_sees(fault: Fault) -> None:
+    found = caught_after(fault)
+    assert found is not None, f"{fault.name}: {fault.text}: not seen in {BOUND} schedules"
+    print(f"{fault.name}: {fault.text}: seed {found[0]}: {found[1][:100]}")
 
 
-LATE = (80,)
-"""Faults that take thousands of schedules to show."""
-
-
-def parameters(numbers: Iterable[int]) -> list[Any]:
-    """Each fault's number as a test's parameter; those that show late belong to the full tier."""
-    return [pytest.param(n, id=number_id(n), marks=[pytest.mark.full] if n in LATE else []) for n in sorted(numbers)]
-
-
-@pytest.mark.parametrize("number", parameters(n for n in CORE if CORE[n].seen_by == "fuzzer"))
-def test_fuzzer_sees(number: int) -> None:
-    mutation = CORE[number]
-    found = caught_after(mutation)
-    assert found is not None, f"{number}: {mutation.fault}: not seen in {BOUND} schedules"
-    print(f"{number}: {mutation.fault}: seed {found[0]}: {found[1][:100]}")
-
-
-@pytest.mark.parametrize("number", parameters(n for n in CORE if CORE[n].seen_by != "fuzzer"))
-def test_a_test_sees(number: int) -> None:
-    mutation = CORE[number]
-    module, name = mutation.seen_by.split(":")
+@pytest.mark.parametrize("fault", [fault for fault in CORE.values() if fault.seen_by], ids=str)
+def test_a_test_sees(fault: Fault) -> None:
+    assert fault.seen_by is not None
+    module, name = fault.seen_by
     test = getattr(importlib.import_module(f"tests.serving.core.{module}"), name)
     test()
     with pytest.MonkeyPatch.context() as patch:
-        mutation.plant(patch)
+        fault.plant(patch)
         with pytest.raises(AssertionError):
             test()
 
 
-def test_table_is_complete() -> None:
-    table = (Path(__file__).parents[3] / "docs" / "mutations.md").read_text()
-    for number, mutation in CORE.items():
-        assert re.search(rf"^\| {number} \| {re.escape(mutation.fault)} \|", table, re.MULTILINE), (
-            f"{number} is not listed"
-        )
+def test_every_row_of_the_table_is_planted() -> None:
+    assert {name for name in ROWS if name.isdigit()} == set(map(str, CORE))

@@ -9,33 +9,33 @@ from serving.core.cache.row_pages import RowPages
 from serving.core.cache.row_snapshots import RowSnapshots
 from serving.core.cache.row_state import RowState
 from serving.core.planning.state import SchedulerState
-from tests.serving.core.mutations.registry import Patch, mutation, replacing
+from tests.serving.core.mutations.registry import Patch, mutation, replaced, replacing
 
 # -- read by several --
 
 
-@mutation(9, "a row writes the checkpoint that it reads", "A32 B10 B23")
+@mutation(9)
 @replacing(RowSnapshots, "_choose")
 def write_shared_slot(whole, self, count, after):
     checkpoint = self._read_only
     return [checkpoint, *whole(self, count, after)][:count] if checkpoint else whole(self, count, after)
 
 
-@mutation(10, "a partly filled page that was hit is written without a copy", "A32 B10")
+@mutation(10)
 @replacing(RowPages, "resume_from")
 def no_copy_after_hit(whole, self, path, entry=None):
     whole(self, path, entry)
     self.shared = -1
 
 
-@mutation(11, "a row writes on in the page in which it published its own prompt end", "A32 B10")
+@mutation(11)
 @replacing(scheduler, "after_dispatch")
 def no_copy_after_own_end(whole, host, row):
     whole(host, row)
     row.request.progress.pages.shared = -1
 
 
-@mutation(12, "what a row of the step reads may be given to another row of the same step", "A20 B17")
+@mutation(12)
 @replacing(RowState, "reserve_chunk")
 def release_when_planned(whole, self, *chunk, **more):
     access = whole(self, *chunk, **more)
@@ -45,7 +45,7 @@ def release_when_planned(whole, self, *chunk, **more):
     return access
 
 
-@mutation(13, "the source of a page copy is let go before the copy is dispatched", "B10")
+@mutation(13)
 def release_source_early(patch: Patch) -> None:
     reserve, release = RowPages.reserve, RowPages.release
 
@@ -73,7 +73,7 @@ def release_source_early(patch: Patch) -> None:
     patch.setattr(scheduler.Scheduler, "withdraw", lambda self, plan: self.reset())
 
 
-@mutation(14, "an equal page is taken over without being referenced", "A32")
+@mutation(14)
 @replacing(RowPages, "exchange")
 def adopt_without_reference(whole, self, at, page):
     whole(self, at, page)
@@ -81,7 +81,7 @@ def adopt_without_reference(whole, self, at, page):
         self._pool.refs[page] -= 1
 
 
-@mutation(40, "a state that a row reads may be evicted", "invariant 2")
+@mutation(40)
 @replacing(PrefixIndex, "_evict_state")
 def evict_in_use(whole, self, max_rank):
     for root in self.roots.values():
@@ -98,7 +98,7 @@ def evict_in_use(whole, self, max_rank):
     return False
 
 
-@mutation(41, "a page with others below it may be evicted", "invariant 11")
+@mutation(41)
 @replacing(PrefixIndex, "evict_page")
 def evict_inner_page(whole, self):
     for root in self.roots.values():
@@ -109,7 +109,7 @@ def evict_inner_page(whole, self):
     return whole(self)
 
 
-@mutation(46, "drafts are proposed into a shared page: a whole-prompt hit copies nothing before it samples", "A32 B10")
+@mutation(46)
 @replacing(SchedulerState, "prepare_pages")
 def proposals_into_shared_page(whole, self, request, end, plan, *, preempting):
     if end == request.progress.num_computed and not request.progress.unsettled:
@@ -117,7 +117,7 @@ def proposals_into_shared_page(whole, self, request, end, plan, *, preempting):
     return whole(self, request, end, plan, preempting=preempting)
 
 
-@mutation(63, "equal pages of twins are held twice", "issue: accounts", "test_hits:test_twins_hold_their_prompt_once")
+@mutation(63)
 @replacing(RowPages, "exchange")
 def held_twice(whole, self, at, page):
     whole(self, at, page)
@@ -128,13 +128,7 @@ def held_twice(whole, self, at, page):
 # -- accounts --
 
 
-@mutation(27, "the surplus of optimistic pages is kept", "issue: accounts")
-@replacing(RowPages, "return_surplus")
-def surplus_kept(whole, self, tokens):
-    return None
-
-
-@mutation(35, "an abort between planning and dispatch leaks what the row held in addition to its request", "A52 B12")
+@mutation(35)
 def leak_on_abort(patch: Patch) -> None:
     state, row_pages = RowState.release, RowPages.release
 
@@ -150,21 +144,21 @@ def leak_on_abort(patch: Patch) -> None:
     patch.setattr(RowPages, "release", release_pages)
 
 
-@mutation(36, "preemption forgets the checkpoint that the row was reading", "A17 issue: accounts")
+@mutation(36)
 @replacing(SchedulerState, "preempt")
 def leak_on_preemption(whole, self, victim, plan, **more):
     victim.progress.state._read_only = 0
     whole(self, victim, plan, **more)
 
 
-@mutation(37, "withdrawing a step keeps the slots that it took for publication", "B12")
+@mutation(37)
 @replacing(RowState, "undo")
 def leak_on_withdraw(whole, self):
     self._publications = ()
     whole(self)
 
 
-@mutation(38, "the cache is kept when the store is lost", "issue: failure")
+@mutation(38)
 @replacing(Cache, "clear")
 def cache_survives_loss(whole, self):
     if not hasattr(self, "slots"):
@@ -176,14 +170,14 @@ def cache_survives_loss(whole, self):
                 pool.release(i)
 
 
-@mutation(42, "the null slot and the null page are handed out", "A21 B18")
+@mutation(42)
 @replacing(Pool, "__init__")
 def null_handed_out(whole, self, size):
     whole(self, size)
     self.free.insert(0, 0)
 
 
-@mutation(47, "two rows of a step may be planned to write one slot", "A21 B18")
+@mutation(47)
 @replacing(Pool, "take")
 def one_slot_for_all(whole, self):
     fresh = whole(self)
@@ -196,43 +190,10 @@ def one_slot_for_all(whole, self):
     return fresh
 
 
-# -- worth --
+# -- one expression in the place of a function --
 
-
-@mutation(
-    52,
-    "states are evicted least recently used first, whatever they are worth",
-    "issue: worth",
-    "test_eviction:test_interior_states_go_before_the_end_of_an_older_chain",
-)
-@replacing(RetentionPolicy, "rank")
-def plain_lru(whole, self, entry):
-    return 1
-
-
-@mutation(53, "a branch counts as interior", "invariant 11", "test_eviction:test_a_branch_is_not_interior")
-@replacing(RetentionPolicy, "rank")
-def branch_is_interior(whole, self, entry):
-    return int(not entry.below)
-
-
-@mutation(
-    54,
-    "a checkpoint's slots are taken although a request waits for a row id",
-    "invariant 11",
-    "test_eviction:test_checkpoints_never_block_admission",
-)
-@replacing(Cache, "can_spare_slot")
-def greedy_checkpoints(whole, self, *, admitting=False):
-    return True
-
-
-@mutation(
-    55,
-    "a state of little worth displaces one of more",
-    "issue: worth",
-    "test_eviction:test_a_modest_state_displaces_nothing_of_worth",
-)
-@replacing(RetentionPolicy, "is_low_value")
-def immodest(whole, self, prompt_len, position, kind):
-    return False
+replaced(27, RowPages, "return_surplus", lambda whole, self, tokens: None)
+replaced(52, RetentionPolicy, "rank", lambda whole, self, entry: 1)
+replaced(53, RetentionPolicy, "rank", lambda whole, self, entry: int(not entry.below))
+replaced(54, Cache, "can_spare_slot", lambda whole, self, *, admitting=False: True)
+replaced(55, RetentionPolicy, "is_low_value", lambda whole, self, prompt_len, position, kind: False)

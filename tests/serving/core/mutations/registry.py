@@ -1,38 +1,59 @@
-"""Planted faults by number. Each replaces one function or one rule; the fuzzer, or a named test, must see it."""
+"""Planted faults by number. Each replaces one function or one rule; the fuzzer, or a named test, must see it.
 
+What a fault is, which edge cases it stands for and who sees it is in docs/mutations.md.
+"""
+
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 Patch = pytest.MonkeyPatch
+TABLE = (Path(__file__).parents[4] / "docs" / "mutations.md").read_text()
+ROWS = {row[0]: row[1:] for row in re.findall(r"^\| (D?\d+) \| ([^|]+) \| [^|]+ \| ([^|]+) \|$", TABLE, re.MULTILINE)}
+"""By a fault's name in the page: what it is, and who sees it."""
 
 
 @dataclass(frozen=True)
-class Mutation:
-    """A fault, the lines of the list of edge cases that it stands for, and who sees it."""
+class Fault:
+    """A planted fault."""
 
-    number: int
-    fault: str
-    cases: str
+    name: str
+    """The number of a fault of the host policy, or D and the number of one of the device's side."""
     plant: Callable[[Patch], None]
-    seen_by: str = "fuzzer"
-    """Or the test (module:function) that does: the fault costs time or memory, not tokens."""
+    compiles: str | None = None
+    """The program that it changes, `decode` or `prefill`; None: it changes only what the host does."""
+
+    def __post_init__(self) -> None:
+        assert self.name in ROWS, f"fault {self.name} is not in docs/mutations.md"
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.plant.__name__}"
+
+    @property
+    def text(self) -> str:
+        """What is wrong."""
+        return ROWS[self.name][0]
+
+    @property
+    def seen_by(self) -> tuple[str, str] | None:
+        """The test (module, function) that sees it, as it costs time or memory and not tokens; None: the fuzzer."""
+        found = re.fullmatch(r"`(test_\w+)\.py` `(test_\w+)`", ROWS[self.name][1])
+        return (found[1], found[2]) if found else None
 
 
-CORE: dict[int, Mutation] = {}
-"""`CORE[n]` is what the table in docs/mutations.md calls number n."""
+CORE: dict[int, Fault] = {}
 
 
-def mutation(
-    number: int, fault: str, cases: str, seen_by: str = "fuzzer"
-) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
-    """Register a fault, a function that takes pytest's monkeypatch, under its number."""
+def mutation(number: int) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+    """Register a fault of the host policy, a function that takes pytest's monkeypatch, under its number."""
 
     def register(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
         assert number not in CORE
-        CORE[number] = Mutation(number, fault, cases, plant, seen_by)
+        CORE[number] = Fault(f"{number}", plant)
         return plant
 
     return register
@@ -54,3 +75,10 @@ def replacing(owner: Any, name: str, *others: Any) -> Callable[[Callable[..., An
         return plant
 
     return decorate
+
+
+def replaced(number: int, owner: Any, name: str, change: Callable[..., Any]) -> None:
+    """Registers a fault that is a function in the place of `owner.name`: see `replacing`."""
+    plant = replacing(owner, name)(change)
+    plant.__name__ = name
+    mutation(number)(plant)

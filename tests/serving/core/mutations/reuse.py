@@ -9,12 +9,12 @@ from serving.core.cache.row_pages import RowPages
 from serving.core.cache.row_snapshots import RowSnapshots
 from serving.core.planning import admission, settlement
 from serving.core.requests.request import ResultDisposition
-from tests.serving.core.mutations.registry import Patch, mutation, replacing
+from tests.serving.core.mutations.registry import Patch, mutation, replaced, replacing
 
 # -- publication --
 
 
-@mutation(1, "a prompt's states and pages are published when its step is planned", "A16 B9 B12")
+@mutation(1)
 @replacing(scheduler, "plan_prefill", admission)
 def publish_when_planned(whole, host, request, step, *rest, **more):
     reason = whole(host, request, step, *rest, **more)
@@ -25,7 +25,7 @@ def publish_when_planned(whole, host, request, step, *rest, **more):
     return reason
 
 
-@mutation(2, "the slot of a step's first token is published for the boundary", "A7 A9 B7")
+@mutation(2)
 @replacing(RowSnapshots, "publish_boundary")
 def first_slot_for_boundary(whole, self, access, nth, *rest, **later):
     if access.writes[nth] in access.boundary and access.writes[0] in self._own:
@@ -33,7 +33,7 @@ def first_slot_for_boundary(whole, self, access, nth, *rest, **later):
     whole(self, access, nth, *rest, **later)
 
 
-@mutation(3, "rejected drafts count as confirmed when pages and boundaries are published", "A2 B7")
+@mutation(3)
 @replacing(settlement, "after_settle")
 def drafts_published(whole, host, row, before, after):
     fed = before + row.num_tokens
@@ -46,20 +46,20 @@ def drafts_published(whole, host, row, before, after):
             del row.request.tokens[-lost:]
 
 
-@mutation(4, "no second set of slots while an unsettled step may hold a boundary", "A7 A10 B7")
+@mutation(4)
 @replacing(RowSnapshots, "reserve_decode")
 def no_second_set(whole, self, count, shortest, longest, continues, after):
     return whole(self, count, shortest, longest, continues, None)
 
 
-@mutation(5, "a prompt's end is published under one token fewer than its state absorbed", "B9 B13")
+@mutation(5)
 @replacing(PrefixIndex, "publish_state")
 def published_early(whole, self, content, position, slot, kind):
     early = kind == CheckpointKind.PROMPT_END and position > 1
     return whole(self, content, position - early, slot, kind)
 
 
-@mutation(7, "a withdrawn step's publications stay", "B12 B14")
+@mutation(7)
 @replacing(scheduler.Scheduler, "withdraw")
 def publish_withdrawn(whole, self, plan):
     for row in plan.effects:
@@ -68,7 +68,7 @@ def publish_withdrawn(whole, self, plan):
     whole(self, plan)
 
 
-@mutation(8, "a page is published for the very last token, which need not have one", "A23 A24")
+@mutation(8)
 @replacing(settlement, "after_settle")
 def publish_without_page(whole, host, row, before, after):
     row.request.max_total += 1
@@ -78,7 +78,7 @@ def publish_without_page(whole, host, row, before, after):
         row.request.max_total -= 1
 
 
-@mutation(45, "a drafting row's pages are published up to what was fed when it is dispatched", "A2 B9 invariant 3")
+@mutation(45)
 def decode_published_at_dispatch(patch: Patch) -> None:
     def plan(whole, host, request, step, *rest):
         done = whole(host, request, step, *rest)
@@ -102,21 +102,10 @@ def decode_published_at_dispatch(patch: Patch) -> None:
     replacing(scheduler, "after_dispatch")(after)(patch)
 
 
-@mutation(
-    60,
-    "decode publishes no boundaries",
-    "A15",
-    "test_hits:test_second_turn_hits_a_block_finished_while_decoding_with_three_drafts",
-)
-@replacing(RowSnapshots, "publish_boundary")
-def no_decode_boundaries(whole, self, *boundary, **later):
-    return None
-
-
 # -- hits --
 
 
-@mutation(15, "a hit uses one page fewer than its state needs", "A28 A29 B2")
+@mutation(15)
 @replacing(RowPages, "resume_from")
 def hit_without_last_page(whole, self, path, entry=None):
     whole(self, path, entry)
@@ -125,7 +114,7 @@ def hit_without_last_page(whole, self, path, entry=None):
         self.table[-1] = self._pool.take()
 
 
-@mutation(16, "evicting a page leaves the states that need it", "A29 A30 A39")
+@mutation(16)
 @replacing(PrefixIndex, "_drop_node")
 def states_outlive_pages(whole, self, node):
     parent = node.parent
@@ -134,7 +123,7 @@ def states_outlive_pages(whole, self, node):
     self._leaf_again(parent)
 
 
-@mutation(17, "a whole-prompt hit feeds the prompt's last token once more", "A2 A37 B11")
+@mutation(17)
 @replacing(admission, "_take_hit")
 def last_token_twice(whole, host, request, match):
     whole(host, request, match)
@@ -142,7 +131,7 @@ def last_token_twice(whole, host, request, match):
         request.progress.num_computed -= 1
 
 
-@mutation(18, "a hit skips a token", "B11")
+@mutation(18)
 @replacing(admission, "_take_hit")
 def token_skipped(whole, host, request, match):
     whole(host, request, match)
@@ -150,7 +139,7 @@ def token_skipped(whole, host, request, match):
         request.progress.num_computed += 1
 
 
-@mutation(19, "a match looks at a hash of few bits instead of the tokens", "invariant 8")
+@mutation(19)
 @replacing(PrefixIndex, "find")
 def weak_match(whole, self, tokens, scope):
     root = self.roots.get(scope)
@@ -170,14 +159,14 @@ def weak_match(whole, self, tokens, scope):
     return Match(root, path, None, len(path) * unit)
 
 
-@mutation(20, "the salt is not looked at", "issue: salting")
+@mutation(20)
 @replacing(PrefixIndex, "find")
 def salt_ignored(whole, self, tokens, scope):
     scopes = (other for other in {*self.roots, scope} if other.weights == scope.weights)
     return max((whole(self, tokens, other) for other in scopes), key=lambda match: match.position)
 
 
-@mutation(21, "a state is found although its pages are not: the deepest node on the path counts", "A28 B2")
+@mutation(21)
 @replacing(PrefixIndex, "find")
 def state_above_is_enough(whole, self, tokens, salt):
     match = whole(self, tokens, salt)
@@ -187,24 +176,19 @@ def state_above_is_enough(whole, self, tokens, salt):
     return match
 
 
-@mutation(48, "a request that asked for prompt log-probabilities reads the cache", "issue: miss reasons")
+@mutation(48)
 @replacing(admission, "_find")
 def logprobs_hit(whole, host, request):
     return None if host.index is None else host.index.find(request.tokens, request.progress.content.chain.scope)
 
 
-@mutation(
-    61,
-    "a whole-prompt hit is cut to one token less",
-    "A2 B11",
-    "test_hits:test_prompt_of_whole_blocks_needs_no_column_before",
-)
+@mutation(61)
 @replacing(admission, "_find")
 def never_the_whole_prompt(whole, host, request):
     return None if host.index is None else host.index.find(request.tokens[:-1], request.progress.content.chain.scope)
 
 
-@mutation(62, "who asks under a salt is told what other salts hold", "issue: salting", "test_hits:test_salt_separates")
+@mutation(62)
 @replacing(PrefixIndex, "why_missed")
 def telling_tales(whole, self, tokens, salt, match):
     if any(self.find(tokens, other).entry is not None for other in self.roots):
@@ -212,7 +196,7 @@ def telling_tales(whole, self, tokens, salt, match):
     return whole(self, tokens, salt, match)
 
 
-@mutation(65, "the weights' version is not part of what a prefix is found by", "issue: stale hits")
-@replacing(Cache, "scope")
-def weights_ignored(whole, self, salt, adapter=None):
-    return Scope(salt)
+# -- one expression in the place of a function --
+
+replaced(60, RowSnapshots, "publish_boundary", lambda whole, self, *boundary, **later: None)
+replaced(65, Cache, "scope", lambda whole, self, salt, adapter=None: Scope(salt))

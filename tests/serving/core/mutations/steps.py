@@ -14,12 +14,12 @@ from serving.core.planning import admission, rows, settlement
 from serving.core.planning.plan import Budget
 from serving.core.planning.state import SchedulerState
 from serving.core.requests.request import ResultDisposition
-from tests.serving.core.mutations.registry import Patch, mutation, replacing
+from tests.serving.core.mutations.registry import Patch, mutation, replaced, replacing
 
 # -- rows --
 
 
-@mutation(6, "tiles are counted from the chunk's start instead of absolutely", "A33 A34 B8")
+@mutation(6)
 @replacing(RowState, "reserve_chunk")
 def relative_tiles(whole, self, start, end, unit, *rest, **more):
     access = whole(self, start, end, unit, *rest, **more)
@@ -32,7 +32,7 @@ def relative_tiles(whole, self, start, end, unit, *rest, **more):
     return StateAccess(access.read, writes)
 
 
-@mutation(22, "a preempted row keeps its anchor: the row id's next contents are continued", "A17 A18 A19")
+@mutation(22)
 @replacing(SchedulerState, "forget")
 def stale_anchor(whole, self, request):
     before = getattr(request, "progress", None)
@@ -41,7 +41,7 @@ def stale_anchor(whole, self, request):
         request.progress.num_sampling_steps = before.num_sampling_steps
 
 
-@mutation(23, "a first token is a decode row", "A4 B13 invariant 5")
+@mutation(23)
 @replacing(scheduler, "plan_prefill", admission)
 def first_token_decodes(whole, host, request, step, *rest, **more):
     reason = whole(host, request, step, *rest, **more)
@@ -56,13 +56,7 @@ def first_token_decodes(whole, host, request, step, *rest, **more):
     return reason
 
 
-@mutation(24, "the host takes the first slot after a step with accepted drafts", "A12 A13 B5")
-@replacing(RowSnapshots, "advance")
-def first_slot_current(whole, self, access, before, kept):
-    return whole(self, access, before, 1)
-
-
-@mutation(25, "pages are reserved for the shortest possible length", "A23 B3")
+@mutation(25)
 @replacing(scheduler, "plan_decode")
 def shortest_length(whole, host, request, *rest):
     done = whole(host, request, *rest)
@@ -72,7 +66,7 @@ def shortest_length(whole, host, request, *rest):
     return done
 
 
-@mutation(26, "a slot that the device will read next is given back as surplus", "A12 B13")
+@mutation(26)
 @replacing(RowSnapshots, "trim")
 def trim_what_is_read(whole, self, after):
     while len(self._own) > self._cache.width:
@@ -81,20 +75,20 @@ def trim_what_is_read(whole, self, after):
         self._cache.slots.release(slot)
 
 
-@mutation(30, "the tile budget is not looked at", "issue: tile budget")
+@mutation(30)
 @replacing(Budget, "__init__")
 def no_tile_budget(whole, self, config):
     whole(self, config)
     self.tiles = 10**6
 
 
-@mutation(34, "drafts are planned beyond a request's last token, and more pages wanted than there may be", "A24")
+@mutation(34)
 @replacing(SchedulerState, "reach")
 def drafts_beyond_the_end(whole, self, request, end):
     return end + self.config.num_speculative_tokens + self.config.page_size
 
 
-@mutation(43, "two rows share a row id", "A20 B17")
+@mutation(43)
 @replacing(admission, "_admit_one")
 def shared_row_id(whole, host, request, plan, room):
     reason, running = whole(host, request, plan, room), host.queues.running
@@ -104,35 +98,7 @@ def shared_row_id(whole, host, request, plan, room):
     return reason
 
 
-@mutation(50, "a row goes on from the state before its unsettled chunk", "A12 B17")
-@replacing(RowState, "_read_slot")
-def stale_chunk_state(whole, self, after):
-    return self._current or whole(self, after)
-
-
-@mutation(
-    57,
-    "align runs over the junction of pages and states",
-    "issue: align",
-    "test_hits:test_align_publishes_the_junction_of_two_prompts",
-)
-@replacing(RetentionPolicy, "stops")
-def no_junction(whole, self, prompt_len, hit, matched):
-    return whole(self, prompt_len, hit, 0)
-
-
-@mutation(
-    58,
-    "a resumed request runs over its prompt's end",
-    "A17 issue: resume",
-    "test_limits:test_a_resumed_request_stops_at_its_prompt_end",
-)
-@replacing(RetentionPolicy, "stops")
-def no_stop_at_prompt_end(whole, self, prompt_len, hit, matched):
-    return []
-
-
-@mutation(64, "a short prompt tail whose log-probabilities are asked for is a decode row", "invariant 5")
+@mutation(64)
 @replacing(rows, "_fits_decode_row")
 def reporting_tail_decodes(whole, host, request, start, num_tokens):
     return start > 0 and num_tokens <= host.cache.width
@@ -141,7 +107,7 @@ def reporting_tail_decodes(whole, host, request, start, num_tokens):
 # -- results --
 
 
-@mutation(28, "a row whose request has ended is credited with its unsettled step", "A19 pitfall: late results")
+@mutation(28)
 @replacing(settlement, "_settle_dead")
 def credit_the_dead(whole, host, row, tokens, emitted):
     if row.sample and row.fate is ResultDisposition.DROPPED and row.request.finished:
@@ -151,7 +117,7 @@ def credit_the_dead(whole, host, row, tokens, emitted):
     whole(host, row, tokens, emitted)
 
 
-@mutation(39, "results of a step that was lost with the store are taken", "issue: failure")
+@mutation(39)
 @replacing(scheduler.Scheduler, "settle")
 def late_results(whole, self, plan, result):
     if plan in self.unsettled:
@@ -162,7 +128,7 @@ def late_results(whole, self, plan, result):
     return []
 
 
-@mutation(44, "the unsettled tokens of a preempted request are counted twice", "A17")
+@mutation(44)
 @replacing(settlement, "_settle_dead")
 def detached_tokens_twice(whole, host, row, tokens, emitted):
     detached = row.fate is ResultDisposition.DETACHED and row.request.status is Status.WAITING
@@ -171,7 +137,7 @@ def detached_tokens_twice(whole, host, row, tokens, emitted):
         whole(host, row, tokens, emitted)
 
 
-@mutation(49, "min_tokens does not hold back a stop token", "issue: limits")
+@mutation(49)
 @replacing(settlement, "append")
 def stop_too_early(whole, request, tokens):
     kept, request.min_tokens = request.min_tokens, 0
@@ -184,7 +150,7 @@ def stop_too_early(whole, request, tokens):
 # -- who goes on --
 
 
-@mutation(29, "chunks end on multiples of B even where B does not fit", "A25 B15")
+@mutation(29)
 @replacing(rows, "_chunk_end")
 def align_or_nothing(whole, host, request, start, room):
     end = whole(host, request, start, room)
@@ -193,19 +159,7 @@ def align_or_nothing(whole, host, request, start, room):
     return end
 
 
-@mutation(31, "the last in the order is never preempted: who has too little waits", "invariant 9")
-@replacing(SchedulerState, "preempt_later")
-def never_preempt(whole, self, request, plan):
-    return False
-
-
-@mutation(32, "the copy of a page is insisted on when no page is left", "invariant 9 and 11")
-@replacing(RowPages, "_unshare")
-def insist_on_copy(whole, self, pool):
-    return None
-
-
-@mutation(33, "keeping a boundary comes before going on", "invariant 11")
+@mutation(33)
 def boundaries_first(patch: Patch) -> None:
     def choose_unkept(whole, self, count, after):
         kept = after.boundary if after is not None else ()
@@ -222,34 +176,7 @@ def boundaries_first(patch: Patch) -> None:
     replacing(RowSnapshots, "publish_boundary")(publish_last_slot)(patch)
 
 
-@mutation(
-    51,
-    "prefills get what decoding leaves, and no share",
-    "A25 B15",
-    "test_limits:test_a_prefill_gets_its_share_while_others_decode_the_budget_away",
-)
-@replacing(Budget, "grant_share")
-def no_share(whole, self):
-    return None
-
-
-@mutation(
-    56,
-    "forks do not wait for the first sibling",
-    "issue: forks",
-    "test_limits:test_siblings_wait_for_the_first_ones_prompt_end",
-)
-@replacing(admission, "_waits_for_sibling")
-def forks_do_not_wait(whole, host, request):
-    return False
-
-
-@mutation(
-    59,
-    "the first in the order makes room for the last",
-    "invariant 9",
-    "test_limits:test_the_latest_makes_room_and_resumes_from_the_cache",
-)
+@mutation(59)
 @replacing(SchedulerState, "preempt_later")
 def wrong_victim(whole, self, request, plan):
     victims = [other for other in self.queues.running if other is not request]
@@ -258,19 +185,26 @@ def wrong_victim(whole, self, request, plan):
     return bool(victims)
 
 
-@mutation(82, "a row in lockstep takes part in a step while it waits for another one", "masks: lockstep")
+@mutation(82)
 def no_sitting_out(patch: Patch) -> None:
     patch.setattr(Request, "sits_out", False)
 
 
-@mutation(
-    83,
-    "where there are drafts, all rows wait for one in lockstep",
-    "masks: neighbours",
-    seen_by="test_limits:test_a_row_in_lockstep_sits_out_while_others_go_on",
-)
+@mutation(83)
 @replacing(scheduler.Scheduler, "needs_settle_before_schedule")
 def neighbours_wait(whole, self):
     drafting = self.config.num_speculative_tokens > 0
     held = any(request.lockstep and request.progress.unsettled for request in self.running)
     return whole(self) or (drafting and held)
+
+
+# -- one expression in the place of a function --
+
+replaced(24, RowSnapshots, "advance", lambda whole, self, access, before, kept: whole(self, access, before, 1))
+replaced(31, SchedulerState, "preempt_later", lambda whole, self, request, plan: False)
+replaced(32, RowPages, "_unshare", lambda whole, self, pool: None)
+replaced(50, RowState, "_read_slot", lambda whole, self, after: self._current or whole(self, after))
+replaced(51, Budget, "grant_share", lambda whole, self: None)
+replaced(56, admission, "_waits_for_sibling", lambda whole, host, request: False)
+replaced(57, RetentionPolicy, "stops", lambda whole, self, prompt_len, hit, matched: whole(self, prompt_len, hit, 0))
+replaced(58, RetentionPolicy, "stops", lambda whole, self, prompt_len, hit, matched: [])
