@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from serving import AsyncEngine, LoRARequest, RequestError, SamplingParams
+from serving import LoRARequest, RequestError, SamplingParams
 from serving.engine.requests import adapter_reads
 from serving.engine.requests.adapter_reads import AdapterReads
-from tests.support.engines.replicas import ReplicaMaker
+from tests.support.engines.replicas import ReplicaMaker, serve
 from tests.support.models.adapter_contents import content
 
 
@@ -100,9 +100,7 @@ def test_an_evicted_adapter_is_read_in_another_thread(harness, engine):
     engine.adapters.read = read
     greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
-    async def run():
-        serving = AsyncEngine(engine)
-
+    async def run(serving):
         async def tokens(number):
             adapter = LoRARequest(f"tenant {number}", 0, str(number))
             async for output in serving.generate([3, 1, 4], greedy, lora_request=adapter, live=False):
@@ -111,20 +109,17 @@ def test_an_evicted_adapter_is_read_in_another_thread(harness, engine):
         first = await tokens(0)
         assert await tokens(1) != first
         assert await tokens(0) == first
-        serving.shutdown()
 
-    asyncio.run(run())
+    serve(engine, run)
     assert threads == ["adapter read"] * 3
 
 
 def test_a_pipe_in_place_of_a_file_is_refused_at_once(engine, tmp_path):
     os.mkfifo(tmp_path / "adapter_config.json")
     (tmp_path / "adapter_model.safetensors").touch()
-    serving = AsyncEngine(engine)
 
-    async def run():
+    async def run(serving):
         with pytest.raises(RequestError, match="not a regular file"):
             await asyncio.wait_for(serving.load_adapter("pipe", str(tmp_path)), 20)
 
-    asyncio.run(run())
-    serving.shutdown()
+    serve(engine, run)

@@ -125,12 +125,6 @@ def test_prefill_rows_are_packed():
         batches.prefill([prefill_row(1, 0, 60, [7, 8], [4])])
 
 
-def test_warm_up_covers_each_shape_once():
-    batches = BatchBuilder(config())
-    found = list(batches.warm_up_batches(vocab_size=11))
-    assert len(found) == batches.num_programs
-
-
 def test_seats_count_tokens_only_for_penalties():
     batches = BatchBuilder(config())
     given = {"seed": 1, "choice": 0, "prompt": [3, 3, 4], "output": [5, 5], "stop_ids": (), "vocab_size": 8}

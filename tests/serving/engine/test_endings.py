@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import random
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +10,11 @@ import pytest
 from flax import nnx
 
 from mamba_jax.programs import StepPrograms
-from serving import AsyncEngine, SamplingParams
-from serving.config import EngineConfig
+from serving import SamplingParams
 from serving.core.cache.content import Scope
-from serving.engine.assembly.build import assemble
 from serving.engine.request_error import RequestError, RequestFailed
 from tests.support.engines.engines import QUICK_COMPILE, finish
+from tests.support.engines.replicas import serve
 from tests.support.models.letter_tokens import ID, TOO_BIG
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -39,15 +39,9 @@ def test_what_ends_during_a_step_is_answered_by_that_step(structured):
 
 
 def test_a_failing_request_alone_on_an_async_engine_is_answered(structured):
-    served = AsyncEngine(structured())
-
-    async def ask():
-        async for _ in served.generate({"prompt_token_ids": [5, 6]}, FAILS_AT_ONCE):
-            pass
-
-    async def body():
+    async def body(served):
         with pytest.raises(RequestError, match="structured outputs"):
-            await asyncio.wait_for(ask(), 60)
+            await asyncio.wait_for(_read(served.generate({"prompt_token_ids": [5, 6]}, FAILS_AT_ONCE)), 60)
         # A request that is ended between two steps is answered, too.
         stream = served.generate({"prompt_token_ids": [5]}, dataclasses.replace(GREEDY, max_tokens=100), "named")
         await anext(stream)
@@ -55,10 +49,7 @@ def test_a_failing_request_alone_on_an_async_engine_is_answered(structured):
         with pytest.raises(RequestFailed, match="given up"):
             await asyncio.wait_for(_read(stream), 60)
 
-    try:
-        asyncio.run(body())
-    finally:
-        served.shutdown()
+    serve(structured(), body)
 
 
 async def _read(stream):
@@ -115,6 +106,41 @@ def test_a_plan_that_fails_as_a_whole_is_tried_again_and_then_given_up(harness, 
     assert harness.run(engine, [[15, 6, 7], [18, 9]], GREEDY)[1].outputs[0].finish_reason == "length"
 
 
+def test_a_fault_that_stays_is_reported_and_later_requests_run(harness):
+    engine = harness.engine("all")
+
+    def fault(plan):
+        raise RuntimeError("device lost")
+
+    engine.loop.fault = fault
+    engine.add_request("a", {"prompt_token_ids": [5, 6]}, SamplingParams(max_tokens=2))
+    with pytest.raises(RuntimeError, match="device lost"):
+        finish(engine)
+    engine.abort_all()
+    engine.loop.fault = None
+    (output,) = harness.run(engine, [[5, 6]], SamplingParams(max_tokens=2, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 2
+
+
+def test_an_interrupt_between_dispatch_and_result_leaves_a_working_engine(harness):
+    engine, rng = harness.engine("all"), random.Random(5)
+    prompts = [harness.prompt(rng, length) for length in (1, 17, 64, 97)]
+    expected = [output.outputs[0].token_ids for output in harness.run(harness.engine("none"), prompts, GREEDY)]
+
+    def interrupt(plan):
+        if engine.loop.stats.steps == 3:
+            engine.loop.fault = None
+            raise KeyboardInterrupt
+
+    engine.loop.fault = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        harness.run(engine, prompts, GREEDY)
+    engine.abort_all()
+    engine.loop.scheduler.check(idle=True)
+    for prompt, tokens, output in zip(prompts, expected, harness.run(engine, prompts, GREEDY), strict=True):
+        harness.assert_greedy(prompt, tokens, output.outputs[0].token_ids)
+
+
 # -- logits that are not numbers --
 
 BAD = 7
@@ -136,10 +162,7 @@ def broken_embedding(harness):
 @pytest.mark.smoke
 @pytest.mark.parametrize("mode", ["none", "align", "all"])
 def test_an_output_that_is_not_finite_ends_and_leaves_nothing(harness, broken_embedding, mode):
-    config = EngineConfig.create(mamba_cache_mode=mode, **harness.flags)
-    engine = assemble(
-        config, harness.model, tokenizer=harness.tokenizer, eos_token_ids=(2,), programs=broken_embedding
-    ).engine
+    engine = harness.engine(mode, programs=broken_embedding)
     prefix = [(3 + i) % 50 + 8 for i in range(70)]
     prompts = [prefix, [*prefix[:40], BAD, *prefix[40:70]], prefix[:33]]
     expected = [o.outputs[0].token_ids for o in harness.run(harness.engine("none"), prompts, GREEDY)]

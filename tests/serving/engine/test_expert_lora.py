@@ -4,10 +4,8 @@ import json
 import re
 import shutil
 
-import jax
 import numpy as np
 import pytest
-from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from checkpoints import load_config, load_model
@@ -16,14 +14,12 @@ from checkpoints.errors import CheckpointError
 from mamba_jax.adapters import targets
 from mamba_jax.model import parameters
 from serving import LLM, ConfigError, LoRARequest, RequestError, SamplingParams
+from tests.support.models import golden_case
 from tests.support.models.golden_case import FIXTURES, TO_HUGGING_FACE, Case, chosen_logprobs
 from tests.support.selection import slow
 
-FLAGS = {
-    "dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 256, "max_model_len": 256, "state_block_size": 32,
-    "tile_size": 32, "page_size": 16, "compilation_cache": False, "enable_lora": True, "max_loras": 2,
-    "max_lora_rank": 4,
-}  # fmt: skip
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+FLAGS = golden_case.FLAGS | {"max_num_batched_tokens": 256, "enable_lora": True, "max_loras": 2, "max_lora_rank": 4}
 GATED, PLAIN = "qwen35-moe", "nemotronh-moe"
 """The experts of the first have a gate projection."""
 
@@ -63,9 +59,8 @@ def merged(folder, fixture, changes):
 
 def log_probs(model, prompt, tokens):
     """Log-probabilities of `tokens` after the prompt, by the whole sequence at once."""
-    whole = np.array([[*prompt, *tokens]])
-    out = np.asarray(jax.nn.log_softmax(nnx.jit(lambda model, tokens: model(tokens))(model, whole)))[0]
-    return out[np.arange(len(tokens)) + len(prompt) - 1, tokens]
+    whole = golden_case.log_probs(model, [*prompt, *tokens])
+    return whole[np.arange(len(tokens)) + len(prompt) - 1, tokens]
 
 
 @pytest.mark.full

@@ -20,34 +20,34 @@ def gpu(share, in_use=0):
     return SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
 
 
-def test_the_command_line_reserves_what_the_engine_uses():
-    environment = {}
+NEW, OLD = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+
+@pytest.mark.parametrize(
+    ("given", "reserved", "share"),
+    [({}, {NEW: "0.93"}, 0.9 / 0.93), ({NEW: "0.5"}, {NEW: "0.5"}, 1), ({OLD: "0.5"}, {OLD: "0.5"}, 1)],
+)
+def test_the_command_line_reserves_what_the_engine_uses_unless_the_user_has_set_a_share(given, reserved, share):
+    environment = dict(given)
     reserve_gpu_memory(0.9, environment)
-    assert environment == {"XLA_CLIENT_MEM_FRACTION": "0.93"}
-    assert usable_share("gpu", 0.9, environment) == pytest.approx(0.9 / 0.93)
+    assert environment == reserved
+    assert usable_share("gpu", 0.9, environment) == pytest.approx(share)
     assert share_notices("gpu", environment) == ()
 
 
-@pytest.mark.parametrize("variable", ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
-def test_a_share_that_the_user_has_set_is_kept(variable):
-    environment = {variable: "0.5"}
-    reserve_gpu_memory(0.9, environment)
-    assert environment == {variable: "0.5"}
-    assert usable_share("gpu", 0.9, environment) == 1
-    assert usable_share("gpu", 0.4, environment) == pytest.approx(0.8)
-
-
-def test_without_a_share_the_fraction_is_of_what_jax_takes():
-    assert usable_share("gpu", 0.9, {}) == 0.9
-    (notice,) = share_notices("gpu", {})
-    assert "75%" in notice
-    assert "XLA_CLIENT_MEM_FRACTION=0.9" in notice
-
-
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
-def test_other_platforms_have_no_share(platform):
-    assert usable_share(platform, 0.9, {"XLA_CLIENT_MEM_FRACTION": "0.5"}) == 0.9
-    assert share_notices(platform, {}) == ()
+@pytest.mark.parametrize(
+    ("platform", "used", "environment", "share"),
+    [
+        ("gpu", 0.4, {NEW: "0.5"}, 0.8),
+        ("gpu", 0.9, {}, 0.9),  # of what JAX takes
+        ("cpu", 0.9, {NEW: "0.5"}, 0.9),
+        ("tpu", 0.9, {NEW: "0.5"}, 0.9),
+    ],
+)
+def test_the_fraction_is_of_what_jax_takes(platform, used, environment, share):
+    assert usable_share(platform, used, environment) == pytest.approx(share)
+    notices = " ".join(share_notices(platform, environment))
+    assert ("75%" in notices and "XLA_CLIENT_MEM_FRACTION=0.9" in notices) == (platform == "gpu" and not environment)
 
 
 @pytest.mark.parametrize("text", ["0", "1.5", "most"])

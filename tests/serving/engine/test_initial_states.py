@@ -13,13 +13,12 @@ from checkpoints import load_config
 from checkpoints.adapters.initial_state import initial_state_shapes, read_initial_state, write_initial_state
 from serving import LLM, LoRARequest, RequestError, SamplingParams
 from tests.support.engines.prompt_stepper import PromptStepper
+from tests.support.models import golden_case
 from tests.support.models.golden_case import FIXTURES, TO_HUGGING_FACE, Case, said, same
 
 FIXTURE = "nemotronh-moe"
-FLAGS = {
-    "dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 128, "max_model_len": 256, "state_block_size": 32,
-    "tile_size": 32, "page_size": 16, "compilation_cache": False, "debug_state": True,
-}  # fmt: skip
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+FLAGS = golden_case.FLAGS | {"debug_state": True}
 COUNT = 8
 GREEDY = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=5)
 PATTERN = [3, 14, 15, 92, 65, 35]

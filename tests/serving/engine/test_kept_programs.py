@@ -64,39 +64,31 @@ def test_the_second_start_compiles_nothing_and_computes_the_same(fresh, harness,
     assert second.program(*copies(engine), batch).memory_analysis().alias_size_in_bytes >= whole
 
 
-@pytest.mark.parametrize(
-    "what", ["tile_size", "options", "kernels", "greedy", "source", "jax", "environment", "rows", "store"]
-)
+CHANGES = {
+    "tile_size": {"tile_size": 32},
+    "options": {"compiler_options": {}},
+    "kernels": {"kernels": KernelChoice.parse("xla")},
+    "greedy": {"greedy": False},
+}
+
+
+@pytest.mark.parametrize("what", [*CHANGES, "source", "jax", "environment", "rows", "store"])
 def test_whatever_may_change_a_program_makes_it_another(harness, engine, tmp_path, monkeypatch, what):
-    def path(programs, rows=1):
+    def path(programs, changed=None):
         store, seats = engine.loop._store, engine.loop._rows
-        if what == "store" and rows == 2:
+        if changed == "store":
             store = dataclasses.replace(store, hidden=store.hidden[:-1])
-        arguments = (programs._weights, store, seats, decode(engine, rows if what == "rows" else 1))
+        arguments = (programs._weights, store, seats, decode(engine, 2 if changed == "rows" else 1))
         return programs.kept._place(arguments)
 
-    changes = {}
     one = path(programs_like(harness, tmp_path))
     assert path(programs_like(harness, tmp_path)) == one
-    match what:
-        case "tile_size":
-            changes = {"tile_size": 32}
-        case "options":
-            changes = {"compiler_options": {}}
-        case "kernels":
-            changes = {"kernels": KernelChoice.parse("xla")}
-        case "greedy":
-            changes = {"greedy": False}
-        case "source":
-            monkeypatch.setattr(module, "source_digest", lambda packages: "edited")
-        case "jax":
-            jax.config.update("jax_default_matmul_precision", "bfloat16")
-        case "environment":
-            monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
-    try:
-        assert path(programs_like(harness, tmp_path, **changes), rows=2) != one
-    finally:
-        jax.config.update("jax_default_matmul_precision", None)
+    if what == "source":
+        monkeypatch.setattr(module, "source_digest", lambda packages: "edited")
+    if what == "environment":
+        monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    with jax.default_matmul_precision("bfloat16" if what == "jax" else None):
+        assert path(programs_like(harness, tmp_path, **CHANGES.get(what, {})), what) != one
 
 
 @pytest.mark.full

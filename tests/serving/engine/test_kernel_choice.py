@@ -29,17 +29,15 @@ def test_same_tokens_by_kernels(harness):
         kernels=KernelChoice(named=NAMED),
     )
     # A pool that makes requests throw each other out.
-    config = EngineConfig.create(mamba_cache_mode="all", **harness.flags | {"num_slots": 12})
-    engine = assemble(config, harness.model, tokenizer=harness.tokenizer, eos_token_ids=(2,), programs=programs).engine
+    engine = harness.engine("all", programs=programs, num_slots=12)
     for prompt, one, other in zip(prompts, harness.run(engine, prompts, params), plain, strict=True):
         harness.assert_greedy(prompt, one.outputs[0].token_ids, other.outputs[0].token_ids)
     assert "recurrence_scan by pallas_tpu_interpreted (named)" in programs.kernels.report()
 
 
 def test_a_malformed_kernel_choice_is_refused(harness):
-    config = EngineConfig.create(**harness.flags, kernels="recurrence_scan=xla,update")
     with pytest.raises(ConfigError, match="kernels: 'update' is not operation=implementation"):
-        assemble(config, harness.model)
+        assemble(EngineConfig.create(**harness.flags, kernels="recurrence_scan=xla,update"), harness.model)
 
 
 def test_start_up_tells_how_bfloat16_weights_are_multiplied(harness, caplog, monkeypatch):

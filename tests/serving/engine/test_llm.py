@@ -39,18 +39,14 @@ def test_outputs_are_in_the_order_of_the_prompts(llm):
     assert first.metrics.finished_time >= first.metrics.first_token_time >= first.metrics.first_scheduled_time
 
 
-def test_one_prompt_may_come_alone(llm):
-    (output,) = llm.generate("w5 w6 w7", GREEDY)
-    assert len(output.outputs[0].token_ids) == 5
-    assert len(llm.generate([], GREEDY)) == 0
-
-
 def test_prompts_may_be_token_ids(llm):
     expected = llm.generate(["w5 w6", "w8"], GREEDY)
     outputs = llm.generate([[5, 6], (8,)], GREEDY)
     assert [output.outputs[0].token_ids for output in outputs] == [each.outputs[0].token_ids for each in expected]
-    (one,) = llm.generate([5, 6], GREEDY)
-    assert one.prompt_token_ids == [5, 6]
+    for alone in ([5, 6], "w5 w6"):
+        (one,) = llm.generate(alone, GREEDY)
+        assert one.prompt_token_ids == [5, 6]
+    assert llm.generate([], GREEDY) == []
     for wrong in ([[5, "6"]], [[]], [[10**6]], [[True]]):
         with pytest.raises(RequestError):
             llm.generate(wrong, GREEDY)

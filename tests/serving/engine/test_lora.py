@@ -9,13 +9,10 @@ import pytest
 from checkpoints.adapters.adapter import CONFIG_FILE
 from serving import LLM, LoRARequest, RequestError, SamplingParams
 from serving.core.cache.content import Scope, root
-from tests.support.models.golden_case import FIXTURES, TO_HUGGING_FACE, Case, said, same
+from tests.support.models.golden_case import FIXTURES, FLAGS, TO_HUGGING_FACE, Case, said, same
 
 FIXTURE = "lfm2"
-FLAGS = {
-    "dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 256, "max_model_len": 256, "state_block_size": 32,
-    "tile_size": 32, "page_size": 16, "compilation_cache": False,
-}  # fmt: skip
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 GREEDY = SamplingParams(temperature=0, max_tokens=4, logprobs=5)
 
 

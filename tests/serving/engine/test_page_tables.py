@@ -5,7 +5,6 @@ import random
 import numpy as np
 import pytest
 
-from serving.core.cache.row_pages import PageTable
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.steps import batching
 from serving.engine.steps.batching import BatchBuilder
@@ -126,17 +125,3 @@ def test_arrays_do_not_grow_with_the_longest_sequence():
         return [batch.page_updates.shape for batch in every if hasattr(batch, "page_updates")]
 
     assert sizes(512) == sizes(1 << 20)
-
-
-def test_a_table_notes_its_first_change():
-    table = PageTable([1, 2, 3])
-    table.changed = 3
-    table.append(4)
-    assert table.changed == 3
-    table.changed = 4
-    assert table.pop() == 4
-    assert table.changed == 3
-    table[-2] = 9
-    assert (table, table.changed) == ([1, 9, 3], 1)
-    table[2] = 8
-    assert table.changed == 1

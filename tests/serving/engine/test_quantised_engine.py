@@ -14,22 +14,18 @@ from mamba_jax.model import parameters
 from mamba_jax.sharding import TENSOR
 from serving import LLM, SamplingParams
 from tests.support.engines.engine_harness import SMALL
-from tests.support.models.golden_case import full_log_probs
+from tests.support.models.golden_case import log_probs
 from tests.support.models.quantised_checkpoints import METHODS, config_of, write_mixed, write_quantised
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 FLAGS = SMALL | {"debug_state": True, "load_format": "auto", "replay_interval": 1}
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True, logprobs=2)
+DRAFTS = {"speculative_method": "mtp", "num_speculative_tokens": 2}
 ARRANGEMENTS = {
     "no cache": {"mamba_cache_mode": "none"},
     "align": {"mamba_cache_mode": "align"},
-    "all, drafts": {"mamba_cache_mode": "all", "speculative_method": "mtp", "num_speculative_tokens": 2},
-    "all, drafts, two devices": {
-        "mamba_cache_mode": "all",
-        "speculative_method": "mtp",
-        "num_speculative_tokens": 2,
-        "tensor_parallel_size": 2,
-    },
+    "all, drafts": {"mamba_cache_mode": "all"} | DRAFTS,
+    "all, drafts, two devices": {"mamba_cache_mode": "all", "tensor_parallel_size": 2} | DRAFTS,
 }
 
 
@@ -62,7 +58,7 @@ def test_chooses_what_the_wide_weights_choose(mixed, name):
     llm.engine.loop.scheduler.check(idle=True)
     for output in outputs:
         prompt, chosen = output.prompt_token_ids, output.outputs[0]
-        expected = full_log_probs(wide_model(mixed[1]), [[*prompt, *chosen.token_ids]])[0][len(prompt) - 1 :]
+        expected = log_probs(wide_model(mixed[1]), [*prompt, *chosen.token_ids])[len(prompt) - 1 :]
         for i, token in enumerate(chosen.token_ids):
             assert expected[i].max() - expected[i, token] < 1e-3
             assert chosen.logprobs[i][token].logprob == pytest.approx(expected[i, token], abs=1e-3)

@@ -9,29 +9,28 @@ import tokenizers
 
 from checkpoints.tokenizer import Tokenizer, load_tokenizer
 from mamba_jax.drafts import NGramDrafts
-from mamba_jax.programs import StepPrograms
 from mamba_jax.sampling.masks import mask_words
 from serving import SamplingParams
 from serving.engine.request_error import RequestError
 from serving.engine.structured.grammar_state import StructuredOutputs
 from serving.engine.structured.grammars import Grammars
 from serving.engine.structured.reasoning import Reasoning, ReasoningConstraint
-from tests.support.engines.engines import QUICK_COMPILE, finish
+from tests.support.engines.engines import finish
 from tests.support.engines.shared_engines import SMALLEST, TILE, engines_of
+from tests.support.engines.step_programs import shared_programs
 from tests.support.models.letter_tokens import EOS, ID, WORDS
 
 
-def with_marks() -> Tokenizer:
-    """The demo model's tokenizer, with tokens for the two marks."""
+def with_tokens(*texts: str, special: bool = True) -> Tokenizer:
+    """The demo model's tokenizer, with a token more for each text."""
     fields = json.loads(load_tokenizer("demo").to_json())
     size = len(fields["model"]["vocab"])
-    for i, mark in enumerate(("<think>", "</think>")):
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        fields["added_tokens"].append({"id": size + i, "content": mark, "special": True, **flags})
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": special}
+    fields["added_tokens"] += [{"id": size + i, "content": text, **flags} for i, text in enumerate(texts)]
     return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(fields)))
 
 
-TOKENIZERS = {"tokens": with_marks(), "texts": load_tokenizer("demo")}
+TOKENIZERS = {"tokens": with_tokens("<think>", "</think>"), "texts": load_tokenizer("demo")}
 """Marks that are tokens of their own, and marks that are spelled."""
 GRAMMARS = {name: Grammars(each, each.vocab_size, (2,)) for name, each in TOKENIZERS.items()}
 EOS_OF_DEMO = 2
@@ -116,11 +115,8 @@ def test_a_budget_of_reasoning_that_may_not_come():
 
 
 def test_an_answer_that_begins_within_a_token():
-    fields = json.loads(load_tokenizer("demo").to_json())
-    size = len(fields["model"]["vocab"])
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
-    fields["added_tokens"].append({"id": size, "content": "</think>\n4", **flags})
-    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(fields)))
+    tokenizer = with_tokens("</think>\n4", special=False)
+    size = tokenizer.vocab_size - 1
     grammars = Grammars(tokenizer, tokenizer.vocab_size, (2,))
     answer = grammars.start(StructuredOutputs(regex="[0-9]x"))
     follow = ReasoningConstraint(
@@ -162,7 +158,7 @@ def test_an_engine(drafts):
     """Marks of letters: the reasoning is at most so long, and the answer has its form; with drafts the same."""
     on = engines_of(SMALLEST)
     source = NGramDrafts(1, 3) if drafts else None
-    programs = StepPrograms(on.model, tile_size=TILE, source=source, compiler_options=QUICK_COMPILE)
+    programs = shared_programs(on.model, tile_size=TILE, source=source, greedy=False)
     flags = {"num_speculative_tokens": drafts, "speculative_method": "ngram"} if drafts else {}
     said = {}
     for mode in ("none", "all"):

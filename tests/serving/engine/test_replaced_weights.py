@@ -14,13 +14,13 @@ from safetensors.numpy import load_file, save_file
 from checkpoints.load import load_model
 from checkpoints.random import RandomTensors, write_random
 from mamba_jax.model import parameters
-from serving import LLM, AsyncEngine, RequestError, SamplingParams
-from serving.core.cache.cache import Cache
-from serving.core.cache.content import Scope
-from serving.core.tiers.prices import Prices
+from serving import LLM, RequestError, SamplingParams
 from tests.support.engines.engine_harness import SMALL
 from tests.support.engines.engines import finish
+from tests.support.engines.replicas import serve
+from tests.support.engines.small_tiers import Free
 from tests.support.engines.versioned_engine import VersionedEngine
+from tests.support.models.golden_case import chosen_logprobs, log_probs
 from tests.support.models.tiny_configs import TRAINABLE
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
@@ -28,13 +28,6 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 FLAGS = SMALL
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=0)
 PROMPT = {"prompt_token_ids": [5, 9, 2, 33, 7] * 8}
-
-
-class AlwaysFetch(Prices):
-    """Whatever a tier has is worth fetching."""
-
-    def worth_fetching(self, tier: str, num_bytes: int, tokens: int) -> bool:
-        return True
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +40,9 @@ def assert_says(llm, directory, *, version, tolerance=2e-4):
     """The engine's next output is that of the model in a directory."""
     (output,) = llm.generate(PROMPT, GREEDY, use_tqdm=False)
     (choice,) = output.outputs
-    tokens = np.array([[*output.prompt_token_ids, *choice.token_ids]])
-    scores = jax.nn.log_softmax(load_model(directory, progress=False)(tokens))[0, len(output.prompt_token_ids) - 1 : -1]
-    told = [table[token].logprob for token, table in zip(choice.token_ids, choice.logprobs, strict=True)]
-    np.testing.assert_allclose(told, scores[np.arange(8), choice.token_ids], atol=tolerance)
+    tokens, before = [*output.prompt_token_ids, *choice.token_ids], len(output.prompt_token_ids)
+    scores = log_probs(load_model(directory, progress=False), tokens)[before - 1 : -1]
+    np.testing.assert_allclose(chosen_logprobs(choice), scores[np.arange(8), choice.token_ids], atol=tolerance)
     assert choice.weights_versions == [(version, 8)]
     return output
 
@@ -196,7 +188,7 @@ def test_a_refit_that_fails_keeps_the_rounded_weights(checkpoint, quantization):
 @pytest.mark.full
 def test_five_hundred_requests_under_changing_weights():
     made = VersionedEngine(seed=1)
-    compiled = made.compile()
+    compiled = made.compile(temperature=1.0)
     outputs = made.run(requests=500, update_every=12)
     assert made.engine.loop.programs.compilations == compiled
     made.engine.loop.scheduler.check(idle=True)
@@ -219,7 +211,7 @@ def test_nothing_stale_comes_from_tiers_or_by_replay(source, tmp_path):
     made = VersionedEngine(seed=8, **flags[source])
     engine = made.engine
     if source == "tiers":
-        engine.loop.scheduler.tiers.prices = AlwaysFetch()
+        engine.loop.scheduler.tiers.prices = Free()
     outputs = made.run(requests=120, update_every=40)
     explained = made.explain(outputs)
     assert explained.worst < 2e-3
@@ -236,14 +228,6 @@ def test_nothing_stale_comes_from_tiers_or_by_replay(source, tmp_path):
         assert kept > len(host.units) == 0
     engine.loop.scheduler.check(idle=True)
     engine.close()
-
-
-@pytest.mark.full
-def test_a_stale_hit_would_be_seen(monkeypatch):
-    monkeypatch.setattr(Cache, "scope", lambda self, salt, adapter=None: Scope(salt))
-    made = VersionedEngine(seed=2)
-    explained = made.explain(made.run(requests=60, update_every=12))
-    assert explained.worst > 2e-3
 
 
 def test_a_pause_keeps_aborts_or_waits():
@@ -332,21 +316,17 @@ def test_an_engine_with_a_thread_of_its_own_pauses_between_steps():
     async def one(engine, prompt):
         return [output async for output in engine.generate(prompt, params, live=False)][-1]
 
-    async def main():
-        engine = AsyncEngine(made.engine)
-        try:
-            asked = [asyncio.create_task(one(engine, prompt)) for prompt in prompts[:4]]
-            await asyncio.sleep(0)
-            await engine.pause("wait")
-            done = await asyncio.gather(*asked)
-            late = [asyncio.create_task(one(engine, prompt)) for prompt in prompts[4:]]
-            await engine.call(lambda _: made.update())
-            assert not any(task.done() for task in late)
-            await engine.call(lambda inner: inner.control.resume())
-            return done + await asyncio.gather(*late)
-        finally:
-            engine.shutdown()
+    async def body(engine):
+        asked = [asyncio.create_task(one(engine, prompt)) for prompt in prompts[:4]]
+        await asyncio.sleep(0)
+        await engine.pause("wait")
+        done = await asyncio.gather(*asked)
+        late = [asyncio.create_task(one(engine, prompt)) for prompt in prompts[4:]]
+        await engine.call(lambda _: made.update())
+        assert not any(task.done() for task in late)
+        await engine.call(lambda inner: inner.control.resume())
+        return done + await asyncio.gather(*late)
 
-    outputs = asyncio.run(main())
+    outputs = serve(made.engine, body)
     assert [output.outputs[0].weights_versions for output in outputs] == [[("0", 20)]] * 4 + [[("1", 20)]] * 4
     assert made.explain(outputs).worst < 2e-3

@@ -10,14 +10,13 @@ import pytest
 from checkpoints import load_model
 from mamba_jax.modules.feed_forward import Router
 from serving import LLM, SamplingParams
+from tests.support.models import golden_case
 from tests.support.models.divisible_checkpoints import FAMILIES, write_checkpoint
 from tests.support.models.golden_case import FIXTURES
 from tests.support.servers.live_server import LiveServer
 
-FLAGS = {
-    "dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256, "state_block_size": 32,
-    "tile_size": 32, "page_size": 16, "compilation_cache": False, "enable_return_routed_experts": True,
-}  # fmt: skip
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+FLAGS = golden_case.FLAGS | {"enable_return_routed_experts": True}
 MODEL = FIXTURES / "nemotronh-moe"
 
 

@@ -4,26 +4,21 @@ import base64
 from dataclasses import replace
 from functools import partial
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from checkpoints import load_model
 from checkpoints.tokenizer import load_tokenizer
-from mamba_jax.programs import StepPrograms
 from serving import LLM, RequestError, SamplingParams, unpack_sampling_mask
 from serving.engine.structured.grammar_state import StructuredOutputs
-from tests.support.engines.engines import QUICK_COMPILE, use_widest_steps
+from tests.support.engines.engines import use_widest_steps
+from tests.support.models import golden_case
 from tests.support.models.golden_case import FIXTURES
 from tests.support.servers.live_server import LiveServer
 
-FLAGS = {
-    "dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 160, "state_block_size": 32,
-    "tile_size": 32, "page_size": 16, "compilation_cache": False, "enable_return_sampling_mask": True,
-    "num_slots": 60, "num_pages": 100,
-}  # fmt: skip
-MODEL, VOCAB, LONGEST = FIXTURES / "nemotronh-moe", 509, 160
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+FLAGS = golden_case.FLAGS | {"enable_return_sampling_mask": True, "num_slots": 60, "num_pages": 100}
+MODEL, VOCAB = FIXTURES / "nemotronh-moe", 509
 DRAFTS = {"num_speculative_tokens": 2, "speculative_method": "mtp", "adaptive_drafts": False}
 LIMITS = [
     {"temperature": 0.0},
@@ -43,20 +38,13 @@ PARAMS = [
 
 
 @pytest.fixture(scope="module")
-def logits_of():
-    model = load_model(MODEL, dtype="float32", progress=False)
-    forward = jax.jit(lambda tokens, length: model(tokens[None], length[None])[0])
-
-    def of(tokens):
-        padded = jnp.zeros(LONGEST, jnp.int32).at[: len(tokens)].set(jnp.array(tokens))
-        return np.asarray(forward(padded, jnp.array(len(tokens))))[: len(tokens)].astype(np.float64)
-
-    return of
+def said_by_model():
+    return partial(golden_case.log_probs, load_model(MODEL, dtype="float32", progress=False))
 
 
-def defined(logits, params, before):
+def defined(said, params, before):
     """The tokens that can be drawn after those `before` in the output, and the logits that decide it."""
-    x = logits.copy()
+    x = said.copy()
     for token, bias in (params.logit_bias or {}).items():
         x[token] += bias
     x -= params.frequency_penalty * np.bincount(np.array(before, int), minlength=len(x))
@@ -75,15 +63,15 @@ def defined(logits, params, before):
     return weights > 1e-37, x
 
 
-def check(output, params, logits_of):
+def check(output, params, said_by_model):
     """Returns how many tokens of the vocabulary were near a limit, so that rounding decides them."""
     near = 0
     for choice in output.outputs:
         assert choice.sampling_mask.dtype == np.uint8
         assert choice.sampling_mask.shape == (len(choice.token_ids), -(-VOCAB // 8))
         masks = unpack_sampling_mask(choice.sampling_mask, VOCAB)
-        logits = logits_of([*output.prompt_token_ids, *choice.token_ids])[len(output.prompt_token_ids) - 1 :]
-        for i, (token, mask, each) in enumerate(zip(choice.token_ids, masks, logits, strict=False)):
+        said = said_by_model([*output.prompt_token_ids, *choice.token_ids])[len(output.prompt_token_ids) - 1 :]
+        for i, (token, mask, each) in enumerate(zip(choice.token_ids, masks, said, strict=False)):
             expected, x = defined(each, params, choice.token_ids[:i])
             assert mask[token]
             different = mask != expected
@@ -105,21 +93,13 @@ def ask(llm, params=PARAMS):
     return llm.generate(prompts, params)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    with pytest.MonkeyPatch.context() as patch:
-        quick = partial(StepPrograms, compiler_options=QUICK_COMPILE)
-        patch.setattr("serving.engine.assembly.build.StepPrograms", quick)
-        yield
-
-
 @pytest.fixture(scope="module")
-def plain(quick_compilation):
+def plain():
     return engine_of()
 
 
 @pytest.mark.full
-def test_masks_are_the_definitions(plain, logits_of):
+def test_masks_are_the_definitions(plain, said_by_model):
     for _ in range(2):  # the second finds prompts in the cache, and compiles the programs for that
         without = ask(plain, [replace(each, return_sampling_mask=False) for each in PARAMS])
     compiled = plain.engine.stats()["compilations"]
@@ -128,7 +108,7 @@ def test_masks_are_the_definitions(plain, logits_of):
     for output, other in zip(outputs, without, strict=True):
         assert [choice.token_ids for choice in output.outputs] == [choice.token_ids for choice in other.outputs]
         assert all(choice.sampling_mask is None for choice in other.outputs)
-    assert sum(check(*each, logits_of) for each in zip(outputs, PARAMS, strict=True)) < 20
+    assert sum(check(*each, said_by_model) for each in zip(outputs, PARAMS, strict=True)) < 20
     sizes = [unpack_sampling_mask(output.outputs[0].sampling_mask, VOCAB).sum(axis=1) for output in outputs]
     assert (sizes[0] == 1).all()
     assert (sizes[1] == 5).all()
@@ -142,7 +122,7 @@ def test_masks_are_the_definitions(plain, logits_of):
     [DRAFTS, {"num_speculative_tokens": 3, "speculative_method": "ngram", "adaptive_drafts": False}, {"num_pages": 12}],
     ids=["mtp", "ngram", "preempted"],
 )
-def test_drafts_and_preemption_change_no_mask(plain, logits_of, flags):
+def test_drafts_and_preemption_change_no_mask(plain, said_by_model, flags):
     llm = engine_of(**flags)
     outputs, expected = ask(llm), ask(plain)
     if "num_pages" in flags:
@@ -150,7 +130,7 @@ def test_drafts_and_preemption_change_no_mask(plain, logits_of, flags):
     else:
         assert llm.engine.stats()["drafts"]["accepted"] > 0
     for output, other, params in zip(outputs, expected, PARAMS, strict=True):
-        assert check(output, params, logits_of) < 5
+        assert check(output, params, said_by_model) < 5
         for choice, same in zip(output.outputs, other.outputs, strict=True):
             assert choice.token_ids == same.token_ids
 

@@ -10,6 +10,7 @@ import pytest
 from serving.engine.programs import warmup
 from serving.engine.programs.warmup import warm_up
 from serving.engine.requests.sampling_params import SamplingParams
+from serving.engine.steps.loop import WarmUpStopped
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
@@ -104,6 +105,35 @@ def test_the_log_says_what_is_coming_and_when_it_is_there(harness, watched, capl
         go_on.set()
         wait_for_programs()
     assert "programs (all) ready" in caplog.text
+
+
+def test_a_warm_up_can_be_left(harness):
+    loop = harness.engine("all").loop
+    loop.leaving.set()
+    compiled = loop.programs.compilations
+    with pytest.raises(WarmUpStopped):
+        loop.warm_up(loop.batches.warm_up_batches(harness.vocab_size))
+    assert loop.programs.compilations <= compiled + 4
+
+
+def test_nothing_compiles_after_the_warm_up(harness):
+    engine = harness.engine("all")
+    engine.loop.warm_up(engine.loop.batches.warm_up_batches(harness.vocab_size))
+    compiled = engine.loop.programs.compilations
+    rng = random.Random(3)
+    prompts = [harness.prompt(rng, rng.randrange(1, 101)) for _ in range(500)]
+    params = [
+        SamplingParams(
+            temperature=rng.choice([0.0, 1.0]),
+            max_tokens=rng.randrange(1, 6),
+            logprobs=rng.choice([None, 2]),
+            prompt_logprobs=rng.choice([None, None, 1]),
+            presence_penalty=rng.choice([0.0, 0.5]),
+        )
+        for _ in prompts
+    ]
+    harness.run(engine, prompts, params)
+    assert engine.loop.programs.compilations == compiled
 
 
 def test_the_log_says_how_far_compiling_is_where_there_is_no_terminal(monkeypatch, caplog):

@@ -24,10 +24,9 @@ def pinning(monkeypatch):
     monkeypatch.setitem(store_layout._LANES, "cpu", 128)
 
 
-def tokens_of(harness):
-    outputs = harness.run(
-        harness.engine("all", max_num_seqs=2), PROMPTS, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-    )
+def tokens_of(harness, programs=None):
+    engine = harness.engine("all", programs=programs, max_num_seqs=2)
+    outputs = harness.run(engine, PROMPTS, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))
     return [output.outputs[0].token_ids for output in outputs]
 
 
@@ -47,12 +46,11 @@ def test_nothing_is_pinned_elsewhere(harness):
 
 
 @pytest.mark.full
-def test_a_pinned_store_serves_the_same(harness, pinning, monkeypatch):
+def test_a_pinned_store_serves_the_same(harness, pinning):
     plain = tokens_of(harness)
     options = {"compiler_options": QUICK_COMPILE, "greedy": True}
     programs = StepPrograms(harness.model, tile_size=harness.programs.tile_size, **options)
-    monkeypatch.setattr(harness, "programs", programs)
-    assert tokens_of(harness) == plain
+    assert tokens_of(harness, programs) == plain
     assert programs.compilations > 0
 
 

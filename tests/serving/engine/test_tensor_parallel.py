@@ -7,7 +7,6 @@ from collections import Counter
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 from checkpoints.load import load_model
 from mamba_jax.sharding import TENSOR, Partition
@@ -18,6 +17,7 @@ from tests.support.compiled_programs import least_collectives
 from tests.support.engines.engine_harness import SMALL
 from tests.support.hlo_traffic import count_collectives
 from tests.support.models.divisible_checkpoints import EIGHT, FAMILIES, MORE, Case, write_checkpoint
+from tests.support.models.golden_case import log_probs
 from tests.support.selection import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -61,12 +61,9 @@ def assert_same(got, expected):
 def assert_greedy(outputs, directory, *, atol=1e-3):
     """What the undivided model itself, over whole sequences, would choose, with its log-probabilities."""
     model = load_model(directory, dtype="float32", progress=False)
-    forward = nnx.jit(lambda model, tokens: jax.nn.log_softmax(model(tokens)))
     for output in outputs:
         prompt, chosen = output.prompt_token_ids, output.outputs[0]
-        tokens = np.zeros((1, FLAGS["max_model_len"]), np.int32)
-        tokens[0, : len(prompt) + len(chosen.token_ids)] = [*prompt, *chosen.token_ids]
-        expected = np.asarray(forward(model, tokens))[0, len(prompt) - 1 :]
+        expected = log_probs(model, [*prompt, *chosen.token_ids])[len(prompt) - 1 :]
         for i, token in enumerate(chosen.token_ids):
             assert expected[i].max() - expected[i, token] < 1e-3
             assert chosen.logprobs[i][token].logprob == pytest.approx(expected[i, token], abs=atol)

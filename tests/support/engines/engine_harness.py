@@ -5,18 +5,19 @@ from pathlib import Path
 
 import numpy as np
 import tokenizers
-from flax import nnx
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from checkpoints.load import load_model
 from checkpoints.tokenizer import Tokenizer
 from mamba_jax.drafts import DraftSource
+from mamba_jax.programs import StepPrograms
 from serving.config import EngineConfig
 from serving.engine.assembly.build import assemble
 from serving.engine.requests.sampling_params import SamplingParams
 from tests.support.engines.engines import finish
 from tests.support.engines.step_programs import shared_programs
+from tests.support.models.golden_case import log_probs
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "nemotronh"
 # A pool so small that 64 requests preempt and evict each other all the time.
@@ -49,7 +50,6 @@ class EngineHarness:
         self.model = load_model(golden, dtype="float32", progress=False)
         tile_size, greedy = FLAGS["tile_size"], golden != GOLDEN  # requests of the usual model also sample
         self.programs = shared_programs(self.model, tile_size=tile_size, source=source, greedy=greedy)
-        self._forward = nnx.jit(lambda model, tokens, lengths: model(tokens, lengths))
         self.vocab_size = self.model.config.vocab_size
         backend = tokenizers.Tokenizer(WordLevel({f"w{i}": i for i in range(self.vocab_size)}, unk_token="w0"))
         backend.pre_tokenizer = WhitespaceSplit()
@@ -57,11 +57,12 @@ class EngineHarness:
         self.tokenizer = Tokenizer(backend, chat_templates={"default": template})
         """Token i is the word "wi"."""
 
-    def engine(self, mode: str | None = None, **flags):
-        return self.build(EngineConfig.create(mamba_cache_mode=mode, **(FLAGS | flags))).engine
+    def engine(self, mode: str | None = None, *, programs: StepPrograms | None = None, **flags):
+        return self.build(EngineConfig.create(mamba_cache_mode=mode, **(FLAGS | flags)), programs).engine
 
-    def build(self, config: EngineConfig):
-        return assemble(config, self.model, tokenizer=self.tokenizer, eos_token_ids=(2,), programs=self.programs)
+    def build(self, config: EngineConfig, programs: StepPrograms | None = None):
+        programs = programs or self.programs
+        return assemble(config, self.model, tokenizer=self.tokenizer, eos_token_ids=(2,), programs=programs)
 
     def prompt(self, rng: random.Random, length: int) -> list[int]:
         return [rng.randrange(3, self.vocab_size) for _ in range(length)]
@@ -79,13 +80,9 @@ class EngineHarness:
             engine.loop.scheduler.check(idle=True)
         return outputs
 
-    def logits(self, tokens: list[int]) -> np.ndarray:
-        """[tokens, vocab] by the model's full-sequence form, in one compiled shape for all lengths."""
-        padded = np.zeros((1, FLAGS["max_model_len"]), np.int32)
-        padded[0, : len(tokens)] = tokens
-        return np.asarray(self._forward(self.model, padded, np.array([len(tokens)])))[0, : len(tokens)].astype(
-            np.float64
-        )
+    def log_probs(self, tokens: list[int]) -> np.ndarray:
+        """[tokens, vocab] by the model's full-sequence form."""
+        return log_probs(self.model, tokens, FLAGS["max_model_len"])
 
     def assert_greedy(self, prompt, tokens, other, among=None):
         """Two greedy outputs are equal, up to a first difference at which the model all but ties.
@@ -95,6 +92,6 @@ class EngineHarness:
         if tokens == other:
             return
         at = next(i for i, (a, b) in enumerate(zip(tokens, other, strict=False)) if a != b)
-        logits = self.logits([*prompt, *tokens[:at]])[-1]
-        assert abs(float(logits[tokens[at]] - logits[other[at]])) < 1e-4, (at, tokens, other)
-        assert (logits if among is None else logits[list(among)]).max() - logits[tokens[at]] < 1e-4
+        said = self.log_probs([*prompt, *tokens[:at]])[-1]
+        assert abs(float(said[tokens[at]] - said[other[at]])) < 1e-4, (at, tokens, other)
+        assert (said if among is None else said[list(among)]).max() - said[tokens[at]] < 1e-4

@@ -1,10 +1,13 @@
 """Replicas of a tiny model, each on one of the CPU's devices, with programs that all of a session share."""
 
+import asyncio
 import functools
+from collections.abc import Callable, Coroutine
 from typing import Any
 from unittest import mock
 
 from mamba_jax.programs import StepPrograms
+from serving import AsyncEngine
 from serving.config import EngineConfig
 from serving.engine.assembly import build
 from serving.engine.engine import Engine
@@ -52,6 +55,15 @@ def run_group(group: ReplicaGroup, requests: list[EngineRequest]) -> list[Reques
     while group.num_unfinished:
         outputs |= {output.request_id: output for output in group.step()}
     return [outputs[request.request_id] for request in requests]
+
+
+def serve(engines: Engine | list[Engine], body: Callable[[AsyncEngine], Coroutine[Any, Any, Any]]) -> Any:
+    """Runs a coroutine function over an `AsyncEngine`, and ends it."""
+    served = AsyncEngine(engines)
+    try:
+        return asyncio.run(body(served))
+    finally:
+        served.shutdown()
 
 
 def check_idle(engines: list[Engine]) -> None:

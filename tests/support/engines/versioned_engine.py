@@ -1,6 +1,8 @@
 """A tiny engine whose weights change, and a judge that knows every version of them."""
 
+import functools
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -8,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mamba_jax.config import HybridConfig
 from mamba_jax.model import HybridModel, parameters
 from serving import SamplingParams
 from tests.support.engines.engines import finish
-from tests.support.engines.shared_engines import MAX_LEN, SharedEngines
+from tests.support.engines.shared_engines import MAX_LEN, TILE, SharedEngines
+from tests.support.engines.step_programs import shared_programs
 
 MODEL = "nemotronh"
 
@@ -27,8 +31,14 @@ class Explained:
     """Tokens that another version of the same output, or the one before, would explain as well."""
 
 
+@functools.cache
+def _score(config: HybridConfig) -> Callable[..., jax.Array]:
+    """Log-probabilities [length, vocab] of a row of tokens [1, length] by the parameters that are given."""
+    return jax.jit(lambda values, row: jax.nn.log_softmax(HybridModel.from_parameters(config, values)(row))[0])
+
+
 class VersionedEngine:
-    """An engine with programs of its own; version n of the weights follows from n alone."""
+    """An engine with weights of its own; version n of the weights follows from n alone."""
 
     def __init__(self, seed: int, **flags) -> None:
         self.rng = random.Random(seed)
@@ -38,10 +48,8 @@ class VersionedEngine:
             leaf.set_value(jnp.copy(leaf.get_value()))  # a clone's arrays are those of the model that others share
         self.config = shared.model.config
         self._first = {path: np.array(leaf.get_value()) for path, leaf in parameters(shared.model).items()}
-        self._score = jax.jit(
-            lambda values, row: jax.nn.log_softmax(HybridModel.from_parameters(self.config, values)(row))[0]
-        )
-        own = shared.compile_anew()
+        self._score = _score(self.config)
+        own = shared_programs(shared.model, tile_size=TILE)
         self.engine = shared.engine("all", programs=own, state_block_size=16, max_num_batched_tokens=64, **flags)
 
     def weights(self, version: int) -> dict[str, np.ndarray]:
@@ -59,9 +67,9 @@ class VersionedEngine:
         control = self.engine.control
         control.update_weights(self.weights(control.weights.updates + 1))
 
-    def compile(self) -> int:
-        """One request of each kind; returns how many programs there are now."""
-        params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    def compile(self, temperature: float = 0.0) -> int:
+        """One request; returns how many programs there are now. Those that sample are others."""
+        params = SamplingParams(max_tokens=3, temperature=temperature, ignore_eos=True)
         self.engine.add_request("compile", {"prompt_token_ids": [1, 2, 3]}, params)
         finish(self.engine)
         return self.engine.loop.programs.compilations

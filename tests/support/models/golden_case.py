@@ -29,6 +29,11 @@ TO_OURSELVES = 1e-4
 """How far those of two of our own ways to compute them may be from each other."""
 CLEAR_GAP = 1e-3
 """A greedy token that beats the runner-up by less may be another one here."""
+FLAGS = {
+    "dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256, "state_block_size": 32,
+    "tile_size": 32, "page_size": 16, "compilation_cache": False,
+}  # fmt: skip
+"""Of engines that serve a fixture."""
 
 
 class Case:
@@ -81,6 +86,18 @@ def full_log_probs(model: HybridModel, prompts: list[np.ndarray]) -> list[np.nda
         row[: len(prompt)] = prompt
     out = jax.jit(lambda model, tokens, lengths: jax.nn.log_softmax(model(tokens, lengths)))(model, tokens, lengths)
     return [row[:length] for row, length in zip(np.asarray(out), lengths, strict=True)]
+
+
+@jax.jit
+def _log_probs(model: HybridModel, tokens: np.ndarray, length: np.ndarray) -> jax.Array:
+    return jax.nn.log_softmax(model(tokens, length))
+
+
+def log_probs(model: HybridModel, tokens: list[int], longest: int = 256) -> np.ndarray:
+    """Log-probabilities [length, vocab] after each token, in float64; all lengths up to `longest` share a program."""
+    row = np.zeros((1, longest), np.int32)
+    row[0, : len(tokens)] = tokens
+    return np.asarray(_log_probs(model, row, np.array([len(tokens)])))[0, : len(tokens)].astype(np.float64)
 
 
 def draft_log_probs(model: HybridModel, tokens: np.ndarray) -> np.ndarray:
