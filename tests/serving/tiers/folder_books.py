@@ -6,21 +6,15 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 
-from serving.core import CheckpointKind
-from serving.core.cache.content import Chain, Scope, state_name
+from serving.core.cache.content import Chain, Scope
 from serving.core.tiers.tier import Sizes, Tier, Unit
 from serving.tiers.folder import DamagedFile, Folder
 from serving.tiers.listing import Listing
+from tests.serving.core.units import B, unit
 
-B, PAGE = 4, 2
+PAGE = 2
 SIZES = Sizes(state=48, page=16, page_size=PAGE, block=B, overhead=4096)
 CAP = 60_000
-
-
-def unit(tokens) -> Unit:
-    links = tuple(Chain(Scope(None), B).reach(tokens))
-    tail = tokens[len(tokens) // B * B :]
-    return Unit(state_name(links[-1], tail), links, len(tail), len(tokens), CheckpointKind.PROMPT_END)
 
 
 def arrays_of(name: bytes, tail: int | None) -> dict[str, np.ndarray]:

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from mamba_jax.store import Store, StoreShape, init_store
-from serving.core import CheckpointKind, RemoteLoad, RemoteState
-from serving.core.cache.content import Chain, Scope, state_name
+from serving.core import RemoteLoad, RemoteState
 from serving.core.tiers.prices import Prices
 from serving.core.tiers.tier import Tier, Unit
 from serving.core.tiers.tiers import TierCopy, TierHit, Tiers
@@ -22,6 +21,7 @@ from serving.tiers.folder import Folder
 from serving.tiers.layout import Layout
 from serving.tiers.memory import Memory
 from serving.tiers.mover import Mover
+from tests.serving.core.units import unit as unit_of
 from tests.support.models.tiny_configs import FOR_ENGINES
 
 B, PAGE = 8, 4
@@ -69,9 +69,7 @@ class Loop:
 
 def depart(mover: Mover, tier: Tier, store: Store, tokens=TOKENS) -> Unit:
     """An eviction of the state in slot 2 and the pages of `SOURCE`."""
-    links = tuple(Chain(Scope(None), B).reach(tokens))
-    tail = tokens[len(tokens) // B * B :]
-    unit = Unit(state_name(links[-1], tail), links, len(tail), len(tokens), CheckpointKind.PROMPT_END)
+    unit = unit_of(tokens, block=B)
     change = tier.add(unit)
     assert change is not None
     pages = SOURCE[: -(-len(tokens) // PAGE)] if mover.layout.kv is not None else []

@@ -6,49 +6,24 @@ Their programs emit one token for ever and leave the store as it is.
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from unittest import mock
+from functools import partial
 
 import pytest
 
-from serving.config import EngineConfig
-from serving.core.cache import content
 from serving.core.tiers.tier import Change
-from serving.engine.assembly import build
 from serving.engine.replicas.replica_loads import ReplicaLoads
 from serving.engine.requests.request import EngineRequest, LoRARequest
 from serving.engine.stats import merged_stats
 from serving.tiers.memory import Memory
-from tests.support.engines.no_programs import NoPrograms
-from tests.support.engines.small_tiers import DISK, HOST, PARAMS, SMALL, Free, ask, fill, tier_mover, tiers
-from tests.support.fleets.split_pair import model, tokens
+from tests.support.engines.small_tiers import DISK, HOST, PARAMS, ask, fill, tier_mover, tiers
+from tests.support.fleets.split_pair import tokens
 from tests.support.models.adapter_contents import CONTENTS, read_contents
 
 
-@pytest.fixture(scope="module")
-def tiny():
-    return model()
-
-
 @pytest.fixture
-def start(tiny, tmp_path):
-    """Makes two replicas, and closes them."""
-    made = []
-
-    def make(**flags):
-        if "disk_cache_gib" in flags:
-            flags = {"disk_cache": str(tmp_path / "disk")} | flags
-        config = EngineConfig.create(mamba_cache_mode="all", data_parallel_size=2, **(SMALL | flags))
-        with mock.patch.object(build, "StepPrograms", return_value=NoPrograms()):
-            engines = build.assemble(config, tiny).engines
-        for engine in engines:
-            engine.loop.scheduler.tiers.prices = Free()
-            made.append(engine)
-        return engines
-
-    yield make
-    for engine in made:
-        engine.close()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("tier-")]
+def start(start):
+    """Makes two replicas."""
+    return partial(start, replicas=2)
 
 
 def names(tier) -> set:
@@ -234,7 +209,7 @@ def test_a_part_is_promised_as_soon_as_the_books_have_it(start):
 
 
 @pytest.mark.parametrize("flags", [HOST, DISK])
-def test_states_of_an_adapter_are_found_by_its_content(start, tiny, flags, monkeypatch):
+def test_states_of_an_adapter_are_found_by_its_content(start, tiny, flags):
     engines = start(max_initial_states=1, **flags)
     one, other = [read_contents(engine, tiny) for engine in engines]
     states = [str(number) for number, kind in enumerate(CONTENTS) if kind == "state"]
@@ -247,15 +222,3 @@ def test_states_of_an_adapter_are_found_by_its_content(start, tiny, flags, monke
     assert ask(other, "no adapter", tokens(2, 61)) == 0
     renamed = LoRARequest("renamed", 0, tenant.lora_path)
     assert ask(other, "the content under another name", prompt, lora_request=renamed) == 61
-
-
-def test_names_without_the_adapter_are_noticed(start, tiny, monkeypatch):
-    """Planted: names of states do not depend on the digest. States of the old content are found."""
-    sound = content.root
-    monkeypatch.setattr(content, "root", lambda scope: sound(scope._replace(adapter=None)))
-    engines = start(max_initial_states=1, **HOST)
-    one, other = [read_contents(engine, tiny) for engine in engines]
-    for number in range(1, 7):
-        ask(one, f"first {number}", tokens(number, 61), lora_request=LoRARequest("tenant", 0, "3"))
-    settle(engines)
-    assert ask(other, "reloaded", tokens(1, 61), lora_request=LoRARequest("tenant", 0, "5")) == 61

@@ -11,34 +11,10 @@ from serving.engine.assembly.build import assemble
 from serving.tiers.folder import Folder
 from tests.support.engines.engines import finish
 from tests.support.engines.no_programs import NoPrograms
-from tests.support.engines.small_tiers import DISK, HOST, PARAMS, SMALL, Free, ask, fill, tier_mover, tiers
+from tests.support.engines.small_tiers import DISK, HOST, PARAMS, SMALL, ask, fill, tier_mover, tiers
 from tests.support.fleets.split_pair import model, tokens
 
 GIB = 1 << 30
-
-
-@pytest.fixture(scope="module")
-def tiny():
-    return model()
-
-
-@pytest.fixture
-def start(tiny, tmp_path):
-    """Makes engines, and closes them."""
-    made = []
-
-    def make(weights=None, **flags):
-        if "disk_cache_gib" in flags:
-            flags = {"disk_cache": str(tmp_path / "disk")} | flags
-        config = EngineConfig.create(mamba_cache_mode="all", **(SMALL | flags))
-        engine = assemble(config, weights or tiny, programs=NoPrograms()).engine
-        engine.loop.scheduler.tiers.prices = Free()
-        made.append(engine)
-        return engine
-
-    yield make
-    for engine in made:
-        engine.close()
 
 
 def wait_until_seen(engine, count):
