@@ -1,6 +1,6 @@
 """Host policy: requests, pools, prefix index, scheduler. Pure Python; never imports JAX."""
 
-from serving.core.cache.pools import Pool, PoolUse
+from serving.core.cache.pools import Pool
 from serving.core.cache.prefix_tree import CheckpointKind
 from serving.core.cache.retention import RetentionPolicy
 from serving.core.cache.row_replay import ReplayAccess
@@ -31,7 +31,6 @@ __all__ = [
     "MissReason",
     "PlannedRow",
     "Pool",
-    "PoolUse",
     "PrefillRow",
     "RemoteLoad",
     "RemoteState",

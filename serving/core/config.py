@@ -7,6 +7,12 @@ from serving.core.reasons import ConfigError
 
 CacheMode = Literal["none", "align", "all"]
 
+_POSITIVE = (
+    "max_num_seqs", "max_num_batched_tokens", "page_size", "state_block_size", "tile_size", "replay_interval",
+    "max_prefill_rows", "max_tiles", "max_decode_rows",
+)  # fmt: skip
+_NOT_NEGATIVE = ("num_speculative_tokens", "num_lookahead_tokens", "max_waiting", "num_pages")
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -50,28 +56,10 @@ class SchedulerConfig:
     """Whether a step may be planned before the last one has settled."""
 
     def __post_init__(self) -> None:
-        positive = {
-            "max_num_seqs": self.max_num_seqs,
-            "max_num_batched_tokens": self.max_num_batched_tokens,
-            "page_size": self.page_size,
-            "state_block_size": self.state_block_size,
-            "tile_size": self.tile_size,
-            "replay_interval": self.replay_interval,
-            "max_prefill_rows": self.max_prefill_rows,
-            "max_tiles": 1 if self.max_tiles is None else self.max_tiles,
-            "max_decode_rows": 1 if self.max_decode_rows is None else self.max_decode_rows,
-        }
-        for name, value in positive.items():
-            if value < 1:
-                raise ConfigError(f"{name} is {value}: it must be at least 1")
-        for name, value in {
-            "num_speculative_tokens": self.num_speculative_tokens,
-            "num_lookahead_tokens": self.num_lookahead_tokens,
-            "max_waiting": self.max_waiting or 0,
-            "num_pages": self.num_pages,
-        }.items():
-            if value < 0:
-                raise ConfigError(f"{name} is {value}: it must not be negative")
+        for names, least in ((_POSITIVE, 1), (_NOT_NEGATIVE, 0)):
+            for name in names:
+                if (value := getattr(self, name)) is not None and value < least:
+                    raise ConfigError(f"{name} is {value}: it must be at least {least}")
         if self.max_model_len < 2:
             raise ConfigError(f"max_model_len is {self.max_model_len}: it must hold a prompt token and an output token")
         if self.cache_mode not in ("none", "align", "all"):

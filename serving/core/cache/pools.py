@@ -11,16 +11,7 @@ read next stays its row's own.
 """
 
 from collections.abc import Callable
-from enum import IntEnum
 from typing import Any
-
-
-class PoolUse(IntEnum):
-    """The state of an id."""
-
-    FREE = 0
-    USED = 1
-    CACHED = 2
 
 
 class Pool:
@@ -97,12 +88,6 @@ class Pool:
         """Removes the published entry of a used id, so that it cannot be found."""
         if self.owners[i] is not None:
             self.drop(self.owners[i])
-
-    def use_of(self, i: int) -> PoolUse:
-        """Returns which of the three states an id is in."""
-        if self.refs[i]:
-            return PoolUse.USED
-        return PoolUse.FREE if self.owners[i] is None else PoolUse.CACHED
 
     def check(self, *, idle: bool = False) -> None:
         """Raises `AssertionError` unless every id is in exactly one state; with `idle`, none may be in use."""

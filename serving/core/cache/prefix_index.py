@@ -12,6 +12,7 @@ page can be evicted, leaves first. A state is evicted together with any page tha
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from serving.core.cache.content import Scope
 from serving.core.cache.pools import PagePool, SlotPool
@@ -60,7 +61,7 @@ class PrefixIndex:
         self._idle_states: LazyHeap[Checkpoint] = LazyHeap(self._state_stamp)
         self._idle_pages: LazyHeap[Node | Checkpoint] = LazyHeap(self._page_stamp)
         slots.reclaim = self.evict_state
-        slots.reclaim_interior = self.evict_interior_state
+        slots.reclaim_interior = partial(self.evict_state, EvictionRank.INTERIOR)
         slots.on_cached = self._slot_idle
         slots.drop = self.drop_state
         if pages is not None:
@@ -123,7 +124,7 @@ class PrefixIndex:
         """
         tokens, chain, row = content
         unit, pages, count = self.unit, self.pages, position // self.unit
-        node: Node = row.node if row.node is not None else self._root(chain.scope)
+        node: Node = row.node or self.roots.get(chain.scope) or self.roots.setdefault(chain.scope, Root(chain.scope))
         for i in range(row.num_published, count):
             key = tuple(tokens[i * unit : (i + 1) * unit])
             child = node.children.get(key)
@@ -184,23 +185,10 @@ class PrefixIndex:
             observer.published(entry)
         return True
 
-    def _root(self, scope: Scope) -> Root:
-        root = self.roots.get(scope)
-        if root is None:
-            root = self.roots[scope] = Root(scope)
-        return root
-
     # -- eviction --
 
-    def evict_state(self) -> bool:
-        """Evicts the idle state of the least worth. Returns False without an idle state."""
-        return self._evict_state(None)
-
-    def evict_interior_state(self) -> bool:
-        """Evicts an idle state of the lowest rank. Returns False if no idle state has this rank."""
-        return self._evict_state(EvictionRank.INTERIOR)
-
-    def _evict_state(self, max_rank: EvictionRank | None) -> bool:
+    def evict_state(self, max_rank: EvictionRank | None = None) -> bool:
+        """Evicts the idle state of the least worth. Returns False without an idle state of at most this rank."""
         entry = self._idle_states.pop(max_rank=max_rank)
         if entry is None:
             return False

@@ -152,7 +152,3 @@ class LazyHeap(Generic[Entry]):
                 heapq.heappop(items)
                 return entry
         return None
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._items.clear()

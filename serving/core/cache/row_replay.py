@@ -42,30 +42,17 @@ class ReplayAccess(StateAccess):
 
 
 class RowReplay(RowState):
-    """See the module's docstring. `_current` is the anchor's slot as of the last settled step."""
+    """See the module's docstring. `_current` is the anchor's slot as of the last settled step, and `_position` the number of
+    tokens that it has absorbed."""
 
-    __slots__ = ("_anchor", "_interval", "_usual")
+    __slots__ = ("_interval", "_usual")
 
     def __init__(self, cache: Cache) -> None:
         super().__init__(cache)
         self._interval = cache.config.replay_interval
-        self._anchor = 0
-        """Tokens that the anchor has absorbed."""
         self._usual: ReplayAccess | None = None
         """The access of steps that continue on the device and write nothing, shared by all that feed the same number of
         tokens."""
-
-    def resume_from(self, slot: int, position: int) -> None:
-        super().resume_from(slot, position)
-        self._anchor = position
-
-    def advance_chunk(self, access: StateAccess, position: int) -> None:
-        super().advance_chunk(access, position)
-        self._anchor = position
-
-    def arrived(self, slot: int, content: Content, position: int, kind: CheckpointKind | None) -> None:
-        super().arrived(slot, content, position, kind)
-        self._anchor = position
 
     def reserve_decode(
         self, count: int, shortest: int, longest: int, continues: bool, after: StateAccess | None
@@ -75,7 +62,7 @@ class RowReplay(RowState):
         reaches = shortest - shortest % interval + interval
         if reaches > longest + count:
             if not continues:
-                return ReplayAccess(self._current, self._anchor, count)
+                return ReplayAccess(self._current, self._position, count)
             usual = self._usual
             if usual is None or usual.room != count:
                 usual = self._usual = ReplayAccess(0, 0, count)
@@ -88,8 +75,8 @@ class RowReplay(RowState):
         if not spare:
             # Only certain tokens: those that reach the multiple stay, so the anchor is no longer needed.
             assert anchor in self._own, "a row whose anchor is a checkpoint has a slot of its own"
-            return ReplayAccess(read, self._anchor, 1, anchor, reaches)
-        return ReplayAccess(read, self._anchor, count, spare, reaches)
+            return ReplayAccess(read, self._position, 1, anchor, reaches)
+        return ReplayAccess(read, self._position, count, spare, reaches)
 
     def _anchor_slot(self, after: StateAccess | None) -> int:
         """The anchor before the next step, unless an unsettled step has moved it to its spare."""
@@ -104,7 +91,7 @@ class RowReplay(RowState):
             if self._read_only:
                 self._cache.slots.release(self._read_only)
                 self._read_only = 0
-            self._current, self._anchor = access.writes[0], access.reaches
+            self._current, self._position = access.writes[0], access.reaches
         return len(self._own) > 1
 
     def publish_boundary(
@@ -112,7 +99,7 @@ class RowReplay(RowState):
     ) -> None:
         """See `RowState`. The state is the row's anchor, and stays so."""
         slot, cache = self._current, self._cache
-        if self._anchor != position or slot not in self._own:
+        if self._position != position or slot not in self._own:
             return
         if len(self._own) == 1 and not cache.can_spare_slot():
             cache.stats.boundaries_not_kept += 1
@@ -128,11 +115,5 @@ class RowReplay(RowState):
     def trim(self, after: StateAccess | None) -> None:
         """Releases all slots except the anchor, those that the unsettled step may write, and a spare with a
         checkpoint."""
-        keep = {self._anchor_slot(after), self._current}
-        if after is not None:
-            keep.update(after.writes)
-        least = 1 if self._read_only else 0
-        for slot in [slot for slot in self._own if slot not in keep]:
-            if len(self._own) > least:
-                self._disown(slot)
-                self._cache.slots.release(slot)
+        written = after.writes if after is not None else ()
+        self._release_surplus(1 if self._read_only else 0, {self._anchor_slot(after), self._current, *written})

@@ -112,16 +112,9 @@ class RowSnapshots(RowState):
 
     def trim(self, after: StateAccess | None) -> None:
         """Releases slots beyond 1 + K, except those that the row's next step may read."""
-        surplus = len(self._own) - self._cache.width
-        if surplus <= 0:
-            return
-        keep = {self._current}
-        if after is not None:
-            keep.update(after.writes)
-            keep.update(after.boundary)
-        for slot in [slot for slot in self._own if slot not in keep][:surplus]:
-            self._disown(slot)
-            self._cache.slots.release(slot)
+        if len(self._own) > self._cache.width:
+            needed = (*after.writes, *after.boundary) if after is not None else ()
+            self._release_surplus(self._cache.width, {self._current, *needed})
 
     def _disown(self, slot: int) -> None:
         super()._disown(slot)

@@ -19,7 +19,7 @@ releases it when no dispatched step can continue from it.
 This module has the parts that both forms share: the start, chunks of known tokens and their publication, and the end.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from serving.core.cache.cache import Cache
@@ -66,13 +66,14 @@ class RowState:
     Subclasses implement decoding. In all methods, `after` is the access of the row's last unsettled step, or None.
     """
 
-    __slots__ = ("_cache", "_current", "_own", "_publications", "_read_only", "leaving")
+    __slots__ = ("_cache", "_current", "_own", "_position", "_publications", "_read_only", "leaving")
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
         self._own: list[int] = []
         self._read_only = 0
-        self._current = 0
+        self._current = self._position = 0
+        """The current slot; the number of tokens of its state, if no decode step has settled since."""
         self._publications: Sequence[Publication] = ()
         """Publications of the planned step that is not yet dispatched."""
         self.leaving = 0
@@ -100,6 +101,7 @@ class RowState:
         """Starts from a checkpoint, S(position), and retains it."""
         self._cache.slots.retain(slot)
         self._read_only = self._current = slot
+        self._position = position
 
     # -- slots that the next step reads and may write --
 
@@ -211,7 +213,7 @@ class RowState:
 
     def advance_chunk(self, access: StateAccess, position: int) -> None:
         """Records a settled step whose tokens were all known: S(position) is in the last slot that it wrote."""
-        self._current = access.writes[-1]
+        self._current, self._position = access.writes[-1], position
 
     def advance(self, access: StateAccess, before: int, kept: int) -> bool:
         """Called when a decode step has settled and kept a number of its tokens from `before` on.
@@ -232,6 +234,13 @@ class RowState:
     def trim(self, after: StateAccess | None) -> None:
         """Releases the slots that the row does not need, except those that its next step may read."""
         raise NotImplementedError
+
+    def _release_surplus(self, least: int, keep: Iterable[int]) -> None:
+        """Releases own slots except `keep`, as long as there are more than `least`."""
+        for slot in [slot for slot in self._own if slot not in keep]:
+            if len(self._own) > least:
+                self._disown(slot)
+                self._cache.slots.release(slot)
 
     def _disown(self, slot: int) -> None:
         self._own.remove(slot)
@@ -263,7 +272,7 @@ class RowState:
     def arrived(self, slot: int, content: Content, position: int, kind: CheckpointKind | None) -> None:
         """Records that S(position) was loaded into the leased `slot`. Publishes it as `kind` if the row can have
         another slot to write."""
-        self._current = slot
+        self._current, self._position = slot, position
         cache = self._cache
         if cache.index is None or kind is None:
             return

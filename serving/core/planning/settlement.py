@@ -21,17 +21,12 @@ def settle(scheduler: SchedulerState, plan: StepPlan, result: StepResult) -> lis
     drafted = result.drafted or [row.num_drafts for row in plan.decode]
     scheduler.counters.drafted_tokens += sum(drafted)
     for row, tokens, made in zip(plan.decode, result.decode, drafted, strict=True):
-        if row.fate is not ResultDisposition.LIVE:
-            _settle_dead(scheduler, row, tokens, emitted)
-        elif row.is_prefill:
-            _settle_prefill(scheduler, row, tokens, emitted)
-        else:
+        if row.fate is ResultDisposition.LIVE and not row.is_prefill:
             _settle_decode(scheduler, row, tokens, made, emitted)
-    for prefill_row, tokens in zip(plan.prefill, result.prefill, strict=True):
-        if prefill_row.fate is not ResultDisposition.LIVE:
-            _settle_dead(scheduler, prefill_row, tokens, emitted)
         else:
-            _settle_prefill(scheduler, prefill_row, tokens, emitted)
+            _settle_known(scheduler, row, tokens, emitted)
+    for prefill_row, tokens in zip(plan.prefill, result.prefill, strict=True):
+        _settle_known(scheduler, prefill_row, tokens, emitted)
     return emitted
 
 
@@ -72,32 +67,26 @@ def _settle_decode(
         state.trim(progress.last_access)
 
 
-def _settle_prefill(scheduler: SchedulerState, row: Row, tokens: Sequence[int], emitted: list[RowResult]) -> None:
-    """Settles a row whose tokens were all known. Its state was published when the step was dispatched."""
+def _settle_known(scheduler: SchedulerState, row: Row, tokens: Sequence[int], emitted: list[RowResult]) -> None:
+    """Settles a row whose tokens were all known, or whose request has ended or was preempted.
+
+    The state of known tokens was published when the step was dispatched. A preempted request that waits keeps the
+    tokens; its state is lost.
+    """
     request, progress = row.request, row.request.progress
-    assert progress.unsettled[0] is row, "steps must settle in the order in which they were dispatched"
-    del progress.unsettled[0]
-    if row.num_tokens:
-        progress.num_computed += row.num_tokens
-        progress.state.advance_chunk(row.access, progress.num_computed)
+    if row.fate is ResultDisposition.LIVE:
+        assert progress.unsettled[0] is row, "steps must settle in the order in which they were dispatched"
+        del progress.unsettled[0]
+        if row.num_tokens:
+            progress.num_computed += row.num_tokens
+            progress.state.advance_chunk(row.access, progress.num_computed)
+    elif row.fate is ResultDisposition.DROPPED or request.status is not Status.WAITING:
+        return
     if not row.sample:
         return
     accepted, finished = append(request, tokens)
     emitted.append(RowResult(request, row, accepted))
     scheduler.counters.output_tokens += len(accepted)
-    if finished is not None:
-        finish(scheduler, request, finished)
-
-
-def _settle_dead(scheduler: SchedulerState, row: Row, tokens: Sequence[int], emitted: list[RowResult]) -> None:
-    """Settles a row whose request has ended, or was preempted and waits. A waiting request keeps the tokens; its state
-    is lost."""
-    request = row.request
-    if row.fate is not ResultDisposition.DETACHED or not row.sample or request.status is not Status.WAITING:
-        return
-    accepted, finished = append(request, tokens)
-    scheduler.counters.output_tokens += len(accepted)
-    emitted.append(RowResult(request, row, accepted))
     if finished is not None:
         finish(scheduler, request, finished)
 

@@ -323,7 +323,7 @@ def test_a_waiting_sibling_does_not_hold_up_others() -> None:
         ({"num_slots": 1}, "num_slots is 1"),
         ({"num_slots": 3, "num_speculative_tokens": 2}, "one sequence needs 3"),
         ({"num_pages": 1}, "null page alone"),
-        ({"num_pages": -1}, "must not be negative"),
+        ({"num_pages": -1}, "must be at least 0"),
         ({"cache_mode": "some"}, "none, align or all"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"max_tiles": 0}, "max_tiles is 0"),

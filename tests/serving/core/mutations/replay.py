@@ -2,7 +2,6 @@
 
 from serving.core import SchedulerConfig
 from serving.core.cache.row_replay import ReplayAccess, RowReplay
-from serving.core.cache.row_state import RowState
 from tests.serving.core.mutations.registry import Patch, mutation, replaced, replacing
 
 
@@ -37,7 +36,7 @@ def published_anchor_stays_own(whole, self, *boundary, **later):
 def anchor_before_settle(whole, self, *step):
     access = whole(self, *step)
     if access is not None and access.reaches:
-        self._current, self._anchor = access.writes[0], access.reaches
+        self._current, self._position = access.writes[0], access.reaches
     return access
 
 
@@ -89,7 +88,7 @@ def leased_too_late(whole, self, count, shortest, longest, *rest):
 @mutation(77)
 @replacing(RowReplay, "advance_chunk")
 def chunk_end_forgotten(whole, self, access, position):
-    RowState.advance_chunk(self, access, position)
+    whole(self, access, self._position)
 
 
 @mutation(80)

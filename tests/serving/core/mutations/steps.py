@@ -108,7 +108,7 @@ def reporting_tail_decodes(whole, host, request, start, num_tokens):
 
 
 @mutation(28)
-@replacing(settlement, "_settle_dead")
+@replacing(settlement, "_settle_known")
 def credit_the_dead(whole, host, row, tokens, emitted):
     if row.sample and row.fate is ResultDisposition.DROPPED and row.request.finished:
         accepted, _ = settlement.append(row.request, tokens)
@@ -129,7 +129,7 @@ def late_results(whole, self, plan, result):
 
 
 @mutation(44)
-@replacing(settlement, "_settle_dead")
+@replacing(settlement, "_settle_known")
 def detached_tokens_twice(whole, host, row, tokens, emitted):
     detached = row.fate is ResultDisposition.DETACHED and row.request.status is Status.WAITING
     whole(host, row, tokens, emitted)
