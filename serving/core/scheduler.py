@@ -292,8 +292,7 @@ class Scheduler(RemoteStates):
 
         Settled tokens are kept. Unsettled steps are ignored.
         """
-        plans = [*self.unsettled, *([self.pending] if self.pending is not None else [])]
-        for plan in plans:
+        for plan in (*self.unsettled, *filter(None, [self.pending])):
             for row in plan.rows:
                 row.fate = ResultDisposition.DROPPED
         self.unsettled.clear()

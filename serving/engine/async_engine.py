@@ -13,7 +13,7 @@ from checkpoints.tensors.replacement import NewWeights
 from serving.engine.control import PauseMode
 from serving.engine.engine import Engine
 from serving.engine.engine_thread import Result
-from serving.engine.replicas.changes import WeightsUpdate, put_adapter, remove_adapter, table_of
+from serving.engine.replicas.changes import WeightsUpdate, load_adapter, table_of
 from serving.engine.replicas.replica_loads import Assignment
 from serving.engine.replicas.replica_threads import Reader, ReplicaThreads
 from serving.engine.request_error import RequestError
@@ -181,13 +181,13 @@ class AsyncEngine(ReplicaThreads):
                 has.
         """
         adapter = await self._reads.read(lambda: table_of(self.engine).read(name, path))
-        await asyncio.shield(self._exclusively(put_adapter, name, path, adapter, self.results))
+        await asyncio.shield(self._exclusively(load_adapter, name, path, adapter, self.results))
 
     async def unload_adapter(self, name: str) -> None:
         """Removes an adapter from every engine. Requests that use it keep it until they end."""
-        await asyncio.shield(self._exclusively(remove_adapter, name, self.results))
+        await asyncio.shield(self._exclusively(self.results, lambda engine: table_of(engine).remove(name)))
 
-    async def _exclusively(self, function: Callable[..., None], *arguments: Any) -> None:
+    async def _exclusively(self, function: Callable[..., object], *arguments: Any) -> None:
         async with self._loading:
             await asyncio.to_thread(function, *arguments)
 

@@ -13,7 +13,7 @@ from checkpoints.tokenizer import Tokenizer
 from serving.core import FinishReason, Request, RowResult, StepPlan, check_prompt_length
 from serving.engine.control import Control
 from serving.engine.request_error import RequestError, RequestFailed
-from serving.engine.requests.adapters import AdapterTable, LoadedAdapter
+from serving.engine.requests.adapters import AdapterTable
 from serving.engine.requests.output import PromptScores, RequestMetrics, RequestOutput
 from serving.engine.requests.request import EngineRequest, Prompt, check_params, read_prompt
 from serving.engine.requests.routed_experts import read_routed_experts
@@ -126,7 +126,11 @@ class Engine:
         if params.prompt_logprobs is not None:
             given = params.prompt_logprob_token_ids or ()
             output.prompt_logprobs = PromptScores(ids, params.prompt_logprobs, given)
-        adapter = self._adapter_of(request)
+        adapter = None
+        if request.lora_request is not None:
+            if self.adapters is None:
+                raise RequestError("a request with an adapter needs the flag enable_lora or max_initial_states")
+            adapter = self.adapters.take(request.lora_request, request.adapter_content)
         parent = UserRequest(replace(request, adapter_content=None), output, adapter)  # it may be large
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         for index in range(params.n):
@@ -159,32 +163,28 @@ class Engine:
 
         The next `step` returns the output too.
         """
-        parent = self._parents.pop(request_id, None)
-        if parent is None:
-            return None
-        for request in parent.members:
-            if not request.finished:
-                self.loop.scheduler.abort(request.request_id)
-            request.user.finish("abort")
-        self._finish(parent)
-        self._changed[request_id] = parent
-        return parent.output
+        parent = self._end(request_id, FinishReason.ABORT)
+        return None if parent is None else parent.output
 
     def fail(self, request_id: str, reason: str, *, refused: bool = False) -> None:
         """Ends a request with finish reason `error` and `reason` as its stop reason; the next `step` returns it.
 
         `refused`: the request itself is the cause, so it would fail again if it were sent again.
         """
+        parent = self._end(request_id, FinishReason.ERROR, reason)
+        if parent is not None:
+            parent.output.failure = RequestError(reason) if refused else RequestFailed(reason)
+
+    def _end(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> UserRequest | None:
         parent = self._parents.pop(request_id, None)
-        if parent is None:
-            return
-        for request in parent.members:
-            if not request.finished:
-                self.loop.scheduler.finish(request.request_id, FinishReason.ERROR)
-            request.user.finish("error", reason)
-        parent.output.failure = RequestError(reason) if refused else RequestFailed(reason)
-        self._finish(parent)
-        self._changed[request_id] = parent
+        if parent is not None:
+            for request in parent.members:
+                if not request.finished:
+                    self.loop.scheduler.finish(request.request_id, reason)
+                request.user.finish(str(reason), stop_reason)
+            self._finish(parent)
+            self._changed[request_id] = parent
+        return parent
 
     def stats(self) -> dict[str, Any]:
         """Returns all counters: requests and pools, steps and their times, compiled programs."""
@@ -224,8 +224,7 @@ class Engine:
             for request in error.requests:
                 self.fail(request.user.parent.output.request_id, str(error))
             settled = None
-        if settled is not None:
-            self._settle(settled)
+        self._settle(settled)
         if self.loop.inputs.mask_workers is not None:
             for request, reason, refused in self.loop.inputs.mask_workers.pop_refused():
                 self.fail(request.user.parent.output.request_id, reason, refused=refused)
@@ -236,15 +235,20 @@ class Engine:
 
     def drain(self) -> None:
         """Settles the step in flight without dispatching another. The next `step` returns the changed outputs."""
-        settled = self.loop.drain()
-        if settled is not None:
-            self._settle(settled)
+        self._settle(self.loop.drain())
 
-    def _settle(self, settled: StepTokens) -> None:
+    def _settle(self, settled: StepTokens | None) -> None:
+        if settled is None:
+            return
         begin = time.perf_counter()
         now = time.monotonic()
         for request in settled.not_finite:
-            self._not_finite(request.user.parent)
+            parent = request.user.parent
+            for member in parent.members:
+                if not member.finished:
+                    self.loop.scheduler.discard(member.request_id)
+            reason = "the model's logits are not finite numbers, because of an overflow or of wrong weights"
+            self.fail(parent.output.request_id, reason)
         settled.add_prompt_logprobs()
         if settled.decode is not None and settled.decode.drafted:
             self._count_drafts(settled.plan, settled.decode)
@@ -253,13 +257,6 @@ class Engine:
             if parent is not None:
                 self._changed[parent.output.request_id] = parent
         self.loop.stats.settle_seconds += time.perf_counter() - begin
-
-    def _not_finite(self, parent: UserRequest) -> None:
-        for request in parent.members:
-            if not request.finished:
-                self.loop.scheduler.discard(request.request_id)
-        reason = "the model's logits are not finite numbers, because of an overflow or of wrong weights"
-        self.fail(parent.output.request_id, reason)
 
     # -- adding --
 
@@ -365,13 +362,6 @@ class Engine:
             parent: UserRequest = row.request.user.parent
             if drafted and parent.output.metrics is not None and not parent.output.finished:
                 parent.output.metrics.drafts.add([drafted], tokens[None])
-
-    def _adapter_of(self, request: EngineRequest) -> LoadedAdapter | None:
-        if request.lora_request is None:
-            return None
-        if self.adapters is None:
-            raise RequestError("a request with an adapter needs the flag enable_lora or max_initial_states")
-        return self.adapters.take(request.lora_request, request.adapter_content)
 
     def _release_adapter(self, parent: UserRequest) -> None:
         if parent.adapter is not None and self.adapters is not None:

@@ -20,7 +20,7 @@ from serving.config import EngineConfig
 from serving.engine.assembly.build import build_engine
 from serving.engine.control import PauseMode
 from serving.engine.engine import Engine
-from serving.engine.replicas.changes import WeightsUpdate, common_checksum, load_adapter, remove_adapter, table_of
+from serving.engine.replicas.changes import WeightsUpdate, common_checksum, load_adapter, table_of
 from serving.engine.replicas.replica_threads import ReplicaGroup
 from serving.engine.request_error import RequestError
 from serving.engine.requests.output import PromptScores, RequestOutput, with_texts
@@ -90,7 +90,8 @@ class LLM:
         self.size = built.size
         """The size of the state store; `size.report()` explains it."""
         self.model = built.model
-        self._tokenizer = built.tokenizer
+        self.tokenizer: Tokenizer | None = built.tokenizer
+        """The tokenizer; None for a model without tokenizer files, which accepts and returns only token ids."""
         self._token_text: Callable[[int], str] | None = None
         if built.tokenizer is not None:
             self._token_text = functools.lru_cache(1 << 16)(built.tokenizer.token_text)
@@ -115,20 +116,15 @@ class LLM:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer; None for a model without tokenizer files, which accepts and returns only token ids."""
-        return self._tokenizer
-
     def get_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer.
 
         Raises:
             RequestError: the model has none.
         """
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             raise RequestError("this model has no tokenizer")
-        return self._tokenizer
+        return self.tokenizer
 
     @property
     def compilations(self) -> int:
@@ -288,7 +284,7 @@ class LLM:
         Raises:
             RequestError: the adapter cannot be loaded.
         """
-        load_adapter(self.engine, name, path, self.front.call_all)
+        load_adapter(name, path, table_of(self.engine).read(name, path), self.front.call_all)
 
     @_in_turn
     def unload_lora_adapter(self, name: str) -> None:
@@ -298,7 +294,7 @@ class LLM:
             RequestError: no adapter has this name.
         """
         table_of(self.engine).names.check(name)
-        remove_adapter(name, self.front.call_all)
+        self.front.call_all(lambda engine: table_of(engine).remove(name))
 
     @_in_turn
     def reset_prefix_cache(self) -> bool:
@@ -335,9 +331,9 @@ class LLM:
 
     def encode_chat(self, messages: Messages, **template: Any) -> list[int]:
         """Returns the token ids of a conversation up to the beginning of the model's turn."""
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             raise RequestError("this model has no tokenizer: conversations cannot be encoded")
-        return self._tokenizer.encode_chat(messages, **template)
+        return self.tokenizer.encode_chat(messages, **template)
 
     def _step(self) -> list[RequestOutput]:
         """Runs a step for all calls in progress: keeps the deltas of streams, and returns the changed outputs."""

@@ -111,11 +111,6 @@ class LoopStats:
     settle_seconds: float = _seconds("settle")
     """Assigning results to requests and updating outputs."""
 
-    @property
-    def host_seconds_per_step(self) -> float:
-        """Mean host time per step outside of dispatching and waiting."""
-        return (self.plan_seconds + self.settle_seconds) / max(self.steps, 1)
-
 
 def merged_stats(stats: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Returns the merged `Engine.stats()` of several engines, and those of each engine under `engines`.

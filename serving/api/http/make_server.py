@@ -22,7 +22,7 @@ from serving.engine.assembly.devices import describe
 from serving.engine.async_engine import AsyncEngine
 from serving.engine.engine import Engine
 from serving.engine.programs.warmup import warm_up
-from serving.engine.replicas.changes import load_adapter
+from serving.engine.replicas.changes import load_adapter, table_of
 from serving.engine.request_error import RequestError
 
 
@@ -79,7 +79,8 @@ def make_server(
     built = build_engine(config.model_copy(update={"warmup": False}), progress=progress, led=led)
     for name, path in settings.adapter_paths.items():
         try:
-            load_adapter(built.engine, name, path, lambda function: list(map(function, built.engines)))
+            adapter = table_of(built.engine).read(name, path)
+            load_adapter(name, path, adapter, lambda function: list(map(function, built.engines)))
         except RequestError as error:
             raise ConfigError(str(error)) from None
     if on_built is not None:

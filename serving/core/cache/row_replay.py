@@ -42,8 +42,8 @@ class ReplayAccess(StateAccess):
 
 
 class RowReplay(RowState):
-    """See the module's docstring. `_current` is the anchor's slot as of the last settled step, and `_position` the number of
-    tokens that it has absorbed."""
+    """See the module's docstring. `_current` is the anchor's slot as of the last settled step, and `_position` the
+    number of tokens that it has absorbed."""
 
     __slots__ = ("_interval", "_usual")
 

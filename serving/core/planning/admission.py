@@ -3,6 +3,7 @@
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from serving.core.cache.prefix_tree import Match
 from serving.core.planning.fairness import MOST_OVERTAKEN
@@ -124,9 +125,7 @@ def _waits_for_sibling(scheduler: SchedulerState, request: Request) -> bool:
     if request.fork_of is None or scheduler.index is None or request.prompt_logprobs or request.queueing.prompt_done:
         return False
     sibling = scheduler.queues.unfinished.get(request.fork_of)
-    return (
-        sibling is not None and sibling is not request and not sibling.queueing.prompt_done and sibling.fork_of is None
-    )
+    return sibling not in (None, request) and not sibling.queueing.prompt_done and sibling.fork_of is None
 
 
 def _admit_or_explain(scheduler: SchedulerState, request: Request, plan: StepPlan, budget: Budget) -> bool:
@@ -147,7 +146,9 @@ def _admit_one(scheduler: SchedulerState, request: Request, plan: StepPlan, budg
     cramped = budget.tokens < budget.share
     if cramped and plan.step < queueing.retry_at:
         return WaitReason.STEP
-    match = _find(scheduler, request)
+    match = None
+    if scheduler.index is not None and not request.prompt_logprobs:
+        match = scheduler.index.find(request.tokens, request.progress.content.chain.scope)
     if remote_is_unneeded(request, match):
         scheduler.drop_remote(request)
     elif request.transfer.remote is not None:
@@ -196,13 +197,6 @@ def _start(
     matched = match.matched if match is not None else 0
     progress.stops = scheduler.policy.stops(request.prompt_len, progress.num_computed, matched)
     return plan_prefill(scheduler, request, plan, budget, preempting=False)
-
-
-def _find(scheduler: SchedulerState, request: Request) -> Match | None:
-    """The cached prefix of a request; None if the request may not use the cache."""
-    if scheduler.index is None or request.prompt_logprobs:
-        return None
-    return scheduler.index.find(request.tokens, request.progress.content.chain.scope)
 
 
 def _held(scheduler: SchedulerState, request: Request, match: Match | None) -> RemoteState | None:
@@ -314,9 +308,7 @@ def _lacks_memory(scheduler: SchedulerState, request: Request) -> bool:
     return reason in (WaitReason.MEMORY, WaitReason.SLOTS) and not scheduler.fairness.is_long(request)
 
 
-def _gives_way(
-    running: Request, waiting: Request, clients: Counter[str | None], flows: Counter[tuple[str | None, str]]
-) -> bool:
+def _gives_way(running: Request, waiting: Request, clients: Counter[Any], flows: Counter[Any]) -> bool:
     """Returns whether a row of one request may be taken for another; `clients` and `flows` count their rows."""
     if running.priority < waiting.priority:
         return False

@@ -42,8 +42,7 @@ from serving.engine.assembly.gpu_memory import share_notices
 from serving.engine.assembly.sizing import StoreSize, check_weights_fit, store_memory
 from serving.engine.assembly.tiering import check_tiers, connect_tiers
 from serving.engine.engine import Engine
-from serving.engine.programs.compile_cache import use_compilation_cache
-from serving.engine.programs.kept_programs import keep_programs
+from serving.engine.programs.kept_programs import keep_programs, use_compilation_cache
 from serving.engine.programs.warmup import warm_up
 from serving.engine.requests.adapters import AdapterNames, AdapterTable
 from serving.engine.requests.initial_states import InitialStates

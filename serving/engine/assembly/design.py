@@ -55,21 +55,14 @@ def resolve_caching(config: EngineConfig) -> ResolvedCaching:
 
     Every mode works with and without drafts.
     """
-    asked, chunked = config.mamba_cache_mode, config.enable_chunked_prefill
-    if config.narrows_states and not chunked:
-        found = resolve_caching(config.model_copy(update={"enable_chunked_prefill": True}))
-        notice = "chunked prefill is switched on: checkpoint_dtype needs it"
-        return found._replace(notices=(*found.notices, notice))
-    if not config.enable_prefix_caching:
-        if asked in ("align", "all"):
-            return ResolvedCaching(
-                "none", chunked, (f"mamba_cache_mode {asked!r} has no effect: prefix caching is switched off",)
-            )
-        return ResolvedCaching("none", chunked, ())
-    mode: CacheMode = asked or "all"
-    if mode == "align" and not chunked:
-        return ResolvedCaching(mode, True, ("chunked prefill is switched on: mamba_cache_mode 'align' needs it",))
-    return ResolvedCaching(mode, chunked, ())
+    asked, notices = config.mamba_cache_mode, list[str]()
+    mode: CacheMode = (asked or "all") if config.enable_prefix_caching else "none"
+    if asked not in (None, mode):
+        notices.append(f"mamba_cache_mode {asked!r} has no effect: prefix caching is switched off")
+    needed_by = "checkpoint_dtype" if config.narrows_states else "mamba_cache_mode 'align'" if mode == "align" else ""
+    if needed_by and not config.enable_chunked_prefill:
+        notices.append(f"chunked prefill is switched on: {needed_by} needs it")
+    return ResolvedCaching(mode, config.enable_chunked_prefill or bool(needed_by), tuple(notices))
 
 
 def waiting_form(config: EngineConfig) -> NarrowDtype | None:

@@ -9,7 +9,7 @@ from flax import nnx
 
 from checkpoints.drafts.drafter import load_drafter_config
 from mamba_jax.config import HybridConfig
-from mamba_jax.config.drafter import BlockConfig, DrafterConfig
+from mamba_jax.config.drafter import BlockConfig
 from mamba_jax.drafts import BlockDrafts, DraftSource, MTPCache, MTPDrafts, NGramDrafts
 from mamba_jax.model import HybridModel
 from serving.config import DRAFTER_METHODS, ConfigError, EngineConfig
@@ -41,7 +41,9 @@ def draft_source(config: EngineConfig, model: HybridConfig) -> DraftSource | Non
         low, high = config.ngram_bounds
         return NGramDrafts(low, high)
     if method in DRAFTER_METHODS:
-        drafter = _checked_drafter(config, model, method)
+        drafter = model.drafter
+        if drafter is None or drafter.method != method:
+            raise ConfigError(f"speculative_method {method!r} needs speculative_model, a drafter's directory")
         if isinstance(drafter, BlockConfig):
             return BlockDrafts(drafter.mask_token, drafter.from_newest)
         return MTPDrafts()
@@ -53,13 +55,6 @@ def draft_source(config: EngineConfig, model: HybridConfig) -> DraftSource | Non
     if not model.mtp_pattern:
         raise ConfigError(f"speculative_method 'mtp': {config.model} has no multi-token-prediction layer; try 'ngram'")
     return MTPDrafts()
-
-
-def _checked_drafter(config: EngineConfig, model: HybridConfig, method: str) -> DrafterConfig:
-    """Returns the model's drafter. Raises `ConfigError` if it has none of this kind, or flags do not support one."""
-    if model.drafter is None or model.drafter.method != method:
-        raise ConfigError(f"speculative_method {method!r} needs speculative_model, a drafter's directory")
-    return model.drafter
 
 
 class _Machine(NamedTuple):

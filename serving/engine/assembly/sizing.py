@@ -241,7 +241,8 @@ def size_store(
 
     private = slots_of(seqs)
     left = memory - slot_bytes - bytes_of(seqs) - page_bytes
-    tokens = _tokens_for(left, slot_bytes / config.state_block_size if mode != "none" else 0, page_bytes / page_size)
+    per_token = page_bytes / page_size + (slot_bytes / config.state_block_size if mode != "none" else 0)
+    tokens = int(max(left, 0) / per_token) if per_token else 0
     usable = seqs * (max_len + 2 * width) if mode == "none" else most_tokens  # no state outlives its request
     tokens = max(min(tokens, most_tokens, usable), max_len + 2 * width)
     if config.num_pages is not None or not page_bytes:
@@ -365,13 +366,6 @@ def _max_model_len(config: EngineConfig, model_max_len: int | None) -> int:
 def _most(rows: int, budget: int, cost: Callable[[int], int]) -> int:
     """Returns the largest number of rows, up to `rows`, with a cost within the budget. The cost must increase."""
     return bisect_right(range(1, rows + 1), budget, key=cost)
-
-
-def _tokens_for(left: int, slot_bytes: float, page_bytes: float) -> int:
-    """Returns the number of tokens for which pages and checkpoints take `left` bytes. The other arguments are bytes per
-    token."""
-    per_token = slot_bytes + page_bytes
-    return int(max(left, 0) / per_token) if per_token else 0
 
 
 def show_bytes(count: int) -> str:

@@ -1,4 +1,4 @@
-"""Stores compiled programs on disk, so that the next start does not trace, lower or compile them.
+"""Stores compiled programs on disk, so that the next start does not trace, lower or compile them; JAX's own cache.
 
 JAX's compilation cache saves compile time, but its key is the lowered program. A lookup must trace and lower the
 program, which takes most of a small model's start-up time. This store has two keys. The first consists of the inputs of
@@ -32,10 +32,9 @@ from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
 from checkpoints.errors import one_line
-from checkpoints.user_cache import make_private
+from checkpoints.user_cache import cache_home, make_private
 from mamba_jax.program_cache import look_of
 from mamba_jax.programs import KernelChoice, StepPrograms
-from serving.engine.programs.compile_cache import machine, use_compilation_cache
 from serving.points.digest import PROGRAM_PACKAGES, source_digest
 
 log = logging.getLogger(__name__)
@@ -45,6 +44,35 @@ _ENVIRONMENT = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "CUDA_", "NVIDIA_")
 _UNUSED_FOR = 30 * 24 * 3600.0
 PLACE, PROGRAM = ".place", ".program"
 """Endings of files that are named by the first key, and hold the name of the other; and by the second."""
+
+
+def use_compilation_cache() -> Path | None:
+    """Sets JAX's persistent compilation cache to the user's cache directory, unless one is already configured.
+
+    JAX has one cache for the whole process. Returns the directory in use; None if it cannot be created.
+    """
+    elsewhere = getattr(jax.config, "jax_compilation_cache_dir", None)
+    if elsewhere:
+        return Path(elsewhere)
+    directory = cache_home() / "mamba-jax" / f"xla-{machine()}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        log.warning("compiled programs are not saved: %s: %s", directory, error.strerror)
+        return None
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    # A tiny model's programs compile in less than JAX's default threshold, but there are many of them.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    return directory
+
+
+def machine() -> str:
+    """Returns a digest of the kind of CPU: machines may share a home directory, but not code compiled for a CPU."""
+    try:
+        flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
+    except (OSError, StopIteration):
+        flags = platform.processor()
+    return hashlib.sha256(f"{platform.machine()} {flags}".encode()).hexdigest()[:12]
 
 
 class KeptPrograms:

@@ -75,17 +75,12 @@ def table_of(engine: Engine) -> AdapterTable:
     return engine.adapters
 
 
-def load_adapter(engine: Engine, name: str, path: str, call_all: CallAll) -> None:
-    """Loads or reloads an adapter on all engines. `engine` is one of them; the files are read while it runs.
+def load_adapter(name: str, path: str, adapter: ReadAdapter, call_all: CallAll) -> None:
+    """Loads or reloads an adapter, which was read from its files, on all engines.
 
     Raises:
         RequestError: it cannot be loaded on one of them. All engines keep the adapters that they have.
     """
-    put_adapter(name, path, table_of(engine).read(name, path), call_all)
-
-
-def put_adapter(name: str, path: str, adapter: ReadAdapter, call_all: CallAll) -> None:
-    """Loads an adapter like `load_adapter`, from files that were already read."""
     reserved: dict[Engine, Reservation] = {}
 
     def reserve(engine: Engine) -> None:
@@ -107,12 +102,3 @@ def put_adapter(name: str, path: str, adapter: ReadAdapter, call_all: CallAll) -
     except BaseException:
         call_all(undo)
         raise
-
-
-def remove_adapter(name: str, call_all: CallAll) -> None:
-    """Removes an adapter from all engines. Requests that use it keep it until they end.
-
-    Raises:
-        RequestError: no adapter has this name.
-    """
-    call_all(lambda engine: table_of(engine).remove(name))

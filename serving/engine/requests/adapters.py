@@ -121,17 +121,6 @@ class AdapterTable:
         if self._states is not None and self._loop.store is not None:
             self._states.warm_up(self._loop.store)
 
-    def load(self, name: str, path: str | Path) -> LoadedAdapter:
-        """Loads an adapter, and replaces one with the same name. Requests that use the old adapter keep it until they
-        end.
-
-        If no entry is empty, the least recently used adapter without unfinished requests is removed.
-
-        Raises:
-            RequestError: the adapter cannot be loaded, or all entries are in use. The table is unchanged.
-        """
-        return self.put(name, path, self.read(name, path))
-
     def read(self, name: str, path: str | Path) -> ReadAdapter:
         """Reads an adapter's files. May be called from any thread.
 
@@ -171,7 +160,13 @@ class AdapterTable:
         raise RequestError(f"adapter {name!r}: {path} {needs}")
 
     def put(self, name: str, path: str | Path, adapter: ReadAdapter) -> LoadedAdapter:
-        """Loads an adapter like `load`, from files that were already read."""
+        """Loads an adapter, and replaces one with the same name. Requests that use the old one keep it until they end.
+
+        If no entry is empty, the least recently used adapter without unfinished requests is removed.
+
+        Raises:
+            RequestError: all entries are in use. The table is unchanged.
+        """
         return self.commit(self.reserve(name, path, adapter))
 
     def reserve(self, name: str, path: str | Path, adapter: ReadAdapter) -> Reservation:
@@ -249,7 +244,7 @@ class AdapterTable:
             content: what its files have, if they have been read.
         Raises:
             AdapterNotRead: `content` is needed.
-            RequestError: see `load`.
+            RequestError: see `read` and `put`.
         """
         found, expected = self.find(request), self.names.digest(request)
         if found is None:

@@ -176,13 +176,15 @@ class SamplingParams:
             object.__setattr__(self, "prompt_logprobs", 0)
         object.__setattr__(self, "logit_bias", self._bias())
         if self.structured_outputs is not None:
-            from serving.engine.structured.grammar_state import StructuredOutputs
+            from serving.engine.structured.grammar_state import StructuredOutputs, from_table
 
-            object.__setattr__(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
+            form = from_table(StructuredOutputs, self.structured_outputs, "structured outputs")
+            object.__setattr__(self, "structured_outputs", form)
         if self.reasoning is not None:
+            from serving.engine.structured.grammar_state import from_table
             from serving.engine.structured.reasoning import Reasoning
 
-            object.__setattr__(self, "reasoning", Reasoning.of(self.reasoning))
+            object.__setattr__(self, "reasoning", from_table(Reasoning, self.reasoning, "reasoning"))
 
     @functools.cached_property
     def stop_automaton(self) -> StopAutomaton:

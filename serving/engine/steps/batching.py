@@ -127,7 +127,8 @@ class BatchBuilder:
         self.prefill_shapes = prefill_buckets(config)
         self.mixed_shapes = self.prefill_shapes[::-2][::-1] if mixed_steps else []
         self._usable: frozenset[tuple[int, ...]] | None = None
-        self._tables = PageTables(config.num_rows, self._pages_per_row)
+        self.tables = PageTables(config.num_rows, self._pages_per_row)
+        """Page tables as earlier batches have sent them."""
 
     def warm_up_batches(self, vocab_size: int) -> Iterator[AnyBatch]:
         """Yields one batch of padding for each shape that can occur.
@@ -261,15 +262,6 @@ class BatchBuilder:
         self._fill_pages(batch, rows)
         return batch
 
-    def take_page_tables(self) -> list[PageTableBatch]:
-        """Returns the page tables whose changes do not fit into the batches filled since the last call. They must run
-        before these batches."""
-        return self._tables.take_whole()
-
-    def forget_page_tables(self) -> None:
-        """Makes later batches send every page table again, because earlier batches may not have reached the device."""
-        self._tables.forget()
-
     @property
     def heads(self) -> int:
         """Maximum number of tokens that a row chooses in one step."""
@@ -332,7 +324,7 @@ class BatchBuilder:
             known = [*prompt, *output]
             tokens = np.full(self._config.max_model_len, -1, np.int32)
             tokens[: len(known)] = known
-        self._tables.clear(row_id)
+        self.tables.clear(row_id)
         seat: Any = np.int32(row_id)
         entry: Any = np.int32(adapter) if self._adapters else None
         return SeatBatch(
@@ -342,7 +334,7 @@ class BatchBuilder:
     def _fill_pages(self, batch: DecodeBatch | PrefillBatch, rows: Sequence[DecodeRow | PrefillRow]) -> None:
         if batch.page_updates is None:
             return
-        self._tables.fill(batch.page_updates, rows)
+        self.tables.fill(batch.page_updates, rows)
         for i, row in enumerate(rows):
             if row.page_copy is not None:
                 batch.page_copy[i] = row.page_copy

@@ -182,7 +182,7 @@ class StepLoop:
         """Creates an empty store if there is no store."""
         if self._store is None or self._rows is None:
             self._store, self._rows = self._make_store(), self._make_rows()
-            self.batches.forget_page_tables()
+            self.batches.tables.forget()
 
     @property
     def shapes(self) -> tuple[Store, Rows]:
@@ -288,7 +288,7 @@ class StepLoop:
             guilty = self._guilty(plan)
             # The device has computed nothing, so no state of this plan may become findable in the cache.
             self.scheduler.withdraw(plan)
-            self.batches.forget_page_tables()
+            self.batches.tables.forget()
             self._unplanned_in_a_row += 1
             if not guilty and self._unplanned_in_a_row >= MAX_FAILURES:
                 guilty = [row.request for row in plan.rows]  # the batch fails, but no single row does
@@ -325,7 +325,7 @@ class StepLoop:
         """Returns the batches of a plan in order: changes of seats, then one mixed batch, or one of each kind."""
         seats = [self.inputs.seat(request) for request in plan.admitted]
         steps = self.batches.step(plan.decode, plan.prefill)
-        return [*seats, *self.batches.take_page_tables(), *self.inputs.masks(plan), *steps]
+        return [*seats, *self.batches.tables.take_whole(), *self.inputs.masks(plan), *steps]
 
     def _guilty(self, plan: StepPlan) -> list[Request]:
         """Returns the requests of a plan that cannot be converted to arrays even without other requests."""

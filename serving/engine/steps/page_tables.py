@@ -31,7 +31,7 @@ class PageTables:
         self._sent[row_id], self._count[row_id] = None, 0
 
     def forget(self) -> None:
-        """Makes later calls send every table again, because the device's tables are unknown."""
+        """Makes later batches send every table again, because earlier ones may not have reached the device."""
         self._sent = [None] * len(self._sent)
         self._count = [self._pages_per_row] * len(self._count)
         self._whole = []
@@ -56,7 +56,8 @@ class PageTables:
             at += end - start
 
     def take_whole(self) -> list[PageTableBatch]:
-        """Returns the tables since the last call whose changes did not fit into an array of changes."""
+        """Returns the tables since the last call whose changes did not fit into batches. They must run before these
+        batches."""
         whole, self._whole = self._whole, []
         return whole
 

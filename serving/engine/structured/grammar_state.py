@@ -11,13 +11,18 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import llguidance
 import numpy as np
 
 from checkpoints.errors import one_line
 from serving.engine.request_error import RequestError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 _LONGEST = 1 << 20
 """Maximum number of characters of a grammar or schema, as JSON."""
@@ -55,30 +60,13 @@ class StructuredOutputs:
             if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
                 raise RequestError(f"structured outputs: {name} must be a text")
 
-    @classmethod
-    def of(cls, value: StructuredOutputs | Mapping[str, Any]) -> StructuredOutputs:
-        """Returns `value` itself, or creates `StructuredOutputs` from a table such as `{"regex": "[0-9]+"}`.
-
-        Raises:
-            RequestError: `value` is neither, or the table contains an invalid value.
-        """
-        if isinstance(value, cls):
-            return value
-        names = [f.name for f in fields(cls)]
-        if not isinstance(value, Mapping) or not set(value) <= set(names):
-            raise RequestError(f"structured outputs: a table with one of {', '.join(names)} is needed")
-        return cls(**value)
-
+    @functools.cached_property
     def key(self) -> str:
-        """Returns the kind and value as JSON; equal keys mean equal forms. Computed only once, as a schema may be long.
+        """The kind and value as JSON; equal keys mean equal forms.
 
         Raises:
             RequestError: the schema is not JSON, or the value is too long.
         """
-        return self._key
-
-    @functools.cached_property
-    def _key(self) -> str:
         for kind in ("regex", "choice", "grammar"):
             if getattr(self, kind) is not None:
                 asked = [kind, getattr(self, kind)]
@@ -100,6 +88,20 @@ class StructuredOutputs:
 
 StructuredOutputsParams = StructuredOutputs
 """The same by vLLM's name."""
+
+
+def from_table(kind: type[T], value: T | Mapping[str, Any], what: str) -> T:
+    """Returns `value` itself, or an object of a dataclass from a table of its fields, such as `{"regex": "[0-9]+"}`.
+
+    Raises:
+        RequestError: `value` is neither, or the table contains an invalid value. `what` names it in the message.
+    """
+    if isinstance(value, kind):
+        return value
+    names = [f.name for f in fields(kind)]
+    if not isinstance(value, Mapping) or not set(value) <= set(names):
+        raise RequestError(f"{what}: a table with some of {', '.join(names)} is needed")
+    return kind(**value)
 
 
 class Constraint:

@@ -85,7 +85,7 @@ class Grammars:
         Raises:
             RequestError: the grammar was refused before, or too many other compilations are pending.
         """
-        key = outputs.key()
+        key = outputs.key
         with self._lock:
             known = self._held.get(key)
             if known is not None:

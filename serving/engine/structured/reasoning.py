@@ -6,10 +6,9 @@ server finds the reasoning in the text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Any
 
 import numpy as np
 
@@ -44,19 +43,6 @@ class Reasoning:
         wrong = isinstance(self.budget, bool) or not isinstance(self.budget, int) or self.budget < 0
         if self.budget is not None and wrong:
             raise RequestError("reasoning: budget must be a number of tokens, from 0 up, or None")
-
-    @classmethod
-    def of(cls, value: Reasoning | Mapping[str, Any]) -> Reasoning:
-        """Returns `value` itself, or creates a `Reasoning` from a table.
-
-        Raises:
-            RequestError: `value` is neither, or the table contains an invalid value.
-        """
-        if isinstance(value, cls):
-            return value
-        if not isinstance(value, Mapping) or not set(value) <= {"begin", "end", "begun", "budget"}:
-            raise RequestError("reasoning: a table with some of begin, end, begun and budget is needed")
-        return cls(**value)
 
 
 class _Phase(Enum):
@@ -152,7 +138,7 @@ class ReasoningConstraint:
                 masks[head + 1 :] = _ALL
             else:
                 masks[head] = self._mask(place)
-            if draft < 0 or not self._allows(masks[head], draft):
+            if draft < 0 or not masks[head][draft // 32] >> np.uint32(draft % 32) & 1:
                 return masks
             place, rest = self._followed(place, draft)
             if rest and self._answer is not None:
@@ -203,10 +189,6 @@ class ReasoningConstraint:
     @staticmethod
     def _allow(mask: np.ndarray, token: int) -> None:
         mask[token // 32] |= np.uint32(1 << token % 32)
-
-    @staticmethod
-    def _allows(mask: np.ndarray, token: int) -> bool:
-        return bool(mask[token // 32] >> np.uint32(token % 32) & 1)
 
 
 def constraint_of(

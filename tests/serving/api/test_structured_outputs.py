@@ -136,9 +136,9 @@ def test_offline_parameters():
         StructuredOutputs()
     with pytest.raises(RequestError, match="exactly one"):
         StructuredOutputs(json_object=False)
-    with pytest.raises(RequestError, match="a table with one of"):
+    with pytest.raises(RequestError, match="a table with some of"):
         SamplingParams(structured_outputs={"xml": "a"})
-    assert StructuredOutputs(json=False).key() == '["json", false]'
+    assert StructuredOutputs(json=False).key == '["json", false]'
 
 
 FLAGS = {

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from serving import LoRARequest, RequestError, SamplingParams
-from serving.engine.replicas.changes import load_adapter, remove_adapter
+from serving.engine.replicas.changes import load_adapter, table_of
 from serving.engine.replicas.replica_threads import ReplicaGroup
 from serving.engine.requests.request import EngineRequest
 from tests.support.engines.engines import finish
@@ -53,7 +53,7 @@ def run(group, adapters, salt=None):
 
 
 def load(group, name, number):
-    load_adapter(group.engine, name, str(number), group.call_all)
+    load_adapter(name, str(number), table_of(group.engine).read(name, str(number)), group.call_all)
 
 
 def test_each_replica_has_the_same_content_under_a_name(group, engines):
@@ -69,7 +69,7 @@ def test_each_replica_has_the_same_content_under_a_name(group, engines):
     outputs = run(group, [moved] * 6, "alone 1")
     assert [said(output) for output in outputs] == [expected[2]] * 6
     assert len({engine.adapters.loaded["tenant 0"] for engine in engines}) == 1
-    remove_adapter("tenant 0", group.call_all)
+    group.call_all(lambda engine: table_of(engine).remove("tenant 0"))
     assert not any("tenant 0" in engine.adapters.loaded for engine in engines)
 
 

@@ -31,7 +31,7 @@ class Tables:
             found.append(self.batches.decode(plan.decode))
         if plan.prefill:
             found.append(self.batches.prefill(plan.prefill))
-        return self.batches.take_page_tables(), found
+        return self.batches.tables.take_whole(), found
 
     def run(self, plan):
         whole, steps = self.build(plan)
@@ -68,7 +68,7 @@ def test_the_device_has_the_rows_tables(drafts, room, seed, monkeypatch):
         if plan is not None and rng.random() < 0.15:
             tables.build(plan)
             loop.scheduler.withdraw(plan)
-            tables.batches.forget_page_tables()
+            tables.batches.tables.forget()
             plan = schedule()
         if plan is not None:
             tables.run(plan)
@@ -92,7 +92,7 @@ def test_a_step_sends_new_pages_alone():
     batches = BatchBuilder(config())
     rows = [decode_row(seat, range(10 * seat, 10 * seat + 4)) for seat in (1, 2, 3)]
     batches.decode(rows)
-    assert len(batches.take_page_tables()) == 1, "12 pages, and the step has room for 8"
+    assert len(batches.tables.take_whole()) == 1, "12 pages, and the step has room for 8"
     assert not batches.decode(rows).page_updates.any()
     rows[1].pages.append(99)
     rows[2].pages.pop()
@@ -100,7 +100,7 @@ def test_a_step_sends_new_pages_alone():
     assert updates[:3].tolist() == [[2, 4, 99], [3, 3, 0], [0, 0, 0]]
     rows[0].pages[2] = 55
     assert batches.decode(rows).page_updates[:3].tolist() == [[1, 2, 55], [1, 3, 13], [0, 0, 0]]
-    assert not batches.take_page_tables()
+    assert not batches.tables.take_whole()
 
 
 def test_a_seats_next_tenant_begins_with_zeros():
@@ -114,7 +114,7 @@ def test_a_seats_next_tenant_begins_with_zeros():
 def test_a_long_prefix_that_was_found_is_sent_before_the_step():
     batches = BatchBuilder(config(num_pages=300, max_model_len=4096))
     batch = batches.prefill([prefill_row(1, 480, 10, [9], range(1, 300)), prefill_row(2, 0, 10, [8], [300, 301])])
-    (table,) = batches.take_page_tables()
+    (table,) = batches.tables.take_whole()
     assert (table.row_id, table.pages[:300].tolist()) == (1, [*range(1, 300), 0])
     assert batch.page_updates[:3].tolist() == [[2, 0, 300], [2, 1, 301], [0, 0, 0]]
 

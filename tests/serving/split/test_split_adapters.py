@@ -77,7 +77,7 @@ class AdapterPair:
 def pair():
     pair = AdapterPair()
     for number in (LORA, OTHER, STATE):
-        pair.decode.adapters.load(number, number)
+        pair.decode.adapters.put(number, number, pair.decode.adapters.read(number, number))
     yield pair
     pair.assert_idle()
 

@@ -18,7 +18,7 @@ from serving.api.http.connection.streaming import answer
 from serving.api.http.context import Context, context_of
 from serving.api.http.errors import ApiError
 from serving.api.http.protocol.common import ModelCard, ModelList
-from serving.core import Pool, PoolUse
+from serving.core import Pool
 from serving.engine.assembly.devices import describe, own_devices
 from serving.engine.engine import Engine
 
@@ -29,8 +29,6 @@ _CELLS = 1024
 
 _QUEUE, _ROWS = 1024, 16
 """Maximum number of waiting requests examined per engine, and of rows in the table of waiting requests."""
-
-_LETTERS = {PoolUse.FREE: "f", PoolUse.USED: "u", PoolUse.CACHED: "c"}
 
 
 @router.get("/v1/models", response_model=ModelList, tags=["OpenAI"])
@@ -212,4 +210,5 @@ def _maps(engines: Sequence[Engine]) -> dict[str, str]:
 def pool_map(pool: Pool, cells: int = _CELLS) -> str:
     """Returns the letters f, u and c for free, used and cached ids of a pool, from id 1; at most `cells` letters."""
     step = -(-(pool.size - 1) // cells)
-    return "".join(_LETTERS[pool.use_of(i)] for i in range(1, pool.size, step))
+    letters = ("u" if pool.refs[i] else "f" if pool.owners[i] is None else "c" for i in range(1, pool.size, step))
+    return "".join(letters)
