@@ -97,6 +97,11 @@ class Tokenizer:
         """Returns token ids of `text`, by default with the checkpoint's special tokens at the start (and end)."""
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def encode_with_ends(self, text: str) -> tuple[list[int], list[int]]:
+        """Returns token ids of `text` without added special tokens, and where each token ends, in characters."""
+        encoding = self._backend.encode_batch([text], add_special_tokens=False)[0]
+        return encoding.ids, [end for _, end in encoding.offsets]
+
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Encodes many texts in parallel. Unlike `encode`, this lets other Python threads run meanwhile."""
         return [e.ids for e in self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)]

@@ -1,5 +1,6 @@
 """Host policy: requests, pools, prefix index, scheduler. Pure Python; never imports JAX."""
 
+from serving.core.cache.marks import Mark
 from serving.core.cache.pools import Pool
 from serving.core.cache.prefix_tree import CheckpointKind
 from serving.core.cache.retention import RetentionPolicy
@@ -28,6 +29,7 @@ __all__ = [
     "DecodeRow",
     "DraftPolicy",
     "FinishReason",
+    "Mark",
     "MissReason",
     "PlannedRow",
     "Pool",

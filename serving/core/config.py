@@ -99,6 +99,11 @@ class SchedulerConfig:
         return 1 if self.replay_interval > 1 else 1 + self.num_speculative_tokens
 
     @property
+    def max_kept_states(self) -> int:
+        """The most states that marks keep: half of the slots beyond those of running sequences."""
+        return (self.num_slots - 1 - self.num_rows * self.slots_per_row) // 2
+
+    @property
     def known_tokens_in_decode_row(self) -> int:
         """The most tokens of a prompt that a decode row may feed.
 

@@ -254,6 +254,7 @@ class Scheduler(RemoteStates):
                 request.lookup.final = True
                 lookup = request.lookup
                 self.counters.count_admission(request.prompt_len, lookup.num_cached_tokens, lookup.miss_reason)
+                self.counters.stateless_tokens += lookup.num_stateless_tokens
         self.counters.steps += 1
         self.unsettled.append(plan)
 

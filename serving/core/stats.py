@@ -48,6 +48,10 @@ class Stats:
     prompt_tokens: int = exported("prompt_tokens", "Prompt tokens of admitted requests.")
     """Of the first admission of each."""
     cached_tokens: int = exported("cached_prompt_tokens", "Prompt tokens that the prefix cache saved.")
+    stateless_tokens: int = exported(
+        "prompt_tokens_without_state",
+        "Prompt tokens with cached keys and values that were computed again, because no state was cached there.",
+    )
     full_hits: int = exported("full_prefix_hits", "Requests whose whole prompt was cached.")
     prefill_tokens: int = exported("prefill_tokens", "Tokens computed by prefill.")
     """Tokens fed that were certain beforehand: prompts, and outputs computed again after a preemption."""

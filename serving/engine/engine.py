@@ -11,6 +11,7 @@ from typing import Any
 
 from checkpoints.tokenizer import Tokenizer
 from serving.core import FinishReason, Request, RowResult, StepPlan, check_prompt_length
+from serving.core.cache.marks import written_tokens
 from serving.engine.control import Control
 from serving.engine.request_error import RequestError, RequestFailed
 from serving.engine.requests.adapters import AdapterTable
@@ -113,6 +114,9 @@ class Engine:
         text, ids = self.prompt_ids(request.prompt)
         check_prompt_length(len(ids), self.max_model_len)
         check_params(params, self.tokenizer, self.vocab_size)
+        for mark in request.cache_marks:
+            if not 1 <= mark.position <= len(ids):
+                raise RequestError(f"cache_marks: position {mark.position} is not in the prompt (1 to {len(ids)})")
         if params.return_sampling_mask and not self._sampling_masks:
             raise RequestError("return_sampling_mask needs the flag enable_return_sampling_mask")
         output = RequestOutput(
@@ -286,6 +290,7 @@ class Engine:
             ignore_eos=params.ignore_eos,
             priority=given.priority,
             cache_salt=given.cache_salt,
+            marked=given.cache_marks if index == 0 else (),
             adapter=None if parent.adapter is None else parent.adapter.digest,
             initial_slot=0 if parent.adapter is None else parent.adapter.initial_slot,
             prompt_logprobs=params.prompt_logprobs is not None and index == 0,
@@ -347,6 +352,7 @@ class Engine:
         if choice.index == 0:
             output.num_cached_tokens = request.num_cached_tokens
             output.miss_reason = str(request.miss_reason) if request.miss_reason else None
+            output.cache_write_tokens = written_tokens(request.lookup.published, request.num_cached_tokens)
         if choice.finished and self._experts_per_layer and self.loop.store is not None:
             count = len(output.prompt_token_ids) + choice.num_tokens - 1
             choice.output.recorded_experts = read_routed_experts(

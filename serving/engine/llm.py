@@ -23,8 +23,9 @@ from serving.engine.engine import Engine
 from serving.engine.replicas.changes import WeightsUpdate, common_checksum, load_adapter, table_of
 from serving.engine.replicas.replica_threads import ReplicaGroup
 from serving.engine.request_error import RequestError
+from serving.engine.requests.chat_marks import encode_marked
 from serving.engine.requests.output import PromptScores, RequestOutput, with_texts
-from serving.engine.requests.request import EngineRequest, LoRARequest, Prompt
+from serving.engine.requests.request import EngineRequest, LoRARequest, Prompt, read_marks
 from serving.engine.requests.sampling_params import SamplingParams, recommended_sampling
 from serving.engine.weights import WeightsChecksum
 from serving.vllm.command import engine_flags
@@ -155,7 +156,8 @@ class LLM:
             use_tqdm: show a progress bar on a terminal.
             priority: smaller values are served first; one for all, or one per prompt.
             cache_salt: share cached prefixes only with requests of the same salt. A prompt may have one of its own:
-                `{"prompt": text, "cache_salt": salt}`.
+                `{"prompt": text, "cache_salt": salt}`. A prompt may also have `cache_marks`: positions from which later
+                prompts will continue, `[90]`, or with a time in seconds `[{"position": 90, "ttl": 300}]`.
             lora_request: the adapter; one for all, or one (or None) per prompt.
 
         Raises:
@@ -172,11 +174,14 @@ class LLM:
         )
         priorities = _one_each(priority or 0, int, many, "priorities")
         adapters = _one_each(lora_request, (LoRARequest, type(None)), many, "lora_request")
-        salts = [each.get("cache_salt", cache_salt) if isinstance(each, Mapping) else cache_salt for each in many]
+        tables: list[Mapping[str, Any]] = [each if isinstance(each, Mapping) else {} for each in many]
         requests = [
-            EngineRequest(f"generate-{next(self._ids)}", each, param, rank, salt, lora_request=adapter)
-            for each, param, rank, salt, adapter in zip(many, params, priorities, salts, adapters, strict=True)
-        ]
+            EngineRequest(
+                f"generate-{next(self._ids)}", each, param, rank, table.get("cache_salt", cache_salt),
+                read_marks(table.get("cache_marks")), lora_request=adapter,
+            )
+            for each, param, rank, table, adapter in zip(many, params, priorities, tables, adapters, strict=True)
+        ]  # fmt: skip
         try:
             self.front.add_all(requests)
             return self._run(requests, use_tqdm)
@@ -222,10 +227,13 @@ class LLM:
         earlier = [earlier] if single and isinstance(earlier[0], int) else earlier
         if len(earlier) != len(conversations):
             raise RequestError(f"previous_token_ids must be {len(conversations)} lists, got {len(earlier)}")
-        prompts: list[Prompt] = [
-            {"prompt_token_ids": self.encode_chat(each, previous_token_ids=ids, **variables)}
-            for each, ids in zip(conversations, earlier, strict=True)
-        ]
+        prompts: list[Prompt] = []
+        for each, before in zip(conversations, earlier, strict=True):
+            if before:
+                ids, marks = self.encode_chat(each, previous_token_ids=before, **variables), ()
+            else:
+                ids, marks = encode_marked(self.get_tokenizer(), each, **variables)
+            prompts.append({"prompt_token_ids": ids, "cache_marks": marks})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:

@@ -1,9 +1,11 @@
 """The pools of one store, and the index of their published contents."""
 
 import sys
+import time
 from collections.abc import Callable
 
 from serving.core.cache.content import Scope
+from serving.core.cache.marks import Clock, KeptStates
 from serving.core.cache.pools import PagePool, Pool, SlotPool
 from serving.core.cache.prefix_index import PrefixIndex
 from serving.core.cache.prefix_tree import IndexObserver
@@ -24,7 +26,9 @@ class Cache:
         policy: RetentionPolicy,
         stats: Stats,
         slots_wanted: Callable[[int], int],
+        clock: Clock = time.monotonic,
     ) -> None:
+        self._clock = clock
         self.config, self.policy, self.stats = config, policy, stats
         self._slots_wanted = slots_wanted
         self._observers: list[IndexObserver] = []
@@ -47,11 +51,9 @@ class Cache:
         self.slots = SlotPool(config.num_slots)
         self.pages = PagePool(config.num_pages) if config.num_pages else None
         unit = config.page_size if config.num_pages else config.state_block_size
-        self.index = (
-            PrefixIndex(self.slots, self.pages, self.policy, unit, self.stats, self._observers)
-            if config.caching
-            else None
-        )
+        kept = KeptStates(config.max_kept_states, self._clock)
+        parts = self.slots, self.pages, self.policy, unit, self.stats, self._observers, kept
+        self.index = PrefixIndex(*parts) if config.caching else None
         for observer in self._observers:
             observer.cleared()
 

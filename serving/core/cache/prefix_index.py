@@ -11,10 +11,11 @@ Invariants: a node's page exists as long as the node. Rows reference whole paths
 page can be evicted, leaves first. A state is evicted together with any page that it needs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from serving.core.cache.content import Scope
+from serving.core.cache.marks import KeptStates, Mark
 from serving.core.cache.pools import PagePool, SlotPool
 from serving.core.cache.prefix_tree import (
     NO_TAIL,
@@ -38,7 +39,7 @@ _GHOSTS = 16_384
 
 class PrefixIndex:
     """The trie, and the choice of the entry to evict when a pool is empty. `pages` is None for a model without
-    attention."""
+    attention, `kept` are the states that marks keep."""
 
     def __init__(
         self,
@@ -48,9 +49,10 @@ class PrefixIndex:
         unit: int,
         stats: Stats,
         observers: Sequence[IndexObserver],
+        kept: KeptStates,
     ) -> None:
         self.slots, self.pages, self.policy, self.unit, self.stats = slots, pages, policy, unit, stats
-        self.observers = observers
+        self.observers, self._kept = observers, kept
         self.roots: dict[Scope, Root] = {}
         self._clock = 0
         self._level = 0
@@ -147,6 +149,11 @@ class PrefixIndex:
             node = node.parent
         return node
 
+    def state_at(self, content: Content, position: int) -> Checkpoint | None:
+        """Returns the published state S(position) of a sequence; None if there is none."""
+        match = self.find(content.tokens[:position], content.chain.scope)
+        return match.entry if match.position == position else None
+
     def publish_state(self, content: Content, position: int, slot: int, kind: CheckpointKind) -> bool:
         """Publishes S(position) of a sequence. Returns False, and changes nothing, if an equal state exists.
 
@@ -189,6 +196,8 @@ class PrefixIndex:
 
     def evict_state(self, max_rank: EvictionRank | None = None) -> bool:
         """Evicts the idle state of the least worth. Returns False without an idle state of at most this rank."""
+        for ended in self._kept.ended():
+            self._rank_again(ended)
         entry = self._idle_states.pop(max_rank=max_rank)
         if entry is None:
             return False
@@ -213,6 +222,7 @@ class PrefixIndex:
         for observer in self.observers:
             low_value = self.policy.rank(entry) == EvictionRank.INTERIOR
             observer.dropping(entry, trusted=trusted, low_value=low_value)
+        self._kept.forget(entry)
         node, above = entry.node, entry.above
         assert above is not None
         del node.states[entry.tail]
@@ -320,6 +330,15 @@ class PrefixIndex:
             del ghosts[next(iter(ghosts))]
 
     # -- order of eviction --
+
+    def keep(self, marks: Mapping[int, Mark], client: str | None, entry: Checkpoint | None) -> None:
+        """Keeps the states at marks, by position, of a client's request: `entry`, and those above it."""
+        while entry is not None and marks:
+            mark = marks.get(entry.position)
+            if mark is not None and mark.ttl is not None:
+                for each in (entry, *self._kept.keep(entry, mark.ttl, client)):
+                    self._rank_again(each)
+            entry = entry.above
 
     def touch(self, entry: Checkpoint) -> None:
         """Records that an admitted request reads this state."""

@@ -15,6 +15,7 @@ class CheckpointKind(IntEnum):
     BOUNDARY = 0
     JUNCTION = 1
     PROMPT_END = 2
+    MARK = 3
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -91,6 +92,8 @@ class Checkpoint:
     hits: int = field(init=False, default=0)
     stale: bool = field(init=False, default=False)
     """It was computed with weights that have been replaced: no request will match it again."""
+    kept_until: float = field(init=False, default=0.0)
+    """Until when a mark keeps it (`KeptStates`); 0 without one."""
     stamp: int = field(init=False, default=0)
     page_stamp: int = field(init=False, default=0)
 

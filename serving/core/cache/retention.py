@@ -5,7 +5,8 @@ Only `RetentionPolicy` makes these decisions, so that another policy can replace
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from enum import IntEnum
 from typing import Generic, TypeVar
 
@@ -23,9 +24,11 @@ class EvictionRank(IntEnum):
     INTERIOR = 0
     """A boundary with exactly one state below it: no prefix branches off here, so its loss costs the least."""
     SUPERSEDED = 1
-    """The end of a prompt with exactly one state below it: the conversation has continued past it."""
+    """The end of a prompt or a mark with exactly one state below it: the conversation has continued past it."""
     VALUABLE = 2
     """The deepest states of their chains, branching points, and prompts that requests repeat."""
+    KEPT = 3
+    """States that marks keep, until their time has passed."""
 
 
 _MOST_HITS = 3
@@ -34,14 +37,15 @@ hit."""
 
 
 class RetentionPolicy:
-    """Publishes states at multiples of B, junctions and prompt ends; evicts by `rank`, then by `worth`."""
+    """Publishes states at multiples of B, junctions, marks and prompt ends; evicts by `rank`, then by `worth`."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.mode = config.cache_mode
         self.block = config.state_block_size
         self.page = config.page_size
+        self._grid = math.lcm(config.page_size, config.tile_size)
 
-    def stops(self, prompt_len: int, hit: int, matched: int) -> list[int]:
+    def stops(self, prompt_len: int, hit: int, matched: int, marks: Collection[int] = ()) -> list[int]:
         """Returns the positions, in addition to multiples of B, at which prefill chunks of a request must end.
 
         Args:
@@ -49,21 +53,20 @@ class RetentionPolicy:
             matched: tokens whose pages were found. If more tokens have pages than a state, another request shares this
                 prefix and then diverges; a state at this junction serves the next such request. This applies to `align`
                 only: `all` has a state within B tokens, so another chunk would not pay.
+            marks: positions of the request's marks. Within a chunk, states are stored only at ends of tiles and pages.
 
         The end of the prompt is also a stop, because a resumed request would otherwise continue past it.
         """
         if self.mode == "none":
             return []
-        stops = []
+        stops = {prompt_len, *(mark for mark in marks if mark % self._grid)}
         junction = matched - matched % self.page
-        if self.mode == "align" and hit < junction < prompt_len:
-            stops.append(junction)
-        if hit < prompt_len:
-            stops.append(prompt_len)
-        return stops
+        if self.mode == "align" and junction < prompt_len:
+            stops.add(junction)
+        return sorted(stop for stop in stops if stop > hit)
 
     def positions(
-        self, prompt_len: int, stops: Sequence[int], start: int, end: int
+        self, prompt_len: int, stops: Sequence[int], start: int, end: int, marks: Collection[int] = ()
     ) -> list[tuple[int, CheckpointKind]]:
         """Returns the positions in (start, end] at which a prefill chunk publishes states, with their kinds.
 
@@ -72,17 +75,20 @@ class RetentionPolicy:
         """
         if self.mode == "none":
             return []
-        found: list[tuple[int, CheckpointKind]] = []
+        found: dict[int, CheckpointKind] = {}
         block = self.block
         if self.mode == "all":
-            found = [(at, CheckpointKind.BOUNDARY) for at in range(start - start % block + block, end, block)]
+            found = dict.fromkeys(range(start - start % block + block, end, block), CheckpointKind.BOUNDARY)
         if end == prompt_len:
-            found.append((end, CheckpointKind.PROMPT_END))
+            found[end] = CheckpointKind.PROMPT_END
         elif end in stops:
-            found.append((end, CheckpointKind.JUNCTION))
+            found[end] = CheckpointKind.JUNCTION
         elif end % block == 0:
-            found.append((end, CheckpointKind.BOUNDARY))
-        return found
+            found[end] = CheckpointKind.BOUNDARY
+        found |= {
+            mark: CheckpointKind.MARK for mark in marks if mark == end or (start < mark < end and not mark % self._grid)
+        }
+        return sorted(found.items())
 
     def is_low_value(self, prompt_len: int, position: int, kind: CheckpointKind) -> bool:
         """Returns whether a new state must not evict a state of higher worth.
@@ -95,13 +101,15 @@ class RetentionPolicy:
         """Returns the entry's rank. All entries of a lower rank are evicted before any of a higher rank."""
         if entry.stale:
             return EvictionRank.STALE
+        if entry.kept_until:
+            return EvictionRank.KEPT
         if len(entry.below) != 1:
             return EvictionRank.VALUABLE
         if entry.kind == CheckpointKind.BOUNDARY:
             return EvictionRank.INTERIOR
         return (
             EvictionRank.SUPERSEDED
-            if entry.kind == CheckpointKind.PROMPT_END and entry.hits < 2
+            if entry.kind >= CheckpointKind.PROMPT_END and entry.hits < 2
             else EvictionRank.VALUABLE
         )
 

@@ -170,6 +170,7 @@ def _admit_one(scheduler: SchedulerState, request: Request, plan: StepPlan, budg
         return reason
     if match is not None and match.entry is not None and scheduler.index is not None:
         scheduler.index.touch(match.entry)
+        scheduler.index.keep(request.marks, request.client, match.entry)
     _explain(scheduler, request, match, plan)
     queues.admitted(request)
     request.queueing.waits_since = None
@@ -195,7 +196,7 @@ def _start(
         return WaitReason.SLOTS
     progress.row_id = scheduler.queues.free_row_ids.pop()
     matched = match.matched if match is not None else 0
-    progress.stops = scheduler.policy.stops(request.prompt_len, progress.num_computed, matched)
+    progress.stops = scheduler.policy.stops(request.prompt_len, progress.num_computed, matched, request.marks)
     return plan_prefill(scheduler, request, plan, budget, preempting=False)
 
 
@@ -228,6 +229,8 @@ def _explain(scheduler: SchedulerState, request: Request, match: Match | None, p
     if lookup.final:
         return
     lookup.num_cached_tokens = min(found, request.prompt_len)
+    if match is not None and scheduler.cache.pages is not None:
+        lookup.num_stateless_tokens = max(0, match.matched - found)
     lookup.miss_reason = None
     if found:
         return

@@ -59,7 +59,7 @@ class RemoteStates(SchedulerState):
         if not request.lookup.final:
             request.lookup.num_cached_tokens = load.remote.cached_tokens
             request.lookup.miss_reason = None
-        progress.stops = self.policy.stops(request.prompt_len, position, position)
+        progress.stops = self.policy.stops(request.prompt_len, position, position, request.marks)
         if index is not None and progress.pages.publishes_at(position):
             index.publish_pages(progress.content, position)
         kind = None

@@ -116,7 +116,7 @@ def plan_prefill(
             1 if as_decode else scheduler.config.tile_size,
             [
                 (position, kind, policy.is_low_value(prompt_len, position, kind))
-                for position, kind in policy.positions(prompt_len, progress.stops, start, end)
+                for position, kind in policy.positions(prompt_len, progress.stops, start, end, request.marks)
             ],
             after=after,
             admitting=request.status is Status.WAITING,

@@ -126,6 +126,7 @@ def after_dispatch(scheduler: SchedulerState, row: PlannedRow) -> None:
     """Releases the slots and pages that the row only read, and publishes what it wrote if all its tokens were known."""
     request, progress = row.request, row.request.progress
     pages = progress.pages
+    marked = request.marks.keys() & progress.state.publishing() if request.marks else ()
     progress.state.dispatched(progress.content)
     scheduler.counters.page_copies += pages.dispatched()
     if not row.is_prefill:
@@ -138,6 +139,10 @@ def after_dispatch(scheduler: SchedulerState, row: PlannedRow) -> None:
         return
     if pages.publishes_at(row.end):
         index.publish_pages(progress.content, row.end)
+    for position in marked:
+        request.lookup.published[position] = request.marks[position]
+    if marked:
+        index.keep(request.marks, request.client, index.state_at(progress.content, max(marked)))
     progress.state.trim(progress.last_access)
 
 

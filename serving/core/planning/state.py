@@ -1,9 +1,11 @@
 """The scheduler's records, and how a running request gives up its slots and pages."""
 
+import time
 from collections import deque
 from collections.abc import Sequence
 
 from serving.core.cache.cache import Cache
+from serving.core.cache.marks import Clock
 from serving.core.cache.pools import Pool
 from serving.core.cache.prefix_index import PrefixIndex
 from serving.core.cache.retention import RetentionPolicy
@@ -26,6 +28,7 @@ class SchedulerState:
     Args:
         policy: decides which states to publish and to evict.
         drafts: decides how many drafts a row gets.
+        clock: returns seconds, for the times of marks.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class SchedulerState:
         *,
         policy: RetentionPolicy | None = None,
         drafts: DraftPolicy | None = None,
+        clock: Clock = time.monotonic,
     ) -> None:
         self.config = config
         self.policy = policy if policy is not None else RetentionPolicy(config)
@@ -46,7 +50,7 @@ class SchedulerState:
         self.num_arrivals = self.num_steps = 0
         self.queues = Queues(config.num_rows)
         self.fairness = Fairness(config)
-        self.cache = Cache(config, self.policy, self.counters, self.queues.could_be_admitted)
+        self.cache = Cache(config, self.policy, self.counters, self.queues.could_be_admitted, clock)
         self.pending: StepPlan | None = None
         """The step that is planned, or being planned, and not yet dispatched."""
         self.admits_until: int | None = None

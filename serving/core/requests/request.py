@@ -7,6 +7,7 @@ from typing import Any
 
 from serving.core.cache.cache import Cache
 from serving.core.cache.content import Chain, Scope
+from serving.core.cache.marks import Mark, merged
 from serving.core.cache.row_pages import Content, PageTable, RowPages
 from serving.core.cache.row_replay import RowReplay
 from serving.core.cache.row_snapshots import RowSnapshots
@@ -68,6 +69,10 @@ class CacheLookup:
     """Number of cached prompt tokens."""
     miss_reason: MissReason | None = None
     """The reason for zero cached tokens."""
+    num_stateless_tokens: int = 0
+    """Number of prompt tokens with cached pages beyond the cached state."""
+    published: dict[int, Mark] = field(default_factory=dict)
+    """The marks at which the request has published states, by position."""
     final: bool = False
     """Makes the value final: the first admission has been dispatched."""
     chain: Chain | None = None
@@ -226,6 +231,8 @@ class Request:
     cache_salt: str | None = None
     adapter: str | None = None
     """Digest of the adapter's content; None without an adapter."""
+    marked: InitVar[Iterable[Mark]] = ()
+    """Positions of the prompt at which states are worth keeping."""
     initial_slot: int = 0
     """The slot with the state before the first token, outside the pool of slots; 0 = zeros."""
     prompt_logprobs: bool = False
@@ -253,6 +260,8 @@ class Request:
     """The token (or, set by the engine, the string) that ended it."""
 
     # The scheduler's records.
+    marks: dict[int, Mark] = field(init=False)
+    """Those of `marked` that are kept, by position, ascending."""
     arrival: int = field(init=False, default=0)
     blocked: bool = field(init=False, default=False)
     """Set by the engine while it computes a value for the next step of a lockstep request. No step has a row of
@@ -269,7 +278,8 @@ class Request:
     progress: Progress = field(init=False)
     """Set by the scheduler, and replaced when the request has to start again."""
 
-    def __post_init__(self, eos_token_ids: Iterable[int], ignore_eos: bool) -> None:
+    def __post_init__(self, eos_token_ids: Iterable[int], ignore_eos: bool, marked: Iterable[Mark]) -> None:
+        self.marks = {mark.position: mark for mark in merged(marked)}
         self.tokens = list(self.tokens)
         self.prompt_len = len(self.tokens)
         self.stop_token_ids = frozenset(self.stop_token_ids).union(() if ignore_eos else eos_token_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -296,7 +297,12 @@ class _Parts:
             adapters=adapters,
         )
         loop = StepLoop(
-            Scheduler(settings, drafts=draft_policy(config, model, bytes_per_token=size.bytes_per_token)),
+            Scheduler(
+                settings,
+                drafts=draft_policy(config, model, bytes_per_token=size.bytes_per_token),
+                # Processes that each schedule for themselves have different clocks, and must evict the same states.
+                clock=time.monotonic if jax.process_count() == 1 or config.max_decode_pause else lambda: 0.0,
+            ),
             programs,
             batches,
             RowInputs(batches, vocab_size=model.config.vocab_size, masks=masks),

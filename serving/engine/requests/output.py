@@ -172,6 +172,8 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0
     """Number of prompt tokens that were in the prefix cache and not computed."""
+    cache_write_tokens: dict[float | None, int] = field(default_factory=dict)
+    """Number of prompt tokens that were added to the prefix cache up to the request's marks, by the marks' `ttl`."""
     miss_reason: str | None = None
     """Why no part of the prompt came from the cache; None if a part came from it."""
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from checkpoints.tokenizer import Tokenizer
-from serving.core import RemoteState
+from serving.core import Mark, RemoteState
 from serving.engine.request_error import RequestError
 from serving.engine.requests.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": [...]}`."""
-_PROMPT_FIELDS = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
-"""Fields of a prompt; `LLM.generate` reads the last one."""
+_PROMPT_FIELDS = frozenset({"prompt", "prompt_token_ids", "cache_salt", "cache_marks"})
+"""Fields of a prompt; `LLM.generate` reads the last two."""
+_LONGEST_TTL = 86_400.0
+"""Maximum time of a mark in seconds."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ class EngineRequest:
     """Requests with smaller values are served first."""
     cache_salt: str | None = None
     """Requests share cached prefixes only with requests of the same salt."""
+    cache_marks: tuple[Mark, ...] = ()
+    """Positions of the prompt at which a state is worth keeping; of more than 8, the deepest."""
     client: str | None = None
     """The client that sent the request; waiting clients are served in turn."""
     batch_id: str | None = None
@@ -89,6 +94,26 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) ->
     if not ids:
         raise RequestError("the prompt is empty")
     return given, ids
+
+
+def read_marks(given: Any) -> tuple[Mark, ...]:
+    """Returns the marks of a prompt's field `cache_marks`: positions, or tables such as `{"position": 90, "ttl": 300}`.
+
+    Raises:
+        RequestError: it is not a list of these.
+    """
+    marks = []
+    for each in given if isinstance(given, (list, tuple)) else [] if given is None else [given]:
+        table = asdict(each) if isinstance(each, Mark) else each if isinstance(each, Mapping) else {"position": each}
+        position, ttl = table.get("position"), table.get("ttl")
+        timed = isinstance(ttl, (int, float)) and not isinstance(ttl, bool) and 0 < ttl <= _LONGEST_TTL
+        if type(position) is not int or table.keys() - {"position", "ttl"} or not (timed or ttl is None):
+            raise RequestError(
+                "cache_marks must be a list of positions, or of tables with 'position' and 'ttl' (seconds from 0 up to "
+                f"{_LONGEST_TTL:g}), got {reprlib.repr(each)}"
+            )
+        marks.append(Mark(position, ttl))
+    return tuple(marks)
 
 
 def check_params(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int) -> None:

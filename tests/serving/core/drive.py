@@ -1,11 +1,13 @@
 """A small loop over the scheduler and the symbolic device, for tests that look at single plans."""
 
 import random
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from serving.core import Request, Scheduler, SchedulerConfig, StepPlan, StepResult
 from serving.core.cache.content import Scope
+from serving.core.cache.marks import Clock
 from serving.core.cache.prefix_index import PrefixIndex
 from serving.core.cache.prefix_tree import Checkpoint, Node
 from tests.serving.core.symbolic import Device
@@ -31,9 +33,9 @@ def small_config(**changes: Any) -> SchedulerConfig:
 class Loop:
     """Plans, runs and settles; keeps the plans. Drafts are right with probability `rightness`."""
 
-    def __init__(self, *, rightness: float = 1.0, **changes: Any) -> None:
+    def __init__(self, *, rightness: float = 1.0, clock: Clock = time.monotonic, **changes: Any) -> None:
         self.config = small_config(**changes)
-        self.scheduler = Scheduler(self.config)
+        self.scheduler = Scheduler(self.config, clock=clock)
         self.device = Device(self.config, Model(9), random.Random(1), rightness)
         self.plans: list[StepPlan] = []
         self.results: list[tuple[StepPlan, StepResult]] = []

@@ -10,6 +10,7 @@ from serving.core import (
     DecodeRow,
     DraftPolicy,
     FinishReason,
+    Mark,
     Request,
     RequestError,
     Row,
@@ -136,6 +137,12 @@ class Run:
             for _ in range(rng.randrange(1, 3)):
                 self.make(prompt, salt, first.request_id)
 
+    def marks(self, length: int) -> list[Mark]:
+        """Marks of some requests; they take no random numbers of the schedule."""
+        pick = random.Random(len(self.requests) * 1000 + length)
+        count = pick.choice([0, 0, 1, 2, 9])
+        return [Mark(pick.randrange(1, length + 1), pick.choice([None, 1e6])) for _ in range(count if length else 0)]
+
     def make(self, prompt: Sequence[int], salt: str | None, fork_of: str | None) -> Request | None:
         """Queue a request; None if it was refused."""
         rng = self.rng
@@ -152,6 +159,7 @@ class Run:
             lockstep=rng.random() < 0.1,
             fork_of=fork_of,
             client=[None, "a", "b"][len(self.requests) * 7 // 5 % 3] if self.clients else None,
+            marked=self.marks(len(prompt)),
         )
         try:
             self.scheduler.add(request)

@@ -1,0 +1,111 @@
+"""Marks: positions of a prompt from which its client will continue again, and the states that are kept there.
+
+A recurrent state cannot be cut back, so a prefix is reused only where a state was stored. Prefill ends a tile at each
+mark and publishes the state there. A mark with a time keeps its state while others are evicted: of a bounded number of
+such states, no client takes the share of another.
+"""
+
+import heapq
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from serving.core.cache.prefix_tree import Checkpoint
+
+MAX_MARKS = 8
+"""Maximum number of marks of a request; the deepest ones are kept."""
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A position of a prompt at which a state is worth keeping."""
+
+    position: int
+    """Number of prompt tokens before it, at least 1."""
+    ttl: float | None = None
+    """Seconds for which the state is evicted after all others, from its last use by a request with this mark. None:
+    like the end of a prompt."""
+
+
+def merged(marks: Iterable[Mark]) -> tuple[Mark, ...]:
+    """Returns the deepest marks, ascending, at most `MAX_MARKS`; of several at one position that with the longest
+    time."""
+    found: dict[int, Mark] = {}
+    for mark in sorted(marks, key=lambda mark: (mark.position, mark.ttl or 0.0)):
+        found[mark.position] = mark
+    return tuple(found.values())[-MAX_MARKS:]
+
+
+def written_tokens(marks: Mapping[int, Mark], num_cached_tokens: int) -> dict[float | None, int]:
+    """Returns the numbers of prompt tokens that a request has added to the cache, by the time of the marks.
+
+    Args:
+        marks: the marks whose states the request has published, by position.
+        num_cached_tokens: number of tokens that were cached before.
+    """
+    found: dict[float | None, int] = {}
+    before = num_cached_tokens
+    for position in sorted(marks):
+        if position > before:
+            ttl = marks[position].ttl
+            found[ttl] = found.get(ttl, 0) + position - before
+            before = position
+    return found
+
+
+class KeptStates:
+    """The states that marks keep, each until its time has passed.
+
+    Args:
+        most: maximum number of states. At the limit, the client with most of them loses the one marked longest ago.
+        clock: returns seconds.
+    """
+
+    def __init__(self, most: int, clock: Clock = time.monotonic) -> None:
+        self._most, self._clock = most, clock
+        self._clients: dict[Checkpoint, str | None] = {}
+        self._by_client: dict[str | None, OrderedDict[Checkpoint, None]] = {}
+        self._ends: list[tuple[float, int, Checkpoint]] = []
+        self._count = 0
+
+    def keep(self, entry: Checkpoint, seconds: float, client: str | None) -> list[Checkpoint]:
+        """Keeps a state for a time. Returns the states that are not kept any more."""
+        until = max(self._clock() + seconds, entry.kept_until)
+        self.forget(entry)
+        entry.kept_until = until
+        self._clients[entry] = client
+        self._by_client.setdefault(client, OrderedDict())[entry] = None
+        self._count += 1
+        heapq.heappush(self._ends, (until, self._count, entry))
+        if len(self._ends) > 64 + 4 * len(self._clients):
+            self._ends = [end for end in self._ends if end[2].kept_until == end[0]]
+            heapq.heapify(self._ends)
+        over = []
+        while len(self._clients) > self._most:
+            entries = max(self._by_client.values(), key=len)
+            over.append(next(iter(entries)))
+            self.forget(over[-1])
+        return over
+
+    def ended(self) -> list[Checkpoint]:
+        """Returns the states whose time has passed since the last call. They are not kept any more."""
+        found: list[Checkpoint] = []
+        now = self._clock() if self._ends else 0.0
+        while self._ends and self._ends[0][0] <= now:
+            until, _, entry = heapq.heappop(self._ends)
+            if entry.kept_until == until:
+                self.forget(entry)
+                found.append(entry)
+        return found
+
+    def forget(self, entry: Checkpoint) -> None:
+        """Ends the time of a state, if it is kept."""
+        if entry in self._clients:
+            client = self._clients.pop(entry)
+            del self._by_client[client][entry]
+            if not self._by_client[client]:
+                del self._by_client[client]
+        entry.kept_until = 0.0

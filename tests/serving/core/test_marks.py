@@ -1,0 +1,159 @@
+"""Marks: where states are published, how long they are kept, and whose they are."""
+
+from typing import Any
+
+import pytest
+
+from serving.core import Mark
+from serving.core.cache.content import Scope
+from serving.core.cache.marks import MAX_MARKS, KeptStates, merged, written_tokens
+from tests.serving.core.drive import Loop
+from tests.serving.core.test_eviction import kept
+
+PROMPT = [1 + i % 7 for i in range(30)]
+MODES: list[dict[str, Any]] = [
+    {},
+    {"cache_mode": "align"},
+    {"num_pages": 0},
+    {"num_speculative_tokens": 2, "num_lookahead_tokens": 2},
+    {"replay_interval": 2},
+    {"max_num_batched_tokens": 3},
+    {"page_size": 4},
+    {"page_size": 4, "chunks_end_at_blocks": True},
+    {"tile_size": 4, "state_block_size": 8},
+]
+
+
+def marks(*positions: int, ttl: float | None = None) -> list[Mark]:
+    return [Mark(position, ttl) for position in positions]
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("changes", MODES, ids=str)
+def test_a_prompt_continues_from_the_marks_of_one_before(changes: dict[str, Any]) -> None:
+    """At any position, within a tile or at its end, and with the output that it has without a cache."""
+    loop = Loop(**changes)
+    request = loop.run(PROMPT, max_tokens=2, marked=marks(5, 7, 10, 29))
+    assert {5, 7, 10, 29} <= set(loop.positions())
+    assert list(request.lookup.published) == [5, 7, 10, 29]
+    for shared in (5, 7, 10, 29):
+        other = [*PROMPT[:shared], 9, 9, 9]
+        assert loop.run(other, max_tokens=3).num_cached_tokens == shared
+    all_kept = loop.config.cache_mode == "all"
+    assert loop.run([*PROMPT[:9], 9], max_tokens=1).num_cached_tokens == (8 if all_kept else 7)
+
+
+def test_a_preempted_request_publishes_its_marks_once_more() -> None:
+    loop = Loop(num_pages=30, max_num_seqs=2)
+    requests = [loop.add([n, *PROMPT[:20]], max_tokens=20, marked=marks(5, 9)) for n in (8, 9)]
+    loop.finish()
+    assert any(request.queueing.num_preemptions for request in requests)
+    for request in requests:
+        loop.check_output(request)
+        assert list(request.lookup.published) == [5, 9]
+
+
+def test_marks_without_a_cache_do_nothing() -> None:
+    loop = Loop(cache_mode="none")
+    assert not loop.run(PROMPT, max_tokens=1, marked=marks(7)).lookup.published
+    assert len(loop.plans) == len(Loop(cache_mode="none").run(PROMPT, max_tokens=1).output_token_ids)
+
+
+def test_a_mark_that_is_cached_costs_no_step() -> None:
+    loop = Loop()
+    loop.run(PROMPT, max_tokens=1, marked=marks(7))
+    loop.plans.clear()
+    loop.run([*PROMPT, 9], max_tokens=1, marked=marks(7))
+    assert len(loop.plans) == 1
+
+
+def test_a_state_is_kept_until_its_time_has_passed() -> None:
+    """From its last use; then it goes as any other, even if no further request marks anything."""
+    clock = Clock()
+    loop = Loop(num_slots=12, max_num_seqs=1, clock=clock)
+    loop.run(PROMPT[:9], max_tokens=1, marked=marks(7, ttl=60))
+
+    def fill(first: int) -> None:
+        for n in range(first, first + 40):
+            loop.run([n, n, n, n, n], max_tokens=1)
+
+    fill(100)
+    assert kept(loop, PROMPT) == [7]
+    clock.now = 50
+    loop.run([*PROMPT[:7], 9], max_tokens=1, marked=marks(7, ttl=60))
+    clock.now = 100
+    fill(200)
+    assert 7 in kept(loop, PROMPT), "used 50 seconds ago"
+    clock.now = 111
+    fill(300)
+    assert kept(loop, PROMPT) == []
+    loop.scheduler.check(idle=True)
+
+
+def test_no_client_takes_the_share_of_another() -> None:
+    """One that marks everything keeps half of the spare slots; with another, the one with more loses its oldest."""
+    loop = Loop(num_slots=22, max_num_seqs=1)
+    most = loop.config.max_kept_states
+    assert most == 10
+    loop.run([9, 9, 9, 9, 9], max_tokens=1, client="a", marked=marks(3, ttl=60))
+    for n in range(10, 40):
+        loop.run([n, n, n, n, n, n], max_tokens=1, client="b", marked=marks(3, 5, ttl=60))
+    assert 3 in kept(loop, [9] * 5)
+    entries = loop.scheduler.index.by_worth()
+    assert sum(entry.kept_until > 0 for entry in entries) == most
+    assert len(entries) > most, "others have slots, too"
+
+
+def test_marks_of_one_salt_serve_no_other() -> None:
+    loop = Loop()
+    loop.run(PROMPT, max_tokens=1, cache_salt="a", marked=marks(7, ttl=60))
+    assert 7 in loop.positions("a")
+    assert loop.positions() == loop.positions("b") == []
+    assert loop.run(PROMPT[:8], max_tokens=1, cache_salt="b", marked=marks(7, ttl=60)).num_cached_tokens == 0
+    assert [entry.position for entry in loop.scheduler.index.by_worth() if entry.kept_until] == [7, 7]
+
+
+def test_tokens_with_pages_and_no_state_are_counted() -> None:
+    loop = Loop(cache_mode="align")
+    loop.run(PROMPT, max_tokens=1)
+    loop.run([*PROMPT[:23], 9], max_tokens=1)
+    counted = loop.scheduler.stats()
+    assert counted["stateless_tokens"] == 22 - counted["cached_tokens"] > 0
+
+
+def test_merged_marks() -> None:
+    assert merged([Mark(5), Mark(3, 60.0), Mark(5, 300.0), Mark(3)]) == (Mark(3, 60.0), Mark(5, 300.0))
+    assert merged(marks(*range(1, 20))) == tuple(marks(*range(20 - MAX_MARKS, 20)))
+
+
+@pytest.mark.parametrize(
+    ("published", "cached", "written"),
+    [
+        ([], 5, {}),
+        ([Mark(10, 300.0), Mark(30)], 0, {300.0: 10, None: 20}),
+        ([Mark(10, 300.0), Mark(30, 3600.0)], 20, {3600.0: 10}),
+        ([Mark(10, 300.0), Mark(30, 300.0)], 4, {300.0: 26}),
+    ],
+)
+def test_written_tokens(published: list[Mark], cached: int, written: dict[float | None, int]) -> None:
+    assert written_tokens({mark.position: mark for mark in published}, cached) == written
+
+
+def test_times_of_a_state_take_bounded_room() -> None:
+    clock = Clock()
+    loop = Loop()
+    loop.run(PROMPT, max_tokens=1)
+    entry = loop.scheduler.index.find(PROMPT, Scope(None)).entry
+    states = KeptStates(4, clock)
+    for _ in range(1000):
+        clock.now += 1
+        assert states.keep(entry, 60, None) == []
+    assert len(states._ends) < 100
+    clock.now += 60
+    assert (states.ended(), states.ended(), entry.kept_until) == ([entry], [], 0.0)
