@@ -12,7 +12,8 @@ import yaml
 from pydantic import Field, model_validator
 
 from checkpoints.overrides import parse_overrides
-from serving.core import CacheMode, ConfigError, check_replay_interval
+from serving.core import CacheMode, ConfigError
+from serving.core.config import check_replay_interval
 from serving.settings import Settings
 
 __all__ = ["CacheMode", "ConfigError", "EngineConfig", "read_config_file"]

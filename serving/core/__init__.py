@@ -3,22 +3,19 @@
 from serving.core.cache.marks import Mark
 from serving.core.cache.pools import Pool
 from serving.core.cache.prefix_tree import CheckpointKind
-from serving.core.cache.retention import RetentionPolicy
 from serving.core.cache.row_replay import ReplayAccess
 from serving.core.cache.row_state import StateAccess
-from serving.core.config import CacheMode, SchedulerConfig, check_replay_interval, replay_intervals
+from serving.core.config import CacheMode, SchedulerConfig
 from serving.core.planning.plan import DecodeRow, PrefillRow, Row, RowResult, StepPlan, StepResult
-from serving.core.planning.remote import StateLease
 from serving.core.reasons import (
     ConfigError,
     FinishReason,
     MissReason,
     RequestError,
-    WaitReason,
     check_prompt_length,
 )
 from serving.core.requests.drafts import AdaptiveDrafts, DraftPolicy
-from serving.core.requests.request import PlannedRow, RemoteLoad, RemoteState, Request, ResultDisposition, Status
+from serving.core.requests.request import RemoteLoad, RemoteState, Request, ResultDisposition, Status
 from serving.core.scheduler import Scheduler
 
 __all__ = [
@@ -31,7 +28,6 @@ __all__ = [
     "FinishReason",
     "Mark",
     "MissReason",
-    "PlannedRow",
     "Pool",
     "PrefillRow",
     "RemoteLoad",
@@ -40,18 +36,13 @@ __all__ = [
     "Request",
     "RequestError",
     "ResultDisposition",
-    "RetentionPolicy",
     "Row",
     "RowResult",
     "Scheduler",
     "SchedulerConfig",
     "StateAccess",
-    "StateLease",
     "Status",
     "StepPlan",
     "StepResult",
-    "WaitReason",
     "check_prompt_length",
-    "check_replay_interval",
-    "replay_intervals",
 ]

@@ -78,31 +78,21 @@ class Scheduler(RemoteStates):
         """Whether there is work other than the requests that `hold_new` holds back."""
         return any(not self.holds_back(request) for request in self.queues.unfinished.values())
 
-    def resumable(self, tokens: Sequence[int], salt: str | None, adapter: str | None = None) -> int:
-        """Returns the number of tokens of a prompt that are cached now.
+    def reusable(
+        self, tokens: Sequence[int], salt: str | None, adapter: str | None, chains: dict[Scope, Chain]
+    ) -> tuple[int, int]:
+        """Returns how many tokens of a prompt have a state on the device now, and how many there or in a tier below.
 
-        Any thread may call this while another one plans. It changes nothing, and the answer is a hint.
+        Any thread may call this while another one plans. It changes nothing, and the answer is a hint. `chains`: names
+        of these tokens, kept for further calls.
         """
-        index = self.index
-        return 0 if index is None else index.find(tokens, self.cache.scope(salt, adapter)).position
-
-    def fetchable(
-        self,
-        tokens: Sequence[int],
-        salt: str | None,
-        beyond: int,
-        chains: dict[Scope, Chain],
-        adapter: str | None = None,
-    ) -> int:
-        """Returns the number of tokens of a prompt with a state in a tier below the device; `beyond` if none is longer.
-
-        Any thread may call this, like `resumable`. `chains`: names of these tokens, kept for further calls.
-        """
-        tiers = self.tiers
-        if tiers is None or self.index is None or beyond >= len(tokens):
-            return beyond
-        scope = self.cache.scope(salt, adapter)
-        return tiers.reach(chains.setdefault(scope, Chain(scope, tiers.block)), tokens, beyond)
+        if self.index is None:
+            return 0, 0
+        scope, tiers = self.cache.scope(salt, adapter), self.tiers
+        device = self.index.find(tokens, scope).position
+        if tiers is None or device >= len(tokens):
+            return device, device
+        return device, tiers.reach(chains.setdefault(scope, Chain(scope, tiers.block)), tokens, device)
 
     @property
     def waiting(self) -> list[Request]:

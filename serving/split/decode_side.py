@@ -130,7 +130,7 @@ class DecodeSide(StateSource):
         worker, scheduler = self.worker, self.worker.scheduler
         if scheduler.weights_replaced:
             return False
-        here = scheduler.resumable(ticket.prompt_token_ids, ticket.salt, ticket.adapter)
+        here, _ = scheduler.reusable(ticket.prompt_token_ids, ticket.salt, ticket.adapter, {})
         count, layers = ticket.position - here, worker.manifest.attention_layers + worker.manifest.draft_layers
         kv = num_bytes([worker.kv]) if worker.kv is not None else 0
         size = num_bytes(worker.state.values()) + count * layers * kv

@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from serving.core import StateLease, StepPlan
+from serving.core import StepPlan
+from serving.core.planning.remote import StateLease
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.points.point import common_unit
 from serving.points.state_source import Loop, StateSource

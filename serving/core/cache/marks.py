@@ -5,7 +5,7 @@ mark and publishes the state there. A mark with a time keeps its state while oth
 such states, no client takes the share of another.
 """
 
-import heapq
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -68,21 +68,16 @@ class KeptStates:
         self._most, self._clock = most, clock
         self._clients: dict[Checkpoint, str | None] = {}
         self._by_client: dict[str | None, OrderedDict[Checkpoint, None]] = {}
-        self._ends: list[tuple[float, int, Checkpoint]] = []
-        self._count = 0
+        self._first_end = math.inf
 
     def keep(self, entry: Checkpoint, seconds: float, client: str | None) -> list[Checkpoint]:
         """Keeps a state for a time. Returns the states that are not kept any more."""
         until = max(self._clock() + seconds, entry.kept_until)
         self.forget(entry)
         entry.kept_until = until
+        self._first_end = min(self._first_end, until)
         self._clients[entry] = client
         self._by_client.setdefault(client, OrderedDict())[entry] = None
-        self._count += 1
-        heapq.heappush(self._ends, (until, self._count, entry))
-        if len(self._ends) > 64 + 4 * len(self._clients):
-            self._ends = [end for end in self._ends if end[2].kept_until == end[0]]
-            heapq.heapify(self._ends)
         over = []
         while len(self._clients) > self._most:
             entries = max(self._by_client.values(), key=len)
@@ -92,13 +87,12 @@ class KeptStates:
 
     def ended(self) -> list[Checkpoint]:
         """Returns the states whose time has passed since the last call. They are not kept any more."""
-        found: list[Checkpoint] = []
-        now = self._clock() if self._ends else 0.0
-        while self._ends and self._ends[0][0] <= now:
-            until, _, entry = heapq.heappop(self._ends)
-            if entry.kept_until == until:
-                self.forget(entry)
-                found.append(entry)
+        if not self._clients or (now := self._clock()) < self._first_end:
+            return []
+        found = [entry for entry in self._clients if entry.kept_until <= now]
+        for entry in found:
+            self.forget(entry)
+        self._first_end = min((entry.kept_until for entry in self._clients), default=math.inf)
         return found
 
     def forget(self, entry: Checkpoint) -> None:

@@ -143,7 +143,7 @@ class PrefixIndex:
             node = child
         if pages is not None and count > row.num_published:
             # Without pages a row references no path, which may be pruned, so the walk starts from the root each time.
-            row.published(node, count)
+            row.node, row.num_published = node, count
         while node.depth > count:
             assert node.parent is not None
             node = node.parent
@@ -248,23 +248,20 @@ class PrefixIndex:
 
         An error in one of them may have propagated to those below it.
         """
-        root = self.roots.get(scope)
-        if root is None:
-            return
-        for entry in list(root.states.values()):
-            if entry.tail == tuple(tokens[: len(entry.tail)]):
-                self.drop_state(entry, trusted=False)
-        child = root.children.get(tuple(tokens[: self.unit]))
-        self._drop_subtrees([child] if child is not None else [])
+        if (root := self.roots.get(scope)) is not None:
+            self._drop_below(root, tokens)
 
     def drop_all(self) -> None:
         """Removes all states, and the pages that no row uses. They are not copied to tiers below the device."""
         for root in list(self.roots.values()):
-            for entry in list(root.states.values()):
-                self.drop_state(entry, trusted=False)
-            self._drop_subtrees(list(root.children.values()))
+            self._drop_below(root)
 
-    def _drop_subtrees(self, below: list[Node]) -> None:
+    def _drop_below(self, root: Root, tokens: Sequence[int] | None = None) -> None:
+        """Removes states of a root and all below, or only those that begin with these tokens' first unit, or less."""
+        for entry in list(root.states.values()):
+            if tokens is None or entry.tail == tuple(tokens[: len(entry.tail)]):
+                self.drop_state(entry, trusted=False)
+        below = [node for key, node in root.children.items() if tokens is None or key == tuple(tokens[: self.unit])]
         for node in below:
             below += node.children.values()
         for node in reversed(below):

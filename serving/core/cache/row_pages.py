@@ -182,10 +182,6 @@ class RowPages:
         self._pool.retain(page)
         self._pool.release(own)
 
-    def published(self, node: Node, count: int) -> None:
-        """Records that the first `count` pages are in the index; the last one is the node's."""
-        self.node, self.num_published = node, count
-
     # -- end --
 
     def release(self) -> None:

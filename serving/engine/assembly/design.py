@@ -43,18 +43,7 @@ class ResolvedCaching(NamedTuple):
 
 
 def resolve_caching(config: EngineConfig) -> ResolvedCaching:
-    """Resolves conflicts between prefix caching, cache mode and chunked prefill.
-
-    | prefix caching | mode given   | mode used                                                |
-    |----------------|--------------|----------------------------------------------------------|
-    | on             | unset, all   | all                                                      |
-    | on             | none         | none                                                     |
-    | on             | align        | align; chunked prefill is switched on, with a notice     |
-    | off            | unset, none  | none                                                     |
-    | off            | align, all   | none, with a notice                                      |
-
-    Every mode works with and without drafts.
-    """
+    """Resolves conflicts between prefix caching, cache mode and chunked prefill, each with a notice."""
     asked, notices = config.mamba_cache_mode, list[str]()
     mode: CacheMode = (asked or "all") if config.enable_prefix_caching else "none"
     if asked not in (None, mode):

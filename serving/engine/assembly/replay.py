@@ -13,7 +13,7 @@ from typing import NamedTuple
 from mamba_jax.store import StoreShape
 from mamba_jax.tails import Replay
 from serving.config import ConfigError, EngineConfig
-from serving.core import replay_intervals
+from serving.core.config import replay_intervals
 
 WORTH = 0.02
 """The fraction of a step's bytes that replay must save to be chosen."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mamba_jax.config import HybridConfig
-from mamba_jax.store import Store
 from serving.config import ConfigError, EngineConfig
 from serving.core.tiers.prices import Prices
 from serving.core.tiers.tier import Tier
@@ -59,7 +58,11 @@ def connect_tiers(
     if loops[0].scheduler.index is None:
         log.warning("host_cache_gib and disk_cache have no effect: prefix caching is switched off")
         return
-    layouts = [_layout(config, model, store) for store in stores if store is not None]
+    layouts = [
+        Layout.of(Arrangement.of(model, store, waiting_form(config)), store, config.state_block_size)
+        for store in stores
+        if store is not None
+    ]
     memory, disk = _memory(config, layouts[0]), _disk(config, layouts[0], digest)
     if memory is None and disk is None:
         return
@@ -75,11 +78,6 @@ def connect_tiers(
         loop.sources.append(Mover(tiers, layout, PointPrograms(layout.arrangement), memory, disk, loop.inbox))
     if disk is not None and disk.tier.units:
         log.info("disk cache: %d checkpoints found in %s", len(disk.tier), disk.folder.path)
-
-
-def _layout(config: EngineConfig, model: HybridConfig, store: Store) -> Layout:
-    arrangement = Arrangement.of(model, store, waiting_form(config))
-    return Layout.of(arrangement, store, config.state_block_size)
 
 
 def _memory(config: EngineConfig, layout: Layout) -> Memory | None:

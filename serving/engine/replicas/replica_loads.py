@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
 
 from serving.core.cache.content import Chain, Scope
 from serving.core.placing import EVENNESS, Workload, price
@@ -62,17 +61,19 @@ class ReplicaLoads:
         # Look up states outside the lock, because looking up a long prompt takes time.
         chains: dict[Scope, Chain] = {}
         found = [
-            _found(engine, tokens, salt, adapter, chains) if reuses else _Reusable(0, 0) for engine in self._engines
+            engine.loop.scheduler.reusable(tokens, salt, adapter, chains) if reuses else (0, 0)
+            for engine in self._engines
         ]
-        missing = [len(tokens) - each.anywhere for each in found]
+        missing = [len(tokens) - anywhere for _, anywhere in found]
         with self._lock:
             now = self._clock()
             recent = [work.recent(now) for work in self._work]
             share = sum(recent) / len(recent)
 
             def cost(replica: int) -> tuple[bool, float, int]:
+                device, anywhere = found[replica]
                 whole = price(
-                    missing[replica] + FETCHING * (found[replica].anywhere - found[replica].device),
+                    missing[replica] + FETCHING * (anywhere - device),
                     pending=self._work[replica].pending,
                     requests=self._choices[replica],
                     recent=recent[replica],
@@ -116,20 +117,3 @@ class Assignment:
     def ended(self) -> None:
         """Records that the request has ended. Must be called once."""
         self._loads.computed(self, choices=self.choices)
-
-
-class _Reusable(NamedTuple):
-    """Numbers of prompt tokens that a replica does not have to compute."""
-
-    device: int
-    """Number of tokens, using states on its device."""
-    anywhere: int
-    """Number of tokens, also using states that the replica can fetch."""
-
-
-def _found(
-    engine: Engine, tokens: Sequence[int], salt: str | None, adapter: str | None, chains: dict[Scope, Chain]
-) -> _Reusable:
-    scheduler = engine.loop.scheduler
-    device = scheduler.resumable(tokens, salt, adapter)
-    return _Reusable(device, scheduler.fetchable(tokens, salt, device, chains, adapter))

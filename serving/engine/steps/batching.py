@@ -155,18 +155,6 @@ class BatchBuilder:
             yield MixedBatch(self.empty_decode(self.decode_shapes[-1], self._widths[-1]), self.empty_prefill(shape))
 
     @property
-    def num_programs(self) -> int:
-        """Number of batches that `warm_up_batches` yields."""
-        return (
-            2
-            + self._masks
-            + bool(self._pages_per_row)
-            + len(self.decode_shapes) * len(self._widths)
-            + len(self.prefill_shapes)
-            + len(self.mixed_shapes)
-        )
-
-    @property
     def num_essential(self) -> int:
         """Number of first batches of `warm_up_batches` that suffice for every step: the widest of each kind."""
         return 4 + self._masks + bool(self._pages_per_row)

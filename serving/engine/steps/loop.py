@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
-import numpy as np
 
 from checkpoints.errors import one_line
 from mamba_jax.batch import DecodeBatch, MixedBatch, PrefillBatch, StepOutput
@@ -368,9 +367,6 @@ class StepLoop:
             drafted=decode.drafted if decode else [],
         )
         settled = StepTokens(self.scheduler.settle(plan, result), plan, decode, prefill, broken)
-        if prefill is not None and prefill.prompt is not None:
-            starts = np.cumsum([0] + [row.num_tokens for row in plan.prefill])
-            settled.prompt_starts = starts.tolist()
         self.stats.settle_seconds += time.perf_counter() - read
         return settled
 

@@ -66,8 +66,6 @@ class StepTokens:
     prefill: HostOutput | None
     not_finite: list[Request]
     """Requests that ended because their logits were NaN or infinite. None of their states are published."""
-    prompt_starts: list[int] = field(default_factory=list)
-    """Position of each prefill row's first token in the packed tokens."""
 
     def place(self, row: DecodeRow | PrefillRow) -> tuple[HostOutput, int]:
         """Returns the results that contain a row, and the row's index in them."""
@@ -81,7 +79,9 @@ class StepTokens:
         if self.prefill is None or self.prefill.prompt is None:
             return
         token, top_ids, top, of_ids = self.prefill.prompt
-        for row, begin in zip(self.plan.prefill, self.prompt_starts, strict=False):
+        end_of_row = 0
+        for row in self.plan.prefill:
+            begin, end_of_row = end_of_row, end_of_row + row.num_tokens
             output = row.request.user.parent.output
             # Position 0 has no preceding token. Tokens after the prompt are output that is computed again after
             # preemption.

@@ -142,7 +142,8 @@ class GrammarTrials:
         try:
             if not process.greeted:
                 process.greet(self._settings() | {"memory": MEMORY, "seconds": lane.seconds})
-            answer = process.ask(grammar, lane.seconds)
+            # The process limits its own processor time. On a busy machine, more wall-clock time passes.
+            answer = process.exchange(grammar, 3 * lane.seconds + 5)
         except BaseException:
             self._end(process)
             raise
@@ -182,16 +183,11 @@ class _TrialProcess:
         Raises:
             RequestError: the process cannot use them, or has ended.
         """
-        greeting = self._exchange(json.dumps(settings), None)
+        greeting = self.exchange(json.dumps(settings), None)
         if greeting is None or "error" in greeting:
             why = "the process that tries grammars has ended" if greeting is None else greeting["error"]
             raise RequestError(f"structured outputs: {why}", retry=greeting is None)
         self.greeted = True
-
-    def ask(self, grammar: str, seconds: float) -> dict[str, Any] | None:
-        """Returns the process's answer; None if the process has ended or was killed."""
-        # The process limits its own processor time. On a busy machine, more wall-clock time passes.
-        return self._exchange(grammar, 3 * seconds + 5)
 
     def stop(self) -> None:
         """Ends the process."""
@@ -199,7 +195,8 @@ class _TrialProcess:
         self._connection.close()
         self.process.wait()
 
-    def _exchange(self, message: str, seconds: float | None) -> dict[str, Any] | None:
+    def exchange(self, message: str, seconds: float | None) -> dict[str, Any] | None:
+        """Returns the process's answer; None if the process has ended, or was killed after so many seconds."""
         with contextlib.suppress(OSError, EOFError):
             self._connection.send_bytes(message.encode())
             if not self._connection.poll(seconds):

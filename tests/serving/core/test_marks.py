@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from serving.core import Mark
-from serving.core.cache.content import Scope
-from serving.core.cache.marks import MAX_MARKS, KeptStates, merged, written_tokens
+from serving.core.cache.marks import MAX_MARKS, merged, written_tokens
 from tests.serving.core.drive import Loop
 from tests.serving.core.test_eviction import kept
 
@@ -143,17 +142,3 @@ def test_merged_marks() -> None:
 )
 def test_written_tokens(published: list[Mark], cached: int, written: dict[float | None, int]) -> None:
     assert written_tokens({mark.position: mark for mark in published}, cached) == written
-
-
-def test_times_of_a_state_take_bounded_room() -> None:
-    clock = Clock()
-    loop = Loop()
-    loop.run(PROMPT, max_tokens=1)
-    entry = loop.scheduler.index.find(PROMPT, Scope(None)).entry
-    states = KeptStates(4, clock)
-    for _ in range(1000):
-        clock.now += 1
-        assert states.keep(entry, 60, None) == []
-    assert len(states._ends) < 100
-    clock.now += 60
-    assert (states.ended(), states.ended(), entry.kept_until) == ([entry], [], 0.0)

@@ -1,5 +1,6 @@
 """Plans as arrays: shapes for whatever may be planned, padding that says nothing, buffers that are not overwritten."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -93,8 +94,6 @@ def test_steps_without_drafts_are_narrow_where_that_is_wanted():
     assert narrow.write_slot[:2, 0].tolist() == [4, 0]
     for other in (drafting, tail):
         assert batches.decode([plain, other]).tokens.shape[1] == 3
-    found = list(batches.warm_up_batches(vocab_size=11))
-    assert len(found) == batches.num_programs
 
 
 def test_a_step_is_one_batch_if_its_program_is_ready():
@@ -105,7 +104,6 @@ def test_a_step_is_one_batch_if_its_program_is_ready():
     assert mixed.prefill.tokens[:40].tolist() == [*range(1, 41)]
     assert [type(batch) for batch in batches.step(decode, [])] == [DecodeBatch]
     every = list(batches.warm_up_batches(vocab_size=11))
-    assert len(every) == batches.num_programs
     batches.use_only(batch for batch in every if not isinstance(batch, MixedBatch))
     assert [type(batch) for batch in batches.step(decode, prefill)] == [DecodeBatch, PrefillBatch]
     for batch in every:
@@ -138,7 +136,6 @@ def test_seats_count_tokens_only_for_penalties():
 def test_a_batch_takes_the_narrowest_program_that_is_there():
     batches = BatchBuilder(config(num_speculative_tokens=2), narrow_steps=True)
     every = list(batches.warm_up_batches(vocab_size=32))
-    assert len(every) == batches.num_programs
     batches.use_only(every[: batches.num_essential])
     row = decode_row(1, [7])
 
