@@ -1,0 +1,57 @@
+"""Marks of prompts and conversations, from `LLM` to the states that later prompts continue from."""
+
+import pytest
+
+from serving import LLM, RequestError, SamplingParams
+from serving.core import Mark
+from serving.engine import llm as llm_module
+from serving.engine.requests.request import read_marks
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+TEMPLATE = (
+    "{% for message in messages %}{{ 'w4' if message.role == 'assistant' else 'w3' }} {{ message.content }} {% endfor %}"
+    "{% if add_generation_prompt %}w4 w8{% endif %}"
+)
+"""The model's turn begins with thoughts (w8), which later turns do not show."""
+SYSTEM = {"role": "system", "content": " ".join(f"w{10 + i % 9}" for i in range(40))}
+FIRST = {"role": "user", "content": "w5 w6 w7 w5 w5"}
+
+
+@pytest.fixture(scope="module")
+def llm(harness):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm_module, "build_engine", harness.build)
+        return LLM("anything", **harness.flags)
+
+
+def test_conversations_continue_where_their_templates_show_the_same(llm):
+    """The next turn from the end of the history, another conversation from the end of the system text."""
+
+    def ask(*messages):
+        (output,) = llm.chat([SYSTEM, *messages], GREEDY, use_tqdm=False, chat_template=TEMPLATE)
+        (alone,) = llm.generate(output.prompt_token_ids, GREEDY, use_tqdm=False, cache_salt=str(len(messages)))
+        assert output.outputs[0].token_ids == alone.outputs[0].token_ids
+        return output.num_cached_tokens, output.cache_write_tokens
+
+    assert ask(FIRST) == (0, {300.0: 42, None: 5})
+    answer = {"role": "assistant", "content": "w20"}
+    assert ask(FIRST, answer, FIRST) == (47, {None: 8})
+    assert ask({"role": "user", "content": "w20"}) == (42, {None: 1})
+
+
+def test_prompts_have_marks_of_their_own(llm):
+    prompt = [3 + i % 11 for i in range(70)]
+    given = {"prompt_token_ids": prompt, "cache_marks": [37, {"position": 50, "ttl": 60}]}
+    assert llm.generate(given, GREEDY, use_tqdm=False)[0].cache_write_tokens == {None: 37, 60: 13}
+    cached = [llm.generate([*prompt[:n], 2], GREEDY, use_tqdm=False)[0].num_cached_tokens for n in (37, 40, 55)]
+    assert cached == [37, 37, 50]
+    with pytest.raises(RequestError, match=r"position 71 is not in the prompt \(1 to 70\)"):
+        llm.generate(given | {"cache_marks": [71]}, GREEDY)
+
+
+def test_marks_are_positions_and_times():
+    assert read_marks([5, {"position": 7, "ttl": 60}, Mark(9)]) == (Mark(5), Mark(7, 60), Mark(9))
+    assert read_marks(None) == ()
+    for wrong in (["5"], [True], [{"ttl": 5}], [{"position": 5, "ttl": 0}], [{"position": 5, "kind": 1}], "5", [[5]]):
+        with pytest.raises(RequestError, match="cache_marks must be a list of positions"):
+            read_marks(wrong)
