@@ -243,8 +243,8 @@ class Scheduler(RemoteStates):
             if not request.lookup.final and not request.finished:
                 request.lookup.final = True
                 lookup = request.lookup
-                self.counters.count_admission(request.prompt_len, lookup.num_cached_tokens, lookup.miss_reason)
-                self.counters.stateless_tokens += lookup.num_stateless_tokens
+                found = lookup.num_cached_tokens, lookup.num_stateless_tokens, lookup.miss_reason
+                self.counters.count_admission(request.prompt_len, *found)
         self.counters.steps += 1
         self.unsettled.append(plan)
 

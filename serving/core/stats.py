@@ -77,10 +77,11 @@ class Stats:
     rows_stalled: int = 0
     """Times a row sat out a step because a slot, a page or room in the step was missing."""
 
-    def count_admission(self, prompt_len: int, num_cached_tokens: int, miss_reason: MissReason | None) -> None:
+    def count_admission(self, prompt_len: int, num_cached_tokens: int, stateless: int, miss_reason: Any) -> None:
         """Counts the first admission of a request."""
         self.prompt_tokens += prompt_len
         self.cached_tokens += num_cached_tokens
+        self.stateless_tokens += stateless
         self.full_hits += num_cached_tokens == prompt_len
         if miss_reason is not None:
             self.misses[miss_reason] += 1

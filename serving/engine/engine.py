@@ -11,7 +11,7 @@ from typing import Any
 
 from checkpoints.tokenizer import Tokenizer
 from serving.core import FinishReason, Request, RowResult, StepPlan, check_prompt_length
-from serving.core.cache.marks import written_tokens
+from serving.core.cache.marks import merged, written_tokens
 from serving.engine.control import Control
 from serving.engine.request_error import RequestError, RequestFailed
 from serving.engine.requests.adapters import AdapterTable
@@ -72,11 +72,6 @@ class Engine:
         self._parents: dict[str, UserRequest] = {}
         self._changed: dict[str, UserRequest] = {}
         """Requests whose output changed since the last step returned, by request id."""
-
-    @property
-    def engines(self) -> tuple[Engine, ...]:
-        """This engine. For a `ReplicaGroup`: all of its engines."""
-        return (self,)
 
     def call_all(self, function: Callable[[Engine], Any]) -> list[Any]:
         """Calls a function with this engine; see `ReplicaGroup.call_all`."""
@@ -290,7 +285,7 @@ class Engine:
             ignore_eos=params.ignore_eos,
             priority=given.priority,
             cache_salt=given.cache_salt,
-            marked=given.cache_marks if index == 0 else (),
+            marks=merged(given.cache_marks if index == 0 else ()),
             adapter=None if parent.adapter is None else parent.adapter.digest,
             initial_slot=0 if parent.adapter is None else parent.adapter.initial_slot,
             prompt_logprobs=params.prompt_logprobs is not None and index == 0,

@@ -83,7 +83,9 @@ class LLM:
         for notice in notices:
             log.info(notice)
         built = build_engine(EngineConfig.create(model=None if model is None else str(model), **own))
-        self.engine: Engine = built.engine
+        self.engines = built.engines
+        """All replicas. Without `data_parallel_size` there is one."""
+        self.engine = built.engine
         """The engine; with `data_parallel_size` the first of several identical ones."""
         self.front: Engine | ReplicaGroup = built.engine if len(built.engines) == 1 else ReplicaGroup(built.engines)
         """Runs the requests. Callers may use it to add, step and abort requests themselves."""
@@ -131,11 +133,6 @@ class LLM:
     def compilations(self) -> int:
         """Step programs compiled so far. It does not grow after a warm-up."""
         return sum(engine.loop.programs.compilations for engine in self.engines)
-
-    @property
-    def engines(self) -> tuple[Engine, ...]:
-        """All replicas. Without `data_parallel_size` there is one."""
-        return self.front.engines
 
     @_in_turn
     def generate(

@@ -30,13 +30,11 @@ class Mark:
     like the end of a prompt."""
 
 
-def merged(marks: Iterable[Mark]) -> tuple[Mark, ...]:
-    """Returns the deepest marks, ascending, at most `MAX_MARKS`; of several at one position that with the longest
+def merged(marks: Iterable[Mark]) -> dict[int, Mark]:
+    """Returns the deepest marks by position, at most `MAX_MARKS`; of several at one position that with the longest
     time."""
-    found: dict[int, Mark] = {}
-    for mark in sorted(marks, key=lambda mark: (mark.position, mark.ttl or 0.0)):
-        found[mark.position] = mark
-    return tuple(found.values())[-MAX_MARKS:]
+    found = {mark.position: mark for mark in sorted(marks, key=lambda mark: (mark.position, mark.ttl or 0.0))}
+    return dict(list(found.items())[-MAX_MARKS:])
 
 
 def written_tokens(marks: Mapping[int, Mark], num_cached_tokens: int) -> dict[float | None, int]:

@@ -77,7 +77,7 @@ class PrefixIndex:
         """Returns the deepest point where a state and, with attention, all pages up to it are cached."""
         root = self.roots.get(scope)
         if root is None:
-            return Match(None, [], None, 0)
+            return Match([], None, 0)
         unit = self.unit
         node: Node = root
         path: list[Node] = []
@@ -92,8 +92,8 @@ class PrefixIndex:
                 at = node.depth * unit
                 entry = node.longest_state(tuple(tokens[at : at + unit - 1]), unit)
                 if entry is not None:
-                    return Match(root, path, entry, len(path) * unit)
-        return Match(root, path, None, len(path) * unit)
+                    return Match(path, entry, len(path) * unit)
+        return Match(path, None, len(path) * unit)
 
     def why_missed(self, tokens: Sequence[int], scope: Scope, match: Match) -> MissReason:
         """Returns the reason why a match has no state."""

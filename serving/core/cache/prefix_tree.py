@@ -117,7 +117,6 @@ class Checkpoint:
 class Match:
     """How far a sequence is cached."""
 
-    root: Root | None
     path: list[Node]
     """The nodes whose tokens match, starting at the root's child."""
     entry: Checkpoint | None

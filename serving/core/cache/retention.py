@@ -67,8 +67,9 @@ class RetentionPolicy:
 
     def positions(
         self, prompt_len: int, stops: Sequence[int], start: int, end: int, marks: Collection[int] = ()
-    ) -> list[tuple[int, CheckpointKind]]:
-        """Returns the positions in (start, end] at which a prefill chunk publishes states, with their kinds.
+    ) -> list[tuple[int, CheckpointKind, bool]]:
+        """Returns the positions in (start, end] at which a prefill chunk publishes states, each with its kind, and
+        whether it is of low value (`is_low_value`).
 
         Args:
             stops: the result of the method `stops` for the request.
@@ -88,7 +89,7 @@ class RetentionPolicy:
         found |= {
             mark: CheckpointKind.MARK for mark in marks if mark == end or (start < mark < end and not mark % self._grid)
         }
-        return sorted(found.items())
+        return [(at, kind, self.is_low_value(prompt_len, at, kind)) for at, kind in sorted(found.items())]
 
     def is_low_value(self, prompt_len: int, position: int, kind: CheckpointKind) -> bool:
         """Returns whether a new state must not evict a state of higher worth.

@@ -283,7 +283,8 @@ def displace(scheduler: SchedulerState, plan: StepPlan) -> None:
             continue
         if reason_to_pass_over(scheduler, request) is not None:
             continue
-        if queues.free_row_ids and not (of_client and _lacks_memory(scheduler, request)):
+        lacks_memory = scheduler.wait_reasons.get(request) in (WaitReason.MEMORY, WaitReason.SLOTS)
+        if queues.free_row_ids and not (of_client and lacks_memory and not scheduler.fairness.is_long(request)):
             continue
         if request.queueing.waits_since is None:
             request.queueing.waits_since = plan.step
@@ -303,12 +304,6 @@ def displace(scheduler: SchedulerState, plan: StepPlan) -> None:
         victim.queueing.num_displacements += 1
         scheduler.counters.displacements += 1
         return
-
-
-def _lacks_memory(scheduler: SchedulerState, request: Request) -> bool:
-    """Returns whether a short prompt found too few slots or pages in this step."""
-    reason = scheduler.wait_reasons.get(request)
-    return reason in (WaitReason.MEMORY, WaitReason.SLOTS) and not scheduler.fairness.is_long(request)
 
 
 def _gives_way(running: Request, waiting: Request, clients: Counter[Any], flows: Counter[Any]) -> bool:

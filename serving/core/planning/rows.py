@@ -109,15 +109,11 @@ def plan_prefill(
         return WaitReason.MEMORY
     after = progress.last_access
     if num_tokens:
-        policy, prompt_len = scheduler.policy, request.prompt_len
         access = state.reserve_chunk(
             start,
             end,
             1 if as_decode else scheduler.config.tile_size,
-            [
-                (position, kind, policy.is_low_value(prompt_len, position, kind))
-                for position, kind in policy.positions(prompt_len, progress.stops, start, end, request.marks)
-            ],
+            scheduler.policy.positions(request.prompt_len, progress.stops, start, end, request.marks),
             after=after,
             admitting=request.status is Status.WAITING,
         )

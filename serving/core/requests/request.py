@@ -1,13 +1,13 @@
 """One sequence to complete: the request, its output, and the resources that it owns while it runs."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import IntEnum
 from typing import Any
 
 from serving.core.cache.cache import Cache
 from serving.core.cache.content import Chain, Scope
-from serving.core.cache.marks import Mark, merged
+from serving.core.cache.marks import Mark
 from serving.core.cache.row_pages import Content, PageTable, RowPages
 from serving.core.cache.row_replay import RowReplay
 from serving.core.cache.row_snapshots import RowSnapshots
@@ -231,8 +231,8 @@ class Request:
     cache_salt: str | None = None
     adapter: str | None = None
     """Digest of the adapter's content; None without an adapter."""
-    marked: InitVar[Iterable[Mark]] = ()
-    """Positions of the prompt at which states are worth keeping."""
+    marks: Mapping[int, Mark] = field(default_factory=dict)
+    """Where states are worth keeping, by position in the prompt (`merged`)."""
     initial_slot: int = 0
     """The slot with the state before the first token, outside the pool of slots; 0 = zeros."""
     prompt_logprobs: bool = False
@@ -260,8 +260,6 @@ class Request:
     """The token (or, set by the engine, the string) that ended it."""
 
     # The scheduler's records.
-    marks: dict[int, Mark] = field(init=False)
-    """Those of `marked` that are kept, by position, ascending."""
     arrival: int = field(init=False, default=0)
     blocked: bool = field(init=False, default=False)
     """Set by the engine while it computes a value for the next step of a lockstep request. No step has a row of
@@ -278,8 +276,7 @@ class Request:
     progress: Progress = field(init=False)
     """Set by the scheduler, and replaced when the request has to start again."""
 
-    def __post_init__(self, eos_token_ids: Iterable[int], ignore_eos: bool, marked: Iterable[Mark]) -> None:
-        self.marks = {mark.position: mark for mark in merged(marked)}
+    def __post_init__(self, eos_token_ids: Iterable[int], ignore_eos: bool) -> None:
         self.tokens = list(self.tokens)
         self.prompt_len = len(self.tokens)
         self.stop_token_ids = frozenset(self.stop_token_ids).union(() if ignore_eos else eos_token_ids)

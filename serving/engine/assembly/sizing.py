@@ -94,20 +94,16 @@ class StoreSize:
             return self.max_num_seqs
         return min(self.max_num_seqs, (self.num_pages - 1) // -(-tokens // self.page_size))
 
-    @property
-    def running(self) -> str:
-        """The slots of running sequences, in words."""
-        if self.replay_interval > 1:
-            return f"{self.max_num_seqs} anchors and {self.running_slots - self.max_num_seqs} spares"
-        return f"{self.max_num_seqs} x {self.running_slots // self.max_num_seqs}"
-
     def report(self) -> str:
         """Returns the sizes, in words."""
+        running = f"{self.max_num_seqs} x {self.running_slots // self.max_num_seqs}"
+        if self.replay_interval > 1:
+            running = f"{self.max_num_seqs} anchors and {self.running_slots - self.max_num_seqs} spares"
         lines = [
             f"state store: {show_bytes(self.total_bytes)}; up to {self.max_num_seqs} sequences at once (room for "
             f"{self.sequences_at(self.max_model_len):,} at the full {self.max_model_len:,} tokens)",
             f"  slots: {self.num_slots - 1:,} of {show_bytes(self.bytes_per_slot)} "
-            f"({self.running} for running sequences, {self.slots_for_reuse:,} for reuse)",
+            f"({running} for running sequences, {self.slots_for_reuse:,} for reuse)",
         ]
         if self.initial_states:
             lines.append(f"  initial states: {self.initial_states:,} more slots")

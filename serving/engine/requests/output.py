@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt8
@@ -66,13 +66,7 @@ class PromptScores(Sequence[TokenLogprobs | None]):
     def __len__(self) -> int:
         return len(self._token_ids)
 
-    @overload
-    def __getitem__(self, place: int) -> TokenLogprobs | None: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> list[TokenLogprobs | None]: ...
-
-    def __getitem__(self, place: int | slice) -> TokenLogprobs | list[TokenLogprobs | None] | None:
+    def __getitem__(self, place: Any) -> Any:
         if isinstance(place, slice):
             return [self[at] for at in range(len(self))[place]]
         at = range(len(self))[place]

@@ -19,6 +19,7 @@ from serving.core import (
     StepPlan,
     StepResult,
 )
+from serving.core.cache.marks import merged
 from tests.serving.core.symbolic import Device
 from tests.serving.core.truth import Model, expect, expected_output
 
@@ -137,11 +138,12 @@ class Run:
             for _ in range(rng.randrange(1, 3)):
                 self.make(prompt, salt, first.request_id)
 
-    def marks(self, length: int) -> list[Mark]:
+    def marks(self, length: int) -> dict[int, Mark]:
         """Marks of some requests; they take no random numbers of the schedule."""
         pick = random.Random(len(self.requests) * 1000 + length)
         count = pick.choice([0, 0, 1, 2, 9])
-        return [Mark(pick.randrange(1, length + 1), pick.choice([None, 1e6])) for _ in range(count if length else 0)]
+        positions = [pick.randrange(1, length + 1) for _ in range(count if length else 0)]
+        return merged(Mark(position, pick.choice([None, 1e6])) for position in positions)
 
     def make(self, prompt: Sequence[int], salt: str | None, fork_of: str | None) -> Request | None:
         """Queue a request; None if it was refused."""
@@ -159,7 +161,7 @@ class Run:
             lockstep=rng.random() < 0.1,
             fork_of=fork_of,
             client=[None, "a", "b"][len(self.requests) * 7 // 5 % 3] if self.clients else None,
-            marked=self.marks(len(prompt)),
+            marks=self.marks(len(prompt)),
         )
         try:
             self.scheduler.add(request)

@@ -23,8 +23,8 @@ MODES: list[dict[str, Any]] = [
 ]
 
 
-def marks(*positions: int, ttl: float | None = None) -> list[Mark]:
-    return [Mark(position, ttl) for position in positions]
+def at(*positions: int, ttl: float | None = None) -> dict[int, Mark]:
+    return merged(Mark(position, ttl) for position in positions)
 
 
 class Clock:
@@ -38,7 +38,7 @@ class Clock:
 def test_a_prompt_continues_from_the_marks_of_one_before(changes: dict[str, Any]) -> None:
     """At any position, within a tile or at its end, and with the output that it has without a cache."""
     loop = Loop(**changes)
-    request = loop.run(PROMPT, max_tokens=2, marked=marks(5, 7, 10, 29))
+    request = loop.run(PROMPT, max_tokens=2, marks=at(5, 7, 10, 29))
     assert {5, 7, 10, 29} <= set(loop.positions())
     assert list(request.lookup.published) == [5, 7, 10, 29]
     for shared in (5, 7, 10, 29):
@@ -50,7 +50,7 @@ def test_a_prompt_continues_from_the_marks_of_one_before(changes: dict[str, Any]
 
 def test_a_preempted_request_publishes_its_marks_once_more() -> None:
     loop = Loop(num_pages=30, max_num_seqs=2)
-    requests = [loop.add([n, *PROMPT[:20]], max_tokens=20, marked=marks(5, 9)) for n in (8, 9)]
+    requests = [loop.add([n, *PROMPT[:20]], max_tokens=20, marks=at(5, 9)) for n in (8, 9)]
     loop.finish()
     assert any(request.queueing.num_preemptions for request in requests)
     for request in requests:
@@ -60,15 +60,15 @@ def test_a_preempted_request_publishes_its_marks_once_more() -> None:
 
 def test_marks_without_a_cache_do_nothing() -> None:
     loop = Loop(cache_mode="none")
-    assert not loop.run(PROMPT, max_tokens=1, marked=marks(7)).lookup.published
+    assert not loop.run(PROMPT, max_tokens=1, marks=at(7)).lookup.published
     assert len(loop.plans) == len(Loop(cache_mode="none").run(PROMPT, max_tokens=1).output_token_ids)
 
 
 def test_a_mark_that_is_cached_costs_no_step() -> None:
     loop = Loop()
-    loop.run(PROMPT, max_tokens=1, marked=marks(7))
+    loop.run(PROMPT, max_tokens=1, marks=at(7))
     loop.plans.clear()
-    loop.run([*PROMPT, 9], max_tokens=1, marked=marks(7))
+    loop.run([*PROMPT, 9], max_tokens=1, marks=at(7))
     assert len(loop.plans) == 1
 
 
@@ -76,7 +76,7 @@ def test_a_state_is_kept_until_its_time_has_passed() -> None:
     """From its last use; then it goes as any other, even if no further request marks anything."""
     clock = Clock()
     loop = Loop(num_slots=12, max_num_seqs=1, clock=clock)
-    loop.run(PROMPT[:9], max_tokens=1, marked=marks(7, ttl=60))
+    loop.run(PROMPT[:9], max_tokens=1, marks=at(7, ttl=60))
 
     def fill(first: int) -> None:
         for n in range(first, first + 40):
@@ -85,7 +85,7 @@ def test_a_state_is_kept_until_its_time_has_passed() -> None:
     fill(100)
     assert kept(loop, PROMPT) == [7]
     clock.now = 50
-    loop.run([*PROMPT[:7], 9], max_tokens=1, marked=marks(7, ttl=60))
+    loop.run([*PROMPT[:7], 9], max_tokens=1, marks=at(7, ttl=60))
     clock.now = 100
     fill(200)
     assert 7 in kept(loop, PROMPT), "used 50 seconds ago"
@@ -100,9 +100,9 @@ def test_no_client_takes_the_share_of_another() -> None:
     loop = Loop(num_slots=22, max_num_seqs=1)
     most = loop.config.max_kept_states
     assert most == 10
-    loop.run([9, 9, 9, 9, 9], max_tokens=1, client="a", marked=marks(3, ttl=60))
+    loop.run([9, 9, 9, 9, 9], max_tokens=1, client="a", marks=at(3, ttl=60))
     for n in range(10, 40):
-        loop.run([n, n, n, n, n, n], max_tokens=1, client="b", marked=marks(3, 5, ttl=60))
+        loop.run([n, n, n, n, n, n], max_tokens=1, client="b", marks=at(3, 5, ttl=60))
     assert 3 in kept(loop, [9] * 5)
     entries = loop.scheduler.index.by_worth()
     assert sum(entry.kept_until > 0 for entry in entries) == most
@@ -111,10 +111,10 @@ def test_no_client_takes_the_share_of_another() -> None:
 
 def test_marks_of_one_salt_serve_no_other() -> None:
     loop = Loop()
-    loop.run(PROMPT, max_tokens=1, cache_salt="a", marked=marks(7, ttl=60))
+    loop.run(PROMPT, max_tokens=1, cache_salt="a", marks=at(7, ttl=60))
     assert 7 in loop.positions("a")
     assert loop.positions() == loop.positions("b") == []
-    assert loop.run(PROMPT[:8], max_tokens=1, cache_salt="b", marked=marks(7, ttl=60)).num_cached_tokens == 0
+    assert loop.run(PROMPT[:8], max_tokens=1, cache_salt="b", marks=at(7, ttl=60)).num_cached_tokens == 0
     assert [entry.position for entry in loop.scheduler.index.by_worth() if entry.kept_until] == [7, 7]
 
 
@@ -127,8 +127,8 @@ def test_tokens_with_pages_and_no_state_are_counted() -> None:
 
 
 def test_merged_marks() -> None:
-    assert merged([Mark(5), Mark(3, 60.0), Mark(5, 300.0), Mark(3)]) == (Mark(3, 60.0), Mark(5, 300.0))
-    assert merged(marks(*range(1, 20))) == tuple(marks(*range(20 - MAX_MARKS, 20)))
+    assert merged([Mark(5), Mark(3, 60.0), Mark(5, 300.0), Mark(3)]) == {3: Mark(3, 60.0), 5: Mark(5, 300.0)}
+    assert list(at(*range(1, 20))) == list(range(20 - MAX_MARKS, 20))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from serving.engine.requests.request import read_marks
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 TEMPLATE = (
-    "{% for message in messages %}{{ 'w4' if message.role == 'assistant' else 'w3' }} {{ message.content }} {% endfor %}"
+    "{% for each in messages %}{{ 'w4' if each.role == 'assistant' else 'w3' }} {{ each.content }} {% endfor %}"
     "{% if add_generation_prompt %}w4 w8{% endif %}"
 )
 """The model's turn begins with thoughts (w8), which later turns do not show."""

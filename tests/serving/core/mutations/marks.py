@@ -10,8 +10,9 @@ from tests.serving.core.mutations.registry import Patch, mutation, replacing
 @mutation(84, "the state at the end of a mark's tile is published at the mark", "marks: position")
 def end_of_the_tile(patch: Patch) -> None:
     def positions(whole, self, prompt_len, stops, start, end, marks=()):
-        found = dict(whole(self, prompt_len, stops, start, end))
-        return sorted({**dict.fromkeys((m for m in marks if start < m <= end), CheckpointKind.MARK), **found}.items())
+        found = whole(self, prompt_len, stops, start, end)
+        missing = {m for m in marks if start < m <= end} - {position for position, _, _ in found}
+        return sorted([*found, *((mark, CheckpointKind.MARK, False) for mark in missing)])
 
     replacing(RetentionPolicy, "stops")(
         lambda whole, self, length, hit, matched, marks=(): whole(self, length, hit, matched)

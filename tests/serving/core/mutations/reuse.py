@@ -155,8 +155,8 @@ def weak_match(whole, self, tokens, scope):
         node = child
     for node in reversed(path):
         if () in node.states:
-            return Match(root, path, node.states[()], len(path) * unit)
-    return Match(root, path, None, len(path) * unit)
+            return Match(path, node.states[()], len(path) * unit)
+    return Match(path, None, len(path) * unit)
 
 
 @mutation(20)
