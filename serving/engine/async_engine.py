@@ -72,10 +72,7 @@ class AsyncEngine(ReplicaThreads):
         request = EngineRequest(name, prompt, sampling_params or SamplingParams(), live=live, **options)
         async with contextlib.aclosing(self.stream(request)) as deltas:
             async for new in deltas:
-                if whole is None:
-                    whole = new
-                else:
-                    whole.extend(new)
+                whole = new if whole is None else whole.extend(new)
                 yield whole.copy()
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:

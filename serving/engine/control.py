@@ -93,7 +93,9 @@ class Control:
             RequestError: the weights do not fit the model, or the version is in use. The weights are unchanged.
         """
         self._check_alone("weights cannot be replaced")
-        name = self.weights.next_version(version)
+        name = str(self.weights.updates + 1 if version is None else version)
+        if name == self.weights.version:
+            raise RequestError(f"weights version {name!r} is in use: two versions cannot have one name")
         before = self.weights.updates
         self._engine.drain()
         try:

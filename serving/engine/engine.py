@@ -110,7 +110,7 @@ class Engine:
         check_prompt_length(len(ids), self.max_model_len)
         check_params(params, self.tokenizer, self.vocab_size)
         for mark in request.cache_marks:
-            if not 1 <= mark.position <= len(ids):
+            if mark.position > len(ids):
                 raise RequestError(f"cache_marks: position {mark.position} is not in the prompt (1 to {len(ids)})")
         if params.return_sampling_mask and not self._sampling_masks:
             raise RequestError("return_sampling_mask needs the flag enable_return_sampling_mask")

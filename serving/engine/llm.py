@@ -249,10 +249,7 @@ class LLM:
                     arrived = unread.copy()
                     unread.clear()
                 for new in arrived:
-                    if whole is None:
-                        whole = new
-                    else:
-                        whole.extend(new)
+                    whole = new if whole is None else whole.extend(new)
                 if arrived and whole is not None:
                     yield whole
                 else:

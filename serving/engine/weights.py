@@ -67,17 +67,6 @@ class Weights:
         self.seconds = 0.0
         """Duration of the last replacement in seconds."""
 
-    def next_version(self, wanted: str | int | None) -> str:
-        """Returns the name of the next version: `wanted`, or the next number.
-
-        Raises:
-            RequestError: the current weights have this name.
-        """
-        version = str(self.updates + 1 if wanted is None else wanted)
-        if version == self.version:
-            raise RequestError(f"weights version {version!r} is in use: two versions cannot have one name")
-        return version
-
     def replace(self, given: NewWeights, *, version: str, partial: bool = False) -> None:
         """Replaces the weights, one parameter at a time.
 

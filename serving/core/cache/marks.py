@@ -6,13 +6,17 @@ such states, no client takes the share of another.
 """
 
 import math
+import reprlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from serving.core.cache.prefix_tree import Checkpoint
+from serving.core.reasons import RequestError
 
+LONGEST_TTL = 86_400.0
+"""Maximum time of a mark in seconds."""
 MAX_MARKS = 8
 """Maximum number of marks of a request; the deepest ones are kept."""
 
@@ -23,11 +27,20 @@ Clock = Callable[[], float]
 class Mark:
     """A position of a prompt at which a state is worth keeping."""
 
-    position: int
-    """Number of prompt tokens before it, at least 1."""
+    position: int = 0
+    """Number of prompt tokens before it; required, at least 1."""
     ttl: float | None = None
     """Seconds for which the state is evicted after all others, from its last use by a request with this mark. None:
     like the end of a prompt."""
+
+    def __post_init__(self) -> None:
+        ttl = self.ttl
+        timed = isinstance(ttl, (int, float)) and not isinstance(ttl, bool) and 0 < ttl <= LONGEST_TTL
+        if type(self.position) is not int or self.position < 1 or not (timed or ttl is None):
+            raise RequestError(
+                "a mark has a position (tokens, at least 1), and None or a ttl (seconds above 0 and up to "
+                f"{LONGEST_TTL:g}), got {reprlib.repr(self.position)} and {reprlib.repr(ttl)}"
+            )
 
 
 def merged(marks: Iterable[Mark]) -> dict[int, Mark]:

@@ -17,7 +17,6 @@ its anchor. A row whose anchor is a checkpoint always keeps an own slot for this
 """
 
 from serving.core.cache.cache import Cache
-from serving.core.cache.prefix_tree import CheckpointKind
 from serving.core.cache.row_pages import Content
 from serving.core.cache.row_state import RowState, StateAccess
 
@@ -98,19 +97,11 @@ class RowReplay(RowState):
         self, access: StateAccess, nth: int, content: Content, position: int, *, unsettled: bool, pending: bool
     ) -> None:
         """See `RowState`. The state is the row's anchor, and stays so."""
-        slot, cache = self._current, self._cache
-        if self._position != position or slot not in self._own:
-            return
-        if len(self._own) == 1 and not cache.can_spare_slot():
-            cache.stats.boundaries_not_kept += 1
-            return
-        assert cache.index is not None
-        if not cache.index.publish_state(content, position, slot, CheckpointKind.BOUNDARY):
-            return
-        self._disown(slot)
-        self._read_only = slot
-        if not self._own:
-            self.lease()
+        slot = self._current
+        if self._position == position and slot in self._own and self._publish(slot, content, position):
+            self._read_only = slot
+            if not self._own:
+                self.lease()
 
     def trim(self, after: StateAccess | None) -> None:
         """Releases all slots except the anchor, those that the unsettled step may write, and a spare with a

@@ -13,7 +13,6 @@ The last checkpoint that a row read is released when the step that continues fro
 from collections.abc import Sequence
 
 from serving.core.cache.cache import Cache
-from serving.core.cache.prefix_tree import CheckpointKind
 from serving.core.cache.row_pages import Content
 from serving.core.cache.row_state import RowState, StateAccess
 
@@ -92,23 +91,15 @@ class RowSnapshots(RowState):
     def publish_boundary(
         self, access: StateAccess, nth: int, content: Content, position: int, *, unsettled: bool, pending: bool
     ) -> None:
-        slot, cache = access.writes[nth], self._cache
-        if slot not in access.boundary:
+        slot = access.writes[nth]
+        if slot not in access.boundary or not self._publish(slot, content, position):
             return
-        if len(self._own) == 1 and not cache.can_spare_slot():
-            # The row needs another slot to write, and so does a waiting request.
-            cache.stats.boundaries_not_kept += 1
-            return
-        assert cache.index is not None
-        if not cache.index.publish_state(content, position, slot, CheckpointKind.BOUNDARY):
-            return
-        self._disown(slot)
         if slot == self._current and not unsettled:
             self._read_only = slot
         elif slot == self._current and pending:
             self.leaving = slot
         else:
-            cache.slots.release(slot)
+            self._cache.slots.release(slot)
 
     def trim(self, after: StateAccess | None) -> None:
         """Releases slots beyond 1 + K, except those that the row's next step may read."""

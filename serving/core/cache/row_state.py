@@ -231,6 +231,19 @@ class RowState:
         """
         raise NotImplementedError
 
+    def _publish(self, slot: int, content: Content, position: int) -> bool:
+        """Publishes S(position), a multiple of B, in an own slot. Returns False if the row needs the slot and waiting
+        requests all others, or if there is an equal state."""
+        cache = self._cache
+        if len(self._own) == 1 and not cache.can_spare_slot():
+            cache.stats.boundaries_not_kept += 1
+            return False
+        assert cache.index is not None
+        if not cache.index.publish_state(content, position, slot, CheckpointKind.BOUNDARY):
+            return False
+        self._disown(slot)
+        return True
+
     def trim(self, after: StateAccess | None) -> None:
         """Releases the slots that the row does not need, except those that its next step may read."""
         raise NotImplementedError

@@ -34,11 +34,6 @@ class StateLease:
 class RemoteStates(SchedulerState):
     """The scheduler's methods for states from and for other workers."""
 
-    def take_loads(self) -> list[RemoteLoad]:
-        """Returns the loads that requests wait for since the last call. Some may be obsolete (`RemoteLoad.valid`)."""
-        loads, self.loads = self.loads, []
-        return loads
-
     def pop_unneeded_remotes(self) -> list[RemoteState]:
         """Returns the remote states that requests have stopped needing since the last call."""
         unneeded, self.unneeded_remotes = self.unneeded_remotes, []

@@ -60,7 +60,7 @@ class SchedulerState:
         self.unsettled: deque[StepPlan] = deque()
         """Dispatched steps whose results have not been read, oldest first."""
         self.loads: list[RemoteLoad] = []
-        """Loads started since the engine last took this list."""
+        """Loads started since the engine last took this list. Some may be obsolete (`RemoteLoad.valid`)."""
         self.unneeded_remotes: list[RemoteState] = []
         """Remote states that requests stopped needing since the engine last took this list."""
 

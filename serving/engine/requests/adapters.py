@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from checkpoints.adapters.adapter import Adapter, read_adapter
@@ -18,20 +18,20 @@ from serving.engine.requests.request import LoRARequest
 from serving.points.state_source import Loop
 
 
+@dataclass(slots=True, eq=False)
 class LoadedAdapter:
     """An adapter on the device: in one entry of the programs' adapters, one entry of the initial states, or both."""
 
-    __slots__ = ("digest", "entry", "initial_slot", "last_use", "name", "path", "users")
-
-    def __init__(self, name: str, path: str, digest: str, *, entry: int, initial_slot: int) -> None:
-        self.name, self.path, self.digest = name, path, digest
-        self.entry = entry
-        """0 without LoRA."""
-        self.initial_slot = initial_slot
-        """The slot that requests start from; 0 = zeros."""
-        self.users = 0
-        """Number of unfinished requests that use the adapter. Its entries are overwritten only if this is 0."""
-        self.last_use = 0
+    name: str
+    path: str
+    digest: str
+    entry: int
+    """0 without LoRA."""
+    initial_slot: int
+    """The slot that requests start from; 0 = zeros."""
+    users: int = 0
+    """Number of unfinished requests that use the adapter. Its entries are overwritten only if this is 0."""
+    last_use: int = 0
 
 
 class AdapterNotRead(RequestError):
@@ -46,17 +46,16 @@ class ReadAdapter:
     matrices: AdapterEntry | None
 
 
+@dataclass(slots=True, eq=False)
 class Reservation:
     """The entries for an adapter that is about to be loaded. Ends with `AdapterTable.commit` or `cancel`."""
 
-    __slots__ = ("adapter", "displaced", "loading", "state")
-
-    def __init__(self, adapter: ReadAdapter, loading: LoadedAdapter, state: int) -> None:
-        self.adapter, self.loading = adapter, loading
-        self.state = state
-        """Entry of the initial state; 0 without one."""
-        self.displaced: list[tuple[_Entries, int, LoadedAdapter | None, bool]] = []
-        """What each entry held before, and whether requests could name it."""
+    adapter: ReadAdapter
+    loading: LoadedAdapter
+    state: int
+    """Entry of the initial state; 0 without one."""
+    displaced: list[tuple[_Entries, int, LoadedAdapter | None, bool]] = field(default_factory=list)
+    """What each entry held before, and whether requests could name it."""
 
 
 class AdapterNames(dict[str, tuple[str, str]]):

@@ -176,8 +176,8 @@ class RequestOutput:
     failure: RequestError | RequestFailed | None = None
     """Why the request failed, if it did; its choices then have finish reason `error`."""
 
-    def extend(self, new: RequestOutput) -> None:
-        """Appends a delta, whose values it then owns."""
+    def extend(self, new: RequestOutput) -> RequestOutput:
+        """Appends a delta, whose values it then owns. Returns itself."""
         choices = {choice.index: choice for choice in self.outputs}
         for choice in new.outputs:
             if choice.index in choices:
@@ -185,6 +185,7 @@ class RequestOutput:
             else:
                 self.outputs.append(choice)
         vars(self).update(vars(new), outputs=self.outputs)
+        return self
 
     def copy(self) -> RequestOutput:
         """Returns a copy that `extend` does not change."""

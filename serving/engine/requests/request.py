@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from checkpoints.tokenizer import Tokenizer
 from serving.core import Mark, RemoteState
 from serving.engine.request_error import RequestError
-from serving.engine.requests.sampling_params import SamplingParams
+from serving.engine.requests.sampling_params import SamplingParams, from_table
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": [...]}`."""
 _PROMPT_FIELDS = frozenset({"prompt", "prompt_token_ids", "cache_salt", "cache_marks"})
 """Fields of a prompt; `LLM.generate` reads the last two."""
-_LONGEST_TTL = 86_400.0
-"""Maximum time of a mark in seconds."""
 
 
 @dataclass(frozen=True)
@@ -100,20 +97,10 @@ def read_marks(given: Any) -> tuple[Mark, ...]:
     """Returns the marks of a prompt's field `cache_marks`: positions, or tables such as `{"position": 90, "ttl": 300}`.
 
     Raises:
-        RequestError: it is not a list of these.
+        RequestError: it is not a list of these, or a value is not allowed.
     """
-    marks = []
-    for each in given if isinstance(given, (list, tuple)) else [] if given is None else [given]:
-        table = asdict(each) if isinstance(each, Mark) else each if isinstance(each, Mapping) else {"position": each}
-        position, ttl = table.get("position"), table.get("ttl")
-        timed = isinstance(ttl, (int, float)) and not isinstance(ttl, bool) and 0 < ttl <= _LONGEST_TTL
-        if type(position) is not int or table.keys() - {"position", "ttl"} or not (timed or ttl is None):
-            raise RequestError(
-                "cache_marks must be a list of positions, or of tables with 'position' and 'ttl' (seconds from 0 up to "
-                f"{_LONGEST_TTL:g}), got {reprlib.repr(each)}"
-            )
-        marks.append(Mark(position, ttl))
-    return tuple(marks)
+    listed = given if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    return tuple(Mark(each) if isinstance(each, int) else from_table(Mark, each, "cache_marks") for each in listed)
 
 
 def check_params(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int) -> None:

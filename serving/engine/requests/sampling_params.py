@@ -9,14 +9,18 @@ import numbers
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from serving.engine.request_error import RequestError
 from serving.engine.requests.stop_text import StopAutomaton
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from serving.engine.structured.grammar_state import StructuredOutputs
     from serving.engine.structured.reasoning import Reasoning
+
+T = TypeVar("T", bound="DataclassInstance")
 
 MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_PROMPT_LOGPROB_IDS = 300, 20, 128
 """Copies of the values in `mamba_jax.sampling`, because importing it would import JAX. A test compares them."""
@@ -176,12 +180,11 @@ class SamplingParams:
             object.__setattr__(self, "prompt_logprobs", 0)
         object.__setattr__(self, "logit_bias", self._bias())
         if self.structured_outputs is not None:
-            from serving.engine.structured.grammar_state import StructuredOutputs, from_table
+            from serving.engine.structured.grammar_state import StructuredOutputs
 
             form = from_table(StructuredOutputs, self.structured_outputs, "structured outputs")
             object.__setattr__(self, "structured_outputs", form)
         if self.reasoning is not None:
-            from serving.engine.structured.grammar_state import from_table
             from serving.engine.structured.reasoning import Reasoning
 
             object.__setattr__(self, "reasoning", from_table(Reasoning, self.reasoning, "reasoning"))
@@ -250,6 +253,20 @@ class SamplingParams:
                 )
             bias[key] = min(max(number, -100.0), 100.0)
         return bias
+
+
+def from_table(kind: type[T], value: T | Mapping[str, Any], what: str) -> T:
+    """Returns `value` itself, or an object of a dataclass from a table of its fields, such as `{"regex": "[0-9]+"}`.
+
+    Raises:
+        RequestError: `value` is neither, or the table contains an invalid value. `what` names it in the message.
+    """
+    if isinstance(value, kind):
+        return value
+    names = [f.name for f in fields(kind)]
+    if not isinstance(value, Mapping) or not set(value) <= set(names):
+        raise RequestError(f"{what}: a table with some of {', '.join(names)} is needed")
+    return kind(**value)
 
 
 def _shown(value: object) -> str:

@@ -136,9 +136,8 @@ class BatchBuilder:
         The first `num_essential` batches are those without which some steps could not run. Narrower ones follow, the
         cheapest first.
         """
-        yield self.seat(0, SamplingParams(), seed=0, choice=0, prompt=(), output=(), stop_ids=(), vocab_size=vocab_size)
-        penalty = SamplingParams(presence_penalty=1.0)
-        yield self.seat(0, penalty, seed=0, choice=0, prompt=(), output=(), stop_ids=(), vocab_size=vocab_size)
+        for params in (SamplingParams(), SamplingParams(presence_penalty=1.0)):
+            yield self.seat(0, params, seed=0, choice=0, prompt=(), output=(), stop_ids=(), vocab_size=vocab_size)
         if self._masks:
             yield self._empty_masks(vocab_size)
         if self._pages_per_row:

@@ -146,23 +146,20 @@ class StepLoop:
             The program's output for the host: a `StepOutput`; for a mixed step one for the decode rows and one for the
             prefill rows; None for a batch that changes only seats.
         """
-        self.take_store()
-        assert self._store is not None
-        assert self._rows is not None
+        store, rows = self.take_store()
         if self.followers is not None:
             self.followers.call(batch)
         if isinstance(batch, RowsBatch):
-            self._rows = self.programs.change_rows(self._rows, batch)
+            self._rows = self.programs.change_rows(rows, batch)
             return None
-        self._store, self._rows, output = self.programs.step(self._store, self._rows, batch)
+        self._store, self._rows, output = self.programs.step(store, rows, batch)
         return output
 
     def replace_store(self, change: Callable[[Store], Store]) -> None:
         """Dispatches a program over the store outside of any step. If `change` raises, the store counts as lost."""
         assert self.followers is None, "other hosts would not do the same"
-        self.take_store()
-        assert self._store is not None
-        store, self._store = self._store, None
+        store, _ = self.take_store()
+        self._store = None
         self._store = change(store)
 
     def free_store(self) -> None:
@@ -177,11 +174,12 @@ class StepLoop:
         self._store = self._rows = None
         self.scheduler.reset()
 
-    def take_store(self) -> None:
-        """Creates an empty store if there is no store."""
+    def take_store(self) -> tuple[Store, Rows]:
+        """Returns the store and the seats. Creates empty ones if there are none."""
         if self._store is None or self._rows is None:
             self._store, self._rows = self._make_store(), self._make_rows()
             self.batches.tables.forget()
+        return self._store, self._rows
 
     @property
     def shapes(self) -> tuple[Store, Rows]:
@@ -256,7 +254,8 @@ class StepLoop:
 
     def _exchange(self) -> None:
         """Starts to fetch states that requests newly wait for, and writes arrived states to the store."""
-        for load in self.scheduler.take_loads():
+        loads, self.scheduler.loads = self.scheduler.loads, []
+        for load in loads:
             if load.valid:
                 load.remote.source.fetch(self, load)
         for remote in self.scheduler.pop_unneeded_remotes():

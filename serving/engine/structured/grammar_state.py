@@ -11,18 +11,13 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import llguidance
 import numpy as np
 
 from checkpoints.errors import one_line
 from serving.engine.request_error import RequestError
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-T = TypeVar("T", bound="DataclassInstance")
 
 _LONGEST = 1 << 20
 """Maximum number of characters of a grammar or schema, as JSON."""
@@ -88,20 +83,6 @@ class StructuredOutputs:
 
 StructuredOutputsParams = StructuredOutputs
 """The same by vLLM's name."""
-
-
-def from_table(kind: type[T], value: T | Mapping[str, Any], what: str) -> T:
-    """Returns `value` itself, or an object of a dataclass from a table of its fields, such as `{"regex": "[0-9]+"}`.
-
-    Raises:
-        RequestError: `value` is neither, or the table contains an invalid value. `what` names it in the message.
-    """
-    if isinstance(value, kind):
-        return value
-    names = [f.name for f in fields(kind)]
-    if not isinstance(value, Mapping) or not set(value) <= set(names):
-        raise RequestError(f"{what}: a table with some of {', '.join(names)} is needed")
-    return kind(**value)
 
 
 class Constraint:

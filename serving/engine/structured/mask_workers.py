@@ -38,19 +38,17 @@ _ALLOWANCE, _PER_TOKEN = 2.0, 0.01
 """Maximum processor time in seconds for all masks of a choice: a constant, plus an amount for each token."""
 
 
+@dataclass(slots=True, eq=False)
 class FollowedChoice:
     """A choice's position in its grammar, and the masks of its next step."""
 
-    __slots__ = ("constraint", "masks", "seconds", "slow")
-
-    def __init__(self, constraint: Constraint | ReasoningConstraint) -> None:
-        self.constraint = constraint
-        self.masks: np.ndarray | None = None
-        """The allowed tokens next and after each draft, uint32 [heads, words]. None while a worker computes them."""
-        self.seconds = 0.0
-        """Processor time in seconds spent on the grammar so far."""
-        self.slow = False
-        """Whether steps do not wait for this choice's masks."""
+    constraint: Constraint | ReasoningConstraint
+    masks: np.ndarray | None = None
+    """The allowed tokens next and after each draft, uint32 [heads, words]. None while a worker computes them."""
+    seconds: float = 0.0
+    """Processor time in seconds spent on the grammar so far."""
+    slow: bool = False
+    """Whether steps do not wait for this choice's masks."""
 
     def advance(self, tokens: Sequence[int]) -> int:
         """Calls `Constraint.advance` and adds its processor time to `seconds`."""

@@ -118,7 +118,8 @@ class TieredRun(Run):
 
     def exchange(self, *, all_of_it: bool) -> None:
         """Some of what is waited for arrives, or is lost."""
-        self.loads += self.scheduler.take_loads()
+        self.loads += self.scheduler.loads
+        self.scheduler.loads = []
         self.apart.shuffle(self.loads)
         waiting, self.loads = self.loads, []
         for load in waiting:

@@ -52,6 +52,7 @@ def test_prompts_have_marks_of_their_own(llm):
 def test_marks_are_positions_and_times():
     assert read_marks([5, {"position": 7, "ttl": 60}, Mark(9)]) == (Mark(5), Mark(7, 60), Mark(9))
     assert read_marks(None) == ()
-    for wrong in (["5"], [True], [{"ttl": 5}], [{"position": 5, "ttl": 0}], [{"position": 5, "kind": 1}], "5", [[5]]):
-        with pytest.raises(RequestError, match="cache_marks must be a list of positions"):
-            read_marks(wrong)
+    tables = {"ttl": 5}, {"position": 5, "ttl": 0}, {"position": 5, "kind": 1}, {"position": 5, "ttl": "5"}
+    for wrong in ("5", True, 0, [5], *tables):
+        with pytest.raises(RequestError, match=r"a mark has a position|cache_marks: a table with some of"):
+            read_marks([wrong])
