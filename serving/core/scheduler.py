@@ -239,13 +239,18 @@ class Scheduler(RemoteStates):
         for row in plan.effects:
             if row.fate is ResultDisposition.LIVE:
                 after_dispatch(self, row)
+        counters = self.counters
         for request in plan.admitted:
-            if not request.lookup.final and not request.finished:
-                request.lookup.final = True
-                lookup = request.lookup
-                found = lookup.num_cached_tokens, lookup.num_stateless_tokens, lookup.miss_reason
-                self.counters.count_admission(request.prompt_len, *found)
-        self.counters.steps += 1
+            lookup = request.lookup
+            if not lookup.final and not request.finished:
+                lookup.final = True
+                counters.prompt_tokens += request.prompt_len
+                counters.cached_tokens += lookup.num_cached_tokens
+                counters.stateless_tokens += lookup.num_stateless_tokens
+                counters.full_hits += lookup.num_cached_tokens == request.prompt_len
+                if lookup.miss_reason is not None:
+                    counters.misses[lookup.miss_reason] += 1
+        counters.steps += 1
         self.unsettled.append(plan)
 
     def withdraw(self, plan: StepPlan) -> None:

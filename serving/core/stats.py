@@ -52,6 +52,9 @@ class Stats:
         "prompt_tokens_without_state",
         "Prompt tokens with cached keys and values that were computed again, because no state was cached there.",
     )
+    prefixes_changed: int = exported(
+        "prefixes_changed", "Conversations with most messages of an earlier one, but not from the first on."
+    )
     full_hits: int = exported("full_prefix_hits", "Requests whose whole prompt was cached.")
     prefill_tokens: int = exported("prefill_tokens", "Tokens computed by prefill.")
     """Tokens fed that were certain beforehand: prompts, and outputs computed again after a preemption."""
@@ -76,15 +79,6 @@ class Stats:
     page_copies: int = 0
     rows_stalled: int = 0
     """Times a row sat out a step because a slot, a page or room in the step was missing."""
-
-    def count_admission(self, prompt_len: int, num_cached_tokens: int, stateless: int, miss_reason: Any) -> None:
-        """Counts the first admission of a request."""
-        self.prompt_tokens += prompt_len
-        self.cached_tokens += num_cached_tokens
-        self.stateless_tokens += stateless
-        self.full_hits += num_cached_tokens == prompt_len
-        if miss_reason is not None:
-            self.misses[miss_reason] += 1
 
     def snapshot(self) -> dict[str, Any]:
         """All counters as a dictionary; the keys of the counted reasons are their names in lower case."""

@@ -15,6 +15,7 @@ from serving.core.cache.marks import merged, written_tokens
 from serving.engine.control import Control
 from serving.engine.request_error import RequestError, RequestFailed
 from serving.engine.requests.adapters import AdapterTable
+from serving.engine.requests.changed_prefixes import ChangedPrefixes
 from serving.engine.requests.output import PromptScores, RequestMetrics, RequestOutput
 from serving.engine.requests.request import EngineRequest, Prompt, check_params, read_prompt
 from serving.engine.requests.routed_experts import read_routed_experts
@@ -70,6 +71,7 @@ class Engine:
         self._sampling_masks = sampling_masks
         self._seeds, self._experts_per_layer = random.Random(seed), experts_per_layer
         self._parents: dict[str, UserRequest] = {}
+        self._prefixes = ChangedPrefixes()
         self._changed: dict[str, UserRequest] = {}
         """Requests whose output changed since the last step returned, by request id."""
 
@@ -149,6 +151,9 @@ class Engine:
             remote.source.cancel(remote)
         elif remote is not None and not first.prompt_logprobs:
             first.transfer.remote = remote
+        if request.message_digests and (where := self._prefixes.note(request.message_digests, (request.client, scope))):
+            self.loop.scheduler.counters.prefixes_changed += 1
+            log.info("request %s reuses nothing after this: prefix changed in %s", request_id, where)
         self._parents[request_id] = parent
         return output
 

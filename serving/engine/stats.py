@@ -66,14 +66,8 @@ class DraftStats:
 
     def summary(self) -> dict[str, Any]:
         """Returns all counters and rates as a dictionary."""
-        return {
-            "steps": self.steps,
-            "drafted": self.drafted,
-            "accepted": self.accepted,
-            "wasted": self.wasted,
-            "acceptance_at": self.acceptance_at,
-            "mean_acceptance_length": self.mean_acceptance_length,
-        }
+        names = ("steps", "drafted", "accepted", "wasted", "acceptance_at", "mean_acceptance_length")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def mean_acceptance_length(self) -> float:

@@ -8,7 +8,7 @@ such states, no client takes the share of another.
 import math
 import reprlib
 import time
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -78,7 +78,7 @@ class KeptStates:
     def __init__(self, most: int, clock: Clock = time.monotonic) -> None:
         self._most, self._clock = most, clock
         self._clients: dict[Checkpoint, str | None] = {}
-        self._by_client: dict[str | None, OrderedDict[Checkpoint, None]] = {}
+        """The client of each state, the one marked longest ago first."""
         self._first_end = math.inf
 
     def keep(self, entry: Checkpoint, seconds: float, client: str | None) -> list[Checkpoint]:
@@ -88,11 +88,10 @@ class KeptStates:
         entry.kept_until = until
         self._first_end = min(self._first_end, until)
         self._clients[entry] = client
-        self._by_client.setdefault(client, OrderedDict())[entry] = None
         over = []
         while len(self._clients) > self._most:
-            entries = max(self._by_client.values(), key=len)
-            over.append(next(iter(entries)))
+            ((most, _),) = Counter(self._clients.values()).most_common(1)
+            over.append(next(each for each, client in self._clients.items() if client == most))
             self.forget(over[-1])
         return over
 
@@ -108,9 +107,5 @@ class KeptStates:
 
     def forget(self, entry: Checkpoint) -> None:
         """Ends the time of a state, if it is kept."""
-        if entry in self._clients:
-            client = self._clients.pop(entry)
-            del self._by_client[client][entry]
-            if not self._by_client[client]:
-                del self._by_client[client]
+        self._clients.pop(entry, None)
         entry.kept_until = 0.0

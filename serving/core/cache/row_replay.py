@@ -46,8 +46,8 @@ class RowReplay(RowState):
 
     __slots__ = ("_interval", "_usual")
 
-    def __init__(self, cache: Cache) -> None:
-        super().__init__(cache)
+    def __init__(self, cache: Cache, start: int) -> None:
+        super().__init__(cache, start)
         self._interval = cache.config.replay_interval
         self._usual: ReplayAccess | None = None
         """The access of steps that continue on the device and write nothing, shared by all that feed the same number of

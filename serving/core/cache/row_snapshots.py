@@ -22,8 +22,8 @@ class RowSnapshots(RowState):
 
     __slots__ = ("_block", "_usual", "_usual_count")
 
-    def __init__(self, cache: Cache) -> None:
-        super().__init__(cache)
+    def __init__(self, cache: Cache, start: int) -> None:
+        super().__init__(cache, start)
         self._block = cache.block
         self._usual: StateAccess | None = None
         """The access of steps that continue on the device and cross no boundary, shared by all of them."""

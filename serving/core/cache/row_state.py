@@ -68,21 +68,17 @@ class RowState:
 
     __slots__ = ("_cache", "_current", "_own", "_position", "_publications", "_read_only", "leaving")
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: Cache, start: int) -> None:
+        """`start`: the slot of a learned initial state, outside the pool, that the engine owns; 0 = zeros."""
         self._cache = cache
         self._own: list[int] = []
         self._read_only = 0
-        self._current = self._position = 0
+        self._current, self._position = start, 0
         """The current slot; the number of tokens of its state, if no decode step has settled since."""
         self._publications: Sequence[Publication] = ()
         """Publications of the planned step that is not yet dispatched."""
         self.leaving = 0
         """A checkpoint that the row releases when the planned step is dispatched; 0 = none."""
-
-    @property
-    def num_slots(self) -> int:
-        """Slots that only this row writes."""
-        return len(self._own)
 
     # -- start --
 
@@ -92,10 +88,6 @@ class RowState:
         if slot:
             self._own.append(slot)
         return slot
-
-    def start_from(self, slot: int) -> None:
-        """Starts from a learned initial state, in a slot outside the pool that the engine owns. 0 = zeros."""
-        self._current = slot
 
     def resume_from(self, slot: int, position: int) -> None:
         """Starts from a checkpoint, S(position), and retains it."""

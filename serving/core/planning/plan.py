@@ -57,11 +57,6 @@ class StepPlan:
         """All of them, decode rows first."""
         return [*self.decode, *self.prefill]
 
-    @property
-    def num_tokens(self) -> int:
-        """All tokens fed, drafts included."""
-        return sum(row.num_tokens for row in self.rows)
-
     def remove(self, row: PlannedRow) -> None:
         """The row will not be run after all."""
         if isinstance(row, DecodeRow):

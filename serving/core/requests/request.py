@@ -194,8 +194,7 @@ class Progress:
     @classmethod
     def begin(cls, request: "Request", cache: Cache) -> "Progress":
         """That of a request that does not run."""
-        state: RowState = RowReplay(cache) if cache.config.replay_interval > 1 else RowSnapshots(cache)
-        state.start_from(request.initial_slot)
+        state = (RowReplay if cache.config.replay_interval > 1 else RowSnapshots)(cache, request.initial_slot)
         pages = RowPages(cache.pages, cache.config.page_size)
         scope, lookup = cache.scope(request.cache_salt, request.adapter), request.lookup
         if lookup.chain is None or lookup.chain.scope != scope:

@@ -43,6 +43,8 @@ class EngineRequest:
     """Requests share cached prefixes only with requests of the same salt."""
     cache_marks: tuple[Mark, ...] = ()
     """Positions of the prompt at which a state is worth keeping; of more than 8, the deepest."""
+    message_digests: tuple[int, ...] = ()
+    """Those of the conversation (`changed_prefixes`), to say which message keeps it from reusing an earlier one."""
     client: str | None = None
     """The client that sent the request; waiting clients are served in turn."""
     batch_id: str | None = None

@@ -200,7 +200,7 @@ class Run:
                 most = (1 + self.config.num_speculative_tokens) * (2 if progress.unsettled else 1)
                 if self.config.replay_interval > 1:
                     most = 2 if progress.unsettled else 1
-                expect(progress.state.num_slots <= most, "surplus slots are kept", request)
+                expect(len(progress.state._own) <= most, "surplus slots are kept", request)
         self.device.check_index(self.scheduler)
 
     def step(self) -> bool:

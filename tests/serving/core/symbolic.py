@@ -92,7 +92,7 @@ class Device:
         expect(len(plan.prefill) <= config.max_prefill_rows, "too many prefill rows")
         expect(sum(len(row.access.writes) for row in plan.prefill) <= config.tiles, "too many tiles")
         limit = config.max_num_batched_tokens + min(config.tile_size, config.max_num_batched_tokens)
-        expect(plan.num_tokens <= limit, "too many tokens")
+        expect(sum(row.num_tokens for row in plan.rows) <= limit, "too many tokens")
         written: set[int] = set()
         row_ids: set[int] = set()
         for row in plan.rows:

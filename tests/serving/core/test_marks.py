@@ -58,18 +58,12 @@ def test_a_preempted_request_publishes_its_marks_once_more() -> None:
         assert list(request.lookup.published) == [5, 9]
 
 
-def test_marks_without_a_cache_do_nothing() -> None:
-    loop = Loop(cache_mode="none")
-    assert not loop.run(PROMPT, max_tokens=1, marks=at(7)).lookup.published
-    assert len(loop.plans) == len(Loop(cache_mode="none").run(PROMPT, max_tokens=1).output_token_ids)
-
-
-def test_a_mark_that_is_cached_costs_no_step() -> None:
-    loop = Loop()
-    loop.run(PROMPT, max_tokens=1, marks=at(7))
-    loop.plans.clear()
-    loop.run([*PROMPT, 9], max_tokens=1, marks=at(7))
-    assert len(loop.plans) == 1
+def test_marks_cost_no_step_if_they_are_cached_or_nothing_is() -> None:
+    for loop in (Loop(), Loop(cache_mode="none")):
+        loop.run(PROMPT, max_tokens=1, marks=at(7))
+        loop.plans.clear()
+        loop.run([*PROMPT, 9], max_tokens=1, marks=at(7))
+        assert len(loop.plans) == 1
 
 
 def test_a_state_is_kept_until_its_time_has_passed() -> None:

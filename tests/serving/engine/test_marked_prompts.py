@@ -1,10 +1,11 @@
-"""Marks of prompts and conversations, from `LLM` to the states that later prompts continue from."""
+"""Marks of prompts and conversations, from `LLM` to the states that later prompts continue from; missed prefixes."""
 
 import pytest
 
 from serving import LLM, RequestError, SamplingParams
 from serving.core import Mark
 from serving.engine import llm as llm_module
+from serving.engine.requests.changed_prefixes import ChangedPrefixes, message_digests
 from serving.engine.requests.request import read_marks
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -56,3 +57,17 @@ def test_marks_are_positions_and_times():
     for wrong in ("5", True, 0, [5], *tables):
         with pytest.raises(RequestError, match=r"a mark has a position|cache_marks: a table with some of"):
             read_marks([wrong])
+
+
+def test_the_first_message_that_differs_is_named():
+    seen, history = ChangedPrefixes(), list("sabcdef")
+
+    def note(texts, client="a", tools=None):
+        return seen.note(message_digests([{"role": "user", "content": text} for text in texts], tools), client)
+
+    assert note(history) is None
+    assert note([*history, "g"]) is None, "it continues"
+    assert note(["x", *history[1:], "h"]) == "message 0"
+    assert note([*history[:6], "y"]) is None, "only its last message differs"
+    assert note(history, tools=["t"]) == "the tools"
+    assert note(["z", *history[1:]], client="b") is None
