@@ -27,13 +27,6 @@ def at(*positions: int, ttl: float | None = None) -> dict[int, Mark]:
     return merged(Mark(position, ttl) for position in positions)
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.mark.parametrize("changes", MODES, ids=str)
 def test_a_prompt_continues_from_the_marks_of_one_before(changes: dict[str, Any]) -> None:
     """At any position, within a tile or at its end, and with the output that it has without a cache."""
@@ -68,8 +61,8 @@ def test_marks_cost_no_step_if_they_are_cached_or_nothing_is() -> None:
 
 def test_a_state_is_kept_until_its_time_has_passed() -> None:
     """From its last use; then it goes as any other, even if no further request marks anything."""
-    clock = Clock()
-    loop = Loop(num_slots=12, max_num_seqs=1, clock=clock)
+    now = [0.0]
+    loop = Loop(num_slots=12, max_num_seqs=1, clock=lambda: now[0])
     loop.run(PROMPT[:9], max_tokens=1, marks=at(7, ttl=60))
 
     def fill(first: int) -> None:
@@ -78,12 +71,12 @@ def test_a_state_is_kept_until_its_time_has_passed() -> None:
 
     fill(100)
     assert kept(loop, PROMPT) == [7]
-    clock.now = 50
+    now[0] = 50
     loop.run([*PROMPT[:7], 9], max_tokens=1, marks=at(7, ttl=60))
-    clock.now = 100
+    now[0] = 100
     fill(200)
     assert 7 in kept(loop, PROMPT), "used 50 seconds ago"
-    clock.now = 111
+    now[0] = 111
     fill(300)
     assert kept(loop, PROMPT) == []
     loop.scheduler.check(idle=True)
@@ -120,19 +113,15 @@ def test_tokens_with_pages_and_no_state_are_counted() -> None:
     assert counted["stateless_tokens"] == 22 - counted["cached_tokens"] > 0
 
 
-def test_merged_marks() -> None:
-    assert merged([Mark(5), Mark(3, 60.0), Mark(5, 300.0), Mark(3)]) == {3: Mark(3, 60.0), 5: Mark(5, 300.0)}
-    assert list(at(*range(1, 20))) == list(range(20 - MAX_MARKS, 20))
-
-
 @pytest.mark.parametrize(
     ("published", "cached", "written"),
     [
         ([], 5, {}),
         ([Mark(10, 300.0), Mark(30)], 0, {300.0: 10, None: 20}),
         ([Mark(10, 300.0), Mark(30, 3600.0)], 20, {3600.0: 10}),
-        ([Mark(10, 300.0), Mark(30, 300.0)], 4, {300.0: 26}),
+        ([Mark(10, 300.0), Mark(30, 300.0), Mark(10), Mark(30, 60.0)], 4, {300.0: 26}),
     ],
 )
-def test_written_tokens(published: list[Mark], cached: int, written: dict[float | None, int]) -> None:
-    assert written_tokens({mark.position: mark for mark in published}, cached) == written
+def test_marks_are_merged_and_their_tokens_counted(published: list[Mark], cached: int, written: dict[Any, int]) -> None:
+    assert written_tokens(merged(published), cached) == written
+    assert list(at(*range(1, 20))) == list(range(20 - MAX_MARKS, 20))
