@@ -35,7 +35,7 @@ from serving.cli.generation.batch_output import LineKey, has_half_characters, li
 from serving.engine.llm import LLM
 from serving.engine.request_error import RequestError
 from serving.engine.requests.output import RequestOutput, TokenLogprobs
-from serving.engine.requests.request import EngineRequest
+from serving.engine.requests.request import EngineRequest, read_marks
 from serving.engine.requests.sampling_params import SamplingParams
 
 PROMPTS = ("prompt", "prompt_token_ids", "messages")
@@ -179,9 +179,10 @@ class PlainLines:
         if given == ["messages"]:
             chat = {name: fields.pop(name) for name in CHAT_FIELDS if name in fields}
             request: Any = validated(TEXT_APIS["chat/completions"].request, {"model": self._context.model, **chat})
-            prompt = {"prompt_token_ids": asyncio.run(tokenized(self._context, request))[0]}
+            prompt: dict[str, Any] = {"prompt_token_ids": asyncio.run(tokenized(self._context, request))[0]}
         else:
             prompt = {given[0]: fields.pop(given[0])}
+        prompt["cache_marks"] = read_marks(fields.pop("cache_marks", None))
         params = SamplingParams(**{**self._defaults, **fields})
         return BatchRequest(prompt, params, lambda output: {"id": line.id, **as_json(output, params)})
 
@@ -206,7 +207,8 @@ def run_batch(
 
     Args:
         llm: the engine; its loop must be idle.
-        source: JSON lines with `id`; `prompt`, `prompt_token_ids` or `messages`; and any of `SamplingParams`.
+        source: JSON lines with `id`; `prompt`, `prompt_token_ids` or `messages`; `cache_marks`; and any of
+            `SamplingParams`.
         target: created, or continued after an interrupted run.
         defaults: sampling parameters for fields that lines omit.
         overwrite: answer every line, and remove the answers of earlier runs.
@@ -261,7 +263,8 @@ def run_batch(
                     if has_half_characters([line.id, line.fields]):
                         raise RequestError("the line contains half a surrogate pair, which is not a character")
                     request = (openai if is_batch_line(line.fields) else plain).read(line)
-                    engine.add(EngineRequest(request_id, request.prompt, request.params))
+                    marks = request.prompt.get("cache_marks", ())
+                    engine.add(EngineRequest(request_id, request.prompt, request.params, cache_marks=marks))
                 except Exception as error:
                     # Even a bug, which is logged, affects only this line.
                     refuse(line, key, error)
