@@ -227,10 +227,10 @@ class LLM:
         prompts: list[Prompt] = []
         for each, before in zip(conversations, earlier, strict=True):
             if before:
-                ids, marks = self.encode_chat(each, previous_token_ids=before, **variables), ()
+                prompts.append({"prompt_token_ids": self.encode_chat(each, previous_token_ids=before, **variables)})
             else:
                 ids, marks = encode_marked(self.get_tokenizer(), each, **variables)
-            prompts.append({"prompt_token_ids": ids, "cache_marks": marks})
+                prompts.append({"prompt_token_ids": ids, "cache_marks": marks})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
