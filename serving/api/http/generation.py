@@ -38,6 +38,8 @@ class Job:
     cache_salt: str | None = None
     """The client's salt, until `respond` replaces it by the salt for the prefix cache."""
     lora_request: LoRARequest | None = None
+    message_digests: tuple[int, ...] = ()
+    """Those of the conversation, for `EngineRequest`."""
     grammar: Grammar | None = None
     """Keeps the compiled grammar alive until the engine requests it."""
     ignored: Sequence[str] = ()
@@ -186,6 +188,7 @@ async def _one(context: Context, job: Job, index: int, *, live: bool) -> AsyncGe
         batch_id=f"{job.id}-0" if len(job.prompts) > 1 else None,
         live=live,
         lora_request=job.lora_request,
+        message_digests=job.message_digests,
     )
     with context.traces.request(name, len(job.prompts[index]), job.params) as note:
         async with contextlib.aclosing(context.engine.stream(request)) as each:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import uuid
 
-from serving.api.http.apis.inputs import offered_tools, sampling_params, unenforced
+from serving.api.http.apis.inputs import messages_of, offered_tools, sampling_params, unenforced
 from serving.api.http.context import ResponseContext
 from serving.api.http.generation import Job, UsageCounter
 from serving.api.http.parsing.answer import AnswerReader
@@ -13,6 +13,7 @@ from serving.api.http.parsing.call_formats import FORMATS, calls_grammar
 from serving.api.http.parsing.reasoning import ReasoningCount, ReasoningStart, opening_of
 from serving.api.http.protocol.chat import AllowedTools, ChatRequest, NamedTool, Tool
 from serving.engine.request_error import RequestError
+from serving.engine.requests.changed_prefixes import message_digests
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.structured.grammar_state import StructuredOutputs
 from serving.engine.structured.reasoning import Reasoning
@@ -80,6 +81,7 @@ class ChatTurn:
                 count = ReasoningCount.of(tokenizer, self._marks, begun=self._opening.begun, until=self._until)
         self.job = Job(f"{prefix}{uuid.uuid4().hex}", [prompt], params, request.priority, request.cache_salt)
         self.job.ignored = unenforced(request, forced)
+        self.job.message_digests = message_digests(messages_of(request), request.tools)
         self.tally = UsageCounter(self.job, reasoning=count)
 
     def new_reader(self) -> AnswerReader:
