@@ -143,7 +143,7 @@ class Run:
         pick = random.Random(len(self.requests) * 1000 + length)
         count = pick.choice([0, 0, 1, 2, 9])
         positions = [pick.randrange(1, length + 1) for _ in range(count if length else 0)]
-        return merged(Mark(position, pick.choice([None, 1e6])) for position in positions)
+        return merged(Mark(position, pick.choice([None, 1e4])) for position in positions)
 
     def make(self, prompt: Sequence[int], salt: str | None, fork_of: str | None) -> Request | None:
         """Queue a request; None if it was refused."""
