@@ -1,5 +1,6 @@
 """The pools of one store, and the index of their published contents."""
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -51,7 +52,8 @@ class Cache:
         self.slots = SlotPool(config.num_slots)
         self.pages = PagePool(config.num_pages) if config.num_pages else None
         unit = config.page_size if config.num_pages else config.state_block_size
-        kept = KeptStates(config.max_kept_states, self._clock)
+        most_tokens = config.num_pages * config.page_size / 2 if config.num_pages else math.inf
+        kept = KeptStates(config.max_kept_states, most_tokens, self._clock)
         parts = self.slots, self.pages, self.policy, unit, self.stats, self._observers, kept
         self.index = PrefixIndex(*parts) if config.caching else None
         for observer in self._observers:

@@ -8,7 +8,6 @@ such states, no client takes the share of another.
 import math
 import reprlib
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -71,12 +70,14 @@ class KeptStates:
     """The states that marks keep, each until its time has passed.
 
     Args:
-        most: maximum number of states. At the limit, the client with most of them loses the one marked longest ago.
+        most: maximum number of states.
+        most_tokens: maximum number of tokens before all of them, whose pages they need. At the limit, the client that
+            keeps most loses the state marked longest ago.
         clock: returns seconds.
     """
 
-    def __init__(self, most: int, clock: Clock = time.monotonic) -> None:
-        self._most, self._clock = most, clock
+    def __init__(self, most: int, most_tokens: float, clock: Clock = time.monotonic) -> None:
+        self._most, self._most_tokens, self._clock = most, most_tokens, clock
         self._clients: dict[Checkpoint, str | None] = {}
         """The client of each state, the one marked longest ago first."""
         self._first_end = math.inf
@@ -85,15 +86,24 @@ class KeptStates:
         """Keeps a state for a time. Returns the states that are not kept any more."""
         until = max(self._clock() + seconds, entry.kept_until)
         self.forget(entry)
+        if self._share(entry) > 1:
+            return [entry]
         entry.kept_until = until
         self._first_end = min(self._first_end, until)
         self._clients[entry] = client
+        shares = dict.fromkeys(self._clients.values(), 0.0)
+        for each, owner in self._clients.items():
+            shares[owner] += self._share(each)
         over = []
-        while len(self._clients) > self._most:
-            ((most, _),) = Counter(self._clients.values()).most_common(1)
-            over.append(next(each for each, client in self._clients.items() if client == most))
+        while sum(shares.values()) > 1 + 1e-9:
+            most = max(shares, key=shares.__getitem__)
+            over.append(next(each for each, owner in self._clients.items() if owner == most))
+            shares[most] -= self._share(over[-1])
             self.forget(over[-1])
         return over
+
+    def _share(self, entry: Checkpoint) -> float:
+        return max(1 / self._most, entry.position / self._most_tokens) if self._most else math.inf
 
     def ended(self) -> list[Checkpoint]:
         """Returns the states whose time has passed since the last call. They are not kept any more."""

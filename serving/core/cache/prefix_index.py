@@ -38,8 +38,7 @@ _GHOSTS = 16_384
 
 
 class PrefixIndex:
-    """The trie, and the choice of the entry to evict when a pool is empty. `pages` is None for a model without
-    attention, `kept` are the states that marks keep."""
+    """The trie, and the choice of the entry to evict when a pool is empty. `pages`: None without attention."""
 
     def __init__(
         self,
@@ -196,8 +195,7 @@ class PrefixIndex:
 
     def evict_state(self, max_rank: EvictionRank | None = None) -> bool:
         """Evicts the idle state of the least worth. Returns False without an idle state of at most this rank."""
-        for ended in self._kept.ended():
-            self._rank_again(ended)
+        self._queue_again(self._kept.ended())
         entry = self._idle_states.pop(max_rank=max_rank)
         if entry is None:
             return False
@@ -208,6 +206,7 @@ class PrefixIndex:
 
     def evict_page(self) -> bool:
         """Evicts the least recently used idle page without descendants. Returns False if no page qualifies."""
+        self._queue_again(self._kept.ended())
         owner = self._idle_pages.pop()
         if owner is None:
             return False
@@ -317,8 +316,8 @@ class PrefixIndex:
         if isinstance(node, Root):
             if not node.states and not node.children and self.roots.get(node.scope) is node:
                 del self.roots[node.scope]
-        elif self.pages is not None and not self.pages.refs[node.page] and node.is_leaf:
-            node.page_stamp = self._idle_pages.push((0, node.last_use), node, live=self.pages.num_cached)
+        else:
+            self._queue_page(node)
 
     def _remember(self, digest: int) -> None:
         ghosts = self._ghosts
@@ -333,9 +332,14 @@ class PrefixIndex:
         while entry is not None and marks:
             mark = marks.get(entry.position)
             if mark is not None and mark.ttl is not None:
-                for each in (entry, *self._kept.keep(entry, mark.ttl, client)):
-                    self._rank_again(each)
+                self._queue_again([entry, *self._kept.keep(entry, mark.ttl, client)])
             entry = entry.above
+
+    def _queue_again(self, entries: Sequence[Checkpoint]) -> None:
+        """Updates the places of states and of their last pages, after marks have begun or ceased to keep them."""
+        for entry in entries:
+            self._rank_again(entry)
+            self._queue_page(entry if entry.page else entry.node)
 
     def touch(self, entry: Checkpoint) -> None:
         """Records that an admitted request reads this state."""
@@ -370,9 +374,15 @@ class PrefixIndex:
 
     def _page_idle(self, owner: Node | Checkpoint) -> None:
         owner.last_use = self._tick()
-        if isinstance(owner, Checkpoint) or owner.is_leaf:
-            assert self.pages is not None
-            owner.page_stamp = self._idle_pages.push((0, owner.last_use), owner, live=self.pages.num_cached)
+        self._queue_page(owner)
+
+    def _queue_page(self, owner: Node | Checkpoint) -> None:
+        """Queues a page for eviction, if it is idle and no other needs it. Those of kept states are evicted last."""
+        pages, states = self.pages, [owner] if isinstance(owner, Checkpoint) else [*owner.states.values()]
+        if pages is None or not owner.page or pages.refs[owner.page] or (isinstance(owner, Node) and not owner.is_leaf):
+            return
+        kept = any(entry.kept_until for entry in states)
+        owner.page_stamp = self._idle_pages.push((kept, owner.last_use), owner, live=pages.num_cached)
 
     def _state_stamp(self, entry: Checkpoint) -> int | None:
         return entry.stamp if self._is_idle(entry) else None

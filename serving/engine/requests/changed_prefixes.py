@@ -26,20 +26,18 @@ class ChangedPrefixes:
         self._seen: OrderedDict[object, deque[tuple[int, ...]]] = OrderedDict()
 
     def note(self, digests: tuple[int, ...], client: object) -> str | None:
-        """Records a conversation. If it continues none, but has most of the later messages of one, returns where it
-        differs first: "message 0" or "the tools"."""
+        """Records a conversation. If it has most of the later messages of the one with the longest equal beginning,
+        returns where it differs first: "message 0" or "the tools"."""
         seen = self._seen.setdefault(client, deque(maxlen=_CONVERSATIONS))
         self._seen.move_to_end(client)
         if len(self._seen) > _CLIENTS:
             self._seen.popitem(last=False)
-        changed: int | None = None
+        first, later = -1, list[bool]()
         for earlier in seen:
             same = [a == b for a, b in zip(digests, earlier, strict=False)]
-            first = next((place for place, equal in enumerate(same) if not equal), None)
-            if first is None:
-                changed = None
-                break
-            if 2 * sum(same[first + 1 :]) > len(same) - first:
-                changed = first
+            if (length := [*same, False].index(False)) > first:
+                first, later = length, same[length:]
         seen.append(digests)
-        return None if changed is None else f"message {changed - 1}" if changed else "the tools"
+        if 2 * sum(later) <= len(later):
+            return None
+        return f"message {first - 1}" if first else "the tools"

@@ -38,5 +38,5 @@ def state_of_another_salt(whole, self, content, position):
           "test_marks:test_no_client_takes_the_share_of_another")  # fmt: skip
 @replacing(KeptStates, "keep")
 def no_bound(whole, self, entry, seconds, client):
-    self._most = 10**6
+    self._most = self._most_tokens = 10**6
     return whole(self, entry, seconds, client)
