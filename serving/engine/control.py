@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, Protocol, get_args
 
 from checkpoints.tensors.replacement import NewWeights
 from serving.engine.request_error import RequestError
+from serving.engine.steps.loop import StepLoop
 from serving.engine.weights import Weights, WeightsChecksum
 
-if TYPE_CHECKING:
-    from serving.engine.engine import Engine
-
 PauseMode = Literal["wait", "abort", "keep"]
+
+
+class ControlledEngine(Protocol):
+    """The part of `Engine` that `Control` uses."""
+
+    loop: StepLoop
+
+    def drain(self) -> None: ...
+
+    def abort_all(self) -> None: ...
 
 
 class Control:
@@ -20,7 +28,7 @@ class Control:
     An engine is held while it is paused, while it sleeps, and while its weights are incomplete.
     """
 
-    def __init__(self, engine: Engine, weights: Weights) -> None:
+    def __init__(self, engine: ControlledEngine, weights: Weights) -> None:
         self._engine, self.weights = engine, weights
         self.paused = False
         self._pausing = False

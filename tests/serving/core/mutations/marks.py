@@ -1,4 +1,4 @@
-"""Where marks put states, how long they keep them, and for whom."""
+"""Positions, times and shares of marks."""
 
 from serving.core.cache.marks import KeptStates
 from serving.core.cache.prefix_index import PrefixIndex
