@@ -1,6 +1,5 @@
 """Plans as arrays: shapes for whatever may be planned, padding that says nothing, buffers that are not overwritten."""
 
-import jax
 import numpy as np
 import pytest
 

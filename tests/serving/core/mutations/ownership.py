@@ -81,15 +81,9 @@ def adopt_without_reference(whole, self, at, page):
         self._pool.refs[page] -= 1
 
 
-<<<<<<< HEAD
 @mutation(40)
-@replacing(PrefixIndex, "_evict_state")
-def evict_in_use(whole, self, max_rank):
-=======
-@mutation(40, "a state that a row reads may be evicted", "invariant 2")
 @replacing(PrefixIndex, "evict_state")
 def evict_in_use(whole, self, max_rank=None):
->>>>>>> ecbb8c1b (Join what rows and results repeat in the scheduler)
     for root in self.roots.values():
         stack = [root]
         while stack:
