@@ -81,7 +81,7 @@ class KernelChoice:
         platform: str | None = None,
         device: jax.Device | None = None,
         named: Mapping[str, str] | str | None = None,
-        seen: Callable[..., None] | None = None,
+        seen: Callable[..., Any] | None = None,
     ) -> None:
         """
         Args:
@@ -90,8 +90,8 @@ class KernelChoice:
                 (`jax.experimental.topologies`). By default the first local device, if it is of `platform`; otherwise
                 kernels are only lowered, which finds most errors.
             named: implementations by operation, or one name for all operations that have it.
-            seen: called with each operation that is traced, its candidates, and its arguments by place and by name.
-                Its plain form is then traced, and no kernel is compiled.
+            seen: called in place of an implementation, with the operation, its candidates, and the arguments by place
+                and by name; returns the result.
         """
         self.seen = seen
         self.platform = platform or jax.default_backend()
@@ -214,8 +214,7 @@ def call(operation: str, candidates: Sequence[Implementation], name: str | None,
     """
     choice = _current.get() or KernelChoice()
     if choice.seen is not None:
-        choice.seen(operation, tuple(candidates), args, kwargs)
-        return candidates[-1].run(*args, **kwargs)
+        return choice.seen(operation, tuple(candidates), args, kwargs)
     of_user, known = choice.named, [c.name for c in candidates]
     if isinstance(of_user, str):  # for all operations that have it
         name = name or (of_user if of_user in known else None)

@@ -62,6 +62,8 @@ class Call:
     """The last one is the plain form."""
     arguments: Mapping[str, Any]
     """Arrays as `jax.ShapeDtypeStruct`, and other values; those with a name in `NAMES` are passed by place."""
+    inner: bool = False
+    """Only the plain form of another operation makes it, so that a model does where that one has no kernel."""
 
     @property
     def plain(self) -> str:
@@ -120,17 +122,25 @@ class Call:
 def recorded(trace: Callable[[KernelChoice], None], phase: str, platform: str) -> Iterator[Call]:
     """Yields each distinct call of an operation with a kernel that `trace`, given the choice to trace with, makes."""
     found: dict[Any, Call] = {}
+    depth = 0
 
-    def seen(operation: str, candidates: Sequence[Implementation], args: Any, kwargs: Any) -> None:
-        if operation not in NAMES:
-            return
+    def seen(operation: str, candidates: Sequence[Implementation], args: Any, kwargs: Any) -> Any:
+        nonlocal depth
+        before = depth
+        if operation in NAMES:
+            depth += bool(add(operation, candidates, args, kwargs).kernels(platform))
+        try:
+            return candidates[-1].run(*args, **kwargs)
+        finally:
+            depth = before
+
+    def add(operation: str, candidates: Sequence[Implementation], args: Any, kwargs: Any) -> Call:
         named = {**dict(zip(NAMES[operation].split(), args, strict=True)), **kwargs}
         leaves, structure = jax.tree.flatten(named)
-        leaves = [
-            jax.ShapeDtypeStruct(v.shape, v.dtype) if isinstance(v, jax.Array | np.ndarray) else v for v in leaves
-        ]
-        key = operation, structure, *leaves
-        found.setdefault(key, Call(phase, operation, candidates, jax.tree.unflatten(structure, leaves)))
+        arrays = (jax.Array, np.ndarray)
+        leaves = [jax.ShapeDtypeStruct(v.shape, v.dtype) if isinstance(v, arrays) else v for v in leaves]
+        call = Call(phase, operation, candidates, jax.tree.unflatten(structure, leaves), depth > 0)
+        return found.setdefault((operation, structure, *leaves), call)
 
     trace(KernelChoice(platform=platform, seen=seen))
     yield from found.values()

@@ -139,19 +139,22 @@ class ModelPrograms:
         run, state = self._run(step), tuple(make() for make in self._state(step))
         state, out = run(state)
         jax.block_until_ready((state, out))
+        busy: Counter[str] = Counter()
+        why, wall = "the profiler saw no kernel of a device", 0.0
         with TemporaryDirectory() as folder:
-            jax.profiler.start_trace(folder)
             try:
+                jax.profiler.start_trace(folder)
                 begin = time.perf_counter()
                 for _ in range(STEPS):
                     state, out = run(state)
                 jax.block_until_ready((state, out))
                 wall = (time.perf_counter() - begin) / STEPS
-            finally:
                 jax.profiler.stop_trace()
-            busy, counts = kernel_times(Path(folder))
+                busy, counts = kernel_times(Path(folder))
+            except Exception as error:  # not every machine lets a process profile its device
+                why = f"{type(error).__name__}: {str(error)[:200]}"
         if not busy:
-            self._report.add("kernels of a step", skipped="the profiler saw no kernel of a device", **step.about)
+            self._report.add("kernels of a step", skipped=why, **step.about)
             return
         each = {name: spent / STEPS / 1e3 for name, spent in busy.most_common()}
         self._report.add(
