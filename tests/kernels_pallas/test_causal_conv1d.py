@@ -63,14 +63,6 @@ class Convolution:
 
     implementation: str
 
-    @pytest.fixture
-    def prefill(self):
-        return jitted(causal_conv1d_prefill, implementation=self.implementation)
-
-    @pytest.fixture
-    def update(self):
-        return jitted(causal_conv1d_update, implementation=self.implementation)
-
     def check(self, operation, x, *arguments, tokens=None, **options):
         """A call against its definition, of the first `tokens` outputs."""
         y, after = jitted(operation, implementation=self.implementation)(x, *arguments, **options)
@@ -96,20 +88,6 @@ class Convolution:
         store, x, layer = windows(draw, PLAIN, 3), draw.normal(9, PLAIN.channels), weights(draw, PLAIN)
         self.check(causal_conv1d_prefill, x, *layer, store, packed([4, 5], [1, 2], PLAIN.tile_size, first_slot=1))
 
-    @pytest.mark.parametrize("cuts", [(2, 3, 4), (5, 9)])
-    def test_any_cut_of_a_row_gives_the_same(self, prefill, cuts):
-        draw = Draw()
-        store, x, layer = windows(draw, PLAIN, 3), draw.normal(11, PLAIN.channels), weights(draw, PLAIN)
-        y, after = prefill(x, *layer, store, packed([11], [1], PLAIN.tile_size, first_slot=2))
-        read, parts, split = 1, [], store
-        for start, end in zip((0, *cuts), (*cuts, 11), strict=True):
-            places = packed([end - start], [read], PLAIN.tile_size, first_slot=2)
-            part, split = prefill(x[start:end], *layer, split, places)
-            parts.append(part)
-            read = 2
-        assert_close(np.concatenate(parts), y, tolerance=1e-6)
-        assert_same_bits(split, after)
-
     @pytest.mark.smoke
     @pytest.mark.parametrize("shape", SHAPES[5:], ids=lambda s: s.name)
     @pytest.mark.parametrize("steps", [1, 4])
@@ -119,18 +97,6 @@ class Convolution:
         places = Rows(ints([1, 0, 3]), draw.slots(16, 3, steps))
         places.write_slot[0, -1] = 0
         self.check(causal_conv1d_update, x, *layer, store, places)
-
-    def test_update_equals_prefill_token_by_token(self, prefill, update):
-        draw = Draw()
-        store, x, layer = windows(draw, PLAIN, 4), draw.normal(6, PLAIN.channels), weights(draw, PLAIN)
-        y, after = prefill(x, *layer, store, packed([6], [1], PLAIN.tile_size, first_slot=2))
-        read, split = 1, store
-        for t in range(6):
-            places = Rows(ints([read]), ints([[2]]))
-            part, split = update(x[None, [t]], *layer, split, places)
-            assert_close(part[0, 0], y[t], tolerance=1e-6)
-            read = 2
-        assert_same_bits(split, after)
 
     @pytest.mark.parametrize(("dtype", "options"), [(jnp.bfloat16, {}), (np.float32, {"activation": None})], ids=str)
     def test_bfloat16_and_no_activation(self, dtype, options):

@@ -207,26 +207,6 @@ def test_three_groups_of_odd_width(implementation, check):
     check(implementation, dataclasses.replace(PLAIN[0], heads=9, groups=3, head_dim=24))
 
 
-@EACH
-@KINDS
-def test_steps_in_one_call_equal_steps_in_several(implementation, shape):
-    draw = Draw()
-    (projections, weights), (store, *windows) = layer(draw, shape, 2, STEPS), stores(draw, shape)
-    write, valid = np.array([[4, 5, 6], [7, 8, 9]], np.int32), np.ones((2, STEPS), bool)
-    read, split, windows = np.array([0, 2], np.int32), store, Windows(*windows)
-    arguments = projections, weights, store, windows, Rows(read, write)
-    y, after, new = run(gated_update, implementation, shape, *arguments, valid=valid)
-    for t in range(STEPS):
-        one = Projections(*(None if v is None else v[:, t : t + 1] for v in projections))
-        arguments = one, weights, split, Windows(*windows), Rows(read, write[:, t : t + 1])
-        part, split, windows = run(gated_update, implementation, shape, *arguments, valid=valid[:, :1])
-        assert_close(part[:, 0], y[:, t], tolerance=1e-5)
-        read = write[:, t]
-    assert_close(split[1:], after[1:], tolerance=1e-6)
-    for one, other in zip(windows[:2], new[:2], strict=True):
-        assert_same_bits(one[1:], other[1:])
-
-
 @KINDS
 def test_in_place(shape):
     draw = Draw()

@@ -50,14 +50,6 @@ def test_dense_equals_definition(implementation, rows, inputs, outputs, dtype):
 
 
 @needs_native
-def test_native_rows_do_not_depend_on_each_other():
-    x, weight = on_device([Draw(seed).normal(n, 2100, dtype=BF16) for seed, n in enumerate((7, 13))])
-    run = jax.jit(lambda x: linear(x, weight, out_dtype=F32, implementation="native"))
-    for rows in (1, 2, 3, 5):
-        np.testing.assert_array_equal(run(x[:rows]), run(x)[:rows])
-
-
-@needs_native
 def test_native_runs_where_it_is_faster(monkeypatch):
     monkeypatch.setattr(native, "multiplies_bfloat16", lambda: True)
     monkeypatch.setattr(native, "few_rows", lambda: 8)

@@ -1,6 +1,5 @@
 """Products with quantised weights: those with the weights that they stand for."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -149,21 +148,6 @@ def test_native_linear(rows, inputs, outputs):
 
 
 @needs_native
-def test_native_gradients_are_those_of_plain_jax():
-    x, dense, experts = jnp.asarray(Draw().normal(3, 48)), quantised(31, 48), quantised(2, 31, 48)
-    sizes = jnp.asarray([1, 2])
-
-    def gradient(implementation):
-        def loss(x):
-            one = linear(x, dense, implementation=implementation)
-            return jnp.sin(one + grouped_matmul(x, experts, sizes, implementation=implementation)).sum()
-
-        return jax.grad(loss)(x)
-
-    assert_close(gradient("native"), gradient("xla"))
-
-
-@needs_native
 def test_native_runs_where_it_is_faster():
     choice = KernelChoice(platform="cpu")
     with choice.applied():
@@ -185,10 +169,3 @@ def test_parts_that_do_not_fit_are_refused_by_name():
         values = {name: getattr(good, name) for name in ("values", "channel_scale", "group_scale", "group_zero")}
         with pytest.raises(ValueError, match=rf"w\.{part} has shape"):
             Quantised(**values | {part: jnp.asarray(wrong)}).check("w")
-
-
-def test_a_weight_is_a_tree_of_its_arrays():
-    weight = quantised(5, 12, groups=3)
-    assert len(jax.tree.leaves(weight)) == 3
-    doubled = jax.tree.map(lambda v: v, weight)
-    assert_close(doubled.dequantise(), weight.dequantise())

@@ -34,7 +34,6 @@ from recurrence_cases import (
 )
 
 from kernels_pallas import native
-from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.places import Anchored, Rows
 from kernels_pallas.recurrence import recurrence_replay
 from tests.kernels_pallas.calls.workloads import DELTA, MAMBA2
@@ -250,12 +249,12 @@ def test_bits_of_cpp_depend_neither_on_drafts_nor_on_other_rows():
 
 
 class TestErrors:
-    def call(self, *, entries=8, interval=8, tail=None, shape=MAMBA, implementation=None):
-        shape = dataclasses.replace(shape, interval=interval)
+    def call(self, *, entries=8, interval=8, tail=None):
+        shape = dataclasses.replace(MAMBA, interval=interval)
         draw, places = Draw(), where([row(1, 1, 8, 8, 1)], shape)
         tail = tails(shape, 2, entries) if tail is None else tail
         arguments = on_device((entry(draw, shape, 1, 1), states(draw, shape, 3), tail, places))
-        return recurrence_replay(*arguments, erase=False, implementation=implementation)
+        return recurrence_replay(*arguments, erase=False)
 
     @pytest.mark.parametrize(
         ("sizes", "message"),
@@ -273,7 +272,3 @@ class TestErrors:
         tail = tails(MAMBA, 2)
         with pytest.raises(ValueError, match=r"tail.key has shape \(2, 16, 7\), expected 120 channels"):
             self.call(tail=tail._replace(key=tail.key[..., :7]))
-
-    def test_sizes_of_a_kernel(self):
-        with pytest.raises(UnsupportedError, match="cannot run this call: keys have a size of 20, not a multiple of 8"):
-            self.call(shape=dataclasses.replace(MAMBA, state=20), implementation=KERNELS[1])

@@ -5,7 +5,6 @@ ask a metadata server what machine this is; the settings below answer for it. Th
 GPU: JAX lowers Triton kernels without one; JAX 0.12 wants to be told what device to think of.
 """
 
-import contextlib
 import functools
 import importlib.util
 import os
@@ -15,7 +14,7 @@ import subprocess
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, SingleDeviceSharding
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, SingleDeviceSharding, use_abstract_mesh
 
 from serving.capacity.compiling import check_compiler, slice_mesh
 from serving.capacity.targets import target
@@ -100,16 +99,7 @@ def registers_of_kernels(folder) -> dict[str, tuple[int, int]]:
 
 def lower_for_gpu(operation, *arguments, donate: int | tuple[int, ...] = ()) -> str:
     """`operation` lowered for CUDA, as text."""
-    with _pretend_gpu():
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
         traced = jax.jit(operation, donate_argnums=donate).trace(*arguments)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
-
-
-def _pretend_gpu():
-    try:
-        from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
-
-        device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-        return use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
-    except (ImportError, TypeError):  # older JAX: does not ask
-        return contextlib.nullcontext()
