@@ -2,12 +2,13 @@
 
 A recurrence consists of two functions: `step(state, *inputs)` returns one row's next state in the store's dtype, and
 `read(state, *queries)` returns the output. `inputs` and `queries` are arrays [rows, steps, ...]; the functions receive
-the part of one row and step. `before(state, row)`, if given, returns the state before the first step of the row with
-this index, from the stored one; its dtype is then that of the row's states.
+the part of one row and step. Outputs are float32 and [rows, steps, ...]; the store is [slots, ...]. `before(state,
+row)`, if given, returns the state before the first step of the row with this index, from the stored one; its dtype is
+then that of the row's states.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,24 +20,13 @@ from kernels_pallas.places import Rows
 from kernels_pallas.slots import read_slots, take, write_slot_if, write_slots
 
 F32 = jnp.float32
-Function = Callable[..., Array]
-Updated = tuple[Float[Array, "rows steps *out"], Float[Array, "slots *state"]]
 
 # Four states of a usual layer (24 heads x 64 x 128, float32) fit in the cache. 32 rows, ms a layer by rows at once:
 # 1: 4.2, 2: 3.6, 4: 3.2, 8: 3.2, 32: 6.5.
 _ROWS_AT_ONCE = 4
 
 
-def all_rows(
-    step: Function,
-    read: Function,
-    inputs: Sequence[Array],
-    queries: Sequence[Array],
-    store: Float[Array, "slots *state"],
-    rows: Rows,
-    *,
-    before: Function | None = None,
-) -> Updated:
+def all_rows(step, read, inputs, queries, store, rows, *, before=None):
     """Gathers all rows' states, runs the rows in parallel, and scatters the states."""
     if not rows.write_slot.size:
         return _no_outputs(read, queries, store, rows), store
@@ -50,16 +40,7 @@ def all_rows(
     return jnp.stack(y, axis=1), store
 
 
-def row_blocks(
-    step: Function,
-    read: Function,
-    inputs: Sequence[Array],
-    queries: Sequence[Array],
-    store: Float[Array, "slots *state"],
-    rows: Rows,
-    *,
-    before: Function | None = None,
-) -> Updated:
+def row_blocks(step, read, inputs, queries, store, rows, *, before=None):
     """Loops over a few rows at a time, from slots to slots, so that their states stay in the processor's cache.
 
     With a product (`dot`) in the loop, XLA would copy the whole store into another layout.

@@ -7,7 +7,7 @@ NaN, are masked.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -59,13 +59,8 @@ def row_numbers(places: Anchored) -> tuple[Int[Array, " rows"], ...]:
     return tuple(one.astype(jnp.int32) for one in found)
 
 
-def append(
-    tail: Sequence[Shaped[Array, "tails entries ..."]],
-    new: Iterable[Shaped[Array, "rows steps ..."]],
-    order: Order,
-    tail_id: Int[Array, " rows"],
-) -> list[Shaped[Array, "tails entries ..."]]:
-    """Returns the tail's arrays with the entries of the new tokens."""
+def append(tail, new, order, tail_id):
+    """Returns the tail's arrays [tails, entries, ...] with the entries of the new tokens [rows, steps, ...]."""
     place = tail_id, order.new_position, order.is_new
     return [write_ring(old, values, *place) for old, values in zip(tail, new, strict=True)]
 
@@ -108,13 +103,10 @@ def at(values: Float[Array, "rows entries heads"], index: Int[Array, "rows n"]) 
     return jnp.take_along_axis(values, jnp.clip(index, 0, values.shape[1] - 1)[..., None], axis=1)
 
 
-def state_after(
-    anchor: Float[Array, "heads head_dim state"],
-    decay: Float[Array, " heads"] | Float[Array, "heads state"],
-    fed: Float[Array, "entries heads head_dim"],
-    keys: Float[Array, "entries groups state"],
-) -> Float[Array, "heads head_dim state"]:
-    """One row's state: the anchor's part, and what each token's input (decayed) adds by its key. Without `dot`, too."""
+def state_after(anchor, decay, fed, keys):
+    """One row's state [heads, head_dim, state]: the anchor's part, times its decay [heads] or [heads, state], and what
+    each token's input (decayed, [entries, heads, head_dim]) adds by its key [entries, groups, state]. Without `dot`.
+    """
     split, shared = head_axes(anchor.shape[0], keys.shape[1])
     state = (anchor * decay.reshape(len(decay), 1, -1)).reshape(*split, *anchor.shape[1:])
 

@@ -5,36 +5,23 @@ some consecutive tokens, each [tokens, ...], and returns the state after them an
 """
 
 import functools
-from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Shaped
 
-from kernels_pallas.places import Tiles
 from kernels_pallas.slots import load, put, write_slot_if
 
 F32 = jnp.float32
-Block = Callable[..., tuple[Array, Array]]
 
 
-def scan_tiles(
-    block: Block,
-    inputs: Sequence[Shaped[Array, "tiles tile_size ..."]],
-    real: Bool[Array, "tiles tile_size"],
-    y: Float[Array, "tiles tile_size *out"],
-    store: Float[Array, "slots *state"],
-    places: Tiles,
-    *,
-    size: int,
-    branch: bool = False,
-) -> tuple[Float[Array, "tiles tile_size *out"], Float[Array, "slots *state"]]:
+def scan_tiles(block, inputs, real, y, store, places, *, size, branch=False):
     """Scans tiles `size` tokens at a time. Loads states from the store and writes them to it, without other copies.
 
     Args:
-        real: tokens that are not padding.
-        y: only its shape and dtype are used, which are those of the outputs.
+        inputs: each [tiles, tile_size, ...].
+        real: [tiles, tile_size], tokens that are not padding.
+        y: [tiles, tile_size, ...]; only its shape and dtype are used, which are those of the outputs.
         size: a divisor of the tile size.
         branch: skip blocks that are only padding. A GPU's conditionals wait for the host and copy their results, so
             there padding is computed too (its inputs do not change the state).
@@ -78,18 +65,10 @@ def scan_tiles(
     return out.reshape(y.shape), store
 
 
-def scan_sequence(
-    block: Block,
-    inputs: Sequence[Shaped[Array, "batch length ..."]],
-    y: Float[Array, "batch length *out"],
-    state: Float[Array, "batch *state"],
-    *,
-    size: int,
-) -> tuple[Float[Array, "batch length *out"], Float[Array, "batch *state"]]:
-    """Scans whole sequences `size` tokens at a time; differentiable. Inputs of zeros must not change the state.
+def scan_sequence(block, inputs, y, state, *, size):
+    """Scans whole sequences [batch, length, ...] `size` tokens at a time; differentiable.
 
-    Args:
-        y: only its shape and dtype are used, which are those of the outputs.
+    Inputs of zeros must not change the state. Only the shape and dtype of y are used, which are those of the outputs.
     """
     batch, length = y.shape[:2]
     size = min(size, max(length, 1))

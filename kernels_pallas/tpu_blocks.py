@@ -102,9 +102,7 @@ def in_large_memory(array: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     return pltpu.with_memory_space_constraint(array, pltpu.HBM)
 
 
-def dot(
-    left: Shaped[Array, "..."], right: Shaped[Array, "..."], contract: tuple[int, int], dtype: DTypeLike
-) -> Float[Array, "..."]:
+def dot(left, right, contract: tuple[int, int], dtype: DTypeLike):
     """Multiplies operands rounded to `dtype` over these two axes, summed in float32; float32 in full precision."""
     precision = lax.Precision.HIGHEST if dtype == F32 else lax.Precision.DEFAULT
     dims = (((contract[0],), (contract[1],)), ((), ()))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from kernels_pallas.triton_blocks import padded
+from kernels_pallas.triton_blocks import load_if, padded
 
 F32 = jnp.float32
 
@@ -64,7 +64,8 @@ class Channels:
         self.here, self.projected = (jnp.broadcast_to(n + channel[None, :], shape) for n in (first, projected))
         self.bias = 0 if bias is None else plt.load(bias.at[pl.ds(first, count)]).astype(F32)
         if weight is not None:
-            self.taps = load_wide(weight.at[self.here, jnp.minimum(self.tap, self.keep)], self.tap <= self.keep)
+            taps = masked(weight.at[self.here, jnp.minimum(self.tap, self.keep)], self.tap <= self.keep)
+            self.taps = taps.astype(F32)
 
     def inputs(self, projected, row, place, t):
         """Returns the inputs of step t's convolution as windows hold them; zeros for padding, which may hold NaN.
@@ -114,10 +115,6 @@ def wait(interpret: bool) -> None:
         plt.debug_barrier()
 
 
-def load_wide(ref, inside):
-    return masked(ref, inside).astype(F32)
-
-
 def masked(ref, inside):
     """Loads a block of any shape; zeros without an access where `inside` is false."""
-    return plt.load(ref, mask=inside, other=jnp.zeros((), ref.dtype))
+    return load_if(inside, ref, *inside.shape)

@@ -58,17 +58,11 @@ class Mamba2Gates:
         self, y: Float[Array, "*batch inner"], gate: Float[Array, "*batch inner"], norm: Array | None, *, groups: int
     ) -> Float[Array, "*batch inner"]:
         """Gates y by silu(gate), and normalises it by groups of heads if there is a norm."""
-        flat = -1, y.shape[-1]
+        flat, gate = (v.reshape(-1, y.shape[-1]) for v in (y, gate))
         if norm is None:
-            return gated(y.reshape(flat), gate.reshape(flat)).reshape(y.shape)
-        return gated_rms_norm(
-            y.reshape(flat),
-            gate.reshape(flat),
-            norm,
-            groups=groups,
-            eps=self.eps,
-            norm_before_gate=self.norm_before_gate,
-        ).reshape(y.shape)
+            return gated(flat, gate).reshape(y.shape)
+        out = gated_rms_norm(flat, gate, norm, groups=groups, eps=self.eps, norm_before_gate=self.norm_before_gate)
+        return out.reshape(y.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,16 +112,8 @@ class DeltaGates:
     ) -> Float[Array, "*batch inner"]:
         """Normalises each head of y, and gates it."""
         assert norm is not None, "a gated delta net has a norm"
-        heads = *y.shape[:-1], y.shape[-1] // norm.shape[0], norm.shape[0]
-        out = gated_rms_norm(
-            y.reshape(heads),
-            gate.reshape(heads),
-            norm,
-            groups=1,
-            eps=self.eps,
-            norm_before_gate=True,
-            activation=self.activation,
-        )
+        own, gate = (v.reshape(*y.shape[:-1], y.shape[-1] // norm.shape[0], norm.shape[0]) for v in (y, gate))
+        out = gated_rms_norm(own, gate, norm, groups=1, eps=self.eps, norm_before_gate=True, activation=self.activation)
         return out.reshape(y.shape)
 
 

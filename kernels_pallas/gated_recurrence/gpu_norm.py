@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from kernels_pallas.triton_blocks import padded, pieces, update_call
-from kernels_pallas.triton_decode import F32, AnchoredRow, Channels, SlotRow, indices, load_wide, wait
+from kernels_pallas.triton_decode import F32, AnchoredRow, Channels, SlotRow, indices, masked, wait
 
 
 def gated_norm(places, projected, y, weights, windows, *, groups, gates, interpret):
@@ -65,11 +65,12 @@ def _kernel(*refs, stores, groups, norms, gates, normalised, interpret):
     channel = group * (inner // groups) + piece[:, None] * of_norm + index[None, :]
     scale: Any = 1.0
     if normalised:
-        scale = load_wide(norm.at[channel if norm.shape[0] == inner else jnp.where(inside, index[None, :], 0)], inside)
+        at = channel if norm.shape[0] == inner else jnp.where(inside, index[None, :], 0)
+        scale = masked(norm.at[at], inside).astype(F32)
 
     def one_step(t, _):
-        value = load_wide(y.at[row, t, channel], inside)
-        z = load_wide(projected.at[row, t, channel], inside).astype(dtype).astype(F32)
+        value = masked(y.at[row, t, channel], inside).astype(F32)
+        z = masked(projected.at[row, t, channel], inside).astype(dtype).astype(F32)
         factor = jax.nn.sigmoid(z) if gates.erase and gates.activation == "sigmoid" else jax.nn.silu(z)
         value = value if gates.norm_before_gate and normalised else value * factor
         if normalised:

@@ -114,14 +114,13 @@ def _compute(row: Row, inputs, state_in, y, state_out, tail, memory, *, by_chann
             added.append(found[:steps])
     u = row.append(tail_u, jnp.concatenate(added, axis=1).astype(tail_u.dtype), block)
 
-    def write() -> None:
+    @pl.when(row.is_due)
+    def _():
         if by_channel:
             tpu_by_channel.write_due(row, head_dim, u, keys, logs, state_in, state_out, v.dtype)
         else:
             sizes = tpu_lanes.Sizes(blocks, head_dim, state, v.dtype)
             tpu_lanes.write_due(row, sizes, decays, u, keys, state_in, state_out)
-
-    row.when_due(write)
 
 
 def _reads(row: Row, product, asked, keys, decays: HeadDecays, of_tokens, state_in):

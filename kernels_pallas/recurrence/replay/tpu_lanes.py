@@ -54,7 +54,7 @@ def compute(row: Row, inputs, state_in, y, state_out, tail, memory, *, head_dim:
         out = sizes.join(inside, 1) + before + skipped[:, lanes]
         y[0, :, lanes] = jnp.where(step < row.count, out, 0).astype(y.dtype)
 
-    row.when_due(lambda: write_due(row, sizes, decays, values, keys, state_in, state_out))
+    pl.when(row.is_due)(lambda: write_due(row, sizes, decays, values, keys, state_in, state_out))
 
 
 def write_due(row: Row, sizes: "Sizes", decays: HeadDecays, values, keys, state_in, state_out):

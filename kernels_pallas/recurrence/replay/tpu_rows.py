@@ -8,7 +8,6 @@ the block that is already in VMEM. Tails stay in HBM, of which the kernel copies
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -95,10 +94,6 @@ class Row:
         """Returns block `number` of a tail's lanes, [entries, width], float32."""
         lanes = pl.ds(pl.multiple_of(number * width, LANES), width) if width < tail.shape[2] else slice(None)
         return tail[:, :, lanes].astype(F32).reshape(self.entries, width)
-
-    def when_due(self, write: Callable[[], None]) -> None:
-        """Calls `write` if a state is due."""
-        pl.when(self.is_due)(write)
 
     def append(self, tail, new, number=0):
         """Adds the new tokens [steps, width] to block `number` of a tail's lanes.
