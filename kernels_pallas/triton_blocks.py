@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool
 
 from kernels_pallas.places import Tiles
 
+CHANNELS = 32  # of a head in one program, at most
 LEAST = 16  # the minimum size of every dimension of Triton's products
 LEAST_OF_PIECE = 8  # the minimum size of a key's pieces: smaller ones would be a program of hundreds of pieces
 

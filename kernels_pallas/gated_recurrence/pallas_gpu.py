@@ -21,10 +21,17 @@ from jax.experimental.pallas import triton as plt
 
 from kernels_pallas.gated_recurrence.gates import UNIT_EPS
 from kernels_pallas.gated_recurrence.gpu_norm import gated_norm
-from kernels_pallas.recurrence.replay.pallas_gpu import ENTRIES, replay_head
+from kernels_pallas.recurrence.replay.pallas_gpu import replay_head
 from kernels_pallas.recurrence.update.pallas_gpu import load_state, update_head
 from kernels_pallas.tails import row_numbers
-from kernels_pallas.triton_blocks import LEAST_OF_PIECE, offsets_overflow, pieces, power_of_two_in, update_call
+from kernels_pallas.triton_blocks import (
+    CHANNELS,
+    LEAST_OF_PIECE,
+    offsets_overflow,
+    pieces,
+    power_of_two_in,
+    update_call,
+)
 from kernels_pallas.triton_decode import AnchoredRow, Channels, SlotRow, indices, wait
 
 F32 = jnp.float32
@@ -46,28 +53,22 @@ def gated_update(projections, weights, store, windows, rows, *, valid, gates, in
     block = power_of_two_in(store.shape[2], max(NUMBERS // (size * len(pieces(size))), 1))
     places = rows.read_slot.astype(jnp.int32), rows.write_slot.astype(jnp.int32), valid
     out, (store, of_value), (of_vectors,) = _both_kernels(
-        None, "gated_update", places, projections, weights, windows, (store, windows.value),
+        "gated_update", places, projections, weights, windows, (store, windows.value),
         block=block, gates=gates, interpret=interpret,
     )  # fmt: skip
     return out, store, type(windows)(of_value, of_vectors)
 
 
-def gated_replay(
-    projections, weights, store, tail, windows, places, *, gates, interpret=False, channels=32, entries=None
-):
-    """See `api.gated_replay`. `channels` (at most, of a head) go into one program, and `entries` (at most) of a tail
-    into one block.
-    """
+def gated_replay(projections, weights, store, tail, windows, places, *, gates, interpret=False):
     numbers, rings = row_numbers(places), [ring for ring in tail if ring is not None]
-    few, stores = min(entries or ENTRIES[gates.erase], tail.value.shape[1]), (windows.value, windows.value_ring)
     out, (store, *rings, of_value, value_ring), (of_vectors, vector_ring) = _both_kernels(
-        few, "gated_replay", numbers, projections, weights, windows, (store, *rings, *stores),
-        block=power_of_two_in(store.shape[2], channels), gates=gates, interpret=interpret,
+        "gated_replay", numbers, projections, weights, windows, (store, *rings, windows.value, windows.value_ring),
+        block=power_of_two_in(store.shape[2], CHANNELS), gates=gates, interpret=interpret,
     )  # fmt: skip
     return out, store, type(tail)(*rings), type(windows)(of_value, of_vectors, value_ring, vector_ring)
 
 
-def _both_kernels(few, name, places, projections, weights, windows, stores, *, block, gates, interpret):
+def _both_kernels(name, places, projections, weights, windows, stores, *, block, gates, interpret):
     """Returns the output, the stores, and windows and, if there is one, ring of the vectors."""
     (rows, steps, inner), (_, heads, head_dim, _) = projections.value.shape, stores[0].shape
     if rows * steps == 1:
@@ -79,7 +80,7 @@ def _both_kernels(few, name, places, projections, weights, windows, stores, *, b
     projected = jnp.concatenate([v.reshape(rows, steps, -1).astype(F32) for v in projections if v is not None], axis=2)
     options = {"groups": projections.vectors.shape[3], "gates": gates, "interpret": interpret}
     y, *stores = update_call(
-        functools.partial(_kernel, few=few, block=block, places=len(places), **options),
+        functools.partial(_kernel, block=block, places=len(places), **options),
         name,
         (rows, heads, head_dim // block),
         (*places, projected, *weights[:-1], windows.vectors, windows.vector_ring),
@@ -106,17 +107,18 @@ class _Layer(NamedTuple):
     vector_ring: Any
 
 
-def _kernel(*refs, places, groups, block, gates, few, interpret):
-    """Updates, or replays with `few` entries of a tail in one block."""
+def _kernel(*refs, places, groups, block, gates, interpret):
+    """Replays if there is a ring, updates otherwise."""
     row, head, part = (pl.program_id(axis) for axis in range(3))
-    place = (SlotRow if few is None else AnchoredRow)(row, *refs[:places])
     layer, stores = _Layer(*refs[places : places + len(_Layer._fields)]), refs[places + len(_Layer._fields) :]
+    anchored = layer.vector_ring is not None
+    place = (AnchoredRow if anchored else SlotRow)(row, *refs[:places])
     given, y, written = stores[: len(stores) // 2], stores[len(stores) // 2], stores[len(stores) // 2 + 1 :]
     (states_in, *tail, windows_in, ring_in), (states, *new_tail, windows, ring) = (
-        (*of, None) if few is None else of for of in (given, written)
+        of if anchored else (*of, None) for of in (given, written)
     )
     here = pl.ds(part * block, block)
-    state = load_state(place, states_in, head, here) if few is None else None
+    state = None if anchored else load_state(place, states_in, head, here)
     tokens = _tokens(
         place, layer, states.shape, y.dtype, windows_in, ring_in, windows, ring,
         groups=groups, block=block, gates=gates, interpret=interpret,
@@ -126,13 +128,11 @@ def _kernel(*refs, places, groups, block, gates, few, interpret):
         plt.store(y.at[row, t, pl.ds(head * states.shape[2] + part * block, block)], value.astype(y.dtype))
 
     skip = None if layer.skip is None else plt.load(layer.skip.at[head]).astype(F32)
-    if few is None:
-        update_head(place, state, tokens, skip, states, write_y, erase=gates.erase)
-    else:
+    if anchored:
         repeats = states.shape[1] // groups
-        replay_head(
-            place, tokens, skip, states_in, tail, states, new_tail, write_y, few=few, repeats=repeats, erase=gates.erase
-        )
+        replay_head(place, tokens, skip, states_in, tail, states, new_tail, write_y, repeats=repeats, erase=gates.erase)
+    else:
+        update_head(place, state, tokens, skip, states, write_y, erase=gates.erase)
 
 
 def _tokens(

@@ -45,9 +45,8 @@ def unsupported(q, kv, *, positions, page_table, block_row, scale, first_key=0, 
 
 
 def paged_attention(
-    q, kv, *, positions, page_table, block_row, scale, first_key=0, window=None, interpret=False, warps=None, stages=2
+    q, kv, *, positions, page_table, block_row, scale, first_key=0, window=None, interpret=False
 ):  # fmt: skip
-    """See `api.paged_attention`. `warps` make one program; `stages` is Triton's depth of prefetching."""
     blocks, q_len, q_heads, head_dim = q.shape
     kv_heads, wide = max(kv.shape[2] // 2, 1), head_dim > WIDE
     repeats = q_heads // kv_heads
@@ -71,7 +70,7 @@ def paged_attention(
         # The programs of one part of a row's keys follow each other: its heads share pages.
         grid=(parts * kv_heads, splits, blocks),
         out_shape=partial if splits > 1 else [jax.ShapeDtypeStruct((*found, head_dim), q.dtype)],
-        compiler_params=plt.CompilerParams(num_warps=warps or (8 if wide else 4), num_stages=stages),
+        compiler_params=plt.CompilerParams(num_warps=8 if wide else 4, num_stages=2),
         interpret=interpret,
         name="paged_attention",
     )(block_row.astype(jnp.int32), page_table.astype(jnp.int32), places, queries, kv)

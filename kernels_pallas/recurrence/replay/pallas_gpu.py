@@ -23,6 +23,7 @@ from jax.experimental.pallas import triton as plt
 from kernels_pallas.recurrence.update import pallas_gpu as update
 from kernels_pallas.tails import row_numbers
 from kernels_pallas.triton_blocks import (
+    CHANNELS,
     decayed,
     load_if,
     offsets_overflow,
@@ -45,31 +46,25 @@ def unsupported(entry, store, tail, places, *, erase, skip):
     return update.unsupported(entry, store, erase=erase, skip=skip)
 
 
-def replay(
-    entry, store, tail, places, *, erase, skip, interpret=False, channels=32, entries=None, warps=4,
-):  # fmt: skip
-    """See `api.recurrence_replay`. `channels` (at most, of a head) go into one program of `warps` warps, and `entries`
-    (at most) of a tail into one block.
-    """
+def replay(entry, store, tail, places, *, erase, skip, interpret=False):
     query, key, value, log_decay, strength = entry
     rows, _, heads, head_dim = value.shape
-    block, few = power_of_two_in(head_dim, channels), min(entries or ENTRIES[erase], tail.value.shape[1])
+    block = power_of_two_in(head_dim, CHANNELS)
     y, store, *new_tail = update_call(
-        functools.partial(_kernel, block=block, few=few, repeats=entry.repeats, erase=erase),
+        functools.partial(_kernel, block=block, repeats=entry.repeats, erase=erase),
         "recurrence_replay",
         (rows, heads, head_dim // block),
         (*row_numbers(places), query, key, value, log_decay.astype(F32), strength.astype(F32), skip),
         jax.ShapeDtypeStruct(value.shape, value.dtype),
         (store, *(ring for ring in tail if ring is not None)),
         interpret=interpret,
-        warps=warps,
     )
     return y, store, type(tail)(*new_tail)
 
 
 def _kernel(
     anchor, tail_id, anchor_length, length, num_tokens, write, boundary, query, key, value, log_decay, strength, skip,
-    state_in, *stores, block: int, few: int, repeats: int, erase: bool,
+    state_in, *stores, block: int, repeats: int, erase: bool,
 ):  # fmt: skip
     rings = len(stores) // 2 - 1
     tail, y, state_out, new_tail = stores[:rings], *stores[rings : rings + 2], stores[rings + 2 :]
@@ -82,12 +77,10 @@ def _kernel(
         plt.store(y.at[row, t, head, here], jnp.where(place.live(t), out, 0.0).astype(y.dtype))
 
     weight = None if skip is None else plt.load(skip.at[head])
-    replay_head(
-        place, tokens, weight, state_in, tail, state_out, new_tail, write_y, few=few, repeats=repeats, erase=erase
-    )
+    replay_head(place, tokens, weight, state_in, tail, state_out, new_tail, write_y, repeats=repeats, erase=erase)
 
 
-def replay_head(place, tokens, skip, state_in, tail, state_out, new_tail, write_y, *, few, repeats, erase):
+def replay_head(place, tokens, skip, state_in, tail, state_out, new_tail, write_y, *, repeats, erase):
     """Replays some channels of the program's head, inside a kernel.
 
     Args:
@@ -96,13 +89,13 @@ def replay_head(place, tokens, skip, state_in, tail, state_out, new_tail, write_
             the tail keeps them.
         skip: of the head; None if there is none.
         write_y: takes a step and its output. It is called early: outputs would otherwise occupy registers to the end.
-        few: so many entries of the tail are in one block.
         repeats: heads that share keys.
     """
     values, qs, ks, strengths, logs = map(list, zip(*tokens, strict=True))
     head, part = pl.program_id(1), pl.program_id(2)
     (tail_u, tail_k, tail_decay, *tail_strength), (new_u, new_k, new_decay, *new_strength) = tail, new_tail
     steps, block, entries, size = len(values), values[0].shape[0], tail_u.shape[1], state_in.shape[3]
+    few = min(ENTRIES[erase], entries)
     here, first, start, ring_of = pl.ds(part * block, block), place.first, place.start, place.tail
     inner, cut = pl.ds(head * state_in.shape[2] + part * block, block), pieces(size)
     keys: list[Any] = [pl.ds(lax.div(head, repeats) * size + piece.start, piece.size) for piece in cut]

@@ -5,7 +5,7 @@
 3. Computes each tile's outputs from the state before the tile.
 
 Kernels 1 and 3 process all tiles in parallel; a program takes some channels of one head and one tile, in blocks of
-`tokens` tokens, by products of operands in the value's dtype, summed in float32 (float32 inputs keep full precision).
+`TOKENS` tokens, by products of operands in the value's dtype, summed in float32 (float32 inputs keep full precision).
 Kernel 2 only adds, and processes the tiles in order (Dao and Gu, 2024, section 6).
 """
 
@@ -20,19 +20,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array
 
-from kernels_pallas.triton_blocks import dot, load_if, pass_states_on, power_of_two_in
+from kernels_pallas.triton_blocks import CHANNELS, dot, load_if, pass_states_on, power_of_two_in
 
 F32 = jnp.float32
+TOKENS = 64  # of a tile in one product, at most
 SLICE = 16  # channels of a head in one program of the second kernel
 
 
-def scan(entry, store, tiles, *, skip, interpret, tokens=64, channels=32, warps=4, stages=1):
-    """Scans; see `api.recurrence_scan`. `channels` (at most, of a head) go into one program of `warps` warps, `tokens`
-    (at most) into one product; `stages` is Triton's depth of prefetching.
-    """
+def scan(entry, store, tiles, *, skip, interpret):
     query, key, value, _, strength = entry
     count, size, heads, head_dim = value.shape
-    block, part = power_of_two_in(size, tokens), power_of_two_in(head_dim, channels)
+    block, part = power_of_two_in(size, TOKENS), power_of_two_in(head_dim, CHANNELS)
     sizes = {"block": block, "part": part, "repeats": entry.repeats}
     # The log of the decay from a block's start.
     by_block = entry.masked().log_decay.astype(F32).reshape(count, size // block, block, heads)
@@ -40,7 +38,7 @@ def scan(entry, store, tiles, *, skip, interpret, tokens=64, channels=32, warps=
     # Whether a token is real depends on all heads, but a program sees only one.
     real, strength = entry.real, strength.astype(F32).swapaxes(1, 2)
     call = functools.partial(
-        pl.pallas_call, compiler_params=plt.CompilerParams(num_warps=warps, num_stages=stages), interpret=interpret
+        pl.pallas_call, compiler_params=plt.CompilerParams(num_warps=4, num_stages=1), interpret=interpret
     )
     states = jax.ShapeDtypeStruct((count, *store.shape[1:]), F32)
     by_tile = (heads, head_dim // part, count)

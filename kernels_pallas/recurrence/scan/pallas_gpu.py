@@ -3,7 +3,7 @@
 Without erasing, and with one decay for each head, tiles are independent but for the states between them, and run in
 parallel (`gpu_tiles`). The rest of this text is about the other recurrences.
 
-A tile is processed in blocks of `tokens` tokens. The first kernel computes what does not depend on the state, for all
+A tile is processed in blocks of `TOKENS` tokens. The first kernel computes what does not depend on the state, for all
 blocks and heads in parallel: the inverse of the triangular system and the scores of queries with keys. The second
 kernel processes the tiles of a row in order, with some channels of one head's state in registers, and writes the state
 after each tile with a write slot. Products of inputs and states take operands in the value's dtype and sum in float32;
@@ -25,6 +25,7 @@ from jax.experimental.pallas import triton as plt
 from kernels_pallas.recurrence.scan import gpu_tiles
 from kernels_pallas.recurrence.scan.inverse import unit_lower_inverse
 from kernels_pallas.triton_blocks import (
+    CHANNELS,
     LEAST,
     dot,
     is_power_of_two,
@@ -36,8 +37,8 @@ from kernels_pallas.triton_blocks import (
 )
 
 F32 = jnp.float32
-CHANNELS = 16
-"""Of keys whose channels decay on their own: how many a program takes at once."""
+TOKENS = 32  # of a tile in one triangular system, at most
+OWN_DECAYS = 16  # of the channels of keys that decay on their own, in one program at once
 
 
 def unsupported(entry, store, tiles, *, erase, skip):
@@ -49,19 +50,16 @@ def unsupported(entry, store, tiles, *, erase, skip):
     return None
 
 
-def scan(entry, store, tiles, *, erase, skip, interpret=False, **blocks):
-    """See `api.recurrence_scan`. `blocks` are the sizes that the chosen form takes."""
+def scan(entry, store, tiles, *, erase, skip, interpret=False):
     parallel = not erase and not entry.by_channel and is_power_of_two(entry.key.shape[3])
     form = gpu_tiles.scan if parallel else functools.partial(along_rows, erase=erase)
-    return form(entry, store, tiles, skip=skip, interpret=interpret, **blocks)
+    return form(entry, store, tiles, skip=skip, interpret=interpret)
 
 
-def along_rows(entry, store, tiles, *, erase, skip, interpret, tokens=32, channels=32, warps=4):
-    """Scans the tiles of a row one after the other. `tokens` (at most, of a tile) make one triangular system, and
-    `channels` (at most, of a head) go into one program of `warps` warps.
-    """
+def along_rows(entry, store, tiles, *, erase, skip, interpret):
+    """Scans the tiles of a row one after the other."""
     count_of_tiles, size, heads, head_dim = entry.value.shape
-    block, part = power_of_two_in(size, tokens), power_of_two_in(head_dim, channels)
+    block, part = power_of_two_in(size, TOKENS), power_of_two_in(head_dim, CHANNELS)
     count, repeats, by_channel = count_of_tiles * size // block, entry.repeats, entry.by_channel
     # Whether a token is real depends on all heads, but a program sees only one.
     numbers = entry.real, *entry._replace(log_decay=entry.masked().log_decay)
@@ -71,7 +69,7 @@ def along_rows(entry, store, tiles, *, erase, skip, interpret, tokens=32, channe
     if not by_channel:
         decay = decay.swapaxes(1, 2)
     call = functools.partial(
-        pl.pallas_call, compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1), interpret=interpret
+        pl.pallas_call, compiler_params=plt.CompilerParams(num_warps=4, num_stages=1), interpret=interpret
     )
     square, wide = (count, heads, block, block), (count, heads, block, k.shape[3])
     between = [jax.ShapeDtypeStruct(square, F32), jax.ShapeDtypeStruct(square, v.dtype)]
@@ -152,7 +150,7 @@ def _systems_by_channel(
     product, exact = (functools.partial(dot, dtype=t, tensor_cores=tensor_cores) for t in (scores.dtype, F32))
     row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
     token, differ, live = lax.iota(jnp.int32, size), row ^ column, plt.load(real.at[block, :])[:, None]
-    width = power_of_two_in(state, CHANNELS)
+    width = power_of_two_in(state, OWN_DECAYS)
 
     def add_channels(i, carry):
         seen, alike = carry

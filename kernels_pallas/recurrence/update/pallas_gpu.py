@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from kernels_pallas.triton_blocks import (
+    CHANNELS,
     LEAST_OF_PIECE,
     any_nonzero,
     decayed,
@@ -37,10 +38,9 @@ def unsupported(entry, store, *places, erase, skip, **options):
     return None
 
 
-def update(entry, store, rows, *, erase, skip, interpret=False, channels=32, warps=4):
-    """See `api.recurrence_update`. `channels` (at most, of a head) go into one program of `warps` warps."""
+def update(entry, store, rows, *, erase, skip, interpret=False):
     value = entry.value
-    block = power_of_two_in(value.shape[3], channels)
+    block = power_of_two_in(value.shape[3], CHANNELS)
     query, key, value, log_decay, strength = entry
     y, store = update_call(
         functools.partial(_kernel, block=block, repeats=entry.repeats, erase=erase),
@@ -53,7 +53,6 @@ def update(entry, store, rows, *, erase, skip, interpret=False, channels=32, war
         jax.ShapeDtypeStruct(value.shape, value.dtype),
         (store,),
         interpret=interpret,
-        warps=warps,
     )
     return y, store
 
