@@ -45,6 +45,7 @@ READ, WRITE = indices(
     [1, 2, 3, 4, 4, 0, 5, 6],
     [[1, 7, 8], [9, 2, 10], [11, 12, 3], [13, 14, 15], [0, 0, 0], [16, 0, 17], [18, 19, 20], [0, 0, 21]],
 )
+SLOTS = WRITE.max() + 2
 updated = functools.partial(program, "update")
 
 
@@ -63,8 +64,8 @@ def check(update, shape, tokens, store, rows, dtype=np.float32):
 @DTYPES
 @cases(*ALL)
 def test_equals_definition(implementation, shape, dtype):
-    draw, slots = Draw(), WRITE.max() + 2
-    tokens, store = entry(draw, shape, *WRITE.shape, dtype=dtype), states(draw, shape, slots, dtype)
+    draw = Draw()
+    tokens, store = entry(draw, shape, *WRITE.shape, dtype=dtype), states(draw, shape, SLOTS, dtype)
     pad(tokens, 6, 1)
     pad(tokens, 7, 0)
     y, after = check(updated(implementation, shape), shape, tokens, store, Rows(READ, WRITE), dtype)
@@ -96,8 +97,10 @@ def test_real_sizes(implementation, shape):
 @cases(*ALL)
 def test_steps_in_one_call_equal_steps_in_several(implementation, shape, dtype):
     draw, update, options = Draw(), updated(implementation, shape), how(Draw(1), shape)
-    tokens, store = entry(draw, shape, 2, 3, dtype=dtype), states(draw, shape, 7, dtype)
-    read, write = indices([0, 5], [[1, 2, 3], [4, 5, 6]])
+    tokens, store = entry(draw, shape, *WRITE.shape, dtype=dtype), states(draw, shape, SLOTS, dtype)
+    read, write = np.zeros_like(READ), np.zeros_like(WRITE)
+    read[1], write[:2] = 5, [[1, 2, 3], [4, 5, 6]]
+    pad(tokens, slice(2, None), 0)
     y, after = update(tokens, store, Rows(read, write), **options)
     split = store
     for t in range(3):
