@@ -21,7 +21,6 @@ from mamba_jax.rows import init_rows
 from mamba_jax.store import StoreShape, init_store
 from mamba_jax.tails import Replay
 
-_SCAN = "x dt a b c d store"
 NAMES = {
     "recurrence_scan": "entry store tiles",
     "recurrence_update": "entry store rows",
@@ -29,9 +28,9 @@ NAMES = {
     "gated_scan": "zx query key log_decay strength weights store windows packed",
     "gated_update": "projections weights store windows rows",
     "gated_replay": "projections weights store tail windows places",
-    "selective_scan": f"{_SCAN} tiles",
-    "selective_update": f"{_SCAN} rows",
-    "selective_replay": f"{_SCAN} tail places",
+    "selective_scan": "entry store tiles",
+    "selective_update": "entry store rows",
+    "selective_replay": "entry store tail places",
     "causal_conv1d_prefill": "x taps bias windows packed",
     "causal_conv1d_update": "x taps bias windows rows",
     "paged_attention": "x kv",

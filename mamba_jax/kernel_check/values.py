@@ -151,11 +151,10 @@ class _Indexes:
 
     def with_classes(self, names: tuple[str, ...], array: jax.Array) -> jax.Array:
         """NaN in null slots and padding, a strong decay, no strength in padding."""
-        call, name = self.call, names[-1]
+        name = names[-1]
         if names[0] in (*STORES, "kv") and jnp.issubdtype(array.dtype, jnp.floating):
             return array.at[0].set(jnp.nan)
-        entry = names[0] == "entry" or call.operation.startswith("selective")
-        if self._padding is None or not entry or array.ndim < 3 or array.shape[:2] != self._padding.shape:
+        if self._padding is None or names[0] != "entry" or array.ndim < 3 or array.shape[:2] != self._padding.shape:
             return array
         padding = self._padding.reshape(*self._padding.shape, *[1] * (array.ndim - 2))
         if name == "log_decay" and self._strong >= 0:
@@ -176,11 +175,15 @@ class _Indexes:
                     nbytes = nbytes / leaf.shape[0] * self._touched[key]
                     break
             total += nbytes
-        y = self.call.arguments.get("x", self.call.arguments.get("entry"))
-        leaf = getattr(y, "value", y)
-        if leaf is None and "projections" in self.call.arguments:
-            leaf = self.call.arguments["projections"].value
+        leaf = self._y
         return int(total + (0 if leaf is None else math.prod(leaf.shape) * leaf.dtype.itemsize))
+
+    @property
+    def _y(self) -> Any:
+        """The argument whose shape y has; None if there is none."""
+        given = (self.call.arguments.get(name) for name in ("x", "entry", "projections"))
+        found = next((one for one in given if one is not None), None)
+        return getattr(found, "value", getattr(found, "x", found))
 
     @property
     def _slots(self) -> int:
@@ -243,8 +246,7 @@ class _Indexes:
     def _anchored(self, places: Anchored) -> Any:
         """Rows at every place between two boundaries."""
         (count,), interval = places.length.shape, places.interval
-        lead = self.call.arguments.get("entry", self.call.arguments.get("projections", self.call.arguments.get("x")))
-        steps = (getattr(lead, "value", lead)).shape[1]
+        steps = self._y.shape[1]
         row = np.arange(count)
         since = row * interval // count
         anchor, write = 1 + row, 1 + count + row
