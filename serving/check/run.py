@@ -114,14 +114,14 @@ class _Check:
             Job("compile", 8, self._compile),
             Job("decode", 2, lambda: steps(*decode)),
             Job("prefill", 1, lambda: steps(*prefill)),
-            Job("generate", 4, lambda: generate(left=self.deadline.left)),
-            Job("greedy tokens", 2, self._greedy),
             Job("kernels against plain", 2, lambda: kernels.compare(self.deadline)),
             Job("kernels", 2, lambda: kernels.time(self.deadline)),
             Job("steps", 2, lambda: steps(plain, *others)),
-            Job("collectives", 1, lambda: time_collectives(self.report)),
-            Job("late steps", 1, lambda: steps(*programs.left)),
+            Job("generate", 5, lambda: generate(left=self.deadline.left)),
             Job("kernels of a step", 1, lambda: programs.profile(plain)),
+            Job("greedy tokens", 2, self._greedy),
+            Job("late steps", 1, lambda: steps(*programs.left)),
+            Job("collectives", 1, lambda: time_collectives(self.report)),
         ])  # fmt: skip
         self.report.add("implementations", chosen=programs.kernels)
         return kernels.failed + (not self.greedy)
