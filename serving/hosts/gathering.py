@@ -19,12 +19,9 @@ from serving.hosts.link import Kind, Link, LinkError
 
 log = logging.getLogger(__name__)
 
-_REPORT_INTERVAL = 10.0
-"""Seconds between two lines about missing hosts."""
-_ANSWER_WAIT = 5.0
-"""Seconds that a follower waits longer than the leader, which knows who is missing."""
-_MAX_HANDSHAKES = 64
-"""Maximum number of concurrent handshakes."""
+_REPORT_INTERVAL = 10.0  # seconds between two lines about missing hosts
+_ANSWER_WAIT = 5.0  # seconds that a follower waits longer than the leader, which knows who is missing
+_MAX_HANDSHAKES = 64  # maximum number of concurrent handshakes
 _RUNNING_PATIENCE = 10.0
 """Seconds for a group that runs at the leader's address to end, before a follower gives up."""
 
@@ -42,10 +39,10 @@ def listening_at(place: str | None, port: int) -> Iterator[socket.socket]:
             family, _, _, _, address = socket.getaddrinfo(place, port, type=socket.SOCK_STREAM)[0]
             made = socket.create_server(address[:2], family=family)
     try:
-        if made is None and socket.has_dualstack_ipv6():
-            made = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        elif made is None:
-            made = socket.create_server(("", port))
+        if made is None:
+            both = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if both else socket.AF_INET
+            made = socket.create_server(("", port), family=family, dualstack_ipv6=both)
     except OSError as error:
         raise ConfigError(f"cannot listen on port {port} for the other hosts: {error.strerror or error}") from None
     with made:
@@ -61,12 +58,8 @@ def accept_followers(
 ) -> dict[int, Link]:
     """Returns a link to each follower by its number, when all are connected.
 
-    Args:
-        listening: where they connect.
-        key: proves that they belong to the group.
-        num_hosts: hosts of the group, this one included.
-        facts: what must be the same on all of them, by name.
-        end: when all must be connected, in seconds of `time.monotonic`.
+    `num_hosts` includes this host. `key` proves that they belong to the group, and `facts` must be the same on all of
+    them, by name. All must be connected by `end`, in seconds of `time.monotonic`.
 
     Raises:
         LinkError: a host does not connect, or has another configuration. Every connected host receives the reason.

@@ -90,13 +90,8 @@ def facts_of(config: EngineConfig) -> dict[str, str]:
 
 
 class Leader:
-    """A loop's `followers`. From its making on, the loop dispatches nothing that the others do not.
-
-    Args:
-        loop: of the engine that the leader drives.
-        group: the hosts.
-        digest: of the weights that this host has loaded; those of all hosts must be equal.
-    """
+    """A loop's `followers`: from now on, the loop of the leader's engine dispatches nothing that the others do not.
+    `digest`: of the weights that this host has loaded; those of all hosts must be equal."""
 
     def __init__(self, loop: StepLoop, group: HostGroup, digest: str) -> None:
         self._group, self._digest, self._number = group, digest, 0
@@ -128,12 +123,8 @@ class Leader:
 
 
 def follow(built: AssembledEngine, group: HostGroup) -> None:
-    """Does what the leader does, until it is done; a call that cannot be followed ends all hosts.
-
-    Args:
-        built: made from the same flags as the leader's; its scheduler is not used.
-        group: of which we are not the leader.
-    """
+    """Does what the group's leader does, until it is done; a call that cannot be followed ends all hosts. `built` is
+    made from the same flags as the leader's; its scheduler is not used."""
     loop, vocab_size = built.engine.loop, built.engine.vocab_size
     known = {look_of(batch) for batch in loop.batches.warm_up_batches(vocab_size)}
     group.tell(Kind.READY, built.digest.encode())

@@ -21,10 +21,8 @@ _HEARTBEAT_INTERVAL = 1.0
 _LOADING_TIMEOUT = 15.0
 """Timeout in seconds until a host can run steps. While it loads and compiles, the heartbeat thread waits for the
 interpreter for up to 3 s on a busy machine."""
-_CAUSE_WAIT = 2.0
-"""Seconds to wait after a failed step: another host's failure may be the cause."""
-_MAX_CALLS = 4096
-"""Calls that a follower buffers: the leader is one step ahead."""
+_CAUSE_WAIT = 2.0  # seconds to wait after a failed step: another host's failure may be the cause
+_MAX_CALLS = 4096  # calls that a follower buffers: the leader is one step ahead
 
 
 class HostGroup:

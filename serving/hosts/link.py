@@ -16,8 +16,7 @@ MAX_FRAME = 64 << 20
 """Bytes of one frame; a step's arrays take some kilobytes, a seat with penalties five for each word."""
 _HEADER = struct.Struct(">BI")
 _HANDSHAKE = struct.Struct(">I32s32s")
-_HANDSHAKE_TIMEOUT = 3.0
-"""Seconds for the whole handshake."""
+_HANDSHAKE_TIMEOUT = 3.0  # seconds for the whole handshake
 
 
 class Kind(IntEnum):

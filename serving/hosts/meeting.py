@@ -30,19 +30,15 @@ from serving.hosts.settings import HostSettings
 
 log = logging.getLogger(__name__)
 
-_BROADCAST_SIZE = 4096
-"""Bytes of the leader's message to all hosts through JAX's collectives."""
+_BROADCAST_SIZE = 4096  # bytes of the leader's message to all hosts through JAX's collectives
 _ROLL_CALL = b"mamba-jax roll call"
 """The key of the roll call. Everyone knows it: like JAX's own rendezvous, the roll call needs a trusted network."""
 _JOINING_TIMEOUT = 60.0
 """Minimum seconds of silence after which a host is lost while JAX joins the devices, which may keep the interpreter's
 lock for long."""
-_SHUTDOWN = 10
-"""Seconds that JAX waits, at a host's end, for those of the others."""
-_GRACE = 10.0
-"""Seconds after the deadline in which an error may be raised that names the missing host."""
-_JAX_LATER = 60
-"""Seconds by which JAX's own time limits are longer: it aborts the process when one is over."""
+_SHUTDOWN = 10  # seconds that JAX waits, at a host's end, for those of the others
+_GRACE = 10.0  # seconds after the deadline in which an error may be raised that names the missing host
+_JAX_LATER = 60  # seconds by which JAX's own time limits are longer: it aborts the process when one is over
 _EXIT_DELAY = 1.0
 """Seconds in which the others read why the hosts end: JAX aborts them once host 0 has gone."""
 
@@ -157,12 +153,7 @@ def initialize_jax(settings: HostSettings) -> None:
 
 
 def connect_hosts(settings: HostSettings, facts: Mapping[str, str], end: float) -> HostGroup:
-    """Connects the hosts, whose devices JAX has joined, to their leader.
-
-    Args:
-        settings: of the hosts.
-        facts: what must be the same on all of them, by name.
-        end: when all must be connected, in seconds of `time.monotonic`.
+    """Connects the hosts, whose devices JAX has joined, to their leader. `facts` and `end`: see `accept_followers`.
 
     Raises:
         ConfigError: a host does not connect, or has another configuration.

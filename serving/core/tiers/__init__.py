@@ -1,4 +1,1 @@
-"""Tiers below the device: host memory and disk keep evicted checkpoints, which can be fetched back.
-
-Policy only: units are known by content, and nothing here moves a byte. `serving/tiers` does.
-"""
+"""Policy of tiers below the device, which keep evicted checkpoints: it moves no bytes (`serving/tiers` does)."""

@@ -1,13 +1,12 @@
 """Whether fetching takes less time than computing: both as they were measured while serving.
 
-The first fetch and the first prompt are measurements, so that nothing has to be run at start-up. An estimate that says
-no would never be looked at again; so each no moves it a little in favour of fetching, until one fetch is tried.
+The first fetch and the first prompt are measurements. An estimate that says no would never be looked at again; so each
+no moves it a little in favor of fetching, until one fetch is tried.
 """
 
 from dataclasses import dataclass, field
 
-_WEIGHT = 0.2
-"""Of the latest measurement in a running average."""
+_WEIGHT = 0.2  # of the latest measurement in a running average
 _FORGETTING = 1 / 64
 """By how much less a fetch is expected to take after each time that it was expected to take too long."""
 

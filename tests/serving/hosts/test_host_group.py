@@ -15,6 +15,7 @@ from serving.config import ConfigError
 from serving.hosts import host_group
 from serving.hosts.host_group import HostGroup
 from serving.hosts.link import Kind, Link, LinkError
+from tests.serving.hosts.test_link import sockets
 
 ROOT = Path(__file__).resolve().parents[3]
 # That is how the threads of a lost host end here.
@@ -38,12 +39,6 @@ class Watched(HostGroup):
 
     def last_words(self):
         return self.ends.get(timeout=30)
-
-
-def sockets():
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        one = socket.create_connection(listening.getsockname())
-        return one, listening.accept()[0]
 
 
 @pytest.fixture
@@ -107,12 +102,6 @@ def test_a_follower_that_does_not_end_is_named(pair, exits, idle):
     line, code = leader.last_words()
     assert line.startswith("host 1 is lost: it ")
     assert code == 1
-
-
-def test_one_that_goes_is_named(pair):
-    leader, follower = pair
-    follower.close()
-    assert leader.last_words() == ("host 1 is lost: it closed the connection", 1)
 
 
 def test_one_that_fails_says_why_to_all(pair):

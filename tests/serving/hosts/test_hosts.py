@@ -74,19 +74,6 @@ def test_four_hosts_with_two_kinds_of_drafts(tmp_path):
     assert seconds < 10
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("frozen", [0, 1])
-def test_a_frozen_host_ends_the_others(frozen, tmp_path):
-    directory = write_checkpoint(tmp_path / "model", FAMILIES["mamba2"])
-    with Hosts(tmp_path, 2, directory, [{}], go_on=True) as hosts:
-        hosts.results()
-        hosts.processes[frozen].send_signal(signal.SIGSTOP)
-        assert hosts.seconds_to_end([1 - frozen]) < 10
-        assert f"host {frozen} is lost: it sent nothing for 8 s" in hosts.end(1 - frozen)[1]
-        hosts.processes[frozen].send_signal(signal.SIGCONT)
-        assert hosts.end(frozen)[0] == 1
-
-
 @pytest.fixture(params=[0.0, 0.02])
 def networks(request):
     try:

@@ -12,12 +12,15 @@ from serving.hosts.link import MAX_FRAME, Kind, Link, LinkError
 KEY = b"k" * 32
 
 
-@pytest.fixture
-def pair():
+def sockets():
     with socket.create_server(("127.0.0.1", 0)) as listening:
         one = socket.create_connection(listening.getsockname())
-        other, _ = listening.accept()
-    links = Link(one, 5.0), Link(other, 5.0)
+        return one, listening.accept()[0]
+
+
+@pytest.fixture
+def pair():
+    links = [Link(each, 5.0) for each in sockets()]
     yield links
     for each in links:
         each.close()
@@ -71,40 +74,34 @@ def test_a_leader_must_know_the_key_too(pair, monkeypatch):
     assert str(greet(pair, KEY, KEY)["follower"]) == "has a wrong key"
 
 
-def test_silence_has_an_end(pair):
+HALF = struct.pack(">BI", Kind.CALL, 100) + bytes(99)
+LONG = struct.pack(">BI", Kind.CALL, MAX_FRAME + 1)
+
+
+@pytest.mark.parametrize(
+    ("sent", "line"),
+    [
+        (b"", r"sent nothing for 0\.05 s"),
+        (HALF, "sent nothing"),
+        (None, "closed the connection"),
+        (LONG, "sent a message of 67,108,865 bytes"),
+        (struct.pack(">BI", 99, 0), "unknown message type 99"),
+    ],
+)
+def test_what_is_no_frame_is_refused_in_time(pair, sent, line):
     pair[1].timeout = 0.05
-    with pytest.raises(LinkError, match=r"sent nothing for 0\.05 s"):
+    if sent is None:
+        pair[0].close()
+    else:
+        pair[0]._socket.sendall(sent)
+    with pytest.raises(LinkError, match=line):
         pair[1].receive()
 
 
-def test_half_a_frame_is_silence(pair):
-    pair[1].timeout = 0.05
-    pair[0]._socket.sendall(struct.pack(">BI", Kind.CALL, 100) + bytes(99))
-    with pytest.raises(LinkError, match="sent nothing"):
-        pair[1].receive()
-
-
-def test_sending_to_a_host_that_reads_nothing_times_out(pair):
+@pytest.mark.parametrize(
+    ("size", "line"), [(MAX_FRAME, "accepted nothing for"), (MAX_FRAME + 1, "more than 67,108,864")]
+)
+def test_sending_too_much_ends_in_time(pair, size, line):
     pair[0].timeout = 0.05
-    with pytest.raises(LinkError, match="accepted nothing for"):
-        pair[0].send(Kind.CALL, bytes(MAX_FRAME))
-
-
-def test_an_end_is_seen(pair):
-    pair[0].close()
-    with pytest.raises(LinkError, match="closed the connection"):
-        pair[1].receive()
-
-
-def test_frames_are_bounded_on_both_sides(pair):
-    with pytest.raises(LinkError, match="more than 67,108,864"):
-        pair[0].send(Kind.CALL, bytes(MAX_FRAME), b"1")
-    pair[0]._socket.sendall(struct.pack(">BI", Kind.CALL, MAX_FRAME + 1))
-    with pytest.raises(LinkError, match="sent a message of 67,108,865 bytes"):
-        pair[1].receive()
-
-
-def test_an_unknown_kind_is_refused(pair):
-    pair[0]._socket.sendall(struct.pack(">BI", 99, 0))
-    with pytest.raises(LinkError, match="unknown message type 99"):
-        pair[1].receive()
+    with pytest.raises(LinkError, match=line):
+        pair[0].send(Kind.CALL, bytes(size))

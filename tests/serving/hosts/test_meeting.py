@@ -66,11 +66,6 @@ class Hosts:
         return found
 
 
-def test_all_meet(invitations):
-    found = Hosts([0, 1, 2]).wait()
-    assert [(host, sorted(links)) for host, links in found] == [(0, [1, 2]), (1, [0]), (2, [0])]
-
-
 def test_hosts_that_were_started_otherwise_say_in_what(invitations):
     found = Hosts([0, 1], facts={1: FACTS | {"--page-size": "32"}}).wait()
     line = "the hosts did not connect: host 1 has another configuration: --page-size is 32 there, 16 on host 0"
@@ -94,52 +89,45 @@ def test_connections_without_the_key_are_refused(invitations):
     assert sorted(links) == [1, 2]
 
 
+@contextlib.contextmanager
+def dripping(connections, count=1):
+    """The first `count` connections send a byte now and then. All are closed in the end."""
+    done = threading.Event()
+
+    def drip():
+        while not done.wait(0.2):
+            for each in connections[:count]:
+                with contextlib.suppress(OSError):
+                    each.sendall(b"x")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        for each in connections:
+            each.close()
+
+
 def test_slow_and_silent_connections_do_not_delay_the_hosts(invitations):
     """A byte now and then once held the meeting for as long as it lasted, and 20 silent connections made it fail."""
     hosts = Hosts([0], seconds=30)
     invitation = invitations.get(timeout=30)
-    address, done = ("127.0.0.1", invitation["port"]), threading.Event()
-    slow = [socket.create_connection(address) for _ in range(30)]
-
-    def drip():
-        while not done.wait(0.3):
-            for each in slow[:5]:
-                with contextlib.suppress(OSError):
-                    each.sendall(b"x")
-
-    dripping = threading.Thread(target=drip)
-    dripping.start()
-    try:
+    slow = [socket.create_connection(("127.0.0.1", invitation["port"])) for _ in range(30)]
+    with dripping(slow, 5):
         assert [host for host, _ in Hosts([1, 2], seconds=30).wait()] == [1, 2]
         ((host, links),) = hosts.wait()
         assert (host, sorted(links)) == (0, [1, 2])
-    finally:
-        done.set()
-        dripping.join()
-        for each in slow:
-            each.close()
 
 
 def test_a_greeting_has_one_deadline(monkeypatch):
     monkeypatch.setattr("serving.hosts.link._HANDSHAKE_TIMEOUT", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        caller = socket.create_connection(listening.getsockname())
-        done = threading.Event()
-
-        def drip():
-            while not done.wait(0.2):
-                with contextlib.suppress(OSError):
-                    caller.sendall(b"x")
-
-        dripping = threading.Thread(target=drip)
-        dripping.start()
-        try:
-            with pytest.raises(meeting.LinkError, match=r"did not authenticate within 1 s|sent nothing"):
-                Link(listening.accept()[0], 60).authenticate_follower(b"k" * 32)
-        finally:
-            done.set()
-            dripping.join()
-            caller.close()
+        error = pytest.raises(meeting.LinkError, match=r"did not authenticate within 1 s|sent nothing")
+        with dripping([socket.create_connection(listening.getsockname())]), error:
+            Link(listening.accept()[0], 60).authenticate_follower(b"k" * 32)
 
 
 @pytest.mark.parametrize(("place", "bound"), [("127.0.0.1", "127.0.0.1"), (None, "::"), ("192.0.2.1", "::")])
