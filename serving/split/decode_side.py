@@ -32,10 +32,8 @@ from serving.split.worker import Worker, checksums, num_bytes, point_specs, shap
 
 log = logging.getLogger(__name__)
 
-_UNRESPONSIVE_SECONDS = 5.0
-"""Seconds without requests to a worker that did not answer."""
-_RETRY = 0.05
-"""Seconds before asking again a worker that has no room for a copy."""
+_UNRESPONSIVE_SECONDS = 5.0  # seconds without requests to a worker that did not answer
+_RETRY = 0.05  # seconds before asking again a worker that has no room for a copy
 PEER = "peer"
 """Name of other workers in the table of fetch times per tier."""
 MAX_EXPECTED = 4096

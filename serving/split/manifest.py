@@ -17,14 +17,12 @@ class ManifestMismatch(ValueError):
 
 
 class Manifest(BaseModel):
-    """One worker's settings. Values marked with a star must be equal on both sides."""
+    """One worker's settings. `protocol`, `layout` and values marked with a star must be equal on both sides."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
     protocol: int
-    """*"""
     layout: str
-    """*"""
     model: str
     """* Digest of configuration and weights (`AssembledEngine.weights_digest`)."""
     dtype: str

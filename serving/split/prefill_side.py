@@ -12,7 +12,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -90,7 +90,6 @@ class PrefillSide(StateSource):
         max_lease: maximum seconds to keep a state, with renewals.
         max_kept: maximum number of states at a time.
         max_copied_bytes: maximum bytes of copies that wait to be fetched. One copy is always allowed.
-        clock: returns the time in seconds.
         computes: also compute prompts for others; otherwise only share cached states (`share`).
     """
 
@@ -102,13 +101,12 @@ class PrefillSide(StateSource):
         max_lease: float = 600.0,
         max_kept: int = 64,
         max_copied_bytes: int = 1 << 30,
-        clock: Callable[[], float] = time.monotonic,
         computes: bool = True,
     ) -> None:
         self.worker, self.lease, self.max_lease = worker, lease, max_lease
         self.max_kept, self.max_copied_bytes = max_kept, max_copied_bytes
         self.stats = PrefillStats()
-        self._clock = clock
+        self._clock = time.monotonic
         self._kept: dict[str, Export] = {}
         if computes:
             worker.loop.sources.append(self)

@@ -18,10 +18,8 @@ HEADER = "x-mamba-jax-seal"
 RECEIVER = "x-mamba-jax-receiver"
 """Header of a refusal, with the receiver's name, to which messages must be addressed."""
 SECRET_VARIABLE = "MAMBA_JAX_SPLIT_SECRET"
-_FRESH = 60.0
-"""Maximum age of a message in seconds, including the difference between the clocks."""
-_MOST_SEEN = 1 << 20
-"""Maximum number of messages that a receiver remembers."""
+_FRESH = 60.0  # maximum age of a message in seconds, including the difference between the clocks
+_MOST_SEEN = 1 << 20  # maximum number of messages that a receiver remembers
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def _device() -> Iterator[Planted]:
 
 
 def _split() -> Iterator[Planted]:
-    from tests.serving.split.faults import FAULTS
+    from tests.serving.split.test_split_mutations import FAULTS
 
     for number, fault in enumerate(FAULTS, 1):
         yield Planted(f"S{number}", fault.text, SPLIT, lambda patch, fault=fault: fault.plant().__enter__())

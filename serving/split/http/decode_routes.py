@@ -22,11 +22,9 @@ from serving.split.wire import SplitError, Ticket
 
 log = logging.getLogger(__name__)
 
-_RENEWAL = 2.0
-"""Seconds between renewals of leases."""
+_RENEWAL = 2.0  # seconds between renewals of leases
 _HANDSHAKE = 10.0
-_AGAIN = 2.0
-"""Seconds before connecting again to a worker that was unreachable."""
+_AGAIN = 2.0  # seconds before connecting again to a worker that was unreachable
 _MAX_PEERS = 256
 
 

@@ -26,23 +26,13 @@ from serving.split.seal import Seal
 from serving.split.wire import Tokens
 
 MOST_READERS = 16
-_LOOK = 0.05
-"""Seconds between polls of the journal."""
-_BEAT = 5.0
-"""Seconds without events after which a stream sends a keep-alive comment."""
-_AT_ONCE = 512
-"""Maximum number of states in one message."""
+_LOOK = 0.05  # seconds between polls of the journal
+_BEAT = 5.0  # seconds without events after which a stream sends a keep-alive comment
+_AT_ONCE = 512  # maximum number of states in one message
 
 
-def events_router(journal: Journal, *, model: str, seal: Seal | None = None, adapters: bool = False) -> APIRouter:
-    """Returns the endpoints for routers.
-
-    Args:
-        journal: the states.
-        model: digest of the weights.
-        seal: authenticates messages.
-        adapters: requests may name adapters.
-    """
+def events_router(journal: Journal, *, model: str, seal: Seal | None = None) -> APIRouter:
+    """Returns the endpoints for routers. `model`: digest of the weights; `seal` authenticates messages."""
     router = APIRouter(prefix="/internal", tags=["routing"], dependencies=[sealed(seal or Seal())])
     readers = 0
 
@@ -60,7 +50,7 @@ def events_router(journal: Journal, *, model: str, seal: Seal | None = None, ada
                 return  # other readers started meanwhile
             readers += 1
             try:
-                async for message in follow(journal, model, ending, adapters):
+                async for message in follow(journal, model, ending):
                     yield message
             finally:
                 readers -= 1
@@ -80,14 +70,11 @@ def events_router(journal: Journal, *, model: str, seal: Seal | None = None, ada
     return router
 
 
-async def follow(
-    journal: Journal, model: str, ending: Callable[[], bool], adapters: bool = False
-) -> AsyncGenerator[bytes, None]:
+async def follow(journal: Journal, model: str, ending: Callable[[], bool]) -> AsyncGenerator[bytes, None]:
     """Yields the messages of one stream, until the server ends or the reader is too slow."""
     snapshot = journal.snapshot()
     number = snapshot.number
     head = {"server": journal.id, "model": model, "block": journal.block, "weights": snapshot.weights}
-    head["adapters"] = adapters
     yield _message("snapshot", number, head | {"states": len(snapshot.states)})
     for at in range(0, len(snapshot.states), _AT_ONCE):
         for message in _states("held", snapshot.states[at : at + _AT_ONCE]):

@@ -79,15 +79,8 @@ def role_router(
     beats: Sequence[Beat],
     close: Callable[[], Awaitable[None]] | None = None,
 ) -> APIRouter:
-    """Returns the common endpoints of both roles.
-
-    Args:
-        worker: the engine with its manifest and transports, which close when the server ends.
-        seal: authenticates messages.
-        status: returns counters; called on the engine's thread.
-        beats: run while the server runs.
-        close: called when the server ends.
-    """
+    """Returns the common endpoints of both roles. `seal` authenticates messages, and `status` returns counters; it is
+    called on the engine's thread. `beats` run while the server runs; at its end, `close` and the transports close."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -19,10 +19,8 @@ from serving.split.wire import Message, Offer, SplitError, SplitTimeout, StateRe
 log = logging.getLogger(__name__)
 
 KEY_VARIABLE = "MAMBA_JAX_API_KEY"
-_LONGEST = 1 << 20
-"""Maximum size of a response in bytes."""
-_BRIEF = 5.0
-"""Timeout in seconds of requests without a caller that waits for the response."""
+_LONGEST = 1 << 20  # maximum size of a response in bytes
+_BRIEF = 5.0  # timeout in seconds of requests without a caller that waits for the response
 _MOST_NAMES = 4096
 
 

@@ -41,10 +41,8 @@ class OpenRole:
 
     routers: list[APIRouter]
     worker: Worker | None = None
-    reads: bool = False
-    """The role reads states from its store."""
-    writes: bool = False
-    """The role writes states to its store."""
+    directions: tuple[bool, ...] = ()
+    """True: the role reads states from its store. False: it writes states to its store."""
 
     @property
     def keeps_store(self) -> bool:
@@ -59,7 +57,7 @@ class OpenRole:
         store, layers = worker.loop.store, worker.manifest.attention_layers
         assert store is not None
         # Decode workers may or may not request the keys and values of draft layers.
-        for reading in [reading for reading, does in ((True, self.reads), (False, self.writes)) if does]:
+        for reading in self.directions:
             for count in {layers + worker.manifest.draft_layers, layers if reading else len(store.kv)}:
                 worker.programs.warm_up(
                     store, unit=max(1, store.page_size), layers=count, reading=reading, state=worker.state
@@ -109,7 +107,7 @@ def open_role(
     )
     if settings.role == "prefill":
         routers = [prefill_router(offer(), url, seal=seal), *events]
-        return OpenRole(routers, worker, reads=True, writes=False)
+        return OpenRole(routers, worker, (True,))
     worker.manifest = worker.manifest.model_copy(update={"converts_state": settings.convert_state})
     decode = DecodeSide(
         worker,
@@ -122,7 +120,7 @@ def open_role(
     )
     sharing = (offer(computes=False), url) if settings.share else None
     router = decode_router(decode, seal=seal, allowed=settings.peer, keys=keys, sharing=sharing)
-    return OpenRole([router, *events], worker, reads=sharing is not None, writes=True)
+    return OpenRole([router, *events], worker, (True, False) if settings.share else (False,))
 
 
 def _transports(kinds: Sequence[str], host: str) -> dict[str, Transport]:
@@ -145,7 +143,7 @@ def _events(built: AssembledEngine, model: str, seal: Seal) -> list[APIRouter]:
         return []
     journal = Journal(built.config.state_block_size)
     scheduler.tell(journal)
-    return [events_router(journal, model=model, seal=seal, adapters=built.engine.adapters is not None)]
+    return [events_router(journal, model=model, seal=seal)]
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,8 +1,7 @@
 """The options of the Ray Serve application: its arguments by recipient, and the numbers of replicas.
 
-Serve counts calls of its handles, but requests go from the router directly to the workers' ports. Each replica
-therefore reports its running and waiting `requests`, and `wanted` divides their sum by `target_ongoing_requests`.
-Delays, steps and limits are Serve's.
+Serve counts calls of its handles, but requests go from the router directly to the workers' ports. So each replica
+reports its running and waiting `requests`, and `wanted` divides their sum by `target_ongoing_requests`.
 """
 
 from __future__ import annotations

@@ -26,12 +26,9 @@ _SILENCE = 20.0
 """Seconds without data after which a stream counts as broken; servers send data every five seconds."""
 _AGAIN = 2.0
 """Seconds before reconnecting to a stream that ended; doubled after each connection without a snapshot."""
-_MAX_PAUSE = 60.0
-"""Maximum seconds before reconnecting."""
-_LONGEST = 1 << 20
-"""Maximum size of one message in bytes."""
-_LONGEST_BLOCK = 1 << 24
-"""Maximum number of tokens per block."""
+_MAX_PAUSE = 60.0  # maximum seconds before reconnecting
+_LONGEST = 1 << 20  # maximum size of one message in bytes
+_LONGEST_BLOCK = 1 << 24  # maximum number of tokens per block
 MOST_STATES = 1 << 19
 """Maximum number of states of one worker."""
 
@@ -49,8 +46,6 @@ class Stream:
     weights: int
     model: str
     """Digest of the weights at the server's start."""
-    adapters: bool = False
-    """Requests may name adapters."""
 
     def apply(self, kind: str, fields: dict[str, Any]) -> None:
         """Applies one message to the directory.
@@ -126,11 +121,6 @@ class EventFollowers:
         """Whether any worker reported a state."""
         return any(self._directories.values())
 
-    @property
-    def serves_adapters(self) -> bool:
-        """Whether a request to any worker may name an adapter."""
-        return any(stream.adapters for stream in self._streams.values())
-
     def find(self, tokens: Sequence[int], salt: str | None, adapter: str | None = None) -> dict[Remote, Resumable]:
         """Returns the deepest state of a prompt on each worker that has one."""
         matches: dict[Remote, Resumable] = {}
@@ -200,8 +190,8 @@ class EventFollowers:
             raise InvalidEvent(f"invalid block size {block}")
         self._forget(worker)
         directory = self._directories.setdefault(key, Directory(block))
-        model, adapters = str(fields.get("model", ""))[:128], fields.get("adapters") is True
-        self._streams[worker] = Stream(next(self._numbers), directory, weights, model, adapters)
+        model = str(fields.get("model", ""))[:128]
+        self._streams[worker] = Stream(next(self._numbers), directory, weights, model)
 
 
 async def _messages(answer: httpx.Response) -> AsyncIterator[tuple[str, dict[str, Any]]]:

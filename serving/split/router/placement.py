@@ -28,12 +28,9 @@ from serving.split.wire import Tokens
 log = logging.getLogger(__name__)
 
 _PATH = "/internal/tokens"
-_PATIENCE = 1.0
-"""Seconds to wait for a prompt's tokens."""
-_LONGEST = 1 << 26
-"""Maximum size of a response in bytes."""
-_TIERS = ("device", "host", "disk")
-"""Tiers, the fastest first."""
+_PATIENCE = 1.0  # seconds to wait for a prompt's tokens
+_LONGEST = 1 << 26  # maximum size of a response in bytes
+_TIERS = ("device", "host", "disk")  # tiers, the fastest first
 
 _RESUMABLE = "Prompt tokens that the chosen workers had, by the fastest tier that had them."
 
@@ -87,10 +84,9 @@ class ClientRequest:
     @property
     def skippable(self) -> bool:
         """Whether the worker may skip the prompt's tokens, because no output needs their computation."""
-        body = self.body
-        if any(body.get(name) is not None for name in ("prompt_logprobs", "prompt_logprob_token_ids")):
-            return False
-        return not (body.get("echo") and body.get("logprobs") is not None)
+        given = {name for name in self.body if self.body[name] is not None}
+        echoes = "logprobs" in given and self.body.get("echo")
+        return not (echoes or given & {"prompt_logprobs", "prompt_logprob_token_ids"})
 
     @property
     def splittable(self) -> bool:
@@ -107,9 +103,8 @@ class ClientRequest:
     @property
     def text(self) -> str:
         """Text for choosing workers: prompts with the same beginning have texts with the same beginning."""
-        fields: Any = [
-            self.body[name] for name in TEXT_APIS[self.kind].prompt_fields if self.body.get(name) is not None
-        ]
+        names, body = TEXT_APIS[self.kind].prompt_fields, self.body
+        fields: Any = [body[name] for name in names if body.get(name) is not None]
         fields = fields[0] if len(fields) == 1 else fields
         return fields if isinstance(fields, str) else json.dumps(fields)
 
@@ -123,29 +118,13 @@ class Placement:
 
     async def look(self, asked: ClientRequest) -> PromptMatch:
         """Finds how much of a request's prompt each worker has."""
-        body = asked.body
         following = self.following
-        if following is None or not following.knows_any or not self._has_choice:
-            return PromptMatch(tokens=_guess(body))
-        prompt_field = body.get("prompt")
-        # Workers with several keys may separate their caches by key, and only they know the salts.
-        separated = len(set(self.settings.api_key)) != 1 and bool(asked.headers.keys() & {"authorization", "x-api-key"})
-        if (
-            not separated
-            and not following.serves_adapters
-            and asked.kind == "completions"
-            and isinstance(prompt_field, list)
-            and all(isinstance(each, int) for each in prompt_field)
-        ):
-            try:
-                prompt = Tokens(tokens=prompt_field, salt=body.get("cache_salt"))
-            except ValidationError:  # the worker will report the error
-                return PromptMatch(untold=True, tokens=_guess(body))
-        else:
-            answer = await self._tokenize(asked)
-            if answer is None:
-                return PromptMatch(untold=True, tokens=_guess(body))
-            prompt = answer
+        numbers = [sum(worker.up for worker in workers) for workers in (self.fleet.prefill, self.fleet.decode)]
+        if following is None or not following.knows_any or max(numbers) < 2:
+            return PromptMatch(tokens=_guess(asked.body))
+        prompt = await self._tokenize(asked)
+        if prompt is None:
+            return PromptMatch(untold=True, tokens=_guess(asked.body))
         return PromptMatch(following.find(prompt.tokens, prompt.salt, prompt.adapter), len(prompt.tokens), prompt)
 
     def choose(
@@ -169,7 +148,7 @@ class Placement:
             without: workers to exclude.
             counts: update the statistics.
         """
-        without = [*without, *self.fleet.full(workers)]
+        without = [*without, *(worker for worker in workers if worker.load >= self.fleet.max_worker_requests)]
         by_text = choose(workers, key, slack=self.settings.slack, without=without)
         up = [worker for worker in workers if worker.up and worker not in without]
         if by_text is None or not any(worker in match.states for worker in up):
@@ -209,10 +188,6 @@ class Placement:
         """Returns statistics for the router's `/status`."""
         resumable = {f"{role} {tier}": count for (role, tier), count in self.stats.resumable_tokens.items()}
         return asdict(self.stats) | {"resumable_tokens": resumable}
-
-    @property
-    def _has_choice(self) -> bool:
-        return any(sum(worker.up for worker in workers) > 1 for workers in (self.fleet.prefill, self.fleet.decode))
 
     def _count(self, worker: Remote, state: Resumable | None, other: Resumable | None) -> None:
         if state is None:

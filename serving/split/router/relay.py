@@ -32,11 +32,9 @@ from serving.split.wire import ShareRequest, Ticket
 log = logging.getLogger(__name__)
 
 _BUSY = (429, 503)
-_EXPECT = 30.0
-"""Seconds to wait when announcing a state to a decode worker, which can compute without it."""
+_EXPECT = 30.0  # seconds to wait when announcing a state to a decode worker, which can compute without it
 _RELEASE = 5.0
-_COMPUTED = 2.0
-"""Seconds after which the prompt of a response without streaming counts as computed."""
+_COMPUTED = 2.0  # seconds after which the prompt of a response without streaming counts as computed
 _RETRY = {"Retry-After": "1"}
 
 

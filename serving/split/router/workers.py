@@ -25,10 +25,8 @@ from serving.split.seal import Seal
 
 log = logging.getLogger(__name__)
 
-_MISSES = 3
-"""Consecutive unanswered health checks after which a worker is down."""
-_LOST = 8
-"""Lost requests after which one unanswered health check is enough."""
+_MISSES = 3  # consecutive unanswered health checks after which a worker is down
+_LOST = 8  # lost requests after which one unanswered health check is enough
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
 
 
@@ -185,10 +183,6 @@ class Fleet:
             known[:] = [worker for worker in known if worker.url in wanted]
             known += [Remote(url, role) for url in sorted(wanted - {worker.url for worker in known})]
 
-    def full(self, workers: Iterable[Remote]) -> list[Remote]:
-        """Returns the workers with the maximum number of requests."""
-        return [worker for worker in workers if worker.load >= self.max_worker_requests]
-
     async def watch(self, interval: float, patience: float = 5.0) -> None:
         """Checks every worker's health every `interval` seconds. A check waits `patience` seconds for its answer."""
         self._patience = patience
@@ -263,10 +257,8 @@ class Fleet:
         """Returns the health and load of all workers."""
 
         def table(workers: list[Remote]) -> list[dict[str, Any]]:
-            return [
-                {"url": w.url, "up": w.up, "load": w.load, "requests": w.requests, "failures": w.failures}
-                for w in workers
-            ]
+            names = ("url", "up", "load", "requests", "failures")
+            return [{name: getattr(worker, name) for name in names} for worker in workers]
 
         pairs = [{"prefill": one, "decode": other, "why": why} for (one, other), why in self.mismatched.items()]
         return {"prefill": table(self.prefill), "decode": table(self.decode), "mismatched": pairs}

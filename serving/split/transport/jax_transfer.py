@@ -22,8 +22,7 @@ from serving.split.transport import TransportError
 
 log = logging.getLogger(__name__)
 
-_DISCARDING = 10.0
-"""Maximum seconds to wait while draining an offer."""
+_DISCARDING = 10.0  # maximum seconds to wait while draining an offer
 _POLL = 0.0005, 0.01  # minimum and maximum seconds between checks whether arrays have arrived
 
 
@@ -34,14 +33,14 @@ class JaxTransport:
         TransportError: this version of JAX has no transfer engine, or it does not start.
     """
 
-    def __init__(self, host: str = "127.0.0.1", device: jax.Device | None = None) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
         try:
             from jax.experimental import transfer
         except ImportError:
             raise TransportError(
                 f"jax {jax.__version__} has no jax.experimental.transfer on this platform; use --transport tcp"
             ) from None
-        self._device = device if device is not None else jax.local_devices()[0]
+        self._device = jax.local_devices()[0]
         try:
             self._server = transfer.start_transfer_server(self._device.client, f"{host}:0", [f"{host}:0"])
         except (RuntimeError, TypeError, ValueError) as error:

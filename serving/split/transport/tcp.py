@@ -23,14 +23,11 @@ _KEY = struct.Struct("!Q")
 _LENGTH = struct.Struct("!I")
 _CHECKSUM = struct.Struct("!I")
 _PIECE = 1 << 20
-_MOST_READERS = 64
-"""Maximum number of connections that receive arrays at a time."""
+_MOST_READERS = 64  # maximum number of connections that receive arrays at a time
 _MOST_SILENT = 128
 """Maximum number of connections that have not sent a key. A further one makes the server close the oldest of them."""
-_KEY_SECONDS = 5.0
-"""Maximum seconds until a connection sends its key, which receivers do immediately."""
-_SERVING = 60.0
-"""Maximum seconds to send all arrays to a reader."""
+_KEY_SECONDS = 5.0  # maximum seconds until a connection sends its key, which receivers do immediately
+_SERVING = 60.0  # maximum seconds to send all arrays to a reader
 
 
 class TcpTransport:

@@ -1,10 +1,6 @@
 """What every test of the split begins with."""
 
-import random
-
 import pytest
-
-from serving.split.router import event_followers
 
 
 @pytest.fixture(autouse=True)
@@ -16,12 +12,7 @@ def _nothing_offered_before():
 
 
 @pytest.fixture
-def rng() -> random.Random:
-    return random.Random(7)
-
-
-@pytest.fixture
 def publish_soon(monkeypatch):
     """Streams of events are read at once, and begun again at once."""
-    monkeypatch.setattr(event_followers, "_AGAIN", 0.05)
+    monkeypatch.setattr("serving.split.router.event_followers._AGAIN", 0.05)
     monkeypatch.setattr("serving.split.http.events._LOOK", 0.01)

@@ -29,34 +29,29 @@ def test_tokens_are_those_of_one_engine(mode, source):
             assert pair.decode_side.stats.failed == 0
 
 
-def assert_as_one_engine(pair, flags, lengths):
-    """Both handoffs of prompts of these lengths give what one engine with the same flags says."""
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("flags", "source", "lengths"),
+    [
+        # Keys and values in 8 bits travel as they are; where rows are rounded, states travel wide.
+        ({"kv_cache_dtype": "fp8"}, "mtp", (B - 1, 2 * B + 3)),
+        ({"checkpoint_dtype": "int8"}, "none", (B - 1, 2 * B + 3, 3 * B)),
+    ],
+)
+def test_what_is_narrow_gives_what_one_engine_with_the_same_flags_says(flags, source, lengths):
+    pair = Pair("all", source, prefill=flags, decode=flags)
+    assert "checkpoint_dtype" not in flags or {str(spec.dtype) for spec in pair.prefill_side.worker.state.values()} == {
+        "float32"
+    }
     for length in lengths:
         prompt = tokens(length, length)
         engine = build("none", **flags).engine
         one = engine.add_request("alone", {"prompt_token_ids": prompt}, GREEDY)
         finish(engine)
         for handoff in ("full", "recompute-last"):
-            got = pair.run(prompt, handoff)
-            assert got.outputs[0].token_ids == one.outputs[0].token_ids
+            assert pair.run(prompt, handoff).outputs[0].token_ids == one.outputs[0].token_ids
     pair.assert_idle()
     assert pair.decode_side.stats.failed == 0
-
-
-@pytest.mark.full
-def test_keys_and_values_in_8_bits_travel_as_they_are():
-    narrow = {"kv_cache_dtype": "fp8"}
-    pair = Pair("all", "mtp", prefill=narrow, decode=narrow)
-    assert_as_one_engine(pair, narrow, (B - 1, 2 * B + 3))
-
-
-@pytest.mark.full
-def test_where_rows_are_rounded_states_travel_wide():
-    """They go from one running row to another: what is said is what one engine with the same rounding says."""
-    flags = {"checkpoint_dtype": "int8"}
-    pair = Pair("all", "none", prefill=flags, decode=flags)
-    assert {str(spec.dtype) for spec in pair.prefill_side.worker.state.values()} == {"float32"}
-    assert_as_one_engine(pair, flags, (B - 1, 2 * B + 3, 3 * B))
 
 
 TWO = {"tensor_parallel_size": 2, "debug_state": True}

@@ -75,8 +75,6 @@ def message(kind, **fields) -> bytes:
 
 HEAD = message("snapshot", block=B, weights=0)
 NAME = "0" * 40
-
-
 BLOCK_OF = 'event: snapshot\ndata: {"block": %s, "weights": 0}\n\n'
 TAIL_OF = 'event: stored\ndata: {"tier": "device", "states": [["%s", "%s", 0, %s]]}\n\n'
 

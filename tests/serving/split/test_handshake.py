@@ -3,17 +3,16 @@
 import asyncio
 import logging
 import socket
-import threading
+from functools import partial
 from types import SimpleNamespace
 
 import httpx
 import pytest
-import uvicorn
 from fastapi import FastAPI
 
 from serving.api.http import errors
 from serving.api.http.limits import Limits
-from serving.api.http.settings import RequestBounds
+from serving.api.http.settings import RequestBounds, ServerSettings
 from serving.api.metrics import Metrics
 from serving.split.http.decode_routes import decode_router
 from serving.split.http.peer import HttpPeer
@@ -21,8 +20,8 @@ from serving.split.http.prefill_routes import prefill_router
 from serving.split.manifest import ManifestMismatch
 from serving.split.wire import SplitError, StateRequest, Ticket
 from tests.serving.split.test_manifest import BASE, other
-from tests.support.fleets.processes import free_port
 from tests.support.servers.listener import listener
+from tests.support.servers.live_server import running
 
 
 class Side:
@@ -47,19 +46,18 @@ class NoEngine:
         function(None)
 
 
-@pytest.fixture(scope="module")
-def url():
+def prefill_app():
     app = FastAPI()
     errors.install(app)
     app.include_router(prefill_router(Side(), "http://here"))
     app.state.context = SimpleNamespace(engine=NoEngine())
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-    server.should_exit = True
-    thread.join(10)
+    return app
+
+
+@pytest.fixture(scope="module")
+def url():
+    with running(prefill_app(), ServerSettings.create()) as (_, url):
+        yield url
 
 
 WANT = StateRequest(id="x", start=0, unit=16, layers=1, transport="tcp", manifest=BASE.digest)
@@ -103,12 +101,9 @@ def test_states_are_fetched_from_allowed_workers_only(url):
     """The decode worker connects only to allowed workers, so that only these get the fleet's key."""
     heard = {"unknown": b"", "allowed": b""}
 
-    def listens(name):
-        def serve(connection):
-            heard[name] += connection.recv(1 << 16)
-            connection.close()
-
-        return serve
+    def hear(name, connection):
+        heard[name] += connection.recv(1 << 16)
+        connection.close()
 
     async def expect(client, worker):
         ticket = Ticket(id="t", worker=worker, handoff="full", prompt_token_ids=[1], position=1)
@@ -126,24 +121,24 @@ def test_states_are_fetched_from_allowed_workers_only(url):
             status, body = await expect(client, allowed)
             assert (status, body["error"]["code"]) == (502, "peer_unreachable")
 
-    with listener(listens("unknown")) as unknown, listener(listens("allowed")) as allowed:
+    with listener(partial(hear, "unknown")) as unknown, listener(partial(hear, "allowed")) as allowed:
         asyncio.run(run(f"http://127.0.0.1:{unknown}", f"http://127.0.0.1:{allowed}"))
     assert not heard["unknown"]
     assert b"the fleet's" in heard["allowed"]
 
 
 def test_an_unreachable_worker():
-    with pytest.raises(SplitError, match="is unreachable"):
-        asyncio.run(HttpPeer.connect(f"http://127.0.0.1:{free_port()}", BASE))
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # it does not listen
+        with pytest.raises(SplitError, match="is unreachable"):
+            asyncio.run(HttpPeer.connect(f"http://127.0.0.1:{bound.getsockname()[1]}", BASE))
 
 
 def test_a_worker_that_shuts_down_hands_out_the_states_that_it_holds():
     """It computes and promises nothing new; decode workers still fetch what their requests wait for."""
-    app = FastAPI()
-    errors.install(app)
-    app.include_router(prefill_router(Side(), "http://here"))
+    app = prefill_app()
     app.add_middleware(Limits, bounds=RequestBounds(log_requests=False), metrics=Metrics("worker"))
-    app.state.context, app.state.ending = SimpleNamespace(engine=NoEngine()), lambda: True
+    app.state.ending = lambda: True
 
     async def codes():
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://prefill") as client:

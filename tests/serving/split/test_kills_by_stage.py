@@ -3,7 +3,7 @@
 Workers stop where they are told to (`stoppable_worker.py`), so that each is killed exactly there.
 """
 
-import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import openai
 import pytest
@@ -22,7 +22,11 @@ class StoppableFleet(Fleet):
 
     def __init__(self, folder) -> None:
         super().__init__(folder, [{}], [{}, {}])
-        self.count = 0
+        self.count, self.pool = 0, ThreadPoolExecutor(8)
+
+    def ask(self, prompt: str) -> Future[list[int]]:
+        """Begins a request."""
+        return self.pool.submit(streamed, self.front, prompt, LENGTH)
 
     def mend(self) -> None:
         """Start anew what does not run; then wait until the router knows."""
@@ -50,28 +54,6 @@ class StoppableFleet(Fleet):
             assert each.idle(), (each.url, each.get("/split/status"), each.log())
 
 
-class PendingRequest:
-    """A request under way in a thread of its own."""
-
-    def __init__(self, fleet: StoppableFleet, prompt: str) -> None:
-        self.tokens: list[int] | None = None
-        self.error: Exception | None = None
-
-        def ask() -> None:
-            try:
-                self.tokens = streamed(fleet.front, prompt, LENGTH)
-            except openai.APIError as error:
-                self.error = error
-
-        self._thread = threading.Thread(target=ask, daemon=True)
-        self._thread.start()
-
-    def ends(self) -> "PendingRequest":
-        self._thread.join(90)
-        assert not self._thread.is_alive()
-        return self
-
-
 @pytest.fixture(scope="module")
 def whole_fleet(tmp_path_factory):
     with StoppableFleet(tmp_path_factory.mktemp("stages")) as fleet:
@@ -90,51 +72,35 @@ def stopped_at(fleet, stage):
     """A request during which a worker stopped at a stage, and its prompt."""
     fleet.stages.arm(stage)
     prompt = fleet.prompt()
-    asked = PendingRequest(fleet, prompt)
-    assert fleet.stages.reached(stage), (stage, asked.error, [each.log() for each in (*fleet.workers, fleet.front)])
+    asked = fleet.ask(prompt)
+    assert fleet.stages.reached(stage), (stage, [each.log() for each in (*fleet.workers, fleet.front)])
     return asked, prompt
 
 
 def assert_right(fleet, asked, prompt, by=None):
-    assert asked.ends().error is None, asked.error
-    assert asked.tokens == streamed(by or fleet.decode[0], prompt, LENGTH, salt="alone")
+    assert asked.result(90) == streamed(by or fleet.decode[0], prompt, LENGTH, salt="alone")
 
 
-def test_prefill_worker_before_the_prompt(fleet):
-    fleet.prefill[0].kill()
-    prompt = fleet.prompt()
-    assert_right(fleet, PendingRequest(fleet, prompt), prompt)
-    fleet.assert_idle(*fleet.decode)
-
-
-def test_prefill_worker_in_the_middle_of_the_prompt(fleet):
-    asked, prompt = stopped_at(fleet, "prefill")
-    assert len(prompt) > 2 * 64  # more than one step
-    fleet.prefill[0].kill()
-    fleet.stages.go("prefill")
-    assert_right(fleet, asked, prompt)
-    fleet.assert_idle(*fleet.decode)
-
-
-def test_prefill_worker_before_its_state_is_fetched(fleet):
-    asked, prompt = stopped_at(fleet, "ask")
-    fleet.prefill[0].kill()
-    fleet.stages.go("ask")
-    assert_right(fleet, asked, prompt)
-    assert sum(each.get("/split/status")["failed"] for each in fleet.decode) >= 1
-    fleet.assert_idle(*fleet.decode)
-
-
-@pytest.mark.parametrize("transport", ["jax", "tcp"])
-def test_prefill_worker_while_its_state_is_fetched(fleet, transport):
+@pytest.mark.parametrize(
+    ("stage", "transport"), [("", "jax"), ("prefill", "jax"), ("ask", "jax"), ("send", "jax"), ("send", "tcp")]
+)
+def test_prefill_worker(fleet, stage, transport):
+    """Before the prompt, in the middle of it, before its state is fetched, and while it is."""
     fleet.restart(fleet.prefill[0], f"--transport={transport}")
     fleet.mend()
     before = sum(each.get("/split/status")["failed"] for each in fleet.decode)
-    asked, prompt = stopped_at(fleet, "send")
-    fleet.prefill[0].kill()
-    fleet.stages.go("send")
+    if stage:
+        asked, prompt = stopped_at(fleet, stage)
+        assert len(prompt) > 2 * 64  # more than one step
+        fleet.prefill[0].kill()
+        fleet.stages.go(stage)
+    else:
+        fleet.prefill[0].kill()
+        prompt = fleet.prompt()
+        asked = fleet.ask(prompt)
     assert_right(fleet, asked, prompt)
-    assert sum(each.get("/split/status")["failed"] for each in fleet.decode) == before + 1
+    failed = sum(each.get("/split/status")["failed"] for each in fleet.decode)
+    assert failed == before + (stage in ("ask", "send"))
     fleet.assert_idle(*fleet.decode)
 
 
@@ -158,8 +124,8 @@ def test_the_only_decode_worker(fleet):
     other.kill()
     victim.kill()
     fleet.stages.go("ask")
-    assert isinstance(asked.ends().error, openai.InternalServerError)
-    assert "no decode worker is available" in str(asked.error)
+    with pytest.raises(openai.InternalServerError, match="no decode worker is available"):
+        asked.result(90)
     fleet.assert_idle(fleet.prefill[0])
 
 
@@ -169,7 +135,8 @@ def test_decode_worker_after_the_first_token(fleet):
     victim, other = fleet.decoding_worker()
     victim.kill()
     fleet.stages.go("decode")
-    assert "the decode worker failed during the response" in str(asked.ends().error)
+    with pytest.raises(openai.APIError, match="the decode worker failed during the response"):
+        asked.result(90)
     fleet.assert_idle(fleet.prefill[0], other)
 
 
@@ -179,8 +146,9 @@ def test_router(fleet, stage):
     asked, _ = stopped_at(fleet, stage)
     fleet.front.kill()
     fleet.stages.go(stage)
-    assert isinstance(asked.ends().error, openai.APIConnectionError | openai.APIError)
+    with pytest.raises(openai.APIError):
+        asked.result(90)
     fleet.assert_idle()
     fleet.mend()
     prompt = fleet.prompt()
-    assert_right(fleet, PendingRequest(fleet, prompt), prompt)
+    assert_right(fleet, fleet.ask(prompt), prompt)

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import queue
 import random
 from types import SimpleNamespace
 
@@ -21,33 +20,25 @@ class Engine:
     """Does what it is told in order, and takes its time for everything."""
 
     def __init__(self, pace):
-        self._commands, self._pace = queue.SimpleQueue(), pace
-        self.task = asyncio.create_task(self._run())
+        self.commands, self._pace = asyncio.Queue(), pace
+        self._task = asyncio.create_task(self._run())
 
     async def _run(self):
         while True:
+            function, done = await self.commands.get()
             await asyncio.sleep(self._pace())
-            with contextlib.suppress(queue.Empty):
-                self._commands.get_nowait()()
+            try:
+                done.set_result(function(None))
+            except Exception as error:
+                done.set_exception(error)
 
     def tell(self, function):
-        self._commands.put(lambda: function(None))
+        done = asyncio.get_running_loop().create_future()
+        self.commands.put_nowait((function, done))
+        return done
 
     async def call(self, function):
-        done = asyncio.get_running_loop().create_future()
-
-        def run():
-            try:
-                value = function(None)
-            except Exception as error:
-                if not done.done():
-                    done.set_exception(error)
-            else:
-                if not done.done():
-                    done.set_result(value)
-
-        self._commands.put(run)
-        return await done
+        return await asyncio.shield(self.tell(function))
 
     async def stream(self, request):
         await asyncio.sleep(self._pace() * 5)
@@ -84,12 +75,11 @@ def test_clients_that_leave_at_any_moment_leave_no_places_taken(no_prompt):
 
         await asyncio.gather(*(one() for _ in range(200)))
         for _ in range(500):
-            if not side.kept and context.engine._commands.empty():
+            if not side.kept and context.engine.commands.empty():
                 break
             await asyncio.sleep(0.01)
         assert side.kept == 0
         assert side.stats.begun > 50
-        context.engine.task.cancel()
 
     asyncio.run(run())
 
@@ -104,7 +94,6 @@ def test_a_prompt_that_is_not_computed_in_time_is_given_up(no_prompt):
         assert error.value.status == 503
         await asyncio.sleep(0.4)
         assert side.kept == 0
-        context.engine.task.cancel()
 
     asyncio.run(run())
 
@@ -125,14 +114,14 @@ def test_a_lease_does_not_run_out_while_its_prompt_is_computed(no_prompt):
                 break
             await asyncio.sleep(0.01)
         assert side.kept == 0, "the state is not needed any more"
-        context.engine.task.cancel()
 
     asyncio.run(run())
 
 
 def test_a_lease_is_finite_from_the_start_and_renewed_up_to_a_limit():
     now = [0.0]
-    side = a_side(lease=10.0, max_lease=25.0, max_kept=2, clock=lambda: now[0])
+    side = a_side(lease=10.0, max_lease=25.0, max_kept=2)
+    side._clock = lambda: now[0]
     first, second = side.begin("first"), side.begin()
     assert second.id != first.id
     with pytest.raises(TooMany):

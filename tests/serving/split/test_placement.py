@@ -155,12 +155,27 @@ def test_requests_go_where_their_prompts_can_be_gone_on_from():
     run(servers, test)
 
 
+def routed(body, text="some text", decode=("a", "b"), tokens=None):
+    """A request to a router, of whose workers the first has a state of `text`: the chosen one, counters, and what
+    workers were asked."""
+    servers = Servers(**{name: Journal(B) for name in decode})
+    servers.journals["a"].stored("device", state_of(PROMPT if text is None else [ord(each) for each in text]))
+    servers.tokens, found = tokens, []
+
+    async def test(fleet, following):
+        relay = Relay(fleet, RouterSettings.create(decode=("http://a",)), following)
+        await until(lambda: following.knows_any)
+        async with asyncio.timeout(5):
+            found[:] = await ask(relay, body), relay.placement.stats, servers.asked
+
+    run(servers, test, decode=decode)
+    return found
+
+
 @pytest.mark.parametrize("trouble", ["refused", "late", "endless", "nonsense"])
-def test_text_decides_if_no_worker_tokenises_the_prompt(trouble, monkeypatch):
+def test_text_decides_if_no_worker_tokenizes_the_prompt(trouble, monkeypatch):
     monkeypatch.setattr("serving.split.router.placement._PATIENCE", 0.3)
     monkeypatch.setattr("serving.split.router.placement._LONGEST", 1000)
-    servers = Servers(a=Journal(B), b=Journal(B))
-    servers.journals["a"].stored("device", state_of([ord(each) for each in "some text"]))
 
     async def tokens():
         if trouble == "late":
@@ -168,42 +183,18 @@ def test_text_decides_if_no_worker_tokenises_the_prompt(trouble, monkeypatch):
         content = {"refused": b"{}", "endless": b"1" * 2000, "nonsense": b'{"tokens": "?"}'}[trouble]
         return httpx.Response(400 if trouble == "refused" else 200, content=content)
 
-    servers.tokens = tokens
-
-    async def test(fleet, following):
-        relay = Relay(fleet, RouterSettings.create(decode=("http://a",)), following)
-        await until(lambda: following.knows_any)
-        async with asyncio.timeout(5):
-            chosen = await ask(relay, {"prompt": "some text"})
-        assert chosen == choose(fleet.decode, b"some text", slack=4).url[-1]
-        assert relay.placement.stats.untold == 1
-
-    run(servers, test, decode=("a", "b"))
+    chosen, stats, _ = routed({"prompt": "some text"}, tokens=tokens)
+    assert chosen == choose(fleet_of(Servers(), decode=("a", "b")).decode, b"some text", slack=4).url[-1]
+    assert stats.untold == 1
 
 
 @pytest.mark.parametrize("body", [{"prompt": [1 << 70]}, {"prompt": [-1]}, {"prompt": PROMPT, "cache_salt": 5}])
 def test_what_cannot_be_a_prompt_is_left_to_a_worker(body):
     """It has no name, and a worker says best what is wrong with it."""
-    servers = Servers(a=Journal(B), b=Journal(B))
-    servers.journals["a"].stored("device", state_of(PROMPT))
-
-    async def test(fleet, following):
-        relay = Relay(fleet, RouterSettings.create(decode=("http://a",)), following)
-        await until(lambda: following.knows_any)
-        await ask(relay, body)
-        assert (relay.placement.stats.by_text, relay.placement.stats.untold) == (1, 1)
-
-    run(servers, test, decode=("a", "b"))
+    _, stats, _ = routed(body, text=None)
+    assert (stats.by_text, stats.untold) == (1, 1)
 
 
 def test_no_worker_is_asked_if_there_is_no_choice():
-    servers = Servers(a=Journal(B))
-    servers.journals["a"].stored("device", state_of(PROMPT))
-
-    async def test(fleet, following):
-        relay = Relay(fleet, RouterSettings.create(decode=("http://a",)), following)
-        await until(lambda: following.knows_any)
-        await ask(relay, {"prompt": "some text"})
-        assert ("a", "/internal/tokens") not in servers.asked
-
-    run(servers, test, decode=("a",))
+    _, _, requests = routed({"prompt": "some text"}, decode=("a",))
+    assert ("a", "/internal/tokens") not in requests

@@ -1,7 +1,5 @@
 """One prefill worker, one decode worker and a router, each a process, on loopback."""
 
-import re
-
 import httpx
 import pytest
 
@@ -10,8 +8,6 @@ from tests.support.fleets.processes import client, router, running, streamed, wo
 pytestmark = pytest.mark.full
 
 TEXT = "The prefill worker computes the prompt once and the decode worker goes on from its state. " * 3
-
-
 ALONE = {"cache_salt": "alone"}
 """Without what has arrived."""
 
@@ -23,7 +19,6 @@ def post(process, path, body):
 
 
 def texts_of(answer):
-    """Of either form."""
     items = answer.get("output") or answer["content"]
     return [part["text"] for item in items for part in item.get("content", [item])]
 
@@ -65,29 +60,3 @@ def test_streams_equal_those_of_one_server(fleet):
         assert decode.get("/split/status")["arrived"] == arrived + 1
     assert prefill.idle(), prefill.get("/split/status")
     assert decode.idle()
-
-
-@pytest.mark.slow
-def test_a_form_behind_the_split(fleet):
-    """The decode worker applies the mask, on all paths of the prompt."""
-    *sides, front = fleet
-    for fields in ({"temperature": 0}, {"temperature": 1.0, "seed": 4}):
-        form = {"structured_outputs": {"regex": "[0-9]{3}-[a-f]{2}"}, "max_tokens": 20}
-        body = {"prompt": "word " * 60} | form | fields
-        assert re.fullmatch("[0-9]{3}-[a-f]{2}", post(front, "/v1/completions", body)["choices"][0]["text"])
-    wrong = {"model": "demo"} | body | {"structured_outputs": {"regex": "("}}
-    assert httpx.post(f"{front.url}/v1/completions", json=wrong, timeout=60).status_code == 400
-    assert all(each.idle() for each in sides)
-
-
-def test_a_killed_prefill_worker_costs_time_only(fleet):
-    """kill -9 between two tokens, and before the next request: both end in the right tokens."""
-    prefill, decode, front = fleet
-    text = f"killed {TEXT}"
-    first = streamed(front, text, 48, on_first=prefill.kill)
-    assert len(first) == 48
-    again = streamed(front, f"dead {TEXT}", 16)
-    assert again == streamed(decode, f"dead {TEXT}", 16, salt="alone")
-    assert first == streamed(decode, text, 48, salt="alone")
-    assert decode.idle()
-    assert not front.get("/status")["prefill"][0]["up"]

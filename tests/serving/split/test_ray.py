@@ -98,23 +98,18 @@ def test_a_router_has_the_bounds_of_a_server():
     assert {"max_connections", "header_timeout", "read_timeout", "max_buffered_bytes", "max_body_values"} <= names
 
 
-def context(reported, target=4.0, now=2):
-    return SimpleNamespace(
-        aggregated_metrics=reported, target_num_replicas=now, config=SimpleNamespace(target_ongoing_requests=target)
-    )
-
-
 @pytest.mark.parametrize(
     ("reported", "count"),
-    [({"a": 4.0, "b": 4.0}, 2), ({"a": 9.0, "b": 0.0}, 3), ({"a": 0.0, "b": 0.0}, 1), ({"a": 0.5}, 1)],
-)
+    [
+        *(({"requests": sums}, count) for sums, count in (
+            ({"a": 4.0, "b": 4.0}, 2), ({"a": 9.0, "b": 0.0}, 3), ({"a": 0.0, "b": 0.0}, 1), ({"a": 0.5}, 1),
+        )),
+        *((none, 5) for none in (None, {}, {"requests": {}})),  # nothing is known before the first report
+    ],
+)  # fmt: skip
 def test_as_many_as_the_requests_take(reported, count):
-    assert wanted(context({"requests": reported})) == (count, {})
-
-
-@pytest.mark.parametrize("reported", [None, {}, {"requests": {}}])
-def test_nothing_is_known_before_the_first_report(reported):
-    assert wanted(context(reported, now=3)) == (3, {})
+    config = SimpleNamespace(target_ongoing_requests=4.0)
+    assert wanted(SimpleNamespace(aggregated_metrics=reported, target_num_replicas=5, config=config)) == (count, {})
 
 
 def test_numbers_of_replicas():

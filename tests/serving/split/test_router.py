@@ -12,21 +12,42 @@ from serving.api.http.context import Context
 from serving.api.http.errors import ApiError
 from serving.api.http.settings import ServerSettings
 from serving.split.http.peer import SealAuth
-from serving.split.router.placement import ClientRequest
 from serving.split.router.workers import Remote, choose
 from serving.split.seal import HEADER, RECEIVER, Seal, SealChecker
+from tests.serving.split.test_manifest import BASE, other
 from tests.support.servers import fake_workers
 from tests.support.servers.fake_workers import BODY, Workers, all_of, ask, asked, relay
 
+WRONG = {"/split/prefill": httpx.Response(400, json={"error": {"message": "too long"}})}
+MISMATCH = {"/split/expect": httpx.Response(409, json={"error": {"message": "model differs"}})}
+GONE = {"p1": httpx.ConnectError("no"), "p2": httpx.ReadError("gone")}
+BOTH, ALONE = ["/split/prefill", "/split/expect", "/v1/completions"], ["/v1/completions"]
 
-def test_a_request_goes_by_way_of_both():
-    workers = Workers()
-    over = relay(workers)
-    status, content = ask(over)
+
+@pytest.mark.parametrize(
+    ("broken", "body", "settings", "paths"),
+    [
+        ({}, {}, {}, BOTH),
+        ({}, {"stream": True}, {}, BOTH),
+        # Of a wrong request, the decode worker says what is wrong.
+        ({"p1": WRONG, "p2": WRONG}, {}, {}, ["/split/prefill", *ALONE]),
+        # A state that cannot be used is released.
+        ({"d1": MISMATCH, "d2": MISMATCH}, {}, {}, [*BOTH[:2], "/split/release", *ALONE]),
+        # Without a prefill worker, the decode worker does it all.
+        (GONE, {}, {}, ["/split/prefill", "/split/prefill", *ALONE]),
+        # These are not split.
+        ({}, {"prompt_logprobs": 0}, {}, ALONE),
+        ({}, {}, {"split_above": 100}, ALONE),
+    ],
+)
+def test_where_a_request_goes(broken, body, settings, paths):
+    workers = Workers(**broken)
+    over = relay(workers, **settings)
+    status, content = ask(over, BODY | body)
     assert status == 200
-    assert [path for _, path in workers.asked] == ["/split/prefill", "/split/expect", "/v1/completions"]
-    assert json.loads(content)["from"] == workers.asked[1][0]
-    assert (over.stats.split, over.stats.alone) == (1, 0)
+    assert [path for _, path in workers.asked] == paths
+    assert content == b"data: 1\n\ndata: [DONE]\n\n" or json.loads(content)["from"] == workers.asked[-1][0]
+    assert (over.stats.split, over.stats.alone) == ((1, 0) if paths == BOTH else (0, 1))
     assert all(worker.load == 0 for worker in (*over.fleet.prefill, *over.fleet.decode))
 
 
@@ -39,10 +60,6 @@ def test_the_routers_own_key_is_not_lent_to_clients():
     assert {path: key for path, key in keys.items() if key} == {"/split/release": "Bearer router"}
 
 
-def test_streams_pass_through():
-    assert ask(relay(Workers()), BODY | {"stream": True})[1] == b"data: 1\n\ndata: [DONE]\n\n"
-
-
 @pytest.mark.parametrize("trouble", [httpx.ConnectError("no"), {"/split/prefill": httpx.Response(503)}])
 def test_another_prefill_worker_is_asked(trouble):
     workers = Workers(p1=trouble)
@@ -51,22 +68,6 @@ def test_another_prefill_worker_is_asked(trouble):
         ask(over, BODY | {"prompt": f"text {i}"})
     assert over.stats.split == 8
     assert over.stats.prefill_retries >= 1
-
-
-def test_without_a_prefill_worker_the_other_one_does_it_all():
-    workers = Workers(p1=httpx.ConnectError("no"), p2=httpx.ReadError("gone"))
-    over = relay(workers)
-    assert ask(over)[0] == 200
-    assert (over.stats.split, over.stats.alone) == (0, 1)
-    with pytest.raises(ApiError, match="no prefill worker"):
-        ask(relay(workers, on_failure="fail"))
-
-
-def test_of_a_wrong_request_the_decode_worker_says_what_is_wrong():
-    refused = httpx.Response(400, json={"error": {"message": "too long"}})
-    workers = Workers(p1={"/split/prefill": refused}, p2={"/split/prefill": refused})
-    ask(relay(workers))
-    assert [path for _, path in workers.asked] == ["/split/prefill", "/v1/completions"]
 
 
 def test_another_decode_worker_takes_over_with_the_same_state():
@@ -81,23 +82,14 @@ def test_another_decode_worker_takes_over_with_the_same_state():
         ask(relay(Workers(d1=httpx.ConnectError("no")), decode=("d1",)))
 
 
-def test_a_state_that_cannot_be_used_is_let_go():
-    workers = Workers(d1={"/split/expect": httpx.Response(409, json={"error": {"message": "model differs"}})})
-    assert ask(relay(workers, decode=("d1",)))[0] == 200
-    assert [path for _, path in workers.paths("/split")] == ["/split/prefill", "/split/expect", "/split/release"]
-
-
 def test_what_cannot_be_split_is_not():
     assert asked("completions", BODY).splittable
     assert asked("completions", {"prompt": [1, 2]}).splittable
     assert asked("chat/completions", {"messages": []}).splittable
+    assert asked("messages", {"messages": [], "prompt": "x"}).splittable
     for body in ({"prompt": ["a", "b"]}, {"prompt": [[1], [2]]}, BODY | {"prompt_logprobs": 1},
                  BODY | {"prompt_logprob_token_ids": [1]}, BODY | {"echo": True, "logprobs": 1}):  # fmt: skip
         assert not asked("completions", body).splittable
-    workers = Workers()
-    ask(relay(workers), BODY | {"prompt_logprobs": 0})
-    ask(relay(workers, split_above=100))
-    assert not workers.paths("/split")
 
 
 def test_workers_are_chosen_by_the_prompts_beginning():
@@ -126,6 +118,10 @@ def test_a_conversation_keeps_its_beginning():
     before = asked("chat/completions", {"messages": turns}).text
     turns += [{"role": "assistant", "content": "hi"}, {"role": "user", "content": "and?"}]
     assert asked("chat/completions", {"messages": turns}).text.startswith(before[:-1])
+    assert asked("responses", {"input": "x"}).text == "x"
+    one, other = ({"instructions": "i", "input": [{"content": text}]} for text in ("a", "b"))
+    assert asked("responses", one).text != asked("responses", other).text
+    assert asked("messages", {"system": "s", "messages": []}).text.startswith('["s"')
 
 
 def test_workers_come_and_go():
@@ -135,6 +131,26 @@ def test_workers_come_and_go():
     assert [worker.url for worker in fleet.prefill] == ["http://p2", "http://p3"]
     assert fleet.prefill[0] is kept
     assert not fleet.decode
+
+
+def test_pairs_that_cannot_exchange_states_are_told_once(caplog):
+    over, strict = (relay(Workers(), prefill=("p1",), on_failure=policy) for policy in ("recompute", "fail"))
+    for each in (over, strict):
+        each.fleet.prefill[0].manifest = BASE
+        for worker in each.fleet.decode:
+            worker.manifest = other(model="another")
+        each.fleet._compare()
+        each.fleet._compare()
+        pairs = each.fleet.status()["mismatched"]
+        assert [(pair["decode"], "model differs" in pair["why"]) for pair in pairs] == [
+            ("http://d1", True),
+            ("http://d2", True),
+        ]
+    assert sum("model differs" in record.getMessage() for record in caplog.records) == 4
+    assert ask(over)[0] == 200
+    assert (over.stats.split, over.stats.alone) == (0, 1)
+    with pytest.raises(ApiError, match="no prefill worker is available"):
+        ask(strict)
 
 
 # -- time, blame and trust --
@@ -154,8 +170,8 @@ def test_what_waits_for_a_worker_that_goes_down_goes_to_another():
 
     async def run():
         over = relay(workers)
-        asks = [ClientRequest("completions", b"{}", BODY | {"prompt": f"text {i}"}, {}) for i in range(12)]
-        tasks = [asyncio.create_task(over.answer(asked)) for asked in asks]
+        asks = [over.answer(asked("completions", BODY | {"prompt": f"text {i}"})) for i in range(12)]
+        tasks = [asyncio.create_task(ask) for ask in asks]
         await asyncio.sleep(0.1)
         assert not all(task.done() for task in tasks)
         for worker in (over.fleet.prefill[0], over.fleet.decode[0]):
@@ -205,11 +221,8 @@ def test_a_stream_that_stalls_ends():
 def test_a_router_that_stops_tells_everybody():
     async def run():
         over = relay(Workers(d1={"/v1/completions": stalls}, d2={"/v1/completions": slow(60)}))
-        body = BODY | {"stream": True}
-        asks = [
-            ClientRequest("completions", b'{"stream": true}', body | {"prompt": f"text {i}"}, {}) for i in range(12)
-        ]
-        tasks = [asyncio.create_task(over.answer(asked)) for asked in asks]
+        bodies = [BODY | {"stream": True, "prompt": f"text {i}"} for i in range(12)]
+        tasks = [asyncio.create_task(over.answer(asked("completions", body))) for body in bodies]
         await asyncio.sleep(0.2)
         begun = [task.result() for task in tasks if task.done()]
         assert 0 < len(begun) < 12
@@ -297,14 +310,6 @@ def test_what_no_worker_is_asked(front, method, path, body, status):
     assert answer.status_code == status
     assert answer.json()["error"]["message"]
     assert not workers.asked
-
-
-def test_beginnings_of_other_forms():
-    assert asked("responses", {"input": "x"}).text == "x"
-    one, other = ({"instructions": "i", "input": [{"content": text}]} for text in ("a", "b"))
-    assert asked("responses", one).text != asked("responses", other).text
-    assert asked("messages", {"system": "s", "messages": []}).text.startswith('["s"')
-    assert asked("messages", {"messages": [], "prompt": "x"}).splittable
 
 
 HOSTILE = {

@@ -1,8 +1,8 @@
 """Servers that publish routing events, and a router that follows them, over HTTP; their engines compute nothing."""
 
+import contextlib
 import json
 import socket
-import threading
 import time
 
 import httpx
@@ -10,7 +10,6 @@ import pytest
 
 from checkpoints.load import load_model
 from checkpoints.tokenizer import load_tokenizer
-from serving.api.http.connection.server import Server
 from serving.config import EngineConfig
 from serving.core.cache.content import Chain, Scope, state_name
 from serving.core.tiers.journal import Journal
@@ -24,7 +23,7 @@ from serving.split.router.workers import choose
 from serving.split.seal import Seal
 from serving.split.settings import RouterSettings, SplitSettings
 from tests.support.engines.no_programs import NoPrograms
-from tests.support.servers.live_server import ENGINE, LiveServer
+from tests.support.servers.live_server import ENGINE, LiveServer, running
 
 SECRET = "a secret of the fleet"
 SEAL = Seal(SECRET)
@@ -43,7 +42,7 @@ def demo():
 def start(demo):
     """Starts servers that publish events, and closes them."""
     model, tokenizer = demo
-    running = []
+    servers = []
 
     def make(role=None, **flags) -> LiveServer:
         config = EngineConfig.create(**(ENGINE | PLAIN | flags))
@@ -56,12 +55,12 @@ def start(demo):
         else:
             routers = open_role(role, built, "127.0.0.1", listening.getsockname()[1]).routers
         server = LiveServer(built.engine, routers=routers, prepare=False, listening=listening)
-        running.append(server)
+        servers.append(server)
         server.wait_until_ready(60)
         return server
 
     yield make
-    for server in running:
+    for server in servers:
         if server.thread.is_alive():
             server.close()
 
@@ -77,13 +76,10 @@ class Front:
             check_interval=0.1,
             **settings,
         )
-        listening = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         app = create_router(chosen)
         self.relay = app.state.relay
-        self.server = Server(app, chosen, drain_timeout=1, leave=self.relay.leave)
-        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listening]}, daemon=True)
-        self.thread.start()
+        self.running = running(app, chosen, leave=self.relay.leave)
+        _, self.url = self.running.__enter__()
 
     def post(self, path, **body) -> dict:
         answer = httpx.post(self.url + path, json={"model": "demo", "max_tokens": 4} | body, timeout=60)
@@ -99,22 +95,17 @@ class Front:
             assert time.monotonic() < end, self.status()
             time.sleep(0.02)
 
-    def close(self) -> None:
-        self.server.should_exit = True
-        self.thread.join(30)
-
 
 @pytest.fixture
 def front():
-    running = []
+    with contextlib.ExitStack() as stack:
 
-    def make(*servers, **settings):
-        running.append(Front(servers, **settings))
-        return running[-1]
+        def make(*servers, **settings):
+            made = Front(servers, **settings)
+            stack.push(made.running)
+            return made
 
-    yield make
-    for each in running:
-        each.close()
+        yield make
 
 
 def messages(lines):
@@ -130,6 +121,10 @@ def messages(lines):
 
 def stream(server):
     return httpx.stream("GET", f"{server.url}/internal/events", auth=SealAuth(SEAL), timeout=30)
+
+
+def cached(answer) -> int:
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 def name_of(tokens, salt=None) -> str:
@@ -209,14 +204,12 @@ def test_conversations_go_where_they_can_be_gone_on_with(start, front):
     one.http.post("/v1/chat/completions", json={"model": "demo", "messages": chat, "max_tokens": 2})
     over.wait_until(lambda states: len(states) == 2 and all(states.values()))
     for text in texts:
-        answer = over.post("/v1/completions", prompt=text + MORE)
-        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 15
+        assert cached(over.post("/v1/completions", prompt=text + MORE)) >= 15
     placement = over.status()["placement"]
     assert (placement["by_state"], placement["by_text"]) == (4, 0)
     workers = {worker["url"]: worker["requests"] for worker in over.status()["decode"]}
     assert workers == {one.url: 2, other.url: 2}
-    answer = over.post("/v1/chat/completions", messages=chat)
-    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert cached(over.post("/v1/chat/completions", messages=chat)) > 0
     over.post("/v1/messages", messages=chat)
     over.post("/v1/responses", input=TEXT)
     status = over.status()
@@ -244,8 +237,7 @@ def test_salts_are_kept_apart(start, front):
         server.complete(TEXT, cache_salt=salt)
     over.wait_until(lambda states: len(states) == 2 and all(states.values()))
     for salt in "abc":
-        answer = over.post("/v1/completions", prompt=TEXT, cache_salt=salt)
-        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        assert cached(over.post("/v1/completions", prompt=TEXT, cache_salt=salt)) > 0
     over.post("/v1/completions", prompt=TEXT)
     placement = over.status()["placement"]
     assert (placement["by_state"], placement["by_text"]) == (3, 1)
@@ -269,8 +261,7 @@ def test_a_busy_workers_state_goes_to_another_one(start, front):
     over.wait_until(lambda states: len(states) == 2 and states[one.url] > 0)
     (busy,) = [worker for worker in over.relay.fleet.decode if worker.url == one.url]
     busy.work.pending += 5000
-    answer = over.post("/v1/completions", prompt=TEXT + " More of it.")
-    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 15
+    assert cached(over.post("/v1/completions", prompt=TEXT + " More of it.")) >= 15
     status = over.status()
     assert (status["relay"]["shared"], status["relay"]["alone"]) == (1, 1)
     assert {worker["url"]: worker["requests"] for worker in status["decode"]}[other.url] == 1

@@ -1,5 +1,7 @@
 """What either side holds for the other is bounded: in time, in number and in bytes."""
 
+from unittest import mock
+
 import pytest
 
 from serving.split.prefill_side import TooMany
@@ -8,20 +10,6 @@ from tests.support.engines.engines import finish
 from tests.support.fleets.split_pair import B, Pair, assert_as_alone, tokens
 
 PROMPT = tokens(1, 3 * B + 5)
-
-
-class Remembering:
-    """A peer that notes what it is told."""
-
-    def __init__(self, peer):
-        self._peer, self.renewed = peer, []
-
-    def __getattr__(self, name):
-        return getattr(self._peer, name)
-
-    def renew(self, ids):
-        self.renewed += ids
-        self._peer.renew(ids)
 
 
 def want_of(pair, ticket):
@@ -39,10 +27,8 @@ def test_leases_run_out():
     side = pair.prefill_side
     side._clock = lambda: now[0]
     held, copied = pair.compute(PROMPT), pair.compute(tokens(4, 40))
-    peer = pair.peer
-    (name, transport) = next(iter(side.worker.transports.items()))
-    digest = side.worker.manifest.digest
-    peer.offer(StateRequest(id=copied.id, start=0, unit=8, layers=1, transport=name, manifest=digest), 9.0)
+    (transport,) = side.worker.transports.values()
+    pair.peer.offer(want_of(pair, copied), 9.0)
     assert (side.stats.held, side.stats.copies, side.stats.copied_bytes > 0) == (1, 1, True)
     now[0] = 29.0
     assert side.sweep() == 0
@@ -57,22 +43,12 @@ def test_leases_run_out():
     pair.assert_idle()
 
 
-def test_no_more_are_kept_than_may_be():
-    pair = Pair("all")
-    pair.prefill_side.max_kept = 2
-    tickets = [pair.compute(tokens(i, 20)) for i in range(2)]
-    with pytest.raises(TooMany, match="2 states pending"):
-        pair.compute(tokens(5, 20))
-    for ticket in tickets:
-        pair.peer.release(ticket.id, wanted=False)
-    pair.compute(tokens(5, 20))
-
-
 def test_states_of_requests_that_wait_for_a_seat_are_not_let_go():
     now = [0.0]
     pair = Pair("all", decode={"max_num_seqs": 2})
     pair.prefill_side._clock = lambda: now[0]
-    pair.peer = Remembering(pair.peer)
+    renewed, renew = set(), pair.peer.renew
+    pair.peer.renew = lambda ids: renewed.update(ids) or renew(ids)
     prompts = [tokens(20 + i, B + i) for i in range(8)]
     tickets = [pair.compute(prompt) for prompt in prompts]
     outputs = [pair.add(prompt, ticket) for prompt, ticket in zip(prompts, tickets, strict=True)]
@@ -86,7 +62,7 @@ def test_states_of_requests_that_wait_for_a_seat_are_not_let_go():
     assert now[0] > 60
     assert pair.prefill_side.stats.expired == 0
     assert pair.decode_side.stats.arrived == len(prompts)
-    assert len(set(pair.peer.renewed)) == len(prompts)
+    assert len(renewed) == len(prompts)
     pair.assert_idle()
 
 
@@ -120,19 +96,12 @@ def test_arrivals_wait_for_room_and_not_for_ever():
 
 
 def test_who_does_not_answer_is_not_asked_by_the_next_ones():
-    class Silent(Remembering):
-        asked = 0
-
-        def offer(self, want, seconds):
-            self.asked += 1
-            raise SplitTimeout("no answer")
-
-    pair = Pair("all")
-    pair.peer = Silent(pair.peer)
+    pair, offer = Pair("all"), mock.Mock(side_effect=SplitTimeout("no answer"))
+    pair.peer.offer = offer
     for i in range(4):
         prompt = tokens(50 + i, B + 3)
         assert_as_alone(prompt, pair.run(prompt))
-    assert pair.peer.asked == 1
+    assert offer.call_count == 1
     assert pair.decode_side.stats.failed == 4
     pair.assert_idle()
 

@@ -82,16 +82,6 @@ def pair():
     pair.assert_idle()
 
 
-@pytest.mark.parametrize("handoff", ["full", "recompute-last"])
-def test_outputs_equal_those_of_one_engine(pair, handoff) -> None:
-    """The model itself, two LoRA adapters and a learned initial state, of the same prompt in turn."""
-    adapters = [None, *(LoRARequest(number, 0, number) for number in (LORA, OTHER, STATE))]
-    for adapter in adapters:
-        pair.assert_as_alone(adapter, pair.answer(adapter, pair.remote(pair.compute(adapter, handoff))))
-    assert pair.here.stats.arrived == len(adapters)
-    assert len({tuple(pair.on.alone(PROMPT, adapter=adapter)[0].tokens) for adapter in adapters}) == len(adapters)
-
-
 def test_other_content_under_the_same_name_is_refused(pair) -> None:
     """The prefill worker has another adapter under the name; a request that computes its prompt here is right."""
     adapter = LoRARequest(LORA, 0, LORA)

@@ -38,6 +38,11 @@ class Outcomes:
     late: list[float] = field(default_factory=list)
     """Seconds of those that took too long."""
 
+    @property
+    def line(self) -> str:
+        counts = f"{len(self.errors)} ended with an error, {len(self.wrong)} wrong, {len(self.late)} hung"
+        return f"{self.right} right, {counts}"
+
 
 UNLIKE = {"page_size": 32}
 DRAFTS = {"num_speculative_tokens": 2, "speculative_method": "ngram"}
@@ -147,9 +152,11 @@ class LoadedFleet(Fleet):
         own = ("--check-timeout=2", f"--first-token-timeout={seconds:g}", f"--split-secret={secret}")
         return super().route(*own, *more, port=port)
 
-    def ask(self, count: int, at_once: int, *, front: Process | None = None, seed: int = 0) -> Outcomes:
-        """Sends requests, so many at once; none of their prompts is in a cache."""
-        outcomes, lock = Outcomes(), threading.Lock()
+    def ask(
+        self, count: int, at_once: int, *, front: Process | None = None, seed: int = 0, outcomes: Outcomes | None = None
+    ) -> Outcomes:
+        """Sends requests, so many at once; none of their prompts is in a cache. Adds to `outcomes`, if given."""
+        outcomes, lock = outcomes or Outcomes(), threading.Lock()
 
         def one(number: int) -> None:
             prompt, length = random.Random(f"{seed} {number}").choice(list(self._right))

@@ -46,7 +46,8 @@ class Servers:
             if self.tokens is not None:
                 return await self.tokens()
             body = json.loads(request.content)["body"]
-            return httpx.Response(200, json={"tokens": [ord(each) for each in body["prompt"]], "salt": None})
+            prompt = [ord(each) if isinstance(each, str) else each for each in body["prompt"]]
+            return httpx.Response(200, json={"tokens": prompt, "salt": body.get("cache_salt")})
         if path.startswith("/v1/"):
             return httpx.Response(200, content=whole(json.dumps({"from": host}).encode()))
         return httpx.Response(404)
