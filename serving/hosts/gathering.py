@@ -19,7 +19,7 @@ from serving.hosts.link import Kind, Link, LinkError
 
 log = logging.getLogger(__name__)
 
-_REPORT_INTERVAL = 10.0  # seconds between two lines about missing hosts
+REPORT_INTERVAL = 10.0  # seconds between two lines about missing hosts
 _ANSWER_WAIT = 5.0  # seconds that a follower waits longer than the leader, which knows who is missing
 _MAX_HANDSHAKES = 64  # maximum number of concurrent handshakes
 _RUNNING_PATIENCE = 10.0
@@ -72,7 +72,7 @@ def accept_followers(
             if left <= 0:
                 raise LinkError(f"{_names(missing)} did not connect in time: not started, not reachable, or ended")
             try:
-                other, link = authenticated.get(timeout=min(left, _REPORT_INTERVAL))
+                other, link = authenticated.get(timeout=min(left, REPORT_INTERVAL))
             except queue.Empty:
                 _report(links, f"waiting for {_names(missing)}")
                 continue
@@ -205,7 +205,7 @@ def _find_leader(addresses: Sequence[str], port: int, key: bytes, host: int, end
                 link.close()
         if running is not None and time.monotonic() > running + _RUNNING_PATIENCE:
             break
-        if time.monotonic() > reported + _REPORT_INTERVAL:
+        if time.monotonic() > reported + REPORT_INTERVAL:
             reported = time.monotonic()
             log.info("waiting for host 0: %s", why)
         time.sleep(0.2)

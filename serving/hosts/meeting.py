@@ -23,7 +23,7 @@ from jax.experimental import multihost_utils
 
 from checkpoints.errors import CheckpointError, one_line
 from serving.config import ConfigError
-from serving.hosts.gathering import accept_followers, connect_to_leader, listening_at
+from serving.hosts.gathering import REPORT_INTERVAL, accept_followers, connect_to_leader, listening_at
 from serving.hosts.host_group import HostGroup
 from serving.hosts.link import Kind, Link, LinkError
 from serving.hosts.settings import HostSettings
@@ -53,6 +53,7 @@ def meet(settings: HostSettings, facts: Mapping[str, str]) -> HostGroup | None:
     Raises:
         ConfigError: the hosts do not connect, or have other settings.
     """
+    settings = settings.in_environment(os.environ)
     with connect_deadline(settings) as end, roll_call(settings, facts, end):
         initialize_jax(settings)
         return connect_hosts(settings, facts, end) if jax.process_count() > 1 else None
@@ -71,17 +72,23 @@ def connect_deadline(settings: HostSettings) -> Iterator[float]:
     """
     over = threading.Event()
 
+    end = time.monotonic() + settings.meeting_timeout
+
     def watch() -> None:
-        if not over.wait(settings.meeting_timeout + _GRACE):
-            _end(
-                f"the hosts did not connect within {settings.meeting_timeout} s: a host was not started, cannot be "
-                "reached or has ended; see the other hosts' logs, or set --meeting-timeout",
-                1,
-            )
+        while (left := end + _GRACE - time.monotonic()) > 0:
+            if over.wait(min(left, REPORT_INTERVAL)):
+                return
+            if settings.coordinator is None:
+                log.info("waiting for other hosts, which only JAX's runtime knows; --coordinator would name them")
+        _end(
+            f"the hosts did not connect within {settings.meeting_timeout} s: a host was not started, cannot be "
+            "reached or has ended; see the other hosts' logs, or set --meeting-timeout",
+            1,
+        )
 
     threading.Thread(target=watch, name="meeting-time", daemon=True).start()
     try:
-        yield time.monotonic() + settings.meeting_timeout
+        yield end
     except (ConfigError, CheckpointError) as error:
         if not jax.distributed.is_initialized():
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from pydantic import Field, model_validator
 
@@ -10,6 +11,7 @@ from serving.settings import Settings
 
 MEETING_PORT = 8476
 """Default port of the coordinator."""
+_PORTS = 4096  # ports of coordinators whose jobs the environment names: the highest ones
 
 
 class HostSettings(Settings):
@@ -17,8 +19,8 @@ class HostSettings(Settings):
 
     distributed: bool = Field(
         False,
-        description="One of several hosts that the environment tells of, as `jax.distributed` reads it (Cloud TPU, "
-        "Slurm, Open MPI, Kubernetes).",
+        description="One of several hosts that the environment names, as `jax.distributed` reads it (Cloud TPU, Slurm, "
+        "Open MPI, Kubernetes).",
     )
     coordinator: str | None = Field(
         None,
@@ -43,6 +45,33 @@ class HostSettings(Settings):
         if self.num_hosts is not None and self.host_id is not None and self.host_id >= self.num_hosts:
             raise ValueError(f"host_id {self.host_id}: the {self.num_hosts} hosts are 0 to {self.num_hosts - 1}")
         return self
+
+    def in_environment(self, variables: Mapping[str, str]) -> HostSettings:
+        """Returns these settings, with `distributed` also the coordinator, number and count of hosts that Slurm, Open
+        MPI or Kubernetes Engine (one TPU slice) name in environment variables; unchanged where they name none."""
+        if not self.distributed or self.coordinator is not None:
+            return self
+        slurm = re.match(r"([^,\[]+)(?:\[(\w+))?", variables.get("SLURM_STEP_NODELIST", ""))
+        mpi = re.match(r"(\d+)\..*?(?:tcp://(.+?)[,:]|tcp6://(\[.+?)[,\]])", variables.get("OMPI_MCA_orte_hnp_uri", ""))
+        workers = variables.get("TPU_WORKER_HOSTNAMES") if "MEGASCALE_NUM_SLICES" not in variables else None
+        try:
+            if slurm:
+                place, job = slurm[1] + (slurm[2] or ""), int(variables["SLURM_JOB_ID"])
+                hosts, host = int(variables["SLURM_NTASKS"]), int(variables["SLURM_PROCID"])
+            elif mpi:
+                place, job = mpi[2] or f"{mpi[3]}]", int(mpi[1]) // _PORTS
+                hosts, host = int(variables["OMPI_COMM_WORLD_SIZE"]), int(variables["OMPI_COMM_WORLD_RANK"])
+            elif workers:
+                place, job = workers.split(",")[0].split(":")[0], 0
+                hosts, host = workers.count(",") + 1, int(variables["TPU_WORKER_ID"])
+            else:
+                return self
+        except (KeyError, ValueError):
+            return self
+        # Jobs may share a machine.
+        port = variables.get("JAX_COORDINATOR_PORT", f"{(1 << 16) - _PORTS + job % _PORTS}")
+        named = {"coordinator": f"{place}:{port}", "num_hosts": hosts, "host_id": host}
+        return HostSettings.create(**self.model_dump() | named)
 
     @property
     def several(self) -> bool:

@@ -41,7 +41,7 @@ class Arrangement:
         forms = ((name, self._form(name)) for name in self.shape.arrays)
         return tuple(each for name, form in forms for each in ((name,) if form is None else form.names(name)))
 
-    def travelling(self, state: Mapping[str, Array]) -> dict[str, Array]:
+    def traveling(self, state: Mapping[str, Array]) -> dict[str, Array]:
         """Arrays of slots, as they travel."""
         found: dict[str, Array] = {}
         for name, values in state.items():

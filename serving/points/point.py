@@ -165,7 +165,7 @@ def _read_state(arrangement: Arrangement, store: Store, slot: Int[Array, ""]) ->
             layers.setdefault(name, []).append(take(array, slot))
     declared = arrangement.shape.arrays
     state = {name: arrangement.logical(declared[name], jnp.stack(each)) for name, each in layers.items()}
-    return {**arrangement.travelling(state), "hidden": take(store.hidden, slot)}
+    return {**arrangement.traveling(state), "hidden": take(store.hidden, slot)}
 
 
 def _read_piece(

@@ -49,7 +49,7 @@ class PlacementStats:
     """Choices of a worker without any part, because those with one were too busy."""
     by_text: int = _placed("text")
     """Choices by the prompt's beginning: no worker reported a part of it."""
-    untold: int = exported("router_untold", "Choices by text because no worker tokenised the prompt in time.")
+    untold: int = exported("router_untold", "Choices by text because no worker tokenized the prompt in time.")
     resumable_tokens: dict[tuple[str, str], int] = field(
         default_factory=dict,
         metadata=metric("router_resumable_tokens", _RESUMABLE, "role", "tier"),
@@ -233,10 +233,10 @@ class PromptMatch:
 
     states: Mapping[Remote, Resumable] = field(default_factory=dict)
     tokens: int = 0
-    """Number of the prompt's tokens; an estimate if no worker tokenised it."""
+    """Number of the prompt's tokens; an estimate if no worker tokenized it."""
     prompt: Tokens | None = None
     untold: bool = False
-    """Whether no worker tokenised it."""
+    """Whether no worker tokenized it."""
 
     def to_compute(self, worker: Remote) -> int:
         """Returns the number of tokens that a worker would compute."""

@@ -123,6 +123,32 @@ def test_the_coordinators_port_need_not_be_given(given, place):
     assert HostSettings.create(coordinator=given, num_hosts=2, host_id=0).meeting_place == place
 
 
+SLURM = {"SLURM_JOB_ID": "5000", "SLURM_NTASKS": "3", "SLURM_PROCID": "2", "SLURM_STEP_NODELIST": "node[007-009],a"}
+MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
+GKE = {"TPU_WORKER_HOSTNAMES": "t-0.x,t-1.x", "TPU_WORKER_ID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        (SLURM, ("node007:62344", 3, 2)),
+        (SLURM | {"SLURM_STEP_NODELIST": "n1,n2", "JAX_COORDINATOR_PORT": "77"}, ("n1:77", 3, 2)),
+        (MPI | {"OMPI_MCA_orte_hnp_uri": "8192.0;tcp://10.9.0.1,10.1.0.1:34911"}, ("10.9.0.1:61442", 2, 1)),
+        (MPI | {"OMPI_MCA_orte_hnp_uri": "4096.0;tcp6://[fe80::b,26::3]:43370"}, ("[fe80::b]:61441", 2, 1)),
+        (GKE, ("t-0.x:61440", 2, 1)),
+        (GKE | {"MEGASCALE_NUM_SLICES": "2"}, (None, None, None)),
+        ({"SLURM_STEP_NODELIST": "n1", "SLURM_JOB_ID": "5"}, (None, None, None)),
+        ({}, (None, None, None)),
+    ],
+)
+def test_the_environment_names_the_coordinator(variables, expected):
+    given = HostSettings.create(distributed=True, host_timeout=9.0).in_environment(variables)
+    assert (given.coordinator, given.num_hosts, given.host_id) == expected
+    assert (given.distributed, given.host_timeout) == (True, 9.0)
+    own = HostSettings.create(coordinator="a", num_hosts=2, host_id=0)
+    assert own.in_environment(variables) == own
+
+
 @pytest.mark.parametrize("theirs", ["weights", "others"])
 def test_hosts_with_other_weights_end_before_the_first_step(theirs):
     """Their configurations may be equal: every answer would be wrong."""

@@ -137,7 +137,7 @@ def test_the_meeting_listens_at_the_coordinators_address(place, bound):
 
 
 def test_missing_hosts_are_named_again_and_again_on_all_hosts(invitations, monkeypatch, caplog):
-    monkeypatch.setattr(gathering, "_REPORT_INTERVAL", 0.2)
+    monkeypatch.setattr(gathering, "REPORT_INTERVAL", 0.2)
     with caplog.at_level(logging.INFO):
         found = Hosts([0, 2], seconds=3).wait()
     line = "the hosts did not connect: host 1 did not connect in time: not started, not reachable, or ended"
@@ -147,7 +147,7 @@ def test_missing_hosts_are_named_again_and_again_on_all_hosts(invitations, monke
 
 
 def test_a_host_that_is_restarted_while_another_one_is_missing_comes_again(invitations, monkeypatch):
-    monkeypatch.setattr(gathering, "_REPORT_INTERVAL", 0.1)
+    monkeypatch.setattr(gathering, "REPORT_INTERVAL", 0.1)
     leader = Hosts([0])
     invitation = invitations.get(timeout=30)
     first = Link(socket.create_connection(("127.0.0.1", invitation["port"])), 5)
@@ -179,12 +179,15 @@ def ends(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_meeting_that_lasts_too_long_ends_the_process(ends, monkeypatch):
-    """JAX's runtime waited on, and then aborted the process."""
-    monkeypatch.setattr(meeting, "_GRACE", -0.9)
+def test_a_meeting_that_lasts_too_long_ends_the_process(ends, monkeypatch, caplog):
+    """JAX's runtime waited on in silence, and then aborted the process."""
+    monkeypatch.setattr(meeting, "_GRACE", -0.5)
+    monkeypatch.setattr(meeting, "REPORT_INTERVAL", 0.1)
+    caplog.set_level(logging.INFO)
     with meeting.connect_deadline(HostSettings.create(meeting_timeout=1)):
         line, code = ends.get(timeout=30)
     assert line.startswith("the hosts did not connect within 1 s: a host was not started")
+    assert sum("which only JAX's runtime knows" in record.getMessage() for record in caplog.records) > 1
     assert code == 1
 
 

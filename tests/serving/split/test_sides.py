@@ -296,7 +296,7 @@ def test_preempted_while_it_waits():
     pair.assert_idle()
 
 
-def test_attaching_a_neighbour_changes_no_hit():
+def test_attaching_a_neighbor_changes_no_hit():
     counted = []
     for attached in (False, True):
         engine = Pair("all").decode
