@@ -200,12 +200,24 @@ class _EngineCollector:
 
 
 def _add_engine(families: Families, stats: Mapping[str, Any], labels: Labels) -> None:
+    now = time.time()
     families.gauge("requests_waiting", "Requests in the queue.", {labels: stats["waiting"]})
     families.gauge("requests_running", "Requests that have a batch row.", {labels: stats["running"]})
     for pool, text in (("slots", "State slots by use."), ("pages", "Pages by use.")):
         if pool in stats:
             sizes = {(*labels, ("state", state)): stats[pool][state] for state in ("free", "used", "cached")}
             families.gauge(pool, text, sizes)
+    if "pages" in stats:
+        config = (("block_size", str(stats["page_size"])), ("num_gpu_blocks", str(stats["pages"]["total"])))
+        families.gauge("cache_config_info", "Tokens per page, and number of pages.", {(*labels, *config): 1})
+    if stats.get("adapters"):
+        used = stats["adapters"]
+        names = [
+            ("max_lora", str(used["max"])),
+            ("running_lora_adapters", used["running"]),
+            ("waiting_lora_adapters", ""),
+        ]
+        families.gauge("lora_requests_info", "Adapters of requests; the value is the time.", {(*labels, *names): now})
     families.exported(Stats, stats, labels)
     families.exported(LoopStats, stats["loop"], labels)
     families.exported(DraftStats, stats["loop"]["drafts"], labels)

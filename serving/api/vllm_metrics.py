@@ -30,9 +30,13 @@ ALIASES = {
     "request_prompt_tokens": ("request_prompt_tokens",),
     "request_generation_tokens": ("request_generation_tokens",),
     "pages": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
+    "cache_config_info": ("cache_config_info",),
+    "lora_requests_info": ("lora_requests_info",),
 }
-"""Names of each metric in vLLM's current and earlier releases. The value of `pages` is the fraction in use."""
+"""Names of each metric in vLLM's current and earlier releases. The value of `pages` is the fraction in use of pages or
+of slots, whichever is larger: without either, no request can be added."""
 _LABELS = {"reason": "finished_reason"}
+_POOLS = ("pages", "slots")
 _SUMMED = ("position",)
 """Labels that vLLM's metrics do not have. The collector sums samples over them."""
 
@@ -52,11 +56,16 @@ class VllmNames:
     def collect(self) -> Iterator[Metric]:
         """Yields the aliases; the registry calls this."""
         metrics = {metric.name.removeprefix(self._prefix): metric for metric in self._source.collect()}
-        if "pages" not in metrics and "slots" in metrics:  # a model without attention
-            metrics["pages"] = metrics["slots"]
         for name, aliases in ALIASES.items():
-            if name in metrics:
-                yield from (self._renamed(metrics[name], alias, share=name == "pages") for alias in aliases)
+            for alias in aliases:
+                if name == "pages":
+                    pools = [self._renamed(metrics[pool], alias, share=True) for pool in _POOLS if pool in metrics]
+                    fullest = sorted((sample for pool in pools for sample in pool.samples), key=lambda each: each.value)
+                    for pool in pools[:1]:
+                        pool.samples = list({tuple(each.labels.items()): each for each in fullest}.values())
+                        yield pool
+                elif name in metrics:
+                    yield self._renamed(metrics[name], alias, share=False)
 
     def _renamed(self, metric: Metric, alias: str, *, share: bool) -> Metric:
         renamed = Metric(PREFIX + alias, metric.documentation, metric.type)

@@ -199,6 +199,8 @@ class Engine:
             "compilations": self.loop.programs.compilations,
             "weights": {"version": self.control.weights.version, "updates": self.control.weights.updates},
             "held": self.control.why_held,
+            "page_size": self.loop.scheduler.config.page_size,
+            "adapters": None if self.adapters is None else self.adapters.usage,
         }
 
     def close(self) -> None:

@@ -119,6 +119,7 @@ def merged_stats(stats: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
     if "tiers" in whole:
         whole["tiers"] = _tiers([each["tiers"] for each in stats])
+    whole["page_size"] = stats[0].get("page_size")
     whole["drafts"] = DraftStats(**whole["loop"]["drafts"]).summary()
     whole["engines"] = list(stats)
     return whole

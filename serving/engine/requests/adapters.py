@@ -111,6 +111,12 @@ class AdapterTable:
         return {name: adapter.digest for name, adapter in self._named.items()}
 
     @property
+    def usage(self) -> dict[str, int | str]:
+        """The number of entries for LoRA adapters (`max`), and names of adapters that requests use (`running`)."""
+        held = [adapter for entries in (self._loras, self._initial) for adapter in entries.held if adapter]
+        return {"max": len(self._loras.held), "running": ",".join(sorted({each.name for each in held if each.users}))}
+
+    @property
     def num_users(self) -> int:
         """Unfinished requests that use an adapter, counted once for each kind of entry that it has."""
         return sum(adapter.users for entries in (self._loras, self._initial) for adapter in entries.held if adapter)

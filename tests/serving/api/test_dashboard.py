@@ -29,7 +29,8 @@ def names(server) -> set[str]:
 def test_metrics_have_the_names_of_vllm_on_request():
     counted = Scheduler(small_config(num_pages=9)).stats() | {
         "loop": asdict(LoopStats()), "compilations": 0, "running": 3, "prompt_tokens": 10, "cached_tokens": 4,
-        "finished": {"stop": 2}, "pages": {"total": 8, "free": 4, "used": 2, "cached": 2},
+        "finished": {"stop": 2}, "pages": {"total": 8, "free": 4, "used": 2, "cached": 2}, "page_size": 16,
+        "adapters": {"max": 4, "running": "a,b"},
     }  # fmt: skip
     metrics = Metrics("tiny", vllm_names=True)
     observe = metrics.request(5)
@@ -46,6 +47,12 @@ def test_metrics_have_the_names_of_vllm_on_request():
         sample = found["vllm:" + name, None, None]
         assert sample.value == value, name
         assert sample.labels == {"model_name": "tiny", "engine": "0"}
+    info = found["vllm:cache_config_info", None, None].labels
+    assert (info["block_size"], info["num_gpu_blocks"]) == ("16", "8")
+    info = found["vllm:lora_requests_info", None, None].labels
+    assert (info["max_lora"], info["running_lora_adapters"], info["waiting_lora_adapters"]) == ("4", "a,b", "")
+    counted["slots"] = {"total": 4, "free": 1, "used": 3, "cached": 0}
+    assert b'vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.75' in metrics.exposition(counted)[0]
     assert found["vllm:request_success_total", "stop", None].value == 2
     assert found["vllm:e2e_request_latency_seconds_bucket", None, "+Inf"].value == 1
     own = {PREFIX + name for name in ALIASES}
