@@ -78,7 +78,7 @@ def test_it_runs_what_a_leader_sends():
         ([*calls(2), *calls(1)], "host 1 received call 0 of host 0, expected 2"),
         ([b"{}"], "host 1 cannot read call 0 of host 0: no header"),
         (calls(6), "failed: the device is on fire"),
-        (calls(9, max_num_seqs=3), "no program for call 0 of host 0"),
+        (calls(9, max_num_seqs=3), "no program for call 2 of host 0, a MaskBatch"),
     ],
 )
 def test_it_ends_where_it_cannot_follow(messages, line):
