@@ -76,6 +76,9 @@ class AdapterPair:
 @pytest.fixture
 def pair():
     pair = AdapterPair()
+    pair.on.alone(PROMPT)
+    for number in (LORA, OTHER, STATE):  # first alone: that engine has the same programs, and so the same entries
+        pair.on.alone(PROMPT, adapter=LoRARequest(number, 0, number))
     for number in (LORA, OTHER, STATE):
         pair.decode.adapters.put(number, number, pair.decode.adapters.read(number, number))
     yield pair
