@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,8 @@ import pytest
 
 from serving import LLM, SamplingParams
 from tests.support.engines.engines import QUICK_XLA_FLAGS
+from tests.support.fleets.generate_in_two_processes import PROMPT, SAMPLING, SIZES
+from tests.support.fleets.processes import free_port
 from tests.support.models.divisible_checkpoints import FAMILIES, write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -19,20 +20,11 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.mark.slow
 def test_two_processes_say_what_one_says(tmp_path):
     directory = write_checkpoint(tmp_path, FAMILIES["mamba2"])
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    program, port = "tests.support.fleets.generate_in_two_processes", free_port()
     environment = os.environ | {"XLA_FLAGS": QUICK_XLA_FLAGS, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     processes = [
         subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.support.fleets.generate_in_two_processes",
-                str(port),
-                str(number),
-                str(directory),
-            ],
+            [sys.executable, "-m", program, str(port), str(number), str(directory)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -49,9 +41,7 @@ def test_two_processes_say_what_one_says(tmp_path):
     first, second = (json.loads(out.splitlines()[-1]) for out, _ in done)
     assert first == second
 
-    llm = LLM(directory, max_model_len=96, num_slots=8, num_pages=20, page_size=8, tile_size=16, state_block_size=32)
-    prompt = {"prompt_token_ids": [7, 8, 9] * 14}
-    params = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
-    expected = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
+    llm = LLM(directory, **SIZES)
+    expected = llm.generate(PROMPT, SamplingParams(**SAMPLING), use_tqdm=False)[0].outputs[0].token_ids
     assert [tokens for tokens, _ in first] == [expected, expected]
     assert [cached for _, cached in first] == [0, 42]

@@ -8,6 +8,10 @@ import sys
 
 import jax
 
+SIZES = {"tile_size": 16, "state_block_size": 32, "page_size": 8, "max_model_len": 96, "num_slots": 8, "num_pages": 20}
+PROMPT = {"prompt_token_ids": [7, 8, 9] * 14}
+SAMPLING = {"max_tokens": 10, "temperature": 0.0, "ignore_eos": True}
+
 
 def main(port, number, directory):
     jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(number))
@@ -16,23 +20,16 @@ def main(port, number, directory):
     llm = LLM(
         directory,
         tensor_parallel_size=2,
-        tile_size=16,
-        state_block_size=32,
-        page_size=8,
-        max_model_len=96,
         max_num_seqs=1,
         max_num_batched_tokens=64,
-        num_slots=8,
-        num_pages=20,
         num_speculative_tokens=2,
         speculative_method="ngram",
         warmup=False,
+        **SIZES,
     )
     held = [leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(llm.engine.loop.store)]
     assert sum(held) == llm.size.total_bytes
-    prompt = {"prompt_token_ids": [7, 8, 9] * 14}
-    params = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
-    outputs = [llm.generate(prompt, params, use_tqdm=False)[0] for _ in range(2)]
+    outputs = [llm.generate(PROMPT, SamplingParams(**SAMPLING), use_tqdm=False)[0] for _ in range(2)]
     print(json.dumps([[output.outputs[0].token_ids, output.num_cached_tokens] for output in outputs]))
 
 
