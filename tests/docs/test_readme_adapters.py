@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support.fleets.processes import free_port
 from tests.support.markdown_blocks import blocks_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,8 +43,7 @@ def wait_until_ready(url, process):
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl, as the README does")
 def test_the_readme_trains_serves_and_queries_adapters(tmp_path):
     commands, queries = readme_blocks()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     address = f"127.0.0.1:{port}"
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
     lines = commands.replace("\\\n", " ").replace("mamba-jax", f"{sys.executable} -m serving.cli").splitlines()

@@ -19,6 +19,7 @@ from serving.cli.generation.chat import AnswerStats, _pieces, converse, remote
 from serving.cli.main import run
 from serving.cli.serve import bind
 from serving.config import ConfigError
+from tests.support.fleets.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -158,8 +159,7 @@ def test_a_conversation_with_a_server(server):
 
 def test_the_program_itself(tmp_path):
     """A process of its own, by a command line of vLLM: listens, answers, and ends when it is asked to."""
-    with bind("127.0.0.1", 0) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     config = tmp_path / "server.yaml"
     config.write_text("max-num-seqs: 2\nmax-model-len: 256\nmax-num-batched-tokens: 64\nno_such: 1\n")
     vllm = "--tensor-parallel-size 1 --trust-remote-code --enable-auto-tool-choice --tool-call-parser qwen3_coder"
@@ -195,8 +195,7 @@ def test_the_program_itself(tmp_path):
 
 def test_the_router_logs_time_path_status_and_id_of_each_request():
     command = [sys.executable, "-m", "serving.cli.main", "router", "--decode", "http://127.0.0.1:1", "--port"]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen([*command, str(port)], stderr=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         while "routing" not in process.stderr.readline():

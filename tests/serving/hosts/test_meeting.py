@@ -15,6 +15,7 @@ from serving.config import ConfigError
 from serving.hosts import gathering, meeting
 from serving.hosts.link import Kind, Link
 from serving.hosts.settings import HostSettings
+from tests.support.fleets.processes import free_port
 from tests.support.servers.listener import listener
 
 FACTS = {"--page-size": "16", "the version of jax": "1"}
@@ -245,8 +246,7 @@ def test_the_roll_call_is_over_when_all_hosts_have_met():
         with meeting.roll_call(settings, FACTS, time.monotonic() + 30):
             results.put(number)
 
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
+    port = free_port()
     threads = [threading.Thread(target=meet, args=(number,)) for number in range(3)]
     for thread in threads:
         thread.start()
