@@ -50,12 +50,8 @@ def merged(marks: Iterable[Mark]) -> dict[int, Mark]:
 
 
 def written_tokens(marks: Mapping[int, Mark], num_cached_tokens: int) -> dict[float | None, int]:
-    """Returns the numbers of prompt tokens that a request has added to the cache, by the time of the marks.
-
-    Args:
-        marks: the marks whose states the request has published, by position.
-        num_cached_tokens: number of tokens that were cached before.
-    """
+    """Returns the numbers of prompt tokens that a request has added to those that were cached, by the `ttl` of the
+    marks whose states it has published."""
     found: dict[float | None, int] = {}
     before = num_cached_tokens
     for position in sorted(marks):
