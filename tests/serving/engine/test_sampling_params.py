@@ -124,8 +124,8 @@ def test_stop_texts_need_text():
 
 
 def test_limits_are_those_of_the_devices_table():
-    from mamba_jax import sampling
+    from mamba_jax.sampling import table
     from serving.engine.requests import sampling_params
 
     for name in ("MAX_LOGIT_BIAS", "MAX_LOGPROBS", "MAX_PROMPT_LOGPROB_IDS"):
-        assert getattr(sampling_params, name) == getattr(sampling, name)
+        assert getattr(sampling_params, name) == getattr(table, name)
