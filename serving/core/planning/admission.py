@@ -146,9 +146,7 @@ def _admit_one(scheduler: SchedulerState, request: Request, plan: StepPlan, budg
     cramped = budget.tokens < budget.share
     if cramped and plan.step < queueing.retry_at:
         return WaitReason.STEP
-    match = None
-    if scheduler.index is not None and not request.prompt_logprobs:
-        match = scheduler.index.find(request.tokens, request.progress.content.chain.scope)
+    match = _find(scheduler, request)
     if remote_is_unneeded(request, match):
         scheduler.drop_remote(request)
     elif request.transfer.remote is not None:
@@ -198,6 +196,13 @@ def _start(
     matched = match.matched if match is not None else 0
     progress.stops = scheduler.policy.stops(request.prompt_len, progress.num_computed, matched, request.marks)
     return plan_prefill(scheduler, request, plan, budget, preempting=False)
+
+
+def _find(scheduler: SchedulerState, request: Request) -> Match | None:
+    """The cached prefix of a request; None if the request may not use the cache."""
+    if scheduler.index is None or request.prompt_logprobs:
+        return None
+    return scheduler.index.find(request.tokens, request.progress.content.chain.scope)
 
 
 def _held(scheduler: SchedulerState, request: Request, match: Match | None) -> RemoteState | None:
