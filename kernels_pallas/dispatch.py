@@ -81,6 +81,7 @@ class KernelChoice:
         platform: str | None = None,
         device: jax.Device | None = None,
         named: Mapping[str, str] | str | None = None,
+        refused: Mapping[tuple[str, str], str] | None = None,
         seen: Callable[..., Any] | None = None,
     ) -> None:
         """
@@ -90,10 +91,11 @@ class KernelChoice:
                 (`jax.experimental.topologies`). By default the first local device, if it is of `platform`; otherwise
                 kernels are only lowered, which finds most errors.
             named: implementations by operation, or one name for all operations that have it.
+            refused: kernels that the automatic choice leaves out, as (operation, implementation), with the reasons.
             seen: called in place of an implementation, with the operation, its candidates, and the arguments by place
                 and by name; returns the result.
         """
-        self.seen = seen
+        self.seen, self.refused = seen, refused or {}
         self.platform = platform or jax.default_backend()
         if device is None and self.platform == jax.default_backend():
             device = jax.local_devices()[0]
@@ -133,7 +135,8 @@ class KernelChoice:
     def description(self) -> str:
         """The identity of the choice: with equal descriptions, the same source compiles to the same program."""
         library = f" native {native.fingerprint()} {self.products()}" if self.platform == "cpu" else ""
-        return f"{self.platform} {self.named!r}{library}"
+        refused = f" without {sorted(self.refused)}" if self.refused else ""
+        return f"{self.platform} {self.named!r}{refused}{library}"
 
     def products(self) -> str | None:
         """Returns one line on how products with bfloat16 weights run on CPU; None elsewhere or without native code."""
@@ -232,7 +235,7 @@ def call(operation: str, candidates: Sequence[Implementation], name: str | None,
     for candidate in candidates:
         if not candidate.automatic or candidate.platform not in (None, choice.platform):
             continue
-        reason = candidate.why_not(args, kwargs)
+        reason = choice.refused.get((operation, candidate.name)) or candidate.why_not(args, kwargs)
         if reason is None and candidate.platform in ("tpu", "gpu"):
             reason = _fails_to_compile(operation, candidate, choice.device, args, kwargs)
         if reason is None:

@@ -187,6 +187,11 @@ class EngineConfig(Settings):
         "one cannot run. xla: no kernels. Or by operation, as in recurrence_scan=xla,gated_update=pallas_gpu; it is an "
         "error if an implementation named here cannot run.",
     )
+    kernel_check: Literal["auto", "always", "off"] = Field(
+        "auto",
+        description="Compare kernels with plain JAX in another process before this one starts JAX; wrong ones are not "
+        "used. auto: once on a machine with an accelerator; always: at each start.",
+    )
     schedule_invariant: bool = Field(
         False,
         description="Make the bits of log-probabilities independent of the schedule (batch, chunks, cache, drafts). "

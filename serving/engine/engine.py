@@ -197,6 +197,7 @@ class Engine:
             "loop": asdict(self.loop.stats),
             "drafts": self.loop.stats.drafts.summary(),
             "compilations": self.loop.programs.compilations,
+            "kernel_fallbacks": len(self.loop.programs.kernels.refused),
             "weights": {"version": self.control.weights.version, "updates": self.control.weights.updates},
             "held": self.control.why_held,
             "page_size": self.loop.scheduler.config.page_size,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -40,6 +40,7 @@ from serving.engine.assembly.devices import (
 from serving.engine.assembly.drafting import draft_policy, with_drafter_config
 from serving.engine.assembly.fetch import fetched
 from serving.engine.assembly.gpu_memory import share_notices
+from serving.engine.assembly.kernel_check import refused_kernels
 from serving.engine.assembly.sizing import StoreSize, check_weights_fit, store_memory
 from serving.engine.assembly.tiering import check_tiers, connect_tiers
 from serving.engine.engine import Engine
@@ -94,7 +95,9 @@ def build_engine(config: EngineConfig, *, progress: bool = True, led: bool = Fal
         ConfigError: the flags contradict each other, or do not fit the model or the memory.
         CheckpointError: the model cannot be loaded.
     """
-    config = _in_step(fetched(config), led)
+    config = fetched(config)
+    refused = {} if led else refused_kernels(config)  # before anything here starts JAX
+    config = _in_step(config, led)
     target = load_config(config.model, hf_overrides=config.hf_overrides)
     described = with_drafter_config(config, target)
     checkpoint = Checkpoint(
@@ -133,7 +136,7 @@ def build_engine(config: EngineConfig, *, progress: bool = True, led: bool = Fal
     model, digest = on_mesh(loaded.model, mesh), loaded.digest
     del loaded  # frees the weights that were padded
     keep = config.compilation_cache
-    return _assemble(design, meshes, model, tokenizer, eos, None, progress, keep=keep, digest=digest)
+    return _assemble(design, meshes, model, tokenizer, eos, None, progress, keep=keep, digest=digest, refused=refused)
 
 
 def assemble(
@@ -202,6 +205,7 @@ def _assemble(
     *,
     keep: bool = False,
     digest: str = "",
+    refused: Mapping[tuple[str, str], str] | None = None,
 ) -> AssembledEngine:
     config = design.config
     wide = frozenset(str(leaf.dtype) for path, leaf in parameters(model).items() if weight_of(path) is None)
@@ -225,7 +229,7 @@ def _assemble(
     grammars = None
     if config.enable_structured_outputs and tokenizer is not None:
         grammars = Grammars(tokenizer, model.config.vocab_size, eos_token_ids, seconds=config.grammar_timeout)
-    parts = _Parts(design, size, tokenizer, eos_token_ids, grammars, digest)
+    parts = _Parts(design, size, tokenizer, eos_token_ids, grammars, digest, refused or {})
     shared = programs if len(models) == 1 else None
     engines = tuple(
         parts.engine(replica, each, mesh, shared, own)
@@ -255,6 +259,8 @@ class _Parts:
     eos_token_ids: Sequence[int]
     grammars: Grammars | None
     digest: str
+    refused: Mapping[tuple[str, str], str]
+    """Kernels that are not used, with the reasons."""
     names: AdapterNames = field(default_factory=AdapterNames)
 
     def engine(
@@ -291,7 +297,7 @@ class _Parts:
             tile_size=config.tile_size,
             source=design.source,
             mesh=mesh,
-            kernels=kernel_choice(config),
+            kernels=kernel_choice(config, self.refused),
             processed_logprobs=config.logprobs_mode == "processed_logprobs",
             sampling_masks=config.enable_return_sampling_mask,
             adapters=adapters,
@@ -367,8 +373,8 @@ def adapters_of(config: EngineConfig, model: HybridModel, mesh: Mesh | None) -> 
     return Adapters(model, count=config.max_loras, rank=config.max_lora_rank, experts=experts, mesh=mesh)
 
 
-def kernel_choice(config: EngineConfig) -> KernelChoice:
-    """Returns the kernel implementations that the flag `kernels` selects.
+def kernel_choice(config: EngineConfig, refused: Mapping[tuple[str, str], str] | None = None) -> KernelChoice:
+    """Returns the kernel implementations that the flag `kernels` selects, without those that are refused.
 
     Raises:
         ConfigError: the flag is malformed.
@@ -378,6 +384,6 @@ def kernel_choice(config: EngineConfig) -> KernelChoice:
     if config.kernels == INVARIANT:
         raise ConfigError(f"kernels {INVARIANT!r} is not a choice: use schedule_invariant, which checks what it needs")
     try:
-        return KernelChoice.parse(config.kernels)
+        return KernelChoice.parse(config.kernels, refused=refused)
     except UnsupportedError as error:
         raise ConfigError(str(error)) from None

@@ -1,0 +1,209 @@
+"""Finds out, at the first start on a machine, which kernels are wrong there: a child process runs them, not this one.
+
+A verdict is kept for each (device, driver or libtpu, JAX, sources, model and flags), so that a second start reads one
+file. A kernel that is wrong, hangs, crashes, does not compile or is slower than the plain form is not used: the engine
+then runs the operation in its plain form. The device is described without JAX, because only one process can own a TPU:
+the child ends before this process starts JAX.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import IO
+
+from checkpoints.user_cache import cache_home
+from serving.config import ConfigError, EngineConfig
+
+log = logging.getLogger(__name__)
+
+CHILD = (sys.executable, "-m", "serving.engine.assembly.kernel_check_child")
+STARTING, RUNNING, TOTAL = 180.0, 60.0, 600.0
+"""Seconds until the child has compiled everything, until one kernel has run, and until the child is given up."""
+_ROOMS = ("kernels_pallas", "mamba_jax")
+_FLAGS = (
+    "model",
+    "revision",
+    "hf_overrides",
+    "dtype",
+    "ssm_dtype",
+    "tile_size",
+    "page_size",
+    "num_speculative_tokens",
+    "max_num_seqs",
+)
+Verdicts = Mapping[str, str]
+"""Why a kernel is not used, by "operation implementation"; empty for one that passed."""
+
+
+def refused_kernels(config: EngineConfig, *, command: Sequence[str] = CHILD) -> dict[tuple[str, str], str]:
+    """Returns the kernels that are not to be used, as (operation, implementation), with the reasons.
+
+    Nothing is checked on a CPU with `kernel_check` auto. Call it before JAX is started.
+
+    Raises:
+        ConfigError: a kernel that `kernels` names did not pass.
+    """
+    platform = platform_at_hand()
+    if config.kernel_check == "off" or (config.kernel_check == "auto" and platform == "cpu") or config.kernels == "xla":
+        return {}
+    path = cache_home() / "mamba-jax" / "kernels" / f"{_key(config, platform)}.json"
+    verdicts = None if config.kernel_check == "always" else _kept(path)
+    if verdicts is None:
+        log.info("checking kernels, once on this machine (kernel_check %s)", config.kernel_check)
+        verdicts = run_child(command, {"platform": platform, **{name: getattr(config, name) for name in _FLAGS}})
+        if verdicts is None:
+            log.warning("kernels could not be checked, and are used; run `mamba-jax check`, or use kernels=xla")
+            return {}
+        _keep(path, verdicts)
+    refused = {(name.split()[0], name.split()[1]): why for name, why in verdicts.items() if why}
+    for (operation, kernel), why in refused.items():
+        if kernel == config.kernels or f"{operation}={kernel}" in config.kernels.replace(" ", "").split(","):
+            raise ConfigError(f"kernels names {kernel} for {operation}, which failed the check: {why}")
+        log.warning("%s runs in plain JAX: %s failed the check: %s", operation, kernel, why)
+    return refused
+
+
+def run_child(
+    command: Sequence[str],
+    request: Mapping[str, object],
+    *,
+    starting: float = STARTING,
+    running: float = RUNNING,
+) -> dict[str, str] | None:
+    """Runs the check in child processes; returns the verdicts, or None if a child could not begin.
+
+    A child prints `ready`, then `run NAME` before each kernel and `done NAME WHY` after it, and `end`. A child that
+    crashes or is silent for too long is killed: the kernel that ran is the cause, and another child runs the rest.
+    """
+    verdicts: dict[str, str] = {}
+    while True:
+        told = json.dumps({**request, "skip": sorted(verdicts)})
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environment())
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            child.stdin.write(told)
+            child.stdin.close()
+        except BrokenPipeError:
+            pass
+        lines, now, limit, ended = _lines(child.stdout), "", starting, False
+        while True:
+            try:
+                line = lines.get(timeout=limit)
+            except queue.Empty:
+                why = f"it did not end within {limit:g} s"
+                break
+            if line is None or line == "end":
+                why, ended = f"the process ended with code {child.wait(running)}", line == "end"
+                break
+            kind, _, rest = line.partition(" ")
+            if kind == "ready":
+                limit = running
+            elif kind == "run":
+                now = rest
+            elif kind == "done":
+                operation, kernel, *wrong = rest.split(" ", 2)
+                verdicts[f"{operation} {kernel}"], now = " ".join(wrong), ""
+        child.kill()
+        child.wait()
+        if ended:
+            return verdicts
+        if not now:
+            log.warning("the check of kernels failed: %s", why)
+            return None
+        verdicts[now] = why
+
+
+def _lines(stream: IO[str]) -> queue.Queue[str | None]:
+    """Lines as they come; None at the end."""
+    lines: queue.Queue[str | None] = queue.Queue()
+
+    def read() -> None:
+        for line in stream:
+            lines.put(line.rstrip("\n"))
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    return lines
+
+
+def _environment() -> dict[str, str]:
+    # A child must not take most of a GPU's memory: it is small, and this process may have some of it already.
+    return {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+
+
+def platform_at_hand() -> str:
+    """The platform that JAX will choose, found without JAX."""
+    asked = os.environ.get("JAX_PLATFORMS", "").split(",")[0]
+    if asked:
+        return {"cuda": "gpu", "rocm": "gpu"}.get(asked, asked)
+    if os.path.exists("/proc/driver/nvidia/version") and importlib.util.find_spec("jax_plugins") is not None:
+        return "gpu"
+    if importlib.util.find_spec("libtpu") is not None and glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*"):
+        return "tpu"
+    return "cpu"
+
+
+def _key(config: EngineConfig, platform: str) -> str:
+    """A digest of everything that a verdict depends on."""
+    found = hashlib.sha256(json.dumps([platform, {name: getattr(config, name) for name in _FLAGS}]).encode())
+    for part in (*_device(), *_versions()):
+        found.update(part.encode())
+    for room in _ROOMS:
+        spec = importlib.util.find_spec(room)
+        for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+            for path in sorted(Path(folder).rglob("*.py")):
+                found.update(path.read_bytes())
+    return found.hexdigest()[:24]
+
+
+def _device() -> Iterator[str]:
+    """What the system says of accelerators and their drivers."""
+    for path in sorted(glob.glob("/proc/driver/nvidia/version") + glob.glob("/proc/driver/nvidia/gpus/*/information")):
+        try:
+            lines = Path(path).read_text().splitlines()
+        except OSError:
+            continue
+        yield from (line for line in lines if line.startswith(("NVRM", "Model")))
+    yield from (os.environ.get(name, "") for name in ("TPU_ACCELERATOR_TYPE", "CUDA_VISIBLE_DEVICES", "XLA_FLAGS"))
+    for path in sorted(glob.glob("/sys/bus/pci/devices/*/vendor")):
+        if Path(path).read_text().strip() == "0x1ae0":  # Google
+            yield (Path(path).parent / "device").read_text()
+
+
+def _versions() -> Iterator[str]:
+    for name in ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin"):
+        try:
+            yield f"{name} {metadata.version(name)}"
+        except metadata.PackageNotFoundError:
+            continue
+
+
+def _kept(path: Path) -> dict[str, str] | None:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and all(isinstance(why, str) for why in found.values()) else None
+
+
+def _keep(path: Path, verdicts: Mapping[str, str]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(verdicts, indent=1))
+        temporary.replace(path)
+    except OSError as error:
+        log.warning("the verdict on kernels is not kept: %s: %s", path, error.strerror)

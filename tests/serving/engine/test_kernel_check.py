@@ -1,0 +1,114 @@
+"""Kernels that are wrong, hang or crash in the child process are not used, and a verdict is kept."""
+
+import json
+import sys
+
+import pytest
+
+from serving import EngineConfig
+from serving.config import ConfigError
+from serving.engine.assembly import kernel_check
+from serving.engine.assembly.build import kernel_choice
+from serving.engine.assembly.kernel_check import refused_kernels, run_child
+
+KERNELS = "recurrence_update pallas_gpu", "gated_update pallas_gpu", "paged_attention pallas_gpu"
+CHILD = """
+import json, os, sys, time
+request = json.load(sys.stdin)
+open(request["log"], "a").write("started ")
+if "unavailable" in request["faults"].values():
+    sys.exit(1)
+print("ready GPU", flush=True)
+for kernel in request["kernels"]:
+    if kernel not in request["skip"]:
+        print("run", kernel, flush=True)
+        fault = request["faults"].get(kernel, "")
+        if fault == "crash":
+            os.abort()
+        time.sleep(60 * (fault == "hang"))
+        print("done", kernel, fault, flush=True)
+print("end", flush=True)
+"""
+
+
+@pytest.fixture
+def child(tmp_path):
+    """Runs a child that has these faults; returns the verdicts, and how many processes that took."""
+
+    def run(**faults):
+        log = tmp_path / "log"
+        log.unlink(missing_ok=True)
+        faults = {kernel: faults.get(kernel.split()[0], "") for kernel in KERNELS}
+        request = {"kernels": KERNELS, "faults": faults, "log": str(log)}
+        verdicts = run_child([sys.executable, "-c", CHILD], request, starting=30, running=2)
+        return verdicts, log.read_text().count("started")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("faults", "why", "processes"),
+    [
+        ({}, "", 1),
+        ({"gated_update": "two runs differ"}, "two runs differ", 1),
+        ({"gated_update": "hang"}, "it did not end within 2 s", 2),
+        ({"gated_update": "crash"}, "the process ended with code -6", 2),
+    ],
+    ids=["sound", "wrong", "hangs", "crashes"],
+)
+def test_each_fault_is_one_verdict_and_the_other_kernels_are_checked(child, faults, why, processes):
+    assert child(**faults) == ({KERNELS[0]: "", KERNELS[1]: why, KERNELS[2]: ""}, processes)
+
+
+def test_a_child_that_cannot_begin_says_nothing_of_kernels(child):
+    assert child(gated_update="unavailable") == (None, 1)
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A GPU, as far as the check can tell; the child answers from a list."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(kernel_check, "platform_at_hand", lambda: "gpu")
+    answers = []
+    monkeypatch.setattr(kernel_check, "run_child", lambda command, request: answers.pop(0))
+    return answers
+
+
+WRONG = {KERNELS[0]: "", KERNELS[1]: "two runs differ"}
+REFUSED = {("gated_update", "pallas_gpu"): "two runs differ"}
+
+
+def test_a_verdict_is_kept_and_read_again(machine, tmp_path):
+    machine.append(WRONG)
+    assert [refused_kernels(EngineConfig.create()) for _ in range(2)] == [REFUSED, REFUSED]  # the list had one
+    (path,) = tmp_path.rglob("*.json")
+    assert json.loads(path.read_text()) == WRONG
+    machine += [{}, {}]
+    assert refused_kernels(EngineConfig.create(max_num_seqs=3)) == {}  # other flags
+    path.write_text("{")
+    assert refused_kernels(EngineConfig.create()) == {}
+    assert not machine
+
+
+def test_a_check_that_failed_is_not_kept(machine, tmp_path):
+    machine.append(None)
+    assert refused_kernels(EngineConfig.create()) == {}
+    assert not list(tmp_path.rglob("*.json"))
+
+
+@pytest.mark.parametrize("flags", [{"kernel_check": "off"}, {"kernels": "xla"}])
+def test_without_a_check_no_process_is_started(machine, flags):
+    assert refused_kernels(EngineConfig.create(**flags)) == {}
+
+
+def test_a_named_kernel_that_is_wrong_is_an_error(machine):
+    machine += [WRONG, WRONG]
+    for kernels in ("pallas_gpu", "recurrence_update=xla, gated_update=pallas_gpu"):
+        with pytest.raises(ConfigError, match="two runs differ"):
+            refused_kernels(EngineConfig.create(kernels=kernels, kernel_check="always"))
+
+
+def test_a_refused_kernel_is_not_chosen():
+    choice = kernel_choice(EngineConfig.create(), REFUSED)
+    assert choice.refused == REFUSED
+    assert "gated_update" in choice.description
