@@ -29,20 +29,13 @@ from serving.config import ConfigError, EngineConfig
 log = logging.getLogger(__name__)
 
 CHILD = (sys.executable, "-m", "serving.engine.assembly.kernel_check_child")
-STARTING, RUNNING, TOTAL = 180.0, 60.0, 600.0
-"""Seconds until the child has compiled everything, until one kernel has run, and until the child is given up."""
+STARTING, RUNNING = 180.0, 60.0
+"""Seconds until the child has compiled everything, and until one kernel has run."""
 _ROOMS = ("kernels_pallas", "mamba_jax")
 _FLAGS = (
-    "model",
-    "revision",
-    "hf_overrides",
-    "dtype",
-    "ssm_dtype",
-    "tile_size",
-    "page_size",
-    "num_speculative_tokens",
+    "model", "revision", "hf_overrides", "dtype", "ssm_dtype", "tile_size", "page_size", "num_speculative_tokens",
     "max_num_seqs",
-)
+)  # fmt: skip
 Verdicts = Mapping[str, str]
 """Why a kernel is not used, by "operation implementation"; empty for one that passed."""
 
@@ -50,13 +43,16 @@ Verdicts = Mapping[str, str]
 def refused_kernels(config: EngineConfig, *, command: Sequence[str] = CHILD) -> dict[tuple[str, str], str]:
     """Returns the kernels that are not to be used, as (operation, implementation), with the reasons.
 
-    Nothing is checked on a CPU with `kernel_check` auto. Call it before JAX is started.
+    On a CPU, `kernel_check` auto checks only kernels that `kernels` names, in the interpreter. Call it before JAX is
+    started.
 
     Raises:
         ConfigError: a kernel that `kernels` names did not pass.
     """
     platform = platform_at_hand()
-    if config.kernel_check == "off" or (config.kernel_check == "auto" and platform == "cpu") or config.kernels == "xla":
+    if config.kernel_check == "off" or config.kernels == "xla":
+        return {}
+    if config.kernel_check == "auto" and platform == "cpu" and "interpreted" not in config.kernels:
         return {}
     path = cache_home() / "mamba-jax" / "kernels" / f"{_key(config, platform)}.json"
     verdicts = None if config.kernel_check == "always" else _kept(path)

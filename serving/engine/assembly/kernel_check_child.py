@@ -35,12 +35,8 @@ def main() -> None:
         page_size=request["page_size"] or 32, intervals=(1, 16),
     )  # fmt: skip
     interpreted = platform == "cpu"
-    calls = calls_of(
-        load_config(request["model"], hf_overrides=request["hf_overrides"]),
-        "gpu" if interpreted else platform,
-        sizes,
-        dtype=dtype,
-    )
+    config = load_config(request["model"], hf_overrides=request["hf_overrides"])
+    calls = calls_of(config, "gpu" if interpreted else platform, sizes, dtype=dtype)
     compiler = Compiler()
     cases: dict[str, list[tuple[Future[Any], Future[Any] | None]]] = {}
     for call, kernel in with_kernels(calls, platform, interpreted=interpreted):

@@ -11,6 +11,7 @@ class NoPrograms:
 
     compilations = 0
     adapters = None
+    kernels = SimpleNamespace(refused={})
 
     def change_rows(self, rows, batch):
         return rows

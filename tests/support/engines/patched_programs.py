@@ -15,7 +15,7 @@ class PatchedPrograms:
     def __init__(self, shared: StepPrograms, own: StepPrograms | None, compiles: str | None) -> None:
         self.shared, self.own = shared, own
         self.compiles = f"{compiles.capitalize()}Batch" if compiles else ""
-        self.change_rows = shared.change_rows
+        self.change_rows, self.kernels = shared.change_rows, shared.kernels
 
     def step(self, store, rows, batch):
         own = type(batch).__name__ == self.compiles
