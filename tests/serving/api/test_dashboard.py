@@ -29,8 +29,8 @@ def names(server) -> set[str]:
 def test_metrics_have_the_names_of_vllm_on_request():
     counted = Scheduler(small_config(num_pages=9)).stats() | {
         "loop": asdict(LoopStats()), "compilations": 0, "kernel_fallbacks": 0, "running": 3, "prompt_tokens": 10,
-        "cached_tokens": 4, "finished": {"stop": 2}, "pages": {"total": 8, "free": 4, "used": 2, "cached": 2}, "page_size": 16,
-        "adapters": {"max": 4, "running": "a,b"},
+        "cached_tokens": 4, "finished": {"stop": 2}, "pages": {"total": 8, "free": 4, "used": 2, "cached": 2},
+        "page_size": 16, "adapters": {"max": 4, "running": "a,b"},
     }  # fmt: skip
     metrics = Metrics("tiny", vllm_names=True)
     observe = metrics.request(5)
