@@ -41,10 +41,14 @@ class Compiler:
         return self.compiled(lower, options)
 
     def wait(self, seconds: float) -> tuple[int, int, float]:
-        """Waits for all; returns how many are done, how many there are, and the seconds that it took."""
+        """Waits for all; returns how many are done, how many there are, and the seconds that it took.
+
+        After so many seconds it cancels those that have not begun: while a program is compiled, nothing can be timed.
+        """
         begin = time.perf_counter()
-        done, _ = wait(self._jobs, timeout=seconds)
-        return len(done), len(self._jobs), time.perf_counter() - begin
+        done, late = wait(self._jobs, timeout=seconds)
+        count, self._jobs = len(self._jobs), [job for job in late if not job.cancel()]
+        return len(done), count, time.perf_counter() - begin
 
     def close(self) -> bool:
         """Starts no further compilation; returns whether none runs."""

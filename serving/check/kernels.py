@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import CancelledError
 from functools import partial
 from typing import Any
 
@@ -42,7 +43,7 @@ class KernelCheck:
                 found = compiling.result(max(1.0, deadline.left))()
                 wrong = found.wrong
                 about |= {"of allowed error": round(max(found.y, found.states), 4)} if not wrong else {}
-            except TimeoutError:
+            except (TimeoutError, CancelledError):
                 self._report.add("kernel against plain", **about, skipped="it is not compiled yet")
                 continue
             except Exception as error:  # the other cases are still wanted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from concurrent.futures import CancelledError
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ class _Check:
     def __init__(self, model: str, tiny: bool, report: Report, deadline: Deadline, compiler: Compiler) -> None:
         self.model, self.tiny, self.report, self.deadline, self.compiler = model, tiny, report, deadline, compiler
         self.platform = jax.default_backend()
-        self.greedy = True
+        self.greedy, self.wrong = True, 0
 
     def run(self) -> int:
         """Measures, the most important figures first; returns how many results were wrong."""
@@ -82,41 +83,44 @@ class _Check:
         others = [Step("mixed", many), Step("decode", many, drafts=3), Step("decode", rows[0], drafts=3)]
         if not programs.shape.unreplayable_state:
             others += [Step("decode", each, interval=16) for each in rows[1:]]
-        for step in dict.fromkeys([*decode, *prefill, plain, *others]):
-            programs.compile(step)
-        config, cases = load_config(self.model), {}
-        for what, wanted in (
-            ("compared", sizes),
-            ("timed", dataclasses.replace(sizes, rows=timed_rows, steps=(1,))),
-        ):
-            calls = calls_of(config, self.platform, wanted, dtype=dtype)
-            cases[what] = [
-                (call, kernel)
-                for call, kernel in with_kernels(calls, self.platform, interpreted=self.tiny and self.platform != "gpu")
-                if what == "compared" or not call.inner
-            ]
-        kernels = KernelCheck(
-            **cases, report=self.report, compiler=self.compiler, copy=copy, most=2 if self.tiny else 1000
-        )
+
+        def kernels(*, compared: bool) -> KernelCheck:
+            wanted = sizes if compared else dataclasses.replace(sizes, rows=timed_rows, steps=(1,))
+            calls = calls_of(load_config(self.model), self.platform, wanted, dtype=dtype)
+            cases = with_kernels(calls, self.platform, interpreted=self.tiny and self.platform != "gpu")
+            found = KernelCheck(
+                cases if compared else [], [] if compared else [case for case in cases if not case[0].inner],
+                self.report, self.compiler, copy=copy, most=2 if self.tiny else 1000,
+            )  # fmt: skip
+            self._compile()
+            return found
+
+        def compare() -> None:
+            check = kernels(compared=True)
+            check.compare(self.deadline)
+            self.wrong += check.failed
+
         generate = partial(
             time_engine, programs.model, self.model, self.report, self.compiler, requests=4 if self.tiny else 64,
             tokens=8 if self.tiny else 128,
         )  # fmt: skip
 
         def steps(*wanted: Step) -> None:
+            for step in wanted:
+                programs.compile(step)
+            self._compile()
             for step in self.deadline.each("step", wanted):
                 try:
                     programs.time(step, seconds=max(1.0, self.deadline.left))
-                except TimeoutError:
+                except (TimeoutError, CancelledError):
                     self.report.add("step", **step.about, later="it is not compiled yet")
 
         self.deadline.run([
-            Job("compile", 8, self._compile),
-            Job("decode", 2, lambda: steps(*decode)),
-            Job("prefill", 1, lambda: steps(*prefill)),
-            Job("kernels against plain", 2, lambda: kernels.compare(self.deadline)),
-            Job("kernels", 2, lambda: kernels.time(self.deadline)),
-            Job("steps", 2, lambda: steps(plain, *others)),
+            Job("decode", 7, lambda: steps(*decode)),
+            Job("prefill", 3, lambda: steps(*prefill)),
+            Job("kernels against plain", 4, compare),
+            Job("kernels", 4, lambda: kernels(compared=False).time(self.deadline)),
+            Job("steps", 4, lambda: steps(plain, *others)),
             Job("generate", 5, lambda: generate(left=self.deadline.left)),
             Job("kernels of a step", 1, lambda: programs.profile(plain)),
             Job("greedy tokens", 2, self._greedy),
@@ -124,10 +128,11 @@ class _Check:
             Job("collectives", 1, lambda: time_collectives(self.report)),
         ])  # fmt: skip
         self.report.add("implementations", chosen=programs.kernels)
-        return kernels.failed + (not self.greedy)
+        return self.wrong + (not self.greedy)
 
     def _compile(self) -> None:
-        done, count, seconds = self.compiler.wait(self.deadline.left)
+        """Waits for what was submitted: while it is compiled, nothing is timed."""
+        done, count, seconds = self.compiler.wait(0.8 * self.deadline.left)
         self.report.add("compile", programs=count, done=done, seconds=round(seconds, 1))
 
     def _greedy(self) -> None:
