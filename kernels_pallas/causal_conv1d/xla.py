@@ -1,14 +1,11 @@
 """The convolution in plain JAX: a sum of shifted inputs, with a correction at the first tokens of each row."""
 
-from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
 
-from kernels_pallas.places import Packed
 from kernels_pallas.slots import read_slots, write_slots
 from kernels_pallas.windows import read_windows, write_windows
 
@@ -40,16 +37,12 @@ def prefill(convolve, x, weight, bias, store, packed):
     return y, write_slots(store, ends, packed.tiles.write_slot)
 
 
-def windows_of_tiles(
-    inputs: Callable[[Int[Array, "tiles n"]], Float[Array, "tiles n channels"]],
-    window: Float[Array, "rows n channels"],
-    packed: Packed,
-) -> Float[Array, "tiles n channels"]:
-    """Returns the window at the end of each tile.
+def windows_of_tiles(inputs, window, packed):
+    """Returns the window at the end of each tile [tiles, n, channels].
 
     Args:
-        inputs: gives packed tokens by their numbers.
-        window: that of each row before its first token.
+        inputs: gives packed tokens [tiles, n, channels] by their numbers [tiles, n].
+        window: [rows, n, channels], that of each row before its first token.
     """
     keep, tokens, tile_row = window.shape[1], len(packed.token_row), packed.tile_row
     # [tiles, width-1], indices within the row; negative ones lie in the old window.
