@@ -101,15 +101,15 @@ def _compute(row: Row, inputs, state_in, y, state_out, tail, memory, *, by_chann
         here = slice(group * state, (group + 1) * state)
         for head in range(blocks.heads)[blocks.heads_of(group)]:
             one, lanes = slice(head, head + 1), slice(head * head_dim, (head + 1) * head_dim)
-            read, weights, weight_of = form(here, head)
+            sign = jnp.where(is_k, -share[:, one], 1)
+            read, weights, weight_of = form(here, head, sign)
             # A select, not a product: the null slot may hold NaN.
             found = product(weights, old_u[:, lanes], (1, 0)) + jnp.where(row.has_anchor, read, 0)
             found = jnp.where(is_k, share[:, one] * (values[:, lanes] - found), found)
-            sign = jnp.where(is_k, -share[:, one], 1)
             for t in range(steps):
                 # Rounded as it is kept, so that a token counts alike in its own step and in later ones.
                 u = found[t : t + 1].astype(tail_u.dtype).astype(F32)
-                found += weight_of(t) * sign * u
+                found += weight_of(t) * u
             y[0, :, lanes] = jnp.where(real, found[steps : 2 * steps], 0).astype(y.dtype)
             added.append(found[:steps])
     u = row.append(tail_u, jnp.concatenate(added, axis=1).astype(tail_u.dtype), block)
@@ -124,8 +124,8 @@ def _compute(row: Row, inputs, state_in, y, state_out, tail, memory, *, by_chann
 
 
 def _reads(row: Row, product, asked, keys, decays: HeadDecays, of_tokens, state_in):
-    """Returns a function of a group's lanes and a head: what the rows of `asked` read from the anchor, their weights of
-    the entries' tokens, and a function that returns those of a new token [rows, 1].
+    """Returns a function of a group's lanes, a head and signs [rows, 1]: what the rows of `asked` read from the anchor,
+    their weights of the entries' tokens, and a function that returns those of a new token [rows, 1] with their signs.
     """
     (step, is_k), across = of_tokens, row.position(1)
     # What a token reads by its k excludes itself.
@@ -134,13 +134,14 @@ def _reads(row: Row, product, asked, keys, decays: HeadDecays, of_tokens, state_
     passed, ahead, rest = (one[row.block] for one in decays[:3])
     scores: dict[int, Any] = {}  # one product for the heads of a group
 
-    def of_head(here, head):
+    def of_head(here, head, sign):
         if here.start not in scores:
             scores[here.start] = product(asked[:, here], keys[:, here], (1, 1))
         one = slice(head, head + 1)
         # Masked before exp: for later tokens exp could overflow.
         weights = scores[here.start] * jnp.exp(ahead[:, one] - rest[one] + later)
         read = product(asked[:, here], state_in[0, head], (1, 1)) * jnp.exp(passed[:, one])
-        return read, weights, lambda t: jnp.sum(jnp.where(is_new[t], weights, 0), axis=1, keepdims=True)
+        signed = sign * weights
+        return read, weights, lambda t: jnp.sum(jnp.where(is_new[t], signed, 0), axis=1, keepdims=True)
 
     return of_head

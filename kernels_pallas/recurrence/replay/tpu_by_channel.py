@@ -20,7 +20,7 @@ def reads(row: Row, product, asked, keys, logs, new, of_tokens, state_in):
     after = jnp.exp(_until_end(row, old_logs))
     whole = jnp.exp(jnp.sum(old_logs, axis=0, keepdims=True))
 
-    def of_head(here, head):
+    def of_head(here, head, sign):
         state = here.stop - here.start
         channels = slice(head * state, (head + 1) * state)
         # Sums of log decays from after token t up to and with the token of each row: of t = steps - 1, ..., -1.
@@ -36,7 +36,7 @@ def reads(row: Row, product, asked, keys, logs, new, of_tokens, state_in):
             pairs = asked[:, here] * asked[t : t + 1, here] * jnp.exp(between[t + 1])
             # What a token reads by its k excludes itself.
             seen = step >= t + is_k.astype(jnp.int32)
-            return jnp.where(seen, jnp.sum(pairs, axis=1, keepdims=True), 0)
+            return sign * jnp.where(seen, jnp.sum(pairs, axis=1, keepdims=True), 0)
 
         return read, product(decayed, old_keys, (1, 1)), weight_of
 
