@@ -12,7 +12,7 @@ from checkpoints.errors import CheckpointError
 from checkpoints.presets import preset_names
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_WITHOUT_WEIGHTS = ("*.json", "*.jinja", "tiktoken.model")
+_WITHOUT_WEIGHTS = ("*.json", "*.jinja", "tiktoken.model", "tokenizer.model")
 _WEIGHTS = ("*.safetensors",)
 _LEFT_OUT = ("*/*.json", "*/*.safetensors")
 """What lies in folders is the same in other forms; except for further chat templates."""

@@ -1,4 +1,4 @@
-"""Converts text to token ids and back, as the checkpoint's `tokenizer.json` or `tiktoken.model` defines."""
+"""Converts text to token ids and back, by a `tokenizer.json`, a `tiktoken.model` or a `tokenizer.model`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from checkpoints.errors import CheckpointError
 from checkpoints.json_file import read_json_if_present
 from checkpoints.resolve import resolve
 from checkpoints.text.chat import ChatTemplates, Message
+from checkpoints.text.sentencepiece_file import SENTENCEPIECE_FILE, read_sentencepiece
 from checkpoints.text.stream import StreamDecoder
-from checkpoints.text.tiktoken_file import TIKTOKEN_FILE, read_tiktoken
+from checkpoints.text.tiktoken_file import TIKTOKEN_FILE, byte_letters, read_tiktoken
 from checkpoints.text.turns import continued, following_text
 
 TOKENIZER_FILES = (
@@ -25,16 +26,14 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
-    "tokenizer.model",
+    SENTENCEPIECE_FILE,
     TIKTOKEN_FILE,
     "chat_template.jinja",
 )
 MORE_TEMPLATES = "additional_chat_templates"
 """The folder of chat templates with other names than `default`."""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-_VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-_HIDDEN = [byte for byte in range(256) if byte not in _VISIBLE]
-_BYTES = {chr(byte): byte for byte in _VISIBLE} | {chr(256 + i): byte for i, byte in enumerate(_HIDDEN)}
+_BYTES = {letter: byte for byte, letter in byte_letters().items()}
 """The byte of each letter in the tokens of byte-level tokenizers."""
 
 
@@ -63,7 +62,9 @@ class Tokenizer:
         added = (i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self.special_ids = frozenset(added) | {i for i in roles if i is not None}
         """Ids that `decode` leaves out."""
-        self._chat = ChatTemplates(chat_templates or {}, self.special_tokens)
+        self.chat_templates = dict(chat_templates or {})
+        """Texts of the chat templates by name."""
+        self._chat = ChatTemplates(self.chat_templates, self.special_tokens)
 
     def with_chat_template(self, template: str) -> Tokenizer:
         """Returns the same tokenizer with this template in place of all its templates."""
@@ -82,16 +83,11 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether `apply_chat_template` works without a template from the caller."""
-        return bool(self._chat)
-
-    @property
-    def chat_templates(self) -> dict[str, str]:
-        """Texts of the chat templates by name."""
-        return self._chat.sources
+        return bool(self.chat_templates)
 
     def chat_template_mentions(self, text: str) -> bool:
         """Returns whether the chat template has this text in it: models write calls of tools as their template does."""
-        return self._chat.mention(text)
+        return any(text in source for source in self.chat_templates.values())
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns token ids of `text`, by default with the checkpoint's special tokens at the start (and end)."""
@@ -186,17 +182,22 @@ class Tokenizer:
 
 
 def read_tokenizer(directory: Path) -> Tokenizer | None:
-    """Returns the tokenizer of a directory, or None where there is no `tokenizer.json` and no `tiktoken.model`.
+    """Returns the tokenizer of a directory, or None where there is none.
+
+    It is that of `tokenizer.json`, else of `tiktoken.model`, else of SentencePiece's `tokenizer.model`.
 
     Raises:
         CheckpointError: a file is there but broken.
     """
     path, settings = directory / "tokenizer.json", read_json_if_present(directory / "tokenizer_config.json")
     if not path.is_file():
-        other = directory / TIKTOKEN_FILE
-        if not other.is_file():
+        readers = {TIKTOKEN_FILE: read_tiktoken, SENTENCEPIECE_FILE: read_sentencepiece}
+        file = next((name for name in readers if (directory / name).is_file()), None)
+        if file is None:
             return None
-        backend = read_tiktoken(other, settings)
+        older = read_json_if_present(directory / "added_tokens.json")
+        older = {str(token_id): {"content": text} for text, token_id in older.items()}
+        backend = readers[file](directory / file, {"added_tokens_decoder": older, **settings})
     else:
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
@@ -271,7 +272,8 @@ def require_tokenizer(ref: str | Path, *, chat_template: str | None = None) -> T
     tokenizer = load_tokenizer(ref, chat_template=chat_template)
     if tokenizer is None:
         raise CheckpointError(
-            f"{ref}: has no tokenizer.json or {TIKTOKEN_FILE}, so text cannot be used; give token ids instead"
+            f"{ref}: has no tokenizer.json, {TIKTOKEN_FILE} or {SENTENCEPIECE_FILE}, so text cannot be used; "
+            "give token ids instead"
         )
     return tokenizer
 

@@ -201,21 +201,9 @@ class ChatTemplates:
     """The templates of a checkpoint, by name; compiled when first used."""
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, Any]) -> None:
-        self._sources = dict(sources)
+        self._sources = sources
         self._special_tokens = dict(special_tokens)
         self._compiled: dict[str, ChatTemplate] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._sources)
-
-    @property
-    def sources(self) -> dict[str, str]:
-        """Their texts by name."""
-        return dict(self._sources)
-
-    def mention(self, text: str) -> bool:
-        """Returns whether some template has this text in it."""
-        return any(text in source for source in self._sources.values())
 
     def choose(self, template: str | None, *, tools: bool) -> ChatTemplate:
         """Returns the template to use: the name or text asked for, or else `tool_use` with tools and `default` without.

@@ -49,7 +49,7 @@ def read_tiktoken(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
         raise CheckpointError(f"{path}: not a usable tokenizer ({one_line(error)})") from error
     if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([each]) not in ranks for each in range(256)):
         raise CheckpointError(f"{path}: not a usable tokenizer (ranks or single bytes are missing)")
-    letters = _letters()
+    letters = byte_letters()
     texts = {token: "".join(map(letters.__getitem__, token)) for token in ranks}
     merges: list[tuple[str, str]] = []
     for token in sorted(ranks, key=ranks.__getitem__):
@@ -74,7 +74,7 @@ def read_tiktoken(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
     return tokenizer
 
 
-def _letters() -> dict[int, str]:
+def byte_letters() -> dict[int, str]:
     """Returns the character for each byte in byte-level vocabularies."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [each for each in range(256) if each not in plain]

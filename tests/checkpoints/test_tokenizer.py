@@ -122,16 +122,10 @@ def test_no_tokenizer(tmp_path):
     assert read_tokenizer(tmp_path) is None
 
 
-def test_special_tokens_from_strings_and_objects(tmp_path):
-    write(tmp_path, tokenizer_config={"eos_token": {"content": "<|eos|>"}, "bos_token": None})
-    tokenizer = read_tokenizer(tmp_path)
-    assert (tokenizer.eos_token_id, tokenizer.bos_token_id) == (2, None)
-
-
 def test_special_tokens_map_and_ids_fill_the_gaps(tmp_path):
     write(
         tmp_path,
-        tokenizer_config={"eos_token": "<|eos|>"},
+        tokenizer_config={"eos_token": "<|eos|>", "unk_token": None},
         special_tokens_map={"eos_token": "<|pad|>", "bos_token": {"content": "<|bos|>"}},
         generation_config={"pad_token_id": 0, "eos_token_id": [4]},
         config={"bos_token_id": 3},

@@ -1,0 +1,152 @@
+"""Tokenizers in SentencePiece's form: `tokenizer.model`, as older repositories have it in place of `tokenizer.json`.
+
+The file is a message of protocol buffers (`sentencepiece_model.proto`): pieces with scores and types, and how texts are
+normalized before they are split into pieces. Fields that are not named here do not change how texts are encoded.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from checkpoints.errors import CheckpointError, one_line
+from checkpoints.json_file import open_regular
+
+SENTENCEPIECE_FILE = "tokenizer.model"
+_MOST_BYTES = 256 << 20
+_SPACE = "▁"
+_UNIGRAM, _BPE = 1, 2
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
+Fields = dict[int, list[Any]]
+
+
+def read_sentencepiece(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
+    """Reads a tokenizer.
+
+    Args:
+        path: the file.
+        settings: tokenizer_config.json: `added_tokens_decoder`, `add_bos_token` (true without it, if there is such a
+            token), `add_eos_token`, and `legacy` (true without it): texts after special tokens begin with a space too.
+    Raises:
+        CheckpointError: the file is not of this form, or of a kind that is neither BPE nor unigram.
+    """
+    try:
+        with open_regular(path) as file:
+            fields = _message(file.read(_MOST_BYTES))
+        trainer, rules = (_message(_last(fields, number, b"")) for number in (2, 3))
+        pieces = [_message(piece) for piece in fields.get(1, ())]
+        texts = [_last(piece, 1, b"").decode() for piece in pieces]
+        scores = [float(_last(piece, 2, 0.0)) for piece in pieces]
+        kinds = [_last(piece, 3, 1) for piece in pieces]
+        model = _model(_last(trainer, 3, _UNIGRAM), texts, scores, kinds, bool(_last(trainer, 35, 0)))
+        tokenizer = Tokenizer(model)
+        _normalize(tokenizer, rules, legacy=bool(settings.get("legacy", True)))
+        _add_tokens(tokenizer, texts, kinds, settings.get("added_tokens_decoder") or {})
+    except CheckpointError:
+        raise
+    except Exception as error:  # the package raises bare Exception; a file can hold anything
+        raise CheckpointError(f"{path}: not a usable tokenizer ({one_line(error)})") from error
+    # The ids of the tokens that begin and end a text; there may be none (-1, which is a huge number here).
+    ids = _last(trainer, 41, 1), _last(trainer, 42, 2)
+    first, last = (texts[number] if number < len(texts) else None for number in ids)
+    first = first if settings.get("add_bos_token", True) else None
+    last = last if settings.get("add_eos_token") else None
+    ends = [(text, texts.index(text)) for text in (first, last) if text is not None]
+    single = " ".join(text for text in (first, "$A", last) if text is not None)
+    tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=ends)
+    return tokenizer
+
+
+def _model(kind: int, texts: list[str], scores: list[float], kinds: list[int], byte_fallback: bool) -> Any:
+    unknown = kinds.index(_UNKNOWN)
+    if kind == _UNIGRAM:
+        # What is no piece of text must never be chosen; the lowest score of all is not enough for that.
+        usable = [score if kind in (1, 6) else -1e6 for score, kind in zip(scores, kinds, strict=True)]
+        return models.Unigram(list(zip(texts, usable, strict=True)), unknown, byte_fallback)
+    if kind != _BPE:
+        raise ValueError(f"model_type {kind}: BPE and unigram are supported")
+    vocab = {text: number for number, text in enumerate(texts)}
+    merges = []
+    for text, score, kind in zip(texts, scores, kinds, strict=True):
+        cuts = ((text[:at], text[at:]) for at in range(1, len(text))) if kind in (1, _UNUSED) else ()
+        pairs = [(left, right) for left, right in cuts if left in vocab and right in vocab]
+        merges += [(-score, vocab[left], vocab[right], left, right) for left, right in pairs]
+    pairs = [(left, right) for *_, left, right in sorted(merges)]
+    return models.BPE(vocab=vocab, merges=pairs, unk_token=texts[unknown], fuse_unk=True, byte_fallback=byte_fallback)
+
+
+def _normalize(tokenizer: Tokenizer, rules: Fields, *, legacy: bool) -> None:
+    """Sets what happens before texts are split into pieces, and its inverse."""
+    steps: list[Any] = []
+    prefix, charsmap = bool(_last(rules, 3, 1)), _last(rules, 2, b"")
+    if charsmap:
+        steps.append(normalizers.Precompiled(charsmap))
+    if _last(rules, 4, 1):
+        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    if prefix and legacy:
+        steps.append(normalizers.Prepend(_SPACE))
+    if legacy or not prefix:
+        steps.append(normalizers.Replace(" ", _SPACE))
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, prepend_scheme="first", split=False)
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        + ([decoders.Strip(" ", 1, 0)] if prefix else [])
+    )
+
+
+def _add_tokens(tokenizer: Tokenizer, texts: list[str], kinds: list[int], more: Mapping[str, Any]) -> None:
+    """Marks tokens that texts are cut at: special ones, those of the user, and tokenizer_config.json's after them."""
+    own = {_CONTROL: True, _UNKNOWN: True, _USER_DEFINED: False}
+    added = {number: (texts[number], own[kind]) for number, kind in enumerate(kinds) if kind in own}
+    added |= {int(number): (str(each["content"]), bool(each.get("special"))) for number, each in more.items()}
+    for number in range(len(texts), 1 + max(added, default=-1)):
+        added.setdefault(number, (f"<|reserved_token_{number}|>", True))  # ids are given in order, without gaps
+    tokenizer.add_tokens(
+        [AddedToken(text, special=special, normalized=False) for _, (text, special) in sorted(added.items())]
+    )
+
+
+def _last(fields: Fields, number: int, default: Any) -> Any:
+    return fields.get(number, [default])[-1]
+
+
+def _message(data: bytes) -> Fields:
+    """Returns the values of a message's fields by their numbers: integers, float32, or bytes."""
+    found: Fields = {}
+    for number, value in _entries(data):
+        found.setdefault(number, []).append(value)
+    return found
+
+
+def _entries(data: bytes) -> Iterator[tuple[int, Any]]:
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = data[at]
+            at, value, shift = at + 1, value | (byte & 0x7F) << shift, shift + 7
+            if byte < 0x80:
+                return value
+            if shift > 63:
+                raise ValueError("a number of more than 64 bits")
+
+    while at < len(data):
+        key = varint()
+        number, form = key >> 3, key & 7
+        if form == 0:
+            yield number, varint()
+            continue
+        size = {1: 8, 5: 4}[form] if form != 2 else varint()
+        if at + size > len(data):
+            raise ValueError("it is cut off")
+        value: Any = data[at : at + size]
+        at += size
+        yield number, struct.unpack("<f", value)[0] if form == 5 else value

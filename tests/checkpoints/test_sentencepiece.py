@@ -1,0 +1,112 @@
+"""`tokenizer.model`: the tokens are those of SentencePiece's own algorithm, written here from its definition."""
+
+import json
+import random
+import struct
+
+import pytest
+
+from checkpoints.errors import CheckpointError
+from checkpoints.tokenizer import read_tokenizer
+
+NORMAL, UNKNOWN, CONTROL, USER, BYTE = 1, 2, 3, 4, 6
+WORDS = ["▁", "▁t", "he", "▁the", "▁▁", "th", "▁th", "a", "b", "ab", "t", "h", "e", "é", "日", "日本", "本", "ee", "1"]
+SPECIAL = [("<unk>", UNKNOWN), ("<s>", CONTROL), ("</s>", CONTROL), ("<turn>", USER)]
+BYTES = [(f"<0x{each:02X}>", BYTE) for each in range(256)]
+PIECES = [*SPECIAL, *BYTES, *((word, NORMAL) for word in WORDS)]
+SCORES = {word: -float(rank) for rank, word in enumerate(WORDS)}
+
+
+def varint(value):
+    low = bytes([value & 0x7F | (0x80 if value > 0x7F else 0)])
+    return low + (varint(value >> 7) if value > 0x7F else b"")
+
+
+def field(number, value):
+    """A field of a protocol buffer: a number, a float, or bytes."""
+    if isinstance(value, int):
+        return varint(number << 3) + varint(value)
+    if isinstance(value, float):
+        return varint(number << 3 | 5) + struct.pack("<f", value)
+    return varint(number << 3 | 2) + varint(len(value)) + value
+
+
+def write(directory, *, kind=2, prefix=1, whitespace=0, **settings):
+    pieces = (field(1, text.encode()) + field(2, SCORES.get(text, 0.0)) + field(3, of) for text, of in PIECES)
+    trainer = field(3, kind) + field(35, 1) + field(43, (1 << 64) - 1)
+    rules = field(3, prefix) + field(4, whitespace)
+    content = b"".join(field(1, piece) for piece in pieces) + field(2, trainer) + field(3, rules)
+    (directory / "tokenizer.model").write_bytes(content)
+    (directory / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>", **settings}))
+    return read_tokenizer(directory)
+
+
+def best(text, kind):
+    """The pieces of a text: BPE merges the pair with the highest score, the first of equal ones; unigram takes the
+    pieces with the highest sum of scores."""
+    if kind == 2:
+        parts = list(text)
+        while True:
+            pairs = [(SCORES.get(parts[i] + parts[i + 1], -1e9), -i) for i in range(len(parts) - 1)]
+            score, at = max(pairs, default=(-1e9, 0))
+            if score == -1e9:
+                break
+            parts[-at : 2 - at] = [parts[-at] + parts[1 - at]]
+        return parts
+    ways = [(0.0, [])]
+    for end in range(1, len(text) + 1):
+        cuts = ((start, text[start:end]) for start in range(end))
+        # Unknown characters cost ten more than the worst piece.
+        known = [(start, piece, SCORES.get(piece, min(SCORES.values()) - 10)) for start, piece in cuts
+                 if piece in SCORES or len(piece) == 1]  # fmt: skip
+        ways.append(max((ways[start][0] + score, [*ways[start][1], piece]) for start, piece, score in known))
+    return ways[-1][1]
+
+
+@pytest.mark.parametrize("kind", [1, 2], ids=["unigram", "BPE"])
+@pytest.mark.parametrize("prefix", [0, 1])
+@pytest.mark.parametrize("whitespace", [0, 1])
+def test_tokens_are_those_of_its_own_algorithm(tmp_path, kind, prefix, whitespace):
+    tokenizer, rng = write(tmp_path, kind=kind, prefix=prefix, whitespace=whitespace), random.Random(0)
+    ids = {text: number for number, (text, _) in enumerate(PIECES)}
+    for _ in range(500):
+        text = "".join(rng.choice("  thheeab日本é1x\n😀") for _ in range(rng.randint(1, 20)))
+        normal = " ".join(part for part in text.split(" ") if part) if whitespace else text
+        if not normal:
+            continue
+        expected = []
+        for piece in best("▁" * prefix + normal.replace(" ", "▁"), kind):
+            as_bytes = (f"<0x{byte:02X}>" for byte in piece.encode())
+            expected += [ids[piece]] if piece in ids else [ids[byte] for byte in as_bytes]
+        found = tokenizer.encode(text, add_special_tokens=False)
+        if kind == 1:  # ways with equal sums
+            score = lambda tokens: sum(SCORES.get(PIECES[token][0], 0) for token in tokens)  # noqa: E731
+            assert score(found) == score(expected), text
+        else:
+            assert found == expected, text
+        assert tokenizer.decode(found) == normal
+        shown = b"".join(map(tokenizer.token_bytes, found)).decode()
+        assert shown.replace(" ", "") == normal.replace(" ", "")
+
+
+def test_special_tokens_and_what_begins_a_text(tmp_path):
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<pad>": len(PIECES) + 1}))
+    tokenizer = write(tmp_path)
+    the = len(SPECIAL) + 256 + WORDS.index("▁the")
+    assert tokenizer.encode("the") == [1, the]
+    assert tokenizer.encode("the<turn>the</s><pad>") == [1, the, 3, the, 2, len(PIECES) + 1]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.vocab_size) == (1, 2, len(PIECES) + 2)
+    assert write(tmp_path, add_bos_token=False, add_eos_token=True).encode("the") == [the, 2]
+    assert write(tmp_path, legacy=False).encode("the<turn>th") == [1, the, 3, the - 3 + WORDS.index("th")]
+    added = {str(len(PIECES)): {"content": "[X]", "special": True}}
+    assert write(tmp_path, added_tokens_decoder=added).encode("[X]") == [1, len(PIECES)]
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"\x0a\x05ab", field(1, field(1, b"a")), b"\x0a" + b"\xff" * 12])
+def test_a_broken_file_is_named(tmp_path, content):
+    (tmp_path / "tokenizer.model").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model: not a usable tokenizer \([^\n]+\)$"):
+        read_tokenizer(tmp_path)
+    write(tmp_path)
+    with pytest.raises(CheckpointError, match="model_type 3: BPE and unigram are supported"):
+        write(tmp_path, kind=3)
