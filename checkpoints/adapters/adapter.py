@@ -6,7 +6,6 @@ See `checkpoints.adapters.initial_state` for the file of the latter.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import re
@@ -18,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints.adapters.initial_state import INITIAL_STATE_FILE, InitialState, read_initial_state
+from checkpoints.adapters.initial_state import INITIAL_STATE_FILE, InitialState, digest_of, read_initial_state
 from checkpoints.errors import CheckpointError, one_line
-from checkpoints.json_file import read_json
+from checkpoints.json_file import MOST_JSON, read_json
+from checkpoints.quantised.parameters import own_rows
 from checkpoints.tensors.safetensors_file import SafetensorsFile
 from mamba_jax.adapters import Target, targets
 from mamba_jax.config import HybridConfig
@@ -33,9 +33,10 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MODULE_PREFIX = "base_model.model."
 """The prefix of modules' names in the files."""
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<part>[AB])(?:\.default)?\.weight")
+_FUSED = ("qkv", "qkvz", "ba")
+"""Fused projections of delta nets: a letter for each of the layers that they are here."""
+_PREFIXES = ("", *TEXT_PREFIXES)
 _FLOATS = ("F32", "F16", "BF16")
-_MOST_HEADER = 16 << 20
-"""Maximum bytes of a file's list of tensors."""
 _MOST_MESSAGE = 500
 _ORDINARY_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "true", "false")
 """Values of `init_lora_weights` that leave the base model's weights as they are."""
@@ -49,12 +50,13 @@ _KNOWN = frozenset((
 ))  # fmt: skip
 """Fields of adapter_config.json that are read here, or that only select the tensors of the file."""
 _EXPLAINED: Mapping[str, str] = {
-    "use_dora": "DoRA is",
+    "use_dora": "magnitudes (DoRA) are",
     "modules_to_save": "modules that were trained as a whole are",
     "lora_bias": "biases of adapters are",
     "fan_in_fan_out": "transposed weights are",
 }
 """Fields that must be unset, like every unknown field, and what they request."""
+_MERGE = "; merge the adapter into the model's weights with PEFT's merge_and_unload"
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ def _read_lora(folder: Path, config: HybridConfig, max_rank: int | None) -> Adap
     file = folder / WEIGHTS_FILE
     if not os.path.lexists(file):
         raise CheckpointError(f"{folder}: has no {WEIGHTS_FILE}; other formats of weights are not supported")
-    stored = SafetensorsFile(file, _MOST_HEADER)
+    stored = SafetensorsFile(file, MOST_JSON)
     known = _targets_of(config)
     layers: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     experts: dict[str, dict[_Place, tuple[np.ndarray, np.ndarray]]] = {}
@@ -154,16 +156,8 @@ def _read_lora(folder: Path, config: HybridConfig, max_rank: int | None) -> Adap
     rank = max(pair.rank for pair, *_ in checked)
     for path, pieces in experts.items():
         layers[path] = _stacked(known.targets[path], pieces)
-    return Adapter(layers, rank, _digest(layers), scales.base)
-
-
-def _digest(layers: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> str:
-    digest = hashlib.sha256()
-    for layer, (a, b) in sorted(layers.items()):
-        digest.update(json.dumps([layer, a.shape, b.shape]).encode())
-        digest.update(np.ascontiguousarray(a).data)
-        digest.update(np.ascontiguousarray(b).data)
-    return digest.hexdigest()
+    digest = digest_of({layer: dict(zip("AB", pair, strict=True)) for layer, pair in layers.items()})
+    return Adapter(layers, rank, digest, scales.base)
 
 
 @dataclass(frozen=True)
@@ -229,8 +223,8 @@ class _Scales:
             raise CheckpointError(f"{self._file}: peft_type {kind!r} is not supported: only 'LORA' is")
         for field, value in config.items():
             if value and field not in _KNOWN:
-                what = _EXPLAINED.get(field, "this is")
-                raise CheckpointError(f"{self._file}: {field} is {str(value)[:80]}: {what} not supported")
+                what, instead = _EXPLAINED.get(field, "this is"), _MERGE if field in _EXPLAINED else ""
+                raise CheckpointError(f"{self._file}: {field} is {str(value)[:80]}: {what} not supported{instead}")
         if (bias := config.get("bias", "none")) != "none":
             raise CheckpointError(f"{self._file}: bias {bias!r} is not supported: only 'none' is")
         if (start := config.get("init_lora_weights")) not in _ORDINARY_STARTS:
@@ -240,8 +234,8 @@ class _Scales:
             )
         base = config.get("base_model_name_or_path")
         self.base = base if isinstance(base, str) else None
-        self._rank = self._number(config, "r")
-        self._alpha = self._number(config, "lora_alpha")
+        self._rank = self._positive("r", config.get("r"))
+        self._alpha = self._positive("lora_alpha", config.get("lora_alpha"))
         self._ranks = self._patterns(config, "rank_pattern")
         self._alphas = self._patterns(config, "alpha_pattern")
         self._stable = bool(config.get("use_rslora"))
@@ -257,9 +251,6 @@ class _Scales:
             raise CheckpointError(f"{self._file}: {module} has rank {rank}, but the config says {wanted:g}")
         alpha = _matching(self._alphas, module, self._alpha)
         return alpha / (math.sqrt(rank) if self._stable else rank)
-
-    def _number(self, config: Mapping[str, Any], name: str) -> float:
-        return self._positive(name, config.get(name))
 
     def _patterns(self, config: Mapping[str, Any], name: str) -> _Patterns:
         found = config.get(name) or {}
@@ -346,7 +337,7 @@ class _Targets:
             return []
         sources = self._of(pair.module)
         if not sources:
-            raise CheckpointError(f"{pair.file}: the model has no module {pair.module}")
+            return self._parts(pair)
         found = []
         for path, source in sources:
             layer = path.removesuffix(".weight")
@@ -356,6 +347,23 @@ class _Targets:
             stored = source.stored((math.prod(target.outputs), target.inputs))
             pair.check(stored[0], target.inputs)
             found.append((layer, stored_rows(source, stored[0])))
+        return found
+
+    def _parts(self, pair: _Pair) -> list[tuple[str, np.ndarray]]:
+        """As `find`, for a part of a delta net's fused projection: `in_proj_q`, or `in_proj_qkv` of `in_proj_qkvz`."""
+        parent, _, letters = pair.module.rpartition(".in_proj_")
+        names = [f"{parent.removeprefix(prefix)}.in_proj_{fused}.weight" for prefix in _PREFIXES for fused in _FUSED]
+        layers = {path.removesuffix("_proj.weight")[-1]: path.removesuffix(".weight")
+                  for name in names for path, _ in self._names.get(name, ())}  # fmt: skip
+        if not letters or len(set(letters)) < len(letters) or not set(letters) <= set(layers):
+            raise CheckpointError(f"{pair.file}: the model has no module {pair.module}")
+        found, outputs = [], 0
+        for letter in letters:
+            target = self.targets[layers[letter]]
+            rows = outputs + np.arange(math.prod(target.outputs))
+            found.append((layers[letter], rows))
+            outputs += len(rows)
+        pair.check(outputs, target.inputs)
         return found
 
     def find_expert(self, pair: _Pair) -> _Place | None:
@@ -378,11 +386,10 @@ class _Targets:
 
     def _known(self, module: str) -> str:
         """Returns the module's name in the model's own checkpoints; `module` itself if there is none."""
-        names = (module.removeprefix(prefix) for prefix in ("", *TEXT_PREFIXES))
+        names = (module.removeprefix(prefix) for prefix in _PREFIXES)
         return next((name for name in names if f"{name}.weight" in self._names), module)
 
 
 def stored_rows(source: HFSource, stored: int) -> np.ndarray:
     """Which of the `stored` rows of a tensor belong to a source, in its order."""
-    pieces = np.arange(stored).reshape(source.pieces, -1)
-    return (pieces if source.rows is None else pieces[:, slice(*source.rows)]).reshape(-1)
+    return own_rows(source, np.arange(stored)).reshape(-1)

@@ -21,12 +21,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 from safetensors.numpy import save_file
 
 from checkpoints.errors import CheckpointError
+from checkpoints.json_file import MOST_JSON
 from checkpoints.tensors.safetensors_file import SafetensorsFile
 from mamba_jax.config import HybridConfig, Role, StateArray, StateUnit
 
@@ -35,8 +37,6 @@ INITIAL_STATE_FILE = "initial_state.safetensors"
 LayerState = Mapping[str, Float[np.ndarray, "..."]]
 """`state` and `window` of a layer, or one of them."""
 
-_MOST_HEADER = 16 << 20
-"""Maximum bytes of the file's list of tensors."""
 _FORMAT = {"format": "mamba-jax-initial-state", "version": "1"}
 _NAME = re.compile(r"layers\.(?P<index>0|[1-9][0-9]{0,5})\.(?P<part>state|window)")
 
@@ -91,7 +91,7 @@ def read_initial_state(path: str | Path, config: HybridConfig) -> InitialState:
     """
     file = Path(path).expanduser()
     file = file / INITIAL_STATE_FILE if file.is_dir() else file
-    stored = SafetensorsFile(file, _MOST_HEADER)
+    stored = SafetensorsFile(file, MOST_JSON)
     for field, expected in (_FORMAT | {"model_type": config.family}).items():
         if (value := stored.metadata.get(field)) != expected:
             raise CheckpointError(f"{file}: {field} is {str(value)[:80]!r}: expected {expected!r}")
@@ -106,7 +106,7 @@ def read_initial_state(path: str | Path, config: HybridConfig) -> InitialState:
     _check_shapes(str(file), shapes, config)  # before a number is read: so the model bounds what is read
     layers = {index: {part: stored.copy(f"layers.{index}.{part}") for part in parts} for index, parts in shapes.items()}
     _check_finite(str(file), layers)
-    return InitialState(layers, _digest(layers))
+    return InitialState(layers, digest_of(layers))
 
 
 def write_initial_state(path: str | Path, layers: Mapping[int, LayerState], config: HybridConfig) -> Path:
@@ -186,7 +186,8 @@ def _check_finite(what: str, layers: Mapping[int, LayerState]) -> None:
                 raise CheckpointError(f"{what}: layers.{index}.{part} has numbers that are not finite")
 
 
-def _digest(layers: Mapping[int, LayerState]) -> str:
+def digest_of(layers: Mapping[Any, LayerState]) -> str:
+    """Returns a digest of all names, shapes and numbers: layers with equal digests are equal."""
     digest = hashlib.sha256()
     for index, layer in sorted(layers.items()):
         for part, value in sorted(layer.items()):

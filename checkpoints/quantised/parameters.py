@@ -40,35 +40,24 @@ def parts_of(
     first = stored[0]
     # Publishers omit the input scale of modules that their calibration data never used; then the weight has none.
     parts = [part for part in first.parts if part != INPUT_SCALE or all(part in one.parts for one in stored)]
-    return {
-        f"{path}.{part}": _readable(
-            f"{path}.{part}", part, shape, source, [one.parts[part] for one in stored], shardings, release
-        )
-        for part in parts
-    }
-
-
-def _readable(
-    path: str,
-    part: str,
-    shape: tuple[int, ...],
-    source: HFSource,
-    stored: Sequence[Part],
-    shardings: Shardings,
-    release: Callable[[str], None],
-) -> Readable:
     *lead, outputs, inputs = shape
-    groups = stored[0].groups
-    if part == "values":
-        own: tuple[int, ...] = tuple(shape)
-    elif part in ("channel_scale", "input_scale"):
-        own = (*lead, outputs)
-    else:
-        groups = divisible_groups(path, groups, inputs, sharding_of(shardings, path), len(shape))
-        own = (*lead, groups, outputs)
-    target = jax.ShapeDtypeStruct(own, stored[0].dtype)
-    by_groups = len(own) == len(shape) and part != "values"
-    return target, _PartReader(source, stored, target, release, by_groups=by_groups)
+    found: dict[str, Readable] = {}
+    for part in parts:
+        full, own = f"{path}.{part}", first.parts[part]
+        shapes = {"values": tuple(shape), "channel_scale": (*lead, outputs), INPUT_SCALE: (*lead, outputs)}
+        if part not in shapes:
+            groups = divisible_groups(full, own.groups, inputs, sharding_of(shardings, full), len(shape))
+            shapes[part] = (*lead, groups, outputs)
+        target = jax.ShapeDtypeStruct(shapes[part], own.dtype)
+        found[full] = target, _PartReader(source, [one.parts[part] for one in stored], target, release)
+    return found
+
+
+def own_rows(source: HFSource, values: np.ndarray) -> np.ndarray:
+    """Returns a source's rows of a stored tensor."""
+    if source.rows is None:
+        return values
+    return values.reshape(source.pieces, -1, *values.shape[1:])[:, slice(*source.rows)]
 
 
 def divisible_groups(path: str, groups: int, inputs: int, sharding: Sharding | None, rank: int) -> int:
@@ -87,16 +76,9 @@ class _PartReader:
     """Reads pieces of one part of one weight."""
 
     def __init__(
-        self,
-        source: HFSource,
-        stored: Sequence[Part],
-        target: jax.ShapeDtypeStruct,
-        release: Callable[[str], None],
-        *,
-        by_groups: bool,
+        self, source: HFSource, stored: Sequence[Part], target: jax.ShapeDtypeStruct, release: Callable[[str], None]
     ) -> None:
-        self._source, self._stored, self._target, self._by_groups = source, stored, target, by_groups
-        self._release = release
+        self._source, self._stored, self._target, self._release = source, stored, target, release
         self._whole: np.ndarray | None = None
 
     def __call__(self, index: Index) -> np.ndarray:
@@ -116,14 +98,9 @@ class _PartReader:
         return stacked
 
     def _one(self, part: Part, shape: tuple[int, ...]) -> np.ndarray:
-        if not self._by_groups:
-            return self._rows(part.read()).reshape(shape)
+        if not part.groups:
+            return own_rows(self._source, part.read()).reshape(shape)
         *lead, groups, outputs = shape
-        by_output = self._rows(np.swapaxes(part.read(), -1, -2))
+        by_output = own_rows(self._source, np.swapaxes(part.read(), -1, -2))
         by_output = np.repeat(by_output, groups // by_output.shape[-1], axis=-1)
         return np.swapaxes(by_output.reshape(*lead, outputs, groups), -1, -2)
-
-    def _rows(self, values: np.ndarray) -> np.ndarray:
-        if self._source.rows is None:
-            return values
-        return values.reshape(self._source.pieces, -1, *values.shape[1:])[:, slice(*self._source.rows)]

@@ -45,6 +45,10 @@ FAMILIES: tuple[Family, ...] = (
     recurrent_gemma.FAMILY,
 )
 
+_OF_FLA = (
+    "comba", "delta_net", "gated_deltanet", "gated_deltaproduct", "gla", "gsa", "hgrn", "hgrn2", "kda", "lightnet",
+    "linear_attn", "log_linear_mamba2", "mesa_net", "mom", "retnet", "rodimus", "samba",
+)  # fmt: skip
 UNSUPPORTED: Mapping[str, tuple[str, str]] = {
     "bailing_moe_linear": ("Ling and Ring 2.0", "norms and rotary positions in lightning attention"),
     "bailing_moe_v2_5": (
@@ -54,6 +58,8 @@ UNSUPPORTED: Mapping[str, tuple[str, str]] = {
     "dory": ("Nemotron-Labs-Dory", "layers that run several times"),
     "gigachat35": ("GigaChat 3.5", "gated delta nets together with latent attention, and a reference implementation"),
     "glm5_next": ("GLM-5.3-Flash", "residual connections through attention"),
+    "huginn_raven": ("Huginn", "layers that run several times"),
+    "hymba": ("Hymba", "heads in the Mamba-1 recurrence beside attention, tokens that are always in front"),
     "inkling_mm_model": ("Inkling", "short convolutions in attention and MLP layers"),
     "inkling2": ("Inkling 2", "short convolutions in attention and MLP layers"),
     "inkling2_loop": (
@@ -62,15 +68,21 @@ UNSUPPORTED: Mapping[str, tuple[str, str]] = {
     ),
     "kimi_k3": ("Kimi K3", "residual connections through attention, latent experts"),
     "nemotron_h_puzzle": ("Nemotron Puzzle", "blocks of different sizes"),
+    "ouro": ("Ouro", "layers that run several times"),
     "phi4flash": ("Phi-4-mini-flash", "differential attention, memory units that share a state"),
     "plamo2": ("PLaMo 2", "its variant of Mamba-2"),
     "plamo3": ("PLaMo 3", "a reference implementation to compare with"),
     "qwen4_exp": ("Qwen3.8-Flash-Next", "sparse attention, n-gram embeddings"),
     "rwkv": ("RWKV-4", "its recurrence"),
+    **dict.fromkeys(("rwkv5", "rwkv6", "rwkv6qwen2", "rwkv_hybrid"), ("RWKV-5 and RWKV-6", "their recurrences")),
     "rwkv7": ("RWKV-7", "its recurrence"),
+    "stripedhyena": ("StripedHyena", "its long convolutions"),
     "xlstm": ("xLSTM", "its recurrence"),
     "zamba": ("Zamba 1", "heads in the Mamba-1 recurrence"),
     "zaya": ("ZAYA", "its convolutional attention"),
+    **dict.fromkeys(
+        _OF_FLA, ("flash-linear-attention's", "its layers, and a checkpoint of a useful size to compare with")
+    ),
 }
 """Recurrent models that are not supported, by the `model_type` of their config.json, and what they need."""
 

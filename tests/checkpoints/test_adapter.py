@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import struct
 
@@ -13,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from checkpoints import load_config
 from checkpoints.adapters import adapter
-from checkpoints.adapters.adapter import CONFIG_FILE, WEIGHTS_FILE, read_adapter
+from checkpoints.adapters.adapter import CONFIG_FILE, MODULE_PREFIX, WEIGHTS_FILE, _targets_of, read_adapter
 from checkpoints.adapters.initial_state import INITIAL_STATE_FILE
 from checkpoints.errors import CheckpointError
 from tests.support.models.golden_case import FIXTURES
@@ -49,6 +50,30 @@ def test_a_fused_projection_is_taken_apart_and_scaled(directory):
     assert read.rank == 3
 
 
+@pytest.mark.parametrize("name", ["qwen35-moe", "qwen3next-dense"])
+def test_parts_of_a_fused_projection_may_have_adapters_of_their_own(tmp_path, name):
+    config, rng, parent = load_config(FIXTURES / name), np.random.default_rng(0), "model.layers.0.linear_attn.in_proj"
+    sizes = {part: math.prod(_targets_of(config).targets[f"blocks.0.mixer.{part}_proj"].outputs) for part in "qkvzba"}
+    modules = ["q", "kv", "z", "b", "a"] if name == "qwen35-moe" else ["qkv", "z", "a", "b"]
+    tensors = {}
+    for module in modules:
+        outputs = sum(sizes[part] for part in module)
+        for part, shape in (("A", (2, config.hidden_size)), ("B", (outputs, 2))):
+            tensors[f"{MODULE_PREFIX}{parent}_{module}.lora_{part}.weight"] = rng.normal(size=shape).astype(np.float32)
+    save_file(tensors, tmp_path / WEIGHTS_FILE)
+    (tmp_path / CONFIG_FILE).write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
+    layers = read_adapter(tmp_path, config).layers
+    for module in modules:
+        a, b = (tensors[f"{MODULE_PREFIX}{parent}_{module}.lora_{part}.weight"] for part in "AB")
+        pairs = [layers[f"blocks.0.mixer.{part}_proj"] for part in module]
+        np.testing.assert_array_equal(np.concatenate([own for _, own in pairs]), b)
+        assert all((own == a).all() for own, _ in pairs)
+    wrong = {key.replace("in_proj_z", "in_proj_qz"): value for key, value in tensors.items()}
+    save_file(wrong, tmp_path / WEIGHTS_FILE)
+    with pytest.raises(CheckpointError, match=r"in_proj_qz has lora_A|no module .*in_proj_qz"):
+        read_adapter(tmp_path, config)
+
+
 def test_scale_follows_the_config(directory):
     plain = read_adapter(directory, CONFIG).layers["blocks.2.mixer.in_proj_dt"][1]
     configure(directory, use_rslora=True)
@@ -68,6 +93,16 @@ def test_the_digest_is_of_the_content(directory, tmp_path):
     assert read_adapter(copy, CONFIG).digest != first
     change(directory, lambda tensors: tensors[f"{IN_PROJ}.lora_A.weight"].__setitem__((0, 0), 1))
     assert read_adapter(directory, CONFIG).digest != first
+
+
+def refusal(path, max_rank=8):
+    """The message for an adapter that is refused: one line that any client can be sent."""
+    with pytest.raises(CheckpointError) as caught:
+        read_adapter(path, CONFIG, max_rank=max_rank)
+    message = str(caught.value)
+    assert message.isprintable()
+    assert len(message.encode()) < 2000
+    return message
 
 
 def renamed(old, new):
@@ -106,17 +141,15 @@ def replaced(name, value):
 )
 def test_wrong_tensors_are_refused(directory, change_tensors, message):
     change(directory, change_tensors)
-    with pytest.raises(CheckpointError, match=message) as caught:
-        read_adapter(directory, CONFIG)
-    assert "\n" not in str(caught.value)
+    assert re.search(message, refusal(directory))
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported"),
-        ({"use_dora": True}, "DoRA is not supported"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
+        ({"use_dora": True}, r"magnitudes \(DoRA\) are not supported; merge the adapter .* merge_and_unload"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is .* merge_and_unload"),
         ({"bias": "all"}, "bias 'all' is not supported"),
         ({"fan_in_fan_out": True}, "transposed weights"),
         ({"new_method": {"a": 1}}, "new_method is"),
@@ -127,7 +160,6 @@ def test_wrong_tensors_are_refused(directory, change_tensors, message):
         ({"lora_alpha": 10**400}, "lora_alpha is 1000"),
         ({"lora_alpha": float("inf")}, "lora_alpha is inf"),
         ({"lora_alpha": "16"}, "lora_alpha is 16: a number"),
-        ({"lora_alpha": {"__float__": [1]}}, "not valid JSON"),
         ({"alpha_pattern": {"in_proj": 1e39}}, r"alpha_pattern is 1e\+39"),
         ({"rank_pattern": [1]}, "rank_pattern is .*: an object"),
         ({"bias": {"a": []}}, "bias .* is not supported"),
@@ -137,21 +169,17 @@ def test_wrong_tensors_are_refused(directory, change_tensors, message):
 )
 def test_what_is_not_supported_is_refused(directory, fields, message):
     configure(directory, **fields)
-    with pytest.raises(CheckpointError, match=message):
-        read_adapter(directory, CONFIG)
+    assert re.search(message, refusal(directory))
 
 
 def test_a_rank_above_the_limit_is_refused(directory):
-    with pytest.raises(CheckpointError, match="rank 3, more than max_lora_rank 2"):
-        read_adapter(directory, CONFIG, max_rank=2)
+    assert "rank 3, more than max_lora_rank 2" in refusal(directory, max_rank=2)
 
 
 def test_a_directory_without_an_adapter_is_refused(directory, tmp_path):
     (directory / WEIGHTS_FILE).unlink()
-    with pytest.raises(CheckpointError, match=r"has no adapter_model\.safetensors"):
-        read_adapter(directory, CONFIG)
-    with pytest.raises(CheckpointError, match="not a directory"):
-        read_adapter(tmp_path / "absent", CONFIG)
+    assert "has no adapter_model.safetensors" in refusal(directory)
+    assert "not a directory" in refusal(tmp_path / "absent")
 
 
 def deep(opening):
@@ -173,16 +201,6 @@ HEADERS = {
 }
 
 
-def refusal(path):
-    """The message for an adapter that is refused: one line that any client can be sent."""
-    with pytest.raises(CheckpointError) as caught:
-        read_adapter(path, CONFIG, max_rank=8)
-    message = str(caught.value)
-    assert message.isprintable()
-    assert len(message.encode()) < 2000
-    return message
-
-
 @pytest.mark.parametrize("file", [WEIGHTS_FILE, INITIAL_STATE_FILE])
 @pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
 def test_hostile_headers_are_refused(directory, header, file):
@@ -195,7 +213,7 @@ def test_hostile_headers_are_refused(directory, header, file):
     [
         deep("["),
         deep('{"a":'),
-        '{"lora_alpha": {"__float__": [1]}}',
+        '{"r": {"__float__": [1]}}',
         '{"r": %s}' % ("9" * 5000),
         "\0",
         "NaN",
