@@ -21,10 +21,10 @@ from checkpoints.generation import GenerationConfig, read_generation_config
 from checkpoints.orbax import read_description, restore_orbax, stored_parameters
 from checkpoints.placing import Shardings, abstract_parameters, nbytes
 from checkpoints.presets import PRESETS
-from checkpoints.quantised import LogicalTensors, read_quantisation
+from checkpoints.quantised.description import read_quantisation
 from checkpoints.quantised.rounding import Selection
 from checkpoints.quantised.stored import StoredWeight
-from checkpoints.quantised.tensors import CACHE_SCALES, by_place
+from checkpoints.quantised.tensors import CACHE_SCALES, UNUSED_SCALES, LogicalTensors, by_place
 from checkpoints.random import dummy_parameters
 from checkpoints.resolve import Reference, ReferenceKind, resolve
 from checkpoints.tensors.file_digest import FileHasher
@@ -46,7 +46,6 @@ from mamba_jax.modules.quantised import can_be_quantised
 log = logging.getLogger(__name__)
 
 DTYPES = ("float32", "bfloat16", "float16")
-LoadFormat = Literal["auto", "dummy"]
 
 
 Overrides = Mapping[str, Any] | str | None
@@ -74,7 +73,7 @@ class Checkpoint:
     """`demo`, a Hugging Face or Orbax directory; with dummy weights also the name of a published size."""
     dtype: Any = "auto"
     """`auto` is float32 on CPU and the checkpoint's elsewhere; or a name or dtype."""
-    load_format: LoadFormat = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
     """`dummy` draws random weights instead of reading any."""
     seed: int = 0
     """Of dummy weights."""
@@ -110,7 +109,7 @@ class Checkpoint:
         if self.load_format == "dummy":
             config = self.config
             arrays = dummy_parameters(
-                abstract_parameters(config, _dtype(self.dtype, None)),
+                abstract_parameters(config, chosen_dtype(self.dtype)),
                 seed=self.seed,
                 tied=config.tie_word_embeddings,
                 selection=self._selection(config),
@@ -122,7 +121,7 @@ class Checkpoint:
         if self.reference.kind is ReferenceKind.ORBAX:
             if self.quantization is not None:
                 raise CheckpointError(f"{name}: quantize when converting: mamba-jax convert --quantization")
-            dtype = _dtype(self.dtype, read_description(files).dtype)
+            dtype = chosen_dtype(self.dtype, read_description(files).dtype)
             return restore_orbax(files, dtype=dtype, shardings=sharding, progress=progress, hasher=hasher)
         tensors = self._tensors(hasher)
         config = as_stored(self.config, tensors.names)
@@ -137,9 +136,9 @@ class Checkpoint:
         arrays = read_parameters(
             name,
             tensors,
-            abstract_parameters(config, _dtype(self.dtype, _stored_dtype(self._fields))),
+            abstract_parameters(config, chosen_dtype(self.dtype, _stored_dtype(self._fields))),
             sources,
-            ignored=(*ignored(config), CACHE_SCALES),
+            ignored=(*ignored(config), CACHE_SCALES, UNUSED_SCALES),
             quantised=_kept_narrow(config, tensors, sources),
             selection=self._selection(config),
             shardings=sharding,
@@ -166,13 +165,14 @@ class Checkpoint:
         if not dummy and self.reference.kind is ReferenceKind.HUGGING_FACE and self._quantisation is not None:
             # Stays as narrow as it is stored.
             return sum(path.stat().st_size for path in self.reference.files.glob("*.safetensors"))
-        shapes = abstract_parameters(self.config, _dtype(self.dtype, None if dummy else source_dtype(self.reference)))
+        stored = None if dummy else source_dtype(self.reference)
+        shapes = abstract_parameters(self.config, chosen_dtype(self.dtype, stored))
         selection = self._selection(self.config)
         return sum(map(nbytes, (shapes if selection is None else selection.parameters(shapes, None)).values()))
 
     def shapes(self, sharding: Shardings = None) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns shapes and dtypes of the parameters that `load` would load, by dotted path; no weights are read."""
-        dtype = _dtype(self.dtype, None)
+        dtype = chosen_dtype(self.dtype)
         wide = abstract_parameters(self.config, dtype)
         if self.reference.kind is ReferenceKind.ORBAX:
             return stored_parameters(read_description(self.reference.files), dtype)
@@ -293,11 +293,6 @@ def _stored_dtype(fields: Mapping[str, Any]) -> str | None:
     return str(name).removeprefix("torch.") if name else None
 
 
-def default_dtype(wanted: Any) -> np.dtype:
-    """Returns the dtype that the flag means for weights of which nothing else is known."""
-    return _dtype(wanted, None)
-
-
 def source_dtype(reference: Reference) -> Any:
     """Returns the dtype of most stored bytes."""
     if reference.kind is ReferenceKind.ORBAX:
@@ -306,8 +301,8 @@ def source_dtype(reference: Reference) -> Any:
     return stored if stored in DTYPES else "float32"
 
 
-def _dtype(wanted: Any, stored: str | None) -> np.dtype:
-    """Returns the dtype to load with."""
+def chosen_dtype(wanted: Any, stored: str | None = None) -> np.dtype:
+    """Returns the dtype to load with: that of the flag, for weights whose dtype in config.json is `stored`."""
     if isinstance(wanted, str) and wanted == "auto":
         if jax.default_backend() == "cpu":
             return np.dtype(np.float32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -9,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints.errors import CheckpointError, listing, one_line
-from checkpoints.json_file import read_json
+from checkpoints.json_file import open_regular, read_json
 from checkpoints.overrides import parse_overrides
 from checkpoints.presets import preset_names
 
 ORBAX_MARKER = "mamba_jax.json"
 """A directory with this file was written by `save_orbax`."""
-_GGUF = "GGUF files are not supported; give the Hugging Face directory that they were made from"
+_BASE = re.compile(r"""(?m)^base_model:\s*(?:-\s*)?["']?([\w.-]+/[\w.-]+)""")
 DEMO = "demo"
 DEMO_DIRECTORY = Path(__file__).resolve().parent / "demo"
 
@@ -80,12 +82,21 @@ def resolve(ref: str | Path, hf_overrides: Mapping[str, Any] | str | None = None
             )
         return Reference(kind, name, path, overrides)
     if path.suffix == ".gguf" and path.is_file():
-        raise CheckpointError(f"{name}: {_GGUF}")
+        raise CheckpointError(f"{name}: GGUF files are not supported; {original_of(path.parent)}")
     if path.exists():
         raise CheckpointError(f"{name}: is a file; give the directory that holds config.json and the weights")
     expected = f"a Hugging Face or Orbax directory, {DEMO!r}, or a published size"
     presets = listing(preset_names(), 3)
     raise CheckpointError(f"{name}: no such model; expected {expected} ({presets}); nothing is downloaded here")
+
+
+def original_of(directory: Path) -> str:
+    """Returns what to give in place of a directory in another program's form: its card may name the original."""
+    card = b""
+    with contextlib.suppress(CheckpointError, OSError), open_regular(directory / "README.md") as file:
+        card = file.read(1 << 14)
+    named = _BASE.search(card.decode(errors="replace"))
+    return "give the Hugging Face directory that it was made from" + (f", {named[1][:200]}" if named else "")
 
 
 def _directory_kind(path: Path) -> ReferenceKind:
@@ -99,5 +110,5 @@ def _directory_kind(path: Path) -> ReferenceKind:
             f"{path}: is an adapter of {one_line(base, 200)}; give that model, and load the adapter by enable_lora"
         )
     if any(path.glob("*.gguf")):
-        raise CheckpointError(f"{path}: {_GGUF}")
+        raise CheckpointError(f"{path}: GGUF files are not supported; {original_of(path)}")
     raise CheckpointError(f"{path}: neither a Hugging Face (no config.json) nor an Orbax directory (no {ORBAX_MARKER})")

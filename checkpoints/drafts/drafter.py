@@ -13,9 +13,10 @@ import numpy as np
 
 from checkpoints.errors import CheckpointError
 from checkpoints.json_file import read_json
-from checkpoints.load import LoadedWeights, default_dtype
+from checkpoints.load import LoadedWeights, chosen_dtype
 from checkpoints.placing import abstract_parameters, nbytes
-from checkpoints.quantised import LogicalTensors, read_quantisation
+from checkpoints.quantised.description import read_quantisation
+from checkpoints.quantised.tensors import LogicalTensors
 from checkpoints.random import dummy_parameters
 from checkpoints.tensors.file_digest import FileHasher
 from checkpoints.tensors.hugging_face import read_parameters
@@ -63,7 +64,7 @@ def drafter_bytes(config: HybridConfig, dtype: Any) -> int:
     """Returns bytes of the weights of a model's drafter; 0 without one. `dtype` is the flag of `load_model`."""
     if config.drafter is None:
         return 0
-    return sum(map(nbytes, drafter_shapes(config, default_dtype(dtype)).values()))
+    return sum(map(nbytes, drafter_shapes(config, chosen_dtype(dtype)).values()))
 
 
 def with_drafter(

@@ -12,11 +12,11 @@ from typing import Any
 
 from checkpoints.errors import CheckpointError
 from checkpoints.json_file import read_json
+from checkpoints.resolve import original_of
 
 MODELOPT, COMPRESSED, FP8, GPTQ, AWQ = "modelopt", "compressed-tensors", "fp8", "gptq", "awq"
-AUTO_ROUND = "auto-round"
-METHODS = (MODELOPT, COMPRESSED, FP8, GPTQ, AWQ, AUTO_ROUND)
-_MODELOPT_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "MXFP8", "MIXED_PRECISION")
+AUTO_ROUND, MXFP4, BITSANDBYTES = "auto-round", "mxfp4", "bitsandbytes"
+METHODS = (MODELOPT, COMPRESSED, FP8, GPTQ, AWQ, AUTO_ROUND, MXFP4, BITSANDBYTES)
 
 
 @dataclass(frozen=True)
@@ -50,32 +50,21 @@ def read_quantisation(directory: Path, fields: Mapping[str, Any]) -> Quantisatio
         return None
     found = _object(path, found)
     method = str(found.get("quant_method") or (MODELOPT if "quant_algo" in found else "unknown")).lower()
+    if method == "unknown" and "group_size" in found:
+        raise CheckpointError(f"{path}: weights in MLX's form are not supported; {original_of(directory)}")
     if method.startswith(MODELOPT):
-        return _modelopt(path, found)
+        return Quantisation(MODELOPT)
     if method == COMPRESSED:
         return Quantisation(COMPRESSED, block=_block(path, _compressed_block(found)))
     if method == FP8:
         return Quantisation(FP8, block=_block(path, found.get("weight_block_size")))
+    if method in (MXFP4, BITSANDBYTES):
+        return Quantisation(method)
     if method in (GPTQ, AWQ):
         return _integers(path, method, found)
     if method.replace("_", "-") in (AUTO_ROUND, "intel/auto-round", "autoround"):
         return _auto_round(path, found)
     raise CheckpointError(f"{path}: quantization method {method!r} is not supported; known are {', '.join(METHODS)}")
-
-
-def _modelopt(path: Path, found: Mapping[str, Any]) -> Quantisation:
-    algorithm = str(found.get("quant_algo") or "").upper()
-    layers = found.get("quantized_layers") or {}
-    # Newer descriptions have groups in place of an algorithm: the tensors show which.
-    named = {
-        algorithm or _MODELOPT_ALGORITHMS[0],
-        *(str(one.get("quant_algo")).upper() for one in layers.values() if isinstance(one, Mapping)),
-    }
-    unknown = sorted(named - set(_MODELOPT_ALGORITHMS))
-    if unknown:
-        known = ", ".join(_MODELOPT_ALGORITHMS)
-        raise CheckpointError(f"{path}: quant_algo {unknown[0] or 'missing'!r} is not supported; known are {known}")
-    return Quantisation(MODELOPT)
 
 
 def _compressed_block(found: Mapping[str, Any]) -> Any:

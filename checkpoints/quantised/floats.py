@@ -7,6 +7,8 @@
 * NVFP4: pairs of e2m1 in bytes [out, in / 2], the first in the lower nibble; `weight_scale` e4m3 [out, in / 16]; and
   one number for the tensor, which ModelOpt (`weight`, `weight_scale_2`) multiplies by, and compressed-tensors
   (`weight_packed`, `weight_global_scale`) divides by.
+* MXFP4: such pairs, with exponents as MXFP8; all experts also as `NAME_blocks` [experts, out, in / 32, 16] and
+  `NAME_scales`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from checkpoints.quantised.stored import (
     StoredWeight,
 )
 
-NVFP4_GROUP, MXFP8_GROUP = 16, 32
+NVFP4_GROUP, MX_GROUP = 16, 32
+EXPONENTS = "U8", "F8_E8M0"
 
 
 def fp8(module: Module, how: Quantisation) -> StoredWeight:
@@ -37,24 +40,20 @@ def fp8(module: Module, how: Quantisation) -> StoredWeight:
         InvalidTensor: the scale is missing, or of the wrong shape.
     """
     shape = module.shape("weight")
+    *lead, outputs, inputs = shape
     values = Part(FP8, lambda: module.view("weight"))
-    module.allow("input_global_scale")
+    module.allow("input_global_scale", INPUT_SCALE)
     if module.has("weight_scale_inv"):
-        module.allow(INPUT_SCALE)
         return _by_blocks(module, shape, "weight_scale_inv", values, how)
     scale = module.shape("weight_scale")
-    *lead, outputs, inputs = shape
-    if module.dtype("weight_scale") in ("U8", "F8_E8M0"):
-        module.allow(INPUT_SCALE)
+    if module.dtype("weight_scale") in EXPONENTS:
         return _mxfp8(module, shape, values)
     blocks = tuple(-(-n // size) for n, size in zip((outputs, inputs), how.block, strict=True))
     if scale == (*lead, *blocks) and scale[-2:] not in ((outputs, 1), (1, 1)):
-        module.allow(INPUT_SCALE)
         return _by_blocks(module, shape, "weight_scale", values, how)
     part = module.scale_of_channels("weight_scale", shape)
     label = "FP8, a scale per tensor" if np.prod(scale) == 1 else "FP8, a scale per channel"
-    parts = {"values": values, "channel_scale": part, **module.input_scale(shape)}
-    return StoredWeight(label, shape, parts, tuple(module.uses))
+    return module.weight(label, shape, {"values": values, "channel_scale": part, **module.input_scale(shape)})
 
 
 def _by_blocks(module: Module, shape: tuple[int, ...], suffix: str, values: Part, how: Quantisation) -> StoredWeight:
@@ -70,43 +69,51 @@ def _by_blocks(module: Module, shape: tuple[int, ...], suffix: str, values: Part
         return np.swapaxes(scale[..., each], -1, -2)
 
     scale = Part(F32, read, inputs // size)
-    label = f"FP8, a scale per {rows} x {columns} block"
-    return StoredWeight(label, shape, {"values": values, "group_scale": scale}, tuple(module.uses))
+    return module.weight(f"FP8, a scale per {rows} x {columns} block", shape, {"values": values, "group_scale": scale})
 
 
 def _mxfp8(module: Module, shape: tuple[int, ...], values: Part) -> StoredWeight:
-    *lead, outputs, inputs = shape
-    groups = inputs // MXFP8_GROUP
-    module.expect("weight_scale", (*lead, outputs, groups), "U8", "F8_E8M0")
+    parts = {"values": values, "group_scale": _powers(module, "weight_scale", shape)}
+    return module.weight(f"MXFP8, groups of {MX_GROUP}", shape, parts)
+
+
+def _powers(module: Module, suffix: str, shape: tuple[int, ...]) -> Part:
+    """Returns powers of two that are stored as exponents, for each group of inputs."""
+    groups = shape[-1] // MX_GROUP
+    module.expect(suffix, (*shape[:-1], groups), *EXPONENTS)
 
     def read() -> np.ndarray:
-        exponents = module.view("weight_scale").view(np.uint8).astype(np.int32) - 127
+        exponents = module.view(suffix).view(np.uint8).astype(np.int32) - 127
         return np.swapaxes(np.ldexp(np.float32(1), exponents), -1, -2)
 
-    scale = Part(BF16, read, groups)  # holds every power of two that there is
-    parts = {"values": values, "group_scale": scale}
-    return StoredWeight(f"MXFP8, groups of {MXFP8_GROUP}", shape, parts, tuple(module.uses))
+    return Part(BF16, read, groups)  # holds every power of two that there is
 
 
-def nvfp4(module: Module, how: Quantisation) -> StoredWeight:
-    """Returns a weight in e2m1.
+def fp4(module: Module, how: Quantisation) -> StoredWeight:
+    """Returns a weight in e2m1: NVFP4 or MXFP4.
 
     Raises:
         InvalidTensor: a scale is missing, or of the wrong shape.
     """
-    compressed = module.has("weight_packed")
-    packed, whole = ("weight_packed", "weight_global_scale") if compressed else ("weight", "weight_scale_2")
-    *lead, outputs, pairs = module.shape(packed)
-    shape = (*lead, outputs, 2 * pairs)
-    if shape[-1] % NVFP4_GROUP:
-        raise InvalidTensor(
-            f"{module.name}.{packed} has {shape[-1]} inputs, which groups of {NVFP4_GROUP} do not divide"
-        )
-    module.expect("weight_scale", (*lead, outputs, shape[-1] // NVFP4_GROUP), "F8_E4M3")
-    module.allow("input_scale", "input_global_scale")
+    packed = next(suffix for suffix in ("blocks", "weight_packed", "weight") if module.has(suffix))
+    scale, compressed = "scales" if packed == "blocks" else "weight_scale", packed == "weight_packed"
+    *lead, outputs = module.shape(packed)[: -2 if packed == "blocks" else -1]
+    inputs = 2 * int(np.prod(module.shape(packed)[len(lead) + 1 :]))
+    shape = (*lead, outputs, inputs)
+    values = Part(FP4, lambda: unpack_fp4(module.view(packed).reshape(*lead, outputs, -1)))
+    power_of_two = module.dtype(scale) in EXPONENTS
+    size = MX_GROUP if power_of_two else NVFP4_GROUP
+    if inputs % size:
+        raise InvalidTensor(f"{module.name}.{packed} has {inputs} inputs, which groups of {size} do not divide")
+    module.allow(INPUT_SCALE, "input_global_scale")
+    if power_of_two:
+        parts = {"values": values, "group_scale": _powers(module, scale, shape)}
+        return module.weight(f"MXFP4, groups of {size}", shape, parts)
+    module.expect(scale, (*lead, outputs, inputs // size), "F8_E4M3")
+    whole = "weight_global_scale" if compressed else "weight_scale_2"
     parts = {
-        "values": Part(FP4, lambda: unpack_fp4(module.view(packed))),
-        "group_scale": module.scale_of_groups("weight_scale", shape, shape[-1] // NVFP4_GROUP, FP8),
+        "values": values,
+        "group_scale": module.scale_of_groups(scale, shape, inputs // size, FP8),
         "channel_scale": module.scale_of_channels(whole, shape, inverse=compressed),
     }
-    return StoredWeight(f"NVFP4, groups of {NVFP4_GROUP}", shape, parts, tuple(module.uses))
+    return module.weight(f"NVFP4, groups of {size}", shape, parts)

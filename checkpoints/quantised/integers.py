@@ -6,6 +6,8 @@
   `weight_shape`; `weight_scale` [out, groups]; `weight_zero_point` [out / n, groups], packed along the outputs.
 * GPTQ, AutoRound: `qweight` [in / n, out], packed along the inputs; `scales` [groups, out]; `qzeros`
   [groups, out / n], packed along the outputs and, in the first format, less 1; `g_idx` [in], the group of each input.
+* ModelOpt's INT4 (W4A16_AWQ, W4A8_AWQ): `weight` bytes [out / 2, in], of two outputs each, the first in the lower
+  nibble; `weight_scale` [out, groups]. `weight_scale_2`, of products in 8 bits, is not used.
 * AWQ: `qweight` [in, out / 8] and `qzeros` [groups, out / 8], packed along the outputs in an order of its own;
   `scales`.
 
@@ -14,11 +16,9 @@ Without `qzeros`, the zero point is the middle. The number of bits of a module f
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
-from checkpoints.quantised.description import Quantisation
+from checkpoints.quantised.description import AWQ, Quantisation
 from checkpoints.quantised.packing import unpack, unpack_awq
 from checkpoints.quantised.stored import (
     BF16,
@@ -40,24 +40,20 @@ def int8(module: Module, how: Quantisation) -> StoredWeight:
         InvalidTensor: a tensor is missing, or of the wrong shape.
     """
     shape = module.shape("weight")
-    values = Part(INT8, lambda: module.view("weight"))
-    symmetric = not module.has("input_zero_point") and not module.has("weight_zero_point")
-    module.allow("input_zero_point", *([] if symmetric else [INPUT_SCALE]))
-    scale = module.shape("weight_scale")
     *lead, outputs, inputs = shape
+    values, scale = Part(INT8, lambda: module.view("weight")), module.shape("weight_scale")
+    module.allow("input_zero_point", INPUT_SCALE)
     grouped = scale[:-1] == (*lead, outputs) and scale[-1] > 1
     if not grouped and not module.has("weight_zero_point"):
         parts = {"values": values, "channel_scale": module.scale_of_channels("weight_scale", shape)}
-        parts |= module.input_scale(shape) if symmetric else {}
-        return StoredWeight("INT8, a scale per channel", shape, parts, tuple(module.uses))
-    if symmetric:
-        module.allow(INPUT_SCALE)
+        parts |= {} if module.has("input_zero_point") else module.input_scale(shape)
+        return module.weight("INT8, a scale per channel", shape, parts)
     groups = scale[-1] if grouped else 1
     _divides(module, "weight_scale", inputs, groups)
     parts = {"values": values, "group_scale": module.scale_of_groups("weight_scale", shape, groups, F32)}
     if module.has("weight_zero_point"):
         parts["group_zero"] = module.scale_of_groups("weight_zero_point", shape, groups, INT8)
-    return StoredWeight(f"INT8, groups of {inputs // groups}", shape, parts, tuple(module.uses))
+    return module.weight(f"INT8, groups of {inputs // groups}", shape, parts)
 
 
 def pack_quantized(module: Module, how: Quantisation) -> StoredWeight:
@@ -98,45 +94,45 @@ def pack_quantized(module: Module, how: Quantisation) -> StoredWeight:
             return _less(unpack(module.view("weight_zero_point"), bits, 0)[:outputs], offset).T
 
         parts["group_zero"] = Part(INT8, zero, groups)
-    label, narrow = f"INT{bits}, groups of {inputs // groups}", True
-    if module.has("weight_g_idx"):
-        label, parts, narrow = _in_order(module, "weight_g_idx", label, parts, inputs, groups)
-    return StoredWeight(label, logical, parts, tuple(module.uses), narrow)
+    return _by_groups(module, "weight_g_idx", f"INT{bits}", logical, parts, groups)
 
 
-def gptq(module: Module, how: Quantisation) -> StoredWeight:
-    """GPTQ's packed integers.
+def qweight(module: Module, how: Quantisation) -> StoredWeight:
+    """GPTQ's or AWQ's packed integers.
 
     Raises:
         InvalidTensor: a tensor is missing, or of the wrong shape.
     """
-    words, outputs = module.shape("qweight")
-    bits = _gptq_bits(module, words, outputs, how)
-    inputs = words * (32 // bits)
+    rows, columns = module.shape("qweight")
+    if how.method == AWQ:
+        bits, inputs, outputs = 4, rows, 8 * columns
+    else:
+        bits = _gptq_bits(module, rows, columns, how)
+        inputs, outputs = rows * (32 // bits), columns
     groups = module.shape("scales")[0]
     _divides(module, "scales", inputs, groups)
-    module.expect("qweight", (words, outputs), "I32")
+    module.expect("qweight", (rows, columns), "I32")
     module.expect("scales", (groups, outputs))
     offset, dtype = 2 ** (bits - 1), INT4 if bits <= 4 else INT8
 
-    def values() -> np.ndarray:
-        return _less(unpack(module.view("qweight"), bits, 0), offset).astype(dtype).T
+    def read(suffix: str, axis: int) -> np.ndarray:
+        words = module.view(suffix)
+        return unpack_awq(words) if how.method == AWQ else unpack(words, bits, axis)
 
     def zero() -> np.ndarray:
-        stored = unpack(module.view("qzeros"), bits, -1).astype(np.int16) + (how.zero_offset or 0)
-        return (stored - offset).astype(np.int16)
+        return (read("qzeros", -1).astype(np.int16) + (how.zero_offset or 0) - offset).astype(np.int16)
 
-    parts = {"values": Part(dtype, values), "group_scale": Part(F32, lambda: module.view("scales"), groups)}
+    parts = {
+        "values": Part(dtype, lambda: _less(read("qweight", 0), offset).astype(dtype).T),
+        "group_scale": Part(F32, lambda: module.view("scales"), groups),
+    }
     if how.zero_offset is None:
         module.allow("qzeros")
     elif module.has("qzeros"):
         module.expect("qzeros", (groups, outputs * bits // 32), "I32")
         # A zero point may be one more than the integers have room for.
         parts["group_zero"] = Part(INT8 if bits <= 4 else np.dtype(np.int16), zero, groups)
-    label, narrow = f"INT{bits} (GPTQ), groups of {inputs // groups}", True
-    if module.has("g_idx"):
-        label, parts, narrow = _in_order(module, "g_idx", label, parts, inputs, groups)
-    return StoredWeight(label, (outputs, inputs), parts, tuple(module.uses), narrow)
+    return _by_groups(module, "g_idx", f"INT{bits} ({how.method.upper()})", (outputs, inputs), parts, groups)
 
 
 def _gptq_bits(module: Module, words: int, outputs: int, how: Quantisation) -> int:
@@ -152,26 +148,27 @@ def _gptq_bits(module: Module, words: int, outputs: int, how: Quantisation) -> i
     return int(bits)
 
 
-def awq(module: Module, how: Quantisation) -> StoredWeight:
-    """AWQ's packed integers.
+def int4(module: Module, how: Quantisation) -> StoredWeight:
+    """ModelOpt's integers, two outputs in a byte.
 
     Raises:
         InvalidTensor: a tensor is missing, or of the wrong shape.
     """
-    inputs, words = module.shape("qweight")
-    outputs = 8 * words
-    groups = module.shape("scales")[0]
-    _divides(module, "scales", inputs, groups)
-    module.expect("qweight", (inputs, words), "I32")
-    module.expect("scales", (groups, outputs))
+    *lead, pairs, inputs = module.shape("weight")
+    shape, groups = (*lead, 2 * pairs, inputs), module.shape("weight_scale")[-1]
+    _divides(module, "weight_scale", inputs, groups)
+    module.allow("weight_scale_2", INPUT_SCALE)
+
+    def values() -> np.ndarray:
+        packed = module.view("weight")
+        outputs = np.stack([packed & 0xF, packed >> 4], -2).reshape(shape)
+        return _less(outputs ^ np.uint8(8), 8).astype(INT4)
+
     parts = {
-        "values": Part(INT4, lambda: _less(unpack_awq(module.view("qweight")), 8).astype(INT4).T),
-        "group_scale": Part(F32, lambda: module.view("scales"), groups),
+        "values": Part(INT4, values),
+        "group_scale": module.scale_of_groups("weight_scale", shape, groups, F32),
     }
-    if module.has("qzeros"):
-        module.expect("qzeros", (groups, words), "I32")
-        parts["group_zero"] = Part(INT8, lambda: _less(unpack_awq(module.view("qzeros")), 8), groups)
-    return StoredWeight(f"INT4 (AWQ), groups of {inputs // groups}", (outputs, inputs), parts, tuple(module.uses))
+    return module.weight(f"INT4, groups of {inputs // groups}", shape, parts)
 
 
 def _less(unsigned: np.ndarray, offset: int) -> np.ndarray:
@@ -184,21 +181,26 @@ def _divides(module: Module, suffix: str, inputs: int, groups: int) -> None:
         raise InvalidTensor(f"{module.name}.{suffix} has {groups} groups, which do not divide {inputs} inputs")
 
 
-def _in_order(
-    module: Module, suffix: str, label: str, parts: dict[str, Part], inputs: int, groups: int
-) -> tuple[str, dict[str, Part], bool]:
-    """Parts for inputs whose groups are listed. Where they are not in order ("act-order"), the weight is widened."""
-    module.expect(suffix, (inputs,), "I32", "I64")
-    group = np.asarray(module.view(suffix))
-    if (group < 0).any() or (group >= groups).any():
-        raise InvalidTensor(f"{module.name}.{suffix} names groups beyond the {groups} that have scales")
-    if np.array_equal(group, np.arange(inputs) // (inputs // groups)):
-        return label, parts, True
+def _by_groups(
+    module: Module, order: str, label: str, shape: tuple[int, ...], parts: dict[str, Part], groups: int
+) -> StoredWeight:
+    """Returns a weight whose tensor `order`, if any, lists the groups of the inputs.
 
-    def spread(read: Callable[[], np.ndarray]) -> Callable[[], np.ndarray]:
-        return lambda: read()[group]
+    Where they are not in order ("act-order"), the weight is widened.
+    """
+    inputs = shape[-1]
+    label = f"{label}, groups of {inputs // groups}"
+    if not module.has(order):
+        return module.weight(label, shape, parts)
+    module.expect(order, (inputs,), "I32", "I64")
+    group = np.asarray(module.view(order))
+    if (group < 0).any() or (group >= groups).any():
+        raise InvalidTensor(f"{module.name}.{order} names groups beyond the {groups} that have scales")
+    if np.array_equal(group, np.arange(inputs) // (inputs // groups)):
+        return module.weight(label, shape, parts)
 
     def of_each(part: Part) -> Part:
-        return Part(part.dtype, spread(part.read), inputs) if part.groups else part
+        return Part(part.dtype, lambda: part.read()[group], inputs) if part.groups else part
 
-    return f"{label}, act-order (widened)", {name: of_each(part) for name, part in parts.items()}, False
+    each = {name: of_each(part) for name, part in parts.items()}
+    return module.weight(f"{label}, act-order (widened)", shape, each, narrow=False)

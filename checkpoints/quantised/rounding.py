@@ -8,6 +8,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -21,12 +22,29 @@ from mamba_jax.families.base import HFSource
 from mamba_jax.model import HybridModel
 from mamba_jax.modules.quantised import can_be_quantised
 
-QUANTIZATIONS = ("int8", "fp8", "int4", "nvfp4")
-_INT4_GROUPS = (128, 64, 32)
-_NVFP4_GROUP = 16
 _AT_ONCE = 1 << 24
 # Tables and matrices in which a small error affects every token, or every comparison with a token.
 _TABLES = ("embed.weight", "lm_head.weight")
+
+
+class _Kind(NamedTuple):
+    """One way to quantise."""
+
+    largest: int
+    """The magnitude that the largest of each channel or group becomes."""
+    values: np.dtype
+    scales: np.dtype = F32
+    groups: tuple[int, ...] = ()
+    """Numbers of inputs that can share a scale, the best first; empty: all inputs of a channel do."""
+
+
+_KINDS = {
+    "int8": _Kind(127, INT8),
+    "fp8": _Kind(448, FP8),
+    "int4": _Kind(7, INT4, BF16, (128, 64, 32)),
+    "nvfp4": _Kind(6, FP4, FP8, (16,)),
+}
+QUANTIZATIONS = tuple(_KINDS)
 
 
 @dataclass(frozen=True)
@@ -46,12 +64,10 @@ class Rounding:
     def parts(self, shape: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the parts of a quantised weight [*lead, outputs, inputs]; see `kernels_pallas.quantised`."""
         *lead, outputs, inputs = shape
-        values, group_scale = {"int8": (INT8, F32), "fp8": (FP8, F32), "int4": (INT4, BF16), "nvfp4": (FP4, FP8)}[
-            self.kind
-        ]
-        found = {"values": jax.ShapeDtypeStruct(tuple(shape), values)}
+        kind = _KINDS[self.kind]
+        found = {"values": jax.ShapeDtypeStruct(tuple(shape), kind.values)}
         if self.group:
-            found["group_scale"] = jax.ShapeDtypeStruct((*lead, inputs // self.group, outputs), group_scale)
+            found["group_scale"] = jax.ShapeDtypeStruct((*lead, inputs // self.group, outputs), kind.scales)
         if self.kind != "int4":
             found["channel_scale"] = jax.ShapeDtypeStruct((*lead, outputs), F32)
         return found
@@ -73,7 +89,7 @@ class Rounding:
         of_row = np.repeat(whole.reshape(-1), outputs)
         for cut in _cuts(len(rows), inputs):
             split = rows[cut].astype(F32).reshape(-1, groups, inputs // groups)
-            scale[cut], rounded = _ROUND[self.kind](split, of_row[cut, None])
+            scale[cut], rounded = _rounded_groups(self.kind, split, of_row[cut, None])
             values[cut] = rounded.reshape(-1, inputs)
         found = {"values": values.reshape(wide.shape)}
         if "group_scale" in parts:
@@ -107,42 +123,16 @@ def _of_tensor(largest: np.ndarray) -> np.ndarray:
     return np.reciprocal(np.reciprocal(np.where(whole > 0, whole, 1).astype(F32)))
 
 
-Rounded = tuple[np.ndarray, np.ndarray]
-"""Scales [rows, groups], and values [rows, groups, inputs of one]."""
-
-
-def _largest(w: np.ndarray, top: float) -> np.ndarray:
-    """Returns the scale that maps the largest magnitude of each group to `top`; 1 for zeros."""
-    scale = np.abs(w).max(-1) / np.float32(top)
-    return np.asarray(np.where(scale > 0, scale, np.float32(1)))
-
-
-def _int8(w: np.ndarray, whole: np.ndarray) -> Rounded:
-    scale = _largest(w, 127)
-    return scale, np.rint(w / scale[..., None]).astype(INT8)
-
-
-def _fp8(w: np.ndarray, whole: np.ndarray) -> Rounded:
-    scale = _largest(w, 448)
-    return scale, np.clip(w / scale[..., None], -448, 448).astype(FP8)
-
-
-def _int4(w: np.ndarray, whole: np.ndarray) -> Rounded:
-    scale = _largest(w, 7).astype(BF16).astype(F32)
-    return scale, np.clip(np.rint(w / scale[..., None]), -7, 7).astype(INT8).astype(INT4)
-
-
-def _nvfp4(w: np.ndarray, whole: np.ndarray) -> Rounded:
-    scale = np.clip(_largest(w, 6) / whole, 2.0**-9, 448).astype(FP8).astype(F32)
-    return scale, np.clip(w / (scale * whole)[..., None], -6, 6).astype(FP4)
-
-
-_ROUND: Mapping[str, Callable[[np.ndarray, np.ndarray], Rounded]] = {
-    "int8": _int8,
-    "fp8": _fp8,
-    "int4": _int4,
-    "nvfp4": _nvfp4,
-}
+def _rounded_groups(kind: str, wide: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns scales [rows, groups] and values [rows, groups, inputs of one], for the scale `whole` of each row."""
+    top, dtype, scales, _ = _KINDS[kind]
+    scale = np.abs(wide).max(-1) / np.float32(top)
+    scale = np.where(scale > 0, scale, np.float32(1)) / whole
+    if kind == "nvfp4":
+        scale = np.clip(scale, 2.0**-9, 448)
+    scale = scale.astype(scales).astype(F32)
+    values = np.clip(wide / (scale * whole)[..., None], -top, top)
+    return scale, (np.rint(values).astype(INT8) if kind.startswith("int") else values).astype(dtype)
 
 
 class Selection:
@@ -180,11 +170,9 @@ class Selection:
         """Returns how the weight with this dotted path is rounded; None if it stays wide."""
         if path.removeprefix("mtp.") in _TABLES or path in self._excluded or not can_be_quantised(self._model, path):
             return None
-        if self._kind in ("int8", "fp8"):
-            return Rounding(self._kind)
-        sizes = _INT4_GROUPS if self._kind == "int4" else (_NVFP4_GROUP,)
+        sizes = _KINDS[self._kind].groups
         group = next((size for size in sizes if shape[-1] % size == 0), 0)
-        return Rounding(self._kind, group) if group else None
+        return Rounding(self._kind, group) if group or not sizes else None
 
     def parameters(
         self, wide: Mapping[str, jax.ShapeDtypeStruct], shardings: Shardings

@@ -18,6 +18,8 @@ INT4 = np.dtype(ml_dtypes.int4)
 INT8 = np.dtype(np.int8)
 INPUT_SCALE = "input_scale"
 """The part that describes the rounding of inputs. It is not a part of the weight."""
+PRE_QUANT_SCALE = "pre_quant_scale"
+"""Factors of inputs, of ModelOpt's AWQ and SmoothQuant."""
 
 
 class InvalidTensor(Exception):
@@ -88,7 +90,8 @@ class StoredWeight:
             if "group_scale" in read:
                 split = split * np.swapaxes(read["group_scale"], -1, -2)[..., None]
             values = split.reshape(values.shape)
-        return values * read["channel_scale"][..., None] if "channel_scale" in read else values
+        values = values * read["channel_scale"][..., None] if "channel_scale" in read else values
+        return values * read[PRE_QUANT_SCALE] if PRE_QUANT_SCALE in read else values
 
 
 class Module:
@@ -138,6 +141,20 @@ class Module:
     def allow(self, *suffixes: str) -> None:
         """Allows tensors that may be present but are not used."""
         self.uses += [self._named(suffix) for suffix in suffixes if self.has(suffix)]
+
+    def weight(
+        self, label: str, shape: tuple[int, ...], parts: dict[str, Part], *, narrow: bool = True
+    ) -> StoredWeight:
+        """Returns the weight that consists of these parts, and of all tensors that were used.
+
+        A factor for each input (`pre_quant_scale`) is for inputs before they are rounded. Here it becomes a factor of
+        the weight, which is widened then.
+        """
+        if self.has(PRE_QUANT_SCALE):
+            self.expect(PRE_QUANT_SCALE, shape[-1:])
+            parts = {**parts, PRE_QUANT_SCALE: Part(F32, lambda: self.view(PRE_QUANT_SCALE))}
+            label, narrow = f"{label}, inputs with factors (widened)", False
+        return StoredWeight(label, shape, parts, tuple(self.uses), narrow)
 
     def _full(self, suffix: str) -> str:
         full = self._named(suffix)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from checkpoints.errors import CheckpointError, listing
-from checkpoints.quantised import floats, integers
+from checkpoints.quantised import bitsandbytes, floats, integers
 from checkpoints.quantised.description import AWQ, GPTQ, Quantisation
 from checkpoints.quantised.stored import InvalidTensor, Module, StoredWeight, TypedTensors
 
-_NARROW = {"F8_E4M3": floats.fp8, "I8": integers.int8, "U8": floats.nvfp4}
-_PACKED = {"U8": floats.nvfp4, "I32": integers.pack_quantized}
+_Reader = Callable[[Module, Quantisation], StoredWeight]
+_PACKED = {"U8": floats.fp4, "I32": integers.pack_quantized}
 _FUSED_SCALES = ("scale", "scale_inv", "weight_scale", "weight_scale_inv")
 """Ends of the names of scales of all experts' weights in one tensor."""
 CACHE_SCALES = r".*\.([kv]_scale|kv_scale)"
 """Names of the factors that divide keys and values in 8 bits."""
+UNUSED_SCALES = (
+    r".*\.(q_scale|prob_output_scale|[qkv]_proj\.output_scale|(k_proj\.k|v_proj\.v)_(bias|zero_point))"
+    r"|.*_bmm_quantizer\..*"
+)
+"""Names of what is for attention in 8 bits, and for keys and values in 4 bits."""
 
 
 class LogicalTensors:
@@ -95,18 +100,33 @@ def by_place(quantised: Iterable[tuple[str, str]]) -> str:
 
 def _read(tensors: TypedTensors, name: str, how: Quantisation | None) -> tuple[str, StoredWeight] | None:
     """The quantized weight whose values a tensor contains, with its logical name; None if it contains none."""
-    module_name, _, suffix = name.rpartition(".")
-    kind, read, fused = tensors.dtype(name), None, False
+    parent, _, suffix = name.rpartition(".")
+    module, logical, kind = Module(tensors, parent), f"{parent}.weight", tensors.dtype(name)
+    read: _Reader | None = None
     if suffix == "qweight" and how is not None and how.method in (GPTQ, AWQ):
-        read = integers.awq if how.method == AWQ else integers.gptq
+        read = integers.qweight
     elif suffix == "weight_packed":
         read = _PACKED.get(kind)
     elif suffix == "weight":
-        read = _NARROW.get(kind)
+        read = _reader(module, kind)
     elif len(tensors.shape(name)) == 3 and any(f"{name}_{scale}" in tensors.names for scale in _FUSED_SCALES):
-        module_name, read, fused = name, _NARROW.get(kind), True
+        module, logical = Module(tensors, name, fused=True), name
+        read = _reader(module, kind)
+    elif (base := name.removesuffix("_blocks")) != name and f"{base}_scales" in tensors.names:
+        module, logical, read = Module(tensors, base, fused=True), base, floats.fp4
     if read is None:
         return None
     if how is None:
         raise InvalidTensor(f"{name} is {kind}, but config.json describes no quantization")
-    return name if fused else f"{module_name}.weight", read(Module(tensors, module_name, fused=fused), how)
+    return logical, read(module, how)
+
+
+def _reader(module: Module, kind: str) -> _Reader | None:
+    """Returns the reader of a tensor `weight` of this dtype, by the tensors beside it; None: it is wide."""
+    if kind == "U8" and (module.has("weight.absmax") or module.has("weight.quant_map")):
+        return bitsandbytes.four_bits
+    if kind == "I8" and module.has("SCB"):
+        return bitsandbytes.int8
+    if kind == "U8" and module.has("weight_scale") and module.dtype("weight_scale") in ("F16", "BF16", "F32"):
+        return integers.int4
+    return {"F8_E4M3": floats.fp8, "I8": integers.int8, "U8": floats.fp4}.get(kind)

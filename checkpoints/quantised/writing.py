@@ -13,11 +13,12 @@ from checkpoints.quantised.rounding import Rounding
 from checkpoints.quantised.stored import F32, InvalidTensor
 
 _FORMATS = {
-    "int8": "int-quantized",
-    "fp8": "float-quantized",
-    "int4": "pack-quantized",
-    "nvfp4": "nvfp4-pack-quantized",
+    "int8": ("int-quantized", "channel", 8),
+    "fp8": ("float-quantized", "channel", 8),
+    "int4": ("pack-quantized", "group", 4),
+    "nvfp4": ("nvfp4-pack-quantized", "tensor_group", 4),
 }
+"""The format's name, what has a scale, and bits."""
 _PACKED_AT_ONCE = 8
 
 
@@ -33,16 +34,15 @@ def tensors_of(rounding: Rounding, wide: np.ndarray) -> dict[str, np.ndarray]:
         )
     parts = rounding.round(wide)
     values = parts["values"]
-    by_output = np.swapaxes(parts["group_scale"], -1, -2) if "group_scale" in parts else None
+    if rounding.kind in ("int8", "fp8"):
+        return {"weight": values, "weight_scale": parts["channel_scale"][..., None].astype(F32)}
+    by_output = np.ascontiguousarray(np.swapaxes(parts["group_scale"], -1, -2))
     if rounding.kind == "int4":
         codes = (values.astype(np.int8) + 8).astype(np.uint8)
         shape = np.asarray(wide.shape, np.int64)
-        return {"weight_packed": pack(codes, 4), "weight_scale": _whole(by_output), "weight_shape": shape}
-    if rounding.kind == "nvfp4":
-        of_tensor = np.reciprocal(parts["channel_scale"][..., 0])
-        each = of_tensor.reshape(-1) if of_tensor.ndim == 0 else of_tensor
-        return {"weight_packed": pack_fp4(values), "weight_scale": _whole(by_output), "weight_global_scale": each}
-    return {"weight": values, "weight_scale": parts["channel_scale"][..., None].astype(F32)}
+        return {"weight_packed": pack(codes, 4), "weight_scale": by_output, "weight_shape": shape}
+    of_tensor = np.atleast_1d(np.reciprocal(parts["channel_scale"][..., 0]))
+    return {"weight_packed": pack_fp4(values), "weight_scale": by_output, "weight_global_scale": of_tensor}
 
 
 def description_of(rounded: Mapping[str, Rounding], ignored: Collection[str]) -> dict[str, Any]:
@@ -56,29 +56,20 @@ def description_of(rounded: Mapping[str, Rounding], ignored: Collection[str]) ->
     groups = {}
     for number, kind in enumerate(kinds):
         modules = sorted(name for name, own in rounded.items() if own == kind)
-        targets = ["Linear"] if len(kinds) == 1 else modules
-        groups[f"group_{number}"] = {"targets": targets, "weights": _weights(kind)}
+        _, strategy, bits = _FORMATS[kind.kind]
+        weights = {
+            "num_bits": bits,
+            "type": "float" if "fp" in kind.kind else "int",
+            "strategy": strategy,
+            "group_size": kind.group or None,
+            "symmetric": True,
+            "dynamic": False,
+        }
+        groups[f"group_{number}"] = {"targets": ["Linear"] if len(kinds) == 1 else modules, "weights": weights}
     return {
         "quant_method": COMPRESSED,
-        "format": _FORMATS[kinds[0].kind] if kinds else "dense",
+        "format": _FORMATS[kinds[0].kind][0] if kinds else "dense",
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": sorted(ignored),
     }
-
-
-def _weights(rounding: Rounding) -> dict[str, Any]:
-    strategy = {"int8": "channel", "fp8": "channel", "int4": "group", "nvfp4": "tensor_group"}[rounding.kind]
-    return {
-        "num_bits": 8 if rounding.kind in ("int8", "fp8") else 4,
-        "type": "float" if "fp" in rounding.kind else "int",
-        "strategy": strategy,
-        "group_size": rounding.group or None,
-        "symmetric": True,
-        "dynamic": False,
-    }
-
-
-def _whole(values: np.ndarray | None) -> np.ndarray:
-    assert values is not None
-    return np.ascontiguousarray(values)

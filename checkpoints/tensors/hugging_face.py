@@ -14,7 +14,7 @@ import numpy as np
 
 from checkpoints.errors import CheckpointError, listing
 from checkpoints.placing import Index, Shardings, nbytes, place, progress_bar, sharding_of
-from checkpoints.quantised.parameters import Readable, parts_of
+from checkpoints.quantised.parameters import Readable, own_rows, parts_of
 from checkpoints.quantised.rounding import Selection, largest_of, rounded
 from checkpoints.quantised.stored import StoredWeight, Tensors
 from mamba_jax.families.base import HFSource
@@ -155,9 +155,7 @@ class _StoredParameter:
     def _one(self, names: tuple[str, ...], shape: tuple[int, ...]) -> np.ndarray:
         views = [self._tensors.view(name) for name in names]
         view = views[0] if len(views) == 1 else np.concatenate(views)
-        if self._source.rows is not None:
-            view = view.reshape(self._source.pieces, -1, *view.shape[1:])[:, slice(*self._source.rows)]
-        return view.reshape(shape)
+        return own_rows(self._source, view).reshape(shape)
 
 
 def match_sources(
@@ -189,7 +187,10 @@ def match_sources(
         found[path] = source
         used.update(source.names)
         expected = source.shapes(target.shape)
-        if source.cuts and _adds_up([tensors.shape(name) for name in source.names], source.stored(target.shape)):
+        # A file may cut a tensor elsewhere than its makers: only the sum of the first axes counts.
+        pieces, whole = [tensors.shape(name) for name in source.names], source.stored(target.shape)
+        same = all(piece[1:] == whole[1:] for piece in pieces)
+        if source.cuts and same and sum(piece[0] for piece in pieces) == whole[0]:
             continue
         for name in source.names:
             if tensors.shape(name) != expected[name]:
@@ -206,11 +207,6 @@ def match_sources(
     if problems:
         raise CheckpointError(f"{where}: tensors do not fit config.json: {'; '.join(problems)}")
     return found
-
-
-def _adds_up(pieces: list[tuple[int, ...]], whole: tuple[int, ...]) -> bool:
-    """Returns whether tensors of these shapes, one after the other along the first axis, make the whole."""
-    return all(piece[1:] == whole[1:] for piece in pieces) and sum(piece[0] for piece in pieces) == whole[0]
 
 
 def _likely(source: HFSource, names: set[str]) -> HFSource:

@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 from checkpoints.errors import CheckpointError, listing
 from checkpoints.json_file import read_json
+from checkpoints.resolve import original_of
 from checkpoints.tensors.file_digest import FileHasher
 from checkpoints.tensors.safetensors_file import SafetensorsFile, TensorEntry
 
@@ -39,6 +40,9 @@ class TensorSet:
         self._stored: dict[str, tuple[SafetensorsFile, str]] = {}
         for name in _file_names(directory):
             file = SafetensorsFile(directory / name)
+            if file.metadata.get("format") == "mlx":
+                # Norms that MLX stores with 1 added would be read without an error.
+                raise CheckpointError(f"{file.path}: weights in MLX's form are not supported; {original_of(directory)}")
             for stored in file.entries:
                 prefix = next((prefix for prefix in prefixes if stored.startswith(prefix)), "")
                 self._stored[stored.removeprefix(prefix)] = file, stored

@@ -15,12 +15,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 import checkpoints
-from checkpoints import CheckpointError
 from checkpoints.presets import preset_names
 from checkpoints.random import tensor_shapes, write_random
 from checkpoints.tensors.tensor_set import TensorSet
 from mamba_jax.families import as_stored, config_from_hf
 from mamba_jax.model import parameters
+from tests.checkpoints.checks import assert_equal, load, message, values
 from tests.support.models.tiny_configs import CHECKPOINT
 
 GOLDENS = sorted(path.parent for path in (Path(__file__).parents[1] / "golden").glob("*/config.json"))
@@ -31,14 +31,6 @@ def directory(tmp_path):
     return write_random(tmp_path / "tiny", CHECKPOINT)
 
 
-def load(ref, **options):
-    return checkpoints.load_model(ref, progress=False, **options)
-
-
-def values(model):
-    return {path: np.asarray(leaf.get_value()) for path, leaf in parameters(model).items()}
-
-
 @nnx.jit
 def _logits(model, tokens):
     return model(tokens)
@@ -47,21 +39,6 @@ def _logits(model, tokens):
 def scores(model, tokens=range(1, 30)):
     """Logits after each token; models of one shape share a compiled program."""
     return np.asarray(_logits(model, jnp.array([list(tokens)])))[0]
-
-
-def assert_equal(one, other):
-    assert one.keys() == other.keys()
-    for path, value in one.items():
-        np.testing.assert_array_equal(value, other[path], err_msg=path)
-
-
-def message(action):
-    with pytest.raises(CheckpointError) as error:
-        action()
-    text = str(error.value)
-    assert "\n" not in text
-    assert len(text) < 1000
-    return text
 
 
 def change_config(directory, **changes):
@@ -225,10 +202,17 @@ def test_bfloat16_bits_are_kept(tmp_path):
     assert ours["blocks.0.mixer.a_log"].dtype == np.float32, "what steers the recurrence stays float32"
 
 
-def test_impossible_dtypes(directory):
-    allowed = "allowed are auto, float32, bfloat16, float16"
-    assert message(lambda: load(directory, dtype="fp8")) == f"dtype 'fp8' is not supported; {allowed}"
-    assert message(lambda: load(directory, dtype="int8")) == f"dtype 'int8' is not supported; {allowed}"
+@pytest.mark.parametrize(
+    ("option", "value", "known"),
+    [
+        ("dtype", "fp8", "auto, float32, bfloat16, float16"),
+        ("dtype", "int8", "auto, float32, bfloat16, float16"),
+        ("load_format", "pt", "'auto' and 'dummy'"),
+    ],
+)
+def test_impossible_options(directory, option, value, known):
+    said = f"{option.replace('_', ' ')} {value!r} is not supported; allowed are {known}"
+    assert message(load, directory, **{option: value}) == said
 
 
 # --- dummy weights and the demo
@@ -263,11 +247,6 @@ def test_dummy_weights_do_not_depend_on_sharding(directory):
     assert {path: parameters(sharded)[path].get_value().sharding for path in specs} == shardings
 
 
-def test_unknown_load_format(directory):
-    text = message(lambda: load(directory, load_format="pt"))
-    assert text == "load format 'pt' is not supported; allowed are 'auto' and 'dummy'"
-
-
 def test_demo():
     one, two = load("demo"), load("demo")
     assert_equal(values(one), values(two))
@@ -292,18 +271,34 @@ def test_near_ties(tmp_path):
 
 
 def test_references_that_name_nothing(tmp_path):
-    text = message(lambda: load("no/such"))
+    text = message(load, "no/such")
     assert text.startswith("no/such: no such model; expected a Hugging Face or Orbax directory, 'demo', or a published")
     (tmp_path / "file").touch()
-    text = message(lambda: load(tmp_path / "file"))
+    text = message(load, tmp_path / "file")
     assert text == f"{tmp_path}/file: is a file; give the directory that holds config.json and the weights"
-    text = message(lambda: load(tmp_path))
+    text = message(load, tmp_path)
     assert text == f"{tmp_path}: neither a Hugging Face (no config.json) nor an Orbax directory (no mamba_jax.json)"
     (tmp_path / "model-Q4_K.gguf").touch()
     for path in (tmp_path, tmp_path / "model-Q4_K.gguf"):
-        assert "GGUF files are not supported; give the Hugging Face directory" in message(lambda path=path: load(path))
+        said = "GGUF files are not supported; give the Hugging Face directory that it was made from"
+        assert message(load, path) == f"{path}: {said}"
+    (tmp_path / "README.md").write_text("---\nlicense: mit\nbase_model:\n- maker/original-1B\n---\n")
+    assert message(load, tmp_path).endswith("that it was made from, maker/original-1B")
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "maker/base"}')
-    assert "is an adapter of maker/base; give that model" in message(lambda: load(tmp_path))
+    assert "is an adapter of maker/base; give that model" in message(load, tmp_path)
+
+
+@pytest.mark.parametrize("narrow", [True, False])
+def test_weights_in_the_form_of_mlx_name_their_original(directory, narrow):
+    (directory / "README.md").write_text("base_model: 'maker/original-1B'\n")
+    if narrow:
+        change_config(directory, quantization_config={"group_size": 64, "bits": 4})
+    else:
+        save_file(load_file(directory / "model.safetensors"), directory / "model.safetensors", {"format": "mlx"})
+    assert message(load, directory).endswith(
+        "weights in MLX's form are not supported; give the Hugging Face directory that it was made from, "
+        "maker/original-1B"
+    )
 
 
 def test_a_published_size_has_a_config_but_no_weights():
@@ -311,7 +306,7 @@ def test_a_published_size_has_a_config_but_no_weights():
     assert checkpoints.load_config(name).num_recurrent_layers > 0
     assert checkpoints.load_tokenizer(name) is None
     assert checkpoints.generation_config(name) == checkpoints.GenerationConfig()
-    text = message(lambda: load(name))
+    text = message(load, name)
     assert text.startswith(f"{name!r} is a published size: a configuration without weights and tokenizer")
 
 
@@ -326,7 +321,7 @@ def test_a_published_size_has_a_config_but_no_weights():
 )
 def test_impossible_config(directory, changes, said):
     change_config(directory, **changes)
-    assert message(lambda: load(directory)).startswith(f"{directory}/config.json: {said}")
+    assert message(load, directory).startswith(f"{directory}/config.json: {said}")
 
 
 @pytest.mark.parametrize(
@@ -340,27 +335,7 @@ def test_impossible_config(directory, changes, said):
 )
 def test_corrupt_config(directory, content, said):
     (directory / "config.json").write_bytes(content)
-    assert message(lambda: load(directory)).startswith(f"{directory}/config.json: {said}")
-
-
-def test_truncated_weights(directory):
-    path = directory / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    assert message(lambda: load(directory)).startswith(f"{path}: truncated (")
-
-
-def test_missing_and_wrong_tensors_name_the_directory(directory):
-    stored = load_file(directory / "model.safetensors")
-    del stored["backbone.layers.1.mixer.experts.2.up_proj.weight"]
-    stored["backbone.norm_f.weight"] = np.ones(31, np.float32)
-    stored["backbone.layers.9.norm.weight"] = np.ones(32, np.float32)
-    save_file(stored, directory / "model.safetensors")
-    assert message(lambda: load(directory)) == (
-        f"{directory}: tensors do not fit config.json: "
-        "1 missing: backbone.layers.1.mixer.experts.2.up_proj.weight [24, 32]; "
-        "1 of the wrong shape: backbone.norm_f.weight is [31], expected [32]; "
-        "1 unexpected: backbone.layers.9.norm.weight [32]"
-    )
+    assert message(load, directory).startswith(f"{directory}/config.json: {said}")
 
 
 def test_missing_tensors_are_spelled_like_those_that_are_there(tmp_path):
@@ -368,12 +343,12 @@ def test_missing_tensors_are_spelled_like_those_that_are_there(tmp_path):
     stored = load_file(tmp_path / "model.safetensors")
     del stored["model.norm_f.weight"]
     save_file(stored, tmp_path / "model.safetensors")
-    assert message(lambda: load(tmp_path)).endswith("1 missing: model.norm_f.weight [32]")
+    said = f"{tmp_path}: tensors do not fit config.json: 1 missing: model.norm_f.weight [32]"
+    assert message(load, tmp_path) == said
 
 
 def test_no_tokenizer_is_an_error_only_for_those_who_need_one(directory):
     assert checkpoints.load_tokenizer(directory) is None
-    text = message(lambda: checkpoints.require_tokenizer(directory))
-    assert (
-        text == f"{directory}: has no tokenizer.json or tiktoken.model, so text cannot be used; give token ids instead"
-    )
+    text = message(checkpoints.require_tokenizer, directory)
+    files = "tokenizer.json, tiktoken.model or tokenizer.model"
+    assert text == f"{directory}: has no {files}, so text cannot be used; give token ids instead"

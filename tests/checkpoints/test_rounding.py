@@ -7,34 +7,26 @@ import numpy as np
 import pytest
 
 import checkpoints
-from checkpoints import CheckpointError, load_model
+from checkpoints import CheckpointError
 from checkpoints.load import Checkpoint
 from checkpoints.quantised.rounding import QUANTIZATIONS, Rounding
 from checkpoints.random import write_random
 from kernels_pallas.quantised import Quantised
-from mamba_jax.model import parameters
 from mamba_jax.modules.quantised import quantised_weights
 from serving.capacity.plan import make_plan
 from serving.capacity.targets import target
 from serving.cli.main import run
 from serving.config import ConfigError, EngineConfig
+from tests.checkpoints.checks import assert_equal, load, values
 from tests.support.models.quantised_checkpoints import config_of, write_mixed
 
 # The largest error, in units of the largest value of the channel or group: half a step of the widest interval.
 WORST = {"int8": 0.5 / 127, "fp8": 2.0**-4, "int4": 0.52 / 7, "nvfp4": 0.18}
 
 
-def values(model):
-    return {path: leaf[...] for path, leaf in parameters(model).items()}
-
-
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
     return write_random(tmp_path_factory.mktemp("wide"), config_of("latent"), seed=4)
-
-
-def load(directory, **flags):
-    return load_model(directory, dtype="float32", progress=False, **flags)
 
 
 @pytest.mark.parametrize("kind", QUANTIZATIONS)
@@ -96,10 +88,8 @@ def test_what_is_excluded_stays_wide(wide):
 
 def test_convert_writes_what_loading_makes(wide, tmp_path):
     checkpoints.convert(wide, tmp_path / "orbax", dtype="float32", quantization="int4", progress=False)
-    expected, got = values(load(wide, quantization="int4")), values(load(tmp_path / "orbax"))
-    assert expected.keys() == got.keys()
-    for path, value in expected.items():
-        np.testing.assert_array_equal(np.asarray(got[path]), np.asarray(value), err_msg=path)
+    got = values(load(tmp_path / "orbax"))
+    assert_equal(got, values(load(wide, quantization="int4")))
     shapes = Checkpoint(tmp_path / "orbax", dtype="float32").shapes()
     assert {path: v.dtype for path, v in shapes.items()} == {path: v.dtype for path, v in got.items()}
     with pytest.raises(CheckpointError, match="convert --quantization"):

@@ -1,0 +1,194 @@
+"""Forms of quantised weights that are known by their tensors: what each stands for, by its published definition."""
+
+import json
+from functools import partial
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from checkpoints.quantised import packing
+from checkpoints.tensors.tensor_set import TensorSet
+from tests.checkpoints.checks import load
+from tests.checkpoints.test_quantised import TOLERANCE, assert_stands_for
+from tests.support.models.golden_case import full_log_probs
+from tests.support.models.quantised_checkpoints import (
+    _words,
+    awq,
+    config_of,
+    fp8,
+    fp8_blocks,
+    gptq,
+    int8,
+    nvfp4,
+    write_quantised,
+)
+
+
+def symmetric(kind, **options):
+    """A format without zero points, which are the middle then."""
+
+    def write(w):
+        parts, _ = kind(w, **options)
+        parts["qzeros"][...] = 0x77777777 if kind is gptq else -0x77777778
+        bits = options.get("bits", 4)
+        if bits == 8:
+            parts["qzeros"][...] = 0x7F7F7F7F
+        scale = parts["scales"].T.astype(np.float32)
+        codes = packing.unpack_awq(parts["qweight"]) if kind is awq else packing.unpack(parts["qweight"], bits, 0)
+        signed = codes.T.astype(np.float32) - 2 ** (bits - 1)
+        wide = (signed.reshape(*scale.shape, -1) * scale[..., None]).reshape(w.shape)
+        return {suffix: part for suffix, part in parts.items() if suffix not in ("qzeros", "g_idx")}, wide
+
+    return write
+
+
+def packed(bits):
+    """compressed-tensors' integers of few bits: a word holds as many as fit whole."""
+
+    def write(w):
+        scale = (np.abs(w).max(-1, keepdims=True) / (2 ** (bits - 1) - 0.5)).astype(np.float32)
+        signed = np.clip(np.rint(w / scale), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+        words = _words((signed + 2 ** (bits - 1)).astype(np.int64), bits, -1)
+        return {"weight_packed": words, "weight_scale": scale, "weight_shape": np.asarray(w.shape)}, signed * scale
+
+    return write
+
+
+def byte_pairs(w, *, factors=True, second=False):
+    """ModelOpt's INT4: two outputs in a byte, and a factor for each input where the inputs are scaled."""
+    factor = np.linspace(0.5, 2, w.shape[1], dtype=np.float32) if factors else np.ones(w.shape[1], np.float32)
+    grouped = (w / factor).reshape(len(w), -1, 16)
+    scale = (np.abs(grouped).max(-1) / 7).astype(np.float32)
+    signed = np.clip(np.rint(grouped / scale[..., None]), -8, 7)
+    codes = signed.reshape(w.shape).astype(np.int64) % 16
+    parts = {"weight": (codes[0::2] + 16 * codes[1::2]).astype(np.uint8), "weight_scale": scale}
+    parts |= {"pre_quant_scale": factor} if factors else {}
+    parts |= {"weight_scale_2": np.float32(0.01), "input_scale": np.float32(0.1)} if second else {}
+    return parts, (signed * scale[..., None]).reshape(w.shape) * factor
+
+
+def with_factors(kind):
+    """A format whose inputs are multiplied by a factor each before they are rounded."""
+
+    def write(w):
+        factor = np.linspace(0.5, 2, w.shape[1], dtype=np.float32)
+        parts, wide = kind(w / factor)
+        return parts | {"pre_quant_scale": factor}, wide * factor
+
+    return write
+
+
+def mxfp4(w, *, name="weight"):
+    """Pairs of e2m1, and a power of two, as a byte, for each 32 inputs."""
+    grouped = w.reshape(*w.shape[:-1], -1, 32)
+    exponent = np.floor(np.log2(np.abs(grouped).max(-1))) - 2
+    factor = np.exp2(exponent)[..., None]
+    values = (grouped / factor).astype(ml_dtypes.float4_e2m1fn)
+    codes = values.view(np.uint8).reshape(w.shape)
+    stored = {name: codes[..., 0::2] + 16 * codes[..., 1::2], "weight_scale": (exponent + 127).astype(np.uint8)}
+    return stored, (values.astype(np.float32) * factor).reshape(w.shape).astype(np.float32)
+
+
+def bitsandbytes_int8(w):
+    """Its 8 bits: the largest magnitude of each output becomes 127."""
+    largest = np.abs(w).max(-1)
+    values = np.rint(w / largest[:, None] * 127).astype(np.int8)
+    return {"weight": values, "SCB": largest, "weight_format": np.uint8(0)}, values * (largest[:, None] / 127)
+
+
+def four_bits(w, *, nested=False):
+    """bitsandbytes' 4 bits: a table of 16 numbers, and a factor for each 64 of a weight, which may be in 8 bits too."""
+    table = np.sort(np.random.default_rng(0).uniform(-1, 1, 16)).astype(np.float32)
+    flat = w.reshape(-1, 64)
+    factor = np.abs(flat).max(-1)
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(w.shape)}
+    parts = {"weight.absmax": factor}
+    if nested:
+        outer, offset = np.linspace(0, 1, 256, dtype=np.float32), np.float32(factor.mean())
+        sizes = np.array([np.abs(part - offset).max() for part in np.split(factor, range(256, len(factor), 256))])
+        each = np.repeat(sizes, 256)[: len(factor)]
+        codes = np.rint((factor - offset) / each * 127.5 + 127.5).astype(np.uint8)
+        outer = (outer * 2 - 1).astype(np.float32)
+        factor = outer[codes] * each + offset
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": float(offset)}
+        parts = {"weight.absmax": codes, "weight.nested_absmax": sizes, "weight.nested_quant_map": outer}
+    codes = np.abs(flat[..., None] / factor[:, None, None] - table).argmin(-1).astype(np.uint8)
+    packed = codes.reshape(-1, 2)
+    parts |= {
+        "weight": (16 * packed[:, :1] + packed[:, 1:]).astype(np.uint8),
+        "weight.quant_map": table,
+        "weight.quant_state.bitsandbytes__nf4": np.frombuffer(json.dumps(state).encode(), np.uint8),
+    }
+    return parts, (table[codes] * factor[:, None]).reshape(w.shape)
+
+
+MODELOPT, BNB, COMPRESSED = ({"quant_method": name} for name in ("modelopt", "bitsandbytes", "compressed-tensors"))
+GPTQ, AUTO = (
+    {"quant_method": "gptq", "bits": 4, "group_size": 16},
+    {"quant_method": "auto-round", "bits": 4, "sym": True},
+)
+FORMS = {
+    "GPTQ without zero points": (GPTQ, {r".*_proj": symmetric(gptq)}),
+    "AWQ without zero points": ({"quant_method": "awq", "bits": 4}, {r".*_proj": symmetric(awq)}),
+    "bits per module": (GPTQ, {r".*(up|down)_proj": lambda w: gptq(w, bits=8), r".*_proj": gptq}),
+    "AutoRound as GPTQ": (AUTO | {"packing_format": "auto_round:auto_gptq"}, {r".*_proj": symmetric(gptq)}),
+    "AutoRound as AWQ": (AUTO | {"packing_format": "auto_round:auto_awq"}, {r".*_proj": symmetric(awq)}),
+    "AutoRound, not symmetric": (AUTO | {"packing_format": "auto_round:auto_gptq", "sym": False}, {r".*_proj": gptq}),
+    "3 bits": (COMPRESSED, {r".*_proj": packed(3)}),
+    "2 bits": (COMPRESSED, {r".*_proj": packed(2)}),
+    "ModelOpt's INT4": (MODELOPT, {r".*_proj": lambda w: byte_pairs(w, factors=False)}),
+    "W4A16_AWQ": (MODELOPT, {r".*(up|down)_proj": byte_pairs, r".*_proj": lambda w: byte_pairs(w, factors=False)}),
+    "W4A8_AWQ": (MODELOPT, {r".*up_proj": byte_pairs, r".*_proj": lambda w: byte_pairs(w, factors=False, second=True)}),
+    "NVFP4_AWQ": (MODELOPT, {r".*down_proj": with_factors(nvfp4), r".*_proj": nvfp4}),
+    "INT8_SQ": (MODELOPT, {r".*o_proj": with_factors(int8), r".*_proj": int8}),
+    "MXFP4": (MODELOPT, {r".*_proj": mxfp4}),
+    "MXFP4 of compressed-tensors": (
+        {"quant_method": "compressed-tensors"},
+        {r".*_proj": partial(mxfp4, name="weight_packed")},
+    ),
+    "bitsandbytes int8": (BNB, {r".*_proj": bitsandbytes_int8}),
+    "bitsandbytes NF4": (BNB, {r".*up_proj": four_bits, r".*_proj": fp8}),
+    "bitsandbytes NF4, nested": (BNB, {r".*up_proj": partial(four_bits, nested=True), r".*_proj": fp8}),
+    "ModelOpt's groups": ({"quant_method": "modelopt", "config_groups": {}}, {r".*_proj": fp8}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_are_known_by_their_tensors(tmp_path, form):
+    description, formats = FORMS[form]
+    narrow, wide = write_quantised(tmp_path, config_of("falcon"), formats, description)
+    assert_stands_for(narrow, wide)
+    prompts = [np.random.default_rng(0).integers(0, 250, 40)]
+    got, expected = (full_log_probs(load(directory), prompts)[0] for directory in (narrow, wide))
+    assert np.abs(got - expected).max() <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (fp8_blocks, {"weight_scale_inv": "_scale_inv"}),
+        (lambda w: fp8(w, per="channel"), {"weight_scale": "_scale", "input_scale": "_input_scale"}),
+        (partial(mxfp4, name="blocks"), {"blocks": "_blocks", "weight_scale": "_scales"}),
+        (nvfp4, {each: f"_{each}" for each in ("weight_scale", "weight_scale_2", "input_scale")}),
+    ],
+    ids=["FP8 blocks", "FP8 channels", "MXFP4", "NVFP4"],
+)
+def test_experts_may_be_one_tensor(tmp_path, kind, names):
+    """As transformers 5 writes them: `experts.gate_up_proj`, and scales whose names begin so."""
+    description = {"quant_method": "fp8", "weight_block_size": [48, 48]}
+    formats = {r".*block_sparse_moe\.(in|out)put_linear": kind}
+    narrow, wide = write_quantised(tmp_path, config_of("granite"), formats, description)
+    tensors = {}
+    stored = TensorSet(narrow)
+    for name in stored.names:
+        value, (module, _, suffix) = np.array(stored.view(name)), name.rpartition(".")
+        if "block_sparse_moe.input_linear" in module or "block_sparse_moe.output_linear" in module:
+            fused = module.replace("input_linear", "experts.gate_up_proj").replace("output_linear", "experts.down_proj")
+            name = fused + names.get(suffix, "")
+            value = value.reshape(*value.shape[:2], -1, 16) if suffix == "blocks" else value
+        tensors[name] = value
+    del stored
+    save_file(tensors, narrow / "model.safetensors")
+    assert_stands_for(narrow, wide)
