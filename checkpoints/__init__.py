@@ -9,55 +9,39 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from checkpoints.conversion import convert
-    from checkpoints.errors import CheckpointError
-    from checkpoints.export import save_hugging_face
-    from checkpoints.generation import GenerationConfig
-    from checkpoints.load import generation_config, load_config, load_model
-    from checkpoints.orbax import restore_orbax, save_orbax
-    from checkpoints.resolve import Reference, ReferenceKind
-    from checkpoints.text.chat import ChatTemplateError
-    from checkpoints.text.stream import StreamDecoder
-    from checkpoints.tokenizer import Tokenizer, load_tokenizer, require_tokenizer
+    from checkpoints.conversion import convert as convert
+    from checkpoints.errors import CheckpointError as CheckpointError
+    from checkpoints.export import save_hugging_face as save_hugging_face
+    from checkpoints.generation import GenerationConfig as GenerationConfig
+    from checkpoints.load import generation_config as generation_config
+    from checkpoints.load import load_config as load_config
+    from checkpoints.load import load_model as load_model
+    from checkpoints.orbax import restore_orbax as restore_orbax
+    from checkpoints.orbax import save_orbax as save_orbax
+    from checkpoints.resolve import Reference as Reference
+    from checkpoints.resolve import ReferenceKind as ReferenceKind
+    from checkpoints.text.chat import ChatTemplateError as ChatTemplateError
+    from checkpoints.text.stream import StreamDecoder as StreamDecoder
+    from checkpoints.tokenizer import Tokenizer as Tokenizer
+    from checkpoints.tokenizer import load_tokenizer as load_tokenizer
+    from checkpoints.tokenizer import require_tokenizer as require_tokenizer
 
-__all__ = [
-    "ChatTemplateError",
-    "CheckpointError",
-    "GenerationConfig",
-    "Reference",
-    "ReferenceKind",
-    "StreamDecoder",
-    "Tokenizer",
-    "convert",
-    "generation_config",
-    "load_config",
-    "load_model",
-    "load_tokenizer",
-    "require_tokenizer",
-    "restore_orbax",
-    "save_hugging_face",
-    "save_orbax",
-]
-
-_MODULES = {
-    "ChatTemplateError": "text.chat",
-    "CheckpointError": "errors",
-    "GenerationConfig": "generation",
-    "Reference": "resolve",
-    "ReferenceKind": "resolve",
-    "StreamDecoder": "text.stream",
-    "Tokenizer": "tokenizer",
-    "convert": "conversion",
-    "load_tokenizer": "tokenizer",
-    "require_tokenizer": "tokenizer",
-    "restore_orbax": "orbax",
-    "save_hugging_face": "export",
-    "save_orbax": "orbax",
+_NAMES = {
+    "conversion": ("convert",),
+    "errors": ("CheckpointError",),
+    "export": ("save_hugging_face",),
+    "generation": ("GenerationConfig",),
+    "load": ("generation_config", "load_config", "load_model"),
+    "orbax": ("restore_orbax", "save_orbax"),
+    "resolve": ("Reference", "ReferenceKind"),
+    "text.chat": ("ChatTemplateError",),
+    "text.stream": ("StreamDecoder",),
+    "tokenizer": ("Tokenizer", "load_tokenizer", "require_tokenizer"),
 }
-"""Where each name is defined, if not in `checkpoints.load`."""
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"checkpoints.{_MODULES.get(name, 'load')}"), name)
+    return getattr(importlib.import_module(f"checkpoints.{_MODULES[name]}"), name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -120,14 +119,15 @@ def _rewrite(
             except InvalidTensor as error:
                 raise CheckpointError(f"{name}: {error}; exclude it, or write Orbax") from None
             for suffix, part in parts.items():
-                files.add(f"{_module(name)}.{suffix}", part)
+                files.add(f"{name.removesuffix('.weight')}.{suffix}", part)
         tensors.release(name)
     files.close()
     described = read_json(reference.files / "config.json")
     if dtype is not None:
         described["dtype"] = dtype.name
-    rounded = {_module(name): rounding for name, rounding in roundings.items()}
-    wide = {_module(name) for name in tensors.names if name.endswith(".weight") and len(tensors.shape(name)) == 2}
+    rounded = {name.removesuffix(".weight"): rounding for name, rounding in roundings.items()}
+    matrices = [name for name in tensors.names if name.endswith(".weight") and len(tensors.shape(name)) == 2]
+    wide = {name.removesuffix(".weight") for name in matrices}
     if selection is not None:
         described["quantization_config"] = description_of(rounded, wide - set(rounded))
     (target / "config.json").write_text(json.dumps(described, indent=1) + "\n")
@@ -157,7 +157,3 @@ def _by_tensor(config: HybridConfig, found: Mapping[str, HFSource], selection: S
             raise CheckpointError(f"{name}: is no module's weight, which is all that this form has; write Orbax")
         roundings[name] = rounding
     return roundings
-
-
-def _module(name: str) -> str:
-    return re.sub(r"\.weight$", "", name)

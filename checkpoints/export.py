@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from checkpoints.errors import CheckpointError
@@ -19,20 +18,8 @@ from checkpoints.tensors.tensor_set import TensorFiles
 from checkpoints.tokenizer import MORE_TEMPLATES, TOKENIZER_FILES
 from mamba_jax.config import HybridConfig
 from mamba_jax.families import as_stored, config_from_hf, weight_names
-from mamba_jax.families.base import HFSource
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.modules.quantised import weight_of
-
-_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-
-
-def hugging_face_tensors(config: HybridConfig, values: Mapping[str, Any], *, only: str = "") -> dict[str, np.ndarray]:
-    """Weights by dotted path as the tensors that a Hugging Face checkpoint of the family has, in float32.
-
-    Those only whose path begins with `only`.
-    """
-    own = {path: np.asarray(value, np.float32) for path, value in values.items() if path.startswith(only)}
-    return dict(stored_tensors(config, own, only=only))
 
 
 def stored_tensors(
@@ -54,7 +41,8 @@ def stored_tensors(
     for path, source in sources.items():
         value, stored = np.asarray(values[path]), source.stored(shapes[path])
         if source.rows is None:
-            yield from ((name, part.reshape(stored)) for name, part in _parts(source, value))
+            parts = value.reshape(len(source.names), -1) if source.stack else [value]
+            yield from ((name, part.reshape(stored)) for name, part in zip(source.names, parts, strict=False))
             continue
         whole = wholes.setdefault(source.names, np.empty(stored, value.dtype))
         pieces = whole.reshape(source.pieces, -1, *stored[1:])
@@ -65,12 +53,6 @@ def stored_tensors(
             del wholes[source.names]
             cuts = np.split(whole, np.cumsum(source.cuts)[:-1]) if source.cuts else [whole]
             yield from zip(source.names, cuts, strict=True)
-
-
-def _parts(source: HFSource, value: np.ndarray) -> list[tuple[str, np.ndarray]]:
-    if source.stack:
-        return list(zip(source.names, value.reshape(len(source.names), -1), strict=True))
-    return [(source.names[0], value)]
 
 
 def write_hugging_face(
@@ -94,7 +76,7 @@ def write_hugging_face(
     Returns:
         The directory.
     """
-    kept = {path: np.asarray(value).astype(_DTYPES[dtype]) for path, value in values.items()}
+    kept = {path: np.asarray(value).astype(np.dtype(dtype)) for path, value in values.items()}
     return _write(directory, config, kept, {**hf_config, "dtype": dtype}, files_from)
 
 

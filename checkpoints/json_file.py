@@ -47,7 +47,8 @@ def read_json(path: Path, most: int = MOST_JSON) -> dict[str, Any]:
     if len(text) > most:
         raise CheckpointError(f"{path}: has more than {most:,} bytes")
     try:
-        value = json.loads(text.decode(), object_hook=_special_float)
+        special = lambda each: float(each["__float__"]) if each.keys() == {"__float__"} else each  # noqa: E731
+        value = json.loads(text.decode(), object_hook=special)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({one_line(error)})") from error
     if not isinstance(value, dict):
@@ -58,9 +59,3 @@ def read_json(path: Path, most: int = MOST_JSON) -> dict[str, Any]:
 def read_json_if_present(path: Path) -> dict[str, Any]:
     """Like `read_json`, with an absent file read as an empty object."""
     return read_json(path) if path.is_file() else {}
-
-
-def _special_float(value: dict[str, Any]) -> Any:
-    if value.keys() == {"__float__"}:
-        return float(value["__float__"])
-    return value

@@ -179,14 +179,11 @@ def _check(directory: Path, description: Description, targets: Mapping[str, jax.
     names = sorted(wanted.keys() | description.shapes.keys())
     wrong = [name for name in names if wanted.get(name) != description.shapes.get(name)]
     if wrong:
-        shown = (f"{n}: stored {_shape(description.shapes.get(n))}, needed {_shape(wanted.get(n))}" for n in wrong)
+        stored, needed = ({n: list(shapes[n]) for n in shapes} for shapes in (description.shapes, wanted))
+        shown = (f"{n}: stored {stored.get(n, 'none')}, needed {needed.get(n, 'none')}" for n in wrong)
         raise CheckpointError(f"{directory}: {len(wrong)} parameters do not fit: {listing(shown)}")
     if not (directory / WEIGHTS).is_dir():
         raise CheckpointError(f"{directory}: has no {WEIGHTS} folder")
-
-
-def _shape(shape: tuple[int, ...] | None) -> str:
-    return "none" if shape is None else str(list(shape))
 
 
 def _prepare(directory: Path, overwrite: bool) -> None:

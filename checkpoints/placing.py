@@ -104,13 +104,8 @@ def progress_bar(what: str, total: int, shown: bool) -> Iterator[Advance]:
     if shown and not sys.stderr.isatty():
         yield _logged(what, total)
         return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeElapsedColumn(),
-    )
+    sizes = DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn()
+    columns = TextColumn("{task.description}"), BarColumn(), *sizes
     with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
         task = progress.add_task(what, total=total)
         yield lambda count: progress.advance(task, count)

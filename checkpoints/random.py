@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 from safetensors.numpy import save_file
@@ -171,9 +170,6 @@ def initial_values(name: str, shape: tuple[int, ...], normal: Draw, uniform: Dra
     return normal(shape) / math.sqrt(shape[-1])
 
 
-_NUMPY = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-
-
 class RandomTensors:
     """The random tensors of a Hugging Face checkpoint without files: each is drawn when it is read.
 
@@ -260,11 +256,11 @@ def write_random(
     weight_map: dict[str, str] = {}
     for shard in range(shards):
         file = SINGLE_FILE if shards == 1 else f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
-        content = {rename(name): tensors.view(name).astype(_NUMPY[dtype]) for name in names[shard::shards]}
+        content = {rename(name): tensors.view(name).astype(np.dtype(dtype)) for name in names[shard::shards]}
         save_file(content, directory / file, {"format": "pt"})
         weight_map |= dict.fromkeys(content, file)
     if shards > 1:
-        size = sum(int(np.prod(tensors.shape(n))) for n in names) * _NUMPY[dtype].itemsize
+        size = sum(int(np.prod(tensors.shape(n))) for n in names) * np.dtype(dtype).itemsize
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         (directory / INDEX_FILE).write_text(json.dumps(index, indent=1))
     return directory

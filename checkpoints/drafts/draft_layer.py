@@ -15,7 +15,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from checkpoints.errors import CheckpointError, listing
-from checkpoints.export import hugging_face_tensors
+from checkpoints.export import stored_tensors
 from checkpoints.json_file import read_json
 from checkpoints.tensors.tensor_set import INDEX_FILE, TensorSet
 from mamba_jax.config import HybridConfig, ModelConfigError
@@ -103,7 +103,7 @@ def write_with_draft_layer(
     tensors = TensorSet(source, prefixes=TEXT_PREFIXES)
     names = [name for name in sorted(tensors.names) if not name.startswith("mtp.")]
     weight_map = {tensors.stored_name(name): tensors.file_of(name) for name in names}
-    added = hugging_face_tensors(config, values, only="mtp.")
+    added = dict(stored_tensors(config, values, only="mtp."))
     if old := sorted(name for name in tensors.names - set(added) if name.startswith("mtp.")):
         raise CheckpointError(f"{source}: has a multi-token-prediction layer of another kind ({listing(old)})")
     shutil.copytree(source, target, dirs_exist_ok=True)

@@ -1,15 +1,8 @@
-"""Training of the demo model's tokenizer: a small byte-level BPE.
-
-    python -m checkpoints.text.train_tokenizer CORPUS DIRECTORY [VOCAB_SIZE]
-
-trains on a corpus that `mamba_jax.train.corpus` has written, and writes `tokenizer.json`, `tokenizer_config.json` (with
-the chat template) and `generation_config.json`.
-"""
+"""Training of a small byte-level BPE on a corpus that `mamba_jax.train.corpus` has written."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -60,7 +53,8 @@ def corpus_texts(corpus: Path) -> Iterator[str]:
 
 
 def write_tokenizer(corpus: Path, directory: Path, vocab_size: int) -> None:
-    """Trains on a corpus and writes all files of a tokenizer."""
+    """Trains on a corpus, and writes tokenizer.json, tokenizer_config.json (with the chat template) and
+    generation_config.json."""
     directory.mkdir(parents=True, exist_ok=True)
     train_tokenizer(corpus_texts(corpus), vocab_size).save(str(directory / "tokenizer.json"), pretty=False)
     settings = {
@@ -75,7 +69,3 @@ def write_tokenizer(corpus: Path, directory: Path, vocab_size: int) -> None:
     ends = [SPECIAL_TOKENS.index(token) for token in (EOS, TURN_END)]
     generation = {"bos_token_id": SPECIAL_TOKENS.index(BOS), "eos_token_id": ends, "pad_token_id": 0}
     (directory / "generation_config.json").write_text(json.dumps(generation) + "\n")
-
-
-if __name__ == "__main__":
-    write_tokenizer(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 4096)

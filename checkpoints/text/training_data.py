@@ -95,18 +95,12 @@ def encoded(documents: Iterator[Document], tokenizer: Tokenizer, chat_share: flo
             chats += chat_share
             if chats >= 1:
                 chats -= 1
-                yield tokenizer.encode_chat(chat_of(document), add_generation_prompt=False) + end
+                turns = zip(("user", "assistant"), (document["question"], document["answer"]), strict=True)
+                chat = [{"role": role, "content": text} for role, text in turns]
+                yield tokenizer.encode_chat(chat, add_generation_prompt=False) + end
                 continue
         waiting.append(text_of(document))
         if len(waiting) == _AT_ONCE:
             yield from (ids + end for ids in tokenizer.encode_batch(waiting))
             waiting = []
     yield from (ids + end for ids in tokenizer.encode_batch(waiting))
-
-
-def chat_of(document: Document) -> list[dict[str, str]]:
-    """Returns a problem as a conversation."""
-    return [
-        {"role": "user", "content": document["question"]},
-        {"role": "assistant", "content": document["answer"]},
-    ]

@@ -9,11 +9,11 @@ import pytest
 import checkpoints
 import mamba_jax
 from checkpoints.drafts.draft_layer import fresh_draft_layer, with_draft_layer, write_with_draft_layer
-from checkpoints.export import hugging_face_tensors, write_hugging_face
+from checkpoints.export import stored_tensors, write_hugging_face
 from checkpoints.json_file import read_json
 from checkpoints.random import RandomTensors, write_random
 from checkpoints.tensors.tensor_set import TensorSet
-from mamba_jax.model import parameters
+from tests.checkpoints.checks import assert_equal, load, values
 from tests.support.models.tiny_configs import CHECKPOINT
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2}
@@ -36,24 +36,10 @@ OLMO = {
 FAMILIES = {"nemotron_h": CHECKPOINT, "bamba": BAMBA, "granite": GRANITE, "mamba2": MAMBA2, "olmo_hybrid": OLMO}
 
 
-def load(directory):
-    return checkpoints.load_model(directory, dtype="float32", progress=False)
-
-
-def values(model):
-    return {path: np.asarray(leaf.get_value()) for path, leaf in parameters(model).items()}
-
-
-def assert_equal(one, other):
-    assert one.keys() == other.keys()
-    for path, value in one.items():
-        assert (value == other[path]).all(), path
-
-
 @pytest.mark.parametrize("raw", FAMILIES.values(), ids=FAMILIES)
 def test_what_is_written_is_what_was_read(tmp_path, raw):
     model = load(write_random(tmp_path / "a", raw, seed=1))
-    tensors, stored = hugging_face_tensors(model.config, values(model)), RandomTensors(raw, seed=1)
+    tensors, stored = dict(stored_tensors(model.config, values(model))), RandomTensors(raw, seed=1)
     assert tensors.keys() == stored.names
     assert_equal(tensors, {name: stored.view(name) for name in tensors})
     again = write_hugging_face(tmp_path / "b", model.config, values(model), raw, dtype="float32")

@@ -12,10 +12,6 @@ def write(directory, name, content):
     (directory / name).write_text(json.dumps(content))
 
 
-def test_absent_files(tmp_path):
-    assert read_generation_config(tmp_path) == GenerationConfig()
-
-
 def test_all_fields(tmp_path):
     fields = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
     write(
@@ -27,6 +23,7 @@ def test_all_fields(tmp_path):
 
 
 def test_ids_that_end_a_text_fall_back_to_the_model_config(tmp_path):
+    assert read_generation_config(tmp_path) == GenerationConfig()
     write(tmp_path, "config.json", {"eos_token_id": 5})
     assert read_generation_config(tmp_path).eos_token_ids == (5,)
     write(tmp_path, "generation_config.json", {"temperature": 1})

@@ -8,12 +8,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import checkpoints
-from checkpoints import CheckpointError
 from checkpoints.config_json import config_from_json, config_to_json
 from checkpoints.orbax import read_description
 from checkpoints.presets import preset, preset_names
 from checkpoints.random import write_random
 from mamba_jax.model import parameters
+from tests.checkpoints.checks import assert_equal, load, message, values
 from tests.support.models.tiny_configs import CHECKPOINT
 
 
@@ -25,30 +25,6 @@ def source(tmp_path_factory):
 @pytest.fixture(scope="module")
 def converted(source, tmp_path_factory):
     return checkpoints.convert(source, tmp_path_factory.mktemp("orbax") / "tiny", progress=False)
-
-
-def load(ref, **options):
-    return checkpoints.load_model(ref, progress=False, **options)
-
-
-def values(model):
-    return {path: np.asarray(leaf.get_value()) for path, leaf in parameters(model).items()}
-
-
-def assert_equal(one, other):
-    assert one.keys() == other.keys()
-    for path, value in one.items():
-        assert value.dtype == other[path].dtype
-        np.testing.assert_array_equal(value, other[path], err_msg=path)
-
-
-def message(action):
-    with pytest.raises(CheckpointError) as error:
-        action()
-    text = str(error.value)
-    assert "\n" not in text
-    assert len(text) < 1000
-    return text
 
 
 def row_sharding(count):
@@ -90,15 +66,9 @@ def test_a_model_made_in_python_can_be_saved(source, tmp_path):
     assert checkpoints.load_tokenizer(directory) is None
 
 
-def test_the_demo_can_be_converted(tmp_path):
-    directory = checkpoints.convert("demo", tmp_path / "demo", progress=False)
-    assert_equal(values(load(directory)), values(load("demo")))
-    assert checkpoints.require_tokenizer(directory).encode("a") == checkpoints.require_tokenizer("demo").encode("a")
-
-
 def test_existing_directories_are_kept_unless_told_otherwise(source, tmp_path):
     (tmp_path / "mine.txt").touch()
-    text = message(lambda: checkpoints.convert(source, tmp_path, progress=False))
+    text = message(checkpoints.convert, source, tmp_path, progress=False)
     assert text == f"{tmp_path}: exists already and is not empty"
     for _ in range(2):
         checkpoints.convert(source, tmp_path, overwrite=True, progress=False)
@@ -107,15 +77,8 @@ def test_existing_directories_are_kept_unless_told_otherwise(source, tmp_path):
 
 def test_target_that_cannot_be_written(source, tmp_path):
     (tmp_path / "file").touch()
-    text = message(lambda: checkpoints.convert(source, tmp_path / "file" / "x", progress=False))
+    text = message(checkpoints.convert, source, tmp_path / "file" / "x", progress=False)
     assert text == f"{tmp_path}/file/x: cannot be written (Not a directory)"
-
-
-def edit(directory, change):
-    path = directory / "mamba_jax.json"
-    fields = json.loads(path.read_text())
-    change(fields)
-    path.write_text(json.dumps(fields))
 
 
 @pytest.fixture
@@ -123,47 +86,44 @@ def copy(source, tmp_path):
     return checkpoints.convert(source, tmp_path / "copy", progress=False)
 
 
-def test_unknown_version(copy):
-    edit(copy, lambda fields: fields.update(version=9))
-    assert message(lambda: load(copy)) == f"{copy}/mamba_jax.json: version 9, this program reads 1"
+INVALID = "/mamba_jax.json: not a description of a model ("
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("change", "said"),
     [
-        (lambda fields: fields.pop("config"), "'config'"),
-        (lambda fields: fields["config"].update(colour=1), "HybridConfig: unknown fields colour"),
-        (lambda fields: fields["config"].pop("pattern"), "HybridConfig: missing fields pattern"),
-        (lambda fields: fields["config"].update(mamba=3), "MambaConfig: expected an object, found 3"),
-        (lambda fields: fields["config"].update(pattern="X"), "layer pattern 'X' has"),
+        (lambda fields: fields.update(version=9), "/mamba_jax.json: version 9, this program reads 1"),
+        (lambda fields: fields.pop("config"), f"{INVALID}'config')"),
+        (lambda fields: fields["config"].update(colour=1), f"{INVALID}HybridConfig: unknown fields colour)"),
+        (lambda fields: fields["config"].pop("pattern"), f"{INVALID}HybridConfig: missing fields pattern)"),
+        (lambda fields: fields["config"].update(mamba=3), f"{INVALID}MambaConfig: expected an object, found 3)"),
+        (lambda fields: fields["config"].update(pattern="X"), f"{INVALID}layer pattern 'X' has"),
+        (
+            lambda fields: fields["config"].update(vocab_size=62),
+            ": 2 parameters do not fit: embed.weight: stored [61, 32], needed [62, 32], "
+            "lm_head.weight: stored [61, 32], needed [62, 32]",
+        ),
     ],
 )
-def test_broken_descriptions(copy, change, reason):
-    edit(copy, change)
-    text = message(lambda: load(copy))
-    assert text.startswith(f"{copy}/mamba_jax.json: not a description of a model (")
-    assert reason in text
-
-
-def test_weights_that_do_not_fit_the_description(copy):
-    edit(copy, lambda fields: fields["config"].update(vocab_size=62))
-    assert message(lambda: load(copy)) == (
-        f"{copy}: 2 parameters do not fit: embed.weight: stored [61, 32], needed [62, 32], "
-        "lm_head.weight: stored [61, 32], needed [62, 32]"
-    )
+def test_descriptions_that_are_wrong_or_do_not_fit(copy, change, said):
+    path = copy / "mamba_jax.json"
+    fields = json.loads(path.read_text())
+    change(fields)
+    path.write_text(json.dumps(fields))
+    assert message(load, copy).startswith(f"{copy}{said}")
 
 
 def test_damaged_weights(copy):
     for path in (copy / "weights").rglob("*"):
         if path.is_file() and path.stat().st_size > 5000:
             path.write_bytes(b"x" * 100)
-    text = message(lambda: load(copy))
+    text = message(load, copy)
     assert text.startswith(f"{copy}/weights: cannot be restored (")
 
 
 def test_incomplete_directory(copy):
     (copy / "weights").rename(copy / "elsewhere")
-    assert message(lambda: load(copy)) == f"{copy}: has no weights folder"
+    assert message(load, copy) == f"{copy}: has no weights folder"
 
 
 @pytest.mark.parametrize("name", preset_names())

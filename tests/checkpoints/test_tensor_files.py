@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from checkpoints.errors import CheckpointError
 from checkpoints.tensors.safetensors_file import SafetensorsFile
 from checkpoints.tensors.tensor_set import TensorSet
+from tests.checkpoints.checks import message
 
 TENSORS = {
     "a": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -31,13 +31,6 @@ def header_file(path, header, data=b""):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
     return path
-
-
-def message(action):
-    with pytest.raises(CheckpointError) as error:
-        action()
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 def test_views_equal_what_was_written(path):
@@ -72,7 +65,7 @@ def test_a_released_tensor_can_be_read_again(path):
 def test_truncated_data(path):
     content = path.read_bytes()
     path.write_bytes(content[:-40])
-    text = message(lambda: SafetensorsFile(path))
+    text = message(SafetensorsFile, path)
     assert text.startswith(f"{path}: truncated ({len(content) - 40} of {len(content)} bytes); incomplete: ")
     assert "a [2, 3]" in text
 
@@ -81,13 +74,13 @@ def test_truncated_data(path):
 def test_truncated_header(path, size):
     path.write_bytes(path.read_bytes()[:size])
     end = f"truncated, or not a safetensors file ({size} bytes, too short for its header)"
-    assert message(lambda: SafetensorsFile(path)) == f"{path}: {end}"
+    assert message(SafetensorsFile, path) == f"{path}: {end}"
 
 
 def test_another_kind_of_file(tmp_path):
     path = tmp_path / "x.safetensors"
     path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
-    assert "truncated, or not a safetensors file" in message(lambda: SafetensorsFile(path))
+    assert "truncated, or not a safetensors file" in message(SafetensorsFile, path)
 
 
 @pytest.mark.parametrize(
@@ -104,18 +97,18 @@ def test_another_kind_of_file(tmp_path):
 )
 def test_corrupt_header(tmp_path, header):
     path = header_file(tmp_path / "x.safetensors", header, b"1234")
-    assert message(lambda: SafetensorsFile(path)).startswith(f"{path}: corrupt safetensors header (")
+    assert message(SafetensorsFile, path).startswith(f"{path}: corrupt safetensors header (")
 
 
 def test_dtype_without_support_is_an_error_only_when_used(tmp_path):
     header = {"w": {"dtype": "F6_E3M2", "shape": [4], "data_offsets": [0, 4]}}
     file = SafetensorsFile(header_file(tmp_path / "x.safetensors", header, b"1234"))
-    assert message(lambda: file.view("w")) == f"{file.path}: w has dtype F6_E3M2, which is not supported yet"
+    assert message(file.view, "w") == f"{file.path}: w has dtype F6_E3M2, which is not supported yet"
 
 
 def test_absent_file(tmp_path):
     path = tmp_path / "no.safetensors"
-    assert message(lambda: SafetensorsFile(path)) == f"{path}: cannot be read (No such file or directory)"
+    assert message(SafetensorsFile, path) == f"{path}: cannot be read (No such file or directory)"
 
 
 def shards(directory, indexed=True, count=3):
@@ -146,41 +139,37 @@ def test_missing_shards(tmp_path, indexed):
     shards(tmp_path, indexed)
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     expected = f"{tmp_path}: missing 1 of 3 shards: model-00002-of-00003.safetensors"
-    assert message(lambda: TensorSet(tmp_path)) == expected
+    assert message(TensorSet, tmp_path) == expected
 
 
 def test_many_missing_shards_are_counted(tmp_path):
     names = {str(i): f"model-{i:05d}-of-00050.safetensors" for i in range(1, 51)}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    text = message(lambda: TensorSet(tmp_path))
+    text = message(TensorSet, tmp_path)
     assert text.startswith(f"{tmp_path}: missing 50 of 50 shards: model-00001-of-00050.safetensors, ")
     assert text.endswith("model-00006-of-00050.safetensors, and 44 more")
 
 
-@pytest.mark.parametrize("index", [{}, {"weight_map": []}, {"weight_map": {"a": 1}}])
-def test_index_without_a_map(tmp_path, index):
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    text = message(lambda: TensorSet(tmp_path))
-    assert text == f"{tmp_path}/model.safetensors.index.json: has no weight_map of tensor names to file names"
+NO_MAP = "has no weight_map of tensor names to file names"
 
 
-def test_index_that_points_elsewhere(tmp_path):
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../x.safetensors"}}))
-    text = message(lambda: TensorSet(tmp_path))
-    assert text == f"{tmp_path}/model.safetensors.index.json: names files outside its directory"
-
-
-def test_corrupt_index(tmp_path):
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {')
-    assert message(lambda: TensorSet(tmp_path)).startswith(
-        f"{tmp_path}/model.safetensors.index.json: not valid JSON (Expecting property name"
-    )
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        ("{}", NO_MAP),
+        ('{"weight_map": []}', NO_MAP),
+        ('{"weight_map": {"a": 1}}', NO_MAP),
+        ('{"weight_map": {"a": "../x.safetensors"}}', "names files outside its directory"),
+        ('{"weight_map": {', "not valid JSON (Expecting property name"),
+    ],
+)
+def test_wrong_indices(tmp_path, index, said):
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert message(TensorSet, tmp_path).startswith(f"{tmp_path}/model.safetensors.index.json: {said}")
 
 
 def test_no_weights(tmp_path):
-    assert message(lambda: TensorSet(tmp_path)) == f"{tmp_path}: has no *.safetensors file"
+    assert message(TensorSet, tmp_path) == f"{tmp_path}: has no *.safetensors file"
     (tmp_path / "pytorch_model.bin").touch()
     hint = "only safetensors weights can be read, convert the .bin files first: transformers' from_pretrained"
-    assert (
-        message(lambda: TensorSet(tmp_path)) == f"{tmp_path}: has no *.safetensors file; {hint}, then save_pretrained"
-    )
+    assert message(TensorSet, tmp_path) == f"{tmp_path}: has no *.safetensors file; {hint}, then save_pretrained"

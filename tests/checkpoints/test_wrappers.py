@@ -13,26 +13,14 @@ from checkpoints.drafts.draft_layer import begun_draft_layer, with_draft_layer, 
 from checkpoints.random import write_random
 from mamba_jax import families
 from mamba_jax.config import ModelConfigError
-from mamba_jax.model import parameters
+from tests.checkpoints.checks import assert_equal, load, values
 from tests.checkpoints.test_load import GOLDENS
 from tests.support.models.tiny_configs import CHECKPOINT
-
-
-def values(directory):
-    model = checkpoints.load_model(directory, progress=False)
-    return {path: np.asarray(leaf.get_value()) for path, leaf in parameters(model).items()}
-
 
 WRAPPERS = [
     # outer model_type, key of the text model's config, its tensors' prefix, what the prefix replaces, other towers
     ("NemotronH_Nano_VL_V2", "llm_config", "language_model.", "", ("vision_model.x", "mlp1.0.weight")),
-    (
-        "NemotronH_Omni_V3",
-        "llm_config",
-        "language_model.",
-        "",
-        ("sound_encoder.x", "sound_projection.y"),
-    ),
+    ("NemotronH_Omni_V3", "llm_config", "language_model.", "", ("sound_encoder.x", "sound_projection.y")),
     ("nemotron_h_omni", "text_config", "model.language_model.", "backbone.", ("model.vision_tower.x",)),
     ("minicpmv", "text_config", "llm.", "", ("vpm.x", "resampler.query")),
 ]
@@ -57,12 +45,9 @@ def wrap(source, target, outer, key, prefix, replaced, towers):
 def test_the_text_model_of_a_multimodal_checkpoint_is_loaded(tmp_path, caplog, outer, key, prefix, replaced, towers):
     plain = write_random(tmp_path / "plain", CHECKPOINT)
     wrapped = wrap(plain, tmp_path / "wrapped", outer, key, prefix, replaced, towers)
-    expected = values(plain)
     with caplog.at_level(logging.INFO, logger="checkpoints.load"):
-        found = values(wrapped)
-    assert found.keys() == expected.keys()
-    for path, value in expected.items():
-        np.testing.assert_array_equal(found[path], value, err_msg=path)
+        found = values(load(wrapped))
+    assert_equal(found, values(load(plain)))
     (line,) = [record.getMessage() for record in caplog.records if "only the text model" in record.getMessage()]
     for tower in towers:
         assert f"{tower.removeprefix('model.').split('.')[0]} (1)" in line
@@ -73,9 +58,7 @@ def test_a_text_model_in_a_multimodal_one_is_converted_to_orbax_only(tmp_path):
     wrapped = wrap(plain, tmp_path / "wrapped", *WRAPPERS[0])
     with pytest.raises(checkpoints.CheckpointError, match="use --form orbax"):
         convert(wrapped, tmp_path / "hugging-face", form="hugging-face", progress=False)
-    found, expected = values(convert(wrapped, tmp_path / "orbax", progress=False)), values(plain)
-    for path, value in expected.items():
-        np.testing.assert_array_equal(found[path], value, err_msg=path)
+    assert_equal(values(load(convert(wrapped, tmp_path / "orbax", progress=False))), values(load(plain)))
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS, ids=[one[0] for one in WRAPPERS])
@@ -86,9 +69,9 @@ def test_a_draft_layer_of_a_text_model_in_a_multimodal_one(tmp_path, wrapper, ex
     fields = CHECKPOINT if existing else {name: v for name, v in CHECKPOINT.items() if name not in drafting}
     wrapped = wrap(write_random(tmp_path / "plain", fields), tmp_path / "wrapped", *wrapper)
     raw, config = with_draft_layer(wrapped, "*E" if existing else "*-")
-    before = values(wrapped)
+    before = values(load(wrapped))
     expected = before | begun_draft_layer(config, before, 0)
-    found = values(write_with_draft_layer(wrapped, tmp_path / "with_drafts", raw, config, expected))
+    found = values(load(write_with_draft_layer(wrapped, tmp_path / "with_drafts", raw, config, expected)))
     assert found.keys() == expected.keys()
     assert not existing or any((found[path] != before[path]).any() for path in before if path.startswith("mtp."))
     for path, value in expected.items():
@@ -104,16 +87,14 @@ def test_lfm2_with_a_vision_tower(tmp_path):
     inner = {name.replace("model.", "model.language_model.", 1): value for name, value in tensors.items()}
     towers = {name: np.ones(2, np.float32) for name in ("model.vision_tower.x", "model.multi_modal_projector.y")}
     save_file(inner | towers, tmp_path / "wrapped" / "model.safetensors")
-    expected, found = values(golden), values(tmp_path / "wrapped")
-    for path, value in expected.items():
-        np.testing.assert_array_equal(found[path], value, err_msg=path)
+    assert_equal(values(load(tmp_path / "wrapped")), values(load(golden)))
 
 
 def test_a_tensor_of_no_tower_is_still_an_error(tmp_path):
     plain = write_random(tmp_path / "plain", CHECKPOINT)
     wrapped = wrap(plain, tmp_path / "wrapped", "some_vl", "llm_config", "language_model.", "", ("adapter.x",))
     with pytest.raises(checkpoints.CheckpointError, match=r"1 unexpected: adapter\.x \[3\]"):
-        checkpoints.load_model(wrapped, progress=False)
+        load(wrapped)
 
 
 def test_ids_that_end_a_text_come_from_the_text_models_config(tmp_path):
