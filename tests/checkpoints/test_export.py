@@ -1,7 +1,5 @@
 """Writing Hugging Face directories, and adding a draft layer to one."""
 
-from pathlib import Path
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,25 +12,12 @@ from checkpoints.json_file import read_json
 from checkpoints.random import RandomTensors, write_random
 from checkpoints.tensors.tensor_set import TensorSet
 from tests.checkpoints.checks import assert_equal, load, values
+from tests.support.models.golden_case import FIXTURES, NAMES
 from tests.support.models.tiny_configs import CHECKPOINT
 
-SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_expand": 2}
-BAMBA = {"model_type": "bamba", **SMALL, **HEADS, **MAMBA, "attn_layer_indices": [1], "intermediate_size": 48}
-GRANITE = {
-    "model_type": "granitemoehybrid", **SMALL, **HEADS, **MAMBA, "layer_types": ["mamba", "attention"],
-    "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16, "shared_intermediate_size": 24,
-    "residual_multiplier": 0.5, "logits_scaling": 2.0, "tie_word_embeddings": True,
-}  # fmt: skip
-MAMBA2 = {
-    "model_type": "mamba2", **SMALL, "num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 1, "expand": 2,
-}  # fmt: skip
-OLMO = {
-    "model_type": "olmo_hybrid", **SMALL, **HEADS, "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 5,
-    "intermediate_size": 48, "eos_token_id": 2,
-}  # fmt: skip
+BAMBA, GRANITE, MAMBA2, OLMO = (
+    read_json(FIXTURES / name / "config.json") for name in ("bamba", "granite-rope", "mamba2", "olmo-hybrid")
+)
 FAMILIES = {"nemotron_h": CHECKPOINT, "bamba": BAMBA, "granite": GRANITE, "mamba2": MAMBA2, "olmo_hybrid": OLMO}
 
 
@@ -83,10 +68,7 @@ def test_what_cannot_be_added(tmp_path):
         write_with_draft_layer(source, source, fields, config, fresh_draft_layer(config, 0))
 
 
-GOLDENS = sorted(path.parent for path in (Path(__file__).parents[1] / "golden").glob("*/goldens.npz"))
-
-
-@pytest.mark.parametrize("golden", GOLDENS, ids=lambda path: path.name)
+@pytest.mark.parametrize("golden", map(FIXTURES.joinpath, NAMES), ids=NAMES)
 def test_a_saved_model_has_the_tensors_that_transformers_wrote(golden, tmp_path):
     """Names may be another of the spellings that the family reads; all values come back, and transformers' names are
     kept where a checkpoint has one spelling only."""
@@ -101,10 +83,9 @@ def test_a_saved_model_has_the_tensors_that_transformers_wrote(golden, tmp_path)
     assert saved["dtype"] == "float32"
 
 
-@pytest.mark.parametrize(
-    "golden", [path for path in GOLDENS if path.name in ("bamba", "olmo-hybrid")], ids=lambda p: p.name
-)
-def test_conversion_to_hugging_face_keeps_names_and_values(golden, tmp_path):
+@pytest.mark.parametrize("name", ["bamba", "olmo-hybrid"])
+def test_conversion_to_hugging_face_keeps_names_and_values(name, tmp_path):
+    golden = FIXTURES / name
     checkpoints.convert(golden, tmp_path / "copy", form="hugging-face")
     theirs, ours = TensorSet(golden), TensorSet(tmp_path / "copy")
     assert ours.names == theirs.names

@@ -26,8 +26,10 @@ def test_ids_that_end_a_text_fall_back_to_the_model_config(tmp_path):
     assert read_generation_config(tmp_path) == GenerationConfig()
     write(tmp_path, "config.json", {"eos_token_id": 5})
     assert read_generation_config(tmp_path).eos_token_ids == (5,)
+    write(tmp_path, "config.json", {"model_type": "x_vl", "text_config": {"eos_token_id": [5]}})
     write(tmp_path, "generation_config.json", {"temperature": 1})
     assert read_generation_config(tmp_path).eos_token_ids == (5,)
+    write(tmp_path, "config.json", {"eos_token_id": [5, 6, 7]})
     write(tmp_path, "generation_config.json", {"eos_token_id": 6})
     assert read_generation_config(tmp_path).eos_token_ids == (6,)
 

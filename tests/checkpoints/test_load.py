@@ -50,14 +50,6 @@ def change_config(directory, **changes):
 # --- what is read
 
 
-def test_a_directory_becomes_a_model_that_works(directory):
-    model = load(directory)
-    logits = scores(model)
-    assert logits.shape == (29, 61)
-    assert np.isfinite(logits).all()
-    assert len(set(logits.argmax(-1).tolist())) > 10, "a random model must not say one thing only"
-
-
 def test_parameters_are_the_stored_rows(directory):
     stored, ours = load_file(directory / "model.safetensors"), values(load(directory))
     in_proj = stored["backbone.layers.0.mixer.in_proj.weight"]

@@ -59,13 +59,6 @@ def test_any_sharding_reads_any_other(source, tmp_path, saved_on, loaded_on):
         assert placed == loading(path) if loading else len(placed.device_set) == 1
 
 
-def test_a_model_made_in_python_can_be_saved(source, tmp_path):
-    model = load(source, load_format="dummy")
-    directory = checkpoints.save_orbax(tmp_path / "made", model)
-    assert_equal(values(load(directory)), values(model))
-    assert checkpoints.load_tokenizer(directory) is None
-
-
 def test_existing_directories_are_kept_unless_told_otherwise(source, tmp_path):
     (tmp_path / "mine.txt").touch()
     text = message(checkpoints.convert, source, tmp_path, progress=False)

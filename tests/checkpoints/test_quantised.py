@@ -176,19 +176,6 @@ def test_narrow_weights_need_a_description(changeable):
         load(write(tensors, quantization_config=None))
 
 
-def test_the_other_order_of_nibbles_shows(mixed, monkeypatch):
-    expected = full_log_probs(load(mixed[1]), [[5, 6, 7]])[0]
-
-    def swapped(packed):
-        values = packing.unpack_fp4(packed)
-        return np.ascontiguousarray(values.reshape(*values.shape[:-1], -1, 2)[..., ::-1]).reshape(values.shape)
-
-    got = full_log_probs(load(mixed[0]), [[5, 6, 7]])[0]
-    assert np.abs(got - expected).max() <= TOLERANCE
-    monkeypatch.setattr("checkpoints.quantised.floats.unpack_fp4", swapped)
-    assert np.abs(full_log_probs(load(mixed[0]), [[5, 6, 7]])[0] - expected).max() > 100 * TOLERANCE
-
-
 @pytest.mark.parametrize(
     ("description", "message"),
     [

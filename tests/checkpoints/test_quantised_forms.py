@@ -25,6 +25,8 @@ from tests.support.models.quantised_checkpoints import (
     write_quantised,
 )
 
+RNG, FEW = np.random.default_rng(0), np.float32(0.01)
+
 
 def symmetric(kind, **options):
     """A format without zero points, which are the middle then."""
@@ -56,17 +58,11 @@ def packed(bits):
     return write
 
 
-def byte_pairs(w, *, factors=True, second=False):
-    """ModelOpt's INT4: two outputs in a byte, and a factor for each input where the inputs are scaled."""
-    factor = np.linspace(0.5, 2, w.shape[1], dtype=np.float32) if factors else np.ones(w.shape[1], np.float32)
-    grouped = (w / factor).reshape(len(w), -1, 16)
-    scale = (np.abs(grouped).max(-1) / 7).astype(np.float32)
-    signed = np.clip(np.rint(grouped / scale[..., None]), -8, 7)
-    codes = signed.reshape(w.shape).astype(np.int64) % 16
-    parts = {"weight": (codes[0::2] + 16 * codes[1::2]).astype(np.uint8), "weight_scale": scale}
-    parts |= {"pre_quant_scale": factor} if factors else {}
-    parts |= {"weight_scale_2": np.float32(0.01), "input_scale": np.float32(0.1)} if second else {}
-    return parts, (signed * scale[..., None]).reshape(w.shape) * factor
+def byte_pairs(w, **more):
+    """ModelOpt's INT4: two outputs in a byte."""
+    codes, scale = RNG.integers(-8, 8, w.shape), RNG.uniform(0.01, 0.02, (len(w), w.shape[1] // 16)).astype(np.float32)
+    pairs = (codes[0::2] % 16 + 16 * (codes[1::2] % 16)).astype(np.uint8)
+    return {"weight": pairs, "weight_scale": scale, **more}, codes * np.repeat(scale, 16, -1)
 
 
 def with_factors(kind):
@@ -82,13 +78,10 @@ def with_factors(kind):
 
 def mxfp4(w, *, name="weight"):
     """Pairs of e2m1, and a power of two, as a byte, for each 32 inputs."""
-    grouped = w.reshape(*w.shape[:-1], -1, 32)
-    exponent = np.floor(np.log2(np.abs(grouped).max(-1))) - 2
-    factor = np.exp2(exponent)[..., None]
-    values = (grouped / factor).astype(ml_dtypes.float4_e2m1fn)
-    codes = values.view(np.uint8).reshape(w.shape)
+    exponent = RNG.integers(-7, -4, (*w.shape[:-1], w.shape[-1] // 32))
+    codes = RNG.integers(0, 16, w.shape, np.uint8)
     stored = {name: codes[..., 0::2] + 16 * codes[..., 1::2], "weight_scale": (exponent + 127).astype(np.uint8)}
-    return stored, (values.astype(np.float32) * factor).reshape(w.shape).astype(np.float32)
+    return stored, codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32) * np.repeat(np.exp2(exponent), 32, -1)
 
 
 def bitsandbytes_int8(w):
@@ -100,28 +93,18 @@ def bitsandbytes_int8(w):
 
 def four_bits(w, *, nested=False):
     """bitsandbytes' 4 bits: a table of 16 numbers, and a factor for each 64 of a weight, which may be in 8 bits too."""
-    table = np.sort(np.random.default_rng(0).uniform(-1, 1, 16)).astype(np.float32)
-    flat = w.reshape(-1, 64)
-    factor = np.abs(flat).max(-1)
+    table, codes = RNG.uniform(-1, 1, 16).astype(np.float32), RNG.integers(0, 16, w.size, np.uint8)
+    factor = RNG.uniform(0.1, 0.3, w.size // 64).astype(np.float32)
     state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(w.shape)}
-    parts = {"weight.absmax": factor}
+    parts = {"weight": (16 * codes[0::2] + codes[1::2])[:, None], "weight.absmax": factor, "weight.quant_map": table}
     if nested:
-        outer, offset = np.linspace(0, 1, 256, dtype=np.float32), np.float32(factor.mean())
-        sizes = np.array([np.abs(part - offset).max() for part in np.split(factor, range(256, len(factor), 256))])
-        each = np.repeat(sizes, 256)[: len(factor)]
-        codes = np.rint((factor - offset) / each * 127.5 + 127.5).astype(np.uint8)
-        outer = (outer * 2 - 1).astype(np.float32)
-        factor = outer[codes] * each + offset
-        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": float(offset)}
-        parts = {"weight.absmax": codes, "weight.nested_absmax": sizes, "weight.nested_quant_map": outer}
-    codes = np.abs(flat[..., None] / factor[:, None, None] - table).argmin(-1).astype(np.uint8)
-    packed = codes.reshape(-1, 2)
-    parts |= {
-        "weight": (16 * packed[:, :1] + packed[:, 1:]).astype(np.uint8),
-        "weight.quant_map": table,
-        "weight.quant_state.bitsandbytes__nf4": np.frombuffer(json.dumps(state).encode(), np.uint8),
-    }
-    return parts, (table[codes] * factor[:, None]).reshape(w.shape)
+        inner, outer = RNG.integers(0, 256, factor.size, np.uint8), RNG.uniform(-1, 1, 256).astype(np.float32)
+        sizes = RNG.uniform(0.01, 0.1, -(-factor.size // 256)).astype(np.float32)
+        factor = outer[inner] * np.repeat(sizes, 256)[: factor.size] + np.float32(0.25)
+        state |= {"nested_blocksize": 256, "nested_offset": 0.25}
+        parts |= {"weight.absmax": inner, "weight.nested_absmax": sizes, "weight.nested_quant_map": outer}
+    parts["weight.quant_state.bitsandbytes__nf4"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    return parts, (table[codes] * np.repeat(factor, 64)).reshape(w.shape)
 
 
 MODELOPT, BNB, COMPRESSED = ({"quant_method": name} for name in ("modelopt", "bitsandbytes", "compressed-tensors"))
@@ -138,20 +121,17 @@ FORMS = {
     "AutoRound, not symmetric": (AUTO | {"packing_format": "auto_round:auto_gptq", "sym": False}, {r".*_proj": gptq}),
     "3 bits": (COMPRESSED, {r".*_proj": packed(3)}),
     "2 bits": (COMPRESSED, {r".*_proj": packed(2)}),
-    "ModelOpt's INT4": (MODELOPT, {r".*_proj": lambda w: byte_pairs(w, factors=False)}),
-    "W4A16_AWQ": (MODELOPT, {r".*(up|down)_proj": byte_pairs, r".*_proj": lambda w: byte_pairs(w, factors=False)}),
-    "W4A8_AWQ": (MODELOPT, {r".*up_proj": byte_pairs, r".*_proj": lambda w: byte_pairs(w, factors=False, second=True)}),
+    "ModelOpt's INT4": (MODELOPT, {r".*_proj": byte_pairs}),
+    "W4A16_AWQ": (MODELOPT, {r".*(up|down)_proj": with_factors(byte_pairs), r".*_proj": byte_pairs}),
+    "W4A8_AWQ": (MODELOPT, {r".*_proj": partial(byte_pairs, weight_scale_2=FEW, input_scale=FEW)}),
     "NVFP4_AWQ": (MODELOPT, {r".*down_proj": with_factors(nvfp4), r".*_proj": nvfp4}),
     "INT8_SQ": (MODELOPT, {r".*o_proj": with_factors(int8), r".*_proj": int8}),
     "MXFP4": (MODELOPT, {r".*_proj": mxfp4}),
-    "MXFP4 of compressed-tensors": (
-        {"quant_method": "compressed-tensors"},
-        {r".*_proj": partial(mxfp4, name="weight_packed")},
-    ),
+    "MXFP4, compressed": (COMPRESSED, {r".*_proj": partial(mxfp4, name="weight_packed")}),
     "bitsandbytes int8": (BNB, {r".*_proj": bitsandbytes_int8}),
     "bitsandbytes NF4": (BNB, {r".*up_proj": four_bits, r".*_proj": fp8}),
     "bitsandbytes NF4, nested": (BNB, {r".*up_proj": partial(four_bits, nested=True), r".*_proj": fp8}),
-    "ModelOpt's groups": ({"quant_method": "modelopt", "config_groups": {}}, {r".*_proj": fp8}),
+    "ModelOpt's groups": (MODELOPT | {"config_groups": {}}, {r".*_proj": fp8}),
 }
 
 

@@ -24,6 +24,10 @@ from tests.support.models.quantised_checkpoints import config_of, write_mixed
 WORST = {"int8": 0.5 / 127, "fp8": 2.0**-4, "int4": 0.52 / 7, "nvfp4": 0.18}
 
 
+def forms(arrays):
+    return {name: (each.shape, each.dtype) for name, each in arrays.items()}
+
+
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
     return write_random(tmp_path_factory.mktemp("wide"), config_of("latent"), seed=4)
@@ -35,9 +39,7 @@ def test_rounds_to_the_nearest(kind):
     weight[0, 0] = 0
     rounding = Rounding(kind, {"int4": 32, "nvfp4": 16}.get(kind, 0))
     parts = rounding.round(weight)
-    assert {name: (part.shape, part.dtype) for name, part in parts.items()} == {
-        name: (target.shape, target.dtype) for name, target in rounding.parts(weight.shape).items()
-    }
+    assert forms(parts) == forms(rounding.parts(weight.shape))
     got = np.asarray(Quantised(**{name: jnp.asarray(part) for name, part in parts.items()}).dequantise())
     split = weight.reshape(3, 10, -1, rounding.group or 64)
     error = np.abs(got.reshape(split.shape) - split).max(-1)
@@ -61,10 +63,7 @@ def test_products_are_quantised_and_nothing_else(wide, kind):
     for path, weight in found.items():
         error = np.abs(np.asarray(weight.dequantise()) - np.asarray(all_of[path])).max()
         assert error <= WORST[kind] * np.abs(all_of[path]).max()
-    shapes = Checkpoint(wide, dtype="float32", quantization=kind).shapes()
-    assert {path: (v.shape, v.dtype) for path, v in few.items()} == {
-        path: (v.shape, v.dtype) for path, v in shapes.items()
-    }
+    assert forms(few) == forms(Checkpoint(wide, dtype="float32", quantization=kind).shapes())
 
 
 def test_the_bytes_of_quantised_weights_are_known_before_they_are_read(wide):
@@ -90,8 +89,7 @@ def test_convert_writes_what_loading_makes(wide, tmp_path):
     checkpoints.convert(wide, tmp_path / "orbax", dtype="float32", quantization="int4", progress=False)
     got = values(load(tmp_path / "orbax"))
     assert_equal(got, values(load(wide, quantization="int4")))
-    shapes = Checkpoint(tmp_path / "orbax", dtype="float32").shapes()
-    assert {path: v.dtype for path, v in shapes.items()} == {path: v.dtype for path, v in got.items()}
+    assert forms(got) == forms(Checkpoint(tmp_path / "orbax", dtype="float32").shapes())
     with pytest.raises(CheckpointError, match="convert --quantization"):
         load(tmp_path / "orbax", quantization="int8")
 
@@ -149,11 +147,7 @@ def test_quantised_checkpoints_are_described_and_not_quantised_again(tmp_path):
     assert "float8_e4m3fn: mixer.in_proj_bc (2), mixer.in_proj_dt (2)" in Checkpoint(tmp_path / "orbax").quantised_as()
     with pytest.raises(CheckpointError, match="is quantized already"):
         load(narrow, quantization="int8")
-    loaded = values(load(narrow))
-    shapes = Checkpoint(narrow, dtype="float32").shapes()
-    assert {path: (v.shape, v.dtype) for path, v in loaded.items()} == {
-        path: (v.shape, v.dtype) for path, v in shapes.items()
-    }
+    assert forms(values(load(narrow))) == forms(Checkpoint(narrow, dtype="float32").shapes())
 
 
 def test_inspect_prints_what_is_quantised_and_how(tmp_path, capsys):

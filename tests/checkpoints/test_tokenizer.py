@@ -6,14 +6,13 @@ import random
 from itertools import pairwise
 
 import pytest
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 
 from checkpoints.errors import CheckpointError
 from checkpoints.resolve import DEMO_DIRECTORY
 from checkpoints.text.stream import StreamDecoder
 from checkpoints.text.train_tokenizer import train_tokenizer
-from checkpoints.tokenizer import Tokenizer, read_tokenizer
+from checkpoints.tokenizer import read_tokenizer
+from tests.checkpoints.test_sentencepiece import write as sentencepiece
 
 TEXT = "Héllo wörld, 日本語 and 😀😀 — “ẞ”.\n\tx  = 1"
 
@@ -24,18 +23,9 @@ def byte_level():
 
 
 @pytest.fixture(scope="module")
-def prefix_space():
-    """Like SentencePiece: a space before the first word that is not shown, and bytes for what the vocabulary lacks."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "b", "▁a", "▁b", "ab", "é"]
-    vocab = {piece: i for i, piece in enumerate(pieces)}
-    merges = [("▁", "a"), ("▁", "b"), ("a", "b")]
-    backend = Backend(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    backend.add_special_tokens(["<s>", "</s>"])
-    return Tokenizer(backend)
+def prefix_space(tmp_path_factory):
+    """A space before the first word that is not shown, and bytes for what the vocabulary lacks."""
+    return sentencepiece(tmp_path_factory.mktemp("sentencepiece"), add_bos_token=False)
 
 
 def streamed(tokenizer, ids, rng, **options):

@@ -1,0 +1,147 @@
+"""Public repositories of recurrent models: each is read, or refused with its reason, by its small files alone.
+
+`published_repositories.jsonl` has one a line: its name; its config.json, by the name of a preset or of a line of
+`published_configs.jsonl`, or the fields that name its family; the form of its quantized weights, if any; and the reason
+in the error, if it is refused. Its tensors are names, shapes and dtypes, as this family and this form have them: no
+file of the hub is read, and no weights exist.
+
+`published_configs.jsonl` has configs that are no presets: the fields that their makers' tools and other engines quote.
+`billions` is the published number of the text model's parameters. Models of missing families may have only the fields
+that name the family.
+"""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import save_file
+
+from checkpoints.load import Checkpoint
+from checkpoints.presets import PRESETS
+from checkpoints.quantised.tensors import LogicalTensors
+from checkpoints.random import tensor_shapes
+from checkpoints.tensors.hugging_face import match_sources
+from mamba_jax.families import FAMILIES, UNSUPPORTED, ignored, weight_names
+from mamba_jax.model import HybridModel, parameters
+from tests.checkpoints.checks import message
+
+REPOSITORIES, PUBLISHED = (
+    [json.loads(line) for line in (Path(__file__).parent / f"published_{name}.jsonl").read_text().splitlines()]
+    for name in ("repositories", "configs")
+)
+BILLIONS = {row["model"]: row.get("billions") for row in PUBLISHED}
+CONFIGS = {row["model"]: row["config"] for row in PUBLISHED} | {name: one.fields for name, one in PRESETS.items()}
+DENSE = r".*\.(in_proj(_qkvz|_qkv|_z)?|out_proj|[qkvox]_proj|(up|down|gate)_proj|(in|out)put_linear)"
+
+
+def fp8(shape, scale="weight_scale", per=(), dtype="F32"):
+    return {"weight": ("F8_E4M3", shape), scale: (dtype, per)}
+
+
+def fp8_channels(shape):
+    return fp8(shape, per=(*shape[:-1], 1), dtype="BF16")
+
+
+def fp8_blocks(shape):
+    return fp8(shape, "weight_scale_inv", (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128)))
+
+
+def nvfp4(shape):
+    *lead, inputs = shape
+    parts = {"weight": ("U8", (*lead, inputs // 2)), "weight_scale": ("F8_E4M3", (*lead, inputs // 16))}
+    return parts | {"weight_scale_2": ("F32", ()), "input_scale": ("F32", ())}
+
+
+def packed(shape):
+    words, scales = ("I32", (shape[0], shape[1] // 8)), ("BF16", (shape[0], shape[1] // 32))
+    return {"weight_packed": words, "weight_scale": scales, "weight_shape": ("I64", (2,), shape)}
+
+
+def gptq(shape):
+    outputs, inputs = shape
+    zeros, scales = ("I32", (inputs // 32, outputs // 8)), ("F16", (inputs // 32, outputs))
+    return {"qweight": ("I32", (inputs // 8, outputs)), "qzeros": zeros, "scales": scales}
+
+
+def nf4(shape):
+    count = math.prod(shape)
+    text = json.dumps({"blocksize": 64, "shape": shape, "nested_blocksize": 256, "nested_offset": 0.1}).encode()
+    sizes = {"absmax": count // 64, "quant_map": 16, "nested_absmax": -(-count // 64 // 256), "nested_quant_map": 256}
+    parts = {f"weight.{name}": ("U8" if name == "absmax" else "F32", (size,)) for name, size in sizes.items()}
+    state = {"weight.quant_state.bitsandbytes__nf4": ("U8", (len(text),), text)}
+    return {"weight": ("U8", (count // 2, 1)), **parts, **state}
+
+
+MODELOPT, COMPRESSED = {"quant_method": "modelopt"}, {"quant_method": "compressed-tensors"}
+FORMS = {
+    "FP8": (MODELOPT | {"quant_algo": "FP8"}, {DENSE: fp8}),
+    "NVFP4": (MODELOPT | {"quant_algo": "NVFP4"}, {DENSE: nvfp4}),
+    "NVFP4 experts, FP8": (MODELOPT | {"quant_algo": "MIXED_PRECISION"}, {r".*\.experts\..*": nvfp4, DENSE: fp8}),
+    "FP8 blocks": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, {DENSE: fp8_blocks}),
+    "FP8 channels": (COMPRESSED, {DENSE: fp8_channels}),
+    "packed INT4": (COMPRESSED, {DENSE: packed}),
+    "GPTQ": ({"quant_method": "gptq", "bits": 4, "group_size": 32}, {DENSE: gptq}),
+    "AutoRound": ({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_gptq"}, {DENSE: gptq}),
+    "NF4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, {DENSE: nf4}),
+    "MLX": ({"group_size": 64, "bits": 4}, {}),
+}
+
+
+class Listed:
+    """Tensors without numbers, but for those that say how others are to be read."""
+
+    def __init__(self, shapes, formats):
+        self.listed = {}
+        for name, shape in shapes.items():
+            module = name.removesuffix(".weight")
+            form = next((form for pattern, form in formats.items() if re.fullmatch(pattern, module)), None)
+            if form is None or shape[-1] % 32:
+                self.listed[name] = "BF16", shape
+            else:
+                self.listed |= {f"{module}.{suffix}": part for suffix, part in form(shape).items()}
+        self.names = set(self.listed)
+
+    def dtype(self, name):
+        return self.listed[name][0]
+
+    def shape(self, name):
+        return tuple(self.listed[name][1])
+
+    def view(self, name):
+        content = self.listed[name][2]
+        return memoryview(content) if isinstance(content, bytes) else content
+
+
+@pytest.mark.smoke("form")
+@pytest.mark.parametrize(
+    ("row", "form"), [(row, row.get("form")) for row in REPOSITORIES], ids=[row["repository"] for row in REPOSITORIES]
+)
+def test_every_repository_is_read_or_refused_by_name(tmp_path, row, form):
+    description, formats = FORMS[form] if form else (None, {})
+    fields = dict(CONFIGS[row["config"]] if isinstance(row["config"], str) else row["config"])
+    (tmp_path / row.get("file", "config.json")).write_text(json.dumps(fields | {"quantization_config": description}))
+    checkpoint = Checkpoint(tmp_path)
+    if reason := row.get("refused"):
+        save_file({}, tmp_path / "model.safetensors")
+        assert reason in message(checkpoint.load, progress=False, sharding=None)
+        return
+    config = checkpoint.config
+    tensors = LogicalTensors(row["repository"], Listed(tensor_shapes(config), formats), checkpoint._quantisation)
+    assert bool(tensors.quantised) == bool(form)
+    model, sources = HybridModel.abstract(config), weight_names(config)
+    shapes = parameters(model)
+    assert match_sources(row["repository"], tensors, shapes, sources, ignored(config)).keys() == shapes.keys()
+    if row["repository"] in BILLIONS:
+        text = fields.get("text_config") or fields.get("llm_config") or fields
+        assert (config.hidden_size, config.vocab_size) == (text["hidden_size"], text["vocab_size"])
+        assert model.num_parameters > config.hidden_size * config.vocab_size
+    if billions := BILLIONS.get(row["repository"]):
+        assert model.num_parameters == pytest.approx(billions * 1e9, rel=0.01)
+
+
+def test_the_table_has_each_repository_and_each_config_once():
+    assert len({row["repository"] for row in REPOSITORIES}) == len(REPOSITORIES) >= 60
+    assert set(BILLIONS) <= {str(row["config"]) for row in REPOSITORIES}
+    assert not set(UNSUPPORTED) & {one for family in FAMILIES for one in family.model_types}
