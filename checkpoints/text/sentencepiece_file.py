@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from checkpoints.errors import CheckpointError, one_line
 from checkpoints.json_file import open_regular
+from checkpoints.text.tiktoken_file import MOST_ADDED
 
 SENTENCEPIECE_FILE = "tokenizer.model"
 _MOST_BYTES = 256 << 20
@@ -46,18 +47,11 @@ def read_sentencepiece(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
         tokenizer = Tokenizer(model)
         _normalize(tokenizer, rules, legacy=bool(settings.get("legacy", True)))
         _add_tokens(tokenizer, texts, kinds, settings.get("added_tokens_decoder") or {})
+        _add_ends(tokenizer, texts, trainer, settings)
     except CheckpointError:
         raise
     except Exception as error:  # the package raises bare Exception; a file can hold anything
         raise CheckpointError(f"{path}: not a usable tokenizer ({one_line(error)})") from error
-    # The ids of the tokens that begin and end a text; there may be none (-1, which is a huge number here).
-    ids = _last(trainer, 41, 1), _last(trainer, 42, 2)
-    first, last = (texts[number] if number < len(texts) else None for number in ids)
-    first = first if settings.get("add_bos_token", True) else None
-    last = last if settings.get("add_eos_token") else None
-    ends = [(text, texts.index(text)) for text in (first, last) if text is not None]
-    single = " ".join(text for text in (first, "$A", last) if text is not None)
-    tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=ends)
     return tokenizer
 
 
@@ -105,11 +99,25 @@ def _add_tokens(tokenizer: Tokenizer, texts: list[str], kinds: list[int], more: 
     own = {_CONTROL: True, _UNKNOWN: True, _USER_DEFINED: False}
     added = {number: (texts[number], own[kind]) for number, kind in enumerate(kinds) if kind in own}
     added |= {int(number): (str(each["content"]), bool(each.get("special"))) for number, each in more.items()}
-    for number in range(len(texts), 1 + max(added, default=-1)):
+    if not 0 <= min(added) <= max(added) <= len(texts) + MOST_ADDED:
+        raise ValueError(f"ids of added tokens are from {min(added)} to {max(added)}, for {len(texts)} pieces")
+    for number in range(len(texts), 1 + max(added)):
         added.setdefault(number, (f"<|reserved_token_{number}|>", True))  # ids are given in order, without gaps
     tokenizer.add_tokens(
         [AddedToken(text, special=special, normalized=False) for _, (text, special) in sorted(added.items())]
     )
+
+
+def _add_ends(tokenizer: Tokenizer, texts: list[str], trainer: Fields, settings: Mapping[str, Any]) -> None:
+    """Sets what begins and ends an encoded text."""
+    # The ids of the tokens that begin and end a text; there may be none (-1, which is a huge number here).
+    ids = _last(trainer, 41, 1), _last(trainer, 42, 2)
+    first, last = (texts[number] if number < len(texts) else None for number in ids)
+    first = first if settings.get("add_bos_token", True) else None
+    last = last if settings.get("add_eos_token") else None
+    ends = [(text, texts.index(text)) for text in (first, last) if text is not None]
+    single = " ".join(text for text in (first, "$A", last) if text is not None)
+    tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=ends)
 
 
 def _last(fields: Fields, number: int, default: Any) -> Any:

@@ -16,6 +16,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from checkpoints.errors import CheckpointError, one_line
 
 TIKTOKEN_FILE = "tiktoken.model"
+MOST_ADDED = 1 << 16
+"""Maximum number of ids above the vocabulary: gaps between added tokens are filled."""
 _SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _PATTERN = "|".join((
@@ -49,6 +51,8 @@ def read_tiktoken(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
         raise CheckpointError(f"{path}: not a usable tokenizer ({one_line(error)})") from error
     if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([each]) not in ranks for each in range(256)):
         raise CheckpointError(f"{path}: not a usable tokenizer (ranks or single bytes are missing)")
+    if max(added, default=0) > len(ranks) + MOST_ADDED:
+        raise CheckpointError(f"{path}: an added token has the id {max(added)}, for {len(ranks)} ranks")
     letters = byte_letters()
     texts = {token: "".join(map(letters.__getitem__, token)) for token in ranks}
     merges: list[tuple[str, str]] = []

@@ -106,3 +106,5 @@ def test_a_broken_file_is_named(tmp_path, content):
     write(tmp_path)
     with pytest.raises(CheckpointError, match="model_type 3: BPE and unigram are supported"):
         write(tmp_path, kind=3)
+    with pytest.raises(CheckpointError, match="ids of added tokens are from 0 to 1000000000"):
+        write(tmp_path, added_tokens_decoder={"1000000000": {"content": "x"}})
