@@ -163,8 +163,7 @@ class Checkpoint:
         """Returns bytes of the weights as `load` would make them, or a little less; none of them is read."""
         dummy = self.load_format == "dummy"
         if not dummy and self.reference.kind is ReferenceKind.HUGGING_FACE and self._quantisation is not None:
-            # Stays as narrow as it is stored.
-            return sum(path.stat().st_size for path in self.reference.files.glob("*.safetensors"))
+            return sum(map(nbytes, self.shapes().values()))  # some forms stay narrow, others are widened
         stored = None if dummy else source_dtype(self.reference)
         shapes = abstract_parameters(self.config, chosen_dtype(self.dtype, stored))
         selection = self._selection(self.config)
@@ -177,8 +176,11 @@ class Checkpoint:
         if self.reference.kind is ReferenceKind.ORBAX:
             return stored_parameters(read_description(self.reference.files), dtype)
         if self.quantization is None and self._quantisation is not None:
-            tensors, sources = self._tensors(), weight_names(self.config)
-            return parameter_shapes(tensors, wide, sources, _kept_narrow(self.config, tensors, sources), sharding)
+            tensors = self._tensors()
+            config = as_stored(self.config, tensors.names)
+            sources = weight_names(config)
+            narrow = _kept_narrow(config, tensors, sources)
+            return parameter_shapes(tensors, abstract_parameters(config, dtype), sources, narrow, sharding)
         selection = self._selection(self.config)
         return wide if selection is None else selection.parameters(wide, sharding)
 

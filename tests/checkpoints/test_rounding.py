@@ -9,6 +9,7 @@ import pytest
 import checkpoints
 from checkpoints import CheckpointError
 from checkpoints.load import Checkpoint
+from checkpoints.placing import nbytes
 from checkpoints.quantised.rounding import QUANTIZATIONS, Rounding
 from checkpoints.random import write_random
 from kernels_pallas.quantised import Quantised
@@ -147,7 +148,9 @@ def test_quantised_checkpoints_are_described_and_not_quantised_again(tmp_path):
     assert "float8_e4m3fn: mixer.in_proj_bc (2), mixer.in_proj_dt (2)" in Checkpoint(tmp_path / "orbax").quantised_as()
     with pytest.raises(CheckpointError, match="is quantized already"):
         load(narrow, quantization="int8")
-    assert forms(values(load(narrow))) == forms(Checkpoint(narrow, dtype="float32").shapes())
+    loaded, checkpoint = values(load(narrow)), Checkpoint(narrow, dtype="float32")
+    assert forms(loaded) == forms(checkpoint.shapes())
+    assert sum(map(nbytes, loaded.values())) == checkpoint.nbytes()
 
 
 def test_inspect_prints_what_is_quantised_and_how(tmp_path, capsys):
