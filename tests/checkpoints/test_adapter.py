@@ -52,8 +52,8 @@ def test_a_fused_projection_is_taken_apart_and_scaled(directory):
 
 @pytest.mark.parametrize("name", ["qwen35-moe", "qwen3next-dense"])
 def test_parts_of_a_fused_projection_may_have_adapters_of_their_own(tmp_path, name):
-    config, rng, parent = load_config(FIXTURES / name), np.random.default_rng(0), "model.layers.0.linear_attn.in_proj"
-    sizes = {part: math.prod(_targets_of(config).targets[f"blocks.0.mixer.{part}_proj"].outputs) for part in "qkvzba"}
+    config, rng, parent = load_config(FIXTURES / name), np.random.default_rng(0), "model.layers.1.linear_attn.in_proj"
+    sizes = {part: math.prod(_targets_of(config).targets[f"blocks.2.mixer.{part}_proj"].outputs) for part in "qkvzba"}
     modules = ["q", "kv", "z", "b", "a"] if name == "qwen35-moe" else ["qkv", "z", "a", "b"]
     tensors = {}
     for module in modules:
@@ -65,7 +65,7 @@ def test_parts_of_a_fused_projection_may_have_adapters_of_their_own(tmp_path, na
     layers = read_adapter(tmp_path, config).layers
     for module in modules:
         a, b = (tensors[f"{MODULE_PREFIX}{parent}_{module}.lora_{part}.weight"] for part in "AB")
-        pairs = [layers[f"blocks.0.mixer.{part}_proj"] for part in module]
+        pairs = [layers[f"blocks.2.mixer.{part}_proj"] for part in module]
         np.testing.assert_array_equal(np.concatenate([own for _, own in pairs]), b)
         assert all((own == a).all() for own, _ in pairs)
     wrong = {key.replace("in_proj_z", "in_proj_qz"): value for key, value in tensors.items()}

@@ -49,7 +49,7 @@ def test_peak_is_the_model_and_one_tensor(kind, tmp_path):
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     model, largest, peak = map(int, run.stdout.split())
-    assert 4 * largest < model
     if not kind:
         largest //= 2  # a wide tensor is copied from its map, with 16 bits for each number
+    assert 4 * largest < model
     assert peak < model + largest + SLACK, f"{peak / 1e6:.1f} MB for {model / 1e6:.1f} and {largest / 1e6:.1f}"
