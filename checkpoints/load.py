@@ -279,7 +279,8 @@ def _kept_narrow(
     if not tensors.quantised:
         return {}
     model = HybridModel.abstract(config)
-    found = {path: source.find(tensors.names) for path, source in sources.items()}
+    names = tensors.names
+    found = {path: source.find(names) for path, source in sources.items()}
     return {
         name: tensors.quantised[name]
         for path, source in found.items()

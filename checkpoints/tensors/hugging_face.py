@@ -117,8 +117,9 @@ def parameter_shapes(
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shapes and dtypes of the parameters that `read_parameters` reads, by dotted path."""
     found: dict[str, jax.ShapeDtypeStruct] = {}
+    names = tensors.names
     for path, target in parameters.items():
-        source = sources[path].find(tensors.names) or sources[path]
+        source = sources[path].find(names) or sources[path]
         parts = readable(tensors, path, target, source, quantised, None, shardings)
         found |= {part: own for part, (own, _) in parts.items()}
     return found

@@ -49,11 +49,12 @@ class TensorSet:
             if hasher is not None:
                 ranges = {_label(name, entry): (entry.start, entry.end) for name, entry in file.entries.items()}
                 hasher.add(file.path, ranges, file.status)
+        self._names = set(self._stored)
 
     @property
     def names(self) -> set[str]:
-        """The names of all tensors."""
-        return set(self._stored)
+        """The names of all tensors: always the same set, as readers ask several times for each of them."""
+        return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the stored shape of a tensor."""

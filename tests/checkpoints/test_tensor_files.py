@@ -117,6 +117,7 @@ def test_shards(tmp_path, indexed):
     shards(tmp_path, indexed)
     tensors = TensorSet(tmp_path)
     assert tensors.names == TENSORS.keys()
+    assert tensors.names is tensors.names, "a copy for each question makes reading quadratic"
     for name, expected in TENSORS.items():
         np.testing.assert_array_equal(tensors.view(name), expected)
         assert tensors.shape(name) == expected.shape
