@@ -122,7 +122,7 @@ def _read(tensors: TypedTensors, name: str, how: Quantisation | None) -> tuple[s
 
 
 def _reader(module: Module, kind: str) -> _Reader | None:
-    """Returns the reader of a tensor `weight` of this dtype, by the tensors beside it; None: it is wide."""
+    """Returns the reader of a tensor `weight` of this dtype, by its companions; None: it is wide."""
     if kind == "U8" and (module.has("weight.absmax") or module.has("weight.quant_map")):
         return bitsandbytes.four_bits
     if kind == "I8" and module.has("SCB"):

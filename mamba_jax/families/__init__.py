@@ -59,7 +59,7 @@ UNSUPPORTED: Mapping[str, tuple[str, str]] = {
     "gigachat35": ("GigaChat 3.5", "gated delta nets together with latent attention, and a reference implementation"),
     "glm5_next": ("GLM-5.3-Flash", "residual connections through attention"),
     "huginn_raven": ("Huginn", "layers that run several times"),
-    "hymba": ("Hymba", "heads in the Mamba-1 recurrence beside attention, tokens that are always in front"),
+    "hymba": ("Hymba", "attention and the Mamba-1 recurrence as heads of one layer, tokens that are always in front"),
     "inkling_mm_model": ("Inkling", "short convolutions in attention and MLP layers"),
     "inkling2": ("Inkling 2", "short convolutions in attention and MLP layers"),
     "inkling2_loop": (
