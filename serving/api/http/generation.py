@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from serving.api.http.protocol.common import (
     PromptTokensDetails,
     Usage,
 )
+from serving.core import Mark
 from serving.engine.requests.output import CompletionOutput, RequestOutput
 from serving.engine.requests.request import EngineRequest, LoRARequest
 from serving.engine.requests.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -37,6 +39,8 @@ class Job:
     priority: int = 0
     cache_salt: str | None = None
     """The client's salt, until `respond` replaces it by the salt for the prefix cache."""
+    cache_marks: tuple[Mark, ...] = ()
+    """Marks of a conversation."""
     lora_request: LoRARequest | None = None
     message_digests: tuple[int, ...] = ()
     """Those of the conversation, for `EngineRequest`."""
@@ -109,18 +113,25 @@ class UsageCounter:
         else:
             self.latest[prompt] = new.copy()
 
+    @property
+    def written(self) -> Counter[float | None]:
+        """Prompt tokens that the request has added to the prefix cache, by the time of their marks."""
+        return sum((Counter(output.cache_write_tokens) for output in self.latest.values()), Counter[float | None]())
+
     def usage(self) -> Usage:
         """Returns the numbers of tokens that the request has used."""
         prompt = sum(map(len, self.job.prompts))
         outputs = list(self.latest.values())
         completion = sum(len(choice.token_ids) for output in outputs for choice in output.outputs if self.with_output)
         drafts = [output.metrics.drafts for output in outputs if output.metrics is not None]
-        usage = Usage(
-            prompt_tokens=prompt,
-            completion_tokens=completion,
-            total_tokens=prompt + completion,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(o.num_cached_tokens for o in outputs)),
+        cached = PromptTokensDetails(
+            cached_tokens=sum(output.num_cached_tokens for output in outputs),
+            cache_write_tokens=sum(self.written.values()),
         )
+        usage = Usage(
+            prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion,
+            prompt_tokens_details=cached,
+        )  # fmt: skip
         details = CompletionTokensDetails()
         if self.reasoning is not None:
             choices = (choice for output in outputs for choice in output.outputs)
@@ -184,6 +195,7 @@ async def _one(context: Context, job: Job, index: int, *, live: bool) -> AsyncGe
         job.params,
         priority=job.priority,
         cache_salt=job.cache_salt,
+        cache_marks=job.cache_marks,
         client=client_id(),
         batch_id=f"{job.id}-0" if len(job.prompts) > 1 else None,
         live=live,

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 from checkpoints.text.turns import continued, following_text
 from checkpoints.tokenizer import Tokenizer
 from serving.api.http.errors import ApiError
-from serving.core import RequestError, check_prompt_length
+from serving.core import Mark, RequestError, check_prompt_length
+from serving.engine.requests.chat_marks import marks_at
 from serving.engine.requests.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -71,14 +72,21 @@ class TextCodec:
         self,
         messages: Sequence[dict[str, Any]],
         *,
+        places: Callable[..., Mapping[int, float | None]],
         previous_token_ids: Sequence[int] = (),
         add_special_tokens: bool = False,
         fits: bool = True,
         **options: Any,
-    ) -> list[int]:
-        """Returns the token ids of a conversation, rendered by the model's chat template; `fits` as in `encode`.
+    ) -> tuple[list[int], tuple[Mark, ...]]:
+        """Returns the token ids of a conversation, rendered by the model's chat template, and its marks.
 
-        `previous_token_ids`: the earlier turns; `messages` are then those that follow.
+        Args:
+            messages: the conversation.
+            places: returns the characters to mark in its text; called with the messages, the text and the options.
+            previous_token_ids: the earlier turns; `messages` are then those that follow. Without marks.
+            add_special_tokens: also those that the tokenizer adds. Without marks.
+            fits: as in `encode`.
+            **options: those of the template.
 
         Raises:
             ApiError: the conversation is too long, or there is no chat template.
@@ -94,11 +102,15 @@ class TextCodec:
                 param="messages", code="context_length_exceeded", anthropic=f"{_TOO_LONG}: {len(messages)} messages",
             )  # fmt: skip
 
-        def encode() -> list[int]:
+        def encode() -> tuple[list[int], tuple[Mark, ...]]:
             render = tokenizer.apply_chat_template
             text = following_text(render, messages, **options) if previous_token_ids else render(messages, **options)
             self._check_characters(len(text), "messages")
-            return continued(previous_token_ids, self._encode(text, add_special_tokens, "messages", fits))
+            if previous_token_ids or add_special_tokens:
+                return continued(previous_token_ids, self._encode(text, add_special_tokens, "messages", fits)), ()
+            self._check_beginning(text, False, "messages", fits)
+            ids, ends = tokenizer.encode_with_ends(text)
+            return ids, marks_at(places(messages, text, **options), ends)
 
         return await self.run(max(characters([messages, options], _LONG), _SHORT + 1), encode)
 
@@ -159,6 +171,11 @@ class TextCodec:
         return {*front, *back}
 
     def _encode(self, text: str, add_special_tokens: bool, param: str, fits: bool) -> list[int]:
+        self._check_beginning(text, add_special_tokens, param, fits)
+        # A batch of one: unlike `encode`, `encode_batch` releases the interpreter lock.
+        return self._require().encode_batch([text], add_special_tokens=add_special_tokens)[0]
+
+    def _check_beginning(self, text: str, add_special_tokens: bool, param: str, fits: bool) -> None:
         tokenizer, most = self._require(), self.max_model_len
         beginning = text[: _BEGINNING * most]
         if fits and len(text) > 2 * len(beginning):
@@ -166,8 +183,6 @@ class TextCodec:
             # Text after the cut can change the last few tokens before it.
             if count > most + most // 8:
                 check_fits(count - most // 8, most, param, at_least=True)
-        # A batch of one: unlike `encode`, `encode_batch` releases the interpreter lock.
-        return tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def _check_characters(self, count: int, param: str) -> None:
         """Refuses a text that is too long even if it consists of the vocabulary's longest tokens."""

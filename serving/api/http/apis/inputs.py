@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from checkpoints.text.chat import part_text
+from serving.api.http.apis.cache_marks import client_marks, marks_of, places_of, with_marks
 from serving.api.http.context import ResponseContext
 from serving.api.http.errors import ApiError
 from serving.api.http.parsing.json_schemas import enforceable
@@ -15,6 +17,7 @@ from serving.api.http.protocol.chat import AllowedTools, ChatRequest, Tool
 from serving.api.http.protocol.common import GenerationRequest
 from serving.api.http.protocol.completions import CompletionRequest
 from serving.api.http.text import check_fits
+from serving.core import Mark
 from serving.engine.request_error import RequestError
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.structured.grammar_state import StructuredOutputs
@@ -32,7 +35,15 @@ _SAME_NAME = (
 async def tokenized(
     context: ResponseContext, request: ChatRequest | CompletionRequest, *, fits: bool = True
 ) -> list[list[int]]:
-    """Returns the token ids of each prompt of a request. `fits`: refuse prompts that are too long.
+    """Returns the token ids of each prompt of a request; see `tokenized_with_marks`."""
+    return (await tokenized_with_marks(context, request, fits=fits))[0]
+
+
+async def tokenized_with_marks(
+    context: ResponseContext, request: ChatRequest | CompletionRequest, *, fits: bool = True
+) -> tuple[list[list[int]], tuple[Mark, ...]]:
+    """Returns the token ids of each prompt of a request, and the marks of a conversation. `fits`: refuse prompts that
+    are too long.
 
     Raises:
         ApiError, RequestError: the request has too many choices or alternatives; a prompt is empty or too long, or
@@ -40,12 +51,16 @@ async def tokenized(
     """
     codec, asked_to_fit = context.codec, fits
     fits = fits and request.truncate_prompt_tokens is None
+    marks: tuple[Mark, ...] = ()
     if isinstance(request, ChatRequest):
         _check_counts(context, request.n, request.top_logprobs, "top_logprobs")
         options = template_options(request, context.settings.default_chat_template_kwargs)
         special = request.add_special_tokens is True
         options |= {"add_special_tokens": special, "previous_token_ids": request.previous_token_ids or ()}
-        prompts = [await codec.encode_chat(messages_of(request), fits=fits, **options)]
+        messages = messages_of(request)
+        places = partial(places_of, codec.tokenizer, client_marks(request, messages))
+        ids, marks = await codec.encode_chat(messages, places=places, fits=fits, **options)
+        prompts = [ids]
     else:
         _check_counts(context, len(request.prompts) * request.n, request.logprobs, "logprobs")
         prompts = [prompt for prompt in request.prompts if not isinstance(prompt, str)]
@@ -54,10 +69,10 @@ async def tokenized(
             prompts = await codec.encode(texts, add_special_tokens=request.add_special_tokens is not False)
     if (most := request.truncate_prompt_tokens) is not None:
         most = context.codec.max_model_len - 1 if most == -1 else most
-        prompts = [prompt[max(len(prompt) - most, 0) :] for prompt in prompts]
+        prompts, marks = [prompt[max(len(prompt) - most, 0) :] for prompt in prompts], ()
     if asked_to_fit:
         _check_prompts(context, prompts, "messages" if isinstance(request, ChatRequest) else "prompt")
-    return prompts
+    return prompts, marks
 
 
 def _check_counts(context: ResponseContext, choices: int, alternatives: int | None, param: str) -> None:
@@ -95,8 +110,8 @@ def chat_content(content: Any) -> str | list[Any]:
     """Returns content of any API as content of a chat message. The chat template joins several parts."""
     if not isinstance(content, list):
         return content or "" if isinstance(content, str | None) else part_text(content)
-    parts = [{"type": "text", "text": part_text(part)} for part in content]
-    return parts if len(parts) > 1 else "".join(part["text"] for part in parts)
+    parts = [{"type": "text", "text": part_text(part), **marks_of(part)} for part in content]
+    return parts if len(parts) > 1 or any(map(marks_of, parts)) else "".join(part["text"] for part in parts)
 
 
 def messages_of(request: ChatRequest) -> list[dict[str, Any]]:
@@ -105,6 +120,8 @@ def messages_of(request: ChatRequest) -> list[dict[str, Any]]:
     for message in messages:
         if message.get("reasoning") is not None and message.get("reasoning_content") is None:
             message["reasoning_content"] = message["reasoning"]
+        if marks := marks_of(message):
+            message["content"] = with_marks(message.get("content"), {name: message.pop(name) for name in marks})
     return messages
 
 
@@ -118,7 +135,8 @@ def template_options(request: ChatRequest, defaults: Mapping[str, Any]) -> dict[
         **defaults,
         **effort,
         **(request.chat_template_kwargs or {}),
-        "tools": [tool.model_dump(exclude_unset=True) for tool in offered_tools(request)] or None,
+        "tools": [tool.model_dump(exclude_unset=True, exclude={"cache_control"}) for tool in offered_tools(request)]
+        or None,
         "documents": request.documents,
         "add_generation_prompt": request.add_generation_prompt,
         "continue_final_message": request.continue_final_message,

@@ -9,14 +9,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from serving.api.http.apis.blocks import Block, BlockChange, BlocksWriter, NamedEvent
+from serving.api.http.apis.cache_marks import TOOLS, client_marks, marks_of, with_marks
 from serving.api.http.apis.chat_turn import ChatTurn
-from serving.api.http.apis.inputs import chat_content
+from serving.api.http.apis.inputs import chat_content, messages_of
 from serving.api.http.context import ResponseContext
 from serving.api.http.errors import validated
 from serving.api.http.json_values import parse_written, well_formed
 from serving.api.http.parsing.written_json import WrittenObject
 from serving.api.http.protocol.chat import ChatRequest
 from serving.api.http.protocol.messages import (
+    CacheCreation,
     ContentBlock,
     Conversation,
     InputMessage,
@@ -31,6 +33,7 @@ from serving.api.http.protocol.messages import (
     ToolUseBlock,
 )
 
+_HOUR = 3600.0
 _BILLING = "x-anthropic-billing-header:"
 
 
@@ -46,6 +49,10 @@ def as_chat(body: Conversation) -> ChatRequest:
     for message in body.messages:
         messages += _messages(message)
     final = messages[-1] if messages else {}
+    if body.cache_control is not None and final:
+        final["content"] = with_marks(final["content"], {"cache_control": body.cache_control})
+    if tool := next((marks_of(tool.model_extra) for tool in reversed(body.tools or [])), None):
+        fields[TOOLS] = tool
     if final.get("role") == "assistant" and final["content"] and "tool_calls" not in final:  # the answer continues it
         fields["continue_final_message"] = True
     fields |= {"model": body.model, "messages": messages}
@@ -88,7 +95,7 @@ def _messages(message: InputMessage) -> list[dict[str, Any]]:
                 call = {"id": part.get("id"), "type": "function", "function": function}
                 own.setdefault("tool_calls", []).append(call)
             case "tool_result":
-                content = chat_content(part.get("content") or "")
+                content = with_marks(chat_content(part.get("content") or ""), part)
                 results.append({"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": content})
             case kind if kind.endswith(("_tool_use", "_tool_result")):  # of tools that other servers run
                 value = part.get("input", part.get("content"))
@@ -133,7 +140,7 @@ class MessageWriter(BlocksWriter):
         self, context: ResponseContext, body: MessagesRequest, request: ChatRequest, prompts: Sequence[list[int]]
     ) -> None:
         super().__init__(ChatTurn(context, request, prompts[0], prefix="msg_"))
-        self._model = context.model
+        self._model, self._marked = context.model, bool(client_marks(request, messages_of(request)))
 
     def _begin(self) -> list[NamedEvent]:
         return [("message_start", {"message": self._object([], None, None)})]
@@ -178,9 +185,12 @@ class MessageWriter(BlocksWriter):
     def _usage(self) -> MessagesUsage:
         usage = self.tally.usage()
         cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
+        written = {ttl: count for ttl, count in self.tally.written.items() if self._marked and ttl is not None}
+        made, hour = sum(written.values()), sum(count for ttl, count in written.items() if ttl and ttl >= _HOUR)
         return MessagesUsage(
-            input_tokens=usage.prompt_tokens - cached,
-            cache_creation_input_tokens=0,
+            input_tokens=usage.prompt_tokens - cached - made,
+            cache_creation=CacheCreation(ephemeral_5m_input_tokens=made - hour, ephemeral_1h_input_tokens=hour),
+            cache_creation_input_tokens=made,
             cache_read_input_tokens=cached,
             output_tokens=usage.completion_tokens,
         )

@@ -353,9 +353,10 @@ class ResponseWriter(BlocksWriter):
     def _usage(self) -> ResponsesUsage:
         usage = self.tally.usage()
         details, cached = usage.completion_tokens_details, usage.prompt_tokens_details
+        reused = InputDetails(**cached.model_dump()) if cached else InputDetails(cached_tokens=0)
         return ResponsesUsage(
             input_tokens=usage.prompt_tokens,
-            input_tokens_details=InputDetails(cached_tokens=cached.cached_tokens if cached else 0),
+            input_tokens_details=reused,
             output_tokens=usage.completion_tokens,
             output_tokens_details=OutputDetails(reasoning_tokens=(details and details.reasoning_tokens) or 0),
             total_tokens=usage.total_tokens,

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from serving.api.http.apis import messages, responses, stored_responses
 from serving.api.http.apis.choices import ChatWriter, CompletionWriter
-from serving.api.http.apis.inputs import tokenized
+from serving.api.http.apis.inputs import tokenized_with_marks
 from serving.api.http.apis.messages import MessageWriter
 from serving.api.http.apis.responses import Conversation, ResponseWriter
 from serving.api.http.connection.keys import salt_of, sent_key
@@ -109,9 +109,10 @@ async def open_writer(api: TextApi, context: ResponseContext, body: TextRequest)
         ApiError, RequestError, RequestValidationError: the request is invalid.
     """
     request = api.converted(body, stored_responses.stored_conversation(context))
-    prompts = await tokenized(context, request)
+    prompts, marks = await tokenized_with_marks(context, request)
     # A writer decodes prompts that it echoes.
     writer = await context.codec.run(sum(map(len, prompts)), lambda: api.writer(context, body, request, prompts))
+    writer.job.cache_marks = marks
     writer.job.check_size(context.codec.max_model_len, context.vocab_size)
     return writer
 

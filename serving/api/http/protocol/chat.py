@@ -151,6 +151,13 @@ def _only_variables(variables: dict[str, Any]) -> dict[str, Any]:
 TemplateVariables = Annotated[dict[str, Any], AfterValidator(_only_variables)]
 
 
+class PromptCacheOptions(BaseModel):
+    """How long the prefixes that `prompt_cache_breakpoint` marks are kept."""
+
+    mode: Literal["implicit", "explicit"] = "implicit"
+    ttl: str | None = None
+
+
 class ChatRequest(GenerationRequest):
     """A conversation to continue."""
 
@@ -163,6 +170,9 @@ class ChatRequest(GenerationRequest):
         None, description="none, auto, required (the model must call a function), or the function to call."
     )
     parallel_tool_calls: bool = Field(True, description="False allows at most one call.")
+    prompt_cache_options: PromptCacheOptions | None = Field(
+        None, description="Options of the marks prompt_cache_breakpoint on parts of messages."
+    )
     include_reasoning: bool = Field(True, description="False omits the reasoning from the response.")
     reasoning_effort: str | None = Field(
         None, max_length=64, description="A variable of the chat template; none also sets enable_thinking to false."

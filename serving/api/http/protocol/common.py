@@ -246,6 +246,7 @@ class WholeAnswer(BaseModel):
 
 class PromptTokensDetails(BaseModel):
     cached_tokens: int = Field(description="Prompt tokens found in the prefix cache.")
+    cache_write_tokens: int = Field(0, description="Prompt tokens added to the prefix cache, up to its marks.")
 
 
 class CompletionTokensDetails(BaseModel):

@@ -55,6 +55,7 @@ class Conversation(ConvertedRequest):
     tool_choice: ToolUse | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    cache_control: dict[str, Any] | None = Field(None, description="Marks the last block.")
 
 
 class MessagesRequest(Conversation):
@@ -90,10 +91,16 @@ ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
+class CacheCreation(BaseModel):
+    ephemeral_5m_input_tokens: int = 0
+    ephemeral_1h_input_tokens: int = 0
+
+
 class MessagesUsage(BaseModel):
-    """Token counts; `input_tokens` excludes tokens found in the prefix cache."""
+    """Token counts; `input_tokens` excludes tokens found in the prefix cache, and those added up to a `cache_control`."""
 
     input_tokens: int
+    cache_creation: CacheCreation
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int
     output_tokens: int

@@ -1,0 +1,102 @@
+"""Marks of the prefix cache: those of clients, in both vendors' forms, and their places in the text of a conversation.
+
+Anthropic's `cache_control` and OpenAI's `prompt_cache_breakpoint` stand on parts of messages. Each marks the end of a
+prefix that the client will send again; DESIGN.md tells what the engine does with marks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from checkpoints.text.chat import ChatTemplateError, part_text
+from checkpoints.tokenizer import Tokenizer
+from serving.api.http.errors import ApiError
+from serving.api.http.protocol.chat import ChatRequest
+from serving.core.cache.marks import LONGEST_TTL
+from serving.engine.requests.chat_marks import chat_positions, shared_length
+
+TOOLS = "tools_cache_control"
+"""Field of a converted request: the mark at the end of its tools."""
+_MOST = 4
+"""Maximum number of marks of a client; OpenAI's API uses the last ones, Anthropic's refuses more."""
+_DEFAULTS = {"cache_control": "5m", "prompt_cache_breakpoint": "30m"}
+"""By the field of a mark: its time, if the mark has none."""
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_PROBE = "\ue000"
+
+
+def marks_of(part: Any) -> dict[str, Any]:
+    """Returns the fields of a part that mark its end."""
+    return {name: part[name] for name in _DEFAULTS if isinstance(part, Mapping) and part.get(name)}
+
+
+def with_marks(content: Any, part: Any) -> Any:
+    """Returns content of a message whose last part has the marks of `part`."""
+    if not (marks := marks_of(part)):
+        return content
+    parts = [*content] if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    return [*parts[:-1], {**parts[-1], **marks}] if parts else parts
+
+
+def seconds_of(marks: Mapping[str, Any], ttl: str | None = None) -> float:
+    """Returns the time of a mark in seconds; `ttl`: that of the request.
+
+    Raises:
+        ApiError: it is not written as `5m` or `1h`, or is too long.
+    """
+    (name, value), *_ = marks.items()
+    written = (value.get("ttl") if isinstance(value, Mapping) else None) or ttl or _DEFAULTS[name]
+    matched = re.fullmatch(r"(\d{1,5})([smh])", written) if isinstance(written, str) else None
+    seconds = int(matched[1]) * _UNITS[matched[2]] if matched else 0.0
+    if not 0 < seconds <= LONGEST_TTL:
+        raise ApiError(
+            400, f"{name}: ttl must be like 5m or 1h, and at most 24h, got {str(written)[:20]!r}", param=name
+        )
+    return seconds
+
+
+def client_marks(request: ChatRequest, messages: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, float]]:
+    """Returns the marks of a request: the message, the part and the time of each. Those of tools have message -1.
+
+    Args:
+        request: the request.
+        messages: its messages, from `messages_of`.
+
+    Raises:
+        ApiError: a time is invalid, or there are more than 4 of Anthropic's marks.
+    """
+    extra = request.model_extra or {}
+    options = request.prompt_cache_options
+    found = [(-1, 0, extra[TOOLS])] if isinstance(extra.get(TOOLS), Mapping) else []
+    for i, message in enumerate(messages):
+        parts = message.get("content") if isinstance(message.get("content"), list) else ()
+        found += [(i, j, marks) for j, part in enumerate(parts) if (marks := marks_of(part))]
+    if sum("cache_control" in marks for _, _, marks in found) > _MOST:
+        raise ApiError(400, f"cache_control: at most {_MOST} blocks may have it, found {len(found)}", param="messages")
+    return [(i, j, seconds_of(marks, options and options.ttl)) for i, j, marks in found[-_MOST:]]
+
+
+def places_of(
+    tokenizer: Tokenizer,
+    marks: Sequence[tuple[int, int, float]],
+    messages: Sequence[dict[str, Any]],
+    text: str,
+    **options: Any,
+) -> dict[int, float | None]:
+    """Returns the places to mark in the text of a conversation, in characters, with their times: those of the client,
+    the end of tools and system text, and the end of the history."""
+    found = chat_positions(tokenizer, messages, text, **options)
+    longest = max((seconds for *_, seconds in marks), default=0.0)
+    found = {place: ttl and max(ttl, longest) for place, ttl in found.items()}
+    for i, j, seconds in marks:
+        if i >= 0:
+            parts = [*messages[i]["content"]]
+            parts[j] = {"type": "text", "text": part_text(parts[j]) + _PROBE}
+            probe = [*messages[:i], {**messages[i], "content": parts}, *messages[i + 1 :]]
+            with contextlib.suppress(ChatTemplateError):
+                place = shared_length(text, tokenizer.apply_chat_template(probe, **options))
+                found[place] = max(found.get(place) or 0.0, seconds)
+    return found
