@@ -82,7 +82,8 @@ class TextCodec:
 
         Args:
             messages: the conversation.
-            places: returns the characters to mark in its text; called with the messages, the text and the options.
+            places: returns the characters to mark in its text. Its arguments: the tokenizer, the messages, the text and
+                the options.
             previous_token_ids: the earlier turns; `messages` are then those that follow. Without marks.
             add_special_tokens: also those that the tokenizer adds. Without marks.
             fits: as in `encode`.
@@ -110,7 +111,7 @@ class TextCodec:
                 return continued(previous_token_ids, self._encode(text, add_special_tokens, "messages", fits)), ()
             self._check_beginning(text, False, "messages", fits)
             ids, ends = tokenizer.encode_with_ends(text)
-            return ids, marks_at(places(messages, text, **options), ends)
+            return ids, marks_at(places(tokenizer, messages, text, **options), ends)
 
         return await self.run(max(characters([messages, options], _LONG), _SHORT + 1), encode)
 

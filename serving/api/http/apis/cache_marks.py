@@ -41,6 +41,15 @@ def with_marks(content: Any, part: Any) -> Any:
     return [*parts[:-1], {**parts[-1], **marks}] if parts else parts
 
 
+def unmarked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Returns messages with their content as text, without the marks, which move from turn to turn."""
+    return [
+        {**message, "content": "\n".join(map(part_text, message["content"]))}
+        if isinstance(message.get("content"), list) else message
+        for message in messages
+    ]  # fmt: skip
+
+
 def seconds_of(marks: Mapping[str, Any], ttl: str | None = None) -> float:
     """Returns the time of a mark in seconds; `ttl`: that of the request.
 
@@ -72,16 +81,18 @@ def client_marks(request: ChatRequest, messages: Sequence[Mapping[str, Any]]) ->
     options = request.prompt_cache_options
     found = [(-1, 0, extra[TOOLS])] if isinstance(extra.get(TOOLS), Mapping) else []
     for i, message in enumerate(messages):
-        parts = message.get("content") if isinstance(message.get("content"), list) else ()
-        found += [(i, j, marks) for j, part in enumerate(parts) if (marks := marks_of(part))]
+        content = message.get("content")
+        if isinstance(content, list):
+            found += [(i, j, marks) for j, part in enumerate(content) if (marks := marks_of(part))]
     if sum("cache_control" in marks for _, _, marks in found) > _MOST:
         raise ApiError(400, f"cache_control: at most {_MOST} blocks may have it, found {len(found)}", param="messages")
-    return [(i, j, seconds_of(marks, options and options.ttl)) for i, j, marks in found[-_MOST:]]
+    ttl = None if options is None else options.ttl
+    return [(i, j, seconds_of(marks, ttl)) for i, j, marks in found[-_MOST:]]
 
 
 def places_of(
-    tokenizer: Tokenizer,
     marks: Sequence[tuple[int, int, float]],
+    tokenizer: Tokenizer,
     messages: Sequence[dict[str, Any]],
     text: str,
     **options: Any,

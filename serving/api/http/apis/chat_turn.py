@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import uuid
 
+from serving.api.http.apis.cache_marks import unmarked
 from serving.api.http.apis.inputs import messages_of, offered_tools, sampling_params, unenforced
 from serving.api.http.context import ResponseContext
 from serving.api.http.generation import Job, UsageCounter
@@ -81,7 +82,7 @@ class ChatTurn:
                 count = ReasoningCount.of(tokenizer, self._marks, begun=self._opening.begun, until=self._until)
         self.job = Job(f"{prefix}{uuid.uuid4().hex}", [prompt], params, request.priority, request.cache_salt)
         self.job.ignored = unenforced(request, forced)
-        self.job.message_digests = message_digests(messages_of(request), request.tools)
+        self.job.message_digests = message_digests(unmarked(messages_of(request)), request.tools)
         self.tally = UsageCounter(self.job, reasoning=count)
 
     def new_reader(self) -> AnswerReader:

@@ -58,7 +58,7 @@ async def tokenized_with_marks(
         special = request.add_special_tokens is True
         options |= {"add_special_tokens": special, "previous_token_ids": request.previous_token_ids or ()}
         messages = messages_of(request)
-        places = partial(places_of, codec.tokenizer, client_marks(request, messages))
+        places = partial(places_of, client_marks(request, messages))
         ids, marks = await codec.encode_chat(messages, places=places, fits=fits, **options)
         prompts = [ids]
     else:

@@ -97,7 +97,7 @@ class CacheCreation(BaseModel):
 
 
 class MessagesUsage(BaseModel):
-    """Token counts; `input_tokens` excludes tokens found in the prefix cache, and those added up to a `cache_control`."""
+    """Token counts; `input_tokens` excludes tokens found in the prefix cache, and those added to it up to marks."""
 
     input_tokens: int
     cache_creation: CacheCreation

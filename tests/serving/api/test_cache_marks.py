@@ -1,0 +1,109 @@
+"""Marks of the prefix cache: where clients' marks stand in a prompt, and what usage says of them."""
+
+import itertools
+
+import pytest
+
+from serving.api.http.errors import ApiError
+from tests.serving.api.test_agent_requests import CHAT, MESSAGES, RESPONSES, SCHEMA, TOKENIZER, USER, opened
+
+LONG, MORE = (" and then ".join(f"{word} {i}" for i in range(20)) for word in ("rule", "text"))
+OF_ANTHROPIC, OF_OPENAI = {"cache_control": {"type": "ephemeral"}}, {"prompt_cache_breakpoint": {"mode": "explicit"}}
+TOOL = {"name": "f", "input_schema": SCHEMA}
+
+
+def text(words, **marks):
+    return {"type": "text", "text": words, **marks}
+
+
+def user(*parts, **fields):
+    return {"role": "user", "content": [*parts], **fields}
+
+
+def marked(kind, **body):
+    """The text before each mark of a prompt, after the text before the last mark, and the time of the mark."""
+    job = opened(kind, **body)[0].job
+    marks = sorted(job.cache_marks, key=lambda mark: mark.position)
+    ends = [0, *(mark.position for mark in marks)]
+    parts = [TOKENIZER.decode(job.prompts[0][a:b], skip_special_tokens=False) for a, b in itertools.pairwise(ends)]
+    return list(zip(parts, (mark.ttl for mark in marks), strict=True))
+
+
+SYSTEM = (f"[system]{LONG}[user]", 300.0)
+HISTORY = (f"{MORE}", None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "marks"),
+    [
+        (CHAT, {"messages": [user(text(MORE))]}, [(f"[user]{MORE}", None)]),
+        (CHAT, {"messages": [{"role": "system", "content": LONG}, user(text(MORE))]}, [SYSTEM, HISTORY]),
+        (CHAT, {"messages": [user(text(LONG, **OF_OPENAI), text(MORE))]},
+         [(f"[user]{LONG}", 1800.0), (f"\n{MORE}", None)]),
+        (CHAT, {"messages": [user(text(LONG, **OF_OPENAI), text(MORE))], "prompt_cache_options": {"ttl": "12h"}},
+         [(f"[user]{LONG}", 43200.0), (f"\n{MORE}", None)]),
+        (CHAT, {"messages": [{"role": "user", "content": LONG, **OF_ANTHROPIC}, {"role": "user", "content": MORE}]},
+         [(f"[user]{LONG}", 300.0), (f"[user]{MORE}", None)]),
+        (RESPONSES, {"input": [user({"type": "input_text", "text": LONG,
+                                     "prompt_cache_breakpoint": {"mode": "explicit", "ttl": "1h"}}), USER]},
+         [(f"[user]{LONG}", 3600.0), ("[user]hi", None)]),
+        (MESSAGES, {"system": [text(LONG, **OF_ANTHROPIC), text(MORE)], "messages": [USER]},
+         [(f"[system]{LONG}", 300.0), (f"\n{MORE}[user]", 300.0), ("hi", None)]),
+        (MESSAGES, {"messages": [user(text(LONG))], "cache_control": {"type": "ephemeral", "ttl": "1h"}},
+         [(f"[user]{LONG}", 3600.0)]),
+        (MESSAGES, {"tools": [{**TOOL, "cache_control": {"type": "ephemeral", "ttl": "1h"}}], "system": LONG},
+         [(f"f;[system]{LONG}[user]", 3600.0), ("hi", None)]),
+        (MESSAGES, {"messages": [user(text(LONG)), {"role": "assistant", "content": [
+            {"type": "tool_use", "id": "c", "name": "f", "input": {}}]}, user(
+                {"type": "tool_result", "tool_use_id": "c", "content": MORE, **OF_ANTHROPIC}, text("so"))]},
+         [(f"[user]{LONG}[assistant]<f {{}}>[tool]{MORE}", 300.0), ("[user]so", None)]),
+    ],
+)  # fmt: skip
+def test_where_marks_stand(kind, body, marks):
+    assert marked(kind, **body) == marks
+
+
+@pytest.mark.parametrize(
+    ("marks", "says"),
+    [([OF_ANTHROPIC] * 5, "at most 4 blocks"), ([{"cache_control": {"ttl": "soon"}}], "ttl must be like 5m"),
+     ([{"prompt_cache_breakpoint": {"ttl": "25h"}}], "at most 24h")],
+)  # fmt: skip
+def test_marks_that_are_refused(marks, says):
+    with pytest.raises(ApiError, match=says):
+        opened(CHAT, messages=[user(*(text("x", **each) for each in marks))])
+
+
+def test_of_openais_marks_the_last_ones_count():
+    messages = [user(*(text(f"{LONG} {i}", **OF_OPENAI) for i in range(6)))]
+    assert [ttl for _, ttl in marked(CHAT, messages=messages)] == [1800.0] * 4
+
+
+def test_marks_change_no_prompt():
+    plain = opened(MESSAGES, messages=[user(text("a"), text("b")), user(text("c"))])[0].job
+    moved = opened(MESSAGES, messages=[user(text("a"), text("b")), user(text("c", **OF_ANTHROPIC))])[0].job
+    assert plain.prompts == moved.prompts
+    assert plain.message_digests == moved.message_digests
+
+
+def test_usage_counts_reads_and_writes(server):
+    def ask(path, mark, **fields):
+        body = {
+            "model": "demo",
+            "max_tokens": 4,
+            "messages": [user(text(f"{path} {LONG}", **mark), text(MORE))],
+            **fields,
+        }
+        answer = server.http.post(f"/v1/{path}", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["usage"]
+
+    first, again = (ask("messages", {"cache_control": {"type": "ephemeral", "ttl": "1h"}}) for _ in range(2))
+    written = first["cache_creation_input_tokens"]
+    assert first["cache_creation"] == {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": written}
+    assert first["cache_read_input_tokens"] == 0 < written
+    whole = written + first["input_tokens"]
+    assert again["cache_read_input_tokens"] + again["input_tokens"] == whole
+    assert (again["cache_read_input_tokens"] >= written, again["cache_creation_input_tokens"]) == (True, 0)
+    assert ask("messages", {}, system="no marks")["cache_creation_input_tokens"] == 0
+    details = ask("chat/completions", OF_OPENAI)["prompt_tokens_details"]
+    assert details["cached_tokens"] == 0 < details["cache_write_tokens"]
