@@ -20,11 +20,13 @@ import os
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -36,10 +38,6 @@ ECHO = "echo said-by-the-tool"
 RESULT = "said-by-the-tool"
 FIRST, SECOND = "Say hello with a command.", "And what did it say?"
 TOOL = re.compile(r"(?i)^(bash|shell|shell_command|exec_command|run_shell_command|run_command)$")
-PIXEL = bytes.fromhex(
-    "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c6360606000000004000127"
-    "346c5f0000000049454e44ae426082"
-)
 TEXT_PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 
@@ -52,6 +50,17 @@ class Exchange:
     status: int = 0
     error: str = ""
     usage: dict[str, Any] = field(default_factory=dict)
+
+
+def picture() -> bytes:
+    """Returns a PNG file of one pixel."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", 1, 1, 8, 2, 0, 0, 0)
+    chunks = chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(bytes(4))), chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
 def offered(body: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -242,7 +251,7 @@ def home_of(client: Client, url: str, path: str) -> Iterator[tuple[Path, dict[st
     with tempfile.TemporaryDirectory(prefix="client-", ignore_cleanup_errors=True) as folder:
         home = Path(folder)
         fill = lambda text: text.replace("{url}", url).replace("{home}", folder)  # noqa: E731
-        (home / "dot.png").write_bytes(PIXEL)
+        (home / "dot.png").write_bytes(picture())
         for name, text in client.files.items():
             (home / name).parent.mkdir(parents=True, exist_ok=True)
             (home / name).write_text(fill(text))

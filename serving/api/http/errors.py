@@ -1,17 +1,4 @@
-"""Errors in OpenAI's format: `{"error": {"message", "type", "param", "code"}}`.
-
-| status | type | when |
-|---|---|---|
-| 400 | invalid_request_error | malformed JSON, wrong types, values out of range, prompts that are too long |
-| 401 | authentication_error | missing or wrong API key, if the server has keys |
-| 403 | permission_error | an operator's path without an operator's key |
-| 404 | not_found_error | unknown model or path |
-| 405, 408, 413, 415 | invalid_request_error | wrong method; a body that is too slow, too large or not JSON |
-| 429 | rate_limit_error | the queue is full (`Retry-After` says when to retry) |
-| 500 | server_error | a bug; the log has the details |
-| 502 | unavailable_error | a state from another worker did not arrive (policy `fail`), or logits are not finite |
-| 503 | unavailable_error | the server compiles or shuts down, has too many connections, or its engine failed |
-"""
+"""Errors in OpenAI's format: `{"error": {"message", "type", "param", "code"}}`. docs/operations.md lists them."""
 
 from __future__ import annotations
 
@@ -155,13 +142,11 @@ def install(app: FastAPI) -> None:
 
 
 def _http_message(error: HTTPException) -> str:
-    if error.status_code == 404:
-        return "unknown path"
-    if error.status_code == 405:
-        return "this path does not support this method"
-    if error.status_code == 400:  # FastAPI raises it only if the body is not text, or is nested too deeply
-        return "the body is not valid JSON"
-    return str(error.detail)
+    known = {
+        404: "unknown path", 405: "this path does not support this method",
+        400: "the body is not valid JSON",  # FastAPI raises it only if the body is not text, or is nested too deeply
+    }  # fmt: skip
+    return known.get(error.status_code, str(error.detail))
 
 
 def parameter_of(message: str) -> str | None:

@@ -6,8 +6,10 @@ import openai
 import pytest
 
 from checkpoints.tokenizer import load_tokenizer
+from serving.api.http.apis.chat_turn import ChatTurn
+from serving.api.http.context import ResponseContext
 from serving.api.http.parsing.call_formats import FORMATS, calls_grammar
-from serving.api.http.protocol.chat import Tool
+from serving.api.http.protocol.chat import ChatRequest, Tool
 from serving.api.http.text import TextCodec
 from serving.engine.structured.grammar_state import StructuredOutputs
 from serving.engine.structured.grammars import Grammars
@@ -65,6 +67,20 @@ def test_grammars_take_nothing_else(grammars, form, good, bad):
     wrong = ONE[form].replace(good, bad, 1)
     if wrong != ONE[form]:
         assert followed(grammars, form, wrong, parallel=True) < len(wrong)
+
+
+@pytest.mark.parametrize("form", ONE)
+@pytest.mark.parametrize(("syntax", "definition"), [("lark", 'start: "add " /[0-9]+/'), ("regex", "add [0-9]+")])
+def test_the_grammar_of_a_custom_tool(grammars, form, syntax, definition):
+    grammar = {"type": "grammar", "grammar": {"syntax": syntax, "definition": definition}}
+    body = {"tools": [{"type": "custom", "custom": {"name": "patch", "format": grammar}}], "tool_choice": "required"}
+    request = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}], **body})
+    turn = ChatTurn(ResponseContext(TextCodec(load_tokenizer("demo"), 512), "demo", tool_calls=form), request, [5])
+    right, wrong = (written(form, ("patch", {"input": f"{word} 12"})) for word in ("add", "sub"))
+    assert followed(grammars, form, right, parallel=False, tools=request.tools) == len(right)
+    enforced = followed(grammars, form, wrong, parallel=False, tools=request.tools) < len(wrong)
+    assert enforced == (syntax == "regex" or form in ("qwen3_coder", "ling3"))
+    assert turn.job.ignored == ([] if enforced else ["schema.x-lark"])
 
 
 def test_marks_that_are_special_tokens_are_forced_as_tokens():

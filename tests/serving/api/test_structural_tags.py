@@ -60,7 +60,8 @@ def test_what_a_tag_admits(grammars, tag, right, wrong):
     [
         ({"format": {"type": "xml"}}, "not 'xml'"), ({"format": {"type": "sequence"}}, "elements must be a list"),
         ({"structures": OLD["structures"], "triggers": ["["]}, "no trigger begins the tag '<function=f>'"),
-        ({"format": {"type": "tag", "begin": "<", "content": OF_JSON}}, "end of a tag"), ({}, "tags must be a list"),
+        ({"format": {"type": "tag", "begin": "<", "content": OF_JSON}}, "end of a tag"),
+        ({}, "structures must be a list"),
         ({"format": {"type": "json_schema", "json_schema": 5}}, "json_schema"),
         ({"format": {"type": "sequence", "elements": [OF_JSON] * 300}}, "more than 256 parts"),
     ],

@@ -13,6 +13,7 @@ from serving.api.http.parsing.answer import AnswerReader
 from serving.api.http.parsing.call_formats import FORMATS, calls_grammar
 from serving.api.http.parsing.reasoning import ReasoningCount, ReasoningStart, opening_of
 from serving.api.http.protocol.chat import AllowedTools, ChatRequest, NamedTool, Tool
+from serving.api.http.protocol.common import OF_GRAMMAR
 from serving.engine.request_error import RequestError
 from serving.engine.requests.changed_prefixes import message_digests
 from serving.engine.requests.sampling_params import SamplingParams
@@ -81,7 +82,8 @@ class ChatTurn:
                 params = self._with_reasoning(context, params, request.thinking_budget)
                 count = ReasoningCount.of(tokenizer, self._marks, begun=self._opening.begun, until=self._until)
         self.job = Job(f"{prefix}{uuid.uuid4().hex}", [prompt], params, request.priority, request.cache_salt)
-        self.job.ignored = unenforced(request, forced)
+        as_text = self._form is not None and FORMATS[self._form].syntax.value_end  # values in which grammars apply
+        self.job.ignored = [w for w in unenforced(request, forced) if not (as_text and w.endswith(OF_GRAMMAR))]
         self.job.message_digests = message_digests(unmarked(messages_of(request)), request.tools)
         self.tally = UsageCounter(self.job, reasoning=count)
 

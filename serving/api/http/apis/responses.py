@@ -21,7 +21,7 @@ from serving.api.http.generation import ChoiceDelta
 from serving.api.http.logprobs import TextLogprobs
 from serving.api.http.parsing.written_json import object_of
 from serving.api.http.protocol.chat import ChatLogprob, ChatRequest
-from serving.api.http.protocol.common import CUSTOM_INPUT, CUSTOM_PARAMETERS
+from serving.api.http.protocol.common import CUSTOM_INPUT, custom_parameters
 from serving.api.http.protocol.responses import (
     AllowedFunctions,
     FunctionTool,
@@ -100,7 +100,8 @@ def _as_item(content: Any = None, **fields: Any) -> dict[str, Any]:
 
 def _function(tool: FunctionTool) -> dict[str, Any]:
     if tool.type == "custom":
-        return {"name": tool.name, "description": tool.description, "parameters": CUSTOM_PARAMETERS}
+        form = (tool.model_extra or {}).get("format")
+        return {"name": tool.name, "description": tool.description, "parameters": custom_parameters(form)}
     return tool.model_dump(exclude={"type", "namespace"}, exclude_unset=True)
 
 

@@ -1,15 +1,6 @@
 """The formats in which models write tool calls, as defined by their chat templates, and grammars of forced calls.
 
-| format | a call looks like | for example |
-|---|---|---|
-| `hermes` | `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` | Granite 4, Qwen3-Next |
-| `jamba` | `<tool_calls>[{"name": ..., "arguments": {...}}, ...]</tool_calls>` | Jamba |
-| `kimi_k2` | `<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>` | Kimi |
-| `lfm2` | `<|tool_call_start|>[name(key="value"), ...]<|tool_call_end|>` | LFM2 |
-| `ling3` | `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>...</tool_call>` | Ling 3 |
-| `nemotron` | `<TOOLCALL>[{"name": ..., "arguments": {...}}, ...]</TOOLCALL>` | Nemotron Nano v2 |
-| `olmo3` | `<function_calls>name(key="value")</function_calls>`, one call per line | OLMo 3, OLMo Hybrid |
-| `qwen3_coder` | `<tool_call><function=name><parameter=key>value</parameter>...</function></tool_call>` | Nemotron 3 |
+docs/operations.md shows each format.
 """
 
 from __future__ import annotations
@@ -23,8 +14,10 @@ from typing import Any
 
 from checkpoints.tokenizer import Tokenizer
 from serving.api.http.parsing.json_schemas import enforceable
+from serving.api.http.parsing.structural_tags import in_slashes
 from serving.api.http.parsing.text_cursor import SPACE, Head
 from serving.api.http.protocol.chat import Tool
+from serving.api.http.protocol.common import OF_GRAMMAR
 from serving.api.http.settings import ToolCallForm
 
 MOST_CALLS = 16
@@ -219,6 +212,12 @@ def _parameter(rule: str, begin: str, end: str, schema: Any) -> list[str]:
         choices = schema.get("enum")
         if isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
             return [f"{rule}: {_text(begin)} ({' | '.join(map(_text, choices))}) {_text(end)}"]
+        pattern, grammar = str(schema.get("pattern")), schema.get(OF_GRAMMAR)
+        form = f"%lark {{\n{grammar}\n}}" if isinstance(grammar, str) else None
+        if pattern.startswith("^(?:") and pattern.endswith(")$"):
+            form = f"/{in_slashes(pattern[1:-1])}/"
+        if form is not None:
+            return [f"{rule}: {_text(begin)} {rule}_value {_text(end)}", f"{rule}_value: {form}"]
         most = schema.get("maxLength")
         letters = f".{{0,{most}}}" if isinstance(most, int) and 0 <= most <= _LONGEST else ".*"
         return [f"{rule}: {_text(begin)} {rule}_value", f"{rule}_value[suffix={_text(end)}]: /(?s:{letters})/"]

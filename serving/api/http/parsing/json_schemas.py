@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from serving.api.http.protocol.common import OF_GRAMMAR
+
 _UNENFORCED = frozenset({
+    OF_GRAMMAR,
     "propertyNames", "uniqueItems", "if", "then", "else", "not", "dependentRequired", "dependentSchemas",
     "dependencies", "contains", "minContains", "maxContains", "unevaluatedProperties", "unevaluatedItems",
 })  # fmt: skip

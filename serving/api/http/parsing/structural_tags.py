@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from serving.api.http.parsing.json_schemas import enforceable
 from serving.engine.request_error import RequestError
 
+T = TypeVar("T")
 _MOST = 256
 """Maximum number of tags and other parts."""
 _ESCAPED = re.compile(r"\\.|/|\n", re.DOTALL)
@@ -24,15 +25,10 @@ def structural_grammar(tag: Mapping[str, Any]) -> str:
     Raises:
         RequestError: the format is unknown or incomplete.
     """
-    form = tag.get("format")
-    if form is None:
-        structures = tag.get("structures")
-        contents = [
-            {"begin": each.get("begin"), "end": each.get("end"),
-             "content": {"type": "json_schema", "json_schema": each.get("schema")}}
-            for each in (structures if isinstance(structures, list) else ()) if isinstance(each, Mapping)
-        ]  # fmt: skip
-        form = {"type": "triggered_tags", "triggers": tag.get("triggers"), "tags": contents}
+    form = tag.get("format") or {"type": "triggered_tags", "triggers": tag.get("triggers"), "tags": [
+        {**each, "content": {"type": "json_schema", "json_schema": each.get("schema")}}
+        for each in _items(tag, "structures") if isinstance(each, Mapping)
+    ]}  # fmt: skip
     rules = _Rules()
     return "\n".join([f"start: {rules.part(form)}", *rules.written, "any_text: /(?s:.*)/"])
 
@@ -44,8 +40,10 @@ class _Rules:
         self.written: list[str] = []
         self._kinds: dict[str, Callable[[Mapping[str, Any]], str]] = {
             "const_string": lambda form: _text(form, "value"),
-            "json_schema": lambda form: self._rule(f": %json {_schema(form)}"),
-            "regex": lambda form: self._rule(f": /{_in_slashes(_string(form, 'pattern'))}/"),
+            "json_schema": lambda form: self._rule(
+                f": %json {json.dumps(enforceable(_need(form, 'json_schema', dict, 'a table')))}"
+            ),
+            "regex": lambda form: self._rule(f": /{in_slashes(_string(form, 'pattern'))}/"),
             "any_text": lambda form: "any_text",
             "sequence": lambda form: " ".join(map(self.part, _items(form, "elements"))),
             "or": lambda form: f"({' | '.join(map(self.part, _items(form, 'elements')))})",
@@ -71,8 +69,8 @@ class _Rules:
     def _tag(self, form: Mapping[str, Any], begin: str | None = None) -> str:
         """`begin`: the rest of the tag's beginning, after a trigger."""
         before, content, end = _string(form, "begin") if begin is None else begin, form.get("content"), form.get("end")
-        ends = [end] if isinstance(end, str) else end
-        if not isinstance(ends, list) or not ends or not all(isinstance(each, str) for each in ends):
+        ends = end if isinstance(end, list) and end else [end]
+        if not all(isinstance(each, str) for each in ends):
             raise RequestError("structural_tag: the end of a tag must be a text")
         if isinstance(content, Mapping) and content.get("type") == "any_text" and ends[0]:
             inner = " | ".join(self._rule(f"[suffix={json.dumps(each)}]: /(?s:.*)/") for each in ends)
@@ -98,30 +96,25 @@ class _Rules:
         return f"({one}{more}){'' if form.get('at_least_one') else '?'}"
 
 
-def _string(form: Any, name: str) -> str:
+def _need(form: Any, name: str, kind: type[T], what: str) -> T:
     value = form.get(name) if isinstance(form, Mapping) else None
-    if not isinstance(value, str):
-        raise RequestError(f"structural_tag: {name} must be a text")
+    if not isinstance(value, kind):
+        raise RequestError(f"structural_tag: {name} must be {what}")
     return value
 
 
-def _in_slashes(pattern: str) -> str:
-    return _ESCAPED.sub(lambda found: {"/": "\\/", "\n": "\\n"}.get(found[0], found[0]), pattern)
+def _string(form: Any, name: str) -> str:
+    return _need(form, name, str, "a text")
 
 
-def _text(form: Mapping[str, Any], name: str) -> str:
+def _items(form: Any, name: str) -> list[Any]:
+    return _need(form, name, list, "a list")
+
+
+def _text(form: Any, name: str) -> str:
     return json.dumps(_string(form, name), ensure_ascii=False)
 
 
-def _items(form: Mapping[str, Any], name: str) -> Sequence[Any]:
-    items = form.get(name)
-    if not isinstance(items, list) or not items:
-        raise RequestError(f"structural_tag: {name} must be a list that is not empty")
-    return items
-
-
-def _schema(form: Mapping[str, Any]) -> str:
-    schema = form.get("json_schema")
-    if not isinstance(schema, Mapping | bool):
-        raise RequestError("structural_tag: json_schema must be a JSON schema")
-    return json.dumps(enforceable(schema))
+def in_slashes(pattern: str) -> str:
+    """Returns a regular expression as it stands between slashes in Lark's syntax."""
+    return _ESCAPED.sub(lambda found: {"/": "\\/", "\n": "\\n"}.get(found[0], found[0]), pattern)

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from serving.api.http.protocol.common import (
-    CUSTOM_PARAMETERS,
     Choice,
     ChoicesResponse,
     Count,
@@ -15,6 +14,7 @@ from serving.api.http.protocol.common import (
     Items,
     TextRequest,
     TokenIds,
+    custom_parameters,
     refusal,
 )
 
@@ -71,7 +71,8 @@ def _as_function(tool: Any) -> Any:
     if not isinstance(tool, dict) or tool.get("type") != "custom" or not isinstance(tool.get("custom"), dict):
         return tool
     custom = tool["custom"]
-    function = {"name": custom.get("name"), "description": custom.get("description"), "parameters": CUSTOM_PARAMETERS}
+    parameters = custom_parameters(custom.get("format"))
+    function = {"name": custom.get("name"), "description": custom.get("description"), "parameters": parameters}
     return {"type": "function", "function": function}
 
 

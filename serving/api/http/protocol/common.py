@@ -55,10 +55,20 @@ _WITHOUT_EFFECT = ("user", "store", "metadata", "service_tier", "parallel_tool_c
 _TOOL_CHOICES = ("function", "custom", "allowed_tools", "auto", "any", "tool", "none")
 CUSTOM_INPUT = "input"
 """The argument of a tool of type `custom`, which is a function with one text."""
-CUSTOM_PARAMETERS: dict[str, Any] = {
-    "type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT],
-    "additionalProperties": False,
-}  # fmt: skip
+OF_GRAMMAR = "x-lark"
+"""Word of a schema: the Lark grammar of a text."""
+
+
+def custom_parameters(form: Any) -> dict[str, Any]:
+    """Returns the parameters of a function for a tool of type `custom`; `form`: the format of its text."""
+    text: dict[str, Any] = {"type": "string"}
+    grammar = form.get("grammar", form) if isinstance(form, dict) else None
+    if isinstance(grammar, dict) and isinstance(grammar.get("definition"), str):
+        syntax, definition = grammar.get("syntax"), grammar["definition"]
+        text |= {"pattern": f"^(?:{definition})$"} if syntax == "regex" else {OF_GRAMMAR: definition}
+    return {
+        "type": "object", "properties": {CUSTOM_INPUT: text}, "required": [CUSTOM_INPUT], "additionalProperties": False
+    }  # fmt: skip
 
 
 def refusal(param: str, message: str) -> PydanticCustomError:
