@@ -78,11 +78,9 @@ class Metrics:
             self._aliases = CollectorRegistry(auto_describe=False)
             self._aliases.register(VllmNames(self.registry, PREFIX, model))
 
-    @contextlib.contextmanager
-    def in_flight(self) -> Iterator[None]:
+    def in_flight(self) -> contextlib.AbstractContextManager[Any]:
         """Counts a request while it runs."""
-        with self._in_flight.track_inprogress():
-            yield
+        return self._in_flight.track_inprogress()
 
     def answered(self, path: str, status: int) -> None:
         """Counts an answer."""

@@ -120,10 +120,6 @@ class TextCodec:
         tokenizer = self._require()
         return await self.run(len(ids), lambda: tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
-    async def tokens(self, token_ids: Sequence[int]) -> list[str]:
-        """Returns each token's text."""
-        return await self.run(len(token_ids), lambda: [self.token(token_id) for token_id in token_ids])
-
     async def run(self, size: int, function: Callable[[], T]) -> T:
         """Calls a function that processes so many characters or tokens: at once, or in a thread if they are many."""
         if size <= _SHORT:

@@ -41,15 +41,6 @@ def with_marks(content: Any, part: Any) -> Any:
     return [*parts[:-1], {**parts[-1], **marks}] if parts else parts
 
 
-def unmarked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Returns messages with their content as text, without the marks, which move from turn to turn."""
-    return [
-        {**message, "content": "\n".join(map(part_text, message["content"]))}
-        if isinstance(message.get("content"), list) else message
-        for message in messages
-    ]  # fmt: skip
-
-
 def seconds_of(marks: Mapping[str, Any], ttl: str | None = None) -> float:
     """Returns the time of a mark in seconds; `ttl`: that of the request.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import uuid
 
-from serving.api.http.apis.cache_marks import unmarked
+from checkpoints.text.chat import plain_message
 from serving.api.http.apis.inputs import messages_of, offered_tools, sampling_params, unenforced
 from serving.api.http.context import ResponseContext
 from serving.api.http.generation import Job, UsageCounter
@@ -84,7 +84,7 @@ class ChatTurn:
         self.job = Job(f"{prefix}{uuid.uuid4().hex}", [prompt], params, request.priority, request.cache_salt)
         as_text = self._form is not None and FORMATS[self._form].syntax.value_end  # values in which grammars apply
         self.job.ignored = [w for w in unenforced(request, forced) if not (as_text and w.endswith(OF_GRAMMAR))]
-        self.job.message_digests = message_digests(unmarked(messages_of(request)), request.tools)
+        self.job.message_digests = message_digests([*map(plain_message, messages_of(request))], request.tools)
         self.tally = UsageCounter(self.job, reasoning=count)
 
     def new_reader(self) -> AnswerReader:

@@ -80,7 +80,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         (ids,) = await codec.encode([body.prompt], add_special_tokens=body.add_special_tokens is not False, fits=False)
     result = TokenizeResponse(count=len(ids), max_model_len=context.engine.engine.max_model_len, tokens=ids)
     if body.return_token_strs:
-        result.token_strs = await codec.tokens(ids)
+        result.token_strs = await codec.run(len(ids), lambda: [*map(codec.token, ids)])
     return answer(result, ignored_header(body))
 
 
