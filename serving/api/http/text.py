@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -29,6 +30,8 @@ _LONG = 1 << 15
 _BEGINNING = 8
 """Characters per allowed token in the beginning that is tokenised first: about twice the text that fits."""
 _KEPT = 1 << 16
+_MARKED_SECONDS = 0.5
+"""Conversations whose rendering takes longer have no marks."""
 _TOO_LONG = "prompt is too long"
 """Text that clients of Anthropic's API search for in the message."""
 
@@ -104,14 +107,15 @@ class TextCodec:
             )  # fmt: skip
 
         def encode() -> tuple[list[int], tuple[Mark, ...]]:
-            render = tokenizer.apply_chat_template
+            render, begin = tokenizer.apply_chat_template, time.monotonic()
             text = following_text(render, messages, **options) if previous_token_ids else render(messages, **options)
             self._check_characters(len(text), "messages")
             if previous_token_ids or add_special_tokens:
                 return continued(previous_token_ids, self._encode(text, add_special_tokens, "messages", fits)), ()
             self._check_beginning(text, False, "messages", fits)
+            slow = time.monotonic() - begin > _MARKED_SECONDS  # finding the places renders a few times more
             ids, ends = tokenizer.encode_with_ends(text)
-            return ids, marks_at(places(tokenizer, messages, text, **options), ends)
+            return ids, () if slow else marks_at(places(tokenizer, messages, text, **options), ends)
 
         return await self.run(max(characters([messages, options], _LONG), _SHORT + 1), encode)
 

@@ -78,6 +78,11 @@ def test_of_openais_marks_the_last_ones_count():
     assert [ttl for _, ttl in marked(CHAT, messages=messages)] == [1800.0] * 4
 
 
+def test_a_conversation_that_is_rendered_slowly_has_no_marks(monkeypatch):
+    monkeypatch.setattr("serving.api.http.text._MARKED_SECONDS", -1.0)
+    assert marked(CHAT, messages=[user(text(MORE))]) == []
+
+
 def test_marks_change_no_prompt():
     plain = opened(MESSAGES, messages=[user(text("a"), text("b")), user(text("c"))])[0].job
     moved = opened(MESSAGES, messages=[user(text("a"), text("b")), user(text("c", **OF_ANTHROPIC))])[0].job
