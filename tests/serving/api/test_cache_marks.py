@@ -29,15 +29,12 @@ def marked(kind, **body):
     return list(zip(parts, (mark.ttl for mark in marks), strict=True))
 
 
-SYSTEM = (f"[system]{LONG}[user]", 300.0)
-HISTORY = (f"{MORE}", None)
-
-
 @pytest.mark.parametrize(
     ("kind", "body", "marks"),
     [
         (CHAT, {"messages": [user(text(MORE))]}, [(f"[user]{MORE}", None)]),
-        (CHAT, {"messages": [{"role": "system", "content": LONG}, user(text(MORE))]}, [SYSTEM, HISTORY]),
+        (CHAT, {"messages": [{"role": "system", "content": LONG}, user(text(MORE))]},
+         [(f"[system]{LONG}[user]", 300.0), (MORE, None)]),
         (CHAT, {"messages": [user(text(LONG, **OF_OPENAI), text(MORE))]},
          [(f"[user]{LONG}", 1800.0), (f"\n{MORE}", None)]),
         (CHAT, {"messages": [user(text(LONG, **OF_OPENAI), text(MORE))], "prompt_cache_options": {"ttl": "12h"}},

@@ -34,13 +34,9 @@ def front(server):
 
 
 @pytest.mark.parametrize("place", ["server", "router"])
-@pytest.mark.parametrize("hostile", [each for each in HOSTILE if each.name in ODD], ids=lambda each: each.name)
+@pytest.mark.parametrize("hostile", [{each.name: each for each in HOSTILE}[name] for name in ODD], ids=ODD)
 def test_no_odd_request_gives_a_server_error(server, front, hostile, place):
     answers = hostile.send(server.url if place == "server" else front)
     assert answers <= hostile.allowed, answers
     status = httpx.get(front + "/status").json()
     assert all(worker["up"] for worker in status["decode"])
-
-
-def test_every_odd_request_is_in_the_shared_list():
-    assert set(ODD) <= {each.name for each in HOSTILE}
