@@ -341,15 +341,18 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def cached(exchanges: list[Exchange]) -> str:
-    """Returns the cached and all prompt tokens of the last request of the conversation."""
-    turns = [each for each in exchanges if said(SECOND)(each) and said(RESULT)(each)]
-    usage = turns[-1].usage if turns else {}
-    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
-    found = details.get("cached_tokens", usage.get("cache_read_input_tokens", 0))
-    whole = usage.get("prompt_tokens", usage.get("input_tokens", 0))
-    if "cache_read_input_tokens" in usage:
-        whole += found + usage.get("cache_creation_input_tokens", 0)
-    return f"{found} of {whole}"
+    """Returns the cached and all prompt tokens of the conversation's longest request; clients also ask for titles."""
+    counts = [(0, 0)]
+    for each in exchanges:
+        if said(SECOND)(each) and said(RESULT)(each):
+            usage = each.usage
+            details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+            found = details.get("cached_tokens", usage.get("cache_read_input_tokens", 0))
+            whole = usage.get("prompt_tokens", usage.get("input_tokens", 0))
+            if "cache_read_input_tokens" in usage:
+                whole += found + usage.get("cache_creation_input_tokens", 0)
+            counts.append((whole, found))
+    return f"{max(counts)[1]} of {max(counts)[0]}"
 
 
 def cancelled(start: Callable[[], str], url: str) -> str:
