@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from checkpoints.tokenizer import Tokenizer
-from serving.api.http.apis.inputs import tokenized
+from serving.api.http.apis.inputs import tokenized_with_marks
 from serving.api.http.apis.text_api import TEXT_APIS, open_writer
 from serving.api.http.connection.streaming import json_of
 from serving.api.http.context import ResponseContext
@@ -149,7 +149,8 @@ class BatchLines:
             response = {"status_code": 200, "request_id": writer.job.id, "body": body}
             return {"id": _new_id(), "custom_id": line.id, "response": response, "error": None}
 
-        return BatchRequest({"prompt_token_ids": writer.job.prompts[0]}, writer.job.params, written)
+        prompt = {"prompt_token_ids": writer.job.prompts[0], "cache_marks": writer.job.cache_marks}
+        return BatchRequest(prompt, writer.job.params, written)
 
     def failed(self, line: Line, error: Exception) -> dict[str, Any]:
         """Returns the output line of a refused request."""
@@ -179,10 +180,11 @@ class PlainLines:
         if given == ["messages"]:
             chat = {name: fields.pop(name) for name in CHAT_FIELDS if name in fields}
             request: Any = validated(TEXT_APIS["chat/completions"].request, {"model": self._context.model, **chat})
-            prompt: dict[str, Any] = {"prompt_token_ids": asyncio.run(tokenized(self._context, request))[0]}
+            (ids,), marks = asyncio.run(tokenized_with_marks(self._context, request))
+            prompt: dict[str, Any] = {"prompt_token_ids": ids}
         else:
-            prompt = {given[0]: fields.pop(given[0])}
-        prompt["cache_marks"] = read_marks(fields.pop("cache_marks", None))
+            prompt, marks = {given[0]: fields.pop(given[0])}, ()
+        prompt["cache_marks"] = read_marks(fields.pop("cache_marks", None)) or marks
         params = SamplingParams(**{**self._defaults, **fields})
         return BatchRequest(prompt, params, lambda output: {"id": line.id, **as_json(output, params)})
 
