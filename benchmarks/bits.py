@@ -73,7 +73,7 @@ class Workload:
     """Tokens of the prompt."""
     answer: int = 48
     """Tokens of the answer: the log-probabilities that are compared."""
-    neighbours: Sequence[int] = (1, 7, 31)
+    neighbors: Sequence[int] = (1, 7, 31)
     """Numbers of other requests."""
     chunks: Sequence[int] = (64, 512)
     """Maximum numbers of tokens per step, in a run for each."""
@@ -99,7 +99,7 @@ def compare_schedules(
         ConfigError: the flags do not fit the model or the workload.
     """
     config = load_config(model)
-    prompt, *others = workload.prompts(1 + max(workload.neighbours, default=0), config.vocab_size)
+    prompt, *others = workload.prompts(1 + max(workload.neighbors, default=0), config.vocab_size)
     shared = {
         "max_model_len": workload.prompt + workload.answer + 1,
         "max_num_seqs": 1 + len(others),
@@ -117,8 +117,8 @@ def compare_schedules(
         yield runs.compared("half the prompt cached", half, plain, _cached(half))
         whole = runs.alone(llm, after=[prompt])
         yield runs.compared("whole prompt cached", whole, plain, _cached(whole))
-        for count in workload.neighbours:
-            name = "1 neighbour" if count == 1 else f"{count} neighbours"
+        for count in workload.neighbors:
+            name = "1 neighbor" if count == 1 else f"{count} neighbors"
             yield runs.compared(name, runs.among(llm, count), plain)
         yield runs.compared("scored as a prompt", runs.scored(llm, plain), plain)
     for chunk in workload.chunks:

@@ -16,9 +16,9 @@ from checkpoints.json_file import read_json
 from checkpoints.load import Checkpoint, load_config, load_model, source_dtype
 from checkpoints.orbax import save_orbax
 from checkpoints.placing import Shardings, abstract_parameters
-from checkpoints.quantised.rounding import Rounding, Selection
-from checkpoints.quantised.stored import InvalidTensor
-from checkpoints.quantised.writing import description_of, tensors_of
+from checkpoints.quantized.rounding import Rounding, Selection
+from checkpoints.quantized.stored import InvalidTensor
+from checkpoints.quantized.writing import description_of, tensors_of
 from checkpoints.resolve import Reference, ReferenceKind, resolve
 from checkpoints.tensors.tensor_set import TensorFiles, TensorSet
 from mamba_jax.config import HybridConfig
@@ -91,7 +91,7 @@ def _rewrite(
     """
     if reference.kind not in (ReferenceKind.HUGGING_FACE, ReferenceKind.DEMO):
         raise CheckpointError(f"{reference.name}: quantized weights are written from a Hugging Face directory only")
-    if already := Checkpoint(reference.name).quantised_as():
+    if already := Checkpoint(reference.name).quantized_as():
         raise CheckpointError(f"{reference.name}: is quantized already ({already})")
     tensors = TensorSet(reference.files)
     if any(name.startswith(TEXT_PREFIXES) for name in tensors.names):

@@ -19,7 +19,7 @@ from checkpoints.tokenizer import MORE_TEMPLATES, TOKENIZER_FILES
 from mamba_jax.config import HybridConfig
 from mamba_jax.families import as_stored, config_from_hf, weight_names
 from mamba_jax.model import HybridModel, parameters
-from mamba_jax.modules.quantised import weight_of
+from mamba_jax.modules.quantized import weight_of
 
 
 def stored_tensors(
@@ -97,8 +97,8 @@ def save_hugging_face(directory: str | Path, model: HybridModel, like: str | Pat
     if not overwrite and directory.exists() and any(directory.iterdir()):
         raise CheckpointError(f"{directory}: exists already and is not empty")
     values = {path: leaf.get_value() for path, leaf in parameters(model).items()}
-    if quantised := [path for path in values if weight_of(path)]:
-        raise CheckpointError(f"{len(quantised)} weights are quantized ({quantised[0]}, ...): load the wide checkpoint")
+    if quantized := [path for path in values if weight_of(path)]:
+        raise CheckpointError(f"{len(quantized)} weights are quantized ({quantized[0]}, ...): load the wide checkpoint")
     fields = read_json(like / "config.json")
     names = {name for source in weight_names(model.config).values() for name in source.names}
     if as_stored(config_from_hf(fields), names) != model.config:

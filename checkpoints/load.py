@@ -21,10 +21,10 @@ from checkpoints.generation import GenerationConfig, read_generation_config
 from checkpoints.orbax import read_description, restore_orbax, stored_parameters
 from checkpoints.placing import Shardings, abstract_parameters, nbytes
 from checkpoints.presets import PRESETS
-from checkpoints.quantised.description import read_quantisation
-from checkpoints.quantised.rounding import Selection
-from checkpoints.quantised.stored import StoredWeight
-from checkpoints.quantised.tensors import CACHE_SCALES, UNUSED_SCALES, LogicalTensors, by_place
+from checkpoints.quantized.description import read_quantization
+from checkpoints.quantized.rounding import Selection
+from checkpoints.quantized.stored import StoredWeight
+from checkpoints.quantized.tensors import CACHE_SCALES, UNUSED_SCALES, LogicalTensors, by_place
 from checkpoints.random import dummy_parameters
 from checkpoints.resolve import Reference, ReferenceKind, resolve
 from checkpoints.tensors.file_digest import FileHasher
@@ -41,7 +41,7 @@ from mamba_jax.families import (
 )
 from mamba_jax.families.base import HFSource
 from mamba_jax.model import HybridModel
-from mamba_jax.modules.quantised import can_be_quantised
+from mamba_jax.modules.quantized import can_be_quantized
 
 log = logging.getLogger(__name__)
 
@@ -78,9 +78,9 @@ class Checkpoint:
     seed: int = 0
     """Of dummy weights."""
     quantization: str | None = None
-    """One of `checkpoints.quantised.rounding.QUANTIZATIONS`: weights are quantised while they are read."""
+    """One of `checkpoints.quantized.rounding.QUANTIZATIONS`: weights are quantized while they are read."""
     quantization_exclude: Collection[str] = ()
-    """Names of modules or weights that are not quantised, with wildcards; see `Selection`."""
+    """Names of modules or weights that are not quantized, with wildcards; see `Selection`."""
     hf_overrides: Overrides = None
     """Fields that replace those of config.json; nested objects are merged, and dotted keys name nested fields."""
 
@@ -129,9 +129,9 @@ class Checkpoint:
         if towers := other_towers(tensors.names):
             counts = ", ".join(f"{tower} ({count})" for tower, count in towers.items())
             log.info("%s: only the text model is loaded; left out are the tensors of %s", name, counts)
-        if tensors.quantised:
+        if tensors.quantized:
             log.info("quantized weights: %s", tensors)
-        if self.quantization is not None and tensors.quantised:
+        if self.quantization is not None and tensors.quantized:
             raise CheckpointError(f"{name}: is quantized already ({tensors})")
         arrays = read_parameters(
             name,
@@ -139,7 +139,7 @@ class Checkpoint:
             abstract_parameters(config, chosen_dtype(self.dtype, _stored_dtype(self._fields))),
             sources,
             ignored=(*ignored(config), CACHE_SCALES, UNUSED_SCALES),
-            quantised=_kept_narrow(config, tensors, sources),
+            quantized=_kept_narrow(config, tensors, sources),
             selection=self._selection(config),
             shardings=sharding,
             progress=progress,
@@ -162,7 +162,7 @@ class Checkpoint:
     def nbytes(self) -> int:
         """Returns bytes of the weights as `load` would make them, or a little less; none of them is read."""
         dummy = self.load_format == "dummy"
-        if not dummy and self.reference.kind is ReferenceKind.HUGGING_FACE and self._quantisation is not None:
+        if not dummy and self.reference.kind is ReferenceKind.HUGGING_FACE and self._quantization is not None:
             return sum(map(nbytes, self.shapes().values()))  # some forms stay narrow, others are widened
         stored = None if dummy else source_dtype(self.reference)
         shapes = abstract_parameters(self.config, chosen_dtype(self.dtype, stored))
@@ -175,7 +175,7 @@ class Checkpoint:
         wide = abstract_parameters(self.config, dtype)
         if self.reference.kind is ReferenceKind.ORBAX:
             return stored_parameters(read_description(self.reference.files), dtype)
-        if self.quantization is None and self._quantisation is not None:
+        if self.quantization is None and self._quantization is not None:
             tensors = self._tensors()
             config = as_stored(self.config, tensors.names)
             sources = weight_names(config)
@@ -184,14 +184,14 @@ class Checkpoint:
         selection = self._selection(self.config)
         return wide if selection is None else selection.parameters(wide, sharding)
 
-    def quantised_as(self) -> str:
-        """Describes which parts are quantised, and how; empty if none."""
+    def quantized_as(self) -> str:
+        """Describes which parts are quantized, and how; empty if none."""
         if self.reference.kind is ReferenceKind.ORBAX:
             narrow = read_description(self.reference.files).narrow
             return by_place(
                 (kind, weight) for path, kind in narrow.items() if (weight := path.removesuffix(".values")) != path
             )
-        return "" if self._quantisation is None else str(self._tensors())
+        return "" if self._quantization is None else str(self._tensors())
 
     @cached_property
     def _fields(self) -> Mapping[str, Any]:
@@ -204,17 +204,17 @@ class Checkpoint:
             raise CheckpointError(f"{self.reference.name}: {error}") from error
 
     @cached_property
-    def _quantisation(self) -> Any:
-        """What config.json says about quantised weights; None if there are none."""
+    def _quantization(self) -> Any:
+        """What config.json says about quantized weights; None if there are none."""
         preset = self.reference.kind is ReferenceKind.PRESET
-        return None if preset else read_quantisation(self.reference.files, self._fields)
+        return None if preset else read_quantization(self.reference.files, self._fields)
 
     def _tensors(self, hasher: FileHasher | None = None) -> LogicalTensors:
         stored = TensorSet(self.reference.files, hasher, prefixes=TEXT_PREFIXES)
-        return LogicalTensors(self.reference.name, stored, self._quantisation)
+        return LogicalTensors(self.reference.name, stored, self._quantization)
 
     def _selection(self, config: HybridConfig) -> Selection | None:
-        """Returns the weights to be quantised; None: none."""
+        """Returns the weights to be quantized; None: none."""
         if self.quantization is None:
             if self.quantization_exclude:
                 raise CheckpointError("quantization_exclude has no effect without quantization")
@@ -275,18 +275,18 @@ def generation_config(ref: str | Path, *, hf_overrides: Overrides = None) -> Gen
 def _kept_narrow(
     config: HybridConfig, tensors: LogicalTensors, sources: Mapping[str, HFSource]
 ) -> dict[str, StoredWeight]:
-    """Returns the quantised tensors that the model can take as they are; the others are widened as they are read."""
-    if not tensors.quantised:
+    """Returns the quantized tensors that the model can take as they are; the others are widened as they are read."""
+    if not tensors.quantized:
         return {}
     model = HybridModel.abstract(config)
     names = tensors.names
     found = {path: source.find(names) for path, source in sources.items()}
     return {
-        name: tensors.quantised[name]
+        name: tensors.quantized[name]
         for path, source in found.items()
-        if source is not None and can_be_quantised(model, path)
+        if source is not None and can_be_quantized(model, path)
         for name in source.names
-        if name in tensors.quantised and tensors.quantised[name].narrow
+        if name in tensors.quantized and tensors.quantized[name].narrow
     }
 
 

@@ -30,7 +30,7 @@ from checkpoints.resolve import ORBAX_MARKER
 from checkpoints.tensors.file_digest import FileHasher
 from mamba_jax.config import HybridConfig
 from mamba_jax.model import HybridModel, parameters
-from mamba_jax.modules.quantised import weight_of
+from mamba_jax.modules.quantized import weight_of
 
 VERSION = 1
 WEIGHTS = "weights"
@@ -164,7 +164,7 @@ def read_description(directory: Path) -> Description:
 
 
 def stored_parameters(description: Description, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the arrays to restore: the model's parameters, with the parts of quantised weights in their places."""
+    """Returns the arrays to restore: the model's parameters, with the parts of quantized weights in their places."""
     targets = abstract_parameters(description.config, dtype)
     for path, kind in description.narrow.items():
         weight = weight_of(path)

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 
 from mamba_jax.config import HybridConfig
 from mamba_jax.model import HybridModel, parameters
-from mamba_jax.modules.quantised import bits_of
+from mamba_jax.modules.quantized import bits_of
 
 log = logging.getLogger(__name__)
 

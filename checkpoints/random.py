@@ -25,7 +25,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from safetensors.numpy import save_file
 
 from checkpoints.placing import Index, Shardings, abstract_parameters, nbytes, place, progress_bar, sharding_of
-from checkpoints.quantised.rounding import Selection, rounded
+from checkpoints.quantized.rounding import Selection, rounded
 from checkpoints.tensors.tensor_set import INDEX_FILE, SINGLE_FILE
 from mamba_jax.config import HybridConfig
 from mamba_jax.families import config_from_hf, weight_names
@@ -53,7 +53,7 @@ def dummy_parameters(
         parameters: shape and dtype by dotted path.
         seed: of the draws.
         tied: the embedding is the output head too.
-        selection: weights to quantise.
+        selection: weights to quantize.
         shardings: the sharding of each parameter.
         progress: show a bar.
     """

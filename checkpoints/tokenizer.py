@@ -228,7 +228,7 @@ def _special_tokens(directory: Path, settings: dict[str, Any], backend: tokenize
 
 
 def _chat_templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """Templates by name, from `chat_template.jinja` (and its neighbours) or from `tokenizer_config.json`."""
+    """Templates by name, from `chat_template.jinja` (and its neighbors) or from `tokenizer_config.json`."""
     found: dict[str, str] = {}
     stored = settings.get("chat_template")
     if isinstance(stored, str):

@@ -78,7 +78,7 @@ def scan_sequence(block, inputs, y, state, *, size):
         v = jnp.pad(v, [(0, 0), (0, chunks * size - length)] + [(0, 0)] * (v.ndim - 2))
         return v.reshape(batch, chunks, size, *v.shape[2:]).swapaxes(0, 1)
 
-    # Rematerialised: the gradient keeps one state per chunk and not the weights between all pairs of its tokens.
+    # Rematerialized: the gradient keeps one state per chunk and not the weights between all pairs of its tokens.
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def step(state, chunk):
         state, out = jax.vmap(block)(state, *chunk)

@@ -66,7 +66,7 @@ class HeadPadding:
         """Returns the padded shape of a parameter.
 
         Raises:
-            ModelConfigError: it is quantised in groups that are larger than a head.
+            ModelConfigError: it is quantized in groups that are larger than a head.
         """
         division = self.pads(path)
         if division is None:
@@ -74,7 +74,7 @@ class HeadPadding:
         size, heads = shape[division.axis], division.units
         if size % heads:
             raise ModelConfigError(
-                f"{path} is quantised in {size} groups, which do not divide into {heads} attention heads: padding them "
+                f"{path} is quantized in {size} groups, which do not divide into {heads} attention heads: padding them "
                 "is not supported; use a tensor_parallel_size that divides the heads"
             )
         sizes = list(shape)

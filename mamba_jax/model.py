@@ -21,7 +21,7 @@ from mamba_jax.modules.basic import Table, normal, scaled, shapes_only
 from mamba_jax.modules.blocks import Block, model_norm
 from mamba_jax.modules.drafter import BlockDrafter, Eagle
 from mamba_jax.modules.mtp import MTP
-from mamba_jax.modules.quantised import quantise_in_place, quantised_weights, weight_of
+from mamba_jax.modules.quantized import quantize_in_place, quantized_weights, weight_of
 from mamba_jax.modules.shared import SharedBlock, SharedUse
 from mamba_jax.sequences import check_packed, checked_sequences
 from mamba_jax.sharding.axis import keep_whole, split_last
@@ -108,14 +108,14 @@ class HybridModel(nnx.Module):
         return keep_whole(table.rows(tokens, self.dtype))
 
     def run(
-        self, tokens: Int[Array, " T"], layout: Layout, store: MaybeStore, *, rematerialise: bool = False
+        self, tokens: Int[Array, " T"], layout: Layout, store: MaybeStore, *, rematerialize: bool = False
     ) -> tuple[Hidden, MaybeStore]:
         """Runs the sublayers over packed tokens.
 
         Args:
             tokens: as the layout arranges them.
             store: the recurrent states, keys and values to read and to update; None for whole sequences.
-            rematerialise: a gradient keeps only each sublayer's inputs and recomputes the rest of the sublayer.
+            rematerialize: a gradient keeps only each sublayer's inputs and recomputes the rest of the sublayer.
         Returns:
             hidden states after the final norm, followed by what the drafter reads if the model has one
             (`HybridConfig.step_size`); and the store.
@@ -137,7 +137,7 @@ class HybridModel(nnx.Module):
                 shared = self.shared[uses % len(self.shared)]
                 run = functools.partial(run, block=shared, embedded=embedded)
                 uses += 1
-            if rematerialise:
+            if rematerialize:
                 run = jax.checkpoint(run)
             passed.append(x)
             x, state = run(x, state=pieces.take(kind))
@@ -255,13 +255,13 @@ class HybridModel(nnx.Module):
     def from_parameters(cls, config: HybridConfig, values: Mapping[str, Array]) -> HybridModel:
         """Returns the model with these weights, by dotted paths as in `parameters`. Keeps the dtypes of the values.
 
-        A weight is quantised if the paths are those of the parts of a quantised weight (`QuantisedParam`).
+        A weight is quantized if the paths are those of the parts of a quantized weight (`QuantizedParam`).
 
         Raises:
-            ValueError: paths are missing or unknown, a shape is wrong, or a weight cannot be quantised.
+            ValueError: paths are missing or unknown, a shape is wrong, or a weight cannot be quantized.
         """
         model = cls.abstract(config)
-        quantise_in_place(model, quantised_weights(values))
+        quantize_in_place(model, quantized_weights(values))
         graph, state = nnx.split(model)
         leaves = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
         if leaves.keys() != values.keys():
@@ -277,12 +277,12 @@ class HybridModel(nnx.Module):
 
     @property
     def num_parameters(self) -> int:
-        """How many numbers the weights are; scales of quantised ones do not count."""
+        """How many numbers the weights are; scales of quantized ones do not count."""
         return num_parameters(parameters(self))
 
 
 def num_parameters(leaves: Mapping[str, Any]) -> int:
-    """Returns how many numbers these parameters are, given by dotted path; scales of quantised ones do not count."""
+    """Returns how many numbers these parameters are, given by dotted path; scales of quantized ones do not count."""
     return sum(
         math.prod(leaf.shape) for path, leaf in leaves.items() if (weight_of(path) is None) or path.endswith(".values")
     )

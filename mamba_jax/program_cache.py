@@ -2,7 +2,7 @@
 
 A program fits arguments of one structure, with leaves of certain shapes, dtypes and placements. Inspecting every leaf
 of a store takes about as long as dispatching a step. Therefore the results that replace donated arguments are inspected
-once and recognised by their identity afterwards.
+once and recognized by their identity afterwards.
 """
 
 import itertools

@@ -1,6 +1,6 @@
 """Layouts of the store's arrays in a device's memory, where the compiler's choice is not suitable.
 
-The TPU's compiler orders an array's axes to minimise padding. Registers have 128 lanes: if the last axis of recurrent
+The TPU's compiler orders an array's axes to minimize padding. Registers have 128 lanes: if the last axis of recurrent
 states (or of heads, in the cache of keys and values) is shorter, the compiler puts the slots innermost. Then no
 operation can change one slot in place, and each copies the whole store. Such arrays (declared as `StateArray.padded`,
 including tails of step sizes) are pinned to row-major order and padded, so `StoreShape` counts the padding. Windows are

@@ -20,7 +20,7 @@ import numpy as np
 from checkpoints.adapters.initial_state import INITIAL_STATE_FILE, InitialState, digest_of, read_initial_state
 from checkpoints.errors import CheckpointError, one_line
 from checkpoints.json_file import MOST_JSON, read_json
-from checkpoints.quantised.parameters import own_rows
+from checkpoints.quantized.parameters import own_rows
 from checkpoints.tensors.safetensors_file import SafetensorsFile
 from mamba_jax.adapters import Target, targets
 from mamba_jax.config import HybridConfig

@@ -57,7 +57,7 @@ def fresh_draft_layer(config: HybridConfig, seed: int) -> dict[str, jax.Array]:
 
 
 def begun_draft_layer(config: HybridConfig, values: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Returns float32 weights of a new layer, initialised from the model.
+    """Returns float32 weights of a new layer, initialized from the model.
 
     Its sublayers are copies of the model's last ones of the same kinds (its final norm too), and `eh_proj` adds the
     token's embedding to the previous hidden state. Both are scaled down: the sublayers use only directions, and their

@@ -15,8 +15,8 @@ from checkpoints.errors import CheckpointError
 from checkpoints.json_file import read_json
 from checkpoints.load import LoadedWeights, chosen_dtype
 from checkpoints.placing import abstract_parameters, nbytes
-from checkpoints.quantised.description import read_quantisation
-from checkpoints.quantised.tensors import LogicalTensors
+from checkpoints.quantized.description import read_quantization
+from checkpoints.quantized.tensors import LogicalTensors
 from checkpoints.random import dummy_parameters
 from checkpoints.tensors.file_digest import FileHasher
 from checkpoints.tensors.hugging_face import read_parameters
@@ -117,7 +117,7 @@ def _read(
     progress: bool,
 ) -> dict[str, jax.Array]:
     stored = TensorSet(directory, hasher, prefixes=_PREFIXES)
-    tensors = LogicalTensors(str(directory), stored, read_quantisation(directory, read_json(directory / "config.json")))
+    tensors = LogicalTensors(str(directory), stored, read_quantization(directory, read_json(directory / "config.json")))
     arrays = read_parameters(
         str(directory), tensors, shapes, drafter_weight_names(drafter), ignored=ignored(drafter), progress=progress
     )

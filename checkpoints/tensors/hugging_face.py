@@ -14,9 +14,9 @@ import numpy as np
 
 from checkpoints.errors import CheckpointError, listing
 from checkpoints.placing import Index, Shardings, nbytes, place, progress_bar, sharding_of
-from checkpoints.quantised.parameters import Readable, own_rows, parts_of
-from checkpoints.quantised.rounding import Selection, largest_of, rounded
-from checkpoints.quantised.stored import StoredWeight, Tensors
+from checkpoints.quantized.parameters import Readable, own_rows, parts_of
+from checkpoints.quantized.rounding import Selection, largest_of, rounded
+from checkpoints.quantized.stored import StoredWeight, Tensors
 from mamba_jax.families.base import HFSource
 
 _log = logging.getLogger(__name__)
@@ -32,14 +32,14 @@ def read_parameters(
     sources: Mapping[str, HFSource],
     *,
     ignored: Iterable[str] = (),
-    quantised: Mapping[str, StoredWeight] | None = None,
+    quantized: Mapping[str, StoredWeight] | None = None,
     selection: Selection | None = None,
     shardings: Shardings = None,
     progress: bool = False,
 ) -> dict[str, jax.Array]:
     """Reads every parameter. At most one parameter at a time is in host memory before it is placed.
 
-    A weight that is quantised in the checkpoint becomes the parameters that it consists of.
+    A weight that is quantized in the checkpoint becomes the parameters that it consists of.
 
     Args:
         where: the name of the checkpoint in messages.
@@ -47,8 +47,8 @@ def read_parameters(
         parameters: shape and dtype of each parameter by dotted path.
         sources: where each parameter is found.
         ignored: regular expressions (full match) of stored tensors that may be left over.
-        quantised: tensors that stay quantised.
-        selection: unquantised weights to be quantised.
+        quantized: tensors that stay quantized.
+        selection: unquantized weights to be quantized.
         shardings: the sharding of each parameter.
         progress: show a bar.
     Raises:
@@ -59,7 +59,7 @@ def read_parameters(
         _log.info("%s: ignoring %d unused tensors: %s", where, len(unused), listing(unused))
     last_use = {name: path for path, source in found.items() for name in source.names}
     parts_by_path = {
-        path: readable(tensors, path, parameters[path], source, quantised or {}, selection, shardings)
+        path: readable(tensors, path, parameters[path], source, quantized or {}, selection, shardings)
         for path, source in found.items()
     }
     total = sum(nbytes(target) for parts in parts_by_path.values() for target, _ in parts.values())
@@ -82,7 +82,7 @@ def readable(
     path: str,
     target: jax.ShapeDtypeStruct,
     source: HFSource,
-    quantised: Mapping[str, StoredWeight],
+    quantized: Mapping[str, StoredWeight],
     selection: Selection | None,
     shardings: Shardings,
     *,
@@ -93,7 +93,7 @@ def readable(
     `largest` gives the largest magnitudes of the published tensor that a weight to be quantized is a part of, where
     `source` is the weight alone; see `rounded`.
     """
-    narrow = [quantised[name] for name in source.names if name in quantised]
+    narrow = [quantized[name] for name in source.names if name in quantized]
     # Experts of different forms become one wide weight: `tensors` gives the values that each stands for.
     if not narrow or len(narrow) < len(source.names) or any(each.form != narrow[0].form for each in narrow):
         rounding = None if selection is None else selection.of(path, target.shape)
@@ -112,7 +112,7 @@ def parameter_shapes(
     tensors: Tensors,
     parameters: Mapping[str, jax.ShapeDtypeStruct],
     sources: Mapping[str, HFSource],
-    quantised: Mapping[str, StoredWeight],
+    quantized: Mapping[str, StoredWeight],
     shardings: Shardings,
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shapes and dtypes of the parameters that `read_parameters` reads, by dotted path."""
@@ -120,7 +120,7 @@ def parameter_shapes(
     names = tensors.names
     for path, target in parameters.items():
         source = sources[path].find(names) or sources[path]
-        parts = readable(tensors, path, target, source, quantised, None, shardings)
+        parts = readable(tensors, path, target, source, quantized, None, shardings)
         found |= {part: own for part, (own, _) in parts.items()}
     return found
 

@@ -14,14 +14,14 @@ from jax.sharding import SingleDeviceSharding
 
 from checkpoints.errors import CheckpointError, listing
 from checkpoints.placing import abstract_parameters, place
-from checkpoints.quantised.rounding import Selection, largest_of
-from checkpoints.quantised.stored import Tensors
+from checkpoints.quantized.rounding import Selection, largest_of
+from checkpoints.quantized.stored import Tensors
 from checkpoints.tensors.hugging_face import ALWAYS_IGNORED, match_sources, readable
 from checkpoints.tensors.tensor_set import TensorSet
 from mamba_jax.config import HybridConfig
 from mamba_jax.families import TEXT_PREFIXES, ignored, weight_names
 from mamba_jax.families.base import HFSource
-from mamba_jax.modules.quantised import weight_of
+from mamba_jax.modules.quantized import weight_of
 
 NewWeights = Mapping[str, Any] | Iterable[tuple[str, Any]] | str | Path
 """Arrays by name (ours, the dotted paths of `mamba_jax.model.parameters`, or those of a Hugging Face checkpoint), pairs
@@ -113,7 +113,7 @@ def new_parameters(
         partial: allow missing tensors.
     Raises:
         CheckpointError: tensors are missing, unknown, or of the wrong shape, all in one line; the model's weights are
-            stored quantised; or they are to be rounded and are not finite.
+            stored quantized; or they are to be rounded and are not finite.
     """
     if quantization is None and any(weight_of(path) for path in held):
         raise CheckpointError(

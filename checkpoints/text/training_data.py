@@ -19,7 +19,7 @@ _AT_ONCE = 1000  # documents
 def load_streams(
     corpus: Path, tokenizer: Tokenizer, settings: DataSettings, *, part: str = "train"
 ) -> dict[str, TokenStream]:
-    """Returns the documents of each source, tokenised; every document ends with the eos token.
+    """Returns the documents of each source, tokenized; every document ends with the eos token.
 
     Args:
         corpus: a directory with `train/SOURCE.jsonl`, or one .jsonl file.
@@ -54,7 +54,7 @@ def corpus_digest(corpus: Path) -> str:
 
 
 def check_sources(corpus: Path, settings: DataSettings) -> None:
-    """Checks what the settings say about a corpus, before it is tokenised.
+    """Checks what the settings say about a corpus, before it is tokenized.
 
     Raises:
         CheckpointError: there is no such corpus, or no such validation data.

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas import dispatch
 from kernels_pallas.expert_mlp import pallas_gpu, xla
-from kernels_pallas.quantised import Quantised
+from kernels_pallas.quantized import Quantized
 from kernels_pallas.shape_check import shapes_checked
 
 MLP = (
@@ -23,8 +23,8 @@ MLP = (
 @shapes_checked
 def expert_mlp(
     x: Float[Array, "T inputs"],
-    up: Float[Array, "experts outputs inputs"] | Quantised,
-    down: Float[Array, "experts inputs size"] | Quantised,
+    up: Float[Array, "experts outputs inputs"] | Quantized,
+    down: Float[Array, "experts inputs size"] | Quantized,
     order: Int[Array, " pairs"],
     place: Int[Array, " pairs"],
     sizes: Int[Array, " experts"],
@@ -35,7 +35,7 @@ def expert_mlp(
     """Applies each token's experts to it.
 
     Products are summed in float32 and rounded to x's dtype, as is the activation. Differentiable in x and the weights,
-    unless these are quantised.
+    unless these are quantized.
 
     Args:
         up: the result is act(up), or with twice as many outputs as down has inputs (the gate's first) act(gate) * up.

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from kernels_pallas.quantised import Quantised
+from kernels_pallas.quantized import Quantized
 from kernels_pallas.triton_blocks import LEAST, dot, offsets_overflow, padded, power_of_two_in
 
 F32, I32, BF16 = jnp.float32, jnp.int32, jnp.bfloat16
@@ -31,13 +31,13 @@ def unsupported(x, up, down, order, place, sizes, *, activation):
         return f"{x.shape[0]} tokens, more than {MOST}"
     if any(size % LEAST for size in down.shape[1:]):
         return f"weights are {down.shape[1]} x {down.shape[2]}, not multiples of {LEAST}"
-    for weight in map(_quantised, (up, down)):
+    for weight in map(_quantized, (up, down)):
         narrow, dtype = weight.values.dtype in NARROW, weight.values.dtype
         if x.dtype not in ((BF16,) if narrow else (BF16, F32)) or not (narrow or dtype == x.dtype):
             return f"it multiplies {x.dtype} by {dtype}"
         if weight.group_zero is not None or _piece(weight) < LEAST:
             return "weights have zero points, or a scale for fewer inputs than 16"
-    if any(offsets_overflow(_quantised(weight).values) for weight in (up, down)):
+    if any(offsets_overflow(_quantized(weight).values) for weight in (up, down)):
         return "the weights have too many elements for 32-bit offsets"
     return None
 
@@ -45,8 +45,8 @@ def unsupported(x, up, down, order, place, sizes, *, activation):
 @functools.partial(jax.jit, static_argnames=("activation", "interpret"))
 def expert_mlp(x, up, down, order, place, sizes, *, activation, interpret=False):
     product = functools.partial(_product, place=place.reshape(x.shape[0], -1), sizes=sizes, interpret=interpret)
-    inner = product(x, _quantised(up), up.shape[1] // down.shape[2], activation)
-    return product(inner, _quantised(down), 1, None)
+    inner = product(x, _quantized(up), up.shape[1] // down.shape[2], activation)
+    return product(inner, _quantized(down), 1, None)
 
 
 def _product(x, weight, gates, activation, *, place, sizes, interpret):
@@ -77,9 +77,9 @@ def _product(x, weight, gates, activation, *, place, sizes, interpret):
     )
 
 
-def _quantised(weight):
+def _quantized(weight):
     """Returns the weight, with no scales if it is an array."""
-    return weight if isinstance(weight, Quantised) else Quantised(weight)
+    return weight if isinstance(weight, Quantized) else Quantized(weight)
 
 
 def _piece(weight):

@@ -1,4 +1,4 @@
-"""Mamba2's gate, and its gated, grouped RMS normalisation."""
+"""Mamba2's gate, and its gated, grouped RMS normalization."""
 
 from kernels_pallas.gated_norm.api import gated, gated_rms_norm
 

@@ -38,7 +38,7 @@ def gated_rms_norm(
     activation: Literal["silu", "sigmoid"] = "silu",
     implementation: str | None = None,
 ) -> Float[Array, "*batch channels"]:
-    """Gates y by z and normalises each group of channels, in float32; the result is in y's dtype. Differentiable."""
+    """Gates y by z and normalizes each group of channels, in float32; the result is in y's dtype. Differentiable."""
     check_groups("gated_rms_norm", y.shape[-1], groups)
     return dispatch.call(
         "gated_rms_norm", NORM, implementation, y, z, weight, groups=groups, eps=eps,

@@ -97,7 +97,7 @@ def gated_scan(
 ) -> tuple[
     Float[Array, "tokens inner"], Float[Array, "slots heads head_dim state"], Float[Array, "slots width-1 inner"]
 ]:
-    """Convolves the values of packed rows, scans, gates and normalises, from slots to slots.
+    """Convolves the values of packed rows, scans, gates and normalizes, from slots to slots.
 
     Args:
         zx: the gate, and the convolution's input. Padding may contain any finite values.

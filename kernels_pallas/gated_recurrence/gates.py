@@ -57,7 +57,7 @@ class Mamba2Gates:
     def output(
         self, y: Float[Array, "*batch inner"], gate: Float[Array, "*batch inner"], norm: Array | None, *, groups: int
     ) -> Float[Array, "*batch inner"]:
-        """Gates y by silu(gate), and normalises it by groups of heads if there is a norm."""
+        """Gates y by silu(gate), and normalizes it by groups of heads if there is a norm."""
         flat, gate = (v.reshape(-1, y.shape[-1]) for v in (y, gate))
         if norm is None:
             return gated(flat, gate).reshape(y.shape)
@@ -110,7 +110,7 @@ class DeltaGates:
     def output(
         self, y: Float[Array, "*batch inner"], gate: Float[Array, "*batch inner"], norm: Array | None, *, groups: int
     ) -> Float[Array, "*batch inner"]:
-        """Normalises each head of y, and gates it."""
+        """Normalizes each head of y, and gates it."""
         assert norm is not None, "a gated delta net has a norm"
         own, gate = (v.reshape(*y.shape[:-1], y.shape[-1] // norm.shape[0], norm.shape[0]) for v in (y, gate))
         out = gated_rms_norm(own, gate, norm, groups=1, eps=self.eps, norm_before_gate=True, activation=self.activation)

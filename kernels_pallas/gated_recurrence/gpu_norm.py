@@ -1,4 +1,4 @@
-"""The second kernel of a layer's decode on GPU: gates y, normalises it, and writes windows of the vectors in place.
+"""The second kernel of a layer's decode on GPU: gates y, normalizes it, and writes windows of the vectors in place.
 
 One program for each row and group writes the windows, and the inputs in tails, that programs of several heads read in
 the first kernel (`kernels_pallas.gated_recurrence.pallas_gpu`).
@@ -27,7 +27,7 @@ def gated_norm(places, projected, y, weights, windows, *, groups, gates, interpr
     stores = (windows.vectors,) if windows.vector_ring is None else (windows.vectors, windows.vector_ring)
     body = functools.partial(
         _kernel, stores=len(stores), groups=groups, norms=weights.a_log.shape[0] // groups if gates.erase else 1,
-        gates=gates, normalised=norm is not None, interpret=interpret,
+        gates=gates, normalized=norm is not None, interpret=interpret,
     )  # fmt: skip
     return update_call(
         body,
@@ -41,7 +41,7 @@ def gated_norm(places, projected, y, weights, windows, *, groups, gates, interpr
     )
 
 
-def _kernel(*refs, stores, groups, norms, gates, normalised, interpret):
+def _kernel(*refs, stores, groups, norms, gates, normalized, interpret):
     *places, projected, y, norm = refs[: -2 * stores - 1]
     windows_in, *ring_in = refs[-2 * stores - 1 : -stores - 1]
     out, *written = refs[-stores - 1 :]
@@ -64,7 +64,7 @@ def _kernel(*refs, stores, groups, norms, gates, normalised, interpret):
     inside = (piece < norms)[:, None] & (index < of_norm)[None, :]
     channel = group * (inner // groups) + piece[:, None] * of_norm + index[None, :]
     scale: Any = 1.0
-    if normalised:
+    if normalized:
         at = channel if norm.shape[0] == inner else jnp.where(inside, index[None, :], 0)
         scale = masked(norm.at[at], inside).astype(F32)
 
@@ -72,8 +72,8 @@ def _kernel(*refs, stores, groups, norms, gates, normalised, interpret):
         value = masked(y.at[row, t, channel], inside).astype(F32)
         z = masked(projected.at[row, t, channel], inside).astype(dtype).astype(F32)
         factor = jax.nn.sigmoid(z) if gates.erase and gates.activation == "sigmoid" else jax.nn.silu(z)
-        value = value if gates.norm_before_gate and normalised else value * factor
-        if normalised:
+        value = value if gates.norm_before_gate and normalized else value * factor
+        if normalized:
             value = value * lax.rsqrt(jnp.sum(value * value, axis=1)[:, None] / of_norm + gates.eps) * scale
             value = value * factor if gates.norm_before_gate else value
         plt.store(out.at[row, t, channel], value.astype(dtype), mask=inside)

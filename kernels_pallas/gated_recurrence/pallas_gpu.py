@@ -4,7 +4,7 @@
    updates the state or replays (`kernels_pallas.recurrence`). It writes states, windows and tails of values, and y. The
    vectors are convolved once for each program, which costs little: their taps and windows are a tenth of a program's
    states.
-2. Gates and normalises y, and writes the vectors' windows and tails (`gpu_norm`).
+2. Gates and normalizes y, and writes the vectors' windows and tails (`gpu_norm`).
 
 Both read one array with all of the projections' outputs: XLA writes it as one kernel, or not at all where the merged
 product already has it. A program reads its channels before it writes them.

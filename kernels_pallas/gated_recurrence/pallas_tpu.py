@@ -59,7 +59,7 @@ def gated_scan(
     blocks = _blocks(key, store)
     channels = blocks.heads * head_dim
     norm, bias = weights.norm, weights.value_bias
-    normalise = norm is not None and _norms(blocks)
+    normalize = norm is not None and _norms(blocks)
     zx = zx.reshape(tokens, 2 * inner)
 
     window = read_slots(windows, packed.read_slot)
@@ -89,7 +89,7 @@ def gated_scan(
     slot = (1, blocks.heads, head_dim, state)
     settings = {"blocks": blocks, "head_dim": head_dim, "width": width, "eps": gates.eps}
     y, store = pl.pallas_call(
-        functools.partial(_kernel, **settings, normalise=normalise, norm_before_gate=gates.norm_before_gate),
+        functools.partial(_kernel, **settings, normalize=normalize, norm_before_gate=gates.norm_before_gate),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=8,
             grid=(blocks.count, tiles),
@@ -145,7 +145,7 @@ def gated_scan(
         valid.astype(F32)[:, None],
         store,
     )
-    if norm is not None and not normalise:
+    if norm is not None and not normalize:
         y = rms_norm(y, norm, groups=groups, eps=gates.eps)
     # Tokens outside all tiles are not written.
     return jnp.where((jnp.arange(tokens) < count.sum())[:, None], y, 0), store, windows
@@ -165,7 +165,7 @@ def _kernel(
     base, start, count, first, read, write, _slot_in, _slot_out,
     z, x, context, taps, query, key, log_decay, strength, skip, norm, real, state_in, y, state_out,
     carry, wide, values, scanned, left, leaving, sent,
-    *, blocks: HeadBlocks, head_dim: int, width: int, eps: float, normalise: bool, norm_before_gate: bool,
+    *, blocks: HeadBlocks, head_dim: int, width: int, eps: float, normalize: bool, norm_before_gate: bool,
 ):  # fmt: skip
     """Computes one tile and block of heads.
 
@@ -202,7 +202,7 @@ def _kernel(
         _convolve(x, context, taps, wide, values, at, width=width)
         inputs = query, key, values, log_decay, strength, skip, real
         scan_tile(inputs, scanned, carry, state_out.dtype, blocks=blocks, head_dim=head_dim)
-        groups = blocks.groups if normalise else 0
+        groups = blocks.groups if normalize else 0
         scales = _gate(z, wide, scanned, at, groups=groups, eps=eps, norm_before_gate=norm_before_gate)
 
         @pl.when(tile > 0)
@@ -268,7 +268,7 @@ def _gate(z, wide, scanned, at, *, groups, eps, norm_before_gate):
 
 
 def _place(scanned, scales, norm, wide, left, leaving, into, count):
-    """Normalises a tile's `count` tokens and stores them in `leaving`, from row `into` on."""
+    """Normalizes a tile's `count` tokens and stores them in `leaving`, from row `into` on."""
     size, columns = scanned.shape[1], wide.shape[0]
     unfinished = pl.multiple_of(lax.div(into + count, ALIGNED) * ALIGNED, ALIGNED)
     for column in range(columns):

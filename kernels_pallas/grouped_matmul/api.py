@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import dispatch, fixed_order
-from kernels_pallas.grouped_matmul import native, pallas_gpu, pallas_tpu, quantised, quantised_gpu, quantised_tpu, xla
-from kernels_pallas.quantised import Quantised
+from kernels_pallas.grouped_matmul import native, pallas_gpu, pallas_tpu, quantized, quantized_gpu, quantized_tpu, xla
+from kernels_pallas.quantized import Quantized
 from kernels_pallas.shape_check import shapes_checked
 
 MATMUL = (
@@ -17,38 +17,38 @@ MATMUL = (
     fixed_order.implementation(native.grouped_matmul),
     dispatch.Implementation("xla", xla.grouped_matmul),
 )
-QUANTISED = (
-    *dispatch.kernels("tpu", quantised_tpu, "grouped_matmul"),
+QUANTIZED = (
+    *dispatch.kernels("tpu", quantized_tpu, "grouped_matmul"),
     dispatch.Implementation(
-        "pallas_tpu_codes", partial(quantised_tpu.grouped_matmul, codes=True), quantised_tpu.unsupported, "tpu"
+        "pallas_tpu_codes", partial(quantized_tpu.grouped_matmul, codes=True), quantized_tpu.unsupported, "tpu"
     ),
-    dispatch.Implementation("pallas_gpu", quantised_gpu.grouped_matmul, quantised_gpu.unsupported, "gpu"),
+    dispatch.Implementation("pallas_gpu", quantized_gpu.grouped_matmul, quantized_gpu.unsupported, "gpu"),
     dispatch.Implementation("pallas_gpu_widened", pallas_gpu.widened, pallas_gpu.unsupported_widened, "gpu"),
-    dispatch.Implementation("native", native.quantised_grouped_matmul, native.unsupported_quantised, "cpu"),
-    fixed_order.implementation(native.quantised_grouped_matmul),
-    dispatch.Implementation("xla", quantised.grouped_matmul),
+    dispatch.Implementation("native", native.quantized_grouped_matmul, native.unsupported_quantized, "cpu"),
+    fixed_order.implementation(native.quantized_grouped_matmul),
+    dispatch.Implementation("xla", quantized.grouped_matmul),
 )
 
 
 @shapes_checked
 def grouped_matmul(
     x: Float[Array, "tokens inputs"],
-    w: Float[Array, "experts outputs inputs"] | Quantised,
+    w: Float[Array, "experts outputs inputs"] | Quantized,
     group_sizes: Int[Array, " experts"],
     *,
     implementation: str | None = None,
 ) -> Float[Array, "tokens outputs"]:
     """Multiplies the first group_sizes[0] tokens by w[0], the next group_sizes[1] by w[1], and so on.
 
-    Sums are float32, the result is in x's dtype; differentiable in x, and in w unless it is quantised.
+    Sums are float32, the result is in x's dtype; differentiable in x, and in w unless it is quantized.
 
     Args:
         x: tokens sorted by expert.
-        w: one weight per expert; quantised ones are widened to x's dtype inside of the product.
+        w: one weight per expert; quantized ones are widened to x's dtype inside of the product.
         group_sizes: tokens per expert. Their sum may be less than the number of tokens: the rest gives 0.
     """
     if 0 in (*x.shape, *w.shape):
         return jnp.zeros((x.shape[0], w.shape[1]), x.dtype)
-    if isinstance(w, Quantised):
-        return dispatch.call("quantised_grouped_matmul", QUANTISED, implementation, x, w, group_sizes)
+    if isinstance(w, Quantized):
+        return dispatch.call("quantized_grouped_matmul", QUANTIZED, implementation, x, w, group_sizes)
     return dispatch.call("grouped_matmul", MATMUL, implementation, x, w, group_sizes)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas import fixed_order, native
-from kernels_pallas.grouped_matmul import quantised
+from kernels_pallas.grouped_matmul import quantized
 
 F32 = jnp.float32
 _MOST_TOKENS_PER_EXPERT = 2
@@ -20,7 +20,7 @@ def unsupported(x, w, group_sizes):
     return _too_many(x, w) or native.WHY_MISSING
 
 
-def unsupported_quantised(x, w, group_sizes):
+def unsupported_quantized(x, w, group_sizes):
     if not w.is_int8_by_channel:
         return "weights are not in int8 with a scale for each channel"
     return _too_many(x, w) or native.WHY_MISSING
@@ -36,7 +36,7 @@ def grouped_matmul(x, w, group_sizes):
     return _product(x, w, group_sizes).astype(x.dtype)
 
 
-def quantised_grouped_matmul(x, w, group_sizes):
+def quantized_grouped_matmul(x, w, group_sizes):
     """See `api.grouped_matmul`; other weights than int8 by channel are widened, an expert at a time."""
     if w.is_int8_by_channel:
         product = _product(x, w.values, group_sizes)
@@ -45,8 +45,8 @@ def quantised_grouped_matmul(x, w, group_sizes):
         def multiply(rows, one):
             return fixed_order.product(rows, one.widened(x.dtype))
 
-        product = quantised.by_blocks(x, w, group_sizes, multiply)
-    return fixed_order.rounded(quantised.by_channel(x, w, group_sizes, product))
+        product = quantized.by_blocks(x, w, group_sizes, multiply)
+    return fixed_order.rounded(quantized.by_channel(x, w, group_sizes, product))
 
 
 def _product(x, w, group_sizes):

@@ -5,7 +5,7 @@ experts that have tokens, and takes them as checkpoints store them. XLA's own gr
 a dense product with all experts on GPU, over transposed copies of them: 1.55 GB of temporaries for a decode step of one
 layer of Nemotron-3-Nano (128 experts, 384 tokens; the GPU compiler's count), where this kernel has none.
 
-It takes no narrow weights: those that `quantised_gpu.py` does not support are widened for it, those of one call at a
+It takes no narrow weights: those that `quantized_gpu.py` does not support are widened for it, those of one call at a
 time. XLA would mask a copy of the tokens for each expert: by the GPU compiler's count 64 GB for a prefill of 2,048
 tokens by Nemotron-3-Super on two devices, where this takes 2.1. Widening costs what it does: a decode step writes and
 reads the experts wide.
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.grouped_matmul import quantised
+from kernels_pallas.grouped_matmul import quantized
 from kernels_pallas.grouped_matmul.xla import of_experts
 
 INPUTS = 64  # of a block; two of them must be in flight
@@ -60,7 +60,7 @@ def unsupported_widened(x, w, group_sizes):
 
 
 def widened(x, w, group_sizes):
-    """See `api.grouped_matmul`; w is quantised."""
+    """See `api.grouped_matmul`; w is quantized."""
     # Tied to the tokens: nothing else keeps the compiler from widening many layers' experts before the first are used.
     x, w = lax.optimization_barrier((x, w))
-    return quantised.by_channel(x, w, group_sizes, grouped_matmul(x, w.widened(x.dtype), group_sizes))
+    return quantized.by_channel(x, w, group_sizes, grouped_matmul(x, w.widened(x.dtype), group_sizes))

@@ -7,8 +7,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kernels_pallas import dispatch, fixed_order
-from kernels_pallas.linear import few_outputs, narrow_inputs, native, quantised_gpu, quantised_tpu, xla
-from kernels_pallas.quantised import Quantised
+from kernels_pallas.linear import few_outputs, narrow_inputs, native, quantized_gpu, quantized_tpu, xla
+from kernels_pallas.quantized import Quantized
 from kernels_pallas.shape_check import shapes_checked
 
 
@@ -26,39 +26,39 @@ PAIR = (
     dispatch.Implementation("xla_few_outputs", few_outputs.linear_pair, few_outputs.pair_unsupported, "gpu"),
     dispatch.Implementation("apart", _apart),
 )
-QUANTISED = (
+QUANTIZED = (
     # The name alone means the first: what a TPU cannot multiply, it can be told to.
     dispatch.Implementation("narrow_inputs", narrow_inputs.linear, narrow_inputs.undefined, "gpu"),
     dispatch.Implementation("narrow_inputs", narrow_inputs.linear, narrow_inputs.unsupported_on_tpu, "tpu"),
-    *dispatch.kernels("tpu", quantised_tpu, "linear"),
+    *dispatch.kernels("tpu", quantized_tpu, "linear"),
     dispatch.Implementation(
-        "pallas_tpu_codes", partial(quantised_tpu.linear, codes=True), quantised_tpu.unsupported, "tpu"
+        "pallas_tpu_codes", partial(quantized_tpu.linear, codes=True), quantized_tpu.unsupported, "tpu"
     ),
-    dispatch.Implementation("pallas_gpu", quantised_gpu.linear, quantised_gpu.unsupported, "gpu"),
-    dispatch.Implementation("native", native.quantised_linear, native.unsupported_quantised, "cpu"),
-    fixed_order.implementation(native.quantised_linear),
-    dispatch.Implementation("xla", xla.quantised_linear),
+    dispatch.Implementation("pallas_gpu", quantized_gpu.linear, quantized_gpu.unsupported, "gpu"),
+    dispatch.Implementation("native", native.quantized_linear, native.unsupported_quantized, "cpu"),
+    fixed_order.implementation(native.quantized_linear),
+    dispatch.Implementation("xla", xla.quantized_linear),
 )
 
 
 @shapes_checked
 def linear(
     x: Float[Array, "*batch inputs"],
-    weight: Float[Array, "outputs inputs"] | Quantised,
+    weight: Float[Array, "outputs inputs"] | Quantized,
     *,
     out_dtype: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*batch outputs"]:
-    """y = x W^T, accumulated in float32. Differentiable, in x only where the weight is quantised.
+    """y = x W^T, accumulated in float32. Differentiable, in x only where the weight is quantized.
 
     Args:
-        weight: as Hugging Face checkpoints store it; a quantised one is widened to x's dtype inside of the product. One
+        weight: as Hugging Face checkpoints store it; a quantized one is widened to x's dtype inside of the product. One
             that has a scale for its inputs is multiplied by inputs as narrow as it is, where a device does so.
         out_dtype: of the result; x's own if None.
     """
     if 0 in (*x.shape, *weight.shape):
         return jnp.zeros((*x.shape[:-1], weight.shape[0]), out_dtype or x.dtype)
-    operation, table = ("quantised_linear", QUANTISED) if isinstance(weight, Quantised) else ("linear", LINEAR)
+    operation, table = ("quantized_linear", QUANTIZED) if isinstance(weight, Quantized) else ("linear", LINEAR)
     rows = x.reshape(-1, x.shape[-1])
     out = dispatch.call(operation, table, implementation, rows, weight, out_dtype=out_dtype or x.dtype)
     return out.reshape(*x.shape[:-1], weight.shape[0])

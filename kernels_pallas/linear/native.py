@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from kernels_pallas import fixed_order, native
 
 F32 = jnp.float32
-_MOST_QUANTISED_ROWS = 64
+_MOST_QUANTIZED_ROWS = 64
 
 
 def unsupported(x, weight, *, out_dtype):
@@ -28,15 +28,15 @@ def linear(x, weight, *, out_dtype):
     return fixed_order.product(x, weight).astype(out_dtype)
 
 
-def unsupported_quantised(x, weight, *, out_dtype):
+def unsupported_quantized(x, weight, *, out_dtype):
     if not weight.is_int8_by_channel:
         return "weights are not in int8 with a scale for each channel"
-    if len(x) > _MOST_QUANTISED_ROWS:
-        return f"{len(x)} rows, not 1 to {_MOST_QUANTISED_ROWS}"
+    if len(x) > _MOST_QUANTIZED_ROWS:
+        return f"{len(x)} rows, not 1 to {_MOST_QUANTIZED_ROWS}"
     return native.WHY_MISSING
 
 
-def quantised_linear(x, weight, *, out_dtype):
+def quantized_linear(x, weight, *, out_dtype):
     """See `api.linear`. Other weights than int8 by channel are widened."""
     stored = weight.values if weight.is_int8_by_channel else weight.widened(x.dtype)
     product = fixed_order.product(x, stored)

@@ -6,7 +6,7 @@ keep the compiler from turning the second form back into the first. Times for al
 two AVX-512 cores, in ms (plain / weight first): 4 rows 30 / 14, 8 rows 33 / 16, 32 rows 55 / 34, 128 rows 269 / 118,
 256 rows 254 / 267. In bfloat16 a single row misses the fast path altogether: 225 ms against 12 for two rows.
 
-On TPU and GPU, XLA fuses the widening of a quantised weight's values into the product, if nothing but a conversion lies
+On TPU and GPU, XLA fuses the widening of a quantized weight's values into the product, if nothing but a conversion lies
 between them: the scale of a channel is therefore applied to the result.
 """
 
@@ -21,7 +21,7 @@ def linear(x, weight, *, out_dtype):
     return lax.platform_dependent(x, weight, cpu=_on_cpu, default=_plain).astype(out_dtype)
 
 
-def quantised_linear(x, weight, *, out_dtype):
+def quantized_linear(x, weight, *, out_dtype):
     product = _plain(x, weight.widened(x.dtype))
     if weight.channel_scale is not None:
         product = product * weight.channel_scale.astype(jnp.float32)

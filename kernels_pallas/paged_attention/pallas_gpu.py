@@ -50,7 +50,7 @@ def paged_attention(
     blocks, q_len, q_heads, head_dim = q.shape
     kv_heads, wide = max(kv.shape[2] // 2, 1), head_dim > WIDE
     repeats = q_heads // kv_heads
-    # Neighbours are at the same position, so a program's queries see almost the same keys.
+    # Neighbors are at the same position, so a program's queries see almost the same keys.
     queries = q.reshape(blocks, q_len, kv_heads, repeats, head_dim).transpose(0, 2, 1, 3, 4)
     queries = queries.reshape(blocks, kv_heads, q_len * repeats, head_dim)
     places = jnp.repeat(positions, repeats, axis=1)

@@ -74,7 +74,7 @@ def attention_sequence(q, k, v, *, scale, window=None):
     repeats = q_heads // kv_heads
     within = jnp.tile(jnp.arange(size), repeats)  # each query's place in its chunk
 
-    # Rematerialised: the gradient keeps no scores.
+    # Rematerialized: the gradient keeps no scores.
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def chunk(args):
         i, q = args

@@ -139,7 +139,7 @@ class LatentAttentionConfig(MixerConfig):
     norm_eps: float
     """Of the norms of latents."""
     query_latent_size: int = 0
-    """Queries are projections of a normalised latent of this size; 0: of the input itself."""
+    """Queries are projections of a normalized latent of this size; 0: of the input itself."""
     rope: RopeConfig | None = None
     """Rotates the shared part of keys and the same part of queries: elements 2i and 2i + 1 are a pair."""
     head_gate: bool = False

@@ -44,7 +44,7 @@ class Division:
     repeat: int = 1
     """Number of devices that have the same unit."""
     rank: int = 2
-    """Number of axes of a weight matrix; outputs and inputs are the last two. Used if it is quantised."""
+    """Number of axes of a weight matrix; outputs and inputs are the last two. Used if it is quantized."""
 
     def moved(self, axes: int) -> Division:
         """Returns the same division, a number of axes further back."""

@@ -69,11 +69,11 @@ class HybridConfig:
     norm_unit_offset: bool = False
     """Norms of hidden states multiply by 1 + weight, not by the weight."""
     norm_after: tuple[int, ...] = ()
-    """Sublayers, by their places in the pattern, that normalise their mixer's output, not its input."""
+    """Sublayers, by their places in the pattern, that normalize their mixer's output, not its input."""
     norm_both: bool = False
-    """Sublayers normalise their mixer's output, too."""
+    """Sublayers normalize their mixer's output, too."""
     normed_residuals: tuple[NormedResidual, ...] = ()
-    """Kinds of sublayers that add their mixer's output to its normalised input, not to x (MiniMax)."""
+    """Kinds of sublayers that add their mixer's output to its normalized input, not to x (MiniMax)."""
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     """Factor of every sublayer's output."""

@@ -135,7 +135,7 @@ class MambaConfig(GroupedRecurrence, MixerConfig):
     dt_limit: tuple[float, float] = (0.0, math.inf)
     """Step sizes are clamped to it, after softplus."""
     norm: bool = True
-    """Normalise the gated output; otherwise only gate it."""
+    """Normalize the gated output; otherwise only gate it."""
     norm_before_gate: bool = False
     norm_eps: float = 1e-5
     input_multiplier: float = 1.0

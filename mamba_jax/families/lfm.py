@@ -1,6 +1,6 @@
 """LFM2 (Liquid AI, 2025): gated short convolutions or attention, then a SwiGLU MLP or a mixture of experts.
 
-LFM3 (2026) has attention to a window, too. Its sublayers also normalise their outputs, and its attention has a gate for
+LFM3 (2026) has attention to a window, too. Its sublayers also normalize their outputs, and its attention has a gate for
 each head.
 """
 

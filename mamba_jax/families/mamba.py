@@ -2,7 +2,7 @@
 2024) and Mamba-2 (Dao and Gu, 2024). Jamba (AI21 Labs, 2024): Mamba-1 or attention without positions, each before an
 MLP or a mixture of experts.
 
-Falcon-Mamba also normalises B, C and what step sizes are projected from, without weights.
+Falcon-Mamba also normalizes B, C and what step sizes are projected from, without weights.
 """
 
 from collections.abc import Mapping

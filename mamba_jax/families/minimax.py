@@ -1,6 +1,6 @@
 """MiniMax-Text-01 and M1 (MiniMax, 2025): lightning attention or softmax attention, each before a mixture of experts.
 
-A sublayer adds what its mixer gives to the normalised input, not to the input as it came.
+A sublayer adds what its mixer gives to the normalized input, not to the input as it came.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""OLMo Hybrid (Ai2, 2025): three gated delta nets to one attention normalised after, each before an MLP."""
+"""OLMo Hybrid (Ai2, 2025): three gated delta nets to one attention normalized after, each before an MLP."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas.fixed_order import rounded, row_sum, silu
 from kernels_pallas.linear import linear, linear_pair
-from kernels_pallas.quantised import Quantised
+from kernels_pallas.quantized import Quantized
 from mamba_jax.modules.lora import LoRA
 from mamba_jax.sharding.axis import TENSOR
 
@@ -54,10 +54,10 @@ class Linear(nnx.Module):
     """y = W x (+ bias), accumulated in float32 and rounded once.
 
     The weight is [out, in] as in checkpoints. `outputs` may have several axes, which the result then has too; they
-    exist so that each can be sharded, and one product computes them all. The weight may be quantised.
+    exist so that each can be sharded, and one product computes them all. The weight may be quantized.
     """
 
-    quantisable = ("weight",)
+    quantizable = ("weight",)
     lora: LoRA | None = None
     """What adapters add to the result; see `mamba_jax.adapters`."""
 
@@ -79,7 +79,7 @@ class Linear(nnx.Module):
         """
         weight = self.weight[...]
         outputs = weight.shape[:-1]
-        flat = weight.matrix() if isinstance(weight, Quantised) else weight.reshape(math.prod(outputs), -1)
+        flat = weight.matrix() if isinstance(weight, Quantized) else weight.reshape(math.prod(outputs), -1)
         if self.bias is None and self.lora is None:
             y = linear(x, flat, out_dtype=out_dtype)
         else:
@@ -95,9 +95,9 @@ class Linear(nnx.Module):
 
     @property
     def is_product(self) -> bool:
-        """Whether the layer only multiplies by a matrix that is not quantised."""
+        """Whether the layer only multiplies by a matrix that is not quantized."""
         weight = self.weight[...]
-        return self.bias is None and self.lora is None and not isinstance(weight, Quantised) and weight.ndim == 2
+        return self.bias is None and self.lora is None and not isinstance(weight, Quantized) and weight.ndim == 2
 
 
 class LowRank(nnx.Module):
@@ -138,15 +138,15 @@ class Weight(nnx.Module):
 
 
 class Table(Weight):
-    """A vector for each token of the vocabulary [vocab, hidden], as an embedding or a head. It may be quantised."""
+    """A vector for each token of the vocabulary [vocab, hidden], as an embedding or a head. It may be quantized."""
 
-    quantisable = ("weight",)
+    quantizable = ("weight",)
 
     def rows(self, index: Int[Array, " T"], dtype: DTypeLike) -> Float[Array, "T hidden"]:
         """Returns the vectors of some tokens; those out of range are clipped."""
         table = self.weight[...]
-        if isinstance(table, Quantised):
-            return rounded(table.take(index).dequantise(dtype))
+        if isinstance(table, Quantized):
+            return rounded(table.take(index).dequantize(dtype))
         return jnp.take(table, index, axis=0, mode="clip").astype(dtype)
 
     def scores(self, x: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:

@@ -19,7 +19,7 @@ from mamba_jax.store import SlotArrays
 class Delta(RecurrentMixer):
     """Projections, convolution, recurrence, gated norm of each head, projection.
 
-    Queries and keys are normalised to length 1 (queries are also scaled by the root of their size). The recurrence's
+    Queries and keys are normalized to length 1 (queries are also scaled by the root of their size). The recurrence's
     parameters (a_log, dt_bias) are float32 for any dtype of the model.
     """
 

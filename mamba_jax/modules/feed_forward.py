@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kernels_pallas.expert_choice import Choice, Rule, choose_experts
 from kernels_pallas.expert_mlp import expert_mlp, multiply_rows
 from kernels_pallas.fixed_order import rounded, router_product, row_sum, sigmoid, softmax, weighted_sum
-from kernels_pallas.quantised import Quantised
+from kernels_pallas.quantized import Quantized
 from mamba_jax.config import MLPConfig, MoEConfig
 from mamba_jax.layout import Hidden, Layout
 from mamba_jax.modules.basic import Linear, activation, constant, normal, scaled
@@ -129,10 +129,10 @@ def rows_at_once(rows: int, own: int, experts: int) -> int:
 class Experts(nnx.Module):
     """The experts' weights: up [experts, size, inputs] (gated: [experts, 2, size, inputs], gate first), and down.
 
-    They may be quantised.
+    They may be quantized.
     """
 
-    quantisable = ("up", "down")
+    quantizable = ("up", "down")
     lora_up: ExpertLoRA | None = None
     lora_down: ExpertLoRA | None = None
     """What adapters add to the products with `up` and `down`; see `mamba_jax.adapters`."""
@@ -166,10 +166,10 @@ class Experts(nnx.Module):
         )  # fmt: skip
 
     @property
-    def _up_matrix(self) -> Float[Array, "experts outputs inputs"] | Quantised:
+    def _up_matrix(self) -> Float[Array, "experts outputs inputs"] | Quantized:
         """The weights of gates and up projections together."""
         up = self.up[...]
-        return up.matrix(lead=1) if isinstance(up, Quantised) else up.reshape(up.shape[0], -1, up.shape[-1])
+        return up.matrix(lead=1) if isinstance(up, Quantized) else up.reshape(up.shape[0], -1, up.shape[-1])
 
     def _at_once(
         self, x: Float[Array, "T inputs"], choice: Choice, adapter: Int[Array, " T"] | None

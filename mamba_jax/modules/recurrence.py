@@ -54,7 +54,7 @@ def recurrence(name: str, *, erase: bool) -> Operation:
         return layout.by_token(y)
 
     def tiles(layout: PrefillLayout, inputs: Inputs, parameters: Parameters, state: Array) -> tuple[Array, Array]:
-        # The scan recognises padding by its strength of 0; masking the rest would be one more pass over it.
+        # The scan recognizes padding by its strength of 0; masking the rest would be one more pass over it.
         entry = Entry(*map(layout.gather_unmasked, inputs[:3]), *map(layout.by_tile, inputs[3:]))
         y, state = recurrence_scan(entry, state, layout.tiles, erase=erase, skip=parameters[0])
         return layout.by_token(y), state
@@ -200,7 +200,7 @@ class RecurrentMixer(nnx.Module):
         return self.gates.decays_and_strengths(given.decay, given.strength, self.a_log[...], self.dt_bias[...])
 
     def output(self, y: Float[Array, "T inner"], gate: Float[Array, "T inner"]) -> Float[Array, "T inner"]:
-        """Normalises and gates the output of the recurrence."""
+        """Normalizes and gates the output of the recurrence."""
         devices = self.config.inner_size // y.shape[1]
         return self.gates.output(y, gate, self.norm_weight(), groups=max(1, self.config.num_groups // devices))
 

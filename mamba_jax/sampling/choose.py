@@ -63,7 +63,7 @@ def choose(
         tokens, finite = largest(flat)
         return tokens, _no_supports(flat, asked), finite
 
-    anything = (asked.masked | asked.biased | asked.penalised | asked.random).any()
+    anything = (asked.masked | asked.biased | asked.penalized | asked.random).any()
     chosen = greedily(flat) if greedy else lax.cond(anything, lambda flat: _by_rows(flat, asked), greedily, flat)
     tokens, drawable, finite = (each.reshape(*logits.shape[:-1], *each.shape[1:]) for each in chosen)
     only = bit_of(tokens, logits.shape[-1]) if supports else drawable
@@ -176,14 +176,14 @@ def report_logprobs(
 
     def something():
         shown = process(keep_whole(logits))
-        normaliser = log_sum_exp(shown)
+        normalizer = log_sum_exp(shown)
 
         def of(ids: Int[Array, "*rows n"]) -> Float[Array, "*rows n"]:
-            return jnp.take_along_axis(shown, jnp.maximum(ids, 0), axis=-1) - normaliser
+            return jnp.take_along_axis(shown, jnp.maximum(ids, 0), axis=-1) - normalizer
 
         def alternatives():
             best, ids = most_likely(shown, top)
-            return ids, best - normaliser
+            return ids, best - normalizer
 
         ids, best = lax.cond((wanted > 0).any(), alternatives, lambda: nothing()[1:3])
         return of(tokens[..., None])[..., 0], ids, best, of(others)

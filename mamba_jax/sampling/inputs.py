@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from mamba_jax.sampling.logits import add_bias, has_bias, has_penalties, once_if, penalise, truncate, weights_of
+from mamba_jax.sampling.logits import add_bias, has_bias, has_penalties, once_if, penalize, truncate, weights_of
 from mamba_jax.sampling.masks import Masks, apply_masks
 from mamba_jax.sampling.table import SamplingTable
 from mamba_jax.sharding.axis import TENSOR, axis_index, axis_mesh, keep_whole
@@ -35,10 +35,10 @@ class SamplingInputs:
     """Tokens that rows may choose at each head; a draft that is not allowed is never chosen, and so rejected."""
     masked: Bool[Array, " rows"]
     biased: Bool[Array, " rows"]
-    penalised: Bool[Array, " rows"]
+    penalized: Bool[Array, " rows"]
     random: Bool[Array, " rows"]
-    any_penalised: Bool[Array, ""]
-    """Whether any row of the step is penalised, on whichever device it is sampled."""
+    any_penalized: Bool[Array, ""]
+    """Whether any row of the step is penalized, on whichever device it is sampled."""
     all_seats: Int[Array, " n"] | None = None
     """The seats of all devices' rows, where each device samples its share; None: every device samples all rows."""
     supports: Bool[Array, " rows"] | None = None
@@ -61,7 +61,7 @@ class SamplingInputs:
 
         Reads only narrow columns; wide ones (stop ids, biases, counts) are read only if rows need them.
         """
-        biased, penalised, random = (
+        biased, penalized, random = (
             sample & column[row_id] for column in (has_bias(table), has_penalties(table), table.temperature > 0)
         )
         return cls(
@@ -75,9 +75,9 @@ class SamplingInputs:
             masks=masks,
             masked=jnp.zeros_like(sample) if masks is None else sample & masks.on[row_id],
             biased=biased,
-            penalised=penalised,
+            penalized=penalized,
             random=random,
-            any_penalised=penalised.any(),
+            any_penalized=penalized.any(),
         )
 
     def on_this_device(self) -> SamplingInputs:
@@ -87,7 +87,7 @@ class SamplingInputs:
         def own(values: Array) -> Array:
             return lax.dynamic_slice_in_dim(values, axis_index() * count, count)
 
-        divided = ("drafts", "length", "sample", "row_id", "masked", "biased", "penalised", "random", "supports")
+        divided = ("drafts", "length", "sample", "row_id", "masked", "biased", "penalized", "random", "supports")
         return replace(
             self, all_seats=self.row_id, **{name: jax.tree.map(own, getattr(self, name)) for name in divided}
         )
@@ -110,7 +110,7 @@ class SamplingInputs:
     @property
     def adjusts(self) -> Bool[Array, ""]:
         """Whether `adjusted` changes any logits."""
-        return self.masked.any() | self.biased.any() | self.any_penalised
+        return self.masked.any() | self.biased.any() | self.any_penalized
 
     def adjusted(self, flat: Float[Array, "*n vocab"]) -> Float[Array, "*n vocab"]:
         """Returns logits after masks, biases and penalties. Greedy rows choose the largest."""
@@ -119,8 +119,8 @@ class SamplingInputs:
             logits = once_if(self.masked.any(), lambda x: apply_masks(x, masks, row_id), logits)
         logits = once_if(self.biased.any(), lambda x: add_bias(x, own, self.index), logits)
         logits = once_if(
-            self.any_penalised,
-            lambda x: penalise(x, own, self.rows_of(self.output_counts), self.rows_of(self.prompt_seen), self.drafts),
+            self.any_penalized,
+            lambda x: penalize(x, own, self.rows_of(self.output_counts), self.rows_of(self.prompt_seen), self.drafts),
             logits,
         )
         return logits.reshape(flat.shape)

@@ -35,7 +35,7 @@ def _drop(ids: Int[Array, "rows n"], logits: Logits) -> Int[Array, "rows n"]:
     return jnp.where(ids < 0, logits.shape[-1], ids)
 
 
-def penalise(
+def penalize(
     logits: Logits,
     table: SamplingTable,
     output_counts: Int[Array, "rows vocab"],
@@ -64,7 +64,7 @@ def has_bias(table: SamplingTable) -> Bool[Array, " rows"]:
 
 
 def has_penalties(table: SamplingTable) -> Bool[Array, " rows"]:
-    """Returns which rows `penalise` changes."""
+    """Returns which rows `penalize` changes."""
     return (table.repetition_penalty != 1) | (table.frequency_penalty != 0) | (table.presence_penalty != 0)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
 
-from kernels_pallas.quantised import PARTS
+from kernels_pallas.quantized import PARTS
 from mamba_jax.config import (
     SHARED,
     WHOLE,
@@ -44,7 +44,7 @@ def placements(config: HybridConfig) -> Mapping[str, Placement]:
 
 
 def placement(declared: Mapping[str, Placement], path: str) -> Placement | None:
-    """That of a parameter, of a part of a quantised weight or of a layer's adapters; None if nothing declares it."""
+    """That of a parameter, of a part of a quantized weight or of a layer's adapters; None if nothing declares it."""
     if path in declared:
         return declared[path]
     owner, _, part = path.rpartition(".")
@@ -82,7 +82,7 @@ def _of_lora(weight: Placement, part: str, *, inputs: int = 2) -> Placement:
 
 
 def _of_part(weight: Placement, part: str) -> Placement:
-    """Of an array of a quantised weight: scales are divided along with the values that they belong to."""
+    """Of an array of a quantized weight: scales are divided along with the values that they belong to."""
     if not isinstance(weight, Division) or part == "values":
         return weight
     otherwise = weight.otherwise

@@ -109,7 +109,7 @@ class TrainConfig:
     accumulate: int = 1
     """Number of equal parts of a batch whose gradients are computed one after the other and averaged: each part needs
     only its share of the memory for activations."""
-    rematerialise: bool = False
+    rematerialize: bool = False
     """Keep only the inputs of each sublayer for the gradient, and compute the rest again."""
     shard_weights: bool = False
     """Divide weights and their moments over the devices; each device then collects weights when it needs them."""

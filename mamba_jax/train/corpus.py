@@ -6,7 +6,7 @@ installs the packages that hold them (two of Debian, which takes root; two of Py
 are there, and writes
 
     DIRECTORY/train/SOURCE.jsonl, DIRECTORY/heldout/SOURCE.jsonl    one document a line
-    DIRECTORY/manifest.json                                         where each comes from, its licence and its size
+    DIRECTORY/manifest.json                                         where each comes from, its license and its size
 
 A document is `{"id", "text"}`, or `{"id", "question", "answer", "result"}`. What is held out never appears in train/:
 every 25th file or chapter, and problems of another seed of which none equals a training problem.

@@ -29,7 +29,7 @@ def austen() -> Iterator[dict[str, str]]:
     """Yield the chapters of the six novels, with the lines of a paragraph joined.
 
     R stores them in a "lazy-load database": an index of (offset, length) by name, and for each name the length before
-    compression (four bytes, big endian) followed by zlib's output, which holds a serialised vector of lines.
+    compression (four bytes, big endian) followed by zlib's output, which holds a serialized vector of lines.
     """
     import rdata
 

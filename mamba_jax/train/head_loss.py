@@ -150,7 +150,7 @@ def _product(a: Array, b: Array) -> Array:
 
 
 def _exponentials(logits: Float[Array, "vocab rows"]) -> tuple[Array, Array, Array]:
-    """exp(logits - highest), its sum, and the highest; by columns, as XLA vectorises reductions over the first axis."""
+    """exp(logits - highest), its sum, and the highest; by columns, as XLA vectorizes reductions over the first axis."""
     highest = logits.max(axis=0)
     share = jnp.exp(logits - highest)
     return share, share.sum(axis=0), highest

@@ -20,7 +20,7 @@ from jaxtyping import Int32
 
 from mamba_jax.config import HybridConfig, ModelConfigError
 from mamba_jax.model import HybridModel, parameters
-from mamba_jax.modules.quantised import weight_of
+from mamba_jax.modules.quantized import weight_of
 from mamba_jax.train.config import TrainConfig
 from mamba_jax.train.data import DocumentBounds
 from mamba_jax.train.loss import Parameters, refuse_untrainable, training_loss
@@ -84,7 +84,7 @@ def _placement(mesh: Mesh, array: Any, *, divided: bool) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def refuse_quantised(values: Mapping[str, Any]) -> None:
+def refuse_quantized(values: Mapping[str, Any]) -> None:
     """Raises ModelConfigError if parameters include quantized weights, which cannot be trained."""
     if found := sorted({weight for path in values if (weight := weight_of(path))}):
         raise ModelConfigError(
@@ -142,7 +142,7 @@ def train(
             quantized.
         TrainingDiverged: the loss or its gradient is not finite. The state before that step is saved.
     """
-    refuse_quantised(values or {})
+    refuse_quantized(values or {})
     mesh = Mesh(np.array(devices or jax.devices()), ("batch",))
     check_run(settings, config, mesh.size)
     part = settings.batch_size // settings.accumulate
@@ -158,7 +158,7 @@ def train(
         drafts=settings.drafts,
         dtype=jnp.dtype(settings.compute_dtype),
         model_weight=model_weight,
-        rematerialise=settings.rematerialise,
+        rematerialize=settings.rematerialize,
         balance_experts=settings.balance_experts,
     )
     validate = None

@@ -38,7 +38,7 @@ def training_loss(
     drafts: DraftSettings,
     dtype: DTypeLike,
     model_weight: float = 1.0,
-    rematerialise: bool = False,
+    rematerialize: bool = False,
     balance_experts: float = 0.0,
     bounds: DocumentBounds | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
@@ -52,7 +52,7 @@ def training_loss(
         drafts: settings of the draft layer's training, if there is one.
         dtype: dtype of the products.
         model_weight: weight of the next token's loss; 0 trains only the draft layer.
-        rematerialise: see `HybridModel.run`.
+        rematerialize: see `HybridModel.run`.
         balance_experts: see `MoEConfig.balance`; the gradient has this loss, the returned loss does not.
         bounds: at least the documents that `tokens` has; they do not see each other, and the first token of a
             document is no target.
@@ -76,7 +76,7 @@ def training_loss(
         starts = (tokens[:, :-1] < 0).at[:, 0].set(True).reshape(-1)
         layout = PackedLayout.of_documents(starts, documents=bounds.documents, longest=bounds.longest)
     layout = attach(model, layout, added)
-    flat, _ = model.run(inputs.reshape(-1), layout, None, rematerialise=rematerialise)
+    flat, _ = model.run(inputs.reshape(-1), layout, None, rematerialize=rematerialize)
     hidden = flat.reshape(batch, length, flat.shape[1])
     total, parts = jnp.zeros(()), {}
     if model_weight:

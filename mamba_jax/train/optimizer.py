@@ -1,4 +1,4 @@
-"""The optimiser: clipping, AdamW or Muon, and a schedule of the learning rate."""
+"""The optimizer: clipping, AdamW or Muon, and a schedule of the learning rate."""
 
 import re
 
@@ -37,7 +37,7 @@ def learning_rate(settings: OptimizerSettings, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(settings: OptimizerSettings, steps: int) -> optax.GradientTransformation:
-    """Returns the optimiser of weights by dotted path."""
+    """Returns the optimizer of weights by dotted path."""
     rate, (beta1, beta2) = learning_rate(settings, steps), settings.betas
     update: optax.GradientTransformation
     if settings.name == "adamw":

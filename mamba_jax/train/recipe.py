@@ -14,7 +14,7 @@ from mamba_jax.train.state import has_steps
 RECIPE = "recipe.json"
 _MAY_DIFFER = {
     "accumulate",
-    "rematerialise",
+    "rematerialize",
     "shard_weights",
     "log_every",
     "save_every",

@@ -31,7 +31,7 @@ _WHOLE = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 _RECENT = 1024
-"""Number of recent times that the status page summarises."""
+"""Number of recent times that the status page summarizes."""
 
 Labels = tuple[tuple[str, str], ...]
 """Pairs of a label and its value."""

@@ -19,7 +19,7 @@ from checkpoints.load import Checkpoint, load_config
 from mamba_jax.config import HybridConfig, ModelConfigError
 from mamba_jax.head_padding import HeadPadding
 from mamba_jax.model import HybridModel, num_parameters
-from mamba_jax.modules.quantised import weight_of
+from mamba_jax.modules.quantized import weight_of
 from mamba_jax.programs import StepBatch, UnsupportedError
 from mamba_jax.rows import Rows
 from mamba_jax.sharding import TENSOR, Partition, rows_shardings

@@ -68,7 +68,7 @@ def inspect(
     rows: dict[str, Any] = {
         "family": config.family,
         "parameters": f"{HybridModel.abstract(config).num_parameters:,}",
-        "quantized weights": Checkpoint(model, hf_overrides=hf_overrides).quantised_as() or "none",
+        "quantized weights": Checkpoint(model, hf_overrides=hf_overrides).quantized_as() or "none",
         "layers": config.pattern,
         "hidden size, vocabulary": f"{config.hidden_size:,}, {config.vocab_size:,}",
         "longest sequence": f"{config.max_position_embeddings:,}" if config.max_position_embeddings else "no limit",

@@ -57,7 +57,7 @@ def test_nothing_after_another_token_counts_as_equal():
 
 
 def test_the_command_prints_a_table_or_json_lines(monkeypatch, capsys):
-    lines = [Schedule("alone", 4, 4, 0.0), Schedule("7 neighbours", 1, 4, 2e-6, "another token at 1")]
+    lines = [Schedule("alone", 4, 4, 0.0), Schedule("7 neighbors", 1, 4, 2e-6, "another token at 1")]
     asked = []
     monkeypatch.setattr(bits, "compare_schedules", lambda model, *, flags: asked.append((model, flags)) or lines)
     bits.main(["--model", "some/model", "--dtype", "bfloat16", "--schedule-invariant"])
@@ -83,12 +83,12 @@ def model(tmp_path, monkeypatch):
 
 @pytest.mark.full
 def test_each_schedule_is_what_its_name_says(model):
-    workload = Workload(prompt=90, answer=40, neighbours=(2,), chunks=(16,))
+    workload = Workload(prompt=90, answer=40, neighbors=(2,), chunks=(16,))
     flags = {"tile_size": 16, "state_block_size": 32, "num_slots": 40, "dtype": "float32"}
     lines = list(compare_schedules(model, workload, flags=flags))
     notes = {line.name: line.note for line in lines}
     assert list(notes) == [
-        "alone", "alone, again cold", "half the prompt cached", "whole prompt cached", "2 neighbours",
+        "alone", "alone, again cold", "half the prompt cached", "whole prompt cached", "2 neighbors",
         "scored as a prompt", "chunks of 16", "3 n-gram drafts", "3 MTP drafts", "preempted",
         "split, full", "split, recompute-last", "restored from host memory", "restored from disk",
     ]  # fmt: skip
@@ -121,7 +121,7 @@ def test_one_request_at_a_time_without_reuse_keeps_bits(model):
 
 needs_native = pytest.mark.skipif(native.WHY_MISSING is not None, reason=f"native operations: {native.WHY_MISSING}")
 INVARIANT = {"tile_size": 16, "state_block_size": 32, "num_slots": 40, "dtype": "float32", "schedule_invariant": True}
-SMALL = Workload(prompt=90, answer=40, neighbours=(2,), chunks=(16,))
+SMALL = Workload(prompt=90, answer=40, neighbors=(2,), chunks=(16,))
 
 
 @needs_native

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from checkpoints.random import write_random
-from tests.support.models.quantised_checkpoints import METHODS, config_of, write_quantised
+from tests.support.models.quantized_checkpoints import METHODS, config_of, write_quantized
 from tests.support.models.tiny_configs import CHECKPOINT
 
 WIDE = CHECKPOINT | {"hidden_size": 512, "vocab_size": 24_000, "n_routed_experts": 64}
@@ -40,7 +40,7 @@ def test_peak_is_the_model_and_one_tensor(kind, tmp_path):
     config, quantization = config_of("moe") | SIZES, ""
     if kind in METHODS:
         description, formats = METHODS[kind]
-        directory = write_quantised(tmp_path, config, formats, description)[0]
+        directory = write_quantized(tmp_path, config, formats, description)[0]
     else:
         quantization = kind
         directory = write_random(tmp_path / "wide", config if kind else WIDE, dtype="bfloat16")

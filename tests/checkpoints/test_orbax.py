@@ -87,7 +87,7 @@ INVALID = "/mamba_jax.json: not a description of a model ("
     [
         (lambda fields: fields.update(version=9), "/mamba_jax.json: version 9, this program reads 1"),
         (lambda fields: fields.pop("config"), f"{INVALID}'config')"),
-        (lambda fields: fields["config"].update(colour=1), f"{INVALID}HybridConfig: unknown fields colour)"),
+        (lambda fields: fields["config"].update(color=1), f"{INVALID}HybridConfig: unknown fields color)"),
         (lambda fields: fields["config"].pop("pattern"), f"{INVALID}HybridConfig: missing fields pattern)"),
         (lambda fields: fields["config"].update(mamba=3), f"{INVALID}MambaConfig: expected an object, found 3)"),
         (lambda fields: fields["config"].update(pattern="X"), f"{INVALID}layer pattern 'X' has"),

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 
 from checkpoints.load import Checkpoint
 from checkpoints.presets import PRESETS
-from checkpoints.quantised.tensors import LogicalTensors
+from checkpoints.quantized.tensors import LogicalTensors
 from checkpoints.random import tensor_shapes
 from checkpoints.tensors.hugging_face import match_sources
 from mamba_jax.families import FAMILIES, UNSUPPORTED, ignored, weight_names
@@ -128,8 +128,8 @@ def test_every_repository_is_read_or_refused_by_name(tmp_path, row, form):
         assert reason in message(checkpoint.load, progress=False, sharding=None)
         return
     config = checkpoint.config
-    tensors = LogicalTensors(row["repository"], Listed(tensor_shapes(config), formats), checkpoint._quantisation)
-    assert bool(tensors.quantised) == bool(form)
+    tensors = LogicalTensors(row["repository"], Listed(tensor_shapes(config), formats), checkpoint._quantization)
+    assert bool(tensors.quantized) == bool(form)
     model, sources = HybridModel.abstract(config), weight_names(config)
     shapes = parameters(model)
     assert match_sources(row["repository"], tensors, shapes, sources, ignored(config)).keys() == shapes.keys()

@@ -1,4 +1,4 @@
-"""Wide checkpoints quantised while they are read: nearest values, the weights meant, and shapes known beforehand."""
+"""Wide checkpoints quantized while they are read: nearest values, the weights meant, and shapes known beforehand."""
 
 import json
 
@@ -10,16 +10,16 @@ import checkpoints
 from checkpoints import CheckpointError
 from checkpoints.load import Checkpoint
 from checkpoints.placing import nbytes
-from checkpoints.quantised.rounding import QUANTIZATIONS, Rounding
+from checkpoints.quantized.rounding import QUANTIZATIONS, Rounding
 from checkpoints.random import write_random
-from kernels_pallas.quantised import Quantised
-from mamba_jax.modules.quantised import quantised_weights
+from kernels_pallas.quantized import Quantized
+from mamba_jax.modules.quantized import quantized_weights
 from serving.capacity.plan import make_plan
 from serving.capacity.targets import target
 from serving.cli.main import run
 from serving.config import ConfigError, EngineConfig
 from tests.checkpoints.checks import assert_equal, load, values
-from tests.support.models.quantised_checkpoints import config_of, write_mixed
+from tests.support.models.quantized_checkpoints import config_of, write_mixed
 
 # The largest error, in units of the largest value of the channel or group: half a step of the widest interval.
 WORST = {"int8": 0.5 / 127, "fp8": 2.0**-4, "int4": 0.52 / 7, "nvfp4": 0.18}
@@ -41,7 +41,7 @@ def test_rounds_to_the_nearest(kind):
     rounding = Rounding(kind, {"int4": 32, "nvfp4": 16}.get(kind, 0))
     parts = rounding.round(weight)
     assert forms(parts) == forms(rounding.parts(weight.shape))
-    got = np.asarray(Quantised(**{name: jnp.asarray(part) for name, part in parts.items()}).dequantise())
+    got = np.asarray(Quantized(**{name: jnp.asarray(part) for name, part in parts.items()}).dequantize())
     split = weight.reshape(3, 10, -1, rounding.group or 64)
     error = np.abs(got.reshape(split.shape) - split).max(-1)
     assert (error <= WORST[kind] * np.abs(split).max(-1)).all()
@@ -50,10 +50,10 @@ def test_rounds_to_the_nearest(kind):
 
 
 @pytest.mark.parametrize("kind", QUANTIZATIONS)
-def test_products_are_quantised_and_nothing_else(wide, kind):
+def test_products_are_quantized_and_nothing_else(wide, kind):
     model = load(wide, quantization=kind)
     few, all_of = values(model), values(load(wide))
-    found = quantised_weights(few)
+    found = quantized_weights(few)
     left = {path for path in all_of if path not in found and all_of[path].ndim > 1}
     assert {path.split(".", 2)[-1] for path in left if path.startswith("blocks")} == {
         "mixer.conv_x.weight",
@@ -62,12 +62,12 @@ def test_products_are_quantised_and_nothing_else(wide, kind):
     }
     assert {"embed.weight", "lm_head.weight"} <= left
     for path, weight in found.items():
-        error = np.abs(np.asarray(weight.dequantise()) - np.asarray(all_of[path])).max()
+        error = np.abs(np.asarray(weight.dequantize()) - np.asarray(all_of[path])).max()
         assert error <= WORST[kind] * np.abs(all_of[path]).max()
     assert forms(few) == forms(Checkpoint(wide, dtype="float32", quantization=kind).shapes())
 
 
-def test_the_bytes_of_quantised_weights_are_known_before_they_are_read(wide):
+def test_the_bytes_of_quantized_weights_are_known_before_they_are_read(wide):
     expected = sum(value.nbytes for value in values(load(wide, quantization="int8")).values())
     assert Checkpoint(wide, dtype="float32", quantization="int8").nbytes() == expected
     assert Checkpoint(wide, dtype="float32").nbytes() > 2 * expected
@@ -75,7 +75,7 @@ def test_the_bytes_of_quantised_weights_are_known_before_they_are_read(wide):
 
 def test_what_is_excluded_stays_wide(wide):
     model = load(wide, quantization="int8", quantization_exclude=["*.layers.0.*", "experts", "q_proj"])
-    found = set(quantised_weights(values(model)))
+    found = set(quantized_weights(values(model)))
     assert not any(path.startswith("blocks.0.") or ".experts." in path or "q_proj" in path for path in found)
     assert "blocks.2.mixer.out_proj.weight" in found
     with pytest.raises(CheckpointError, match="no weight of this model is called 'o_prj'"):
@@ -107,7 +107,7 @@ def test_hugging_face_form_says_what_loading_makes(model, kind, tmp_path):
     assert description["quant_method"] == "compressed-tensors"
     assert "lm_head" in description["ignore"] or "tie" in str(config_of(model))
     expected, got = values(load(source, **flags)), values(load(tmp_path / "narrow"))
-    stands_for = [{path: np.asarray(weight.dequantise()) for path, weight in quantised_weights(v).items()}
+    stands_for = [{path: np.asarray(weight.dequantize()) for path, weight in quantized_weights(v).items()}
                   for v in (expected, got)]  # fmt: skip
     assert stands_for[0].keys() == stands_for[1].keys() != set()
     for path, weight in stands_for[0].items():
@@ -131,21 +131,21 @@ def test_what_hugging_face_form_cannot_be_written_from(wide, tmp_path):
     assert "is quantized already" in message(narrow, quantization="int8")
 
 
-def test_dummy_weights_can_be_quantised(wide):
+def test_dummy_weights_can_be_quantized(wide):
     few = values(load(wide, load_format="dummy", quantization="nvfp4"))
     dense = values(load(wide, load_format="dummy"))
-    for path, weight in quantised_weights(few).items():
-        assert np.abs(weight.dequantise() - dense[path]).max() <= WORST["nvfp4"] * np.abs(dense[path]).max()
+    for path, weight in quantized_weights(few).items():
+        assert np.abs(weight.dequantize() - dense[path]).max() <= WORST["nvfp4"] * np.abs(dense[path]).max()
 
 
-def test_quantised_checkpoints_are_described_and_not_quantised_again(tmp_path):
+def test_quantized_checkpoints_are_described_and_not_quantized_again(tmp_path):
     narrow, wide = write_mixed(tmp_path)
-    text = Checkpoint(narrow).quantised_as()
+    text = Checkpoint(narrow).quantized_as()
     assert "NVFP4, groups of 16: mixer.experts.*.down_proj (16), mixer.experts.*.up_proj (16)" in text
     assert "FP8, a scale per tensor: mixer.in_proj (2), mixer.out_proj (2)" in text
-    assert Checkpoint(wide).quantised_as() == ""
+    assert Checkpoint(wide).quantized_as() == ""
     checkpoints.convert(narrow, tmp_path / "orbax", progress=False)
-    assert "float8_e4m3fn: mixer.in_proj_bc (2), mixer.in_proj_dt (2)" in Checkpoint(tmp_path / "orbax").quantised_as()
+    assert "float8_e4m3fn: mixer.in_proj_bc (2), mixer.in_proj_dt (2)" in Checkpoint(tmp_path / "orbax").quantized_as()
     with pytest.raises(CheckpointError, match="is quantized already"):
         load(narrow, quantization="int8")
     loaded, checkpoint = values(load(narrow)), Checkpoint(narrow, dtype="float32")
@@ -153,7 +153,7 @@ def test_quantised_checkpoints_are_described_and_not_quantised_again(tmp_path):
     assert sum(map(nbytes, loaded.values())) == checkpoint.nbytes()
 
 
-def test_inspect_prints_what_is_quantised_and_how(tmp_path, capsys):
+def test_inspect_prints_what_is_quantized_and_how(tmp_path, capsys):
     assert run(["inspect", "--model", str(write_mixed(tmp_path)[0])]) == 0
     said = " ".join(capsys.readouterr().out.split())  # the table wraps where the terminal ends
     assert "quantized weights" in said

@@ -14,7 +14,7 @@ from kernels_pallas import causal_conv1d, paged_attention
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.linear import linear, linear_pair
 from kernels_pallas.places import Anchored, Packed, Rows, Tiles
-from kernels_pallas.quantised import Quantised
+from kernels_pallas.quantized import Quantized
 from tests.kernels_pallas.calls import call as benchmark
 from tests.kernels_pallas.calls.calls import OPERATIONS, drawn
 
@@ -72,10 +72,10 @@ def test_gradients(name, shape):
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
-def test_gradients_through_quantised_weights(dtype):
+def test_gradients_through_quantized_weights(dtype):
     values = np.random.default_rng(0).integers(-8, 8, size=(3, 6, 4))
-    weight = Quantised(jnp.asarray(values).astype(dtype), jnp.full((3, 6), 0.5))
-    x, sizes, wide = jnp.ones((5, 4)), jnp.array([2, 0, 2]), weight.dequantise()
+    weight = Quantized(jnp.asarray(values).astype(dtype), jnp.full((3, 6), 0.5))
+    x, sizes, wide = jnp.ones((5, 4)), jnp.array([2, 0, 2]), weight.dequantize()
     expected = jnp.stack([wide[expert].sum(axis=0) for expert in (0, 0, 2, 2)] + [jnp.zeros(4)])
     np.testing.assert_allclose(jax.grad(lambda x: grouped_matmul(x, weight, sizes).sum())(x), expected, rtol=1e-5)
     one = jax.tree.map(lambda v: v[0], weight)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from operation_checks import Draw, assert_close, jitted
-from test_quantised_products import by_definition, quantised
+from test_quantized_products import by_definition, quantized
 
 from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.expert_choice import Rule, choose_experts
@@ -63,8 +63,8 @@ class ExpertMLP:
     @pytest.mark.parametrize("gated", [False, True])
     def test_weights_in_8_bits(self, gated, dtype, groups):
         x, _, _, *rows = call(6, gated=gated, dtype=BF16)
-        up = quantised(EXPERTS, 48 * (1 + gated), 48, dtype=dtype, groups=groups)
-        down = quantised(EXPERTS, 48, 48, dtype=dtype, groups=groups)
+        up = quantized(EXPERTS, 48 * (1 + gated), 48, dtype=dtype, groups=groups)
+        down = quantized(EXPERTS, 48, 48, dtype=dtype, groups=groups)
         x, act = x / 4, activation("silu")
         expected = reference.expert_mlp(x, by_definition(up), by_definition(down), *rows, activation=act)
         assert_close(self.run(x, up, down, *rows), expected, BF16)
@@ -117,9 +117,9 @@ class TestGpu(ExpertMLP):
                 self.run(*args)
         x, _, _, *rows = call(2, dtype=BF16)
         for down, why in (
-            (quantised(EXPERTS, 48, 32, dtype=jnp.int4), "it multiplies bfloat16 by int4"),
-            (quantised(EXPERTS, 48, 32, groups=2, zero=True), "weights have zero points"),
-            (quantised(EXPERTS, 48, 32, groups=4), "a scale for fewer inputs than 16"),
+            (quantized(EXPERTS, 48, 32, dtype=jnp.int4), "it multiplies bfloat16 by int4"),
+            (quantized(EXPERTS, 48, 32, groups=2, zero=True), "weights have zero points"),
+            (quantized(EXPERTS, 48, 32, groups=4), "a scale for fewer inputs than 16"),
         ):
             with pytest.raises(UnsupportedError, match=why):
-                self.run(x, quantised(EXPERTS, 32, 48), down, *rows)
+                self.run(x, quantized(EXPERTS, 32, 48), down, *rows)

@@ -35,7 +35,7 @@ from compile_cases import (
 )
 from topology import compile_for_gpu, lower_for_gpu, registers_of_kernels
 
-from kernels_pallas.quantised import Quantised
+from kernels_pallas.quantized import Quantized
 from tests.kernels_pallas.calls.call import Draw, nbytes
 from tests.kernels_pallas.calls.workloads import EXPERT_MLPS, ExpertMLP
 
@@ -118,7 +118,7 @@ class NarrowWeights(Draw):
         if self.store.itemsize > 1:
             return super().weight(*sizes)
         groups = self(*lead[:-1], inputs // 128, lead[-1], dtype=F32) if self.store == FP8 else None
-        return Quantised(jnp.zeros(sizes, self.store), self(*lead, dtype=F32), groups)
+        return Quantized(jnp.zeros(sizes, self.store), self(*lead, dtype=F32), groups)
 
 
 @pytest.mark.full

@@ -10,7 +10,7 @@ import pytest
 from operation_checks import Draw
 from recurrence_cases import ODD, SELECTIVE, definition, entry, how, kind, part, plain
 from test_causal_conv1d import packed
-from test_quantised_products import quantised
+from test_quantized_products import quantized
 
 from kernels_pallas import native
 from kernels_pallas.causal_conv1d import causal_conv1d_prefill, causal_conv1d_sequence, causal_conv1d_update
@@ -40,7 +40,7 @@ from mamba_jax.modules.attention import rotate, rotations
 from mamba_jax.modules.basic import scaled
 from mamba_jax.sampling import sampling_row
 from mamba_jax.sampling.draws import in_blocks
-from mamba_jax.sampling.logits import penalise, truncate, weights_of
+from mamba_jax.sampling.logits import penalize, truncate, weights_of
 from tests.support.engines.engines import OPTIMIZED
 
 pytestmark = pytest.mark.skipif(native.WHY_MISSING is not None, reason=f"native operations: {native.WHY_MISSING}")
@@ -286,14 +286,14 @@ def test_a_token_of_experts_keeps_its_bits(dtype, inputs):
 
 @pytest.mark.parametrize(("narrow", "groups"), [(jnp.int8, None), (jnp.int4, None), (jnp.int4, 2)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_row_keeps_its_bits_with_quantised_weights(dtype, narrow, groups):
-    x, w = normal(90, 36).astype(dtype), quantised(40, 36, dtype=narrow, groups=groups)
+def test_a_row_keeps_its_bits_with_quantized_weights(dtype, narrow, groups):
+    x, w = normal(90, 36).astype(dtype), quantized(40, 36, dtype=narrow, groups=groups)
     whole = run_rows(lambda x: linear(x, w), x)
-    expected = x.astype(np.float32) @ np.asarray(w.dequantise()).T
+    expected = x.astype(np.float32) @ np.asarray(w.dequantize()).T
     np.testing.assert_allclose(whole.astype(np.float32), expected, rtol=2e-2, atol=2e-2)
-    w = quantised(3, 40, 36, dtype=narrow, groups=groups)
+    w = quantized(3, 40, 36, dtype=narrow, groups=groups)
     whole = run(grouped_matmul, x, w, np.array([90, 0, 0]))
-    expected = x.astype(np.float32) @ np.asarray(w.dequantise())[0].T
+    expected = x.astype(np.float32) @ np.asarray(w.dequantize())[0].T
     np.testing.assert_allclose(whole.astype(np.float32), expected, rtol=2e-2, atol=2e-2)
     for count in (1, 2, 7, 50):
         sizes = np.array([count, 3, 90 - count - 3])
@@ -332,7 +332,7 @@ def test_weights_of_draws_do_not_depend_on_other_rows(count, vocab):
 
     def weights(logits, table, counts):
         drafts = jnp.zeros((logits.shape[0], 0), jnp.int32)
-        logits = penalise(logits, table, counts, counts > 2, drafts)
+        logits = penalize(logits, table, counts, counts > 2, drafts)
         chosen = truncate(weights_of(logits, table.temperature), table)
         return chosen, row_sum(in_blocks(chosen))
 

@@ -14,7 +14,7 @@ from topology import compile_for_gpu, compile_for_tpu
 
 from kernels_pallas.dispatch import KernelChoice, UnsupportedError
 from kernels_pallas.linear import linear, narrow_inputs
-from kernels_pallas.quantised import Quantised
+from kernels_pallas.quantized import Quantized
 
 pytestmark = pytest.mark.full
 
@@ -29,7 +29,7 @@ def weight_of(kind, outputs=31, inputs=48):
     )
     channels = jnp.asarray(0.1 * random.random(outputs) + 0.05, jnp.float32)
     scales = jnp.full(outputs, SCALE).at[: outputs // 2].set(SCALE / 2)  # two weights were joined
-    return Quantised(jnp.asarray(values).astype(KINDS[kind]), channels, input_scale=scales)
+    return Quantized(jnp.asarray(values).astype(KINDS[kind]), channels, input_scale=scales)
 
 
 def by_definition(x, weight):
@@ -57,7 +57,7 @@ def test_a_cpu_widens_unless_told_otherwise():
     choice = KernelChoice(platform="cpu")
     with choice.applied():
         linear(jnp.ones((2, 48)), weight_of("int8"))
-    assert "narrow_inputs" not in choice.chosen["quantised_linear"]
+    assert "narrow_inputs" not in choice.chosen["quantized_linear"]
 
 
 @pytest.mark.parametrize("without", ["input_scale", "values"])
@@ -90,7 +90,7 @@ CASES = [("v5e", "int8"), ("v6e", "int8"), ("tpu7x", "fp8"), ("h200", "fp8"), ("
 @pytest.mark.tpu_compile
 @pytest.mark.parametrize(("device", "kind"), CASES)
 def test_the_compiled_product_is_narrow(device, kind):
-    weight = Quantised(shape(4096, 2048, dtype=KINDS[kind]), shape(4096, dtype=F32), input_scale=shape(4096, dtype=F32))
+    weight = Quantized(shape(4096, 2048, dtype=KINDS[kind]), shape(4096, dtype=F32), input_scale=shape(4096, dtype=F32))
     compile_for = compile_for_gpu if device == "h200" else compile_for_tpu
     run = functools.partial(linear, implementation="narrow_inputs")
     compiled = compile_for(device, run, shape(64, 2048, dtype=BF16), weight)

@@ -108,7 +108,7 @@ def test_steps_in_one_call_equal_steps_in_several(implementation, shape, dtype):
         y_one, split = update(one, split, Rows(read, write[:, t : t + 1]), **options)
         assert_close(y_one[:, 0], y[:, t], tolerance=1e-6 if dtype == np.float32 else 1e-3)
         read = write[:, t]
-    # Float32 sums may differ in their last bit, and then, rarely, round to the other neighbour in bfloat16. States that
+    # Float32 sums may differ in their last bit, and then, rarely, round to the other neighbor in bfloat16. States that
     # are not rounded between the steps would differ nearly everywhere.
     differs = ~np.isclose(np.asarray(split[1:], np.float32), np.asarray(after[1:], np.float32), rtol=1e-5, atol=1e-6)
     assert differs.mean() <= (0 if dtype == np.float32 else 1e-3)

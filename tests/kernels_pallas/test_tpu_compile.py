@@ -43,7 +43,7 @@ from topology import SLICES, compile_for_tpu, tpu_devices
 from checkpoints.presets import preset, preset_names
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.linear import linear
-from kernels_pallas.quantised import Quantised, bits_of
+from kernels_pallas.quantized import Quantized, bits_of
 from kernels_pallas.windows import read_windows, write_windows
 from mamba_jax.config import MOE
 from mamba_jax.sharding import TENSOR, Partition
@@ -259,11 +259,11 @@ FORMS = {
 NARROW = [("v5e", "int8"), ("v6e", "int4"), ("tpu7x", "fp8"), ("tpu7x", "nvfp4")]
 
 
-def quantised(form, *sizes):
+def quantized(form, *sizes):
     dtype, group, scale = FORMS[form]
     *lead, outputs, inputs = sizes
     channels = None if form == "int4" else shape(*lead, outputs, dtype=F32)
-    return Quantised(
+    return Quantized(
         shape(*sizes, dtype=dtype), channels, shape(*lead, inputs // group, outputs, dtype=scale) if group else None
     )
 
@@ -274,7 +274,7 @@ def narrow_bytes(weight):
 
 def temporaries_of_products(chip, tokens, weight, implementation):
     """Bytes that a product of tokens with one weight, or with those of experts, allocates."""
-    values = weight.values if isinstance(weight, Quantised) else weight
+    values = weight.values if isinstance(weight, Quantized) else weight
     operation, experts = (grouped_matmul, values.shape[:1]) if len(values.shape) == 3 else (linear, ())
     run = functools.partial(operation, implementation=implementation)
     sizes = [shape(*experts, dtype=jnp.int32)] * len(experts)
@@ -285,8 +285,8 @@ def temporaries_of_products(chip, tokens, weight, implementation):
 
 @pytest.mark.full
 @pytest.mark.parametrize(("chip", "form"), NARROW)
-def test_quantised_dense_weights(chip, form):
-    weight = quantised(form, 21504, 4096)  # Nemotron-H-8B
+def test_quantized_dense_weights(chip, form):
+    weight = quantized(form, 21504, 4096)  # Nemotron-H-8B
     implementation = "pallas_tpu" if FORMS[form][1] else "xla"
     assert temporaries_of_products(chip, 64, weight, implementation) < narrow_bytes(weight) / 8
 
@@ -294,14 +294,14 @@ def test_quantised_dense_weights(chip, form):
 @pytest.mark.full
 @pytest.mark.parametrize("sizes", [(1856, 2688), (2688, 1856)], ids=["up", "down"])
 @pytest.mark.parametrize(("chip", "form"), NARROW)
-def test_quantised_experts(chip, form, sizes):
-    weight = quantised(form, 128, *sizes)  # Nemotron-3-Nano
+def test_quantized_experts(chip, form, sizes):
+    weight = quantized(form, 128, *sizes)  # Nemotron-3-Nano
     assert temporaries_of_products(chip, 384, weight, "pallas_tpu") < narrow_bytes(weight) / 7
 
 
 @pytest.mark.full
 def test_4_bit_floats_on_older_tpus():
-    weight = quantised("nvfp4", 128, 1856, 2688)
+    weight = quantized("nvfp4", 128, 1856, 2688)
     # The values may be copied as they are: never wide.
     assert temporaries_of_products("v6e", 384, weight, "pallas_tpu_codes") < 1.1 * narrow_bytes(weight)
     assert nbytes(weight.group_scale) < narrow_bytes(weight)

@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 from checkpoints import load_model
-from checkpoints.quantised.rounding import QUANTIZATIONS
-from kernels_pallas.quantised import Quantised
+from checkpoints.quantized.rounding import QUANTIZATIONS
+from kernels_pallas.quantized import Quantized
 from mamba_jax.adapters import Adapters, adaptable_layers, targets
 from mamba_jax.batch import DecodeBatch
 from mamba_jax.config import Division, UnevenDivision
@@ -97,19 +97,19 @@ def test_each_token_has_the_result_of_its_own_adapter(name, count):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
-def test_a_quantised_layer_has_the_result_of_its_dequantised_weight_and_the_adapter(quantization, dtype):
+def test_a_quantized_layer_has_the_result_of_its_dequantized_weight_and_the_adapter(quantization, dtype):
     """Every dense layer, with an adapter in the dtype of activations."""
     model = load_model(FIXTURES / "qwen35-moe", dtype=dtype, quantization=quantization, progress=False)
     layers = random_layers(model, 1)
     stacks = adapted(model, layers)
     assert {array.dtype for array in stacks.arrays} == {jnp.dtype(dtype)}
     plain = {path: layer.weight[...] for path, layer in adaptable_layers(model).items()}
-    narrow = [path for path, weight in plain.items() if isinstance(weight, Quantised)]
+    narrow = [path for path, weight in plain.items() if isinstance(weight, Quantized)]
     assert len(narrow) > len(plain) // 2
     stacks.attach(model, stacks.arrays)
     rng, entries = np.random.default_rng(2), np.array([1, 0, 1])
     for path in narrow:
-        weight, (a, b) = np.asarray(plain[path].dequantise(), np.float64), layers[path]
+        weight, (a, b) = np.asarray(plain[path].dequantize(), np.float64), layers[path]
         x = jnp.asarray(rng.normal(size=(3, weight.shape[-1])), dtype)
         found = np.asarray(adaptable_layers(model)[path](x, jnp.asarray(entries), out_dtype=jnp.float32), np.float64)
         delta = (b.astype(np.float64) @ a).reshape(weight.shape)

@@ -95,11 +95,11 @@ def test_a_model_that_padding_cannot_divide_is_refused(changes, shards, message)
         Partition.of(HeadPadding.of(config, shards).padded, shards)
 
 
-def test_groups_of_a_quantised_weight_larger_than_a_head_are_refused():
+def test_groups_of_a_quantized_weight_larger_than_a_head_are_refused():
     padding = HeadPadding.of(CONFIG, 8)
     path = "blocks.0.mixer.o_proj.weight"
     assert padding.shape(f"{path}.values", (32, 160)) == (32, 192)
     assert padding.shape(f"{path}.group_scale", (20, 32)) == (24, 32)
     assert padding.shape(f"{path}.channel_scale", (32,)) == (32,)
-    with pytest.raises(ModelConfigError, match="quantised in 5 groups, which do not divide into 20 attention heads"):
+    with pytest.raises(ModelConfigError, match="quantized in 5 groups, which do not divide into 20 attention heads"):
         padding.shape(f"{path}.group_scale", (5, 32))

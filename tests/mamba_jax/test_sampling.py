@@ -10,7 +10,7 @@ import pytest
 
 from mamba_jax.sampling import choose, draw_tokens, report_logprobs, sampling_row
 from mamba_jax.sampling.draws import categorical
-from mamba_jax.sampling.logits import add_bias, penalise, truncate, weights_of
+from mamba_jax.sampling.logits import add_bias, penalize, truncate, weights_of
 from tests.support.sampling import asked_of, table_of
 
 VOCAB = 300  # more than one block of those that argmax and draws go through, and no whole number of them
@@ -76,7 +76,7 @@ ROWS = [
 
 @jax.jit
 def processed(logits, table, index, counts, seen, drafts):
-    logits = penalise(add_bias(logits, table, index), table, counts, seen, drafts)
+    logits = penalize(add_bias(logits, table, index), table, counts, seen, drafts)
     return truncate(weights_of(logits, table.temperature), table)
 
 

@@ -122,7 +122,7 @@ def test_penalties_count_accepted_drafts_and_forget_rejected_ones(sampling):
     np.testing.assert_array_equal(host.rows.output_counts[1], np.bincount(emitted, minlength=VOCAB))
 
 
-def test_drafts_do_not_change_what_a_penalised_greedy_row_says():
+def test_drafts_do_not_change_what_a_penalized_greedy_row_says():
     """Draft j is judged with the drafts before it counted, as they would have been one step at a time."""
     counts, seen = np.zeros(VOCAB, np.int32), np.zeros(VOCAB, bool)
     strong = {"presence_penalty": 4.0, "repetition_penalty": 1.5, "output_counts": counts, "prompt_seen": seen}

@@ -108,12 +108,12 @@ _fault(
 )  # fmt: skip
 _fault(
     "C1", "the two 4-bit numbers of a byte change places", CHECKPOINTS,
-    "checkpoints.quantised.packing:unpack_fp4", lambda sound: lambda packed: sound(packed << 4 | packed >> 4),
+    "checkpoints.quantized.packing:unpack_fp4", lambda sound: lambda packed: sound(packed << 4 | packed >> 4),
 )  # fmt: skip
 _fault(
     "C2", "columns of AWQ are taken in the order of their bits", CHECKPOINTS,
-    "checkpoints.quantised.packing:unpack_awq",
-    lambda sound: lambda words: import_module("checkpoints.quantised.packing").unpack(words, 4, -1),
+    "checkpoints.quantized.packing:unpack_awq",
+    lambda sound: lambda words: import_module("checkpoints.quantized.packing").unpack(words, 4, -1),
 )  # fmt: skip
 _fault(
     "C3", "numbers of an adapter that overflow in the model's dtype reach the device", ADAPTERS,

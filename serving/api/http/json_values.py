@@ -11,7 +11,7 @@ import math
 from typing import Any, NoReturn
 
 MAX_DEPTH = 128
-"""Maximum depth of a request's body and of a call's arguments. Serialisers fail at about 250 levels."""
+"""Maximum depth of a request's body and of a call's arguments. Serializers fail at about 250 levels."""
 NUMBER, OTHER = 1, 10
 """Weights of a number and of any other value: Python must create and validate an object for each string, array and
 object."""

@@ -1,7 +1,7 @@
-"""Tokenisation and detokenisation without blocking the event loop.
+"""Tokenization and detokenization without blocking the event loop.
 
 The codec refuses texts that are too long. It checks the number of characters first, then the tokens of the beginning,
-then the tokens of the whole text. Separate threads tokenise long texts, so that short texts never wait for them.
+then the tokens of the whole text. Separate threads tokenize long texts, so that short texts never wait for them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from serving.engine.requests.sampling_params import SamplingParams
 T = TypeVar("T")
 
 _SHORT = 2048
-"""Texts of at most this many characters are tokenised on the event loop: that takes less time than a thread switch."""
+"""Texts of at most this many characters are tokenized on the event loop: that takes less time than a thread switch."""
 _LONG = 1 << 15
 """Texts and conversations of at least this many characters go to the threads for long texts."""
 _BEGINNING = 8
-"""Characters per allowed token in the beginning that is tokenised first: about twice the text that fits."""
+"""Characters per allowed token in the beginning that is tokenized first: about twice the text that fits."""
 _KEPT = 1 << 16
 _MARKED_SECONDS = 0.5
 """Conversations whose rendering takes longer have no marks."""

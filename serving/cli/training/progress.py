@@ -36,10 +36,10 @@ def weights_of(model: Any) -> dict[str, Any]:
         ModelConfigError: they are quantized.
     """
     from mamba_jax.model import parameters
-    from mamba_jax.train.loop import refuse_quantised
+    from mamba_jax.train.loop import refuse_quantized
 
     values = {path: leaf.get_value() for path, leaf in parameters(model).items()}
-    refuse_quantised(values)
+    refuse_quantized(values)
     return values
 
 

@@ -159,13 +159,13 @@ def read_data(settings: Any, corpus: Path, tokenizer_files: Path, output: Path, 
     if kept.is_file():
         streams = read_streams(kept)
     else:
-        with console.status("Tokenising the corpus"):
+        with console.status("Tokenizing the corpus"):
             streams = load_streams(corpus, tokenizer, settings.data)
             save_streams(kept, streams)
     held_out = None
     source = Path(settings.data.validation) if settings.data.validation else corpus
     if settings.data.validation or (corpus / "heldout").is_dir():
-        with console.status("Tokenising the validation data"):
+        with console.status("Tokenizing the validation data"):
             held_out = load_streams(source, tokenizer, settings.data, part="heldout")
     elif settings.data.held_out:
         streams, held_out = hold_out(streams, settings.data.held_out)

@@ -21,7 +21,7 @@ _LENGTH = typer.Option(min=2, help="Tokens per sequence.")
 _RATE = typer.Option(help="Peak learning rate.")
 _HELD_OUT = typer.Option(help="Proportion of documents that is not trained on; its loss is printed before and after.")
 _DTYPE = typer.Option(help="Data type of computations: float32 or bfloat16.")
-_REMATERIALISE = typer.Option(help="Keep only the inputs of each layer for the gradient, and compute the rest again.")
+_REMATERIALIZE = typer.Option(help="Keep only the inputs of each layer for the gradient, and compute the rest again.")
 _SEED = typer.Option(help="Seed of the initial values and of the data order.")
 _RUN = typer.Option(help="Directory for training state and log; makes the run resumable.")
 
@@ -41,7 +41,7 @@ def train_lora(
     learning_rate: Annotated[float, _RATE] = 1e-3,
     held_out: Annotated[float, _HELD_OUT] = 0.1,
     compute_dtype: Annotated[str, _DTYPE] = "float32",
-    rematerialise: Annotated[bool, _REMATERIALISE] = False,
+    rematerialize: Annotated[bool, _REMATERIALIZE] = False,
     seed: Annotated[int, _SEED] = 0,
     run: Annotated[Path | None, _RUN] = None,
 ) -> None:
@@ -63,7 +63,7 @@ def train_lora(
 
     settings = {
         "steps": steps, "batch_size": batch_size, "sequence_length": sequence_length, "seed": seed,
-        "compute_dtype": compute_dtype, "rematerialise": rematerialise,
+        "compute_dtype": compute_dtype, "rematerialize": rematerialize,
     }  # fmt: skip
     _train(model, data, output, settings, learning_rate, held_out, run, start, write)
 
@@ -80,7 +80,7 @@ def train_s0(
     windows: Annotated[bool, typer.Option("--windows", help="Also train the windows of convolutions.")] = False,
     held_out: Annotated[float, _HELD_OUT] = 0.1,
     compute_dtype: Annotated[str, _DTYPE] = "float32",
-    rematerialise: Annotated[bool, _REMATERIALISE] = False,
+    rematerialize: Annotated[bool, _REMATERIALIZE] = False,
     seed: Annotated[int, _SEED] = 0,
     run: Annotated[Path | None, _RUN] = None,
 ) -> None:
@@ -101,7 +101,7 @@ def train_s0(
 
     settings = {
         "steps": steps, "batch_size": batch_size, "sequence_length": sequence_length, "seed": seed,
-        "compute_dtype": compute_dtype, "rematerialise": rematerialise,
+        "compute_dtype": compute_dtype, "rematerialize": rematerialize,
     }  # fmt: skip
     # A request starts from the state with its first token, so training separates documents.
     _train(model, data, output, settings, learning_rate, held_out, run, start, write, weight_decay, separate=True)

@@ -77,7 +77,7 @@ def train_mtp(
         check_run(settings, config)
         if run is not None:
             keep_recipe(run, settings, corpus_digest=corpus_digest(data), model=str(model), rollouts=str(rollouts))
-        with console.status("Tokenising"):
+        with console.status("Tokenizing"):
             streams = load_streams(data, tokenizer, settings.data)
         shares = shares_of(streams, settings.data)
         if rollouts:

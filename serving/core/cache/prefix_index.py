@@ -351,7 +351,7 @@ class PrefixIndex:
         return self._clock
 
     def _rank_again(self, entry: Checkpoint) -> None:
-        """Updates an entry's place in the eviction queue after a change of its neighbours or its kind."""
+        """Updates an entry's place in the eviction queue after a change of its neighbors or its kind."""
         if len(entry.below) > 1:
             # Sequences have diverged here, and later ones may do so again, even after these are evicted.
             entry.kind = max(entry.kind, CheckpointKind.JUNCTION)

@@ -19,7 +19,7 @@ from mamba_jax.adapters import Adapters
 from mamba_jax.config import HybridConfig, ModelConfigError, need
 from mamba_jax.head_padding import HeadPadding
 from mamba_jax.model import HybridModel, parameters
-from mamba_jax.modules.quantised import weight_of
+from mamba_jax.modules.quantized import weight_of
 from mamba_jax.programs import INVARIANT, KernelChoice, StepPrograms, UnsupportedError, instructions
 from mamba_jax.rows import Rows
 from mamba_jax.sharding import TENSOR, Partition, rows_shardings, sharded_store

@@ -60,7 +60,7 @@ class ReplicaThreads:
             self._deliver(delivered)
 
     def with_tokens(self, request: EngineRequest) -> tuple[EngineRequest, list[int]]:
-        """Returns a request whose prompt is tokenised, and its tokens, by which a replica is chosen. With one engine,
+        """Returns a request whose prompt is tokenized, and its tokens, by which a replica is chosen. With one engine,
         returns the request as it is, and no tokens.
 
         Raises:
@@ -167,10 +167,10 @@ class ReplicaGroup(ReplicaThreads):
         Raises:
             RequestError: one of them cannot be served as asked. Those before it are added.
         """
-        tokenised = [self.with_tokens(request) for request in requests]
+        tokenized = [self.with_tokens(request) for request in requests]
         with contextlib.ExitStack() as stack:
             adders: dict[int, Callable[[EngineRequest, Any], None]] = {}
-            for request, ids in tokenised:
+            for request, ids in tokenized:
                 if request.request_id in self._readers:
                     raise RequestError(f"request id {request.request_id!r} is in use")
                 full: list[int] = []

@@ -196,7 +196,7 @@ def test_a_loss_that_is_not_finite_stops_at_the_last_good_state(tmp_path):
     assert all(np.isfinite(np.asarray(value)).all() for value in one.values.values())
 
 
-def test_quantised_weights_are_refused(tmp_path):
+def test_quantized_weights_are_refused(tmp_path):
     values = {"blocks.0.mixer.out_proj.weight.values": jax.numpy.ones((2, 2), "int8")}
     with pytest.raises(ModelConfigError, match=r"1 weights are quantized \(blocks.0.mixer.out_proj.weight, ...\)"):
         train(settings(), CONFIG, batches(), tmp_path, values=values)

@@ -126,22 +126,22 @@ def test_drafts_in_pieces():
 
 
 @pytest.mark.full
-def test_rematerialised_sublayers_keep_less_and_give_the_same_gradient():
+def test_rematerialized_sublayers_keep_less_and_give_the_same_gradient():
     tokens, no_drafts = jnp.tile(TOKENS, (2, 12)), DraftSettings(depth_weights=())
 
-    def loss(values, rematerialise):
+    def loss(values, rematerialize):
         return training_loss(
-            values, tokens, config=CONFIG, drafts=no_drafts, dtype=jnp.float32, rematerialise=rematerialise
+            values, tokens, config=CONFIG, drafts=no_drafts, dtype=jnp.float32, rematerialize=rematerialize
         )[0]
 
-    def kept(rematerialise):
+    def kept(rematerialize):
         """Bytes that the backward pass reads."""
-        backward = jax.eval_shape(lambda values: jax.vjp(lambda v: loss(v, rematerialise), values)[1], VALUES)
+        backward = jax.eval_shape(lambda values: jax.vjp(lambda v: loss(v, rematerialize), values)[1], VALUES)
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(backward))
 
     weights = sum(value.nbytes for value in VALUES.values())
     assert kept(True) - weights < 0.5 * (kept(False) - weights), (kept(True), kept(False), weights)
-    expected, got = (jax.jit(jax.grad(functools.partial(loss, rematerialise=one)))(VALUES) for one in (False, True))
+    expected, got = (jax.jit(jax.grad(functools.partial(loss, rematerialize=one)))(VALUES) for one in (False, True))
     for path, value in got.items():
         np.testing.assert_allclose(
             value, expected[path], rtol=1e-3, atol=1e-5 * float(np.abs(expected[path]).max() + 1), err_msg=path

@@ -28,7 +28,7 @@ def test_the_same_recipe_goes_on(tmp_path):
     keep_recipe(run, SETTINGS, corpus_digest="one")
     keep_recipe(run, SETTINGS, corpus_digest="one")
     keep_recipe(run, dataclasses.replace(SETTINGS, log_every=3, save_every=7), corpus_digest=None)
-    memory = {"accumulate": 2, "rematerialise": True, "shard_weights": True}
+    memory = {"accumulate": 2, "rematerialize": True, "shard_weights": True}
     keep_recipe(run, dataclasses.replace(SETTINGS, save_every=7, **memory), corpus_digest=None)
     kept = json.loads((run / RECIPE).read_text())
     assert kept["corpus_digest"] == "one"

@@ -1,4 +1,4 @@
-"""Whatever a client does wrong: the right status, OpenAI's error object, a healthy server, unaffected neighbours."""
+"""Whatever a client does wrong: the right status, OpenAI's error object, a healthy server, unaffected neighbors."""
 
 import json
 import socket
@@ -19,11 +19,11 @@ JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture(autouse=True, scope="module")
-def neighbours_are_unaffected(server):
+def neighbors_are_unaffected(server):
     """Other requests run meanwhile; their answers are what they always are."""
 
     def text():
-        return server.complete("A neighbour", max_tokens=12).json()["choices"][0]["text"]
+        return server.complete("A neighbor", max_tokens=12).json()["choices"][0]["text"]
 
     def ask():
         while not over.is_set():

@@ -69,7 +69,7 @@ def test_what_there_is_not(server, path):
 
 
 def test_a_prompt_that_is_too_long_in_the_words_of_each_api():
-    """Clients recognise both by these words, and then shorten the conversation."""
+    """Clients recognize both by these words, and then shorten the conversation."""
     for at_least in (False, True):
         with pytest.raises(ApiError) as refused:
             check_fits(600, 512, "messages", at_least=at_least)

@@ -241,8 +241,8 @@ def test_settings_and_errors_are_clear():
         assert json.loads(ApiError(status, "x").body())["error"]["type"] == kind
 
 
-def test_probes_do_not_wait_for_tokenisers(server, monkeypatch):
-    """A text of megabytes is tokenised outside the event loop: probes are answered meanwhile."""
+def test_probes_do_not_wait_for_tokenizers(server, monkeypatch):
+    """A text of megabytes is tokenized outside the event loop: probes are answered meanwhile."""
     done, enough = [], threading.Event()
     encode = server.context.codec.tokenizer.encode_batch
 

@@ -98,7 +98,7 @@ def test_the_page(server, browser):
     assert "whole prompt cached" in browser.run("document.getElementById('reasons').textContent")
     assert "place 1" in browser.run("document.getElementById('places').textContent")
     assert "%" in browser.run("document.getElementById('cached').textContent")
-    # The map is drawn: not all of it has one colour.
+    # The map is drawn: not all of it has one color.
     drawn = """(() => { const c = document.getElementById('slots');
         const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data, seen = new Set();
         for (let i = 0; i < d.length; i += 4) seen.add(d[i] << 16 | d[i + 1] << 8 | d[i + 2]);

@@ -78,13 +78,13 @@ def test_any_json_object(server):
     assert chat(server, response_format={"type": "text"}).status_code == 200
 
 
-def test_all_choices_have_the_form_and_neighbours_are_free(server):
-    free = server.complete("A neighbour", max_tokens=20).json()["choices"][0]["text"]
-    prompts = ["A neighbour", "Another"]
+def test_all_choices_have_the_form_and_neighbors_are_free(server):
+    free = server.complete("A neighbor", max_tokens=20).json()["choices"][0]["text"]
+    prompts = ["A neighbor", "Another"]
     answer = server.complete(prompts, n=3, temperature=1.0, seed=2, structured_outputs={"regex": "[a-c]{1,4}"}).json()
     assert all(re.fullmatch("[a-c]{1,4}", choice["text"]) for choice in answer["choices"])
     assert len({choice["text"] for choice in answer["choices"]}) > 1
-    assert server.complete("A neighbour", max_tokens=20).json()["choices"][0]["text"] == free
+    assert server.complete("A neighbor", max_tokens=20).json()["choices"][0]["text"] == free
 
 
 def test_drafts_are_verified_under_the_grammar(server):
@@ -161,7 +161,7 @@ def test_forms_of_a_model_on_two_devices(monkeypatch, method):
             SamplingParams(max_tokens=40, temperature=temperature, seed=3, structured_outputs=form)
             for form in (StructuredOutputs(regex="[0-9]{3}-[a-f]{2}"), StructuredOutputs(json=COUNT), None)
         ]
-        number, thing, free = llm.generate(["A number:", "A thing:", "A neighbour"], params, use_tqdm=False)
+        number, thing, free = llm.generate(["A number:", "A thing:", "A neighbor"], params, use_tqdm=False)
         assert re.fullmatch("[0-9]{3}-[a-f]{2}", number.outputs[0].text)
         assert 0 <= json.loads(thing.outputs[0].text)["count"] <= 9
         assert free.outputs[0].token_ids

@@ -130,7 +130,7 @@ def test_narrow_experts_are_not_widened_in_memory(model, topology, kind, weight,
     else:
         batch = PrefillBatch.empty(tokens=TOKENS, rows=2, tiles=TOKENS // TILE + 2, pages_per_row=64, tile_size=TILE)
     program, _, kernels = compiled_for(model, "MEME", topology, 0, batch, kind=kind)
-    assert "quantised_grouped_matmul by pallas_gpu" in kernels
+    assert "quantized_grouped_matmul by pallas_gpu" in kernels
     # A prefill of 2,048 tokens holds its products; a wide copy of one weight would be twice `weight`.
     assert program.temporaries < weight / target(topology).count
 

@@ -147,7 +147,7 @@ def test_what_is_wrong_is_one_line(trained, capsys, monkeypatch, arguments, mess
     assert error.count("\n") == 1
 
 
-def test_a_quantised_checkpoint_is_not_trained(trained, tmp_path, capsys):
+def test_a_quantized_checkpoint_is_not_trained(trained, tmp_path, capsys):
     narrow = checkpoints.convert(trained / "run/model", tmp_path / "q", form="hugging-face", quantization="int8")
     line = ["train-mtp", "--model", str(narrow), "--data", str(trained / "corpus/train/text.jsonl")]
     assert run([*line, "--output", str(tmp_path / "x")]) == 2

@@ -55,7 +55,7 @@ def assert_served(adapter, model, layout_of, **flags):
 
 @pytest.mark.full
 def test_an_adapter_is_trained_and_served(tmp_path, capfd):
-    before, after = trained("train-lora", tmp_path / "lora", capfd, "--rank", "4", "--rematerialise")
+    before, after = trained("train-lora", tmp_path / "lora", capfd, "--rank", "4", "--rematerialize")
     assert after < before - 0.15
     model = mamba_jax.load("demo", dtype="float32")
     adapter = read_adapter(tmp_path / "lora", model.config)

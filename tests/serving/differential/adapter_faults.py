@@ -42,13 +42,13 @@ def entry_of_the_row_before(patch: Patch) -> None:
 
 
 @fault(59, "a decode row uses the LoRA entry of its neighbor in the batch", "adapters: entry", "decode")
-def entry_of_a_decoding_neighbour(patch: Patch) -> None:
+def entry_of_a_decoding_neighbor(patch: Patch) -> None:
     sound = DecodeLayout.with_adapters
     patch.setattr(DecodeLayout, "with_adapters", lambda self, entries: sound(self, jnp.roll(entries, 1)))
 
 
 @fault(60, "a prefill row uses the LoRA entry of its neighbor in the batch", "adapters: entry", "prefill")
-def entry_of_a_prefilling_neighbour(patch: Patch) -> None:
+def entry_of_a_prefilling_neighbor(patch: Patch) -> None:
     sound = PrefillLayout.with_adapters
     patch.setattr(PrefillLayout, "with_adapters", lambda self, entries: sound(self, jnp.roll(entries, 1)))
 

@@ -145,8 +145,8 @@ def one_draw_for_a_step(sound, asked):
 
 @fault(24, "penalties do not count the drafts before a draft", "A47 A48", "decode")
 def penalties_overlook_drafts(patch: Patch) -> None:
-    sound = inputs.penalise
-    patch.setattr(inputs, "penalise", lambda *args: sound(*args[:-1], args[-1] * 0 - 1))
+    sound = inputs.penalize
+    patch.setattr(inputs, "penalize", lambda *args: sound(*args[:-1], args[-1] * 0 - 1))
 
 
 @fault(25, "rejected drafts count as output in penalties", "A46 A48", "decode")

@@ -1,4 +1,4 @@
-"""Planted faults of rows under a grammar that draft, and that sit out steps of their neighbours. See `faults`."""
+"""Planted faults of rows under a grammar that draft, and that sit out steps of their neighbors. See `faults`."""
 
 from functools import partial
 
@@ -28,7 +28,7 @@ def stale_proposals(sound, self, rows, lines):
 
 @fault(55, "masks follow the drafts of the row's neighbor in the batch", "masks: drafts")
 @replacing(RowInputs, "take_proposals")
-def proposals_of_a_neighbour(sound, self, rows, lines):
+def proposals_of_a_neighbor(sound, self, rows, lines):
     if lines is not None and lines.proposed is not None:
         lines.proposed = np.roll(lines.proposed, 1, axis=0)
     sound(self, rows, lines)

@@ -19,15 +19,15 @@ _RNG = np.random.default_rng(12)
 FIRST, TAIL = (_RNG.integers(0, ENGINE_VOCAB, count).tolist() for count in (41, 30))
 PLAIN = {"temperature": 0.0, "logprobs": 2}
 RANDOM = {"temperature": 0.9, "seed": 5, "logprobs": 2}
-PENALISED = PLAIN | {"presence_penalty": 2.0, "repetition_penalty": 1.5}
+PENALIZED = PLAIN | {"presence_penalty": 2.0, "repetition_penalty": 1.5}
 REWARDED = PLAIN | {"frequency_penalty": -1.0}
 # Waves of (prompt, sampling, source, drafts a step): each is asked while the answers to the one before still come.
 WAVES = (
-    [(FIRST[:21], PLAIN, "right", None), (FIRST[:12], RANDOM, "right", 2), (TAIL[:5], PENALISED, "right", 2)],
+    [(FIRST[:21], PLAIN, "right", None), (FIRST[:12], RANDOM, "right", 2), (TAIL[:5], PENALIZED, "right", 2)],
     [(FIRST[:21], PLAIN, "mtp", 2), (FIRST[:18], PLAIN, "wrong", None), (TAIL[:5], REWARDED, "mixed", 2)],
     [(FIRST[:16] + TAIL[:2], PLAIN, "mixed", 2), (FIRST[:12], RANDOM, "mixed", None), (TAIL[:25], PLAIN, "mtp", None)],
     [(FIRST, PLAIN, "gaps", 2), (FIRST[:40], PLAIN, "mtp", 1), (TAIL[:26], PLAIN, "ngram", 2)],
-    [(FIRST[:21] + TAIL[:9], PLAIN, "mtp", 2), (TAIL[:5], PENALISED, "wrong", 2), (FIRST, PLAIN, "right", 2)],
+    [(FIRST[:21] + TAIL[:9], PLAIN, "mtp", 2), (TAIL[:5], PENALIZED, "wrong", 2), (FIRST, PLAIN, "right", 2)],
 )  # fmt: skip
 ASKS = {f"{wave}.{i}": ask for wave, asks in enumerate(WAVES) for i, ask in enumerate(asks)}
 DRAFTING = {name: Drafting(ask[2], ask[3], seed) for seed, (name, ask) in enumerate(ASKS.items())}

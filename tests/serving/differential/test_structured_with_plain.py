@@ -173,7 +173,7 @@ def _fails_once(step: int):
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("drafts", USUAL, ids=str)
-def test_neighbours_do_not_wait(drafts: Drafts) -> None:
+def test_neighbors_do_not_wait(drafts: Drafts) -> None:
     """Plain rows are part of every step, with all their drafts. The structured row takes part only when its mask is
     ready: at most in every second step, because a mask follows the tokens of the step before."""
     engine = engine_of(drafts, "all")

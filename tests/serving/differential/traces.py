@@ -125,12 +125,12 @@ def draw(
     mode = rng.choice(["none", "align", "align", "all", "all", "all"])
     crowd = rng.choice([2, 4, 8, 12])
     spread = rng.choice([0, 1, 4])
-    favourites = [_prompt(rng, on) for _ in range(3)]
+    favorites = [_prompt(rng, on) for _ in range(3)]
     asks, arrival = [], 0
     count = rng.randrange(crowd // 2 + 1, crowd + 1)
     own = draw_adapters(seed, count) if adapters else [None] * count
     for number in range(count):
-        prompt = rng.choice(favourites) if rng.random() < 0.4 else _prompt(rng, on)
+        prompt = rng.choice(favorites) if rng.random() < 0.4 else _prompt(rng, on)
         asks.append(_ask(rng, on, f"{number}", prompt, arrival, own[number]))
         arrival += rng.randrange(spread + 1)
     length = arrival + 20

@@ -1,4 +1,4 @@
-"""Requests that cannot go on end by themselves, at once, with an error that says why; their neighbours go on."""
+"""Requests that cannot go on end by themselves, at once, with an error that says why; their neighbors go on."""
 
 import asyncio
 import dataclasses
@@ -61,8 +61,8 @@ async def _read(stream):
 def test_a_row_that_has_no_arrays_ends_its_own_request(harness, monkeypatch, kind):
     engine = harness.engine("all")
     good, bad, other = ({"prompt_token_ids": [3 + i] * (9 + i)} for i in range(3))
-    neighbours = [good["prompt_token_ids"], other["prompt_token_ids"]]
-    expected = [output.outputs[0].token_ids for output in harness.run(harness.engine("all"), neighbours, GREEDY)]
+    neighbors = [good["prompt_token_ids"], other["prompt_token_ids"]]
+    expected = [output.outputs[0].token_ids for output in harness.run(harness.engine("all"), neighbors, GREEDY)]
 
     def named(rows) -> bool:
         return any(getattr(row, "request", row).request_id == "bad" for row in rows)
@@ -81,7 +81,7 @@ def test_a_row_that_has_no_arrays_ends_its_own_request(harness, monkeypatch, kin
     finish(engine)
     assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length"]
     assert "too large for an array" in outputs[1].outputs[0].stop_reason
-    for prompt, output, tokens in zip(neighbours, outputs[::2], expected, strict=True):
+    for prompt, output, tokens in zip(neighbors, outputs[::2], expected, strict=True):
         harness.assert_greedy(prompt, output.outputs[0].token_ids, tokens)
     loop.scheduler.check(idle=True)
 

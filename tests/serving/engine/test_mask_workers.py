@@ -100,7 +100,7 @@ def test_masks_that_cannot_be_computed_are_the_requests_own_failure():
 
 
 @pytest.mark.full
-def test_neighbours_go_on_while_a_mask_takes_for_ever(structured, monkeypatch):
+def test_neighbors_go_on_while_a_mask_takes_for_ever(structured, monkeypatch):
     engine, go_on, sound = structured(), threading.Event(), Constraint.masks
 
     def masks(self, drafts, heads):

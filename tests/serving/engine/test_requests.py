@@ -160,7 +160,7 @@ def test_prompt_logprobs_of_any_length_are_complete(harness, engine, length):
 @pytest.mark.parametrize("alternatives", [None, 2])
 def test_prompt_logprobs_of_given_ids(harness, engine, alternatives):
     rng = random.Random(6)
-    prompt, others = harness.prompt(rng, 100), harness.prompt(rng, 100)  # prefilled in several chunks, with neighbours
+    prompt, others = harness.prompt(rng, 100), harness.prompt(rng, 100)  # prefilled in several chunks, with neighbors
     ids = [996, 0, prompt[5], *rng.sample(range(997), 125)]
     asked = SamplingParams(
         temperature=0.0, max_tokens=3, n=2, prompt_logprob_token_ids=ids, prompt_logprobs=alternatives

@@ -115,7 +115,7 @@ TOLERANCE = 1e-4
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "penalised": {"presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.4},
+    "penalized": {"presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.4},
     "biased": {"logit_bias": {5: 3.0, 60: 2.0, 33: -100.0, 34: -100.0}},
     "held back": {"min_tokens": 7, "stop_token_ids": tuple(range(0, 96, 4))},
 }

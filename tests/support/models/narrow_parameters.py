@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
 
 from checkpoints.placing import abstract_parameters
-from checkpoints.quantised.rounding import Selection
+from checkpoints.quantized.rounding import Selection
 from mamba_jax.config import HybridConfig
 from mamba_jax.families import weight_names
 from mamba_jax.sharding import TENSOR, Partition

@@ -268,7 +268,7 @@ HOSTILE = [
         chat(chat_template_kwargs={"chat_template": "{{ 'a' * 200000000 }}"}),
     ),
     posted(
-        "a template to tokenise with",
+        "a template to tokenize with",
         {400},
         "/tokenize",
         {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"chat_template": LOOPS}},

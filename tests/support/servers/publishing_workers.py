@@ -26,7 +26,7 @@ async def whole(content):
 
 
 class Servers:
-    """Workers that publish their journals, and tokenise what they are given: a letter a token."""
+    """Workers that publish their journals, and tokenize what they are given: a letter a token."""
 
     def __init__(self, **journals) -> None:
         self.journals, self.asked, self.streams = journals, [], {}

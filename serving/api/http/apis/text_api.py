@@ -103,7 +103,7 @@ TEXT_APIS = {api.kind: api for api in _TABLE}
 
 
 async def open_writer(api: TextApi, context: ResponseContext, body: TextRequest) -> Writer:
-    """Checks a request, tokenises its prompts, and returns the writer of its response.
+    """Checks a request, tokenizes its prompts, and returns the writer of its response.
 
     Raises:
         ApiError, RequestError, RequestValidationError: the request is invalid.

@@ -22,7 +22,7 @@ router = APIRouter()
 
 
 class TokenizeRequest(RequestModel):
-    """A text or a conversation to tokenise."""
+    """A text or a conversation to tokenize."""
 
     prompt: str | None = None
     messages: Items[Message] | None = Field(None, min_length=1)

@@ -130,7 +130,7 @@ cached_marks = functools.cache(lambda *marks: Marks(marks))
 
 
 class Head:
-    """The beginning of a call or of a parameter: a name between marks. Also recognises incomplete heads.
+    """The beginning of a call or of a parameter: a name between marks. Also recognizes incomplete heads.
 
     Args:
         before: text before the name; a space matches any white space, or none.

@@ -251,7 +251,7 @@ class GenerationRequest(TextRequest):
 
 
 class WholeAnswer(BaseModel):
-    """A response that is serialised with all fields, including unset ones."""
+    """A response that is serialized with all fields, including unset ones."""
 
 
 class PromptTokensDetails(BaseModel):

@@ -1,4 +1,4 @@
-"""Products with quantised weights: those with the weights that they stand for."""
+"""Products with quantized weights: those with the weights that they stand for."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,12 +6,12 @@ import pytest
 from operation_checks import Draw, assert_close, jitted
 
 from kernels_pallas.dispatch import KernelChoice, UnsupportedError
-from kernels_pallas.grouped_matmul import grouped_matmul, pallas_gpu, quantised_tpu, xla
+from kernels_pallas.grouped_matmul import grouped_matmul, pallas_gpu, quantized_tpu, xla
 from kernels_pallas.grouped_matmul import reference as grouped_reference
 from kernels_pallas.linear import linear
 from kernels_pallas.linear import reference as linear_reference
 from kernels_pallas.native import WHY_MISSING
-from kernels_pallas.quantised import Quantised
+from kernels_pallas.quantized import Quantized
 from tests.support.selection import slow
 
 pytestmark = pytest.mark.full
@@ -20,13 +20,13 @@ needs_native = pytest.mark.skipif(WHY_MISSING is not None, reason=f"native opera
 DTYPES = [jnp.int8, jnp.int4, jnp.float8_e4m3fn, jnp.float4_e2m1fn]
 
 
-def quantised(*shape, dtype=jnp.int8, groups=None, zero=False):
+def quantized(*shape, dtype=jnp.int8, groups=None, zero=False):
     """A random weight [*lead, outputs, inputs]: with a scale per channel, and for each group if there are any."""
     random = np.random.default_rng(3)
     *lead, outputs, _ = shape
     integer = jnp.issubdtype(dtype, jnp.integer)
     values = random.integers(-8, 8, shape) if integer else 2 * random.normal(size=shape)
-    return Quantised(
+    return Quantized(
         jnp.asarray(values).astype(dtype),
         jnp.asarray(0.1 * random.random((*lead, outputs)) + 0.05, jnp.float32),
         jnp.asarray(random.random((*lead, groups, outputs)) + 0.5, jnp.float32) if groups else None,
@@ -58,19 +58,19 @@ FORMS = [
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("form", FORMS)
-def test_dequantise_equals_definition(form):
-    weight = quantised(2, 5, 12, **form)
-    assert_close(weight.dequantise(), by_definition(weight))
+def test_dequantize_equals_definition(form):
+    weight = quantized(2, 5, 12, **form)
+    assert_close(weight.dequantize(), by_definition(weight))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_matrix_and_rows_are_of_the_same_weight(form):
-    weight = quantised(2, 5, 12, **form)
+    weight = quantized(2, 5, 12, **form)
     flat = by_definition(weight).reshape(10, 12)
-    assert_close(weight.matrix().dequantise(), flat)
-    assert_close(weight.matrix().take(jnp.asarray([7, 0, 99])).dequantise(), flat[[7, 0, 9]])
-    stacked = quantised(3, 2, 5, 12, **form)
-    assert_close(stacked.matrix(lead=1).dequantise(), by_definition(stacked).reshape(3, 10, 12))
+    assert_close(weight.matrix().dequantize(), flat)
+    assert_close(weight.matrix().take(jnp.asarray([7, 0, 99])).dequantize(), flat[[7, 0, 9]])
+    stacked = quantized(3, 2, 5, 12, **form)
+    assert_close(stacked.matrix(lead=1).dequantize(), by_definition(stacked).reshape(3, 10, 12))
 
 
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "pallas_tpu_interpreted"])
@@ -83,7 +83,7 @@ IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "pallas_tpu_
 def test_linear(form, dtype, implementation):
     if implementation != "xla" and form["groups"] is None:
         pytest.skip("the kernel is for groups only")
-    weight, x = quantised(31, 48, **form), Draw().normal(5, 48, dtype=dtype)
+    weight, x = quantized(31, 48, **form), Draw().normal(5, 48, dtype=dtype)
     out = jitted(linear, implementation=implementation)(x, weight)
     assert out.dtype == dtype
     assert_close(out, linear_reference.linear(x, by_definition(weight)), dtype)
@@ -93,12 +93,12 @@ def test_linear(form, dtype, implementation):
 @pytest.mark.parametrize("form", FORMS)
 @IMPLEMENTATIONS
 def test_grouped(form, implementation):
-    check_grouped(implementation, quantised(5, 31, 48, **form), 40, [3, 0, 20, 1, 16], [3, 0, 20, 1, 2], [0] * 5)
+    check_grouped(implementation, quantized(5, 31, 48, **form), 40, [3, 0, 20, 1, 16], [3, 0, 20, 1, 2], [0] * 5)
 
 
 @needs_native
 def test_native_grouped():
-    check_grouped("native", quantised(5, 131, 77), 10, [3, 0, 2, 1, 4], [3, 0, 2, 1, 2], [0] * 5)
+    check_grouped("native", quantized(5, 131, 77), 10, [3, 0, 2, 1, 4], [3, 0, 2, 1, 2], [0] * 5)
 
 
 def check_grouped(implementation, weight, tokens, *each, **options):
@@ -114,24 +114,24 @@ def check_grouped(implementation, weight, tokens, *each, **options):
 def test_grouped_around_the_kernel_of_gpu(form, monkeypatch):
     """Plain JAX takes the place of the kernel, which has no interpreter: this is of what is widened and scaled."""
     monkeypatch.setattr(pallas_gpu, "grouped_matmul", xla.grouped_matmul)
-    weight = quantised(5, 31, 48, **form)
+    weight = quantized(5, 31, 48, **form)
     check_grouped(None, weight, 40, [3, 0, 20, 1, 2], operation=lambda *call: pallas_gpu.widened(*call))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_kernel_with_the_outputs_last(form):
     # No whole lanes of inputs, but of outputs.
-    check_grouped("pallas_tpu_interpreted", quantised(3, 256, 48, **form), 40, [3, 20, 1])
+    check_grouped("pallas_tpu_interpreted", quantized(3, 256, 48, **form), 40, [3, 20, 1])
 
 
 def test_kernel_takes_4_bit_floats_for_integers():
-    weight, options = quantised(2, 31, 48, dtype=jnp.float4_e2m1fn, groups=3), {"codes": True, "interpret": True}
-    check_grouped(None, weight, 20, [12, 8], operation=quantised_tpu.grouped_matmul, **options)
+    weight, options = quantized(2, 31, 48, dtype=jnp.float4_e2m1fn, groups=3), {"codes": True, "interpret": True}
+    check_grouped(None, weight, 20, [12, 8], operation=quantized_tpu.grouped_matmul, **options)
 
 
 @pytest.mark.parametrize("groups", [None, 8, 64])
 def test_kernel_over_several_blocks(groups):
-    weight, x = quantised(2, 600, 1024, groups=groups), Draw().normal(300, 1024)
+    weight, x = quantized(2, 600, 1024, groups=groups), Draw().normal(300, 1024)
     sizes = np.asarray([170, 90], np.int32)
     run = jitted(grouped_matmul, implementation="pallas_tpu_interpreted")
     assert_close(run(x, weight, sizes), jitted(grouped_matmul, implementation="xla")(x, weight, sizes))
@@ -142,7 +142,7 @@ def test_kernel_over_several_blocks(groups):
 @pytest.mark.parametrize("rows", [1, 3, 11])
 @pytest.mark.parametrize(("inputs", "outputs"), [(4096, 24), (77, 131), (3, 2)])
 def test_native_linear(rows, inputs, outputs):
-    weight, x = quantised(outputs, inputs), Draw().normal(rows, inputs)
+    weight, x = quantized(outputs, inputs), Draw().normal(rows, inputs)
     out = jitted(linear, implementation="native")(x, weight)
     np.testing.assert_allclose(out, linear_reference.linear(x, by_definition(weight)), atol=2e-6 * inputs, rtol=1e-5)
 
@@ -151,21 +151,21 @@ def test_native_linear(rows, inputs, outputs):
 def test_native_runs_where_it_is_faster():
     choice = KernelChoice(platform="cpu")
     with choice.applied():
-        linear(jnp.ones((4, 12)), quantised(5, 12))
-    assert list(choice.chosen["quantised_linear"]) == ["native"]
+        linear(jnp.ones((4, 12)), quantized(5, 12))
+    assert list(choice.chosen["quantized_linear"]) == ["native"]
     for x, weight, why in [
-        (jnp.ones((4, 12)), quantised(5, 12, dtype=jnp.float8_e4m3fn), "weights are not in int8"),
-        (jnp.ones((4, 12)), quantised(5, 12, groups=3), "weights are not in int8"),
-        (jnp.ones((65, 12)), quantised(5, 12), "65 rows, not 1 to 64"),
+        (jnp.ones((4, 12)), quantized(5, 12, dtype=jnp.float8_e4m3fn), "weights are not in int8"),
+        (jnp.ones((4, 12)), quantized(5, 12, groups=3), "weights are not in int8"),
+        (jnp.ones((65, 12)), quantized(5, 12), "65 rows, not 1 to 64"),
     ]:
         with pytest.raises(UnsupportedError, match=why):
             linear(x, weight, implementation="native")
 
 
 def test_parts_that_do_not_fit_are_refused_by_name():
-    good = quantised(2, 5, 12, groups=3, zero=True)
+    good = quantized(2, 5, 12, groups=3, zero=True)
     good.check("w")
     for part, wrong in (("channel_scale", jnp.ones((5,))), ("group_scale", jnp.ones((2, 5, 5))), ("group_zero", 0)):
         values = {name: getattr(good, name) for name in ("values", "channel_scale", "group_scale", "group_zero")}
         with pytest.raises(ValueError, match=rf"w\.{part} has shape"):
-            Quantised(**values | {part: jnp.asarray(wrong)}).check("w")
+            Quantized(**values | {part: jnp.asarray(wrong)}).check("w")

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from compile_cases import BF16, F32, shape
 from operation_checks import Draw, assert_close
-from test_quantised_products import by_definition, quantised
+from test_quantized_products import by_definition, quantized
 from topology import compile_for_gpu
 
 from kernels_pallas.dispatch import KernelChoice
-from kernels_pallas.grouped_matmul import grouped_matmul, quantised_gpu, reference
+from kernels_pallas.grouped_matmul import grouped_matmul, quantized_gpu, reference
 from kernels_pallas.linear import linear
-from kernels_pallas.linear import quantised_gpu as linear_gpu
+from kernels_pallas.linear import quantized_gpu as linear_gpu
 from kernels_pallas.linear import reference as linear_reference
-from kernels_pallas.quantised import Quantised
+from kernels_pallas.quantized import Quantized
 from tests.support.selection import slow
 
 pytestmark = pytest.mark.full
@@ -28,7 +28,7 @@ INT8, FP8, INT4, FP4 = jnp.int8, jnp.float8_e4m3fn, jnp.int4, jnp.float4_e2m1fn
 
 
 def interpreter():
-    mosaic = importlib.import_module(quantised_gpu.MODULE)
+    mosaic = importlib.import_module(quantized_gpu.MODULE)
     if not hasattr(mosaic, "InterpretGPUParams"):
         pytest.skip(f"JAX {jax.__version__} has no interpreter of Mosaic GPU (0.12 has)")
     return mosaic.InterpretGPUParams(detect_races=True, on_race="raise")
@@ -36,9 +36,9 @@ def interpreter():
 
 def interpreted(x, weight, sizes):
     """Runs the kernel by the interpreter, which raises an error where it finds a race."""
-    assert quantised_gpu.unsupported(x, weight, sizes) is None
+    assert quantized_gpu.unsupported(x, weight, sizes) is None
     parameters = interpreter()
-    run = jax.jit(lambda *call: quantised_gpu.grouped_matmul(*call, parameters))
+    run = jax.jit(lambda *call: quantized_gpu.grouped_matmul(*call, parameters))
     return run(jnp.asarray(x), weight, jnp.asarray(sizes, I32))
 
 
@@ -57,7 +57,7 @@ def interpreted(x, weight, sizes):
     ],
 )
 def test_equals_definition(dtype, groups, zero):
-    weight = quantised(4, 128, 256, dtype=dtype, groups=groups, zero=zero)
+    weight = quantized(4, 128, 256, dtype=dtype, groups=groups, zero=zero)
     for tokens, sizes in ((21, [3, 0, 9, 6]), (5, [0, 2, 3, 0])):
         x = Draw().normal(tokens, 256, dtype=BF16)
         out = interpreted(x, weight, sizes)
@@ -66,9 +66,9 @@ def test_equals_definition(dtype, groups, zero):
 
 
 def test_scales_in_fewer_bits_and_no_channel_scale():
-    weight = quantised(2, 64, 128, dtype=FP4, groups=8)
-    narrow = Quantised(weight.values, None, weight.group_scale.astype(FP8))
-    exact = Quantised(weight.values, jnp.ones((2, 64)), narrow.group_scale)
+    weight = quantized(2, 64, 128, dtype=FP4, groups=8)
+    narrow = Quantized(weight.values, None, weight.group_scale.astype(FP8))
+    exact = Quantized(weight.values, jnp.ones((2, 64)), narrow.group_scale)
     x, sizes = Draw().normal(9, 128, dtype=BF16), [4, 5]
     assert_close(
         interpreted(x, narrow, sizes), reference.grouped_matmul(x, by_definition(exact), sizes), BF16, tolerance=8e-3
@@ -76,14 +76,14 @@ def test_scales_in_fewer_bits_and_no_channel_scale():
 
 
 def test_several_blocks_of_tokens_of_one_expert():
-    weight, x = quantised(3, 64, 64, dtype=INT8), Draw().normal(90, 64, dtype=BF16)
+    weight, x = quantized(3, 64, 64, dtype=INT8), Draw().normal(90, 64, dtype=BF16)
     for sizes in ([1, 85, 2], [0, 0, 90], [0, 0, 0]):
         out = interpreted(x, weight, sizes)
         assert_close(out, reference.grouped_matmul(x, by_definition(weight), sizes), BF16, tolerance=8e-3)
 
 
 def test_a_dense_weight_with_groups():
-    weight, x = quantised(128, 128, dtype=INT4, groups=2, zero=True), Draw().normal(3, 5, 128, dtype=BF16)
+    weight, x = quantized(128, 128, dtype=INT4, groups=2, zero=True), Draw().normal(3, 5, 128, dtype=BF16)
     run = jax.jit(lambda x, w: linear_gpu.linear(x, w, out_dtype=BF16, interpret=interpreter()))
     expected = linear_reference.linear(x, by_definition(weight))
     assert_close(run(jnp.asarray(x), weight), expected, BF16, tolerance=8e-3)
@@ -101,7 +101,7 @@ def test_a_dense_weight_with_groups():
     ],
 )
 def test_dense_weights_that_it_takes(rows, outputs, form, dtype, why):
-    weight = quantised(outputs, 128, **{"dtype": INT4, "groups": 2} | form)
+    weight = quantized(outputs, 128, **{"dtype": INT4, "groups": 2} | form)
     said = linear_gpu.unsupported(jnp.ones((rows, 128), BF16), weight, out_dtype=dtype)
     assert said is None if why is None else why in said
 
@@ -109,7 +109,7 @@ def test_dense_weights_that_it_takes(rows, outputs, form, dtype, why):
 def test_every_4_bit_float():
     codes = jnp.arange(-8, 8, dtype=jnp.int8).astype(INT4)
     values = jax.lax.bitcast_convert_type(codes, FP4)
-    assert_close(quantised_gpu._to_float32(codes, FP4), np.asarray(values).astype(np.float32))
+    assert_close(quantized_gpu._to_float32(codes, FP4), np.asarray(values).astype(np.float32))
 
 
 @pytest.mark.parametrize(
@@ -121,8 +121,8 @@ def test_every_4_bit_float():
     ],
 )
 def test_what_it_leaves_to_others(sizes, form, why):
-    weight = quantised(2, *sizes, dtype=INT4, **form)
-    assert why in quantised_gpu.unsupported(jnp.ones((4, sizes[1]), BF16), weight, None)
+    weight = quantized(2, *sizes, dtype=INT4, **form)
+    assert why in quantized_gpu.unsupported(jnp.ones((4, sizes[1]), BF16), weight, None)
 
 
 NANO, SUPER, QWEN = (128, 1856, 2688), (512, 2688, 1024), (512, 1024, 2048)
@@ -141,7 +141,7 @@ def published(form, experts, outputs, inputs):
     dtype, group, scale, channel = FORMS[form]
     zero = form == "gptq"
     groups = (experts, inputs // group, outputs) if group else ()
-    return Quantised(
+    return Quantized(
         shape(experts, outputs, inputs, dtype=dtype),
         shape(experts, outputs, dtype=channel) if channel else None,
         shape(*groups, dtype=scale) if group else None,
@@ -173,9 +173,9 @@ def test_published_sizes(form, expert, tokens, direction, monkeypatch, capfd):
         outputs, inputs = inputs, outputs // (1 if expert in (NANO, SUPER) else 2)
     weight = published(form, experts, outputs, inputs)
     x = shape(tokens, inputs, dtype=BF16)
-    assert quantised_gpu.unsupported(x, weight, None) is None
+    assert quantized_gpu.unsupported(x, weight, None) is None
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    program = compile_for_gpu("h200", quantised_gpu.grouped_matmul, x, weight, shape(experts, dtype=I32))
+    program = compile_for_gpu("h200", quantized_gpu.grouped_matmul, x, weight, shape(experts, dtype=I32))
     said = "".join(capfd.readouterr())
     ((used,), (spilled,)) = (re.findall(p, said) for p in (r"Used (\d+) registers", r"(\d+) bytes spill stores"))
     assert int(used) <= 128
@@ -206,4 +206,4 @@ def test_is_chosen_for_hopper():
     weight = published("int8", *NANO)
     with choice.applied():
         jax.eval_shape(grouped_matmul, shape(384, 2688, dtype=BF16), weight, shape(128, dtype=I32))
-    assert list(choice.chosen["quantised_grouped_matmul"]) == ["pallas_gpu"]
+    assert list(choice.chosen["quantized_grouped_matmul"]) == ["pallas_gpu"]

@@ -1,4 +1,4 @@
-"""Forms of quantised weights that are known by their tensors: what each stands for, by its published definition."""
+"""Forms of quantized weights that are known by their tensors: what each stands for, by its published definition."""
 
 import json
 from functools import partial
@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from checkpoints.quantised import packing
+from checkpoints.quantized import packing
 from checkpoints.tensors.tensor_set import TensorSet
 from tests.checkpoints.checks import load
-from tests.checkpoints.test_quantised import TOLERANCE, assert_stands_for
+from tests.checkpoints.test_quantized import TOLERANCE, assert_stands_for
 from tests.support.models.golden_case import full_log_probs
-from tests.support.models.quantised_checkpoints import (
+from tests.support.models.quantized_checkpoints import (
     _words,
     awq,
     config_of,
@@ -22,7 +22,7 @@ from tests.support.models.quantised_checkpoints import (
     gptq,
     int8,
     nvfp4,
-    write_quantised,
+    write_quantized,
 )
 
 RNG, FEW = np.random.default_rng(0), np.float32(0.01)
@@ -138,7 +138,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_are_known_by_their_tensors(tmp_path, form):
     description, formats = FORMS[form]
-    narrow, wide = write_quantised(tmp_path, config_of("falcon"), formats, description)
+    narrow, wide = write_quantized(tmp_path, config_of("falcon"), formats, description)
     assert_stands_for(narrow, wide)
     prompts = [np.random.default_rng(0).integers(0, 250, 40)]
     got, expected = (full_log_probs(load(directory), prompts)[0] for directory in (narrow, wide))
@@ -159,7 +159,7 @@ def test_experts_may_be_one_tensor(tmp_path, kind, names):
     """As transformers 5 writes them: `experts.gate_up_proj`, and scales whose names begin so."""
     description = {"quant_method": "fp8", "weight_block_size": [48, 48]}
     formats = {r".*block_sparse_moe\.(in|out)put_linear": kind}
-    narrow, wide = write_quantised(tmp_path, config_of("granite"), formats, description)
+    narrow, wide = write_quantized(tmp_path, config_of("granite"), formats, description)
     tensors = {}
     stored = TensorSet(narrow)
     for name in stored.names:

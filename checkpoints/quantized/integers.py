@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from checkpoints.quantised.description import AWQ, Quantisation
-from checkpoints.quantised.packing import unpack, unpack_awq
-from checkpoints.quantised.stored import (
+from checkpoints.quantized.description import AWQ, Quantization
+from checkpoints.quantized.packing import unpack, unpack_awq
+from checkpoints.quantized.stored import (
     BF16,
     F32,
     INPUT_SCALE,
@@ -33,7 +33,7 @@ from checkpoints.quantised.stored import (
 )
 
 
-def int8(module: Module, how: Quantisation) -> StoredWeight:
+def int8(module: Module, how: Quantization) -> StoredWeight:
     """Returns a weight in int8 as it is.
 
     Raises:
@@ -56,7 +56,7 @@ def int8(module: Module, how: Quantisation) -> StoredWeight:
     return module.weight(f"INT8, groups of {inputs // groups}", shape, parts)
 
 
-def pack_quantized(module: Module, how: Quantisation) -> StoredWeight:
+def pack_quantized(module: Module, how: Quantization) -> StoredWeight:
     """compressed-tensors' packed integers.
 
     Raises:
@@ -97,7 +97,7 @@ def pack_quantized(module: Module, how: Quantisation) -> StoredWeight:
     return _by_groups(module, "weight_g_idx", f"INT{bits}", logical, parts, groups)
 
 
-def qweight(module: Module, how: Quantisation) -> StoredWeight:
+def qweight(module: Module, how: Quantization) -> StoredWeight:
     """GPTQ's or AWQ's packed integers.
 
     Raises:
@@ -135,7 +135,7 @@ def qweight(module: Module, how: Quantisation) -> StoredWeight:
     return _by_groups(module, "g_idx", f"INT{bits} ({how.method.upper()})", (outputs, inputs), parts, groups)
 
 
-def _gptq_bits(module: Module, words: int, outputs: int, how: Quantisation) -> int:
+def _gptq_bits(module: Module, words: int, outputs: int, how: Quantization) -> int:
     """Returns the bits of a module's integers: mixed checkpoints have modules with others than the description's."""
     if module.has("g_idx"):
         bits = 32 * words / max(1, *module.shape("g_idx"))
@@ -148,7 +148,7 @@ def _gptq_bits(module: Module, words: int, outputs: int, how: Quantisation) -> i
     return int(bits)
 
 
-def int4(module: Module, how: Quantisation) -> StoredWeight:
+def int4(module: Module, how: Quantization) -> StoredWeight:
     """ModelOpt's integers, two outputs in a byte.
 
     Raises:

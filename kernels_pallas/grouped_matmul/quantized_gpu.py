@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kernels_pallas.grouped_matmul.xla import of_experts
-from kernels_pallas.quantised import bits_of
+from kernels_pallas.quantized import bits_of
 
 F32, FP8, FP4 = jnp.float32, jnp.float8_e4m3fn, jnp.float4_e2m1fn
 MODULE = "jax.experimental.pallas.mosaic_gpu"
@@ -166,7 +166,7 @@ def _kernel(x, w, size, interpret):
         grid=(experts, outputs // OUTPUTS),
         grid_names=("expert", "outputs"),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-        kernel_name="quantised_grouped_matmul",
+        kernel_name="quantized_grouped_matmul",
         **({} if interpret is None else {"interpret": interpret}),
     )
 

@@ -1,4 +1,4 @@
-"""Quantisation of weights to the nearest value, with each channel or group scaled by its largest magnitude.
+"""Quantization of weights to the nearest value, with each channel or group scaled by its largest magnitude.
 
 Channels are outputs; groups are adjacent inputs of one output.
 """
@@ -15,12 +15,12 @@ import numpy as np
 
 from checkpoints.errors import CheckpointError
 from checkpoints.placing import Index, Reader, Shardings, sharding_of
-from checkpoints.quantised.parameters import Readable, divisible_groups
-from checkpoints.quantised.stored import BF16, F32, FP4, FP8, INT4, INT8
+from checkpoints.quantized.parameters import Readable, divisible_groups
+from checkpoints.quantized.stored import BF16, F32, FP4, FP8, INT4, INT8
 from mamba_jax.config import HybridConfig
 from mamba_jax.families.base import HFSource
 from mamba_jax.model import HybridModel
-from mamba_jax.modules.quantised import can_be_quantised
+from mamba_jax.modules.quantized import can_be_quantized
 
 _AT_ONCE = 1 << 24
 # Tables and matrices in which a small error affects every token, or every comparison with a token.
@@ -28,7 +28,7 @@ _TABLES = ("embed.weight", "lm_head.weight")
 
 
 class _Kind(NamedTuple):
-    """One way to quantise."""
+    """One way to quantize."""
 
     largest: int
     """The magnitude that the largest of each channel or group becomes."""
@@ -49,7 +49,7 @@ QUANTIZATIONS = tuple(_KINDS)
 
 @dataclass(frozen=True)
 class Rounding:
-    """How one weight is quantised."""
+    """How one weight is quantized."""
 
     kind: str
     """One of QUANTIZATIONS."""
@@ -62,7 +62,7 @@ class Rounding:
         return f"{self.kind.upper()}, " + (f"groups of {self.group}" if self.group else "a scale per channel")
 
     def parts(self, shape: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the parts of a quantised weight [*lead, outputs, inputs]; see `kernels_pallas.quantised`."""
+        """Returns the parts of a quantized weight [*lead, outputs, inputs]; see `kernels_pallas.quantized`."""
         *lead, outputs, inputs = shape
         kind = _KINDS[self.kind]
         found = {"values": jax.ShapeDtypeStruct(tuple(shape), kind.values)}
@@ -73,7 +73,7 @@ class Rounding:
         return found
 
     def round(self, wide: np.ndarray, largest: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        """Quantises a weight, some rows at a time, so that no float32 array of the weight's size is needed.
+        """Quantizes a weight, some rows at a time, so that no float32 array of the weight's size is needed.
 
         `largest` [*lead] is the largest magnitude of the tensors that contain the weight, if not its own.
         """
@@ -168,7 +168,7 @@ class Selection:
 
     def of(self, path: str, shape: tuple[int, ...]) -> Rounding | None:
         """Returns how the weight with this dotted path is rounded; None if it stays wide."""
-        if path.removeprefix("mtp.") in _TABLES or path in self._excluded or not can_be_quantised(self._model, path):
+        if path.removeprefix("mtp.") in _TABLES or path in self._excluded or not can_be_quantized(self._model, path):
             return None
         sizes = _KINDS[self._kind].groups
         group = next((size for size in sizes if shape[-1] % size == 0), 0)

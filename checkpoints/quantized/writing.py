@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints.quantised.description import COMPRESSED
-from checkpoints.quantised.packing import pack, pack_fp4
-from checkpoints.quantised.rounding import Rounding
-from checkpoints.quantised.stored import F32, InvalidTensor
+from checkpoints.quantized.description import COMPRESSED
+from checkpoints.quantized.packing import pack, pack_fp4
+from checkpoints.quantized.rounding import Rounding
+from checkpoints.quantized.stored import F32, InvalidTensor
 
 _FORMATS = {
     "int8": ("int-quantized", "channel", 8),

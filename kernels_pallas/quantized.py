@@ -1,4 +1,4 @@
-"""A quantised weight: narrow values and their scales.
+"""A quantized weight: narrow values and their scales.
 
     weight[..., o, i] = (values[..., o, i] - group_zero[..., g, o]) * group_scale[..., g, o] * channel_scale[..., o]
 
@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Num
 
 PARTS = ("values", "channel_scale", "group_scale", "group_zero", "input_scale")
-"""Names of the arrays that a quantised weight consists of."""
+"""Names of the arrays that a quantized weight consists of."""
 
 
 def bits_of(dtype: DTypeLike) -> int:
@@ -30,8 +30,8 @@ def bits_of(dtype: DTypeLike) -> int:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Quantised:
-    """A quantised weight, as described above. Shape and axes are those of the weight that it represents.
+class Quantized:
+    """A quantized weight, as described above. Shape and axes are those of the weight that it represents.
 
     The parts are arrays, or placeholders of arrays (tracers, shapes).
     """
@@ -81,14 +81,14 @@ class Quantised:
             if not groups or found.shape != (*lead, groups, outputs) or inputs % groups:
                 raise ValueError(f"{name}.{part} has shape {found.shape}, which does not fit a weight of {self.shape}")
 
-    def _each(self, values: Any, by_outputs: Any, by_groups: Any) -> Quantised:
+    def _each(self, values: Any, by_outputs: Any, by_groups: Any) -> Quantized:
         """Returns the weight of these functions of its values, and of its scales by outputs and by groups."""
         of_parts = {"group_scale": by_groups, "group_zero": by_groups}
         scales = {part: getattr(self, part) for part in PARTS[1:]}
         made = {part: of_parts.get(part, by_outputs)(v) for part, v in scales.items() if v is not None}
-        return Quantised(values(self.values), **made)
+        return Quantized(values(self.values), **made)
 
-    def matrix(self, lead: int = 0) -> Quantised:
+    def matrix(self, lead: int = 0) -> Quantized:
         """Returns the same weight as [*lead, all outputs, inputs], where the first `lead` axes stay as they are."""
         first, outputs = self.shape[:lead], math.prod(self.shape[lead:-1])
         return self._each(
@@ -97,11 +97,11 @@ class Quantised:
             lambda v: jnp.moveaxis(v, -2, lead).reshape(*first, -1, outputs),
         )
 
-    def alone(self) -> Quantised:
+    def alone(self) -> Quantized:
         """Returns the weight as that of the only expert: with a first axis of 1."""
         return jax.tree.map(lambda v: v[None], self)
 
-    def take(self, index: Array) -> Quantised:
+    def take(self, index: Array) -> Quantized:
         """Returns the outputs with these indices, of a matrix; those out of range are clipped."""
         by_outputs, by_groups = (functools.partial(jnp.take, indices=index, axis=n, mode="clip") for n in (0, 1))
         return self._each(by_outputs, by_outputs, by_groups)
@@ -120,7 +120,7 @@ class Quantised:
             wide = wide * jnp.swapaxes(self.group_scale.astype(exact), -1, -2)[..., None]
         return wide.astype(dtype).reshape(self.shape)
 
-    def dequantise(self, dtype: DTypeLike = jnp.float32) -> Num[Array, "*lead outputs inputs"]:
+    def dequantize(self, dtype: DTypeLike = jnp.float32) -> Num[Array, "*lead outputs inputs"]:
         """Returns the whole weight."""
         wide = self.widened(jnp.float32)
         if self.channel_scale is not None:

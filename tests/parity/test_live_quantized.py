@@ -1,4 +1,4 @@
-"""Quantised checkpoints against Hugging Face in this very process: it runs the wide weights that they stand for.
+"""Quantized checkpoints against Hugging Face in this very process: it runs the wide weights that they stand for.
 
 Hugging Face's own random models are saved by it; each format's published definition (tests/support) makes of the saved
 tensors narrow ones for us, and the wide ones that these stand for for them. Needs the `parity` extra.
@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from checkpoints import load_model
 from checkpoints.tensors.tensor_set import TensorSet
 from tests.support.models.golden_case import TO_HUGGING_FACE, draft_log_probs, full_log_probs
-from tests.support.models.quantised_checkpoints import CONFIGS, METHODS, MIXED_FORMATS, mixed_description
+from tests.support.models.quantized_checkpoints import CONFIGS, METHODS, MIXED_FORMATS, mixed_description
 
 pytestmark = pytest.mark.parity
 
@@ -62,7 +62,7 @@ def saved(tmp_path_factory):
     return make
 
 
-def quantised(directory, target, formats, description):
+def quantized(directory, target, formats, description):
     """Both directories, narrow and what it stands for, and the modules that are narrow."""
     tensors = TensorSet(directory)
     narrow, wide, modules = {}, {}, []
@@ -94,7 +94,7 @@ def narrow_and_wide(kind, directory, method, target):
         description = mixed_description(set())
     else:
         description, formats = METHODS[method]
-    narrow, wide, modules = quantised(directory, target, formats, description)
+    narrow, wide, modules = quantized(directory, target, formats, description)
     assert modules
     if method != "mixed" and directory.name.startswith(WITH_DRAFTS):
         assert any(module.startswith("mtp.") for module in modules)

@@ -1,4 +1,4 @@
-"""The grouped product with quantised weights, as a TPU kernel, which widens each block just before multiplying it.
+"""The grouped product with quantized weights, as a TPU kernel, which widens each block just before multiplying it.
 
 XLA fuses a conversion into a product, but it writes a wide copy of the weight to memory if group scales are applied or
 a grouped product follows. This kernel expands scales [groups, outputs] to one for each weight by a product with zeros
@@ -17,9 +17,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.grouped_matmul.pallas_tpu import lies_inputs_first
-from kernels_pallas.grouped_matmul.quantised import by_channel
+from kernels_pallas.grouped_matmul.quantized import by_channel
 from kernels_pallas.grouped_matmul.xla import of_experts
-from kernels_pallas.quantised import bits_of
+from kernels_pallas.quantized import bits_of
 from kernels_pallas.tpu_blocks import LANES, dot
 
 F32 = jnp.float32

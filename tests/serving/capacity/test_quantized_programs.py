@@ -1,4 +1,4 @@
-"""Decode programs with quantised weights, by the TPU's own compiler: weights are read once, as narrow as they lie.
+"""Decode programs with quantized weights, by the TPU's own compiler: weights are read once, as narrow as they lie.
 
 A few layers of real widths stand for a whole model. A wide copy of a weight would be written and read again: four times
 the bytes of int8 on top, and eight times those of 4 bits.
@@ -10,7 +10,7 @@ import pytest
 from checkpoints.placing import abstract_parameters
 from mamba_jax.batch import DecodeBatch
 from mamba_jax.model import HybridModel
-from mamba_jax.modules.quantised import weight_of
+from mamba_jax.modules.quantized import weight_of
 from mamba_jax.rounding import NarrowDtype
 from mamba_jax.sharding import Partition
 from serving.capacity.count import Counter

@@ -6,7 +6,7 @@ the product's time, and the kernel, which widens a weight for each block of toke
 
 import jax.numpy as jnp
 
-from kernels_pallas.grouped_matmul import quantised_gpu as grouped
+from kernels_pallas.grouped_matmul import quantized_gpu as grouped
 
 FEWEST_OUTPUTS = 4096
 """64 blocks. With 32, the kernel takes longer than XLA by its instructions

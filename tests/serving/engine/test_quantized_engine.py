@@ -15,7 +15,7 @@ from mamba_jax.sharding import TENSOR
 from serving import LLM, SamplingParams
 from tests.support.engines.engine_harness import SMALL
 from tests.support.models.golden_case import log_probs
-from tests.support.models.quantised_checkpoints import METHODS, config_of, write_mixed, write_quantised
+from tests.support.models.quantized_checkpoints import METHODS, config_of, write_mixed, write_quantized
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 FLAGS = SMALL | {"debug_state": True, "load_format": "auto", "replay_interval": 1}
@@ -69,7 +69,7 @@ def large_keys(tmp_path_factory):
     """A checkpoint whose keys and values are too large for 8 bits, wide, and what says by what to divide them."""
     config = config_of("granite")
     description, _ = METHODS["compressed FP8 channel"]
-    directory, _ = write_quantised(tmp_path_factory.mktemp("keys"), config, {}, description, kv_scales=64.0)
+    directory, _ = write_quantized(tmp_path_factory.mktemp("keys"), config, {}, description, kv_scales=64.0)
     tensors = {name: np.array(view) for name, view in load_file(directory / "model.safetensors").items()}
     for name, value in tensors.items():
         for part, factor in (("q_proj", 2.0**-12), ("k_proj", 2.0**12), ("v_proj", 2.0**12), ("o_proj", 2.0**-12)):

@@ -1,4 +1,4 @@
-"""Quantised checkpoints: each format says what the weights say that it stands for by its published definition."""
+"""Quantized checkpoints: each format says what the weights say that it stands for by its published definition."""
 
 import json
 
@@ -9,30 +9,30 @@ from safetensors.numpy import save_file
 
 import checkpoints
 from checkpoints import CheckpointError
-from checkpoints.quantised import packing
+from checkpoints.quantized import packing
 from checkpoints.tensors.tensor_set import TensorSet
-from mamba_jax.modules.quantised import quantised_weights
+from mamba_jax.modules.quantized import quantized_weights
 from tests.checkpoints.checks import assert_equal, load, values
 from tests.support.models.golden_case import full_log_probs
-from tests.support.models.quantised_checkpoints import (
+from tests.support.models.quantized_checkpoints import (
     CONFIGS,
     METHODS,
     config_of,
     fp8,
     write_mixed,
-    write_quantised,
+    write_quantized,
 )
 
 TOLERANCE = 2e-4
 
 
-def assert_stands_for(quantised, wide, *, narrow=True):
-    """A quantised checkpoint has the weights of the wide one, and keeps some of them narrow."""
-    few, expected = values(load(quantised)), values(load(wide))
-    found = quantised_weights(few)
+def assert_stands_for(quantized, wide, *, narrow=True):
+    """A quantized checkpoint has the weights of the wide one, and keeps some of them narrow."""
+    few, expected = values(load(quantized)), values(load(wide))
+    found = quantized_weights(few)
     assert bool(found) == narrow
     for path, value in expected.items():
-        got = found[path].dequantise() if path in found else few[path]
+        got = found[path].dequantize() if path in found else few[path]
         assert got.shape == value.shape
         np.testing.assert_allclose(got, value, rtol=2e-6, atol=1e-7, err_msg=path)
 
@@ -44,7 +44,7 @@ def written(tmp_path, model, method):
         formats = {
             pattern.replace("(in|out)put_linear", "shared_mlp.(in|out)put_linear"): f for pattern, f in formats.items()
         }
-    return write_quantised(tmp_path, config_of(model), formats, description)
+    return write_quantized(tmp_path, config_of(model), formats, description)
 
 
 @pytest.mark.smoke("method")
@@ -197,7 +197,7 @@ def test_modelopt_may_describe_it_in_a_file_of_its_own(changeable):
     tensors, write = changeable
     directory = write(tensors, quantization_config=None)
     (directory / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "MIXED_PRECISION"}}')
-    assert quantised_weights(values(load(directory)))
+    assert quantized_weights(values(load(directory)))
 
 
 def test_packing_is_that_of_the_formats_own_library():

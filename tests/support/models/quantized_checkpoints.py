@@ -1,7 +1,7 @@
-"""Tiny random checkpoints with quantised weights, as their makers write them, and the wide checkpoints they stand for.
+"""Tiny random checkpoints with quantized weights, as their makers write them, and the wide checkpoints they stand for.
 
 Written from the formats' published definitions, element by element where bits are packed; nothing of the readers is
-used. Run as a script, it writes the mixed checkpoint: `python -m tests.support.models.quantised_checkpoints DIRECTORY`.
+used. Run as a script, it writes the mixed checkpoint: `python -m tests.support.models.quantized_checkpoints DIRECTORY`.
 """
 
 import json
@@ -253,7 +253,7 @@ def mixed_description(names: set[str]) -> dict[str, Any]:
     }
 
 
-def write_quantised(
+def write_quantized(
     directory: Path,
     hf_config: Mapping[str, Any],
     formats: Mapping[str, Format],
@@ -262,7 +262,7 @@ def write_quantised(
     seed: int = 3,
     kv_scales: float | None = None,
 ) -> tuple[Path, Path]:
-    """A checkpoint with some modules quantised, and the wide one that it stands for (float32).
+    """A checkpoint with some modules quantized, and the wide one that it stands for (float32).
 
     Args:
         directory: both go beneath it, as `narrow` and `wide`.
@@ -301,7 +301,7 @@ def write_mixed(directory: Path) -> tuple[Path, Path]:
     """A Nemotron-H with experts in NVFP4, shared experts and Mamba in FP8, and the rest wide."""
     hf_config = config_of("moe")
     description = mixed_description(RandomTensors(hf_config).names)
-    return write_quantised(directory, hf_config, MIXED_FORMATS, description)
+    return write_quantized(directory, hf_config, MIXED_FORMATS, description)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A quantised weight as it is stored: its parts, which are read on demand."""
+"""A quantized weight as it is stored: its parts, which are read on demand."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TypedTensors(Tensors, Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """One array of a quantised weight; see `kernels_pallas.quantised`."""
+    """One array of a quantized weight; see `kernels_pallas.quantized`."""
 
     dtype: np.dtype
     read: Callable[[], np.ndarray] = field(compare=False)
@@ -71,7 +71,7 @@ class StoredWeight:
     uses: tuple[str, ...]
     """Names of all tensors that belong to it."""
     narrow: bool = True
-    """Whether the weight can stay quantised; otherwise it is dequantised when it is read."""
+    """Whether the weight can stay quantized; otherwise it is dequantized when it is read."""
 
     @property
     def form(self) -> tuple[str, tuple[tuple[str, Part], ...], bool]:

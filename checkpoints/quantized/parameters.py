@@ -1,4 +1,4 @@
-"""Converts stored quantised weights to a model's parameters."""
+"""Converts stored quantized weights to a model's parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from checkpoints.errors import CheckpointError
 from checkpoints.placing import Index, Reader, Shardings, sharding_of
-from checkpoints.quantised.stored import INPUT_SCALE, Part, StoredWeight
+from checkpoints.quantized.stored import INPUT_SCALE, Part, StoredWeight
 from mamba_jax.families.base import HFSource
 
 Readable = tuple[jax.ShapeDtypeStruct, Reader]
@@ -27,7 +27,7 @@ def parts_of(
     *,
     release: Callable[[str], None],
 ) -> dict[str, Readable]:
-    """Returns the parameters of one quantised weight by dotted path.
+    """Returns the parameters of one quantized weight by dotted path.
 
     Args:
         path: of the weight.

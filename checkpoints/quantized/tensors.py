@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint. Each quantised weight is one tensor under the name of the unquantised weight."""
+"""The tensors of a checkpoint. Each quantized weight is one tensor under the name of the unquantized weight."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from checkpoints.errors import CheckpointError, listing
-from checkpoints.quantised import bitsandbytes, floats, integers
-from checkpoints.quantised.description import AWQ, GPTQ, Quantisation
-from checkpoints.quantised.stored import InvalidTensor, Module, StoredWeight, TypedTensors
+from checkpoints.quantized import bitsandbytes, floats, integers
+from checkpoints.quantized.description import AWQ, GPTQ, Quantization
+from checkpoints.quantized.stored import InvalidTensor, Module, StoredWeight, TypedTensors
 
-_Reader = Callable[[Module, Quantisation], StoredWeight]
+_Reader = Callable[[Module, Quantization], StoredWeight]
 _PACKED = {"U8": floats.fp4, "I32": integers.pack_quantized}
 _FUSED_SCALES = ("scale", "scale_inv", "weight_scale", "weight_scale_inv")
 """Ends of the names of scales of all experts' weights in one tensor."""
@@ -27,16 +27,16 @@ UNUSED_SCALES = (
 
 
 class LogicalTensors:
-    """The tensors of a checkpoint: unquantised ones as stored, and quantised weights under `NAME.weight`.
+    """The tensors of a checkpoint: unquantized ones as stored, and quantized weights under `NAME.weight`.
 
     Raises (from the constructor):
-        CheckpointError: parts of quantised weights are missing, left over or of the wrong shape; it names them.
+        CheckpointError: parts of quantized weights are missing, left over or of the wrong shape; it names them.
     """
 
-    def __init__(self, where: str, tensors: TypedTensors, how: Quantisation | None) -> None:
+    def __init__(self, where: str, tensors: TypedTensors, how: Quantization | None) -> None:
         self._tensors = tensors
-        self.quantised: dict[str, StoredWeight] = {}
-        """The quantised weights by logical name."""
+        self.quantized: dict[str, StoredWeight] = {}
+        """The quantized weights by logical name."""
         wrong: list[str] = []
         used: set[str] = set()
         for name in sorted(tensors.names):
@@ -47,7 +47,7 @@ class LogicalTensors:
                 continue
             if found is not None:
                 logical, weight = found
-                self.quantised[logical] = weight
+                self.quantized[logical] = weight
                 used.update(weight.uses)
         self._wide = tensors.names - used
         # A scale without its weight is reported by the code that matches names; a weight without its scale, here.
@@ -62,33 +62,33 @@ class LogicalTensors:
     @property
     def names(self) -> set[str]:
         """The names of all weights."""
-        return self._wide | set(self.quantised)
+        return self._wide | set(self.quantized)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape that a tensor has, or would have if it were wide."""
-        if name in self.quantised:
-            return self.quantised[name].shape
+        if name in self.quantized:
+            return self.quantized[name].shape
         stored = self._tensors.shape(name)
         return () if stored == (1,) and re.fullmatch(CACHE_SCALES, name) else stored
 
     def view(self, name: str) -> np.ndarray:
         """Returns the values; of a quantized weight, the values that it represents."""
-        return self.quantised[name].wide() if name in self.quantised else self._tensors.view(name)
+        return self.quantized[name].wide() if name in self.quantized else self._tensors.view(name)
 
     def release(self, name: str) -> None:
         """Releases the memory of a tensor that has been copied."""
-        for used in self.quantised[name].uses if name in self.quantised else (name,):
+        for used in self.quantized[name].uses if name in self.quantized else (name,):
             self._tensors.release(used)
 
     def __str__(self) -> str:
         """Returns the quantized modules, and their formats."""
-        return by_place((weight.label, name) for name, weight in self.quantised.items())
+        return by_place((weight.label, name) for name, weight in self.quantized.items())
 
 
-def by_place(quantised: Iterable[tuple[str, str]]) -> str:
-    """Which weights are quantised in which way, in words: pairs of a way and a weight's name, all layers together."""
+def by_place(quantized: Iterable[tuple[str, str]]) -> str:
+    """Which weights are quantized in which way, in words: pairs of a way and a weight's name, all layers together."""
     kinds: dict[str, Counter[str]] = {}
-    for label, name in quantised:
+    for label, name in quantized:
         places = re.sub(r"\.\d+(?=\.)", ".*", name.removesuffix(".weight")).split(".*.")
         # Omits layer numbers and the common prefix before them.
         kinds.setdefault(label, Counter())[".*.".join(places[1:]) or places[0]] += 1
@@ -98,7 +98,7 @@ def by_place(quantised: Iterable[tuple[str, str]]) -> str:
     )
 
 
-def _read(tensors: TypedTensors, name: str, how: Quantisation | None) -> tuple[str, StoredWeight] | None:
+def _read(tensors: TypedTensors, name: str, how: Quantization | None) -> tuple[str, StoredWeight] | None:
     """The quantized weight whose values a tensor contains, with its logical name; None if it contains none."""
     parent, _, suffix = name.rpartition(".")
     module, logical, kind = Module(tensors, parent), f"{parent}.weight", tensors.dtype(name)

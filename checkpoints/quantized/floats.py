@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from checkpoints.quantised.description import Quantisation
-from checkpoints.quantised.packing import unpack_fp4
-from checkpoints.quantised.stored import (
+from checkpoints.quantized.description import Quantization
+from checkpoints.quantized.packing import unpack_fp4
+from checkpoints.quantized.stored import (
     BF16,
     F32,
     FP4,
@@ -33,7 +33,7 @@ NVFP4_GROUP, MX_GROUP = 16, 32
 EXPONENTS = "U8", "F8_E8M0"
 
 
-def fp8(module: Module, how: Quantisation) -> StoredWeight:
+def fp8(module: Module, how: Quantization) -> StoredWeight:
     """Returns a weight in e4m3, with its scale.
 
     Raises:
@@ -56,7 +56,7 @@ def fp8(module: Module, how: Quantisation) -> StoredWeight:
     return module.weight(label, shape, {"values": values, "channel_scale": part, **module.input_scale(shape)})
 
 
-def _by_blocks(module: Module, shape: tuple[int, ...], suffix: str, values: Part, how: Quantisation) -> StoredWeight:
+def _by_blocks(module: Module, shape: tuple[int, ...], suffix: str, values: Part, how: Quantization) -> StoredWeight:
     *lead, outputs, inputs = shape
     rows, columns = how.block
     module.expect(suffix, (*lead, -(-outputs // rows), -(-inputs // columns)))
@@ -89,7 +89,7 @@ def _powers(module: Module, suffix: str, shape: tuple[int, ...]) -> Part:
     return Part(BF16, read, groups)  # holds every power of two that there is
 
 
-def fp4(module: Module, how: Quantisation) -> StoredWeight:
+def fp4(module: Module, how: Quantization) -> StoredWeight:
     """Returns a weight in e2m1: NVFP4 or MXFP4.
 
     Raises:

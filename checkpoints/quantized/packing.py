@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of eight neighbouring columns each nibble of a word holds, the lowest nibble first."""
+"""Which of eight neighboring columns each nibble of a word holds, the lowest nibble first."""
 
 
 def unpack(words: np.ndarray, bits: int, axis: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Models with quantised weights: they say what the weights stand for, whatever is quantised."""
+"""Models with quantized weights: they say what the weights stand for, whatever is quantized."""
 
 import dataclasses
 import re
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kernels_pallas.quantised import Quantised
+from kernels_pallas.quantized import Quantized
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.sharding import Partition
 from tests.support.models.random_models import random_model
@@ -31,11 +31,11 @@ def narrow(path, weight, *, by_groups):
         {"values": values, "group_scale": scale} if by_groups else {"values": values, "channel_scale": scale[..., 0, :]}
     )
     parts = {name: jnp.asarray(value) for name, value in parts.items()}
-    return {f"{path}.{name}": value for name, value in parts.items()}, Quantised(**parts).dequantise()
+    return {f"{path}.{name}": value for name, value in parts.items()}, Quantized(**parts).dequantize()
 
 
 def both(config, by_groups):
-    """A model with every weight quantised that can be, and the wide model that it stands for."""
+    """A model with every weight quantized that can be, and the wide model that it stands for."""
     values = {path: leaf[...] for path, leaf in parameters(random_model(config)).items()}
     few, wide = {}, {}
     for path, value in values.items():

@@ -1,6 +1,6 @@
-"""What a checkpoint's JSON files say about its quantisation: the method, and how its tensors are to be read.
+"""What a checkpoint's JSON files say about its quantization: the method, and how its tensors are to be read.
 
-Which weights are quantised is not read here but seen from the tensors: mixed checkpoints are the normal case.
+Which weights are quantized is not read here but seen from the tensors: mixed checkpoints are the normal case.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ METHODS = (MODELOPT, COMPRESSED, FP8, GPTQ, AWQ, AUTO_ROUND, MXFP4, BITSANDBYTES
 
 
 @dataclass(frozen=True)
-class Quantisation:
-    """How a checkpoint's quantised tensors are written."""
+class Quantization:
+    """How a checkpoint's quantized tensors are written."""
 
     method: str
     """One of METHODS."""
@@ -33,7 +33,7 @@ class Quantisation:
     """Number added to stored zero points: 1 in gptq's first format. None: they are the middle, whatever is stored."""
 
 
-def read_quantisation(directory: Path, fields: Mapping[str, Any]) -> Quantisation | None:
+def read_quantization(directory: Path, fields: Mapping[str, Any]) -> Quantization | None:
     """From config.json's `quantization_config`, or from ModelOpt's `hf_quant_config.json`; None if neither exists.
 
     Args:
@@ -53,13 +53,13 @@ def read_quantisation(directory: Path, fields: Mapping[str, Any]) -> Quantisatio
     if method == "unknown" and "group_size" in found:
         raise CheckpointError(f"{path}: weights in MLX's form are not supported; {original_of(directory)}")
     if method.startswith(MODELOPT):
-        return Quantisation(MODELOPT)
+        return Quantization(MODELOPT)
     if method == COMPRESSED:
-        return Quantisation(COMPRESSED, block=_block(path, _compressed_block(found)))
+        return Quantization(COMPRESSED, block=_block(path, _compressed_block(found)))
     if method == FP8:
-        return Quantisation(FP8, block=_block(path, found.get("weight_block_size")))
+        return Quantization(FP8, block=_block(path, found.get("weight_block_size")))
     if method in (MXFP4, BITSANDBYTES):
-        return Quantisation(method)
+        return Quantization(method)
     if method in (GPTQ, AWQ):
         return _integers(path, method, found)
     if method.replace("_", "-") in (AUTO_ROUND, "intel/auto-round", "autoround"):
@@ -74,7 +74,7 @@ def _compressed_block(found: Mapping[str, Any]) -> Any:
     return next((one["block_structure"] for one in weights if one.get("block_structure")), None)
 
 
-def _integers(path: Path, method: str, found: Mapping[str, Any]) -> Quantisation:
+def _integers(path: Path, method: str, found: Mapping[str, Any]) -> Quantization:
     bits = found.get("bits", found.get("w_bit", 4))
     if bits not in (2, 4, 8) or (method == AWQ and bits != 4):
         known = "4" if method == AWQ else "2, 4 and 8"
@@ -83,10 +83,10 @@ def _integers(path: Path, method: str, found: Mapping[str, Any]) -> Quantisation
     if method == AWQ and version != "gemm":
         raise CheckpointError(f"{path}: awq version {version!r} is not supported; only gemm is")
     first_format = method == GPTQ and str(found.get("checkpoint_format", "gptq")) != "gptq_v2"
-    return Quantisation(method, bits=bits, zero_offset=int(first_format))
+    return Quantization(method, bits=bits, zero_offset=int(first_format))
 
 
-def _auto_round(path: Path, found: Mapping[str, Any]) -> Quantisation:
+def _auto_round(path: Path, found: Mapping[str, Any]) -> Quantization:
     packing = str(found.get("packing_format") or "auto_round:auto_gptq").lower()
     if "awq" in packing:
         return _integers(path, AWQ, {"bits": 4})
@@ -99,7 +99,7 @@ def _auto_round(path: Path, found: Mapping[str, Any]) -> Quantisation:
 
 def _block(path: Path, size: Any) -> tuple[int, int]:
     if size is None:
-        return Quantisation.block
+        return Quantization.block
     if isinstance(size, list) and len(size) == 2 and all(isinstance(n, int) and n > 0 for n in size):
         return size[0], size[1]
     raise CheckpointError(f"{path}: {size!r} is not the shape of a block of weights")

@@ -16,13 +16,13 @@ import math
 
 import numpy as np
 
-from checkpoints.quantised.description import Quantisation
-from checkpoints.quantised.stored import F32, INT8, InvalidTensor, Module, Part, StoredWeight
+from checkpoints.quantized.description import Quantization
+from checkpoints.quantized.stored import F32, INT8, InvalidTensor, Module, Part, StoredWeight
 
 STATE = "weight.quant_state.bitsandbytes__"
 
 
-def int8(module: Module, how: Quantisation) -> StoredWeight:
+def int8(module: Module, how: Quantization) -> StoredWeight:
     """Returns a weight in int8 as it is.
 
     Raises:
@@ -35,7 +35,7 @@ def int8(module: Module, how: Quantisation) -> StoredWeight:
     return module.weight("INT8 (bitsandbytes), a scale per channel", shape, {"values": values, "channel_scale": scale})
 
 
-def four_bits(module: Module, how: Quantisation) -> StoredWeight:
+def four_bits(module: Module, how: Quantization) -> StoredWeight:
     """Returns a weight of 4 bits, to be widened.
 
     Raises:

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from kernels_pallas.grouped_matmul import quantised_tpu as grouped
+from kernels_pallas.grouped_matmul import quantized_tpu as grouped
 
 
 def unsupported(x, weight, *, out_dtype):
