@@ -89,7 +89,7 @@ def test_serve_shows_common_options_and_the_others_on_request(capsys):
         (["levitate"], "no command 'levitate'"),
         (["serve", "--max-model-length", "4"], "No such option: --max-model-length; did you mean '--max-model-len'?"),
         (["inspect", "--modle", "demo"], "No such option: --modle; did you mean '--model'?"),
-        (["generate", "x", "--gpu-memory-utilization", "1"], "did you mean '--gpu-memory-utilization'?"),
+        (["generate", "x", "--gpu-memory-utilizaton", "1"], "did you mean '--gpu-memory-utilization'?"),
     ],
 )
 def test_typing_errors_get_a_suggestion(arguments, said, capsys):
