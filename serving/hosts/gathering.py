@@ -6,6 +6,7 @@ Handshakes run concurrently, so that none delays another.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import logging
 import queue
@@ -28,7 +29,8 @@ _RUNNING_PATIENCE = 10.0
 
 @contextlib.contextmanager
 def listening_at(place: str | None, port: int) -> Iterator[socket.socket]:
-    """Listens at the coordinator's address, by which the others reach this host; on all where that is not its own.
+    """Listens at the coordinator's address, by which the others reach this host. On all addresses where that is not its
+    own, or where only this host takes a name for loopback, as `/etc/hosts` of Debian does.
 
     Raises:
         ConfigError: the port is in use.
@@ -37,7 +39,9 @@ def listening_at(place: str | None, port: int) -> Iterator[socket.socket]:
     with contextlib.suppress(OSError):
         if place is not None:
             family, _, _, _, address = socket.getaddrinfo(place, port, type=socket.SOCK_STREAM)[0]
-            made = socket.create_server(address[:2], family=family)
+            loopback = ipaddress.ip_address(address[0]).is_loopback
+            if not loopback or place == "localhost" or address[0] == place:
+                made = socket.create_server(address[:2], family=family)
     try:
         if made is None:
             both = socket.has_dualstack_ipv6()

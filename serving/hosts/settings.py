@@ -53,14 +53,16 @@ class HostSettings(Settings):
             return self
         slurm = re.match(r"([^,\[]+)(?:\[(\w+))?", variables.get("SLURM_STEP_NODELIST", ""))
         mpi = re.match(r"(\d+)\..*?(?:tcp://(.+?)[,:]|tcp6://(\[.+?)[,\]])", variables.get("OMPI_MCA_orte_hnp_uri", ""))
-        workers = variables.get("TPU_WORKER_HOSTNAMES") if "MEGASCALE_NUM_SLICES" not in variables else None
+        workers = None
+        if "MEGASCALE_NUM_SLICES" not in variables:
+            workers = variables.get("TPU_PROCESS_ADDRESSES") or variables.get("TPU_WORKER_HOSTNAMES")
         try:
-            if slurm:
-                place, job = slurm[1] + (slurm[2] or ""), int(variables["SLURM_JOB_ID"])
-                hosts, host = int(variables["SLURM_NTASKS"]), int(variables["SLURM_PROCID"])
-            elif mpi:
+            if mpi:  # first, as JAX has it: `mpirun` within an allocation of Slurm
                 place, job = mpi[2] or f"{mpi[3]}]", int(mpi[1]) // _PORTS
                 hosts, host = int(variables["OMPI_COMM_WORLD_SIZE"]), int(variables["OMPI_COMM_WORLD_RANK"])
+            elif slurm:
+                place, job = slurm[1] + (slurm[2] or ""), int(variables["SLURM_JOB_ID"])
+                hosts, host = int(variables["SLURM_NTASKS"]), int(variables["SLURM_PROCID"])
             elif workers:
                 place, job = workers.split(",")[0].split(":")[0], 0
                 hosts, host = workers.count(",") + 1, int(variables["TPU_WORKER_ID"])

@@ -137,6 +137,13 @@ def test_the_meeting_listens_at_the_coordinators_address(place, bound):
         assert listening.getsockname()[0] in (bound, "0.0.0.0" if bound == "::" else bound)
 
 
+def test_a_name_that_only_this_host_takes_for_loopback_is_listened_to_everywhere(monkeypatch):
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(gathering.socket, "getaddrinfo", lambda *given, **options: found)
+    with gathering.listening_at("node001", 0) as listening:
+        assert listening.getsockname()[0] in ("::", "0.0.0.0")
+
+
 def test_missing_hosts_are_named_again_and_again_on_all_hosts(invitations, monkeypatch, caplog):
     monkeypatch.setattr(gathering, "REPORT_INTERVAL", 0.2)
     with caplog.at_level(logging.INFO):
