@@ -38,6 +38,8 @@ class ResponseContext:
     store: ResponseStore = field(default_factory=lambda: ResponseStore(0, 0))
     key: str | None = None
     """The key of the client: it may continue the responses in `store` that this key created."""
+    marks: bool = True
+    """Prompts get marks of the prefix cache, for which conversations are rendered several times."""
 
 
 @dataclass
@@ -74,10 +76,11 @@ class Context:
     def of_request(self, model: str | None, key: str | None) -> ResponseContext:
         """Returns the context of a request for `model` by the client with this key."""
         name = model if model is not None and model in self.adapters else self.model_name
-        vocab_size = self.engine.engine.vocab_size
+        engine = self.engine.engine
         return ResponseContext(
-            self.codec, name, self.settings, vocab_size, self.tool_calls, self.reasoning, self.store, key
-        )
+            self.codec, name, self.settings, engine.vocab_size, self.tool_calls, self.reasoning, self.store, key,
+            engine.loop.scheduler.config.caching,
+        )  # fmt: skip
 
     @functools.cached_property
     def tool_calls(self) -> ToolCallForm | None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from checkpoints.text.chat import ChatTemplateError
 from checkpoints.text.turns import continued, following_text
 from checkpoints.tokenizer import Tokenizer
 from serving.api.http.errors import ApiError
@@ -31,7 +32,7 @@ _BEGINNING = 8
 """Characters per allowed token in the beginning that is tokenized first: about twice the text that fits."""
 _KEPT = 1 << 16
 _MARKED_SECONDS = 0.5
-"""Conversations whose rendering takes longer have no marks."""
+"""Once a conversation has been rendered for so long, no more marks are looked for."""
 _TOO_LONG = "prompt is too long"
 """Text that clients of Anthropic's API search for in the message."""
 
@@ -75,7 +76,7 @@ class TextCodec:
         self,
         messages: Sequence[dict[str, Any]],
         *,
-        places: Callable[..., Mapping[int, float | None]],
+        places: Callable[..., Mapping[int, float | None]] | None = None,
         previous_token_ids: Sequence[int] = (),
         add_special_tokens: bool = False,
         fits: bool = True,
@@ -85,8 +86,8 @@ class TextCodec:
 
         Args:
             messages: the conversation.
-            places: returns the characters to mark in its text. Its arguments: the tokenizer, the messages, the text and
-                the options.
+            places: returns the characters to mark in its text. Its arguments: what renders, the messages, the text and
+                the options. None: no marks.
             previous_token_ids: the earlier turns; `messages` are then those that follow. Without marks.
             add_special_tokens: also those that the tokenizer adds. Without marks.
             fits: as in `encode`.
@@ -107,15 +108,28 @@ class TextCodec:
             )  # fmt: skip
 
         def encode() -> tuple[list[int], tuple[Mark, ...]]:
-            render, begin = tokenizer.apply_chat_template, time.monotonic()
+            spent = 0.0
+
+            def render(each: Sequence[dict[str, Any]], /, **given: Any) -> str:
+                nonlocal spent
+                begin = time.monotonic()
+                try:
+                    return tokenizer.apply_chat_template(each, **given)
+                finally:
+                    spent += time.monotonic() - begin
+
+            def render_in_time(each: Sequence[dict[str, Any]], /, **given: Any) -> str:
+                if spent > _MARKED_SECONDS:
+                    raise ChatTemplateError("rendering takes too long to look for marks")
+                return render(each, **given)
+
             text = following_text(render, messages, **options) if previous_token_ids else render(messages, **options)
             self._check_characters(len(text), "messages")
-            if previous_token_ids or add_special_tokens:
+            if places is None or previous_token_ids or add_special_tokens:
                 return continued(previous_token_ids, self._encode(text, add_special_tokens, "messages", fits)), ()
             self._check_beginning(text, False, "messages", fits)
-            slow = time.monotonic() - begin > _MARKED_SECONDS  # finding the places renders a few times more
             ids, ends = tokenizer.encode_with_ends(text)
-            return ids, () if slow else marks_at(places(tokenizer, messages, text, **options), ends)
+            return ids, marks_at(places(render_in_time, messages, text, **options), ends)
 
         return await self.run(max(characters([messages, options], _LONG), _SHORT + 1), encode)
 

@@ -15,7 +15,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -232,6 +232,7 @@ def run_batch(
     lines = read_lines(source)
     name = Path(llm.config.model).name
     context = batch_context(llm.tokenizer, name, defaults, max_model_len=engine.max_model_len)
+    context = replace(context, marks=llm.engine.loop.scheduler.config.caching)
     plain, openai = PlainLines(context, defaults), BatchLines(context)
     # Without a buffer, closing the file does not repeat a failed write.
     with naming(target), target.open("ab", buffering=0) as out:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -26,7 +26,7 @@ _PROBE = "\ue000"
 Messages = Sequence[Mapping[str, Any]]
 
 
-def encode_marked(tokenizer: Tokenizer, messages: Messages, **options: Any) -> tuple[list[int], tuple[Mark, ...]]:
+def encode_marked(tokenizer: Tokenizer, messages: Messages, /, **options: Any) -> tuple[list[int], tuple[Mark, ...]]:
     """Returns the token ids of a conversation, and its marks. `options` are those of `Tokenizer.apply_chat_template`.
 
     Raises:
@@ -34,20 +34,23 @@ def encode_marked(tokenizer: Tokenizer, messages: Messages, **options: Any) -> t
     """
     text = tokenizer.apply_chat_template(messages, **options)
     ids, ends = tokenizer.encode_with_ends(text)
-    return ids, marks_at(chat_positions(tokenizer, messages, text, **options), ends)
+    return ids, marks_at(chat_positions(tokenizer.apply_chat_template, messages, text, **options), ends)
 
 
-def chat_positions(tokenizer: Tokenizer, messages: Messages, text: str, **options: Any) -> dict[int, float | None]:
-    """Returns the places to mark in the text of a conversation, in characters, each with its time (`Mark.ttl`)."""
+def chat_positions(
+    render: Callable[..., str], messages: Messages, text: str, /, **options: Any
+) -> dict[int, float | None]:
+    """Returns the places to mark in the text of a conversation, in characters, each with its time (`Mark.ttl`).
+    `render`: as `Tokenizer.apply_chat_template`; a place that it refuses to render is left out."""
     found: dict[int, float | None] = {}
     system = list(takewhile(lambda message: message.get("role") in ("system", "developer"), messages))
     if system or options.get("tools"):
         probe = [*system, {"role": "user", "content": _PROBE}]
         with contextlib.suppress(ChatTemplateError):
-            found[shared_length(text, tokenizer.apply_chat_template(probe, **options))] = SYSTEM_SECONDS
+            found[shared_length(text, render(probe, **options))] = SYSTEM_SECONDS
     if options.get("add_generation_prompt", True) and not options.get("continue_final_message"):
         with contextlib.suppress(ChatTemplateError):
-            history = tokenizer.apply_chat_template(messages, **{**options, "add_generation_prompt": False})
+            history = render(messages, **{**options, "add_generation_prompt": False})
             found.setdefault(shared_length(text, history), None)
     return found
 

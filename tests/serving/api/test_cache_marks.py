@@ -1,11 +1,18 @@
 """Marks of the prefix cache: where clients' marks stand in a prompt, and what usage says of them."""
 
+import asyncio
 import itertools
+from dataclasses import replace
 
 import pytest
+from fastapi.exceptions import RequestValidationError
 
-from serving.api.http.errors import ApiError
-from tests.serving.api.test_agent_requests import CHAT, MESSAGES, RESPONSES, SCHEMA, TOKENIZER, USER, opened
+from checkpoints.tokenizer import Tokenizer
+from serving.api.http.apis.inputs import tokenized, tokenized_with_marks
+from serving.api.http.apis.text_api import TEXT_APIS
+from serving.api.http.errors import ApiError, validated
+from serving.api.http.protocol.chat import ChatRequest
+from tests.serving.api.test_agent_requests import CHAT, CONTEXT, MESSAGES, RESPONSES, SCHEMA, TOKENIZER, USER, opened
 
 LONG, MORE = (" and then ".join(f"{word} {i}" for i in range(20)) for word in ("rule", "text"))
 OF_ANTHROPIC, OF_OPENAI = {"cache_control": {"type": "ephemeral"}}, {"prompt_cache_breakpoint": {"mode": "explicit"}}
@@ -54,10 +61,58 @@ def marked(kind, **body):
             {"type": "tool_use", "id": "c", "name": "f", "input": {}}]}, user(
                 {"type": "tool_result", "tool_use_id": "c", "content": MORE, **OF_ANTHROPIC}, text("so"))]},
          [(f"[user]{LONG}[assistant]<f {{}}>[tool]{MORE}", 300.0), ("[user]so", None)]),
+        (MESSAGES, {"messages": [user(text(LONG)), {"role": "assistant", "content": [text(MORE), {
+            "type": "tool_use", "id": "c", "name": "f", "input": {}, **OF_ANTHROPIC}]}, user(text("so"))]},
+         [(f"[user]{LONG}[assistant]{MORE}", 300.0), ("<f {}>[user]so", None)]),
     ],
 )  # fmt: skip
 def test_where_marks_stand(kind, body, marks):
     assert marked(kind, **body) == marks
+
+
+@pytest.mark.parametrize("field", [{"a": 1}, {}, 5, {"cache_control": 5}])
+def test_a_clients_field_with_the_name_of_the_marks_of_tools(field):
+    assert [ttl for _, ttl in marked(CHAT, messages=[user(text(MORE))], tools_cache_control=field)] == [None]
+
+
+@pytest.mark.parametrize("name", ["text", "marks", "tokenizer", "render", "each"])
+def test_template_variables_of_any_name(name):
+    assert marked(CHAT, messages=[user(text(MORE, **OF_ANTHROPIC))], chat_template_kwargs={name: 1})
+    kwargs = {"chat_template_kwargs": {name: 1}, "previous_token_ids": [1]}
+    assert opened(CHAT, messages=[USER], **kwargs)[0].job.prompts
+
+
+@pytest.mark.parametrize("name", ["places", "previous_token_ids"])
+def test_template_variables_that_are_refused(name):
+    with pytest.raises(RequestValidationError, match="may not set the chat template variable"):
+        opened(CHAT, messages=[USER], chat_template_kwargs={name: 1})
+
+
+@pytest.mark.parametrize("content", ["", [text("")], [text("", **OF_ANTHROPIC)]])
+def test_a_mark_on_an_empty_final_message_continues_nothing(content):
+    messages = [USER, {"role": "assistant", "content": content}]
+    assert (
+        not TEXT_APIS[MESSAGES]
+        .converted(
+            validated(TEXT_APIS[MESSAGES].request, {"messages": messages, "max_tokens": 8, **OF_ANTHROPIC}), None
+        )
+        .continue_final_message
+    )
+
+
+def test_marks_of_calls_count():
+    call = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}, **OF_ANTHROPIC}]}
+    with pytest.raises(ApiError, match="at most 4 blocks"):
+        opened(MESSAGES, messages=[USER, call] * 5)
+
+
+def test_where_nothing_is_cached_a_conversation_is_rendered_once(monkeypatch):
+    body = ChatRequest(messages=[user(text(LONG, **OF_ANTHROPIC), text(MORE))])
+    rendered, render = [], Tokenizer.apply_chat_template
+    monkeypatch.setattr(Tokenizer, "apply_chat_template", lambda *a, **b: rendered.append(1) or render(*a, **b))
+    ids = asyncio.run(tokenized(CONTEXT, body))
+    assert (asyncio.run(tokenized_with_marks(replace(CONTEXT, marks=False), body)), len(rendered)) == ((ids, ()), 2)
+    assert (asyncio.run(tokenized_with_marks(CONTEXT, body))[0], len(rendered)) == (ids, 5)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,8 @@ def test_what_a_tag_admits(grammars, tag, right, wrong):
         ({"format": {"type": "xml"}}, "not 'xml'"), ({"format": {"type": "sequence"}}, "elements must be a list"),
         ({"structures": OLD["structures"], "triggers": ["["]}, "no trigger begins the tag '<function=f>'"),
         ({"format": {"type": "tag", "begin": "<", "content": OF_JSON}}, "end of a tag"),
-        ({}, "structures must be a list"),
+        ({}, "structures must be a list"), ({"format": {"type": ["x"]}}, r"not \['x'\]"),
+        ({"structures": OLD["structures"], "triggers": 5}, "triggers must be a list"),
         ({"format": {"type": "json_schema", "json_schema": 5}}, "json_schema"),
         ({"format": {"type": "sequence", "elements": [OF_JSON] * 300}}, "more than 256 parts"),
     ],
@@ -76,6 +77,8 @@ def test_both_fields_of_requests():
     for fields in ({"response_format": {"type": "structural_tag", **OLD}}, own):
         request = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}], **fields})
         assert structured_outputs(request) == StructuredOutputs(grammar=structural_grammar(OLD))
-    bad = {"messages": [{"role": "user", "content": "x"}], "structured_outputs": {"structural_tag": "["}}
-    with pytest.raises(RequestError, match="must be a JSON object"):
-        structured_outputs(ChatRequest.model_validate(bad))
+    deep = '{"format": ' + '{"type": "sequence", "elements": [' * 400 + "]}" * 400 + "}"
+    for text in ("[", "[" * 5000, deep):
+        bad = {"messages": [{"role": "user", "content": "x"}], "structured_outputs": {"structural_tag": text}}
+        with pytest.raises(RequestError, match="must be a JSON object"):
+            structured_outputs(ChatRequest.model_validate(bad))

@@ -1,18 +1,17 @@
 """Marks of the prefix cache: those of clients, in both vendors' forms, and their places in the text of a conversation.
 
 Anthropic's `cache_control` and OpenAI's `prompt_cache_breakpoint` stand on parts of messages. Each marks the end of a
-prefix that the client will send again; DESIGN.md tells what the engine does with marks.
+prefix that the client will send again; docs/engine.md tells what the engine does with marks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from checkpoints.text.chat import ChatTemplateError, part_text
-from checkpoints.tokenizer import Tokenizer
 from serving.api.http.errors import ApiError
 from serving.api.http.protocol.chat import ChatRequest
 from serving.core.cache.marks import LONGEST_TTL
@@ -70,7 +69,7 @@ def client_marks(request: ChatRequest, messages: Sequence[Mapping[str, Any]]) ->
     """
     extra = request.model_extra or {}
     options = request.prompt_cache_options
-    found = [(-1, 0, extra[TOOLS])] if isinstance(extra.get(TOOLS), Mapping) else []
+    found = [(-1, 0, marks)] if (marks := marks_of(extra.get(TOOLS))) else []
     for i, message in enumerate(messages):
         content = message.get("content")
         if isinstance(content, list):
@@ -83,14 +82,15 @@ def client_marks(request: ChatRequest, messages: Sequence[Mapping[str, Any]]) ->
 
 def places_of(
     marks: Sequence[tuple[int, int, float]],
-    tokenizer: Tokenizer,
+    render: Callable[..., str],
     messages: Sequence[dict[str, Any]],
     text: str,
+    /,
     **options: Any,
 ) -> dict[int, float | None]:
     """Returns the places to mark in the text of a conversation, in characters, with their times: those of the client,
-    the end of tools and system text, and the end of the history."""
-    found = chat_positions(tokenizer, messages, text, **options)
+    the end of tools and system text, and the end of the history. `render`: as for `chat_positions`."""
+    found = chat_positions(render, messages, text, **options)
     longest = max((seconds for *_, seconds in marks), default=0.0)
     found = {place: ttl and max(ttl, longest) for place, ttl in found.items()}
     for i, j, seconds in marks:
@@ -99,6 +99,6 @@ def places_of(
             parts[j] = {"type": "text", "text": part_text(parts[j]) + _PROBE}
             probe = [*messages[:i], {**messages[i], "content": parts}, *messages[i + 1 :]]
             with contextlib.suppress(ChatTemplateError):
-                place = shared_length(text, tokenizer.apply_chat_template(probe, **options))
+                place = shared_length(text, render(probe, **options))
                 found[place] = max(found.get(place) or 0.0, seconds)
     return found

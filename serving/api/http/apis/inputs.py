@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from checkpoints.text.chat import part_text
 from serving.api.http.apis.cache_marks import client_marks, marks_of, places_of, with_marks
 from serving.api.http.context import ResponseContext
 from serving.api.http.errors import ApiError
+from serving.api.http.json_values import parse_written
 from serving.api.http.parsing.json_schemas import enforceable
 from serving.api.http.parsing.structural_tags import structural_grammar
 from serving.api.http.protocol.chat import AllowedTools, ChatRequest, Tool
@@ -36,7 +37,7 @@ async def tokenized(
     context: ResponseContext, request: ChatRequest | CompletionRequest, *, fits: bool = True
 ) -> list[list[int]]:
     """Returns the token ids of each prompt of a request; see `tokenized_with_marks`."""
-    return (await tokenized_with_marks(context, request, fits=fits))[0]
+    return (await tokenized_with_marks(replace(context, marks=False), request, fits=fits))[0]
 
 
 async def tokenized_with_marks(
@@ -58,7 +59,8 @@ async def tokenized_with_marks(
         special = request.add_special_tokens is True
         options |= {"add_special_tokens": special, "previous_token_ids": request.previous_token_ids or ()}
         messages = messages_of(request)
-        places = partial(places_of, client_marks(request, messages))
+        found = client_marks(request, messages)
+        places = partial(places_of, found) if context.marks else None
         ids, marks = await codec.encode_chat(messages, places=places, fits=fits, **options)
         prompts = [ids]
     else:
@@ -209,8 +211,8 @@ def structured_outputs(request: GenerationRequest) -> StructuredOutputs | None:
 
 def _json_object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
-    except ValueError:
+        value = parse_written(text)
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise RequestError("structural_tag must be a JSON object")

@@ -49,11 +49,12 @@ def as_chat(body: Conversation) -> ChatRequest:
     for message in body.messages:
         messages += _messages(message)
     final = messages[-1] if messages else {}
+    continues = final.get("role") == "assistant" and _has_text(final["content"]) and "tool_calls" not in final
     if body.cache_control is not None and final:
         final["content"] = with_marks(final["content"], {"cache_control": body.cache_control})
     if tool := next((marks_of(tool.model_extra) for tool in reversed(body.tools or [])), None):
         fields[TOOLS] = tool
-    if final.get("role") == "assistant" and final["content"] and "tool_calls" not in final:  # the answer continues it
+    if continues:
         fields["continue_final_message"] = True
     fields |= {"model": body.model, "messages": messages}
     fields["tools"] = [
@@ -84,6 +85,7 @@ def _messages(message: InputMessage) -> list[dict[str, Any]]:
     parts: list[Mapping[str, Any]] = []
     results: list[dict[str, Any]] = []
     own: dict[str, Any] = {"role": message.role}
+    marks: dict[str, Any] = {}
     for part in message.content:
         match str(part.get("type")):
             case "thinking":
@@ -94,6 +96,7 @@ def _messages(message: InputMessage) -> list[dict[str, Any]]:
                 function = {"name": part.get("name"), "arguments": json.dumps(part.get("input") or {})}
                 call = {"id": part.get("id"), "type": "function", "function": function}
                 own.setdefault("tool_calls", []).append(call)
+                marks |= marks_of(part)
             case "tool_result":
                 content = with_marks(chat_content(part.get("content") or ""), part)
                 results.append({"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": content})
@@ -102,8 +105,12 @@ def _messages(message: InputMessage) -> list[dict[str, Any]]:
                 parts.append({"type": "text", "text": f"[{kind}] {json.dumps(value, ensure_ascii=False)}"})
             case _:
                 parts.append(part)
-    own["content"] = chat_content(parts)
+    own["content"] = with_marks(chat_content(parts), marks)
     return [*results, *([own] if parts or len(own) > 2 else [])]
+
+
+def _has_text(content: Any) -> bool:
+    return any(part["text"] for part in content) if isinstance(content, list) else bool(content)
 
 
 def _without_billing(system: str | Parts) -> str | Parts:

@@ -55,7 +55,7 @@ class _Rules:
     def part(self, form: Any) -> str:
         """Returns the expression of a format."""
         kind = form.get("type") if isinstance(form, Mapping) else None
-        if kind not in self._kinds:
+        if not isinstance(kind, str) or kind not in self._kinds:
             raise RequestError(f"structural_tag: a format has one of the types {', '.join(self._kinds)}, not {kind!r}")
         return self._kinds[kind](form)
 
@@ -78,7 +78,7 @@ class _Rules:
         return f"{json.dumps(before)} {self.part(content)} ({' | '.join(map(json.dumps, ends))})"
 
     def _triggered(self, form: Mapping[str, Any]) -> str:
-        triggers, tags = [t for t in form.get("triggers") or () if isinstance(t, str) and t], list[str]()
+        triggers, tags = [t for t in _items(form, "triggers") if isinstance(t, str) and t], list[str]()
         for tag in _items(form, "tags"):
             begin = _string(tag, "begin")
             trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)

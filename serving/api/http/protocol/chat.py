@@ -137,8 +137,9 @@ class ReasoningChoice(BaseModel):
 
 
 _PARAMETERS = frozenset(
-    {"self", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "add_special_tokens", "fits"}
-)
+    {"self", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "add_special_tokens", "fits",
+     "places", "previous_token_ids"}
+)  # fmt: skip
 """Parameters of the functions that render and encode a conversation, including the template, which is a program."""
 
 
