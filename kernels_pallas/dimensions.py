@@ -25,8 +25,6 @@ DIMENSIONS = {
     "q_len": "queries of a block",
     "writes": "slots that a step writes, by position",
     "places": "positions of tokens",
-    "passes": "drafts in a row, in training",
-    "more": "passes, and one",
     "documents": "of a training corpus",
     "prompts": "of a training step by reinforcement",
     "samples": "answers to each of its prompts",
@@ -78,5 +76,4 @@ DIMENSIONS = {
     "n": "any number",
     "lead": "any leading axes",
     "shape": "any axes",
-    "out": "axes of an output",
 }

@@ -150,8 +150,8 @@ class KernelChoice:
     def report(self) -> str:
         """Returns one line with the implementation of each operation traced so far, and why it is not a kernel."""
         parts = []
-        for operation, chosen in sorted(self.chosen.items()):
-            by = " and ".join(name + (f" ({why})" if why else "") for name, why in sorted(chosen.items()))
+        for operation, chosen in sorted(dict(self.chosen).items()):
+            by = " and ".join(name + (f" ({why})" if why else "") for name, why in sorted(dict(chosen).items()))
             parts.append(f"{operation} by {by}")
         if unused := sorted(set(self.named) - set(self.chosen)) if isinstance(self.named, Mapping) else []:
             parts.append(f"named, but not in use: {', '.join(unused)}")

@@ -139,10 +139,17 @@ def recorded(trace: Callable[[KernelChoice], None], phase: str, platform: str) -
         arrays = (jax.Array, np.ndarray)
         leaves = [jax.ShapeDtypeStruct(v.shape, v.dtype) if isinstance(v, arrays) else v for v in leaves]
         call = Call(phase, operation, candidates, jax.tree.unflatten(structure, leaves), depth > 0)
-        return found.setdefault((operation, structure, *leaves), call)
+        return _add(found, (operation, structure, *leaves), call)
 
     trace(KernelChoice(platform=platform, seen=seen))
     yield from found.values()
+
+
+def _add(found: dict[Any, Call], key: Any, call: Call) -> Call:
+    """Adds a call, also in place of an equal one that another operation makes."""
+    if key not in found or (found[key].inner and not call.inner):
+        found[key] = call
+    return found[key]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +187,7 @@ def calls_of(config: HybridConfig, platform: str, sizes: Sizes, *, dtype: DTypeL
             trace_step(config, choice, batch, *state, dtype=dtype, tile_size=sizes.tile_size)
 
         for call in recorded(trace, phase, platform):
-            found.setdefault((call.operation, *jax.tree.leaves(call.arguments), rows), call)
+            _add(found, (call.operation, *jax.tree.leaves(call.arguments), rows), call)
 
     for rows in sizes.rows:
         for steps in sizes.steps:

@@ -161,7 +161,7 @@ _UNROLLED = 8
 _FEW, _OVERHEAD = 80, 4e-6
 """Calls up to which the loop is not unrolled, and seconds that a call takes if it moves nothing."""
 _GRAPH = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION"
-"""What a GPU may launch together (see `mamba_jax.compiler_options`): the body of the loop, not the loop."""
+"""What a GPU may launch together (see `mamba_jax.programs.platform_options`): the body of the loop, not the loop."""
 
 
 def timing(call: Call, implementation: str, *, calls: int) -> tuple[Callable[[], Any], Callable[..., Any]]:

@@ -40,6 +40,11 @@ class Compiler:
         """See `StoredPrograms`."""
         return self.compiled(lower, options)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a program is being compiled, so that nothing can be timed."""
+        return any(not job.done() for job in self._jobs)
+
     def wait(self, seconds: float) -> tuple[int, int, float]:
         """Waits for all; returns how many are done, how many there are, and the seconds that it took.
 

@@ -44,14 +44,14 @@ class Deadline:
         for place, job in enumerate(jobs):
             now = self._clock()
             if now >= self._end:
-                self._fail(job.name, "not started: the time of the check is up")
+                self.fail(job.name, "not started: the time of the check is up")
                 continue
             shares = sum(each.share for each in jobs[place:])
             self._job_end = now + (self._end - now) * job.share / shares
             try:
                 job.measure()
             except Exception as error:  # the other measurements are still wanted
-                self._fail(job.name, f"{type(error).__name__}: {' '.join(str(error).split())[:600]}")
+                self.fail(job.name, f"{type(error).__name__}: {' '.join(str(error).split())[:600]}")
 
     def each(self, metric: str, cases: Iterable[T], *, named: Callable[[T], str] = str) -> Iterator[T]:
         """Yields cases until the job's time is up, the first one in any case; reports those that are left out."""
@@ -65,7 +65,8 @@ class Deadline:
         if left_out:
             self._report.add(metric, skipped="the time of this job is up", cases=left_out)
 
-    def _fail(self, name: str, why: str) -> None:
+    def fail(self, name: str, why: str) -> None:
+        """Reports that a part failed, or was not started."""
         self.failed.append(name)
         self._report.add(name, error=why)
 
@@ -74,7 +75,7 @@ class Deadline:
         """Ends the process `grace` seconds after the end of the check, because a compilation cannot be interrupted."""
 
         def stop() -> None:
-            self._fail("deadline", "the time of the check is up, in the middle of a measurement")
+            self.fail("deadline", "the time of the check is up, in the middle of a measurement")
             end(1)
 
         timer = threading.Timer(max(0.0, self._end - self._clock()) + grace, stop)

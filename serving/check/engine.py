@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +69,11 @@ def time_engine(
         loop.programs.kept = compiler
         batches = list(loop.batches.warm_up_batches(engine.vocab_size))[: loop.batches.num_essential]
         jobs = [compiler.submit(loop.programs.program, *loop.shapes, batch) for batch in batches]
-        wait(jobs, timeout=left)
+        compiler.wait(0.8 * left)
+        if compiler.busy:
+            raise TimeoutError("programs are still being compiled")
+        for job in jobs:
+            job.result(0)
         loop.batches.use_only(batches)
         report.add("engine programs", count=len(batches), seconds=round(time.perf_counter() - begin, 1))
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)

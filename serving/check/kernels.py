@@ -30,7 +30,7 @@ class KernelCheck:
         self, compared: Cases, timed: Cases, report: Report, compiler: Compiler, *, copy: float, most: int = 1000
     ) -> None:
         """`copy`: bytes per second of a copy, which tells how many calls, up to `most`, a loop has."""
-        self._report, self._copy, self.failed = report, copy, 0
+        self._report, self._compiler, self._copy, self.failed = report, compiler, copy, 0
         time = partial(compiled_timings, seconds=LONGEST, bandwidth=copy, most=most)
         self._compared = [(*case, compiler.submit(compiled_comparison, *case, compiler)) for case in compared]
         self._timed = [(*case, compiler.submit(time, *case, compiler)) for case in timed]
@@ -54,6 +54,8 @@ class KernelCheck:
     def time(self, deadline: Deadline) -> None:
         """Times each kernel and the plain form, and reports both with the share of a copy's bandwidth."""
         slower = []
+        if self._compiler.busy:
+            raise TimeoutError("programs are still being compiled")
         for call, name, compiling in deadline.each("kernel", self._timed, named=_label):
             try:
                 timed = compiling.result(max(1.0, deadline.left))

@@ -23,6 +23,7 @@ from mamba_jax.kernel_check.compiling import Compiler
 from mamba_jax.programs import StepPrograms
 from mamba_jax.rows import init_rows
 from mamba_jax.store import StoreShape, init_store
+from mamba_jax.store_layout import places
 from mamba_jax.tails import Replay
 from serving.check.report import Report
 from serving.engine.assembly.replay import state_traffic
@@ -86,7 +87,10 @@ class ModelPrograms:
         return self._programs[True].kernels.report()
 
     def compile(self, step: Step) -> None:
-        """Begins to compile a step, unless it does not fit."""
+        """Begins to compile a step, unless it does not fit, or is being compiled."""
+        old = self._compiling.get(step)
+        if old is not None and not old.cancelled():
+            return
         if not self.fits(step):
             self._report.add(f"{step.kind} step", skipped="it does not fit", **step.about)
             return
@@ -94,6 +98,9 @@ class ModelPrograms:
         store, rows = (
             jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=device), jax.eval_shape(make))
             for make in self._state(step)
+        )
+        store = jax.tree.map(
+            lambda v, at: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=at), store, places(self.shape, store)
         )
         self._compiling[step] = self._compiler.submit(
             self._programs[step.graph].program, store, rows, self._batch(step)
@@ -113,8 +120,8 @@ class ModelPrograms:
         if step not in self._compiling:
             return
         self._compiling[step].result(seconds)
-        del self._compiling[step]
-        run, state = self._run(step), tuple(make() for make in self._state(step))
+        self.forget(step)
+        run, state = self._run(step), self._made(step)
         state, out = run(state)
         jax.block_until_ready((state, out))
         best = float("inf")
@@ -134,9 +141,13 @@ class ModelPrograms:
             found |= {"tokens": tokens, "tokens/s": round(tokens / best, 1)}
         self._report.add(f"{step.kind} step", model=self.name, **step.about, **found)
 
+    def forget(self, step: Step) -> None:
+        """Measures a step no more."""
+        self._compiling.pop(step, None)
+
     def profile(self, step: Step, *, top: int = 25) -> None:
         """Reports the time of each kernel of a GPU in one step, by the profiler. Needs `time` to have run."""
-        run, state = self._run(step), tuple(make() for make in self._state(step))
+        run, state = self._run(step), self._made(step)
         state, out = run(state)
         jax.block_until_ready((state, out))
         busy: Counter[str] = Counter()
@@ -207,6 +218,11 @@ class ModelPrograms:
             replay=replay is not None,
         )
         return store, seats
+
+    def _made(self, step: Step) -> tuple[Any, Any]:
+        """The store, in the layout that programs return it in, and the seats."""
+        store, seats = (make() for make in self._state(step))
+        return jax.tree.map(jax.device_put, store, places(self.shape, store)), seats
 
     def _batch(self, step: Step) -> Any:
         if step.kind == "decode":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,17 @@ class Report:
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
         self.figures: list[dict[str, Any]] = []
+        self._lock = threading.RLock()  # a deadline reports from a thread of its own
 
     def add(self, metric: str, **fields: Any) -> None:
         """Prints one line, and keeps it."""
-        self.figures.append({"metric": metric, **fields})
-        print(f"{metric}: " + ", ".join(_told(name, value) for name, value in fields.items()), flush=True)
-        if self.path is not None:
-            self.path.write_text("[\n" + ",\n".join(map(json.dumps, self.figures)) + "\n]\n")
+        with self._lock:
+            self.figures.append({"metric": metric, **fields})
+            print(f"{metric}: " + ", ".join(_told(name, value) for name, value in fields.items()), flush=True)
+            if self.path is not None:
+                written = self.path.with_name(f"{self.path.name}.new")
+                written.write_text("[\n" + ",\n".join(map(json.dumps, self.figures)) + "\n]\n")
+                written.replace(self.path)
 
     def of(self, metric: str) -> list[dict[str, Any]]:
         """All figures of one metric."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from concurrent.futures import CancelledError
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,23 +64,21 @@ class _Check:
         dtype: Any = jnp.float32 if small else jnp.bfloat16
         rows: tuple[int, ...] = (1, 64, 8, 256)
         timed_rows: tuple[int, ...] = (8, 64)
-        sizes = Sizes(tokens=(2048,), steps=(1, 4), context=4096, intervals=(1, 16))
+        page = 128 if self.platform == "tpu" else 32  # as the engine's
+        sizes = Sizes(tokens=(2048,), steps=(1, 4), context=4096, page_size=page, intervals=(1, 16))
         if small:
             sizes = Sizes(rows=(4,), tokens=(128,), context=64, page_size=16, tile_size=32)
             rows, timed_rows = (2, 4), sizes.rows
         copy = copy_bandwidth(1 << 22 if self.tiny else 1 << 30)
         self.report.add("copy", **{"GB/s": round(copy / 1e9, 1)})
-        programs = ModelPrograms(
-            self.model, self.report, self.compiler, copy=copy, context=sizes.context, prompt=sizes.tokens[0],
-            page=sizes.page_size, tile=sizes.tile_size, dtype=dtype,
-        )  # fmt: skip
+        programs = self._load(copy, sizes, dtype)
         many = min(64, rows[-1])
         decode = [Step("decode", each) for each in rows]
         prefill = [Step("prefill", each) for each in (1, 4)]
         # Without CUDA graphs, so that a profile has every kernel.
         plain = Step("decode", rows[0], graph=self.platform != "gpu")
         others = [Step("mixed", many), Step("decode", many, drafts=3), Step("decode", rows[0], drafts=3)]
-        if not programs.shape.unreplayable_state:
+        if programs is not None and not programs.shape.unreplayable_state:
             others += [Step("decode", each, interval=16) for each in rows[1:]]
 
         def kernels(*, compared: bool) -> KernelCheck:
@@ -100,35 +97,63 @@ class _Check:
             check.compare(self.deadline)
             self.wrong += check.failed
 
-        generate = partial(
-            time_engine, programs.model, self.model, self.report, self.compiler, requests=4 if self.tiny else 64,
-            tokens=8 if self.tiny else 128,
-        )  # fmt: skip
-
         def steps(*wanted: Step) -> None:
             for step in wanted:
                 programs.compile(step)
             self._compile()
             for step in self.deadline.each("step", wanted):
                 try:
+                    if self.compiler.busy:
+                        raise TimeoutError
                     programs.time(step, seconds=max(1.0, self.deadline.left))
                 except (TimeoutError, CancelledError):
-                    self.report.add("step", **step.about, later="it is not compiled yet")
+                    self.report.add("step", **step.about, later="programs are still being compiled")
+                except Exception as error:  # the other steps are still wanted
+                    programs.forget(step)
+                    self.deadline.fail(f"step {step.about}", f"{type(error).__name__}: {str(error)[:300]}")
 
-        self.deadline.run([
+        def generate() -> None:
+            requests, tokens = (4, 8) if self.tiny else (64, 128)
+            time_engine(
+                programs.model, self.model, self.report, self.compiler, requests=requests, tokens=tokens,
+                left=self.deadline.left,
+            )  # fmt: skip
+
+        of_steps = [
             Job("decode", 7, lambda: steps(*decode)),
             Job("prefill", 3, lambda: steps(*prefill)),
+        ]
+        of_kernels = [
             Job("kernels against plain", 4, compare),
             Job("kernels", 4, lambda: kernels(compared=False).time(self.deadline)),
+        ]
+        later = [
             Job("steps", 4, lambda: steps(plain, *others)),
-            Job("generate", 5, lambda: generate(left=self.deadline.left)),
+            Job("generate", 5, generate),
             Job("kernels of a step", 1, lambda: programs.profile(plain)),
+        ]
+        last = [
             Job("greedy tokens", 2, self._greedy),
             Job("late steps", 1, lambda: steps(*programs.left)),
             Job("collectives", 1, lambda: time_collectives(self.report)),
-        ])  # fmt: skip
-        self.report.add("implementations", chosen=programs.kernels)
+        ]
+        if programs is None:
+            self.deadline.run([*of_kernels, last[0], last[2]])
+        else:
+            self.deadline.run([*of_steps, *of_kernels, *later, *last])
+            self.report.add("implementations", chosen=programs.kernels)
         return self.wrong + (not self.greedy)
+
+    def _load(self, copy: float, sizes: Sizes, dtype: Any) -> Any:
+        """The model's programs; None, reported, where it cannot be loaded: kernels are checked without its weights."""
+        try:
+            return ModelPrograms(
+                self.model, self.report, self.compiler, copy=copy, context=sizes.context, prompt=sizes.tokens[0],
+                page=sizes.page_size, tile=sizes.tile_size, dtype=dtype,
+            )  # fmt: skip
+        except Exception as error:
+            self.deadline.fail("load", f"{type(error).__name__}: {' '.join(str(error).split())[:600]}")
+            return None
 
     def _compile(self) -> None:
         """Waits for what was submitted: while it is compiled, nothing is timed."""
