@@ -26,11 +26,13 @@ def int8(module: Module, how: Quantization) -> StoredWeight:
     """Returns a weight in int8 as it is.
 
     Raises:
-        InvalidTensor: the factors are of the wrong shape.
+        InvalidTensor: the factors are of the wrong shape, or the weight is not stored row by row.
     """
     shape = module.shape("weight")
     module.expect("SCB", shape[:-1], "F32")
     module.allow("weight_format")
+    if module.has("weight_format") and (form := module.view("weight_format")).any():
+        raise InvalidTensor(f"{module.name}.weight_format is {form.max()}, expected 0 (rows)")
     values, scale = Part(INT8, lambda: module.view("weight")), Part(F32, lambda: module.view("SCB") / F32.type(127))
     return module.weight("INT8 (bitsandbytes), a scale per channel", shape, {"values": values, "channel_scale": scale})
 
@@ -50,7 +52,7 @@ def four_bits(module: Module, how: Quantization) -> StoredWeight:
         count = math.prod(shape)
         if min(shape) < 1 or size < 1 or nested < 0:
             raise ValueError("a size is not above 0")
-    except (ValueError, TypeError, LookupError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
         raise InvalidTensor(f"{module.name}.{STATE}{kind} does not describe a weight ({error})") from None
     stored = module.shape("weight")
     if math.prod(stored) != -(-count // 2):
@@ -65,10 +67,10 @@ def four_bits(module: Module, how: Quantization) -> StoredWeight:
     def read() -> np.ndarray:
         packed, factor = module.view("weight").reshape(-1), module.view("weight.absmax")
         if nested:
-            outer = np.repeat(module.view("weight.nested_absmax"), nested)[:blocks]
+            outer = np.repeat(module.view("weight.nested_absmax"), min(nested, blocks))[:blocks]
             factor = module.view("weight.nested_quant_map")[factor] * outer + F32.type(offset)
         codes = np.stack([packed >> 4, packed & 0xF], -1).reshape(-1)[:count]
-        return (module.view("weight.quant_map")[codes] * np.repeat(factor, size)[:count]).reshape(shape)
+        return (module.view("weight.quant_map")[codes] * np.repeat(factor, min(size, count))[:count]).reshape(shape)
 
     label = f"{kind.upper()} (bitsandbytes), groups of {size} (widened)"
     return module.weight(label, shape, {"values": Part(F32, read)}, narrow=False)

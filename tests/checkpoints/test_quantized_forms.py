@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from checkpoints.errors import CheckpointError
 from checkpoints.quantized import packing
 from checkpoints.tensors.tensor_set import TensorSet
 from tests.checkpoints.checks import load
@@ -91,20 +92,20 @@ def bitsandbytes_int8(w):
     return {"weight": values, "SCB": largest, "weight_format": np.uint8(0)}, values * (largest[:, None] / 127)
 
 
-def four_bits(w, *, nested=False):
+def four_bits(w, *, nested=False, block=64):
     """bitsandbytes' 4 bits: a table of 16 numbers, and a factor for each 64 of a weight, which may be in 8 bits too."""
     table, codes = RNG.uniform(-1, 1, 16).astype(np.float32), RNG.integers(0, 16, w.size, np.uint8)
-    factor = RNG.uniform(0.1, 0.3, w.size // 64).astype(np.float32)
-    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(w.shape)}
+    factor = RNG.uniform(0.1, 0.3, -(-w.size // block)).astype(np.float32)
+    state = {"quant_type": "nf4", "blocksize": block, "dtype": "bfloat16", "shape": list(w.shape)}
     parts = {"weight": (16 * codes[0::2] + codes[1::2])[:, None], "weight.absmax": factor, "weight.quant_map": table}
     if nested:
         inner, outer = RNG.integers(0, 256, factor.size, np.uint8), RNG.uniform(-1, 1, 256).astype(np.float32)
         sizes = RNG.uniform(0.01, 0.1, -(-factor.size // 256)).astype(np.float32)
         factor = outer[inner] * np.repeat(sizes, 256)[: factor.size] + np.float32(0.25)
-        state |= {"nested_blocksize": 256, "nested_offset": 0.25}
+        state |= {"nested_blocksize": max(block, 256), "nested_offset": 0.25}
         parts |= {"weight.absmax": inner, "weight.nested_absmax": sizes, "weight.nested_quant_map": outer}
     parts["weight.quant_state.bitsandbytes__nf4"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
-    return parts, (table[codes] * np.repeat(factor, 64)).reshape(w.shape)
+    return parts, (table[codes] * np.repeat(factor, min(block, w.size))).reshape(w.shape)
 
 
 MODELOPT, BNB, COMPRESSED = ({"quant_method": name} for name in ("modelopt", "bitsandbytes", "compressed-tensors"))
@@ -131,6 +132,10 @@ FORMS = {
     "bitsandbytes int8": (BNB, {r".*_proj": bitsandbytes_int8}),
     "bitsandbytes NF4": (BNB, {r".*up_proj": four_bits, r".*_proj": fp8}),
     "bitsandbytes NF4, nested": (BNB, {r".*up_proj": partial(four_bits, nested=True), r".*_proj": fp8}),
+    "bitsandbytes NF4, one block": (
+        BNB,
+        {r".*up_proj": partial(four_bits, nested=True, block=1 << 62), r".*_proj": fp8},
+    ),
     "ModelOpt's groups": (MODELOPT | {"config_groups": {}}, {r".*_proj": fp8}),
 }
 
@@ -143,6 +148,25 @@ def test_forms_are_known_by_their_tensors(tmp_path, form):
     prompts = [np.random.default_rng(0).integers(0, 250, 40)]
     got, expected = (full_log_probs(load(directory), prompts)[0] for directory in (narrow, wide))
     assert np.abs(got - expected).max() <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("kind", "suffix", "value", "message"),
+    [
+        (bitsandbytes_int8, "weight_format", np.uint8(2), r"up_proj\.weight_format is 2, expected 0 \(rows\)"),
+        (
+            four_bits,
+            "weight.quant_state.bitsandbytes__nf4",
+            np.frombuffer(b'{"shape": [Infinity], "blocksize": 64}', np.uint8),
+            r"up_proj\.weight\.quant_state\.bitsandbytes__nf4 does not describe a weight \(cannot convert",
+        ),
+    ],
+)
+def test_bitsandbytes_tensors_that_are_not_usable_are_named(tmp_path, kind, suffix, value, message):
+    formats = {r".*up_proj": lambda w: (kind(w)[0] | {suffix: value}, w)}
+    narrow, _ = write_quantized(tmp_path, config_of("falcon"), formats, BNB)
+    with pytest.raises(CheckpointError, match=message):
+        load(narrow)
 
 
 @pytest.mark.parametrize(
