@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from checkpoints.errors import CheckpointError
-from checkpoints.json_file import read_json_if_present
+from checkpoints.json_file import open_regular, read_json_if_present
 from checkpoints.resolve import resolve
 from checkpoints.text.chat import ChatTemplates, Message
 from checkpoints.text.sentencepiece_file import SENTENCEPIECE_FILE, read_sentencepiece
@@ -33,6 +33,7 @@ TOKENIZER_FILES = (
 MORE_TEMPLATES = "additional_chat_templates"
 """The folder of chat templates with other names than `default`."""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_FIRST_LINE = 4096
 _BYTES = {letter: byte for byte, letter in byte_letters().items()}
 """The byte of each letter in the tokens of byte-level tokenizers."""
 
@@ -130,6 +131,9 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes | None:
         """Returns the bytes of a single token, also of a part of a character; None if they are unknown."""
         text, token = self.token_text(token_id), self._backend.id_to_token(token_id) or ""
+        if token.startswith("▁") and not text.startswith("▁"):
+            # Decoders drop the first space of a text: only the second of two tokens is whole.
+            text = self._backend.decode([token_id, token_id], skip_special_tokens=False)[len(text) :]
         if "\N{REPLACEMENT CHARACTER}" not in text:
             return text.encode()
         if re.fullmatch(r"<0x[0-9A-F]{2}>", token):
@@ -184,20 +188,22 @@ class Tokenizer:
 def read_tokenizer(directory: Path) -> Tokenizer | None:
     """Returns the tokenizer of a directory, or None where there is none.
 
-    It is that of `tokenizer.json`, else of `tiktoken.model`, else of SentencePiece's `tokenizer.model`.
+    It is that of `tokenizer.json`, else of `tiktoken.model`, else of `tokenizer.model`: SentencePiece's, or tiktoken's
+    under that name; one of another form counts as none.
 
     Raises:
         CheckpointError: a file is there but broken.
     """
     path, settings = directory / "tokenizer.json", read_json_if_present(directory / "tokenizer_config.json")
     if not path.is_file():
-        readers = {TIKTOKEN_FILE: read_tiktoken, SENTENCEPIECE_FILE: read_sentencepiece}
-        file = next((name for name in readers if (directory / name).is_file()), None)
-        if file is None:
+        names = (name for name in (TIKTOKEN_FILE, SENTENCEPIECE_FILE) if (directory / name).is_file())
+        file = next(names, None)
+        read = None if file is None else _reader(directory / file)
+        if file is None or read is None:
             return None
         older = read_json_if_present(directory / "added_tokens.json")
         older = {str(token_id): {"content": text} for text, token_id in older.items()}
-        backend = readers[file](directory / file, {"added_tokens_decoder": older, **settings})
+        backend = read(directory / file, {"added_tokens_decoder": older, **settings})
     else:
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
@@ -207,6 +213,15 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
     backend.no_truncation()
     backend.no_padding()
     return Tokenizer(backend, _special_tokens(directory, settings, backend), _chat_templates(directory, settings))
+
+
+def _reader(path: Path) -> Callable[[Path, Mapping[str, Any]], tokenizers.Tokenizer] | None:
+    """Returns what reads a `tiktoken.model` or a `tokenizer.model`; None if it is of neither form."""
+    with open_regular(path) as file:
+        start = file.read(_FIRST_LINE)
+    if path.name == TIKTOKEN_FILE or re.match(rb"([A-Za-z0-9+/=]{4})+ \d+\s", start):
+        return read_tiktoken
+    return read_sentencepiece if start.startswith(b"\n") else None  # the key of its first field
 
 
 def _special_tokens(directory: Path, settings: dict[str, Any], backend: tokenizers.Tokenizer) -> dict[str, str]:

@@ -6,6 +6,7 @@ normalized before they are split into pieces. Fields that are not named here do 
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,10 +16,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from checkpoints.errors import CheckpointError, one_line
 from checkpoints.json_file import open_regular
-from checkpoints.text.tiktoken_file import MOST_ADDED
+from checkpoints.text.tiktoken_file import MOST_ADDED, add_tokens, added_token
 
 SENTENCEPIECE_FILE = "tokenizer.model"
 _MOST_BYTES = 256 << 20
+_MOST_CHARACTERS = 4096
 _SPACE = "▁"
 _UNIGRAM, _BPE = 1, 2
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
@@ -30,8 +32,9 @@ def read_sentencepiece(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
 
     Args:
         path: the file.
-        settings: tokenizer_config.json: `added_tokens_decoder`, `add_bos_token` (true without it, if there is such a
-            token), `add_eos_token`, and `legacy` (true without it): texts after special tokens begin with a space too.
+        settings: tokenizer_config.json: `added_tokens_decoder`, which may rename pieces; `bos_token`, `eos_token`,
+            `add_bos_token` (true without it, if there is such a token), `add_eos_token`, and `legacy` (true without
+            it): texts after special tokens begin with a space too.
     Raises:
         CheckpointError: the file is not of this form, or of a kind that is neither BPE nor unigram.
     """
@@ -43,11 +46,13 @@ def read_sentencepiece(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
         texts = [_last(piece, 1, b"").decode() for piece in pieces]
         scores = [float(_last(piece, 2, 0.0)) for piece in pieces]
         kinds = [_last(piece, 3, 1) for piece in pieces]
+        added = _added(texts, kinds, settings.get("added_tokens_decoder") or {})
         model = _model(_last(trainer, 3, _UNIGRAM), texts, scores, kinds, bool(_last(trainer, 35, 0)))
         tokenizer = Tokenizer(model)
-        _normalize(tokenizer, rules, legacy=bool(settings.get("legacy", True)))
-        _add_tokens(tokenizer, texts, kinds, settings.get("added_tokens_decoder") or {})
-        _add_ends(tokenizer, texts, trainer, settings)
+        whole = [token.content for token in added.values() if token.normalized]
+        _normalize(tokenizer, rules, whole, legacy=settings.get("legacy") is not False)
+        add_tokens(tokenizer, added, len(texts))
+        _add_ends(tokenizer, trainer, settings)
     except CheckpointError:
         raise
     except Exception as error:  # the package raises bare Exception; a file can hold anything
@@ -57,6 +62,8 @@ def read_sentencepiece(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
 
 def _model(kind: int, texts: list[str], scores: list[float], kinds: list[int], byte_fallback: bool) -> Any:
     unknown = kinds.index(_UNKNOWN)
+    if max(map(len, texts)) > _MOST_CHARACTERS:  # the merges below take quadratic time
+        raise ValueError("a piece is too long")
     if kind == _UNIGRAM:
         # What is no piece of text must never be chosen; the lowest score of all is not enough for that.
         usable = [score if kind in (1, 6) else -1e6 for score, kind in zip(scores, kinds, strict=True)]
@@ -73,8 +80,8 @@ def _model(kind: int, texts: list[str], scores: list[float], kinds: list[int], b
     return models.BPE(vocab=vocab, merges=pairs, unk_token=texts[unknown], fuse_unk=True, byte_fallback=byte_fallback)
 
 
-def _normalize(tokenizer: Tokenizer, rules: Fields, *, legacy: bool) -> None:
-    """Sets what happens before texts are split into pieces, and its inverse."""
+def _normalize(tokenizer: Tokenizer, rules: Fields, whole: list[str], *, legacy: bool) -> None:
+    """Sets what happens before texts are split into pieces, and its inverse. `whole`: tokens in normalized texts."""
     steps: list[Any] = []
     prefix, charsmap = bool(_last(rules, 3, 1)), _last(rules, 2, b"")
     if charsmap:
@@ -82,10 +89,11 @@ def _normalize(tokenizer: Tokenizer, rules: Fields, *, legacy: bool) -> None:
     if _last(rules, 4, 1):
         steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     if prefix and legacy:
-        steps.append(normalizers.Prepend(_SPACE))
-    if legacy or not prefix:
-        steps.append(normalizers.Replace(" ", _SPACE))
-    else:
+        # The package normalizes these tokens' own texts too. They must stay as they are.
+        others = Regex(rf"\A(?!(?:{'|'.join(map(re.escape, whole))})?\z)")
+        steps.append(normalizers.Replace(others, _SPACE) if whole else normalizers.Prepend(_SPACE))
+    steps.append(normalizers.Replace(" ", _SPACE))
+    if prefix and not legacy:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, prepend_scheme="first", split=False)
     tokenizer.normalizer = normalizers.Sequence(steps)
     tokenizer.decoder = decoders.Sequence(
@@ -94,30 +102,38 @@ def _normalize(tokenizer: Tokenizer, rules: Fields, *, legacy: bool) -> None:
     )
 
 
-def _add_tokens(tokenizer: Tokenizer, texts: list[str], kinds: list[int], more: Mapping[str, Any]) -> None:
-    """Marks tokens that texts are cut at: special ones, those of the user, and tokenizer_config.json's after them."""
+def _added(texts: list[str], kinds: list[int], more: Mapping[str, Any]) -> dict[int, AddedToken]:
+    """Returns tokens that texts are cut at: special ones, those of the user, and tokenizer_config.json's, which may
+    rename a piece."""
     own = {_CONTROL: True, _UNKNOWN: True, _USER_DEFINED: False}
-    added = {number: (texts[number], own[kind]) for number, kind in enumerate(kinds) if kind in own}
-    added |= {int(number): (str(each["content"]), bool(each.get("special"))) for number, each in more.items()}
-    if not 0 <= min(added) <= max(added) <= len(texts) + MOST_ADDED:
-        raise ValueError(f"ids of added tokens are from {min(added)} to {max(added)}, for {len(texts)} pieces")
-    for number in range(len(texts), 1 + max(added)):
-        added.setdefault(number, (f"<|reserved_token_{number}|>", True))  # ids are given in order, without gaps
-    tokenizer.add_tokens(
-        [AddedToken(text, special=special, normalized=False) for _, (text, special) in sorted(added.items())]
-    )
+    entries = {number: {"content": texts[number], "special": own[kind]}
+               for number, kind in enumerate(kinds) if kind in own}  # fmt: skip
+    entries |= {int(number): entry for number, entry in more.items()}
+    first, last = min(entries, default=0), max(entries, default=0)
+    if not 0 <= first <= last <= len(texts) + MOST_ADDED:
+        raise ValueError(f"ids of added tokens are from {first} to {last}, for {len(texts)} pieces")
+    added = {number: added_token(entry, special=False) for number, entry in entries.items()}
+    for number, token in added.items():
+        if number < len(texts) and texts[number] != token.content:
+            texts[number] = token.content
+            kinds[number] = kinds[number] if kinds[number] in own else _CONTROL
+    return added
 
 
-def _add_ends(tokenizer: Tokenizer, texts: list[str], trainer: Fields, settings: Mapping[str, Any]) -> None:
+def _add_ends(tokenizer: Tokenizer, trainer: Fields, settings: Mapping[str, Any]) -> None:
     """Sets what begins and ends an encoded text."""
-    # The ids of the tokens that begin and end a text; there may be none (-1, which is a huge number here).
-    ids = _last(trainer, 41, 1), _last(trainer, 42, 2)
-    first, last = (texts[number] if number < len(texts) else None for number in ids)
-    first = first if settings.get("add_bos_token", True) else None
-    last = last if settings.get("add_eos_token") else None
-    ends = [(text, texts.index(text)) for text in (first, last) if text is not None]
-    single = " ".join(text for text in (first, "$A", last) if text is not None)
-    tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=ends)
+    ends: dict[str, tuple[str, int]] = {}
+    for role, field, usual in (("bos", 41, 1), ("eos", 42, 2)):
+        named = settings.get(f"{role}_token")
+        named = named.get("content") if isinstance(named, Mapping) else named
+        number = tokenizer.token_to_id(named) if isinstance(named, str) else None
+        # The file's own ids; there may be none (-1, which is a huge number here).
+        number = _last(trainer, field, usual) if number is None else number
+        text = tokenizer.id_to_token(number) if number < tokenizer.get_vocab_size() else None
+        if text is not None and settings.get(f"add_{role}_token", role == "bos"):
+            ends[role] = text, number
+    single = [ends[role][0] if role in ends else "$A" for role in ("bos", "text", "eos") if role in {"text", *ends}]
+    tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=[*ends.values()])
 
 
 def _last(fields: Fields, number: int, default: Any) -> Any:

@@ -44,9 +44,8 @@ def read_tiktoken(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
     try:
         lines = (line.split() for line in path.read_bytes().splitlines() if line)
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
-        added = {int(token_id): token for token_id, token in (settings.get("added_tokens_decoder") or {}).items()}
-        added = {token_id: AddedToken(str(token["content"]), special=bool(token.get("special", True)), normalized=False)
-                 for token_id, token in added.items()}  # fmt: skip
+        entries = (settings.get("added_tokens_decoder") or {}).items()
+        added = {int(token_id): added_token(entry, special=True) for token_id, entry in entries}
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise CheckpointError(f"{path}: not a usable tokenizer ({one_line(error)})") from error
     if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([each]) not in ranks for each in range(256)):
@@ -70,12 +69,36 @@ def read_tiktoken(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ])  # fmt: skip
     tokenizer.decoder = decoders.ByteLevel()
-    # Added tokens get the next ids in order, so that gaps need tokens, too: Kimi's code gives them these names.
-    tokenizer.add_tokens([
-        added.get(token_id) or AddedToken(f"<|reserved_token_{token_id}|>", special=True, normalized=False)
-        for token_id in range(len(ranks), 1 + max(added, default=-1))
-    ])  # fmt: skip
+    try:
+        add_tokens(tokenizer, {each: token for each, token in added.items() if each >= len(ranks)}, len(ranks))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not a usable tokenizer ({one_line(error)})") from error
     return tokenizer
+
+
+def added_token(entry: Mapping[str, Any], *, special: bool) -> AddedToken:
+    """Returns the token of an entry of `added_tokens_decoder`; `special` is for entries that do not say it."""
+    text, special = str(entry["content"]), bool(entry.get("special", special))
+    # Special tokens are cut out of the text as it is. Only normalized texts have SentencePiece's "▁".
+    normalized = not special and ("▁" in text or bool(entry.get("normalized")))
+    others = {name: bool(entry.get(name)) for name in ("lstrip", "rstrip", "single_word")}
+    return AddedToken(text, special=special, normalized=normalized, **others)
+
+
+def add_tokens(tokenizer: Tokenizer, added: Mapping[int, AddedToken], size: int) -> None:
+    """Adds tokens by id to a vocabulary of a size.
+
+    Raises:
+        ValueError: a token does not get its id, as its text belongs to another one.
+    """
+    # Added tokens get the next ids in order, so that gaps need tokens, too: Kimi's code gives them these names.
+    gaps = {*range(size, 1 + max(added, default=-1))} - added.keys()
+    fill = {number: AddedToken(f"<|reserved_token_{number}|>", special=True, normalized=False) for number in gaps}
+    tokens = sorted((fill | dict(added)).items())
+    tokenizer.add_tokens([token for _, token in tokens])
+    for number, token in tokens:
+        if (found := tokenizer.token_to_id(token.content)) != number:
+            raise ValueError(f"the added token {token.content!r} gets the id {found}, not {number}")
 
 
 def byte_letters() -> dict[int, str]:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import struct
 
 import pytest
@@ -31,8 +32,9 @@ def field(number, value):
     return varint(number << 3 | 2) + varint(len(value)) + value
 
 
-def write(directory, *, kind=2, prefix=1, whitespace=0, **settings):
-    pieces = (field(1, text.encode()) + field(2, SCORES.get(text, 0.0)) + field(3, of) for text, of in PIECES)
+def write(directory, *, kind=2, prefix=1, whitespace=0, more=(), **settings):
+    listed = [*PIECES, *more]
+    pieces = (field(1, text.encode()) + field(2, SCORES.get(text, 0.0)) + field(3, of) for text, of in listed)
     trainer = field(3, kind) + field(35, 1) + field(43, (1 << 64) - 1)
     rules = field(3, prefix) + field(4, whitespace)
     content = b"".join(field(1, piece) for piece in pieces) + field(2, trainer) + field(3, rules)
@@ -81,8 +83,7 @@ def test_tokens_are_those_of_its_own_algorithm(tmp_path, kind, prefix, whitespac
         found = tokenizer.encode(text, add_special_tokens=False)
         assert found == expected, text
         assert tokenizer.decode(found) == normal
-        shown = b"".join(map(tokenizer.token_bytes, found)).decode()
-        assert shown.replace(" ", "") == normal.replace(" ", "")
+        assert b"".join(map(tokenizer.token_bytes, found)).decode() == " " * prefix + normal
 
 
 def test_special_tokens_and_what_begins_a_text(tmp_path):
@@ -94,11 +95,59 @@ def test_special_tokens_and_what_begins_a_text(tmp_path):
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.vocab_size) == (1, 2, len(PIECES) + 2)
     assert write(tmp_path, add_bos_token=False, add_eos_token=True).encode("the") == [the, 2]
     assert write(tmp_path, legacy=False).encode("the<turn>th") == [1, the, 3, the - 3 + WORDS.index("th")]
+    assert write(tmp_path, legacy=None).encode("the<turn>the") == [1, the, 3, the]
     added = {str(len(PIECES)): {"content": "[X]", "special": True}}
     assert write(tmp_path, added_tokens_decoder=added).encode("[X]") == [1, len(PIECES)]
+    ends = {"bos_token": "[X]", "eos_token": {"content": "<turn>"}, "add_eos_token": True}
+    assert write(tmp_path, added_tokens_decoder=added, **ends).encode("the") == [len(PIECES), the, 3]
+    assert write(tmp_path, bos_token="[Y]", eos_token=None, add_eos_token=True).encode("the") == [1, the, 2]
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"\x0a\x05ab", field(1, field(1, b"a")), b"\x0a" + b"\xff" * 12])
+@pytest.mark.parametrize(
+    ("text", "rules", "expected"),
+    [
+        ("a\n    b", {"prefix": 0}, ["a", "<0x0A>", "▁▁▁▁", "b"]),
+        ("a\n    b", {}, ["▁a", "<0x0A>", "▁▁▁▁", "b"]),
+        ("a\n    b", {"legacy": False}, ["▁a", "<0x0A>", "▁▁▁▁", "b"]),
+        ("    b", {}, ["▁▁▁▁", "▁b"]),
+        ("a[X]b", {}, ["▁a", "[X]", "b"]),
+        ("[Y]  b a", {"prefix": 0}, ["[Y]", "b", "▁a"]),
+        ("a  [Z] b[Z]b", {"prefix": 0}, ["a", "[Z]", "▁b", "[Z]", "b"]),
+        ("[W]b [W]", {"prefix": 0}, ["<0x5B>", "<0x57>", "<0x5D>", "b", "▁", "[W]"]),
+    ],
+)
+def test_added_tokens_are_found_as_they_say(tmp_path, text, rules, expected):
+    flags = {"X": "normalized", "Y": "rstrip", "Z": "lstrip", "W": "single_word"}
+    added = {str(len(PIECES) + 1 + i): {"content": f"[{x}]", flag: True} for i, (x, flag) in enumerate(flags.items())}
+    added[str(len(PIECES))] = {"content": "▁▁▁▁", "normalized": False}
+    tokenizer = write(tmp_path, more=[("▁▁▁▁", USER)], added_tokens_decoder=added, **rules)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert [tokenizer._backend.id_to_token(each) for each in ids] == expected
+
+
+@pytest.mark.parametrize("kind", [1, 2], ids=["unigram", "BPE"])
+def test_added_tokens_rename_pieces_or_are_refused(tmp_path, kind):
+    the, size = len(SPECIAL) + 256 + WORDS.index("▁the"), len(PIECES)
+    names = {1: "<|im_start|>", the: "[A]", size: "<|im_end|>"}
+    added = {str(number): {"content": text, "special": True} for number, text in names.items()}
+    tokenizer = write(tmp_path, kind=kind, added_tokens_decoder=added)
+    assert tokenizer.encode("[A]<|im_end|><|im_start|>") == [1, the, size, 1]
+    assert the not in tokenizer.encode(" the")
+    assert tokenizer.vocab_size == size + 1
+    for number, text, found in ((size + 1, "<|im_end|>", size), (size + 1, "▁a", size - 2), (1, "</s>", 2)):
+        repeated = added | {str(number): {"content": text}}
+        message = rf"\(the added token '{re.escape(text)}' gets the id {found}, not {number}\)"
+        with pytest.raises(CheckpointError, match=message):
+            write(tmp_path, kind=kind, added_tokens_decoder=repeated)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"version https://git-lfs.github.com/spec/v1\n", b"abc 1\n"])
+def test_a_file_of_another_form_counts_as_none(tmp_path, content):
+    (tmp_path / "tokenizer.model").write_bytes(content)
+    assert read_tokenizer(tmp_path) is None
+
+
+@pytest.mark.parametrize("content", [b"\x0a\x05ab", field(1, field(1, b"a")), b"\x0a" + b"\xff" * 12])
 def test_a_broken_file_is_named(tmp_path, content):
     (tmp_path / "tokenizer.model").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"tokenizer\.model: not a usable tokenizer \([^\n]+\)$"):
@@ -106,5 +155,7 @@ def test_a_broken_file_is_named(tmp_path, content):
     write(tmp_path)
     with pytest.raises(CheckpointError, match="model_type 3: BPE and unigram are supported"):
         write(tmp_path, kind=3)
+    with pytest.raises(CheckpointError, match="a piece is too long"):
+        write(tmp_path, more=[("a" * 4097, NORMAL)])
     with pytest.raises(CheckpointError, match="ids of added tokens are from 0 to 1000000000"):
         write(tmp_path, added_tokens_decoder={"1000000000": {"content": "x"}})

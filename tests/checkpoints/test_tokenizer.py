@@ -3,6 +3,7 @@
 import base64
 import json
 import random
+import re
 from itertools import pairwise
 
 import pytest
@@ -206,6 +207,18 @@ def test_tiktoken_files_give_the_tokens_of_their_own_algorithm(tmp_path):
     assert tokenizer.encode("[BOS]the<|im_end|>") == [special, ranks[b"the"], special + 2]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.vocab_size) == (special, special + 2, special + 3)
     assert tokenizer.decode([special, ranks[b"the"]]) == "the"
+    (tmp_path / "tiktoken.model").rename(tmp_path / "tokenizer.model")
+    assert read_tokenizer(tmp_path).encode("[BOS]the") == [special, ranks[b"the"]]
+
+
+@pytest.mark.parametrize(("content", "found"), [("[BOS]", 277), ("the", 258)])
+def test_tiktoken_refuses_added_tokens_with_a_text_of_others(tmp_path, content, found):
+    size = len(tiktoken_directory(tmp_path))
+    added = {str(size): {"content": "[BOS]"}, str(size + 1): {"content": content}, str(size + 2): {"content": "[X]"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    message = re.escape(f"the added token '{content}' gets the id {found}, not {size + 1}")
+    with pytest.raises(CheckpointError, match=message):
+        read_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(
