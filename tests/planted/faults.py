@@ -121,8 +121,8 @@ _fault(
 )  # fmt: skip
 _fault(
     "C4", "an adapter's digest does not depend on its scale", ADAPTERS,
-    "checkpoints.adapters.adapter:_digest",
-    lambda sound: lambda layers: sound({path: (a, b / abs(b).max(initial=1e-30)) for path, (a, b) in layers.items()}),
+    "checkpoints.adapters.adapter:digest_of",
+    lambda sound: lambda layers: sound({path: _unscaled(arrays) for path, arrays in layers.items()}),
 )  # fmt: skip
 _fault(
     "H1", "every key is accepted", HTTP,
@@ -141,6 +141,10 @@ _fault(
     "K2", "experts are chosen from all groups, not from the best", KERNELS,
     "kernels_pallas.expert_choice.xla:_in_best_groups", lambda sound: lambda scores, rule: scores,
 )  # fmt: skip
+
+
+def _unscaled(arrays: Any) -> Any:
+    return arrays | {"B": arrays["B"] / abs(arrays["B"]).max(initial=1e-30)} if "B" in arrays else arrays
 
 
 def _ids_of_the_first_row(sound: Any) -> Any:
