@@ -8,6 +8,7 @@ such states, no client takes the share of another.
 import math
 import reprlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -18,6 +19,9 @@ LONGEST_TTL = 86_400.0
 """Maximum time of a mark in seconds."""
 MAX_MARKS = 8
 """Maximum number of marks of a request; the deepest ones are kept."""
+
+_WHOLE = 1 << 40
+"""The share that all kept states have together, at most."""
 
 Clock = Callable[[], float]
 
@@ -75,31 +79,38 @@ class KeptStates:
     def __init__(self, most: int, most_tokens: float, clock: Clock = time.monotonic) -> None:
         self._most, self._most_tokens, self._clock = most, most_tokens, clock
         self._clients: dict[Checkpoint, str | None] = {}
-        """The client of each state, the one marked longest ago first."""
+        self._states: dict[str | None, dict[Checkpoint, int]] = {}
+        """The states of each client and their numbers, the one marked longest ago first."""
+        self._shares: Counter[str | None] = Counter()
+        """Of each client, as integers: their sums are exact."""
+        self._total = self._marked = 0
         self._first_end = math.inf
 
     def keep(self, entry: Checkpoint, seconds: float, client: str | None) -> list[Checkpoint]:
         """Keeps a state for a time. Returns the states that are not kept any more."""
         until = max(self._clock() + seconds, entry.kept_until)
         self.forget(entry)
-        if self._share(entry) > 1:
+        share = self._share(entry)
+        if share > _WHOLE:
             return [entry]
         entry.kept_until = until
         self._first_end = min(self._first_end, until)
+        self._marked += 1
         self._clients[entry] = client
-        shares = dict.fromkeys(self._clients.values(), 0.0)
-        for each, owner in self._clients.items():
-            shares[owner] += self._share(each)
+        self._states.setdefault(client, {})[entry] = self._marked
+        self._shares[client] += share
+        self._total += share
         over = []
-        while sum(shares.values()) > 1 + 1e-9:
-            most = max(shares, key=shares.__getitem__)
-            over.append(next(each for each, owner in self._clients.items() if owner == most))
-            shares[most] -= self._share(over[-1])
+        while self._total > _WHOLE:
+            largest = max(self._states, key=lambda each: (self._shares[each], -next(iter(self._states[each].values()))))
+            over.append(next(iter(self._states[largest])))
             self.forget(over[-1])
         return over
 
-    def _share(self, entry: Checkpoint) -> float:
-        return max(1 / self._most, entry.position / self._most_tokens) if self._most else math.inf
+    def _share(self, entry: Checkpoint) -> int:
+        if not self._most or entry.position > self._most_tokens:
+            return _WHOLE + 1
+        return int(max(1 / self._most, entry.position / self._most_tokens) * _WHOLE)
 
     def ended(self) -> list[Checkpoint]:
         """Returns the states whose time has passed since the last call. They are not kept any more."""
@@ -111,7 +122,15 @@ class KeptStates:
         self._first_end = min((entry.kept_until for entry in self._clients), default=math.inf)
         return found
 
-    def forget(self, entry: Checkpoint) -> None:
-        """Ends the time of a state, if it is kept."""
-        self._clients.pop(entry, None)
+    def forget(self, entry: Checkpoint) -> bool:
+        """Ends the time of a state, if it is kept. Returns whether it was."""
         entry.kept_until = 0.0
+        if entry not in self._clients:
+            return False
+        client, share = self._clients.pop(entry), self._share(entry)
+        del self._states[client][entry]
+        self._shares[client] -= share
+        self._total -= share
+        if not self._states[client]:
+            del self._states[client], self._shares[client]
+        return True

@@ -219,10 +219,8 @@ class PrefixIndex:
     def drop_state(self, entry: Checkpoint, *, trusted: bool = True) -> None:
         """Removes a state and its tail's page from the index. Rows that use them keep their references."""
         for observer in self.observers:
-            low_value = self.policy.rank(entry) == EvictionRank.INTERIOR
-            observer.dropping(entry, trusted=trusted, low_value=low_value)
-        self._kept.forget(entry)
-        node, above = entry.node, entry.above
+            observer.dropping(entry, trusted=trusted, low_value=self.policy.rank(entry) == EvictionRank.INTERIOR)
+        kept, node, above = self._kept.forget(entry), entry.node, entry.above
         assert above is not None
         del node.states[entry.tail]
         node.tails.remove(len(entry.tail))
@@ -241,6 +239,8 @@ class PrefixIndex:
         elif entry.page:
             self.pages.unpublish(entry.page)
             self._leaf_again(node)
+        elif kept:
+            self._queue_page(node)
 
     def forget(self, tokens: Sequence[int], scope: Scope) -> None:
         """Removes entries that begin with these tokens' first unit, or less: all states, and pages not in use.
@@ -285,8 +285,8 @@ class PrefixIndex:
             nodes += node.children.values()
             for entry in node.states.values():
                 entry.stale = True
-                if self._is_idle(entry):
-                    self._queue_state(entry)
+                self._kept.forget(entry)
+                self._queue_again([entry])
 
     def _drop_node(self, node: Node) -> None:
         for entry in list(node.states.values()):

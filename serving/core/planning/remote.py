@@ -65,6 +65,8 @@ class RemoteStates(SchedulerState):
         elif position % self.config.state_block_size == 0:
             kind = CheckpointKind.BOUNDARY
         progress.state.arrived(load.slot, progress.content, position, kind)
+        if index is not None and request.marks:
+            index.keep(request.marks, request.client, index.state_at(progress.content, position))
 
     def lost(self, load: RemoteLoad) -> None:
         """Returns a request whose load failed to its old place in the queue. It computes its prompt here."""

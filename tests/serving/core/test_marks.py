@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from serving.core import Mark
-from serving.core.cache.marks import MAX_MARKS, merged, written_tokens
+from serving.core import Mark, RemoteState
+from serving.core.cache.content import Scope
+from serving.core.cache.marks import MAX_MARKS, KeptStates, merged, written_tokens
 from tests.serving.core.drive import Loop
 from tests.serving.core.test_eviction import kept
 
@@ -108,6 +109,51 @@ def test_pages_of_kept_states_are_evicted_last_and_bounded() -> None:
     assert 7 in kept(loop, PROMPT), "the other client keeps more"
     assert sum(entry.position for entry in loop.scheduler.index.by_worth() if entry.kept_until) <= 20
     assert loop.run([9] * 30, max_tokens=8).output_token_ids, "a prompt gets all pages"
+
+
+@pytest.mark.parametrize("change", ["weights", "state"])
+def test_pages_of_kept_states_that_are_gone_or_stale_are_evicted_in_turn(change: str) -> None:
+    """The weights change, or a state is dropped without its pages."""
+    loop = Loop(num_pages=140, max_num_seqs=1, cache_mode="align", max_model_len=160)
+    loop.run([1 + i % 7 for i in range(64)], max_tokens=1, marks=at(64, ttl=60))
+    old = loop.entries()
+    assert [entry.position for entry in old if entry.kept_until] == [64]
+    if change == "weights":
+        loop.change_weights()
+    else:
+        for entry in old:
+            loop.index.drop_state(entry)
+    assert not any(entry.kept_until for entry in old)
+    loop.run([9] * 20, max_tokens=1)
+    loop.run([8] * 150, max_tokens=1)
+    loop.run([7] * 100, max_tokens=1)
+    assert loop.index.find([9] * 20, Scope(None, loop.device.weights)).matched == 20
+    loop.scheduler.check(idle=True)
+
+
+def test_a_marked_state_that_comes_back_is_kept_again() -> None:
+    """From a tier below the device, for the time and the client of the request that it is fetched for."""
+    loop = Loop()
+    request = loop.add(PROMPT[:9], max_tokens=1, client="a", marks=at(8, ttl=60))
+    request.transfer.remote = RemoteState(8)
+    assert loop.scheduler.schedule() is None
+    (load,) = loop.scheduler.loads
+    loop.scheduler.arrived(load)
+    assert [entry.position for entry in loop.entries() if entry.kept_until] == [8]
+
+
+def test_the_shares_of_clients_are_summed_as_states_come_and_go() -> None:
+    states = KeptStates(3, 100.0, clock=lambda: 0.0)
+    loop = Loop(cache_mode="all")
+    loop.run(PROMPT, max_tokens=1)
+    first, second, third, fourth, *_ = sorted(loop.entries(), key=lambda entry: entry.position)
+    assert not any(states.keep(entry, 60, client) for entry, client in ((first, "a"), (second, "b"), (third, "b")))
+    assert states.keep(second, 60, "b") == [], "kept again"
+    assert states.keep(fourth, 60, "a") == [first], "of the two clients with two states, that with the oldest"
+    assert states.keep(first, 60, "c") == [third]
+    assert [states.forget(entry) for entry in (first, second, third, fourth)] == [True, True, False, True]
+    assert states._total == 0
+    assert not states._shares
 
 
 def test_marks_of_one_salt_serve_no_other() -> None:
