@@ -143,6 +143,7 @@ class Tokenizer:
     def apply_chat_template(
         self,
         messages: Sequence[Message],
+        /,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
@@ -164,7 +165,7 @@ class Tokenizer:
         return template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
 
     def encode_chat(
-        self, messages: Sequence[Message], *, previous_token_ids: Sequence[int] = (), **options: Any
+        self, messages: Sequence[Message], /, *, previous_token_ids: Sequence[int] = (), **options: Any
     ) -> list[int]:
         """Returns token ids of a conversation.
 

@@ -142,6 +142,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Message],
+        /,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
@@ -173,14 +174,14 @@ class ChatTemplate:
             raise ChatTemplateError("continue_final_message: the chat template does not show the last message's text")
         return before + final
 
-    def _text(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
+    def _text(self, messages: Sequence[Message], /, *, add_generation_prompt: bool = True, **variables: Any) -> str:
         given = {
             "tools": None,
             "documents": None,
             **self._variables,
+            **variables,
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,
-            **variables,
             _TURN: _Turns(),
         }
         pieces, length = [], 0

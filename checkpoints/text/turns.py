@@ -8,7 +8,8 @@ from typing import Any
 from checkpoints.text.chat import ChatTemplateError, Message
 
 _ANSWER = "The first answer."
-_BEFORE: list[Message] = [{"role": "user", "content": "The first question."}]
+_QUESTION = "The first question."
+_BEFORE: list[Message] = [{"role": "user", "content": _QUESTION}]
 
 
 def following_text(render: Callable[..., str], messages: Sequence[Message], /, **options: Any) -> str:
@@ -34,10 +35,16 @@ def following_text(render: Callable[..., str], messages: Sequence[Message], /, *
         calls.append({"id": message.get("tool_call_id") or "call", "type": "function", "function": function})
     history = [*_BEFORE, {**answered, "tool_calls": calls} if calls else answered]
     after = render([*history, *messages], **options)
-    before = render(history, **{**options, "add_generation_prompt": False}) if calls else "".join(plain[:2])
-    if not plain[1] or not after.startswith(before):
+    if calls:
+        before = render(history, **{**options, "add_generation_prompt": False})
+        same, following = after.startswith(before), plain[2] + after[len(before) :]
+    else:
+        # Between question and answer, many templates show an empty thought in the last turn only.
+        before, _, following = after.partition(_ANSWER)
+        same = before.partition(_QUESTION)[:2] == plain[0].partition(_QUESTION)[:2]
+    if not plain[1] or not same:
         raise ChatTemplateError("the chat template cannot continue token ids: it renders earlier turns in another way")
-    return (plain[2] if calls else "") + after[len(before) :]
+    return following
 
 
 def continued(token_ids: Sequence[int], following: Sequence[int]) -> list[int]:

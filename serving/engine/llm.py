@@ -331,7 +331,7 @@ class LLM:
         """Allocates the memory for states and pages again."""
         self.front.call_all(lambda engine: engine.control.wake_up())
 
-    def encode_chat(self, messages: Messages, **template: Any) -> list[int]:
+    def encode_chat(self, messages: Messages, /, **template: Any) -> list[int]:
         """Returns the token ids of a conversation up to the beginning of the model's turn."""
         if self.tokenizer is None:
             raise RequestError("this model has no tokenizer: conversations cannot be encoded")

@@ -40,6 +40,15 @@ def test_conversations_continue_where_their_templates_show_the_same(llm):
     assert ask({"role": "user", "content": "w20"}) == (42, {None: 1})
 
 
+def test_variables_of_templates_may_have_any_name(llm):
+    names = dict.fromkeys(("messages", "tokenizer", "text", "places", "marks"), "w9")
+    outputs = [
+        llm.chat([SYSTEM, FIRST], GREEDY, use_tqdm=False, chat_template=TEMPLATE, chat_template_kwargs=given)[0]
+        for given in (None, names)
+    ]
+    assert outputs[0].prompt_token_ids == outputs[1].prompt_token_ids
+
+
 def test_prompts_have_marks_of_their_own(llm):
     prompt = [3 + i % 11 for i in range(70)]
     given = {"prompt_token_ids": prompt, "cache_marks": [37, {"position": 50, "ttl": 60}]}
