@@ -160,12 +160,16 @@ def test_a_trial_does_not_outlive_its_parent():
     program = (
         "from checkpoints.tokenizer import load_tokenizer\n"
         "from serving.engine.structured.grammars import Grammars\n"
-        "from serving.engine.structured.trials import _TrialProcess\n"
+        "from serving.engine.structured import trials\n"
         "from tests.serving.engine.test_grammars import TOO_SLOW\n"
+        "trials.QUICK_SECONDS = 600.0\n"
         "tokenizer = load_tokenizer('demo')\n"
         "grammars = Grammars(tokenizer, tokenizer.vocab_size, (0,), seconds=600.0)\n"
-        "ask = _TrialProcess.ask\n"
-        "_TrialProcess.ask = lambda self, *args: print(self.process.pid, flush=True) or ask(self, *args)\n"
+        "exchange = trials._TrialProcess.exchange\n"
+        "def tell(self, *args):\n"
+        "    self.greeted and print(self.process.pid, flush=True)\n"
+        "    return exchange(self, *args)\n"
+        "trials._TrialProcess.exchange = tell\n"
         "grammars.start(TOO_SLOW)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
