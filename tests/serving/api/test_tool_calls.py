@@ -197,6 +197,25 @@ def test_the_whole_schema_determines_the_type(schema, text, value):
     assert json.loads(found("qwen3_coder", whole, [tool])[1][0][1]) == {"z": value}
 
 
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        (STRING, "{1,2}", "{1,2}"), ({}, "{1,2} ", "{1,2}"), (STRING, '{"b": 1}', '{"b": 1}'), (STRING, "{}", "{}"),
+        ({"type": "object"}, "{'b': {1: (2,)}, }", {"b": {"1": [2]}}), ({}, "{}", {}),
+        ({}, "{1: 2, 3}", {"1": 2, "3": None}), ({"type": "object"}, "{x (y)}", "{x (y)}"),
+    ],
+)  # fmt: skip
+def test_braces_are_an_object_only_with_keys(schema, text, value):
+    whole = f"<|tool_call_start|>[f(z={text}, a=1)]<|tool_call_end|>"
+    for size in (1, 3, 1000):
+        ((_, arguments),) = found("lfm2", cut(whole, size), [tool_with({"z": schema})])[1]
+        assert json.loads(arguments) == {"z": value, "a": 1}
+    if text[:3] != "{1:":
+        whole = f"<tool_call><function=f><parameter=z>\n{text}\n</parameter></function></tool_call>"
+        ((_, arguments),) = found("qwen3_coder", whole, [tool_with({"z": schema})])[1]
+        assert json.loads(arguments)["z"] in (value, text)
+
+
 def test_a_call_ends_the_reasoning():
     call = written("hermes", ("f", {"a": "x"}))
     for size in (1, 3, 1000):

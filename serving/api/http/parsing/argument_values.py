@@ -140,7 +140,10 @@ def _ends_string(text: TextCursor, quote: str, closing: str) -> Wait[bool]:
 def _literal(text: TextCursor, closing: str, types: frozenset[str], emit: Callable[[str], None]) -> Wait[None]:
     """Reads a value that is not a string, and what follows it up to a comma or parenthesis."""
     ends = cached_marks("(", ")", ",", closing)
-    if text.text[text.at] in "[{(":
+    if text.text[text.at] == "{":
+        yield from _table(text, closing, types, emit)
+        return
+    if text.text[text.at] in "[(":
         yield from read_written(text, WrittenObject(closing, python=True), emit)
         yield from text.until(ends)
         return
@@ -157,3 +160,30 @@ def _literal(text: TextCursor, closing: str, types: frozenset[str], emit: Callab
             emit(json.dumps(read_literal("".join(parts), types), ensure_ascii=False))
         raise
     emit(json.dumps(read_literal("".join(parts), types), ensure_ascii=False))
+
+
+def _table(text: TextCursor, closing: str, types: frozenset[str], emit: Callable[[str], None]) -> Wait[None]:
+    """Reads a value in braces: an object if its first key has a colon and the schema admits one, else a text."""
+    written, raw, held = WrittenObject(closing, python=True), list[str](), list[str]()
+    admitted = not types or bool(types & {"object", "array"})
+
+    def push(valid: str) -> None:
+        held.append(valid)
+        if admitted and written.first_keyed:
+            emit("".join(held))
+            held.clear()
+
+    def end() -> None:
+        if not admitted or written.first_keyed is False:
+            emit(json.dumps("".join(raw).rstrip(), ensure_ascii=False))
+        elif not written.first_keyed:
+            emit("".join(held))
+
+    try:
+        yield from read_written(text, written, push, raw.append)
+        yield from text.until(cached_marks("(", ")", ",", closing), raw.append)
+    except TextEnds:
+        if not text.cut:
+            end()
+        raise
+    end()

@@ -72,6 +72,10 @@ class WrittenObject:
         self._out: list[str] = []
         self.broken = False
         """The closing mark of the calls occurred within the object."""
+        self.keyed = True
+        """Every key of an object so far had a colon, and every value a key."""
+        self.first_keyed: bool | None = None
+        """The same of the first key; None as long as that is not known."""
 
     def push(self, text: str, at: int = 0) -> tuple[int, str, bool]:
         """Reads `text` from `at`. Returns the position after the text read, its valid JSON, and whether the object
@@ -173,6 +177,7 @@ class WrittenObject:
             if self._expects == "colon":
                 self._write(":")
                 self._expects = "value"
+                self._note(colon=True)
         elif letter == ",":
             self._complete_member()
             if self._expects == "comma":
@@ -193,20 +198,27 @@ class WrittenObject:
         elif self._expects == "colon":
             self._write(": ")
             self._expects = "value"
+            self._note(colon=False)
         self._write(self._comma)
         self._comma = ""
         if self._expects == "key" and not may_be_key:
             self._write('"": ')
             self._expects = "value"
+            self._note(colon=False)
 
     def _complete_member(self) -> None:
         """Writes null for a key without a value."""
         if self._expects == "colon":
             self._write(": null")
             self._expects = "comma"
+            self._note(colon=False)
         elif self._expects == "value" and self._item() == "key":
             self._write(" null")
             self._expects = "comma"
+
+    def _note(self, *, colon: bool) -> None:
+        self.keyed = self.keyed and colon
+        self.first_keyed = colon if self.first_keyed is None else self.first_keyed
 
     def _close(self, bracket: str, *, all_levels: bool = False) -> None:
         """Closes the innermost array or object with this bracket, and everything in it."""
@@ -243,12 +255,15 @@ class WrittenObject:
             self._out.append(text)
 
 
-def read_written(cursor: TextCursor, written: WrittenObject, emit: Callable[[str], object]) -> Wait[None]:
-    """Reads an object as it arrives, and passes its JSON to `emit`."""
+def read_written(
+    cursor: TextCursor, written: WrittenObject, emit: Callable[[str], object], consume: Callable[[str], object] = len
+) -> Wait[None]:
+    """Reads an object as it arrives, and passes its text to `consume`, then its JSON to `emit`."""
     complete = False
     try:
         while not complete:
-            cursor.at, valid, complete = written.push(cursor.text, cursor.at)
+            end, valid, complete = written.push(cursor.text, cursor.at)
+            consume(cursor.take(end - cursor.at))
             emit(valid)
             if not complete:
                 yield from cursor.more()

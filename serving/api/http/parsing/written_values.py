@@ -117,10 +117,11 @@ def parse_literal(text: str) -> Any:
     """Returns the value of a Python or JSON literal: `None` and `null`, `True` and `true`, lists, tuples, dictionaries.
 
     Raises:
-        ValueError: the text is not one literal.
+        ValueError: the text is not one literal, or a key has no colon.
     """
-    read, valid, complete = WrittenObject(python=True).push(f"[{text}]")
-    values = json.loads(valid) if complete and read == len(text) + 2 else []
+    written = WrittenObject(python=True)
+    read, valid, complete = written.push(f"[{text}]")
+    values = json.loads(valid) if complete and written.keyed and read == len(text) + 2 else []
     if len(values) != 1:
         raise ValueError("not a literal")
     return values[0]
