@@ -12,7 +12,18 @@ from serving.api.http.apis.inputs import tokenized, tokenized_with_marks
 from serving.api.http.apis.text_api import TEXT_APIS
 from serving.api.http.errors import ApiError, validated
 from serving.api.http.protocol.chat import ChatRequest
-from tests.serving.api.test_agent_requests import CHAT, CONTEXT, MESSAGES, RESPONSES, SCHEMA, TOKENIZER, USER, opened
+from serving.api.http.text import TextCodec
+from tests.serving.api.test_agent_requests import (
+    CHAT,
+    CONTEXT,
+    MESSAGES,
+    RESPONSES,
+    SCHEMA,
+    STRICT,
+    TOKENIZER,
+    USER,
+    opened,
+)
 
 LONG, MORE = (" and then ".join(f"{word} {i}" for i in range(20)) for word in ("rule", "text"))
 OF_ANTHROPIC, OF_OPENAI = {"cache_control": {"type": "ephemeral"}}, {"prompt_cache_breakpoint": {"mode": "explicit"}}
@@ -113,6 +124,16 @@ def test_where_nothing_is_cached_a_conversation_is_rendered_once(monkeypatch):
     ids = asyncio.run(tokenized(CONTEXT, body))
     assert (asyncio.run(tokenized_with_marks(replace(CONTEXT, marks=False), body)), len(rendered)) == ((ids, ()), 2)
     assert (asyncio.run(tokenized_with_marks(CONTEXT, body))[0], len(rendered)) == (ids, 5)
+    several = ChatRequest(messages=[user(*(text(f"{LONG} {i}", **OF_ANTHROPIC) for i in range(3)))])
+    assert (len(asyncio.run(tokenized_with_marks(CONTEXT, several))[1]), len(rendered)) == (3, 8)
+
+
+def test_marks_where_the_template_changes_the_text_around_them():
+    template = STRICT.replace("{{ m.content }}", "{{ m.content | trim }}")
+    context = replace(CONTEXT, codec=TextCodec(TOKENIZER.with_chat_template(template), 4096))
+    parts = [text(f"{LONG} {i} \n", **{"cache_control": {"ttl": f"{i}h"}}) for i in (1, 2)]
+    marks = asyncio.run(tokenized_with_marks(context, ChatRequest(messages=[user(*parts), user(text(MORE))])))[1]
+    assert {mark.ttl for mark in marks} == {3600.0, 7200.0, None}
 
 
 @pytest.mark.parametrize(

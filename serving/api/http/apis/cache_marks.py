@@ -7,6 +7,7 @@ prefix that the client will send again; docs/engine.md tells what the engine doe
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -93,12 +94,28 @@ def places_of(
     found = chat_positions(render, messages, text, **options)
     longest = max((seconds for *_, seconds in marks), default=0.0)
     found = {place: ttl and max(ttl, longest) for place, ttl in found.items()}
-    for i, j, seconds in marks:
-        if i >= 0:
-            parts = [*messages[i]["content"]]
-            parts[j] = {"type": "text", "text": part_text(parts[j]) + _PROBE}
-            probe = [*messages[:i], {**messages[i], "content": parts}, *messages[i + 1 :]]
-            with contextlib.suppress(ChatTemplateError):
-                place = shared_length(text, render(probe, **options))
-                found[place] = max(found.get(place) or 0.0, seconds)
+    own = [mark for mark in marks if mark[0] >= 0]
+    together: list[str] = []
+    if len(own) > 1:  # one rendering shows them all, unless the template changes the text around a probe
+        with contextlib.suppress(ChatTemplateError):
+            together = render(_probed(messages, own), **options).split(_PROBE)
+    if len(together) == len(own) + 1 and "".join(together) == text:
+        places = [*itertools.accumulate(map(len, together[:-1]))]
+    else:
+        places = []
+        with contextlib.suppress(ChatTemplateError):
+            for mark in own:
+                places.append(shared_length(text, render(_probed(messages, [mark]), **options)))
+    for place, (*_, seconds) in zip(places, own, strict=False):
+        found[place] = max(found.get(place) or 0.0, seconds)
     return found
+
+
+def _probed(messages: Sequence[dict[str, Any]], marks: Sequence[tuple[int, int, float]]) -> list[dict[str, Any]]:
+    """Returns messages with a probe at the end of each marked part."""
+    probed = [*messages]
+    for i, j, _ in marks:
+        parts = [*probed[i]["content"]]
+        parts[j] = {"type": "text", "text": part_text(parts[j]) + _PROBE}
+        probed[i] = {**probed[i], "content": parts}
+    return probed
