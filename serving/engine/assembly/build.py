@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -36,6 +35,7 @@ from serving.engine.assembly.devices import (
     least_of_all_processes,
     on_mesh,
     own_devices,
+    scheduler_clock,
 )
 from serving.engine.assembly.drafting import draft_policy, with_drafter_config
 from serving.engine.assembly.fetch import fetched
@@ -96,7 +96,7 @@ def build_engine(config: EngineConfig, *, progress: bool = True, led: bool = Fal
         CheckpointError: the model cannot be loaded.
     """
     config = fetched(config)
-    refused = {} if led else refused_kernels(config)  # before anything here starts JAX
+    refused = _refused(config, led)  # before anything here starts JAX
     config = _in_step(config, led)
     target = load_config(config.model, hf_overrides=config.hf_overrides)
     described = with_drafter_config(config, target)
@@ -135,8 +135,8 @@ def build_engine(config: EngineConfig, *, progress: bool = True, led: bool = Fal
         )
     model, digest = on_mesh(loaded.model, mesh), loaded.digest
     del loaded  # frees the weights that were padded
-    keep = config.compilation_cache
-    return _assemble(design, meshes, model, tokenizer, eos, None, progress, keep=keep, digest=digest, refused=refused)
+    keep, given = config.compilation_cache, (design, meshes, model, tokenizer, eos, None, progress)
+    return _assemble(*given, led=led, keep=keep, digest=digest, refused=refused)
 
 
 def assemble(
@@ -166,7 +166,15 @@ def assemble(
     """
     config = _in_step(config, led)
     design = _design(config, model.config, sum(leaf.nbytes for leaf in parameters(model).values()), led)
-    return _assemble(design, device_meshes(config), model, tokenizer, eos_token_ids, programs, progress)
+    return _assemble(design, device_meshes(config), model, tokenizer, eos_token_ids, programs, progress, led=led)
+
+
+def _refused(config: EngineConfig, led: bool) -> Mapping[tuple[str, str], str]:
+    """Returns the kernels that the check refuses. Without a check if several processes run the same programs."""
+    if not led and not (jax.distributed.is_initialized() and jax.process_count() > 1):
+        return refused_kernels(config)
+    log.info("kernels are not checked: verdicts of several processes could differ")
+    return {}
 
 
 def _in_step(config: EngineConfig, led: bool) -> EngineConfig:
@@ -203,6 +211,7 @@ def _assemble(
     programs: StepPrograms | None,
     progress: bool,
     *,
+    led: bool,
     keep: bool = False,
     digest: str = "",
     refused: Mapping[tuple[str, str], str] | None = None,
@@ -229,7 +238,7 @@ def _assemble(
     grammars = None
     if config.enable_structured_outputs and tokenizer is not None:
         grammars = Grammars(tokenizer, model.config.vocab_size, eos_token_ids, seconds=config.grammar_timeout)
-    parts = _Parts(design, size, tokenizer, eos_token_ids, grammars, digest, refused or {})
+    parts = _Parts(design, size, tokenizer, eos_token_ids, grammars, digest, refused or {}, led)
     shared = programs if len(models) == 1 else None
     engines = tuple(
         parts.engine(replica, each, mesh, shared, own)
@@ -261,6 +270,7 @@ class _Parts:
     digest: str
     refused: Mapping[tuple[str, str], str]
     """Kernels that are not used, with the reasons."""
+    led: bool
     names: AdapterNames = field(default_factory=AdapterNames)
 
     def engine(
@@ -306,8 +316,7 @@ class _Parts:
             Scheduler(
                 settings,
                 drafts=draft_policy(config, model, bytes_per_token=size.bytes_per_token),
-                # Processes that each schedule for themselves have different clocks, and must evict the same states.
-                clock=time.monotonic if jax.process_count() == 1 or config.max_decode_pause else lambda: 0.0,
+                clock=scheduler_clock(led=self.led),
             ),
             programs,
             batches,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -58,6 +59,12 @@ def least_of_all_processes(count: int) -> int:
         return count
     gathered: Any = multihost_utils.process_allgather(count)
     return int(gathered.min())
+
+
+def scheduler_clock(*, led: bool) -> Callable[[], float]:
+    """Returns the clock of marks. It stands still if each of several processes schedules for itself: their clocks
+    differ, and they must evict the same states."""
+    return time.monotonic if led or jax.process_count() == 1 else lambda: 0.0
 
 
 def describe(meshes: Sequence[Mesh | None]) -> str:

@@ -2,12 +2,14 @@
 
 A verdict is kept for each (device, driver or libtpu, JAX, sources, model and flags), so that a second start reads one
 file. A kernel that is wrong, hangs, crashes, does not compile or is slower than the plain form is not used: the engine
-then runs the operation in its plain form. The device is described without JAX, because only one process can own a TPU:
+then runs the operation in its plain form. A kernel that could not be judged, for lack of memory or of the device, is
+used, and nothing is kept. The device is described without JAX, because only one process can own a TPU:
 the child ends before this process starts JAX.
 """
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import importlib.util
@@ -15,9 +17,11 @@ import json
 import logging
 import os
 import queue
+import re
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -30,7 +34,11 @@ log = logging.getLogger(__name__)
 
 CHILD = (sys.executable, "-m", "serving.engine.assembly.kernel_check_child")
 STARTING, RUNNING = 180.0, 60.0
-"""Seconds until the child has compiled everything, and until one kernel has run."""
+"""Seconds of silence after which the child is killed: while it compiles, and while a kernel runs."""
+UNJUDGED = re.compile(
+    r"MemoryError|RESOURCE_EXHAUSTED(?!.*(vmem|smem|shared memory))|UNAVAILABLE|CANCELLED|DEADLINE_EXCEEDED", re.I
+)
+"""Errors that say nothing of a kernel. The memory of a core, of fixed size, is its own business."""
 _ROOMS = ("kernels_pallas", "mamba_jax")
 _FLAGS = (
     "model", "revision", "hf_overrides", "dtype", "ssm_dtype", "tile_size", "page_size", "num_speculative_tokens",
@@ -62,7 +70,11 @@ def refused_kernels(config: EngineConfig, *, command: Sequence[str] = CHILD) -> 
         if verdicts is None:
             log.warning("kernels could not be checked, and are used; run `mamba-jax check`, or use kernels=xla")
             return {}
-        _keep(path, verdicts)
+        if unjudged := {name: why for name, why in verdicts.items() if UNJUDGED.search(why)}:
+            log.warning("kernels could not be checked, and are used: %s", unjudged)
+            verdicts = {name: why for name, why in verdicts.items() if name not in unjudged}
+        else:
+            _keep(path, verdicts)
     refused = {(name.split()[0], name.split()[1]): why for name, why in verdicts.items() if why}
     for (operation, kernel), why in refused.items():
         if kernel == config.kernels or f"{operation}={kernel}" in config.kernels.replace(" ", "").split(","):
@@ -80,46 +92,59 @@ def run_child(
 ) -> dict[str, str] | None:
     """Runs the check in child processes; returns the verdicts, or None if a child could not begin.
 
-    A child prints `ready`, then `run NAME` before each kernel and `done NAME WHY` after it, and `end`. A child that
-    crashes or is silent for too long is killed: the kernel that ran is the cause, and another child runs the rest.
+    A child prints `compile NAME` and `compiled NAME` around each compilation, `ready` after the last one, `run NAME`
+    before each kernel and `done NAME WHY` after it, and `end`. A child that crashes or is silent for too long is
+    killed. The kernel that ran or was compiled is the cause, and another child checks the rest. If several were
+    compiled, the next child compiles one at a time.
     """
     verdicts: dict[str, str] = {}
+    alone = False
     while True:
-        told = json.dumps({**request, "skip": sorted(verdicts)})
+        told = json.dumps({**request, "skip": sorted(verdicts), "alone": alone})
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environment())
-        assert child.stdin is not None
-        assert child.stdout is not None
         try:
-            child.stdin.write(told)
-            child.stdin.close()
-        except BrokenPipeError:
-            pass
-        lines, now, limit, ended = _lines(child.stdout), "", starting, False
-        while True:
-            try:
-                line = lines.get(timeout=limit)
-            except queue.Empty:
-                why = f"it did not end within {limit:g} s"
-                break
-            if line is None or line == "end":
-                why, ended = f"the process ended with code {child.wait(running)}", line == "end"
-                break
-            kind, _, rest = line.partition(" ")
-            if kind == "ready":
-                limit = running
-            elif kind == "run":
-                now = rest
-            elif kind == "done":
-                operation, kernel, *wrong = rest.split(" ", 2)
-                verdicts[f"{operation} {kernel}"], now = " ".join(wrong), ""
-        child.kill()
-        child.wait()
-        if ended:
+            why, causes = _follow(child, told, verdicts, starting, running)
+        finally:
+            child.kill()
+            child.wait()
+        if why is None:
             return verdicts
-        if not now:
+        if not causes:
             log.warning("the check of kernels failed: %s", why)
             return None
-        verdicts[now] = why
+        if len(causes) > 1 and not alone:
+            alone = True
+        else:
+            verdicts |= dict.fromkeys(causes, why)
+
+
+def _follow(
+    child: subprocess.Popen[str], told: str, verdicts: dict[str, str], starting: float, running: float
+) -> tuple[str | None, set[str]]:
+    """Reads what a child says into `verdicts`. Returns why it failed, None if it did not, and the kernels under way."""
+    assert child.stdin is not None
+    assert child.stdout is not None
+    with contextlib.suppress(BrokenPipeError):
+        child.stdin.write(told)
+        child.stdin.close()
+    lines, limit, under_way = _lines(child.stdout), starting, Counter[str]()
+    try:
+        while (line := lines.get(timeout=limit)) is not None and line != "end":
+            kind, _, rest = line.partition(" ")
+            operation, kernel, *wrong = [*rest.split(" ", 2), ""]
+            if kind == "ready":
+                limit = running
+            elif kind in ("compile", "run"):
+                under_way[rest] += 1
+            elif kind in ("compiled", "done"):
+                under_way[f"{operation} {kernel}"] -= 1
+            if kind == "done":
+                verdicts[f"{operation} {kernel}"] = wrong[0]
+        why = None if line == "end" else f"the process ended with code {child.wait(running)}"
+    except (queue.Empty, subprocess.TimeoutExpired) as late:
+        limit = running if isinstance(late, subprocess.TimeoutExpired) else limit
+        why = f"it did not end within {limit:g} s"
+    return why, set(+under_way)
 
 
 def _lines(stream: IO[str]) -> queue.Queue[str | None]:

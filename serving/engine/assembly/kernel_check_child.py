@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -17,6 +18,7 @@ from checkpoints.load import load_config
 from mamba_jax.kernel_check.calls import Sizes, calls_of, with_kernels
 from mamba_jax.kernel_check.compare import compiled_comparison, compiled_timings
 from mamba_jax.kernel_check.compiling import Compiler
+from serving.engine.assembly.kernel_check import UNJUDGED
 
 MARGIN = 1.05
 """A kernel is not used if its calls together take longer than those of the plain form by this factor."""
@@ -28,6 +30,8 @@ def main() -> None:
     """Reads a request as JSON from stdin, and reports on stdout."""
     request = json.load(sys.stdin)
     platform, skip = request["platform"], request["skip"]
+    if (found := jax.default_backend()) != platform:  # another process may have the accelerator
+        sys.exit(f"kernels are not checked: JAX runs on {found} instead of {platform}")
     dtype = jnp.bfloat16 if request["dtype"] == "auto" else jnp.dtype(request["dtype"])
     drafts = request["num_speculative_tokens"]
     sizes = Sizes(
@@ -37,39 +41,56 @@ def main() -> None:
     interpreted = platform == "cpu"
     config = load_config(request["model"], hf_overrides=request["hf_overrides"])
     calls = calls_of(config, "gpu" if interpreted else platform, sizes, dtype=dtype)
-    compiler = Compiler()
+    compiler = Compiler(1 if request["alone"] else None)
     cases: dict[str, list[tuple[Future[Any], Future[Any] | None]]] = {}
     for call, kernel in with_kernels(calls, platform, interpreted=interpreted):
         if (name := f"{call.operation} {kernel}") in skip:
             continue
         timing = None
         if not interpreted:
-            timing = compiler.submit(
-                partial(compiled_timings, seconds=LOOP, bandwidth=BANDWIDTH, most=200), call, kernel, compiler
-            )
-        cases.setdefault(name, []).append((compiler.submit(compiled_comparison, call, kernel, compiler), timing))
+            timings = partial(compiled_timings, seconds=LOOP, bandwidth=BANDWIDTH, most=200)
+            timing = compiler.submit(_told, name, timings, call, kernel, compiler)
+        compared = compiler.submit(_told, name, compiled_comparison, call, kernel, compiler)
+        cases.setdefault(name, []).append((compared, timing))
     compiler.wait(1e9)
-    print("ready", jax.devices()[0].device_kind, flush=True)
+    _tell("ready", jax.devices()[0].device_kind)
     for name, jobs in cases.items():
-        print("run", name, flush=True)
-        print("done", name, " ".join(_wrong(jobs, name.split()[1]).split()), flush=True)
-    print("end", flush=True)
+        _tell("run", name)
+        _tell("done", name, *_wrong(jobs, name.split()[1]).split())
+    _tell("end")
     os._exit(0)
 
 
-def _wrong(jobs: list[tuple[Future[Callable[[], Any]], Future[Any] | None]], kernel: str) -> str:
-    """What is wrong with a kernel, or nothing."""
-    own = plain = 0.0
+def _tell(*words: str) -> None:
+    os.write(1, (" ".join(words) + "\n").encode())  # one write, because threads tell, too
+
+
+def _told(name: str, compile: Callable[..., Any], *arguments: Any) -> Any:
+    _tell("compile", name)
     try:
-        for comparison, timing in jobs:
-            if wrong := comparison.result()().wrong:
+        return compile(*arguments)
+    finally:
+        _tell("compiled", name)
+
+
+def _wrong(jobs: list[tuple[Future[Callable[[], Any]], Future[Any] | None]], kernel: str) -> str:
+    """What is wrong with a kernel, or nothing. An error while it runs ends the process: the device may be unusable."""
+    own, plain, running = 0.0, 0.0, False
+    try:
+        programs = [(comparison.result(), {} if timing is None else timing.result()) for comparison, timing in jobs]
+        running = True
+        for compare, timings in programs:
+            if wrong := compare().wrong:
                 return str(wrong)
-            if timing is not None:
-                for name, timed in timing.result().items():
-                    seconds = timed.seconds()
-                    own, plain = (own + seconds, plain) if name == kernel else (own, plain + seconds)
+            for name, timed in timings.items():
+                seconds = timed.seconds()
+                own, plain = (own + seconds, plain) if name == kernel else (own, plain + seconds)
     except Exception as error:  # a compiler may raise anything
-        return f"{type(error).__name__}: {str(error)[:200]}"
+        why = f"{type(error).__name__}: {str(error)[:200]}"
+        if running and not UNJUDGED.search(why):
+            traceback.print_exc()
+            os._exit(1)
+        return why
     return f"it takes {own * 1e6:.1f} us, plain JAX {plain * 1e6:.1f} us" if own > plain * MARGIN else ""
 
 

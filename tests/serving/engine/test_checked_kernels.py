@@ -2,12 +2,14 @@
 
 import json
 import sys
+import time
 
+import jax
 import pytest
 
 from serving import EngineConfig
 from serving.config import ConfigError
-from serving.engine.assembly import kernel_check
+from serving.engine.assembly import build, kernel_check
 from serving.engine.assembly.build import kernel_choice
 from serving.engine.assembly.kernel_check import refused_kernels, run_child
 
@@ -18,6 +20,16 @@ request = json.load(sys.stdin)
 open(request["log"], "a").write("started ")
 if "unavailable" in request["faults"].values():
     sys.exit(1)
+left = [kernel for kernel in request["kernels"] if kernel not in request["skip"]]
+for batch in [[kernel] for kernel in left] if request["alone"] else [left]:
+    for kernel in batch:
+        print("compile", kernel, flush=True)
+    for kernel in batch:
+        if request["faults"].get(kernel) == "crash compiling":
+            os.abort()
+        time.sleep(60 * (request["faults"].get(kernel) == "hang compiling"))
+    for kernel in batch:
+        print("compiled", kernel, flush=True)
 print("ready GPU", flush=True)
 for kernel in request["kernels"]:
     if kernel not in request["skip"]:
@@ -40,7 +52,7 @@ def child(tmp_path):
         log.unlink(missing_ok=True)
         faults = {kernel: faults.get(kernel.split()[0], "") for kernel in KERNELS}
         request = {"kernels": KERNELS, "faults": faults, "log": str(log)}
-        verdicts = run_child([sys.executable, "-c", CHILD], request, starting=30, running=2)
+        verdicts = run_child([sys.executable, "-c", CHILD], request, starting=3, running=2)
         return verdicts, log.read_text().count("started")
 
     return run
@@ -53,8 +65,10 @@ def child(tmp_path):
         ({"gated_update": "two runs differ"}, "two runs differ", 1),
         ({"gated_update": "hang"}, "it did not end within 2 s", 2),
         ({"gated_update": "crash"}, "the process ended with code -6", 2),
+        ({"gated_update": "hang compiling"}, "it did not end within 3 s", 3),
+        ({"gated_update": "crash compiling"}, "the process ended with code -6", 3),
     ],
-    ids=["sound", "wrong", "hangs", "crashes"],
+    ids=["sound", "wrong", "hangs", "crashes", "hangs in compilation", "crashes in compilation"],
 )
 def test_each_fault_is_one_verdict_and_the_other_kernels_are_checked(child, faults, why, processes):
     assert child(**faults) == ({KERNELS[0]: "", KERNELS[1]: why, KERNELS[2]: ""}, processes)
@@ -62,6 +76,34 @@ def test_each_fault_is_one_verdict_and_the_other_kernels_are_checked(child, faul
 
 def test_a_child_that_cannot_begin_says_nothing_of_kernels(child):
     assert child(gated_update="unavailable") == (None, 1)
+
+
+def test_a_child_that_does_not_end_is_killed():
+    silent = "import os, time; os.close(1); time.sleep(60)"
+    begin = time.monotonic()
+    assert run_child([sys.executable, "-c", silent], {}, starting=30, running=0.5) is None
+    assert time.monotonic() - begin < 30
+
+
+def test_a_child_is_killed_if_the_parent_is_interrupted(monkeypatch):
+    children = []
+
+    def interrupted(child, *rest):
+        children.append(child)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kernel_check, "_follow", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_child([sys.executable, "-c", "import time; time.sleep(60)"], {})
+    assert children[0].returncode == -9
+
+
+def test_the_child_judges_no_kernel_on_another_platform(capfd):
+    request = {"platform": "tpu"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_PLATFORMS", "cpu")
+        assert run_child(kernel_check.CHILD, request) is None
+    assert "JAX runs on cpu instead of tpu" in capfd.readouterr().err
 
 
 @pytest.fixture
@@ -94,6 +136,24 @@ def test_a_check_that_failed_is_not_kept(machine, tmp_path):
     machine.append(None)
     assert refused_kernels(EngineConfig.create()) == {}
     assert not list(tmp_path.rglob("*.json"))
+
+
+def test_a_lack_of_memory_is_no_verdict(machine, tmp_path):
+    out_of_memory = "JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2147483648 bytes."
+    too_large = "JaxRuntimeError: RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem."
+    machine.append({**WRONG, KERNELS[2]: out_of_memory})
+    assert refused_kernels(EngineConfig.create()) == REFUSED
+    assert not list(tmp_path.rglob("*.json"))
+    machine.append({KERNELS[1]: too_large})
+    assert refused_kernels(EngineConfig.create()) == {("gated_update", "pallas_gpu"): too_large}
+    assert list(tmp_path.rglob("*.json"))
+
+
+@pytest.mark.parametrize("led", [False, True])
+def test_processes_that_run_the_same_programs_check_no_kernels(machine, monkeypatch, led):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert build._refused(EngineConfig.create(), led) == {}
 
 
 @pytest.mark.parametrize("flags", [{"kernel_check": "off"}, {"kernels": "xla"}])

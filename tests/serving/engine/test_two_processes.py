@@ -6,15 +6,23 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from serving import LLM, SamplingParams
+from serving.engine.assembly.devices import scheduler_clock
 from tests.support.engines.engines import QUICK_XLA_FLAGS
 from tests.support.fleets.generate_in_two_processes import PROMPT, SAMPLING, SIZES
 from tests.support.fleets.processes import free_port
 from tests.support.models.divisible_checkpoints import FAMILIES, write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_the_clock_of_marks_stands_still_if_several_processes_schedule(monkeypatch):
+    for processes, led, runs in ((1, False, True), (2, True, True), (2, False, False)):
+        monkeypatch.setattr(jax, "process_count", lambda count=processes: count)
+        assert (scheduler_clock(led=led)() > 0) == runs
 
 
 @pytest.mark.slow
