@@ -31,7 +31,7 @@ class Entry(NamedTuple):
         return self.log_decay if self.by_channel else self.log_decay[..., None]
 
     @property
-    def real(self) -> Bool[Array, "rows steps"]:
+    def real(self) -> Bool[Array, "*lead"]:
         """Whether a token is no padding."""
         return (self.strength != 0).any(axis=-1)
 
