@@ -5,19 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.planted.faults import CORE, DEVICE, OTHERS, SPLIT, Planted
+from tests.planted.faults import OTHERS, faults_like
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.parametrize("fault", OTHERS, ids=lambda fault: fault.name)
-def test_what_a_fault_changes_exists(fault: Planted, monkeypatch: pytest.MonkeyPatch) -> None:
-    fault.plant(monkeypatch)
-    assert all((ROOT / path).exists() for path in fault.files)
-
-
-def test_files_that_should_detect_faults_exist() -> None:
-    assert all((ROOT / path).exists() for path in (*CORE, *DEVICE, *SPLIT))
+def test_every_fault_can_be_planted_and_its_files_exist() -> None:
+    for fault in faults_like().values():
+        with pytest.MonkeyPatch.context() as patch:
+            fault.plant(patch)
+        assert all((ROOT / path).exists() for path in fault.files), fault
 
 
 def test_the_table_is_complete() -> None:

@@ -68,8 +68,8 @@ def entries_in_use_are_overwritten(patch: Patch) -> None:
 
 @fault(62, "a request whose prefix is not cached starts from zeros, not from its initial state", "adapters: state")
 def starts_from_zeros(patch: Patch) -> None:
-    sound = RowState.start_from
-    patch.setattr(RowState, "start_from", lambda self, slot: sound(self, 0))
+    sound = RowState.__init__
+    patch.setattr(RowState, "__init__", lambda self, cache, slot: sound(self, cache, 0))
 
 
 @fault(63, "initial states are not written to the store that replaces a lost one", "adapters: lost store")
