@@ -21,7 +21,7 @@ class SelectiveEntry(NamedTuple):
     """Step sizes after softplus, float32. 0 in all channels marks padding, whose other numbers may be anything."""
 
     @property
-    def real(self) -> Bool[Array, "rows steps"]:
+    def real(self) -> Bool[Array, "*lead"]:
         """Whether a token is no padding."""
         return (self.dt != 0).any(axis=-1)
 
