@@ -109,11 +109,11 @@ class Quantized:
     def widened(self, dtype: DTypeLike) -> Num[Array, "*lead outputs inputs"]:
         """Returns the weight without the scale of each channel."""
         if self.group_scale is None and self.group_zero is None:
-            return self.values.astype(dtype)
+            return jnp.asarray(self.values).astype(dtype)
         exact = jnp.float32
         *lead, outputs, inputs = self.shape
         groups = next(v.shape[-2] for v in (self.group_scale, self.group_zero) if v is not None)
-        wide = self.values.astype(exact).reshape(*lead, outputs, groups, inputs // groups)
+        wide = jnp.asarray(self.values).astype(exact).reshape(*lead, outputs, groups, inputs // groups)
         if self.group_zero is not None:
             wide = wide - jnp.swapaxes(self.group_zero.astype(exact), -1, -2)[..., None]
         if self.group_scale is not None:

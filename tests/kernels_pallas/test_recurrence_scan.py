@@ -336,5 +336,5 @@ def test_refuses_shapes_that_do_not_fit():
     with pytest.raises(ValueError, match=r"strength has shape \(2, 8, 6\), expected \[tiles, tile_size, heads\]"):
         recurrence_scan(tokens, jnp.asarray(states(Draw(), shape, 2)), tiles_of([1], [1], [1]), erase=True)
     x, b, c, dt = on_device(entry(Draw(), SELECTIVE, 2, 8))
-    with pytest.raises(ValueError, match="b has shape"):
+    with pytest.raises(ValueError, match=r"entry\.c has shape"):
         plain("sequence", SELECTIVE)(SelectiveEntry(x, b[:, :, :2], c, dt), **on_device(how(Draw(1), SELECTIVE)))
