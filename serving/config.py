@@ -342,9 +342,7 @@ class EngineConfig(Settings):
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> EngineConfig:
-        block, tile, page, drafts = (
-            self.state_block_size, self.tile_size, self.page_size, self.num_speculative_tokens
-        )  # fmt: skip
+        block, tile, page, drafts = self.state_block_size, self.tile_size, self.page_size, self.num_speculative_tokens
         if block % tile:
             raise ValueError(
                 f"state_block_size {block} is not a multiple of tile_size {tile}; try {-(-block // tile) * tile}"
@@ -364,9 +362,8 @@ class EngineConfig(Settings):
                 f"checkpoint_dtype {self.checkpoint_dtype} needs ssm_dtype float32: states in {self.ssm_dtype} are "
                 "rounded after every token; use checkpoint_dtype auto"
             )
-        low, high = self.ngram_bounds
-        if low > high:
-            raise ValueError(f"prompt_lookup_min {low} is greater than prompt_lookup_max {high}")
+        if self.ngram_bounds[0] > self.ngram_bounds[1]:
+            raise ValueError("prompt_lookup_min {} is greater than prompt_lookup_max {}".format(*self.ngram_bounds))
         if self.speculative_method is not None and not drafts:
             raise ValueError(f"speculative_method {self.speculative_method!r} needs num_speculative_tokens >= 1")
         if self.speculative_model is not None and self.speculative_method not in (None, *DRAFTER_METHODS):
@@ -397,8 +394,7 @@ def read_config_file(path: Path | str) -> Mapping[str, Any]:
             case other:
                 raise ConfigError(f"config file {path}: its name must end in .yaml, .yml or .toml, not {other!r}")
     except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
-        first = " ".join(str(error).split())
-        raise ConfigError(f"config file {path}: {first}") from None
+        raise ConfigError(f"config file {path}: {' '.join(str(error).split())}") from None
     if not isinstance(flags, dict):
         raise ConfigError(f"config file {path}: expected a table of flags, got {type(flags).__name__}")
     return {str(name).replace("-", "_"): value for name, value in flags.items()}
