@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING, Any
 from serving.config import ConfigError, EngineConfig
 
 if TYPE_CHECKING:
+    from serving.core.errors import RequestError
     from serving.engine.async_engine import AsyncEngine
     from serving.engine.llm import LLM
-    from serving.engine.request_error import RequestError
+    from serving.engine.requests.adapters import LoRARequest
     from serving.engine.requests.output import CompletionOutput, RequestOutput, unpack_sampling_mask
-    from serving.engine.requests.request import LoRARequest
     from serving.engine.requests.sampling_params import SamplingParams
-    from serving.engine.structured.grammar_state import StructuredOutputsParams
+    from serving.engine.structured.grammars import StructuredOutputsParams
 
 _LAZY = {
     "LLM": "serving.engine.llm",
     "AsyncEngine": "serving.engine.async_engine",
     "CompletionOutput": "serving.engine.requests.output",
-    "LoRARequest": "serving.engine.requests.request",
+    "LoRARequest": "serving.engine.requests.adapters",
     "RequestOutput": "serving.engine.requests.output",
-    "RequestError": "serving.engine.request_error",
+    "RequestError": "serving.core.errors",
     "SamplingParams": "serving.engine.requests.sampling_params",
-    "StructuredOutputsParams": "serving.engine.structured.grammar_state",
+    "StructuredOutputsParams": "serving.engine.structured.grammars",
     "unpack_sampling_mask": "serving.engine.requests.output",
 }
 

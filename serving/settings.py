@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from serving.core.reasons import ConfigError
+from serving.core.errors import ConfigError
 
 __all__ = ["ConfigError", "Settings", "did_you_mean"]
 

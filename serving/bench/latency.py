@@ -33,8 +33,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from serving.bench.plot import check_plot, cumulative
-from serving.bench.report import emit, environment
+from serving.bench.report import check_plot, cumulative, emit, environment
 
 PERCENTILES = (50, 90, 95, 99)
 

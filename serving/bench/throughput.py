@@ -20,8 +20,7 @@ from typing import Any
 import yaml
 
 from serving import LLM, ConfigError, SamplingParams
-from serving.bench.plot import bars, check_plot
-from serving.bench.report import emit, environment, median, spread
+from serving.bench.report import bars, check_plot, emit, environment, median, spread
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,12 +15,9 @@ from checkpoints.load import load_config
 from mamba_jax.kernel_check.calls import Sizes, calls_of, with_kernels
 from mamba_jax.kernel_check.compiling import Compiler
 from serving.bench.report import environment
-from serving.check.collectives import time_collectives
-from serving.check.deadline import Deadline, Job
-from serving.check.engine import check_greedy, time_engine
-from serving.check.kernels import KernelCheck, copy_bandwidth
+from serving.check.measurements import KernelCheck, check_greedy, copy_bandwidth, time_collectives, time_engine
 from serving.check.programs import ModelPrograms, Step
-from serving.check.report import Report
+from serving.check.report import Deadline, Job, Report
 
 GRACE = 20.0
 """Seconds after which a check that is over time is ended, in the middle of a measurement if necessary."""

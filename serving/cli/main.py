@@ -22,7 +22,7 @@ from typer.core import TyperGroup
 from checkpoints.errors import CheckpointError
 from serving.cli.jax_import import import_jax
 from serving.cli.terminal import Command, printable
-from serving.engine.request_error import RequestError
+from serving.core.errors import RequestError
 from serving.settings import ConfigError, did_you_mean
 
 log = logging.getLogger(__name__)

@@ -41,11 +41,11 @@ def plan(
 
     from checkpoints import load_config
     from checkpoints.presets import PRESETS
-    from serving.capacity.models import resolved_model
     from serving.capacity.plan import make_plan
     from serving.capacity.report import as_comparison, as_text
     from serving.capacity.report import as_json as plain
     from serving.capacity.targets import target
+    from serving.engine.assembly.fetch import resolved_model
 
     # Do not touch this machine's accelerators: another process may be using them.
     jax.config.update("jax_platforms", "cpu")

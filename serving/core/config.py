@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from serving.core.reasons import ConfigError
+from serving.core.errors import ConfigError
 
 CacheMode = Literal["none", "align", "all"]
 

@@ -14,18 +14,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from serving.core.cache.content import Chain, Scope
+from serving.core.errors import FinishReason, RequestError, WaitReason
 from serving.core.planning.admission import admit, admit_short, displace, refuse_impossible
 from serving.core.planning.plan import Budget, RowResult, StepPlan, StepResult
-from serving.core.planning.remote import RemoteStates
 from serving.core.planning.rows import plan_decode, plan_prefill
 from serving.core.planning.settlement import after_dispatch, finish, settle
-from serving.core.reasons import FinishReason, RequestError, WaitReason
+from serving.core.planning.state import SchedulerState
 from serving.core.requests.request import Request, ResultDisposition, Status
 from serving.core.tiers.journal import Journal
 from serving.core.tiers.tiers import Tiers
 
 
-class Scheduler(RemoteStates):
+class Scheduler(SchedulerState):
     """Plans steps and settles them. Not thread-safe."""
 
     # -- requests --
@@ -228,7 +228,7 @@ class Scheduler(RemoteStates):
         num_tokens = sum(row.num_tokens for row in plan.prefill)
         if num_tokens:
             self.fairness.times.observe_prompts(num_tokens, seconds)
-            self.prices.computed(num_tokens, seconds)
+            self.fetch_costs.computed(num_tokens, seconds)
         elif plan.decode:
             self.fairness.times.observe_decode(len(plan.decode), seconds)
 
@@ -329,7 +329,7 @@ class Scheduler(RemoteStates):
 
     def use_tiers(self, tiers: Tiers) -> None:
         """Called before the first step: copies evicted checkpoints to these tiers, and fetches from them."""
-        self.tiers, self.prices = tiers, tiers.prices
+        self.tiers, self.fetch_costs = tiers, tiers.fetch_costs
         self.cache.observe(tiers)
 
     def tell(self, journal: Journal) -> None:

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from serving.core.reasons import FinishReason, MissReason
+from serving.core.errors import FinishReason, MissReason
 
 
 class Exported(NamedTuple):

@@ -10,13 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from checkpoints.tensors.replacement import NewWeights
+from serving.core.errors import RequestError
 from serving.engine.control import PauseMode
 from serving.engine.engine import Engine
 from serving.engine.engine_thread import Result
-from serving.engine.replicas.changes import WeightsUpdate, load_adapter, table_of
-from serving.engine.replicas.replica_loads import Assignment
-from serving.engine.replicas.replica_threads import Reader, ReplicaThreads
-from serving.engine.request_error import RequestError
+from serving.engine.replica_loads import Assignment
+from serving.engine.replicas import Reader, ReplicaThreads, WeightsUpdate, load_adapter, table_of
 from serving.engine.requests.adapter_reads import AdapterReads
 from serving.engine.requests.adapters import AdapterNotRead
 from serving.engine.requests.output import RequestOutput

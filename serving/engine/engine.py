@@ -11,22 +11,19 @@ from typing import Any
 
 from checkpoints.tokenizer import Tokenizer
 from serving.core import FinishReason, Request, RowResult, StepPlan, check_prompt_length
-from serving.core.cache.marks import merged, written_tokens
-from serving.engine.control import Control
-from serving.engine.request_error import RequestError, RequestFailed
+from serving.core.cache.retention import merged, written_tokens
+from serving.core.errors import RequestError, RequestFailed
+from serving.engine.control import Control, Weights
 from serving.engine.requests.adapters import AdapterTable
-from serving.engine.requests.changed_prefixes import ChangedPrefixes
-from serving.engine.requests.output import PromptScores, RequestMetrics, RequestOutput
-from serving.engine.requests.request import EngineRequest, Prompt, check_params, read_prompt
-from serving.engine.requests.routed_experts import read_routed_experts
+from serving.engine.requests.conversations import ChangedPrefixes
+from serving.engine.requests.output import PromptScores, RequestMetrics, RequestOutput, read_routed_experts
+from serving.engine.requests.request import Choice, EngineRequest, Prompt, UserRequest, check_params, read_prompt
 from serving.engine.requests.sampling_params import SamplingParams
-from serving.engine.requests.user_request import Choice, UserRequest
 from serving.engine.steps.loop import PlanError, StepLoop
 from serving.engine.steps.results import HostOutput, StepTokens
 from serving.engine.structured.grammars import Grammars
 from serving.engine.structured.mask_workers import FollowedChoice
 from serving.engine.structured.reasoning import constraint_of
-from serving.engine.weights import Weights
 
 log = logging.getLogger(__name__)
 

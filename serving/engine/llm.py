@@ -17,17 +17,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from checkpoints.tensors.replacement import NewWeights
 from checkpoints.tokenizer import Tokenizer
 from serving.config import EngineConfig
+from serving.core.errors import RequestError
 from serving.engine.assembly.build import build_engine
-from serving.engine.control import PauseMode
+from serving.engine.control import PauseMode, WeightsChecksum
 from serving.engine.engine import Engine
-from serving.engine.replicas.changes import WeightsUpdate, common_checksum, load_adapter, table_of
-from serving.engine.replicas.replica_threads import ReplicaGroup
-from serving.engine.request_error import RequestError
-from serving.engine.requests.chat_marks import encode_marked
+from serving.engine.replicas import ReplicaGroup, WeightsUpdate, common_checksum, load_adapter, table_of
+from serving.engine.requests.adapters import LoRARequest
+from serving.engine.requests.conversations import encode_marked
 from serving.engine.requests.output import PromptScores, RequestOutput, with_texts
-from serving.engine.requests.request import EngineRequest, LoRARequest, Prompt, read_marks
+from serving.engine.requests.request import EngineRequest, Prompt, read_marks
 from serving.engine.requests.sampling_params import SamplingParams, recommended_sampling
-from serving.engine.weights import WeightsChecksum
 from serving.vllm.command import engine_flags
 
 log = logging.getLogger(__name__)

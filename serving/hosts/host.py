@@ -18,7 +18,7 @@ from mamba_jax.program_cache import look_of
 from mamba_jax.programs import Batch
 from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly.build import AssembledEngine, build_engine
-from serving.engine.programs.warmup import warm_up
+from serving.engine.compiled_programs import warm_up
 from serving.engine.steps.loop import StepLoop
 from serving.hosts.host_group import HostGroup
 from serving.hosts.link import Kind

@@ -22,13 +22,13 @@ import jax
 from serving.core import RemoteLoad, RemoteState
 from serving.core.cache.content import Scope
 from serving.engine.requests.adapters import AdapterNames
-from serving.points.point import Piece, common_unit
-from serving.points.state_source import Arrival, Loop, StateSource
 from serving.split.manifest import ManifestMismatch, check
 from serving.split.prefill_side import Peer, TooMany
 from serving.split.transport import TransportError
 from serving.split.wire import AdapterMismatch, FailurePolicy, Offer, SplitError, SplitTimeout, StateRequest, Ticket
 from serving.split.worker import Worker, checksums, num_bytes, point_specs, shapes_of
+from serving.state_transfer.programs import Piece, common_unit
+from serving.state_transfer.source import Arrival, Loop, StateSource
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class DecodeSide(StateSource):
         count, layers = ticket.position - here, worker.manifest.attention_layers + worker.manifest.draft_layers
         kv = num_bytes([worker.kv]) if worker.kv is not None else 0
         size = num_bytes(worker.state.values()) + count * layers * kv
-        paid = count > 0 and scheduler.prices.worth_fetching(PEER, size + self._arriving, count)
+        paid = count > 0 and scheduler.fetch_costs.worth_fetching(PEER, size + self._arriving, count)
         self.stats.dearer += not paid
         return paid
 
@@ -324,7 +324,7 @@ class DecodeSide(StateSource):
             return
         page_size, stats = self.worker.manifest.page_size, self.stats
         arrival.write(loop, self.worker.programs, page_size)
-        loop.scheduler.prices.fetched(PEER, arrival.bytes, arrival.seconds)
+        loop.scheduler.fetch_costs.fetched(PEER, arrival.bytes, arrival.seconds)
         stats.arrived += 1
         stats.fetch_seconds += arrival.seconds
         stats.received_bytes += arrival.bytes

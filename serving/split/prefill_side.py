@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from serving.core import StepPlan
-from serving.core.planning.remote import StateLease
+from serving.core.planning.state import StateLease
 from serving.engine.requests.sampling_params import SamplingParams
-from serving.points.point import common_unit
-from serving.points.state_source import Loop, StateSource
 from serving.split.manifest import Manifest
 from serving.split.wire import Handoff, Offer, ShareRequest, SplitError, StateRequest, Ticket
 from serving.split.worker import Worker, checksums, num_bytes, point_specs, shapes_of
+from serving.state_transfer.programs import common_unit
+from serving.state_transfer.source import Loop, StateSource
 
 log = logging.getLogger(__name__)
 

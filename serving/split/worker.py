@@ -16,11 +16,10 @@ from mamba_jax.version import version
 from serving.core import Scheduler
 from serving.engine.assembly.build import AssembledEngine
 from serving.engine.assembly.design import row_rounding
-from serving.points.arrangement import Arrangement
-from serving.points.point import Piece, PointPrograms, pieces, state_spec
 from serving.split.manifest import LAYOUT, PROTOCOL, Manifest
 from serving.split.transport import Transport
 from serving.split.wire import StateRequest
+from serving.state_transfer.programs import Arrangement, Piece, PointPrograms, pieces, state_spec
 
 
 class Worker:

@@ -11,9 +11,8 @@ import jax
 
 from mamba_jax.store import Store
 from serving.core.tiers.tier import Sizes
-from serving.points.arrangement import Arrangement
-from serving.points.digest import STATE_PACKAGES, source_digest
-from serving.points.point import state_spec
+from serving.state_transfer.identity import STATE_PACKAGES, source_digest
+from serving.state_transfer.programs import Arrangement, state_spec
 
 FORMAT = "mamba-jax checkpoint 1: state[layer]; kv[layer, token, K even V odd, head_dim]"
 _FILE = 4096

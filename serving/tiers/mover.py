@@ -20,9 +20,8 @@ from serving.core import RemoteLoad
 from serving.core.cache.content import Name
 from serving.core.tiers.tier import Unit
 from serving.core.tiers.tiers import Tiers
-from serving.points.inbox import Inbox
-from serving.points.point import PointPrograms, whole
-from serving.points.state_source import Arrival, Loop
+from serving.state_transfer.programs import PointPrograms, whole
+from serving.state_transfer.source import Arrival, Inbox, Loop
 from serving.tiers.disk import Disk
 from serving.tiers.folder import DamagedFile
 from serving.tiers.layout import Layout
@@ -131,7 +130,7 @@ class Mover(TierWriter):
             self.tiers.lost(held)
             loop.scheduler.lost(load)
             return
-        self.tiers.prices.fetched(held.tier.name, arrival.bytes, arrival.seconds)
+        self.tiers.fetch_costs.fetched(held.tier.name, arrival.bytes, arrival.seconds)
         stats.fetched_bytes += arrival.bytes
         if load.valid:
             arrival.write(loop, self.programs, self.layout.page_size)

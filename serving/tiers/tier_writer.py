@@ -19,9 +19,8 @@ from mamba_jax.store import Store
 from serving.core.cache.content import Name
 from serving.core.tiers.tier import Change, Unit
 from serving.core.tiers.tiers import TierCopy, TierHit, Tiers
-from serving.points.inbox import Inbox
-from serving.points.point import PointPrograms
-from serving.points.state_source import Loop, StateSource
+from serving.state_transfer.programs import PointPrograms
+from serving.state_transfer.source import Inbox, Loop, StateSource
 from serving.tiers.disk import Disk
 from serving.tiers.folder import Arrays
 from serving.tiers.layout import Layout

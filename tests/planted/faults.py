@@ -28,7 +28,7 @@ DEVICE = (
     "tests/mamba_jax/test_step.py",
     "tests/serving/engine",
 )
-SPLIT = ("tests/serving/split", "tests/serving/points")
+SPLIT = ("tests/serving/split", "tests/serving/state_transfer")
 TRAINING = ("tests/mamba_jax/train",)
 CHECKPOINTS = ("tests/checkpoints",)
 ADAPTERS = ("tests/checkpoints/test_adapter.py", "tests/mamba_jax/test_adapters.py")

@@ -32,7 +32,7 @@ SECONDS = 900
 def pytest_configure(config: pytest.Config) -> None:
     """Run the named files as the default tier does, and compile what the fault may have changed."""
     selection.named_files = lambda config: set()
-    import serving.engine.programs.kept_programs as kept
+    import serving.engine.compiled_programs as kept
 
     kept.source_digest = lambda packages: f"fault {os.environ[NAME]}"
 

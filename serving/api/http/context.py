@@ -17,7 +17,7 @@ from serving.api.http.text import TextCodec
 from serving.api.metrics import Metrics
 from serving.api.traces import Traces
 from serving.engine.async_engine import AsyncEngine
-from serving.engine.requests.request import LoRARequest
+from serving.engine.requests.adapters import LoRARequest
 
 
 @dataclass(frozen=True)

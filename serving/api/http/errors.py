@@ -16,8 +16,8 @@ from starlette.responses import Response
 
 from checkpoints.errors import CheckpointError
 from serving.api.http.protocol.common import MAX_STOP_TEXTS, ErrorBody
+from serving.core.errors import RequestError, RequestFailed
 from serving.engine.engine_thread import EngineStopped
-from serving.engine.request_error import RequestError, RequestFailed
 from serving.engine.requests.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,9 @@ from serving.api.http.protocol.common import (
     Usage,
 )
 from serving.core import Mark
+from serving.engine.requests.adapters import LoRARequest
 from serving.engine.requests.output import CompletionOutput, RequestOutput
-from serving.engine.requests.request import EngineRequest, LoRARequest
+from serving.engine.requests.request import EngineRequest
 from serving.engine.requests.sampling_params import MAX_LOGPROBS, SamplingParams
 from serving.engine.structured.grammars import Grammar
 

@@ -17,13 +17,13 @@ from serving.api.http.context import Context
 from serving.api.http.settings import ServerSettings
 from serving.api.traces import Traces
 from serving.config import ConfigError, EngineConfig
+from serving.core.errors import RequestError
 from serving.engine.assembly.build import AssembledEngine, build_engine
 from serving.engine.assembly.devices import describe
 from serving.engine.async_engine import AsyncEngine
+from serving.engine.compiled_programs import warm_up
 from serving.engine.engine import Engine
-from serving.engine.programs.warmup import warm_up
-from serving.engine.replicas.changes import load_adapter, table_of
-from serving.engine.request_error import RequestError
+from serving.engine.replicas import load_adapter, table_of
 
 
 class Role(Protocol):

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from serving.config import ConfigError, EngineConfig
-from serving.engine.request_error import RequestError
+from serving.core.errors import RequestError
 from serving.engine.requests.sampling_params import MAX_LOGPROBS, SamplingParams, recommended_sampling
 from serving.settings import Settings
 

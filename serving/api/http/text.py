@@ -19,7 +19,7 @@ from checkpoints.text.turns import continued, following_text
 from checkpoints.tokenizer import Tokenizer
 from serving.api.http.errors import ApiError
 from serving.core import Mark, RequestError, check_prompt_length
-from serving.engine.requests.chat_marks import marks_at
+from serving.engine.requests.conversations import marks_at
 from serving.engine.requests.sampling_params import SamplingParams
 
 T = TypeVar("T")

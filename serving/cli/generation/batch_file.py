@@ -32,8 +32,8 @@ from serving.api.http.settings import ServerSettings
 from serving.api.http.text import TextCodec
 from serving.cli.generation import batch_output
 from serving.cli.generation.batch_output import LineKey, has_half_characters, line_key, naming, write_line
+from serving.core.errors import RequestError
 from serving.engine.llm import LLM
-from serving.engine.request_error import RequestError
 from serving.engine.requests.output import RequestOutput, TokenLogprobs
 from serving.engine.requests.request import EngineRequest, read_marks
 from serving.engine.requests.sampling_params import SamplingParams

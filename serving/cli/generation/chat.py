@@ -13,7 +13,7 @@ from serving.cli.jax_import import import_jax
 from serving.cli.options import Options, with_options
 from serving.cli.terminal import printable
 from serving.config import ConfigError, EngineConfig
-from serving.engine.request_error import RequestError
+from serving.core.errors import RequestError
 from serving.engine.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from mamba_jax.train.additions import adapter_modules
 from mamba_jax.train.data import TokenStream
 from mamba_jax.train.policy import Answers, PolicyTrainer, group_advantages
 from serving.engine.llm import LLM
+from serving.engine.requests.adapters import LoRARequest
 from serving.engine.requests.output import CompletionOutput, RequestOutput
-from serving.engine.requests.request import LoRARequest
 from serving.engine.requests.sampling_params import SamplingParams
 
 Reward = Callable[[CompletionOutput], float]

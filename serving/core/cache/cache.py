@@ -6,11 +6,10 @@ import time
 from collections.abc import Callable
 
 from serving.core.cache.content import Scope
-from serving.core.cache.marks import Clock, KeptStates
 from serving.core.cache.pools import PagePool, Pool, SlotPool
 from serving.core.cache.prefix_index import PrefixIndex
 from serving.core.cache.prefix_tree import IndexObserver
-from serving.core.cache.retention import RetentionPolicy
+from serving.core.cache.retention import Clock, KeptStates, RetentionPolicy
 from serving.core.config import SchedulerConfig
 from serving.core.stats import Stats
 

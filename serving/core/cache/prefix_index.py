@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from serving.core.cache.content import Scope
-from serving.core.cache.marks import KeptStates, Mark
 from serving.core.cache.pools import PagePool, SlotPool
 from serving.core.cache.prefix_tree import (
     NO_TAIL,
@@ -28,9 +27,9 @@ from serving.core.cache.prefix_tree import (
     nearest_above,
     root_digest,
 )
-from serving.core.cache.retention import EvictionRank, LazyHeap, RetentionPolicy
+from serving.core.cache.retention import EvictionRank, KeptStates, LazyHeap, Mark, RetentionPolicy
 from serving.core.cache.row_pages import Content
-from serving.core.reasons import MissReason
+from serving.core.errors import MissReason
 from serving.core.stats import Stats
 
 _GHOSTS = 16_384

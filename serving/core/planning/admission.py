@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from serving.core.cache.prefix_tree import Match
+from serving.core.errors import MissReason, RequestError, WaitReason, check_prompt_length
 from serving.core.planning.fairness import MOST_OVERTAKEN
 from serving.core.planning.plan import Budget, StepPlan
-from serving.core.planning.remote import remote_is_unneeded, reserve
 from serving.core.planning.rows import plan_prefill
-from serving.core.planning.state import SchedulerState
-from serving.core.reasons import MissReason, RequestError, WaitReason, check_prompt_length
+from serving.core.planning.state import SchedulerState, remote_is_unneeded, reserve
 from serving.core.requests.request import RemoteState, Request, ResultDisposition
 
 DISPLACE_AFTER = 16

@@ -4,9 +4,9 @@ The first kind has its last token and the drafts after it on the device. The sec
 state a preemption discarded.
 """
 
+from serving.core.errors import WaitReason
 from serving.core.planning.plan import Budget, DecodeRow, PrefillRow, StepPlan
 from serving.core.planning.state import SchedulerState
-from serving.core.reasons import WaitReason
 from serving.core.requests.request import Request, Status
 
 

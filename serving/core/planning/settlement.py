@@ -7,9 +7,9 @@ slot from the row to the index, without a copy.
 
 from collections.abc import Sequence
 
+from serving.core.errors import FinishReason
 from serving.core.planning.plan import DecodeRow, Row, RowResult, StepPlan, StepResult
 from serving.core.planning.state import SchedulerState
-from serving.core.reasons import FinishReason
 from serving.core.requests.request import PlannedRow, Request, ResultDisposition, Status
 
 

@@ -7,12 +7,11 @@ from typing import Any
 
 from serving.core.cache.cache import Cache
 from serving.core.cache.content import Chain, Scope
-from serving.core.cache.marks import Mark
+from serving.core.cache.retention import Mark
+from serving.core.cache.row_forms import RowReplay, RowSnapshots
 from serving.core.cache.row_pages import Content, PageTable, RowPages
-from serving.core.cache.row_replay import RowReplay
-from serving.core.cache.row_snapshots import RowSnapshots
 from serving.core.cache.row_state import RowState, StateAccess
-from serving.core.reasons import FinishReason, MissReason
+from serving.core.errors import FinishReason, MissReason
 from serving.core.tiers.tiers import TierHit
 
 

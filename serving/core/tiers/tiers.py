@@ -2,18 +2,57 @@
 
 When a checkpoint is evicted from the device, `keep` plans a copy. The engine dispatches the planned copies before its
 next step: the device runs in order, so a copy is made before anything is overwritten. A request that finds a unit waits
-for it as for a state of another worker (`planning.remote`).
+for it as for a state of another worker (`planning.state`).
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from serving.core.cache.content import Chain, Name, Scope
 from serving.core.cache.prefix_tree import Checkpoint, IndexObserver, Node, Root
 from serving.core.stats import exported
-from serving.core.tiers.prices import Prices
 from serving.core.tiers.tier import Change, Tier, Unit
+
+_WEIGHT = 0.2  # of the latest measurement in a running average
+_FORGETTING = 1 / 64
+"""By how much less a fetch is expected to take after each time that it was expected to take too long."""
+
+
+@dataclass(slots=True)
+class FetchCosts:
+    """Decides whether fetching takes less time than computing. Both are measured while serving.
+
+    An estimate against fetching would never be measured again. Therefore each such decision lowers it a little, until
+    one fetch is tried.
+    """
+
+    per_token: float | None = None
+    """Seconds per prompt token; None before the first measurement."""
+    per_byte: dict[str, float] = field(default_factory=dict)
+    """Seconds per byte by tier."""
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """Records the duration of a step with this number of prompt tokens."""
+        if tokens > 0 and seconds > 0:
+            self.per_token = _average(self.per_token, seconds / tokens)
+
+    def fetched(self, tier: str, num_bytes: int, seconds: float) -> None:
+        """Records the duration of a fetch of this number of bytes from a tier."""
+        if num_bytes > 0 and seconds > 0:
+            self.per_byte[tier] = _average(self.per_byte.get(tier), seconds / num_bytes)
+
+    def worth_fetching(self, tier: str, num_bytes: int, tokens: int) -> bool:
+        """Returns whether fetching these bytes, after those already queued, is faster than computing these tokens."""
+        rate = self.per_byte.get(tier)
+        if rate is None or self.per_token is None or num_bytes * rate <= tokens * self.per_token:
+            return True
+        self.per_byte[tier] = rate * (1 - _FORGETTING)
+        return False
+
+
+def _average(before: float | None, latest: float) -> float:
+    return latest if before is None else before + _WEIGHT * (latest - before)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,11 +106,11 @@ class Tiers(IndexObserver):
     """
 
     def __init__(
-        self, host: Tier | None, disk: Tier | None, *, prices: Prices, max_copying: int, only_blocks: bool = False
+        self, host: Tier | None, disk: Tier | None, *, costs: FetchCosts, max_copying: int, only_blocks: bool = False
     ) -> None:
         tiers = [tier for tier in (host, disk) if tier is not None]
         assert tiers, "no tier at all"
-        self.host, self.disk, self.prices, self.max_copying = host, disk, prices, max_copying
+        self.host, self.disk, self.fetch_costs, self.max_copying = host, disk, costs, max_copying
         self.only_blocks = only_blocks
         self.tiers: Sequence[Tier] = tiers
         """The tiers, the fastest first."""
@@ -221,7 +260,7 @@ class Tiers(IndexObserver):
             unit = tier.find(chain, tokens, beyond)
             if unit is None:
                 continue
-            if self.prices.worth_fetching(tier.name, self.fetching + self.size(tier, unit, matched),
+            if self.fetch_costs.worth_fetching(tier.name, self.fetching + self.size(tier, unit, matched),
                                           unit.position - beyond):  # fmt: skip
                 best = TierHit(tier, unit)
             else:
@@ -247,7 +286,7 @@ class Tiers(IndexObserver):
             tier.name: asdict(tier.stats)
             | asdict(self.fetches[tier.name])
             | {"units": len(tier), "used_bytes": tier.used, "capacity_bytes": tier.capacity}
-            | {"seconds_per_byte": self.prices.per_byte.get(tier.name, 0.0)}
+            | {"seconds_per_byte": self.fetch_costs.per_byte.get(tier.name, 0.0)}
             for tier in self.tiers
         }
 

@@ -1,8 +1,15 @@
-"""Downloads the model and tokenizer that a configuration names."""
+"""Finds the model and tokenizer that a configuration names: downloads them, or names a published model to plan."""
 
 from __future__ import annotations
 
+import difflib
+import re
+from pathlib import Path
+
+from checkpoints.errors import CheckpointError
 from checkpoints.hub import local
+from checkpoints.presets import preset_names
+from checkpoints.resolve import resolve
 from checkpoints.tokenizer import Tokenizer, require_tokenizer
 from serving.config import EngineConfig
 
@@ -33,3 +40,47 @@ def tokenizer_of(config: EngineConfig) -> Tokenizer:
         CheckpointError: the model has no tokenizer.
     """
     return require_tokenizer(config.tokenizer or config.model, chat_template=config.chat_template)
+
+
+_VENDORS = re.compile(r"^(nvidia|ibm|qwen|tiiuae|kimi|ai21)-(?=nemotron|granite|qwen|falcon|kimi|jamba)")
+_ENDINGS = re.compile(r"-(bf16|fp8|fp8-dynamic|nvfp4|hf|base|base-8k|instruct|thinking|reasoning|it|v0\.1)$")
+
+
+def resolved_model(config: EngineConfig) -> tuple[EngineConfig, str]:
+    """The configuration with a model that can be planned, and a notice for the user (empty: none).
+
+    A name on a hub whose files cannot be fetched stands for the published model of the same name.
+
+    Raises:
+        CheckpointError: no such model; the message names the nearest ones.
+    """
+    try:
+        ready = fetched(config, weights=False)
+    except CheckpointError as error:
+        if (name := _published(config.model)) is None or config.revision is not None:
+            raise CheckpointError(f"{error}{_nearest(config.model)}") from None
+        stored = next((kind for kind in ("fp8", "nvfp4") if config.model.lower().endswith(kind)), None)
+        update = {"model": name, "quantization": config.quantization or stored}
+        notice = f"{config.model} cannot be fetched; planning the published model {name}"
+        return config.model_copy(update=update), notice
+    try:
+        resolve(ready.model)
+    except CheckpointError as error:
+        if Path(ready.model).exists():
+            raise
+        raise CheckpointError(f"{str(error).partition(';')[0]}{_nearest(config.model)}") from None
+    return ready, ""
+
+
+def _published(model: str) -> str | None:
+    """The published model that a hub's name means: `nvidia/NVIDIA-Nemotron-Nano-9B-v2-FP8`."""
+    name = _VENDORS.sub("", model.rpartition("/")[2].lower())
+    while name not in preset_names() and _ENDINGS.search(name):
+        name = _ENDINGS.sub("", name)
+    return name if name in preset_names() else None
+
+
+def _nearest(model: str) -> str:
+    near = difflib.get_close_matches(model.rpartition("/")[2].lower(), preset_names(), n=3, cutoff=0.5)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    return f"{hint}; `mamba-jax plan --list-models` lists the published models"

@@ -8,14 +8,12 @@ from pathlib import Path
 
 from mamba_jax.config import HybridConfig
 from serving.config import ConfigError, EngineConfig
-from serving.core.tiers.prices import Prices
 from serving.core.tiers.tier import Tier
-from serving.core.tiers.tiers import Tiers
+from serving.core.tiers.tiers import FetchCosts, Tiers
 from serving.engine.assembly.design import waiting_form
 from serving.engine.assembly.sizing import GIB, available_ram, show_bytes
 from serving.engine.steps.loop import StepLoop
-from serving.points.arrangement import Arrangement
-from serving.points.point import PointPrograms
+from serving.state_transfer.programs import Arrangement, PointPrograms
 from serving.tiers.disk import Disk
 from serving.tiers.folder import Folder
 from serving.tiers.layout import Layout
@@ -70,7 +68,7 @@ def connect_tiers(
         tiers = Tiers(
             None if memory is None else memory.tier,
             None if disk is None else disk.tier,
-            prices=Prices(),
+            costs=FetchCosts(),
             max_copying=MAX_COPYING,
             only_blocks=config.narrows_states,
         )

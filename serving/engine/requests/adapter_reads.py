@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
-from serving.engine.request_error import RequestError
+from serving.core.errors import RequestError
 
 T = TypeVar("T")
 

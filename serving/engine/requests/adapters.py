@@ -12,10 +12,21 @@ from checkpoints.errors import CheckpointError
 from mamba_jax.adapters import AdapterEntry
 from mamba_jax.config import HybridConfig
 from mamba_jax.programs import StepPrograms
-from serving.engine.request_error import RequestError
+from serving.core.errors import RequestError
 from serving.engine.requests.initial_states import InitialStates
-from serving.engine.requests.request import LoRARequest
-from serving.points.state_source import Loop
+from serving.state_transfer.source import Loop
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """The adapter of a request, with vLLM's fields."""
+
+    lora_name: str
+    """Requests with this name and path use the adapter that the first of them loaded."""
+    lora_int_id: int
+    """Not used. The engine distinguishes adapters by name, and their cached states by content."""
+    lora_path: str
+    """A directory with LoRA matrices as PEFT saves them, a learned initial state, or both."""
 
 
 @dataclass(slots=True, eq=False)

@@ -14,9 +14,8 @@ from jaxtyping import Shaped
 from checkpoints.adapters.initial_state import InitialState
 from mamba_jax.config import HybridConfig
 from mamba_jax.store import Store
-from serving.points.arrangement import Arrangement
-from serving.points.point import PointPrograms, state_spec
-from serving.points.state_source import Loop
+from serving.state_transfer.programs import Arrangement, PointPrograms, state_spec
+from serving.state_transfer.source import Loop
 
 _Arrays = Mapping[str, Shaped[np.ndarray, "..."]]
 

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from serving.engine.request_error import RequestError
+from serving.core.errors import RequestError
 from serving.engine.requests.stop_text import StopAutomaton
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from serving.engine.structured.grammar_state import StructuredOutputs
+    from serving.engine.structured.grammars import StructuredOutputs
     from serving.engine.structured.reasoning import Reasoning
 
 T = TypeVar("T", bound="DataclassInstance")
@@ -180,7 +180,7 @@ class SamplingParams:
             object.__setattr__(self, "prompt_logprobs", 0)
         object.__setattr__(self, "logit_bias", self._bias())
         if self.structured_outputs is not None:
-            from serving.engine.structured.grammar_state import StructuredOutputs
+            from serving.engine.structured.grammars import StructuredOutputs
 
             form = from_table(StructuredOutputs, self.structured_outputs, "structured outputs")
             object.__setattr__(self, "structured_outputs", form)

@@ -23,7 +23,7 @@ from serving.engine.stats import LoopStats
 from serving.engine.steps.batching import AnyBatch, BatchBuilder
 from serving.engine.steps.results import StateError, StepTokens, not_finite, read_results, start_reading
 from serving.engine.steps.row_inputs import RowInputs
-from serving.points.state_source import StateSource
+from serving.state_transfer.source import StateSource
 
 log = logging.getLogger(__name__)
 

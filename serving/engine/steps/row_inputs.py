@@ -10,11 +10,11 @@ import numpy as np
 from mamba_jax.batch import SeatBatch
 from mamba_jax.sampling.masks import MaskBatch
 from serving.core import DecodeRow, PrefillRow, Request, StepPlan
-from serving.engine.requests.user_request import Choice
+from serving.engine.requests.request import Choice
 from serving.engine.steps.batching import BatchBuilder
 from serving.engine.steps.results import HostOutput
 from serving.engine.structured.mask_workers import MaskWorkers
-from serving.points.inbox import Inbox
+from serving.state_transfer.source import Inbox
 
 
 class RowInputs:

@@ -1,27 +1,171 @@
-"""Compiles grammars, each first on trial in a separate process that can be killed.
-
-A schema of forty characters can take minutes and all memory to compile (`multipleOf` of a large number), and the
-library ends the process when memory runs out. Therefore each new grammar is compiled twice: first on trial in another
-process, then in this one.
-"""
+"""Structured outputs: the forms, their compiled grammars, and a choice's position in its grammar."""
 
 from __future__ import annotations
 
+import functools
+import json
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, fields
 from typing import Any
 
 import llguidance
+import numpy as np
 
+from checkpoints.errors import one_line
 from checkpoints.tokenizer import Tokenizer
 from mamba_jax.sampling.masks import mask_words
+from serving.core.errors import RequestError
 from serving.engine.fair_lru import FairLru
-from serving.engine.request_error import RequestError
 from serving.engine.structured import grammar_trial
-from serving.engine.structured.grammar_state import Constraint, StructuredOutputs
 from serving.engine.structured.trials import GrammarTrials
+
+_LONGEST = 1 << 20
+"""Maximum number of characters of a grammar or schema, as JSON."""
+
+
+@dataclass(frozen=True)
+class StructuredOutputs:
+    """The form of an output, with vLLM's names. Exactly one field must be set.
+
+    Raises:
+        RequestError: no field or several fields are set, or a value has the wrong type.
+    """
+
+    json: str | Mapping[str, Any] | bool | None = None
+    """A JSON schema."""
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    """The output is one of these texts."""
+    grammar: str | None = None
+    """A context-free grammar in Lark's syntax, or in GBNF."""
+    json_object: bool | None = None
+    """Any JSON object."""
+
+    def __post_init__(self) -> None:
+        given = [getattr(self, f.name) for f in fields(self)]
+        # `json=False` is a valid schema, but `json_object=False` counts as not set.
+        given = [value for value in given[:-1] if value is not None] + [value for value in given[-1:] if value]
+        if len(given) != 1:
+            raise RequestError("structured outputs: exactly one of json, regex, choice, grammar and json_object")
+        if self.choice is not None and (
+            isinstance(self.choice, str) or not self.choice or not all(isinstance(c, str) and c for c in self.choice)
+        ):
+            raise RequestError("structured outputs: choice must be a list of texts")
+        for name in ("regex", "grammar"):
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
+                raise RequestError(f"structured outputs: {name} must be a text")
+
+    @functools.cached_property
+    def key(self) -> str:
+        """The kind and value as JSON; equal keys mean equal forms.
+
+        Raises:
+            RequestError: the schema is not JSON, or the value is too long.
+        """
+        for kind in ("regex", "choice", "grammar"):
+            if getattr(self, kind) is not None:
+                asked = [kind, getattr(self, kind)]
+                break
+        else:
+            schema: Any = {"type": "object"} if self.json is None else self.json
+            try:
+                asked = ["json", json.loads(schema) if isinstance(schema, str) else schema]
+            except (ValueError, RecursionError) as error:
+                raise RequestError(f"structured outputs: the schema is not JSON: {one_line(error)}") from None
+        try:
+            text = json.dumps(asked)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError(f"structured outputs: the schema is not JSON: {one_line(error)}") from None
+        if len(text) > _LONGEST:
+            raise RequestError(f"structured outputs: the {asked[0]} is longer than {_LONGEST:,} characters")
+        return text
+
+
+StructuredOutputsParams = StructuredOutputs
+"""The same by vLLM's name."""
+
+
+class Constraint:
+    """One choice's position in its grammar.
+
+    The choice runs in lockstep: before its next step is dispatched, the host advances the grammar by all its tokens and
+    by the drafts that the device will verify. Every verified position has its own mask, so the device rejects a draft
+    that the grammar does not allow like any other wrong draft.
+    """
+
+    def __init__(self, start: llguidance.LLMatcher, words: int, eos_token_ids: frozenset[int]) -> None:
+        """`start`: a matcher at the grammar's beginning. Choices share it, so it is never advanced."""
+        self._start, self._matcher = start, start.deep_copy()
+        self._words, self._eos = words, eos_token_ids
+        self._followed: list[int] = []
+        """The output's tokens so far."""
+        self._ended_early = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether the grammar allows no further token."""
+        return self._matcher.is_stopped()
+
+    @property
+    def error(self) -> str | None:
+        """Why the grammar cannot be followed further, for example because it became too complex; None if it can."""
+        if self._ended_early:
+            return "the output ends where the grammar wants more"
+        return one_line(self._matcher.get_error()) if self._matcher.is_error() else None
+
+    def advance(self, tokens: Sequence[int]) -> int:
+        """Processes new tokens. Returns how many of them belong to the output; the others are after the grammar's
+        end."""
+        for count, token in enumerate(tokens):
+            if self._matcher.is_stopped():
+                return count
+            if token in self._eos:
+                self._ended_early = not self._matcher.is_accepting()
+                return count + 1
+            if not self._matcher.consume_token(token):
+                return count  # `error` has the reason
+            self._followed.append(token)
+        return len(tokens)
+
+    def masks(self, drafts: Sequence[int], heads: int) -> np.ndarray:
+        """Returns the tokens allowed at each head, uint32 [heads, words]: after all tokens so far and after each draft.
+
+        The step ignores the heads after the first forbidden draft, so their masks allow all tokens.
+        """
+        masks = np.full((heads, self._words), 0xFFFFFFFF, np.uint32)
+        masks[0] = self._mask()
+        if self._matcher.is_error():
+            return masks  # `error` has the reason after the next token
+        followed = 0
+        for head, draft in enumerate(drafts[: heads - 1], start=1):
+            allowed = draft >= 0 and masks[head - 1, draft // 32] >> np.uint32(draft % 32) & 1
+            if not allowed or draft in self._eos or self._matcher.is_stopped():
+                break
+            if not self._matcher.consume_token(draft):
+                break
+            followed += 1
+            mask = self._mask()
+            if self._matcher.is_error():
+                break
+            masks[head] = mask
+        if self._matcher.is_error():
+            self._start_again()
+        elif followed:
+            self._matcher.rollback(followed)
+        return masks
+
+    def _start_again(self) -> None:
+        """Creates a new matcher at the current position. A matcher that fails on a draft stays failed, but the output
+        is still valid."""
+        self._matcher = self._start.deep_copy()
+        self._matcher.consume_tokens(self._followed)
+
+    def _mask(self) -> np.ndarray:
+        return np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: self._words]
+
 
 _KEPT, _KEPT_BYTES = 128, 256 << 20
 """Maximum number of cached compiled grammars, and maximum bytes of all of them."""
@@ -38,6 +182,9 @@ class Grammar:
 
 class Grammars:
     """Compiles grammars for one tokenizer and caches them. Several threads may use it.
+
+    Each new grammar is first compiled on trial in another process, which can be killed: a schema of forty characters
+    can take minutes and all memory (`multipleOf` of a large number), and then the library ends the process.
 
     Args:
         tokenizer: the model's tokenizer.

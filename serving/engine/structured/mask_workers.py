@@ -20,9 +20,9 @@ from functools import partial
 import numpy as np
 
 from serving.core import Request
-from serving.engine.structured.grammar_state import Constraint
+from serving.engine.structured.grammars import Constraint
 from serving.engine.structured.reasoning import ReasoningConstraint
-from serving.points.inbox import Inbox
+from serving.state_transfer.source import Inbox
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,8 @@ import numpy as np
 
 from checkpoints.tokenizer import Tokenizer
 from mamba_jax.sampling.masks import mask_words
-from serving.engine.request_error import RequestError
-from serving.engine.structured.grammar_state import Constraint, StructuredOutputs
-from serving.engine.structured.grammars import Grammars
+from serving.core.errors import RequestError
+from serving.engine.structured.grammars import Constraint, Grammars, StructuredOutputs
 
 _ALL = np.uint32(0xFFFFFFFF)
 

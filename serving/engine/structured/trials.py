@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from typing import Any
 
-from serving.engine.request_error import RequestError
+from serving.core.errors import RequestError
 from serving.engine.structured import grammar_trial
 
 MEMORY = 256 << 20

@@ -21,8 +21,9 @@ from serving.api.http.connection.keys import salt_of, sent_key
 from serving.api.http.connection.streaming import until_gone
 from serving.api.http.context import Context, context_of
 from serving.api.http.errors import ApiError, validated
+from serving.engine.requests.adapters import LoRARequest
 from serving.engine.requests.output import RequestOutput
-from serving.engine.requests.request import EngineRequest, LoRARequest
+from serving.engine.requests.request import EngineRequest
 from serving.split.http.offering import add_offering, repeat, role_router, sweeping, worker_errors
 from serving.split.prefill_side import ONCE, Export, PrefillSide, fed_tokens, ticket_of
 from serving.split.seal import Seal

@@ -11,8 +11,7 @@ from serving.api.http.context import ResponseContext
 from serving.api.http.parsing.call_formats import FORMATS, calls_grammar
 from serving.api.http.protocol.chat import ChatRequest, Tool
 from serving.api.http.text import TextCodec
-from serving.engine.structured.grammar_state import StructuredOutputs
-from serving.engine.structured.grammars import Grammars
+from serving.engine.structured.grammars import Grammars, StructuredOutputs
 from serving.vllm.command import translate
 from tests.support.servers.text_clients import APIS
 from tests.support.servers.text_clients import ask as asked

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from serving.points.digest import model_digest
+from serving.state_transfer.identity import model_digest
 from tests.support.engines.versioned_engine import VersionedEngine
 from tests.support.servers.live_server import in_process
 

@@ -10,7 +10,7 @@ import pytest
 
 from serving.api.http.endpoints.operation import waiting
 from serving.api.metrics import Metrics
-from serving.core.reasons import WaitReason
+from serving.core.errors import WaitReason
 from serving.engine.requests.output import CompletionOutput, RequestMetrics, RequestOutput
 from tests.serving.core.drive import Loop
 from tests.support.servers.browser import Browser, find_chromium

@@ -8,9 +8,8 @@ from checkpoints.tokenizer import load_tokenizer
 from serving.api.http.apis.inputs import structured_outputs
 from serving.api.http.parsing.structural_tags import structural_grammar
 from serving.api.http.protocol.chat import ChatRequest
-from serving.engine.request_error import RequestError
-from serving.engine.structured.grammar_state import StructuredOutputs
-from serving.engine.structured.grammars import Grammars
+from serving.core.errors import RequestError
+from serving.engine.structured.grammars import Grammars, StructuredOutputs
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 OF_JSON = {"type": "json_schema", "json_schema": SCHEMA}

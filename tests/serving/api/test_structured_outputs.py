@@ -8,9 +8,9 @@ import pytest
 
 from mamba_jax.programs import StepPrograms
 from serving import LLM
-from serving.engine.request_error import RequestError
+from serving.core.errors import RequestError
 from serving.engine.requests.sampling_params import SamplingParams
-from serving.engine.structured.grammar_state import StructuredOutputs
+from serving.engine.structured.grammars import StructuredOutputs
 from tests.support.engines.engines import QUICK_COMPILE
 from tests.support.models.letter_tokens import TOO_BIG
 

@@ -10,7 +10,7 @@ import pytest
 
 from checkpoints.random import write_random
 from serving.bench import latency
-from serving.bench.plot import check_plot
+from serving.bench.report import check_plot
 from serving.cli.bench import PROGRAMS
 from serving.cli.main import run
 

@@ -16,11 +16,11 @@ from mamba_jax.sharding import Partition
 from serving.capacity.compiling import Program
 from serving.capacity.count import Counter, decode_workload
 from serving.capacity.layer_cuts import cut_config, cut_parameters, layer_cuts, whole_program
-from serving.capacity.models import resolved_model
 from serving.capacity.plan import make_plan
 from serving.capacity.targets import families, known, target
 from serving.cli.main import run
 from serving.config import ConfigError, EngineConfig
+from serving.engine.assembly.fetch import resolved_model
 
 
 def plan(model, topology, **flags):
@@ -261,7 +261,7 @@ def test_a_hubs_name_stands_for_the_published_model(name, published, quantizatio
     def offline(config, **_):
         raise CheckpointError(f"{config.model}: cannot be reached")
 
-    monkeypatch.setattr("serving.capacity.models.fetched", offline)
+    monkeypatch.setattr("serving.engine.assembly.fetch.fetched", offline)
     config, notice = resolved_model(EngineConfig.create(model=name))
     assert (config.model, config.quantization) == (published, quantization)
     assert published in notice

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from serving.check import engine
+from serving.check import measurements
 from serving.check.report import Report
 from serving.cli.main import run
 
@@ -22,10 +22,10 @@ def test_every_job_measures(tmp_path):
 
 
 def test_another_token_is_wrong(tmp_path, monkeypatch):
-    stored = json.loads(engine.GREEDY.read_text())
+    stored = json.loads(measurements.GREEDY.read_text())
     stored["tokens"][1][-1] += 1
-    monkeypatch.setattr(engine, "GREEDY", tmp_path / "greedy.json")
-    engine.GREEDY.write_text(json.dumps(stored))
+    monkeypatch.setattr(measurements, "GREEDY", tmp_path / "greedy.json")
+    measurements.GREEDY.write_text(json.dumps(stored))
     report = Report()
-    assert not engine.check_greedy(report)
+    assert not measurements.check_greedy(report)
     assert report.figures[0] == {"metric": "greedy tokens", "prompts": 3, "equal": 2}

@@ -5,8 +5,7 @@ import threading
 
 import pytest
 
-from serving.check.deadline import Deadline, Job
-from serving.check.report import Report
+from serving.check.report import Deadline, Job, Report
 
 
 class Clock:

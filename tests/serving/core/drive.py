@@ -7,9 +7,9 @@ from typing import Any
 
 from serving.core import Request, Scheduler, SchedulerConfig, StepPlan, StepResult
 from serving.core.cache.content import Scope
-from serving.core.cache.marks import Clock
 from serving.core.cache.prefix_index import PrefixIndex
 from serving.core.cache.prefix_tree import Checkpoint, Node
+from serving.core.cache.retention import Clock
 from tests.serving.core.symbolic import Device
 from tests.serving.core.truth import Model, expected_output
 

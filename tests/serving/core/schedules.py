@@ -19,7 +19,7 @@ from serving.core import (
     StepPlan,
     StepResult,
 )
-from serving.core.cache.marks import merged
+from serving.core.cache.retention import merged
 from tests.serving.core.symbolic import Device
 from tests.serving.core.truth import Model, expect, expected_output
 

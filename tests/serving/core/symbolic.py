@@ -16,7 +16,7 @@ from serving.core import DecodeRow, Request, Row, Scheduler, SchedulerConfig, St
 from serving.core.cache.content import Scope
 from serving.core.cache.pools import Pool
 from serving.core.cache.prefix_tree import Node
-from serving.core.cache.row_replay import ReplayAccess
+from serving.core.cache.row_forms import ReplayAccess
 from tests.serving.core.truth import Model, Truth, Violation, absorb, expect, start_digest
 
 JUNK = -1

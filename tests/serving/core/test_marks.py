@@ -6,7 +6,7 @@ import pytest
 
 from serving.core import Mark, RemoteState
 from serving.core.cache.content import Scope
-from serving.core.cache.marks import MAX_MARKS, KeptStates, merged, written_tokens
+from serving.core.cache.retention import MAX_MARKS, KeptStates, merged, written_tokens
 from tests.serving.core.drive import Loop
 from tests.serving.core.test_eviction import kept
 

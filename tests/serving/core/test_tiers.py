@@ -8,9 +8,8 @@ import pytest
 
 from serving.core.cache import content
 from serving.core.cache.content import Chain, Scope, link, root, state_name
-from serving.core.tiers.prices import Prices
 from serving.core.tiers.tier import Sizes, Tier
-from serving.core.tiers.tiers import Tiers
+from serving.core.tiers.tiers import FetchCosts, Tiers
 from tests.serving.core.test_fuzz import SHARDS, examples
 from tests.serving.core.tiered import run_tiered
 from tests.serving.core.truth import Violation
@@ -113,7 +112,7 @@ def test_what_was_noted_of_a_unit_is_not_trusted():
 
 
 def test_fetching_is_tried_until_it_is_known_to_be_dearer_and_again_after_a_while():
-    prices = Prices()
+    prices = FetchCosts()
     assert prices.worth_fetching("disk", 10**9, 1)
     prices.computed(100, 0.1)
     prices.fetched("disk", 1000, 1.0)
@@ -128,7 +127,7 @@ def test_fetching_is_tried_until_it_is_known_to_be_dearer_and_again_after_a_whil
 
 def test_what_other_weights_computed_never_goes_to_the_disk():
     disk = Tier("disk", 1000, SIZES)
-    tiers = Tiers(Tier("host", 1000, SIZES), disk, prices=Prices(), max_copying=1000)
+    tiers = Tiers(Tier("host", 1000, SIZES), disk, costs=FetchCosts(), max_copying=1000)
     before, after = unit([1] * 5), unit([2] * 5)
     assert tiers.host is not None
     tiers.host.add(before)
@@ -143,7 +142,7 @@ def test_what_other_weights_computed_never_goes_to_the_disk():
 
 def test_what_others_do_to_a_disk_counts_like_the_own():
     disk = Tier("disk", 45, SIZES)
-    tiers = Tiers(None, disk, prices=Prices(), max_copying=1000)
+    tiers = Tiers(None, disk, costs=FetchCosts(), max_copying=1000)
     own, brought, more = unit([1] * 9), unit([1] * 10), unit([2] * 9)
     disk.stored(disk.add(own))
     tiers.sync_external([], [brought, own], [])

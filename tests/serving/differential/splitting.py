@@ -14,13 +14,12 @@ from unittest import mock
 
 from serving.config import EngineConfig
 from serving.core import RemoteState
-from serving.points import inbox
-from serving.points.arrangement import Arrangement
-from serving.points.point import PointPrograms
 from serving.split.decode_side import DecodeSide
 from serving.split.prefill_side import ONCE, PrefillSide, fed_tokens, ticket_of
 from serving.split.wire import Handoff, Offer, SplitError, StateRequest
 from serving.split.worker import Worker
+from serving.state_transfer import source
+from serving.state_transfer.programs import Arrangement, PointPrograms
 from tests.support.engines.delayed_executor import DelayedExecutor
 from tests.support.engines.shared_engines import FLAGS, MAX_LEN, TILE, SharedEngines
 from tests.support.fleets.direct_transport import DirectTransport
@@ -170,4 +169,4 @@ class OtherSide:
 
 def impatient():
     """An engine that never waits for an arrival: here they come between its steps."""
-    return mock.patch.object(inbox, "PATIENCE", 0.0)
+    return mock.patch.object(source, "PATIENCE", 0.0)

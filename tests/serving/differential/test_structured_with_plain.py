@@ -15,7 +15,7 @@ import pytest
 from mamba_jax.drafts import MTPDrafts, NGramDrafts
 from mamba_jax.programs import StepPrograms
 from serving import AsyncEngine, SamplingParams
-from serving.engine.request_error import RequestError
+from serving.core.errors import RequestError
 from tests.serving.differential import structured_faults
 from tests.serving.differential.faults import Fault
 from tests.support.engines.engines import finish

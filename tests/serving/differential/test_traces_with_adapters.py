@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from mamba_jax.adapters import adaptable_layers
-from serving.engine.requests.request import LoRARequest
+from serving.engine.requests.adapters import LoRARequest
 from tests.serving.differential import traces
 from tests.serving.differential.adapter_faults import ADAPTERS
 from tests.serving.differential.faults import Fault

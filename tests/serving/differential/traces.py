@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from serving.engine.request_error import RequestError
-from serving.engine.requests.request import LoRARequest
+from serving.core.errors import RequestError
+from serving.engine.requests.adapters import LoRARequest
 from serving.engine.requests.sampling_params import SamplingParams
 from tests.serving.differential.drafting import COUNTS, MOST, SPARE_SLOTS, Drafters, Drafting, Watch, drafters, tally
 from tests.serving.differential.judging import Divergence, judge

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from serving.engine.structured.grammar_state import StructuredOutputs
-from serving.engine.structured.grammars import Grammars
+from serving.engine.structured.grammars import Grammars, StructuredOutputs
 from tests.support.models.letter_tokens import EOS, ID, TOO_BIG, WORDS, letters
 
 ONE_WAY_IS_TOO_BIG = f'start: "x" ("y" "x" "y" "!" | "z" {TOO_BIG} "?")'

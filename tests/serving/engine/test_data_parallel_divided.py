@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from serving import LLM, RequestError, SamplingParams
-from serving.core.tiers.prices import Prices
+from serving.core.tiers.tiers import FetchCosts
 from tests.serving.engine.test_tensor_parallel import FLAGS, assert_greedy
 from tests.support.engines.engines import finish
 from tests.support.engines.replicas import admitted, check_idle
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.full
 
 
 def test_two_replicas_of_two_devices(tmp_path, monkeypatch, quick_compilation):
-    monkeypatch.setattr(Prices, "worth_fetching", lambda *_: True)  # computing a few tokens takes less time
+    monkeypatch.setattr(FetchCosts, "worth_fetching", lambda *_: True)  # computing a few tokens takes less time
     case = FAMILIES["nemotronh-moe"]
     directory = write_checkpoint(tmp_path, case)
     flags = FLAGS | {"max_num_seqs": 2, "max_num_batched_tokens": 32}

@@ -13,7 +13,7 @@ from serving import LLM, SamplingParams
 from serving.capacity.plan import make_plan
 from serving.capacity.targets import target
 from serving.config import ConfigError, EngineConfig
-from serving.engine.request_error import RequestError
+from serving.core.errors import RequestError
 from tests.support.engines.engine_harness import FLAGS, GOLDEN
 from tests.support.models.divisible_checkpoints import FAMILIES, write_checkpoint
 from tests.support.models.drafters import write_block, write_eagle

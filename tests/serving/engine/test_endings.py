@@ -12,7 +12,7 @@ from flax import nnx
 from mamba_jax.programs import StepPrograms
 from serving import SamplingParams
 from serving.core.cache.content import Scope
-from serving.engine.request_error import RequestError, RequestFailed
+from serving.core.errors import RequestError, RequestFailed
 from tests.support.engines.engines import QUICK_COMPILE, finish
 from tests.support.engines.replicas import serve
 from tests.support.models.letter_tokens import ID, TOO_BIG

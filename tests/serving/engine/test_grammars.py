@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from checkpoints.tokenizer import load_tokenizer
-from serving.engine.request_error import RequestError
-from serving.engine.structured.grammar_state import StructuredOutputs
-from serving.engine.structured.grammars import Grammars
+from serving.core.errors import RequestError
+from serving.engine.structured.grammars import Grammars, StructuredOutputs
 
 ROOT = Path(__file__).resolve().parents[3]
 TOO_LARGE = StructuredOutputs(json={"type": "integer", "multipleOf": 123456789})

@@ -7,11 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-import serving.engine.programs.kept_programs as module
+import serving.engine.compiled_programs as module
 from kernels_pallas.dispatch import KernelChoice
 from mamba_jax.batch import DecodeBatch
 from mamba_jax.programs import StepPrograms
-from serving.engine.programs.kept_programs import KeptPrograms, keep_programs
+from serving.engine.compiled_programs import KeptPrograms, keep_programs
 from tests.support.engines.engines import QUICK_COMPILE
 
 

@@ -5,7 +5,7 @@ import pytest
 from serving import LLM, RequestError, SamplingParams
 from serving.core import Mark
 from serving.engine import llm as llm_module
-from serving.engine.requests.changed_prefixes import ChangedPrefixes, message_digests
+from serving.engine.requests.conversations import ChangedPrefixes, message_digests
 from serving.engine.requests.request import read_marks
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)

@@ -8,11 +8,11 @@ import pytest
 
 from serving import SamplingParams
 from serving.core import Request
-from serving.engine.request_error import RequestError
+from serving.core.errors import RequestError
 from serving.engine.structured import mask_workers
-from serving.engine.structured.grammar_state import Constraint
+from serving.engine.structured.grammars import Constraint
 from serving.engine.structured.mask_workers import FollowedChoice, MaskWorkers
-from serving.points.inbox import Inbox
+from serving.state_transfer.source import Inbox
 
 
 class Scripted:

@@ -11,9 +11,8 @@ from checkpoints.tokenizer import Tokenizer, load_tokenizer
 from mamba_jax.drafts import NGramDrafts
 from mamba_jax.sampling.masks import mask_words
 from serving import SamplingParams
-from serving.engine.request_error import RequestError
-from serving.engine.structured.grammar_state import StructuredOutputs
-from serving.engine.structured.grammars import Grammars
+from serving.core.errors import RequestError
+from serving.engine.structured.grammars import Grammars, StructuredOutputs
 from serving.engine.structured.reasoning import Reasoning, ReasoningConstraint
 from tests.support.engines.engines import finish
 from tests.support.engines.shared_engines import SMALLEST, TILE, engines_of

@@ -211,7 +211,7 @@ def test_nothing_stale_comes_from_tiers_or_by_replay(source, tmp_path):
     made = VersionedEngine(seed=8, **flags[source])
     engine = made.engine
     if source == "tiers":
-        engine.loop.scheduler.tiers.prices = Free()
+        engine.loop.scheduler.tiers.fetch_costs = Free()
     outputs = made.run(requests=120, update_every=40)
     explained = made.explain(outputs)
     assert explained.worst < 2e-3

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from serving.engine.request_error import RequestError
+from serving.core.errors import RequestError
 from serving.engine.requests.sampling_params import SamplingParams
 from tests.support.engines.engines import finish
 

@@ -10,7 +10,7 @@ import pytest
 from checkpoints import load_model
 from checkpoints.tokenizer import load_tokenizer
 from serving import LLM, RequestError, SamplingParams, unpack_sampling_mask
-from serving.engine.structured.grammar_state import StructuredOutputs
+from serving.engine.structured.grammars import StructuredOutputs
 from tests.support.engines.engines import use_widest_steps
 from tests.support.models import golden_case
 from tests.support.models.golden_case import FIXTURES

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mamba_jax.sampling import sampling_row
-from serving.engine.request_error import RequestError
+from serving.core.errors import RequestError
 from serving.engine.requests.sampling_params import SamplingParams
 
 

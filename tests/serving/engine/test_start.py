@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from serving.engine.programs import warmup
-from serving.engine.programs.warmup import warm_up
+from serving.engine import compiled_programs
+from serving.engine.compiled_programs import warm_up
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.steps.loop import WarmUpStopped
 
@@ -137,7 +137,7 @@ def test_nothing_compiles_after_the_warm_up(harness):
 
 
 def test_the_log_says_how_far_compiling_is_where_there_is_no_terminal(monkeypatch, caplog):
-    monkeypatch.setattr(warmup, "LINE_EVERY", -1.0)
+    monkeypatch.setattr(compiled_programs, "LINE_EVERY", -1.0)
     loop = SimpleNamespace(
         batches=SimpleNamespace(warm_up_batches=lambda vocab_size: [1, 2]),
         programs=SimpleNamespace(compilations=2),

@@ -6,11 +6,11 @@ import random
 import numpy as np
 import pytest
 
-from serving.engine.request_error import RequestError
+from serving.core.errors import RequestError
 from serving.engine.requests.output import token_logprobs
+from serving.engine.requests.request import Choice
 from serving.engine.requests.sampling_params import MAX_STOP_CHARACTERS, SamplingParams
 from serving.engine.requests.stop_text import StopAutomaton, StopText
-from serving.engine.requests.user_request import Choice
 
 
 class PlainStopText:

@@ -12,7 +12,7 @@ from checkpoints.load import load_model
 from mamba_jax.sharding import TENSOR, Partition
 from serving import LLM, SamplingParams
 from serving.config import ConfigError
-from serving.engine.request_error import RequestError
+from serving.core.errors import RequestError
 from tests.support.compiled_programs import least_collectives
 from tests.support.engines.engine_harness import SMALL
 from tests.support.hlo_traffic import count_collectives

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from serving.config import ConfigError, EngineConfig
+from serving.core.errors import RequestError
 from serving.engine.control import Control
-from serving.engine.request_error import RequestError
 from serving.hosts.host import Leader, facts_of, follow
 from serving.hosts.link import Kind
 from serving.hosts.settings import HostSettings

@@ -2,8 +2,8 @@
 
 import pytest
 
-from serving.points.digest import model_digest
 from serving.split.manifest import Manifest, ManifestMismatch, check
+from serving.state_transfer.identity import model_digest
 from tests.support.fleets.split_pair import CONFIG, model
 
 BASE = Manifest(

@@ -68,7 +68,7 @@ def test_what_another_replica_computed_is_not_computed_again(mode):
         assert again.num_cached_tokens >= length
         assert_as_alone(prompt, again, (mode, seed, "lender"))
     assert replicas.side.stats.arrived == 3
-    assert replicas.engines[1].loop.scheduler.prices.per_byte[PEER] > 0
+    assert replicas.engines[1].loop.scheduler.fetch_costs.per_byte[PEER] > 0
     replicas.assert_idle()
 
 
@@ -116,7 +116,7 @@ def test_it_is_fetched_only_where_that_is_cheaper():
     replicas.ask(0, tokens(1, 37))
     ticket = replicas.lend(tokens(1, 40))
     assert replicas.side.worth_fetching(ticket), "nothing is known yet"
-    prices = replicas.engines[1].loop.scheduler.prices
+    prices = replicas.engines[1].loop.scheduler.fetch_costs
     prices.per_token = None
     prices.computed(1000, 0.001)
     prices.fetched(PEER, 1, 1.0)

@@ -7,9 +7,9 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from serving.points.point import PointPrograms
 from serving.split.http.roles import OpenRole
 from serving.split.wire import SplitError
+from serving.state_transfer.programs import PointPrograms
 from tests.support.engines.delayed_executor import DelayedExecutor
 from tests.support.engines.engines import finish
 from tests.support.fleets.split_pair import GREEDY, B, Pair, assert_as_alone, tokens

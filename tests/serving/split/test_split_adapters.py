@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from serving.config import EngineConfig
-from serving.engine.requests.request import LoRARequest
+from serving.engine.requests.adapters import LoRARequest
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.split.decode_side import DecodeSide
 from serving.split.prefill_side import ONCE, PrefillSide, fed_tokens, ticket_of

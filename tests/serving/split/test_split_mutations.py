@@ -14,12 +14,11 @@ from serving.core import RemoteLoad, StateAccess
 from serving.core.planning import admission
 from serving.core.scheduler import Scheduler
 from serving.engine.steps.results import StateError
-from serving.points import point
-from serving.points.arrangement import Arrangement
-from serving.points.point import Piece, PointPrograms
 from serving.split import decode_side, prefill_side, worker
-from tests.serving.points import test_point
+from serving.state_transfer import programs
+from serving.state_transfer.programs import Arrangement, Piece, PointPrograms
 from tests.serving.split import test_equal, test_manifest, test_side_bounds, test_sides
+from tests.serving.state_transfer import test_state_transfer
 from tests.support.fleets import split_pair
 
 TABLE = Path(__file__).parents[3] / "docs" / "mutations.md"
@@ -164,10 +163,10 @@ FAULTS = [
     Fault("another slot travels than the one in which the prompt ended", "A41 B7 B20",
           around(Scheduler, "hold", _slot_read), test_sides.test_full_handoff_and_reuse),
     Fault("B and C are cut by bytes", "A42 B21",
-          patch(Arrangement, "logical", _by_bytes), test_point.test_numbers_of_devices_may_differ, (2,)),
+          patch(Arrangement, "logical", _by_bytes), test_state_transfer.test_numbers_of_devices_may_differ, (2,)),
     Fault("heads that several devices keep are taken for different ones", "A42 B21",
           patch(Arrangement, "logical", _by_bytes),
-          test_point.test_numbers_of_devices_may_differ, (4,)),
+          test_state_transfer.test_numbers_of_devices_may_differ, (4,)),
     Fault("a state that did not come is gone on from", "A43",
           patch(Scheduler, "lost", lambda self, load: self.arrived(load)),
           test_sides.test_what_does_not_arrive_is_computed_here, (test_sides.failing_fetch,)),
@@ -183,7 +182,7 @@ FAULTS = [
     Fault("what lies behind the last token is sent along", "A44",
           around(PointPrograms, "read_piece", lambda read: lambda self, store, pages, _, layers: read(
               self, store, pages, 10**6, layers)),
-          test_point.test_a_point_arrives_whole_and_nothing_else_changes, (4, 8)),
+          test_state_transfer.test_a_point_arrives_whole_and_nothing_else_changes, (4, 8)),
     Fault("the prefill side is not told that a state is not wanted", "A52",
           patch(Scheduler, "pop_unneeded_remotes", lambda self: []),
           test_sides.test_aborts_let_go_on_both_sides, ("queued",)),
@@ -195,7 +194,8 @@ FAULTS = [
     Fault("the state that has arrived is not read: the row starts afresh", "B23",
           around(Scheduler, "arrived", _fresh), test_sides.test_full_handoff_and_reuse),
     Fault("the draft layer's keys and values stay behind", "B24",
-          around(point, "_write_piece", _no_draft_layers), test_sides.test_drafts_after_a_split_are_as_good, (), True),
+          around(programs, "_write_piece", _no_draft_layers),
+          test_sides.test_drafts_after_a_split_are_as_good, (), True),
     Fault("between what is here and what is sent, a page is missing", "B26",
           around(admission, "reserve", _one_page_too_far),
           test_sides.test_hits_of_a_shorter_prefix, ("decode", "full")),

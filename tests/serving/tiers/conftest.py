@@ -29,7 +29,7 @@ def start(tiny, tmp_path):
         with mock.patch.object(build, "StepPrograms", return_value=NoPrograms()):
             engines = build.assemble(EngineConfig.create(**flags), weights or tiny).engines
         for engine in engines:
-            engine.loop.scheduler.tiers.prices = Free()
+            engine.loop.scheduler.tiers.fetch_costs = Free()
             made.append(engine)
         return engines if replicas > 1 else engines[0]
 

@@ -10,12 +10,10 @@ import pytest
 
 from mamba_jax.store import Store, StoreShape, init_store
 from serving.core import RemoteLoad, RemoteState
-from serving.core.tiers.prices import Prices
 from serving.core.tiers.tier import Tier, Unit
-from serving.core.tiers.tiers import TierCopy, TierHit, Tiers
-from serving.points.arrangement import Arrangement
-from serving.points.inbox import Inbox
-from serving.points.point import PointPrograms
+from serving.core.tiers.tiers import FetchCosts, TierCopy, TierHit, Tiers
+from serving.state_transfer.programs import Arrangement, PointPrograms
+from serving.state_transfer.source import Inbox
 from serving.tiers.disk import Disk
 from serving.tiers.folder import Folder
 from serving.tiers.layout import Layout
@@ -86,7 +84,7 @@ def movers(tmp_path):
     def make(model: str, layout: Layout, kind: str) -> Mover:
         host = Tier("host", 1 << 30, layout.sizes(in_files=False)) if "host" in kind else None
         disk = Tier("disk", 1 << 30, layout.sizes(in_files=True)) if "disk" in kind else None
-        tiers = Tiers(host, disk, prices=Prices(), max_copying=1 << 30)
+        tiers = Tiers(host, disk, costs=FetchCosts(), max_copying=1 << 30)
         programs = PROGRAMS.setdefault(model, PointPrograms(layout.arrangement))
         below = None
         if disk is not None:
@@ -134,7 +132,7 @@ def test_a_unit_comes_back_as_it_was(movers, model, kind):
     same(model, layout, full, loop.store)
     assert mover.tiers.fetching == 0
     assert mover.tiers.fetches[kind].arrived == 1
-    assert mover.tiers.prices.per_byte[tier.name] > 0
+    assert mover.tiers.fetch_costs.per_byte[tier.name] > 0
 
 
 def test_only_what_the_device_lacks_is_written(movers):

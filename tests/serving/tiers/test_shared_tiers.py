@@ -11,8 +11,9 @@ from functools import partial
 import pytest
 
 from serving.core.tiers.tier import Change
-from serving.engine.replicas.replica_loads import ReplicaLoads
-from serving.engine.requests.request import EngineRequest, LoRARequest
+from serving.engine.replica_loads import ReplicaLoads
+from serving.engine.requests.adapters import LoRARequest
+from serving.engine.requests.request import EngineRequest
 from serving.engine.stats import merged_stats
 from serving.tiers.memory import Memory
 from tests.support.engines.small_tiers import DISK, HOST, PARAMS, ask, fill, tier_mover, tiers

@@ -4,16 +4,15 @@ import re
 from pathlib import Path
 
 from serving.api.metrics import Families, add_fetches, add_tiers
-from serving.core.tiers.prices import Prices
 from serving.core.tiers.tier import Sizes, Tier
-from serving.core.tiers.tiers import Tiers
+from serving.core.tiers.tiers import FetchCosts, Tiers
 
 PAGE = Path(__file__).parents[3] / "docs" / "tiers.md"
 
 
 def test_the_page_names_every_metric_of_tiers():
     sizes = Sizes(state=1, page=0, page_size=1, block=1)
-    tiers = Tiers(Tier("host", 10, sizes), Tier("disk", 20, sizes), prices=Prices(), max_copying=1)
+    tiers = Tiers(Tier("host", 10, sizes), Tier("disk", 20, sizes), costs=FetchCosts(), max_copying=1)
     found = tiers.snapshot()
     families = Families()
     add_tiers(families, found)

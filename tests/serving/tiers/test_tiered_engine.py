@@ -2,7 +2,7 @@
 
 import pytest
 
-from serving.core.tiers.prices import Prices
+from serving.core.tiers.tiers import FetchCosts
 from tests.support.engines.engines import Continuation, finish
 from tests.support.fleets.split_pair import GREEDY, MAX_LEN, assert_as_alone, build, tokens
 from tests.support.selection import slow
@@ -20,7 +20,7 @@ TIERS = {
 }
 
 
-class Free(Prices):
+class Free(FetchCosts):
     """Computing a few tokens with a tiny model takes less time than any fetch."""
 
     def worth_fetching(self, tier: str, num_bytes: int, tokens: int) -> bool:
@@ -40,7 +40,7 @@ def test_the_same_tokens_with_tiers(mode, source, tiers, tmp_path):
     """Conversations in turn, two requests at a time: each prompt goes on from the one before it."""
     folder = {"disk_cache": str(tmp_path)} if "disk" in tiers else {}
     engine = build(mode, source, **(SMALL | TIERS[tiers] | folder)).engine
-    engine.loop.scheduler.tiers.prices = Free()
+    engine.loop.scheduler.tiers.fetch_costs = Free()
     for prompt, output in conversations(engine).items():
         assert_as_alone(prompt, output, (mode, source, tiers))
     scheduler = engine.loop.scheduler
@@ -89,7 +89,7 @@ def test_checkpoints_in_fewer_bits(kind):
     narrow = {"checkpoint_dtype": kind}
     for flags, bound in (({}, 1e-4), (narrow, 2e-3)):
         engine = build("all", "none", **(SMALL | TIERS["host"] | flags)).engine
-        engine.loop.scheduler.tiers.prices = Free()
+        engine.loop.scheduler.tiers.fetch_costs = Free()
         got = continuations(engine)
         stats = engine.loop.scheduler.stats()["tiers"]["host"]
         assert stats["arrived"] > 3, (flags, stats)

@@ -11,7 +11,7 @@ from serving import AsyncEngine
 from serving.config import EngineConfig
 from serving.engine.assembly import build
 from serving.engine.engine import Engine
-from serving.engine.replicas.replica_threads import ReplicaGroup
+from serving.engine.replicas import ReplicaGroup
 from serving.engine.requests.output import RequestOutput
 from serving.engine.requests.request import EngineRequest
 from tests.support.engines.engine_harness import FLAGS, EngineHarness

@@ -24,7 +24,7 @@ from mamba_jax.store import init_store
 from mamba_jax.train.score import SCORE_OPTIONS
 from serving.config import EngineConfig
 from serving.engine.assembly import build
-from serving.engine.requests.request import LoRARequest
+from serving.engine.requests.adapters import LoRARequest
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.steps.batching import PrefillShape
 from tests.support.engines.engines import OPTIMIZED, QUICK_COMPILE, Continuation, finish

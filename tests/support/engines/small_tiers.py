@@ -1,6 +1,6 @@
 """Small engines with tiers for tests of these: pools that evict at once, and fetching that is always worth it."""
 
-from serving.core.tiers.prices import Prices
+from serving.core.tiers.tiers import FetchCosts
 from serving.engine.engine import Engine
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.tiers.mover import Mover
@@ -19,7 +19,7 @@ def tier_mover(engine: Engine) -> Mover:
     return source
 
 
-class Free(Prices):
+class Free(FetchCosts):
     """Computing nothing takes no time."""
 
     def worth_fetching(self, tier: str, num_bytes: int, tokens: int) -> bool:

@@ -3,7 +3,7 @@
 from mamba_jax.model import HybridModel
 from mamba_jax.program_cache import ProgramCache
 from mamba_jax.programs import StepPrograms, samples
-from serving.engine.programs.kept_programs import keep_programs
+from serving.engine.compiled_programs import keep_programs
 from tests.support.engines.engines import QUICK_COMPILE
 
 

@@ -12,12 +12,12 @@ from serving.config import EngineConfig
 from serving.engine.assembly.build import assemble
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.steps.batching import PrefillShape
-from serving.points.arrangement import Arrangement
-from serving.points.digest import model_digest
 from serving.split.decode_side import DecodeSide
 from serving.split.prefill_side import ONCE, PrefillSide, fed_tokens, ticket_of
 from serving.split.wire import Ticket
 from serving.split.worker import Worker, num_bytes
+from serving.state_transfer.identity import model_digest
+from serving.state_transfer.programs import Arrangement
 from tests.support.engines.engines import Continuation, finish
 from tests.support.engines.step_programs import shared_programs
 from tests.support.fleets.direct_transport import DirectTransport
@@ -66,7 +66,7 @@ def programs(source: str) -> StepPrograms:
 @functools.cache
 def points():
     """Programs for points, shared by all workers of this arrangement."""
-    from serving.points.point import PointPrograms
+    from serving.state_transfer.programs import PointPrograms
 
     return PointPrograms(Arrangement(StoreShape.of(CONFIG)))
 

@@ -14,7 +14,7 @@ from checkpoints.adapters.adapter import Adapter
 from checkpoints.adapters.initial_state import InitialState, initial_state_shapes
 from mamba_jax.adapters import adaptable_layers
 from mamba_jax.model import HybridModel
-from serving.engine.requests.request import LoRARequest
+from serving.engine.requests.adapters import LoRARequest
 
 CONTENTS = ("lora", "lora", "lora", "state", "both", "state")
 """The kind of each content."""

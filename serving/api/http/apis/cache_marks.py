@@ -15,8 +15,8 @@ from typing import Any
 from checkpoints.text.chat import ChatTemplateError, part_text
 from serving.api.http.errors import ApiError
 from serving.api.http.protocol.chat import ChatRequest
-from serving.core.cache.marks import LONGEST_TTL
-from serving.engine.requests.chat_marks import chat_positions, shared_length
+from serving.core.cache.retention import LONGEST_TTL
+from serving.engine.requests.conversations import chat_positions, shared_length
 
 TOOLS = "tools_cache_control"
 """Field of a converted request: the mark at the end of its tools."""

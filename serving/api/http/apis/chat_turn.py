@@ -14,10 +14,10 @@ from serving.api.http.parsing.call_formats import FORMATS, calls_grammar
 from serving.api.http.parsing.reasoning import ReasoningCount, ReasoningStart, opening_of
 from serving.api.http.protocol.chat import AllowedTools, ChatRequest, NamedTool, Tool
 from serving.api.http.protocol.common import OF_GRAMMAR
-from serving.engine.request_error import RequestError
-from serving.engine.requests.changed_prefixes import message_digests
+from serving.core.errors import RequestError
+from serving.engine.requests.conversations import message_digests
 from serving.engine.requests.sampling_params import SamplingParams
-from serving.engine.structured.grammar_state import StructuredOutputs
+from serving.engine.structured.grammars import StructuredOutputs
 from serving.engine.structured.reasoning import Reasoning
 
 

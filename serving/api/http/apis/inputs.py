@@ -19,9 +19,9 @@ from serving.api.http.protocol.common import GenerationRequest
 from serving.api.http.protocol.completions import CompletionRequest
 from serving.api.http.text import check_fits
 from serving.core import Mark
-from serving.engine.request_error import RequestError
+from serving.core.errors import RequestError
 from serving.engine.requests.sampling_params import SamplingParams
-from serving.engine.structured.grammar_state import StructuredOutputs
+from serving.engine.structured.grammars import StructuredOutputs
 
 COMPLETION_TOKENS = 16
 """Default `max_tokens` of a completion, as in OpenAI's API."""

@@ -13,10 +13,9 @@ from serving.api.http.connection.keys import admin_only
 from serving.api.http.context import context_of
 from serving.api.http.errors import ApiError
 from serving.engine.async_engine import AsyncEngine
-from serving.engine.control import PauseMode
+from serving.engine.control import PauseMode, WeightsChecksum
 from serving.engine.engine import Engine
-from serving.engine.replicas.changes import common_checksum
-from serving.engine.weights import WeightsChecksum
+from serving.engine.replicas import common_checksum
 
 rollouts = APIRouter(tags=["rollouts"], dependencies=[Depends(admin_only)])
 adapters = APIRouter(tags=["adapters"], dependencies=[Depends(admin_only)])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from serving.api.http.parsing.json_schemas import enforceable
-from serving.engine.request_error import RequestError
+from serving.core.errors import RequestError
 
 T = TypeVar("T")
 _MOST = 256

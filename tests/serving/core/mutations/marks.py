@@ -1,9 +1,8 @@
 """Positions, times and shares of marks."""
 
-from serving.core.cache.marks import KeptStates
 from serving.core.cache.prefix_index import PrefixIndex
 from serving.core.cache.prefix_tree import CheckpointKind
-from serving.core.cache.retention import RetentionPolicy
+from serving.core.cache.retention import KeptStates, RetentionPolicy
 from tests.serving.core.mutations.registry import Patch, mutation, replaced, replacing
 
 

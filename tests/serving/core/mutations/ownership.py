@@ -5,8 +5,8 @@ from serving.core.cache.cache import Cache
 from serving.core.cache.pools import Pool
 from serving.core.cache.prefix_index import PrefixIndex
 from serving.core.cache.retention import RetentionPolicy
+from serving.core.cache.row_forms import RowSnapshots
 from serving.core.cache.row_pages import RowPages
-from serving.core.cache.row_snapshots import RowSnapshots
 from serving.core.cache.row_state import RowState
 from serving.core.planning.state import SchedulerState
 from tests.serving.core.mutations.registry import Patch, mutation, replaced, replacing

@@ -1,7 +1,7 @@
 """Anchors, spares and what lies between them."""
 
 from serving.core import SchedulerConfig
-from serving.core.cache.row_replay import ReplayAccess, RowReplay
+from serving.core.cache.row_forms import ReplayAccess, RowReplay
 from tests.serving.core.mutations.registry import Patch, mutation, replaced, replacing
 
 

@@ -5,8 +5,8 @@ from serving.core.cache.cache import Cache
 from serving.core.cache.content import Scope
 from serving.core.cache.prefix_index import PrefixIndex
 from serving.core.cache.prefix_tree import Match
+from serving.core.cache.row_forms import RowSnapshots
 from serving.core.cache.row_pages import RowPages
-from serving.core.cache.row_snapshots import RowSnapshots
 from serving.core.planning import admission, settlement
 from serving.core.requests.request import ResultDisposition
 from tests.serving.core.mutations.registry import Patch, mutation, replaced, replacing

@@ -7,8 +7,8 @@ import pytest
 from serving.core import DecodeRow, PrefillRow, Request, StateAccess, Status, scheduler
 from serving.core.cache.cache import Cache
 from serving.core.cache.retention import RetentionPolicy
+from serving.core.cache.row_forms import RowSnapshots
 from serving.core.cache.row_pages import RowPages
-from serving.core.cache.row_snapshots import RowSnapshots
 from serving.core.cache.row_state import RowState
 from serving.core.planning import admission, rows, settlement
 from serving.core.planning.plan import Budget

@@ -1,4 +1,4 @@
-"""Digests of all values of loaded weights, computed where the arrays are, and of the source text of packages."""
+"""Identity of weights and sources: equal digests mean that states of one process can be used by another."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 from serving.core.cache.content import Chain, Scope
+from serving.core.errors import RequestError
 from serving.core.placing import EVENNESS, Workload, price
 from serving.engine.engine import Engine
-from serving.engine.request_error import RequestError
 from serving.engine.requests.request import EngineRequest
 
 FETCHING = EVENNESS

@@ -1,4 +1,4 @@
-"""Why things ended or did not happen, in words a user can read."""
+"""Errors of settings and requests, and the reasons that users see, in words that they can read."""
 
 from enum import StrEnum
 
@@ -65,3 +65,7 @@ def check_prompt_length(length: int, max_model_len: int, *, at_least: bool = Fal
             f"the prompt has {'at least ' * at_least}{length} tokens: at most {max_model_len - 1} are allowed "
             f"(this model's maximum context length is {max_model_len} tokens, one of them for the output)"
         )
+
+
+class RequestFailed(RuntimeError):
+    """A valid request could not be served. The message is one line."""

@@ -1,17 +1,26 @@
-"""A resumption point goes from one store to another as it is, whatever the two are like."""
+"""States outside of a store: programs that read and write them, sources, and the digest of weights."""
+
+import threading
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mamba_jax.config import Division, Role, StateArray, StateUnit, UnevenDivision, need
+from mamba_jax.model import parameters
 from mamba_jax.rounding import NarrowDtype
 from mamba_jax.sharding import sharded_store
 from mamba_jax.store import StoreShape, init_store, store_bytes
-from serving.points.arrangement import Arrangement
-from serving.points.point import SIZES, Piece, PointPrograms, common_unit, pieces, state_spec
-from tests.support.fleets.split_pair import CONFIG
+from serving.core import RemoteLoad, RemoteState
+from serving.state_transfer import source
+from serving.state_transfer.identity import array_digest, model_digest
+from serving.state_transfer.programs import SIZES, Arrangement, Piece, PointPrograms, common_unit, pieces, state_spec
+from serving.state_transfer.source import Arrival
+from tests.support.fleets.split_pair import CONFIG, model
 
 ONE = Arrangement(StoreShape.of(CONFIG))
 SIZES_OF_STORE = {"num_slots": 5, "num_pages": 9, "dtype": jnp.float32}
@@ -198,3 +207,97 @@ def test_states_may_travel_in_fewer_bits(kind):
 def test_wide_states_take_the_bytes_that_are_counted():
     size = sum(each.size * each.dtype.itemsize for each in state_spec(filled(4, 1), ONE).values())
     assert size == ONE.shape.bytes_per_waiting_state("float32", "float32", None)
+
+
+PAGE = 4
+
+
+def a_load(start=0, pages=()):
+    request = SimpleNamespace(transfer=SimpleNamespace(load=None))
+    return RemoteLoad(request, RemoteState(16), start, 5, pages)
+
+
+def test_only_an_idle_loop_waits_and_only_for_what_is_awaited(monkeypatch):
+    monkeypatch.setattr(source, "PATIENCE", 3600.0)
+    calls, made = source.Inbox(), []
+    calls.take_all(idle=True)
+    calls.awaited = 2
+    calls.take_all()
+    thread = threading.Timer(0.01, calls.post, [lambda: made.append("first")])
+    thread.start()
+    calls.take_all(idle=True)
+    assert made == ["first"], "after the first call, the loop does not wait for another"
+    calls.post(lambda: made.append("second"))
+    calls.take_all()
+    assert made == ["first", "second"]
+    thread.join()
+
+
+def test_pages_that_others_share_are_not_written():
+    load = a_load(start=2 * PAGE, pages=[7, 8])
+    kv = np.zeros((1, 2 * PAGE, 1))
+    arrival = Arrival(load, state={}, pieces=[(0, kv), (PAGE, kv), (3 * PAGE, kv)])
+    calls, arrived = [], []
+    programs = SimpleNamespace(
+        write_state=lambda store, slot, state, position: calls.append((slot, position)),
+        write_piece=lambda store, *, pages, piece: calls.append(pages),
+    )
+    scheduler = SimpleNamespace(arrived=arrived.append)
+    loop = SimpleNamespace(replace_store=lambda change: change(None), scheduler=scheduler)
+    arrival.write(loop, programs, PAGE)
+    assert calls == [(5, 16), [0, 7], [8, 0]]
+    assert arrived == [load]
+
+
+DTYPES = ["float32", "bfloat16", "float16", "int8", "uint8", "bool", "float8_e4m3fn", "int4", "float4_e2m1fn"]
+
+
+def digest(values) -> bytes:
+    return np.asarray(array_digest(jnp.asarray(values))).tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_value_counts(dtype):
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    values = (np.arange(35) % 2).astype(kind).reshape(5, 7)
+    seen = {digest(values)}
+    for at in range(values.size):
+        changed = values.copy()
+        changed.reshape(-1)[at] = 1 - at % 2
+        seen.add(digest(changed))
+    assert len(seen) == 36
+
+
+def test_positions_count():
+    values = np.arange(40, dtype=np.float32)
+    exchanged = values.copy()
+    exchanged[[3, 30]] = values[[30, 3]]
+    assert len({digest(each) for each in (values, exchanged, values[::-1], np.roll(values, 1))}) == 4
+    assert digest(-np.zeros(3)) != digest(np.zeros(3))
+
+
+def test_a_digest_does_not_depend_on_the_devices():
+    devices = jax.devices()
+    if len(devices) < 2:
+        pytest.skip("needs several devices")
+    values = np.random.default_rng(0).standard_normal((8, 6), np.float32)
+    for axes in (("x",), (None, "x")):
+        place = NamedSharding(Mesh(np.array(devices[:2]), ("x",)), PartitionSpec(*axes))
+        assert np.asarray(array_digest(jax.device_put(values, place))).tobytes() == digest(values)
+
+
+def test_rows_between_those_of_a_sample_count():
+    """A fourth of the embedding's rows was once changed without another digest."""
+    one, other = model(), model()
+    before = model_digest(one, CONFIG)
+    assert model_digest(other, CONFIG) == before
+    table = parameters(other)["embed.weight"]
+    rows = table.get_value()
+    sampled = max(1, rows.size // 16)
+    changed = np.array(rows).reshape(-1)
+    changed[1:sampled] += 1.0
+    table.set_value(jnp.asarray(changed.reshape(rows.shape)))
+    try:
+        assert model_digest(other, CONFIG) != before
+    finally:
+        table.set_value(rows)

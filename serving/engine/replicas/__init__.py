@@ -1,1 +1,0 @@
-"""Several engines of one model with the interface of one engine."""
