@@ -26,9 +26,8 @@ from mamba_jax.model import parameters
 from mamba_jax.train.arithmetic import arithmetic_reward
 from mamba_jax.train.corpus import SAMPLE_PROBLEMS, problem_prompt, read_documents
 from serving import LLM, SamplingParams
-from serving.tunix.actor import TunixActor
+from serving.tunix import TunixActor, TunixTokenizer
 from serving.tunix.rollout import TunixRollout
-from serving.tunix.tokenizer import TunixTokenizer
 
 LONGEST_PROMPT, MAX_TOKENS, HELD_OUT = 96, 48, 40
 SAMPLES = 8

@@ -49,10 +49,7 @@ class DamagedFile(RuntimeError):
 
 
 class Folder:
-    """The parts of one model and layout.
-
-    Args:
-        path: made if it is not there.
+    """The parts of one model and layout, at a path that is made if it is not there.
 
     Raises:
         OSError: it cannot be made, or read.
@@ -90,11 +87,8 @@ class Folder:
         file.unlink()
 
     def write(self, name: Name, arrays: Arrays, unit: Unit | None = None) -> int:
-        """Write a part: a block's keys and values or, with the unit, its own part. Returns the file's bytes.
-
-        Raises:
-            OSError: it could not be written; nothing of it is left.
-        """
+        """Writes a part: a block's keys and values or, with the unit, its own part. Returns the file's bytes. Raises
+        OSError if it could not be written; nothing of it is left."""
         note = {"name": name.hex()}
         if unit is not None:
             note |= {"links": ",".join(link.hex() for link in unit.links), "tail": str(unit.tail)}
@@ -122,11 +116,10 @@ class Folder:
         path.write_bytes(data)
 
     def read(self, name: Name, specs: Mapping[str, Any]) -> Arrays:
-        """A part's arrays, exactly as they were written. `specs`: shape and dtype that each must have, by name.
+        """Returns a part's arrays, exactly as they were written. `specs`: shape and dtype that each must have, by name.
 
         Raises:
-            OSError: it is not there, or cannot be read.
-            DamagedFile: it is not what was written, or not what is expected.
+            OSError, DamagedFile: it cannot be read; it is not what was written, or not what is expected.
         """
         path = self._file(name)
         with open_regular(path) as file:

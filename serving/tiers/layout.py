@@ -15,8 +15,7 @@ from serving.state_transfer.identity import STATE_PACKAGES, source_digest
 from serving.state_transfer.programs import Arrangement, state_spec
 
 FORMAT = "mamba-jax checkpoint 1: state[layer]; kv[layer, token, K even V odd, head_dim]"
-_FILE = 4096
-"""Bytes of a file's header, at most, the names of its blocks not counted."""
+_FILE = 4096  # bytes of a file's header, at most, the names of its blocks not counted
 
 
 @dataclass(frozen=True)
@@ -24,13 +23,11 @@ class Layout:
     """Of one store."""
 
     arrangement: Arrangement
-    state: Mapping[str, jax.ShapeDtypeStruct]
-    """A state's arrays by name, as the model defines them."""
+    state: Mapping[str, jax.ShapeDtypeStruct]  # a state's arrays by name, as the model defines them
     kv: jax.ShapeDtypeStruct | None
     """Keys and values of a whole block, of all layers: [layer, B, ...]; None without attention."""
     page_size: int
-    block: int
-    """B, in tokens."""
+    block: int  # B, in tokens
 
     @classmethod
     def of(cls, arrangement: Arrangement, store: Store, block: int) -> Layout:
@@ -58,14 +55,8 @@ class Layout:
         return Sizes(state, page, self.page_size, self.block, _FILE if in_files else 0)
 
     def fingerprint(self, model: str) -> str:
-        """What must be the same for one process to go on from a state that another one wrote.
-
-        A release that computes or reads weights differently has another one, so it never goes on from states that the
-        one before it computed.
-
-        Args:
-            model: a digest of its weights.
-        """
+        """What must be the same for one process to go on from a state that another one wrote: a release that computes
+        or reads weights differently never goes on from older states. `model`: a digest of its weights."""
         state = [(name, spec.shape, str(spec.dtype)) for name, spec in self.state.items()]
         kv = None if self.kv is None else (self.kv.shape, str(self.kv.dtype))
         text = repr((FORMAT, model, source_digest(STATE_PACKAGES), state, kv, self.page_size, self.block))

@@ -33,20 +33,17 @@ from serving.tiers.folder import (
 _LOCK = "in-use"
 _ABANDONED = 3600.0
 """Seconds after which another machine's unfinished file, or a block that no unit needs, counts as abandoned."""
-_ALL = 60.0
-"""Seconds after which all files are looked at again, if only to see which were used."""
+_ALL = 60.0  # seconds after which all files are looked at again, if only to see which were used
 
 
 @dataclass
 class Changes:
     """Changes since the last call. A path in both was removed and written again."""
 
-    gone: set[Name] = field(default_factory=set)
-    """Units' own parts, and blocks."""
+    gone: set[Name] = field(default_factory=set)  # units' own parts, and blocks
     new: dict[Name, Unit] = field(default_factory=dict)
     """Whole, as far as sizes tell; those that were not used for longest first."""
-    used: list[Name] = field(default_factory=list)
-    """Units."""
+    used: list[Name] = field(default_factory=list)  # units
 
     def __bool__(self) -> bool:
         return bool(self.gone or self.new or self.used)
@@ -61,26 +58,18 @@ class Changes:
 
 
 class Listing:
-    """One process's view of a folder. One thread at a time.
-
-    Args:
-        path: the folder. It is there.
-        block: B.
-        with_blocks: a unit needs its blocks' files.
-    """
+    """One process's view of a folder that is there, for one thread at a time. `block`: B; `with_blocks`: a unit needs
+    its blocks' files."""
 
     def __init__(self, path: Path, block: int, *, with_blocks: bool) -> None:
         self.path, self._block, self._with_blocks = path, block, with_blocks
         self._began = time.time()
-        self._seen: dict[Name, int] = {}
-        """Blocks, and units that are whole: when they were last used, in nanoseconds."""
+        self._seen: dict[Name, int] = {}  # blocks, and units that are whole: when they were last used, in nanoseconds
         self._units: set[Name] = set()
-        self._broken: set[Name] = set()
-        """Own parts without all of their blocks, at the last look."""
+        self._broken: set[Name] = set()  # own parts without all of their blocks, at the last look
         self._folder_time = 0
         self._all_at = self._swept_at = -math.inf
-        self.alone = False
-        """Whether this process was the only one that used the folder when it started."""
+        self.alone = False  # whether this process was the only one that used the folder when it started
         self._lock = _locked(path)
         with contextlib.suppress(OSError):
             if self._lock is not None:

@@ -1,15 +1,16 @@
-"""Fetches checkpoints from memory and disk to the device. `tier_writer` copies them there.
+"""Copies checkpoints from the device to memory and disk, and fetches them back, without waiting in the engine's thread.
 
-What comes back is put onto the device by threads, and only then written into its slot and pages, between two steps. So
-nothing here waits in the engine's thread.
+What leaves is copied by a program that is in the device's queue before the step that writes over it; one thread reads
+the copy, another one writes files. What comes back is put onto the device by threads, and written between two steps.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
@@ -18,47 +19,202 @@ import numpy as np
 from mamba_jax.store import Store
 from serving.core import RemoteLoad
 from serving.core.cache.content import Name
-from serving.core.tiers.tier import Unit
-from serving.core.tiers.tiers import Tiers
+from serving.core.tiers.tier import Change, Unit
+from serving.core.tiers.tiers import TierCopy, TierHit, Tiers
 from serving.state_transfer.programs import PointPrograms, whole
-from serving.state_transfer.source import Arrival, Inbox, Loop
-from serving.tiers.disk import Disk
-from serving.tiers.folder import DamagedFile
+from serving.state_transfer.source import Arrival, Inbox, Loop, StateSource
+from serving.tiers.folder import Arrays, DamagedFile
 from serving.tiers.layout import Layout
-from serving.tiers.memory import PATIENCE, Memory, PartReader
-from serving.tiers.tier_writer import KV, TierWriter
+from serving.tiers.storage import PATIENCE, Disk, Memory, Part, PartReader, TierStorage, failure
 
 log = logging.getLogger(__name__)
 
+KV = "kv"
 
-class Mover(TierWriter):
-    """Copies one engine's checkpoints to the tiers, and fetches them. See `TierWriter` for the arguments."""
+
+class Mover(StateSource):
+    """Moves the checkpoints of one engine, which owns the inbox and has stores of this layout. `memory` and `disk` are
+    shared by replicas; `tiers` is the policy, whose books say what is where."""
 
     def __init__(
-        self,
-        tiers: Tiers,
-        layout: Layout,
-        programs: PointPrograms,
-        memory: Memory | None,
-        disk: Disk | None,
+        self, tiers: Tiers, layout: Layout, programs: PointPrograms, memory: Memory | None, disk: Disk | None,
         inbox: Inbox,
-    ) -> None:
-        super().__init__(tiers, layout, programs, memory, disk, inbox)
+    ) -> None:  # fmt: skip
+        self.tiers, self.layout, self.programs, self.memory, self.disk = tiers, layout, programs, memory, disk
+        self._storages: dict[str, TierStorage] = {each.tier.name: each for each in (memory, disk) if each is not None}
+        self._copying = ThreadPoolExecutor(1, thread_name_prefix="tier-copy")
         self._fetching = ThreadPoolExecutor(2, thread_name_prefix="tier-fetch")
         tiers.source = self
+        self._inbox = inbox
+        self._closing = threading.Event()
+        self._jobs: set[Future[Any]] = set()
+        if disk is not None:
+            disk.join()
+            self._sync_external()
 
     def warm_up(self, store: Store) -> None:
         """Compiles the programs that move states, without running them."""
-        sizes = (self.layout.pages_per_block,)
+        layout = self.layout
         for reading in (True, False):
             self.programs.warm_up(
-                store,
-                unit=self.layout.page_size,
-                layers=self.layout.layers,
-                reading=reading,
-                state=dict(self.layout.state),
-                sizes=sizes,
-            )
+                store, unit=layout.page_size, layers=layout.layers, reading=reading, state=dict(layout.state),
+                sizes=(layout.pages_per_block,),
+            )  # fmt: skip
+
+    def copy_out(self, store: Store | None) -> None:
+        """Called after a plan and before its dispatch: copies the states and pages that the plan evicted."""
+        self._remove_gone()
+        for planned in self.tiers.take_copies():
+            if store is None or self._closing.is_set():
+                self.tiers.copying -= planned.change.bytes
+                self._job(self._storages[planned.tier.name].remove(planned.change.gone))
+                self.tiers.lost(TierHit(planned.tier, planned.unit))
+            else:
+                self._copy_unit(store, planned)
+
+    def exchange(self, loop: Loop) -> None:
+        """Applies what other processes have changed on the disk, and removes parts that no tier holds any more."""
+        self._sync_external()
+
+    def close(self, loop: Loop | None = None, *, seconds: float = 60.0) -> None:
+        """Ends all threads. If there is a disk, the states on the device of `loop`, which has stopped, go there first.
+
+        Shared threads end with the last engine that uses them. `seconds`: for which files may still be written.
+        """
+        # First: a fetch waits for copies, and is not woken where those are canceled.
+        self._fetching.shutdown(wait=True, cancel_futures=True)
+        if self._closing.is_set():
+            return
+        if self.disk is not None:
+            self._save(loop, self.disk, time.monotonic() + seconds)
+        self._closing.set()
+        self.copy_out(None)
+        self._copying.shutdown(wait=True, cancel_futures=True)
+        self._inbox.take_all()
+        self._remove_gone()
+        if self.disk is not None:
+            self.disk.leave()
+
+    def _sync_external(self) -> None:
+        changes = self.disk.changes() if self.disk is not None and not self.tiers.weights_replaced else None
+        if changes:
+            self.tiers.sync_external(changes.gone, changes.new.values(), changes.used)
+        self._remove_gone()
+
+    def _save(self, loop: Loop | None, disk: Disk, until: float) -> None:
+        """Writes what the device of a stopped loop holds to disk: the most valuable first, as far as there is time. The
+        last engine writes what is left in memory."""
+        if loop is not None and loop.store is not None and loop.scheduler.index is not None:
+            for entry in loop.scheduler.index.by_worth():
+                if time.monotonic() > until:
+                    break
+                self.tiers.keep(entry, low_value=False)
+                self.copy_out(loop.store)
+                self.settle(until - time.monotonic())
+        if disk.saved() and loop is not None and self.memory is not None:
+            # What the disk does not have, because too many writes were pending before.
+            for unit in self.memory.tier.worth_spilling():
+                if time.monotonic() > until:
+                    return
+                self._spill(unit, {})
+                self.settle(until - time.monotonic())
+
+    def settle(self, seconds: float = 60.0) -> None:
+        """Wait until everything that has left the device is where it is going: for the end, and for tests."""
+        until = time.monotonic() + seconds
+        while jobs := {job for job in self._jobs if not job.done()}:
+            if time.monotonic() > until:
+                return
+            wait(jobs, timeout=max(0.0, until - time.monotonic()))
+        self._jobs.clear()
+        self._inbox.take_all()
+        self._remove_gone()
+
+    def _remove_gone(self) -> None:
+        for tier, names in self.tiers.take_gone():
+            if names:
+                self._job(self._storages[tier.name].remove(names))
+
+    def _copy_unit(self, store: Store, planned: TierCopy) -> None:
+        unit, layout, programs = planned.unit, self.layout, self.programs
+        per_block = layout.pages_per_block
+        parts: dict[Name, Part] = {}
+        for at, name in enumerate(unit.blocks) if layout.kv is not None else ():
+            if name in planned.change.blocks:
+                kv = programs.read_piece(store, planned.pages_of(at, per_block), layout.block, layout.layers)
+                parts[name] = self._copy({KV: kv}, layout.block)
+        arrays = dict(programs.read_state(store, planned.slot))
+        if layout.kv is not None and unit.tail:
+            pages = planned.tail_pages(per_block)
+            pages = pages + [0] * (per_block - len(pages))
+            arrays[KV] = programs.read_piece(store, pages, unit.tail, layout.layers)
+        parts[unit.name] = last = self._copy(arrays, -(-unit.tail // layout.page_size) * layout.page_size)
+        size = planned.change.bytes
+        last.add_done_callback(lambda part: self._inbox.post(lambda: self._copied(size, failure(part))))
+        self._write(self._storages[planned.tier.name], unit, planned.change, parts)
+        if not planned.memory_only:
+            self._spill(unit, parts)
+
+    def _copy(self, arrays: Mapping[str, Any], tokens: int) -> Part:
+        """Arrays of the device as arrays of the host; of keys and values, the first `tokens`."""
+        for array in arrays.values():
+            array.copy_to_host_async()
+
+        def copy() -> Arrays:
+            found = {name: np.asarray(array) for name, array in arrays.items()}
+            if KV in found and found[KV].shape[1] > tokens:
+                found[KV] = np.ascontiguousarray(found[KV][:, :tokens])
+            return found
+
+        part = self._copying.submit(copy)
+        self._job(part)
+        return part
+
+    def _copied(self, size: int, error: str) -> None:
+        self.tiers.copying -= size
+        if error:
+            log.warning("a checkpoint did not leave the device: %s", error)
+
+    def _spill(self, unit: Unit, parts: Mapping[Name, Part]) -> None:
+        """Writes parts in memory to disk. `parts`: new ones, which memory may already have dropped."""
+        memory, disk = self.memory, self.disk
+        if memory is None or disk is None:
+            return
+        needed = (*unit.blocks, unit.name) if self.layout.kv is not None else (unit.name,)
+        if not all(name in parts or memory.has(name) for name in needed):
+            return
+        change = self.tiers.spill(unit)
+        if change is not None:
+            names = (*change.blocks, unit.name)
+            taken = {name: parts.get(name) or memory.get(name) for name in names}
+            self._write(disk, unit, change, taken, spilled=change.bytes)
+
+    def _write(
+        self, storage: TierStorage, unit: Unit, change: Change, parts: Mapping[Name, Part], *, spilled: int = 0
+    ) -> None:
+        tier = storage.tier
+
+        def written(error: str) -> None:
+            self.tiers.spilling -= spilled
+            if not error:
+                tier.stored(change)
+                return
+            self.tiers.lost(TierHit(tier, unit))
+            for name in change.blocks:
+                # Other units may count on blocks that were to be written with this one.
+                if tier.has_block(name) and not storage.has(name):
+                    self.tiers.lost_block(tier, name)
+
+        self._job(storage.write(unit, change, parts, lambda error: self._inbox.post(lambda: written(error))))
+
+    def _job(self, job: Future[Any] | None) -> None:
+        if job is None:
+            return
+        if len(self._jobs) > 256:
+            self._jobs = {job for job in self._jobs if not job.done()}
+        self._jobs.add(job)
+
+    # -- fetches --
 
     def fetch(self, loop: Loop, load: RemoteLoad) -> None:
         """Starts to fetch the state that a request waits for."""
@@ -75,12 +231,6 @@ class Mover(TierWriter):
         reader = self._storages[tier.name].reader([*wanted.values(), unit.name])
         sharding = whole(store) if store is not None else None  # lost: it is made again where it was
         self._fetching.submit(self._fetch, loop, Arrival(load, size), wanted, reader, sharding)
-
-    def close(self, loop: Loop | None = None, *, seconds: float = 60.0) -> None:
-        """See `TierWriter`."""
-        # First: a fetch waits for copies, and is not woken where those are canceled.
-        self._fetching.shutdown(wait=True, cancel_futures=True)
-        super().close(loop, seconds=seconds)
 
     def _fetch(
         self, loop: Loop, arrival: Arrival, wanted: Mapping[int, Name], reader: PartReader, sharding: Any

@@ -15,7 +15,7 @@ from serving.engine.replica_loads import ReplicaLoads
 from serving.engine.requests.adapters import LoRARequest
 from serving.engine.requests.request import EngineRequest
 from serving.engine.stats import merged_stats
-from serving.tiers.memory import Memory
+from serving.tiers.storage import Memory
 from tests.support.engines.small_tiers import DISK, HOST, PARAMS, ask, fill, tier_mover, tiers
 from tests.support.fleets.split_pair import tokens
 from tests.support.models.adapter_contents import CONTENTS, read_contents

@@ -62,7 +62,7 @@ def test_what_is_still_being_written_is_waited_for(start, monkeypatch):
 
 def test_two_servers_share_a_folder(start, monkeypatch):
     """What one has evicted, the other goes on from, although both were there before; and so the other way."""
-    monkeypatch.setattr("serving.tiers.disk._LOOK", 0.02)
+    monkeypatch.setattr("serving.tiers.storage._LOOK", 0.02)
     one, other = start(**DISK), start(**HOST, **DISK)
     fill(one)
     tier_mover(one).settle()

@@ -7,8 +7,7 @@ import pytest
 from flax import nnx
 
 from mamba_jax.families import config_from_hf
-from serving.tunix.actor import TunixActor
-from serving.tunix.tokenizer import TunixTokenizer
+from serving.tunix import TunixActor, TunixTokenizer
 from tests.support.models.letter_tokens import EOS, ID, letters
 from tests.support.models.random_models import random_model
 from tests.support.models.tiny_configs import TRAINABLE

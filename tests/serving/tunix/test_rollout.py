@@ -19,9 +19,8 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 from checkpoints import load_model
 from checkpoints.random import write_random
 from serving import LLM, RequestError
-from serving.tunix.actor import TunixActor
+from serving.tunix import TunixActor, TunixTokenizer
 from serving.tunix.rollout import TunixRollout
-from serving.tunix.tokenizer import TunixTokenizer
 from tests.support.models.letter_tokens import WORDS, letters
 from tests.support.models.tiny_configs import TRAINABLE
 

@@ -1,4 +1,4 @@
-"""The disk tier of a process, for all of its engines: one thread writes to the folder, another one looks at it."""
+"""Where the parts of the tiers are, for all engines of a process: host memory, and a folder on a disk."""
 
 from __future__ import annotations
 
@@ -7,33 +7,123 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 from serving.core.cache.content import Name
 from serving.core.tiers.tier import Change, Tier, Unit
 from serving.tiers.folder import Arrays, Folder
 from serving.tiers.listing import Changes, Listing
-from serving.tiers.memory import PATIENCE, Part, PartReader
 
 log = logging.getLogger(__name__)
 
-_PAUSE = 30.0
-"""Pause in seconds after a write to the disk has failed."""
-_LOOK = 1.0
-"""Seconds between two looks at a disk that others may write to, at least."""
+Part = Future[Arrays]
+
+PATIENCE = 60.0  # seconds after which a part that an engine was to copy counts as lost
+_PAUSE = 30.0  # pause in seconds after a write to the disk has failed
+_LOOK = 1.0  # seconds between two looks at a disk that others may write to, at least
+
+
+class PartReader(NamedTuple):
+    """How a thread reads parts of one tier."""
+
+    coming: Sequence[Future[Any]]  # must finish before anything is read
+    read: Callable[[Name, Mapping[str, Any]], Arrays]
+    """Returns a part's arrays, which must have the shapes and dtypes of the second argument. May raise anything."""
+
+
+class TierStorage(Protocol):
+    """Where the parts of one tier are: `Memory` or `Disk`. Engines in several threads may use it."""
+
+    tier: Tier
+
+    def write(self, unit: Unit, change: Change, parts: Mapping[Name, Part], done: Callable[[str], Any]) -> Future[Any]:
+        """Stores a unit that was added to the tier by `change`, and removes what went for it. Returns the job.
+
+        `parts`: its own part and all new blocks, which may still be on their way. `done` is called in the end, by any
+        thread, with the reason for a failure or "".
+        """
+
+    def remove(self, names: Collection[Name]) -> Future[Any] | None:
+        """Removes parts that the tier does not hold any more. Returns the job, if it takes time."""
+
+    def has(self, name: Name) -> bool:
+        """Returns whether a part is here, or on its way."""
+
+    def reader(self, names: Sequence[Name]) -> PartReader:
+        """Returns a reader of these parts, some of which may still be on their way."""
+
+
+class Memory:
+    """Parts in host memory: never more than the tier's ledger lists, and dropped with their entries. Thread-safe.
+
+    An engine's plan enters a unit into the ledger, and starts the copy a moment later. A request for the unit in
+    between gets a future, which that copy completes, or which fails when the unit leaves the ledger.
+
+    Args:
+        tier: the books. From now on they tell this one what they drop.
+    """
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
+        tier.dropped = self._drop
+        self._parts: dict[Name, Part] = {}
+        self._promises: dict[Name, Part] = {}
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def write(self, unit: Unit, change: Change, parts: Mapping[Name, Part], done: Callable[[str], Any]) -> Part:
+        """See `TierStorage`. Parts that the tier has since dropped are not kept."""
+        with self.tier.lock:
+            for name, part in parts.items():
+                if self.tier.holds(name):
+                    self._parts[name] = part
+                    promise = self._promises.pop(name, None)
+                    if promise is not None:
+                        part.add_done_callback(partial(_pass_on, promise))
+        last = parts[unit.name]
+        last.add_done_callback(lambda part: done(failure(part)))
+        return last
+
+    def remove(self, names: Collection[Name]) -> None:
+        """Does nothing: the tier tells when it drops a part."""
+
+    def has(self, name: Name) -> bool:
+        """Returns whether a part is here, or on its way."""
+        return name in self._parts
+
+    def get(self, name: Name) -> Part:
+        """A part, which may still be on its way. One that the books do not have has failed with KeyError."""
+        with self.tier.lock:
+            part = self._parts.get(name) or self._promises.get(name)
+            if part is None:
+                part = Future()
+                if self.tier.holds(name):
+                    self._promises[name] = part
+                else:
+                    part.set_exception(_gone())
+            return part
+
+    def reader(self, names: Sequence[Name]) -> PartReader:
+        """See `TierStorage`."""
+        parts = {name: self.get(name) for name in names}
+        return PartReader(list(parts.values()), lambda name, specs: dict(parts[name].result(timeout=0)))
+
+    def _drop(self, name: Name) -> None:
+        """With the tier's lock."""
+        self._parts.pop(name, None)
+        promise = self._promises.pop(name, None)
+        if promise is not None:
+            promise.set_exception(_gone())
 
 
 class Disk:
     """The disk cache. An engine calls `join` first, `saved` at the end and then `leave`; the last one ends the threads.
 
     Several engines change the books at once, and files follow in the order in which the one thread is told. So each
-    step asks the books again: what they hold by then is not removed, and what they do not is not written.
-
-    Args:
-        tier: the books.
-        folder: of the files.
-        block: B.
-        with_blocks: a unit needs its blocks' files.
+    step asks the books again: what they hold by then is not removed, and what they do not is not written. `block`: B;
+    `with_blocks`: a unit needs its blocks' files.
     """
 
     def __init__(self, tier: Tier, folder: Folder, block: int, *, with_blocks: bool) -> None:
@@ -157,6 +247,27 @@ class Disk:
             with self._looked:
                 self._changes.add(found)
             pause = max(_LOOK, 20 * (time.monotonic() - begin))
+
+
+def failure(part: Future[Any]) -> str:
+    """Returns why a finished job failed; "" if it did not."""
+    if part.cancelled():
+        return "cancelled"
+    error = part.exception()
+    return "" if error is None else str(error) or type(error).__name__
+
+
+def _gone() -> KeyError:
+    return KeyError("it is not in memory any more")
+
+
+def _pass_on(promise: Part, part: Part) -> None:
+    if part.cancelled():
+        promise.set_exception(_gone())
+    elif (error := part.exception()) is not None:
+        promise.set_exception(error)
+    else:
+        promise.set_result(part.result())
 
 
 def _told(problem: Exception) -> str:
