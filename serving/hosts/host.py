@@ -37,14 +37,8 @@ _PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 def gather(
     settings: HostSettings, config: EngineConfig, *, all_devices: bool = True
 ) -> tuple[HostGroup | None, EngineConfig]:
-    """Waits for the other hosts (`meet`). The engine's flags come back, for all devices of all hosts.
-
-    None: the environment knows of no other host.
-
-    Args:
-        settings: who they are.
-        config: flags of the engine.
-        all_devices: use all devices, whatever `tensor_parallel_size` says.
+    """Waits for the other hosts (`meet`). Returns the group, None if the environment knows of no other host, and the
+    engine's flags for all devices of all hosts; `all_devices`: use all, whatever `tensor_parallel_size` says.
 
     Raises:
         ConfigError: the hosts did not connect, or the environment does not say which hosts there are.

@@ -44,8 +44,7 @@ class HostGroup:
         self._gone = {other: threading.Event() for other in links}
         self._ending = threading.RLock()
         self._failed_host: int | None = None
-        self._idle = False
-        """No call is expected: others may close their connections."""
+        self._idle = False  # no call is expected: others may close their connections
         self._closed = threading.Event()
         for link in self._links.values():
             link.timeout = max(_LOADING_TIMEOUT, host_timeout)
@@ -131,9 +130,7 @@ class HostGroup:
 
     def exit(self) -> NoReturn:
         """Ends this process in order; the leader waits until its followers have ended. If one does not, all hosts end.
-
-        The process does not reach JAX's own shutdown, which aborts it if a host is missing there.
-        """
+        JAX's own shutdown is not reached: it aborts the process if a host is missing there."""
         self._idle = True
         for other, link in self._links.items() if self.leads else ():
             with contextlib.suppress(LinkError):

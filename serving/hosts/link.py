@@ -22,22 +22,14 @@ _HANDSHAKE_TIMEOUT = 3.0  # seconds for the whole handshake
 class Kind(IntEnum):
     """The content of a frame."""
 
-    HEARTBEAT = 0
-    """No content; the sender is alive."""
-    FACTS = 1
-    """How a host was started (JSON)."""
-    READY = 2
-    """A host can run steps now."""
-    CALL = 3
-    """The leader dispatches a batch (`wire`)."""
-    DONE = 4
-    """No call will follow."""
-    LEAVE = 5
-    """A follower requests shutdown."""
-    FAILED = 6
-    """A host exits; the content is the reason in one line."""
-    CLOSE = 7
-    """The leader shuts down all hosts in order."""
+    HEARTBEAT = 0  # no content; the sender is alive
+    FACTS = 1  # how a host was started (JSON)
+    READY = 2  # a host can run steps now
+    CALL = 3  # the leader dispatches a batch (`wire`)
+    DONE = 4  # no call will follow
+    LEAVE = 5  # a follower requests shutdown
+    FAILED = 6  # a host exits; the content is the reason in one line
+    CLOSE = 7  # the leader shuts down all hosts in order
 
 
 class LinkError(Exception):
@@ -52,14 +44,12 @@ class LinkClosed(LinkError):
 
 
 class Link:
-    """Frames to and from one host. Any thread may send; one receives.
-
-    `timeout`: seconds without received or accepted data after which the other counts as lost.
-    """
+    """Frames to and from one host. Any thread may send; one receives. `timeout`: seconds without received or accepted
+    data after which the other counts as lost."""
 
     def __init__(self, connected: socket.socket, timeout: float) -> None:
         self._socket = connected
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sending = threading.Lock()
         self.timeout = timeout
 
@@ -73,11 +63,7 @@ class Link:
         self._socket.settimeout(seconds)
 
     def send(self, kind: Kind, *pieces: bytes | memoryview) -> None:
-        """Sends one frame.
-
-        Raises:
-            LinkError: it cannot be sent.
-        """
+        """Sends one frame. Raises LinkError if it cannot be sent."""
         size = sum(len(piece) for piece in pieces)
         if size > MAX_FRAME:
             raise LinkError(f"would get a message of {size:,} bytes, more than {MAX_FRAME:,}")
@@ -85,11 +71,7 @@ class Link:
             self._send(b"".join((_HEADER.pack(kind, size), *pieces)))
 
     def receive(self) -> tuple[Kind, bytes]:
-        """Receives the next frame.
-
-        Raises:
-            LinkError: there is none, or its type is unknown.
-        """
+        """Receives the next frame. Raises LinkError if there is none, or its type is unknown."""
         kind, size = _HEADER.unpack(self._take(_HEADER.size))
         if size > MAX_FRAME:
             raise LinkError(f"sent a message of {size:,} bytes, more than {MAX_FRAME:,}")
@@ -125,11 +107,7 @@ class Link:
         self._socket.close()
 
     def authenticate_to_leader(self, key: bytes, host: int) -> None:
-        """A follower's part of the handshake: both sides prove that they know the key.
-
-        Raises:
-            LinkError: the peer is not the leader.
-        """
+        """A follower's part of the handshake, in which both prove that they know the key. May raise LinkError."""
         until = time.monotonic() + _HANDSHAKE_TIMEOUT
         theirs, ours = self._take(32, until), secrets.token_bytes(32)
         self._send(_HANDSHAKE.pack(host, ours, _proof(key, b"follower", host, theirs, ours)))
@@ -138,11 +116,7 @@ class Link:
         self.timeout = self.timeout
 
     def authenticate_follower(self, key: bytes) -> int:
-        """The leader's part of `authenticate_to_leader`. Returns the follower's number.
-
-        Raises:
-            LinkError: the peer is not a follower.
-        """
+        """The leader's part of `authenticate_to_leader`. Returns the follower's number."""
         until = time.monotonic() + _HANDSHAKE_TIMEOUT
         self._socket.settimeout(_HANDSHAKE_TIMEOUT)
         ours = secrets.token_bytes(32)

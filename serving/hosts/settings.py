@@ -9,8 +9,7 @@ from pydantic import Field, model_validator
 
 from serving.settings import Settings
 
-MEETING_PORT = 8476
-"""Default port of the coordinator."""
+MEETING_PORT = 8476  # default port of the coordinator
 _PORTS = 4096  # ports of coordinators whose jobs the environment names: the highest ones
 
 

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from serving.config import ConfigError
-from serving.hosts import gathering, meeting
+from serving.hosts import meeting
 from serving.hosts.link import Kind, Link
 from serving.hosts.settings import HostSettings
 from tests.support.fleets.processes import free_port
@@ -133,19 +133,19 @@ def test_a_greeting_has_one_deadline(monkeypatch):
 
 @pytest.mark.parametrize(("place", "bound"), [("127.0.0.1", "127.0.0.1"), (None, "::"), ("192.0.2.1", "::")])
 def test_the_meeting_listens_at_the_coordinators_address(place, bound):
-    with gathering.listening_at(place, 0) as listening:
+    with meeting.listening_at(place, 0) as listening:
         assert listening.getsockname()[0] in (bound, "0.0.0.0" if bound == "::" else bound)
 
 
 def test_a_name_that_only_this_host_takes_for_loopback_is_listened_to_everywhere(monkeypatch):
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
-    monkeypatch.setattr(gathering.socket, "getaddrinfo", lambda *given, **options: found)
-    with gathering.listening_at("node001", 0) as listening:
+    monkeypatch.setattr(meeting.socket, "getaddrinfo", lambda *given, **options: found)
+    with meeting.listening_at("node001", 0) as listening:
         assert listening.getsockname()[0] in ("::", "0.0.0.0")
 
 
 def test_missing_hosts_are_named_again_and_again_on_all_hosts(invitations, monkeypatch, caplog):
-    monkeypatch.setattr(gathering, "REPORT_INTERVAL", 0.2)
+    monkeypatch.setattr(meeting, "REPORT_INTERVAL", 0.2)
     with caplog.at_level(logging.INFO):
         found = Hosts([0, 2], seconds=3).wait()
     line = "the hosts did not connect: host 1 did not connect in time: not started, not reachable, or ended"
@@ -155,7 +155,7 @@ def test_missing_hosts_are_named_again_and_again_on_all_hosts(invitations, monke
 
 
 def test_a_host_that_is_restarted_while_another_one_is_missing_comes_again(invitations, monkeypatch):
-    monkeypatch.setattr(gathering, "REPORT_INTERVAL", 0.1)
+    monkeypatch.setattr(meeting, "REPORT_INTERVAL", 0.1)
     leader = Hosts([0])
     invitation = invitations.get(timeout=30)
     first = Link(socket.create_connection(("127.0.0.1", invitation["port"])), 5)
@@ -232,7 +232,7 @@ def test_a_number_that_is_taken_or_wrong_is_refused_and_the_others_meet(invitati
 
 def test_a_second_process_does_not_reach_the_coordinator_of_a_group_that_runs(monkeypatch):
     """JAX's coordinator greets as an HTTP/2 server; a second host of the same number would abort all hosts."""
-    monkeypatch.setattr(gathering, "_RUNNING_PATIENCE", 0.5)
+    monkeypatch.setattr(meeting, "_RUNNING_PATIENCE", 0.5)
 
     def greets(connection):
         connection.sendall(bytes.fromhex("00001804000000000000040040000000050040000000060000400000"))
