@@ -23,18 +23,29 @@ from mamba_jax.families import TEXT_PREFIXES, ignored, weight_names
 from mamba_jax.families.base import HFSource
 from mamba_jax.modules.quantized import weight_of
 
-NewWeights = Mapping[str, Any] | Iterable[tuple[str, Any]] | str | Path
+NewWeights = Mapping[str, Any] | Iterable[tuple[str, Any]] | str | Path | TensorSet
 """Arrays by name (ours, the dotted paths of `mamba_jax.model.parameters`, or those of a Hugging Face checkpoint), pairs
-of a name and an array, or the path of a directory with safetensors files."""
+of a name and an array, or the path of a directory with safetensors files, which `open_weights` has opened or not."""
 
 _WHERE = "the new weights"
 _AT_ONCE = 1 << 24
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-def repeatable(given: NewWeights) -> Mapping[str, Any] | list[tuple[str, Any]] | str | Path:
+def open_weights(directory: str | Path) -> TensorSet:
+    """Opens and reads the files of a directory, for threads that must not wait for a disk.
+
+    Raises:
+        CheckpointError: there are no safetensors files, or one cannot be read.
+    """
+    tensors = TensorSet(Path(directory), prefixes=TEXT_PREFIXES)
+    tensors.read_ahead()
+    return tensors
+
+
+def repeatable(given: NewWeights) -> Mapping[str, Any] | list[tuple[str, Any]] | str | Path | TensorSet:
     """Returns the values in a form that can be read several times: an iterator of pairs becomes a list."""
-    return given if isinstance(given, str | Path | Mapping) else list(given)
+    return given if isinstance(given, str | Path | Mapping | TensorSet) else list(given)
 
 
 class GivenTensors:
@@ -79,6 +90,8 @@ def given_tensors(given: NewWeights) -> Tensors:
     Raises:
         CheckpointError: a name is repeated, a value is not an array, or there are no safetensors files.
     """
+    if isinstance(given, TensorSet):
+        return given
     if isinstance(given, str | Path):
         return TensorSet(Path(given), prefixes=TEXT_PREFIXES)
     if isinstance(given, Mapping):

@@ -11,7 +11,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from checkpoints.errors import CheckpointError, listing
-from checkpoints.json_file import read_json
+from checkpoints.json_file import open_regular, read_json
 from checkpoints.resolve import original_of
 from checkpoints.tensors.file_digest import FileHasher
 from checkpoints.tensors.safetensors_file import SafetensorsFile, TensorEntry
@@ -83,6 +83,21 @@ class TensorSet:
         file.release(stored)
         if self._hasher is not None:
             self._hasher.start(file.path, _label(stored, file.entries[stored]))
+
+    def read_ahead(self) -> None:
+        """Reads all files once, so that later reads find their bytes in memory, as far as they fit.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        buffer = bytearray(1 << 24)
+        for path in {file.path for file, _ in self._stored.values()}:
+            try:
+                with open_regular(path) as content:
+                    while content.readinto(buffer):
+                        pass
+            except OSError as error:
+                raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
 
     def _entry(self, name: str) -> TensorEntry:
         file, stored = self._stored[name]

@@ -7,9 +7,13 @@ import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
+from functools import partial as bound
+from pathlib import Path
 from typing import Any
 
-from checkpoints.tensors.replacement import NewWeights
+from checkpoints.errors import CheckpointError
+from checkpoints.tensors.replacement import NewWeights, open_weights
+from checkpoints.tensors.tensor_set import TensorSet
 from serving.core.errors import RequestError
 from serving.engine.control import PauseMode
 from serving.engine.engine import Engine
@@ -24,6 +28,8 @@ from serving.engine.requests.sampling_params import SamplingParams
 
 _PAUSE_LOOK = 0.02
 """Seconds between checks whether the last request has ended, during a pause."""
+READ_WEIGHTS_SECONDS = 3600.0
+"""Deadline of reading the files of new weights."""
 
 
 class AsyncEngine(ReplicaThreads):
@@ -165,8 +171,11 @@ class AsyncEngine(ReplicaThreads):
     async def update_weights(self, given: NewWeights, *, version: str | int | None, partial: bool) -> None:
         """Replaces the weights of every engine between two steps; see `Control.update_weights`.
 
-        The engines do not wait for each other. Outputs name the version of the engine that produced them.
+        The engines do not wait for each other. Outputs name the version of the engine that produced them. Files are
+        read in another thread, for at most `READ_WEIGHTS_SECONDS`.
         """
+        if isinstance(given, str | Path):
+            given = await self._reads.read(bound(_opened, given), READ_WEIGHTS_SECONDS)
         await self.call_all(WeightsUpdate.of(self.engines, given, version=version, partial=partial).apply)
 
     async def load_adapter(self, name: str, path: str) -> None:
@@ -236,3 +245,10 @@ def _deliver(results: Sequence[tuple[_Mailbox, Result]]) -> None:
         # A closed event loop raises RuntimeError; it has no reader.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(put, part)
+
+
+def _opened(directory: str | Path) -> TensorSet:
+    try:
+        return open_weights(directory)
+    except CheckpointError as error:
+        raise RequestError(str(error)) from None

@@ -85,14 +85,15 @@ class AdapterReads:
         others = any(each != client and now - at < OTHERS_SECONDS for each, at in self._latest.items())
         return max(0.0, self._next.get(client, 0.0) - now) if others else 0.0
 
-    async def read(self, function: Callable[[], T]) -> T:
-        """Returns the result of a function that reads an adapter, without waiting for other reads.
+    async def read(self, function: Callable[[], T], seconds: float | None = None) -> T:
+        """Returns the result of a function that reads files, without waiting for other reads.
 
         Raises:
-            RequestError: the function has not ended after `READ_SECONDS`, or too many do not end; or as the function.
+            RequestError: the function has not ended after `seconds` (None: `READ_SECONDS`), or too many do not end; or
+                as the function.
         """
         if not self._threads.acquire(blocking=False):
-            raise RequestError(f"{MAX_THREADS} reads of adapters do not end; check their file system", retry=True)
+            raise RequestError(f"{MAX_THREADS} reads of files do not end; check their file system", retry=True)
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
 
@@ -119,7 +120,7 @@ class AdapterReads:
         # A daemon: the process can end while a read does not.
         threading.Thread(target=run, name="adapter read", daemon=True).start()
         try:
-            return await asyncio.wait_for(result, READ_SECONDS)
+            return await asyncio.wait_for(result, READ_SECONDS if seconds is None else seconds)
         except TimeoutError:
-            seconds = time.monotonic() - begin
-            raise RequestError(f"the adapter's files could not be read in {seconds:.0f} s") from None
+            took = time.monotonic() - begin
+            raise RequestError(f"the files could not be read in {took:.0f} s") from None

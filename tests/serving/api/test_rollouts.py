@@ -1,11 +1,15 @@
 """What a trainer does over HTTP: pauses, sleep and new weights, with an operator's key only."""
 
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from checkpoints.errors import CheckpointError
+from checkpoints.tensors.tensor_set import TensorSet
 from serving.state_transfer.identity import model_digest
 from tests.support.engines.versioned_engine import VersionedEngine
 from tests.support.servers.live_server import in_process
@@ -52,6 +56,27 @@ def test_a_trainers_round(made, client, tmp_path):
     assert client.get("/rollout_state", headers=TRAINER).json()["weights_version"] == "2"
     again = complete(client)["choices"][0]
     assert (again["token_ids"], again["weights_versions"]) == (answer["choices"][0]["token_ids"], [["2", 4]])
+
+
+def test_files_of_new_weights_are_read_while_others_are_served(client, monkeypatch):
+    """They were once read on the engine's thread, which waited for their file system."""
+    reading, gone = threading.Event(), threading.Event()
+
+    def wait(*_, **__):
+        reading.set()
+        gone.wait(60)
+        raise CheckpointError("the disk is gone")
+
+    monkeypatch.setattr(TensorSet, "__init__", wait)
+    with ThreadPoolExecutor(1) as threads:
+        update = threads.submit(client.post, "/update_weights", json={"path": "x"}, headers=TRAINER)
+        try:
+            assert reading.wait(30)
+            complete(client)
+            assert not update.done()
+        finally:
+            gone.set()
+        assert update.result().status_code == 400
 
 
 @pytest.mark.parametrize(

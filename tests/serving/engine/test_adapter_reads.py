@@ -76,7 +76,7 @@ def test_reads_that_do_not_end_have_a_deadline_and_a_bound(monkeypatch):
         for _ in range(2):
             with pytest.raises(RequestError, match="could not be read in 0 s"):
                 await reads.read(end.wait)
-        with pytest.raises(RequestError, match="2 reads of adapters do not end"):
+        with pytest.raises(RequestError, match="2 reads of files do not end"):
             await reads.read(end.wait)
         await asyncio.to_thread(int)  # the threads of others are free
         end.set()
