@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from serving.core import Request, StepPlan
+from serving.engine.requests.adapter_reads import CLIENT_SHARE
 from tests.serving.core.drive import Loop
 
 ROWS = 32
@@ -23,15 +24,18 @@ class Machine:
     token: float
     attacker: float = 0.0
     """In addition, if a row of the attacker decodes: its rows sample, and the victim's does not."""
+    load: float = 0.0
+    """Of writing an adapter that a new request brings, in addition to the step in which it begins."""
 
     def seconds(self, plan: StepPlan) -> float:
         samples = any(row.request.client == "attacker" for row in plan.decode)
+        loads = self.load * sum(request.adapter is not None for request in plan.admitted)
         prompts = self.token * sum(row.num_tokens for row in plan.prefill)
-        return self.step + self.row * len(plan.decode) + prompts + self.attacker * samples
+        return self.step + self.row * len(plan.decode) + prompts + self.attacker * samples + loads
 
 
-CPU = Machine(step=1.0, row=0.5, token=0.1)
-GPU = Machine(step=10.0, row=0.01, token=0.01)
+CPU = Machine(step=1.0, row=0.5, token=0.1, load=0.1)
+GPU = Machine(step=10.0, row=0.01, token=0.01, load=1.0)
 
 
 class Server:
@@ -43,7 +47,7 @@ class Server:
             **{**sizes, "max_model_len": 2000, "state_block_size": 32, "tile_size": 16, "max_decode_pause": 30.0,
                "cache_mode": "none", **changes},
         )  # fmt: skip
-        self.machine, self.now, self.prompts = machine, 0.0, 0
+        self.machine, self.now, self.prompts, self.next_load = machine, 0.0, 0, 0.0
         self.fed: dict[str | None, int] = {}
 
     def ask(self, client: str, length: int = 4, max_tokens: int = 1500, **more) -> Request:
@@ -112,7 +116,15 @@ def dropped_prompts(server: Server) -> None:
         server.ask("attacker", 1000, 1)
 
 
-@pytest.mark.parametrize("attack", [many_choices, chats, dropped_prompts])
+def rotating_adapters(server: Server) -> None:
+    """Requests that each bring an adapter that is not on the device. Reads take no longer than a step here, so their
+    pauses (`AdapterReads`) are what bounds the loads."""
+    if server.now >= server.next_load:
+        server.next_load = server.now + server.machine.step / CLIENT_SHARE
+        server.ask("attacker", 8, 4, adapter=f"adapter {server.prompts}")
+
+
+@pytest.mark.parametrize("attack", [many_choices, chats, dropped_prompts, rotating_adapters])
 @pytest.mark.parametrize(("machine", "fresh"), [(CPU, False), (CPU, True), (GPU, False)])
 def test_a_stream_keeps_its_part_of_the_time(machine: Machine, fresh: bool, attack) -> None:
     compare(machine, attack, fresh=fresh)
