@@ -37,8 +37,8 @@ from serving.engine.requests.output import RequestOutput
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.stats import DraftStats
 from serving.split.decode_side import DecodeSide
-from serving.split.prefill_side import ONCE, PrefillSide, fed_tokens, ticket_of
-from serving.split.transport.tcp import TcpTransport
+from serving.split.prefill_side import ONCE, PrefillSide, fed_tokens
+from serving.split.transports import TcpTransport
 from serving.split.wire import Handoff
 from serving.split.worker import Worker
 
@@ -197,7 +197,7 @@ class _Runs:
         prompt = {"prompt_token_ids": fed_tokens(self.prompt, handoff)}
         prefill.engine.add_request("prompt", prompt, ONCE, export=export)
         _finish(prefill.engine)
-        remote = here.accept(there, ticket_of(there, export, self.prompt, handoff, worker="here"))
+        remote = here.accept(there, there.ticket(export, self.prompt, handoff))
         run = decode.engine.add_request("answer", {"prompt_token_ids": self.prompt}, self._params, remote=remote)
         _finish(decode.engine)
         for built, worker in zip((prefill, decode), workers, strict=True):

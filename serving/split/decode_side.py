@@ -17,16 +17,23 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from serving.core import RemoteLoad, RemoteState
 from serving.core.cache.content import Scope
 from serving.engine.requests.adapters import AdapterNames
-from serving.split.manifest import ManifestMismatch, check
 from serving.split.prefill_side import Peer, TooMany
-from serving.split.transport import TransportError
-from serving.split.wire import AdapterMismatch, FailurePolicy, Offer, SplitError, SplitTimeout, StateRequest, Ticket
-from serving.split.worker import Worker, checksums, num_bytes, point_specs, shapes_of
+from serving.split.transports import TransportError
+from serving.split.wire import (
+    AdapterMismatch,
+    FailurePolicy,
+    ManifestMismatch,
+    Offer,
+    SplitError,
+    SplitTimeout,
+    StateRequest,
+    Ticket,
+    check,
+)
+from serving.split.worker import Specs, Worker, checksums, num_bytes, point_specs, shapes_of
 from serving.state_transfer.programs import Piece, common_unit
 from serving.state_transfer.source import Arrival, Loop, StateSource
 
@@ -34,10 +41,8 @@ log = logging.getLogger(__name__)
 
 _UNRESPONSIVE_SECONDS = 5.0  # seconds without requests to a worker that did not answer
 _RETRY = 0.05  # seconds before asking again a worker that has no room for a copy
-PEER = "peer"
-"""Name of other workers in the table of fetch times per tier."""
-MAX_EXPECTED = 4096
-"""Maximum number of announced requests."""
+PEER = "peer"  # name of other workers in the table of fetch times per tier
+MAX_EXPECTED = 4096  # maximum number of announced requests
 
 
 @dataclass(frozen=True)
@@ -46,8 +51,7 @@ class RemoteTicket:
 
     peer: Peer
     ticket: Ticket
-    until: float = math.inf
-    """The request's deadline, by this machine's monotonic clock."""
+    until: float = math.inf  # the request's deadline, by this machine's monotonic clock
 
 
 @dataclass
@@ -55,21 +59,14 @@ class DecodeStats:
     """Counters of the states that this worker's requests waited for."""
 
     arrived: int = 0
-    failed: int = 0
-    """Did not arrive, or failed verification."""
-    dearer: int = 0
-    """Shared states not fetched, because computing was expected to be faster."""
-    late: int = 0
-    """Arrived after the request stopped waiting."""
-    spared: int = 0
-    """Not fetched, because the cache had the whole prefix or the request ended."""
+    failed: int = 0  # did not arrive, or failed verification
+    dearer: int = 0  # shared states not fetched, because computing was expected to be faster
+    late: int = 0  # arrived after the request stopped waiting
+    spared: int = 0  # not fetched, because the cache had the whole prefix or the request ended
     received_bytes: int = 0
-    pages: int = 0
-    """Pages written from arrived states."""
-    pages_spared: int = 0
-    """Pages found in the cache, and not sent."""
-    fetch_seconds: float = 0.0
-    """Total time from the first message to the other worker until the state arrived."""
+    pages: int = 0  # pages written from arrived states
+    pages_spared: int = 0  # pages found in the cache, and not sent
+    fetch_seconds: float = 0.0  # total time from the first message to the other worker until the state arrived
 
 
 class DecodeSide(StateSource):
@@ -81,8 +78,6 @@ class DecodeSide(StateSource):
         executor: runs fetches; None: the engine's thread runs them.
         timeout: maximum seconds of a fetch.
         max_arriving_bytes: maximum bytes of states in transfer. One state is always allowed.
-        fail: ends a request with an error: (request id, reason).
-        adapters: the engine's adapters; None if it serves none.
     """
 
     def __init__(
@@ -93,15 +88,12 @@ class DecodeSide(StateSource):
         executor: Executor | None = None,
         timeout: float = 30.0,
         max_arriving_bytes: int = 1 << 30,
-        fail: Callable[[str, str], None] | None = None,
-        adapters: AdapterNames | None = None,
     ) -> None:
         self.worker, self.policy, self.timeout = worker, policy, timeout
         self.stats = DecodeStats()
-        self._executor, self._fail = executor, fail
-        self._adapters = AdapterNames() if adapters is None else adapters
-        self._fetching = 0
-        """Fetches whose results the engine's thread has not taken."""
+        self._executor, table = executor, worker.engine.adapters
+        self._adapters = AdapterNames() if table is None else table.names
+        self._fetching = 0  # fetches whose results the engine's thread has not taken
         self._unresponsive: dict[Peer, float] = {}
         self._max_arriving, self._arriving = max_arriving_bytes, 0
         self._room = threading.Condition()
@@ -256,9 +248,7 @@ class DecodeSide(StateSource):
             self._arriving += size
         return size
 
-    def _wanted(
-        self, load: RemoteLoad, source: RemoteTicket
-    ) -> tuple[StateRequest, list[jax.ShapeDtypeStruct], list[Piece]]:
+    def _wanted(self, load: RemoteLoad, source: RemoteTicket) -> tuple[StateRequest, Specs, list[Piece]]:
         """Returns the request for the missing part of a state, and the expected arrays and pieces."""
         worker, theirs = self.worker, source.peer.manifest
         ours = worker.manifest
@@ -275,14 +265,7 @@ class DecodeSide(StateSource):
         specs, cut = point_specs(worker, want, load.position, theirs.ssm_dtype)
         return want, specs, cut
 
-    def _ask(
-        self,
-        load: RemoteLoad,
-        source: RemoteTicket,
-        want: StateRequest,
-        specs: list[jax.ShapeDtypeStruct],
-        until: float,
-    ) -> Offer:
+    def _ask(self, load: RemoteLoad, source: RemoteTicket, want: StateRequest, specs: Specs, until: float) -> Offer:
         """Returns the other worker's offer. Retries while it has no room."""
         while True:
             left = until - time.monotonic()
@@ -316,8 +299,8 @@ class DecodeSide(StateSource):
         if arrival.state is None:
             self.stats.failed += 1
             request = load.request
-            if self.policy == "fail" and self._fail is not None and not load.remote.handle.ticket.shared:
-                self._fail(request.request_id, f"the prompt's state could not be fetched: {arrival.error}")
+            if self.policy == "fail" and not load.remote.handle.ticket.shared:
+                self.worker.engine.fail(request.request_id, f"the prompt's state could not be fetched: {arrival.error}")
             else:
                 log.warning("request %s computes its prompt on this worker: %s", request.request_id, arrival.error)
                 loop.scheduler.lost(load)

@@ -19,8 +19,7 @@ from typing import Protocol
 from serving.core import StepPlan
 from serving.core.planning.state import StateLease
 from serving.engine.requests.sampling_params import SamplingParams
-from serving.split.manifest import Manifest
-from serving.split.wire import Handoff, Offer, ShareRequest, SplitError, StateRequest, Ticket
+from serving.split.wire import Handoff, Manifest, Offer, ShareRequest, SplitError, StateRequest, Ticket
 from serving.split.worker import Worker, checksums, num_bytes, point_specs, shapes_of
 from serving.state_transfer.programs import common_unit
 from serving.state_transfer.source import Loop, StateSource
@@ -43,21 +42,14 @@ class PrefillStats:
     """Counters of the states that this worker computed for others."""
 
     begun: int = 0
-    held: int = 0
-    """Currently held in the store."""
-    copies: int = 0
-    """Current copies in the transport."""
-    copied_bytes: int = 0
-    """Current size of these copies."""
+    held: int = 0  # currently held in the store
+    copies: int = 0  # current copies in the transport
+    copied_bytes: int = 0  # current size of these copies
     fetched: int = 0
-    released: int = 0
-    """Released without being fetched."""
-    expired: int = 0
-    """Not fetched before the lease expired."""
-    sent_bytes: int = 0
-    """Total size of all copies so far."""
-    lost: int = 0
-    """Lost with the store."""
+    released: int = 0  # released without being fetched
+    expired: int = 0  # not fetched before the lease expired
+    sent_bytes: int = 0  # total size of all copies so far
+    lost: int = 0  # lost with the store
 
 
 @dataclass(eq=False)
@@ -65,20 +57,15 @@ class Export:
     """The state of one prompt, from before it is computed until it is dropped. The request has it as `export`."""
 
     id: str
-    deadline: float
-    """End of the lease, unless it is renewed."""
-    last_deadline: float
-    """The latest time to which the lease can be renewed."""
+    deadline: float  # end of the lease, unless it is renewed
+    last_deadline: float  # the latest time to which the lease can be renewed
     hold: StateLease | None = None
-    salt: str | None = None
-    """The salt of the request for which the state was computed."""
-    adapter: str | None = None
-    """Digest of this request's adapter."""
+    salt: str | None = None  # the salt of the request for which the state was computed
+    adapter: str | None = None  # digest of this request's adapter
     key: int = 0
     transport: str = ""
     bytes: int = 0
-    done: bool = False
-    """The state was dropped."""
+    done: bool = False  # the state was dropped
 
 
 class PrefillSide(StateSource):
@@ -91,6 +78,7 @@ class PrefillSide(StateSource):
         max_kept: maximum number of states at a time.
         max_copied_bytes: maximum bytes of copies that wait to be fetched. One copy is always allowed.
         computes: also compute prompts for others; otherwise only share cached states (`share`).
+        url: where other workers reach this one, for tickets.
     """
 
     def __init__(
@@ -102,8 +90,9 @@ class PrefillSide(StateSource):
         max_kept: int = 64,
         max_copied_bytes: int = 1 << 30,
         computes: bool = True,
+        url: str = "",
     ) -> None:
-        self.worker, self.lease, self.max_lease = worker, lease, max_lease
+        self.worker, self.lease, self.max_lease, self.url = worker, lease, max_lease, url
         self.max_kept, self.max_copied_bytes = max_kept, max_copied_bytes
         self.stats = PrefillStats()
         self._clock = time.monotonic
@@ -141,9 +130,8 @@ class PrefillSide(StateSource):
     # -- called by the worker's endpoints --
 
     def begin(self, id: str | None = None) -> Export:
-        """Registers a state that is about to be computed. Its lease starts now: see `renew`.
-
-        The caller chooses an unguessable `id`, so that it can release the state even before this call.
+        """Registers a state that is about to be computed. Its lease starts now: see `renew`. The caller chooses an
+        unguessable `id`, so that it can release the state even before this call.
 
         Raises:
             TooMany: `max_kept` states are registered.
@@ -157,7 +145,7 @@ class PrefillSide(StateSource):
         self.stats.begun += 1
         return export
 
-    def share(self, wanted: ShareRequest, *, url: str) -> Ticket:
+    def share(self, wanted: ShareRequest) -> Ticket:
         """Holds the deepest state of a prompt that the device has. It also stays in this worker's cache.
 
         Raises:
@@ -175,8 +163,28 @@ class PrefillSide(StateSource):
             self.release(export.id, wanted=False)
             raise SplitError("no cached state for this prefix")
         export.salt, export.adapter = wanted.salt, wanted.adapter
-        ticket = ticket_of(self, export, wanted.tokens, "full", worker=url, cached_tokens=hold.position)
+        ticket = self.ticket(export, wanted.tokens, "full", cached_tokens=hold.position)
         return ticket.model_copy(update={"position": hold.position, "shared": True})
+
+    def ticket(
+        self, export: Export | None, prompt: Sequence[int], handoff: Handoff, *,
+        cached_tokens: int = 0, adapter_name: str | None = None,
+    ) -> Ticket:  # fmt: skip
+        """Returns the ticket for the decode side; without a state (`export`), there is nothing to fetch."""
+        export = export or Export("", 0.0, 0.0)
+        return Ticket(
+            id=export.id,
+            worker=self.url,
+            handoff=handoff,
+            prompt_token_ids=list(prompt),
+            position=len(fed_tokens(prompt, handoff)),
+            cached_tokens=cached_tokens,
+            lease=self.lease,
+            manifest=self.worker.manifest.digest,
+            salt=export.salt,
+            adapter=export.adapter,
+            adapter_name=adapter_name,
+        )
 
     def renew(self, ids: Sequence[str]) -> None:
         """Renews the leases of these states, because a worker still waits for them."""
@@ -284,51 +292,18 @@ class PrefillSide(StateSource):
 
 
 def fed_tokens(prompt: Sequence[int], handoff: Handoff) -> list[int]:
-    """Returns the tokens to compute.
-
-    `recompute-last` omits the last token. It must do so before the prefix lookup, because a fully cached prompt has no
-    token to omit afterwards. For a prompt of one token the result is empty, and there is no state to send.
-    """
+    """Returns the tokens to compute; none for a prompt of one token with `recompute-last`, which omits the last token.
+    It must do so before the prefix lookup, because a fully cached prompt has no token to omit afterwards."""
     return list(prompt[:-1] if handoff == "recompute-last" else prompt)
 
 
-def ticket_of(
-    side: PrefillSide,
-    export: Export | None,
-    prompt: Sequence[int],
-    handoff: Handoff,
-    *,
-    worker: str,
-    cached_tokens: int = 0,
-    adapter_name: str | None = None,
-) -> Ticket:
-    """Returns the ticket for the decode side. `worker` is this worker's URL; `adapter_name`: the request's adapter."""
-    return Ticket(
-        id=export.id if export is not None else "",
-        worker=worker,
-        handoff=handoff,
-        prompt_token_ids=list(prompt),
-        position=len(fed_tokens(prompt, handoff)),
-        cached_tokens=cached_tokens,
-        lease=side.lease,
-        manifest=side.worker.manifest.digest,
-        salt=export.salt if export is not None else None,
-        adapter=export.adapter if export is not None else None,
-        adapter_name=adapter_name,
-    )
-
-
 class Peer(Protocol):
-    """A decode worker's interface to a prefill worker: a `PrefillSide` in the same process, or a client of another one.
-
-    Methods of a client may be called from any thread. `offer` may block, and raises `SplitError` if the worker does not
-    answer within `seconds`. `renew` and `release` never raise or block, because leases expire anyway.
-    """
+    """A prefill worker for a decode worker: a `PrefillSide` in the same process, or a client of another one, which may
+    be called from any thread. `offer` may block, and raises `SplitError` if there is no answer within `seconds`;
+    `renew` and `release` never raise or block, because leases expire anyway."""
 
     @property
-    def manifest(self) -> Manifest:
-        """The prefill worker's manifest; callers check it first."""
-        ...
+    def manifest(self) -> Manifest: ...
 
     def offer(self, want: StateRequest, seconds: float) -> Offer: ...
 

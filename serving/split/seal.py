@@ -15,8 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 HEADER = "x-mamba-jax-seal"
-RECEIVER = "x-mamba-jax-receiver"
-"""Header of a refusal, with the receiver's name, to which messages must be addressed."""
+RECEIVER = "x-mamba-jax-receiver"  # header of a refusal, with the receiver's name, to which messages must be addressed
 SECRET_VARIABLE = "MAMBA_JAX_SPLIT_SECRET"
 _FRESH = 60.0  # maximum age of a message in seconds, including the difference between the clocks
 _MOST_SEEN = 1 << 20  # maximum number of messages that a receiver remembers
@@ -47,11 +46,9 @@ class SealChecker:
     """A receiver of sealed messages. Used by one thread."""
 
     def __init__(self, seal: Seal) -> None:
-        self.name = secrets.token_hex(8)
-        """The name by which senders address this receiver; different after each start."""
+        self.name = secrets.token_hex(8)  # the name by which senders address this receiver; different after each start
         self._seal = seal
-        self._seen: dict[str, float] = {}
-        """When each message was accepted, the oldest first."""
+        self._seen: dict[str, float] = {}  # when each message was accepted, the oldest first
 
     def holds(self, header: str, path: str, body: bytes) -> bool:
         """Returns whether a message's header was created recently with the secret for this receiver, and is not a
@@ -71,7 +68,7 @@ class SealChecker:
 
     def _is_new(self, nonce: str) -> bool:
         now = self._seal.clock()
-        # A message may be dated _FRESH seconds in the future, and stays valid for _FRESH seconds after that.
+        # a message may be dated _FRESH seconds in the future, and stays valid for _FRESH seconds after that.
         while self._seen and (len(self._seen) >= _MOST_SEEN or next(iter(self._seen.values())) < now - 2 * _FRESH):
             del self._seen[next(iter(self._seen))]
         if nonce in self._seen:

@@ -16,10 +16,11 @@ from mamba_jax.version import version
 from serving.core import Scheduler
 from serving.engine.assembly.build import AssembledEngine
 from serving.engine.assembly.design import row_rounding
-from serving.split.manifest import LAYOUT, PROTOCOL, Manifest
-from serving.split.transport import Transport
-from serving.split.wire import StateRequest
+from serving.split.transports import Transport
+from serving.split.wire import LAYOUT, PROTOCOL, Manifest, StateRequest
 from serving.state_transfer.programs import Arrangement, Piece, PointPrograms, pieces, state_spec
+
+Specs = list[jax.ShapeDtypeStruct]
 
 
 class Worker:
@@ -32,19 +33,17 @@ class Worker:
     """
 
     def __init__(self, built: AssembledEngine, transports: dict[str, Transport], *, model: str = "") -> None:
-        self.loop, config = built.engine.loop, built.model.config
+        self.engine, self.loop, config = built.engine, built.engine.loop, built.model.config
         store = self.loop.store
         assert store is not None
         self.arrangement = arrangement = Arrangement.of(config, store)
         self.programs, self.transports = PointPrograms(arrangement), transports
         self.verify = built.config.debug_state
         """Compare checksums of all fetched arrays (for debugging: it copies them to the host)."""
-        self.kv: jax.ShapeDtypeStruct | None = None
-        """Keys and values of one token in one layer; None without attention."""
+        self.kv: jax.ShapeDtypeStruct | None = None  # keys and values of one token in one layer; None without attention
         if store.kv:
             self.kv = jax.ShapeDtypeStruct(arrangement.shape.pages[0].shape, store.kv[0].dtype)
-        self.state = state = state_spec(store, arrangement)
-        """The transferred arrays of a state."""
+        self.state = state = state_spec(store, arrangement)  # the transferred arrays of a state
         declared, layers = arrangement.shape.arrays, config.num_attention_uses
         accumulated = [
             str(spec.dtype) for name, spec in state.items()
@@ -81,14 +80,9 @@ class Worker:
             transport.close()
 
 
-def point_specs(
-    worker: Worker, want: StateRequest, position: int, ssm_dtype: str
-) -> tuple[list[jax.ShapeDtypeStruct], list[Piece]]:
-    """Returns the specs of the transferred arrays in order: those of the state, then one per piece. Both sides compute
-    the same list.
-
-    `ssm_dtype`: dtype of recurrent states on the sending side.
-    """
+def point_specs(worker: Worker, want: StateRequest, position: int, ssm_dtype: str) -> tuple[Specs, list[Piece]]:
+    """Returns the specs of the transferred arrays, those of the state and then one per piece, as both sides compute
+    them. `ssm_dtype`: dtype of recurrent states on the sending side."""
     declared = worker.arrangement.shape.arrays
     specs = [
         jax.ShapeDtypeStruct(spec.shape, jnp.dtype(declared[name].dtype(spec.dtype, ssm_dtype)))

@@ -13,4 +13,4 @@ TESTS = sorted(set(re.findall(r"`([\w/]+\.py)::(\w+)`", (ROOT / "docs" / "faults
 @pytest.mark.parametrize(("file", "name"), TESTS)
 def test_a_named_test_exists(file, name):
     tree = ast.parse((ROOT / "tests" / file).read_text())
-    assert name in {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}
+    assert name in {each.name for each in tree.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}

@@ -26,7 +26,7 @@ from serving.config import EngineConfig
 from serving.engine.assembly.build import assemble
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.split.decode_side import DecodeSide
-from serving.split.prefill_side import ONCE, PrefillSide, fed_tokens, ticket_of
+from serving.split.prefill_side import ONCE, PrefillSide, fed_tokens
 from serving.split.worker import Worker
 from tests.extending.average import reference
 from tests.extending.family import FAMILY
@@ -165,12 +165,12 @@ def test_prefixes_are_reused_in_every_mode(directory, mode, drafts):
 def test_prefill_and_decode_apart(directory, handoff, drafts):
     first, second = build(directory), build(directory, drafts=drafts)
     sides = [Worker(built, {"direct": DirectTransport("toy")}, model="toy") for built in (first, second)]
-    prefill, decode = PrefillSide(sides[0]), DecodeSide(sides[1], fail=second.engine.fail)
+    prefill, decode = PrefillSide(sides[0]), DecodeSide(sides[1])
     assert "average" in sides[0].manifest.state
     fed, export = fed_tokens(PROMPT, handoff), prefill.begin()
     output = first.engine.add_request("there", {"prompt_token_ids": fed}, ONCE, export=export)
     finish(first.engine)
-    ticket = ticket_of(prefill, export, PROMPT, handoff, worker="direct", cached_tokens=output.num_cached_tokens)
+    ticket = prefill.ticket(export, PROMPT, handoff, cached_tokens=output.num_cached_tokens)
     assert_expected(directory, run(second.engine, PROMPT, remote=decode.accept(prefill, ticket)))
     assert decode.stats.arrived == 1
 

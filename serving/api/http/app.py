@@ -2,7 +2,7 @@
 
     app = create_app(AsyncEngine(engine), ServerSettings.create(port=8000))
 
-Other roles add their own routers: `create_app(..., routers=[prefill_router])`. A handler gets the engine and the
+Other roles add their own routers: `create_app(..., routers=[worker_router(...)])`. A handler gets the engine and the
 settings from `context_of(request)`, runs functions on the engine's thread with `await context.engine.call(function)`,
 and raises `ApiError`. Limits, keys, logs and metrics apply to all handlers.
 """

@@ -9,9 +9,9 @@ events after its number. The log is short: a reader that is too slow starts agai
 import secrets
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from serving.core.cache.content import Chain, Name, NamedStates, State
 from serving.core.cache.prefix_tree import Checkpoint, IndexObserver
@@ -123,7 +123,7 @@ class Journal(IndexObserver):
 class Resumable(NamedTuple):
     """A state from which a prompt can continue, and its replica."""
 
-    replica: int
+    replica: Any
     position: int
     tiers: frozenset[str]
 
@@ -138,21 +138,21 @@ class Directory:
 
     def __init__(self, block: int) -> None:
         self.block = block
-        self._told: dict[int, dict[Name, set[str]]] = {}
+        self._told: dict[Hashable, dict[Name, set[str]]] = {}
         """The tiers of each state, by replica."""
         self._states: dict[Name, State] = {}
-        self._replicas: dict[Name, set[int]] = {}
+        self._replicas: dict[Name, set[Hashable]] = {}
         """Replicas with a state, by its name."""
         self._names = NamedStates()
 
     def __len__(self) -> int:
         return len(self._replicas)
 
-    def states_of(self, replica: int) -> int:
+    def states_of(self, replica: Hashable) -> int:
         """Number of states by replica."""
         return len(self._told.get(replica, ()))
 
-    def stored(self, replica: int, tier: str, state: State) -> bool:
+    def stored(self, replica: Hashable, tier: str, state: State) -> bool:
         """Records that a replica can continue from a state. Returns False if this contradicts an earlier record of the
         state."""
         known = self._states.setdefault(state.name, state)
@@ -165,7 +165,7 @@ class Directory:
         self._told.setdefault(replica, {}).setdefault(state.name, set()).add(tier)
         return True
 
-    def evicted(self, replica: int, tier: str, name: Name) -> None:
+    def evicted(self, replica: Hashable, tier: str, name: Name) -> None:
         """Records that a replica can no longer continue from a state."""
         tiers = self._told.get(replica, {}).get(name)
         if tiers is None:
@@ -175,7 +175,7 @@ class Directory:
             del self._told[replica][name]
             self._gone(replica, name)
 
-    def forget(self, replica: int) -> None:
+    def forget(self, replica: Hashable) -> None:
         """Forgets everything about a replica that has ended or restarted."""
         for name in self._told.pop(replica, {}):
             self._gone(replica, name)
@@ -183,14 +183,14 @@ class Directory:
     def find(self, chain: Chain, tokens: Sequence[int]) -> Iterator[Resumable]:
         """Returns the replicas that can continue from a prefix of these tokens: the deepest first, each replica
         once."""
-        seen: set[int] = set()
+        seen: set[Hashable] = set()
         for state in self._names.candidates(chain, tokens):
             for replica in self._replicas.get(state.name, ()):
                 if replica not in seen:
                     seen.add(replica)
                     yield Resumable(replica, state.position, frozenset(self._told[replica][state.name]))
 
-    def _gone(self, replica: int, name: Name) -> None:
+    def _gone(self, replica: Hashable, name: Name) -> None:
         replicas = self._replicas[name]
         replicas.discard(replica)
         if replicas:

@@ -20,8 +20,7 @@ from serving.api.http.connection.streaming import EventStream, until_gone
 from serving.api.http.context import context_of
 from serving.api.http.errors import ApiError
 from serving.core.tiers.journal import Event, Journal
-from serving.split.http.offering import sealed
-from serving.split.http.prefill_routes import PromptRequest, prompt_of
+from serving.split.http.routes import PromptRequest, prompt_of, sealed
 from serving.split.seal import Seal
 from serving.split.wire import Tokens
 

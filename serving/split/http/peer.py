@@ -11,10 +11,9 @@ from collections.abc import Generator, Sequence
 import httpx
 from pydantic import BaseModel, Field, ValidationError
 
-from serving.split.manifest import Manifest, ManifestMismatch
 from serving.split.prefill_side import TooMany
 from serving.split.seal import RECEIVER, Seal
-from serving.split.wire import Message, Offer, SplitError, SplitTimeout, StateRequest
+from serving.split.wire import Manifest, ManifestMismatch, Message, Offer, SplitError, SplitTimeout, StateRequest
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +53,7 @@ class SealAuth(httpx.Auth):
 
     def __init__(self, seal: Seal) -> None:
         self._seal = seal
-        self._names: dict[str, str] = {}
-        """Names of receivers by URL, without the last part of the path."""
+        self._names: dict[str, str] = {}  # names of receivers by URL, without the last part of the path
 
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
         """Sends the request, and repeats it if the receiver reports another name."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import ipaddress
 import logging
 import socket
@@ -18,15 +17,12 @@ from serving.config import ConfigError, EngineConfig
 from serving.core.tiers.journal import Journal
 from serving.engine.assembly.build import AssembledEngine
 from serving.split.decode_side import DecodeSide
-from serving.split.http.decode_routes import decode_router
 from serving.split.http.events import events_router
-from serving.split.http.prefill_routes import prefill_router
+from serving.split.http.routes import worker_router
 from serving.split.prefill_side import PrefillSide
 from serving.split.seal import SECRET_VARIABLE, Seal
 from serving.split.settings import SplitSettings
-from serving.split.transport import Transport, TransportError
-from serving.split.transport.jax_transfer import JaxTransport
-from serving.split.transport.tcp import TcpTransport
+from serving.split.transports import JaxTransport, TcpTransport, Transport, TransportError
 from serving.split.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -96,30 +92,29 @@ def open_role(
     if reached in ("0.0.0.0", "::", ""):
         reached = socket.gethostbyname(socket.gethostname())
     worker, seal = Worker(built, _transports(settings.transport, reached)), settings.seal
-    events, url = _events(built, worker.manifest.model, seal), f"http://{reached}:{port}"
-    offer = functools.partial(
-        PrefillSide,
-        worker,
-        lease=settings.lease,
-        max_lease=settings.max_lease,
-        max_kept=settings.max_kept,
-        max_copied_bytes=settings.max_transfer_bytes,
-    )
+    events = _events(built, worker.manifest.model, seal)
+    offers: PrefillSide | None = None
+    if settings.role == "prefill" or settings.share:
+        offers = PrefillSide(
+            worker,
+            lease=settings.lease,
+            max_lease=settings.max_lease,
+            max_kept=settings.max_kept,
+            max_copied_bytes=settings.max_transfer_bytes,
+            computes=settings.role == "prefill",
+            url=f"http://{reached}:{port}",
+        )
     if settings.role == "prefill":
-        routers = [prefill_router(offer(), url, seal=seal), *events]
-        return OpenRole(routers, worker, (True,))
+        return OpenRole([worker_router(worker, seal=seal, offers=offers), *events], worker, (True,))
     worker.manifest = worker.manifest.model_copy(update={"converts_state": settings.convert_state})
-    decode = DecodeSide(
+    decodes = DecodeSide(
         worker,
         policy=settings.on_failure,
         executor=ThreadPoolExecutor(_FETCHES, thread_name_prefix="fetch"),
         timeout=settings.fetch_timeout,
         max_arriving_bytes=settings.max_transfer_bytes,
-        fail=built.engine.fail,
-        adapters=built.engine.adapters.names if built.engine.adapters is not None else None,
     )
-    sharing = (offer(computes=False), url) if settings.share else None
-    router = decode_router(decode, seal=seal, allowed=settings.peer, keys=keys, sharing=sharing)
+    router = worker_router(worker, seal=seal, offers=offers, decodes=decodes, allowed=settings.peer, keys=keys)
     return OpenRole([router, *events], worker, (True, False) if settings.share else (False,))
 
 

@@ -2,9 +2,12 @@
 
     serve run serving.split.ray.app:application model=REF prefill=1-4 decode=2
 
-Ray places and restarts the replicas, and determines their number (`options.wanted`). Each replica runs a whole worker
-with its own port, because states and streams go from worker to worker and not through Ray. A registry contains the
-replicas' addresses. The router, which is the ingress, reads the registry.
+Ray places and restarts the replicas, and determines their number (`wanted`). Each replica runs a whole worker with its
+own port, because states and streams go from worker to worker and not through Ray. A registry contains the replicas'
+addresses. The router, which is the ingress, reads the registry.
+
+Serve counts calls of its handles, but requests go from the router directly to the workers' ports. So each replica
+reports its running and waiting `requests`, and `wanted` divides their sum by `target_ongoing_requests`.
 """
 
 from __future__ import annotations
@@ -12,27 +15,102 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+import re
 import secrets
 import socket
 import threading
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
-import ray
 from fastapi import FastAPI
-from ray import serve
 
-from serving.api.http.settings import resolve_settings
-from serving.split.ray.options import METRIC, Arguments, replicas
+from serving.api.http.settings import ServerSettings, resolve_settings
+from serving.config import ConfigError, EngineConfig
 from serving.split.settings import RouterSettings, SplitSettings
 
 log = logging.getLogger(__name__)
 
+_FIXED = frozenset({"role", "advertise", "host", "port", "prefill", "decode", "resources"})
+"""Settings that the application chooses itself."""
+METRIC = "requests"  # name of the metric that a replica reports
+_TARGET_REQUESTS = {
+    "prefill": 2.0,  # one request runs and one waits; another replica would compute a third one earlier
+    "decode": 0.75,  # fraction of the batch rows
+}
 _REGISTRY = "mamba-jax-workers-"
 _BEAT = 1.0
 _DEAD = 5.0  # seconds without a message after which a worker counts as dead
 _DRAIN = 300.0  # seconds that a removed replica has to finish its requests
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Settings of workers, their servers, the router and the engines. Some settings have several recipients."""
+
+    split: dict[str, Any]
+    server: dict[str, Any]
+    routing: dict[str, Any]
+    engine: dict[str, Any]
+
+    @classmethod
+    def of(cls, arguments: dict[str, Any]) -> Arguments:
+        """Sorts the arguments of an application. Creates a secret unless one is given.
+
+        Raises:
+            ConfigError: an unknown setting or an invalid value.
+        """
+        named = {"split_secret": secrets.token_hex(32)} | {k: v for k, v in arguments.items() if k not in _FIXED}
+        kinds: tuple[type[Any], ...] = (SplitSettings, ServerSettings, RouterSettings)
+        split, server, routing = (
+            {name: value for name, value in named.items() if name in kind.model_fields} for kind in kinds
+        )
+        engine = {name: value for name, value in named.items() if name not in {*split, *server, *routing}}
+        # Validate here, so that errors do not appear only in a replica's log.
+        for kind, part in zip(kinds, (split, server, routing), strict=True):
+            kind.create(**part)
+        EngineConfig.create(**engine)
+        return cls(split, server, routing, engine)
+
+
+def wanted(context: Any) -> tuple[int, dict[str, Any]]:
+    """Returns the number of replicas, and no state. This is an autoscaling policy of Serve, whose
+    `ray.serve.config.AutoscalingContext` it gets."""
+    reported = (context.aggregated_metrics or {}).get(METRIC)
+    if not reported:
+        return context.target_num_replicas, {}  # no replica has started yet
+    return max(1, math.ceil(sum(reported.values()) / context.config.target_ongoing_requests)), {}
+
+
+def replicas(role: str, number: object, flags: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options of a Serve deployment. `number`: number of replicas, or a range such as `1-4`.
+
+    Raises:
+        ConfigError: `number` is neither.
+    """
+    matched = re.fullmatch(r"(\d+)(?:-(\d+))?", str(number))
+    if matched is None or not 1 <= int(matched[1]) <= int(matched[2] or matched[1]):
+        raise ConfigError(f"{role} must be a number of replicas such as 2, or a range such as 1-4, got {number!r}")
+    if matched[2] is None:
+        return {"num_replicas": int(matched[1])}
+    target = _TARGET_REQUESTS[role]
+    if role == "decode":
+        target *= EngineConfig.create(**flags).max_num_seqs
+    return {
+        "autoscaling_config": {
+            "min_replicas": int(matched[1]),
+            "max_replicas": int(matched[2]),
+            "target_ongoing_requests": max(1.0, target),
+            "metrics_interval_s": 2.0,
+            "look_back_period_s": 20.0,
+            # a worker takes a minute to start and loses its prefixes when it ends, so react slowly.
+            "upscale_delay_s": 20.0,
+            "downscale_delay_s": 600.0,
+            "policy": {"policy_function": f"{__name__}:{wanted.__name__}"},
+        }
+    }
 
 
 class Registry:
@@ -60,6 +138,8 @@ class Registry:
 
 def registry(fleet: str) -> Any:
     """Returns the registry of one application. Other applications in the same Ray cluster have their own."""
+    import ray
+
     actor: Any = ray.remote(num_cpus=0)(Registry)
     return actor.options(name=_REGISTRY + fleet, get_if_exists=True, lifetime="detached").remote()
 
@@ -68,6 +148,8 @@ class Replica:
     """One worker in one Ray actor: a server in a thread, equivalent to `mamba-jax serve --role ...`."""
 
     def __init__(self, role: str, fleet: str, split: dict[str, Any], flags: dict[str, Any]) -> None:
+        import ray
+
         from serving.api.http.make_server import make_server
         from serving.split.http.roles import role_of
 
@@ -78,6 +160,7 @@ class Replica:
         self._server, self._context = make_server(settings, config, listening, open_role=opened, progress=False)
         self._worker = threading.Thread(target=self._server.run, kwargs={"sockets": [listening]}, daemon=True)
         self._worker.start()
+        self._get = ray.get
         self._role, self._url = role, f"http://{host}:{listening.getsockname()[1]}"
         self._registry, self._over = registry(fleet), threading.Event()
         self._beats = threading.Thread(target=self._beat, daemon=True)
@@ -104,7 +187,7 @@ class Replica:
     def _beat(self) -> None:
         while not self._over.wait(_BEAT):
             if self._context.ready:
-                ray.get(self._registry.beat.remote(self._role, self._url))
+                self._get(self._registry.beat.remote(self._role, self._url))
 
 
 def front(fleet: str, settings: dict[str, Any]) -> FastAPI:
@@ -146,6 +229,8 @@ def application(arguments: dict[str, Any]) -> Any:
     Raises:
         ConfigError: a number of replicas or a setting is invalid.
     """
+    from ray import serve
+
     settings = Arguments.of(arguments)
     fleet = secrets.token_hex(8)
     options = {

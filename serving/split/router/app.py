@@ -27,7 +27,6 @@ from serving.api.http.limits import Limits
 from serving.api.http.protocol.common import TextRequest
 from serving.api.http.protocol.messages import Conversation
 from serving.api.metrics import Families, Labels, Metrics
-from serving.split.http.peer import headers as own_key
 from serving.split.router.event_followers import EventFollowers
 from serving.split.router.placement import ClientRequest, PlacementStats
 from serving.split.router.relay import Relay, RelayStats
@@ -46,17 +45,15 @@ def create_router(settings: RouterSettings) -> FastAPI:
     timeout = httpx.Timeout(None, connect=settings.connect_timeout)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
     client = httpx.AsyncClient(timeout=timeout, limits=limits)
-    # The fleet's key is for the router's own requests. Clients' requests are forwarded with the clients' keys.
-    key, most = own_key(settings.api_key), settings.max_worker_requests
-    fleet = Fleet(settings.prefill, settings.decode, client, key, settings.seal, most)
+    fleet = Fleet(settings, client)
     following = EventFollowers(fleet) if settings.routing == "events" else None
-    relay = Relay(fleet, settings, following)
+    relay = Relay(fleet, following)
     metrics = Metrics("router")
     metrics.registry.register(RelayCollector(relay))
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(fleet.watch(settings.check_interval, settings.check_timeout))]
+        tasks = [asyncio.create_task(fleet.watch())]
         if following is not None:
             tasks.append(asyncio.create_task(following.follow(settings.check_interval)))
         yield
@@ -139,12 +136,8 @@ def _stored_conversation(_: str) -> Sequence[dict[str, Any]]:
 
 
 def _headers(request: Request) -> dict[str, str]:
-    """Returns the headers to forward, without optional white space. Omits tracing headers with characters that HTTP
-    clients refuse to send.
-
-    Raises:
-        ApiError: 400 for such characters in a key; 431 for values that are too long.
-    """
+    """Returns the headers to forward, without optional white space and without tracing headers that HTTP clients refuse
+    to send. Raises ApiError: 400 for such characters in a key; 431 for values that are too long."""
     forwarded: dict[str, str] = {}
     for name in (*_KEYS, *_TRACING):
         value = request.headers.get(name, "").strip(" \t")

@@ -6,7 +6,6 @@ If a stream ends, times out or is malformed, what it reported is discarded, and 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import logging
 from collections.abc import AsyncIterator, Sequence
@@ -22,15 +21,12 @@ from serving.split.router.workers import Fleet, Remote
 log = logging.getLogger(__name__)
 
 _PATH = "/internal/events"
-_SILENCE = 20.0
-"""Seconds without data after which a stream counts as broken; servers send data every five seconds."""
-_AGAIN = 2.0
-"""Seconds before reconnecting to a stream that ended; doubled after each connection without a snapshot."""
+_SILENCE = 20.0  # seconds without data after which a stream counts as broken; servers send data every five seconds
+_AGAIN = 2.0  # seconds before reconnecting to a stream that ended; doubled after each connection without a snapshot
 _MAX_PAUSE = 60.0  # maximum seconds before reconnecting
 _LONGEST = 1 << 20  # maximum size of one message in bytes
 _LONGEST_BLOCK = 1 << 24  # maximum number of tokens per block
-MOST_STATES = 1 << 19
-"""Maximum number of states of one worker."""
+MOST_STATES = 1 << 19  # maximum number of states of one worker
 
 
 class InvalidEvent(ValueError):
@@ -41,11 +37,10 @@ class InvalidEvent(ValueError):
 class Stream:
     """One worker's stream since its last snapshot."""
 
-    replica: int
+    worker: Remote
     directory: Directory
     weights: int
-    model: str
-    """Digest of the weights at the server's start."""
+    model: str  # digest of the weights at the server's start
 
     def apply(self, kind: str, fields: dict[str, Any]) -> None:
         """Applies one message to the directory.
@@ -57,17 +52,17 @@ class Stream:
             tier, states = str(fields["tier"])[:16], fields["states"]
             if kind == "evicted":
                 for name in states:
-                    self.directory.evicted(self.replica, tier, _name(name))
+                    self.directory.evicted(self.worker, tier, _name(name))
                 return
             for name, link, tail, position in states:
                 state = State(_name(name), _name(link), _count(tail), _count(position))
                 if not 0 <= state.tail < self.directory.block or (state.position - state.tail) % self.directory.block:
                     raise InvalidEvent(f"a tail of {tail} tokens before position {position}")
-                if not self.directory.stored(self.replica, tier, state):
+                if not self.directory.stored(self.worker, tier, state):
                     log.debug("ignored a state at position %d: it contradicts another worker's state", position)
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidEvent(f"malformed event: {error}") from None
-        if self.directory.states_of(self.replica) > MOST_STATES:
+        if self.directory.states_of(self.worker) > MOST_STATES:
             raise InvalidEvent(f"more than {MOST_STATES:,} states")
 
 
@@ -80,7 +75,6 @@ class EventFollowers:
         """Directories by block size and number of weight updates, which are part of states' names."""
         self._streams: dict[Remote, Stream] = {}
         self._tasks: dict[Remote, asyncio.Task[None]] = {}
-        self._numbers = itertools.count()
 
     async def follow(self, interval: float) -> None:
         """Reads the streams of all current workers, until cancelled."""
@@ -105,7 +99,7 @@ class EventFollowers:
     def states_of(self, worker: Remote) -> int:
         """Returns the number of states that the worker reported."""
         stream = self._streams.get(worker)
-        return stream.directory.states_of(stream.replica) if stream is not None else 0
+        return stream.directory.states_of(worker) if stream is not None else 0
 
     def status(self) -> dict[str, int]:
         """Returns the number of states that each worker with a stream reported, by URL."""
@@ -124,13 +118,9 @@ class EventFollowers:
     def find(self, tokens: Sequence[int], salt: str | None, adapter: str | None = None) -> dict[Remote, Resumable]:
         """Returns the deepest state of a prompt on each worker that has one."""
         matches: dict[Remote, Resumable] = {}
-        workers = {stream.replica: worker for worker, stream in self._streams.items()}
         for (block, weights), directory in self._directories.items():
             chain = Chain(Scope(salt, weights, adapter=adapter), block)
-            for state in directory.find(chain, tokens) if len(directory) else ():
-                worker = workers.get(state.replica)
-                if worker is not None:
-                    matches[worker] = state
+            matches |= {state.replica: state for state in directory.find(chain, tokens)} if len(directory) else {}
         return matches
 
     # -- one worker's stream --
@@ -160,7 +150,7 @@ class EventFollowers:
         stream = self._streams.pop(worker, None)
         if stream is None:
             return False
-        stream.directory.forget(stream.replica)
+        stream.directory.forget(worker)
         in_use = {id(each.directory) for each in self._streams.values()}
         self._directories = {key: each for key, each in self._directories.items() if id(each) in in_use}
         return True
@@ -191,16 +181,11 @@ class EventFollowers:
         self._forget(worker)
         directory = self._directories.setdefault(key, Directory(block))
         model = str(fields.get("model", ""))[:128]
-        self._streams[worker] = Stream(next(self._numbers), directory, weights, model)
+        self._streams[worker] = Stream(worker, directory, weights, model)
 
 
 async def _messages(answer: httpx.Response) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-    """Yields the name and data of each message.
-
-    Raises:
-        TimeoutError: no data for `_SILENCE` seconds.
-        InvalidEvent: a message is malformed.
-    """
+    """Yields the name and data of each message. Raises TimeoutError if there is no data for `_SILENCE` seconds."""
     pieces, buffer = answer.aiter_bytes(), bytearray()
     while True:
         async with asyncio.timeout(_SILENCE):

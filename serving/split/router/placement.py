@@ -22,7 +22,6 @@ from serving.core.stats import exported, metric
 from serving.core.tiers.journal import Resumable
 from serving.split.router.event_followers import EventFollowers
 from serving.split.router.workers import Fleet, Remote, choose
-from serving.split.settings import RouterSettings
 from serving.split.wire import Tokens
 
 log = logging.getLogger(__name__)
@@ -43,12 +42,9 @@ def _placed(by: str) -> Any:
 class PlacementStats:
     """Counters of choices and of the states found. Each request counts once per role."""
 
-    by_state: int = _placed("state")
-    """Choices of a worker that had part of the prompt."""
-    by_load: int = _placed("load")
-    """Choices of a worker without any part, because those with one were too busy."""
-    by_text: int = _placed("text")
-    """Choices by the prompt's beginning: no worker reported a part of it."""
+    by_state: int = _placed("state")  # choices of a worker that had part of the prompt
+    by_load: int = _placed("load")  # choices of a worker without any part, because those with one were too busy
+    by_text: int = _placed("text")  # choices by the prompt's beginning: no worker reported a part of it
     untold: int = exported("router_untold", "Choices by text because no worker tokenized the prompt in time.")
     resumable_tokens: dict[tuple[str, str], int] = field(
         default_factory=dict,
@@ -63,14 +59,10 @@ class PlacementStats:
 class ClientRequest:
     """One request of a client, and properties of its prompt that need no tokenizer."""
 
-    kind: str
-    """The path below `/v1/`, a key of `TEXT_APIS`."""
-    content: bytes
-    """The body, forwarded unchanged."""
-    body: dict[str, Any]
-    """The parsed and validated body."""
-    headers: dict[str, str]
-    """The headers to forward."""
+    kind: str  # the path below `/v1/`, a key of `TEXT_APIS`
+    content: bytes  # the body, forwarded unchanged
+    body: dict[str, Any]  # the parsed and validated body
+    headers: dict[str, str]  # the headers to forward
 
     def message(self, **fields: Any) -> bytes:
         """Returns a message to a worker: these fields, and the unchanged body as `body`."""
@@ -112,8 +104,8 @@ class ClientRequest:
 class Placement:
     """Chooses workers."""
 
-    def __init__(self, fleet: Fleet, settings: RouterSettings, following: EventFollowers | None) -> None:
-        self.fleet, self.settings, self.following = fleet, settings, following
+    def __init__(self, fleet: Fleet, following: EventFollowers | None) -> None:
+        self.fleet, self.settings, self.following = fleet, fleet.settings, following
         self.stats = PlacementStats()
 
     async def look(self, asked: ClientRequest) -> PromptMatch:
@@ -136,19 +128,11 @@ class Placement:
         without: Sequence[Remote] = (),
         counts: bool = True,
     ) -> Remote | None:
-        """Returns the worker for a prompt: the one with the least work before it can answer (`placing.price`).
-
-        Among equal workers, the one with the fewest requests wins, then the one with the state in the fastest tier. If
-        no worker has a state, the text decides.
-
-        Args:
-            workers: the workers of one role.
-            key: the prompt's beginning.
-            match: the result of `look`.
-            without: workers to exclude.
-            counts: update the statistics.
+        """Returns the worker for a prompt, whose beginning is `key`: the one with the least work before it can answer
+        (`placing.price`), then with the fewest requests, then with the state in the fastest tier. If no worker has a
+        state, the text decides. `without`: workers to exclude; `counts`: update the statistics.
         """
-        without = [*without, *(worker for worker in workers if worker.load >= self.fleet.max_worker_requests)]
+        without = [*without, *(worker for worker in workers if worker.load >= self.settings.max_worker_requests)]
         by_text = choose(workers, key, slack=self.settings.slack, without=without)
         up = [worker for worker in workers if worker.up and worker not in without]
         if by_text is None or not any(worker in match.states for worker in up):
@@ -232,11 +216,9 @@ class PromptMatch:
     """The states of one prompt that each worker has."""
 
     states: Mapping[Remote, Resumable] = field(default_factory=dict)
-    tokens: int = 0
-    """Number of the prompt's tokens; an estimate if no worker tokenized it."""
+    tokens: int = 0  # number of the prompt's tokens; an estimate if no worker tokenized it
     prompt: Tokens | None = None
-    untold: bool = False
-    """Whether no worker tokenized it."""
+    untold: bool = False  # whether no worker tokenized it
 
     def to_compute(self, worker: Remote) -> int:
         """Returns the number of tokens that a worker would compute."""

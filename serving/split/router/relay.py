@@ -26,7 +26,6 @@ from serving.split.http.peer import error_of
 from serving.split.router.event_followers import EventFollowers
 from serving.split.router.placement import ClientRequest, Placement, PromptMatch
 from serving.split.router.workers import Fleet, Remote, choose, local_failure
-from serving.split.settings import RouterSettings
 from serving.split.wire import ShareRequest, Ticket
 
 log = logging.getLogger(__name__)
@@ -81,9 +80,9 @@ class Accepted(BaseModel):
 class Relay:
     """Forwards requests."""
 
-    def __init__(self, fleet: Fleet, settings: RouterSettings, following: EventFollowers | None = None) -> None:
-        self.fleet, self.settings, self.stats = fleet, settings, RelayStats()
-        self.placement = Placement(fleet, settings, following)
+    def __init__(self, fleet: Fleet, following: EventFollowers | None = None) -> None:
+        self.fleet, self.settings, self.stats = fleet, fleet.settings, RelayStats()
+        self.placement = Placement(fleet, following)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._leaving = False
 
@@ -175,11 +174,7 @@ class Relay:
     async def _prefill(
         self, asked: ClientRequest, key: bytes, match: PromptMatch, decode: Remote, until: float
     ) -> Ticket | None:
-        """Returns a ticket from the first prefill worker that issues one; None: the decode worker computes the prompt.
-
-        Raises:
-            ApiError: no worker is left and the policy is to fail, or the deadline is over.
-        """
+        """Returns a ticket from the first prefill worker that issues one; None: the decode worker does it all."""
         settings, fleet = self.settings, self.fleet
         tried = [one for one in fleet.prefill if (one.url, decode.url) in fleet.mismatched]
         lost = [*tried]
@@ -229,12 +224,7 @@ class Relay:
         return None
 
     async def _expect(self, worker: Remote, ticket: Ticket, asked: ClientRequest, until: float) -> bool:
-        """Announces a state to a decode worker. Returns whether the worker will use it.
-
-        Raises:
-            WorkerLost: the worker is unreachable.
-            ApiError: the worker cannot use the state and the policy is to fail, or the deadline is over.
-        """
+        """Announces a state to a decode worker. Returns whether the worker will use it."""
         most = self.settings.share_timeout if ticket.shared else _EXPECT
         left = min(until - time.monotonic(), self.settings.share_timeout if ticket.shared else math.inf)
         message = ticket.model_copy(update={"patience": max(0.001, left)}).model_dump_json().encode()
@@ -257,12 +247,7 @@ class Relay:
         return False
 
     async def _decode(self, worker: Remote, asked: ClientRequest, tokens: int, until: float) -> Answer:
-        """Returns the response up to its first piece. `tokens`: number of prompt tokens that the worker will compute.
-
-        Raises:
-            WorkerLost: the worker did not answer.
-            ApiError: the deadline is over.
-        """
+        """Returns the response up to its first piece. `tokens`: number of prompt tokens that the worker computes."""
         async with AsyncExitStack() as stack:
             stack.enter_context(worker.busy())
             request = self.fleet.client.build_request(
@@ -304,12 +289,8 @@ class Relay:
 
     @asynccontextmanager
     async def _attended(self, worker: Remote, until: float, seconds: float = math.inf) -> AsyncGenerator[None, None]:
-        """Waits for a worker's answer until a request's deadline, and for at most `seconds`.
-
-        Raises:
-            WorkerLost: the worker did not answer.
-            ApiError: the deadline is over, the router shuts down, or the failure is on this machine.
-        """
+        """Waits for a worker's answer until a request's deadline, and for at most `seconds`. Raises WorkerLost without
+        an answer, and ApiError if the deadline is over, the router shuts down, or the failure is on this machine."""
         try:
             async with worker.attended(min(until - time.monotonic(), seconds)):
                 yield

@@ -19,9 +19,9 @@ from pydantic import ValidationError
 
 from serving.api.http.errors import TOO_MANY_CONNECTIONS
 from serving.core.placing import Workload
-from serving.split.http.peer import SealAuth, error_of
-from serving.split.manifest import Manifest, ManifestMismatch, check
-from serving.split.seal import Seal
+from serving.split.http.peer import SealAuth, error_of, headers
+from serving.split.settings import RouterSettings
+from serving.split.wire import Manifest, ManifestMismatch, check
 
 log = logging.getLogger(__name__)
 
@@ -55,19 +55,14 @@ class Remote:
 
     url: str
     role: str
-    up: bool = True
-    """True until a request or check fails: a router may start before its workers."""
-    load: int = 0
-    """Running requests of this router."""
+    up: bool = True  # true until a request or check fails: a router may start before its workers
+    load: int = 0  # running requests of this router
     requests: int = 0
     failures: int = 0
-    missed: int = 0
-    """Consecutive unanswered health checks."""
-    lost: int = 0
-    """Requests lost since the last answered health check."""
+    missed: int = 0  # consecutive unanswered health checks
+    lost: int = 0  # requests lost since the last answered health check
     manifest: Manifest | None = None
-    work: Workload = field(default_factory=Workload)
-    """Prompt tokens that this router sent to the worker."""
+    work: Workload = field(default_factory=Workload)  # prompt tokens that this router sent to the worker
     _waits: dict[asyncio.Timeout, float] = field(default_factory=dict)
     """Start of each wait on the event loop's clock; minus infinity for a request that can be retried."""
 
@@ -130,11 +125,8 @@ class Remote:
 
 
 def choose(workers: Iterable[Remote], key: bytes, *, slack: int, without: Iterable[Remote] = ()) -> Remote | None:
-    """Returns the worker for a prompt. Always the same one for the same key, unless it is too busy or down.
-
-    Rendezvous hashing: if a worker is added or removed, only its own keys move. The load is bounded (Mirrokni et al.,
-    2018): a worker may have `slack` requests more than the least busy one.
-    """
+    """Returns the worker for a prompt, always the same one for the same key unless it is too busy or down: rendezvous
+    hashing with bounded load (Mirrokni et al., 2018), at most `slack` requests more than the least busy one has."""
     tried = list(without)
     up = [worker for worker in workers if worker.up and worker not in tried]
     if not up:
@@ -148,48 +140,33 @@ def _weight(url: str, key: bytes) -> bytes:
 
 
 class Fleet:
-    """All workers of a router, and their health checks.
+    """All workers of a router, and their health checks. `client` sends all requests to workers."""
 
-    Args:
-        prefill, decode: URLs of workers.
-        client: sends all requests to workers.
-        headers: headers of the router's own requests.
-        seal: signs messages with the fleet's secret.
-        max_worker_requests: maximum number of running requests per worker.
-    """
-
-    def __init__(
-        self,
-        prefill: Iterable[str],
-        decode: Iterable[str],
-        client: httpx.AsyncClient,
-        headers: dict[str, str] | None = None,
-        seal: Seal | None = None,
-        max_worker_requests: int = 1 << 30,
-    ) -> None:
-        self.prefill = [Remote(url.rstrip("/"), "prefill") for url in prefill]
-        self.decode = [Remote(url.rstrip("/"), "decode") for url in decode]
-        self.client, self.headers, self.auth = client, headers or {}, SealAuth(seal or Seal())
-        self.max_worker_requests, self._patience = max_worker_requests, 5.0
+    def __init__(self, settings: RouterSettings, client: httpx.AsyncClient) -> None:
+        self.settings, self.client, self.auth = settings, client, SealAuth(settings.seal)
+        self.headers = headers(settings.api_key)
+        """Of the router's own requests. Clients' requests are forwarded with the clients' keys."""
+        self.prefill: list[Remote] = []
+        self.decode: list[Remote] = []
+        self.follow(settings.prefill, settings.decode)
         self.mismatched: dict[tuple[str, str], str] = {}
         """Pairs of (prefill, decode) that cannot exchange states, and why."""
-        self._checks: dict[Remote, asyncio.Task[None]] = {}
-        """Running health checks after lost requests."""
+        self._checks: dict[Remote, asyncio.Task[None]] = {}  # running health checks after lost requests
 
     def follow(self, prefill: Iterable[str], decode: Iterable[str]) -> None:
         """Replaces the lists of workers. Running requests of removed workers continue."""
         for role, urls, known in (("prefill", prefill, self.prefill), ("decode", decode, self.decode)):
-            wanted = {url.rstrip("/") for url in urls}
+            wanted = dict.fromkeys(url.rstrip("/") for url in urls)
             known[:] = [worker for worker in known if worker.url in wanted]
-            known += [Remote(url, role) for url in sorted(wanted - {worker.url for worker in known})]
+            there = {worker.url for worker in known}
+            known += [Remote(url, role) for url in wanted if url not in there]
 
-    async def watch(self, interval: float, patience: float = 5.0) -> None:
-        """Checks every worker's health every `interval` seconds. A check waits `patience` seconds for its answer."""
-        self._patience = patience
+    async def watch(self) -> None:
+        """Checks every worker's health again and again."""
         while True:
             await asyncio.gather(*(self._check_health(worker) for worker in (*self.prefill, *self.decode)))
             self._compare()
-            await asyncio.sleep(interval)
+            await asyncio.sleep(self.settings.check_interval)
 
     def lost_request(self, worker: Remote, why: str) -> None:
         """Counts a request that failed without an answer. Any client may have caused this, also several at the same
@@ -205,7 +182,7 @@ class Fleet:
 
     async def _check_health(self, worker: Remote, *, with_manifest: bool = True) -> None:
         try:
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(self.settings.check_timeout):
                 answer = await self.client.get(f"{worker.url}/ready", headers=self.headers)
                 up, manifest = answer.status_code == 200, None
                 if answer.status_code == 503 and error_of(503, answer.content).code == TOO_MANY_CONNECTIONS:
@@ -223,7 +200,7 @@ class Fleet:
             if (local := local_failure(error)) is not None:
                 log.warning("could not check %s worker %s: %s", worker.role, worker.url, local)
                 return
-            # A busy machine answers late, and a server may close an idle connection just before it is used again. Only
+            # a busy machine answers late, and a server may close an idle connection just before it is used again. Only
             # a refused connection proves that the worker is down.
             refused = isinstance(error, httpx.ConnectError)
             worker.missed = _MISSES if refused or worker.lost >= _LOST else worker.missed + 1
@@ -235,7 +212,7 @@ class Fleet:
             worker.up = True
         elif not up:
             worker.failures += worker.up
-            worker.mark_down(why, self._patience)
+            worker.mark_down(why, self.settings.check_timeout)
 
     def _compare(self) -> None:
         """Logs each pair of workers that cannot exchange states, once."""

@@ -88,8 +88,8 @@ def _closes(wire):
 def test_a_router_retries_elsewhere_what_a_full_worker_refuses():
     async def run(urls):
         async with httpx.AsyncClient() as client:
-            fleet = Fleet([], urls, client)
-            relay, served = Relay(fleet, RouterSettings.create(decode=tuple(urls))), []
+            fleet = Fleet(RouterSettings.create(decode=tuple(urls)), client)
+            relay, served = Relay(fleet), []
             for i in range(8):
                 answer = await relay.answer(asked("completions", BODY | {"prompt": f"text {i}"}))
                 served.append((answer.status, b"".join([piece async for piece in answer.body])))

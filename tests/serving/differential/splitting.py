@@ -15,7 +15,7 @@ from unittest import mock
 from serving.config import EngineConfig
 from serving.core import RemoteState
 from serving.split.decode_side import DecodeSide
-from serving.split.prefill_side import ONCE, PrefillSide, fed_tokens, ticket_of
+from serving.split.prefill_side import ONCE, PrefillSide, fed_tokens
 from serving.split.wire import Handoff, Offer, SplitError, StateRequest
 from serving.split.worker import Worker
 from serving.state_transfer import source
@@ -94,8 +94,7 @@ class OtherSide:
         self._transport = DirectTransport("differential")
         self._transport.offered.clear()
         self._there = PrefillSide(_worker(on, prefill, prefill_flags), lease=3600.0)
-        names = decode.adapters.names if decode.adapters is not None else None
-        self._here = DecodeSide(_worker(on, decode, decode_flags), executor=self._executor, adapters=names)
+        self._here = DecodeSide(_worker(on, decode, decode_flags), executor=self._executor)
         self._tickets: list[str] = []
         self._met: Counter[str] = Counter()
 
@@ -139,7 +138,7 @@ class OtherSide:
             raise AssertionError("the prefill engine does not come to an end")
         self._prefill.loop.scheduler.check()
         name = None if ask.adapter is None else ask.adapter.lora_name
-        ticket = ticket_of(self._there, export, ask.prompt, handoff, worker="there", adapter_name=name)
+        ticket = self._there.ticket(export, ask.prompt, handoff, adapter_name=name)
         if self._rng.random() < self._split.lost:
             self._prefill.loop._forget()
             self._met["stores lost there"] += 1

@@ -14,13 +14,12 @@ import pytest
 from fastapi import APIRouter, FastAPI
 
 from serving.api.http.errors import ApiError
-from serving.split.http.offering import sealed
+from serving.split import transports
 from serving.split.http.peer import HttpPeer, SealAuth
+from serving.split.http.routes import sealed
 from serving.split.seal import HEADER as HEADER_OF_SEALS
 from serving.split.seal import Seal, SealChecker
-from serving.split.transport import TransportError
-from serving.split.transport import tcp as tcp_module
-from serving.split.transport.tcp import TcpTransport
+from serving.split.transports import TcpTransport, TransportError
 from serving.split.wire import SplitError, SplitTimeout
 from tests.serving.split.test_handshake import WANT
 from tests.serving.split.test_manifest import BASE
@@ -28,7 +27,7 @@ from tests.support.servers.listener import listener
 
 ARRAYS = [jnp.arange(6000.0).reshape(3, 2000)]
 SPECS = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in ARRAYS]
-HEADER = tcp_module._header(SPECS)
+HEADER = transports._header(SPECS)
 
 
 def drip(content: bytes = b""):
@@ -82,7 +81,7 @@ def test_an_answer_ends_in_time(serve):
 
 
 def test_a_slow_reader_is_not_served_for_ever(monkeypatch):
-    monkeypatch.setattr(tcp_module, "_SERVING", 0.5)
+    monkeypatch.setattr(transports, "_SERVING", 0.5)
     transport = TcpTransport()
     big = jnp.zeros((8 << 20,), jnp.float32)
     transport.offer(5, [big])

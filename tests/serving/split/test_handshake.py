@@ -14,11 +14,9 @@ from serving.api.http import errors
 from serving.api.http.limits import Limits
 from serving.api.http.settings import RequestBounds, ServerSettings
 from serving.api.metrics import Metrics
-from serving.split.http.decode_routes import decode_router
 from serving.split.http.peer import HttpPeer
-from serving.split.http.prefill_routes import prefill_router
-from serving.split.manifest import ManifestMismatch
-from serving.split.wire import SplitError, StateRequest, Ticket
+from serving.split.http.routes import worker_router
+from serving.split.wire import ManifestMismatch, SplitError, StateRequest, Ticket
 from tests.serving.split.test_manifest import BASE, other
 from tests.support.servers.listener import listener
 from tests.support.servers.live_server import running
@@ -49,7 +47,7 @@ class NoEngine:
 def prefill_app():
     app = FastAPI()
     errors.install(app)
-    app.include_router(prefill_router(Side(), "http://here"))
+    app.include_router(worker_router(Side.worker, offers=Side()))
     app.state.context = SimpleNamespace(engine=NoEngine())
     return app
 
@@ -63,16 +61,13 @@ def url():
 WANT = StateRequest(id="x", start=0, unit=16, layers=1, transport="tcp", manifest=BASE.digest)
 
 
-def test_hands_are_shaken(url):
-    async def run():
-        peer = await HttpPeer.connect(url, other(page_size=16))
-        assert peer.manifest == BASE
-        with pytest.raises(SplitError, match="state x does not exist"):
-            await asyncio.to_thread(peer.offer, WANT, 5.0)
-        await asyncio.to_thread(peer.release, "x", wanted=False)  # never raises
-        await peer.close()
-
-    asyncio.run(run())
+async def test_hands_are_shaken(url):
+    peer = await HttpPeer.connect(url, other(page_size=16))
+    assert peer.manifest == BASE
+    with pytest.raises(SplitError, match="state x does not exist"):
+        await asyncio.to_thread(peer.offer, WANT, 5.0)
+    await asyncio.to_thread(peer.release, "x", wanted=False)  # never raises
+    await peer.close()
 
 
 @pytest.mark.parametrize("fields", [{"ssm_dtype": "bfloat16"}, {"model": "another"}])
@@ -113,7 +108,9 @@ def test_states_are_fetched_from_allowed_workers_only(url):
     async def run(unknown, allowed):
         app = FastAPI()
         errors.install(app)
-        app.include_router(decode_router(DecodeSide(), allowed=[url + "/", allowed], keys=["the fleet's"]))
+        app.include_router(
+            worker_router(DecodeSide.worker, decodes=DecodeSide(), allowed=[url + "/", allowed], keys=["the fleet's"])
+        )
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://decode") as client:
             status, body = await expect(client, unknown)
             assert (status, body["error"]["code"]) == (403, "peer_not_allowed")

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from serving.api.http.errors import ApiError
-from serving.split.http import prefill_routes
-from serving.split.http.prefill_routes import PrefillRequest, WorkerPrompt
+from serving.split.http import routes
+from serving.split.http.routes import PrefillRequest, WorkerPrompt
 from serving.split.prefill_side import PrefillSide, TooMany
 from tests.serving.split.test_manifest import BASE
 
@@ -54,68 +54,58 @@ def no_prompt(monkeypatch):
     async def prompt(context, kind, body, headers):
         return WorkerPrompt([1, 2, 3], 0, None)
 
-    monkeypatch.setattr(prefill_routes, "prompt_of", prompt)
+    monkeypatch.setattr(routes, "prompt_of", prompt)
 
 
-def test_clients_that_leave_at_any_moment_leave_no_places_taken(no_prompt):
+async def test_clients_that_leave_at_any_moment_leave_no_places_taken(no_prompt):
     rng = random.Random(3)
+    side = a_side(max_kept=16, lease=60.0)
+    context = SimpleNamespace(engine=Engine(lambda: rng.random() * 0.002))
 
-    async def run():
-        side = a_side(max_kept=16, lease=60.0)
-        context = SimpleNamespace(engine=Engine(lambda: rng.random() * 0.002))
+    async def one():
+        await asyncio.sleep(rng.random() * 0.5)
+        task = asyncio.create_task(routes._prefill(context, side, BODY, {}))
+        await asyncio.sleep(rng.random() * 0.05)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, ApiError):
+            ticket = await task
+            side.release(ticket.id, wanted=True)  # it was quicker
 
-        async def one():
-            await asyncio.sleep(rng.random() * 0.5)
-            task = asyncio.create_task(prefill_routes._prefill(context, side, BODY, "http://here", {}))
-            await asyncio.sleep(rng.random() * 0.05)
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, ApiError):
-                ticket = await task
-                side.release(ticket.id, wanted=True)  # it was quicker
-
-        await asyncio.gather(*(one() for _ in range(200)))
-        for _ in range(500):
-            if not side.kept and context.engine.commands.empty():
-                break
-            await asyncio.sleep(0.01)
-        assert side.kept == 0
-        assert side.stats.begun > 50
-
-    asyncio.run(run())
+    await asyncio.gather(*(one() for _ in range(200)))
+    for _ in range(500):
+        if not side.kept and context.engine.commands.empty():
+            break
+        await asyncio.sleep(0.01)
+    assert side.kept == 0
+    assert side.stats.begun > 50
 
 
-def test_a_prompt_that_is_not_computed_in_time_is_given_up(no_prompt):
-    async def run():
-        side = a_side(lease=60.0)
-        context = SimpleNamespace(engine=Engine(lambda: 0.05))
-        late = BODY.model_copy(update={"seconds": 0.15})
-        with pytest.raises(ApiError, match="in time") as error:
-            await prefill_routes._prefill(context, side, late, "http://here", {})
-        assert error.value.status == 503
-        await asyncio.sleep(0.4)
-        assert side.kept == 0
-
-    asyncio.run(run())
+async def test_a_prompt_that_is_not_computed_in_time_is_given_up(no_prompt):
+    side = a_side(lease=60.0)
+    context = SimpleNamespace(engine=Engine(lambda: 0.05))
+    late = BODY.model_copy(update={"seconds": 0.15})
+    with pytest.raises(ApiError, match="in time") as error:
+        await routes._prefill(context, side, late, {})
+    assert error.value.status == 503
+    await asyncio.sleep(0.4)
+    assert side.kept == 0
 
 
-def test_a_lease_does_not_run_out_while_its_prompt_is_computed(no_prompt):
-    async def run():
-        side = a_side(lease=0.2, max_lease=60.0)
-        context = SimpleNamespace(engine=Engine(lambda: 0.1))  # half a second for the prompt
-        working = asyncio.create_task(prefill_routes._prefill(context, side, BODY, "http://here", {}))
-        expired = 0
-        while not working.done():
-            expired += side.sweep()
-            await asyncio.sleep(0.01)
-        assert not expired
-        assert side.kept == 1
-        for _ in range(500):
-            if side.sweep():
-                break
-            await asyncio.sleep(0.01)
-        assert side.kept == 0, "the state is not needed any more"
-
-    asyncio.run(run())
+async def test_a_lease_does_not_run_out_while_its_prompt_is_computed(no_prompt):
+    side = a_side(lease=0.2, max_lease=60.0)
+    context = SimpleNamespace(engine=Engine(lambda: 0.1))  # half a second for the prompt
+    working = asyncio.create_task(routes._prefill(context, side, BODY, {}))
+    expired = 0
+    while not working.done():
+        expired += side.sweep()
+        await asyncio.sleep(0.01)
+    assert not expired
+    assert side.kept == 1
+    for _ in range(500):
+        if side.sweep():
+            break
+        await asyncio.sleep(0.01)
+    assert side.kept == 0, "the state is not needed any more"
 
 
 def test_a_lease_is_finite_from_the_start_and_renewed_up_to_a_limit():

@@ -53,24 +53,20 @@ def test_a_lost_request_is_retried_and_the_worker_stays_up():
     assert all(worker.up for worker in (*over.fleet.prefill, *over.fleet.decode))
 
 
-def test_streams_flow_on_while_other_requests_to_the_worker_are_lost():
+async def test_streams_flow_on_while_other_requests_to_the_worker_are_lost():
     workers = Endless()
-
-    async def run():
-        over = relay(workers, prefill=(), decode=("d1",))
-        streams = [(await over.answer(asked("completions", STREAM))).body for _ in range(3)]
-        reads = [asyncio.create_task(all_of(body)) for body in streams]
-        for _ in range(20):
-            with pytest.raises(ApiError):
-                await over.answer(asked("completions", STREAM | {"prompt": "cut"}))
-        await asyncio.sleep(0.05)
-        workers.last.set()
-        assert all(read[-1] == b"data: [DONE]\n\n" for read in await asyncio.gather(*reads))
-
-    asyncio.run(run())
+    over = relay(workers, prefill=(), decode=("d1",))
+    streams = [(await over.answer(asked("completions", STREAM))).body for _ in range(3)]
+    reads = [asyncio.create_task(all_of(body)) for body in streams]
+    for _ in range(20):
+        with pytest.raises(ApiError):
+            await over.answer(asked("completions", STREAM | {"prompt": "cut"}))
+    await asyncio.sleep(0.05)
+    workers.last.set()
+    assert all(read[-1] == b"data: [DONE]\n\n" for read in await asyncio.gather(*reads))
 
 
-def test_requests_lost_at_the_same_moment_end_no_other_request():
+async def test_requests_lost_at_the_same_moment_end_no_other_request():
     """The health check that the first one starts is still under way when the last one is lost."""
 
     async def ready(request):
@@ -83,56 +79,46 @@ def test_requests_lost_at_the_same_moment_end_no_other_request():
         await asyncio.sleep(0.3)
         return httpx.Response(200, content=pieces(b"{}"))
 
-    async def run():
-        over = relay(Workers(d1={"/ready": ready, "/v1/completions": serve}), prefill=(), decode=("d1",))
-        others = [asyncio.create_task(over.answer(asked("completions", BODY))) for _ in range(6)]
-        await asyncio.sleep(0.05)
-        cut = [over.answer(asked("completions", BODY | {"prompt": "cut"})) for _ in range(16)]
-        assert all(isinstance(each, ApiError) for each in await asyncio.gather(*cut, return_exceptions=True))
-        assert [(await other).status for other in others] == [200] * 6
-        assert over.fleet.decode[0].up
-
-    asyncio.run(run())
+    over = relay(Workers(d1={"/ready": ready, "/v1/completions": serve}), prefill=(), decode=("d1",))
+    others = [asyncio.create_task(over.answer(asked("completions", BODY))) for _ in range(6)]
+    await asyncio.sleep(0.05)
+    cut = [over.answer(asked("completions", BODY | {"prompt": "cut"})) for _ in range(16)]
+    assert all(isinstance(each, ApiError) for each in await asyncio.gather(*cut, return_exceptions=True))
+    assert [(await other).status for other in others] == [200] * 6
+    assert over.fleet.decode[0].up
 
 
 @pytest.mark.parametrize("ready", [NOT_READY, httpx.ConnectError("refused")], ids=["not ready", "refused"])
-def test_the_health_check_after_a_lost_request_decides(ready):
+async def test_the_health_check_after_a_lost_request_decides(ready):
     """New requests go elsewhere; a stream that flows is not cut, as while a worker drains."""
     workers = Endless(d1={"/ready": ready})
-
-    async def run():
-        over = relay(workers, prefill=(), decode=("d1",))
-        answer = await over.answer(asked("completions", STREAM))
-        read = asyncio.create_task(all_of(answer.body))
-        with pytest.raises(ApiError, match="no decode worker is available"):
-            await over.answer(asked("completions", STREAM | {"prompt": "cut"}))
-        await asyncio.sleep(0.05)
-        assert not over.fleet.decode[0].up
-        workers.last.set()
-        assert (await read)[-1] == b"data: [DONE]\n\n"
-
-    asyncio.run(run())
+    over = relay(workers, prefill=(), decode=("d1",))
+    answer = await over.answer(asked("completions", STREAM))
+    read = asyncio.create_task(all_of(answer.body))
+    with pytest.raises(ApiError, match="no decode worker is available"):
+        await over.answer(asked("completions", STREAM | {"prompt": "cut"}))
+    await asyncio.sleep(0.05)
+    assert not over.fleet.decode[0].up
+    workers.last.set()
+    assert (await read)[-1] == b"data: [DONE]\n\n"
 
 
-def test_a_silent_stream_of_a_worker_that_is_down_ends():
-    async def run():
-        over = relay(Workers(), prefill=(), decode=("d1",))
-        worker = over.fleet.decode[0]
+async def test_a_silent_stream_of_a_worker_that_is_down_ends():
+    over = relay(Workers(), prefill=(), decode=("d1",))
+    worker = over.fleet.decode[0]
 
-        async def wait():
-            async with worker.attended(60, streaming=True):
-                await asyncio.sleep(60)
+    async def wait():
+        async with worker.attended(60, streaming=True):
+            await asyncio.sleep(60)
 
-        waiting = asyncio.create_task(wait())
-        await asyncio.sleep(0.05)
-        worker.mark_down("no answer", stalled_after=30.0)
-        await asyncio.sleep(0.05)
-        assert not waiting.done()
-        worker.mark_down("no answer", stalled_after=0.01)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(waiting, 30)
-
-    asyncio.run(run())
+    waiting = asyncio.create_task(wait())
+    await asyncio.sleep(0.05)
+    worker.mark_down("no answer", stalled_after=30.0)
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    worker.mark_down("no answer", stalled_after=0.01)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(waiting, 30)
 
 
 def test_a_connection_lost_by_a_health_check_is_one_missed_check():
@@ -163,20 +149,15 @@ def test_an_error_raised_in_the_router_blames_no_worker(error, status, path):
     assert [(worker.up, worker.failures) for worker in workers] == [(True, 0)] * 4
 
 
-def test_a_router_without_descriptors_keeps_what_it_knows_of_workers():
+async def test_a_router_without_descriptors_keeps_what_it_knows_of_workers():
     over = relay(Workers(d1={"/ready": exhausted()}), decode=("d1",))
-
-    async def run():
-        for _ in range(5):
-            await over.fleet._check_health(over.fleet.decode[0])
-
-    asyncio.run(run())
+    for _ in range(5):
+        await over.fleet._check_health(over.fleet.decode[0])
     assert over.fleet.decode[0].up
 
 
 def test_a_worker_gets_no_more_requests_than_its_connections_allow():
-    over = relay(Workers())
-    over.fleet.max_worker_requests = 2
+    over = relay(Workers(), max_worker_requests=2)
     over.fleet.decode[0].load = 2
     for i in range(8):
         assert json.loads(ask(over, BODY | {"prompt": f"text {i}"})[1])["from"] == "d2"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from serving.split.manifest import Manifest, ManifestMismatch, check
+from serving.split.wire import Manifest, ManifestMismatch, check
 from serving.state_transfer.identity import model_digest
 from tests.support.fleets.split_pair import CONFIG, model
 

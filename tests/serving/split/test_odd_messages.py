@@ -5,7 +5,7 @@ import json
 import httpx
 import pytest
 
-from serving.split.http import decode_routes
+from serving.split.http import routes
 from serving.split.settings import SplitSettings
 from tests.serving.split.test_routing_events import demo, start  # noqa: F401
 
@@ -52,7 +52,7 @@ MESSAGES = {
 
 @pytest.fixture(params=["prefill", "decode"])
 def worker(start, request, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(decode_routes, "_MAX_PEERS", 4)
+    monkeypatch.setattr(routes, "_MAX_PEERS", 4)
     share = request.param == "decode"
     return start(SplitSettings.create(role=request.param, share=share, transport="tcp", fetch_timeout=1.0, lease=1.0))
 

@@ -13,15 +13,13 @@ from serving.split.router.app import RelayCollector
 from serving.split.router.placement import ClientRequest, Placement, PromptMatch
 from serving.split.router.relay import Relay, RelayStats
 from serving.split.router.workers import choose
-from serving.split.settings import RouterSettings
 from tests.support.servers.publishing_workers import PROMPT, B, Servers, fleet_of, run, state_of, until
 
 pytestmark = pytest.mark.usefixtures("publish_soon")
 
 
 def placement(*names, prefill=(), **settings):
-    fleet = fleet_of(Servers(), decode=names, prefill=prefill)
-    return Placement(fleet, RouterSettings.create(decode=("http://a",), **settings), None)
+    return Placement(fleet_of(Servers(), decode=names, prefill=prefill, **settings), None)
 
 
 def found(place, tokens=100, **positions) -> PromptMatch:
@@ -91,20 +89,17 @@ def test_a_lone_conversation_stays_where_it_is():
         length += 300
 
 
-def test_what_is_being_computed_counts_until_it_is_or_should_be():
-    async def test():
-        (worker,) = fleet_of(Servers(), decode=("a",)).decode
-        with worker.computing(100):
+async def test_what_is_being_computed_counts_until_it_is_or_should_be():
+    (worker,) = fleet_of(Servers(), decode=("a",)).decode
+    with worker.computing(100):
+        assert worker.work.pending == 100
+        with worker.computing(50, seconds=0.05):
+            assert worker.work.pending == 150
+            await asyncio.sleep(0.2)
             assert worker.work.pending == 100
-            with worker.computing(50, seconds=0.05):
-                assert worker.work.pending == 150
-                await asyncio.sleep(0.2)
-                assert worker.work.pending == 100
-            assert worker.work.pending == 100
-        assert worker.work.pending == 0
-        assert 140 < worker.work.recent(time.monotonic()) <= 150
-
-    asyncio.run(test())
+        assert worker.work.pending == 100
+    assert worker.work.pending == 0
+    assert 140 < worker.work.recent(time.monotonic()) <= 150
 
 
 def test_what_is_saved_is_counted_against_the_choice_by_text():
@@ -130,31 +125,6 @@ def ask(relay, body):
     return answer()
 
 
-def test_requests_go_where_their_prompts_can_be_gone_on_from():
-    """Prompts of tokens and of text, and text affinity where nothing is known of them."""
-    texts = [f"{n} is how this prompt begins" for n in range(6)]
-    journals = {name: Journal(B) for name in "abc"}
-    for at, text in enumerate(texts):
-        journals["abc"[at % 3]].stored("device", state_of([ord(each) for each in text[:20]]))
-    servers = Servers(**journals)
-
-    async def test(fleet, following):
-        relay = Relay(fleet, RouterSettings.create(decode=("http://a",), slack=9), following)
-        await until(lambda: sum(map(following.states_of, fleet.decode)) == 6)
-        for at, text in enumerate(texts):
-            tokens = [ord(each) for each in text]
-            for body in ({"prompt": text}, {"prompt": tokens}, {"prompt": tokens[:21]}):
-                assert await ask(relay, body) == "abc"[at % 3]
-        assert relay.placement.stats.saved_tokens > 0
-        assert relay.placement.stats.resumable_tokens == {("decode", "device"): 3 * 6 * 20}
-        for body in ({"prompt": "something else"}, {"prompt": texts[0][:9]}, {"prompt": [1, 2, 3]}):
-            key = (body["prompt"] if isinstance(body["prompt"], str) else json.dumps(body["prompt"])).encode()
-            assert await ask(relay, body) == choose(fleet.decode, key, slack=9).url[-1]
-        assert relay.placement.stats.by_text == 3
-
-    run(servers, test)
-
-
 def routed(body, text="some text", decode=("a", "b"), tokens=None):
     """A request to a router, of whose workers the first has a state of `text`: the chosen one, counters, and what
     workers were asked."""
@@ -163,7 +133,7 @@ def routed(body, text="some text", decode=("a", "b"), tokens=None):
     servers.tokens, found = tokens, []
 
     async def test(fleet, following):
-        relay = Relay(fleet, RouterSettings.create(decode=("http://a",)), following)
+        relay = Relay(fleet, following)
         await until(lambda: following.knows_any)
         async with asyncio.timeout(5):
             found[:] = await ask(relay, body), relay.placement.stats, servers.asked

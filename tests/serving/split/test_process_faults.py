@@ -35,6 +35,31 @@ def all_right(outcomes, count):
     assert outcomes == Outcomes(right=count)
 
 
+TEXT = "The prefill worker computes the prompt once and the decode worker goes on from its state. " * 2
+FORMS = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": f"0 {TEXT}"}], "max_tokens": 5},
+    "/v1/responses": {"input": f"1 {TEXT}", "instructions": "Be brief.", "max_output_tokens": 5},
+    "/v1/messages": {"messages": [{"role": "user", "content": f"2 {TEXT}"}], "system": "Be brief.", "max_tokens": 5},
+}
+
+
+def said(process, path, **more) -> list[str]:
+    body = {"model": "demo", "temperature": 0} | FORMS[path] | more
+    answer = httpx.post(process.url + path, json=body, timeout=120).json()
+    if "choices" in answer:
+        return [answer["choices"][0]["message"]["content"]]
+    return [part["text"] for item in answer.get("output") or answer["content"] for part in item.get("content", [item])]
+
+
+@pytest.mark.parametrize("path", FORMS)
+def test_answers_of_every_form_are_those_of_one_server(fleet, path):
+    """The prompt is computed elsewhere; completions are compared by every other test here."""
+    arrived = fleet.fetched()["arrived"]
+    assert said(fleet.front, path) == said(fleet.decode[0], path, cache_salt="alone") != []
+    assert fleet.fetched()["arrived"] == arrived + 1
+    fleet.assert_at_rest()
+
+
 def test_a_frozen_prefill_worker(fleet):
     """SIGSTOP: its connections stand, and nothing comes. What waits for it goes to the other one."""
     frozen = fleet.prefill[0].process

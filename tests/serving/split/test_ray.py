@@ -9,7 +9,7 @@ import pytest
 
 from serving.api.http.settings import ServerSettings, resolve_settings
 from serving.config import ConfigError
-from serving.split.ray.options import Arguments, replicas, wanted
+from serving.split.ray.app import Arguments, replicas, wanted
 from serving.split.settings import RouterSettings, SplitSettings
 
 KEY = "of the clients"
@@ -118,7 +118,7 @@ def test_numbers_of_replicas():
     assert (found["min_replicas"], found["max_replicas"], found["target_ongoing_requests"]) == (1, 4, 12.0)
     assert replicas("prefill", "1-4", {})["autoscaling_config"]["target_ongoing_requests"] == 2.0
     assert replicas("decode", "1-2", {})["autoscaling_config"]["policy"] == {
-        "policy_function": "serving.split.ray.options:wanted"
+        "policy_function": "serving.split.ray.app:wanted"
     }
 
 

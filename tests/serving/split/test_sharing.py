@@ -28,7 +28,7 @@ class Replicas:
         self.engines = [build(mode, **flags).engine for _ in range(2)]
         first, second = (worker(Pair._built(engine, mode, "none", flags)) for engine in self.engines)
         self.lending = PrefillSide(first, computes=False, max_kept=2)
-        self.side = DecodeSide(second, fail=self.engines[1].fail)
+        self.side = DecodeSide(second)
         self.count = 0
 
     def ask(self, which, prompt, remote=None, **more):
@@ -39,7 +39,7 @@ class Replicas:
         return output
 
     def lend(self, prompt, beyond=0, salt=None) -> Ticket:
-        return self.lending.share(ShareRequest(tokens=prompt, beyond=beyond, salt=salt), url="here")
+        return self.lending.share(ShareRequest(tokens=prompt, beyond=beyond, salt=salt))
 
     def remote(self, ticket):
         return self.side.accept(self.lending, ticket)
@@ -154,15 +154,15 @@ def sharing(share=_shared, **more):
 
 def answered(workers, busy=9, states=((30, "device"), None), weights=(0, 0), more=None, **settings):
     """A request where `a` has a deep state and is busy, and `b` has none; seconds that it took."""
-    chosen = {"share_above": 16, "share_timeout": 0.3, "decode": ("http://a",)} | settings
+    chosen = {"share_above": 16, "share_timeout": 0.3, "decode": ("http://a", "http://b")} | settings
 
     async def run():
         client = httpx.AsyncClient(transport=httpx.MockTransport(workers))
-        fleet = Fleet([], ["http://a", "http://b"], client)
+        fleet = Fleet(RouterSettings.create(**chosen), client)
         following = EventFollowers(fleet)
-        for number, each in enumerate(fleet.decode):
-            following._streams[each] = Stream(number, None, weights[number], "same")
-        relay = Relay(fleet, RouterSettings.create(**chosen), following)
+        for each, count in zip(fleet.decode, weights, strict=True):
+            following._streams[each] = Stream(each, None, count, "same")
+        relay = Relay(fleet, following)
         known = {
             each: Resumable(0, state[0], frozenset([state[1]]))
             for each, state in zip(fleet.decode, states, strict=True) if state is not None

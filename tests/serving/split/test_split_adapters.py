@@ -8,7 +8,7 @@ from serving.config import EngineConfig
 from serving.engine.requests.adapters import LoRARequest
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.split.decode_side import DecodeSide
-from serving.split.prefill_side import ONCE, PrefillSide, fed_tokens, ticket_of
+from serving.split.prefill_side import ONCE, PrefillSide, fed_tokens
 from serving.split.wire import AdapterMismatch, ShareRequest, SplitError
 from serving.split.worker import Worker
 from tests.support.engines.engines import Continuation, finish
@@ -29,7 +29,7 @@ class AdapterPair:
         self.prefill, self.decode = (self.on.engine("all", side=side) for side in (1, 0))
         there, here = (self.worker(engine) for engine in (self.prefill, self.decode))
         self.there = PrefillSide(there)
-        self.here = DecodeSide(here, adapters=self.decode.adapters.names)
+        self.here = DecodeSide(here)
         self.count = 0
 
     def worker(self, engine) -> Worker:
@@ -47,7 +47,7 @@ class AdapterPair:
         )
         finish(self.prefill)
         name = None if adapter is None else adapter.lora_name
-        return ticket_of(self.there, export, PROMPT, handoff, worker="there", adapter_name=name)
+        return self.there.ticket(export, PROMPT, handoff, adapter_name=name)
 
     def remote(self, ticket):
         return self.here.accept(self.there, ticket)
@@ -138,8 +138,8 @@ def test_a_shared_state_is_that_of_the_adapter(pair) -> None:
     wanted = ShareRequest(tokens=list(PROMPT), adapter=digest)
     for wrong in (None, f"content {OTHER}"):
         with pytest.raises(SplitError, match="no cached state"):
-            pair.there.share(wanted.model_copy(update={"adapter": wrong}), url="there")
-    ticket = pair.there.share(wanted, url="there")
+            pair.there.share(wanted.model_copy(update={"adapter": wrong}))
+    ticket = pair.there.share(wanted)
     assert pair.here.worth_fetching(ticket)
     pair.assert_as_alone(adapter, pair.answer(adapter, pair.remote(ticket)))
     assert pair.here.stats.arrived == 1

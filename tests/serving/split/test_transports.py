@@ -11,9 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from serving.split.transport import TransportError
-from serving.split.transport.jax_transfer import JaxTransport
-from serving.split.transport.tcp import TcpTransport
+from serving.split.transports import JaxTransport, TcpTransport, TransportError
 
 ARRAYS = [jnp.arange(60.0).reshape(3, 20), jnp.ones((2, 3), jnp.bfloat16) * 3, jnp.zeros((0, 4))]
 SPECS = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in ARRAYS]

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from serving.split.transport import TransportError
+from serving.split.transports import TransportError
 
 
 class DirectTransport:

@@ -13,7 +13,7 @@ from serving.engine.assembly.build import assemble
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.steps.batching import PrefillShape
 from serving.split.decode_side import DecodeSide
-from serving.split.prefill_side import ONCE, PrefillSide, fed_tokens, ticket_of
+from serving.split.prefill_side import ONCE, PrefillSide, fed_tokens
 from serving.split.wire import Ticket
 from serving.split.worker import Worker, num_bytes
 from serving.state_transfer.identity import model_digest
@@ -103,12 +103,7 @@ class Pair:
         self.prefill = build(mode, prefill_source, **(prefill or {})).engine
         self.decode = build(mode, source, **(decode or {})).engine
         self.prefill_side = PrefillSide(worker(self._built(self.prefill, mode, prefill_source, prefill)))
-        self.decode_side = DecodeSide(
-            worker(self._built(self.decode, mode, source, decode)),
-            fail=self.decode.fail,
-            adapters=self.decode.adapters.names if self.decode.adapters is not None else None,
-            **sides,
-        )
+        self.decode_side = DecodeSide(worker(self._built(self.decode, mode, source, decode)), **sides)
         self.peer = self.prefill_side
         self.count = 0
 
@@ -125,16 +120,14 @@ class Pair:
         """The prefill side's part; ends with a state that waits."""
         fed = fed_tokens(prompt, handoff)
         if not fed:
-            return ticket_of(self.prefill_side, None, prompt, handoff, worker="direct")
+            return self.prefill_side.ticket(None, prompt, handoff)
         export = self.prefill_side.begin()
         output = self.prefill.add_request(self.name(), {"prompt_token_ids": fed}, ONCE,
                                           cache_salt=salt, lora_request=lora, export=export)  # fmt: skip
         finish(self.prefill)
         cached = output.num_cached_tokens
         name = None if lora is None else lora.lora_name
-        return ticket_of(
-            self.prefill_side, export, prompt, handoff, worker="direct", cached_tokens=cached, adapter_name=name
-        )
+        return self.prefill_side.ticket(export, prompt, handoff, cached_tokens=cached, adapter_name=name)
 
     def add(self, prompt, ticket: Ticket | None, params=GREEDY, **more):
         remote = self.decode_side.accept(self.peer, ticket) if ticket is not None else None

@@ -61,8 +61,11 @@ class Workers:
 
 def relay(workers, prefill=("p1", "p2"), decode=("d1", "d2"), **settings):
     client = httpx.AsyncClient(transport=httpx.MockTransport(workers))
-    fleet = Fleet([f"http://{name}" for name in prefill], [f"http://{name}" for name in decode], client)
-    return Relay(fleet, RouterSettings.create(decode=("http://d1",), **settings))
+    urls = {
+        "prefill": tuple(f"http://{name}" for name in prefill),
+        "decode": tuple(f"http://{name}" for name in decode),
+    }
+    return Relay(Fleet(RouterSettings.create(**urls, **settings), client))
 
 
 def front(monkeypatch, workers, **settings):

@@ -10,6 +10,7 @@ from serving.core.tiers.journal import Journal
 from serving.split.http.events import follow
 from serving.split.router.event_followers import EventFollowers
 from serving.split.router.workers import Fleet
+from serving.split.settings import RouterSettings
 
 B = 4
 PROMPT = list(range(11))
@@ -53,9 +54,13 @@ class Servers:
         return httpx.Response(404)
 
 
-def fleet_of(servers, decode=("a", "b", "c"), prefill=()):
+def fleet_of(servers, decode=("a", "b", "c"), prefill=(), **settings):
     client = httpx.AsyncClient(transport=httpx.MockTransport(servers))
-    return Fleet([f"http://{name}" for name in prefill], [f"http://{name}" for name in decode], client)
+    urls = {
+        "prefill": tuple(f"http://{name}" for name in prefill),
+        "decode": tuple(f"http://{name}" for name in decode),
+    }
+    return Fleet(RouterSettings.create(**urls, **settings), client)
 
 
 async def until(condition, seconds=10.0):

@@ -15,8 +15,7 @@ from unittest import mock
 
 from serving.split.decode_side import DecodeSide
 from serving.split.prefill_side import PrefillSide
-from serving.split.transport.jax_transfer import JaxTransport
-from serving.split.transport.tcp import TcpTransport
+from serving.split.transports import JaxTransport, TcpTransport
 
 
 class Stages:

@@ -1,0 +1,350 @@
+"""Endpoints of a worker under `/split`: compute a prompt, offer its state, and expect the state of another worker.
+
+The router announces a state to a decode worker before it sends the request that uses it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, NamedTuple
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from pydantic import AfterValidator, BaseModel, Field
+from starlette.datastructures import Headers
+
+from serving.api.http.apis.inputs import tokenized
+from serving.api.http.apis.stored_responses import stored_conversation
+from serving.api.http.apis.text_api import TEXT_APIS
+from serving.api.http.connection.keys import salt_of, sent_key
+from serving.api.http.connection.streaming import until_gone
+from serving.api.http.context import Context, context_of
+from serving.api.http.errors import ApiError, validated
+from serving.engine.async_engine import AsyncEngine
+from serving.engine.requests.adapters import LoRARequest
+from serving.engine.requests.output import RequestOutput
+from serving.engine.requests.request import EngineRequest
+from serving.split.decode_side import DecodeSide
+from serving.split.http.peer import HandshakeRequest, HttpPeer, Release, RenewRequest
+from serving.split.prefill_side import ONCE, Export, PrefillSide, TooMany, fed_tokens
+from serving.split.seal import HEADER, RECEIVER, Seal, SealChecker
+from serving.split.wire import (
+    AdapterMismatch,
+    Handoff,
+    Manifest,
+    ManifestMismatch,
+    Offer,
+    ShareRequest,
+    SplitError,
+    StateRequest,
+    Ticket,
+    check,
+)
+from serving.split.worker import Worker
+
+log = logging.getLogger(__name__)
+
+_RENEWAL = 2.0  # seconds between renewals of leases
+_HANDSHAKE = 10.0
+_AGAIN = 2.0  # seconds before connecting again to a worker that was unreachable
+_MAX_PEERS = 256
+_STATUSES: tuple[tuple[type[Exception], int, str], ...] = (
+    (ManifestMismatch, 409, "manifest_mismatch"),
+    (AdapterMismatch, 409, "adapter_mismatch"),
+    (TooMany, 503, "too_many_states"),
+)
+
+
+def worker_router(
+    worker: Worker,
+    *,
+    seal: Seal | None = None,
+    offers: PrefillSide | None = None,
+    decodes: DecodeSide | None = None,
+    allowed: Sequence[str] = (),
+    keys: Sequence[str] = (),
+) -> APIRouter:
+    """Returns the endpoints of one worker.
+
+    Args:
+        worker: the worker; its transports close when the server ends.
+        seal: authenticates messages; the worker refuses all others.
+        offers: the side that offers states. Without `decodes`, it also computes prompts for other workers.
+        decodes: the side that continues from states of other workers.
+        allowed: URLs of prefill workers to fetch states from; empty for all workers that signed messages name.
+        keys: API keys of the fleet; the first is sent to prefill workers.
+    """
+    seal = seal or Seal()
+    peers: _Peers | None = None
+    beats: list[tuple[float, Callable[[], object]]] = []
+    if offers is not None:  # expired leases are removed while the engine is idle, too
+        beats.append((max(0.05, offers.lease / 4), offers.sweep))
+    if decodes is not None:
+        peers = _Peers(decodes, seal, allowed, keys)
+        beats.append((_RENEWAL, decodes.renew))
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        context: Context = app.state.context
+        tasks = [asyncio.create_task(_repeat(context.engine, *beat)) for beat in beats]
+        yield
+        for task in tasks:
+            task.cancel()
+        if peers is not None:
+            await peers.close()
+        worker.close()
+
+    router = APIRouter(prefix="/split", tags=["split"], lifespan=lifespan, dependencies=[sealed(seal)])
+
+    @router.get("/manifest", response_model=Manifest)
+    async def manifest() -> Manifest:
+        """The settings that determine this worker's states."""
+        return worker.manifest
+
+    @router.get("/status")
+    async def counters(request: Request) -> dict[str, Any]:
+        """Counters."""
+
+        def status() -> dict[str, Any]:
+            if decodes is not None:
+                return {"role": "decode"} | asdict(decodes.stats)
+            return {"role": "prefill", "kept": offers.kept} | asdict(offers.stats) if offers is not None else {}
+
+        return await context_of(request).engine.call(lambda _: status())
+
+    if offers is not None:
+        _add_offering(router, offers, computes=decodes is None)
+    if peers is not None:
+        _add_expect(router, peers)
+    return router
+
+
+def sealed(seal: Seal) -> Any:
+    """Returns a dependency for the endpoints of a role: 401 for messages without the fleet's signature."""
+    checker = SealChecker(seal)
+
+    async def check(request: Request) -> None:
+        if not checker.holds(request.headers.get(HEADER, ""), request.url.path, await request.body()):
+            raise ApiError(
+                401, "this path requires a message signed with the fleet's secret", code="not_sealed",
+                headers={RECEIVER: checker.name},
+            )  # fmt: skip
+
+    return Depends(check)
+
+
+@contextlib.contextmanager
+def worker_errors(peer: str, otherwise: tuple[int, str] = (410, "state_gone")) -> Iterator[None]:
+    """Converts exceptions about states of workers to error responses. `otherwise`: status and code of a `SplitError`
+    without a row in the table."""
+    try:
+        yield
+    except (ManifestMismatch, SplitError) as error:
+        rows = ((status, code) for kind, status, code in _STATUSES if isinstance(error, kind))
+        status, code = next(rows, otherwise)
+        if isinstance(error, ManifestMismatch):
+            log.error("refused %s: %s", peer, error)
+        raise ApiError(status, str(error), code=code, headers={"Retry-After": "1"} if status == 503 else None) from None
+
+
+def _known(kind: str) -> str:
+    if kind not in TEXT_APIS:
+        raise ValueError(f"must be one of {', '.join(TEXT_APIS)}")
+    return kind
+
+
+ApiKind = Annotated[str, AfterValidator(_known)]  # the path below `/v1/`, a key of `TEXT_APIS`
+
+
+class WorkerPrompt(NamedTuple):
+    """A request's prompt, priority, cache salt and adapter, without sampling parameters."""
+
+    tokens: list[int]
+    priority: int
+    salt: str | None
+    lora: LoRARequest | None = None
+
+
+async def prompt_of(context: Context, kind: str, body: dict[str, Any], headers: Headers) -> WorkerPrompt:
+    """Returns the prompt of a request with the client's headers. Raises ApiError, RequestError or
+    RequestValidationError if it is invalid, or has several prompts."""
+    api = TEXT_APIS[kind]
+    parsed = validated(api.request, body)
+    context.check(parsed.model)
+    own = context.of_request(parsed.model, sent_key(headers))
+    request = api.converted(parsed, stored_conversation(own))
+    prompts = await tokenized(own, request)
+    if len(prompts) != 1:
+        raise ApiError(400, "prefill workers accept only one prompt per request", param="prompt")
+    salt = salt_of(request.cache_salt, headers, context.settings)
+    return WorkerPrompt(prompts[0], request.priority, salt, context.adapter_of(parsed.model))
+
+
+class PromptRequest(BaseModel):
+    """A client's request, whose prompt is to be tokenized."""
+
+    kind: ApiKind
+    body: dict[str, Any]
+
+
+class PrefillRequest(PromptRequest):
+    """A request to a decode worker, whose prompt is to be computed."""
+
+    handoff: Handoff = "full"
+    seconds: float = Field(600.0, gt=0)  # maximum seconds to compute the prompt; the router does not wait longer
+
+
+async def _repeat(engine: AsyncEngine, seconds: float, call: Callable[[], object]) -> None:
+    """Calls a function on the engine's thread every `seconds`, until cancelled."""
+    while True:
+        await asyncio.sleep(seconds)
+        engine.tell(lambda _: call())
+
+
+def _add_offering(router: APIRouter, side: PrefillSide, *, computes: bool) -> None:
+
+    @router.post("/hello", response_model=Manifest)
+    async def hello(body: HandshakeRequest) -> Manifest:
+        """A decode worker's handshake; 409 if the two workers cannot exchange states."""
+        with worker_errors("a decode worker"):
+            for notice in check(side.worker.manifest, body.manifest):
+                log.warning("decode worker: %s", notice)
+        return side.worker.manifest
+
+    @router.post("/share", response_model=Ticket)
+    async def share(wanted: ShareRequest, request: Request) -> Ticket:
+        """Hold a cached state until another worker has fetched it or its lease expires."""
+        with worker_errors("a decode worker"):
+            return await context_of(request).engine.call(lambda _: side.share(wanted))
+
+    @router.post("/offer", response_model=Offer)
+    async def offer(want: StateRequest, request: Request) -> Offer:
+        """Copy the part of a state that a decode worker does not have, for it to fetch."""
+        with worker_errors("a decode worker"):
+            return await context_of(request).engine.call(lambda _: side.offer(want))
+
+    @router.post("/renew")
+    async def renew(body: RenewRequest, request: Request) -> dict[str, bool]:
+        """Renew the leases of states."""
+        await context_of(request).engine.call(lambda _: side.renew(body.ids))
+        return {"renewed": True}
+
+    @router.post("/release")
+    async def release(body: Release, request: Request) -> dict[str, bool]:
+        """Drop a state that was fetched or is not needed."""
+        await context_of(request).engine.call(lambda _: side.release(body.id, wanted=body.wanted))
+        return {"released": True}
+
+    if not computes:
+        return
+
+    @router.post("/prefill", response_model=Ticket)
+    async def prefill(body: PrefillRequest, request: Request) -> Ticket:
+        """Compute a prompt, and hold its state until it is fetched or its lease expires."""
+        context = context_of(request)
+        with worker_errors("a decode worker"):
+            return await until_gone(request.receive, _prefill(context, side, body, request.headers))
+
+
+async def _prefill(context: Context, side: PrefillSide, body: PrefillRequest, headers: Headers) -> Ticket:
+    prompt, priority, salt, lora = await prompt_of(context, body.kind, body.body, headers)
+    fed = fed_tokens(prompt, body.handoff)
+    if not fed:
+        return side.ticket(None, prompt, body.handoff)
+    engine, id, name = context.engine, secrets.token_hex(16), f"prefill-{uuid.uuid4().hex}"
+    last: RequestOutput | None = None
+    # a lease is renewed while its prompt waits or is computed.
+    beating = asyncio.create_task(_repeat(engine, side.lease / 4, lambda: side.renew([id])))
+    try:
+        async with asyncio.timeout(body.seconds):
+            export: Export = await engine.call(lambda _: side.begin(id))
+            run = EngineRequest(name, {"prompt_token_ids": fed}, ONCE, priority, salt, export=export, lora_request=lora)
+            async with contextlib.aclosing(engine.stream(run)) as each:
+                async for output in each:
+                    last = output
+        assert last is not None
+    except BaseException as error:
+        # The request was refused, aborted or too late, or the router disconnected, so no worker will fetch the state.
+        # Commands run in order, so the release follows `begin` even if `begin` has not run yet.
+        engine.tell(lambda _: side.release(id, wanted=False))
+        if isinstance(error, TimeoutError):
+            raise ApiError(503, "the prompt was not computed in time", code="too_late") from None
+        raise
+    finally:
+        beating.cancel()
+    name = None if lora is None else lora.lora_name
+    return side.ticket(export, prompt, body.handoff, cached_tokens=last.num_cached_tokens, adapter_name=name)
+
+
+def _add_expect(router: APIRouter, peers: _Peers) -> None:
+    side = peers.side
+
+    @router.post("/expect")
+    async def expect(ticket: Ticket, request: Request) -> dict[str, bool]:
+        """Make the next request for the ticket's prompt continue from the ticket's state."""
+        with worker_errors(f"prefill worker {ticket.worker}", otherwise=(502, "peer_unreachable")):
+            peer = await peers.get(ticket.worker, ticket.manifest)
+            remote = side.accept(peer, ticket)
+            if remote is None:
+                return {"accepted": False}
+            engine = context_of(request).engine
+            if ticket.shared and not await engine.call(lambda _: side.worth_fetching(ticket)):
+                return {"accepted": False}
+            await engine.call(lambda _: side.expect(ticket.prompt_token_ids, remote, ticket.lease))
+        return {"accepted": True}
+
+
+@dataclass(eq=False)
+class _PeerEntry:
+    """What is known of a prefill worker."""
+
+    handshake: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """One handshake at a time: concurrent first requests share it, and no request waits for that of another worker."""
+    peer: HttpPeer | None = None
+    failed: tuple[float, str] = (-math.inf, "")  # when a handshake failed, and why
+
+
+class _Peers:
+    """Prefill workers after their handshake: the `_MAX_PEERS` that were used last."""
+
+    def __init__(self, side: DecodeSide, seal: Seal, allowed: Sequence[str], keys: Sequence[str]) -> None:
+        self.side, self._seal, self._keys = side, seal, keys
+        self._allowed = frozenset(url.rstrip("/") for url in allowed)
+        self._entries: dict[str, _PeerEntry] = {}
+
+    async def get(self, url: str, manifest: str) -> HttpPeer:
+        """Returns the worker at `url`. Connects again if the worker was restarted, that is, if the digest of its
+        manifest is not `manifest`. Raises ApiError if it is not allowed, otherwise as `HttpPeer.connect`."""
+        url = url.rstrip("/")
+        if self._allowed and url not in self._allowed:
+            raise ApiError(403, f"{url[:200]} is not an allowed peer", code="peer_not_allowed")
+        entry = self._entries[url] = self._entries.pop(url, _PeerEntry())
+        if len(self._entries) > _MAX_PEERS:
+            del self._entries[next(iter(self._entries))]
+        async with entry.handshake:
+            if entry.peer is None or entry.peer.manifest.digest != manifest:
+                since, why = entry.failed
+                if time.monotonic() - since < _AGAIN:
+                    raise SplitError(why)
+                timeout = min(_HANDSHAKE, self.side.timeout)
+                try:
+                    # The previous peer may still be in use; it closes with its last reference.
+                    entry.peer = await HttpPeer.connect(
+                        url, self.side.worker.manifest, seal=self._seal, keys=self._keys, timeout=timeout
+                    )
+                except SplitError as error:
+                    entry.failed = time.monotonic(), str(error)
+                    raise
+            return entry.peer
+
+    async def close(self) -> None:
+        for entry in self._entries.values():
+            if entry.peer is not None:
+                await entry.peer.close()
