@@ -55,18 +55,16 @@ def _policy() -> Iterator[Planted]:
 
 
 def _device() -> Iterator[Planted]:
-    from tests.serving.differential import (  # noqa: F401  # noqa: F401
+    from tests.serving.differential import (  # noqa: F401
         adapter_faults,
+        bit_faults,
         draft_faults,
         faults,
         replay_faults,
         structured_faults,
-        test_traces_invariant,
     )
 
-    tables = (faults.DEVICE, faults.DRAFTS, faults.LAYER, faults.REPLAY, faults.REPLAY_LAYER)
-    for table in (*tables, faults.STRUCTURED, faults.ADAPTERS, faults.BITS):
-        yield from (Planted(f"D{number}", fault.fault, DEVICE, fault.plant) for number, fault in table.items())
+    yield from (Planted(fault.name, fault.text, DEVICE, fault.plant) for fault in faults.planted().values())
 
 
 def _split() -> Iterator[Planted]:

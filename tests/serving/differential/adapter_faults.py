@@ -16,13 +16,13 @@ from tests.serving.differential.faults import fault as _fault
 fault = partial(_fault, table=ADAPTERS)
 
 
-@fault(56, "the scope of keys does not contain the adapter's digest", "adapters: scope")
+@fault(56)
 def scope_without_adapter(patch: Patch) -> None:
     sound = Cache.scope
     patch.setattr(Cache, "scope", lambda self, salt, adapter=None: sound(self, salt))
 
 
-@fault(57, "the scope of keys contains the adapter's name in place of its digest", "adapters: reload")
+@fault(57)
 @replacing(AdapterTable, "put")
 def scope_by_name(sound, self, name, path, adapter):
     loaded = sound(self, name, path, adapter)
@@ -30,7 +30,7 @@ def scope_by_name(sound, self, name, path, adapter):
     return loaded
 
 
-@fault(58, "a row gets the LoRA entry of the row that was seated before it", "adapters: entry")
+@fault(58)
 def entry_of_the_row_before(patch: Patch) -> None:
     sound, last = BatchBuilder.seat, [0]
 
@@ -41,19 +41,19 @@ def entry_of_the_row_before(patch: Patch) -> None:
     patch.setattr(BatchBuilder, "seat", seat)
 
 
-@fault(59, "a decode row uses the LoRA entry of its neighbor in the batch", "adapters: entry", "decode")
+@fault(59, "decode")
 def entry_of_a_decoding_neighbor(patch: Patch) -> None:
     sound = DecodeLayout.with_adapters
     patch.setattr(DecodeLayout, "with_adapters", lambda self, entries: sound(self, jnp.roll(entries, 1)))
 
 
-@fault(60, "a prefill row uses the LoRA entry of its neighbor in the batch", "adapters: entry", "prefill")
+@fault(60, "prefill")
 def entry_of_a_prefilling_neighbor(patch: Patch) -> None:
     sound = PrefillLayout.with_adapters
     patch.setattr(PrefillLayout, "with_adapters", lambda self, entries: sound(self, jnp.roll(entries, 1)))
 
 
-@fault(61, "an adapter's entries are overwritten while an unfinished request uses it", "adapters: entry in use")
+@fault(61)
 def entries_in_use_are_overwritten(patch: Patch) -> None:
     sound = AdapterTable.take
 
@@ -66,12 +66,12 @@ def entries_in_use_are_overwritten(patch: Patch) -> None:
     patch.setattr(AdapterTable, "release", lambda self, adapter: None)
 
 
-@fault(62, "a request whose prefix is not cached starts from zeros, not from its initial state", "adapters: state")
+@fault(62)
 def starts_from_zeros(patch: Patch) -> None:
     sound = RowState.__init__
     patch.setattr(RowState, "__init__", lambda self, cache, slot: sound(self, cache, 0))
 
 
-@fault(63, "initial states are not written to the store that replaces a lost one", "adapters: lost store")
+@fault(63)
 def lost_initial_states(patch: Patch) -> None:
     patch.setattr(InitialStates, "fill", lambda self, store: store)

@@ -14,7 +14,7 @@ from mamba_jax.modules import conv as conv_module
 from mamba_jax.sampling import draw_tokens, inputs
 from serving.engine.steps import loop
 from serving.engine.steps.batching import BatchBuilder
-from tests.serving.differential.faults import DRAFTS, LAYER, Patch, filling, patch_convolution, patch_step, replacing
+from tests.serving.differential.faults import DRAFTS, Patch, filling, patch_convolution, patch_step, replacing
 from tests.serving.differential.faults import fault as _fault
 
 choosing = importlib.import_module("mamba_jax.sampling.choose")  # the package's `choose` is the function in it
@@ -53,18 +53,18 @@ def _landed(rows, batch, at):
     return dataclasses.replace(rows, slot=rows.slot.at[seats].set(slot, mode="drop"))
 
 
-@fault(17, "the next step reads the state after the last draft, rejected or not", "A7 A12 B1 B5", "decode")
+@fault(17, "decode")
 def no_rollback(patch: Patch) -> None:
     _after_decode(patch, lambda before, rows, batch, output: _landed(rows, batch, _last_fed(batch, output)))
 
 
-@fault(18, "the next step reads the state before all drafts, accepted or not", "A9 A12 A13", "decode")
+@fault(18, "decode")
 @after_decode
 def accepted_drafts_are_forgotten(before, rows, batch, output):
     return _landed(rows, batch, jnp.asarray(batch.num_tokens) - batch.num_drafts - 1)
 
 
-@fault(19, "the convolution's window is not rolled back with the state", "A8 B1 B7", "decode")
+@fault(19, "decode")
 def window_not_rolled_back(patch: Patch) -> None:
     sound = conv_module.causal_conv1d_update
 
@@ -79,7 +79,7 @@ def window_not_rolled_back(patch: Patch) -> None:
     patch_convolution(patch, conv)
 
 
-@fault(20, "rejected drafts count as part of the sequence", "A10 A13 A17", "decode")
+@fault(20, "decode")
 @after_decode
 def length_counts_rejected_drafts(before, rows, batch, output):
     length = jnp.where(batch.continues, before.length[batch.row_id], batch.length)
@@ -91,7 +91,7 @@ def length_counts_rejected_drafts(before, rows, batch, output):
 # -- verifying --
 
 
-@fault(21, "a draft that is right is accepted although the one before it was wrong", "A47", "decode")
+@fault(21, "decode")
 def accepted_behind_a_wrong_one(patch: Patch) -> None:
     class Numpy:
         def __getattr__(self, name: str):
@@ -104,7 +104,7 @@ def accepted_behind_a_wrong_one(patch: Patch) -> None:
     patch.setattr(choosing, "jnp", Numpy())
 
 
-@fault(22, "a draft that is missing (-1) is accepted", "A14 A46", "decode")
+@fault(22, "decode")
 def missing_drafts_are_accepted(patch: Patch) -> None:
     missing = 1 << 20
 
@@ -136,20 +136,20 @@ def missing_drafts_are_accepted(patch: Patch) -> None:
     patch_step(patch, "choose", lambda _: choose)
 
 
-@fault(23, "all tokens of a step are drawn by the same numbers", "A48", "decode")
+@fault(23, "decode")
 @replacing(draw_tokens, "_of_heads")
 def one_draw_for_a_step(sound, asked):
     seat, index = sound(asked)
     return seat, jnp.repeat(index.reshape(asked.index.shape)[:, 0], asked.index.shape[1])
 
 
-@fault(24, "penalties do not count the drafts before a draft", "A47 A48", "decode")
+@fault(24, "decode")
 def penalties_overlook_drafts(patch: Patch) -> None:
     sound = inputs.penalize
     patch.setattr(inputs, "penalize", lambda *args: sound(*args[:-1], args[-1] * 0 - 1))
 
 
-@fault(25, "rejected drafts count as output in penalties", "A46 A48", "decode")
+@fault(25, "decode")
 @after_decode
 def penalties_count_rejected_drafts(before, rows, batch, output):
     drafts = before.drafts[batch.row_id]
@@ -162,7 +162,7 @@ def penalties_count_rejected_drafts(before, rows, batch, output):
 # -- the draft layer --
 
 
-@_fault(26, "accepted drafts keep the keys and values that drafting gave them", "A14 A31 B6", "decode", table=LAYER)
+@fault(26, "decode")
 def layer_reads_the_newest_only(patch: Patch) -> None:
     def newest_only(model, store, facts):
         rows = facts.row_id.shape[0]
@@ -173,7 +173,7 @@ def layer_reads_the_newest_only(patch: Patch) -> None:
     patch.setattr(mtp, "_after_decode", newest_only)
 
 
-@_fault(27, "the first token of a chunk is paired with no hidden state", "A49", "prefill", table=LAYER)
+@fault(27, "prefill")
 def no_hidden_before_a_chunk(patch: Patch) -> None:
     sound = mtp._after_prefill
     patch.setattr(
@@ -183,13 +183,7 @@ def no_hidden_before_a_chunk(patch: Patch) -> None:
     )  # fmt: skip
 
 
-@_fault(
-    28,
-    "the pair at a chunk's end takes the token that the chunk before has sampled, or none",
-    "A49",
-    "prefill",
-    table=LAYER,
-)
+@fault(28, "prefill")
 def last_pair_of_a_chunk_is_lost(patch: Patch) -> None:
     def shifted(model, store, facts):
         """Each hidden state with the token after it in the chunk, its last one with the newest, as if that were all."""
@@ -203,13 +197,7 @@ def last_pair_of_a_chunk_is_lost(patch: Patch) -> None:
     patch.setattr(mtp, "_after_prefill", shifted)
 
 
-@_fault(
-    29,
-    "the copy of a partly filled page leaves the draft layer's keys and values out",
-    "A31 A32 B6",
-    "decode",
-    table=LAYER,
-)
+@fault(29, "decode")
 def draft_layer_is_not_copied(patch: Patch) -> None:
     def change(sound):
         def copy(store, page_copy):
@@ -224,7 +212,7 @@ def draft_layer_is_not_copied(patch: Patch) -> None:
 # -- what the host fills in --
 
 
-@fault(30, "a short tail of a prompt is padded to 1 + K tokens, and all are kept", "A6 A27 B19")
+@fault(30)
 @filling("decode")
 def tails_are_padded(self, batch, rows):
     for i, row in enumerate(rows):
@@ -236,7 +224,7 @@ def tails_are_padded(self, batch, rows):
             batch.num_tokens[i] = width
 
 
-@fault(32, "a row that comes back after a preemption has no penalties for what it has said", "A48")
+@fault(32)
 def penalty_counts_are_lost(patch: Patch) -> None:
     sound = BatchBuilder.seat
     patch.setattr(BatchBuilder, "seat", lambda self, row_id, params, *, output, **rest: sound(
@@ -244,7 +232,7 @@ def penalty_counts_are_lost(patch: Patch) -> None:
     ))  # fmt: skip
 
 
-@fault(33, "the alternatives of a step's later tokens are those of its first", "A48")
+@fault(33)
 @replacing(loop, "read_results")
 def alternatives_of_the_first_head(sound, output, rows, **rest):
     lines = sound(output, rows, **rest)
@@ -254,7 +242,7 @@ def alternatives_of_the_first_head(sound, output, rows, **rest):
     return lines
 
 
-@fault(31, "a row without drafts goes on from what the host knew when it planned", "A12 A13 B5")
+@fault(31)
 @filling("decode")
 def planned_slot(self, batch, rows):
     for i, row in enumerate(rows):

@@ -8,20 +8,17 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from kernels_pallas.gated_recurrence import xla as between
 from mamba_jax.layout.prefill import PrefillLayout
 from mamba_jax.modules import conv as conv_module
 from serving.engine.steps.batching import BatchBuilder
 from serving.engine.steps.page_tables import PageTables
-from tests.serving.core.mutations.registry import replacing
+from tests.serving.core.mutations.registry import Fault, Patch, replacing
 
-Patch = pytest.MonkeyPatch
 STEP = [
     importlib.import_module(f"mamba_jax.{part}")
     for part in ("programs", "step.run", "step.decode", "step.prefill", "step.heads", "step.running_rows", "step.seats")
@@ -45,47 +42,30 @@ def patch_convolution(patch: Patch, conv: Callable) -> None:
         patch.setattr(module, "causal_conv1d_update", conv)
 
 
-@dataclass(frozen=True)
-class Fault:
-    """A fault, the lines of the list of edge cases that it stands for, and the program that it changes."""
-
-    number: int
-    fault: str
-    cases: str
-    compiles: str | None
-    """`decode`, `prefill`, or None: only what the host fills in changes."""
-    plant: Callable[[Patch], None]
-
-
 DEVICE: dict[int, Fault] = {}
 DRAFTS: dict[int, Fault] = {}
 """Those that need drafts to be seen: see `draft_faults`."""
-LAYER: dict[int, Fault] = {}
-"""Those that need a draft layer."""
 REPLAY: dict[int, Fault] = {}
 """Those of rows held by anchors, which draft too: see `replay_faults`."""
-REPLAY_LAYER: dict[int, Fault] = {}
-"""Those that also need a draft layer."""
 STRUCTURED: dict[int, Fault] = {}
 """Those of rows under a grammar that draft: see `structured_faults`."""
 ADAPTERS: dict[int, Fault] = {}
 """Those of rows with adapters: see `adapter_faults`."""
 BITS: dict[int, Fault] = {}
-"""Those that change only bits: see `test_traces_invariant`."""
+"""Those that change only bits: see `bit_faults`."""
 
 
 def planted() -> dict[int, Fault]:
     """All of them."""
-    return DEVICE | DRAFTS | LAYER | REPLAY | REPLAY_LAYER | STRUCTURED | ADAPTERS | BITS
+    return DEVICE | DRAFTS | REPLAY | STRUCTURED | ADAPTERS | BITS
 
 
-def fault(number: int, text: str, cases: str, compiles: str | None = None, *, table: dict[int, Fault] = DEVICE):
+def fault(number: int, compiles: str | None = None, *, table: dict[int, Fault] = DEVICE):
     """Register a fault under its number."""
 
     def register(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        # pytest and `tests.planted` import a test file under different names.
-        assert number not in planted() or planted()[number].fault == text
-        table[number] = Fault(number, text, cases, compiles, plant)
+        assert number not in planted()
+        table[number] = Fault(f"D{number}", plant, compiles)
         return plant
 
     return register
@@ -115,7 +95,7 @@ def filling(method: str) -> Callable[[Callable], Callable[[Patch], None]]:
 # -- the prefill program --
 
 
-@fault(1, "the window of a chunk shorter than it is made of the chunk alone", "B10 A36", "prefill")
+@fault(1, "prefill")
 @replacing(conv_module, "causal_conv1d_prefill", between)
 def window_of_the_chunk_alone(sound, x, weight, bias, store, packed, **how):
     y, _ = sound(x, weight, bias, store, packed, **how)
@@ -123,7 +103,7 @@ def window_of_the_chunk_alone(sound, x, weight, bias, store, packed, **how):
     return y, sound(x, weight, bias, store, alone, **how)[1]
 
 
-@fault(2, "places to write are found by a grid over the packed batch instead of each row's own", "B8", "prefill")
+@fault(2, "prefill")
 @replacing(PrefillLayout, "of")
 def one_grid_for_the_batch(sound, *, tile_size, tile_write_slot, **rest):
     layout = sound(tile_size=tile_size, tile_write_slot=tile_write_slot, **rest)
@@ -135,7 +115,7 @@ def one_grid_for_the_batch(sound, *, tile_size, tile_write_slot, **rest):
     return dataclasses.replace(layout, tile_write_slot=slots)
 
 
-@fault(3, "a fresh row starts from the state that its slot's last tenant has left", "A4 B13", "prefill")
+@fault(3, "prefill")
 @replacing(between, "recurrence_scan")
 def fresh_rows_inherit_a_state(sound, entry, store, tiles, **how):
     fresh = tiles.first & (tiles.read_slot == 0)
@@ -143,7 +123,7 @@ def fresh_rows_inherit_a_state(sound, entry, store, tiles, **how):
     return sound(entry, store, dataclasses.replace(tiles, read_slot=read_slot), **how)
 
 
-@fault(4, "padding inside a tile is absorbed: its dt is not 0", "A27 B19", "prefill")
+@fault(4, "prefill")
 def padding_is_absorbed(patch: Patch) -> None:
     sound = PrefillLayout.packed.fget
 
@@ -154,12 +134,12 @@ def padding_is_absorbed(patch: Patch) -> None:
     patch.setattr(PrefillLayout, "packed", property(packed))
 
 
-@fault(5, "a prompt's end is kept without its hidden state", "A2 B11", "prefill")
+@fault(5, "prefill")
 def no_hidden_state(patch: Patch) -> None:
     patch_step(patch, "write_hidden", lambda sound: lambda store, *_: store)
 
 
-@fault(6, "the state at a tile's end is stored as it was at the tile's beginning", "A33 A34 B9", "prefill")
+@fault(6, "prefill")
 @replacing(between, "recurrence_scan")
 def states_one_tile_early(sound, entry, store, tiles, **how):
     # Each write but a row's last moves to the tile before it (and those of first tiles nowhere).
@@ -174,7 +154,7 @@ def states_one_tile_early(sound, entry, store, tiles, **how):
 # -- the decode program --
 
 
-@fault(7, "a step does not note where its state went: the next reads the slot before", "A12 B5", "decode")
+@fault(7, "decode")
 def slot_is_not_noted(patch: Patch) -> None:
     def change(sound):
         return lambda rows, row_id, length, slot, emission, anchor: sound(
@@ -184,7 +164,7 @@ def slot_is_not_noted(patch: Patch) -> None:
     patch_step(patch, "commit", change)
 
 
-@fault(8, "the convolution's window stays in the slot that was read", "A8 A32 B10", "decode")
+@fault(8, "decode")
 def window_stays(patch: Patch) -> None:
     sound = conv_module.causal_conv1d_update
 
@@ -211,13 +191,13 @@ def _stale_tails(patch: Patch, method: str, names: tuple[str, ...]) -> None:
     after_filling(patch, method, change)
 
 
-@fault(9, "the tail of a decode batch still holds rows of an earlier one", "A21 B17 B18")
+@fault(9)
 def stale_decode_tail(patch: Patch) -> None:
     names = ("row_id", "continues", "num_tokens", "length", "read_slot", "write_slot")
     _stale_tails(patch, "decode", names)
 
 
-@fault(10, "padding rows of a decode batch write where the first row does", "A21 B18")
+@fault(10)
 @filling("decode")
 def padding_writes_a_live_slot(self, batch, rows):
     if rows[0].num_tokens:
@@ -225,7 +205,7 @@ def padding_writes_a_live_slot(self, batch, rows):
         batch.write_slot[len(rows) :] = batch.write_slot[0]
 
 
-@fault(11, "a whole-prompt hit absorbs the prompt's last token once more", "A2 A37 B11")
+@fault(11)
 @filling("decode")
 def last_token_again(self, batch, rows):
     for i, row in enumerate(rows):
@@ -234,7 +214,7 @@ def last_token_again(self, batch, rows):
             batch.length[i] -= 1
 
 
-@fault(12, "partly filled pages are not copied before they are written", "A32 B10")
+@fault(12)
 def no_page_copy(patch: Patch) -> None:
     def change(self, batch, rows) -> None:
         batch.page_copy[:] = 0
@@ -243,7 +223,7 @@ def no_page_copy(patch: Patch) -> None:
     after_filling(patch, "prefill", change)
 
 
-@fault(13, "states go to the slot of the tile before", "A33 B8")
+@fault(13)
 @filling("prefill")
 def write_slots_one_tile_off(self, batch, rows):
     at = 0
@@ -253,7 +233,7 @@ def write_slots_one_tile_off(self, batch, rows):
         at += count
 
 
-@fault(14, "a step that also decodes writes no checkpoints inside its chunks", "B14")
+@fault(14)
 def mixed_steps_skip_checkpoints(patch: Patch) -> None:
     mixed = [False]
 
@@ -273,14 +253,14 @@ def mixed_steps_skip_checkpoints(patch: Patch) -> None:
     after_filling(patch, "prefill", change)
 
 
-@fault(15, "a chunk reads the slot with its seat's number instead of its own", "B13")
+@fault(15)
 @filling("prefill")
 def read_by_seat(self, batch, rows):
     for i, row in enumerate(rows):
         batch.read_slot[i] = row.row_id if row.length else 0
 
 
-@fault(16, "a seat's page table is brought up to date only when it gets longer", "A19 A20 B17")
+@fault(16)
 @replacing(PageTables, "fill")
 def stale_page_table(sound, self, updates, rows):
     for row in rows:

@@ -11,7 +11,7 @@ from kernels_pallas.gated_recurrence import xla as between
 from mamba_jax.batch import DecodeBatch
 from mamba_jax.layout.decode import ReplayLayout
 from mamba_jax.tails import Replay
-from tests.serving.differential.faults import REPLAY, REPLAY_LAYER, Patch, after_filling, filling, patch_step, replacing
+from tests.serving.differential.faults import REPLAY, Patch, after_filling, filling, patch_step, replacing
 from tests.serving.differential.faults import fault as _fault
 
 fault = partial(_fault, table=REPLAY)
@@ -49,17 +49,17 @@ def _laid_out(patch: Patch, change) -> None:
 # -- anchors --
 
 
-@fault(34, "the anchor's slot moves on and its position does not", "replay: stale anchor", "decode")
+@fault(34, "decode")
 def position_stays(patch: Patch) -> None:
     _commit(patch, lambda rows, row_id, length, slot, anchor: (slot, rows.anchor[row_id]))
 
 
-@fault(35, "the anchor's position moves on and its slot does not", "replay: stale anchor", "decode")
+@fault(35, "decode")
 def slot_stays(patch: Patch) -> None:
     _commit(patch, lambda rows, row_id, length, slot, anchor: (rows.slot[row_id], anchor))
 
 
-@fault(36, "the anchor moves to a state that rejected drafts are part of", "replay: rejected drafts", "decode")
+@fault(36, "decode")
 def anchored_in_rejected_drafts(patch: Patch) -> None:
     def changed(sound):
         return lambda *args: anchored(*sound(*args), *args[2:4])
@@ -79,18 +79,18 @@ def anchored_in_rejected_drafts(patch: Patch) -> None:
     patch_step(patch, "step", changed)
 
 
-@fault(37, "a row keeps the last tenant's anchor when it has been prefilled", "replay: last tenant", "prefill")
+@fault(37, "prefill")
 def anchor_of_the_last_tenant(patch: Patch) -> None:
     _commit(patch, lambda rows, row_id, length, slot, anchor: (slot, jnp.minimum(rows.anchor[row_id], length)))
 
 
-@fault(38, "a row that stands on a multiple of R has it before itself", "replay: a == c", "decode")
+@fault(38, "decode")
 def multiple_at_the_row_itself(patch: Patch) -> None:
     rounded = property(lambda self: -(-self.length // self.interval) * self.interval)
     patch.setattr(ReplayLayout, "next_multiple", rounded)
 
 
-@fault(39, "a multiple of R that drafts reach is not written", "replay: boundaries", "decode")
+@fault(39, "decode")
 def multiples_of_drafts_are_missed(patch: Patch) -> None:
     reached = property(lambda self: jnp.where(self.next_multiple <= self.length + 1, self.write_slot[:, 0], 0))
     patch.setattr(ReplayLayout, "due_slot", reached)
@@ -99,17 +99,12 @@ def multiples_of_drafts_are_missed(patch: Patch) -> None:
 # -- tails --
 
 
-@fault(
-    40,
-    "the entry before the anchor counts: the last tenant's, or one that the anchor has absorbed",
-    "replay: range",
-    "decode",
-)
+@fault(40, "decode")
 def one_entry_too_many(patch: Patch) -> None:
     _replayed(patch, lambda places: {"anchor_length": jnp.maximum(places.anchor_length - 1, 0)})
 
 
-@fault(41, "the first entry since the anchor does not count", "replay: range", "decode")
+@fault(41, "decode")
 def one_entry_too_few(patch: Patch) -> None:
     def change(places):
         return {"anchor_length": jnp.minimum(places.anchor_length + 1, places.length)}
@@ -117,29 +112,29 @@ def one_entry_too_few(patch: Patch) -> None:
     _replayed(patch, change)
 
 
-@fault(42, "the rings of windows have no room for rejected drafts", "replay: wrong modulus", "decode")
+@fault(42, "decode")
 @replacing(Replay, "entries")
 def rings_too_short(sound, self: Any, array: Any):
     return sound(self, array) if array.last is None else 1 << (array.last - 1).bit_length()
 
 
-@fault(43, "inputs are appended one place too far", "replay: wrong modulus", "decode")
+@fault(43, "decode")
 @replacing(convolution, "write_ring")
 def appended_too_far(sound, ring, values, tail_id, position, valid):
     return sound(ring, values, tail_id, position + 1, valid)
 
 
-@fault(44, "all rows have one tail", "replay: two owners", "decode")
+@fault(44, "decode")
 def one_tail_for_all(patch: Patch) -> None:
     _laid_out(patch, lambda rows: {"tail_id": jnp.minimum(rows["tail_id"], 1)})
 
 
-@fault(45, "a tail goes by a row's place in the batch, not by its seat", "replay: two owners", "decode")
+@fault(45, "decode")
 def tails_by_place(patch: Patch) -> None:
     _laid_out(patch, lambda rows: {"tail_id": 1 + jnp.arange(len(rows["tail_id"]))})
 
 
-@fault(46, "accepted drafts are not appended", "replay: stale entries", "decode")
+@fault(46, "decode")
 @replacing(convolution, "write_ring")
 def drafts_are_not_appended(sound, ring, values, tail_id, position, valid):
     return sound(ring, values, tail_id, position, valid & (jnp.arange(valid.shape[1]) == 0))
@@ -148,7 +143,7 @@ def drafts_are_not_appended(sound, ring, values, tail_id, position, valid):
 # -- windows --
 
 
-@fault(47, "a window is read from the tail alone, across the anchor", "replay: window across the anchor", "decode")
+@fault(47, "decode")
 def window_across_the_anchor(patch: Patch) -> None:
     def before(store, ring, places):
         position = places.length[:, None] - store.shape[1] + jnp.arange(store.shape[1])
@@ -157,7 +152,7 @@ def window_across_the_anchor(patch: Patch) -> None:
     patch.setattr(convolution, "inputs_before", before)
 
 
-@fault(48, "a window is read from the anchor's slot, whatever came since", "replay: window across the anchor", "decode")
+@fault(48, "decode")
 def window_of_the_anchor(patch: Patch) -> None:
     def before(store, ring, places):
         return convolution.read_windows(store, places.anchor_slot)
@@ -165,7 +160,7 @@ def window_of_the_anchor(patch: Patch) -> None:
     patch.setattr(convolution, "inputs_before", before)
 
 
-@fault(49, "the window is not written with the state", "replay: complete slots", "decode")
+@fault(49, "decode")
 def window_is_not_written(patch: Patch) -> None:
     patch.setattr(convolution, "write_windows", lambda store, values, index, share: store)
 
@@ -173,13 +168,13 @@ def window_is_not_written(patch: Patch) -> None:
 # -- what the host fills in --
 
 
-@fault(50, "rows get each other's spares", "replay: two owners")
+@fault(50)
 @filling("decode")
 def spares_swapped(builder, batch, rows):
     batch.write_slot[: len(rows)] = batch.write_slot[: len(rows)][::-1].copy()
 
 
-@fault(51, "a spare is named a step late", "replay: leased late")
+@fault(51)
 def spare_named_late(patch: Patch) -> None:
     last: dict[int, int] = {}
 
@@ -195,13 +190,7 @@ def spare_named_late(patch: Patch) -> None:
 # -- the draft layer --
 
 
-@_fault(
-    52,
-    "the draft layer sees the anchor's hidden state, not the last token's",
-    "replay: hidden",
-    "decode",
-    table=REPLAY_LAYER,
-)
+@fault(52, "decode")
 def hidden_of_the_anchor(patch: Patch) -> None:
     def read(ring, tail_id, position):
         return jnp.zeros((*position.shape, *ring.shape[2:]), ring.dtype)

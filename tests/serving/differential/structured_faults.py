@@ -12,12 +12,12 @@ from tests.serving.differential.faults import fault as _fault
 fault = partial(_fault, table=STRUCTURED)
 
 
-@fault(53, "a row under a grammar takes part in a step while it waits for another one", "masks: lockstep")
+@fault(53)
 def no_sitting_out(patch: Patch) -> None:
     patch.setattr(Request, "sits_out", False)
 
 
-@fault(54, "masks follow the drafts of a row's step before", "masks: drafts")
+@fault(54)
 @replacing(RowInputs, "take_proposals")
 def stale_proposals(sound, self, rows, lines):
     before = [(row.request.user, row.request.user.proposed) for row in rows]
@@ -26,7 +26,7 @@ def stale_proposals(sound, self, rows, lines):
         member.proposed = proposed or member.proposed
 
 
-@fault(55, "masks follow the drafts of the row's neighbor in the batch", "masks: drafts")
+@fault(55)
 @replacing(RowInputs, "take_proposals")
 def proposals_of_a_neighbor(sound, self, rows, lines):
     if lines is not None and lines.proposed is not None:

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from serving.engine.requests.sampling_params import SamplingParams
+from tests.serving.core.mutations.registry import Fault
 from tests.serving.differential import draft_faults, replay_faults  # noqa: F401 - fill the tables
 from tests.serving.differential.drafting import Drafters, Drafting, Watch, drafters
-from tests.serving.differential.faults import DRAFTS, LAYER, REPLAY, REPLAY_LAYER, Fault
+from tests.serving.differential.faults import DRAFTS, REPLAY
 from tests.serving.differential.judging import TOLERANCE, Divergence, compare_alternatives
 from tests.support.engines.engines import Continuation, finish
 from tests.support.engines.patched_programs import PatchedPrograms
@@ -115,19 +116,22 @@ SLOW = (18, 20, 22, 23, 25, 28, 35, 39, 41, 42, 43, 45, 46, 48)
 """Faults much like others here, each of which takes seconds to compile."""
 
 
-ALL = DRAFTS | LAYER | REPLAY | REPLAY_LAYER
+OF_LAYER = (26, 27, 28, 29, 52)
+"""Faults that only a draft layer shows."""
 
 
-def _parameter(fault: Fault):
-    marks = [pytest.mark.slow] if fault.number in SLOW else []
-    return pytest.param(fault, marks=marks, id=f"D{fault.number}-{fault.plant.__name__}")
+def cases():
+    """Each fault, and what shows it."""
+    for table in (DRAFTS, REPLAY):
+        for number, fault in table.items():
+            how = {"layer": number in OF_LAYER, "replay": table is REPLAY}
+            mark = pytest.mark.slow if number in SLOW else pytest.mark.full
+            yield pytest.param(fault, how, marks=mark, id=str(fault))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("fault", [_parameter(fault) for fault in ALL.values()])
-def test_fault_shows(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, replay = fault.number in LAYER | REPLAY_LAYER, fault.number in REPLAY | REPLAY_LAYER
-    run(layer=layer, replay=replay)  # the sound programs are compiled before anything is planted
+@pytest.mark.parametrize(("fault", "how"), cases())
+def test_fault_shows(fault: Fault, how: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    run(**how)  # the sound programs are compiled before anything is planted
     fault.plant(monkeypatch)
     with pytest.raises(Divergence):
-        run(fault.compiles, layer=layer, replay=replay)
+        run(fault.compiles, **how)

@@ -5,8 +5,20 @@ import numpy as np
 import pytest
 
 from serving.engine.requests.sampling_params import SamplingParams
-from tests.serving.differential.test_device_mutations import WAVES
 from tests.support.engines.shared_engines import SMALLEST, TILE, engines_of
+from tests.support.models.tiny_configs import ENGINE_VOCAB
+
+_RNG = np.random.default_rng(11)
+FIRST, OTHER, TAIL = (_RNG.integers(0, ENGINE_VOCAB, count).tolist() for count in (41, 12, 30))
+# Waves of prompts: each is asked while the answers to the one before are still coming.
+WAVES = (
+    [FIRST[:21], OTHER, [5]],
+    [FIRST[:21], FIRST[:18], FIRST[:17], OTHER],
+    [FIRST[:16] + TAIL[:2], FIRST[:21] + TAIL[:12], FIRST, TAIL[:25]],
+    [FIRST, FIRST[:32] + TAIL[:3], FIRST[:40], OTHER + TAIL[:9]],
+    [FIRST[:24] + TAIL[:1], TAIL[:25], TAIL[:24] + OTHER, FIRST[:21]],
+    [FIRST[:21] + TAIL[:12], FIRST[:40] + OTHER[:2], TAIL[:16], [7, 8]],
+)
 
 
 @pytest.mark.parametrize("mode", ["align", "all"])

@@ -16,8 +16,8 @@ from mamba_jax.drafts import MTPDrafts, NGramDrafts
 from mamba_jax.programs import StepPrograms
 from serving import AsyncEngine, SamplingParams
 from serving.core.errors import RequestError
+from tests.serving.core.mutations.registry import Fault
 from tests.serving.differential import structured_faults
-from tests.serving.differential.faults import Fault
 from tests.support.engines.engines import finish
 from tests.support.engines.replicas import serve
 from tests.support.engines.shared_engines import ROWS, SMALLEST, TILE, engines_of
@@ -248,9 +248,7 @@ def test_many_tasks_at_once_say_what_each_says_alone(drafts: Drafts) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "fault", structured_faults.STRUCTURED.values(), ids=lambda fault: f"D{fault.number}-{fault.plant.__name__}"
-)
+@pytest.mark.parametrize("fault", structured_faults.STRUCTURED.values(), ids=str)
 def test_fault_shows(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(15):
         alone(number)

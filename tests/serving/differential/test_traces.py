@@ -2,22 +2,31 @@
 
 Cache mode, chunking, batch mix, shared prefixes, repeats, preemption, aborts, seeds, several choices, failing and
 withdrawn steps: a trace mixes them all. Drafts of any source and count, rows that are held by an anchor and the inputs
-since, a prefill side, and steps that mix decode and prefill rows come in addition. See `traces.draw` for what a seed
-decides.
+since, a prefill side, steps that mix decode and prefill rows, adapters, states and pages in fewer bits, and engines
+whose bits do not depend on the schedule come in addition. See `traces.draw` for what a seed decides.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
+from kernels_pallas.native import WHY_MISSING
 from tests.serving.differential.drafting import COUNTS, SOURCES, drafters
-from tests.serving.differential.judging import TOLERANCE
 from tests.serving.differential.traces import DRAFTING_MODELS, run_traces
-from tests.support.engines.shared_engines import PROGRAMS, SAMPLINGS, engines_of
-from tests.support.selection import slow
+from tests.support.engines.shared_engines import (
+    EXACT,
+    INVARIANT,
+    INVARIANT_MODELS,
+    PROGRAMS,
+    SAMPLINGS,
+    SMALLEST,
+    VARIANTS,
+    engines_of,
+)
 
 DEFAULT_EXAMPLES = 20_000
+FULL, SLOW = pytest.mark.full, pytest.mark.slow
 
 COMMON = (
     "none", "align", "all", "aborted", "withdrawn", "failures", "preemptions", "states_evicted", "pages_evicted",
@@ -81,13 +90,33 @@ def test_with_a_split(drafts: bool, request: pytest.FixtureRequest) -> None:
     run_traces(50_000_000 if drafts else 0, count, reached=reached, drafts=drafts, split=True)
 
 
-def case(name: str, first: int, count: int, reached: tuple[str, ...], *, full: bool = True, **how: Any) -> Any:
-    """`count` traces from seed `first` on, that meet what is named in `reached`."""
-    return pytest.param(first, count, reached, how, id=name, marks=[pytest.mark.full] if full else [])
+def case(
+    name: str, first: int, count: int, reached: Sequence[str], *, mark: Any = FULL, ties: float = 1 / 200, **how: Any
+) -> Any:
+    """`count` traces from seed `first` on, that meet what is named in `reached`. `how`, `ties`: see `run_traces`."""
+    return pytest.param(first, count, reached, ties, how, id=name, marks=mark)
 
 
 REPLAY = {"replay": 8}
 ANCHORS = ("anchors",)
+KINDS = ("lora", "state", "both", "no adapter")
+FEW_ADAPTED = ("cached_tokens", "full_hits", "adapters waited")
+ARRIVED = ("full", "recompute-last", "arrived", "spared")
+
+
+def adapted(what: str, first: int, count: int, reached: Sequence[str], **more: Any) -> Any:
+    """Most requests have one of several adapters: names get new content while requests run, entries are few."""
+    return case(f"adapters, {what}", first, count, (*KINDS, *reached), adapters=True, **more)
+
+
+def bits(model: str, dtype: str, count: int, *reached: str, **how: Any) -> Any:
+    """Of schedule-invariant engines: equal bits have no ties. Those of prompts are the training forward's."""
+    name = f"{model}, invariant {dtype}"
+    marks = (FULL, pytest.mark.skipif(WHY_MISSING is not None, reason=f"native operations: {WHY_MISSING}"))
+    what = ", ".join((name, *how))
+    return case(what, 70_000_000, count, ("cached_tokens", *reached), mark=marks, ties=0, model=name, **how)
+
+
 CASES = [
     *(
         case(f"drafts, {model}", 54_000_000, 25, ("align", "all", "failures", "full_hits", "accepted ngram"),
@@ -100,7 +129,7 @@ CASES = [
         for model in ("eagle3", "dflash")
         for replay in (None, 8)
     ),
-    case("replay", 0, 60, (*COMMON, *ANCHORS), full=False, model="nemotronh", **REPLAY),
+    case("replay", 0, 60, (*COMMON, *ANCHORS), mark=(), model="nemotronh", **REPLAY),
     case("replay, drafts", 50_000_000, 40, (*COMMON, *ANCHORS, "drafts_cut", "layer"), drafts=True, model="nemotronh",
          **REPLAY),
     # Tails of the delta rule hold what a token added to the state, found as it was absorbed.
@@ -115,31 +144,81 @@ CASES = [
          model="nemotronh", **REPLAY),
     # References come from requests that run alone, so that none of their steps is mixed.
     case("mixed steps", 60_000_000, 40, FEW, mixed=True, model="nemotronh"),
+    *(
+        case(f"mixed steps, replay {replay}, {model}", 61_000_000, 10, (), mark=mark, mixed=True, model=model,
+             replay=replay)
+        for model in MODELS
+        for replay, mark in ((None, FULL), (8, SLOW))
+    ),
+    *(
+        case(f"mixed steps, drafts, replay {replay}", 62_000_000, 30, ("all", "full_hits", "layer"), mark=mark,
+             mixed=True, drafts=True, model="nemotronh", replay=replay)
+        for replay, mark in ((None, SLOW), (8, FULL))
+    ),
+    # A state in 16 bits is rounded where it is stored: after each token of a decode step, but in prefill only where a
+    # chunk ends. So what was reused, and how a prompt was cut, shows in log-probabilities, within a bound
+    # (`shared_engines.VARIANTS`; measured over 24 traces: 0.005 with bfloat16, 0.001 with float16). Keys and values are
+    # rounded once, when they are written.
+    *(
+        case(variant, 5_000_000, 16, ("align", "all", "preemptions", "page_copies", "full_hits", "cached_tokens"),
+             ties=1 / 4, model=variant)
+        for variant in VARIANTS
+    ),
+    # Rows that are rounded at multiples of B: cold runs, hits, drafts, replay, a split all say the same.
+    *(
+        case(f"{variant}, {way}", 5_100_000, 16, ("align", "all", "cached_tokens"), ties=1 / 50, model=variant,
+             mark=FULL if variant.startswith("int8") and way in ("snapshots", "replay, drafts") else SLOW, **how)
+        for variant in EXACT
+        for way, how in {"snapshots": {}, "drafts": {"drafts": True}, "replay, drafts": {"drafts": True, **REPLAY},
+                         "split": {"split": True}}.items()
+    ),
+    # Each says with its adapter what it says with it alone.
+    adapted("a few", 70_000_000, 6, FEW_ADAPTED, mark=(), model=SMALLEST),
+    *(
+        adapted(model, 71_000_000, 60, (*FEW_ADAPTED, "none", "align", "all", "aborted", "failures", "preemptions",
+                                        "states_evicted", "pages_evicted"), model=model, mark=mark)
+        for model, mark in (("nemotronh", FULL), ("falconh1", SLOW), ("delta", FULL), ("short_conv", SLOW),
+                            ("kimi", SLOW))
+    ),
+    # Another engine with the same adapters computes most prompts.
+    adapted("split, a few", 76_000_000, 6, ARRIVED, split=True, model=SMALLEST),
+    *(
+        adapted(f"split, {model}", 77_000_000, 30, (*ARRIVED, "failed", "aborted"), split=True, model=model, mark=mark)
+        for model, mark in (("nemotronh", FULL), ("delta", SLOW))
+    ),
+    # Not from 72_000_000: with seed 72_000_018, a drawn number is within 3e-8 of the bound between two tokens.
+    *(
+        adapted(f"drafts, replay {replay}", 75_000_000, 40, (*FEW_ADAPTED, "drafts_cut"), drafts=True,
+                model="nemotronh", replay=replay, mark=mark)
+        for replay, mark in ((None, SLOW), (8, FULL))
+    ),
+    *(
+        adapted(f"replay, {model}, mixed {mixed}", 73_000_000, 40, (*FEW_ADAPTED, *ANCHORS), model=model, mixed=mixed,
+                mark=FULL if (model, mixed) == ("delta", False) else SLOW, **REPLAY)
+        for model in ("nemotronh", "delta")
+        for mixed in (False, True)
+    ),
+    # Steps of invariant engines have several shapes.
+    *(
+        bits(model, ("float32", "bfloat16")[number % 2], 5, *reached, **how)
+        for number, model in enumerate(INVARIANT_MODELS)
+        for reached, how in (((), {}), (("arrived",), {"split": True}))
+    ),
+    bits(SMALLEST, "bfloat16", 10, *(f"accepted {source}" for source in ("mtp", "ngram", "right", "mixed")),
+         drafts=True),
+    bits("delta", "float32", 4, "mixed", mixed=True),
+    bits("nemotronh", "bfloat16", 5, "lora", adapters=True),
 ]  # fmt: skip
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize(("first", "count", "reached", "how"), CASES)
-def test_traces_of_other_kinds(first: int, count: int, reached: tuple[str, ...], how: dict[str, Any]) -> None:
-    met = run_traces(first, count, reached=reached, **how)
-    assert met["mixed"] > 40 or not how.get("mixed")
-
-
-@pytest.mark.full
-@pytest.mark.fuzz
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("replay", [None, slow(8)])
-def test_mixed_steps_of_each_recurrence(model: str, replay: int | None) -> None:
-    assert run_traces(61_000_000, 10, model=model, replay=replay, mixed=True)["mixed"] > 5
-
-
-@pytest.mark.full
-@pytest.mark.fuzz
-@pytest.mark.parametrize("replay", [slow(None), 8])
-def test_mixed_steps_with_drafts(replay: int | None) -> None:
-    reached = ("all", "full_hits", "layer")
-    met = run_traces(62_000_000, 30, reached=reached, drafts=True, model="nemotronh", replay=replay, mixed=True)
-    assert met["mixed"] > 30
+@pytest.mark.parametrize(("first", "count", "reached", "ties", "how"), CASES)
+def test_traces_of_other_kinds(
+    first: int, count: int, reached: Sequence[str], ties: float, how: dict[str, Any]
+) -> None:
+    met = run_traces(first, count, reached=reached, ties=ties, **how)
+    assert met["mixed"] > count or not how.get("mixed")
+    assert ties or not met["cut"]
 
 
 RECURRENCES = ("nemotronh", "delta", "kimi", "lightning", "selective")
@@ -168,16 +247,14 @@ def test_more_traces(how: dict[str, Any], first: int, count: int) -> None:
     run_traces(first, count, reached=(*COMMON, *ANCHORS) if "model" in how else SPLIT, **how)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_the_reference_is_what_the_model_says(name: str) -> None:
-    """One at a time through the engine is the same as the whole sequence at once, without any store."""
-    on = engines_of(name)
-    for prompt in [(5,), tuple(range(3, 20)), tuple(range(50, 90))]:
-        (line,) = on.alone(prompt)
-        said = on.whole([*prompt, *line.tokens])[len(prompt) - 1 : -1]
-        chosen = np.take_along_axis(said, np.array(line.tokens)[:, None], axis=1)[:, 0]
-        np.testing.assert_allclose(line.logprobs, chosen, atol=TOLERANCE)
-        assert (said.max(axis=1) - chosen < TOLERANCE).all()
-    # An early token still matters late: were the state forgotten quickly, these tests would see little.
-    changed = np.abs(on.whole([7, *range(60)])[-1] - on.whole([8, *range(60)])[-1]).max()
-    assert changed > 10 * TOLERANCE
+@pytest.mark.slow
+@pytest.mark.fuzz
+@pytest.mark.parametrize("how", ["plain", "drafts", "split", "adapters", "mixed"])
+@pytest.mark.parametrize("model", INVARIANT)
+def test_more_bits(model: str, how: str, request: pytest.FixtureRequest) -> None:
+    """`--examples` is the number of requests of all cases together; a trace has at least 5 on average."""
+    count = max(1, examples(request, 5 * 5 * len(INVARIANT), 1))
+    met = run_traces(
+        70_001_000, count, reached=("cached_tokens",), model=model, **({how: True} if how != "plain" else {})
+    )
+    assert not met["cut"]
