@@ -1,6 +1,7 @@
 """Which package may import which: imports only point down (docs/architecture.md)."""
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -131,19 +132,22 @@ PARTS = {
 }
 
 
-def imports(path: Path) -> list[tuple[str, bool]]:
-    """Modules that a file imports, with whether the import stands inside a function."""
+@functools.cache
+def statements(path: Path) -> list[tuple[ast.Import | ast.ImportFrom, bool]]:
+    """The import statements of a file, with whether each stands inside a function."""
     tree = ast.parse(path.read_text())
-    inside = {id(n) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for n in ast.walk(f)}
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found += [(alias.name, id(node) in inside) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            package = list(path.relative_to(ROOT).with_suffix("").parts)
-            base = ".".join(package[: -node.level]) if node.level else ""
-            found.append((f"{base}.{node.module or ''}".strip("."), id(node) in inside))
-    return found
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    inside = {id(node) for function in functions for node in ast.walk(function)}
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert not any(isinstance(node, ast.ImportFrom) and node.level for node in found), f"{path} has a relative import"
+    return [(node, id(node) in inside) for node in found]
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """Modules that a file imports, with whether the import stands inside a function."""
+    for node, lazy in statements(path):
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+        yield from ((name, lazy) for name in names)
 
 
 def folder_of(module: str) -> str:
@@ -211,23 +215,20 @@ def part_of(package: str, module: str) -> str | None:
     return module.removeprefix(package).strip(".").partition(".")[0] if f"{module}.".startswith(f"{package}.") else None
 
 
+@functools.cache
 def module_imports() -> dict[str, set[str]]:
     """For each module which others it imports when it is loaded, or for type checking only."""
     paths = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
     found = {}
     for name, path in names.items():
-        tree = ast.parse(path.read_text())
-        functions = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)]
-        lazy = {id(node) for function in functions for node in ast.walk(function)}
         modules: set[str] = set()
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and id(node) not in lazy:
-                assert not node.level, f"{name} has a relative import"
+        for node in (node for node, lazy in statements(path) if not lazy):
+            if isinstance(node, ast.ImportFrom):
                 # A name imported from a package may be a module of it.
                 inner = {f"{node.module}.{alias.name}" for alias in node.names}
                 modules |= inner & names.keys() or {node.module or ""}
-            elif isinstance(node, ast.Import) and id(node) not in lazy:
+            else:
                 modules |= {alias.name for alias in node.names}
         found[name] = modules & names.keys() - {name}
     return found
