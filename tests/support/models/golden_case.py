@@ -84,13 +84,13 @@ def full_log_probs(model: HybridModel, prompts: list[np.ndarray]) -> list[np.nda
     tokens = np.zeros((len(prompts), lengths.max()), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
-    out = jax.jit(lambda model, tokens, lengths: jax.nn.log_softmax(model(tokens, lengths)))(model, tokens, lengths)
-    return [row[:length] for row, length in zip(np.asarray(out), lengths, strict=True)]
+    out = np.asarray(_log_probs(model, tokens, lengths))
+    return [row[:length] for row, length in zip(out, lengths, strict=True)]
 
 
 @jax.jit
-def _log_probs(model: HybridModel, tokens: np.ndarray, length: np.ndarray) -> jax.Array:
-    return jax.nn.log_softmax(model(tokens, length))
+def _log_probs(model: HybridModel, tokens: np.ndarray, lengths: np.ndarray) -> jax.Array:
+    return jax.nn.log_softmax(model(tokens, lengths))
 
 
 def log_probs(model: HybridModel, tokens: list[int], longest: int = 256) -> np.ndarray:
