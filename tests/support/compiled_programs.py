@@ -89,6 +89,7 @@ def compile_step(
     tile_size: int = 128,
     source: Any = None,
     lora: tuple[int, int] | None = None,
+    greedy: bool = True,
 ) -> CompiledStep:
     """Compiles the program of a batch.
 
@@ -97,6 +98,7 @@ def compile_step(
         seats: arguments of `init_rows`.
         model: with described parameters; None: in bfloat16.
         source: of drafts.
+        greedy: leave out sampling, which takes over a third of the compiler's time.
     """
     machine = compilable(topology)
     partition, shape = Partition.of(config, machine.count), StoreShape.of(config)
@@ -108,6 +110,7 @@ def compile_step(
         tile_size=tile_size,
         source=source,
         lora=lora,
+        greedy=greedy,
     )
     program, device = measured(programs, batch), partition.device_shape(shape)
     states = store["num_slots"] * device.bytes_per_slot(jnp.bfloat16)

@@ -59,7 +59,9 @@ EVERY = [(name, one_of_each(name), "h200-1", drafts) for name in preset_names() 
 CASES = [*FEW, *(slow(*case) for case in (*OTHER_MACHINES, *EVERY) if case not in FEW)]
 
 
-def compiled_for(model, pattern, topology, drafts, batch, vocab_size=1024, kind=None, lora=None, replay=None):
+def compiled_for(
+    model, pattern, topology, drafts, batch, vocab_size=1024, kind=None, lora=None, replay=None, greedy=True
+):
     """The program, the bytes of its store, and how operations run."""
     config = few_layers(model, pattern, vocab_size)
     described = None
@@ -80,6 +82,7 @@ def compiled_for(model, pattern, topology, drafts, batch, vocab_size=1024, kind=
         model=described,
         tile_size=TILE,
         lora=lora,
+        greedy=greedy,
     )
     return step.program, step.states + step.pages, step.kernels
 
@@ -93,7 +96,8 @@ def check(program, store):
 @pytest.mark.parametrize(("model", "pattern", "topology", "drafts"), CASES)
 def test_decode_is_lean(model, pattern, topology, drafts):
     batch = DecodeBatch.empty(rows=ROWS, num_speculative_tokens=drafts, pages_per_row=64)
-    program, store, kernels = compiled_for(model, pattern, topology, drafts, batch)
+    greedy = (model, pattern, topology, drafts) != FEW[0]  # one model's steps also sample
+    program, store, kernels = compiled_for(model, pattern, topology, drafts, batch, greedy=greedy)
     check(program, store)
     by_xla = (" recurrence_update by xla", "paged_attention by xla")
     assert not [by for by in by_xla if by in kernels]
@@ -105,7 +109,8 @@ def test_decode_is_lean(model, pattern, topology, drafts):
 @pytest.mark.parametrize(("model", "pattern", "topology", "drafts"), CASES)
 def test_prefill_is_lean(model, pattern, topology, drafts):
     batch = PrefillBatch.empty(tokens=TOKENS, rows=2, tiles=TOKENS // TILE + 2, pages_per_row=64, tile_size=TILE)
-    program, store, kernels = compiled_for(model, pattern, topology, drafts, batch)
+    greedy = (model, pattern, topology, drafts) != FEW[0]
+    program, store, kernels = compiled_for(model, pattern, topology, drafts, batch, greedy=greedy)
     check(program, store)
     by_xla = ("recurrence_scan by xla", "paged_attention by xla")
     assert not [by for by in by_xla if by in kernels]
@@ -187,7 +192,8 @@ def test_sampling_holds_one_array_of_the_vocabulary():
     # those of the heads that are searched at a time.
     batch = DecodeBatch.empty(rows=ROWS, num_speculative_tokens=0, pages_per_row=64)
     config = load_config("nemotron-3-nano-30b-a3b")
-    program, *_ = compiled_for("nemotron-3-nano-30b-a3b", "ME*", "h200-1", 0, batch, vocab_size=config.vocab_size)
+    model, sizes = "nemotron-3-nano-30b-a3b", {"vocab_size": config.vocab_size, "greedy": False}
+    program, *_ = compiled_for(model, "ME*", "h200-1", 0, batch, **sizes)
     assert program.temporaries < 2.5 * 4 * ROWS * config.vocab_size
 
 
