@@ -101,6 +101,8 @@ def test_loops_are_timed(calls):
         assert found.moved > 0
 
 
+@pytest.mark.full
+@pytest.mark.smoke("model")
 @pytest.mark.parametrize(
     "model",
     ["nemotron-h-8b", "nemotron-3-nano-30b-a3b", "qwen3-next-80b-a3b", "falcon-mamba-7b", "kimi-linear-48b-a3b"],
