@@ -11,6 +11,7 @@ from tests.support.engines.shared_engines import PROGRAMS, SMALLEST, TOLERANCE, 
 from tests.support.models.adapter_contents import CONTENTS, content
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_reference_is_what_the_model_says(name: str) -> None:
     """One at a time through the engine is the same as the whole sequence at once, without any store."""

@@ -55,6 +55,7 @@ def examples(request: pytest.FixtureRequest, per_trace: int, least: int) -> int:
     return max(least, int(request.config.getoption("--examples", default=DEFAULT_EXAMPLES)) // per_trace)
 
 
+@pytest.mark.full
 @pytest.mark.fuzz
 @pytest.mark.parametrize("shard", range(4))
 def test_traces(shard: int, request: pytest.FixtureRequest) -> None:
@@ -118,6 +119,7 @@ def bits(model: str, dtype: str, count: int, *reached: str, **how: Any) -> Any:
 
 
 CASES = [
+    case("a few", 0, 12, ("all", "cached_tokens"), mark=(), model="nemotronh"),
     *(
         case(f"drafts, {model}", 54_000_000, 25, ("align", "all", "failures", "full_hits", "accepted ngram"),
              drafts=True, model=model)
