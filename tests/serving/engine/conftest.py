@@ -20,10 +20,14 @@ def harness() -> "EngineHarness":
 
 @pytest.fixture(scope="module")
 def quick_compilation() -> "Iterator[None]":
-    """Programs of engines compile fast, leave sampling out until a request samples, and are saved for later runs."""
+    """Programs of engines are few, compile fast, leave sampling out until a request samples, and are saved."""
+    from serving.engine.steps import batching
     from tests.support.engines.step_programs import shared_programs
 
+    buckets = batching.prefill_buckets
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batching, "decode_buckets", lambda rows: [rows])
+        patch.setattr(batching, "prefill_buckets", lambda config: buckets(config)[-1:])
         patch.setattr("serving.engine.assembly.build.StepPrograms", shared_programs)
         yield
 
@@ -33,9 +37,16 @@ def structured(harness: "EngineHarness") -> "Callable[[], Engine]":
     """Makes engines that follow grammars of letters."""
     from serving.config import EngineConfig
     from serving.engine.assembly.build import assemble
+    from tests.support.engines.engines import use_widest_steps
     from tests.support.engines.step_programs import shared_programs
     from tests.support.models.letter_tokens import EOS, letters
 
     config = EngineConfig.create(**harness.flags, enable_structured_outputs=True)
     programs = shared_programs(harness.model, tile_size=harness.flags["tile_size"], greedy=False)
-    return lambda: assemble(config, harness.model, tokenizer=letters(), eos_token_ids=(EOS,), programs=programs).engine
+
+    def make() -> "Engine":
+        built = assemble(config, harness.model, tokenizer=letters(), eos_token_ids=(EOS,), programs=programs)
+        use_widest_steps(built.engine)
+        return built.engine
+
+    return make

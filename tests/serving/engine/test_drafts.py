@@ -12,7 +12,6 @@ from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly.drafting import draft_source
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.stats import DraftStats, merged_stats
-from tests.support.engines.engines import use_widest_steps
 
 # With K = 3 a row may need 8 slots where states are kept; pages for less than half of what four rows can become.
 SIZES = {"max_num_seqs": 4, "num_slots": 34, "num_pages": 22}
@@ -25,16 +24,13 @@ def drafting(harness):
     made = type(harness)(source=NGramDrafts(1, 4))
 
     def engine(mode):
-        engine = made.engine(mode, **SIZES, **DRAFTS)
-        use_widest_steps(engine)
-        return engine
+        return made.engine(mode, **SIZES, **DRAFTS)
 
     return engine
 
 
 def alone(harness, prompts, params):
     engine = harness.engine("none", **SIZES)
-    use_widest_steps(engine)
     return [
         harness.run(engine, [prompt], each)[0].outputs[0].token_ids
         for prompt, each in zip(prompts, params, strict=True)

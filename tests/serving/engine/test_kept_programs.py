@@ -13,11 +13,12 @@ from mamba_jax.batch import DecodeBatch
 from mamba_jax.programs import StepPrograms
 from serving.engine.compiled_programs import KeptPrograms, keep_programs
 from tests.support.engines.engines import QUICK_COMPILE
+from tests.support.engines.shared_engines import SMALLEST, engines_of
 
 
 @pytest.fixture(scope="module")
-def engine(harness):
-    return harness.engine()
+def engine():
+    return engines_of(SMALLEST).engine("all")
 
 
 @pytest.fixture
@@ -26,9 +27,9 @@ def fresh():
         yield
 
 
-def programs_like(harness, folder, **changes):
+def programs_like(folder, **changes):
     options = {"tile_size": 16, "compiler_options": QUICK_COMPILE, "greedy": True} | changes
-    programs = StepPrograms(harness.model, **options)
+    programs = StepPrograms(engines_of(SMALLEST).model, **options)
     programs.kept = KeptPrograms(folder, programs)
     return programs
 
@@ -42,8 +43,8 @@ def decode(engine, rows=1, drafts=0):
     return DecodeBatch.empty(rows=rows, num_speculative_tokens=drafts, pages_per_row=width)
 
 
-def test_the_second_start_compiles_nothing_and_computes_the_same(fresh, harness, engine, tmp_path, monkeypatch):
-    first, batch = programs_like(harness, tmp_path), decode(engine)
+def test_the_second_start_compiles_nothing_and_computes_the_same(fresh, engine, tmp_path, monkeypatch):
+    first, batch = programs_like(tmp_path), decode(engine)
     batch.row_id[0], batch.tokens[0, 0], batch.num_tokens[0], batch.write_slot[0, 0] = 1, 7, 1, 3
     batch.page_table[0, 0], batch.sample[0] = 1, True
     store, rows = copies(engine)
@@ -51,13 +52,15 @@ def test_the_second_start_compiles_nothing_and_computes_the_same(fresh, harness,
     expected = jax.tree.map(np.asarray, first.decode(store, rows, batch))
     assert (first.kept.loaded, len(list(tmp_path.glob("*.program")))) == (0, 1)
 
-    second = programs_like(harness, tmp_path)
+    second = programs_like(tmp_path)
     monkeypatch.setattr(second, "lower", None)  # there is nothing to trace
     store, rows = copies(engine)
     result = second.decode(store, rows, batch)
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, result), expected)
     assert (second.kept.loaded, second.compilations) == (1, 1)
-    assert second.kernels.report() == first.kernels.report() != StepPrograms(harness.model).kernels.report()
+    assert (
+        second.kernels.report() == first.kernels.report() != StepPrograms(engines_of(SMALLEST).model).kernels.report()
+    )
     # It still updates the store in place.
     assert store.hidden.is_deleted()
     assert rows.length.is_deleted()
@@ -73,7 +76,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("what", [*CHANGES, "source", "jax", "environment", "rows", "store"])
-def test_whatever_may_change_a_program_makes_it_another(harness, engine, tmp_path, monkeypatch, what):
+def test_whatever_may_change_a_program_makes_it_another(engine, tmp_path, monkeypatch, what):
     def path(programs, changed=None):
         store, seats = engine.loop._store, engine.loop._rows
         if changed == "store":
@@ -81,18 +84,18 @@ def test_whatever_may_change_a_program_makes_it_another(harness, engine, tmp_pat
         arguments = (programs._weights, store, seats, decode(engine, 2 if changed == "rows" else 1))
         return programs.kept._place(arguments)
 
-    one = path(programs_like(harness, tmp_path))
-    assert path(programs_like(harness, tmp_path)) == one
+    one = path(programs_like(tmp_path))
+    assert path(programs_like(tmp_path)) == one
     if what == "source":
         monkeypatch.setattr(module, "source_digest", lambda packages: "edited")
     if what == "environment":
         monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
     with jax.default_matmul_precision("bfloat16" if what == "jax" else None):
-        assert path(programs_like(harness, tmp_path, **CHANGES.get(what, {})), what) != one
+        assert path(programs_like(tmp_path, **CHANGES.get(what, {})), what) != one
 
 
 @pytest.mark.full
-def test_programs_that_jax_has_cached_are_kept_whole(harness, engine, tmp_path, monkeypatch):
+def test_programs_that_jax_has_cached_are_kept_whole(engine, tmp_path, monkeypatch):
     """XLA:CPU cannot write down what it has read itself: such a program would fail when it runs."""
     before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
@@ -101,7 +104,9 @@ def test_programs_that_jax_has_cached_are_kept_whole(harness, engine, tmp_path, 
     try:
         batch, results = decode(engine), []
         for keep in (False, True, True):
-            programs = StepPrograms(harness.model, tile_size=16, compiler_options=QUICK_COMPILE, greedy=True)
+            programs = StepPrograms(
+                engines_of(SMALLEST).model, tile_size=16, compiler_options=QUICK_COMPILE, greedy=True
+            )
             store, rows = copies(engine)
             kept = keep_programs(programs) if keep else None
             programs.program(store, rows, batch)
@@ -116,55 +121,55 @@ def test_programs_that_jax_has_cached_are_kept_whole(harness, engine, tmp_path, 
 
 
 @pytest.mark.full
-def test_a_damaged_file_is_compiled_anew(fresh, harness, engine, tmp_path, caplog):
-    programs_like(harness, tmp_path).program(*copies(engine), decode(engine))
+def test_a_damaged_file_is_compiled_anew(fresh, engine, tmp_path, caplog):
+    programs_like(tmp_path).program(*copies(engine), decode(engine))
     (path,) = tmp_path.glob("*.program")
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    again = programs_like(harness, tmp_path)
+    again = programs_like(tmp_path)
     again.program(*copies(engine), decode(engine))
     assert again.kept.loaded == 0
     assert "compiled again" in caplog.text
-    third = programs_like(harness, tmp_path)
+    third = programs_like(tmp_path)
     third.program(*copies(engine), decode(engine))
     assert third.kept.loaded == 1
 
 
-def test_an_edit_that_changes_no_program_compiles_nothing(fresh, harness, engine, tmp_path, monkeypatch):
-    first, batch = programs_like(harness, tmp_path), decode(engine)
+def test_an_edit_that_changes_no_program_compiles_nothing(fresh, engine, tmp_path, monkeypatch):
+    first, batch = programs_like(tmp_path), decode(engine)
     first.program(*copies(engine), batch)
     monkeypatch.setattr(module, "source_digest", lambda packages: "edited")
-    second = programs_like(harness, tmp_path)
+    second = programs_like(tmp_path)
     second.program(*copies(engine), batch)
     assert second.kept.loaded == 1
     assert second.kernels.report() == first.kernels.report()
-    third = programs_like(harness, tmp_path)
+    third = programs_like(tmp_path)
     monkeypatch.setattr(third, "lower", None)  # nor is anything traced again
     third.program(*copies(engine), batch)
     # Programs with other options are others.
-    fourth = programs_like(harness, tmp_path, compiler_options={"xla_backend_optimization_level": 1})
+    fourth = programs_like(tmp_path, compiler_options={"xla_backend_optimization_level": 1})
     fourth.program(*copies(engine), batch)
     assert (third.kept.loaded, fourth.kept.loaded) == (1, 0)
 
 
-def test_two_threads_that_need_one_program_compile_it_once(fresh, harness, engine, tmp_path):
-    both = [programs_like(harness, tmp_path) for _ in range(2)]
+def test_two_threads_that_need_one_program_compile_it_once(fresh, engine, tmp_path):
+    both = [programs_like(tmp_path) for _ in range(2)]
     arguments = copies(engine)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda programs: programs.program(*arguments, decode(engine)), both))
     assert sorted(programs.kept.loaded for programs in both) == [0, 1]
 
 
-def test_a_folder_that_others_may_write_is_not_used(harness, tmp_path):
+def test_a_folder_that_others_may_write_is_not_used(tmp_path):
     tmp_path.chmod(0o777)
     with pytest.raises(PermissionError, match="by others"):
-        programs_like(harness, tmp_path)
+        programs_like(tmp_path)
 
 
-def test_old_programs_are_removed(harness, tmp_path):
+def test_old_programs_are_removed(tmp_path):
     tmp_path.chmod(0o700)
     old = tmp_path / "0.program"
     old.write_bytes(b"")
     module.os.utime(old, (0, 0))
-    programs_like(harness, tmp_path)
+    programs_like(tmp_path)
     assert not old.exists()

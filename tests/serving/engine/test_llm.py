@@ -14,6 +14,7 @@ from checkpoints.resolve import DEMO_DIRECTORY
 from serving import LLM, ConfigError, RequestError, SamplingParams
 from serving.engine import llm as llm_module
 from serving.engine.requests.sampling_params import recommended_sampling
+from tests.support.engines.engines import use_widest_steps
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
 
@@ -22,7 +23,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
 def llm(harness):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm_module, "build_engine", harness.build)
-        return LLM("anything", **harness.flags)
+        made = LLM("anything", **harness.flags)
+    use_widest_steps(made.engine)
+    return made
 
 
 def test_outputs_are_in_the_order_of_the_prompts(llm):

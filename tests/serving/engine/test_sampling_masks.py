@@ -11,7 +11,6 @@ from checkpoints import load_model
 from checkpoints.tokenizer import load_tokenizer
 from serving import LLM, RequestError, SamplingParams, unpack_sampling_mask
 from serving.engine.structured.grammars import StructuredOutputs
-from tests.support.engines.engines import use_widest_steps
 from tests.support.models import golden_case
 from tests.support.models.golden_case import FIXTURES
 from tests.support.servers.live_server import LiveServer
@@ -81,10 +80,7 @@ def check(output, params, said_by_model):
 
 
 def engine_of(model=MODEL, **flags):
-    """An engine with few programs, which compile fast."""
-    llm = LLM(str(model), **(FLAGS | flags))
-    use_widest_steps(llm.engine)
-    return llm
+    return LLM(str(model), **(FLAGS | flags))
 
 
 def ask(llm, params=PARAMS):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from serving.config import EngineConfig
 from serving.engine import compiled_programs
 from serving.engine.compiled_programs import warm_up
 from serving.engine.requests.sampling_params import SamplingParams
@@ -15,10 +16,15 @@ from serving.engine.steps.loop import WarmUpStopped
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
+def start(harness, mode):
+    """An engine with programs of all shapes."""
+    return harness.build(EngineConfig.create(mamba_cache_mode=mode, **harness.flags)).engine
+
+
 @pytest.fixture
 def watched(harness, monkeypatch):
     """An engine, the shapes that its steps run by, and what lets its compiling thread go on."""
-    engine = harness.engine("none")
+    engine = start(harness, "none")
     programs, go_on, shapes = engine.loop.programs, threading.Event(), []
     compile, step = programs.program, programs.step
 
@@ -108,7 +114,7 @@ def test_the_log_says_what_is_coming_and_when_it_is_there(harness, watched, capl
 
 
 def test_a_warm_up_can_be_left(harness):
-    loop = harness.engine("all").loop
+    loop = start(harness, "all").loop
     loop.leaving.set()
     compiled = loop.programs.compilations
     with pytest.raises(WarmUpStopped):
@@ -117,7 +123,7 @@ def test_a_warm_up_can_be_left(harness):
 
 
 def test_nothing_compiles_after_the_warm_up(harness):
-    engine = harness.engine("all")
+    engine = start(harness, "all")
     engine.loop.warm_up(engine.loop.batches.warm_up_batches(harness.vocab_size))
     compiled = engine.loop.programs.compilations
     rng = random.Random(3)

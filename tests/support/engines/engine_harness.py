@@ -15,7 +15,7 @@ from mamba_jax.programs import StepPrograms
 from serving.config import EngineConfig
 from serving.engine.assembly.build import assemble
 from serving.engine.requests.sampling_params import SamplingParams
-from tests.support.engines.engines import finish
+from tests.support.engines.engines import finish, use_widest_steps
 from tests.support.engines.step_programs import shared_programs
 from tests.support.models.golden_case import log_probs
 
@@ -58,7 +58,10 @@ class EngineHarness:
         """Token i is the word "wi"."""
 
     def engine(self, mode: str | None = None, *, programs: StepPrograms | None = None, **flags):
-        return self.build(EngineConfig.create(mamba_cache_mode=mode, **(FLAGS | flags)), programs).engine
+        """An engine that runs all steps by the widest program of each kind."""
+        engine = self.build(EngineConfig.create(mamba_cache_mode=mode, **(FLAGS | flags)), programs).engine
+        use_widest_steps(engine)
+        return engine
 
     def build(self, config: EngineConfig, programs: StepPrograms | None = None):
         programs = programs or self.programs

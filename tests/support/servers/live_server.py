@@ -20,6 +20,7 @@ from serving.engine.assembly.build import assemble
 from serving.engine.assembly.drafting import draft_source
 from serving.engine.async_engine import AsyncEngine
 from serving.engine.compiled_programs import warm_up
+from tests.support.engines.engines import use_widest_steps
 from tests.support.engines.step_programs import shared_programs
 
 ENGINE = {
@@ -160,4 +161,6 @@ def make_engine(**flags):
         greedy=False,
     )
     tokenizer, eos = load_tokenizer(config.model), generation_config(config.model).eos_token_ids
-    return assemble(config, model, tokenizer=tokenizer, eos_token_ids=eos, programs=programs).engine
+    engine = assemble(config, model, tokenizer=tokenizer, eos_token_ids=eos, programs=programs).engine
+    use_widest_steps(engine)
+    return engine
