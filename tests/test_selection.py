@@ -73,7 +73,7 @@ def selected(pytester):
     pytester.makepyfile(test_examples=EXAMPLES, test_kernel=KERNEL)
 
     def run(*arguments):
-        result = pytester.runpytest_inprocess("--collect-only", "-q", *arguments)
+        result = pytester.runpytest_inprocess("--collect-only", "-q", "-p", "no:jaxtyping", *arguments)
         return sorted(line.split("::", 1)[1] for line in result.outlines if "::" in line)
 
     return run
@@ -121,12 +121,18 @@ def test_a_keyword_spares_the_import_of_files_that_cannot_match(pytestconfig, mo
 
 def test_a_file_of_the_full_tier_is_imported_only_with_it(pytestconfig, monkeypatch):
     monkeypatch.setattr(pytestconfig.option, "keyword", "")
-    for full, file, expected in [
-        (False, "serving/capacity/test_compiled_replay.py", True),
-        (True, "serving/capacity/test_compiled_replay.py", None),
+    for full, marks, file, expected in [
+        (False, "", "serving/capacity/test_compiled_replay.py", True),
+        (True, "", "serving/capacity/test_compiled_replay.py", None),
         # Marked `full`, with tests marked `smoke`.
-        (False, "kernels_pallas/test_recurrence_replay.py", None),
+        (False, "", "kernels_pallas/test_recurrence_replay.py", None),
+        (True, "(full or smoke) and not fuzz", "kernels_pallas/test_recurrence_replay.py", None),
+        (True, "(full or smoke) and not fuzz", "serving/core/test_hits.py", True),
+        (True, "fuzz", "kernels_pallas/test_recurrence_replay.py", True),
+        (True, "fuzz", "serving/core/test_fuzz.py", None),
+        (True, "full or gpu", "serving/core/test_hits.py", None),
     ]:
         monkeypatch.setattr(pytestconfig.option, "full", full)
+        monkeypatch.setattr(pytestconfig.option, "markexpr", marks)
         monkeypatch.setattr(pytestconfig.option, "slow", False)
         assert selection.ignored(selection.TESTS / file, pytestconfig) is expected, (full, file)

@@ -21,6 +21,8 @@ TESTS = Path(__file__).parents[1]
 WORD = re.compile(r"\w+")
 DEFINITION = re.compile(r"^\s*(?:async )?(?:def|class) (\w+)", re.MULTILINE)
 ALL_FULL = re.compile(r"^pytestmark = .*\bmark\.(full|slow)\b", re.MULTILINE)
+CHOICE = re.compile(r"\(?(full|smoke|fuzz)\b(?: or (full|smoke|fuzz)\b)?\)?(?: and not \w+)?")
+"""Of `-m`: what is chosen by one or two of these markers, apart from what another marker leaves out."""
 IMPORT = re.compile(r"^from (?:tests\.\w[\w.]*\.)?(test_\w+) import", re.MULTILINE)
 
 
@@ -91,6 +93,7 @@ def ignored(path: Path, config: pytest.Config) -> bool | None:
     """True for a file of which no test is selected, so that it need not be imported.
 
     In the default tier, these are files whose module is marked `full` or `slow` and whose text has no `smoke`. With
+    `-m "full or smoke"` and the like, these are files that name none of these markers. With
     `-k NAME`, these are files without a test that NAME could select, if NAME is one word that occurs in the name of a
     test, class or file: such a word is not looked for in the values of parameters. None (no opinion) otherwise.
     """
@@ -106,11 +109,16 @@ def ignored(path: Path, config: pytest.Config) -> bool | None:
 
 
 def _is_left_out(path: Path, config: pytest.Config) -> bool:
-    """Whether the default tier has none of a file's tests."""
-    if full_tier(config) or path in named_files(config):
+    """Whether the tier, or what `-m` chooses of it, has none of a file's tests."""
+    if path in named_files(config):
         return False
-    text = path.read_text()
-    return ALL_FULL.search(text) is not None and "smoke" not in text
+    text, choice = path.read_text(), CHOICE.fullmatch(config.getoption("markexpr") or "")
+    if choice:
+        near = path.with_name("conftest.py")  # its parameters may have marks
+        marked = text + (near.read_text() if near.exists() else "")
+        if not any(f"mark.{name}" in marked for name in choice.groups() if name):
+            return True
+    return not full_tier(config) and ALL_FULL.search(text) is not None and "smoke" not in text
 
 
 @functools.cache
