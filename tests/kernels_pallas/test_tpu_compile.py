@@ -52,7 +52,7 @@ from tests.support.hlo_traffic import Traffic
 from tests.support.selection import slow
 
 pytestmark = pytest.mark.tpu_compile
-FULL = pytest.mark.full
+FULL, SLOW = pytest.mark.full, pytest.mark.slow
 
 ATTENDING_DIVIDED = [divided(model, n) for model in ATTENDING for n in (1, 4, 8)]
 FEW = [
@@ -78,10 +78,10 @@ FEW = [
     case("recurrence_scan", LARGE.divided(8), chip="v6e", tiles=16, tile_size=64, marks=FULL),
     case("recurrence_scan", KIMI.divided(8), chip="v6e", tiles=16, marks=FULL),
     case("recurrence_replay", NEXT, chip="v5e", steps=4),
-    case("recurrence_replay", LARGE, chip="v6e", steps=4, marks=FULL),
+    case("recurrence_replay", LARGE, chip="v6e", steps=4, marks=SLOW),
     case("recurrence_replay", LARGE.divided(8), chip="v6e", rows=8, marks=FULL),
     case("recurrence_replay", KIMI, chip="v5e", steps=4, marks=FULL),
-    case("recurrence_replay", KIMI.divided(8), chip="v6e", steps=4, marks=FULL),
+    case("recurrence_replay", KIMI.divided(8), chip="v6e", steps=4, marks=SLOW),
     case("recurrence_replay", NEXT.divided(8), chip="tpu7x", rows=8, store=BF16, marks=FULL),
     *(
         case(operation, FALCON, chip=chip, inner=inner, steps=4, tiles=16, marks=FULL)
@@ -292,7 +292,7 @@ def test_quantized_dense_weights(chip, form):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("sizes", [(1856, 2688), (2688, 1856)], ids=["up", "down"])
+@pytest.mark.parametrize("sizes", [(1856, 2688), slow((2688, 1856))])
 @pytest.mark.parametrize(("chip", "form"), NARROW)
 def test_quantized_experts(chip, form, sizes):
     weight = quantized(form, 128, *sizes)  # Nemotron-3-Nano

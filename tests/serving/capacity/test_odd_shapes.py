@@ -49,7 +49,7 @@ def delta():
         pytest.param("v5e-1", "prefill", mamba, marks=marks("v5e-1", pytest.mark.slow)),
         pytest.param("h200-1", "decode", mamba, marks=marks("h200-1", pytest.mark.slow)),
         pytest.param("h200-1", "decode", delta, marks=marks("h200-1")),
-        pytest.param("h200-1", "prefill", delta, marks=marks("h200-1")),
+        pytest.param("h200-1", "prefill", delta, marks=marks("h200-1", pytest.mark.slow)),
         pytest.param("v5e-1", "decode", delta, marks=marks("v5e-1", pytest.mark.slow)),
         pytest.param("v5e-1", "prefill", delta, marks=marks("v5e-1", pytest.mark.slow)),
     ],
