@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from mamba_jax.adapters import adaptable_layers
-from serving.engine.requests.request import LoRARequest
+from serving.engine.requests.adapters import LoRARequest
 from tests.support.engines.shared_engines import PROGRAMS, SMALLEST, TOLERANCE, SharedEngines, engines_of
 from tests.support.models.adapter_contents import CONTENTS, content
 
