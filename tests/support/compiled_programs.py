@@ -13,11 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh, NamedSharding
 
 from checkpoints.load import load_config
+from checkpoints.placing import abstract_parameters
+from checkpoints.quantized.rounding import Selection
 from mamba_jax.config import SHARED, AttentionConfig, HybridConfig, MambaConfig
 from mamba_jax.config.channel_recurrence import Mamba1Config
 from mamba_jax.config.linear_recurrence import LightningConfig
+from mamba_jax.families import weight_names
 from mamba_jax.model import HybridModel
 from mamba_jax.programs import StepBatch
 from mamba_jax.rows import init_rows
@@ -66,6 +70,14 @@ class CompiledStep:
 def few_layers(model: str, pattern: str, vocab_size: int = 1024) -> HybridConfig:
     """A published model with these sublayers only, and without draft layers."""
     return replace(load_config(model), pattern=pattern, mtp_pattern="", vocab_size=vocab_size)
+
+
+def narrow_parameters(config: HybridConfig, partition: Partition, kind: str) -> dict:
+    """A model's parameters without values, as `--quantization KIND` leaves them, divided over a partition's devices."""
+    mesh = AbstractMesh((partition.shards,), (TENSOR,))
+    return Selection(config, weight_names(config), kind).parameters(
+        abstract_parameters(config, jnp.bfloat16), lambda path: NamedSharding(mesh, partition.parameter(path))
+    )
 
 
 def compilable(topology: str) -> Target:

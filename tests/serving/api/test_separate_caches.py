@@ -10,7 +10,7 @@ from serving.api.http.settings import ServerSettings
 from serving.config import EngineConfig
 from serving.core.cache.content import client_salt
 from serving.engine.assembly.build import assemble
-from tests.support.engines.no_programs import NoPrograms
+from tests.support.engines.step_programs import NoPrograms
 from tests.support.fleets.split_pair import FLAGS, model
 from tests.support.models.letter_tokens import letters
 from tests.support.servers.live_server import in_process

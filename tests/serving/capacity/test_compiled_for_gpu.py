@@ -1,4 +1,5 @@
-"""Step programs compiled by XLA's compiler for an H200 that is not at hand: in place, lean, and without the host.
+"""Step programs compiled by XLA's compiler for an H200 that is not at hand: in place, lean, and without the host; mixed
+steps and steps with LoRA adapters also for a TPU.
 
 A few layers of each kind of some published sizes by default, more sizes with --slow. It needs the packages of the extra
 `plan-gpu` and no GPU. Library kernels are chosen without measuring, so nothing here tells a time.
@@ -15,14 +16,13 @@ from jax.sharding import SingleDeviceSharding
 from checkpoints.load import load_config
 from checkpoints.presets import preset_names
 from kernels_pallas.grouped_matmul import grouped_matmul
-from mamba_jax.batch import DecodeBatch, PrefillBatch
+from mamba_jax.batch import DecodeBatch, MixedBatch, PrefillBatch
 from mamba_jax.model import HybridModel
 from mamba_jax.sharding import Partition
 from mamba_jax.tails import Replay
 from serving.capacity.compiling import slice_mesh
 from serving.capacity.targets import target
-from tests.support.compiled_programs import compilable, compile_step, few_layers
-from tests.support.models.narrow_parameters import narrow_parameters
+from tests.support.compiled_programs import compilable, compile_step, few_layers, narrow_parameters
 from tests.support.selection import slow
 
 pytestmark = [pytest.mark.gpu_compile, pytest.mark.full]
@@ -221,3 +221,52 @@ def test_experts_of_published_sizes(name, tokens):
         lowered = run.lower(described((tokens, inputs)), described((experts, outputs, inputs)), groups)
         memory = lowered.compile({"xla_gpu_autotune_level": 0}).memory_analysis()
         assert memory.temp_size_in_bytes < 2 * (4 * tokens * (inputs + outputs))
+
+
+DECODE = DecodeBatch.empty(rows=ROWS, num_speculative_tokens=0, pages_per_row=64)
+PREFILL = PrefillBatch.empty(tokens=TOKENS, rows=2, tiles=TOKENS // TILE + 2, pages_per_row=64, tile_size=TILE)
+MIXED = "nemotron-3-nano-30b-a3b", "ME*"
+
+
+@pytest.mark.slow
+def test_a_mixed_step_reads_weights_once_on_tpu():
+    alone = [compiled_for(*MIXED, "v6e-1", 0, batch)[0] for batch in (DECODE, PREFILL)]
+    program, store, _ = compiled_for(*MIXED, "v6e-1", 0, MixedBatch(DECODE, PREFILL))
+    print([(each.weights, each.moved) for each in (*alone, program)])
+    assert program.aliased >= store
+    assert program.temporaries < 2 * max(each.temporaries for each in alone)
+    assert program.weights <= 1.1 * max(each.weights for each in alone)
+    assert program.moved <= 0.75 * sum(each.moved for each in alone)
+
+
+def test_a_mixed_step_is_lean_on_gpu():
+    program, store, kernels = compiled_for(*MIXED, "h200-1", 0, MixedBatch(DECODE, PREFILL))
+    print(program, kernels)
+    check(program, store)
+    # As of prefill: the loop over log-probabilities of prompts is no part of a graph.
+    assert program.launches["kWhile"] == 1
+    assert set(program.launches) <= {"kCommandBuffer", "kWhile", "kCopy"}
+    assert not [by for by in (" recurrence_update by xla", " recurrence_scan by xla") if by in kernels]
+
+
+ADAPTED = "nemotron-h-8b", "M*-"
+LORAS = [(1, 16), (4, 16)]
+
+
+@pytest.mark.slow
+def test_adapters_are_read_once_on_tpu():
+    plain, store, _ = compiled_for(*ADAPTED, "v6e-1", 0, DECODE)
+    for lora in LORAS:
+        program, _, _ = compiled_for(*ADAPTED, "v6e-1", 0, DECODE, lora=lora)
+        print(lora, [(each.weights, each.moved, each.temporaries) for each in (plain, program)])
+        assert program.aliased >= store
+        assert program.weights <= 1.1 * plain.weights
+        assert program.moved <= 1.1 * plain.moved
+
+
+@pytest.mark.parametrize("lora", [slow(LORAS[0]), LORAS[1]], ids=str)
+def test_decode_with_adapters_is_lean_on_gpu(lora):
+    program, store, _ = compiled_for(*ADAPTED, "h200-1", 0, DECODE, lora=lora)
+    print(lora, program)
+    check(program, store)
+    assert program.launches == ONE_GRAPH

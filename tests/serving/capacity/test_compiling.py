@@ -1,8 +1,13 @@
 """Step programs compiled by the TPU's own compiler: nothing is copied, and devices exchange the least there is."""
 
+import dataclasses
+
 import pytest
 
 from mamba_jax.batch import DecodeBatch, PrefillBatch
+from mamba_jax.config import AttentionConfig, MLPConfig, QKNormConfig, RopeConfig
+from mamba_jax.config.drafter import BlockConfig, EagleConfig
+from mamba_jax.drafts import BlockDrafts, MTPDrafts
 from serving.capacity.targets import target
 from serving.config import EngineConfig
 from serving.core import SchedulerConfig
@@ -100,3 +105,37 @@ def test_prefill_of_a_mamba_layer_is_lean(topology):
     assert "gated_scan by pallas_tpu" in step.kernels
     assert step.program.moved < 0.9e9
     assert step.program.temporaries < 150e6
+
+
+ATTENTION = AttentionConfig(
+    num_heads=16, num_kv_heads=8, head_dim=128, scale=128**-0.5, input_size=1024, rope=RopeConfig(1e4, 128)
+)
+SIZES = {
+    "hidden_size": 1024,
+    "vocab_size": 1024,
+    "places": (1, 2),
+    "mlp": MLPConfig(2048, "silu", gated=True),
+    "norm_eps": 1e-6,
+    "own_embedding": True,
+}
+NORMED = dataclasses.replace(ATTENTION, qk_norm=QKNormConfig(1e-6))
+DRAFTERS = {
+    "eagle3": (EagleConfig(attention=ATTENTION, maps_vocabulary=True, **SIZES), MTPDrafts()),
+    "dspark": (
+        BlockConfig(attention=NORMED, num_layers=2, markov_rank=256, from_newest=True, **SIZES),
+        BlockDrafts(0, from_newest=True),
+    ),
+}
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("name", ["eagle3", slow("dspark")])
+def test_a_drafter_copies_nothing(name):
+    drafter, source = DRAFTERS[name]
+    config = few_layers("nemotron-h-8b", "M*-").with_drafter(drafter)
+    batch = DecodeBatch.empty(rows=16, num_speculative_tokens=3, pages_per_row=16)
+    seats = {"max_num_seqs": 16, "num_speculative_tokens": 3, "max_len": 1024}
+    store = STORE | {"num_pages": 2000, "page_size": 128}
+    step = compile_step(config, "v5e-8", batch, store=store, seats=seats, source=source)
+    assert step.program.aliased >= step.states + step.pages
+    assert step.program.temporaries < min(step.states, step.pages) / 4

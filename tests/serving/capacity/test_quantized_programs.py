@@ -15,8 +15,7 @@ from mamba_jax.rounding import NarrowDtype
 from mamba_jax.sharding import Partition
 from serving.capacity.count import Counter
 from serving.capacity.targets import target
-from tests.support.compiled_programs import compile_step, few_layers
-from tests.support.models.narrow_parameters import narrow_parameters
+from tests.support.compiled_programs import compile_step, few_layers, narrow_parameters
 from tests.support.selection import slow
 
 pytestmark = [pytest.mark.tpu_compile, pytest.mark.full]

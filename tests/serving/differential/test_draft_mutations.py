@@ -12,8 +12,8 @@ from tests.serving.differential.drafting import Drafters, Drafting, Watch, draft
 from tests.serving.differential.faults import DRAFTS, REPLAY
 from tests.serving.differential.judging import TOLERANCE, Divergence, compare_alternatives
 from tests.support.engines.engines import Continuation, finish
-from tests.support.engines.patched_programs import PatchedPrograms
 from tests.support.engines.shared_engines import MAX_LEN, SMALLEST, TILE, engines_of
+from tests.support.engines.step_programs import PatchedPrograms
 from tests.support.models.tiny_configs import ENGINE_VOCAB
 
 _RNG = np.random.default_rng(12)

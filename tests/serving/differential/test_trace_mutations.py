@@ -21,8 +21,8 @@ from tests.serving.differential import (  # noqa: F401 - fill the tables
 from tests.serving.differential.faults import ADAPTERS, BITS, DEVICE, planted
 from tests.serving.differential.judging import Divergence
 from tests.serving.differential.traces import draw, run_trace
-from tests.support.engines.patched_programs import PatchedPrograms
 from tests.support.engines.shared_engines import SMALLEST, engines_of
+from tests.support.engines.step_programs import PatchedPrograms
 
 # Each table of faults, and the traces in which they show.
 KINDS: tuple[tuple[dict[int, Fault], int, dict[str, Any]], ...] = (

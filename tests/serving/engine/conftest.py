@@ -7,6 +7,7 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from serving import LLM
     from serving.engine.engine import Engine
     from tests.support.engines.engine_harness import EngineHarness
 
@@ -16,6 +17,19 @@ def harness() -> "EngineHarness":
     from tests.support.engines.engine_harness import EngineHarness
 
     return EngineHarness()
+
+
+@pytest.fixture(scope="module")
+def llm(harness: "EngineHarness") -> "LLM":
+    """The harness's engine as users of the library have it."""
+    from serving import LLM
+    from tests.support.engines.engines import use_widest_steps
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("serving.engine.llm.build_engine", harness.build)
+        made = LLM("anything", **harness.flags)
+    use_widest_steps(made.engine)
+    return made
 
 
 @pytest.fixture(scope="module")

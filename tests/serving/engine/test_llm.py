@@ -12,20 +12,9 @@ import pytest
 from checkpoints import load_tokenizer
 from checkpoints.resolve import DEMO_DIRECTORY
 from serving import LLM, ConfigError, RequestError, SamplingParams
-from serving.engine import llm as llm_module
 from serving.engine.requests.sampling_params import recommended_sampling
-from tests.support.engines.engines import use_widest_steps
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def llm(harness):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm_module, "build_engine", harness.build)
-        made = LLM("anything", **harness.flags)
-    use_widest_steps(made.engine)
-    return made
 
 
 def test_outputs_are_in_the_order_of_the_prompts(llm):

@@ -2,12 +2,10 @@
 
 import pytest
 
-from serving import LLM, RequestError, SamplingParams
+from serving import RequestError, SamplingParams
 from serving.core import Mark
-from serving.engine import llm as llm_module
 from serving.engine.requests.conversations import ChangedPrefixes, message_digests
 from serving.engine.requests.request import read_marks
-from tests.support.engines.engines import use_widest_steps
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 TEMPLATE = (
@@ -17,15 +15,6 @@ TEMPLATE = (
 """The model's turn begins with thoughts (w8), which later turns do not show."""
 SYSTEM = {"role": "system", "content": " ".join(f"w{10 + i % 9}" for i in range(40))}
 FIRST = {"role": "user", "content": "w5 w6 w7 w5 w5"}
-
-
-@pytest.fixture(scope="module")
-def llm(harness):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm_module, "build_engine", harness.build)
-        made = LLM("anything", **harness.flags)
-    use_widest_steps(made.engine)
-    return made
 
 
 def test_conversations_continue_where_their_templates_show_the_same(llm):

@@ -22,7 +22,7 @@ from serving.split.router.app import create_router
 from serving.split.router.workers import choose
 from serving.split.seal import Seal
 from serving.split.settings import RouterSettings, SplitSettings
-from tests.support.engines.no_programs import NoPrograms
+from tests.support.engines.step_programs import NoPrograms
 from tests.support.servers.live_server import ENGINE, LiveServer, running
 
 SECRET = "a secret of the fleet"

@@ -18,8 +18,8 @@ def start(tiny, tmp_path):
     """Makes an engine, or several replicas, and closes all of them."""
     from serving.config import EngineConfig
     from serving.engine.assembly import build
-    from tests.support.engines.no_programs import NoPrograms
     from tests.support.engines.small_tiers import SMALL, Free
+    from tests.support.engines.step_programs import NoPrograms
 
     made = []
 

@@ -10,8 +10,8 @@ from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly.build import assemble
 from serving.tiers.folder import Folder
 from tests.support.engines.engines import finish
-from tests.support.engines.no_programs import NoPrograms
 from tests.support.engines.small_tiers import DISK, HOST, PARAMS, SMALL, ask, fill, tier_mover, tiers
+from tests.support.engines.step_programs import NoPrograms
 from tests.support.fleets.split_pair import model, tokens
 
 GIB = 1 << 30

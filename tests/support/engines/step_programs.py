@@ -1,4 +1,10 @@
-"""Compiled steps that tests share: within a process, with the other processes of a run, and with later runs."""
+"""Compiled steps that tests share: within a process, with the other processes of a run, and with later runs. Steps that
+run faulty code, and steps that compute nothing."""
+
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
 
 from mamba_jax.model import HybridModel
 from mamba_jax.program_cache import ProgramCache
@@ -29,3 +35,38 @@ def shared_programs(model: HybridModel, *, greedy: bool = True, **options) -> St
     if source is None or type(source).__module__.startswith("mamba_jax."):
         keep_programs(programs)
     return programs
+
+
+class NoPrograms:
+    """Compiles and computes nothing: emits the same token at every step and leaves the store unchanged."""
+
+    compilations = 0
+    adapters = None
+    kernels = SimpleNamespace(refused={})
+
+    def change_rows(self, rows, batch):
+        return rows
+
+    def step(self, store, rows, batch):
+        emitted = jnp.asarray(np.where(np.asarray(batch.sample), 5, -1)[:, None].astype(np.int32))
+        finite = jnp.ones(len(emitted), bool)
+        return store, rows, SimpleNamespace(tokens=emitted, finite=finite, num_drafts=None, prompt_logprobs=None)
+
+
+class PatchedPrograms:
+    """Runs batches of one kind with `own` programs, of code with a planted fault, and all others with `shared` ones.
+
+    `compiles` is "decode", "prefill", or None: no batches run with `own` programs.
+    """
+
+    adapters = None
+    compilations = 0
+
+    def __init__(self, shared: StepPrograms, own: StepPrograms | None, compiles: str | None) -> None:
+        self.shared, self.own = shared, own
+        self.compiles = f"{compiles.capitalize()}Batch" if compiles else ""
+        self.change_rows, self.kernels = shared.change_rows, shared.kernels
+
+    def step(self, store, rows, batch):
+        own = type(batch).__name__ == self.compiles
+        return (self.own if own else self.shared).step(store, rows, batch)

@@ -1,7 +1,12 @@
 """Two network namespaces with a cable between them that can lose packets and be cut. Needs to be root, on Linux."""
 
 import contextlib
+import fcntl
+import os
+import random
+import select
 import socket
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 NAMES = ("mamba-jax-a", "mamba-jax-b")
 DEVICES = ("mj-a", "mj-b")
 ADDRESSES = ("10.250.7.1", "10.250.7.2")
+SET_INTERFACE, TUN, WITHOUT_HEADER = 0x400454CA, 0x0001, 0x1000
 
 
 class TwoNetworks:
@@ -58,7 +64,7 @@ class TwoNetworks:
             words = [
                 sys.executable,
                 "-m",
-                "tests.support.fleets.lossy_cable",
+                "tests.support.fleets.two_networks",
                 device,
                 str(end.fileno()),
                 str(self.loss),
@@ -77,3 +83,23 @@ class TwoNetworks:
 
 def _run(command: str) -> None:
     subprocess.run(command.split(), capture_output=True, text=True, check=True)
+
+
+def lose_packets(device, descriptor, share):
+    """One end of the cable, in a process inside of its namespace: the descriptor is an end of a pair of datagram
+    sockets. (A kernel's own means to lose packets are not everywhere.)"""
+    tunnel = os.open("/dev/net/tun", os.O_RDWR)
+    fcntl.ioctl(tunnel, SET_INTERFACE, struct.pack("16sH22x", device.encode(), TUN | WITHOUT_HEADER))
+    other, draw = socket.socket(fileno=int(descriptor)), random.Random(0)
+    while True:
+        ready, _, _ = select.select([tunnel, other], [], [])
+        if tunnel in ready:
+            packet = os.read(tunnel, 1 << 16)
+            if draw.random() >= float(share):
+                other.send(packet)
+        if other in ready:
+            os.write(tunnel, other.recv(1 << 16))
+
+
+if __name__ == "__main__":
+    lose_packets(*sys.argv[1:])
