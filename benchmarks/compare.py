@@ -31,7 +31,7 @@ from benchmarks.turns import in_turns, ratio
 from serving import LLM, ConfigError, EngineConfig
 from serving.bench.report import emit, environment, spread
 from serving.bench.throughput import Run, engine_flags, flag_of, offline_parser, parse_offline, run
-from serving.vllm.command import engine_flags as own_flags
+from serving.vllm.flags import engine_flags as own_flags
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -83,7 +83,6 @@ PARTS = {
     },
     "serving.api.http": {
         "": set(),
-        "json_parts": set(),
         "json_values": set(),
         "protocol": set(),
         "response_store": set(),
@@ -91,9 +90,9 @@ PARTS = {
         "errors": {"protocol"},
         "parsing": {"json_values", "protocol", "settings"},
         "text": {"errors"},
-        "logprobs": {"json_parts", "protocol", "text"},
         "context": {"errors", "parsing", "response_store", "settings", "text"},
-        "connection": {"context", "errors", "json_parts", "protocol", "settings"},
+        "connection": {"context", "errors", "protocol", "settings"},
+        "logprobs": {"connection", "protocol", "text"},
         "generation": {"connection", "context", "errors", "protocol"},
         "limits": {"connection", "errors", "generation", "json_values", "settings"},
         "apis": {
@@ -101,7 +100,6 @@ PARTS = {
             "context",
             "errors",
             "generation",
-            "json_parts",
             "json_values",
             "logprobs",
             "parsing",

@@ -16,7 +16,6 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from serving.api.vllm_metrics import VllmNames
 from serving.core.stats import Exported, Stats
 from serving.core.tiers.tier import TierStats
 from serving.core.tiers.tiers import FetchStats
@@ -24,6 +23,7 @@ from serving.engine.requests.output import RequestOutput
 from serving.engine.stats import DraftStats, LoopStats
 
 PREFIX = "mamba_jax_"
+VLLM_PREFIX = "vllm:"
 
 _FIRST_TOKEN = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 _BETWEEN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2)
@@ -32,6 +32,34 @@ _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 _RECENT = 1024
 """Number of recent times that the status page summarizes."""
+
+ALIASES = {
+    "requests_running": ("num_requests_running",),
+    "requests_waiting": ("num_requests_waiting",),
+    "preemptions": ("num_preemptions",),
+    "prompt_tokens": ("prompt_tokens", "prefix_cache_queries", "gpu_prefix_cache_queries"),
+    "cached_prompt_tokens": ("prefix_cache_hits", "gpu_prefix_cache_hits"),
+    "generation_tokens": ("generation_tokens",),
+    "requests_finished": ("request_success",),
+    "draft_tokens": ("spec_decode_num_draft_tokens",),
+    "draft_tokens_accepted": ("spec_decode_num_accepted_tokens",),
+    "time_to_first_token_seconds": ("time_to_first_token_seconds",),
+    "inter_token_latency_seconds": ("inter_token_latency_seconds",),
+    "time_per_output_token_seconds": ("time_per_output_token_seconds", "request_time_per_output_token_seconds"),
+    "queue_time_seconds": ("request_queue_time_seconds",),
+    "e2e_request_latency_seconds": ("e2e_request_latency_seconds",),
+    "request_prompt_tokens": ("request_prompt_tokens",),
+    "request_generation_tokens": ("request_generation_tokens",),
+    "pages": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
+    "cache_config_info": ("cache_config_info",),
+    "lora_requests_info": ("lora_requests_info",),
+}
+"""Names of each metric in vLLM's current and earlier releases. The value of `pages` is the fraction in use of pages or
+of slots, whichever is larger: without either, no request can be added."""
+_LABELS = {"reason": "finished_reason"}
+_POOLS = ("pages", "slots")
+_SUMMED = ("position",)
+"""Labels that vLLM's metrics do not have. The collector sums samples over them."""
 
 Labels = tuple[tuple[str, str], ...]
 """Pairs of a label and its value."""
@@ -76,7 +104,7 @@ class Metrics:
         self._aliases: CollectorRegistry | None = None
         if vllm_names:
             self._aliases = CollectorRegistry(auto_describe=False)
-            self._aliases.register(VllmNames(self.registry, PREFIX, model))
+            self._aliases.register(_VllmNames(self.registry, model))
 
     def in_flight(self) -> contextlib.AbstractContextManager[Any]:
         """Counts a request while it runs."""
@@ -240,3 +268,44 @@ def add_fetches(families: Families, tiers: Mapping[str, Any], labels: Labels = (
     """Adds what an engine fetches from each tier."""
     for name, tier in tiers.items():
         families.exported(FetchStats, tier, (*labels, ("tier", name)))
+
+
+class _VllmNames:
+    """The metrics of `source` under vLLM's names, with the labels `model_name` and `engine`, as in vLLM.
+
+    Metrics that vLLM defines differently, or not at all, have no alias.
+    """
+
+    def __init__(self, source: CollectorRegistry, model: str) -> None:
+        self._source, self._model = source, model
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the aliases; the registry calls this."""
+        metrics = {metric.name.removeprefix(PREFIX): metric for metric in self._source.collect()}
+        for name, aliases in ALIASES.items():
+            for alias in aliases:
+                if name == "pages":
+                    pools = [self._renamed(metrics[pool], alias, share=True) for pool in _POOLS if pool in metrics]
+                    fullest = sorted((sample for pool in pools for sample in pool.samples), key=lambda each: each.value)
+                    for pool in pools[:1]:
+                        pool.samples = list({tuple(each.labels.items()): each for each in fullest}.values())
+                        yield pool
+                elif name in metrics:
+                    yield self._renamed(metrics[name], alias, share=False)
+
+    def _renamed(self, metric: Metric, alias: str, *, share: bool) -> Metric:
+        renamed = Metric(VLLM_PREFIX + alias, metric.documentation, metric.type)
+        values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        whole: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        for sample in metric.samples:
+            labels = {"model_name": self._model, "engine": "0"}
+            labels |= {_LABELS.get(k, k): v for k, v in sample.labels.items() if k not in _SUMMED}
+            state = labels.pop("state", "used")
+            name = VLLM_PREFIX + alias + sample.name.removeprefix(metric.name)
+            key = name, tuple(labels.items())
+            whole[key] = whole.get(key, 0.0) + sample.value
+            if state == "used":
+                values[key] = values.get(key, 0.0) + sample.value
+        for key, value in values.items():
+            renamed.add_sample(key[0], dict(key[1]), value / (whole[key] or 1.0) if share else value)
+        return renamed

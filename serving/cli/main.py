@@ -221,7 +221,7 @@ def translate_arguments(name: str, words: Sequence[str]) -> list[str]:
         ConfigError: a flag that is not supported, or a file that cannot be read.
     """
     from serving.config import read_config_file
-    from serving.vllm.command import Translated, translate, words_of
+    from serving.vllm.flags import Translated, translate, words_of
 
     own = {option: param.name for param in command(name).params for option in (*param.opts, *param.secondary_opts)}
     path, words = _config_of(words)

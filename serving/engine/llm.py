@@ -27,7 +27,7 @@ from serving.engine.requests.conversations import encode_marked
 from serving.engine.requests.output import PromptScores, RequestOutput, with_texts
 from serving.engine.requests.request import EngineRequest, Prompt, read_marks
 from serving.engine.requests.sampling_params import SamplingParams, recommended_sampling
-from serving.vllm.command import engine_flags
+from serving.vllm.flags import engine_flags
 
 log = logging.getLogger(__name__)
 

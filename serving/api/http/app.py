@@ -29,8 +29,8 @@ from serving.api.http.apis import stored_responses
 from serving.api.http.apis.text_api import respond, text_router
 from serving.api.http.connection.server import STEP_TIMEOUT
 from serving.api.http.context import Context
-from serving.api.http.endpoints import operation, tokenization, unsupported_routes, updates
-from serving.api.http.endpoints.profiling import profiling_router
+from serving.api.http.endpoints import operation, tokenization, updates
+from serving.api.http.endpoints.operation import profiling_router
 from serving.api.http.limits import Limits
 from serving.api.http.response_store import ResponseStore
 from serving.api.http.settings import ServerSettings
@@ -102,7 +102,7 @@ def create_app(
     profiling = profiling_router(settings.profile_dir, settings.profile_timeout)
     texts = (text_router(respond), stored_responses.router, tokenization.router)
     operators = (operation.router, updates.adapters, updates.rollouts, profiling)
-    for router in (*texts, *operators, unsupported_routes.router, *routers):
+    for router in (*texts, *operators, *routers):
         app.include_router(router)
     page = files("serving.api").joinpath("static/index.html").read_text(encoding="utf-8")
     headers = page_headers(page)

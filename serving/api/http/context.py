@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from fastapi import Request
 
 from serving.api.http.errors import ApiError
-from serving.api.http.parsing.call_formats import form_of
-from serving.api.http.parsing.reasoning import THINK, ReasoningMarks, reasoning_marks
+from serving.api.http.parsing.formats import THINK, ReasoningMarks, form_of, reasoning_marks
 from serving.api.http.response_store import ResponseStore
 from serving.api.http.settings import ServerSettings, ToolCallForm
 from serving.api.http.text import TextCodec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from serving.api.http.json_parts import listed
+from serving.api.http.connection.streaming import listed
 from serving.api.http.protocol.chat import ChatLogprob, ChatLogprobs, TokenLogprob
 from serving.api.http.protocol.completions import CompletionLogprobs, PromptLogprob
 from serving.api.http.text import TextCodec

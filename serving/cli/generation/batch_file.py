@@ -26,8 +26,7 @@ from serving.api.http.connection.streaming import json_of
 from serving.api.http.context import ResponseContext
 from serving.api.http.errors import as_api_error, validated
 from serving.api.http.generation import whole
-from serving.api.http.parsing.call_formats import form_of
-from serving.api.http.parsing.reasoning import reasoning_marks
+from serving.api.http.parsing.formats import form_of, reasoning_marks
 from serving.api.http.settings import ServerSettings
 from serving.api.http.text import TextCodec
 from serving.cli.generation import batch_output

@@ -20,7 +20,6 @@ from serving.api.http import errors
 from serving.api.http.apis.inputs import sampling_params
 from serving.api.http.apis.text_api import TextApi, text_router
 from serving.api.http.connection.streaming import EventStream, start, until_gone
-from serving.api.http.endpoints import unsupported_routes
 from serving.api.http.endpoints.tokenization import DetokenizeRequest, TokenizeRequest
 from serving.api.http.errors import ApiError
 from serving.api.http.limits import Limits
@@ -93,8 +92,6 @@ def create_router(settings: RouterSettings) -> FastAPI:
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(body: Conversation, request: Request) -> Response:
         return await ask(request)
-
-    app.include_router(unsupported_routes.router)
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:

@@ -18,7 +18,7 @@ from serving.api.http.errors import ApiError, validated
 from serving.api.http.generation import whole
 from serving.api.http.parsing.answer import AnswerPiece
 from serving.api.http.parsing.call_pieces import CallPiece
-from serving.api.http.parsing.reasoning import THINK
+from serving.api.http.parsing.formats import THINK
 from serving.api.http.protocol.chat import ChatRequest
 from serving.api.http.text import TextCodec
 from serving.engine.requests.output import CompletionOutput, RequestOutput

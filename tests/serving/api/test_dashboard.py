@@ -9,8 +9,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from serving.api.http.settings import ServerSettings
-from serving.api.metrics import PREFIX, Metrics
-from serving.api.vllm_metrics import ALIASES
+from serving.api.metrics import ALIASES, PREFIX, Metrics
 from serving.core import Scheduler
 from serving.engine.requests.output import CompletionOutput, RequestOutput
 from serving.engine.stats import LoopStats

@@ -8,11 +8,12 @@ import pytest
 from checkpoints.tokenizer import load_tokenizer
 from serving.api.http.apis.chat_turn import ChatTurn
 from serving.api.http.context import ResponseContext
-from serving.api.http.parsing.call_formats import FORMATS, calls_grammar
+from serving.api.http.parsing.formats import FORMATS
+from serving.api.http.parsing.grammars import calls_grammar
 from serving.api.http.protocol.chat import ChatRequest, Tool
 from serving.api.http.text import TextCodec
 from serving.engine.structured.grammars import Grammars, StructuredOutputs
-from serving.vllm.command import translate
+from serving.vllm.flags import translate
 from tests.support.servers.text_clients import APIS
 from tests.support.servers.text_clients import ask as asked
 from tests.support.servers.written_calls import FORMS, found, tokenizer_with, written

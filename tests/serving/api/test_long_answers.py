@@ -7,11 +7,10 @@ import pytest
 
 from checkpoints import load_tokenizer
 from serving.api.http.apis.choices import CompletionWriter
-from serving.api.http.connection.streaming import json_of
+from serving.api.http.connection.streaming import is_long, json_of, json_parts, next_bytes
 from serving.api.http.context import ResponseContext
 from serving.api.http.errors import ApiError
 from serving.api.http.generation import Job, whole
-from serving.api.http.json_parts import is_long, json_parts, next_bytes
 from serving.api.http.protocol.completions import CompletionRequest
 from serving.api.http.text import TextCodec
 from serving.engine.requests.output import CompletionOutput, PromptScores, RequestOutput

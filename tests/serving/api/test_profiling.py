@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from serving.api.http import errors
-from serving.api.http.endpoints.profiling import Profiler, profiling_router
+from serving.api.http.endpoints.operation import Profiler, profiling_router
 from serving.api.http.errors import ApiError
 from serving.api.http.settings import ServerSettings
 

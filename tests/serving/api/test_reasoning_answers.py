@@ -8,7 +8,7 @@ from serving.api.http.apis.inputs import template_options
 from serving.api.http.context import ResponseContext
 from serving.api.http.generation import whole
 from serving.api.http.parsing.answer import AnswerReader
-from serving.api.http.parsing.reasoning import THINK, ReasoningCount, opening_of, reasoning_marks
+from serving.api.http.parsing.formats import THINK, ReasoningCount, opening_of, reasoning_marks
 from serving.api.http.protocol.chat import ChatRequest
 from serving.api.http.text import TextCodec
 from serving.engine.requests.output import CompletionOutput, RequestOutput

@@ -6,7 +6,7 @@ import pytest
 
 from checkpoints.tokenizer import load_tokenizer
 from serving.api.http.apis.inputs import structured_outputs
-from serving.api.http.parsing.structural_tags import structural_grammar
+from serving.api.http.parsing.grammars import structural_grammar
 from serving.api.http.protocol.chat import ChatRequest
 from serving.core.errors import RequestError
 from serving.engine.structured.grammars import Grammars, StructuredOutputs

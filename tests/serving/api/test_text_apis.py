@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from serving.api.http.parsing.reasoning import THINK
+from serving.api.http.parsing.formats import THINK
 from tests.support.servers.text_clients import APIS, QUESTION, ask
 
 pytest.importorskip("anthropic", reason="needs the anthropic SDK (the extra `test`)")

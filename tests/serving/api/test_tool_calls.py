@@ -7,9 +7,8 @@ from random import Random
 import pytest
 
 from serving.api.http.parsing.answer import AnswerReader
-from serving.api.http.parsing.call_formats import FORMATS, form_of
 from serving.api.http.parsing.call_pieces import whole_calls
-from serving.api.http.parsing.reasoning import THINK
+from serving.api.http.parsing.formats import FORMATS, THINK, form_of
 from serving.api.http.protocol.chat import Tool
 from serving.api.http.settings import ServerSettings
 from serving.config import ConfigError

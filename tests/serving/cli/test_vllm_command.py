@@ -11,8 +11,7 @@ from serving.cli.main import run, translate_arguments
 from serving.cli.options import whole_number
 from serving.config import ConfigError, EngineConfig
 from serving.engine.llm import LLM
-from serving.vllm.command import engine_flags, translate
-from serving.vllm.flags import FLAGS
+from serving.vllm.flags import FLAGS, engine_flags, translate
 
 ROOT = Path(__file__).resolve().parents[3]
 

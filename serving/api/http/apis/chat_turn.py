@@ -10,8 +10,8 @@ from serving.api.http.apis.inputs import messages_of, offered_tools, sampling_pa
 from serving.api.http.context import ResponseContext
 from serving.api.http.generation import Job, UsageCounter
 from serving.api.http.parsing.answer import AnswerReader
-from serving.api.http.parsing.call_formats import FORMATS, calls_grammar
-from serving.api.http.parsing.reasoning import ReasoningCount, ReasoningStart, opening_of
+from serving.api.http.parsing.formats import FORMATS, ReasoningCount, ReasoningStart, opening_of
+from serving.api.http.parsing.grammars import calls_grammar
 from serving.api.http.protocol.chat import AllowedTools, ChatRequest, NamedTool, Tool
 from serving.api.http.protocol.common import OF_GRAMMAR
 from serving.core.errors import RequestError

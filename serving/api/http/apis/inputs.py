@@ -12,8 +12,7 @@ from serving.api.http.apis.cache_marks import client_marks, marks_of, places_of,
 from serving.api.http.context import ResponseContext
 from serving.api.http.errors import ApiError
 from serving.api.http.json_values import parse_written
-from serving.api.http.parsing.json_schemas import enforceable
-from serving.api.http.parsing.structural_tags import structural_grammar
+from serving.api.http.parsing.grammars import enforceable, structural_grammar
 from serving.api.http.protocol.chat import AllowedTools, ChatRequest, Tool
 from serving.api.http.protocol.common import GenerationRequest
 from serving.api.http.protocol.completions import CompletionRequest

@@ -27,6 +27,7 @@ from serving.api.http.connection.streaming import (
     anthropic_failure,
     encoded,
     ignored_header,
+    is_long,
     openai_failure,
     start,
     until_gone,
@@ -34,7 +35,6 @@ from serving.api.http.connection.streaming import (
 from serving.api.http.context import ResponseContext, context_of
 from serving.api.http.errors import ApiError
 from serving.api.http.generation import ChoiceDelta, Job, UsageCounter, compile_grammar, run, stream
-from serving.api.http.json_parts import is_long
 from serving.api.http.protocol.chat import ChatRequest, ChatResponse
 from serving.api.http.protocol.common import ErrorResponse, TextRequest
 from serving.api.http.protocol.completions import CompletionRequest, CompletionResponse
@@ -100,6 +100,16 @@ _TABLE = (
     ),
 )  # fmt: skip
 TEXT_APIS = {api.kind: api for api in _TABLE}
+_UNSUPPORTED = {
+    "this server generates text: the last hidden state of its model is not an embedding; use a model that was trained "
+    "for embeddings": ("/v1/embeddings", "/embeddings", "/pooling"),
+    "this server generates text: its model was not trained to score or rank; /v1/completions with echo and logprobs "
+    "gives the log-probability of a text": ("/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
+    "this server generates text from text": (
+        "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech", "/v1/images/generations"
+    ),
+}  # fmt: skip
+"""Paths of other servers, by the reason why this one answers them with 404."""
 
 
 async def open_writer(api: TextApi, context: ResponseContext, body: TextRequest) -> Writer:
@@ -118,11 +128,20 @@ async def open_writer(api: TextApi, context: ResponseContext, body: TextRequest)
 
 
 def text_router(handle: Callable[[TextApi, TextRequest, Request], Awaitable[Response]]) -> APIRouter:
-    """Returns the paths of all APIs; `handle` answers the requests."""
+    """Returns the paths of all APIs, and those of other servers; `handle` answers the requests."""
     router = APIRouter()
     for api in _TABLE:
         _add(router, api, handle)
+    for why, paths in _UNSUPPORTED.items():
+        for path in paths:
+            _add_refusal(router, path, why)
     return router
+
+
+def _add_refusal(router: APIRouter, path: str, why: str) -> None:
+    @router.post(path, include_in_schema=False)
+    async def unsupported_path() -> None:
+        raise ApiError(404, why, code="not_supported")
 
 
 def _add(

@@ -1,6 +1,6 @@
 """Splits one choice's text into reasoning, answer and tool calls, whole or as it arrives.
 
-One reader for all formats of calls: `call_formats` declares what is between the marks. Models omit and repeat marks,
+One reader for all formats of calls: `formats` declares what is between the marks. Models omit and repeat marks,
 and write calls of another format between them, so the reader accepts all syntaxes there. Text that only resembles a
 call remains text. A call's arguments are valid JSON whatever the model writes, unless the output limit cuts them off.
 """
@@ -13,13 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from serving.api.http.parsing.argument_values import markup_value, python_value
-from serving.api.http.parsing.call_formats import FORMATS, SYNTAXES, CallFormat, CallSyntax
+from serving.api.http.parsing.argument_values import markup_value, python_value, schema_types
 from serving.api.http.parsing.call_pieces import CallNumbering, CallPiece
-from serving.api.http.parsing.reasoning import ReasoningMarks
+from serving.api.http.parsing.formats import FORMATS, SYNTAXES, CallFormat, CallSyntax, ReasoningMarks
 from serving.api.http.parsing.text_cursor import SPACE, TextCursor, TextEnds, Wait, cached_marks
 from serving.api.http.parsing.written_json import WrittenObject, arguments_in, call_in, read_written
-from serving.api.http.parsing.written_values import schema_types
 from serving.api.http.protocol.chat import Tool
 from serving.api.http.settings import ToolCallForm
 

@@ -1,0 +1,196 @@
+"""The formats in which models write tool calls and reasoning, as defined by their chat templates.
+
+docs/operations.md shows each format.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+from checkpoints.tokenizer import Tokenizer
+from serving.api.http.parsing.text_cursor import SPACE, Head
+from serving.api.http.settings import ToolCallForm
+
+_TAIL = 32
+"""Number of tokens at a prompt's end in which to look for its last mark."""
+_FIRST = 4
+"""Number of first output tokens in which to look for the begin mark; white space may precede it."""
+_ID = re.compile(r"(?:functions\.)?(.+?)(:\d{1,9})?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class CallSyntax:
+    """How models write a call between the marks of a format."""
+
+    heads: tuple[Head, ...]
+    """The beginning of a call, in the usual spellings; the first one is used in forced calls."""
+    end: str = ""
+    """The mark after a call; "" if only the mark after all calls ends it."""
+    parameter: Head | None = None
+    """The beginning of a parameter; None if the arguments are a JSON object."""
+    value_end: str = ""
+    """The mark after a value, which is text; "" if values are Python literals."""
+    padding: str = ""
+    """Text before and after each value."""
+    between: str = SPACE + ","
+    """Letters without meaning between arguments."""
+    tagged: bool = False
+    """The name is a tag that is also the call's id, because models expect it in later turns."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Marks of a tagged call."""
+        head = self.heads[0]
+        return (head.before, head.after.strip(), self.end) if self.tagged else ()
+
+    def named(self, written: str) -> tuple[str, str | None]:
+        """Returns a call's name, and its id if it has one."""
+        name = written.strip()
+        matched = _ID.fullmatch(name) if self.tagged else None
+        if matched is None:
+            return name, None
+        return matched[1], f"functions.{matched[1]}{matched[2]}" if matched[2] else None
+
+
+_JSON_NAME = r'[^"\\]{1,256}'
+JSON = CallSyntax(tuple(
+    Head('{ "name" : "', f'" , "{word}" : ', name=_JSON_NAME, ahead=r"(?=\{)") for word in ("arguments", "parameters")
+))  # fmt: skip
+"""`{"name": ..., "arguments": {...}}`, or a list of such objects. The fields may also have another order."""
+TAGGED = CallSyntax(
+    (Head("<|tool_call_begin|>", "<|tool_call_argument_begin|> ", ahead=r"(?=\S)"),), "<|tool_call_end|>", tagged=True
+)  # fmt: skip
+FUNCTION = CallSyntax(
+    (Head("<function=", ">"),), "</function>", Head("<parameter=", ">"), "</parameter>", padding="\n"
+)  # fmt: skip
+"""`<function=name>`, then `<parameter=key>`, a value and `</parameter>` on separate lines, then `</function>`."""
+ARGUMENT = CallSyntax(
+    (Head("", " ", name=r"[\w.\-]{1,256}", ahead="(?=<)"),),
+    parameter=Head("<arg_key>", "</arg_key> <arg_value>"), value_end="</arg_value>",
+)  # fmt: skip
+PYTHON = CallSyntax(
+    (Head("", " (", name=r"[A-Za-z_][\w.\-]{0,255}"),), ")", Head("", " =", name=r"[\w.\-]{1,256}")
+)  # fmt: skip
+"""`name(key="text", other=[1, None])`. Arguments without a name get the names of the tool's parameters, in order."""
+SYNTAXES = (JSON, FUNCTION, TAGGED, ARGUMENT, PYTHON)
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """One format."""
+
+    begin: str
+    """The mark before calls."""
+    end: str
+    """The mark after calls."""
+    syntax: CallSyntax = JSON
+    sign: str = ""
+    """Text that identifies the format in a chat template; `begin` if empty."""
+    ends_reasoning: bool = False
+    """The mark `begin` also ends reasoning: models may write it without the end mark of their reasoning."""
+    around: tuple[str, str] = ("\n", "\n")
+    """Text between the marks and a call, in forced calls."""
+    between: str | None = None
+    """Text between forced calls; None if each call has its own marks."""
+
+    @property
+    def marks(self) -> list[str]:
+        """All marks of the format, each of which may be a special token of the model."""
+        return [self.begin, self.end, *self.syntax.marks]
+
+
+FORMATS: Mapping[ToolCallForm, CallFormat] = MappingProxyType({
+    "nemotron": CallFormat("<TOOLCALL>", "</TOOLCALL>", around=("[", "]"), between=", "),
+    "qwen3_coder": CallFormat("<tool_call>", "</tool_call>", FUNCTION, sign="<function="),
+    "ling3": CallFormat(
+        "<tool_call>", "</tool_call>", ARGUMENT, sign="<arg_key>", ends_reasoning=True, around=("", "")
+    ),
+    "kimi_k2": CallFormat(
+        "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", TAGGED, ends_reasoning=True, around=("", ""),
+        between="",
+    ),
+    "lfm2": CallFormat("<|tool_call_start|>", "<|tool_call_end|>", PYTHON, around=("[", "]"), between=", "),
+    "olmo3": CallFormat("<function_calls>", "</function_calls>", PYTHON, around=("", ""), between="\n"),
+    "jamba": CallFormat("<tool_calls>", "</tool_calls>", around=("[", "]"), between=", "),
+    "hermes": CallFormat("<tool_call>", "</tool_call>"),
+})  # fmt: skip
+"""Formats by name. If a chat template contains the signs of several formats, the first one counts."""
+
+
+def form_of(tokenizer: Tokenizer | None) -> ToolCallForm | None:
+    """Returns the format in the model's chat template, otherwise a format with a mark that is a token; None if there
+    is neither."""
+    if tokenizer is None:
+        return None
+    signs = {name: form.sign or form.begin for name, form in FORMATS.items()}
+    in_template = (name for name, sign in signs.items() if tokenizer.chat_template_mentions(sign))
+    as_token = (name for name, sign in signs.items() if "|" in sign and tokenizer.token_to_id(sign) is not None)
+    return next(in_template, None) or next(as_token, None)
+
+
+class ReasoningMarks(NamedTuple):
+    """Text before and after reasoning."""
+
+    begin: str
+    end: str
+
+
+THINK = ReasoningMarks("<think>", "</think>")
+
+
+def reasoning_marks(tokenizer: Tokenizer | None) -> ReasoningMarks | None:
+    """Returns the marks around reasoning if the chat template contains one of them; otherwise None.
+
+    Some templates only start reasoning (OLMo 3), or only remove it from earlier turns (LFM2.5).
+    """
+    if tokenizer is None or not any(tokenizer.chat_template_mentions(mark) for mark in THINK):
+        return None
+    return THINK
+
+
+class ReasoningStart(NamedTuple):
+    """The state of reasoning at the end of a prompt."""
+
+    begun: bool
+    """The prompt ends within reasoning."""
+    ended: bool
+    """The prompt ends with the end mark of reasoning: reasoning is disabled."""
+
+
+def opening_of(tokenizer: Tokenizer, prompt: list[int], marks: ReasoningMarks) -> ReasoningStart:
+    """Returns the state of reasoning after a conversation's last tokens."""
+    text = tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False).rstrip()
+    return ReasoningStart(text.endswith(marks.begin), text.endswith(marks.end))
+
+
+@dataclass(frozen=True)
+class ReasoningCount:
+    """Counts reasoning tokens, including the marks, if each mark is one token."""
+
+    begin: int
+    end: int
+    begun: bool
+    until: int | None = None
+    """A token that also ends reasoning, and belongs to the answer."""
+
+    @classmethod
+    def of(
+        cls, tokenizer: Tokenizer, marks: ReasoningMarks, *, begun: bool, until: str | None = None
+    ) -> ReasoningCount | None:
+        """Returns a counter, or None if a mark is not one token. `until`: a text that also ends reasoning,
+        and belongs to the answer; None for none."""
+        begin, end = (tokenizer.token_to_id(mark) for mark in marks)
+        if begin is None or end is None:
+            return None
+        return cls(begin, end, begun, None if until is None else tokenizer.token_to_id(until))
+
+    def __call__(self, token_ids: list[int]) -> int:
+        """Returns the number of a choice's tokens that belong to its reasoning."""
+        if not self.begun and self.begin not in token_ids[:_FIRST]:
+            return 0
+        ends = [token_ids.index(token) + (token == self.end) for token in (self.end, self.until) if token in token_ids]
+        return min(ends, default=len(token_ids))
