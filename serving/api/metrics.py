@@ -67,12 +67,7 @@ Observer = Callable[[RequestOutput, float], None]
 
 
 class Metrics:
-    """One server's metrics.
-
-    Args:
-        model: label of the engine's metrics.
-        vllm_names: also export the metrics under vLLM's names.
-    """
+    """One server's metrics, with the label `model`; `vllm_names` also exports them under vLLM's names."""
 
     def __init__(self, model: str, *, vllm_names: bool = False) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
@@ -82,23 +77,18 @@ class Metrics:
 
         self._recent = {name: deque[float](maxlen=_RECENT) for name in ("first_token", "between_tokens", "whole")}
         self._first = histogram("time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN)
-        self._between = histogram(
-            "inter_token_latency_seconds", "Between two tokens of a stream, as the server sends them.", _BETWEEN
-        )
-        self._per_token = histogram(
-            "time_per_output_token_seconds", "Mean time of a request's tokens after the first.", _BETWEEN
-        )
+        text = "Between two tokens of a stream, as the server sends them."
+        self._between = histogram("inter_token_latency_seconds", text, _BETWEEN)
+        text = "Mean time of a request's tokens after the first."
+        self._per_token = histogram("time_per_output_token_seconds", text, _BETWEEN)
         self._queue = histogram("queue_time_seconds", "From arrival to the first step.", _FIRST_TOKEN)
         self._whole = histogram("e2e_request_latency_seconds", "From arrival to the last token.", _WHOLE)
         self._prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self._generated = histogram("request_generation_tokens", "Output tokens of a request.", _TOKENS)
-        self._answers = Counter(
-            PREFIX + "http_requests", "HTTP requests answered; 499: the client left.", ["path", "status"],
-            registry=self.registry,
-        )  # fmt: skip
-        self._in_flight = Gauge(
-            PREFIX + "http_requests_in_flight", "HTTP requests being answered.", registry=self.registry
-        )
+        text = "HTTP requests answered; 499: the client left."
+        self._answers = Counter(PREFIX + "http_requests", text, ["path", "status"], registry=self.registry)
+        text = "HTTP requests being answered."
+        self._in_flight = Gauge(PREFIX + "http_requests_in_flight", text, registry=self.registry)
         self._engine = _EngineCollector(model)
         self.registry.register(self._engine)
         self._aliases: CollectorRegistry | None = None
@@ -238,11 +228,8 @@ def _add_engine(families: Families, stats: Mapping[str, Any], labels: Labels) ->
         families.gauge("cache_config_info", "Tokens per page, and number of pages.", {(*labels, *config): 1})
     if stats.get("adapters"):
         used = stats["adapters"]
-        names = [
-            ("max_lora", str(used["max"])),
-            ("running_lora_adapters", used["running"]),
-            ("waiting_lora_adapters", ""),
-        ]
+        names = [("max_lora", str(used["max"])), ("running_lora_adapters", used["running"])]
+        names.append(("waiting_lora_adapters", ""))
         families.gauge("lora_requests_info", "Adapters of requests; the value is the time.", {(*labels, *names): now})
     families.exported(Stats, stats, labels)
     families.exported(LoopStats, stats["loop"], labels)

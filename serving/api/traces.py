@@ -20,13 +20,12 @@ Note = Callable[[RequestOutput], None]
 
 
 class Traces:
-    """Exports spans. Without an endpoint, it imports and creates nothing.
+    """Exports spans of a model to an OTLP/HTTP collector, for example `http://localhost:4318/v1/traces`.
 
-    Args:
-        endpoint: URL of an OTLP/HTTP collector, for example `http://localhost:4318/v1/traces`; None for no spans.
-        model: name of the model.
+    With None for the endpoint, it imports and creates nothing.
+
     Raises:
-        ConfigError: `endpoint` is set but the SDK is not installed.
+        ConfigError: an endpoint is set but the SDK is not installed.
     """
 
     def __init__(self, endpoint: str | None, model: str) -> None:
@@ -84,11 +83,8 @@ class Traces:
             "gen_ai.request.n": params.n,
             "gen_ai.usage.input_tokens": prompt_tokens,
         }
-        span = self._tracer.start_span(
-            "generate",
-            kind=SpanKind.SERVER,
-            attributes={key: value for key, value in attributes.items() if value is not None},
-        )
+        known = {key: value for key, value in attributes.items() if value is not None}
+        span = self._tracer.start_span("generate", kind=SpanKind.SERVER, attributes=known)
         finished, tokens = False, 0
         reasons: dict[int, str] = {}
 
@@ -122,9 +118,7 @@ class Traces:
 
 def _result_attributes(output: RequestOutput) -> dict[str, Any]:
     """Returns the attributes of a finished prompt that its last output has; times are in seconds."""
-    attributes: dict[str, Any] = {
-        "mamba_jax.cached_tokens": output.num_cached_tokens,
-    }
+    attributes: dict[str, Any] = {"mamba_jax.cached_tokens": output.num_cached_tokens}
     if output.miss_reason is not None:
         attributes["mamba_jax.miss_reason"] = output.miss_reason
     metrics = output.metrics

@@ -139,12 +139,9 @@ def _read() -> Iterator[Flag]:
         yield Flag.of(described, ours=ours, becomes=partial(_renamed, ours, values))
     ours = ", ".join(("--speculative-method", "--speculative-model", *_DRAFT_KEYS.values()))
     yield Flag.of("--speculative-config -sc VALUE", ours=ours, becomes=_drafts)
-    yield Flag.of(
-        "--generation-config VALUE",
-        ours="--generation-config, --no-generation-config",
-        becomes=_generation_config,
-        only_before=("auto", "vllm"),
-    )
+    ours = "--generation-config, --no-generation-config"
+    only = ("auto", "vllm")
+    yield Flag.of("--generation-config VALUE", ours=ours, becomes=_generation_config, only_before=only)
     for described in table["repeated"]["flags"]:
         name = described.split()[0]
         yield Flag.of(described, ours=f"`{name}` for each value", becomes=partial(_each, name))
@@ -169,11 +166,6 @@ class Translated:
 _NAMED = {name: flag for flag in FLAGS for name in (flag.name, *flag.short)}
 _SPELLINGS = {f"--{name.replace('_', '-')}" for name in EngineConfig.model_fields}
 _OPPOSITES = {f"--no-{flag.name[2:]}": flag for flag in FLAGS if not flag.takes}
-
-
-def is_known(name: str) -> bool:
-    """Returns whether a keyword such as `gpu_memory_utilization` is in the table of vLLM's flags."""
-    return f"--{name.replace('_', '-')}" in _NAMED | _OPPOSITES
 
 
 def translate(words: Sequence[str], own: Collection[str] = ()) -> Translated:
@@ -236,7 +228,7 @@ def engine_flags(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
     notices: list[str] = []
     for name, value in keywords.items():
         same = name in EngineConfig.model_fields and not isinstance(value, str) and value != -1
-        if same or value is None or not is_known(name):
+        if same or value is None or f"--{name.replace('_', '-')}" not in _NAMED | _OPPOSITES:
             flags[name] = value
             continue
         done = translate(words_of(name, value), _SPELLINGS)

@@ -123,11 +123,9 @@ def page_headers(page: str) -> dict[str, str]:
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     return {
-        "Content-Security-Policy": policy,
-        "X-Frame-Options": "DENY",
-        "Referrer-Policy": "no-referrer",
+        "Content-Security-Policy": policy, "X-Frame-Options": "DENY", "Referrer-Policy": "no-referrer",
         "Cross-Origin-Opener-Policy": "same-origin",
-    }
+    }  # fmt: skip
 
 
 async def _prepare(

@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Scope
 
 from checkpoints.errors import CheckpointError
 from serving.api.http.protocol.common import MAX_STOP_TEXTS, ErrorBody
@@ -25,12 +26,9 @@ log = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=BaseModel)
 
 _TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error",
     500: "server_error",
-}
+}  # fmt: skip
 _ALTERNATIVES = {
     "prompt": "a text, a list of texts, a list of token ids, or a list of lists of token ids",
     "tool_choice": "none, auto, required, or an object of type function or allowed_tools that names tools",
@@ -38,6 +36,10 @@ _ALTERNATIVES = {
 }
 """Accepted values of fields with several types; pydantic would report an error for each type."""
 _PARAMETERS = frozenset(field.name for field in fields(SamplingParams))
+_HTTP_MESSAGES = {
+    404: "unknown path", 405: "this path does not support this method",
+    400: "the body is not valid JSON",  # FastAPI raises it only if the body is not text, or is nested too deeply
+}  # fmt: skip
 _ANTHROPICS_TYPES = {
     408: "timeout_error", 413: "request_too_large", 500: "api_error", 502: "api_error", 503: "overloaded_error",
 }  # fmt: skip
@@ -73,13 +75,11 @@ class ApiError(Exception):
         return dict(ErrorBody.model_construct(message=message, type=kind, param=self.param, code=self.code))
 
     def body(self, path: str = "") -> bytes:
-        """Returns the error object as JSON. Escapes non-ASCII characters: a client may have sent half a surrogate pair.
-
-        On Anthropic's paths the object has Anthropic's format.
-        """
-        if not path.startswith(ANTHROPICS):
-            return json.dumps({"error": self.fields()}).encode()
-        return json.dumps({"type": "error", "error": self.anthropic_fields()}).encode()
+        """Returns the error object as JSON, on Anthropic's paths in Anthropic's format. Escapes non-ASCII characters: a
+        client may have sent half a surrogate pair."""
+        anthropics = path.startswith(ANTHROPICS)
+        body = {"type": "error", "error": self.anthropic_fields()} if anthropics else {"error": self.fields()}
+        return json.dumps(body).encode()
 
     def anthropic_fields(self) -> dict[str, Any]:
         """Returns the fields of the error object of Anthropic's API."""
@@ -108,7 +108,8 @@ def as_api_error(error: Exception) -> ApiError:
         case RequestValidationError():
             return _invalid(error.errors())
         case HTTPException():
-            return ApiError(error.status_code, _http_message(error), headers=error.headers)
+            message = _HTTP_MESSAGES.get(error.status_code, str(error.detail))
+            return ApiError(error.status_code, message, headers=error.headers)
         case RequestFailed():
             return ApiError(502, str(error), code="request_failed")
         case EngineStopped():
@@ -133,7 +134,7 @@ def install(app: FastAPI) -> None:
     """Installs handlers in `app` that answer known exceptions with an error object."""
 
     async def answer(request: Request, error: Exception) -> Response:
-        return as_api_error(error).response(request.scope["path"].removeprefix(request.scope.get("root_path", "")))
+        return as_api_error(error).response(path_of(request.scope))
 
     # Any other exception is a bug; `Limits` answers it with 500.
     known = (ApiError, RequestError, RequestFailed, CheckpointError, EngineStopped, RequestValidationError)
@@ -141,12 +142,10 @@ def install(app: FastAPI) -> None:
         app.add_exception_handler(kind, answer)
 
 
-def _http_message(error: HTTPException) -> str:
-    known = {
-        404: "unknown path", 405: "this path does not support this method",
-        400: "the body is not valid JSON",  # FastAPI raises it only if the body is not text, or is nested too deeply
-    }  # fmt: skip
-    return known.get(error.status_code, str(error.detail))
+def path_of(scope: Scope) -> str:
+    """Returns the path of a request without the proxy's prefix (`--root-path`)."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 def parameter_of(message: str) -> str | None:

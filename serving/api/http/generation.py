@@ -14,11 +14,7 @@ from serving.api.http.connection.keys import client_id
 from serving.api.http.connection.streaming import merge
 from serving.api.http.context import Context
 from serving.api.http.errors import ApiError
-from serving.api.http.protocol.common import (
-    CompletionTokensDetails,
-    PromptTokensDetails,
-    Usage,
-)
+from serving.api.http.protocol.common import CompletionTokensDetails, PromptTokensDetails, Usage
 from serving.core import Mark
 from serving.engine.requests.adapters import LoRARequest
 from serving.engine.requests.output import CompletionOutput, RequestOutput
@@ -121,9 +117,9 @@ class UsageCounter:
 
     def usage(self) -> Usage:
         """Returns the numbers of tokens that the request has used."""
-        prompt = sum(map(len, self.job.prompts))
-        outputs = list(self.latest.values())
-        completion = sum(len(choice.token_ids) for output in outputs for choice in output.outputs if self.with_output)
+        prompt, outputs = sum(map(len, self.job.prompts)), self.latest.values()
+        choices = [choice for output in outputs for choice in output.outputs]
+        completion = sum(len(choice.token_ids) for choice in choices if self.with_output)
         drafts = [output.metrics.drafts for output in outputs if output.metrics is not None]
         cached = PromptTokensDetails(
             cached_tokens=sum(output.num_cached_tokens for output in outputs),
@@ -135,7 +131,6 @@ class UsageCounter:
         )  # fmt: skip
         details = CompletionTokensDetails()
         if self.reasoning is not None:
-            choices = (choice for output in outputs for choice in output.outputs)
             details.reasoning_tokens = sum(self.reasoning(choice.token_ids) for choice in choices)
         if any(each.drafted for each in drafts):
             details.accepted_prediction_tokens = sum(each.accepted for each in drafts)
@@ -152,11 +147,7 @@ def whole(outputs: Sequence[RequestOutput], tally: UsageCounter) -> list[ChoiceD
 
 
 async def compile_grammar(context: Context, job: Job) -> None:
-    """Compiles a job's grammar outside the event loop. The engine reuses it while the job holds a reference.
-
-    Raises:
-        RequestError: the grammar is invalid or too expensive to compile, or too many compilations are pending (retry).
-    """
+    """Compiles a job's grammar outside the event loop. The engine reuses it while the job holds a reference."""
     form, grammars = job.params.structured_outputs, context.engine.engine.grammars
     if form is None or grammars is None:
         return
@@ -190,19 +181,11 @@ async def _one(context: Context, job: Job, index: int, *, live: bool) -> AsyncGe
     """Runs one prompt, timed for the metrics and the traces. Yields deltas with `live`, else the finished output."""
     observe = context.metrics.request(len(job.prompts[index]))
     name = job.id if len(job.prompts) == 1 else f"{job.id}-{index}"
+    first = f"{job.id}-0" if len(job.prompts) > 1 else None
     request = EngineRequest(
-        name,
-        {"prompt_token_ids": job.prompts[index]},
-        job.params,
-        priority=job.priority,
-        cache_salt=job.cache_salt,
-        cache_marks=job.cache_marks,
-        client=client_id(),
-        batch_id=f"{job.id}-0" if len(job.prompts) > 1 else None,
-        live=live,
-        lora_request=job.lora_request,
-        message_digests=job.message_digests,
-    )
+        name, {"prompt_token_ids": job.prompts[index]}, job.params, job.priority, job.cache_salt, job.cache_marks,
+        job.message_digests, client_id(), batch_id=first, live=live, lora_request=job.lora_request,
+    )  # fmt: skip
     with context.traces.request(name, len(job.prompts[index]), job.params) as note:
         async with contextlib.aclosing(context.engine.stream(request)) as each:
             async for output in each:

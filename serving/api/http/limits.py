@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.api.http.connection.keys import check_key, client_id, set_client
 from serving.api.http.connection.streaming import ClientGone
-from serving.api.http.errors import ANTHROPICS, ApiError, as_api_error
+from serving.api.http.errors import ANTHROPICS, ApiError, as_api_error, path_of
 from serving.api.http.generation import UsageCounter
 from serving.api.http.json_values import MAX_DEPTH, depth, weight
 from serving.api.http.settings import RequestBounds
@@ -37,13 +37,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 class Limits:
-    """The ASGI middleware of these checks.
-
-    Args:
-        app: the next ASGI application.
-        bounds: keys, sizes and timeouts.
-        metrics: counts requests by path and status.
-    """
+    """The ASGI middleware of these checks, before `app`; `metrics` counts requests by path and status."""
 
     def __init__(self, app: ASGIApp, bounds: RequestBounds, metrics: Metrics) -> None:
         self._app, self._bounds, self._metrics = app, bounds, metrics
@@ -77,7 +71,7 @@ class Limits:
                 status, started = message["status"], True
                 added = MutableHeaders(scope=message)
                 added["x-request-id"] = request_id
-                if _path(scope).startswith(ANTHROPICS):
+                if path_of(scope).startswith(ANTHROPICS):
                     added["request-id"] = request_id
                 added["x-content-type-options"] = "nosniff"
             await send(message)
@@ -93,7 +87,7 @@ class Limits:
             except Exception as error:
                 if started:
                     raise
-                await as_api_error(error).response(_path(scope))(scope, receive, sending)
+                await as_api_error(error).response(path_of(scope))(scope, receive, sending)
             finally:
                 self._buffered[client_id()] -= held
         # Count only existing paths by name: each label value occupies memory until the process ends.
@@ -104,18 +98,19 @@ class Limits:
     def _check(self, scope: Scope, headers: Headers) -> None:
         if len(headers.getlist("host")) > 1:
             raise ApiError(400, "the request has more than one Host header", headers={"Connection": "close"})
-        if _path(scope) not in _UNTIL_THE_END and _ending(scope):
+        if path_of(scope) not in _UNTIL_THE_END and _ending(scope):
             raise ApiError(
                 503, "the server is shutting down", code="shutting_down",
                 headers={"Retry-After": "1", "Connection": "close"},
             )  # fmt: skip
-        if self._keys and _path(scope) not in OPEN_PATHS and scope["method"] != "OPTIONS":
+        if self._keys and path_of(scope) not in OPEN_PATHS and scope["method"] != "OPTIONS":
             check_key(headers, self._keys)
             set_client(headers)
         coding = headers.get("content-encoding", "identity").strip().lower()
         if coding not in ("", "identity"):
             raise ApiError(415, f"Content-Encoding {coding[:20]} is not supported: send the body as it is")
-        if scope["method"] == "POST" and not _empty(headers):
+        empty = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers  # `curl -X POST`
+        if scope["method"] == "POST" and not empty:
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
                 raise ApiError(415, f"the body must be application/json, but Content-Type is {kind or 'missing'}")
@@ -161,12 +156,8 @@ class Limits:
             body += piece
 
     def _reserve(self, size: int) -> None:
-        """Counts further bytes that unanswered requests hold. A key that holds more than one body takes at most as many
-        bytes as remain free.
-
-        Raises:
-            ApiError: 503: they are too many, in all or of this client.
-        """
+        """Counts further bytes that unanswered requests hold; refuses with 503 if they are too many, in all or of this
+        client: a key that holds more than one body takes at most as many bytes as remain free."""
         client = client_id()
         own, free = self._buffered[client], self._bounds.max_buffered_bytes - self._buffered.total()
         unfair = client is not None and own > self._bounds.max_body_bytes and own + size > free
@@ -191,28 +182,16 @@ class Limits:
         _refuse_half_characters(body)
 
     def _log(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
-        if not self._bounds.log_requests or _path(scope) in _QUIET:
+        if not self._bounds.log_requests or path_of(scope) in _QUIET:
             return
-        fields = {
-            "request_id": request_id,
-            "method": scope["method"],
-            "path": scope["path"][:200],
-            "status": status,
-            "seconds": round(seconds, 4),
-        }
+        fields = {"request_id": request_id, "method": scope["method"], "path": scope["path"][:200]}
+        fields |= {"status": status, "seconds": round(seconds, 4)}
         tally: UsageCounter | None = scope["state"].get("tally")
         if tally is not None:
             usage = tally.usage()
-            fields["prompt_tokens"] = usage.prompt_tokens
-            fields["completion_tokens"] = usage.completion_tokens
-            fields["cached_tokens"] = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
+            fields |= {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
+            fields["cached_tokens"] = usage.prompt_tokens_details.cached_tokens
         log.info("request", extra={"fields": fields})
-
-
-def _path(scope: Scope) -> str:
-    """Returns the path without the proxy's prefix (`--root-path`)."""
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
 
 
 def _ending(scope: Scope) -> bool:
@@ -222,17 +201,8 @@ def _ending(scope: Scope) -> bool:
     return ending()
 
 
-def _empty(headers: Headers) -> bool:
-    """Returns whether the request has no body, as `curl -X POST` without data."""
-    return headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
-
-
 def _refuse_half_characters(body: bytes | bytearray) -> None:
-    """Refuses escaped halves of surrogate pairs, which JSON allows but UTF-8 cannot encode.
-
-    Raises:
-        ApiError: the body contains one.
-    """
+    """Refuses escaped halves of surrogate pairs, which JSON allows but UTF-8 cannot encode."""
     if not _SURROGATE.search(body):
         return
     try:

@@ -15,13 +15,7 @@ _LEAST = -9999.0
 
 
 class LogprobWriter:
-    """Writes one request's log-probabilities.
-
-    Args:
-        codec: returns the tokens' texts.
-        top: number of likeliest tokens to show.
-        as_ids: name tokens "token_id:42".
-    """
+    """Writes one request's log-probabilities, with the `top` likeliest tokens; `as_ids` names tokens "token_id:42"."""
 
     def __init__(self, codec: TextCodec, *, top: int, as_ids: bool) -> None:
         self._codec, self._top, self._as_ids = codec, top, as_ids
@@ -108,13 +102,8 @@ class LogprobWriter:
 
 
 class TextLogprobs:
-    """Log-probabilities of the tokens of an answer's text, without reasoning, calls and special tokens.
-
-    Args:
-        codec: returns the tokens' texts.
-        top: number of likeliest tokens to show.
-        reasoning: counts the reasoning tokens; None if there is no reasoning.
-    """
+    """Log-probabilities of the tokens of an answer's text, without reasoning, calls and special tokens. `reasoning`
+    counts the reasoning tokens; None if there is no reasoning."""
 
     def __init__(self, codec: TextCodec, *, top: int, reasoning: Callable[[list[int]], int] | None) -> None:
         self._codec, self._reasoning = codec, reasoning

@@ -32,12 +32,8 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Stores responses, within limits that keys share. Any thread may use it.
-
-    Args:
-        most: maximum number of responses.
-        most_bytes: maximum size of all responses; a larger response is not stored.
-    """
+    """Stores at most `most` responses of at most `most_bytes` together, limits that keys share. A larger response is
+    not stored. Any thread may use it."""
 
     def __init__(self, most: int, most_bytes: int) -> None:
         self._stored = FairLru[StoredResponse](most, most_bytes)

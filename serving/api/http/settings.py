@@ -24,12 +24,9 @@ ReasoningParser = Literal["auto", "none", "think"]
 
 _KEY_VARIABLES = {"api_key": "MAMBA_JAX_API_KEY", "admin_key": "MAMBA_JAX_ADMIN_KEY"}
 _DEFAULTS = {
-    # Compile before the first request, not during it.
-    "warmup": True,
-    # Without a limit, an overloaded server processes requests of clients that have already timed out.
-    "max_num_waiting": 4096,
-    # Clients stream the output of running requests.
-    "max_decode_pause": 0.2,
+    "warmup": True,  # compile before the first request, not during it
+    "max_num_waiting": 4096,  # otherwise an overloaded server processes requests of clients that have timed out
+    "max_decode_pause": 0.2,  # clients stream the output of running requests
     "enable_structured_outputs": True,
 }
 """Engine flags with different defaults in servers than in the library."""

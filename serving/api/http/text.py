@@ -148,12 +148,8 @@ class TextCodec:
     def special_ids(self, texts: Iterable[str]) -> dict[str, int]:
         """Returns the ids of the texts that are special tokens of the model."""
         tokenizer = self._require()
-        ids = {text: tokenizer.token_to_id(text) for text in texts}
-        return {
-            text: token_id
-            for text, token_id in ids.items()
-            if token_id is not None and token_id in tokenizer.special_ids
-        }
+        ids = ((text, tokenizer.token_to_id(text)) for text in texts)
+        return {text: token for text, token in ids if token is not None and token in tokenizer.special_ids}
 
     def showing(self, params: SamplingParams, *texts: str) -> SamplingParams:
         """Returns `params`, changed to keep special tokens in the output if one of `texts` is a special token."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from checkpoints.tokenizer import Tokenizer
-from serving.api.http.apis.inputs import tokenized_with_marks
+from serving.api.http.apis.inputs import tokenized
 from serving.api.http.apis.text_api import TEXT_APIS, open_writer
 from serving.api.http.connection.streaming import json_of
 from serving.api.http.context import ResponseContext
@@ -179,7 +179,7 @@ class PlainLines:
         if given == ["messages"]:
             chat = {name: fields.pop(name) for name in CHAT_FIELDS if name in fields}
             request: Any = validated(TEXT_APIS["chat/completions"].request, {"model": self._context.model, **chat})
-            (ids,), marks = asyncio.run(tokenized_with_marks(self._context, request))
+            (ids,), marks = asyncio.run(tokenized(self._context, request))
             prompt: dict[str, Any] = {"prompt_token_ids": ids}
         else:
             prompt, marks = {given[0]: fields.pop(given[0])}, ()

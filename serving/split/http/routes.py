@@ -180,7 +180,7 @@ async def prompt_of(context: Context, kind: str, body: dict[str, Any], headers: 
     context.check(parsed.model)
     own = context.of_request(parsed.model, sent_key(headers))
     request = api.converted(parsed, stored_conversation(own))
-    prompts = await tokenized(own, request)
+    prompts, _ = await tokenized(own, request)
     if len(prompts) != 1:
         raise ApiError(400, "prefill workers accept only one prompt per request", param="prompt")
     salt = salt_of(request.cache_salt, headers, context.settings)

@@ -114,21 +114,23 @@ class BlocksWriter(ABC):
     def response(self, pieces: Sequence[ChoiceDelta]) -> BaseModel:
         """Returns the whole response, from the whole output."""
         for piece in pieces:
-            for change in self._changes(piece):
-                self._change(change)
+            for _ in self._named(piece):
+                pass
         return self._whole()
 
     async def events(self, pieces: AsyncGenerator[ChoiceDelta, None]) -> AsyncGenerator[bytes, None]:
         """Yields the response as events."""
         async for piece in pieces:
-            if self._last is None:
-                for name, fields in self._begin():
-                    yield self._event(name, fields)
-            for change in self._changes(piece):
-                for name, fields in self._change(change):
-                    yield self._event(name, fields)
-        for name, fields in self._end():
-            yield self._event(name, fields)
+            for event in self._named(piece):
+                yield self._event(*event)
+        for event in self._end():
+            yield self._event(*event)
+
+    def _named(self, piece: ChoiceDelta) -> Iterator[NamedEvent]:
+        if self._last is None:
+            yield from self._begin()
+        for change in self._changes(piece):
+            yield from self._change(change)
 
     def _event(self, name: str, fields: Mapping[str, Any]) -> bytes:
         return named_event(name, fields)

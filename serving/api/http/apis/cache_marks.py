@@ -42,11 +42,7 @@ def with_marks(content: Any, part: Any) -> Any:
 
 
 def seconds_of(marks: Mapping[str, Any], ttl: str | None = None) -> float:
-    """Returns the time of a mark in seconds; `ttl`: that of the request.
-
-    Raises:
-        ApiError: it is not written as `5m` or `1h`, or is too long.
-    """
+    """Returns the time of a mark in seconds; `ttl`: that of the request. Refuses other spellings than `5m` and `1h`."""
     (name, value), *_ = marks.items()
     written = (value.get("ttl") if isinstance(value, Mapping) else None) or ttl or _DEFAULTS[name]
     matched = re.fullmatch(r"(\d{1,5})([smh])", written) if isinstance(written, str) else None
@@ -59,11 +55,8 @@ def seconds_of(marks: Mapping[str, Any], ttl: str | None = None) -> float:
 
 
 def client_marks(request: ChatRequest, messages: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, float]]:
-    """Returns the marks of a request: the message, the part and the time of each. Those of tools have message -1.
-
-    Args:
-        request: the request.
-        messages: its messages, from `messages_of`.
+    """Returns the marks in the messages of a request: the message, the part and the time of each. Those of tools have
+    message -1.
 
     Raises:
         ApiError: a time is invalid, or there are more than 4 of Anthropic's marks.

@@ -34,13 +34,7 @@ def forced_tools(request: ChatRequest) -> list[Tool]:
 
 
 class ChatTurn:
-    """One turn of a conversation.
-
-    Args:
-        context: the tokenizer, the defaults and the formats.
-        request: the request, in the format of `/v1/chat/completions`.
-        prompt: token ids of the conversation.
-        prefix: prefix of the response's id.
+    """One turn of a conversation, from a request in the format of `/v1/chat/completions` and its token ids.
 
     Raises:
         RequestError: the request combines incompatible options.

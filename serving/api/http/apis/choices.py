@@ -32,28 +32,15 @@ ResponseChoice = ChatChoice | CompletionChoice
 
 
 class ChoicesWriter(ABC):
-    """Writes the response to one request. A whole response is written like an event with the whole output.
-
-    Args:
-        context: the tokenizer and the model's name.
-        request: the request.
-        job: the engine's part of the request.
-        tally: counts the tokens.
-        top: number of likeliest tokens in log-probabilities.
-    """
+    """Writes the response to one request. A whole response is written like an event with the whole output."""
 
     def __init__(
-        self,
-        context: ResponseContext,
-        request: ChatRequest | CompletionRequest,
-        job: Job,
-        tally: UsageCounter,
-        top: int,
+        self, context: ResponseContext, request: ChatRequest | CompletionRequest, tally: UsageCounter, top: int | None
     ) -> None:
-        self.job, self.tally = job, tally
+        self.job, self.tally = tally.job, tally
         self._context, self._request = context, request
         self._created = int(time.time())
-        self._logprobs = LogprobWriter(context.codec, top=top, as_ids=request.return_tokens_as_token_ids)
+        self._logprobs = LogprobWriter(context.codec, top=top or 0, as_ids=request.return_tokens_as_token_ids)
 
     @abstractmethod
     def _answer(self, choices: Sequence[ResponseChoice], *, whole: bool) -> ChoicesResponse:
@@ -111,7 +98,7 @@ class ChatWriter(ChoicesWriter):
         self, context: ResponseContext, body: ChatRequest, request: ChatRequest, prompts: Sequence[list[int]]
     ) -> None:
         self._turn = ChatTurn(context, request, prompts[0])
-        super().__init__(context, request, self._turn.job, self._turn.tally, top=request.top_logprobs or 0)
+        super().__init__(context, request, self._turn.tally, request.top_logprobs)
         self._body = body
         self._readers: dict[int, AnswerReader] = {}
 
@@ -175,20 +162,16 @@ class CompletionWriter(ChoicesWriter):
     """Writes the response to one request. `prompts`: the token ids of its prompts."""
 
     def __init__(
-        self,
-        context: ResponseContext,
-        body: CompletionRequest,
-        request: CompletionRequest,
-        prompts: Sequence[list[int]],
+        self, context: ResponseContext, body: CompletionRequest, _: CompletionRequest, prompts: Sequence[list[int]]
     ) -> None:
-        params = sampling_params(request, context.settings.default_sampling)
-        job = Job(f"cmpl-{uuid.uuid4().hex}", prompts, params, request.priority, request.cache_salt)
-        job.ignored = unenforced(request)
+        params = sampling_params(body, context.settings.default_sampling)
+        job = Job(f"cmpl-{uuid.uuid4().hex}", prompts, params, body.priority, body.cache_salt)
+        job.ignored = unenforced(body)
         # With max_tokens = 0 the engine still generates one token, which is not reported.
-        tally = UsageCounter(job, with_output=request.max_tokens != 0)
-        super().__init__(context, request, job, tally, top=request.logprobs or 0)
+        tally = UsageCounter(job, with_output=body.max_tokens != 0)
+        super().__init__(context, body, tally, body.logprobs)
         self._body = body
-        self._echoes = [self._echo(*each) for each in zip(request.prompts, prompts, strict=True)] if body.echo else []
+        self._echoes = [self._echo(*each) for each in zip(body.prompts, prompts, strict=True)] if body.echo else []
         """The texts of the prompts, for `echo`."""
         self._offsets: dict[int, int] = {}
         """Characters of each choice's text that belong to the tokens reported so far."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,16 +34,9 @@ _SAME_NAME = (
 
 async def tokenized(
     context: ResponseContext, request: ChatRequest | CompletionRequest, *, fits: bool = True
-) -> list[list[int]]:
-    """Returns the token ids of each prompt of a request; see `tokenized_with_marks`."""
-    return (await tokenized_with_marks(replace(context, marks=False), request, fits=fits))[0]
-
-
-async def tokenized_with_marks(
-    context: ResponseContext, request: ChatRequest | CompletionRequest, *, fits: bool = True
 ) -> tuple[list[list[int]], tuple[Mark, ...]]:
-    """Returns the token ids of each prompt of a request, and the marks of a conversation. `fits`: refuse prompts that
-    are too long.
+    """Returns the token ids of each prompt of a request, and the marks of a conversation. `fits`: it is a request to
+    generate, whose prompts get marks and are refused if they are too long.
 
     Raises:
         ApiError, RequestError: the request has too many choices or alternatives; a prompt is empty or too long, or
@@ -59,7 +52,7 @@ async def tokenized_with_marks(
         options |= {"add_special_tokens": special, "previous_token_ids": request.previous_token_ids or ()}
         messages = messages_of(request)
         found = client_marks(request, messages)
-        places = partial(places_of, found) if context.marks else None
+        places = partial(places_of, found) if context.marks and asked_to_fit else None
         ids, marks = await codec.encode_chat(messages, places=places, fits=fits, **options)
         prompts = [ids]
     else:
@@ -187,11 +180,7 @@ def unenforced(request: GenerationRequest, tools: Sequence[Tool] = ()) -> list[s
 
 
 def structured_outputs(request: GenerationRequest) -> StructuredOutputs | None:
-    """Returns the output format that a request specifies in vLLM's or OpenAI's field.
-
-    Raises:
-        RequestError: both are set, or the format is invalid.
-    """
+    """Returns the output format that a request specifies in vLLM's or OpenAI's field. Refuses both together."""
     form, own = request.response_format, request.structured_outputs
     if form is not None and form.type != "text":
         if own is not None:
@@ -209,10 +198,7 @@ def structured_outputs(request: GenerationRequest) -> StructuredOutputs | None:
 
 
 def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = parse_written(text)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise RequestError("structural_tag must be a JSON object")
-    return value
+    with contextlib.suppress(ValueError, RecursionError):
+        if isinstance(value := parse_written(text), dict):
+            return value
+    raise RequestError("structural_tag must be a JSON object")

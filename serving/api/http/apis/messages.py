@@ -16,28 +16,15 @@ from serving.api.http.context import ResponseContext
 from serving.api.http.errors import validated
 from serving.api.http.json_values import parse_written, well_formed
 from serving.api.http.parsing.written_json import WrittenObject
+from serving.api.http.protocol import messages as protocol
 from serving.api.http.protocol.chat import ChatRequest
-from serving.api.http.protocol.messages import (
-    CacheCreation,
-    ContentBlock,
-    Conversation,
-    InputMessage,
-    MessageObject,
-    MessagesRequest,
-    MessagesUsage,
-    Parts,
-    StopReason,
-    TextBlock,
-    ThinkingBlock,
-    ToolUse,
-    ToolUseBlock,
-)
+from serving.api.http.protocol.messages import MessagesRequest
 
 _HOUR = 3600.0
 _BILLING = "x-anthropic-billing-header:"
 
 
-def as_chat(body: Conversation) -> ChatRequest:
+def as_chat(body: protocol.Conversation) -> ChatRequest:
     """Returns the same request to `/v1/chat/completions`.
 
     Raises:
@@ -78,7 +65,7 @@ def as_chat(body: Conversation) -> ChatRequest:
     return validated(ChatRequest, {name: value for name, value in fields.items() if value is not None})
 
 
-def _messages(message: InputMessage) -> list[dict[str, Any]]:
+def _messages(message: protocol.InputMessage) -> list[dict[str, Any]]:
     """Converts one message to several: tool results come before the user's text."""
     if not isinstance(message.content, list):
         return [{"role": message.role, "content": message.content or ""}]
@@ -113,7 +100,7 @@ def _has_text(content: Any) -> bool:
     return any(part["text"] for part in content) if isinstance(content, list) else bool(content)
 
 
-def _without_billing(system: str | Parts) -> str | Parts:
+def _without_billing(system: str | protocol.Parts) -> str | protocol.Parts:
     """Returns system text without Claude Code's line for billing. The line changes in every session, and so would
     prevent the use of cached prefixes."""
     if isinstance(system, str):
@@ -123,7 +110,7 @@ def _without_billing(system: str | Parts) -> str | Parts:
     return [part for part in kept if part.get("text") != ""]
 
 
-def _tool_choice(choice: ToolUse) -> Any:
+def _tool_choice(choice: protocol.ToolUse) -> Any:
     match choice.type:
         case "any":
             return "required"
@@ -150,7 +137,7 @@ class MessageWriter(BlocksWriter):
         self._model, self._marked = context.model, bool(client_marks(request, messages_of(request)))
 
     def _begin(self) -> list[NamedEvent]:
-        return [("message_start", {"message": self._object([], None, None)})]
+        return [("message_start", {"message": self._object([])})]
 
     def _change(self, change: BlockChange) -> list[NamedEvent]:
         block, place = change.block, {"index": change.block.index}
@@ -166,50 +153,47 @@ class MessageWriter(BlocksWriter):
         return [*signed, ("content_block_stop", place)]
 
     def _end(self) -> list[NamedEvent]:
-        reason, stop = self._stop_reason()
-        delta = {"stop_reason": reason, "stop_sequence": stop}
-        return [("message_delta", {"delta": delta, "usage": self._usage()}), ("message_stop", {})]
+        return [("message_delta", {"delta": self._stop(), "usage": self._usage()}), ("message_stop", {})]
 
-    def _whole(self) -> MessageObject:
-        return self._object([_block(block) for block in self._blocks.all], *self._stop_reason())
+    def _whole(self) -> protocol.MessageObject:
+        return self._object([_block(block) for block in self._blocks.all], **self._stop())
 
-    def _stop_reason(self) -> tuple[StopReason | None, str | None]:
-        """Returns Anthropic's stop reason and stop sequence of the answer."""
+    def _stop(self) -> dict[str, Any]:
         assert self._last is not None
+        stop, reason = self._last.stop_reason, "end_turn"
         if self._last.finish_reason == "length":
-            return "max_tokens", None
-        if self._reader.called:
-            return "tool_use", None
-        stop = self._last.stop_reason
-        return ("stop_sequence", stop) if isinstance(stop, str) else ("end_turn", None)
+            reason = "max_tokens"
+        elif self._reader.called:
+            reason = "tool_use"
+        elif isinstance(stop, str):
+            reason = "stop_sequence"
+        return {"stop_reason": reason, "stop_sequence": stop if reason == "stop_sequence" else None}
 
-    def _object(self, content: list[ContentBlock], reason: StopReason | None, stop: str | None) -> MessageObject:
-        return MessageObject(
-            id=self.job.id, type="message", role="assistant", model=self._model, content=content,
-            stop_reason=reason, stop_sequence=stop, usage=self._usage(),
-        )  # fmt: skip
+    def _object(self, content: list[protocol.ContentBlock], **end: Any) -> protocol.MessageObject:
+        return protocol.MessageObject(id=self.job.id, model=self._model, content=content, usage=self._usage(), **end)
 
-    def _usage(self) -> MessagesUsage:
+    def _usage(self) -> protocol.MessagesUsage:
         usage = self.tally.usage()
-        cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
+        cached = usage.prompt_tokens_details.cached_tokens
         written = {ttl: count for ttl, count in self.tally.written.items() if self._marked and ttl is not None}
         made, hour = sum(written.values()), sum(count for ttl, count in written.items() if ttl and ttl >= _HOUR)
-        return MessagesUsage(
+        created = protocol.CacheCreation(ephemeral_5m_input_tokens=made - hour, ephemeral_1h_input_tokens=hour)
+        return protocol.MessagesUsage(
             input_tokens=usage.prompt_tokens - cached - made,
-            cache_creation=CacheCreation(ephemeral_5m_input_tokens=made - hour, ephemeral_1h_input_tokens=hour),
+            cache_creation=created,
             cache_creation_input_tokens=made,
             cache_read_input_tokens=cached,
             output_tokens=usage.completion_tokens,
         )
 
 
-def _block(block: Block) -> ContentBlock:
+def _block(block: Block) -> protocol.ContentBlock:
     match block.kind:
         case "reasoning":
-            return ThinkingBlock(thinking=block.text, signature=_signature(block.text) if block.text else "")
+            return protocol.ThinkingBlock(thinking=block.text, signature=_signature(block.text) if block.text else "")
         case "text":
-            return TextBlock(text=block.text)
-    return ToolUseBlock(id=block.call_id, name=block.name, input=_arguments(block.text))
+            return protocol.TextBlock(text=block.text)
+    return protocol.ToolUseBlock(id=block.call_id, name=block.name, input=_arguments(block.text))
 
 
 def _arguments(text: str) -> dict[str, Any]:

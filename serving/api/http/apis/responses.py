@@ -20,27 +20,10 @@ from serving.api.http.errors import ApiError, validated
 from serving.api.http.generation import ChoiceDelta
 from serving.api.http.logprobs import TextLogprobs
 from serving.api.http.parsing.written_json import object_of
+from serving.api.http.protocol import responses as protocol
 from serving.api.http.protocol.chat import ChatLogprob, ChatRequest
 from serving.api.http.protocol.common import CUSTOM_INPUT, custom_parameters
-from serving.api.http.protocol.responses import (
-    AllowedFunctions,
-    FunctionTool,
-    Incomplete,
-    InputDetails,
-    NamedFunction,
-    OutputCall,
-    OutputCustomCall,
-    OutputDetails,
-    OutputItem,
-    OutputMessage,
-    OutputReasoning,
-    OutputText,
-    ReasoningText,
-    ResponseObject,
-    ResponsesRequest,
-    ResponsesUsage,
-    Status,
-)
+from serving.api.http.protocol.responses import ResponsesRequest
 from serving.api.http.response_store import StoredResponse, owner_of
 
 Message = dict[str, Any]
@@ -98,7 +81,7 @@ def _as_item(content: Any = None, **fields: Any) -> dict[str, Any]:
     return {"type": "message", "role": "user", **fields, "content": content}
 
 
-def _function(tool: FunctionTool) -> dict[str, Any]:
+def _function(tool: protocol.FunctionTool) -> dict[str, Any]:
     if tool.type == "custom":
         form = (tool.model_extra or {}).get("format")
         return {"name": tool.name, "description": tool.description, "parameters": custom_parameters(form)}
@@ -190,9 +173,9 @@ def _text(content: Any) -> str:
 
 def _tool_choice(choice: Any) -> Any:
     match choice:
-        case NamedFunction():
+        case protocol.NamedFunction():
             return {"type": "function", "function": {"name": choice.name}}
-        case AllowedFunctions():
+        case protocol.AllowedFunctions():
             tools = [{"type": "function", "function": {"name": tool.name}} for tool in choice.tools]
             return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
     return choice
@@ -265,15 +248,11 @@ class ResponseWriter(BlocksWriter):
         within = at | {"item_id": self._ids[block.index]}
         part = within if block.kind == "call" else within | {"content_index": 0}
         kind = _EVENTS[block.kind]
-        content = {"part": self._output_text(block) if block.kind == "text" else ReasoningText(text=block.text)}
+        content = {"part": self._content(block)} if block.kind != "call" else {}
         match change.what:
             case "begin":
-                opened: list[NamedEvent] = [
-                    ("response.output_item.added", at | {"item": self._item(block, "in_progress", empty=True)})
-                ]
-                if block.kind != "call":
-                    opened.append(("response.content_part.added", part | content))
-                return opened
+                added = ("response.output_item.added", at | {"item": self._item(block, "in_progress")})
+                return [added, ("response.content_part.added", part | content)] if content else [added]
             case "more" if block.name in self._custom:
                 return []  # the text is known when the JSON object around it is complete
             case "more":
@@ -292,33 +271,32 @@ class ResponseWriter(BlocksWriter):
             done.append(("response.content_part.done", part | content))
         return [*done, ("response.output_item.done", at | {"item": self._item(block, "completed")})]
 
-    def _item(self, block: Block, status: Status, *, empty: bool = False) -> OutputItem:
-        name = self._ids[block.index]
-        match block.kind:
-            case "reasoning":
-                thought = [] if empty else [ReasoningText(text=block.text)]
-                sealed = None
-                if _ENCRYPTED in (self._body.include or ()) and not empty:
-                    sealed = _OWN + base64.b64encode(block.text.encode()).decode()
-                return OutputReasoning(id=name, content=thought, encrypted_content=sealed, status=status)
-            case "text":
-                parsed = [] if empty else [self._output_text(block)]
-                return OutputMessage(id=name, status=status, content=parsed)
+    def _item(self, block: Block, status: protocol.Status) -> protocol.OutputItem:
+        same: dict[str, Any] = {"id": self._ids[block.index], "status": status}
+        begun = status == "in_progress"
+        if block.kind != "call":
+            same["content"] = [] if begun else [self._content(block)]
+            if block.kind == "text":
+                return protocol.OutputMessage(**same)
+            sealed = None
+            if _ENCRYPTED in (self._body.include or ()) and not begun:
+                sealed = _OWN + base64.b64encode(block.text.encode()).decode()
+            return protocol.OutputReasoning(encrypted_content=sealed, **same)
+        same |= {"call_id": block.call_id, "name": block.name}
         if block.name in self._custom:
-            text = "" if empty else _custom_input(block.text)
-            return OutputCustomCall(id=name, call_id=block.call_id, name=block.name, input=text, status=status)
+            return protocol.OutputCustomCall(input="" if begun else _custom_input(block.text), **same)
         space = {"namespace": self._spaces[block.name]} if block.name in self._spaces else {}
-        return OutputCall(
-            id=name, call_id=block.call_id, name=block.name, arguments=block.text, status=status, **space
-        )  # fmt: skip
+        return protocol.OutputCall(arguments=block.text, **same, **space)
 
-    def _output_text(self, block: Block) -> OutputText:
-        return OutputText(text=block.text, logprobs=self._entries[block.index])
+    def _content(self, block: Block) -> protocol.OutputText | protocol.ReasoningText:
+        if block.kind == "text":
+            return protocol.OutputText(text=block.text, logprobs=self._entries[block.index])
+        return protocol.ReasoningText(text=block.text)
 
-    def _whole(self) -> ResponseObject:
+    def _whole(self) -> protocol.ResponseObject:
         """Returns the whole response, and stores it unless the request declines that."""
         cut_off = self._last is not None and self._last.finish_reason == "length"
-        status: Status = "incomplete" if cut_off else "completed"
+        status: protocol.Status = "incomplete" if cut_off else "completed"
         items = [self._item(block, "completed") for block in self._blocks.all]
         if status == "incomplete" and items:
             items[-1].status = "incomplete"
@@ -332,13 +310,13 @@ class ResponseWriter(BlocksWriter):
             self._context.store.put(self.job.id, stored)
         return whole
 
-    def _object(self, status: Status, items: list[OutputItem]) -> ResponseObject:
+    def _object(self, status: protocol.Status, items: list[protocol.OutputItem]) -> protocol.ResponseObject:
         body = self._body
-        return ResponseObject(
+        return protocol.ResponseObject(
             id=self.job.id,
             created_at=self._created,
             status=status,
-            incomplete_details=Incomplete(reason="max_output_tokens") if status == "incomplete" else None,
+            incomplete_details=protocol.Incomplete(reason="max_output_tokens") if status == "incomplete" else None,
             metadata=body.metadata or {},
             model=self._context.model,
             output=items,
@@ -351,14 +329,13 @@ class ResponseWriter(BlocksWriter):
             **{name: getattr(body, name) for name in _SAME_NAME},
         )
 
-    def _usage(self) -> ResponsesUsage:
+    def _usage(self) -> protocol.ResponsesUsage:
         usage = self.tally.usage()
-        details, cached = usage.completion_tokens_details, usage.prompt_tokens_details
-        reused = InputDetails(**cached.model_dump()) if cached else InputDetails(cached_tokens=0)
-        return ResponsesUsage(
+        details = usage.completion_tokens_details
+        return protocol.ResponsesUsage(
             input_tokens=usage.prompt_tokens,
-            input_tokens_details=reused,
+            input_tokens_details=usage.prompt_tokens_details,
             output_tokens=usage.completion_tokens,
-            output_tokens_details=OutputDetails(reasoning_tokens=(details and details.reasoning_tokens) or 0),
+            output_tokens_details=protocol.OutputDetails(reasoning_tokens=(details and details.reasoning_tokens) or 0),
             total_tokens=usage.total_tokens,
         )

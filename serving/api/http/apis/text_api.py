@@ -15,23 +15,11 @@ from starlette.responses import Response
 
 from serving.api.http.apis import messages, responses, stored_responses
 from serving.api.http.apis.choices import ChatWriter, CompletionWriter
-from serving.api.http.apis.inputs import tokenized_with_marks
+from serving.api.http.apis.inputs import tokenized
 from serving.api.http.apis.messages import MessageWriter
 from serving.api.http.apis.responses import Conversation, ResponseWriter
+from serving.api.http.connection import streaming
 from serving.api.http.connection.keys import salt_of, sent_key
-from serving.api.http.connection.streaming import (
-    COMMENT,
-    PING,
-    EventStream,
-    answer,
-    anthropic_failure,
-    encoded,
-    ignored_header,
-    is_long,
-    openai_failure,
-    start,
-    until_gone,
-)
 from serving.api.http.context import ResponseContext, context_of
 from serving.api.http.errors import ApiError
 from serving.api.http.generation import ChoiceDelta, Job, UsageCounter, compile_grammar, run, stream
@@ -69,9 +57,9 @@ class TextApi:
     """Creates the writer of a request: in this API, in the format that `converted` returns, and its prompts."""
     converted: Callable[[Any, Conversation], ChatRequest | CompletionRequest] = lambda body, _: body
     """Returns a request in the format of one of the first two APIs."""
-    failure: Callable[[ApiError], bytes] = openai_failure
+    failure: Callable[[ApiError], bytes] = streaming.openai_failure
     """Returns the last events of a stream that fails."""
-    keep_alive: bytes = COMMENT
+    keep_alive: bytes = streaming.COMMENT
     """The event before the first one, while a request waits."""
 
     @property
@@ -96,7 +84,7 @@ _TABLE = (
     TextApi(
         "/v1/messages", "create_message", "Answer a conversation", "Anthropic",
         MessagesRequest, MessageObject, ("system", "messages"), MessageWriter, lambda body, _: messages.as_chat(body),
-        anthropic_failure, PING,
+        streaming.anthropic_failure, streaming.PING,
     ),
 )  # fmt: skip
 TEXT_APIS = {api.kind: api for api in _TABLE}
@@ -119,7 +107,7 @@ async def open_writer(api: TextApi, context: ResponseContext, body: TextRequest)
         ApiError, RequestError, RequestValidationError: the request is invalid.
     """
     request = api.converted(body, stored_responses.stored_conversation(context))
-    prompts, marks = await tokenized_with_marks(context, request)
+    prompts, marks = await tokenized(context, request)
     # A writer decodes prompts that it echoes.
     writer = await context.codec.run(sum(map(len, prompts)), lambda: api.writer(context, body, request, prompts))
     writer.job.cache_marks = marks
@@ -174,20 +162,21 @@ async def respond(api: TextApi, body: TextRequest, request: Request) -> Response
         await compile_grammar(context, writer.job)
         return writer
 
-    writer = await until_gone(request.receive, opened())
+    writer = await streaming.until_gone(request.receive, opened())
     job, tally = writer.job, writer.tally
     request.state.reserve(job.score_bytes)
     job.cache_salt = salt_of(job.cache_salt, request.headers, context.settings)
     job.lora_request = context.adapter_of(body.model)
-    headers, request.state.tally = ignored_header(body, job.ignored), tally
+    headers, request.state.tally = streaming.ignored_header(body, job.ignored), tally
     with context.traces.under(request.headers):
         if body.stream:
             events, interval = writer.events(stream(context, job, tally)), context.settings.sse_keep_alive_interval
-            begun = await until_gone(request.receive, start(events, api.keep_alive, interval))
-            return EventStream(begun, headers, api.failure)
-        pieces = await until_gone(request.receive, run(context, job, tally))
+            begun = await streaming.until_gone(request.receive, streaming.start(events, api.keep_alive, interval))
+            return streaming.EventStream(begun, headers, api.failure)
+        pieces = await streaming.until_gone(request.receive, run(context, job, tally))
     codec = context.codec
     whole = await codec.run(sum(piece.num_tokens for piece in pieces), lambda: writer.response(pieces))
-    if is_long(whole):
-        return EventStream(encoded(codec.run, whole), headers, lambda _: b"", media_type="application/json")
-    return answer(whole, headers)
+    if streaming.is_long(whole):
+        parts = streaming.encoded(codec.run, whole)
+        return streaming.EventStream(parts, headers, lambda _: b"", media_type="application/json")
+    return streaming.answer(whole, headers)

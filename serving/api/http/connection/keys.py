@@ -52,11 +52,7 @@ def is_one_of(key: str | None, keys: Iterable[str]) -> bool:
 
 
 def check_key(headers: Headers, keys: Iterable[str]) -> None:
-    """Checks that a request has one of the keys.
-
-    Raises:
-        ApiError: 401 if the request has none of them.
-    """
+    """Checks that a request has one of the keys; refuses it with 401 otherwise."""
     if not is_one_of(sent_key(headers), keys):
         raise ApiError(
             401, "missing or wrong API key: send the header Authorization: Bearer KEY", code="invalid_api_key",
@@ -65,10 +61,8 @@ def check_key(headers: Headers, keys: Iterable[str]) -> None:
 
 
 def salt_of(salt: str | None, headers: Headers, settings: ServerSettings) -> str | None:
-    """Returns the salt for a request's prefixes in the cache.
-
-    With several API keys, each key has its own prefixes unless `share_prefix_cache` is set.
-    """
+    """Returns the salt for a request's prefixes in the cache: with several API keys, each key has its own prefixes
+    unless `share_prefix_cache` is set."""
     key = sent_key(headers)
     if settings.share_prefix_cache or len(set(settings.api_key)) < 2 or key is None:
         return salt

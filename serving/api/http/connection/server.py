@@ -10,6 +10,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -52,31 +53,16 @@ class Server(uvicorn.Server):
     """
 
     def __init__(
-        self,
-        app: FastAPI,
-        bounds: ConnectionBounds,
-        *,
-        drain_timeout: float,
-        leave: Callable[[], bool | None],
+        self, app: FastAPI, bounds: ConnectionBounds, *, drain_timeout: float, leave: Callable[[], bool | None],
         **options: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._drain_timeout, self._leave = drain_timeout, leave
         self._bounds = bounds
         app.state.ending = lambda: self.should_exit
         """Whether endless streams must end now."""
         self._connection = bounded(bounds)
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http=self._connection,
-                ws="none",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                lifespan="on",
-                **options,
-            )
-        )
+        fixed: dict[str, Any] = {"ws": "none", "lifespan": "on", "log_config": None, "access_log": False}
+        super().__init__(uvicorn.Config(app, http=self._connection, server_header=False, **fixed, **options))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begins the shutdown; a second Ctrl-C ends the process at once, because a step may hang."""
@@ -132,31 +118,25 @@ class Server(uvicorn.Server):
             self.force_exit = True  # otherwise uvicorn waits for handlers that wait for the engine
 
 
+@dataclass(eq=False)
 class TlsListener:
     """Accepts TLS connections on one socket. Has the methods of `asyncio.Server` that uvicorn calls.
 
     asyncio's servers count a connection only after its handshake, so silent clients could open any number of them. This
     listener counts a connection as soon as it is accepted.
-
-    Args:
-        listening: a listening socket.
-        context: contains the server's certificate.
-        bounds: limits of connections; `header_timeout` also limits the handshake.
-        connections: connections after the handshake, on all sockets.
-        new_connection: creates a connection's protocol.
     """
 
-    def __init__(
-        self,
-        listening: socket.socket,
-        context: ssl.SSLContext,
-        bounds: ConnectionBounds,
-        connections: Collection[object],
-        new_connection: Callable[..., BoundedConnection],
-    ) -> None:
-        self._socket, self._context, self._bounds = listening, context, bounds
-        self._connections, self._new_connection = connections, new_connection
-        self._handshakes: set[asyncio.Task[None]] = set()
+    listening: socket.socket
+    context: ssl.SSLContext
+    """Contains the server's certificate."""
+    bounds: ConnectionBounds
+    """`header_timeout` also limits the handshake."""
+    connections: Collection[object]
+    """Connections after the handshake, on all sockets."""
+    new_connection: Callable[..., BoundedConnection]
+    _handshakes: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
         self._accepting = asyncio.create_task(self._accept())
 
     def close(self) -> None:
@@ -169,17 +149,17 @@ class TlsListener:
         await asyncio.gather(self._accepting, *self._handshakes, return_exceptions=True)
 
     async def _accept(self) -> None:
-        loop, most = asyncio.get_running_loop(), self._bounds.max_connections
+        loop, most = asyncio.get_running_loop(), self.bounds.max_connections
         while True:
             try:
-                wire, _ = await loop.sock_accept(self._socket)
+                wire, _ = await loop.sock_accept(self.listening)
             except ConnectionAbortedError:
                 continue
             except OSError as error:
                 log.error("could not accept a connection: %s; retrying in %g s", error, _PAUSE)
                 await asyncio.sleep(_PAUSE)
                 continue
-            open_now = len(self._connections) + len(self._handshakes)
+            open_now = len(self.connections) + len(self._handshakes)
             if open_now >= most + reserve(most):
                 log.debug("connection closed: too many connections")
                 wire.close()
@@ -191,8 +171,8 @@ class TlsListener:
     async def _shake_hands(self, wire: socket.socket, *, refuse: bool) -> None:
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                partial(self._new_connection, beyond_limit=refuse), wire,
-                ssl=self._context, ssl_handshake_timeout=self._bounds.header_timeout,
+                partial(self.new_connection, beyond_limit=refuse), wire,
+                ssl=self.context, ssl_handshake_timeout=self.bounds.header_timeout,
             )  # fmt: skip
         except OSError as error:  # an error or a timeout of the client
             log.debug("TLS handshake failed: %s", error)

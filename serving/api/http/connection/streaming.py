@@ -7,9 +7,9 @@ import contextlib
 import itertools
 import logging
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel
 from pydantic_core import to_json
@@ -30,6 +30,13 @@ COMMENT = b": keep-alive\n\n"
 _FIRST_EVENT_SECONDS = 0.5
 """Time in which a refused request gets its own status."""
 _IGNORED, _MOST_IGNORED = "x-ignored-fields", 16
+_PART = 8
+"""Items of a list that are made and encoded at once. An item has at most 150 log-probabilities, so that takes a
+millisecond or two."""
+_LONG = 256
+"""Lists with more items are encoded in parts."""
+_SENT = 1 << 16
+"""Bytes that are sent at once, at least."""
 
 
 def json_of(model: BaseModel) -> bytes:
@@ -87,11 +94,7 @@ def anthropic_failure(error: ApiError) -> bytes:
 
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Returns the result of `work`. Cancels `work` if the client disconnects first.
-
-    Raises:
-        ClientGone: the client disconnected.
-    """
+    """Returns the result of `work`. Cancels `work`, and raises `ClientGone`, if the client disconnects first."""
     task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -222,30 +225,12 @@ async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
         await _cancel(*tasks)
 
 
-_PART = 8
-"""Items of a list that are made and encoded at once. An item has at most 150 log-probabilities, so that takes a
-millisecond or two."""
-_LONG = 256
-"""Lists with more items are encoded in parts."""
-_SENT = 1 << 16
-"""Bytes that are sent at once, at least."""
+class ListInParts(NamedTuple):
+    """A long list of a response. Its items are made when it is sent, a few at a time."""
 
-
-class ListInParts:
-    """A long list of a response. Its items are made when it is sent, a few at a time.
-
-    Args:
-        length: number of items.
-        part: returns the items from one place up to another.
-    """
-
-    def __init__(self, length: int, part: Callable[[int, int], list[Any]]) -> None:
-        self._length, self._part = length, part
-
-    def parts(self) -> Iterator[list[Any]]:
-        """Yields the items."""
-        for begin in range(0, self._length, _PART):
-            yield self._part(begin, min(begin + _PART, self._length))
+    length: int
+    part: Callable[[int, int], list[Any]]
+    """Returns the items from one place up to another."""
 
 
 def listed(length: int, part: Callable[[int, int], list[Any]]) -> Any:
@@ -269,29 +254,26 @@ def json_parts(value: Any, *, exclude_unset: bool) -> Iterator[bytes]:
     """Yields the JSON text of a response. Making each part takes a bounded time: about `_PART` items of a list."""
     match value:
         case ListInParts():
-            yield from _joined(b"[]", ([to_json(items)[1:-1]] for items in value.parts()))
+            places = range(0, value.length, _PART)
+            items = (value.part(begin, min(begin + _PART, value.length)) for begin in places)
+            yield from _joined(b"[]", ([to_json(part)[1:-1]] for part in items))
         case [BaseModel(), *_]:
             yield from _joined(b"[]", (json_parts(item, exclude_unset=exclude_unset) for item in value))
         case BaseModel() if is_long(value):
             names = value.model_fields_set if exclude_unset else type(value).model_fields
-            yield from _joined(b"{}", (_field(name, getattr(value, name), exclude_unset) for name in names))
+            parts = (json_parts(getattr(value, name), exclude_unset=exclude_unset) for name in names)
+            fields = (itertools.chain([to_json(name) + b":"], part) for name, part in zip(names, parts, strict=True))
+            yield from _joined(b"{}", fields)
         case BaseModel():
             yield value.model_dump_json(exclude_unset=exclude_unset, by_alias=True).encode()
         case _:
             yield to_json(value)
 
 
-def _field(name: str, value: Any, exclude_unset: bool) -> Iterator[bytes]:
-    yield to_json(name) + b":"
-    yield from json_parts(value, exclude_unset=exclude_unset)
-
-
-def _joined(brackets: bytes, items: Iterator[Any]) -> Iterator[bytes]:
+def _joined(brackets: bytes, items: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
     yield brackets[:1]
     for place, item in enumerate(items):
-        if place:
-            yield b","
-        yield from item
+        yield from item if not place else itertools.chain([b","], item)
     yield brackets[1:]
 
 

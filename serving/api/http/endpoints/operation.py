@@ -128,15 +128,11 @@ def program_version() -> str:
 
 
 def _card(context: Context, name: str) -> ModelCard:
+    root, parent = context.adapters.get(name, context.model_name), context.model_name
     return ModelCard(
-        id=name,
-        object="model",
-        created=int(context.started),
-        owned_by="mamba-jax",
-        root=context.adapters.get(name, context.model_name),
-        parent=context.model_name if name in context.adapters else None,
-        max_model_len=context.engine.engine.max_model_len,
-    )
+        id=name, object="model", created=int(context.started), owned_by="mamba-jax", root=root,
+        parent=parent if name in context.adapters else None, max_model_len=context.engine.engine.max_model_len,
+    )  # fmt: skip
 
 
 def _anthropic_card(context: Context, name: str) -> dict[str, str]:
@@ -146,13 +142,11 @@ def _anthropic_card(context: Context, name: str) -> dict[str, str]:
 
 def status_of(context: Context) -> dict[str, Any]:
     """Returns counters and pool maps, as JSON. Never waits for the engine's step."""
-    maps: dict[str, str] = {}
-    if context.engine.running and context.ready:
-        maps = _maps(context.engine.engines)
+    ready = context.ready and context.engine.running
     return {
         "model": context.model_name,
         "max_model_len": context.engine.engine.max_model_len,
-        "ready": context.ready and context.engine.running,
+        "ready": ready,
         "time": time.time(),
         "uptime": time.time() - context.started,
         "api_key_needed": bool(context.settings.api_key),
@@ -161,15 +155,14 @@ def status_of(context: Context) -> dict[str, Any]:
         "hardware": hardware(context.engine.engines),
         "latency": context.metrics.latency(),
         "waiting": waiting(context.engine.engines),
-        "maps": maps,
+        "maps": _maps(context.engine.engines) if ready else {},
     }
 
 
 def waiting(engines: Sequence[Engine]) -> list[dict[str, Any]]:
-    """Returns waiting requests by client and reason, the most requests first.
+    """Returns waiting requests by client and reason, the most requests first; approximate, as the engines go on.
 
-    Clients are numbered in queue order, because anyone may read this page. The engines may change the queues
-    meanwhile, so the result is approximate.
+    Clients are numbered in queue order, because anyone may read this page.
     """
     now, clients = time.monotonic(), dict[str | None, int]()
     rows: dict[tuple[int, str], dict[str, Any]] = {}
@@ -202,8 +195,7 @@ def hardware(engines: Sequence[Engine]) -> dict[str, Any]:
 
 
 def _maps(engines: Sequence[Engine]) -> dict[str, str]:
-    """Returns a letter for each slot and page, engine by engine. The result is approximate, because the engines may
-    change the pools meanwhile."""
+    """Returns a letter for each slot and page, engine by engine; approximate, as the engines go on."""
     maps: dict[str, str] = {}
     for engine in engines:
         for pool in engine.loop.scheduler.pools:
@@ -220,12 +212,7 @@ def pool_map(pool: Pool, cells: int = _CELLS) -> str:
 
 class Profiler:
     """Takes at most one profile of this process at a time, for at most `seconds`, because a profile stays in memory
-    until it is written.
-
-    Args:
-        directory: folder for profiles; None refuses them.
-        seconds: maximum duration of a profile.
-    """
+    until it is written to `directory`; None refuses profiles."""
 
     def __init__(self, directory: str | None, seconds: float) -> None:
         self._directory, self._seconds = directory, seconds
@@ -233,11 +220,7 @@ class Profiler:
         self._end: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Starts a profile. Returns its folder.
-
-        Raises:
-            ApiError: no folder for profiles is configured, or a profile is running.
-        """
+        """Starts a profile. Returns its folder. Refuses a second profile, and one without a folder."""
         if self._directory is None:
             raise ApiError(400, "no folder for profiles: start the server with --profile-dir", code="no_profile_dir")
         async with self._lock:
@@ -248,11 +231,7 @@ class Profiler:
         return self._directory
 
     async def stop(self) -> str:
-        """Ends the profile and writes it. Returns its folder.
-
-        Raises:
-            ApiError: no profile is running.
-        """
+        """Ends the profile and writes it. Returns its folder. Refuses if no profile is running."""
         async with self._lock:
             if self._end is None or self._directory is None:
                 raise ApiError(409, "no profile is running: start one with /start_profile", code="no_profile")

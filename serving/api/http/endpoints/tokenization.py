@@ -74,7 +74,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     codec = context.codec
     if body.messages is not None:
         chat = validated(ChatRequest, body.model_dump(exclude_unset=True, exclude={"prompt", "return_token_strs"}))
-        (ids,) = await tokenized(context.of_request(body.model, None), chat, fits=False)
+        (ids,), _ = await tokenized(context.of_request(body.model, None), chat, fits=False)
     else:
         assert body.prompt is not None
         (ids,) = await codec.encode([body.prompt], add_special_tokens=body.add_special_tokens is not False, fits=False)
@@ -114,7 +114,7 @@ async def _count(kind: str, body: ConvertedRequest, request: Request) -> int:
     context.check(body.model)
     own = context.of_request(body.model, sent_key(request.headers))
     chat = TEXT_APIS[kind].converted(body, stored_conversation(own))
-    (prompt,) = await tokenized(own, chat, fits=False)
+    (prompt,), _ = await tokenized(own, chat, fits=False)
     return len(prompt)
 
 
@@ -125,12 +125,8 @@ async def tokenizer_info(request: Request) -> Response:
     tokenizer = context.codec.tokenizer
     if tokenizer is None:
         raise ApiError(404, "this model has no tokenizer: send prompts as token ids", code="no_tokenizer")
-    templates = tokenizer.chat_templates
-    result = TokenizerInfo(
-        vocab_size=tokenizer.vocab_size,
-        model_max_length=context.engine.engine.max_model_len,
-        special_tokens=tokenizer.special_tokens,
-        chat_template=templates.get("default"),
-        chat_templates=templates,
-    )
-    return answer(result)
+    templates, longest = tokenizer.chat_templates, context.engine.engine.max_model_len
+    return answer(TokenizerInfo(
+        vocab_size=tokenizer.vocab_size, model_max_length=longest, special_tokens=tokenizer.special_tokens,
+        chat_template=templates.get("default"), chat_templates=templates,
+    ))  # fmt: skip

@@ -12,7 +12,6 @@ from starlette.responses import PlainTextResponse
 from serving.api.http.connection.keys import admin_only
 from serving.api.http.context import context_of
 from serving.api.http.errors import ApiError
-from serving.engine.async_engine import AsyncEngine
 from serving.engine.control import PauseMode, WeightsChecksum
 from serving.engine.engine import Engine
 from serving.engine.replicas import common_checksum
@@ -37,9 +36,8 @@ class NewWeightsRequest(BaseModel):
 @rollouts.post("/pause")
 async def pause(request: Request, mode: Annotated[PauseMode, Query()] = "abort") -> dict[str, Any]:
     """Stop the engine's steps until /resume; responds when it has stopped. `mode`: what happens to running requests."""
-    engine = context_of(request).engine
-    await engine.pause(mode)
-    return await _state_of(engine)
+    await context_of(request).engine.pause(mode)
+    return await _state_of(request)
 
 
 @rollouts.post("/resume")
@@ -51,9 +49,8 @@ async def resume(request: Request) -> dict[str, Any]:
 @rollouts.post("/update_weights")
 async def update_weights(request: Request, body: NewWeightsRequest) -> dict[str, Any]:
     """Replace the model's weights in place, between two steps. Running requests continue with the new weights."""
-    engine = context_of(request).engine
-    await engine.update_weights(body.path, version=body.version, partial=body.partial)
-    return await _state_of(engine)
+    await context_of(request).engine.update_weights(body.path, version=body.version, partial=body.partial)
+    return await _state_of(request)
 
 
 @rollouts.get("/weights/checksum")
@@ -77,19 +74,17 @@ async def wake_up(request: Request) -> dict[str, Any]:
 @rollouts.get("/rollout_state")
 async def rollout_state(request: Request) -> dict[str, Any]:
     """The version of the weights, and whether the engine is paused or asleep."""
-    return await _state_of(context_of(request).engine)
+    return await _state_of(request)
 
 
 async def _do(request: Request, action: Callable[[Engine], Any]) -> dict[str, Any]:
-    engine = context_of(request).engine
-    await engine.call_all(action)
-    return await _state_of(engine)
+    await context_of(request).engine.call_all(action)
+    return await _state_of(request)
 
 
-async def _state_of(engine: AsyncEngine) -> dict[str, Any]:
-    """Returns the state of the engine. If replicas differ after a failure, returns the state of the first held one,
-    with all versions."""
-    states = await engine.call_all(_state)
+async def _state_of(request: Request) -> dict[str, Any]:
+    """Returns the state of the engine; of the first held replica, with all versions, if they differ after a failure."""
+    states = await context_of(request).engine.call_all(_state)
     versions = dict.fromkeys(state["weights_version"] for state in states)
     return next((state for state in states if state["held"]), states[0]) | {"weights_version": ", ".join(versions)}
 
@@ -106,25 +101,22 @@ def _state(engine: Engine) -> dict[str, Any]:
     }
 
 
-class NewAdapter(BaseModel):
-    """A name and a directory."""
+class AdapterName(BaseModel):
+    """The name of an adapter."""
 
     model_config = ConfigDict(extra="forbid")
 
     lora_name: str = Field(min_length=1, max_length=256, description="Name of the adapter, as `model` in requests.")
+    lora_int_id: int | None = Field(None, description="Not used.")
+
+
+class NewAdapter(AdapterName):
+    """A name and a directory."""
+
     lora_path: str = Field(
         min_length=1, max_length=4096, description="The adapter's directory, which the server can read."
     )
     load_inplace: bool = Field(False, description="Replace the adapter that has this name.")
-
-
-class AdapterName(BaseModel):
-    """The name of a loaded adapter."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    lora_name: str = Field(min_length=1, max_length=256)
-    lora_int_id: int | None = Field(None, description="Not used.")
 
 
 @adapters.post("/v1/load_lora_adapter")

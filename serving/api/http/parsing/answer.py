@@ -248,14 +248,8 @@ class AnswerReader:
     def _head(
         self, style: CallFormat, *, offered: bool, skipped: int = 0, first: bool = True
     ) -> Wait[tuple[CallSyntax, re.Match[str]] | None]:
-        """Returns the syntax and the head of the call that is next; None if there is none.
-
-        Args:
-            style: the format.
-            offered: only tools that the request offers.
-            skipped: number of characters before the head.
-            first: a syntax of another format that begins with the name is possible too.
-        """
+        """Returns the syntax and the head of the call that is next, after `skipped` characters; None if there is none.
+        `offered`: only of tools that the request offers; `first`: also of another format that begins with the name."""
         for syntax in sorted(SYNTAXES, key=lambda syntax: syntax is not style.syntax):
             for head in syntax.heads:
                 other = syntax is not style.syntax and not head.before
@@ -328,17 +322,11 @@ class AnswerReader:
             yield from read_written(cursor, WrittenObject(closing), self._emit)
         else:
             parts: list[str] = []
-            try:
+            with cursor.closing(lambda: self._emit(arguments_in("".join(parts)))):
                 yield from cursor.until(cached_marks(closing), parts.append)
-            except TextEnds:
-                if not cursor.cut:
-                    self._emit(arguments_in("".join(parts)))
-                raise
-            self._emit(arguments_in("".join(parts)))
         if syntax.tagged:
-            if (
-                yield from cursor.until(cached_marks(closing, style.end, style.begin, syntax.heads[0].before))
-            ) == closing:
+            ends = cached_marks(closing, style.end, style.begin, syntax.heads[0].before)
+            if (yield from cursor.until(ends)) == closing:
                 cursor.take(len(closing))
             return
         yield from cursor.skip(SPACE + ",")
@@ -354,7 +342,7 @@ class AnswerReader:
         properties = schema.get("properties") or {}
         ends = (syntax.end, style.end, style.begin, syntax.heads[0].before)
         self._emit("{")
-        try:
+        with cursor.closing(lambda: self._emit("}")):
             while True:
                 yield from cursor.skip(syntax.between)
                 if mark := (yield from cursor.mark(*ends)):
@@ -377,8 +365,3 @@ class AnswerReader:
                     yield from markup_value(cursor, syntax, style, types, self._emit, further.__contains__)
                 else:
                     yield from python_value(cursor, style.end, types, self._emit)
-        except TextEnds:
-            if not cursor.cut:
-                self._emit("}")
-            raise
-        self._emit("}")

@@ -44,7 +44,7 @@ def markup_value(
     def push(part: str) -> None:
         emit(value.push(part))
 
-    try:
+    with text.closing(lambda: emit(value.end())):
         while True:
             mark = yield from text.until(ends, push)
             if mark.endswith(syntax.value_end):
@@ -62,11 +62,6 @@ def markup_value(
                     break
                 size = max(size, distance - len(syntax.padding))
             push(text.take(size))
-    except TextEnds:
-        if not text.cut:
-            emit(value.end())
-        raise
-    emit(value.end())
 
 
 def python_value(text: TextCursor, closing: str, types: frozenset[str], emit: Callable[[str], None]) -> Wait[None]:
@@ -89,14 +84,9 @@ def python_value(text: TextCursor, closing: str, types: frozenset[str], emit: Ca
         return
     text.take(len(quote))
     emit('"')
-    try:
+    with text.closing(lambda: emit('"')):
         while not (yield from _string_part(text, quote, closing, emit)):
             pass
-    except TextEnds:
-        if not text.cut:
-            emit('"')
-        raise
-    emit('"')
 
 
 def _string_part(text: TextCursor, quote: str, closing: str, emit: Callable[[str], None]) -> Wait[bool]:
@@ -149,18 +139,13 @@ def _literal(text: TextCursor, closing: str, types: frozenset[str], emit: Callab
         yield from text.until(ends)
         return
     parts, depth = list[str](), 0
-    try:
+    with text.closing(lambda: emit(json.dumps(read_literal("".join(parts), types), ensure_ascii=False))):
         while True:
             mark = yield from text.until(ends, parts.append)
             if mark == closing or (depth == 0 and mark != "("):
                 break
             depth += {"(": 1, ")": -1}.get(mark, 0)
             parts.append(text.take(1))
-    except TextEnds:
-        if not text.cut:
-            emit(json.dumps(read_literal("".join(parts), types), ensure_ascii=False))
-        raise
-    emit(json.dumps(read_literal("".join(parts), types), ensure_ascii=False))
 
 
 def _table(text: TextCursor, closing: str, types: frozenset[str], emit: Callable[[str], None]) -> Wait[None]:
@@ -180,14 +165,9 @@ def _table(text: TextCursor, closing: str, types: frozenset[str], emit: Callable
         elif not written.first_keyed:
             emit("".join(held))
 
-    try:
+    with text.closing(end):
         yield from read_written(text, written, push, raw.append)
         yield from text.until(cached_marks("(", ")", ",", closing), raw.append)
-    except TextEnds:
-        if not text.cut:
-            end()
-        raise
-    end()
 
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
@@ -231,14 +211,8 @@ def schema_types(schema: Any, root: Any = None, *, most: int = 1000) -> frozense
 
 
 class WrittenText:
-    """Makes JSON of a value that is written as text without quotes.
-
-    It returns strings as they arrive, and other values when they are complete.
-
-    Args:
-        types: the types that the schema admits.
-        padding: text before the value.
-    """
+    """Makes JSON of a value that is written as text without quotes, after `padding`: of strings as they arrive, of
+    other `types` when they are complete."""
 
     def __init__(self, types: frozenset[str], padding: str = "") -> None:
         self._types, self._padding = types, padding

@@ -5,9 +5,10 @@ A reader is a generator: it yields where it needs more text. What it returns doe
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -36,14 +37,21 @@ class TextCursor:
         self.text, self.at, self.last, self.cut = self.text[self.at :] + text, 0, last, cut
 
     def more(self) -> Wait[None]:
-        """Waits for more text.
-
-        Raises:
-            TextEnds: there is none.
-        """
+        """Waits for more text. Raises `TextEnds` if there is none."""
         if self.last:
             raise TextEnds
         yield
+
+    @contextlib.contextmanager
+    def closing(self, end: Callable[[], object]) -> Iterator[None]:
+        """Calls `end` after what is read in the block; also where the text ends, unless the output limit cut it off."""
+        try:
+            yield
+        except TextEnds:
+            if not self.cut:
+                end()
+            raise
+        end()
 
     def take(self, count: int) -> str:
         """Consumes and returns characters."""
@@ -86,11 +94,8 @@ class TextCursor:
             yield
 
     def until(self, marks: Marks, consume: Callable[[str], object] = len) -> Wait[str]:
-        """Consumes text up to the first of the marks, and returns the mark.
-
-        Raises:
-            TextEnds: there is no mark. The beginning of a mark at the end of the text is not consumed.
-        """
+        """Consumes text up to the first of the marks, and returns the mark. Raises `TextEnds` if there is none; the
+        beginning of a mark at the end of the text is then not consumed."""
         while True:
             if found := marks.whole.search(self.text, self.at):
                 consume(self.take(found.start() - self.at))
@@ -130,13 +135,10 @@ cached_marks = functools.cache(lambda *marks: Marks(marks))
 
 
 class Head:
-    """The beginning of a call or of a parameter: a name between marks. Also recognizes incomplete heads.
+    """The beginning of a call or of a parameter: a name between the marks `before` and `after`, in which a space
+    matches any white space, or none. Also recognizes incomplete heads.
 
-    Args:
-        before: text before the name; a space matches any white space, or none.
-        after: text after the name; spaces as in `before`.
-        name: a regular expression that also matches any prefix of a name.
-        ahead: a look-ahead expression for the text after the head.
+    `name` is a regular expression that also matches any prefix of a name; `ahead` one for the text after the head.
     """
 
     def __init__(self, before: str, after: str, *, name: str = r"[^<>\n]{1,256}", ahead: str = "") -> None:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from serving.api.http.protocol.chat import ChatLogprob, ConvertedRequest
-from serving.api.http.protocol.common import Count, Items, WholeAnswer, refusal
+from serving.api.http.protocol.common import Count, Items, PromptTokensDetails, WholeAnswer, refusal
 
 
 class FunctionTool(BaseModel):
@@ -164,18 +164,13 @@ class OutputCustomCall(BaseModel):
 OutputItem = OutputMessage | OutputReasoning | OutputCall | OutputCustomCall
 
 
-class InputDetails(BaseModel):
-    cached_tokens: int
-    cache_write_tokens: int = 0
-
-
 class OutputDetails(BaseModel):
     reasoning_tokens: int
 
 
 class ResponsesUsage(BaseModel):
     input_tokens: int
-    input_tokens_details: InputDetails
+    input_tokens_details: PromptTokensDetails
     output_tokens: int
     output_tokens_details: OutputDetails
     total_tokens: int
