@@ -57,6 +57,10 @@ def test_an_adapter_is_a_model_while_it_is_loaded(server):
     # With room for one adapter, another name takes its place; the first is loaded again when it is asked for.
     assert post(server, "/v1/load_lora_adapter", lora_name="other", lora_path=ADAPTER).status_code == 200
     assert logprobs(server, "tenant") == pytest.approx(adapted, abs=1e-4)
+    # A loaded name is replaced on request only.
+    for more, status in (({}, 400), ({"load_inplace": True}, 200)):
+        body = {"lora_name": "other", "lora_path": ADAPTER} | more
+        assert post(server, "/v1/load_lora_adapter", **body).status_code == status
     for name in ("tenant", "other"):
         assert post(server, "/v1/unload_lora_adapter", lora_name=name).status_code == 200
     assert server.http.post("/v1/completions", json={"model": "tenant", "prompt": [1]}).status_code == 404
@@ -75,14 +79,6 @@ def test_refusals_are_clear(server, path, body, status, words):
     answer = post(server, f"/v1/{path}_lora_adapter", **body)
     assert answer.status_code == status
     assert words in answer.text
-
-
-def test_a_loaded_name_is_replaced_on_request_only(server):
-    body = {"lora_name": "same", "lora_path": ADAPTER}
-    assert post(server, "/v1/load_lora_adapter", **body).status_code == 200
-    assert post(server, "/v1/load_lora_adapter", **body).status_code == 400
-    assert post(server, "/v1/load_lora_adapter", **body, load_inplace=True).status_code == 200
-    assert post(server, "/v1/unload_lora_adapter", lora_name="same").status_code == 200
 
 
 def test_a_learned_initial_state_is_a_model(server, tmp_path):

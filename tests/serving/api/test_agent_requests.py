@@ -72,6 +72,8 @@ def item(kind, **fields):
         (MESSAGES, {"messages": [USER, {"role": "assistant", "content": "a"}, {"role": "system", "content": "S"},
                        USER]},
          f"[user]hi[assistant]a[user]S\n\nhi{END}"),
+        (CHAT, {"messages": [USER, {"role": "assistant", "content": "a", "reasoning": "hm"}, USER]},
+         f"[user]hi[assistant](hm)a[user]hi{END}"),
         # Odd histories.
         (CHAT, {"messages": [USER, called("f", '{"a": "x'), {"role": "tool", "content": None}]},
          f'[user]hi[assistant]<f {{"arguments": "{{\\"a\\": \\"x"}}>[tool]{END}'),
@@ -161,9 +163,8 @@ def test_tools_that_are_no_functions():
     assert prompt(MESSAGES, tools=[{"type": "web_search_20250305", "name": "web_search"}]).startswith("[user]")
     tools = [{"type": "custom", "custom": {"name": "patch"}}]
     assert prompt(CHAT, tools=tools, tool_choice={"type": "custom", "custom": {"name": "patch"}}).startswith("patch;")
-    assert ignored_header(opened(MESSAGES, structured_outputs={"choice": ["x"]}, extra=1)[1]) == {
-        "x-ignored-fields": "extra"
-    }
+    _, request = opened(MESSAGES, structured_outputs={"choice": ["x"]}, extra=1)
+    assert ignored_header(request) == {"x-ignored-fields": "extra"}
 
 
 def test_null_is_the_default():
@@ -183,11 +184,9 @@ def test_formats_and_tools():
     assert opened(CHAT, response_format=form)[0].job.params.structured_outputs.json == SCHEMA
     grammar = opened(CHAT, response_format=form, tools=tools)[0].job.params.structured_outputs.grammar
     assert "start: calls | answer" in grammar
-    named = {"type": "function", "function": {"name": "f"}}
-    grammar = opened(CHAT, response_format=form, tools=tools, tool_choice=named)[
-        0
-    ].job.params.structured_outputs.grammar
-    assert "answer" not in grammar
+    choice = {"type": "function", "function": {"name": "f"}}
+    named, _ = opened(CHAT, response_format=form, tools=tools, tool_choice=choice)
+    assert "answer" not in named.job.params.structured_outputs.grammar
 
 
 @pytest.mark.parametrize(
@@ -223,6 +222,9 @@ def test_fields_that_change_the_output_are_not_dropped():
         with pytest.raises(RequestValidationError, match="bad_words is not supported"):
             opened(kind, bad_words=["x"])
     assert len(opened(CHAT, truncate_prompt_tokens=3)[0].job.prompts[0]) == 3
+    # Stop texts count after the reasoning.
+    assert opened(CHAT, stop=["e"])[0].job.params.stop_after == ("", "</think>")
+    assert opened(CHAT, stop=["e"], enable_thinking=False)[0].job.params.stop_after is None
 
 
 def test_a_conversation_continues_from_token_ids():
@@ -247,11 +249,6 @@ def test_a_conversation_continues_from_token_ids():
     counting = plain.with_chat_template("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}")
     with pytest.raises(ChatTemplateError, match="cannot continue token ids"):
         counting.encode_chat(turns[2:], previous_token_ids=whole)
-
-
-def test_stop_texts_count_after_the_reasoning():
-    assert opened(CHAT, stop=["e"])[0].job.params.stop_after == ("", "</think>")
-    assert opened(CHAT, stop=["e"], enable_thinking=False)[0].job.params.stop_after is None
 
 
 def answered(kind, text, reason="stop", **body):

@@ -8,7 +8,7 @@ import pytest
 from fastapi.exceptions import RequestValidationError
 
 from checkpoints.tokenizer import Tokenizer
-from serving.api.http.apis.inputs import tokenized, tokenized_with_marks
+from serving.api.http.apis.inputs import tokenized
 from serving.api.http.apis.text_api import TEXT_APIS
 from serving.api.http.errors import ApiError, validated
 from serving.api.http.protocol.chat import ChatRequest
@@ -92,23 +92,16 @@ def test_template_variables_of_any_name(name):
     kwargs = {"chat_template_kwargs": {name: 1}, "previous_token_ids": [1]}
     assert opened(CHAT, messages=[USER], **kwargs)[0].job.prompts
 
-
-@pytest.mark.parametrize("name", ["places", "previous_token_ids"])
-def test_template_variables_that_are_refused(name):
-    with pytest.raises(RequestValidationError, match="may not set the chat template variable"):
-        opened(CHAT, messages=[USER], chat_template_kwargs={name: 1})
+    for refused in ("places", "previous_token_ids"):
+        with pytest.raises(RequestValidationError, match="may not set the chat template variable"):
+            opened(CHAT, messages=[USER], chat_template_kwargs={refused: 1})
 
 
 @pytest.mark.parametrize("content", ["", [text("")], [text("", **OF_ANTHROPIC)]])
 def test_a_mark_on_an_empty_final_message_continues_nothing(content):
-    messages = [USER, {"role": "assistant", "content": content}]
-    assert (
-        not TEXT_APIS[MESSAGES]
-        .converted(
-            validated(TEXT_APIS[MESSAGES].request, {"messages": messages, "max_tokens": 8, **OF_ANTHROPIC}), None
-        )
-        .continue_final_message
-    )
+    api, messages = TEXT_APIS[MESSAGES], [USER, {"role": "assistant", "content": content}]
+    body = validated(api.request, {"messages": messages, "max_tokens": 8, **OF_ANTHROPIC})
+    assert not api.converted(body, None).continue_final_message
 
 
 def test_marks_of_calls_count():
@@ -121,18 +114,18 @@ def test_where_nothing_is_cached_a_conversation_is_rendered_once(monkeypatch):
     body = ChatRequest(messages=[user(text(LONG, **OF_ANTHROPIC), text(MORE))])
     rendered, render = [], Tokenizer.apply_chat_template
     monkeypatch.setattr(Tokenizer, "apply_chat_template", lambda *a, **b: rendered.append(1) or render(*a, **b))
-    ids = asyncio.run(tokenized(CONTEXT, body))
-    assert (asyncio.run(tokenized_with_marks(replace(CONTEXT, marks=False), body)), len(rendered)) == ((ids, ()), 2)
-    assert (asyncio.run(tokenized_with_marks(CONTEXT, body))[0], len(rendered)) == (ids, 5)
+    ids, _ = asyncio.run(tokenized(replace(CONTEXT, marks=False), body))
+    assert (asyncio.run(tokenized(replace(CONTEXT, marks=False), body)), len(rendered)) == ((ids, ()), 2)
+    assert (asyncio.run(tokenized(CONTEXT, body))[0], len(rendered)) == (ids, 5)
     several = ChatRequest(messages=[user(*(text(f"{LONG} {i}", **OF_ANTHROPIC) for i in range(3)))])
-    assert (len(asyncio.run(tokenized_with_marks(CONTEXT, several))[1]), len(rendered)) == (3, 8)
+    assert (len(asyncio.run(tokenized(CONTEXT, several))[1]), len(rendered)) == (3, 8)
 
 
 def test_marks_where_the_template_changes_the_text_around_them():
     template = STRICT.replace("{{ m.content }}", "{{ m.content | trim }}")
     context = replace(CONTEXT, codec=TextCodec(TOKENIZER.with_chat_template(template), 4096))
     parts = [text(f"{LONG} {i} \n", **{"cache_control": {"ttl": f"{i}h"}}) for i in (1, 2)]
-    marks = asyncio.run(tokenized_with_marks(context, ChatRequest(messages=[user(*parts), user(text(MORE))])))[1]
+    marks = asyncio.run(tokenized(context, ChatRequest(messages=[user(*parts), user(text(MORE))])))[1]
     assert {mark.ttl for mark in marks} == {3600.0, 7200.0, None}
 
 
@@ -165,13 +158,8 @@ def test_marks_change_no_prompt():
 
 def test_usage_counts_reads_and_writes(server):
     def ask(path, mark, **fields):
-        body = {
-            "model": "demo",
-            "max_tokens": 4,
-            "messages": [user(text(f"{path} {LONG}", **mark), text(MORE))],
-            **fields,
-        }
-        answer = server.http.post(f"/v1/{path}", json=body)
+        messages = [user(text(f"{path} {LONG}", **mark), text(MORE))]
+        answer = server.http.post(f"/v1/{path}", json={"model": "demo", "max_tokens": 4, "messages": messages} | fields)
         assert answer.status_code == 200, answer.text
         return answer.json()["usage"]
 

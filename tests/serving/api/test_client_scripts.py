@@ -1,31 +1,24 @@
 """Client scripts of benchmarks/clients that need nothing but the test extra, and an agent framework if it is there."""
 
+import importlib
 import itertools
 import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks.clients import agent_loop, openai_sdk
+from benchmarks.clients import agent_loop
 
 
-def test_the_openai_sdk(server, capsys):
-    assert openai_sdk.main(["--url", server.url]) == 0
+@pytest.mark.parametrize(
+    ("vendor", "part"), [("openai", "a conversation that the server kept"), ("anthropic", "called      look({'deep':")]
+)
+def test_the_sdks(server, capsys, vendor, part):
+    pytest.importorskip(vendor, reason=f"needs the {vendor} SDK (the extra `test`)")
+    script = importlib.import_module(f"benchmarks.clients.{vendor}_sdk")
+    assert script.main(["--url", server.url]) == 0
     said = capsys.readouterr().out
-    assert "came from the cache" in said
-    assert "a conversation that the server kept" in said
-    assert "refused" in said
-
-
-def test_the_anthropic_sdk(server, capsys):
-    pytest.importorskip("anthropic", reason="needs the anthropic SDK (the extra `test`)")
-    from benchmarks.clients import anthropic_sdk
-
-    assert anthropic_sdk.main(["--url", server.url]) == 0
-    said = capsys.readouterr().out
-    assert "came from the cache" in said
-    assert "called      look({'deep':" in said
-    assert "refused" in said
+    assert all(each in said for each in ("came from the cache", part, "refused"))
 
 
 def shape(message):

@@ -1,9 +1,12 @@
-"""Bounds on one connection, and on all of them together, over sockets."""
+"""Bounds on one connection, and on all of them together, over sockets, plain and with TLS."""
 
 import asyncio
 import contextlib
+import resource
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -13,6 +16,7 @@ import pytest
 from fastapi import FastAPI, Request
 
 from serving.api.http.connection import connections
+from serving.api.http.connection.connections import raise_descriptor_limit, reserve
 from serving.api.http.settings import ConnectionBounds
 from serving.split.router.relay import Relay
 from serving.split.router.workers import Fleet
@@ -21,7 +25,7 @@ from tests.support.servers.fake_workers import BODY, asked
 from tests.support.servers.live_server import running
 
 
-def small_server(**bounds):
+def small_server(keys=None, **bounds):
     """A small server, and its URL."""
     app = FastAPI()
 
@@ -33,7 +37,7 @@ def small_server(**bounds):
     async def complete(request: Request) -> dict[str, int]:
         return {"port": request.url.port or 0}
 
-    return running(app, ConnectionBounds(**bounds))
+    return running(app, ConnectionBounds(**bounds), **(keys or {}))
 
 
 def connect(url):
@@ -48,6 +52,16 @@ def silent(url, count):
         for _ in range(count):
             stack.enter_context(connect(url)).sendall(b"GET")
         yield
+
+
+def closed(wire, seconds):
+    wire.settimeout(seconds)
+    try:
+        return wire.recv(1) == b""
+    except ConnectionResetError:
+        return True
+    except TimeoutError:
+        return False
 
 
 @pytest.mark.parametrize("size", [10, 300_000])
@@ -71,18 +85,8 @@ def test_refused_connections_are_bounded_in_number_and_time(monkeypatch):
     most = 3 + connections.reserve(3)
     with small_server(max_connections=3, header_timeout=60) as (_, url), contextlib.ExitStack() as stack:
         wires = [stack.enter_context(connect(url)) for _ in range(most + 5)]
-        assert [_closes(wire) for wire in wires[3:]] == [True] * (len(wires) - 3)
-        for wire in wires[:3]:
-            wire.settimeout(0.1)
-            with pytest.raises(TimeoutError):
-                wire.recv(1)
-
-
-def _closes(wire):
-    try:
-        return wire.recv(1) == b""
-    except ConnectionResetError:
-        return True
+        assert all(closed(wire, 30) for wire in wires[3:])
+        assert not any(closed(wire, 0.1) for wire in wires[:3])
 
 
 def test_a_router_retries_elsewhere_what_a_full_worker_refuses():
@@ -165,3 +169,95 @@ def test_a_second_interrupt_ends_a_server_that_hangs():
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl program to make a certificate")
+    folder = tmp_path_factory.mktemp("tls")
+    subprocess.run(
+        [
+            "openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1",
+            "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", folder / "key.pem", "-out", folder / "cert.pem",
+        ],
+        check=True,
+        capture_output=True,
+    )  # fmt: skip
+    return folder
+
+
+@pytest.fixture
+def place(certificate):
+    """Address of a server over TLS, and the server."""
+    keys = {"ssl_keyfile": str(certificate / "key.pem"), "ssl_certfile": str(certificate / "cert.pem")}
+    with small_server(keys, max_connections=20, header_timeout=1.0) as (server, url):
+        yield ("127.0.0.1", int(url.rpartition(":")[2])), server
+
+
+def get(place, certificate):
+    context = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
+    with httpx.Client(verify=context, timeout=30) as client:
+        answers = [client.get(f"https://127.0.0.1:{place[1]}/ready") for _ in range(3)]
+    return {answer.status_code for answer in answers}
+
+
+def test_requests_over_tls_are_answered(place, certificate):
+    assert get(place[0], certificate) == {200}
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"http://127.0.0.1:{place[0][1]}/ready", timeout=30)
+    assert get(place[0], certificate) == {200}
+
+
+@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01"])
+def test_a_handshake_has_a_deadline(place, certificate, sent):
+    address, _ = place
+    assert get(address, certificate) == {200}  # it runs
+    wires = [socket.create_connection(address, timeout=30) for _ in range(10)]
+    for wire in wires:
+        if sent:
+            wire.sendall(sent)
+    assert all(closed(wire, 20) for wire in wires)
+    for wire in wires:
+        wire.close()
+    assert get(address, certificate) == {200}
+
+
+def test_silent_handshakes_count_as_connections(place, certificate):
+    address, server = place
+    assert get(address, certificate) == {200}  # it runs
+    server._bounds = server._bounds.model_copy(update={"header_timeout": 30.0})
+    room = server._bounds.max_connections + reserve(server._bounds.max_connections)
+    with contextlib.ExitStack() as stack:
+        wires = [stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(room + 10)]
+        late = wires[room:]
+        assert all(closed(wire, 20) for wire in late)
+        for wire in wires[20:room]:  # beyond the limit there is still room for refusals
+            wire.close()
+        context = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
+        url = f"https://127.0.0.1:{address[1]}/ready"
+        answer = None
+        for _ in range(100):  # the server must notice that the others have left
+            with contextlib.suppress(httpx.TransportError):
+                answer = httpx.get(url, verify=context, timeout=30)
+                break
+            time.sleep(0.1)
+        assert answer is not None
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "too_many_connections"
+        assert not any(closed(wire, 0.01) for wire in wires[:20])
+    for _ in range(100):
+        if (found := httpx.get(url, verify=context, timeout=30).status_code) == 200:
+            break
+        time.sleep(0.1)
+    assert found == 200
+
+
+def test_the_limit_of_open_files_is_raised():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, before[1]), before[1]))
+        raise_descriptor_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -2,7 +2,6 @@
 
 import json
 
-import openai
 import pytest
 
 from checkpoints.tokenizer import load_tokenizer
@@ -138,11 +137,6 @@ def test_allowed_tools(server):
     assert [call.function.name for call in choice.message.tool_calls] == ["look"]
     free = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": allowed["allowed_tools"]["tools"]}}
     assert ask(server, tool_choice=free, max_completion_tokens=5).choices[0].message.content
-
-
-def test_a_call_and_a_grammar_do_not_go_together(server):
-    with pytest.raises(openai.BadRequestError, match="cannot be combined"):
-        ask(server, tool_choice="required", extra_body={"structured_outputs": {"regex": "a"}})
 
 
 NAME = "forecast"

@@ -108,6 +108,7 @@ OF_ONE_API = {
             {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [
                 {"type": "function", "function": {"name": "sub"}}]}})),
         ({"tool_choice": "required"}, "tool_choice", ""),
+        ({"tools": [tool()], "tool_choice": "required", "structured_outputs": {"regex": "a"}}, ..., "combined"),
         *(({"tool_choice": choice, "tools": [tool(parameters)]}, "tools", "") for choice in ("required", "auto")
           for parameters in (
               {"required": 5}, {"required": [5]}, {"properties": 5}, {"properties": {"a": 5}},
@@ -200,11 +201,8 @@ def test_unknown_fields_are_ignored_and_named(server):
 
 def test_a_client_that_speaks_no_http(server):
     host, port = server.url.removeprefix("http://").split(":")
-    for message in (
-        b"\x16\x03\x01\x02\x00",
-        b"GET\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\ncontent-length: -5\r\n\r\n",
-    ):
+    negative = b"POST /v1/completions HTTP/1.1\r\ncontent-length: -5\r\n\r\n"
+    for message in (b"\x16\x03\x01\x02\x00", b"GET\r\n\r\n", negative):
         with socket.create_connection((host, int(port)), timeout=5) as wire:
             wire.sendall(message)
             wire.shutdown(socket.SHUT_WR)

@@ -1,9 +1,10 @@
-"""Odd requests get an answer below 500, from a server and through a router, both in this process."""
+"""Odd requests, and what the API's own description allows or not, get no answer that is the server's fault."""
 
 import contextlib
 import time
 
 import httpx
+import hypothesis
 import pytest
 
 from serving.split.router.app import create_router
@@ -40,3 +41,33 @@ def test_no_odd_request_gives_a_server_error(server, front, hostile, place):
     assert answers <= hostile.allowed, answers
     status = httpx.get(front + "/status").json()
     assert all(worker["up"] for worker in status["decode"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["positive", "negative"])
+def test_no_answer_is_the_servers_fault(server, mode):
+    schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis, of the extra test")
+    options = {"max_examples": 25, "deadline": None, "derandomize": True, "database": None}
+    description = schemathesis.openapi.from_url(server.url + "/openapi.json")
+    met = set()
+    for found in description.get_all_operations():
+        operation = found.ok()
+
+        @hypothesis.settings(suppress_health_check=list(hypothesis.HealthCheck), **options)
+        @hypothesis.given(case=operation.as_strategy(generation_mode=schemathesis.GenerationMode(mode)))
+        def ask(case):
+            body = case.body
+            if isinstance(body, dict):
+                if "model" in body:  # any other is 404, before anything else is looked at
+                    body["model"] = "demo"
+                if case.path.startswith("/v1/") and isinstance(body.get("max_tokens"), int | None):
+                    body["max_tokens"] = min(body.get("max_tokens") or 4, 4)
+            answer = case.call(timeout=120)
+            assert answer.status_code < 500 or answer.status_code == 503, (body, answer.status_code, answer.content)
+            met.add((case.path, answer.status_code // 100))
+
+        # (Of a path that takes nothing there is nothing wrong to send.)
+        with contextlib.suppress(hypothesis.errors.Unsatisfiable):
+            ask()
+    server.assert_idle()
+    assert ("/v1/completions", 2 if mode == "positive" else 4) in met

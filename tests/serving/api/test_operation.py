@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import logging
+import re
 import socket
 import threading
 
@@ -10,18 +12,19 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving.api.http.errors import ApiError
+from serving.api.http.app import page_headers
+from serving.api.http.json_values import weight
 from serving.api.http.limits import Limits
 from serving.api.http.settings import ServerSettings
+from serving.api.http.text import characters
+from serving.api.logs import JsonFormatter, TextFormatter
 from serving.api.metrics import Metrics
-from serving.config import ConfigError
 
 
 def test_probes(server):
     assert server.http.get("/health").json() == {"status": "ok"}
     assert server.http.get("/ready").json() == {"status": "ready"}
     assert "version" in server.http.get("/version").json()
-    assert server.http.get("/ping").status_code == 200
     info = server.http.get("/tokenizer_info").json()
     assert info["special_tokens"]["eos_token"]
     assert info["chat_template"] == info["chat_templates"]["default"]
@@ -60,15 +63,6 @@ def test_metrics(server):
     assert server.metric(answered) == count + 1
 
 
-def test_drafts_are_counted(server):
-    server.complete("one two three one two three one two three one two", max_tokens=30, logit_bias={"70": 100})
-    assert server.metric('mamba_jax_draft_tokens_total{position="1"}') > 0
-    accepted = server.metric('mamba_jax_draft_tokens_accepted_total{position="1"}')
-    assert accepted > 0
-    usage = server.complete("again", max_tokens=30, logit_bias={"70": 100}).json()["usage"]
-    assert usage["completion_tokens_details"]["accepted_prediction_tokens"] > 0
-
-
 def test_status(server):
     status = server.http.get("/status").json()
     assert status["ready"]
@@ -77,11 +71,6 @@ def test_status(server):
     assert len(status["maps"]["pages"]) == 160
     for pool in ("slots", "pages"):
         assert status["maps"][pool].count("c") == status["stats"][pool]["cached"]
-
-
-def test_request_ids(server):
-    assert server.http.get("/health", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
-    assert server.http.get("/health", headers={"x-request-id": "bad id!"}).headers["x-request-id"] != "bad id!"
 
 
 async def through(limits, *, headers=(), path="/v1/models", method="GET", messages=()):
@@ -180,6 +169,9 @@ def test_heads_doubled_hosts_and_encodings(server):
     error = server.http.post("/v1/messages", content=b"{", headers={"content-type": "application/json"})
     assert error.headers["request-id"] == error.headers["x-request-id"]
     assert "request-id" not in server.http.get("/v1/models").headers
+    for given, kept in (("mine-1", True), ("bad id!", False)):
+        answer = server.http.get("/health", headers={"x-request-id": given})
+        assert (answer.headers["x-request-id"] == given) == kept
 
 
 def test_draining_and_the_end(server):
@@ -231,14 +223,6 @@ def test_a_request_that_the_engine_gives_up(server):
     assert done == "data: [DONE]"
     assert json.loads(last[6:])["error"]["message"] == "the state is lost"
     server.assert_idle()
-
-
-def test_settings_and_errors_are_clear():
-    for name, value in (("port", 70000), ("log_format", "xml")):
-        with pytest.raises(ConfigError, match=name):
-            ServerSettings.create(**{name: value})
-    for status, kind in ((500, "server_error"), (503, "unavailable_error")):
-        assert json.loads(ApiError(status, "x").body())["error"]["type"] == kind
 
 
 def test_probes_do_not_wait_for_tokenizers(server, monkeypatch):
@@ -304,3 +288,47 @@ def test_the_bodies_of_all_requests_are_bounded():
         return [refused, *await asyncio.gather(*tasks), await one()]
 
     assert asyncio.run(run()) == [503, 200, 200, 200]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({"prompt": "a, [b], {c} \" \\"}, 10 * 3),
+        ([1, 2, 3], 10 + 2),
+        ([[], {}, "x"], 10 * 4 + 2),
+        ({"a": {"b": ["\\\\\"", "c"]}}, 10 * 7 + 1),
+    ],
+)  # fmt: skip
+def test_the_weight_of_values(value, expected):
+    assert weight(json.dumps(value).encode(), 10_000) == expected
+
+
+def test_a_weight_beyond_what_is_allowed():
+    assert weight(b'["",' * 10_000, 1000) > 1000
+    assert weight(b"[" * 10_000, 1000) > 1000
+
+
+def test_characters_are_counted_until_there_are_enough():
+    assert characters([{"role": "user", "content": "four"}], 1000) == 1 + 2 + len("roleusercontentfour")
+    assert characters([["x"] * 1000] * 1000, 50) >= 50
+
+
+@pytest.mark.parametrize("form", [TextFormatter(), JsonFormatter()])
+def test_a_log_line_is_one_line(form):
+    record = logging.makeLogRecord({"levelname": "INFO", "msg": "path %s", "args": ("/a\r\n12:00:00 INFO done",)})
+    record.fields = {"path": "/b\n\x1b[31m\u2028é\ud800", "status": 200}
+    line = form.format(record)
+    assert len(line.splitlines()) == 1
+    assert "\x1b" not in line
+    assert "\\r\\n12:00:00" in line
+    assert "é" in line or isinstance(form, JsonFormatter)
+    assert isinstance(form, TextFormatter) or json.loads(line)["status"] == 200
+
+
+def test_the_page_runs_only_its_own_script():
+    headers = page_headers("<script>run()</script>")
+    assert headers["X-Frame-Options"] == "DENY"
+    policy = headers["Content-Security-Policy"]
+    assert re.search(r"script-src 'sha256-[A-Za-z0-9+/]{43}='", policy)
+    assert "frame-ancestors 'none'" in policy
+    assert "default-src 'none'" in policy

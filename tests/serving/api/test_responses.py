@@ -142,39 +142,18 @@ def test_anthropics_clients_list_models_in_their_form(server):
     assert server.http.get(f"/v1/models/{found['first_id']}", headers=headers).json() == found["data"][0]
 
 
-def stored(text, key=None):
-    return StoredResponse([{"role": "user", "content": text}], b"{}", owner_of(key))
-
-
-def test_what_is_kept_is_bounded():
-    store = ResponseStore(3, 10_000)
-    for name in "abcd":
-        store.put(name, stored("x"))
-    assert [bool(store.get(name, None)) for name in "abcd"] == [False, True, True, True]
-    store.get("b", None)
-    store.put("e", stored("x"))
-    assert [bool(store.get(name, None)) for name in "bcde"] == [True, False, True, True]  # the least recently used goes
-    store.put("large", stored("x" * 20_000))
-    assert store.get("large", None) is None
-    assert len(store) == 3
-    store.put("wide", stored("x" * 9_950))
-    assert len(store) == 1
-    assert store.num_bytes <= 10_000
-    assert store.delete("wide", None)
-    assert (len(store), store.num_bytes) == (0, 0)
-    nothing = ResponseStore(0, 10_000)
-    nothing.put("a", stored("x"))
-    assert nothing.get("a", None) is None
-
-
-def test_a_key_does_not_empty_the_store_of_another():
+def test_what_is_kept_is_bounded_for_each_key():
     store = ResponseStore(6, 10_000)
-    store.put("theirs", stored("x", "theirs"))
     for i in range(50):
-        store.put(f"mine {i}", stored("x" * 1_500, "mine"))
-    assert store.get("theirs", "theirs") is not None
-    assert store.get("theirs", "mine") is None
-    assert store.get("mine 49", "mine") is not None
+        for key, size in (("theirs", 1), ("mine", 1_500)):
+            kept = StoredResponse([{"role": "user", "content": "x" * size}], b"{}", owner_of(key))
+            store.put(f"{key} {min(i, 1) if key == 'theirs' else i}", kept)
+    assert store.get("theirs 0", "theirs") is not None
+    assert store.get("theirs 0", "mine") is None
+    assert [bool(store.get(f"mine {i}", "mine")) for i in (0, 49)] == [False, True]
+    assert (len(store) <= 6, store.num_bytes <= 10_000) == (True, True)
+    assert store.delete("mine 49", "mine")
+    assert not store.delete("theirs 0", "mine")
 
 
 LOOK_UP = '<tool_call>\n{"name": "look", "arguments": {"deep": true}}\n</tool_call>'

@@ -1,8 +1,11 @@
-"""What a trainer does over HTTP: pauses, sleep and new weights, with an operator's key only."""
+"""What a trainer does over HTTP, with an operator's key only: pauses, sleep, new weights and profiles."""
 
+import asyncio
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +14,8 @@ from safetensors.numpy import save_file
 from checkpoints.errors import CheckpointError
 from checkpoints.tensors.tensor_set import TensorSet
 from serving.state_transfer.identity import model_digest
+from serving.api.http.endpoints.operation import Profiler
+from serving.api.http.errors import ApiError
 from tests.support.engines.versioned_engine import VersionedEngine
 from tests.support.servers.live_server import in_process
 
@@ -23,8 +28,9 @@ def made():
 
 
 @pytest.fixture(scope="module")
-def client(made):
-    with in_process(made.engine, admin_key="trainer", api_key="client") as client:
+def client(made, tmp_path_factory):
+    profiles = str(tmp_path_factory.mktemp("profiles"))
+    with in_process(made.engine, admin_key="trainer", api_key="client", profile_dir=profiles) as client:
         yield client
 
 
@@ -114,11 +120,40 @@ def test_checksums_are_those_of_the_weights_in_memory(made, client, tmp_path):
 
 @pytest.mark.parametrize(
     "path",
-    ["pause", "resume", "update_weights", "sleep", "wake_up", "reset_prefix_cache", "v1/load_lora_adapter"],
-)
-def test_operators_only(client, path):
+    ["pause", "resume", "update_weights", "sleep", "wake_up", "reset_prefix_cache", "v1/load_lora_adapter",
+     "start_profile"],
+)  # fmt: skip
+def test_operators_only(server, client, path):
     body = {"path": "x", "lora_name": "x", "lora_path": "x"}
     assert client.post(f"/{path}", json=body, headers=CLIENT).status_code == 403
+    assert client.post(f"/{path}", json=body).status_code == 401
+    assert server.http.post(f"/{path}", json=body).json()["error"]["code"] == "no_admin_key"
+
+
+def test_a_profile(client):
+    profiles = Path(client.app.state.context.settings.profile_dir)
+    assert client.post("/stop_profile", headers=TRAINER).status_code == 409
+    answer = client.post("/start_profile", headers=TRAINER)
+    assert answer.json() == {"status": "profiling", "directory": str(profiles)}
+    assert client.post("/start_profile", headers=TRAINER).status_code == 409
+    assert client.post("/stop_profile", headers=TRAINER).status_code == 200
+    assert list(profiles.rglob("*.xplane.pb"))
+
+
+def test_a_profile_ends_by_itself_and_needs_a_folder(tmp_path):
+    async def forgotten():
+        profiler = Profiler(str(tmp_path), 0.05)
+        await profiler.start()
+        end = time.monotonic() + 60
+        while time.monotonic() < end and not list(tmp_path.rglob("*.xplane.pb")):
+            await asyncio.sleep(0.05)
+        with pytest.raises(ApiError, match="no profile is running"):
+            await profiler.stop()
+        with pytest.raises(ApiError, match="no folder for profiles"):
+            await Profiler(None, 1.0).start()
+
+    asyncio.run(forgotten())
+    assert list(tmp_path.rglob("*.xplane.pb"))
 
 
 def test_cached_prefixes_are_dropped_on_request(client):

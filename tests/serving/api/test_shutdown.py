@@ -8,8 +8,17 @@ import time
 
 import httpx
 
+BODY = {"prompt": "x", "max_tokens": 500, "ignore_eos": True}
 
-def test_a_step_that_hangs_does_not_hold_up_the_end(server, caplog):
+
+def last_error(text):
+    """The error that a stream ends with."""
+    *_, last, done = [line for line in text.splitlines() if line]
+    assert done == "data: [DONE]"
+    return json.loads(last[6:])["error"]
+
+
+def test_a_step_that_hangs_does_not_hold_up_the_end(server):
     """Streams get an error event, other requests 503, and the server ends, though its engine does not."""
     engine = server.other_engine()
     step, hangs, hung, go_on = engine.step, threading.Event(), threading.Event(), threading.Event()
@@ -22,17 +31,16 @@ def test_a_step_that_hangs_does_not_hold_up_the_end(server, caplog):
 
     engine.step = hanging
     other = server.other_server(engine=engine, drain_timeout=0.2)
-    body = {"prompt": "x", "max_tokens": 500, "ignore_eos": True}
 
     async def ask() -> tuple[str, int]:
         async with httpx.AsyncClient(base_url=other.url, timeout=60) as client:
-            async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
+            async with client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as answer:
                 lines = answer.aiter_lines()
                 await anext(lines)
                 hangs.set()
                 await asyncio.to_thread(hung.wait, 60)
                 # The engine's thread does not get to this request: it is queued, and fails without having run.
-                late = asyncio.create_task(client.post("/v1/completions", json=body))
+                late = asyncio.create_task(client.post("/v1/completions", json=BODY))
                 while other.async_engine.threads[0]._commands.empty():
                     await asyncio.sleep(0.01)
                 other.uvicorn.should_exit = True
@@ -44,9 +52,7 @@ def test_a_step_that_hangs_does_not_hold_up_the_end(server, caplog):
         other.thread.join(60)
         assert not other.thread.is_alive()
         assert other.async_engine.abandoned
-        *_, last, done = [line for line in text.splitlines() if line]
-        assert done == "data: [DONE]"
-        assert json.loads(last[6:])["error"]["code"] == "engine_stopped"
+        assert last_error(text)["code"] == "engine_stopped"
         assert status == 503
     finally:
         go_on.set()
@@ -63,10 +69,9 @@ def test_the_end_tells_everybody(server, caplog):
 
     engine.step = slowly
     other = server.other_server(engine=engine, drain_timeout=0.5)
-    body = {"prompt": "x", "max_tokens": 500, "ignore_eos": True}
 
     async def one(client: httpx.AsyncClient, stream: bool, begun: asyncio.Event) -> tuple[int, str]:
-        async with client.stream("POST", "/v1/completions", json=body | {"stream": stream}) as answer:
+        async with client.stream("POST", "/v1/completions", json=BODY | {"stream": stream}) as answer:
             text = ""
             async for line in answer.aiter_lines():
                 begun.set()
@@ -89,9 +94,7 @@ def test_the_end_tells_everybody(server, caplog):
     streams = [text for status, text in answers if status == 200]
     assert 0 < len(streams) < 30
     for text in streams:
-        *_, last, done = [line for line in text.splitlines() if line]
-        assert done == "data: [DONE]"
-        assert json.loads(last[6:])["error"]["type"] == "unavailable_error"
+        assert last_error(text)["type"] == "unavailable_error"
     for status, text in answers:
         assert status in (200, 503), text
         assert status == 200 or json.loads(text)["error"]["code"] == "engine_stopped"

@@ -1,4 +1,4 @@
-"""Structured outputs have the required form, with and without drafts, greedy or not, next to unconstrained requests."""
+"""Structured outputs have their form, with and without drafts, next to unconstrained requests; structural tags."""
 
 import json
 import re
@@ -6,24 +6,26 @@ from functools import partial
 
 import pytest
 
+from checkpoints.tokenizer import load_tokenizer
 from mamba_jax.programs import StepPrograms
 from serving import LLM
-from serving.core.errors import RequestError
+from serving.api.http.apis.inputs import structured_outputs
+from serving.api.http.parsing.grammars import structural_grammar
+from serving.api.http.protocol.chat import ChatRequest
+from serving.engine.request_error import RequestError
 from serving.engine.requests.sampling_params import SamplingParams
-from serving.engine.structured.grammars import StructuredOutputs
+from serving.engine.structured.grammar_state import StructuredOutputs
+from serving.engine.structured.grammars import Grammars
 from tests.support.engines.engines import QUICK_COMPILE
 from tests.support.models.letter_tokens import TOO_BIG
 
 SCHEMA = {
-    "type": "object",
+    "type": "object", "required": ["name", "count", "tags"], "additionalProperties": False,
     "properties": {
-        "name": {"enum": ["slot", "page", "state"]},
-        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+        "name": {"enum": ["slot", "page", "state"]}, "count": {"type": "integer", "minimum": 0, "maximum": 99},
         "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
     },
-    "required": ["name", "count", "tags"],
-    "additionalProperties": False,
-}
+}  # fmt: skip
 
 
 def chat(server, **fields):
@@ -93,6 +95,7 @@ def test_drafts_are_verified_under_the_grammar(server):
     drafted = server.metric('mamba_jax_draft_tokens_total{position="1"}')
     answer = server.complete("abc", max_tokens=60, structured_outputs={"regex": "(abcabc){8}"}).json()
     assert answer["choices"][0]["text"] == "abcabc" * 8
+    assert answer["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert server.metric('mamba_jax_draft_tokens_total{position="1"}') > drafted
     assert server.metric('mamba_jax_draft_tokens_accepted_total{position="1"}') > before
@@ -166,3 +169,72 @@ def test_forms_of_a_model_on_two_devices(monkeypatch, method):
         assert 0 <= json.loads(thing.outputs[0].text)["count"] <= 9
         assert free.outputs[0].token_ids
     llm.engine.loop.scheduler.check(idle=True)
+
+
+OF_A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+OF_JSON = {"type": "json_schema", "json_schema": OF_A}
+OLD = {"structures": [{"begin": "<function=f>", "schema": OF_A, "end": "</function>"},
+                      {"begin": "<function=g>", "schema": {"type": "array"}, "end": "</function>"}],
+       "triggers": ["<function="]}  # fmt: skip
+NUMBER = {"begin": "<n>", "content": {"type": "regex", "pattern": "[0-9]+/?"}, "end": "</n>"}
+THOUGHT = {"type": "tag", "begin": "<think>", "content": {"type": "any_text"}, "end": "</think>"}
+EITHER = {"type": "or", "elements": [OF_JSON, {"type": "const_string", "value": "none"}]}
+NEW = {"type": "sequence", "elements": [THOUGHT, EITHER]}
+LIST = {"type": "tags_with_separator", "separator": ", ", "tags": [NUMBER], "at_least_one": True}
+ONE = {"type": "triggered_tags", "triggers": ["<"], "tags": [NUMBER], "at_least_one": True, "stop_after_first": True}
+
+
+@pytest.fixture(scope="module")
+def grammars():
+    tokenizer = load_tokenizer("demo")
+    return Grammars(tokenizer, tokenizer.vocab_size, (2, 4))
+
+
+@pytest.mark.parametrize(
+    ("tag", "right", "wrong"),
+    [
+        (OLD, 'so <function=f>{"a": 1}</function> and <function=g>[]</function>.',
+         ["<function=h>", '<function=f>{"b"']),
+        ({"format": NEW}, '<think>a < b</think>{"a": 3}', ["<think>a</think>{}", "none"]),
+        ({"format": NEW}, "<think></think>none", ["<think></think>nil"]),
+        ({"format": LIST}, "<n>1</n>, <n>2/</n>", ["<n>1</n> ", "<n>x"]),
+        ({"format": ONE}, "first <n>1</n>", ["<n>x", "<n>1</n> more"]),
+    ],
+)  # fmt: skip
+def test_what_a_tag_admits(grammars, tag, right, wrong):
+    def admitted(text):
+        constraint = grammars.start(StructuredOutputs(grammar=structural_grammar(tag)))
+        ids = load_tokenizer("demo").encode(text, add_special_tokens=False)
+        return constraint.advance(ids) == len(ids)
+
+    assert admitted(right)
+    assert not any(map(admitted, wrong))
+
+
+@pytest.mark.parametrize(
+    ("tag", "says"),
+    [
+        ({"format": {"type": "xml"}}, "not 'xml'"), ({"format": {"type": "sequence"}}, "elements must be a list"),
+        ({"structures": OLD["structures"], "triggers": ["["]}, "no trigger begins the tag '<function=f>'"),
+        ({"format": {"type": "tag", "begin": "<", "content": OF_JSON}}, "end of a tag"),
+        ({}, "structures must be a list"), ({"format": {"type": ["x"]}}, r"not \['x'\]"),
+        ({"structures": OLD["structures"], "triggers": 5}, "triggers must be a list"),
+        ({"format": {"type": "json_schema", "json_schema": 5}}, "json_schema"),
+        ({"format": {"type": "sequence", "elements": [OF_JSON] * 300}}, "more than 256 parts"),
+    ],
+)  # fmt: skip
+def test_incomplete_tags_are_refused(tag, says):
+    with pytest.raises(RequestError, match=says):
+        structural_grammar(tag)
+
+
+def test_both_fields_of_requests():
+    own = {"structured_outputs": {"structural_tag": json.dumps(OLD)}}
+    for fields in ({"response_format": {"type": "structural_tag", **OLD}}, own):
+        request = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}], **fields})
+        assert structured_outputs(request) == StructuredOutputs(grammar=structural_grammar(OLD))
+    deep = '{"format": ' + '{"type": "sequence", "elements": [' * 400 + "]}" * 400 + "}"
+    for text in ("[", "[" * 5000, deep):
+        bad = {"messages": [{"role": "user", "content": "x"}], "structured_outputs": {"structural_tag": text}}
+        with pytest.raises(RequestError, match="must be a JSON object"):
+            structured_outputs(ChatRequest.model_validate(bad))

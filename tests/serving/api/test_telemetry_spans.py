@@ -17,25 +17,12 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
 
 
-class Collector(HTTPServer):
+class Receiver(BaseHTTPRequestHandler):
     """Takes OTLP over HTTP."""
 
-    def __init__(self):
-        self.spans = []
-        super().__init__(("127.0.0.1", 0), Receiver)
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_port}/v1/traces"
-
-
-class Receiver(BaseHTTPRequestHandler):
     def do_POST(self):
         sent = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["content-length"])))
-        self.server.spans += [
-            span for resource in sent.resource_spans for scope in resource.scope_spans for span in scope.spans
-        ]
+        self.server.spans += [span for all in sent.resource_spans for scope in all.scope_spans for span in scope.spans]
         self.send_response(200)
         self.end_headers()
 
@@ -46,8 +33,10 @@ class Receiver(BaseHTTPRequestHandler):
 @pytest.fixture
 def spans_of(server):
     """Runs something against the server and returns the spans that come of it."""
-    collector, before = Collector(), server.context.traces
-    traces = server.context.traces = Traces(collector.url, "demo")
+    collector, before = HTTPServer(("127.0.0.1", 0), Receiver), server.context.traces
+    collector.spans = []
+    threading.Thread(target=collector.serve_forever, daemon=True).start()
+    traces = server.context.traces = Traces(f"http://127.0.0.1:{collector.server_port}/v1/traces", "demo")
 
     def spans(action):
         action()
@@ -62,11 +51,8 @@ def spans_of(server):
 
 
 def attributes(span):
-    return {
-        each.key: getattr(each.value, each.value.WhichOneof("value"))
-        for each in span.attributes
-        if each.value.WhichOneof("value") != "array_value"
-    }
+    kinds = ((each, each.value.WhichOneof("value")) for each in span.attributes)
+    return {each.key: getattr(each.value, kind) for each, kind in kinds if kind != "array_value"}
 
 
 def test_a_prompt_is_a_span_of_its_clients_trace(server, spans_of):
@@ -101,8 +87,5 @@ def test_without_an_endpoint_nothing_is_imported_and_without_the_sdk_it_is_said(
     Traces(None, "demo").close()
     with pytest.raises(ConfigError, match=r"needs OpenTelemetry .*" + re.escape(install_advice("traces"))):
         Traces("http://localhost:4318/v1/traces", "demo")
-
-
-def test_an_endpoint_is_an_address():
     with pytest.raises(ConfigError, match="otlp_traces_endpoint"):
         ServerSettings.create(otlp_traces_endpoint="localhost")

@@ -10,8 +10,6 @@ from serving.api.http.parsing.answer import AnswerReader
 from serving.api.http.parsing.call_pieces import whole_calls
 from serving.api.http.parsing.formats import FORMATS, THINK, form_of
 from serving.api.http.protocol.chat import Tool
-from serving.api.http.settings import ServerSettings
-from serving.config import ConfigError
 from tests.support.servers.written_calls import FORMS, cut, found, tokenizer_with, written
 
 TOOL = {
@@ -237,19 +235,13 @@ def test_calls_that_are_cut_off_limited_or_followed_by_text(form):
 
 @each_form
 @pytest.mark.parametrize(
-    "text", ["<tool_call>{</tool_call> ", "<TOOLCALL>[1]</TOOLCALL>", "a < b\n", '{"name": 1}', "<tool_"]
-)
+    "text",
+    ["<tool_call>{</tool_call> ", "<TOOLCALL>[1]</TOOLCALL>", "a < b\n", '{"name": 1}', "<tool_",
+     "It supports <function=add> too.\nDone"],
+)  # fmt: skip
 def test_what_is_no_call_stays_text(form, text):
-    assert told(form, [text]) == (text, [])
-
-
-@each_form
-@pytest.mark.parametrize("size", [1, 1000])
-def test_a_mark_that_prose_mentions_is_no_call(form, size):
-    assert told(form, cut("It supports <function=add> too.\nDone", size)) == (
-        "It supports <function=add> too.\nDone",
-        [],
-    )
+    for size in (1, 1000):
+        assert told(form, cut(text, size)) == (text, [])
 
 
 @each_form
@@ -273,9 +265,6 @@ def test_the_form_is_that_of_the_chat_template_or_of_a_token():
     assert of("{{ messages }}") is form_of(None) is None
     assert of("{{ messages }}", "<|tool_call_start|>") == "lfm2"
     assert of("<tool_call>", "<|tool_call_start|>") == "hermes"
-    assert ServerSettings.create(tool_call_parser="hermes").tool_call_parser == "hermes"
-    with pytest.raises(ConfigError, match="tool_call_parser"):
-        ServerSettings.create(tool_call_parser="other")
 
 
 def test_ids_that_a_model_writes_are_kept_and_never_repeated():
