@@ -47,6 +47,8 @@ ANTHROPICS = "/v1/messages"
 """Prefix of the paths of Anthropic's API."""
 TOO_MANY_CONNECTIONS = "too_many_connections"
 """Error code at `--max-connections`; such a refusal does not mean that the server is unhealthy."""
+OVERFLOW = "context_length_exceeded"
+"""Error code of a prompt that is too long."""
 _LONGEST = 500  # characters of a message, which may quote the client's input
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from checkpoints.text.chat import ChatTemplateError
 from checkpoints.text.turns import continued, following_text
 from checkpoints.tokenizer import Tokenizer
-from serving.api.http.errors import ApiError
+from serving.api.http.errors import OVERFLOW, ApiError
 from serving.core import Mark, RequestError, check_prompt_length
 from serving.engine.requests.conversations import marks_at
 from serving.engine.requests.sampling_params import SamplingParams
@@ -104,7 +104,7 @@ class TextCodec:
             raise ApiError(
                 400,
                 f"{len(messages)} messages: this model's maximum context length is {self.max_model_len} tokens",
-                param="messages", code="context_length_exceeded", anthropic=f"{_TOO_LONG}: {len(messages)} messages",
+                param="messages", code=OVERFLOW, anthropic=f"{_TOO_LONG}: {len(messages)} messages",
             )  # fmt: skip
 
         def encode() -> tuple[list[int], tuple[Mark, ...]]:
@@ -216,7 +216,7 @@ def check_fits(length: int, max_model_len: int, param: str, *, at_least: bool = 
         check_prompt_length(length, max_model_len, at_least=at_least)
     except RequestError as error:
         raise ApiError(
-            400, str(error), param=param, code="context_length_exceeded",
+            400, str(error), param=param, code=OVERFLOW,
             anthropic=f"{_TOO_LONG}: {length} tokens > {max_model_len - 1} maximum",
         ) from None  # fmt: skip
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -18,10 +19,10 @@ from starlette.responses import JSONResponse, Response
 
 from serving.api.http import errors
 from serving.api.http.apis.inputs import sampling_params
-from serving.api.http.apis.text_api import TextApi, text_router
+from serving.api.http.apis.text_api import TextApi, overflow, text_router
 from serving.api.http.connection.streaming import EventStream, start, until_gone
 from serving.api.http.endpoints.tokenization import DetokenizeRequest, TokenizeRequest
-from serving.api.http.errors import ApiError
+from serving.api.http.errors import OVERFLOW, ApiError
 from serving.api.http.limits import Limits
 from serving.api.http.protocol.common import TextRequest
 from serving.api.http.protocol.messages import Conversation
@@ -74,6 +75,11 @@ def create_router(settings: RouterSettings) -> FastAPI:
             return EventStream(await start(answer.body), answer.headers, api.failure)
         async with contextlib.aclosing(answer.body) as pieces:
             content = b"".join([piece async for piece in pieces])
+        if answer.status == 400 and OVERFLOW.encode() in content:
+            told = json.loads(content)["error"]
+            error = ApiError(400, told["message"], param=told.get("param"), code=told.get("code"))
+            with contextlib.suppress(ApiError):
+                return overflow(api, forwarded.stream, error)
         return Response(content, answer.status, answer.headers)
 
     app.include_router(text_router(forward))

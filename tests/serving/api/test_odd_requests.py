@@ -1,6 +1,7 @@
 """Odd requests, and what the API's own description allows or not, get no answer that is the server's fault."""
 
 import contextlib
+import json
 import time
 
 import httpx
@@ -71,3 +72,18 @@ def test_no_answer_is_the_servers_fault(server, mode):
             ask()
     server.assert_idle()
     assert ("/v1/completions", 2 if mode == "positive" else 4) in met
+
+
+@pytest.mark.parametrize("place", ["server", "router"])
+def test_a_streamed_response_to_a_prompt_that_is_too_long_fails_in_the_stream(server, front, place):
+    """Codex recognizes it there only, and then shortens the conversation."""
+    url, body = (server.url if place == "server" else front) + "/v1/responses", {"input": "word " * 3000}
+    told = httpx.post(url, json=body, timeout=60)
+    assert (told.status_code, told.json()["error"]["code"]) == (400, "context_length_exceeded")
+    answer = httpx.post(url, json=body | {"stream": True}, timeout=60)
+    assert answer.status_code == 200
+    error, failed = (json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: "))
+    assert (error["type"], error["error"]) == ("error", told.json()["error"])
+    assert failed["type"] == "response.failed"
+    assert failed["response"]["status"] == "failed"
+    assert failed["response"]["error"]["code"] == "context_length_exceeded"

@@ -187,6 +187,15 @@ def _custom_input(arguments: str) -> str:
     return value if isinstance(value, str) else arguments
 
 
+def failure(error: ApiError) -> bytes:
+    """Returns the last events of a failed stream: clients look at one or the other."""
+    fields = error.fields()
+    told = {"code": fields["code"] or fields["type"], "message": fields["message"]}
+    response = {"id": f"resp_{uuid.uuid4().hex}", "object": "response", "status": "failed", "error": told, "output": []}
+    event = named_event("error", {"sequence_number": 0, "error": fields, "param": fields["param"], **told})
+    return event + named_event("response.failed", {"sequence_number": 1, "response": response})
+
+
 class ResponseWriter(BlocksWriter):
     """Writes the response to one request, and stores it. `prompts`: the token ids of the conversation, in a list."""
 

@@ -21,7 +21,7 @@ from serving.api.http.apis.responses import Conversation, ResponseWriter
 from serving.api.http.connection import streaming
 from serving.api.http.connection.keys import salt_of, sent_key
 from serving.api.http.context import ResponseContext, context_of
-from serving.api.http.errors import ApiError
+from serving.api.http.errors import OVERFLOW, ApiError
 from serving.api.http.generation import ChoiceDelta, Job, UsageCounter, compile_grammar, run, stream
 from serving.api.http.protocol.chat import ChatRequest, ChatResponse
 from serving.api.http.protocol.common import ErrorResponse, TextRequest
@@ -61,6 +61,8 @@ class TextApi:
     """Returns the last events of a stream that fails."""
     keep_alive: bytes = streaming.COMMENT
     """The event before the first one, while a request waits."""
+    overflows_in_stream: bool = False
+    """A stream whose prompt is too long begins, and fails: Codex shortens a conversation only then."""
 
     @property
     def kind(self) -> str:
@@ -80,6 +82,7 @@ _TABLE = (
     TextApi(
         "/v1/responses", "create_response", "Answer a conversation, or continue a stored one", "OpenAI",
         ResponsesRequest, ResponseObject, ("instructions", "input"), ResponseWriter, responses.as_chat,
+        responses.failure, overflows_in_stream=True,
     ),
     TextApi(
         "/v1/messages", "create_message", "Answer a conversation", "Anthropic",
@@ -146,6 +149,17 @@ def _add(
     )  # fmt: skip
 
 
+def overflow(api: TextApi, stream: bool, error: ApiError) -> Response:
+    """Returns the stream that fails because its prompt is too long, where the API has one; raises other errors."""
+    if not (stream and api.overflows_in_stream and error.code == OVERFLOW):
+        raise error
+
+    async def failing() -> AsyncGenerator[bytes, None]:
+        yield api.failure(error)
+
+    return streaming.EventStream(failing())
+
+
 async def respond(api: TextApi, body: TextRequest, request: Request) -> Response:
     """Generates the response to `body`. Stops when the client disconnects.
 
@@ -162,7 +176,10 @@ async def respond(api: TextApi, body: TextRequest, request: Request) -> Response
         await compile_grammar(context, writer.job)
         return writer
 
-    writer = await streaming.until_gone(request.receive, opened())
+    try:
+        writer = await streaming.until_gone(request.receive, opened())
+    except ApiError as error:
+        return overflow(api, body.stream, error)
     job, tally = writer.job, writer.tally
     request.state.reserve(job.score_bytes)
     job.cache_salt = salt_of(job.cache_salt, request.headers, context.settings)
