@@ -33,6 +33,7 @@ _BEGINNING = 8
 _KEPT = 1 << 16
 _MARKED_SECONDS = 0.5
 """Once a conversation has been rendered for so long, no more marks are looked for."""
+_LARGE, _MOST_TURNS = ("tools", "documents"), 64
 _TOO_LONG = "prompt is too long"
 """Text that clients of Anthropic's API search for in the message."""
 
@@ -50,6 +51,8 @@ class TextCodec:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
         self._threads_for_long = ThreadPoolExecutor(2, thread_name_prefix="tokenizer-long")
         self._texts: dict[int, str] = {}
+        self._turns: dict[str, str] = {}
+        """By the variables of the template: the text that begins the model's turn, after the history."""
 
     def close(self) -> None:
         """Stops the threads."""
@@ -119,9 +122,17 @@ class TextCodec:
                     spent += time.monotonic() - begin
 
             def render_in_time(each: Sequence[dict[str, Any]], /, **given: Any) -> str:
+                of_history = each is messages and not given.get("add_generation_prompt", True)
+                key = repr(sorted((name, value) for name, value in given.items() if name not in _LARGE))
+                turn = self._turns.get(key, "")
+                if of_history and turn and text.endswith(turn):
+                    return text.removesuffix(turn)
                 if spent > _MARKED_SECONDS:
                     raise ChatTemplateError("rendering takes too long to look for marks")
-                return render(each, **given)
+                shown = render(each, **given)
+                if of_history and text.startswith(shown) and max(len(text) - len(shown), len(key)) < _SHORT:
+                    self._turns = dict([*self._turns.items(), (key, text[len(shown) :])][-_MOST_TURNS:])
+                return shown
 
             text = following_text(render, messages, **options) if previous_token_ids else render(messages, **options)
             self._check_characters(len(text), "messages")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from checkpoints.text.chat import ChatTemplateError
+from checkpoints.text.chat import ChatTemplateError, part_text
 from checkpoints.tokenizer import Tokenizer
 from serving.core import Mark
 
@@ -43,14 +43,24 @@ def chat_positions(
     found: dict[int, float | None] = {}
     system = list(takewhile(lambda message: message.get("role") in ("system", "developer"), messages))
     if system or options.get("tools"):
-        probe = [*system, {"role": "user", "content": _PROBE}]
+        content = messages[len(system)].get("content") if len(system) < len(messages) else None
+        place = place_of(content[0] if isinstance(content, list) and content else content, text)
         with contextlib.suppress(ChatTemplateError):
-            found[shared_length(text, render(probe, **options))] = SYSTEM_SECONDS
+            if place is None:
+                probe = [*system, {"role": "user", "content": _PROBE}]
+                place = shared_length(text, render(probe, **options))
+            found[place] = SYSTEM_SECONDS
     if options.get("add_generation_prompt", True) and not options.get("continue_final_message"):
         with contextlib.suppress(ChatTemplateError):
             history = render(messages, **{**options, "add_generation_prompt": False})
             found.setdefault(shared_length(text, history), None)
     return found
+
+
+def place_of(part: Any, text: str) -> int | None:
+    """Returns where a part of a message begins in the text of its conversation; None unless it is there once."""
+    words = part_text(part) if part else ""
+    return text.index(words) if words and text.count(words) == 1 else None
 
 
 def marks_at(positions: Mapping[int, float | None], ends: Sequence[int]) -> tuple[Mark, ...]:

@@ -110,15 +110,23 @@ def test_marks_of_calls_count():
         opened(MESSAGES, messages=[USER, call] * 5)
 
 
-def test_where_nothing_is_cached_a_conversation_is_rendered_once(monkeypatch):
+def test_how_often_a_conversation_is_rendered(monkeypatch):
+    """Once, where its marks are found in the text; again for the beginning of the first turn with such variables."""
+    context = replace(CONTEXT, codec=TextCodec(TOKENIZER, 4096))
     body = ChatRequest(messages=[user(text(LONG, **OF_ANTHROPIC), text(MORE))])
     rendered, render = [], Tokenizer.apply_chat_template
     monkeypatch.setattr(Tokenizer, "apply_chat_template", lambda *a, **b: rendered.append(1) or render(*a, **b))
-    ids, _ = asyncio.run(tokenized(replace(CONTEXT, marks=False), body))
-    assert (asyncio.run(tokenized(replace(CONTEXT, marks=False), body)), len(rendered)) == ((ids, ()), 2)
-    assert (asyncio.run(tokenized(CONTEXT, body))[0], len(rendered)) == (ids, 5)
-    several = ChatRequest(messages=[user(*(text(f"{LONG} {i}", **OF_ANTHROPIC) for i in range(3)))])
-    assert (len(asyncio.run(tokenized(CONTEXT, several))[1]), len(rendered)) == (3, 8)
+    (ids, none), counts = asyncio.run(tokenized(replace(context, marks=False), body)), []
+    for _ in range(2):
+        again, marks = asyncio.run(tokenized(context, body))
+        assert (none, again, len(marks)) == ((), ids, 2)
+        counts.append(len(rendered))
+    system = {"role": "system", "content": LONG}
+    for ends, number in (("abc", 4), ("aa", 3)):  # the same part twice is found by rendering
+        messages = [system, user(*(text(f"{MORE} {end}", **OF_ANTHROPIC) for end in ends))]
+        assert len(asyncio.run(tokenized(context, ChatRequest(messages=messages)))[1]) == number
+        counts.append(len(rendered))
+    assert counts == [3, 4, 5, 8]
 
 
 def test_marks_where_the_template_changes_the_text_around_them():

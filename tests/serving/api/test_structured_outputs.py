@@ -12,9 +12,9 @@ from serving import LLM
 from serving.api.http.apis.inputs import structured_outputs
 from serving.api.http.parsing.grammars import structural_grammar
 from serving.api.http.protocol.chat import ChatRequest
-from serving.engine.request_error import RequestError
+from serving.core.errors import RequestError
 from serving.engine.requests.sampling_params import SamplingParams
-from serving.engine.structured.grammar_state import StructuredOutputs
+from serving.engine.structured.grammars import StructuredOutputs
 from serving.engine.structured.grammars import Grammars
 from tests.support.engines.engines import QUICK_COMPILE
 from tests.support.models.letter_tokens import TOO_BIG

@@ -16,7 +16,7 @@ from checkpoints.text.chat import ChatTemplateError, part_text
 from serving.api.http.errors import ApiError
 from serving.api.http.protocol.chat import ChatRequest
 from serving.core.cache.retention import LONGEST_TTL
-from serving.engine.requests.conversations import chat_positions, shared_length
+from serving.engine.requests.conversations import chat_positions, place_of, shared_length
 
 TOOLS = "tools_cache_control"
 """Field of a converted request: the mark at the end of its tools."""
@@ -88,11 +88,14 @@ def places_of(
     longest = max((seconds for *_, seconds in marks), default=0.0)
     found = {place: ttl and max(ttl, longest) for place, ttl in found.items()}
     own = [mark for mark in marks if mark[0] >= 0]
-    together: list[str] = []
-    if len(own) > 1:  # one rendering shows them all, unless the template changes the text around a probe
+    parts = [messages[i]["content"][j] for i, j, _ in own]
+    begins, together = [place_of(part, text) for part in parts], list[str]()
+    if None in begins and len(own) > 1:  # one rendering shows all, unless the template changes the text around a probe
         with contextlib.suppress(ChatTemplateError):
             together = render(_probed(messages, own), **options).split(_PROBE)
-    if len(together) == len(own) + 1 and "".join(together) == text:
+    if None not in begins:
+        places = [begin + len(part_text(part)) for begin, part in zip(begins, parts, strict=True) if begin is not None]
+    elif len(together) == len(own) + 1 and "".join(together) == text:
         places = [*itertools.accumulate(map(len, together[:-1]))]
     else:
         places = []

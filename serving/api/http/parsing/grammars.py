@@ -14,7 +14,7 @@ from serving.api.http.parsing.formats import FORMATS, CallSyntax
 from serving.api.http.protocol.chat import Tool
 from serving.api.http.protocol.common import OF_GRAMMAR
 from serving.api.http.settings import ToolCallForm
-from serving.engine.request_error import RequestError
+from serving.core.errors import RequestError
 
 T = TypeVar("T")
 _MOST = 256
