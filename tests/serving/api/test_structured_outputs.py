@@ -14,8 +14,7 @@ from serving.api.http.parsing.grammars import structural_grammar
 from serving.api.http.protocol.chat import ChatRequest
 from serving.core.errors import RequestError
 from serving.engine.requests.sampling_params import SamplingParams
-from serving.engine.structured.grammars import StructuredOutputs
-from serving.engine.structured.grammars import Grammars
+from serving.engine.structured.grammars import Grammars, StructuredOutputs
 from tests.support.engines.engines import QUICK_COMPILE
 from tests.support.models.letter_tokens import TOO_BIG
 
