@@ -352,7 +352,8 @@ class Engine:
         if choice.index == 0:
             output.num_cached_tokens = request.num_cached_tokens
             output.miss_reason = str(request.miss_reason) if request.miss_reason else None
-            output.cache_write_tokens = written_tokens(request.lookup.published, request.num_cached_tokens)
+            written = written_tokens(request.lookup.published, request.num_cached_tokens)
+            output.cache_write_tokens = {**written, **request.lookup.written_elsewhere}
         if choice.finished and self._experts_per_layer and self.loop.store is not None:
             count = len(output.prompt_token_ids) + choice.num_tokens - 1
             choice.output.recorded_experts = read_routed_experts(

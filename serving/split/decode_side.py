@@ -155,7 +155,8 @@ class DecodeSide(StateSource):
         until = time.monotonic() + ticket.patience if ticket.patience else math.inf
         # Workers of a split never replace their weights, and the manifest contains the weights' digest.
         scope = Scope(ticket.salt, adapter=ticket.adapter)
-        return RemoteState(ticket.position, self, RemoteTicket(peer, ticket, until), ticket.cached_tokens, scope=scope)
+        cached, written = ticket.cached_tokens, dict(ticket.written_tokens)
+        return RemoteState(ticket.position, self, RemoteTicket(peer, ticket, until), cached, written, scope=scope)
 
     def _check_adapter(self, name: str, digest: str | None) -> None:
         _, own = self._adapters.get(name, (None, None))

@@ -12,8 +12,9 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 from serving.core import StepPlan
@@ -168,7 +169,8 @@ class PrefillSide(StateSource):
 
     def ticket(
         self, export: Export | None, prompt: Sequence[int], handoff: Handoff, *,
-        cached_tokens: int = 0, adapter_name: str | None = None,
+        cached_tokens: int = 0, written_tokens: Mapping[float | None, int] = MappingProxyType({}),
+        adapter_name: str | None = None,
     ) -> Ticket:  # fmt: skip
         """Returns the ticket for the decode side; without a state (`export`), there is nothing to fetch."""
         export = export or Export("", 0.0, 0.0)
@@ -179,6 +181,7 @@ class PrefillSide(StateSource):
             prompt_token_ids=list(prompt),
             position=len(fed_tokens(prompt, handoff)),
             cached_tokens=cached_tokens,
+            written_tokens=[*written_tokens.items()],
             lease=self.lease,
             manifest=self.worker.manifest.digest,
             salt=export.salt,

@@ -129,6 +129,7 @@ class Ticket(Message):
     prompt_token_ids: list[int]  # the whole prompt
     position: int  # number of tokens that the state covers; 0: there is no state to fetch
     cached_tokens: int = 0  # number of these tokens that the prefill worker found in its cache
+    written_tokens: list[tuple[float | None, int]] = []  # numbers of those that it added, with the ttl of their marks
     lease: float = 0.0  # seconds until the lease expires, unless it is renewed
     patience: float = 0.0  # seconds until the router's deadline for the request; 0: no deadline
     shared: bool = False  # the state is from another worker's cache, so the request can always be computed without it

@@ -232,6 +232,7 @@ class SchedulerState:
         progress.num_computed = position
         if not request.lookup.final:
             request.lookup.num_cached_tokens = load.remote.cached_tokens
+            request.lookup.written_elsewhere = load.remote.written_tokens
             request.lookup.miss_reason = None
         progress.stops = self.policy.stops(request.prompt_len, position, position, request.marks)
         if index is not None and progress.pages.publishes_at(position):

@@ -72,6 +72,8 @@ class CacheLookup:
     """Number of prompt tokens with cached pages beyond the cached state."""
     published: dict[int, Mark] = field(default_factory=dict)
     """The marks at which the request has published states, by position."""
+    written_elsewhere: Mapping[float | None, int] = field(default_factory=dict)
+    """Prompt tokens that another worker has added to its cache, by the `ttl` of their marks."""
     final: bool = False
     """Makes the value final: the first admission has been dispatched."""
     chain: Chain | None = None
@@ -92,6 +94,8 @@ class RemoteState:
     """The source's key of it."""
     cached_tokens: int = 0
     """Prompt tokens that were cached at the other worker."""
+    written_tokens: Mapping[float | None, int] = field(default_factory=dict)
+    """Those that it has added to its cache, by the `ttl` of their marks."""
     held: TierHit | None = None
     """It comes from a tier of this worker, not from another worker."""
     scope: Scope | None = None

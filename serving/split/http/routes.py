@@ -27,6 +27,7 @@ from serving.api.http.connection.keys import salt_of, sent_key
 from serving.api.http.connection.streaming import until_gone
 from serving.api.http.context import Context, context_of
 from serving.api.http.errors import ApiError, validated
+from serving.core import Mark
 from serving.engine.async_engine import AsyncEngine
 from serving.engine.requests.adapters import LoRARequest
 from serving.engine.requests.output import RequestOutput
@@ -164,12 +165,13 @@ ApiKind = Annotated[str, AfterValidator(_known)]  # the path below `/v1/`, a key
 
 
 class WorkerPrompt(NamedTuple):
-    """A request's prompt, priority, cache salt and adapter, without sampling parameters."""
+    """A request's prompt, priority, cache salt, adapter and marks, without sampling parameters."""
 
     tokens: list[int]
     priority: int
     salt: str | None
     lora: LoRARequest | None = None
+    marks: tuple[Mark, ...] = ()
 
 
 async def prompt_of(context: Context, kind: str, body: dict[str, Any], headers: Headers) -> WorkerPrompt:
@@ -180,11 +182,11 @@ async def prompt_of(context: Context, kind: str, body: dict[str, Any], headers: 
     context.check(parsed.model)
     own = context.of_request(parsed.model, sent_key(headers))
     request = api.converted(parsed, stored_conversation(own))
-    prompts, _ = await tokenized(own, request)
+    prompts, marks = await tokenized(own, request)
     if len(prompts) != 1:
         raise ApiError(400, "prefill workers accept only one prompt per request", param="prompt")
     salt = salt_of(request.cache_salt, headers, context.settings)
-    return WorkerPrompt(prompts[0], request.priority, salt, context.adapter_of(parsed.model))
+    return WorkerPrompt(prompts[0], request.priority, salt, context.adapter_of(parsed.model), marks)
 
 
 class PromptRequest(BaseModel):
@@ -254,7 +256,7 @@ def _add_offering(router: APIRouter, side: PrefillSide, *, computes: bool) -> No
 
 
 async def _prefill(context: Context, side: PrefillSide, body: PrefillRequest, headers: Headers) -> Ticket:
-    prompt, priority, salt, lora = await prompt_of(context, body.kind, body.body, headers)
+    prompt, priority, salt, lora, marks = await prompt_of(context, body.kind, body.body, headers)
     fed = fed_tokens(prompt, body.handoff)
     if not fed:
         return side.ticket(None, prompt, body.handoff)
@@ -265,7 +267,10 @@ async def _prefill(context: Context, side: PrefillSide, body: PrefillRequest, he
     try:
         async with asyncio.timeout(body.seconds):
             export: Export = await engine.call(lambda _: side.begin(id))
-            run = EngineRequest(name, {"prompt_token_ids": fed}, ONCE, priority, salt, export=export, lora_request=lora)
+            marks = tuple(mark for mark in marks if mark.position <= len(fed))
+            run = EngineRequest(
+                name, {"prompt_token_ids": fed}, ONCE, priority, salt, marks, export=export, lora_request=lora
+            )
             async with contextlib.aclosing(engine.stream(run)) as each:
                 async for output in each:
                     last = output
@@ -280,7 +285,8 @@ async def _prefill(context: Context, side: PrefillSide, body: PrefillRequest, he
     finally:
         beating.cancel()
     name = None if lora is None else lora.lora_name
-    return side.ticket(export, prompt, body.handoff, cached_tokens=last.num_cached_tokens, adapter_name=name)
+    counts: dict[str, Any] = {"cached_tokens": last.num_cached_tokens, "written_tokens": last.cache_write_tokens}
+    return side.ticket(export, prompt, body.handoff, adapter_name=name, **counts)
 
 
 def _add_expect(router: APIRouter, peers: _Peers) -> None:

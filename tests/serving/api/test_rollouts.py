@@ -3,8 +3,8 @@
 import asyncio
 import re
 import threading
-from concurrent.futures import ThreadPoolExecutor
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +13,9 @@ from safetensors.numpy import save_file
 
 from checkpoints.errors import CheckpointError
 from checkpoints.tensors.tensor_set import TensorSet
-from serving.state_transfer.identity import model_digest
 from serving.api.http.endpoints.operation import Profiler
 from serving.api.http.errors import ApiError
+from serving.state_transfer.identity import model_digest
 from tests.support.engines.versioned_engine import VersionedEngine
 from tests.support.servers.live_server import in_process
 

@@ -7,6 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from serving.core import Mark
 from serving.split.http.roles import OpenRole
 from serving.split.wire import SplitError
 from serving.state_transfer.programs import PointPrograms
@@ -48,6 +49,15 @@ def test_hits_of_a_shorter_prefix(warm, handoff):
     assert (stats.pages_spared > 0) == (warm != "prefill")
     assert (output.num_cached_tokens > 0) == (warm != "decode")
     pair.assert_idle()
+
+
+def test_marks_keep_states_where_a_prompt_is_computed_and_are_counted():
+    pair, place = Pair("all"), B + 3
+    output = pair.add(PROMPT, pair.compute(PROMPT, marks=(Mark(place, 300.0),)))
+    finish(pair.decode)
+    assert_as_alone(PROMPT, output)
+    assert output.cache_write_tokens == {300.0: place}
+    assert pair.compute([*PROMPT[:place], *tokens(2, 9)]).cached_tokens == place
 
 
 def test_pages_there_and_state_not():

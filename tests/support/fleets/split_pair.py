@@ -116,18 +116,19 @@ class Pair:
         size = SimpleNamespace(max_model_len=MAX_LEN)
         return SimpleNamespace(engine=engine, model=model(), config=config, size=size)
 
-    def compute(self, prompt, handoff="full", salt=None, lora=None) -> Ticket:
+    def compute(self, prompt, handoff="full", salt=None, lora=None, marks=()) -> Ticket:
         """The prefill side's part; ends with a state that waits."""
         fed = fed_tokens(prompt, handoff)
         if not fed:
             return self.prefill_side.ticket(None, prompt, handoff)
         export = self.prefill_side.begin()
         output = self.prefill.add_request(self.name(), {"prompt_token_ids": fed}, ONCE,
-                                          cache_salt=salt, lora_request=lora, export=export)  # fmt: skip
+                                          cache_salt=salt, lora_request=lora, export=export,
+                                          cache_marks=marks)  # fmt: skip
         finish(self.prefill)
-        cached = output.num_cached_tokens
+        counts = {"cached_tokens": output.num_cached_tokens, "written_tokens": output.cache_write_tokens}
         name = None if lora is None else lora.lora_name
-        return self.prefill_side.ticket(export, prompt, handoff, cached_tokens=cached, adapter_name=name)
+        return self.prefill_side.ticket(export, prompt, handoff, adapter_name=name, **counts)
 
     def add(self, prompt, ticket: Ticket | None, params=GREEDY, **more):
         remote = self.decode_side.accept(self.peer, ticket) if ticket is not None else None
