@@ -132,7 +132,7 @@ def _each(name: str, value: str) -> Words:
     return [word for item in items for word in (name, item)]
 
 
-def _read() -> Iterator[Flag]:
+def _table() -> Iterator[Flag]:
     table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     for described, ours in table["renamed"].items():
         values = table["values"].get(described.split()[0], {})
@@ -151,7 +151,7 @@ def _read() -> Iterator[Flag]:
         yield from (Flag.of(each, **{name: why}) for why, flags in table[section].items() for each in flags)
 
 
-FLAGS: tuple[Flag, ...] = tuple(_read())
+FLAGS: tuple[Flag, ...] = tuple(_table())
 """All flags, in the order of docs/vllm.md."""
 
 

@@ -240,7 +240,7 @@ class _Rules:
     def _tag(self, form: Mapping[str, Any], begin: str | None = None) -> str:
         """`begin`: the rest of the tag's beginning, after a trigger."""
         before, content, end = _string(form, "begin") if begin is None else begin, form.get("content"), form.get("end")
-        ends = end if isinstance(end, list) and end else [end]
+        ends: list[Any] = end if isinstance(end, list) and end else [end]
         if not all(isinstance(each, str) for each in ends):
             raise RequestError("structural_tag: the end of a tag must be a text")
         if isinstance(content, Mapping) and content.get("type") == "any_text" and ends[0]:
