@@ -77,6 +77,15 @@ def item(kind, **fields):
         # Odd histories.
         (CHAT, {"messages": [USER, called("f", '{"a": "x'), {"role": "tool", "content": None}]},
          f'[user]hi[assistant]<f {{"arguments": "{{\\"a\\": \\"x"}}>[tool]{END}'),
+        (CHAT, {"messages": [USER, {"role": "assistant", "content": None, "function_call": {
+            "name": "f", "arguments": "{}"}}, {"role": "function", "name": "f", "content": "r"}]},
+         f"[user]hi[assistant]<f {{}}>[tool]r{END}"),
+        (CHAT, {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [
+            {"id": "1", "type": "custom", "custom": {"name": "patch", "input": "x"}}]}]},
+         f'[user]hi[assistant]<patch {{"input": "x"}}>{END}'),
+        (MESSAGES, {"messages": [USER, {"role": "assistant", "content": [
+            *({"type": "thinking", "thinking": text} for text in ("a", None, "b")), {"type": "text", "text": "c"}]},
+            USER]}, f"[user]hi[assistant](a\nb)c[user]hi{END}"),
         (RESPONSES, {"input": [USER, item("reasoning", summary=[], content=None, encrypted_content=None),
                                item("function_call", name="f", arguments="", call_id="1"),
                                item("function_call_output", call_id="1", output=[item("input_image")])]},
@@ -161,6 +170,10 @@ def test_tools_that_are_no_functions():
     assert ignored_header(request) == {"x-ignored-fields": "tools.web_search,tools.local_shell"}
     assert prompt(RESPONSES, tools=[{"type": "web_search"}], tool_choice={"type": "web_search"}).startswith("[user]")
     assert prompt(MESSAGES, tools=[{"type": "web_search_20250305", "name": "web_search"}]).startswith("[user]")
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "run"}, {"type": "mcp"}]}
+    tools = [function, custom, {"type": "mcp", "server_label": "x"}]
+    assert prompt(RESPONSES, tools=tools, tool_choice=allowed).startswith("run;[user]")
+    assert prompt(RESPONSES, tools=tools, tool_choice={**allowed, "tools": [{"type": "mcp"}]}).startswith("[user]")
     tools = [{"type": "custom", "custom": {"name": "patch"}}]
     assert prompt(CHAT, tools=tools, tool_choice={"type": "custom", "custom": {"name": "patch"}}).startswith("patch;")
     _, request = opened(MESSAGES, structured_outputs={"choice": ["x"]}, extra=1)

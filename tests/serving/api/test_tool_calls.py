@@ -159,6 +159,14 @@ MALFORMED = [
     ("hermes", '<tool_call>f(a="x")</tool_call>', X, ""),
     ("hermes", "<tool_call>{'name': 'f', 'arguments': {'a': 'it\\'s \"x\"'}}</tool_call>",
      [("f", {"a": 'it\'s "x"'})], ""),
+    # Other fields, quoted names, the namespace of functions, and JSON between marks of parameters.
+    *(("hermes", f"<tool_call>{call}</tool_call>", X, "") for call in (
+        '{"type": "function", "function": {"name": "f", "arguments": {"a": "x"}}}', '{"tool": "f", "args": {"a": "x"}}',
+        '{"function": "f", "input": {"a": "x"}}', '{"id": "1", "name": "f", "a": "x"}',
+        '{"name": "functions.f", "parameters": {"a": "x"}}')),
+    *(("qwen3_coder", f"{before}{call}{after}", X, "") for before, after in (("<tool_call>", "</tool_call>"), ("", ""))
+      for call in ('<function=f>\n{"a": "x"}\n</function>', '<function="f"><parameter="a">x</parameter></function>',
+                   "<function=functions.f><parameter=a>x</parameter></function>")),
     # What only resembles a call.
     ("qwen3_coder", f"<function=g>\n{A}</function>", [], f"<function=g>\n{A}</function>"),
     ("qwen3_coder", "Write `<tool_call>` and <function= first.", [], "Write `<tool_call>` and <function= first."),

@@ -14,7 +14,7 @@ from serving.api.http.errors import ApiError
 from serving.api.http.json_values import parse_written
 from serving.api.http.parsing.grammars import enforceable, structural_grammar
 from serving.api.http.protocol.chat import AllowedTools, ChatRequest, Tool
-from serving.api.http.protocol.common import GenerationRequest
+from serving.api.http.protocol.common import CUSTOM_INPUT, GenerationRequest
 from serving.api.http.protocol.completions import CompletionRequest
 from serving.api.http.text import check_fits
 from serving.core import Mark
@@ -109,9 +109,17 @@ def chat_content(content: Any) -> str | list[Any]:
 
 
 def messages_of(request: ChatRequest) -> list[dict[str, Any]]:
-    """Returns the conversation for the chat template, with earlier reasoning under the name `reasoning_content`."""
+    """Returns the conversation for the chat template: earlier reasoning has the name `reasoning_content`, and calls of
+    OpenAI's older form and of tools of type `custom` are calls of functions."""
     messages = [message.model_dump(exclude_unset=True) for message in request.messages]
     for message in messages:
+        if message["role"] == "function":
+            message["role"] = "tool"
+        if (old := message.pop("function_call", None)) and not message.get("tool_calls"):
+            message["tool_calls"] = [{"type": "function", "function": old}]
+        for call in message.get("tool_calls") or ():
+            if isinstance(custom := call.get("custom"), dict) and "function" not in call:
+                call["function"] = {"name": custom.get("name"), "arguments": {CUSTOM_INPUT: custom.get("input")}}
         if message.get("reasoning") is not None and message.get("reasoning_content") is None:
             message["reasoning_content"] = message["reasoning"]
         if marks := marks_of(message):

@@ -76,7 +76,8 @@ def _messages(message: protocol.InputMessage) -> list[dict[str, Any]]:
     for part in message.content:
         match str(part.get("type")):
             case "thinking":
-                own["reasoning_content"] = str(part.get("thinking", ""))
+                thoughts = (own.get("reasoning_content"), part.get("thinking"))
+                own["reasoning_content"] = "\n".join(str(thought) for thought in thoughts if thought)
             case "redacted_thinking":
                 pass  # its content is encrypted
             case "tool_use":

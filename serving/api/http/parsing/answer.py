@@ -15,7 +15,7 @@ from typing import Any
 
 from serving.api.http.parsing.argument_values import markup_value, python_value, schema_types
 from serving.api.http.parsing.call_pieces import CallNumbering, CallPiece
-from serving.api.http.parsing.formats import FORMATS, SYNTAXES, CallFormat, CallSyntax, ReasoningMarks
+from serving.api.http.parsing.formats import FORMATS, SYNTAXES, CallFormat, CallSyntax, ReasoningMarks, plain_name
 from serving.api.http.parsing.text_cursor import SPACE, TextCursor, TextEnds, Wait, cached_marks
 from serving.api.http.parsing.written_json import WrittenObject, arguments_in, call_in, read_written
 from serving.api.http.protocol.chat import Tool
@@ -196,7 +196,7 @@ class AnswerReader:
                 return False
         elif syntax.parameter is not None and syntax.value_end:  # prose may mention the mark
             mark, distance = yield from cursor.ahead(cached_marks(syntax.parameter.before, syntax.end, style.end), size)
-            if not mark or cursor.text[cursor.at + size : cursor.at + distance].strip():
+            if not mark or cursor.text[cursor.at + size : cursor.at + distance].strip()[:1] not in ("", "{"):
                 return False
         cursor.take(skipped)
         yield from self._read_call(style, syntax, matched)
@@ -257,7 +257,7 @@ class AnswerReader:
                     continue
                 only = self._begins_name if (offered or other) and not head.before else None
                 matched = yield from self._cursor.head(head, skipped, only=only)
-                if matched and (not (offered or other) or syntax.named(matched[1])[0] in self._schemas):
+                if matched and (not (offered or other) or self._own(syntax.named(matched[1])[0]) in self._schemas):
                     return syntax, matched
         return None
 
@@ -287,7 +287,7 @@ class AnswerReader:
         except TextEnds:
             pass
         call = call_in("".join(valid)) if complete and not written.broken else None
-        if call is not None and (not offered or call[0] in self._schemas):
+        if call is not None and (not offered or self._own(call[0]) in self._schemas):
             self._begin(call[0])
             self._emit(json.dumps(call[1], ensure_ascii=False))
             return True
@@ -301,15 +301,26 @@ class AnswerReader:
         self._cursor.take(len(matched[0]))
         name, call_id = syntax.named(matched[1])
         self._begin(name, call_id)
-        if syntax.parameter is None:
+        if syntax.value_end:
+            try:
+                yield from self._cursor.skip(syntax.between)
+            except TextEnds:
+                self._emit("" if self._cursor.cut else "{}")
+                raise
+        if syntax.parameter is None or (syntax.value_end and self._cursor.text.startswith("{", self._cursor.at)):
             yield from self._object(style, syntax)
         else:
-            yield from self._parameters(style, syntax, self._schemas.get(name, {}))
+            yield from self._parameters(style, syntax, self._schemas.get(self._own(name), {}))
+
+    def _own(self, name: str) -> str:
+        """Returns the name under which a tool is offered: models add the namespace of functions."""
+        plain = name.removeprefix("functions.")
+        return plain if name not in self._schemas and plain in self._schemas else name
 
     def _begin(self, name: str, call_id: str | None = None) -> None:
         if self.inside:
             self.inside, self._answer = False, _Trimmed(strip=True)
-        self._piece.calls.append(self._numbering.begin(name, call_id))
+        self._piece.calls.append(self._numbering.begin(self._own(name), call_id))
 
     def _emit(self, arguments: str) -> None:
         if arguments:
@@ -324,7 +335,7 @@ class AnswerReader:
             parts: list[str] = []
             with cursor.closing(lambda: self._emit(arguments_in("".join(parts)))):
                 yield from cursor.until(cached_marks(closing), parts.append)
-        if syntax.tagged:
+        if syntax.tagged or syntax.value_end:
             ends = cached_marks(closing, style.end, style.begin, syntax.heads[0].before)
             if (yield from cursor.until(ends)) == closing:
                 cursor.take(len(closing))
@@ -356,7 +367,7 @@ class AnswerReader:
                     continue
                 cursor.take(len(matched[0]) if matched else 0)
                 unnamed = (name for name in properties if name not in keys)
-                key = matched[1].strip() if matched else next(unnamed, f"argument_{len(keys) + 1}")
+                key = plain_name(matched[1]) if matched else next(unnamed, f"argument_{len(keys) + 1}")
                 keys.append(key)
                 self._emit(f"{', ' if len(keys) > 1 else ''}{json.dumps(key, ensure_ascii=False)}: ")
                 types = schema_types(properties.get(key), schema)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from serving.api.http.json_values import parse_written
-from serving.api.http.parsing.formats import CallFormat, CallSyntax
+from serving.api.http.parsing.formats import CallFormat, CallSyntax, plain_name
 from serving.api.http.parsing.text_cursor import SPACE, Marks, TextCursor, TextEnds, Wait, cached_marks
 from serving.api.http.parsing.written_json import ESCAPE, ESCAPE_PART, WrittenObject, read_written, unescaped
 
@@ -54,7 +54,7 @@ def markup_value(
             if mark.endswith(syntax.parameter.before):
                 before = size - len(syntax.parameter.before)
                 matched = yield from text.head(syntax.parameter, before, only=None)
-                if matched is not None and is_key(matched[1].strip()):
+                if matched is not None and is_key(plain_name(matched[1])):
                     break
             else:
                 next_mark, distance = yield from text.ahead(later, size)

@@ -49,11 +49,16 @@ class CallSyntax:
 
     def named(self, written: str) -> tuple[str, str | None]:
         """Returns a call's name, and its id if it has one."""
-        name = written.strip()
+        name = plain_name(written)
         matched = _ID.fullmatch(name) if self.tagged else None
         if matched is None:
             return name, None
         return matched[1], f"functions.{matched[1]}{matched[2]}" if matched[2] else None
+
+
+def plain_name(written: str) -> str:
+    """Returns the name of a function or a parameter without white space and quotes around it."""
+    return written.strip().strip("\"'")
 
 
 _JSON_NAME = r'[^"\\]{1,256}'

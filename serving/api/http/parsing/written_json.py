@@ -39,6 +39,8 @@ _LETTERS = {
     "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "\n": "", "\\": "\\", '"': '"',
     "'": "'", "/": "/",
 }  # fmt: skip
+_NAMES, _ARGUMENTS = ("name", "function", "tool"), ("arguments", "parameters", "args", "input")
+"""Fields of a call in JSON."""
 _PYTHON_BARE = re.compile(r'[^\s{}\[\]()",:<]+')
 _PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
 
@@ -314,7 +316,12 @@ def call_in(text: str) -> tuple[str, dict[str, Any]] | None:
         call = parse_written(text)
     except ValueError:
         return None
-    name, arguments = call.get("name"), object_of(call.get("arguments", call.get("parameters", {})))
+    call = call["function"] if isinstance(call.get("function"), dict) else call
+    name = next((call[word] for word in _NAMES if word in call), None)
+    given = next((call[word] for word in _ARGUMENTS if word in call), None)
+    if given is None:  # the call's other fields are its arguments
+        given = {word: value for word, value in call.items() if word not in (*_NAMES, "type", "id")}
+    arguments = object_of(given)
     return (name, arguments) if isinstance(name, str) and arguments is not None else None
 
 

@@ -100,7 +100,7 @@ class AllowedFunction(BaseModel):
 
 class ToolChoices(BaseModel):
     mode: Literal["auto", "required"]
-    tools: Items[AllowedFunction] = Field(min_length=1)
+    tools: Items[Annotated[AllowedFunction, BeforeValidator(_as_named_function)]] = Field(min_length=1)
 
 
 class AllowedTools(BaseModel):

@@ -97,6 +97,12 @@ def _with_functions(values: dict[str, Any]) -> dict[str, Any]:
         else:
             values[f"tools.{kind}"] = True
     choice = values.get("tool_choice")
+    allowed = choice.get("allowed_tools", choice) if isinstance(choice, dict) else None
+    if isinstance(allowed, dict) and isinstance(listed := allowed.get("tools"), list):
+        ours = [tool for tool in listed if not isinstance(tool, dict) or tool.get("type") in ("function", "custom")]
+        changed = {**allowed, "tools": ours}
+        choice = {**choice, "allowed_tools": changed} if "allowed_tools" in choice else changed
+        values["tool_choice"] = choice = choice if ours or not listed else "none"
     served = not isinstance(choice, dict) or choice.get("type") in _TOOL_CHOICES
     if len(kept) < len(tools) and not (kept and served):
         values.pop("tool_choice", None)
