@@ -154,7 +154,8 @@ def test_of_openais_marks_the_last_ones_count():
 
 def test_a_conversation_that_is_rendered_slowly_has_no_marks(monkeypatch):
     monkeypatch.setattr("serving.api.http.text._MARKED_SECONDS", -1.0)
-    assert marked(CHAT, messages=[user(text(MORE))]) == []
+    context = replace(CONTEXT, codec=TextCodec(TOKENIZER, 4096))
+    assert asyncio.run(tokenized(context, ChatRequest(messages=[user(text(MORE))])))[1] == ()
 
 
 def test_marks_change_no_prompt():
