@@ -99,6 +99,25 @@ class Call:
             structure, [next(given) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves]
         )
 
+    def apart(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Divides arrays, in the order of `arrays`, into those of stores and others."""
+        first, second = (
+            [v for v, which in zip(arrays, self._stored, strict=True) if which is one] for one in (True, False)
+        )
+        return first, second
+
+    def filled_apart(self, stores: Sequence[Any], others: Sequence[Any]) -> dict[str, Any]:
+        """As `filled`, of what `apart` returns."""
+        each = {True: iter(stores), False: iter(others)}
+        return self.filled([next(each[which]) for which in self._stored])
+
+    @property
+    def _stored(self) -> list[bool]:
+        """Which arrays are those of stores that the operation updates."""
+        updated = STORES if self.operation != "read_windows" else ()
+        leaves = jax.tree_util.tree_leaves_with_path(dict(self.arguments))
+        return [path[0].key in updated for path, leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
+
     def split(self, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns values by place and by name."""
         places = NAMES[self.operation].split()

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mamba_jax.kernel_check.calls import STORES, Call
+from mamba_jax.kernel_check.calls import Call
 from mamba_jax.kernel_check.compiling import Compiler
 from mamba_jax.kernel_check.values import values_of
 
@@ -171,24 +171,14 @@ def timing(call: Call, implementation: str, *, calls: int) -> tuple[Callable[[],
     The stores are updated in place, as in a step. Barriers keep the compiler from moving a call out of the loop.
     """
     values = values_of(call, classes=False)
-    updated = STORES if call.operation != "read_windows" else ()
-    in_store = [
-        path[0].key in updated
-        for path, leaf in jax.tree_util.tree_leaves_with_path(dict(call.arguments))
-        if isinstance(leaf, jax.ShapeDtypeStruct)
-    ]
 
     def make() -> Any:
-        arrays = values.make()
-        return tuple(
-            [v for v, chosen in zip(arrays, in_store, strict=True) if chosen is which] for which in (True, False)
-        )
+        return call.apart(values.make())
 
     def loop(stores: list[Any], others: list[Any]) -> Any:
         def body(step: Any, carry: Any) -> Any:
             stores, rest, _ = lax.optimization_barrier((carry[0], others, step))
-            each = {True: iter(stores), False: iter(rest)}
-            y, new = call.run(implementation, call.filled([next(each[chosen]) for chosen in in_store]))
+            y, new = call.run(implementation, call.filled_apart(stores, rest))
             after = [leaf for name in sorted(new) for leaf in jax.tree.leaves(new[name])]
             return after or stores, y
 

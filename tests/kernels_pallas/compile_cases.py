@@ -3,17 +3,11 @@
 import dataclasses
 import itertools
 
-import jax
 import jax.numpy as jnp
 import pytest
-
-from tests.kernels_pallas.calls.call import Draw
-from tests.kernels_pallas.calls.calls import shapes_of
-from tests.kernels_pallas.calls.workloads import ATTENTION, DELTA, MAMBA2, SELECTIVE, GatedRecurrence, Recurrence
+from model_shapes import ATTENTION, DELTA, MAMBA2, SELECTIVE, GatedRecurrence, Recurrence
 
 BF16, F32 = jnp.bfloat16, jnp.float32
-SLOTS = 64
-"""At least, so that a copy of a store is larger than the temporaries that a program may have."""
 
 NEMOTRON, NANO_9B, NANO, BAMBA, GRANITE = MAMBA2[:5]
 # Lightning attention has a group for each head.
@@ -68,13 +62,3 @@ def few_and_slow(few, everything):
     known = {one.id for one in few}
     rest = {one.id: one for one in everything if one.id not in known}
     return [*few, *(pytest.param(*one.values, id=one.id, marks=pytest.mark.slow) for one in rest.values())]
-
-
-def shapes(operation, shape, dtype, store, *, draw=Draw):
-    """The call."""
-    return shapes_of(operation, shape, draw(dtype, store=store, slots=SLOTS))
-
-
-def shape(*sizes: int, dtype=F32) -> jax.ShapeDtypeStruct:
-    """An array of this shape."""
-    return jax.ShapeDtypeStruct(sizes, dtype)

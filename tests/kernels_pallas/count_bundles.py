@@ -1,6 +1,6 @@
 """Counts the instructions of a kernel as the TPU's own compiler schedules them: bundles, one a cycle.
 
-They are those of the kernel compiled for one TPU at the first of its sizes in `calls/workloads.py` (those of
+They are those of the kernel compiled for one TPU at the first of its sizes in `model_shapes.py` (those of
 Nemotron-H-8B, Qwen3-Next-80B-A3B or Falcon-Mamba-7B) with some changes, such as `rows=64, steps=4`, and `erase=1` for
 the second; all branches and the pipeline's own are included. A process of its own compiles it, because the compiler
 takes the setting that has it write its schedule once only, when it is loaded.
@@ -34,16 +34,14 @@ def count_bundles(kernel: str, slice_name: str, **sizes: int) -> int:
 
 def _compile(kernel: str, slice_name: str, *sizes: str) -> None:
     sys.path.append(str(Path(__file__).parents[2]))  # of `tests.support` and `benchmarks`
-    from compile_cases import BF16, F32, shapes
+    from model_calls import OPERATIONS, call_of, program
     from topology import compile_for_tpu
-
-    from tests.kernels_pallas.calls.calls import OPERATIONS
 
     changes = {name: int(size) for name, size in (one.split("=") for one in sizes)}
     erase = bool(changes.pop("erase", 0))
-    first = next(shape for shape in OPERATIONS[kernel].shapes if getattr(shape, "erase", False) == erase)
-    call = shapes(kernel, dataclasses.replace(first, **changes), BF16, F32)
-    compile_for_tpu(slice_name, call.program("pallas_tpu"), *call.arrays, donate=0)
+    first = next(shape for shape in OPERATIONS[kernel][2] if getattr(shape, "erase", False) == erase)
+    call = call_of(kernel, dataclasses.replace(first, **changes))
+    compile_for_tpu(slice_name, program(call, "pallas_tpu"), *call.apart(call.arrays), donate=0)
 
 
 if __name__ == "__main__":

@@ -68,6 +68,20 @@ def jitted(operation, *, implementation=None, emitters_of_users=False, **static)
     return lambda *args, **kwargs: jax.tree.map(np.asarray, run(on_device(args), on_device(kwargs)))
 
 
+def product(x, weight):
+    """The definition of the dense product, in float64."""
+    x, weight = (np.asarray(v).astype(np.float64) for v in (x, weight))
+    return x @ weight.T
+
+
+def grouped_product(x, w, sizes):
+    """The definition of the grouped product, in float64."""
+    x, out = np.asarray(x).astype(np.float64), np.zeros((len(x), w.shape[1]))
+    for row, expert in enumerate(np.repeat(range(len(w)), sizes)):
+        out[row] = np.asarray(w[expert]).astype(np.float64) @ x[row]
+    return out
+
+
 def assert_close(actual, expected, dtype=np.float32, tolerance=None):
     """Equal up to the rounding of `dtype`, relative to the largest value."""
     expected = np.asarray(expected).astype(np.float64)

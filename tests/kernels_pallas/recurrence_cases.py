@@ -8,8 +8,10 @@ import dataclasses
 import functools
 import itertools
 
+import model_shapes
 import numpy as np
 import pytest
+from model_shapes import DELTA, MAMBA2
 from operation_checks import Draw, assert_in_place, jitted
 
 from kernels_pallas import native, recurrence, selective_scan
@@ -17,11 +19,9 @@ from kernels_pallas.recurrence import Entry, Tail
 from kernels_pallas.recurrence import reference as recurrence_reference
 from kernels_pallas.selective_scan import SelectiveEntry, SelectiveTail
 from kernels_pallas.selective_scan import reference as selective_reference
-from tests.kernels_pallas.calls import workloads
-from tests.kernels_pallas.calls.workloads import DELTA, MAMBA2
 
 LINEAR_SHAPES = [shape.small() for shape in (*MAMBA2, *DELTA)]
-SHAPES = [*LINEAR_SHAPES, *(shape.small() for shape in workloads.SELECTIVE)]
+SHAPES = [*LINEAR_SHAPES, *(shape.small() for shape in model_shapes.SELECTIVE)]
 MAMBA = next(shape for shape in SHAPES if shape.name == "9 heads, 3 groups")
 ERASING, BY_CHANNEL = (shape for shape in SHAPES if shape.name.startswith("6 heads, 3 groups"))
 # No model of the library has it: gated linear attention.

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from model_shapes import CONVOLUTIONS
 from operation_checks import ELSEWHERE, Draw, assert_close, assert_in_place, assert_same_bits, jitted, on_device
 
 from kernels_pallas import native
 from kernels_pallas.causal_conv1d import causal_conv1d_prefill, causal_conv1d_sequence, causal_conv1d_update, reference
 from kernels_pallas.places import Packed, Rows, Tiles
-from tests.kernels_pallas.calls.workloads import CONVOLUTIONS
 from tests.support.selection import some_slow
 
 pytestmark = pytest.mark.full

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from model_calls import BF16, F32, OPERATIONS, call_of, program
 from operation_checks import Draw, on_device
 from recurrence_cases import ODD, entry, how, plain, states, tails
 
@@ -15,16 +16,15 @@ from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.linear import linear, linear_pair
 from kernels_pallas.places import Anchored, Packed, Rows, Tiles
 from kernels_pallas.quantized import Quantized
-from tests.kernels_pallas.calls import call as benchmark
-from tests.kernels_pallas.calls.calls import OPERATIONS, drawn
+from mamba_jax.kernel_check.values import values_of
 
 pytestmark = pytest.mark.full
 
 
 def kinds():
     """Each operation with one shape of each kind of recurrence."""
-    for name, operation in OPERATIONS.items():
-        found = {(getattr(s, "erase", None), getattr(s, "by_channel", None)): s for s in reversed(operation.shapes)}
+    for name, (_, _, shapes) in OPERATIONS.items():
+        found = {(getattr(s, "erase", None), getattr(s, "by_channel", None)): s for s in reversed(shapes)}
         for kind, shape in found.items():
             marks = [pytest.mark.slow] if any(kind) and "gated" in name else []
             if name in ("recurrence_scan", "paged_attention") and not any(kind):
@@ -39,15 +39,14 @@ def small(shape):
 
 def loss_of(call):
     """Returns a function of the call's float arrays, and these."""
-    program = call.program()
-    leaves, structure = jax.tree.flatten(call.arrays)
+    run, leaves = program(call), jax.jit(values_of(call, classes=False).make)()
     floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
 
     def loss(values):
         filled = list(leaves)
         for i, value in zip(floats, values, strict=True):
             filled[i] = value.astype(leaves[i].dtype)
-        out = jax.tree.leaves(program(*jax.tree.unflatten(structure, filled)))
+        out = jax.tree.leaves(run(*call.apart(filled)))
         return sum(jnp.sin(v.astype(jnp.float32)).sum() for v in out if jnp.issubdtype(v.dtype, jnp.floating))
 
     return loss, [leaves[i].astype(jnp.float32) for i in floats]
@@ -56,7 +55,7 @@ def loss_of(call):
 @pytest.mark.parametrize(("name", "shape"), list(kinds()))
 def test_gradients(name, shape):
     """In float32 that of a small step in some direction; in bfloat16 about the same, and not 0."""
-    loss, values = loss_of(drawn(name, shape, benchmark.Draw(jnp.float32)))
+    loss, values = loss_of(call_of(name, shape, F32))
     random = np.random.default_rng(0)
     gradient = jax.jit(jax.grad(loss))(values)
     loss_at = jax.jit(loss)
@@ -66,7 +65,7 @@ def test_gradients(name, shape):
     along = sum(float((g * d).sum()) for g, d in zip(gradient, direction, strict=True))
     length = sum(float((g**2).sum()) for g in gradient) ** 0.5
     assert abs(float(ahead - behind) / (2 * step) - along) < 0.05 * length + 0.02
-    narrow_loss, _ = loss_of(drawn(name, shape, benchmark.Draw(jnp.bfloat16, store=jnp.bfloat16)))
+    narrow_loss, _ = loss_of(call_of(name, shape, BF16, BF16))
     for one, other in zip(jax.jit(jax.grad(narrow_loss))(values), gradient, strict=True):
         assert np.linalg.norm(one - other) <= 0.2 * np.linalg.norm(other) + 0.02 * length
 

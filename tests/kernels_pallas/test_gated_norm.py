@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from model_shapes import NORMS
 from operation_checks import ELSEWHERE, Draw, assert_close, jitted, on_device
 
 from kernels_pallas.gated_norm import gated, gated_rms_norm, reference
-from tests.kernels_pallas.calls.workloads import NORMS
 
 pytestmark = pytest.mark.full
 

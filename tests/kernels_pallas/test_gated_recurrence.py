@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from model_shapes import DELTA, GATED
 from operation_checks import Draw, assert_close, assert_in_place, assert_same_bits, jitted
 from test_recurrence_replay import row, where
 
@@ -22,7 +23,6 @@ from kernels_pallas.gated_recurrence import (
 )
 from kernels_pallas.places import Rows
 from kernels_pallas.recurrence import Tail
-from tests.kernels_pallas.calls.workloads import DELTA, GATED
 from tests.support.selection import some_slow
 
 pytestmark = pytest.mark.full

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_gated_recurrence as decode
+from model_shapes import GATED
 from operation_checks import Draw, assert_close, assert_same_bits, jitted
 
 from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.gated_recurrence import Mamba2Gates, gated_scan, pallas_tpu, reference
 from mamba_jax.layout import PrefillLayout
-from tests.kernels_pallas.calls.workloads import GATED
 from tests.support.selection import slow
 
 pytestmark = pytest.mark.full

@@ -31,16 +31,12 @@ from compile_cases import (
     case,
     every,
     few_and_slow,
-    shapes,
 )
+from model_calls import FP8, call_of, nbytes, program
+from model_shapes import EXPERT_MLPS, ExpertMLP
 from topology import compile_for_gpu, lower_for_gpu, registers_of_kernels
 
-from kernels_pallas.quantized import Quantized
-from tests.kernels_pallas.calls.call import Draw, nbytes
-from tests.kernels_pallas.calls.workloads import EXPERT_MLPS, ExpertMLP
-
 FULL = pytest.mark.full
-FP8 = jnp.float8_e4m3fn
 MODELS = (NEMOTRON, NANO, BAMBA, GRANITE)
 ODD = dataclasses.replace(OLMO, name="3 groups of 2 heads, keys of 40", heads=6, groups=3, head_dim=24, state=40)
 CHOICES = [(8, 128, 6), (8, 512, 10), (1, 128, 6), (64, 128, 6), (16, 512, 10), (8, 512, 22), (3, 72, 10), (128, 16, 2)]
@@ -114,36 +110,24 @@ EVERY = [
 ]
 
 
-class NarrowWeights(Draw):
-    """Weights of experts in 8 bits, if the store's dtype has these: as published, fp8 with a scale for 128 inputs."""
-
-    def weight(self, *sizes):
-        *lead, inputs = sizes
-        if self.store.itemsize > 1:
-            return super().weight(*sizes)
-        groups = self(*lead[:-1], inputs // 128, lead[-1], dtype=F32) if self.store == FP8 else None
-        return Quantized(jnp.zeros(sizes, self.store), self(*lead, dtype=F32), groups)
-
-
 @pytest.mark.full
 @pytest.mark.gpu_compile
 @pytest.mark.parametrize(("operation", "model", "dtype", "store"), few_and_slow(FEW, EVERY))
 def test_kernel(operation, model, dtype, store, tmp_path):
     if operation == "expert_mlp" and store == FP8:
         model = dataclasses.replace(model, size=model.size - model.size % 128)
-    call = shapes(operation, model, dtype, store, draw=NarrowWeights)
-    if operation == "paged_attention":
-        call = dataclasses.replace(call, options={**call.options, "first_key": 1})
-    program = compile_for_gpu("h200", call.program("pallas_gpu"), *call.arrays, donate=0, xla_dump_to=str(tmp_path))
-    memory, registers = program.memory_analysis(), registers_of_kernels(tmp_path)
-    assert memory.alias_size_in_bytes == nbytes(call.stores)
+    call = call_of(operation, model, dtype, store, **{"first_key": 1} if operation == "paged_attention" else {})
+    stores, others = call.apart(call.arrays)
+    compiled = compile_for_gpu("h200", program(call, "pallas_gpu"), stores, others, donate=0, xla_dump_to=str(tmp_path))
+    memory, registers = compiled.memory_analysis(), registers_of_kernels(tmp_path)
+    assert memory.alias_size_in_bytes == nbytes(stores)
     assert memory.temp_size_in_bytes <= most_temporaries(operation, call, model)
     for kernel, (most_registers, most_spilled) in kernels_of(operation, model, store).items():
         for used, spilled in registers.values() if kernel == "all" else [registers[kernel]]:
             assert used <= most_registers
             assert spilled <= most_spilled
     if operation == "paged_attention" and not model.latent:
-        assert not program.as_text().count("while(")
+        assert not compiled.as_text().count("while(")
 
 
 def most_temporaries(operation, call, model):
@@ -154,14 +138,14 @@ def most_temporaries(operation, call, model):
         case "recurrence_update" if not model.erase:
             return math.inf
         case "gated_update" | "gated_replay":  # the projections' outputs in one array, and y
-            given = call.inputs[0]
+            given = call.arguments["projections"]
             if not model.erase:
                 return 3 * (4 * nbytes(given.value) + nbytes(given.vectors)) + (1 << 16)
             return 1.1 * (2 * nbytes(given.vectors) + 5 * nbytes(given.value) + nbytes(given.decay)) + 1e5
         case "recurrence_scan" if not model.erase:  # a state for each tile, and steps and decays by head
             return 1.1 * model.tiles * 4 * math.prod(model.state_shape) + 4e6
         case "recurrence_scan":  # of 32 tokens and each head: a triangular system's solution, and scores
-            width = call.inputs[0].value.dtype.itemsize
+            width = call.arguments["entry"].value.dtype.itemsize
             of_head = 32 * (4 + width)
             if model.by_channel:  # sums of log decays, and queries and keys decayed
                 of_head += model.state * (4 + 3 * width)
@@ -223,7 +207,7 @@ LOWERED = [
 @pytest.mark.parametrize(("operation", "model", "dtype", "store"), LOWERED)
 def test_recurrences_are_lowered_for_cuda(operation, model, dtype, store):
     """Every operation in a kernel exists there, and the store is one buffer."""
-    call = shapes(operation, model, dtype, store)
-    text = lower_for_gpu(call.program("pallas_gpu"), *call.arrays, donate=0)
+    call = call_of(operation, model, dtype, store)
+    text = lower_for_gpu(program(call, "pallas_gpu"), *call.apart(call.arrays), donate=0)
     assert "__gpu$xla.gpu.triton" in text or "triton_kernel_call" in text
     assert "output_operand_alias" in text

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from compile_cases import BF16, F32, shape
+from model_calls import BF16, F32, shape
 from operation_checks import Draw, assert_close, jitted
 from topology import compile_for_gpu, compile_for_tpu
 

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtyping import TypeCheckError
+from model_shapes import ATTENTION
 from operation_checks import ELSEWHERE, Draw, assert_close, assert_in_place, assert_same_bits, jitted, on_device
 
 from kernels_pallas.paged_attention import attention_sequence, copy_pages, paged_attention, reference, write_kv
-from tests.kernels_pallas.calls.workloads import ATTENTION
 from tests.support.selection import some_slow
 
 SHAPES = [s.small() for s in ATTENTION]

@@ -7,15 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from operation_checks import Draw, assert_close, jitted, on_device
+from model_shapes import GROUPED_PRODUCTS, PRODUCTS, GroupedProduct
+from operation_checks import Draw, assert_close, grouped_product, jitted, on_device, product
 
 from kernels_pallas import native
 from kernels_pallas.dispatch import KernelChoice, UnsupportedError
 from kernels_pallas.grouped_matmul import grouped_matmul
-from kernels_pallas.grouped_matmul import reference as grouped_reference
 from kernels_pallas.grouped_matmul.pallas_tpu import lies_inputs_first
-from kernels_pallas.linear import linear, linear_pair, reference
-from tests.kernels_pallas.calls.workloads import GROUPED_PRODUCTS, PRODUCTS, GroupedProduct
+from kernels_pallas.linear import linear, linear_pair
 from tests.support.selection import slow
 
 pytestmark = pytest.mark.full
@@ -40,7 +39,7 @@ DENSE = cases(
 def check_dense(implementation, rows, inputs, outputs, dtype):
     x, weight = (Draw(seed).normal(n, inputs, dtype=dtype) for seed, n in enumerate((rows, outputs)))
     out = jitted(linear, out_dtype=F32, implementation=implementation)(x, weight)
-    np.testing.assert_allclose(out, reference.linear(x, weight), atol=2e-6 * inputs, rtol=1e-5)
+    np.testing.assert_allclose(out, product(x, weight), atol=2e-6 * inputs, rtol=1e-5)
 
 
 @pytest.mark.smoke("implementation")
@@ -86,7 +85,7 @@ def test_two_products_of_few_outputs(dtype):
 
     sums = jax.jit(partial(run, by="xla_few_outputs"))(x, first, second)
     for out, weight in zip(sums, (first, second), strict=True):
-        np.testing.assert_allclose(out, reference.linear(x, weight), atol=2e-6 * 300, rtol=1e-5)
+        np.testing.assert_allclose(out, product(x, weight), atol=2e-6 * 300, rtol=1e-5)
 
     def loss(by, *args):
         return sum((jnp.sin(out).sum() for out in run(*args, by=by)), F32(0))
@@ -138,7 +137,7 @@ def test_grouped_equals_definition(implementation, shape, dtype):
         for group_sizes in sizes(draw, shape, used):
             out = run(x, w, group_sizes)
             assert out.dtype == dtype
-            assert_close(out, grouped_reference.grouped_matmul(x, w, group_sizes), dtype)
+            assert_close(out, grouped_product(x, w, group_sizes), dtype)
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compile_cases import BF16, F32, shape
-from operation_checks import Draw, assert_close
+from model_calls import BF16, F32, shape
+from operation_checks import Draw, assert_close, grouped_product, product
 from test_quantized_products import by_definition, quantized
 from topology import compile_for_gpu
 
 from kernels_pallas.dispatch import KernelChoice
-from kernels_pallas.grouped_matmul import grouped_matmul, quantized_gpu, reference
+from kernels_pallas.grouped_matmul import grouped_matmul, quantized_gpu
 from kernels_pallas.linear import linear
 from kernels_pallas.linear import quantized_gpu as linear_gpu
-from kernels_pallas.linear import reference as linear_reference
 from kernels_pallas.quantized import Quantized
 from tests.support.selection import slow
 
@@ -62,7 +61,7 @@ def test_equals_definition(dtype, groups, zero):
         x = Draw().normal(tokens, 256, dtype=BF16)
         out = interpreted(x, weight, sizes)
         assert out.dtype == BF16
-        assert_close(out, reference.grouped_matmul(x, by_definition(weight), sizes), BF16, tolerance=8e-3)
+        assert_close(out, grouped_product(x, by_definition(weight), sizes), BF16, tolerance=8e-3)
 
 
 def test_scales_in_fewer_bits_and_no_channel_scale():
@@ -71,7 +70,7 @@ def test_scales_in_fewer_bits_and_no_channel_scale():
     exact = Quantized(weight.values, jnp.ones((2, 64)), narrow.group_scale)
     x, sizes = Draw().normal(9, 128, dtype=BF16), [4, 5]
     assert_close(
-        interpreted(x, narrow, sizes), reference.grouped_matmul(x, by_definition(exact), sizes), BF16, tolerance=8e-3
+        interpreted(x, narrow, sizes), grouped_product(x, by_definition(exact), sizes), BF16, tolerance=8e-3
     )
 
 
@@ -79,13 +78,13 @@ def test_several_blocks_of_tokens_of_one_expert():
     weight, x = quantized(3, 64, 64, dtype=INT8), Draw().normal(90, 64, dtype=BF16)
     for sizes in ([1, 85, 2], [0, 0, 90], [0, 0, 0]):
         out = interpreted(x, weight, sizes)
-        assert_close(out, reference.grouped_matmul(x, by_definition(weight), sizes), BF16, tolerance=8e-3)
+        assert_close(out, grouped_product(x, by_definition(weight), sizes), BF16, tolerance=8e-3)
 
 
 def test_a_dense_weight_with_groups():
     weight, x = quantized(128, 128, dtype=INT4, groups=2, zero=True), Draw().normal(3, 5, 128, dtype=BF16)
     run = jax.jit(lambda x, w: linear_gpu.linear(x, w, out_dtype=BF16, interpret=interpreter()))
-    expected = linear_reference.linear(x, by_definition(weight))
+    expected = product(x, by_definition(weight))
     assert_close(run(jnp.asarray(x), weight), expected, BF16, tolerance=8e-3)
 
 

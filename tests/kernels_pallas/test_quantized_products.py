@@ -3,13 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from operation_checks import Draw, assert_close, jitted
+from operation_checks import Draw, assert_close, grouped_product, jitted, product
 
 from kernels_pallas.dispatch import KernelChoice, UnsupportedError
 from kernels_pallas.grouped_matmul import grouped_matmul, pallas_gpu, quantized_tpu, xla
-from kernels_pallas.grouped_matmul import reference as grouped_reference
 from kernels_pallas.linear import linear
-from kernels_pallas.linear import reference as linear_reference
 from kernels_pallas.native import WHY_MISSING
 from kernels_pallas.quantized import Quantized
 from tests.support.selection import slow
@@ -86,7 +84,7 @@ def test_linear(form, dtype, implementation):
     weight, x = quantized(31, 48, **form), Draw().normal(5, 48, dtype=dtype)
     out = jitted(linear, implementation=implementation)(x, weight)
     assert out.dtype == dtype
-    assert_close(out, linear_reference.linear(x, by_definition(weight)), dtype)
+    assert_close(out, product(x, by_definition(weight)), dtype)
 
 
 @pytest.mark.smoke("implementation")
@@ -107,7 +105,7 @@ def check_grouped(implementation, weight, tokens, *each, **options):
     run = jitted(operation, **options, **({"implementation": implementation} if implementation else {}))
     for sizes in each:
         out = run(x, weight, np.asarray(sizes, np.int32))
-        assert_close(out, grouped_reference.grouped_matmul(x, by_definition(weight), sizes))
+        assert_close(out, grouped_product(x, by_definition(weight), sizes))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -144,7 +142,7 @@ def test_kernel_over_several_blocks(groups):
 def test_native_linear(rows, inputs, outputs):
     weight, x = quantized(outputs, inputs), Draw().normal(rows, inputs)
     out = jitted(linear, implementation="native")(x, weight)
-    np.testing.assert_allclose(out, linear_reference.linear(x, by_definition(weight)), atol=2e-6 * inputs, rtol=1e-5)
+    np.testing.assert_allclose(out, product(x, by_definition(weight)), atol=2e-6 * inputs, rtol=1e-5)
 
 
 @needs_native

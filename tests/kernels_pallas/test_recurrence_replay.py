@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from model_shapes import DELTA, MAMBA2
 from operation_checks import ELSEWHERE, Draw, assert_close, assert_same_bits, on_device
 from recurrence_cases import (
     BY_CHANNEL,
@@ -36,7 +37,6 @@ from recurrence_cases import (
 from kernels_pallas import native
 from kernels_pallas.places import Anchored, Rows
 from kernels_pallas.recurrence import recurrence_replay
-from tests.kernels_pallas.calls.workloads import DELTA, MAMBA2
 
 pytestmark = pytest.mark.full
 

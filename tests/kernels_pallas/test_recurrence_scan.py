@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from model_shapes import DELTA, MAMBA2
 from operation_checks import ELSEWHERE, Draw, assert_close, assert_same_bits, form, on_device
 from recurrence_cases import (
     DTYPES,
@@ -40,7 +41,6 @@ from kernels_pallas.places import Tiles
 from kernels_pallas.recurrence import recurrence_scan, recurrence_sequence
 from kernels_pallas.recurrence.scan.inverse import unit_lower_inverse
 from kernels_pallas.selective_scan import SelectiveEntry
-from tests.kernels_pallas.calls.workloads import DELTA, MAMBA2
 
 pytestmark = pytest.mark.full
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from model_shapes import DELTA, MAMBA2
 from operation_checks import ELSEWHERE, Draw, assert_close, assert_same_bits
 from recurrence_cases import (
     DTYPES,
@@ -34,7 +35,6 @@ from recurrence_cases import (
 from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.places import Rows
 from kernels_pallas.recurrence import recurrence_update
-from tests.kernels_pallas.calls.workloads import DELTA, MAMBA2
 
 pytestmark = pytest.mark.full
 

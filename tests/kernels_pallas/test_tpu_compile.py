@@ -33,11 +33,11 @@ from compile_cases import (
     divided,
     every,
     few_and_slow,
-    shape,
-    shapes,
 )
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, SingleDeviceSharding
+from model_calls import SLOTS, call_of, nbytes, program, shape
+from model_shapes import CONVOLUTIONS
 from topology import SLICES, compile_for_tpu, tpu_devices
 
 from checkpoints.presets import preset, preset_names
@@ -46,8 +46,8 @@ from kernels_pallas.linear import linear
 from kernels_pallas.quantized import Quantized, bits_of
 from kernels_pallas.windows import read_windows, write_windows
 from mamba_jax.config import MOE
+from mamba_jax.kernel_check.values import values_of
 from mamba_jax.sharding import TENSOR, Partition
-from tests.kernels_pallas.calls.call import nbytes
 from tests.support.hlo_traffic import Traffic
 from tests.support.selection import slow
 
@@ -128,10 +128,11 @@ EVERY = [
 
 @pytest.mark.parametrize(("chip", "operation", "model", "dtype", "store"), few_and_slow(FEW, EVERY))
 def test_kernel(chip, operation, model, dtype, store):
-    call = shapes(operation, model, dtype, store)
-    program = compile_for_tpu(chip, call.program("pallas_tpu"), *call.arrays, donate=0)
-    memory, text = program.memory_analysis(), program.as_text()
-    assert memory.alias_size_in_bytes >= nbytes(call.stores)
+    call = call_of(operation, model, dtype, store)
+    stores, others = call.apart(call.arrays)
+    compiled = compile_for_tpu(chip, program(call, "pallas_tpu"), stores, others, donate=0)
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    assert memory.alias_size_in_bytes >= nbytes(stores)
     # Besides the kernel there is only what brings its inputs into its form.
     assert memory.temp_size_in_bytes <= most_temporaries(operation, call, model)
     assert "tpu_custom_call" in text
@@ -141,32 +142,31 @@ def test_kernel(chip, operation, model, dtype, store):
 
 def most_temporaries(operation, call, model):
     """Bytes that the program of a call may allocate."""
-    inputs = nbytes(call.inputs, call.places)
     match operation:
         case "gated_scan":  # its inputs come as [tokens, 2, inner], and are laid out flat; a layer's product is flat
-            return 1.1 * nbytes(call.inputs[0])
+            return 1.1 * nbytes(call.arguments["zx"])
         case "recurrence_scan" if model.tiles == 256:  # XLA would copy an operand whose layout it did not like
-            return 2 * nbytes(call.inputs[0].value)
+            return 2 * nbytes(call.arguments["entry"].value)
         case "selective_scan":  # B and C without padding's values, in float32
             return model.tiles * model.tile_size * 128 * 4 * 4
         case "selective_update":  # the step sizes at most, in another layout: a fraction of the rows' states
             return model.steps * model.rows * model.inner * 4 + (1 << 20)
         case "paged_attention":
-            return max(8 * nbytes(call.inputs[0]), 1 << 20)
+            return max(8 * nbytes(call.arguments["x"]), 1 << 20)
         case _:
-            return max(4 * inputs, 2 << 20 if "replay" in operation else 1 << 20)
+            return max(4 * nbytes(call.apart(call.arrays)[1]), 2 << 20 if "replay" in operation else 1 << 20)
 
 
 def most_moved(operation, call, model):
     """Bytes to and from memory; None where nothing is known."""
     if operation == "recurrence_update":  # the states, once in and once out for each step
-        return 1.1 * call.moved + (1 << 20)
+        return 1.1 * values_of(call, classes=False).moved + (1 << 20)
     if "replay" in operation and model.rows >= 64:
         # States read once, and written once in an interval; what is valid of a tail, read; new tokens'.
-        states, tail = call.stores
-        slot, ring = nbytes(states) // states.shape[0], nbytes(tail) // tail[0].shape[0]
+        store, tail = call.arguments["store"], call.arguments["tail"]
+        slot, ring = nbytes(store) // store.shape[0], nbytes(tail) // tail[0].shape[0]
         moved = model.rows * (slot * (1 + model.steps / model.interval) + ring * (1 + model.steps / model.entries))
-        return 1.15 * (moved + nbytes(call.inputs, call.inputs[0].value))
+        return 1.15 * (moved + nbytes(call.arguments["entry"], call.arguments["entry"].value))
     return None
 
 
@@ -177,13 +177,14 @@ def test_operations_by_xla(operation):
     model = dataclasses.replace(FALCON, rows=64, steps=4, tiles=16, interval=16)
     if operation == "recurrence_scan":
         model = dataclasses.replace(NEMOTRON, tiles=16)
-    call = shapes(operation, model, BF16, F32)
-    memory = compile_for_tpu("v6e", call.program("xla"), *call.arrays, donate=0).memory_analysis()
-    assert memory.alias_size_in_bytes >= nbytes(call.stores)
+    call = call_of(operation, model)
+    stores, others = call.apart(call.arrays)
+    memory = compile_for_tpu("v6e", program(call, "xla"), stores, others, donate=0).memory_analysis()
+    assert memory.alias_size_in_bytes >= nbytes(stores)
     state = 4 * math.prod(model.state_shape)
     tokens = {
         "selective_scan": model.tiles * model.tile_size / 8,
-        "recurrence_scan": len(call.stores[0]) / 4,
+        "recurrence_scan": SLOTS / 4,
     }.get(operation, (model.steps + 3) * model.rows)
     assert memory.temp_size_in_bytes < tokens * state
 
@@ -196,19 +197,17 @@ def test_operations_by_xla(operation):
 def test_paged_attention_with_tables_of_long_contexts(page_size, context, calls):
     """64 rows: the default page size on TPU holds 262,144 tokens in one call, other sizes take more."""
     model = dataclasses.replace(divided(ATTENDING[0], 8), page_size=page_size, context=context + 1, rows=64)
-    call = shapes("paged_attention", model, BF16, F32)
-    text = compile_for_tpu("v6e", call.program("pallas_tpu"), *call.arrays).as_text()
+    call = call_of("paged_attention", model)
+    text = compile_for_tpu("v6e", program(call, "pallas_tpu"), *call.apart(call.arrays)).as_text()
     assert text.count('custom_call_target="tpu_custom_call"') == calls
 
 
 @pytest.mark.full
 def test_convolution_copies_no_store():
-    from tests.kernels_pallas.calls.workloads import CONVOLUTIONS
-
-    call = shapes("causal_conv1d_update", CONVOLUTIONS[0], BF16, F32)
-    compiled = compile_for_tpu("v5e", call.program(), *call.arrays, donate=0)
-    assert compiled.memory_analysis().alias_size_in_bytes == nbytes(call.stores)
-    sizes = ",".join(map(str, call.stores[0].shape))
+    call = call_of("causal_conv1d_update", CONVOLUTIONS[0])
+    compiled = compile_for_tpu("v5e", program(call), *call.apart(call.arrays), donate=0)
+    assert compiled.memory_analysis().alias_size_in_bytes == nbytes(call.arguments["windows"])
+    sizes = ",".join(map(str, call.arguments["windows"].shape))
     assert not re.findall(rf"\w+\[{sizes}\]\S* (?:copy|convert|transpose|bitcast-convert)\(", compiled.as_text())
 
 

@@ -1,1 +1,0 @@
-"""Calls of each operation at sizes of real models and odd ones."""
