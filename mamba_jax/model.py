@@ -25,8 +25,7 @@ from mamba_jax.modules.quantized import quantize_in_place, quantized_weights, we
 from mamba_jax.modules.shared import SharedBlock, SharedUse
 from mamba_jax.sequences import check_packed, checked_sequences
 from mamba_jax.sharding.axis import keep_whole, split_last
-from mamba_jax.store import EXPERT, EXPERTS, SlotArrays, Store, StoreShape
-from mamba_jax.tails import TailArrays
+from mamba_jax.store import EXPERT, EXPERTS, SlotArrays, Store, StoreShape, TailArrays
 
 MaybeStore = TypeVar("MaybeStore", Store, None)
 DRAFTERS: Mapping[type[DrafterConfig], Callable[..., nnx.Module]] = {EagleConfig: Eagle, BlockConfig: BlockDrafter}

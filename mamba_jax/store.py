@@ -3,6 +3,11 @@
 One slot holds a complete resumption point S(n) of one sequence: the state that each mixer declares
 (`mamba_jax.config.StateArray`), and the final hidden state of token n. One page holds `page_size` tokens of every
 attention layer. Index 0 of both is null: padding uses it, reads of it return zeros, and writes to it are dropped.
+
+Under replay, a row that has absorbed c tokens has a slot with S(a), a <= c, its anchor, and a tail with the inputs of
+tokens a .. c-1; its next step computes what it needs of S(c) from both. Each seat has a tail, which consists of ring
+buffers: token n is at entry n modulo their length. Values written to tail 0 are discarded. Tails are never cleared: a
+step reads only the positions that the row's own numbers name, and these start again with each prefill.
 """
 
 from __future__ import annotations
@@ -23,7 +28,6 @@ from kernels_pallas import native
 from kernels_pallas.slots import load, put, read_slots, take, write_slots  # noqa: F401 - for users of the store
 from mamba_jax.config import HybridConfig, ModelConfigError, Role, StateArray, StateUnit
 from mamba_jax.rounding import NarrowDtype, RoundedRows
-from mamba_jax.tails import Replay, Tails
 
 EXPERTS, EXPERT = "experts", np.dtype(np.int16)
 """The name of recorded experts in the state of a sublayer, and their dtype."""
@@ -285,3 +289,41 @@ def _tails(config: HybridConfig, kind: str) -> tuple[StateArray, ...]:
 def store_bytes(store: Store) -> int:
     """Returns bytes of all arrays of a store (which may be abstract)."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(store))
+
+
+TailArrays = dict[str, Shaped[Array, "tails entries ..."]]
+"""One sublayer's part of every tail, by name."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Replay settings of running rows; None: a state after each token."""
+
+    interval: int
+    """R: a decode step writes a state where it reaches a multiple of it."""
+    num_drafts: int
+    """K, the most drafts of a step."""
+
+    def entries(self, array: StateArray) -> int:
+        """Length of a ring: the tokens that count before a step, and those of one step; a power of two."""
+        before = self.interval if array.last is None else array.last
+        return 1 << (before + self.num_drafts - 1).bit_length()
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest rings."""
+        return 1 << (self.interval + self.num_drafts - 1).bit_length()
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Tails:
+    """The tails of all seats."""
+
+    layers: tuple[TailArrays, ...]
+    """One for each sublayer that keeps something in slots, in model order."""
+    hidden: Float[Array, "tails entries hidden"]
+    """The hidden states, after the final norm, of each seat's last tokens."""
+    tags: Int[Array, "tails entries"] | None
+    """Debugging only: which token of its sequence each entry of the longest rings is; -1 = wrong."""
+    interval: int = field(metadata={"static": True})

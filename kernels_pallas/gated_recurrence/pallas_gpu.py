@@ -4,7 +4,8 @@
    updates the state or replays (`kernels_pallas.recurrence`). It writes states, windows and tails of values, and y. The
    vectors are convolved once for each program, which costs little: their taps and windows are a tenth of a program's
    states.
-2. Gates and normalizes y, and writes the vectors' windows and tails (`gpu_norm`).
+2. Gates and normalizes y, and writes the vectors' windows and tails (`gated_norm`): one program for each row and
+   group writes those that programs of several heads read in the first kernel.
 
 Both read one array with all of the projections' outputs: XLA writes it as one kernel, or not at all where the merged
 product already has it. A program reads its channels before it writes them.
@@ -20,7 +21,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from kernels_pallas.gated_recurrence.gates import UNIT_EPS
-from kernels_pallas.gated_recurrence.gpu_norm import gated_norm
 from kernels_pallas.recurrence.replay.pallas_gpu import replay_head
 from kernels_pallas.recurrence.update.pallas_gpu import load_state, update_head
 from kernels_pallas.tails import row_numbers
@@ -28,13 +28,13 @@ from kernels_pallas.triton_blocks import (
     CHANNELS,
     LEAST_OF_PIECE,
     offsets_overflow,
+    padded,
     pieces,
     power_of_two_in,
     update_call,
 )
-from kernels_pallas.triton_decode import AnchoredRow, Channels, SlotRow, indices, wait
+from kernels_pallas.triton_decode import F32, AnchoredRow, Channels, SlotRow, indices, masked, wait
 
-F32 = jnp.float32
 NUMBERS = 4096  # of a state in one program, at most: a thread holds 32 of them
 
 
@@ -198,3 +198,68 @@ def _decays_and_strength(layer, row, t, head, keys, rate, gates):
         starts = [(head * (decays // heads) + n.start, n.size) for n in keys]
         logs = [gates.log_decay(given(pl.ds(first + n, size), pl.ds(n, size)), rate) for n, size in starts]
     return logs, gates.strength(given(of_strengths + head))
+
+
+def gated_norm(places, projected, y, weights, windows, *, groups, gates, interpret):
+    """Returns the output, and windows and, if there is one, ring of the vectors.
+
+    `places` are arguments of `SlotRow`, or, with a ring, of `AnchoredRow`. The projections' outputs `projected` have
+    gates at 0, and the inputs of the vectors' convolution at 2 * inner.
+    """
+    (rows, _, inner), norm = y.shape, weights.norm
+    stores = (windows.vectors,) if windows.vector_ring is None else (windows.vectors, windows.vector_ring)
+    body = functools.partial(
+        _norm_kernel, stores=len(stores), groups=groups, norms=weights.a_log.shape[0] // groups if gates.erase else 1,
+        gates=gates, normalized=norm is not None, interpret=interpret,
+    )  # fmt: skip
+    return update_call(
+        body,
+        "gated_norm",
+        (rows, groups),
+        (*places, projected, y, jnp.ones(1, y.dtype) if norm is None else norm),
+        jax.ShapeDtypeStruct(y.shape, y.dtype),
+        stores,
+        interpret=interpret,
+        warps=1 if inner // groups <= 256 else 4,
+    )
+
+
+def _norm_kernel(*refs, stores, groups, norms, gates, normalized, interpret):
+    *places, projected, y, norm = refs[: -2 * stores - 1]
+    windows_in, *ring_in = refs[-2 * stores - 1 : -stores - 1]
+    out, *written = refs[-stores - 1 :]
+    row, group = pl.program_id(0), pl.program_id(1)
+    place = (AnchoredRow if ring_in else SlotRow)(row, *places)
+    steps, inner, dtype, size = y.shape[1], y.shape[2], y.dtype, windows_in.shape[2] // (2 * groups)
+    firsts = [(n * groups + group) * size + piece.start for n in range(2) for piece in pieces(size)]
+    counts = [piece.size for piece in pieces(size)] * 2
+    parts = [
+        Channels(windows_in, n, 2 * inner + n, count, dtype, ring=ring_in[0] if ring_in else None)
+        for n, count in zip(firsts, counts, strict=True)
+    ]
+    inputs = [[part.inputs(projected, row, place, t) for part in parts] for t in indices(steps)]
+    wait(interpret)
+    for t, of_step in zip(indices(steps), inputs, strict=True):
+        for part, one in zip(parts, of_step, strict=True):
+            part.write(place, t, one, *written)
+    of_norm = inner // groups // norms
+    piece, index = (jnp.arange(padded(n), dtype=jnp.int32) for n in (norms, of_norm))
+    inside = (piece < norms)[:, None] & (index < of_norm)[None, :]
+    channel = group * (inner // groups) + piece[:, None] * of_norm + index[None, :]
+    scale: Any = 1.0
+    if normalized:
+        at = channel if norm.shape[0] == inner else jnp.where(inside, index[None, :], 0)
+        scale = masked(norm.at[at], inside).astype(F32)
+
+    def one_step(t, _):
+        value = masked(y.at[row, t, channel], inside).astype(F32)
+        z = masked(projected.at[row, t, channel], inside).astype(dtype).astype(F32)
+        factor = jax.nn.sigmoid(z) if gates.erase and gates.activation == "sigmoid" else jax.nn.silu(z)
+        value = value if gates.norm_before_gate and normalized else value * factor
+        if normalized:
+            value = value * lax.rsqrt(jnp.sum(value * value, axis=1)[:, None] / of_norm + gates.eps) * scale
+            value = value * factor if gates.norm_before_gate else value
+        plt.store(out.at[row, t, channel], value.astype(dtype), mask=inside)
+        return 0
+
+    lax.fori_loop(0, steps, one_step, 0)

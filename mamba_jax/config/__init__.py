@@ -6,14 +6,15 @@ from mamba_jax.config.declaration import (
     WHOLE,
     Division,
     MixerConfig,
+    ModelConfigError,
     Placement,
     RecurrenceConfig,
     Role,
     StateArray,
     StateUnit,
     UnevenDivision,
+    need,
 )
-from mamba_jax.config.errors import ModelConfigError, need
 from mamba_jax.config.feed_forward import ACTIVATIONS, MLPConfig, MoEConfig
 from mamba_jax.config.hybrid import (
     ATTENTION,

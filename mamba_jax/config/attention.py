@@ -8,13 +8,14 @@ from mamba_jax.config.declaration import (
     WHOLE,
     Division,
     MixerConfig,
+    ModelConfigError,
     Placement,
     Role,
     StateArray,
     StateUnit,
     UnevenDivision,
+    positive,
 )
-from mamba_jax.config.errors import ModelConfigError, positive
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,15 @@ from mamba_jax.config.declaration import (
     ADDED_ONCE,
     WHOLE,
     Division,
+    ModelConfigError,
     Placement,
     RecurrenceConfig,
     Role,
     StateArray,
     StateUnit,
+    positive,
+    wide_enough,
 )
-from mamba_jax.config.errors import ModelConfigError, positive, wide_enough
 from mamba_jax.config.feed_forward import known_activation
 
 MAMBA1, RG_LRU, SHORT_CONV = "S", "R", "C"

@@ -9,9 +9,7 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
-
-from mamba_jax.config.errors import ModelConfigError
+from typing import Any, ClassVar, Self, TypeVar
 
 
 class UnevenDivision(enum.Enum):
@@ -108,7 +106,7 @@ class StateUnit(enum.Enum):
     TOKEN = "token"
     """A token of a page."""
     TAIL = "tail"
-    """A token of a tail: the inputs since a running row's anchor; see `mamba_jax.tails`."""
+    """A token of a tail: the inputs since a running row's anchor; see `mamba_jax.store`."""
 
 
 @dataclass(frozen=True)
@@ -249,3 +247,34 @@ class BothMixers(MixerConfig):
     @property
     def inner_size(self) -> int:
         return max(mixer.inner_size for _, mixer in self.mixers)
+
+
+Part = TypeVar("Part")
+
+
+class ModelConfigError(ValueError):
+    """A model description is invalid, or describes something that is not supported."""
+
+
+def need(part: Part | None) -> Part:
+    """Returns a part of the config that is known to be there, because the pattern has sublayers of its kind.
+
+    Raises:
+        ModelConfigError: it is not.
+    """
+    if part is None:
+        raise ModelConfigError("the model has no sublayer of this kind")
+    return part
+
+
+def positive(config: object, *names: str) -> None:
+    """Raises ModelConfigError unless these fields are at least 1."""
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ModelConfigError(f"{name} is {getattr(config, name)}: at least 1 is expected")
+
+
+def wide_enough(conv_width: int) -> None:
+    """Raises ModelConfigError unless a convolution sees an input before the current one."""
+    if conv_width < 2:
+        raise ModelConfigError(f"a convolution over {conv_width} inputs: at least 2 are expected")

@@ -4,8 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mamba_jax.config.attention import AttentionConfig
-from mamba_jax.config.declaration import WHOLE, Division, Placement, StateArray, UnevenDivision
-from mamba_jax.config.errors import ModelConfigError, positive
+from mamba_jax.config.declaration import (
+    WHOLE,
+    Division,
+    ModelConfigError,
+    Placement,
+    StateArray,
+    UnevenDivision,
+    positive,
+)
 from mamba_jax.config.feed_forward import MLPConfig
 
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mamba_jax.config.declaration import ADDED_ONCE, WHOLE, Division, MixerConfig, Placement
-from mamba_jax.config.errors import ModelConfigError, positive
+from mamba_jax.config.declaration import ADDED_ONCE, WHOLE, Division, MixerConfig, ModelConfigError, Placement, positive
 
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2")
 """Activations of MLPs, by their Hugging Face names."""

@@ -5,9 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from mamba_jax.config.attention import AttentionConfig, LatentAttentionConfig
-from mamba_jax.config.declaration import BothMixers, MixerConfig, RecurrenceConfig, StateArray, StateUnit
+from mamba_jax.config.declaration import (
+    BothMixers,
+    MixerConfig,
+    ModelConfigError,
+    RecurrenceConfig,
+    StateArray,
+    StateUnit,
+    need,
+    positive,
+)
 from mamba_jax.config.drafter import DrafterConfig
-from mamba_jax.config.errors import ModelConfigError, need, positive
 from mamba_jax.config.feed_forward import MLPConfig, MoEConfig
 from mamba_jax.config.linear_recurrence import MambaConfig
 

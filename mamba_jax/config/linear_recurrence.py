@@ -15,14 +15,16 @@ from mamba_jax.config.declaration import (
     WHOLE,
     Division,
     MixerConfig,
+    ModelConfigError,
     Placement,
     RecurrenceConfig,
     Role,
     StateArray,
     StateUnit,
     UnevenDivision,
+    positive,
+    wide_enough,
 )
-from mamba_jax.config.errors import ModelConfigError, positive, wide_enough
 
 DELTA, LIGHTNING = "D", "F"
 """Letters of mixers in a pattern: gated delta nets, and lightning attention with its fixed decays."""

@@ -4,6 +4,5 @@ A source is one file: see `DraftSource`.
 """
 
 from mamba_jax.drafts.base import DraftSource, StepFacts
-from mamba_jax.drafts.block import BlockDrafts
-from mamba_jax.drafts.mtp import MTPCache, MTPDrafts
+from mamba_jax.drafts.mtp import BlockDrafts, MTPCache, MTPDrafts
 from mamba_jax.drafts.ngram import NGramDrafts

@@ -22,7 +22,7 @@ from mamba_jax.families import (
     zamba2,
 )
 from mamba_jax.families.base import Family, HFSource
-from mamba_jax.families.wrappers import OTHER_TOWERS, TEXT_PREFIXES, WRAPPER, other_towers, text_fields
+from mamba_jax.families.fields import OTHER_TOWERS, TEXT_PREFIXES, WRAPPER, other_towers, text_fields
 
 FAMILIES: tuple[Family, ...] = (
     nemotron_h.FAMILY,

@@ -18,8 +18,7 @@ from mamba_jax.config import HybridConfig
 from mamba_jax.model import HybridModel
 from mamba_jax.programs import StepBatch, StepPrograms
 from mamba_jax.rows import init_rows
-from mamba_jax.store import StoreShape, init_store
-from mamba_jax.tails import Replay
+from mamba_jax.store import Replay, StoreShape, init_store
 
 NAMES = {
     "recurrence_scan": "entry store tiles",
@@ -260,6 +259,28 @@ def _one_layer_of_each_kind(config: HybridConfig) -> HybridConfig:
     """The model with one layer of each kind, shared blocks in both of their forms, and few tokens."""
     pattern = "".join(dict.fromkeys(config.pattern)).replace("Z", "ZZ")
     return dataclasses.replace(config, pattern=pattern, mtp_pattern="", vocab_size=min(config.vocab_size, 1024))
+
+
+def kernel_report(config: HybridConfig, platform: str) -> Iterator[tuple[str, str, str, str]]:
+    """Yields a phase, an operation, the name of an implementation, and why it is not one that comes before.
+
+    Decode is that of 8 rows without drafts, prefill that of 2,048 tokens, in bfloat16, undivided. No program is
+    compiled. A kernel is lowered for the platform by itself, so that one that cannot run is known; whether a device's
+    compiler takes it is not.
+    """
+    config, rows, tokens, tile = _one_layer_of_each_kind(config), 8, 2048, 128
+    size = 128 if platform == "tpu" else 64
+    state = described(config, jnp.bfloat16, slots=2 * rows + 1, rows=rows, pages=1024, page_size=size)
+    prefill = {"tokens": tokens, "rows": 2, "tiles": tokens // tile + 2, "tile_size": tile}
+    batches: dict[str, StepBatch] = {
+        "decode": DecodeBatch.empty(rows=rows, num_speculative_tokens=0, pages_per_row=64),
+        "prefill": PrefillBatch.empty(pages_per_row=64, **prefill),
+    }
+    for phase, batch in batches.items():
+        choice = KernelChoice(platform=platform)
+        trace_step(config, choice, batch, *state, dtype=jnp.bfloat16, tile_size=tile)
+        for operation, chosen in sorted(choice.chosen.items()):
+            yield from ((phase, operation, name, why) for name, why in chosen.items())
 
 
 def with_kernels(calls: Iterable[Call], platform: str, *, interpreted: bool = False) -> list[tuple[Call, str]]:

@@ -1,6 +1,6 @@
 """The tokens of a decode step: rows of equal width, one recurrent step after the other.
 
-Rows may have an anchor and the inputs since then (see `mamba_jax.tails`), or be a block that is drafted in one pass.
+Rows may have an anchor and the inputs since then (see `mamba_jax.store`), or be a block that is drafted in one pass.
 """
 
 from dataclasses import dataclass, field, replace

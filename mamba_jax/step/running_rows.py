@@ -1,7 +1,7 @@
 """The two forms of a decoding row, with the same methods: which state it reads, writes and continues from.
 
 `SnapshotRows` write a state after each token of the step. `ReplayRows` keep an anchor and the inputs since, and write a
-state only where the step reaches a multiple of the interval (`mamba_jax.tails`).
+state only where the step reaches a multiple of the interval (`mamba_jax.store`).
 """
 
 import dataclasses

@@ -1,6 +1,7 @@
 """The training loop: data-parallel over all devices, and resumable with bitwise equal results on a CPU."""
 
 import functools
+import importlib.util
 import json
 import signal
 import time
@@ -25,7 +26,7 @@ from mamba_jax.train.config import TrainConfig
 from mamba_jax.train.data import DocumentBounds
 from mamba_jax.train.loss import Parameters, refuse_untrainable, training_loss
 from mamba_jax.train.optimizer import learning_rate, make_optimizer
-from mamba_jax.train.state import CHECKPOINTS, Checkpoints, TrainState
+from mamba_jax.train.recipe import CHECKPOINTS, Checkpoints, TrainState
 from mamba_jax.train.validation import Validation
 
 LOG = "log.jsonl"
@@ -308,3 +309,27 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
+
+
+def plot_losses(records: Sequence[dict[str, float]], path: Path) -> bool:
+    """Draws the losses of a run (nats per token, over tokens). Needs the extra `plots`.
+
+    Returns:
+        Whether it was drawn: False without matplotlib, or without records.
+    """
+    if importlib.util.find_spec("matplotlib") is None or not records:
+        return False
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    labels = {"loss": "next token", "validation_loss": "next token, validation"}
+    for name in sorted({name for r in records for name in r if name in labels or name.startswith("draft_loss_")}):
+        label = labels.get(name) or f"draft {name.removeprefix('draft_loss_')}"
+        shown = [r for r in records if name in r]
+        axes.plot([r["tokens"] / 1e6 for r in shown], [r[name] for r in shown], label=label, linewidth=1)
+    axes.set(xlabel="tokens, millions", ylabel="loss, nats per token")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path)
+    return True

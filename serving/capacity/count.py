@@ -16,8 +16,7 @@ from jax.sharding import PartitionSpec
 from mamba_jax.config import HybridConfig, need
 from mamba_jax.modules.quantized import bits_of, weight_of
 from mamba_jax.sharding import TENSOR, Partition
-from mamba_jax.store import StoreShape
-from mamba_jax.tails import Replay
+from mamba_jax.store import Replay, StoreShape
 
 _DRAFTERS = ("mtp.", "drafter.")
 

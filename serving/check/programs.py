@@ -22,9 +22,8 @@ from mamba_jax.batch import DecodeBatch, MixedBatch, PrefillBatch
 from mamba_jax.kernel_check.compiling import Compiler
 from mamba_jax.programs import StepPrograms
 from mamba_jax.rows import init_rows
-from mamba_jax.store import StoreShape, init_store
+from mamba_jax.store import Replay, StoreShape, init_store
 from mamba_jax.store_layout import places
-from mamba_jax.tails import Replay
 from serving.check.report import Report
 from serving.engine.assembly.replay import state_traffic
 

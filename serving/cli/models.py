@@ -94,7 +94,7 @@ def inspect(
             )
         rows["adapted dense layers"] = f"{len(found.layers)} of {len(layers)} ({share:.1%} of their parameters)"
     if kernels:
-        from mamba_jax.kernel_report import kernel_report
+        from mamba_jax.kernel_check.calls import kernel_report
 
         if platform not in ("cpu", "gpu", "tpu"):
             raise typer.BadParameter(f"--platform must be cpu, gpu or tpu, got {platform!r}")

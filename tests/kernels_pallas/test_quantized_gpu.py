@@ -69,9 +69,7 @@ def test_scales_in_fewer_bits_and_no_channel_scale():
     narrow = Quantized(weight.values, None, weight.group_scale.astype(FP8))
     exact = Quantized(weight.values, jnp.ones((2, 64)), narrow.group_scale)
     x, sizes = Draw().normal(9, 128, dtype=BF16), [4, 5]
-    assert_close(
-        interpreted(x, narrow, sizes), grouped_product(x, by_definition(exact), sizes), BF16, tolerance=8e-3
-    )
+    assert_close(interpreted(x, narrow, sizes), grouped_product(x, by_definition(exact), sizes), BF16, tolerance=8e-3)
 
 
 def test_several_blocks_of_tokens_of_one_expert():

@@ -167,7 +167,7 @@ _fault(
 )  # fmt: skip
 _fault(
     "M2", "all rows of a prefill report the ids of prompt_logprob_token_ids of the first", MODELS,
-    "mamba_jax.prompt_logprobs:prompt_logprobs", _ids_of_the_first_row,
+    "mamba_jax.step.prefill:prompt_logprobs", _ids_of_the_first_row,
 )  # fmt: skip
 _fault(
     "M3", "rows of a mixed step have the adapters of other rows", MODELS,

@@ -1,6 +1,6 @@
 """One row and block of a replay on TPU that erases, where every channel of a key decays on its own.
 
-The equations are those of `kernels_pallas.recurrence.replay.by_channel`: decays scale the operands, and the decay
+The equations are those of `kernels_pallas.recurrence.replay.decays.ByChannel`: decays scale the operands, and the decay
 between a token of the tail and a new one is the decay to the end of the tail times the decay from there on. Decays
 between the few new tokens are sums of those in between.
 """

@@ -14,8 +14,7 @@ from jax import Array, lax
 
 from kernels_pallas import tails
 from kernels_pallas.recurrence.entry import Tail
-from kernels_pallas.recurrence.replay.by_channel import ByChannel
-from kernels_pallas.recurrence.replay.by_head import ByHead
+from kernels_pallas.recurrence.replay.decays import ByChannel, ByHead
 from kernels_pallas.row_loop import by_platform, read_heads
 from kernels_pallas.slots import load, read_slots, take, write_slot_if, write_slots
 

@@ -43,10 +43,9 @@ def train(
     from mamba_jax.families import config_from_hf
     from mamba_jax.train.config import FINE_TUNING, read_config
     from mamba_jax.train.corpus import write_sample
-    from mamba_jax.train.loop import LOG, check_run, read_log
+    from mamba_jax.train.loop import LOG, check_run, plot_losses, read_log
     from mamba_jax.train.loop import train as run_training
     from mamba_jax.train.loss import DRAFT_LAYER
-    from mamba_jax.train.plot import plot_losses
     from mamba_jax.train.recipe import keep_recipe
     from mamba_jax.version import install_advice
 

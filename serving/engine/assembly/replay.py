@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from mamba_jax.store import StoreShape
-from mamba_jax.tails import Replay
+from mamba_jax.store import Replay, StoreShape
 from serving.config import ConfigError, EngineConfig
 from serving.core.config import replay_intervals
 

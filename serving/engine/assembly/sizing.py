@@ -11,8 +11,7 @@ from typing import Any
 
 import jax
 
-from mamba_jax.store import StoreShape
-from mamba_jax.tails import Replay
+from mamba_jax.store import Replay, StoreShape
 from serving.config import CacheMode, ConfigError, EngineConfig
 from serving.engine.assembly.gpu_memory import usable_share
 from serving.engine.assembly.replay import spares

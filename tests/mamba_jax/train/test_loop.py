@@ -23,7 +23,7 @@ from mamba_jax.train.loop import (
     train,
 )
 from mamba_jax.train.optimizer import make_optimizer
-from mamba_jax.train.state import CHECKPOINTS, Checkpoints
+from mamba_jax.train.recipe import CHECKPOINTS, Checkpoints
 from tests.support.models.tiny_configs import FOR_ENGINES
 from tests.support.models.tiny_training import CONFIG, LENGTH, batches, settings
 

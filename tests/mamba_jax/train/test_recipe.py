@@ -8,8 +8,7 @@ import yaml
 
 from mamba_jax.config import ModelConfigError
 from mamba_jax.train.config import DataSettings, OptimizerSettings, TrainConfig
-from mamba_jax.train.recipe import RECIPE, keep_recipe
-from mamba_jax.train.state import CHECKPOINTS
+from mamba_jax.train.recipe import CHECKPOINTS, RECIPE, keep_recipe
 from serving.cli.main import run as run_command
 from tests.support.models.tiny_configs import TRAINABLE
 

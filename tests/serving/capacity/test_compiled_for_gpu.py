@@ -19,7 +19,7 @@ from kernels_pallas.grouped_matmul import grouped_matmul
 from mamba_jax.batch import DecodeBatch, MixedBatch, PrefillBatch
 from mamba_jax.model import HybridModel
 from mamba_jax.sharding import Partition
-from mamba_jax.tails import Replay
+from mamba_jax.store import Replay
 from serving.capacity.compiling import slice_mesh
 from serving.capacity.targets import target
 from tests.support.compiled_programs import compilable, compile_step, few_layers, narrow_parameters

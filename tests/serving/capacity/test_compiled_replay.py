@@ -9,8 +9,7 @@ import pytest
 from mamba_jax.batch import DecodeBatch
 from mamba_jax.drafts import NGramDrafts
 from mamba_jax.model import HybridModel, parameters
-from mamba_jax.store import StoreShape, init_store, store_bytes
-from mamba_jax.tails import Replay
+from mamba_jax.store import Replay, StoreShape, init_store, store_bytes
 from serving.capacity.compiling import SlicePrograms
 from serving.capacity.count import Counter, decode_workload
 from serving.capacity.plan import make_plan

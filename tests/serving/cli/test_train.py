@@ -91,7 +91,7 @@ def test_a_loss_that_is_not_finite_is_exit_code_1(trained, capsys, monkeypatch):
 
 def test_a_missing_plot_is_said(trained, capsys, monkeypatch):
     monkeypatch.chdir(trained)
-    monkeypatch.setattr("mamba_jax.train.plot.plot_losses", lambda records, path: False)
+    monkeypatch.setattr("mamba_jax.train.loop.plot_losses", lambda records, path: False)
     assert run(["train", "--config", "run.yaml", "--output", "run", "--corpus", "corpus"]) == 0
     assert f"loss.svg is not drawn: {install_advice('plots')}" in capsys.readouterr().err
 

@@ -10,7 +10,7 @@ from kernels_pallas.causal_conv1d import api as convolution
 from kernels_pallas.gated_recurrence import xla as between
 from mamba_jax.batch import DecodeBatch
 from mamba_jax.layout.decode import ReplayLayout
-from mamba_jax.tails import Replay
+from mamba_jax.store import Replay
 from tests.serving.differential.faults import REPLAY, Patch, after_filling, filling, patch_step, replacing
 from tests.serving.differential.faults import fault as _fault
 

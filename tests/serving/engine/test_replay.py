@@ -10,8 +10,7 @@ import pytest
 from checkpoints.load import load_config
 from kernels_pallas import native
 from kernels_pallas.recurrence.api import REPLAY
-from mamba_jax.store import StoreShape, init_store, store_bytes
-from mamba_jax.tails import Replay
+from mamba_jax.store import Replay, StoreShape, init_store, store_bytes
 from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly.replay import resolve_replay, spares, state_traffic
 from serving.engine.assembly.sizing import size_store

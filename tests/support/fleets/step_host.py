@@ -14,8 +14,7 @@ from flax import nnx
 from mamba_jax.batch import DecodeBatch, MixedBatch, PrefillBatch, SeatBatch, num_tiles
 from mamba_jax.rows import init_rows
 from mamba_jax.sampling import sampling_row
-from mamba_jax.store import init_store
-from mamba_jax.tails import Replay
+from mamba_jax.store import Replay, init_store
 from tests.support.engines.step_programs import shared_programs
 from tests.support.models.random_models import decisive_model
 from tests.support.models.tiny_configs import STEP
