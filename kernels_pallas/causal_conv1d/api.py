@@ -2,8 +2,9 @@
 
     y_t = activation(bias + sum_i weight[i] * x_{t - (width - 1) + i})
 
-The activation is SiLU, or none. Inputs before a row's first token are zeros. A slot keeps the *window*: a row's last
-width-1 raw inputs, oldest first.
+The activation is SiLU, or none. Sums are float32. Inputs before a row's first token are zeros. A slot keeps the
+*window*: a row's last width-1 raw inputs, oldest first. The rules of `kernels_pallas.slots` apply: a row may write the
+slot that it reads, and no slot that another row reads or writes.
 Source: the Mamba2 block (Dao and Gu, 2024).
 """
 
@@ -45,9 +46,6 @@ def causal_conv1d_prefill(
 ) -> tuple[Float[Array, "tokens channels"], Float[Array, "slots width-1 channels"]]:
     """Convolves packed rows, each continuing from the window in its slot, and stores the windows at tile ends.
 
-    The rules of `kernels_pallas.slots` apply: a row may write the slot that it reads, and no slot that another row
-    reads or writes. The sums are float32.
-
     Args:
         x: the rows' tokens one after the other. Those outside of all rows are padding: their y is meaningless, but
             finite inputs give finite outputs, and they change nothing else.
@@ -73,9 +71,6 @@ def causal_conv1d_update(
     implementation: str | None = None,
 ) -> tuple[Float[Array, "rows steps channels"], Float[Array, "slots width-1 channels"]]:
     """Convolves a few steps per row, and writes the window after each.
-
-    The rules of `kernels_pallas.slots` apply: a row may write the slot that it reads, and no slot that another row
-    reads or writes. The sums are float32.
 
     Args:
         store: windows, [slots, width-1, channels]. Donate it: it is updated in place.

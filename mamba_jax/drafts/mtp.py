@@ -79,11 +79,11 @@ def _after_prefill(model: HybridModel, store: Store, facts: StepFacts) -> tuple[
     """Runs the layer over the pairs of all tokens, then over those of the newest ones."""
     layout = facts.layout
     assert not isinstance(layout, DecodeLayout)
-    first = jnp.arange(facts.tokens.shape[0]) == layout.row_start[layout.token_row]
-    before = facts.before[layout.token_row].astype(facts.hidden.dtype)
+    first = jnp.arange(facts.tokens.shape[0]) == layout.packed.row_start[layout.packed.token_row]
+    before = facts.before[layout.packed.token_row].astype(facts.hidden.dtype)
     previous = jnp.where(first[:, None], before, jnp.roll(facts.hidden, 1, axis=0))
     _, store = model.draft(facts.tokens, previous, layout, store)
-    last = facts.hidden[jnp.maximum(layout.row_start + facts.kept - 1, 0)]
+    last = facts.hidden[jnp.maximum(layout.packed.row_start + facts.kept - 1, 0)]
     return model.draft(facts.newest, last, _single(facts, facts.length + facts.kept), store)
 
 

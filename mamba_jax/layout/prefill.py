@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, Int, Shaped
 
 from kernels_pallas.places import Packed, Tiles
 from mamba_jax.layout.base import Inputs, Operation, Parameters
@@ -18,23 +18,8 @@ from mamba_jax.layout.paged import PagedTokens
 class PrefillLayout(PagedTokens):
     """T packed tokens of R rows, and the tiles that they are cut into at absolute multiples of the tile size."""
 
-    token_row: Int[Array, " T"]
-    """Padding tokens have the last row's number, or any."""
-    token_in_tiles: Int[Array, " T"]
-    """Where each token is in the flattened tiles; any place for padding."""
-    row_start: Int[Array, " rows"]
-    """Index of each row's first token."""
-    tile_row: Int[Array, " tiles"]
-    tile_first: Bool[Array, " tiles"]
-    """The tile is its row's first of this step (or padding)."""
-    tile_end: Int[Array, " tiles"]
-    """How many of the row's tokens of this step lie up to the tile's end."""
-    tile_read_slot: Int[Array, " tiles"]
-    tile_write_slot: Int[Array, " tiles"]
-    """0 for padding."""
-    tile_tokens: Int[Array, "tiles tile_size"]
-    """Indices of the tiles' tokens; any for padding."""
-    tile_valid: Bool[Array, "tiles tile_size"]
+    packed: Packed
+    """The places of the tokens, of the tiles and of their states. A tile is its row's first of this step."""
 
     @classmethod
     def of(
@@ -85,72 +70,53 @@ class PrefillLayout(PagedTokens):
         token_lane = jnp.where(
             token_tile == row_tile_start[token_row], token - row_start[token_row], position % tile_size
         )
-        return cls(
-            positions=jnp.where(valid, position, -1),
-            valid=valid,
+        packed = Packed(
             token_row=token_row,
             token_in_tiles=jnp.where(valid, token_tile * tile_size + token_lane, 0),
             row_start=row_start,
             read_slot=read_slot,
-            page_table=page_table,
             tile_row=tile_row,
-            tile_first=tile_first,
             tile_end=end,
-            tile_read_slot=jnp.where(tile_real & tile_first, read_slot[tile_row], 0),
-            tile_write_slot=jnp.where(tile_real, tile_write_slot, 0),
             tile_tokens=jnp.minimum(tile_tokens, num_packed - 1),
             tile_valid=begin[:, None] + lane < end[:, None],
+            tiles=Tiles(
+                first=tile_first,
+                read_slot=jnp.where(tile_real & tile_first, read_slot[tile_row], 0),
+                write_slot=jnp.where(tile_real, tile_write_slot, 0),
+            ),
         )
+        return cls(jnp.where(valid, position, -1), valid, read_slot, page_table, packed)
 
     def with_adapters(self, entry: Int[Array, " rows"]) -> Self:
         """Returns the layout of rows that have these adapters."""
-        return replace(self, adapter=entry[self.token_row])
-
-    @property
-    def tiles(self) -> Tiles:
-        """The places of the tiles' states."""
-        return Tiles(self.tile_first, self.tile_read_slot, self.tile_write_slot)
-
-    @property
-    def packed(self) -> Packed:
-        """The places of the tokens, of the tiles and of their states."""
-        return Packed(
-            token_row=self.token_row,
-            token_in_tiles=self.token_in_tiles,
-            row_start=self.row_start,
-            read_slot=self.read_slot,
-            tile_row=self.tile_row,
-            tile_end=self.tile_end,
-            tile_tokens=self.tile_tokens,
-            tile_valid=self.tile_valid,
-            tiles=self.tiles,
-        )
+        return replace(self, adapter=entry[self.packed.token_row])
 
     def run(self, operation: Operation, inputs: Inputs, parameters: Parameters, state: Any) -> tuple[Array, Any]:
         return operation.tiles(self, inputs, parameters, state)
 
     def row_of_each(self) -> Int[Array, " T"]:
-        return self.token_row
+        return self.packed.token_row
 
     def query_blocks(self) -> tuple[Int[Array, "tiles tile_size"], Int[Array, " tiles"]]:
-        return jnp.where(self.tile_valid, self.positions[self.tile_tokens], -1), self.tile_row
+        packed = self.packed
+        return jnp.where(packed.tile_valid, self.positions[packed.tile_tokens], -1), packed.tile_row
 
     def by_block(self, x: Shaped[Array, "T ..."]) -> Shaped[Array, "tiles tile_size ..."]:
         return self.by_tile(x)
 
     def by_tile(self, x: Shaped[Array, "T ..."]) -> Shaped[Array, "tiles tile_size ..."]:
         """Packed tokens as tiles. Padding is zeros."""
-        valid = self.tile_valid.reshape(*self.tile_valid.shape, *[1] * (x.ndim - 1))
+        valid = self.packed.tile_valid.reshape(*self.packed.tile_valid.shape, *[1] * (x.ndim - 1))
         return jnp.where(valid, self.gather_unmasked(x), 0)
 
     def gather_unmasked(self, x: Shaped[Array, "T ..."]) -> Shaped[Array, "tiles tile_size ..."]:
         """Packed tokens as tiles. Padding is some token of the step, for operations that do not read it."""
-        return _flat(x)[self.tile_tokens].reshape(*self.tile_tokens.shape, *x.shape[1:])
+        return _flat(x)[self.packed.tile_tokens].reshape(*self.packed.tile_tokens.shape, *x.shape[1:])
 
     def by_token(self, tiles: Shaped[Array, "tiles tile_size ..."]) -> Shaped[Array, "T ..."]:
         """Converts tiles back to packed tokens."""
         last = tiles.shape[2:]
-        return _flat(tiles.reshape(-1, *last))[self.token_in_tiles].reshape(-1, *last)
+        return _flat(tiles.reshape(-1, *last))[self.packed.token_in_tiles].reshape(-1, *last)
 
 
 def _flat(x: Shaped[Array, "T ..."]) -> Shaped[Array, "T channels"]:

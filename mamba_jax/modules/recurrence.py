@@ -60,7 +60,7 @@ def recurrence(name: str, *, erase: bool) -> Operation:
     def tiles(layout: PrefillLayout, inputs: Inputs, parameters: Parameters, state: Array) -> tuple[Array, Array]:
         # The scan recognizes padding by its strength of 0; masking the rest would be one more pass over it.
         entry = Entry(*map(layout.gather_unmasked, inputs[:3]), *map(layout.by_tile, inputs[3:]))
-        y, state = recurrence_scan(entry, state, layout.tiles, erase=erase, skip=parameters[0])
+        y, state = recurrence_scan(entry, state, layout.packed.tiles, erase=erase, skip=parameters[0])
         return layout.by_token(y), state
 
     def rows(layout: DecodeLayout, inputs: Inputs, parameters: Parameters, state: Array) -> tuple[Array, Array]:

@@ -48,7 +48,7 @@ def _tiles(layout: PrefillLayout, inputs: Inputs, parameters: Parameters, state:
     *others, dt = inputs
     # The scan recognizes padding by its step size of 0; other values of padding do not matter.
     entry, (a, d) = SelectiveEntry._make([*map(layout.gather_unmasked, others), layout.by_tile(dt)]), parameters
-    y, state = selective_scan(entry, state, layout.tiles, a=a, d=d)
+    y, state = selective_scan(entry, state, layout.packed.tiles, a=a, d=d)
     return layout.by_token(y), state
 
 

@@ -55,20 +55,20 @@ class PrefillRows:
 
     def write(self, store: Store, hidden: Hidden, *, for_drafts: bool) -> tuple[Store, StepHidden]:
         """Completes the slots that the sublayers have written."""
-        layout = self.layout
+        layout, packed = self.layout, self.layout.packed
         wrong = wrong_tags(store, self.row_id, self.length, self.batch.read_slot)
-        wrong |= shared_writes(store, layout.read_slot, layout.tile_write_slot, layout.tile_row)
+        wrong |= shared_writes(store, layout.read_slot, packed.tiles.write_slot, packed.tile_row)
         before = read_slots(store.hidden, layout.read_slot)
         # As in `DecodeRows.write`, what is written must depend on what was read.
-        hidden = jnp.where(layout.valid[:, None], hidden, before[layout.token_row].astype(hidden.dtype))
-        tile_last = jnp.maximum(layout.row_start[layout.tile_row] + layout.tile_end - 1, 0)
-        tag = jnp.where(wrong[layout.tile_row], -1, self.length[layout.tile_row] + layout.tile_end)
-        store = write_hidden(store, hidden[tile_last], layout.tile_write_slot, tag)
+        hidden = jnp.where(layout.valid[:, None], hidden, before[packed.token_row].astype(hidden.dtype))
+        tile_last = jnp.maximum(packed.row_start[packed.tile_row] + packed.tile_end - 1, 0)
+        tag = jnp.where(wrong[packed.tile_row], -1, self.length[packed.tile_row] + packed.tile_end)
+        store = write_hidden(store, hidden[tile_last], packed.tiles.write_slot, tag)
         return store, StepHidden(hidden, before, wrong)
 
     def heads(self, hidden: Hidden) -> Float[Array, "rows 1 hidden"]:
         """Returns the hidden states that tokens are chosen from."""
-        return hidden[jnp.maximum(self.layout.row_start + self.batch.num_tokens - 1, 0)][:, None]
+        return hidden[jnp.maximum(self.layout.packed.row_start + self.batch.num_tokens - 1, 0)][:, None]
 
     def kept(self, emission: Emission) -> Int[Array, " rows"]:
         """Returns how many tokens of each row stay: all."""
@@ -76,10 +76,10 @@ class PrefillRows:
 
     def resume_after(self, kept: Int[Array, " rows"]) -> Resumption:
         """Returns the slot of a row's last tile; rows without tokens have no tile and keep the slot that they read."""
-        layout, slot = self.layout, jnp.asarray(self.batch.read_slot)
-        end_tile = (layout.tile_end == kept[layout.tile_row]) & (layout.tile_end > 0)
-        end_row = jnp.where(end_tile, layout.tile_row, slot.shape[0])
-        slot = slot.at[end_row].set(layout.tile_write_slot, mode="drop")
+        packed, slot = self.layout.packed, jnp.asarray(self.batch.read_slot)
+        end_tile = (packed.tile_end == kept[packed.tile_row]) & (packed.tile_end > 0)
+        end_row = jnp.where(end_tile, packed.tile_row, slot.shape[0])
+        slot = slot.at[end_row].set(packed.tiles.write_slot, mode="drop")
         return slot, self.length + kept if self.has_anchors else None
 
     def num_proposed(self, most: int) -> int:
@@ -109,12 +109,11 @@ def prompt_logprobs(
     The hidden state before a row's first token is in the slot that the row has read, so that a chunk need not know
     the token after its last one. Pieces of tokens go through the head one by one, and only those that are asked for.
     """
-    count = batch.tokens.shape[0]
-    first = jnp.arange(count) == layout.row_start[layout.token_row]
-    previous = jnp.where(first[:, None], before[layout.token_row].astype(hidden.dtype), jnp.roll(hidden, 1, axis=0))
+    count, row = batch.tokens.shape[0], layout.packed.token_row
+    first = jnp.arange(count) == layout.packed.row_start[row]
+    previous = jnp.where(first[:, None], before[row].astype(hidden.dtype), jnp.roll(hidden, 1, axis=0))
     asked = jnp.where(batch.row_id > 0, rows.sampling.prompt_logprobs[batch.row_id], -1)
-    wanted = jnp.where(layout.valid, asked[layout.token_row], -1)
-    seat = batch.row_id[layout.token_row]
+    wanted, seat = jnp.where(layout.valid, asked[row], -1), batch.row_id[row]
 
     def piece(args: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
         previous, tokens, wanted, seat = args

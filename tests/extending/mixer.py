@@ -67,7 +67,7 @@ def _sequences(layout, inputs, parameters):
 
 
 def _tiles(layout, inputs, parameters, state):
-    y, state = average_scan(*map(layout.by_tile, inputs), *parameters, state, layout.tiles)
+    y, state = average_scan(*map(layout.by_tile, inputs), *parameters, state, layout.packed.tiles)
     return layout.by_token(y), state
 
 

@@ -50,29 +50,29 @@ def test_prefill_layout(seed):
         spans = tiles_of(length[row], num_tokens[row])
         assert len(spans) == num_tiles(int(length[row]), int(num_tokens[row]), TILE)
         for i, (begin, end) in enumerate(spans):
-            assert layout.row_start[row] == token - begin
-            assert layout.tile_row[tile] == row
-            assert layout.tile_end[tile] == end
-            assert layout.tile_first[tile] == (i == 0)
-            assert layout.tile_read_slot[tile] == (layout.read_slot[row] if i == 0 else 0)
-            assert layout.tile_write_slot[tile] == tile_write_slot[tile]
-            np.testing.assert_array_equal(layout.tile_valid[tile], np.arange(TILE) < end - begin)
+            assert layout.packed.row_start[row] == token - begin
+            assert layout.packed.tile_row[tile] == row
+            assert layout.packed.tile_end[tile] == end
+            assert layout.packed.tiles.first[tile] == (i == 0)
+            assert layout.packed.tiles.read_slot[tile] == (layout.read_slot[row] if i == 0 else 0)
+            assert layout.packed.tiles.write_slot[tile] == tile_write_slot[tile]
+            np.testing.assert_array_equal(layout.packed.tile_valid[tile], np.arange(TILE) < end - begin)
             for lane in range(end - begin):
-                assert layout.tile_tokens[tile, lane] == token
-                assert layout.token_in_tiles[token] == tile * TILE + lane
-                assert layout.token_row[token] == row
+                assert layout.packed.tile_tokens[tile, lane] == token
+                assert layout.packed.token_in_tiles[token] == tile * TILE + lane
+                assert layout.packed.token_row[token] == row
                 assert layout.positions[token] == length[row] + begin + lane
                 assert layout.valid[token]
                 token += 1
             tile += 1
     assert not layout.valid[token:].any()
     assert (layout.positions[token:] == -1).all()
-    assert layout.tile_first[tile:].all()
-    assert not layout.tile_valid[tile:].any()
-    for unused in (layout.tile_end, layout.tile_read_slot, layout.tile_write_slot):
+    assert layout.packed.tiles.first[tile:].all()
+    assert not layout.packed.tile_valid[tile:].any()
+    for unused in (layout.packed.tile_end, layout.packed.tiles.read_slot, layout.packed.tiles.write_slot):
         assert not unused[tile:].any()
-    assert (layout.tile_tokens >= 0).all()
-    assert (layout.tile_tokens < packed).all()
+    assert (layout.packed.tile_tokens >= 0).all()
+    assert (layout.packed.tile_tokens < packed).all()
 
 
 def test_decode_layout():

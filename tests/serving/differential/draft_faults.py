@@ -188,10 +188,10 @@ def last_pair_of_a_chunk_is_lost(patch: Patch) -> None:
     def shifted(model, store, facts):
         """Each hidden state with the token after it in the chunk, its last one with the newest, as if that were all."""
         layout = facts.layout
-        first = jnp.arange(facts.tokens.shape[0]) == layout.row_start[layout.token_row]
+        first = jnp.arange(facts.tokens.shape[0]) == layout.packed.row_start[layout.packed.token_row]
         keep = dataclasses.replace(layout, positions=jnp.where(first, -1, layout.positions))
         _, store = model.draft(facts.tokens, jnp.roll(facts.hidden, 1, axis=0), keep, store)
-        last = facts.hidden[jnp.maximum(layout.row_start + facts.kept - 1, 0)]
+        last = facts.hidden[jnp.maximum(layout.packed.row_start + facts.kept - 1, 0)]
         return model.draft(facts.newest, last, mtp._single(facts, facts.length + facts.kept), store)
 
     patch.setattr(mtp, "_after_prefill", shifted)

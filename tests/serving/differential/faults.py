@@ -107,12 +107,13 @@ def window_of_the_chunk_alone(sound, x, weight, bias, store, packed, **how):
 @replacing(PrefillLayout, "of")
 def one_grid_for_the_batch(sound, *, tile_size, tile_write_slot, **rest):
     layout = sound(tile_size=tile_size, tile_write_slot=tile_write_slot, **rest)
-    tile = jnp.arange(tile_write_slot.shape[0])
-    first = jnp.where(layout.tile_first & (layout.tile_end > 0), tile, 0)
-    in_row = tile - jnp.zeros_like(layout.row_start).at[layout.tile_row].max(first)[layout.tile_row]
-    at = layout.row_start[layout.tile_row] // tile_size + in_row
-    slots = jnp.where(layout.tile_end > 0, jnp.asarray(tile_write_slot)[at], 0)
-    return dataclasses.replace(layout, tile_write_slot=slots)
+    tile, packed = jnp.arange(tile_write_slot.shape[0]), layout.packed
+    first = jnp.where(packed.tiles.first & (packed.tile_end > 0), tile, 0)
+    in_row = tile - jnp.zeros_like(packed.row_start).at[packed.tile_row].max(first)[packed.tile_row]
+    at = packed.row_start[packed.tile_row] // tile_size + in_row
+    slots = jnp.where(packed.tile_end > 0, jnp.asarray(tile_write_slot)[at], 0)
+    tiles = dataclasses.replace(packed.tiles, write_slot=slots)
+    return dataclasses.replace(layout, packed=dataclasses.replace(packed, tiles=tiles))
 
 
 @fault(3, "prefill")
@@ -124,14 +125,11 @@ def fresh_rows_inherit_a_state(sound, entry, store, tiles, **how):
 
 
 @fault(4, "prefill")
-def padding_is_absorbed(patch: Patch) -> None:
-    sound = PrefillLayout.packed.fget
-
-    def packed(self):
-        return dataclasses.replace(sound(self), tile_valid=jnp.ones_like(self.tile_valid))
-
-    patch.setattr(PrefillLayout, "by_tile", lambda self, x: x[self.tile_tokens])
-    patch.setattr(PrefillLayout, "packed", property(packed))
+@replacing(PrefillLayout, "of")
+def padding_is_absorbed(sound, **rest):
+    layout = sound(**rest)
+    packed = dataclasses.replace(layout.packed, tile_valid=jnp.ones_like(layout.packed.tile_valid))
+    return dataclasses.replace(layout, packed=packed)
 
 
 @fault(5, "prefill")
