@@ -3,7 +3,7 @@
 Rows may have an anchor and the inputs since then (see `mamba_jax.store`), or be a block that is drafted in one pass.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import jax
@@ -98,16 +98,10 @@ class DecodeLayout(PagedTokens):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ReplayLayout(DecodeLayout):
-    """A `DecodeLayout` whose `read_slot` is the anchor's and whose `write_slot` [rows, 1] is the spare slot."""
+    """A `DecodeLayout` of rows that have anchors. Its `write_slot` [rows, 1] is the spare slot."""
 
-    tail_id: Int[Array, " rows"]
-    """0 = padding."""
-    anchor: Int[Array, " rows"]
-    """Tokens that the anchor has absorbed."""
-    length: Int[Array, " rows"]
-    """Tokens that the row has absorbed."""
-    num_tokens: Int[Array, " rows"]
-    interval: int = field(metadata={"static": True})
+    anchored: Anchored
+    """The places of the rows' anchors and tails."""
 
     @classmethod
     def from_anchor(
@@ -118,38 +112,9 @@ class ReplayLayout(DecodeLayout):
         `rows`: length, num_tokens, read_slot and page_table, as `DecodeLayout.of` takes them.
         """
         places = DecodeLayout.of(write_slot=jnp.zeros((len(tail_id), steps), jnp.int32), **rows)
-        return cls(
-            **vars(places) | {"write_slot": write_slot},
-            tail_id=tail_id,
-            anchor=anchor,
-            length=rows["length"],
-            num_tokens=rows["num_tokens"],
-            interval=interval,
-        )
-
-    @property
-    def next_multiple(self) -> Int[Array, " rows"]:
-        """The first multiple of the interval after the row's length."""
-        return (self.length // self.interval + 1) * self.interval
-
-    @property
-    def due_slot(self) -> Int[Array, " rows"]:
-        """The slot for the state at that multiple; 0 if the fed tokens, rejected drafts included, do not reach it."""
-        reached = self.next_multiple <= self.length + self.num_tokens
-        return jnp.where(reached, self.write_slot[:, 0], 0)
-
-    @property
-    def anchored(self) -> Anchored:
-        """The places of the rows' anchors and tails."""
-        return Anchored(
-            anchor_slot=self.read_slot,
-            tail_id=self.tail_id,
-            anchor_length=self.anchor,
-            length=self.length,
-            num_tokens=self.num_tokens,
-            write_slot=self.due_slot,
-            interval=self.interval,
-        )
+        numbers = anchor, rows["length"], rows["num_tokens"], write_slot[:, 0]
+        anchored = Anchored(places.read_slot, tail_id, *numbers, interval)
+        return cls(**vars(places) | {"write_slot": write_slot}, anchored=anchored)
 
     def run(self, operation: Operation, inputs: Inputs, parameters: Parameters, state: Any) -> tuple[Array, Any]:
         assert operation.replay is not None, "an operation that has no form for replay"
@@ -159,16 +124,17 @@ class ReplayLayout(DecodeLayout):
         self, ring: Shaped[Array, "tails entries *shape"], values: Shaped[Array, "rows steps *shape"]
     ) -> Shaped[Array, "tails entries *shape"]:
         """Returns the tails with the step's own tokens."""
-        position = self.length[:, None] + jnp.arange(values.shape[1])
-        return write_ring(ring, values, self.tail_id, position, self.by_block(self.valid))
+        position = self.anchored.length[:, None] + jnp.arange(values.shape[1])
+        return write_ring(ring, values, self.anchored.tail_id, position, self.by_block(self.valid))
 
     def is_tail_right(self, tags: Int[Array, "tails entries"]) -> Bool[Array, " rows"]:
         """For debugging: whether the tail holds exactly the tokens since the anchor, and has room for the step's."""
-        entries = tags.shape[1]
-        position = self.anchor[:, None] + jnp.arange(entries)
-        there = position < self.length[:, None]
-        held = read_ring(tags, self.tail_id, position)
-        fits = (self.anchor <= self.length) & (self.length + self.num_tokens - self.anchor <= entries)
+        places, entries = self.anchored, tags.shape[1]
+        position = places.anchor_length[:, None] + jnp.arange(entries)
+        there = position < places.length[:, None]
+        held = read_ring(tags, places.tail_id, position)
+        longest = places.length + places.num_tokens - places.anchor_length
+        fits = (places.anchor_length <= places.length) & (longest <= entries)
         return fits & (~there | (held == position)).all(axis=1)
 
 

@@ -67,8 +67,9 @@ class ReplayRows(_RunningRows):
 
     def wrong(self, store: Store, row_id: Int[Array, " rows"]) -> Bool[Array, " rows"]:
         """As for `SnapshotRows`; also rows whose tails lack tokens since the anchor."""
-        wrong = wrong_tags(store, row_id, self.layout.anchor, self.read_slot) | wrong_tails(store, self.layout)
-        return wrong | shared_writes(store, self.layout.read_slot, self.layout.due_slot, jnp.arange(row_id.shape[0]))
+        layout, places = self.layout, self.layout.anchored
+        wrong = wrong_tags(store, row_id, places.anchor_length, self.read_slot) | wrong_tails(store, layout)
+        return wrong | shared_writes(store, layout.read_slot, places.due_slot, jnp.arange(row_id.shape[0]))
 
     def hidden_before(self, store: Store, *, all_rows: bool) -> Float[Array, "rows hidden"]:
         """As of `SnapshotRows`; from the tail where the row has absorbed tokens since its anchor."""
@@ -76,20 +77,20 @@ class ReplayRows(_RunningRows):
         if not all_rows:
             return anchored
         assert store.tails is not None
-        last = read_ring(store.tails.hidden, self.layout.tail_id, self.length[:, None] - 1)[:, 0]
-        return jnp.where((self.length > self.layout.anchor)[:, None], last, anchored)
+        last = read_ring(store.tails.hidden, self.layout.anchored.tail_id, self.length[:, None] - 1)[:, 0]
+        return jnp.where((self.length > self.layout.anchored.anchor_length)[:, None], last, anchored)
 
     def write(self, store: Store, hidden: Hidden, wrong: Bool[Array, " rows"], *, for_drafts: bool) -> Store:
         """Writes the hidden state and tag of each state that is due, and the step's tokens' into the tails.
 
         The tails hold hidden states only `for_drafts`.
         """
-        layout, tails = self.layout, store.tails
+        layout, places, tails = self.layout, self.layout.anchored, store.tails
         assert tails is not None
         by_row = hidden.reshape(*layout.shape, -1)
-        nth = jnp.minimum(layout.next_multiple - layout.length - 1, by_row.shape[1] - 1)
+        nth = jnp.minimum(places.boundary - places.length - 1, by_row.shape[1] - 1)
         due = jnp.take_along_axis(by_row, nth[:, None, None], axis=1)[:, 0]
-        store = write_hidden(store, due, layout.due_slot, jnp.where(wrong, -1, layout.next_multiple))
+        store = write_hidden(store, due, places.due_slot, jnp.where(wrong, -1, places.boundary))
         if for_drafts:
             tails = dataclasses.replace(tails, hidden=layout.append(tails.hidden, by_row.astype(tails.hidden.dtype)))
         if tails.tags is not None:
@@ -99,10 +100,10 @@ class ReplayRows(_RunningRows):
 
     def resume_after(self, kept: Int[Array, " rows"]) -> Resumption:
         """Returns slots and anchors of the rows; anchors move where kept tokens reach a multiple of the interval."""
-        layout = self.layout
-        moved = (kept > 0) & (layout.next_multiple <= self.length + kept)
-        slot = jnp.where(moved, layout.write_slot[:, 0], self.read_slot)
-        return slot, jnp.where(moved, layout.next_multiple, layout.anchor)
+        places = self.layout.anchored
+        moved = (kept > 0) & (places.boundary <= self.length + kept)
+        slot = jnp.where(moved, places.write_slot, self.read_slot)
+        return slot, jnp.where(moved, places.boundary, places.anchor_length)
 
 
 def running_rows(

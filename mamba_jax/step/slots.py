@@ -51,9 +51,10 @@ def wrong_tails(store: Store, layout: ReplayLayout) -> Bool[Array, " rows"]:
     """With `debug_state`: rows whose tail does not match the tokens since their anchor, or that have no state to
     continue from."""
     if store.tails is None or store.tails.tags is None:
-        return jnp.zeros(layout.length.shape, bool)
-    lost = (layout.next_multiple <= layout.length + layout.num_tokens) & (layout.write_slot[:, 0] == 0)
-    return (layout.tail_id > 0) & (layout.num_tokens > 0) & (lost | ~layout.is_tail_right(store.tails.tags))
+        return jnp.zeros(layout.read_slot.shape, bool)
+    places = layout.anchored
+    lost = (places.boundary <= places.length + places.num_tokens) & (places.write_slot == 0)
+    return (places.tail_id > 0) & (places.num_tokens > 0) & (lost | ~layout.is_tail_right(store.tails.tags))
 
 
 def wrong_tags(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.causal_conv1d import api as convolution
 from kernels_pallas.gated_recurrence import xla as between
+from kernels_pallas.places import Anchored
 from mamba_jax.batch import DecodeBatch
 from mamba_jax.layout.decode import ReplayLayout
 from mamba_jax.store import Replay
@@ -87,13 +88,13 @@ def anchor_of_the_last_tenant(patch: Patch) -> None:
 @fault(38, "decode")
 def multiple_at_the_row_itself(patch: Patch) -> None:
     rounded = property(lambda self: -(-self.length // self.interval) * self.interval)
-    patch.setattr(ReplayLayout, "next_multiple", rounded)
+    patch.setattr(Anchored, "boundary", rounded)
 
 
 @fault(39, "decode")
 def multiples_of_drafts_are_missed(patch: Patch) -> None:
-    reached = property(lambda self: jnp.where(self.next_multiple <= self.length + 1, self.write_slot[:, 0], 0))
-    patch.setattr(ReplayLayout, "due_slot", reached)
+    reached = property(lambda self: jnp.where(self.boundary <= self.length + 1, self.write_slot, 0))
+    patch.setattr(Anchored, "due_slot", reached)
 
 
 # -- tails --
