@@ -4,11 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Self
+from collections.abc import Mapping
+from typing import ClassVar, Self
+
+
+class Shape:
+    """The sizes of a layer's operation."""
+
+    MOST: ClassVar[Mapping[str, int]] = {}
+
+    def small(self) -> Self:
+        """Returns the same kind of sizes, none above `MOST`, which a test can afford."""
+        return dataclasses.replace(self, **{name: min(getattr(self, name), most) for name, most in self.MOST.items()})
+
+
+class Decoded(Shape):
+    """A recurrence whose tails are rings."""
+
+    @property
+    def entries(self) -> int:
+        """Entries of a tail: the next power of two of the tokens that it can have."""
+        return 1 << (self.interval + self.steps - 2).bit_length()
 
 
 @dataclasses.dataclass(frozen=True)
-class Recurrence:
+class Recurrence(Decoded):
     """A layer of a recurrence with heads: tiles of its scan; rows, steps (1 + drafts) and interval of its decode."""
 
     name: str
@@ -25,11 +45,6 @@ class Recurrence:
     """Every channel of a key has its own decay."""
     erase: bool = False
     """The recurrence erases: the delta rule."""
-
-    @property
-    def entries(self) -> int:
-        """Entries of a tail: the next power of two of the tokens that it can have."""
-        return 1 << (self.interval + self.steps - 2).bit_length()
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -107,9 +122,10 @@ GATED = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Selective:
+class Selective(Decoded):
     """A layer of the first Mamba: tiles of its scan; rows, steps (1 + drafts) and interval of its decode."""
 
+    MOST = {"inner": 40, "rows": 12}
     name: str
     inner: int
     state: int
@@ -120,18 +136,9 @@ class Selective:
     tiles: int = 4
 
     @property
-    def entries(self) -> int:
-        """Entries of a tail: the next power of two of the tokens that it can have."""
-        return 1 << (self.interval + self.steps - 2).bit_length()
-
-    @property
     def state_shape(self) -> tuple[int, ...]:
         """Of one slot."""
         return self.state, self.inner
-
-    def small(self) -> Selective:
-        """Returns the same tile, rows and steps, on sizes that a test can afford."""
-        return dataclasses.replace(self, inner=min(self.inner, 40), rows=min(self.rows, 12))
 
 
 SELECTIVE = (
@@ -144,18 +151,15 @@ SELECTIVE = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Convolution:
+class Convolution(Shape):
     """A convolution, and the tile that its input is divided into."""
 
+    MOST = {"channels": 40, "tile_size": 32}
     name: str
     channels: int
     width: int = 4
     bias: bool = True
     tile_size: int = 128
-
-    def small(self) -> Convolution:
-        """Returns the same window, on sizes that a test can afford."""
-        return dataclasses.replace(self, channels=min(self.channels, 40), tile_size=min(self.tile_size, 32))
 
 
 CONVOLUTIONS = (
@@ -171,7 +175,7 @@ CONVOLUTIONS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Norm:
+class Norm(Shape):
     """A gated norm."""
 
     name: str
@@ -193,17 +197,14 @@ NORMS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
+class Product(Shape):
     """A product of rows [rows, inputs] with a matrix [outputs, inputs]."""
 
+    MOST = {"inputs": 96, "outputs": 120}
     name: str
     rows: int
     inputs: int
     outputs: int
-
-    def small(self) -> Product:
-        """Returns the same rows, on widths that a test can afford."""
-        return dataclasses.replace(self, inputs=min(self.inputs, 96), outputs=min(self.outputs, 120))
 
 
 PRODUCTS = (
@@ -219,24 +220,15 @@ PRODUCTS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupedProduct:
+class GroupedProduct(Shape):
     """A product with one matrix per expert; `tokens` counts each token once for each of its experts."""
 
+    MOST = {"tokens": 300, "experts": 24, "inputs": 48, "outputs": 40}
     name: str
     tokens: int
     experts: int
     inputs: int
     outputs: int
-
-    def small(self) -> GroupedProduct:
-        """Returns the same experts and tokens up to a limit, on sizes that a test can afford."""
-        return dataclasses.replace(
-            self,
-            tokens=min(self.tokens, 300),
-            experts=min(self.experts, 24),
-            inputs=min(self.inputs, 48),
-            outputs=min(self.outputs, 40),
-        )
 
 
 GROUPED_PRODUCTS = (
@@ -252,9 +244,10 @@ GROUPED_PRODUCTS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class ExpertMLP:
+class ExpertMLP(Shape):
     """The MLPs of a layer of experts."""
 
+    MOST = {"tokens": 4, "experts": 24, "chosen": 2, "inputs": 48, "size": 32}
     name: str
     tokens: int
     experts: int
@@ -262,10 +255,6 @@ class ExpertMLP:
     inputs: int
     size: int
     gated: bool = True
-
-    def small(self) -> ExpertMLP:
-        """Returns the same, on sizes that a test can afford."""
-        return dataclasses.replace(self, tokens=min(self.tokens, 4), experts=24, chosen=2, inputs=48, size=32)
 
 
 EXPERT_MLPS = (
@@ -281,7 +270,7 @@ EXPERT_MLPS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Attention:
+class Attention(Shape):
     """An attention layer and its pages."""
 
     name: str
