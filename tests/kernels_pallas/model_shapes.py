@@ -125,7 +125,7 @@ GATED = (
 class Selective(Decoded):
     """A layer of the first Mamba: tiles of its scan; rows, steps (1 + drafts) and interval of its decode."""
 
-    MOST = {"inner": 40, "rows": 12}
+    MOST: ClassVar = {"inner": 40, "rows": 12}
     name: str
     inner: int
     state: int
@@ -154,7 +154,7 @@ SELECTIVE = (
 class Convolution(Shape):
     """A convolution, and the tile that its input is divided into."""
 
-    MOST = {"channels": 40, "tile_size": 32}
+    MOST: ClassVar = {"channels": 40, "tile_size": 32}
     name: str
     channels: int
     width: int = 4
@@ -200,7 +200,7 @@ NORMS = (
 class Product(Shape):
     """A product of rows [rows, inputs] with a matrix [outputs, inputs]."""
 
-    MOST = {"inputs": 96, "outputs": 120}
+    MOST: ClassVar = {"inputs": 96, "outputs": 120}
     name: str
     rows: int
     inputs: int
@@ -223,7 +223,7 @@ PRODUCTS = (
 class GroupedProduct(Shape):
     """A product with one matrix per expert; `tokens` counts each token once for each of its experts."""
 
-    MOST = {"tokens": 300, "experts": 24, "inputs": 48, "outputs": 40}
+    MOST: ClassVar = {"tokens": 300, "experts": 24, "inputs": 48, "outputs": 40}
     name: str
     tokens: int
     experts: int
@@ -247,7 +247,7 @@ GROUPED_PRODUCTS = (
 class ExpertMLP(Shape):
     """The MLPs of a layer of experts."""
 
-    MOST = {"tokens": 4, "experts": 24, "chosen": 2, "inputs": 48, "size": 32}
+    MOST: ClassVar = {"tokens": 4, "experts": 24, "chosen": 2, "inputs": 48, "size": 32}
     name: str
     tokens: int
     experts: int
