@@ -99,7 +99,12 @@ class Quantized:
 
     def alone(self) -> Quantized:
         """Returns the weight as that of the only expert: with a first axis of 1."""
-        return jax.tree.map(lambda v: v[None], self)
+
+        def one(part: Any) -> Any:
+            is_shape = isinstance(part, jax.ShapeDtypeStruct)
+            return jax.ShapeDtypeStruct((1, *part.shape), part.dtype) if is_shape else part[None]
+
+        return jax.tree.map(one, self)
 
     def take(self, index: Array) -> Quantized:
         """Returns the outputs with these indices, of a matrix; those out of range are clipped."""

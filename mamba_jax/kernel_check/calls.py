@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -13,9 +14,11 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from kernels_pallas.dispatch import Implementation, KernelChoice
+from kernels_pallas.quantized import Quantized
 from mamba_jax.batch import DecodeBatch, PrefillBatch
-from mamba_jax.config import HybridConfig
-from mamba_jax.model import HybridModel
+from mamba_jax.config import SHARED, HybridConfig
+from mamba_jax.model import HybridModel, parameters
+from mamba_jax.modules.quantized import quantize_in_place
 from mamba_jax.programs import StepBatch, StepPrograms
 from mamba_jax.rows import init_rows
 from mamba_jax.store import Replay, StoreShape, init_store
@@ -45,6 +48,8 @@ NAMES = {
     "gated_rms_norm": "y gate norm",
 }
 """Names of the arguments by place. An operation that is not here has no kernel, and is not compared."""
+_OTHERS = ("invariant", "narrow_inputs")
+"""Implementations that are no kernels: by definition they round in another way than the plain form."""
 STORES = ("store", "tail", "windows")
 """What an operation updates: results after y, in the order of its arguments."""
 
@@ -83,7 +88,7 @@ class Call:
         if interpreted:
             names = [one.name for one in able if one.name.endswith("_interpreted")]
             return sorted(names)[:1]
-        return [one.name for one in able if one.automatic and one.name != "invariant"]
+        return [one.name for one in able if one.automatic and one.name not in _OTHERS]
 
     @property
     def arrays(self) -> list[jax.ShapeDtypeStruct]:
@@ -185,24 +190,40 @@ class Sizes:
     tile_size: int = 128
     intervals: tuple[int, ...] = (1,)
     """Of decode by replay; 1: a state after each token."""
+    ssm_dtype: DTypeLike = jnp.float32
+    kv_dtype: DTypeLike | None = None
+    """Of keys and values in pages; None: that of activations."""
 
 
-def calls_of(config: HybridConfig, platform: str, sizes: Sizes, *, dtype: DTypeLike = jnp.bfloat16) -> list[Call]:
-    """The calls of a model's decode and prefill steps, each once."""
-    config = _one_layer_of_each_kind(config)
+def calls_of(
+    config: HybridConfig,
+    platform: str,
+    sizes: Sizes,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    weights: Mapping[str, Quantized] = MappingProxyType({}),
+) -> list[Call]:
+    """The calls of a model's decode and prefill steps, each once.
+
+    Args:
+        dtype: of activations, and of weights that are not among `weights`.
+        weights: the quantized ones by dotted path, as shapes.
+    """
+    model = _one_layer_of_each_kind(config, dtype, weights)
     pages = -(-(sizes.context + max(sizes.steps)) // sizes.page_size)
-    replayed = not StoreShape.of(config).unreplayable_state
+    replayed = not StoreShape.of(model.config).unreplayable_state
     found: dict[Any, Call] = {}
 
     def add(phase: str, batch: StepBatch, rows: int, steps: int, interval: int = 1, writes: int = 0) -> None:
         replay = Replay(interval, steps - 1) if interval > 1 else None
         state = described(
-            config, dtype, slots=2 + rows + (writes or rows * steps), rows=rows, pages=1 + rows * pages,
-            page_size=sizes.page_size, replay=replay, drafts=steps - 1,
+            model, rows=rows, drafts=steps - 1, num_slots=2 + rows + (writes or rows * steps),
+            num_pages=1 + rows * pages, page_size=sizes.page_size, replay=replay, ssm_dtype=sizes.ssm_dtype,
+            kv_dtype=sizes.kv_dtype,
         )  # fmt: skip
 
         def trace(choice: KernelChoice) -> None:
-            trace_step(config, choice, batch, *state, dtype=dtype, tile_size=sizes.tile_size)
+            StepPrograms(model, tile_size=sizes.tile_size, kernels=choice).trace(*state, batch)
 
         for call in recorded(trace, phase, platform):
             _add(found, (call.operation, *jax.tree.leaves(call.arguments), rows), call)
@@ -227,38 +248,45 @@ def calls_of(config: HybridConfig, platform: str, sizes: Sizes, *, dtype: DTypeL
 
 
 def described(
-    config: HybridConfig,
-    dtype: DTypeLike,
-    *,
-    slots: int,
-    rows: int,
-    pages: int,
-    page_size: int,
-    replay: Replay | None = None,
-    drafts: int = 0,
+    model: HybridModel, *, rows: int, drafts: int = 0, replay: Replay | None = None, num_pages: int, **store: Any
 ) -> tuple[Any, Any]:
-    """Shapes of a store and of rows."""
-    store = partial(
-        init_store, StoreShape.of(config), num_slots=slots, num_pages=max(2, pages), page_size=page_size, dtype=dtype,
-        replay=replay, num_tails=rows + 1 if replay else 0,
-    )  # fmt: skip
-    seats = partial(init_rows, config, max_num_seqs=rows, num_speculative_tokens=drafts, replay=replay is not None)
-    return jax.eval_shape(store), jax.eval_shape(seats)
+    """Shapes of a store, of the sizes and dtypes that `init_store` takes, and of rows. Nothing is allocated."""
+    sizes = {"num_pages": max(2, num_pages), "replay": replay, "num_tails": rows + 1 if replay else 0}
+    filled = partial(init_store, StoreShape.of(model.config), dtype=model.dtype, **sizes, **store)
+    seats = partial(
+        init_rows, model.config, max_num_seqs=rows, num_speculative_tokens=drafts, replay=replay is not None
+    )
+    return jax.eval_shape(filled), jax.eval_shape(seats)
 
 
-def trace_step(
-    config: HybridConfig, choice: KernelChoice, batch: StepBatch, store: Any, rows: Any, *, dtype: DTypeLike,
-    tile_size: int,
-) -> None:  # fmt: skip
-    """Traces one step, which calls `choice.seen` or fills `choice.chosen`. Nothing is compiled for the whole step."""
+def _one_layer_of_each_kind(
+    config: HybridConfig, dtype: DTypeLike, weights: Mapping[str, Quantized] = MappingProxyType({})
+) -> HybridModel:
+    """The model with one layer of each kind and form of weights, shared blocks in both of their forms, and few tokens.
+
+    Weights are shapes.
+    """
+    of_block: dict[str, dict[str, Quantized]] = {}
+    for path, weight in weights.items():
+        _, _, rest = path.partition(".")
+        of_block.setdefault(f"blocks.{rest.partition('.')[0]}", {})[rest.partition(".")[2]] = weight
+    layers: dict[Any, int] = {}
+    for index, kind in enumerate(config.pattern):
+        own = of_block.get(f"blocks.{index}", {})
+        layers.setdefault((kind, *((path, *jax.tree.leaves(own[path])) for path in sorted(own))), index)
+    pattern, kept = "", {path: weight for path, weight in weights.items() if path.startswith("shared.")}
+    for (kind, *_), index in layers.items():
+        for _ in range(2 if kind == SHARED else 1):
+            own = of_block.get(f"blocks.{index}", {})
+            kept |= {f"blocks.{len(pattern)}.{path}": weight for path, weight in own.items()}
+            pattern += kind
+    config = dataclasses.replace(config, pattern=pattern, mtp_pattern="", vocab_size=min(config.vocab_size, 1024))
     model = HybridModel.abstract(config, dtype=dtype)
-    StepPrograms(model, tile_size=tile_size, kernels=choice).trace(store, rows, batch)
-
-
-def _one_layer_of_each_kind(config: HybridConfig) -> HybridConfig:
-    """The model with one layer of each kind, shared blocks in both of their forms, and few tokens."""
-    pattern = "".join(dict.fromkeys(config.pattern)).replace("Z", "ZZ")
-    return dataclasses.replace(config, pattern=pattern, mtp_pattern="", vocab_size=min(config.vocab_size, 1024))
+    wide = parameters(model)
+    # A layer of a pruned model may have the size of another one's place.
+    fitting = {path: weight for path, weight in kept.items() if path in wide and wide[path].shape == weight.shape}
+    quantize_in_place(model, fitting)
+    return model
 
 
 def kernel_report(config: HybridConfig, platform: str) -> Iterator[tuple[str, str, str, str]]:
@@ -268,9 +296,9 @@ def kernel_report(config: HybridConfig, platform: str) -> Iterator[tuple[str, st
     compiled. A kernel is lowered for the platform by itself, so that one that cannot run is known; whether a device's
     compiler takes it is not.
     """
-    config, rows, tokens, tile = _one_layer_of_each_kind(config), 8, 2048, 128
+    model, rows, tokens, tile = _one_layer_of_each_kind(config, jnp.bfloat16), 8, 2048, 128
     size = 128 if platform == "tpu" else 64
-    state = described(config, jnp.bfloat16, slots=2 * rows + 1, rows=rows, pages=1024, page_size=size)
+    state = described(model, rows=rows, num_slots=2 * rows + 1, num_pages=1024, page_size=size)
     prefill = {"tokens": tokens, "rows": 2, "tiles": tokens // tile + 2, "tile_size": tile}
     batches: dict[str, StepBatch] = {
         "decode": DecodeBatch.empty(rows=rows, num_speculative_tokens=0, pages_per_row=64),
@@ -278,11 +306,11 @@ def kernel_report(config: HybridConfig, platform: str) -> Iterator[tuple[str, st
     }
     for phase, batch in batches.items():
         choice = KernelChoice(platform=platform)
-        trace_step(config, choice, batch, *state, dtype=jnp.bfloat16, tile_size=tile)
+        StepPrograms(model, tile_size=tile, kernels=choice).trace(*state, batch)
         for operation, chosen in sorted(choice.chosen.items()):
             yield from ((phase, operation, name, why) for name, why in chosen.items())
 
 
 def with_kernels(calls: Iterable[Call], platform: str, *, interpreted: bool = False) -> list[tuple[Call, str]]:
-    """Each call with each of the kernels that it may run."""
-    return [(call, name) for call in calls for name in call.kernels(platform, interpreted=interpreted)[:1]]
+    """Each call with each of the kernels that it may run: a later one is used where an earlier one does not compile."""
+    return [(call, name) for call in calls for name in call.kernels(platform, interpreted=interpreted)]

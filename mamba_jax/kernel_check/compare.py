@@ -44,13 +44,13 @@ class Comparison(NamedTuple):
         return "; ".join(text for bad, text in parts if bad)
 
 
-def comparison(call: Call, implementation: str) -> Callable[[], Any]:
-    """Returns a function without arguments, to be compiled: the first three fields of a `Comparison`, and a digest."""
+def comparison(call: Call, implementation: str) -> Callable[[Any], Any]:
+    """Returns a function of a seed, to be compiled: the first three fields of a `Comparison`, and a digest."""
     values = values_of(call, classes=True)
     narrow = any(jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4 for leaf in call.arrays)
 
-    def run() -> Any:
-        arrays = lax.optimization_barrier(values.make())
+    def run(seed: Any) -> Any:
+        arrays = lax.optimization_barrier(values.make(seed))
         arguments = call.filled(arrays)
         found = lax.optimization_barrier(call.run(implementation, arguments))
         plain = call.run(call.plain, arguments)
@@ -72,13 +72,14 @@ def comparison(call: Call, implementation: str) -> Callable[[], Any]:
     return run
 
 
-def compiled_comparison(call: Call, implementation: str, compiler: Compiler) -> Callable[[], Comparison]:
-    """Compiles the function of `comparison`, and returns one that runs it."""
-    program = compiler.compiled(lambda: jax.jit(comparison(call, implementation)).lower())
+def compiled_comparison(call: Call, implementation: str, compiler: Compiler) -> Callable[..., Comparison]:
+    """Compiles the function of `comparison`, and returns one that runs it with some seed."""
+    compared = jax.jit(comparison(call, implementation))
+    program = compiler.compiled(lambda: compared.lower(jax.ShapeDtypeStruct((), jnp.uint32)))
 
-    def run() -> Comparison:
-        y, states, kept, digest = (v.item() for v in program())
-        return Comparison(y, states, kept, digest == program()[-1].item())
+    def run(seed: int = 0) -> Comparison:
+        y, states, kept, digest = (v.item() for v in program(jnp.uint32(seed)))
+        return Comparison(y, states, kept, digest == program(jnp.uint32(seed))[-1].item())
 
     return run
 
@@ -173,7 +174,7 @@ def timing(call: Call, implementation: str, *, calls: int) -> tuple[Callable[[],
     values = values_of(call, classes=False)
 
     def make() -> Any:
-        return call.apart(values.make())
+        return call.apart(values.make(0))
 
     def loop(stores: list[Any], others: list[Any]) -> Any:
         def body(step: Any, carry: Any) -> Any:

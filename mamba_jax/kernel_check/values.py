@@ -18,6 +18,7 @@ import numpy as np
 
 from kernels_pallas import expert_choice
 from kernels_pallas.places import Anchored, Packed, Rows, Tiles
+from kernels_pallas.quantized import bits_of
 from mamba_jax.kernel_check.calls import STORES, Call
 from mamba_jax.layout import PrefillLayout
 
@@ -42,8 +43,8 @@ _RANGES = {
 class Values:
     """The arrays of a call."""
 
-    make: Callable[[], list[jax.Array]]
-    """Returns the call's arrays; to be traced, so that a device makes large ones."""
+    make: Callable[[Any], list[jax.Array]]
+    """Returns the call's arrays, of a seed for their floats; to be traced, so that a device makes large ones."""
     moved: int
     """Bytes that must be read and written at least: all arguments once, of stores the slots and pages in use."""
     real: np.ndarray | None
@@ -56,7 +57,7 @@ def values_of(call: Call, *, classes: bool) -> Values:
     flat = jax.tree_util.tree_leaves_with_path(dict(call.arguments))
     places = {_names(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(found.known)}
 
-    def make() -> list[jax.Array]:
+    def make(seed: Any) -> list[jax.Array]:
         arrays = []
         for number, (path, leaf) in enumerate(flat):
             if not isinstance(leaf, jax.ShapeDtypeStruct):
@@ -65,7 +66,7 @@ def values_of(call: Call, *, classes: bool) -> Values:
             if names[0] in found.known:
                 arrays.append(jnp.asarray(places[names], leaf.dtype))
                 continue
-            made = _floats(names, leaf, number, call)
+            made = _floats(names, leaf, jnp.uint32(number) + jnp.asarray(seed, jnp.uint32) * 64, call)
             arrays.append(found.with_classes(names, made) if classes else made)
         return arrays
 
@@ -77,10 +78,10 @@ def _names(path: Any) -> tuple[str, ...]:
     return tuple(str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", "")))) for key in path)
 
 
-def _floats(names: tuple[str, ...], leaf: jax.ShapeDtypeStruct, seed: int, call: Call) -> jax.Array:
+def _floats(names: tuple[str, ...], leaf: jax.ShapeDtypeStruct, seed: jax.Array, call: Call) -> jax.Array:
     """Numbers without a visible order: a hash of their places, which is quicker to compile than a generator."""
     count = math.prod(leaf.shape)
-    bits = jnp.arange(count, dtype=jnp.uint32) * jnp.uint32(2654435761) + jnp.uint32(seed * 40503 + 12345)
+    bits = jnp.arange(count, dtype=jnp.uint32) * jnp.uint32(2654435761) + (seed * 40503 + 12345)
     bits = (bits ^ (bits >> 15)) * jnp.uint32(2246822519)
     bits = (bits ^ (bits >> 13)) * jnp.uint32(3266489917)
     share = ((bits ^ (bits >> 16)) >> 8).astype(jnp.float32) / 2**24
@@ -169,7 +170,7 @@ class _Indexes:
         for path, leaf in jax.tree_util.tree_leaves_with_path(dict(self.call.arguments)):
             if not isinstance(leaf, jax.ShapeDtypeStruct):
                 continue
-            names, nbytes = _names(path), math.prod(leaf.shape) * leaf.dtype.itemsize
+            names, nbytes = _names(path), math.prod(leaf.shape) * bits_of(leaf.dtype) / 8
             for key in (names[-1], names[0]):
                 if key in self._touched:
                     nbytes = nbytes / leaf.shape[0] * self._touched[key]

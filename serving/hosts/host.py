@@ -5,8 +5,10 @@ The leader sends each batch before it dispatches it, and followers repeat it: al
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
+import os
 from importlib.metadata import version
 from typing import Any, NoReturn
 
@@ -18,6 +20,7 @@ from mamba_jax.program_cache import look_of
 from mamba_jax.programs import Batch
 from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly.build import AssembledEngine, build_engine
+from serving.engine.assembly.kernel_check import refused_kernels
 from serving.engine.compiled_programs import warm_up
 from serving.engine.steps.loop import StepLoop
 from serving.hosts.host_group import HostGroup
@@ -44,6 +47,10 @@ def gather(
         ConfigError: the hosts did not connect, or the environment does not say which hosts there are.
         CheckpointError: the model's configuration cannot be read.
     """
+    if settings.in_environment(os.environ).host_id == 0:
+        # While no process has a device. The verdict is kept, and holds for all hosts once they have met.
+        with contextlib.suppress(ConfigError):
+            refused_kernels(config)
     group = meet(settings, facts_of(config))
     if group is None:
         return None, config

@@ -39,7 +39,7 @@ def small(shape):
 
 def loss_of(call):
     """Returns a function of the call's float arrays, and these."""
-    run, leaves = program(call), jax.jit(values_of(call, classes=False).make)()
+    run, leaves = program(call), jax.jit(values_of(call, classes=False).make)(0)
     floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
 
     def loss(values):

@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from checkpoints.load import load_config
+from checkpoints.load import Checkpoint, load_config
 from kernels_pallas.dispatch import Implementation
 from mamba_jax.kernel_check.calls import NAMES, Sizes, calls_of, with_kernels
 from mamba_jax.kernel_check.compare import compiled_comparison, compiled_timings
 from mamba_jax.kernel_check.compiling import Compiler
+from mamba_jax.modules.quantized import quantized_weights
+from tests.support.selection import slow
 
 SIZES = Sizes(rows=(4,), steps=(1,), tokens=(128,), context=64, page_size=16, tile_size=32, intervals=(1, 16))
 
@@ -101,6 +103,56 @@ def test_loops_are_timed(calls):
         assert found.moved > 0
 
 
+# Published models on sizes that kernels take and an interpreter can run.
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 64, "vocab_size": 64}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+SMALL = {
+    "qwen3-next-80b-a3b": HEADS | EXPERTS | DELTA | {"shared_expert_intermediate_size": 32},
+    "falcon-mamba-7b": {"hidden_size": 32, "intermediate_size": 64, "state_size": 16, "vocab_size": 64},
+    "bamba-9b": HEADS | {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "intermediate_size": 64},
+}
+
+
+def interpreted(model, dtype, quantization, **types):
+    """A small model's calls, each with an interpreted kernel."""
+    checkpoint = Checkpoint(model, dtype=dtype, quantization=quantization, hf_overrides=SMALL[model])
+    weights, sizes = quantized_weights(checkpoint.shapes()), dataclasses.replace(SIZES, **types)
+    calls = calls_of(checkpoint.config, "gpu", sizes, dtype=dtype, weights=weights)
+    return with_kernels(calls, "cpu", interpreted=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("model", "dtype", "quantization", "types"),
+    [
+        ("falcon-mamba-7b", "float32", None, {"ssm_dtype": jnp.bfloat16}),
+        slow("bamba-9b", "bfloat16", "int4", {}),
+        slow("qwen3-next-80b-a3b", "bfloat16", "int8", {"kv_dtype": jnp.float8_e4m3fn}),
+    ],
+)
+def test_sound_kernels_raise_no_alarm(model, dtype, quantization, types):
+    """Interpreted ones, with the floats of a few seeds."""
+    for call, kernel in interpreted(model, dtype, quantization, **types):
+        compare = compiled_comparison(call, kernel, Compiler())
+        wrong = {seed: why for seed in range(5) if (why := compare(seed).wrong)}
+        assert not wrong, (call.label, kernel, wrong)
+
+
+@pytest.mark.parametrize(("quantization", "narrow"), [("int8", "int8"), ("nvfp4", "float4_e2m1fn")])
+def test_weights_and_states_have_the_dtypes_of_the_engine(quantization, narrow):
+    checkpoint = Checkpoint("nemotron-3-nano-30b-a3b", dtype="bfloat16", quantization=quantization)
+    sizes = dataclasses.replace(SIZES, ssm_dtype=jnp.bfloat16, kv_dtype=jnp.float8_e4m3fn)
+    weights = quantized_weights(checkpoint.shapes())
+    found = {call.operation: call for call in calls_of(checkpoint.config, "gpu", sizes, weights=weights)}
+    assert {found[name].arguments["weight"].values.dtype.name for name in QUANTIZED} == {narrow}
+    assert found["recurrence_update"].arguments["store"].dtype == jnp.bfloat16
+    assert found["paged_attention"].arguments["kv"].dtype == jnp.float8_e4m3fn
+
+
+QUANTIZED = ("quantized_linear", "quantized_grouped_matmul")
+
+
 @pytest.mark.full
 @pytest.mark.smoke("model")
 @pytest.mark.parametrize(
@@ -117,5 +169,5 @@ def test_every_kernel_of_a_model_can_be_compared(model, platform):
     for call, _ in cases:
         assert call.operation in NAMES
         for classes in (False, True):
-            made = jax.eval_shape(values_of(call, classes=classes).make)
+            made = jax.eval_shape(values_of(call, classes=classes).make, 0)
             assert [(v.shape, v.dtype) for v in made] == [(v.shape, v.dtype) for v in call.arrays]

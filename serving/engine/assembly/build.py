@@ -33,6 +33,7 @@ from serving.engine.assembly.devices import (
     describe,
     device_meshes,
     least_of_all_processes,
+    of_first_process,
     on_mesh,
     own_devices,
     scheduler_clock,
@@ -169,11 +170,25 @@ def assemble(
 
 
 def _refused(config: EngineConfig, led: bool) -> Mapping[tuple[str, str], str]:
-    """Returns the kernels that the check refuses. Without a check if several processes run the same programs."""
+    """Returns the kernels that the check refuses. Where several processes run the same programs, the verdict of the
+    first one holds for all: it has checked before JAX joined their devices (`serving.hosts.host.gather`), or it tries.
+
+    Raises:
+        ConfigError: a kernel that `kernels` names did not pass.
+    """
     if not led and not (jax.distributed.is_initialized() and jax.process_count() > 1):
         return refused_kernels(config)
-    log.info("kernels are not checked: verdicts of several processes could differ")
-    return {}
+    found, wrong = {}, ""
+    if jax.process_index() == 0:
+        again = config.model_copy(update={"kernel_check": "auto"}) if config.kernel_check == "always" else config
+        try:
+            found = refused_kernels(again)
+        except ConfigError as error:  # all processes must hear of it
+            wrong = str(error)
+    told, wrong = of_first_process([[[*names, why] for names, why in found.items()], wrong])
+    if wrong:
+        raise ConfigError(wrong)
+    return {(operation, kernel): why for operation, kernel, why in told}
 
 
 def _in_step(config: EngineConfig, led: bool) -> EngineConfig:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
@@ -59,6 +61,14 @@ def least_of_all_processes(count: int) -> int:
         return count
     gathered: Any = multihost_utils.process_allgather(count)
     return int(gathered.min())
+
+
+def of_first_process(value: Any) -> Any:
+    """Returns what process 0 gives, anything that JSON has, on every process."""
+    text = json.dumps(value).encode() if jax.process_index() == 0 else b""
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
+    line = np.frombuffer(text.ljust(size), np.uint8)[:size]
+    return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(line)).astype(np.uint8).tobytes())
 
 
 def scheduler_clock(*, led: bool) -> Callable[[], float]:

@@ -41,8 +41,8 @@ UNJUDGED = re.compile(
 """Errors that say nothing of a kernel. The memory of a core, of fixed size, is its own business."""
 _ROOMS = ("kernels_pallas", "mamba_jax")
 _FLAGS = (
-    "model", "revision", "hf_overrides", "dtype", "ssm_dtype", "tile_size", "page_size", "num_speculative_tokens",
-    "max_num_seqs",
+    "model", "revision", "hf_overrides", "dtype", "quantization", "ssm_dtype", "kv_cache_dtype", "tile_size",
+    "num_speculative_tokens", "replay_interval", "max_num_seqs",
 )  # fmt: skip
 Verdicts = Mapping[str, str]
 """Why a kernel is not used, by "operation implementation"; empty for one that passed."""
@@ -62,11 +62,13 @@ def refused_kernels(config: EngineConfig, *, command: Sequence[str] = CHILD) -> 
         return {}
     if config.kernel_check == "auto" and platform == "cpu" and "interpreted" not in config.kernels:
         return {}
-    path = cache_home() / "mamba-jax" / "kernels" / f"{_key(config, platform)}.json"
+    request = {name: getattr(config, name) for name in _FLAGS} | {"platform": platform}
+    request |= {"page_size": config.page_size_on(platform), "excluded": config.excluded_from_quantization}
+    path = cache_home() / "mamba-jax" / "kernels" / f"{_key(request)}.json"
     verdicts = None if config.kernel_check == "always" else _kept(path)
     if verdicts is None:
         log.info("checking kernels, once on this machine (kernel_check %s)", config.kernel_check)
-        verdicts = run_child(command, {"platform": platform, **{name: getattr(config, name) for name in _FLAGS}})
+        verdicts = run_child(command, request)
         if verdicts is None:
             log.warning("kernels could not be checked, and are used; run `mamba-jax check`, or use kernels=xla")
             return {}
@@ -79,7 +81,7 @@ def refused_kernels(config: EngineConfig, *, command: Sequence[str] = CHILD) -> 
     for (operation, kernel), why in refused.items():
         if kernel == config.kernels or f"{operation}={kernel}" in config.kernels.replace(" ", "").split(","):
             raise ConfigError(f"kernels names {kernel} for {operation}, which failed the check: {why}")
-        log.warning("%s runs in plain JAX: %s failed the check: %s", operation, kernel, why)
+        log.warning("%s does not use %s, which failed the check: %s", operation, kernel, why)
     return refused
 
 
@@ -162,7 +164,11 @@ def _lines(stream: IO[str]) -> queue.Queue[str | None]:
 
 def _environment() -> dict[str, str]:
     # A child must not take most of a GPU's memory: it is small, and this process may have some of it already.
-    return {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    found = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    if "," in found.get("TPU_WORKER_HOSTNAMES", ""):  # one chip: a slice of several hosts would wait for the others
+        one = "1,1,1"
+        found |= {"TPU_PROCESS_BOUNDS": one, "TPU_CHIPS_PER_PROCESS_BOUNDS": one, "TPU_VISIBLE_CHIPS": "0"}
+    return found
 
 
 def platform_at_hand() -> str:
@@ -177,9 +183,9 @@ def platform_at_hand() -> str:
     return "cpu"
 
 
-def _key(config: EngineConfig, platform: str) -> str:
+def _key(request: Mapping[str, object]) -> str:
     """A digest of everything that a verdict depends on."""
-    found = hashlib.sha256(json.dumps([platform, {name: getattr(config, name) for name in _FLAGS}]).encode())
+    found = hashlib.sha256(json.dumps(request).encode())
     for part in (*_device(), *_versions()):
         found.update(part.encode())
     for room in _ROOMS:

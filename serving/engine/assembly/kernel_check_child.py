@@ -14,10 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from checkpoints.load import load_config
+from checkpoints.load import Checkpoint
 from mamba_jax.kernel_check.calls import Sizes, calls_of, with_kernels
 from mamba_jax.kernel_check.compare import compiled_comparison, compiled_timings
 from mamba_jax.kernel_check.compiling import Compiler
+from mamba_jax.modules.quantized import quantized_weights
 from serving.engine.assembly.kernel_check import UNJUDGED
 
 MARGIN = 1.05
@@ -32,15 +33,22 @@ def main() -> None:
     platform, skip = request["platform"], request["skip"]
     if (found := jax.default_backend()) != platform:  # another process may have the accelerator
         sys.exit(f"kernels are not checked: JAX runs on {found} instead of {platform}")
-    dtype = jnp.bfloat16 if request["dtype"] == "auto" else jnp.dtype(request["dtype"])
-    drafts = request["num_speculative_tokens"]
+    drafts, interpreted = request["num_speculative_tokens"], platform == "cpu"
     sizes = Sizes(
         rows=(8,), steps=tuple({1, 1 + drafts}), tokens=(4 * request["tile_size"],), tile_size=request["tile_size"],
-        page_size=request["page_size"] or 32, intervals=(1, 16),
+        page_size=request["page_size"], intervals=tuple({1, request["replay_interval"] or 16}),
+        ssm_dtype=request["ssm_dtype"],
+        kv_dtype=jnp.float8_e4m3fn if request["kv_cache_dtype"] == "fp8" else None,
     )  # fmt: skip
-    interpreted = platform == "cpu"
-    config = load_config(request["model"], hf_overrides=request["hf_overrides"])
-    calls = calls_of(config, "gpu" if interpreted else platform, sizes, dtype=dtype)
+    checkpoint = Checkpoint(
+        request["model"], dtype=request["dtype"], quantization=request["quantization"],
+        quantization_exclude=request["excluded"], hf_overrides=request["hf_overrides"],
+    )  # fmt: skip
+    weights = checkpoint.shapes()
+    calls = calls_of(
+        checkpoint.config, "gpu" if interpreted else platform, sizes, dtype=weights["embed.weight"].dtype,
+        weights=quantized_weights(weights),
+    )  # fmt: skip
     compiler = Compiler(1 if request["alone"] else None)
     cases: dict[str, list[tuple[Future[Any], Future[Any] | None]]] = {}
     for call, kernel in with_kernels(calls, platform, interpreted=interpreted):

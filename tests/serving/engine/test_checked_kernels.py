@@ -1,6 +1,8 @@
 """Kernels that are wrong, hang or crash in the child process are not used, and a verdict is kept."""
 
 import json
+import os
+import subprocess
 import sys
 import time
 
@@ -149,11 +151,27 @@ def test_a_lack_of_memory_is_no_verdict(machine, tmp_path):
     assert list(tmp_path.rglob("*.json"))
 
 
-@pytest.mark.parametrize("led", [False, True])
-def test_processes_that_run_the_same_programs_check_no_kernels(machine, monkeypatch, led):
+@pytest.mark.parametrize("kernels", ["auto", "gated_update=pallas_gpu"])
+def test_the_verdict_of_the_first_process_holds_for_all(machine, monkeypatch, kernels):
+    """Also if it is an error, and also if each process schedules for itself."""
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert build._refused(EngineConfig.create(), led) == {}
+    machine.append(WRONG)
+    told = []
+
+    def broadcast(value):
+        told.extend([json.loads(json.dumps(value))] * (jax.process_index() == 0))
+        return told[0]
+
+    monkeypatch.setattr(build, "of_first_process", broadcast)
+    for process, led in ((0, True), (1, True), (1, False)):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        if kernels == "auto":
+            assert build._refused(EngineConfig.create(), led) == REFUSED
+            continue
+        with pytest.raises(ConfigError, match="two runs differ"):
+            build._refused(EngineConfig.create(kernels=kernels), led)
+    assert not machine
 
 
 @pytest.mark.parametrize("flags", [{"kernel_check": "off"}, {"kernels": "xla"}])
@@ -172,3 +190,42 @@ def test_a_refused_kernel_is_not_chosen():
     choice = kernel_choice(EngineConfig.create(), REFUSED)
     assert choice.refused == REFUSED
     assert "gated_update" in choice.description
+
+
+PARENT = """
+import fcntl, functools, os, sys
+import jax.extend.backend
+from serving import EngineConfig
+from serving.engine.assembly import build
+from serving.engine.assembly.kernel_check import refused_kernels
+
+lock, child = sys.argv[1:]
+
+def take_the_chip():
+    with open(lock) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os._exit(7)
+
+jax.extend.backend.register_backend_factory("chip", take_the_chip, priority=900)
+build.refused_kernels = functools.partial(refused_kernels, command=[sys.executable, "-c", child, lock])
+build.build_engine(EngineConfig.create(model="demo", kernel_check="always"))
+"""
+HOLDS_THE_CHIP = """
+import fcntl, sys, time
+file = open(sys.argv[1], "r+")
+fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+file.write("checked")
+file.flush()
+print("ready", "end", sep="\\n", flush=True)
+time.sleep(60)
+"""
+
+
+def test_jax_is_started_only_after_the_child_has_ended(tmp_path):
+    """A chip is for one process: here a lock, which the child has until it is ended, even if it says no more."""
+    lock = tmp_path / "chip"
+    lock.touch()
+    environment = os.environ | {"JAX_PLATFORMS": "chip", "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", PARENT, str(lock), HOLDS_THE_CHIP]
+    assert subprocess.run(command, env=environment, check=False, timeout=120).returncode == 7
+    assert lock.read_text() == "checked"
