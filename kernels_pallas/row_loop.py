@@ -2,7 +2,9 @@
 
 A recurrence consists of two functions: `step(state, *inputs)` returns one row's next state in the store's dtype, and
 `read(state, *queries)` returns the output. `inputs` and `queries` are arrays [rows, steps, ...]; the functions receive
-the part of one row and step. Outputs are float32 and [rows, steps, ...]; the store is [slots, ...].
+the part of one row and step. Outputs are float32 and [rows, steps, ...]; the store is [slots, ...]. `before(state,
+row)`, if given, returns the state before the first step of the row with this index, from the stored one; its dtype is
+then that of the row's states.
 """
 
 import math
@@ -24,11 +26,13 @@ F32 = jnp.float32
 _ROWS_AT_ONCE = 4
 
 
-def all_rows(step, read, inputs, queries, store, rows):
+def all_rows(step, read, inputs, queries, store, rows, *, before=None):
     """Gathers all rows' states, runs the rows in parallel, and scatters the states."""
     if not rows.write_slot.size:
         return _no_outputs(read, queries, store, rows), store
     state, y = read_slots(store, rows.read_slot), []
+    if before is not None:
+        state = jax.vmap(before)(state, jnp.arange(len(rows.read_slot)))
     for t in range(rows.write_slot.shape[1]):
         state = jax.vmap(step)(state, *(v[:, t] for v in inputs))
         y.append(jax.vmap(read)(state, *(v[:, t] for v in queries)))
@@ -36,7 +40,7 @@ def all_rows(step, read, inputs, queries, store, rows):
     return jnp.stack(y, axis=1), store
 
 
-def row_blocks(step, read, inputs, queries, store, rows):
+def row_blocks(step, read, inputs, queries, store, rows, *, before=None):
     """Loops over a few rows at a time, from slots to slots, so that their states stay in the processor's cache.
 
     With a product (`dot`) in the loop, XLA would copy the whole store into another layout.
@@ -59,11 +63,16 @@ def row_blocks(step, read, inputs, queries, store, rows):
         slots, own = here(rows.read_slot), [here(v) for v in inputs]
         there = (slots > 0).reshape(-1, *[1] * (store.ndim - 1))
 
+        def first(states):
+            if before is not None:
+                states = _each(before)(states, i * few + jnp.arange(few))
+            return next_states(states, own, 0)
+
         def start(store):
-            return next_states(jnp.where(there, take(store, slots), jnp.zeros((), store.dtype)), own, 0)
+            return first(jnp.where(there, take(store, slots), jnp.zeros((), store.dtype)))
 
         def start_from_zeros(store):
-            return next_states(jnp.zeros((few, *store.shape[1:]), store.dtype), own, 0)
+            return first(jnp.zeros((few, *store.shape[1:]), store.dtype))
 
         # A conditional, because XLA:CPU would repeat a select in every use, and copy the store for uses after a write
         # (observed with small states; see `read_slots`).
