@@ -18,6 +18,9 @@ LEAST_TOKENS = 32
 """Minimum position of a mark: fewer tokens are computed as quickly as a state is read."""
 SYSTEM_SECONDS = 300.0
 """How long the state at the end of tools and system text is kept after its last use."""
+TURN_SECONDS = 600.0
+"""The same of the state after a user's message. If the template drops the thoughts that follow, later turns continue
+from it, although the conversation has gone on from there."""
 _PROBE = "\ue000"
 """Content of a user's message that no conversation begins with."""
 
@@ -53,7 +56,8 @@ def chat_positions(
     if options.get("add_generation_prompt", True) and not options.get("continue_final_message"):
         with contextlib.suppress(ChatTemplateError):
             history = render(messages, **{**options, "add_generation_prompt": False})
-            found.setdefault(shared_length(text, history), None)
+            of_user = bool(messages) and messages[-1].get("role") == "user"
+            found.setdefault(shared_length(text, history), TURN_SECONDS if of_user else None)
     return found
 
 

@@ -22,6 +22,7 @@ from tests.serving.api.test_agent_requests import (
     STRICT,
     TOKENIZER,
     USER,
+    called,
     opened,
 )
 
@@ -50,9 +51,11 @@ def marked(kind, **body):
 @pytest.mark.parametrize(
     ("kind", "body", "marks"),
     [
-        (CHAT, {"messages": [user(text(MORE))]}, [(f"[user]{MORE}", None)]),
+        (CHAT, {"messages": [user(text(MORE))]}, [(f"[user]{MORE}", 600.0)]),
+        (CHAT, {"messages": [USER, called("f", "{}"), {"role": "tool", "content": MORE}]},
+         [(f"[user]hi[assistant]<f {{}}>[tool]{MORE}", None)]),
         (CHAT, {"messages": [{"role": "system", "content": LONG}, user(text(MORE))]},
-         [(f"[system]{LONG}[user]", 300.0), (MORE, None)]),
+         [(f"[system]{LONG}[user]", 300.0), (MORE, 600.0)]),
         (CHAT, {"messages": [user(text(LONG, **OF_OPENAI), text(MORE))]},
          [(f"[user]{LONG}", 1800.0), (f"\n{MORE}", None)]),
         (CHAT, {"messages": [user(text(LONG, **OF_OPENAI), text(MORE))], "prompt_cache_options": {"ttl": "12h"}},
@@ -83,7 +86,7 @@ def test_where_marks_stand(kind, body, marks):
 
 @pytest.mark.parametrize("field", [{"a": 1}, {}, 5, {"cache_control": 5}])
 def test_a_clients_field_with_the_name_of_the_marks_of_tools(field):
-    assert [ttl for _, ttl in marked(CHAT, messages=[user(text(MORE))], tools_cache_control=field)] == [None]
+    assert [ttl for _, ttl in marked(CHAT, messages=[user(text(MORE))], tools_cache_control=field)] == [600.0]
 
 
 @pytest.mark.parametrize("name", ["text", "marks", "tokenizer", "render", "each"])

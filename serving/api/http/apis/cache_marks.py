@@ -16,7 +16,7 @@ from checkpoints.text.chat import ChatTemplateError, part_text
 from serving.api.http.errors import ApiError
 from serving.api.http.protocol.chat import ChatRequest
 from serving.core.cache.retention import LONGEST_TTL
-from serving.engine.requests.conversations import chat_positions, place_of, shared_length
+from serving.engine.requests.conversations import TURN_SECONDS, chat_positions, place_of, shared_length
 
 TOOLS = "tools_cache_control"
 """Field of a converted request: the mark at the end of its tools."""
@@ -86,7 +86,8 @@ def places_of(
     the end of tools and system text, and the end of the history. `render`: as for `chat_positions`."""
     found = chat_positions(render, messages, text, **options)
     longest = max((seconds for *_, seconds in marks), default=0.0)
-    found = {place: ttl and max(ttl, longest) for place, ttl in found.items()}
+    if marks:  # the client's own marks keep its turns
+        found = {place: None if ttl in (None, TURN_SECONDS) else max(ttl, longest) for place, ttl in found.items()}
     own = [mark for mark in marks if mark[0] >= 0]
     parts = [messages[i]["content"][j] for i, j, _ in own]
     begins, together = [place_of(part, text) for part in parts], list[str]()
