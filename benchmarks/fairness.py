@@ -101,7 +101,7 @@ def victim(url: str, seconds: float) -> tuple[float, float, float]:
     begin = time.monotonic()
     while (left := end - time.monotonic()) > 0:
         asked = time.monotonic()
-        times = client.stream(left, prompt=client.prompt(6), max_tokens=300)
+        times = client.stream(left, prompt=client.prompt(6), max_tokens=300, return_token_ids=True)
         firsts += [times[0] - asked] if times else []
         gaps += [later - earlier for earlier, later in itertools.pairwise(times)]
     rate = len(gaps) / (time.monotonic() - begin)

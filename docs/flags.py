@@ -14,14 +14,20 @@ from mamba_jax.families import UNSUPPORTED
 from serving.api.http.settings import ServerSettings
 from serving.compatibility import RULES
 from serving.config import EngineConfig
+from serving.split.settings import SplitSettings
 from serving.vllm.flags import FLAGS, Flag
 
 DOCS = Path(__file__).resolve().parent
-OWN = {f"--{name.replace('_', '-')}" for settings in (EngineConfig, ServerSettings) for name in settings.model_fields}
+OWN = {
+    f"--{name.replace('_', '-')}"
+    for settings in (EngineConfig, ServerSettings, SplitSettings)
+    for name in settings.model_fields
+}
 ALSO_VLLMS = (
     "--enable-lora", "--max-loras", "--max-lora-rank",
     "--allow-credentials", "--chat-template", "--config", "--default-chat-template-kwargs", "--download-dir",
-    "--enable-chunked-prefill", "--enable-prefix-caching", "--hf-overrides", "--host", "--mamba-cache-mode",
+    "--enable-chunked-prefill", "--enable-prefix-caching", "--hf-overrides", "--host", "--kv-events-config",
+    "--mamba-cache-mode",
     "--max-logprobs", "--max-num-batched-tokens", "--max-num-seqs", "--model", "--otlp-traces-endpoint",
     "--override-generation-config", "--port", "--revision", "--root-path", "--seed", "--sse-keep-alive-interval",
     "--ssl-certfile", "--ssl-keyfile", "--tokenizer",

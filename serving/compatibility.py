@@ -122,7 +122,8 @@ TIERS = Condition(
 )
 HOSTS = Condition("several hosts", lambda of: "several hosts" if of.several_hosts else "")
 ROLE = Condition("`--role`", lambda of: f"--role {of.role}" if of.role else "")
-FOLLOWED = Condition("`--split-secret`", lambda of: "--split-secret (routers that follow it)" if of.followed else "")
+_ROUTERS = "--split-secret or --kv-events-config (routers that follow it)"
+FOLLOWED = Condition("`--split-secret` or `--kv-events-config`", lambda of: _ROUTERS if of.followed else "")
 PADDED = Condition("padded heads", lambda of: f"padded heads ({of.padding})" if of.padding else "")
 WITHOUT_EXPERTS = _model("routed experts", lambda model: not model.experts_per_token)
 WITHOUT_ATTENTION = _model("attention, whose pages hold the experts", lambda model: not model.num_attention_uses)

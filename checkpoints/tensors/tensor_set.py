@@ -90,11 +90,10 @@ class TensorSet:
         Raises:
             CheckpointError: a file cannot be read.
         """
-        buffer = bytearray(1 << 24)
         for path in {file.path for file, _ in self._stored.values()}:
             try:
                 with open_regular(path) as content:
-                    while content.readinto(buffer):
+                    while content.read(1 << 24):
                         pass
             except OSError as error:
                 raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error

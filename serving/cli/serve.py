@@ -106,7 +106,7 @@ def _serve_together(
     from serving.compatibility import Deployment, check
     from serving.hosts.host import gather, run_follower
 
-    check(Deployment(config, several_hosts=True, role=role.role, followed=bool(role.seal.secret)))
+    check(Deployment(config, several_hosts=True, role=role.role, followed=role.followed))
     listening = bind(settings.host, settings.port) if hosts.host_id in (0, None) else None
     group, config = gather(hosts, config, all_devices=all_devices)
     if group is not None and not group.leads:

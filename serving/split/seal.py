@@ -68,7 +68,7 @@ class SealChecker:
 
     def _is_new(self, nonce: str) -> bool:
         now = self._seal.clock()
-        # a message may be dated _FRESH seconds in the future, and stays valid for _FRESH seconds after that.
+        # A message may be dated _FRESH seconds in the future, and stays valid for _FRESH seconds after that.
         while self._seen and (len(self._seen) >= _MOST_SEEN or next(iter(self._seen.values())) < now - 2 * _FRESH):
             del self._seen[next(iter(self._seen))]
         if nonce in self._seen:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any, Literal
 
 from pydantic import Field
 
 from serving.api.http.settings import ConnectionBounds, RequestBounds
-from serving.settings import Settings
+from serving.settings import ConfigError, Settings
 from serving.split.seal import SECRET_VARIABLE, Seal
 from serving.split.wire import FailurePolicy, Handoff
 
@@ -30,6 +31,19 @@ class FleetSettings(Settings):
     def seal(self) -> Seal:
         """Signs and checks messages with the fleet's secret."""
         return Seal(self.split_secret or os.environ.get(SECRET_VARIABLE, ""))
+
+
+class KvEventsSettings(Settings):
+    """The value of `--kv-events-config`, with vLLM's names."""
+
+    enable_kv_cache_events: bool = False
+    publisher: str = Field("zmq", pattern="^(zmq|null)$")
+    endpoint: str = "tcp://127.0.0.1:5557"
+    replay_endpoint: str | None = None
+    topic: str = ""
+    hwm: int = Field(100_000, ge=1)
+    buffer_steps: int = 10_000  # not used: a replay is a snapshot
+    max_queue_size: int = 100_000  # not used: the queue's bound is fixed
 
 
 class SplitSettings(FleetSettings):
@@ -72,6 +86,32 @@ class SplitSettings(FleetSettings):
         description="decode: let other workers fetch this worker's states. Needs --max-transfer-bytes a second time.",
     )
     convert_state: bool = Field(False, description="decode: accept recurrent states of another dtype and convert them.")
+    kv_events_config: str | None = Field(
+        None,
+        description="JSON object with vLLM's names: publish KV events over ZeroMQ for other routers. Token ids are "
+        "sent in clear. Needs the extra events.",
+    )
+
+    @property
+    def kv_events(self) -> KvEventsSettings | None:
+        """Settings of KV events; None if none are published.
+
+        Raises:
+            ConfigError: `kv_events_config` is not a JSON object, or has unknown names or invalid values.
+        """
+        try:
+            given = json.loads(self.kv_events_config or "{}")
+        except ValueError:
+            given = None
+        if not isinstance(given, dict):
+            raise ConfigError(f"kv_events_config must be a JSON object, got {str(self.kv_events_config)[:80]}")
+        chosen = KvEventsSettings.create(**given)
+        return chosen if chosen.enable_kv_cache_events and chosen.publisher == "zmq" else None
+
+    @property
+    def followed(self) -> bool:
+        """Whether routers follow the engine's states."""
+        return bool(self.seal.secret) or self.kv_events is not None
 
     @property
     def engine_flags(self) -> dict[str, Any]:

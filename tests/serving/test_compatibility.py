@@ -27,9 +27,13 @@ CASES = [
     (DRAFTER, {"role": "decode"}, "speculative_model does not support --role decode"),
     ({"data_parallel_size": 2}, HOSTS, "data_parallel_size 2 does not support several hosts"),
     ({"data_parallel_size": 2}, {"role": "prefill"}, "data_parallel_size 2 does not support --role prefill"),
-    ({"data_parallel_size": 2}, {"followed": True}, "data_parallel_size 2 does not support --split-secret"),
+    (
+        {"data_parallel_size": 2},
+        {"followed": True},
+        "data_parallel_size 2 does not support --split-secret or --kv-events-config",
+    ),
     ({}, HOSTS | {"role": "decode"}, "--role decode does not support several hosts"),
-    ({}, HOSTS | {"followed": True}, "--split-secret (routers that follow it) does not support several hosts"),
+    ({}, HOSTS | {"followed": True}, "(routers that follow it) does not support several hosts"),
     ({"host_cache_gib": 1}, HOSTS, "host_cache_gib does not support several hosts"),
     ({"enable_return_routed_experts": True}, CPU, "which has no routed experts; leave the flag out"),
     (

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
-from fastapi import APIRouter
+from fastapi import APIRouter, FastAPI
 
 from serving.api.http.settings import ServerSettings
 from serving.compatibility import Deployment, check
@@ -19,8 +21,9 @@ from serving.engine.assembly.build import AssembledEngine
 from serving.split.decode_side import DecodeSide
 from serving.split.http.events import events_router
 from serving.split.http.routes import worker_router
+from serving.split.kv_events import KvJournal, KvPublisher
 from serving.split.prefill_side import PrefillSide
-from serving.split.seal import SECRET_VARIABLE, Seal
+from serving.split.seal import SECRET_VARIABLE
 from serving.split.settings import SplitSettings
 from serving.split.transports import JaxTransport, TcpTransport, Transport, TransportError
 from serving.split.worker import Worker
@@ -68,7 +71,7 @@ def role_of(
     Raises:
         ConfigError: the engine does not support the role.
     """
-    check(Deployment(config, role=settings.role, followed=bool(settings.seal.secret)))
+    check(Deployment(config, role=settings.role, followed=settings.followed))
     port = listening.getsockname()[1]
     return lambda built: open_role(settings, built, server.host, port, keys=server.api_key)
 
@@ -82,7 +85,7 @@ def open_role(
         ConfigError: a transport is not available.
     """
     if settings.role is None:
-        return OpenRole(_events(built, built.weights_digest, settings.seal) if settings.seal.secret else [])
+        return OpenRole(_events(built, built.weights_digest, settings) if settings.followed else [])
     if not settings.seal.secret and not _is_loopback(host):
         raise ConfigError(
             f"a {settings.role} worker that listens on {host} needs a secret: set --split-secret or {SECRET_VARIABLE} "
@@ -92,7 +95,7 @@ def open_role(
     if reached in ("0.0.0.0", "::", ""):
         reached = socket.gethostbyname(socket.gethostname())
     worker, seal = Worker(built, _transports(settings.transport, reached)), settings.seal
-    events = _events(built, worker.manifest.model, seal)
+    events = _events(built, worker.manifest.model, settings)
     offers: PrefillSide | None = None
     if settings.role == "prefill" or settings.share:
         offers = PrefillSide(
@@ -131,14 +134,32 @@ def _transports(kinds: Sequence[str], host: str) -> dict[str, Transport]:
     return opened
 
 
-def _events(built: AssembledEngine, model: str, seal: Seal) -> list[APIRouter]:
-    """Returns the endpoints that routers follow; an empty list without a prefix cache."""
-    scheduler = built.engine.loop.scheduler
+def _events(built: AssembledEngine, model: str, settings: SplitSettings) -> list[APIRouter]:
+    """Returns the endpoints that routers follow, and starts KV events; nothing without a prefix cache."""
+    scheduler, block, kv_events = built.engine.loop.scheduler, built.config.state_block_size, settings.kv_events
     if scheduler.index is None:
         return []
-    journal = Journal(built.config.state_block_size)
+    journal = Journal(block) if kv_events is None else KvJournal(block, partial(_adapter_of, built))
+    routers = []
+    if settings.role is not None or settings.seal.secret:
+        routers.append(events_router(journal, model=model, seal=settings.seal))
+    if kv_events is not None and isinstance(journal, KvJournal):
+        publisher = KvPublisher(journal, kv_events)
+
+        @contextlib.asynccontextmanager
+        async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+            yield
+            publisher.close()
+
+        routers.append(APIRouter(lifespan=lifespan))
     scheduler.tell(journal)
-    return [events_router(journal, model=model, seal=seal)]
+    return routers
+
+
+def _adapter_of(built: AssembledEngine, digest: str) -> str | None:
+    """Returns the name of a loaded adapter."""
+    names = [] if built.engine.adapters is None else list(built.engine.adapters.names.items())
+    return next((name for name, (_, known) in names if known == digest), None)
 
 
 def _is_loopback(host: str) -> bool:

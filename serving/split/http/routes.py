@@ -262,7 +262,7 @@ async def _prefill(context: Context, side: PrefillSide, body: PrefillRequest, he
         return side.ticket(None, prompt, body.handoff)
     engine, id, name = context.engine, secrets.token_hex(16), f"prefill-{uuid.uuid4().hex}"
     last: RequestOutput | None = None
-    # a lease is renewed while its prompt waits or is computed.
+    # A lease is renewed while its prompt waits or is computed.
     beating = asyncio.create_task(_repeat(engine, side.lease / 4, lambda: side.renew([id])))
     try:
         async with asyncio.timeout(body.seconds):
@@ -284,9 +284,9 @@ async def _prefill(context: Context, side: PrefillSide, body: PrefillRequest, he
         raise
     finally:
         beating.cancel()
-    name = None if lora is None else lora.lora_name
+    adapter = None if lora is None else lora.lora_name
     counts: dict[str, Any] = {"cached_tokens": last.num_cached_tokens, "written_tokens": last.cache_write_tokens}
-    return side.ticket(export, prompt, body.handoff, adapter_name=name, **counts)
+    return side.ticket(export, prompt, body.handoff, adapter_name=adapter, **counts)
 
 
 def _add_expect(router: APIRouter, peers: _Peers) -> None:

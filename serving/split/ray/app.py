@@ -105,7 +105,7 @@ def replicas(role: str, number: object, flags: dict[str, Any]) -> dict[str, Any]
             "target_ongoing_requests": max(1.0, target),
             "metrics_interval_s": 2.0,
             "look_back_period_s": 20.0,
-            # a worker takes a minute to start and loses its prefixes when it ends, so react slowly.
+            # A worker takes a minute to start and loses its prefixes when it ends, so react slowly.
             "upscale_delay_s": 20.0,
             "downscale_delay_s": 600.0,
             "policy": {"policy_function": f"{__name__}:{wanted.__name__}"},

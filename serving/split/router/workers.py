@@ -200,7 +200,7 @@ class Fleet:
             if (local := local_failure(error)) is not None:
                 log.warning("could not check %s worker %s: %s", worker.role, worker.url, local)
                 return
-            # a busy machine answers late, and a server may close an idle connection just before it is used again. Only
+            # A busy machine answers late, and a server may close an idle connection just before it is used again. Only
             # a refused connection proves that the worker is down.
             refused = isinstance(error, httpx.ConnectError)
             worker.missed = _MISSES if refused or worker.lost >= _LOST else worker.missed + 1

@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[3]
         ),
         (
             ["--coordinator", "a", "--num-hosts", "2", "--host-id", "1", "--split-secret", "0123456789abcdef"],
-            "--split-secret (routers that follow it) does not support several hosts",
+            "(routers that follow it) does not support several hosts",
         ),
     ],
 )

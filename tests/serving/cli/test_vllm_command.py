@@ -49,7 +49,7 @@ ROOT = Path(__file__).resolve().parents[3]
         ("--no-disable-hybrid-kv-cache-manager --enable-sleep-mode --mm-encoder-tp-mode data m", "m"),
         ("--prefix-match-unit 16 --enable-mamba-shared-prefix-checkpoint -dcp 8 m", "m"),
         ("--decode-context-parallel-size 8 --dcp-comm-backend a2a m", "m"),
-        ("--kv-events-config {} --weight-transfer-config={} m", "m"),
+        ("--additional-config {} --weight-transfer-config={} m", "m"),
         ("--tool-call-parser granite4 --reasoning-parser ling3", "--tool-call-parser hermes --reasoning-parser think"),
         ("--tool-call-parser Kimi_K2 --reasoning-parser olmo3", "--tool-call-parser kimi_k2 --reasoning-parser think"),
         ("--kv-offloading-size 8 --scheduling-policy priority", "--host-cache-gib 8"),
