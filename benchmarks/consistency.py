@@ -30,7 +30,7 @@ from checkpoints.tokenizer import require_tokenizer
 from mamba_jax.model import HybridModel
 from mamba_jax.train.corpus import SAMPLE_TEXT, read_documents
 from mamba_jax.train.score import SCORE_OPTIONS, score, sequence_logprobs
-from serving.cli.evaluation.measures import text_prompts
+from serving.cli.measures import text_prompts
 from serving.engine.llm import LLM
 from serving.engine.requests.sampling_params import SamplingParams
 

@@ -9,10 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from checkpoints.config_json import GenerationConfig as GenerationConfig
     from checkpoints.conversion import convert as convert
     from checkpoints.errors import CheckpointError as CheckpointError
     from checkpoints.export import save_hugging_face as save_hugging_face
-    from checkpoints.generation import GenerationConfig as GenerationConfig
     from checkpoints.load import generation_config as generation_config
     from checkpoints.load import load_config as load_config
     from checkpoints.load import load_model as load_model
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from checkpoints.tokenizer import require_tokenizer as require_tokenizer
 
 _NAMES = {
+    "config_json": ("GenerationConfig",),
     "conversion": ("convert",),
     "errors": ("CheckpointError",),
     "export": ("save_hugging_face",),
-    "generation": ("GenerationConfig",),
     "load": ("generation_config", "load_config", "load_model"),
     "orbax": ("restore_orbax", "save_orbax"),
     "resolve": ("Reference", "ReferenceKind"),

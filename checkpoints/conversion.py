@@ -84,10 +84,6 @@ def _rewrite(
     """Writes a directory whose weights are those that loading the source with these options would make.
 
     Names stay as they are. Tensors that the model keeps in float32 stay so in any `dtype`.
-
-    Raises:
-        CheckpointError: the source has no wide weights, the target is in use, or the format cannot store one of the
-            rounded weights.
     """
     if reference.kind not in (ReferenceKind.HUGGING_FACE, ReferenceKind.DEMO):
         raise CheckpointError(f"{reference.name}: quantized weights are written from a Hugging Face directory only")

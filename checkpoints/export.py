@@ -108,11 +108,7 @@ def save_hugging_face(directory: str | Path, model: HybridModel, like: str | Pat
 
 
 def _write(
-    directory: Path,
-    config: HybridConfig,
-    values: Mapping[str, Any],
-    fields: Mapping[str, Any],
-    files_from: Path | None,
+    directory: Path, config: HybridConfig, values: Mapping[str, Any], fields: Mapping[str, Any], files_from: Path | None
 ) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     files = TensorFiles(directory)

@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from checkpoints.config_json import overridden, read_text_fields
+from checkpoints.config_json import GenerationConfig, overridden, read_generation_config, read_text_fields
 from checkpoints.errors import CheckpointError
-from checkpoints.generation import GenerationConfig, read_generation_config
 from checkpoints.orbax import read_description, restore_orbax, stored_parameters
 from checkpoints.placing import Shardings, abstract_parameters, nbytes
 from checkpoints.presets import PRESETS
@@ -31,14 +30,7 @@ from checkpoints.tensors.file_digest import FileHasher
 from checkpoints.tensors.hugging_face import parameter_shapes, read_parameters
 from checkpoints.tensors.tensor_set import TensorSet
 from mamba_jax.config import HybridConfig, ModelConfigError
-from mamba_jax.families import (
-    TEXT_PREFIXES,
-    as_stored,
-    config_from_hf,
-    ignored,
-    other_towers,
-    weight_names,
-)
+from mamba_jax.families import TEXT_PREFIXES, as_stored, config_from_hf, ignored, other_towers, weight_names
 from mamba_jax.families.base import HFSource
 from mamba_jax.model import HybridModel
 from mamba_jax.modules.quantized import can_be_quantized
@@ -46,8 +38,6 @@ from mamba_jax.modules.quantized import can_be_quantized
 log = logging.getLogger(__name__)
 
 DTYPES = ("float32", "bfloat16", "float16")
-
-
 Overrides = Mapping[str, Any] | str | None
 """`hf_overrides`: fields that replace those of config.json, as an object or JSON text; see `parse_overrides`."""
 

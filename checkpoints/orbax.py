@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import stat
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,10 +201,8 @@ def _prepare(directory: Path, overwrite: bool) -> None:
 
 def _dtype_name(arrays: Mapping[str, jax.Array]) -> str:
     """Returns the dtype of most bytes that are not quantized."""
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     for path, array in arrays.items():
-        if weight_of(path):
-            continue
-        name = np.dtype(array.dtype).name
-        sizes[name] = sizes.get(name, 0) + array.nbytes
-    return max(sizes, key=lambda name: sizes[name])
+        if not weight_of(path):
+            sizes[np.dtype(array.dtype).name] += array.nbytes
+    return sizes.most_common(1)[0][0]

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -31,13 +31,8 @@ Shardings = Sharding | Callable[[str], Sharding | None] | None
 Index = tuple[slice, ...]
 
 
-class Reader(Protocol):
-    """Reads the values of one parameter."""
-
-    def __call__(self, index: Index) -> np.ndarray:
-        """Returns the piece `parameter[index]`, in any dtype; may be a view of a file."""
-
-
+Reader = Callable[[Index], np.ndarray]
+"""Returns the piece `parameter[index]` of one parameter, in any dtype; may be a view of a file."""
 Advance = Callable[[int], None]
 """Advances the progress bar by a number of bytes."""
 

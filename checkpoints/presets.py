@@ -39,16 +39,11 @@ PRESETS: Mapping[str, Preset] = {row["name"]: Preset(row["config"], row["paramet
 """Published sizes: each configuration gives the published number of parameters."""
 
 
-def preset_names() -> tuple[str, ...]:
-    """Returns the published sizes that are known by name."""
-    return tuple(PRESETS)
-
-
 @cache
 def preset(name: str) -> HybridConfig:
     """Returns the configuration of a published size.
 
     Raises:
-        KeyError: not one of `preset_names`.
+        KeyError: not one of `PRESETS`.
     """
     return config_from_hf(PRESETS[name].fields)

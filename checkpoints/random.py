@@ -26,7 +26,7 @@ from safetensors.numpy import save_file
 
 from checkpoints.placing import Index, Shardings, abstract_parameters, nbytes, place, progress_bar, sharding_of
 from checkpoints.quantized.rounding import Selection, rounded
-from checkpoints.tensors.tensor_set import INDEX_FILE, SINGLE_FILE
+from checkpoints.tensors.tensor_set import SINGLE_FILE
 from mamba_jax.config import HybridConfig
 from mamba_jax.families import config_from_hf, weight_names
 
@@ -178,14 +178,11 @@ class RandomTensors:
     Args:
         hf_config: what `config.json` would hold.
         seed: equal seeds give equal tensors.
-        near_ties: if given, output rows 2i and 2i+1 differ by this relative amount only, so that every choice of a next
-            token is a near-tie.
     """
 
-    def __init__(self, hf_config: Mapping[str, Any], seed: int = 0, near_ties: float | None = None) -> None:
+    def __init__(self, hf_config: Mapping[str, Any], seed: int = 0) -> None:
         self._config = config_from_hf(hf_config)
         self._seed = seed
-        self._near_ties = near_ties
         self._shapes = tensor_shapes(self._config)
 
     @property
@@ -201,11 +198,7 @@ class RandomTensors:
         """Returns a tensor's values, float32."""
         shape, tied = self._shapes[name], self._config.tie_word_embeddings
         rng = np.random.default_rng([self._seed, zlib.crc32(name.encode())])
-        values = initial_values(name, shape, rng.standard_normal, rng.random, tied).astype(np.float32)
-        if self._near_ties is not None and ("lm_head" in name or (tied and "embed" in name)):
-            pairs = shape[0] // 2
-            values[1 : 2 * pairs : 2] = values[0 : 2 * pairs : 2] * np.float32(1 + self._near_ties)
-        return values
+        return initial_values(name, shape, rng.standard_normal, rng.random, tied).astype(np.float32)
 
     def release(self, name: str) -> None:
         """Does nothing: there is nothing to release."""
@@ -227,9 +220,6 @@ def write_random(
     *,
     seed: int = 0,
     dtype: str = "float32",
-    shards: int = 1,
-    near_ties: float | None = None,
-    rename: Callable[[str], str] = str,
     tokenizer: str | None = None,
 ) -> Path:
     """Writes a random Hugging Face directory: `config.json`, safetensors and, if given, a tokenizer.
@@ -239,9 +229,6 @@ def write_random(
         hf_config: the contents of `config.json`; `dtype` is added.
         seed: equal seeds give equal weights.
         dtype: `float32`, `bfloat16` or `float16`.
-        shards: number of safetensors files; more than one come with an index.
-        near_ties: see `RandomTensors`.
-        rename: applied to every tensor's name, for other spellings.
         tokenizer: the text of a `tokenizer.json`.
     Returns:
         The directory.
@@ -251,16 +238,7 @@ def write_random(
     (directory / "config.json").write_text(json.dumps({**hf_config, "dtype": dtype}, indent=1))
     if tokenizer is not None:
         (directory / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
-    tensors = RandomTensors(hf_config, seed, near_ties)
-    names = sorted(tensors.names)
-    weight_map: dict[str, str] = {}
-    for shard in range(shards):
-        file = SINGLE_FILE if shards == 1 else f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
-        content = {rename(name): tensors.view(name).astype(np.dtype(dtype)) for name in names[shard::shards]}
-        save_file(content, directory / file, {"format": "pt"})
-        weight_map |= dict.fromkeys(content, file)
-    if shards > 1:
-        size = sum(int(np.prod(tensors.shape(n))) for n in names) * np.dtype(dtype).itemsize
-        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        (directory / INDEX_FILE).write_text(json.dumps(index, indent=1))
+    tensors = RandomTensors(hf_config, seed)
+    content = {name: tensors.view(name).astype(np.dtype(dtype)) for name in sorted(tensors.names)}
+    save_file(content, directory / SINGLE_FILE, {"format": "pt"})
     return directory

@@ -14,10 +14,14 @@ from checkpoints.errors import CheckpointError
 from checkpoints.json_file import open_regular, read_json_if_present
 from checkpoints.resolve import resolve
 from checkpoints.text.chat import ChatTemplates, Message
-from checkpoints.text.sentencepiece_file import SENTENCEPIECE_FILE, read_sentencepiece
-from checkpoints.text.stream import StreamDecoder
-from checkpoints.text.tiktoken_file import TIKTOKEN_FILE, byte_letters, read_tiktoken
-from checkpoints.text.turns import continued, following_text
+from checkpoints.text.stream import StreamDecoder, continued, following_text
+from checkpoints.text.tokenizer_files import (
+    SENTENCEPIECE_FILE,
+    TIKTOKEN_FILE,
+    byte_letters,
+    read_sentencepiece,
+    read_tiktoken,
+)
 
 TOKENIZER_FILES = (
     "tokenizer.json",

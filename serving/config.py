@@ -11,7 +11,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, model_validator
 
-from checkpoints.overrides import parse_overrides
+from checkpoints.json_file import parse_overrides
 from serving.core import CacheMode, ConfigError
 from serving.core.config import check_replay_interval
 from serving.settings import Settings

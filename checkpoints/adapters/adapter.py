@@ -171,14 +171,10 @@ class _Pair:
 
     @property
     def rank(self) -> int:
-        """The rank of A."""
         return self.a[0]
 
     def check(self, outputs: int, inputs: int) -> None:
-        """
-        Raises:
-            CheckpointError: the shapes are not those of a layer with so many outputs and inputs.
-        """
+        """Raises `CheckpointError` if the shapes are not those of a layer with so many outputs and inputs."""
         if self.a[1] != inputs or self.b != (outputs, self.rank):
             raise CheckpointError(
                 f"{self.file}: {self.module} has lora_A {list(self.a)} and lora_B {list(self.b)}: "
@@ -210,11 +206,7 @@ def _stacked(target: Target, pieces: Mapping[_Place, tuple[np.ndarray, np.ndarra
 
 
 class _Scales:
-    """Ranks and scales by module, from adapter_config.json.
-
-    Raises (from the constructor):
-        CheckpointError: the config requests something unsupported, or a field has a wrong value.
-    """
+    """Ranks and scales by module, from adapter_config.json; refuses what is not supported."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         self._file = folder / CONFIG_FILE
@@ -241,11 +233,7 @@ class _Scales:
         self._stable = bool(config.get("use_rslora"))
 
     def of(self, module: str, rank: int) -> float:
-        """Returns the scale of a module's B A.
-
-        Raises:
-            CheckpointError: `rank`, the tensor's rank, differs from the config's.
-        """
+        """Returns the scale of a module's B A. `rank` is the tensor's, and must be the config's."""
         wanted = _matching(self._ranks, module, self._rank)
         if rank != wanted:
             raise CheckpointError(f"{self._file}: {module} has rank {rank}, but the config says {wanted:g}")
@@ -284,11 +272,7 @@ def _matching(values: _Patterns, module: str, default: float) -> float:
 
 
 def _pairs(file: SafetensorsFile) -> dict[str, dict[str, str]]:
-    """Returns the names of A and B of each adapted module, by the module's name in the base model.
-
-    Raises:
-        CheckpointError: a tensor is not an A or B with two axes, or A or B is missing.
-    """
+    """Returns the names of A and B of each adapted module, by the module's name in the base model."""
     found: dict[str, dict[str, str]] = {}
     for name, entry in file.entries.items():
         match = _TENSOR.fullmatch(name.removeprefix(MODULE_PREFIX))
@@ -328,11 +312,7 @@ class _Targets:
                     self._names.setdefault(name, []).append((path, each))
 
     def find(self, pair: _Pair) -> list[tuple[str, np.ndarray]]:
-        """The model's layers that a module consists of, and the rows of B that belong to each. None for an expert's.
-
-        Raises:
-            CheckpointError: the model has no such dense layer, or a shape is wrong.
-        """
+        """The model's layers that a module consists of, and the rows of B that belong to each. None for an expert's."""
         if self.find_expert(pair) is not None:
             return []
         sources = self._of(pair.module)
@@ -367,11 +347,7 @@ class _Targets:
         return found
 
     def find_expert(self, pair: _Pair) -> _Place | None:
-        """The projection of a routed expert that a module is; None if it is none.
-
-        Raises:
-            CheckpointError: a shape is wrong.
-        """
+        """The projection of a routed expert that a module is; None if it is none."""
         for path, source in self._of(pair.module):
             target = self.targets.get(path)
             if target is None or not target.lead or len(source.names) != target.lead[0] * target.ranks:

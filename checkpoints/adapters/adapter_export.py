@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -48,7 +49,7 @@ def target_layers(config: HybridConfig, targets: tuple[str, ...] = (ALL_LINEAR,)
 
 def write_adapter(
     path: str | Path,
-    modules: Mapping[str, tuple[np.ndarray, Mapping[str, np.ndarray]]],
+    modules: Mapping[str, tuple[Any, Mapping[str, Any]]],
     config: HybridConfig,
     *,
     alpha: float,
@@ -92,10 +93,7 @@ def write_adapter(
 
 
 def _sources(config: HybridConfig) -> dict[str, HFSource]:
-    """By the dotted path of a dense layer, where its weight is under the name of transformers' module.
-
-    PEFT skips a tensor of an adapter whose module the model does not have, with no more than a warning.
-    """
+    """By the dotted path of a dense layer, where its weight is under the name of transformers' module."""
     first = "backbone." if config.family in _BACKBONE else "model."
     found = {}
     for path, source in weight_names(config).items():

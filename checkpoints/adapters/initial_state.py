@@ -140,7 +140,7 @@ def write_initial_state(path: str | Path, layers: Mapping[int, LayerState], conf
     return file
 
 
-def parts_of(config: HybridConfig, index: int, arrays: Mapping[str, np.ndarray]) -> LayerState:
+def parts_of(config: HybridConfig, index: int, arrays: Mapping[str, Any]) -> LayerState:
     """Returns `state` and `window` of one block from arrays by their names in the store.
 
     Args:

@@ -17,17 +17,7 @@ import numpy as np
 
 from checkpoints.quantized.description import Quantization
 from checkpoints.quantized.packing import unpack_fp4
-from checkpoints.quantized.stored import (
-    BF16,
-    F32,
-    FP4,
-    FP8,
-    INPUT_SCALE,
-    InvalidTensor,
-    Module,
-    Part,
-    StoredWeight,
-)
+from checkpoints.quantized.stored import BF16, F32, FP4, FP8, INPUT_SCALE, InvalidTensor, Module, Part, StoredWeight
 
 NVFP4_GROUP, MX_GROUP = 16, 32
 EXPONENTS = "U8", "F8_E8M0"

@@ -20,17 +20,7 @@ import numpy as np
 
 from checkpoints.quantized.description import AWQ, Quantization
 from checkpoints.quantized.packing import unpack, unpack_awq
-from checkpoints.quantized.stored import (
-    BF16,
-    F32,
-    INPUT_SCALE,
-    INT4,
-    INT8,
-    InvalidTensor,
-    Module,
-    Part,
-    StoredWeight,
-)
+from checkpoints.quantized.stored import BF16, F32, INPUT_SCALE, INT4, INT8, InvalidTensor, Module, Part, StoredWeight
 
 
 def int8(module: Module, how: Quantization) -> StoredWeight:
@@ -164,10 +154,7 @@ def int4(module: Module, how: Quantization) -> StoredWeight:
         outputs = np.stack([packed & 0xF, packed >> 4], -2).reshape(shape)
         return _less(outputs ^ np.uint8(8), 8).astype(INT4)
 
-    parts = {
-        "values": Part(INT4, values),
-        "group_scale": module.scale_of_groups("weight_scale", shape, groups, F32),
-    }
+    parts = {"values": Part(INT4, values), "group_scale": module.scale_of_groups("weight_scale", shape, groups, F32)}
     return module.weight(f"INT4, groups of {inputs // groups}", shape, parts)
 
 
@@ -184,10 +171,7 @@ def _divides(module: Module, suffix: str, inputs: int, groups: int) -> None:
 def _by_groups(
     module: Module, order: str, label: str, shape: tuple[int, ...], parts: dict[str, Part], groups: int
 ) -> StoredWeight:
-    """Returns a weight whose tensor `order`, if any, lists the groups of the inputs.
-
-    Where they are not in order ("act-order"), the weight is widened.
-    """
+    """Returns a weight whose tensor `order`, if any, lists the groups of the inputs; widened if not in order."""
     inputs = shape[-1]
     label = f"{label}, groups of {inputs // groups}"
     if not module.has(order):

@@ -155,11 +155,7 @@ def new_parameters(
 def _together(
     config: HybridConfig, tensors: Tensors, wide: Mapping[str, jax.ShapeDtypeStruct], selection: Selection
 ) -> dict[str, Callable[[], np.ndarray]]:
-    """Returns the largest magnitudes of the published tensor that each nvfp4 weight is a part of, by our names.
-
-    Raises:
-        CheckpointError: other parts of the tensor are not given.
-    """
+    """Returns the largest magnitudes of the published tensor that each nvfp4 weight is a part of, by our names."""
     parts: dict[tuple[str, ...], list[str]] = {}
     published = {path: source for path, source in weight_names(config).items() if source.rows is not None}
     for path, source in published.items():

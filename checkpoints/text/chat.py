@@ -68,7 +68,7 @@ class AcceptedRoles:
 
         def add_as_user(text: str) -> None:
             if accepted and accepted[-1]["role"] == "user":
-                accepted[-1] = _with_text(accepted[-1], f"{accepted[-1].get('content') or ''}\n\n{text}")
+                accepted[-1] = {**accepted[-1], "content": f"{accepted[-1].get('content') or ''}\n\n{text}"}
             else:
                 accepted.append({"role": "user", "content": text})
 
@@ -83,7 +83,7 @@ class AcceptedRoles:
             elif role == "system" and not (self.system if leading else self.later):
                 waiting.append(text)
             elif role == "user" and waiting:
-                accepted.append(_with_text(message, "\n\n".join([*waiting, text])))
+                accepted.append({**message, "content": "\n\n".join([*waiting, text])})
                 waiting = []
             else:
                 if waiting and role == "assistant":
@@ -93,12 +93,9 @@ class AcceptedRoles:
         if waiting:
             add_as_user("\n\n".join(waiting))
         if merged:
-            accepted[0] = _with_text(accepted[0], "\n\n".join([str(accepted[0].get("content") or ""), *merged]))
+            first = str(accepted[0].get("content") or "")
+            accepted[0] = {**accepted[0], "content": "\n\n".join([first, *merged])}
         return accepted
-
-
-def _with_text(message: Message, text: str) -> Message:
-    return {**message, "content": text}
 
 
 class ChatTemplate:
@@ -283,10 +280,7 @@ def part_text(part: Any) -> str:
 
 
 def _plain_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Parses a call's arguments: OpenAI clients send a JSON string, but templates expect an object.
-
-    Text that is no object (cut off, or doubled) is an argument with the name `arguments`, so that it is not lost.
-    """
+    """Parses a call's arguments, which clients send as JSON. Text that is no object is an argument `arguments`."""
     if not isinstance(call, Mapping):
         raise ChatTemplateError("a tool call must be an object")
     function = call.get("function")
@@ -342,20 +336,14 @@ class _Turns:
 
 def _compiled(source: str) -> jinja2.Template:
     """Returns the template, with a call at the beginning of each loop's body."""
-    environment = _environment()
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
     tree = environment.parse(source)
     for loop in list(tree.find_all(nodes.For)):
         call = nodes.Call(nodes.Name(_TURN, "load"), [], [], None, None)
         loop.body.insert(0, nodes.ExprStmt(call).set_lineno(loop.lineno))
     return environment.template_class.from_code(environment, environment.compile(tree), environment.globals)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
 
 
 def _to_json(

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from checkpoints.drafts.drafter import drafter_shapes
+from checkpoints.drafts import drafter_shapes
 from checkpoints.errors import CheckpointError, one_line
 from checkpoints.load import Checkpoint, load_config
 from mamba_jax.config import HybridConfig, ModelConfigError

@@ -1,8 +1,10 @@
-"""`mamba-jax bench`: the programs of `serving.bench`, each with its own options (`mamba-jax bench NAME --help`)."""
+"""`mamba-jax bench`: the programs of `serving.bench`, each with its own options; and `mamba-jax check`."""
 
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -23,10 +25,7 @@ def _help(context: typer.Context) -> None:
 
 PROGRAMS = {
     "throughput": ("serving.bench.throughput", "Offline throughput: tokens per second for many prompts at once."),
-    "latency": (
-        "serving.bench.latency",
-        "Time to first token and between tokens of a server under Poisson load.",
-    ),
+    "latency": ("serving.bench.latency", "Time to first token and between tokens of a server under Poisson load."),
     "serve": ("serving.bench.latency", "The same as latency, under vLLM's name."),
 }
 """Command -> module with a `main(arguments)`, and its help text."""
@@ -50,3 +49,19 @@ def _add(name: str, module: str, text: str) -> None:
 
 for _name, (_module, _text) in PROGRAMS.items():
     _add(_name, _module, _text)
+
+
+def check(
+    model: Annotated[
+        str | None,
+        typer.Option(help="Checkpoint or published model size; on a CPU the demo model, elsewhere nemotron-h-8b."),
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="Time of the whole check.", min=1)] = 540.0,
+    *,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Small sizes, interpreted kernels.")] = False,
+    json: Annotated[Path | None, typer.Option(help="File for all figures, to send with a report.")] = None,
+) -> None:
+    """Compare this machine's kernels with plain JAX, and time kernels, whole steps and the engine."""
+    from serving.check.run import run_check
+
+    raise typer.Exit(run_check(model, seconds=seconds, tiny=tiny, path=json))

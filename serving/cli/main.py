@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 
 from checkpoints.errors import CheckpointError
 from serving.cli.jax_import import import_jax
-from serving.cli.terminal import Command, printable
+from serving.cli.options import Command, printable
 from serving.core.errors import RequestError
 from serving.settings import ConfigError, did_you_mean
 
@@ -42,21 +42,21 @@ class Entry:
 
 COMMANDS = {
     "generate": Entry("generation.generate", "generate", "Run models", "Continue a prompt, or a file of prompts."),
-    "chat": Entry("generation.chat", "chat", "Run models", "Chat with a model or a server in the terminal.", jax=False),
+    "chat": Entry("generation.generate", "chat", "Run models", "Chat with a model or a server.", jax=False),
     "serve": Entry("serve", "serve", "Run models", "Serve a model over HTTP with OpenAI's API."),
     "router": Entry("serve", "router", "Run models", "Route requests to prefill and decode workers.", jax=False),
     "inspect": Entry("models", "inspect", "Prepare models", "Show a model's structure and memory."),
-    "plan": Entry("plan", "plan", "Prepare models", "Size a model for another machine."),
+    "plan": Entry("models", "plan", "Prepare models", "Size a model for another machine."),
     "convert": Entry("models", "convert", "Prepare models", "Convert or quantize a checkpoint."),
     "train": Entry("training.train", "train", "Train models", "Train a model on a corpus."),
-    "train-mtp": Entry("training.train_mtp", "train_mtp", "Train models", "Train a draft layer by distillation."),
-    "train-lora": Entry("training.train_adapter", "train_lora", "Train models", "Train a LoRA adapter."),
-    "train-s0": Entry("training.train_adapter", "train_s0", "Train models", "Train initial states of recurrences."),
+    "train-mtp": Entry("training.train_additions", "train_mtp", "Train models", "Train a draft layer by distillation."),
+    "train-lora": Entry("training.train_additions", "train_lora", "Train models", "Train a LoRA adapter."),
+    "train-s0": Entry("training.train_additions", "train_s0", "Train models", "Train initial states of recurrences."),
     "train-grpo": Entry(
         "training.train_grpo", "train_grpo", "Train models", "Train a model by reinforcement learning."
     ),
-    "eval": Entry("evaluation.eval", "evaluate", "Measure", "Evaluate a model on held-out text and problems."),
-    "check": Entry("check", "check", "Measure", "Check and time the kernels of this machine."),
+    "eval": Entry("evaluate", "evaluate", "Measure", "Evaluate a model on held-out text and problems."),
+    "check": Entry("bench", "check", "Measure", "Check and time the kernels of this machine."),
     "bench": Entry("bench", "app", "Measure", "Run a benchmark."),
 }
 PREFIX = "MAMBA_JAX"

@@ -1,4 +1,4 @@
-"""Adapters on disk: what is read, and what is refused with one line that names it."""
+"""Adapters on disk: what is read, what is refused with one line that names it, and what is written as PEFT does."""
 
 import json
 import math
@@ -15,8 +15,12 @@ from safetensors.numpy import load_file, save_file
 from checkpoints import load_config
 from checkpoints.adapters import adapter
 from checkpoints.adapters.adapter import CONFIG_FILE, MODULE_PREFIX, WEIGHTS_FILE, _targets_of, read_adapter
+from checkpoints.adapters.adapter_export import target_layers, write_adapter
 from checkpoints.adapters.initial_state import INITIAL_STATE_FILE
 from checkpoints.errors import CheckpointError
+from checkpoints.tensors.safetensors_file import SafetensorsFile
+from mamba_jax.adapters import adaptable_layers
+from mamba_jax.model import HybridModel
 from tests.support.models.golden_case import FIXTURES
 
 FIXTURE = FIXTURES / "nemotronh-moe"
@@ -277,3 +281,34 @@ def test_a_file_that_becomes_shorter_is_refused(directory, monkeypatch):
 
     monkeypatch.setattr(adapter, "_pairs", shortened)
     assert "was changed while it was loaded" in refusal(directory)
+
+
+# Shared blocks are refused.
+NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/adapter") if path.parent.name != "zamba2")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tensors_have_the_names_and_shapes_that_peft_gives_them_and_are_read_back(name, tmp_path):
+    config = load_config(FIXTURES / name)
+    layers, rng = adaptable_layers(HybridModel.abstract(config)), np.random.default_rng(0)
+    modules = {}
+    for path, module in target_layers(config).items():
+        *outputs, inputs = layers[path].weight.shape
+        a, parts = modules.setdefault(module, (rng.normal(size=(3, inputs)).astype(np.float32), {}))
+        parts[path] = rng.normal(size=(math.prod(outputs), len(a))).astype(np.float32)
+    write_adapter(tmp_path, modules, config, alpha=3.0)
+
+    by_peft = SafetensorsFile(FIXTURES / name / "adapter" / "adapter_model.safetensors").entries
+    written = SafetensorsFile(tmp_path / "adapter_model.safetensors").entries
+    assert all(tensor.startswith(MODULE_PREFIX) for tensor in written)
+    # PEFT takes the names of this fixture's MLPs for those of experts: its adapter has none.
+    assert name == "qwen3next-dense" or written.keys() == by_peft.keys()
+    rows = {tensor: entry.shape[0] for tensor, entry in by_peft.items() if "lora_B" in tensor}
+    assert {tensor: written[tensor].shape[0] for tensor in rows} == rows
+
+    read = read_adapter(tmp_path, config)
+    assert read.layers.keys() == layers.keys()
+    for a, parts in modules.values():
+        for path, b in parts.items():
+            np.testing.assert_array_equal(read.layers[path][0], a, err_msg=path)
+            np.testing.assert_allclose(read.layers[path][1], b, rtol=1e-6, err_msg=path)

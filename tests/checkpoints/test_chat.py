@@ -7,7 +7,7 @@ import pytest
 
 from checkpoints.text import chat
 from checkpoints.text.chat import ChatTemplate, ChatTemplateError, ChatTemplates
-from checkpoints.text.turns import following_text
+from checkpoints.text.stream import following_text
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 USER = {"role": "user", "content": "Hi"}
@@ -63,6 +63,7 @@ def test_features_of_real_templates():
         '<s>[system]Be brief.<tool>{"name": "f", "description": "<é> & \'x\'"}</tool>[user]Hi[assistant]Hello'
         "(city=Zürich)(days=[1, 2])[assistant]<no>"
     )
+    assert render(RICH, add_generation_prompt=False) == "<s>[system][user]Hi"
 
 
 EMPTY_THOUGHT = (
@@ -75,10 +76,6 @@ def test_a_template_that_shows_an_empty_thought_in_the_last_turn_continues_token
     template = ChatTemplate(EMPTY_THOUGHT, SPECIAL)
     assert following_text(template.render, [USER]) == "|[user]Hi|[assistant]"
     assert following_text(template.render, [USER], messages=[], text="") == "|[user]Hi|[assistant]"
-
-
-def test_the_generation_prompt_can_be_left_out():
-    assert render(RICH, add_generation_prompt=False) == "<s>[system][user]Hi"
 
 
 def test_content_parts_become_one_text():

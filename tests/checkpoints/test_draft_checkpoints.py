@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from checkpoints.drafts.drafter import load_drafter_config, with_drafter
+from checkpoints.drafts import load_drafter_config, with_drafter
 from checkpoints.errors import CheckpointError
 from checkpoints.load import load_config, load_weights
 from mamba_jax.families.drafters import layer_places

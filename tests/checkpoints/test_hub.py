@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints.hub import is_hub_name, local
-from checkpoints.resolve import DEMO_DIRECTORY
+from checkpoints.resolve import DEMO_DIRECTORY, is_hub_name, local
 from tests.support.models.hub_stand_in import COMMIT, HubStandIn
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,7 +20,7 @@ NAME = "made-up/Demo-1.0"
 PROGRAM = """
 import json, sys
 from checkpoints import CheckpointError
-from checkpoints.hub import local
+from checkpoints.resolve import local
 told = []
 for ref, options in json.loads(sys.argv[1]):
     try:

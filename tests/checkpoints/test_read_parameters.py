@@ -1,8 +1,13 @@
-"""From stored tensors to placed parameters, with sources of every form."""
+"""From stored tensors or random numbers to placed parameters, and what that takes on the host."""
 
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -10,11 +15,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
 from checkpoints import placing
-from checkpoints.errors import CheckpointError
+from checkpoints import random as random_weights
 from checkpoints.placing import place
+from checkpoints.random import PERIOD, DummyParameter, dummy_parameters, write_random
 from checkpoints.tensors.hugging_face import read_parameters
 from checkpoints.tensors.tensor_set import TensorSet
 from mamba_jax.families.base import HFSource
+from tests.checkpoints.checks import message
+from tests.support.models.quantized_checkpoints import METHODS, config_of, write_quantized
+from tests.support.models.tiny_configs import CHECKPOINT
 
 RNG = np.random.default_rng(0)
 STORED = {
@@ -86,10 +95,7 @@ def test_sharded_equals_single(tmp_path, devices):
     check(arrays)
     assert {path: arrays[path].sharding for path in shardings} == shardings
     assert len(arrays["conv"].sharding.device_set) == 1
-
-
-def test_one_sharding_for_all(tmp_path):
-    everywhere = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("shard",)), PartitionSpec())
+    everywhere = NamedSharding(mesh, PartitionSpec())
     arrays = read(tmp_path, shardings=everywhere)
     check(arrays)
     assert all(array.sharding == everywhere for array in arrays.values())
@@ -125,18 +131,12 @@ def test_leftovers_that_may_be_ignored(tmp_path):
     check(read(tmp_path, STORED | extra, ignored=[r"old\..*"]))
 
 
-def failure(directory, stored):
-    with pytest.raises(CheckpointError) as error:
-        read(directory, stored)
-    return str(error.value)
-
-
 def test_everything_wrong_is_listed_in_one_line(tmp_path):
     stored = dict(STORED)
     del stored["m.experts.2.up"], stored["m.conv"]
     stored["m.in_proj"] = np.zeros((10, 5), np.float32)
     stored["extra"] = np.zeros((3, 1), np.float32)
-    assert failure(tmp_path, stored) == (
+    assert message(read, tmp_path, stored) == (
         "here: tensors do not fit config.json: 2 missing: m.conv [6, 1, 3], m.experts.2.up [2, 4]; "
         "1 of the wrong shape: m.in_proj is [10, 5], expected [10, 4]; 1 unexpected: extra [3, 1]"
     )
@@ -144,7 +144,7 @@ def test_everything_wrong_is_listed_in_one_line(tmp_path):
 
 def test_long_lists_are_cut(tmp_path):
     stored = STORED | {f"extra.{i:03d}": np.zeros(1, np.float32) for i in range(500)}
-    text = failure(tmp_path, stored)
+    text = message(read, tmp_path, stored)
     assert text.endswith("500 unexpected: " + ", ".join(f"extra.{i:03d} [1]" for i in range(6)) + ", and 494 more")
 
 
@@ -154,3 +154,88 @@ def test_loading_says_how_far_it_is_without_a_terminal(monkeypatch, caplog):
     with placing.progress_bar("Loading it", 3_000_000_000, True) as advance:
         advance(1_500_000_000)
     assert caplog.messages == ["Loading it: 1.5 of 3.0 GB"]
+
+
+SHAPE = (6, 601, 512)
+
+
+def parameter(dtype, path="blocks.1.mixer.experts.up", shape=SHAPE):
+    rng = np.random.default_rng(0)
+    drawn = rng.standard_normal(PERIOD, np.float32), rng.random(PERIOD, np.float32)
+    return DummyParameter(path, shape, dtype, *drawn, False)
+
+
+@pytest.mark.parametrize("spec", [None, ("model",), (None, None, "model")])
+def test_devices_repeat_what_the_host_makes(spec):
+    made = parameter(jnp.bfloat16)
+    want = made((slice(None),) * 3)
+    assert want.size > PERIOD
+    sharding = None
+    if spec is not None:
+        sharding = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("model",)), PartitionSpec(*spec))
+    found = made.on_devices(sharding)
+    assert (found.shape, found.dtype) == (SHAPE, jnp.bfloat16)
+    assert sharding is None or found.sharding == sharding
+    np.testing.assert_array_equal(np.asarray(found).view(np.uint16), want.view(np.uint16))
+
+
+@pytest.mark.parametrize("path", ["blocks.0.mixer.dt_bias", "blocks.0.mixer.a_log", "blocks.0.norm.weight"])
+def test_small_parameters_do_not_repeat(path):
+    made = parameter(jnp.float32, path, (24,))
+    want = made((slice(None),))
+    assert len(np.unique(want)) == 24
+    np.testing.assert_array_equal(made.on_devices(None), want)
+
+
+def test_accelerators_make_their_own_weights(monkeypatch):
+    targets = {"blocks.3.mixer.up_proj.weight": jax.ShapeDtypeStruct((3, 5), jnp.float32)}
+    want = dummy_parameters(targets)
+    monkeypatch.setattr(random_weights, "_platform", lambda sharding: "gpu")
+    monkeypatch.setattr(random_weights, "place", lambda *arguments: pytest.fail("the host made a parameter"))
+    np.testing.assert_array_equal(
+        *(made["blocks.3.mixer.up_proj.weight"] for made in (want, dummy_parameters(targets)))
+    )
+
+
+WIDE = CHECKPOINT | {"hidden_size": 512, "vocab_size": 24_000, "n_routed_experts": 64}
+SIZES = {"hidden_size": 512, "n_routed_experts": 32, "moe_intermediate_size": 768, "vocab_size": 1024}
+SLACK = 8e6
+"""Of the allocator, and of a bar, threads and the like."""
+MEASURE = """
+import sys, jax, checkpoints
+from mamba_jax.model import parameters
+def status(field):
+    line = next(l for l in open("/proc/self/status") if l.startswith(field))
+    return int(line.split()[1]) * 1024
+kind = sys.argv[2] or None
+checkpoints.load_model("demo", quantization=kind, progress=False)
+before = status("VmRSS")
+# Sets the high-water mark back.
+open("/proc/self/clear_refs", "w").write("5")
+model = checkpoints.load_model(sys.argv[1], quantization=kind, progress=False)
+sizes = [leaf.get_value().nbytes for leaf in parameters(model).values()]
+print(sum(sizes), max(sizes), status("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="counts memory as Linux does")
+@pytest.mark.parametrize(
+    "kind", ["", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("modelopt FP8", "int8"))]
+)
+def test_peak_is_the_model_and_one_tensor(kind, tmp_path):
+    config, quantization = config_of("moe") | SIZES, ""
+    if kind in METHODS:
+        description, formats = METHODS[kind]
+        directory = write_quantized(tmp_path, config, formats, description)[0]
+    else:
+        quantization = kind
+        directory = write_random(tmp_path / "wide", config if kind else WIDE, dtype="bfloat16")
+    command = [sys.executable, "-c", MEASURE, str(directory), quantization]
+    # Tensors of a real model are so large that the allocator gives them back as soon as they are freed.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    model, largest, peak = map(int, run.stdout.split())
+    if not kind:
+        largest //= 2  # a wide tensor is copied from its map, with 16 bits for each number
+    assert 4 * largest < model
+    assert peak < model + largest + SLACK, f"{peak / 1e6:.1f} MB for {model / 1e6:.1f} and {largest / 1e6:.1f}"

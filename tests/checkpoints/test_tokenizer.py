@@ -11,7 +11,7 @@ import pytest
 from checkpoints.errors import CheckpointError
 from checkpoints.resolve import DEMO_DIRECTORY
 from checkpoints.text.stream import StreamDecoder
-from checkpoints.text.train_tokenizer import train_tokenizer
+from checkpoints.text.training_data import train_tokenizer
 from checkpoints.tokenizer import read_tokenizer
 from tests.checkpoints.test_sentencepiece import write as sentencepiece
 

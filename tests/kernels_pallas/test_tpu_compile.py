@@ -40,7 +40,7 @@ from model_calls import SLOTS, call_of, nbytes, program, shape
 from model_shapes import CONVOLUTIONS
 from topology import SLICES, compile_for_tpu, tpu_devices
 
-from checkpoints.presets import preset, preset_names
+from checkpoints.presets import PRESETS, preset
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.linear import linear
 from kernels_pallas.quantized import Quantized, bits_of
@@ -329,7 +329,7 @@ EXPERTS = [
     ("v6e", "nemotron-3-nano-30b-a3b", 8),
     ("tpu7x", "granite-4.0-h-small", 4),
 ]
-EVERY_EXPERTS = itertools.product(SLICES, (name for name in preset_names() if preset(name).moe is not None), (1, 4, 8))
+EVERY_EXPERTS = itertools.product(SLICES, (name for name in PRESETS if preset(name).moe is not None), (1, 4, 8))
 
 
 @pytest.mark.full

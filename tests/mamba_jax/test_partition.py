@@ -6,7 +6,7 @@ import re
 import jax.numpy as jnp
 import pytest
 
-from checkpoints.presets import preset, preset_names
+from checkpoints.presets import PRESETS, preset
 from mamba_jax.config import WHOLE, ModelConfigError
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.modules.basic import RMSNorm
@@ -15,7 +15,7 @@ from mamba_jax.sharding.across import ShardedModule
 from mamba_jax.sharding.parameters import placements
 from mamba_jax.store import StoreShape
 
-OF_EVERY_FAMILY = list({(preset(name).family, preset(name).moe is None): name for name in preset_names()}.values())
+OF_EVERY_FAMILY = list({(preset(name).family, preset(name).moe is None): name for name in PRESETS}.values())
 # All other arrays of a million numbers or more are divided.
 MAY_BE_WHOLE = re.compile(r"router|latent_(in|out|proj)|adapters.*\.down|in_proj_bc|[kv]_proj|adapters\.[kv]\.")
 

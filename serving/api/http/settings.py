@@ -198,7 +198,7 @@ def resolve_settings(
     Raises:
         ConfigError: a value is invalid, or the model does not exist.
     """
-    from checkpoints.hub import is_hub_name
+    from checkpoints.resolve import is_hub_name
     from serving.engine.assembly.fetch import fetched
 
     file = {name: flags.pop(name) for name in list(flags) if name in ServerSettings.model_fields}

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from checkpoints.text.chat import ChatTemplateError
-from checkpoints.text.turns import continued, following_text
+from checkpoints.text.stream import continued, following_text
 from checkpoints.tokenizer import Tokenizer
 from serving.api.http.errors import OVERFLOW, ApiError
 from serving.core import Mark, RequestError, check_prompt_length

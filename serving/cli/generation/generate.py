@@ -1,14 +1,16 @@
-"""`mamba-jax generate`: continue a prompt, or a file of prompts."""
+"""`mamba-jax generate` continues a prompt, or a file of prompts; `mamba-jax chat` is a conversation in the terminal."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,8 +18,10 @@ import typer
 from pydantic import Field
 
 from serving.cli.generation.batch_output import naming, read_answers
-from serving.cli.options import Options, with_options
+from serving.cli.jax_import import import_jax
+from serving.cli.options import Options, printable, with_options
 from serving.config import ConfigError, EngineConfig
+from serving.core.errors import RequestError
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.settings import Settings
 
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from serving.cli.generation.batch_file import BatchCounts
+    from serving.engine.requests.output import RequestOutput
 
 
 class SamplingOptions(Settings):
@@ -53,12 +58,9 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="Text to continue; '-' reads it from stdin.")] = None,
     *,
     input: Annotated[
-        Path | None,
-        typer.Option(help="JSON-lines file: id, prompt (or prompt_token_ids, messages), and sampling parameters."),
+        Path | None, typer.Option(help="JSON-lines file: id, prompt (or prompt_token_ids, messages), sampling.")
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="JSON-lines file for the answers; an interrupted run resumes.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option(help="JSON-lines file for the answers; runs can be resumed.")] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="With --output: answer every line again, and drop earlier answers.")
     ] = False,
@@ -69,9 +71,7 @@ def generate(
         bool, typer.Option("--ignore-failed", help="With --output: exit with 0 even if lines failed.")
     ] = False,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Log what the engine does and what its store holds.")
-    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Log what the engine does.")] = False,
     sampling: dict[str, Any],
     flags: dict[str, Any],
 ) -> None:
@@ -199,11 +199,178 @@ def _generate_one(prompt: str, chat: bool, sampling: dict[str, Any], flags: dict
     else:
         stream = llm.stream(prompt, params)
         sys.stdout.write(prompt)
+    for piece, _ in _pieces(stream):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+
+
+def _pieces(stream: Iterable[RequestOutput]) -> Iterator[tuple[str, RequestOutput]]:
+    """Yields the new text of each output."""
     shown = 0
     for output in stream:
         text = output.outputs[0].text
-        sys.stdout.write(text[shown:])
-        sys.stdout.flush()
+        yield text[shown:], output
         shown = len(text)
-    sys.stdout.write("\n")
-    sys.stdout.flush()
+
+
+_HELP = "/reset starts over, /exit (or Ctrl-D) quits"
+
+
+@dataclass
+class AnswerStats:
+    """Token counts of one answer."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def __str__(self) -> str:
+        text = f"{self.prompt_tokens} prompt tokens, {self.cached_tokens} of them cached; {self.completion_tokens} new"
+        if self.drafted:
+            text += f"; {self.accepted} of {self.drafted} drafts accepted"
+        return text
+
+
+Messages = list[dict[str, str]]
+Responder = Callable[[Messages, AnswerStats], Iterator[str]]
+"""Yields pieces of the answer to a conversation, and fills in the stats."""
+
+
+@with_options(Options("flags", EngineConfig, "Engine"), config_file=True)
+def chat(
+    *,
+    url: Annotated[str | None, typer.Option(help="URL of a server to use, e.g. http://127.0.0.1:8000.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="The server's API key.", envvar="MAMBA_JAX_API_KEY")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens per answer.")] = 512,
+    temperature: Annotated[float | None, typer.Option(help="Sampling temperature; 0 is greedy.")] = None,
+    flags: dict[str, Any],
+) -> None:
+    """Chat with a model in the terminal. Each answer reports what prefix caching and drafts saved."""
+    sampling = {"max_tokens": max_tokens, **({} if temperature is None else {"temperature": temperature})}
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    answer = remote(url, api_key, sampling) if url is not None else local(flags, sampling)
+    beginning: Messages = [{"role": "system", "content": system}] if system else []
+    console.print(_HELP, style="dim")
+    converse(console, answer, beginning)
+
+
+def converse(console: Console, answer: Responder, beginning: Messages, ask: Callable[[], str] | None = None) -> None:
+    """Reads questions and prints answers until input ends. Reports failed requests. `ask` is for tests."""
+    messages = list(beginning)
+    while True:
+        try:
+            question = (ask or (lambda: console.input("[bold green]you[/] ")))().strip()
+        except (EOFError, KeyboardInterrupt):
+            console.print()
+            return
+        if question in ("/exit", "/quit"):
+            return
+        if question == "/reset":
+            messages = list(beginning)
+            console.print("a new conversation", style="dim")
+        if not question or question.startswith("/"):
+            if question not in ("", "/reset"):
+                console.print(_HELP, style="dim")
+            continue
+        messages.append({"role": "user", "content": question})
+        stats, pieces = AnswerStats(), []
+        console.print("[bold cyan]model[/] ", end="")
+        try:
+            for piece in answer(messages, stats):
+                pieces.append(piece)
+                console.print(printable(piece), end="", markup=False, soft_wrap=True)
+            console.print()
+            console.print(str(stats), style="dim")
+        except KeyboardInterrupt:
+            console.print("\nstopped", style="dim")
+        except (ConfigError, RequestError) as error:
+            console.print(f"\nerror: {printable(str(error))}", style="red", markup=False, soft_wrap=True)
+            messages.pop()  # the user can ask the question again
+            continue
+        messages.append({"role": "assistant", "content": "".join(pieces)})
+
+
+def local(flags: dict[str, Any], sampling: dict[str, Any]) -> Responder:
+    """Returns a function that answers with a model in this process."""
+    import_jax(flags.get("memory_utilization"))
+    from serving.engine.assembly.fetch import fetched, tokenizer_of
+    from serving.engine.llm import LLM
+
+    flags.setdefault("max_num_seqs", 1)
+    flags.setdefault("warmup", False)
+    config = fetched(EngineConfig.create(**flags))
+    params = SamplingParams(**sampling)
+    if not tokenizer_of(config).has_chat_template:
+        raise ConfigError(f"{config.model} has no chat template; use `mamba-jax generate` for plain text")
+    llm = LLM(**flags)
+
+    def answer(messages: Messages, stats: AnswerStats) -> Iterator[str]:
+        for piece, output in _pieces(llm.stream({"prompt_token_ids": llm.encode_chat(messages)}, params)):
+            yield piece
+            stats.prompt_tokens, stats.cached_tokens = len(output.prompt_token_ids), output.num_cached_tokens
+            stats.completion_tokens = len(output.outputs[0].token_ids)
+            if output.metrics is not None:
+                stats.drafted, stats.accepted = output.metrics.drafts.drafted, output.metrics.drafts.accepted
+
+    return answer
+
+
+def remote(url: str, api_key: str | None, sampling: dict[str, Any]) -> Responder:
+    """Returns a function that answers through a server with OpenAI's API."""
+    import httpx
+
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    client = httpx.Client(base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=None)
+
+    def answer(messages: Messages, stats: AnswerStats) -> Iterator[str]:
+        body = {"messages": messages, "stream": True, "stream_options": {"include_usage": True}, **sampling}
+        try:
+            with client.stream("POST", "/v1/chat/completions", json=body) as response:
+                if response.status_code != 200:
+                    raise ConfigError(f"{url}: {_error(response.read())}")
+                yield from _texts(response.iter_lines(), stats)
+        except httpx.HTTPError as error:
+            raise ConfigError(f"{url}: {error}") from None
+
+    return answer
+
+
+def _texts(lines: Iterator[str], stats: AnswerStats) -> Iterator[str]:
+    """Yields the texts in a stream's events."""
+    for line in lines:
+        if not line.startswith("data: ") or line == "data: [DONE]":
+            continue
+        try:
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise ConfigError(str(event["error"]["message"]))
+            if event.get("usage"):
+                _read_usage(event["usage"], stats)
+            texts = [str(choice["delta"].get("content") or "") for choice in event["choices"]]
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"the server sent an invalid event: {line[:80]}") from None
+        yield from filter(None, texts)
+
+
+def _read_usage(usage: dict[str, Any], stats: AnswerStats) -> None:
+    stats.prompt_tokens, stats.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+    stats.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    details = usage.get("completion_tokens_details") or {}
+    stats.accepted = details.get("accepted_prediction_tokens", 0)
+    stats.drafted = stats.accepted + details.get("rejected_prediction_tokens", 0)
+
+
+def _error(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return "the server sent an error that is not JSON"

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -94,7 +93,8 @@ class Rollouts:
             tokens[row, :end] = [*prompt, *choice.token_ids]
             lengths[row] = end
             answered[row, len(prompt) - 1 : end - 1] = True
-            logprobs[row, len(prompt) - 1 : end - 1] = _drawn(choice)
+            drawn = zip(choice.token_ids, choice.logprobs or (), strict=True)
+            logprobs[row, len(prompt) - 1 : end - 1] = [table[token].logprob for token, table in drawn]
         return Answers(*map(jnp.asarray, (tokens, lengths, answered, logprobs, advantages)))
 
 
@@ -123,8 +123,7 @@ class ServedAdapter:
 
     def write(self, directory: Path, values: Mapping[str, Array]) -> None:
         """Writes the adapter among `values` as PEFT does."""
-        modules = jax.tree.map(np.asarray, adapter_modules(values))
-        write_adapter(directory, modules, self._llm.model.config, alpha=self._alpha, base=self._base)
+        write_adapter(directory, adapter_modules(values), self._llm.model.config, alpha=self._alpha, base=self._base)
 
 
 def improve(
@@ -151,12 +150,6 @@ def improve(
         rounds.append(TrainingRound(step, reward, figures))
         progress(rounds[-1])
     return rounds
-
-
-def _drawn(choice: CompletionOutput) -> list[float]:
-    """Returns the log-probabilities with which the tokens of an answer were sampled."""
-    assert choice.logprobs is not None
-    return [table[token].logprob for token, table in zip(choice.token_ids, choice.logprobs, strict=True)]
 
 
 def own_text(

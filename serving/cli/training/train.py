@@ -19,33 +19,24 @@ TOKENS = "tokens.npz"
 
 
 def train(
-    output: Annotated[
-        Path, typer.Option(help="Directory for training state, log and model. Resumes a run in this directory.")
-    ],
-    config: Annotated[
-        Path | None, typer.Option(help="YAML or TOML file that describes the run. Required unless --model is given.")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Model to fine-tune: a Hugging Face directory. Unset: random weights.")
-    ] = None,
-    corpus: Annotated[
-        Path | None, typer.Option(help="Prepared corpus, or a .jsonl file; overrides the config file's.")
-    ] = None,
-    validation: Annotated[
-        Path | None,
-        typer.Option(help="Validation data: a .jsonl file, or a corpus of which heldout/ is used."),
-    ] = None,
+    output: Annotated[Path, typer.Option(help="Directory for state, log and model; a run in it is resumed.")],
+    config: Annotated[Path | None, typer.Option(help="YAML or TOML file of the run. Required without --model.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model to fine-tune: a Hugging Face directory.")] = None,
+    corpus: Annotated[Path | None, typer.Option(help="Corpus, or a .jsonl file; overrides the config file's.")] = None,
+    validation: Annotated[Path | None, typer.Option(help="A .jsonl file, or a corpus with heldout/.")] = None,
     set: Annotated[list[str] | None, typer.Option(help="NAME=VALUE; overrides the config file's; repeatable.")] = None,
 ) -> None:
     """Train or fine-tune a model and write it to OUTPUT/model as a Hugging Face directory."""
-    from checkpoints.export import write_hugging_face
-    from checkpoints.text.training_data import check_sources, corpus_digest
+    from checkpoints.export import save_hugging_face, write_hugging_face
+    from checkpoints.load import source_dtype
+    from checkpoints.resolve import resolve
+    from checkpoints.text.training_data import check_sources, corpus_digest, write_tokenizer
     from mamba_jax.families import config_from_hf
     from mamba_jax.train.config import FINE_TUNING, read_config
     from mamba_jax.train.corpus import write_sample
     from mamba_jax.train.loop import LOG, check_run, plot_losses, read_log
     from mamba_jax.train.loop import train as run_training
-    from mamba_jax.train.loss import DRAFT_LAYER
+    from mamba_jax.train.loss import DRAFT_LAYER, build
     from mamba_jax.train.recipe import keep_recipe
     from mamba_jax.version import install_advice
 
@@ -69,8 +60,6 @@ def train(
         keep_recipe(output, settings, corpus_digest=digest, model=start.digest)
     tokenizer = start.tokenizer or output / "tokenizer"
     if start.tokenizer is None and not (tokenizer / "tokenizer.json").is_file():
-        from checkpoints.text.train_tokenizer import write_tokenizer
-
         with console.status("Training the tokenizer"):
             write_tokenizer(source, tokenizer, start.config.vocab_size)
     with training_errors(console):
@@ -79,21 +68,18 @@ def train(
             # Muon normalizes gradients, so parameters without a loss must be excluded or they would drift.
             drafting = bool(settings.drafts.depth_weights)
             run = run_training(
-                settings,
-                start.config,
-                batches,
-                output,
-                values=start.values,
+                settings, start.config, batches, output, values=start.values, validation=held_out, progress=show,
                 trained=lambda path: drafting or not path.startswith(DRAFT_LAYER),
-                validation=held_out,
-                progress=show,
-            )
+            )  # fmt: skip
     if not run.finished:
         console.print(f"interrupted after {run.steps} steps; run the same command again to resume", markup=False)
     if model is None:
         write_hugging_face(output / "model", start.config, run.values, settings.model, files_from=tokenizer)
     else:
-        _save_like(model, output / "model", start.config, run.values)
+        # In the dtype and with the files of the original model.
+        reference = resolve(model)
+        trained = build(start.config, run.values, source_dtype(reference))
+        save_hugging_face(output / "model", trained, reference.files, overwrite=True)
     if (source / "heldout").is_dir():
         write_sample(source, output / "model")
     records = read_log(output / LOG)
@@ -131,18 +117,6 @@ def _existing_model(ref: str, settings: Any) -> _Start:
     require_tokenizer(ref)
     weights = load_weights(ref, dtype="float32")
     return _Start(weights.model.config, weights_of(weights.model), files, weights.digest)
-
-
-def _save_like(ref: str, directory: Path, config: Any, values: dict[str, Any]) -> None:
-    """Writes fine-tuned weights with the dtype and the files of the original model."""
-    from checkpoints.export import save_hugging_face
-    from checkpoints.load import source_dtype
-    from checkpoints.resolve import resolve
-    from mamba_jax.train.loss import build
-
-    reference = resolve(ref)
-    model = build(config, values, source_dtype(reference))
-    save_hugging_face(directory, model, reference.files, overwrite=True)
 
 
 def read_data(settings: Any, corpus: Path, tokenizer_files: Path, output: Path, console: Console) -> tuple[Any, Any]:

@@ -39,8 +39,7 @@ def train_grpo(
     schedule_invariant: Annotated[
         bool,
         typer.Option(
-            "--schedule-invariant",
-            help="Rollouts and trainer compute log-probabilities with the same bits, on CPU.",
+            "--schedule-invariant", help="Rollouts and trainer compute log-probabilities with the same bits, on CPU."
         ),
     ] = False,
     held_out: Annotated[

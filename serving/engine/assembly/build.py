@@ -11,7 +11,7 @@ from functools import cached_property, partial
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from checkpoints.drafts.drafter import drafter_bytes, with_drafter
+from checkpoints.drafts import drafter_bytes, with_drafter
 from checkpoints.load import Checkpoint, generation_config, load_config
 from checkpoints.tokenizer import Tokenizer, load_tokenizer
 from mamba_jax.adapters import Adapters

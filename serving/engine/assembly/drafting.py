@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 from flax import nnx
 
-from checkpoints.drafts.drafter import load_drafter_config
+from checkpoints.drafts import load_drafter_config
 from mamba_jax.config import HybridConfig
 from mamba_jax.config.drafter import BlockConfig
 from mamba_jax.drafts import BlockDrafts, DraftSource, MTPCache, MTPDrafts, NGramDrafts

@@ -7,9 +7,8 @@ import re
 from pathlib import Path
 
 from checkpoints.errors import CheckpointError
-from checkpoints.hub import local
-from checkpoints.presets import preset_names
-from checkpoints.resolve import resolve
+from checkpoints.presets import PRESETS
+from checkpoints.resolve import local, resolve
 from checkpoints.tokenizer import Tokenizer, require_tokenizer
 from serving.config import EngineConfig
 
@@ -75,12 +74,12 @@ def resolved_model(config: EngineConfig) -> tuple[EngineConfig, str]:
 def _published(model: str) -> str | None:
     """The published model that a hub's name means: `nvidia/NVIDIA-Nemotron-Nano-9B-v2-FP8`."""
     name = _VENDORS.sub("", model.rpartition("/")[2].lower())
-    while name not in preset_names() and _ENDINGS.search(name):
+    while name not in PRESETS and _ENDINGS.search(name):
         name = _ENDINGS.sub("", name)
-    return name if name in preset_names() else None
+    return name if name in PRESETS else None
 
 
 def _nearest(model: str) -> str:
-    near = difflib.get_close_matches(model.rpartition("/")[2].lower(), preset_names(), n=3, cutoff=0.5)
+    near = difflib.get_close_matches(model.rpartition("/")[2].lower(), PRESETS, n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     return f"{hint}; `mamba-jax plan --list-models` lists the published models"

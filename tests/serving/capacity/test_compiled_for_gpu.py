@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from checkpoints.load import load_config
-from checkpoints.presets import preset_names
+from checkpoints.presets import PRESETS
 from kernels_pallas.grouped_matmul import grouped_matmul
 from mamba_jax.batch import DecodeBatch, MixedBatch, PrefillBatch
 from mamba_jax.model import HybridModel
@@ -55,7 +55,7 @@ def one_of_each(name):
     return "".join(dict.fromkeys(load_config(name).pattern)).replace("Z", "ZZ")
 
 
-EVERY = [(name, one_of_each(name), "h200-1", drafts) for name in preset_names() for drafts in (0, 3)]
+EVERY = [(name, one_of_each(name), "h200-1", drafts) for name in PRESETS for drafts in (0, 3)]
 CASES = [*FEW, *(slow(*case) for case in (*OTHER_MACHINES, *EVERY) if case not in FEW)]
 
 

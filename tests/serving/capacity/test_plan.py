@@ -10,7 +10,7 @@ import pytest
 
 from checkpoints.errors import CheckpointError
 from checkpoints.load import load_config
-from checkpoints.presets import preset_names
+from checkpoints.presets import PRESETS
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.sharding import Partition
 from serving.capacity.compiling import Program
@@ -87,7 +87,7 @@ def test_unused_experts_are_not_read():
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("name", PRESETS)
 def test_every_published_size_can_be_planned(name):
     made = plan(name, "h200-1")
     assert made.steps or not made.fits
@@ -271,7 +271,7 @@ def test_a_hubs_name_stands_for_the_published_model(name, published, quantizatio
 
 def test_published_models_are_listed(capsys):
     assert run(["plan", "--list-models"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(preset_names())
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(PRESETS)
 
 
 @pytest.mark.parametrize(("topology", "extra"), [("v6e-8", "plan"), ("h200-8", "plan-gpu")])

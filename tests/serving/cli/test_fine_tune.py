@@ -80,8 +80,3 @@ def test_wrong_settings_are_one_line(folder, tmp_path, capsys, changes, message)
     error = capsys.readouterr().err
     assert message in error
     assert error.strip().count("\n") == 0
-
-
-def test_neither_config_nor_model(capsys):
-    assert run(["train", "--output", "x"]) == 2
-    assert "give --config (a new model) or --model" in capsys.readouterr().err

@@ -8,8 +8,8 @@ import yaml
 import checkpoints
 from mamba_jax.version import install_advice
 from serving import LLM, SamplingParams
-from serving.cli.evaluation.measures import is_correct, plain_number, result_of
 from serving.cli.main import run
+from serving.cli.measures import is_correct, plain_number, result_of
 
 pytestmark = pytest.mark.slow
 

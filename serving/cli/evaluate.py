@@ -16,10 +16,7 @@ from serving.config import ConfigError
 def evaluate(
     model: Annotated[str, typer.Option(help="Checkpoint directory, or 'demo'.")] = "demo",
     data: Annotated[
-        Path | None,
-        typer.Option(
-            help="Directory with heldout_problems.jsonl and heldout_text.jsonl. Unset: the model's directory."
-        ),
+        Path | None, typer.Option(help="Directory with heldout_*.jsonl. Unset: the model's directory.")
     ] = None,
     problems: Annotated[int | None, typer.Option(help="Number of maths problems. Unset: all.")] = None,
     prompts: Annotated[int, typer.Option(help="Number of text prompts to measure draft acceptance on.")] = 40,
@@ -28,12 +25,9 @@ def evaluate(
         str | None, typer.Option(help="Quantize the model's weights first: int8, fp8, int4 or nvfp4.")
     ] = None,
     against: Annotated[
-        str | None,
-        typer.Option(help="Only compare the model's predictions on a text with those of this model, the original."),
+        str | None, typer.Option(help="Only compare predictions on a text with those of this model, the original.")
     ] = None,
-    text: Annotated[
-        Path | None, typer.Option(help="With --against: a text file. Unset: the held-out text of --data.")
-    ] = None,
+    text: Annotated[Path | None, typer.Option(help="With --against: a text file. Unset: that of --data.")] = None,
     output: Annotated[Path | None, typer.Option(help="JSON file to write all figures to.")] = None,
 ) -> None:
     """Evaluate a model trained with `train` on held-out text and problems. Downloads nothing."""
@@ -41,7 +35,7 @@ def evaluate(
     from checkpoints.resolve import resolve
     from checkpoints.tokenizer import require_tokenizer
     from mamba_jax.train.corpus import SAMPLE_PROBLEMS, SAMPLE_TEXT, problem_prompt
-    from serving.cli.evaluation import measures
+    from serving.cli import measures
     from serving.engine.llm import LLM
     from serving.engine.requests.sampling_params import SamplingParams
 
@@ -58,10 +52,8 @@ def evaluate(
             raise ConfigError(f"no {name} in {directory}; give a directory with held-out text and problems as --data")
     texts = measures.read_some(directory / SAMPLE_TEXT, None)
     tasks = measures.read_some(directory / SAMPLE_PROBLEMS, problems)
-    tokenizer, loaded = (
-        require_tokenizer(model),
-        load_model(model, dtype="float32", quantization=quantization, progress=False),
-    )
+    tokenizer = require_tokenizer(model)
+    loaded = load_model(model, dtype="float32", quantization=quantization, progress=False)
     figures: dict[str, Any] = {"model": model, "bits_per_byte": {}}
 
     sources = sorted({document["id"].split(":")[0] for document in texts})
@@ -114,8 +106,8 @@ def _compare(
     from checkpoints.load import load_model
     from checkpoints.tokenizer import require_tokenizer
     from mamba_jax.train.corpus import text_of
-    from serving.cli.evaluation import measures
-    from serving.cli.evaluation.comparison import compare
+    from serving.cli import measures
+    from serving.cli.measures import compare
 
     if not text.is_file():
         raise ConfigError(f"{text}: no such file; give a text file as --text")

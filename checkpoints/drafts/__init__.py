@@ -1,1 +1,0 @@
-"""Draft layers and drafters as checkpoints of their own."""

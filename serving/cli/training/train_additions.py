@@ -1,0 +1,253 @@
+"""`mamba-jax train-mtp`, `train-lora` and `train-s0`: train what is added to a model whose weights stay."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import Field
+
+from serving.cli.options import Options, with_options
+from serving.cli.training.progress import finished, run_folder, training_console, training_errors, weights_of
+from serving.settings import Settings
+
+_MODEL = typer.Option(help="Model that is adapted: a Hugging Face directory with a tokenizer, or demo.")
+_DATA = typer.Option(help='Text to train on: JSON lines with "text", or a prepared corpus.')
+_OUTPUT = typer.Option(help="Directory to create for the adapter.")
+_RUN = typer.Option(help="Directory for training state and log; makes the run resumable.")
+
+
+class TrainingOptions(Settings):
+    """What these commands have in common."""
+
+    COMMON = (
+        "steps", "batch_size", "sequence_length", "learning_rate", "held_out", "compute_dtype", "rematerialize", "seed",
+    )  # fmt: skip
+
+    steps: int = Field(100, ge=1, description="Number of steps. Unset: 100, or 500 for a draft layer.")
+    batch_size: int = Field(8, ge=1, description="Sequences per step.")
+    sequence_length: int = Field(256, ge=2, description="Tokens of each. Unset: 256, or 512 for a draft layer.")
+    learning_rate: float = Field(
+        1e-3, description="Peak learning rate. Unset: 1e-3, or 1e-2 for states and 2e-3 for a draft layer."
+    )
+    held_out: float = Field(
+        0.1, description="Proportion of documents that is not trained on; its loss is printed before and after."
+    )
+    compute_dtype: str = Field("float32", description="Data type of computations: float32 or bfloat16.")
+    rematerialize: bool = Field(
+        False, description="Keep only the inputs of each layer for the gradient, and compute the rest again."
+    )
+    seed: int = Field(0, description="Seed of the initial values and of the data order.")
+
+
+_OPTIONS = Options("options", TrainingOptions, "Training")
+
+
+@with_options(_OPTIONS)
+def train_lora(
+    *,
+    model: Annotated[str, _MODEL],
+    data: Annotated[Path, _DATA],
+    output: Annotated[Path, _OUTPUT],
+    rank: Annotated[int, typer.Option(min=1, help="Rank of the matrices of each layer.")] = 8,
+    alpha: Annotated[float, typer.Option(help="The adapter is multiplied by alpha / rank.")] = 16.0,
+    target_modules: Annotated[
+        str, typer.Option(help="Last parts of module names, separated by commas; all-linear: every dense layer.")
+    ] = "all-linear",
+    run: Annotated[Path | None, _RUN] = None,
+    options: dict[str, Any],
+) -> None:
+    """Train a LoRA adapter, and write it as PEFT does."""
+    from checkpoints.adapters.adapter_export import target_layers, write_adapter
+    from mamba_jax.train.additions import adapter_modules, new_adapter
+
+    chosen, targets = TrainingOptions.create(**options), tuple(name.strip() for name in target_modules.split(","))
+
+    def start(config: Any) -> dict[str, Any]:
+        return new_adapter(config, target_layers(config, targets), rank=rank, alpha=alpha, seed=chosen.seed)
+
+    def write(config: Any, values: dict[str, Any]) -> None:
+        write_adapter(output, adapter_modules(values), config, alpha=alpha, base=model)
+
+    _train(model, data, output, chosen, run, start, write)
+
+
+@with_options(_OPTIONS)
+def train_s0(
+    *,
+    model: Annotated[str, _MODEL],
+    data: Annotated[Path, _DATA],
+    output: Annotated[Path, _OUTPUT],
+    weight_decay: Annotated[float, typer.Option(help="Decay of the states, towards zeros.")] = 0.01,
+    windows: Annotated[bool, typer.Option("--windows", help="Also train the windows of convolutions.")] = False,
+    run: Annotated[Path | None, _RUN] = None,
+    options: dict[str, Any],
+) -> None:
+    """Train the initial states of recurrences ("S0 tuning"): requests then start from them, not from zeros."""
+    from checkpoints.adapters.initial_state import parts_of, write_initial_state
+    from mamba_jax.train.additions import initial_states, new_initial_states
+
+    def start(config: Any) -> dict[str, Any]:
+        return new_initial_states(config, windows=windows)
+
+    def write(config: Any, values: dict[str, Any]) -> None:
+        states = {at: parts_of(config, at, arrays) for at, arrays in initial_states(values).items()}
+        write_initial_state(output, states, config)
+
+    # A request starts from the state with its first token, so training separates documents.
+    chosen = TrainingOptions.create(**{"learning_rate": 1e-2} | options)
+    _train(model, data, output, chosen, run, start, write, weight_decay, separate=True)
+
+
+def _train(
+    model: str,
+    data: Path,
+    output: Path,
+    options: TrainingOptions,
+    run: Path | None,
+    start: Callable[[Any], dict[str, Any]],
+    write: Callable[[Any, dict[str, Any]], None],
+    weight_decay: float = 0.0,
+    separate: bool = False,
+) -> None:
+    """Trains the values of `start(config)`, and passes the trained ones to `write(config, values)`."""
+    import jax
+
+    from checkpoints.load import load_weights
+    from checkpoints.resolve import resolve
+    from checkpoints.text.training_data import corpus_digest
+    from checkpoints.tokenizer import require_tokenizer
+    from mamba_jax.train.additions import is_trained
+    from mamba_jax.train.config import DataSettings, DraftSettings, OptimizerSettings, TrainConfig
+    from mamba_jax.train.loop import check_run
+    from mamba_jax.train.loss import DRAFT_LAYER
+    from mamba_jax.train.recipe import keep_recipe
+    from mamba_jax.train.validation import Validation
+    from serving.cli.training.train import read_data
+
+    console = training_console(output, data)
+    require_tokenizer(model)
+    files, weights = resolve(model).files, load_weights(model, dtype="float32")
+    config = dataclasses.replace(weights.model.config, mtp_pattern="")
+    with training_errors(console), run_folder(run) as directory:
+        values = {path: leaf for path, leaf in weights_of(weights.model).items() if not path.startswith(DRAFT_LAYER)}
+        values |= start(config)
+        optimizer = OptimizerSettings(
+            learning_rate=options.learning_rate, warmup_steps=min(20, options.steps // 5), weight_decay=weight_decay
+        )
+        settings = TrainConfig(
+            data=DataSettings(held_out=options.held_out, separate_documents=separate),
+            optimizer=optimizer,
+            drafts=DraftSettings(depth_weights=()),
+            validate_every=options.steps,
+            **options.model_dump(exclude={"learning_rate", "held_out"}),
+        )
+        devices = jax.devices()[: math.gcd(settings.batch_size, len(jax.devices()))]
+        check_run(settings, config, len(devices))
+        if run is not None:
+            keep_recipe(run, settings, corpus_digest=corpus_digest(data), model=weights.digest)
+        batches, sequences = read_data(settings, data, files, directory, console)
+        validation = None
+        if sequences is not None:
+            validation = Validation(
+                sequences,
+                batch_size=settings.batch_size,
+                config=config,
+                dtype=settings.compute_dtype,
+                sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]),
+                devices=1,
+            )
+            before = validation.loss(values)
+        done = finished(run, settings, config, batches, console, values=values, trained=is_trained, devices=devices)
+        write(config, done.values)
+        count = sum(value.size for path, value in done.values.items() if is_trained(path))
+        console.print(f"{count:,} numbers trained", markup=False)
+        if validation is not None:
+            after = validation.loss(jax.device_put(done.values, devices[0]))
+            console.print(f"held-out loss {before:.4f} before, {after:.4f} after", markup=False)
+    console.print(f"{output}", markup=False)
+
+
+_DEPTH_WEIGHTS = (1.0, 0.8, 0.6)
+
+
+@with_options(Options("options", TrainingOptions, "Training", without=("held_out", "rematerialize")))
+def train_mtp(
+    *,
+    model: Annotated[Path, typer.Option(help="Hugging Face directory with a tokenizer.")],
+    data: Annotated[Path, _DATA],
+    output: Annotated[Path, typer.Option(help="Directory to create for the model's files and the new layer.")],
+    pattern: Annotated[
+        str | None, typer.Option(help="Sublayers of a new layer: * attention, - MLP. Unset: *-.")
+    ] = None,
+    anew: Annotated[bool, typer.Option(help="Start from a new layer even if the model has one.")] = False,
+    depth: Annotated[int, typer.Option(min=1, max=3, help="Number of consecutive drafts to train for.")] = 3,
+    rollouts: Annotated[
+        int, typer.Option(min=0, help="Tokens for the model to generate first; half of the training uses them.")
+    ] = 0,
+    run: Annotated[Path | None, _RUN] = None,
+    options: dict[str, Any],
+) -> None:
+    """Train a draft layer by distillation, leaving the model itself unchanged."""
+    from checkpoints.drafts import begun_draft_layer, with_draft_layer, write_with_draft_layer
+    from checkpoints.load import load_config, load_model
+    from checkpoints.text.training_data import corpus_digest, load_streams, shares_of
+    from checkpoints.tokenizer import require_tokenizer
+    from mamba_jax.train.config import DataSettings, DraftSettings, OptimizerSettings, TrainConfig
+    from mamba_jax.train.data import Batches, read_streams, save_streams
+    from mamba_jax.train.loop import check_run
+    from mamba_jax.train.loss import DRAFT_LAYER
+    from mamba_jax.train.recipe import keep_recipe
+    from serving.cli.training.rollouts import own_text
+
+    console = training_console(output, data)
+    chosen = TrainingOptions.create(**{"steps": 500, "sequence_length": 512, "learning_rate": 2e-3} | options)
+    seed, tokenizer = chosen.seed, require_tokenizer(model)
+    raw, config = with_draft_layer(model, pattern or load_config(model).mtp_pattern or "*-")
+    with training_errors(console):
+        values = weights_of(load_model(model))
+    start = begun_draft_layer(config, values, seed)
+    if not anew:
+        start |= {path: value for path, value in values.items() if path in start}
+    values = {path: value for path, value in values.items() if not path.startswith(DRAFT_LAYER)} | start
+    with training_errors(console):
+        settings = TrainConfig(
+            data=DataSettings(),
+            optimizer=OptimizerSettings(
+                name="muon",
+                learning_rate=chosen.learning_rate,
+                warmup_steps=min(50, chosen.steps // 5),
+                schedule="stable",
+                decay_steps=chosen.steps // 2,
+                weight_decay=0.01,
+            ),
+            drafts=DraftSettings(depth_weights=_DEPTH_WEIGHTS[:depth], targets="model", detach=True),
+            **chosen.model_dump(exclude={"learning_rate", "held_out"}),
+        )
+        check_run(settings, config)
+        if run is not None:
+            keep_recipe(run, settings, corpus_digest=corpus_digest(data), model=str(model), rollouts=str(rollouts))
+        with console.status("Tokenizing"):
+            streams = load_streams(data, tokenizer, settings.data)
+        shares = shares_of(streams, settings.data)
+        if rollouts:
+            kept = None if run is None else run / "rollouts.npz"
+            if kept is not None and kept.is_file():
+                streams |= read_streams(kept)
+            else:
+                with console.status("Generating text"):
+                    streams["rollouts"] = own_text(model, streams, shares, tokens=rollouts, seed=seed)
+                if kept is not None:
+                    kept.parent.mkdir(parents=True, exist_ok=True)
+                    save_streams(kept, {"rollouts": streams["rollouts"]})
+            shares = shares | {"rollouts": sum(shares.values())}
+        length = chosen.sequence_length + 1
+        batches = Batches(streams, shares, batch_size=chosen.batch_size, length=length, seed=seed)
+        trained = lambda path: path.startswith(DRAFT_LAYER)  # noqa: E731
+        done = finished(run, settings, config, batches, console, values=values, trained=trained, model_weight=0.0)
+    write_with_draft_layer(model, output, raw, config, done.values)
+    console.print(f"{output}", markup=False)

@@ -1,0 +1,259 @@
+"""Fields of config.json and generation_config.json: `hf_overrides`, and text models inside multimodal checkpoints."""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import checkpoints
+from checkpoints.config_json import GenerationConfig, read_generation_config
+from checkpoints.conversion import convert
+from checkpoints.drafts import begun_draft_layer, with_draft_layer, write_with_draft_layer
+from checkpoints.errors import CheckpointError
+from checkpoints.json_file import merged, parse_overrides
+from checkpoints.load import load_config, load_weights
+from checkpoints.random import write_random
+from mamba_jax import families
+from mamba_jax.config import ModelConfigError, need
+from tests.checkpoints.checks import assert_equal, load, values
+from tests.checkpoints.test_load import GOLDENS
+from tests.support.models.tiny_configs import CHECKPOINT
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 262144}
+QWEN = {
+    "model_type": "qwen3_5_text",
+    "max_position_embeddings": 262144,
+    "num_hidden_layers": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+}
+WRAPPED = {"model_type": "qwen3_5", "text_config": QWEN, "tie_word_embeddings": True}
+
+
+def config_of(tmp_path, raw, overrides):
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    return load_config(tmp_path, hf_overrides=overrides)
+
+
+@pytest.mark.parametrize("raw", [QWEN, WRAPPED, WRAPPED | {"text_config": {**QWEN, "model_type": "qwen3_5_text"}}])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"rope_parameters": YARN},
+        {"rope_scaling": YARN},
+        {"rope_scaling": {"type": "yarn", **{name: YARN[name] for name in list(YARN)[1:]}}},
+        {"text_config": {"rope_parameters": YARN}},
+        {f"text_config.rope_parameters.{name}": value for name, value in YARN.items()},
+        json.dumps({"rope_parameters": YARN}),
+    ],
+)
+def test_yarn_extends_the_context_and_keeps_the_other_fields(tmp_path, raw, overrides):
+    config = config_of(tmp_path, raw, overrides)
+    assert config.max_position_embeddings == 1 << 20
+    rope = need(need(config.attention).rope)
+    assert rope.frequencies
+    assert (rope.theta, rope.size) == (1e7, 64)
+
+
+@pytest.mark.parametrize("raw", [QWEN, WRAPPED])
+def test_a_plain_field_is_replaced(tmp_path, raw):
+    assert config_of(tmp_path, raw, {"max_position_embeddings": 1000000}).max_position_embeddings == 1000000
+    config = config_of(tmp_path, raw, {"rope_theta": 5e6})
+    assert need(need(config.attention).rope).theta == 5e6
+
+
+def test_the_spelling_of_config_json_is_used():
+    assert merged({"rope_scaling": {"type": "linear", "a": 1}}, {"rope_parameters": {"rope_type": "yarn"}}) == {
+        "rope_scaling": {"type": "yarn", "a": 1}
+    }
+    assert merged({"rope_scaling": None}, {"rope_parameters": {"b": 1}})["rope_parameters"] == {"b": 1}
+    assert merged({"torch_dtype": "float32"}, {"dtype": "bfloat16"}) == {"torch_dtype": "bfloat16"}
+    assert merged({"a": {"b": 1}}, {"a": None}) == {"a": None}
+
+
+def test_dotted_keys_are_nested_fields():
+    assert parse_overrides({"c": 1, "a.b.c": 2, "a": {"b.d": 3}}) == {"a": {"b": {"c": 2, "d": 3}}, "c": 1}
+    one, other = parse_overrides({"b": 1, "a": {"d": 1, "c": 2}}), parse_overrides('{"a.c": 2, "a.d": 1, "b": 1}')
+    assert json.dumps(one) == json.dumps(other)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("{", "hf_overrides: not JSON"),
+        ("[1]", r"hf_overrides: a JSON object is expected, not \[1\]"),
+        ("[" * 100_000, "hf_overrides: nested too deeply"),
+        ({"a." * 100_000: 1}, "hf_overrides: nested too deeply"),
+        ({"text_config": 3}, "text_config is 3: an object is expected"),
+        ({"hidden_size": "big"}, "hidden_size is 'big': a whole number is expected"),
+        ({"model_type": "x"}, "model_type 'x' is not supported"),
+    ],
+)
+@pytest.mark.parametrize("model", ["demo", "nemotron-h-8b"])
+def test_wrong_overrides_are_refused(model, overrides, message):
+    with pytest.raises(checkpoints.CheckpointError, match=message):
+        load_config(model, hf_overrides=overrides)
+
+
+def test_a_published_size_takes_overrides():
+    assert load_config("nemotron-h-8b", hf_overrides={"layer_norm_epsilon": 0.5}).norm_eps == 0.5
+    assert load_config("nemotron-h-8b").norm_eps != 0.5
+
+
+def test_an_orbax_directory_refuses_overrides(tmp_path):
+    (tmp_path / "mamba_jax.json").write_text("{}")
+    with pytest.raises(checkpoints.CheckpointError, match="an Orbax directory does not use"):
+        load_config(tmp_path, hf_overrides={"a": 1})
+
+
+def test_overrides_are_part_of_the_digest_of_weights(tmp_path):
+    directory = write_random(tmp_path / "tiny", CHECKPOINT)
+    overrides = [None, {"layer_norm_epsilon": 0.5}, {"norm_eps": 0.5}, {"not_a_field": 1}, {"not_a_field": 2}]
+    digests = [load_weights(directory, progress=False, hf_overrides=each).digest for each in overrides]
+    assert len(set(digests)) == len(overrides)
+    assert load_weights(directory, progress=False, hf_overrides={}).digest == digests[0]
+    assert load_weights(directory, progress=False, hf_overrides='{"not_a_field": 2}').digest == digests[4]
+
+
+def test_the_loaded_model_has_the_overridden_config(tmp_path):
+    directory = write_random(tmp_path / "tiny", CHECKPOINT)
+    model = checkpoints.load_model(directory, progress=False, hf_overrides={"layer_norm_epsilon": 0.5})
+    assert model.config.norm_eps == 0.5
+
+
+def write(directory, name, content):
+    (directory / name).write_text(json.dumps(content))
+
+
+def test_all_fields(tmp_path):
+    fields = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
+    write(
+        tmp_path,
+        "generation_config.json",
+        {**fields, "eos_token_id": [2, 11, 2], "max_new_tokens": 7, "do_sample": True},
+    )
+    assert read_generation_config(tmp_path) == GenerationConfig(eos_token_ids=(2, 11), max_new_tokens=7, **fields)
+    write(tmp_path, "generation_config.json", {"do_sample": False, "temperature": 1.0})
+    assert read_generation_config(tmp_path).temperature == 0.0, "greedy"
+
+
+def test_ids_that_end_a_text_fall_back_to_the_model_config(tmp_path):
+    assert read_generation_config(tmp_path) == GenerationConfig()
+    write(tmp_path, "config.json", {"eos_token_id": 5})
+    assert read_generation_config(tmp_path).eos_token_ids == (5,)
+    write(tmp_path, "config.json", {"model_type": "x_vl", "text_config": {"eos_token_id": [5]}})
+    write(tmp_path, "generation_config.json", {"temperature": 1})
+    assert read_generation_config(tmp_path).eos_token_ids == (5,)
+    write(tmp_path, "config.json", {"eos_token_id": [5, 6, 7]})
+    write(tmp_path, "generation_config.json", {"eos_token_id": 6})
+    assert read_generation_config(tmp_path).eos_token_ids == (6,)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": "hot"}, "temperature must be a number, not 'hot'"),
+        ({"top_k": 1.5}, "top_k must be a whole number, not 1.5"),
+        ({"eos_token_id": "x"}, "eos_token_id must be an integer or a list of integers, not 'x'"),
+    ],
+)
+def test_wrong_kinds(tmp_path, fields, message):
+    write(tmp_path, "generation_config.json", fields)
+    with pytest.raises(CheckpointError) as error:
+        read_generation_config(tmp_path)
+    assert str(error.value) == f"{tmp_path}/generation_config.json: {message}"
+
+
+WRAPPERS = [
+    # outer model_type, key of the text model's config, its tensors' prefix, what the prefix replaces, other towers
+    ("NemotronH_Nano_VL_V2", "llm_config", "language_model.", "", ("vision_model.x", "mlp1.0.weight")),
+    ("NemotronH_Omni_V3", "llm_config", "language_model.", "", ("sound_encoder.x", "sound_projection.y")),
+    ("nemotron_h_omni", "text_config", "model.language_model.", "backbone.", ("model.vision_tower.x",)),
+    ("minicpmv", "text_config", "llm.", "", ("vpm.x", "resampler.query")),
+]
+
+
+def wrap(source, target, outer, key, prefix, replaced, towers):
+    """Writes a checkpoint again as the text model of a multimodal one."""
+    target.mkdir()
+    fields = json.loads((source / "config.json").read_text())
+    dtype = fields.pop("dtype", "float32")
+    wrapped = {"model_type": outer, "dtype": dtype, key: fields, "vision_config": {"hidden_size": 8}}
+    (target / "config.json").write_text(json.dumps(wrapped))
+    tensors = {
+        prefix + name.removeprefix(replaced) if name.startswith(replaced) else name: value
+        for name, value in load_file(source / "model.safetensors").items()
+    }
+    save_file(tensors | dict.fromkeys(towers, np.ones(3, np.float32)), target / "model.safetensors")
+    return target
+
+
+@pytest.mark.parametrize(("outer", "key", "prefix", "replaced", "towers"), WRAPPERS, ids=[one[0] for one in WRAPPERS])
+def test_the_text_model_of_a_multimodal_checkpoint_is_loaded(tmp_path, caplog, outer, key, prefix, replaced, towers):
+    plain = write_random(tmp_path / "plain", CHECKPOINT)
+    wrapped = wrap(plain, tmp_path / "wrapped", outer, key, prefix, replaced, towers)
+    with caplog.at_level(logging.INFO, logger="checkpoints.load"):
+        found = values(load(wrapped))
+    assert_equal(found, values(load(plain)))
+    (line,) = [record.getMessage() for record in caplog.records if "only the text model" in record.getMessage()]
+    for tower in towers:
+        assert f"{tower.removeprefix('model.').split('.')[0]} (1)" in line
+
+
+def test_a_text_model_in_a_multimodal_one_is_converted_to_orbax_only(tmp_path):
+    plain = write_random(tmp_path / "plain", CHECKPOINT)
+    wrapped = wrap(plain, tmp_path / "wrapped", *WRAPPERS[0])
+    with pytest.raises(checkpoints.CheckpointError, match="use --form orbax"):
+        convert(wrapped, tmp_path / "hugging-face", form="hugging-face", progress=False)
+    assert_equal(values(load(convert(wrapped, tmp_path / "orbax", progress=False))), values(load(plain)))
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS, ids=[one[0] for one in WRAPPERS])
+@pytest.mark.parametrize("existing", [False, True], ids=["new", "existing"])
+def test_a_draft_layer_of_a_text_model_in_a_multimodal_one(tmp_path, wrapper, existing):
+    """It is added, or it replaces the one that is there under the text model's prefix."""
+    drafting = ("num_nextn_predict_layers", "mtp_layers_block_type")
+    fields = CHECKPOINT if existing else {name: v for name, v in CHECKPOINT.items() if name not in drafting}
+    wrapped = wrap(write_random(tmp_path / "plain", fields), tmp_path / "wrapped", *wrapper)
+    raw, config = with_draft_layer(wrapped, "*E" if existing else "*-")
+    before = values(load(wrapped))
+    expected = before | begun_draft_layer(config, before, 0)
+    found = values(load(write_with_draft_layer(wrapped, tmp_path / "with_drafts", raw, config, expected)))
+    assert found.keys() == expected.keys()
+    assert not existing or any((found[path] != before[path]).any() for path in before if path.startswith("mtp."))
+    for path, value in expected.items():
+        np.testing.assert_allclose(found[path], np.asarray(value, found[path].dtype), rtol=1e-2, err_msg=path)
+
+
+def test_lfm2_with_a_vision_tower(tmp_path):
+    golden = next(path for path in GOLDENS if path.name == "lfm2")
+    towers = ("model.vision_tower.x", "model.multi_modal_projector.y")
+    wrapped = wrap(golden, tmp_path / "x", "lfm2_vl", "text_config", "model.language_model.", "model.", towers)
+    assert_equal(values(load(wrapped)), values(load(golden)))
+
+
+def test_a_tensor_of_no_tower_is_still_an_error(tmp_path):
+    plain = write_random(tmp_path / "plain", CHECKPOINT)
+    wrapped = wrap(plain, tmp_path / "wrapped", "some_vl", "llm_config", "language_model.", "", ("adapter.x",))
+    with pytest.raises(checkpoints.CheckpointError, match=r"1 unexpected: adapter\.x \[3\]"):
+        load(wrapped)
+
+
+def test_fields_of_the_text_model_win_over_outer_ones():
+    raw = {"model_type": "outer", "eos_token_id": 1, "llm_config": {"model_type": "inner", "eos_token_id": 2}, "x": 3}
+    assert families.text_fields(raw) == {
+        "model_type": "inner", "eos_token_id": 2, "x": 3, "wrapper_model_type": "outer"
+    }  # fmt: skip
+    assert families.text_fields({"model_type": "plain", "text_config": None})["model_type"] == "plain"
+
+
+@pytest.mark.parametrize("key", ["text_config", "llm_config"])
+def test_a_text_config_that_is_no_object(key):
+    with pytest.raises(ModelConfigError, match=f"config field {key} is 3: an object is expected"):
+        families.config_from_hf({"model_type": "qwen3_5", key: 3})
+
+
+def test_a_wrapper_of_an_unknown_text_model_names_the_text_model():
+    with pytest.raises(families.UnknownModelType, match="model_type 'llama' is not supported"):
+        families.config_from_hf({"model_type": "llava", "text_config": {"model_type": "llama"}})
