@@ -24,6 +24,7 @@ from mamba_jax.packing import Packing, pack
 from mamba_jax.program_cache import ProgramCache
 from mamba_jax.rows import Rows
 from mamba_jax.sampling.masks import MaskBatch
+from mamba_jax.sampling.table import DEFAULT_LOGPROBS
 from mamba_jax.sequences import check_ids
 from mamba_jax.sharding import replicated, rows_shardings, use_mesh
 from mamba_jax.step import mask, seat, set_page_table, step
@@ -71,10 +72,11 @@ class StepPrograms:
         sampling_masks: bool = False,
         adapters: Adapters | None = None,
         greedy: bool = False,
+        max_logprobs: int = DEFAULT_LOGPROBS,
     ) -> None:
         """`source` makes drafts. `compiler_options` are XLA's, as `jax.stages.Lowered.compile` takes them, added to
         those of the platform (`platform_options`). `kernels` chooses the implementation of each operation,
-        and can report it once programs have been compiled. `processed_logprobs`, `sampling_masks`: see
+        and can report it once programs have been compiled. `processed_logprobs`, `sampling_masks`, `max_logprobs`: see
         `mamba_jax.step.step`. With `adapters`, the programs add each row's adapter; loading and removing adapters
         compiles nothing. `greedy` programs leave out sampling, over a third of what is compiled, and refuse rows that
         sample.
@@ -98,7 +100,7 @@ class StepPrograms:
         """The model's parameters, then the arrays of the adapters."""
         # Compilation uses these in place of the weights, because a long compilation must not keep replaced ones alive.
         self._like_weights = abstract(self._weights)
-        self._reported = processed_logprobs, sampling_masks
+        self._reported = processed_logprobs, sampling_masks, max_logprobs
         self.greedy = greedy
         platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
         self._compiler_options = platform_options(platform) | dict(compiler_options or {})
@@ -111,7 +113,8 @@ class StepPrograms:
             model: Any = nnx.merge(graphdef, nnx.from_flat_state(filled))
             if adapters is not None:
                 adapters.attach(model, added)
-            return step(model, store, rows, batch, source, processed_logprobs, sampling_masks, self.greedy)
+            options = processed_logprobs, sampling_masks, self.greedy, max_logprobs
+            return step(model, store, rows, batch, source, *options)
 
         self.kept: StoredPrograms | None = None
         """Programs on disk: read before a program is compiled, and written after."""

@@ -202,6 +202,9 @@ class EngineConfig(Settings):
         description="Record the experts of each token, and return them as routed_experts of an output. Needs a model "
         "with experts and attention; not with tiers, a split or several hosts.",
     )
+    max_logprobs: int = Field(
+        20, ge=0, le=1024, description="Maximum number of alternatives in log-probabilities of a token."
+    )
     enable_return_sampling_mask: bool = Field(
         False,
         description="Allow return_sampling_mask in requests: sampling_mask of an output is the tokens that each token "

@@ -22,7 +22,7 @@ from mamba_jax.sampling.draw_tokens import draw
 from mamba_jax.sampling.inputs import SamplingInputs, own_rows
 from mamba_jax.sampling.largest import argmax, largest, most_likely
 from mamba_jax.sampling.masks import bit_of
-from mamba_jax.sampling.table import MAX_LOGPROBS
+from mamba_jax.sampling.table import DEFAULT_LOGPROBS
 from mamba_jax.sharding.axis import TENSOR, axis_mesh, keep_whole
 
 
@@ -155,6 +155,7 @@ def report_logprobs(
     wanted: Int[Array, "*rows"],
     process: Callable[[Array], Array] = lambda logits: logits,
     others: Int[Array, "*rows ids"] | None = None,
+    most: int = DEFAULT_LOGPROBS,
 ) -> tuple[Float[Array, "*rows"], Int[Array, "*rows top"], Float[Array, "*rows top"], Float[Array, "*rows ids"]]:
     """Log-probabilities of tokens and of the most likely alternatives, computed only where some row wants them.
 
@@ -164,10 +165,11 @@ def report_logprobs(
         wanted: number of alternatives; -1 to report nothing.
         process: function applied to the logits first.
         others: ids of more tokens to report; -1 for none.
+        most: maximum number of alternatives.
     Returns:
         token log-probabilities, ids of the alternatives, their log-probabilities, those of `others` (undefined for -1).
     """
-    top = min(MAX_LOGPROBS, logits.shape[-1])
+    top = min(most, logits.shape[-1])
     others = jnp.zeros((*tokens.shape, 0), jnp.int32) if others is None else others
 
     def nothing():

@@ -19,8 +19,10 @@ MAX_LOGIT_BIAS = 300
 """Entries of `logit_bias` that one request may have, as in OpenAI's API."""
 MAX_STOP_IDS = 64
 """Ids that `min_tokens` can hold back for one request (end-of-sequence and stop ids together)."""
-MAX_LOGPROBS = 20
-"""Alternatives reported for each token at most."""
+MAX_LOGPROBS = 1024
+"""Alternatives that programs can report for each token at most."""
+DEFAULT_LOGPROBS = 20
+"""Alternatives that they report unless they are made for more."""
 MAX_PROMPT_LOGPROB_IDS = 128
 """Token ids whose log-probabilities are reported at each prompt position at most."""
 

@@ -105,6 +105,6 @@ class DecodeRows:
         """
         return min(most, max(self.by_row.shape[1] - 1, 1))
 
-    def report(self, model: HybridModel, rows: Rows, written: StepHidden) -> dict[str, Any]:
+    def report(self, model: HybridModel, rows: Rows, written: StepHidden, _: int) -> dict[str, Any]:
         """Returns the fields of `StepOutput` that only decode steps have."""
         return {"num_drafts": self.sampled.num_drafts if self.by_row.shape[1] > 1 else None, "prompt_logprobs": None}

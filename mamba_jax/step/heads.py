@@ -48,6 +48,7 @@ def emit(
     processed_logprobs: bool,
     sampling_masks: bool,
     greedy: bool,
+    max_logprobs: int,
 ) -> tuple[Emission, dict[str, Any]]:
     """The tokens that the heads emit; their log-probabilities and whether they are finite, as fields of `StepOutput`.
 
@@ -66,7 +67,7 @@ def emit(
     wanted = jnp.where((emission.tokens >= 0) & (row_id > 0)[:, None], rows.sampling.logprobs[row_id][:, None], -1)
     unused = jnp.arange(width) > emission.accepted[:, None]
     process = inputs.processed if processed_logprobs else lambda flat: flat
-    reported = report_logprobs(flat, emission.tokens.reshape(-1), wanted.reshape(-1), process)
+    reported = report_logprobs(flat, emission.tokens.reshape(-1), wanted.reshape(-1), process, most=max_logprobs)
     logprobs, top_ids, top_logprobs = (each.reshape(count, width, *each.shape[1:]) for each in reported[:3])
     return emission, {
         "tokens": emission.tokens,

@@ -86,10 +86,10 @@ class PrefillRows:
         """Returns the number of drafts to make."""
         return most
 
-    def report(self, model: HybridModel, rows: Rows, written: StepHidden) -> dict[str, Any]:
+    def report(self, model: HybridModel, rows: Rows, written: StepHidden, max_logprobs: int) -> dict[str, Any]:
         """Returns the fields of `StepOutput` that only prefill steps have."""
-        prompt = prompt_logprobs(model.logits, rows, self.batch, self.layout, written.hidden, written.before)
-        return {"prompt_logprobs": prompt}
+        given = rows, self.batch, self.layout, written.hidden, written.before
+        return {"prompt_logprobs": prompt_logprobs(model.logits, *given, max_logprobs)}
 
 
 _PIECE = 64
@@ -103,6 +103,7 @@ def prompt_logprobs(
     layout: PrefillLayout,
     hidden: Float[Array, "T hidden"],
     before: Float[Array, "rows hidden"],
+    most: int,
 ) -> PromptLogprobs:
     """Log-probability of every token, and of the ids that its row asks for, given those before it, for rows that ask.
 
@@ -120,7 +121,7 @@ def prompt_logprobs(
 
         def through_head() -> tuple[Array, Array, Array, Array]:
             ids = rows.sampling.prompt_logprob_ids[seat]
-            return report_logprobs(logits(previous), tokens, wanted, others=ids)
+            return report_logprobs(logits(previous), tokens, wanted, others=ids, most=most)
 
         def nothing() -> tuple[Array, Array, Array, Array]:
             return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(through_head))

@@ -12,6 +12,7 @@ from mamba_jax.drafts import DraftSource
 from mamba_jax.layout import DecodeLayout, MixedLayout, PrefillLayout
 from mamba_jax.model import HybridModel
 from mamba_jax.rows import Rows
+from mamba_jax.sampling.table import DEFAULT_LOGPROBS
 from mamba_jax.sharding.axis import keep_whole
 from mamba_jax.step.decode import DecodeRows
 from mamba_jax.step.heads import emit, propose
@@ -29,6 +30,7 @@ def step(
     processed_logprobs: bool = False,
     sampling_masks: bool = False,
     greedy: bool = False,
+    max_logprobs: int = DEFAULT_LOGPROBS,
 ) -> tuple[Store, Rows, Any]:
     """Runs one decode, prefill or mixed step; `DecodeBatch` and `PrefillBatch` describe the input.
 
@@ -42,6 +44,7 @@ def step(
             after penalties, temperature and limits; otherwise under the model's.
         sampling_masks: report the tokens that output tokens are drawn from, for rows that ask.
         greedy: emit the most likely tokens, whatever the rows' sampling parameters.
+        max_logprobs: maximum number of alternatives in log-probabilities.
     Returns:
         the store, the rows, and a `StepOutput`; of a mixed step, those of its decode rows and of its prefill rows.
     """
@@ -71,6 +74,7 @@ def step(
             processed_logprobs=processed_logprobs,
             sampling_masks=sampling_masks,
             greedy=greedy,
+            max_logprobs=max_logprobs,
         )
         kept = part.kept(emission)
         slot, anchor = part.resume_after(kept)
@@ -82,7 +86,7 @@ def step(
             kept=kept,
             tag_error=done.wrong.any(),
             proposed=next_drafts(rows, part.row_id),
-            **part.report(model, before, done),
+            **part.report(model, before, done, max_logprobs),
         )
         outputs.append(output)
     return store, rows, (outputs[0], outputs[1]) if isinstance(batch, MixedBatch) else outputs[0]

@@ -43,6 +43,7 @@ class Engine:
         adapters: None refuses requests with adapters.
         experts_per_layer: experts of a token in one layer, if the store records them and outputs return them.
         sampling_masks: whether the loop's programs report sampling masks; False refuses requests for them.
+        max_logprobs: the number of alternatives in log-probabilities that the loop's programs report.
     """
 
     def __init__(
@@ -59,13 +60,14 @@ class Engine:
         adapters: AdapterTable | None = None,
         experts_per_layer: int = 0,
         sampling_masks: bool = False,
+        max_logprobs: int = 20,
     ) -> None:
         self.loop, self.grammars, self.adapters = loop, grammars, adapters
         self.tokenizer, self.vocab_size, self.max_model_len = tokenizer, vocab_size, max_model_len
         self.eos_token_ids = tuple(eos_token_ids)
         self.control = Control(self, weights)
         """Pauses, sleep and new weights."""
-        self._sampling_masks = sampling_masks
+        self._sampling_masks, self.max_logprobs = sampling_masks, max_logprobs
         self._seeds, self._experts_per_layer = random.Random(seed), experts_per_layer
         self._parents: dict[str, UserRequest] = {}
         self._prefixes = ChangedPrefixes()
@@ -111,6 +113,10 @@ class Engine:
         for mark in request.cache_marks:
             if mark.position > len(ids):
                 raise RequestError(f"cache_marks: position {mark.position} is not in the prompt (1 to {len(ids)})")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > self.max_logprobs:
+                most = f"at most {self.max_logprobs} (max_logprobs)"
+                raise RequestError(f"{name} must be {most}, got {getattr(params, name)}")
         if params.return_sampling_mask and not self._sampling_masks:
             raise RequestError("return_sampling_mask needs the flag enable_return_sampling_mask")
         output = RequestOutput(

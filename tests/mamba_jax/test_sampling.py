@@ -246,17 +246,18 @@ def test_the_most_likely_of_many_with_ties():
     # Blocks with equal maxima, and more of the same value within them than are asked for: the first of equals.
     logits = np.random.default_rng(6).integers(0, 4, (2, 5000)).astype(np.float32)
     logits[1, 1000:] -= 9
-    _, ids, top, _ = jax.jit(report_logprobs)(logits, np.zeros(2, int), np.full(2, 20))
-    want = np.argsort(-logits, axis=-1, kind="stable")[:, :20]
-    np.testing.assert_array_equal(ids, want)
-    assert (np.diff(top) <= 0).all()
+    for most in (20, 70):
+        reported = jax.jit(partial(report_logprobs, most=most))(logits, np.zeros(2, int), np.full(2, most))
+        _, ids, top, _ = reported
+        np.testing.assert_array_equal(ids, np.argsort(-logits, axis=-1, kind="stable")[:, :most])
+        assert (np.diff(top) <= 0).all()
 
 
 def test_rows_have_room_for_so_much():
     for message, row in (
         ("301 entries of logit_bias: at most 300", {"logit_bias": dict.fromkeys(range(301), 1.0)}),
         ("65 ids that min_tokens must hold back: at most 64", {"min_tokens": 1, "stop_ids": range(65)}),
-        ("21 logprobs: at most 20", {"logprobs": 21}),
+        ("1025 logprobs: at most 1024", {"logprobs": 1025}),
         ("token id -3: ids from 0 on", {"logit_bias": {-3: 1.0}}),
         ("129 ids of prompt_logprob_token_ids: at most 128", {"prompt_logprobs": 0, "prompt_logprob_ids": range(129)}),
     ):

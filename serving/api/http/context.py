@@ -17,6 +17,7 @@ from serving.api.metrics import Metrics
 from serving.api.traces import Traces
 from serving.engine.async_engine import AsyncEngine
 from serving.engine.requests.adapters import LoRARequest
+from serving.engine.requests.sampling_params import MAX_LOGPROBS
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class ResponseContext:
     store: ResponseStore = field(default_factory=lambda: ResponseStore(0, 0))
     key: str | None = None
     """The key of the client: it may continue the responses in `store` that this key created."""
+    max_logprobs: int = MAX_LOGPROBS
+    """Maximum number of alternatives in log-probabilities; the engine refuses more than it reports."""
     marks: bool = True
     """Prompts get marks of the prefix cache, for which conversations are rendered several times."""
 
@@ -78,7 +81,7 @@ class Context:
         engine = self.engine.engine
         return ResponseContext(
             self.codec, name, self.settings, engine.vocab_size, self.tool_calls, self.reasoning, self.store, key,
-            engine.loop.scheduler.config.caching,
+            engine.max_logprobs, engine.loop.scheduler.config.caching,
         )  # fmt: skip
 
     @functools.cached_property

@@ -19,11 +19,13 @@ from serving.core import Mark
 from serving.engine.requests.adapters import LoRARequest
 from serving.engine.requests.output import CompletionOutput, RequestOutput
 from serving.engine.requests.request import EngineRequest
-from serving.engine.requests.sampling_params import MAX_LOGPROBS, SamplingParams
+from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.structured.grammars import Grammar
 
 MAX_VALUES = 1 << 21
 """Maximum number of values of log-probabilities and sampling masks in one response."""
+_ALTERNATIVES = 20
+"""With so many alternatives, one choice of the longest context is always allowed."""
 
 
 @dataclass
@@ -50,7 +52,7 @@ class Job:
 
     def check_size(self, max_model_len: int, vocab_size: int | None) -> None:
         """Checks how many values of log-probabilities and sampling masks (8 bytes each) the response can have, and sets
-        `score_bytes`. One choice of the longest context is always allowed.
+        `score_bytes`.
 
         Raises:
             ApiError: they are too many.
@@ -65,7 +67,7 @@ class Job:
             room = max(max_model_len - len(prompt), 0)
             length = room if params.max_tokens is None else min(params.max_tokens, room)
             values += params.n * (len(prompt) * scored + length * reported)
-        most = max(MAX_VALUES, max_model_len * (1 + MAX_LOGPROBS))
+        most = max(MAX_VALUES, max_model_len * (1 + _ALTERNATIVES))
         if values > most:
             raise ApiError(
                 400,

@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from serving.config import ConfigError, EngineConfig
 from serving.core.errors import RequestError
-from serving.engine.requests.sampling_params import MAX_LOGPROBS, SamplingParams, recommended_sampling
+from serving.engine.requests.sampling_params import SamplingParams, recommended_sampling
 from serving.settings import Settings
 
 LogFormat = Literal["text", "json"]
@@ -128,9 +128,6 @@ class ServerSettings(ConnectionBounds, RequestBounds):
         description="Where to send OpenTelemetry spans (OTLP over HTTP), e.g. http://localhost:4318/v1/traces.",
     )
     vllm_metrics: bool = Field(False, description="Also export metrics under vLLM's names, for vLLM dashboards.")
-    max_logprobs: int = Field(
-        MAX_LOGPROBS, ge=0, le=MAX_LOGPROBS, description="Maximum number of alternatives in log-probabilities."
-    )
     allowed_origins: tuple[str, ...] = Field(
         (), description="An origin whose pages may call the server (CORS), or *; repeatable. Unset: none."
     )

@@ -324,6 +324,7 @@ class _Parts:
             kernels=kernel_choice(config, self.refused),
             processed_logprobs=config.logprobs_mode == "processed_logprobs",
             sampling_masks=config.enable_return_sampling_mask,
+            max_logprobs=config.max_logprobs,
             adapters=adapters,
         )
         loop = StepLoop(
@@ -358,6 +359,7 @@ class _Parts:
             grammars=grammars,
             experts_per_layer=need(model.config.moe).experts_per_token if config.enable_return_routed_experts else 0,
             sampling_masks=config.enable_return_sampling_mask,
+            max_logprobs=config.max_logprobs,
             adapters=AdapterTable(programs, model.config, loop, states, self.names) if config.serves_adapters else None,
         )
 

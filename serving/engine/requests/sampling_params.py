@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound="DataclassInstance")
 
-MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_PROMPT_LOGPROB_IDS = 300, 20, 128
+MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_PROMPT_LOGPROB_IDS = 300, 1024, 128
 """Copies of the values in `mamba_jax.sampling.table`, because importing it would import JAX. A test compares them."""
 MAX_STOP_IDS = 32
 MAX_STOP_CHARACTERS = 4096

@@ -23,9 +23,9 @@ def other(tmp_path_factory):
     """A server with a template of its own, and pages of one origin that may use it; nothing has been compiled."""
     file = tmp_path_factory.mktemp("templates") / "plain.jinja"
     file.write_text(TEMPLATE)
-    engine = build_engine(EngineConfig.create(chat_template=str(file), **SMALL), progress=False).engine
+    engine = build_engine(EngineConfig.create(chat_template=str(file), max_logprobs=30, **SMALL), progress=False).engine
     server = LiveServer(
-        engine, prepare=False, allowed_origins="https://chat.example", root_path="/models/demo", max_logprobs=3,
+        engine, prepare=False, allowed_origins="https://chat.example", root_path="/models/demo",
         default_chat_template_kwargs={"mood": "calm"}, api_key="secret",
     )  # fmt: skip
     server.http.headers["authorization"] = "Bearer secret"
@@ -74,16 +74,26 @@ def test_a_path_in_front(other):
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
-        ("/v1/completions", {"prompt": "x", "logprobs": 4}, "logprobs"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 4},
+        ("/v1/completions", {"prompt": "x", "logprobs": 31}, "logprobs"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 31},
          "top_logprobs"),
     ],
 )  # fmt: skip
-def test_few_log_probabilities(other, path, fields, param):
+def test_too_many_log_probabilities(other, path, fields, param):
     answer = other.http.post(path, json=fields)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
-    assert "at most 3" in answer.json()["error"]["message"]
+    assert "at most 30" in answer.json()["error"]["message"]
+
+
+@pytest.mark.full
+def test_more_log_probabilities_than_by_default(other):
+    body = {"prompt": "What is", "max_tokens": 2, "echo": True, "logprobs": 25, "temperature": 0}
+    (choice,) = other.http.post("/v1/completions", json=body).json()["choices"]
+    first, *tables = choice["logprobs"]["top_logprobs"]
+    assert first is None
+    for table in tables:
+        assert 20 < len(table) <= 26  # tokens with the same text count once
 
 
 def test_sampling_of_the_operators():

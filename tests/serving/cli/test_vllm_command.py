@@ -170,7 +170,7 @@ def test_what_is_no_count(text, capfd):
         (["--default-chat-template-kwargs", "[]"], "must be a JSON object"),
         (["--ssl-keyfile", "key.pem"], "must be given together"),
         (["--ssl-keyfile", "key.pem", "--ssl-certfile", "no.pem"], "--ssl-certfile no.pem: cannot be used"),
-        (["--max-logprobs", "50"], "max_logprobs"),
+        (["--max-logprobs", "5000"], "max_logprobs"),
         (["--reasoning-parser", "other"], "reasoning_parser"),
         (["--tool-call-parser", "pythonic"], "tool_call_parser"),
         (["--no-such-flag"], "No such option"),

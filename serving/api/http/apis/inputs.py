@@ -73,7 +73,7 @@ def _check_counts(context: ResponseContext, choices: int, alternatives: int | No
     most = context.settings.max_choices
     if choices > most:
         raise ApiError(400, f"{choices} choices (prompts times n): at most {most} are allowed", param="n")
-    most = context.settings.max_logprobs
+    most = context.max_logprobs
     if alternatives is not None and alternatives > most:
         raise ApiError(400, f"{param} is {alternatives}: at most {most} are allowed", param=param)
 

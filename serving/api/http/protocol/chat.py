@@ -166,7 +166,7 @@ class ChatRequest(GenerationRequest):
     messages: Items[Message] = Field(min_length=1)
     max_completion_tokens: Count | None = Field(None, description="The new name of max_tokens.")
     logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: int | None = Field(None, ge=0, le=1024)
     tools: Items[Annotated[Tool, BeforeValidator(_as_function)]] | None = None
     tool_choice: ToolChoice | None = Field(
         None, description="none, auto, required (the model must call a function), or the function to call."

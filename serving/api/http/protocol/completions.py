@@ -21,7 +21,9 @@ class CompletionRequest(GenerationRequest):
 
     prompt: PromptField
     echo: bool = Field(False, description="Return the prompt before the output, including its log-probabilities.")
-    logprobs: int | None = Field(None, ge=0, le=20, description="Report log-probabilities, and this many alternatives.")
+    logprobs: int | None = Field(
+        None, ge=0, le=1024, description="Report log-probabilities, and this many alternatives."
+    )
     prompt_logprob_token_ids: TokenIds | None = Field(
         None, description="Return prompt_logprobs: of the prompt's own tokens, and of these ids at each position."
     )
