@@ -154,7 +154,7 @@ def test_a_message_without_text_is_refused(content):
 def test_a_call_that_ends_before_text_stays_whole():
     blocks = Blocks()
     begun, ended = CallPiece(0, '{"a": "x', "f", "1"), CallPiece(0, '"}')
-    for piece in (AnswerPiece(calls=[begun]), AnswerPiece(text="Done.", calls=[ended])):
+    for piece in (AnswerPiece([begun]), AnswerPiece([ended, ("text", "Done.")])):
         list(blocks.push(piece))
     assert [(block.kind, block.text) for block in blocks.all] == [("call", '{"a": "x"}'), ("text", "Done.")]
 
@@ -282,6 +282,15 @@ def test_calls_are_read_where_tools_are_offered():
         assert (message["content"], len(message["tool_calls"] or ()), choice["finish_reason"]) == told
     (choice,) = answered(CHAT, "</think><t", "length", tools=tools, tool_choice="required")["choices"]
     assert not choice["message"]["content"]
+
+
+def test_text_after_a_call_comes_after_it():
+    tools = [{"type": "function", "name": "f", "parameters": SCHEMA}]
+    text = '</think>so <tool_call>{"name": "f", "arguments": {"a": "x"}}</tool_call> done'
+    items = answered(RESPONSES, text, tools=tools)["output"]
+    assert [item["type"] for item in items] == ["message", "function_call", "message"]
+    blocks = answered(MESSAGES, text, tools=[{"name": "f", "input_schema": SCHEMA}])["content"]
+    assert [block.get("text", "").strip() for block in blocks] == ["so", "", "done"]
 
 
 def test_a_custom_tool_is_called_with_its_text():

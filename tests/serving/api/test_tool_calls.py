@@ -40,7 +40,7 @@ def test_calls_are_found_however_the_text_is_cut(form, size):
     assert told(form, cut(text, size)) == ("I look <b>it</b> up.", [ONE, ONE])
     for end in range(0, len(text), size):  # no part of a mark is shown
         reader = AnswerReader(form, [Tool.model_validate(TOOL)])
-        shown = "".join(reader.push(piece).text for piece in cut(text[:end], size))
+        shown = "".join(reader.push(piece).of("text") for piece in cut(text[:end], size))
         assert not any(mark in shown.lower() for mark in ("<t", "<|", "<f"))
 
 

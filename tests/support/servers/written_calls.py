@@ -69,7 +69,7 @@ def found(form, pieces, tools=(), *, cut=False, **options):
     reader, shown, calls = AnswerReader(form, [Tool.model_validate(tool) for tool in tools], **options), "", []
     for piece in (*pieces, None):
         new = reader.push(piece or "", last=piece is None, cut=cut)
-        shown, calls = shown + new.text, calls + new.calls
+        shown, calls = shown + new.of("text"), calls + new.calls
     return shown, [(call.function.name, call.function.arguments) for call in whole_calls(calls)]
 
 

@@ -52,18 +52,14 @@ class Blocks:
 
     def push(self, piece: AnswerPiece) -> Iterator[BlockChange]:
         """Yields the changes of a new piece."""
-        calls = list(piece.calls)
-        while calls and calls[0].name is None:  # the rest of the open call is before new text
-            yield from self._add("call", calls.pop(0).arguments)
-        if piece.reasoning:
-            yield from self._add("reasoning", piece.reasoning)
-        if piece.text:
-            yield from self._add("text", piece.text)
-        for call in calls:
-            if call.name is not None:
-                yield from self._begin(Block("call", len(self.all), name=call.name, call_id=call.id or ""))
-            if call.arguments:
-                yield from self._add("call", call.arguments)
+        for part in piece.parts:
+            if isinstance(part, tuple):
+                yield from self._add(*part)
+                continue
+            if part.name is not None:
+                yield from self._begin(Block("call", len(self.all), name=part.name, call_id=part.id or ""))
+            if part.arguments:
+                yield from self._add("call", part.arguments)
 
     def close(self) -> Iterator[BlockChange]:
         """Yields the change at the end of the answer."""

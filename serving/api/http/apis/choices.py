@@ -139,15 +139,15 @@ class ChatWriter(ChoicesWriter):
     def _message(self, parsed: AnswerPiece, *, whole: bool) -> ChatAnswer:
         """Returns the message, or new output of it; empty without new output, as in OpenAI's last event of a choice."""
         fields: dict[str, Any] = {}
-        if parsed.text:
-            fields["content"] = parsed.text
+        if text := parsed.of("text"):
+            fields["content"] = text
         if whole:
             # Content is null if there is only reasoning or calls, and "" for an empty answer.
-            fields = {"role": "assistant", "content": None if parsed else ""} | fields
-        if parsed.reasoning and self._body.include_reasoning:
-            fields["reasoning_content"] = fields["reasoning"] = parsed.reasoning
-        if parsed.calls:
-            fields["tool_calls"] = whole_calls(parsed.calls) if whole else [_call_delta(call) for call in parsed.calls]
+            fields = {"role": "assistant", "content": None if parsed.parts else ""} | fields
+        if (thought := parsed.of("reasoning")) and self._body.include_reasoning:
+            fields["reasoning_content"] = fields["reasoning"] = thought
+        if calls := parsed.calls:
+            fields["tool_calls"] = whole_calls(calls) if whole else [_call_delta(call) for call in calls]
         return ChatAnswer(**fields)
 
 

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from serving.api.http.parsing.argument_values import markup_value, python_value, schema_types
 from serving.api.http.parsing.call_pieces import CallNumbering, CallPiece
@@ -35,14 +35,26 @@ _OF_LINES = [syntax for syntax in SYNTAXES if not syntax.heads[0].before.startsw
 
 @dataclass
 class AnswerPiece:
-    """New output of a choice."""
+    """New output of a choice, in order: texts by kind, and pieces of calls."""
 
-    reasoning: str = ""
-    text: str = ""
-    calls: list[CallPiece] = field(default_factory=list)
+    parts: list[tuple[Literal["reasoning", "text"], str] | CallPiece] = field(default_factory=list)
 
-    def __bool__(self) -> bool:
-        return bool(self.reasoning or self.text or self.calls)
+    def add(self, kind: Literal["reasoning", "text"], text: str) -> None:
+        """Appends text."""
+        last = self.parts[-1] if self.parts else None
+        if isinstance(last, tuple) and last[0] == kind:
+            self.parts[-1] = kind, last[1] + text
+        elif text:
+            self.parts.append((kind, text))
+
+    def of(self, kind: Literal["reasoning", "text"]) -> str:
+        """Returns the text of a kind."""
+        return "".join(part[1] for part in self.parts if isinstance(part, tuple) and part[0] == kind)
+
+    @property
+    def calls(self) -> list[CallPiece]:
+        """The pieces of calls."""
+        return [part for part in self.parts if isinstance(part, CallPiece)]
 
 
 class _Trimmed:
@@ -112,9 +124,9 @@ class AnswerReader:
         next(self._steps, None)
         piece, self._piece = self._piece, AnswerPiece()
         if last and not self.called and not self.inside:
-            piece.text += self._answer.rest()
-        if self._most is not None:
-            piece.calls = [call for call in piece.calls if call.index < self._most]
+            piece.add("text", self._answer.rest())
+        if (most := self._most) is not None:
+            piece.parts = [part for part in piece.parts if isinstance(part, tuple) or part.index < most]
         return piece
 
     def _all(self) -> Wait[None]:
@@ -144,11 +156,11 @@ class AnswerReader:
 
     def _show(self, text: str) -> None:
         if self.inside:
-            self._piece.reasoning += self._thoughts.push(text)
+            self._piece.add("reasoning", self._thoughts.push(text))
         elif not self._forced:
-            self._piece.text += self._answer.push(text)
+            self._piece.add("text", self._answer.push(text))
             if self._style is None:
-                self._piece.text += self._answer.rest()
+                self._piece.add("text", self._answer.rest())
 
     def _prose(self) -> Wait[None]:
         """Reads text up to a mark, and what the mark begins."""
@@ -320,11 +332,11 @@ class AnswerReader:
     def _begin(self, name: str, call_id: str | None = None) -> None:
         if self.inside:
             self.inside, self._answer = False, _Trimmed(strip=True)
-        self._piece.calls.append(self._numbering.begin(self._own(name), call_id))
+        self._piece.parts.append(self._numbering.begin(self._own(name), call_id))
 
     def _emit(self, arguments: str) -> None:
         if arguments:
-            self._piece.calls.append(self._numbering.more(arguments))
+            self._piece.parts.append(self._numbering.more(arguments))
 
     def _object(self, style: CallFormat, syntax: CallSyntax) -> Wait[None]:
         """Reads arguments that are a JSON object, and the end of their call."""

@@ -96,7 +96,7 @@ def _with_functions(values: dict[str, Any]) -> dict[str, Any]:
             kept.append(tool)
         else:
             values[f"tools.{kind}"] = True
-    choice = values.get("tool_choice")
+    choice: Any = values.get("tool_choice")
     allowed = choice.get("allowed_tools", choice) if isinstance(choice, dict) else None
     if isinstance(allowed, dict) and isinstance(listed := allowed.get("tools"), list):
         ours = [tool for tool in listed if not isinstance(tool, dict) or tool.get("type") in ("function", "custom")]
