@@ -14,10 +14,10 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fastapi import APIRouter, Depends, FastAPI, Request
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import BaseModel, Field
 from starlette.datastructures import Headers
 
 from serving.api.http.apis.inputs import tokenized
@@ -155,15 +155,6 @@ def worker_errors(peer: str, otherwise: tuple[int, str] = (410, "state_gone")) -
         raise ApiError(status, str(error), code=code, headers={"Retry-After": "1"} if status == 503 else None) from None
 
 
-def _known(kind: str) -> str:
-    if kind not in TEXT_APIS:
-        raise ValueError(f"must be one of {', '.join(TEXT_APIS)}")
-    return kind
-
-
-ApiKind = Annotated[str, AfterValidator(_known)]  # the path below `/v1/`, a key of `TEXT_APIS`
-
-
 class WorkerPrompt(NamedTuple):
     """A request's prompt, priority, cache salt, adapter and marks, without sampling parameters."""
 
@@ -192,7 +183,7 @@ async def prompt_of(context: Context, kind: str, body: dict[str, Any], headers: 
 class PromptRequest(BaseModel):
     """A client's request, whose prompt is to be tokenized."""
 
-    kind: ApiKind
+    kind: Literal[tuple(TEXT_APIS)]  # type: ignore[valid-type]  # the path below `/v1/`
     body: dict[str, Any]
 
 
