@@ -7,7 +7,7 @@ the last state that needs it. Token ids are sent in clear.
 
 from __future__ import annotations
 
-import logging
+import importlib.util
 import threading
 import time
 from collections.abc import Callable
@@ -20,8 +20,6 @@ from serving.core.cache.prefix_tree import Checkpoint, Root
 from serving.core.tiers.journal import Journal
 from serving.settings import ConfigError
 from serving.split.settings import KvEventsSettings
-
-log = logging.getLogger(__name__)
 
 _LOOK = 0.05  # seconds between two batches
 _BEAT = 5.0  # seconds without changes after which an empty batch shows readers what they missed
@@ -203,19 +201,24 @@ def _hash(link: Name) -> int:
     return int.from_bytes(link[:8], "big") >> 1
 
 
+def check_installed() -> None:
+    """Raises ConfigError if a package of the extra is not installed."""
+    for name in ("zmq", "msgspec"):
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"kv_events_config: {name} is not installed: {install_advice('events')}")
+
+
 class KvPublisher:
     """Sends a journal's events, in a thread of its own.
 
     Raises:
-        ConfigError: a package is not installed, or an endpoint cannot be bound.
+        ConfigError: an endpoint cannot be bound.
     """
 
     def __init__(self, journal: KvJournal, settings: KvEventsSettings) -> None:
-        try:
-            import msgspec
-            import zmq
-        except ModuleNotFoundError as error:
-            raise ConfigError(f"kv_events_config: {error.name} is not installed: {install_advice('events')}") from None
+        import msgspec
+        import zmq
+
         self._journal, self._topic, self._number = journal, settings.topic.encode(), 0
         self._encode: Callable[[Any], bytes] = msgspec.msgpack.encode
         self._again: type[Exception] = zmq.Again

@@ -21,7 +21,7 @@ from serving.engine.assembly.build import AssembledEngine
 from serving.split.decode_side import DecodeSide
 from serving.split.http.events import events_router
 from serving.split.http.routes import worker_router
-from serving.split.kv_events import KvJournal, KvPublisher
+from serving.split.kv_events import KvJournal, KvPublisher, check_installed
 from serving.split.prefill_side import PrefillSide
 from serving.split.seal import SECRET_VARIABLE
 from serving.split.settings import SplitSettings
@@ -72,6 +72,8 @@ def role_of(
         ConfigError: the engine does not support the role.
     """
     check(Deployment(config, role=settings.role, followed=settings.followed))
+    if settings.kv_events is not None:
+        check_installed()
     port = listening.getsockname()[1]
     return lambda built: open_role(settings, built, server.host, port, keys=server.api_key)
 
