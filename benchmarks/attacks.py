@@ -117,7 +117,7 @@ def faults(hostile: Hostile, tries: list[Effect]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--place", action="append", choices=("server", "router", "prefill"), help="Default: all.")
-    parser.add_argument("--only", default="", help="Only requests whose names contain this.")
+    parser.add_argument("--only", action="append", help="Only requests whose names contain this; repeatable.")
     parser.add_argument("--tries", type=int, default=3, help="Tries of a request that seems to be a fault.")
     options = parser.parse_args()
     os.environ["PYTHONASYNCIODEBUG"] = "1"
@@ -127,6 +127,7 @@ def main() -> int:
         worker(role, folder, *_FLAGS, "--grammar-timeout=2", "--warmup", **large) for role in ("decode", "prefill")
     )
     front = router([prefill], [server], folder, *_FLAGS)
+    wanted = options.only or [""]
     places = {"server": [server], "router": [front, server, prefill], "prefill": [prefill]}
     print(f"logs in {folder}; ms: event loop, probe, stream", flush=True)
     wrong = []
@@ -134,7 +135,7 @@ def main() -> int:
         for place in options.place or places:
             processes = places[place]
             more = [] if place == "router" else list(odd_messages())
-            for hostile in (each for each in [*HOSTILE, *more] if options.only in each.name):
+            for hostile in (each for each in [*HOSTILE, *more] if any(text in each.name for text in wanted)):
                 tries = [tried(hostile, processes[0].url, processes)]
                 while faults(hostile, tries) and len(tries) < options.tries:
                     tries.append(tried(hostile, processes[0].url, processes))

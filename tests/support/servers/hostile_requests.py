@@ -331,6 +331,50 @@ HOSTILE = [
         completion(logit_bias={str(i): 1 for i in range(5000)}),
         completion(stop_token_ids=list(range(5000))),
     ),
+    posted("one word of 2 MB", {400, 413}, COMPLETIONS, completion(prompt="x" * 2 * MIB)),
+    posted("white space of 2 MB", {400, 413}, COMPLETIONS, completion(prompt=" \n\t" * (2 * MIB // 3))),
+    posted("marks on one letter", {400, 413}, COMPLETIONS, completion(prompt="a" + "\u0301\u0327" * (MIB // 4))),
+    posted("digits of 2 MB", {200, 400, 413}, "/tokenize", {"prompt": "1" * 2 * MIB}),
+    posted("text of tokens that are half a character", {200, 400}, "/detokenize", {"tokens": [200] * 500_000}),
+    posted("one key a million times", {400, 413}, COMPLETIONS, b"{" + b'"prompt": "x",' * (MIB // 2) + b'"n": 0}'),
+    posted("choices of a million texts", {400, 413}, COMPLETIONS, structured(choice=[f"{i}" for i in range(MIB // 2)])),
+    posted("a schema of a million values", {400, 413}, COMPLETIONS, structured(json={"enum": list(range(MIB))})),
+    posted(
+        "patterns that repeat repetitions",
+        {200, 400},
+        COMPLETIONS,
+        *(structured(regex=regex) for regex in ("(a*)*b", "((a{1,999}){1,999}){1,999}", "(a|a|b)*" * 999)),
+    ),
+    posted("64 long stop texts", {400}, COMPLETIONS, completion(stop=["x" * 9000 + f"{i}" for i in range(64)])),
+    posted("scores of many prompts", {400}, COMPLETIONS, completion(prompt=[[5] * 4000] * 32, echo=True, logprobs=20)),
+    posted(
+        "files as images",
+        {200},
+        CHAT,
+        *(
+            chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}])
+            for url in ("file:///etc/passwd", "http://127.0.0.1:1/")
+        ),
+    ),
+    Hostile(
+        "chunks of one byte",
+        {0, 200, 400, 413},
+        raw(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+            b"transfer-encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 100_000 + b"0\r\n\r\n"
+        ),
+    ),
+    Hostile(
+        "two thousand requests at once",
+        {0, 200},
+        raw(
+            b"GET /ping HTTP/1.1\r\nhost: x\r\n\r\n" * 2_000
+            + b"GET /ping HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+        ),
+    ),
+    Hostile(
+        "ten thousand headers", {0, 200, 400, 431}, raw(b"GET /ping HTTP/1.1\r\n" + b"x: y\r\n" * 10_000 + b"\r\n")
+    ),
     Hostile("a body that does not end", {0, 413}, endless_body),
     Hostile("a body that does not come", {0, 408}, raw(head(COMPLETIONS, 1000), 20, drip=True)),
     Hostile("half-open connections", {0}, raw(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n", 500)),
