@@ -4,7 +4,9 @@ A family is how it reads config.json, and how its tensors are named. Those that 
 """
 
 import dataclasses
+import tomllib
 from collections.abc import Container, Mapping
+from importlib.resources import files
 from typing import Any
 
 from mamba_jax.config import HybridConfig, ModelConfigError
@@ -45,45 +47,8 @@ FAMILIES: tuple[Family, ...] = (
     recurrent_gemma.FAMILY,
 )
 
-_OF_FLA = (
-    "comba", "delta_net", "gated_deltanet", "gated_deltaproduct", "gla", "gsa", "hgrn", "hgrn2", "kda", "lightnet",
-    "linear_attn", "log_linear_mamba2", "mesa_net", "mom", "retnet", "rodimus", "samba",
-)  # fmt: skip
-UNSUPPORTED: Mapping[str, tuple[str, str]] = {
-    "bailing_moe_linear": ("Ling and Ring 2.0", "norms and rotary positions in lightning attention"),
-    "bailing_moe_v2_5": (
-        "Ling and Ring 2.5 and 2.6",
-        "norms and rotary positions in lightning attention, rotary latent attention",
-    ),
-    "dory": ("Nemotron-Labs-Dory", "layers that run several times"),
-    "gigachat35": ("GigaChat 3.5", "gated delta nets together with latent attention, and a reference implementation"),
-    "glm5_next": ("GLM-5.3-Flash", "residual connections through attention"),
-    "huginn_raven": ("Huginn", "layers that run several times"),
-    "hymba": ("Hymba", "attention and the Mamba-1 recurrence as heads of one layer, tokens that are always in front"),
-    "inkling_mm_model": ("Inkling", "short convolutions in attention and MLP layers"),
-    "inkling2": ("Inkling 2", "short convolutions in attention and MLP layers"),
-    "inkling2_loop": (
-        "Inkling 2 Loop",
-        "short convolutions in attention and MLP layers, layers that run several times",
-    ),
-    "kimi_k3": ("Kimi K3", "residual connections through attention, latent experts"),
-    "nemotron_h_puzzle": ("Nemotron Puzzle", "blocks of different sizes"),
-    "ouro": ("Ouro", "layers that run several times"),
-    "phi4flash": ("Phi-4-mini-flash", "differential attention, memory units that share a state"),
-    "plamo2": ("PLaMo 2", "its variant of Mamba-2"),
-    "plamo3": ("PLaMo 3", "a reference implementation to compare with"),
-    "qwen4_exp": ("Qwen3.8-Flash-Next", "sparse attention, n-gram embeddings"),
-    "rwkv": ("RWKV-4", "its recurrence"),
-    **dict.fromkeys(("rwkv5", "rwkv6", "rwkv6qwen2", "rwkv_hybrid"), ("RWKV-5 and RWKV-6", "their recurrences")),
-    "rwkv7": ("RWKV-7", "its recurrence"),
-    "stripedhyena": ("StripedHyena", "its long convolutions"),
-    "xlstm": ("xLSTM", "its recurrence"),
-    "zamba": ("Zamba 1", "heads in the Mamba-1 recurrence"),
-    "zaya": ("ZAYA", "its convolutional attention"),
-    **dict.fromkeys(
-        _OF_FLA, ("flash-linear-attention's", "its layers, and a checkpoint of a useful size to compare with")
-    ),
-}
+_TABLE = tomllib.loads((files(__name__) / "unsupported.toml").read_text(encoding="utf-8"))
+UNSUPPORTED: Mapping[str, tuple[str, str]] = {kind: (name, lacking) for kind, (name, lacking) in _TABLE.items()}
 """Recurrent models that are not supported, by the `model_type` of their config.json, and what they need."""
 
 _REGISTERED: list[Family] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
-
-# Fields are declared as what a step sees; the host gives numpy values, which a compiled program takes as they are.
-_f32: Any = np.float32
-_i32: Any = np.int32
 
 MAX_LOGIT_BIAS = 300
 """Entries of `logit_bias` that one request may have, as in OpenAI's API."""
@@ -122,33 +118,27 @@ def sampling_row(
             raise ValueError(f"{have} {what}: at most {most} are allowed")
     if (least := min([*stop_ids, *bias, *prompt_logprob_ids], default=0)) < 0:
         raise ValueError(f"token id {least}: ids from 0 on are expected")
-    stops: Any = np.full(MAX_STOP_IDS, -1, np.int32)
-    stops[: len(stop_ids)] = stop_ids
-    bias_ids: Any
-    bias_values: Any
-    bias_ids, bias_values = np.full(MAX_LOGIT_BIAS, -1, np.int32), np.zeros(MAX_LOGIT_BIAS, np.float32)
-    bias_ids[: len(bias)], bias_values[: len(bias)] = list(bias), list(bias.values())
-    scored: Any = np.full(MAX_PROMPT_LOGPROB_IDS, -1, np.int32)
-    scored[: len(prompt_logprob_ids)] = list(prompt_logprob_ids)
-    return SamplingTable(
-        temperature=_f32(temperature),
-        top_k=_i32(max(top_k, 0)),
-        top_p=_f32(top_p),
-        min_p=_f32(min_p),
-        presence_penalty=_f32(presence_penalty),
-        frequency_penalty=_f32(frequency_penalty),
-        repetition_penalty=_f32(repetition_penalty),
-        key=_key(seed, choice),
-        prompt_length=_i32(prompt_length),
-        min_tokens=_i32(min_tokens),
-        stop_ids=stops,
-        bias_ids=bias_ids,
-        bias_values=bias_values,
-        logprobs=_i32(-1 if logprobs is None else logprobs),
-        prompt_logprobs=_i32(-1 if prompt_logprobs is None else prompt_logprobs),
-        prompt_logprob_ids=scored,
-        sampling_mask=np.bool_(sampling_mask),  # type: ignore[arg-type]
-    )
+    floats = {"temperature": temperature, "top_p": top_p, "min_p": min_p, "presence_penalty": presence_penalty}
+    floats |= {"frequency_penalty": frequency_penalty, "repetition_penalty": repetition_penalty}
+    counts = {"top_k": max(top_k, 0), "prompt_length": prompt_length, "min_tokens": min_tokens}
+    reported = {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+    counts |= {name: -1 if count is None else count for name, count in reported.items()}
+    values: dict[str, Any] = {name: np.float32(value) for name, value in floats.items()}
+    values |= {name: np.int32(value) for name, value in counts.items()}
+    values |= {
+        "stop_ids": _padded(stop_ids, MAX_STOP_IDS, np.int32(-1)),
+        "bias_ids": _padded(bias, MAX_LOGIT_BIAS, np.int32(-1)),
+        "bias_values": _padded(bias.values(), MAX_LOGIT_BIAS, np.float32(0)),
+        "prompt_logprob_ids": _padded(prompt_logprob_ids, MAX_PROMPT_LOGPROB_IDS, np.int32(-1)),
+    }
+    return SamplingTable(**values | {"key": _key(seed, choice), "sampling_mask": np.bool_(sampling_mask)})
+
+
+def _padded(values: Iterable[Any], size: int, fill: Any) -> np.ndarray:
+    found = np.full(size, fill)
+    given = list(values)
+    found[: len(given)] = given
+    return found
 
 
 def _key(seed: int, choice: int) -> Any:
