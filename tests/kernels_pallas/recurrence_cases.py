@@ -8,6 +8,8 @@ import dataclasses
 import functools
 import itertools
 
+import jax
+import model_calls
 import model_shapes
 import numpy as np
 import pytest
@@ -15,9 +17,9 @@ from model_shapes import DELTA, MAMBA2
 from operation_checks import Draw, assert_in_place, jitted
 
 from kernels_pallas import native, recurrence, selective_scan
-from kernels_pallas.recurrence import Entry, Tail
+from kernels_pallas.recurrence import Entry
 from kernels_pallas.recurrence import reference as recurrence_reference
-from kernels_pallas.selective_scan import SelectiveEntry, SelectiveTail
+from kernels_pallas.selective_scan import SelectiveEntry
 from kernels_pallas.selective_scan import reference as selective_reference
 
 LINEAR_SHAPES = [shape.small() for shape in (*MAMBA2, *DELTA)]
@@ -143,18 +145,8 @@ def check_in_place(form, implementation, shape, tokens, slots_of, *tail, size=4_
 
 def tails(shape, count, entries=None, dtype=np.float32):
     """Tails full of a last tenant's entries, which are NaN wherever a test does not fill them."""
-
-    def ring(channels, dtype=np.float32):
-        return np.full((count, entries or shape.entries, channels), np.nan, dtype)
-
-    if kind(shape) == "selective":
-        return SelectiveTail(ring(shape.inner, dtype), ring(shape.state, dtype), ring(shape.inner))
-    return Tail(
-        ring(shape.heads * shape.head_dim, np.float32 if shape.erase else dtype),
-        ring(shape.groups * shape.state, dtype),
-        ring(shape.heads * (shape.state if shape.by_channel else 1)),
-        None if shape.erase else ring(shape.heads),
-    )
+    rings = model_calls.tail(dataclasses.replace(shape, rows=count - 1), dtype)
+    return jax.tree.map(lambda v: np.full((count, entries or v.shape[1], v.shape[2]), np.nan, v.dtype), rings)
 
 
 def fill(draw, tail, places):

@@ -6,23 +6,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from model_calls import channels_of, gated_step, width_of
 from model_shapes import DELTA, GATED
 from operation_checks import Draw, assert_close, assert_in_place, assert_same_bits, jitted
+from recurrence_cases import fill, tails
 from test_recurrence_replay import row, where
 
 from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.gated_recurrence import (
     DeltaGates,
     Mamba2Gates,
-    Projections,
-    Weights,
     Windows,
     gated_replay,
     gated_update,
     reference,
 )
 from kernels_pallas.places import Rows
-from kernels_pallas.recurrence import Tail
 from tests.support.selection import some_slow
 
 pytestmark = pytest.mark.full
@@ -65,31 +64,10 @@ BFLOAT16 = pytest.mark.parametrize(
 KINDS = pytest.mark.parametrize("shape", PLAIN, ids=["mamba2", "delta"])
 
 
-def width_of(shape):
-    return getattr(shape, "width", 4)
-
-
 def layer(draw, shape, rows, steps, dtype=np.float32):
-    lead, inner, channels = (rows, steps), shape.heads * shape.head_dim, 2 * shape.groups * shape.state
-    decays = shape.heads * (shape.state if shape.by_channel else 1)
-
-    def convolution(channels):
-        bias = draw.normal(channels, dtype=dtype) if getattr(shape, "bias", False) else None
-        return draw.normal(channels, width_of(shape), dtype=dtype), bias
-
-    norm = draw.normal(shape.head_dim if shape.erase else inner, dtype=dtype) if getattr(shape, "norm", True) else None
-    projections = Projections(
-        draw.normal(*lead, inner, dtype=dtype),
-        draw.normal(*lead, inner, dtype=dtype),
-        draw.normal(*lead, 2, shape.groups, shape.state, dtype=dtype),
-        draw.normal(*lead, decays) if shape.erase else None,
-        draw.normal(*lead, shape.heads, scale=2.0),
-    )
-    skip = None if shape.erase else draw.normal(shape.heads)
-    weights = Weights(
-        draw.normal(shape.heads), draw.normal(decays), skip, *convolution(inner), *convolution(channels), norm
-    )
-    return projections, weights
+    shapes = gated_step(dataclasses.replace(shape, rows=rows, steps=steps), dtype)
+    projections, weights = draw.like((shapes["projections"], shapes["weights"]))
+    return projections._replace(strength=2 * projections.strength), weights
 
 
 def gates(shape):
@@ -102,12 +80,9 @@ def gates(shape):
 
 def stores(draw, shape, dtype=np.float32, states=np.float32):
     """States, and windows of values and of vectors, with NaN in slot 0."""
-    inner, channels, before = shape.heads * shape.head_dim, 2 * shape.groups * shape.state, width_of(shape) - 1
-    found = (
-        draw.normal(SLOTS, shape.heads, shape.head_dim, shape.state, dtype=states),
-        draw.normal(SLOTS, before, inner, dtype=dtype),
-        draw.normal(SLOTS, before, channels, dtype=dtype),
-    )
+    windows = [(width_of(shape) - 1, channels) for channels in channels_of(shape)]
+    found = [draw.normal(SLOTS, *shape.state_shape, dtype=states)]
+    found += [draw.normal(SLOTS, *sizes, dtype=dtype) for sizes in windows]
     for store in found:
         store[0] = np.nan
     return found
@@ -148,22 +123,14 @@ def check_replay(implementation, shape, dtype=np.float32, states=np.float32):
         stores(draw, shape, dtype, states),
     )
 
-    def ring(entries, channels, make=draw.normal, dtype=dtype):
+    def ring(entries, channels):
         found = np.full((TAILS, entries, channels), np.nan, dtype)
         for which, first, last in zip(places.tail_id, places.anchor_length, places.length, strict=True):
             for n in range(max(first, last - entries + STEPS), last):
-                found[which, n % entries] = make(channels).astype(dtype)
+                found[which, n % entries] = draw.normal(channels).astype(dtype)
         return found
 
-    def positive(n):
-        return draw.positive(n, scale=0.3)
-
-    tail = Tail(
-        ring(16, shape.heads * shape.head_dim, dtype=np.float32 if shape.erase else dtype),
-        ring(16, shape.groups * shape.state),
-        ring(16, len(weights.dt_bias), lambda n: -positive(n), np.float32),
-        None if shape.erase else ring(16, shape.heads, positive, np.float32),
-    )
+    tail = fill(draw, tails(shape, TAILS, 16, dtype), places)
     windows = Windows(*windows, *(ring(8, window.shape[2]) for window in windows))
     valid = np.arange(STEPS) < places.num_tokens[:, None]
     masked(projections, valid, np.nan)
