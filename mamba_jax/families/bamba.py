@@ -126,7 +126,8 @@ def _experts(config: MoEConfig, hidden: int) -> dict[str, HFSource]:
 
 
 def _shared_mlp(size: int, hidden: int) -> dict[str, HFSource]:
-    return parts.fused_gate_up("input_linear", size, hidden) | parts.weights({"down_proj": "output_linear"})
+    gate_up = parts.consecutive("input_linear", {"gate_proj": size, "up_proj": size}, hidden)
+    return gate_up | parts.weights({"down_proj": "output_linear"})
 
 
 def falcon_h1_from_hf(raw: Mapping[str, Any]) -> HybridConfig:

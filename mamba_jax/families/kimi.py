@@ -119,9 +119,8 @@ def _kimi_delta(config: DeltaConfig, hidden: int) -> dict[str, HFSource]:
         "a_log": tensor("A_log", shape=(1, 1, config.num_heads, 1)),
     }
     sources = parts.weights(spelt) | with_prefix(gates, "", "forget_gate.") | _convolutions(config, hidden)
-    for part, rows in (("conv_qk", (0, 2 * inner)), ("conv_v", (2 * inner, 3 * inner))):
-        together = tensor("conv1d.weight", rows=rows, shape=(3 * inner, 1, width))
-        sources[f"{part}.weight"] = replace(sources[f"{part}.weight"], alternatives=(together,))
+    for path, together in parts.consecutive("conv1d", {"conv_qk": 2 * inner, "conv_v": inner}, 1, width).items():
+        sources[path] = replace(sources[path], alternatives=(together,))
     return sources
 
 

@@ -161,20 +161,32 @@ def linear(ours: str, theirs: str, *, bias: bool = False) -> dict[str, HFSource]
     return weights({ours: theirs}) | ({f"{ours}.bias": tensor(f"{theirs}.bias")} if bias else {})
 
 
+def consecutive(
+    name: str, sizes: Mapping[str, int], *inputs: int, pieces: int = 1, bias: bool = False
+) -> dict[str, HFSource]:
+    """Returns parts that are rows of one tensor, one part after the other: the number of rows of each, by our name.
+
+    Args:
+        inputs: the other axes.
+        pieces: the tensor consists of this many equal pieces, each of which has rows of all parts.
+        bias: there is also one, of the same rows.
+    """
+    sources, start, whole = {}, 0, pieces * sum(sizes.values())
+    for part, size in sizes.items():
+        for kind, shape in (("weight", (whole, *inputs)), *([("bias", (whole,))] if bias else [])):
+            rows = start, start + size
+            sources[f"{part}.{kind}"] = tensor(f"{name}.{kind}", rows=rows, shape=shape, pieces=pieces)
+        start += size
+    return sources
+
+
 def mamba(config: MambaConfig, hidden: int) -> dict[str, HFSource]:
     """Returns a Mamba2 mixer. The rows of in_proj are z, x, B, C, dt; the channels of conv1d are x, B, C."""
-    inner, group, heads = config.inner_size, config.key_size, config.num_heads
-    channels, width = inner + 2 * group, config.conv_width
-    bc, dt, end = 2 * inner, 2 * inner + 2 * group, 2 * inner + 2 * group + heads
-    sources = {}
-    for part, rows in (("zx", (0, bc)), ("bc", (bc, dt)), ("dt", (dt, end))):
-        sources[f"in_proj_{part}.weight"] = tensor("in_proj.weight", rows=rows, shape=(end, hidden))
-        if config.in_bias:
-            sources[f"in_proj_{part}.bias"] = tensor("in_proj.bias", rows=rows, shape=(end,))
-    for part, rows in (("x", (0, inner)), ("bc", (inner, channels))):
-        sources[f"conv_{part}.weight"] = tensor("conv1d.weight", rows=rows, shape=(channels, 1, width))
-        if config.conv_bias:
-            sources[f"conv_{part}.bias"] = tensor("conv1d.bias", rows=rows, shape=(channels,))
+    inner, group = config.inner_size, config.key_size
+    projected = {"in_proj_zx": 2 * inner, "in_proj_bc": 2 * group, "in_proj_dt": config.num_heads}
+    convolved = {"conv_x": inner, "conv_bc": 2 * group}
+    sources = consecutive("in_proj", projected, hidden, bias=config.in_bias)
+    sources |= consecutive("conv1d", convolved, 1, config.conv_width, bias=config.conv_bias)
     sources |= {"dt_bias": tensor("dt_bias"), "a_log": tensor("A_log"), "d": tensor("D")}
     sources |= weights({"norm": "norm"}) if config.norm else {}
     return sources | linear("out_proj", "out_proj", bias=config.out_bias)
@@ -215,33 +227,20 @@ def attention(config: AttentionConfig, hidden: int, spelt: Mapping[str, str] = {
 
 def latent_attention(config: LatentAttentionConfig, hidden: int, output: Spelling = "o_proj") -> dict[str, HFSource]:
     """Attention over latents. Of kv_b_proj, each head has the rows of its keys, then those of its values."""
-    key, rows = config.key_size, config.key_size + config.value_size
-    shape = config.num_heads * rows, config.latent_size
     spelt: dict[str, Spelling] = {"latent_proj": "kv_a_proj_with_mqa", "norm": "kv_a_layernorm"}
     if config.query_latent_size:
         spelt |= {"q_latent_proj": "q_a_proj", "q_norm": "q_a_layernorm", "q_proj": "q_b_proj"}
     else:
         spelt["q_proj"] = "q_proj"
     sources = weights(spelt | {"o_proj": output} | ({"gate_proj": "g_proj"} if config.head_gate else {}))
-    for part, of_head in (("k_up", (0, key)), ("v_up", (key, rows))):
-        sources[f"{part}.weight"] = tensor("kv_b_proj.weight", rows=of_head, shape=shape, pieces=config.num_heads)
-    return sources
+    of_head = {"k_up": config.key_size, "v_up": config.value_size}
+    return sources | consecutive("kv_b_proj", of_head, config.latent_size, pieces=config.num_heads)
 
 
 def mlp(config: MLPConfig | MoEConfig, hidden: int, names: tuple[str, str, str] = MLP_NAMES) -> dict[str, HFSource]:
     """Returns an MLP with separate projections; `names` are those of gate, up and down."""
     parts = list(zip(MLP_NAMES, names, strict=True))[0 if config.gated else 1 :]
     return {path: source for ours, one in parts for path, source in linear(ours, one, bias=config.bias).items()}
-
-
-def fused_gate_up(name: str, size: int, inputs: int, *, bias: bool = False) -> dict[str, HFSource]:
-    """Gate and up of an MLP, stored as the two halves of one dense layer."""
-    sources = {}
-    for part, rows in (("gate_proj", (0, size)), ("up_proj", (size, 2 * size))):
-        sources[f"{part}.weight"] = tensor(f"{name}.weight", rows=rows, shape=(2 * size, inputs))
-        if bias:
-            sources[f"{part}.bias"] = tensor(f"{name}.bias", rows=rows, shape=(2 * size,))
-    return sources
 
 
 def moe(

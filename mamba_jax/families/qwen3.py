@@ -187,11 +187,9 @@ def _weight_names(
 
 def _delta(config: DeltaConfig) -> dict[str, HFSource]:
     """Returns all of a delta net but its input projections. The channels of conv1d are queries, keys, values."""
-    keys, channels = 2 * config.key_size, 2 * config.key_size + config.inner_size
-    stored = (channels, 1, config.conv_width)
+    channels = {"conv_qk": 2 * config.key_size, "conv_v": config.inner_size}
     return {
-        "conv_qk.weight": tensor("conv1d.weight", rows=(0, keys), shape=stored),
-        "conv_v.weight": tensor("conv1d.weight", rows=(keys, channels), shape=stored),
+        **parts.consecutive("conv1d", channels, 1, config.conv_width),
         "dt_bias": tensor("dt_bias"),
         "a_log": tensor("A_log"),
         **parts.weights({"norm": "norm", "out_proj": "out_proj"}),
@@ -202,41 +200,25 @@ def _fused(config: DeltaConfig, hidden: int) -> dict[str, HFSource]:
     """Input projections in two tensors, key head by key head: query, key, values, gates; and strengths, decays."""
     groups, repeats = config.num_groups, config.num_heads // config.num_groups
     key, values = config.state_size, repeats * config.head_dim
-    sources = {}
-    for name, pieces in (
-        ("in_proj_qkvz", {"q": key, "k": key, "v": values, "z": values}),
-        ("in_proj_ba", {"b": repeats, "a": repeats}),
-    ):
-        shape, start = (groups * sum(pieces.values()), hidden), 0
-        for part, size in pieces.items():
-            rows = start, start + size
-            sources[f"{part}_proj.weight"] = tensor(f"{name}.weight", rows=rows, shape=shape, pieces=groups)
-            start += size
-    return sources
+    qkvz = {"q_proj": key, "k_proj": key, "v_proj": values, "z_proj": values}
+    sources = parts.consecutive("in_proj_qkvz", qkvz, hidden, pieces=groups)
+    return sources | parts.consecutive("in_proj_ba", {"b_proj": repeats, "a_proj": repeats}, hidden, pieces=groups)
 
 
 def _split(config: DeltaConfig, hidden: int) -> dict[str, HFSource]:
     """Input projections in four tensors, the first of them queries, keys and values."""
-    keys, inner = config.key_size, config.inner_size
-    sources = parts.weights({f"{part}_proj": f"in_proj_{part}" for part in "zba"})
-    for part, rows in (("q", (0, keys)), ("k", (keys, 2 * keys)), ("v", (2 * keys, 2 * keys + inner))):
-        shape = (2 * keys + inner, hidden)
-        sources[f"{part}_proj.weight"] = tensor("in_proj_qkv.weight", rows=rows, shape=shape)
-    return sources
+    qkv = {"q_proj": config.key_size, "k_proj": config.key_size, "v_proj": config.inner_size}
+    others = parts.weights({f"{part}_proj": f"in_proj_{part}" for part in "zba"})
+    return others | parts.consecutive("in_proj_qkv", qkv, hidden)
 
 
 def _joined(config: DeltaConfig, hidden: int) -> dict[str, HFSource]:
     """Input projections in one tensor: queries, keys, values, gates, strengths, decays. Or in four, as `_split`."""
-    sizes = {"q": config.key_size, "k": config.key_size, "v": config.inner_size, "z": config.inner_size}
-    sizes |= {"b": config.num_heads, "a": config.num_heads}
-    sources, shape, start = _delta(config), (sum(sizes.values()), hidden), 0
-    sources |= parts.weights({"norm": ("out_norm", "norm")})
-    for part, size in sizes.items():
-        path = f"{part}_proj.weight"
-        joined = tensor("in_proj.weight", rows=(start, start + size), shape=shape)
-        sources[path] = replace(joined, alternatives=(_split(config, hidden)[path],))
-        start += size
-    return sources
+    sizes = {"q_proj": config.key_size, "k_proj": config.key_size, "v_proj": config.inner_size}
+    sizes |= {"z_proj": config.inner_size, "b_proj": config.num_heads, "a_proj": config.num_heads}
+    sources, apart = parts.consecutive("in_proj", sizes, hidden), _split(config, hidden)
+    sources = {path: replace(source, alternatives=(apart[path],)) for path, source in sources.items()}
+    return _delta(config) | sources | parts.weights({"norm": ("out_norm", "norm")})
 
 
 lara_mini_names = parts.naming(

@@ -112,7 +112,8 @@ def _in_any(layers: list[int], path: str, sources: dict[str, HFSource]) -> dict[
 
 def _block(config: HybridConfig) -> dict[str, HFSource]:
     mlp, hidden = need(config.mlp), config.hidden_size
-    fused = parts.fused_gate_up("gate_up_proj", mlp.size(0), hidden, bias=mlp.bias)
+    gate_up = {"gate_proj": mlp.size(0), "up_proj": mlp.size(0)}
+    fused = parts.consecutive("gate_up_proj", gate_up, hidden, bias=mlp.bias)
     return {
         **parts.weights({"attention_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"}),
         **placed("attention", parts.attention(need(config.attention), hidden), "self_attn."),
