@@ -14,6 +14,7 @@ from mamba_jax.config.declaration import (
     StateArray,
     StateUnit,
     UnevenDivision,
+    declared,
     positive,
 )
 
@@ -94,24 +95,20 @@ class AttentionConfig(MixerConfig):
 
     def parameters(self) -> Mapping[str, Placement]:
         heads, kv_heads = self.heads(0), self.kv_heads(0, UnevenDivision.SHARE)
-        found: dict[str, Placement] = {
-            "q_proj.weight": heads,
-            "k_proj.weight": kv_heads,
-            "v_proj.weight": kv_heads,
-            "o_proj.weight": self.heads(1),
-        }
-        if self.qk_norm is not None:
-            whole = not self.qk_norm.all_heads
-            found |= {"q_norm.weight": WHOLE if whole else heads, "k_norm.weight": WHOLE if whole else kv_heads}
-        if self.head_gate:
-            found["gate_proj.weight"] = heads
-        if self.kv_scales:
-            found |= {"k_scale": WHOLE, "v_scale": WHOLE}
-        if self.output_bias:
-            found["o_proj.bias"] = ADDED_ONCE
-        if self.bias:
-            found |= {"q_proj.bias": heads, "k_proj.bias": kv_heads, "v_proj.bias": kv_heads, "o_proj.bias": ADDED_ONCE}
-        return found
+        all_heads = self.qk_norm is not None and self.qk_norm.all_heads
+        return declared(
+            (heads, "q_proj.weight"),
+            (kv_heads, "k_proj.weight v_proj.weight"),
+            (self.heads(1), "o_proj.weight"),
+            (WHOLE, "q_norm.weight k_norm.weight", self.qk_norm is not None and not all_heads),
+            (heads, "q_norm.weight", all_heads),
+            (kv_heads, "k_norm.weight", all_heads),
+            (heads, "gate_proj.weight", self.head_gate),
+            (WHOLE, "k_scale v_scale", self.kv_scales),
+            (heads, "q_proj.bias", self.bias),
+            (kv_heads, "k_proj.bias v_proj.bias", self.bias),
+            (ADDED_ONCE, "o_proj.bias", self.bias or self.output_bias),
+        )
 
     def heads(self, axis: int) -> Division:
         """Returns the division of heads of queries."""
@@ -164,16 +161,13 @@ class LatentAttentionConfig(MixerConfig):
         return (StateArray("latent", (1, self.entry_size), Role.ACTIVATION, None, StateUnit.TOKEN),)
 
     def parameters(self) -> Mapping[str, Placement]:
-        found: dict[str, Placement] = {"gate_proj.weight": self._heads(0)} if self.head_gate else {}
-        found |= {"q_latent_proj.weight": WHOLE, "q_norm.weight": WHOLE} if self.query_latent_size else {}
-        return found | {
-            "q_proj.weight": self._heads(0),
-            "latent_proj.weight": WHOLE,
-            "norm.weight": WHOLE,
-            "k_up.weight": self._heads(0),
-            "v_up.weight": self._heads(0),
-            "o_proj.weight": self._heads(1),
-        }
+        return declared(
+            (self._heads(0), "q_proj.weight k_up.weight v_up.weight"),
+            (WHOLE, "latent_proj.weight norm.weight"),
+            (self._heads(1), "o_proj.weight"),
+            (self._heads(0), "gate_proj.weight", self.head_gate),
+            (WHOLE, "q_latent_proj.weight q_norm.weight", self.query_latent_size),
+        )
 
     def _heads(self, axis: int) -> Division:
         return Division(axis, self.num_heads, "attention heads")

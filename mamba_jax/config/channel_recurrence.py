@@ -16,6 +16,7 @@ from mamba_jax.config.declaration import (
     Role,
     StateArray,
     StateUnit,
+    declared,
     positive,
     wide_enough,
 )
@@ -93,23 +94,15 @@ class Mamba1Config(ChannelRecurrence):
         )
 
     def parameters(self) -> Mapping[str, Placement]:
-        found: dict[str, Placement] = {
-            "in_proj.weight": self._channels(1, rank=3),
-            "conv.weight": self._channels(0),
-            "x_proj.weight": self._channels(1),
-            "dt_proj.weight": self._channels(0),
-            "dt_proj.bias": self._channels(0),
-            "a_log": self._channels(0),
-            "d": self._channels(0),
-            "out_proj.weight": self._channels(1),
-        }
-        if self.conv_bias:
-            found["conv.bias"] = self._channels(0)
-        if self.bias:
-            found |= {"in_proj.bias": self._channels(1), "out_proj.bias": ADDED_ONCE}
-        if self.norm_weights:
-            found |= dict.fromkeys(("dt_norm.weight", "b_norm.weight", "c_norm.weight"), WHOLE)
-        return found
+        return declared(
+            (self._channels(1, rank=3), "in_proj.weight"),
+            (self._channels(0), "conv.weight dt_proj.weight dt_proj.bias a_log d"),
+            (self._channels(1), "x_proj.weight out_proj.weight"),
+            (self._channels(0), "conv.bias", self.conv_bias),
+            (self._channels(1), "in_proj.bias", self.bias),
+            (ADDED_ONCE, "out_proj.bias", self.bias),
+            (WHOLE, "dt_norm.weight b_norm.weight c_norm.weight", self.norm_weights),
+        )
 
 
 @dataclass(frozen=True)
@@ -148,17 +141,13 @@ class RGLRUConfig(ChannelRecurrence):
         )
 
     def parameters(self) -> Mapping[str, Placement]:
-        both = ("x_proj", "y_proj", "conv")
-        found: dict[str, Placement] = {
-            f"{one}.{part}": self._channels(0) for one in both for part in ("weight", "bias")
-        }
-        for gate in ("input_gate", "recurrent_gate"):
-            found |= {f"{gate}.weight": self._channels(0, rank=3), f"{gate}_bias": self._channels(0)}
-        return found | {
-            "recurrent_param": self._channels(0),
-            "out_proj.weight": self._channels(1),
-            "out_proj.bias": ADDED_ONCE,
-        }
+        return declared(
+            (self._channels(0), "x_proj.weight x_proj.bias y_proj.weight y_proj.bias conv.weight conv.bias"),
+            (self._channels(0, rank=3), "input_gate.weight recurrent_gate.weight"),
+            (self._channels(0), "input_gate_bias recurrent_gate_bias recurrent_param"),
+            (self._channels(1), "out_proj.weight"),
+            (ADDED_ONCE, "out_proj.bias"),
+        )
 
 
 @dataclass(frozen=True)
@@ -175,11 +164,11 @@ class ShortConvConfig(ChannelRecurrence):
         return (self._window("conv"),)
 
     def parameters(self) -> Mapping[str, Placement]:
-        found: dict[str, Placement] = {
-            "in_proj.weight": self._channels(1, rank=3),
-            "conv.weight": self._channels(0),
-            "out_proj.weight": self._channels(1),
-        }
-        if self.bias:
-            found |= {"in_proj.bias": self._channels(1), "conv.bias": self._channels(0), "out_proj.bias": ADDED_ONCE}
-        return found
+        return declared(
+            (self._channels(1, rank=3), "in_proj.weight"),
+            (self._channels(0), "conv.weight"),
+            (self._channels(1), "out_proj.weight"),
+            (self._channels(1), "in_proj.bias", self.bias),
+            (self._channels(0), "conv.bias", self.bias),
+            (ADDED_ONCE, "out_proj.bias", self.bias),
+        )

@@ -86,6 +86,11 @@ Placement = Division | Replication
 """Of a parameter."""
 
 
+def declared(*groups: tuple[Placement, str] | tuple[Placement, str, object]) -> dict[str, Placement]:
+    """Returns parameters by name, of placements with the names that have them; a group may have a condition."""
+    return {name: placement for placement, names, *given in groups if all(given) for name in names.split()}
+
+
 class Role(enum.Enum):
     """The role of a state's numbers, which determines their dtype."""
 

@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mamba_jax.config.declaration import ADDED_ONCE, WHOLE, Division, MixerConfig, ModelConfigError, Placement, positive
+from mamba_jax.config.declaration import (
+    ADDED_ONCE,
+    WHOLE,
+    Division,
+    MixerConfig,
+    ModelConfigError,
+    Placement,
+    declared,
+    positive,
+)
 
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2")
 """Activations of MLPs, by their Hugging Face names."""
@@ -90,34 +99,31 @@ class MoEConfig(MixerConfig):
             pieces = Division(channels_axis, size, f"channels in each of {experts} experts", rank=rank)
             return Division(0, experts, "experts", otherwise=pieces, rank=rank)
 
-        found: dict[str, Placement] = {
-            "router.weight": WHOLE,
-            "experts.up": by_experts(2, 4) if self.gated else by_experts(1, 3),
-            "experts.down": by_experts(2, 3),
-        }
-        if self.router == "sigmoid":
-            found["router.correction_bias"] = WHOLE
-        if self.latent_size:
-            found |= {"latent_in.weight": WHOLE, "latent_out.weight": WHOLE}
-            found |= {"latent_in.bias": WHOLE, "latent_out.bias": ADDED_ONCE} if self.bias else {}
+        found = declared(
+            (WHOLE, "router.weight"),
+            (by_experts(2, 4) if self.gated else by_experts(1, 3), "experts.up"),
+            (by_experts(2, 3), "experts.down"),
+            (WHOLE, "router.correction_bias", self.router == "sigmoid"),
+            (WHOLE, "latent_in.weight latent_out.weight", self.latent_size),
+            (WHOLE, "latent_in.bias", self.latent_size and self.bias),
+            (ADDED_ONCE, "latent_out.bias", self.latent_size and self.bias),
+            (WHOLE, "shared_gate.weight", self.shared_gate),
+        )
         if self.shared_size:
             what = "channels of the shared expert"
             shared = _mlp_parameters(self.shared_size, what, gated=self.gated, bias=self.bias)
             found |= {f"shared.{path}": placement for path, placement in shared.items()}
-        if self.shared_gate:
-            found["shared_gate.weight"] = WHOLE
         return found
 
 
 def _mlp_parameters(size: int, what: str, *, gated: bool, bias: bool) -> dict[str, Placement]:
-    found: dict[str, Placement] = {"down_proj.weight": Division(1, size, what)}
-    for name in ("gate_proj", "up_proj") if gated else ("up_proj",):
-        found[f"{name}.weight"] = Division(0, size, what)
-        if bias:
-            found[f"{name}.bias"] = Division(0, size, what)
-    if bias:
-        found["down_proj.bias"] = ADDED_ONCE
-    return found
+    names = ("gate_proj", "up_proj") if gated else ("up_proj",)
+    return declared(
+        (Division(1, size, what), "down_proj.weight"),
+        (Division(0, size, what), " ".join(f"{name}.weight" for name in names)),
+        (Division(0, size, what), " ".join(f"{name}.bias" for name in names), bias),
+        (ADDED_ONCE, "down_proj.bias", bias),
+    )
 
 
 def known_activation(name: str) -> None:

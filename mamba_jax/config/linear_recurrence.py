@@ -22,6 +22,7 @@ from mamba_jax.config.declaration import (
     StateArray,
     StateUnit,
     UnevenDivision,
+    declared,
     positive,
     wide_enough,
 )
@@ -156,31 +157,20 @@ class MambaConfig(GroupedRecurrence, MixerConfig):
             raise ModelConfigError(f"step sizes limited to {low}..{high}: expected 0 <= low <= high")
 
     def parameters(self) -> Mapping[str, Placement]:
-        found: dict[str, Placement] = {
-            "in_proj_zx.weight": self._heads(1, rank=3),
-            "in_proj_bc.weight": self._groups(1, rank=3),
-            "in_proj_dt.weight": self._heads(0),
-            "conv_x.weight": self._heads(0),
-            # Tiny: each device picks its own.
-            "conv_bc.weight": WHOLE,
-            "dt_bias": self._heads(0),
-            "a_log": self._heads(0),
-            "d": self._heads(0),
-            "out_proj.weight": self._heads(1),
-        }
-        if self.in_bias:
-            found |= {
-                "in_proj_zx.bias": self._heads(1),
-                "in_proj_bc.bias": self._groups(1),
-                "in_proj_dt.bias": self._heads(0),
-            }
-        if self.conv_bias:
-            found |= {"conv_x.bias": self._heads(0), "conv_bc.bias": WHOLE}
-        if self.norm:
-            found["norm.weight"] = self._heads(0)
-        if self.out_bias:
-            found["out_proj.bias"] = ADDED_ONCE
-        return found
+        return declared(
+            (self._heads(1, rank=3), "in_proj_zx.weight"),
+            (self._groups(1, rank=3), "in_proj_bc.weight"),
+            (self._heads(0), "in_proj_dt.weight conv_x.weight dt_bias a_log d"),
+            (self._heads(1), "out_proj.weight"),
+            (WHOLE, "conv_bc.weight"),  # tiny: each device picks its own
+            (self._heads(1), "in_proj_zx.bias", self.in_bias),
+            (self._groups(1), "in_proj_bc.bias", self.in_bias),
+            (self._heads(0), "in_proj_dt.bias", self.in_bias),
+            (self._heads(0), "conv_x.bias", self.conv_bias),
+            (WHOLE, "conv_bc.bias", self.conv_bias),
+            (self._heads(0), "norm.weight", self.norm),
+            (ADDED_ONCE, "out_proj.bias", self.out_bias),
+        )
 
 
 @dataclass(frozen=True)
@@ -218,26 +208,15 @@ class DeltaConfig(GroupedRecurrence, RecurrenceConfig):
         return self.num_heads * (self.state_size if self.decay == "channel" else 1)
 
     def parameters(self) -> Mapping[str, Placement]:
-        by_heads, by_groups = self._heads(0), self._groups(0)
-        found: dict[str, Placement] = {
-            "q_proj.weight": by_groups,
-            "k_proj.weight": by_groups,
-            "v_proj.weight": by_heads,
-            "b_proj.weight": by_heads,
-            "conv_v.weight": by_heads,
-            # Tiny: each device picks its own.
-            "conv_qk.weight": WHOLE,
-            "dt_bias": by_heads,
-            "a_log": by_heads,
-            "norm.weight": WHOLE,
-            "out_proj.weight": self._heads(1),
-        }
-        for gate in ("z_proj", "a_proj"):
-            if self.gate_rank:
-                found |= {f"{gate}.down.weight": WHOLE, f"{gate}.up.weight": by_heads}
-            else:
-                found[f"{gate}.weight"] = by_heads
-        return found
+        return declared(
+            (self._groups(0), "q_proj.weight k_proj.weight"),
+            (self._heads(0), "v_proj.weight b_proj.weight conv_v.weight dt_bias a_log"),
+            (WHOLE, "conv_qk.weight norm.weight"),  # the convolution is tiny: each device picks its own
+            (self._heads(1), "out_proj.weight"),
+            (WHOLE, "z_proj.down.weight a_proj.down.weight", self.gate_rank),
+            (self._heads(0), "z_proj.up.weight a_proj.up.weight", self.gate_rank),
+            (self._heads(0), "z_proj.weight a_proj.weight", not self.gate_rank),
+        )
 
 
 @dataclass(frozen=True)
@@ -282,12 +261,8 @@ class LightningConfig(RecurrenceConfig):
         return state, *tail
 
     def parameters(self) -> Mapping[str, Placement]:
-        return {
-            "qkv_proj.weight": self._heads(0),
-            "gate_proj.weight": self._heads(0),
-            "norm.weight": self._heads(0),
-            "out_proj.weight": self._heads(1),
-        }
+        inner = "qkv_proj.weight gate_proj.weight norm.weight"
+        return declared((self._heads(0), inner), (self._heads(1), "out_proj.weight"))
 
     def _heads(self, axis: int) -> Division:
         return Division(axis, self.num_heads, "lightning attention heads")
