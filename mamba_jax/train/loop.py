@@ -24,10 +24,9 @@ from mamba_jax.model import HybridModel, parameters
 from mamba_jax.modules.quantized import weight_of
 from mamba_jax.train.config import TrainConfig
 from mamba_jax.train.data import DocumentBounds
-from mamba_jax.train.loss import Parameters, refuse_untrainable, training_loss
+from mamba_jax.train.loss import Parameters, Validation, refuse_untrainable, training_loss
 from mamba_jax.train.optimizer import learning_rate, make_optimizer
 from mamba_jax.train.recipe import CHECKPOINTS, Checkpoints, TrainState
-from mamba_jax.train.validation import Validation
 
 LOG = "log.jsonl"
 Record = dict[str, float]

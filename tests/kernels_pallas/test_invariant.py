@@ -39,7 +39,7 @@ from mamba_jax.config import RopeConfig
 from mamba_jax.modules.attention import rotate, rotations
 from mamba_jax.modules.basic import scaled
 from mamba_jax.sampling import sampling_row
-from mamba_jax.sampling.draws import in_blocks
+from mamba_jax.sampling.draw_tokens import in_blocks
 from mamba_jax.sampling.logits import penalize, truncate, weights_of
 from tests.support.engines.engines import OPTIMIZED
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mamba_jax.sampling import choose, draw_tokens, report_logprobs, sampling_row
-from mamba_jax.sampling.draws import categorical
+from mamba_jax.sampling.draw_tokens import categorical
 from mamba_jax.sampling.logits import add_bias, penalize, truncate, weights_of
 from tests.support.sampling import asked_of, table_of
 

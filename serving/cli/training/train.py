@@ -124,7 +124,7 @@ def read_data(settings: Any, corpus: Path, tokenizer_files: Path, output: Path, 
     from checkpoints.text.training_data import load_streams, shares_of
     from checkpoints.tokenizer import read_tokenizer
     from mamba_jax.train.data import Batches, hold_out, read_streams, save_streams
-    from mamba_jax.train.validation import validation_sequences
+    from mamba_jax.train.loss import validation_sequences
 
     tokenizer = read_tokenizer(tokenizer_files)
     assert tokenizer is not None

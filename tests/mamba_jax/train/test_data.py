@@ -5,7 +5,7 @@ import pytest
 
 from mamba_jax.config import ModelConfigError
 from mamba_jax.train.data import Batches, TokenStream, hold_out, read_streams, save_streams
-from mamba_jax.train.validation import validation_sequences
+from mamba_jax.train.loss import validation_sequences
 
 LENGTH = 10
 DOCUMENTS = {"long": [range(0, 1000)], "short": [range(2000 + 7 * i, 2007 + 7 * i) for i in range(40)]}

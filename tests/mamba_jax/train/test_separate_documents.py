@@ -12,8 +12,7 @@ from mamba_jax.config import ModelConfigError
 from mamba_jax.train.config import DraftSettings
 from mamba_jax.train.data import Batches, DocumentBounds, TokenStream
 from mamba_jax.train.loop import initial_values, read_log, train
-from mamba_jax.train.loss import training_loss
-from mamba_jax.train.validation import validation_sequences
+from mamba_jax.train.loss import training_loss, validation_sequences
 from tests.support.models.tiny_configs import FOR_ENGINES
 from tests.support.models.tiny_training import BATCH, CONFIG, LENGTH, settings
 
