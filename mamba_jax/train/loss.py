@@ -1,5 +1,6 @@
-"""The training loss: the cross-entropy of the next token, and of each draft of the multi-token-prediction layer; and the
-loss of held-out sequences, without drafts.
+"""The training loss: the cross-entropy of the next token, and of each draft of the multi-token-prediction layer.
+
+Also the loss of held-out sequences, without drafts.
 """
 
 import dataclasses
