@@ -13,7 +13,7 @@ from typing import Any
 from mamba_jax.config import ACTIVATIONS, AttentionConfig, HybridConfig, ModelConfigError, QKNormConfig
 from mamba_jax.config.drafter import BlockConfig, DrafterConfig, EagleConfig
 from mamba_jax.families import weight_names
-from mamba_jax.families.base import HFSource, tensor
+from mamba_jax.families.base import HFSource, placed, tensor
 from mamba_jax.families.fields import Fields
 from mamba_jax.families.parts import mlp_config
 from mamba_jax.families.rope import rope_config
@@ -94,19 +94,16 @@ def drafter_weight_names(config: DrafterConfig) -> dict[str, HFSource]:
         for path, number in (("markov_before", 1), ("markov_after", 2)) if config.markov_rank else ():
             sources[f"{path}.weight"] = tensor(f"markov_head.markov_w{number}.weight")
     for layer in range(config.num_layers):
-        spellings = (f"layers.{layer}", "midlayer")[: 2 if layer == 0 else 1]
-
-        def of(path: str, name: str, layer: int = layer, spellings: tuple[str, ...] = spellings) -> None:
-            sources[f"layers.{layer}.{path}"] = tensor(*(f"{spelling}.{name}" for spelling in spellings))
-
-        of("attention_norm.weight", "input_layernorm.weight")
-        of("mlp_norm.weight", "post_attention_layernorm.weight")
+        names = {
+            "attention_norm.weight": "input_layernorm.weight",
+            "mlp_norm.weight": "post_attention_layernorm.weight",
+        }
+        names |= {f"attention.{path}": f"self_attn.{path}" for path in config.attention.parameters()}
+        names |= {f"mlp.{path}": f"mlp.{path}" for path in config.mlp.parameters()}
         if isinstance(config, EagleConfig) and layer == 0:
-            of("hidden_norm.weight", "hidden_norm.weight")
-        for path in config.attention.parameters():
-            of(f"attention.{path}", f"self_attn.{path}")
-        for path in config.mlp.parameters():
-            of(f"mlp.{path}", f"mlp.{path}")
+            names["hidden_norm.weight"] = "hidden_norm.weight"
+        spellings = (f"layers.{layer}.", "midlayer.")[: 2 if layer == 0 else 1]
+        sources |= placed(f"layers.{layer}", {ours: tensor(theirs) for ours, theirs in names.items()}, *spellings)
     return {f"drafter.{path}": source for path, source in sources.items()}
 
 

@@ -8,8 +8,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 Inputs = tuple[Array, ...]
 """Arrays of packed tokens [T, ...]."""
-Parameters = tuple[Any, ...]
-"""The other arguments of a recurrence."""
+Parameters = Any
+"""The other arguments of a recurrence: a tuple, or a mapping by name."""
 Anchors = tuple[Array, dict[str, Array]]
 """States in slots, and their tail's arrays by name."""
 Hidden = Float[Array, "T hidden"]

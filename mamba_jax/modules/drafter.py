@@ -39,6 +39,10 @@ class DrafterFrame(nnx.Module):
         self.lm_head = Table(normal(rngs, head, dtype)) if config.own_head else None
         self.tokens = nnx.Param(_tokens(config.vocab_size)) if config.maps_vocabulary else None
 
+    def joined(self, states: Sequence[Hidden]) -> Hidden:
+        """Returns the target's hidden states at all of the places, in the drafter's dtype."""
+        return jnp.concatenate(states, axis=-1).astype(self.final_norm.weight.get_value().dtype)
+
 
 def _tokens(count: int) -> Array:
     return initial((count,), jnp.int32, lambda: jnp.arange(count))
@@ -105,7 +109,7 @@ class Eagle(DrafterFrame):
 
     def features(self, states: Sequence[Hidden]) -> Hidden:
         """Returns the hidden states that the drafter reads, from those of the target at each of the places."""
-        joined = jnp.concatenate(states, axis=-1).astype(self.final_norm.weight.get_value().dtype)
+        joined = self.joined(states)
         return self.fc(joined if self.states_norm is None else self.states_norm(joined))
 
     def __call__(self, embedded: Hidden, hidden: Hidden, layout: Layout, kv: LayersKV) -> tuple[Hidden, LayersKV]:
@@ -143,8 +147,7 @@ class BlockDrafter(DrafterFrame):
 
     def features(self, states: Sequence[Hidden]) -> Hidden:
         """Returns what keys and values are made of, from the target's hidden states at each of the places."""
-        joined = jnp.concatenate(states, axis=-1).astype(self.final_norm.weight.get_value().dtype)
-        return self.states_norm(self.fc(joined))
+        return self.states_norm(self.fc(self.joined(states)))
 
     def remember(self, read: Hidden, layout: DecodeLayout | PrefillLayout, kv: tuple[Array, ...]) -> tuple[Array, ...]:
         """Returns the pages of each layer with the keys and values of the layout's tokens, from their `features`."""

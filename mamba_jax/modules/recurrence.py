@@ -3,8 +3,9 @@ that has none of these, lightning attention, as MiniMax-01 (MiniMax, 2025) has i
 """
 
 import math
-from functools import cache
-from typing import Any
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,34 +45,51 @@ LEAST_DT = LEAST
 """A step size of exactly 0 marks padding, so a step size of a token must not underflow to 0."""
 
 
-@cache
-def recurrence(name: str, *, erase: bool) -> Operation:
-    """Returns the recurrence of `kernels_pallas.recurrence`, with and without erasing.
+class Forms(NamedTuple):
+    """The operations of a recurrence, and what they take of tokens and keep of them."""
 
-    Inputs: the arrays of an `Entry`, [T, ...]; parameters: skip [heads] or None; state: [slots, heads, head_dim,
-    state], called `name` in the store. With strength 0 a token of padding is exactly a no-op.
+    entry: Any
+    tail: Any
+    sequence: Callable[..., Any]
+    scan: Callable[..., Any]
+    update: Callable[..., Any]
+    replay: Callable[..., Any]
+
+
+_FORMS = recurrence_sequence, recurrence_scan, recurrence_update, recurrence_replay
+LINEAR = {erase: Forms(Entry, Tail, *(partial(form, erase=erase) for form in _FORMS)) for erase in (False, True)}
+"""The recurrence of `kernels_pallas.recurrence`, by whether it erases."""
+_UNMASKED = 3
+"""Arrays of an entry, the first ones, by which no operation recognizes padding."""
+
+
+@cache
+def recurrence(name: str, forms: Forms) -> Operation:
+    """Returns the operation of a recurrence.
+
+    Inputs: the arrays of an entry, [T, ...]; parameters: the operations' other arguments by name; state: [slots, ...],
+    called `name` in the store. With zeros in its last array a token of padding is exactly a no-op.
     """
 
     def sequences(layout: SequenceLayout, inputs: Inputs, parameters: Parameters) -> Array:
-        entry, start = Entry(*map(layout.by_sequence, inputs)), layout.initial_state(name)
-        y, _ = recurrence_sequence(entry, erase=erase, skip=parameters[0], initial_state=start)
+        entry, start = forms.entry(*map(layout.by_sequence, inputs)), layout.initial_state(name)
+        y, _ = forms.sequence(entry, initial_state=start, **parameters)
         return layout.by_token(y)
 
     def tiles(layout: PrefillLayout, inputs: Inputs, parameters: Parameters, state: Array) -> tuple[Array, Array]:
-        # The scan recognizes padding by its strength of 0; masking the rest would be one more pass over it.
-        entry = Entry(*map(layout.gather_unmasked, inputs[:3]), *map(layout.by_tile, inputs[3:]))
-        y, state = recurrence_scan(entry, state, layout.packed.tiles, erase=erase, skip=parameters[0])
+        # Masking all arrays would be one more pass over them.
+        others, known = map(layout.gather_unmasked, inputs[:_UNMASKED]), map(layout.by_tile, inputs[_UNMASKED:])
+        y, state = forms.scan(forms.entry(*others, *known), state, layout.packed.tiles, **parameters)
         return layout.by_token(y), state
 
     def rows(layout: DecodeLayout, inputs: Inputs, parameters: Parameters, state: Array) -> tuple[Array, Array]:
-        entry = Entry(*map(layout.by_row, inputs))
-        y, state = recurrence_update(entry, state, layout.rows, erase=erase, skip=parameters[0])
+        y, state = forms.update(forms.entry(*map(layout.by_row, inputs)), state, layout.rows, **parameters)
         return layout.by_token(y), state
 
     def replay(layout: ReplayLayout, inputs: Inputs, parameters: Parameters, state: Anchors) -> tuple[Array, Anchors]:
-        entry, (states, arrays) = Entry(*map(layout.by_row, inputs)), state
-        tail, skip = tail_of(name, arrays), parameters[0]
-        y, states, tail = recurrence_replay(entry, states, tail, layout.anchored, erase=erase, skip=skip)
+        entry, (states, arrays) = forms.entry(*map(layout.by_row, inputs)), state
+        tail = tail_of(name, arrays, forms.tail)
+        y, states, tail = forms.replay(entry, states, tail, layout.anchored, **parameters)
         return layout.by_token(y), (states, arrays_of(name, tail))
 
     return Operation(sequences, tiles, rows, replay)
@@ -81,12 +99,12 @@ States = tuple[Any, ...]
 """By `GroupedRecurrence.arrays`; under replay, each with its tail."""
 
 
-def tail_of(name: str, arrays: dict[str, Array]) -> Tail:
+def tail_of(name: str, arrays: dict[str, Array], kind: Any = Tail) -> Any:
     """Returns the tail of the states called `name`, whose arrays have names after it."""
-    return Tail(*(arrays.get(f"{name}_{field}") for field in Tail._fields))  # type: ignore[arg-type]
+    return kind(*(arrays.get(f"{name}_{field}") for field in kind._fields))
 
 
-def arrays_of(name: str, tail: Tail) -> dict[str, Array]:
+def arrays_of(name: str, tail: Any) -> dict[str, Array]:
     """Returns a tail's arrays by name."""
     return {f"{name}_{field}": array for field, array in tail._asdict().items() if array is not None}
 
@@ -185,8 +203,9 @@ class RecurrentMixer(nnx.Module):
         value, value_window = of_values(given.value, layout, value_window)
         value = value.reshape(len(value), -1, self.config.head_dim)
         log_decay, strength = self.decays_and_strengths(given)
-        operation = recurrence(self.config.arrays[0], erase=self.gates.erase)
-        y, store = layout.run(operation, (query, key, value, log_decay, strength), (self.skip(),), store)
+        operation = recurrence(self.config.arrays[0], LINEAR[self.gates.erase])
+        inputs = query, key, value, log_decay, strength
+        y, store = layout.run(operation, inputs, {"skip": self.skip()}, store)
         return self.output(y.reshape(given.gate.shape), given.gate), (store, value_window, vector_window)
 
     def convolved_vectors(
@@ -278,7 +297,7 @@ class Lightning(nnx.Module):
         strength = jnp.ones(v.shape[:2], jnp.float32)  # the layout makes it 0 where a token is padding
         old = None if state is None else state["ssm"]
         inputs = q, k, v, jnp.broadcast_to(-rates, strength.shape), strength
-        y, ssm = layout.run(recurrence("ssm", erase=False), inputs, (None,), old)
+        y, ssm = layout.run(recurrence("ssm", LINEAR[False]), inputs, {}, old)
         y = self.norm.of_part(y.reshape(tokens, -1), self.config.inner_size)
         gate = jax.nn.sigmoid(self.gate_proj(x, layout.adapter, out_dtype=jnp.float32))
         return self.out_proj((y * gate).astype(x.dtype), layout.adapter), None if state is None else {"ssm": ssm}

@@ -19,53 +19,17 @@ from kernels_pallas.selective_scan import (
     selective_update,
 )
 from mamba_jax.config.channel_recurrence import Mamba1Config, RGLRUConfig
-from mamba_jax.layout import (
-    Anchors,
-    DecodeLayout,
-    Hidden,
-    Inputs,
-    Layout,
-    Operation,
-    Parameters,
-    PrefillLayout,
-    ReplayLayout,
-    SequenceLayout,
-)
+from mamba_jax.layout import Hidden, Layout
 from mamba_jax.modules.basic import Linear, RMSNorm, Weight, activation, constant, initial, normal
 from mamba_jax.modules.conv import Conv
-from mamba_jax.modules.recurrence import LEAST_DT, initial_dt_bias
+from mamba_jax.modules.recurrence import LEAST_DT, Forms, initial_dt_bias, recurrence
 from mamba_jax.sharding.axis import TENSOR
 from mamba_jax.store import SlotArrays
 
-
-def _sequences(layout: SequenceLayout, inputs: Inputs, parameters: Parameters) -> Array:
-    entry, (a, d) = SelectiveEntry(*map(layout.by_sequence, inputs)), parameters
-    y, _ = selective_scan_sequence(entry, a=a, d=d, initial_state=layout.initial_state("selective"))
-    return layout.by_token(y)
-
-
-def _tiles(layout: PrefillLayout, inputs: Inputs, parameters: Parameters, state: Array) -> tuple[Array, Array]:
-    *others, dt = inputs
-    # The scan recognizes padding by its step size of 0; other values of padding do not matter.
-    entry, (a, d) = SelectiveEntry._make([*map(layout.gather_unmasked, others), layout.by_tile(dt)]), parameters
-    y, state = selective_scan(entry, state, layout.packed.tiles, a=a, d=d)
-    return layout.by_token(y), state
-
-
-def _rows(layout: DecodeLayout, inputs: Inputs, parameters: Parameters, state: Array) -> tuple[Array, Array]:
-    entry, (a, d) = SelectiveEntry(*map(layout.by_row, inputs)), parameters
-    y, state = selective_update(entry, state, layout.rows, a=a, d=d)
-    return layout.by_token(y), state
-
-
-def _replay(layout: ReplayLayout, inputs: Inputs, parameters: Parameters, state: Anchors) -> tuple[Array, Anchors]:
-    entry, (a, d), (states, tail) = SelectiveEntry(*map(layout.by_row, inputs)), parameters, state
-    old = SelectiveTail(tail["selective_x"], tail["selective_b"], tail["selective_dt"])
-    y, states, new = selective_replay(entry, states, old, layout.anchored, a=a, d=d)
-    return layout.by_token(y), (states, {"selective_x": new.x, "selective_b": new.b, "selective_dt": new.dt})
-
-
-SELECTIVE = Operation(_sequences, _tiles, _rows, _replay)
+_FORMS = Forms(
+    SelectiveEntry, SelectiveTail, selective_scan_sequence, selective_scan, selective_update, selective_replay
+)
+SELECTIVE = recurrence("selective", _FORMS)
 """The Mamba-1 recurrence. Inputs: x [T, inner], B and C [T, state], dt [T, inner]; parameters: a [state, inner] and d
 [inner]; state: [slots, state, inner]. With dt = 0 a token of padding changes nothing."""
 
@@ -100,7 +64,7 @@ class Mamba1(nnx.Module):
         x, z = xz[:, 0], xz[:, 1]
         x, window = self.conv(x, layout, None if state is None else state["conv_x"])
         dt, b, c = self._gates(x, layout)
-        parameters = -exp(self.a_log[...]).T, self.d[...]
+        parameters = {"a": -exp(self.a_log[...]).T, "d": self.d[...]}
         y, new = layout.run(SELECTIVE, (x, b, c, dt), parameters, None if state is None else state["selective"])
         y = self.out_proj(gated(y, z), layout.adapter)
         return y, None if state is None else {"selective": new, "conv_x": window}
@@ -167,7 +131,7 @@ class RGLRU(nnx.Module):
         factor = jnp.where(layout.positions[:, None] == 0, 1.0, jnp.sqrt(-jnp.expm1(-2 * dt)))
         ones = jnp.ones((x.shape[0], 1), jnp.float32)
         inputs = (x.astype(jnp.float32) * gate * factor / dt, ones, ones, dt)
-        parameters = -jnp.ones((1, x.shape[1]), jnp.float32), jnp.zeros(x.shape[1], jnp.float32)
+        parameters = {"a": -jnp.ones((1, x.shape[1]), jnp.float32), "d": jnp.zeros(x.shape[1], jnp.float32)}
         out, new = layout.run(SELECTIVE, inputs, parameters, None if state is None else state["selective"])
         out = self.out_proj(out.astype(y.dtype) * y, layout.adapter)
         return out, None if state is None else {"selective": new, "conv_x": window}
