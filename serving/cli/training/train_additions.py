@@ -199,7 +199,7 @@ def train_mtp(
     from mamba_jax.train.config import DataSettings, DraftSettings, OptimizerSettings, TrainConfig
     from mamba_jax.train.data import Batches, read_streams, save_streams
     from mamba_jax.train.loop import check_run
-    from mamba_jax.train.loss import DRAFT_LAYER, Validation
+    from mamba_jax.train.loss import DRAFT_LAYER
     from mamba_jax.train.recipe import keep_recipe
     from serving.cli.training.rollouts import own_text
 
