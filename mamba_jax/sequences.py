@@ -44,17 +44,17 @@ def check_packed(config: HybridConfig, tokens: Any, layout: Layout) -> None:
         check_ids(config.vocab_size, tokens, valid)
 
 
-def check_ids(vocab_size: int, tokens: Any, valid: Any = True, *, least: int = 0, hint: str = "") -> None:
+def check_ids(vocab_size: int, tokens: Any, valid: Any = True, *, hint: str = "") -> None:
     """Checks tokens of any shape, of which only the `valid` ones count.
 
     Raises:
         ValueError: a token is not in the vocabulary.
     """
     known = np.asarray(tokens)
-    outside = ((known < least) | (known >= vocab_size)) & np.asarray(valid)
+    outside = ((known < 0) | (known >= vocab_size)) & np.asarray(valid)
     if outside.any():
         place = tuple(map(int, np.argwhere(outside)[0]))
-        raise ValueError(f"tokens{list(place)} is {known[place]}: expected ids from {least} to {vocab_size - 1}{hint}")
+        raise ValueError(f"tokens{list(place)} is {known[place]}: expected ids from 0 to {vocab_size - 1}{hint}")
 
 
 def _integers(name: str, value: Any, axes: str, rank: int) -> Array:

@@ -12,8 +12,8 @@ import yaml
 from pydantic import Field, model_validator
 
 from checkpoints.json_file import parse_overrides
-from serving.core import CacheMode, ConfigError
-from serving.core.config import check_replay_interval
+from serving.core.config import CacheMode, check_sizes
+from serving.core.errors import ConfigError
 from serving.settings import Settings
 
 __all__ = ["CacheMode", "ConfigError", "EngineConfig", "read_config_file"]
@@ -345,21 +345,14 @@ class EngineConfig(Settings):
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> EngineConfig:
-        block, tile, page, drafts = self.state_block_size, self.tile_size, self.page_size, self.num_speculative_tokens
-        if block % tile:
-            raise ValueError(
-                f"state_block_size {block} is not a multiple of tile_size {tile}; try {-(-block // tile) * tile}"
-            )
-        if page is not None and block % page:
-            below = max(size for size in range(1, min(page, block) + 1) if block % size == 0)
-            raise ValueError(f"page_size {page} does not divide state_block_size {block}; try {below}")
-        if block < 1 + drafts:
-            raise ValueError(
-                f"state_block_size {block} is less than 1 + num_speculative_tokens = {1 + drafts}: "
-                "a step may cross only one block boundary"
-            )
-        if (self.replay_interval or 1) > 1:
-            check_replay_interval(self.replay_interval or 1, drafts, tile_size=tile)
+        drafts = self.num_speculative_tokens
+        check_sizes(
+            self.state_block_size,
+            tile_size=self.tile_size,
+            page_size=self.page_size,
+            num_speculative_tokens=drafts,
+            replay_interval=self.replay_interval or 1,
+        )
         if self.narrows_states and self.ssm_dtype != "float32":
             raise ValueError(
                 f"checkpoint_dtype {self.checkpoint_dtype} needs ssm_dtype float32: states in {self.ssm_dtype} are "

@@ -53,8 +53,9 @@ SERVING = {
 # package exports). Each row is below the rows that it imports.
 PARTS = {
     "serving.core": {
+        "": set(),
         "errors": set(),
-        "placing": set(),
+        "load_balancing": set(),
         "config": {"errors"},
         "stats": {"errors"},
         "cache": {"config", "errors", "stats"},
@@ -62,7 +63,6 @@ PARTS = {
         "requests": {"cache", "errors", "tiers"},
         "planning": {"cache", "config", "errors", "requests", "stats", "tiers"},
         "scheduler": {"cache", "errors", "planning", "requests", "tiers"},
-        "": {"cache", "config", "errors", "planning", "requests", "scheduler"},
     },
     "serving.engine": {
         "": set(),
@@ -75,11 +75,11 @@ PARTS = {
         "control": {"steps"},
         "engine": {"control", "requests", "steps", "structured"},
         "assembly": {"compiled_programs", "control", "engine", "requests", "steps", "structured"},
+        "changes": {"control", "engine", "requests"},
         "engine_thread": {"engine", "requests"},
-        "replica_loads": {"engine", "requests"},
-        "replicas": {"control", "engine", "engine_thread", "replica_loads", "requests", "stats"},
-        "async_engine": {"control", "engine", "engine_thread", "replica_loads", "replicas", "requests"},
-        "llm": {"assembly", "control", "engine", "replicas", "requests"},
+        "replicas": {"engine", "engine_thread", "requests", "stats"},
+        "async_engine": {"changes", "control", "engine", "engine_thread", "replicas", "requests"},
+        "llm": {"assembly", "changes", "control", "engine", "replicas", "requests"},
     },
     "serving.api.http": {
         "": set(),

@@ -13,12 +13,15 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from mamba_jax.config import HybridConfig, need
+from mamba_jax.config import LATENT, WINDOWED, HybridConfig, StateUnit, need
 from mamba_jax.modules.quantized import bits_of, weight_of
 from mamba_jax.sharding import TENSOR, Partition
 from mamba_jax.store import Replay, StoreShape
+from serving.capacity.targets import Device
+from serving.engine.assembly.sizing import StoreSize
 
 _DRAFTERS = ("mtp.", "drafter.")
+LONG_CONTEXTS = (1 << 17, 1 << 19, 1 << 20)
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,37 @@ class Work:
     """To and from the device's memory."""
     flops: int
     """Of products with weights."""
+
+
+@dataclass(frozen=True)
+class LongContext:
+    """One sequence of many tokens, at published speeds."""
+
+    tokens: int
+    sequences: int
+    """That run at once."""
+    bytes: int
+    """Of its states and pages on one device."""
+    first_token_s: float
+    """No prompt is computed in less time."""
+    decode_ms: float
+    """Nor its next token."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One program: the least that it must move and compute, and the time for this at published speeds."""
+
+    name: str
+    tokens: int
+    """Fed to the model."""
+    work: Work
+    memory_ms: float
+    compute_ms: float
+    bound_ms: float
+    """No step is faster: the larger of memory and compute. Exchanges between devices come on top."""
+    tokens_per_second: float
+    """At the bound; of a decode step those that come out, of a prefill step those that go in."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +120,8 @@ class Counter:
             path: _own(leaf, partition.parameter(path), partition.shards) for path, leaf in parameters.items()
         }
         self._bits = {path: bits_of(leaf.dtype) for path, leaf in parameters.items()}
+        scores = (_score_flops(config, kind) for kind in config.pattern if config.state(kind, StateUnit.TOKEN))
+        self._flops_per_score = sum(scores) / partition.shards
         self._shape = replace(partition.device_shape(StoreShape.of(config)), lanes=lanes)
 
     @property
@@ -115,6 +151,35 @@ class Counter:
                 flops += 2 * size * used * positions
         return Work(int(moved), int(flops))
 
+    def step(self, name: str, load: Workload, device: Device, *, counted: int) -> Step:
+        """The bounds of a step on a device; `counted` of its tokens are those of a sequence."""
+        work = self.work(load)
+        memory, compute = work.bytes / device.bandwidth, work.flops / device.flops
+        bound = max(memory, compute)
+        return Step(name, load.tokens, work, memory * 1e3, compute * 1e3, bound * 1e3, counted / bound)
+
+    def long_context(
+        self, tokens: int, size: StoreSize, chunk: int, device: Device, replay: Replay | None
+    ) -> LongContext:
+        """The bounds of one sequence of many tokens, which is prefilled in chunks."""
+        pages = -(-tokens // size.page_size) * size.bytes_per_page
+        slots = size.bytes_per_slot * size.running_slots // size.max_num_seqs + size.bytes_per_tail
+        load = decode_workload(rows=1, drafts=0, context=tokens, replay=replay)
+        decode = self.step("", load, device, counted=1).bound_ms
+        first = self._first_token_seconds(tokens, chunk, device)
+        return LongContext(tokens, size.sequences_at(tokens), pages + slots, first, decode)
+
+    def _first_token_seconds(self, tokens: int, chunk: int, device: Device) -> float:
+        """Each chunk reads the weights, and the keys before it once."""
+        seconds = 0.0
+        for start in range(0, tokens, chunk):
+            size = min(chunk, tokens - start)
+            work = self.work(Workload(size, 1, 1, int(start > 0), 1, start + size))
+            scores = size * start + size * size // 2  # pairs of a query and a key
+            flops = work.flops + scores * self._flops_per_score
+            seconds += max(work.bytes / device.bandwidth, flops / device.flops)
+        return seconds
+
     def _state_bytes(self, load: Workload) -> float:
         shape = self._shape
         slot = shape.bytes_per_slot(self._dtype, self._ssm_dtype)
@@ -128,7 +193,17 @@ class Counter:
         return slot * (load.states_read + load.states_written) + kv + tails
 
 
+def _score_flops(config: HybridConfig, kind: str) -> int:
+    """Operations of one layer for a query and one of the keys before it. Windows have few keys."""
+    if kind == WINDOWED:
+        return 0
+    if kind == LATENT:
+        latent = need(config.latent_attention)
+        return 2 * latent.num_heads * (2 * latent.latent_size + latent.shared_key_size)
+    attention = need(config.attention)
+    return 4 * attention.num_heads * attention.head_dim
+
+
 def _own(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec, shards: int) -> int:
-    """Numbers of a parameter that one device has."""
     size = math.prod(leaf.shape)
     return size // shards if TENSOR in tuple(spec) else size

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from checkpoints.drafts import drafter_shapes
-from checkpoints.errors import CheckpointError, one_line
+from checkpoints.errors import CheckpointError
 from checkpoints.load import Checkpoint, load_config
 from mamba_jax.config import HybridConfig, ModelConfigError
 from mamba_jax.head_padding import HeadPadding
@@ -25,9 +25,17 @@ from mamba_jax.rows import Rows
 from mamba_jax.sharding import TENSOR, Partition, rows_shardings
 from mamba_jax.store import StoreShape, init_store
 from mamba_jax.store_layout import lanes_of
-from serving.capacity.compiling import Program, SlicePrograms, check_compiler, slice_mesh
-from serving.capacity.count import Counter, Work, Workload, decode_workload, prefill_workload
-from serving.capacity.layer_cuts import Cut, cut_config, cut_parameters, layer_cuts, whole_program
+from serving.capacity.compiling import (
+    Cut,
+    Program,
+    SlicePrograms,
+    check_compiler,
+    compile_whole,
+    cut_config,
+    cut_parameters,
+    slice_mesh,
+)
+from serving.capacity.count import LONG_CONTEXTS, Counter, LongContext, Step, decode_workload, prefill_workload
 from serving.capacity.targets import Target, larger
 from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly.design import EngineDesign, waiting_form
@@ -37,22 +45,6 @@ from serving.engine.assembly.sizing import StoreSize, StoreTooSmallError
 from serving.engine.steps.batching import BatchBuilder, PrefillShape
 
 DEFAULT_CONTEXT = 2048
-
-
-@dataclass(frozen=True)
-class Step:
-    """One program: the least that it must move and compute, and the time for this at published speeds."""
-
-    name: str
-    tokens: int
-    """Fed to the model."""
-    work: Work
-    memory_ms: float
-    compute_ms: float
-    bound_ms: float
-    """No step is faster: the larger of memory and compute. Exchanges between devices come on top."""
-    tokens_per_second: float
-    """At the bound; of a decode step those that come out, of a prefill step those that go in."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +72,8 @@ class CapacityPlan:
     steps: tuple[Step, ...] = ()
     context: int = 0
     """Tokens before each sequence's next one that decode steps are counted with."""
+    long_contexts: tuple[LongContext, ...] = ()
+    """Those of `LONG_CONTEXTS` that sequences may have."""
     bytes_off_device: int = 0
     """Of one state in host memory, on disk or on its way to another worker; without keys and values."""
     programs: tuple[Program, ...] = ()
@@ -153,6 +147,7 @@ class _Planner:
         self.design, self.counter, self.shapes = self._divided(target.count)
         self.model = self.design.model
         self.partition, self.replay = self.design.partition, self.design.replay.replay
+        self._padding_notes = [self.design.padding.notice] if self.design.padding else []
 
     def _divided(self, count: int) -> tuple[EngineDesign, Counter, dict[str, jax.ShapeDtypeStruct]]:
         """The engine design for a number of devices, the counter of its bytes, and every parameter."""
@@ -190,7 +185,6 @@ class _Planner:
         )
 
     def _weights(self, shards: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Every parameter as it would be loaded for this number of devices, before heads are padded."""
         config, mesh = self.config, AbstractMesh((shards,), (TENSOR,))
         try:
             padding = HeadPadding.of(self._target_model, shards)
@@ -212,11 +206,11 @@ class _Planner:
 
     def plan(self, compile: bool, full: bool, context: int | None, progress: Callable[[str], None]) -> CapacityPlan:
         limit, design = self.limit, self.design
-        weights, workspace = self.counter.weight_bytes, design.workspace_bytes
+        weights = self.counter.weight_bytes
         try:
             size = self._size(design, weights)
         except StoreTooSmallError as error:
-            return self._too_small(weights, workspace, error)
+            return self._too_small(error)
         batches = design.batches(design.scheduler(size))
         prefills, decodes = _planned_shapes(batches, full)
         rows = jax.eval_shape(lambda: design.rows(size))
@@ -232,29 +226,22 @@ class _Planner:
                 *((_decode_name(count), batches.empty_decode(count, drafts)) for count in decodes),
                 *((_prefill_name(shape), batches.empty_prefill(shape)) for shape in prefills),
             ]
-            cuts = layer_cuts(self.model)
-            progress(f"compiling {len(named) * len(cuts) + 1} programs")
-            try:
-                (sampled,) = self._compiler(size, rows, cuts[0], greedy=False).compile(named[:1], progress)
-                compilers = [self._compiler(size, rows, cut, greedy=True) for cut in cuts]
-                compiled = [compiler.compile(named, progress) for compiler in compilers]
-                sampling = sampled, compiled[0][0]
-                programs = tuple(whole_program(self.model, each, sampling) for each in zip(*compiled, strict=True))
-                kernels = compilers[0].choice.report()
-            except jax.errors.JaxRuntimeError as error:
-                # What does not fit is an answer, too.
-                notes.append("the compiler refuses a program: " + one_line(error))
-            if len(cuts) > 1:
-                patterns = ", ".join(cut_config(self.model, cut).pattern for cut in cuts)
-                notes.append(f"programs of the layers {patterns} were compiled; those of all layers follow from them")
+            compiler = functools.partial(self._compiler, size, rows)
+            programs, kernels, said = compile_whole(self.model, compiler, named, progress)
+            notes += said
         refused = compile and not programs
-        count = sum(isinstance(batch, StepBatch) for batch in batches.warm_up_batches(1))
+        count = batches.num_step_programs
         codes = [program.code for program in programs]
         # Programs that are not compiled are narrower ones, and count as the largest.
-        code = sum(codes) + (count - len(codes)) * max(codes, default=0)
-        temporaries = max((p.temporaries for p in programs), default=workspace)
+        code = sum(codes) + (count - len(codes)) * max(codes) if codes else design.code_bytes
+        temporaries = max((p.temporaries for p in programs), default=design.workspace_bytes)
         other = self._bytes_of_seats(rows)
         spare = limit - weights - size.total_bytes - code - temporaries - other
+        long_contexts = [
+            self.counter.long_context(n, size, self.config.max_num_batched_tokens, self.target.device, self.replay)
+            for n in LONG_CONTEXTS
+            if n <= size.max_model_len
+        ]
         return self._report(
             fits=spare >= 0 and not refused,
             spare=spare,
@@ -269,6 +256,7 @@ class _Planner:
             size=size,
             steps=tuple(steps),
             context=context,
+            long_contexts=tuple(long_contexts),
             programs=programs,
             num_programs=count,
             kernels=kernels,
@@ -286,35 +274,33 @@ class _Planner:
             **figures,
         )
 
-    @property
-    def _padding_notes(self) -> list[str]:
-        padding = self.design.padding
-        return [padding.notice] if padding else []
-
     def _bytes_of_seats(self, rows: Rows) -> int:
-        """On one device."""
         mesh: Any = AbstractMesh((self.partition.shards,), (TENSOR,))
         pairs = zip(jax.tree.leaves(rows), jax.tree.leaves(rows_shardings(rows, mesh)), strict=True)
         return sum(math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf, place in pairs)
 
-    def _size(self, design: EngineDesign, weights: int) -> StoreSize:
-        memory = self.memory - weights - design.workspace_bytes - self.config.reserved_bytes
-        return design.size(memory=memory, dtype=self.dtype)
+    def _free(self, design: EngineDesign, weights: int) -> int:
+        return self.memory - weights - design.workspace_bytes - design.code_bytes - self.config.reserved_bytes
 
-    def _too_small(self, weights: int, workspace: int, error: StoreTooSmallError) -> CapacityPlan:
+    def _size(self, design: EngineDesign, weights: int) -> StoreSize:
+        return design.size(memory=self._free(design, weights), dtype=self.dtype)
+
+    def _too_small(self, error: StoreTooSmallError) -> CapacityPlan:
         """Not even one sequence fits: by how much, and where it would."""
+        free = self._free(self.design, self.counter.weight_bytes)
         notes = [f"{self.config.memory_utilization:.0%} of the memory is used (memory_utilization)"]
         notes += self._padding_notes
-        if weights < self.memory - workspace - self.config.reserved_bytes:
+        if free > 0:
             notes.append(str(error))
         if enough := self._enough():
             notes.append(f"the smallest of its kind that holds it: {enough}")
         return self._report(
             fits=False,
-            spare=self.memory - weights - workspace - self.config.reserved_bytes - error.needed,
+            spare=free - error.needed,
             limit=self.memory,
             store=error.needed,
-            temporaries=workspace,
+            code=self.design.code_bytes,
+            temporaries=self.design.workspace_bytes,
             size=None,
             notes=tuple(notes),
         )
@@ -332,20 +318,13 @@ class _Planner:
     def _decode_step(self, rows: int, context: int) -> Step:
         drafts = self.config.num_speculative_tokens
         load = decode_workload(rows=rows, drafts=drafts, context=context, replay=self.replay)
-        return self._step(_decode_name(rows), load, counted=rows)
+        return self.counter.step(_decode_name(rows), load, self.target.device, counted=rows)
 
     def _prefill_step(self, shape: PrefillShape) -> Step:
         load = prefill_workload(tokens=shape.tokens, rows=shape.rows, tile_size=self.config.tile_size)
-        return self._step(_prefill_name(shape), load, counted=shape.tokens)
+        return self.counter.step(_prefill_name(shape), load, self.target.device, counted=shape.tokens)
 
-    def _step(self, name: str, load: Workload, *, counted: int) -> Step:
-        device, work = self.target.device, self.counter.work(load)
-        memory, compute = work.bytes / device.bandwidth, work.flops / device.flops
-        bound = max(memory, compute)
-        return Step(name, load.tokens, work, memory * 1e3, compute * 1e3, bound * 1e3, counted / bound)
-
-    def _compiler(self, size: StoreSize, rows: Rows, cut: Cut, *, greedy: bool) -> SlicePrograms:
-        """Compiles programs of some of the layers."""
+    def _compiler(self, size: StoreSize, rows: Rows, cut: Cut, greedy: bool) -> SlicePrograms:
         arguments = self.design.store_arguments(size, dtype=self.dtype)
         model, stored = (cut_config(each, cut) for each in (self.model, self.design.stored))
         described = StoreShape.of(stored, routed_experts=self.config.enable_return_routed_experts)

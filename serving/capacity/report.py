@@ -49,6 +49,8 @@ def as_text(plan: CapacityPlan, at_context: int | None = None) -> RenderableType
         parts.append(Text(f"At {tokens:,} tokens each, {sequences:,} sequences run at once (limited by {limit})."))
     if plan.steps:
         parts += [Text(), _steps(plan)]
+    if plan.long_contexts:
+        parts += [Text(), _long_contexts(plan)]
     if plan.programs:
         parts += [Text(), _programs(plan), Text(plan.kernels, style="dim")]
     parts += [Text(f"note: {note}", style="yellow") for note in plan.notes]
@@ -83,7 +85,7 @@ def _memory(plan: CapacityPlan) -> Table:
     rows = [
         ("weights", plan.weights),
         (store, plan.store),
-        (f"programs ({compiled})", plan.code),
+        (f"programs ({compiled or 'estimate'})", plan.code),
         ("temporaries" + ("" if plan.programs else " (upper bound)"), plan.temporaries),
         ("seats", plan.other),
         ("left" if plan.spare >= 0 else "missing", plan.spare),
@@ -114,6 +116,15 @@ def _steps(plan: CapacityPlan) -> Table:
     return table
 
 
+def _long_contexts(plan: CapacityPlan) -> Table:
+    columns = ("tokens", "sequences at once", "memory of each", "first token after", "next token after")
+    table = _table("One sequence of a long context, at least (at published speeds; a prompt without a hit)", columns)
+    for each in plan.long_contexts:
+        times = (f"{each.first_token_s:,.1f} s", f"{each.decode_ms:.2f} ms")
+        table.add_row(f"{each.tokens:,}", f"{each.sequences:,}", show_bytes(each.bytes), *times)
+    return table
+
+
 def _programs(plan: CapacityPlan) -> Table:
     title = f"Compiled for {plan.target.topology} in {plan.compile_seconds:.0f} s"
     table = _table(title, ("", "program", "temporaries", "updated in place", "compile time"))
@@ -124,7 +135,6 @@ def _programs(plan: CapacityPlan) -> Table:
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:
-    """A table with names on the left and figures in the other columns."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for place, name in enumerate(columns):
         table.add_column(name, justify="right" if place else "left")

@@ -196,7 +196,6 @@ class ModelPrograms:
         return run
 
     def _state(self, step: Step) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        """What makes the store and the seats."""
         prompts = {"decode": 0, "prefill": step.rows, "mixed": 1}[step.kind]
         decoding = 0 if step.kind == "prefill" else step.rows
         slots = decoding * max(1 + step.drafts, 2 if step.interval > 1 else 1) + prompts
@@ -219,7 +218,6 @@ class ModelPrograms:
         return store, seats
 
     def _made(self, step: Step) -> tuple[Any, Any]:
-        """The store, in the layout that programs return it in, and the seats."""
         store, seats = (make() for make in self._state(step))
         return jax.tree.map(jax.device_put, store, places(self.shape, store)), seats
 
@@ -263,7 +261,6 @@ class ModelPrograms:
         return batch
 
     def _fill(self, table: Any, used: int, before: int) -> None:
-        """Gives each row as many pages, after those of other rows."""
         table[:, :used] = before + 1 + np.arange(len(table) * used).reshape(len(table), used)
 
     def _moved(self, step: Step) -> float:

@@ -64,20 +64,13 @@ class SchedulerConfig:
             raise ConfigError(f"max_model_len is {self.max_model_len}: it must hold a prompt token and an output token")
         if self.cache_mode not in ("none", "align", "all"):
             raise ConfigError(f"cache mode is {self.cache_mode!r}: it must be none, align or all")
-        if self.state_block_size % self.tile_size:
-            raise ConfigError(
-                f"state_block_size is {self.state_block_size}: it must be a multiple of tile_size ({self.tile_size})"
-            )
-        if self.num_pages and self.state_block_size % self.page_size:
-            block = self.state_block_size
-            raise ConfigError(f"page_size is {self.page_size}: it must divide state_block_size ({block})")
-        if self.state_block_size < 1 + self.num_speculative_tokens:
-            raise ConfigError(
-                f"num_speculative_tokens is {self.num_speculative_tokens}: it must be below state_block_size "
-                f"({self.state_block_size}), so that a step crosses at most one boundary"
-            )
-        if self.replay_interval > 1:
-            check_replay_interval(self.replay_interval, self.num_speculative_tokens, tile_size=self.tile_size)
+        check_sizes(
+            self.state_block_size,
+            tile_size=self.tile_size,
+            page_size=self.page_size if self.num_pages else None,
+            num_speculative_tokens=self.num_speculative_tokens,
+            replay_interval=self.replay_interval,
+        )
         if self.num_slots < 1 + self.slots_per_row:
             raise ConfigError(
                 f"num_slots is {self.num_slots}: one sequence needs {self.slots_per_row}, and the null slot is one more"
@@ -149,12 +142,31 @@ def replay_intervals(num_speculative_tokens: int, *, tile_size: int) -> list[int
     return [size for size in range(least, tile_size + 1) if tile_size % size == 0]
 
 
-def check_replay_interval(interval: int, num_speculative_tokens: int, *, tile_size: int) -> None:
-    """Raises `ConfigError` for an R > 1 that is not among `replay_intervals`. The message lists these."""
+def check_sizes(
+    state_block_size: int,
+    *,
+    tile_size: int,
+    page_size: int | None,
+    num_speculative_tokens: int,
+    replay_interval: int,
+) -> None:
+    """Raises `ConfigError`, with a value that would do, for sizes that do not fit together. `page_size` None: any."""
+    block = state_block_size
+    if block % tile_size:
+        nearest = -(-block // tile_size) * tile_size
+        raise ConfigError(f"state_block_size {block} is not a multiple of tile_size {tile_size}; try {nearest}")
+    if page_size is not None and block % page_size:
+        below = max(size for size in range(1, min(page_size, block) + 1) if block % size == 0)
+        raise ConfigError(f"page_size {page_size} does not divide state_block_size {block}; try {below}")
+    if block < 1 + num_speculative_tokens:
+        raise ConfigError(
+            f"state_block_size {block} is less than 1 + num_speculative_tokens = {1 + num_speculative_tokens}: "
+            "a step may cross only one block boundary"
+        )
     allowed = replay_intervals(num_speculative_tokens, tile_size=tile_size)
-    if interval not in allowed:
+    if replay_interval > 1 and replay_interval not in allowed:
         least = 2 * (1 + num_speculative_tokens)
         raise ConfigError(
-            f"replay_interval is {interval}: it must divide tile_size ({tile_size}) and be at least "
+            f"replay_interval is {replay_interval}: it must divide tile_size ({tile_size}) and be at least "
             f"2 * (1 + num_speculative_tokens) = {least}; allowed are {', '.join(map(str, [1, *allowed]))}"
         )

@@ -5,8 +5,8 @@
     scheduler.dispatched(plan)           # or withdraw(plan), if it could not be dispatched
     scheduler.settle(earlier, result)    # in the order of dispatch
 
-`planning.state` has the scheduler's records, `planning.admission` decides which requests start, `planning.rows` plans a
-row, `planning.settlement` publishes states and pages, and `cache.row_state` records the row that owns a slot.
+`planning.state` has the scheduler's records, `planning.admission` decides which requests start, `planning.rows` plans
+and settles a row and publishes its states and pages, and `cache.row_state` records the row that owns a slot.
 """
 
 from collections import Counter
@@ -17,8 +17,7 @@ from serving.core.cache.content import Chain, Scope
 from serving.core.errors import FinishReason, RequestError, WaitReason
 from serving.core.planning.admission import admit, admit_short, displace, refuse_impossible
 from serving.core.planning.plan import Budget, RowResult, StepPlan, StepResult
-from serving.core.planning.rows import plan_decode, plan_prefill
-from serving.core.planning.settlement import after_dispatch, finish, settle
+from serving.core.planning.rows import after_dispatch, finish, plan_decode, plan_prefill, settle
 from serving.core.planning.state import SchedulerState
 from serving.core.requests.request import Request, ResultDisposition, Status
 from serving.core.tiers.journal import Journal
@@ -212,7 +211,6 @@ class Scheduler(SchedulerState):
             admit(self, plan, budget)
 
     def _continue_prompts(self, prompts: Sequence[Request], plan: StepPlan, budget: Budget) -> None:
-        """Plans the next chunks of running requests in prefill, within the remaining tokens of the step."""
         for request in prompts:
             if request.status is not Status.RUNNING:  # preempted for one before it
                 continue

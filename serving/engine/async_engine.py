@@ -15,11 +15,11 @@ from checkpoints.errors import CheckpointError
 from checkpoints.tensors.replacement import NewWeights, open_weights
 from checkpoints.tensors.tensor_set import TensorSet
 from serving.core.errors import RequestError
+from serving.engine.changes import WeightsUpdate, load_adapter, table_of
 from serving.engine.control import PauseMode
 from serving.engine.engine import Engine
 from serving.engine.engine_thread import Result
-from serving.engine.replica_loads import Assignment
-from serving.engine.replicas import Reader, ReplicaThreads, WeightsUpdate, load_adapter, table_of
+from serving.engine.replicas import Assignment, Reader, ReplicaThreads
 from serving.engine.requests.adapter_reads import AdapterReads
 from serving.engine.requests.adapters import AdapterNotRead
 from serving.engine.requests.output import RequestOutput
@@ -134,7 +134,6 @@ class AsyncEngine(ReplicaThreads):
             return
 
     async def _with_adapter(self, request: EngineRequest, engine: Engine) -> EngineRequest:
-        """Returns a request with the content of its adapter, unless another request has loaded it meanwhile."""
         wanted = request.lora_request
         assert wanted is not None
         table = table_of(engine)

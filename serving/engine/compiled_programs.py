@@ -135,7 +135,6 @@ class KeptPrograms:
             return compiled
 
     def _read(self, path: Path) -> tuple[jax.stages.Compiled, dict[str, dict[str, str]]] | None:
-        """Returns a program and the kernels it uses; None if it must be compiled."""
         try:
             saved = pickle.loads(zlib.decompress(path.read_bytes()))
             compiled = serialize_executable.deserialize_and_load(
@@ -151,7 +150,6 @@ class KeptPrograms:
         return compiled, saved["kernels"]
 
     def _write(self, path: Path, compiled: jax.stages.Compiled, kernels: dict[str, dict[str, str]]) -> None:
-        """Stores a compiled program. If that fails, the next start compiles it again."""
         try:
             program, takes, gives = serialize_executable.serialize(compiled)
             saved = pickle.dumps({"program": program, "takes": takes, "gives": gives, "kernels": kernels})

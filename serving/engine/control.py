@@ -140,7 +140,6 @@ class Weights:
 
 
 def _number(digest: str) -> int:
-    """Returns a number of 60 bits that is not 0."""
     return 1 + int(digest[:15], 16)
 
 

@@ -10,9 +10,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from checkpoints.tokenizer import Tokenizer
-from serving.core import FinishReason, Request, RowResult, StepPlan, check_prompt_length
 from serving.core.cache.retention import merged, written_tokens
-from serving.core.errors import RequestError, RequestFailed
+from serving.core.errors import FinishReason, RequestError, RequestFailed, check_prompt_length
+from serving.core.planning.plan import RowResult, StepPlan
+from serving.core.requests.request import Request
 from serving.engine.control import Control, Weights
 from serving.engine.requests.adapters import AdapterTable
 from serving.engine.requests.conversations import ChangedPrefixes
@@ -20,7 +21,7 @@ from serving.engine.requests.output import PromptScores, RequestMetrics, Request
 from serving.engine.requests.request import Choice, EngineRequest, Prompt, UserRequest, check_params, read_prompt
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.steps.loop import PlanError, StepLoop
-from serving.engine.steps.results import HostOutput, StepTokens
+from serving.engine.steps.row_values import HostOutput, StepTokens
 from serving.engine.structured.grammars import Grammars
 from serving.engine.structured.mask_workers import FollowedChoice
 from serving.engine.structured.reasoning import constraint_of

@@ -180,7 +180,6 @@ class EngineThread:
     # -- on the engine's thread --
 
     def _fail_commands(self, reason: Exception) -> None:
-        """Fails the commands that were queued before the gate closed."""
         with contextlib.suppress(queue.Empty):
             while True:
                 command = self._commands.get_nowait()
@@ -235,7 +234,6 @@ class EngineThread:
         self.latest_stats, self._counted_at = self.engine.stats(), time.monotonic()
 
     def _publish(self, outputs: Sequence[RequestOutput]) -> None:
-        """Delivers a step's outputs to their readers."""
         results: list[tuple[Any, Result]] = []
         for output in outputs:
             if (reader := self._readers.get(output.request_id)) is not None:

@@ -19,9 +19,10 @@ from checkpoints.tokenizer import Tokenizer
 from serving.config import EngineConfig
 from serving.core.errors import RequestError
 from serving.engine.assembly.build import build_engine
+from serving.engine.changes import WeightsUpdate, common_checksum, load_adapter, table_of
 from serving.engine.control import PauseMode, WeightsChecksum
 from serving.engine.engine import Engine
-from serving.engine.replicas import ReplicaGroup, WeightsUpdate, common_checksum, load_adapter, table_of
+from serving.engine.replicas import ReplicaGroup
 from serving.engine.requests.adapters import LoRARequest
 from serving.engine.requests.conversations import encode_marked
 from serving.engine.requests.output import PromptScores, RequestOutput, with_texts
@@ -345,7 +346,6 @@ class LLM:
         return changed
 
     def _run(self, requests: Sequence[EngineRequest], show: bool) -> list[RequestOutput]:
-        """Runs steps until the requests are finished; returns their outputs."""
         columns = (
             TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
             TextColumn("{task.fields[speed]}"),
@@ -374,7 +374,6 @@ class LLM:
 
 
 def _one_each(given: Any, kind: type | tuple[type, ...], prompts: Sequence[Any], what: str) -> Sequence[Any]:
-    """Returns one value for each prompt, from one of `kind` for all prompts or a sequence of them."""
     if isinstance(given, kind):
         return [given] * len(prompts)
     if len(given) != len(prompts):

@@ -1,117 +1,132 @@
-"""Replicas of an engine, each in a thread: no replica waits for a step of another. Changes of weights and adapters."""
+"""Replicas of an engine, each in a thread: the load of each, and the interface of one engine.
+
+A request goes to the replica with the least to compute before it can answer. The rule is the router's
+(`serving.core.load_balancing`), but each prefix index is read directly. All replicas can fetch the same states from
+host memory or disk; one with a state on its device is preferred to one that must fetch it. No replica waits for a step
+of another.
+"""
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
 import queue
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from checkpoints.tensors.replacement import NewWeights, repeatable
+from serving.core.cache.content import Chain, Scope
 from serving.core.errors import RequestError
-from serving.engine.control import WeightsChecksum
+from serving.core.load_balancing import EVENNESS, Workload, price
 from serving.engine.engine import Engine
 from serving.engine.engine_thread import Deliver, EngineThread, Result
-from serving.engine.replica_loads import Assignment, ReplicaLoads
-from serving.engine.requests.adapters import AdapterTable, ReadAdapter, Reservation
 from serving.engine.requests.output import RequestOutput
 from serving.engine.requests.request import EngineRequest
 from serving.engine.stats import merged_stats
 
-CallAll = Callable[[Callable[[Engine], Any]], list[Any]]
-"""Calls a function with each engine between two of its steps; see `Engine.call_all`."""
+FETCHING = EVENNESS
+"""The cost of fetching a token, as a fraction of computing it. With a smaller value, the replicas would fetch a single
+conversation in turn, because load beyond a replica's share has this weight."""
 
 
-def common_checksum(found: Sequence[WeightsChecksum]) -> WeightsChecksum:
-    """Returns the checksum that all replicas have.
+class ReplicaLoads:
+    """Tracks the load of each replica. Any thread may use it.
 
-    Raises:
-        RequestError: their weights differ.
+    Args:
+        engines: the replicas.
+        clock: returns seconds.
     """
-    if len({each.checksum for each in found}) > 1:
-        versions = ", ".join(each.weights_version for each in found)
-        raise RequestError(f"replicas have different weights (versions {versions}): send all weights again")
-    return found[0]
 
+    def __init__(self, engines: Sequence[Engine], clock: Callable[[], float] = time.monotonic) -> None:
+        self._engines, self._clock = engines, clock
+        self._work = [Workload() for _ in engines]
+        self._choices = [0] * len(engines)
+        self._lock = threading.Lock()
 
-@dataclass(frozen=True)
-class WeightsUpdate:
-    """New weights and the engines that need them."""
+    def give(
+        self,
+        tokens: Sequence[int],
+        request: EngineRequest,
+        *,
+        without: Collection[int] = (),
+    ) -> Assignment:
+        """Chooses a replica for a request with all its choices, and adds the request to the replica's load.
 
-    weights: NewWeights
-    version: str | int | None
-    """The requested version. For several replicas without a requested version, the next number."""
-    partial: bool
-    lacking: Collection[Engine]
-    """The engines to update. Engines that already have this version, for example after an update that failed on others,
-    are omitted. If all engines have it, all are included, and they refuse the version."""
+        A held replica (for example asleep, or without weights) is chosen only if all are held.
 
-    @classmethod
-    def of(
-        cls, engines: Sequence[Engine], given: NewWeights, *, version: str | int | None = None, partial: bool = False
-    ) -> WeightsUpdate:
-        """Creates an update. The next version follows the replica with the most updates, because a replica that failed
-        an update has fewer."""
-        if len(engines) == 1:
-            return cls(given, version, partial, engines)
-        weights = [engine.control.weights for engine in engines]
-        name = str(1 + max(each.updates for each in weights)) if version is None else str(version)
-        lacking = [e for e, each in zip(engines, weights, strict=True) if each.version != name or not each.whole]
-        return cls(repeatable(given), name, partial, lacking or engines)
-
-    def apply(self, engine: Engine) -> str:
-        """Updates an engine between two of its steps if it needs the weights. Returns the engine's version.
-
-        Raises:
-            RequestError: see `Control.update_weights`.
+        Args:
+            tokens: the prompt's token ids; ignored with one engine.
+            request: the request. With `prompt_logprobs`, the whole prompt is computed. No states of an adapter that was
+                never loaded are cached.
+            without: replicas that must not be chosen.
         """
-        if engine in self.lacking:
-            return engine.control.update_weights(self.weights, version=self.version, partial=self.partial)
-        return engine.control.weights.version
+        reuses = len(self._engines) > 1 and request.params.prompt_logprobs is None
+        choices, salt, adapter = request.params.n, request.cache_salt, None
+        if request.lora_request is not None and (table := self._engines[0].adapters) is not None:
+            adapter = table.names.digest(request.lora_request)
+            reuses = reuses and adapter is not None
+        # Look up states outside the lock, because looking up a long prompt takes time.
+        chains: dict[Scope, Chain] = {}
+        found = [
+            engine.loop.scheduler.reusable(tokens, salt, adapter, chains) if reuses else (0, 0)
+            for engine in self._engines
+        ]
+        missing = [len(tokens) - anywhere for _, anywhere in found]
+        with self._lock:
+            now = self._clock()
+            recent = [work.recent(now) for work in self._work]
+            share = sum(recent) / len(recent)
+
+            def cost(replica: int) -> tuple[bool, float, int]:
+                device, anywhere = found[replica]
+                whole = price(
+                    missing[replica] + FETCHING * (anywhere - device),
+                    pending=self._work[replica].pending,
+                    requests=self._choices[replica],
+                    recent=recent[replica],
+                    share=share,
+                )
+                return self._engines[replica].control.held, whole, self._choices[replica]
+
+            best = min((i for i in range(len(self._engines)) if i not in without), key=cost)
+            self._work[best].given(missing[best], now)
+            self._choices[best] += choices
+        return Assignment(self, best, missing[best], choices)
+
+    def tries_another(self, error: Exception, refused: Collection[int]) -> bool:
+        """Returns whether to try another replica after the replicas `refused` refused a request, the last with `error`.
+
+        A held replica is not tried, because it could delay the request indefinitely.
+        """
+        retry = isinstance(error, RequestError) and error.retry
+        return retry and any(not each.control.held for i, each in enumerate(self._engines) if i not in refused)
+
+    def computed(self, assignment: Assignment, *, choices: int = 0) -> None:
+        """Records that a replica has computed the prompt of an assignment, or will not compute it, and that a number of
+        its choices have ended."""
+        with self._lock:  # two threads may call it
+            self._work[assignment.replica].computed(assignment.missing)
+            assignment.missing = 0
+            self._choices[assignment.replica] -= choices
 
 
-def table_of(engine: Engine) -> AdapterTable:
-    """Returns the adapters of an engine.
+class Assignment:
+    """The assignment of a request to a replica, until the request ends."""
 
-    Raises:
-        RequestError: the engine serves none.
-    """
-    if engine.adapters is None:
-        raise RequestError("adapters need the flag enable_lora or max_initial_states")
-    return engine.adapters
+    def __init__(self, loads: ReplicaLoads, replica: int, missing: int, choices: int) -> None:
+        self._loads, self.replica, self.missing, self.choices = loads, replica, missing, choices
 
+    def computed(self) -> None:
+        """Records that the replica has computed the prompt."""
+        if self.missing:
+            self._loads.computed(self)
 
-def load_adapter(name: str, path: str, adapter: ReadAdapter, call_all: CallAll) -> None:
-    """Loads or reloads an adapter, which was read from its files, on all engines.
-
-    Raises:
-        RequestError: it cannot be loaded on one of them. All engines keep the adapters that they have.
-    """
-    reserved: dict[Engine, Reservation] = {}
-
-    def reserve(engine: Engine) -> None:
-        reserved[engine] = table_of(engine).reserve(name, path, adapter)
-
-    def cancel(engine: Engine) -> None:
-        if (reservation := reserved.pop(engine, None)) is not None:
-            table_of(engine).cancel(reservation)
-
-    def remove(engine: Engine) -> None:
-        cancel(engine)
-        table_of(engine).remove(name)
-
-    undo = cancel
-    try:
-        call_all(reserve)
-        undo = remove  # entries that a failed write has changed cannot be kept
-        call_all(lambda engine: table_of(engine).commit(reserved.pop(engine)))
-    except BaseException:
-        call_all(undo)
-        raise
+    def ended(self) -> None:
+        """Records that the request has ended. Must be called once."""
+        self._loads.computed(self, choices=self.choices)
 
 
 _STEP_SECONDS = 0.05

@@ -17,8 +17,8 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
-from serving.core import RemoteLoad, RemoteState
 from serving.core.cache.content import Scope
+from serving.core.requests.request import RemoteLoad, RemoteState
 from serving.engine.requests.adapters import AdapterNames
 from serving.split.prefill_side import Peer, TooMany
 from serving.split.transports import TransportError

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
-from serving.core import StepPlan
+from serving.core.planning.plan import StepPlan
 from serving.core.planning.state import StateLease
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.split.wire import Handoff, Manifest, Offer, ShareRequest, SplitError, StateRequest, Ticket

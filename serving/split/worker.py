@@ -13,7 +13,7 @@ import numpy as np
 
 from mamba_jax.config import Role
 from mamba_jax.version import version
-from serving.core import Scheduler
+from serving.core.scheduler import Scheduler
 from serving.engine.assembly.build import AssembledEngine
 from serving.engine.assembly.design import row_rounding
 from serving.split.transports import Transport

@@ -67,7 +67,6 @@ class Arrangement:
         return state[name] if form is None else form.widened(name, state)
 
     def _form(self, name: str) -> NarrowDtype | None:
-        """The narrow form of an array, if it travels in one."""
         return self.narrow if name in self.shape.accumulated else None
 
     def logical(self, array: StateArray, stored: Shaped[Array, "*sizes"]) -> Shaped[Array, "*sizes"]:
@@ -106,7 +105,6 @@ class Arrangement:
 def _around(
     values: Shaped[Array, "*sizes"], array: StateArray, division: Division
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes before and after the axis that is divided."""
     axis = values.ndim - len(array.shape) + division.axis
     return values.shape[:axis], values.shape[axis + 1 :]
 

@@ -9,8 +9,10 @@ from functools import partial
 from typing import Any, Protocol
 
 from mamba_jax.store import Store
-from serving.core import RemoteLoad, RemoteState, Scheduler, StepPlan
 from serving.core.cache.content import Name, Scope
+from serving.core.planning.plan import StepPlan
+from serving.core.requests.request import RemoteLoad, RemoteState
+from serving.core.scheduler import Scheduler
 from serving.state_transfer.programs import PointPrograms
 
 PATIENCE = 0.002

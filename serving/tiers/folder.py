@@ -28,8 +28,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from checkpoints.user_cache import make_private
-from serving.core import CheckpointKind
 from serving.core.cache.content import SIZE, Name
+from serving.core.cache.prefix_tree import CheckpointKind
 from serving.core.tiers.tier import Unit
 
 Arrays = dict[str, np.ndarray]

@@ -17,8 +17,8 @@ import jax
 import numpy as np
 
 from mamba_jax.store import Store
-from serving.core import RemoteLoad
 from serving.core.cache.content import Name
+from serving.core.requests.request import RemoteLoad
 from serving.core.tiers.tier import Change, Unit
 from serving.core.tiers.tiers import TierCopy, TierHit, Tiers
 from serving.state_transfer.programs import PointPrograms, whole

@@ -15,7 +15,7 @@ from serving.api.http.connection.streaming import merge
 from serving.api.http.context import Context
 from serving.api.http.errors import ApiError
 from serving.api.http.protocol.common import CompletionTokensDetails, PromptTokensDetails, Usage
-from serving.core import Mark
+from serving.core.cache.retention import Mark
 from serving.engine.requests.adapters import LoRARequest
 from serving.engine.requests.output import CompletionOutput, RequestOutput
 from serving.engine.requests.request import EngineRequest

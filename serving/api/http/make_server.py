@@ -21,9 +21,9 @@ from serving.core.errors import RequestError
 from serving.engine.assembly.build import AssembledEngine, build_engine
 from serving.engine.assembly.devices import describe
 from serving.engine.async_engine import AsyncEngine
+from serving.engine.changes import load_adapter, table_of
 from serving.engine.compiled_programs import warm_up
 from serving.engine.engine import Engine
-from serving.engine.replicas import load_adapter, table_of
 
 
 class Role(Protocol):

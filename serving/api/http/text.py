@@ -18,7 +18,8 @@ from checkpoints.text.chat import ChatTemplateError
 from checkpoints.text.stream import continued, following_text
 from checkpoints.tokenizer import Tokenizer
 from serving.api.http.errors import OVERFLOW, ApiError
-from serving.core import Mark, RequestError, check_prompt_length
+from serving.core.cache.retention import Mark
+from serving.core.errors import RequestError, check_prompt_length
 from serving.engine.requests.conversations import marks_at
 from serving.engine.requests.sampling_params import SamplingParams
 

@@ -8,8 +8,8 @@ The life of a slot, seen from its row:
           └──── release ───┘ ◀──── withdraw, if no ──────┘
                                    other row reads it
 
-*own*: only this row writes it. The number of own slots in decode depends on the form of the row: see `row_snapshots`
-(a state after every token) and `row_replay` (an anchor, and the inputs since then).
+*own*: only this row writes it. The number of own slots in decode depends on the form of the row: see `row_forms`
+(a state after every token; or an anchor, and the inputs since then).
 
 *read-only*: a checkpoint, published by this row or found in the cache. The row reads it and writes to other slots, and
 releases it when no dispatched step can continue from it.

@@ -103,7 +103,6 @@ def admit_short(scheduler: SchedulerState, plan: StepPlan, budget: Budget) -> No
 
 
 def _is_further(request: Request) -> bool:
-    """Whether it is a choice of a call after the first."""
     return request.flow != request.request_id
 
 
@@ -128,7 +127,6 @@ def _waits_for_sibling(scheduler: SchedulerState, request: Request) -> bool:
 
 
 def _admit_or_explain(scheduler: SchedulerState, request: Request, plan: StepPlan, budget: Budget) -> bool:
-    """Admits a request, or records why it waits. Returns whether it was admitted."""
     with budget.of(request.client):
         reason = _admit_one(scheduler, request, plan, budget)
     if reason is not None:
@@ -198,7 +196,6 @@ def _start(
 
 
 def _find(scheduler: SchedulerState, request: Request) -> Match | None:
-    """The cached prefix of a request; None if the request may not use the cache."""
     if scheduler.index is None or request.prompt_logprobs:
         return None
     return scheduler.index.find(request.tokens, request.progress.content.chain.scope)
@@ -324,5 +321,4 @@ def _may_give_way(running: Request) -> bool:
 
 
 def _flow(request: Request) -> tuple[str | None, str]:
-    """Fields that all choices of a call share."""
     return request.client, request.flow

@@ -26,7 +26,7 @@ from mamba_jax.store import Store
 from mamba_jax.store_layout import init_laid_out
 from serving.compatibility import Deployment, check
 from serving.config import ConfigError, EngineConfig
-from serving.core import Scheduler
+from serving.core.scheduler import Scheduler
 from serving.engine.assembly.design import EngineDesign
 from serving.engine.assembly.devices import (
     Meshes,
@@ -50,7 +50,7 @@ from serving.engine.engine import Engine
 from serving.engine.requests.adapters import AdapterNames, AdapterTable
 from serving.engine.requests.initial_states import InitialStates
 from serving.engine.steps.loop import StepLoop
-from serving.engine.steps.row_inputs import RowInputs
+from serving.engine.steps.row_values import RowInputs
 from serving.engine.structured.grammars import Grammars
 from serving.state_transfer.identity import model_digest
 
@@ -135,8 +135,9 @@ def build_engine(config: EngineConfig, *, progress: bool = True, led: bool = Fal
         )
     model, digest = on_mesh(loaded.model, mesh), loaded.digest
     del loaded  # frees the weights that were padded
-    keep, given = config.compilation_cache, (design, meshes, model, tokenizer, eos, None, progress)
-    return _assemble(*given, led=led, keep=keep, digest=digest, refused=refused)
+    keep = config.compilation_cache
+    assembly = _Assembly(design, meshes, tokenizer, eos, progress, led, keep=keep, digest=digest, refused=refused)
+    return assembly.of(model)
 
 
 def assemble(
@@ -166,7 +167,7 @@ def assemble(
     """
     config = _in_step(config, led)
     design = _design(config, model.config, sum(leaf.nbytes for leaf in parameters(model).values()), led)
-    return _assemble(design, device_meshes(config), model, tokenizer, eos_token_ids, programs, progress, led=led)
+    return _Assembly(design, device_meshes(config), tokenizer, eos_token_ids, progress, led, programs).of(model)
 
 
 def _refused(config: EngineConfig, led: bool) -> Mapping[tuple[str, str], str]:
@@ -200,8 +201,6 @@ def _in_step(config: EngineConfig, led: bool) -> EngineConfig:
 
 
 def _design(config: EngineConfig, model: HybridConfig, weight_bytes: int, led: bool) -> EngineDesign:
-    """Designs the engine. Raises ConfigError for flags that contradict each other, or that the model or the machine
-    does not support."""
     check_tiers(config)
     try:
         return EngineDesign.of(
@@ -216,87 +215,76 @@ def _design(config: EngineConfig, model: HybridConfig, weight_bytes: int, led: b
         raise ConfigError(str(error)) from None
 
 
-def _assemble(
-    design: EngineDesign,
-    meshes: Meshes,
-    model: HybridModel,
-    tokenizer: Tokenizer | None,
-    eos_token_ids: Sequence[int],
-    programs: StepPrograms | None,
-    progress: bool,
-    *,
-    led: bool,
-    keep: bool = False,
-    digest: str = "",
-    refused: Mapping[tuple[str, str], str] | None = None,
-) -> AssembledEngine:
-    config = design.config
-    wide = frozenset(str(leaf.dtype) for path, leaf in parameters(model).items() if weight_of(path) is None)
-    check(Deployment(config, weight_dtypes=wide))
-    # The checkpoint is read once: other replicas copy the weights from device to device.
-    models = [on_mesh(model, mesh) for mesh in meshes]
-    # Allocate the adapters' memory before the store is sized.
-    adapters = [adapters_of(config, each, mesh) for each, mesh in zip(models, meshes, strict=True)]
-    memory = store_memory(config, workspace=design.workspace_bytes, devices=own_devices(meshes))
-    size = design.size(memory=least_of_all_processes(memory), dtype=model.dtype)
-    for notice in (*design.caching.notices, *size.notices, *share_notices(design.platform)):
-        log.warning(notice)
-    log.info("running on %s", describe(meshes))
-    if design.padding:
-        log.info(design.padding.notice)
-    log.info("decoding keeps %s", design.replay.notice)
-    if len(meshes) > 1:
-        log.info("each of %d replicas has weights, programs and a state store of its own:", len(meshes))
-    for line in size.report().splitlines():
-        log.info(line)
-    grammars = None
-    if config.enable_structured_outputs and tokenizer is not None:
-        grammars = Grammars(tokenizer, model.config.vocab_size, eos_token_ids, seconds=config.grammar_timeout)
-    parts = _Parts(design, size, tokenizer, eos_token_ids, grammars, digest, refused or {}, led)
-    shared = programs if len(models) == 1 else None
-    engines = tuple(
-        parts.engine(replica, each, mesh, shared, own)
-        for replica, (each, mesh, own) in enumerate(zip(models, meshes, adapters, strict=True))
-    )
-    built = AssembledEngine(engines, config, size, models[0], tokenizer, digest)
-    connect_tiers(config, [engine.loop for engine in engines], models[0].config, lambda: built.weights_digest)
-    if (products := KernelChoice(platform=design.platform).products()) is not None:
-        log.info(products)
-    at_start = config.warmup if config.warmup is not None else design.platform != "cpu"
-    for replica, engine in enumerate(engines):
-        if keep and not at_start:
-            keep_programs(engine.loop.programs)
-        if at_start:
-            label = f"replica {replica + 1} of {len(engines)}: " if len(engines) > 1 else ""
-            _compile_all(engine, progress=progress, keep=config.compilation_cache, label=label)
-    return built
-
-
 @dataclass(frozen=True)
-class _Parts:
+class _Assembly:
     """The parts that all replicas have in common: everything except the devices and the arrays on them."""
 
     design: EngineDesign
-    size: StoreSize
+    meshes: Meshes
     tokenizer: Tokenizer | None
     eos_token_ids: Sequence[int]
-    grammars: Grammars | None
-    digest: str
-    refused: Mapping[tuple[str, str], str]
-    """Kernels that are not used, with the reasons."""
+    progress: bool
     led: bool
+    programs: StepPrograms | None = None
+    keep: bool = False
+    digest: str = ""
+    refused: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    """Kernels that are not used, with the reasons."""
     names: AdapterNames = field(default_factory=AdapterNames)
 
-    def engine(
+    def of(self, model: HybridModel) -> AssembledEngine:
+        """Builds the engines for a model that is loaded."""
+        config, design, meshes = self.design.config, self.design, self.meshes
+        wide = frozenset(str(leaf.dtype) for path, leaf in parameters(model).items() if weight_of(path) is None)
+        check(Deployment(config, weight_dtypes=wide))
+        # The checkpoint is read once: other replicas copy the weights from device to device.
+        models = [on_mesh(model, mesh) for mesh in meshes]
+        # Allocate the adapters' memory before the store is sized.
+        adapters = [adapters_of(config, each, mesh) for each, mesh in zip(models, meshes, strict=True)]
+        memory = store_memory(config, workspace=design.workspace_bytes + design.code_bytes, devices=own_devices(meshes))
+        size = design.size(memory=least_of_all_processes(memory), dtype=model.dtype)
+        for notice in (*design.caching.notices, *size.notices, *share_notices(design.platform)):
+            log.warning(notice)
+        log.info("running on %s", describe(meshes))
+        if design.padding:
+            log.info(design.padding.notice)
+        log.info("decoding keeps %s", design.replay.notice)
+        if len(meshes) > 1:
+            log.info("each of %d replicas has weights, programs and a state store of its own:", len(meshes))
+        for line in size.report().splitlines():
+            log.info(line)
+        grammars = None
+        if config.enable_structured_outputs and self.tokenizer is not None:
+            vocab_size = model.config.vocab_size
+            grammars = Grammars(self.tokenizer, vocab_size, self.eos_token_ids, seconds=config.grammar_timeout)
+        engines = tuple(
+            self._engine(replica, size, grammars, each, mesh, own)
+            for replica, (each, mesh, own) in enumerate(zip(models, meshes, adapters, strict=True))
+        )
+        built = AssembledEngine(engines, config, size, models[0], self.tokenizer, self.digest)
+        connect_tiers(config, [engine.loop for engine in engines], models[0].config, lambda: built.weights_digest)
+        if (products := KernelChoice(platform=design.platform).products()) is not None:
+            log.info(products)
+        at_start = config.warmup if config.warmup is not None else design.platform != "cpu"
+        for replica, engine in enumerate(engines):
+            if self.keep and not at_start:
+                keep_programs(engine.loop.programs)
+            if at_start:
+                label = f"replica {replica + 1} of {len(engines)}: " if len(engines) > 1 else ""
+                _compile_all(engine, progress=self.progress, keep=config.compilation_cache, label=label)
+        return built
+
+    def _engine(
         self,
         replica: int,
+        size: StoreSize,
+        grammars: Grammars | None,
         model: HybridModel,
         mesh: Mesh | None,
-        programs: StepPrograms | None,
         adapters: Adapters | None,
     ) -> Engine:
         """Builds an engine for a model with weights on the devices of this replica."""
-        design, config, size, grammars = self.design, self.design.config, self.size, self.grammars
+        design, config = self.design, self.design.config
         settings, masks = design.scheduler(size), grammars is not None
         batches = design.batches(settings, masks=masks)
         make_store = partial(
@@ -316,7 +304,8 @@ class _Parts:
             rows = design.rows(size, masks=masks)
             return rows if mesh is None else jax.device_put(rows, rows_shardings(rows, mesh))
 
-        programs = programs or StepPrograms(
+        shared = self.programs if len(self.meshes) == 1 else None
+        programs = shared or StepPrograms(
             model,
             tile_size=config.tile_size,
             source=design.source,
@@ -365,13 +354,11 @@ class _Parts:
 
 
 def _load_shardings(model: HybridConfig, mesh: Mesh) -> Callable[[str], NamedSharding]:
-    """Returns where each parameter of a checkpoint is loaded to, by its dotted path."""
     padding = HeadPadding.of(model, mesh.shape[TENSOR])
     return partial(padding.load_sharding, Partition.of(padding.padded, mesh.shape[TENSOR]), mesh)
 
 
 def _why_fixed(design: EngineDesign) -> str:
-    """Returns why the weights cannot be replaced; empty if they can."""
     if design.padding:
         return f"{design.padding.notice}; use a tensor_parallel_size that divides the heads"
     if design.model.drafter is not None:

@@ -24,10 +24,10 @@ from mamba_jax.store import StoreShape
 from mamba_jax.store_layout import lanes_of
 from serving.compatibility import Deployment, check
 from serving.config import CacheMode, EngineConfig
-from serving.core import SchedulerConfig
+from serving.core.config import SchedulerConfig
 from serving.engine.assembly.drafting import draft_source
 from serving.engine.assembly.replay import ResolvedReplay, resolve_replay
-from serving.engine.assembly.sizing import CPU_STORE_TOKENS, StoreSize, size_store, workspace_bytes
+from serving.engine.assembly.sizing import CODE_PER_LAYER, CPU_STORE_TOKENS, StoreSize, size_store, workspace_bytes
 from serving.engine.steps.batching import BatchBuilder
 
 MAX_PREFILL_ROWS = 32
@@ -184,6 +184,25 @@ class EngineDesign:
             vocab_size=self.model.vocab_size,
         )
 
+    @cached_property
+    def code_bytes(self) -> int:
+        """An estimate of the bytes per device of the compiled step programs; 0 where they need little."""
+        if self.platform not in CODE_PER_LAYER:
+            return 0
+        config, rows = self.config, self.config.max_num_seqs
+        settings = SchedulerConfig(
+            num_slots=1 + rows * (1 + config.num_speculative_tokens),
+            num_pages=0,
+            max_num_seqs=rows,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            state_block_size=config.state_block_size,
+            tile_size=config.tile_size,
+            num_speculative_tokens=config.num_speculative_tokens,
+            max_prefill_rows=min(MAX_PREFILL_ROWS, rows),
+        )
+        layers = len(self.model.pattern)
+        return self.batches(settings).num_step_programs * layers * CODE_PER_LAYER[self.platform]
+
     def size(self, *, memory: int, dtype: Any) -> StoreSize:
         """Returns the numbers of slots and pages that fit.
 
@@ -222,6 +241,7 @@ class EngineDesign:
             masks=masks,
             narrow_steps=self.config.adaptive_drafts,
             mixed_steps=self.config.mixes_steps_on(self.platform),
+            coarse=self.platform != "cpu",
             adapters=self.config.enable_lora,
         )
 

@@ -13,7 +13,7 @@ from mamba_jax.config.drafter import BlockConfig
 from mamba_jax.drafts import BlockDrafts, DraftSource, MTPCache, MTPDrafts, NGramDrafts
 from mamba_jax.model import HybridModel
 from serving.config import DRAFTER_METHODS, ConfigError, EngineConfig
-from serving.core import AdaptiveDrafts, DraftPolicy
+from serving.core.requests.drafts import AdaptiveDrafts, DraftPolicy
 
 
 def with_drafter_config(config: EngineConfig, model: HybridConfig) -> HybridConfig:

@@ -91,7 +91,6 @@ def state_traffic(shape: StoreShape, interval: int, drafts: int, *, dtype: str, 
 
 
 def _choice(config: EngineConfig, shape: StoreShape, platform: str, weight_bytes: int) -> tuple[int, str]:
-    """Returns the interval, and the reason for it."""
     drafts, rows = config.num_speculative_tokens, config.max_num_seqs
     full = f"(max_num_seqs {rows}, drafts {drafts})"
     if platform == "cpu" and rows * drafts < _DRAFTS_ON_CPU:

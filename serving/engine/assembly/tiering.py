@@ -103,7 +103,6 @@ def _disk(config: EngineConfig, layout: Layout, digest: Callable[[], str]) -> Di
 
 
 def _folder(root: Path, fingerprint: str, capacity: int) -> Folder | None:
-    """Returns the folder; None, with a warning, if it cannot be written to."""
     path = root / fingerprint
     try:
         if root.exists() and not root.is_dir():

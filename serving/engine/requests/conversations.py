@@ -12,7 +12,7 @@ from typing import Any
 
 from checkpoints.text.chat import ChatTemplateError, part_text
 from checkpoints.tokenizer import Tokenizer
-from serving.core import Mark
+from serving.core.cache.retention import Mark
 
 LEAST_TOKENS = 32
 """Minimum position of a mark: fewer tokens are computed as quickly as a state is read."""

@@ -11,8 +11,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from mamba_jax.store import Store
-from serving.core import ResultDisposition, Row
 from serving.core.errors import RequestError, RequestFailed
+from serving.core.planning.plan import Row
+from serving.core.requests.request import ResultDisposition
 from serving.engine.stats import DraftStats
 
 _PAGES = 64

@@ -11,8 +11,9 @@ from jaxtyping import UInt8
 
 from checkpoints.text.stream import StreamDecoder
 from checkpoints.tokenizer import Tokenizer
-from serving.core import Mark, RemoteState, Request
+from serving.core.cache.retention import Mark
 from serving.core.errors import RequestError
+from serving.core.requests.request import RemoteState, Request
 from serving.engine.requests.adapters import LoadedAdapter, LoRARequest, ReadAdapter
 from serving.engine.requests.output import CompletionOutput, RequestOutput, TokenLogprobs
 from serving.engine.requests.sampling_params import SamplingParams, from_table
@@ -40,7 +41,7 @@ class EngineRequest:
     cache_marks: tuple[Mark, ...] = ()
     """Positions of the prompt at which a state is worth keeping; of more than 8, the deepest."""
     message_digests: tuple[int, ...] = ()
-    """Those of the conversation (`changed_prefixes`), to say which message keeps it from reusing an earlier one."""
+    """Those of the conversation (`conversations`), to say which message keeps it from reusing an earlier one."""
     client: str | None = None
     """The client that sent the request; waiting clients are served in turn."""
     batch_id: str | None = None
@@ -271,6 +272,5 @@ class Choice:
 
 
 def _count(runs: list[tuple[str, int]], version: str) -> None:
-    """Adds a token of a version to the runs."""
     before = runs.pop()[1] if runs and runs[-1][0] == version else 0
     runs.append((version, before + 1))

@@ -11,7 +11,9 @@ import numpy as np
 from mamba_jax.batch import DecodeBatch, MixedBatch, PageTableBatch, PrefillBatch, SeatBatch, num_tiles
 from mamba_jax.sampling.masks import MaskBatch
 from mamba_jax.sampling.table import sampling_row
-from serving.core import DecodeRow, PrefillRow, ReplayAccess, SchedulerConfig
+from serving.core.cache.row_forms import ReplayAccess
+from serving.core.config import SchedulerConfig
+from serving.core.planning.plan import DecodeRow, PrefillRow
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.steps.page_tables import PageTables
 
@@ -38,7 +40,6 @@ AnyBatch = DecodeBatch | PrefillBatch | MixedBatch | SeatBatch | MaskBatch | Pag
 
 
 def _shape(batch: AnyBatch) -> tuple[int, ...]:
-    """Returns the shape that identifies the program of a batch."""
     if isinstance(batch, DecodeBatch):
         return tuple(batch.tokens.shape)
     if isinstance(batch, PrefillBatch):
@@ -60,30 +61,33 @@ def name_of(batch: AnyBatch) -> str:
     return {MaskBatch: "masks", PageTableBatch: "a page table"}.get(type(batch), "a seat")
 
 
-def decode_buckets(max_rows: int) -> list[int]:
-    """Returns the row counts 1, 4, 8, 16, ... and `max_rows`. (2 rows cost hardly less than 4.)"""
-    sizes, size = [1], 4
+def decode_buckets(max_rows: int, *, coarse: bool = False) -> list[int]:
+    """Returns the row counts 1, 4, 8, 16, ... and `max_rows`; with `coarse` 4, 16, 64, ... and `max_rows`.
+
+    2 rows cost hardly less than 4.
+    """
+    sizes, size = [] if coarse else [1], 4
     while size < max_rows:
         sizes.append(size)
-        size *= 2
+        size *= 4 if coarse else 2
     return sorted({*sizes, max_rows})
 
 
-def prefill_buckets(config: SchedulerConfig) -> list[PrefillShape]:
+def prefill_buckets(config: SchedulerConfig, *, coarse: bool = False) -> list[PrefillShape]:
     """Returns the shapes of prefill steps, the cheapest first. The last one fits every step that the scheduler plans.
 
     Shapes for one or two rows have many token counts (from 256 tokens up a factor of 1.5 or less apart), because
     padding tokens cost as much as other tokens. For many short prompts there are fewer, wider shapes, with room for a
-    row (and its tile) every 16 tokens.
+    row (and its tile) every 16 tokens. With `coarse`, token counts begin at 256 and are a factor of 2 apart.
     """
     most = -(-config.max_num_batched_tokens // 32) * 32
     rows = min(config.max_prefill_rows, config.num_rows)
     few = min(_FEW_ROWS, rows)
     shapes = {PrefillShape(most, few, _tiles(config, most, few)), PrefillShape(most, rows, config.tiles)}
-    size = 64
+    size = 256 if coarse else 64
     while size < most:
         shapes.add(PrefillShape(size, few, _tiles(config, size, few)))
-        if 256 <= size < most * 2 / 3:
+        if 256 <= size < most * 2 / 3 and not coarse:
             shapes.add(PrefillShape(size * 3 // 2, few, _tiles(config, size * 3 // 2, few)))
         many = min(size // 16, rows)
         if size.bit_length() % 2 == 0 and many > few:  # 128, 512, 2048, ...
@@ -109,6 +113,7 @@ class BatchBuilder:
         masks: bool = False,
         narrow_steps: bool = False,
         mixed_steps: bool = False,
+        coarse: bool = False,
         adapters: bool = False,
     ) -> None:
         """`seats_bring_tokens`: the draft source reads a sequence's tokens, also those that the model is never fed.
@@ -116,6 +121,8 @@ class BatchBuilder:
         `narrow_steps`: decode steps in which no row has drafts have their own programs, one token wide.
         `mixed_steps`: decode and prefill rows run in one program. To limit the number of mixed programs, the decode
         part always has the widest shape, and only every second prefill shape has a mixed program.
+        `coarse`: for accelerators. A step of few tokens takes as long as reading the weights, so narrower shapes
+        save nothing, and the code of each program takes device memory.
         `adapters`: rows may have LoRA adapters.
         """
         self._config, self._masks, self._adapters = config, masks, adapters
@@ -123,8 +130,8 @@ class BatchBuilder:
         self._drafts = config.num_speculative_tokens
         self._widths = (0, self._drafts) if narrow_steps and self._drafts else (self._drafts,)
         self._pages_per_row = config.pages_per_row
-        self.decode_shapes = decode_buckets(config.decode_rows)
-        self.prefill_shapes = prefill_buckets(config)
+        self.decode_shapes = decode_buckets(config.decode_rows, coarse=coarse)
+        self.prefill_shapes = prefill_buckets(config, coarse=coarse)
         self.mixed_shapes = self.prefill_shapes[::-2][::-1] if mixed_steps else []
         self._usable: frozenset[tuple[int, ...]] | None = None
         self.tables = PageTables(config.num_rows, self._pages_per_row)
@@ -152,6 +159,11 @@ class BatchBuilder:
                 yield self.empty_prefill(shape)
         for shape in self.mixed_shapes:
             yield MixedBatch(self.empty_decode(self.decode_shapes[-1], self._widths[-1]), self.empty_prefill(shape))
+
+    @property
+    def num_step_programs(self) -> int:
+        """Number of programs that steps run."""
+        return len(self.decode_shapes) * len(self._widths) + len(self.prefill_shapes) + len(self.mixed_shapes)
 
     @property
     def num_essential(self) -> int:
@@ -183,7 +195,6 @@ class BatchBuilder:
         return (*([self.decode(decode)] if decode else []), *([self.prefill(prefill)] if prefill else []))
 
     def _fitting(self, shapes: Iterable[PrefillShape], rows: Sequence[PrefillRow]) -> Iterator[PrefillShape]:
-        """Returns the shapes that hold these rows."""
         tokens = sum(row.num_tokens for row in rows)
         tiles = sum(num_tiles(row.length, row.num_tokens, self._config.tile_size) for row in rows)
         return (shape for shape in shapes if shape.holds(tokens, len(rows), tiles))

@@ -18,11 +18,12 @@ from mamba_jax.batch import DecodeBatch, MixedBatch, PrefillBatch, StepOutput
 from mamba_jax.programs import Batch, RowsBatch, StepPrograms, abstract
 from mamba_jax.rows import Rows
 from mamba_jax.store import Store
-from serving.core import DecodeRow, Request, Scheduler, StepPlan, StepResult
+from serving.core.planning.plan import DecodeRow, StepPlan, StepResult
+from serving.core.requests.request import Request
+from serving.core.scheduler import Scheduler
 from serving.engine.stats import LoopStats
 from serving.engine.steps.batching import AnyBatch, BatchBuilder
-from serving.engine.steps.results import StateError, StepTokens, not_finite, read_results, start_reading
-from serving.engine.steps.row_inputs import RowInputs
+from serving.engine.steps.row_values import RowInputs, StateError, StepTokens, not_finite, read_results, start_reading
 from serving.state_transfer.source import StateSource
 
 log = logging.getLogger(__name__)
@@ -253,7 +254,6 @@ class StepLoop:
             return None
 
     def _exchange(self) -> None:
-        """Starts to fetch states that requests newly wait for, and writes arrived states to the store."""
         loads, self.scheduler.loads = self.scheduler.loads, []
         for load in loads:
             if load.valid:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mamba_jax.batch import PageTableBatch
-from serving.core import DecodeRow, PrefillRow
+from serving.core.planning.plan import DecodeRow, PrefillRow
 
 
 class PageTables:

@@ -102,7 +102,6 @@ def follow(start: llguidance.LLMatcher) -> None:
 
 
 def _any_token(mask: bytes, random_: random.Random) -> int | None:
-    """Returns a random token that a mask allows; None if it allows no token."""
     begin = random_.randrange(len(mask))
     for at in itertools.chain(range(begin, len(mask)), range(begin)):
         if mask[at]:
@@ -116,7 +115,6 @@ def one_line(error: Exception) -> str:
 
 
 def _pages() -> tuple[int, int]:
-    """Returns the bytes of address space and of resident memory."""
     size, resident = Path("/proc/self/statm").read_text().split()[:2]
     return int(size) * os.sysconf("SC_PAGE_SIZE"), int(resident) * os.sysconf("SC_PAGE_SIZE")
 

@@ -19,7 +19,7 @@ from functools import partial
 
 import numpy as np
 
-from serving.core import Request
+from serving.core.requests.request import Request
 from serving.engine.structured.grammars import Constraint
 from serving.engine.structured.reasoning import ReasoningConstraint
 from serving.state_transfer.source import Inbox
@@ -151,7 +151,6 @@ class MaskWorkers:
         choice.masks, request.blocked = job.masks, False
 
     def _compute(self, jobs: Sequence[_Job]) -> None:
-        """Computes masks and delivers each result as soon as it is ready. Runs in a thread of a pool."""
         for job in jobs:
             begin = time.thread_time()
             try:

@@ -155,7 +155,6 @@ class ReasoningConstraint:
         return mask
 
     def _followed(self, place: _Place, token: int) -> tuple[_Place, tuple[int, ...]]:
-        """Returns the position after a token, and the tokens of an answer that begins within the token's text."""
         if place.forced:
             forced = place.forced[1:]
             return (replace(place, forced=forced) if forced else _Place(_Phase.ANSWER)), ()

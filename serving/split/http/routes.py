@@ -27,7 +27,7 @@ from serving.api.http.connection.keys import salt_of, sent_key
 from serving.api.http.connection.streaming import until_gone
 from serving.api.http.context import Context, context_of
 from serving.api.http.errors import ApiError, validated
-from serving.core import Mark
+from serving.core.cache.retention import Mark
 from serving.engine.async_engine import AsyncEngine
 from serving.engine.requests.adapters import LoRARequest
 from serving.engine.requests.output import RequestOutput

@@ -17,7 +17,7 @@ import httpx
 from pydantic import ValidationError
 
 from serving.api.http.apis.text_api import TEXT_APIS
-from serving.core.placing import price
+from serving.core.load_balancing import price
 from serving.core.stats import exported, metric
 from serving.core.tiers.journal import Resumable
 from serving.split.router.event_followers import EventFollowers

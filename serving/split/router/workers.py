@@ -18,7 +18,7 @@ import httpx
 from pydantic import ValidationError
 
 from serving.api.http.errors import TOO_MANY_CONNECTIONS
-from serving.core.placing import Workload
+from serving.core.load_balancing import Workload
 from serving.split.http.peer import SealAuth, error_of, headers
 from serving.split.settings import RouterSettings
 from serving.split.wire import Manifest, ManifestMismatch, check

@@ -9,8 +9,9 @@ from starlette.datastructures import Headers
 from serving.api.http.connection.keys import salt_of
 from serving.api.http.settings import ServerSettings
 from serving.config import EngineConfig
-from serving.core import Scheduler, StepPlan
 from serving.core.cache.content import client_salt
+from serving.core.planning.plan import StepPlan
+from serving.core.scheduler import Scheduler
 from serving.engine.assembly.build import assemble
 from tests.support.engines.step_programs import NoPrograms
 from tests.support.fleets.split_pair import FLAGS, model

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from serving.api.http.settings import ServerSettings
 from serving.api.metrics import ALIASES, PREFIX, Metrics
-from serving.core import Scheduler
+from serving.core.scheduler import Scheduler
 from serving.engine.requests.output import CompletionOutput, RequestOutput
 from serving.engine.stats import LoopStats
 from tests.serving.core.drive import small_config

@@ -87,7 +87,7 @@ def planned(topology, rows, drafts, monkeypatch, **flags):
 
     compilable(topology)
     monkeypatch.setattr(SlicePrograms, "compile", compile_measured)
-    for module in ("plan", "layer_cuts"):  # all layers in one program
+    for module in ("plan", "compiling"):  # all layers in one program
         cuts = f"serving.capacity.{module}.layer_cuts"
         monkeypatch.setattr(cuts, lambda config: [tuple(range(len(config.pattern)))])
     flags |= {"num_speculative_tokens": drafts, "speculative_method": "ngram"} if drafts else {}

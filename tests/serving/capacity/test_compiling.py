@@ -10,7 +10,7 @@ from mamba_jax.config.drafter import BlockConfig, EagleConfig
 from mamba_jax.drafts import BlockDrafts, MTPDrafts
 from serving.capacity.targets import target
 from serving.config import EngineConfig
-from serving.core import SchedulerConfig
+from serving.core.config import SchedulerConfig
 from serving.engine.steps.batching import BatchBuilder
 from tests.support.compiled_programs import compile_step, few_layers, least_collectives
 from tests.support.selection import slow

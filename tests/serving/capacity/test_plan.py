@@ -13,14 +13,14 @@ from checkpoints.load import load_config
 from checkpoints.presets import PRESETS
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.sharding import Partition
-from serving.capacity.compiling import Program
+from serving.capacity.compiling import Program, cut_config, cut_parameters, layer_cuts, whole_program
 from serving.capacity.count import Counter, decode_workload
-from serving.capacity.layer_cuts import cut_config, cut_parameters, layer_cuts, whole_program
 from serving.capacity.plan import make_plan
-from serving.capacity.targets import families, known, target
+from serving.capacity.targets import families, known, larger, target
 from serving.cli.main import run
 from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly.fetch import resolved_model
+from serving.engine.assembly.sizing import CODE_PER_LAYER
 
 
 def plan(model, topology, **flags):
@@ -38,6 +38,27 @@ def test_what_fits_adds_up():
     # Two bytes for each of 8.1 billion numbers, over eight devices; norms and the like are on all of them.
     assert made.weights == pytest.approx(2 * made.parameters / 8, rel=0.01)
     assert made.size.max_num_seqs == 64
+
+
+def test_code_is_reserved_on_tpu():
+    assert plan("nemotron-h-8b", "h100-8").code == 0
+    made = plan("nemotron-h-8b", "v5e-8")
+    assert made.code == 12 * 52 * CODE_PER_LAYER["tpu"]
+    reserved = made.code + made.weights + made.temporaries
+    assert made.store + reserved <= 0.9 * made.target.device.memory
+
+
+def test_long_contexts_are_bounded():
+    made = plan("qwen3-next-80b-a3b", "v6e-16", max_model_len=1 << 20, allow_long_max_model_len=True)
+    few, more, most = made.long_contexts
+    assert [each.tokens for each in made.long_contexts] == [1 << 17, 1 << 19, 1 << 20]
+    assert most.sequences == made.sequences_at(1 << 20)[0]
+    assert 6 * few.bytes < most.bytes <= 8 * few.bytes
+    # Attention is most of a prompt of a million tokens: 12 layers of 16 heads of 256, over 16 devices.
+    attention = 12 * 4 * 16 * 256 * 2**39 / 16 / made.target.device.flops
+    assert attention < most.first_token_s < 1.5 * attention
+    assert few.decode_ms < more.decode_ms < most.decode_ms
+    assert plan("nemotron-h-8b", "v5e-8").long_contexts == ()
 
 
 def test_what_does_not_fit_says_by_how_much():
@@ -302,3 +323,52 @@ def test_json_has_plain_values_only():
     fields = as_json(made)
     assert json.loads(json.dumps(fields)) == json.loads(json.dumps(fields, default=str))
     assert dataclasses.asdict(made)["size"]["num_pages"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "topology"),
+    [
+        ("v6e-8", 8, "v6e:2x4"),
+        ("v5e-1", 1, "v5e:2x2"),  # the compiler knows no smaller slice; one of its devices is used
+        ("v5litepod-16", 16, "v5e:4x4"),
+        ("V6E:2x4", 8, "v6e:2x4"),
+        ("v5p-8", 4, "v5p:2x2x1"),
+        ("tpu7x-8", 8, "tpu7x:2x2x1"),
+        ("tpu7x:2x2x1", 8, "tpu7x:2x2x1"),
+        ("h100", 1, "h100:1x1x1"),
+        ("a100-40gb-4", 4, None),
+        ("h200-8", 8, "h200:1x1x8"),
+        ("4xH100", 4, "h100:1x1x4"),
+        ("2xH100", 2, "h100:1x1x2"),
+        ("8 x NVIDIA H200", 8, "h200:1x1x8"),
+        ("H100-80GB x2", 2, "h100:1x1x2"),
+        ("a100-80gb-4", 4, None),
+        ("8xv6e", 8, "v6e:2x4"),
+    ],
+)
+def test_names(name, count, topology):
+    found = target(name)
+    assert (found.count, found.topology) == (count, topology)
+
+
+def test_every_listed_name_is_one():
+    assert all(target(name).count >= 1 for name in known())
+
+
+@pytest.mark.parametrize("name", ["v6e-7", "h100-3", "v9", "", "tpu"])
+def test_unknown_names_list_the_known(name):
+    with pytest.raises(ConfigError, match=r"known are v5e-\{1,4,8.*h100-\{1,2,4,8\}"):
+        target(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("v6-8", "v6e-8"), ("v6e-7", "v6e-8"), ("3xH100", "h100-4"), ("h100-16", "h100-8")]
+)
+def test_a_near_miss_is_named(name, near):
+    with pytest.raises(ConfigError, match=f"did you mean '{near}'"):
+        target(name)
+
+
+def test_larger_ones_of_the_same_kind():
+    assert [each.name for each in larger(target("h100-2"))] == ["h100-4", "h100-8"]
+    assert larger(target("v5e-1"))[0].name == "v5e-4"

@@ -5,11 +5,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from serving.core import Request, Scheduler, SchedulerConfig, StepPlan, StepResult
 from serving.core.cache.content import Scope
 from serving.core.cache.prefix_index import PrefixIndex
 from serving.core.cache.prefix_tree import Checkpoint, Node
 from serving.core.cache.retention import Clock
+from serving.core.config import SchedulerConfig
+from serving.core.planning.plan import StepPlan, StepResult
+from serving.core.requests.request import Request
+from serving.core.scheduler import Scheduler
 from tests.serving.core.symbolic import Device
 from tests.serving.core.truth import Model, expected_output
 

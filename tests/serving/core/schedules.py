@@ -4,22 +4,13 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 
-from serving.core import (
-    AdaptiveDrafts,
-    ConfigError,
-    DecodeRow,
-    DraftPolicy,
-    FinishReason,
-    Mark,
-    Request,
-    RequestError,
-    Row,
-    Scheduler,
-    SchedulerConfig,
-    StepPlan,
-    StepResult,
-)
-from serving.core.cache.retention import merged
+from serving.core.cache.retention import Mark, merged
+from serving.core.config import SchedulerConfig
+from serving.core.errors import ConfigError, FinishReason, RequestError
+from serving.core.planning.plan import DecodeRow, Row, StepPlan, StepResult
+from serving.core.requests.drafts import AdaptiveDrafts, DraftPolicy
+from serving.core.requests.request import Request
+from serving.core.scheduler import Scheduler
 from tests.serving.core.symbolic import Device
 from tests.serving.core.truth import Model, expect, expected_output
 

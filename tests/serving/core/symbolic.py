@@ -12,11 +12,14 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from serving.core import DecodeRow, Request, Row, Scheduler, SchedulerConfig, StepPlan, StepResult
 from serving.core.cache.content import Scope
 from serving.core.cache.pools import Pool
 from serving.core.cache.prefix_tree import Node
 from serving.core.cache.row_forms import ReplayAccess
+from serving.core.config import SchedulerConfig
+from serving.core.planning.plan import DecodeRow, Row, StepPlan, StepResult
+from serving.core.requests.request import Request
+from serving.core.scheduler import Scheduler
 from tests.serving.core.truth import Model, Truth, Violation, absorb, expect, start_digest
 
 JUNK = -1

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from serving.core import Request, StepPlan
+from serving.core.planning.plan import StepPlan
+from serving.core.requests.request import Request
 from serving.engine.requests.adapter_reads import CLIENT_SHARE
 from tests.serving.core.drive import Loop
 

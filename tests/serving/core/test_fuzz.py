@@ -4,14 +4,23 @@ Every read of a slot or page is checked against plain greedy decoding of the sam
 published or shared, the index and the pools after each step, and the accounts at the end.
 """
 
+import importlib
 import random
+import statistics
+import time
 from collections import Counter
 from itertools import count as numbers
 from itertools import islice
 
 import pytest
 
+from serving.core.config import SchedulerConfig
 from serving.core.planning import admission
+from serving.core.planning.plan import StepPlan, StepResult
+from serving.core.requests.request import Request
+from serving.core.scheduler import Scheduler
+from tests.serving.core.mutations import CORE
+from tests.serving.core.mutations.registry import ROWS, Fault
 from tests.serving.core.schedules import random_config, run_seed
 
 SHARDS = 4
@@ -59,3 +68,93 @@ def test_random_schedules_by_replay(shard: int, request: pytest.FixtureRequest) 
         met += run_seed(seed)
     print(f"seeds {first} to {seed}: {dict(sorted(met.items()))}")
     assert met["anchors"]
+
+
+DECODING = 32
+
+
+def host_seconds(drafts: int, steps: int = 200) -> float:
+    """Median processor time of schedule, dispatched and settle, 32 rows decoding behind 1,000-token prompts."""
+    config = SchedulerConfig(
+        num_slots=600,
+        num_pages=8000,
+        max_num_seqs=DECODING,
+        max_num_batched_tokens=8192,
+        max_model_len=4096,
+        num_speculative_tokens=drafts,
+        num_lookahead_tokens=drafts,
+    )
+    scheduler = Scheduler(config)
+    for i in range(DECODING):
+        scheduler.add(Request(str(i), range(i, i + 1000), max_tokens=3000, eos_token_ids=[7]))
+    before: tuple[StepPlan, StepResult] | None = None
+    times: list[float] = []
+    while len(times) < steps:
+        start = time.process_time()
+        plan = scheduler.schedule()
+        assert plan is not None
+        scheduler.dispatched(plan)
+        spent = time.process_time() - start
+        result = StepResult(
+            [[9] * (1 + row.num_drafts // 2) * row.sample for row in plan.decode],
+            [[9] * row.sample for row in plan.prefill],
+        )
+        start = time.process_time()
+        if before is not None:
+            scheduler.settle(*before)
+        spent += time.process_time() - start
+        before = (plan, result)
+        if len(plan.decode) == DECODING:
+            times.append(spent)
+    return statistics.median(times)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_host_time_of_a_decode_step(drafts: int) -> None:
+    # 0.08 and 0.12 ms where it was written; the bound leaves room for slow machines, not for work per token.
+    assert host_seconds(drafts) < 0.6e-3
+
+
+BOUND = 6_000
+LATE = (80,)
+"""Faults that take thousands of schedules to show belong to the full tier."""
+BY_FUZZER = [
+    pytest.param(fault, marks=[pytest.mark.full] if number in LATE else [])
+    for number, fault in sorted(CORE.items())
+    if fault.seen_by is None
+]
+
+
+def caught_after(fault: Fault, bound: int = BOUND) -> tuple[int, str] | None:
+    """The first seed that fails with the fault planted, and how; None if none does."""
+    with pytest.MonkeyPatch.context() as patch:
+        fault.plant(patch)
+        for seed in range(bound):
+            try:
+                run_seed(seed)
+            except Exception as error:
+                return seed, f"{type(error).__name__}: {error}"
+    return None
+
+
+@pytest.mark.parametrize("fault", BY_FUZZER, ids=str)
+def test_fuzzer_sees(fault: Fault) -> None:
+    found = caught_after(fault)
+    assert found is not None, f"{fault.name}: {fault.text}: not seen in {BOUND} schedules"
+    print(f"{fault.name}: {fault.text}: seed {found[0]}: {found[1][:100]}")
+
+
+@pytest.mark.parametrize("fault", [fault for fault in CORE.values() if fault.seen_by], ids=str)
+def test_a_test_sees(fault: Fault) -> None:
+    assert fault.seen_by is not None
+    module, name = fault.seen_by
+    test = getattr(importlib.import_module(f"tests.serving.core.{module}"), name)
+    test()
+    with pytest.MonkeyPatch.context() as patch:
+        fault.plant(patch)
+        with pytest.raises(AssertionError):
+            test()
+
+
+def test_every_row_of_the_table_is_planted() -> None:
+    assert {name for name in ROWS if name.isdigit()} == set(map(str, CORE))

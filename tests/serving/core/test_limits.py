@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from serving.core import ConfigError, FinishReason, MissReason, RequestError, Status
+from serving.core.errors import ConfigError, FinishReason, MissReason, RequestError
+from serving.core.requests.request import Status
 from tests.serving.core.drive import Loop, small_config
 
 
@@ -317,9 +318,9 @@ def test_a_waiting_sibling_does_not_hold_up_others() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"state_block_size": 5}, "state_block_size is 5: it must be a multiple of tile_size"),
-        ({"page_size": 3}, "page_size is 3: it must divide state_block_size"),
-        ({"num_speculative_tokens": 4}, "num_speculative_tokens is 4: it must be below state_block_size"),
+        ({"state_block_size": 5}, "state_block_size 5 is not a multiple of tile_size"),
+        ({"page_size": 3}, "page_size 3 does not divide state_block_size"),
+        ({"num_speculative_tokens": 4}, "is less than 1 . num_speculative_tokens = 5"),
         ({"num_slots": 1}, "num_slots is 1"),
         ({"num_slots": 3, "num_speculative_tokens": 2}, "one sequence needs 3"),
         ({"num_pages": 1}, "null page alone"),

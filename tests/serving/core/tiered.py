@@ -7,8 +7,10 @@ at all. A tier's parts are kept by name and deleted when the policy says so: a f
 import random
 from typing import Any
 
-from serving.core import RemoteLoad, Scheduler, StepPlan
 from serving.core.cache.content import Scope
+from serving.core.planning.plan import StepPlan
+from serving.core.requests.request import RemoteLoad
+from serving.core.scheduler import Scheduler
 from serving.core.tiers.journal import Journal
 from serving.core.tiers.tier import Sizes, Tier
 from serving.core.tiers.tiers import FetchCosts, Tiers

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from serving.core import Request
 from serving.core.cache.content import Scope
+from serving.core.requests.request import Request
 
 _MASK = (1 << 61) - 1
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from serving.core import CheckpointKind
 from serving.core.cache.content import Chain, Scope, state_name
+from serving.core.cache.prefix_tree import CheckpointKind
 from serving.core.tiers.tier import Unit
 
 B = 4

@@ -26,7 +26,7 @@ from mamba_jax.layout import SequenceLayout
 from mamba_jax.model import HybridModel
 from mamba_jax.programs import StepPrograms
 from mamba_jax.store import Store
-from serving.core import Request
+from serving.core.requests.request import Request
 from serving.engine.assembly import design
 from tests.support.engines.engines import QUICK_COMPILE, Continuation
 from tests.support.engines.shared_engines import MAX_LEN, PAGE, ROWS, SMALLEST, TILE, SharedEngines, engines_of

@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 from serving.config import EngineConfig
-from serving.core import RemoteState
+from serving.core.requests.request import RemoteState
 from serving.split.decode_side import DecodeSide
 from serving.split.prefill_side import ONCE, PrefillSide, fed_tokens
 from serving.split.wire import Handoff, Offer, SplitError, StateRequest

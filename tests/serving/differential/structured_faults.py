@@ -4,8 +4,8 @@ from functools import partial
 
 import numpy as np
 
-from serving.core import Request
-from serving.engine.steps.row_inputs import RowInputs
+from serving.core.requests.request import Request
+from serving.engine.steps.row_values import RowInputs
 from tests.serving.differential.faults import STRUCTURED, Patch, replacing
 from tests.serving.differential.faults import fault as _fault
 

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from kernels_pallas.native import WHY_MISSING
-from serving.core import SchedulerConfig
+from serving.core.config import SchedulerConfig
 from serving.engine.assembly import design
 from tests.serving.core.mutations.registry import ROWS, Fault
 from tests.serving.differential import (  # noqa: F401 - fill the tables

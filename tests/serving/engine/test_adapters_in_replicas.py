@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from serving import LoRARequest, RequestError, SamplingParams
-from serving.engine.replicas import ReplicaGroup, load_adapter, table_of
+from serving.engine.changes import load_adapter, table_of
+from serving.engine.replicas import ReplicaGroup
 from serving.engine.requests.request import EngineRequest
 from tests.support.engines.engines import finish
 from tests.support.engines.replicas import ReplicaMaker, admitted, check_idle, run_group, serve

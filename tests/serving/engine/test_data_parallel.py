@@ -11,8 +11,7 @@ import pytest
 from serving import LLM, AsyncEngine, RequestError, SamplingParams
 from serving.config import ConfigError
 from serving.engine.engine_thread import EngineStopped
-from serving.engine.replica_loads import ReplicaLoads
-from serving.engine.replicas import ReplicaGroup
+from serving.engine.replicas import ReplicaGroup, ReplicaLoads
 from serving.engine.requests.request import EngineRequest
 from tests.support.engines.replicas import ReplicaMaker, admitted, check_idle, run_group, serve
 

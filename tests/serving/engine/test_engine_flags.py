@@ -1,9 +1,20 @@
 """Engine flags: one clear line for each mistake, and what the modes of prefix caching come to."""
 
+import logging
+import random
+
 import pytest
 
+from checkpoints.random import write_random
+from mamba_jax.programs import KernelChoice, StepPrograms
 from serving.config import ConfigError, EngineConfig, read_config_file
+from serving.engine.assembly.build import assemble, build_engine
 from serving.engine.assembly.design import resolve_caching
+from serving.engine.requests.sampling_params import SamplingParams
+from serving.hosts.host import facts_of
+from tests.support.engines.engines import QUICK_COMPILE
+from tests.support.engines.small_tiers import tier_mover
+from tests.support.models.tiny_configs import CHECKPOINT
 
 
 @pytest.mark.parametrize(
@@ -88,3 +99,97 @@ def test_config_files(tmp_path):
         assert "\n" not in str(error.value)
     with pytest.raises(ConfigError, match="No such file"):
         read_config_file(tmp_path / "missing.yaml")
+
+
+FLAGS = {
+    "state_block_size": 16,
+    "tile_size": 8,
+    "page_size": 8,
+    "num_slots": 8,
+    "num_pages": 16,
+    "max_num_seqs": 1,
+    "compilation_cache": False,
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return str(write_random(tmp_path_factory.mktemp("model") / "tiny", CHECKPOINT))
+
+
+def identities(directory, cache, overrides):
+    """The disk folder, the digest that the other side of a split compares, the programs, the facts of a host."""
+    config = EngineConfig.create(model=directory, disk_cache=str(cache), hf_overrides=overrides, **FLAGS)
+    built = build_engine(config, progress=False)
+    loop = built.engine.loop
+    facts = facts_of(config)
+    folder = tier_mover(built.engine).disk.folder.path.name
+    found = (folder, built.weights_digest, loop.programs.description, str(facts))
+    built.engine.close()
+    return found
+
+
+def test_different_overrides_share_nothing(directory, tmp_path):
+    plain, changed, same = (
+        identities(directory, tmp_path, overrides)
+        for overrides in (None, {"layer_norm_epsilon": 0.5}, '{"layer_norm_epsilon": 0.5}')
+    )
+    assert changed == same
+    assert not set(plain) & set(changed)
+
+
+def test_overrides_may_be_text():
+    one, other = (EngineConfig.create(hf_overrides=each) for each in ({"a": {"b": 1}}, '{"a.b": 1}'))
+    assert one == other
+    for wrong in ("{", "3", 3):
+        with pytest.raises(ConfigError, match=r"^hf_overrides: "):
+            EngineConfig.create(hf_overrides=wrong)
+
+
+def test_a_longer_context_needs_a_reason(directory):
+    flags = {"model": directory, "max_model_len": 1 << 20, **FLAGS, "num_pages": None}
+    limit = {"max_position_embeddings": 512}
+    both_ways = r"exceeds the model's own 512 tokens.*--hf-overrides.*--allow-long-max-model-len"
+    with pytest.raises(ConfigError, match=both_ways):
+        build_engine(EngineConfig.create(hf_overrides=limit, **flags), progress=False)
+    for given in ({"hf_overrides": {"max_position_embeddings": 1 << 20}},
+                  {"hf_overrides": limit, "allow_long_max_model_len": True}):  # fmt: skip
+        built = build_engine(EngineConfig.create(**flags, **given), progress=False)
+        assert built.size.max_model_len == 1 << 20
+        built.engine.close()
+
+
+NAMED = {"recurrence_update": "pallas_tpu_interpreted", "recurrence_scan": "pallas_tpu_interpreted"}
+
+
+@pytest.mark.slow
+def test_same_tokens_by_kernels(harness):
+    rng = random.Random(3)
+    shared = harness.prompt(rng, 64)
+    prompts = [harness.prompt(rng, n) for n in (1, 16, 33, 70, 97)] + [shared + harness.prompt(rng, 9)] * 5
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    plain = harness.run(harness.engine("all"), prompts, params)
+    programs = StepPrograms(
+        harness.model,
+        tile_size=harness.flags["tile_size"],
+        compiler_options=QUICK_COMPILE,
+        greedy=True,
+        kernels=KernelChoice(named=NAMED),
+    )
+    # A pool that makes requests throw each other out.
+    engine = harness.engine("all", programs=programs, num_slots=12)
+    for prompt, one, other in zip(prompts, harness.run(engine, prompts, params), plain, strict=True):
+        harness.assert_greedy(prompt, one.outputs[0].token_ids, other.outputs[0].token_ids)
+    assert "recurrence_scan by pallas_tpu_interpreted (named)" in programs.kernels.report()
+
+
+def test_a_malformed_kernel_choice_is_refused(harness):
+    with pytest.raises(ConfigError, match="kernels: 'update' is not operation=implementation"):
+        assemble(EngineConfig.create(**harness.flags, kernels="recurrence_scan=xla,update"), harness.model)
+
+
+def test_start_up_tells_how_bfloat16_weights_are_multiplied(harness, caplog, monkeypatch):
+    monkeypatch.setattr(KernelChoice, "products", lambda self: "C++ products use avx2")
+    with caplog.at_level(logging.INFO, logger="serving"):
+        harness.engine("align")
+    assert caplog.messages.count("C++ products use avx2") == 1

@@ -1,4 +1,4 @@
-"""Compiling grammars: one that takes too much time or memory is stopped and refused, and delays no other request."""
+"""Compiled grammars: trials, limits, and a choice's position in its grammar."""
 
 import os
 import subprocess
@@ -7,11 +7,13 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from checkpoints.tokenizer import load_tokenizer
 from serving.core.errors import RequestError
 from serving.engine.structured.grammars import Grammars, StructuredOutputs
+from tests.support.models.letter_tokens import EOS, ID, TOO_BIG, WORDS, letters
 
 ROOT = Path(__file__).resolve().parents[3]
 TOO_LARGE = StructuredOutputs(json={"type": "integer", "multipleOf": 123456789})
@@ -198,3 +200,49 @@ def _processor_time(process: int) -> float | None:
 def test_a_tokenizer_that_cannot_be_used():
     with pytest.raises(RequestError, match="this model's tokenizer cannot be used"):
         Grammars(load_tokenizer("demo"), 5, (0,)).start(StructuredOutputs(regex="a"))
+
+
+ONE_WAY_IS_TOO_BIG = f'start: "x" ("y" "x" "y" "!" | "z" {TOO_BIG} "?")'
+
+
+@pytest.fixture(scope="module")
+def letter_grammars():
+    return Grammars(letters(), len(WORDS), (EOS,))
+
+
+def allowed(mask: np.ndarray) -> set[str]:
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    return {word for i, word in enumerate(WORDS) if bits[i]}
+
+
+def test_a_wrong_draft_leaves_no_trace(letter_grammars):
+    constraint = letter_grammars.start(StructuredOutputs(grammar=ONE_WAY_IS_TOO_BIG))
+    assert constraint.advance([ID["x"]]) == 1
+    masks = constraint.masks([ID["z"], ID["ab"]], 3)
+    assert allowed(masks[0]) == {"y", "z"}
+    assert "a" in allowed(masks[1])
+    assert constraint.error is None
+    assert constraint.advance([ID["y"]]) == 1
+    assert allowed(constraint.masks([], 3)[0]) == {"x"}
+    assert constraint.advance([ID[c] for c in "xy!"]) == 3
+    assert constraint.finished
+    assert constraint.error is None
+
+
+def test_a_right_draft_into_the_same_place_fails_as_without_drafts(letter_grammars):
+    for drafts in ([], [ID["z"], ID["ab"]]):
+        constraint = letter_grammars.start(StructuredOutputs(grammar=ONE_WAY_IS_TOO_BIG))
+        constraint.advance([ID["x"]])
+        constraint.masks(drafts, 3)
+        assert constraint.advance([ID["z"], ID["ab"]]) == 1
+        assert "items" in constraint.error
+
+
+def test_an_end_where_the_grammar_wants_more_is_an_error(letter_grammars):
+    """A head behind a failed draft allows everything, the end too."""
+    constraint = letter_grammars.start(StructuredOutputs(grammar=ONE_WAY_IS_TOO_BIG))
+    constraint.advance([ID["x"], EOS])
+    assert "wants more" in constraint.error
+    done = letter_grammars.start(StructuredOutputs(grammar='start: "a" "b"*'))
+    assert done.advance([ID["a"], EOS]) == 2
+    assert done.error is None

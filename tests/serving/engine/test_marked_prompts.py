@@ -3,7 +3,7 @@
 import pytest
 
 from serving import RequestError, SamplingParams
-from serving.core import Mark
+from serving.core.cache.retention import Mark
 from serving.engine.requests.conversations import ChangedPrefixes, message_digests
 from serving.engine.requests.request import read_marks
 

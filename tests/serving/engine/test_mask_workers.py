@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from serving import SamplingParams
-from serving.core import Request
 from serving.core.errors import RequestError
+from serving.core.requests.request import Request
 from serving.engine.structured import mask_workers
 from serving.engine.structured.grammars import Constraint
 from serving.engine.structured.mask_workers import FollowedChoice, MaskWorkers

@@ -1,11 +1,20 @@
 """Sampling parameters: vLLM's defaults, and one clear error per bad value."""
 
+import base64
+from dataclasses import replace
+from functools import partial
+
 import numpy as np
 import pytest
 
+from checkpoints import load_model
+from checkpoints.tokenizer import load_tokenizer
 from mamba_jax.sampling import sampling_row
-from serving.core.errors import RequestError
-from serving.engine.requests.sampling_params import SamplingParams
+from serving import LLM, RequestError, SamplingParams, unpack_sampling_mask
+from serving.engine.structured.grammars import StructuredOutputs
+from tests.support.models import golden_case
+from tests.support.models.golden_case import FIXTURES
+from tests.support.servers.live_server import LiveServer
 
 
 def test_defaults_are_those_that_vllm_users_know():
@@ -129,3 +138,174 @@ def test_limits_are_those_of_the_devices_table():
 
     for name in ("MAX_LOGIT_BIAS", "MAX_LOGPROBS", "MAX_PROMPT_LOGPROB_IDS"):
         assert getattr(sampling_params, name) == getattr(table, name)
+
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+FLAGS = golden_case.FLAGS | {"enable_return_sampling_mask": True, "num_slots": 60, "num_pages": 100}
+MODEL, VOCAB = FIXTURES / "nemotronh-moe", 509
+DRAFTS = {"num_speculative_tokens": 2, "speculative_method": "mtp", "adaptive_drafts": False}
+LIMITS = [
+    {"temperature": 0.0},
+    {"temperature": 0.2, "top_k": 5},
+    {"temperature": 0.3, "top_p": 0.9},
+    {"temperature": 0.5, "min_p": 0.05},
+    {"temperature": 1.3, "top_k": 40, "top_p": 0.7, "min_p": 0.01, "n": 3},
+    {"temperature": 1.0},
+    {"temperature": 0.4, "top_p": 0.8, "logit_bias": {5: 100.0, 6: 100.0, 9: 100.0}},
+    {"temperature": 0.0, "frequency_penalty": 2.0, "logit_bias": {5: 100.0, 6: 100.0, 9: 100.0}},  # in turn: drafts
+    {"temperature": 1.0, "top_p": 0.5, "logprobs": 3, "min_tokens": 40, "stop_token_ids": [7, 8]},
+]
+PARAMS = [
+    SamplingParams(seed=i, max_tokens=40, ignore_eos=True, return_sampling_mask=True, **limits)
+    for i, limits in enumerate(LIMITS)
+]
+
+
+@pytest.fixture(scope="module")
+def said_by_model():
+    return partial(golden_case.log_probs, load_model(MODEL, dtype="float32", progress=False))
+
+
+def defined(said, params, before):
+    """The tokens that can be drawn after those `before` in the output, and the logits that decide it."""
+    x = said.copy()
+    for token, bias in (params.logit_bias or {}).items():
+        x[token] += bias
+    x -= params.frequency_penalty * np.bincount(np.array(before, int), minlength=len(x))
+    x[list(params.stop_token_ids)] = -np.inf  # all tests end before min_tokens
+    if params.greedy:
+        return np.arange(len(x)) == x.argmax(), x
+    x /= params.temperature
+    weights = np.exp(x - x.max())
+    weights[weights < params.min_p] = 0
+    if params.top_k > 0:
+        weights[weights < np.sort(weights)[-params.top_k]] = 0
+    if params.top_p < 1:
+        ordered = np.sort(weights)[::-1]
+        enough = int(np.argmax(np.cumsum(ordered) >= params.top_p * ordered.sum()))
+        weights[weights < ordered[enough]] = 0
+    return weights > 1e-37, x
+
+
+def check(output, params, said_by_model):
+    """Returns how many tokens of the vocabulary were near a limit, so that rounding decides them."""
+    near = 0
+    for choice in output.outputs:
+        assert choice.sampling_mask.dtype == np.uint8
+        assert choice.sampling_mask.shape == (len(choice.token_ids), -(-VOCAB // 8))
+        masks = unpack_sampling_mask(choice.sampling_mask, VOCAB)
+        said = said_by_model([*output.prompt_token_ids, *choice.token_ids])[len(output.prompt_token_ids) - 1 :]
+        for i, (token, mask, each) in enumerate(zip(choice.token_ids, masks, said, strict=False)):
+            expected, x = defined(each, params, choice.token_ids[:i])
+            assert mask[token]
+            different = mask != expected
+            assert (np.abs(x[different] - x[expected].min()) < 1e-3).all()
+            near += different.sum()
+    return near
+
+
+def engine_of(model=MODEL, **flags):
+    return LLM(str(model), **(FLAGS | flags))
+
+
+def ask(llm, params=PARAMS):
+    rng = np.random.default_rng(4)
+    prompts = [{"prompt_token_ids": rng.integers(0, 250, 5 + 9 * i).tolist()} for i in range(len(params))]
+    return llm.generate(prompts, params)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return engine_of()
+
+
+@pytest.mark.full
+def test_masks_are_the_definitions(plain, said_by_model):
+    for _ in range(2):  # the second finds prompts in the cache, and compiles the programs for that
+        without = ask(plain, [replace(each, return_sampling_mask=False) for each in PARAMS])
+    compiled = plain.engine.stats()["compilations"]
+    outputs = ask(plain)
+    assert plain.engine.stats()["compilations"] == compiled
+    for output, other in zip(outputs, without, strict=True):
+        assert [choice.token_ids for choice in output.outputs] == [choice.token_ids for choice in other.outputs]
+        assert all(choice.sampling_mask is None for choice in other.outputs)
+    assert sum(check(*each, said_by_model) for each in zip(outputs, PARAMS, strict=True)) < 20
+    sizes = [unpack_sampling_mask(output.outputs[0].sampling_mask, VOCAB).sum(axis=1) for output in outputs]
+    assert (sizes[0] == 1).all()
+    assert (sizes[1] == 5).all()
+    assert (sizes[5] == VOCAB).all()
+    assert len(set(sizes[3].tolist())) > 3
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "flags",
+    [DRAFTS, {"num_speculative_tokens": 3, "speculative_method": "ngram", "adaptive_drafts": False}, {"num_pages": 12}],
+    ids=["mtp", "ngram", "preempted"],
+)
+def test_drafts_and_preemption_change_no_mask(plain, said_by_model, flags):
+    llm = engine_of(**flags)
+    outputs, expected = ask(llm), ask(plain)
+    if "num_pages" in flags:
+        assert llm.engine.stats()["preemptions"] > 0
+    else:
+        assert llm.engine.stats()["drafts"]["accepted"] > 0
+    for output, other, params in zip(outputs, expected, PARAMS, strict=True):
+        assert check(output, params, said_by_model) < 5
+        for choice, same in zip(output.outputs, other.outputs, strict=True):
+            assert choice.token_ids == same.token_ids
+
+
+@pytest.mark.full
+def test_structured_outputs_and_the_server():
+    tokenizer = load_tokenizer("demo")
+    digits = {i for i in range(tokenizer.vocab_size) if tokenizer.token_text(i) in set("0123456789")}
+    flags = {"num_speculative_tokens": 2, "speculative_method": "ngram", "enable_structured_outputs": True}
+    llm = engine_of("demo", **flags)
+    params = SamplingParams(
+        temperature=1.0, seed=3, max_tokens=6, return_sampling_mask=True, stop=["99"],
+        structured_outputs=StructuredOutputs(regex="[0-9]{40}"),
+    )  # fmt: skip
+    (output,) = llm.generate(["Tom has "], params)
+    masks = unpack_sampling_mask(output.outputs[0].sampling_mask, tokenizer.vocab_size)
+    assert len(masks) == len(output.outputs[0].token_ids)
+    allowed = set(masks.any(axis=0).nonzero()[0].tolist())
+    assert digits <= allowed
+    assert all(set(tokenizer.token_text(token)) <= set("0123456789") for token in allowed)
+    server = LiveServer(llm.engine, prepare=False)
+    try:
+        server.wait_until_ready()
+        body = {"max_tokens": 4, "ignore_eos": True, "temperature": 1.0, "top_k": 3, "n": 2}
+        for stream in (False, True):
+            answer = server.complete([5, 6, 7], **body, return_sampling_mask=True, stream=stream)
+            assert answer.status_code == 200, answer.text
+        answer = server.complete([5, 6, 7], **body, return_sampling_mask=True, return_token_ids=True).json()
+        for choice in answer["choices"]:
+            found = choice["sampling_mask"]
+            mask = np.frombuffer(base64.b64decode(found["data"]), found["dtype"]).reshape(found["shape"])
+            masks = unpack_sampling_mask(mask, tokenizer.vocab_size)
+            assert (masks.sum(axis=1) == 3).all()
+            assert masks[np.arange(4), choice["token_ids"]].all()
+        assert "sampling_mask" not in server.complete([5, 6, 7], **body).json()["choices"][0]
+        chat = {"messages": [{"role": "user", "content": "Tom"}], "max_tokens": 3, "return_sampling_mask": True}
+        (choice,) = server.http.post("/v1/chat/completions", json=chat | {"ignore_eos": True}).json()["choices"]
+        assert choice["sampling_mask"]["shape"] == [3, -(-tokenizer.vocab_size // 8)]
+        text = server.http.post("/v1/chat/completions", json=chat | {"stream": True}).text
+        assert text.count('"sampling_mask":{') == 1
+    finally:
+        server.close()
+
+
+def test_without_the_flag_the_request_is_refused(harness):
+    engine = harness.engine("all")
+    with pytest.raises(RequestError, match="return_sampling_mask needs the flag enable_return_sampling_mask"):
+        engine.add_request("a", {"prompt_token_ids": [5]}, SamplingParams(return_sampling_mask=True))
+    assert not engine.busy
+
+
+def test_bits_are_unpacked_in_the_order_of_tokens():
+    mask = np.zeros((2, 2), np.uint8)
+    mask[0, 0], mask[1, 1] = 1 << 3, 1 << 1
+    assert unpack_sampling_mask(mask, 10).nonzero()[1].tolist() == [3, 9]
+    with pytest.raises(ValueError, match="a mask of 2 bytes: a vocabulary of 17 has 3"):
+        unpack_sampling_mask(mask, 17)

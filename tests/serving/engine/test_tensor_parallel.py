@@ -1,8 +1,15 @@
 """A model divided over devices says what it says on one, with caching and drafts."""
 
+import itertools
+import json
+import os
 import random
 import re
+import subprocess
+import sys
+import threading
 from collections import Counter
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -10,11 +17,17 @@ import pytest
 
 from checkpoints.load import load_model
 from mamba_jax.sharding import TENSOR, Partition
-from serving import LLM, SamplingParams
+from serving import LLM, RequestError, SamplingParams
 from serving.config import ConfigError
-from serving.core.errors import RequestError
+from serving.core.tiers.tiers import FetchCosts
+from serving.engine.assembly.devices import scheduler_clock
 from tests.support.compiled_programs import least_collectives
 from tests.support.engines.engine_harness import SMALL
+from tests.support.engines.engines import QUICK_XLA_FLAGS, finish
+from tests.support.engines.replicas import admitted, check_idle
+from tests.support.engines.small_tiers import tier_mover
+from tests.support.fleets.generate_in_two_processes import PROMPT, SAMPLING, SIZES
+from tests.support.fleets.processes import free_port
 from tests.support.hlo_traffic import count_collectives
 from tests.support.models.divisible_checkpoints import EIGHT, FAMILIES, MORE, Case, write_checkpoint
 from tests.support.models.golden_case import log_probs
@@ -179,3 +192,92 @@ def assert_lean(llm):
 def test_what_does_not_divide_is_refused(case, shards, message, tmp_path):
     with pytest.raises(ConfigError, match=re.escape(message)):
         LLM(write_checkpoint(tmp_path, case), tensor_parallel_size=shards)
+
+
+@pytest.mark.full
+def test_two_replicas_of_two_devices(tmp_path, monkeypatch, quick_compilation):
+    monkeypatch.setattr(FetchCosts, "worth_fetching", lambda *_: True)  # computing a few tokens takes less time
+    case = FAMILIES["nemotronh-moe"]
+    directory = write_checkpoint(tmp_path, case)
+    flags = FLAGS | {"max_num_seqs": 2, "max_num_batched_tokens": 32}
+    flags |= {"host_cache_gib": 0.05, "disk_cache": str(tmp_path / "disk"), "disk_cache_gib": 0.05}
+    llm = LLM(directory, data_parallel_size=2, tensor_parallel_size=2, speculative_method=case.drafts, **flags)
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=2)
+    prompts = [{"prompt_token_ids": [7 + i, 8, 9] * 14} for i in range(4)]
+    for _ in range(2):
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert_greedy(outputs, directory)
+    assert all(output.num_cached_tokens > 0 for output in outputs)
+    devices = [[device.id for device in engine.loop.programs.devices] for engine in llm.engines]
+    assert devices == [[0, 1], [2, 3]]
+    assert admitted(llm.engines) == [4, 4]
+    # The rest of what an `LLM` can do.
+    streamed = list(llm.stream(prompts[0], params))
+    assert streamed[-1].finished
+    assert streamed[-1].outputs[0].token_ids == outputs[0].outputs[0].token_ids
+    side_by_side = list(itertools.zip_longest(*(llm.stream(prompt, params) for prompt in prompts[:2])))
+    assert [output.outputs[0].token_ids for output in side_by_side[0]] == [o.outputs[0].token_ids for o in outputs[:2]]
+    for hold, release in ((llm.sleep, llm.wake_up), (llm.pause, llm.resume)):
+        hold()
+        with pytest.raises(RequestError, match="the engine"):
+            llm.generate(prompts, params, use_tqdm=False)
+        release()
+    assert_greedy(llm.generate(prompts, params, use_tqdm=False), directory)
+    check_idle(llm.engines)
+    # What one mesh held comes back to the other one.
+    one, other = llm.engines
+    while one.loop.scheduler.index.evict_state():
+        pass
+    tier_mover(one).copy_out(one.loop.store)
+    while other.loop.scheduler.index.evict_state():  # what it has of its own
+        pass
+    tier_mover(other).copy_out(other.loop.store)
+    again = [other.add_request(f"r{i}", prompt, params) for i, prompt in enumerate(prompts)]
+    finish(other)
+    assert_greedy(again, directory)
+    tiers = other.stats()["tiers"]
+    assert sum(tier["arrived"] for tier in tiers.values()) >= 2, tiers
+    assert all(output.num_cached_tokens > 0 for output in again)
+    check_idle(llm.engines)
+    llm.close()
+    assert list((tmp_path / "disk").rglob("*.safetensors"))
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("tier-")]
+
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_the_clock_of_marks_stands_still_if_several_processes_schedule(monkeypatch):
+    for processes, led, runs in ((1, False, True), (2, True, True), (2, False, False)):
+        monkeypatch.setattr(jax, "process_count", lambda count=processes: count)
+        assert (scheduler_clock(led=led)() > 0) == runs
+
+
+@pytest.mark.slow
+def test_two_processes_say_what_one_says(tmp_path):
+    directory = write_checkpoint(tmp_path, FAMILIES["mamba2"])
+    program, port = "tests.support.fleets.generate_in_two_processes", free_port()
+    environment = os.environ | {"XLA_FLAGS": QUICK_XLA_FLAGS, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", program, str(port), str(number), str(directory)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    try:
+        done = [process.communicate(timeout=900) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], done
+    first, second = (json.loads(out.splitlines()[-1]) for out, _ in done)
+    assert first == second
+
+    llm = LLM(directory, **SIZES)
+    expected = llm.generate(PROMPT, SamplingParams(**SAMPLING), use_tqdm=False)[0].outputs[0].token_ids
+    assert [tokens for tokens, _ in first] == [expected, expected]
+    assert [cached for _, cached in first] == [0, 42]

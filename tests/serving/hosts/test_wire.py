@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mamba_jax.program_cache import look_of
-from serving.core import SchedulerConfig
+from serving.core.config import SchedulerConfig
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.steps.batching import BatchBuilder
 from serving.hosts.wire import WireError, from_bytes, to_bytes

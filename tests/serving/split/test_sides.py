@@ -7,7 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from serving.core import Mark
+from serving.core.cache.retention import Mark
 from serving.split.http.roles import OpenRole
 from serving.split.wire import SplitError
 from serving.state_transfer.programs import PointPrograms

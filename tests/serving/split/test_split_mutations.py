@@ -10,10 +10,11 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from serving.core import RemoteLoad, StateAccess
+from serving.core.cache.row_state import StateAccess
 from serving.core.planning import admission
+from serving.core.requests.request import RemoteLoad
 from serving.core.scheduler import Scheduler
-from serving.engine.steps.results import StateError
+from serving.engine.steps.row_values import StateError
 from serving.split import decode_side, prefill_side, worker
 from serving.state_transfer import programs
 from serving.state_transfer.programs import Arrangement, Piece, PointPrograms

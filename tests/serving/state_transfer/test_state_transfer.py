@@ -15,7 +15,7 @@ from mamba_jax.model import parameters
 from mamba_jax.rounding import NarrowDtype
 from mamba_jax.sharding import sharded_store
 from mamba_jax.store import StoreShape, init_store, store_bytes
-from serving.core import RemoteLoad, RemoteState
+from serving.core.requests.request import RemoteLoad, RemoteState
 from serving.state_transfer import source
 from serving.state_transfer.identity import array_digest, model_digest
 from serving.state_transfer.programs import SIZES, Arrangement, Piece, PointPrograms, common_unit, pieces, state_spec

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mamba_jax.store import Store, StoreShape, init_store
-from serving.core import RemoteLoad, RemoteState
+from serving.core.requests.request import RemoteLoad, RemoteState
 from serving.core.tiers.tier import Tier, Unit
 from serving.core.tiers.tiers import FetchCosts, TierCopy, TierHit, Tiers
 from serving.state_transfer.programs import Arrangement, PointPrograms

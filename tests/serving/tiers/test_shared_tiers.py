@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from serving.core.tiers.tier import Change
-from serving.engine.replica_loads import ReplicaLoads
+from serving.engine.replicas import ReplicaLoads
 from serving.engine.requests.adapters import LoRARequest
 from serving.engine.requests.request import EngineRequest
 from serving.engine.stats import merged_stats

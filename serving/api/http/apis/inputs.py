@@ -17,7 +17,7 @@ from serving.api.http.protocol.chat import AllowedTools, ChatRequest, Tool
 from serving.api.http.protocol.common import CUSTOM_INPUT, GenerationRequest
 from serving.api.http.protocol.completions import CompletionRequest
 from serving.api.http.text import check_fits
-from serving.core import Mark
+from serving.core.cache.retention import Mark
 from serving.core.errors import RequestError
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.structured.grammars import StructuredOutputs

@@ -20,7 +20,7 @@ from serving.api.http.connection.streaming import answer
 from serving.api.http.context import Context, context_of
 from serving.api.http.errors import ApiError
 from serving.api.http.protocol.common import ModelCard, ModelList
-from serving.core import Pool
+from serving.core.cache.pools import Pool
 from serving.engine.assembly.devices import describe, own_devices
 from serving.engine.engine import Engine
 

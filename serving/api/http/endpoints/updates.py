@@ -12,9 +12,9 @@ from starlette.responses import PlainTextResponse
 from serving.api.http.connection.keys import admin_only
 from serving.api.http.context import context_of
 from serving.api.http.errors import ApiError
+from serving.engine.changes import common_checksum
 from serving.engine.control import PauseMode, WeightsChecksum
 from serving.engine.engine import Engine
-from serving.engine.replicas import common_checksum
 
 rollouts = APIRouter(tags=["rollouts"], dependencies=[Depends(admin_only)])
 adapters = APIRouter(tags=["adapters"], dependencies=[Depends(admin_only)])

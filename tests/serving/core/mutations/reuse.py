@@ -1,13 +1,16 @@
 """What becomes findable and when, what the cache finds, and how a row goes on from it."""
 
-from serving.core import CheckpointKind, MissReason, StateAccess, scheduler
+from serving.core import scheduler
 from serving.core.cache.cache import Cache
 from serving.core.cache.content import Scope
 from serving.core.cache.prefix_index import PrefixIndex
-from serving.core.cache.prefix_tree import Match
+from serving.core.cache.prefix_tree import CheckpointKind, Match
+from serving.core.cache.retention import KeptStates, RetentionPolicy
 from serving.core.cache.row_forms import RowSnapshots
 from serving.core.cache.row_pages import RowPages
-from serving.core.planning import admission, settlement
+from serving.core.cache.row_state import StateAccess
+from serving.core.errors import MissReason
+from serving.core.planning import admission, rows
 from serving.core.requests.request import ResultDisposition
 from tests.serving.core.mutations.registry import Patch, mutation, replaced, replacing
 
@@ -20,7 +23,7 @@ def publish_when_planned(whole, host, request, step, *rest, **more):
     reason = whole(host, request, step, *rest, **more)
     if reason is None and request.progress.state.publishing():
         row = request.progress.unsettled[-1]
-        settlement.after_dispatch(host, row)
+        rows.after_dispatch(host, row)
         step.effects.remove(row)
     return reason
 
@@ -34,7 +37,7 @@ def first_slot_for_boundary(whole, self, access, nth, *rest, **later):
 
 
 @mutation(3)
-@replacing(settlement, "after_settle")
+@replacing(rows, "after_settle")
 def drafts_published(whole, host, row, before, after):
     fed = before + row.num_tokens
     lost = fed - len(row.request.tokens)
@@ -64,12 +67,12 @@ def published_early(whole, self, content, position, slot, kind):
 def publish_withdrawn(whole, self, plan):
     for row in plan.effects:
         if row.fate is ResultDisposition.LIVE:
-            settlement.after_dispatch(self, row)
+            rows.after_dispatch(self, row)
     whole(self, plan)
 
 
 @mutation(8)
-@replacing(settlement, "after_settle")
+@replacing(rows, "after_settle")
 def publish_without_page(whole, host, row, before, after):
     row.request.max_total += 1
     try:
@@ -200,3 +203,30 @@ def telling_tales(whole, self, tokens, salt, match):
 
 replaced(60, RowSnapshots, "publish_boundary", lambda whole, self, *boundary, **later: None)
 replaced(65, Cache, "scope", lambda whole, self, salt, adapter=None: Scope(salt))
+
+
+@mutation(84)
+def end_of_the_tile(patch: Patch) -> None:
+    def positions(whole, self, prompt_len, stops, start, end, marks=()):
+        found = whole(self, prompt_len, stops, start, end)
+        missing = {m for m in marks if start < m <= end} - {position for position, _, _ in found}
+        return sorted([*found, *((mark, CheckpointKind.MARK, False) for mark in missing)])
+
+    replacing(RetentionPolicy, "stops")(lambda whole, self, *given: whole(self, *given[:3]))(patch)
+    replacing(RetentionPolicy, "positions")(positions)(patch)
+
+
+@mutation(86)
+@replacing(PrefixIndex, "state_at")
+def state_of_another_salt(whole, self, content, position):
+    return self.find(content.tokens[:position], content.chain.scope._replace(salt=None)).entry
+
+
+@mutation(87)
+@replacing(KeptStates, "keep")
+def no_bound(whole, self, entry, seconds, client):
+    self._most = self._most_tokens = 10**6
+    return whole(self, entry, seconds, client)
+
+
+replaced(85, KeptStates, "ended", lambda whole, self: [])
