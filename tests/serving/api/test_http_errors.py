@@ -114,6 +114,7 @@ OF_ONE_API = {
               {"required": 5}, {"required": [5]}, {"properties": 5}, {"properties": {"a": 5}},
               {"properties": {"a": {"type": "string", "enum": 5}}})),
         ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens must be at least 1"),
+        ({"response_format": {"type": "json_object", "schema": {"type": "nonsense"}}}, "response_format", ""),
     ),
     "/v1/responses": (
         *(({"input": items}, "input", "") for items in (
@@ -123,7 +124,9 @@ OF_ONE_API = {
         ({"max_output_tokens": 0}, "max_output_tokens", ""),
         ({"background": True}, "background", ""), ({"conversation": "c"}, "conversation", ""),
         ({"temperature": -1}, "temperature", ""), ({"tool_choice": "required"}, "tool_choice", ""),
-        ({"text": {"format": {"type": "json_schema"}}}, "text", ""), ({"n": 3}, "n", "n is not supported"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text", ""), ({"input": "word " * 3000}, "input", "at most"),
+        ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "nonsense"}}}}, "text", ""),
+        ({"n": 3}, "n", "n is not supported"),
         ({"tools": [{"type": "function", "name": "f", "parameters": DEEP}]}, None, "nested"),
     ),
     "/v1/messages": (({"n": 3}, "n", "n is not supported"),),

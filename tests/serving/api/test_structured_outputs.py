@@ -134,12 +134,13 @@ def test_a_grammar_that_becomes_too_complex(server, n):
 
 def test_offline_parameters():
     assert SamplingParams(structured_outputs={"regex": "a"}).structured_outputs == StructuredOutputs(regex="a")
-    with pytest.raises(RequestError, match="exactly one"):
-        StructuredOutputs()
-    with pytest.raises(RequestError, match="exactly one"):
-        StructuredOutputs(json_object=False)
-    with pytest.raises(RequestError, match="a table with some of"):
-        SamplingParams(structured_outputs={"xml": "a"})
+    for wrong, says in (
+        ({}, "exactly one"),
+        ({"json_object": False}, "exactly one"),
+        ({"xml": 1}, "a table with some of"),
+    ):
+        with pytest.raises(RequestError, match=says):
+            SamplingParams(structured_outputs=wrong)
     assert StructuredOutputs(json=False).key == '["json", false]'
 
 

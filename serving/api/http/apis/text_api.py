@@ -5,7 +5,7 @@ A new API is a row here, its models in `protocol`, and a file in this folder wit
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from checkpoints.errors import CheckpointError
 from serving.api.http.apis import messages, responses, stored_responses
 from serving.api.http.apis.choices import ChatWriter, CompletionWriter
 from serving.api.http.apis.inputs import tokenized
@@ -21,13 +22,14 @@ from serving.api.http.apis.responses import Conversation, ResponseWriter
 from serving.api.http.connection import streaming
 from serving.api.http.connection.keys import salt_of, sent_key
 from serving.api.http.context import ResponseContext, context_of
-from serving.api.http.errors import OVERFLOW, ApiError
+from serving.api.http.errors import OVERFLOW, ApiError, as_api_error
 from serving.api.http.generation import ChoiceDelta, Job, UsageCounter, compile_grammar, run, stream
 from serving.api.http.protocol.chat import ChatRequest, ChatResponse
 from serving.api.http.protocol.common import ErrorResponse, TextRequest
 from serving.api.http.protocol.completions import CompletionRequest, CompletionResponse
 from serving.api.http.protocol.messages import MessageObject, MessagesRequest
 from serving.api.http.protocol.responses import ResponseObject, ResponsesRequest
+from serving.core.errors import RequestError
 
 
 class Writer(Protocol):
@@ -91,6 +93,13 @@ _TABLE = (
     ),
 )  # fmt: skip
 TEXT_APIS = {api.kind: api for api in _TABLE}
+_NAMES: Mapping[str | None, tuple[str, ...]] = {
+    "messages": ("messages", "input"), "prompt": ("prompt", "messages", "input"),
+    "logprobs": ("top_logprobs", "logprobs"), "stop": ("stop", "stop_sequences"),
+    "structured_outputs": ("structured_outputs", "response_format", "text", "output_config"),
+    "max_tokens": ("max_completion_tokens", "max_tokens", "max_output_tokens"),
+}  # fmt: skip
+"""By the name of a field in errors: its names in requests."""
 _UNSUPPORTED = {
     "this server generates text: the last hidden state of its model is not an embedding; use a model that was trained "
     "for embeddings": ("/v1/embeddings", "/embeddings", "/pooling"),
@@ -167,7 +176,7 @@ async def respond(api: TextApi, body: TextRequest, request: Request) -> Response
         ApiError, RequestError: the request is invalid, or the server cannot serve it.
         ClientGone: the client has disconnected.
     """
-    context = context_of(request)
+    context, sent = context_of(request), body.model_fields_set
     context.check(body.model)
 
     async def opened() -> Writer:
@@ -178,8 +187,10 @@ async def respond(api: TextApi, body: TextRequest, request: Request) -> Response
 
     try:
         writer = await streaming.until_gone(request.receive, opened())
-    except ApiError as error:
-        return overflow(api, body.stream, error)
+    except (ApiError, RequestError, CheckpointError) as error:
+        refused = as_api_error(error)
+        refused.param = next((name for name in _NAMES.get(refused.param, ()) if name in sent), refused.param)
+        return overflow(api, body.stream, refused)
     job, tally = writer.job, writer.tally
     request.state.reserve(job.score_bytes)
     job.cache_salt = salt_of(job.cache_salt, request.headers, context.settings)
