@@ -38,7 +38,8 @@ def scan(step, read, entry, real, y, store, tiles, *, by_token=False):
 def sequence(step, read, entry, real, y, start):
     """Whole sequences, from the states `start`. Returns the outputs and the final states in float64."""
     store, slots = np.concatenate([np.zeros_like(start[:1]), start]), np.arange(1, len(start) + 1)
-    y, store = scan(step, read, entry, real, y, store, Tiles(np.ones(len(start), bool), slots, slots))
+    tiles: Any = np.ones(len(start), bool), slots, slots
+    y, store = scan(step, read, entry, real, y, store, Tiles(*tiles))
     return y, store[1:]
 
 
@@ -47,8 +48,8 @@ def update(step, read, entry, real, y, store, rows: Rows):
     count, steps = y.shape[:2]
     *entry, real, flat = (np.asarray(v).reshape(count * steps, 1, *v.shape[2:]) for v in (*entry, real, y))
     first = np.arange(count * steps) % max(steps, 1) == 0
-    tiles = Tiles(first, np.repeat(rows.read_slot, steps), np.reshape(rows.write_slot, -1))
-    flat, store = scan(step, read, entry, real, flat, store, tiles, by_token=True)
+    tiles: Any = first, np.repeat(rows.read_slot, steps), np.reshape(rows.write_slot, -1)
+    flat, store = scan(step, read, entry, real, flat, store, Tiles(*tiles), by_token=True)
     return flat.reshape(y.shape), store
 
 

@@ -251,8 +251,8 @@ def described(
     model: HybridModel, *, rows: int, drafts: int = 0, replay: Replay | None = None, num_pages: int, **store: Any
 ) -> tuple[Any, Any]:
     """Shapes of a store, of the sizes and dtypes that `init_store` takes, and of rows. Nothing is allocated."""
-    sizes = {"num_pages": max(2, num_pages), "replay": replay, "num_tails": rows + 1 if replay else 0}
-    filled = partial(init_store, StoreShape.of(model.config), dtype=model.dtype, **sizes, **store)
+    store |= {"num_pages": max(2, num_pages), "replay": replay, "num_tails": rows + 1 if replay else 0}
+    filled = partial(init_store, StoreShape.of(model.config), dtype=model.dtype, **store)
     seats = partial(
         init_rows, model.config, max_num_seqs=rows, num_speculative_tokens=drafts, replay=replay is not None
     )

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import native
@@ -55,8 +56,8 @@ def sequence_logprobs(
 
 def score(
     model: HybridModel,
-    tokens: Int[Array, "batch length"],
-    lengths: Int[Array, " batch"] | None = None,
+    tokens: ArrayLike,
+    lengths: ArrayLike | None = None,
     added: Mapping[str, Array] | None = None,
 ) -> Float[Array, "batch length_1"]:
     """Returns the log-probability (float32) of each token but the first, with the bits of a schedule-invariant engine.
