@@ -14,7 +14,8 @@ from mamba_jax.programs import StepPrograms
 from serving.engine.llm import LLM
 from serving.engine.requests.output import CompletionOutput, Logprob, RequestOutput
 from serving.engine.requests.sampling_params import SamplingParams
-from tests.support.engines.engines import OPTIMIZED, QUICK_COMPILE
+from tests.support.engines.engines import OPTIMIZED
+from tests.support.engines.step_programs import few_programs, own_programs
 from tests.support.models.divisible_checkpoints import GOLDEN
 from tests.support.models.tiny_configs import TRAINABLE
 from tests.support.selection import slow
@@ -74,11 +75,9 @@ def test_the_command_prints_a_table_or_json_lines(monkeypatch, capsys):
 
 
 @pytest.fixture
-def model(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "serving.engine.assembly.build.StepPrograms", partial(StepPrograms, compiler_options=QUICK_COMPILE)
-    )
-    return str(write_random(tmp_path, TRAINABLE))
+def model(tmp_path):
+    with few_programs(own_programs):
+        yield str(write_random(tmp_path, TRAINABLE))
 
 
 @pytest.mark.full

@@ -17,6 +17,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from tests.support.engines.step_programs import few_programs, own_programs
 from tests.support.markdown_blocks import blocks_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,10 +33,11 @@ FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 @pytest.fixture(scope="module", autouse=True)
 def compiler():
-    """LLVM's optimizations would take longer than all that the snippets compute. And engines set the cache's place."""
+    """Compiling as users do would take longer than all that the snippets compute. And engines set the cache's place."""
     place = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_disable_most_optimizations", True)
-    yield
+    with few_programs(own_programs):
+        yield
     jax.config.update("jax_disable_most_optimizations", False)
     jax.config.update("jax_compilation_cache_dir", place)
 

@@ -35,14 +35,9 @@ def llm(harness: "EngineHarness") -> "LLM":
 @pytest.fixture(scope="module")
 def quick_compilation() -> "Iterator[None]":
     """Programs of engines are few, compile fast, leave sampling out until a request samples, and are saved."""
-    from serving.engine.steps import batching
-    from tests.support.engines.step_programs import shared_programs
+    from tests.support.engines.step_programs import few_programs, shared_programs
 
-    buckets = batching.prefill_buckets
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batching, "decode_buckets", lambda rows: [rows])
-        patch.setattr(batching, "prefill_buckets", lambda config: buckets(config)[-1:])
-        patch.setattr("serving.engine.assembly.build.StepPrograms", shared_programs)
+    with few_programs(shared_programs):
         yield
 
 

@@ -4,7 +4,6 @@ import asyncio
 import functools
 from collections.abc import Callable, Coroutine
 from typing import Any
-from unittest import mock
 
 from mamba_jax.programs import StepPrograms
 from serving import AsyncEngine
@@ -15,8 +14,8 @@ from serving.engine.replicas import ReplicaGroup
 from serving.engine.requests.output import RequestOutput
 from serving.engine.requests.request import EngineRequest
 from tests.support.engines.engine_harness import FLAGS, EngineHarness
-from tests.support.engines.engines import OPTIMIZED, QUICK_COMPILE, use_widest_steps
-from tests.support.engines.step_programs import SharedPrograms, shared_programs
+from tests.support.engines.engines import OPTIMIZED, QUICK_COMPILE
+from tests.support.engines.step_programs import SharedPrograms, few_programs, shared_programs
 
 
 class ReplicaMaker:
@@ -35,10 +34,8 @@ class ReplicaMaker:
         # Bits are promised for programs as users compile them.
         options = OPTIMIZED if config.schedule_invariant else QUICK_COMPILE
         make = functools.partial(SharedPrograms, greedy=True, compiler_options=options)
-        with mock.patch.object(build, "StepPrograms", make if fresh else self._shared):
+        with few_programs(make if fresh else self._shared):
             built = build.assemble(config, self.harness.model, tokenizer=self.harness.tokenizer, eos_token_ids=(2,))
-        for engine in built.engines:
-            use_widest_steps(engine)
         return list(built.engines)
 
     def _shared(self, model, *, mesh, source, adapters=None, **more) -> StepPrograms:

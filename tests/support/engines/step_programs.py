@@ -1,7 +1,11 @@
 """Compiled steps that tests share: within a process, with the other processes of a run, and with later runs. Steps that
 run faulty code, and steps that compute nothing."""
 
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +13,9 @@ import numpy as np
 from mamba_jax.model import HybridModel
 from mamba_jax.program_cache import ProgramCache
 from mamba_jax.programs import StepPrograms, samples
+from serving.engine.assembly import build
 from serving.engine.compiled_programs import keep_programs
+from serving.engine.steps import batching
 from tests.support.engines.engines import QUICK_COMPILE
 
 
@@ -35,6 +41,22 @@ def shared_programs(model: HybridModel, *, greedy: bool = True, **options) -> St
     if source is None or type(source).__module__.startswith("mamba_jax."):
         keep_programs(programs)
     return programs
+
+
+own_programs = functools.partial(SharedPrograms, greedy=True, compiler_options=QUICK_COMPILE)
+"""The same for one engine: nothing is saved."""
+
+
+@contextlib.contextmanager
+def few_programs(make: Callable[..., StepPrograms]) -> Iterator[None]:
+    """Engines that are built meanwhile have programs by `make`, and of each kind of step the widest one only."""
+    buckets = batching.prefill_buckets
+    with (
+        mock.patch.object(build, "StepPrograms", make),
+        mock.patch.object(batching, "decode_buckets", lambda rows: [rows]),
+        mock.patch.object(batching, "prefill_buckets", lambda config: buckets(config)[-1:]),
+    ):
+        yield
 
 
 class NoPrograms:
