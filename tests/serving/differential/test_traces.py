@@ -110,10 +110,10 @@ def adapted(what: str, first: int, count: int, reached: Sequence[str], **more: A
     return case(f"adapters, {what}", first, count, (*KINDS, *reached), adapters=True, **more)
 
 
-def bits(model: str, dtype: str, count: int, *reached: str, **how: Any) -> Any:
+def bits(model: str, dtype: str, count: int, *reached: str, tier: Any = FULL, **how: Any) -> Any:
     """Of schedule-invariant engines: equal bits have no ties. Those of prompts are the training forward's."""
     name = f"{model}, invariant {dtype}"
-    marks = (FULL, pytest.mark.skipif(WHY_MISSING is not None, reason=f"native operations: {WHY_MISSING}"))
+    marks = (tier, pytest.mark.skipif(WHY_MISSING is not None, reason=f"native operations: {WHY_MISSING}"))
     what = ", ".join((name, *how))
     return case(what, 70_000_000, count, ("cached_tokens", *reached), mark=marks, ties=0, model=name, **how)
 
@@ -137,8 +137,9 @@ CASES = [
     case("replay, drafts, delta", 51_000_000, 25, (*COMMON, *ANCHORS, "layer"), drafts=True, model="delta", **REPLAY),
     # Decays by channel, fixed decays, and decays for each channel and entry, which the replay computes again.
     *(
-        case(f"replay, drafts, {model}", first, 8, (*FEW, *ANCHORS), drafts=True, model=model, **REPLAY)
-        for first, model in ((52_000_000, "kimi"), (53_000_000, "lightning"), (54_000_000, "selective"))
+        case(f"replay, drafts, {model}", first, 8, (*FEW, *ANCHORS), drafts=True, model=model, mark=mark, **REPLAY)
+        for first, model, mark in ((52_000_000, "kimi", FULL), (53_000_000, "lightning", SLOW),
+                                   (54_000_000, "selective", FULL))
     ),
     # The prefill side has rows of either form.
     case("replay, split", 0, 40, (*COMMON, *ANCHORS, "full", "recompute-last", "arrived"), split=True,
@@ -162,7 +163,7 @@ CASES = [
     # rounded once, when they are written.
     *(
         case(variant, 5_000_000, 16, ("align", "all", "preemptions", "page_copies", "full_hits", "cached_tokens"),
-             ties=1 / 4, model=variant)
+             ties=1 / 4, model=variant, mark=SLOW if variant == "float16 states" else FULL)
         for variant in VARIANTS
     ),
     # Rows that are rounded at multiples of B: cold runs, hits, drafts, replay, a split all say the same.
@@ -177,15 +178,15 @@ CASES = [
     adapted("a few", 70_000_000, 6, FEW_ADAPTED, mark=(), model=SMALLEST),
     *(
         adapted(model, 71_000_000, 60, (*FEW_ADAPTED, "none", "align", "all", "aborted", "failures", "preemptions",
-                                        "states_evicted", "pages_evicted"), model=model, mark=mark)
-        for model, mark in (("nemotronh", FULL), ("falconh1", SLOW), ("delta", FULL), ("short_conv", SLOW),
-                            ("kimi", SLOW))
+                                        "states_evicted", "pages_evicted"), model=model,
+                mark=FULL if model == "delta" else SLOW)
+        for model in ("nemotronh", "falconh1", "delta", "short_conv", "kimi")
     ),
     # Another engine with the same adapters computes most prompts.
     adapted("split, a few", 76_000_000, 6, ARRIVED, split=True, model=SMALLEST),
     *(
-        adapted(f"split, {model}", 77_000_000, 30, (*ARRIVED, "failed", "aborted"), split=True, model=model, mark=mark)
-        for model, mark in (("nemotronh", FULL), ("delta", SLOW))
+        adapted(f"split, {model}", 77_000_000, 30, (*ARRIVED, "failed", "aborted"), split=True, model=model, mark=SLOW)
+        for model in ("nemotronh", "delta")
     ),
     # Not from 72_000_000: with seed 72_000_018, a drawn number is within 3e-8 of the bound between two tokens.
     *(
@@ -201,7 +202,8 @@ CASES = [
     ),
     # Steps of invariant engines have several shapes.
     *(
-        bits(model, ("float32", "bfloat16")[number % 2], 5, *reached, **how)
+        bits(model, ("float32", "bfloat16")[number % 2], 5, *reached,
+             tier=SLOW if model in ("falconh1", "short_conv") else FULL, **how)
         for number, model in enumerate(INVARIANT_MODELS)
         for reached, how in (((), {}), (("arrived",), {"split": True}))
     ),
