@@ -120,6 +120,7 @@ def test_the_program(hub, tmp_path):
     assert Path(folder, "config.json").is_file()
 
 
+@pytest.mark.full
 def test_looking_at_a_model_fetches_no_weights(hub, tmp_path):
     environment = variables(hub, tmp_path / "home")
     for line, says in (

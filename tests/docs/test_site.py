@@ -19,6 +19,7 @@ def test_every_page_is_in_the_navigation():
     }
 
 
+@pytest.mark.full
 def test_the_site_builds_without_warnings(tmp_path):
     pytest.importorskip("mkdocstrings", reason="needs the extra docs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]

@@ -26,7 +26,7 @@ PAGES = sorted(
     for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     if any(block.language == "python" for block in blocks_of(page))
 )
-QUICK = ("README.md", "docs/engine.md", "docs/library.md", "docs/guide/1-recurrence.md")
+QUICK = ("README.md", "docs/engine.md", "docs/guide/1-recurrence.md")
 """Of the others each takes longer; they run with `--full`."""
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 

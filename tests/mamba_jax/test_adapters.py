@@ -95,6 +95,8 @@ def test_each_token_has_the_result_of_its_own_adapter(name, count):
     np.testing.assert_allclose(found, expected, atol=TO_HUGGING_FACE * max(1, np.abs(expected).max()))
 
 
+@pytest.mark.full
+@pytest.mark.smoke("quantization")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_a_quantized_layer_has_the_result_of_its_dequantized_weight_and_the_adapter(quantization, dtype):

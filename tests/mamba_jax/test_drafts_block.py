@@ -56,6 +56,8 @@ def assert_drafts(name, host, seat, tokens, table, count=3):
         before = draft
 
 
+@pytest.mark.full
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", CONFIGS)
 def test_drafts_and_what_they_leave_behind(name):
     check_draft_traces(host_of(name), PROMPT, functools.partial(assert_drafts, name))

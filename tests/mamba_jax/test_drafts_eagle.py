@@ -55,6 +55,8 @@ def assert_drafts(name, host, seat, tokens, table):
         out, logits, _ = eagle(w, config, pairs)
 
 
+@pytest.mark.full
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_equal_those_of_the_definition(name):
     model, tokens = model_of(name), np.array(PROMPT)

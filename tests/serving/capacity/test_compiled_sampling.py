@@ -15,6 +15,7 @@ from tests.support.compiled_programs import compilable
 from tests.support.hlo_traffic import Traffic
 from tests.support.selection import slow
 
+pytestmark = pytest.mark.full
 ROWS, HEADS, VOCAB = 64, 4, 131072
 
 

@@ -21,7 +21,6 @@ TILE = 128
 STORE, SEATS = {"num_slots": 400, "num_pages": 4000, "page_size": 32}, {"max_num_seqs": 64}
 
 
-@pytest.mark.smoke
 @pytest.mark.tpu_compile
 @pytest.mark.parametrize(
     ("model", "pattern", "topology"),
