@@ -76,11 +76,17 @@ def test_the_command_prints_a_table_or_json_lines(monkeypatch, capsys):
 
 @pytest.fixture
 def model(tmp_path):
+    return str(write_random(tmp_path, TRAINABLE))
+
+
+@pytest.fixture
+def quick_compilation():
     with few_programs(own_programs):
-        yield str(write_random(tmp_path, TRAINABLE))
+        yield
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("quick_compilation")
 def test_each_schedule_is_what_its_name_says(model):
     workload = Workload(prompt=90, answer=40, neighbors=(2,), chunks=(16,))
     flags = {"tile_size": 16, "state_block_size": 32, "num_slots": 40, "dtype": "float32"}
@@ -105,6 +111,7 @@ def test_each_schedule_is_what_its_name_says(model):
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("quick_compilation")
 def test_one_request_at_a_time_without_reuse_keeps_bits(model):
     flags = {"max_num_seqs": 1, "enable_prefix_caching": False, "max_model_len": 96, "num_slots": 8, "num_pages": 8}
     llm = LLM(model, **flags, max_num_batched_tokens=32, tile_size=16, state_block_size=32, dtype="float32")
@@ -156,7 +163,8 @@ def test_schedule_invariant_bits(tmp_path, monkeypatch, name, dtype):
 
 
 @needs_native
-def test_bits_of_an_answer_next_to_another_in_chunks_and_scored(model):
+def test_bits_of_an_answer_next_to_another_in_chunks_and_scored(model, monkeypatch):
+    monkeypatch.setattr("serving.engine.assembly.build.StepPrograms", own_programs)  # of all shapes
     llm = LLM(model, **INVARIANT, max_model_len=64, max_num_seqs=2, max_num_batched_tokens=32, num_pages=8)
     prompt, other = np.random.default_rng(0).integers(4, 40, (2, 40)).tolist()
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=0)
