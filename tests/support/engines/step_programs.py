@@ -53,8 +53,8 @@ def few_programs(make: Callable[..., StepPrograms]) -> Iterator[None]:
     buckets = batching.prefill_buckets
     with (
         mock.patch.object(build, "StepPrograms", make),
-        mock.patch.object(batching, "decode_buckets", lambda rows: [rows]),
-        mock.patch.object(batching, "prefill_buckets", lambda config: buckets(config)[-1:]),
+        mock.patch.object(batching, "decode_buckets", lambda rows, **options: [rows]),
+        mock.patch.object(batching, "prefill_buckets", lambda config, **options: buckets(config, **options)[-1:]),
     ):
         yield
 
