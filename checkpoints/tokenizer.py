@@ -129,15 +129,17 @@ class Tokenizer:
         return self._backend.token_to_id(token)
 
     def token_text(self, token_id: int) -> str:
-        """Returns a single token as text, including special tokens; part of a character is U+FFFD."""
-        return self._backend.decode([token_id], skip_special_tokens=False)
+        """Returns a single token as text, special tokens and a space at its start included; part of a character is
+        U+FFFD."""
+        text, token = self._backend.decode([token_id], skip_special_tokens=False), self._backend.id_to_token(token_id)
+        if (token or "").startswith("▁") and not text.startswith("▁"):
+            # Decoders drop the first space of a text: only the second of two tokens is whole.
+            text = self._backend.decode([token_id, token_id], skip_special_tokens=False)[len(text) :]
+        return text
 
     def token_bytes(self, token_id: int) -> bytes | None:
         """Returns the bytes of a single token, also of a part of a character; None if they are unknown."""
         text, token = self.token_text(token_id), self._backend.id_to_token(token_id) or ""
-        if token.startswith("▁") and not text.startswith("▁"):
-            # Decoders drop the first space of a text: only the second of two tokens is whole.
-            text = self._backend.decode([token_id, token_id], skip_special_tokens=False)[len(text) :]
         if "\N{REPLACEMENT CHARACTER}" not in text:
             return text.encode()
         if re.fullmatch(r"<0x[0-9A-F]{2}>", token):

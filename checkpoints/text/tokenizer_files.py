@@ -15,6 +15,8 @@ from checkpoints.errors import CheckpointError, one_line
 from checkpoints.json_file import open_regular
 
 TIKTOKEN_FILE = "tiktoken.model"
+_MOST_CHARACTERS = 4096
+"""Maximum length of a piece: finding its merges takes quadratic time."""
 MOST_ADDED = 1 << 16
 """Maximum number of ids above the vocabulary: gaps between added tokens are filled."""
 _SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -51,6 +53,8 @@ def read_tiktoken(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
         raise CheckpointError(f"{path}: not a usable tokenizer ({one_line(error)})") from error
     if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([each]) not in ranks for each in range(256)):
         raise CheckpointError(f"{path}: not a usable tokenizer (ranks or single bytes are missing)")
+    if max(map(len, ranks)) > _MOST_CHARACTERS:
+        raise CheckpointError(f"{path}: not a usable tokenizer (a piece is too long)")
     if max(added, default=0) > len(ranks) + MOST_ADDED:
         raise CheckpointError(f"{path}: an added token has the id {max(added)}, for {len(ranks)} ranks")
     letters = byte_letters()
@@ -111,7 +115,6 @@ def byte_letters() -> dict[int, str]:
 
 SENTENCEPIECE_FILE = "tokenizer.model"
 _MOST_BYTES = 256 << 20
-_MOST_CHARACTERS = 4096
 _SPACE = "▁"
 _UNIGRAM, _BPE = 1, 2
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
@@ -156,7 +159,7 @@ def read_sentencepiece(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
 
 def _model(kind: int, texts: list[str], scores: list[float], kinds: list[int], byte_fallback: bool) -> Any:
     unknown = kinds.index(_UNKNOWN)
-    if max(map(len, texts)) > _MOST_CHARACTERS:  # the merges below take quadratic time
+    if max(map(len, texts)) > _MOST_CHARACTERS:
         raise ValueError("a piece is too long")
     if kind == _UNIGRAM:
         # What is no piece of text must never be chosen; the lowest score of all is not enough for that.

@@ -84,6 +84,8 @@ def test_tokens_are_those_of_its_own_algorithm(tmp_path, kind, prefix, whitespac
         assert found == expected, text
         assert tokenizer.decode(found) == normal
         assert b"".join(map(tokenizer.token_bytes, found)).decode() == " " * prefix + normal
+        texts = "".join(map(tokenizer.token_text, found))
+        assert "\N{REPLACEMENT CHARACTER}" in texts or texts == " " * prefix + normal
 
 
 def test_special_tokens_and_what_begins_a_text(tmp_path):
