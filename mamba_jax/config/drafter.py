@@ -92,9 +92,10 @@ class EagleConfig(DrafterConfig):
 
 @dataclass(frozen=True)
 class BlockConfig(DrafterConfig):
-    """DFlash (Chen et al., 2026, arXiv:2602.06036), and DSpark (DeepSeek, 2026): a block of tokens in one pass.
+    """DFlash and DFlash 2 (Chen et al., 2026, arXiv:2602.06036; z-lab/dflash), and DSpark (DeepSeek, 2026,
+    arXiv:2607.05147): a block of tokens in one pass.
 
-    Both read the newest token and a mask token in place of each unknown one. Their keys and values of earlier tokens
+    All read the newest token and a mask token in place of each unknown one. Their keys and values of earlier tokens
     are projections of the target's hidden states.
     """
 
@@ -105,6 +106,30 @@ class BlockConfig(DrafterConfig):
     from_newest: bool = False
     """The output at each token predicts the next one, so that the newest token gives the first draft. Otherwise the
     output at a mask token predicts the token in its place."""
+    estimates: bool = False
+    """DSpark's confidence head: it estimates how likely a draft is right, given that those before it are."""
+    estimates_by_token: bool = False
+    """The confidence head reads the token before, too."""
+    conv_kernel: int = 0
+    """DFlash 2: tokens that the convolutions around each sublayer reach; 0: there are none."""
+    conv_group: int = 1
+    """DFlash 2: neighboring channels with a common factor that depends on the token."""
+    selector_rank: int = 0
+    """DFlash 2: rank of the scores of pairs of candidates for neighboring tokens; 0: there are none."""
+    selector_top: int = 0
+    """DFlash 2: number of candidates for each token."""
+    logit_multiplier: float = 1.0
+    logit_cap: float = 0.0
+    """Logits are brought between -cap and cap by tanh; 0: they stay as they are."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.conv_kernel and (self.conv_group < 1 or self.hidden_size % self.conv_group):
+            raise ModelConfigError(f"{self.hidden_size} channels cannot be divided into groups of {self.conv_group}")
+        if self.selector_rank and not 1 <= self.selector_top <= self.vocab_size:
+            raise ModelConfigError(f"selector_top_k is {self.selector_top}: expected 1 to {self.vocab_size}")
+        if self.selector_rank and self.maps_vocabulary:
+            raise ModelConfigError("a drafter with a candidate selector and a vocabulary of its own is not supported")
 
     @property
     def method(self) -> str:
@@ -117,6 +142,13 @@ class BlockConfig(DrafterConfig):
         found = dict(super().parameters(target_vocab)) | {"states_norm.weight": WHOLE}
         if self.markov_rank:
             found |= {"markov_before.weight": _table(target_vocab), "markov_after.weight": _table(self.vocab_size)}
+        if self.estimates:
+            found |= dict.fromkeys(("confidence.weight", "confidence.bias"), WHOLE)
+        if self.selector_rank:
+            found |= dict.fromkeys((f"selector.{part}.weight" for part in ("hidden", "before", "after")), WHOLE)
+        for layer in range(self.num_layers) if self.conv_kernel else ():
+            for conv in (f"layers.{layer}.attention_conv", f"layers.{layer}.mlp_conv"):
+                found |= {f"{conv}.base": WHOLE, f"{conv}.projection.weight": WHOLE}
         return found
 
 

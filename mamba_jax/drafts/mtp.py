@@ -104,6 +104,9 @@ class BlockDrafts(LayerDrafts):
     mask_token: int
     from_newest: bool
     """As in `BlockConfig`."""
+    least_chance: float = 0.0
+    """A row's drafts end before the first one for which the drafter estimates a lower chance that it and all before it
+    are right."""
 
     def propose(
         self, model: HybridModel, store: Store, state: None, facts: StepFacts, count: int
@@ -116,8 +119,10 @@ class BlockDrafts(LayerDrafts):
         out, store = model.draft_block(tokens.reshape(-1), layout, store)
         last = out.reshape(rows, width, -1)[:, -count:]
         logits = model.draft_logits(last.reshape(rows * count, -1)).reshape(rows, count, -1)
-        drafts = [jnp.maximum(facts.newest, 0)]
+        before, chance, drafts = jnp.maximum(facts.newest, 0), jnp.ones(rows), []
         for i in range(count):
-            following = model.draft_following(drafts[-1])
-            drafts.append(model.draft_tokens(largest(logits[:, i] + following)[0]))
-        return jnp.where(facts.sampled[:, None], jnp.stack(drafts[1:], axis=1), -1), store, None
+            scores, right = model.draft_following(logits[:, i], last[:, i], before)
+            before = model.draft_tokens(largest(scores)[0])
+            chance = chance if right is None else chance * right
+            drafts.append(jnp.where(facts.sampled & (chance >= self.least_chance), before, -1))
+        return jnp.stack(drafts, axis=1), store, None

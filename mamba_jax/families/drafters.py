@@ -20,6 +20,7 @@ from mamba_jax.families.rope import rope_config
 
 _IGNORED = ("t2d", r"(?:.*\.)?rotary_emb\.inv_freq")
 _IGNORED_OF_DSPARK = (r"confidence_head\..*", "mask_embedding")
+_CONFIDENCE = "confidence_head.proj"
 OFFSETS = "d2t"
 """The tensor with the difference between the target's token and the draft token, for each draft token."""
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -93,6 +94,12 @@ def drafter_weight_names(config: DrafterConfig) -> dict[str, HFSource]:
         sources["states_norm.weight"] = tensor("hidden_norm.weight")
         for path, number in (("markov_before", 1), ("markov_after", 2)) if config.markov_rank else ():
             sources[f"{path}.weight"] = tensor(f"markov_head.markov_w{number}.weight")
+        for part in ("weight", "bias") if config.estimates else ():
+            sources[f"confidence.{part}"] = tensor(f"{_CONFIDENCE}.{part}")
+        names = {"hidden": "hidden_projection", "before": "predecessor_codebook", "after": "successor_codebook"}
+        for path, name in names.items() if config.selector_rank else ():
+            own = f"candidate_selector.{name}"
+            sources[f"selector.{path}.weight"] = tensor(f"{own}.weight", own)
     for layer in range(config.num_layers):
         names = {
             "attention_norm.weight": "input_layernorm.weight",
@@ -102,6 +109,8 @@ def drafter_weight_names(config: DrafterConfig) -> dict[str, HFSource]:
         names |= {f"mlp.{path}": f"mlp.{path}" for path in config.mlp.parameters()}
         if isinstance(config, EagleConfig) and layer == 0:
             names["hidden_norm.weight"] = "hidden_norm.weight"
+        for conv in ("attention_conv", "mlp_conv") if isinstance(config, BlockConfig) and config.conv_kernel else ():
+            names |= {f"{conv}.base": f"{conv}.base_kernel", f"{conv}.projection.weight": f"{conv}.kernel_projection.weight"}
         spellings = (f"layers.{layer}.", "midlayer.")[: 2 if layer == 0 else 1]
         sources |= placed(f"layers.{layer}", {ours: tensor(theirs) for ours, theirs in names.items()}, *spellings)
     return {f"drafter.{path}": source for path, source in sources.items()}
@@ -132,14 +141,18 @@ def _block(fields: Fields, target: HybridConfig, available: Container[str] | Non
     own = nested if isinstance(nested, Mapping) else {}
     both = Fields({**fields.raw, **own})
     both.only("kv_lora_rank", ())
-    both.only("conv_kernel_size", ())  # DFlash 2
-    for name in (
-        *("use_swa", "use_sliding_window", "causal", "is_causal"),
-        *("attention_sink_bias", "add_swa_attention_sink_bias"),
-    ):
+    kinds = set(both.strings("layer_types") or ("full_attention",))
+    # Layers with windows are causal unless the config says otherwise.
+    windows = kinds == {"sliding_attention"} and both.given("is_causal") is False
+    for name in ("causal", "is_causal", "attention_sink_bias", "add_swa_attention_sink_bias"):
         both.only(name, (False,))
-    if wrong := sorted(set(both.strings("layer_types") or ()) - {"full_attention"}):
-        raise ModelConfigError(f"config field layer_types has {wrong}: only 'full_attention' is supported")
+    for name in () if windows else ("use_swa", "use_sliding_window"):
+        both.only(name, (False,))
+    if not windows and (wrong := sorted(kinds - {"full_attention"})):
+        raise ModelConfigError(
+            f"config field layer_types has {wrong}: only 'full_attention' is supported, or windows in all layers with "
+            "is_causal false"
+        )
     layers = layer_places(target)
     # A layer's number means its output here.
     ids = [layer + 1 for layer in both.integers("target_layer_ids", [])]
@@ -149,15 +162,29 @@ def _block(fields: Fields, target: HybridConfig, available: Container[str] | Non
         raise ModelConfigError(f"config field mask_token_id is {mask}: expected one of {target.vocab_size} tokens")
     arguments = _transformer(both, target, available)
     qk_norm = QKNormConfig(arguments["norm_eps"])
+    window = both.integer("sliding_window", 0) if windows else None
+    attention = dataclasses.replace(arguments["attention"], qk_norm=qk_norm, window=window)
     return BlockConfig(
-        **arguments | {"attention": dataclasses.replace(arguments["attention"], qk_norm=qk_norm)},
+        **arguments | {"attention": attention},
         places=_places("target_layer_ids", ids, layers),
         num_layers=both.integer("num_hidden_layers", 1),
         embedding_multiplier=both.number("input_embedding_scale", 1.0),
         mask_token=mask,
         markov_rank=rank,
         from_newest=rank > 0 and both.flag("sample_from_anchor", True),
+        estimates=rank > 0 and both.flag("enable_confidence_head", False) and _has(available, f"{_CONFIDENCE}.weight"),
+        estimates_by_token=both.flag("confidence_head_with_markov", False),
+        conv_kernel=both.integer("conv_kernel_size", 0),
+        conv_group=both.integer("conv_group_size", 1),
+        selector_rank=both.integer("selector_rank", 0),
+        selector_top=both.integer("selector_top_k", 0),
+        logit_multiplier=both.number("output_multiplier", 1.0),
+        logit_cap=both.number("final_logit_softcapping", 0.0),
     )
+
+
+def _has(available: Container[str] | None, name: str) -> bool:
+    return available is None or name in available
 
 
 def _dspark(fields: Fields, target: HybridConfig, available: Container[str] | None) -> BlockConfig:
@@ -185,7 +212,7 @@ def _transformer(fields: Fields, target: HybridConfig, available: Container[str]
     if own_vocab > vocab:
         raise ModelConfigError(f"config field draft_vocab_size is {own_vocab}: at most vocab_size {vocab} is expected")
     own_embedding = size != target.hidden_size if available is None else _EMBEDDING in available
-    own_head = available is None or _HEAD in available
+    own_head = _has(available, _HEAD)
     for table, own in ((_EMBEDDING, own_embedding), (_HEAD, own_head)):
         if not own and (size != target.hidden_size or (table == _HEAD and own_vocab != vocab)):
             raise ModelConfigError(f"the drafter has no {table}, and the model's has another shape")

@@ -146,23 +146,30 @@ class BlockLayout(DecodeLayout):
     def read_kv(self, q: Queries, kv: Pages, span: Span) -> Queries:
         """Attention of the tokens to the keys and values in their rows' pages, up to the block's last token.
 
-        Raises:
-            ValueError: with a window, which each token has at another place.
+        With a window, a token also sees the later tokens of its block, and all of these lie in the window.
         """
-        if span.window is not None:
-            raise ValueError(f"attention of a block to a window of {span.window} tokens is not supported")
         rows, steps = self.shape
         groups, head_dim = kv.shape[2] // 2, q.shape[2]
         # The tokens of a row see the same keys: to the operation they are further heads of one query, which groups of
         # heads share keys as before. It then reads each key once.
         by_group = q.reshape(rows, steps, groups, -1, head_dim).swapaxes(1, 2)
-        out = paged_attention(
-            by_group.reshape(rows, 1, -1, head_dim),
-            kv,
-            positions=self.positions.reshape(rows, steps).max(axis=1, keepdims=True),
-            page_table=self.page_table,
-            block_row=jnp.arange(rows),
-            scale=span.scale,
-            first_key=span.first_key,
-        )
-        return out.reshape(by_group.shape).swapaxes(1, 2).reshape(q.shape)
+
+        def read(part: Array, window: int | None) -> Array:
+            out = paged_attention(
+                part.reshape(rows, 1, -1, head_dim),
+                kv,
+                positions=self.positions.reshape(rows, steps).max(axis=1, keepdims=True),
+                page_table=self.page_table,
+                block_row=jnp.arange(rows),
+                scale=span.scale,
+                first_key=span.first_key,
+                window=window,
+            )
+            return out.reshape(part.shape)
+
+        if span.window is None:
+            out = read(by_group, None)
+        else:  # a window for each token, which all end at the block's last token
+            windows = [span.window + steps - 1 - j for j in range(steps)]
+            out = jnp.concatenate([read(by_group[:, :, j : j + 1], each) for j, each in enumerate(windows)], axis=2)
+        return out.swapaxes(1, 2).reshape(q.shape)

@@ -4,12 +4,14 @@ EAGLE-3 (Li et al., 2025, arXiv:2503.01840) drafts token by token; DFlash (Chen 
 DSpark (DeepSeek, 2026) draft a block at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -20,7 +22,7 @@ from mamba_jax.modules.attention import Attention
 from mamba_jax.modules.basic import Linear, RMSNorm, Table, initial, normal
 from mamba_jax.modules.feed_forward import MLP
 from mamba_jax.sharding.across import ShardedModule, across, run_mixer
-from mamba_jax.sharding.axis import split_last
+from mamba_jax.sharding.axis import keep_whole, split_last
 
 LayersKV = tuple[Array, ...] | None
 """Keys and values of each layer; None without a store."""
@@ -48,14 +50,72 @@ def _tokens(count: int) -> Array:
     return initial((count,), jnp.int32, lambda: jnp.arange(count))
 
 
+class GroupedConv(nnx.Module):
+    """DFlash 2's causal convolutions over the tokens of a block, before and after a sublayer.
+
+    Each channel has factors of its own (`base` [2, kernel, channels]). To them are added those of the channel's group,
+    which the token at the sublayer's input determines (`projection` [2 kernel groups, channels]).
+    """
+
+    def __init__(self, config: BlockConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        size, self.kernel = config.hidden_size, config.conv_kernel
+        self.groups = size // config.conv_group
+        self.base = nnx.Param(normal(rngs, (2, self.kernel, size), dtype))
+        self.projection = Linear(size, 2 * self.kernel * self.groups, rngs=rngs, dtype=dtype)
+
+    def __call__(
+        self, x: Float[Array, "T channels"], steps: int
+    ) -> tuple[Float[Array, "T channels"], Callable[[Array], Array]]:
+        """Returns the sublayer's input, and the function for its output. `steps`: tokens of each block."""
+        factors = self.projection(x, out_dtype=jnp.float32).reshape(-1, steps, 2, self.kernel, self.groups, 1)
+        base = self.base[...].astype(jnp.float32).reshape(2, self.kernel, self.groups, -1)
+
+        def convolved(x: Array, part: int) -> Array:
+            values = x.astype(jnp.float32).reshape(-1, steps, self.groups, base.shape[-1])
+            total = jnp.zeros_like(values)
+            for back in range(min(self.kernel, steps)):
+                earlier = jnp.pad(values[:, : steps - back], ((0, 0), (back, 0), (0, 0), (0, 0)))
+                total += (base[part, back] + factors[:, :, part, back]) * earlier
+            return total.reshape(x.shape).astype(x.dtype)
+
+        return convolved(x, 0), lambda y: convolved(y, 1)
+
+
+class Selector(nnx.Module):
+    """DFlash 2's candidate selector: scores of a token's candidates after the token before."""
+
+    def __init__(self, config: BlockConfig, target: HybridConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        rank, self.top = config.selector_rank, config.selector_top
+        self.hidden = Linear(config.hidden_size, rank, rngs=rngs, dtype=dtype)
+        self.before = Table(normal(rngs, (target.vocab_size, rank), dtype))
+        self.after = Table(normal(rngs, (config.vocab_size, rank), dtype))
+
+    def __call__(
+        self, logits: Float[Array, "rows vocab"], hidden: Hidden, before: Int[Array, " rows"]
+    ) -> Float[Array, "rows vocab"]:
+        """Returns the logits of the likeliest tokens with these scores; -inf for all others."""
+        unary, candidates = lax.top_k(logits, self.top)
+        read = self.before.rows(before, hidden.dtype) * self.hidden(hidden)
+        after = self.after.rows(candidates.reshape(-1), jnp.float32).reshape(*candidates.shape, -1)
+        scores = unary + jnp.einsum("br,bkr->bk", read.astype(jnp.float32), after, precision=lax.Precision.HIGHEST)
+        rows = jnp.arange(len(logits))[:, None]
+        return jnp.full(logits.shape, -jnp.inf).at[rows, candidates].set(scores)
+
+
 class DrafterLayer(nnx.Module):
     """A pre-norm transformer layer. With `pairs`, it reads pairs of an embedding and a hidden state."""
+
+    attention_conv: GroupedConv | None = None
+    mlp_conv: GroupedConv | None = None
 
     def __init__(
         self, config: DrafterConfig, target: HybridConfig, *, pairs: bool = False, rngs: nnx.Rngs, dtype: DTypeLike
     ) -> None:
         size = config.hidden_size
         self.config, self.target = config, target
+        if isinstance(config, BlockConfig) and config.conv_kernel:
+            self.attention_conv = GroupedConv(config, rngs=rngs, dtype=dtype)
+            self.mlp_conv = GroupedConv(config, rngs=rngs, dtype=dtype)
         attention = replace(config.attention, input_size=2 * size) if pairs else config.attention
         self.attention_norm = RMSNorm(size, config.norm_eps, dtype=dtype)
         self.hidden_norm = RMSNorm(size, config.norm_eps, dtype=dtype) if pairs else None
@@ -78,11 +138,16 @@ class DrafterLayer(nnx.Module):
             y, kv = modules["mixer"](read, layout, None if state is None else state["draft_kv"], first_key=first_key)
             return y, None if state is None else {"draft_kv": kv}
 
-        state = None if kv is None else {"draft_kv": kv}
+        state, finish = None if kv is None else {"draft_kv": kv}, None
+        if self.attention_conv is not None:
+            read, finish = self.attention_conv(read, layout.shape[1])
         y, state = across(self.target, {"mixer": self.sharded_attention}, attend, layout, state, read)
-        x = x + y.astype(x.dtype)
-        y, _ = run_mixer(self.target, self.mlp, self.config.mlp.parameters(), layout, None, self.mlp_norm(x))
-        return x + y.astype(x.dtype), None if state is None else state["draft_kv"]
+        x = x + (y if finish is None else finish(y)).astype(x.dtype)
+        read = self.mlp_norm(x)
+        if self.mlp_conv is not None:
+            read, finish = self.mlp_conv(read, layout.shape[1])
+        y, _ = run_mixer(self.target, self.mlp, self.config.mlp.parameters(), layout, None, read)
+        return x + (y if finish is None else finish(y)).astype(x.dtype), None if state is None else state["draft_kv"]
 
     @property
     def sharded_attention(self) -> ShardedModule:
@@ -139,11 +204,14 @@ class BlockDrafter(DrafterFrame):
 
     def __init__(self, config: BlockConfig, target: HybridConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         super().__init__(config, target, rngs=rngs, dtype=dtype)
-        rank = config.markov_rank
+        rank, self.config = config.markov_rank, config
         self.states_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype=dtype)
         self.layers = nnx.List([DrafterLayer(config, target, rngs=rngs, dtype=dtype) for _ in range(config.num_layers)])
         self.markov_before = Table(normal(rngs, (target.vocab_size, rank), dtype)) if rank else None
         self.markov_after = Table(normal(rngs, (config.vocab_size, rank), dtype)) if rank else None
+        inputs = config.hidden_size + rank * config.estimates_by_token
+        self.confidence = Linear(inputs, 1, bias=True, rngs=rngs, dtype=dtype) if config.estimates else None
+        self.selector = Selector(config, target, rngs=rngs, dtype=dtype) if config.selector_rank else None
 
     def features(self, states: Sequence[Hidden]) -> Hidden:
         """Returns what keys and values are made of, from the target's hidden states at each of the places."""
@@ -173,9 +241,27 @@ class BlockDrafter(DrafterFrame):
             kept.append(state)
         return x, tuple(kept)
 
-    def following(self, tokens: Int[Array, " rows"]) -> Float[Array, "rows vocab"] | float:
-        """Returns what DSpark adds to the logits (float32) of the token after each token; 0 for DFlash."""
-        if self.markov_before is None or self.markov_after is None:
-            return 0.0
-        dtype = self.final_norm.weight.get_value().dtype
-        return split_last(self.markov_after.scores(self.markov_before.rows(tokens, dtype)))
+    def following(
+        self, logits: Float[Array, "rows vocab"], hidden: Hidden, before: Int[Array, " rows"]
+    ) -> tuple[Float[Array, "rows vocab"], Float[Array, " rows"] | None]:
+        """Returns the logits (float32) of the token after each token `before`, and how likely the largest is right,
+        given that `before` is; None if the drafter does not estimate it.
+
+        Args:
+            logits: as the head gives them.
+            hidden: the drafter's output that they are of, before the final norm.
+        """
+        config, hidden = self.config, self.final_norm(hidden)
+        if config.logit_multiplier != 1.0:
+            logits = logits * config.logit_multiplier
+        if config.logit_cap:
+            logits = jnp.tanh(logits / config.logit_cap) * config.logit_cap
+        known = None if self.markov_before is None else self.markov_before.rows(before, hidden.dtype)
+        if self.markov_after is not None and known is not None:
+            logits = logits + split_last(self.markov_after.scores(known))
+        if self.selector is not None:
+            logits = self.selector(keep_whole(logits), hidden, before)
+        if self.confidence is None:
+            return logits, None
+        read = jnp.concatenate([hidden, known], axis=-1) if config.estimates_by_token and known is not None else hidden
+        return logits, jax.nn.sigmoid(self.confidence(read, out_dtype=jnp.float32)[:, 0])

@@ -31,12 +31,12 @@ def test_both_published_forms_are_read_alike(tmp_path):
     assert not any(path.startswith("mtp.") for path in read[0])
 
 
-@pytest.mark.parametrize("method", ["dflash", "dspark"])
+@pytest.mark.parametrize("method", ["dflash", "dflash2", "dspark"])
 def test_drafters_of_blocks_are_read(tmp_path, method):
     folder = write_block(tmp_path / method, TARGET, method=method)
     model = with_drafter(folder, load_weights(GOLDEN, dtype="float32", progress=False)).model
     drafter, stored = model.config.drafter, load_file(folder / "model.safetensors")
-    assert drafter.method == method
+    assert drafter.method == method.rstrip("2")
     # The outputs of layers 0 and 2, each of one sublayer here.
     assert drafter.places == (1, 3)
     assert drafter.mask_token == TARGET.vocab_size - 1
@@ -45,6 +45,11 @@ def test_drafters_of_blocks_are_read(tmp_path, method):
     pairs = {"states_norm": "hidden_norm", "layers.1.attention.k_norm": "layers.1.self_attn.k_norm"}
     if method == "dspark":
         pairs |= {"markov_before": "markov_head.markov_w1", "markov_after": "markov_head.markov_w2"}
+        pairs |= {"confidence": "confidence_head.proj"}
+    if method == "dflash2":
+        stored["after.weight"] = stored["candidate_selector.successor_codebook"]
+        pairs |= {"selector.after": "after", "layers.1.mlp_conv.projection": "layers.1.mlp_conv.kernel_projection"}
+        assert (drafter.attention.window, drafter.conv_group, drafter.selector_top) == (16, 4, 6)
     for ours, theirs in pairs.items():
         np.testing.assert_array_equal(values[f"drafter.{ours}.weight"], stored[f"{theirs}.weight"])
 
@@ -55,23 +60,16 @@ BLOCKS, EAGLE = partial(write_block, method="dflash"), write_eagle
 @pytest.mark.parametrize(
     ("write", "change", "message"),
     [
-        (
-            BLOCKS,
-            {"dflash_config": {"mask_token_id": 3}},
-            r"reads hidden states at \[\] \(target_layer_ids\)",
-        ),
+        (BLOCKS, {"dflash_config": {"mask_token_id": 3}}, r"reads hidden states at \[\] \(target_layer_ids\)"),
         (BLOCKS, {"dflash_config": {"target_layer_ids": [1]}}, "mask_token_id is -1"),
         (BLOCKS, {"layer_types": ["sliding_attention"]}, "layer_types has \\['sliding_attention'\\]"),
+        (BLOCKS, {"selector_rank": 4}, "selector_top_k is 0: expected 1 to"),
         (BLOCKS, {"add_swa_attention_sink_bias": True}, "add_swa_attention_sink_bias is True"),
-        (BLOCKS, {"conv_kernel_size": 4}, "conv_kernel_size is 4"),
+        (BLOCKS, {"conv_kernel_size": 4, "conv_group_size": 7}, "channels cannot be divided into groups of 7"),
         (BLOCKS, {"architectures": ["Qwen3DSparkModel"]}, "markov_rank is missing"),
         (EAGLE, {"hidden_size": 48}, "the drafter is for a model with hidden size 48, but this model has"),
         (EAGLE, {"vocab_size": 77}, "the drafter is for a model with vocabulary 77, but this model has"),
-        (
-            EAGLE,
-            {"architectures": ["LlamaForCausalLM"]},
-            "that is supported; known are eagle3, dflash, dspark",
-        ),
+        (EAGLE, {"architectures": ["LlamaForCausalLM"]}, "that is supported; known are eagle3, dflash, dspark"),
         (EAGLE, {"eagle_aux_hidden_state_layer_ids": [1, 99]}, "expected 0 to"),
         (EAGLE, {"draft_vocab_size": 100_000}, "draft_vocab_size is 100000: at most vocab_size"),
         (EAGLE, {"kv_lora_rank": 4}, "kv_lora_rank"),

@@ -1,4 +1,4 @@
-"""Drafts of DFlash and DSpark against their formulas in numpy, through prefill and decode steps."""
+"""Drafts of DFlash, DFlash 2 and DSpark against their formulas in numpy, through prefill and decode steps."""
 
 import functools
 
@@ -9,12 +9,24 @@ from mamba_jax.drafts import BlockDrafts
 from mamba_jax.model import HybridModel, parameters
 from tests.support.engines.draft_traces import check_draft_traces
 from tests.support.fleets.step_host import PAGE, Host
-from tests.support.models.drafters import FLASH, SPARK, block, context, features, states_of, weights, with_tokens
+from tests.support.models.drafters import (
+    FLASH,
+    FLASH2,
+    SPARK,
+    block,
+    context,
+    features,
+    following,
+    states_of,
+    weights,
+    with_tokens,
+)
 from tests.support.models.random_models import decisive_model
 from tests.support.models.tiny_configs import STEP
 
 PROMPT = [int(t) for t in np.random.default_rng(2).integers(0, STEP.vocab_size, 13)]
-CONFIGS = {"dflash": STEP.with_drafter(FLASH), "dspark": STEP.with_drafter(SPARK)}
+CONFIGS = {name: STEP.with_drafter(one) for name, one in (("dflash", FLASH), ("dflash2", FLASH2), ("dspark", SPARK))}
+LEAST_CHANCE = 0.2
 
 
 @functools.cache
@@ -27,7 +39,7 @@ def model_of(name: str) -> HybridModel:
 def host_of(name: str) -> Host:
     model_of(name)
     drafter = CONFIGS[name].drafter
-    return Host(CONFIGS[name], source=BlockDrafts(drafter.mask_token, drafter.from_newest))
+    return Host(CONFIGS[name], source=BlockDrafts(drafter.mask_token, drafter.from_newest, LEAST_CHANCE))
 
 
 def assert_drafts(name, host, seat, tokens, table, count=3):
@@ -44,20 +56,30 @@ def assert_drafts(name, host, seat, tokens, table, count=3):
             np.testing.assert_allclose(page[1::2], kept[index], atol=2e-4)
     embed = w.get("embed.weight", values["embed.weight"])
     head = w.get("lm_head.weight", values["lm_head.weight"])
-    logits = block(w, config, read, tokens[-1], count, embed, head)
-    drafts, before = np.asarray(host.rows.drafts[seat]).tolist(), tokens[-1]
+    drafts, before, chance = np.asarray(host.rows.drafts[seat]).tolist(), tokens[-1], 1.0
     assert drafts[count:] == [-1] * (len(drafts) - count)
-    for at, draft in zip(logits, drafts[:count], strict=True):
-        if config.markov_rank:
-            at = at + w["markov_after.weight"] @ w["markov_before.weight"][before]
+    for hidden, at, draft in zip(*block(w, config, read, tokens[-1], count, embed, head), drafts[:count], strict=True):
+        at, right = following(w, config, at, hidden, before)
+        chance *= right
+        if draft < 0:
+            ENDED.append(chance)
+            assert chance < LEAST_CHANCE + 1e-4
+            break
+        assert chance > LEAST_CHANCE - 1e-4
         places = np.flatnonzero(w["tokens"] == draft) if config.maps_vocabulary else [draft]
         assert len(places) == 1, "a draft that is not in the draft vocabulary"
         assert at.max() - at[places[0]] < 1e-3
         before = draft
 
 
+ENDED = []
+"""Chances of drafts that were not made."""
+
+
 @pytest.mark.full
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", CONFIGS)
 def test_drafts_and_what_they_leave_behind(name):
+    ENDED.clear()
     check_draft_traces(host_of(name), PROMPT, functools.partial(assert_drafts, name))
+    assert bool(ENDED) == (name == "dspark")

@@ -12,7 +12,7 @@ _COMMON_PACE = 1 / 32
 """Weight of one verified draft in the acceptance of all rows, from which new rows start."""
 _FORGETTING = 1 / 512
 """Fraction by which a step without drafts moves the estimate towards `OPTIMISM`, so that drafts are tried again."""
-_LEAST_CHANCE = 1 / 8
+LEAST_CHANCE = 1 / 8
 """Minimum acceptance rate: a draft that is less likely to be accepted does not justify the slot of its state."""
 
 
@@ -66,7 +66,7 @@ class AdaptiveDrafts(DraftPolicy):
             return 0
         acceptance = self._acceptance(request)
         count, chance = 0, acceptance
-        while count < self.most and chance >= _LEAST_CHANCE:
+        while count < self.most and chance >= LEAST_CHANCE:
             count, chance = count + 1, chance * acceptance
         # At least one, so that a row notices when its drafts have become better.
         return max(count, 1)

@@ -13,7 +13,7 @@ from mamba_jax.config.drafter import BlockConfig
 from mamba_jax.drafts import BlockDrafts, DraftSource, MTPCache, MTPDrafts, NGramDrafts
 from mamba_jax.model import HybridModel
 from serving.config import DRAFTER_METHODS, ConfigError, EngineConfig
-from serving.core.requests.drafts import AdaptiveDrafts, DraftPolicy
+from serving.core.requests.drafts import LEAST_CHANCE, AdaptiveDrafts, DraftPolicy
 
 
 def with_drafter_config(config: EngineConfig, model: HybridConfig) -> HybridConfig:
@@ -45,7 +45,8 @@ def draft_source(config: EngineConfig, model: HybridConfig) -> DraftSource | Non
         if drafter is None or drafter.method != method:
             raise ConfigError(f"speculative_method {method!r} needs speculative_model, a drafter's directory")
         if isinstance(drafter, BlockConfig):
-            return BlockDrafts(drafter.mask_token, drafter.from_newest)
+            least = LEAST_CHANCE if config.adaptive_drafts else 0.0
+            return BlockDrafts(drafter.mask_token, drafter.from_newest, least)
         return MTPDrafts()
     if not model.mtp_pattern and model.unused_mtp_layers:
         raise ConfigError(

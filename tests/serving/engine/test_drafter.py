@@ -33,7 +33,7 @@ def prompts():
 @pytest.fixture(scope="module")
 def drafters(tmp_path_factory):
     folder, target = tmp_path_factory.mktemp("drafters"), load_config(GOLDEN)
-    blocks = {method: write_block(folder / method, target, method=method) for method in ("dflash", "dspark")}
+    blocks = {method: write_block(folder / method, target, method=method) for method in ("dflash", "dflash2", "dspark")}
     return {"eagle3": write_eagle(folder / "eagle3", target), **blocks}
 
 
@@ -43,7 +43,9 @@ def drafter(drafters):
 
 
 def llm(drafter=None, method="eagle3", **flags):
-    config = {} if drafter is None else {"method": method, "model": str(drafter), "num_speculative_tokens": 3}
+    config = (
+        {} if drafter is None else {"method": method.rstrip("2"), "model": str(drafter), "num_speculative_tokens": 3}
+    )
     speculative = {"speculative_config": config, "adaptive_drafts": False} if config else {}
     return LLM(str(GOLDEN), **(SIZES | speculative | flags))
 
@@ -60,6 +62,7 @@ def plain():
         pytest.param({"mamba_cache_mode": "all", "replay_interval": 8}, marks=pytest.mark.full),
         slow({"mamba_cache_mode": "none", "adaptive_drafts": True}),
         slow({"mamba_cache_mode": "align", "method": "dflash"}),
+        pytest.param({"mamba_cache_mode": "all", "method": "dflash2"}, marks=pytest.mark.full),
         pytest.param({"mamba_cache_mode": "all", "method": "dspark"}, marks=pytest.mark.full),
     ],
     ids=str,
@@ -80,10 +83,6 @@ def test_tokens_are_those_without_drafts(drafters, plain, flags):
     [
         ({"speculative_method": "eagle3"}, "'eagle3' needs speculative_model"),
         ({"speculative_method": "ngram", "speculative_model": "x"}, "speculative_model has no effect with"),
-        (
-            {"speculative_model": "DRAFTER", "host_cache_gib": 0.01},
-            "speculative_model does not support host_cache_gib; use mtp or ngram drafts",
-        ),
         ({"speculative_model": "DRAFTER", "speculative_method": "dflash"}, "kind eagle3, not dflash"),
     ],
 )
@@ -139,8 +138,8 @@ def first_page(engine):
 @pytest.mark.full
 @pytest.mark.parametrize(
     "write",
-    [write_eagle, slow(partial(write_block, method="dspark"))],
-    ids=["eagle3", "dspark"],
+    [write_eagle, *(slow(partial(write_block, method=method)) for method in ("dflash2", "dspark"))],
+    ids=["eagle3", "dflash2", "dspark"],
 )
 def test_two_devices(write, tmp_path):
     """Each has its own heads of the drafter."""

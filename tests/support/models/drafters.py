@@ -1,4 +1,4 @@
-"""Small drafters for the models of tests, and the formulas of EAGLE-3, DFlash and DSpark in numpy."""
+"""Small drafters for the models of tests, and the formulas of EAGLE-3, DFlash, DFlash 2 and DSpark in numpy."""
 
 import dataclasses
 import functools
@@ -60,7 +60,20 @@ SPARK = dataclasses.replace(
     markov_rank=5,
     from_newest=True,
     embedding_multiplier=1.5,
+    estimates=True,
+    estimates_by_token=True,
 )
+FLASH2 = dataclasses.replace(
+    FLASH,
+    attention=dataclasses.replace(FLASH.attention, window=9),
+    conv_kernel=2,
+    conv_group=4,
+    selector_rank=5,
+    selector_top=7,
+    logit_multiplier=0.5,
+    logit_cap=2.0,
+)
+"""With windows that are shorter than the sequences."""
 
 
 def norm(x, weight, eps):
@@ -173,20 +186,59 @@ def context(w, config, read):
     return [attention_part(w, f"layers.{i}.", read, config, positions)[1:] for i in range(config.num_layers)]
 
 
+def convolved(w, at, config, x, read, part):
+    """DFlash 2: a convolution over the tokens of a block, with factors that tokens of `read` add to."""
+    factors = (read @ w[f"{at}projection.weight"].T).reshape(len(x), 2, config.conv_kernel, -1)[:, part]
+    total = np.zeros_like(x)
+    for back in range(config.conv_kernel):
+        earlier = np.concatenate([np.zeros_like(x[:back]), x[: len(x) - back]])
+        total += (w[f"{at}base"][part, back] + np.repeat(factors[:, back], config.conv_group, axis=1)) * earlier
+    return total
+
+
 def block(w, config, read, newest, count, embed, head):
-    """DFlash and DSpark: logits at each token of a block that follows the tokens of `read`, which see each other."""
+    """DFlash and DSpark: outputs and logits at each token of a block that follows the tokens of `read`, which see each
+    other."""
     tokens = [newest, *[config.mask_token] * (count - config.from_newest)]
     x = config.embedding_multiplier * embed[tokens]
     positions = len(read) + np.arange(len(tokens))
     for i, (keys, values) in enumerate(context(w, config, read)):
         at = f"layers.{i}."
-        y = norm(x, w[f"{at}attention_norm.weight"], config.norm_eps)
-        q, k, v = attention_part(w, at, y, config, positions)
-        k, v = np.concatenate([keys, k]), np.concatenate([values, v])
-        mixed = mix(q, k, v, config.attention.scale, np.ones((len(q), len(k)), bool))
-        x = x + mixed @ w[f"{at}attention.o_proj.weight"].T
-        x = x + feed(w, at, norm(x, w[f"{at}mlp_norm.weight"], config.norm_eps))
-    return (norm(x, w["final_norm.weight"], config.norm_eps) @ head.T)[-count:]
+
+        def around(name, sublayer, x, at=at):
+            y = norm(x, w[f"{at}{name}_norm.weight"], config.norm_eps)
+            if not config.conv_kernel:
+                return x + sublayer(y)
+            conv = functools.partial(convolved, w, f"{at}{name}_conv.", config, read=y)
+            return x + conv(x=sublayer(conv(x=y, part=0)), part=1)
+
+        def attend(y, at=at, keys=keys, values=values):
+            q, k, v = attention_part(w, at, y, config, positions)
+            k, v = np.concatenate([keys, k]), np.concatenate([values, v])
+            seen = positions[:, None] - np.arange(len(k)) < (config.attention.window or len(k))
+            return mix(q, k, v, config.attention.scale, seen) @ w[f"{at}attention.o_proj.weight"].T
+
+        x = around("attention", attend, x)
+        x = around("mlp", lambda y, at=at: feed(w, at, y), x)
+    out = norm(x, w["final_norm.weight"], config.norm_eps)[-count:]
+    return out, out @ head.T
+
+
+def following(w, config, logits, hidden, before):
+    """Logits of the token after the token `before` of a block, and how likely the largest is right."""
+    logits = logits * config.logit_multiplier
+    logits = np.tanh(logits / config.logit_cap) * config.logit_cap if config.logit_cap else logits
+    if config.markov_rank:
+        logits = logits + w["markov_after.weight"] @ w["markov_before.weight"][before]
+    if config.selector_rank:
+        left = np.argsort(logits)[: -config.selector_top]
+        read = w["selector.before.weight"][before] * (w["selector.hidden.weight"] @ hidden)
+        logits = logits + w["selector.after.weight"] @ read
+        logits[left] = -np.inf
+    if not config.estimates:
+        return logits, 1.0
+    known = np.concatenate([hidden, w["markov_before.weight"][before]]) if config.estimates_by_token else hidden
+    return logits, 1 / (1 + np.exp(-(w["confidence.weight"][0] @ known + w["confidence.bias"][0])))
 
 
 def with_tokens(config: HybridConfig, model):
@@ -266,7 +318,7 @@ def write_eagle(folder: Path, target: HybridConfig, *, form: str = "eagle", seed
 
 
 def write_block(folder: Path, target: HybridConfig, *, method: str, seed: int = 0) -> Path:
-    """Writes a random DFlash or DSpark drafter with two layers, as published."""
+    """Writes a random DFlash, DFlash 2 or DSpark drafter with two layers, as published."""
     made, rank = _DrafterTensors(target, seed), 5
     tensors = {
         "fc.weight": made.matrix(made.size, 2 * made.size),
@@ -277,14 +329,27 @@ def write_block(folder: Path, target: HybridConfig, *, method: str, seed: int = 
         tensors |= made.layer(layer, made.size)
         tensors |= {f"{layer}.self_attn.{name}_norm.weight": made.norm(made.head_dim) for name in ("q", "k")}
     config = {**made.fields, "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
-    if method == "dflash":
-        own = {"target_layer_ids": [0, 2], "mask_token_id": target.vocab_size - 1, "block_size": 8}
-        return _written(folder, tensors, config | {"architectures": ["DFlashDraftModel"], "dflash_config": own})
+    if method.startswith("dflash"):
+        own: dict[str, Any] = {"target_layer_ids": [0, 2], "mask_token_id": target.vocab_size - 1, "block_size": 8}
+        if method == "dflash":
+            return _written(folder, tensors, config | {"architectures": ["DFlashDraftModel"], "dflash_config": own})
+        own |= {"conv_group_size": 4, "conv_kernel_size": 2, "selector_rank": rank, "selector_top_k": 6}
+        own |= {"final_logit_softcapping": 20.0, "output_multiplier": 0.5}
+        for conv in (f"layers.{layer}.{name}_conv" for layer in (0, 1) for name in ("attention", "mlp")):
+            tensors[f"{conv}.base_kernel"] = made.rng.normal(size=(2, 2, made.size)).astype(np.float32)
+            tensors[f"{conv}.kernel_projection.weight"] = made.matrix(made.size, made.size)
+        for name in ("predecessor", "successor"):
+            tensors[f"candidate_selector.{name}_codebook"] = made.matrix(target.vocab_size, rank)
+        tensors["candidate_selector.hidden_projection.weight"] = made.matrix(rank, made.size)
+        config |= {"layer_types": ["sliding_attention"] * 2, "sliding_window": 16, "use_sliding_window": True}
+        config |= {"is_causal": False, "architectures": ["DFlash2DraftModel"], "dflash_config": own}
+        return _written(folder, tensors, config)
     tensors |= {
         "markov_head.markov_w1.weight": made.matrix(target.vocab_size, rank),
         "markov_head.markov_w2.weight": made.matrix(target.vocab_size, rank),
         "confidence_head.proj.weight": made.matrix(1, made.size + rank),
-        "confidence_head.proj.bias": np.zeros(1, np.float32),
+        "confidence_head.proj.bias": np.ones(1, np.float32),
     }
+    config |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
     config |= {"target_layer_ids": [0, 2], "mask_token_id": target.vocab_size - 1, "markov_rank": rank}
     return _written(folder, tensors, config | {"architectures": ["Qwen3DSparkModel"]})
