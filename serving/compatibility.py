@@ -134,8 +134,6 @@ RULES = (
     Rule(LORA, PADDED, "use a tensor_parallel_size that divides the heads, or merge the adapter"),
     Rule(LORA_EXPERTS, WITHOUT_EXPERTS, "leave the flag out"),
     Rule(DRAFTER, HOSTS, _OTHER_DRAFTS),
-    Rule(DRAFTER, TIERS, _OTHER_DRAFTS),
-    Rule(DRAFTER, ROLE, _OTHER_DRAFTS),
     Rule(REPLICAS, HOSTS, "start a server on each host"),
     Rule(REPLICAS, ROLE, "start a worker for each replica"),
     Rule(REPLICAS, FOLLOWED, "start a server for each replica"),

@@ -42,7 +42,7 @@ class Worker:
         """Compare checksums of all fetched arrays (for debugging: it copies them to the host)."""
         self.kv: jax.ShapeDtypeStruct | None = None  # keys and values of one token in one layer; None without attention
         if store.kv:
-            self.kv = jax.ShapeDtypeStruct(arrangement.shape.pages[0].shape, store.kv[0].dtype)
+            self.kv = jax.ShapeDtypeStruct(arrangement.kv_shape, store.kv[0].dtype)
         self.state = state = state_spec(store, arrangement)  # the transferred arrays of a state
         declared, layers = arrangement.shape.arrays, config.num_attention_uses
         accumulated = [

@@ -53,6 +53,26 @@ class Arrangement:
         forms = ((name, self._form(name)) for name in self.shape.arrays)
         return tuple(each for name, form in forms for each in ((name,) if form is None else form.names(name)))
 
+    @property
+    def kv_shape(self) -> tuple[int, ...]:
+        """Shape of a token's keys and values of one layer as they travel. Layers may differ, as those of a drafter do
+        from the model's: then all have as many numbers as the largest."""
+        shapes = {array.shape for array in self.shape.pages}
+        return shapes.pop() if len(shapes) == 1 else (max(map(math.prod, shapes)),)
+
+    def traveling_kv(self, array: StateArray, values: Shaped[Array, "*sizes"]) -> Shaped[Array, "*sizes"]:
+        """Returns a layer's keys and values [tokens, ...] as they travel."""
+        if array.shape == self.kv_shape:
+            return values
+        flat = values.reshape(len(values), -1)
+        return jnp.pad(flat, ((0, 0), (0, self.kv_shape[0] - flat.shape[1])))
+
+    def arrived_kv(self, array: StateArray, values: Shaped[Array, "*sizes"]) -> Shaped[Array, "*sizes"]:
+        """The inverse, with any axes before those of a token."""
+        if array.shape == self.kv_shape:
+            return values
+        return values[..., : math.prod(array.shape)].reshape(*values.shape[:-1], *array.shape)
+
     def traveling(self, state: Mapping[str, Array]) -> dict[str, Array]:
         """Arrays of slots, as they travel."""
         found: dict[str, Array] = {}
@@ -200,7 +220,7 @@ class PointPrograms:
             if reading:
                 self._find(self._read_piece(layers), (store, table, zero))
             else:
-                shape = (layers, size * unit, *self.arrangement.shape.pages[0].shape)
+                shape = (layers, size * unit, *self.arrangement.kv_shape)
                 piece = there(jax.ShapeDtypeStruct(shape, store.kv[0].dtype))
                 self._find(self._write_piece, (store, piece, table))
         if reading:
@@ -259,10 +279,10 @@ def _read_piece(
     tokens = len(pages) * store.page_size
     there = (jnp.arange(tokens) < count)[:, None, None]
     read = []
-    for kv in store.kv[:layers]:
-        logical = arrangement.logical(arrangement.shape.pages[0], read_slots(kv, pages, divided=True))
+    for array, kv in zip(arrangement.shape.pages[:layers], store.kv, strict=False):
+        logical = arrangement.logical(array, read_slots(kv, pages, divided=True))
         flat = logical.reshape(tokens, *logical.shape[2:])
-        read.append(jnp.where(there, flat, jnp.zeros((), kv.dtype)))
+        read.append(arrangement.traveling_kv(array, jnp.where(there, flat, jnp.zeros((), kv.dtype))))
     return jnp.stack(read)
 
 
@@ -288,8 +308,11 @@ def _write_piece(arrangement: Arrangement, store: Store, piece: Array, pages: In
     count, declared = len(pages), arrangement.shape.pages
     paged = piece.reshape(-1, store.page_size, *piece.shape[2:])
 
+    def of_layer(layer: int, paged: Array) -> Array:
+        return arrangement.stored(declared[layer], arrangement.arrived_kv(declared[layer], paged))
+
     def at_once(layer: int, kv: Array, paged: Array, pages: Array) -> Array:
-        return write_slots(kv, arrangement.stored(declared[0], paged[layer * count :][:count]), pages, divided=True)
+        return write_slots(kv, of_layer(layer, paged[layer * count :][:count]), pages, divided=True)
 
     def one_by_one(layer: int, kv: Array, paged: Array, pages: Array) -> Array:
         # Read directly from the piece: XLA:CPU would copy one layer's part first, which takes longer than the rest. A
@@ -297,7 +320,7 @@ def _write_piece(arrangement: Arrangement, store: Store, piece: Array, pages: In
         wanted = jnp.nonzero(pages > 0, size=count, fill_value=0)[0]
 
         def write(i: Int[Array, ""], kv: Array) -> Array:
-            return put(kv, arrangement.stored(declared[0], load(paged, layer * count + wanted[i])), pages[wanted[i]])
+            return put(kv, of_layer(layer, load(paged, layer * count + wanted[i])), pages[wanted[i]])
 
         return jax.lax.fori_loop(0, (pages > 0).sum(), write, kv)
 

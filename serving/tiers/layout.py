@@ -34,7 +34,7 @@ class Layout:
         """That of a running engine."""
         kv = None
         if store.kv:
-            shape = (len(store.kv), block, *arrangement.shape.pages[0].shape)
+            shape = (len(store.kv), block, *arrangement.kv_shape)
             kv = jax.ShapeDtypeStruct(shape, store.kv[0].dtype)
         return cls(arrangement, state_spec(store, arrangement), kv, store.page_size or block, block)
 

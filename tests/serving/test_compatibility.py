@@ -22,9 +22,6 @@ CASES = [
     ({"enable_lora": True}, {"padding": "20 heads to 24"}, "support padded heads (20 heads to 24)"),
     ({"enable_lora": True, "lora_experts": True}, CPU, "lora_experts does not support this"),
     (DRAFTER, HOSTS, "speculative_model does not support several hosts; use mtp or ngram drafts"),
-    (DRAFTER | {"host_cache_gib": 1}, {}, "speculative_model does not support host_cache_gib"),
-    (DRAFTER | {"disk_cache": "x"}, {}, "speculative_model does not support disk_cache"),
-    (DRAFTER, {"role": "decode"}, "speculative_model does not support --role decode"),
     ({"data_parallel_size": 2}, HOSTS, "data_parallel_size 2 does not support several hosts"),
     ({"data_parallel_size": 2}, {"role": "prefill"}, "data_parallel_size 2 does not support --role prefill"),
     (

@@ -1,10 +1,11 @@
 """Outputs with prefill and decode apart are those of one engine, whatever is cached where."""
 
+import numpy as np
 import pytest
 
 from serving.engine.requests.sampling_params import SamplingParams
 from tests.support.engines.engines import finish
-from tests.support.fleets.split_pair import GREEDY, B, Pair, assert_as_alone, build, tokens
+from tests.support.fleets.split_pair import DRAFTERS, GREEDY, B, Pair, assert_as_alone, build, tokens
 from tests.support.selection import slow
 
 LENGTHS = (1, 2, B - 1, B, B + 1, 3 * B + 5)
@@ -52,6 +53,22 @@ def test_what_is_narrow_gives_what_one_engine_with_the_same_flags_says(flags, so
             assert pair.run(prompt, handoff).outputs[0].token_ids == one.outputs[0].token_ids
     pair.assert_idle()
     assert pair.decode_side.stats.failed == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("source", DRAFTERS)
+def test_a_drafter_drafts_from_what_arrived_as_from_what_was_computed_here(source):
+    pair, alone = Pair("all", source), build("all", source).engine
+    for length in LENGTHS:
+        for handoff in ("full", "recompute-last"):
+            prompt = tokens(length, length)
+            own = alone.add_request(f"{length} {handoff}", {"prompt_token_ids": prompt}, GREEDY)
+            finish(alone)
+            assert pair.run(prompt, handoff).outputs[0].token_ids == own.outputs[0].token_ids
+            drafts = [np.asarray(engine.loop._rows.drafts) for engine in (pair.decode, alone)]
+            np.testing.assert_array_equal(*drafts, err_msg=f"{length} {handoff}")
+    assert pair.decode_side.stats.failed == 0
+    pair.assert_idle()
 
 
 TWO = {"tensor_parallel_size": 2, "debug_state": True}

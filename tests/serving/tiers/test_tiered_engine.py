@@ -1,10 +1,11 @@
 """Engines with tiers below a device that holds next to nothing: the same tokens as without."""
 
+import numpy as np
 import pytest
 
 from serving.core.tiers.tiers import FetchCosts
 from tests.support.engines.engines import Continuation, finish
-from tests.support.fleets.split_pair import GREEDY, MAX_LEN, assert_as_alone, build, tokens
+from tests.support.fleets.split_pair import DRAFTERS, GREEDY, MAX_LEN, assert_as_alone, build, tokens
 from tests.support.selection import slow
 
 # Two running sequences with their drafts, and little other space: nearly every checkpoint is evicted.
@@ -50,6 +51,23 @@ def test_the_same_tokens_with_tiers(mode, source, tiers, tmp_path):
     if "small" not in tiers:
         assert sum(tier["arrived"] for tier in stats["tiers"].values()) > 3, stats
     assert sum(tier["lost"] for tier in stats["tiers"].values()) == 0, stats
+    engine.close()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("source", DRAFTERS)
+def test_a_drafter_drafts_from_what_came_back_as_from_what_was_computed(source):
+    engine, cold = build("all", source, **(SMALL | TIERS["host"])).engine, build("all", source).engine
+    engine.loop.scheduler.tiers.prices = Free()
+    outputs = conversations(engine)
+    for prompt in reversed(outputs):  # what was said long ago was evicted
+        found = []
+        for each in (engine, cold):
+            own = each.add_request(f"{len(found)} {prompt}", {"prompt_token_ids": list(prompt)}, GREEDY)
+            finish(each)
+            found.append((own.outputs[0].token_ids, np.asarray(each.loop._rows.drafts).max(axis=0).tolist()))
+        assert found[0][0] == found[1][0] == outputs[prompt].outputs[0].token_ids
+    assert sum(tier["arrived"] for tier in engine.loop.scheduler.stats()["tiers"].values()) > 5
     engine.close()
 
 

@@ -4,11 +4,12 @@ import dataclasses
 import functools
 import random
 
-from mamba_jax.drafts import MTPCache, MTPDrafts, NGramDrafts
+from mamba_jax.drafts import BlockDrafts, MTPCache, MTPDrafts, NGramDrafts
 from mamba_jax.model import HybridModel
 from mamba_jax.programs import StepPrograms
 from mamba_jax.store import StoreShape
 from serving.config import EngineConfig
+from serving.core import LEAST_CHANCE
 from serving.engine.assembly.build import assemble
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.steps.batching import PrefillShape
@@ -42,25 +43,30 @@ FLAGS = {
     "replay_interval": 1,
 }
 CONFIG = FOR_ENGINES["nemotronh"]
+DRAFTERS = {name: FOR_ENGINES[name] for name in ("dflash", "eagle3")}
+"""Models with a drafter whose keys and values have another shape than the model's."""
+BLOCKS = BlockDrafts(DRAFTERS["dflash"].drafter.mask_token, DRAFTERS["dflash"].drafter.from_newest, LEAST_CHANCE)
 SOURCES = {"none": None, "ngram": NGramDrafts(1, 4), "mtp": MTPDrafts(), "keep": MTPCache()}
+SOURCES |= {"dflash": BLOCKS, "eagle3": MTPDrafts()}
 DRAFTS = {
     "none": {},
     "ngram": {"speculative_method": "ngram", "num_speculative_tokens": 2},
     "mtp": {"speculative_method": "mtp", "num_speculative_tokens": 2},
     "keep": {"keep_draft_kv": True},
+    **{name: {"speculative_method": name, "num_speculative_tokens": 2} for name in DRAFTERS},
 }
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
 
 
-def model(seed: int = 3) -> HybridModel:
+def model(seed: int = 3, source: str = "none") -> HybridModel:
     """Random weights, the same for the same seed."""
-    return long_memory_model(CONFIG, seed)
+    return long_memory_model(DRAFTERS.get(source, CONFIG), seed)
 
 
 @functools.cache
 def programs(source: str) -> StepPrograms:
     """Step programs of one draft source."""
-    return shared_programs(model(), tile_size=TILE, source=SOURCES[source])
+    return shared_programs(model(source=source), tile_size=TILE, source=SOURCES[source])
 
 
 @functools.cache
@@ -76,7 +82,7 @@ def build(mode: str | None = "all", source: str = "none", **flags):
     config = EngineConfig.create(mamba_cache_mode=mode, **(FLAGS | DRAFTS[source] | flags))
     shared = programs(source) if config.tensor_parallel_size == 1 else None
     texts = {"tokenizer": letters(), "eos_token_ids": (EOS,)} if config.enable_structured_outputs else {}
-    built = assemble(config, model(), programs=shared, **texts)
+    built = assemble(config, model(source=source), programs=shared, **texts)
     built.engine.loop.batches.decode_shapes = [4]
     built.engine.loop.batches.prefill_shapes = [PrefillShape(tokens=64, rows=4, tiles=16)]
     return built
@@ -99,7 +105,7 @@ class Pair:
 
     def __init__(self, mode="all", source="none", *, prefill=None, decode=None, prefill_source=None, **sides):
         if prefill_source is None:
-            prefill_source = "keep" if source == "mtp" else "none"
+            prefill_source = "keep" if source == "mtp" else source if source in DRAFTERS else "none"
         self.prefill = build(mode, prefill_source, **(prefill or {})).engine
         self.decode = build(mode, source, **(decode or {})).engine
         self.prefill_side = PrefillSide(worker(self._built(self.prefill, mode, prefill_source, prefill)))
@@ -114,7 +120,7 @@ class Pair:
 
         config = EngineConfig.create(mamba_cache_mode=mode, **(FLAGS | DRAFTS[source] | (flags or {})))
         size = SimpleNamespace(max_model_len=MAX_LEN)
-        return SimpleNamespace(engine=engine, model=model(), config=config, size=size)
+        return SimpleNamespace(engine=engine, model=model(source=source), config=config, size=size)
 
     def compute(self, prompt, handoff="full", salt=None, lora=None, marks=()) -> Ticket:
         """The prefill side's part; ends with a state that waits."""
