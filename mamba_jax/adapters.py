@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int, Shaped
 
+from kernels_pallas.quantized import Quantized
 from mamba_jax.model import HybridModel
 from mamba_jax.modules.basic import Linear
 from mamba_jax.modules.feed_forward import Experts
@@ -111,11 +112,12 @@ class Adapters:
         count: int,
         rank: int,
         experts: bool = False,
+        magnitudes: bool = False,
         mesh: Mesh | None = None,
         abstract: bool = False,
     ) -> None:
-        """`experts`: adapters can change routed experts, too. `abstract`: describe the arrays without allocating them,
-        to compile programs.
+        """`experts`: adapters can change routed experts, too. `magnitudes`: they can have magnitudes (DoRA).
+        `abstract`: describe the arrays without allocating them, to compile programs.
 
         Raises:
             ValueError: `count` or `rank` is less than 1.
@@ -128,6 +130,8 @@ class Adapters:
             (lambda name: None) if mesh is None else parameter_shardings(model.config, mesh)
         )
         self._arrays: dict[str, Array] = {}
+        self.magnitudes = magnitudes
+        """Whether adapters can have magnitudes."""
         for target in self._targets.values():
             of_a, of_b = target.lead, (*target.lead, *target.outputs)
             whole = rank * target.ranks
@@ -136,6 +140,11 @@ class Adapters:
                 sharding = self._sharding(name)
                 described: Any = jax.ShapeDtypeStruct(shape, self.dtype, sharding=sharding)
                 self._arrays[name] = described if abstract else jnp.zeros(shape, self.dtype, device=sharding)
+            if magnitudes and not target.lead:
+                name, shape = f"{target.lora}.factor", (*target.outputs, 1 + count)
+                sharding = self._sharding(name)
+                described = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+                self._arrays[name] = described if abstract else jnp.ones(shape, jnp.float32, device=sharding)
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -156,14 +165,14 @@ class Adapters:
         """Gives a model's layers these values of `arrays`, which may be traced."""
         values = dict(zip(self._arrays, arrays, strict=True))
         for path, layer in adaptable_layers(model).items():
-            layer.lora = LoRA(values[f"{path}.lora.a"], values[f"{path}.lora.b"])
+            layer.lora = LoRA(*(values.get(f"{path}.lora.{part}") for part in ("a", "b", "factor")))
         for path, module in _modules(model, Experts).items():
             for part in ("up", "down"):
                 if f"{path}.{part}" in self._targets:
                     added = ExpertLoRA(*(values[f"{path}.lora_{part}.{each}"] for each in "ab"))
                     setattr(module, f"lora_{part}", added)
 
-    def entry_of(self, layers: LayerMatrices) -> AdapterEntry:
+    def entry_of(self, layers: LayerMatrices, magnitudes: Mapping[str, np.ndarray] | None = None) -> AdapterEntry:
         """Checks and converts an adapter. May be called from any thread.
 
         All entries take part in the product of each row, masked by zeros. So a number that is not finite in one entry
@@ -171,9 +180,12 @@ class Adapters:
 
         Args:
             layers: the adapted layers. Others are not adapted.
+            magnitudes: of the outputs of adapted dense layers [outputs].
         Raises:
             ValueError: there is no such layer, a shape does not fit, or a number is not finite in the arrays' dtype.
         """
+        if magnitudes and not self.magnitudes:
+            raise ValueError("these adapters have no magnitudes (DoRA)")
         if unknown := layers.keys() - self._targets.keys():
             raise ValueError(f"the model has no layer {sorted(unknown)[0]} that adapters can change")
         values: dict[str, np.ndarray] = {}
@@ -190,10 +202,18 @@ class Adapters:
             padded_b = np.pad(b, (*whole, (0, 0), rest)).reshape(*target.lead, *target.outputs, -1)
             for part, value in (("a", np.pad(a, (*whole, rest, (0, 0)))), ("b", padded_b)):
                 values[f"{target.lora}.{part}"] = _cast(path, value, self.dtype)
+            if magnitudes and path in magnitudes:
+                values[f"{target.lora}.factor"] = _cast(
+                    path, magnitudes[path].reshape(target.outputs), np.dtype(np.float32)
+                )
         return AdapterEntry(values)
 
-    def put(self, entry: int, adapter: LayerMatrices | AdapterEntry) -> None:
+    def put(
+        self, entry: int, adapter: LayerMatrices | AdapterEntry, weights: Mapping[str, Array] | None = None
+    ) -> None:
         """Writes an adapter into an entry from 1 to `count`, in place of the one before.
+
+        `weights` are the model's, by dotted path: magnitudes need the norms of the changed weights' rows.
 
         Raises:
             ValueError: there is no such entry, or as `entry_of`. Nothing has changed.
@@ -207,7 +227,30 @@ class Adapters:
                 name = f"{target.lora}.{part}"
                 write = _writer(axis, self._sharding(name))
                 new[name] = write(self._arrays[name], values[name], np.int32(entry))
+            if (name := f"{target.lora}.factor") in self._arrays:
+                factor: Any = np.ones(target.outputs, np.float32)
+                if name in values:
+                    weight = _weight(weights or {}, f"{target.lora.removesuffix('.lora')}.weight")
+                    factor = _factors(weight, *(values[f"{target.lora}.{part}"] for part in "ab"), values[name])
+                write = _writer(len(target.outputs), self._sharding(name))
+                new[name] = write(self._arrays[name], factor, np.int32(entry))
         self._arrays = new
+
+
+def _weight(weights: Mapping[str, Array], path: str) -> Array | Quantized:
+    parts = {name.removeprefix(f"{path}."): value for name, value in weights.items() if name.startswith(f"{path}.")}
+    return Quantized(**parts) if parts else weights[path]
+
+
+@jax.jit
+def _factors(
+    weight: Any, a: Float[Array, "rank inputs"], b: Float[Array, "*outputs rank"], magnitude: Float[Array, "*outputs"]
+) -> Float[Array, "*outputs"]:
+    """Returns the factors that give the rows of W + B A their magnitudes as norms."""
+    wide = weight.dequantize() if isinstance(weight, Quantized) else weight
+    change = jnp.einsum("...r,ri->...i", b, a, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    norm = jnp.linalg.norm(wide.astype(jnp.float32) + change, axis=-1)
+    return jnp.where(norm > 0, magnitude / norm, 0)
 
 
 def _cast(path: str, value: np.ndarray, dtype: np.dtype) -> np.ndarray:

@@ -160,7 +160,7 @@ class StepPrograms:
         """
         if self.adapters is None:
             raise ValueError("these programs have no adapters")
-        self.adapters.put(entry, adapter)
+        self.adapters.put(entry, adapter, self.weights)
         self._weights = (*self._weights[: self._num_weights], *self.adapters.arrays)
 
     @property

@@ -238,9 +238,7 @@ class EngineConfig(Settings):
         description="Let each request use a LoRA adapter of its own: its name is the `model` of an HTTP request, and "
         "`LLM.generate(..., lora_request=...)` takes one.",
     )
-    max_loras: int = Field(
-        4, ge=1, le=256, description="With enable_lora: maximum number of adapters on the device at once."
-    )
+    max_loras: int = Field(4, ge=1, le=256, description="With enable_lora: maximum number of adapters on the device.")
     max_lora_rank: int = Field(
         16, ge=1, le=512, description="With enable_lora: maximum rank of an adapter. Lower ranks are padded to it."
     )
@@ -249,6 +247,7 @@ class EngineConfig(Settings):
         description="With enable_lora: accept adapters of routed experts, too. Memory for max_loras adapters of all "
         "experts is allocated.",
     )
+    enable_dora: bool = Field(False, description="With enable_lora: accept adapters with magnitudes (DoRA), too.")
     max_initial_states: int = Field(
         0,
         ge=0,

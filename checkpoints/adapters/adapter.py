@@ -10,13 +10,13 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from checkpoints.adapters.adapter_config import CONFIG_FILE, MERGE, AdapterConfig
 from checkpoints.adapters.initial_state import INITIAL_STATE_FILE, InitialState, digest_of, read_initial_state
 from checkpoints.errors import CheckpointError, one_line
 from checkpoints.json_file import MOST_JSON, read_json
@@ -28,35 +28,18 @@ from mamba_jax.families import TEXT_PREFIXES, weight_names
 from mamba_jax.families.base import HFSource
 from mamba_jax.model import HybridModel
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS_FILE = "adapter_model.safetensors"
 
 MODULE_PREFIX = "base_model.model."
 """The prefix of modules' names in the files."""
-_TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<part>[AB])(?:\.default)?\.weight")
+_TENSOR = re.compile(
+    r"(?P<module>.+)\.lora_(?:(?P<part>[AB])(?:\.default)?\.weight|magnitude_vector(?:\.default)?(?:\.weight)?)"
+)
 _FUSED = ("qkv", "qkvz", "ba")
 """Fused projections of delta nets: a letter for each of the layers that they are here."""
 _PREFIXES = ("", *TEXT_PREFIXES)
 _FLOATS = ("F32", "F16", "BF16")
 _MOST_MESSAGE = 500
-_ORDINARY_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "true", "false")
-"""Values of `init_lora_weights` that leave the base model's weights as they are."""
-
-_KNOWN = frozenset((
-    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying",
-    "eva_config", "exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform",
-    "loftq_config", "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_type",
-    "peft_version", "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config", "target_modules",
-    "target_parameters", "task_type", "use_rslora",
-))  # fmt: skip
-"""Fields of adapter_config.json that are read here, or that only select the tensors of the file."""
-_EXPLAINED: Mapping[str, str] = {
-    "use_dora": "magnitudes (DoRA) are",
-    "modules_to_save": "modules that were trained as a whole are",
-    "lora_bias": "biases of adapters are",
-    "fan_in_fan_out": "transposed weights are",
-}
-"""Fields that must be unset, like every unknown field, and what they request."""
-_MERGE = "; merge the adapter into the model's weights with PEFT's merge_and_unload"
 
 
 @dataclass(frozen=True)
@@ -75,12 +58,18 @@ class Adapter:
     """`base_model_name_or_path` of the config."""
     initial_state: InitialState | None = None
     """The state that requests start from instead of zeros."""
+    magnitudes: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """DoRA: of each output [outputs] of the adapted dense layers, in float32: the norm of its row of W + B A."""
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in A, B and the initial state."""
+        """Numbers in A, B, the magnitudes and the initial state."""
         state = 0 if self.initial_state is None else self.initial_state.num_parameters
-        return state + sum(a.size + b.size for a, b in self.layers.values())
+        return (
+            state
+            + sum(value.size for value in self.magnitudes.values())
+            + sum(a.size + b.size for a, b in self.layers.values())
+        )
 
 
 def read_adapter(path: str | Path, config: HybridConfig, *, max_rank: int | None = None) -> Adapter:
@@ -119,13 +108,14 @@ def _read(folder: Path, config: HybridConfig, max_rank: int | None) -> Adapter:
 
 
 def _read_lora(folder: Path, config: HybridConfig, max_rank: int | None) -> Adapter:
-    scales = _Scales(folder, read_json(folder / CONFIG_FILE))
+    scales = AdapterConfig(folder, read_json(folder / CONFIG_FILE))
     file = folder / WEIGHTS_FILE
     if not os.path.lexists(file):
         raise CheckpointError(f"{folder}: has no {WEIGHTS_FILE}; other formats of weights are not supported")
     stored = SafetensorsFile(file, MOST_JSON)
     known = _targets_of(config)
     layers: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    magnitudes: dict[str, np.ndarray] = {}
     experts: dict[str, dict[_Place, tuple[np.ndarray, np.ndarray]]] = {}
     # All names, shapes and ranks are checked before a number is read, so that the model bounds what is read.
     checked = []
@@ -134,12 +124,14 @@ def _read_lora(folder: Path, config: HybridConfig, max_rank: int | None) -> Adap
         scale, rank = scales.of(module, pair.rank), pair.rank
         if max_rank is not None and rank > max_rank:
             raise CheckpointError(f"{file}: {module} has rank {rank}, more than max_lora_rank {max_rank}")
-        checked.append((pair, names, scale, known.find_expert(pair), known.find(pair)))
+        place, parts = known.find_expert(pair), known.find(pair)
+        _check_magnitude(stored, pair, names.get("M"), wanted=scales.magnitudes, of_expert=place is not None)
+        checked.append((pair, names, scale, place, parts))
     for pair, names, scale, place, parts in checked:
-        a, b = (stored.copy(names[part]).astype(np.float32) for part in "AB")
+        a, b, *magnitude = (stored.copy(names[part]).astype(np.float32) for part in sorted(names))
         with np.errstate(over="ignore", invalid="ignore"):
             b *= np.float32(scale)
-        if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        if not all(np.isfinite(each).all() for each in (a, b, *magnitude)):
             raise CheckpointError(f"{file}: {pair.module} has numbers that are not finite, or not after its scale")
         if place is not None:
             pieces = experts.setdefault(place.path, {})
@@ -147,8 +139,10 @@ def _read_lora(folder: Path, config: HybridConfig, max_rank: int | None) -> Adap
                 raise CheckpointError(f"{file}: {pair.module} comes twice, under two prefixes")
             pieces[place] = a, b
         for layer, rows in parts:
-            before = layers.setdefault(layer, (a, b[rows]))
-            if not all(map(np.array_equal, before, (a, b[rows]))):
+            own = (a, b[rows], *(each[rows] for each in magnitude))
+            before = layers.setdefault(layer, own[:2])
+            before = (*before, *(magnitudes.setdefault(layer, each) for each in own[2:]))
+            if not all(map(np.array_equal, before, own)):
                 raise CheckpointError(
                     f"{file}: {pair.module} and another module are one shared layer of the model, with different "
                     "adapters: an adapter for each use of a shared layer is not supported"
@@ -156,8 +150,20 @@ def _read_lora(folder: Path, config: HybridConfig, max_rank: int | None) -> Adap
     rank = max(pair.rank for pair, *_ in checked)
     for path, pieces in experts.items():
         layers[path] = _stacked(known.targets[path], pieces)
-    digest = digest_of({layer: dict(zip("AB", pair, strict=True)) for layer, pair in layers.items()})
-    return Adapter(layers, rank, digest, scales.base)
+    parts_of = {layer: dict(zip("AB", pair, strict=True)) for layer, pair in layers.items()}
+    for layer, value in magnitudes.items():
+        parts_of[layer]["M"] = value
+    return Adapter(layers, rank, digest_of(parts_of), scales.base, magnitudes=magnitudes)
+
+
+def _check_magnitude(stored: SafetensorsFile, pair: _Pair, name: str | None, *, wanted: bool, of_expert: bool) -> None:
+    """Raises `CheckpointError` unless a module has magnitudes of its outputs just where the config says so."""
+    shape, what = None if name is None else stored.entries[name].shape, f"{pair.file}: {pair.module}"
+    if wanted and of_expert:
+        raise CheckpointError(f"{what}: magnitudes (DoRA) of routed experts are not supported{MERGE}")
+    if shape != ((pair.b[0],) if wanted else None):
+        found = "no magnitudes" if shape is None else f"magnitudes {list(shape)}"
+        raise CheckpointError(f"{what} has {found}: expected {[pair.b[0]] if wanted else 'none without use_dora'}")
 
 
 @dataclass(frozen=True)
@@ -205,72 +211,6 @@ def _stacked(target: Target, pieces: Mapping[_Place, tuple[np.ndarray, np.ndarra
     return stacked_a, stacked_b
 
 
-class _Scales:
-    """Ranks and scales by module, from adapter_config.json; refuses what is not supported."""
-
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        self._file = folder / CONFIG_FILE
-        kind = config.get("peft_type")
-        if kind != "LORA":
-            raise CheckpointError(f"{self._file}: peft_type {kind!r} is not supported: only 'LORA' is")
-        for field, value in config.items():
-            if value and field not in _KNOWN:
-                what, instead = _EXPLAINED.get(field, "this is"), _MERGE if field in _EXPLAINED else ""
-                raise CheckpointError(f"{self._file}: {field} is {str(value)[:80]}: {what} not supported{instead}")
-        if (bias := config.get("bias", "none")) != "none":
-            raise CheckpointError(f"{self._file}: bias {bias!r} is not supported: only 'none' is")
-        if (start := config.get("init_lora_weights")) not in _ORDINARY_STARTS:
-            raise CheckpointError(
-                f"{self._file}: init_lora_weights {start!r} changes the base model's weights, which is not supported; "
-                "convert the adapter to ordinary LoRA with PEFT"
-            )
-        base = config.get("base_model_name_or_path")
-        self.base = base if isinstance(base, str) else None
-        self._rank = self._positive("r", config.get("r"))
-        self._alpha = self._positive("lora_alpha", config.get("lora_alpha"))
-        self._ranks = self._patterns(config, "rank_pattern")
-        self._alphas = self._patterns(config, "alpha_pattern")
-        self._stable = bool(config.get("use_rslora"))
-
-    def of(self, module: str, rank: int) -> float:
-        """Returns the scale of a module's B A. `rank` is the tensor's, and must be the config's."""
-        wanted = _matching(self._ranks, module, self._rank)
-        if rank != wanted:
-            raise CheckpointError(f"{self._file}: {module} has rank {rank}, but the config says {wanted:g}")
-        alpha = _matching(self._alphas, module, self._alpha)
-        return alpha / (math.sqrt(rank) if self._stable else rank)
-
-    def _patterns(self, config: Mapping[str, Any], name: str) -> _Patterns:
-        found = config.get(name) or {}
-        if not isinstance(found, Mapping):
-            raise CheckpointError(f"{self._file}: {name} is {found!r}: an object is expected")
-        values: _Patterns = {}
-        for key, value in found.items():
-            # PEFT accepts any regular expression here. One from an untrusted file could run without end.
-            module = key.removeprefix(".*\\.").removesuffix("$").replace("\\.", ".")
-            if not re.fullmatch(r"\^?[\w.]+", module):
-                raise CheckpointError(f"{self._file}: {name}: {key!r} is not supported: expected a module's name")
-            values[module] = len(values), self._positive(name, value)
-        return values
-
-    def _positive(self, name: str, value: Any) -> float:
-        largest = float(np.finfo(np.float32).max)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= largest:
-            raise CheckpointError(f"{self._file}: {name} is {str(value)[:80]}: a number above 0 is expected")
-        return float(value)
-
-
-_Patterns = dict[str, tuple[int, float]]
-"""Position and value by the name of a module, or by its end, in the order in which they apply."""
-
-
-def _matching(values: _Patterns, module: str, default: float) -> float:
-    """Returns the value of the first key that is the module's name from a dot on, or with ^ the whole name."""
-    parts = module.split(".")
-    keys = {f"^{module}", *(".".join(parts[start:]) for start in range(len(parts)))} & values.keys()
-    return min(values[key] for key in keys)[1] if keys else default
-
-
 def _pairs(file: SafetensorsFile) -> dict[str, dict[str, str]]:
     """Returns the names of A and B of each adapted module, by the module's name in the base model."""
     found: dict[str, dict[str, str]] = {}
@@ -278,19 +218,19 @@ def _pairs(file: SafetensorsFile) -> dict[str, dict[str, str]]:
         match = _TENSOR.fullmatch(name.removeprefix(MODULE_PREFIX))
         if match is None:
             raise CheckpointError(f"{file.path}: tensor {name} is not supported: expected *.lora_A.weight or lora_B")
-        if entry.dtype not in _FLOATS or len(entry.shape) != 2:
-            raise CheckpointError(
-                f"{file.path}: {name} is {entry.dtype} {list(entry.shape)}: expected 2 axes of {', '.join(_FLOATS)}"
-            )
-        parts = found.setdefault(match["module"], {})
-        if match["part"] in parts:
+        parts, part = found.setdefault(match["module"], {}), match["part"] or "M"
+        axes = 1 if part == "M" else 2
+        if entry.dtype not in _FLOATS or len(entry.shape) != axes:
+            expected = f"{axes} axes of {', '.join(_FLOATS)}"
+            raise CheckpointError(f"{file.path}: {name} is {entry.dtype} {list(entry.shape)}: expected {expected}")
+        if part in parts:
             raise CheckpointError(f"{file.path}: {name} comes twice")
-        parts[match["part"]] = name
+        parts[part] = name
     if not found:
         raise CheckpointError(f"{file.path}: has no tensors")
     for module, parts in found.items():
-        if parts.keys() != {"A", "B"}:
-            raise CheckpointError(f"{file.path}: {module} has lora_{next(iter(parts))} only: A and B are needed")
+        if missing := {"A", "B"} - parts.keys():
+            raise CheckpointError(f"{file.path}: {module} has no lora_{min(missing)}: A and B are needed")
     return found
 
 

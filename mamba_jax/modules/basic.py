@@ -84,11 +84,14 @@ class Linear(nnx.Module):
             y = linear(x, flat, out_dtype=out_dtype)
         else:
             y = linear(x, flat, out_dtype=jnp.float32)
+            if self.lora is not None and adapter is None:
+                raise ValueError("a layer with adapters was called without the tokens' adapters")
+            scales = self.lora is not None and self.lora.factor is not None
+            if scales:  # all but the bias
+                y = (y + self.lora(x, adapter)) * self.lora.factors(adapter)
             if self.bias is not None:
                 y = y + self.bias[...].reshape(-1).astype(jnp.float32)
-            if self.lora is not None:
-                if adapter is None:
-                    raise ValueError("a layer with adapters was called without the tokens' adapters")
+            if self.lora is not None and not scales:
                 y = y + self.lora(x, adapter)
             y = y.astype(out_dtype or x.dtype)
         return y.reshape(*x.shape[:-1], *outputs)

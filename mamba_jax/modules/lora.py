@@ -18,10 +18,14 @@ class LoRA(nnx.Module):
     `a` is [entries, rank, inputs] and `b` is [*outputs, entries, rank], so that `b` is divided over devices along the
     same axis as the layer's weight. Entry 0 is zero: it belongs to tokens without an adapter. Adapters of a lower rank,
     and those that do not adapt this layer, are padded with zeros. `b` includes the adapter's scale.
+
+    DoRA (Liu et al., 2024, arXiv:2402.09353): `factor` [*outputs, entries] is that of the layer's result with what an
+    adapter adds, in float32; 1 where an adapter has no magnitudes.
     """
 
-    def __init__(self, a: Array, b: Array) -> None:
+    def __init__(self, a: Array, b: Array, factor: Array | None = None) -> None:
         self.a, self.b = nnx.Param(a), nnx.Param(b)
+        self.factor = None if factor is None else nnx.Param(factor)
 
     def __call__(self, x: Float[Array, "T inputs"], index: Int[Array, " T"]) -> Float[Array, "T outputs"]:
         """What each token's adapter adds to the layer's result, in float32.
@@ -42,6 +46,13 @@ class LoRA(nnx.Module):
         own = jnp.repeat(jnp.arange(entries), rank) == index[:, None]
         inner = jnp.where(own, inner, 0).astype(x.dtype)
         return linear(inner, b.reshape(-1, entries * rank), out_dtype=jnp.float32)
+
+    def factors(self, index: Int[Array, " T"]) -> Float[Array, "T outputs"] | float:
+        """Returns each token's factors of the result; 1 without DoRA."""
+        if self.factor is None:
+            return 1.0
+        factor = self.factor[...]
+        return factor.reshape(-1, factor.shape[-1])[:, index].T
 
 
 class ExpertLoRA(LoRA):

@@ -69,14 +69,14 @@ def _of_expert_lora(weight: Placement, part: str) -> Placement:
 
 
 def _of_lora(weight: Placement, part: str, *, inputs: int = 2) -> Placement:
-    """That of `LoRA.a` or `LoRA.b`: their axes of inputs or outputs are divided as the weight's are.
+    """That of `LoRA.a`, `LoRA.b` or `LoRA.factor`: their axes of inputs or outputs are divided as the weight's are.
 
     `inputs`: the axis of inputs of `a`.
     """
     if not isinstance(weight, Division):
         return weight
     divides_inputs = weight.axis == weight.rank - 1
-    if part == "b":  # [*outputs, entries, rank]
+    if part in ("b", "factor"):  # [*outputs, entries, rank] and [*outputs, entries]
         return WHOLE if divides_inputs else weight
     return replace(weight, axis=inputs) if divides_inputs else WHOLE  # [entries, rank, inputs]
 

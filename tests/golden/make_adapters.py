@@ -2,8 +2,9 @@
 
     cd tests && python -m golden.make_adapters [NAME...]      (needs the `parity` extra and `peft`)
 
-Each fixture gets a directory `adapter` as PEFT saves it, with random A and B for every linear layer of the model that
-adapters can change here, and `logprobs.npz`, of the fixture's prompt of chunk+1 tokens with the adapter:
+Each fixture gets a directory `adapter` as PEFT saves it, and those in `DORA` another one `dora`, with random A and B
+for every linear layer of the model that adapters can change here, and `logprobs.npz`, of the fixture's prompt of
+chunk+1 tokens with the adapter:
 
     positions    [n]                   positions that are compared
     ids          [n, m]                vocabulary entries that are compared at each
@@ -32,11 +33,12 @@ LEAST_MOVE = 0.1
 """By how much the adapter must change some log-probability; the tests allow 2e-4."""
 _NOT_ADAPTED = ("lm_head", "router", "gate", "kv_b_proj")
 """Last parts of the names of linear modules that are not adapted: heads, routers, and what attention absorbs."""
+DORA = ("bamba", "lfm2")
 MIXERS_ONLY = ("qwen3next-dense",)
 """Fixtures without adapters of MLPs: PEFT would take their names for those of experts, whether there are any or not."""
 
 
-def make(name: str, recipe: Recipe, number: int, root: Path) -> None:
+def make(name: str, recipe: Recipe, number: int, root: Path, *, dora: bool = False) -> None:
     """Writes one fixture's adapter."""
     model, tokens = oracle.build(recipe), draw_prompts(recipe)[PROMPT]
     base = oracle.log_probs(model, tokens)
@@ -55,6 +57,7 @@ def make(name: str, recipe: Recipe, number: int, root: Path) -> None:
         rank_pattern={targets[0].split(".", 1)[1]: 2},
         alpha_pattern={targets[1].split(".", 1)[1]: 7},
         init_lora_weights=False,
+        use_dora=dora,
     )
     _allow_all_layers()
     adapted = peft.get_peft_model(model, config).eval()
@@ -64,13 +67,17 @@ def make(name: str, recipe: Recipe, number: int, root: Path) -> None:
                 # Uses of a shared block have equal adapters: only then is it one block with an adapter.
                 name_of_all = re.sub(r"layers\.\d+\.shared_transformer", "shared", path)
                 generator = torch.Generator().manual_seed(number + zlib.crc32(name_of_all.encode()))
-                scale = tensor.shape[1] ** -0.5 if "lora_A" in path else 0.03
-                tensor.copy_((scale * torch.randn(tensor.shape, generator=generator)).bfloat16().float())
+                drawn = torch.randn(tensor.shape, generator=generator)
+                if "magnitude" in path:
+                    drawn = tensor * (1 + 0.1 * drawn)
+                else:
+                    drawn *= tensor.shape[1] ** -0.5 if "lora_A" in path else 0.03
+                tensor.copy_(drawn.bfloat16().float())
     found = oracle.log_probs(adapted, tokens).numpy()
     move = float(np.abs(found - base.numpy()).max())
     if move < LEAST_MOVE:
         raise SystemExit(f"{name}: the adapter changes the log-probabilities by {move} only")
-    target = root / name / "adapter"
+    target = root / name / ("dora" if dora else "adapter")
     adapted.to(torch.bfloat16).save_pretrained(target)
     (target / "README.md").unlink(missing_ok=True)
     np.savez_compressed(target / "logprobs.npz", **entries(found, np.random.default_rng(recipe.seed)))
@@ -92,7 +99,8 @@ def main() -> None:
     """Writes the adapters of the fixtures named on the command line, or of all in `NAMES`."""
     for number, name in enumerate(NAMES):
         if not sys.argv[1:] or name in sys.argv[1:]:
-            make(name, RECIPES[name], number, Path(__file__).parent)
+            for dora in (False, True)[: 1 + (name in DORA)]:
+                make(name, RECIPES[name], number, Path(__file__).parent, dora=dora)
 
 
 if __name__ == "__main__":

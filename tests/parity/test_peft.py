@@ -1,4 +1,4 @@
-"""LoRA adapters that PEFT has saved, with all linear layers adapted, against transformers with PEFT."""
+"""LoRA and DoRA adapters that PEFT has saved, with all linear layers adapted, against transformers with PEFT."""
 
 import dataclasses
 
@@ -12,6 +12,7 @@ from checkpoints.adapters.adapter import read_adapter
 from mamba_jax.adapters import Adapters, adaptable_layers
 from mamba_jax.config import MLP, MOE
 from mamba_jax.layout import SequenceLayout
+from mamba_jax.model import parameters
 from tests.support.models.golden_case import FIXTURES, TO_HUGGING_FACE, Case
 
 NAMES = sorted(path.parents[1].name for path in FIXTURES.glob("*/adapter/logprobs.npz"))
@@ -21,19 +22,27 @@ MIXERS_ONLY = ("qwen3next-dense",)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if RECIPES[name].steps == "default" else pytest.mark.full) for name in NAMES]
+    ("name", "folder"),
+    [
+        *((path.parents[1].name, "dora") for path in sorted(FIXTURES.glob("*/dora/logprobs.npz"))),
+        *(
+            pytest.param(name, "adapter", marks=() if RECIPES[name].steps == "default" else pytest.mark.full)
+            for name in NAMES
+        ),
+    ],
 )
-def test_every_adapted_layer_says_what_peft_says(name):
-    case = Case(name)
-    directory = case.directory / "adapter"
+def test_every_adapted_layer_says_what_peft_says(name, folder):
+    case, dora = Case(name), folder == "dora"
+    directory = case.directory / folder
     adapter = read_adapter(directory, case.model.config, max_rank=4)
     expected = adaptable_layers(case.model).keys()
     if name in MIXERS_ONLY:
         kinds = case.model.config.pattern
         expected = {path for path in expected if kinds[int(path.split(".")[1])] not in (MLP, MOE)}
     assert adapter.layers.keys() == set(expected)
-    stacks = Adapters(case.model, count=1, rank=4)
-    stacks.put(1, adapter.layers)
+    stacks = Adapters(case.model, count=1, rank=4, magnitudes=dora)
+    values = {path: leaf[...] for path, leaf in parameters(case.model).items()}
+    stacks.put(1, stacks.entry_of(adapter.layers, adapter.magnitudes), values)
     graph, state = nnx.split(case.model)
 
     @jax.jit

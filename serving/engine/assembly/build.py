@@ -363,6 +363,8 @@ def _why_fixed(design: EngineDesign) -> str:
         return f"{design.padding.notice}; use a tensor_parallel_size that divides the heads"
     if design.model.drafter is not None:
         return "the engine has a drafter (speculative_model), which was made for these weights"
+    if design.config.enable_dora:
+        return "the factors of adapters with magnitudes (enable_dora) are computed from these weights"
     return ""
 
 
@@ -381,8 +383,8 @@ def adapters_of(config: EngineConfig, model: HybridModel, mesh: Mesh | None) -> 
     """Allocates memory for adapters on the model's devices. Returns None without enable_lora."""
     if not config.enable_lora:
         return None
-    experts = config.lora_experts
-    return Adapters(model, count=config.max_loras, rank=config.max_lora_rank, experts=experts, mesh=mesh)
+    kinds = {"experts": config.lora_experts, "magnitudes": config.enable_dora}
+    return Adapters(model, count=config.max_loras, rank=config.max_lora_rank, mesh=mesh, **kinds)
 
 
 def kernel_choice(config: EngineConfig, refused: Mapping[tuple[str, str], str] | None = None) -> KernelChoice:

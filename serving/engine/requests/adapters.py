@@ -161,6 +161,8 @@ class AdapterTable:
             needs = "has LoRA matrices, which need the flag enable_lora"
         elif of_experts:
             needs = f"changes routed experts ({min(of_experts)}), which needs the flag lora_experts"
+        elif adapter.magnitudes and not (self._programs.adapters and self._programs.adapters.magnitudes):
+            needs = "has magnitudes (DoRA), which need the flag enable_dora"
         elif adapter.initial_state is not None and self._states is None:
             needs = "has a learned initial state, which needs the flag max_initial_states"
         else:
@@ -169,7 +171,7 @@ class AdapterTable:
                     self._states.check(adapter.initial_state, self._loop.store)
                 matrices = None
                 if self._programs.adapters is not None and adapter.layers:
-                    matrices = self._programs.adapters.entry_of(adapter.layers)
+                    matrices = self._programs.adapters.entry_of(adapter.layers, adapter.magnitudes)
                 return ReadAdapter(adapter, matrices)
             except ValueError as error:
                 needs = f"cannot be used: {error}"

@@ -59,6 +59,25 @@ def test_an_adapter_says_what_peft_says(llm, prompt, directory):
     assert logprob == pytest.approx(expected[token], abs=TO_HUGGING_FACE)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("devices", [1, 2])
+def test_magnitudes_change_the_rows_of_their_adapter_only(llm, prompt, directory, devices):
+    folder = FIXTURES / FIXTURE / "dora"
+    with pytest.raises(RequestError, match=r"has magnitudes .* need the flag enable_dora"):
+        llm.load_lora_adapter("dora", str(folder))
+    lora, dora = LoRARequest("lora", 1, str(directory)), LoRARequest("dora", 2, str(folder))
+    expected = [alone(llm, prompt, each, f"magnitudes {devices}") for each in (None, lora)]
+    flags = {"enable_lora": True, "enable_dora": True, "max_lora_rank": 4, "tensor_parallel_size": devices}
+    with LLM(str(FIXTURES / FIXTURE), **FLAGS | flags) as other:
+        *others, scaled = other.generate([prompt] * 3, GREEDY, lora_request=[None, lora, dora])
+        assert all(map(same, map(said, others), expected))
+        token, logprob, golden = next_token(scaled, prompt, folder)
+        assert token == max(golden, key=golden.get)
+        assert logprob == pytest.approx(golden[token], abs=TO_HUGGING_FACE)
+        with pytest.raises(RequestError, match="enable_dora"):
+            other.update_weights(str(FIXTURES / FIXTURE))
+
+
 def test_a_reloaded_name_finds_no_state_of_the_old_adapter(llm, prompt, directory):
     request = LoRARequest("tenant", 1, str(directory))
     first = said(llm.generate(prompt, GREEDY, lora_request=request)[0])
