@@ -110,7 +110,10 @@ def drafter_weight_names(config: DrafterConfig) -> dict[str, HFSource]:
         if isinstance(config, EagleConfig) and layer == 0:
             names["hidden_norm.weight"] = "hidden_norm.weight"
         for conv in ("attention_conv", "mlp_conv") if isinstance(config, BlockConfig) and config.conv_kernel else ():
-            names |= {f"{conv}.base": f"{conv}.base_kernel", f"{conv}.projection.weight": f"{conv}.kernel_projection.weight"}
+            names |= {
+                f"{conv}.base": f"{conv}.base_kernel",
+                f"{conv}.projection.weight": f"{conv}.kernel_projection.weight",
+            }
         spellings = (f"layers.{layer}.", "midlayer.")[: 2 if layer == 0 else 1]
         sources |= placed(f"layers.{layer}", {ours: tensor(theirs) for ours, theirs in names.items()}, *spellings)
     return {f"drafter.{path}": source for path, source in sources.items()}

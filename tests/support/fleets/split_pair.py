@@ -9,7 +9,7 @@ from mamba_jax.model import HybridModel
 from mamba_jax.programs import StepPrograms
 from mamba_jax.store import StoreShape
 from serving.config import EngineConfig
-from serving.core import LEAST_CHANCE
+from serving.core.requests.drafts import LEAST_CHANCE
 from serving.engine.assembly.build import assemble
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.steps.batching import PrefillShape
