@@ -105,7 +105,7 @@ def test_a_keyword_spares_the_import_of_files_that_cannot_match(pytestconfig, mo
     tests = selection.TESTS
     for keyword, file, expected in [
         ("test_eviction", "serving/core/test_eviction.py", None),
-        ("test_eviction", "serving/core/test_hits.py", True),
+        ("test_eviction", "serving/core/test_limits.py", True),
         ("Eviction", "serving/core/conftest.py", None),
         # An inherited test.
         ("test_equal_keys", "kernels_pallas/test_recurrence_scan.py", None),
