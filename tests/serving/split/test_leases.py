@@ -42,7 +42,7 @@ class Engine:
 
     async def stream(self, request):
         await asyncio.sleep(self._pace() * 5)
-        yield SimpleNamespace(num_cached_tokens=0, cache_write_tokens=0)
+        yield SimpleNamespace(num_cached_tokens=0, cache_write_tokens={})
 
 
 def a_side(**settings):
