@@ -241,7 +241,7 @@ class EngineDesign:
             masks=masks,
             narrow_steps=self.config.adaptive_drafts,
             mixed_steps=self.config.mixes_steps_on(self.platform),
-            coarse=self.platform != "cpu",
+            coarse=self.platform == "tpu",
             adapters=self.config.enable_lora,
         )
 

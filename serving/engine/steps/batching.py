@@ -121,7 +121,7 @@ class BatchBuilder:
         `narrow_steps`: decode steps in which no row has drafts have their own programs, one token wide.
         `mixed_steps`: decode and prefill rows run in one program. To limit the number of mixed programs, the decode
         part always has the widest shape, and only every second prefill shape has a mixed program.
-        `coarse`: for accelerators. A step of few tokens takes as long as reading the weights, so narrower shapes
+        `coarse`: for TPUs. A step of few tokens takes as long as reading the weights, so narrower shapes
         save nothing, and the code of each program takes device memory.
         `adapters`: rows may have LoRA adapters.
         """
