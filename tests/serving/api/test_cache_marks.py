@@ -84,9 +84,9 @@ def test_where_marks_stand(kind, body, marks):
     assert marked(kind, **body) == marks
 
 
-@pytest.mark.parametrize("field", [{"a": 1}, {}, 5, {"cache_control": 5}])
-def test_a_clients_field_with_the_name_of_the_marks_of_tools(field):
-    assert [ttl for _, ttl in marked(CHAT, messages=[user(text(MORE))], tools_cache_control=field)] == [600.0]
+@pytest.mark.parametrize(("field", "ttl"), [({"a": 1}, 600.0), ({}, 600.0), (5, 600.0), ({"cache_control": 5}, None)])
+def test_a_clients_field_with_the_name_of_the_marks_of_tools(field, ttl):
+    assert [ttl for _, ttl in marked(CHAT, messages=[user(text(MORE))], tools_cache_control=field)] == [ttl]
 
 
 @pytest.mark.parametrize("name", ["text", "marks", "tokenizer", "render", "each"])
