@@ -165,7 +165,8 @@ class Adapters:
         """Gives a model's layers these values of `arrays`, which may be traced."""
         values = dict(zip(self._arrays, arrays, strict=True))
         for path, layer in adaptable_layers(model).items():
-            layer.lora = LoRA(*(values.get(f"{path}.lora.{part}") for part in ("a", "b", "factor")))
+            a, b = (values[f"{path}.lora.{part}"] for part in "ab")
+            layer.lora = LoRA(a, b, values.get(f"{path}.lora.factor"))
         for path, module in _modules(model, Experts).items():
             for part in ("up", "down"):
                 if f"{path}.{part}" in self._targets:

@@ -140,8 +140,10 @@ def _read_lora(folder: Path, config: HybridConfig, max_rank: int | None) -> Adap
             pieces[place] = a, b
         for layer, rows in parts:
             own = (a, b[rows], *(each[rows] for each in magnitude))
-            before = layers.setdefault(layer, own[:2])
-            before = (*before, *(magnitudes.setdefault(layer, each) for each in own[2:]))
+            before = (
+                *layers.setdefault(layer, (a, b[rows])),
+                *(magnitudes.setdefault(layer, each) for each in own[2:]),
+            )
             if not all(map(np.array_equal, before, own)):
                 raise CheckpointError(
                     f"{file}: {pair.module} and another module are one shared layer of the model, with different "

@@ -84,17 +84,19 @@ class Linear(nnx.Module):
             y = linear(x, flat, out_dtype=out_dtype)
         else:
             y = linear(x, flat, out_dtype=jnp.float32)
-            if self.lora is not None and adapter is None:
+            if self.lora is None:
+                y = self._add_bias(y)
+            elif adapter is None:
                 raise ValueError("a layer with adapters was called without the tokens' adapters")
-            scales = self.lora is not None and self.lora.factor is not None
-            if scales:  # all but the bias
-                y = (y + self.lora(x, adapter)) * self.lora.factors(adapter)
-            if self.bias is not None:
-                y = y + self.bias[...].reshape(-1).astype(jnp.float32)
-            if self.lora is not None and not scales:
-                y = y + self.lora(x, adapter)
+            elif self.lora.factor is None:
+                y = self._add_bias(y) + self.lora(x, adapter)
+            else:  # factors scale all but the bias
+                y = self._add_bias((y + self.lora(x, adapter)) * self.lora.factors(adapter))
             y = y.astype(out_dtype or x.dtype)
         return y.reshape(*x.shape[:-1], *outputs)
+
+    def _add_bias(self, y: Array) -> Array:
+        return y if self.bias is None else y + self.bias[...].reshape(-1).astype(jnp.float32)
 
     @property
     def is_product(self) -> bool:
