@@ -154,14 +154,13 @@ class Checkpoint:
         dummy = self.load_format == "dummy"
         if not dummy and self.reference.kind is ReferenceKind.HUGGING_FACE and self._quantization is not None:
             return sum(map(nbytes, self.shapes().values()))  # some forms stay narrow, others are widened
-        stored = None if dummy else source_dtype(self.reference)
-        shapes = abstract_parameters(self.config, chosen_dtype(self.dtype, stored))
+        shapes = abstract_parameters(self.config, chosen_dtype(self.dtype, self._source_dtype))
         selection = self._selection(self.config)
         return sum(map(nbytes, (shapes if selection is None else selection.parameters(shapes, None)).values()))
 
     def shapes(self, sharding: Shardings = None) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns shapes and dtypes of the parameters that `load` would load, by dotted path; no weights are read."""
-        dtype = chosen_dtype(self.dtype)
+        dtype = chosen_dtype(self.dtype, self._source_dtype)
         wide = abstract_parameters(self.config, dtype)
         if self.reference.kind is ReferenceKind.ORBAX:
             return stored_parameters(read_description(self.reference.files), dtype)
@@ -192,6 +191,15 @@ class Checkpoint:
             return overridden(PRESETS[self.reference.name].fields, self.reference.hf_overrides)
         except ModelConfigError as error:
             raise CheckpointError(f"{self.reference.name}: {error}") from error
+
+    @property
+    def _source_dtype(self) -> str | None:
+        """The dtype of most stored bytes; None if there are none, or if nothing says it."""
+        if self.load_format == "dummy" or self.reference.kind is ReferenceKind.PRESET:
+            return None
+        if self.reference.kind is ReferenceKind.ORBAX:
+            return str(read_description(self.reference.files).dtype)
+        return _stored_dtype(self._fields)
 
     @cached_property
     def _quantization(self) -> Any:

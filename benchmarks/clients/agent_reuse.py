@@ -85,7 +85,7 @@ def measured(post: Post, *, conversations: int = 8, turns: int = 6, scale: int =
             ]  # fmt: skip
             found.append(ask(str(number), history))
             history.append({"role": "assistant", "content": words(rng, 120), "reasoning_content": words(rng, 150)})
-    first, second = (Reuse(*map(sum, zip(*each, strict=True))) for each in (found, opened))
+    first, second = (Reuse(*map(sum, zip(Reuse(0, 0, 0), *each, strict=True))) for each in (found, opened))
     return first, second
 
 
@@ -106,7 +106,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     whole, first = measured(post, conversations=options.conversations, turns=options.turns)
     for name, each in (("all requests", whole), ("first requests of later conversations", first)):
-        print(f"{name}: {each.cached:,} of {each.oracle:,} tokens ({each.cached / each.oracle:.3f}) of an oracle")
+        print(
+            f"{name}: {each.cached:,} of {each.oracle:,} tokens ({each.cached / max(1, each.oracle):.3f}) of an oracle"
+        )
     return 0
 
 

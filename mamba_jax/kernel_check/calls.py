@@ -268,8 +268,9 @@ def _one_layer_of_each_kind(
     """
     of_block: dict[str, dict[str, Quantized]] = {}
     for path, weight in weights.items():
-        _, _, rest = path.partition(".")
-        of_block.setdefault(f"blocks.{rest.partition('.')[0]}", {})[rest.partition(".")[2]] = weight
+        kind, _, rest = path.partition(".")
+        if kind == "blocks":
+            of_block.setdefault(f"blocks.{rest.partition('.')[0]}", {})[rest.partition(".")[2]] = weight
     layers: dict[Any, int] = {}
     for index, kind in enumerate(config.pattern):
         own = of_block.get(f"blocks.{index}", {})

@@ -91,7 +91,7 @@ class Linear(nnx.Module):
             elif self.lora.factor is None:
                 y = self._add_bias(y) + self.lora(x, adapter)
             else:  # factors scale all but the bias
-                y = self._add_bias((y + self.lora(x, adapter)) * self.lora.factors(adapter))
+                y = self._add_bias(rounded((y + self.lora(x, adapter)) * self.lora.factors(adapter)))
             y = y.astype(out_dtype or x.dtype)
         return y.reshape(*x.shape[:-1], *outputs)
 

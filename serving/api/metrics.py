@@ -237,7 +237,7 @@ def _add_engine(families: Families, stats: Mapping[str, Any], labels: Labels) ->
     add_fetches(families, stats.get("tiers", {}), labels)
     text = "Programs compiled; constant once the server is ready."
     families.count("compilations", text, {labels: stats["compilations"]})
-    text = "Kernels that failed the check at start; their operations run in plain JAX."
+    text = "Kernels that failed the check at start, and are not used."
     families.gauge("kernel_fallbacks", text, {labels: stats["kernel_fallbacks"]})
 
 

@@ -23,7 +23,9 @@ from tests.support import selection
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "PLANTED_FAULT"
-PLANTING_TESTS = "not fault_shows and not fault_is_seen and not mutations and not table"
+PLANTING_TESTS = " and ".join(
+    f"not {name}" for name in ("fault_shows", "fault_is_seen", "fuzzer_sees", "a_test_sees", "mutations", "table")
+)
 SHARE = 0.95
 SECONDS = 900
 """For the tests of one fault. A fault whose tests take longer counts as not detected."""

@@ -363,7 +363,7 @@ def _why_fixed(design: EngineDesign) -> str:
         return f"{design.padding.notice}; use a tensor_parallel_size that divides the heads"
     if design.model.drafter is not None:
         return "the engine has a drafter (speculative_model), which was made for these weights"
-    if design.config.enable_dora:
+    if design.config.enable_lora and design.config.enable_dora:
         return "the factors of adapters with magnitudes (enable_dora) are computed from these weights"
     return ""
 

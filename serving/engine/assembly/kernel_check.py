@@ -41,8 +41,8 @@ UNJUDGED = re.compile(
 """Errors that say nothing of a kernel. The memory of a core, of fixed size, is its own business."""
 _ROOMS = ("kernels_pallas", "mamba_jax")
 _FLAGS = (
-    "model", "revision", "hf_overrides", "dtype", "quantization", "ssm_dtype", "kv_cache_dtype", "tile_size",
-    "num_speculative_tokens", "replay_interval", "max_num_seqs",
+    "model", "load_format", "revision", "hf_overrides", "dtype", "quantization", "ssm_dtype", "kv_cache_dtype",
+    "tile_size", "num_speculative_tokens", "replay_interval", "max_num_seqs",
 )  # fmt: skip
 Verdicts = Mapping[str, str]
 """Why a kernel is not used, by "operation implementation"; empty for one that passed."""

@@ -43,10 +43,11 @@ def main() -> None:
     checkpoint = Checkpoint(
         request["model"], dtype=request["dtype"], quantization=request["quantization"],
         quantization_exclude=request["excluded"], hf_overrides=request["hf_overrides"],
+        load_format=request["load_format"],
     )  # fmt: skip
     weights = checkpoint.shapes()
     calls = calls_of(
-        checkpoint.config, "gpu" if interpreted else platform, sizes, dtype=weights["embed.weight"].dtype,
+        checkpoint.config, "gpu" if interpreted else platform, sizes, dtype=weights["final_norm.weight"].dtype,
         weights=quantized_weights(weights),
     )  # fmt: skip
     compiler = Compiler(1 if request["alone"] else None)
