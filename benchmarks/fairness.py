@@ -5,8 +5,7 @@
 Runs in a checkout, with the tests' small model and adapters. Each attack stands between two controls, in which the
 second key is alone. Goals with two keys: a rate of at least 0.8 of the fair share, which is half of the control's, and
 gaps whose 99th percentile is at most 3 times the control's. `tests/serving/core/test_client_shares.py` shows the same
-without a clock, by counts of steps on machines of known speed, and `tests/serving/api/test_fair_keys.py` that a short
-prompt begins within two steps.
+without a clock, by counts of steps on machines of known speed, and that a short prompt begins within two steps.
 """
 
 from __future__ import annotations

@@ -40,13 +40,13 @@ class LongContext:
 
     tokens: int
     sequences: int
-    """That run at once."""
+    """Number of sequences that run at once."""
     bytes: int
     """Of its states and pages on one device."""
     first_token_s: float
-    """No prompt is computed in less time."""
+    """The least time to the first token of an uncached prompt."""
     decode_ms: float
-    """Nor its next token."""
+    """The least time to each next token."""
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ class AsyncEngine(ReplicaThreads):
                 engine.adapters.reads_files = False
         self._reads = AdapterReads()
         self._loading = asyncio.Lock()
+        self._updating = asyncio.Lock()
         """Held while an adapter is loaded or removed, so that all engines do it in the same order."""
 
     async def generate(
@@ -173,9 +174,10 @@ class AsyncEngine(ReplicaThreads):
         The engines do not wait for each other. Outputs name the version of the engine that produced them. Files are
         read in another thread, for at most `READ_WEIGHTS_SECONDS`.
         """
-        if isinstance(given, str | Path):
-            given = await self._reads.read(bound(_opened, given), READ_WEIGHTS_SECONDS)
-        await self.call_all(WeightsUpdate.of(self.engines, given, version=version, partial=partial).apply)
+        async with self._updating:  # a later update that is read faster does not come first
+            if isinstance(given, str | Path):
+                given = await self._reads.read(bound(_opened, given), READ_WEIGHTS_SECONDS)
+            await self.call_all(WeightsUpdate.of(self.engines, given, version=version, partial=partial).apply)
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Loads an adapter on every engine, and replaces one with the same name. Its files are read in another thread.

@@ -20,7 +20,7 @@ from mamba_jax.program_cache import look_of
 from mamba_jax.programs import Batch
 from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly.build import AssembledEngine, build_engine
-from serving.engine.assembly.kernel_check import refused_kernels
+from serving.engine.assembly.kernel_check import CHECK_SECONDS, checks_kernels, refused_kernels
 from serving.engine.compiled_programs import warm_up
 from serving.engine.steps.loop import StepLoop
 from serving.hosts.host_group import HostGroup
@@ -51,6 +51,8 @@ def gather(
         # While no process has a device. The verdict is kept, and holds for all hosts once they have met.
         with contextlib.suppress(ConfigError):
             refused_kernels(config)
+    elif checks_kernels(config):  # host 0 does, before it answers
+        settings = settings.model_copy(update={"meeting_timeout": settings.meeting_timeout + CHECK_SECONDS})
     group = meet(settings, facts_of(config))
     if group is None:
         return None, config

@@ -2,12 +2,14 @@
 
 Only blocks that lead to a state are reported, because no request can continue from keys and values without one: readers
 that count blocks then choose the server with the deepest state. A block is stored once in each tier, and removed with
-the last state that needs it. Token ids are sent in clear.
+the last state that needs it. Token ids are sent unencrypted.
 """
 
 from __future__ import annotations
 
+import errno
 import importlib.util
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -21,8 +23,13 @@ from serving.core.tiers.journal import Journal
 from serving.settings import ConfigError
 from serving.split.settings import KvEventsSettings
 
+log = logging.getLogger(__name__)
+
 _LOOK = 0.05  # seconds between two batches
+_ANSWER_INTERVAL = 0.5  # seconds between two replays, each of which copies what is present
 _BEAT = 5.0  # seconds without changes after which an empty batch shows readers what they missed
+_REPLAYS = 4  # answers that may wait for a reader; one that does not read loses the rest
+_MOST_ASKED = 1 << 10  # bytes of a reader's message
 _MOST_CHANGES = 1 << 14  # that may wait to be sent; with more, readers begin anew
 _END = (-1).to_bytes(8, "big", signed=True)
 _MEDIA = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}
@@ -145,6 +152,11 @@ class KvJournal(Journal):
             present = self._copied()
         return [{"type": "AllBlocksCleared"}, *self._described(*present)]
 
+    def begin_anew(self) -> None:
+        """Has the next `take` clear what readers know, and describe all present blocks."""
+        with self._lock:
+            self._changes = None
+
     def present(self) -> list[Event]:
         """Returns events that describe all present blocks."""
         with self._lock:
@@ -224,12 +236,17 @@ class KvPublisher:
         self._again: type[Exception] = zmq.Again
         self._events, self._replays = zmq.Context.instance().socket(zmq.PUB), zmq.Context.instance().socket(zmq.ROUTER)
         self._events.set_hwm(settings.hwm)
+        self._replays.set_hwm(_REPLAYS)
         for bound, endpoint in ((self._events, settings.endpoint), (self._replays, settings.replay_endpoint)):
             bound.setsockopt(zmq.LINGER, 0)
+            bound.setsockopt(zmq.MAXMSGSIZE, _MOST_ASKED)
             try:
                 if endpoint is not None:
                     bound.bind(endpoint)
             except zmq.ZMQError as error:
+                if bound is self._events and error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
+                    bound.connect(endpoint)  # as vLLM does: a router listens there
+                    continue
                 raise ConfigError(f"kv_events_config: cannot listen at {endpoint}: {error}") from None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
@@ -243,25 +260,34 @@ class KvPublisher:
         self._replays.close()
 
     def _run(self) -> None:
-        last_sent = 0.0
+        last_sent = last_answered = 0.0
         while not self._over.wait(_LOOK):
-            events = self._journal.take()
-            if events or time.monotonic() - last_sent > _BEAT:
-                last_sent = time.monotonic()
-                self._events.send_multipart((self._topic, self._number.to_bytes(8, "big"), self._batch(events)))
-                self._number += 1
-            self._answer()
+            now = time.monotonic()
+            try:
+                events = self._journal.take()
+                if events or now - last_sent > _BEAT:
+                    last_sent = now
+                    self._events.send_multipart((self._topic, self._number.to_bytes(8, "big"), self._batch(events)))
+                    self._number += 1
+                if now - last_answered > _ANSWER_INTERVAL and self._answer():
+                    last_answered = now
+            except Exception:
+                log.exception("KV events were not sent; readers begin anew")
+                self._journal.begin_anew()
 
-    def _answer(self) -> None:
-        """Answers readers that missed events with one batch of everything that is present."""
+    def _answer(self) -> bool:
+        """Answers a reader that missed events with one batch: none of what it knows, then everything that is present.
+        Returns whether one had asked."""
         try:
             asked = self._replays.recv_multipart(1)  # zmq.NOBLOCK
         except self._again:
-            return
+            return False
         if len(asked) == 3 and self._number:
             before = (self._number - 1).to_bytes(8, "big")
-            self._replays.send_multipart((asked[0], b"", self._topic, before, self._batch(self._journal.present())))
+            everything = self._batch([{"type": "AllBlocksCleared"}, *self._journal.present()])
+            self._replays.send_multipart((asked[0], b"", self._topic, before, everything))
         self._replays.send_multipart((asked[0], b"", b"", _END, b""))
+        return True
 
     def _batch(self, events: list[Event]) -> bytes:
         return self._encode([time.time(), events, 0])

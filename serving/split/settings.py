@@ -89,7 +89,7 @@ class SplitSettings(FleetSettings):
     kv_events_config: str | None = Field(
         None,
         description="JSON object with vLLM's names: publish KV events over ZeroMQ for other routers. Token ids are "
-        "sent in clear. Needs the extra events.",
+        "sent unencrypted. Needs the extra events.",
     )
 
     @property

@@ -87,7 +87,11 @@ def check(prefill: Manifest, decode: Manifest) -> list[str]:
         "layout": (prefill.layout, decode.layout, "run the same version of mamba-jax on both"),
         "dtype": (prefill.dtype, decode.dtype, "give both the same --dtype"),
         "kv_cache_dtype": (prefill.kv_dtype, decode.kv_dtype, "give both the same --kv-cache-dtype"),
-        "model": (prefill.model, decode.model, "give both the same --model, weights and --schedule-invariant"),
+        "model": (
+            prefill.model,
+            decode.model,
+            "give both the same --model, weights, --speculative-model and --schedule-invariant",
+        ),
         "state": (prefill.state, decode.state, "give both the same --model"),
         "rounding": (prefill.rounding, decode.rounding, "give both the same --checkpoint-dtype and --state-block-size"),
         "attention layers": (prefill.attention_layers, decode.attention_layers, "give both the same --model"),
@@ -171,7 +175,7 @@ class StateRequest(Message):
 
 
 class Offer(Message):
-    """A copy that can be fetched: a state, then pieces of the missing tokens as in `point.pieces`."""
+    """A copy that can be fetched: a state, then pieces of the missing tokens as in `state_transfer.programs.pieces`."""
 
     id: str
     key: int  # key in the transport

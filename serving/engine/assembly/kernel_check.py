@@ -1,10 +1,10 @@
 """Finds out, at the first start on a machine, which kernels are wrong there: a child process runs them, not this one.
 
 A verdict is kept for each (device, driver or libtpu, JAX, sources, model and flags), so that a second start reads one
-file. A kernel that is wrong, hangs, crashes, does not compile or is slower than the plain form is not used: the engine
-then runs the operation in its plain form. A kernel that could not be judged, for lack of memory or of the device, is
-used, and nothing is kept. The device is described without JAX, because only one process can own a TPU:
-the child ends before this process starts JAX.
+file. A kernel that is wrong, hangs, crashes, does not compile or is slower than the plain form is not used: the
+operation then has another kernel or its plain form. A kernel that could not be judged, for lack of memory or of the
+device, is used, and nothing is kept. The device is described without JAX, because only one process can own a TPU: the
+child ends before this process starts JAX.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 CHILD = (sys.executable, "-m", "serving.engine.assembly.kernel_check_child")
 STARTING, RUNNING = 180.0, 60.0
 """Seconds of silence after which the child is killed: while it compiles, and while a kernel runs."""
+CHECK_SECONDS = 600
+"""That other hosts wait longer for one that checks kernels. A check of usual models takes less than two minutes."""
 UNJUDGED = re.compile(
     r"MemoryError|RESOURCE_EXHAUSTED(?!.*(vmem|smem|shared memory))|UNAVAILABLE|CANCELLED|DEADLINE_EXCEEDED", re.I
 )
@@ -48,6 +50,13 @@ Verdicts = Mapping[str, str]
 """Why a kernel is not used, by "operation implementation"; empty for one that passed."""
 
 
+def checks_kernels(config: EngineConfig) -> bool:
+    """Returns whether an engine with these flags checks its kernels, unless a verdict is kept."""
+    if config.kernel_check == "off" or config.kernels == "xla":
+        return False
+    return config.kernel_check == "always" or platform_at_hand() != "cpu" or "interpreted" in config.kernels
+
+
 def refused_kernels(config: EngineConfig, *, command: Sequence[str] = CHILD) -> dict[tuple[str, str], str]:
     """Returns the kernels that are not to be used, as (operation, implementation), with the reasons.
 
@@ -57,11 +66,9 @@ def refused_kernels(config: EngineConfig, *, command: Sequence[str] = CHILD) -> 
     Raises:
         ConfigError: a kernel that `kernels` names did not pass.
     """
+    if not checks_kernels(config):
+        return {}
     platform = platform_at_hand()
-    if config.kernel_check == "off" or config.kernels == "xla":
-        return {}
-    if config.kernel_check == "auto" and platform == "cpu" and "interpreted" not in config.kernels:
-        return {}
     request = {name: getattr(config, name) for name in _FLAGS} | {"platform": platform}
     request |= {"page_size": config.page_size_on(platform), "excluded": config.excluded_from_quantization}
     path = cache_home() / "mamba-jax" / "kernels" / f"{_key(request)}.json"

@@ -48,6 +48,8 @@ def chat_positions(
     if system or options.get("tools"):
         content = messages[len(system)].get("content") if len(system) < len(messages) else None
         place = place_of(content[0] if isinstance(content, list) and content else content, text)
+        if place is not None and system and (begin := place_of(system[-1].get("content"), text)) and begin > place:
+            place = None  # the words of the user stand in the system text, too
         with contextlib.suppress(ChatTemplateError):
             if place is None:
                 probe = [*system, {"role": "user", "content": _PROBE}]

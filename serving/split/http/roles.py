@@ -137,9 +137,15 @@ def _transports(kinds: Sequence[str], host: str) -> dict[str, Transport]:
 
 
 def _events(built: AssembledEngine, model: str, settings: SplitSettings) -> list[APIRouter]:
-    """Returns the endpoints that routers follow, and starts KV events; nothing without a prefix cache."""
+    """Returns the endpoints that routers follow, and starts KV events; nothing without a prefix cache.
+
+    Raises:
+        ConfigError: KV events of an engine without a prefix cache.
+    """
     scheduler, block, kv_events = built.engine.loop.scheduler, built.config.state_block_size, settings.kv_events
     if scheduler.index is None:
+        if kv_events is not None:
+            raise ConfigError("kv_events_config needs prefix caching: there is no prefix to report without it")
         return []
     journal = Journal(block) if kv_events is None else KvJournal(block, partial(_adapter_of, built))
     routers = []

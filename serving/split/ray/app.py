@@ -33,8 +33,8 @@ from serving.split.settings import RouterSettings, SplitSettings
 
 log = logging.getLogger(__name__)
 
-_FIXED = frozenset({"role", "advertise", "host", "port", "prefill", "decode", "resources"})
-"""Settings that the application chooses itself."""
+_FIXED = frozenset({"role", "advertise", "host", "port", "prefill", "decode", "resources", "kv_events_config"})
+"""Settings that the application chooses itself, and KV events: replicas of one machine would share their port."""
 METRIC = "requests"  # name of the metric that a replica reports
 _TARGET_REQUESTS = {
     "prefill": 2.0,  # one request runs and one waits; another replica would compute a third one earlier

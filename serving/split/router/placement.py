@@ -129,8 +129,8 @@ class Placement:
         counts: bool = True,
     ) -> Remote | None:
         """Returns the worker for a prompt, whose beginning is `key`: the one with the least work before it can answer
-        (`placing.price`), then with the fewest requests, then with the state in the fastest tier. If no worker has a
-        state, the text decides. `without`: workers to exclude; `counts`: update the statistics.
+        (`load_balancing.price`), then with the fewest requests, then with the state in the fastest tier. If no worker
+        has a state, the text decides. `without`: workers to exclude; `counts`: update the statistics.
         """
         without = [*without, *(worker for worker in workers if worker.load >= self.settings.max_worker_requests)]
         by_text = choose(workers, key, slack=self.settings.slack, without=without)

@@ -58,7 +58,7 @@ def test_the_same_tokens_with_tiers(mode, source, tiers, tmp_path):
 @pytest.mark.parametrize("source", DRAFTERS)
 def test_a_drafter_drafts_from_what_came_back_as_from_what_was_computed(source):
     engine, cold = build("all", source, **(SMALL | TIERS["host"])).engine, build("all", source).engine
-    engine.loop.scheduler.tiers.prices = Free()
+    engine.loop.scheduler.tiers.fetch_costs = Free()
     outputs = conversations(engine)
     for prompt in reversed(outputs):  # what was said long ago was evicted
         found = []
