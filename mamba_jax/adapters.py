@@ -251,7 +251,8 @@ def _factors(
     wide = weight.dequantize() if isinstance(weight, Quantized) else weight
     change = jnp.einsum("...r,ri->...i", b, a, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     norm = jnp.linalg.norm(wide.astype(jnp.float32) + change, axis=-1)
-    return jnp.where(norm > 0, magnitude / norm, 0)
+    factors = magnitude / norm
+    return jnp.where(jnp.isfinite(factors), factors, 0)
 
 
 def _cast(path: str, value: np.ndarray, dtype: np.dtype) -> np.ndarray:

@@ -73,7 +73,9 @@ class Job:
                 400,
                 f"the response could have {values:,} values of log-probabilities and sampling masks: at most {most:,} "
                 "are allowed; send fewer or shorter prompts, or ask for fewer tokens, choices or alternatives",
-                param="logprobs" if params.logprobs is not None else None,
+                param=next(
+                    (name for name in ("logprobs", "prompt_logprobs") if getattr(params, name) is not None), None
+                ),
                 code="response_too_large",
             )
         self.score_bytes = 8 * scored * sum(map(len, self.prompts))

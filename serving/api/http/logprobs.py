@@ -44,7 +44,7 @@ class LogprobWriter:
         return CompletionLogprobs.model_construct(
             tokens=listed(written, lambda begin, end: [self._name(token) for token in tokens[begin:end]]),
             token_logprobs=listed(written, values),
-            top_logprobs=listed(written, top) if self._top else None,
+            top_logprobs=listed(written, top, self._top) if self._top else None,
             text_offset=offsets,
         )
 
@@ -58,14 +58,17 @@ class LogprobWriter:
                 for table in tables[begin:end]
             ]  # fmt: skip
 
-        written: list[dict[int, PromptLogprob] | None] = listed(len(tables), part)
+        values = max((len(table) for table in tables[:2] if table is not None), default=0)
+        written: list[dict[int, PromptLogprob] | None] = listed(len(tables), part, values)
         return written
 
     def chat(self, tokens: Sequence[int], tables: Sequence[TokenLogprobs]) -> ChatLogprobs:
         """Returns the list of objects of `/v1/chat/completions`."""
-        return ChatLogprobs.model_construct(
-            content=listed(len(tokens), lambda begin, end: self.entries(tokens[begin:end], tables[begin:end]))
-        )
+
+        def part(begin: int, end: int) -> list[ChatLogprob]:
+            return self.entries(tokens[begin:end], tables[begin:end])
+
+        return ChatLogprobs.model_construct(content=listed(len(tokens), part, self._top))
 
     def entries(self, tokens: Sequence[int], tables: Sequence[TokenLogprobs]) -> list[ChatLogprob]:
         """Returns the objects of these tokens."""
@@ -128,7 +131,9 @@ class TextLogprobs:
         begin = self._taken
         while self._taken < len(self._tokens) and self._covered < self._text:
             token = self._tokens[self._taken]
-            self._covered += 0 if self._codec.is_special(token) else len(self._codec.token(token))
+            if not self._codec.is_special(token):
+                shown = self._codec.token(token) if self._covered else self._codec.first_token(token)
+                self._covered += len(shown)
             self._taken += 1
         return self._written(begin, self._taken)
 

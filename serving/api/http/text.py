@@ -178,6 +178,14 @@ class TextCodec:
             text = self._texts[token_id] = self.tokenizer.token_text(token_id)
         return text
 
+    def first_token(self, token_id: int) -> str:
+        """Returns one token's text at the begin of a text, where some tokenizers leave out a space."""
+        text = self.token(token_id)
+        if self.tokenizer is None or not text.startswith(" "):
+            return text
+        shown = self.tokenizer.decode([token_id], skip_special_tokens=False)
+        return shown if text == f" {shown}" else text
+
     def is_special(self, token_id: int) -> bool:
         """Returns whether the token is special, and so omitted with `skip_special_tokens`."""
         return self.tokenizer is not None and token_id in self.tokenizer.special_ids

@@ -99,6 +99,12 @@ def test_prompt_logprobs_of_given_ids(server):
         assert own == scored["token_logprobs"][1:]
     other = server.complete([5, 300], echo=True, logprobs=0, max_tokens=0).json()["choices"][0]["logprobs"]
     assert first["prompt_logprobs"][1]["300"]["logprob"] == pytest.approx(other["token_logprobs"][1], abs=1e-4)
+    (choice,) = server.complete(prompts[0], prompt_logprobs=2, max_tokens=0).json()["choices"]
+    likeliest = [
+        sorted(each["rank"] for each in table.values() if each["rank"])[:2] for table in choice["prompt_logprobs"][1:]
+    ]
+    assert likeliest == [[1, 2]] * (len(prompts[0]) - 1)
+    assert server.complete(prompts[0], prompt_logprobs=21).json()["error"]["param"] == "prompt_logprobs"
     lines = server.complete(prompts[0], prompt_logprob_token_ids=ids, stream=True).text.split("\n\n")
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
     shown = [event["choices"][0].get("prompt_logprobs") for event in events]

@@ -218,7 +218,7 @@ class CompletionWriter(ChoicesWriter):
         if self._body.logprobs is not None and (prompt or tokens):
             shown = scores if prompt else ()
             choice.logprobs = self._written(index, prompt, shown, tokens, tables, echoed)
-        if self._body.prompt_logprob_token_ids and first and new.index == 0:
+        if self._body.scores_prompt and first and new.index == 0:
             choice.prompt_logprobs = self._logprobs.prompt(scores)
         self._add_details(choice, piece, tokens)
         if self._body.return_token_ids and first:
@@ -238,7 +238,10 @@ class CompletionWriter(ChoicesWriter):
         codec, offset = self._context.codec, self._offsets.get(index, 0)
         tokens, prompt = [*prompt_ids, *token_ids], len(prompt_ids)
         sizes = [len(codec.token(token)) for token in tokens]
-        for i in codec.hidden(tokens[:prompt], echoed):
+        hidden = set(codec.hidden(tokens[:prompt], echoed))
+        if (first := next((i for i in range(prompt) if i not in hidden), None)) is not None:
+            sizes[first] = len(codec.first_token(tokens[first]))
+        for i in hidden:
             sizes[i] = 0
         if self.job.params.skip_special_tokens:
             written = list(zip(tokens, sizes, strict=True))[prompt:]

@@ -56,7 +56,8 @@ async def tokenized(
         ids, marks = await codec.encode_chat(messages, places=places, fits=fits, **options)
         prompts = [ids]
     else:
-        _check_counts(context, len(request.prompts) * request.n, request.logprobs, "logprobs")
+        for name in ("logprobs", "prompt_logprobs"):
+            _check_counts(context, len(request.prompts) * request.n, getattr(request, name), name)
         prompts = [prompt for prompt in request.prompts if not isinstance(prompt, str)]
         if not prompts:
             texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
@@ -167,8 +168,8 @@ def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any], **m
             values["max_tokens"] = max(limit, 1)
             values["logprobs"] = request.logprobs
             values["prompt_logprob_token_ids"] = request.prompt_logprob_token_ids
-            if request.echo:
-                values["prompt_logprobs"] = request.logprobs
+            asked = request.prompt_logprobs, request.logprobs if request.echo else None
+            values["prompt_logprobs"] = max((count for count in asked if count is not None), default=None)
         case ChatRequest():
             limits = (request.max_completion_tokens, request.max_tokens)
             values["max_tokens"] = next((limit for limit in limits if limit is not None), None)

@@ -257,7 +257,7 @@ class ResponseWriter(BlocksWriter):
         within = at | {"item_id": self._ids[block.index]}
         part = within if block.kind == "call" else within | {"content_index": 0}
         kind = _EVENTS[block.kind]
-        content = {"part": self._content(block)} if block.kind != "call" else {}
+        content = {"part": self._content(block)} if block.kind != "call" and change.what != "more" else {}
         match change.what:
             case "begin":
                 added = ("response.output_item.added", at | {"item": self._item(block, "in_progress")})

@@ -30,11 +30,10 @@ COMMENT = b": keep-alive\n\n"
 _FIRST_EVENT_SECONDS = 0.5
 """Time in which a refused request gets its own status."""
 _IGNORED, _MOST_IGNORED = "x-ignored-fields", 16
-_PART = 8
-"""Items of a list that are made and encoded at once. An item has at most 150 log-probabilities, so that takes a
-millisecond or two."""
-_LONG = 256
-"""Lists with more items are encoded in parts."""
+_PART_VALUES = 1200
+"""Numbers that are made and encoded at once, which takes a millisecond or two; at least one item of a list."""
+_LONG, _ITEM_VALUES = 256, 20
+"""Lists with more items are encoded in parts; if an item has more numbers than these, shorter ones, too."""
 _SENT = 1 << 16
 """Bytes that are sent at once, at least."""
 
@@ -231,11 +230,17 @@ class ListInParts(NamedTuple):
     length: int
     part: Callable[[int, int], list[Any]]
     """Returns the items from one place up to another."""
+    step: int
+    """Number of items that are made at once."""
 
 
-def listed(length: int, part: Callable[[int, int], list[Any]]) -> Any:
-    """Returns a list for a field of a response: as it is if it is short, otherwise a `ListInParts`."""
-    return part(0, length) if length <= _LONG else ListInParts(length, part)
+def listed(length: int, part: Callable[[int, int], list[Any]], values: int = _ITEM_VALUES) -> Any:
+    """Returns a list for a field of a response, whose items have so many `values`: as it is if it is short, otherwise a
+    `ListInParts`."""
+    values = max(values, _ITEM_VALUES)
+    if length * values <= _LONG * _ITEM_VALUES:
+        return part(0, length)
+    return ListInParts(length, part, max(1, _PART_VALUES // values))
 
 
 def is_long(value: Any) -> bool:
@@ -251,11 +256,11 @@ def is_long(value: Any) -> bool:
 
 
 def json_parts(value: Any, *, exclude_unset: bool) -> Iterator[bytes]:
-    """Yields the JSON text of a response. Making each part takes a bounded time: about `_PART` items of a list."""
+    """Yields the JSON text of a response. Making each part takes a bounded time: about `_PART_VALUES` numbers."""
     match value:
         case ListInParts():
-            places = range(0, value.length, _PART)
-            items = (value.part(begin, min(begin + _PART, value.length)) for begin in places)
+            places = range(0, value.length, value.step)
+            items = (value.part(begin, min(begin + value.step, value.length)) for begin in places)
             yield from _joined(b"[]", ([to_json(part)[1:-1]] for part in items))
         case [BaseModel(), *_]:
             yield from _joined(b"[]", (json_parts(item, exclude_unset=exclude_unset) for item in value))

@@ -99,7 +99,12 @@ def _with_functions(values: dict[str, Any]) -> dict[str, Any]:
     choice: Any = values.get("tool_choice")
     allowed = choice.get("allowed_tools", choice) if isinstance(choice, dict) else None
     if isinstance(allowed, dict) and isinstance(listed := allowed.get("tools"), list):
-        ours = [tool for tool in listed if not isinstance(tool, dict) or tool.get("type") in ("function", "custom")]
+        kinds = [tool.get("type", "function") if isinstance(tool, dict) else None for tool in listed]
+        ours = [
+            tool
+            for tool, kind in zip(listed, kinds, strict=True)
+            if not isinstance(kind, str) or kind in ("function", "custom")
+        ]
         changed = {**allowed, "tools": ours}
         choice = {**choice, "allowed_tools": changed} if "allowed_tools" in choice else changed
         values["tool_choice"] = choice = choice if ours or not listed else "none"

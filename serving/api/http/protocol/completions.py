@@ -24,6 +24,9 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = Field(
         None, ge=0, le=1024, description="Report log-probabilities, and this many alternatives."
     )
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=1024, description="Return log-probabilities of the prompt's tokens, and this many alternatives."
+    )
     prompt_logprob_token_ids: TokenIds | None = Field(
         None, description="Return prompt_logprobs: of the prompt's own tokens, and of these ids at each position."
     )
@@ -46,12 +49,17 @@ class CompletionRequest(GenerationRequest):
             raise refusal("suffix", "suffix is not supported: the model continues texts and cannot fill gaps")
         if self.best_of is not None and self.best_of != self.n:
             raise refusal("best_of", "best_of is not supported: use n, and choose among the answers yourself")
-        if self.max_tokens == 0 and not (self.echo or self.prompt_logprob_token_ids):
+        if self.max_tokens == 0 and not (self.echo or self.scores_prompt):
             raise refusal(
                 "max_tokens",
-                "max_tokens must be at least 1 (0 is for echo and prompt_logprob_token_ids, to score a prompt)",
+                "max_tokens must be at least 1 (0 needs echo, prompt_logprobs or prompt_logprob_token_ids)",
             )
         return self
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the response has `prompt_logprobs`."""
+        return self.prompt_logprobs is not None or bool(self.prompt_logprob_token_ids)
 
 
 PromptLogprob = dict[str, float | int | None]

@@ -72,7 +72,7 @@ class ResponsesRequest(ConvertedRequest):
     parallel_tool_calls: bool | None = None
     text: TextOptions = Field(default_factory=TextOptions)
     reasoning: ReasoningOptions | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=1024)
+    top_logprobs: int | None = Field(None, ge=0, le=20)
     include: Items[str] | None = Field(None, description=f"{LOGPROBS} adds log-probabilities; others have no effect.")
     metadata: dict[str, str] | None = None
 
