@@ -2,7 +2,7 @@
 
 * FP8 (ModelOpt, compressed-tensors): `weight` e4m3 [out, in]; `weight_scale`, one number or [out] or [out, 1].
 * FP8 by blocks (DeepSeek, Qwen; compressed-tensors): `weight_scale_inv`, or `weight_scale`, [out / 128, in / 128]
-  rounded up. Either is a factor of the weight.
+  rounded up. Either is a factor of the weight. ModelOpt writes `weight_scale` [out / 128, 1, in / 128, 1].
 * MXFP8 (OCP Microscaling, section 5): `weight_scale`, exponents [out, in / 32] as bytes: 2^(byte - 127).
 * NVFP4: pairs of e2m1 in bytes [out, in / 2], the first in the lower nibble; `weight_scale` e4m3 [out, in / 16]; and
   one number for the tensor, which ModelOpt (`weight`, `weight_scale_2`) multiplies by, and compressed-tensors
@@ -39,7 +39,7 @@ def fp8(module: Module, how: Quantization) -> StoredWeight:
     if module.dtype("weight_scale") in EXPONENTS:
         return _mxfp8(module, shape, values)
     blocks = tuple(-(-n // size) for n, size in zip((outputs, inputs), how.block, strict=True))
-    if scale == (*lead, *blocks) and scale[-2:] not in ((outputs, 1), (1, 1)):
+    if (scale == (*lead, *blocks) and scale[-2:] not in ((outputs, 1), (1, 1))) or len(scale) == len(shape) + 2:
         return _by_blocks(module, shape, "weight_scale", values, how)
     part = module.scale_of_channels("weight_scale", shape)
     label = "FP8, a scale per tensor" if np.prod(scale) == 1 else "FP8, a scale per channel"
@@ -49,12 +49,15 @@ def fp8(module: Module, how: Quantization) -> StoredWeight:
 def _by_blocks(module: Module, shape: tuple[int, ...], suffix: str, values: Part, how: Quantization) -> StoredWeight:
     *lead, outputs, inputs = shape
     rows, columns = how.block
-    module.expect(suffix, (*lead, -(-outputs // rows), -(-inputs // columns)))
+    blocks = (*lead, -(-outputs // rows), -(-inputs // columns))
+    if module.shape(suffix) != (*blocks[:-1], 1, blocks[-1], 1):
+        module.expect(suffix, blocks)
     # Groups have one size here: where blocks do not divide the inputs, smaller ones that do, with the same scales.
     size = int(np.gcd(inputs, columns))
 
     def read() -> np.ndarray:
-        scale = np.repeat(module.view(suffix).astype(np.float32), rows, axis=-2)[..., :outputs, :]
+        scale = module.view(suffix).astype(np.float32).reshape(blocks)
+        scale = np.repeat(scale, rows, axis=-2)[..., :outputs, :]
         each = np.arange(0, inputs, size) // columns
         return np.swapaxes(scale[..., each], -1, -2)
 

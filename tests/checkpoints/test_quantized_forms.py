@@ -77,6 +77,12 @@ def with_factors(kind):
     return write
 
 
+def modelopt_blocks(w):
+    """e4m3 with ModelOpt's scales of blocks, which have two more axes."""
+    parts, wide = fp8_blocks(w, block=(128, 128), name="weight_scale")
+    return parts | {"weight_scale": parts["weight_scale"][:, None, :, None]}, wide
+
+
 def mxfp4(w, *, name="weight"):
     """Pairs of e2m1, and a power of two, as a byte, for each 32 inputs."""
     exponent = RNG.integers(-7, -4, (*w.shape[:-1], w.shape[-1] // 32))
@@ -127,6 +133,7 @@ FORMS = {
     "W4A8_AWQ": (MODELOPT, {r".*_proj": partial(byte_pairs, weight_scale_2=FEW, input_scale=FEW)}),
     "NVFP4_AWQ": (MODELOPT, {r".*down_proj": with_factors(nvfp4), r".*_proj": nvfp4}),
     "INT8_SQ": (MODELOPT, {r".*o_proj": with_factors(int8), r".*_proj": int8}),
+    "FP8_PB_WO": (MODELOPT, {r".*_proj": modelopt_blocks}),
     "MXFP4": (MODELOPT, {r".*_proj": mxfp4}),
     "MXFP4, compressed": (COMPRESSED, {r".*_proj": partial(mxfp4, name="weight_packed")}),
     "bitsandbytes int8": (BNB, {r".*_proj": bitsandbytes_int8}),
