@@ -30,6 +30,7 @@ from serving.core.scheduler import Scheduler
 from serving.engine.assembly.design import EngineDesign
 from serving.engine.assembly.devices import (
     Meshes,
+    adapters_of,
     describe,
     device_meshes,
     least_of_all_processes,
@@ -377,14 +378,6 @@ def _compile_all(engine: Engine, *, progress: bool, keep: bool, label: str) -> N
         engine.adapters.warm_up()
     warm_up(loop, engine.vocab_size, progress=progress and sys.stderr.isatty(), keep=keep, label=label)
     log.info(loop.programs.kernels.report())
-
-
-def adapters_of(config: EngineConfig, model: HybridModel, mesh: Mesh | None) -> Adapters | None:
-    """Allocates memory for adapters on the model's devices. Returns None without enable_lora."""
-    if not config.enable_lora:
-        return None
-    kinds = {"experts": config.lora_experts, "magnitudes": config.enable_dora}
-    return Adapters(model, count=config.max_loras, rank=config.max_lora_rank, mesh=mesh, **kinds)
 
 
 def kernel_choice(config: EngineConfig, refused: Mapping[tuple[str, str], str] | None = None) -> KernelChoice:

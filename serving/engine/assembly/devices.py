@@ -12,6 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from mamba_jax.adapters import Adapters
 from mamba_jax.config import ModelConfigError
 from mamba_jax.head_padding import HeadPadding
 from mamba_jax.model import HybridModel, parameters
@@ -53,6 +54,14 @@ def own_devices(meshes: Sequence[Mesh | None]) -> Sequence[jax.Device] | None:
     """Returns the devices of all meshes that belong to this process; None (the default device) without a mesh."""
     found = [device for mesh in meshes if mesh is not None for device in mesh.local_devices]
     return found or None
+
+
+def adapters_of(config: EngineConfig, model: HybridModel, mesh: Mesh | None) -> Adapters | None:
+    """Allocates memory for adapters on the model's devices. Returns None without enable_lora."""
+    if not config.enable_lora:
+        return None
+    kinds = {"experts": config.lora_experts, "magnitudes": config.enable_dora}
+    return Adapters(model, count=config.max_loras, rank=config.max_lora_rank, mesh=mesh, **kinds)
 
 
 def least_of_all_processes(count: int) -> int:
