@@ -25,6 +25,7 @@ from mamba_jax.program_cache import ProgramCache
 from mamba_jax.rows import Rows
 from mamba_jax.sampling.masks import MaskBatch
 from mamba_jax.sampling.table import DEFAULT_LOGPROBS
+from mamba_jax.sequences import check_ids
 from mamba_jax.sharding import replicated, rows_shardings, use_mesh
 from mamba_jax.step import mask, seat, set_page_table, step
 from mamba_jax.store import Store, StoreShape
@@ -118,7 +119,7 @@ class StepPrograms:
         self.kept: StoredPrograms | None = None
         """Programs on disk: read before a program is compiled, and written after."""
         self._graphdef = graphdef
-        self._shape = StoreShape.of(model.config)
+        self._shape, self._vocab_size = StoreShape.of(model.config), model.config.vocab_size
         self._run = run
         self._change_rows: dict[type[RowsBatch], Callable[..., Rows]] = {
             SeatBatch: partial(seat, source=source),
@@ -224,10 +225,10 @@ class StepPrograms:
         return found
 
     def step(self, store: Store, rows: Rows, batch: StepBatch) -> tuple[Store, Rows, Any]:
-        """One step of any kind. The caller has checked that tokens are in the vocabulary.
+        """One step of any kind.
 
         Raises:
-            ValueError: a prefill batch of another tile size.
+            ValueError: a prefill batch of another tile size, or a token that is not in the vocabulary.
         """
         self._check(batch)
         found: tuple[Store, Rows, Any] = self.cache.run(
@@ -254,6 +255,10 @@ class StepPrograms:
         prefill = batch.prefill if isinstance(batch, MixedBatch) else batch
         if isinstance(prefill, PrefillBatch) and prefill.tile_size != self.tile_size:
             raise ValueError(f"a batch with tiles of {prefill.tile_size}: the programs have {self.tile_size}")
+        for part in (batch.decode, batch.prefill) if isinstance(batch, MixedBatch) else (batch,):
+            if isinstance(part, DecodeBatch | PrefillBatch) and isinstance(part.tokens, np.ndarray):
+                unknown = -1 if isinstance(part, DecodeBatch) else None  # a token that is on the device
+                check_ids(self._vocab_size, part.tokens, part.tokens != unknown)
 
     def _make(self, store: Store | None, rows: Rows, batch: Batch) -> jax.stages.Compiled:
         def lower() -> jax.stages.Lowered:

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from serving.api.http.settings import resolve_settings
-from serving.cli.generation.generate import AnswerStats, _pieces, converse, remote
+from serving.cli.generation.generate import AnswerStats, _texts, converse, remote
 from serving.cli.main import run
 from serving.config import ConfigError
 from tests.support.fleets.processes import free_port
@@ -123,7 +123,7 @@ def test_a_refused_connection_and_bad_events_are_reported():
     assert text.count("error: http://127.0.0.1:1") == 2
     for event in ("{", "[]", '{"choices": 5}', '{"choices": [{}]}', '{"error": 1}', '"x"'):
         with pytest.raises(ConfigError):
-            list(_pieces(iter([f"data: {event}"]), AnswerStats()))
+            list(_texts(iter([f"data: {event}"]), AnswerStats()))
 
 
 def test_terminal_escapes_are_removed():
