@@ -257,8 +257,8 @@ class StepPrograms:
             raise ValueError(f"a batch with tiles of {prefill.tile_size}: the programs have {self.tile_size}")
         for part in (batch.decode, batch.prefill) if isinstance(batch, MixedBatch) else (batch,):
             if isinstance(part, DecodeBatch | PrefillBatch) and isinstance(part.tokens, np.ndarray):
-                unknown = -1 if isinstance(part, DecodeBatch) else None  # a token that is on the device
-                check_ids(self._vocab_size, part.tokens, part.tokens != unknown)
+                given = part.tokens != -1 if isinstance(part, DecodeBatch) else True  # -1: it is on the device
+                check_ids(self._vocab_size, part.tokens, given)
 
     def _make(self, store: Store | None, rows: Rows, batch: Batch) -> jax.stages.Compiled:
         def lower() -> jax.stages.Lowered:

@@ -6,7 +6,7 @@ import jax
 import pytest
 from model_calls import BF16, F32, OPERATIONS, call_of
 
-from mamba_jax.kernel_check.compare import compiled_comparison
+from mamba_jax.kernel_check.compare import WIDE, compiled_comparison
 from mamba_jax.kernel_check.compiling import Compiler
 
 pytestmark = pytest.mark.gpu
@@ -30,4 +30,7 @@ def test_kernel_equals_xla(operation, shape, dtype, store):
     args, kwargs = call.split(call.arguments)
     if why := next(one for one in call.candidates if one.name == "pallas_gpu").why_not(args, kwargs):
         pytest.skip(why)
-    assert not compiled_comparison(call, "pallas_gpu", Compiler())().wrong
+    found = compiled_comparison(call, "pallas_gpu", Compiler())()
+    assert not found.wrong
+    if BF16 not in (dtype, store):
+        assert max(found.y, found.states) <= 2e-4 / WIDE

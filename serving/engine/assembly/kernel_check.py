@@ -36,7 +36,7 @@ CHILD = (sys.executable, "-m", "serving.engine.assembly.kernel_check_child")
 STARTING, RUNNING = 180.0, 60.0
 """Seconds of silence after which the child is killed: while it compiles, and while a kernel runs."""
 CHECK_SECONDS = 600
-"""That other hosts wait longer for one that checks kernels. A check of usual models takes less than two minutes."""
+"""That other hosts wait longer for one that checks kernels. How long a check takes on a TPU has not been measured."""
 UNJUDGED = re.compile(
     r"MemoryError|RESOURCE_EXHAUSTED(?!.*(vmem|smem|shared memory))|UNAVAILABLE|CANCELLED|DEADLINE_EXCEEDED", re.I
 )
