@@ -21,7 +21,7 @@ _HEARTBEAT_INTERVAL = 1.0
 _LOADING_TIMEOUT = 15.0
 """Timeout in seconds until a host can run steps. While it loads and compiles, the heartbeat thread waits for the
 interpreter for up to 3 s on a busy machine."""
-_CAUSE_WAIT = 2.0  # seconds to wait after a failed step: another host's failure may be the cause
+_CAUSE_WAIT = 2.0  # seconds to wait after a failed step or collective: another host's failure may be the cause
 _MAX_CALLS = 4096  # calls that a follower buffers: the leader is one step ahead
 
 
@@ -98,7 +98,8 @@ class HostGroup:
 
     @contextlib.contextmanager
     def ending_together(self, expected: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-        """Any error inside ends all hosts; `expected` errors are logged as one line, others with a traceback."""
+        """Any error inside ends all hosts; `expected` errors are logged as one line, others with a traceback. Others may
+        come from a collective: waits first, so that the log names the host that was lost."""
         try:
             yield
         except expected as error:
@@ -106,6 +107,7 @@ class HostGroup:
         except KeyboardInterrupt:
             self.end(f"host {self.host} was interrupted", code=130)
         except BaseException as error:
+            time.sleep(_CAUSE_WAIT)
             self.end(f"host {self.host} has failed: {one_line(error)}", error=error)
 
     def forward_signals(self) -> None:
