@@ -98,8 +98,8 @@ class HostGroup:
 
     @contextlib.contextmanager
     def ending_together(self, expected: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-        """Any error inside ends all hosts; `expected` errors are logged as one line, others with a traceback. Others may
-        come from a collective: waits first, so that the log names the host that was lost."""
+        """Any error inside ends all hosts; `expected` errors are logged as one line, others with a traceback. Others
+        may come from a collective: waits first, so that the log names the host that was lost."""
         try:
             yield
         except expected as error:
