@@ -145,10 +145,11 @@ time.sleep(600)
     [
         (signal.SIGSTOP, "serving", "sent nothing for 2 s"),
         (signal.SIGKILL, "serving", "closed the connection"),
-        pytest.param(signal.SIGSTOP, "loading", "sent nothing for 15 s", marks=pytest.mark.full),
+        pytest.param(signal.SIGSTOP, "loading", "sent nothing for 6 s", marks=pytest.mark.full),
     ],
 )
-def test_a_process_that_is_frozen_or_killed_is_lost(how, stage, wanted):
+def test_a_process_that_is_frozen_or_killed_is_lost(monkeypatch, how, stage, wanted):
+    monkeypatch.setattr(host_group, "_LOADING_TIMEOUT", 6.0)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         command = [sys.executable, "-c", FROZEN, str(listening.getsockname()[1]), stage]
         other = subprocess.Popen(command, cwd=ROOT)

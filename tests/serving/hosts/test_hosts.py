@@ -1,7 +1,6 @@
 """Several processes run one engine (`jax.distributed`; on CPU, XLA exchanges by gloo) and say what one says."""
 
 import signal
-import subprocess
 from functools import partial
 
 import pytest
@@ -12,7 +11,6 @@ from serving.engine.assembly import build
 from tests.support.engines.engines import QUICK_COMPILE
 from tests.support.fleets.engine_host import FLAGS, answers
 from tests.support.fleets.host_processes import Hosts
-from tests.support.fleets.two_networks import ADDRESSES, TwoNetworks
 from tests.support.models.divisible_checkpoints import EIGHT, FAMILIES, write_checkpoint
 
 pytestmark = pytest.mark.full
@@ -59,6 +57,7 @@ def test_two_hosts_say_what_one_says_and_end_together(tmp_path):
 
 @pytest.mark.slow
 def test_four_hosts_with_two_kinds_of_drafts(tmp_path):
+    """In the end one is frozen, as if its cable were cut: its connections stand, and nothing comes."""
     directory = write_checkpoint(tmp_path / "model", EIGHT)
     modes = ["all", "align", "none", "all"]
     rounds = [{"mamba_cache_mode": mode} | (NGRAM if i != 1 else {}) for i, mode in enumerate(modes)]
@@ -66,33 +65,9 @@ def test_four_hosts_with_two_kinds_of_drafts(tmp_path):
     with Hosts(tmp_path, 4, directory, rounds, go_on=True) as hosts:
         expected = alone(directory)
         check(hosts, expected, modes)
-        hosts.processes[2].send_signal(signal.SIGKILL)
+        hosts.processes[2].send_signal(signal.SIGSTOP)
         seconds = hosts.seconds_to_end([0, 1, 3])
         assert [hosts.end(host)[0] for host in (0, 1, 3)] == [1, 1, 1]
         for host in (0, 1, 3):
             assert "host 2 is lost" in hosts.end(host)[1]
     assert seconds < 10
-
-
-@pytest.fixture(params=[0.0, 0.02])
-def networks(request):
-    try:
-        with TwoNetworks(loss=request.param) as made:
-            yield made
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"needs network namespaces: {getattr(error, 'stderr', None) or error}")
-
-
-@pytest.mark.slow
-def test_a_link_that_may_be_lossy_and_is_cut_in_the_end(tmp_path, networks):
-    directory = write_checkpoint(tmp_path / "model", FAMILIES["mamba2"])
-    place = {"inside": networks.inside(), "address": ADDRESSES[0], "port": 18477}
-    with Hosts(tmp_path, 2, directory, [{}], go_on=True, **place) as hosts:
-        expected = alone(directory)
-        check(hosts, expected, ["all"])
-        networks.cut()
-        assert hosts.seconds_to_end([0, 1]) < 10
-        for host in (0, 1):
-            status, log = hosts.end(host)
-            assert status == 1
-            assert f"host {1 - host} is lost: it" in log

@@ -1,17 +1,17 @@
 """Hosts that are killed or frozen before all have met: the leader exits with one line, in time."""
 
-import contextlib
-import json
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 
+from tests.support.fleets.host_meeting import main
 from tests.support.fleets.processes import free_port
+from tests.support.selection import slow
 
 pytestmark = pytest.mark.full
 
@@ -19,6 +19,19 @@ ROOT = Path(__file__).resolve().parents[3]
 SECONDS, GRACE = 8, 2
 MISSING = "host 1 did not connect in time"
 LATE = "the hosts did not connect within 8 s: a host was not started, cannot be reached or has ended"
+FORKED = multiprocessing.get_context("forkserver")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server():
+    """A process that has imported JAX, of which all hosts are forks: importing takes longer than a meeting."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_PLATFORMS", "cpu")
+        patch.setenv("PYTHONPATH", str(ROOT))
+        FORKED.set_forkserver_preload([main.__module__])
+        forkserver.ensure_running()
+    yield
+    forkserver._forkserver._stop()
 
 
 class Meeting:
@@ -26,24 +39,23 @@ class Meeting:
 
     def __init__(self, folder, stage, *, hosts=2, started=2):
         self.port, self.hosts, self.folder, self.log = free_port(), hosts, folder, folder / "host-0.log"
-        self.processes = [self.start(host, stage if host == 1 else None, f"host-{host}") for host in range(started)]
+        self.processes, self.pipes = [], []
+        for host in range(started):
+            self.start(stage if host == 1 else None, f"host-{host}", host)
         for host in range(started):
             self.reach("started", host)
-        for process in self.processes[: 1 if stage == "started" else None]:
-            self.go_on(process)
+        for host in range(1 if stage == "started" else started):
+            self.go_on(host)
 
-    def start(self, host, stage, name):
+    def start(self, stage, name, host):
         job = {"coordinator": f"127.0.0.1:{self.port}", "num_hosts": self.hosts, "host_id": host, "grace": GRACE}
         job |= {"meeting_timeout": SECONDS, "stop": stage}
-        with (self.folder / f"{name}.log").open("w") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "tests.support.fleets.host_meeting", json.dumps(job)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
-            )
+        pipe, theirs = FORKED.Pipe()
+        process = FORKED.Process(target=main, args=(theirs, str(self.folder / f"{name}.log"), job), daemon=True)
+        process.start()
+        theirs.close()
+        self.processes.append(process)
+        self.pipes.append(pipe)
 
     def __enter__(self):
         return self
@@ -51,25 +63,24 @@ class Meeting:
     def __exit__(self, *_):
         for process in self.processes:
             process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(10)
+            process.join(10)
 
-    @staticmethod
-    def go_on(process):
-        process.stdin.write("\n")
-        process.stdin.flush()
+    def go_on(self, host):
+        self.pipes[host].send(None)
 
     def reach(self, stage, host=1):
         """Waits until a host is there."""
-        for line in self.processes[host].stdout:
-            if line.strip() == stage:
-                return
-        self.__exit__()  # the constructor waits too, and a `with` statement has not entered then
-        raise AssertionError(f"host {host} has ended")
+        try:
+            while self.pipes[host].recv() != stage:
+                pass
+        except (EOFError, ConnectionError):
+            self.__exit__()  # the constructor waits too, and a `with` statement has not entered then
+            raise AssertionError(f"host {host} has ended") from None
 
     def leader_ends(self):
         """Its exit status and its log."""
-        return self.processes[0].wait(120), self.log.read_text()
+        self.processes[0].join(120)
+        return self.processes[0].exitcode, self.log.read_text()
 
 
 def test_a_host_that_was_not_started(tmp_path):
@@ -79,19 +90,27 @@ def test_a_host_that_was_not_started(tmp_path):
     assert MISSING in log
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
-@pytest.mark.parametrize("stage", ["started", "called", "joined", "counted", "invited"])
+STAGES = ("started", "called", "joined", "counted", "invited")
+
+
+@pytest.mark.parametrize(
+    ("stage", "how"),
+    [
+        *((stage, "SIGKILL") for stage in STAGES),
+        *(slow(stage, "SIGSTOP") if stage in ("called", "counted") else (stage, "SIGSTOP") for stage in STAGES),
+    ],
+)
 def test_a_host_that_ends_before_the_meeting(stage, how, tmp_path):
     """Once the leader waited for a minute and more, and was then aborted by JAX."""
     with Meeting(tmp_path, stage) as hosts:
         if stage != "started":
             hosts.reach(stage)
-        hosts.processes[1].send_signal(how)
+        os.kill(hosts.processes[1].pid, getattr(signal, how))
         status, log = hosts.leader_ends()
     assert status in (1, 2), log
     if stage == "started":
         assert MISSING in log
-    elif how == signal.SIGKILL:
+    elif how == "SIGKILL":
         assert "host 1 is lost: it closed the connection" in log
     else:
         assert LATE in log or "host 1" in log
@@ -104,23 +123,25 @@ def test_an_orderly_end_is_no_abort(tmp_path, frozen):
         for host in (0, 1):
             hosts.reach("met", host)
         if frozen:
-            hosts.processes[1].send_signal(signal.SIGSTOP)
-        hosts.go_on(hosts.processes[0])
+            os.kill(hosts.processes[1].pid, signal.SIGSTOP)
+        hosts.go_on(0)
         status, log = hosts.leader_ends()
         assert (status, "host 1 is lost: it " in log) == (int(frozen), frozen), log
         if not frozen:
-            assert hosts.processes[1].wait(10) == 0
+            hosts.processes[1].join(10)
+            assert hosts.processes[1].exitcode == 0
 
 
 def test_a_second_process_of_a_number_is_refused_and_the_group_goes_on(tmp_path):
     with Meeting(tmp_path, None) as hosts:
         for host in (0, 1):
             hosts.reach("met", host)
-        twin = hosts.start(1, None, "twin")
-        hosts.go_on(twin)
-        assert twin.wait(60) != 0
+        hosts.start(None, "twin", 1)
+        hosts.go_on(2)
+        hosts.processes[2].join(60)
+        assert hosts.processes[2].exitcode
         assert "already run; is --host-id 1 taken" in (tmp_path / "twin.log").read_text()
-        assert [process.poll() for process in hosts.processes] == [None, None]
+        assert all(process.is_alive() for process in hosts.processes[:2])
 
 
 def test_a_host_that_ends_while_another_one_is_missing(tmp_path):

@@ -61,7 +61,7 @@ def main(job):
     copy = placing._aligned_copy
     placing._aligned_copy = lambda values, dtype: copied.append(values.nbytes) or copy(values, dtype)
     build.StepPrograms = partial(StepPrograms, compiler_options=QUICK_COMPILE)
-    coordinator = f"{job.get('address', '127.0.0.1')}:{job['port']}"
+    coordinator = f"127.0.0.1:{job['port']}"
     hosts = HostSettings.create(
         coordinator=coordinator, num_hosts=job["hosts"], host_id=job["host"], host_timeout=job.get("timeout", 8)
     )

@@ -1,13 +1,12 @@
-"""A host that only meets the others: `python -m tests.support.fleets.host_meeting JSON`.
+"""A host that only meets the others, in a process that is forked from one with all imports done.
 
-It prints the name of each stage that it reaches, and waits for a line on standard input at the first one, `started`,
-so that all hosts begin together however long their imports take, and at the stage `stop`. After a line at the end, it
-ends in order.
+It sends the name of each stage that it reaches, and waits for a message at the first one, `started`, so that all hosts
+begin together, and at the stage `stop`. After a message at the end, it ends in order.
 """
 
-import json
 import logging
-import sys
+import os
+from multiprocessing.connection import Connection
 
 import jax
 from jax.experimental import multihost_utils
@@ -16,15 +15,18 @@ from serving.hosts import meeting
 from serving.hosts.settings import HostSettings
 
 
-def main(job: dict) -> None:
-    """`job`: fields of `HostSettings`, `stop`, and `grace`, the seconds after `meeting_timeout`."""
+def main(pipe: Connection, log: str, job: dict) -> None:
+    """`log`: a file in the place of the process's stderr. `job`: fields of `HostSettings`, `stop`, and `grace`, the
+    seconds after `meeting_timeout`."""
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), 2)
     stop = job.pop("stop", None)
     meeting._GRACE = job.pop("grace", meeting._GRACE)
 
     def reach(stage: str) -> None:
-        print(stage, flush=True)
+        pipe.send(stage)
         if stage in ("started", stop):
-            sys.stdin.readline()
+            pipe.recv()
 
     def after(where, name: str, stage: str) -> None:
         original = getattr(where, name)
@@ -45,9 +47,5 @@ def main(job: dict) -> None:
     logging.basicConfig(format="%(message)s")
     group = meeting.meet(settings, {})
     reach("met")
-    sys.stdin.readline()
+    pipe.recv()
     group.exit()
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

@@ -17,19 +17,17 @@ ROOT = Path(__file__).resolve().parents[3]
 class Hosts:
     """Starts them at once; leave the context to be rid of them."""
 
-    def __init__(self, folder: Path, count: int, directory: Path, rounds: list[dict], *, inside=(), **job) -> None:
-        """`inside`: for each host the words that start a command where it is to run."""
-        port = job.pop("port", None) or free_port()
+    def __init__(self, folder: Path, count: int, directory: Path, rounds: list[dict], **job) -> None:
+        port = free_port()
         environment = os.environ | {"XLA_FLAGS": QUICK_XLA_FLAGS, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
         self.logs = [folder / f"host-{host}.log" for host in range(count)]
         self.processes = []
         for host, log in enumerate(self.logs):
             described = {"port": port, "hosts": count, "host": host, "directory": str(directory), "rounds": rounds}
-            words = [*(inside[host] if inside else ()), sys.executable, "-m", "tests.support.fleets.engine_host"]
             with log.open("w") as file:
                 self.processes.append(
                     subprocess.Popen(
-                        [*words, json.dumps(described | job)],
+                        [sys.executable, "-m", "tests.support.fleets.engine_host", json.dumps(described | job)],
                         env=environment,
                         stdout=subprocess.PIPE,
                         stderr=file,
