@@ -7,12 +7,14 @@ A test belongs to the default tier unless a marker says otherwise:
   of the parameters `a` and `b`. A test that classes inherit runs once for each class.
 * `slow`: runs with `--slow`.
 
+Each test of the default tier is given the marker `default`, so that CI does not run it twice.
+
 A file or test that the command line names runs as with `--full`. Tests that are not selected are deselected.
 """
 
 import functools
 import re
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from pathlib import Path
 
 import pytest
@@ -21,8 +23,8 @@ TESTS = Path(__file__).parents[1]
 WORD = re.compile(r"\w+")
 DEFINITION = re.compile(r"^\s*(?:async )?(?:def|class) (\w+)", re.MULTILINE)
 ALL_FULL = re.compile(r"^pytestmark = .*\bmark\.(full|slow)\b", re.MULTILINE)
-CHOICE = re.compile(r"\(?(full|smoke|fuzz)\b(?: or (full|smoke|fuzz)\b)?\)?(?: and not \w+)?")
-"""Of `-m`: what is chosen by one or two of these markers, apart from what another marker leaves out."""
+CHOICE = re.compile(r"\(?(full|smoke|fuzz)\b(?: or (full|smoke|fuzz)\b)?\)?(?: and not \w+)*")
+"""Of `-m`: what is chosen by one or two of these markers, apart from what other markers leave out."""
 IMPORT = re.compile(r"^from (?:tests\.\w[\w.]*\.)?(test_\w+) import", re.MULTILINE)
 
 
@@ -50,9 +52,8 @@ def named_files(config: pytest.Config) -> set[Path]:
 class Selector:
     """Decides for each test, in the order of collection."""
 
-    def __init__(self, config: pytest.Config) -> None:
-        self.full, self.slow = full_tier(config), config.getoption("--slow")
-        self._named = named_files(config)
+    def __init__(self, *, full: bool = False, slow: bool = False, named: Collection[Path] = ()) -> None:
+        self.full, self.slow, self._named = full, slow, named
         self._met: set[Hashable] = set()
 
     def __call__(self, item: pytest.Item) -> bool:
@@ -75,8 +76,11 @@ class Selector:
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the selected tests in `items` and report the others as deselected."""
-    selector, selected, deselected = Selector(config), [], []
+    default, selected, deselected = Selector(), [], []
+    selector = Selector(full=full_tier(config), slow=config.getoption("--slow"), named=named_files(config))
     for item in items:
+        if default(item):
+            item.add_marker("default")
         (selected if selector(item) else deselected).append(item)
     if deselected:
         config.hook.pytest_deselected(items=deselected)
