@@ -15,9 +15,9 @@ def pytest_generate_tests(metafunc):
         tiers = {"default": (), "full": full, "slow": slow}
     else:  # whole sequences of one model of each family: those whose steps the full tier compiles
         tiers = {"default": (), "full": (), "slow": full if cases is None else ()}
-    params = [
-        pytest.param(name, marks=tiers[recipe.steps]) for name, recipe in RECIPES.items() if name in (cases or RECIPES)
-    ]
+    # First those that the default tier compiles for other tests.
+    recipes = sorted(RECIPES.items(), key=lambda item: item[1].steps != "default")
+    params = [pytest.param(name, marks=tiers[recipe.steps]) for name, recipe in recipes if name in (cases or RECIPES)]
     metafunc.parametrize("case", params, indirect=True, scope="session")
 
 

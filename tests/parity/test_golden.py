@@ -1,9 +1,12 @@
-"""Hugging Face's log-probabilities and greedy tokens, by whole sequences and by real steps."""
+"""Hugging Face's log-probabilities and greedy tokens, by whole sequences and by real steps.
+
+However a prompt is cut into steps, the distribution after each piece is that of the whole sequence.
+"""
 
 import numpy as np
 import pytest
 
-from tests.support.engines.prompt_stepper import TOP
+from tests.support.engines.prompt_stepper import TILE, TOP
 from tests.support.models.golden_case import CLEAR_GAP, TO_HUGGING_FACE, TO_OURSELVES
 
 
@@ -56,3 +59,37 @@ def test_greedy_continuations(case, stepper):
         expected, gaps = case.greedy(row)
         clear = next((i for i, gap in enumerate(gaps) if gap < CLEAR_GAP), len(gaps))
         assert [int(step[row]) for step in tokens][:clear] == expected[:clear]
+
+
+PIECE = TILE + 5
+SPLITS = {
+    "halves": lambda n, _: [n // 2, n - n // 2] if n > 1 else [n],
+    "odd pieces": lambda n, _: [PIECE] * (n // PIECE) + [n % PIECE] * (n % PIECE > 0),
+    "random pieces": lambda n, random: np.diff(sorted({0, *random.integers(1, n, 5), n})) if n > 1 else [n],
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("split", SPLITS)
+def test_split_prefill_equals_the_whole(case, stepper, split):
+    generator = np.random.default_rng(7)
+    pieces = {row: SPLITS[split](len(prompt), generator) for row, prompt in enumerate(case.prompts)}
+    for turn in range(max(map(len, pieces.values()))):
+        _, written = stepper.prefill({row: sizes[turn] for row, sizes in pieces.items() if turn < len(sizes)})
+        for (row, end), got in zip(written, stepper.log_probs(list(written.values())), strict=True):
+            assert np.abs(got - case.full[row][end - 1]).max() <= TO_OURSELVES, (row, end)
+    assert stepper.length == [len(prompt) for prompt in case.prompts]
+
+
+@pytest.mark.smoke
+def test_decoding_token_by_token_equals_prefill(case, stepper):
+    # The first token is never a decode row. The longest prompt is prefilled but for as many tokens as a chunk has.
+    steps = sorted(map(len, case.prompts))[-2]
+    stepper.prefill({row: max(1, len(prompt) - steps) for row, prompt in enumerate(case.prompts)})
+    while rows := [row for row, prompt in enumerate(case.prompts) if stepper.length[row] < len(prompt)]:
+        output = stepper.decode(rows)
+        got = stepper.log_probs([stepper.slot[row] for row in rows])
+        for j, row in enumerate(rows):
+            expected = case.full[row][stepper.length[row] - 1]
+            assert np.abs(got[j] - expected).max() <= TO_OURSELVES, (row, stepper.length[row])
+            assert abs(output.logprobs[j, 0] - expected.max()) <= TO_OURSELVES
