@@ -158,8 +158,7 @@ def test_convert_keeps_the_dtype_and_copies_the_small_files(converted):
     assert checkpoints.generation_config(converted).eos_token_ids == (2, 3)
 
 
-@pytest.mark.parametrize("saved_on", [None, 2])
-@pytest.mark.parametrize("loaded_on", [None, 2, 4])
+@pytest.mark.parametrize(("saved_on", "loaded_on"), [(None, 2), (2, None), (2, 4)])
 def test_any_sharding_reads_any_other(source, tmp_path, saved_on, loaded_on):
     saving = saved_on and row_sharding(saved_on)
     loading = loaded_on and row_sharding(loaded_on)

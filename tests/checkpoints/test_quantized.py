@@ -30,14 +30,16 @@ TOLERANCE = 2e-4
 
 
 def assert_stands_for(quantized, wide, *, narrow=True):
-    """A quantized checkpoint has the weights of the wide one, and keeps some of them narrow."""
-    few, expected = values(load(quantized)), values(load(wide))
+    """A quantized checkpoint has the weights of the wide one, and keeps some of them narrow. Returns both models."""
+    models = load(quantized), load(wide)
+    few, expected = map(values, models)
     found = quantized_weights(few)
     assert bool(found) == narrow
     for path, value in expected.items():
         got = found[path].dequantize() if path in found else few[path]
         assert got.shape == value.shape
         np.testing.assert_allclose(got, value, rtol=2e-6, atol=1e-7, err_msg=path)
+    return models
 
 
 def written(tmp_path, model, method):
@@ -57,9 +59,12 @@ def test_weights_are_those_that_the_format_stands_for(tmp_path, model, method):
     assert_stands_for(*written(tmp_path, model, method), narrow=method != "GPTQ act-order")
 
 
+RUN = [(method, model) for model in CONFIGS for method in ("modelopt NVFP4", "compressed FP8 block")]
+RUN += [("AWQ", "falcon"), ("compressed INT8", "granite")]
+
+
 @pytest.mark.smoke
-@pytest.mark.parametrize("method", ["modelopt NVFP4", "compressed FP8 block", "AWQ", "compressed INT8"])
-@pytest.mark.parametrize("model", CONFIGS)
+@pytest.mark.parametrize(("method", "model"), RUN)
 def test_says_what_the_wide_weights_say(tmp_path, model, method):
     narrow, wide = (load(directory) for directory in written(tmp_path, model, method))
     prompts = [np.random.default_rng(0).integers(0, 250, 40)]

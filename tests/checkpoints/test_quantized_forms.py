@@ -150,10 +150,9 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_are_known_by_their_tensors(tmp_path, form):
     description, formats = FORMS[form]
-    narrow, wide = write_quantized(tmp_path, config_of("falcon"), formats, description)
-    assert_stands_for(narrow, wide)
+    models = assert_stands_for(*write_quantized(tmp_path, config_of("falcon"), formats, description))
     prompts = [np.random.default_rng(0).integers(0, 250, 40)]
-    got, expected = (full_log_probs(load(directory), prompts)[0] for directory in (narrow, wide))
+    got, expected = (full_log_probs(model, prompts)[0] for model in models)
     assert np.abs(got - expected).max() <= TOLERANCE
 
 

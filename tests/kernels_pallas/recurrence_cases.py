@@ -14,7 +14,7 @@ import model_shapes
 import numpy as np
 import pytest
 from model_shapes import DELTA, MAMBA2
-from operation_checks import Draw, assert_in_place, jitted
+from operation_checks import ELSEWHERE, Draw, assert_in_place, jitted
 
 from kernels_pallas import native, recurrence, selective_scan
 from kernels_pallas.recurrence import Entry
@@ -83,13 +83,16 @@ def fitting(implementation, shape):
 
 
 def cases(*implementations, shapes=ODD, lacks=(("native", "selective"),), slow=()):
-    """Each implementation with each recurrence, but for those in `lacks`, (implementation, kind); some are slow."""
+    """Each implementation with each recurrence, but for those in `lacks`, (implementation, kind); some are slow, as are
+    published sizes in the form for accelerators: odd sizes have all kinds of grouping.
+    """
     found = []
     for implementation, shape in itertools.product(implementations, shapes):
         if (implementation, kind(shape)) in lacks:
             continue
         marks = [pytest.mark.smoke] if shapes is ODD and "by channel" not in kind(shape) else []
-        if implementation in slow or (shape is LINEAR and implementation in KERNELS):
+        published = shapes is SHAPES and implementation == ELSEWHERE and "-" in shape.name
+        if implementation in slow or published or (shape is LINEAR and implementation in KERNELS):
             marks.append(pytest.mark.slow)
         if implementation == "native":
             missing = native.WHY_MISSING or ("erase" in kind(shape) and not native.has_wide_registers())

@@ -48,11 +48,9 @@ def choice(tokens, experts, count):
 
 FEW = [
     case("recurrence_update", NEMOTRON),
-    case("gated_update", NEMOTRON),
     case("gated_update", NANO, steps=4),
     case("recurrence_scan", NEMOTRON, tiles=16),
     case("recurrence_replay", BAMBA.divided(8), rows=8, store=BF16),
-    case("gated_replay", NEMOTRON),
     case("gated_replay", NANO, rows=8, steps=4),
     case("recurrence_update", NEXT),
     case("recurrence_update", KIMI, steps=4),
@@ -64,7 +62,6 @@ FEW = [
     case("recurrence_scan", KIMI, tiles=16),
     case("recurrence_replay", KIMI, steps=4),
     case("gated_replay", NEXT),
-    case("gated_replay", KIMI, steps=4),
     *every("selective_update", [FALCON], inner=(8192,), steps=(1, 4)),
     *every("selective_scan", [FALCON], inner=(8192,), tiles=(16,)),
     case("paged_attention", ATTENDING[1], rows=64, q_len=4),
@@ -75,7 +72,7 @@ FEW = [
     case("paged_attention", ATTENDING[1], rows=64, head_dim=224),
     case("paged_attention", ATTENDING[1], rows=64, store=FP8),
     case("paged_attention", ATTENDING[1], rows=64, head_dim=192, store=FP8),
-    *(choice(*sizes) for sizes in CHOICES[:2]),
+    choice(*CHOICES[0]),
     *(
         case("expert_mlp", mlp)
         for mlp in EXPERT_MLPS
@@ -84,10 +81,10 @@ FEW = [
 ]
 EVERY = [
     *every("recurrence_update", [NANO, *OTHERS], steps=(4,)),
-    *every("gated_update", OTHERS, steps=(4,)),
+    *every("gated_update", [NEMOTRON, *OTHERS], steps=(4,)),
     *every("recurrence_scan", [NANO, *OTHERS], tiles=(16,)),
     *every("recurrence_replay", [*MODELS, *OTHERS], rows=(64, 128), steps=(1, 4)),
-    *every("gated_replay", [NANO, BAMBA, GRANITE, *OTHERS], steps=(1, 4)),
+    *every("gated_replay", [*MODELS, *OTHERS], steps=(1, 4)),
     *every("recurrence_update", [LARGE, ODD], rows=(8,), steps=(4,)),
     *every("recurrence_update", DIVIDED_DELTA, rows=(1, 64, 256), steps=(1, 4)),
     *every("recurrence_update", DIVIDED_DELTA, store=(BF16,), steps=(4,)),

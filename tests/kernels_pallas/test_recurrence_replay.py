@@ -37,6 +37,7 @@ from recurrence_cases import (
 from kernels_pallas import native
 from kernels_pallas.places import Anchored, Rows
 from kernels_pallas.recurrence import recurrence_replay
+from tests.support.selection import slow
 
 pytestmark = pytest.mark.full
 
@@ -223,8 +224,11 @@ def test_in_place(implementation, shape, rows, dtype):
     check_in_place("replay", implementation, shape, tokens, lambda _: places, tail)
 
 
-@pytest.mark.parametrize("heads", [16, 48])
-@pytest.mark.parametrize("shape", [MAMBA, ERASING, BY_CHANNEL], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    ("shape", "heads"),
+    [(MAMBA, 16), (MAMBA, 48), (ERASING, 16), (BY_CHANNEL, 48), slow(ERASING, 48), slow(BY_CHANNEL, 16)],
+    ids=lambda s: getattr(s, "name", s),
+)
 def test_several_blocks_of_heads_on_tpu(shape, heads, monkeypatch):
     # 16 heads: a block is half a group. 48: three blocks, of a group each.
     monkeypatch.setattr("kernels_pallas.recurrence.replay.pallas_tpu.BLOCK_BYTES", 8 * 16 * 128 * 4)

@@ -52,42 +52,32 @@ from tests.support.hlo_traffic import Traffic
 from tests.support.selection import slow
 
 pytestmark = pytest.mark.tpu_compile
-FULL, SLOW = pytest.mark.full, pytest.mark.slow
+FULL = pytest.mark.full
 
 ATTENDING_DIVIDED = [divided(model, n) for model in ATTENDING for n in (1, 4, 8)]
 FEW = [
     case("recurrence_update", NEMOTRON, chip="v5e", rows=8, steps=4),
     case("recurrence_update", BAMBA.divided(4), chip="v6e", rows=256, marks=FULL),
     case("recurrence_update", NANO.divided(8), chip="tpu7x", rows=8, steps=4, store=BF16, marks=FULL),
-    case("recurrence_scan", NEMOTRON.divided(8), chip="v5e", tiles=16, marks=FULL),
     case("recurrence_scan", BAMBA.divided(8), chip="v6e", tiles=1, tile_size=128, store=BF16, marks=FULL),
     case("recurrence_scan", NANO.divided(8), chip="tpu7x", tiles=16, marks=FULL),
     case("recurrence_scan", LIGHTNING.divided(8), chip="v6e", tiles=16, marks=FULL),
     case("recurrence_scan", NANO.divided(8), chip="v5e", tiles=256, marks=FULL),
-    case("gated_scan", NEMOTRON.divided(8), chip="v6e", tiles=18, marks=FULL),
     case("gated_scan", NANO.divided(8), chip="tpu7x", tiles=18, marks=FULL),
     case("recurrence_replay", NEMOTRON, chip="v5e", rows=128, steps=4, marks=FULL),
-    case("recurrence_replay", BAMBA.divided(4), chip="v6e", steps=4, marks=FULL),
     case("recurrence_replay", NANO.divided(8), chip="tpu7x", rows=8, steps=4, interval=8, store=BF16, marks=FULL),
     case("recurrence_replay", LIGHTNING.divided(8), chip="v6e", steps=4, marks=FULL),
     case("recurrence_update", NEXT, chip="v5e", steps=4, marks=FULL),
-    case("recurrence_update", LARGE.divided(8), chip="v6e", steps=4, marks=FULL),
     case("recurrence_update", NEXT.divided(8), chip="tpu7x", rows=8, store=BF16, marks=FULL),
     case("recurrence_update", KIMI.divided(8), chip="v6e", steps=4, marks=FULL),
     case("recurrence_scan", NEXT.divided(8), chip="v5e", tiles=16),
     case("recurrence_scan", LARGE.divided(8), chip="v6e", tiles=16, tile_size=64, marks=FULL),
     case("recurrence_scan", KIMI.divided(8), chip="v6e", tiles=16, marks=FULL),
     case("recurrence_replay", NEXT, chip="v5e", steps=4),
-    case("recurrence_replay", LARGE, chip="v6e", steps=4, marks=SLOW),
-    case("recurrence_replay", LARGE.divided(8), chip="v6e", rows=8, marks=FULL),
     case("recurrence_replay", KIMI, chip="v5e", steps=4, marks=FULL),
-    case("recurrence_replay", KIMI.divided(8), chip="v6e", steps=4, marks=SLOW),
     case("recurrence_replay", NEXT.divided(8), chip="tpu7x", rows=8, store=BF16, marks=FULL),
-    *(
-        case(operation, FALCON, chip=chip, inner=inner, steps=4, tiles=16, marks=FULL)
-        for operation in ("selective_scan", "selective_update")
-        for chip, inner in (("v5e", 1024), ("v6e", 8192))
-    ),
+    case("selective_scan", FALCON, chip="v6e", inner=8192, tiles=16, marks=FULL),
+    case("selective_update", FALCON, chip="v5e", inner=1024, steps=4, marks=FULL),
     case("paged_attention", ATTENDING[1], chip="v5e", rows=64, q_len=4),
     case("paged_attention", divided(ATTENDING[0], 8), chip="v6e", rows=64, marks=FULL),
     case("paged_attention", divided(ATTENDING[1], 8), chip="tpu7x", rows=4, blocks_of_row=4, q_len=128, marks=FULL),

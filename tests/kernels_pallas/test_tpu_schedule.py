@@ -22,7 +22,7 @@ MOST = [
     ("selective_update", {"rows": 64, "steps": 1}, {"v5e": 1050, "v6e": 1050, "tpu7x": 1050}),
     ("selective_scan", {"tiles": 16}, {"v5e": 2300, "v6e": 2300, "tpu7x": 2300}),
 ]
-BY_DEFAULT = [(MOST[n][0], MOST[n][1], "v5e", MOST[n][2]["v5e"]) for n in (0, 4, 5)]
+BY_DEFAULT = [(MOST[n][0], MOST[n][1], "v5e", MOST[n][2]["v5e"]) for n in (0, 4)]
 OTHERS = [(kernel, sizes, chip, most) for kernel, sizes, of in MOST for chip, most in of.items()]
 
 

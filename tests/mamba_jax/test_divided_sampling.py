@@ -70,7 +70,7 @@ def test_several_devices_choose_what_one_chooses(rows):
     alone = run(1)
     assert alone[0].count.max() > 1
     np.testing.assert_array_equal(alone[0].finite, np.isfinite(logits).all(-1))
-    for shards in (2, 4, 8):
+    for shards in (2, 8):
         for ours, theirs in zip(jax.tree.leaves(run(shards)), jax.tree.leaves(alone), strict=True):
             if ours.dtype == np.float32:
                 np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)

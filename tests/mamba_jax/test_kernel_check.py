@@ -154,7 +154,7 @@ QUANTIZED = ("quantized_linear", "quantized_grouped_matmul")
 
 
 @pytest.mark.full
-@pytest.mark.smoke("model")
+@pytest.mark.smoke("platform")
 @pytest.mark.parametrize(
     "model",
     ["nemotron-h-8b", "nemotron-3-nano-30b-a3b", "qwen3-next-80b-a3b", "falcon-mamba-7b", "kimi-linear-48b-a3b"],
