@@ -117,9 +117,9 @@ def test_host_time_of_a_decode_step(drafts: int) -> None:
 
 BOUND = 6_000
 LATE = (80,)
-"""Faults that take thousands of schedules to show belong to the full tier."""
+"""Faults that take thousands of schedules to show are planted with `--slow`."""
 BY_FUZZER = [
-    pytest.param(fault, marks=[pytest.mark.full] if number in LATE else [])
+    pytest.param(fault, marks=[pytest.mark.slow] if number in LATE else [])
     for number, fault in sorted(CORE.items())
     if fault.seen_by is None
 ]

@@ -30,7 +30,12 @@ KINDS: tuple[tuple[dict[int, Fault], int, dict[str, Any]], ...] = (
     (ADAPTERS, 70_000_000, {"model": SMALLEST, "adapters": True}),
     (BITS, 70_000_000, {"model": f"{SMALLEST}, invariant float32"}),
 )
-CASES = [pytest.param(fault, first, how, id=str(fault)) for table, first, how in KINDS for fault in table.values()]
+CASES = [
+    pytest.param(fault, first, how, id=str(fault), marks=pytest.mark.slow if table is BITS else pytest.mark.full)
+    for table, first, how in KINDS
+    for fault in table.values()
+]
+"""Those of bits need programs that LLVM has optimized."""
 
 
 def shows(plant: Callable[[], object], first: int, **how: Any) -> None:
@@ -45,7 +50,6 @@ def shows(plant: Callable[[], object], first: int, **how: Any) -> None:
         [run_trace(seed, **how) for seed in seeds]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("fault", "first", "how"), CASES)
 def test_fault_shows(fault: Fault, first: int, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     if fault in BITS.values() and WHY_MISSING is not None:
@@ -63,7 +67,7 @@ def test_fault_shows(fault: Fault, first: int, how: dict[str, Any], monkeypatch:
     shows(plant, first, **how)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_chunks_that_run_over_a_boundary_are_noticed() -> None:
     """States that are not rounded where the references' are. The bound of rounded states is narrow enough to see it."""
     sound = design.scheduler_config

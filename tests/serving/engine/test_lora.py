@@ -10,6 +10,7 @@ from checkpoints.adapters.adapter import CONFIG_FILE
 from serving import LLM, LoRARequest, RequestError, SamplingParams
 from serving.core.cache.content import Scope, root
 from tests.support.models.golden_case import FIXTURES, FLAGS, TO_HUGGING_FACE, Case, said, same
+from tests.support.selection import slow
 
 FIXTURE = "lfm2"
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -60,7 +61,7 @@ def test_an_adapter_says_what_peft_says(llm, prompt, directory):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [slow(1), 2])
 def test_magnitudes_change_the_rows_of_their_adapter_only(llm, prompt, directory, devices):
     folder = FIXTURES / FIXTURE / "dora"
     with pytest.raises(RequestError, match=r"has magnitudes .* need the flag enable_dora"):

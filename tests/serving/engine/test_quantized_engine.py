@@ -16,6 +16,7 @@ from serving import LLM, SamplingParams
 from tests.support.engines.engine_harness import SMALL
 from tests.support.models.golden_case import log_probs
 from tests.support.models.quantized_checkpoints import METHODS, config_of, write_mixed, write_quantized
+from tests.support.selection import some_slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 FLAGS = SMALL | {"debug_state": True, "load_format": "auto", "replay_interval": 1}
@@ -48,7 +49,7 @@ def wide_model(directory):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ARRANGEMENTS)
+@pytest.mark.parametrize("name", some_slow(ARRANGEMENTS, "all, drafts"))
 def test_chooses_what_the_wide_weights_choose(mixed, name):
     llm = LLM(mixed[0], **(FLAGS | ARRANGEMENTS[name]))
     outputs = [llm.generate({"prompt_token_ids": ids}, GREEDY, use_tqdm=False)[0] for ids in prompts()]

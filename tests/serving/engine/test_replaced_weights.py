@@ -22,6 +22,7 @@ from tests.support.engines.small_tiers import Free
 from tests.support.engines.versioned_engine import VersionedEngine
 from tests.support.models.golden_case import chosen_logprobs, log_probs
 from tests.support.models.tiny_configs import TRAINABLE
+from tests.support.selection import slow
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -125,8 +126,8 @@ def changed(directory, tmp_path):
     ("model", "dtype", "quantization"),
     [
         ("nemotronh-moe", "bfloat16", "nvfp4"),
-        ("nemotronh-moe", "bfloat16", "int8"),
-        ("qwen3next", "bfloat16", "nvfp4"),
+        slow("nemotronh-moe", "bfloat16", "int8"),
+        slow("qwen3next", "bfloat16", "nvfp4"),
         ("qwen3next", "float32", "fp8"),
         ("qwen3next", "bfloat16", "int4"),
     ],

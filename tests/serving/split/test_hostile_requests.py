@@ -4,6 +4,7 @@ stays bounded."""
 import pytest
 
 from tests.support.fleets.processes import router, running, worker
+from tests.support.selection import slow
 from tests.support.servers.bystander import check_bystanders_are_unaffected
 from tests.support.servers.hostile_requests import HOSTILE
 
@@ -29,7 +30,7 @@ def places(tmp_path_factory):
         }
 
 
-@pytest.mark.parametrize("place", ["server", "router", "prefill worker"])
+@pytest.mark.parametrize("place", ["server", "router", slow("prefill worker")])
 @pytest.mark.parametrize("hostile", HOSTILE, ids=lambda hostile: hostile.name)
 def test_bystanders_are_unaffected(places, hostile, place):
     check_bystanders_are_unaffected(hostile, *places[place])

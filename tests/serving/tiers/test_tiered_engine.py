@@ -6,7 +6,7 @@ import pytest
 from serving.core.tiers.tiers import FetchCosts
 from tests.support.engines.engines import Continuation, finish
 from tests.support.fleets.split_pair import DRAFTERS, GREEDY, MAX_LEN, assert_as_alone, build, tokens
-from tests.support.selection import slow
+from tests.support.selection import slow, some_slow
 
 # Two running sequences with their drafts, and little other space: nearly every checkpoint is evicted.
 SMALL = {"max_num_seqs": 2, "num_slots": 14, "num_pages": 26, "max_num_batched_tokens": 40}
@@ -55,7 +55,7 @@ def test_the_same_tokens_with_tiers(mode, source, tiers, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("source", DRAFTERS)
+@pytest.mark.parametrize("source", some_slow(DRAFTERS, "dflash"))
 def test_a_drafter_drafts_from_what_came_back_as_from_what_was_computed(source):
     engine, cold = build("all", source, **(SMALL | TIERS["host"])).engine, build("all", source).engine
     engine.loop.scheduler.tiers.fetch_costs = Free()
