@@ -13,6 +13,7 @@ from serving.api.http.protocol.chat import ChatRequest, Tool
 from serving.api.http.text import TextCodec
 from serving.engine.structured.grammars import Grammars, StructuredOutputs
 from serving.vllm.flags import translate
+from tests.support.selection import some_slow
 from tests.support.servers.text_clients import APIS
 from tests.support.servers.text_clients import ask as asked
 from tests.support.servers.written_calls import FORMS, found, tokenizer_with, written
@@ -145,9 +146,11 @@ FORECAST = {"name": NAME, "parameters": {"type": "object", "properties": {
     "city": {"type": "string"}, "days": {"type": "integer"}, "options": {"type": "object"}}}}  # fmt: skip
 PARSERS = {"granite4": "hermes", "nemotron_v3": "qwen3_coder"} | {form: form for form in FORMS if form != "nemotron"}
 """vLLM's names of formats, and ours."""
+ONE_OF_EACH_KIND = {"granite4", "qwen3_coder", "lfm2"}
+"""Arguments as JSON, between marks, and in Python's syntax."""
 
 
-@pytest.fixture(params=PARSERS)
+@pytest.fixture
 def text(request, server, monkeypatch):
     """A call in the format of a parser of vLLM, which the server uses."""
     _, form = translate(["--tool-call-parser", request.param]).words
@@ -165,7 +168,11 @@ def both(api, server, text):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize(
+    ("text", "api"),
+    [*((name, "chat/completions") for name in PARSERS), *(("qwen3_coder", api) for api in APIS if "chat" not in api)],
+    indirect=["text"],
+)
 def test_a_call_comes_back_as_it_was_meant(server, text, api):
     answer = both(api, server, f"I look. {text}")
     assert (answer.text, answer.reason) == ("I look.", "tool_calls")
@@ -173,6 +180,7 @@ def test_a_call_comes_back_as_it_was_meant(server, text, api):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("text", some_slow(PARSERS, *(PARSERS.keys() - ONE_OF_EACH_KIND)), indirect=True)
 @pytest.mark.parametrize("hostile", ["\\ud800", "[" * 40, "NaN"])
 def test_hostile_values_give_well_formed_answers(server, text, hostile):
     assert len(both("chat/completions", server, text.replace("3", hostile)).calls) <= 1

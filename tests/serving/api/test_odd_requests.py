@@ -13,12 +13,8 @@ from serving.split.settings import RouterSettings
 from tests.support.servers.hostile_requests import HOSTILE
 from tests.support.servers.live_server import running
 
-ODD = (
-    "headers that end with white space", "headers with bytes above 0x7f", "heads at and above the limit",
-    "calls of wrong types", "arguments that are no JSON", "calls that a model writes wrongly",
-    "values of wrong types to responses", "schemas of wrong types for a forced call", "values that are nested deeply",
-    "messages that are nested deeply",
-)  # fmt: skip
+ODD = HOSTILE[:10]
+"""Those that are odd, not large."""
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +31,10 @@ def front(server):
         yield url
 
 
-@pytest.mark.parametrize("place", ["server", "router"])
-@pytest.mark.parametrize("hostile", [{each.name: each for each in HOSTILE}[name] for name in ODD], ids=ODD)
-def test_no_odd_request_gives_a_server_error(server, front, hostile, place):
-    answers = hostile.send(server.url if place == "server" else front)
+@pytest.mark.parametrize("hostile", ODD, ids=lambda hostile: hostile.name)
+def test_no_odd_request_gives_a_server_error(front, hostile):
+    """In front of a server is a router, which sends on what it does not refuse itself."""
+    answers = hostile.send(front)
     assert answers <= hostile.allowed, answers
     status = httpx.get(front + "/status").json()
     assert all(worker["up"] for worker in status["decode"])
@@ -61,8 +57,10 @@ def test_no_answer_is_the_servers_fault(server, mode):
             if isinstance(body, dict):
                 if "model" in body:  # any other is 404, before anything else is looked at
                     body["model"] = "demo"
-                if case.path.startswith("/v1/") and isinstance(body.get("max_tokens"), int | None):
-                    body["max_tokens"] = min(body.get("max_tokens") or 4, 4)
+                most = {"/v1/chat/completions": "max_completion_tokens", "/v1/responses": "max_output_tokens"}
+                name = most.get(case.path, "max_tokens")
+                if case.path.startswith("/v1/") and isinstance(body.get(name), int | None):
+                    body[name] = min(body.get(name) or 4, 4)
             answer = case.call(timeout=120)
             assert answer.status_code < 500 or answer.status_code == 503, (body, answer.status_code, answer.content)
             met.add((case.path, answer.status_code // 100))

@@ -17,6 +17,7 @@ from serving import LLM, SamplingParams
 from serving.cli import measures
 from serving.cli.main import run
 from tests.support import emitters
+from tests.support.selection import slow
 
 TOKENS = np.random.default_rng(0).integers(4, 500, 150).tolist()
 
@@ -103,7 +104,7 @@ def test_bits_per_byte(source):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("drafts", [slow(False), True])
 def test_the_same_problems_are_answered(drafts):
     problems = measures.read_some(DEMO / SAMPLE_PROBLEMS, SIXTEEN)
     flags = measures.MTP_DRAFTS if drafts else {}

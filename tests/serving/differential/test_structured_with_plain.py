@@ -138,7 +138,7 @@ def check(numbers, answers: dict[int, tuple]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("drafts", [*USUAL, *(slow(each) for each in OTHERS)], ids=str)
+@pytest.mark.parametrize("drafts", [USUAL[0], *map(slow, (USUAL[1], *OTHERS))], ids=str)
 def test_each_says_what_it_says_alone(drafts: Drafts) -> None:
     """With room for all, and then with so little that rows are preempted, one request aborted, one step failing, and
     drafts of other numbers for each row."""

@@ -123,7 +123,7 @@ CASES = [
     *(
         case(f"drafts, {model}", 54_000_000, 25, ("align", "all", "failures", "full_hits", "accepted ngram"),
              drafts=True, model=model)
-        for model in ("selective", "windowed", "griffin")
+        for model in ("windowed", "griffin")
     ),
     # A drafter with weights, keys and a vocabulary of its own takes the place of the draft layer.
     *(
@@ -150,7 +150,7 @@ CASES = [
         case(f"mixed steps, replay {replay}, {model}", 61_000_000, 10, (), mark=mark, mixed=True, model=model,
              replay=replay)
         for model in MODELS
-        for replay, mark in ((None, FULL if model in ("delta", "kimi", "selective", "short_conv") else SLOW), (8, SLOW))
+        for replay, mark in ((None, FULL if model in ("delta", "kimi") else SLOW), (8, SLOW))
     ),
     *(
         case(f"mixed steps, drafts, replay {replay}", 62_000_000, 30, ("all", "full_hits", "layer"), mark=mark,
@@ -169,7 +169,7 @@ CASES = [
     # Rows that are rounded at multiples of B: cold runs, hits, drafts, replay, a split all say the same.
     *(
         case(f"{variant}, {way}", 5_100_000, 16, ("align", "all", "cached_tokens"), ties=1 / 50, model=variant,
-             mark=FULL if variant.startswith("int8") and way in ("snapshots", "replay, drafts") else SLOW, **how)
+             mark=FULL if (variant[:4], way) == ("int8", "replay, drafts") else SLOW, **how)
         for variant in EXACT
         for way, how in {"snapshots": {}, "drafts": {"drafts": True}, "replay, drafts": {"drafts": True, **REPLAY},
                          "split": {"split": True}}.items()

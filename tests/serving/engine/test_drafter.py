@@ -59,7 +59,7 @@ def plain():
     "flags",
     [
         {"mamba_cache_mode": "all"},
-        pytest.param({"mamba_cache_mode": "all", "replay_interval": 8}, marks=pytest.mark.full),
+        slow({"mamba_cache_mode": "all", "replay_interval": 8}),
         slow({"mamba_cache_mode": "none", "adaptive_drafts": True}),
         slow({"mamba_cache_mode": "align", "method": "dflash"}),
         pytest.param({"mamba_cache_mode": "all", "method": "dflash2"}, marks=pytest.mark.full),

@@ -13,6 +13,7 @@ from serving import LLM, SamplingParams
 from tests.support.models import golden_case
 from tests.support.models.divisible_checkpoints import FAMILIES, write_checkpoint
 from tests.support.models.golden_case import FIXTURES
+from tests.support.selection import slow
 from tests.support.servers.live_server import LiveServer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -80,7 +81,7 @@ def check(llm, experts_of, max_tokens=12):
     "flags",
     [
         {"mamba_cache_mode": "all"},
-        {"mamba_cache_mode": "align", "num_speculative_tokens": 3, "speculative_method": "ngram"},
+        slow({"mamba_cache_mode": "align", "num_speculative_tokens": 3, "speculative_method": "ngram"}),
         {"mamba_cache_mode": "none", "num_speculative_tokens": 2, "speculative_method": "mtp"},
         {"mamba_cache_mode": "all", "replay_interval": 8, "mixed_steps": True},
     ],

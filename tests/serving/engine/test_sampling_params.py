@@ -14,6 +14,7 @@ from serving import LLM, RequestError, SamplingParams, unpack_sampling_mask
 from serving.engine.structured.grammars import StructuredOutputs
 from tests.support.models import golden_case
 from tests.support.models.golden_case import FIXTURES
+from tests.support.selection import slow
 from tests.support.servers.live_server import LiveServer
 
 
@@ -240,7 +241,11 @@ def test_masks_are_the_definitions(plain, said_by_model):
 @pytest.mark.full
 @pytest.mark.parametrize(
     "flags",
-    [DRAFTS, {"num_speculative_tokens": 3, "speculative_method": "ngram", "adaptive_drafts": False}, {"num_pages": 12}],
+    [
+        DRAFTS,
+        slow({"num_speculative_tokens": 3, "speculative_method": "ngram", "adaptive_drafts": False}),
+        {"num_pages": 12},
+    ],
     ids=["mtp", "ngram", "preempted"],
 )
 def test_drafts_and_preemption_change_no_mask(plain, said_by_model, flags):

@@ -104,7 +104,7 @@ def test_every_family_on_two_devices(name, interval, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("interval", [1, 8])
+@pytest.mark.parametrize("interval", [slow(1), 8])
 def test_eight_devices_share_heads_groups_and_keys(interval, tmp_path):
     """Also by replay, of whose inputs each device has those of its own heads and of the group that they share."""
     directory = write_checkpoint(tmp_path, EIGHT)
