@@ -167,6 +167,37 @@ MALFORMED = [
     *(("qwen3_coder", f"{before}{call}{after}", X, "") for before, after in (("<tool_call>", "</tool_call>"), ("", ""))
       for call in ('<function=f>\n{"a": "x"}\n</function>', '<function="f"><parameter="a">x</parameter></function>',
                    "<function=functions.f><parameter=a>x</parameter></function>")),
+    # Other spellings of marks, and an object as the only argument.
+    *(("qwen3_coder", f"<tool_call>{call}</tool_call>{rest}", X, rest) for rest in ("", " So.") for call in (
+        f'<function name="f">\n{A}</function>', f'<invoke name="f">\n{A}</invoke>',
+        f'<function name="f" id="1">{A}</function>', '<invoke name="f"><parameter name="a">x</parameter></invoke>',
+        "<function=f><parameter=a>x</param></function>")),
+    ("qwen3_coder", '<invoke name="f">\n<parameter name="a">\nx\n</param>\n</invoke>', X, ""),
+    ("olmo3", '<function_calls><invoke name="f"><parameter name="a">x</parameter></invoke></function_calls>', X, ""),
+    ("qwen3_coder", "<tool_call><function=f><parameter=a>\nx</param> y </invoke> z\n</parameter><parameter=b>"
+     "5</param>\n</function></tool_call>", [("f", {"a": "x</param> y </invoke> z", "b": 5})], ""),
+    ("lfm2", "[f({'a': 'x'})]<|tool_call_end|>", X, ""),
+    *(("lfm2", f"<|tool_call_start|>[f({given})]<|tool_call_end|>", made, "") for given, made in (
+        ('{"a": "x"}', X), ('{a: "x"}', X), ("{}", [("f", {})]), ("{'c': 1, 'd': None}", [("f", {"c": 1, "d": None})]),
+        ("{'a': 'x'}), f({\"a\": \"x\"}", X * 2), ("{1, 2}", [("f", {"a": "{1, 2}"})]))),
+    # Code fences.
+    *(("hermes", f"<tool_call>\n```json\n{call}\n```\n</tool_call>{rest}", X * call.count("name"), rest)
+      for rest in ("", " `So`")
+      for call in ('{"name": "f", "arguments": {"a": "x"}}', '[{"arguments": {"a": "x"}, "name": "f"}]')),
+    ("hermes", '<tool_call>```\n{"name": "f", "arguments": {"a": "x"}}\n```', X, ""),
+    ("lfm2", "<|tool_call_start|>```python\nf(a='x')\n```<|tool_call_end|>", X, ""),
+    ("qwen3_coder", '<tool_call><function=f>\n```json\n{"a": "x"}\n```\n</function></tool_call>', X, ""),
+    ("hermes", "<tool_call>```json\nno``` x", [], "<tool_call>```json\nno``` x"),
+    # One mark is missing of several.
+    *(("ling3", f"<tool_call>f{call}</tool_call>", made, "") for call, made in (
+        ("<arg_key>a<arg_value>x</arg_value>", X), ("<arg_key>a</arg_key>x</arg_value>", X),
+        ("<arg_key>a</arg_key>\nx", X),
+        ("<arg_key>a</arg_key><arg_value>x<arg_key>b</arg_key>5</arg_value>", [("f", {"a": "x", "b": 5})]))),
+    *(("kimi_k2", f"<|tool_calls_section_begin|>{call}<|tool_calls_section_end|>", X, "") for call in (
+        'functions.f:0<|tool_call_argument_begin|>{"a": "x"}<|tool_call_end|>',
+        '<|tool_call_begin|>functions.f:0 {"a": "x"}<|tool_call_end|>', '<|tool_call_begin|>f\n{"a": "x"}',
+        '<|tool_call_begin|>f<|tool_call_argument_begin|>"{\\"a\\": \\"x\\"}"',
+        '<|tool_call_begin|>f<|tool_call_argument_begin|>\n```json\n{"a": "x"}\n```<|tool_call_end|>')),
     # What only resembles a call.
     ("qwen3_coder", f"<function=g>\n{A}</function>", [], f"<function=g>\n{A}</function>"),
     ("qwen3_coder", "Write `<tool_call>` and <function= first.", [], "Write `<tool_call>` and <function= first."),
@@ -301,6 +332,8 @@ PARTS = (
     *("\\n", "\\u00e9", "\\ud83d", "\\ude00", '"""', "</", "<|", "add", "add(", 'note="', "a=1, ", "NaN", "07", "é"),
     *("</function>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "functions.add:0"),
     *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<function=add>", "<parameter=note>", "</parameter>"),
+    *('<function name="add">', '<invoke name="add">', "</invoke>", '<parameter name="a">', "</param>"),
+    *("```json\n", "```", 'add({"a": 1', "functions.add:0 {", "<arg_key>a"),
     *('{"name": "add", "arguments": {', '"a": 1', "\N{GRINNING FACE}"),
 )
 

@@ -76,9 +76,10 @@ class ChatTurn:
                 params = self._with_reasoning(context, params, request.thinking_budget)
                 count = ReasoningCount.of(tokenizer, self._marks, begun=self._opening.begun, until=self._until)
         self.job = Job(f"{prefix}{uuid.uuid4().hex}", [prompt], params, request.priority, request.cache_salt)
-        as_text = self._form is not None and FORMATS[self._form].syntax.value_end  # values in which grammars apply
+        as_text = self._form is not None and FORMATS[self._form].syntax.value_ends  # values in which grammars apply
         self.job.ignored = [w for w in unenforced(request, forced) if not (as_text and w.endswith(OF_GRAMMAR))]
-        self.job.message_digests = message_digests([*map(plain_message, messages_of(request))], request.tools)
+        messages = messages_of(request, context.omitted)
+        self.job.message_digests = message_digests([*map(plain_message, messages)], request.tools)
         self.tally = UsageCounter(self.job, reasoning=count)
 
     def new_reader(self) -> AnswerReader:

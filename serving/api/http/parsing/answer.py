@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from serving.api.http.parsing.argument_values import markup_value, python_value, schema_types
+from serving.api.http.parsing.argument_values import markup_value, python_value, schema_types, whole_arguments
 from serving.api.http.parsing.call_pieces import CallNumbering, CallPiece
 from serving.api.http.parsing.formats import FORMATS, SYNTAXES, CallFormat, CallSyntax, ReasoningMarks, plain_name
 from serving.api.http.parsing.text_cursor import SPACE, TextCursor, TextEnds, Wait, cached_marks
@@ -26,8 +26,7 @@ _RETRIES = 4
 _BETWEEN = SPACE + ",;[]}"
 """Letters without meaning between calls."""
 _WORD = re.compile(r"[\w.\-]{1,256}|.", re.DOTALL)
-_UP_TO_MARK = re.compile(r".[^<{]*", re.DOTALL)
-_BARE = [head.before for syntax in SYNTAXES for head in syntax.heads if head.before.startswith("<")]
+_BARE = [mark for syntax in SYNTAXES for mark in syntax.begins if mark.startswith("<")]
 """Marks of calls that models write without a begin mark."""
 _OF_LINES = [syntax for syntax in SYNTAXES if not syntax.heads[0].before.startswith("<")]
 """Syntaxes whose calls begin at the beginning of a line if they have no begin mark."""
@@ -202,12 +201,13 @@ class AnswerReader:
             return False
         syntax, matched = found
         size = skipped + len(matched[0])
-        if syntax.parameter is not None and not syntax.heads[0].before:  # a name alone says little
-            mark, distance = yield from cursor.ahead(cached_marks(syntax.parameter.before, style.end), size)
-            if not mark or (syntax.value_end and distance != size):
+        marks = (*syntax.parameter_begins, style.end)
+        if syntax.parameters and not syntax.heads[0].before:  # a name alone says little
+            mark, distance = yield from cursor.ahead(cached_marks(*marks), size)
+            if not mark or (syntax.value_ends and distance != size):
                 return False
-        elif syntax.parameter is not None and syntax.value_end:  # prose may mention the mark
-            mark, distance = yield from cursor.ahead(cached_marks(syntax.parameter.before, syntax.end, style.end), size)
+        elif syntax.parameters and syntax.value_ends:  # prose may mention the mark
+            mark, distance = yield from cursor.ahead(cached_marks(*marks, *syntax.ends), size)
             if not mark or cursor.text[cursor.at + size : cursor.at + distance].strip()[:1] not in ("", "{"):
                 return False
         cursor.take(skipped)
@@ -221,6 +221,8 @@ class AnswerReader:
         try:
             while (yield from cursor.mark(style.begin)):  # models repeat marks
                 raw.append(cursor.take(len(style.begin)))
+                yield from cursor.skip(SPACE + ",[]", raw.append)
+            if (yield from cursor.skip_fence(raw.append)):
                 yield from cursor.skip(SPACE + ",[]", raw.append)
             called = yield from self._call(style, raw, offered=self.inside and not style.ends_reasoning)
         except TextEnds:
@@ -238,7 +240,7 @@ class AnswerReader:
         cursor, raw, words = self._cursor, list[str](), False
         try:
             while True:
-                yield from cursor.skip(_BETWEEN, raw.append)
+                yield from cursor.skip(_BETWEEN if bare else f"{_BETWEEN}`", raw.append)
                 if mark := (yield from cursor.mark(style.end, style.begin)):
                     if mark == style.end:
                         cursor.take(len(mark))
@@ -249,7 +251,7 @@ class AnswerReader:
                     self._show("".join(raw).strip("[]},;"))
                     return
                 else:
-                    other = (_WORD if style.syntax in _OF_LINES else _UP_TO_MARK).match(cursor.text, cursor.at)
+                    other = _WORD.match(cursor.text, cursor.at)
                     raw.append(cursor.take(len(other[0]) if other else 1))
                     words = True
         except TextEnds:
@@ -313,16 +315,18 @@ class AnswerReader:
         self._cursor.take(len(matched[0]))
         name, call_id = syntax.named(matched[1])
         self._begin(name, call_id)
-        if syntax.value_end:
+        schema = self._schemas.get(self._own(name), {})
+        if syntax.parameters:
             try:
                 yield from self._cursor.skip(syntax.between)
             except TextEnds:
                 self._emit("" if self._cursor.cut else "{}")
                 raise
-        if syntax.parameter is None or (syntax.value_end and self._cursor.text.startswith("{", self._cursor.at)):
+        yield from self._cursor.skip_fence()
+        if not syntax.parameters or (yield from whole_arguments(self._cursor, syntax, schema)):
             yield from self._object(style, syntax)
         else:
-            yield from self._parameters(style, syntax, self._schemas.get(self._own(name), {}))
+            yield from self._parameters(style, syntax, schema)
 
     def _own(self, name: str) -> str:
         """Returns the name under which a tool is offered: models add the namespace of functions."""
@@ -340,17 +344,18 @@ class AnswerReader:
 
     def _object(self, style: CallFormat, syntax: CallSyntax) -> Wait[None]:
         """Reads arguments that are a JSON object, and the end of their call."""
-        cursor, closing = self._cursor, syntax.end or style.end
+        cursor, python = self._cursor, bool(syntax.parameters) and not syntax.value_ends
+        closing = style.end if python or not syntax.ends else syntax.ends[0]
+        ends = cached_marks(*syntax.ends, style.end, style.begin, *syntax.begins)
         if cursor.text.startswith("{", cursor.at):
-            yield from read_written(cursor, WrittenObject(closing), self._emit)
+            yield from read_written(cursor, WrittenObject(closing, python=python), self._emit)
         else:
             parts: list[str] = []
             with cursor.closing(lambda: self._emit(arguments_in("".join(parts)))):
-                yield from cursor.until(cached_marks(closing), parts.append)
-        if syntax.tagged or syntax.value_end:
-            ends = cached_marks(closing, style.end, style.begin, syntax.heads[0].before)
-            if (yield from cursor.until(ends)) == closing:
-                cursor.take(len(closing))
+                yield from cursor.until(ends, parts.append)
+        if syntax.tagged or syntax.parameters:
+            if (mark := (yield from cursor.until(ends))) in syntax.ends:
+                cursor.take(len(mark))
             return
         yield from cursor.skip(SPACE + ",")
         if not cursor.text.startswith("{", cursor.at):  # other fields of the call
@@ -360,22 +365,20 @@ class AnswerReader:
 
     def _parameters(self, style: CallFormat, syntax: CallSyntax, schema: Mapping[str, Any]) -> Wait[None]:
         """Reads arguments that are named values, and the end of their call."""
-        cursor, head, keys = self._cursor, syntax.parameter, list[str]()
-        assert head is not None
-        properties = schema.get("properties") or {}
-        ends = (syntax.end, style.end, style.begin, syntax.heads[0].before)
+        cursor, keys, properties = self._cursor, list[str](), schema.get("properties") or {}
+        ends = (*syntax.ends, style.end, style.begin, *syntax.begins)
         self._emit("{")
         with cursor.closing(lambda: self._emit("}")):
             while True:
                 yield from cursor.skip(syntax.between)
                 if mark := (yield from cursor.mark(*ends)):
-                    if mark == syntax.end:
+                    if mark in syntax.ends:
                         cursor.take(len(mark))
                     break
-                matched = yield from cursor.head(head)
-                if matched is None and syntax.value_end:  # text between parameters
+                matched = yield from cursor.first_head(syntax.parameters)
+                if matched is None and syntax.value_ends:  # text between parameters
                     cursor.take(1)
-                    yield from cursor.until(cached_marks(*ends, head.before))
+                    yield from cursor.until(cached_marks(*ends, *syntax.parameter_begins))
                     continue
                 cursor.take(len(matched[0]) if matched else 0)
                 unnamed = (name for name in properties if name not in keys)
@@ -383,7 +386,7 @@ class AnswerReader:
                 keys.append(key)
                 self._emit(f"{', ' if len(keys) > 1 else ''}{json.dumps(key, ensure_ascii=False)}: ")
                 types = schema_types(properties.get(key), schema)
-                if syntax.value_end:
+                if syntax.value_ends:
                     further = {name for name in properties if name not in keys}
                     yield from markup_value(cursor, syntax, style, types, self._emit, further.__contains__)
                 else:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from serving.api.http.json_values import parse_written
-from serving.api.http.parsing.formats import CallFormat, CallSyntax, plain_name
+from serving.api.http.parsing.formats import KEYS, CallFormat, CallSyntax, plain_name
 from serving.api.http.parsing.text_cursor import SPACE, Marks, TextCursor, TextEnds, Wait, cached_marks
 from serving.api.http.parsing.written_json import ESCAPE, ESCAPE_PART, WrittenObject, read_written, unescaped
 
@@ -23,10 +23,9 @@ _AFTER = re.compile(r"\s{0,64}")
 @functools.cache
 def _value_marks(syntax: CallSyntax, style: CallFormat) -> tuple[Marks, Marks]:
     """Returns the marks that may end a value, and those that show whether a mark of a call is part of the value."""
-    assert syntax.parameter is not None
-    ends = [mark for mark in (syntax.value_end, syntax.end, style.end, syntax.parameter.before) if mark]
+    ends = [*syntax.value_ends, *syntax.ends, style.end, *syntax.parameter_begins]
     padded = [syntax.padding + mark for mark in ends] if syntax.padding else []
-    return Marks([*padded, *ends]), Marks([syntax.value_end, style.begin, syntax.heads[0].before])
+    return Marks([*padded, *ends]), Marks([syntax.value_ends[0], style.begin, *syntax.begins])
 
 
 def markup_value(
@@ -38,7 +37,6 @@ def markup_value(
     Models omit end marks, and write the marks of calls in values. Another mark ends the value if the name of a further
     parameter follows (`is_key`), or if no end mark of a value follows before the next call.
     """
-    assert syntax.parameter is not None
     value, (ends, later) = WrittenText(types, syntax.padding), _value_marks(syntax, style)
 
     def push(part: str) -> None:
@@ -47,21 +45,35 @@ def markup_value(
     with text.closing(lambda: emit(value.end())):
         while True:
             mark = yield from text.until(ends, push)
-            if mark.endswith(syntax.value_end):
-                text.take(len(mark))
-                break
             size = len(mark)
-            if mark.endswith(syntax.parameter.before):
-                before = size - len(syntax.parameter.before)
-                matched = yield from text.head(syntax.parameter, before, only=None)
+            if mark.endswith(syntax.value_ends):
+                following = (*syntax.parameter_begins, *syntax.ends, style.end, *syntax.begins)
+                if mark.endswith(syntax.value_ends[0]) or (yield from text.follows(following, size)):
+                    text.take(size)
+                    break
+            elif mark.endswith(syntax.parameter_begins):
+                before = len(syntax.padding) if mark.startswith(syntax.padding) else 0
+                matched = yield from text.first_head(syntax.parameters, before)
                 if matched is not None and is_key(plain_name(matched[1])):
                     break
             else:
                 next_mark, distance = yield from text.ahead(later, size)
-                if next_mark != syntax.value_end:
+                if next_mark != syntax.value_ends[0]:
                     break
                 size = max(size, distance - len(syntax.padding))
             push(text.take(size))
+
+
+def whole_arguments(text: TextCursor, syntax: CallSyntax, schema: Mapping[str, Any]) -> Wait[bool]:
+    """Returns whether an object is next that has all arguments. A Python call may have it as its first argument, which
+    the tool's `schema` and the object's first key tell."""
+    if not text.text.startswith("{", text.at) or syntax.value_ends:
+        return text.text.startswith("{", text.at)
+    matched, properties = (yield from text.first_head(KEYS)), schema.get("properties") or {}
+    if matched is None or matched[1] in properties or not properties:
+        return matched is not None
+    types = schema_types(next(iter(properties.values())), schema)
+    return bool(types) and "object" not in types
 
 
 def python_value(text: TextCursor, closing: str, types: frozenset[str], emit: Callable[[str], None]) -> Wait[None]:

@@ -20,6 +20,7 @@ _TAIL = 32
 _FIRST = 4
 """Number of first output tokens in which to look for the begin mark; white space may precede it."""
 _ID = re.compile(r"(?:functions\.)?(.+?)(:\d{1,9})?", re.DOTALL)
+_QUOTED = re.compile(r"""\s*(["'])(.+?)\1""", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,13 @@ class CallSyntax:
 
     heads: tuple[Head, ...]
     """The beginning of a call, in the usual spellings; the first one is used in forced calls."""
-    end: str = ""
-    """The mark after a call; "" if only the mark after all calls ends it."""
-    parameter: Head | None = None
-    """The beginning of a parameter; None if the arguments are a JSON object."""
-    value_end: str = ""
-    """The mark after a value, which is text; "" if values are Python literals."""
+    ends: tuple[str, ...] = ()
+    """Marks after a call; empty if only the mark after all calls ends it."""
+    parameters: tuple[Head, ...] = ()
+    """The beginning of a parameter; empty if the arguments are a JSON object."""
+    value_ends: tuple[str, ...] = ()
+    """Marks after a value, which is text; empty if values are Python literals. Further ones than the first end a value
+    only if another mark or the end of the text follows."""
     padding: str = ""
     """Text before and after each value."""
     between: str = SPACE + ","
@@ -45,7 +47,17 @@ class CallSyntax:
     def marks(self) -> tuple[str, ...]:
         """Marks of a tagged call."""
         head = self.heads[0]
-        return (head.before, head.after.strip(), self.end) if self.tagged else ()
+        return (head.before, head.after.strip(), self.ends[0]) if self.tagged else ()
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """Marks before the name of a call."""
+        return _distinct(self.heads)
+
+    @property
+    def parameter_begins(self) -> tuple[str, ...]:
+        """Marks before the name of a parameter."""
+        return _distinct(self.parameters)
 
     def named(self, written: str) -> tuple[str, str | None]:
         """Returns a call's name, and its id if it has one."""
@@ -56,9 +68,14 @@ class CallSyntax:
         return matched[1], f"functions.{matched[1]}{matched[2]}" if matched[2] else None
 
 
+def _distinct(heads: tuple[Head, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(head.before for head in heads if head.before))
+
+
 def plain_name(written: str) -> str:
-    """Returns the name of a function or a parameter without white space and quotes around it."""
-    return written.strip().strip("\"'")
+    """Returns the name of a function or a parameter without white space, quotes, and what follows quotes."""
+    quoted = _QUOTED.match(written)
+    return quoted[2] if quoted else written.strip().strip("\"'")
 
 
 _JSON_NAME = r'[^"\\]{1,256}'
@@ -67,20 +84,36 @@ JSON = CallSyntax(tuple(
 ))  # fmt: skip
 """`{"name": ..., "arguments": {...}}`, or a list of such objects. The fields may also have another order."""
 TAGGED = CallSyntax(
-    (Head("<|tool_call_begin|>", "<|tool_call_argument_begin|> ", ahead=r"(?=\S)"),), "<|tool_call_end|>", tagged=True
+    (
+        Head("<|tool_call_begin|>", "<|tool_call_argument_begin|> ", ahead=r"(?=\S)"),
+        Head("<|tool_call_begin|>", " ", name=r"[\w.\-:]{1,256}", ahead=r"(?=\{)"),
+        Head("", " <|tool_call_argument_begin|> ", name=r"[\w.\-:]{1,256}", ahead=r"(?=\S)"),
+    ),
+    ("<|tool_call_end|>",), tagged=True,
 )  # fmt: skip
 FUNCTION = CallSyntax(
-    (Head("<function=", ">"),), "</function>", Head("<parameter=", ">"), "</parameter>", padding="\n"
+    (Head("<function=", ">"), Head("<function name=", ">"), Head("<invoke name=", ">")), ("</function>", "</invoke>"),
+    (Head("<parameter=", ">"), Head("<parameter name=", ">")), ("</parameter>", "</param>"), padding="\n",
 )  # fmt: skip
 """`<function=name>`, then `<parameter=key>`, a value and `</parameter>` on separate lines, then `</function>`."""
 ARGUMENT = CallSyntax(
     (Head("", " ", name=r"[\w.\-]{1,256}", ahead="(?=<)"),),
-    parameter=Head("<arg_key>", "</arg_key> <arg_value>"), value_end="</arg_value>",
+    parameters=(
+        Head("<arg_key>", "</arg_key> <arg_value>"), Head("<arg_key>", " <arg_value>"),
+        Head("<arg_key>", "</arg_key>", ahead=r"\s{0,16}(?=[^<\s])"),
+    ),
+    value_ends=("</arg_value>",),
 )  # fmt: skip
 PYTHON = CallSyntax(
-    (Head("", " (", name=r"[A-Za-z_][\w.\-]{0,255}"),), ")", Head("", " =", name=r"[\w.\-]{1,256}")
+    (Head("", " (", name=r"[A-Za-z_][\w.\-]{0,255}"),), (")",), (Head("", " =", name=r"[\w.\-]{1,256}"),)
 )  # fmt: skip
-"""`name(key="text", other=[1, None])`. Arguments without a name get the names of the tool's parameters, in order."""
+"""`name(key="text", other=[1, None])`, or `name({"key": "text"})`. Arguments without a name get the names of the tool's
+parameters, in order."""
+KEYS = (
+    Head('{ "', '" :', name=r'[^"\\]{1,256}'), Head("{ '", "' :", name=r"[^'\\]{1,256}"),
+    Head("{ ", " :", name=r"[A-Za-z_]\w{0,255}"), Head("{ ", "}", name=""),
+)  # fmt: skip
+"""The beginning of an object: its first key, or the end of an empty one."""
 SYNTAXES = (JSON, FUNCTION, TAGGED, ARGUMENT, PYTHON)
 
 

@@ -103,8 +103,8 @@ def calls_grammar(
         rules.append(f"{calls}: {several}")
     for i, tool in enumerate(tools):
         rule, name, schema = f"function_{i}", tool.function.name, tool.function.parameters or {"type": "object"}
-        if style.syntax.parameter is not None:
-            rules += (_marked if style.syntax.value_end else _pythonic)(rule, name, schema, style.syntax)
+        if style.syntax.parameters:
+            rules += (_marked if style.syntax.value_ends else _pythonic)(rule, name, schema, style.syntax)
             continue
         if style.syntax.tagged:
             begin, arguments, end = map(mark, style.syntax.marks)
@@ -127,14 +127,13 @@ def _properties(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
 
 
 def _marked(rule: str, name: str, schema: Mapping[str, Any], syntax: CallSyntax) -> list[str]:
-    parts, rules, padding, head = [], list[str](), syntax.padding, syntax.parameter
-    assert head is not None
+    parts, rules, padding, head = [], list[str](), syntax.padding, syntax.parameters[0]
     for i, (key, value, required) in enumerate(_properties(schema)):
         parts.append(f"{rule}_{i}" + ("" if required else "?"))
-        begin, end = f"{head.write(key)}{padding}", f"{padding}{syntax.value_end}{padding}"
+        begin, end = f"{head.write(key)}{padding}", f"{padding}{syntax.value_ends[0]}{padding}"
         rules += _parameter(f"{rule}_{i}", begin, end, value)
     begin = _text(syntax.heads[0].write(name) + padding)
-    return [f"{rule}: {_row(begin, *parts, _text(syntax.end))}", *rules]
+    return [f"{rule}: {_row(begin, *parts, _text(''.join(syntax.ends[:1])))}", *rules]
 
 
 def _parameter(rule: str, begin: str, end: str, schema: Any) -> list[str]:

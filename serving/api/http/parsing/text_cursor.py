@@ -93,6 +93,31 @@ class TextCursor:
                 return None
             yield
 
+    def skip_fence(self, consume: Callable[[str], object] = len) -> Wait[bool]:
+        """Consumes the beginning of a code fence around calls or arguments. Returns whether there is one."""
+        if matched := (yield from self.head(_FENCE)):
+            consume(self.take(len(matched[0])))
+        return matched is not None
+
+    def first_head(self, heads: Sequence[Head], skipped: int = 0) -> Wait[re.Match[str] | None]:
+        """Returns the match of the first of several heads that is next, as `head` does."""
+        for head in heads:
+            if matched := (yield from self.head(head, skipped)):
+                return matched
+        return None
+
+    def follows(self, marks: tuple[str, ...], skipped: int) -> Wait[bool]:
+        """Whether one of the marks, or the end of the text, is next after `skipped` characters and white space."""
+        while True:
+            begin = self.at + skipped
+            rest = self.text[begin : begin + _AHEAD].lstrip()
+            if rest.startswith(marks):
+                return True
+            part = any(mark.startswith(rest) for mark in marks)
+            if not part or self.last or len(self.text) >= begin + _AHEAD:
+                return part
+            yield
+
     def until(self, marks: Marks, consume: Callable[[str], object] = len) -> Wait[str]:
         """Consumes text up to the first of the marks, and returns the mark. Raises `TextEnds` if there is none; the
         beginning of a mark at the end of the text is then not consumed."""
@@ -165,3 +190,6 @@ class Head:
 
 def _atom(letter: str) -> str:
     return r"\s{0,16}" if letter == " " else re.escape(letter)
+
+
+_FENCE = Head("```", " ", name="[A-Za-z]{0,16}", ahead=r"(?=[\[{<]|(?<=\s)\w)")
