@@ -19,6 +19,10 @@ from serving.engine.async_engine import AsyncEngine
 from serving.engine.requests.adapters import LoRARequest
 from serving.engine.requests.sampling_params import MAX_LOGPROBS
 
+CHANGING_LINES = ("x-anthropic-billing-header:",)
+"""Beginnings of lines of system text that clients change in each session, which would prevent the use of cached
+prefixes."""
+
 
 @dataclass(frozen=True)
 class ResponseContext:
@@ -42,6 +46,11 @@ class ResponseContext:
     """Maximum number of alternatives in log-probabilities; the engine refuses more than it reports."""
     marks: bool = True
     """Prompts get marks of the prefix cache, for which conversations are rendered several times."""
+
+    @property
+    def omitted(self) -> tuple[str, ...]:
+        """The beginnings of lines of system text that prompts omit."""
+        return *CHANGING_LINES, *self.settings.omit_system_lines
 
 
 @dataclass

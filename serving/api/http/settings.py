@@ -118,6 +118,11 @@ class ServerSettings(ConnectionBounds, RequestBounds):
     sse_keep_alive_interval: float = Field(
         10.0, ge=0, description="Seconds between comments in a stream that waits for its first event; 0 sends none."
     )
+    omit_system_lines: tuple[str, ...] = Field(
+        (),
+        description="Beginning of lines of system text that prompts omit, because a client changes them in each "
+        "session; repeatable. Always omitted: x-anthropic-billing-header:.",
+    )
     step_timeout: float = Field(
         120.0, gt=0, description="Seconds after which an engine step counts as stuck: requests and probes get 503."
     )

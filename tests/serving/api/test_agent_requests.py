@@ -20,6 +20,7 @@ from serving.api.http.parsing.answer import AnswerPiece
 from serving.api.http.parsing.call_pieces import CallPiece
 from serving.api.http.parsing.formats import THINK
 from serving.api.http.protocol.chat import ChatRequest
+from serving.api.http.settings import ServerSettings
 from serving.api.http.text import TextCodec
 from serving.engine.requests.output import CompletionOutput, RequestOutput
 from serving.engine.structured.grammar_trial import form_of
@@ -33,7 +34,10 @@ STRICT = (
     "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% else %}<think>{% endif %}{% endif %}"
 )
 TOKENIZER = load_tokenizer("demo").with_chat_template(STRICT)
-CONTEXT = ResponseContext(TextCodec(TOKENIZER, 4096), "demo", tool_calls="hermes", reasoning=THINK)
+CONTEXT = ResponseContext(
+    TextCodec(TOKENIZER, 4096), "demo", ServerSettings.create(omit_system_lines=("day:",)), tool_calls="hermes",
+    reasoning=THINK,
+)  # fmt: skip
 CHAT, RESPONSES, MESSAGES = "chat/completions", "responses", "messages"
 USER = {"role": "user", "content": "hi"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
@@ -132,6 +136,11 @@ def item(kind, **fields):
         # Claude Code's line, which changes.
         (MESSAGES, {"system": [{"type": "text", "text": "x-anthropic-billing-header: cch=1;"},
                                {"type": "text", "text": "S"}]}, f"[system]S[user]hi{END}"),
+        *((MESSAGES, {"system": system}, text) for system, text in (
+            ("x-anthropic-billing-header: cch=1;\nS", f"[system]S[user]hi{END}"), ("day: 1", f"[user]hi{END}"))),
+        (CHAT, {"messages": [{"role": "developer", "content": "S\nday: 1\nnot day: 1"}, USER]},
+         f"[system]S\nnot day: 1[user]hi{END}"),
+        (RESPONSES, {"instructions": "day: 1\nS"}, f"[system]S[user]hi{END}"),
         # Reasoning is off.
         *((CHAT, fields, "[user]hi[assistant]<think></think>") for fields in (
             {"enable_thinking": False}, {"thinking": {"type": "disabled"}}, {"reasoning": {"effort": "none"}},

@@ -50,7 +50,7 @@ async def tokenized(
         options = template_options(request, context.settings.default_chat_template_kwargs)
         special = request.add_special_tokens is True
         options |= {"add_special_tokens": special, "previous_token_ids": request.previous_token_ids or ()}
-        messages = messages_of(request)
+        messages = messages_of(request, context.omitted)
         found = client_marks(request, messages)
         places = partial(places_of, found) if context.marks and asked_to_fit else None
         ids, marks = await codec.encode_chat(messages, places=places, fits=fits, **options)
@@ -109,9 +109,10 @@ def chat_content(content: Any) -> str | list[Any]:
     return parts if len(parts) > 1 or any(map(marks_of, parts)) else "".join(part["text"] for part in parts)
 
 
-def messages_of(request: ChatRequest) -> list[dict[str, Any]]:
+def messages_of(request: ChatRequest, omitted: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """Returns the conversation for the chat template: earlier reasoning has the name `reasoning_content`, and calls of
-    OpenAI's older form and of tools of type `custom` are calls of functions."""
+    OpenAI's older form and of tools of type `custom` are calls of functions. `omitted`: the beginnings of lines that
+    system text must not have; parts and messages that consist of these are left out."""
     messages = [message.model_dump(exclude_unset=True) for message in request.messages]
     for message in messages:
         if message["role"] == "function":
@@ -125,7 +126,22 @@ def messages_of(request: ChatRequest) -> list[dict[str, Any]]:
             message["reasoning_content"] = message["reasoning"]
         if marks := marks_of(message):
             message["content"] = with_marks(message.get("content"), {name: message.pop(name) for name in marks})
-    return messages
+    return [kept for message in messages if (kept := _without_lines(message, omitted))]
+
+
+def _without_lines(message: dict[str, Any], omitted: tuple[str, ...]) -> dict[str, Any] | None:
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [part_text(part) for part in parts] if message["role"] in ("system", "developer") and content else []
+    if not any(begin in text for text in texts for begin in omitted):
+        return message
+    kept = ["\n".join(line for line in text.split("\n") if not line.startswith(omitted)) for text in texts]
+    parts = [
+        part if new == text else {"type": "text", **(part if isinstance(part, Mapping) else {}), "text": new}
+        for part, text, new in zip(parts, texts, kept, strict=True)
+        if new or not text
+    ]
+    return {**message, "content": parts if isinstance(content, list) else kept[0]} if parts else None
 
 
 def template_options(request: ChatRequest, defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from serving.api.http.protocol.chat import ChatRequest
 from serving.api.http.protocol.messages import MessagesRequest
 
 _HOUR = 3600.0
-_BILLING = "x-anthropic-billing-header:"
 
 
 def as_chat(body: protocol.Conversation) -> ChatRequest:
@@ -31,7 +30,7 @@ def as_chat(body: protocol.Conversation) -> ChatRequest:
         RequestValidationError: a field is invalid.
     """
     fields = body.chat_fields
-    system = body.system and chat_content(_without_billing(body.system))
+    system = body.system and chat_content(body.system)
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for message in body.messages:
         messages += _messages(message)
@@ -101,16 +100,6 @@ def _has_text(content: Any) -> bool:
     return any(part["text"] for part in content) if isinstance(content, list) else bool(content)
 
 
-def _without_billing(system: str | protocol.Parts) -> str | protocol.Parts:
-    """Returns system text without Claude Code's line for billing. The line changes in every session, and so would
-    prevent the use of cached prefixes."""
-    if isinstance(system, str):
-        first, _, rest = system.partition("\n")
-        return rest if first.startswith(_BILLING) else system
-    kept = [{**part, "text": _without_billing(str(part["text"]))} if "text" in part else part for part in system]
-    return [part for part in kept if part.get("text") != ""]
-
-
 def _tool_choice(choice: protocol.ToolUse) -> Any:
     match choice.type:
         case "any":
@@ -135,7 +124,7 @@ class MessageWriter(BlocksWriter):
         self, context: ResponseContext, body: MessagesRequest, request: ChatRequest, prompts: Sequence[list[int]]
     ) -> None:
         super().__init__(ChatTurn(context, request, prompts[0], prefix="msg_"))
-        self._model, self._marked = context.model, bool(client_marks(request, messages_of(request)))
+        self._model, self._marked = context.model, bool(client_marks(request, messages_of(request, context.omitted)))
 
     def _begin(self) -> list[NamedEvent]:
         return [("message_start", {"message": self._object([])})]
