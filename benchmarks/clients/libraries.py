@@ -6,7 +6,9 @@ Each library is used as its guide shows, with the openai SDK's usual variables o
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+from pathlib import Path
 from typing import Any, Literal
 
 FIRST, SECOND, TASK = "Say hello with a command.", "And what did it say?", "Use the tool."
@@ -103,9 +105,57 @@ def pydantic_ai(url: str) -> None:
         agent.run_sync(SECOND, message_history=first.all_messages())
 
 
+def inspect_ai(url: str) -> None:
+    from inspect_ai import Task, eval, solver
+    from inspect_ai.dataset import Sample
+    from inspect_ai.model import ChatMessageUser, ContentImage, ContentText, get_model
+    from inspect_ai.tool import Tool, tool
+
+    @tool(name="run_command")
+    def commands() -> Tool:
+        async def execute(command: str) -> str:
+            """Runs a command.
+
+            Args:
+                command: the command.
+            """
+            return run_command(command)
+
+        return execute
+
+    looks = ChatMessageUser(content=[ContentText(text=FIRST), ContentImage(image="dot.png")])
+    for name, address, options in (
+        ("openai-api/local/demo", url, {}), ("openai/demo", url, {"responses_api": True}),
+        ("anthropic/demo", url.removesuffix("/v1"), {}),
+    ):  # fmt: skip
+        model = get_model(name, base_url=address, api_key="-", **options)
+        steps = [solver.use_tools([commands()]), solver.generate(), solver.user_message(SECOND), solver.generate()]
+        task = Task(dataset=[Sample(input=[looks])], solver=steps)
+        (log,) = eval(task, model=model, display="none", log_dir="logs")
+        assert log.status == "success", log.error
+
+
+def lm_eval(url: str) -> None:
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    here = Path(__file__).parent
+    os.chdir(here.parents[1])  # the task names its file from there
+    tasks = TaskManager(include_path=str(here / "lm_eval"))
+    scores = f"base_url={url}/completions,tokenizer_backend=huggingface,tokenizer=checkpoints/demo"
+    for kind, arguments, task, chat in (
+        ("local-completions", scores, "mamba_jax_sentences", False),
+        ("local-chat-completions", f"base_url={url}/chat/completions", "mamba_jax_words", True),
+    ):
+        lm_eval.simple_evaluate(
+            model=kind, model_args=f"model=demo,{arguments}", tasks=[task], task_manager=tasks, limit=2,
+            bootstrap_iters=0, apply_chat_template=chat,
+        )  # fmt: skip
+
+
 LIBRARIES = {
     "openai-agents": openai_agents, "llm": llm, "instructor": instructor, "smolagents": smolagents,
-    "LangGraph": langgraph, "pydantic-ai": pydantic_ai,
+    "LangGraph": langgraph, "pydantic-ai": pydantic_ai, "inspect-ai": inspect_ai, "lm-eval": lm_eval,
 }  # fmt: skip
 
 if __name__ == "__main__":
