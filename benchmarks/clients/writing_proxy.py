@@ -121,7 +121,9 @@ class Handler(BaseHTTPRequestHandler):
                 body = body | {"input" if "input" in body else "messages": messages}
             call = call_of(body, ended=RESULT in json.dumps(body.get("input", body.get("messages"))))
             form = json.dumps(body.get("text") or body.get("response_format") or "")
-            if "logprobs" not in body and "schema" not in form and not isinstance(body.get("tool_choice"), dict):
+            chosen = body.get("tool_choice")
+            forced = isinstance(chosen, dict) and chosen.get("type") != "auto"
+            if "logprobs" not in body and "schema" not in form and not forced:
                 body = {name: value for name, value in body.items() if name != "tool_choice"}
                 body["structured_outputs"] = {"choice": [call or "It said hello."]}
             body["chat_template_kwargs"] = {"enable_thinking": False}
@@ -146,10 +148,11 @@ class Handler(BaseHTTPRequestHandler):
             if exchange is not None:
                 exchange.status = answer.status
             seen, self.close_connection = b"", True
-            while piece := answer.read1(65536):
-                seen += piece
-                self.wfile.write(piece)
-                self.wfile.flush()
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                while piece := answer.read1(65536):
+                    seen += piece
+                    self.wfile.write(piece)
+                    self.wfile.flush()
             if exchange is not None:
                 exchange.error = "" if answer.status == 200 else seen[:300].decode(errors="replace")
                 usages = re.findall(rb'"usage":(\{(?:[^{}]|\{[^{}]*\})*\})', seen)
