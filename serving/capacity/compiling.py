@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import os
-import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -18,7 +16,6 @@ from jax.sharding import Mesh
 
 from checkpoints.errors import one_line
 from mamba_jax.adapters import Adapters
-from mamba_jax.config import SHARED, HybridConfig
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.programs import KernelChoice, StepBatch, StepPrograms, platform_options
 from mamba_jax.rows import Rows
@@ -106,7 +103,7 @@ class SlicePrograms:
         source: of drafts.
         kernels: what operations run by, as the engine's flag says it.
         greedy: leave sampling out.
-        lora: number and rank of LoRA adapters; None for programs without.
+        adapters: returns the described adapters of a model, or None.
 
     Raises:
         UnsupportedError: `kernels` is not written as it should be.
@@ -123,7 +120,7 @@ class SlicePrograms:
         source: Any = None,
         kernels: str = "auto",
         greedy: bool = False,
-        lora: tuple[int, int] | None = None,
+        adapters: Callable[[HybridModel, Mesh], Adapters | None] = lambda model, mesh: None,
     ) -> None:
         sharding = parameter_shardings(model.config, mesh)
         values: Any = {path: _described(leaf, sharding(path)) for path, leaf in parameters(model).items()}
@@ -134,10 +131,10 @@ class SlicePrograms:
         options = {"xla_gpu_autotune_level": 0} if platform == "gpu" else {}
         self.compiler_options = platform_options(platform) | options
         self.choice = KernelChoice.parse(kernels, platform=platform, device=device)
-        adapters = None if lora is None else Adapters(placed, count=lora[0], rank=lora[1], mesh=mesh, abstract=True)
         self._programs = StepPrograms(
-            placed, tile_size=tile_size, source=source, mesh=mesh, kernels=self.choice, adapters=adapters, greedy=greedy
-        )
+            placed, tile_size=tile_size, source=source, mesh=mesh, kernels=self.choice,
+            adapters=adapters(placed, mesh), greedy=greedy,
+        )  # fmt: skip
         self._store = jax.tree.map(_described, store, store_shardings(store, model.config, mesh))
         self._rows = jax.tree.map(_described, rows, rows_shardings(rows, mesh))
 
@@ -172,100 +169,3 @@ class SlicePrograms:
 
 def _described(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-T = TypeVar("T")
-_MORE = 3
-"""Compilers share code between layers: a second layer alone may add as much as the next ten."""
-Cut = tuple[int, ...]
-"""Places of layers in the model's pattern."""
-
-
-def layer_cuts(config: HybridConfig) -> list[Cut]:
-    """Returns the cuts to compile; one of all layers if layers of one kind differ, or cuts would not be shorter."""
-    places = {kind: [i for i, each in enumerate(config.pattern) if each == kind] for kind in config.pattern}
-    base = [several[0] for several in places.values()]
-    more = [each[1 : 1 + _MORE] for each in places.values() if len(each) > 1]
-    cuts = [tuple(base), *(tuple(sorted([*base, *each])) for each in more)]
-    differ = SHARED in config.pattern or config.norm_after or config.drafter is not None
-    differ = differ or (config.mlp is not None and not isinstance(config.mlp.intermediate_size, int))
-    return [tuple(range(len(config.pattern)))] if differ or sum(map(len, cuts)) >= len(config.pattern) else cuts
-
-
-def cut_config(config: HybridConfig, cut: Cut) -> HybridConfig:
-    """Returns the configuration of a model of these layers."""
-    return dataclasses.replace(config, pattern="".join(config.pattern[i] for i in cut))
-
-
-def cut_parameters(parameters: Mapping[str, T], cut: Cut) -> dict[str, T]:
-    """Returns the parameters of these layers under their new places, and those outside of layers."""
-    new = {old: place for place, old in enumerate(cut)}
-    found: dict[str, T] = {}
-    for path, leaf in parameters.items():
-        if (block := re.match(r"blocks\.(\d+)\.", path)) is None:
-            found[path] = leaf
-        elif int(block[1]) in new:
-            found[f"blocks.{new[int(block[1])]}.{path[block.end() :]}"] = leaf
-    return found
-
-
-def whole_program(config: HybridConfig, greedy: Sequence[Program], sampling: tuple[Program, Program]) -> Program:
-    """Returns a program of the whole model.
-
-    Args:
-        config: the model.
-        greedy: the program of each cut, without sampling.
-        sampling: a program of the first cut, with and without sampling.
-    """
-    first, *longer = greedy
-    base, *cuts = layer_cuts(config)
-    kinds = [config.pattern[(set(cut) - set(base)).pop()] for cut in cuts]
-    # How often what a cut adds is added in the whole model.
-    times = [(config.pattern.count(kind) - 1) / (len(cut) - len(base)) for kind, cut in zip(kinds, cuts, strict=True)]
-
-    def scaled(field: str) -> int:
-        one = getattr(first, field)
-        return one + round(sum(n * (getattr(each, field) - one) for n, each in zip(times, longer, strict=True)))
-
-    return dataclasses.replace(
-        first,
-        code=scaled("code") + sampling[0].code - sampling[1].code,
-        aliased=scaled("aliased"),
-        # Layers and sampling run one after the other, and use the same memory.
-        temporaries=max(each.temporaries for each in (*greedy, sampling[0])),
-        seconds=sum(each.seconds for each in greedy),
-    )
-
-
-def compile_whole(
-    config: HybridConfig,
-    compiler: Callable[[Cut, bool], SlicePrograms],
-    batches: Sequence[tuple[str, StepBatch]],
-    progress: Callable[[str], None],
-) -> tuple[tuple[Program, ...], str, list[str]]:
-    """Compiles the cuts of a model.
-
-    Args:
-        config: the model.
-        compiler: makes the programs of a cut, without sampling where the second argument says so.
-        batches: of the programs, with their names.
-        progress: told what is being done.
-
-    Returns:
-        The whole model's programs, empty if the compiler refuses one; the kernels that they use; and notes.
-    """
-    cuts, notes = layer_cuts(config), []
-    if len(cuts) > 1:
-        patterns = ", ".join(cut_config(config, cut).pattern for cut in cuts)
-        notes.append(f"programs of the layers {patterns} were compiled; those of all layers follow from them")
-    progress(f"compiling {len(batches) * len(cuts) + 1} programs")
-    try:
-        (sampled,) = compiler(cuts[0], False).compile(batches[:1], progress)
-        compilers = [compiler(cut, True) for cut in cuts]
-        compiled = [each.compile(batches, progress) for each in compilers]
-    except jax.errors.JaxRuntimeError as error:
-        # What does not fit is an answer, too.
-        return (), "", ["the compiler refuses a program: " + one_line(error), *notes]
-    sampling = sampled, compiled[0][0]
-    programs = tuple(whole_program(config, each, sampling) for each in zip(*compiled, strict=True))
-    return programs, compilers[0].choice.report(), notes

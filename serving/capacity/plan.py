@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from checkpoints.drafts import drafter_shapes
-from checkpoints.errors import CheckpointError
+from checkpoints.errors import CheckpointError, one_line
 from checkpoints.load import Checkpoint, load_config
 from mamba_jax.config import HybridConfig, ModelConfigError
 from mamba_jax.head_padding import HeadPadding
@@ -25,20 +25,12 @@ from mamba_jax.rows import Rows
 from mamba_jax.sharding import TENSOR, Partition, rows_shardings
 from mamba_jax.store import StoreShape, init_store
 from mamba_jax.store_layout import lanes_of
-from serving.capacity.compiling import (
-    Cut,
-    Program,
-    SlicePrograms,
-    check_compiler,
-    compile_whole,
-    cut_config,
-    cut_parameters,
-    slice_mesh,
-)
+from serving.capacity.compiling import Program, SlicePrograms, check_compiler, slice_mesh
 from serving.capacity.count import LONG_CONTEXTS, Counter, LongContext, Step, decode_workload, prefill_workload
 from serving.capacity.targets import Target, larger
 from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly.design import EngineDesign, waiting_form
+from serving.engine.assembly.devices import adapters_of
 from serving.engine.assembly.drafting import with_drafter_config
 from serving.engine.assembly.gpu_memory import reserved_share
 from serving.engine.assembly.sizing import StoreSize, StoreTooSmallError
@@ -68,7 +60,7 @@ class CapacityPlan:
     notes: tuple[str, ...]
     code: int = 0
     other: int = 0
-    """Seats and batches."""
+    """Seats and adapters."""
     steps: tuple[Step, ...] = ()
     context: int = 0
     """Tokens before each sequence's next one that decode steps are counted with."""
@@ -147,6 +139,8 @@ class _Planner:
         self.design, self.counter, self.shapes = self._divided(target.count)
         self.model = self.design.model
         self.partition, self.replay = self.design.partition, self.design.replay.replay
+        self.mesh: Any = AbstractMesh((self.partition.shards,), (TENSOR,))
+        self.adapter_bytes = self._bytes_of_adapters()
         self._padding_notes = [self.design.padding.notice] if self.design.padding else []
 
     def _divided(self, count: int) -> tuple[EngineDesign, Counter, dict[str, jax.ShapeDtypeStruct]]:
@@ -226,16 +220,20 @@ class _Planner:
                 *((_decode_name(count), batches.empty_decode(count, drafts)) for count in decodes),
                 *((_prefill_name(shape), batches.empty_prefill(shape)) for shape in prefills),
             ]
-            compiler = functools.partial(self._compiler, size, rows)
-            programs, kernels, said = compile_whole(self.model, compiler, named, progress)
-            notes += said
+            progress(f"compiling {len(named)} programs")
+            compiler = self._compiler(size, rows)
+            try:
+                programs = tuple(compiler.compile(named, progress))
+            except jax.errors.JaxRuntimeError as error:  # what does not fit is an answer, too
+                notes.append("the compiler refuses a program: " + one_line(error))
+            kernels = compiler.choice.report()
         refused = compile and not programs
         count = batches.num_step_programs
         codes = [program.code for program in programs]
         # Programs that are not compiled are narrower ones, and count as the largest.
         code = sum(codes) + (count - len(codes)) * max(codes) if codes else design.code_bytes
         temporaries = max((p.temporaries for p in programs), default=design.workspace_bytes)
-        other = self._bytes_of_seats(rows)
+        other = self._bytes_of_seats(rows) + self.adapter_bytes
         spare = limit - weights - size.total_bytes - code - temporaries - other
         long_contexts = [
             self.counter.long_context(n, size, self.config.max_num_batched_tokens, self.target.device, self.replay)
@@ -275,12 +273,16 @@ class _Planner:
         )
 
     def _bytes_of_seats(self, rows: Rows) -> int:
-        mesh: Any = AbstractMesh((self.partition.shards,), (TENSOR,))
-        pairs = zip(jax.tree.leaves(rows), jax.tree.leaves(rows_shardings(rows, mesh)), strict=True)
-        return sum(math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf, place in pairs)
+        return _bytes_of_one(zip(jax.tree.leaves(rows), jax.tree.leaves(rows_shardings(rows, self.mesh)), strict=True))
+
+    def _bytes_of_adapters(self) -> int:
+        model = HybridModel.from_parameters(self.model, cast(Any, self.shapes))
+        adapters = adapters_of(self.config, model, self.mesh, abstract=True)
+        return 0 if adapters is None else _bytes_of_one((leaf, leaf.sharding) for leaf in adapters.arrays)
 
     def _free(self, design: EngineDesign, weights: int) -> int:
-        return self.memory - weights - design.workspace_bytes - design.code_bytes - self.config.reserved_bytes
+        programs = design.workspace_bytes + design.code_bytes
+        return self.memory - weights - programs - self.config.reserved_bytes - self.adapter_bytes
 
     def _size(self, design: EngineDesign, weights: int) -> StoreSize:
         return design.size(memory=self._free(design, weights), dtype=self.dtype)
@@ -324,22 +326,20 @@ class _Planner:
         load = prefill_workload(tokens=shape.tokens, rows=shape.rows, tile_size=self.config.tile_size)
         return self.counter.step(_prefill_name(shape), load, self.target.device, counted=shape.tokens)
 
-    def _compiler(self, size: StoreSize, rows: Rows, cut: Cut, greedy: bool) -> SlicePrograms:
+    def _compiler(self, size: StoreSize, rows: Rows) -> SlicePrograms:
         arguments = self.design.store_arguments(size, dtype=self.dtype)
-        model, stored = (cut_config(each, cut) for each in (self.model, self.design.stored))
-        described = StoreShape.of(stored, routed_experts=self.config.enable_return_routed_experts)
-        shape = self.partition.store_shape(described)
-        parameters: Any = cut_parameters(self.shapes, cut)
+        described = StoreShape.of(self.design.stored, routed_experts=self.config.enable_return_routed_experts)
+        shape, parameters = self.partition.store_shape(described), cast(Any, self.shapes)
         try:
             return SlicePrograms(
-                HybridModel.from_parameters(model, parameters),
+                HybridModel.from_parameters(self.model, parameters),
                 slice_mesh(self.target),
                 store=jax.eval_shape(lambda: init_store(shape, **arguments)),
                 rows=rows,
                 tile_size=self.config.tile_size,
                 source=self.design.source,
                 kernels=self.config.kernels,
-                greedy=greedy,
+                adapters=functools.partial(adapters_of, self.config, abstract=True),
             )
         except UnsupportedError as error:
             raise ConfigError(str(error)) from None
@@ -352,6 +352,11 @@ def _planned_shapes(batches: BatchBuilder, full: bool) -> tuple[list[PrefillShap
     most = batches.prefill_shapes[-1].tokens
     longest = next(shape for shape in batches.prefill_shapes if shape.tokens == most)
     return [longest], batches.decode_shapes[-1:]
+
+
+def _bytes_of_one(arrays: Iterable[tuple[Any, Any]]) -> int:
+    """Bytes on one device of arrays with their shardings."""
+    return sum(math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf, place in arrays)
 
 
 def _decode_name(rows: int) -> str:

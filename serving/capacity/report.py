@@ -87,7 +87,7 @@ def _memory(plan: CapacityPlan) -> Table:
         (store, plan.store),
         (f"programs ({compiled or 'estimate'})", plan.code),
         ("temporaries" + ("" if plan.programs else " (upper bound)"), plan.temporaries),
-        ("seats", plan.other),
+        ("seats and adapters", plan.other),
         ("left" if plan.spare >= 0 else "missing", plan.spare),
     ]
     for name, count in rows:

@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from checkpoints.load import load_config
 from checkpoints.placing import abstract_parameters
 from checkpoints.quantized.rounding import Selection
+from mamba_jax.adapters import Adapters
 from mamba_jax.config import SHARED, AttentionConfig, HybridConfig, MambaConfig
 from mamba_jax.config.channel_recurrence import Mamba1Config
 from mamba_jax.config.linear_recurrence import LightningConfig
@@ -121,7 +122,7 @@ def compile_step(
         rows=jax.eval_shape(partial(init_rows, config, source=source, **seats)),
         tile_size=tile_size,
         source=source,
-        lora=lora,
+        adapters=lambda model, mesh: lora and Adapters(model, count=lora[0], rank=lora[1], mesh=mesh, abstract=True),
         greedy=greedy,
     )
     program, device = measured(programs, batch), partition.device_shape(shape)

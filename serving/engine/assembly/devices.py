@@ -56,11 +56,13 @@ def own_devices(meshes: Sequence[Mesh | None]) -> Sequence[jax.Device] | None:
     return found or None
 
 
-def adapters_of(config: EngineConfig, model: HybridModel, mesh: Mesh | None) -> Adapters | None:
-    """Allocates memory for adapters on the model's devices. Returns None without enable_lora."""
+def adapters_of(
+    config: EngineConfig, model: HybridModel, mesh: Mesh | None, *, abstract: bool = False
+) -> Adapters | None:
+    """Allocates memory for adapters on the model's devices, or only describes it. Returns None without enable_lora."""
     if not config.enable_lora:
         return None
-    kinds = {"experts": config.lora_experts, "magnitudes": config.enable_dora}
+    kinds = {"experts": config.lora_experts, "magnitudes": config.enable_dora, "abstract": abstract}
     return Adapters(model, count=config.max_loras, rank=config.max_lora_rank, mesh=mesh, **kinds)
 
 

@@ -87,9 +87,7 @@ def planned(topology, rows, drafts, monkeypatch, **flags):
 
     compilable(topology)
     monkeypatch.setattr(SlicePrograms, "compile", compile_measured)
-    for module in ("plan", "compiling"):  # all layers in one program
-        cuts = f"serving.capacity.{module}.layer_cuts"
-        monkeypatch.setattr(cuts, lambda config: [tuple(range(len(config.pattern)))])
+    monkeypatch.setattr("serving.capacity.plan.SlicePrograms", partial(SlicePrograms, greedy=True))
     flags |= {"num_speculative_tokens": drafts, "speculative_method": "ngram"} if drafts else {}
     plan = make_plan(
         EngineConfig.create(model="nemotron-h-8b", max_num_seqs=rows, **flags), target(topology), context=1

@@ -13,7 +13,6 @@ from checkpoints.load import load_config
 from checkpoints.presets import PRESETS
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.sharding import Partition
-from serving.capacity.compiling import Program, cut_config, cut_parameters, layer_cuts, whole_program
 from serving.capacity.count import Counter, decode_workload
 from serving.capacity.plan import make_plan
 from serving.capacity.targets import families, known, larger, target
@@ -241,24 +240,15 @@ def test_a_length_that_does_not_fit_is_what_is_missing():
     assert any("max_model_len 8,192 does not fit" in note for note in made.notes)
 
 
-def test_figures_of_all_layers_follow_from_a_few():
-    config = load_config("nemotron-h-8b")
-    cuts = layer_cuts(config)
-    assert [cut_config(config, cut).pattern for cut in cuts] == ["M-*", "M-MMM*", "M---*-", "M-****"]
-    layer = {"M": 5, "-": 3, "*": 7}
-
-    def program(cut, sampling=0):
-        size = 100 + sum(layer[config.pattern[place]] for place in cut)
-        return Program("decode", code=size + sampling, temporaries=size + sampling, aliased=size, seconds=1.0)
-
-    whole = whole_program(config, [program(cut) for cut in cuts], (program(cuts[0], 40), program(cuts[0])))
-    every = range(len(config.pattern))
-    assert (whole.code, whole.aliased) == (program(every).code + 40, program(every).aliased)
-    assert whole.temporaries == program(cuts[0]).temporaries + 40
-    shared = load_config("zamba2-1.2b")
-    assert layer_cuts(shared) == [tuple(range(len(shared.pattern)))]
-    parameters = {"embed.weight": 0, "blocks.1.norm": 1, "blocks.2.norm": 2, "blocks.10.norm": 3}
-    assert cut_parameters(parameters, (1, 10)) == {"embed.weight": 0, "blocks.0.norm": 1, "blocks.1.norm": 3}
+def test_adapters_take_memory():
+    plain, lora, dora = (
+        plan("nemotron-h-8b", "v5e-8", **flags)
+        for flags in ({}, {"enable_lora": True}, {"enable_lora": True, "enable_dora": True})
+    )
+    adapters = lora.other - plain.other
+    assert adapters > 0
+    assert dora.other > lora.other
+    assert lora.store <= plain.store - adapters + lora.size.bytes_per_slot + lora.size.bytes_per_page
 
 
 @pytest.mark.parametrize(
