@@ -1,4 +1,4 @@
-"""Plans a model on a machine: the memory that it needs, the memory left for sequences, and the bounds of a step."""
+"""Plans a model on a machine: the memory that it needs, the memory left for sequences, and the times of long ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mamba_jax.sharding import TENSOR, Partition, rows_shardings
 from mamba_jax.store import StoreShape, init_store
 from mamba_jax.store_layout import lanes_of
 from serving.capacity.compiling import Program, SlicePrograms, check_compiler, slice_mesh
-from serving.capacity.count import LONG_CONTEXTS, Counter, LongContext, Step, decode_workload, prefill_workload
+from serving.capacity.count import LONG_CONTEXTS, Counter, LongContext
 from serving.capacity.targets import Target, larger
 from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly.design import EngineDesign, waiting_form
@@ -61,9 +61,8 @@ class CapacityPlan:
     code: int = 0
     other: int = 0
     """Seats and adapters."""
-    steps: tuple[Step, ...] = ()
     context: int = 0
-    """Tokens before each sequence's next one that decode steps are counted with."""
+    """Tokens of each sequence, of which as many run at once as fit."""
     long_contexts: tuple[LongContext, ...] = ()
     """Those of `LONG_CONTEXTS` that sequences may have."""
     bytes_off_device: int = 0
@@ -105,7 +104,7 @@ def make_plan(
         target: the machine; the model is divided over all its devices.
         compile: have the compiler build the programs, for machines that it can be told of.
         full: all programs, not only the largest of decode and prefill.
-        context: tokens before each sequence's next one, for the bound of a decode step.
+        context: tokens of each sequence, for the number of those that run at once.
         progress: told what is being done.
 
     Raises:
@@ -209,8 +208,6 @@ class _Planner:
         prefills, decodes = _planned_shapes(batches, full)
         rows = jax.eval_shape(lambda: design.rows(size))
         context = min(context or DEFAULT_CONTEXT, size.max_model_len)
-        fitting = dict.fromkeys(min(rows, size.sequences_at(context)) for rows in decodes)
-        steps = [self._prefill_step(shape) for shape in prefills] + [self._decode_step(n, context) for n in fitting]
         notes = [f"decoding keeps {design.replay.notice}", *size.notices, *self._padding_notes]
         programs: tuple[Program, ...] = ()
         kernels, begin = "", time.perf_counter()
@@ -233,7 +230,8 @@ class _Planner:
         # Programs that are not compiled are narrower ones, and count as the largest.
         code = sum(codes) + (count - len(codes)) * max(codes) if codes else design.code_bytes
         temporaries = max((p.temporaries for p in programs), default=design.workspace_bytes)
-        other = self._bytes_of_seats(rows) + self.adapter_bytes
+        seats = zip(jax.tree.leaves(rows), jax.tree.leaves(rows_shardings(rows, self.mesh)), strict=True)
+        other = _bytes_of_one(seats) + self.adapter_bytes
         spare = limit - weights - size.total_bytes - code - temporaries - other
         long_contexts = [
             self.counter.long_context(n, size, self.config.max_num_batched_tokens, self.target.device, self.replay)
@@ -252,7 +250,6 @@ class _Planner:
             temporaries=temporaries,
             other=other,
             size=size,
-            steps=tuple(steps),
             context=context,
             long_contexts=tuple(long_contexts),
             programs=programs,
@@ -271,9 +268,6 @@ class _Planner:
             weights=self.counter.weight_bytes,
             **figures,
         )
-
-    def _bytes_of_seats(self, rows: Rows) -> int:
-        return _bytes_of_one(zip(jax.tree.leaves(rows), jax.tree.leaves(rows_shardings(rows, self.mesh)), strict=True))
 
     def _bytes_of_adapters(self) -> int:
         model = HybridModel.from_parameters(self.model, cast(Any, self.shapes))
@@ -316,15 +310,6 @@ class _Planner:
                 continue
             return bigger.name
         return None
-
-    def _decode_step(self, rows: int, context: int) -> Step:
-        drafts = self.config.num_speculative_tokens
-        load = decode_workload(rows=rows, drafts=drafts, context=context, replay=self.replay)
-        return self.counter.step(_decode_name(rows), load, self.target.device, counted=rows)
-
-    def _prefill_step(self, shape: PrefillShape) -> Step:
-        load = prefill_workload(tokens=shape.tokens, rows=shape.rows, tile_size=self.config.tile_size)
-        return self.counter.step(_prefill_name(shape), load, self.target.device, counted=shape.tokens)
 
     def _compiler(self, size: StoreSize, rows: Rows) -> SlicePrograms:
         arguments = self.design.store_arguments(size, dtype=self.dtype)
