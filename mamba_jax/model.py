@@ -184,12 +184,6 @@ class HybridModel(nnx.Module):
         kv = self.draft_layer.remember(self.draft_input(hidden), layout, store.kv[main:])
         return dataclasses.replace(store, kv=store.kv[:main] + kv)
 
-    def draft_following(
-        self, logits: Float[Array, "rows vocab"], hidden: Hidden, before: Int[Array, " rows"]
-    ) -> tuple[Float[Array, "rows vocab"], Float[Array, " rows"] | None]:
-        """Returns the logits of the token after each token `before` of a block; see `BlockDrafter.following`."""
-        return self.draft_layer.following(logits, hidden, before)
-
     def logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
         """Returns logits (float32) from hidden states after the final norm."""
         return keep_whole(self.divided_logits(hidden))

@@ -121,7 +121,7 @@ class BlockDrafts(LayerDrafts):
         logits = model.draft_logits(last.reshape(rows * count, -1)).reshape(rows, count, -1)
         before, chance, drafts = jnp.maximum(facts.newest, 0), jnp.ones(rows), []
         for i in range(count):
-            scores, right = model.draft_following(logits[:, i], last[:, i], before)
+            scores, right = model.draft_layer.following(logits[:, i], last[:, i], before)
             before = model.draft_tokens(largest(scores)[0])
             chance = chance if right is None else chance * right
             drafts.append(jnp.where(facts.sampled & (chance >= self.least_chance), before, -1))

@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from functools import partial
 from typing import cast
 
 import jax
@@ -21,22 +22,14 @@ from mamba_jax.sharding.axis import TENSOR
 _INIT_SCALE = 0.02
 
 
-def _relu2(x: Array) -> Array:
-    return jnp.square(jax.nn.relu(x))
-
-
-def _gelu_exact(x: Array) -> Array:
-    return jax.nn.gelu(x, approximate=False)
-
-
 _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": silu,
     "swish": silu,
-    "gelu": _gelu_exact,
+    "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_new": jax.nn.gelu,
     "gelu_pytorch_tanh": jax.nn.gelu,
     "relu": jax.nn.relu,
-    "relu2": _relu2,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 
 

@@ -48,19 +48,14 @@ def read_documents(path: Path) -> Iterator[Document]:
         yield from (json.loads(line) for line in lines)
 
 
-def problem_text(document: Document) -> str:
-    """Format a maths problem for training; the text up to "Answer:" is the prompt."""
-    return f"{problem_prompt(document)} {document['answer']}\n"
-
-
 def problem_prompt(document: Document) -> str:
     """Returns a maths problem without its answer."""
     return f"Question: {document['question']}\nAnswer:"
 
 
 def text_of(document: Document) -> str:
-    """Converts a document to plain text."""
-    return document["text"] if "text" in document else problem_text(document)
+    """Converts a document to plain text. In a maths problem, the text up to "Answer:" is the prompt."""
+    return document["text"] if "text" in document else f"{problem_prompt(document)} {document['answer']}\n"
 
 
 def prepare(directory: Path, *, problems: int = 40_000) -> dict[str, Any]:

@@ -43,22 +43,18 @@ def make_optimizer(settings: OptimizerSettings, steps: int) -> optax.GradientTra
     if settings.name == "adamw":
         update = optax.adamw(rate, beta1, beta2, weight_decay=settings.weight_decay, mask=_decayed)
     else:
+        adam = settings.adamw_learning_rate
+        factor = 1.0 if adam is None else adam / settings.learning_rate
         update = contrib.muon(
             rate,
             weight_decay=settings.weight_decay,
             adam_b1=beta1,
             adam_b2=beta2,
             muon_weight_dimension_numbers=_muon_dimensions,
-            adam_learning_rate=_times(rate, settings.adamw_learning_rate, settings.learning_rate),
+            adam_learning_rate=lambda step: rate(step) * factor,
             consistent_rms=_MUON_RMS,
         )
     return optax.chain(optax.clip_by_global_norm(settings.clip_norm), update)
-
-
-def _times(rate: optax.Schedule, wanted: float | None, peak: float) -> optax.Schedule:
-    """Returns the same schedule with another peak."""
-    factor = 1.0 if wanted is None else wanted / peak
-    return lambda step: rate(step) * factor
 
 
 def _decayed(values: dict[str, jax.Array]) -> dict[str, bool]:

@@ -72,7 +72,7 @@ def keep_recipe(directory: Path, settings: TrainConfig, **inputs: str | None) ->
                 wanted[name] = kept.get(name)
             elif kept.get(name) not in (None, value):
                 differences.append(f"{name.replace('_', ' ')} was {kept[name]}, is {value}")
-        if differences and not has_steps(directory):
+        if differences and not any(path.name.isdigit() for path in (directory / CHECKPOINTS).glob("*")):
             if any(difference.startswith(_PREPARED_FROM) for difference in differences):
                 shutil.rmtree(directory / _TOKENIZER, ignore_errors=True)
                 for name in _DATA:
@@ -97,11 +97,6 @@ def _flat(fields: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
 CHECKPOINTS = "checkpoints"
 """The folder of a run's checkpoints."""
 KEPT_CHECKPOINTS = 2
-
-
-def has_steps(directory: Path) -> bool:
-    """Returns whether a run's folder has a state after some steps."""
-    return any(path.name.isdigit() for path in (directory / CHECKPOINTS).glob("*"))
 
 
 @jax.tree_util.register_dataclass

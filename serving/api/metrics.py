@@ -180,7 +180,8 @@ class Families:
                     found = dict(enumerate(found, 1))
                 if not isinstance(found, Mapping):
                     found = {counter.value if counter.labels else (): found}
-                values = {(*labels, *_labels(counter.labels, key)): value for key, value in found.items()}
+                names = ((key if isinstance(key, tuple) else (key,), value) for key, value in found.items())
+                values = {(*labels, *zip(counter.labels, map(str, key), strict=True)): value for key, value in names}
                 self.count(counter.name, counter.text, values)
 
     def metrics(self) -> Iterator[Metric]:
@@ -190,10 +191,6 @@ class Families:
             for labels, value in values.items():
                 family.add_metric([text for _, text in labels], float(value))
             yield family
-
-
-def _labels(names: tuple[str, ...], key: Any) -> Labels:
-    return tuple(zip(names, map(str, key if isinstance(key, tuple) else (key,)), strict=True))
 
 
 class _EngineCollector:

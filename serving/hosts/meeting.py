@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 import numpy as np
@@ -27,13 +27,13 @@ from jax.experimental import multihost_utils
 
 from checkpoints.errors import CheckpointError, one_line
 from serving.config import ConfigError
+from serving.engine.assembly.devices import of_first_process
 from serving.hosts.host_group import HostGroup
 from serving.hosts.link import Kind, Link, LinkError
 from serving.hosts.settings import HostSettings
 
 log = logging.getLogger(__name__)
 
-_BROADCAST_SIZE = 4096  # bytes of the leader's message to all hosts through JAX's collectives
 _ROLL_CALL = b"mamba-jax roll call"
 """The key of the roll call. Everyone knows it: like JAX's own rendezvous, the roll call needs a trusted network."""
 _JOINING_TIMEOUT = 60.0  # of silence while JAX joins the devices, which may keep the interpreter's lock for long
@@ -170,21 +170,13 @@ def connect_hosts(settings: HostSettings, facts: Mapping[str, str], end: float) 
         with listening_at(settings.meeting_host, settings.plan_port) as listening:
             addresses = list(dict.fromkeys(_own_addresses(settings)))[:16]
             invitation = {"key": key.hex(), "port": listening.getsockname()[1], "addresses": addresses}
-            _broadcast(invitation, leads=True)
+            of_first_process(invitation)
             links = accept_followers(listening, key, jax.process_count(), facts, end)
     else:
-        found = _broadcast({}, leads=False)
+        found = of_first_process(None)
         key = bytes.fromhex(found["key"])
         links = {0: connect_to_leader(found["addresses"], found["port"], key, host, facts, end)}
     return HostGroup(host, links, host_timeout=settings.host_timeout)
-
-
-def _broadcast(invitation: dict[str, Any], *, leads: bool) -> Any:
-    """Returns the leader's invitation on every host."""
-    text = json.dumps(invitation).encode() if leads else b""
-    line = np.frombuffer(text.ljust(_BROADCAST_SIZE), np.uint8)
-    found = multihost_utils.broadcast_one_to_all(line, is_source=leads)
-    return json.loads(np.asarray(found).astype(np.uint8).tobytes())
 
 
 def _own_addresses(settings: HostSettings) -> Iterator[str]:

@@ -58,7 +58,7 @@ class PrefixIndex:
         self._ghosts: dict[int, None] = {}
         self._lineage_before = 0
         """Lineages of earlier weights."""
-        self._idle_states: LazyHeap[Checkpoint] = LazyHeap(self._state_stamp)
+        self._idle_states: LazyHeap[Checkpoint] = LazyHeap(lambda entry: entry.stamp if self._is_idle(entry) else None)
         self._idle_pages: LazyHeap[Node | Checkpoint] = LazyHeap(self._page_stamp)
         slots.reclaim = self.evict_state
         slots.reclaim_interior = partial(self.evict_state, EvictionRank.INTERIOR)
@@ -382,9 +382,6 @@ class PrefixIndex:
             return
         kept = any(entry.kept_until for entry in states)
         owner.page_stamp = self._idle_pages.push((kept, owner.last_use), owner, live=pages.num_cached)
-
-    def _state_stamp(self, entry: Checkpoint) -> int | None:
-        return entry.stamp if self._is_idle(entry) else None
 
     def _page_stamp(self, owner: Node | Checkpoint) -> int | None:
         pages, page = self.pages, owner.page

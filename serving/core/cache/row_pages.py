@@ -105,7 +105,8 @@ class RowPages:
         while len(table) < need:
             page = pool.take()
             if not page and self.copy is not None and pool.refs[self.copy[0]] == 1:
-                self._forgo_copy(pool)
+                self.undo()  # nobody else reads the page: it is needed more elsewhere
+                self._unshare(pool)
                 page = pool.take()
             if not page:
                 return False
@@ -129,11 +130,6 @@ class RowPages:
             self._unshare(pool)
             return True
         return False
-
-    def _forgo_copy(self, pool: PagePool) -> None:
-        """Cancels the copy of a page that no other row reads, because its page is needed elsewhere."""
-        self.undo()
-        self._unshare(pool)
 
     def _unshare(self, pool: PagePool) -> None:
         """Drops the checkpoint that shares a page. Losing a checkpoint that no row reads is better than preempting a

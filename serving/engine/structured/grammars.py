@@ -152,16 +152,12 @@ class Constraint:
                 break
             masks[head] = mask
         if self._matcher.is_error():
-            self._start_again()
+            # A matcher that fails on a draft stays failed, but the output is still valid: another one follows it.
+            self._matcher = self._start.deep_copy()
+            self._matcher.consume_tokens(self._followed)
         elif followed:
             self._matcher.rollback(followed)
         return masks
-
-    def _start_again(self) -> None:
-        """Creates a new matcher at the current position. A matcher that fails on a draft stays failed, but the output
-        is still valid."""
-        self._matcher = self._start.deep_copy()
-        self._matcher.consume_tokens(self._followed)
 
     def _mask(self) -> np.ndarray:
         return np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: self._words]

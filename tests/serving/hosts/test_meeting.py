@@ -26,14 +26,14 @@ def invitations(monkeypatch):
     """What the leader tells all hosts."""
     told = queue.Queue()
 
-    def broadcast(invitation, *, leads):
-        if leads:
+    def broadcast(invitation):
+        if invitation is not None:
             for _ in range(10):
                 told.put(invitation)
             return invitation
         return told.get(timeout=30)
 
-    monkeypatch.setattr(meeting, "_broadcast", broadcast)
+    monkeypatch.setattr(meeting, "of_first_process", broadcast)
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     monkeypatch.setattr(meeting, "HostGroup", lambda host, links, host_timeout: (host, links))
     return told

@@ -41,7 +41,7 @@ def main(pipe: Connection, log: str, job: dict) -> None:
     after(meeting, "connect_to_leader", "called")
     after(jax.distributed, "initialize", "joined")
     after(multihost_utils, "process_allgather", "counted")
-    after(meeting, "_broadcast", "invited")
+    after(meeting, "of_first_process", "invited")
     reach("started")
     settings = HostSettings.create(**job)
     logging.basicConfig(format="%(message)s")

@@ -89,7 +89,7 @@ _TABLE = (
     TextApi(
         "/v1/messages", "create_message", "Answer a conversation", "Anthropic",
         MessagesRequest, MessageObject, ("system", "messages"), MessageWriter, lambda body, _: messages.as_chat(body),
-        streaming.anthropic_failure, streaming.PING,
+        lambda error: streaming.named_event("error", {"error": error.anthropic_fields()}), streaming.PING,
     ),
 )  # fmt: skip
 TEXT_APIS = {api.kind: api for api in _TABLE}

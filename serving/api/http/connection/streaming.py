@@ -87,11 +87,6 @@ def openai_failure(error: ApiError) -> bytes:
     return b"data: " + error.body() + b"\n\n" + DONE
 
 
-def anthropic_failure(error: ApiError) -> bytes:
-    """Returns the last event of a failed stream, in Anthropic's format."""
-    return named_event("error", {"error": error.anthropic_fields()})
-
-
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Returns the result of `work`. Cancels `work`, and raises `ClientGone`, if the client disconnects first."""
     task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
