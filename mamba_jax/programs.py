@@ -1,7 +1,7 @@
 """Compiled programs of a step: one for each batch shape, with a donated store."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from kernels_pallas.fixed_order import NAME as INVARIANT
 from kernels_pallas.native import WHY_MISSING as WHY_NOT_INVARIANT  # noqa: F401 - why they cannot run
 from kernels_pallas.native import instructions as instructions  # of native operations
 from mamba_jax.adapters import AdapterEntry, Adapters, LayerMatrices
-from mamba_jax.batch import DecodeBatch, MixedBatch, PageTableBatch, PrefillBatch, SeatBatch, StepOutput
+from mamba_jax.batch import DecodeBatch, MixedBatch, PageTableBatch, PrefillBatch, SeatBatch
 from mamba_jax.drafts import DraftSource
 from mamba_jax.model import HybridModel
 from mamba_jax.packing import Packing, pack
@@ -54,7 +54,7 @@ class StepPrograms:
     """Runs steps of one model by compiled programs, and counts the compilations.
 
     Programs are compiled ahead of time, one for each shape of batch (and of store and rows). `compilations` therefore
-    counts exactly what XLA compiled; after `warm_up` with every shape in use, it must not grow.
+    counts exactly what XLA compiled; after `program` for every shape in use, it must not grow.
 
     Store and rows are donated: the arrays passed in are invalid afterwards, even if the step fails.
     """
@@ -191,26 +191,6 @@ class StepPrograms:
         # Functions among the model's attributes are described by name; their addresses vary between runs.
         return re.sub(r" at 0x[0-9a-f]+", "", "\n".join(map(repr, parts)))
 
-    def decode(self, store: Store, rows: Rows, batch: DecodeBatch) -> tuple[Store, Rows, StepOutput]:
-        """One decode step; returns as soon as it is dispatched."""
-        return self.step(store, rows, batch)
-
-    def prefill(self, store: Store, rows: Rows, batch: PrefillBatch) -> tuple[Store, Rows, StepOutput]:
-        """One prefill step; returns as soon as it is dispatched.
-
-        Raises:
-            ValueError: a batch of another tile size.
-        """
-        return self.step(store, rows, batch)
-
-    def mixed(self, store: Store, rows: Rows, batch: MixedBatch) -> tuple[Store, Rows, tuple[StepOutput, StepOutput]]:
-        """One step with decode and prefill rows, which reads the weights once; returns as soon as it is dispatched.
-
-        Raises:
-            ValueError: a batch of another tile size.
-        """
-        return self.step(store, rows, batch)
-
     def change_rows(self, rows: Rows, batch: RowsBatch) -> Rows:
         """Seats a request, or changes a row's masks or page table. Call it before the step that needs the change.
 
@@ -225,7 +205,8 @@ class StepPrograms:
         return found
 
     def step(self, store: Store, rows: Rows, batch: StepBatch) -> tuple[Store, Rows, Any]:
-        """One step of any kind.
+        """One step of any kind, which reads the weights once; returns as soon as it is dispatched. The output is a
+        `StepOutput`, of a mixed step one for the decode rows and one for the prefill rows.
 
         Raises:
             ValueError: a prefill batch of another tile size, or a token that is not in the vocabulary.
@@ -303,18 +284,6 @@ class StepPrograms:
             return self._run(weights, store, rows, packing.unpack(words))
 
         return run, jax.ShapeDtypeStruct((packing.size,), np.int32)
-
-    def warm_up(
-        self, store: Store, rows: Rows, batches: Iterable[Batch], *, progress: Callable[[Batch], None] | None = None
-    ) -> None:
-        """Compiles for all these shapes (see `DecodeBatch.empty`), without running anything or touching the store.
-
-        `progress` is called after each batch.
-        """
-        for batch in batches:
-            self.program(store, rows, batch)
-            if progress is not None:
-                progress(batch)
 
 
 def samples(batch: RowsBatch) -> bool:

@@ -110,7 +110,7 @@ def test_programs_that_jax_has_cached_are_kept_whole(engine, tmp_path, monkeypat
             store, rows = copies(engine)
             kept = keep_programs(programs) if keep else None
             programs.program(store, rows, batch)
-            results.append(jax.tree.map(np.asarray, programs.decode(store, rows, batch)))
+            results.append(jax.tree.map(np.asarray, programs.step(store, rows, batch)))
         assert kept.loaded == 1
         assert any("cache" in path.name for path in tmp_path.iterdir() if path.is_file())
         jax.tree.map(np.testing.assert_array_equal, results[0], results[2])

@@ -109,7 +109,7 @@ class PromptStepper:
                     batch.tile_write_slot[tile] = written[row, stop] = 1 + 2 * len(self.prompts) + tile
                 tile += 1
             self.length[row], self.slot[row] = end, written[row, end]
-        self.store, self.rows, output = self.programs.prefill(self.store, self.rows, batch)
+        self.store, self.rows, output = self.programs.step(self.store, self.rows, batch)
         assert not output.tag_error
         return jax.device_get(output), written
 
@@ -130,7 +130,7 @@ class PromptStepper:
                 batch.continues[j] = True
             self.length[row] += 1
             self.slot[row] = int(batch.write_slot[j, 0])
-        self.store, self.rows, output = self.programs.decode(self.store, self.rows, batch)
+        self.store, self.rows, output = self.programs.step(self.store, self.rows, batch)
         assert not output.tag_error
         return jax.device_get(output)
 

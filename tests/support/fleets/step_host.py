@@ -101,18 +101,18 @@ class Host:
     def prefill(self, *rows, tile_size=TILE):
         """Runs a prefill step; rows as of `prefill_batch`."""
         batch = self.prefill_batch(*rows, tile_size=tile_size)
-        self.store, self.rows, output = self.programs.prefill(self.store, self.rows, batch)
+        self.store, self.rows, output = self.programs.step(self.store, self.rows, batch)
         return self._checked(output)
 
     def decode(self, *rows):
         """Runs a decode step; rows as of `decode_batch`."""
-        self.store, self.rows, output = self.programs.decode(self.store, self.rows, self.decode_batch(*rows))
+        self.store, self.rows, output = self.programs.step(self.store, self.rows, self.decode_batch(*rows))
         return self._checked(output)
 
     def mixed(self, decode, prefill):
         """Runs a step with decode rows and prefill rows."""
         batch = MixedBatch(self.decode_batch(*decode), self.prefill_batch(*prefill))
-        self.store, self.rows, outputs = self.programs.mixed(self.store, self.rows, batch)
+        self.store, self.rows, outputs = self.programs.step(self.store, self.rows, batch)
         return tuple(map(self._checked, outputs))
 
     def prefill_batch(self, *rows, tile_size=TILE):
