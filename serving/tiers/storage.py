@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from checkpoints.errors import one_line
 from serving.core.cache.content import Name
 from serving.core.tiers.tier import Change, Tier, Unit
 from serving.tiers.folder import Arrays, Folder
@@ -224,14 +225,14 @@ class Disk:
             arrays = {name: parts[name].result(max(0.0, until - time.monotonic())) for name in names}
         except Exception as problem:  # the engine that was to bring it has failed, which is nothing to others
             log.warning("a checkpoint did not come to the disk cache: %s", problem)
-            return _told(problem)
+            return one_line(problem)
         try:
             for name in names:
                 self.folder.write(name, arrays[name], unit if name == unit.name else None)
         except Exception as problem:  # in any case the tier's records must not have the unit
             log.warning("the disk cache does not take a checkpoint: %s", problem)
             self._pause_until = time.monotonic() + _PAUSE
-            return _told(problem)
+            return one_line(problem)
         return ""
 
     def _look(self) -> None:
@@ -254,7 +255,7 @@ def failure(part: Future[Any]) -> str:
     if part.cancelled():
         return "cancelled"
     error = part.exception()
-    return "" if error is None else str(error) or type(error).__name__
+    return "" if error is None else one_line(error)
 
 
 def _gone() -> KeyError:
@@ -268,7 +269,3 @@ def _pass_on(promise: Part, part: Part) -> None:
         promise.set_exception(error)
     else:
         promise.set_result(part.result())
-
-
-def _told(problem: Exception) -> str:
-    return str(problem) or type(problem).__name__

@@ -53,6 +53,15 @@ def parse_written(text: str) -> Any:
     return json.loads(text, strict=False, parse_constant=_refuse_constant, parse_float=_finite)
 
 
+def has_half_characters(value: Any) -> bool:
+    """Returns whether a text contains half a surrogate pair, which JSON can escape but UTF-8 cannot encode."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
 def well_formed(text: str) -> str:
     """Returns `text` with unpaired surrogates replaced, because UTF-8 cannot encode them."""
     try:

@@ -6,6 +6,7 @@ A plain ASGI middleware: it passes `receive` and `send` on, so that handlers sti
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
@@ -21,7 +22,7 @@ from serving.api.http.connection.keys import check_key, client_id, set_client
 from serving.api.http.connection.streaming import ClientGone
 from serving.api.http.errors import ANTHROPICS, ApiError, as_api_error, path_of
 from serving.api.http.generation import UsageCounter
-from serving.api.http.json_values import MAX_DEPTH, depth, weight
+from serving.api.http.json_values import MAX_DEPTH, depth, has_half_characters, weight
 from serving.api.http.settings import RequestBounds
 from serving.api.metrics import Metrics
 
@@ -203,14 +204,10 @@ def _ending(scope: Scope) -> bool:
 
 def _refuse_half_characters(body: bytes | bytearray) -> None:
     """Refuses escaped halves of surrogate pairs, which JSON allows but UTF-8 cannot encode."""
-    if not _SURROGATE.search(body):
-        return
-    try:
-        json.dumps(json.loads(body), ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise ApiError(400, "the body contains half a surrogate pair, which is not a character") from None
-    except (ValueError, RecursionError):
-        return  # not JSON: the handler reports it
+    if _SURROGATE.search(body):
+        with contextlib.suppress(ValueError, RecursionError):  # not JSON: the handler reports it
+            if has_half_characters(json.loads(body)):
+                raise ApiError(400, "the body contains half a surrogate pair, which is not a character")
 
 
 def _too_large(most: int) -> ApiError:

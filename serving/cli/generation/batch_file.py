@@ -26,11 +26,12 @@ from serving.api.http.connection.streaming import json_of
 from serving.api.http.context import ResponseContext
 from serving.api.http.errors import as_api_error, validated
 from serving.api.http.generation import whole
+from serving.api.http.json_values import has_half_characters
 from serving.api.http.parsing.formats import form_of, reasoning_marks
 from serving.api.http.settings import ServerSettings
 from serving.api.http.text import TextCodec
 from serving.cli.generation import batch_output
-from serving.cli.generation.batch_output import LineKey, has_half_characters, line_key, naming, write_line
+from serving.cli.generation.batch_output import LineKey, line_key, naming, write_line
 from serving.core.errors import RequestError
 from serving.engine.llm import LLM
 from serving.engine.requests.output import RequestOutput, TokenLogprobs

@@ -19,6 +19,7 @@ from io import RawIOBase
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from serving.api.http.json_values import has_half_characters
 from serving.config import ConfigError
 
 DIGEST = "input_digest"
@@ -64,7 +65,9 @@ def read_answers(path: Path) -> list[Answer]:
     start = 0
     with path.open("rb") as file:
         for raw in file:
-            value = _parsed(raw)
+            value = None
+            with contextlib.suppress(ValueError, RecursionError):
+                value = json.loads(raw)
             answer = _answer(value, start, len(raw))
             interrupted = value is None and (raw.startswith(_BEGINNING) or _BEGINNING.startswith(raw))
             if raw.endswith(b"\n") and answer is not None:
@@ -76,13 +79,6 @@ def read_answers(path: Path) -> list[Answer]:
                     "changed, give another file"
                 )
     return answers
-
-
-def _parsed(raw: bytes) -> Any:
-    try:
-        return json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _answer(value: Any, start: int, size: int) -> Answer | None:
@@ -191,12 +187,3 @@ def naming(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(error.errno, error.strerror, error.filename or str(path)) from None
-
-
-def has_half_characters(value: Any) -> bool:
-    """Returns whether a text contains half a surrogate pair, which JSON can escape but UTF-8 cannot encode."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return True
-    return False

@@ -42,12 +42,7 @@ def reserve(max_connections: int) -> int:
 
 def bounded(bounds: ConnectionBounds) -> type[BoundedConnection]:
     """Returns the protocol class for connections with these bounds."""
-
-    class Connection(BoundedConnection):
-        pass
-
-    Connection.bounds = bounds
-    return Connection
+    return type("Connection", (BoundedConnection,), {"bounds": bounds})
 
 
 class BoundedConnection(HttpToolsProtocol):
