@@ -49,13 +49,13 @@ def test_the_second_start_compiles_nothing_and_computes_the_same(fresh, engine, 
     batch.page_table[0, 0], batch.sample[0] = 1, True
     store, rows = copies(engine)
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves((store, rows)))
-    expected = jax.tree.map(np.asarray, first.decode(store, rows, batch))
+    expected = jax.tree.map(np.asarray, first.step(store, rows, batch))
     assert (first.kept.loaded, len(list(tmp_path.glob("*.program")))) == (0, 1)
 
     second = programs_like(tmp_path)
     monkeypatch.setattr(second, "lower", None)  # there is nothing to trace
     store, rows = copies(engine)
-    result = second.decode(store, rows, batch)
+    result = second.step(store, rows, batch)
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, result), expected)
     assert (second.kept.loaded, second.compilations) == (1, 1)
     assert (
