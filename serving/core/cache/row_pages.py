@@ -105,7 +105,7 @@ class RowPages:
         while len(table) < need:
             page = pool.take()
             if not page and self.copy is not None and pool.refs[self.copy[0]] == 1:
-                self.undo()  # nobody else reads the page: it is needed more elsewhere
+                self.undo()  # no other row reads the page: it is needed elsewhere
                 self._unshare(pool)
                 page = pool.take()
             if not page:
