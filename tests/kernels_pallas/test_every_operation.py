@@ -37,36 +37,42 @@ def small(shape):
     return dataclasses.replace(shape.small(), **{n: size for n, size in sizes.items() if getattr(shape, n, 0)})
 
 
-def loss_of(call):
-    """Returns a function of the call's float arrays, and these."""
-    run, leaves = program(call), jax.jit(values_of(call, classes=False).make)(0)
-    floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+def floats_of(leaves):
+    return [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
+
+
+def loss_of(call, leaves):
+    """Returns a function of the call's float arrays in float32; the others are those of `leaves`."""
+    run = program(call)
 
     def loss(values):
-        filled = list(leaves)
-        for i, value in zip(floats, values, strict=True):
-            filled[i] = value.astype(leaves[i].dtype)
-        out = jax.tree.leaves(run(*call.apart(filled)))
-        return sum(jnp.sin(v.astype(jnp.float32)).sum() for v in out if jnp.issubdtype(v.dtype, jnp.floating))
+        given = iter(values)
+        filled = [
+            next(given).astype(form.dtype) if jnp.issubdtype(form.dtype, jnp.floating) else leaf
+            for form, leaf in zip(call.arrays, leaves, strict=True)
+        ]
+        return sum(jnp.sin(v.astype(jnp.float32)).sum() for v in floats_of(jax.tree.leaves(run(*call.apart(filled)))))
 
-    return loss, [leaves[i].astype(jnp.float32) for i in floats]
+    return loss
 
 
 @pytest.mark.parametrize(("name", "shape"), list(kinds()))
 def test_gradients(name, shape):
     """In float32 that of a small step in some direction; in bfloat16 about the same, and not 0."""
-    loss, values = loss_of(call_of(name, shape, F32))
-    random = np.random.default_rng(0)
-    gradient = jax.jit(jax.grad(loss))(values)
-    loss_at = jax.jit(loss)
+    call = call_of(name, shape, F32)
+    leaves = jax.jit(values_of(call, classes=False).make)(0)
+    values, random = floats_of(leaves), np.random.default_rng(0)
+    loss_and_gradient = jax.jit(jax.value_and_grad(loss_of(call, leaves)))
+    _, gradient = loss_and_gradient(values)
     direction = [random.normal(size=v.shape).astype(np.float32) for v in values]
     step = 2e-3
-    ahead, behind = (loss_at([v + s * step * d for v, d in zip(values, direction, strict=True)]) for s in (1, -1))
+    moved = ([v + s * step * d for v, d in zip(values, direction, strict=True)] for s in (1, -1))
+    ahead, behind = (loss_and_gradient(each)[0] for each in moved)
     along = sum(float((g * d).sum()) for g, d in zip(gradient, direction, strict=True))
     length = sum(float((g**2).sum()) for g in gradient) ** 0.5
     assert abs(float(ahead - behind) / (2 * step) - along) < 0.05 * length + 0.02
-    narrow_loss, _ = loss_of(call_of(name, shape, BF16, BF16))
-    for one, other in zip(jax.jit(jax.grad(narrow_loss))(values), gradient, strict=True):
+    narrow = jax.jit(jax.grad(loss_of(call_of(name, shape, BF16, BF16), leaves)))(values)
+    for one, other in zip(narrow, gradient, strict=True):
         assert np.linalg.norm(one - other) <= 0.2 * np.linalg.norm(other) + 0.02 * length
 
 
@@ -76,9 +82,13 @@ def test_gradients_through_quantized_weights(dtype):
     weight = Quantized(jnp.asarray(values).astype(dtype), jnp.full((3, 6), 0.5))
     x, sizes, wide = jnp.ones((5, 4)), jnp.array([2, 0, 2]), weight.dequantize()
     expected = jnp.stack([wide[expert].sum(axis=0) for expert in (0, 0, 2, 2)] + [jnp.zeros(4)])
-    np.testing.assert_allclose(jax.grad(lambda x: grouped_matmul(x, weight, sizes).sum())(x), expected, rtol=1e-5)
+    np.testing.assert_allclose(
+        jax.jit(jax.grad(lambda x: grouped_matmul(x, weight, sizes).sum()))(x), expected, rtol=1e-5
+    )
     one = jax.tree.map(lambda v: v[0], weight)
-    np.testing.assert_allclose(jax.grad(lambda x: linear(x, one).sum())(x), [wide[0].sum(axis=0)] * 5, rtol=1e-5)
+    np.testing.assert_allclose(
+        jax.jit(jax.grad(lambda x: linear(x, one).sum()))(x), [wide[0].sum(axis=0)] * 5, rtol=1e-5
+    )
 
 
 def floats(*sizes):
