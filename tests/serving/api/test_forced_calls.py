@@ -106,9 +106,10 @@ def ask(server, **fields):
 def test_a_required_call(server, monkeypatch, form):
     monkeypatch.setitem(server.context.__dict__, "tool_calls", form)
     some, every = ([tool["function"] for tool in tools] for tools in ((ADD, EMPTY), (ADD, NOW, EMPTY)))
+    cases = [{"tool_choice": NAMED, "tools": every, "temperature": 0}, {"tools": some, "seed": 0, "temperature": 1.0}]
     complete = 0
-    for fields in ({"seed": 0}, {"tool_choice": NAMED, "tools": every, "temperature": 0}):
-        fields = {"tools": some, "force": True, "limit": 300, "temperature": 1.0} | fields
+    for fields in cases if form in (None, "qwen3_coder", "ling3") else cases[:1]:
+        fields = {"force": True, "limit": 300} | fields
         whole, streamed = (asked("chat/completions", server, stream=stream, **fields) for stream in (False, True))
         assert (streamed.text, streamed.calls, streamed.reason) == ("", whole.calls, whole.reason)
         if whole.reason == "length":

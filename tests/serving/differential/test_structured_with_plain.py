@@ -228,7 +228,7 @@ async def answer(served: AsyncEngine, number: int) -> tuple:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("drafts", [Drafts(), USUAL[0], OTHERS[2]], ids=str)
+@pytest.mark.parametrize("drafts", [Drafts(), USUAL[1], OTHERS[2]], ids=str)
 def test_many_tasks_at_once_say_what_each_says_alone(drafts: Drafts) -> None:
     async def alone(served: AsyncEngine) -> list[tuple]:
         return [await answer(served, number) for number in range(24)]

@@ -130,8 +130,8 @@ CASES = [
         case(f"drafter {model}, replay {replay}", 52_000_000, 24, WITH_DRAFTER, drafts=True, model=model, replay=replay)
         for model, replay in (("eagle3", None), ("dflash", 8))
     ),
-    case("replay", 0, 60, (*COMMON, *ANCHORS), mark=(), model="nemotronh", **REPLAY),
-    case("replay, drafts", 50_000_000, 40, (*COMMON, *ANCHORS, "drafts_cut", "layer"), drafts=True, model="nemotronh",
+    case("replay", 0, 30, (*COMMON, *ANCHORS), mark=(), model=SMALLEST, **REPLAY),
+    case("replay, drafts", 50_000_000, 30, (*COMMON, *ANCHORS, "drafts_cut", "layer"), drafts=True, model="nemotronh",
          **REPLAY),
     # Tails of the delta rule hold what a token added to the state, found as it was absorbed.
     case("replay, drafts, delta", 51_000_000, 25, (*COMMON, *ANCHORS, "layer"), drafts=True, model="delta", **REPLAY),

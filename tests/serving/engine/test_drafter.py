@@ -15,7 +15,7 @@ from serving.capacity.targets import target
 from serving.config import ConfigError, EngineConfig
 from serving.core.errors import RequestError
 from tests.support.engines.engine_harness import FLAGS, GOLDEN
-from tests.support.models.divisible_checkpoints import FAMILIES, write_checkpoint
+from tests.support.models.divisible_checkpoints import EIGHT, write_checkpoint
 from tests.support.models.drafters import write_block, write_eagle
 from tests.support.selection import slow
 
@@ -143,16 +143,12 @@ def first_page(engine):
 )
 def test_two_devices(write, tmp_path):
     """Each has its own heads of the drafter."""
-    model = write_checkpoint(tmp_path / "model", FAMILIES["nemotronh-moe"])
-    flags = SIZES | {"tensor_parallel_size": 2}
-    folder = str(write(tmp_path / "drafter", load_config(model)))
-    expected = [each.outputs[0].token_ids for each in LLM(str(model), **flags).generate(prompts(), PARAMS)]
-    drafting = LLM(str(model), speculative_model=folder, adaptive_drafts=False, **flags)
-    outputs = drafting.generate(prompts(), PARAMS)
-    assert [each.outputs[0].token_ids for each in outputs] == expected
-    alone = LLM(str(model), speculative_model=folder, adaptive_drafts=False, **SIZES)
+    model = write_checkpoint(tmp_path / "model", EIGHT)
+    flags = SIZES | {"speculative_model": str(write(tmp_path / "drafter", load_config(model)))}
+    engines = [LLM(str(model), tensor_parallel_size=devices, adaptive_drafts=False, **flags) for devices in (1, 2)]
+    alone, divided = ([each.outputs[0].token_ids for each in one.generate(prompts(), PARAMS)] for one in engines)
+    assert divided == alone
     # The same drafts: as many are right.
-    drafts = [one.engine.loop.stats.drafts for one in (drafting, alone)]
-    alone.generate(prompts(), PARAMS)
+    drafts = [one.engine.loop.stats.drafts for one in engines]
     assert drafts[0].accepted_at == drafts[1].accepted_at
-    np.testing.assert_allclose(*(first_page(one) for one in (drafting, alone)), atol=1e-4)
+    np.testing.assert_allclose(*map(first_page, engines), atol=1e-4)

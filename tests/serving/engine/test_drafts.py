@@ -30,7 +30,7 @@ def drafting(harness):
 
 
 def alone(harness, prompts, params):
-    engine = harness.engine("none", **SIZES)
+    engine = harness.engine("none")
     return [
         harness.run(engine, [prompt], each)[0].outputs[0].token_ids
         for prompt, each in zip(prompts, params, strict=True)
@@ -96,7 +96,7 @@ def test_outputs_end_where_they_end_without_drafts(harness, drafting):
     params += [dataclasses.replace(free, stop_token_ids=[tokens[3][7]])]
     params += [dataclasses.replace(free, stop=[f"w{tokens[i][9]}"]) for i in (4, 5)]
     outputs = harness.run(drafting("all"), prompts, params)
-    plain = harness.run(harness.engine("all", **SIZES), prompts, params)
+    plain = harness.run(harness.engine("all"), prompts, params)
     for ours, theirs in zip(outputs, plain, strict=True):
         ours, theirs = ours.outputs[0], theirs.outputs[0]
         for part in ("token_ids", "text", "finish_reason", "stop_reason"):

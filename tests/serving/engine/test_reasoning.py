@@ -8,16 +8,15 @@ import pytest
 import tokenizers
 
 from checkpoints.tokenizer import Tokenizer, load_tokenizer
-from mamba_jax.drafts import NGramDrafts
 from mamba_jax.sampling.masks import mask_words
 from serving import SamplingParams
 from serving.core.errors import RequestError
 from serving.engine.structured.grammars import Grammars, StructuredOutputs
 from serving.engine.structured.reasoning import Reasoning, ReasoningConstraint
+from tests.serving.differential.test_structured_with_plain import USUAL, Drafts, engine_of
 from tests.support.engines.engines import finish
-from tests.support.engines.shared_engines import SMALLEST, TILE, engines_of
-from tests.support.engines.step_programs import shared_programs
-from tests.support.models.letter_tokens import EOS, ID, WORDS
+from tests.support.engines.shared_engines import SMALLEST, engines_of
+from tests.support.models.letter_tokens import ID, WORDS
 
 
 def with_tokens(*texts: str, special: bool = True) -> Tokenizer:
@@ -152,16 +151,12 @@ def test_masks_along_drafts_are_those_without(kind, form, begun):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("drafts", [Drafts(), USUAL[0]], ids=str)
 def test_an_engine(drafts):
     """Marks of letters: the reasoning is at most so long, and the answer has its form; with drafts the same."""
-    on = engines_of(SMALLEST)
-    source = NGramDrafts(1, 3) if drafts else None
-    programs = shared_programs(on.model, tile_size=TILE, source=source, greedy=False)
-    flags = {"num_speculative_tokens": drafts, "speculative_method": "ngram"} if drafts else {}
     said = {}
     for mode in ("none", "all"):
-        engine = on.engine(mode, programs=programs, eos_token_ids=(EOS,), enable_structured_outputs=True, **flags)
+        engine = engine_of(drafts, mode)
         for budget in (0, 3, 9):
             reasoning = {"begin": "(", "end": ")", "begun": True, "budget": budget}
             params = SamplingParams(

@@ -10,6 +10,7 @@ import pytest
 from checkpoints import load_model
 from mamba_jax.modules.feed_forward import Router
 from serving import LLM, SamplingParams
+from tests.support.engines.engines import leave_pages
 from tests.support.models import golden_case
 from tests.support.models.divisible_checkpoints import FAMILIES, write_checkpoint
 from tests.support.models.golden_case import FIXTURES
@@ -93,7 +94,8 @@ def test_experts_are_those_of_a_whole_pass(experts_of, flags):
 
 @pytest.mark.full
 def test_preempted_requests_have_their_experts(experts_of):
-    llm = LLM(str(MODEL), **(FLAGS | {"mamba_cache_mode": "all", "num_pages": 14, "max_model_len": LONGEST}))
+    llm = LLM(str(MODEL), **FLAGS, mamba_cache_mode="all")
+    leave_pages(llm, 13)
     check(llm, experts_of, max_tokens=30)
     assert llm.engine.stats()["preemptions"] > 0
 

@@ -197,11 +197,10 @@ def test_what_does_not_divide_is_refused(case, shards, message, tmp_path):
 @pytest.mark.full
 def test_two_replicas_of_two_devices(tmp_path, monkeypatch, quick_compilation):
     monkeypatch.setattr(FetchCosts, "worth_fetching", lambda *_: True)  # computing a few tokens takes less time
-    case = FAMILIES["nemotronh-moe"]
-    directory = write_checkpoint(tmp_path, case)
+    directory = write_checkpoint(tmp_path, EIGHT)
     flags = FLAGS | {"max_num_seqs": 2, "max_num_batched_tokens": 32}
     flags |= {"host_cache_gib": 0.05, "disk_cache": str(tmp_path / "disk"), "disk_cache_gib": 0.05}
-    llm = LLM(directory, data_parallel_size=2, tensor_parallel_size=2, speculative_method=case.drafts, **flags)
+    llm = LLM(directory, data_parallel_size=2, tensor_parallel_size=2, speculative_method=EIGHT.drafts, **flags)
     params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=2)
     prompts = [{"prompt_token_ids": [7 + i, 8, 9] * 14} for i in range(4)]
     for _ in range(2):

@@ -20,6 +20,13 @@ def use_widest_steps(engine) -> None:
     batches.mixed_shapes = batches.mixed_shapes[-1:]
 
 
+def leave_pages(llm, count: int) -> None:
+    """Hold all but so many pages: requests preempt each other, in the programs of a store of the usual size."""
+    pages = llm.engine.loop.scheduler.pools[1]
+    while len(pages.free) > count:
+        pages.take()
+
+
 def finish(engine) -> None:
     """Run an engine until nothing is left to do, the last step in flight included."""
     for _ in range(5000):
