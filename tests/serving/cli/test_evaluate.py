@@ -17,6 +17,8 @@ from serving import LLM, SamplingParams
 from serving.cli import measures
 from serving.cli.main import run
 from tests.support import emitters
+from tests.support.engines.step_programs import few_programs, shared_programs
+from tests.support.models.golden_case import log_probs
 from tests.support.selection import slow
 
 TOKENS = np.random.default_rng(0).integers(4, 500, 150).tolist()
@@ -33,7 +35,7 @@ def test_is_what_it_is_defined_as():
     kl, agree, own, other = [], [], [], []
     for start in range(0, len(TOKENS), 64):
         piece = np.array(TOKENS[start : start + 64])
-        p, q = (np.asarray(jax.nn.log_softmax(m(piece[None])[0]), np.float64) for m in (reference, model))
+        p, q = (log_probs(each, piece, 64) for each in (reference, model))
         kl += (np.exp(p) * (p - q)).sum(-1).tolist()
         agree += (p.argmax(-1) == q.argmax(-1)).tolist()
         own += (-q[np.arange(len(piece) - 1), piece[1:]]).tolist()
@@ -108,7 +110,8 @@ def test_bits_per_byte(source):
 def test_the_same_problems_are_answered(drafts):
     problems = measures.read_some(DEMO / SAMPLE_PROBLEMS, SIXTEEN)
     flags = measures.MTP_DRAFTS if drafts else {}
-    llm = LLM("demo", dtype="float32", max_num_seqs=SIXTEEN, max_model_len=512, warmup=False, **flags)
+    with few_programs(shared_programs):
+        llm = LLM("demo", dtype="float32", max_num_seqs=SIXTEEN, max_model_len=512, warmup=False, **flags)
     params = SamplingParams(max_tokens=256, temperature=0.0)
     answers = llm.generate([problem_prompt(problem) for problem in problems], params, use_tqdm=False)
     right = [
