@@ -4,6 +4,11 @@
 
 The server runs in this process, as `mamba-jax serve` does it; its clients in another. Nothing is streamed unless
 `--stream`. Prints tokens per second of both, and the median and the range of the turns' ratios.
+
+    python -m benchmarks.http_overhead --scores --concurrency 16 --prompt-tokens 512 --model DIRECTORY
+
+compares prompts whose tokens are scored, as evaluation harnesses ask for it (`echo`, `logprobs` 1, `max_tokens` 0),
+with prompts that only get one token, both by HTTP, in tokens of the prompts per second.
 """
 
 from __future__ import annotations
@@ -44,7 +49,7 @@ def offline(engine: Any, many: list[list[int]], tokens: int) -> float:
     return time.perf_counter() - begin
 
 
-async def client(url: str, many: list[list[int]], tokens: int, stream: bool) -> float:
+async def client(url: str, many: list[list[int]], fields: dict[str, Any]) -> float:
     """Seconds that the server takes for all of them at once, in the client's view.
 
     Bare sockets, since the client's own work is done on the same cores.
@@ -57,8 +62,7 @@ async def client(url: str, many: list[list[int]], tokens: int, stream: bool) -> 
         return reader, writer
 
     def request(ids: list[int]) -> bytes:
-        fields = {"prompt": ids, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": stream}
-        body = json.dumps(fields).encode()
+        body = json.dumps({"prompt": ids, "temperature": 0, "ignore_eos": True} | fields).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
         return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
@@ -91,11 +95,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--stream", action="store_true")
+    parser.add_argument("--scores", action="store_true")
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--client", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.client:
-        many = json.loads(sys.stdin.read())
-        print(asyncio.run(client(options.client, many, options.tokens, options.stream)))
+        many, fields = json.loads(sys.stdin.read())
+        print(asyncio.run(client(options.client, many, fields)))
         return
 
     import uvicorn
@@ -109,7 +116,8 @@ def main() -> None:
     size = options.prompt_tokens + options.tokens + 1
     config = EngineConfig.create(
         model=options.model, max_num_seqs=options.concurrency, max_model_len=max(size, 128), warmup=True,
-        max_num_batched_tokens=512, enable_prefix_caching=False,
+        max_num_batched_tokens=2048 if options.scores else 512, enable_prefix_caching=False,
+        load_format=options.load_format, dtype=options.dtype,
     )  # fmt: skip
     engine = build_engine(config, progress=False).engine
     async_engine = AsyncEngine(engine)
@@ -122,8 +130,7 @@ def main() -> None:
     while not app.state.context.ready:
         time.sleep(0.05)
 
-    command = [sys.executable, "-m", "benchmarks.http_overhead", "--client", url, "--tokens", str(options.tokens)]
-    command += ["--stream"] if options.stream else []
+    command = [sys.executable, "-m", "benchmarks.http_overhead", "--client", url]
 
     def many(turn: int) -> list[list[int]]:
         return prompts(options.concurrency, options.prompt_tokens, turn, engine.vocab_size)
@@ -132,17 +139,25 @@ def main() -> None:
         # The engine's thread sleeps in a command queue; while it runs this, it is the only one that drives the engine.
         return asyncio.run(async_engine.call(partial(offline, many=many(turn), tokens=options.tokens)))
 
-    def by_http(turn: int) -> float:
-        done = subprocess.run(command, input=json.dumps(many(turn)), capture_output=True, text=True, check=True)
+    def by_http(turn: int, **fields: Any) -> float:
+        done = subprocess.run(
+            command, input=json.dumps([many(turn), fields]), capture_output=True, text=True, check=True
+        )
         return float(done.stdout)
 
+    count, answer = options.tokens, {"max_tokens": options.tokens, "stream": options.stream}
+    baseline, forms = "direct", {"direct": direct, "http": partial(by_http, **answer)}
+    if options.scores:
+        count, scored = options.prompt_tokens, {"max_tokens": 0, "echo": True, "logprobs": 1}
+        baseline, forms = "prefill", {"prefill": partial(by_http, max_tokens=1), "scores": partial(by_http, **scored)}
     # Everything is compiled; the warm-up turn fills caches.
-    seconds = in_turns({"direct": direct, "http": by_http}, options.turns)
-    speeds = {name: [options.concurrency * options.tokens / one for one in each] for name, each in seconds.items()}
+    seconds = in_turns(forms, options.turns)
+    speeds = {name: [options.concurrency * count / one for one in each] for name, each in seconds.items()}
     emit(**environment(options.model))
     for name, each in speeds.items():
         emit(metric=f"{name}_tokens_per_s", v=round(statistics.median(each), 1), spread=spread(each))
-    emit(metric="http_over_direct", concurrency=options.concurrency, **ratio(speeds["http"], speeds["direct"]))
+    last = list(forms)[-1]
+    emit(metric=f"{last}_over_{baseline}", concurrency=options.concurrency, **ratio(speeds[last], speeds[baseline]))
     server.should_exit = True
     thread.join()
 

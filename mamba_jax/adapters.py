@@ -1,4 +1,4 @@
-"""The LoRA adapters of a model's dense layers and routed experts, stacked on the device.
+"""The LoRA adapters of a model's dense layers and routed experts, stacked on the device, and their own tables.
 
 Each row of a step can use another adapter.
 """
@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from kernels_pallas.quantized import Quantized
 from mamba_jax.model import HybridModel
-from mamba_jax.modules.basic import Linear
+from mamba_jax.modules.basic import Linear, OwnTables
 from mamba_jax.modules.feed_forward import Experts
 from mamba_jax.modules.lora import ExpertLoRA, LoRA
 from mamba_jax.sharding import parameter_shardings
@@ -27,6 +27,11 @@ M = TypeVar("M")
 
 _DRAFTS = ("mtp", "drafter")
 """Drafts are made by the base model: the next step verifies them with the row's adapter."""
+TABLES = ("embed", "lm_head")
+"""The embedding and the head, which an adapter may replace as a whole. Each is [vocab, hidden], also if the model has
+one table for both."""
+_TABLE, _WHOLE = "embed.weight", "final_norm.weight"
+"""Parameters: one that is divided over devices as tables are, and one that is not divided."""
 
 
 def adaptable_layers(model: HybridModel) -> dict[str, Linear]:
@@ -113,10 +118,12 @@ class Adapters:
         rank: int,
         experts: bool = False,
         magnitudes: bool = False,
+        tables: bool = False,
         mesh: Mesh | None = None,
         abstract: bool = False,
     ) -> None:
         """`experts`: adapters can change routed experts, too. `magnitudes`: they can have magnitudes (DoRA).
+        `tables`: they can have an embedding and a head of their own (`TABLES`).
         `abstract`: describe the arrays without allocating them, to compile programs.
 
         Raises:
@@ -132,24 +139,35 @@ class Adapters:
         self._arrays: dict[str, Array] = {}
         self.magnitudes = magnitudes
         """Whether adapters can have magnitudes."""
+        self.tables = tables
+        """Whether adapters can have tables."""
+        self._table_shape = model.config.vocab_size, model.config.hidden_size
+
+        def allocate(name: str, shape: tuple[int, ...], dtype: Any, like: str = "", fill: int = 0) -> None:
+            sharding = self._sharding(like or name)
+            described: Any = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+            self._arrays[name] = described if abstract else jnp.full(shape, fill, dtype, device=sharding)
+
         for target in self._targets.values():
-            of_a, of_b = target.lead, (*target.lead, *target.outputs)
             whole = rank * target.ranks
-            for part, shape in (("a", (*of_a, 1 + count, whole, target.inputs)), ("b", (*of_b, 1 + count, whole))):
-                name = f"{target.lora}.{part}"
-                sharding = self._sharding(name)
-                described: Any = jax.ShapeDtypeStruct(shape, self.dtype, sharding=sharding)
-                self._arrays[name] = described if abstract else jnp.zeros(shape, self.dtype, device=sharding)
+            allocate(f"{target.lora}.a", (*target.lead, 1 + count, whole, target.inputs), self.dtype)
+            allocate(f"{target.lora}.b", (*target.lead, *target.outputs, 1 + count, whole), self.dtype)
             if magnitudes and not target.lead:
-                name, shape = f"{target.lora}.factor", (*target.outputs, 1 + count)
-                sharding = self._sharding(name)
-                described = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
-                self._arrays[name] = described if abstract else jnp.ones(shape, jnp.float32, device=sharding)
+                allocate(f"{target.lora}.factor", (*target.outputs, 1 + count), jnp.float32, fill=1)
+        for name in TABLES if tables else ():
+            allocate(f"{name}.has", (1 + count,), jnp.bool_, like=_WHOLE)
+            for entry in range(1, 1 + count):
+                allocate(f"{name}.{entry}", self._table_shape, self.dtype, like=_TABLE)
 
     @property
     def layers(self) -> tuple[str, ...]:
         """The dotted paths of the layers, and of the weights of routed experts."""
         return tuple(self._targets)
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the tables that adapters can have, or would have with `tables`, over all devices."""
+        return self.count * len(TABLES) * math.prod(self._table_shape) * self.dtype.itemsize
 
     @property
     def arrays(self) -> list[Array]:
@@ -172,8 +190,16 @@ class Adapters:
                 if f"{path}.{part}" in self._targets:
                     added = ExpertLoRA(*(values[f"{path}.lora_{part}.{each}"] for each in "ab"))
                     setattr(module, f"lora_{part}", added)
+        for name in TABLES if self.tables else ():
+            tables = [values[f"{name}.{entry}"] for entry in range(1, 1 + self.count)]
+            setattr(model, f"own_{name}", OwnTables(values[f"{name}.has"], tables))
 
-    def entry_of(self, layers: LayerMatrices, magnitudes: Mapping[str, np.ndarray] | None = None) -> AdapterEntry:
+    def entry_of(
+        self,
+        layers: LayerMatrices,
+        magnitudes: Mapping[str, np.ndarray] | None = None,
+        tables: Mapping[str, np.ndarray] | None = None,
+    ) -> AdapterEntry:
         """Checks and converts an adapter. May be called from any thread.
 
         All entries take part in the product of each row, masked by zeros. So a number that is not finite in one entry
@@ -182,6 +208,7 @@ class Adapters:
         Args:
             layers: the adapted layers. Others are not adapted.
             magnitudes: of the outputs of adapted dense layers [outputs].
+            tables: by name (see `TABLES`), [vocab, hidden].
         Raises:
             ValueError: there is no such layer, a shape does not fit, or a number is not finite in the arrays' dtype.
         """
@@ -190,6 +217,11 @@ class Adapters:
         if unknown := layers.keys() - self._targets.keys():
             raise ValueError(f"the model has no layer {sorted(unknown)[0]} that adapters can change")
         values: dict[str, np.ndarray] = {}
+        for name, table in (tables or {}).items():
+            expected = self._table_shape if self.tables and name in TABLES else None
+            if table.shape != expected:
+                raise ValueError(f"{name} is a table of {list(table.shape)}, expected {expected}")
+            values[name] = _cast(name, table, self.dtype)
         for path, target in self._targets.items():
             a, b = layers.get(path) or map(np.zeros, target.shapes(0))
             rank, most = a.shape[-2], self.rank * target.ranks
@@ -222,7 +254,7 @@ class Adapters:
         if not 1 <= entry <= self.count:
             raise ValueError(f"adapter entry {entry}: expected 1 to {self.count}")
         values = (adapter if isinstance(adapter, AdapterEntry) else self.entry_of(adapter)).values
-        new: dict[str, Array] = {}
+        new = dict(self._arrays)
         for target in self._targets.values():
             for part, axis in (("a", len(target.lead)), ("b", len(target.lead) + len(target.outputs))):
                 name = f"{target.lora}.{part}"
@@ -235,6 +267,13 @@ class Adapters:
                     factor = _factors(weight, *(values[f"{target.lora}.{part}"] for part in "ab"), values[name])
                 write = _writer(len(target.outputs), self._sharding(name))
                 new[name] = write(self._arrays[name], factor, np.int32(entry))
+        for name in TABLES if self.tables else ():
+            has, place = new[f"{name}.has"], f"{name}.{entry}"
+            if name in values:
+                new[place] = jax.device_put(values[name], self._sharding(_TABLE))
+            elif has[entry]:
+                new[place] = jnp.zeros_like(new[place], device=self._sharding(_TABLE))
+            new[f"{name}.has"] = _writer(0, self._sharding(_WHOLE))(has, np.bool_(name in values), np.int32(entry))
         self._arrays = new
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from mamba_jax.config import MOE, SHARED, HybridConfig, StateUnit, need
 from mamba_jax.config.drafter import BlockConfig, DrafterConfig, EagleConfig
 from mamba_jax.layout import BlockLayout, Hidden, Layout, SequenceLayout, has_tails
-from mamba_jax.modules.basic import Table, normal, scaled, shapes_only
+from mamba_jax.modules.basic import OwnTables, Table, normal, scaled, shapes_only
 from mamba_jax.modules.blocks import Block, model_norm
 from mamba_jax.modules.drafter import BlockDrafter, Eagle
 from mamba_jax.modules.mtp import MTP
@@ -41,6 +41,9 @@ class HybridModel(nnx.Module):
 
     source: str | None = None
     """The reference that `mamba_jax.load` read the model from."""
+    own_embed: OwnTables | None = None
+    own_lm_head: OwnTables | None = None
+    """What adapters have instead of the embedding and of the head; see `mamba_jax.adapters`."""
 
     def __init__(self, config: HybridConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32) -> None:
         """Returns random weights of the given dtype. Routers and parameters of recurrences are always float32."""
@@ -91,9 +94,12 @@ class HybridModel(nnx.Module):
         flat, _ = self.run(tokens.reshape(-1), SequenceLayout.of(batch, length, lengths), None)
         return flat[:, : self.config.hidden_size].reshape(batch, length, self.config.hidden_size)
 
-    def embedded(self, tokens: Int[Array, " T"]) -> Hidden:
-        """Returns the embeddings of tokens, as the first sublayer sees them."""
-        return scaled(self._rows(self.embed, tokens), self.config.embedding_multiplier)
+    def embedded(self, tokens: Int[Array, " T"], adapter: Int[Array, " T"] | None = None) -> Hidden:
+        """Returns the embeddings of tokens, as the first sublayer sees them. `adapter`: as in `Layout`."""
+        rows = self._rows(self.embed, tokens)
+        if self.own_embed is not None:
+            rows = self.own_embed.replace(rows, adapter, lambda table: self._rows(table, tokens))
+        return scaled(rows, self.config.embedding_multiplier)
 
     def draft_embedded(self, tokens: Int[Array, " T"]) -> Hidden:
         """Returns the embeddings of tokens, as the draft layer sees them."""
@@ -124,7 +130,7 @@ class HybridModel(nnx.Module):
         check_packed(self.config, tokens, layout)
         if not tokens.shape[0]:
             return jnp.zeros((0, self.config.step_size), self.dtype), store
-        embedded = self.embedded(tokens)
+        embedded = self.embedded(tokens, layout.adapter)
         x = embedded.astype(jnp.float32) if self.config.residual_in_fp32 else embedded
         pieces = _Pieces(self.config, store, layout)
         uses = 0
@@ -184,13 +190,21 @@ class HybridModel(nnx.Module):
         kv = self.draft_layer.remember(self.draft_input(hidden), layout, store.kv[main:])
         return dataclasses.replace(store, kv=store.kv[:main] + kv)
 
-    def logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
-        """Returns logits (float32) from hidden states after the final norm."""
-        return keep_whole(self.divided_logits(hidden))
+    def logits(
+        self, hidden: Float[Array, "*batch hidden"], adapter: Int[Array, "*batch"] | None = None
+    ) -> Float[Array, "*batch vocab"]:
+        """Returns logits (float32) from hidden states after the final norm. `adapter`: as in `Layout`."""
+        return keep_whole(self.divided_logits(hidden, adapter))
 
-    def divided_logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
+    def divided_logits(
+        self, hidden: Float[Array, "*batch hidden"], adapter: Int[Array, "*batch"] | None = None
+    ) -> Float[Array, "*batch vocab"]:
         """Returns the logits as the product leaves them: each device has its part of the vocabulary."""
-        return self._logits(self.head, hidden[..., : self.config.hidden_size])
+        hidden = hidden[..., : self.config.hidden_size]
+        scores = split_last(self.head.scores(hidden))
+        if self.own_lm_head is not None:
+            scores = self.own_lm_head.replace(scores, adapter, lambda table: split_last(table.scores(hidden)))
+        return self._scaled_logits(scores)
 
     @property
     def draft_layer(self) -> Any:
@@ -207,7 +221,7 @@ class HybridModel(nnx.Module):
         A drafter's are over the draft vocabulary; `draft_tokens` maps it.
         """
         if self.drafter is None:
-            return self._logits(self.draft_head, hidden)
+            return self._scaled_logits(split_last(self.draft_head.scores(hidden)))
         return split_last(self.draft_head.scores(self.drafter.final_norm(hidden)))
 
     def draft_tokens(self, index: Int[Array, "*batch"]) -> Int[Array, "*batch"]:
@@ -232,12 +246,9 @@ class HybridModel(nnx.Module):
         own = None if layer is None else layer.lm_head
         return self.head if own is None else own
 
-    def _logits(self, head: Table, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
-        # Constrain the product's sharding first, or XLA all-gathers the head on every device.
-        logits, cap = (
-            scaled(split_last(head.scores(hidden)), self.config.logits_multiplier),
-            self.config.logits_soft_cap,
-        )
+    def _scaled_logits(self, scores: Float[Array, "*batch vocab"]) -> Float[Array, "*batch vocab"]:
+        # The product's sharding is constrained before this, or XLA all-gathers the head on every device.
+        logits, cap = scaled(scores, self.config.logits_multiplier), self.config.logits_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     @classmethod

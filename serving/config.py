@@ -248,6 +248,11 @@ class EngineConfig(Settings):
         "experts is allocated.",
     )
     enable_dora: bool = Field(False, description="With enable_lora: accept adapters with magnitudes (DoRA), too.")
+    lora_tables: bool = Field(
+        False,
+        description="With enable_lora: accept adapters with an embedding or head of their own (modules_to_save), too. "
+        "Memory for max_loras embeddings and heads is allocated.",
+    )
     max_initial_states: int = Field(
         0,
         ge=0,

@@ -9,7 +9,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -35,6 +35,8 @@ MODULE_PREFIX = "base_model.model."
 _TENSOR = re.compile(
     r"(?P<module>.+)\.lora_(?:(?P<part>[AB])(?:\.default)?\.weight|magnitude_vector(?:\.default)?(?:\.weight)?)"
 )
+_WHOLE = re.compile(r"(?P<module>.+?)(?:\.modules_to_save(?:\.default)?)?\.weight")
+"""A module that was trained as a whole, as PEFT saves it or as it names it while it trains."""
 _FUSED = ("qkv", "qkvz", "ba")
 """Fused projections of delta nets: a letter for each of the layers that they are here."""
 _PREFIXES = ("", *TEXT_PREFIXES)
@@ -60,16 +62,15 @@ class Adapter:
     """The state that requests start from instead of zeros."""
     magnitudes: Mapping[str, np.ndarray] = field(default_factory=dict)
     """DoRA: of each output [outputs] of the adapted dense layers, in float32: the norm of its row of W + B A."""
+    tables: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """The embedding (`embed`) and the head (`lm_head`) that replace the model's, [vocab, hidden] in float32."""
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in A, B, the magnitudes and the initial state."""
+        """Numbers in A, B, the magnitudes, the tables and the initial state."""
         state = 0 if self.initial_state is None else self.initial_state.num_parameters
-        return (
-            state
-            + sum(value.size for value in self.magnitudes.values())
-            + sum(a.size + b.size for a, b in self.layers.values())
-        )
+        whole = (*self.magnitudes.values(), *self.tables.values())
+        return state + sum(value.size for value in whole) + sum(a.size + b.size for a, b in self.layers.values())
 
 
 def read_adapter(path: str | Path, config: HybridConfig, *, max_rank: int | None = None) -> Adapter:
@@ -119,7 +120,9 @@ def _read_lora(folder: Path, config: HybridConfig, max_rank: int | None) -> Adap
     experts: dict[str, dict[_Place, tuple[np.ndarray, np.ndarray]]] = {}
     # All names, shapes and ranks are checked before a number is read, so that the model bounds what is read.
     checked = []
-    for module, names in sorted(_pairs(stored).items()):
+    found = known.tables(stored)
+    scales.check_whole([module for module, _ in found.values()])
+    for module, names in sorted(_pairs(stored, {name for _, name in found.values()}).items()):
         pair = _Pair(file, module, *(stored.entries[names[part]].shape for part in "AB"))
         scale, rank = scales.of(module, pair.rank), pair.rank
         if max_rank is not None and rank > max_rank:
@@ -155,7 +158,12 @@ def _read_lora(folder: Path, config: HybridConfig, max_rank: int | None) -> Adap
     parts_of = {layer: dict(zip("AB", pair, strict=True)) for layer, pair in layers.items()}
     for layer, value in magnitudes.items():
         parts_of[layer]["M"] = value
-    return Adapter(layers, rank, digest_of(parts_of), scales.base, magnitudes=magnitudes)
+    tables = {table: stored.copy(name).astype(np.float32) for table, (_, name) in found.items()}
+    for table, value in tables.items():
+        if not np.isfinite(value).all():
+            raise CheckpointError(f"{file}: {found[table][1]} has numbers that are not finite")
+        parts_of[table] = {"": value}
+    return Adapter(layers, rank, digest_of(parts_of), scales.base, magnitudes=magnitudes, tables=tables)
 
 
 def _check_magnitude(stored: SafetensorsFile, pair: _Pair, name: str | None, *, wanted: bool, of_expert: bool) -> None:
@@ -213,10 +221,15 @@ def _stacked(target: Target, pieces: Mapping[_Place, tuple[np.ndarray, np.ndarra
     return stacked_a, stacked_b
 
 
-def _pairs(file: SafetensorsFile) -> dict[str, dict[str, str]]:
-    """Returns the names of A and B of each adapted module, by the module's name in the base model."""
+def _pairs(file: SafetensorsFile, tables: Collection[str]) -> dict[str, dict[str, str]]:
+    """Returns the names of A and B of each adapted module, by the module's name in the base model.
+
+    `tables`: names of tensors that are no matrices of LoRA.
+    """
     found: dict[str, dict[str, str]] = {}
     for name, entry in file.entries.items():
+        if name in tables:
+            continue
         match = _TENSOR.fullmatch(name.removeprefix(MODULE_PREFIX))
         if match is None:
             raise CheckpointError(f"{file.path}: tensor {name} is not supported: expected *.lora_A.weight or lora_B")
@@ -229,7 +242,7 @@ def _pairs(file: SafetensorsFile) -> dict[str, dict[str, str]]:
             raise CheckpointError(f"{file.path}: {name} comes twice")
         parts[part] = name
     if not found:
-        raise CheckpointError(f"{file.path}: has no tensors")
+        raise CheckpointError(f"{file.path}: has no tensors of LoRA")
     for module, parts in found.items():
         if missing := {"A", "B"} - parts.keys():
             raise CheckpointError(f"{file.path}: {module} has no lora_{min(missing)}: A and B are needed")
@@ -246,12 +259,35 @@ class _Targets:
     """The dense layers and routed experts of a model, by the names of modules in its Hugging Face checkpoints."""
 
     def __init__(self, config: HybridConfig) -> None:
+        self._config = config
         self.targets = targets(HybridModel.abstract(config), experts=True)
         self._names: dict[str, list[tuple[str, HFSource]]] = {}
         for path, source in weight_names(config).items():
             for each in (source, *source.alternatives):
                 for name in each.names:
                     self._names.setdefault(name, []).append((path, each))
+
+    def tables(self, file: SafetensorsFile) -> dict[str, tuple[str, str]]:
+        """The module and the tensor of each table in a file: of `embed` and `lm_head`, which replace the model's."""
+        found: dict[str, tuple[str, str]] = {}
+        shape = self._config.vocab_size, self._config.hidden_size
+        for name, entry in file.entries.items():
+            if (match := _WHOLE.fullmatch(name.removeprefix(MODULE_PREFIX))) is None:
+                continue
+            module = match["module"]
+            if any(path == "embed.weight" for path, _ in self._of(module)):
+                table = "embed"
+            elif module in (f"{prefix}lm_head" for prefix in _PREFIXES):
+                table = "lm_head"
+            else:
+                continue
+            if entry.dtype not in _FLOATS or entry.shape != shape or table in found:
+                raise CheckpointError(
+                    f"{file.path}: {name} is {entry.dtype} {list(entry.shape)}: expected one {table} of {list(shape)} "
+                    f"in {', '.join(_FLOATS)}; an adapter cannot add tokens"
+                )
+            found[table] = module, name
+        return found
 
     def find(self, pair: _Pair) -> list[tuple[str, np.ndarray]]:
         """The model's layers that a module consists of, and the rows of B that belong to each. None for an expert's."""

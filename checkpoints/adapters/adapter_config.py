@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,12 @@ _ORDINARY_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "true", 
 _KNOWN = frozenset((
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying",
     "eva_config", "exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform",
-    "loftq_config", "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_type",
-    "peft_version", "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config", "target_modules",
-    "target_parameters", "task_type", "use_dora", "use_rslora",
+    "loftq_config", "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core",
+    "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision",
+    "runtime_config", "target_modules", "target_parameters", "task_type", "use_dora", "use_rslora",
 ))  # fmt: skip
 """Fields of adapter_config.json that are read here, or that only select the tensors of the file."""
 _EXPLAINED: Mapping[str, str] = {
-    "modules_to_save": "modules that were trained as a whole are",
     "lora_bias": "biases of adapters are",
     "fan_in_fan_out": "transposed weights are",
 }
@@ -60,6 +59,16 @@ class AdapterConfig:
         self._alphas = self._patterns(config, "alpha_pattern")
         self._stable = bool(config.get("use_rslora"))
         self.magnitudes = bool(config.get("use_dora"))
+        self._whole = config.get("modules_to_save") or ()
+
+    def check_whole(self, modules: Collection[str]) -> None:
+        """Raises `CheckpointError` unless these embeddings and heads are all modules that were trained as a whole."""
+        for name in self._whole:
+            if not any(f".{module}".endswith(f".{name}") for module in modules):
+                raise CheckpointError(
+                    f"{self._file}: modules_to_save has {str(name)[:80]}, which is neither embedding nor head of the "
+                    f"model, or has no weight in the file{MERGE}"
+                )
 
     def of(self, module: str, rank: int) -> float:
         """Returns the scale of a module's B A. `rank` is the tensor's, and must be the config's."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import cast
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.fixed_order import rounded, row_sum, silu
 from kernels_pallas.linear import linear, linear_pair
@@ -150,6 +150,34 @@ class Table(Weight):
     def scores(self, x: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
         """Returns the product of hidden states with every token's vector, in float32."""
         return linear(x, self.weight[...], out_dtype=jnp.float32)
+
+
+class OwnTables(nnx.Module):
+    """Tables of adapters that replace the model's: its embedding or its head."""
+
+    def __init__(self, has: Bool[Array, " entries"], tables: Sequence[Float[Array, "vocab hidden"]]) -> None:
+        """`has`: which adapters have a table; entry 0 is no adapter. `tables`: of the entries from 1 on."""
+        self.has, self.tables = nnx.Param(has), nnx.List([Table(table) for table in tables])
+
+    def replace(self, result: Array, entry: Int[Array, "*batch"] | None, of: Callable[[Table], Array]) -> Array:
+        """Returns `result` [*batch, width], but `of(table)` where the entry of the adapter has a table.
+
+        A table that no row uses is not read. The other rows stay as they are.
+
+        Raises:
+            ValueError: `entry` is None.
+        """
+        if entry is None:
+            raise ValueError("an embedding or head with adapters was called without the tokens' adapters")
+        for index, table in enumerate(self.tables, 1):
+            own = (entry == index) & self.has[index]
+            result = jax.lax.cond(
+                own.any(),
+                lambda before, own=own, table=table: jnp.where(own[..., None], of(table), before),
+                lambda before: before,
+                result,
+            )
+        return result
 
 
 class RMSNorm(nnx.Module):

@@ -97,7 +97,7 @@ _PIECE = 64
 
 
 def prompt_logprobs(
-    logits: Callable[[Array], Array],
+    logits: Callable[[Array, Array | None], Array],
     rows: Rows,
     batch: PrefillBatch,
     layout: PrefillLayout,
@@ -121,7 +121,8 @@ def prompt_logprobs(
 
         def through_head() -> tuple[Array, Array, Array, Array]:
             ids = rows.sampling.prompt_logprob_ids[seat]
-            return report_logprobs(logits(previous), tokens, wanted, others=ids, most=most)
+            adapter = None if rows.adapter is None else rows.adapter[seat]
+            return report_logprobs(logits(previous, adapter), tokens, wanted, others=ids, most=most)
 
         def nothing() -> tuple[Array, Array, Array, Array]:
             return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(through_head))

@@ -62,7 +62,9 @@ def step(
         written.append(done)
         heads.append(part.heads(done.hidden))
     # The head's weights are also read only once.
-    flat = model.divided_logits(_joined([each.reshape(-1, each.shape[-1]) for each in heads]))
+    flat = model.divided_logits(
+        _joined([each.reshape(-1, each.shape[-1]) for each in heads]), _head_adapters(parts, heads, rows)
+    )
     outputs = []
     for part, done, logits in zip(
         parts, written, _divided(flat, [each.shape[0] * each.shape[1] for each in heads]), strict=True
@@ -108,6 +110,14 @@ def _layout(parts: list[Any], rows: Rows) -> DecodeLayout | PrefillLayout | Mixe
     if rows.adapter is not None:
         layouts = [part.layout.with_adapters(rows.adapter[part.row_id]) for part in parts]
     return layouts[0] if len(parts) == 1 else MixedLayout(*layouts)
+
+
+def _head_adapters(parts: list[Any], heads: list[Array], rows: Rows) -> Int[Array, " heads"] | None:
+    """Returns the entry of each head's adapter."""
+    if rows.adapter is None:
+        return None
+    pairs = zip(parts, heads, strict=True)
+    return _joined([jnp.repeat(rows.adapter[part.row_id], each.shape[1]) for part, each in pairs])
 
 
 def _joined(arrays: list[Array]) -> Array:

@@ -99,6 +99,19 @@ def test_the_digest_is_of_the_content(directory, tmp_path):
     assert read_adapter(directory, CONFIG).digest != first
 
 
+@pytest.mark.parametrize("form", ["", ".modules_to_save", ".modules_to_save.default"])
+def test_an_embedding_and_a_head_are_read_under_the_names_that_peft_gives_them(directory, form):
+    before = read_adapter(directory, CONFIG)
+    table = np.random.default_rng(0).normal(size=(509, 48)).astype(np.float32)
+    names = {"embed": f"{MODULE_PREFIX}model.embeddings", "lm_head": f"{MODULE_PREFIX}lm_head"}
+    change(directory, lambda tensors: tensors.update({f"{name}{form}.weight": table for name in names.values()}))
+    configure(directory, modules_to_save=["lm_head", "embeddings"])
+    read = read_adapter(directory, CONFIG)
+    assert read.digest != before.digest
+    assert read.num_parameters == before.num_parameters + 2 * table.size
+    assert {name: np.array_equal(value, table) for name, value in read.tables.items()} == dict.fromkeys(names, True)
+
+
 def refusal(path, max_rank=8):
     """The message for an adapter that is refused: one line that any client can be sent."""
     with pytest.raises(CheckpointError) as caught:
@@ -143,7 +156,16 @@ def replaced(name, value):
             replaced(f"{IN_PROJ}.lora_magnitude_vector", np.zeros(3)),
             r"in_proj has magnitudes \[3\]: expected none without use_dora",
         ),
-        (lambda tensors: tensors.clear(), "has no tensors"),
+        (
+            replaced(f"{MODULE_PREFIX}lm_head.weight", np.zeros((510, 48))),
+            r"lm_head.* \[510, 48\]: .* cannot add tokens",
+        ),
+        (
+            replaced(f"{MODULE_PREFIX}lm_head.weight", np.full((509, 48), np.nan)),
+            "lm_head.weight has numbers that are not",
+        ),
+        (replaced(f"{MODULE_PREFIX}model.norm.weight", np.zeros(48)), "norm.weight is not supported"),
+        (lambda tensors: tensors.clear(), "has no tensors of LoRA"),
     ],
 )
 def test_wrong_tensors_are_refused(directory, change_tensors, message):
@@ -156,7 +178,10 @@ def test_wrong_tensors_are_refused(directory, change_tensors, message):
     [
         ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported"),
         ({"use_dora": True}, r" has no magnitudes: expected \[\d+\]"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save is .* merge_and_unload"),
+        (
+            {"modules_to_save": ["lm_head"]},
+            "modules_to_save has lm_head, .* no weight in the file; .* merge_and_unload",
+        ),
         ({"bias": "all"}, "bias 'all' is not supported"),
         ({"fan_in_fan_out": True}, "transposed weights"),
         ({"new_method": {"a": 1}}, "new_method is"),
@@ -269,8 +294,8 @@ def test_no_number_of_a_wrong_tensor_is_read(directory):
 def test_a_file_that_becomes_shorter_is_refused(directory, monkeypatch):
     sound = adapter._pairs
 
-    def shortened(stored):
-        found = sound(stored)
+    def shortened(stored, tables):
+        found = sound(stored, tables)
         os.truncate(stored.path, 2000)
         return found
 

@@ -58,6 +58,21 @@ def adapted(model, *adapters, count=None):
     return stacks
 
 
+def runner(model, stacks, tokens, entries):
+    """A function from the arrays of adapters to logits of rows of tokens, whose adapters have these entries."""
+    graph, state = nnx.split(model)
+
+    @jax.jit
+    def run(state, arrays, tokens, adapter):
+        layered = nnx.merge(graph, state)
+        stacks.attach(layered, arrays)
+        layout = dataclasses.replace(SequenceLayout.of(*tokens.shape), adapter=adapter)
+        hidden, _ = layered.run(tokens.reshape(-1), layout, None)
+        return layered.logits(hidden, adapter).reshape(*tokens.shape, -1)
+
+    return lambda arrays: np.asarray(run(state, arrays, tokens, np.repeat(entries, tokens.shape[1])))
+
+
 QUICK = ("delta", "short_conv")
 
 
@@ -74,25 +89,45 @@ def test_each_token_has_the_result_of_its_own_adapter(name, count):
     model = random_model(config)
     first, second = random_layers(model, 1), random_layers(model, 2, every=2, rank=2)
     stacks = adapted(model, first, second, count=count)
-    graph, state = nnx.split(model)
-
-    @jax.jit
-    def run(state, arrays, tokens, adapter):
-        layered = nnx.merge(graph, state)
-        stacks.attach(layered, arrays)
-        layout = dataclasses.replace(SequenceLayout.of(*tokens.shape), adapter=adapter)
-        hidden, _ = layered.run(tokens.reshape(-1), layout, None)
-        return layered.logits(hidden).reshape(*tokens.shape, -1)
-
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (4, 7))
     entries = np.array([1, 0, 2, 1])
-    found = run(state, stacks.arrays, tokens, np.repeat(entries, tokens.shape[1]))
+    found = runner(model, stacks, tokens, entries)(stacks.arrays)
     plain = nnx.jit(lambda model, tokens: model(tokens))
     each = [model, merged(model, first), merged(model, second)]
     expected = np.stack([plain(each[entry], tokens[i : i + 1])[0] for i, entry in enumerate(entries)])
     moved = np.abs(expected - np.asarray(plain(model, tokens))).max(axis=(1, 2))
     assert (moved[entries > 0] > 0.1).all()
     np.testing.assert_allclose(found, expected, atol=TO_HUGGING_FACE * max(1, np.abs(expected).max()))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_have_the_embedding_and_the_head_of_their_adapter(tied):
+    config = dataclasses.replace(STEP, tie_word_embeddings=tied)
+    model, rng = random_model(config), np.random.default_rng(1)
+    values = {path: leaf[...] for path, leaf in parameters(model).items()}
+    drawn = [rng.normal(size=values["embed.weight"].shape).astype(np.float32) for _ in range(3)]
+    both, head = {"embed": drawn[0], "lm_head": drawn[1]}, {"lm_head": drawn[2]}
+    stacks, tokens = Adapters(model, count=2, rank=1, tables=True), rng.integers(0, config.vocab_size, (4, 7))
+    run = runner(model, stacks, tokens, np.array([1, 0, 2, 1]))
+    before = run(stacks.arrays)
+    for entry, tables in ((1, both), (2, head)):
+        stacks.put(entry, stacks.entry_of({}, tables=tables))
+    found, plain = run(stacks.arrays), nnx.jit(lambda model, tokens: model(tokens))
+    np.testing.assert_array_equal(found[1], before[1])
+    for row, tables in ((0, both), (2, head), (3, both)):
+        own = (
+            {"lm_head.weight": values["embed.weight"]}
+            | values
+            | {f"{name}.weight": each for name, each in tables.items()}
+        )
+        whole = HybridModel.from_parameters(dataclasses.replace(config, tie_word_embeddings=False), own)
+        np.testing.assert_allclose(found[row], plain(whole, tokens[row : row + 1])[0], atol=TO_HUGGING_FACE)
+    for entry in (1, 2):
+        stacks.put(entry, {})
+    np.testing.assert_array_equal(run(stacks.arrays), before)
+    assert not any(np.asarray(array).any() for array in stacks.arrays)
+    with pytest.raises(ValueError, match="embed is a table of"):
+        stacks.entry_of({}, tables={"embed": drawn[0][1:]})
 
 
 @pytest.mark.full
@@ -146,8 +181,11 @@ def test_every_adapter_is_divided_as_its_layer_is(name):
     config, mesh = FOR_ENGINES[name], make_mesh(2)
     values = {path: leaf[...] for path, leaf in parameters(random_model(config)).items()}
     model = HybridModel.from_parameters(config, shard_parameters(values, config, mesh))
-    stacks = Adapters(model, count=2, rank=RANK, mesh=mesh)
-    stacks.put(1, random_layers(model, 1))
+    stacks = Adapters(model, count=2, rank=RANK, tables=True, mesh=mesh)
+    table = np.asarray(values["embed.weight"])
+    stacks.put(1, stacks.entry_of(random_layers(model, 1), tables={"embed": table}))
+    whole = shard_parameters({"embed.weight": values["embed.weight"]}, config, mesh)["embed.weight"].sharding
+    assert all(stacks._arrays[name].sharding == whole for name in ("embed.1", "embed.2", "lm_head.1"))
     for path, layer in adaptable_layers(model).items():
         weight = layer.weight[...]
         local = weight.addressable_shards[0].data.shape

@@ -77,8 +77,9 @@ class AdapterReporter:
     def run(self, tokens, layout, store):
         return jnp.zeros((len(tokens), STEP.hidden_size)).at[:, 0].set(layout.adapter), store
 
-    def divided_logits(self, hidden):
-        return jax.nn.one_hot(hidden[..., 0].astype(jnp.int32), STEP.vocab_size)
+    def divided_logits(self, hidden, adapter):
+        # Rows of the batch that are padding have no tokens.
+        return jax.nn.one_hot(jnp.where(hidden[..., 0] == adapter, adapter, -1), STEP.vocab_size)
 
     logits = divided_logits
 

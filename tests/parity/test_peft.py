@@ -1,4 +1,4 @@
-"""LoRA and DoRA adapters that PEFT has saved, with all linear layers adapted, against transformers with PEFT."""
+"""Adapters that PEFT has saved, against transformers with PEFT: of all linear layers, with magnitudes, with tables."""
 
 import dataclasses
 
@@ -24,7 +24,11 @@ MIXERS_ONLY = ("qwen3next-dense",)
 @pytest.mark.parametrize(
     ("name", "folder"),
     [
-        *((path.parents[1].name, "dora") for path in sorted(FIXTURES.glob("*/dora/logprobs.npz"))),
+        *(
+            (path.parents[1].name, folder)
+            for folder in ("dora", "saved")
+            for path in sorted(FIXTURES.glob(f"*/{folder}/logprobs.npz"))
+        ),
         *(
             pytest.param(name, "adapter", marks=() if RECIPES[name].steps == "default" else pytest.mark.full)
             for name in NAMES
@@ -32,17 +36,18 @@ MIXERS_ONLY = ("qwen3next-dense",)
     ],
 )
 def test_every_adapted_layer_says_what_peft_says(name, folder):
-    case, dora = Case(name), folder == "dora"
+    case = Case(name)
     directory = case.directory / folder
     adapter = read_adapter(directory, case.model.config, max_rank=4)
     expected = adaptable_layers(case.model).keys()
     if name in MIXERS_ONLY:
         kinds = case.model.config.pattern
         expected = {path for path in expected if kinds[int(path.split(".")[1])] not in (MLP, MOE)}
-    assert adapter.layers.keys() == set(expected)
-    stacks = Adapters(case.model, count=1, rank=4, magnitudes=dora)
+    assert adapter.layers.keys() <= set(expected) if folder == "saved" else adapter.layers.keys() == set(expected)
+    assert set(adapter.tables) == ({"embed", "lm_head"} if folder == "saved" else set())
+    stacks = Adapters(case.model, count=1, rank=4, magnitudes=folder == "dora", tables=folder == "saved")
     values = {path: leaf[...] for path, leaf in parameters(case.model).items()}
-    stacks.put(1, stacks.entry_of(adapter.layers, adapter.magnitudes), values)
+    stacks.put(1, stacks.entry_of(adapter.layers, adapter.magnitudes, adapter.tables), values)
     graph, state = nnx.split(case.model)
 
     @jax.jit
@@ -50,7 +55,7 @@ def test_every_adapted_layer_says_what_peft_says(name, folder):
         model = nnx.merge(graph, state)
         stacks.attach(model, arrays)
         layout = dataclasses.replace(SequenceLayout.of(1, len(tokens)), adapter=np.ones(len(tokens), np.int32))
-        return jax.nn.log_softmax(model.logits(model.run(tokens, layout, None)[0]))
+        return jax.nn.log_softmax(model.logits(model.run(tokens, layout, None)[0], layout.adapter))
 
     found = np.asarray(run(state, stacks.arrays, case.prompts[PROMPT]))
     with np.load(directory / "logprobs.npz") as golden:

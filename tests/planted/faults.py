@@ -155,10 +155,12 @@ def _ids_of_the_first_row(sound: Any) -> Any:
 
 
 def _adapters_of_other_rows(sound: Any) -> Any:
-    def layout(parts: Any, rows: Any) -> Any:
-        return sound(parts, rows if len(parts) == 1 else replace(rows, adapter=rows.adapter[::-1]))
+    def changed(parts: Any, *rest: Any) -> Any:
+        *heads, rows = rest
+        sole = len(parts) == 1 or rows.adapter is None
+        return sound(parts, *heads, rows if sole else replace(rows, adapter=rows.adapter[::-1]))
 
-    return layout
+    return changed
 
 
 _fault(
@@ -168,6 +170,10 @@ _fault(
 _fault(
     "M2", "all rows of a prefill report the ids of prompt_logprob_token_ids of the first", MODELS,
     "mamba_jax.step.prefill:prompt_logprobs", _ids_of_the_first_row,
+)  # fmt: skip
+_fault(
+    "M4", "logits of a mixed step are of the heads of other rows' adapters", MODELS,
+    "mamba_jax.step.run:_head_adapters", _adapters_of_other_rows,
 )  # fmt: skip
 _fault(
     "M3", "rows of a mixed step have the adapters of other rows", MODELS,

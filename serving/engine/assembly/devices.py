@@ -62,8 +62,8 @@ def adapters_of(
     """Allocates memory for adapters on the model's devices, or only describes it. Returns None without enable_lora."""
     if not config.enable_lora:
         return None
-    kinds = {"experts": config.lora_experts, "magnitudes": config.enable_dora, "abstract": abstract}
-    return Adapters(model, count=config.max_loras, rank=config.max_lora_rank, mesh=mesh, **kinds)
+    kinds = {"experts": config.lora_experts, "magnitudes": config.enable_dora, "tables": config.lora_tables}
+    return Adapters(model, count=config.max_loras, rank=config.max_lora_rank, mesh=mesh, abstract=abstract, **kinds)
 
 
 def least_of_all_processes(count: int) -> int:

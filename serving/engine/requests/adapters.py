@@ -163,6 +163,12 @@ class AdapterTable:
             needs = f"changes routed experts ({min(of_experts)}), which needs the flag lora_experts"
         elif adapter.magnitudes and not (self._programs.adapters and self._programs.adapters.magnitudes):
             needs = "has magnitudes (DoRA), which need the flag enable_dora"
+        elif adapter.tables and self._programs.adapters and not self._programs.adapters.tables:
+            found = self._programs.adapters
+            needs = (
+                f"has its own {' and '.join(sorted(adapter.tables))} (modules_to_save), which needs the flag "
+                f"lora_tables ({found.table_bytes:,} bytes for max_loras {found.count})"
+            )
         elif adapter.initial_state is not None and self._states is None:
             needs = "has a learned initial state, which needs the flag max_initial_states"
         else:
@@ -171,7 +177,7 @@ class AdapterTable:
                     self._states.check(adapter.initial_state, self._loop.store)
                 matrices = None
                 if self._programs.adapters is not None and adapter.layers:
-                    matrices = self._programs.adapters.entry_of(adapter.layers, adapter.magnitudes)
+                    matrices = self._programs.adapters.entry_of(adapter.layers, adapter.magnitudes, adapter.tables)
                 return ReadAdapter(adapter, matrices)
             except ValueError as error:
                 needs = f"cannot be used: {error}"

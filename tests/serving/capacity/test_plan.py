@@ -40,6 +40,15 @@ def test_what_fits_adds_up():
     assert made.size.max_num_seqs == 64
 
 
+def test_adapters_are_counted():
+    lora = {"enable_lora": True, "max_loras": 4}
+    plain, few, many = (plan("nemotron-h-8b", "v5e-8", **flags) for flags in ({}, lora, lora | {"lora_tables": True}))
+    # An embedding and a head for each, divided over the devices, and a flag for each entry.
+    assert many.other - few.other == 4 * 2 * 131072 * 4096 * 2 // 8 + 2 * 5
+    assert many.store < few.store < plain.store
+    assert few.other > plain.other
+
+
 def test_code_is_reserved_on_tpu():
     assert plan("nemotron-h-8b", "h100-8").code == 0
     made = plan("nemotron-h-8b", "v5e-8")

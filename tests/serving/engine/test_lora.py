@@ -60,23 +60,34 @@ def test_an_adapter_says_what_peft_says(llm, prompt, directory):
     assert logprob == pytest.approx(expected[token], abs=TO_HUGGING_FACE)
 
 
+KINDS = {
+    "dora": ("enable_dora", r"has magnitudes .* need the flag enable_dora"),
+    "saved": ("lora_tables", r"its own embed and lm_head .* needs the flag lora_tables \([\d,]+ bytes for max_loras 2"),
+}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("devices", [slow(1), 2])
-def test_magnitudes_change_the_rows_of_their_adapter_only(llm, prompt, directory, devices):
-    folder = FIXTURES / FIXTURE / "dora"
-    with pytest.raises(RequestError, match=r"has magnitudes .* need the flag enable_dora"):
-        llm.load_lora_adapter("dora", str(folder))
-    lora, dora = LoRARequest("lora", 1, str(directory)), LoRARequest("dora", 2, str(folder))
-    expected = [alone(llm, prompt, each, f"magnitudes {devices}") for each in (None, lora)]
-    flags = {"enable_lora": True, "enable_dora": True, "max_lora_rank": 4, "tensor_parallel_size": devices}
+@pytest.mark.parametrize("kind", KINDS)
+def test_magnitudes_and_tables_change_the_rows_of_their_adapter_only(llm, prompt, directory, devices, kind):
+    folder, (flag, message) = FIXTURES / FIXTURE / kind, KINDS[kind]
+    with pytest.raises(RequestError, match=message):
+        llm.load_lora_adapter(kind, str(folder))
+    lora, own = LoRARequest("lora", 1, str(directory)), LoRARequest(kind, 2, str(folder))
+    expected = [alone(llm, prompt, each, f"{kind} {devices}") for each in (None, lora)]
+    flags = {"enable_lora": True, flag: True, "max_lora_rank": 4, "tensor_parallel_size": devices}
     with LLM(str(FIXTURES / FIXTURE), **FLAGS | flags) as other:
-        *others, scaled = other.generate([prompt] * 3, GREEDY, lora_request=[None, lora, dora])
+        *others, changed = other.generate([prompt] * 3, GREEDY, lora_request=[None, lora, own])
         assert all(map(same, map(said, others), expected))
-        token, logprob, golden = next_token(scaled, prompt, folder)
+        token, logprob, golden = next_token(changed, prompt, folder)
         assert token == max(golden, key=golden.get)
         assert logprob == pytest.approx(golden[token], abs=TO_HUGGING_FACE)
-        with pytest.raises(RequestError, match="enable_dora"):
-            other.update_weights(str(FIXTURES / FIXTURE))
+        scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        (echoed,) = other.generate([*prompt, token], scored, lora_request=own)
+        assert echoed.prompt_logprobs[-1][token].logprob == pytest.approx(logprob, abs=TO_HUGGING_FACE)
+        if kind == "dora":
+            with pytest.raises(RequestError, match="enable_dora"):
+                other.update_weights(str(FIXTURES / FIXTURE))
 
 
 def test_a_reloaded_name_finds_no_state_of_the_old_adapter(llm, prompt, directory):
