@@ -23,6 +23,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -146,17 +147,17 @@ def main() -> None:
         return float(done.stdout)
 
     count, answer = options.tokens, {"max_tokens": options.tokens, "stream": options.stream}
-    baseline, forms = "direct", {"direct": direct, "http": partial(by_http, **answer)}
+    forms: dict[str, Callable[[int], float]] = {"direct": direct, "http": partial(by_http, **answer)}
     if options.scores:
         count, scored = options.prompt_tokens, {"max_tokens": 0, "echo": True, "logprobs": 1}
-        baseline, forms = "prefill", {"prefill": partial(by_http, max_tokens=1), "scores": partial(by_http, **scored)}
+        forms = {"prefill": partial(by_http, max_tokens=1), "scores": partial(by_http, **scored)}
     # Everything is compiled; the warm-up turn fills caches.
     seconds = in_turns(forms, options.turns)
     speeds = {name: [options.concurrency * count / one for one in each] for name, each in seconds.items()}
     emit(**environment(options.model))
     for name, each in speeds.items():
         emit(metric=f"{name}_tokens_per_s", v=round(statistics.median(each), 1), spread=spread(each))
-    last = list(forms)[-1]
+    baseline, last = forms
     emit(metric=f"{last}_over_{baseline}", concurrency=options.concurrency, **ratio(speeds[last], speeds[baseline]))
     server.should_exit = True
     thread.join()
