@@ -188,7 +188,7 @@ def report_logprobs(
             return ids, best - normalizer
 
         def likeliest():
-            # What evaluation harnesses ask for. Nobody reads the other columns.
+            # What evaluation harnesses ask for. The other columns are not read.
             ids = jnp.broadcast_to(argmax(shown)[..., None], (*tokens.shape, top))
             return ids, of(ids[..., :1]) * jnp.ones(top)
 

@@ -172,10 +172,10 @@ _fault(
     "mamba_jax.step.prefill:prompt_logprobs", _ids_of_the_first_row,
 )  # fmt: skip
 _fault(
-    "M4", "logits of a mixed step are of the heads of other rows' adapters", MODELS,
-    "mamba_jax.step.run:_head_adapters", _adapters_of_other_rows,
-)  # fmt: skip
-_fault(
     "M3", "rows of a mixed step have the adapters of other rows", MODELS,
     "mamba_jax.step.run:_layout", _adapters_of_other_rows,
+)  # fmt: skip
+_fault(
+    "M4", "logits of a mixed step are of the heads of other rows' adapters", MODELS,
+    "mamba_jax.step.run:_head_adapters", _adapters_of_other_rows,
 )  # fmt: skip
