@@ -198,14 +198,17 @@ def test_equals_snapshots(implementation, shape, steps):
     tokens, replay = entry(draw, shape, 1, 40), replayed(implementation, shape)
     rows = Rows(*indices([0], [np.arange(1, 41)]))
     want_y, want = program("update", "xla", shape)(tokens, states(draw, shape, 41), rows, **options)
-    store, tail = states(draw, shape, 3), tails(shape, 2, 16)
-    at, anchor, spare, start = 0, 0, 1, 0
+    store, tail, others = states(draw, shape, SLOTS), tails(shape, ROWS + 2, ENTRIES), [row()] * (ROWS - 1)
+    at, anchor, spare, start = 0, 0, 1, 0  # what `check` runs is the same program
     while at < 40 - steps:
         kept = int(random.integers(1, steps + 1))
-        fed = type(tokens)(*(v[:, at : at + steps].copy() for v in tokens))
+        fed = type(tokens)(*(np.full((ROWS, STEPS, *v.shape[2:]), np.nan, v.dtype) for v in tokens))
+        for v, one in zip(fed, tokens, strict=True):
+            v[0, :steps] = one[0, at : at + steps]
         for v in fed[:3]:
-            v[:, kept:] = random.normal(size=v[:, kept:].shape)  # these drafts will be rejected
-        y, store, tail = replay(fed, store, tail, where([row(anchor, 1, start, at, steps, spare)], shape), **options)
+            v[0, kept:steps] = random.normal(size=v[0, kept:steps].shape)  # these drafts will be rejected
+        places = where([row(anchor, 1, start, at, steps, spare), *others], shape)
+        y, store, tail = replay(fed, store, tail, places, **options)
         assert_close(y[0, :kept], want_y[0, at : at + kept])
         due, at = (at // shape.interval + 1) * shape.interval, at + kept
         if at >= due:
