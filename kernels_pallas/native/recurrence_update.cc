@@ -11,6 +11,7 @@ using Ints = ffi::Buffer<ffi::S32>;
 using Lanes = Registers<kLanes>::Floats;
 
 constexpr char kErase[] = "erase";
+constexpr int64_t kBlock = 64;  // tokens of a head, whose keys and queries stay in the cache for all rows of its state
 
 struct Sizes {
   int64_t rows, steps, heads, head_dim, groups, state, decays;
@@ -160,12 +161,15 @@ ffi::Error run(ffi::ThreadPool pool, Floats query, Floats key, Floats value, Flo
         },
         [&](int64_t token, int64_t head) { std::fill_n(out + (token * n.heads + head) * n.head_dim, n.head_dim, 0.0f); },
         [&](const Stored* old, Stored* next, int64_t token, int64_t count, int64_t head) {
-          const int64_t place = token * n.heads + head, group = token * n.groups + head / (n.heads / n.groups);
-          steps(old, next,
-                Tokens{count, query.typed_data() + group * n.state, key.typed_data() + group * n.state,
-                       value.typed_data() + place * n.head_dim, decay.typed_data() + place * n.decays, given + place,
-                       skip.typed_data()[head], out + place * n.head_dim},
-                n, *erase);
+          for (const int64_t end = token + count; token < end; token += kBlock, old = next) {
+            const int64_t place = token * n.heads + head, group = token * n.groups + head / (n.heads / n.groups);
+            steps(old, next,
+                  Tokens{std::min(kBlock, end - token), query.typed_data() + group * n.state,
+                         key.typed_data() + group * n.state, value.typed_data() + place * n.head_dim,
+                         decay.typed_data() + place * n.decays, given + place, skip.typed_data()[head],
+                         out + place * n.head_dim},
+                  n, *erase);
+          }
         });
     return ffi::Error::Success();
   };
