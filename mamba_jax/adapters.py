@@ -273,7 +273,7 @@ class Adapters:
                 new[place] = jax.device_put(values[name], self._sharding(_TABLE))
             elif has[entry]:
                 new[place] = jnp.zeros_like(new[place], device=self._sharding(_TABLE))
-            new[f"{name}.has"] = _writer(0, self._sharding(_WHOLE))(has, np.bool_(name in values), np.int32(entry))
+            new[f"{name}.has"] = _writer(0, self._sharding(_WHOLE))(has, np.asarray(name in values), np.int32(entry))
         self._arrays = new
 
 
