@@ -38,13 +38,13 @@ def start(config, source, interval):
 @pytest.mark.parametrize(
     ("name", "source", "interval"),
     [
-        ("step", None, None),
-        pytest.param("step", None, 8, marks=pytest.mark.full),
-        pytest.param("nemotronh", MTPDrafts(), 8, marks=pytest.mark.full),
-        pytest.param("step", NGramDrafts(1, 4), None, marks=pytest.mark.full),
+        ("step", None, None),  # its programs also sample
+        pytest.param("falconh1", None, 8, marks=pytest.mark.full),
+        pytest.param("smallest", MTPDrafts(), 8, marks=pytest.mark.full),
+        pytest.param("smallest", NGramDrafts(1, 4), None, marks=pytest.mark.full),
         *(pytest.param(name, None, None, marks=pytest.mark.full) for name in ("delta", "selective")),
         *(slow(name, None, None) for name in ("falconh1", "short_conv", "kimi")),
-        *(slow(name, None, 8) for name in ("falconh1", "delta", "short_conv", "kimi", "selective")),
+        *(slow(name, None, 8) for name in ("step", "delta", "short_conv", "kimi", "selective")),
     ],
     ids=str,
 )

@@ -9,7 +9,7 @@ import pytest
 
 from mamba_jax.drafts import MTPDrafts
 from tests.support.fleets.step_host import Host, assert_holds, expected_logprobs, greedy
-from tests.support.models.tiny_configs import STEP, VOCAB
+from tests.support.models.tiny_configs import FOR_ENGINES, VOCAB
 
 PROMPT = tuple(int(t) for t in np.random.default_rng(2).integers(0, VOCAB, 13))
 R = 8
@@ -149,10 +149,9 @@ def test_wrong_anchors_and_tails_are_seen():
 @pytest.mark.full
 def test_drafts_by_the_draft_layer_see_the_hidden_state_before_them():
     """What the layer says under replay is what it says under snapshots, step by step."""
-    config = dataclasses.replace(STEP, mtp_pattern="*")
     said = []
     for interval in (None, R):
-        host = Host(config, source=MTPDrafts(), interval=interval)
+        host = Host(FOR_ENGINES["smallest"], source=MTPDrafts(), interval=interval)
         host.seat(1)
         host.prefill({"tokens": PROMPT, "write": 1})
         drafts = []
