@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.tpu_compile, pytest.mark.full]
 
 ROWS = 16
 STORE = {"num_slots": 300, "num_pages": 1000, "page_size": 32}
-DENSE, EXPERTS = ("nemotron-h-8b", "M*-"), ("nemotron-3-nano-30b-a3b", "ME*E")
+DENSE, EXPERTS = ("nemotron-h-8b", "M*-"), ("nemotron-3-nano-30b-a3b", "ME*")
 KINDS = {"v5e-1": ("int8", "int4"), "v6e-1": ("int8", "int4"), "tpu7x-8": ("fp8", "nvfp4")}
 FEW = [(*DENSE, "v5e-1", "int8"), (*EXPERTS, "tpu7x-8", "nvfp4")]
 REST = [(*model, machine, kind) for model in (DENSE, EXPERTS) for machine in KINDS for kind in KINDS[machine]]
@@ -62,7 +62,7 @@ def test_pages_in_8_bits_are_updated_in_place(machine):
 @pytest.mark.parametrize("machine", ["v5e-1", slow("tpu7x-8")])
 def test_states_are_rounded_where_they_lie(machine):
     """The slots that are due, and no copy of the store."""
-    config = few_layers("nemotron-h-8b", "MM")
+    config = few_layers("nemotron-h-8b", "M")
     step = decode_step(config, machine, abstract_parameters(config, jnp.bfloat16), rounding=(NarrowDtype("int8"), 256))
     assert step.program.aliased >= step.states / 2
     assert step.program.temporaries < step.states / 16
