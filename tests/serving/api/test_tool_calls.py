@@ -10,6 +10,7 @@ from serving.api.http.parsing.answer import AnswerReader
 from serving.api.http.parsing.call_pieces import whole_calls
 from serving.api.http.parsing.formats import FORMATS, THINK, form_of
 from serving.api.http.protocol.chat import Tool
+from tests.support.selection import slow
 from tests.support.servers.written_calls import FORMS, cut, found, tokenizer_with, written
 
 TOOL = {
@@ -347,11 +348,12 @@ def mutated(random, text, parts):
     return text
 
 
+@pytest.mark.parametrize("texts", [100, slow(10_000)])
 @each_form
-def test_hostile_texts_are_read_alike_however_they_are_cut(form):
+def test_hostile_texts_are_read_alike_however_they_are_cut(form, texts):
     style, random = FORMATS[form], Random(form)
     parts = [*PARTS, style.begin, style.end, "</think>", *WRITTEN.values()]
-    for i in range(100):
+    for i in range(texts):
         text = style.begin + "".join(random.choices(parts, k=random.randrange(25)))
         if i % 2:
             text = mutated(random, random.choice([*WRITTEN.values()]) + random.choice(["", "\n", WRITTEN[form]]), parts)
