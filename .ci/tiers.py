@@ -23,7 +23,7 @@ README_COMMAND = re.search(r"^python3 bootstrap.py test.*$", (ROOT / "README.md"
 TIERS = {
     "lint": "python3 bootstrap.py lint",
     "default": README_COMMAND and README_COMMAND[0],
-    "full": 'python3 bootstrap.py test -n 2 --full -m "(full or smoke) and not default and not fuzz"',
+    "full": 'python3 bootstrap.py test -n 2 --full -m "(full or smoke) and not tier_1 and not fuzz"',
     "traffic": "python3 bootstrap.py test -n 2 --full --examples 2000 -m fuzz",
 }
 LATEST = {"traffic": 60}

@@ -14,7 +14,7 @@ def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true")
 
 def pytest_configure(config):
-    for name in ("default", "full", "slow", "smoke"):
+    for name in ("tier_1", "full", "slow", "smoke"):
         config.addinivalue_line("markers", name)
 
 def pytest_collection_modifyitems(config, items):
@@ -94,7 +94,7 @@ def test_full_tier_has_all_but_the_slow_tests(selected):
     everything = selected("--slow")
     assert len(everything) == 16
     assert selected("--full") == [name for name in everything if name not in ("test_cases[0]", "test_of_minutes")]
-    assert selected("--full", "-m", "not default") == sorted({*selected("--full")} - {*selected()})
+    assert selected("--full", "-m", "not tier_1") == sorted({*selected("--full")} - {*selected()})
 
 
 def test_a_file_on_the_command_line_runs_as_with_full(selected):
@@ -128,7 +128,7 @@ def test_a_file_of_the_full_tier_is_imported_only_with_it(pytestconfig, monkeypa
         # Marked `full`, with tests marked `smoke`.
         (False, "", "kernels_pallas/test_recurrence_replay.py", None),
         (True, "(full or smoke) and not fuzz", "kernels_pallas/test_recurrence_replay.py", None),
-        (True, "(full or smoke) and not default and not fuzz", "serving/core/test_hits.py", True),
+        (True, "(full or smoke) and not tier_1 and not fuzz", "serving/core/test_hits.py", True),
         (True, "fuzz", "kernels_pallas/test_recurrence_replay.py", True),
         (True, "fuzz", "serving/core/test_fuzz.py", None),
         (True, "full or gpu", "serving/core/test_hits.py", None),

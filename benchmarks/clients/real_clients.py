@@ -1,5 +1,5 @@
 """Real coding agents and libraries against a running server: first turn, a tool's call and result, a second turn, a
-picture, a conversation that is too long, and a client that is ended during its turn.
+picture, a conversation that is too long, and a client that is ended during its request.
 
 Install the clients into folders of their own first (README.md). Start a server, and give its address:
 
@@ -120,7 +120,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--npm", required=True, help="folder with node_modules of the npm clients")
-    parser.add_argument("--python", nargs="+", default=[], help="Pythons, each with some of the Python clients")
+    parser.add_argument(
+        "--python",
+        nargs="+",
+        type=lambda name: str(Path(name).absolute()),
+        default=[],
+        help="Pythons, each with some of the Python clients",
+    )
     parser.add_argument("--only", help="clients to run, separated by commas")
     parser.add_argument("--seconds", type=float, default=180.0, help="time of one turn")
     parser.add_argument("--verbose", action="store_true")

@@ -20,8 +20,8 @@ class Recipe:
     note: str = ""
     """What is particular."""
     steps: Literal["default", "full", "slow"] = "slow"
-    """The first tier of tests that compiles the model's steps, which takes time: in the full tier one of each family
-    but Bamba (whose layers others have), by default experts, shared blocks and each kind of recurrence."""
+    """The first tier of tests that compiles the model's steps, which takes time: in the full tier one of most families,
+    whose layers the others have, by default experts, shared blocks and each kind of recurrence."""
     divided: dict[str, Any] | None = None
     """A model like the fixture's, which is odd, that two devices can share: `changes` of config.json, the source of
     `drafts`, and whether only `--slow` runs it."""

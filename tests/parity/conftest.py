@@ -13,7 +13,7 @@ def pytest_generate_tests(metafunc):
     cases = getattr(metafunc.module, "CASES", None)
     if "stepper" in metafunc.fixturenames:
         tiers = {"default": (), "full": full, "slow": slow}
-    else:  # whole sequences of one model of each family: those whose steps the full tier compiles
+    else:  # whole sequences: by default of the models whose steps the full tier compiles
         tiers = {"default": (), "full": (), "slow": full if cases is None else ()}
     # First those that the default tier compiles for other tests.
     recipes = sorted(RECIPES.items(), key=lambda item: item[1].steps != "default")

@@ -7,7 +7,7 @@ A test belongs to the default tier unless a marker says otherwise:
   of the parameters `a` and `b`. A test that classes inherit runs once for each class.
 * `slow`: runs with `--slow`.
 
-Each test of the default tier is given the marker `default`, so that CI does not run it twice.
+Each test of the default tier is given the marker `tier_1`, so that CI does not run it twice.
 
 A file or test that the command line names runs as with `--full`. Tests that are not selected are deselected.
 """
@@ -80,7 +80,7 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     selector = Selector(full=full_tier(config), slow=config.getoption("--slow"), named=named_files(config))
     for item in items:
         if default(item):
-            item.add_marker("default")
+            item.add_marker("tier_1")
         (selected if selector(item) else deselected).append(item)
     if deselected:
         config.hook.pytest_deselected(items=deselected)

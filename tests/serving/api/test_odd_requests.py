@@ -10,10 +10,10 @@ import pytest
 
 from serving.split.router.app import create_router
 from serving.split.settings import RouterSettings
-from tests.support.servers.hostile_requests import HOSTILE
+from tests.support.servers.hostile_requests import HOSTILE, NUM_ODD
 from tests.support.servers.live_server import running
 
-ODD = HOSTILE[:10]
+ODD = HOSTILE[:NUM_ODD]
 """Those that are odd, not large."""
 
 

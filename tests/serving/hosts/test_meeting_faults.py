@@ -71,7 +71,7 @@ class Meeting:
     def reach(self, stage, host=1):
         """Waits until a host is there."""
         try:
-            while self.pipes[host].recv() != stage:
+            while self.pipes[host].poll(120) and self.pipes[host].recv() != stage:
                 pass
         except (EOFError, ConnectionError):
             self.__exit__()  # the constructor waits too, and a `with` statement has not entered then

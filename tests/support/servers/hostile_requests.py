@@ -175,6 +175,8 @@ def with_headers(*headers: tuple[bytes, bytes]) -> Callable[[str], Answers]:
     return send
 
 
+NUM_ODD = 10
+"""The first of the list are odd, not large: `tests/serving/api/test_odd_requests.py` has them by default."""
 FORWARDED = (b"x-request-id", b"traceparent", b"tracestate", b"authorization", b"x-api-key")
 HOSTILE = [
     Hostile(
