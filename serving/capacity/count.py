@@ -50,6 +50,22 @@ class LongContext:
 
 
 @dataclass(frozen=True)
+class Step:
+    """One program: the least that it must move and compute, and the time for this at published speeds."""
+
+    name: str
+    tokens: int
+    """Fed to the model."""
+    work: Work
+    memory_ms: float
+    compute_ms: float
+    bound_ms: float
+    """No step is faster: the larger of memory and compute. Exchanges between devices come on top."""
+    tokens_per_second: float
+    """At the bound; of a decode step those that come out, of a prefill step those that go in."""
+
+
+@dataclass(frozen=True)
 class Workload:
     """The inputs of a step."""
 
@@ -74,6 +90,14 @@ def decode_workload(*, rows: int, drafts: int, context: int, replay: Replay | No
     tokens = rows * (1 + drafts)
     written = tokens if replay is None else tokens / replay.interval
     return Workload(tokens, rows, tokens, rows, written, rows * context, replay)
+
+
+def prefill_workload(*, tokens: int, rows: int, tile_size: int) -> Workload:
+    """A prefill step of prompts from their start, each row's share of the tokens in one piece."""
+    each = -(-tokens // rows)
+    # A tile of queries reads all keys before it.
+    keys = rows * sum(min(start + tile_size, each) for start in range(0, each, tile_size))
+    return Workload(tokens, rows, rows, 0, rows, keys)
 
 
 class Counter:
@@ -127,16 +151,23 @@ class Counter:
                 flops += 2 * size * used * positions
         return Work(int(moved), int(flops))
 
+    def step(self, name: str, load: Workload, device: Device, *, counted: int) -> Step:
+        """The bounds of a step on a device; `counted` of its tokens are those of a sequence."""
+        work = self.work(load)
+        memory, compute = work.bytes / device.bandwidth, work.flops / device.flops
+        bound = max(memory, compute)
+        return Step(name, load.tokens, work, memory * 1e3, compute * 1e3, bound * 1e3, counted / bound)
+
     def long_context(
         self, tokens: int, size: StoreSize, chunk: int, device: Device, replay: Replay | None
     ) -> LongContext:
         """The bounds of one sequence of many tokens, which is prefilled in chunks."""
         pages = -(-tokens // size.page_size) * size.bytes_per_page
         slots = size.bytes_per_slot * size.running_slots // size.max_num_seqs + size.bytes_per_tail
-        least = self.work(decode_workload(rows=1, drafts=0, context=tokens, replay=replay))
-        decode = max(least.bytes / device.bandwidth, least.flops / device.flops)
+        load = decode_workload(rows=1, drafts=0, context=tokens, replay=replay)
+        decode = self.step("", load, device, counted=1).bound_ms
         first = self._first_token_seconds(tokens, chunk, device)
-        return LongContext(tokens, size.sequences_at(tokens), pages + slots, first, decode * 1e3)
+        return LongContext(tokens, size.sequences_at(tokens), pages + slots, first, decode)
 
     def _first_token_seconds(self, tokens: int, chunk: int, device: Device) -> float:
         """Each chunk reads the weights, and the keys before it once."""

@@ -1,4 +1,4 @@
-"""Plans a model on a machine: the memory that it needs, the memory left for sequences, and the times of long ones."""
+"""Plans a model on a machine: the memory that it needs, the memory left for sequences, and the bounds of a step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mamba_jax.sharding import TENSOR, Partition, rows_shardings
 from mamba_jax.store import StoreShape, init_store
 from mamba_jax.store_layout import lanes_of
 from serving.capacity.compiling import Program, SlicePrograms, check_compiler, slice_mesh
-from serving.capacity.count import LONG_CONTEXTS, Counter, LongContext
+from serving.capacity.count import LONG_CONTEXTS, Counter, LongContext, Step, decode_workload, prefill_workload
 from serving.capacity.targets import Target, larger
 from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly.design import EngineDesign, waiting_form
@@ -61,8 +61,9 @@ class CapacityPlan:
     code: int = 0
     other: int = 0
     """Seats and adapters."""
+    steps: tuple[Step, ...] = ()
     context: int = 0
-    """Tokens of each sequence, of which as many run at once as fit."""
+    """Tokens before each sequence's next one that decode steps are counted with."""
     long_contexts: tuple[LongContext, ...] = ()
     """Those of `LONG_CONTEXTS` that sequences may have."""
     bytes_off_device: int = 0
@@ -104,7 +105,7 @@ def make_plan(
         target: the machine; the model is divided over all its devices.
         compile: have the compiler build the programs, for machines that it can be told of.
         full: all programs, not only the largest of decode and prefill.
-        context: tokens of each sequence, for the number of those that run at once.
+        context: tokens before each sequence's next one, for the bound of a decode step.
         progress: told what is being done.
 
     Raises:
@@ -139,7 +140,7 @@ class _Planner:
         self.model = self.design.model
         self.partition, self.replay = self.design.partition, self.design.replay.replay
         self.mesh: Any = AbstractMesh((self.partition.shards,), (TENSOR,))
-        self.adapter_bytes = self._bytes_of_adapters()
+        self.adapter_bytes = self._bytes_of_adapters(self.design, self.shapes)
         self._padding_notes = [self.design.padding.notice] if self.design.padding else []
 
     def _divided(self, count: int) -> tuple[EngineDesign, Counter, dict[str, jax.ShapeDtypeStruct]]:
@@ -201,13 +202,15 @@ class _Planner:
         limit, design = self.limit, self.design
         weights = self.counter.weight_bytes
         try:
-            size = self._size(design, weights)
+            size = self._size(design, weights, self.adapter_bytes)
         except StoreTooSmallError as error:
             return self._too_small(error)
         batches = design.batches(design.scheduler(size))
         prefills, decodes = _planned_shapes(batches, full)
         rows = jax.eval_shape(lambda: design.rows(size))
         context = min(context or DEFAULT_CONTEXT, size.max_model_len)
+        fitting = dict.fromkeys(min(rows, size.sequences_at(context)) for rows in decodes)
+        steps = [self._prefill_step(shape) for shape in prefills] + [self._decode_step(n, context) for n in fitting]
         notes = [f"decoding keeps {design.replay.notice}", *size.notices, *self._padding_notes]
         programs: tuple[Program, ...] = ()
         kernels, begin = "", time.perf_counter()
@@ -230,8 +233,7 @@ class _Planner:
         # Programs that are not compiled are narrower ones, and count as the largest.
         code = sum(codes) + (count - len(codes)) * max(codes) if codes else design.code_bytes
         temporaries = max((p.temporaries for p in programs), default=design.workspace_bytes)
-        seats = zip(jax.tree.leaves(rows), jax.tree.leaves(rows_shardings(rows, self.mesh)), strict=True)
-        other = _bytes_of_one(seats) + self.adapter_bytes
+        other = self._bytes_of_seats(rows) + self.adapter_bytes
         spare = limit - weights - size.total_bytes - code - temporaries - other
         long_contexts = [
             self.counter.long_context(n, size, self.config.max_num_batched_tokens, self.target.device, self.replay)
@@ -250,6 +252,7 @@ class _Planner:
             temporaries=temporaries,
             other=other,
             size=size,
+            steps=tuple(steps),
             context=context,
             long_contexts=tuple(long_contexts),
             programs=programs,
@@ -269,21 +272,27 @@ class _Planner:
             **figures,
         )
 
-    def _bytes_of_adapters(self) -> int:
-        model = HybridModel.from_parameters(self.model, cast(Any, self.shapes))
-        adapters = adapters_of(self.config, model, self.mesh, abstract=True)
+    def _bytes_of_seats(self, rows: Rows) -> int:
+        return _bytes_of_one(zip(jax.tree.leaves(rows), jax.tree.leaves(rows_shardings(rows, self.mesh)), strict=True))
+
+    def _bytes_of_adapters(self, design: EngineDesign, shapes: dict[str, jax.ShapeDtypeStruct]) -> int:
+        if not self.config.enable_lora:
+            return 0
+        model = HybridModel.from_parameters(design.model, cast(Any, shapes))
+        mesh: Any = AbstractMesh((design.partition.shards,), (TENSOR,))
+        adapters = adapters_of(self.config, model, mesh, abstract=True)
         return 0 if adapters is None else _bytes_of_one((leaf, leaf.sharding) for leaf in adapters.arrays)
 
-    def _free(self, design: EngineDesign, weights: int) -> int:
+    def _free(self, design: EngineDesign, weights: int, adapters: int) -> int:
         programs = design.workspace_bytes + design.code_bytes
-        return self.memory - weights - programs - self.config.reserved_bytes - self.adapter_bytes
+        return self.memory - weights - programs - self.config.reserved_bytes - adapters
 
-    def _size(self, design: EngineDesign, weights: int) -> StoreSize:
-        return design.size(memory=self._free(design, weights), dtype=self.dtype)
+    def _size(self, design: EngineDesign, weights: int, adapters: int) -> StoreSize:
+        return design.size(memory=self._free(design, weights, adapters), dtype=self.dtype)
 
     def _too_small(self, error: StoreTooSmallError) -> CapacityPlan:
         """Not even one sequence fits: by how much, and where it would."""
-        free = self._free(self.design, self.counter.weight_bytes)
+        free = self._free(self.design, self.counter.weight_bytes, self.adapter_bytes)
         notes = [f"{self.config.memory_utilization:.0%} of the memory is used (memory_utilization)"]
         notes += self._padding_notes
         if free > 0:
@@ -298,18 +307,28 @@ class _Planner:
             code=self.design.code_bytes,
             temporaries=self.design.workspace_bytes,
             size=None,
+            other=self.adapter_bytes,
             notes=tuple(notes),
         )
 
     def _enough(self) -> str | None:
         for bigger in larger(self.target):
             try:
-                design, counter, _ = self._divided(bigger.count)
-                self._size(design, counter.weight_bytes)
+                design, counter, shapes = self._divided(bigger.count)
+                self._size(design, counter.weight_bytes, self._bytes_of_adapters(design, shapes))
             except ConfigError:
                 continue
             return bigger.name
         return None
+
+    def _decode_step(self, rows: int, context: int) -> Step:
+        drafts = self.config.num_speculative_tokens
+        load = decode_workload(rows=rows, drafts=drafts, context=context, replay=self.replay)
+        return self.counter.step(_decode_name(rows), load, self.target.device, counted=rows)
+
+    def _prefill_step(self, shape: PrefillShape) -> Step:
+        load = prefill_workload(tokens=shape.tokens, rows=shape.rows, tile_size=self.config.tile_size)
+        return self.counter.step(_prefill_name(shape), load, self.target.device, counted=shape.tokens)
 
     def _compiler(self, size: StoreSize, rows: Rows) -> SlicePrograms:
         arguments = self.design.store_arguments(size, dtype=self.dtype)

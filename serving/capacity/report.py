@@ -47,6 +47,8 @@ def as_text(plan: CapacityPlan, at_context: int | None = None) -> RenderableType
         tokens = at_context or plan.context
         sequences, limit = plan.sequences_at(tokens)
         parts.append(Text(f"At {tokens:,} tokens each, {sequences:,} sequences run at once (limited by {limit})."))
+    if plan.steps:
+        parts += [Text(), _steps(plan)]
     if plan.long_contexts:
         parts += [Text(), _long_contexts(plan)]
     if plan.programs:
@@ -91,6 +93,26 @@ def _memory(plan: CapacityPlan) -> Table:
     for name, count in rows:
         if count or name in ("left", "missing"):
             table.add_row(name, show_bytes(count), f"{count / plan.limit:.1%}")
+    return table
+
+
+def _steps(plan: CapacityPlan) -> Table:
+    title = (
+        "Steps at published speeds: no step can be faster (decode of the rows that fit at "
+        f"{plan.context:,} tokens of context)"
+    )
+    columns = ("", "memory", "GFLOP", "at least", "memory ms", "compute ms", "at most")
+    table = _table(title, columns)
+    for step in plan.steps:
+        table.add_row(
+            step.name,
+            show_bytes(step.work.bytes),
+            f"{step.work.flops / 1e9:,.0f}",
+            f"{step.bound_ms:.2f} ms",
+            f"{step.memory_ms:.2f}",
+            f"{step.compute_ms:.2f}",
+            f"{step.tokens_per_second:,.0f} tokens/s",
+        )
     return table
 
 

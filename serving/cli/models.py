@@ -116,7 +116,7 @@ def plan(
     full: Annotated[bool, typer.Option("--full", help="Compile every program, not only the two largest.")] = False,
     analysis: Annotated[bool, typer.Option("--analysis", help="Estimate by arithmetic, without compiling.")] = False,
     context: Annotated[
-        int | None, typer.Option(help="Tokens of each sequence that runs. Unset: --at-context, or 2048.", min=1)
+        int | None, typer.Option(help="Tokens of context in decode steps. Unset: --at-context, or 2048.", min=1)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
     flags: dict[str, Any],

@@ -6,11 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from checkpoints.load import load_config
 from mamba_jax.batch import DecodeBatch
 from mamba_jax.drafts import NGramDrafts
 from mamba_jax.model import HybridModel, parameters
-from mamba_jax.sharding import Partition
 from mamba_jax.store import Replay, StoreShape, init_store, store_bytes
 from serving.capacity.compiling import SlicePrograms
 from serving.capacity.count import Counter, decode_workload
@@ -91,12 +89,9 @@ def planned(topology, rows, drafts, monkeypatch, **flags):
     monkeypatch.setattr(SlicePrograms, "compile", compile_measured)
     monkeypatch.setattr("serving.capacity.plan.SlicePrograms", partial(SlicePrograms, greedy=True))
     flags |= {"num_speculative_tokens": drafts, "speculative_method": "ngram"} if drafts else {}
-    machine = target(topology)
-    plan = make_plan(EngineConfig.create(model="nemotron-h-8b", max_num_seqs=rows, **flags), machine)
-    config, replay = load_config("nemotron-h-8b"), Replay(16, drafts) if plan.size.replay_interval > 1 else None
-    shapes = parameters(HybridModel.abstract(config, dtype=jnp.bfloat16))
-    counter = Counter(config, Partition.of(config, machine.count), shapes, ssm_dtype=jnp.dtype("float32"), lanes=128)
-    least = counter.work(decode_workload(rows=rows, drafts=drafts, context=0, replay=replay)).bytes
-    (program,) = plan.programs
+    plan = make_plan(
+        EngineConfig.create(model="nemotron-h-8b", max_num_seqs=rows, **flags), target(topology), context=1
+    )
+    (program,), least = plan.programs, plan.steps[-1].work.bytes
     print(f"{program.moved / least:.3f} x {least / 1e9:.2f} GB, {plan.size}, {program}")
     return plan, program, least

@@ -13,7 +13,6 @@ from checkpoints.load import load_config
 from checkpoints.presets import PRESETS
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.sharding import Partition
-from mamba_jax.store import StoreShape
 from serving.capacity.count import Counter, decode_workload
 from serving.capacity.plan import make_plan
 from serving.capacity.targets import families, known, larger, target
@@ -79,19 +78,23 @@ def test_what_does_not_fit_says_by_how_much():
     assert any("v5e-4" in note for note in made.notes)
 
 
-def counter_of(model):
-    config = load_config(model)
-    shapes = parameters(HybridModel.abstract(config, dtype=jnp.bfloat16))
-    return config, Counter(config, Partition.of(config, 1), shapes, ssm_dtype=jnp.dtype("float32"))
+def test_the_bound_of_a_decode_step_is_what_it_must_read():
+    made = plan("nemotron-h-8b", "v5e-8", max_num_seqs=8, replay_interval=1)
+    (decode,) = (step for step in made.steps if step.name == "decode, 8 rows")
+    states = 2 * 8 * made.size.bytes_per_slot  # read once, written once
+    embedding = 131072 * 4096 * 2 // 8  # all but the embedding's rows that are looked up
+    keys = 8 * made.context * 4 * 2 * 8 * 128 * 2 // 8
+    assert decode.work.bytes == pytest.approx(made.weights - embedding + states + keys, rel=0.001)
+    assert decode.bound_ms == max(decode.memory_ms, decode.compute_ms)
+    assert decode.tokens_per_second == pytest.approx(8 / decode.bound_ms * 1e3)
 
 
-def test_a_decode_step_reads_weights_states_and_keys():
-    config, counter = counter_of("nemotron-h-8b")
-    states = 2 * 8 * StoreShape.of(config).bytes_per_slot(jnp.bfloat16)  # read once, written once
-    embedding = 131072 * 4096 * 2  # all but the embedding's rows that are looked up
-    keys = 8 * 2048 * 4 * 2 * 8 * 128 * 2
-    found = counter.work(decode_workload(rows=8, drafts=0, context=2048)).bytes
-    assert found == pytest.approx(counter.weight_bytes - embedding + states + keys, rel=0.001)
+def test_a_prefill_is_bound_by_its_products():
+    made = plan("mamba2-2.7b", "h200-1")
+    prefill = made.steps[0]
+    products = 2 * made.parameters * prefill.tokens
+    assert prefill.work.flops == pytest.approx(products, rel=0.06)  # fewer rows go through the head
+    assert prefill.bound_ms == prefill.compute_ms == pytest.approx(1e3 * prefill.work.flops / 989e12)
 
 
 def test_keys_and_values_in_8_bits_leave_room_for_more_tokens():
@@ -99,10 +102,14 @@ def test_keys_and_values_in_8_bits_leave_room_for_more_tokens():
     assert 2 * narrow.size.bytes_per_page == wide.size.bytes_per_page
     assert narrow.size.num_pages * narrow.size.num_slots > wide.size.num_pages * wide.size.num_slots
     assert "keys and values in float8_e4m3fn" in narrow.dtype
+    (few, many) = (made.steps[-1].work.bytes for made in (narrow, wide))
+    assert many - few == 16 * wide.context * wide.size.bytes_per_page // wide.size.page_size // 2
 
 
 def test_unused_experts_are_not_read():
-    _, counter = counter_of("nemotron-3-nano-30b-a3b")
+    config = load_config("nemotron-3-nano-30b-a3b")
+    shapes = parameters(HybridModel.abstract(config, dtype=jnp.bfloat16))
+    counter = Counter(config, Partition.of(config, 1), shapes, ssm_dtype=jnp.dtype("float32"))
     one, many = (counter.work(decode_workload(rows=rows, drafts=0, context=0)).bytes for rows in (1, 256))
     assert one < 0.2 * counter.weight_bytes
     assert many > 0.9 * counter.weight_bytes
@@ -112,7 +119,7 @@ def test_unused_experts_are_not_read():
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_published_size_can_be_planned(name):
     made = plan(name, "h200-1")
-    assert made.size is not None or not made.fits
+    assert made.steps or not made.fits
 
 
 def test_drafts_need_more_states():
@@ -121,6 +128,7 @@ def test_drafts_need_more_states():
         for more in ({}, {"speculative_method": "ngram", "num_speculative_tokens": 3})
     )
     assert drafting.size.running_slots == 4 * plain.size.running_slots
+    assert drafting.steps[-1].work.bytes > plain.steps[-1].work.bytes
 
 
 def test_a_plan_says_what_decoding_keeps():
@@ -224,6 +232,16 @@ def test_sequences_at_a_context_are_limited_by_pages_or_by_rows():
     assert plan("mamba2-130m", "l4-1").sequences_at(10**6)[1] == "max_num_seqs"
 
 
+def test_decode_is_rated_at_the_rows_that_fit():
+    """A full batch of long contexts does not fit: the speed is that of the sequences that do."""
+    machine = target("h100-1")
+    made = make_plan(EngineConfig.create(model="nemotron-3-nano-30b-a3b"), machine, compile=False, context=32768)
+    rows, limit = made.sequences_at(32768)
+    assert (rows < 64, limit) == (True, "pages")
+    assert made.steps[-1].name == f"decode, {rows} rows"
+    assert made.steps[-1].tokens_per_second == pytest.approx(rows / made.steps[-1].bound_ms * 1e3)
+
+
 def test_a_length_that_does_not_fit_is_what_is_missing():
     made = plan("nemotron-h-8b", "h100-1", max_model_len=8192, memory_utilization=0.2028)
     assert not made.fits
@@ -240,6 +258,9 @@ def test_adapters_take_memory():
     assert adapters > 0
     assert dora.other > lora.other
     assert lora.store <= plain.store - adapters + lora.size.bytes_per_slot + lora.size.bytes_per_page
+    many = plan("nemotron-h-8b", "v5e-8", enable_lora=True, lora_tables=True, max_loras=128)
+    assert not many.fits
+    assert many.other > 100 * adapters
 
 
 @pytest.mark.parametrize(
