@@ -268,12 +268,10 @@ class Adapters:
                 write = _writer(len(target.outputs), self._sharding(name))
                 new[name] = write(self._arrays[name], factor, np.int32(entry))
         for name in TABLES if self.tables else ():
-            has, place = new[f"{name}.has"], f"{name}.{entry}"
-            if name in values:
-                new[place] = jax.device_put(values[name], self._sharding(_TABLE))
-            elif has[entry]:
-                new[place] = jnp.zeros_like(new[place], device=self._sharding(_TABLE))
-            new[f"{name}.has"] = _writer(0, self._sharding(_WHOLE))(has, np.asarray(name in values), np.int32(entry))
+            if name in values:  # otherwise the table of an earlier adapter stays, and is not read
+                new[f"{name}.{entry}"] = jax.device_put(values[name], self._sharding(_TABLE))
+            has, is_there = f"{name}.has", np.asarray(name in values)
+            new[has] = _writer(0, self._sharding(_WHOLE))(new[has], is_there, np.int32(entry))
         self._arrays = new
 
 

@@ -22,7 +22,7 @@ from checkpoints.errors import CheckpointError, one_line
 from checkpoints.json_file import MOST_JSON, read_json
 from checkpoints.quantized.parameters import own_rows
 from checkpoints.tensors.safetensors_file import SafetensorsFile
-from mamba_jax.adapters import Target, targets
+from mamba_jax.adapters import TABLES, Target, targets
 from mamba_jax.config import HybridConfig
 from mamba_jax.families import TEXT_PREFIXES, weight_names
 from mamba_jax.families.base import HFSource
@@ -122,6 +122,8 @@ def _read_lora(folder: Path, config: HybridConfig, max_rank: int | None) -> Adap
     checked = []
     found = known.tables(stored)
     scales.check_whole([module for module, _ in found.values()])
+    if scales.tied and config.tie_word_embeddings and len(found) == 1:
+        found = dict.fromkeys(TABLES, *found.values())  # PEFT keeps the tables of a tied model one
     for module, names in sorted(_pairs(stored, {name for _, name in found.values()}).items()):
         pair = _Pair(file, module, *(stored.entries[names[part]].shape for part in "AB"))
         scale, rank = scales.of(module, pair.rank), pair.rank
@@ -281,7 +283,9 @@ class _Targets:
                 table = "lm_head"
             else:
                 continue
-            if entry.dtype not in _FLOATS or entry.shape != shape or table in found:
+            if table in found:
+                raise CheckpointError(f"{file.path}: {found[table][1]} and {name} are both the {table}")
+            if entry.dtype not in _FLOATS or entry.shape != shape:
                 raise CheckpointError(
                     f"{file.path}: {name} is {entry.dtype} {list(entry.shape)}: expected one {table} of {list(shape)} "
                     f"in {', '.join(_FLOATS)}; an adapter cannot add tokens"

@@ -60,6 +60,7 @@ class AdapterConfig:
         self._stable = bool(config.get("use_rslora"))
         self.magnitudes = bool(config.get("use_dora"))
         self._whole = config.get("modules_to_save") or ()
+        self.tied = bool(config.get("ensure_weight_tying"))
 
     def check_whole(self, modules: Collection[str]) -> None:
         """Raises `CheckpointError` unless these embeddings and heads are all modules that were trained as a whole."""

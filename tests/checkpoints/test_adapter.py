@@ -112,6 +112,15 @@ def test_an_embedding_and_a_head_are_read_under_the_names_that_peft_gives_them(d
     assert {name: np.array_equal(value, table) for name, value in read.tables.items()} == dict.fromkeys(names, True)
 
 
+def test_tables_of_a_tied_model_stay_one(tmp_path):
+    model = FIXTURES / "falconh1-norm"
+    folder = shutil.copytree(model / "saved", tmp_path / "adapter")
+    change(folder, lambda tensors: tensors.pop(next(name for name in tensors if "lm_head" in name)))
+    configure(folder, modules_to_save=["embed_tokens"], ensure_weight_tying=True)
+    read = read_adapter(folder, load_config(model))
+    assert np.array_equal(read.tables["embed"], read.tables["lm_head"])
+
+
 def refusal(path, max_rank=8):
     """The message for an adapter that is refused: one line that any client can be sent."""
     with pytest.raises(CheckpointError) as caught:

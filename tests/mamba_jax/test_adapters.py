@@ -125,7 +125,6 @@ def test_rows_have_the_embedding_and_the_head_of_their_adapter(tied):
     for entry in (1, 2):
         stacks.put(entry, {})
     np.testing.assert_array_equal(run(stacks.arrays), before)
-    assert not any(np.asarray(array).any() for array in stacks.arrays)
     with pytest.raises(ValueError, match="embed is a table of"):
         stacks.entry_of({}, tables={"embed": drawn[0][1:]})
 
