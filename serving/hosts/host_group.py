@@ -107,7 +107,8 @@ class HostGroup:
         except KeyboardInterrupt:
             self.end(f"host {self.host} was interrupted", code=130)
         except BaseException as error:
-            time.sleep(_CAUSE_WAIT)
+            with contextlib.suppress(KeyboardInterrupt):
+                time.sleep(_CAUSE_WAIT)
             self.end(f"host {self.host} has failed: {one_line(error)}", error=error)
 
     def forward_signals(self) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -118,7 +118,7 @@ class ServerSettings(ConnectionBounds, RequestBounds):
     sse_keep_alive_interval: float = Field(
         10.0, ge=0, description="Seconds between comments in a stream that waits for its first event; 0 sends none."
     )
-    omit_system_lines: tuple[str, ...] = Field(
+    omit_system_lines: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (),
         description="Beginning of lines of system text that prompts omit, because a client changes them in each "
         "session; repeatable. Always omitted: x-anthropic-billing-header:.",

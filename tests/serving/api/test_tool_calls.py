@@ -177,6 +177,10 @@ MALFORMED = [
     ("olmo3", '<function_calls><invoke name="f"><parameter name="a">x</parameter></invoke></function_calls>', X, ""),
     ("qwen3_coder", "<tool_call><function=f><parameter=a>\nx</param> y </invoke> z\n</parameter><parameter=b>"
      "5</param>\n</function></tool_call>", [("f", {"a": "x</param> y </invoke> z", "b": 5})], ""),
+    *(("qwen3_coder", f"<tool_call><function=f><parameter=a>\n{value}\n</parameter></function></tool_call>",
+       [("f", {"a": value})], "") for value in (
+        '<function name="g">\n<param name="x">1</param>\n</function>\n<p>2</p>', "<param>1</param></invoke> 2",
+        "1</param>\n<parameter=c>2</param> 3")),
     ("lfm2", "[f({'a': 'x'})]<|tool_call_end|>", X, ""),
     *(("lfm2", f"<|tool_call_start|>[f({given})]<|tool_call_end|>", made, "") for given, made in (
         ('{"a": "x"}', X), ('{a: "x"}', X), ("{}", [("f", {})]), ("{'c': 1, 'd': None}", [("f", {"c": 1, "d": None})]),
@@ -253,6 +257,22 @@ def test_braces_are_an_object_only_with_keys(schema, text, value):
         assert json.loads(arguments)["z"] in (value, text)
 
 
+@pytest.mark.parametrize(
+    ("written_as", "value"),
+    [
+        ('{"b": 5}, set={"c": 1}', {"first": {"b": 5}, "set": {"c": 1}}),
+        ('{"set": 5}, set={"c": 1}', {"first": {"set": 5}, "set": {"c": 1}}),
+        ('{"first": {"b": 5}, "set": {}}', {"first": {"b": 5}, "set": {}}),
+    ],
+)
+def test_a_first_argument_that_is_an_object(written_as, value):
+    whole = f"<|tool_call_start|>[f({written_as})]<|tool_call_end|>"
+    tool = tool_with({"first": {"type": "object"}, "set": {"type": "object"}})
+    for size in (1, 3, 1000):
+        ((_, arguments),) = found("lfm2", cut(whole, size), [tool])[1]
+        assert json.loads(arguments) == value
+
+
 def test_a_call_ends_the_reasoning():
     call = written("hermes", ("f", {"a": "x"}))
     for size in (1, 3, 1000):
@@ -322,7 +342,13 @@ def test_long_texts_take_time_in_proportion(form):
     """A call, and then text that is none; before, each of its characters was a copy of the rest."""
     begin, end = FORMATS[form].begin, FORMATS[form].end
     call = WRITTEN[form].removesuffix(end)
-    for text in (call + "x (" * 30_000 + end, (begin + "x") * 10_000, call + '"' * 30_000, (begin + "{") * 2_000):
+    for text in (
+        call + "x (" * 30_000 + end,
+        call + end + begin + "x:" * 30_000,
+        (begin + "x") * 10_000,
+        call + '"' * 30_000,
+        (begin + "{") * 2_000,
+    ):
         started = time.process_time()
         found(form, [text], [TOOL])
         assert time.process_time() - started < 20

@@ -25,7 +25,9 @@ _RETRIES = 4
 """Maximum number of objects that are read a second time, as text, because they are no call."""
 _BETWEEN = SPACE + ",;[]}"
 """Letters without meaning between calls."""
-_WORD = re.compile(r"[\w.\-]{1,256}|.", re.DOTALL)
+_WORD = re.compile(r"[\w.\-:]{1,256}|.", re.DOTALL)
+"""A word between calls, after which the next one is looked for: with all letters of names, or each part of a word would
+be searched to its end."""
 _BARE = [mark for syntax in SYNTAXES for mark in syntax.begins if mark.startswith("<")]
 """Marks of calls that models write without a begin mark."""
 _OF_LINES = [syntax for syntax in SYNTAXES if not syntax.heads[0].before.startswith("<")]

@@ -47,8 +47,7 @@ def markup_value(
             mark = yield from text.until(ends, push)
             size = len(mark)
             if mark.endswith(syntax.value_ends):
-                following = (*syntax.parameter_begins, *syntax.ends, style.end, *syntax.begins)
-                if mark.endswith(syntax.value_ends[0]) or (yield from text.follows(following, size)):
+                if mark.endswith(syntax.value_ends[0]) or (yield from _ends_here(text, size, syntax, style, is_key)):
                     text.take(size)
                     break
             elif mark.endswith(syntax.parameter_begins):
@@ -64,15 +63,33 @@ def markup_value(
             push(text.take(size))
 
 
+def _ends_here(
+    text: TextCursor, size: int, syntax: CallSyntax, style: CallFormat, is_key: Callable[[str], bool]
+) -> Wait[bool]:
+    """Returns whether another spelling of the end of a value, `size` letters long, ends it: the end of the call or a
+    further parameter must follow, and not the rest of the value before its own end."""
+    if not (yield from text.follows((*syntax.parameter_begins, *syntax.ends, style.end, *syntax.begins), size)):
+        return False
+    mark, distance = yield from text.ahead(
+        cached_marks(syntax.value_ends[0], style.begin, *syntax.begins, *syntax.parameter_begins), size
+    )
+    if mark not in syntax.parameter_begins:
+        return mark != syntax.value_ends[0]
+    matched = yield from text.first_head(syntax.parameters, distance)
+    return matched is not None and is_key(plain_name(matched[1]))
+
+
 def whole_arguments(text: TextCursor, syntax: CallSyntax, schema: Mapping[str, Any]) -> Wait[bool]:
     """Returns whether an object is next that has all arguments. A Python call may have it as its first argument, which
     the tool's `schema` and the object's first key tell."""
     if not text.text.startswith("{", text.at) or syntax.value_ends:
         return text.text.startswith("{", text.at)
     matched, properties = (yield from text.first_head(KEYS)), schema.get("properties") or {}
-    if matched is None or matched[1] in properties or not properties:
+    if matched is None or not properties:
         return matched is not None
-    types = schema_types(next(iter(properties.values())), schema)
+    first, types = next(iter(properties)), schema_types(next(iter(properties.values())), schema)
+    if matched[1] in properties:
+        return matched[1] == first or "object" not in types
     return bool(types) and "object" not in types
 
 

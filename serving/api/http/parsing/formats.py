@@ -86,8 +86,8 @@ JSON = CallSyntax(tuple(
 TAGGED = CallSyntax(
     (
         Head("<|tool_call_begin|>", "<|tool_call_argument_begin|> ", ahead=r"(?=\S)"),
-        Head("<|tool_call_begin|>", " ", name=r"[\w.\-:]{1,256}", ahead=r"(?=\{)"),
-        Head("", " <|tool_call_argument_begin|> ", name=r"[\w.\-:]{1,256}", ahead=r"(?=\S)"),
+        Head("<|tool_call_begin|>", " ", name=r"[\w.\-:]{1,256}+", ahead=r"(?=\{)"),
+        Head("", " <|tool_call_argument_begin|> ", name=r"[\w.\-:]{1,256}+", ahead=r"(?=\S)"),
     ),
     ("<|tool_call_end|>",), tagged=True,
 )  # fmt: skip
