@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -118,7 +118,7 @@ class ServerSettings(ConnectionBounds, RequestBounds):
     sse_keep_alive_interval: float = Field(
         10.0, ge=0, description="Seconds between comments in a stream that waits for its first event; 0 sends none."
     )
-    omit_system_lines: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+    omit_system_lines: tuple[str, ...] = Field(
         (),
         description="Beginning of lines of system text that prompts omit, because a client changes them in each "
         "session; repeatable. Always omitted: x-anthropic-billing-header:.",
@@ -173,6 +173,12 @@ class ServerSettings(ConnectionBounds, RequestBounds):
         twice = next((name for name in every if every.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"lora_modules: {twice!r} is the name of two models")
+        return self
+
+    @model_validator(mode="after")
+    def _omitted_lines_have_a_beginning(self) -> ServerSettings:
+        if not all(map(str.strip, self.omit_system_lines)):
+            raise ValueError("omit_system_lines has an empty text, with which every line begins: leave it out")
         return self
 
     @model_validator(mode="after")

@@ -116,3 +116,8 @@ def test_an_empty_key_is_no_key(name, monkeypatch):
         RouterSettings.create(**{name: ("",)})
     assert not is_one_of("", ("", "other"))
     assert is_one_of("other", ("", "other"))
+
+
+def test_an_empty_beginning_of_omitted_lines_is_refused():
+    with pytest.raises(ConfigError, match="omit_system_lines has an empty text"):
+        ServerSettings.create(omit_system_lines=("x-session:", ""))
