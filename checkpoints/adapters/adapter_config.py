@@ -59,7 +59,10 @@ class AdapterConfig:
         self._alphas = self._patterns(config, "alpha_pattern")
         self._stable = bool(config.get("use_rslora"))
         self.magnitudes = bool(config.get("use_dora"))
-        self._whole = config.get("modules_to_save") or ()
+        whole = config.get("modules_to_save") or ()
+        self._whole = [whole] if isinstance(whole, str) else whole
+        if not isinstance(self._whole, list | tuple):
+            raise CheckpointError(f"{self._file}: modules_to_save is {str(whole)[:80]!r}, expected a list of names")
         self.tied = bool(config.get("ensure_weight_tying"))
 
     def check_whole(self, modules: Collection[str]) -> None:

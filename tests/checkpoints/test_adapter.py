@@ -191,6 +191,7 @@ def test_wrong_tensors_are_refused(directory, change_tensors, message):
             {"modules_to_save": ["lm_head"]},
             "modules_to_save has lm_head, .* no weight in the file; .* merge_and_unload",
         ),
+        ({"modules_to_save": 5}, "modules_to_save is '5', expected a list of names"),
         ({"bias": "all"}, "bias 'all' is not supported"),
         ({"fan_in_fan_out": True}, "transposed weights"),
         ({"new_method": {"a": 1}}, "new_method is"),

@@ -71,8 +71,10 @@ class Meeting:
     def reach(self, stage, host=1):
         """Waits until a host is there."""
         try:
-            while self.pipes[host].poll(120) and self.pipes[host].recv() != stage:
-                pass
+            found = None
+            while found != stage and self.pipes[host].poll(120):
+                found = self.pipes[host].recv()
+            assert found == stage, f"host {host} is not there after 120 s"
         except (EOFError, ConnectionError):
             self.__exit__()  # the constructor waits too, and a `with` statement has not entered then
             raise AssertionError(f"host {host} has ended") from None
