@@ -1,4 +1,4 @@
-"""Compiled programs: compiled at start-up with a progress bar, and stored on disk for the next start."""
+"""Compiled programs, stored on disk for the next start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
@@ -22,16 +22,11 @@ from typing import IO, Any
 import jax
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from checkpoints.errors import one_line
-from checkpoints.placing import LINE_EVERY
 from checkpoints.user_cache import cache_home, make_private
 from mamba_jax.program_cache import look_of
 from mamba_jax.programs import KernelChoice, StepPrograms
-from serving.engine.steps.batching import AnyBatch, name_of
-from serving.engine.steps.loop import StepLoop
 from serving.state_transfer.identity import PROGRAM_PACKAGES, source_digest
 
 log = logging.getLogger(__name__)
@@ -243,95 +238,3 @@ def _surroundings(devices: list[jax.Device]) -> Iterator[str]:
         **{k: v for k, v in os.environ.items() if k.startswith(_ENVIRONMENT)},
     }
     yield from (f"{name}={value}" for name, value in sorted(settings.items()) if "cache" not in name.lower())
-
-
-def warm_up(
-    loop: StepLoop,
-    vocab_size: int,
-    *,
-    progress: bool,
-    keep: bool = False,
-    background: bool = False,
-    label: str = "",
-) -> None:
-    """Compiles every program that a step can need. Afterwards `loop.programs.compilations` does not change.
-
-    Args:
-        loop: the loop with the programs to compile.
-        vocab_size: the model's vocabulary size.
-        progress: show a bar on stderr. Otherwise progress is logged at intervals.
-        keep: load programs that an earlier start stored on disk, and store the others.
-        background: return when the largest program of each kind is ready, which suffices for every step; a thread
-            compiles the smaller ones.
-        label: the beginning of log lines, to distinguish several engines.
-    """
-    begin = time.perf_counter()
-    kept = keep_programs(loop.programs) if keep else None
-    batches = list(loop.batches.warm_up_batches(vocab_size))
-    now = batches[: loop.batches.num_essential] if background else batches
-    columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress) as bar:
-        task = bar.add_task("compiling", total=len(now))
-        last, done = begin, 0
-
-        def advance() -> None:
-            nonlocal last, done
-            done += 1
-            bar.advance(task)
-            if not progress and time.perf_counter() - last > LINE_EVERY:
-                last = time.perf_counter()
-                log.info("%scompiling: %d of %d programs after %.0f s", label, done, len(now), last - begin)
-
-        loop.warm_up(now, advance)
-
-    def report(what: str) -> None:
-        loaded = 0 if kept is None else kept.loaded
-        count, seconds = loop.programs.compilations, time.perf_counter() - begin
-        text = "%s%d %s after %.1f s: %d compiled, %d loaded from disk"
-        log.info(text, label, count, what, seconds, count - loaded, loaded)
-
-    report("programs ready")
-    later = batches[len(now) :]
-    if later:
-        names = ", ".join(map(name_of, later))
-        text = "%scompiling %d smaller batch shapes in the background: %s"
-        log.info(text, label, len(later), names)
-        loop.batches.use_only(now)
-        compile_later(loop, later, lambda: report("programs (all) ready"))
-
-
-def compile_later(loop: StepLoop, batches: Sequence[AnyBatch], done: Callable[[], None]) -> threading.Thread:
-    """Compiles programs in a thread while steps run. Steps use each program as soon as it is ready.
-
-    A step uses the smallest program that is ready. It neither waits for a program nor compiles one.
-
-    Args:
-        loop: the loop with the programs to compile.
-        batches: the shapes; no step depends on them.
-        done: called from the thread when all programs are ready.
-    """
-    store, rows = loop.shapes
-
-    def compile_all() -> None:
-        last, missing = time.perf_counter(), 0
-        for place, batch in enumerate(batches):
-            if loop.leaving.is_set():
-                return
-            if time.perf_counter() - last > LINE_EVERY:
-                last = time.perf_counter()
-                log.info("compiling %d smaller batch shapes in the background", len(batches) - place)
-            try:
-                loop.programs.program(store, rows, batch)
-            except Exception:
-                log.exception("a program cannot be compiled (%s): steps use a larger one", name_of(batch))
-                missing += 1
-                continue
-            loop.batches.use_also(batch)
-        if not missing:
-            done()
-
-    # Not a daemon thread, because the compiler must not run when the interpreter exits. `leaving` ends the thread after
-    # the current program.
-    thread = threading.Thread(target=compile_all, name="compiling")
-    thread.start()
-    return thread

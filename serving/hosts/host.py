@@ -21,8 +21,8 @@ from mamba_jax.programs import Batch
 from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly.build import AssembledEngine, build_engine
 from serving.engine.assembly.kernel_check import CHECK_SECONDS, checks_kernels, refused_kernels
-from serving.engine.compiled_programs import warm_up
 from serving.engine.steps.loop import StepLoop
+from serving.engine.steps.warm_up import warm_up
 from serving.hosts.host_group import HostGroup
 from serving.hosts.link import Kind
 from serving.hosts.meeting import meet

@@ -22,8 +22,8 @@ from serving.engine.assembly.build import AssembledEngine, build_engine
 from serving.engine.assembly.devices import describe
 from serving.engine.async_engine import AsyncEngine
 from serving.engine.changes import load_adapter, table_of
-from serving.engine.compiled_programs import warm_up
 from serving.engine.engine import Engine
+from serving.engine.steps.warm_up import warm_up
 
 
 class Role(Protocol):

@@ -108,6 +108,10 @@ class Fairness:
         self._measuring = False
         """Whether the step being planned measures decode rows."""
 
+    def limit(self, tokens: int) -> None:
+        """Limits the prompt tokens of a step further than the settings, to whole tiles."""
+        self._most = min(self._most, max(tokens - tokens % self._tile, self._tile))
+
     # -- by durations --
 
     def prompt_tokens(self, *, decoding: bool) -> int:

@@ -45,13 +45,14 @@ from serving.engine.assembly.gpu_memory import share_notices
 from serving.engine.assembly.kernel_check import refused_kernels
 from serving.engine.assembly.sizing import StoreSize, check_weights_fit, store_memory
 from serving.engine.assembly.tiering import check_tiers, connect_tiers
-from serving.engine.compiled_programs import keep_programs, use_compilation_cache, warm_up
+from serving.engine.compiled_programs import keep_programs, use_compilation_cache
 from serving.engine.control import Weights
 from serving.engine.engine import Engine
 from serving.engine.requests.adapters import AdapterNames, AdapterTable
 from serving.engine.requests.initial_states import InitialStates
 from serving.engine.steps.loop import StepLoop
 from serving.engine.steps.row_values import RowInputs
+from serving.engine.steps.warm_up import warm_up
 from serving.engine.structured.grammars import Grammars
 from serving.state_transfer.identity import model_digest
 

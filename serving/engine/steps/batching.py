@@ -73,14 +73,15 @@ def decode_buckets(max_rows: int, *, coarse: bool = False) -> list[int]:
     return sorted({*sizes, max_rows})
 
 
-def prefill_buckets(config: SchedulerConfig, *, coarse: bool = False) -> list[PrefillShape]:
-    """Returns the shapes of prefill steps, the cheapest first. The last one fits every step that the scheduler plans.
+def prefill_buckets(config: SchedulerConfig, most: int | None = None, *, coarse: bool = False) -> list[PrefillShape]:
+    """Returns the shapes of prefill steps of up to `most` tokens (None: the settings'), the cheapest first. The last
+    one fits all such steps.
 
     Shapes for one or two rows have many token counts (from 256 tokens up a factor of 1.5 or less apart), because
     padding tokens cost as much as other tokens. For many short prompts there are fewer, wider shapes, with room for a
     row (and its tile) every 16 tokens. With `coarse`, token counts begin at 256 and are a factor of 2 apart.
     """
-    most = -(-config.max_num_batched_tokens // 32) * 32
+    most = -(-(most or config.max_num_batched_tokens) // 32) * 32
     rows = min(config.max_prefill_rows, config.num_rows)
     few = min(_FEW_ROWS, rows)
     shapes = {PrefillShape(most, few, _tiles(config, most, few)), PrefillShape(most, rows, config.tiles)}
@@ -131,11 +132,24 @@ class BatchBuilder:
         self._widths = (0, self._drafts) if narrow_steps and self._drafts else (self._drafts,)
         self._pages_per_row = config.pages_per_row
         self.decode_shapes = decode_buckets(config.decode_rows, coarse=coarse)
-        self.prefill_shapes = prefill_buckets(config, coarse=coarse)
-        self.mixed_shapes = self.prefill_shapes[::-2][::-1] if mixed_steps else []
+        self._coarse, self._mixed_steps = coarse, mixed_steps
+        self._set_prefill_shapes()
         self._usable: frozenset[tuple[int, ...]] | None = None
         self.tables = PageTables(config.num_rows, self._pages_per_row)
         """Page tables as earlier batches have sent them."""
+
+    def _set_prefill_shapes(self, most: int | None = None) -> None:
+        self.prefill_shapes = prefill_buckets(self._config, most, coarse=self._coarse)
+        self.mixed_shapes = self.prefill_shapes[::-2][::-1] if self._mixed_steps else []
+
+    def halve_prefill(self) -> int:
+        """Halves the tokens of the widest prefill step, before any step. Returns them; 0 if they are fewer than two
+        tiles."""
+        half = self.prefill_shapes[-1].tokens // 2
+        if half < self._config.tile_size:
+            return 0
+        self._set_prefill_shapes(half)
+        return self.prefill_shapes[-1].tokens
 
     def warm_up_batches(self, vocab_size: int) -> Iterator[AnyBatch]:
         """Yields one batch of padding for each shape that can occur.

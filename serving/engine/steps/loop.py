@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,7 +20,7 @@ from serving.core.planning.plan import DecodeRow, StepPlan, StepResult
 from serving.core.requests.request import Request
 from serving.core.scheduler import Scheduler
 from serving.engine.stats import LoopStats
-from serving.engine.steps.batching import AnyBatch, BatchBuilder
+from serving.engine.steps.batching import BatchBuilder
 from serving.engine.steps.row_values import RowInputs, StateError, StepTokens, not_finite, read_results, start_reading
 from serving.state_transfer.source import StateSource
 
@@ -68,10 +66,6 @@ class Followers(Protocol):
 
     def done(self) -> None:
         """Reports that no step will follow."""
-
-
-class WarmUpStopped(RuntimeError):
-    """The warm-up ended before all programs were compiled, because `StepLoop.leaving` was set."""
 
 
 class StepLoop:
@@ -188,30 +182,6 @@ class StepLoop:
         store must exist."""
         assert self._store is not None
         return abstract(self._store), abstract(self._rows)
-
-    def warm_up(self, batches: Iterable[AnyBatch], progress: Callable[[], None] | None = None) -> None:
-        """Compiles the programs for batches of these shapes.
-
-        Raises:
-            WarmUpStopped: `leaving` was set.
-        """
-        store, rows = self._store, self._rows
-        assert store is not None
-        assert rows is not None
-        # Tracing needs the interpreter lock, but XLA compiles without it, so several programs compile in parallel.
-        workers = min(4, os.cpu_count() or 1)
-        with ThreadPoolExecutor(workers) as pool:
-            jobs = [pool.submit(self.programs.program, store, rows, batch) for batch in batches]
-            try:
-                for job in as_completed(jobs):
-                    job.result()
-                    if self.leaving.is_set():
-                        raise WarmUpStopped("asked to stop while compiling")
-                    if progress is not None:
-                        progress()
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
 
     def step(self) -> StepTokens | None:
         """Dispatches the next step, then settles the previous one. Returns None if no step was settled.

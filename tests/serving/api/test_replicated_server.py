@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 from serving.api.http.app import create_app
 from serving.api.http.settings import ServerSettings
 from serving.engine.async_engine import AsyncEngine
-from serving.engine.compiled_programs import warm_up
+from serving.engine.steps.warm_up import warm_up
 from tests.support.engines.engine_harness import EngineHarness
 from tests.support.engines.replicas import ReplicaMaker, admitted, check_idle
 from tests.support.engines.small_tiers import tier_mover

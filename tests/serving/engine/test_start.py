@@ -15,13 +15,13 @@ from jax.sharding import SingleDeviceSharding
 
 from checkpoints.load import load_config
 from mamba_jax import store_layout
+from mamba_jax.batch import DecodeBatch, PrefillBatch
 from mamba_jax.programs import StepPrograms
 from mamba_jax.store import StoreShape, init_store, store_bytes
 from serving.config import EngineConfig
-from serving.engine import compiled_programs
-from serving.engine.compiled_programs import warm_up
 from serving.engine.requests.sampling_params import SamplingParams
-from serving.engine.steps.loop import WarmUpStopped
+from serving.engine.steps import warm_up as module
+from serving.engine.steps.warm_up import WarmUpStopped, warm_up
 from tests.support.engines.engines import QUICK_COMPILE
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -102,6 +102,29 @@ def test_a_narrower_program_that_cannot_be_compiled_stops_no_request(harness, wa
     assert engine.loop.programs.compilations == compiled
 
 
+def test_a_step_that_does_not_fit_is_halved_and_a_narrower_one_is_left_out(harness, watched, monkeypatch, caplog):
+    engine, shapes, _ = watched
+    compile, batches = engine.loop.programs.program, engine.loop.batches
+    widest = batches.prefill_shapes[-1].tokens
+
+    def failing(store, rows, batch):
+        if isinstance(batch, PrefillBatch | DecodeBatch) and batch.tokens.shape in ((widest,), (1, 1)):
+            raise RuntimeError("RESOURCE_EXHAUSTED: as a device reports it")
+        return compile(store, rows, batch)
+
+    monkeypatch.setattr(engine.loop.programs, "program", failing)
+    warm_up(engine.loop, harness.vocab_size, progress=False)
+    assert f"steps take {widest // 2} prompt tokens" in caplog.text
+    assert "no memory for the program decode of 1 x 1" in caplog.text
+    compiled = engine.loop.programs.compilations
+    prompts = [harness.prompt(random.Random(i), widest - 3) for i in range(2)]
+    outputs = harness.run(engine, prompts, PARAMS)
+    assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
+    assert max(shape for shape in shapes if len(shape) == 1) == (widest // 2,)
+    assert (1, 1) not in shapes
+    assert engine.loop.programs.compilations == compiled
+
+
 def test_compiling_ends_with_the_engine(harness, watched):
     engine, shapes, go_on = watched
     warm_up(engine.loop, harness.vocab_size, progress=False, background=True)
@@ -129,13 +152,13 @@ def test_a_warm_up_can_be_left(harness):
     loop.leaving.set()
     compiled = loop.programs.compilations
     with pytest.raises(WarmUpStopped):
-        loop.warm_up(loop.batches.warm_up_batches(harness.vocab_size))
+        warm_up(loop, harness.vocab_size, progress=False)
     assert loop.programs.compilations <= compiled + 4
 
 
 def test_nothing_compiles_after_the_warm_up(harness):
     engine = start(harness, "all")
-    engine.loop.warm_up(engine.loop.batches.warm_up_batches(harness.vocab_size))
+    warm_up(engine.loop, harness.vocab_size, progress=False)
     compiled = engine.loop.programs.compilations
     rng = random.Random(3)
     prompts = [harness.prompt(rng, rng.randrange(1, 101)) for _ in range(500)]
@@ -154,15 +177,20 @@ def test_nothing_compiles_after_the_warm_up(harness):
 
 
 def test_the_log_says_how_far_compiling_is_where_there_is_no_terminal(monkeypatch, caplog):
-    monkeypatch.setattr(compiled_programs, "LINE_EVERY", -1.0)
+    monkeypatch.setattr(module, "LINE_EVERY", -1.0)
+    memory = SimpleNamespace(generated_code_size_in_bytes=2**20, temp_size_in_bytes=2**21)
+    monkeypatch.setattr(module, "_LOGGED_SECONDS", -1.0)
+    batches = [DecodeBatch.empty(rows=size, num_speculative_tokens=0) for size in (1, 2)]
     loop = SimpleNamespace(
-        batches=SimpleNamespace(warm_up_batches=lambda vocab_size: [1, 2]),
-        programs=SimpleNamespace(compilations=2),
-        warm_up=lambda batches, advance: [advance() for _ in batches],
+        batches=SimpleNamespace(warm_up_batches=lambda vocab_size: batches, num_essential=1),
+        programs=SimpleNamespace(compilations=2, program=lambda *_: SimpleNamespace(memory_analysis=lambda: memory)),
+        shapes=(None, None),
+        leaving=threading.Event(),
     )
     with caplog.at_level(logging.INFO, logger="serving"):
         warm_up(loop, 10, progress=False)
-    assert "compiling: 1 of 2 programs" in caplog.messages[0]
+    assert "compiling: 1 of 2 programs" in caplog.text
+    assert "decode of 1 x 1: 0.0 s, 1.0 MiB of code, 2.0 MiB of temporary memory" in caplog.text
 
 
 PROMPTS = [[7, 8, 9, 10] * 9, [7, 8, 9, 10] * 9 + [11]]

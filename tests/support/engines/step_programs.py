@@ -54,7 +54,7 @@ def few_programs(make: Callable[..., StepPrograms]) -> Iterator[None]:
     with (
         mock.patch.object(build, "StepPrograms", make),
         mock.patch.object(batching, "decode_buckets", lambda rows, **options: [rows]),
-        mock.patch.object(batching, "prefill_buckets", lambda config, **options: buckets(config, **options)[-1:]),
+        mock.patch.object(batching, "prefill_buckets", lambda *args, **options: buckets(*args, **options)[-1:]),
     ):
         yield
 

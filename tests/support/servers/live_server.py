@@ -19,7 +19,7 @@ from serving.config import EngineConfig
 from serving.engine.assembly.build import assemble
 from serving.engine.assembly.drafting import draft_source
 from serving.engine.async_engine import AsyncEngine
-from serving.engine.compiled_programs import warm_up
+from serving.engine.steps.warm_up import warm_up
 from tests.support.engines.engines import use_widest_steps
 from tests.support.engines.step_programs import shared_programs
 
