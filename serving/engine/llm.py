@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import numbers
+import reprlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from rich.console import Console
@@ -148,7 +150,7 @@ class LLM:
         """Completes prompts; the outputs are in the prompts' order.
 
         Args:
-            prompts: texts, lists of token ids, or `{"prompt_token_ids": [...]}`; one of them or a list.
+            prompts: texts, lists or arrays of token ids, or `{"prompt_token_ids": [...]}`; one of them or a list.
             sampling_params: one for all, or one per prompt.
             use_tqdm: show a progress bar on a terminal.
             priority: smaller values are served first; one for all, or one per prompt.
@@ -163,13 +165,14 @@ class LLM:
         for engine in self.engines:
             if engine.control.why_held is not None:
                 raise RequestError(engine.control.why_held)
-        many: Sequence[Any] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
-        if many and all(isinstance(token, int) for token in many):
+        single = isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable)
+        many: Sequence[Any] = [prompts] if single else list(prompts)
+        if many and not single and all(isinstance(token, numbers.Integral) for token in many):
             many = [many]  # one prompt's token ids
         params = _one_each(
             SamplingParams() if sampling_params is None else sampling_params, SamplingParams, many, "sampling_params"
         )
-        priorities = _one_each(priority or 0, int, many, "priorities")
+        priorities = _one_each(0 if priority is None else priority, numbers.Integral, many, "priorities")
         adapters = _one_each(lora_request, (LoRARequest, type(None)), many, "lora_request")
         tables: list[Mapping[str, Any]] = [each if isinstance(each, Mapping) else {} for each in many]
         requests = [
@@ -376,6 +379,12 @@ class LLM:
 def _one_each(given: Any, kind: type | tuple[type, ...], prompts: Sequence[Any], what: str) -> Sequence[Any]:
     if isinstance(given, kind):
         return [given] * len(prompts)
-    if len(given) != len(prompts):
-        raise RequestError(f"{len(given)} {what} for {len(prompts)} prompts: give one, or one per prompt")
-    return list(given)
+    each = list(given) if isinstance(given, Iterable) and not isinstance(given, (str, Mapping)) else None
+    wrong = given if each is None else next((one for one in each if not isinstance(one, kind)), None)
+    if each is None or not all(isinstance(one, kind) for one in each):
+        raise RequestError(
+            f"{what}: give one for all prompts, or a list with one per prompt, got {reprlib.repr(wrong)}"
+        )
+    if len(each) != len(prompts):
+        raise RequestError(f"{len(each)} {what} for {len(prompts)} prompts: give one, or one per prompt")
+    return each

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -58,6 +59,11 @@ class EngineRequest:
     export: Any = None
     """Receives the state at the prompt's end, for `split.prefill_side`."""
 
+    def __post_init__(self) -> None:
+        for name, kind in (("params", SamplingParams), ("cache_salt", str | None)):
+            if not isinstance(value := getattr(self, name), kind):
+                raise RequestError(f"{name} must be {getattr(kind, '__name__', 'a text')}, got {reprlib.repr(value)}")
+
 
 def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[str | None, list[int]]:
     """Returns a prompt's text, if it has one, and its token ids. May be called from any thread.
@@ -71,7 +77,7 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) ->
         RequestError: the prompt is not valid.
     """
     given: Any = prompt
-    if isinstance(prompt, (list, tuple)):
+    if isinstance(prompt, (list, tuple, np.ndarray)):
         return None, _token_ids(prompt, vocab_size)
     if isinstance(prompt, Mapping):
         for name, value in prompt.items():

@@ -68,7 +68,7 @@ def _checks_names(kind: type[SamplingParams]) -> type[SamplingParams]:
         names = [field.name for field in fields(kind)]
         for name in values.keys() - set(names):
             value, zero_counts = values[name], name in ("thinking_token_budget", "allowed_token_ids")
-            if name in _NEAREST and (value is None if zero_counts else not value or value == _NEUTRAL.get(name)):
+            if name in _NEAREST and (value is None if zero_counts else _is_neutral(name, value)):
                 continue
             if name in _NEAREST:
                 raise RequestError(f"{name} is not supported: {_NEAREST[name]}")
@@ -245,6 +245,7 @@ class SamplingParams:
         for token, value in self.logit_bias.items():
             try:
                 key, number = int(token), float(value)  # JSON's keys are strings
+                key = key if isinstance(token, str) or key == token else -1
             except (TypeError, ValueError, OverflowError):
                 key, number = -1, 0.0
             if not 0 <= key <= _INT32 or not math.isfinite(number):
@@ -267,6 +268,11 @@ def from_table(kind: type[T], value: T | Mapping[str, Any], what: str) -> T:
     if not isinstance(value, Mapping) or not set(value) <= set(names):
         raise RequestError(f"{what}: a table with some of {', '.join(names)} is needed")
     return kind(**value)
+
+
+def _is_neutral(name: str, value: object) -> bool:
+    plain = isinstance(value, (Sequence, Mapping, numbers.Number, type(None)))  # an array has no truth value
+    return plain and (not value or value == _NEUTRAL.get(name))
 
 
 def _shown(value: object) -> str:

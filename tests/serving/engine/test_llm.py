@@ -7,6 +7,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from checkpoints import load_tokenizer
@@ -35,13 +36,38 @@ def test_prompts_may_be_token_ids(llm):
     expected = llm.generate(["w5 w6", "w8"], GREEDY)
     outputs = llm.generate([[5, 6], (8,)], GREEDY)
     assert [output.outputs[0].token_ids for output in outputs] == [each.outputs[0].token_ids for each in expected]
-    for alone in ([5, 6], "w5 w6"):
+    for alone in ([5, 6], "w5 w6", np.array([5, 6]), [np.array([5, 6])], iter([5, 6])):
         (one,) = llm.generate(alone, GREEDY)
         assert one.prompt_token_ids == [5, 6]
     assert llm.generate([], GREEDY) == []
-    for wrong in ([[5, "6"]], [[]], [[10**6]], [[True]]):
+    for wrong in ([[5, "6"]], [[]], [[10**6]], [[True]], None, 5, b"w5", [b"w5"], 1.5, np.array([[5, 6]]) + 0.5):
         with pytest.raises(RequestError):
             llm.generate(wrong, GREEDY)
+
+
+def test_one_of_each_kind_for_all_or_one_per_prompt(llm):
+    for given in ((GREEDY, GREEDY), iter([GREEDY, GREEDY])):
+        first, second = llm.generate(["w5", "w6"], given, priority=np.array([1, 2]))
+        assert len(first.outputs[0].token_ids) == len(second.outputs[0].token_ids) == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"sampling_params": {"temperature": 0}}, "sampling_params: give one for all prompts, or a list"),
+        ({"sampling_params": [{"temperature": 0}]}, "sampling_params: give one for all prompts, or a list"),
+        ({"sampling_params": 3}, "sampling_params: give one for all prompts, or a list"),
+        ({"priority": "high"}, "priorities: give one for all prompts, or a list with one per prompt, got 'high'"),
+        ({"lora_request": "name"}, "lora_request: give one for all prompts"),
+        ({"cache_salt": 5}, "cache_salt must be a text, got 5"),
+    ],
+)
+def test_options_of_another_kind_get_one_line(llm, options, said):
+    with pytest.raises(RequestError, match=said):
+        llm.generate("w5", **options)
+    with pytest.raises(RequestError, match="params must be SamplingParams, got 3"):
+        list(llm.stream("w5", 3))
+    assert llm.engine.num_unfinished == 0
 
 
 def test_a_prompt_may_have_a_salt_of_its_own(llm):

@@ -58,6 +58,7 @@ def test_defaults_are_those_that_vllm_users_know():
         ("stop_token_ids", [10**400], "stop_token_ids must be"),
         ("logit_bias", {2**31: 1.0}, "logit_bias must be"),
         ("logit_bias", {float("inf"): 1.0}, "logit_bias must be"),
+        ("logit_bias", {1.5: 1.0}, "logit_bias must be"),
         ("logit_bias", {3: 10**400}, "logit_bias must be"),
         ("ignore_eos", 1, "ignore_eos must be true or false, got 1"),
         ("seed", 1.0, "seed must be an integer from -9223372036854775808 up to 9223372036854775807 or None, got 1.0"),
@@ -105,6 +106,7 @@ def test_the_largest_values_fit_the_table_and_sample():
     ("name", "value", "said"),
     [
         ("temprature", 1, "unknown sampling parameter 'temprature'; did you mean 'temperature'?"),
+        ("bad_words", np.array(["a", "b"]), "bad_words is not supported: "),
         ("bad_words", ["no"], "bad_words is not supported: give the tokens of these words logit_bias -100"),
         ("allowed_token_ids", [1], "allowed_token_ids is not supported: give each allowed token logit_bias 100"),
         ("best_of", 2, "best_of is not supported: use n"),
