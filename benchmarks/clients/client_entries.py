@@ -21,6 +21,8 @@ class Client:
     """The commands of the turns; without `second`, the first command runs both."""
     files: dict[str, str] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
+    shortened: list[str] | None = None
+    """The command of a turn before which the client shortens the conversation, because it has come near a limit."""
     package: str = ""
     """Its name on PyPI; "" if it comes from npm."""
     tools: bool = True
@@ -45,6 +47,7 @@ def opencode(name: str, provider: str) -> Client:
 
 
 CODEX = ["codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+RESUME = ["codex", "exec", "resume", "--last", "--skip-git-repo-check"]
 CLAUDE = ["claude", "-p", "--model", "demo", "--allowedTools", "Bash,Read"]
 CLINE = ["--", "cline", "--acp"]  # its commands without a screen have no second turn
 CONTINUE = ["cn", "--config", "{home}/config.yaml", "--auto", "-p"]
@@ -53,10 +56,12 @@ LIBRARY = ["{python}", "{here}/libraries.py"]
 NPM = (
     Client(
         "Codex", ["codex", "--version"], [*CODEX, FIRST],
-        ["codex", "exec", "resume", "--last", "--skip-git-repo-check", SECOND],
+        [*RESUME, SECOND],
         [*CODEX, "-i", "{home}/dot.png", "--", "What is in the picture?"],
         {".codex/config.toml": 'model = "demo"\nmodel_provider = "local"\n[model_providers.local]\nname = "local"\n'
          'base_url = "{url}/v1"\nwire_api = "responses"\n'},
+        shortened=[*RESUME, "-c", "model_auto_compact_token_limit=300", "-c",
+            "model_auto_compact_token_limit_scope=body_after_prefix", THIRD],
     ),
     Client(
         "Claude Code", ["claude", "--version"], [*CLAUDE, "--", FIRST], [*CLAUDE, "--continue", SECOND],
@@ -79,7 +84,8 @@ NPM = (
         ["pi", "--provider", "local", "--model", "demo", "-p", "@{home}/dot.png", "What is in the picture?"],
         {".pi/agent/models.json": json.dumps({"providers": {"local": {
             "baseUrl": "{url}/v1", "api": "openai-completions", "apiKey": "-",
-            "models": [{"id": "demo", "input": ["text", "image"]}]}}})},
+            "models": [{"id": "demo", "input": ["text", "image"]}]}}}),
+         ".pi/agent/settings.json": json.dumps({"compaction": {"enabled": True, "keepRecentTokens": 10}})},
     ),
     Client(
         "Cline", ["cline", "--version"], ["{self}", "{here}/agent_protocol.py", FIRST, SECOND, *CLINE],
@@ -93,7 +99,12 @@ NPM = (
     ),
     Client(
         "Continue", ["cn", "--version"], [*CONTINUE, FIRST], [*CONTINUE, "--resume", SECOND],
-        files={"config.yaml": json.dumps({
+        [*CONTINUE, "--fork", "picture", "What is in it?"],  # without a screen, only earlier turns have pictures
+        files={".continue/sessions/picture.json": json.dumps({
+            "sessionId": "picture", "title": "-", "workspaceDirectory": "{home}", "history": [{
+                "message": {"role": "user", "content": [
+                    {"type": "text", "text": "Look."}, {"type": "imageUrl", "imageUrl": {"url": "{picture}"}}]},
+                "contextItems": []}]}), "config.yaml": json.dumps({
             "name": "local", "version": "1.0.0", "schema": "v1", "models": [{
                 "name": "demo", "provider": "openai", "model": "demo", "apiBase": "{url}/v1", "apiKey": "-",
                 "roles": ["chat"], "capabilities": ["tool_use", "image_input"]}]})},
@@ -110,7 +121,8 @@ LIBRARIES = (
     ("LangGraph", "langgraph"), ("pydantic-ai", "pydantic-ai-slim"), ("inspect-ai", "inspect-ai"),
 )  # fmt: skip
 PYTHON = (
-    *(Client(name, VERSION, [*LIBRARY, name, "{url}"], package=package) for name, package in LIBRARIES),
+    *(Client(name, VERSION, [*LIBRARY, name, "{url}", FIRST, SECOND], package=package,
+             picture=[*LIBRARY, name, "{url}", "@{home}/dot.png"]) for name, package in LIBRARIES),
     Client("lm-eval", VERSION, [*LIBRARY, "lm-eval", "{url}"], package="lm-eval", tools=False, turns=False),
     Client(
         "aider", VERSION, [*AIDER, "--message", FIRST], [*AIDER, "--restore-chat-history", "--message", SECOND],

@@ -1,17 +1,25 @@
-"""Python libraries against the proxy of `real_clients.py`: `libraries.py NAME URL` runs two turns, one with a tool.
+"""Python libraries against the proxy of `real_clients.py`: `libraries.py NAME URL PROMPT ...`, with a tool.
 
-Each library is used as its guide shows, with the openai SDK's usual variables or arguments.
+Each library is used as its guide shows, with the usual variables or arguments of the openai SDK, on each API that it
+knows. A prompt `@FILE` is a picture with a question. If a conversation is too long, the library must raise an error
+that says so; the conversation then goes on with the prompt alone.
 """
 
 from __future__ import annotations
 
-import asyncio
+import base64
 import os
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-FIRST, SECOND, TASK = "Say hello with a command.", "And what did it say?", "Use the tool."
+TASK = "Use the tool."
+QUESTION = "What is in the picture?"
+TOO_LONG = ("context length", "prompt is too long")
+
+Conversation = tuple[Callable[[str, str], object], Callable[[], object]]
+"""Sends a prompt with a picture's file, or with none (""); and forgets the turns so far."""
 
 
 def run_command(command: str) -> str:
@@ -23,72 +31,105 @@ def run_command(command: str) -> str:
     return "said-by-the-tool"
 
 
-def openai_agents(url: str) -> None:
+def address(file: str) -> str:
+    """Returns a picture as a URL."""
+    return f"data:image/png;base64,{base64.b64encode(Path(file).read_bytes()).decode()}"
+
+
+def image_url(file: str) -> dict[str, Any]:
+    """Returns the part of a chat message that has a picture."""
+    return {"type": "image_url", "image_url": {"url": address(file)}}
+
+
+def openai_agents(url: str) -> Iterator[Conversation]:
     import agents
     import openai
 
     agents.set_tracing_disabled(True)
-    client = openai.AsyncOpenAI(base_url=url, api_key="-")
     tool = agents.function_tool(run_command)
+    for kind in (agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel):
+        model = kind("demo", openai.AsyncOpenAI(base_url=url, api_key="-"))
+        agent, turns = agents.Agent(name="a", instructions=TASK, model=model, tools=[tool]), list[Any]()
 
-    async def turns() -> None:
-        for kind in (agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel):
-            agent = agents.Agent(name="a", instructions=TASK, model=kind("demo", client), tools=[tool])
-            first = await agents.Runner.run(agent, FIRST)
-            await agents.Runner.run(agent, [*first.to_input_list(), {"role": "user", "content": SECOND}])
+        def ask(text: str, file: str, agent: Any = agent, turns: list[Any] = turns) -> None:
+            parts = [{"type": "input_image", "image_url": address(file), "detail": "auto"}] if file else []
+            content = [{"type": "input_text", "text": text}, *parts]
+            done = agents.Runner.run_sync(agent, [*turns, {"role": "user", "content": content}])
+            turns[:] = done.to_input_list()
 
-    asyncio.run(turns())
+        yield ask, turns.clear
 
 
-def llm(url: str) -> None:
+def llm(url: str) -> Iterator[Conversation]:
+    from llm import Attachment
     from llm.default_plugins.openai_models import Chat
 
-    model = Chat("demo", model_name="demo", api_base=url, can_stream=True, supports_tools=True)
+    model = Chat("demo", model_name="demo", api_base=url, can_stream=True, supports_tools=True, vision=True)
     model.key = "-"
     conversation = model.conversation(tools=[run_command])
-    conversation.chain(FIRST, system=TASK).text()
-    conversation.chain(SECOND).text()
+
+    def ask(text: str, file: str) -> None:
+        attachments = [Attachment(path=file)] if file else []
+        conversation.chain(text, system=TASK, attachments=attachments).text()
+
+    yield ask, conversation.responses.clear
 
 
-def instructor(url: str) -> None:
+def instructor(url: str) -> Iterator[Conversation]:
     import instructor
     import openai
     from pydantic import BaseModel, Field
 
-    class Person(BaseModel):
+    class Person(BaseModel, extra="forbid"):
         name: Literal["Tom", "Ann"]
         age: int = Field(ge=0, le=99)
 
     for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
         client = instructor.from_openai(openai.OpenAI(base_url=url, api_key="-"), mode=mode)
-        turns: list[Any] = [{"role": "user", "content": f"said-by-the-tool {FIRST}"}]
-        person = client.chat.completions.create(model="demo", messages=turns, response_model=Person, max_tokens=400)
-        turns += [{"role": "assistant", "content": str(person)}, {"role": "user", "content": SECOND}]
-        client.chat.completions.create(model="demo", messages=turns, response_model=Person, max_tokens=400)
+        turns: list[Any] = []
+
+        def ask(text: str, file: str, client: Any = client, turns: list[Any] = turns) -> None:
+            said = text if turns else f"said-by-the-tool {text}"  # it has no tools' results
+            content = [{"type": "text", "text": said}, image_url(file)] if file else said
+            asked = {"role": "user", "content": content}
+            person = client.chat.completions.create(
+                model="demo", messages=[*turns, asked], response_model=Person, max_tokens=400
+            )
+            turns.extend((asked, {"role": "assistant", "content": str(person)}))
+
+        yield ask, turns.clear
 
 
-def smolagents(url: str) -> None:
+def smolagents(url: str) -> Iterator[Conversation]:
     import smolagents
+    from PIL import Image
 
     model = smolagents.OpenAIModel("demo", api_base=url, api_key="-")
     agent = smolagents.ToolCallingAgent(tools=[smolagents.tool(run_command)], model=model, max_steps=2)
-    agent.run(FIRST)
-    agent.run(SECOND, reset=False)
+
+    def ask(text: str, file: str) -> None:
+        agent.run(text, reset=False, images=[Image.open(file)] if file else None)
+
+    yield ask, agent.memory.reset
 
 
-def langgraph(url: str) -> None:
+def langgraph(url: str) -> Iterator[Conversation]:
     from langchain_openai import ChatOpenAI
     from langgraph.prebuilt import create_react_agent
 
     for responses in (False, True):
         model = ChatOpenAI(model="demo", base_url=url, api_key="-", use_responses_api=responses)
-        agent = create_react_agent(model, [run_command], prompt=TASK)
-        state = agent.invoke({"messages": [("user", FIRST)]})
-        agent.invoke({"messages": [*state["messages"], ("user", SECOND)]})
+        agent, turns = create_react_agent(model, [run_command], prompt=TASK), list[Any]()
+
+        def ask(text: str, file: str, agent: Any = agent, turns: list[Any] = turns) -> None:
+            content = [{"type": "text", "text": text}, *([image_url(file)] if file else [])]
+            turns[:] = agent.invoke({"messages": [*turns, ("user", content)]})["messages"]
+
+        yield ask, turns.clear
 
 
-def pydantic_ai(url: str) -> None:
-    from pydantic_ai import Agent
+def pydantic_ai(url: str) -> Iterator[Conversation]:
+    from pydantic_ai import Agent, BinaryContent
     from pydantic_ai.models.anthropic import AnthropicModel
     from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
     from pydantic_ai.providers.anthropic import AnthropicProvider
@@ -100,12 +141,16 @@ def pydantic_ai(url: str) -> None:
         OpenAIChatModel("demo", provider=provider), OpenAIResponsesModel("demo", provider=provider),
         AnthropicModel("demo", provider=anthropic),
     ):  # fmt: skip
-        agent = Agent(model, instructions=TASK, tools=[run_command])
-        first = agent.run_sync(FIRST)
-        agent.run_sync(SECOND, message_history=first.all_messages())
+        agent, turns = Agent(model, instructions=TASK, tools=[run_command]), list[Any]()
+
+        def ask(text: str, file: str, agent: Any = agent, turns: list[Any] = turns) -> None:
+            parts = [BinaryContent(Path(file).read_bytes(), media_type="image/png")] if file else []
+            turns[:] = agent.run_sync([text, *parts], message_history=turns).all_messages()
+
+        yield ask, turns.clear
 
 
-def inspect_ai(url: str) -> None:
+def inspect_ai(url: str) -> Iterator[Conversation]:
     from inspect_ai import Task, eval, solver
     from inspect_ai.dataset import Sample
     from inspect_ai.model import ChatMessageUser, ContentImage, ContentText, get_model
@@ -123,19 +168,26 @@ def inspect_ai(url: str) -> None:
 
         return execute
 
-    looks = ChatMessageUser(content=[ContentText(text=FIRST), ContentImage(image="dot.png")])
-    for name, address, options in (
+    for name, base, options in (
         ("openai-api/local/demo", url, {}), ("openai/demo", url, {"responses_api": True}),
         ("anthropic/demo", url.removesuffix("/v1"), {}),
     ):  # fmt: skip
-        model = get_model(name, base_url=address, api_key="-", **options)
-        steps = [solver.use_tools([commands()]), solver.generate(), solver.user_message(SECOND), solver.generate()]
-        task = Task(dataset=[Sample(input=[looks])], solver=steps)
-        (log,) = eval(task, model=model, display="none", log_dir="logs")
-        assert log.status == "success", log.error
+        model, turns = get_model(name, base_url=base, api_key="-", **options), list[Any]()
+
+        def ask(text: str, file: str, model: Any = model, turns: list[Any] = turns) -> None:
+            content = [ContentText(text=text), *([ContentImage(image=file)] if file else [])]
+            data = [Sample(input=[*turns, ChatMessageUser(content=content)])]
+            task = Task(dataset=data, solver=[solver.use_tools([commands()]), solver.generate()])
+            (log,) = eval(task, model=model, display="none", log_dir="logs")
+            assert log.status == "success", log.error
+            if log.samples[0].output.stop_reason == "model_length":  # what it makes of the server's error
+                raise ValueError("the context length")
+            turns[:] = log.samples[0].messages
+
+        yield ask, turns.clear
 
 
-def lm_eval(url: str) -> None:
+def lm_eval(url: str) -> Iterator[Conversation]:
     import lm_eval
     from lm_eval.tasks import TaskManager
 
@@ -151,6 +203,7 @@ def lm_eval(url: str) -> None:
             model=kind, model_args=f"model=demo,{arguments}", tasks=[task], task_manager=tasks, limit=2,
             bootstrap_iters=0, apply_chat_template=chat,
         )  # fmt: skip
+    yield from ()
 
 
 LIBRARIES = {
@@ -158,5 +211,21 @@ LIBRARIES = {
     "LangGraph": langgraph, "pydantic-ai": pydantic_ai, "inspect-ai": inspect_ai, "lm-eval": lm_eval,
 }  # fmt: skip
 
+
+def main(name: str, url: str, *prompts: str) -> None:
+    """Runs the conversations of a library."""
+    for ask, forget in LIBRARIES[name](f"{url}/v1"):
+        for prompt in prompts:
+            text, file = (QUESTION, prompt[1:]) if prompt.startswith("@") else (prompt, "")
+            try:
+                ask(text, file)
+            except Exception as error:
+                if not any(words in str(error) for words in TOO_LONG):
+                    raise
+                print(type(error).__name__, error)
+                forget()
+                ask(text, file)
+
+
 if __name__ == "__main__":
-    LIBRARIES[sys.argv[1]](f"{sys.argv[2]}/v1")
+    main(*sys.argv[1:])

@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 import zlib
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -56,7 +57,7 @@ def home_of(
         home = Path(folder)
         here = str(Path(__file__).parent.resolve())
         values = {"url": url, "home": folder, "python": python, "package": client.package, "here": here}
-        values["self"] = sys.executable
+        values |= {"self": sys.executable, "picture": f"data:image/png;base64,{b64encode(picture()).decode()}"}
 
         def fill(text: str) -> str:
             for name, value in values.items():
@@ -133,8 +134,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     proxy, wrong = Proxy(options.url), 0
     path = f"{Path(options.npm).resolve()}/node_modules/.bin:{os.environ['PATH']}"
-    print("| client | version | API | first turn, call, result | second turn | picture | too long | cancel | cached |")
-    print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    titles = "client, version, API, first turn; call; result, second turn, picture, too long, shortened, cancel, cached"
+    print(f"| {titles.replace(', ', ' | ')} |\n{'|---' * 10}|", flush=True)
     for client in (*NPM, *PYTHON):
         if options.only and client.name not in options.only.split(","):
             continue
@@ -165,7 +166,7 @@ def tested(
     version = re.search(r"\d+\.\d+[\w.]*", output.pop())
     seen = RESULT if client.tools else FIRST if client.turns else ""
     first = last = start(client.first)
-    row = [judged(first, output[-1], said(seen)), "-", "-", "-"]
+    row = [judged(first, output[-1], said(seen)), "-", "-", "-", "-"]
     if client.second:
         last = start(client.second)
         row[1] = judged(last, output[-1], said(SECOND), said(seen))
@@ -173,11 +174,13 @@ def tested(
         row[1] = judged(first, output[-1], said(SECOND))
     again = client.second or client.first
     if any(SECOND in word for word in again):
-        proxy.too_long = seen, THIRD
+        proxy.too_long = FIRST if client.package else seen, THIRD
         row[3] = refused(start([word.replace(SECOND, THIRD) for word in again]), output[-1])
         proxy.too_long = ()
+    if client.shortened:
+        row[4] = judged(start(client.shortened), output[-1], lambda each: said(THIRD)(each) and not said(seen)(each))
     if client.picture:
-        row[2] = judged(start(client.picture), output[-1])
+        row[2] = judged(start(client.picture), output[-1], said("iVBORw0KGgo"))  # how each PNG file begins
     row.append(cancelled(lambda: start(client.first, lambda: bool(proxy.exchanges)), options.url))
     api = ", ".join(sorted({each.path for each in first})) or "-"
     return [client.name, version[0] if version else "?", api, *row, cached(last, seen)], output
@@ -195,7 +198,7 @@ def refused(exchanges: list[Exchange], output: str) -> str:
     if not any(each.refused for each in exchanges):
         return f"no ({len(exchanges)} requests)"
     if any(each.status == 200 and not each.refused and said(THIRD)(each) for each in exchanges):
-        return "goes on"
+        return "no (failed)" if output.endswith(FAILED) else "goes on"
     if any(each.status == 200 and not each.refused for each in exchanges[1:]):
         return "shortens it"
     return "no (timed out)" if output == TIMED_OUT else "says so"

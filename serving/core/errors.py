@@ -58,12 +58,14 @@ class RequestError(ValueError):
 def check_prompt_length(length: int, max_model_len: int, *, at_least: bool = False) -> None:
     """Raises `RequestError` for a prompt of more tokens than sequences may have, less one for the output.
 
-    `at_least`: it has so many or more; not all of them were counted. Clients look for "maximum context length".
+    `at_least`: it has so many or more; not all of them were counted. Clients look for "maximum context length", "prompt
+    is too long" or "exceeds the context window".
     """
     if length >= max_model_len:
         raise RequestError(
             f"the prompt has {'at least ' * at_least}{length} tokens: at most {max_model_len - 1} are allowed "
-            f"(this model's maximum context length is {max_model_len} tokens, one of them for the output)"
+            "(the prompt is too long and exceeds the context window: "
+            f"this model's maximum context length is {max_model_len} tokens, one of them for the output)"
         )
 
 

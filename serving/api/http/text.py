@@ -107,7 +107,8 @@ class TextCodec:
         if len(messages) > self.max_model_len:
             raise ApiError(
                 400,
-                f"{len(messages)} messages: this model's maximum context length is {self.max_model_len} tokens",
+                f"{len(messages)} messages: the prompt is too long and exceeds the context window (this model's "
+                f"maximum context length is {self.max_model_len} tokens)",
                 param="messages", code=OVERFLOW, anthropic=f"{_TOO_LONG}: {len(messages)} messages",
             )  # fmt: skip
 

@@ -16,8 +16,7 @@ from serving.api.http.connection.streaming import COMMENT, ignored_header, start
 from serving.api.http.context import ResponseContext
 from serving.api.http.errors import ApiError, validated
 from serving.api.http.generation import whole
-from serving.api.http.parsing.answer import AnswerPiece
-from serving.api.http.parsing.call_pieces import CallPiece
+from serving.api.http.parsing.answer_pieces import AnswerPiece, CallPiece
 from serving.api.http.parsing.formats import THINK
 from serving.api.http.protocol.chat import ChatRequest
 from serving.api.http.settings import ServerSettings

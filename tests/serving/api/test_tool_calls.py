@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from serving.api.http.parsing.answer import AnswerReader
-from serving.api.http.parsing.call_pieces import whole_calls
+from serving.api.http.parsing.answer_pieces import whole_calls
 from serving.api.http.parsing.formats import FORMATS, THINK, form_of
 from serving.api.http.protocol.chat import Tool
 from tests.support.selection import slow
@@ -184,7 +184,10 @@ MALFORMED = [
     ("lfm2", "[f({'a': 'x'})]<|tool_call_end|>", X, ""),
     *(("lfm2", f"<|tool_call_start|>[f({given})]<|tool_call_end|>", made, "") for given, made in (
         ('{"a": "x"}', X), ('{a: "x"}', X), ("{}", [("f", {})]), ("{'c': 1, 'd': None}", [("f", {"c": 1, "d": None})]),
-        ("{'a': 'x'}), f({\"a\": \"x\"}", X * 2), ("{1, 2}", [("f", {"a": "{1, 2}"})]))),
+        ("{'a': 'x'}), f({\"a\": \"x\"}", X * 2), ("{1, 2}", [("f", {"a": "{1, 2}"})]),
+        *((f'{{"a": "x"}}, {b}', [("f", {"a": "x", "b": 5})]) for b in ("b=5", "5", "b=5,")), ("{}, a='x'", X))),
+    ("qwen3_coder", '<tool_call><function=f>{"a": "x"}<parameter=b>5</parameter></function></tool_call>',
+     [("f", {"a": "x", "b": 5})], ""),
     # Code fences.
     *(("hermes", f"<tool_call>\n```json\n{call}\n```\n</tool_call>{rest}", X * call.count("name"), rest)
       for rest in ("", " `So`")
@@ -388,8 +391,9 @@ def test_hostile_texts_are_read_alike_however_they_are_cut(form, texts):
 @pytest.mark.parametrize("form", ["lfm2", "olmo3"])
 @pytest.mark.parametrize(
     "arguments",
-    ['note="a, \\u00e9\\\\', "note='it's'", "x=[1, (2", "x={'a': \"", 'a=1, note="""a"" b', "x=\\", "note="],
-)
+    ['note="a, \\u00e9\\\\', "note='it's'", "x=[1, (2", "x={'a': \"", 'a=1, note="""a"" b', "x=\\", "note=",
+     '{"a": 1}', '{"a": 1}, '],
+)  # fmt: skip
 def test_a_call_that_is_cut_off_has_no_whole_arguments(form, arguments):
     """So that clients do not take them for what the model meant."""
     text = f"{FORMATS[form].begin}add({arguments}"

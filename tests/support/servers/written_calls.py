@@ -6,7 +6,7 @@ import tokenizers
 
 from checkpoints.tokenizer import Tokenizer, load_tokenizer
 from serving.api.http.parsing.answer import AnswerReader
-from serving.api.http.parsing.call_pieces import whole_calls
+from serving.api.http.parsing.answer_pieces import whole_calls
 from serving.api.http.protocol.chat import Tool
 
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from serving.api.http.apis.chat_turn import ChatTurn
 from serving.api.http.connection.streaming import named_event
 from serving.api.http.generation import ChoiceDelta
-from serving.api.http.parsing.answer import AnswerPiece
+from serving.api.http.parsing.answer_pieces import AnswerPiece
 from serving.engine.requests.output import CompletionOutput
 
 BlockKind = Literal["reasoning", "text", "call"]

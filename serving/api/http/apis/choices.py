@@ -15,8 +15,8 @@ from serving.api.http.connection.streaming import DONE, encoded, json_of
 from serving.api.http.context import ResponseContext
 from serving.api.http.generation import ChoiceDelta, Job, UsageCounter
 from serving.api.http.logprobs import LogprobWriter
-from serving.api.http.parsing.answer import AnswerPiece, AnswerReader
-from serving.api.http.parsing.call_pieces import CallPiece, whole_calls
+from serving.api.http.parsing.answer import AnswerReader
+from serving.api.http.parsing.answer_pieces import AnswerPiece, CallPiece, whole_calls
 from serving.api.http.protocol.chat import CalledFunction, ChatAnswer, ChatChoice, ChatRequest, ChatResponse, ToolCall
 from serving.api.http.protocol.common import EncodedArray, StreamOptions
 from serving.api.http.protocol.completions import (

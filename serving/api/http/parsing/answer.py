@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
+from serving.api.http.parsing.answer_pieces import AnswerPiece, CallNumbering
 from serving.api.http.parsing.argument_values import markup_value, python_value, schema_types, whole_arguments
-from serving.api.http.parsing.call_pieces import CallNumbering, CallPiece
 from serving.api.http.parsing.formats import FORMATS, SYNTAXES, CallFormat, CallSyntax, ReasoningMarks, plain_name
 from serving.api.http.parsing.text_cursor import SPACE, TextCursor, TextEnds, Wait, cached_marks
 from serving.api.http.parsing.written_json import WrittenObject, arguments_in, call_in, read_written
@@ -32,30 +31,6 @@ _BARE = [mark for syntax in SYNTAXES for mark in syntax.begins if mark.startswit
 """Marks of calls that models write without a begin mark."""
 _OF_LINES = [syntax for syntax in SYNTAXES if not syntax.heads[0].before.startswith("<")]
 """Syntaxes whose calls begin at the beginning of a line if they have no begin mark."""
-
-
-@dataclass
-class AnswerPiece:
-    """New output of a choice, in order: texts by kind, and pieces of calls."""
-
-    parts: list[tuple[Literal["reasoning", "text"], str] | CallPiece] = field(default_factory=list)
-
-    def add(self, kind: Literal["reasoning", "text"], text: str) -> None:
-        """Appends text."""
-        last = self.parts[-1] if self.parts else None
-        if isinstance(last, tuple) and last[0] == kind:
-            self.parts[-1] = kind, last[1] + text
-        elif text:
-            self.parts.append((kind, text))
-
-    def of(self, kind: Literal["reasoning", "text"]) -> str:
-        """Returns the text of a kind."""
-        return "".join(part[1] for part in self.parts if isinstance(part, tuple) and part[0] == kind)
-
-    @property
-    def calls(self) -> list[CallPiece]:
-        """The pieces of calls."""
-        return [part for part in self.parts if isinstance(part, CallPiece)]
 
 
 class _Trimmed:
@@ -325,10 +300,10 @@ class AnswerReader:
                 self._emit("" if self._cursor.cut else "{}")
                 raise
         yield from self._cursor.skip_fence()
-        if not syntax.parameters or (yield from whole_arguments(self._cursor, syntax, schema)):
-            yield from self._object(style, syntax)
-        else:
+        if syntax.parameters:
             yield from self._parameters(style, syntax, schema)
+        else:
+            yield from self._object(style, syntax)
 
     def _own(self, name: str) -> str:
         """Returns the name under which a tool is offered: models add the namespace of functions."""
@@ -346,16 +321,15 @@ class AnswerReader:
 
     def _object(self, style: CallFormat, syntax: CallSyntax) -> Wait[None]:
         """Reads arguments that are a JSON object, and the end of their call."""
-        cursor, python = self._cursor, bool(syntax.parameters) and not syntax.value_ends
-        closing = style.end if python or not syntax.ends else syntax.ends[0]
+        cursor, closing = self._cursor, syntax.ends[0] if syntax.ends else style.end
         ends = cached_marks(*syntax.ends, style.end, style.begin, *syntax.begins)
         if cursor.text.startswith("{", cursor.at):
-            yield from read_written(cursor, WrittenObject(closing, python=python), self._emit)
+            yield from read_written(cursor, WrittenObject(closing), self._emit)
         else:
             parts: list[str] = []
             with cursor.closing(lambda: self._emit(arguments_in("".join(parts)))):
                 yield from cursor.until(ends, parts.append)
-        if syntax.tagged or syntax.parameters:
+        if syntax.tagged:
             if (mark := (yield from cursor.until(ends))) in syntax.ends:
                 cursor.take(len(mark))
             return
@@ -365,12 +339,32 @@ class AnswerReader:
             rest.push("{")
             yield from read_written(cursor, rest, len)
 
+    def _fields(self, written: WrittenObject) -> Wait[list[str]]:
+        """Reads an object, and emits it without its last brace. Returns its keys."""
+        parts = [""]
+
+        def emit(text: str) -> None:
+            text = parts.pop() + text
+            parts.extend((text.removesuffix("}"), "}" if text.endswith("}") else ""))
+            self._emit(parts[-2])
+
+        yield from read_written(self._cursor, written, emit)
+        return [*json.loads("".join(parts))]
+
     def _parameters(self, style: CallFormat, syntax: CallSyntax, schema: Mapping[str, Any]) -> Wait[None]:
-        """Reads arguments that are named values, and the end of their call."""
+        """Reads arguments that are named values, after an object with the first of them or all; and the end of their
+        call."""
         cursor, keys, properties = self._cursor, list[str](), schema.get("properties") or {}
-        ends = (*syntax.ends, style.end, style.begin, *syntax.begins)
-        self._emit("{")
+        ends, python = (*syntax.ends, style.end, style.begin, *syntax.begins), not syntax.value_ends
+        whole = yield from whole_arguments(cursor, syntax, schema)
+        self._emit("" if whole else "{")
         with cursor.closing(lambda: self._emit("}")):
+            if whole:
+                closing = style.end if python or not syntax.ends else syntax.ends[0]
+                keys += yield from self._fields(WrittenObject(closing, python=python))
+                yield from cursor.skip(SPACE)
+                if python and not cursor.text.startswith(",", cursor.at):
+                    yield from cursor.until(cached_marks(*ends))
             while True:
                 yield from cursor.skip(syntax.between)
                 if mark := (yield from cursor.mark(*ends)):

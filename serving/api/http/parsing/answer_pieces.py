@@ -1,10 +1,11 @@
-"""Pieces of tool calls, as responses and events need them."""
+"""Pieces of answers and of their tool calls, as responses and events need them."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from serving.api.http.json_values import well_formed
 from serving.api.http.protocol.chat import CalledFunction, ToolCall
@@ -20,6 +21,30 @@ class CallPiece:
     """Text to append to the call's arguments. The complete arguments are one JSON object."""
     name: str | None = None
     id: str | None = None
+
+
+@dataclass
+class AnswerPiece:
+    """New output of a choice, in order: texts by kind, and pieces of calls."""
+
+    parts: list[tuple[Literal["reasoning", "text"], str] | CallPiece] = field(default_factory=list)
+
+    def add(self, kind: Literal["reasoning", "text"], text: str) -> None:
+        """Appends text."""
+        last = self.parts[-1] if self.parts else None
+        if isinstance(last, tuple) and last[0] == kind:
+            self.parts[-1] = kind, last[1] + text
+        elif text:
+            self.parts.append((kind, text))
+
+    def of(self, kind: Literal["reasoning", "text"]) -> str:
+        """Returns the text of a kind."""
+        return "".join(part[1] for part in self.parts if isinstance(part, tuple) and part[0] == kind)
+
+    @property
+    def calls(self) -> list[CallPiece]:
+        """The pieces of calls."""
+        return [part for part in self.parts if isinstance(part, CallPiece)]
 
 
 class CallNumbering:
