@@ -119,7 +119,9 @@ class Handler(BaseHTTPRequestHandler):
             if exchange.refused and (messages := body.get("input", body.get("messages"))) is not None:
                 messages = [*messages, {"role": "user", "content": "too long " * 100_000}]
                 body = body | {"input" if "input" in body else "messages": messages}
-            ended = RESULT in json.dumps(body.get("input", body.get("messages"))) or any(map(content.decode().count, texts[-1:]))
+            ended = RESULT in json.dumps(body.get("input", body.get("messages"))) or any(
+                map(content.decode().count, texts[-1:])
+            )
             call = call_of(body, ended=ended)
             form = json.dumps(body.get("text") or body.get("response_format") or "")
             chosen = body.get("tool_choice")

@@ -146,7 +146,8 @@ def item(kind, **fields):
             {"reasoning_effort": "none"}, {"reasoning": {"enabled": False}},
             {"chat_template_kwargs": {"enable_thinking": False}})),
         (MESSAGES, {"thinking": {"type": "disabled"}}, "[user]hi[assistant]<think></think>"),
-        (RESPONSES, {"reasoning": {"effort": "none"}}, "[user]hi[assistant]<think></think>"),
+        *((RESPONSES, {"reasoning": off}, "[user]hi[assistant]<think></think>") for off in (
+            {"effort": "none"}, {"enabled": False})),
     ],
 )  # fmt: skip
 def test_prompts(kind, body, text):
@@ -240,8 +241,12 @@ def test_words_of_schemas_that_are_not_enforced_are_named(schema, words):
 
 def test_fields_that_change_the_output_are_not_dropped():
     for kind in (CHAT, RESPONSES, MESSAGES):
-        with pytest.raises(RequestValidationError, match="bad_words is not supported"):
-            opened(kind, bad_words=["x"])
+        for name in ("bad_words", "chat_template", "regex"):
+            with pytest.raises(RequestValidationError, match=f"{name} is not supported"):
+                opened(kind, **{name: ["x"]})
+        assert opened(kind, thinking_budget=3)[0].job.params.reasoning.budget == 3
+    form = {"type": "json_schema", "schema": {"type": "integer"}}
+    assert opened(MESSAGES, output_format=form)[0].job.params.structured_outputs.json == form["schema"]
     assert len(opened(CHAT, truncate_prompt_tokens=3)[0].job.prompts[0]) == 3
     # Stop texts count after the reasoning.
     assert opened(CHAT, stop=["e"])[0].job.params.stop_after == ("", "</think>")

@@ -38,7 +38,7 @@ def test_fields_of_a_chat():
     assert chat.tool_choice.function.name == "look"
     assert chat.tools[0].function.name == "look"
     assert chat.response_format.json_schema.schema_ == {}
-    assert (chat.top_k, chat.reasoning_effort) == (3, "low")
+    assert (chat.top_k, chat.reasoning.effort) == (3, "low")
     assert "user" not in chat.model_extra
 
 

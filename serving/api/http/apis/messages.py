@@ -58,9 +58,11 @@ def as_chat(body: protocol.Conversation) -> ChatRequest:
     if isinstance(body, MessagesRequest):
         fields |= {"stream": body.stream, "max_completion_tokens": body.max_tokens, "stop": body.stop_sequences}
         fields |= {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
-        if body.output_config is not None and body.output_config.format is not None:
-            schema = body.output_config.format.schema_
-            fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
+        form = (body.output_config and body.output_config.format) or body.output_format
+        if form is not None:
+            fields["response_format"] = {
+                "type": "json_schema", "json_schema": {"name": "output", "schema": form.schema_}
+            }  # fmt: skip
     return validated(ChatRequest, {name: value for name, value in fields.items() if value is not None})
 
 

@@ -67,8 +67,8 @@ def as_chat(body: ResponsesRequest, conversation: Conversation) -> ChatRequest:
         fields["response_format"] = {"type": form.type}
     if body.wants_logprobs:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
-    if body.reasoning is not None and body.reasoning.effort is not None:
-        fields["reasoning_effort"] = body.reasoning.effort
+    if body.reasoning is not None:
+        fields["reasoning"] = body.reasoning.model_dump(exclude={"summary"})
     return validated(ChatRequest, {name: value for name, value in fields.items() if value is not None})
 
 

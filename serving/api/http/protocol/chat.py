@@ -214,8 +214,9 @@ class ChatRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _refuse(self) -> ChatRequest:
-        if (self.model_extra or {}).get("echo"):
-            raise refusal("echo", "echo is not supported")
+        for name in ("echo", "prompt_logprobs"):
+            if (self.model_extra or {}).get(name) not in (None, False):
+                raise refusal(name, f"{name} is not supported here: use /v1/completions")
         if self.top_logprobs and not self.logprobs:
             raise refusal("top_logprobs", "top_logprobs needs logprobs=true")
         self._check_tool_choice()

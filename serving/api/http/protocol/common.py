@@ -45,9 +45,10 @@ _OLD_NAMES = {
 }
 _UNSUPPORTED = (
     "bad_words", "allowed_token_ids", "use_beam_search", "logits_processors", "functions", "function_call",
-    "mm_processor_kwargs",
+    "mm_processor_kwargs", "audio", "chat_template", "repetition_detection", "lora_path", "regex", "ebnf", "grammar",
+    "json_schema", "dry_multiplier", "mirostat", "top_a", "xtc_probability",
 )  # fmt: skip
-"""Fields of OpenAI's and vLLM's APIs that change the output."""
+"""Fields of the APIs of OpenAI, vLLM, SGLang and llama.cpp that change the output."""
 _WITHOUT_EFFECT = ("user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier")
 """OpenAI's fields that do not change a response of this server. They are accepted and not reported as ignored."""
 
@@ -134,6 +135,8 @@ class RequestModel(BaseModel):
             return values
         optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
         given = {name: value for name, value in values.items() if value is not None or name not in optional}
+        if (budget := given.pop("thinking_budget", None)) is not None:  # Qwen's name
+            given.setdefault("thinking_token_budget", budget)
         return _with_functions(given)
 
     @model_validator(mode="before")

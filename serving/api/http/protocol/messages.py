@@ -55,6 +55,7 @@ class Conversation(ConvertedRequest):
     tool_choice: ToolUse | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = Field(None, description="An older name of the format in output_config.")
     cache_control: dict[str, Any] | None = Field(None, description="Marks the last block.")
 
 

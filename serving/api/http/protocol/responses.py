@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from serving.api.http.protocol.chat import ChatLogprob, ConvertedRequest
+from serving.api.http.protocol.chat import ChatLogprob, ConvertedRequest, ReasoningChoice
 from serving.api.http.protocol.common import Count, Items, PromptTokensDetails, WholeAnswer, refusal
 
 
@@ -46,8 +46,7 @@ class TextOptions(BaseModel):
     format: TextFormat = Field(default_factory=lambda: TextFormat.model_validate({}))
 
 
-class ReasoningOptions(BaseModel):
-    effort: str | None = Field(None, max_length=64)
+class ReasoningOptions(ReasoningChoice):
     summary: str | None = None
 
 
