@@ -1,11 +1,10 @@
 """Runs the turns of one conversation with a client that speaks the Agent Client Protocol on its standard streams.
 
-python agent_protocol.py PROMPT ... -- COMMAND ...: a prompt `@FILE` is a picture with a question. It may run commands.
+python agent_protocol.py PROMPT ... -- COMMAND ...: it may run commands.
 """
 
 from __future__ import annotations
 
-import base64
 import json
 import subprocess
 import sys
@@ -46,14 +45,6 @@ class Agent:
         raise SystemExit(f"the client ended during {method}")
 
 
-def parts(prompt: str) -> list[dict[str, str]]:
-    """Returns the parts of a prompt."""
-    if not prompt.startswith("@"):
-        return [{"type": "text", "text": prompt}]
-    data = base64.b64encode(Path(prompt[1:]).read_bytes()).decode()
-    return [{"type": "text", "text": "What is this?"}, {"type": "image", "mimeType": "image/png", "data": data}]
-
-
 def main(arguments: list[str]) -> None:
     """Runs the turns."""
     middle = arguments.index("--")
@@ -63,7 +54,7 @@ def main(arguments: list[str]) -> None:
     session = agent.call("session/new", cwd=str(Path.cwd()), mcpServers=[])["sessionId"]
     agent.call("session/set_model", sessionId=session, modelId="demo")
     for prompt in arguments[:middle]:
-        agent.call("session/prompt", sessionId=session, prompt=parts(prompt))
+        agent.call("session/prompt", sessionId=session, prompt=[{"type": "text", "text": prompt}])
     agent.process.terminate()
 
 

@@ -76,6 +76,7 @@ NPM = (
         "Qwen Code", ["qwen", "--version"], ["qwen", "--yolo", "--auth-type", "openai", "-p", FIRST],
         ["qwen", "--yolo", "--auth-type", "openai", "--continue", "-p", SECOND],
         ["qwen", "--yolo", "--auth-type", "openai", "-p", "Look at @dot.png"],
+        {".qwen/settings.json": json.dumps({"model": {"generationConfig": {"modalities": {"image": True}}}})},
         variables={"OPENAI_BASE_URL": "{url}/v1", "OPENAI_API_KEY": "-", "OPENAI_MODEL": "demo"},
     ),
     Client(
@@ -89,7 +90,7 @@ NPM = (
     ),
     Client(
         "Cline", ["cline", "--version"], ["{self}", "{here}/agent_protocol.py", FIRST, SECOND, *CLINE],
-        picture=["{self}", "{here}/agent_protocol.py", "@{home}/dot.png", *CLINE],
+        picture=["cline", "What is in @{home}/dot.png"],
         files={".cline/data/settings/providers.json": json.dumps({
             "version": 1, "lastUsedProvider": "openai-compatible", "modes": {}, "providers": {"openai-compatible": {
                 "settings": {"provider": "openai-compatible", "apiKey": "-", "model": "demo", "baseUrl": "{url}/v1"},

@@ -198,7 +198,7 @@ def refused(exchanges: list[Exchange], output: str) -> str:
     if not any(each.refused for each in exchanges):
         return f"no ({len(exchanges)} requests)"
     if any(each.status == 200 and not each.refused and said(THIRD)(each) for each in exchanges):
-        return "no (failed)" if output.endswith(FAILED) else "goes on"
+        return f"no ({len(exchanges)} requests)" if exchanges[-1].refused else "goes on"
     if any(each.status == 200 and not each.refused for each in exchanges[1:]):
         return "shortens it"
     return "no (timed out)" if output == TIMED_OUT else "says so"

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from serving.api.http.protocol.chat import ConvertedRequest, Thinking
-from serving.api.http.protocol.common import MAX_STOP_TEXTS, Count, Int32, Items, WholeAnswer
+from serving.api.http.protocol.common import MAX_STOP_TEXTS, Int32, Items, WholeAnswer
 
 Parts = Items[dict[str, Any]]
 
@@ -62,7 +62,7 @@ class Conversation(ConvertedRequest):
 class MessagesRequest(Conversation):
     """A conversation to continue. Other fields have the meaning that they have in `/v1/chat/completions`."""
 
-    max_tokens: Count = Field(ge=1)
+    max_tokens: int = Field(ge=1, le=2**31 - 1)
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: Int32 | None = None
