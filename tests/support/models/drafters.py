@@ -10,44 +10,27 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
-from mamba_jax.config import AttentionConfig, HybridConfig, MLPConfig, QKNormConfig, RopeConfig
-from mamba_jax.config.drafter import BlockConfig, EagleConfig
+from mamba_jax.config import HybridConfig
 from mamba_jax.layout import SequenceLayout
+from tests.support.models import tiny_configs
 
 LONGEST = 32
 """Tokens of the sequences that tests look at."""
 
-EAGLE = EagleConfig(
+EAGLE = dataclasses.replace(
+    tiny_configs.EAGLE,
     hidden_size=20,
-    vocab_size=40,
     places=(1, 3, 4),
-    attention=AttentionConfig(
-        num_heads=4, num_kv_heads=1, head_dim=6, scale=6**-0.5, input_size=20, rope=RopeConfig(theta=50.0, size=6)
-    ),
-    mlp=MLPConfig(intermediate_size=28, activation="silu", gated=True),
-    norm_eps=1e-6,
-    own_embedding=True,
-    maps_vocabulary=True,
+    attention=dataclasses.replace(tiny_configs.EAGLE.attention, input_size=20),
 )
 """Keys of another shape than the target's, a vocabulary of its own, and rotary positions."""
 EAGLE_NORMED = dataclasses.replace(EAGLE, normed_residual=True, norms_states=True, num_layers=2)
-FLASH = BlockConfig(
+FLASH = dataclasses.replace(
+    tiny_configs.FLASH,
     hidden_size=24,
     vocab_size=61,
     places=(2, 5),
-    attention=AttentionConfig(
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=6,
-        scale=6**-0.5,
-        input_size=24,
-        rope=RopeConfig(theta=50.0, size=6),
-        qk_norm=QKNormConfig(1e-6),
-    ),
-    mlp=MLPConfig(intermediate_size=28, activation="silu", gated=True),
-    norm_eps=1e-6,
-    num_layers=2,
-    own_head=False,
+    attention=dataclasses.replace(tiny_configs.FLASH.attention, input_size=24, num_kv_heads=2),
     mask_token=60,
 )
 """With the embedding and the head of the target, which has 24 channels and 61 tokens."""

@@ -111,7 +111,7 @@ def _for_engines(pattern: str, *recurrences, **fields) -> HybridConfig:
     return HybridConfig(family="test", pattern=pattern, recurrences=recurrences, **sizes, **fields)
 
 
-_EAGLE = EagleConfig(
+EAGLE = EagleConfig(
     hidden_size=24,
     vocab_size=40,
     places=(1, 2, 4),
@@ -123,12 +123,12 @@ _EAGLE = EagleConfig(
     own_embedding=True,
     maps_vocabulary=True,
 )
-_FLASH = BlockConfig(
+FLASH = BlockConfig(
     hidden_size=ENGINE_HIDDEN,
     vocab_size=ENGINE_VOCAB,
     places=(1, 3),
-    attention=replace(_EAGLE.attention, input_size=ENGINE_HIDDEN, qk_norm=QKNormConfig(1e-6)),
-    mlp=_EAGLE.mlp,
+    attention=replace(EAGLE.attention, input_size=ENGINE_HIDDEN, qk_norm=QKNormConfig(1e-6)),
+    mlp=EAGLE.mlp,
     norm_eps=1e-6,
     num_layers=2,
     own_head=False,
@@ -142,42 +142,25 @@ FOR_ENGINES = {
     # Routed experts over latents and a shared one, as in Nemotron 3.
     "experts": _for_engines("ME*E", moe=MOE),
     # A drafter of blocks, with the embedding and the head of its target.
-    "dflash": replace(_for_engines("M*-M"), drafter=_FLASH),
+    "dflash": replace(_for_engines("M*-M"), drafter=FLASH),
     # A separate drafter, whose keys have another shape, on a model that has attention.
-    "eagle3": replace(_for_engines("M*-M"), drafter=_EAGLE),
+    "eagle3": replace(_for_engines("M*-M"), drafter=EAGLE),
     "falconh1": _for_engines(
         "P-P",
-        attention=AttentionConfig(
-            num_heads=4,
-            num_kv_heads=1,
-            head_dim=8,
-            scale=0.3,
-            input_size=ENGINE_HIDDEN,
-            rope=RopeConfig(theta=100.0, size=8),
-        ),
-        mlp=MLPConfig(intermediate_size=40, activation="silu", gated=True),
+        attention=replace(_ENGINE_ATTENTION, num_kv_heads=1, scale=0.3, rope=RopeConfig(theta=100.0, size=8)),
+        mlp=replace(_ENGINE_MLP, activation="silu", gated=True),
     ),
     # Gated delta nets and gated attention, as in Qwen3.5.
     "delta": _for_engines(
         "D*-D",
         DeltaConfig(num_heads=4, head_dim=8, state_size=12, num_groups=2, conv_width=4, norm_eps=1e-5),
-        attention=AttentionConfig(
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=8,
-            scale=8**-0.5,
-            input_size=ENGINE_HIDDEN,
-            rope=RopeConfig(theta=100.0, size=4),
-            qk_norm=QKNormConfig(1e-5),
-            output_gate=True,
+        attention=replace(
+            _ENGINE_ATTENTION, rope=RopeConfig(theta=100.0, size=4), qk_norm=QKNormConfig(1e-5), output_gate=True
         ),
         mtp_pattern="*-",
     ),
     # Short convolutions and attention, as in LFM2.
-    "short_conv": _for_engines(
-        "C*C-",
-        ShortConvConfig(channels=ENGINE_HIDDEN, conv_width=3),
-    ),
+    "short_conv": _for_engines("C*C-", ShortConvConfig(channels=ENGINE_HIDDEN, conv_width=3)),
     # Short convolutions, attention to a window and to everything, and norms of outputs, as in LFM3.
     "windowed": _for_engines(
         "CW-*",

@@ -22,15 +22,10 @@ from serving.engine.async_engine import AsyncEngine
 from serving.engine.steps.warm_up import warm_up
 from tests.support.engines.engines import use_widest_steps
 from tests.support.engines.step_programs import shared_programs
+from tests.support.fleets import processes
 
-ENGINE = {
-    "model": "demo",
-    "tile_size": 16,
-    "state_block_size": 32,
-    "page_size": 16,
-    "max_model_len": 512,
+ENGINE = processes.ENGINE | {
     "max_num_seqs": 8,
-    "max_num_batched_tokens": 64,
     "num_slots": 60,
     "num_pages": 160,
     "speculative_method": "ngram",
