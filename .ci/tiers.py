@@ -24,9 +24,11 @@ TIERS = {
     "lint": "python3 bootstrap.py lint",
     "default": README_COMMAND and README_COMMAND[0],
     "full": 'python3 bootstrap.py test -n 3 --full -m "(full or smoke) and not tier_1 and not fuzz"',
-    "traffic": "python3 bootstrap.py test -n 3 --full --examples 2000 -m fuzz",
+    "traffic": "python3 bootstrap.py test -n 2 --dist=worksteal --full --examples 2000 -m fuzz",
 }
-"""In the full tier a process waits for its children a seventh of the time: three keep two cores busy."""
+"""In the full tier a process waits for its children a seventh of the time: three keep two cores busy. Nearly all
+traffic is in one file, whose cases share compiled steps by the store of tests.
+"""
 LATEST = {"traffic": 60}
 """Minutes after which a tier is not begun. CI has 90; on a machine so slow, run it by hand."""
 EXTRAS = "test,plan-gpu,docs"
