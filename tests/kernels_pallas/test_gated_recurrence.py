@@ -13,14 +13,7 @@ from recurrence_cases import fill, tails
 from test_recurrence_replay import row, where
 
 from kernels_pallas.dispatch import UnsupportedError
-from kernels_pallas.gated_recurrence import (
-    DeltaGates,
-    Mamba2Gates,
-    Windows,
-    gated_replay,
-    gated_update,
-    reference,
-)
+from kernels_pallas.gated_recurrence import DeltaGates, Mamba2Gates, Windows, gated_replay, gated_update, reference
 from kernels_pallas.places import Rows
 from tests.support.selection import some_slow
 
@@ -40,8 +33,7 @@ PLAIN = MAMBA[0], ERASING[0]
 # Rows that continue, are fresh, end before the last step, have no token, and write the slot that they read after the
 # first step, with others after it.
 ROWS = Rows(
-    np.array([1, 0, 2, 3, 4], np.int32),
-    np.array([[5, 6, 7], [8, 0, 9], [10, 11, 0], [0, 0, 0], [4, 0, 12]], np.int32),
+    np.array([1, 0, 2, 3, 4], np.int32), np.array([[5, 6, 7], [8, 0, 9], [10, 11, 0], [0, 0, 0], [4, 0, 12]], np.int32)
 )
 VALID = np.array([[1, 1, 1], [1, 1, 1], [1, 1, 0], [0, 0, 0], [1, 1, 1]], bool)
 # Far behind an anchor, right after it, one token after it, fresh with and without a tail, across a boundary with and

@@ -326,10 +326,7 @@ def test_minimax_in_the_words_of_transformers_and_of_its_makers():
         ({**NEMOTRON, "num_key_value_heads": 5}, "32 query heads cannot share 5"),
         ({**NEMOTRON, "n_groups": 7}, "128 Mamba heads cannot be divided into 7 Mamba groups"),
         ({**NEMOTRON, "sliding_window": 128}, "sliding_window is 128"),
-        (
-            {**NEMOTRON, "hybrid_override_pattern": "M-M-", "intermediate_size": [32]},
-            "1 intermediate sizes for 2 MLPs",
-        ),
+        ({**NEMOTRON, "hybrid_override_pattern": "M-M-", "intermediate_size": [32]}, "1 intermediate sizes for 2 MLPs"),
         ({**NEMOTRON, "hybrid_override_pattern": "E", "n_group": 3}, "8 experts in 3 groups"),
         ({**NEMOTRON, "hybrid_override_pattern": "E", "num_experts_per_tok": 9}, "9 experts per token"),
         ({"model_type": "falcon_h1", "rope_parameters": {"rope_type": "spiral"}}, "rope_type is 'spiral': supported"),

@@ -29,12 +29,7 @@ CONFIG = HybridConfig(
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {},
-        {"bias": True, "qk_norm": QKNormConfig(1e-5)},
-        {"output_gate": True},
-        {"num_heads": 5, "num_kv_heads": 1},
-    ],
+    [{}, {"bias": True, "qk_norm": QKNormConfig(1e-5)}, {"output_gate": True}, {"num_heads": 5, "num_kv_heads": 1}],
 )
 def test_results_are_those_of_the_model_without_padding(changes):
     config = dataclasses.replace(CONFIG, attention=dataclasses.replace(ATTENTION, **changes))

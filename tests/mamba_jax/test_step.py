@@ -71,9 +71,7 @@ def test_rows_of_odd_lengths_packed_together_equal_each_alone():
 
 
 @pytest.mark.parametrize(
-    "cuts",
-    [(8, 16), (1,), (3, 7, 8, 9), (9, 10, 25), (15, 17), tuple(range(5, 29, 5)), (27,)],
-    ids=str,
+    "cuts", [(8, 16), (1,), (3, 7, 8, 9), (9, 10, 25), (15, 17), tuple(range(5, 29, 5)), (27,)], ids=str
 )
 def test_any_split_of_a_prompt_equals_one_prefill(cuts):
     """After another row, so that no chunk starts at the beginning of the packed batch."""

@@ -23,11 +23,7 @@ class Planted:
 
 
 CORE = ("tests/serving/core",)
-DEVICE = (
-    "tests/serving/differential",
-    "tests/mamba_jax/test_step.py",
-    "tests/serving/engine",
-)
+DEVICE = ("tests/serving/differential", "tests/mamba_jax/test_step.py", "tests/serving/engine")
 SPLIT = ("tests/serving/split", "tests/serving/state_transfer")
 TRAINING = ("tests/mamba_jax/train",)
 CHECKPOINTS = ("tests/checkpoints",)

@@ -9,10 +9,7 @@ from mamba_jax.train.loss import validation_sequences
 
 LENGTH = 10
 DOCUMENTS = {"long": [range(0, 1000)], "short": [range(2000 + 7 * i, 2007 + 7 * i) for i in range(40)]}
-STREAMS = {
-    "long": TokenStream.of(DOCUMENTS["long"]),
-    "short": TokenStream.of(DOCUMENTS["short"], aligned=True),
-}
+STREAMS = {"long": TokenStream.of(DOCUMENTS["long"]), "short": TokenStream.of(DOCUMENTS["short"], aligned=True)}
 
 
 def make(shares, seed=0, batch_size=6):

@@ -42,10 +42,7 @@ def test_step_after_whole_hit_copies_the_tail_page_and_reads_the_checkpoint() ->
     assert sampled.access.read not in fed.access.writes
 
 
-@pytest.mark.parametrize(
-    ("mode", "states"),
-    [("none", []), ("align", [8, 11]), ("all", [4, 8, 11])],
-)
+@pytest.mark.parametrize(("mode", "states"), [("none", []), ("align", [8, 11]), ("all", [4, 8, 11])])
 def test_what_a_prompt_publishes(mode: str, states: list[int]) -> None:
     loop = Loop(cache_mode=mode)
     loop.run(PROMPT, max_tokens=1)

@@ -150,11 +150,7 @@ class Drafters:
     ):
         """An engine whose requests draft as `drafting` says (by request) and `scripts` have it (by choice)."""
         with mock.patch.object(design, "draft_source", return_value=self.source):
-            sizes = {
-                "num_speculative_tokens": self.most,
-                "num_slots": 1 + ROWS * 2 * (1 + self.most),
-                "num_pages": 13,
-            }
+            sizes = {"num_speculative_tokens": self.most, "num_slots": 1 + ROWS * 2 * (1 + self.most), "num_pages": 13}
             programs = programs or self.programs_of(flags.get("tile_size", TILE))
             engine = self.on.engine(mode, programs=programs, **(sizes | flags))
         loop = engine.loop

@@ -49,11 +49,7 @@ class Drafts:
     @property
     def flags(self) -> dict:
         """The engine's."""
-        drafting = {
-            "num_speculative_tokens": self.count,
-            "speculative_method": self.method,
-            "adaptive_drafts": False,
-        }
+        drafting = {"num_speculative_tokens": self.count, "speculative_method": self.method, "adaptive_drafts": False}
         slots = {"num_slots": 1 + ROWS * (2 * (1 + self.count) if self.interval == 1 else 3)}
         replay = {"replay_interval": self.interval}
         return {"enable_structured_outputs": True} | slots | replay | (drafting if self.count else {})

@@ -179,12 +179,7 @@ def _tokens(which: int, count: int) -> tuple[int, ...]:
 
 
 def _ask(
-    rng: random.Random,
-    on: SharedEngines,
-    name: str,
-    prompt: tuple[int, ...],
-    arrival: int,
-    adapter: LoRARequest | None,
+    rng: random.Random, on: SharedEngines, name: str, prompt: tuple[int, ...], arrival: int, adapter: LoRARequest | None
 ) -> Ask:
     seed = rng.randrange(2) if len(prompt) in PREFIXES and rng.random() < 0.25 else None
     # Drawn apart: whatever else a seed decides stays as it was.

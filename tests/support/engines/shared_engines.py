@@ -150,10 +150,7 @@ class SharedEngines:
         """Of `StepPrograms`, in addition to those of all tests."""
         options: dict[str, Any] = {"adapters": self.adapters()}
         if self.invariant:
-            options |= {
-                "kernels": KernelChoice(named=INVARIANT_KERNELS),
-                "compiler_options": OPTIMIZED,
-            }
+            options |= {"kernels": KernelChoice(named=INVARIANT_KERNELS), "compiler_options": OPTIMIZED}
         return options
 
     @property

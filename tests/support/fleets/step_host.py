@@ -118,11 +118,7 @@ class Host:
     def prefill_batch(self, *rows, tile_size=TILE):
         """Each row is a dict: row_id, tokens, c, read, write (the last tile's slot), writes (all tiles'), sample."""
         batch = PrefillBatch.empty(
-            tokens=PREFILL_TOKENS,
-            rows=PREFILL_ROWS,
-            tiles=TILES,
-            pages_per_row=self.pages_per_row,
-            tile_size=tile_size,
+            tokens=PREFILL_TOKENS, rows=PREFILL_ROWS, tiles=TILES, pages_per_row=self.pages_per_row, tile_size=tile_size
         )
         at = tile = 0
         batch.tokens[:] = 7  # padding may be anything

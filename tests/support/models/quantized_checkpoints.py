@@ -285,10 +285,7 @@ def write_quantized(
             continue
         parts, wide[name] = kind(value)
         stored |= {f"{module}.{suffix}": part for suffix, part in parts.items()}
-    for kind_of, content, extra in (
-        ("narrow", stored, {"quantization_config": dict(description)}),
-        ("wide", wide, {}),
-    ):
+    for kind_of, content, extra in (("narrow", stored, {"quantization_config": dict(description)}), ("wide", wide, {})):
         folder = directory / kind_of
         write_random(folder, hf_config, seed=seed)
         fields = {**hf_config, **extra, "dtype": "bfloat16"}

@@ -245,11 +245,7 @@ HOSTILE = [
         "values that are nested deeply",
         {400},
         "/v1/responses",
-        {
-            "input": "x",
-            "max_output_tokens": 1,
-            "tools": [{"type": "function", "name": "f", "parameters": deep(400)}],
-        },
+        {"input": "x", "max_output_tokens": 1, "tools": [{"type": "function", "name": "f", "parameters": deep(400)}]},
     ),
     posted(
         "messages that are nested deeply",

@@ -150,10 +150,7 @@ def make_engine(**flags):
     config = EngineConfig.create(**(ENGINE | flags))
     model = load_model(config.model, dtype="float32", progress=False)
     programs = shared_programs(
-        model,
-        tile_size=config.tile_size,
-        source=draft_source(config, model.config),
-        greedy=False,
+        model, tile_size=config.tile_size, source=draft_source(config, model.config), greedy=False
     )
     tokenizer, eos = load_tokenizer(config.model), generation_config(config.model).eos_token_ids
     engine = assemble(config, model, tokenizer=tokenizer, eos_token_ids=eos, programs=programs).engine
