@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import ssl
+import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PANEL = "Server"
+
+_SWITCH_SECONDS = 0.0005
+"""How long a thread may keep the interpreter from another. Python's 5 ms are several steps of a small model, for which
+the engine's thread would wait for threads that read and answer requests."""
 
 
 @with_options(
@@ -175,6 +180,7 @@ def _run(
     from serving.hosts.host import Leader
     from serving.split.http.roles import role_of
 
+    sys.setswitchinterval(_SWITCH_SECONDS)
     leaders: list[Leader] = []
     scheme = "http" if settings.ssl_certfile is None else "https"
     address, port = listening.getsockname()[:2]

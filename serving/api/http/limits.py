@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.api.http.connection.keys import check_key, client_id, set_client
 from serving.api.http.connection.streaming import ClientGone
+from serving.api.http.connection.turns import Turns
 from serving.api.http.errors import ANTHROPICS, ApiError, as_api_error, path_of
 from serving.api.http.generation import UsageCounter
 from serving.api.http.json_values import MAX_DEPTH, depth, has_half_characters, weight
@@ -45,6 +46,7 @@ class Limits:
         self._keys = (*bounds.api_key, *bounds.admin_key) if bounds.api_key else ()
         self._buffered = Counter[str | None]()
         """Bytes of the bodies of all unanswered requests, and of the log-probabilities of their prompts, by client."""
+        self._turns = Turns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -82,7 +84,8 @@ class Limits:
                 self._check(scope, headers)
                 if scope["method"] in ("POST", "PUT", "PATCH"):
                     receive, held = await self._read(headers, receive)
-                await self._app(scope, receive, sending)
+                name = client_id() if scope["method"] == "POST" else None  # streams of events, which last, are GET
+                await self._turns.run(name, lambda: self._app(scope, receive, sending))
             except ClientGone:
                 log.debug("the client disconnected")
             except Exception as error:
