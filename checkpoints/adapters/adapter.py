@@ -9,7 +9,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -45,6 +45,20 @@ _MOST_MESSAGE = 500
 
 
 @dataclass(frozen=True)
+class Contents:
+    """What an adapter has, without its numbers."""
+
+    layers: Collection[str] = ()
+    """Dotted paths of what LoRA matrices change."""
+    magnitudes: bool = False
+    tables: Collection[str] = ()
+    initial_state: bool = False
+
+
+Check = Callable[[Contents], None]
+
+
+@dataclass(frozen=True)
 class Adapter:
     """An adapter, for one model: LoRA matrices, a learned initial state, or both."""
 
@@ -73,19 +87,22 @@ class Adapter:
         return state + sum(value.size for value in whole) + sum(a.size + b.size for a, b in self.layers.values())
 
 
-def read_adapter(path: str | Path, config: HybridConfig, *, max_rank: int | None = None) -> Adapter:
+def read_adapter(
+    path: str | Path, config: HybridConfig, *, max_rank: int | None = None, check: Check = lambda contents: None
+) -> Adapter:
     """Reads an adapter.
 
     Args:
         path: a directory that PEFT has saved, that has an `initial_state.safetensors`, or both.
         config: of the base model.
         max_rank: the highest rank that is accepted.
+        check: called before any number is read. What it raises becomes a `CheckpointError`.
     Raises:
         CheckpointError: the directory cannot be read or requests something unsupported, a tensor belongs to no dense
             layer or routed expert of the model or has a wrong shape, or a number is not finite.
     """
     try:
-        return _read(Path(path).expanduser(), config, max_rank)
+        return _read(Path(path).expanduser(), config, max_rank, check)
     except Exception as error:  # whatever a file can cause that was made to do harm
         if isinstance(error, CheckpointError):
             raise CheckpointError(one_line(error, _MOST_MESSAGE)) from error
@@ -93,22 +110,24 @@ def read_adapter(path: str | Path, config: HybridConfig, *, max_rank: int | None
         raise CheckpointError(f"{where}: not a usable adapter ({type(error).__name__}: {one_line(error)})") from error
 
 
-def _read(folder: Path, config: HybridConfig, max_rank: int | None) -> Adapter:
+def _read(folder: Path, config: HybridConfig, max_rank: int | None, check: Check) -> Adapter:
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder}: not a directory; an adapter is a directory with {CONFIG_FILE} or {INITIAL_STATE_FILE}"
         )
     if not os.path.lexists(folder / INITIAL_STATE_FILE):
-        return _read_lora(folder, config, max_rank)
-    state = read_initial_state(folder, config)
+        return _read_lora(folder, config, max_rank, check)
     if not any(os.path.lexists(folder / name) for name in (CONFIG_FILE, WEIGHTS_FILE)):
+        check(Contents(initial_state=True))
+        state = read_initial_state(folder, config)
         return Adapter({}, 0, hashlib.sha256(f"initial state {state.digest}".encode()).hexdigest(), None, state)
-    lora = _read_lora(folder, config, max_rank)
+    lora = _read_lora(folder, config, max_rank, lambda contents: check(replace(contents, initial_state=True)))
+    state = read_initial_state(folder, config)
     digest = hashlib.sha256(f"{lora.digest} and initial state {state.digest}".encode()).hexdigest()
     return replace(lora, digest=digest, initial_state=state)
 
 
-def _read_lora(folder: Path, config: HybridConfig, max_rank: int | None) -> Adapter:
+def _read_lora(folder: Path, config: HybridConfig, max_rank: int | None, check: Check) -> Adapter:
     scales = AdapterConfig(folder, read_json(folder / CONFIG_FILE))
     file = folder / WEIGHTS_FILE
     if not os.path.lexists(file):
@@ -132,6 +151,8 @@ def _read_lora(folder: Path, config: HybridConfig, max_rank: int | None) -> Adap
         place, parts = known.find_expert(pair), known.find(pair)
         _check_magnitude(stored, pair, names.get("M"), wanted=scales.magnitudes, of_expert=place is not None)
         checked.append((pair, names, scale, place, parts))
+    changed = {path for *_, place, parts in checked for path in ([place.path] if place else dict(parts))}
+    check(Contents(changed, scales.magnitudes, found))
     for pair, names, scale, place, parts in checked:
         a, b, *magnitude = (stored.copy(names[part]).astype(np.float32) for part in sorted(names))
         with np.errstate(over="ignore", invalid="ignore"):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from checkpoints.adapters.adapter import Adapter, read_adapter
+from checkpoints.adapters.adapter import Adapter, Contents, read_adapter
 from checkpoints.errors import CheckpointError
 from mamba_jax.adapters import AdapterEntry
 from mamba_jax.config import HybridConfig
@@ -145,7 +146,7 @@ class AdapterTable:
                 set.
         """
         try:
-            adapter = read_adapter(path, self._config, max_rank=self._max_rank)
+            adapter = read_adapter(path, self._config, max_rank=self._max_rank, check=partial(self._check, path))
         except CheckpointError as error:
             raise RequestError(f"adapter {name!r}: {error}") from None
         return self.checked(name, path, adapter)
@@ -154,34 +155,38 @@ class AdapterTable:
         """Returns an adapter in the form that the device takes. May be called from any thread.
 
         Raises:
-            RequestError: it needs a flag that is not set, or has numbers that are not finite in the device's dtypes.
+            RequestError: it has numbers that are not finite in the device's dtypes.
         """
-        of_experts = adapter.layers.keys() - (self._programs.adapters.layers if self._programs.adapters else ())
-        if adapter.layers and not self._loras.held:
+        try:
+            if self._states is not None and adapter.initial_state is not None:
+                self._states.check(adapter.initial_state, self._loop.store)
+            matrices = None
+            if self._programs.adapters is not None and adapter.layers:
+                matrices = self._programs.adapters.entry_of(adapter.layers, adapter.magnitudes, adapter.tables)
+        except ValueError as error:
+            raise RequestError(f"adapter {name!r}: {path} cannot be used: {error}") from None
+        return ReadAdapter(adapter, matrices)
+
+    def _check(self, path: str | Path, has: Contents) -> None:
+        """Raises CheckpointError if an adapter needs a flag that is not set."""
+        found = self._programs.adapters
+        of_experts = set(has.layers) - set(found.layers if found else ())
+        if has.layers and not self._loras.held:
             needs = "has LoRA matrices, which need the flag enable_lora"
         elif of_experts:
             needs = f"changes routed experts ({min(of_experts)}), which needs the flag lora_experts"
-        elif adapter.magnitudes and not (self._programs.adapters and self._programs.adapters.magnitudes):
+        elif has.magnitudes and not (found and found.magnitudes):
             needs = "has magnitudes (DoRA), which need the flag enable_dora"
-        elif adapter.tables and self._programs.adapters and not self._programs.adapters.tables:
-            found = self._programs.adapters
+        elif has.tables and found and not found.tables:
             needs = (
-                f"has its own {' and '.join(sorted(adapter.tables))} (modules_to_save), which needs the flag "
+                f"has its own {' and '.join(sorted(has.tables))} (modules_to_save), which needs the flag "
                 f"lora_tables ({found.table_bytes:,} bytes for max_loras {found.count})"
             )
-        elif adapter.initial_state is not None and self._states is None:
+        elif has.initial_state and self._states is None:
             needs = "has a learned initial state, which needs the flag max_initial_states"
         else:
-            try:
-                if self._states is not None and adapter.initial_state is not None:
-                    self._states.check(adapter.initial_state, self._loop.store)
-                matrices = None
-                if self._programs.adapters is not None and adapter.layers:
-                    matrices = self._programs.adapters.entry_of(adapter.layers, adapter.magnitudes, adapter.tables)
-                return ReadAdapter(adapter, matrices)
-            except ValueError as error:
-                needs = f"cannot be used: {error}"
-        raise RequestError(f"adapter {name!r}: {path} {needs}")
+            return
+        raise CheckpointError(f"{path} {needs}")
 
     def put(self, name: str, path: str | Path, adapter: ReadAdapter) -> LoadedAdapter:
         """Loads an adapter, and replaces one with the same name. Requests that use the old one keep it until they end.
