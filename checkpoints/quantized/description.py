@@ -17,6 +17,14 @@ from checkpoints.resolve import original_of
 MODELOPT, COMPRESSED, FP8, GPTQ, AWQ = "modelopt", "compressed-tensors", "fp8", "gptq", "awq"
 AUTO_ROUND, MXFP4, BITSANDBYTES = "auto-round", "mxfp4", "bitsandbytes"
 METHODS = (MODELOPT, COMPRESSED, FP8, GPTQ, AWQ, AUTO_ROUND, MXFP4, BITSANDBYTES)
+_OTHER_NAMES = {"fbgemm-fp8": COMPRESSED, "finegrained-fp8": FP8, "autoround": AUTO_ROUND}
+_NAMED_BY = {
+    "quant_algo": MODELOPT,
+    "config_groups": COMPRESSED,
+    "load_in_4bit": BITSANDBYTES,
+    "autoround_version": AUTO_ROUND,
+}
+"""Fields that only this method's descriptions have, for those without `quant_method`."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +34,9 @@ class Quantization:
     method: str
     """One of METHODS."""
     bits: int = 4
-    """Of integers that are packed (gptq, awq), where tensors do not show it."""
+    """Of integers that are packed (gptq, awq), where neither tensors nor the size of groups show it."""
+    group_size: int = 0
+    """Inputs that share a scale of packed integers; 0: unknown."""
     block: tuple[int, int] = (128, 128)
     """Outputs and inputs that share a scale where scales are of blocks."""
     zero_offset: int | None = 0
@@ -49,7 +59,11 @@ def read_quantization(directory: Path, fields: Mapping[str, Any]) -> Quantizatio
     if not found:
         return None
     found = _object(path, found)
-    method = str(found.get("quant_method") or (MODELOPT if "quant_algo" in found else "unknown")).lower()
+    found = found if found.get("quant_method") or "quantization" not in found else _object(path, found["quantization"])
+    named = (one for key, one in _NAMED_BY.items() if key in found)
+    method = str(found.get("quant_method") or next(named, "unknown"))
+    method = method.lower().replace("_", "-").removeprefix("intel/").removesuffix("-marlin")
+    method = _OTHER_NAMES.get(method, method)
     if method == "unknown" and "group_size" in found:
         raise CheckpointError(f"{path}: weights in MLX's form are not supported; {original_of(directory)}")
     if method.startswith(MODELOPT):
@@ -62,7 +76,7 @@ def read_quantization(directory: Path, fields: Mapping[str, Any]) -> Quantizatio
         return Quantization(method)
     if method in (GPTQ, AWQ):
         return _integers(path, method, found)
-    if method.replace("_", "-") in (AUTO_ROUND, "intel/auto-round", "autoround"):
+    if method == AUTO_ROUND:
         return _auto_round(path, found)
     raise CheckpointError(f"{path}: quantization method {method!r} is not supported; known are {', '.join(METHODS)}")
 
@@ -82,8 +96,10 @@ def _integers(path: Path, method: str, found: Mapping[str, Any]) -> Quantization
     version = str(found.get("version", "gemm")).lower()
     if method == AWQ and version != "gemm":
         raise CheckpointError(f"{path}: awq version {version!r} is not supported; only gemm is")
-    first_format = method == GPTQ and str(found.get("checkpoint_format", "gptq")) != "gptq_v2"
-    return Quantization(method, bits=bits, zero_offset=int(first_format))
+    first_format = method == GPTQ and "gptq_v2" not in (found.get("checkpoint_format"), found.get("format"))
+    size = found.get("group_size", found.get("q_group_size"))
+    size = size if isinstance(size, int) and size > 0 else 0
+    return Quantization(method, bits=bits, group_size=size, zero_offset=int(first_format))
 
 
 def _auto_round(path: Path, found: Mapping[str, Any]) -> Quantization:

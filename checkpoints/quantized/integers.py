@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from checkpoints.quantized.description import AWQ, Quantization
+from checkpoints.quantized.description import Quantization
 from checkpoints.quantized.packing import unpack, unpack_awq
 from checkpoints.quantized.stored import BF16, F32, INPUT_SCALE, INT4, INT8, InvalidTensor, Module, Part, StoredWeight
 
@@ -94,7 +94,8 @@ def qweight(module: Module, how: Quantization) -> StoredWeight:
         InvalidTensor: a tensor is missing, or of the wrong shape.
     """
     rows, columns = module.shape("qweight")
-    if how.method == AWQ:
+    is_awq = module.shape("scales")[-1] == 8 * columns  # packed along the outputs
+    if is_awq:
         bits, inputs, outputs = 4, rows, 8 * columns
     else:
         bits = _gptq_bits(module, rows, columns, how)
@@ -107,10 +108,10 @@ def qweight(module: Module, how: Quantization) -> StoredWeight:
 
     def read(suffix: str, axis: int) -> np.ndarray:
         words = module.view(suffix)
-        return unpack_awq(words) if how.method == AWQ else unpack(words, bits, axis)
+        return unpack_awq(words) if is_awq else unpack(words, bits, axis)
 
     def zero() -> np.ndarray:
-        return (read("qzeros", -1).astype(np.int16) + (how.zero_offset or 0) - offset).astype(np.int16)
+        return (read("qzeros", -1).astype(np.int16) + (0 if is_awq else how.zero_offset or 0) - offset).astype(np.int16)
 
     parts = {
         "values": Part(dtype, lambda: _less(read("qweight", 0), offset).astype(dtype).T),
@@ -122,7 +123,7 @@ def qweight(module: Module, how: Quantization) -> StoredWeight:
         module.expect("qzeros", (groups, outputs * bits // 32), "I32")
         # A zero point may be one more than the integers have room for.
         parts["group_zero"] = Part(INT8 if bits <= 4 else np.dtype(np.int16), zero, groups)
-    return _by_groups(module, "g_idx", f"INT{bits} ({how.method.upper()})", (outputs, inputs), parts, groups)
+    return _by_groups(module, "g_idx", f"INT{bits} ({'AWQ' if is_awq else 'GPTQ'})", (outputs, inputs), parts, groups)
 
 
 def _gptq_bits(module: Module, words: int, outputs: int, how: Quantization) -> int:
@@ -132,7 +133,8 @@ def _gptq_bits(module: Module, words: int, outputs: int, how: Quantization) -> i
     elif module.has("qzeros"):
         bits = 32 * module.shape("qzeros")[-1] / max(1, outputs)
     else:
-        bits = how.bits
+        by_groups = 32 * words / max(1, how.group_size * module.shape("scales")[0])
+        bits = by_groups if by_groups in (2, 4, 8) else how.bits
     if bits not in (2, 4, 8):
         raise InvalidTensor(f"{module.name}.qweight has {bits:g} bits for each input: 2, 4 and 8 are supported")
     return int(bits)

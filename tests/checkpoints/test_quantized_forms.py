@@ -123,6 +123,10 @@ FORMS = {
     "GPTQ without zero points": (GPTQ, {r".*_proj": symmetric(gptq)}),
     "AWQ without zero points": ({"quant_method": "awq", "bits": 4}, {r".*_proj": symmetric(awq)}),
     "bits per module": (GPTQ, {r".*(up|down)_proj": lambda w: gptq(w, bits=8), r".*_proj": gptq}),
+    "bits per module without zero points": (
+        GPTQ,
+        {r".*(up|down)_proj": symmetric(gptq, bits=8), r".*_proj": symmetric(gptq)},
+    ),
     "AutoRound as GPTQ": (AUTO | {"packing_format": "auto_round:auto_gptq"}, {r".*_proj": symmetric(gptq)}),
     "AutoRound as AWQ": (AUTO | {"packing_format": "auto_round:auto_awq"}, {r".*_proj": symmetric(awq)}),
     "AutoRound, not symmetric": (AUTO | {"packing_format": "auto_round:auto_gptq", "sym": False}, {r".*_proj": gptq}),
@@ -143,6 +147,8 @@ FORMS = {
         BNB,
         {r".*up_proj": partial(four_bits, nested=True, block=1 << 62), r".*_proj": fp8},
     ),
+    "GPTQ's description of AWQ's tensors": (GPTQ, {r".*(up|down)_proj": awq, r".*_proj": gptq}),
+    "no method": ({"config_groups": {}}, {r".*_proj": packed(4)}),
     "ModelOpt's groups": (MODELOPT | {"config_groups": {}}, {r".*_proj": fp8}),
 }
 
