@@ -5,6 +5,7 @@ All figures are those of one of the devices that a model is divided over.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from serving.engine.assembly.sizing import StoreSize
 
 _DRAFTERS = ("mtp.", "drafter.")
 LONG_CONTEXTS = (1 << 17, 1 << 19, 1 << 20)
+_LONGEST_CHUNK, _ALMOST = 1 << 16, 1.02
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,11 @@ class LongContext:
     bytes: int
     """Of its states and pages on one device."""
     first_token_s: float
-    """The least time to the first token of an uncached prompt."""
+    """The least time to the first token of an uncached prompt, computed in steps of `max_num_batched_tokens`."""
+    chunk: int
+    """The fewest tokens of a step with which the first token comes almost as soon as with any number."""
+    chunked_first_token_s: float
+    """The least time to the first token with steps of so many tokens."""
     decode_ms: float
     """The least time to each next token."""
 
@@ -123,6 +129,9 @@ class Counter:
         scores = (_score_flops(config, kind) for kind in config.pattern if config.state(kind, StateUnit.TOKEN))
         self._flops_per_score = sum(scores) / partition.shards
         self._shape = replace(partition.device_shape(StoreShape.of(config)), lanes=lanes)
+        # Pages of draft layers are read in the drafts' own steps.
+        elements = sum(array.size() for array in self._shape.pages[: config.num_attention_uses])
+        self._bytes_per_key = elements * self._kv_dtype.itemsize
 
     @property
     def weight_bytes(self) -> int:
@@ -166,26 +175,30 @@ class Counter:
         slots = size.bytes_per_slot * size.running_slots // size.max_num_seqs + size.bytes_per_tail
         load = decode_workload(rows=1, drafts=0, context=tokens, replay=replay)
         decode = self.step("", load, device, counted=1).bound_ms
-        first = self._first_token_seconds(tokens, chunk, device)
-        return LongContext(tokens, size.sequences_at(tokens), pages + slots, first, decode)
+        seconds, longer = {}, chunk
+        while longer <= max(chunk, _LONGEST_CHUNK):
+            seconds[longer] = self._first_token_seconds(tokens, longer, device)
+            longer *= 2
+        best = next(size for size, each in seconds.items() if each <= _ALMOST * min(seconds.values()))
+        sequences = size.sequences_at(tokens)
+        return LongContext(tokens, sequences, pages + slots, seconds[chunk], best, seconds[best], decode)
 
     def _first_token_seconds(self, tokens: int, chunk: int, device: Device) -> float:
         """Each chunk reads the weights, and the keys before it once."""
-        seconds = 0.0
+        seconds, work = 0.0, functools.cache(lambda size, later: self.work(Workload(size, 1, 1, later, 1, 0)))
         for start in range(0, tokens, chunk):
             size = min(chunk, tokens - start)
-            work = self.work(Workload(size, 1, 1, int(start > 0), 1, start + size))
+            least = work(size, int(start > 0))
+            moved = least.bytes + (start + size) * self._bytes_per_key
             scores = size * start + size * size // 2  # pairs of a query and a key
-            flops = work.flops + scores * self._flops_per_score
-            seconds += max(work.bytes / device.bandwidth, flops / device.flops)
+            flops = least.flops + scores * self._flops_per_score
+            seconds += max(moved / device.bandwidth, flops / device.flops)
         return seconds
 
     def _state_bytes(self, load: Workload) -> float:
         shape = self._shape
         slot = shape.bytes_per_slot(self._dtype, self._ssm_dtype)
-        # Pages of draft layers are read in the drafts' own steps.
-        per_key = sum(array.size() for array in shape.pages[: self.config.num_attention_uses])
-        kv = load.keys_read * per_key * self._kv_dtype.itemsize
+        kv = load.keys_read * self._bytes_per_key
         tails = 0.0
         if load.replay is not None:
             token = shape.bytes_per_tail(self._dtype, self._ssm_dtype, load.replay) / load.replay.longest

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh
 from checkpoints.drafts import drafter_shapes
 from checkpoints.errors import CheckpointError, one_line
 from checkpoints.load import Checkpoint, load_config
-from mamba_jax.config import HybridConfig, ModelConfigError
+from mamba_jax.config import LATENT, HybridConfig, ModelConfigError
 from mamba_jax.head_padding import HeadPadding
 from mamba_jax.model import HybridModel, num_parameters
 from mamba_jax.modules.quantized import weight_of
@@ -240,6 +240,8 @@ class _Planner:
             for n in LONG_CONTEXTS
             if n <= size.max_model_len
         ]
+        if long_contexts and (copies := self._copies_of_keys) > 1:
+            notes.append(f"{copies} devices hold the same keys and values: there are fewer heads of them than devices")
         return self._report(
             fits=spare >= 0 and not refused,
             spare=spare,
@@ -271,6 +273,13 @@ class _Planner:
             weights=self.counter.weight_bytes,
             **figures,
         )
+
+    @property
+    def _copies_of_keys(self) -> int:
+        """Number of devices that have the same keys and values; of latents all have."""
+        attention, count = self.model.attention, self.target.count
+        heads = 1 if LATENT in self.model.pattern else attention.num_kv_heads if attention else count
+        return max(1, count // heads)
 
     def _bytes_of_seats(self, rows: Rows) -> int:
         return _bytes_of_one(zip(jax.tree.leaves(rows), jax.tree.leaves(rows_shardings(rows, self.mesh)), strict=True))

@@ -50,7 +50,7 @@ def as_text(plan: CapacityPlan, at_context: int | None = None) -> RenderableType
     if plan.steps:
         parts += [Text(), _steps(plan)]
     if plan.long_contexts:
-        parts += [Text(), _long_contexts(plan)]
+        parts += [Text(), _long_contexts([plan])]
     if plan.programs:
         parts += [Text(), _programs(plan), Text(plan.kernels, style="dim")]
     parts += [Text(f"note: {note}", style="yellow") for note in plan.notes]
@@ -67,7 +67,10 @@ def as_comparison(plans: list[CapacityPlan], failures: dict[str, str], at_contex
         memory = plan.target.count * plan.target.device.memory
         row = [plan.target.name, f"{plan.target.count}", show_bytes(memory), show_bytes(plan.spare)]
         table.add_row(*row, *([f"{plan.sequences_at(at_context)[0]:,}"] if at_context else []))
-    return Group(table, *(Text(f"{name}: {why}", style="dim") for name, why in failures.items()))
+    tables = [table]
+    if any(plan.long_contexts for plan in plans):
+        tables.append(_long_contexts(plans))
+    return Group(*tables, *(Text(f"{name}: {why}", style="dim") for name, why in failures.items()))
 
 
 def _machine(plan: CapacityPlan) -> Text:
@@ -116,12 +119,24 @@ def _steps(plan: CapacityPlan) -> Table:
     return table
 
 
-def _long_contexts(plan: CapacityPlan) -> Table:
-    columns = ("tokens", "sequences at once", "memory of each", "first token after", "next token after")
-    table = _table("One sequence of a long context, at least (at published speeds; a prompt without a hit)", columns)
-    for each in plan.long_contexts:
-        times = (f"{each.first_token_s:,.1f} s", f"{each.decode_ms:.2f} ms")
-        table.add_row(f"{each.tokens:,}", f"{each.sequences:,}", show_bytes(each.bytes), *times)
+def _long_contexts(plans: Sequence[CapacityPlan]) -> Table:
+    columns = [
+        "tokens",
+        "sequences at once",
+        "memory of each",
+        "first token after",
+        "with steps of",
+        "next token after",
+    ]
+    title = "One sequence of a long context, at least (by arithmetic at published speeds; a prompt without a hit)"
+    table = _table(title, ["machine", *columns])
+    for plan in plans:
+        for each in plan.long_contexts:
+            times = [f"{each.first_token_s:,.1f} s", "-", f"{each.decode_ms:.2f} ms"]
+            if each.chunked_first_token_s < each.first_token_s:
+                times[1] = f"{each.chunk:,}: {each.chunked_first_token_s:,.1f} s"
+            sizes = (f"{each.tokens:,}", f"{each.sequences:,}", show_bytes(each.bytes))
+            table.add_row(plan.target.name, *sizes, *times)
     return table
 
 

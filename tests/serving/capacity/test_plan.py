@@ -7,6 +7,7 @@ import sys
 
 import jax.numpy as jnp
 import pytest
+from rich.console import Console
 
 from checkpoints.errors import CheckpointError
 from checkpoints.load import load_config
@@ -15,6 +16,7 @@ from mamba_jax.model import HybridModel, parameters
 from mamba_jax.sharding import Partition
 from serving.capacity.count import Counter, decode_workload
 from serving.capacity.plan import make_plan
+from serving.capacity.report import as_comparison
 from serving.capacity.targets import families, known, larger, target
 from serving.cli.main import run
 from serving.config import ConfigError, EngineConfig
@@ -66,6 +68,15 @@ def test_long_contexts_are_bounded():
     attention = 12 * 4 * 16 * 256 * 2**39 / 16 / made.target.device.flops
     assert attention < most.first_token_s < 1.5 * attention
     assert few.decode_ms < more.decode_ms < most.decode_ms
+    # Steps of few tokens read every expert for each of them; with many keys, attention is most of a step.
+    assert few.chunk > 2048
+    assert few.chunked_first_token_s < 0.7 * few.first_token_s
+    assert 0.9 * most.first_token_s < most.chunked_first_token_s <= most.first_token_s
+    assert any(note.startswith("8 devices hold the same keys and values") for note in made.notes)
+    console = Console(width=160)
+    with console.capture() as shown:
+        console.print(as_comparison([made], {}, None))
+    assert f"{few.chunk:,}: {few.chunked_first_token_s:,.1f} s" in shown.get()
     assert plan("nemotron-h-8b", "v5e-8").long_contexts == ()
 
 
