@@ -175,7 +175,8 @@ class Counter:
         slots = size.bytes_per_slot * size.running_slots // size.max_num_seqs + size.bytes_per_tail
         load = decode_workload(rows=1, drafts=0, context=tokens, replay=replay)
         decode = self.step("", load, device, counted=1).bound_ms
-        seconds, longer = {}, chunk
+        seconds: dict[int, float] = {}
+        longer = chunk
         while longer <= max(chunk, _LONGEST_CHUNK):
             seconds[longer] = self._first_token_seconds(tokens, longer, device)
             longer *= 2
