@@ -23,20 +23,22 @@ F32 = jnp.float32
 
 
 def scan(
-    compute, inputs, output, store, tiles: Tiles, *, real, block, axis=0, memory=(), vmem_bytes=None, cost, interpret,
-    name,
+    compute, inputs, output, store, tiles: Tiles, *, real, block, axis=0, scalars=(), padding=None, memory=(),
+    vmem_bytes=None, cost, interpret, name,
 ):  # fmt: skip
     """Runs a kernel on the grid (blocks of a state, tiles), the state in VMEM from a row's first tile to its last.
     Returns the output and the store.
 
     Args:
-        compute: `compute(tile, inputs, y, carry, stored, *memory)` reads the blocks of the inputs, writes the block of
-            the output, and updates `carry`, the block of a state in float32. `stored` is the dtype of the store. It is
-            not called for tiles of padding, whose output is zeros.
+        compute: `compute(place, inputs, y, carry, stored, *memory)` reads the blocks of the inputs, writes the block of
+            the output, and updates `carry`, the block of a state in float32. `place` is (block, tile), `stored` the
+            dtype of the store.
         inputs: arrays and their `BlockSpec`s, whose index maps begin with (block, tile); `output` as a shape.
         real: tokens that are not padding [tiles, tile_size].
         block: the shape of a block of a state.
         axis: the axis of a state that is divided into blocks.
+        scalars: numbers of tiles that index maps take after (block, tile), and the functions before their inputs.
+        padding: called in place of `compute` for tiles of padding; None: their output is zeros.
         memory: further scratch shapes.
         vmem_bytes: limit of VMEM; the compiler's default if None.
     """
@@ -48,10 +50,13 @@ def scan(
 
         return pl.BlockSpec((1, *block), index)
 
-    kernel = functools.partial(_scan_kernel, compute=compute, number=len(inputs))
-    return _call(
-        kernel, inputs, output, store, (first, read, write, real.any(axis=1).astype(jnp.int32), fetched, flushed),
-        grid=(store.shape[1 + axis] // block[axis], len(first)), slots=(slot(-2), slot(-1)),
+    kernel = functools.partial(
+        _scan_kernel, compute=compute, padding=padding or _zeros, scalars=len(scalars), inputs=len(inputs)
+    )
+    of_tiles = first, read, write, real.any(axis=1).astype(jnp.int32), fetched, flushed
+    return call_in_place(
+        kernel, inputs, output, [(store, slot(-2), slot(-1))], (*scalars, *of_tiles),
+        grid=(store.shape[1 + axis] // block[axis], len(first)),
         memory=[pltpu.VMEM(block, F32), *memory], vmem_bytes=vmem_bytes, cost=cost, interpret=interpret, name=name,
     )  # fmt: skip
 
@@ -70,22 +75,25 @@ def slots_of_tiles(tiles: Tiles) -> list[Int[Array, " tiles"]]:
     return [v.astype(jnp.int32) for v in (first, read, write, fetched, write[following])]
 
 
-def _scan_kernel(tile_first, read_slot, write_slot, live, _fetched, _flushed, *references, compute, number: int):
-    inputs, (state_in, y, state_out, carry, *memory) = references[:number], references[number:]
+def _zeros(place, inputs, y, *others):
+    y[...] = jnp.zeros(y.shape, y.dtype)
+
+
+def _scan_kernel(*references, compute, padding, scalars: int, inputs: int):
+    given, (tile_first, read_slot, write_slot, live, _fetched, _flushed, *rest) = (
+        references[:scalars], references[scalars:]
+    )  # fmt: skip
+    state_in, y, state_out, carry, *memory = rest[inputs:]
     tile = pl.program_id(1)
+    block = (pl.program_id(0), tile), (*given, *rest[:inputs]), y, carry, state_out.dtype, *memory
 
     @pl.when(tile_first[tile] > 0)
     def _():
         # A select, not a product: the null slot may hold NaN.
         carry[...] = jnp.where(read_slot[tile] > 0, state_in[0].astype(F32), 0)
 
-    @pl.when(live[tile] > 0)
-    def _():
-        compute(tile, inputs, y, carry, state_out.dtype, *memory)
-
-    @pl.when(live[tile] == 0)
-    def _():
-        y[...] = jnp.zeros(y.shape, y.dtype)
+    pl.when(live[tile] > 0)(lambda: compute(*block))
+    pl.when(live[tile] == 0)(lambda: padding(*block))
 
     @pl.when(write_slot[tile] > 0)
     def _():
@@ -119,9 +127,9 @@ def update(compute, inputs, output, store, places: Rows, *, real, heads: int, co
         places.write_slot.astype(jnp.int32).reshape(-1),
         real.astype(jnp.int32).reshape(-1),
     )
-    return _call(
-        kernel, inputs, output, store, scalars, grid=(store.shape[1] // heads, rows, steps),
-        slots=(slot(lambda i, t, read, *_: read[i]), slot(lambda i, t, read, write, _: write[i * steps + t])),
+    fetched, flushed = slot(lambda i, t, read, *_: read[i]), slot(lambda i, t, read, write, _: write[i * steps + t])
+    return call_in_place(
+        kernel, inputs, output, [(store, fetched, flushed)], scalars, grid=(store.shape[1] // heads, rows, steps),
         memory=[pltpu.VMEM(block if steps > 1 else (8, 128), F32)], cost=cost, interpret=interpret, name=name,
     )  # fmt: skip
 
@@ -171,25 +179,32 @@ def _update_kernel(read_slot, write_slot, real, *references, compute, number: in
         lax.fori_loop(0, state_out.shape[1], copy, None)
 
 
-def _call(kernel, inputs, output, store, scalars, *, grid, slots, memory, vmem_bytes=None, cost, interpret, name):
-    shape, y_blocks = output
-    sequential: list[Any] = ["arbitrary"] * (len(grid) - 1)
+def call_in_place(
+    kernel, inputs, output, stores, scalars, *, grid, memory, parallel=True, vmem_bytes=None, cost, interpret, name
+):
+    """Runs a kernel of (scalars, inputs, stores, output, stores, memory); returns the output and the stores.
+
+    Args:
+        stores: arrays that are updated in place, with the `BlockSpec`s of what is read and of what is written.
+        parallel: blocks along the first axis of the grid access disjoint parts of every slot (the null slot included).
+    """
+    (shape, y_blocks), (arrays, blocks) = output, zip(*inputs, strict=True)
+    held, fetched, flushed = zip(*stores, strict=True)
+    order: list[Any] = ["parallel" if parallel else "arbitrary"] + ["arbitrary"] * (len(grid) - 1)
+    first = len(scalars) + len(arrays)
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=grid,
-            in_specs=[*(blocks for _, blocks in inputs), slots[0]],
-            out_specs=[y_blocks, slots[1]],
+            in_specs=[*blocks, *fetched],
+            out_specs=[y_blocks, *flushed],
             scratch_shapes=memory,
         ),
-        out_shape=[shape, jax.ShapeDtypeStruct(store.shape, store.dtype)],
-        input_output_aliases={len(scalars) + len(inputs): 1},
-        # Blocks of a state access disjoint parts of every slot (the null slot included).
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", *sequential), vmem_limit_bytes=vmem_bytes
-        ),
+        out_shape=[shape, *(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in held)],
+        input_output_aliases={first + n: 1 + n for n in range(len(held))},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=order, vmem_limit_bytes=vmem_bytes),
         cost_estimate=cost,
         interpret=interpret,
         name=name,
-    )(*scalars, *(array for array, _ in inputs), store)
+    )(*scalars, *arrays, *held)

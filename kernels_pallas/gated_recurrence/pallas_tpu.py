@@ -18,13 +18,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels_pallas import tpu_pipeline
 from kernels_pallas.causal_conv1d.xla import windows_of_tiles
 from kernels_pallas.gated_norm.xla import rms_norm
 from kernels_pallas.recurrence.scan.pallas_tpu import BLOCK_BYTES
 from kernels_pallas.recurrence.scan.tpu_tile import scan_tile
 from kernels_pallas.slots import read_slots, write_slots
 from kernels_pallas.tpu_blocks import LANES, HeadBlocks, blocks_in_lanes
-from kernels_pallas.tpu_pipeline import slots_of_tiles
 
 F32 = jnp.float32
 ALIGNED = 16  # rows of 16-bit numbers in a memory tile
@@ -72,7 +72,6 @@ def gated_scan(
     start = lax.cummax(jnp.where(count > 0, tile_tokens[:, 0], 0)).astype(jnp.int32)
     fetched = min(size + ALIGNED, tokens)
     base = jnp.minimum(start // ALIGNED, (tokens - fetched) // ALIGNED)
-    first, read, write, slot_in, slot_out = slots_of_tiles(packed.tiles)
     log_decay, strength = (
         jnp.where(valid[..., None], v[tile_tokens], 0).astype(F32).swapaxes(1, 2) for v in (log_decay, strength)
     )
@@ -86,64 +85,46 @@ def gated_scan(
         return pl.BlockSpec((count, channels), lambda h, i, *_: (0, h))
 
     per_group = pl.BlockSpec((1, size, blocks.groups * state), lambda h, i, *_: (i, 0, blocks.block_of_groups(h)))
-    slot = (1, blocks.heads, head_dim, state)
+    per_head = pl.BlockSpec((1, blocks.heads, size), lambda h, i, *_: (i, h, 0))
     settings = {"blocks": blocks, "head_dim": head_dim, "width": width, "eps": gates.eps}
-    y, store = pl.pallas_call(
-        functools.partial(_kernel, **settings, normalize=normalize, norm_before_gate=gates.norm_before_gate),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=8,
-            grid=(blocks.count, tiles),
-            in_specs=[
-                half(0),
-                half(blocks.count),
-                pl.BlockSpec((1, CONTEXT, channels), lambda h, i, *_: (i, 0, h)),
-                per_channel(width + 1),
-                per_group,
-                per_group,
-                pl.BlockSpec((1, blocks.heads, size), lambda h, i, *_: (i, h, 0)),
-                pl.BlockSpec((1, blocks.heads, size), lambda h, i, *_: (i, h, 0)),
-                per_channel(1),
-                per_channel(1),
-                pl.BlockSpec((1, 1, size), lambda h, i, *_: (i, 0, 0)),
-                pl.BlockSpec(slot, lambda h, i, *scalars: (scalars[-2][i], h, 0, 0)),
-            ],
-            out_specs=[
-                pl.BlockSpec(memory_space=pl.ANY),
-                pl.BlockSpec(slot, lambda h, i, *scalars: (scalars[-1][i], h, 0, 0)),
-            ],
-            scratch_shapes=[
-                pltpu.VMEM(slot[1:], F32),
-                pltpu.VMEM((channels // LANES, CONTEXT + fetched + size, LANES), F32),
-                pltpu.VMEM((1, size, channels), zx.dtype),
-                pltpu.VMEM((1, size, channels), F32),
-                pltpu.VMEM((channels // LANES, ALIGNED, LANES), F32),
-                pltpu.VMEM((size + ALIGNED, channels), zx.dtype),
-                pltpu.SemaphoreType.DMA,
-            ],
+    inputs = [
+        (zx, half(0)),
+        (zx, half(blocks.count)),
+        (
+            jnp.pad(context, ((0, 0), (CONTEXT + 1 - width, 0), (0, 0))),
+            pl.BlockSpec((1, CONTEXT, channels), lambda h, i, *_: (i, 0, h)),
         ),
-        out_shape=[jax.ShapeDtypeStruct((tokens, inner), zx.dtype), jax.ShapeDtypeStruct(store.shape, store.dtype)],
-        input_output_aliases={19: 1},
-        # Blocks of heads access disjoint parts of every slot (the null slot included) and of every token.
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
-        ),
-        cost_estimate=_cost(zx, key, store, blocks, tiles, size, fetched),
+        (taps, per_channel(width + 1)),
+        (query.reshape(tokens, groups * state)[tile_tokens], per_group),
+        (key.reshape(tokens, groups * state)[tile_tokens], per_group),
+        (log_decay, per_head),
+        (strength, per_head),
+        (jnp.repeat(weights.skip.astype(F32), head_dim)[None], per_channel(1)),
+        ((jnp.ones(inner) if norm is None else norm).astype(F32)[None], per_channel(1)),
+        (valid.astype(F32)[:, None], pl.BlockSpec((1, 1, size), lambda h, i, *_: (i, 0, 0))),
+    ]
+    y, store = tpu_pipeline.scan(
+        functools.partial(_compute, **settings, normalize=normalize, norm_before_gate=gates.norm_before_gate),
+        inputs,
+        (jax.ShapeDtypeStruct((tokens, inner), zx.dtype), pl.BlockSpec(memory_space=pl.ANY)),
+        store,
+        packed.tiles,
+        real=valid,
+        block=(blocks.heads, head_dim, state),
+        scalars=(base, start, count),
+        padding=_wait,
+        memory=[
+            pltpu.VMEM((channels // LANES, CONTEXT + fetched + size, LANES), F32),
+            pltpu.VMEM((1, size, channels), zx.dtype),
+            pltpu.VMEM((1, size, channels), F32),
+            pltpu.VMEM((channels // LANES, ALIGNED, LANES), F32),
+            pltpu.VMEM((size + ALIGNED, channels), zx.dtype),
+            pltpu.SemaphoreType.DMA,
+        ],
+        vmem_bytes=VMEM_BYTES,
+        cost=_cost(zx, key, store, blocks, tiles, size, fetched),
         interpret=interpret,
         name="gated_scan",
-    )(
-        *(base, start, count, first, read, write, slot_in, slot_out),
-        zx,
-        zx,
-        jnp.pad(context, ((0, 0), (CONTEXT + 1 - width, 0), (0, 0))),
-        taps,
-        query.reshape(tokens, groups * state)[tile_tokens],
-        key.reshape(tokens, groups * state)[tile_tokens],
-        log_decay,
-        strength,
-        jnp.repeat(weights.skip.astype(F32), head_dim)[None],
-        (jnp.ones(inner) if norm is None else norm).astype(F32)[None],
-        valid.astype(F32)[:, None],
-        store,
     )
     if norm is not None and not normalize:
         y = rms_norm(y, norm, groups=groups, eps=gates.eps)
@@ -161,10 +142,8 @@ def _norms(blocks: HeadBlocks) -> bool:
     return blocks.heads >= blocks.repeats
 
 
-def _kernel(
-    base, start, count, first, read, write, _slot_in, _slot_out,
-    z, x, context, taps, query, key, log_decay, strength, skip, norm, real, state_in, y, state_out,
-    carry, wide, values, scanned, left, leaving, sent,
+def _compute(
+    place, inputs, y, carry, stored, wide, values, scanned, left, leaving, sent,
     *, blocks: HeadBlocks, head_dim: int, width: int, eps: float, normalize: bool, norm_before_gate: bool,
 ):  # fmt: skip
     """Computes one tile and block of heads.
@@ -172,57 +151,41 @@ def _kernel(
     `wide` holds z and x so that loads may begin at any row. `values` is x after the convolution; `scanned` is the
     scan's output. `left` is the previous tile's part of an unfinished piece; `leaving` are the pieces in transfer.
     """
-    block, tile, tiles = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
-    channels = values.shape[2]
+    base, start, count, z, x, context, taps, query, key, log_decay, strength, skip, norm, real = inputs
+    block, tile = place
+    at = start[tile] - base[tile] * ALIGNED
+    _convolve(x, context, taps, wide, values, at, width=width)
+    inputs = query, key, values, log_decay, strength, skip, real
+    scan_tile(inputs, scanned, carry, stored, blocks=blocks, head_dim=head_dim)
+    groups = blocks.groups if normalize else 0
+    scales = _gate(z, wide, scanned, at, groups=groups, eps=eps, norm_before_gate=norm_before_gate)
+    sending = block, start, count, y, leaving, sent
+    pl.when(tile > 0)(lambda: _each_piece(tile - 1, *sending, lambda piece: piece.wait()))
+    _place(scanned, scales, norm, wide, left, leaving, lax.rem(start[tile], ALIGNED), count[tile])
+    _each_piece(tile, *sending, lambda piece: piece.start())
+    pl.when(tile == start.shape[0] - 1)(lambda: _each_piece(tile, *sending, lambda piece: piece.wait()))
 
-    def pieces(tile, act):
-        """Applies `act` to the transfer of each piece that a tile sends."""
-        number = lax.div(lax.rem(start[tile], ALIGNED) + count[tile] + ALIGNED - 1, ALIGNED)
 
-        def one(i, nothing):
-            piece = leaving.at[pl.ds(pl.multiple_of(i * ALIGNED, ALIGNED), ALIGNED), :]
-            row = pl.multiple_of((lax.div(start[tile], ALIGNED) + i) * ALIGNED, ALIGNED)
-            place = y.at[pl.ds(row, ALIGNED), pl.ds(pl.multiple_of(block * channels, LANES), channels)]
-            act(pltpu.make_async_copy(piece, place, sent))
-            return nothing
+def _wait(place, inputs, y, carry, stored, wide, values, scanned, left, leaving, sent):
+    """Waits for what the previous tile sends."""
+    (block, tile), (_, start, count, *_) = place, inputs
+    sending = block, start, count, y, leaving, sent
+    pl.when(tile > 0)(lambda: _each_piece(tile - 1, *sending, lambda piece: piece.wait()))
 
-        lax.fori_loop(0, jnp.where(count[tile] > 0, number, 0), one, 0)
 
-    def wait_for(tile):
-        pieces(tile, lambda piece: piece.wait())
+def _each_piece(tile, block, start, count, y, leaving, sent, act):
+    """Applies `act` to the transfer of each piece that a tile sends."""
+    number = lax.div(lax.rem(start[tile], ALIGNED) + count[tile] + ALIGNED - 1, ALIGNED)
+    channels = leaving.shape[1]
 
-    @pl.when(first[tile] > 0)
-    def _():
-        # A select, not a product: the null slot may hold NaN.
-        carry[...] = jnp.where(read[tile] > 0, state_in[0].astype(F32), 0)
+    def one(i, nothing):
+        piece = leaving.at[pl.ds(pl.multiple_of(i * ALIGNED, ALIGNED), ALIGNED), :]
+        row = pl.multiple_of((lax.div(start[tile], ALIGNED) + i) * ALIGNED, ALIGNED)
+        place = y.at[pl.ds(row, ALIGNED), pl.ds(pl.multiple_of(block * channels, LANES), channels)]
+        act(pltpu.make_async_copy(piece, place, sent))
+        return nothing
 
-    @pl.when(count[tile] > 0)
-    def _():
-        at = start[tile] - base[tile] * ALIGNED
-        _convolve(x, context, taps, wide, values, at, width=width)
-        inputs = query, key, values, log_decay, strength, skip, real
-        scan_tile(inputs, scanned, carry, state_out.dtype, blocks=blocks, head_dim=head_dim)
-        groups = blocks.groups if normalize else 0
-        scales = _gate(z, wide, scanned, at, groups=groups, eps=eps, norm_before_gate=norm_before_gate)
-
-        @pl.when(tile > 0)
-        def _():
-            wait_for(tile - 1)
-
-        _place(scanned, scales, norm, wide, left, leaving, lax.rem(start[tile], ALIGNED), count[tile])
-        pieces(tile, lambda piece: piece.start())
-
-    @pl.when((count[tile] == 0) & (tile > 0))
-    def _():
-        wait_for(tile - 1)
-
-    @pl.when(tile == tiles - 1)
-    def _():
-        wait_for(tile)
-
-    @pl.when(write[tile] > 0)
-    def _():
-        state_out[0] = carry[...].astype(state_out.dtype)
+    lax.fori_loop(0, jnp.where(count[tile] > 0, number, 0), one, 0)
 
 
 def _lay_out(v, wide, column):

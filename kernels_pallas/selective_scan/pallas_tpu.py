@@ -62,7 +62,7 @@ def _scan(entry, a, d, store, places, *, length, parts, by_token, interpret):
     real = dt[:, :, 0] != 0
     b, c = (jnp.where(real[..., None], v, 0).astype(F32) for v in (b, c))
 
-    def compute(tile, inputs, y, carry, stored, rows, b_columns, c_columns):
+    def compute(place, inputs, y, carry, stored, rows, b_columns, c_columns):
         x, dt, a, b, c, d = inputs
         steps = dt[0]
         values = jnp.where(steps != 0, x[0].astype(F32), 0)
@@ -76,7 +76,7 @@ def _scan(entry, a, d, store, places, *, length, parts, by_token, interpret):
         y[0] = (rows[...] + values * d[...]).astype(y.dtype)
         if stored != F32 and not by_token:
 
-            @pl.when(lax.rem(tile, parts) == parts - 1)
+            @pl.when(lax.rem(place[1], parts) == parts - 1)
             def _():
                 # Rounded to the store's dtype, so that dividing a row's tiles over several calls changes nothing.
                 carry[...] = carry[...].astype(stored).astype(F32)

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.recurrence.replay import tpu_by_channel, tpu_lanes, tpu_rows
-from kernels_pallas.recurrence.replay.tpu_rows import BLOCK_BYTES, HeadDecays, Inputs, Row
+from kernels_pallas.recurrence.replay.tpu_rows import BLOCK_BYTES, HeadDecays, Row
 from kernels_pallas.tpu_blocks import blocks_in_lanes, dot
 
 F32 = jnp.float32
@@ -33,21 +33,29 @@ def replay(entry, store, tail, places, *, erase, skip, interpret=False):
     query, key, value, log_decay, strength = entry
     (rows, steps, heads, head_dim), (groups, state) = value.shape, key.shape[2:]
     blocks = blocks_in_lanes(heads, groups, head_dim, state, store.dtype, block_bytes=BLOCK_BYTES)
-    by, by_channel = Inputs(blocks), entry.by_channel
-    number = _asked(steps) if erase else steps
+    by_channel, number = entry.by_channel, _asked(steps) if erase else steps
+
+    def flat(v, place=lambda h: h, count=blocks.count):
+        """One of `count` parts of a row's [steps, channels] for each block."""
+        v = v.reshape(rows, steps, -1)
+        return v, pl.BlockSpec((1, steps, v.shape[2] // count), lambda i, h, *_: (i, 0, place(h)))
+
+    def all_heads(v):
+        return flat(v.astype(F32), lambda h: 0, 1)
+
     inputs = [
-        by.by_group(query),
-        by.by_group(key),
-        by.by_head(value.reshape(rows, steps, -1)),
-        (by.by_head if by_channel else by.whole)(log_decay.astype(F32).reshape(rows, steps, -1)),
-        by.whole(strength.astype(F32)),
+        *(flat(v, blocks.block_of_groups, groups // blocks.groups) for v in (query, key)),
+        flat(value),
+        flat(log_decay.astype(F32)) if by_channel else all_heads(log_decay),
+        all_heads(strength),
     ]
     memory = HeadDecays.scratch(blocks, number, tail.value.shape[1])
     if erase:
         memory.append(pltpu.VMEM((blocks.count, number, blocks.heads), F32))
     else:
         weight = jnp.zeros(heads) if skip is None else skip
-        inputs.append(by.of_all_rows(jnp.repeat(weight.astype(F32), head_dim)))
+        of_block = pl.BlockSpec((1, blocks.heads * head_dim), lambda i, h, *_: (0, h))
+        inputs.append((jnp.repeat(weight.astype(F32), head_dim)[None], of_block))
     compute = functools.partial(_compute, by_channel=by_channel) if erase else tpu_lanes.compute
     return tpu_rows.replay(
         functools.partial(compute, head_dim=head_dim), value, store, tail, inputs, places,

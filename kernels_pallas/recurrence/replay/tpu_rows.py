@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
+from kernels_pallas import tpu_pipeline
 from kernels_pallas.places import Anchored
 from kernels_pallas.recurrence.replay.tpu_tails import TailCopies, moved_entries, registers, scratch
 from kernels_pallas.tails import row_numbers
@@ -40,31 +41,6 @@ class _Prefetched(NamedTuple):
     fetched_block: Any
     flushed_slot: Any
     flushed_block: Any
-
-
-class Inputs:
-    """Inputs of a replay by rows and steps, each with the part of it that a block of heads needs."""
-
-    def __init__(self, blocks: HeadBlocks) -> None:
-        self._blocks = blocks
-
-    def by_head(self, v):
-        """[rows, steps, channels of all heads]: those of the block's heads."""
-        return v, pl.BlockSpec((1, v.shape[1], v.shape[2] // self._blocks.count), lambda i, h, *_: (i, 0, h))
-
-    def by_group(self, v):
-        """[rows, steps, groups, state]: those of the block's groups, [1, steps, groups * state]."""
-        (rows, steps, _, state), blocks = v.shape, self._blocks
-        part = (1, steps, blocks.groups * state)
-        return v.reshape(rows, steps, -1), pl.BlockSpec(part, lambda i, h, *_: (i, 0, blocks.block_of_groups(h)))
-
-    def whole(self, v):
-        """[rows, steps, heads]: those of all heads."""
-        return v, pl.BlockSpec((1, *v.shape[1:]), lambda i, h, *_: (i, 0, 0))
-
-    def of_all_rows(self, v):
-        """[channels of all heads] as [1, channels]: those of the block's heads."""
-        return v[None], pl.BlockSpec((1, v.shape[0] // self._blocks.count), lambda i, h, *_: (0, h))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +154,7 @@ def replay(
     Args:
         compute: `compute(row, inputs, state_in, y, state_out, tail, memory)` computes y and the state of one `Row`
             with tokens, and appends those to its tail, which is in VMEM as by `registers`.
-        inputs: what `Inputs` returns.
+        inputs: arrays and their `BlockSpec`s, whose index maps begin with (row, block).
         memory: scratch memory of `compute`.
         asked: vectors of each step that read the states.
     """
@@ -187,48 +163,33 @@ def replay(
     named = (*_named(anchor, anchor > 0, blocks), *_named(write, write > 0, blocks))
     scalars = _Prefetched(anchor, anchor_length, length, num_tokens, write, boundary, tail_id, *named)
 
-    def block(i, h, slots, places):
-        return slots[i], jnp.where(places[i] < 0, h, places[i]), 0, 0
+    def block(at):
+        def index(i, h, *s):
+            return s[at][i], jnp.where(s[at + 1][i] < 0, h, s[at + 1][i]), 0, 0
 
-    def fetched(i, h, *s):
-        return block(i, h, _Prefetched(*s).fetched_slot, _Prefetched(*s).fetched_block)
+        return pl.BlockSpec((1, blocks.heads, head_dim, states.shape[3]), index)
 
-    def flushed(i, h, *s):
-        return block(i, h, _Prefetched(*s).flushed_slot, _Prefetched(*s).flushed_block)
-
-    slot = (1, blocks.heads, head_dim, states.shape[3])
     there_are = [v for v in tail if v is not None]
     rings = [registers(v) for v in there_are]
-    there = [pl.BlockSpec(memory_space=pltpu.HBM)] * len(rings)
-    arrays, specs = zip(*inputs, strict=True)
-    per_head = pl.BlockSpec((1, steps, blocks.heads * head_dim), lambda i, h, *_: (i, 0, h))
-    first = len(scalars) + len(arrays)
-    y, states, *rings = pl.pallas_call(
+    arrays = [array for array, _ in inputs]
+    there = pl.BlockSpec(memory_space=pltpu.HBM)
+    stores = [(states, block(-4), block(-2))]  # at the last four of the scalars
+    stores += [(ring if interpret else in_large_memory(ring), there, there) for ring in rings]
+    shape = jax.ShapeDtypeStruct((rows, steps, heads * head_dim), value.dtype)
+    y, states, *rings = tpu_pipeline.call_in_place(
         functools.partial(
             _kernel, compute=compute, blocks=blocks, inputs=len(arrays), rings=len(rings), entries=tail[0].shape[1]
         ),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
-            grid=(rows, blocks.count),
-            in_specs=[*specs, pl.BlockSpec(slot, fetched), *there],
-            out_specs=[per_head, pl.BlockSpec(slot, flushed), *there],
-            scratch_shapes=[*scratch(rings), *memory],
-        ),
-        out_shape=[
-            jax.ShapeDtypeStruct((rows, steps, heads * head_dim), value.dtype),
-            jax.ShapeDtypeStruct(states.shape, states.dtype),
-            *(jax.ShapeDtypeStruct(ring.shape, ring.dtype) for ring in rings),
-        ],
-        input_output_aliases={first + i: 1 + i for i in range(1 + len(rings))},
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
-        cost_estimate=_cost(arrays, value, states, tail, asked, places.interval),
+        inputs,
+        (shape, pl.BlockSpec((1, steps, blocks.heads * head_dim), lambda i, h, *_: (i, 0, h))),
+        stores,
+        [v.astype(jnp.int32) for v in scalars],
+        grid=(rows, blocks.count),
+        memory=[*scratch(rings), *memory],
+        parallel=False,
+        cost=_cost(arrays, value, states, tail, asked, places.interval),
         interpret=interpret,
         name="recurrence_replay",
-    )(
-        *(v.astype(jnp.int32) for v in scalars),
-        *arrays,
-        states,
-        *(ring if interpret else in_large_memory(ring) for ring in rings),
     )
     new_tail = type(tail)(*(ring.reshape(v.shape) for ring, v in zip(rings, there_are, strict=True)))
     return y.reshape(value.shape), states, new_tail
