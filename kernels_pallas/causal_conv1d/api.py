@@ -18,6 +18,12 @@ from kernels_pallas.shape_check import shapes_checked
 from kernels_pallas.tails import read_ring, write_ring
 from kernels_pallas.windows import read_windows, write_windows
 
+Taps = Float[Array, "channels width"]
+Bias = Float[Array, " channels"] | None
+Windows = Float[Array, "slots width-1 channels"]
+Ring = Float[Array, "tails entries channels"]
+Steps = Float[Array, "rows steps channels"]
+
 PREFILL = (
     dispatch.Implementation("native", native.causal_conv1d_prefill, native.unsupported, "cpu"),
     fixed_order.implementation(native.causal_conv1d_prefill),
@@ -35,15 +41,9 @@ SEQUENCE = (
 
 @shapes_checked
 def causal_conv1d_prefill(
-    x: Float[Array, "tokens channels"],
-    weight: Float[Array, "channels width"],
-    bias: Float[Array, " channels"] | None,
-    store: Float[Array, "slots width-1 channels"],
-    packed: Packed,
-    *,
-    activation: str | None = "silu",
-    implementation: str | None = None,
-) -> tuple[Float[Array, "tokens channels"], Float[Array, "slots width-1 channels"]]:
+    x: Float[Array, "tokens channels"], weight: Taps, bias: Bias, store: Windows, packed: Packed, *,
+    activation: str | None = "silu", implementation: str | None = None,
+) -> tuple[Float[Array, "tokens channels"], Windows]:  # fmt: skip
     """Convolves packed rows, each continuing from the window in its slot, and stores the windows at tile ends.
 
     Args:
@@ -61,15 +61,9 @@ def causal_conv1d_prefill(
 
 @shapes_checked
 def causal_conv1d_update(
-    x: Float[Array, "rows steps channels"],
-    weight: Float[Array, "channels width"],
-    bias: Float[Array, " channels"] | None,
-    store: Float[Array, "slots width-1 channels"],
-    rows: Rows,
-    *,
-    activation: str | None = "silu",
+    x: Steps, weight: Taps, bias: Bias, store: Windows, rows: Rows, *, activation: str | None = "silu",
     implementation: str | None = None,
-) -> tuple[Float[Array, "rows steps channels"], Float[Array, "slots width-1 channels"]]:
+) -> tuple[Steps, Windows]:  # fmt: skip
     """Convolves a few steps per row, and writes the window after each.
 
     Args:
@@ -84,13 +78,9 @@ def causal_conv1d_update(
 
 @shapes_checked
 def causal_conv1d_sequence(
-    x: Float[Array, "batch length channels"],
-    weight: Float[Array, "channels width"],
-    bias: Float[Array, " channels"] | None,
-    *,
-    activation: str | None = "silu",
+    x: Float[Array, "batch length channels"], weight: Taps, bias: Bias, *, activation: str | None = "silu",
     implementation: str | None = None,
-) -> Float[Array, "batch length channels"]:
+) -> Float[Array, "batch length channels"]:  # fmt: skip
     """Convolves whole sequences from their first token, without a store; differentiable. y is in x's dtype.
 
     Raises:
@@ -101,19 +91,8 @@ def causal_conv1d_sequence(
 
 @shapes_checked
 def causal_conv1d_replay(
-    x: Float[Array, "rows steps channels"],
-    weight: Float[Array, "channels width"],
-    bias: Float[Array, " channels"] | None,
-    store: Float[Array, "slots width-1 channels"],
-    ring: Float[Array, "tails entries channels"],
-    places: Anchored,
-    *,
-    activation: str | None = "silu",
-) -> tuple[
-    Float[Array, "rows steps channels"],
-    Float[Array, "slots width-1 channels"],
-    Float[Array, "tails entries channels"],
-]:
+    x: Steps, weight: Taps, bias: Bias, store: Windows, ring: Ring, places: Anchored, *, activation: str | None = "silu"
+) -> tuple[Steps, Windows, Ring]:
     """Convolves `num_tokens` new tokens of each row, and appends their inputs to its tail.
 
     The inputs before them are in the tail, back to the anchor, and before it in the window in the anchor's slot. Where
@@ -145,9 +124,7 @@ def causal_conv1d_replay(
 
 
 def inputs_before(
-    store: Float[Array, "slots n channels"],
-    ring: Float[Array, "tails entries channels"],
-    places: Anchored,
+    store: Float[Array, "slots n channels"], ring: Ring, places: Anchored
 ) -> Float[Array, "rows n channels"]:
     """Returns the last n inputs before the new tokens."""
     count, passed = store.shape[1], places.length - places.anchor_length

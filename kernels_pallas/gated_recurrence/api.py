@@ -27,6 +27,9 @@ from kernels_pallas.places import Anchored, Packed, Rows
 from kernels_pallas.recurrence import Tail
 from kernels_pallas.shape_check import check_groups, shapes_checked
 
+States = Float[Array, "slots heads head_dim state"]
+Outputs = Float[Array, "rows steps inner"]
+
 GATED_SCAN = (
     *dispatch.kernels("tpu", pallas_tpu, "gated_scan"),
     dispatch.Implementation("xla", xla.gated_scan),
@@ -82,21 +85,12 @@ class Windows(NamedTuple):
 
 @shapes_checked
 def gated_scan(
-    zx: Float[Array, "tokens 2 inner"],
-    query: Float[Array, "tokens groups state"],
-    key: Float[Array, "tokens groups state"],
-    log_decay: Float[Array, "tokens heads"],
-    strength: Float[Array, "tokens heads"],
-    weights: Weights,
-    store: Float[Array, "slots heads head_dim state"],
-    windows: Float[Array, "slots width-1 inner"],
-    packed: Packed,
-    *,
-    gates: Mamba2Gates,
+    zx: Float[Array, "tokens 2 inner"], query: Float[Array, "tokens groups state"],
+    key: Float[Array, "tokens groups state"], log_decay: Float[Array, "tokens heads"],
+    strength: Float[Array, "tokens heads"], weights: Weights, store: States,
+    windows: Float[Array, "slots width-1 inner"], packed: Packed, *, gates: Mamba2Gates,
     implementation: str | None = None,
-) -> tuple[
-    Float[Array, "tokens inner"], Float[Array, "slots heads head_dim state"], Float[Array, "slots width-1 inner"]
-]:
+) -> tuple[Float[Array, "tokens inner"], States, Float[Array, "slots width-1 inner"]]:  # fmt: skip
     """Convolves the values of packed rows, scans, gates and normalizes, from slots to slots.
 
     Args:
@@ -113,16 +107,9 @@ def gated_scan(
 
 @shapes_checked
 def gated_update(
-    projections: Projections,
-    weights: Weights,
-    store: Float[Array, "slots heads head_dim state"],
-    windows: Windows,
-    rows: Rows,
-    *,
-    valid: Bool[Array, "rows steps"],
-    gates: Gates,
-    implementation: str | None = None,
-) -> tuple[Float[Array, "rows steps inner"], Float[Array, "slots heads head_dim state"], Windows]:
+    projections: Projections, weights: Weights, store: States, windows: Windows, rows: Rows, *,
+    valid: Bool[Array, "rows steps"], gates: Gates, implementation: str | None = None,
+) -> tuple[Outputs, States, Windows]:  # fmt: skip
     """Runs `steps` recurrent steps per row; states and windows after each go to its slot.
 
     Args:
@@ -137,16 +124,9 @@ def gated_update(
 
 @shapes_checked
 def gated_replay(
-    projections: Projections,
-    weights: Weights,
-    store: Float[Array, "slots heads head_dim state"],
-    tail: Tail,
-    windows: Windows,
-    places: Anchored,
-    *,
-    gates: Gates,
-    implementation: str | None = None,
-) -> tuple[Float[Array, "rows steps inner"], Float[Array, "slots heads head_dim state"], Tail, Windows]:
+    projections: Projections, weights: Weights, store: States, tail: Tail, windows: Windows, places: Anchored, *,
+    gates: Gates, implementation: str | None = None,
+) -> tuple[Outputs, States, Tail, Windows]:  # fmt: skip
     """Runs a few new tokens per row from its anchor and tail, as `recurrence_replay` does.
 
     Returns:

@@ -40,6 +40,10 @@ from kernels_pallas.recurrence.update import xla as update_xla
 from kernels_pallas.shape_check import check_groups, check_shapes, shapes_checked
 from kernels_pallas.tails import check_tail
 
+States = Float[Array, "slots heads head_dim state"]
+Outputs = Float[Array, "rows steps heads head_dim"]
+Skip = Float[Array, " heads"] | None
+
 SCAN = (
     *dispatch.kernels("tpu", scan_tpu, "scan"),
     *dispatch.kernels("gpu", scan_gpu, "scan"),
@@ -66,14 +70,8 @@ REPLAY = (
 
 @shapes_checked
 def recurrence_scan(
-    entry: Entry,
-    store: Float[Array, "slots heads head_dim state"],
-    tiles: Tiles,
-    *,
-    erase: bool,
-    skip: Float[Array, " heads"] | None = None,
-    implementation: str | None = None,
-) -> tuple[Float[Array, "tiles tile_size heads head_dim"], Float[Array, "slots heads head_dim state"]]:
+    entry: Entry, store: States, tiles: Tiles, *, erase: bool, skip: Skip = None, implementation: str | None = None
+) -> tuple[Outputs, States]:
     """Scans rows cut into tiles, from states in the store to states in the store. The entry is [tiles, tile_size, ...].
 
     At the end of each tile the state is rounded to the store's dtype, so that cutting a row between tiles into several
@@ -89,14 +87,10 @@ def recurrence_scan(
 
 @shapes_checked
 def recurrence_sequence(
-    entry: Entry,
-    *,
-    erase: bool,
-    skip: Float[Array, " heads"] | None = None,
-    initial_state: Float[Array, "rows heads head_dim state"] | None = None,
-    chunk_size: int | None = None,
+    entry: Entry, *, erase: bool, skip: Skip = None,
+    initial_state: Float[Array, "rows heads head_dim state"] | None = None, chunk_size: int | None = None,
     implementation: str | None = None,
-) -> tuple[Float[Array, "rows steps heads head_dim"], Float[Array, "rows heads head_dim state"]]:
+) -> tuple[Outputs, Float[Array, "rows heads head_dim state"]]:  # fmt: skip
     """Scans whole sequences of any length, without a store; differentiable in every float argument.
 
     Args:
@@ -115,14 +109,8 @@ def recurrence_sequence(
 
 @shapes_checked
 def recurrence_update(
-    entry: Entry,
-    store: Float[Array, "slots heads head_dim state"],
-    rows: Rows,
-    *,
-    erase: bool,
-    skip: Float[Array, " heads"] | None = None,
-    implementation: str | None = None,
-) -> tuple[Float[Array, "rows steps heads head_dim"], Float[Array, "slots heads head_dim state"]]:
+    entry: Entry, store: States, rows: Rows, *, erase: bool, skip: Skip = None, implementation: str | None = None
+) -> tuple[Outputs, States]:
     """Runs `steps` recurrent steps per row, and writes the state after each to its slot.
 
     After each step the state is rounded to the store's dtype, so that several steps in one call equal one step in each
@@ -136,15 +124,9 @@ def recurrence_update(
 
 @shapes_checked
 def recurrence_replay(
-    entry: Entry,
-    store: Float[Array, "slots heads head_dim state"],
-    tail: Tail,
-    places: Anchored,
-    *,
-    erase: bool,
-    skip: Float[Array, " heads"] | None = None,
+    entry: Entry, store: States, tail: Tail, places: Anchored, *, erase: bool, skip: Skip = None,
     implementation: str | None = None,
-) -> tuple[Float[Array, "rows steps heads head_dim"], Float[Array, "slots heads head_dim state"], Tail]:
+) -> tuple[Outputs, States, Tail]:  # fmt: skip
     """y of `num_tokens` new tokens of each row, from S(anchor_length), which is read once, and the tail.
 
     Replaying what a tail holds is linear also if the recurrence erases; only what new tokens add is then computed one

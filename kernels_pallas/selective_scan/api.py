@@ -23,6 +23,11 @@ from kernels_pallas.selective_scan.entry import SelectiveEntry, SelectiveTail
 from kernels_pallas.shape_check import check_shapes, shapes_checked
 from kernels_pallas.tails import check_tail
 
+States = Float[Array, "slots state inner"]
+Outputs = Float[Array, "rows steps inner"]
+Rates = Float[Array, "state inner"]
+Skip = Float[Array, " inner"]
+
 SCAN = (
     fixed_order.implementation(native.selective_scan),
     *dispatch.kernels("tpu", pallas_tpu, "selective_scan"),
@@ -44,14 +49,8 @@ REPLAY = (dispatch.Implementation("xla", xla.selective_replay),)
 
 @shapes_checked
 def selective_scan(
-    entry: SelectiveEntry,
-    store: Float[Array, "slots state inner"],
-    tiles: Tiles,
-    *,
-    a: Float[Array, "state inner"],
-    d: Float[Array, " inner"],
-    implementation: str | None = None,
-) -> tuple[Float[Array, "tiles tile_size inner"], Float[Array, "slots state inner"]]:
+    entry: SelectiveEntry, store: States, tiles: Tiles, *, a: Rates, d: Skip, implementation: str | None = None
+) -> tuple[Outputs, States]:
     """Scans rows cut into tiles, from states in the store to states in the store. The entry is [tiles, tile_size, ...].
 
     Returns:
@@ -63,13 +62,9 @@ def selective_scan(
 
 @shapes_checked
 def selective_scan_sequence(
-    entry: SelectiveEntry,
-    *,
-    a: Float[Array, "state inner"],
-    d: Float[Array, " inner"],
-    initial_state: Float[Array, "rows state inner"] | None = None,
+    entry: SelectiveEntry, *, a: Rates, d: Skip, initial_state: Float[Array, "rows state inner"] | None = None,
     implementation: str | None = None,
-) -> tuple[Float[Array, "rows steps inner"], Float[Array, "rows state inner"]]:
+) -> tuple[Outputs, Float[Array, "rows state inner"]]:  # fmt: skip
     """Scans whole sequences of any length, without a store; differentiable in every float argument.
 
     Args:
@@ -83,14 +78,8 @@ def selective_scan_sequence(
 
 @shapes_checked
 def selective_update(
-    entry: SelectiveEntry,
-    store: Float[Array, "slots state inner"],
-    rows: Rows,
-    *,
-    a: Float[Array, "state inner"],
-    d: Float[Array, " inner"],
-    implementation: str | None = None,
-) -> tuple[Float[Array, "rows steps inner"], Float[Array, "slots state inner"]]:
+    entry: SelectiveEntry, store: States, rows: Rows, *, a: Rates, d: Skip, implementation: str | None = None
+) -> tuple[Outputs, States]:
     """Runs `steps` recurrent steps per row, and writes the state after each.
 
     Returns:
@@ -101,15 +90,9 @@ def selective_update(
 
 @shapes_checked
 def selective_replay(
-    entry: SelectiveEntry,
-    states: Float[Array, "slots state inner"],
-    tail: SelectiveTail,
-    places: Anchored,
-    *,
-    a: Float[Array, "state inner"],
-    d: Float[Array, " inner"],
+    entry: SelectiveEntry, states: States, tail: SelectiveTail, places: Anchored, *, a: Rates, d: Skip,
     implementation: str | None = None,
-) -> tuple[Float[Array, "rows steps inner"], Float[Array, "slots state inner"], SelectiveTail]:
+) -> tuple[Outputs, States, SelectiveTail]:  # fmt: skip
     """y of `num_tokens` new tokens of each row, from S(anchor_length) and the tail's inputs since then.
 
     The tail of a channel is its x and its step size: a decay depends on the channel and on the entry of its state, and
