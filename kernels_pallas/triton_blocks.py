@@ -69,6 +69,15 @@ def offsets_overflow(array) -> bool:
     return array.size >= 1 << 31 and array.size * array.dtype.itemsize <= 1 << 32
 
 
+def unsupported(keys: int, *stores) -> str | None:
+    """Returns why kernels whose keys, of this size, go in pieces do not take these stores; None if they do."""
+    if any(map(offsets_overflow, stores)):
+        return "offsets into the store do not fit in 32 bits"
+    if keys % LEAST_OF_PIECE:
+        return f"keys have a size of {keys}, not a multiple of {LEAST_OF_PIECE}"
+    return None
+
+
 def load_if(condition: Bool[Array, "..."], ref, *shape: int):
     """Loads `ref` (a reference to a block of `shape`); zeros without an access where `condition` is false."""
     return plt.load(ref, mask=jnp.broadcast_to(condition, shape), other=jnp.zeros(shape, ref.dtype))

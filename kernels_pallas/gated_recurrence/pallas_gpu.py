@@ -20,19 +20,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from kernels_pallas import triton_blocks as triton
 from kernels_pallas.gated_recurrence.gates import UNIT_EPS
 from kernels_pallas.recurrence.replay.pallas_gpu import replay_head
 from kernels_pallas.recurrence.update.pallas_gpu import load_state, update_head
 from kernels_pallas.tails import row_numbers
-from kernels_pallas.triton_blocks import (
-    CHANNELS,
-    LEAST_OF_PIECE,
-    offsets_overflow,
-    padded,
-    pieces,
-    power_of_two_in,
-    update_call,
-)
 from kernels_pallas.triton_decode import F32, AnchoredRow, Channels, SlotRow, indices, masked, wait
 
 NUMBERS = 4096  # of a state in one program, at most: a thread holds 32 of them
@@ -40,17 +32,13 @@ NUMBERS = 4096  # of a state in one program, at most: a thread holds 32 of them
 
 def unsupported(projections, weights, store, *stores_and_places, **options):
     *stores, _ = stores_and_places
-    if any(offsets_overflow(array) for array in jax.tree.leaves((store, stores))):
-        return "offsets into a store do not fit in 32 bits"
-    if store.shape[3] % LEAST_OF_PIECE:
-        return f"keys have a size of {store.shape[3]}, not a multiple of {LEAST_OF_PIECE}"
-    return None
+    return triton.unsupported(store.shape[3], *jax.tree.leaves((store, stores)))
 
 
 def gated_update(projections, weights, store, windows, rows, *, valid, gates, interpret=False):
     size = store.shape[3]
     # Several pieces take more registers, for their taps and windows.
-    block = power_of_two_in(store.shape[2], max(NUMBERS // (size * len(pieces(size))), 1))
+    block = triton.power_of_two_in(store.shape[2], max(NUMBERS // (size * len(triton.pieces(size))), 1))
     places = rows.read_slot.astype(jnp.int32), rows.write_slot.astype(jnp.int32), valid
     out, (store, of_value), (of_vectors,) = _both_kernels(
         "gated_update", places, projections, weights, windows, (store, windows.value),
@@ -63,7 +51,7 @@ def gated_replay(projections, weights, store, tail, windows, places, *, gates, i
     numbers, rings = row_numbers(places), [ring for ring in tail if ring is not None]
     out, (store, *rings, of_value, value_ring), (of_vectors, vector_ring) = _both_kernels(
         "gated_replay", numbers, projections, weights, windows, (store, *rings, windows.value, windows.value_ring),
-        block=power_of_two_in(store.shape[2], CHANNELS), gates=gates, interpret=interpret,
+        block=triton.power_of_two_in(store.shape[2], triton.CHANNELS), gates=gates, interpret=interpret,
     )  # fmt: skip
     return out, store, type(tail)(*rings), type(windows)(of_value, of_vectors, value_ring, vector_ring)
 
@@ -79,7 +67,7 @@ def _both_kernels(name, places, projections, weights, windows, stores, *, block,
     # In float32 for decays and strengths. The kernels round what the others have rounded.
     projected = jnp.concatenate([v.reshape(rows, steps, -1).astype(F32) for v in projections if v is not None], axis=2)
     options = {"groups": projections.vectors.shape[3], "gates": gates, "interpret": interpret}
-    y, *stores = update_call(
+    y, *stores = triton.update_call(
         functools.partial(_kernel, block=block, places=len(places), **options),
         name,
         (rows, heads, head_dim // block),
@@ -143,7 +131,7 @@ def _tokens(
     """
     row, head, part = (pl.program_id(axis) for axis in range(3))
     (_, heads, head_dim, size), steps = states, layer.projected.shape[1]
-    inner, channel, keys = heads * head_dim, head * head_dim + part * block, pieces(size)
+    inner, channel, keys = heads * head_dim, head * head_dim + part * block, triton.pieces(size)
     group = lax.div(head, heads // groups)
     of_value = Channels(windows_in, channel, inner + channel, block, dtype, layer.value_taps, layer.value_bias, ring_in)
     of_vectors = [
@@ -212,7 +200,7 @@ def gated_norm(places, projected, y, weights, windows, *, groups, gates, interpr
         _norm_kernel, stores=len(stores), groups=groups, norms=weights.a_log.shape[0] // groups if gates.erase else 1,
         gates=gates, normalized=norm is not None, interpret=interpret,
     )  # fmt: skip
-    return update_call(
+    return triton.update_call(
         body,
         "gated_norm",
         (rows, groups),
@@ -231,8 +219,8 @@ def _norm_kernel(*refs, stores, groups, norms, gates, normalized, interpret):
     row, group = pl.program_id(0), pl.program_id(1)
     place = (AnchoredRow if ring_in else SlotRow)(row, *places)
     steps, inner, dtype, size = y.shape[1], y.shape[2], y.dtype, windows_in.shape[2] // (2 * groups)
-    firsts = [(n * groups + group) * size + piece.start for n in range(2) for piece in pieces(size)]
-    counts = [piece.size for piece in pieces(size)] * 2
+    firsts = [(n * groups + group) * size + piece.start for n in range(2) for piece in triton.pieces(size)]
+    counts = [piece.size for piece in triton.pieces(size)] * 2
     parts = [
         Channels(windows_in, n, 2 * inner + n, count, dtype, ring=ring_in[0] if ring_in else None)
         for n, count in zip(firsts, counts, strict=True)
@@ -243,7 +231,7 @@ def _norm_kernel(*refs, stores, groups, norms, gates, normalized, interpret):
         for part, one in zip(parts, of_step, strict=True):
             part.write(place, t, one, *written)
     of_norm = inner // groups // norms
-    piece, index = (jnp.arange(padded(n), dtype=jnp.int32) for n in (norms, of_norm))
+    piece, index = (jnp.arange(triton.padded(n), dtype=jnp.int32) for n in (norms, of_norm))
     inside = (piece < norms)[:, None] & (index < of_norm)[None, :]
     channel = group * (inner // groups) + piece[:, None] * of_norm + index[None, :]
     scale: Any = 1.0

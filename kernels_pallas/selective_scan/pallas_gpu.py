@@ -15,15 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from kernels_pallas.triton_blocks import (
-    is_power_of_two,
-    load_if,
-    offsets_overflow,
-    pass_states_on,
-    power_of_two_in,
-    store_if,
-    update_call,
-)
+from kernels_pallas import triton_blocks as triton
 
 F32 = jnp.float32
 UPDATE_CHANNELS, SCAN_CHANNELS = 128, 64  # at most, in one program
@@ -31,18 +23,18 @@ UNROLLED = 8  # tokens in the body of a loop, so that the loads of one do not wa
 
 
 def unsupported(entry, store, places, *, a, d):
-    if any(map(offsets_overflow, (store, entry.x, entry.dt))):
+    if any(map(triton.offsets_overflow, (store, entry.x, entry.dt))):
         return "offsets into the store or the tokens do not fit in 32 bits"
-    if not is_power_of_two(store.shape[1]) or store.shape[1] == 1:
+    if not triton.is_power_of_two(store.shape[1]) or store.shape[1] == 1:
         return f"the state size is {store.shape[1]}, not a power of two above 1"
     return None
 
 
 def selective_update(entry, store, rows, *, a, d, interpret=False):
     (x, b, c, dt), (count, steps, inner) = entry, entry.x.shape
-    block = power_of_two_in(inner, UPDATE_CHANNELS)
+    block = triton.power_of_two_in(inner, UPDATE_CHANNELS)
     slots = rows.read_slot.astype(jnp.int32), rows.write_slot.astype(jnp.int32)
-    y, store = update_call(
+    y, store = triton.update_call(
         functools.partial(_update, steps=steps, block=block),
         "selective_update",
         (count, inner // block),
@@ -62,7 +54,7 @@ def _real(dt):
 def _update(read_slot, write_slot, real, x, dt, a, b, c, d, state_in, y, state_out, *, steps: int, block: int):
     row, here = pl.program_id(0), pl.ds(pl.program_id(1) * block, block)
     source = plt.load(read_slot.at[row])
-    state = load_if(source > 0, state_in.at[source, :, here], state_in.shape[1], block).astype(F32)
+    state = triton.load_if(source > 0, state_in.at[source, :, here], state_in.shape[1], block).astype(F32)
     rates, skip = plt.load(a.at[:, here]), plt.load(d.at[here])
     for t in map(jnp.int32, range(steps)):  # the interpreter does not accept plain integers
         state, values = _token(state, (row, t), here, real, x, dt, rates, b, block)
@@ -71,26 +63,26 @@ def _update(read_slot, write_slot, real, x, dt, a, b, c, d, state_in, y, state_o
         state = stored.astype(F32)
         plt.store(y.at[row, t, here], (_read(state, (row, t), real, c) + skip * values).astype(y.dtype))
         target = plt.load(write_slot.at[row, t])
-        store_if(target > 0, state_out.at[target, :, here], stored)
+        triton.store_if(target > 0, state_out.at[target, :, here], stored)
 
 
 def _token(state, at, here, real, x, dt, rates, b, block):
     """Returns the state [state, block] after the token at this place, and the token's x in float32."""
     live, steps = plt.load(real.at[at]), plt.load(dt.at[(*at, here)])
-    values = load_if(live, x.at[(*at, here)], block).astype(F32)
-    bt = load_if(live, b.at[(*at, slice(None))], b.shape[2]).astype(F32)
+    values = triton.load_if(live, x.at[(*at, here)], block).astype(F32)
+    bt = triton.load_if(live, b.at[(*at, slice(None))], b.shape[2]).astype(F32)
     return jnp.exp(steps[None, :] * rates) * state + (steps * values)[None, :] * bt[:, None], values
 
 
 def _read(state, at, real, c):
     """Returns the token's C times the state: [block]."""
-    ct = load_if(plt.load(real.at[at]), c.at[(*at, slice(None))], c.shape[2]).astype(F32)
+    ct = triton.load_if(plt.load(real.at[at]), c.at[(*at, slice(None))], c.shape[2]).astype(F32)
     return jnp.sum(state * ct[:, None], axis=0)
 
 
 def selective_scan(entry, store, tiles, *, a, d, interpret=False):
     (x, b, c, dt), (count, _, inner) = entry, entry.x.shape
-    block = power_of_two_in(inner, SCAN_CHANNELS)
+    block = triton.power_of_two_in(inner, SCAN_CHANNELS)
     call = functools.partial(
         pl.pallas_call, compiler_params=plt.CompilerParams(num_warps=2, num_stages=1), interpret=interpret
     )
@@ -103,7 +95,7 @@ def selective_scan(entry, store, tiles, *, a, d, interpret=False):
     )(real, x, dt, a, b)  # fmt: skip
 
     part, grid = functools.partial(_part, block=block), (inner // block,)
-    begun, store = pass_states_on(call, "selective_scan_passed_on", grid, part, tiles, (across, a), added, store)
+    begun, store = triton.pass_states_on(call, "selective_scan_passed_on", grid, part, tiles, (across, a), added, store)
     y = call(
         functools.partial(_outputs, block=block),
         grid=by_tile,
@@ -150,7 +142,7 @@ def _outputs(real, x, dt, a, b, c, d, begun, y, *, block: int):
 
 def _each_token(size: int, token, carry):
     """Returns the carry after `token(t, carry)` for each token of a tile."""
-    unrolled = power_of_two_in(size, UNROLLED)
+    unrolled = triton.power_of_two_in(size, UNROLLED)
 
     def some(i, carry):
         for j in range(unrolled):

@@ -20,19 +20,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from kernels_pallas import triton_blocks as triton
 from kernels_pallas.recurrence.update import pallas_gpu as update
 from kernels_pallas.tails import row_numbers
-from kernels_pallas.triton_blocks import (
-    CHANNELS,
-    decayed,
-    load_if,
-    offsets_overflow,
-    pieces,
-    power_of_two_in,
-    product_with,
-    store_if,
-    update_call,
-)  # fmt: skip
 from kernels_pallas.triton_decode import AnchoredRow, indices
 
 F32 = jnp.float32
@@ -41,16 +31,14 @@ ENTRIES = {True: 16, False: 32}
 
 
 def unsupported(entry, store, tail, places, *, erase, skip):
-    if any(offsets_overflow(ring) for ring in tail if ring is not None):
-        return "offsets into the store do not fit in 32 bits"
-    return update.unsupported(entry, store, erase=erase, skip=skip)
+    return triton.unsupported(entry.key.shape[3], store, *(ring for ring in tail if ring is not None))
 
 
 def replay(entry, store, tail, places, *, erase, skip, interpret=False):
     query, key, value, log_decay, strength = entry
     rows, _, heads, head_dim = value.shape
-    block = power_of_two_in(head_dim, CHANNELS)
-    y, store, *new_tail = update_call(
+    block = triton.power_of_two_in(head_dim, triton.CHANNELS)
+    y, store, *new_tail = triton.update_call(
         functools.partial(_kernel, block=block, repeats=entry.repeats, erase=erase),
         "recurrence_replay",
         (rows, heads, head_dim // block),
@@ -97,7 +85,7 @@ def replay_head(place, tokens, skip, state_in, tail, state_out, new_tail, write_
     steps, block, entries, size = len(values), values[0].shape[0], tail_u.shape[1], state_in.shape[3]
     few = min(ENTRIES[erase], entries)
     here, first, start, ring_of = pl.ds(part * block, block), place.first, place.start, place.tail
-    inner, cut = pl.ds(head * state_in.shape[2] + part * block, block), pieces(size)
+    inner, cut = pl.ds(head * state_in.shape[2] + part * block, block), triton.pieces(size)
     keys: list[Any] = [pl.ds(lax.div(head, repeats) * size + piece.start, piece.size) for piece in cut]
     by_channel = tail_decay.shape[2] != state_in.shape[1]
     in_tail: list[Any] = [pl.ds(head * size + n.start, n.size) for n in cut] if by_channel else [head]
@@ -123,16 +111,16 @@ def replay_head(place, tokens, skip, state_in, tail, state_out, new_tail, write_
 
     state = update.load_state(place, state_in, head, here)
     if by_channel:
-        asked = [[decayed(one[t], since[t]) for t in range(steps)] for one in vectors]
+        asked = [[triton.decayed(one[t], since[t]) for t in range(steps)] for one in vectors]
 
         def read_token(i, carry):
             later, found = carry
             entry = (start - 1 - i) & (entries - 1)
             token_u = load_u(entry)
-            token_k = decayed([plt.load(tail_k.at[ring_of, entry, n]).astype(F32) for n in keys], later)
+            token_k = triton.decayed([plt.load(tail_k.at[ring_of, entry, n]).astype(F32) for n in keys], later)
             log = [plt.load(tail_decay.at[ring_of, entry, n]) for n in in_tail]
             found = [
-                [one + product_with(vector, token_k) * token_u for one, vector in zip(*of, strict=True)]
+                [one + triton.product_with(vector, token_k) * token_u for one, vector in zip(*of, strict=True)]
                 for of in zip(found, asked, strict=True)
             ]
             return [a + b for a, b in zip(later, log, strict=True)], found
@@ -140,31 +128,32 @@ def replay_head(place, tokens, skip, state_in, tail, state_out, new_tail, write_
         nothing = [[jnp.zeros(block, F32) for _ in range(steps)] for _ in asked]
         whole, found = lax.fori_loop(0, start - first, read_token, ([jnp.zeros(n.size, F32) for n in cut], nothing))
         found = [
-            [one + product_with(state, decayed(vector, whole)) for one, vector in zip(*of, strict=True)]
+            [one + triton.product_with(state, triton.decayed(vector, whole)) for one, vector in zip(*of, strict=True)]
             for of in zip(found, asked, strict=True)
         ]
     else:
         everywhere = position(0, entries)
-        old_logs = load_if(everywhere < start, tail_decay.at[ring_of, pl.ds(0, entries), head], entries)
+        old_logs = triton.load_if(everywhere < start, tail_decay.at[ring_of, pl.ds(0, entries), head], entries)
         whole = jnp.sum(old_logs)
         # What each new token finds by its query, and by its key if it erases.
         found = [
-            [jnp.exp(whole + since[t][0]) * product_with(state, asked[t]) for t in range(steps)] for asked in vectors
+            [jnp.exp(whole + since[t][0]) * triton.product_with(state, asked[t]) for t in range(steps)]
+            for asked in vectors
         ]
 
         def read_tail(number, found):
             span = pl.ds(number * few, few)
             at = position(number * few, few)
             valid = at < start
-            old_u = load_if(valid[:, None], tail_u.at[ring_of, span, inner], few, block).astype(F32)
-            old_k = [load_if(valid[:, None], tail_k.at[ring_of, span, n], few, n.size).astype(F32) for n in keys]
+            old_u = triton.load_if(valid[:, None], tail_u.at[ring_of, span, inner], few, block).astype(F32)
+            old_k = [triton.load_if(valid[:, None], tail_k.at[ring_of, span, n], few, n.size).astype(F32) for n in keys]
             if not erase:
-                old_strength = load_if(valid, tail_strength[0].at[ring_of, span, head], few)
+                old_strength = triton.load_if(valid, tail_strength[0].at[ring_of, span, head], few)
                 old_u *= old_strength[:, None]
             later = jnp.sum(jnp.where(everywhere[None, :] > at[:, None], old_logs[None, :], 0.0), axis=1)
 
             def add(of_token, asked, t):
-                weights = jnp.where(valid, product_with(old_k, asked[t]) * jnp.exp(later + since[t][0]), 0.0)
+                weights = jnp.where(valid, triton.product_with(old_k, asked[t]) * jnp.exp(later + since[t][0]), 0.0)
                 return of_token + jnp.sum(weights[:, None] * old_u, axis=0)
 
             return [[add(one, asked, t) for t, one in enumerate(of)] for of, asked in zip(found, vectors, strict=True)]
@@ -177,7 +166,7 @@ def replay_head(place, tokens, skip, state_in, tail, state_out, new_tail, write_
         of_q = found[-1][t]
 
         def score(asked, n, t=t):
-            return product_with(asked[t], decayed(ks[n], total(n + 1, t)))
+            return triton.product_with(asked[t], triton.decayed(ks[n], total(n + 1, t)))
 
         if erase:
             of_k = sum((score(ks, n) * u[n] for n in range(t)), start=found[0][t])
@@ -191,19 +180,19 @@ def replay_head(place, tokens, skip, state_in, tail, state_out, new_tail, write_
 
     for t, step in enumerate(indices(steps)):
         entry, live = place.entry(tail_u, step), place.live(step)
-        store_if(live, new_u.at[ring_of, entry, inner], (u if erase else values)[t].astype(new_u.dtype))
+        triton.store_if(live, new_u.at[ring_of, entry, inner], (u if erase else values)[t].astype(new_u.dtype))
         one = live & (part == 0)
         for at, log in zip(in_tail, logs[t], strict=True):
-            store_if(one, new_decay.at[ring_of, entry, at], log)
+            triton.store_if(one, new_decay.at[ring_of, entry, at], log)
         for ring in new_strength:
             plt.store(ring.at[ring_of, entry, head], strengths[t], mask=one)
         for at, key in zip(keys, ks[t], strict=True):
-            store_if(one & (lax.rem(head, repeats) == 0), new_k.at[ring_of, entry, at], key.astype(new_k.dtype))
+            triton.store_if(one & (lax.rem(head, repeats) == 0), new_k.at[ring_of, entry, at], key.astype(new_k.dtype))
 
     @pl.when(place.due_slot > 0)
     def _():
         def absorb(state, log_decay, token_u, token_k):
-            old = decayed(state, log_decay)
+            old = triton.decayed(state, log_decay)
             return [piece + token_u[:, None] * key[None, :] for piece, key in zip(old, token_k, strict=True)]
 
         def replayed(n, state):

@@ -22,19 +22,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from kernels_pallas import triton_blocks as triton
 from kernels_pallas.recurrence.scan import gpu_tiles
 from kernels_pallas.recurrence.scan.inverse import unit_lower_inverse
-from kernels_pallas.triton_blocks import (
-    CHANNELS,
-    LEAST,
-    dot,
-    is_power_of_two,
-    load_if,
-    offsets_overflow,
-    pieces,
-    power_of_two_in,
-    store_if,
-)
 
 F32 = jnp.float32
 TOKENS = 32  # of a tile in one triangular system, at most
@@ -42,16 +32,16 @@ OWN_DECAYS = 16  # of the channels of keys that decay on their own, in one progr
 
 
 def unsupported(entry, store, tiles, *, erase, skip):
-    if offsets_overflow(store):
+    if triton.offsets_overflow(store):
         return "offsets into the store do not fit in 32 bits"
     for what, size in (("tiles", entry.value.shape[1]), ("heads", entry.value.shape[3]), ("keys", entry.key.shape[3])):
-        if size % LEAST:
-            return f"{what} have a size of {size}, not a multiple of {LEAST}"
+        if size % triton.LEAST:
+            return f"{what} have a size of {size}, not a multiple of {triton.LEAST}"
     return None
 
 
 def scan(entry, store, tiles, *, erase, skip, interpret=False):
-    parallel = not erase and not entry.by_channel and is_power_of_two(entry.key.shape[3])
+    parallel = not erase and not entry.by_channel and triton.is_power_of_two(entry.key.shape[3])
     form = gpu_tiles.scan if parallel else functools.partial(along_rows, erase=erase)
     return form(entry, store, tiles, skip=skip, interpret=interpret)
 
@@ -59,7 +49,7 @@ def scan(entry, store, tiles, *, erase, skip, interpret=False):
 def along_rows(entry, store, tiles, *, erase, skip, interpret):
     """Scans the tiles of a row one after the other."""
     count_of_tiles, size, heads, head_dim = entry.value.shape
-    block, part = power_of_two_in(size, TOKENS), power_of_two_in(head_dim, CHANNELS)
+    block, part = triton.power_of_two_in(size, TOKENS), triton.power_of_two_in(head_dim, triton.CHANNELS)
     count, repeats, by_channel = count_of_tiles * size // block, entry.repeats, entry.by_channel
     # Whether a token is real depends on all heads, but a program sees only one.
     numbers = entry.real, *entry._replace(log_decay=entry.masked().log_decay)
@@ -125,7 +115,7 @@ def _systems(real, q, k, decay, beta, solution, scores, *, repeats: int, tensor_
     """
     head, block = pl.program_id(0), pl.program_id(1)
     size, group = decay.shape[2], lax.div(head, repeats)
-    product, exact = (functools.partial(dot, dtype=t, tensor_cores=tensor_cores) for t in (scores.dtype, F32))
+    product, exact = (functools.partial(triton.dot, dtype=t, tensor_cores=tensor_cores) for t in (scores.dtype, F32))
     queries, keys = (_of_group(one, real, block, group) for one in (q, k))
     sums, share = plt.load(decay.at[block, head, :]), plt.load(beta.at[block, head, :])
     row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
@@ -147,15 +137,15 @@ def _systems_by_channel(
     """
     head, block = pl.program_id(0), pl.program_id(1)
     size, state, group = scores.shape[2], k.shape[3], lax.div(head, repeats)
-    product, exact = (functools.partial(dot, dtype=t, tensor_cores=tensor_cores) for t in (scores.dtype, F32))
+    product, exact = (functools.partial(triton.dot, dtype=t, tensor_cores=tensor_cores) for t in (scores.dtype, F32))
     row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
     token, differ, live = lax.iota(jnp.int32, size), row ^ column, plt.load(real.at[block, :])[:, None]
-    width = power_of_two_in(state, OWN_DECAYS)
+    width = triton.power_of_two_in(state, OWN_DECAYS)
 
     def add_channels(i, carry):
         seen, alike = carry
         n, channel = pl.ds(i * width, width), i * width + lax.iota(jnp.int32, width)
-        query, key = (load_if(live, one.at[block, :, group, n], size, width).astype(F32) for one in (q, k))
+        query, key = (triton.load_if(live, one.at[block, :, group, n], size, width).astype(F32) for one in (q, k))
         sums, last = (plt.load(decay.at[block, at, head, n]) for at in (slice(None), jnp.int32(size - 1)))
         plt.store(whole.at[block, head, n], jnp.exp(last))
         from_start, to_end = jnp.exp(sums), jnp.exp(last[None, :] - sums)
@@ -190,8 +180,8 @@ def _along_rows(
 ):  # fmt: skip
     head, channels, begin = (pl.program_id(axis) for axis in range(3))
     size, group = scores.shape[2], lax.div(head, repeats)
-    here, inner = pl.ds(channels * part, part), pieces(store_in.shape[3])
-    product, exact = (functools.partial(dot, dtype=t, tensor_cores=tensor_cores) for t in (v.dtype, F32))
+    here, inner = pl.ds(channels * part, part), triton.pieces(store_in.shape[3])
+    product, exact = (functools.partial(triton.dot, dtype=t, tensor_cores=tensor_cores) for t in (v.dtype, F32))
 
     def operands(block):
         """Returns queries and keys, keys for the state, and the decays that they have not been multiplied by: from the
@@ -208,7 +198,7 @@ def _along_rows(
     def one_block(block, state):
         queries, keys, late_keys, from_start, to_end, whole = operands(block)
         live = plt.load(real.at[block, :])[:, None]
-        values = load_if(live, v.at[block, :, head, here], size, part).astype(F32)
+        values = triton.load_if(live, v.at[block, :, head, here], size, part).astype(F32)
 
         def read(vectors):
             return from_start * sum(product(one, piece.T) for one, piece in zip(vectors, state, strict=True))
@@ -227,11 +217,11 @@ def _along_rows(
         stored = [piece.astype(store_out.dtype) for piece in state]
         target = plt.load(write_slot.at[tile])
         for n, piece in zip(inner, stored, strict=True):
-            store_if(target > 0, store_out.at[target, head, here, n], piece)
+            triton.store_if(target > 0, store_out.at[target, head, here, n], piece)
         return [piece.astype(F32) for piece in stored]
 
     source = plt.load(read_slot.at[begin])
-    state = [load_if(source > 0, store_in.at[source, head, here, n], part, n.size).astype(F32) for n in inner]
+    state = [triton.load_if(source > 0, store_in.at[source, head, here, n], part, n.size).astype(F32) for n in inner]
     lax.fori_loop(begin, plt.load(ends.at[begin]), one_tile, state)
 
 
@@ -239,4 +229,4 @@ def _of_group(v, real, block, group):
     """Loads queries or keys of a block's tokens in pieces, each [size, width]."""
     # Padding may hold NaN, and 0 * NaN is NaN: its values are masked.
     live = plt.load(real.at[block, :])[:, None]
-    return [load_if(live, v.at[block, :, group, n], v.shape[1], n.size) for n in pieces(v.shape[3])]
+    return [triton.load_if(live, v.at[block, :, group, n], v.shape[1], n.size) for n in triton.pieces(v.shape[3])]

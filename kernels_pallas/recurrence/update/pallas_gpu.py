@@ -12,37 +12,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from kernels_pallas.triton_blocks import (
-    CHANNELS,
-    LEAST_OF_PIECE,
-    any_nonzero,
-    decayed,
-    load_if,
-    offsets_overflow,
-    pieces,
-    power_of_two_in,
-    product_with,
-    store_if,
-    update_call,
-)  # fmt: skip
+from kernels_pallas import triton_blocks as triton
 from kernels_pallas.triton_decode import SlotRow, indices
 
 F32 = jnp.float32
 
 
-def unsupported(entry, store, *places, erase, skip, **options):
-    if offsets_overflow(store):
-        return "offsets into the store do not fit in 32 bits"
-    if entry.key.shape[3] % LEAST_OF_PIECE:
-        return f"keys have a size of {entry.key.shape[3]}, not a multiple of {LEAST_OF_PIECE}"
-    return None
+def unsupported(entry, store, rows, *, erase, skip):
+    return triton.unsupported(entry.key.shape[3], store)
 
 
 def update(entry, store, rows, *, erase, skip, interpret=False):
     value = entry.value
-    block = power_of_two_in(value.shape[3], CHANNELS)
+    block = triton.power_of_two_in(value.shape[3], triton.CHANNELS)
     query, key, value, log_decay, strength = entry
-    y, store = update_call(
+    y, store = triton.update_call(
         functools.partial(_kernel, block=block, repeats=entry.repeats, erase=erase),
         "recurrence_update",
         (value.shape[0], value.shape[2], value.shape[3] // block),
@@ -67,7 +51,7 @@ def _kernel(
 
     def token(t):
         # A step is real if any head's strength is not 0. Found here, because it would be another kernel in front.
-        return load_token(any_nonzero(strength, row, t), t, here, of_entry, repeats)
+        return load_token(triton.any_nonzero(strength, row, t), t, here, of_entry, repeats)
 
     def write_y(t, out):
         plt.store(y.at[row, t, head, here], out.astype(y.dtype))
@@ -82,10 +66,12 @@ def load_token(live, t, here, entry, repeats):
     where it is not `live`. Query and key are in pieces, and so are logs, or one number of the head.
     """
     (query, key, value, log_decay, strength), (row, head) = entry, (pl.program_id(axis) for axis in range(2))
-    group, cut = lax.div(head, repeats), pieces(key.shape[3])
+    group, cut = lax.div(head, repeats), triton.pieces(key.shape[3])
     # Padding may hold NaN, and 0 * NaN is NaN: its values are masked.
-    values = load_if(live, value.at[row, t, head, here], here.size).astype(F32)
-    queries, keys = ([load_if(live, v.at[row, t, group, n], n.size).astype(F32) for n in cut] for v in (query, key))
+    values = triton.load_if(live, value.at[row, t, head, here], here.size).astype(F32)
+    queries, keys = (
+        [triton.load_if(live, v.at[row, t, group, n], n.size).astype(F32) for n in cut] for v in (query, key)
+    )
     of_decays = [[head, n] for n in cut] if len(log_decay.shape) == 4 else [[head]]
     logs = [jnp.where(live, plt.load(log_decay.at[row, t, *at]), 0.0) for at in of_decays]
     return values, queries, keys, jnp.where(live, plt.load(strength.at[row, t, head]), 0.0), logs
@@ -94,8 +80,8 @@ def load_token(live, t, here, entry, repeats):
 def load_state(place, state_in, head, here):
     """Loads the channels `here` of a head's state, in pieces: zeros without a slot."""
     return [
-        load_if(place.source > 0, state_in.at[place.source, head, here, n], here.size, n.size).astype(F32)
-        for n in pieces(state_in.shape[3])
+        triton.load_if(place.source > 0, state_in.at[place.source, head, here, n], here.size, n.size).astype(F32)
+        for n in triton.pieces(state_in.shape[3])
     ]
 
 
@@ -110,17 +96,17 @@ def update_head(place, state, tokens, skip, state_out, write_y, *, erase):
         write_y: takes a step and its output.
     """
     head, block = pl.program_id(1), state[0].shape[0]
-    here, cut = pl.ds(pl.program_id(2) * block, block), pieces(state_out.shape[3])
+    here, cut = pl.ds(pl.program_id(2) * block, block), triton.pieces(state_out.shape[3])
     for n, (value, query, key, strength, logs) in enumerate(tokens):
-        t, old = jnp.int32(n), decayed(state, logs)
-        added = strength * (value - product_with(old, key) if erase else value)
+        t, old = jnp.int32(n), triton.decayed(state, logs)
+        added = strength * (value - triton.product_with(old, key) if erase else value)
         # Rounded as it is stored, so that several steps in one call equal one step in each of several calls.
         stored = [
             (piece + added[:, None] * k[None, :]).astype(state_out.dtype) for piece, k in zip(old, key, strict=True)
         ]
         state = [piece.astype(F32) for piece in stored]
-        out = product_with(state, query)
+        out = triton.product_with(state, query)
         write_y(t, out if skip is None else out + skip * value)
         target = place.target(t)
         for at, piece in zip(cut, stored, strict=True):
-            store_if(target > 0, state_out.at[target, head, here, at], piece)
+            triton.store_if(target > 0, state_out.at[target, head, here, at], piece)
