@@ -12,24 +12,9 @@ from recurrence_cases import ODD, SELECTIVE, definition, entry, how, kind, part,
 from test_causal_conv1d import packed
 from test_quantized_products import quantized
 
-from kernels_pallas import native
+from kernels_pallas import fixed_order, native
 from kernels_pallas.causal_conv1d import causal_conv1d_prefill, causal_conv1d_sequence, causal_conv1d_update
 from kernels_pallas.dispatch import KernelChoice
-from kernels_pallas.fixed_order import (
-    COMPILER_OPTIONS,
-    exp,
-    log_sum_exp,
-    product_by_head,
-    quotient,
-    rounded,
-    router_product,
-    row_sum,
-    sigmoid,
-    silu,
-    softmax,
-    softplus,
-    weighted_sum,
-)
 from kernels_pallas.gated_norm import gated_rms_norm
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.linear import linear
@@ -45,7 +30,7 @@ from tests.support.engines.engines import OPTIMIZED
 
 pytestmark = pytest.mark.skipif(native.WHY_MISSING is not None, reason=f"native operations: {native.WHY_MISSING}")
 CHOICE = KernelChoice(platform="cpu", named="invariant")
-OPTIONS = COMPILER_OPTIONS | OPTIMIZED
+OPTIONS = fixed_order.COMPILER_OPTIONS | OPTIMIZED
 
 
 def run(function, *arguments):
@@ -79,25 +64,25 @@ def test_a_row_of_a_product_keeps_its_bits(inputs, outputs, dtype):
         np.testing.assert_array_equal(run(product, x[-rows:], w), whole[-rows:])
 
 
-@pytest.mark.parametrize("function", [row_sum, log_sum_exp])
+@pytest.mark.parametrize("function", [fixed_order.row_sum, fixed_order.log_sum_exp])
 def test_a_sum_of_a_row_keeps_its_bits(function):
     x = normal(70, 4099)
     wide = x.astype(np.float64)
-    expected = wide.sum(-1) if function is row_sum else np.log(np.exp(wide).sum(-1))
+    expected = wide.sum(-1) if function is fixed_order.row_sum else np.log(np.exp(wide).sum(-1))
     np.testing.assert_allclose(run_rows(function, x)[:, 0], expected, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("function", [exp, sigmoid, silu, softplus])
+@pytest.mark.parametrize("function", [fixed_order.exp, fixed_order.sigmoid, fixed_order.silu, fixed_order.softplus])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_function_of_an_element_is_right_and_keeps_its_bits(function, dtype):
     x = jnp.asarray(np.linspace(-80, 80, 4001, dtype=np.float32), dtype)
     whole = run(function, x)
     wide = np.asarray(x, np.float64)
     expected = {
-        exp: np.exp(wide),
-        sigmoid: 1 / (1 + np.exp(-wide)),
-        silu: wide / (1 + np.exp(-wide)),
-        softplus: np.logaddexp(0, wide),
+        fixed_order.exp: np.exp(wide),
+        fixed_order.sigmoid: 1 / (1 + np.exp(-wide)),
+        fixed_order.silu: wide / (1 + np.exp(-wide)),
+        fixed_order.softplus: np.logaddexp(0, wide),
     }[function]
     np.testing.assert_allclose(whole.astype(np.float64), expected, rtol=2e-7 if dtype == jnp.float32 else 2**-8)
     for begin, end in ((0, 1), (7, 19), (64, 128), (3000, 3065)):
@@ -106,20 +91,22 @@ def test_a_function_of_an_element_is_right_and_keeps_its_bits(function, dtype):
 
 def test_functions_of_numbers_that_are_not_finite():
     x = jnp.asarray([-np.inf, np.inf, np.nan, -1e30, 1e30], jnp.float32)
-    np.testing.assert_array_equal(run(exp, x), [0, np.inf, np.nan, 0, np.inf])
-    np.testing.assert_array_equal(run(sigmoid, x), [0, 1, np.nan, 0, 1])
-    np.testing.assert_array_equal(run(softplus, x), np.float32([0, np.inf, np.nan, 0, 1e30]))
+    np.testing.assert_array_equal(run(fixed_order.exp, x), [0, np.inf, np.nan, 0, np.inf])
+    np.testing.assert_array_equal(run(fixed_order.sigmoid, x), [0, 1, np.nan, 0, 1])
+    np.testing.assert_array_equal(run(fixed_order.softplus, x), np.float32([0, np.inf, np.nan, 0, 1e30]))
 
 
 @pytest.mark.parametrize("experts", [3, 5, 6, 7, 12])
 def test_scores_of_a_few_experts_keep_their_bits(experts):
     """XLA computed the exponentials of 12 numbers, those of two tokens with 6 experts, by another function."""
     x, weight = normal(70, 72), jnp.asarray(normal(experts, 72, seed=1))
-    whole = run(lambda x: sigmoid(router_product(x, weight)), x)
+    whole = run(lambda x: fixed_order.sigmoid(fixed_order.router_product(x, weight)), x)
     for rows in (1, 2, 3, 4, 5, 8):
         few = [x[first : first + rows] for first in range(0, 64, rows)]
         with CHOICE.applied():
-            scores = jax.jit(lambda x: sigmoid(router_product(x, weight)), compiler_options=OPTIONS)
+            scores = jax.jit(
+                lambda x: fixed_order.sigmoid(fixed_order.router_product(x, weight)), compiler_options=OPTIONS
+            )
             parts = np.concatenate([scores(part) for part in few])
         np.testing.assert_array_equal(parts, whole[: len(parts)])
 
@@ -130,7 +117,7 @@ def rotated(x):
 
 
 def products_of_heads(x):
-    return product_by_head(x[:, :150].reshape(len(x), 3, 50), jnp.array(normal(3, 20, 50, seed=9)))
+    return fixed_order.product_by_head(x[:, :150].reshape(len(x), 3, 50), jnp.array(normal(3, 20, 50, seed=9)))
 
 
 @pytest.mark.parametrize(
@@ -142,11 +129,11 @@ def products_of_heads(x):
         lambda x: jax.nn.gelu(x, approximate=True),
         lambda x: gated_rms_norm(x[:, :150], x[:, :150] + 1, jnp.arange(150) / 7, groups=2, eps=1e-5),
         lambda x: x + scaled(jax.nn.sigmoid(x), 0.22) + scaled(x, 0.7),
-        softmax,
+        fixed_order.softmax,
         products_of_heads,
-        lambda x: router_product(x, jnp.array(normal(8, 151, seed=9))),
-        lambda x: weighted_sum(x[:, :3], x[:, :150].reshape(len(x), 3, 50)),
-        lambda x: quotient(x, row_sum(jnp.abs(x))),
+        lambda x: fixed_order.router_product(x, jnp.array(normal(8, 151, seed=9))),
+        lambda x: fixed_order.weighted_sum(x[:, :3], x[:, :150].reshape(len(x), 3, 50)),
+        lambda x: fixed_order.quotient(x, fixed_order.row_sum(jnp.abs(x))),
     ],
     ids=[
         *("rotary", "softplus", "silu", "gelu", "gated norm", "residual"),
@@ -160,12 +147,12 @@ def test_functions_of_a_row_keep_its_bits_and_equal_the_ordinary_ones(function):
 
 def test_a_rounded_product_is_not_contracted_with_a_sum():
     x, y, z = (normal(64, 128, seed=seed) for seed in range(3))
-    np.testing.assert_array_equal(run(lambda x, y, z: rounded(x * y) + z, x, y, z), x * y + z)
+    np.testing.assert_array_equal(run(lambda x, y, z: fixed_order.rounded(x * y) + z, x, y, z), x * y + z)
 
 
 def test_the_logarithm_of_a_sum_of_infinities():
     x = np.array([[-np.inf] * 5, [-np.inf, 0, -np.inf, -np.inf, -np.inf], [np.inf, 0, 0, 0, 0]], np.float32)
-    np.testing.assert_array_equal(run(log_sum_exp, x)[:, 0], [-np.inf, 0, np.inf])
+    np.testing.assert_array_equal(run(fixed_order.log_sum_exp, x)[:, 0], [-np.inf, 0, np.inf])
 
 
 def prefill(x, window, weight, bias, start, stop):
@@ -334,7 +321,7 @@ def test_weights_of_draws_do_not_depend_on_other_rows(count, vocab):
         drafts = jnp.zeros((logits.shape[0], 0), jnp.int32)
         logits = penalize(logits, table, counts, counts > 2, drafts)
         chosen = truncate(weights_of(logits, table.temperature), table)
-        return chosen, row_sum(in_blocks(chosen))
+        return chosen, fixed_order.row_sum(in_blocks(chosen))
 
     together = run(weights, logits, table, counts)
     for first, last in ((0, 1), (3, 4), (2, 5), (1, 9)):

@@ -11,28 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import recurrence_cases as shared
 from model_shapes import DELTA, MAMBA2
 from operation_checks import ELSEWHERE, Draw, assert_close, assert_same_bits, on_device
-from recurrence_cases import (
-    BY_CHANNEL,
-    DTYPES,
-    ERASING,
-    KERNELS,
-    MAMBA,
-    ODD,
-    cases,
-    check_in_place,
-    definition,
-    entry,
-    fill,
-    how,
-    indices,
-    part,
-    program,
-    sizes,
-    states,
-    tails,
-)
 
 from kernels_pallas import native
 from kernels_pallas.places import Anchored, Rows
@@ -41,15 +22,15 @@ from tests.support.selection import slow
 
 pytestmark = pytest.mark.full
 
-ALL = "native", "xla", ELSEWHERE, *KERNELS
+ALL = "native", "xla", ELSEWHERE, *shared.KERNELS
 LACKS = [
     *(("native", kind) for kind in ("erase", "erase, by channel", "linear, by channel", "selective")),
-    *((kernel, "selective") for kernel in KERNELS),
-    (KERNELS[0], "linear, by channel"),
+    *((kernel, "selective") for kernel in shared.KERNELS),
+    (shared.KERNELS[0], "linear, by channel"),
 ]
 """Implementations that do not run a recurrence."""
-EACH = cases(*ALL, lacks=LACKS)
-replayed = functools.partial(program, "replay")
+EACH = shared.cases(*ALL, lacks=LACKS)
+replayed = functools.partial(shared.program, "replay")
 
 
 def row(anchor_slot=0, tail_id=0, anchor_length=0, length=0, num_tokens=0, write_slot=0):
@@ -57,7 +38,7 @@ def row(anchor_slot=0, tail_id=0, anchor_length=0, length=0, num_tokens=0, write
 
 
 def where(rows, shape):
-    return Anchored(*indices(*zip(*rows, strict=True)), shape.interval)
+    return Anchored(*shared.indices(*zip(*rows, strict=True)), shape.interval)
 
 
 ROWS, STEPS, SLOTS, ENTRIES = 6, 4, 13, 16
@@ -68,15 +49,15 @@ def check(replay, shape, rows, *, dtype=np.float32, store=None, steps=STEPS, slo
     """Runs a call on rows that are given by `row`, and padding; returns what came out of it."""
     rows = [*rows, *[row()] * (ROWS - len(rows))]
     draw, places = Draw(), where(rows, shape)
-    tokens = entry(draw, shape, len(rows), steps, dtype=dtype)
+    tokens = shared.entry(draw, shape, len(rows), steps, dtype=dtype)
     for v in tokens:
         for i, count in enumerate(places.num_tokens):
             v[i, count:] = np.nan
-    old = states(draw, shape, slots, dtype if store is None else store)
-    tail = fill(draw, tails(shape, len(rows) + 2, entries, dtype), places)
-    options = how(Draw(1), shape)
+    old = shared.states(draw, shape, slots, dtype if store is None else store)
+    tail = shared.fill(draw, shared.tails(shape, len(rows) + 2, entries, dtype), places)
+    options = shared.how(Draw(1), shape)
     y, new, new_tail = replay(tokens, old, tail, places, **options)
-    want_y, want, want_tail = definition("replay", shape)(tokens, old, tail, places, **options)
+    want_y, want, want_tail = shared.definition("replay", shape)(tokens, old, tail, places, **options)
     assert y.dtype == dtype
     assert_close(y, want_y, dtype)
     boundary = (places.length // shape.interval + 1) * shape.interval
@@ -108,7 +89,7 @@ def rows_of(shape, rows):
     return found
 
 
-@sizes(*ALL, lacks=LACKS)
+@shared.sizes(*ALL, lacks=LACKS)
 def test_sizes(implementation, shape):
     rows = rows_of(shape, shape.rows)
     sizes = {"steps": shape.steps, "slots": 2 * shape.rows + 1, "entries": shape.entries}
@@ -116,7 +97,7 @@ def test_sizes(implementation, shape):
 
 
 @pytest.mark.slow
-@cases(*ALL[:3], shapes=(*MAMBA2, *DELTA), lacks=LACKS)
+@shared.cases(*ALL[:3], shapes=(*MAMBA2, *DELTA), lacks=LACKS)
 def test_real_sizes(implementation, shape):
     test_sizes(implementation, dataclasses.replace(shape, rows=min(shape.rows, 3)))
 
@@ -160,7 +141,7 @@ def test_every_place_around_a_boundary(implementation, shape):
         check(replayed(implementation, shape), shape, rows)
 
 
-@DTYPES
+@shared.DTYPES
 @EACH
 def test_padding_changes_nothing(implementation, shape, dtype):
     rows = [row(), row(1, 1, 8, 15, 1, 3), row(), row(2, 2, 8, 12, 1, 4), row(), row()]
@@ -169,20 +150,20 @@ def test_padding_changes_nothing(implementation, shape, dtype):
     assert (y[:, 1:] == 0).all()
 
 
-@cases(*ALL, shapes=ODD[:4], lacks=LACKS)
+@shared.cases(*ALL, shapes=shared.ODD[:4], lacks=LACKS)
 def test_strong_decay(implementation, shape):
     """Small decays next to decays whose inverse would overflow: in the tail, after it, and at the multiple."""
     rows = [row(1, 1, 8, 13, 4, 3), row(2, 2, 8, 14, 4, 4), row(1, 3, 8, 22, 2, 5), *[row()] * (ROWS - 3)]
     draw, places = Draw(), where(rows, shape)
-    tokens, old = entry(draw, shape, ROWS, STEPS), states(draw, shape, SLOTS)
-    tail = fill(draw, tails(shape, ROWS + 2, ENTRIES), places)
+    tokens, old = shared.entry(draw, shape, ROWS, STEPS), shared.states(draw, shape, SLOTS)
+    tail = shared.fill(draw, shared.tails(shape, ROWS + 2, ENTRIES), places)
     for decays in (tokens.log_decay, tail.log_decay):
         decays *= draw.random.choice([1e-4, 1e-2, 1.0, 30.0, 3000.0], decays.shape, p=[0.4, 0.3, 0.2, 0.05, 0.05])
     # Decays of heads are differences of sums.
     tolerance = 5e-5 if shape.by_channel else 2e-3
-    replay, options = replayed(implementation, shape), how(Draw(1), shape)
+    replay, options = replayed(implementation, shape), shared.how(Draw(1), shape)
     y, new, new_tail = replay(tokens, old, tail, places, **options)
-    want_y, want, want_tail = definition("replay", shape)(tokens, old, tail, places, **options)
+    want_y, want, want_tail = shared.definition("replay", shape)(tokens, old, tail, places, **options)
     live = np.arange(STEPS) < places.num_tokens[:, None]
     assert_close(y[live], want_y[live], tolerance=tolerance)
     assert_close(new[3:], want[3:], tolerance=tolerance)
@@ -194,11 +175,15 @@ def test_strong_decay(implementation, shape):
 @EACH
 def test_equals_snapshots(implementation, shape, steps):
     """A row from token to token, drafts rejected at random; the update stores every state."""
-    draw, random, options = Draw(3), np.random.default_rng(steps), how(Draw(1), shape)
-    tokens, replay = entry(draw, shape, 1, 40), replayed(implementation, shape)
-    rows = Rows(*indices([0], [np.arange(1, 41)]))
-    want_y, want = program("update", "xla", shape)(tokens, states(draw, shape, 41), rows, **options)
-    store, tail, others = states(draw, shape, SLOTS), tails(shape, ROWS + 2, ENTRIES), [row()] * (ROWS - 1)
+    draw, random, options = Draw(3), np.random.default_rng(steps), shared.how(Draw(1), shape)
+    tokens, replay = shared.entry(draw, shape, 1, 40), replayed(implementation, shape)
+    rows = Rows(*shared.indices([0], [np.arange(1, 41)]))
+    want_y, want = shared.program("update", "xla", shape)(tokens, shared.states(draw, shape, 41), rows, **options)
+    store, tail, others = (
+        shared.states(draw, shape, SLOTS),
+        shared.tails(shape, ROWS + 2, ENTRIES),
+        [row()] * (ROWS - 1),
+    )
     at, anchor, spare, start = 0, 0, 1, 0  # what `check` runs is the same program
     while at < 40 - steps:
         kept = int(random.integers(1, steps + 1))
@@ -219,39 +204,46 @@ def test_equals_snapshots(implementation, shape, steps):
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(("rows", "dtype"), [(1, np.float32), (3, np.float32), (4, jnp.bfloat16)])
-@cases(*ALL[:2], lacks=LACKS)
+@shared.cases(*ALL[:2], lacks=LACKS)
 def test_in_place(implementation, shape, rows, dtype):
-    tail = jax.tree.map(np.nan_to_num, tails(shape, 40, 2 * shape.entries, dtype))
+    tail = jax.tree.map(np.nan_to_num, shared.tails(shape, 40, 2 * shape.entries, dtype))
     places = where([row(1 + i, 1 + i, 8, 9, 2, 1 + rows + i) for i in range(rows)], shape)
-    tokens = entry(Draw(), shape, rows, 2, dtype=dtype)
-    check_in_place("replay", implementation, shape, tokens, lambda _: places, tail)
+    tokens = shared.entry(Draw(), shape, rows, 2, dtype=dtype)
+    shared.check_in_place("replay", implementation, shape, tokens, lambda _: places, tail)
 
 
 @pytest.mark.parametrize(
     ("shape", "heads"),
-    [(MAMBA, 16), (MAMBA, 48), (ERASING, 16), (BY_CHANNEL, 48), slow(ERASING, 48), slow(BY_CHANNEL, 16)],
+    [
+        (shared.MAMBA, 16),
+        (shared.MAMBA, 48),
+        (shared.ERASING, 16),
+        (shared.BY_CHANNEL, 48),
+        slow(shared.ERASING, 48),
+        slow(shared.BY_CHANNEL, 16),
+    ],
     ids=lambda s: getattr(s, "name", s),
 )
 def test_several_blocks_of_heads_on_tpu(shape, heads, monkeypatch):
     # 16 heads: a block is half a group. 48: three blocks, of a group each.
     monkeypatch.setattr("kernels_pallas.recurrence.replay.pallas_tpu.BLOCK_BYTES", 8 * 16 * 128 * 4)
     shape = dataclasses.replace(shape, heads=heads, groups=heads // 16, head_dim=16, state=128)
-    check(replayed(KERNELS[0], shape, anew=True), shape, rows_of(shape, 6), steps=shape.steps)
+    check(replayed(shared.KERNELS[0], shape, anew=True), shape, rows_of(shape, 6), steps=shape.steps)
 
 
 @pytest.mark.skipif(native.WHY_MISSING is not None, reason=f"native operations: {native.WHY_MISSING}")
 def test_bits_of_cpp_depend_neither_on_drafts_nor_on_other_rows():
     """What a token gives, and the state at a boundary: alone, and as one of several tokens among other rows."""
-    shape, draw, count, options = MAMBA, Draw(5), 4, how(Draw(1), MAMBA)
+    shape, draw, count, options = shared.MAMBA, Draw(5), 4, shared.how(Draw(1), shared.MAMBA)
     alone, among = row(1, 1, 8, 13, 1, 4), row(1, 1, 8, 13, count, 4)
     others, replay = [row(2, 2, 3, 6, 2, 5), among, row(3, 3, 8, 12, 3, 6)], replayed("native", shape)
-    tokens, old = entry(draw, shape, 3, count), states(draw, shape, 7)
-    tail = fill(draw, tails(shape, 4, 16), where(others, shape))
+    tokens, old = shared.entry(draw, shape, 3, count), shared.states(draw, shape, 7)
+    tail = shared.fill(draw, shared.tails(shape, 4, 16), where(others, shape))
     y, new, _ = replay(tokens, old, tail, where(others, shape), **options)
     _, _, again = replay(tokens, old, tail, where([row(), among, row()], shape), **options)
     states_due = []
     for t in range(count):
-        one, place = part(tokens, slice(1, 2), slice(t, t + 1)), (*alone[:3], 13 + t, *alone[4:])
+        one, place = shared.part(tokens, slice(1, 2), slice(t, t + 1)), (*alone[:3], 13 + t, *alone[4:])
         single, due, _ = replay(one, old, again, where([place], shape), **options)
         assert_same_bits(single[0, 0], y[1, t])
         states_due.append(due[4])
@@ -268,7 +260,11 @@ def test_bits_of_cpp_depend_neither_on_drafts_nor_on_other_rows():
     ],
 )
 def test_refuses_tails_that_do_not_fit(entries, interval, channels, message):
-    shape, tail = dataclasses.replace(MAMBA, interval=interval), tails(MAMBA, 2, entries)
-    call = entry(Draw(), shape, 1, 1), states(Draw(), shape, 3), tail._replace(key=tail.key[..., :channels])
+    shape, tail = dataclasses.replace(shared.MAMBA, interval=interval), shared.tails(shared.MAMBA, 2, entries)
+    call = (
+        shared.entry(Draw(), shape, 1, 1),
+        shared.states(Draw(), shape, 3),
+        tail._replace(key=tail.key[..., :channels]),
+    )
     with pytest.raises(ValueError, match=message):
         recurrence_replay(*on_device((*call, where([row(1, 1, 8, 8, 1)], shape))), erase=False)

@@ -10,30 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import recurrence_cases as shared
 from jax import lax
 from model_shapes import DELTA, MAMBA2
 from operation_checks import ELSEWHERE, Draw, assert_close, assert_same_bits, form, on_device
-from recurrence_cases import (
-    DTYPES,
-    KERNELS,
-    MAMBA,
-    ODD,
-    SELECTIVE,
-    SHAPES,
-    cases,
-    check_in_place,
-    definition,
-    entry,
-    how,
-    indices,
-    kind,
-    pad,
-    part,
-    plain,
-    program,
-    sizes,
-    states,
-)
 
 from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.places import Tiles
@@ -44,8 +24,8 @@ from kernels_pallas.selective_scan import SelectiveEntry
 pytestmark = pytest.mark.full
 
 TOLERANCE = 5e-5
-ALL = "native", "xla", ELSEWHERE, *KERNELS
-scanned = functools.partial(program, "scan")
+ALL = "native", "xla", ELSEWHERE, *shared.KERNELS
+scanned = functools.partial(shared.program, "scan")
 
 
 PAIRS = [1, 0] * 3 + [1], [1, 0, 3, 0, 1, 0, 5], [0, 2, 0, 4, 0, 6, 7]
@@ -53,13 +33,13 @@ PAIRS = [1, 0] * 3 + [1], [1, 0, 3, 0, 1, 0, 5], [0, 2, 0, 4, 0, 6, 7]
 
 
 def tiles_of(first, read, write):
-    return Tiles(np.array(first, bool), *indices(read, write))
+    return Tiles(np.array(first, bool), *shared.indices(read, write))
 
 
 def check(scan, shape, tokens, store, tiles, dtype=np.float32, tolerance=TOLERANCE):
-    options = how(Draw(1), shape)
+    options = shared.how(Draw(1), shape)
     y, after = scan(tokens, store, tiles, **options)
-    want_y, want = definition("scan", shape)(tokens, store, tiles, **options)
+    want_y, want = shared.definition("scan", shape)(tokens, store, tiles, **options)
     assert y.dtype == tokens[0].dtype
     tolerance = tolerance if dtype == np.float32 else None
     assert_close(y, want_y, dtype, tolerance)
@@ -74,14 +54,14 @@ def ragged(shape, dtype=np.float32):
     writes the slot that it reads, and one that reads the first row's.
     """
     draw = Draw()
-    tokens, store = entry(draw, shape, 7, shape.tile_size, dtype=dtype), states(draw, shape, 9, dtype)
-    pad(tokens, 2, shape.tile_size // 2 + 1)
-    pad(tokens, 4, 0)
+    tokens, store = shared.entry(draw, shape, 7, shape.tile_size, dtype=dtype), shared.states(draw, shape, 9, dtype)
+    shared.pad(tokens, 2, shape.tile_size // 2 + 1)
+    shared.pad(tokens, 4, 0)
     return tokens, store, tiles_of([1, 0, 0, 1, 1, 1, 1], [3, 0, 0, 0, 0, 5, 3], [0, 7, 1, 2, 0, 5, 8])
 
 
-@DTYPES
-@cases(*ALL)
+@shared.DTYPES
+@shared.cases(*ALL)
 def test_equals_definition(implementation, shape, dtype):
     if implementation == "native" and dtype != np.float32:
         pytest.skip("states of 16 bits would be rounded after each token")
@@ -92,7 +72,7 @@ def test_equals_definition(implementation, shape, dtype):
     check(scanned(implementation, shape), shape, tokens, store, tiles, dtype)
 
 
-@sizes(*ALL)
+@shared.sizes(*ALL)
 def test_sizes(implementation, shape):
     check(scanned(implementation, shape), shape, *ragged(shape))
 
@@ -105,28 +85,28 @@ def test_real_sizes(implementation, shape):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("implementation", KERNELS)
-@pytest.mark.parametrize("shape", ODD[:3], ids=lambda s: s.name)
+@pytest.mark.parametrize("implementation", shared.KERNELS)
+@pytest.mark.parametrize("shape", shared.ODD[:3], ids=lambda s: s.name)
 def test_tiles_of_several_blocks(implementation, shape):
     shape = dataclasses.replace(shape, heads=4, groups=2, head_dim=16, state=32, tile_size=128)
     check(scanned(implementation, shape), shape, *ragged(shape))
 
 
-@cases(*ALL, shapes=ODD[:4])
+@shared.cases(*ALL, shapes=shared.ODD[:4])
 def test_equal_keys(implementation, shape):
     # What a row says again and again: a power series of the system would have terms beyond any precision.
     draw = Draw()
-    tokens, store = entry(draw, shape, 7, shape.tile_size), states(draw, shape, 9)
+    tokens, store = shared.entry(draw, shape, 7, shape.tile_size), shared.states(draw, shape, 9)
     tokens.key[:], tokens.log_decay[:], tokens.strength[:] = tokens.key[0, 0], -1e-3, 1.0
     check(scanned(implementation, shape), shape, tokens, store, tiles_of(*PAIRS))
 
 
-@cases(*ALL, shapes=ODD[:4])
+@shared.cases(*ALL, shapes=shared.ODD[:4])
 def test_decays_of_any_strength(implementation, shape):
     # One token forgets all, the next nothing: a difference of sums would have lost the digits of the small decays, and
     # the inverse of a strong one overflows.
     draw = Draw()
-    tokens, store = entry(draw, shape, 7, shape.tile_size), states(draw, shape, 9)
+    tokens, store = shared.entry(draw, shape, 7, shape.tile_size), shared.states(draw, shape, 9)
     strength = [1e-4, 1e-2, 1.0, 30.0, 3000.0]
     tokens.log_decay[:] *= draw.random.choice(strength, tokens.log_decay.shape, p=[0.4, 0.3, 0.2, 0.05, 0.05])
     # Decays of heads, and the GPU kernels' of channels, are differences of sums from a block's start.
@@ -135,50 +115,50 @@ def test_decays_of_any_strength(implementation, shape):
     check(scanned(implementation, shape), shape, *call, tolerance=TOLERANCE if exact else 2e-3)
 
 
-@cases(*ALL)
+@shared.cases(*ALL)
 def test_padding(implementation, shape):
     """It leaves states bitwise as they were, gives zeros, and what it holds does not matter."""
-    draw, scan, options = Draw(), scanned(implementation, shape), how(Draw(1), shape)
-    tokens, store = entry(draw, shape, 7, shape.tile_size), states(draw, shape, 9)
+    draw, scan, options = Draw(), scanned(implementation, shape), shared.how(Draw(1), shape)
+    tokens, store = shared.entry(draw, shape, 7, shape.tile_size), shared.states(draw, shape, 9)
     tiles = tiles_of([1, 0, 1, 1, 1, 1, 1], [2, 0, 1, 0, 0, 0, 0], [3, 4, 5, 0, 0, 0, 0])
-    pad(tokens, [0, 1, 3, 4, 5, 6], 0)
+    shared.pad(tokens, [0, 1, 3, 4, 5, 6], 0)
     tokens[-1][2, 5:] = 0
     y, after = scan(tokens, store, tiles, **options)
     assert_same_bits(after[[3, 4]], store[[2, 2]])
     assert (y[:2] == 0).all()
-    pad(tokens, 2, 5)
+    shared.pad(tokens, 2, 5)
     y_nan, after_nan = scan(tokens, store, tiles, **options)
     assert_same_bits(after_nan[5], after[5])
     assert_same_bits(y_nan[2, :5], y[2, :5])
 
 
-@cases(*(one for one in ALL if one != ELSEWHERE))
+@shared.cases(*(one for one in ALL if one != ELSEWHERE))
 def test_cutting_between_tiles_changes_no_bit(implementation, shape):
     check_cut(implementation, shape, np.float32)
 
 
-@cases("xla", *KERNELS, shapes=(MAMBA, SELECTIVE))
+@shared.cases("xla", *shared.KERNELS, shapes=(shared.MAMBA, shared.SELECTIVE))
 def test_cutting_between_tiles_changes_no_bit_of_narrow_states(implementation, shape):
     check_cut(implementation, shape, np.dtype("bfloat16"))
 
 
 def check_cut(implementation, shape, dtype):
     scan = scanned(implementation, shape, emitters_of_users=True)
-    draw, options = Draw(), how(Draw(1), shape)
-    tokens, store = entry(draw, shape, 4, shape.tile_size), states(draw, shape, 4, dtype)
+    draw, options = Draw(), shared.how(Draw(1), shape)
+    tokens, store = shared.entry(draw, shape, 4, shape.tile_size), shared.states(draw, shape, 4, dtype)
     y, after = scan(tokens, store, tiles_of([1, 0, 0, 0], [2, 0, 0, 0], [0, 0, 0, 3]), **options)
     split, parts, read = store, [], 2
     for tile in range(4):
-        y_one, split = scan(part(tokens, [tile]), split, tiles_of([1], [read], [3]), **options)
+        y_one, split = scan(shared.part(tokens, [tile]), split, tiles_of([1], [read], [3]), **options)
         parts.append(y_one)
         read = 3
     near = {"dtype": dtype, "tolerance": 1e-6 if dtype == np.float32 else None}
-    if kind(shape) == "selective" and implementation == KERNELS[1]:
+    if shared.kind(shape) == "selective" and implementation == shared.KERNELS[1]:
         # The interpreter compiles a program for each grid, and XLA:CPU may fuse one's multiplications with additions.
         assert_close(split[3], after[3], **near)
     else:
         assert_same_bits(split[3], after[3])
-    if (implementation, kind(shape)) == (KERNELS[1], "selective"):
+    if (implementation, shared.kind(shape)) == (shared.KERNELS[1], "selective"):
         # There XLA:CPU contracts a token's product with itself where the loop has one tile.
         assert_close(np.concatenate(parts), y, **near)
     else:
@@ -186,13 +166,13 @@ def check_cut(implementation, shape, dtype):
 
 
 @pytest.mark.smoke
-@DTYPES
-@cases(*ALL[:2])
+@shared.DTYPES
+@shared.cases(*ALL[:2])
 def test_in_place(implementation, shape, dtype):
     if implementation == "native" and dtype != np.float32:
         pytest.skip("states of 16 bits would be rounded after each token")
-    tokens, tiles = entry(Draw(), shape, 2, shape.tile_size, dtype=dtype), tiles_of([1, 1], [1, 2], [3, 4])
-    check_in_place("scan", implementation, shape, tokens, lambda _: tiles, size=20_000_000)
+    tokens, tiles = shared.entry(Draw(), shape, 2, shape.tile_size, dtype=dtype), tiles_of([1, 1], [1, 2], [3, 4])
+    shared.check_in_place("scan", implementation, shape, tokens, lambda _: tiles, size=20_000_000)
 
 
 @pytest.mark.parametrize("erase", [False, True])
@@ -201,15 +181,15 @@ def test_several_heads_in_a_register_of_a_tpu(heads, groups, head_dim, erase, mo
     # Heads of 64 go in pairs. Heads of 16 go in eights, and here in two blocks, each half a group.
     monkeypatch.setattr("kernels_pallas.recurrence.scan.pallas_tpu.BLOCK_BYTES", 16 * 16 * 128 * 4)
     sizes = {"heads": heads, "groups": groups, "head_dim": head_dim, "state": 128, "tile_size": 16}
-    shape = dataclasses.replace(SHAPES[0], **sizes, erase=erase)
-    check(scanned(KERNELS[0], shape, anew=True), shape, *ragged(shape))
+    shape = dataclasses.replace(shared.SHAPES[0], **sizes, erase=erase)
+    check(scanned(shared.KERNELS[0], shape, anew=True), shape, *ragged(shape))
 
 
 def test_says_what_it_cannot_run():
-    shape = dataclasses.replace(MAMBA, head_dim=16, state=16, tile_size=36)
-    call = entry(Draw(), shape, 1, 36), states(Draw(), shape, 3), tiles_of([1], [1], [2])
+    shape = dataclasses.replace(shared.MAMBA, head_dim=16, state=16, tile_size=36)
+    call = shared.entry(Draw(), shape, 1, 36), shared.states(Draw(), shape, 3), tiles_of([1], [1], [2])
     with pytest.raises(UnsupportedError, match="tiles have a size of 36, not a multiple of 16"):
-        scanned(KERNELS[1], shape)(*call)
+        scanned(shared.KERNELS[1], shape)(*call)
 
 
 def by_tokens(shape, entry, initial_state, options):
@@ -230,20 +210,23 @@ def by_tokens(shape, entry, initial_state, options):
         y, skip = (state * query[..., None, :]).sum(-1), options["skip"]
         return state, y if skip is None else y + skip[:, None] * value
 
-    state, y = lax.scan(of_channels if kind(shape) == "selective" else of_heads, initial_state, tuple(entry))
+    state, y = lax.scan(of_channels if shared.kind(shape) == "selective" else of_heads, initial_state, tuple(entry))
     return y.swapaxes(0, 1), state
 
 
-EACH = pytest.mark.parametrize("shape", ODD, ids=lambda s: s.name)
+EACH = pytest.mark.parametrize("shape", shared.ODD, ids=lambda s: s.name)
 
 
 class TestSequence:
     """Of plain JAX."""
 
     def check(self, shape, tokens, **options):
-        options, static = {**how(Draw(1), shape), **options}, {} if kind(shape) == "selective" else {"chunk_size": 32}
-        y, state = program("sequence", "xla", shape, **static)(tokens, **options)
-        want_y, want = definition("sequence", shape)(tokens, **options)
+        options, static = (
+            {**shared.how(Draw(1), shape), **options},
+            {} if shared.kind(shape) == "selective" else {"chunk_size": 32},
+        )
+        y, state = shared.program("sequence", "xla", shape, **static)(tokens, **options)
+        want_y, want = shared.definition("sequence", shape)(tokens, **options)
         assert_close(y, want_y, tolerance=TOLERANCE)
         assert_close(state, want, tolerance=TOLERANCE)
         return y, state
@@ -252,22 +235,22 @@ class TestSequence:
     @EACH
     @pytest.mark.parametrize("length", [1, 31, 32, 101])
     def test_equals_definition(self, shape, length):
-        self.check(shape, entry(Draw(length), shape, 2, length))
+        self.check(shape, shared.entry(Draw(length), shape, 2, length))
 
-    @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
+    @pytest.mark.parametrize("shape", shared.SHAPES, ids=lambda s: s.name)
     def test_continues_from_a_state(self, shape):
         draw = Draw()
-        self.check(shape, entry(draw, shape, 1, 37), initial_state=states(draw, shape, 2)[1:])
+        self.check(shape, shared.entry(draw, shape, 1, 37), initial_state=shared.states(draw, shape, 2)[1:])
 
     @EACH
     def test_gradients_equal_those_of_the_recurrence(self, shape):
         """With ordinary decays, and with decays that would overflow unmasked."""
         draw = Draw()
-        tokens = entry(draw, shape, 2, 41)
-        state, options = on_device((states(draw, shape, 3)[1:], how(Draw(1), shape)))
+        tokens = shared.entry(draw, shape, 2, 41)
+        state, options = on_device((shared.states(draw, shape, 3)[1:], shared.how(Draw(1), shape)))
 
         def ours(tokens, state, options):
-            return plain("sequence", shape, implementation="xla")(tokens, initial_state=state, **options)
+            return shared.plain("sequence", shape, implementation="xla")(tokens, initial_state=state, **options)
 
         def theirs(tokens, state, options):
             return by_tokens(shape, tokens, state, options)
@@ -290,9 +273,9 @@ class TestSequence:
     @EACH
     def test_padding(self, shape):
         # A batch of two lengths: the shorter one's end state and outputs are as if alone, and NaN there goes nowhere.
-        tokens = entry(Draw(), shape, 2, 50)
-        y_alone, alone = self.check(shape, part(tokens, slice(1), slice(21)))
-        pad(tokens, 0, 21)
+        tokens = shared.entry(Draw(), shape, 2, 50)
+        y_alone, alone = self.check(shape, shared.part(tokens, slice(1), slice(21)))
+        shared.pad(tokens, 0, 21)
         y, state = self.check(shape, tokens)
         assert_close(y[:1, :21], y_alone)
         assert_close(state[:1], alone)
@@ -304,22 +287,26 @@ def test_selective_kernel_with_several_blocks_of_channels(store, monkeypatch):
     """Also tiles of several parts and bodies of the kernel's loop, and a first tile that continues nothing: zeros."""
     for name, value in (("BLOCK_BYTES", 1), ("TOGETHER", 128), ("LONGEST", 16)):
         monkeypatch.setattr(f"kernels_pallas.selective_scan.pallas_tpu.{name}", value)
-    shape, draw = dataclasses.replace(SELECTIVE, inner=384, state=8, tile_size=48), Draw()
-    tokens, store = entry(draw, shape, 3, 48), states(draw, shape, 6, store)
-    pad(tokens, 1, 30)
-    scan = scanned(KERNELS[0], shape, anew=True)
+    shape, draw = dataclasses.replace(shared.SELECTIVE, inner=384, state=8, tile_size=48), Draw()
+    tokens, store = shared.entry(draw, shape, 3, 48), shared.states(draw, shape, 6, store)
+    shared.pad(tokens, 1, 30)
+    scan = scanned(shared.KERNELS[0], shape, anew=True)
     check(scan, shape, tokens, store, tiles_of([0, 0, 1], [3, 0, 2], [0, 4, 5]), store.dtype)
 
 
 def test_no_array_of_all_tokens_states_is_held():
-    shape, tiles = next(s for s in SHAPES if s.name == "falcon-mamba-7b"), 64
-    tokens, store, options = entry(Draw(), shape, tiles, shape.tile_size), states(Draw(), shape, 4), how(Draw(1), shape)
+    shape, tiles = next(s for s in shared.SHAPES if s.name == "falcon-mamba-7b"), 64
+    tokens, store, options = (
+        shared.entry(Draw(), shape, tiles, shape.tile_size),
+        shared.states(Draw(), shape, 4),
+        shared.how(Draw(1), shape),
+    )
     places = tiles_of([1] + [0] * (tiles - 1), [1] * tiles, [2] + [0] * (tiles - 1))
     for implementation in ("xla", ELSEWHERE):
 
         def run(store, tokens, places, options, implementation=implementation):
             with form(implementation) as name:
-                return plain("scan", shape, implementation=name)(tokens, store, places, **options)
+                return shared.plain("scan", shape, implementation=name)(tokens, store, places, **options)
 
         compiled = jax.jit(run).lower(*on_device((store, tokens, places, options))).compile()
         of_all_tokens = tiles * shape.tile_size * shape.state * shape.inner * 4
@@ -334,15 +321,17 @@ def test_inverse_of_a_unit_lower_triangle(size):
 
 
 def test_refuses_shapes_that_do_not_fit():
-    shape = ODD[1]
-    tokens = on_device(entry(Draw(), shape, 2, 8))
+    shape = shared.ODD[1]
+    tokens = on_device(shared.entry(Draw(), shape, 2, 8))
     four = jnp.zeros((2, 8, 4, shape.state))
     with pytest.raises(ValueError, match="6 heads do not divide into 4 groups"):
         recurrence_sequence(tokens._replace(query=four, key=four), erase=True)
     with pytest.raises(ValueError, match="chunk_size is 0"):
         recurrence_sequence(tokens, erase=True, chunk_size=0)
     with pytest.raises(ValueError, match=r"strength has shape \(2, 8, 6\), expected \[tiles, tile_size, heads\]"):
-        recurrence_scan(tokens, jnp.asarray(states(Draw(), shape, 2)), tiles_of([1], [1], [1]), erase=True)
-    x, b, c, dt = on_device(entry(Draw(), SELECTIVE, 2, 8))
+        recurrence_scan(tokens, jnp.asarray(shared.states(Draw(), shape, 2)), tiles_of([1], [1], [1]), erase=True)
+    x, b, c, dt = on_device(shared.entry(Draw(), shared.SELECTIVE, 2, 8))
     with pytest.raises(ValueError, match=r"entry\.c has shape"):
-        plain("sequence", SELECTIVE)(SelectiveEntry(x, b[:, :, :2], c, dt), **on_device(how(Draw(1), SELECTIVE)))
+        shared.plain("sequence", shared.SELECTIVE)(
+            SelectiveEntry(x, b[:, :, :2], c, dt), **on_device(shared.how(Draw(1), shared.SELECTIVE))
+        )

@@ -11,26 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import recurrence_cases as shared
 from model_shapes import DELTA, MAMBA2
 from operation_checks import ELSEWHERE, Draw, assert_close, assert_same_bits
-from recurrence_cases import (
-    DTYPES,
-    KERNELS,
-    MAMBA,
-    ODD,
-    SHAPES,
-    cases,
-    check_in_place,
-    definition,
-    entry,
-    how,
-    indices,
-    pad,
-    part,
-    program,
-    sizes,
-    states,
-)
 
 from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.places import Rows
@@ -38,21 +21,21 @@ from kernels_pallas.recurrence import recurrence_update
 
 pytestmark = pytest.mark.full
 
-ALL = "native", "xla", ELSEWHERE, *KERNELS
+ALL = "native", "xla", ELSEWHERE, *shared.KERNELS
 # Rows that continue and write the slot that they read after the first, second or third step; two that read one slot, of
 # which one keeps nothing; a fresh one; one with two steps of padding, and one of padding only.
-READ, WRITE = indices(
+READ, WRITE = shared.indices(
     [1, 2, 3, 4, 4, 0, 5, 6],
     [[1, 7, 8], [9, 2, 10], [11, 12, 3], [13, 14, 15], [0, 0, 0], [16, 0, 17], [18, 19, 20], [0, 0, 21]],
 )
 SLOTS = WRITE.max() + 2
-updated = functools.partial(program, "update")
+updated = functools.partial(shared.program, "update")
 
 
 def check(update, shape, tokens, store, rows, dtype=np.float32):
-    options = how(Draw(1), shape)
+    options = shared.how(Draw(1), shape)
     y, after = update(tokens, store, rows, **options)
-    want_y, want = definition("update", shape)(tokens, store, rows, **options)
+    want_y, want = shared.definition("update", shape)(tokens, store, rows, **options)
     assert y.dtype == dtype
     assert_close(y, want_y, dtype)
     assert_close(after[1:], want[1:], dtype)
@@ -61,13 +44,13 @@ def check(update, shape, tokens, store, rows, dtype=np.float32):
     return y, after
 
 
-@DTYPES
-@cases(*ALL)
+@shared.DTYPES
+@shared.cases(*ALL)
 def test_equals_definition(implementation, shape, dtype):
     draw = Draw()
-    tokens, store = entry(draw, shape, *WRITE.shape, dtype=dtype), states(draw, shape, SLOTS, dtype)
-    pad(tokens, 6, 1)
-    pad(tokens, 7, 0)
+    tokens, store = shared.entry(draw, shape, *WRITE.shape, dtype=dtype), shared.states(draw, shape, SLOTS, dtype)
+    shared.pad(tokens, 6, 1)
+    shared.pad(tokens, 7, 0)
     y, after = check(updated(implementation, shape), shape, tokens, store, Rows(READ, WRITE), dtype)
     assert (y[7] == 0).all()
     assert (y[6, 1:] == 0).all()
@@ -78,11 +61,11 @@ def test_equals_definition(implementation, shape, dtype):
         assert_same_bits(after[20], after[18])
 
 
-@sizes(*ALL)
+@shared.sizes(*ALL)
 def test_sizes(implementation, shape):
     draw, slots = Draw(), shape.rows * (shape.steps + 1) + 3
     places = draw.slots(slots, shape.rows, shape.steps + 1)
-    tokens, store = entry(draw, shape, shape.rows, shape.steps), states(draw, shape, slots)
+    tokens, store = shared.entry(draw, shape, shape.rows, shape.steps), shared.states(draw, shape, slots)
     check(updated(implementation, shape), shape, tokens, store, Rows(places[:, 0], places[:, 1:]))
 
 
@@ -93,19 +76,19 @@ def test_real_sizes(implementation, shape):
     test_sizes(implementation, dataclasses.replace(shape, rows=min(shape.rows, 3)))
 
 
-@DTYPES
-@cases(*ALL)
+@shared.DTYPES
+@shared.cases(*ALL)
 def test_steps_in_one_call_equal_steps_in_several(implementation, shape, dtype):
-    draw, update, options = Draw(), updated(implementation, shape), how(Draw(1), shape)
-    tokens, store = entry(draw, shape, *WRITE.shape, dtype=dtype), states(draw, shape, SLOTS, dtype)
+    draw, update, options = Draw(), updated(implementation, shape), shared.how(Draw(1), shape)
+    tokens, store = shared.entry(draw, shape, *WRITE.shape, dtype=dtype), shared.states(draw, shape, SLOTS, dtype)
     read, write = np.zeros_like(READ), np.zeros_like(WRITE)
     read[1], write[:2] = 5, [[1, 2, 3], [4, 5, 6]]
-    pad(tokens, slice(2, None), 0)
+    shared.pad(tokens, slice(2, None), 0)
     y, after = update(tokens, store, Rows(read, write), **options)
     split = store
     for t in range(3):  # by the same program, of which the other steps are padding
-        one, target = part(tokens, slice(None), [t, t, t]), write[:, [t, t, t]]
-        pad(one, slice(None), 1)
+        one, target = shared.part(tokens, slice(None), [t, t, t]), write[:, [t, t, t]]
+        shared.pad(one, slice(None), 1)
         target[:, 1:] = 0
         y_one, split = update(one, split, Rows(read, target), **options)
         assert_close(y_one[:, 0], y[:, t], tolerance=1e-6 if dtype == np.float32 else 1e-3)
@@ -118,13 +101,13 @@ def test_steps_in_one_call_equal_steps_in_several(implementation, shape, dtype):
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(("rows", "dtype"), [(1, np.float32), (3, np.float32), (3, jnp.bfloat16)])
-@cases(*ALL[:2])
+@shared.cases(*ALL[:2])
 def test_in_place(implementation, shape, rows, dtype):
     def places(slots):
         found = Draw().slots(slots, rows, 3)
         return Rows(found[:, 0], found[:, 1:])
 
-    check_in_place("update", implementation, shape, entry(Draw(), shape, rows, 2, dtype=dtype), places)
+    shared.check_in_place("update", implementation, shape, shared.entry(Draw(), shape, rows, 2, dtype=dtype), places)
 
 
 @pytest.mark.parametrize("heads", [16, 48])
@@ -132,25 +115,27 @@ def test_in_place(implementation, shape, rows, dtype):
 def test_several_blocks_of_heads_on_tpu(heads, erase, monkeypatch):
     # 16 heads: a block is half a group. 48: three blocks, of a group each.
     monkeypatch.setattr("kernels_pallas.recurrence.update.pallas_tpu.BLOCK_BYTES", 8 * 8 * 16 * 4)
-    shape = dataclasses.replace(SHAPES[1], rows=2, heads=heads, groups=heads // 16, head_dim=8, state=16, erase=erase)
-    anew = updated(KERNELS[0], shape, anew=True)
+    shape = dataclasses.replace(
+        shared.SHAPES[1], rows=2, heads=heads, groups=heads // 16, head_dim=8, state=16, erase=erase
+    )
+    anew = updated(shared.KERNELS[0], shape, anew=True)
     draw = Draw()
-    rows = Rows(*indices([1, 0], [[2, 3], [0, 4]]))
-    check(anew, shape, entry(draw, shape, 2, 2), states(draw, shape, 5), rows)
+    rows = Rows(*shared.indices([1, 0], [[2, 3], [0, 4]]))
+    check(anew, shape, shared.entry(draw, shape, 2, 2), shared.states(draw, shape, 5), rows)
 
 
 def test_says_what_it_cannot_run():
-    shape = dataclasses.replace(MAMBA, state=36)
-    call = entry(Draw(), shape, 1, 1), states(Draw(), shape, 3), Rows(*indices([1], [[2]]))
+    shape = dataclasses.replace(shared.MAMBA, state=36)
+    call = shared.entry(Draw(), shape, 1, 1), shared.states(Draw(), shape, 3), Rows(*shared.indices([1], [[2]]))
     with pytest.raises(UnsupportedError, match="keys have a size of 36, not a multiple of 8"):
-        updated(KERNELS[1], shape)(*call)
+        updated(shared.KERNELS[1], shape)(*call)
 
 
 def test_refuses_what_does_not_fit():
-    shape = ODD[1]
-    call = entry(Draw(), shape, 1, 1), states(Draw(), shape, 3), Rows(*indices([1], [[2]]))
+    shape = shared.ODD[1]
+    call = shared.entry(Draw(), shape, 1, 1), shared.states(Draw(), shape, 3), Rows(*shared.indices([1], [[2]]))
     call = jax.tree.map(jnp.asarray, call)
     with pytest.raises(ValueError, match="skip is not supported with erase"):
         recurrence_update(*call, erase=True, skip=jnp.ones(shape.heads))
     with pytest.raises(ValueError, match=r"rows.write_slot has shape \(1, 2\), expected \[rows, steps\]"):
-        recurrence_update(*call[:2], jax.tree.map(jnp.asarray, Rows(*indices([1], [[2, 1]]))), erase=True)
+        recurrence_update(*call[:2], jax.tree.map(jnp.asarray, Rows(*shared.indices([1], [[2, 1]]))), erase=True)

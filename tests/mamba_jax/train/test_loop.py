@@ -11,17 +11,8 @@ import pytest
 from jax.sharding import Mesh
 
 from mamba_jax.config import ModelConfigError
+from mamba_jax.train import loop
 from mamba_jax.train.config import DataSettings, DraftSettings, OptimizerSettings
-from mamba_jax.train.loop import (
-    LOG,
-    TrainingDiverged,
-    _placement,
-    check_run,
-    initial_state,
-    initial_values,
-    read_log,
-    train,
-)
 from mamba_jax.train.optimizer import make_optimizer
 from mamba_jax.train.recipe import CHECKPOINTS, Checkpoints
 from tests.support.models.tiny_configs import FOR_ENGINES
@@ -31,11 +22,11 @@ ONE = jax.devices()[:1]
 
 
 def run(directory, *, data=None, devices=ONE, **changes):
-    return train(settings(**changes), CONFIG, data or batches(), directory, devices=devices)
+    return loop.train(settings(**changes), CONFIG, data or batches(), directory, devices=devices)
 
 
 def losses(directory):
-    return [{k: v for k, v in record.items() if k != "seconds"} for record in read_log(directory / LOG)]
+    return [{k: v for k, v in record.items() if k != "seconds"} for record in loop.read_log(directory / loop.LOG)]
 
 
 class StopsAt:
@@ -89,7 +80,7 @@ def test_a_killed_run_goes_back_to_its_last_state(whole, tmp_path):
     with pytest.raises(RuntimeError, match="killed"):
         run(tmp_path, data=Dies(), save_every=5)
     assert len(losses(tmp_path)) == 8
-    with (tmp_path / LOG).open("a") as log:
+    with (tmp_path / loop.LOG).open("a") as log:
         log.write('{"step": 9, "lo')
     run(tmp_path, save_every=5)
     assert losses(tmp_path) == whole[1]
@@ -111,7 +102,7 @@ OVER_LATENTS = dataclasses.replace(FOR_ENGINES["kimi"], mtp_pattern="L-")
 )
 def test_a_run_that_cannot_start_is_refused_before_its_data_is_prepared(config, changes, devices, message):
     with pytest.raises(ModelConfigError, match=message):
-        check_run(settings(**changes), config, devices)
+        loop.check_run(settings(**changes), config, devices)
 
 
 def test_tokens_outside_of_the_vocabulary_are_refused(tmp_path):
@@ -137,11 +128,11 @@ def test_divided_weights_need_less_memory_and_give_the_same_losses(whole, tmp_pa
         return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(arrays))
 
     four = jax.devices()[:4]
-    values = initial_values(CONFIG, 0)
+    values = loop.initial_values(CONFIG, 0)
     mesh = Mesh(np.array(four), ("batch",))
     optimizer = make_optimizer(settings().optimizer, 12)
     states = {
-        divided: initial_state(values, optimizer, functools.partial(_placement, mesh, divided=divided))
+        divided: loop.initial_state(values, optimizer, functools.partial(loop._placement, mesh, divided=divided))
         for divided in (False, True)
     }
     assert on_one(states[True].optimizer) < 0.4 * on_one(states[False].optimizer)
@@ -159,8 +150,8 @@ def test_bfloat16_products(whole, tmp_path):
 
 
 def test_what_is_not_trained_stays(tmp_path):
-    start = initial_values(CONFIG, 5)
-    done = train(
+    start = loop.initial_values(CONFIG, 5)
+    done = loop.train(
         settings(steps=2, optimizer=OptimizerSettings(learning_rate=0.01, warmup_steps=0)),
         CONFIG,
         batches(),
@@ -180,13 +171,13 @@ def test_a_run_of_another_model_is_refused(whole, tmp_path):
     run(tmp_path, steps=2)
     wider = dataclasses.replace(CONFIG, hidden_size=CONFIG.hidden_size, vocab_size=CONFIG.vocab_size + 1)
     with pytest.raises(ModelConfigError, match="does not fit this configuration"):
-        train(settings(steps=4), wider, batches(), tmp_path, devices=ONE)
+        loop.train(settings(steps=4), wider, batches(), tmp_path, devices=ONE)
 
 
 def test_a_loss_that_is_not_finite_stops_at_the_last_good_state(tmp_path):
     """The first step is finite and makes weights of 1e38; the second is not, and the host looks after the fourth."""
     optimizer = OptimizerSettings(learning_rate=1e38, warmup_steps=0, weight_decay=0.0)
-    with pytest.raises(TrainingDiverged, match="not finite at step 2; the state after 1 steps is saved"):
+    with pytest.raises(loop.TrainingDiverged, match="not finite at step 2; the state after 1 steps is saved"):
         run(tmp_path, log_every=4, optimizer=optimizer)
     saved = Checkpoints(tmp_path / CHECKPOINTS)
     assert saved.latest == 1
@@ -199,4 +190,4 @@ def test_a_loss_that_is_not_finite_stops_at_the_last_good_state(tmp_path):
 def test_quantized_weights_are_refused(tmp_path):
     values = {"blocks.0.mixer.out_proj.weight.values": jax.numpy.ones((2, 2), "int8")}
     with pytest.raises(ModelConfigError, match=r"1 weights are quantized \(blocks.0.mixer.out_proj.weight, ...\)"):
-        train(settings(), CONFIG, batches(), tmp_path, values=values)
+        loop.train(settings(), CONFIG, batches(), tmp_path, values=values)
