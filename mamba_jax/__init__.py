@@ -21,28 +21,10 @@ from mamba_jax.train.score import score
 from mamba_jax.version import version
 
 __all__ = [
-    "DecodeBatch",
-    "HybridConfig",
-    "HybridModel",
-    "Layout",
-    "MixedBatch",
-    "ModelConfigError",
-    "PrefillBatch",
-    "Rows",
-    "SeatBatch",
-    "SequenceLayout",
-    "StepOutput",
-    "StepPrograms",
-    "Store",
-    "init_rows",
-    "init_store",
-    "load",
-    "parameters",
-    "save",
-    "score",
-    "seat",
-    "step",
-]
+    "DecodeBatch", "HybridConfig", "HybridModel", "Layout", "MixedBatch", "ModelConfigError", "PrefillBatch", "Rows",
+    "SeatBatch", "SequenceLayout", "StepOutput", "StepPrograms", "Store", "init_rows", "init_store", "load",
+    "parameters", "save", "score", "seat", "step",
+]  # fmt: skip
 
 
 __version__ = version()

@@ -4,13 +4,6 @@ from kernels_pallas.gated_recurrence.api import Projections, Weights, Windows, g
 from kernels_pallas.gated_recurrence.gates import DeltaGates, Gates, Mamba2Gates
 
 __all__ = [
-    "DeltaGates",
-    "Gates",
-    "Mamba2Gates",
-    "Projections",
-    "Weights",
-    "Windows",
-    "gated_replay",
-    "gated_scan",
+    "DeltaGates", "Gates", "Mamba2Gates", "Projections", "Weights", "Windows", "gated_replay", "gated_scan",
     "gated_update",
-]
+]  # fmt: skip

@@ -9,10 +9,6 @@ from kernels_pallas.selective_scan.api import (
 from kernels_pallas.selective_scan.entry import SelectiveEntry, SelectiveTail
 
 __all__ = [
-    "SelectiveEntry",
-    "SelectiveTail",
-    "selective_replay",
-    "selective_scan",
-    "selective_scan_sequence",
+    "SelectiveEntry", "SelectiveTail", "selective_replay", "selective_scan", "selective_scan_sequence",
     "selective_update",
-]
+]  # fmt: skip
