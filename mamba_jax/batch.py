@@ -125,13 +125,10 @@ class MixedBatch:
 @functools.cache
 def _decode_packing(rows: int, steps: int, pages_per_row: int, page_updates: int | None, replay: bool) -> Packing:
     batch = DecodeBatch(
-        **_step_rows(rows, pages_per_row, page_updates, steps),
-        continues=_array(rows, dtype=bool),
-        tokens=_array(rows, steps),
-        num_drafts=_array(rows),
-        write_slot=_array(rows, 1 if replay else steps),
+        **_step_rows(rows, pages_per_row, page_updates, steps), continues=_array(rows, dtype=bool),
+        tokens=_array(rows, steps), num_drafts=_array(rows), write_slot=_array(rows, 1 if replay else steps),
         anchor=_array(rows) if replay else None,
-    )
+    )  # fmt: skip
     return Packing.of(batch)
 
 

@@ -92,12 +92,9 @@ class HeadPadding:
                 if not isinstance(value.sharding, NamedSharding) or value.sharding.mesh != mesh:
                     value = jax.device_put(value, NamedSharding(mesh, P()))
                 pad = partial(
-                    _with_zero_heads,
-                    axis=division.axis,
-                    groups=need(self.config.attention).num_kv_heads,
-                    heads=division.units,
-                    padded=need(self.padded.attention).num_heads,
-                )
+                    _with_zero_heads, axis=division.axis, groups=need(self.config.attention).num_kv_heads,
+                    heads=division.units, padded=need(self.padded.attention).num_heads,
+                )  # fmt: skip
                 value = jax.jit(pad, out_shardings=place)(value)
             found[path] = value
         return shard_parameters(found, self.padded, mesh)

@@ -76,16 +76,12 @@ def init_rows(
     vocab_size = config if isinstance(config, int) else config.vocab_size
     seats = max_num_seqs + 1
     return Rows(
-        length=jnp.zeros(seats, jnp.int32),
-        last_token=jnp.zeros(seats, jnp.int32),
-        slot=jnp.zeros(seats, jnp.int32),
-        drafts=jnp.full((seats, num_speculative_tokens), -1, jnp.int32),
-        sampling=init_sampling_table(seats),
-        output_counts=jnp.zeros((seats, vocab_size), jnp.int32),
-        prompt_seen=jnp.zeros((seats, vocab_size), bool),
+        length=jnp.zeros(seats, jnp.int32), last_token=jnp.zeros(seats, jnp.int32), slot=jnp.zeros(seats, jnp.int32),
+        drafts=jnp.full((seats, num_speculative_tokens), -1, jnp.int32), sampling=init_sampling_table(seats),
+        output_counts=jnp.zeros((seats, vocab_size), jnp.int32), prompt_seen=jnp.zeros((seats, vocab_size), bool),
         source=None if source is None else source.init(seats=seats, max_len=max_len),
         anchor=jnp.zeros(seats, jnp.int32) if replay else None,
         page_table=jnp.zeros((seats, pages_per_row), jnp.int32) if pages_per_row else None,
         adapter=jnp.zeros(seats, jnp.int32) if adapters else None,
         masks=init_masks(seats, 1 + num_speculative_tokens, vocab_size) if masks else None,
-    )
+    )  # fmt: skip

@@ -68,14 +68,10 @@ def _both_kernels(name, places, projections, weights, windows, stores, *, block,
     projected = jnp.concatenate([v.reshape(rows, steps, -1).astype(F32) for v in projections if v is not None], axis=2)
     options = {"groups": projections.vectors.shape[3], "gates": gates, "interpret": interpret}
     y, *stores = triton.update_call(
-        functools.partial(_kernel, block=block, places=len(places), **options),
-        name,
-        (rows, heads, head_dim // block),
+        functools.partial(_kernel, block=block, places=len(places), **options), name, (rows, heads, head_dim // block),
         (*places, projected, *weights[:-1], windows.vectors, windows.vector_ring),
-        jax.ShapeDtypeStruct((rows, steps, inner), projections.value.dtype),
-        stores,
-        interpret=interpret,
-    )
+        jax.ShapeDtypeStruct((rows, steps, inner), projections.value.dtype), stores, interpret=interpret,
+    )  # fmt: skip
     out, *of_vectors = gated_norm(places, projected, y, weights, windows, **options)
     return out, stores, of_vectors
 
@@ -201,15 +197,9 @@ def gated_norm(places, projected, y, weights, windows, *, groups, gates, interpr
         gates=gates, normalized=norm is not None, interpret=interpret,
     )  # fmt: skip
     return triton.update_call(
-        body,
-        "gated_norm",
-        (rows, groups),
-        (*places, projected, y, jnp.ones(1, y.dtype) if norm is None else norm),
-        jax.ShapeDtypeStruct(y.shape, y.dtype),
-        stores,
-        interpret=interpret,
-        warps=1 if inner // groups <= 256 else 4,
-    )
+        body, "gated_norm", (rows, groups), (*places, projected, y, jnp.ones(1, y.dtype) if norm is None else norm),
+        jax.ShapeDtypeStruct(y.shape, y.dtype), stores, interpret=interpret, warps=1 if inner // groups <= 256 else 4,
+    )  # fmt: skip
 
 
 def _norm_kernel(*refs, stores, groups, norms, gates, normalized, interpret):

@@ -42,16 +42,10 @@ def grouped_matmul(x, w, group_sizes):
 
     tokens, experts = x.shape[0], w.shape[0]
     out = ragged_dot(
-        x,
-        w,
-        group_sizes=group_sizes.astype(jnp.int32),
-        block_m=128 if tokens >= 64 * experts else 64,
-        block_n=128 if w.shape[1] % 128 == 0 else 64,
-        block_k=INPUTS,
-        max_concurrent_steps=STAGES,
-        grid_block_n=1,
+        x, w, group_sizes=group_sizes.astype(jnp.int32), block_m=128 if tokens >= 64 * experts else 64,
+        block_n=128 if w.shape[1] % 128 == 0 else 64, block_k=INPUTS, max_concurrent_steps=STAGES, grid_block_n=1,
         transpose_rhs=True,
-    )
+    )  # fmt: skip
     return of_experts(out, group_sizes)
 
 

@@ -160,15 +160,12 @@ def _kernel(x, w, size, interpret):
 
     shared = [] if interpret is None else [plgpu.SMEM((OUTPUTS, piece), x.dtype, transforms=tiled(piece, 16))]
     return plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((rows, outputs), x.dtype),
-        scratch_types=[plgpu.SMEM((size, OUTPUTS), x.dtype), *shared],
-        grid=(experts, outputs // OUTPUTS),
+        body, out_type=jax.ShapeDtypeStruct((rows, outputs), x.dtype),
+        scratch_types=[plgpu.SMEM((size, OUTPUTS), x.dtype), *shared], grid=(experts, outputs // OUTPUTS),
         grid_names=("expert", "outputs"),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-        kernel_name="quantized_grouped_matmul",
-        **({} if interpret is None else {"interpret": interpret}),
-    )
+        kernel_name="quantized_grouped_matmul", **({} if interpret is None else {"interpret": interpret}),
+    )  # fmt: skip
 
 
 def _to_float32(values, dtype):

@@ -75,15 +75,9 @@ def product(x, w, group_sizes, *, codes=False, interpret=False):
 
     specs += [pl.BlockSpec((None, groups if whole else of_block, width), place_scale) for _ in scales]
     run = functools.partial(
-        _kernel,
-        inputs=inputs,
-        groups=groups,
-        dtype=x.dtype,
-        as_codes=as_codes,
-        inputs_first=inputs_first,
-        scaled=w.group_scale is not None,
-        shifted=w.group_zero is not None,
-    )
+        _kernel, inputs=inputs, groups=groups, dtype=x.dtype, as_codes=as_codes, inputs_first=inputs_first,
+        scaled=w.group_scale is not None, shifted=w.group_zero is not None,
+    )  # fmt: skip
     out = pl.pallas_call(
         run,
         out_shape=jax.ShapeDtypeStruct((x.shape[0], outputs), F32),

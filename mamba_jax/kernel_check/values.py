@@ -287,14 +287,10 @@ class _Indexes:
             read[1:3] = 2
         with jax.ensure_compile_time_eval():
             layout = PrefillLayout.of(
-                num_packed=tokens,
-                tile_size=size,
-                length=jnp.zeros(rows, jnp.int32),
-                num_tokens=jnp.asarray(each, jnp.int32),
-                read_slot=jnp.asarray(read, jnp.int32),
-                tile_write_slot=jnp.asarray(write),
-                page_table=jnp.zeros((rows, 1), jnp.int32),
-            )
+                num_packed=tokens, tile_size=size, length=jnp.zeros(rows, jnp.int32),
+                num_tokens=jnp.asarray(each, jnp.int32), read_slot=jnp.asarray(read, jnp.int32),
+                tile_write_slot=jnp.asarray(write), page_table=jnp.zeros((rows, 1), jnp.int32),
+            )  # fmt: skip
         self.real = np.arange(tokens) < each.sum()
         self._touched |= dict.fromkeys(("store", "windows"), rows + int((write > 0).sum()))
         return jax.tree.map(np.asarray, layout.packed)

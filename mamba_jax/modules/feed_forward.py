@@ -87,13 +87,9 @@ class Router(nnx.Module):
         if config.router != "sigmoid":
             return Rule(config.experts_per_token, "scores" if config.router == "softmax_all" else "softmax")
         return Rule(
-            config.experts_per_token,
-            "scores",
-            normalize=config.normalize,
-            scaling=config.scaling,
-            num_groups=config.num_groups,
-            top_groups=config.top_groups,
-        )
+            config.experts_per_token, "scores", normalize=config.normalize, scaling=config.scaling,
+            num_groups=config.num_groups, top_groups=config.top_groups,
+        )  # fmt: skip
 
     def __call__(self, x: Hidden, valid: Bool[Array, " T"], first: Int[Array, ""], *, own: int) -> Choice:
         """The experts of each token, of which this device has `own` from `first` on."""

@@ -86,16 +86,9 @@ class Mamba(RecurrentMixer):
             return self._apart(layout, given, states)  # groups of the norm lie on several devices
         query, key, conv_bc = self.convolved_vectors(given, layout, conv_bc)
         y, ssm, conv_x = gated_scan(
-            inputs[0],
-            query,
-            key,
-            *self.decays_and_strengths(given),
-            self.weights(given),
-            ssm,
-            conv_x,
-            layout.packed,
+            inputs[0], query, key, *self.decays_and_strengths(given), self.weights(given), ssm, conv_x, layout.packed,
             gates=self.gates,
-        )
+        )  # fmt: skip
         return y, (ssm, conv_x, conv_bc)
 
     def output(self, y: Float[Array, "T inner"], gate: Float[Array, "T inner"]) -> Float[Array, "T inner"]:

@@ -164,14 +164,9 @@ class RecurrentMixer(nnx.Module):
         projections, weights = self._by_row(layout, given)
         store, *windows = states
         y, store, new = gated_update(
-            projections,
-            weights,
-            store,
-            Windows(*windows),
-            layout.rows,
-            valid=layout.valid.reshape(layout.shape),
+            projections, weights, store, Windows(*windows), layout.rows, valid=layout.valid.reshape(layout.shape),
             gates=self.gates,
-        )
+        )  # fmt: skip
         return layout.by_token(y), (store, new.value, new.vectors)
 
     def _anchored(self, layout: ReplayLayout, inputs: Inputs, _: Parameters, states: States) -> tuple[Array, States]:
@@ -182,14 +177,9 @@ class RecurrentMixer(nnx.Module):
         name, ((store, arrays), (values, value_rings), (vectors, vector_rings)) = self.config.arrays[0], states
         rings = [ring for rings in (value_rings, vector_rings) for ring in rings.values()]
         y, store, tail, new = gated_replay(
-            projections,
-            weights,
-            store,
-            tail_of(name, arrays),
-            Windows(values, vectors, *rings),
-            layout.anchored,
+            projections, weights, store, tail_of(name, arrays), Windows(values, vectors, *rings), layout.anchored,
             gates=self.gates,
-        )
+        )  # fmt: skip
         return layout.by_token(y), (
             (store, arrays_of(name, tail)),
             (new.value, dict.fromkeys(value_rings, new.value_ring)),
@@ -241,13 +231,9 @@ class RecurrentMixer(nnx.Module):
         """Returns the weights between the projections, those of this device."""
         of_values, of_vectors = self.convolutions()
         return Weights(
-            self.a_log[...],
-            self.dt_bias[...],
-            self.skip(),
-            *of_values.own(given.value.shape[1]),
-            *of_vectors.own(given.vectors.shape[1]),
-            self.norm_weight(),
-        )
+            self.a_log[...], self.dt_bias[...], self.skip(), *of_values.own(given.value.shape[1]),
+            *of_vectors.own(given.vectors.shape[1]), self.norm_weight(),
+        )  # fmt: skip
 
     def _by_row(self, layout: DecodeLayout, given: Projections) -> tuple[Projections, Weights]:
         rows = [None if v is None else v.reshape(*layout.shape, -1) for v in given]

@@ -75,12 +75,9 @@ def choose(
     padded = jnp.concatenate([drafts, jnp.full_like(new, -1)], axis=1)
     emitted = jnp.where(heads < last, padded, jnp.where(heads == last, new, -1))
     return Emission(
-        tokens=jnp.where(sample[:, None], emitted, -1),
-        count=jnp.where(sample, accepted + 1, 0),
-        accepted=accepted,
-        finite=finite,
-        supports=drawable if supports else None,
-    )
+        tokens=jnp.where(sample[:, None], emitted, -1), count=jnp.where(sample, accepted + 1, 0), accepted=accepted,
+        finite=finite, supports=drawable if supports else None,
+    )  # fmt: skip
 
 
 Chosen = tuple[Int[Array, " n"], UInt8[Array, "n bytes"], Bool[Array, " n"]]

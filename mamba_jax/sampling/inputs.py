@@ -65,20 +65,11 @@ class SamplingInputs:
             sample & column[row_id] for column in (has_bias(table), has_penalties(table), table.temperature > 0)
         )
         return cls(
-            drafts=jnp.where(jnp.arange(drafts.shape[1]) < num_drafts[:, None], drafts, -1),
-            length=length,
-            sample=sample,
-            row_id=row_id,
-            table=table,
-            output_counts=output_counts,
-            prompt_seen=prompt_seen,
-            masks=masks,
-            masked=jnp.zeros_like(sample) if masks is None else sample & masks.on[row_id],
-            biased=biased,
-            penalized=penalized,
-            random=random,
-            any_penalized=penalized.any(),
-        )
+            drafts=jnp.where(jnp.arange(drafts.shape[1]) < num_drafts[:, None], drafts, -1), length=length,
+            sample=sample, row_id=row_id, table=table, output_counts=output_counts, prompt_seen=prompt_seen,
+            masks=masks, masked=jnp.zeros_like(sample) if masks is None else sample & masks.on[row_id], biased=biased,
+            penalized=penalized, random=random, any_penalized=penalized.any(),
+        )  # fmt: skip
 
     def on_this_device(self) -> SamplingInputs:
         """Returns the inputs for this device's share of the rows. Tables of the vocabulary stay divided."""

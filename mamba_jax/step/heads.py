@@ -57,12 +57,9 @@ def emit(
     row_id, (count, width) = sampled.row_id, (sampled.drafts.shape[0], sampled.drafts.shape[1] + 1)
     logits = flat.reshape(count, width, -1)
     inputs = SamplingInputs.of(
-        **vars(sampled) | {"sample": sampled.sample & (row_id > 0)},
-        table=rows.sampling,
-        output_counts=rows.output_counts,
-        prompt_seen=rows.prompt_seen,
-        masks=rows.masks,
-    )
+        **vars(sampled) | {"sample": sampled.sample & (row_id > 0)}, table=rows.sampling,
+        output_counts=rows.output_counts, prompt_seen=rows.prompt_seen, masks=rows.masks,
+    )  # fmt: skip
     emission = choose(logits, inputs, supports=sampling_masks, greedy=greedy)
     wanted = jnp.where((emission.tokens >= 0) & (row_id > 0)[:, None], rows.sampling.logprobs[row_id][:, None], -1)
     unused = jnp.arange(width) > emission.accepted[:, None]
@@ -92,19 +89,10 @@ def propose(
 ) -> tuple[Store, Rows]:
     """Drafts for the next step of each row that has emitted a token. `part`: its `DecodeRows` or `PrefillRows`."""
     facts = StepFacts(
-        layout=part.layout,
-        tokens=part.tokens,
-        hidden=written.hidden,
-        before=written.before,
-        row_id=part.row_id,
-        length=part.length,
-        kept=kept,
-        emitted=emission.tokens,
-        emitted_from=part.sampled.length,
-        sampled=emission.count > 0,
-        newest=newest(emission),
-        page_table=part.page_table,
-    )
+        layout=part.layout, tokens=part.tokens, hidden=written.hidden, before=written.before, row_id=part.row_id,
+        length=part.length, kept=kept, emitted=emission.tokens, emitted_from=part.sampled.length,
+        sampled=emission.count > 0, newest=newest(emission), page_table=part.page_table,
+    )  # fmt: skip
     count = part.num_proposed(rows.drafts.shape[1])
     drafts, store, state = source.propose(model, store, rows.source, facts, count)
     drafts = jnp.pad(drafts, ((0, 0), (0, rows.drafts.shape[1] - drafts.shape[1])), constant_values=-1)

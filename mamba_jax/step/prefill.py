@@ -39,14 +39,10 @@ class PrefillRows:
     def of(cls, store: Store, rows: Rows, batch: PrefillBatch, page_table: Int[Array, "rows pages"]) -> Self:
         """Returns the rows of a batch."""
         layout = PrefillLayout.of(
-            num_packed=batch.tokens.shape[0],
-            tile_size=batch.tile_size,
-            length=batch.length,
-            num_tokens=batch.num_tokens,
-            read_slot=batch.read_slot,
-            tile_write_slot=batch.tile_write_slot,
+            num_packed=batch.tokens.shape[0], tile_size=batch.tile_size, length=batch.length,
+            num_tokens=batch.num_tokens, read_slot=batch.read_slot, tile_write_slot=batch.tile_write_slot,
             page_table=page_table,
-        )
+        )  # fmt: skip
         after = batch.length + batch.num_tokens
         none = jnp.zeros((after.shape[0], 0), jnp.int32)
         sampled = SampledRows(batch.row_id, batch.sample, none, jnp.zeros_like(after), after)

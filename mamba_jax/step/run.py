@@ -70,26 +70,18 @@ def step(
         parts, written, _divided(flat, [each.shape[0] * each.shape[1] for each in heads]), strict=True
     ):
         emission, emitted = emit(
-            logits,
-            rows,
-            part.sampled,
-            processed_logprobs=processed_logprobs,
-            sampling_masks=sampling_masks,
-            greedy=greedy,
-            max_logprobs=max_logprobs,
-        )
+            logits, rows, part.sampled, processed_logprobs=processed_logprobs, sampling_masks=sampling_masks,
+            greedy=greedy, max_logprobs=max_logprobs,
+        )  # fmt: skip
         kept = part.kept(emission)
         slot, anchor = part.resume_after(kept)
         before, rows = rows, commit(rows, part.row_id, part.length + kept, slot, emission, anchor)
         if source is not None:
             store, rows = propose(source, model, store, rows, emission, part, done, kept)
         output = StepOutput(
-            **emitted,
-            kept=kept,
-            tag_error=done.wrong.any(),
-            proposed=next_drafts(rows, part.row_id),
+            **emitted, kept=kept, tag_error=done.wrong.any(), proposed=next_drafts(rows, part.row_id),
             **part.report(model, before, done, max_logprobs),
-        )
+        )  # fmt: skip
         outputs.append(output)
     return store, rows, (outputs[0], outputs[1]) if isinstance(batch, MixedBatch) else outputs[0]
 

@@ -129,10 +129,7 @@ def running_rows(
     assert rows.anchor is not None
     assert batch.anchor is not None
     layout = ReplayLayout.from_anchor(
-        **places,
-        anchor=jnp.where(batch.continues, rows.anchor[batch.row_id], batch.anchor),
-        tail_id=batch.row_id,
-        steps=batch.tokens.shape[1],
-        interval=store.tails.interval,
-    )
+        **places, anchor=jnp.where(batch.continues, rows.anchor[batch.row_id], batch.anchor), tail_id=batch.row_id,
+        steps=batch.tokens.shape[1], interval=store.tails.interval,
+    )  # fmt: skip
     return ReplayRows(length, num_tokens, read_slot, layout)

@@ -26,19 +26,14 @@ def seat(rows: Rows, batch: SeatBatch, source: DraftSource | None = None) -> Row
             "prompt_seen": put(rows.prompt_seen, batch.prompt_seen),
         }
     return dataclasses.replace(
-        rows,
-        length=put(rows.length, 0),
-        last_token=put(rows.last_token, 0),
-        slot=put(rows.slot, 0),
-        anchor=None if rows.anchor is None else put(rows.anchor, 0),
-        drafts=put(rows.drafts, -1),
+        rows, length=put(rows.length, 0), last_token=put(rows.last_token, 0), slot=put(rows.slot, 0),
+        anchor=None if rows.anchor is None else put(rows.anchor, 0), drafts=put(rows.drafts, -1),
         sampling=jax.tree.map(put, rows.sampling, batch.sampling),
         source=rows.source if source is None else source.seat(rows.source, batch.row_id, batch.tokens),
         page_table=None if rows.page_table is None else put(rows.page_table, 0),
         adapter=None if rows.adapter is None or batch.adapter is None else put(rows.adapter, batch.adapter),
-        masks=rows.masks and dataclasses.replace(rows.masks, on=put(rows.masks.on, False)),
-        **counted,
-    )
+        masks=rows.masks and dataclasses.replace(rows.masks, on=put(rows.masks.on, False)), **counted,
+    )  # fmt: skip
 
 
 def set_page_table(rows: Rows, batch: PageTableBatch) -> Rows:

@@ -153,24 +153,15 @@ def train(
     state = initial_state({path: v for path, v in start.items() if trained(path)}, optimizer, place)
     frozen = {path: jax.device_put(v, place(v)) for path, v in start.items() if not trained(path)}
     loss = functools.partial(
-        training_loss,
-        config=config,
-        drafts=settings.drafts,
-        dtype=jnp.dtype(settings.compute_dtype),
-        model_weight=model_weight,
-        rematerialize=settings.rematerialize,
-        balance_experts=settings.balance_experts,
-    )
+        training_loss, config=config, drafts=settings.drafts, dtype=jnp.dtype(settings.compute_dtype),
+        model_weight=model_weight, rematerialize=settings.rematerialize, balance_experts=settings.balance_experts,
+    )  # fmt: skip
     validate = None
     if validation is not None:
         validate = Validation(
-            validation,
-            batch_size=settings.batch_size,
-            config=config,
-            dtype=jnp.dtype(settings.compute_dtype),
-            sharding=by_sequence,
-            devices=mesh.size,
-        )
+            validation, batch_size=settings.batch_size, config=config, dtype=jnp.dtype(settings.compute_dtype),
+            sharding=by_sequence, devices=mesh.size,
+        )  # fmt: skip
 
     placements = jax.tree.map(lambda x: x.sharding, state)
 

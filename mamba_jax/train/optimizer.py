@@ -46,14 +46,10 @@ def make_optimizer(settings: OptimizerSettings, steps: int) -> optax.GradientTra
         adam = settings.adamw_learning_rate
         factor = 1.0 if adam is None else adam / settings.learning_rate
         update = contrib.muon(
-            rate,
-            weight_decay=settings.weight_decay,
-            adam_b1=beta1,
-            adam_b2=beta2,
-            muon_weight_dimension_numbers=_muon_dimensions,
-            adam_learning_rate=lambda step: rate(step) * factor,
+            rate, weight_decay=settings.weight_decay, adam_b1=beta1, adam_b2=beta2,
+            muon_weight_dimension_numbers=_muon_dimensions, adam_learning_rate=lambda step: rate(step) * factor,
             consistent_rms=_MUON_RMS,
-        )
+        )  # fmt: skip
     return optax.chain(optax.clip_by_global_norm(settings.clip_norm), update)
 
 

@@ -74,18 +74,10 @@ def scan(entry, store, tiles, *, erase, skip, interpret=False):
             (real.astype(F32)[:, None], pl.BlockSpec((1, 1, size), lambda h, i, *_: (i, 0, 0))),
         ]
     y, store = tpu_pipeline.scan(
-        compute,
-        inputs,
-        (jax.ShapeDtypeStruct((count, size, heads * head_dim), value.dtype), per_head(head_dim)),
-        store,
-        tiles,
-        real=real,
-        block=(blocks.heads, head_dim, state),
-        vmem_bytes=None if whole_tile else VMEM_BYTES,
-        cost=_cost(entry, store, blocks, tokens, erase),
-        interpret=interpret,
-        name="recurrence_scan",
-    )
+        compute, inputs, (jax.ShapeDtypeStruct((count, size, heads * head_dim), value.dtype), per_head(head_dim)),
+        store, tiles, real=real, block=(blocks.heads, head_dim, state), vmem_bytes=None if whole_tile else VMEM_BYTES,
+        cost=_cost(entry, store, blocks, tokens, erase), interpret=interpret, name="recurrence_scan",
+    )  # fmt: skip
     return y.reshape(entry.value.shape), store
 
 
