@@ -60,13 +60,9 @@ class Recurrence(Decoded):
         """Returns the same tile, rows, steps and kind of grouping, on sizes that a test can afford."""
         repeats, groups = min(self.heads // self.groups, 3), min(self.groups, 4)
         return dataclasses.replace(
-            self,
-            rows=min(self.rows, 12),
-            heads=groups * repeats,
-            groups=groups,
-            head_dim=min(self.head_dim, 24),
+            self, rows=min(self.rows, 12), heads=groups * repeats, groups=groups, head_dim=min(self.head_dim, 24),
             state=min(self.state, 40),
-        )
+        )  # fmt: skip
 
 
 MAMBA2 = (

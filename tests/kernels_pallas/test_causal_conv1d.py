@@ -46,16 +46,10 @@ def packed(lengths, reads, tile_size, first_slot, padding=0):
         tile_end += ends
     write = list(range(first_slot, first_slot + len(tile_row)))
     return Packed(
-        token_row=ints([*token_row, *[len(lengths)] * padding]),
-        token_in_tiles=None,
-        row_start=ints(starts),
-        read_slot=ints([*reads, 0]),
-        tile_row=ints([*tile_row, len(lengths)]),
-        tile_end=ints([*tile_end, 0]),
-        tile_tokens=None,
-        tile_valid=None,
-        tiles=Tiles(None, None, ints([*write, 0])),
-    )
+        token_row=ints([*token_row, *[len(lengths)] * padding]), token_in_tiles=None, row_start=ints(starts),
+        read_slot=ints([*reads, 0]), tile_row=ints([*tile_row, len(lengths)]), tile_end=ints([*tile_end, 0]),
+        tile_tokens=None, tile_valid=None, tiles=Tiles(None, None, ints([*write, 0])),
+    )  # fmt: skip
 
 
 class Convolution:

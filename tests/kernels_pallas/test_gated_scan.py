@@ -28,14 +28,9 @@ def places(shape, rows, *, tokens, tiles, writes):
     write = np.zeros(tiles, np.int32)
     write[: len(writes)] = writes
     layout = PrefillLayout.of(
-        num_packed=tokens,
-        tile_size=shape.tile_size,
-        length=length,
-        num_tokens=fed,
-        read_slot=read,
-        tile_write_slot=jnp.asarray(write),
-        page_table=jnp.zeros((len(rows), 1), jnp.int32),
-    )
+        num_packed=tokens, tile_size=shape.tile_size, length=length, num_tokens=fed, read_slot=read,
+        tile_write_slot=jnp.asarray(write), page_table=jnp.zeros((len(rows), 1), jnp.int32),
+    )  # fmt: skip
     return jax.tree.map(np.asarray, layout.packed)
 
 

@@ -33,14 +33,10 @@ def sample(logits, rows, drafts, counts, seen):
     row_id = jnp.arange(1, count + 1)
     flat = split_last(logits.reshape(-1, VOCAB))
     asked = asked_of(
-        table_of(*rows),
-        logits.shape,
-        drafts=drafts,
-        length=jnp.full(count, 9),
-        sample=jnp.arange(count) < count - (rows is GREEDY),
-        output_counts=split_last(counts),
+        table_of(*rows), logits.shape, drafts=drafts, length=jnp.full(count, 9),
+        sample=jnp.arange(count) < count - (rows is GREEDY), output_counts=split_last(counts),
         prompt_seen=split_last(seen),
-    )
+    )  # fmt: skip
     emission = choose(flat.reshape(logits.shape), asked)
     wanted = jnp.repeat(table_of(*rows).logprobs[row_id], HEADS)
     told = report_logprobs(flat, emission.tokens.reshape(-1), wanted)

@@ -17,14 +17,9 @@ from tests.support.models.random_models import random_model
 HIDDEN = 32
 ATTENTION = AttentionConfig(num_heads=20, num_kv_heads=4, head_dim=8, scale=0.3, input_size=HIDDEN)
 CONFIG = HybridConfig(
-    family="test",
-    vocab_size=64,
-    hidden_size=HIDDEN,
-    pattern="*-*-",
-    norm_eps=1e-5,
-    attention=ATTENTION,
+    family="test", vocab_size=64, hidden_size=HIDDEN, pattern="*-*-", norm_eps=1e-5, attention=ATTENTION,
     mlp=MLPConfig(intermediate_size=256, activation="silu", gated=True),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -77,12 +77,9 @@ def test_prefill_layout(seed):
 
 def test_decode_layout():
     layout = DecodeLayout.of(
-        length=jnp.array([5, 0, 7, 3]),
-        num_tokens=jnp.array([2, 3, 0, 1]),
-        read_slot=jnp.array([4, 9, 6, 2]),
-        write_slot=jnp.arange(10, 22).reshape(4, 3),
-        page_table=jnp.zeros((4, 0), jnp.int32),
-    )
+        length=jnp.array([5, 0, 7, 3]), num_tokens=jnp.array([2, 3, 0, 1]), read_slot=jnp.array([4, 9, 6, 2]),
+        write_slot=jnp.arange(10, 22).reshape(4, 3), page_table=jnp.zeros((4, 0), jnp.int32),
+    )  # fmt: skip
     np.testing.assert_array_equal(layout.positions.reshape(4, 3), [[5, 6, -1], [0, 1, 2], [-1, -1, -1], [3, -1, -1]])
     np.testing.assert_array_equal(layout.valid, layout.positions >= 0)
     np.testing.assert_array_equal(layout.read_slot, [4, 9, 0, 2])  # nothing fed: nothing read

@@ -11,14 +11,10 @@ from mamba_jax.rows import init_rows
 from mamba_jax.store import StoreShape, init_store, store_bytes
 
 CONFIG = HybridConfig(
-    family="test",
-    vocab_size=8,
-    hidden_size=24,
-    pattern="M*MM*",
-    norm_eps=1e-5,
+    family="test", vocab_size=8, hidden_size=24, pattern="M*MM*", norm_eps=1e-5,
     mamba=MambaConfig(num_heads=6, head_dim=8, state_size=16, num_groups=2, conv_width=4),
     attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8, scale=1.0, input_size=24),
-)
+)  # fmt: skip
 HYBRID = StoreShape.of(CONFIG)
 NO_ATTENTION = StoreShape.of(dataclasses.replace(CONFIG, pattern="MMM"))
 

@@ -152,15 +152,9 @@ def test_bfloat16_products(whole, tmp_path):
 def test_what_is_not_trained_stays(tmp_path):
     start = loop.initial_values(CONFIG, 5)
     done = loop.train(
-        settings(steps=2, optimizer=OptimizerSettings(learning_rate=0.01, warmup_steps=0)),
-        CONFIG,
-        batches(),
-        tmp_path,
-        values=start,
-        trained=lambda path: path.startswith("mtp."),
-        model_weight=0.0,
-        devices=ONE,
-    )
+        settings(steps=2, optimizer=OptimizerSettings(learning_rate=0.01, warmup_steps=0)), CONFIG, batches(),
+        tmp_path, values=start, trained=lambda path: path.startswith("mtp."), model_weight=0.0, devices=ONE,
+    )  # fmt: skip
     for path, value in done.values.items():
         same = (np.asarray(value) == np.asarray(start[path])).all()
         assert same != path.startswith("mtp."), path

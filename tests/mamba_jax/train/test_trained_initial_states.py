@@ -56,14 +56,9 @@ def test_training_starts_from_the_state_that_a_prefill_reads(name, tmp_path):
     )
     rows = jnp.ones(2, jnp.int32)
     prefill = PrefillLayout.of(
-        num_packed=14,
-        tile_size=8,
-        length=8 * rows,
-        num_tokens=7 * rows,
-        read_slot=rows,
-        tile_write_slot=0 * rows,
+        num_packed=14, tile_size=8, length=8 * rows, num_tokens=7 * rows, read_slot=rows, tile_write_slot=0 * rows,
         page_table=jnp.zeros((2, 2), jnp.int32),
-    )
+    )  # fmt: skip
     expected, _ = model.run(tokens, prefill, dataclasses.replace(store, slots=slots))
     assert np.abs(found - without).max() > 1e-3
     np.testing.assert_allclose(found, expected, atol=2e-4)
