@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from serving.cli.jax_import import import_jax
+from serving.cli.replaceable import check_replaceable
 
 app = typer.Typer(
     name="bench",
@@ -62,6 +63,7 @@ def check(
     json: Annotated[Path | None, typer.Option(help="File for all figures, to send with a report.")] = None,
 ) -> None:
     """Compare this machine's kernels with plain JAX, and time kernels, whole steps and the engine."""
+    check_replaceable("--json", json, "check", lambda found: bool(found) and all(each["metric"] for each in found))
     from serving.check.run import run_check
 
     raise typer.Exit(run_check(model, seconds=seconds, tiny=tiny, path=json))

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from serving.cli.replaceable import check_replaceable
 from serving.config import ConfigError
 
 
@@ -40,7 +41,7 @@ def evaluate(
     from serving.engine.requests.sampling_params import SamplingParams
 
     console = Console(soft_wrap=True, highlight=False)
-    _check_report(output)
+    check_replaceable("--output", output, "eval", _is_report)
     directory = data or resolve(model).files
     if against is not None:
         _compare(model, quantization, against, text or directory / SAMPLE_TEXT, output, console)
@@ -87,16 +88,8 @@ def evaluate(
         output.write_text(json.dumps(figures, indent=1) + "\n")
 
 
-def _check_report(path: Path | None) -> None:
-    """Refuses to replace a file that is no report of this command."""
-    if path is None or not path.exists():
-        return
-    try:
-        fields = set(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError, OSError, RecursionError):
-        fields = set()
-    if not (fields >= {"model", "bits_per_byte"} or fields >= {"kl", "largest_kl", "agreement", "reference_nats"}):
-        raise ConfigError(f"--output {path}: exists and is not a report of `mamba-jax eval`; give another file")
+def _is_report(fields: dict[str, Any]) -> bool:
+    return fields.keys() >= {"model", "bits_per_byte"} or fields.keys() >= {"kl", "largest_kl", "agreement"}
 
 
 def _compare(

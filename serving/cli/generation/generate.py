@@ -132,10 +132,10 @@ def _generate_file(
     with _reporter(console, total) as show:
         counts = run_batch(llm, source, target, defaults=sampling, progress=show, **again)
     speed = counts.tokens / max(counts.seconds, 1e-9)
-    summary = f"{counts.done} answered, {counts.skipped} already in the output"
+    summary = f"{counts.done} finished, {counts.skipped} already in the output"
     summary += f"; {counts.tokens:,} tokens in {counts.seconds:.1f} s, {speed:,.0f} tokens/s"
     if counts.failed:
-        summary += f"; {counts.failed} lines failed (--retry-failed answers them again)"
+        summary += f"; {counts.failed} of {total} lines failed (--retry-failed answers them again)"
     console.print(summary)
     return counts.failed
 

@@ -22,8 +22,8 @@ def training_console(output: Path | None, data: Path | None = None) -> Console:
     Raises:
         ConfigError: `output` has content, or `data` does not exist.
     """
-    if output is not None and output.exists() and any(output.iterdir()):
-        raise ConfigError(f"--output {output}: already exists and is not empty")
+    if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"--output {output}: already exists and is not an empty directory")
     if data is not None and not data.exists():
         raise ConfigError(f"--data {data}: no such file or directory")
     return Console(stderr=True, soft_wrap=True, highlight=False)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from serving.cli.replaceable import check_replaceable
 from serving.cli.training.progress import training_console, training_errors, weights_of
 from serving.config import ConfigError
 
@@ -64,6 +65,7 @@ def train_grpo(
     from serving.engine.llm import LLM
 
     console = training_console(output)
+    check_replaceable("--log", log, "train-grpo", lambda record: record.keys() >= {"step", "reward"})
     path = problems or resolve(model).files / SAMPLE_PROBLEMS
     if not path.is_file():
         raise ConfigError(f"--problems {path}: no such file")

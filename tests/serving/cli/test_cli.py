@@ -180,7 +180,7 @@ def test_a_batch_goes_on_where_it_stopped(batch, tmp_path, capfd):
     assert run(command) == 1
     said = capfd.readouterr().err
     assert "2 already in the output" in said
-    assert "6 lines failed (--retry-failed answers them again)" in said
+    assert "6 of 9 lines failed (--retry-failed answers them again)" in said
     assert "tokens/s" in said
     again, before = read_lines(part), read_lines(target)
     assert [line["id"] for line in again] == [line["id"] for line in before]

@@ -112,7 +112,7 @@ def test_a_new_adapter_and_targets(tmp_path, capfd):
     (tmp_path / "x").mkdir(exist_ok=True)
     (tmp_path / "x/file").write_text("")
     assert run([*line, "--output", str(tmp_path / "x")]) == 2
-    assert "already exists and is not empty" in capfd.readouterr().err
+    assert "already exists and is not an empty directory" in capfd.readouterr().err
 
 
 def evenness(answer):
