@@ -78,6 +78,11 @@ def cut(text, size):
     return [text[at : at + size] for at in range(0, len(text), size)]
 
 
+def tool_with(properties, **more):
+    """The tool `f` with these parameters; `more`: other words of its schema."""
+    return {"type": "function", "function": {"name": "f", "parameters": {"properties": properties, **more}}}
+
+
 def tokenizer_with(*marks, template=""):
     """The demo model's tokenizer with more special tokens, and a chat template."""
     fields = json.loads(load_tokenizer("demo").to_json())

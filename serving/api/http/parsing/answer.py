@@ -296,6 +296,9 @@ class AnswerReader:
         if syntax.parameters:
             try:
                 yield from self._cursor.skip(syntax.between)
+                if not syntax.value_ends and (yield from self._cursor.mark("**")):
+                    self._cursor.take(2)
+                    yield from self._cursor.skip(SPACE)
             except TextEnds:
                 self._emit("" if self._cursor.cut else "{}")
                 raise
@@ -367,6 +370,8 @@ class AnswerReader:
                     yield from cursor.until(cached_marks(*ends))
             while True:
                 yield from cursor.skip(syntax.between)
+                if python and cursor.text[cursor.at] == "]":  # of all calls
+                    break
                 if mark := (yield from cursor.mark(*ends)):
                     if mark in syntax.ends:
                         cursor.take(len(mark))

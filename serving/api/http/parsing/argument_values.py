@@ -17,7 +17,7 @@ _PLAIN = re.compile(r"""[^\\"']+""")
 _QUOTES = ('"""', "'''", '"', "'")
 _BEGINNING = re.compile(r"""[rRbBfFuU]{0,2}(?:"{1,2}|'{1,2})?""")
 _PREFIX = re.compile(r"""[rRbBfFuU]{1,2}(?=["'])""")
-_AFTER = re.compile(r"\s{0,64}")
+_AFTER, _BRACKET = re.compile(r"\s{0,64}"), re.compile(r"\]?\s{0,64}")
 
 
 @functools.cache
@@ -147,8 +147,12 @@ def _ends_string(text: TextCursor, quote: str, closing: str) -> Wait[bool]:
     while True:
         space = _AFTER.match(text.text, text.at + len(quote))
         after = space.end() if space else 0
+        if text.text.startswith((",", ")"), after):
+            return True
+        bracket = _BRACKET.match(text.text, after)
+        after = bracket.end() if bracket else after
         rest = text.text[after : after + len(closing)]
-        if rest.startswith((",", ")")) or rest == closing:
+        if rest == closing:
             return True
         if not closing.startswith(rest):
             return False

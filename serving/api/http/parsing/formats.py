@@ -92,12 +92,14 @@ TAGGED = CallSyntax(
     ("<|tool_call_end|>",), tagged=True,
 )  # fmt: skip
 FUNCTION = CallSyntax(
-    (Head("<function=", ">"), Head("<function name=", ">"), Head("<invoke name=", ">")), ("</function>", "</invoke>"),
-    (Head("<parameter=", ">"), Head("<parameter name=", ">")), ("</parameter>", "</param>"), padding="\n",
+    (Head("<function=", ">"), Head("<function name=", ">"), Head("<invoke name=", ">"),
+     Head("<function=", " ", name=r"[\w.\-]{1,256}", ahead="(?=<)")), ("</function>", "</invoke>"),
+    (Head("<parameter=", ">"), Head("<parameter name=", ">"),
+     Head("<parameter=", "\n", name=r"[\w.\-]{1,256}")), ("</parameter>", "</param>"), padding="\n",
 )  # fmt: skip
 """`<function=name>`, then `<parameter=key>`, a value and `</parameter>` on separate lines, then `</function>`."""
 ARGUMENT = CallSyntax(
-    (Head("", " ", name=r"[\w.\-]{1,256}", ahead="(?=<)"),),
+    (Head("", " ", name=r"[\w.\-]{1,256}", ahead="(?=[<{])"),),
     parameters=(
         Head("<arg_key>", "</arg_key> <arg_value>"), Head("<arg_key>", " <arg_value>"),
         Head("<arg_key>", "</arg_key>", ahead=r"\s{0,16}(?=[^<\s])"),

@@ -318,9 +318,9 @@ def call_in(text: str) -> tuple[str, dict[str, Any]] | None:
         return None
     call = call["function"] if isinstance(call.get("function"), dict) else call
     name = next((call[word] for word in _NAMES if word in call), None)
-    given = next((call[word] for word in _ARGUMENTS if word in call), None)
+    given = next((call[word] for word in _ARGUMENTS if call.get(word) not in (None, "")), None)
     if given is None:  # the call's other fields are its arguments
-        given = {word: value for word, value in call.items() if word not in (*_NAMES, "type", "id")}
+        given = {word: value for word, value in call.items() if word not in (*_NAMES, *_ARGUMENTS, "type", "id")}
     arguments = object_of(given)
     return (name, arguments) if isinstance(name, str) and arguments is not None else None
 
