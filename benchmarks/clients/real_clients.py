@@ -178,7 +178,9 @@ def tested(
         row[3] = refused(start([word.replace(SECOND, THIRD) for word in again]), output[-1])
         proxy.too_long = ()
     if client.shortened:
+        proxy.ended = True  # or each result would be a reason to shorten it again
         row[4] = judged(start(client.shortened), output[-1], said(THIRD), lambda each: not said(seen)(each))
+        proxy.ended = False
     if client.picture:
         row[2] = judged(start(client.picture), output[-1], said("iVBORw0KGgo"))  # how each PNG file begins
     row.append(cancelled(lambda: start(client.first, lambda: bool(proxy.exchanges)), options.url))

@@ -79,10 +79,11 @@ def call_of(body: dict[str, Any], *, ended: bool) -> str | None:
 
 class Proxy(ThreadingHTTPServer):
     """Passes requests on, and adds what the model must write. `exchanges`: what came through since the last `take`.
-    Requests that contain all texts of `too_long` get more text than the model can read."""
+    Requests that contain all texts of `too_long` get more text than the model can read. `ended`: no calls any more."""
 
     daemon_threads = True
     too_long: tuple[str, ...] = ()
+    ended = False
 
     def __init__(self, url: str) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -119,9 +120,8 @@ class Handler(BaseHTTPRequestHandler):
             if exchange.refused and (messages := body.get("input", body.get("messages"))) is not None:
                 messages = [*messages, {"role": "user", "content": "too long " * 100_000}]
                 body = body | {"input" if "input" in body else "messages": messages}
-            ended = RESULT in json.dumps(body.get("input", body.get("messages"))) or any(
-                map(content.decode().count, texts[-1:])
-            )
+            asked = json.dumps(body.get("input", body.get("messages")))
+            ended = self.server.ended or any(text in asked for text in (RESULT, *texts[-1:]))
             call = call_of(body, ended=ended)
             form = json.dumps(body.get("text") or body.get("response_format") or "")
             chosen = body.get("tool_choice")
