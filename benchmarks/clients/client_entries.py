@@ -101,18 +101,15 @@ NPM = (
     Client(
         "Continue", ["cn", "--version"], [*CONTINUE, FIRST], [*CONTINUE, "--resume", SECOND],
         [*CONTINUE, "--fork", "picture", "What is in it?"],  # without a screen, only earlier turns have pictures
-        shortened=["cn", "--config", "{home}/small.yaml", "--auto", "-p", "--resume", THIRD],
         files={
             ".continue/sessions/picture.json": json.dumps({
                 "sessionId": "picture", "title": "-", "workspaceDirectory": "{home}", "history": [{
                     "message": {"role": "user", "content": [
                         {"type": "text", "text": "Look."}, {"type": "imageUrl", "imageUrl": {"url": "{picture}"}}]},
                     "contextItems": []}]}),
-            **{name: json.dumps({"name": "local", "version": "1.0.0", "schema": "v1", "models": [{
+            "config.yaml": json.dumps({"name": "local", "version": "1.0.0", "schema": "v1", "models": [{
                 "name": "demo", "provider": "openai", "model": "demo", "apiBase": "{url}/v1", "apiKey": "-",
-                "roles": ["chat"], "capabilities": ["tool_use", "image_input"], **limits}]})
-               for name, limits in (("config.yaml", {}), ("small.yaml", {
-                   "defaultCompletionOptions": {"contextLength": 1500, "maxTokens": 100}}))},
+                "roles": ["chat"], "capabilities": ["tool_use", "image_input"]}]}),
         },
         variables={"CONTINUE_CLI_ENABLE_TELEMETRY": "0", "CONTINUE_TELEMETRY_ENABLED": "0"},
     ),
