@@ -107,15 +107,9 @@ def _steps(plan: CapacityPlan) -> Table:
     columns = ("", "memory", "GFLOP", "at least", "memory ms", "compute ms", "at most")
     table = _table(title, columns)
     for step in plan.steps:
-        table.add_row(
-            step.name,
-            show_bytes(step.work.bytes),
-            f"{step.work.flops / 1e9:,.0f}",
-            f"{step.bound_ms:.2f} ms",
-            f"{step.memory_ms:.2f}",
-            f"{step.compute_ms:.2f}",
-            f"{step.tokens_per_second:,.0f} tokens/s",
-        )
+        work = (show_bytes(step.work.bytes), f"{step.work.flops / 1e9:,.0f}")
+        times = (f"{step.bound_ms:.2f} ms", f"{step.memory_ms:.2f}", f"{step.compute_ms:.2f}")
+        table.add_row(step.name, *work, *times, f"{step.tokens_per_second:,.0f} tokens/s")
     return table
 
 
