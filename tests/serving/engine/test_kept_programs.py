@@ -68,10 +68,10 @@ def test_the_second_start_compiles_nothing_and_computes_the_same(fresh, engine, 
 
 
 CHANGES = {
-    "tile_size": {"tile_size": 32},
-    "options": {"compiler_options": {}},
-    "kernels": {"kernels": KernelChoice.parse("xla")},
-    "greedy": {"greedy": False},
+    "tile_size": lambda: {"tile_size": 32},
+    "options": lambda: {"compiler_options": {}},
+    "kernels": lambda: {"kernels": KernelChoice.parse("xla")},
+    "greedy": lambda: {"greedy": False},
 }
 
 
@@ -91,7 +91,7 @@ def test_whatever_may_change_a_program_makes_it_another(engine, tmp_path, monkey
     if what == "environment":
         monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
     with jax.default_matmul_precision("bfloat16" if what == "jax" else None):
-        assert path(programs_like(tmp_path, **CHANGES.get(what, {})), what) != one
+        assert path(programs_like(tmp_path, **CHANGES.get(what, dict)()), what) != one
 
 
 @pytest.mark.full
