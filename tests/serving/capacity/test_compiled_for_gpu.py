@@ -56,7 +56,10 @@ def one_of_each(name):
 
 
 EVERY = [(name, one_of_each(name), "h200-1", drafts) for name in PRESETS for drafts in (0, 3)]
-CASES = [*FEW, *(slow(*case) for case in (*OTHER_MACHINES, *EVERY) if case not in FEW)]
+REST = [slow(*case) for case in (*OTHER_MACHINES, *EVERY) if case not in FEW]
+SAMPLING, EXPERTS = FEW[0], FEW[2]
+"""One model's steps also sample. A decode step of the other one samples from its whole vocabulary, and a mixed step has
+its prefill."""
 
 
 def compiled_for(
@@ -93,12 +96,16 @@ def check(program, store):
     assert program.temporaries < min(store / 20, MOST)
 
 
-@pytest.mark.parametrize(("model", "pattern", "topology", "drafts"), CASES)
+@pytest.mark.parametrize(("model", "pattern", "topology", "drafts"), [*FEW, *REST])
 def test_decode_is_lean(model, pattern, topology, drafts):
     batch = DecodeBatch.empty(rows=ROWS, num_speculative_tokens=drafts, pages_per_row=64)
-    greedy = (model, pattern, topology, drafts) != FEW[0]  # one model's steps also sample
-    program, store, kernels = compiled_for(model, pattern, topology, drafts, batch, greedy=greedy)
+    case = model, pattern, topology, drafts
+    sizes = {"vocab_size": load_config(model).vocab_size} if case == EXPERTS else {}
+    greedy = case not in (SAMPLING, EXPERTS)
+    program, store, kernels = compiled_for(*case, batch, greedy=greedy, **sizes)
     check(program, store)
+    if sizes:  # logits, their copy, and those of the heads that are searched at a time
+        assert program.temporaries < 2.5 * 4 * ROWS * sizes["vocab_size"]
     by_xla = (" recurrence_update by xla", "paged_attention by xla")
     assert not [by for by in by_xla if by in kernels]
     assert program.launches == ONE_GRAPH
@@ -106,11 +113,12 @@ def test_decode_is_lean(model, pattern, topology, drafts):
         assert "grouped_matmul by pallas_gpu" in kernels
 
 
-# A mixed step of the third has its prefill.
-@pytest.mark.parametrize(("model", "pattern", "topology", "drafts"), [*CASES[:2], slow(*CASES[2]), *CASES[3:]])
+@pytest.mark.parametrize(
+    ("model", "pattern", "topology", "drafts"), [*(case for case in FEW if case != EXPERTS), slow(*EXPERTS), *REST]
+)
 def test_prefill_is_lean(model, pattern, topology, drafts):
     batch = PrefillBatch.empty(tokens=TOKENS, rows=2, tiles=TOKENS // TILE + 2, pages_per_row=64, tile_size=TILE)
-    greedy = (model, pattern, topology, drafts) != FEW[0]
+    greedy = (model, pattern, topology, drafts) != SAMPLING
     program, store, kernels = compiled_for(model, pattern, topology, drafts, batch, greedy=greedy)
     check(program, store)
     by_xla = ("recurrence_scan by xla", "paged_attention by xla")
@@ -188,17 +196,7 @@ def test_weights_of_a_delta_net_are_not_copied(model, outputs, inputs):
     assert program.temporaries < 2 * outputs * inputs / 10
 
 
-def test_sampling_holds_one_array_of_the_vocabulary():
-    # A Mamba, an expert and an attention layer of Nemotron-3-Nano, with its 131,072 tokens: logits, their copy, and
-    # those of the heads that are searched at a time.
-    batch = DecodeBatch.empty(rows=ROWS, num_speculative_tokens=0, pages_per_row=64)
-    config = load_config("nemotron-3-nano-30b-a3b")
-    model, sizes = "nemotron-3-nano-30b-a3b", {"vocab_size": config.vocab_size, "greedy": False}
-    program, *_ = compiled_for(model, "ME*", "h200-1", 0, batch, **sizes)
-    assert program.temporaries < 2.5 * 4 * ROWS * config.vocab_size
-
-
-EXPERTS = {
+EXPERT_SIZES = {
     "nemotron-3-nano": (128, 1856, 2688),
     "nemotron-3-super": (512, 2688, 1024),
     "granite-4.0-h-tiny gate and up": (64, 1024, 1536),
@@ -210,11 +208,11 @@ EXPERTS = {
 
 
 @pytest.mark.parametrize("tokens", [384, slow(12288)])
-@pytest.mark.parametrize("name", [next(iter(EXPERTS)), *(slow(n) for n in list(EXPERTS)[1:])])
+@pytest.mark.parametrize("name", [next(iter(EXPERT_SIZES)), *(slow(n) for n in list(EXPERT_SIZES)[1:])])
 def test_experts_of_published_sizes(name, tokens):
     """Weights of both orientations: nothing but the kernel touches them."""
     mesh = slice_mesh(compilable("h200-1"))
-    experts, *sizes = EXPERTS[name]
+    experts, *sizes = EXPERT_SIZES[name]
     described = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16, sharding=SingleDeviceSharding(mesh.devices.flat[0]))
     groups = jax.ShapeDtypeStruct((experts,), jnp.int32, sharding=SingleDeviceSharding(mesh.devices.flat[0]))
     for outputs, inputs in (sizes, sizes[::-1]):
