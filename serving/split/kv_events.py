@@ -32,6 +32,8 @@ _REPLAYS = 4  # answers that may wait for a reader; one that does not read loses
 _MOST_ASKED = 1 << 10  # bytes of a reader's message
 _MOST_CHANGES = 1 << 14  # that may wait to be sent; with more, readers begin anew
 _END = (-1).to_bytes(8, "big", signed=True)
+_STATES = 1
+_KINDS = ("full_attention", "mamba")  # by group: the blocks that lead to states, and those that states end in
 _MEDIA = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}
 
 
@@ -51,15 +53,20 @@ class KvJournal(Journal):
     Args:
         block: tokens of a block.
         name_of: returns the name of an adapter by its digest.
+        salts: events have the field `cache_salt`.
     """
 
-    def __init__(self, block: int, name_of: Callable[[str], str | None] = lambda digest: None) -> None:
+    def __init__(
+        self, block: int, name_of: Callable[[str], str | None] = lambda digest: None, *, salts: bool = False
+    ) -> None:
         super().__init__(block)
-        self._name_of = name_of
+        self._name_of, self._salts = name_of, salts
         self._blocks: dict[Name, _Block] = {}
         self._uses: dict[str, dict[Name, int]] = {}
         """By tier: the states that end in a block, and the present blocks that follow it."""
         self._counted: set[tuple[str, Name]] = set()
+        self._ends: dict[str, dict[Name, int]] = {}
+        """By tier and block: the states that end in it."""
         self._entry: Checkpoint | None = None  # that is being published
         self._loose: list[Name] = []  # blocks that a tier has lost: their tokens may not be needed any more
         self._changes: list[Event] | None = []  # None: too many, so that readers must begin anew
@@ -76,6 +83,7 @@ class KvJournal(Journal):
         with self._lock:
             self._blocks.clear()
             self._uses.clear()
+            self._ends.clear()
             self._counted.clear()
             self._changes = [{"type": "AllBlocksCleared"}]
 
@@ -83,6 +91,7 @@ class KvJournal(Journal):
         with self._lock:
             gone = [*self._uses.pop(tier, {})]
             self._counted = {each for each in self._counted if each[0] != tier}
+            self._add(self._removed(tier, [*self._ends.pop(tier, {})], _STATES))
             self._add(self._removed(tier, gone))
         super().lost(tier)
 
@@ -109,6 +118,7 @@ class KvJournal(Journal):
         super()._tell(tier, state, stored)
         uses, key, link = self._uses.setdefault(tier, {}), (tier, state.name), state.link
         changed: list[Name] = []
+        ends = self._ends.setdefault(tier, {})
         if stored and self._entry is not None:
             self._learn(self._entry)
         if stored and link in self._blocks:
@@ -120,8 +130,15 @@ class KvJournal(Journal):
                 changed.append(link)
                 link = self._blocks[link].parent
             self._add(self._stored(tier, changed[::-1], self._blocks))
+            ends[state.link] = ends.get(state.link, 0) + 1
+            if ends[state.link] == 1:
+                self._add(self._stored(tier, [state.link], self._blocks, _STATES))
         elif not stored and key in self._counted:
             self._counted.discard(key)
+            ends[link] -= 1
+            if not ends[link]:
+                del ends[link]
+                self._add(self._removed(tier, [link], _STATES))
             while link in uses:
                 uses[link] -= 1
                 if uses[link]:
@@ -163,12 +180,12 @@ class KvJournal(Journal):
             present = self._copied()
         return self._described(*present)
 
-    def _copied(self) -> tuple[dict[str, list[Name]], dict[Name, _Block]]:
-        return {tier: [*uses] for tier, uses in self._uses.items()}, dict(self._blocks)
+    def _copied(self) -> tuple[dict[str, tuple[list[Name], list[Name]]], dict[Name, _Block]]:
+        return {tier: ([*uses], [*self._ends[tier]]) for tier, uses in self._uses.items()}, dict(self._blocks)
 
-    def _described(self, links: dict[str, list[Name]], blocks: dict[Name, _Block]) -> list[Event]:
+    def _described(self, links: dict[str, tuple[list[Name], list[Name]]], blocks: dict[Name, _Block]) -> list[Event]:
         events: list[Event | None] = []
-        for tier, present in links.items():
+        for tier, (present, ends) in links.items():
             left = dict.fromkeys(present)
             for link in present:
                 path = []
@@ -177,9 +194,10 @@ class KvJournal(Journal):
                     del left[link]
                     link = blocks[link].parent
                 events.append(self._stored(tier, path[::-1], blocks))
+            events += [self._stored(tier, [link], blocks, _STATES) for link in ends]
         return [event for event in events if event is not None]
 
-    def _stored(self, tier: str, links: list[Name], blocks: dict[Name, _Block]) -> Event | None:
+    def _stored(self, tier: str, links: list[Name], blocks: dict[Name, _Block], group: int = 0) -> Event | None:
         """Returns the event for blocks that follow each other."""
         if not links:
             return None
@@ -194,18 +212,16 @@ class KvJournal(Journal):
             "lora_id": None,
             "lora_name": None if adapter is None else self._name_of(adapter) or adapter,
             "medium": _MEDIA[tier],
-            "cache_salt": salt,
             "extra_keys": None if salt is None else [[salt] for _ in links],
-            "group_idx": 0,
-            "kv_cache_spec_kind": "full_attention",
-        }
+            "group_idx": group,
+            "kv_cache_spec_kind": _KINDS[group],
+        } | ({"cache_salt": salt} if self._salts and salt is not None else {})
 
-    def _removed(self, tier: str, links: list[Name]) -> Event | None:
+    def _removed(self, tier: str, links: list[Name], group: int = 0) -> Event | None:
         self._loose += links
         hashes = [_hash(link) for link in links]
-        return (
-            {"type": "BlockRemoved", "block_hashes": hashes, "medium": _MEDIA[tier], "group_idx": 0} if links else None
-        )
+        removed = {"type": "BlockRemoved", "block_hashes": hashes, "medium": _MEDIA[tier], "group_idx": group}
+        return removed if links else None
 
 
 def _hash(link: Name) -> int:

@@ -42,6 +42,7 @@ class KvEventsSettings(Settings):
     replay_endpoint: str | None = None
     topic: str = ""
     hwm: int = Field(100_000, ge=1)
+    cache_salt: bool = False  # not vLLM's: a field for Dynamo, with which vLLM's router drops events
     buffer_steps: int = 10_000  # not used: a replay is a snapshot
     max_queue_size: int = 100_000  # not used: the queue's bound is fixed
 

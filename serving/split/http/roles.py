@@ -147,7 +147,9 @@ def _events(built: AssembledEngine, model: str, settings: SplitSettings) -> list
         if kv_events is not None:
             raise ConfigError("kv_events_config needs prefix caching: there is no prefix to report without it")
         return []
-    journal = Journal(block) if kv_events is None else KvJournal(block, partial(_adapter_of, built))
+    journal = Journal(block)
+    if kv_events is not None:
+        journal = KvJournal(block, partial(_adapter_of, built), salts=kv_events.cache_salt)
     routers = []
     if settings.role is not None or settings.seal.secret:
         routers.append(events_router(journal, model=model, seal=settings.seal))

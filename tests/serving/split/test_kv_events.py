@@ -19,11 +19,20 @@ class Reader:
 
     def __init__(self) -> None:
         self.blocks: dict[str, dict[int, tuple[int | None, tuple[int, ...]]]] = {}
+        self.ends: set[tuple[str, int]] = set()
+        """Of the second group: media and blocks in which states end."""
 
     def read(self, events) -> None:
         for event in events:
             if event["type"] == "AllBlocksCleared":
                 self.blocks.clear()
+                self.ends.clear()
+                continue
+            if event["group_idx"]:
+                named = {(event["medium"], each) for each in event["block_hashes"]}
+                assert named.isdisjoint(self.ends) if event["type"] == "BlockStored" else named <= self.ends
+                assert event.get("kv_cache_spec_kind", "mamba") == "mamba"
+                self.ends ^= named
                 continue
             held = self.blocks.setdefault(event["medium"], {})
             if event["type"] == "BlockRemoved":
@@ -60,21 +69,25 @@ def test_a_reader_knows_the_blocks_that_lead_to_states_and_no_others(seed):
             continue
         reader.read(journal.take())
         known = set(reader.blocks.get("GPU", {}))
-        needed = set()
+        needed, ends = set(), set()
         for state in journal._held.get("device", {}).values():
             link = state.link
+            if link in journal._blocks:
+                ends.add(("GPU", int.from_bytes(link[:8], "big") >> 1))
             while link in journal._blocks:
                 needed.add(int.from_bytes(link[:8], "big") >> 1)
                 link = journal._blocks[link].parent
         assert known == needed
+        assert reader.ends == ends
         fresh = Reader()
         fresh.read(journal.present())
         assert fresh.blocks.get("GPU", {}) == reader.blocks.get("GPU", {}), "a replay is what was read"
+        assert fresh.ends == ends
     assert known
 
 
 def test_tokens_salts_and_tiers_are_told():
-    loop, journal, reader = Loop(), KvJournal(B), Reader()
+    loop, journal, reader = Loop(), KvJournal(B, salts=True), Reader()
     loop.scheduler.tell(journal)
     prompt = [*range(1, 9), 3]
     loop.run(prompt, max_tokens=1, cache_salt="mine")
@@ -92,9 +105,19 @@ def test_tokens_salts_and_tiers_are_told():
     journal.lost("device")
     reader.read(journal.take())
     assert not reader.blocks["GPU"]
+    assert reader.ends == {("CPU", second)}
     journal.outdate()
     assert journal.take() == [{"type": "AllBlocksCleared"}]
     assert journal.present() == []
+
+
+def test_only_readers_that_ask_for_it_get_a_field_that_vllm_does_not_have():
+    loop, journal = Loop(), KvJournal(B)
+    loop.scheduler.tell(journal)
+    loop.run([*range(9)], max_tokens=1, cache_salt="mine")
+    events = journal.take()
+    assert {salt for event in events for (salt,) in event["extra_keys"]} == {"mine"}
+    assert all("cache_salt" not in event for event in events), "vLLM's router drops events with an unknown field"
 
 
 def test_a_reader_that_is_far_behind_begins_anew(monkeypatch):
