@@ -248,3 +248,22 @@ def test_tokens_and_back(server):
     assert chat["count"] == ask(server).usage.prompt_tokens
     assert server.http.post("/detokenize", json={"tokens": [10**6]}).status_code == 400
     assert server.http.post("/tokenize", json={}).status_code == 400
+
+
+def test_routers_get_the_tokens_that_the_engine_would_get(server):
+    fields = {"prompt": ["A state", [5, 6]], "cache_salt": "mine", "priority": 3}
+    first, second = server.http.post("/v1/completions/render", json=fields).json()
+    assert first["token_ids"] == server.http.post("/tokenize", json={"prompt": "A state"}).json()["tokens"]
+    assert second | {"request_id": ""} == {
+        "request_id": "", "token_ids": [5, 6], "model": "demo", "stream": False, "priority": 3, "cache_salt": "mine"
+    }  # fmt: skip
+    assert first["request_id"] != second["request_id"]
+    chat = server.http.post("/v1/chat/completions/render", json={"messages": MESSAGES, "stream": True}).json()
+    assert chat["token_ids"] == server.http.post("/tokenize", json={"messages": MESSAGES}).json()["tokens"]
+    assert chat["stream"]
+    for path, wrong in (
+        ("completions", {"prompt": [1] * 600}),
+        ("completions", {"prompt": [10**6]}),
+        ("chat/completions", {}),
+    ):
+        assert server.http.post(f"/v1/{path}/render", json=wrong).status_code == 400

@@ -1,9 +1,13 @@
-"""`/tokenize`, `/detokenize`, `/tokenizer_info`, and the counts of `/v1/messages` and `/v1/responses`."""
+"""`/tokenize`, `/detokenize`, `/tokenizer_info`, what prompts are rendered to, and the counts of `/v1/messages` and
+`/v1/responses`."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, model_validator
+from pydantic_core import to_json
 from starlette.responses import Response
 
 from serving.api.http.apis.inputs import tokenized
@@ -15,6 +19,7 @@ from serving.api.http.context import context_of
 from serving.api.http.errors import ApiError, validated
 from serving.api.http.protocol.chat import ChatRequest, ConvertedRequest, Message, TemplateVariables, Tool
 from serving.api.http.protocol.common import Items, RequestModel, TokenIds, refusal
+from serving.api.http.protocol.completions import CompletionRequest
 from serving.api.http.protocol.messages import Conversation, TokenCount
 from serving.api.http.protocol.responses import InputTokens, ResponsesRequest
 
@@ -66,6 +71,17 @@ class DetokenizeResponse(BaseModel):
     prompt: str
 
 
+class RenderedPrompt(BaseModel):
+    """One prompt as the engine gets it, in vLLM's form."""
+
+    request_id: str
+    token_ids: list[int]
+    model: str
+    stream: bool
+    priority: int
+    cache_salt: str | None
+
+
 @router.post("/tokenize", response_model=TokenizeResponse, tags=["tokens"])
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """Token ids of a text or a conversation."""
@@ -95,6 +111,29 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         raise ApiError(400, f"token id {bad} is not in the vocabulary (0 to {size - 1})", param="tokens")
     result = DetokenizeResponse(prompt=await context.codec.decode(body.tokens))
     return answer(result, ignored_header(body))
+
+
+@router.post("/v1/completions/render", response_model=list[RenderedPrompt], tags=["tokens"])
+async def render_completion(body: CompletionRequest, request: Request) -> Response:
+    """Token ids of each prompt of a request to `/v1/completions`, for routers that choose a server by them."""
+    return Response(to_json(await _rendered(body, request)), media_type="application/json")
+
+
+@router.post("/v1/chat/completions/render", response_model=RenderedPrompt, tags=["tokens"])
+async def render_chat(body: ChatRequest, request: Request) -> Response:
+    """Token ids of a request to `/v1/chat/completions`, for routers that choose a server by them."""
+    return Response(to_json((await _rendered(body, request))[0]), media_type="application/json")
+
+
+async def _rendered(body: ChatRequest | CompletionRequest, request: Request) -> list[RenderedPrompt]:
+    context, number = context_of(request), request.state.request_id
+    context.check(body.model)
+    own = replace(context.of_request(body.model, sent_key(request.headers)), marks=False)
+    prompts, _ = await tokenized(own, body)
+    fields = {"model": own.model, "stream": body.stream, "priority": body.priority, "cache_salt": body.cache_salt}
+    return [
+        RenderedPrompt(request_id=f"{number}-{at}", token_ids=prompt, **fields) for at, prompt in enumerate(prompts)
+    ]
 
 
 @router.post("/v1/messages/count_tokens", response_model=TokenCount, tags=["Anthropic"])
