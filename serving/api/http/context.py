@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from fastapi import Request
+from starlette.responses import Response
 
 from serving.api.http.errors import ApiError
 from serving.api.http.parsing.formats import THINK, ReasoningMarks, form_of, reasoning_marks
@@ -53,6 +56,11 @@ class ResponseContext:
         return *CHANGING_LINES, *self.settings.omit_system_lines
 
 
+Transfer = Callable[[str, int, Any, Request], Awaitable[Response | None]]
+"""What a worker does with `kv_transfer_params` before it generates. Gets the API, the number of prompts, this field and
+the request; returns the whole response, or None to generate one."""
+
+
 @dataclass
 class Context:
     """One server's shared objects. Handlers get it from `context_of(request)`."""
@@ -66,6 +74,8 @@ class Context:
     """Directories of the LoRA adapters that requests can name as their model, by name."""
     store: ResponseStore = field(default_factory=lambda: ResponseStore(0, 0))
     started: float = field(default_factory=time.time)
+    transfer: Transfer | None = None
+    """Of a worker in a split."""
     ready: bool = False
     """The required programs are compiled, and the server accepts requests."""
 

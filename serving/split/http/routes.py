@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -34,6 +35,7 @@ from serving.engine.requests.output import RequestOutput
 from serving.engine.requests.request import EngineRequest
 from serving.split.decode_side import DecodeSide
 from serving.split.http.peer import HandshakeRequest, HttpPeer, Release, RenewRequest
+from serving.split.http.transfer_params import decoding, prefilling
 from serving.split.prefill_side import ONCE, Export, PrefillSide, TooMany, fed_tokens
 from serving.split.seal import HEADER, RECEIVER, Seal, SealChecker
 from serving.split.wire import (
@@ -72,7 +74,7 @@ def worker_router(
     allowed: Sequence[str] = (),
     keys: Sequence[str] = (),
 ) -> APIRouter:
-    """Returns the endpoints of one worker.
+    """Returns the endpoints of one worker. Its server also reads `kv_transfer_params`.
 
     Args:
         worker: the worker; its transports close when the server ends.
@@ -94,6 +96,10 @@ def worker_router(
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         context: Context = app.state.context
+        if decodes is not None and peers is not None:
+            context.transfer = decoding(seal, peers.expect, decodes.policy)
+        elif offers is not None:
+            context.transfer = prefilling(seal, partial(_prefill_for, offers))
         tasks = [asyncio.create_task(_repeat(context.engine, *beat)) for beat in beats]
         yield
         for task in tasks:
@@ -280,22 +286,18 @@ async def _prefill(context: Context, side: PrefillSide, body: PrefillRequest, he
     return side.ticket(export, prompt, body.handoff, adapter_name=adapter, **counts)
 
 
-def _add_expect(router: APIRouter, peers: _Peers) -> None:
-    side = peers.side
+async def _prefill_for(side: PrefillSide, kind: str, request: Request) -> Ticket:
+    """Computes the prompt of a request to `/v1/*`."""
+    body = PrefillRequest(kind=kind, body=await request.json())
+    with worker_errors("a router"):
+        return await _prefill(context_of(request), side, body, request.headers)
 
+
+def _add_expect(router: APIRouter, peers: _Peers) -> None:
     @router.post("/expect")
     async def expect(ticket: Ticket, request: Request) -> dict[str, bool]:
         """Make the next request for the ticket's prompt continue from the ticket's state."""
-        with worker_errors(f"prefill worker {ticket.worker}", otherwise=(502, "peer_unreachable")):
-            peer = await peers.get(ticket.worker, ticket.manifest)
-            remote = side.accept(peer, ticket)
-            if remote is None:
-                return {"accepted": False}
-            engine = context_of(request).engine
-            if ticket.shared and not await engine.call(lambda _: side.worth_fetching(ticket)):
-                return {"accepted": False}
-            await engine.call(lambda _: side.expect(ticket.prompt_token_ids, remote, ticket.lease))
-        return {"accepted": True}
+        return {"accepted": await peers.expect(ticket, request)}
 
 
 @dataclass(eq=False)
@@ -340,6 +342,20 @@ class _Peers:
                     entry.failed = time.monotonic(), str(error)
                     raise
             return entry.peer
+
+    async def expect(self, ticket: Ticket, request: Request) -> bool:
+        """Makes the next request for the ticket's prompt continue from the ticket's state. Returns whether it will.
+        Raises ApiError if the state cannot be used."""
+        side = self.side
+        with worker_errors(f"prefill worker {ticket.worker}", otherwise=(502, "peer_unreachable")):
+            remote = side.accept(await self.get(ticket.worker, ticket.manifest), ticket)
+            if remote is None:
+                return False
+            engine = context_of(request).engine
+            if ticket.shared and not await engine.call(lambda _: side.worth_fetching(ticket)):
+                return False
+            await engine.call(lambda _: side.expect(ticket.prompt_token_ids, remote, ticket.lease))
+        return True
 
     async def close(self) -> None:
         for entry in self._entries.values():

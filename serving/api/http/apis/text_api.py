@@ -178,6 +178,12 @@ async def respond(api: TextApi, body: TextRequest, request: Request) -> Response
     """
     context, sent = context_of(request), body.model_fields_set
     context.check(body.model)
+    given = body.model_extra.pop("kv_transfer_params", None) if context.transfer and body.model_extra else None
+    if given is not None and context.transfer is not None:
+        prompts = len(body.prompts) if isinstance(body, CompletionRequest) else 1
+        handed_over = await streaming.until_gone(request.receive, context.transfer(api.kind, prompts, given, request))
+        if handed_over is not None:
+            return handed_over
 
     async def opened() -> Writer:
         own = context.of_request(body.model, sent_key(request.headers))

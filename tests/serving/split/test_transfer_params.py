@@ -1,0 +1,78 @@
+"""`kv_transfer_params`: what a prefill worker answers, and which tickets a decode worker accepts."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from serving.api.http.errors import ApiError
+from serving.split.http.transfer_params import NAME, decoding, prefilling, signed, ticket_of
+from serving.split.seal import Seal
+from serving.split.wire import Ticket
+
+SEAL = Seal("the secret of a fleet")
+TICKET = Ticket(id="1", worker="http://p", handoff="full", prompt_token_ids=[3, 4], position=2, cached_tokens=1)
+REQUEST = SimpleNamespace(state=SimpleNamespace(request_id="7"))
+CODE, TEXT = signed(SEAL, TICKET)[NAME]
+
+
+def test_a_ticket_is_what_was_signed():
+    assert ticket_of(SEAL, json.loads(json.dumps(signed(SEAL, TICKET)))) == TICKET
+    assert ticket_of(SEAL, {"do_remote_prefill": True}) is None
+    assert ticket_of(SEAL, "none") is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [CODE, TEXT.replace("http://p", "http://q")],
+        [Seal("another secret").code("", "v1/kv_transfer_params", TEXT.encode()), TEXT],
+        [SEAL.code("", "split/expect", TEXT.encode()), TEXT],
+        [SEAL.code("", "v1/kv_transfer_params", b"{"), "{"],
+        ["\u00e9", TEXT], [CODE], TEXT, 5, {}, [CODE, "\ud800"],
+    ],
+)  # fmt: skip
+def test_other_tickets_are_refused(wrong):
+    with pytest.raises(ApiError, match="not signed") as refused:
+        ticket_of(SEAL, {NAME: wrong})
+    assert refused.value.status == 400
+
+
+async def test_a_prefill_worker_answers_with_a_ticket():
+    async def compute(kind, request):
+        asked.append(kind)
+        return TICKET
+
+    asked: list[str] = []
+    transfer = prefilling(SEAL, compute)
+    assert await transfer("completions", 1, {"do_remote_decode": False}, REQUEST) is None
+    assert await transfer("completions", 1, "", REQUEST) is None
+    answer = json.loads((await transfer("completions", 1, {"do_remote_decode": True}, REQUEST)).body)
+    assert ticket_of(SEAL, answer["kv_transfer_params"]) == TICKET
+    assert answer["usage"]["prompt_tokens"] == 2
+    several = json.loads((await transfer("completions", 2, {"do_remote_decode": True}, REQUEST)).body)
+    assert several["kv_transfer_params"] == {}
+    assert asked == ["completions"]
+
+
+async def test_a_decode_worker_without_the_state_computes_or_fails():
+    async def expect(ticket, request):
+        expected.append(ticket)
+        if len(expected) > 1:
+            raise ApiError(502, "gone", code="peer_unreachable")
+        return True
+
+    expected: list[Ticket] = []
+    recompute, fail = (decoding(SEAL, expect, policy) for policy in ("recompute", "fail"))
+    for prompts, given in (
+        (2, signed(SEAL, TICKET)),
+        (1, {}),
+        (1, signed(SEAL, TICKET.model_copy(update={"position": 0}))),
+    ):
+        assert await fail("completions", prompts, given, REQUEST) is None
+    assert not expected
+    for _ in range(2):
+        assert await recompute("completions", 1, signed(SEAL, TICKET), REQUEST) is None
+    assert expected == [TICKET, TICKET]
+    with pytest.raises(ApiError, match="gone"):
+        await fail("completions", 1, signed(SEAL, TICKET), REQUEST)
