@@ -1,0 +1,170 @@
+"""A worker of NVIDIA Dynamo in front of a server: `python -m serving.split.dynamo --model DIRECTORY --url URL ...`.
+
+Dynamo's frontend tokenizes, and sends token ids; the worker asks the server's `/v1/completions` for the tokens that
+follow. It needs the package ai-dynamo and neither JAX nor a device, so it has an environment of its own. A prefill
+worker's ticket goes through the frontend to a decode worker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import httpx
+from dynamo.common.backend import EngineConfig, LLMEngine, LlmRegistration, WorkerConfig
+from dynamo.common.backend.publisher import ZmqSource
+from dynamo.common.backend.run import run
+from dynamo.common.constants import DisaggregationMode
+from dynamo.llm.exceptions import Disconnected, InvalidArgument, WorkerUnavailable
+
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
+)  # fmt: skip
+_STOPS = ("max_tokens", "min_tokens", "ignore_eos")
+_SILENCE = 600.0  # seconds without data after which a server counts as lost
+
+
+class ServerEngine(LLMEngine):
+    """The server at a URL, as Dynamo sees an engine."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.mode = options, DisaggregationMode(options.disaggregation_mode)
+        timeout = httpx.Timeout(_SILENCE, connect=5.0)
+        keys = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+        self._client = httpx.AsyncClient(base_url=options.url, timeout=timeout, headers=keys)
+        self._adapters: set[str] = set()
+        self._longest: int | None = None
+
+    @classmethod
+    async def from_args(cls, argv: list[str] | None = None) -> tuple[ServerEngine, WorkerConfig]:
+        """Returns the engine and Dynamo's settings for command line arguments."""
+        parser = argparse.ArgumentParser(prog="serving.split.dynamo", description="A Dynamo worker for mamba-jax serve")
+        parser.add_argument("--url", default="http://127.0.0.1:8000", help="URL of the server.")
+        parser.add_argument("--model", required=True, help="Directory with the model's tokenizer and config.json.")
+        parser.add_argument("--served-model-name", help="The model's name in requests. Unset: --model.")
+        parser.add_argument("--block-size", type=int, default=256, help="The server's --state-block-size.")
+        parser.add_argument("--kv-events", help="The endpoint in the server's --kv-events-config. Unset: no events.")
+        parser.add_argument("--kv-events-topic", default="", help="The topic there.")
+        parser.add_argument("--api-key", help="A key of the server.")
+        parser.add_argument("--namespace", default="dynamo")
+        parser.add_argument("--discovery-backend", default="file", help="file, kubernetes or etcd, as in Dynamo.")
+        modes = [mode.value for mode in DisaggregationMode if mode.name != "ENCODE"]
+        parser.add_argument("--disaggregation-mode", choices=modes, default=modes[0], help="The server's --role.")
+        options = parser.parse_args(argv)
+        engine = cls(options)
+        return engine, WorkerConfig(
+            namespace=options.namespace,
+            component="prefill" if engine.mode == DisaggregationMode.PREFILL else "backend",
+            model_name=options.model,
+            served_model_name=options.served_model_name or options.model,
+            discovery_backend=options.discovery_backend,
+            event_plane="zmq",
+            disaggregation_mode=engine.mode,
+        )
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        """Returns what the router needs to know of the server, which must be ready."""
+        status = (await self._client.get("/status")).raise_for_status().json()
+        models = (await self._client.get("/v1/models")).raise_for_status().json()["data"]
+        self._adapters = {each["id"] for each in models if each.get("parent")}
+        self._longest = models[0].get("max_model_len")
+        stats, block = status["stats"], self.options.block_size
+        room = stats["pages"]["total"] * stats["page_size"] if "pages" in stats else stats["slots"]["total"] * block
+        return EngineConfig(
+            model=self.options.model,
+            served_model_name=self.options.served_model_name or self.options.model,
+            llm=LlmRegistration(context_length=self._longest, kv_cache_block_size=block, total_kv_blocks=room // block),
+        )
+
+    async def kv_event_sources(self) -> list[ZmqSource]:
+        """Returns where the server publishes its states."""
+        if self.options.kv_events is None:
+            return []
+        return [ZmqSource(endpoint=self.options.kv_events, topic=self.options.kv_events_topic)]
+
+    async def cleanup(self) -> None:
+        """Closes the connections."""
+        await self._client.aclose()
+
+    async def generate(self, request: Any, context: Any) -> AsyncGenerator[dict[str, Any], None]:
+        """Yields the tokens that follow a prompt. Leaving early, as when the client has gone, stops the server's work.
+
+        Raises:
+            InvalidArgument: the server refuses the request.
+            WorkerUnavailable, Disconnected: another worker may continue it.
+        """
+        body = self._body(request)
+        if self.mode == DisaggregationMode.PREFILL:
+            answer = await self._prefilled(body)
+            yield {
+                "token_ids": [], "index": 0, "finish_reason": "length", "completion_usage": answer["usage"],
+                "disaggregated_params": answer["kv_transfer_params"],
+            }  # fmt: skip
+            return
+        handed = (request.get("prefill_result") or {}).get("disaggregated_params")
+        body |= {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+        last: dict[str, Any] | None = None
+        try:
+            more = {"kv_transfer_params": handed} if handed else {}
+            async with self._client.stream("POST", "/v1/completions", json=body | more) as reply:
+                await _check(reply)
+                async for line in reply.aiter_lines():
+                    if context.is_stopped():
+                        yield {"token_ids": [], "index": 0, "finish_reason": "cancelled"}
+                        return
+                    if not line.startswith("data: {"):
+                        continue
+                    event = json.loads(line.removeprefix("data: "))
+                    if "error" in event:
+                        raise WorkerUnavailable(event["error"]["message"])
+                    for choice in event["choices"]:
+                        piece: dict[str, Any] = {"token_ids": choice.get("token_ids") or [], "index": 0}
+                        if choice.get("logprobs"):
+                            piece["log_probs"] = choice["logprobs"]["token_logprobs"]
+                        if choice.get("finish_reason"):
+                            last = piece | {"finish_reason": choice["finish_reason"]}
+                        elif piece["token_ids"]:
+                            yield piece
+                    if last is not None and event.get("usage"):
+                        last["completion_usage"] = event["usage"]
+        except httpx.HTTPError as error:
+            raise Disconnected(f"{self.options.url}: {error or type(error).__name__}") from None
+        if last is None:
+            raise Disconnected(f"{self.options.url}: the stream ended early")
+        yield last
+
+    async def _prefilled(self, body: dict[str, Any]) -> dict[str, Any]:
+        wanted = {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+        try:
+            reply = await self._client.post("/v1/completions", json=body | wanted)
+            await _check(reply)
+        except httpx.HTTPError as error:
+            raise Disconnected(f"{self.options.url}: {error or type(error).__name__}") from None
+        return reply.json()
+
+    def _body(self, request: Any) -> dict[str, Any]:
+        sampling, stops = request.get("sampling_options") or {}, request.get("stop_conditions") or {}
+        output = request.get("output_options") or {}
+        body = {name: sampling.get(name) for name in _SAMPLING} | {name: stops.get(name) for name in _STOPS}
+        body |= {"prompt": request["token_ids"], "logprobs": output.get("logprobs")}
+        body["stop_token_ids"] = [*(stops.get("stop_token_ids") or ()), *(stops.get("stop_token_ids_hidden") or ())]
+        if (form := sampling.get("guided_decoding")) is not None:
+            body["structured_outputs"] = {name: value for name, value in form.items() if value is not None}
+        if body["max_tokens"] is None and self._longest is not None:
+            body["max_tokens"] = self._longest - len(request["token_ids"])
+        if request.get("model") in self._adapters:
+            body["model"] = request["model"]
+        return {name: value for name, value in body.items() if value is not None}
+
+
+async def _check(reply: httpx.Response) -> None:
+    if reply.status_code == 200:
+        return
+    text = (await reply.aread()).decode(errors="replace")[:1000]
+    raise (InvalidArgument if 400 <= reply.status_code < 429 else WorkerUnavailable)(text)
+
+
+if __name__ == "__main__":
+    run(ServerEngine)
