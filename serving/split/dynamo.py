@@ -23,6 +23,7 @@ _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
 )  # fmt: skip
 _STOPS = ("max_tokens", "min_tokens", "ignore_eos")
+_FORMS = ("json", "regex", "choice", "grammar")
 _SILENCE = 600.0  # seconds without data after which a server counts as lost
 
 
@@ -95,21 +96,16 @@ class ServerEngine(LLMEngine):
             InvalidArgument: the server refuses the request.
             WorkerUnavailable, Disconnected: another worker may continue it.
         """
-        body = self._body(request)
-        if self.mode == DisaggregationMode.PREFILL:
-            answer = await self._prefilled(body)
-            yield {
-                "token_ids": [], "index": 0, "finish_reason": "length", "completion_usage": answer["usage"],
-                "disaggregated_params": answer["kv_transfer_params"],
-            }  # fmt: skip
-            return
-        handed = (request.get("prefill_result") or {}).get("disaggregated_params")
-        body |= {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
-        last: dict[str, Any] | None = None
+        body, last = self._body(request), dict[str, Any]()
         try:
-            more = {"kv_transfer_params": handed} if handed else {}
-            async with self._client.stream("POST", "/v1/completions", json=body | more) as reply:
-                await _check(reply)
+            async with self._client.stream("POST", "/v1/completions", json=body) as reply:
+                if reply.status_code != 200:
+                    text = (await reply.aread()).decode(errors="replace")[:1000]
+                    raise (InvalidArgument if 400 <= reply.status_code < 429 else WorkerUnavailable)(text)
+                if self.mode == DisaggregationMode.PREFILL:
+                    answer = json.loads(await reply.aread())
+                    last = {"token_ids": [], "index": 0, "finish_reason": "length", "completion_usage": answer["usage"]}
+                    last["disaggregated_params"] = answer["kv_transfer_params"]
                 async for line in reply.aiter_lines():
                     if context.is_stopped():
                         yield {"token_ids": [], "index": 0, "finish_reason": "cancelled"}
@@ -127,22 +123,13 @@ class ServerEngine(LLMEngine):
                             last = piece | {"finish_reason": choice["finish_reason"]}
                         elif piece["token_ids"]:
                             yield piece
-                    if last is not None and event.get("usage"):
+                    if last and event.get("usage"):
                         last["completion_usage"] = event["usage"]
         except httpx.HTTPError as error:
             raise Disconnected(f"{self.options.url}: {error or type(error).__name__}") from None
-        if last is None:
+        if not last:
             raise Disconnected(f"{self.options.url}: the stream ended early")
         yield last
-
-    async def _prefilled(self, body: dict[str, Any]) -> dict[str, Any]:
-        wanted = {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
-        try:
-            reply = await self._client.post("/v1/completions", json=body | wanted)
-            await _check(reply)
-        except httpx.HTTPError as error:
-            raise Disconnected(f"{self.options.url}: {error or type(error).__name__}") from None
-        return reply.json()
 
     def _body(self, request: Any) -> dict[str, Any]:
         sampling, stops = request.get("sampling_options") or {}, request.get("stop_conditions") or {}
@@ -151,19 +138,17 @@ class ServerEngine(LLMEngine):
         body |= {"prompt": request["token_ids"], "logprobs": output.get("logprobs")}
         body["stop_token_ids"] = [*(stops.get("stop_token_ids") or ()), *(stops.get("stop_token_ids_hidden") or ())]
         if (form := sampling.get("guided_decoding")) is not None:
-            body["structured_outputs"] = {name: value for name, value in form.items() if value is not None}
+            body["structured_outputs"] = {name: form[name] for name in _FORMS if form.get(name) is not None}
         if body["max_tokens"] is None and self._longest is not None:
             body["max_tokens"] = self._longest - len(request["token_ids"])
         if request.get("model") in self._adapters:
             body["model"] = request["model"]
+        if self.mode == DisaggregationMode.PREFILL:
+            body |= {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+        else:
+            body |= {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+            body["kv_transfer_params"] = (request.get("prefill_result") or {}).get("disaggregated_params")
         return {name: value for name, value in body.items() if value is not None}
-
-
-async def _check(reply: httpx.Response) -> None:
-    if reply.status_code == 200:
-        return
-    text = (await reply.aread()).decode(errors="replace")[:1000]
-    raise (InvalidArgument if 400 <= reply.status_code < 429 else WorkerUnavailable)(text)
 
 
 if __name__ == "__main__":

@@ -251,14 +251,19 @@ def test_tokens_and_back(server):
 
 
 def test_routers_get_the_tokens_that_the_engine_would_get(server):
-    fields = {"prompt": ["A state", [5, 6]], "cache_salt": "mine", "priority": 3}
-    first, second = server.http.post("/v1/completions/render", json=fields).json()
-    assert first["token_ids"] == server.http.post("/tokenize", json={"prompt": "A state"}).json()["tokens"]
-    assert second | {"request_id": ""} == {
-        "request_id": "", "token_ids": [5, 6], "model": "demo", "stream": False, "priority": 3, "cache_salt": "mine"
-    }  # fmt: skip
-    assert first["request_id"] != second["request_id"]
-    chat = server.http.post("/v1/chat/completions/render", json={"messages": MESSAGES, "stream": True}).json()
+    def rendered(path, **fields):
+        answer = server.http.post(f"/v1/{path}/render", json=fields)
+        assert answer.status_code in (200, 400), answer.text
+        return answer.json()
+
+    (text,) = rendered("completions", prompt="A state")
+    assert text["token_ids"] == server.http.post("/tokenize", json={"prompt": "A state"}).json()["tokens"]
+    first, second = rendered("completions", prompt=[[5, 6], [7]], cache_salt="mine", priority=3)
+    assert first.pop("request_id") != second.pop("request_id")
+    assert first == second | {"token_ids": [5, 6]}
+    fields = {"model": "demo", "stream": False, "priority": 3, "cache_salt": "mine"}
+    assert second == {"token_ids": [7], **fields}
+    chat = rendered("chat/completions", messages=MESSAGES, stream=True)
     assert chat["token_ids"] == server.http.post("/tokenize", json={"messages": MESSAGES}).json()["tokens"]
     assert chat["stream"]
     for path, wrong in (
@@ -266,4 +271,4 @@ def test_routers_get_the_tokens_that_the_engine_would_get(server):
         ("completions", {"prompt": [10**6]}),
         ("chat/completions", {}),
     ):
-        assert server.http.post(f"/v1/{path}/render", json=wrong).status_code == 400
+        assert "error" in rendered(path, **wrong)
