@@ -52,7 +52,7 @@ def test_objects_match_kubernetes_schemas(objects):
     validate(objects)
 
 
-@pytest.mark.parametrize("base", ["server", "server-gpu", "split", "several-hosts"])
+@pytest.mark.parametrize("base", ["server", "server-gpu", "llm-d", "split", "several-hosts"])
 def test_kustomize_sets_image_and_namespace(base, tmp_path):
     if shutil.which("kubectl") is None:
         pytest.skip("needs kubectl, which contains kustomize")

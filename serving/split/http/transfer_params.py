@@ -64,10 +64,17 @@ def prefilling(seal: Seal, compute: Callable[[str, Request], Awaitable[Ticket]])
         if prompts == 1:  # the decode worker computes several prompts itself
             ticket = await compute(kind, request)
             params, tokens, cached = signed(seal, ticket), len(ticket.prompt_token_ids), ticket.cached_tokens
-        usage = {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens}
-        usage |= {"prompt_tokens_details": {"cached_tokens": cached}}
-        fields = {"id": f"prefill-{request.state.request_id}", "object": _OBJECTS.get(kind, kind)}
-        answer = fields | {"created": int(time.time()), "choices": [], "usage": usage, "kv_transfer_params": params}
+        answer = {
+            "id": f"prefill-{request.state.request_id}",
+            "object": _OBJECTS.get(kind, kind),
+            "created": int(time.time()),
+            "choices": [],
+            "usage": {
+                "prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens,
+                "prompt_tokens_details": {"cached_tokens": cached},
+            },
+            "kv_transfer_params": params,
+        }  # fmt: skip
         return Response(to_json(answer), media_type="application/json")
 
     return transfer

@@ -130,10 +130,13 @@ async def _rendered(body: ChatRequest | CompletionRequest, request: Request) -> 
     context.check(body.model)
     own = replace(context.of_request(body.model, sent_key(request.headers)), marks=False)
     prompts, _ = await tokenized(own, body)
-    fields = {"model": own.model, "stream": body.stream, "priority": body.priority, "cache_salt": body.cache_salt}
     return [
-        RenderedPrompt(request_id=f"{number}-{at}", token_ids=prompt, **fields) for at, prompt in enumerate(prompts)
-    ]
+        RenderedPrompt(
+            request_id=f"{number}-{at}", token_ids=prompt, model=own.model, stream=body.stream, priority=body.priority,
+            cache_salt=body.cache_salt,
+        )
+        for at, prompt in enumerate(prompts)
+    ]  # fmt: skip
 
 
 @router.post("/v1/messages/count_tokens", response_model=TokenCount, tags=["Anthropic"])
