@@ -74,7 +74,7 @@ def worker_router(
     allowed: Sequence[str] = (),
     keys: Sequence[str] = (),
 ) -> APIRouter:
-    """Returns the endpoints of one worker. Its server also reads `kv_transfer_params`.
+    """Returns the endpoints of one worker. With a secret, its server also reads `kv_transfer_params`.
 
     Args:
         worker: the worker; its transports close when the server ends.
@@ -96,9 +96,10 @@ def worker_router(
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         context: Context = app.state.context
-        if decodes is not None and peers is not None:
+        # Without a secret, any client of a proxy could announce states of its own.
+        if seal.secret and decodes is not None and peers is not None:
             context.transfer = decoding(seal, peers.expect, decodes.policy)
-        elif offers is not None:
+        elif seal.secret and offers is not None:
             context.transfer = prefilling(seal, partial(_prefill_for, offers))
         tasks = [asyncio.create_task(_repeat(context.engine, *beat)) for beat in beats]
         yield

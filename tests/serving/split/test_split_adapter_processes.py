@@ -88,22 +88,3 @@ def test_each_adapter_gives_the_outputs_of_one_server(fleet):
     assert all(each["up"] for role in ("prefill", "decode") for each in status[role])
     assert prefill.idle(), prefill.get("/split/status")
     assert decode.idle()
-
-
-def test_routers_of_other_projects_split_by_kv_transfer_params(fleet):
-    """The salt and the adapter of a request decide whether its ticket is used, as with sealed messages."""
-    prefill, decode, _ = fleet
-    for model, salt in (("base", "first"), ("tenant", "second")):
-        body = {"model": model, "prompt": Case(FIXTURE).prompts[4].tolist(), "max_tokens": 1, "cache_salt": salt}
-        body |= {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
-        params = httpx.post(f"{prefill.url}/v1/completions", json=body, timeout=240).json()["kv_transfer_params"]
-        before = decode.get("/split/status")["arrived"]
-        answer(decode, "second", cache_salt=salt, kv_transfer_params=params)
-        assert decode.get("/split/status")["arrived"] == before, "of another adapter"
-        tokens, logprobs = answer(decode, model, cache_salt=salt)
-        assert decode.get("/split/status")["arrived"] == before + 1, prefill.log()
-        alone = answer(decode, model, cache_salt="alone, too")
-        assert tokens == alone[0]
-        assert logprobs == pytest.approx(alone[1], abs=1e-4)
-    assert prefill.idle(), prefill.get("/split/status")
-    assert decode.idle()
