@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,7 +56,7 @@ class ResponseContext:
         return *CHANGING_LINES, *self.settings.omit_system_lines
 
 
-Transfer = Callable[[str, int, Any, Request], Awaitable[Response | None]]
+Transfer = Callable[[str, int, Any, Request], Coroutine[Any, Any, Response | None]]
 """What a worker does with `kv_transfer_params` before it generates. Gets the API, the number of prompts, this field and
 the request; returns the whole response, or None to generate one."""
 
