@@ -12,7 +12,6 @@ import checkpoints
 from checkpoints import CheckpointError
 from checkpoints.load import Checkpoint
 from checkpoints.placing import nbytes
-from checkpoints.quantized import packing
 from checkpoints.quantized.rounding import QUANTIZATIONS, Rounding
 from checkpoints.random import write_random
 from checkpoints.tensors.tensor_set import TensorSet
@@ -196,19 +195,6 @@ def test_modelopt_may_describe_it_in_a_file_of_its_own(changeable):
     directory = write(tensors, quantization_config=None)
     (directory / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "MIXED_PRECISION"}}')
     assert quantized_weights(values(load(directory)))
-
-
-def test_packing_is_that_of_the_formats_own_library():
-    torch = pytest.importorskip("torch", reason="torch is not installed: needs the parity extra")
-    library = pytest.importorskip("compressed_tensors.compressors", reason="compressed-tensors is not installed")
-    codes = np.random.default_rng(0).integers(-8, 8, (6, 32)).astype(np.int8)
-    words = library.pack_to_int32(torch.from_numpy(codes), 4).numpy()
-    np.testing.assert_array_equal(packing.unpack(words, 4, -1).astype(np.int8) - 8, codes)
-    np.testing.assert_array_equal(packing.pack((codes + 8).astype(np.uint8), 4), words)
-    floats = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).reshape(2, 8)
-    packed = library.pack_fp4_to_uint8(torch.from_numpy(floats.astype(np.float32)).to(torch.bfloat16)).numpy()
-    np.testing.assert_array_equal(packing.unpack_fp4(packed).view(np.uint8), floats.view(np.uint8))
-    np.testing.assert_array_equal(packing.pack_fp4(floats), packed)
 
 
 # The largest error, in units of the largest value of the channel or group: half a step of the widest interval.

@@ -14,7 +14,7 @@ from mamba_jax.model import parameters
 from mamba_jax.sharding import TENSOR
 from serving import LLM, SamplingParams
 from tests.support.engines.engine_harness import SMALL
-from tests.support.models.golden_case import log_probs
+from tests.support.models.golden_case import FIXTURES, TO_HUGGING_FACE, chosen_logprobs, log_probs
 from tests.support.models.quantized_checkpoints import METHODS, config_of, write_mixed, write_quantized
 from tests.support.selection import some_slow
 
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 FLAGS = SMALL | {"debug_state": True, "load_format": "auto", "replay_interval": 1}
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True, logprobs=2)
 DRAFTS = {"speculative_method": "mtp", "num_speculative_tokens": 2}
+GUESSED = {"speculative_method": "ngram", "num_speculative_tokens": 3, "adaptive_drafts": False}
 ARRANGEMENTS = {
     "no cache": {"mamba_cache_mode": "none"},
     "align": {"mamba_cache_mode": "align"},
@@ -63,6 +64,31 @@ def test_chooses_what_the_wide_weights_choose(mixed, name):
         for i, token in enumerate(chosen.token_ids):
             assert expected[i].max() - expected[i, token] < 1e-3
             assert chosen.logprobs[i][token].logprob == pytest.approx(expected[i, token], abs=1e-3)
+
+
+TOOLS = FIXTURES / "quantized"
+MODES = {"none": {"mamba_cache_mode": "none"}, "all, drafts": {"mamba_cache_mode": "all"} | GUESSED}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form", sorted(each.name for each in TOOLS.iterdir()))
+@pytest.mark.parametrize("mode", MODES)
+def test_files_of_quantization_tools_say_what_transformers_says_of_their_weights(form, mode):
+    """`golden/make_quantized.py` writes them."""
+    with np.load(TOOLS / form / "expected.npz") as golden:
+        prompt, tokens = golden["prompt"].tolist(), golden["tokens"].tolist()
+        expected = golden["logprobs"][np.arange(len(prompt + tokens) - 1), (prompt + tokens)[1:]]
+    llm = LLM(TOOLS / form, **(FLAGS | MODES[mode] | {"dtype": "float32"}))
+    for scored in (0, None):  # the second time, the prompt's state is found in mode `all`
+        params = dataclasses.replace(GREEDY, max_tokens=len(tokens), prompt_logprobs=scored)
+        (output,) = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+        given = [
+            each[token].logprob for each, token in zip((output.prompt_logprobs or [])[1:], prompt[1:], strict=False)
+        ]
+        assert list(output.outputs[0].token_ids) == tokens
+        found = given + chosen_logprobs(output.outputs[0])
+        np.testing.assert_allclose(found, expected[-len(found) :], atol=TO_HUGGING_FACE)
+    assert bool(output.num_cached_tokens) == (mode != "none")
 
 
 @pytest.fixture(scope="module")
