@@ -66,6 +66,7 @@ MALFORMED = [
     ("lfm2", '<|tool_call_start|>[f(a="x"]<|tool_call_end|> So.', X, " So."),
     *(("qwen3_coder", f"<tool_call>{call}\n</function></tool_call>", X, "") for call in (
         "<function=f\n<parameter=a>x</parameter>", "<function=f>\n<parameter=a\nx\n</parameter>")),
+    ("ling3", '<tool_call>{"name": "f", "arguments": {"a": "x"}}\nfunctions.f:0</tool_call>', X, ""),
     *(("ling3", f'<tool_call>f{space}{{"a": "x"}}</tool_call>', X, "") for space in (" ", "\n")),
     *(("hermes", f'<tool_call>{{"name": "f", "arguments": {none}}}</tool_call>', [("f", {})], "")
       for none in ("null", '""')),

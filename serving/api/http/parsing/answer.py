@@ -24,7 +24,8 @@ _RETRIES = 4
 """Maximum number of objects that are read a second time, as text, because they are no call."""
 _BETWEEN = SPACE + ",;[]}"
 """Letters without meaning between calls."""
-_WORD = re.compile(r"[\w.\-:]{1,256}|.", re.DOTALL)
+_LONGEST_WORD = 256
+_WORD = re.compile(rf"[\w.\-:]{{1,{_LONGEST_WORD}}}|.", re.DOTALL)
 """A word between calls, after which the next one is looked for: with all letters of names, or each part of a word would
 be searched to its end."""
 _BARE = [mark for syntax in SYNTAXES for mark in syntax.begins if mark.startswith("<")]
@@ -228,7 +229,10 @@ class AnswerReader:
                     self._show("".join(raw).strip("[]},;"))
                     return
                 else:
-                    other = _WORD.match(cursor.text, cursor.at)
+                    while other := _WORD.match(cursor.text, cursor.at):
+                        if other.end() < len(cursor.text) or len(other[0]) == _LONGEST_WORD or cursor.last:
+                            break
+                        yield
                     raw.append(cursor.take(len(other[0]) if other else 1))
                     words = True
         except TextEnds:
