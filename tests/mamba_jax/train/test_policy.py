@@ -1,6 +1,7 @@
 """GRPO: advantages, the loss and its gradient, by hand; and a reward that sees through wrong sums."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ from mamba_jax.train.score import score, sequence_logprobs
 from tests.support.models.tiny_configs import TRAINABLE
 
 CONFIG = config_from_hf(TRAINABLE)
+scored = jax.jit(sequence_logprobs)
+loss_of = jax.jit(partial(policy_loss, config=CONFIG, dtype=jnp.float32, clip=0.2))
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +33,7 @@ def answers(values, **changes):
     tokens, lengths = rng.integers(0, 40, (2, 9)).astype(np.int32), np.array([9, 6], np.int32)
     answered = np.arange(8) >= 3
     answered = np.stack([answered, answered & (np.arange(8) < 5)])
-    now = sequence_logprobs(build(CONFIG, values, jnp.float32), jnp.asarray(tokens), jnp.asarray(lengths))
+    now = scored(build(CONFIG, values, jnp.float32), jnp.asarray(tokens), jnp.asarray(lengths))
     made = {"tokens": tokens, "lengths": lengths, "answered": answered, "logprobs": np.asarray(now)}
     return Answers(**jax.tree.map(jnp.asarray, made | {"advantages": np.array([1.0, -1.0], np.float32)} | changes))
 
@@ -51,12 +54,12 @@ def test_log_probabilities_are_those_of_each_sequence_alone(values):
 
 def test_the_loss_by_hand(values):
     given = answers(values)
-    loss, parts = policy_loss(values, given, config=CONFIG, dtype=jnp.float32, clip=0.2)
+    loss, parts = loss_of(values, given)
     # All ratios are 1: the mean advantage of seven tokens, five of the first answer and two of the second.
     np.testing.assert_allclose(loss, -(5 - 2) / 7, atol=1e-5)
     assert abs(parts["kl"]) < 1e-9
     far = answers(values, logprobs=given.logprobs - 1.0)  # the answers have become e times as likely
-    loss, parts = policy_loss(values, far, config=CONFIG, dtype=jnp.float32, clip=0.2)
+    loss, parts = loss_of(values, far)
     np.testing.assert_allclose(loss, -(5 * 1.2 - 2 * np.e) / 7, rtol=1e-4)
     np.testing.assert_allclose((parts["kl"], parts["clipped"]), (np.e - 2, 5 / 7), rtol=1e-4)
 
@@ -67,7 +70,7 @@ def test_what_was_good_becomes_likelier(values):
     given = answers(values)
     figures = trainer.step(given)
     assert figures["gradient_norm"] > 0
-    after = sequence_logprobs(build(CONFIG, trainer.values, jnp.float32), given.tokens, given.lengths)
+    after = scored(build(CONFIG, trainer.values, jnp.float32), given.tokens, given.lengths)
     change = jnp.where(given.answered, after - given.logprobs, 0).sum(axis=1)
     assert change[0] > 0 > change[1]
     assert all(not value.is_deleted() for value in values.values())
@@ -97,7 +100,7 @@ def test_a_score_has_the_gradient_of_the_ordinary_form(values):
 
         return jax.jit(jax.grad(loss))(values)
 
-    ordinary = sequence_logprobs(model, given.tokens, given.lengths)
+    ordinary = scored(model, given.tokens, given.lengths)
     np.testing.assert_allclose(score(model, given.tokens, given.lengths), ordinary, atol=1e-5)
     found, expected = gradient(score), gradient(sequence_logprobs)
     for path in expected:

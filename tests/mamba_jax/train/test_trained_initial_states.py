@@ -43,11 +43,8 @@ def test_training_starts_from_the_state_that_a_prefill_reads(name, tmp_path):
     model, values = random_model(config), random_states(config)
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, config.vocab_size, 2 * 7))
     plain = SequenceLayout.of(2, 7)
-    found, _ = model.run(tokens, attach(model, plain, values), None)
-    without, _ = model.run(tokens, plain, None)
     starts = jnp.arange(14) % 7 == 0
     documents = PackedLayout.of_documents(starts, documents=2, longest=8)
-    packed, _ = model.run(tokens, attach(model, documents, values), None)
 
     store = init_store(config, num_slots=2, num_pages=1, page_size=8, dtype=jnp.float32)
     slots = tuple(
@@ -59,7 +56,15 @@ def test_training_starts_from_the_state_that_a_prefill_reads(name, tmp_path):
         num_packed=14, tile_size=8, length=8 * rows, num_tokens=7 * rows, read_slot=rows, tile_write_slot=0 * rows,
         page_table=jnp.zeros((2, 2), jnp.int32),
     )  # fmt: skip
-    expected, _ = model.run(tokens, prefill, dataclasses.replace(store, slots=slots))
+    store = dataclasses.replace(store, slots=slots)
+
+    @jax.jit
+    def run(model, tokens):
+        starting = (attach(model, layout, values) for layout in (plain, documents))
+        given = *((layout, None) for layout in (plain, *starting)), (prefill, store)
+        return [model.run(tokens, layout, state)[0] for layout, state in given]
+
+    without, found, packed, expected = run(model, tokens)
     assert np.abs(found - without).max() > 1e-3
     np.testing.assert_allclose(found, expected, atol=2e-4)
     np.testing.assert_allclose(found, packed, atol=1e-5)

@@ -2,8 +2,8 @@
 
 import json
 import re
-from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -17,7 +17,6 @@ from checkpoints.random import write_random
 from checkpoints.resolve import DEMO_DIRECTORY
 from mamba_jax.layout import SequenceLayout
 from mamba_jax.model import parameters
-from mamba_jax.programs import StepPrograms
 from mamba_jax.train.additions import LORA_SCALE, attach, is_trained, new_adapter
 from mamba_jax.train.loss import build
 from mamba_jax.train.policy import PolicyTrainer
@@ -25,7 +24,7 @@ from mamba_jax.train.score import sequence_logprobs
 from serving import LLM, LoRARequest, SamplingParams
 from serving.cli.main import run
 from serving.cli.training.rollouts import Rollouts, ServedAdapter, improve
-from tests.support.engines.engines import QUICK_COMPILE
+from tests.support.engines.step_programs import few_programs, shared_programs
 from tests.support.models.tiny_configs import TRAINABLE
 from tests.support.selection import slow
 
@@ -42,13 +41,12 @@ def trained(command, output, capfd, *more):
 
 
 def logprobs(model, tokens, layout):
-    hidden, _ = model.run(tokens, layout, None)
-    logits = np.asarray(model.logits(hidden), np.float64)
-    return (
-        logits
-        - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
-        - logits.max(-1, keepdims=True)
-    )
+    @jax.jit
+    def run(model, tokens):
+        hidden, _ = model.run(tokens, layout, None)
+        return jax.nn.log_softmax(model.logits(hidden))
+
+    return np.asarray(run(model, tokens))
 
 
 def assert_served(adapter, model, layout_of, **flags):
@@ -127,10 +125,9 @@ FLAGS = {
 
 
 @pytest.fixture(autouse=True)
-def quick_compilation(monkeypatch):
-    monkeypatch.setattr(
-        "serving.engine.assembly.build.StepPrograms", partial(StepPrograms, compiler_options=QUICK_COMPILE)
-    )
+def quick_compilation():
+    with few_programs(shared_programs):
+        yield
 
 
 @pytest.mark.full
@@ -188,7 +185,7 @@ def test_an_adapter_is_trained_while_the_engine_serves_it(tmp_path):
     def trained_logprobs(answers):
         added = {name: value for name, value in trainer.values.items() if name not in base}
         model = build(config, {name: jnp.asarray(value) for name, value in base.items()}, np.float32)
-        found = sequence_logprobs(model, answers.tokens, answers.lengths, added)
+        found = jax.jit(sequence_logprobs)(model, answers.tokens, answers.lengths, added)
         return np.asarray(found)[answers.answered]
 
     np.testing.assert_allclose(after.logprobs[after.answered], trained_logprobs(after), atol=1e-4)
