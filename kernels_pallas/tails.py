@@ -6,48 +6,17 @@ NaN, are masked.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
 from kernels_pallas.places import Anchored
-from kernels_pallas.row_loop import head_axes
 from kernels_pallas.shape_check import check_shapes
-from kernels_pallas.slots import read_slots, take, write_slots
+from kernels_pallas.slots import read_slots, write_slots
 
 F32 = jnp.float32
-
-
-@dataclasses.dataclass(frozen=True)
-class Order:
-    """The tokens since the anchor in order; entry i of a tail has those at positions i modulo the number of entries."""
-
-    position: Int[Array, "rows entries"]
-    """The position of each token: the anchor's length, the anchor's length + 1, ..."""
-    valid: Bool[Array, "rows entries"]
-    """Whether a token (old or new) has that position."""
-    new_position: Int[Array, "rows steps"]
-    is_old: Bool[Array, "rows entries"]
-    """Whether it is not new."""
-    is_new: Bool[Array, "rows steps"]
-    """Whether a new token is no padding."""
-    index_of_new: Int[Array, "rows steps"]
-    """Indices of new tokens in the order."""
-
-    @classmethod
-    def of(cls, places: Anchored, *, entries: int, steps: int) -> Order:
-        anchor_length, length, num_tokens = (
-            v[:, None] for v in (places.anchor_length, places.length, places.num_tokens)
-        )
-        step = jnp.arange(steps)
-        position, new_position = anchor_length + jnp.arange(entries), length + step
-        valid = (position < length + num_tokens) & (num_tokens > 0)
-        is_old, is_new, index_of_new = position < length, step < num_tokens, new_position - anchor_length
-        return cls(position, valid, new_position, is_old, is_new, index_of_new)
 
 
 def row_numbers(places: Anchored) -> tuple[Int[Array, " rows"], ...]:
@@ -59,19 +28,11 @@ def row_numbers(places: Anchored) -> tuple[Int[Array, " rows"], ...]:
     return tuple(one.astype(jnp.int32) for one in found)
 
 
-def append(tail, new, order, tail_id):
-    """Returns the tail's arrays [tails, entries, ...] with the entries of the new tokens [rows, steps, ...]."""
-    place = tail_id, order.new_position, order.is_new
-    return [write_ring(old, values, *place) for old, values in zip(tail, new, strict=True)]
-
-
-def in_order(
-    kept: Shaped[Array, "tails entries channels"], order: Order, tail_id: Int[Array, " rows"], *shape: int
-) -> Float[Array, "rows entries *shape"]:
-    """Returns a tail's entries from the anchor on, float32; zeros where there is no token."""
-    entries = kept.shape[1]
-    found = take(kept.reshape(-1, kept.shape[2]), tail_id[:, None] * entries + order.position % entries)
-    return jnp.where(order.valid[..., None], found, 0).astype(F32).reshape(*found.shape[:2], *shape)
+def append(rings, new, places: Anchored):
+    """Returns a tail's arrays [tails, entries, ...] with the entries of the new tokens [rows, steps, ...]."""
+    step = jnp.arange(new[0].shape[1])
+    place = places.tail_id, places.length[:, None] + step, step < places.num_tokens[:, None]
+    return [write_ring(old, values, *place) for old, values in zip(rings, new, strict=True)]
 
 
 def read_ring(
@@ -96,24 +57,6 @@ def write_ring(
     there = valid & (tail_id > 0)[:, None]
     places = jnp.where(there, tail_id[:, None] * entries + position % entries, 0)
     return write_slots(ring, values.reshape(-1, *ring.shape[2:]), places.reshape(-1))
-
-
-def at(values: Float[Array, "rows entries heads"], index: Int[Array, "rows n"]) -> Float[Array, "rows n heads"]:
-    """values[row, index]; any value where the index is out of bounds."""
-    return jnp.take_along_axis(values, jnp.clip(index, 0, values.shape[1] - 1)[..., None], axis=1)
-
-
-def state_after(anchor, decay, fed, keys):
-    """One row's state [heads, head_dim, state]: the anchor's part, times its decay [heads] or [heads, state], and what
-    each token's input (decayed, [entries, heads, head_dim]) adds by its key [entries, groups, state]. Without `dot`.
-    """
-    split, shared = head_axes(anchor.shape[0], keys.shape[1])
-    state = (anchor * decay.reshape(len(decay), 1, -1)).reshape(*split, *anchor.shape[1:])
-
-    def add(n, state):
-        return state + fed[n].reshape(*split, -1, 1) * keys[n].reshape(*shared, 1, -1)
-
-    return lax.fori_loop(0, len(fed), add, state).reshape(anchor.shape)
 
 
 def check_tail(

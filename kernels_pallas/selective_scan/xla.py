@@ -10,10 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas import row_loop, tails
-from kernels_pallas.dispatch import differentiable
-from kernels_pallas.places import Rows
 from kernels_pallas.selective_scan.entry import SelectiveEntry
-from kernels_pallas.slots import load
 from kernels_pallas.tile_loop import scan_sequence, scan_tiles
 
 F32 = jnp.float32
@@ -84,38 +81,32 @@ def _together(state, dt, fed, a, b, c):
     return states[-1], (states * c[:, :, None]).sum(1)
 
 
-def _replay(loop, entry, states, tail, places, *, a, d, every_entry=False):
-    entries, anchor_length, length = tail.x.shape[1], places.anchor_length, places.length
-    order = tails.Order.of(places, entries=entries, steps=entry.x.shape[1])
-    tail = type(tail)(*tails.append(tail, (entry.x, entry.b, entry.dt), order, places.tail_id))
-    flat = [v.reshape(-1, v.shape[2]) for v in tail]
-    write = order.is_new & (order.new_position + 1 == places.boundary[:, None])
+def _replay(loop, entry, states, tail, places, a, d):
+    real = jnp.arange(entry.x.shape[1]) < places.num_tokens[:, None]
+    tail = type(tail)(*tails.append(tail, (entry.x, entry.b, entry.dt), places))
 
-    def before(state, row):
-        """Returns S(length) in float32: one token of the tail after the other, because each has decays of its own."""
+    def absorb(state, x, b, dt):
+        return _next(state, dt, dt * x, a.astype(F32), b)
 
-        def absorb(n, state):
-            position = anchor_length[row] + n
-            inputs = (load(v, places.tail_id[row] * entries + position % entries) for v in flat)
-            x, b, dt = (jnp.where(position < length[row], v, 0).astype(F32) for v in inputs)
-            return _next(state, dt, dt * x, a.astype(F32), b)
-
-        longest = jnp.where(places.num_tokens > 0, length - anchor_length, 0).max(initial=0)
-        return lax.fori_loop(0, entries if every_entry else longest, absorb, state.astype(F32))
-
-    entry = entry._replace(dt=jnp.where(order.is_new[..., None], entry.dt, 0))
-    rows = Rows(places.live_anchor, jnp.where(write, places.write_slot[:, None], 0))
-    y, states = _update(loop, entry, states, rows, a=a, d=d, before=before)
+    entry = entry._replace(dt=jnp.where(real[..., None], entry.dt, 0))
+    y, states = _steps(
+        functools.partial(row_loop.replay, loop, absorb=absorb, rings=tail, places=places), entry, states, a=a, d=d
+    )
     return y, states, tail
 
 
-def _update(loop, entry, store, rows, *, a, d, before=None):
+def _update(loop, entry, store, rows, *, a, d):
+    return _steps(functools.partial(loop, rows=rows), entry, store, a=a, d=d)
+
+
+def _steps(run, entry, store, *, a, d):
     x, b, c, dt = entry.masked()
 
-    def step(state, dt, fed, b):
-        return _next(state.astype(F32), dt, fed, a.astype(F32), b).astype(state.dtype)
+    def token(state, dt, fed, b, c):
+        state = _next(state.astype(F32), dt, fed, a.astype(F32), b).astype(state.dtype)
+        return state, _read(state, c)
 
-    y, store = loop(step, _read, (dt, dt * x, b), (c,), store, rows, before=before)
+    y, store = run(token, (dt, dt * x, b, c), store=store)
     return (y + d.astype(F32) * x).astype(entry.x.dtype), store
 
 
@@ -126,11 +117,4 @@ selective_update = row_loop.by_platform(*(functools.partial(_update, loop) for l
 
 
 def selective_replay(entry, states, tail, places, *, a, d):
-
-    def of(form):
-        return lambda entry, states, tail, places, a, d: form(entry, states, tail, places, a=a, d=d)
-
-    by_platform = row_loop.by_platform(*(functools.partial(_replay, loop) for loop in _LOOPS))
-    # A loop whose end is found at run time has no derivative.
-    plain = functools.partial(_replay, row_loop.all_rows, every_entry=True)
-    return differentiable(of(by_platform), of(plain))(entry, states, tail, places, a, d)
+    return row_loop.replay_by_platform(_replay, entry, states, tail, places, a, d)

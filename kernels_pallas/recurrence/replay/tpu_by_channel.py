@@ -1,8 +1,10 @@
 """One row and block of a replay on TPU that erases, where every channel of a key decays on its own.
 
-The equations are those of `kernels_pallas.recurrence.replay.decays.ByChannel`: decays scale the operands, and the decay
-between a token of the tail and a new one is the decay to the end of the tail times the decay from there on. Decays
-between the few new tokens are sums of those in between.
+Decays scale the operands. The weight between two tokens is a sum over channels of products, which would overflow if one
+factor were the inverse of a decay (see `kernels_pallas.recurrence.scan.by_channel`). But every token of the tail
+precedes every new one, so the decay between the two is the decay to the end of the tail times the decay from there on.
+Neither factor is above 1, and both are sums of only the log decays in between; a difference of long sums would lose the
+digits of recent decays. Decays between the few new tokens are sums of those in between.
 """
 
 import jax.numpy as jnp
