@@ -289,7 +289,7 @@ async def _prefill(context: Context, side: PrefillSide, body: PrefillRequest, he
 
 async def _prefill_for(side: PrefillSide, kind: str, request: Request) -> Ticket:
     """Computes the prompt of a request to `/v1/*`."""
-    body = PrefillRequest(kind=kind, body=await request.json())
+    body = PrefillRequest(kind=kind, body=await request.json(), seconds=600.0)
     with worker_errors("a router"):
         return await _prefill(context_of(request), side, body, request.headers)
 
