@@ -34,10 +34,11 @@ def average_update(
 ) -> tuple[Float[Array, "rows steps heads head_dim"], Float[Array, "slots heads head_dim"]]:
     """A few steps of each row; the state after step t goes to `rows.write_slot[:, t]`. As `recurrence_update`."""
 
-    def step(state, x, dt):
-        return _step(rate, state.astype(F32), x, dt).astype(state.dtype)
+    def token(state, x, dt):
+        state = _step(rate, state.astype(F32), x, dt).astype(state.dtype)
+        return state, state.astype(F32)
 
-    y, store = row_loop.row_blocks(step, lambda state: state.astype(F32), (x, dt), (), store, rows)
+    y, store = row_loop.row_blocks(token, (x, dt), store, rows)
     return y.astype(x.dtype), store
 
 
