@@ -27,14 +27,14 @@ TIERS = {
     "traffic": "python3 bootstrap.py test -n 2 --dist=worksteal --full --examples 2000 -m fuzz",
 }
 """In the full tier a process waits for its children a seventh of the time: three keep two cores busy. Nearly all
-traffic is in one file, whose cases share compiled steps by the store of tests.
+traffic is in one file, whose cases share the compiled steps that tests store on disk.
 """
 LATEST = {"traffic": 60}
 """Minutes after which a tier is not begun. CI has 90; on a machine so slow, run it by hand."""
 EXTRAS = "test,plan-gpu,docs"
 SKIPS = {
     "hardware": r"no GPU|Mosaic GPU|the processor has|no C\+\+ for|needs several devices",
-    "packages of other extras": r"torch|transformers|compressed-tensors|extra (tunix|fleet|events)|'ray|openai-agents",
+    "packages of other extras": r"torch|transformers|extra (tunix|fleet|events)|'ray|openai-agents",
     "programs": r"Chromium|kubectl|hadolint|openssl|curl",
     "cases that do not exist": r"power of two|the interpreter copies|groups only|states of 16 bits|does not run this",
     "slow cases": r"run with --slow",

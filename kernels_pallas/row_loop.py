@@ -111,7 +111,7 @@ def replay(loop, token, inputs, absorb, rings, store, places: Anchored):
     """Runs the new tokens of rows from their anchors and tails. Returns the outputs, and the store with the states due.
 
     Args:
-        loop: `all_rows`; `row_blocks`; or None, as the former but with a derivative.
+        loop: `all_rows`; `row_blocks`; or None: as `all_rows`, with a derivative.
         absorb: `absorb(state, *kept)` returns a row's state, in float32, after a token of its tail.
         rings: what tails keep of each token, [tails, entries, ...]; absorbed in float32, and as zeros where there is no
             token.

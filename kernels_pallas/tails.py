@@ -16,8 +16,6 @@ from kernels_pallas.places import Anchored
 from kernels_pallas.shape_check import check_shapes
 from kernels_pallas.slots import read_slots, write_slots
 
-F32 = jnp.float32
-
 
 def row_numbers(places: Anchored) -> tuple[Int[Array, " rows"], ...]:
     """The places as kernels take them: slots are 0 where they are not accessed; the boundary replaces the interval."""

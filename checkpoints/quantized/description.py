@@ -84,8 +84,9 @@ def read_quantization(directory: Path, fields: Mapping[str, Any]) -> Quantizatio
 def _compressed_block(found: Mapping[str, Any]) -> Any:
     groups = found.get("config_groups")
     groups = groups.values() if isinstance(groups, Mapping) else ()
-    weights = [one.get("weights") or {} for one in groups if isinstance(one, Mapping)]
-    return next((one["block_structure"] for one in weights if one.get("block_structure")), None)
+    weights = [one.get("weights") for one in groups if isinstance(one, Mapping)]
+    sizes = (one.get("block_structure") for one in weights if isinstance(one, Mapping))
+    return next(filter(None, sizes), None)
 
 
 def _integers(path: Path, method: str, found: Mapping[str, Any]) -> Quantization:

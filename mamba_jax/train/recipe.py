@@ -81,7 +81,9 @@ def keep_recipe(directory: Path, settings: TrainConfig, **inputs: str | None) ->
             raise ModelConfigError(
                 f"{directory} has a run with another recipe: {'; '.join(differences)}; use another --output"
             )
-    elif directory.exists() and (not directory.is_dir() or {path.name for path in directory.iterdir()} - {CHECKPOINTS}):
+    elif directory.exists() and (
+        not directory.is_dir() or {path.name for path in directory.iterdir()} - {CHECKPOINTS, "lost+found"}
+    ):
         raise ModelConfigError(f"{directory}: exists, and is neither empty nor the directory of a run; use another one")
     directory.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(wanted, indent=1) + "\n")

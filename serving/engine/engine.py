@@ -151,9 +151,9 @@ class Engine:
         scope = first.progress.content.chain.scope
         if remote is None and request.export is None:
             remote = next(filter(None, (source.find(ids, scope) for source in self.loop.sources)), None)
-        if remote is not None and remote.scope != scope:
+        if remote is not None and (remote.scope != scope or first.prompt_logprobs):
             remote.source.cancel(remote)
-        elif remote is not None and not first.prompt_logprobs:
+        elif remote is not None:
             first.transfer.remote = remote
         if request.message_digests and (where := self._prefixes.note(request.message_digests, (request.client, scope))):
             self.loop.scheduler.counters.prefixes_changed += 1

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -377,9 +378,11 @@ class LLM:
 
 
 def _one_each(given: Any, kind: type | tuple[type, ...], prompts: Sequence[Any], what: str) -> Sequence[Any]:
+    if isinstance(given, np.ndarray):
+        given = given.tolist()
     if isinstance(given, kind):
         return [given] * len(prompts)
-    each = list(given) if isinstance(given, Iterable) and not isinstance(given, (str, Mapping)) else None
+    each = list(given) if isinstance(given, Iterable) and not isinstance(given, (str, bytes, Mapping)) else None
     wrong = given if each is None else next((one for one in each if not isinstance(one, kind)), None)
     if each is None or not all(isinstance(one, kind) for one in each):
         raise RequestError(

@@ -103,7 +103,7 @@ class DecodeSide(StateSource):
 
     def expect(self, prompt: Sequence[int], remote: RemoteState, lease: float) -> None:
         """Makes the next request for this prompt, with the state's salt and adapter, use a remote state, if the request
-        arrives before the state's lease expires.
+        arrives before the state's lease expires. Announcing a state again does nothing.
 
         Raises:
             TooMany: `MAX_EXPECTED` requests are announced.
@@ -111,9 +111,12 @@ class DecodeSide(StateSource):
         now = time.monotonic()
         kept = {key: [each for each in waiting if each[0] > now] for key, waiting in self._expected.items()}
         self._expected = {key: waiting for key, waiting in kept.items() if waiting}
+        waiting = self._expected.get((remote.scope, tuple(prompt)), [])
+        if any(each.handle.ticket.id == remote.handle.ticket.id for _, each in waiting):
+            return
         if sum(map(len, self._expected.values())) >= MAX_EXPECTED:
             raise TooMany(f"{MAX_EXPECTED} requests are already announced")
-        self._expected.setdefault((remote.scope, tuple(prompt)), []).append((now + lease, remote))
+        self._expected[remote.scope, tuple(prompt)] = [*waiting, (now + lease, remote)]
 
     def worth_fetching(self, ticket: Ticket) -> bool:
         """Returns whether fetching a shared state is expected to be faster than computing its tokens here."""

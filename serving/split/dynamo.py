@@ -23,7 +23,7 @@ _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
 )  # fmt: skip
 _STOPS = ("max_tokens", "min_tokens", "ignore_eos")
-_FORMS = ("json", "regex", "choice", "grammar")
+_FORMS = ("json", "regex", "choice", "grammar", "structural_tag")
 _SILENCE = 600.0  # seconds without data after which a server counts as lost
 
 
@@ -93,7 +93,7 @@ class ServerEngine(LLMEngine):
         """Yields the tokens that follow a prompt. Leaving early, as when the client has gone, stops the server's work.
 
         Raises:
-            InvalidArgument: the server refuses the request.
+            InvalidArgument: the server refuses the request, or it asks for several choices.
             WorkerUnavailable, Disconnected: another worker may continue it.
         """
         body, last = self._body(request), dict[str, Any]()
@@ -105,6 +105,8 @@ class ServerEngine(LLMEngine):
                 if self.mode == DisaggregationMode.PREFILL:
                     answer = json.loads(await reply.aread())
                     last = {"token_ids": [], "index": 0, "finish_reason": "length", "completion_usage": answer["usage"]}
+                    if "kv_transfer_params" not in answer:
+                        raise WorkerUnavailable(f"{self.options.url} is not started with --role prefill and a secret")
                     last["disaggregated_params"] = answer["kv_transfer_params"]
                 async for line in reply.aiter_lines():
                     if context.is_stopped():
@@ -133,9 +135,12 @@ class ServerEngine(LLMEngine):
 
     def _body(self, request: Any) -> dict[str, Any]:
         sampling, stops = request.get("sampling_options") or {}, request.get("stop_conditions") or {}
-        output = request.get("output_options") or {}
+        output, nvext = request.get("output_options") or {}, (request.get("extra_args") or {}).get("nvext") or {}
+        if (sampling.get("n") or 1) > 1:
+            raise InvalidArgument("n must be 1: this worker returns one choice")
         body = {name: sampling.get(name) for name in _SAMPLING} | {name: stops.get(name) for name in _STOPS}
         body |= {"prompt": request["token_ids"], "logprobs": output.get("logprobs")}
+        body["cache_salt"] = nvext.get("cache_salt") or (request.get("routing") or {}).get("cache_namespace")
         body["stop_token_ids"] = [*(stops.get("stop_token_ids") or ()), *(stops.get("stop_token_ids_hidden") or ())]
         if (form := sampling.get("guided_decoding")) is not None:
             body["structured_outputs"] = {name: form[name] for name in _FORMS if form.get(name) is not None}

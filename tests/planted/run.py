@@ -48,6 +48,7 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
         found = Path(os.environ[FOUND]) / name
         finder = _Finder(Path(f"{found}.failed"))
         with warnings.catch_warnings(record=True) as jax_runs:
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12's, of any thread, in the parent only
             child = os.fork()
         if jax_runs and not child:
             os._exit(0)
@@ -61,6 +62,8 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
                 if jax_runs:
                     finder.end(found)
         _, status = os.waitpid(child, 0)
+        if os.WIFEXITED(status) and os.WEXITSTATUS(status) not in (0, 1):
+            raise RuntimeError(f"fault {name}: pytest ended with {os.WEXITSTATUS(status)}")
         crashed = os.WIFSIGNALED(status) and os.WTERMSIG(status) != signal.SIGALRM
         finder.end(found, f"ended by signal {os.WTERMSIG(status)}" if crashed else "")
     session.items.clear()
@@ -75,7 +78,8 @@ class _Finder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed and not self._failed.exists():
-            self._failed.write_text(f"{report.nodeid}: {report.longreprtext.splitlines()[-1]}")
+            last = (report.longreprtext.splitlines() or [""])[-1]
+            self._failed.write_text(f"{report.nodeid}: {last}", encoding="utf-8", errors="backslashreplace")
 
     def end(self, found: Path, otherwise: str = "") -> None:
         if not self._failed.exists():
@@ -112,10 +116,10 @@ def detected_by(names: list[str], files: tuple[str, ...]) -> Iterator[str]:
                     break
                 else:
                     time.sleep(0.2)
-            if running.wait() == -signal.SIGALRM:  # without a fork
+            if running.wait() == -signal.SIGALRM and len(left) == before:  # without a fork
                 yield ""
                 left.pop(0)
-            elif len(left) == before:
+            elif len(left) == before or running.returncode == pytest.ExitCode.INTERNAL_ERROR:
                 log = (Path(folder) / "log").read_text()
                 raise RuntimeError(f"pytest ended with {running.returncode}\n{log[-2000:]}")
 

@@ -57,8 +57,8 @@ class ResponseContext:
 
 
 Transfer = Callable[[str, int, Any, Request], Coroutine[Any, Any, Response | None]]
-"""What a worker does with `kv_transfer_params` before it generates. Gets the API, the number of prompts, this field and
-the request; returns the whole response, or None to generate one."""
+"""What a worker does with `kv_transfer_params` before it generates. Gets the API, the number of prompts that
+a state can replace, this field and the request; returns the whole response, or None to generate one."""
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Context:
     store: ResponseStore = field(default_factory=lambda: ResponseStore(0, 0))
     started: float = field(default_factory=time.time)
     transfer: Transfer | None = None
-    """Of a worker in a split."""
+    """Set by a worker in a split."""
     ready: bool = False
     """The required programs are compiled, and the server accepts requests."""
 

@@ -84,7 +84,9 @@ class Limits:
                 self._check(scope, headers)
                 if scope["method"] in ("POST", "PUT", "PATCH"):
                     receive, held = await self._read(headers, receive)
-                name = client_id() if scope["method"] == "POST" else None  # streams of events, which last, are GET
+                # Streams of events, which last, are GET; and a lease must be renewed in time.
+                turns = scope["method"] == "POST" and path_of(scope) not in _UNTIL_THE_END
+                name = client_id() if turns else None
                 await self._turns.run(name, lambda: self._app(scope, receive, sending))
             except ClientGone:
                 log.debug("the client disconnected")

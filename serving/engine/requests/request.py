@@ -78,7 +78,7 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) ->
     """
     given: Any = prompt
     if isinstance(prompt, (list, tuple, np.ndarray)):
-        return None, _token_ids(prompt, vocab_size)
+        return None, _token_ids(prompt.tolist() if isinstance(prompt, np.ndarray) else prompt, vocab_size)
     if isinstance(prompt, Mapping):
         for name, value in prompt.items():
             if name not in _PROMPT_FIELDS and value is not None:

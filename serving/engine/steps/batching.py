@@ -146,7 +146,7 @@ class BatchBuilder:
         """Halves the tokens of the widest prefill step, before any step. Returns them; 0 if they are fewer than two
         tiles."""
         half = self.prefill_shapes[-1].tokens // 2
-        if half < self._config.tile_size:
+        if half < max(self._config.tile_size, 32):
             return 0
         self._set_prefill_shapes(half)
         return self.prefill_shapes[-1].tokens

@@ -24,7 +24,7 @@ from starlette.datastructures import Headers
 from serving.api.http.apis.inputs import tokenized
 from serving.api.http.apis.stored_responses import stored_conversation
 from serving.api.http.apis.text_api import TEXT_APIS
-from serving.api.http.connection.keys import salt_of, sent_key
+from serving.api.http.connection.keys import client_id, salt_of, sent_key
 from serving.api.http.connection.streaming import until_gone
 from serving.api.http.context import Context, context_of
 from serving.api.http.errors import ApiError, validated
@@ -267,8 +267,9 @@ async def _prefill(context: Context, side: PrefillSide, body: PrefillRequest, he
             export: Export = await engine.call(lambda _: side.begin(id))
             marks = tuple(mark for mark in marks if mark.position <= len(fed))
             run = EngineRequest(
-                name, {"prompt_token_ids": fed}, ONCE, priority, salt, marks, export=export, lora_request=lora
-            )
+                name, {"prompt_token_ids": fed}, ONCE, priority, salt, marks, client=client_id(),
+                export=export, lora_request=lora,
+            )  # fmt: skip
             async with contextlib.aclosing(engine.stream(run)) as each:
                 async for output in each:
                     last = output

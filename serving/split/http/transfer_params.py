@@ -61,9 +61,14 @@ def prefilling(seal: Seal, compute: Callable[[str, Request], Awaitable[Ticket]])
         if not isinstance(given, dict) or not given.get("do_remote_decode"):
             return None
         params, tokens, cached = dict[str, Any](), 0, 0
-        if prompts == 1:  # the decode worker computes several prompts itself
-            ticket = await compute(kind, request)
-            params, tokens, cached = signed(seal, ticket), len(ticket.prompt_token_ids), ticket.cached_tokens
+        if prompts == 1:  # the decode worker computes others itself
+            try:
+                ticket = await compute(kind, request)
+                params, tokens, cached = signed(seal, ticket), len(ticket.prompt_token_ids), ticket.cached_tokens
+            except ApiError as error:
+                if error.code not in ("too_many_states", "too_late"):
+                    raise
+                log.warning("the decode worker computes a prompt: %s", error.message)
         answer = {
             "id": f"prefill-{request.state.request_id}",
             "object": _OBJECTS.get(kind, kind),

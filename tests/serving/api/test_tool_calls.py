@@ -19,7 +19,6 @@ TOOL = {
 }
 ONE = ("add", {"a": 1, "note": "1"})
 WRITTEN = {form: written(form, ONE) for form in FORMS}
-HERMES = WRITTEN["hermes"]
 
 each_form = pytest.mark.parametrize("form", FORMS)
 

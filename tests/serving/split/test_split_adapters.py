@@ -52,9 +52,11 @@ class AdapterPair:
     def remote(self, ticket):
         return self.here.accept(self.there, ticket)
 
-    def answer(self, adapter, remote=None, salt=None):
+    def answer(self, adapter, remote=None, salt=None, scores=None):
         self.count += 1
-        params = SamplingParams(temperature=0.0, max_tokens=LONGEST, logprobs=2, ignore_eos=True)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=LONGEST, logprobs=2, ignore_eos=True, prompt_logprobs=scores
+        )
         output = self.decode.add_request(
             f"d{self.count}", {"prompt_token_ids": list(PROMPT)}, params,
             cache_salt=salt, remote=remote, lora_request=adapter,
@@ -111,11 +113,19 @@ def test_an_adapter_that_is_not_loaded_is_refused(pair) -> None:
 def test_an_announced_state_waits_for_a_request_with_its_adapter(pair, mine) -> None:
     other, own = None if mine is None else LoRARequest(mine, 0, mine), LoRARequest(LORA, 0, LORA)
     ticket = pair.compute(own)
-    pair.here.expect(ticket.prompt_token_ids, pair.remote(ticket), 60.0)
+    for _ in range(2):  # a ticket that is sent again announces nothing more
+        pair.here.expect(ticket.prompt_token_ids, pair.remote(ticket), 60.0)
+    assert [len(each) for each in pair.here._expected.values()] == [1]
     pair.assert_as_alone(other, pair.answer(other))
     assert pair.here.stats.arrived == 0
     pair.assert_as_alone(own, pair.answer(own))
     assert pair.here.stats.arrived == 1
+
+
+def test_a_request_with_scores_of_its_prompt_releases_the_state(pair) -> None:
+    adapter = LoRARequest(LORA, 0, LORA)
+    pair.assert_as_alone(adapter, pair.answer(adapter, pair.remote(pair.compute(adapter)), scores=0))
+    assert (pair.here.stats.arrived, pair.here.stats.spared) == (0, 1)
 
 
 def test_a_state_of_another_salt_or_of_replaced_weights_is_not_used(pair) -> None:

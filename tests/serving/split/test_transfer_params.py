@@ -1,11 +1,13 @@
 """`kv_transfer_params`: what a prefill worker answers, and which tickets a decode worker accepts."""
 
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from serving.api.http.errors import ApiError
+from serving.api.http.protocol.completions import CompletionRequest
 from serving.split.http.transfer_params import NAME, decoding, prefilling, signed, ticket_of
 from serving.split.seal import Seal
 from serving.split.wire import Ticket
@@ -38,6 +40,21 @@ def test_other_tickets_are_refused(wrong):
     assert refused.value.status == 400
 
 
+async def refuse(code, kind, request):
+    raise ApiError(503, "no room", code=code)
+
+
+@pytest.mark.parametrize(
+    ("more", "number"),
+    [
+        ({}, 1), ({"prompt": ["a", "b"]}, 2), ({"logprobs": 1}, 1), ({"echo": True}, 1),
+        ({"echo": True, "logprobs": 1}, 0), ({"prompt_logprobs": 0}, 0), ({"prompt_logprob_token_ids": [1]}, 0),
+    ],
+)  # fmt: skip
+def test_only_prompts_without_scores_can_be_handed_over(more, number):
+    assert CompletionRequest(**({"prompt": "a"} | more)).num_continued == number
+
+
 async def test_a_prefill_worker_answers_with_a_ticket():
     async def compute(kind, request):
         asked.append(kind)
@@ -50,6 +67,12 @@ async def test_a_prefill_worker_answers_with_a_ticket():
     answer = json.loads((await transfer("completions", 1, {"do_remote_decode": True}, REQUEST)).body)
     assert ticket_of(SEAL, answer["kv_transfer_params"]) == TICKET
     assert answer["usage"]["prompt_tokens"] == 2
+    for busy in ("too_many_states", "too_late"):
+        failing = prefilling(SEAL, partial(refuse, busy))
+        answer = json.loads((await failing("completions", 1, {"do_remote_decode": True}, REQUEST)).body)
+        assert answer["kv_transfer_params"] == {}
+    with pytest.raises(ApiError, match="no room"):
+        await prefilling(SEAL, partial(refuse, None))("completions", 1, {"do_remote_decode": True}, REQUEST)
     several = json.loads((await transfer("completions", 2, {"do_remote_decode": True}, REQUEST)).body)
     assert several["kv_transfer_params"] == {}
     assert asked == ["completions"]

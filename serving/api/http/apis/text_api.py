@@ -96,7 +96,7 @@ TEXT_APIS = {api.kind: api for api in _TABLE}
 _NAMES: Mapping[str | None, tuple[str, ...]] = {
     "messages": ("messages", "input"), "prompt": ("prompt", "messages", "input"),
     "logprobs": ("top_logprobs", "logprobs"), "stop": ("stop", "stop_sequences"),
-    "structured_outputs": ("structured_outputs", "response_format", "text", "output_config"),
+    "structured_outputs": ("structured_outputs", "response_format", "text", "output_config", "output_format"),
     "max_tokens": ("max_completion_tokens", "max_tokens", "max_output_tokens"),
 }  # fmt: skip
 """By the name of a field in errors: its names in requests."""
@@ -180,7 +180,7 @@ async def respond(api: TextApi, body: TextRequest, request: Request) -> Response
     context.check(body.model)
     given = body.model_extra.pop("kv_transfer_params", None) if context.transfer and body.model_extra else None
     if given is not None and context.transfer is not None:
-        prompts = len(body.prompts) if isinstance(body, CompletionRequest) else 1
+        prompts = body.num_continued if isinstance(body, CompletionRequest) else 1
         handed_over = await streaming.until_gone(request.receive, context.transfer(api.kind, prompts, given, request))
         if handed_over is not None:
             return handed_over

@@ -38,13 +38,14 @@ _SENT = 1 << 16
 """Bytes that are sent at once, at least."""
 
 
-def json_of(model: BaseModel) -> bytes:
+def json_of(model: Any) -> bytes:
     """Returns a response as JSON, with the fields that were set, or with all fields of a `WholeAnswer`."""
     return b"".join(json_parts(model, exclude_unset=not isinstance(model, WholeAnswer)))
 
 
-async def encoded(run: Run, model: BaseModel, before: bytes = b"", after: bytes = b"") -> AsyncGenerator[bytes, None]:
-    """Yields a response as JSON between other bytes: a long one in parts that are made in a thread.
+async def encoded(run: Run, model: Any, before: bytes = b"", after: bytes = b"") -> AsyncGenerator[bytes, None]:
+    """Yields a response (a model or a list of models) as JSON between other bytes: a long one in parts that are made in
+    a thread.
 
     `run`: calls a function that processes so many characters; see `TextCodec.run`.
     """

@@ -1,8 +1,8 @@
-"""Clients (API keys) share the event loop's time, which steps of the engine need, too: they have one interpreter.
+"""Clients (API keys) share the event loop's time. The event loop and the engine's thread share one interpreter.
 
 The scheduler divides steps, but reading and answering a request takes as long as a step of a small model. While several
-clients have requests, the next request of one begins only when as much time as its earlier ones took has passed for
-each of the others, and one begins in each round of the event loop. It begins at most `_LONGEST` late.
+clients have requests, the next request of one begins only when twice the time that its earlier ones took has passed
+for each client. It begins at most `_LONGEST` late.
 """
 
 from __future__ import annotations

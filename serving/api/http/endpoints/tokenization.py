@@ -4,17 +4,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, model_validator
-from pydantic_core import to_json
 from starlette.responses import Response
 
 from serving.api.http.apis.inputs import tokenized
 from serving.api.http.apis.stored_responses import stored_conversation
 from serving.api.http.apis.text_api import TEXT_APIS
 from serving.api.http.connection.keys import sent_key
-from serving.api.http.connection.streaming import answer, ignored_header
+from serving.api.http.connection.streaming import answer, encoded, ignored_header, listed
 from serving.api.http.context import context_of
 from serving.api.http.errors import ApiError, validated
 from serving.api.http.protocol.chat import ChatRequest, ConvertedRequest, Message, TemplateVariables, Tool
@@ -116,27 +117,33 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 @router.post("/v1/completions/render", response_model=list[RenderedPrompt], tags=["tokens"])
 async def render_completion(body: CompletionRequest, request: Request) -> Response:
     """Token ids of each prompt of a request to `/v1/completions`, for routers that choose a server by them."""
-    return Response(to_json(await _rendered(body, request)), media_type="application/json")
+    return await _rendered(body, request, slice(None))
 
 
 @router.post("/v1/chat/completions/render", response_model=RenderedPrompt, tags=["tokens"])
 async def render_chat(body: ChatRequest, request: Request) -> Response:
     """Token ids of a request to `/v1/chat/completions`, for routers that choose a server by them."""
-    return Response(to_json((await _rendered(body, request))[0]), media_type="application/json")
+    return await _rendered(body, request, 0)
 
 
-async def _rendered(body: ChatRequest | CompletionRequest, request: Request) -> list[RenderedPrompt]:
+def _part(ids: list[int], begin: int, end: int) -> list[int]:
+    return ids[begin:end]
+
+
+async def _rendered(body: ChatRequest | CompletionRequest, request: Request, which: int | slice) -> Response:
     context, number = context_of(request), request.state.request_id
     context.check(body.model)
     own = replace(context.of_request(body.model, sent_key(request.headers)), marks=False)
     prompts, _ = await tokenized(own, body)
-    return [
-        RenderedPrompt(
-            request_id=f"{number}-{at}", token_ids=prompt, model=own.model, stream=body.stream, priority=body.priority,
-            cache_salt=body.cache_salt,
+    rendered: Any = [
+        RenderedPrompt.model_construct(
+            request_id=f"{number}-{at}", token_ids=listed(len(prompt), partial(_part, prompt), 1),
+            model=own.model, stream=body.stream, priority=body.priority, cache_salt=body.cache_salt,
         )
         for at, prompt in enumerate(prompts)
     ]  # fmt: skip
+    parts = [part async for part in encoded(context.codec.run, rendered[which])]
+    return Response(b"".join(parts), media_type="application/json")
 
 
 @router.post("/v1/messages/count_tokens", response_model=TokenCount, tags=["Anthropic"])

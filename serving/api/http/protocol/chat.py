@@ -215,7 +215,8 @@ class ChatRequest(GenerationRequest):
     @model_validator(mode="after")
     def _refuse(self) -> ChatRequest:
         for name in ("echo", "prompt_logprobs"):
-            if (self.model_extra or {}).get(name) not in (None, False):
+            value = (self.model_extra or {}).get(name)
+            if value is not None and value is not False:
                 raise refusal(name, f"{name} is not supported here: use /v1/completions")
         if self.top_logprobs and not self.logprobs:
             raise refusal("top_logprobs", "top_logprobs needs logprobs=true")
