@@ -59,7 +59,7 @@ def no_prompt(monkeypatch):
 
 async def test_clients_that_leave_at_any_moment_leave_no_places_taken(no_prompt):
     rng = random.Random(3)
-    side = a_side(max_kept=16, lease=60.0)
+    side = a_side(max_kept=200, lease=60.0)
     context = SimpleNamespace(engine=Engine(lambda: rng.random() * 0.002))
 
     async def one():
