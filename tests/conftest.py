@@ -152,7 +152,8 @@ def _bounded_memory_within_a_file(request: pytest.FixtureRequest, _bounded_memor
     held = _held(request.config)
     if many := held > KEPT_BYTES and _maps() > 25_000:
         _clear_test_caches()
-    if many or held > MOST_KEPT_BYTES:
+    most = KEPT_BYTES if request.node.get_closest_marker("fuzz") else MOST_KEPT_BYTES  # a trace may add a gigabyte
+    if many or held > most:
         _drop_programs(request.config)
 
 
