@@ -90,6 +90,14 @@ MALFORMED = [
         '<|tool_call_begin|>functions.f:0 {"a": "x"}<|tool_call_end|>', '<|tool_call_begin|>f\n{"a": "x"}',
         '<|tool_call_begin|>f<|tool_call_argument_begin|>"{\\"a\\": \\"x\\"}"',
         '<|tool_call_begin|>f<|tool_call_argument_begin|>\n```json\n{"a": "x"}\n```<|tool_call_end|>')),
+    # Quotes that are not escaped, no arguments, and tags with the names of parameters.
+    *(("hermes", f'<tool_call>{{"name": "f", "arguments": {{"a": {value}, "b": 5}}}}</tool_call>',
+       [("f", {"a": read, "b": 5})], "") for value, read in (
+        ('"say "hi" now"', 'say "hi" now'), ('"<a href="x">"', '<a href="x">'), ("'it's'", "it's"))),
+    ("hermes", '<tool_call>{"arguments": {"a": "x "y" z"}, "name": "f"}</tool_call>', [("f", {"a": 'x "y" z'})], ""),
+    ("hermes", '<tool_call>{"name": "f", "arguments": []}</tool_call>', [("f", {})], ""),
+    *(("qwen3_coder", f"<tool_call><function=f>\n<a>{value}</function></tool_call>", [("f", {"a": "x", **more})], "")
+      for value, more in (("x</a>", {}), ("\nx\n</a>\n<b>5</b>\n", {"b": 5}), ("x", {}), ("x</a><c>1</c>", {}))),
     # What only resembles a call.
     ("qwen3_coder", f"<function=g>\n{A}</function>", [], f"<function=g>\n{A}</function>"),
     ("qwen3_coder", "Write `<tool_call>` and <function= first.", [], "Write `<tool_call>` and <function= first."),

@@ -9,11 +9,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from serving.api.http.parsing.answer_pieces import AnswerPiece, CallNumbering
-from serving.api.http.parsing.argument_values import markup_value, python_value, schema_types, whole_arguments
+from serving.api.http.parsing.answer_pieces import AnswerPiece, CallNumbering, TrimmedText
+from serving.api.http.parsing.argument_values import (
+    TAG,
+    markup_value,
+    python_value,
+    schema_types,
+    tagged_value,
+    whole_arguments,
+)
 from serving.api.http.parsing.formats import FORMATS, SYNTAXES, CallFormat, CallSyntax, ReasoningMarks, plain_name
 from serving.api.http.parsing.text_cursor import SPACE, TextCursor, TextEnds, Wait, cached_marks
 from serving.api.http.parsing.written_json import WrittenObject, arguments_in, call_in, read_written
@@ -32,30 +40,6 @@ _BARE = [mark for syntax in SYNTAXES for mark in syntax.begins if mark.startswit
 """Marks of calls that models write without a begin mark."""
 _OF_LINES = [syntax for syntax in SYNTAXES if not syntax.heads[0].before.startswith("<")]
 """Syntaxes whose calls begin at the beginning of a line if they have no begin mark."""
-
-
-class _Trimmed:
-    """Text without the white space at its end, and at its beginning if `strip`."""
-
-    def __init__(self, *, strip: bool) -> None:
-        self._strip = strip
-        self._space: list[str] = []
-
-    def push(self, text: str) -> str:
-        """Returns what to show of the text so far."""
-        if self._strip:
-            text = text.lstrip()
-        shown = text.rstrip()
-        if not shown:
-            self._space.append(text)
-            return ""
-        before, self._space, self._strip = self.rest(), [text[len(shown) :]], False
-        return before + shown
-
-    def rest(self) -> str:
-        """Returns the white space at the end."""
-        space, self._space = "".join(self._space), []
-        return space
 
 
 class AnswerReader:
@@ -85,7 +69,7 @@ class AnswerReader:
         """The end mark of reasoning may follow."""
         self._numbering = CallNumbering()
         self._piece = AnswerPiece()
-        self._thoughts, self._answer = _Trimmed(strip=True), _Trimmed(strip=begun)
+        self._thoughts, self._answer = TrimmedText(strip=True), TrimmedText(strip=begun)
         self._cursor = TextCursor()
         self._retries = 0
         self._steps = self._all()
@@ -125,7 +109,7 @@ class AnswerReader:
             if begun.startswith(begin) and space <= len(SPACE) * 16:
                 cursor.take(space + len(begin))
                 self.inside = self._may_end = True
-                self._answer = _Trimmed(strip=True)
+                self._answer = TrimmedText(strip=True)
                 return
             if cursor.last or space > len(SPACE) * 16 or not begin.startswith(begun):
                 return
@@ -250,14 +234,11 @@ class AnswerReader:
                 other = syntax is not style.syntax and not head.before
                 if other and not first:
                     continue
-                only = self._begins_name if (offered or other) and not head.before else None
+                only = partial(_begins_one, self._schemas) if (offered or other) and not head.before else None
                 matched = yield from self._cursor.head(head, skipped, only=only)
                 if matched and (not (offered or other) or self._own(syntax.named(matched[1])[0]) in self._schemas):
                     return syntax, matched
         return None
-
-    def _begins_name(self, text: str) -> bool:
-        return any(name.startswith(text) for name in self._schemas)
 
     def _call(self, style: CallFormat, raw: list[str], *, offered: bool, first: bool = True) -> Wait[bool]:
         """Reads the call that is next. Returns whether there is one; `raw` gets text that was read but is no call."""
@@ -319,7 +300,7 @@ class AnswerReader:
 
     def _begin(self, name: str, call_id: str | None = None) -> None:
         if self.inside:
-            self.inside, self._answer = False, _Trimmed(strip=True)
+            self.inside, self._answer = False, TrimmedText(strip=True)
         self._piece.parts.append(self._numbering.begin(self._own(name), call_id))
 
     def _emit(self, arguments: str) -> None:
@@ -380,7 +361,11 @@ class AnswerReader:
                     if mark in syntax.ends:
                         cursor.take(len(mark))
                     break
-                matched = yield from cursor.first_head(syntax.parameters)
+                matched, tag = (yield from cursor.first_head(syntax.parameters)), None
+                if matched is None and syntax.value_ends:
+                    unread = [name for name in properties if name not in keys]
+                    tag = yield from cursor.head(TAG, only=partial(_begins_one, unread))
+                    matched = tag = tag if tag and tag[1] in unread else None
                 if matched is None and syntax.value_ends:  # text between parameters
                     cursor.take(1)
                     yield from cursor.until(cached_marks(*ends, *syntax.parameter_begins))
@@ -391,8 +376,14 @@ class AnswerReader:
                 keys.append(key)
                 self._emit(f"{', ' if len(keys) > 1 else ''}{json.dumps(key, ensure_ascii=False)}: ")
                 types = schema_types(properties.get(key), schema)
-                if syntax.value_ends:
+                if tag:
+                    yield from tagged_value(cursor, f"</{key}>", ends, types, self._emit)
+                elif syntax.value_ends:
                     further = {name for name in properties if name not in keys}
                     yield from markup_value(cursor, syntax, style, types, self._emit, further.__contains__)
                 else:
                     yield from python_value(cursor, style.end, types, self._emit)
+
+
+def _begins_one(names: Iterable[str], text: str) -> bool:
+    return any(name.startswith(text) for name in names)

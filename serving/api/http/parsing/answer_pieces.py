@@ -47,6 +47,30 @@ class AnswerPiece:
         return [part for part in self.parts if isinstance(part, CallPiece)]
 
 
+class TrimmedText:
+    """Text without the white space at its end, and at its beginning if `strip`."""
+
+    def __init__(self, *, strip: bool) -> None:
+        self._strip = strip
+        self._space: list[str] = []
+
+    def push(self, text: str) -> str:
+        """Returns what to show of the text so far."""
+        if self._strip:
+            text = text.lstrip()
+        shown = text.rstrip()
+        if not shown:
+            self._space.append(text)
+            return ""
+        before, self._space, self._strip = self.rest(), [text[len(shown) :]], False
+        return before + shown
+
+    def rest(self) -> str:
+        """Returns the white space at the end."""
+        space, self._space = "".join(self._space), []
+        return space
+
+
 class CallNumbering:
     """Assigns numbers and ids to calls, and makes all text of calls well-formed."""
 

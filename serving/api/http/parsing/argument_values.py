@@ -5,18 +5,20 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from serving.api.http.json_values import parse_written
 from serving.api.http.parsing.formats import KEYS, CallFormat, CallSyntax, plain_name
-from serving.api.http.parsing.text_cursor import SPACE, Marks, TextCursor, TextEnds, Wait, cached_marks
+from serving.api.http.parsing.text_cursor import SPACE, Head, Marks, TextCursor, TextEnds, Wait, cached_marks
 from serving.api.http.parsing.written_json import ESCAPE, ESCAPE_PART, WrittenObject, read_written, unescaped
 
 _PLAIN = re.compile(r"""[^\\"']+""")
 _QUOTES = ('"""', "'''", '"', "'")
 _BEGINNING = re.compile(r"""[rRbBfFuU]{0,2}(?:"{1,2}|'{1,2})?""")
 _PREFIX = re.compile(r"""[rRbBfFuU]{1,2}(?=["'])""")
+TAG = Head("<", ">", name=r"[\w.\-]{1,64}")
+"""The beginning of a value in a tag with the name of its parameter, as models write instead of the format's marks."""
 _AFTER, _BRACKET = re.compile(r"\s{0,64}"), re.compile(r"\]?\s{0,64}")
 
 
@@ -77,6 +79,21 @@ def _ends_here(
         return mark != syntax.value_ends[0]
     matched = yield from text.first_head(syntax.parameters, distance)
     return matched is not None and is_key(plain_name(matched[1]))
+
+
+def tagged_value(
+    text: TextCursor, end: str, others: Sequence[str], types: frozenset[str], emit: Callable[[str], None]
+) -> Wait[None]:
+    """Reads a value up to the `end` of its tag, such as `</path>`, or to one of the `others`, which end its call."""
+    parts = list[str]()
+
+    def close() -> None:
+        value = "".join(parts).removeprefix("\n").removesuffix("\n")
+        emit(json.dumps(read_untyped(value, types), ensure_ascii=False))
+
+    with text.closing(close):
+        if (yield from text.until(Marks([end, *others]), parts.append)) == end:
+            text.take(len(end))
 
 
 def whole_arguments(text: TextCursor, syntax: CallSyntax, schema: Mapping[str, Any]) -> Wait[bool]:

@@ -18,6 +18,7 @@ from serving.api.http.parsing.text_cursor import TextCursor, TextEnds, Wait
 
 _PLAIN = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"[^'\"\\\x00-\x1f]+")}
 _SPACE = re.compile(r"[ \t\r\n]+|\s")
+_AFTER_STRING = re.compile(r"\s{0,64}")
 _BARE = re.compile(r'[^\s{}\[\]",:<]+')
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 _ESCAPE_BEGINS = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
@@ -100,7 +101,7 @@ class WrittenObject:
     def close(self) -> str:
         """Returns the JSON that completes the object where its text ends."""
         if self._quote:
-            self._string(self._quote, 0)
+            self._end_string()
         self._close("}", all_levels=True)
         written, self._out = "".join(self._out), []
         return written
@@ -110,10 +111,12 @@ class WrittenObject:
             self._write(plain[0])
             return plain.end()
         if text[at] == self._quote:
-            self._write('"')
-            self._quote = ""
-            self._expects = "colon" if self._expects == "key" else "comma"
-            return at + 1
+            ends = self._ends_string(text, at + 1)
+            if ends:
+                self._end_string()
+            elif ends is not None:
+                self._write('\\"' if self._quote == '"' else "'")
+            return at if ends is None else at + 1
         if text[at] != "\\":
             self._write(json.dumps(text[at])[1:-1])
             return at + 1
@@ -133,6 +136,24 @@ class WrittenObject:
         alone = len(escape[0]) == 6 and _SURROGATE.match(escape[0])
         self._write("\\ufffd" if alone else escape[0])
         return escape.end()
+
+    def _ends_string(self, text: str, at: int) -> bool | None:
+        """Returns whether a quote before `at` ends a string, because models forget to escape quotes: a value ends only
+        where the object can go on. None if more text decides."""
+        after = at + len(_AFTER_STRING.match(text, at)[0])  # type: ignore[index]
+        if self._expects == "key" or after - at == 64:
+            return True
+        if after == len(text):
+            return None
+        rest = text[after : after + len(self._closing)]
+        if rest and rest != self._closing and self._closing.startswith(rest):
+            return None
+        return text[after] in ",:}])\"'" or (bool(rest) and rest == self._closing)
+
+    def _end_string(self) -> None:
+        self._write('"')
+        self._quote = ""
+        self._expects = "colon" if self._expects == "key" else "comma"
 
     def _structure(self, text: str, at: int) -> tuple[int, bool]:
         letter = text[at]
@@ -318,7 +339,7 @@ def call_in(text: str) -> tuple[str, dict[str, Any]] | None:
         return None
     call = call["function"] if isinstance(call.get("function"), dict) else call
     name = next((call[word] for word in _NAMES if word in call), None)
-    given = next((call[word] for word in _ARGUMENTS if call.get(word) not in (None, "")), None)
+    given = next((call[word] for word in _ARGUMENTS if call.get(word) not in (None, "", [])), None)
     if given is None:  # the call's other fields are its arguments
         given = {word: value for word, value in call.items() if word not in (*_NAMES, *_ARGUMENTS, "type", "id")}
     arguments = object_of(given)
