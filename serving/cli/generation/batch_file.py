@@ -11,6 +11,7 @@ Every line of output also has the digest of its line of input (`batch_output`).
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 import time
 import uuid
@@ -82,15 +83,17 @@ class BatchCounts:
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """Yields the input's lines, skipping blank ones. A line without an id gets its number, `"line-7"`."""
+    """Yields the input's lines, skipping blank ones and the mark of UTF-8 that some editors write before the first. A
+    line without an id gets its number, `"line-7"`."""
     with path.open("rb") as file:
-        for number, text in enumerate(file, start=1):
+        for number, line in enumerate(file, start=1):
+            text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if not text.strip():
                 continue
             name: Any = f"line-{number}"
             fields: Any
             try:
-                fields = json.loads(text.decode(errors="replace"))
+                fields = json.loads(text.decode())
             except (ValueError, RecursionError) as error:
                 fields = f"not valid JSON: {error}"
             else:
@@ -222,7 +225,7 @@ def run_batch(
     """
     defaults = defaults or {}
     keys = (line_key(line.id, line.text, defaults) for line in read_lines(source))
-    with naming(target):
+    with naming(target), batch_output.opened(target):
         answered = batch_output.prepare(target, keys, overwrite=overwrite, retry_failed=retry_failed)
     counts, begin = BatchCounts(), time.monotonic()
     waiting: dict[str, tuple[Line, LineKey, Callable[[RequestOutput], dict[str, Any]]]] = {}
@@ -234,8 +237,7 @@ def run_batch(
     context = batch_context(llm.tokenizer, name, defaults, max_model_len=engine.max_model_len)
     context = replace(context, marks=llm.engine.loop.scheduler.config.caching)
     plain, openai = PlainLines(context, defaults), BatchLines(context)
-    # Without a buffer, closing the file does not repeat a failed write.
-    with naming(target), target.open("ab", buffering=0) as out:
+    with naming(target), batch_output.opened(target) as out:
 
         def answer(key: LineKey, value: dict[str, Any]) -> None:
             write_line(out, value | {batch_output.DIGEST: key.digest})
@@ -281,7 +283,6 @@ def run_batch(
                     else:
                         counts.tokens += sum(len(choice.token_ids) for choice in output.outputs)
                         answer(key, written(output))
-    with naming(target):
         counts.failed = batch_output.sort_like(target, order)
     return counts
 

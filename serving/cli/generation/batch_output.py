@@ -7,6 +7,7 @@ was interrupted while writing it.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -171,6 +172,23 @@ def _rewrite(path: Path, answers: Iterable[Answer]) -> None:
         except BaseException:
             os.unlink(out.name)
             raise
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[RawIOBase]:
+    """Opens an output file for this run alone, without a buffer: then closing it does not repeat a failed write.
+
+    Raises:
+        ConfigError: another run has it open.
+    """
+    with path.open("ab", buffering=0) as out:
+        try:
+            fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"--output {path}: another run writes to it; wait, or give another file") from None
+        except OSError:
+            pass  # a file system without locks
+        yield out
 
 
 def write_line(out: RawIOBase, value: Any) -> None:

@@ -9,7 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from serving.cli.generation.batch_output import DIGEST, LineKey, line_key, prepare, read_answers, sort_like, taken
+from serving.cli.generation.batch_file import read_lines
+from serving.cli.generation.batch_output import (
+    DIGEST,
+    LineKey,
+    line_key,
+    opened,
+    prepare,
+    read_answers,
+    sort_like,
+    taken,
+)
 from serving.cli.main import run
 from serving.config import ConfigError
 
@@ -111,6 +121,32 @@ def test_a_link_and_the_mode_of_a_file_stay(tmp_path):
     assert sort_like(link, [key("a"), key("b")]) == 1
     assert link.is_symlink()
     assert (ids(path), path.stat().st_mode & 0o777) == (["a", "b"], 0o640)
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b'\xef\xbb\xbf{"id": "a"}\r\n{"id": "b"}', ["a", "b"]),
+        (b'{"id": "a"}\n\r\n \n{"id": "a"}\n', ["a", "a"]),
+        (b'{"id": "a", "prompt": "\xe9"}\n\x00\n{"id": \r\n[]\n', ["line-1", "line-2", "line-3", "line-4"]),
+        ('{"id": "a"}\n'.encode("utf-16"), ["line-1", "line-2"]),
+    ],
+)
+def test_lines_of_other_editors(content, found, tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(content)
+    lines = list(read_lines(source))
+    assert [line.id for line in lines] == found
+    assert [isinstance(line.fields, str) for line in lines] == [str(name).startswith("line-") for name in found]
+
+
+def test_two_runs_do_not_write_to_one_output(tmp_path):
+    path = tmp_path / "out.jsonl"
+    with opened(path):
+        with pytest.raises(ConfigError, match="another run writes to it"), opened(path):
+            pass
+    with opened(path):
+        pass
 
 
 ROOT = Path(__file__).resolve().parents[3]
