@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any, ClassVar, Self, get_origin
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self, TypeVar, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from serving.core.errors import ConfigError
+from serving.core.errors import ConfigError, RequestError
 
-__all__ = ["ConfigError", "Settings", "did_you_mean"]
+__all__ = ["ConfigError", "Settings", "checks_names", "did_you_mean"]
+
+T = TypeVar("T")
 
 
 class Settings(BaseModel):
@@ -46,6 +50,36 @@ def did_you_mean(name: str, known: Any) -> str:
     """Returns the end of an error message that suggests the nearest of the known names; empty if none is near."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def checks_names(
+    what: str, nearest: Mapping[str, str], is_neutral: Callable[[str, Any], bool]
+) -> Callable[[type[T]], type[T]]:
+    """Makes a dataclass of requests refuse unknown names by a `RequestError`.
+
+    Args:
+        what: what its fields are, in messages.
+        nearest: vLLM's names that are not supported, and the nearest way.
+        is_neutral: whether a value of one of these asks for nothing; it is then ignored.
+    """
+
+    def checked(kind: type[T]) -> type[T]:
+        create = kind.__init__
+
+        @functools.wraps(create)
+        def init(self: T, *args: Any, **values: Any) -> None:
+            names = kind.__dataclass_fields__
+            for name in values.keys() - names.keys():
+                if name not in nearest:
+                    raise RequestError(f"unknown {what} {name!r}{did_you_mean(name, names)}")
+                if not is_neutral(name, values[name]):
+                    raise RequestError(f"{name} is not supported: {nearest[name]}")
+            create(self, *args, **{name: value for name, value in values.items() if name in names})
+
+        setattr(kind, "__init__", init)  # noqa: B010  # mypy does not allow an assignment to it
+        return kind
+
+    return checked
 
 
 def _explain(detail: Any) -> str:

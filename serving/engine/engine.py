@@ -43,6 +43,7 @@ class Engine:
         grammars: None refuses structured outputs.
         adapters: None refuses requests with adapters.
         experts_per_layer: experts of a token in one layer, if the store records them and outputs return them.
+        expert_bytes: bytes of these in all layers.
         sampling_masks: whether the loop's programs report sampling masks; False refuses requests for them.
         max_logprobs: the number of alternatives in log-probabilities that the loop's programs report.
     """
@@ -60,6 +61,7 @@ class Engine:
         grammars: Grammars | None = None,
         adapters: AdapterTable | None = None,
         experts_per_layer: int = 0,
+        expert_bytes: int = 0,
         sampling_masks: bool = False,
         max_logprobs: int = 20,
     ) -> None:
@@ -69,7 +71,7 @@ class Engine:
         self.control = Control(self, weights)
         """Pauses, sleep and new weights."""
         self._sampling_masks, self.max_logprobs = sampling_masks, max_logprobs
-        self._seeds, self._experts_per_layer = random.Random(seed), experts_per_layer
+        self._seeds, self._experts_per_layer, self.expert_bytes = random.Random(seed), experts_per_layer, expert_bytes
         self._parents: dict[str, UserRequest] = {}
         self._prefixes = ChangedPrefixes()
         self._changed: dict[str, UserRequest] = {}

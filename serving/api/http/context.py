@@ -47,6 +47,8 @@ class ResponseContext:
     """The key of the client: it may continue the responses in `store` that this key created."""
     max_logprobs: int = MAX_LOGPROBS
     """Maximum number of alternatives in log-probabilities; the engine refuses more than it reports."""
+    expert_bytes: int = 0
+    """Bytes of routed experts that the engine records of each token."""
     marks: bool = True
     """Prompts get marks of the prefix cache, for which conversations are rendered several times."""
 
@@ -100,7 +102,7 @@ class Context:
         engine = self.engine.engine
         return ResponseContext(
             self.codec, name, self.settings, engine.vocab_size, self.tool_calls, self.reasoning, self.store, key,
-            engine.max_logprobs, engine.loop.scheduler.config.caching,
+            engine.max_logprobs, engine.expert_bytes, engine.loop.scheduler.config.caching,
         )  # fmt: skip
 
     @functools.cached_property

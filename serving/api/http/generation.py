@@ -23,7 +23,7 @@ from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.structured.grammars import Grammar
 
 MAX_VALUES = 1 << 21
-"""Maximum number of values of log-probabilities and sampling masks in one response."""
+"""Maximum number of values of log-probabilities, sampling masks and routed experts in one response."""
 _ALTERNATIVES = 20
 """With so many alternatives, one choice of the longest context is always allowed."""
 
@@ -50,14 +50,14 @@ class Job:
     score_bytes: int = 0
     """Memory of the log-probabilities of the prompts."""
 
-    def check_size(self, max_model_len: int, vocab_size: int | None) -> None:
-        """Checks how many values of log-probabilities and sampling masks (8 bytes each) the response can have, and sets
-        `score_bytes`.
+    def check_size(self, max_model_len: int, vocab_size: int | None, expert_bytes: int = 0) -> None:
+        """Checks how many values of log-probabilities, sampling masks and experts (8 bytes each) the response can have,
+        and sets `score_bytes`. `expert_bytes`: those of routed experts that the engine records of each token.
 
         Raises:
             ApiError: they are too many.
         """
-        params, values = self.params, 0
+        params, values, experts = self.params, 0, -(-expert_bytes // 8)
         scored = 0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs
         scored += len(params.prompt_logprob_token_ids or ())
         reported = 0 if params.logprobs is None else 1 + params.logprobs
@@ -66,15 +66,16 @@ class Job:
         for prompt in self.prompts:
             room = max(max_model_len - len(prompt), 0)
             length = room if params.max_tokens is None else min(params.max_tokens, room)
-            values += params.n * (len(prompt) * scored + length * reported)
-        most = max(MAX_VALUES, max_model_len * (1 + _ALTERNATIVES))
+            values += params.n * (len(prompt) * (scored + experts) + length * (reported + experts))
+        most = max(MAX_VALUES, max_model_len * (1 + _ALTERNATIVES + experts))
         if values > most:
             raise ApiError(
                 400,
-                f"the response could have {values:,} values of log-probabilities and sampling masks: at most {most:,} "
-                "are allowed; send fewer or shorter prompts, or ask for fewer tokens, choices or alternatives",
+                f"the response could have {values:,} values of log-probabilities, sampling masks and experts: at "
+                f"most {most:,} are allowed; send fewer or shorter prompts, or ask for fewer tokens, choices or "
+                "alternatives",
                 param=next(
-                    (name for name in ("logprobs", "prompt_logprobs") if getattr(params, name) is not None), None
+                    (name for name in ("logprobs", "prompt_logprobs") if getattr(params, name) is not None), "n"
                 ),
                 code="response_too_large",
             )

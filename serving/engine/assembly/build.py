@@ -22,7 +22,7 @@ from mamba_jax.modules.quantized import weight_of
 from mamba_jax.programs import INVARIANT, KernelChoice, StepPrograms, UnsupportedError, instructions
 from mamba_jax.rows import Rows
 from mamba_jax.sharding import TENSOR, Partition, rows_shardings, sharded_store
-from mamba_jax.store import Store
+from mamba_jax.store import EXPERT, Store
 from mamba_jax.store_layout import init_laid_out
 from serving.compatibility import Deployment, check
 from serving.config import ConfigError, EngineConfig
@@ -43,7 +43,7 @@ from serving.engine.assembly.drafting import draft_policy, with_drafter_config
 from serving.engine.assembly.fetch import fetched
 from serving.engine.assembly.gpu_memory import share_notices
 from serving.engine.assembly.kernel_check import refused_kernels
-from serving.engine.assembly.sizing import StoreSize, check_weights_fit, store_memory
+from serving.engine.assembly.sizing import StoreSize, check_fits, store_memory
 from serving.engine.assembly.tiering import check_tiers, connect_tiers
 from serving.engine.compiled_programs import keep_programs, use_compilation_cache
 from serving.engine.control import Weights
@@ -123,7 +123,9 @@ def build_engine(config: EngineConfig, *, progress: bool = True, led: bool = Fal
         # A chat tokenizer's end of turn is often missing from the other two.
         eos = tuple(dict.fromkeys([*eos, tokenizer.eos_token_id]))
     mesh, own = meshes[0], own_devices(meshes)
-    check_weights_fit(weights if own is None or mesh is None else weights * len(own) // mesh.size, devices=own)
+    advice = "use a smaller --dtype, --quantization, --tensor-parallel-size or a larger machine"
+    per_process = weights if own is None or mesh is None else weights * len(own) // mesh.size
+    check_fits("weights", per_process, advice, devices=own)
     shardings = None if mesh is None else _load_shardings(target, mesh)
     loaded = checkpoint.load_identified(progress=progress, sharding=shardings)
     if described.drafter is not None and config.speculative_model is not None:
@@ -243,8 +245,11 @@ class _Assembly:
         models = [on_mesh(model, mesh) for mesh in meshes]
         # Allocate the adapters' memory before the store is sized.
         adapters = [adapters_of(config, each, mesh) for each, mesh in zip(models, meshes, strict=True)]
-        memory = store_memory(config, workspace=design.workspace_bytes + design.code_bytes, devices=own_devices(meshes))
+        own = own_devices(meshes)
+        memory = store_memory(config, workspace=design.workspace_bytes + design.code_bytes, devices=own)
         size = design.size(memory=least_of_all_processes(memory), dtype=model.dtype)
+        advice = "lower --num-pages, --num-slots or --max-num-seqs"
+        check_fits("slots and pages", size.total_bytes * len(own or meshes), advice, devices=own)
         for notice in (*design.caching.notices, *size.notices, *share_notices(design.platform)):
             log.warning(notice)
         log.info("running on %s", describe(meshes))
@@ -349,6 +354,7 @@ class _Assembly:
             seed=config.seed + replica,
             grammars=grammars,
             experts_per_layer=need(model.config.moe).experts_per_token if config.enable_return_routed_experts else 0,
+            expert_bytes=EXPERT.itemsize * design.device_shape.experts,
             sampling_masks=config.enable_return_sampling_mask,
             max_logprobs=config.max_logprobs,
             adapters=AdapterTable(programs, model.config, loop, states, self.names) if config.serves_adapters else None,

@@ -271,25 +271,24 @@ def size_store(
     )
 
 
-def check_weights_fit(num_bytes: int, *, devices: Iterable[jax.Device] | None = None) -> None:
-    """Refuses weights that do not fit, before they are loaded. Otherwise the operating system would kill the process.
+def check_fits(what: str, num_bytes: int, advice: str, *, devices: Iterable[jax.Device] | None = None) -> None:
+    """Refuses what does not fit, before it is allocated. Otherwise the operating system would kill the process.
 
     Args:
-        num_bytes: size of the weights that this process loads.
-        devices: the devices over which the process divides the weights.
+        what: its name, in the plural.
+        num_bytes: its size in this process.
+        advice: what to do, in the message.
+        devices: the devices over which the process divides it.
 
     Raises:
-        ConfigError: the weights are larger than the free memory.
+        ConfigError: it is larger than the free memory.
     """
     found = list(devices or jax.local_devices()[:1])
     stats = [device.memory_stats() if device.platform != "cpu" else None for device in found]
     limits = [each["bytes_limit"] - each.get("bytes_in_use", 0) for each in stats if each and "bytes_limit" in each]
     free = len(limits) * min(limits) if limits else available_ram()
     if num_bytes > free:
-        raise ConfigError(
-            f"weights need {show_bytes(num_bytes)} but only {show_bytes(free)} is free; use a smaller --dtype, "
-            "--quantization, --tensor-parallel-size or a larger machine"
-        )
+        raise ConfigError(f"{what} need {show_bytes(num_bytes)} but only {show_bytes(free)} is free; {advice}")
 
 
 def store_memory(config: EngineConfig, *, workspace: int, devices: Iterable[jax.Device] | None = None) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 import numbers
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from serving.core.errors import RequestError
 from serving.engine.requests.stop_text import StopAutomaton
+from serving.settings import checks_names
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -59,29 +59,14 @@ _NEUTRAL = {"best_of": 1, "length_penalty": 1.0, "spaces_between_special_tokens"
 """Values of these that ask for nothing; for the others, every false value does."""
 
 
-def _checks_names(kind: type[SamplingParams]) -> type[SamplingParams]:
-    """Makes the class refuse unknown names by a `RequestError`, and ignore vLLM's others if they ask for nothing."""
-    create = kind.__init__
-
-    @functools.wraps(create)
-    def init(self: SamplingParams, *args: Any, **values: Any) -> None:
-        names = [field.name for field in fields(kind)]
-        for name in values.keys() - set(names):
-            value, zero_counts = values[name], name in ("thinking_token_budget", "allowed_token_ids")
-            if name in _NEAREST and (value is None if zero_counts else _is_neutral(name, value)):
-                continue
-            if name in _NEAREST:
-                raise RequestError(f"{name} is not supported: {_NEAREST[name]}")
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise RequestError(f"unknown sampling parameter {name!r}{hint}")
-        create(self, *args, **{name: value for name, value in values.items() if name in names})
-
-    setattr(kind, "__init__", init)  # noqa: B010  # mypy does not allow an assignment to it
-    return kind
+def _is_neutral(name: str, value: object) -> bool:
+    if name in ("thinking_token_budget", "allowed_token_ids"):
+        return value is None
+    plain = isinstance(value, (Sequence, Mapping, numbers.Number, type(None)))  # an array has no truth value
+    return plain and (not value or value == _NEUTRAL.get(name))
 
 
-@_checks_names
+@checks_names("sampling parameter", _NEAREST, _is_neutral)
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling parameters of one request.
@@ -268,11 +253,6 @@ def from_table(kind: type[T], value: T | Mapping[str, Any], what: str) -> T:
     if not isinstance(value, Mapping) or not set(value) <= set(names):
         raise RequestError(f"{what}: a table with some of {', '.join(names)} is needed")
     return kind(**value)
-
-
-def _is_neutral(name: str, value: object) -> bool:
-    plain = isinstance(value, (Sequence, Mapping, numbers.Number, type(None)))  # an array has no truth value
-    return plain and (not value or value == _NEUTRAL.get(name))
 
 
 def _shown(value: object) -> str:

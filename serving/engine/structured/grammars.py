@@ -21,17 +21,29 @@ from serving.core.errors import RequestError
 from serving.engine.fair_lru import FairLru
 from serving.engine.structured import grammar_trial
 from serving.engine.structured.trials import GrammarTrials
+from serving.settings import checks_names
 
 _LONGEST = 1 << 20
 """Maximum number of characters of a grammar or schema, as JSON."""
 
 
+_NEAREST = {
+    "disable_additional_properties": "give the schema additionalProperties: false",
+    "disable_any_whitespace": "use grammar or regex for JSON without white space",
+    "disable_fallback": "there is one implementation, without a fallback",
+    "structural_tag": "use grammar, or response_format of the server",
+    "whitespace_pattern": "use grammar or regex for JSON with other white space",
+}
+"""vLLM's fields that are not supported, and the nearest way."""
+
+
+@checks_names("field of structured outputs", _NEAREST, lambda _, value: not value)
 @dataclass(frozen=True)
 class StructuredOutputs:
     """The form of an output, with vLLM's names. Exactly one field must be set.
 
     Raises:
-        RequestError: no field or several fields are set, or a value has the wrong type.
+        RequestError: no field or several fields are set, a name is unknown, or a value has the wrong type.
     """
 
     json: str | Mapping[str, Any] | bool | None = None

@@ -69,7 +69,9 @@ def create_router(settings: RouterSettings) -> FastAPI:
 
     async def forward(api: TextApi, body: TextRequest, request: Request) -> Response:
         sampling_params(api.converted(body, _stored_conversation), {})
-        forwarded = ClientRequest(api.kind, await request.body(), await request.json(), _headers(request))
+        forwarded = ClientRequest(
+            api.kind, await request.body(), await request.json(), _headers(request), body.num_continued
+        )
         answer = await until_gone(request.receive, relay.answer(forwarded))
         if forwarded.stream and answer.status == 200:
             return EventStream(await start(answer.body), answer.headers, api.failure)

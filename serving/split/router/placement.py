@@ -63,6 +63,7 @@ class ClientRequest:
     content: bytes  # the body, forwarded unchanged
     body: dict[str, Any]  # the parsed and validated body
     headers: dict[str, str]  # the headers to forward
+    num_continued: int = 1  # prompts that need no more than their state: 0 if the response has scores of the prompts
 
     def message(self, **fields: Any) -> bytes:
         """Returns a message to a worker: these fields, and the unchanged body as `body`."""
@@ -72,25 +73,6 @@ class ClientRequest:
     def stream(self) -> bool:
         """Whether the response is streamed."""
         return bool(self.body.get("stream"))
-
-    @property
-    def skippable(self) -> bool:
-        """Whether the worker may skip the prompt's tokens, because no output needs their computation."""
-        given = {name for name in self.body if self.body[name] is not None}
-        echoes = "logprobs" in given and self.body.get("echo")
-        return not (echoes or given & {"prompt_logprobs", "prompt_logprob_token_ids"})
-
-    @property
-    def splittable(self) -> bool:
-        """Whether a prefill worker can compute the prompt: there is one prompt, and it is `skippable`."""
-        if not self.skippable:
-            return False
-        if self.kind != "completions":
-            return True
-        prompt = self.body.get("prompt")
-        if isinstance(prompt, list):
-            return bool(prompt) and isinstance(prompt[0], int)
-        return isinstance(prompt, str)
 
     @property
     def text(self) -> str:

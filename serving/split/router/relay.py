@@ -109,7 +109,7 @@ class Relay:
         settings, text = self.settings, asked.text
         until = time.monotonic() + (settings.first_token_timeout if asked.stream else settings.request_timeout)
         key = text[: settings.affinity].encode(errors="replace")
-        prefills = asked.splittable and len(text) > settings.split_above and bool(self.fleet.prefill)
+        prefills = asked.num_continued == 1 and len(text) > settings.split_above and bool(self.fleet.prefill)
         ticket: Ticket | None = None
         match = await self.placement.look(asked)
         tried, lost = list[Remote](), list[Remote]()
@@ -207,7 +207,7 @@ class Relay:
     async def _share(self, worker: Remote, match: PromptMatch, asked: ClientRequest, until: float) -> Ticket | None:
         """Returns a ticket for another decode worker's state; None if no worker offers one in time."""
         owner = self.placement.state_owner(worker, match)
-        if owner is None or match.prompt is None or not asked.skippable:
+        if owner is None or match.prompt is None or not asked.num_continued:
             return None
         own = match.states.get(worker)
         share = ShareRequest(**dict(match.prompt), beyond=own.position if own is not None else 0)

@@ -80,16 +80,21 @@ def test_parts_together_are_the_whole_answer(length):
         (1, {"n": 128, "logprobs": 20, "max_tokens": None}, False),
         (1, {"n": 128, "logprobs": 20, "max_tokens": 100}, True),
         (8, {"n": 128, "return_sampling_mask": True, "max_tokens": None}, False),
+        (1, {"max_tokens": None, "experts": 960}, True),  # experts of one choice of a whole context
+        (1, {"n": 128, "max_tokens": 1, "experts": 960}, False),
+        (32, {"max_tokens": 1, "experts": 960}, False),
     ],
 )
 def test_the_values_of_a_response_are_bounded(prompts, params, allowed):
+    experts = params.pop("experts", 0)
     job = Job("x", [[5] * 5000] * prompts, SamplingParams(**params))
     if allowed:
-        job.check_size(8192, 4096)
+        job.check_size(8192, 4096, experts)
         return
-    with pytest.raises(ApiError, match="values of log-probabilities and sampling masks: at most 2,097,152") as error:
-        job.check_size(8192, 4096)
+    with pytest.raises(ApiError, match="values of log-probabilities, sampling masks and experts: at most") as error:
+        job.check_size(8192, 4096, experts)
     assert (error.value.status, error.value.code) == (400, "response_too_large")
+    assert error.value.param
 
 
 def test_a_long_answer_is_sent_in_parts(server):

@@ -124,6 +124,22 @@ def test_unknown_and_unsupported_names_get_one_line(name, value, said):
         assert SamplingParams(**{name: None}) == SamplingParams()
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("jsn", {}, "unknown field of structured outputs 'jsn'; did you mean 'json'?"),
+        ("typo", 1, "unknown field of structured outputs 'typo'"),
+        ("whitespace_pattern", " ?", "whitespace_pattern is not supported: use grammar or regex"),
+        ("disable_fallback", True, "disable_fallback is not supported: "),
+    ],
+)
+def test_names_of_structured_outputs_get_one_line(name, value, said):
+    with pytest.raises(RequestError) as error:
+        StructuredOutputs(regex="a", **{name: value})
+    assert said in str(error.value)
+    assert StructuredOutputs(regex="a", disable_fallback=False, whitespace_pattern=None).regex == "a"
+
+
 def test_what_comes_from_json_and_numpy():
     params = SamplingParams(logit_bias={"7": 500, 8: -1.5}, stop="end", stop_token_ids=[np.int64(3)], seed=np.int32(4))
     assert params.logit_bias == {7: 100.0, 8: -1.5}

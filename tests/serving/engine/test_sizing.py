@@ -161,6 +161,12 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(monkeypatch):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["num_pages", "num_slots"])
+def test_a_store_that_does_not_fit_is_refused_before_it_is_allocated(name):
+    with pytest.raises(ConfigError, match=r"slots and pages need .* but only .* is free; lower --num-pages"):
+        build.build_engine(EngineConfig.create(model="demo", **{name: 10**11}))
+
+
 def test_what_is_reserved_is_left_to_others(monkeypatch):
     """A split's worker leaves as much as states in transfer may take."""
     monkeypatch.setattr(sizing, "available_ram", lambda: 1 << 30)

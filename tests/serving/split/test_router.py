@@ -72,16 +72,6 @@ def test_another_decode_worker_takes_over_with_the_same_state():
         ask(relay(Workers(d1=httpx.ConnectError("no")), decode=("d1",)))
 
 
-def test_what_cannot_be_split_is_not():
-    assert asked("completions", BODY).splittable
-    assert asked("completions", {"prompt": [1, 2]}).splittable
-    assert asked("chat/completions", {"messages": []}).splittable
-    assert asked("messages", {"messages": [], "prompt": "x"}).splittable
-    for body in ({"prompt": ["a", "b"]}, {"prompt": [[1], [2]]}, BODY | {"prompt_logprobs": 1},
-                 BODY | {"prompt_logprob_token_ids": [1]}, BODY | {"echo": True, "logprobs": 1}):  # fmt: skip
-        assert not asked("completions", body).splittable
-
-
 def test_workers_are_chosen_by_the_prompts_beginning():
     fleet = [Remote(f"http://{i}", "decode") for i in range(5)]
     keys = [f"prompt {i}".encode() for i in range(200)]

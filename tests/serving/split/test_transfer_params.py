@@ -47,7 +47,8 @@ async def refuse(code, kind, request):
 @pytest.mark.parametrize(
     ("more", "number"),
     [
-        ({}, 1), ({"prompt": ["a", "b"]}, 2), ({"logprobs": 1}, 1), ({"echo": True}, 1),
+        ({}, 1), ({"prompt": ["a", "b"]}, 2), ({"prompt": [[1], [2]]}, 2),
+        ({"prompt": [1, 2]}, 1), ({"prompt": [[1, 2]]}, 1), ({"logprobs": 1}, 1), ({"echo": True}, 1),
         ({"echo": True, "logprobs": 1}, 0), ({"prompt_logprobs": 0}, 0), ({"prompt_logprob_token_ids": [1]}, 0),
     ],
 )  # fmt: skip

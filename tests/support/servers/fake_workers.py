@@ -5,6 +5,7 @@ import json
 
 import httpx
 
+from serving.api.http.protocol.completions import CompletionRequest
 from serving.split.router.app import create_router
 from serving.split.router.placement import ClientRequest
 from serving.split.router.relay import Relay
@@ -78,7 +79,8 @@ def front(monkeypatch, workers, **settings):
 
 
 def asked(kind, body):
-    return ClientRequest(kind, json.dumps(body).encode(), body, {})
+    continued = CompletionRequest(**body).num_continued if kind == "completions" else 1
+    return ClientRequest(kind, json.dumps(body).encode(), body, {}, continued)
 
 
 def ask(over, body=BODY):

@@ -123,7 +123,7 @@ async def open_writer(api: TextApi, context: ResponseContext, body: TextRequest)
     # A writer decodes prompts that it echoes.
     writer = await context.codec.run(sum(map(len, prompts)), lambda: api.writer(context, body, request, prompts))
     writer.job.cache_marks = marks
-    writer.job.check_size(context.codec.max_model_len, context.vocab_size)
+    writer.job.check_size(context.codec.max_model_len, context.vocab_size, context.expert_bytes)
     return writer
 
 
@@ -180,8 +180,9 @@ async def respond(api: TextApi, body: TextRequest, request: Request) -> Response
     context.check(body.model)
     given = body.model_extra.pop("kv_transfer_params", None) if context.transfer and body.model_extra else None
     if given is not None and context.transfer is not None:
-        prompts = body.num_continued if isinstance(body, CompletionRequest) else 1
-        handed_over = await streaming.until_gone(request.receive, context.transfer(api.kind, prompts, given, request))
+        handed_over = await streaming.until_gone(
+            request.receive, context.transfer(api.kind, body.num_continued, given, request)
+        )
         if handed_over is not None:
             return handed_over
 

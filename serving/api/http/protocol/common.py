@@ -213,6 +213,11 @@ class TextRequest(RequestModel):
 
     stream: bool = False
 
+    @property
+    def num_continued(self) -> int:
+        """Number of prompts that need no more than their state: 0 if the response has scores of the prompts."""
+        return 1
+
 
 class GenerationRequest(TextRequest):
     """Sampling, limits and streaming. Fields beyond OpenAI's have vLLM's names and meanings."""

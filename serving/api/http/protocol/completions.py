@@ -45,7 +45,6 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_continued(self) -> int:
-        """Number of prompts that need no more than their state: 0 if the response has scores of the prompts."""
         return 0 if self.scores_prompt or (self.echo and self.logprobs is not None) else len(self.prompts)
 
     @model_validator(mode="after")
