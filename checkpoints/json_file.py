@@ -41,13 +41,7 @@ def read_json(path: Path, most: int = MOST_JSON) -> dict[str, Any]:
         CheckpointError: the file cannot be read, has more than `most` bytes, is not JSON, or holds something other than
             an object.
     """
-    with open_regular(path) as file:
-        try:
-            text = file.read(most + 1)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    if len(text) > most:
-        raise CheckpointError(f"{path}: has more than {most:,} bytes")
+    text = _content(path, most)
     try:
         special = lambda each: float(each["__float__"]) if each.keys() == {"__float__"} else each  # noqa: E731
         value = json.loads(text.decode(), object_hook=special)
@@ -56,6 +50,29 @@ def read_json(path: Path, most: int = MOST_JSON) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
     return value
+
+
+def read_text(path: Path) -> str:
+    """Reads a text file of at most `MOST_JSON` bytes.
+
+    Raises:
+        CheckpointError: the file cannot be read, is not a regular one, has more bytes, or is not UTF-8.
+    """
+    try:
+        return _content(path, MOST_JSON).decode()
+    except UnicodeDecodeError:
+        raise CheckpointError(f"{path}: cannot be read (not a text file)") from None
+
+
+def _content(path: Path, most: int) -> bytes:
+    with open_regular(path) as file:
+        try:
+            content = file.read(most + 1)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    if len(content) > most:
+        raise CheckpointError(f"{path}: has more than {most:,} bytes")
+    return content
 
 
 def read_json_if_present(path: Path) -> dict[str, Any]:
@@ -78,11 +95,12 @@ def parse_overrides(given: Mapping[str, Any] | str) -> dict[str, Any]:
     """
     try:
         found = json.loads(given) if isinstance(given, str) else given
-        if not isinstance(found, Mapping):
-            raise CheckpointError(f"hf_overrides: a JSON object is expected, not {str(found)[:80]}")
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"hf_overrides: not JSON ({one_line(error)}): {str(given)[:80]}") from None
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"hf_overrides: a JSON object is expected, not {str(found)[:80]}")
+    try:
         return _nested(found)
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"hf_overrides: not JSON ({error}): {str(given)[:80]}") from None
     except RecursionError:
         raise CheckpointError("hf_overrides: nested too deeply") from None
 

@@ -8,6 +8,7 @@ DIRECTORY/config.json, tokenizer files, generation_config.json    copies, where 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import stat
 from collections import Counter
@@ -73,7 +74,7 @@ def save_orbax(
     """
     import orbax.checkpoint as ocp  # takes a second, and only this format needs it
 
-    directory = Path(directory).expanduser().resolve()
+    directory = Path(os.path.realpath(Path(directory).expanduser()))
     _prepare(directory, overwrite)
     arrays = {path: parameter.get_value() for path, parameter in parameters(model).items()}
     with Console(stderr=True, quiet=not progress).status(f"Writing {directory.name}"):
@@ -114,7 +115,7 @@ def restore_orbax(
     """
     import orbax.checkpoint as ocp
 
-    directory = Path(directory).expanduser().resolve()
+    directory = Path(os.path.realpath(Path(directory).expanduser()))
     description = read_description(directory)
     targets = stored_parameters(description, dtype)
     _check(directory, description, targets)

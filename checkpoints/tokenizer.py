@@ -11,7 +11,7 @@ from typing import Any
 import tokenizers
 
 from checkpoints.errors import CheckpointError
-from checkpoints.json_file import open_regular, read_json_if_present
+from checkpoints.json_file import open_regular, read_json_if_present, read_text
 from checkpoints.resolve import resolve
 from checkpoints.text.chat import ChatTemplates, Message
 from checkpoints.text.stream import StreamDecoder, continued, following_text
@@ -262,10 +262,7 @@ def _chat_templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]
     files = {path.stem: path for path in sorted(more.glob("*.jinja"))} | {"default": directory / "chat_template.jinja"}
     for name, path in files.items():
         if path.is_file():
-            try:
-                found[name] = path.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise CheckpointError(f"{path}: cannot be read ({error})") from error
+            found[name] = read_text(path)
     return found
 
 
@@ -304,7 +301,6 @@ def _template_text(given: str) -> str:
     if "{{" in given or "{%" in given:
         return given
     try:
-        return Path(given).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not a text file"
-        raise CheckpointError(f"chat template {given}: cannot be read ({reason})") from None
+        return read_text(Path(given).expanduser())
+    except CheckpointError as error:
+        raise CheckpointError(f"chat template {error}") from None

@@ -11,7 +11,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, model_validator
 
-from checkpoints.json_file import parse_overrides
+from checkpoints.errors import CheckpointError
+from checkpoints.json_file import parse_overrides, read_text
 from serving.core.config import CacheMode, check_sizes
 from serving.core.errors import ConfigError
 from serving.settings import Settings
@@ -381,19 +382,14 @@ def read_config_file(path: Path | str) -> Mapping[str, Any]:
         ConfigError: the file cannot be read, is in another format, or does not contain a table of flags.
     """
     path = Path(path)
+    read = {".toml": tomllib.loads, ".yaml": yaml.safe_load, ".yml": yaml.safe_load}.get(path.suffix.lower())
+    if read is None:
+        raise ConfigError(f"config file {path}: its name must end in .yaml, .yml or .toml, not {path.suffix!r}")
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path}: {getattr(error, 'strerror', None) or 'not a text file'}") from None
-    try:
-        match path.suffix.lower():
-            case ".toml":
-                flags = tomllib.loads(text)
-            case ".yaml" | ".yml":
-                flags = yaml.safe_load(text) or {}
-            case other:
-                raise ConfigError(f"config file {path}: its name must end in .yaml, .yml or .toml, not {other!r}")
-    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+        flags = read(read_text(path)) or {}
+    except CheckpointError as error:
+        raise ConfigError(f"config file {error}") from None
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"config file {path}: {' '.join(str(error).split())}") from None
     if not isinstance(flags, dict):
         raise ConfigError(f"config file {path}: expected a table of flags, got {type(flags).__name__}")

@@ -148,6 +148,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
      lambda value: value >= 0, "at least 0 is"),
     (("optimizer.learning_rate", "optimizer.adamw_learning_rate", "optimizer.clip_norm"),
      lambda value: value is None or value > 0, "a number above 0 is"),
+    (("seed",), lambda value: 0 <= value < 2**63, "a number from 0 to below 2^63 is"),
     (("optimizer.betas",), lambda value: all(0 <= one < 1 for one in value), "numbers from 0 to below 1 are"),
     (("drafts.depth_weights",), lambda value: min(value, default=0) >= 0, "at least 0 is"),
     (("data.chat_share",), lambda value: 0 <= value <= 1, "a share between 0 and 1 is"),
@@ -167,10 +168,12 @@ def read_config(path: Path, overrides: Mapping[str, Any] | None = None) -> Train
     Raises:
         ModelConfigError: the file cannot be read, or has fields that are unknown or wrong.
     """
+    if path.exists() and not path.is_file():
+        raise ModelConfigError(f"{path}: cannot be read (not a regular file)")
     try:
         text = path.read_text(encoding="utf-8")
         fields = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text) or {}
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ModelConfigError(f"{path}: cannot be read ({' '.join(str(error).split())})") from error
     if not isinstance(fields, dict):
         raise ModelConfigError(f"{path}: a mapping of settings is expected")
@@ -186,6 +189,8 @@ def read_config(path: Path, overrides: Mapping[str, Any] | None = None) -> Train
         return _SETTINGS.validate_json(json.dumps(fields, default=str))
     except pydantic.ValidationError as error:
         raise ModelConfigError(_described(error.errors()[0])) from error
+    except (ValueError, TypeError) as error:  # a value within itself, or a key that is no text
+        raise ModelConfigError(f"{path}: cannot be read ({error})") from error
 
 
 def _described(error: Mapping[str, Any]) -> str:

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from mamba_jax.config import ModelConfigError
 from mamba_jax.train import corpus_readers
 
 DEBIAN_PACKAGES = ("python3.11-doc", "r-cran-janeaustenr")
@@ -43,9 +44,25 @@ Document = dict[str, Any]
 
 
 def read_documents(path: Path) -> Iterator[Document]:
-    """Reads the documents of a .jsonl file."""
-    with path.open(encoding="utf-8") as lines:
-        yield from (json.loads(line) for line in lines)
+    """Reads the documents of a .jsonl file: a text, or the question of a maths problem. Blank lines are skipped.
+
+    Raises:
+        ModelConfigError: a line is no document.
+    """
+    number = 0
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for line in lines:
+                number += 1
+                if not line.strip():
+                    continue
+                document = json.loads(line)
+                if not isinstance(document.get("text", document.get("question")), str):
+                    raise ValueError("neither a text nor a question")
+                yield document
+    except (ValueError, AttributeError, RecursionError, OSError) as error:
+        why = " ".join(str(error).split())
+        raise ModelConfigError(f'{path}, line {number}: {{"text": ...}} is expected ({why})') from error
 
 
 def problem_prompt(document: Document) -> str:
@@ -55,7 +72,7 @@ def problem_prompt(document: Document) -> str:
 
 def text_of(document: Document) -> str:
     """Converts a document to plain text. In a maths problem, the text up to "Answer:" is the prompt."""
-    return document["text"] if "text" in document else f"{problem_prompt(document)} {document['answer']}\n"
+    return document["text"] if "text" in document else f"{problem_prompt(document)} {document.get('answer', '')}\n"
 
 
 def prepare(directory: Path, *, problems: int = 40_000) -> dict[str, Any]:

@@ -27,9 +27,7 @@ class Report:
             self.figures.append({"metric": metric, **fields})
             print(f"{metric}: " + ", ".join(_told(name, value) for name, value in fields.items()), flush=True)
             if self.path is not None:
-                written = self.path.with_name(f"{self.path.name}.new")
-                written.write_text("[\n" + ",\n".join(map(json.dumps, self.figures)) + "\n]\n")
-                written.replace(self.path)
+                self.path.write_text("[\n" + ",\n".join(map(json.dumps, self.figures)) + "\n]\n")
 
     def of(self, metric: str) -> list[dict[str, Any]]:
         """All figures of one metric."""

@@ -57,8 +57,9 @@ def evaluate(
     loaded = load_model(model, dtype="float32", quantization=quantization, progress=False)
     figures: dict[str, Any] = {"model": model, "bits_per_byte": {}}
 
-    sources = sorted({document["id"].split(":")[0] for document in texts})
-    groups = {name: [d for d in texts if d["id"].startswith(name + ":")] for name in sources} | {"maths": tasks}
+    sources = [str(document.get("id", "text")).partition(":")[0] for document in texts]
+    groups = {name: [texts[i] for i, source in enumerate(sources) if source == name] for name in sorted({*sources})}
+    groups["maths"] = tasks
     for name, documents in groups.items():
         figures["bits_per_byte"][name] = measures.bits_per_byte(loaded, tokenizer, documents)
         console.print(f"bits per byte, {name}: {figures['bits_per_byte'][name]:.4f}")
@@ -105,11 +106,14 @@ def _compare(
     if not text.is_file():
         raise ConfigError(f"{text}: no such file; give a text file as --text")
     tokenizer = require_tokenizer(against)
-    documents = (
-        [text_of(document) for document in measures.read_some(text, None)]
-        if text.suffix == ".jsonl"
-        else [text.read_text(encoding="utf-8")]
-    )
+    try:
+        documents = (
+            [text_of(document) for document in measures.read_some(text, None)]
+            if text.suffix == ".jsonl"
+            else [text.read_text(encoding="utf-8")]
+        )
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{text}: is no text in UTF-8 ({error})") from None
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     tokens = [token for each in documents for token in (*bos, *tokenizer.encode(each, add_special_tokens=False))]
     own = load_model(model, dtype="float32", quantization=quantization, progress=False)

@@ -235,7 +235,10 @@ def translate_arguments(name: str, words: Sequence[str]) -> list[str]:
         for key, value in read_config_file(path).items():
             try:
                 unit = translate(words_of(key, value), own)
-            except ConfigError as error:
+            except (
+                ValueError,
+                TypeError,
+            ) as error:  # also of a table within itself, or with keys that are no texts
                 raise ConfigError(f"config file {path}: {error}") from None
             options = _options_in(unit.words, own)
             if None in options:
@@ -276,8 +279,8 @@ def _message(error: Any) -> str | None:
     """The line for the user; None if the error is a bug."""
     from serving.vllm.flags import FLAGS
 
-    if isinstance(error, (CheckpointError, ConfigError, RequestError)):
-        return str(error)
+    if isinstance(error, (CheckpointError, ConfigError, RequestError)) or type(error).__name__ == "ModelConfigError":
+        return str(error)  # the last one's module imports JAX
     if not hasattr(error, "format_message"):
         return None
     if hasattr(error, "possibilities"):

@@ -20,7 +20,8 @@ def check_replaceable(option: str, path: Path | None, command: str, is_ours: Cal
     if path is None or not (path.is_file() or path.is_dir()):
         return
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(1 << 24)
         value = text.partition("\n")[0] if text.startswith("{") and "\n{" in text else text
         ours = not text or is_ours(json.loads(value))
     except (ValueError, TypeError, LookupError, AttributeError, OSError, RecursionError):

@@ -102,7 +102,7 @@ class SplitSettings(FleetSettings):
         """
         try:
             given = json.loads(self.kv_events_config or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             given = None
         if not isinstance(given, dict):
             raise ConfigError(f"kv_events_config must be a JSON object, got {str(self.kv_events_config)[:80]}")

@@ -62,7 +62,7 @@ def json_value(name: str, text: str) -> Any:
     """
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{name} is not valid JSON ({error}): {text[:80]}") from None
 
 
@@ -213,7 +213,7 @@ def words_of(name: str, value: object) -> Words:
         return [dashed if value else f"--no-{dashed[2:]}"]
     if isinstance(value, (list, tuple)) and not any(isinstance(item, (list, tuple, dict)) for item in value):
         return [f"{dashed}={item}" for item in value]
-    return [f"{dashed}={value if isinstance(value, (str, int, float)) else json.dumps(value)}"]
+    return [f"{dashed}={value if isinstance(value, (str, int, float)) else json.dumps(value, default=str)}"]
 
 
 def engine_flags(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -291,7 +291,7 @@ def _with_nested_values_joined(words: Sequence[str], own: Collection[str]) -> Wo
 def _plain(text: str) -> object:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

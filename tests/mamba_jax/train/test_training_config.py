@@ -71,7 +71,13 @@ def read_config_with(tmp_path, overrides):
         ("optimizer: 3", "optimizer is 3: input should be an object"),
         ("batch_size: 6\ndrafts: {every: 4}", "it must divide batch_size / accumulate, 6"),
         ("data: {mixture: {a: 0}}", "shares above 0"),
+        ("seed: -1", "seed is -1: a number from 0"),
         ("steps: [", "cannot be read"),
+        ("steps: 2020-13-45", "cannot be read"),
+        ("steps: " + "1" * 5000, "cannot be read"),
+        ("[" * 5000, "cannot be read"),
+        ("model: &a [*a]", "cannot be read"),
+        ("model: {2020-01-01: 1}", "cannot be read"),
         ("- 1", "a mapping of settings is expected"),
     ],
 )

@@ -206,7 +206,7 @@ def test_progress_is_printed_without_a_terminal(batch, tmp_path, capfd, monkeypa
         ("HF_OVERRIDES", "[]", ["inspect"], "hf_overrides: a JSON object is expected"),
         ("TOPOLOGY", "v9", ["plan"], "topology 'v9' is not known"),
         ("WARMUP", "maybe", ["chat"], "Invalid value for '--warmup'"),
-        ("CONFIG", "no.yaml", ["generate", "x"], "config file no.yaml: No such file"),
+        ("CONFIG", "no.yaml", ["generate", "x"], "config file no.yaml: cannot be read (No such file"),
         (
             "DTYPE",
             "no",
@@ -253,6 +253,11 @@ def test_flags_from_a_file_yield_to_the_command_line(tmp_path, capfd):
     [
         ("gpu-memory-utilization: 1.5", "memory_utilization: must be less than or equal to 1"),
         ("no_such: 1", "config file flags.yaml: unknown option 'no_such'"),
+        ("max_model_len: 2020-13-45", "config file flags.yaml: month must be in 1..12"),
+        ("max_model_len: " + "1" * 5000, "config file flags.yaml: Exceeds the limit"),
+        ("[" * 5000, "config file flags.yaml: maximum recursion depth exceeded"),
+        ("hf_overrides: &a {a: *a}", "config file flags.yaml: Circular reference"),
+        ('hf_overrides: \'{"a": ' + "1" * 5000 + "}'", "hf_overrides: not JSON (Exceeds the limit"),
         ("max_model_length: 1", "unknown option 'max_model_length'; did you mean 'max_model_len'?"),
         ("pipeline_parallel_size: 2", "--pipeline-parallel-size is not supported"),
         ("speculative-config: {method: medusa}", "method 'medusa'"),

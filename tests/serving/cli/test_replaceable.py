@@ -1,5 +1,8 @@
 """A command with an option for a file to write leaves the user's other files alone."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from mamba_jax.config import ModelConfigError
@@ -20,6 +23,33 @@ def test_no_file_of_the_user_is_written_to(command, content, tmp_path, capsys):
     assert run([*command.split(), str(file)]) == 2
     assert f"is not a report of `mamba-jax {command.split()[0]}`; give another file" in capsys.readouterr().err
     assert file.read_text() == content
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["generate x --config", "generate x --model demo --chat-template", "train --output run --config"],
+)
+def test_pipes_and_devices_are_not_read(command, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe.yaml")
+    Path("device.yaml").symlink_to("/dev/zero")
+    for name in ("pipe.yaml", "device.yaml"):
+        assert run([*command.split(), name]) == 2
+        assert f"{name}: cannot be read (not a regular file)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "content", [b"my notes\n", b"\n[1]\n", b'{"a": 1}\n', b'{"text": 5}', b"\xff\xfe\n", b"[" * 9999]
+)
+@pytest.mark.parametrize(
+    "command", ["train-grpo --problems", "train-lora --output out --data", "eval --against demo --text"]
+)
+def test_lines_that_are_no_documents_are_named(command, content, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("notes.jsonl").write_bytes(content)
+    assert run([*command.split(), "notes.jsonl"]) == 2
+    assert "notes.jsonl, line " in (said := capsys.readouterr().err)
+    assert said.count("\n") == 1
 
 
 def test_a_folder_is_no_file(tmp_path):
