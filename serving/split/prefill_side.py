@@ -67,6 +67,7 @@ class Export:
     transport: str = ""
     bytes: int = 0
     done: bool = False  # the state was dropped
+    client: str | None = None  # for whom it is kept, on a worker with several API keys
 
 
 class PrefillSide(StateSource):
@@ -130,18 +131,19 @@ class PrefillSide(StateSource):
 
     # -- called by the worker's endpoints --
 
-    def begin(self, id: str | None = None) -> Export:
+    def begin(self, id: str | None = None, client: str | None = None) -> Export:
         """Registers a state that is about to be computed. Its lease starts now: see `renew`. The caller chooses an
         unguessable `id`, so that it can release the state even before this call.
 
         Raises:
-            TooMany: `max_kept` states are registered.
+            TooMany: `max_kept` states are registered, or no more places are free than the client has.
         """
         self.sweep()
-        if len(self._kept) >= self.max_kept:
+        own = 0 if client is None else sum(each.client == client for each in self._kept.values())
+        if own >= self.max_kept - len(self._kept):
             raise TooMany(f"transfer limit reached: {len(self._kept)} states pending (--max-kept)")
         now = self._clock()
-        export = Export(id or secrets.token_hex(16), now + self.lease, now + self.max_lease)
+        export = Export(id or secrets.token_hex(16), now + self.lease, now + self.max_lease, client=client)
         self._kept[export.id] = export
         self.stats.begun += 1
         return export

@@ -264,7 +264,8 @@ async def _prefill(context: Context, side: PrefillSide, body: PrefillRequest, he
     beating = asyncio.create_task(_repeat(engine, side.lease / 4, lambda: side.renew([id])))
     try:
         async with asyncio.timeout(body.seconds):
-            export: Export = await engine.call(lambda _: side.begin(id))
+            owner = client_id() if len(context.settings.api_key) > 1 else None
+            export: Export = await engine.call(lambda _: side.begin(id, owner))
             marks = tuple(mark for mark in marks if mark.position <= len(fed))
             run = EngineRequest(
                 name, {"prompt_token_ids": fed}, ONCE, priority, salt, marks, client=client_id(),

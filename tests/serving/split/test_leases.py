@@ -49,6 +49,10 @@ def a_side(**settings):
     return PrefillSide(SimpleNamespace(loop=SimpleNamespace(sources=[]), manifest=BASE), **settings)
 
 
+def a_context(pace):
+    return SimpleNamespace(engine=Engine(pace), settings=SimpleNamespace(api_key=()))
+
+
 @pytest.fixture
 def no_prompt(monkeypatch):
     async def prompt(context, kind, body, headers):
@@ -60,7 +64,7 @@ def no_prompt(monkeypatch):
 async def test_clients_that_leave_at_any_moment_leave_no_places_taken(no_prompt):
     rng = random.Random(3)
     side = a_side(max_kept=200, lease=60.0)
-    context = SimpleNamespace(engine=Engine(lambda: rng.random() * 0.002))
+    context = a_context(lambda: rng.random() * 0.002)
 
     async def one():
         await asyncio.sleep(rng.random() * 0.5)
@@ -82,7 +86,7 @@ async def test_clients_that_leave_at_any_moment_leave_no_places_taken(no_prompt)
 
 async def test_a_prompt_that_is_not_computed_in_time_is_given_up(no_prompt):
     side = a_side(lease=60.0)
-    context = SimpleNamespace(engine=Engine(lambda: 0.05))
+    context = a_context(lambda: 0.05)
     late = BODY.model_copy(update={"seconds": 0.15})
     with pytest.raises(ApiError, match="in time") as error:
         await routes._prefill(context, side, late, {})
@@ -93,7 +97,7 @@ async def test_a_prompt_that_is_not_computed_in_time_is_given_up(no_prompt):
 
 async def test_a_lease_does_not_run_out_while_its_prompt_is_computed(no_prompt):
     side = a_side(lease=0.2, max_lease=60.0)
-    context = SimpleNamespace(engine=Engine(lambda: 0.1))  # half a second for the prompt
+    context = a_context(lambda: 0.1)  # half a second for the prompt
     working = asyncio.create_task(routes._prefill(context, side, BODY, {}))
     expired = 0
     while not working.done():
@@ -128,3 +132,11 @@ def test_a_lease_is_finite_from_the_start_and_renewed_up_to_a_limit():
     side.renew(["first"])
     assert side.sweep() == 1, "asking does not keep it for ever"
     assert side.kept == 0
+
+
+def test_a_client_takes_no_more_places_than_remain_free():
+    side = a_side(max_kept=4)
+    steps = ("a", True), ("a", True), ("a", False), ("b", True), ("b", False), (None, True), (None, False)
+    for client, room in steps:
+        with contextlib.nullcontext() if room else pytest.raises(TooMany):
+            side.begin(client=client)
