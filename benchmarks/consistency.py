@@ -145,6 +145,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--schedule-invariant", action="store_true", help="engines and score of that mode")
     parser.add_argument("--output", type=Path, help="JSON file to write all figures to")
     options = parser.parse_args(arguments)
+    if options.output is not None and options.output.exists():
+        parser.error(f"--output {options.output}: exists; give another file")
     model, texts = options.model, read_documents((options.data or resolve(options.model).files) / SAMPLE_TEXT)
     prompts = text_prompts(require_tokenizer(model), list(texts), options.prompts)
     figures: dict[str, Any] = {"model": model}

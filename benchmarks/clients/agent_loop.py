@@ -80,6 +80,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--task", default=TASK)
     parser.add_argument("--record", type=Path, help="file for the conversation and what each step used, as JSON")
     options = parser.parse_args(arguments)
+    if options.record is not None and options.record.exists():
+        parser.error(f"--record {options.record}: exists; give another file")
     client = openai.OpenAI(base_url=f"{options.url}/v1", api_key=options.api_key)
     model = client.models.list().data[0].id
     turns: list[dict[str, Any]] = []
