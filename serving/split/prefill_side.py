@@ -67,7 +67,7 @@ class Export:
     transport: str = ""
     bytes: int = 0
     done: bool = False  # the state was dropped
-    client: str | None = None  # for whom it is kept, on a worker with several API keys
+    client: str | None = None  # the API key that asked for it, if the worker has several
 
 
 class PrefillSide(StateSource):
