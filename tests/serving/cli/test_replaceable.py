@@ -42,7 +42,7 @@ def test_pipes_and_devices_are_not_read(command, tmp_path, capsys, monkeypatch):
     "content", [b"my notes\n", b"\n[1]\n", b'{"a": 1}\n', b'{"text": 5}', b"\xff\xfe\n", b"[" * 9999]
 )
 @pytest.mark.parametrize(
-    "command", ["train-grpo --problems", "train-lora --output out --data", "eval --against demo --text"]
+    "command", ["train-grpo --problems", "train-lora --model demo --output out --data", "eval --against demo --text"]
 )
 def test_lines_that_are_no_documents_are_named(command, content, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)

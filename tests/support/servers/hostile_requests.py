@@ -65,17 +65,21 @@ def structured(**form: object) -> dict[str, object]:
     return completion(structured_outputs=form)
 
 
-def raw(text: bytes, count: int = 1, *, drip: bool = False, seconds: float = 30.0) -> Callable[[str], Answers]:
-    """Opens `count` connections, writes `text` on each (`drip`: and one more byte at a time, for ever), and waits for
-    all of them to be answered or cut off."""
+def raw(
+    *texts: bytes, count: int = 1, drip: bool = False, half: bool = False, seconds: float = 30.0
+) -> Callable[[str], Answers]:
+    """Opens `count` connections for each text, writes it (`drip`: and one more byte at a time, for ever; `half`: and
+    closes this direction), and waits for all of them to be answered or cut off."""
 
     def send(url: str) -> Answers:
         address = urlsplit(url)
         wires = []
-        for _ in range(count):
+        for text in texts * count:
             wire = socket.create_connection((address.hostname, address.port), timeout=seconds)
             with contextlib.suppress(OSError):
                 wire.sendall(text)
+                if half:
+                    wire.shutdown(socket.SHUT_WR)
             wires.append(wire)
         end, found = time.monotonic() + seconds, set()
         for wire in wires:
@@ -175,7 +179,17 @@ def with_headers(*headers: tuple[bytes, bytes]) -> Callable[[str], Answers]:
     return send
 
 
-NUM_ODD = 10
+BODY = json.dumps(completion()).encode()
+
+
+def framed(*headers: bytes, body: bytes = BODY) -> bytes:
+    """A request with these headers, after which the server is to close the connection."""
+    lines = b"POST /v1/completions HTTP/1.1", b"host: x", b"connection: close", b"content-type: application/json"
+    return b"\r\n".join((*lines, *headers, b"", body))
+
+
+LENGTH = b"content-length: %d" % len(BODY)
+NUM_ODD = 17
 """The first of the list are odd, not large: `tests/serving/api/test_odd_requests.py` has them by default."""
 FORWARDED = (b"x-request-id", b"traceparent", b"tracestate", b"authorization", b"x-api-key")
 HOSTILE = [
@@ -246,6 +260,79 @@ HOSTILE = [
         {400},
         "/v1/responses",
         {"input": "x", "max_output_tokens": 1, "tools": [{"type": "function", "name": "f", "parameters": deep(400)}]},
+    ),
+    posted(
+        "token ids that do not exist",
+        {400},
+        COMPLETIONS,
+        *(
+            completion(prompt=ids)
+            for ids in ([10**6], [-1], [True], [1.5], [[2**31 - 1]], [2**63], [], [[]], [[], [1]])
+        ),
+        *(completion(logit_bias=bias) for bias in ({"-1": 1}, {"99999999": 1}, {"a": 1}, {"1": "x"})),
+        completion(prompt_logprob_token_ids=[10**6]),
+        completion(prompt_logprob_token_ids=list(range(129))),
+        completion(stop_token_ids=[-5]),
+    ),
+    posted(
+        "fields of other servers that change the output",
+        {400},
+        COMPLETIONS,
+        completion(bad_words=["x"]),
+        completion(allowed_token_ids=[1]),
+        completion(use_beam_search=True),
+        completion(best_of=5),
+        completion(logits_processors=["x"]),
+        completion(suffix="x"),
+    ),
+    posted(
+        "values outside of their ranges",
+        {400},
+        COMPLETIONS,
+        *(completion(n=n) for n in (0, -1, 129, 1.5, "x")),
+        *(completion(truncate_prompt_tokens=count) for count in (-2, 2**40)),
+        *(completion(cache_salt=salt) for salt in ("", "x" * 2000, 5)),
+        completion(seed=2**64),
+        completion(priority=2**40),
+        completion(frequency_penalty=3),
+        completion(repetition_penalty=0),
+        completion(stop=[None]),
+        completion(model=5),
+    ),
+    posted(
+        "grammars of custom tools that are none",
+        {400},
+        "/v1/responses",
+        *(
+            {"input": "x", "tool_choice": "required", "tools": [{"type": "custom", "name": "c", "format": form}]}
+            for form in (
+                {"type": "grammar", "syntax": "regex", "definition": "((((("},
+                {"type": "grammar", "syntax": "lark", "definition": "start: missing"},
+            )
+        ),
+    ),
+    posted(
+        "conversations that were not stored",
+        {400, 404},
+        "/v1/responses",
+        *({"input": "x", "previous_response_id": name} for name in ("resp_0", "x" * 100_000, 5, ["x"])),
+        {"input": [{"type": "item_reference", "id": "x"}]},
+    ),
+    Hostile(
+        "lengths of bodies that contradict each other",
+        {0, 400, 413},
+        raw(
+            framed(LENGTH, b"content-length: 3"),
+            framed(LENGTH, b"transfer-encoding: chunked", body=b"0\r\n\r\n"),
+            framed(b"content-length: -1"),
+            framed(b"content-length: 99999999999999999999"),
+            framed(b"transfer-encoding: chunked", body=b"fffffffffffffffff\r\n"),
+        ),
+    ),
+    Hostile(
+        "connections that are half closed",
+        {0, 200, 400, 408},
+        raw(framed(LENGTH), framed(b"content-length: 1000"), b"GET /ping HTTP/1.1\r\nhost: x\r\n", half=True),
     ),
     posted(
         "messages that are nested deeply",
@@ -344,7 +431,21 @@ HOSTILE = [
         *(structured(regex=regex) for regex in ("(a*)*b", "((a{1,999}){1,999}){1,999}", "(a|a|b)*" * 999)),
     ),
     posted("64 long stop texts", {400}, COMPLETIONS, completion(stop=["x" * 9000 + f"{i}" for i in range(64)])),
-    posted("scores of many prompts", {400}, COMPLETIONS, completion(prompt=[[5] * 4000] * 32, echo=True, logprobs=20)),
+    posted(
+        "scores of many prompts",
+        {400},
+        COMPLETIONS,
+        completion(prompt=[[5] * 4000] * 32, echo=True, logprobs=20),
+        completion(prompt=[[5] * 4000] * 32, prompt_logprob_token_ids=list(range(128))),
+    ),
+    posted(
+        "a tool with thousands of arguments in hundreds of tools",
+        {200, 400, 413},
+        CHAT,
+        chat(
+            tools=[tool(type="object", properties={f"p{i}": {"type": "string"} for i in range(20)})["tools"][0]] * 400
+        ),
+    ),
     posted(
         "files as images",
         {200},
@@ -374,10 +475,10 @@ HOSTILE = [
         "ten thousand headers", {0, 200, 400, 431}, raw(b"GET /ping HTTP/1.1\r\n" + b"x: y\r\n" * 10_000 + b"\r\n")
     ),
     Hostile("a body that does not end", {0, 413}, endless_body),
-    Hostile("a body that does not come", {0, 408}, raw(head(COMPLETIONS, 1000), 20, drip=True)),
-    Hostile("half-open connections", {0}, raw(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n", 500)),
-    Hostile("connections that say nothing", {0}, raw(b"", 500)),
+    Hostile("a body that does not come", {0, 408}, raw(head(COMPLETIONS, 1000), count=20, drip=True)),
+    Hostile("half-open connections", {0}, raw(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n", count=500)),
+    Hostile("connections that say nothing", {0}, raw(b"", count=500)),
     Hostile("a head that does not end", {0}, raw(b"GET / HTTP/1.1\r\nx: ", drip=True)),
     Hostile("a head of megabytes", {0, 400}, raw(b"GET / HTTP/1.1\r\nx: " + b"y" * 4 * MIB)),
-    Hostile("no HTTP", {0, 400}, raw(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 50)),
+    Hostile("no HTTP", {0, 400}, raw(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", count=50)),
 ]
