@@ -31,7 +31,7 @@ SERVING = {
     "vllm": {"config"},
     "state_transfer": {"core"},
     "tiers": {"core", "state_transfer"},
-    "engine": {"compatibility", "config", "core", "state_transfer", "tiers", "vllm"},
+    "engine": {"compatibility", "config", "core", "settings", "state_transfer", "tiers", "vllm"},
     "": {"config", "core", "engine"},
     "hosts": {"config", "engine", "settings"},
     "tunix": {"engine"},
