@@ -190,14 +190,19 @@ def timing(call: Call, implementation: str, *, calls: int) -> tuple[Callable[[],
     return make, loop
 
 
+def calls_for(seconds: float, each: float, most: int) -> int:
+    """The number of calls, up to `most`, in a loop that is to take so long."""
+    calls = min(most, round(seconds / (each + _OVERHEAD)) + 1)
+    return -(-calls // _UNROLLED) * _UNROLLED if calls > _FEW else max(calls, 2)
+
+
 def compiled_timings(
     call: Call, implementation: str, compiler: Compiler, *, seconds: float, bandwidth: float, most: int
 ) -> dict[str, Timed]:
     """Compiles loops of the implementation and of the plain form, of as many calls, up to `most`, as probably take so
     long; by name."""
     moved = values_of(call, classes=False).moved
-    calls = min(most, round(seconds / (moved / bandwidth + _OVERHEAD)) + 1)
-    calls = -(-calls // _UNROLLED) * _UNROLLED if calls > _FEW else max(calls, 2)
+    calls = calls_for(seconds, moved / bandwidth, most)
     options = {"xla_gpu_enable_command_buffer": _GRAPH} if jax.default_backend() == "gpu" else None
 
     def lower(loop: Callable[..., Any], shapes: Any) -> jax.stages.Lowered:

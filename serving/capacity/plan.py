@@ -104,7 +104,7 @@ def make_plan(
         config: the engine's flags; `config.model` is a directory or the name of a published size.
         target: the machine; the model is divided over all its devices.
         compile: have the compiler build the programs, for machines that it can be told of.
-        full: all programs, not only the largest of decode and prefill.
+        full: all programs, not only the largest of each kind.
         context: tokens before each sequence's next one, for the bound of a decode step.
         progress: told what is being done.
 
@@ -114,9 +114,11 @@ def make_plan(
     compile = compile and target.topology is not None
     if compile:
         check_compiler(target)
-    return _Planner(config, target, load_config(config.model, hf_overrides=config.hf_overrides)).plan(
-        compile, full, context, progress
-    )
+    model = load_config(config.model, hf_overrides=config.hf_overrides)
+    try:
+        return _Planner(config, target, model).plan(compile, full, context, progress)
+    except (CheckpointError, ModelConfigError) as error:
+        raise ConfigError(str(error)) from None
 
 
 class _Planner:
@@ -124,10 +126,7 @@ class _Planner:
 
     def __init__(self, config: EngineConfig, target: Target, model: HybridConfig) -> None:
         self.config, self.target, self._target_model = config, target, model
-        try:
-            self._checkpoint = with_drafter_config(config, model)
-        except CheckpointError as error:
-            raise ConfigError(str(error)) from None
+        self._checkpoint = with_drafter_config(config, model)
         self.dtype = jnp.dtype("bfloat16" if config.dtype == "auto" else config.dtype)
         self.kv_dtype = jnp.dtype(config.kv_dtype(self.dtype))
         self.memory = int(target.device.memory * config.memory_utilization)
@@ -145,15 +144,12 @@ class _Planner:
 
     def _divided(self, count: int) -> tuple[EngineDesign, Counter, dict[str, jax.ShapeDtypeStruct]]:
         """The engine design for a number of devices, the counter of its bytes, and every parameter."""
-        try:
-            padding = HeadPadding.of(self._checkpoint, count)
-            partition = Partition.of(padding.padded, count)
-            shapes = {
-                path: jax.ShapeDtypeStruct(padding.shape(path, leaf.shape), leaf.dtype) if padding.pads(path) else leaf
-                for path, leaf in self._loaded.items()
-            }
-        except ModelConfigError as error:
-            raise ConfigError(f"{self.target.name}: {error}") from None
+        padding = HeadPadding.of(self._checkpoint, count)
+        partition = Partition.of(padding.padded, count)
+        shapes = {
+            path: jax.ShapeDtypeStruct(padding.shape(path, leaf.shape), leaf.dtype) if padding.pads(path) else leaf
+            for path, leaf in self._loaded.items()
+        }
         counter = Counter(
             padding.padded,
             partition,
@@ -180,23 +176,20 @@ class _Planner:
 
     def _weights(self, shards: int) -> dict[str, jax.ShapeDtypeStruct]:
         config, mesh = self.config, AbstractMesh((shards,), (TENSOR,))
-        try:
-            padding = HeadPadding.of(self._target_model, shards)
-            partition = Partition.of(padding.padded, shards)
-            checkpoint = Checkpoint(
-                config.model,
-                dtype=self.dtype,
-                quantization=config.quantization,
-                quantization_exclude=config.excluded_from_quantization,
-                hf_overrides=config.hf_overrides,
-            )
-            found = checkpoint.shapes(functools.partial(padding.load_sharding, partition, mesh))
-            if self._checkpoint.drafter is not None:
-                found = {path: leaf for path, leaf in found.items() if not path.startswith("mtp.")}
-                found |= drafter_shapes(self._checkpoint, self.dtype)
-            return found
-        except (CheckpointError, ModelConfigError) as error:
-            raise ConfigError(str(error)) from None
+        padding = HeadPadding.of(self._target_model, shards)
+        partition = Partition.of(padding.padded, shards)
+        checkpoint = Checkpoint(
+            config.model,
+            dtype=self.dtype,
+            quantization=config.quantization,
+            quantization_exclude=config.excluded_from_quantization,
+            hf_overrides=config.hf_overrides,
+        )
+        found = checkpoint.shapes(functools.partial(padding.load_sharding, partition, mesh))
+        if self._checkpoint.drafter is not None:
+            found = {path: leaf for path, leaf in found.items() if not path.startswith("mtp.")}
+            found |= drafter_shapes(self._checkpoint, self.dtype)
+        return found
 
     def plan(self, compile: bool, full: bool, context: int | None, progress: Callable[[str], None]) -> CapacityPlan:
         limit, design = self.limit, self.design
@@ -206,7 +199,7 @@ class _Planner:
         except StoreTooSmallError as error:
             return self._too_small(error)
         batches = design.batches(design.scheduler(size))
-        prefills, decodes = _planned_shapes(batches, full)
+        prefills, decodes, mixed = _planned_shapes(batches, full)
         rows = jax.eval_shape(lambda: design.rows(size))
         context = min(context or DEFAULT_CONTEXT, size.max_model_len)
         fitting = dict.fromkeys(min(rows, size.sequences_at(context)) for rows in decodes)
@@ -219,6 +212,7 @@ class _Planner:
             named: list[tuple[str, StepBatch]] = [
                 *((_decode_name(count), batches.empty_decode(count, drafts)) for count in decodes),
                 *((_prefill_name(shape), batches.empty_prefill(shape)) for shape in prefills),
+                *((f"{_prefill_name(shape)}, with decode", batches.empty_mixed(shape)) for shape in mixed),
             ]
             progress(f"compiling {len(named)} programs")
             compiler = self._compiler(size, rows)
@@ -236,7 +230,7 @@ class _Planner:
         other = self._bytes_of_seats(rows) + self.adapter_bytes
         spare = limit - weights - size.total_bytes - code - temporaries - other
         long_contexts = [
-            self.counter.long_context(n, size, self.config.max_num_batched_tokens, self.target.device, self.replay)
+            self.counter.long_context(n, size, self.design.step_tokens, self.target.device, self.replay)
             for n in LONG_CONTEXTS
             if n <= size.max_model_len
         ]
@@ -325,7 +319,7 @@ class _Planner:
             try:
                 design, counter, shapes = self._divided(bigger.count)
                 self._size(design, counter.weight_bytes, self._bytes_of_adapters(design, shapes))
-            except ConfigError:
+            except (ConfigError, ModelConfigError):
                 continue
             return bigger.name
         return None
@@ -358,13 +352,13 @@ class _Planner:
             raise ConfigError(str(error)) from None
 
 
-def _planned_shapes(batches: BatchBuilder, full: bool) -> tuple[list[PrefillShape], list[int]]:
-    """All prefill and decode programs, or the one for long prompts (most tokens, few rows) and the widest."""
+def _planned_shapes(batches: BatchBuilder, full: bool) -> tuple[list[PrefillShape], list[int], list[PrefillShape]]:
+    """All prefill, decode and mixed programs, or the one for long prompts (most tokens, few rows) and the widest."""
     if full:
-        return list(batches.prefill_shapes), list(batches.decode_shapes)
+        return batches.prefill_shapes, batches.decode_shapes, batches.mixed_shapes
     most = batches.prefill_shapes[-1].tokens
     longest = next(shape for shape in batches.prefill_shapes if shape.tokens == most)
-    return [longest], batches.decode_shapes[-1:]
+    return [longest], batches.decode_shapes[-1:], batches.mixed_shapes[-1:]
 
 
 def _bytes_of_one(arrays: Iterable[tuple[Any, Any]]) -> int:

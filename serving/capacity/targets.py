@@ -50,23 +50,12 @@ GPUS = {
     "b200": Device("NVIDIA B200", "gpu", int(178.3 * GIB), 7700e9, 2250e12),
 }
 
-# Descriptions for XLA's compiler on machines without the GPU (`GpuTargetConfigProto` as text): where GPUs differ.
-_DESCRIPTIONS = {
-    "h100": (
-        "NVIDIA H100 80GB HBM3",
-        "memory_bandwidth: 3350000000000 l2_cache_size: 52428800 device_memory_size: 80000000000 "
-        "core_count: 132 clock_rate_ghz: 1.98 cuda_compute_capability { major: 9 }",
-    ),
-    "h200": (
-        "NVIDIA H200",
-        "memory_bandwidth: 4800000000000 l2_cache_size: 62914560 device_memory_size: 141000000000 "
-        "core_count: 132 clock_rate_ghz: 1.98 cuda_compute_capability { major: 9 }",
-    ),
-    "b200": (
-        "NVIDIA B200",
-        "memory_bandwidth: 7700000000000 l2_cache_size: 132120576 device_memory_size: 180000000000 "
-        "core_count: 148 clock_rate_ghz: 1.965 cuda_compute_capability { major: 10 }",
-    ),
+# What else XLA's compiler must know of a GPU that is not at hand: its name, bytes of memory and of the L2 cache, cores,
+# GHz, and the compute capability.
+_COMPILED_GPUS = {
+    "h100": ("NVIDIA H100 80GB HBM3", 80_000_000_000, 52_428_800, 132, 1.98, 9),
+    "h200": ("NVIDIA H200", 141_000_000_000, 62_914_560, 132, 1.98, 9),
+    "b200": ("NVIDIA B200", 180_000_000_000, 132_120_576, 148, 1.965, 10),
 }
 # XLA compiles conditionals and loops into CUDA graphs only for a driver that is new enough, hence `driver_version`.
 _DESCRIPTION = """
@@ -74,7 +63,9 @@ gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 fpus_per_core: 128
   shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536 driver_version: "13.0.0" %s
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536 driver_version: "13.0.0"
+  memory_bandwidth: %d device_memory_size: %d l2_cache_size: %d core_count: %d clock_rate_ghz: %s
+  cuda_compute_capability { major: %d }
 }
 platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } runtime_version { major: 12 minor: 9 patch: 0 }
 device_description_str: "%s"
@@ -126,7 +117,7 @@ def target(name: str) -> Target:
         raise ConfigError(f"topology {name!r} is not known; {hint}known are {_listed()}")
     if kind in TPUS:
         count = count // _CORES_PER_CHIP.get(kind, 1) * _devices_per_chip(kind)
-    compiles = kind in TPUS or kind in _DESCRIPTIONS
+    compiles = kind in TPUS or kind in _COMPILED_GPUS
     return Target(name, (TPUS | GPUS)[kind], count, f"{kind}:{shape}" if compiles else None)
 
 
@@ -174,5 +165,5 @@ def _listed() -> str:
 
 def gpu_description(kind: str) -> str:
     """The description of the GPU called `kind`, one of those that programs can be compiled for."""
-    name, figures = _DESCRIPTIONS[kind]
-    return _DESCRIPTION % (figures, name)
+    name, *figures = _COMPILED_GPUS[kind]
+    return _DESCRIPTION % (GPUS[kind].bandwidth, *figures, name)

@@ -20,7 +20,7 @@ from mamba_jax.kernel_check.compare import Timed, compiled_comparison, compiled_
 from mamba_jax.kernel_check.compiling import Compiler
 from mamba_jax.model import HybridModel
 from serving.check.report import Deadline, Report
-from serving.config import EngineConfig
+from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly.build import assemble
 from serving.engine.llm import LLM
 from serving.engine.requests.sampling_params import SamplingParams
@@ -169,6 +169,27 @@ def check_greedy(report: Report) -> bool:
     if equal < len(found):
         report.add("greedy tokens", found=found)
     return equal == len(found)
+
+
+def check_bits(report: Report, tokens: int = 48) -> bool:
+    """Whether the demo model's log-probabilities have the same bits alone and beside other requests, with
+    `schedule_invariant`; True where that is not supported."""
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0)
+    prompts: Any = [{"prompt_token_ids": [2 + row, *range(3, PROMPT + 5 * row)]} for row in range(4)]
+    flags = {"max_num_seqs": 4, "max_model_len": 256, "num_slots": 32, "num_pages": 64, "warmup": False}
+    try:
+        with LLM("demo", schedule_invariant=True, kernel_check="off", **flags) as llm:
+            outputs = [llm.generate(some, params, use_tqdm=False)[0].outputs[0] for some in (prompts[:1], prompts)]
+    except ConfigError as error:
+        report.add("bits", skipped=str(error))
+        return True
+    alone, among = (
+        [(token, table[token]) for token, table in zip(out.token_ids, out.logprobs or (), strict=True)]
+        for out in outputs
+    )
+    equal = sum(one == other for one, other in zip(alone, among, strict=True))
+    report.add("bits", tokens=tokens, equal=equal)
+    return equal == tokens
 
 
 def time_engine(

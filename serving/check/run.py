@@ -15,7 +15,14 @@ from checkpoints.load import load_config
 from mamba_jax.kernel_check.calls import Sizes, calls_of, with_kernels
 from mamba_jax.kernel_check.compiling import Compiler
 from serving.bench.report import environment
-from serving.check.measurements import KernelCheck, check_greedy, copy_bandwidth, time_collectives, time_engine
+from serving.check.measurements import (
+    KernelCheck,
+    check_bits,
+    check_greedy,
+    copy_bandwidth,
+    time_collectives,
+    time_engine,
+)
 from serving.check.programs import ModelPrograms, Step
 from serving.check.report import Deadline, Job, Report
 
@@ -53,7 +60,7 @@ class _Check:
     def __init__(self, model: str, tiny: bool, report: Report, deadline: Deadline, compiler: Compiler) -> None:
         self.model, self.tiny, self.report, self.deadline, self.compiler = model, tiny, report, deadline, compiler
         self.platform = jax.default_backend()
-        self.greedy, self.wrong = True, 0
+        self.wrong = 0
 
     def run(self) -> int:
         """Measures, the most important figures first; returns how many results were wrong."""
@@ -131,15 +138,16 @@ class _Check:
         ]
         last = [
             Job("greedy tokens", 2, self._greedy),
+            Job("bits", 1, self._bits),
             Job("late steps", 1, lambda: steps(*programs.left)),
             Job("collectives", 1, lambda: time_collectives(self.report)),
         ]
         if programs is None:
-            self.deadline.run([*of_kernels, last[0], last[2]])
+            self.deadline.run([*of_kernels, *last[:2], last[-1]])
         else:
             self.deadline.run([*of_steps, *of_kernels, *later, *last])
             self.report.add("implementations", chosen=programs.kernels)
-        return self.wrong + (not self.greedy)
+        return self.wrong
 
     def _load(self, copy: float, sizes: Sizes, dtype: Any) -> Any:
         """The model's programs; None, reported, where it cannot be loaded: kernels are checked without its weights."""
@@ -158,4 +166,7 @@ class _Check:
         self.report.add("compile", programs=count, done=done, seconds=round(seconds, 1))
 
     def _greedy(self) -> None:
-        self.greedy = check_greedy(self.report)
+        self.wrong += not check_greedy(self.report)
+
+    def _bits(self) -> None:
+        self.wrong += not check_bits(self.report)

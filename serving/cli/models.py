@@ -113,7 +113,7 @@ def plan(
         int | None, typer.Option(help="Also show how many sequences of this many tokens run at once.", min=1)
     ] = None,
     list_models: Annotated[bool, typer.Option("--list-models", help="List the names of published models.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="Compile every program, not only the two largest.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Compile every program, not only the largest ones.")] = False,
     analysis: Annotated[bool, typer.Option("--analysis", help="Estimate by arithmetic, without compiling.")] = False,
     context: Annotated[
         int | None, typer.Option(help="Tokens of context in decode steps. Unset: --at-context, or 2048.", min=1)

@@ -131,11 +131,12 @@ def interpreted(model, dtype, quantization, **types):
         slow("qwen3-next-80b-a3b", "bfloat16", "int8", {"kv_dtype": jnp.float8_e4m3fn}),
     ],
 )
-def test_sound_kernels_raise_no_alarm(model, dtype, quantization, types):
-    """Interpreted ones, with the floats of a few seeds."""
+def test_sound_kernels_raise_no_alarm(model, dtype, quantization, types, pytestconfig):
+    """Interpreted ones, with the floats of a few seeds, and of 200 with --slow."""
+    seeds = range(200 if pytestconfig.option.slow else 5)
     for call, kernel in interpreted(model, dtype, quantization, **types):
         compare = compiled_comparison(call, kernel, Compiler())
-        wrong = {seed: why for seed in range(5) if (why := compare(seed).wrong)}
+        wrong = {seed: why for seed in seeds if (why := compare(seed).wrong)}
         assert not wrong, (call.label, kernel, wrong)
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from mamba_jax.config import HybridConfig
 from mamba_jax.drafts import DraftSource
 from mamba_jax.head_padding import HeadPadding
+from mamba_jax.model import HybridModel, parameters
 from mamba_jax.rounding import NarrowDtype
 from mamba_jax.rows import Rows, init_rows
 from mamba_jax.sharding import Partition
@@ -32,6 +33,26 @@ from serving.engine.steps.batching import BatchBuilder
 
 MAX_PREFILL_ROWS = 32
 """Maximum number of prompts that one step begins or continues."""
+STEP_TOKENS, MOST_STEP_TOKENS = 2048, 8192
+"""The default of `max_num_batched_tokens`: at least, and at most for models with experts."""
+OPERATIONS_PER_BYTE = {"tpu": 560, "gpu": 250}
+"""Operations that a device computes while it reads a byte, by platform: those of a v6e, and between H200 and H100."""
+
+
+def step_tokens(model: HybridConfig, platform: str) -> int:
+    """Returns the default of `max_num_batched_tokens`: the largest power of two, within the bounds, with which products
+    take no longer than reading 16-bit weights.
+
+    A step reads all experts, and multiplies a token with few of them. A longer step reads them less often for a prompt.
+    """
+    if model.moe is None or platform not in OPERATIONS_PER_BYTE:
+        return STEP_TOKENS
+    share, read, used = model.moe.experts_per_token / model.moe.num_experts, 0, 0.0
+    for path, leaf in parameters(HybridModel.abstract(model, dtype=jnp.bfloat16)).items():
+        read += leaf.size
+        used += leaf.size * (share if ".experts." in path else path != "embed.weight")
+    balanced = int(OPERATIONS_PER_BYTE[platform] * read / used)
+    return 1 << max(STEP_TOKENS, min(balanced, MOST_STEP_TOKENS)).bit_length() - 1
 
 
 class ResolvedCaching(NamedTuple):
@@ -65,10 +86,10 @@ def row_rounding(config: EngineConfig) -> tuple[NarrowDtype, int] | None:
 
 
 def scheduler_config(
-    config: EngineConfig, policy: ResolvedCaching, size: StoreSize, *, lookahead: int
+    config: EngineConfig, policy: ResolvedCaching, size: StoreSize, *, budget: int, lookahead: int
 ) -> SchedulerConfig:
-    """Returns the scheduler's settings. `lookahead`: tokens after a row's own for which a draft layer needs pages."""
-    budget = config.max_num_batched_tokens
+    """Returns the scheduler's settings. `budget`: tokens of a step. `lookahead`: tokens after a row's own for which a
+    draft layer needs pages."""
     if not policy.chunked_prefill:
         # Without chunks, a step must hold the longest prompt.
         budget = max(budget, size.max_model_len)
@@ -172,12 +193,18 @@ class EngineDesign:
         shape = self.partition.device_shape(StoreShape.of(self.stored, routed_experts=routed_experts))
         return dataclasses.replace(shape, lanes=lanes_of(self.platform))
 
+    @cached_property
+    def step_tokens(self) -> int:
+        """Maximum number of tokens of a step."""
+        return self.config.max_num_batched_tokens or step_tokens(self.model, self.platform)
+
     @property
     def workspace_bytes(self) -> int:
         """An upper bound on the bytes per device that a step needs besides weights and store."""
         drafter = self.model.drafter
         return workspace_bytes(
             self.config,
+            self.step_tokens,
             platform=self.platform,
             hidden_size=self.model.hidden_size * (1 if drafter is None else 1 + len(drafter.places)),
             inner_size=self.model.inner_size // self.partition.shards,
@@ -194,7 +221,7 @@ class EngineDesign:
             num_slots=1 + rows * (1 + config.num_speculative_tokens),
             num_pages=0,
             max_num_seqs=rows,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=self.step_tokens,
             state_block_size=config.state_block_size,
             tile_size=config.tile_size,
             num_speculative_tokens=config.num_speculative_tokens,
@@ -231,7 +258,7 @@ class EngineDesign:
         if self.model.drafter is not None:
             drafts = self.model.drafter.lookahead(drafts)
         lookahead = drafts if self._stores_draft_kv else 0
-        return scheduler_config(self.config, self.caching, size, lookahead=lookahead)
+        return scheduler_config(self.config, self.caching, size, budget=self.step_tokens, lookahead=lookahead)
 
     def batches(self, settings: SchedulerConfig, *, masks: bool = False) -> BatchBuilder:
         """Returns a builder that converts the scheduler's plans to arrays. `masks`: grammars constrain some rows."""

@@ -29,6 +29,7 @@ from typing import IO
 
 from checkpoints.user_cache import cache_home
 from serving.config import ConfigError, EngineConfig
+from serving.state_transfer.identity import PROGRAM_PACKAGES, source_digest
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,6 @@ UNJUDGED = re.compile(
     r"MemoryError|RESOURCE_EXHAUSTED(?!.*(vmem|smem|shared memory))|UNAVAILABLE|CANCELLED|DEADLINE_EXCEEDED", re.I
 )
 """Errors that say nothing of a kernel. The memory of a core, of fixed size, is its own business."""
-_ROOMS = ("kernels_pallas", "mamba_jax")
 _FLAGS = (
     "model", "load_format", "revision", "hf_overrides", "dtype", "quantization", "ssm_dtype", "kv_cache_dtype",
     "tile_size", "num_speculative_tokens", "replay_interval", "max_num_seqs",
@@ -193,13 +193,8 @@ def platform_at_hand() -> str:
 def _key(request: Mapping[str, object]) -> str:
     """A digest of everything that a verdict depends on."""
     found = hashlib.sha256(json.dumps(request).encode())
-    for part in (*_device(), *_versions()):
+    for part in (*_device(), *_versions(), source_digest(PROGRAM_PACKAGES)):
         found.update(part.encode())
-    for room in _ROOMS:
-        spec = importlib.util.find_spec(room)
-        for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-            for path in sorted(Path(folder).rglob("*.py")):
-                found.update(path.read_bytes())
     return found.hexdigest()[:24]
 
 

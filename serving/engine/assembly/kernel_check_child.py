@@ -23,8 +23,16 @@ from serving.engine.assembly.kernel_check import UNJUDGED
 
 MARGIN = 1.05
 """A kernel is not used if its calls together take longer than those of the plain form by this factor."""
-BANDWIDTH, LOOP = 1e12, 1e-3
-"""Bytes per second, and seconds, for which the number of calls in a timed loop is chosen."""
+BANDWIDTH, LOOP, MOST = 1e12, 1e-3, 200
+"""Bytes per second, and seconds, for which the number of calls in a timed loop is chosen, and the most calls."""
+
+
+def checked_sizes(*, tile_size: int, page_size: int, drafts: int = 0, interval: int = 16, **dtypes: Any) -> Sizes:
+    """The steps whose calls are compared; `dtypes` are those of states, keys and values."""
+    return Sizes(
+        rows=(8,), steps=tuple({1, 1 + drafts}), tokens=(4 * tile_size,), tile_size=tile_size, page_size=page_size,
+        intervals=tuple({1, interval}), **dtypes,
+    )  # fmt: skip
 
 
 def main() -> None:
@@ -33,11 +41,10 @@ def main() -> None:
     platform, skip = request["platform"], request["skip"]
     if (found := jax.default_backend()) != platform:  # another process may have the accelerator
         sys.exit(f"kernels are not checked: JAX runs on {found} instead of {platform}")
-    drafts, interpreted = request["num_speculative_tokens"], platform == "cpu"
-    sizes = Sizes(
-        rows=(8,), steps=tuple({1, 1 + drafts}), tokens=(4 * request["tile_size"],), tile_size=request["tile_size"],
-        page_size=request["page_size"], intervals=tuple({1, request["replay_interval"] or 16}),
-        ssm_dtype=request["ssm_dtype"],
+    interpreted = platform == "cpu"
+    sizes = checked_sizes(
+        tile_size=request["tile_size"], page_size=request["page_size"], drafts=request["num_speculative_tokens"],
+        interval=request["replay_interval"] or 16, ssm_dtype=request["ssm_dtype"],
         kv_dtype=jnp.float8_e4m3fn if request["kv_cache_dtype"] == "fp8" else None,
     )  # fmt: skip
     checkpoint = Checkpoint(
@@ -57,7 +64,7 @@ def main() -> None:
             continue
         timing = None
         if not interpreted:
-            timings = partial(compiled_timings, seconds=LOOP, bandwidth=BANDWIDTH, most=200)
+            timings = partial(compiled_timings, seconds=LOOP, bandwidth=BANDWIDTH, most=MOST)
             timing = compiler.submit(_told, name, timings, call, kernel, compiler)
         compared = compiler.submit(_told, name, compiled_comparison, call, kernel, compiler)
         cases.setdefault(name, []).append((compared, timing))

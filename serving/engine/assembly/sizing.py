@@ -323,10 +323,13 @@ def store_memory(config: EngineConfig, *, workspace: int, devices: Iterable[jax.
     return free
 
 
-def workspace_bytes(config: EngineConfig, *, platform: str, hidden_size: int, inner_size: int, vocab_size: int) -> int:
-    """Returns a rough upper bound on a step's memory besides weights and store: activations in float32, and logits."""
+def workspace_bytes(
+    config: EngineConfig, tokens: int, *, platform: str, hidden_size: int, inner_size: int, vocab_size: int
+) -> int:
+    """Returns a rough upper bound on the memory of a step of so many tokens besides weights and store: activations in
+    float32, and logits."""
     heads = config.max_num_seqs * (1 + config.num_speculative_tokens)
-    tokens = config.max_num_batched_tokens + (heads if config.mixes_steps_on(platform) else 0)
+    tokens += heads if config.mixes_steps_on(platform) else 0
     activations = tokens * (4 * hidden_size + 6 * inner_size) * 4
     logits = 3 * heads * vocab_size * 4
     return activations + logits

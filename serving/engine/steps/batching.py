@@ -172,7 +172,7 @@ class BatchBuilder:
             for shape in self.prefill_shapes[:-1][place : place + 1]:
                 yield self.empty_prefill(shape)
         for shape in self.mixed_shapes:
-            yield MixedBatch(self.empty_decode(self.decode_shapes[-1], self._widths[-1]), self.empty_prefill(shape))
+            yield self.empty_mixed(shape)
 
     @property
     def num_step_programs(self) -> int:
@@ -364,6 +364,10 @@ class BatchBuilder:
             page_updates=2 * rows if self._pages_per_row else None,
             replay=self._config.replay_interval > 1,
         )
+
+    def empty_mixed(self, shape: PrefillShape) -> MixedBatch:
+        """Returns a batch of padding: the widest decode part, and a prefill part."""
+        return MixedBatch(self.empty_decode(self.decode_shapes[-1], self._widths[-1]), self.empty_prefill(shape))
 
     def empty_prefill(self, shape: PrefillShape) -> PrefillBatch:
         """Returns a batch of padding."""

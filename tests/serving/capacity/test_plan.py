@@ -58,8 +58,26 @@ def test_code_is_reserved_on_tpu():
     assert made.store + reserved <= 0.9 * made.target.device.memory
 
 
+@pytest.mark.parametrize(
+    ("model", "topology", "tokens"),
+    [
+        ("nemotron-h-8b", "v6e-8", 2048),
+        ("nemotron-3-nano-30b-a3b", "v6e-8", 4096),
+        ("nemotron-3-nano-30b-a3b", "h200-1", 2048),
+        ("qwen3-next-80b-a3b", "v6e-8", 8192),
+    ],
+)
+def test_steps_read_experts_no_longer_than_they_multiply(model, topology, tokens):
+    step = plan(model, topology).steps[0]
+    assert step.tokens == tokens
+    assert plan(model, topology, max_num_batched_tokens=512).steps[0].tokens == 512
+    if tokens > 2048:
+        assert step.memory_ms < 3 * step.compute_ms
+
+
 def test_long_contexts_are_bounded():
-    made = plan("qwen3-next-80b-a3b", "v6e-16", max_model_len=1 << 20, allow_long_max_model_len=True)
+    flags = {"max_model_len": 1 << 20, "allow_long_max_model_len": True, "max_num_batched_tokens": 2048}
+    made = plan("qwen3-next-80b-a3b", "v6e-16", **flags)
     few, more, most = made.long_contexts
     assert [each.tokens for each in made.long_contexts] == [1 << 17, 1 << 19, 1 << 20]
     assert most.sequences == made.sequences_at(1 << 20)[0]

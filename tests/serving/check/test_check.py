@@ -17,7 +17,8 @@ def test_every_job_measures(tmp_path):
     figures = json.loads(path.read_text())
     metrics = {one["metric"] for one in figures if not {"skipped", "error", "later"} & one.keys()}
     steps = {"decode step", "prefill step", "mixed step"}
-    assert metrics >= steps | {"copy", "load", "generate", "greedy tokens", "kernel against plain", "kernel"}
+    assert metrics >= steps | {"copy", "load", "generate", "greedy tokens", "bits", "kernel against plain", "kernel"}
+    assert sum(one["metric"] == "collective" for one in figures) == 5  # of the tests' 8 devices
     assert [one for one in figures if one["metric"] == "kernel against plain" and "equal" not in one] == []
 
 

@@ -73,7 +73,7 @@ def test_the_default_page_size_depends_on_the_platform_and_divides_the_state_blo
     found = size_store(config, SHAPE, mode="all", platform=platform, **sizes)
     assert found.page_size == page_size
     assert found.bytes_per_page == SHAPE.bytes_per_page(page_size, jnp.float32)
-    settings = scheduler_config(config, resolve_caching(config), found, lookahead=0)
+    settings = scheduler_config(config, resolve_caching(config), found, budget=2048, lookahead=0)
     assert settings.page_size == page_size
 
 
