@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from serving.config import ConfigError
-
-GIB = 1 << 30
+from serving.engine.assembly.sizing import GIB
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ def check_greedy(report: Report) -> bool:
 
 
 def check_bits(report: Report, tokens: int = 48) -> bool:
-    """Whether the demo model's log-probabilities have the same bits alone and beside other requests, with
+    """Whether the demo model's log-probabilities have the same bits alone and with other requests, with
     `schedule_invariant`; True where that is not supported."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0)
     prompts: Any = [{"prompt_token_ids": [2 + row, *range(3, PROMPT + 5 * row)]} for row in range(4)]
