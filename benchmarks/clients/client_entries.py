@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
+from benchmarks.clients.writing_proxy import RESULT
+
 FIRST, SECOND, THIRD = "Say hello with a command.", "And what did it say?", "Is that all?"
 
 
@@ -23,6 +25,8 @@ class Client:
     variables: dict[str, str] = field(default_factory=dict)
     shortened: list[str] | None = None
     """The command of a turn before which the client shortens the conversation, because it has come near a limit."""
+    overflow: list[str] | None = None
+    """The command of a turn that becomes too long with its tool's result; None if a further turn becomes too long."""
     package: str = ""
     """Its name on PyPI; "" if it comes from npm."""
     tools: bool = True
@@ -44,6 +48,12 @@ def opencode(name: str, provider: str) -> Client:
         [*words, "What is in the picture?", "-f", "{home}/dot.png"],
         {".config/opencode/opencode.json": json.dumps(settings)}, {"OPENCODE_DISABLE_MODELS_FETCH": "1"},
     )  # fmt: skip
+
+
+def session(name: str, content: object) -> str:
+    """Returns Continue's file of a conversation with one message."""
+    history = [{"message": {"role": "user", "content": content}, "contextItems": []}]
+    return json.dumps({"sessionId": name, "title": "-", "workspaceDirectory": "{home}", "history": history})
 
 
 CODEX = ["codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
@@ -91,6 +101,7 @@ NPM = (
     Client(
         "Cline", ["cline", "--version"], ["{self}", "{here}/agent_protocol.py", FIRST, SECOND, *CLINE],
         picture=["cline", "What is in @{home}/dot.png"],
+        overflow=["cline", FIRST],  # its protocol for editors does not shorten conversations
         files={".cline/data/settings/providers.json": json.dumps({
             "version": 1, "lastUsedProvider": "openai-compatible", "modes": {}, "providers": {"openai-compatible": {
                 "settings": {"provider": "openai-compatible", "apiKey": "-", "model": "demo", "baseUrl": "{url}/v1"},
@@ -102,16 +113,16 @@ NPM = (
         "Continue", ["cn", "--version"], [*CONTINUE, FIRST], [*CONTINUE, "--resume", SECOND],
         [*CONTINUE, "--fork", "picture", "What is in it?"],  # without a screen, only earlier turns have pictures
         files={
-            ".continue/sessions/picture.json": json.dumps({
-                "sessionId": "picture", "title": "-", "workspaceDirectory": "{home}", "history": [{
-                    "message": {"role": "user", "content": [
-                        {"type": "text", "text": "Look."}, {"type": "imageUrl", "imageUrl": {"url": "{picture}"}}]},
-                    "contextItems": []}]}),
+            ".continue/sessions/picture.json": session("picture", [
+                {"type": "text", "text": "Look."}, {"type": "imageUrl", "imageUrl": {"url": "{picture}"}}]),
             "config.yaml": json.dumps({"name": "local", "version": "1.0.0", "schema": "v1", "models": [{
                 "name": "demo", "provider": "openai", "model": "demo", "apiBase": "{url}/v1", "apiKey": "-",
-                "roles": ["chat"], "capabilities": ["tool_use", "image_input"]}]}),
+                "roles": ["chat"], "capabilities": ["tool_use", "image_input"],
+                "defaultCompletionOptions": {"contextLength": 40_000, "maxTokens": 15_000}}]}),
+            ".continue/sessions/long.json": session("long", f"{FIRST} {RESULT}{' again' * 12_000}"),
         },
         variables={"CONTINUE_CLI_ENABLE_TELEMETRY": "0", "CONTINUE_TELEMETRY_ENABLED": "0"},
+        shortened=[*CONTINUE, "--fork", "long", THIRD],  # summarizes at contextLength - 2 * maxTokens
     ),
 )  # fmt: skip
 AIDER = [

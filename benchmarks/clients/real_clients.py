@@ -172,14 +172,16 @@ def tested(
         row[1] = judged(last, output[-1], said(SECOND), said(seen))
     elif client.turns:  # the first command runs both turns
         row[1] = judged(first, output[-1], said(SECOND))
-    again = client.second or client.first
-    if any(SECOND in word for word in again):
-        proxy.too_long = FIRST if client.package else seen, THIRD
-        row[3] = refused(start([word.replace(SECOND, THIRD) for word in again]), output[-1])
-        proxy.too_long = ()
+    again = [word.replace(SECOND, THIRD) for word in client.overflow or client.second or client.first]
+    newest = next((text for text in (THIRD, FIRST) if any(text in word for word in again)), "")
+    if newest and client.turns:
+        older = FIRST if client.package else seen
+        proxy.too_long = (newest, older) if client.overflow else (older, newest)
+        row[3] = refused(start(again), output[-1], newest)
+        proxy.too_long, proxy.ended = (), False
     if client.shortened:
         proxy.ended = True  # or each result would be a reason to shorten it again
-        row[4] = judged(start(client.shortened), output[-1], said(THIRD), lambda each: not said(seen)(each))
+        row[4] = judged(start(client.shortened), output[-1], lambda each: said(THIRD)(each) and not said(seen)(each))
         proxy.ended = False
     if client.picture:
         row[2] = judged(start(client.picture), output[-1], said("iVBORw0KGgo"))  # how each PNG file begins
@@ -194,16 +196,16 @@ def has(python: str, package: str) -> bool:
     return subprocess.run(words, capture_output=True, check=False).returncode == 0
 
 
-def refused(exchanges: list[Exchange], output: str) -> str:
-    """Returns what a client does whose conversation has become too long: it `goes on` after it has shortened it, it
-    `shortens it` but keeps what is too long, or `says so`."""
-    if not any(each.refused for each in exchanges):
+def refused(exchanges: list[Exchange], output: str, newest: str) -> str:
+    """Returns what a client does whose conversation has become too long: it `goes on` with the `newest` message after
+    it has shortened it, it `shortens it` but keeps what is too long, or `says so`."""
+    first = next((i for i, each in enumerate(exchanges) if each.refused), None)
+    if first is None:
         return f"no ({len(exchanges)} requests)"
-    if any(each.status == 200 and not each.refused and said(THIRD)(each) for each in exchanges):
+    later = [each for each in exchanges[first:] if each.status == 200 and not each.refused]
+    if any(said(newest)(each) and (each.body.get("tools") or not exchanges[first].body.get("tools")) for each in later):
         return f"no ({len(exchanges)} requests)" if exchanges[-1].refused else "goes on"
-    if any(each.status == 200 and not each.refused for each in exchanges[1:]):
-        return "shortens it"
-    return "no (timed out)" if output == TIMED_OUT else "says so"
+    return "shortens it" if later else "no (timed out)" if output == TIMED_OUT else "says so"
 
 
 def cached(exchanges: list[Exchange], seen: str) -> str:

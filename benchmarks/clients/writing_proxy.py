@@ -18,8 +18,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-ECHO = "echo said-by-the-tool"
 RESULT = "said-by-the-tool"
+ECHO = "printf '%s-tool %01500d' said-by-the 0"
+"""A command with a long result: Cline replaces results only by something shorter."""
 TOOL = re.compile(r"(?i)^(bash|shell|shell_command|exec_command|execute_command|run_shell_command|run_commands?)$")
 TEXT_PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/completions")
 
@@ -79,7 +80,8 @@ def call_of(body: dict[str, Any], *, ended: bool) -> str | None:
 
 class Proxy(ThreadingHTTPServer):
     """Passes requests on, and adds what the model must write. `exchanges`: what came through since the last `take`.
-    Requests that contain all texts of `too_long` get more text than the model can read. `ended`: no calls any more."""
+    Requests that contain all texts of `too_long` get more text than the model can read, and the model calls no more
+    tools, as with `ended`."""
 
     daemon_threads = True
     too_long: tuple[str, ...] = ()
@@ -117,6 +119,7 @@ class Handler(BaseHTTPRequestHandler):
             texts = self.server.too_long
             exchange = Exchange(path, body, bool(texts) and all(text in content.decode() for text in texts))
             self.server.exchanges.append(exchange)
+            self.server.ended |= exchange.refused
             if exchange.refused and (messages := body.get("input", body.get("messages"))) is not None:
                 messages = [*messages, {"role": "user", "content": "too long " * 100_000}]
                 body = body | {"input" if "input" in body else "messages": messages}
