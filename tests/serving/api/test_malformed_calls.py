@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from serving.api.http.parsing.formats import WRAPPERS
 from tests.support.servers.written_calls import cut, found, tool_with
 
 F = tool_with({"a": {"type": "string"}, "b": {"type": "integer"}})
@@ -98,7 +99,30 @@ MALFORMED = [
     ("hermes", '<tool_call>{"name": "f", "arguments": []}</tool_call>', [("f", {})], ""),
     *(("qwen3_coder", f"<tool_call><function=f>\n<a>{value}</function></tool_call>", [("f", {"a": "x", **more})], "")
       for value, more in (("x</a>", {}), ("\nx\n</a>\n<b>5</b>\n", {"b": 5}), ("x", {}), ("x</a><c>1</c>", {}))),
+    # Parameters, names and marks as models of other families write them, and end marks within values.
+    *(("qwen3_coder", f"<tool_call>{call}</tool_call>", X, "") for call in (
+        "f\n<parameter=a>x</parameter></function>", '{"name": "default_api.f", "kwargs": {"a": "x"}}',
+        "<function=f><arg_key>a</arg_key><arg_value>x</arg_value></function>",
+        '{"tool_name": "f()", "tool_args": {"a": "x"}}', f"<function=functions/f>{A}</parameter></function>")),
+    *(("qwen3_coder", f"<tool_call><function=f><parameter=a>\n{value}\n</parameter></function></tool_call> So.",
+       [("f", {"a": value})], " So.") for value in (
+        "</parameter> is a mark", f"<tool_call>\n<function=g>\n{A}</function>\n</tool_call>")),
+    ("qwen3_coder", f"<tool_call><function=f>{A}So: <parameter=b>5</parameter></function></tool_call> So</parameter>",
+     [("f", {"a": "x", "b": 5})], " So</parameter>"),
+    *(("nemotron", f"{begin}\n{call}\n{end} So.", X, " So.") for begin, end in WRAPPERS.items()
+      for call in (f"<function=f>\n{A}</function>", '{"name": "f", "arguments": {"a": "x"}}')),
+    ("lfm2", "<|tool_call_start|><tool_call>[f(a: 'x'), f('a': 'x')]</tool_call><|tool_call_end|>", X * 2, ""),
+    *(("ling3", f"<tool_call>f<arg_key>a</arg_key><arg_value>{value}</tool_call>", [("f", {"a": made})], "")
+      for value, made in (("x</arg_key>", "x"), ("a </arg_value> b</arg_value>", "a </arg_value> b"))),
+    *(("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0\n<|tool_call_argument_begin|>\n{"
+       f"{given}<|tool_calls_section_end|>", X, "") for given in ('"a": "x"', '"a": "x"}\n<|tool_call_end|>\n')),
+    *(("hermes", f'<tool_call>{{"name": "f", "arguments": {{"a": "{value}"}}}}</tool_call>', [("f", {"a": value})], "")
+      for value in ('say "hi" now', 'say "hi", ok', 'say "hi"')),
+    ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>', [],
+     '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
     # What only resembles a call.
+    *((form, text, [], text) for form in ("lfm2", "qwen3_coder") for text in (
+        "The <tools> are <function_call>.", '<tool_calls>[{"name": "g", "arguments": {}}]</tool_calls>')),
     ("qwen3_coder", f"<function=g>\n{A}</function>", [], f"<function=g>\n{A}</function>"),
     ("qwen3_coder", "Write `<tool_call>` and <function= first.", [], "Write `<tool_call>` and <function= first."),
     ("lfm2", "[f(a='x')] is Python", [], "[f(a='x')] is Python"),

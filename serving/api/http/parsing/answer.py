@@ -7,6 +7,7 @@ call remains text. A call's arguments are valid JSON whatever the model writes, 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +23,15 @@ from serving.api.http.parsing.argument_values import (
     tagged_value,
     whole_arguments,
 )
-from serving.api.http.parsing.formats import FORMATS, SYNTAXES, CallFormat, CallSyntax, ReasoningMarks, plain_name
+from serving.api.http.parsing.formats import (
+    FORMATS,
+    SYNTAXES,
+    WRAPPERS,
+    CallFormat,
+    CallSyntax,
+    ReasoningMarks,
+    plain_name,
+)  # fmt: skip
 from serving.api.http.parsing.text_cursor import SPACE, TextCursor, TextEnds, Wait, cached_marks
 from serving.api.http.parsing.written_json import WrittenObject, arguments_in, call_in, read_written
 from serving.api.http.protocol.chat import Tool
@@ -33,6 +42,7 @@ _RETRIES = 4
 _BETWEEN = SPACE + ",;[]}"
 """Letters without meaning between calls."""
 _LONGEST_WORD = 256
+_DECORATED = re.compile(r"^(?:functions|tools|default_api)[./]|(?:\(\))?/?$")
 _WORD = re.compile(rf"[\w.\-:]{{1,{_LONGEST_WORD}}}|.", re.DOTALL)
 """A word between calls, after which the next one is looked for: with all letters of names, or each part of a word would
 be searched to its end."""
@@ -129,7 +139,8 @@ class AnswerReader:
         ended = self._marks.end if self._marks is not None and self._may_end else ""
         marks = [ended]
         if style is not None:
-            marks += [style.begin, style.end if self.called else "", *_BARE, "\n" if style.syntax in _OF_LINES else ""]
+            marks += [style.begin, style.end if self.called else "", *_BARE, *WRAPPERS]
+            marks.append("\n" if style.syntax in _OF_LINES else "")
         try:
             mark = yield from cursor.until(cached_marks(*marks), self._show)
         except TextEnds:
@@ -145,6 +156,8 @@ class AnswerReader:
             yield from self._section(style)
         elif mark == style.end:  # models repeat marks
             cursor.take(len(mark))
+        elif mark in WRAPPERS:
+            yield from self._section(dataclasses.replace(style, begin=mark, end=WRAPPERS[mark]), offered=True)
         elif not (yield from self._bare(style)):
             self._show(cursor.take(len(mark)))
 
@@ -177,16 +190,18 @@ class AnswerReader:
         yield from self._more_calls(style, bare=True)
         return True
 
-    def _section(self, style: CallFormat) -> Wait[None]:
-        """Reads a begin mark and the calls after it. Without a call, the mark is text."""
+    def _section(self, style: CallFormat, *, offered: bool = False) -> Wait[None]:
+        """Reads a begin mark and the calls after it, if `offered` only of tools that the request offers. Without a
+        call, the mark is text."""
         cursor, before, raw = self._cursor, self._numbering.count, list[str]()
         try:
-            while (yield from cursor.mark(style.begin)):  # models repeat marks
-                raw.append(cursor.take(len(style.begin)))
+            while mark := (yield from cursor.mark(style.begin, *WRAPPERS)):  # models repeat marks
+                raw.append(cursor.take(len(mark)))
                 yield from cursor.skip(SPACE + ",[]", raw.append)
             if (yield from cursor.skip_fence(raw.append)):
                 yield from cursor.skip(SPACE + ",[]", raw.append)
-            called = yield from self._call(style, raw, offered=self.inside and not style.ends_reasoning)
+            offered |= self.inside and not style.ends_reasoning
+            called = yield from self._call(style, raw, offered=offered)
         except TextEnds:
             if self._numbering.count == before:
                 self._show("".join(raw) + cursor.take(len(cursor.text) - cursor.at))
@@ -294,8 +309,8 @@ class AnswerReader:
             yield from self._object(style, syntax)
 
     def _own(self, name: str) -> str:
-        """Returns the name under which a tool is offered: models add the namespace of functions."""
-        plain = name.removeprefix("functions.")
+        """Returns the name under which a tool is offered: models add a namespace, parentheses, and the end of a tag."""
+        plain = _DECORATED.sub("", name)
         return plain if name not in self._schemas and plain in self._schemas else name
 
     def _begin(self, name: str, call_id: str | None = None) -> None:
@@ -309,10 +324,10 @@ class AnswerReader:
 
     def _object(self, style: CallFormat, syntax: CallSyntax) -> Wait[None]:
         """Reads arguments that are a JSON object, and the end of their call."""
-        cursor, closing = self._cursor, syntax.ends[0] if syntax.ends else style.end
+        cursor, closing = self._cursor, (*syntax.ends[:1], style.end)
         ends = cached_marks(*syntax.ends, style.end, style.begin, *syntax.begins)
         if cursor.text.startswith("{", cursor.at):
-            yield from read_written(cursor, WrittenObject(closing), self._emit)
+            yield from read_written(cursor, WrittenObject(*closing), self._emit)
         else:
             parts: list[str] = []
             with cursor.closing(lambda: self._emit(arguments_in("".join(parts)))):
@@ -323,7 +338,7 @@ class AnswerReader:
             return
         yield from cursor.skip(SPACE + ",")
         if not cursor.text.startswith("{", cursor.at):  # other fields of the call
-            rest = WrittenObject(closing)
+            rest = WrittenObject(*closing)
             rest.push("{")
             yield from read_written(cursor, rest, len)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from serving.api.http.json_values import parse_written
-from serving.api.http.parsing.formats import KEYS, CallFormat, CallSyntax, plain_name
+from serving.api.http.parsing.formats import FUNCTION, KEYS, CallFormat, CallSyntax, plain_name
 from serving.api.http.parsing.text_cursor import SPACE, Head, Marks, TextCursor, TextEnds, Wait, cached_marks
 from serving.api.http.parsing.written_json import ESCAPE, ESCAPE_PART, WrittenObject, read_written, unescaped
 
@@ -49,7 +49,7 @@ def markup_value(
             mark = yield from text.until(ends, push)
             size = len(mark)
             if mark.endswith(syntax.value_ends):
-                if mark.endswith(syntax.value_ends[0]) or (yield from _ends_here(text, size, syntax, style, is_key)):
+                if (yield from _ends_here(text, mark, syntax, style, is_key)):
                     text.take(size)
                     break
             elif mark.endswith(syntax.parameter_begins):
@@ -65,12 +65,30 @@ def markup_value(
             push(text.take(size))
 
 
+def _ends_value(text: TextCursor, size: int, syntax: CallSyntax, style: CallFormat) -> Wait[bool]:
+    """Returns whether an end mark, `size` letters long, ends its value: another one follows neither before any other
+    mark nor right after the end of the call."""
+    closing, ends = syntax.value_ends[0], (*syntax.ends, style.end)
+    marks = (*ends, *syntax.parameter_begins, *syntax.begins, closing)
+    if (following := (yield from text.follows(marks, size))) is None:
+        return (yield from text.ahead(cached_marks(*marks), size))[0] != closing
+    while following and following[0] in ends:
+        following = yield from text.follows((*ends, closing), following[1])
+        if following and following[0] == closing:
+            return False
+    return True
+
+
 def _ends_here(
-    text: TextCursor, size: int, syntax: CallSyntax, style: CallFormat, is_key: Callable[[str], bool]
+    text: TextCursor, written: str, syntax: CallSyntax, style: CallFormat, is_key: Callable[[str], bool]
 ) -> Wait[bool]:
-    """Returns whether another spelling of the end of a value, `size` letters long, ends it: the end of the call or a
-    further parameter must follow, and not the rest of the value before its own end."""
-    if not (yield from text.follows((*syntax.parameter_begins, *syntax.ends, style.end, *syntax.begins), size)):
+    """Returns whether an end mark of values ends this one. After another spelling than the usual one, the end of the
+    call or a further parameter must follow, and not the rest of the value before its own end."""
+    size = len(written)
+    if written.endswith(syntax.value_ends[0]):
+        return (yield from _ends_value(text, size, syntax, style))
+    marks = (*syntax.parameter_begins, *FUNCTION.ends, *syntax.ends, style.end, *syntax.begins)
+    if (yield from text.follows(marks, size)) is None:
         return False
     mark, distance = yield from text.ahead(
         cached_marks(syntax.value_ends[0], style.begin, *syntax.begins, *syntax.parameter_begins), size

@@ -57,7 +57,7 @@ class CallSyntax:
     @property
     def parameter_begins(self) -> tuple[str, ...]:
         """Marks before the name of a parameter."""
-        return _distinct(self.parameters)
+        return tuple(mark for mark in _distinct(self.parameters) if mark.startswith("<"))
 
     def named(self, written: str) -> tuple[str, str | None]:
         """Returns a call's name, and its id if it has one."""
@@ -85,29 +85,32 @@ JSON = CallSyntax(tuple(
 """`{"name": ..., "arguments": {...}}`, or a list of such objects. The fields may also have another order."""
 TAGGED = CallSyntax(
     (
-        Head("<|tool_call_begin|>", "<|tool_call_argument_begin|> ", ahead=r"(?=\S)"),
+        Head("<|tool_call_begin|>", " <|tool_call_argument_begin|> ", ahead=r"(?=\S)"),
         Head("<|tool_call_begin|>", " ", name=r"[\w.\-:]{1,256}+", ahead=r"(?=\{)"),
         Head("", " <|tool_call_argument_begin|> ", name=r"[\w.\-:]{1,256}+", ahead=r"(?=\S)"),
     ),
     ("<|tool_call_end|>",), tagged=True,
 )  # fmt: skip
+_KEYED = (
+    Head("<arg_key>", "</arg_key> <arg_value>"), Head("<arg_key>", " <arg_value>"),
+    Head("<arg_key>", "</arg_key>", ahead=r"\s{0,16}(?=[^<\s])"),
+)  # fmt: skip
 FUNCTION = CallSyntax(
     (Head("<function=", ">"), Head("<function name=", ">"), Head("<invoke name=", ">"),
      Head("<function=", " ", name=r"[\w.\-]{1,256}", ahead="(?=<)")), ("</function>", "</invoke>"),
     (Head("<parameter=", ">"), Head("<parameter name=", ">"),
-     Head("<parameter=", "\n", name=r"[\w.\-]{1,256}")), ("</parameter>", "</param>"), padding="\n",
+     Head("<parameter=", "\n", name=r"[\w.\-]{1,256}"), *_KEYED), ("</parameter>", "</param>", "</arg_value>"),
+    padding="\n",
 )  # fmt: skip
 """`<function=name>`, then `<parameter=key>`, a value and `</parameter>` on separate lines, then `</function>`."""
 ARGUMENT = CallSyntax(
     (Head("", " ", name=r"[\w.\-]{1,256}", ahead="(?=[<{])"),),
-    parameters=(
-        Head("<arg_key>", "</arg_key> <arg_value>"), Head("<arg_key>", " <arg_value>"),
-        Head("<arg_key>", "</arg_key>", ahead=r"\s{0,16}(?=[^<\s])"),
-    ),
-    value_ends=("</arg_value>",),
+    parameters=(*_KEYED, Head("<parameter=", ">")), value_ends=("</arg_value>", "</arg_key>", "</parameter>"),
 )  # fmt: skip
 PYTHON = CallSyntax(
-    (Head("", " (", name=r"[A-Za-z_][\w.\-]{0,255}"),), (")",), (Head("", " =", name=r"[\w.\-]{1,256}"),)
+    (Head("", " (", name=r"[A-Za-z_][\w.\-]{0,255}"),), (")",),
+    (Head("", " =", name=r"[\w.\-]{1,256}"), Head("", " : ", name=r"[A-Za-z_]\w{0,255}", ahead=r"(?=[\"'\[{])"),
+     Head('"', '" :', name=r"\w{1,256}"), Head("'", "' :", name=r"\w{1,256}")),
 )  # fmt: skip
 """`name(key="text", other=[1, None])`, or `name({"key": "text"})`. Arguments without a name get the names of the tool's
 parameters, in order."""
@@ -159,6 +162,12 @@ FORMATS: Mapping[ToolCallForm, CallFormat] = MappingProxyType({
     "hermes": CallFormat("<tool_call>", "</tool_call>"),
 })  # fmt: skip
 """Formats by name. If a chat template contains the signs of several formats, the first one counts."""
+WRAPPERS: Mapping[str, str] = MappingProxyType(
+    {form.begin: form.end for form in FORMATS.values()}
+    | {f"<{name}>": f"</{name}>" for name in ("tools", "function_call", "minimax:tool_call")}
+    | {"<|tool_call_section_begin|>": "<|tool_call_section_end|>"}
+)
+"""Marks before and after calls that models of any format write."""
 
 
 def form_of(tokenizer: Tokenizer | None) -> ToolCallForm | None:

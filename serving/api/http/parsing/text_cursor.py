@@ -106,16 +106,17 @@ class TextCursor:
                 return matched
         return None
 
-    def follows(self, marks: tuple[str, ...], skipped: int) -> Wait[bool]:
-        """Whether one of the marks, or the end of the text, is next after `skipped` characters and white space."""
+    def follows(self, marks: tuple[str, ...], skipped: int) -> Wait[tuple[str, int] | None]:
+        """Returns which of the marks is next after `skipped` characters and white space, "" for the end of the text,
+        and the distance of its end; None if there is none."""
         while True:
             begin = self.at + skipped
             rest = self.text[begin : begin + _AHEAD].lstrip()
-            if rest.startswith(marks):
-                return True
+            if mark := next((mark for mark in marks if rest.startswith(mark)), ""):
+                return mark, self.text.index(mark, begin) + len(mark) - self.at
             part = any(mark.startswith(rest) for mark in marks)
             if not part or self.last or len(self.text) >= begin + _AHEAD:
-                return part
+                return ("", skipped) if part else None
             yield
 
     def until(self, marks: Marks, consume: Callable[[str], object] = len) -> Wait[str]:

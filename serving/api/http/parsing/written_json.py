@@ -18,7 +18,11 @@ from serving.api.http.parsing.text_cursor import TextCursor, TextEnds, Wait
 
 _PLAIN = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"[^'\"\\\x00-\x1f]+")}
 _SPACE = re.compile(r"[ \t\r\n]+|\s")
-_AFTER_STRING = re.compile(r"\s{0,64}")
+_MORE, _WORD = r"\s{0,4096}", r"[\w$.+-]{1,4096}"
+_ITEM = rf"""["'\[{{\]}}),<]|{_WORD}{_MORE}[:,\]}})<]|\s{{4096}}"""
+_AFTER = re.compile(rf"""\s*(?:[:\]}})]|["'][^\s,}}\]]|\s{{4096}}|,\s*(?:{_ITEM}))""")
+"""Text after a string: another element of the object, also where its comma is missing, or much white space."""
+_AFTER_BEGINS = re.compile(rf"""{_MORE}(?:["']|,{_MORE}(?:{_WORD}{_MORE})?)?""")
 _BARE = re.compile(r'[^\s{}\[\]",:<]+')
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 _ESCAPE_BEGINS = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
@@ -40,7 +44,8 @@ _LETTERS = {
     "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "\n": "", "\\": "\\", '"': '"',
     "'": "'", "/": "/",
 }  # fmt: skip
-_NAMES, _ARGUMENTS = ("name", "function", "tool"), ("arguments", "parameters", "args", "input")
+_NAMES = ("name", "function", "tool", "tool_name")
+_ARGUMENTS = ("arguments", "parameters", "args", "input", "kwargs", "tool_args", "tool_input")
 """Fields of a call in JSON."""
 _PYTHON_BARE = re.compile(r'[^\s{}\[\]()",:<]+')
 _PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
@@ -53,11 +58,11 @@ class WrittenObject:
     `MAX_DEPTH` levels deep become null, missing separators are added, and superfluous ones are removed.
 
     Args:
-        closing: the mark after the calls; it ends the object anywhere except in strings.
+        closing: the marks after the call or all calls; they end the object anywhere except in strings.
         python: the object is a literal of Python: with its escapes and numbers, and with tuples, which become arrays.
     """
 
-    def __init__(self, closing: str = "", *, python: bool = False) -> None:
+    def __init__(self, *closing: str, python: bool = False) -> None:
         self._closing, self._python = closing, python
         self._words = _PYTHON_BARE if python else _BARE
         self._open: list[str] = []
@@ -140,15 +145,14 @@ class WrittenObject:
     def _ends_string(self, text: str, at: int) -> bool | None:
         """Returns whether a quote before `at` ends a string, because models forget to escape quotes: a value ends only
         where the object can go on. None if more text decides."""
-        after = at + len(_AFTER_STRING.match(text, at)[0])  # type: ignore[index]
-        if self._expects == "key" or after - at == 64:
+        if self._expects == "key" or _AFTER.match(text, at):
             return True
-        if after == len(text):
+        if _AFTER_BEGINS.fullmatch(text, at):
             return None
-        rest = text[after : after + len(self._closing)]
-        if rest and rest != self._closing and self._closing.startswith(rest):
-            return None
-        return text[after] in ",:}])\"'" or (bool(rest) and rest == self._closing)
+        rest = text[at : at + 4200].lstrip()
+        if rest.startswith(self._closing):
+            return True
+        return None if any(mark.startswith(rest) for mark in self._closing) else False
 
     def _end_string(self) -> None:
         self._write('"')
@@ -158,12 +162,11 @@ class WrittenObject:
     def _structure(self, text: str, at: int) -> tuple[int, bool]:
         letter = text[at]
         if letter == "<":  # JSON contains it only in strings
-            seen = text[at : at + len(self._closing)] if self._closing else ""
-            if seen and seen == self._closing:
+            if text.startswith(self._closing, at):
                 self.broken = True
                 self._close("}", all_levels=True)
                 return at, True
-            if seen and self._closing.startswith(seen):
+            if any(mark.startswith(text[at : at + len(mark)]) for mark in self._closing):
                 return at, False
             self._bare += letter
             return at + 1, False
@@ -343,7 +346,7 @@ def call_in(text: str) -> tuple[str, dict[str, Any]] | None:
     if given is None:  # the call's other fields are its arguments
         given = {word: value for word, value in call.items() if word not in (*_NAMES, *_ARGUMENTS, "type", "id")}
     arguments = object_of(given)
-    return (name, arguments) if isinstance(name, str) and arguments is not None else None
+    return (name, arguments) if isinstance(name, str) and name and arguments is not None else None
 
 
 def arguments_in(text: str) -> str:
