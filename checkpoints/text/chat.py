@@ -56,6 +56,8 @@ class AcceptedRoles:
     """Several system messages at the beginning, which otherwise are joined."""
     later: bool
     """System messages after the beginning, which otherwise become part of the next user message."""
+    repeated: bool
+    """Several messages of a user in a row; otherwise `alternating` makes a conversation that the template accepts."""
     joint: str
     """Text between the parts of a message."""
 
@@ -98,6 +100,22 @@ class AcceptedRoles:
         return accepted
 
 
+def alternating(messages: Sequence[Message]) -> list[Message]:
+    """Returns a conversation in which the user, who begins, and the assistant alternate: tools' results are the user's,
+    and calls are text."""
+    turns: list[Message] = []
+    for message in messages:
+        role = message["role"] if message["role"] in ("system", "assistant") else "user"
+        calls = [call["function"] for call in message.get("tool_calls") or () if "function" in call]
+        texts = [message.get("content"), *(f"{call['name']}({json.dumps(call['arguments'])})" for call in calls)]
+        if role == "assistant" and (not turns or turns[-1]["role"] == "system"):
+            turns.append({"role": "user", "content": ""})
+        if turns and turns[-1]["role"] == role:
+            texts.insert(0, turns.pop()["content"])
+        turns.append({"role": role, "content": "\n\n".join(str(text) for text in texts if text)})
+    return turns
+
+
 class ChatTemplate:
     """One compiled template.
 
@@ -133,6 +151,7 @@ class ChatTemplate:
             developer=bool(shows(("developer", "rule one"), *turn[:1])),
             several=bool(shows(("system", "rule one"), ("system", "rule two"), *turn[:1])),
             later=bool(shows(*turn, ("system", "rule one"), ("user", "second turn"))),
+            repeated=bool(shows(*turn[:1], ("user", "second turn"))),
             joint=between[0] if between[1] and not between[0].strip() else "\n",
         )
 
@@ -162,10 +181,17 @@ class ChatTemplate:
         """
         plain = self.roles.accepted([plain_message(message, self.roles.joint) for message in messages])
         variables |= {"tools": list(tools) if tools else None, "documents": list(documents) if documents else None}
+        variables["add_generation_prompt"] = add_generation_prompt and not continue_final_message
+        try:
+            text = self._text(plain, **variables)
+        except ChatTemplateError:
+            if self.roles.repeated:
+                raise
+            plain = alternating(plain)
+            text = self._text(plain, **variables)
         if not continue_final_message:
-            return self._text(plain, add_generation_prompt=add_generation_prompt, **variables)
+            return text
         final = str(plain[-1].get("content") or "").strip() if plain else ""
-        text = self._text(plain, add_generation_prompt=False, **variables)
         before, found, _ = text.rpartition(final) if final else ("", "", "")
         if not found:
             raise ChatTemplateError("continue_final_message: the chat template does not show the last message's text")
@@ -256,6 +282,8 @@ def part_text(part: Any) -> str:
         if isinstance(part.get(name), str):
             return part[name]
     kind = str(part.get("type") or "part")[:40]
+    if kind.endswith("text"):
+        return ""
     source = part.get("source") or part.get("file") or part
     if not isinstance(source, Mapping):  # the address of a search result
         source = part
@@ -285,7 +313,9 @@ def _plain_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
         raise ChatTemplateError("a tool call must be an object")
     function = call.get("function")
     if not isinstance(function, Mapping):
-        return dict(call)
+        if "function" not in call:
+            return dict(call)
+        function = {}
     arguments = function.get("arguments")
     for _ in range(2):  # some clients encode the text twice
         if isinstance(arguments, str):
@@ -299,7 +329,7 @@ def _plain_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
         arguments = arguments.encode(errors="replace").decode()
     if not isinstance(arguments, Mapping):
         arguments = {} if arguments is None else {"arguments": arguments}
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {**function, "name": function.get("name") or "", "arguments": arguments}}
 
 
 class _GenerationBlock(Extension):

@@ -140,6 +140,20 @@ def item(kind, **fields):
         (CHAT, {"messages": [{"role": "developer", "content": "S\nday: 1\nnot day: 1"}, USER]},
          f"[system]S\nnot day: 1[user]hi{END}"),
         (RESPONSES, {"instructions": "day: 1\nS"}, f"[system]S[user]hi{END}"),
+        # Forms of other APIs, and nulls.
+        *((CHAT, {"tools": [tool], "tool_choice": choice}, f"f;[user]hi{END}") for tool, choice in (
+            ({"function": {"name": "f", "parameters": SCHEMA}}, "any"),
+            ({"type": "function", "name": "f", "parameters": SCHEMA}, {"type": "function", "name": "f"}),
+            ({"name": "f", "input_schema": SCHEMA}, {"type": "tool", "name": "f"}),
+            ({"type": "custom", "name": "f"}, {"type": "custom", "name": "f"}))),
+        (RESPONSES, {"tools": [{"function": {"name": "f"}}, {"name": "g"}], "text": {"format": None},
+                     "tool_choice": {"type": "function", "function": {"name": "f"}}}, f"f g;[user]hi{END}"),
+        *((CHAT, {"response_format": {"type": "json_schema", **schema}, "stream": True, "stream_options": {
+            "include_usage": None}}, f"[user]hi{END}") for schema in ({"schema": SCHEMA}, {"json_schema": {}})),
+        (CHAT, {"messages": [USER, called(None, "{}"), {"role": "tool", "content": [{"type": "text", "text": None},
+                             "a", {"text": "b"}]}]}, f"[user]hi[assistant]< {{}}>[tool]\na\nb{END}"),
+        *((CHAT, {"messages": [USER, {"role": "assistant", "content": "1", name: True}]}, "[user]hi[assistant]1")
+          for name in ("prefix", "partial")),
         # Reasoning is off.
         *((CHAT, fields, "[user]hi[assistant]<think></think>") for fields in (
             {"enable_thinking": False}, {"thinking": {"type": "disabled"}}, {"reasoning": {"effort": "none"}},
@@ -152,6 +166,21 @@ def item(kind, **fields):
 )  # fmt: skip
 def test_prompts(kind, body, text):
     assert prompt(kind, **body) == text
+
+
+def test_a_template_whose_roles_must_alternate():
+    template = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate') }}"
+        "{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    )
+    tokenizer, turn, answer = TOKENIZER.with_chat_template(template), USER, {"role": "assistant", "content": "a"}
+    for messages, text in (
+        ([{"role": "system", "content": "S"}, turn, turn], "[user]S\n\nhi\n\nhi"),
+        ([turn, called("f", '{"b": 1}'), {"role": "tool", "content": "r"}, answer, answer],
+         '[user]hi[assistant]f({"b": 1})[user]r[assistant]a\n\na'),
+        ([answer, turn], "[user][assistant]a[user]hi"),
+    ):  # fmt: skip
+        assert tokenizer.decode(tokenizer.encode_chat(messages), skip_special_tokens=False) == text
 
 
 @pytest.mark.parametrize("content", [[], [{"type": "redacted_thinking", "data": "x"}]])

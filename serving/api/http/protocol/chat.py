@@ -23,8 +23,13 @@ class ContentPart(BaseModel):
     """A part of a message. The model reads text; of other parts it reads that they are left out."""
 
     model_config = ConfigDict(extra="allow")
-    type: str
+    type: str = "text"
     text: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text(cls, part: Any) -> Any:
+        return {"text": part} if isinstance(part, str) else part
 
 
 class Message(BaseModel):
@@ -67,19 +72,24 @@ class Tool(BaseModel):
 
 
 def _as_function(tool: Any) -> Any:
-    """Returns a tool of type `custom` as a function with one text argument."""
-    if not isinstance(tool, dict) or tool.get("type") != "custom" or not isinstance(tool.get("custom"), dict):
-        return tool
-    custom = tool["custom"]
-    parameters = custom_parameters(custom.get("format"))
-    function = {"name": custom.get("name"), "description": custom.get("description"), "parameters": parameters}
-    return {"type": "function", "function": function}
+    """Returns a tool in the form of another API as a function: one of type `custom` has one text argument."""
+    kind = tool.get("type") if isinstance(tool, dict) else ""
+    if kind not in ("function", "custom", None) or isinstance(tool.get("function"), dict):
+        return {**tool, "type": "function"} if kind is None else tool
+    own = tool["custom"] if isinstance(tool.get("custom"), dict) else tool
+    parameters = own.get("input_schema", own.get("parameters"))
+    if kind == "custom" and parameters is None:
+        parameters = custom_parameters(own.get("format"))
+    function = {"name": own.get("name"), "description": own.get("description"), "parameters": parameters}
+    function = {name: value for name, value in function.items() if value is not None}
+    return {"type": "function", "function": function, "cache_control": tool.get("cache_control")}
 
 
 def _as_named_function(choice: Any) -> Any:
-    if isinstance(choice, dict) and choice.get("type") == "custom":
-        return {"type": "function", "function": choice.get("custom")}
-    return choice
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if isinstance(choice, dict) and kind in ("function", "custom", "tool"):
+        return {"type": "function", "function": choice.get("function", choice.get("custom", choice))}
+    return {"auto": "auto", "any": "required", "none": "none"}.get(kind, choice) if isinstance(kind, str) else choice
 
 
 class ToolName(BaseModel):
@@ -218,6 +228,9 @@ class ChatRequest(GenerationRequest):
             value = (self.model_extra or {}).get(name)
             if value is not None and value is not False:
                 raise refusal(name, f"{name} is not supported here: use /v1/completions")
+        last = self.messages[-1]
+        if last.role == "assistant" and True in ((last.model_extra or {}).get(name) for name in ("prefix", "partial")):
+            self.continue_final_message, self.add_generation_prompt = True, False
         if self.top_logprobs and not self.logprobs:
             raise refusal("top_logprobs", "top_logprobs needs logprobs=true")
         self._check_tool_choice()

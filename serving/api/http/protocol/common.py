@@ -152,7 +152,16 @@ class RequestModel(BaseModel):
         return values
 
 
-class StreamOptions(BaseModel):
+class Options(BaseModel):
+    """An object in which null is the default of each field."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_null(cls, values: Any) -> Any:
+        return {k: v for k, v in values.items() if v is not None} if isinstance(values, dict) else values
+
+
+class StreamOptions(Options):
     """Options of a stream."""
 
     include_usage: bool = Field(default=False, description="Send a final event with the usage of the whole request.")
@@ -165,7 +174,7 @@ class JsonSchema(BaseModel):
     model_config = ConfigDict(populate_by_name=True, protected_namespaces=())
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] | bool = Field(alias="schema")
+    schema_: dict[str, Any] | bool = Field(default_factory=dict, alias="schema")
     strict: bool | None = None
 
 
@@ -176,7 +185,7 @@ class ResponseFormat(BaseModel):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
     schema_: dict[str, Any] | bool | None = Field(
-        None, alias="schema", description="Of type json_object: the schema, as in llama.cpp's API."
+        None, alias="schema", description="The schema without a json_schema around it, as in other APIs."
     )
     format: dict[str, Any] | None = Field(None, description="Of type structural_tag: the format, as in XGrammar.")
     structures: Items[dict[str, Any]] | None = Field(None, description="Its older form, with triggers.")
@@ -184,7 +193,7 @@ class ResponseFormat(BaseModel):
 
     @model_validator(mode="after")
     def _complete(self) -> ResponseFormat:
-        if self.type == "json_schema" and self.json_schema is None:
+        if self.type == "json_schema" and self.json_schema is None and self.schema_ is None:
             raise ValueError("response_format of type json_schema needs a json_schema")
         return self
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from serving.api.http.protocol.chat import ChatLogprob, ConvertedRequest, ReasoningChoice
-from serving.api.http.protocol.common import Count, Items, PromptTokensDetails, WholeAnswer, refusal
+from serving.api.http.protocol.common import Count, Items, Options, PromptTokensDetails, WholeAnswer, refusal
+
+
+def _without_envelope(value: Any) -> Any:
+    """Returns a function, or the choice of one, that is in the form of `/v1/chat/completions`."""
+    inner = value.get("function") if isinstance(value, dict) else None
+    return {**inner, "type": "function"} if isinstance(inner, dict) else value
 
 
 class FunctionTool(BaseModel):
     """A function that the model may call."""
 
     model_config = ConfigDict(extra="allow")
-    type: Literal["function", "custom"]
+    type: Literal["function", "custom"] = "function"
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -42,7 +48,7 @@ class TextFormat(BaseModel):
     strict: bool | None = None
 
 
-class TextOptions(BaseModel):
+class TextOptions(Options):
     format: TextFormat = Field(default_factory=lambda: TextFormat.model_validate({}))
 
 
@@ -66,8 +72,10 @@ class ResponsesRequest(ConvertedRequest):
     max_output_tokens: Count | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, ge=0, le=1)
-    tools: Items[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None = None
+    tools: Items[Annotated[FunctionTool, BeforeValidator(_without_envelope)]] | None = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions, BeforeValidator(_without_envelope)
+    ] | None = None  # fmt: skip
     parallel_tool_calls: bool | None = None
     text: TextOptions = Field(default_factory=TextOptions)
     reasoning: ReasoningOptions | None = None
