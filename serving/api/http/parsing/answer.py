@@ -24,12 +24,15 @@ from serving.api.http.parsing.argument_values import (
     whole_arguments,
 )
 from serving.api.http.parsing.formats import (
+    BARE,
     FORMATS,
+    OF_LINES,
     SYNTAXES,
     WRAPPERS,
     CallFormat,
     CallSyntax,
     ReasoningMarks,
+    offered_name,
     plain_name,
 )  # fmt: skip
 from serving.api.http.parsing.text_cursor import SPACE, TextCursor, TextEnds, Wait, cached_marks
@@ -42,14 +45,9 @@ _RETRIES = 4
 _BETWEEN = SPACE + ",;[]}"
 """Letters without meaning between calls."""
 _LONGEST_WORD = 256
-_DECORATED = re.compile(r"^(?:functions|tools|default_api)[./]|(?:\(\))?/?$")
 _WORD = re.compile(rf"[\w.\-:]{{1,{_LONGEST_WORD}}}|.", re.DOTALL)
 """A word between calls, after which the next one is looked for: with all letters of names, or each part of a word would
 be searched to its end."""
-_BARE = [mark for syntax in SYNTAXES for mark in syntax.begins if mark.startswith("<")]
-"""Marks of calls that models write without a begin mark."""
-_OF_LINES = [syntax for syntax in SYNTAXES if not syntax.heads[0].before.startswith("<")]
-"""Syntaxes whose calls begin at the beginning of a line if they have no begin mark."""
 
 
 class AnswerReader:
@@ -139,8 +137,8 @@ class AnswerReader:
         ended = self._marks.end if self._marks is not None and self._may_end else ""
         marks = [ended]
         if style is not None:
-            marks += [style.begin, style.end if self.called else "", *_BARE, *WRAPPERS]
-            marks.append("\n" if style.syntax in _OF_LINES else "")
+            marks += [style.begin, style.end if self.called else "", *BARE, *WRAPPERS]
+            marks.append("\n" if style.syntax in OF_LINES else "")
         try:
             mark = yield from cursor.until(cached_marks(*marks), self._show)
         except TextEnds:
@@ -164,7 +162,7 @@ class AnswerReader:
     def _line(self) -> Wait[None]:
         """Reads calls without a begin mark at the beginning of a line, if there are any."""
         style = self._style
-        if style is not None and style.syntax in _OF_LINES and self._schemas and not self.inside:
+        if style is not None and style.syntax in OF_LINES and self._schemas and not self.inside:
             yield from self._bare(style, "[" if style.around[0] == "[" else "")
 
     def _bare(self, style: CallFormat, before: str = "") -> Wait[bool]:
@@ -309,9 +307,7 @@ class AnswerReader:
             yield from self._object(style, syntax)
 
     def _own(self, name: str) -> str:
-        """Returns the name under which a tool is offered: models add a namespace, parentheses, and the end of a tag."""
-        plain = _DECORATED.sub("", name)
-        return plain if name not in self._schemas and plain in self._schemas else name
+        return offered_name(name, self._schemas)
 
     def _begin(self, name: str, call_id: str | None = None) -> None:
         if self.inside:

@@ -6,7 +6,7 @@ docs/operations.md shows each format.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -78,6 +78,15 @@ def plain_name(written: str) -> str:
     return quoted[2] if quoted else written.strip().strip("\"'")
 
 
+_DECORATED = re.compile(r"^(?:functions|tools|default_api)[./]|(?:\(\))?/?$")
+
+
+def offered_name(name: str, offered: Container[str]) -> str:
+    """Returns the name under which a tool is offered: models add a namespace, parentheses, and the end of a tag."""
+    plain = _DECORATED.sub("", name)
+    return plain if name not in offered and plain in offered else name
+
+
 _JSON_NAME = r'[^"\\]{1,256}'
 JSON = CallSyntax(tuple(
     Head('{ "name" : "', f'" , "{word}" : ', name=_JSON_NAME, ahead=r"(?=\{)") for word in ("arguments", "parameters")
@@ -120,6 +129,10 @@ KEYS = (
 )  # fmt: skip
 """The beginning of an object: its first key, or the end of an empty one."""
 SYNTAXES = (JSON, FUNCTION, TAGGED, ARGUMENT, PYTHON)
+BARE = [mark for syntax in SYNTAXES for mark in syntax.begins if mark.startswith("<")]
+"""Marks of calls that models write without a begin mark."""
+OF_LINES = [syntax for syntax in SYNTAXES if not syntax.heads[0].before.startswith("<")]
+"""Syntaxes whose calls begin at the beginning of a line if they have no begin mark."""
 
 
 @dataclass(frozen=True)
