@@ -151,7 +151,7 @@ class ChatTemplate:
             developer=bool(shows(("developer", "rule one"), *turn[:1])),
             several=bool(shows(("system", "rule one"), ("system", "rule two"), *turn[:1])),
             later=bool(shows(*turn, ("system", "rule one"), ("user", "second turn"))),
-            repeated=bool(shows(*turn[:1], ("user", "second turn"))),
+            repeated=bool(shows(*turn[:1], ("user", "second turn"))) or not shows(*turn[:1]),
             joint=between[0] if between[1] and not between[0].strip() else "\n",
         )
 
