@@ -10,20 +10,18 @@ from serving.core.cache.row_state import RowState
 from serving.engine.requests.adapters import AdapterTable
 from serving.engine.requests.initial_states import InitialStates
 from serving.engine.steps.batching import BatchBuilder
-from tests.serving.differential.faults import ADAPTERS, Patch, replacing
+from tests.serving.differential.faults import ADAPTERS, Patch
 from tests.serving.differential.faults import fault as _fault
 
 fault = partial(_fault, table=ADAPTERS)
 
 
-@fault(56)
-def scope_without_adapter(patch: Patch) -> None:
-    sound = Cache.scope
-    patch.setattr(Cache, "scope", lambda self, salt, adapter=None: sound(self, salt))
+@fault(56, Cache, "scope")
+def scope_without_adapter(sound, self, salt, adapter=None):
+    return sound(self, salt)
 
 
-@fault(57)
-@replacing(AdapterTable, "put")
+@fault(57, AdapterTable, "put")
 def scope_by_name(sound, self, name, path, adapter):
     loaded = sound(self, name, path, adapter)
     loaded.digest = name
@@ -41,16 +39,10 @@ def entry_of_the_row_before(patch: Patch) -> None:
     patch.setattr(BatchBuilder, "seat", seat)
 
 
-@fault(59, "decode")
-def entry_of_a_decoding_neighbor(patch: Patch) -> None:
-    sound = DecodeLayout.with_adapters
-    patch.setattr(DecodeLayout, "with_adapters", lambda self, entries: sound(self, jnp.roll(entries, 1)))
-
-
-@fault(60, "prefill")
-def entry_of_a_prefilling_neighbor(patch: Patch) -> None:
-    sound = PrefillLayout.with_adapters
-    patch.setattr(PrefillLayout, "with_adapters", lambda self, entries: sound(self, jnp.roll(entries, 1)))
+@fault(59, DecodeLayout, "with_adapters", compiles="decode")
+@fault(60, PrefillLayout, "with_adapters", compiles="prefill")
+def entry_of_a_neighbor(sound, self, entries):
+    return sound(self, jnp.roll(entries, 1))
 
 
 @fault(61)
@@ -66,12 +58,11 @@ def entries_in_use_are_overwritten(patch: Patch) -> None:
     patch.setattr(AdapterTable, "release", lambda self, adapter: None)
 
 
-@fault(62)
-def starts_from_zeros(patch: Patch) -> None:
-    sound = RowState.__init__
-    patch.setattr(RowState, "__init__", lambda self, cache, slot: sound(self, cache, 0))
+@fault(62, RowState, "__init__")
+def starts_from_zeros(sound, self, cache, slot):
+    sound(self, cache, 0)
 
 
-@fault(63)
-def lost_initial_states(patch: Patch) -> None:
-    patch.setattr(InitialStates, "fill", lambda self, store: store)
+@fault(63, InitialStates, "fill")
+def lost_initial_states(sound, self, store):
+    return store

@@ -17,18 +17,13 @@ from tests.serving.differential.faults import fault as _fault
 fault = partial(_fault, table=BITS)
 
 
-@fault(64, "step")
-def another_order_for_few_rows(patch: Patch) -> None:
-    sound = fixed_order.product
-
-    def product(rows, weight):
-        turned = slice(None, None, -1) if len(rows) < 3 else slice(None)
-        return sound(rows[:, turned], weight[:, turned])
-
-    patch.setattr(fixed_order, "product", product)
+@fault(64, fixed_order, "product", compiles="step")
+def another_order_for_few_rows(sound, rows, weight):
+    turned = slice(None, None, -1) if len(rows) < 3 else slice(None)
+    return sound(rows[:, turned], weight[:, turned])
 
 
-@fault(65, "step")
+@fault(65, compiles="step")
 def attention_in_pieces_by_batch(patch: Patch) -> None:
     def attention(q, kv, **layout):
         with pytest.MonkeyPatch.context() as short:
@@ -38,12 +33,12 @@ def attention_in_pieces_by_batch(patch: Patch) -> None:
     patch.setattr(attention_api, "PAGED", (fixed_order.implementation(attention),))
 
 
-@fault(66, "step")
+@fault(66, compiles="step")
 def states_of_a_tile_at_once(patch: Patch) -> None:
     patch.setattr(recurrence_api, "SCAN", (fixed_order.implementation(scan_xla.scan),))
 
 
-@fault(67, "step")
+@fault(67, compiles="step")
 def another_last_bit_in_stored_states(patch: Patch) -> None:
     def scan(entry, store, tiles, **recurrence):
         y, store = native.scan(entry, store, tiles, **recurrence)

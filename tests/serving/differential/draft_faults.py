@@ -10,11 +10,10 @@ import numpy as np
 
 from mamba_jax.batch import DecodeBatch
 from mamba_jax.drafts import mtp
-from mamba_jax.modules import conv as conv_module
 from mamba_jax.sampling import draw_tokens, inputs
 from serving.engine.steps import loop
 from serving.engine.steps.batching import BatchBuilder
-from tests.serving.differential.faults import DRAFTS, Patch, filling, patch_convolution, patch_step, replacing
+from tests.serving.differential.faults import CONVOLUTION, DRAFTS, Patch, filling, in_step, replacing
 from tests.serving.differential.faults import fault as _fault
 
 choosing = importlib.import_module("mamba_jax.sampling.choose")  # the package's `choose` is the function in it
@@ -24,22 +23,16 @@ fault = partial(_fault, table=DRAFTS)
 # -- rolling back --
 
 
-def _after_decode(patch: Patch, change: Callable) -> None:
+def after_decode(change: Callable) -> Callable[[Patch], None]:
     """`change(before, rows, batch, output)` gives what a decode step says to leave in the seats."""
 
-    def changed(sound):
-        def step(model, store, rows, batch, *rest):
-            store, after, output = sound(model, store, rows, batch, *rest)
-            return store, change(rows, after, batch, output) if isinstance(batch, DecodeBatch) else after, output
+    @replacing(*in_step("step"))
+    @wraps(change)
+    def step(sound, model, store, rows, batch, *rest):
+        store, after, output = sound(model, store, rows, batch, *rest)
+        return store, change(rows, after, batch, output) if isinstance(batch, DecodeBatch) else after, output
 
-        return step
-
-    patch_step(patch, "step", changed)
-
-
-def after_decode(change: Callable) -> Callable[[Patch], None]:
-    """Makes a plant of such a change."""
-    return wraps(change)(lambda patch: _after_decode(patch, change))
+    return step
 
 
 def _last_fed(batch, output):
@@ -53,33 +46,29 @@ def _landed(rows, batch, at):
     return dataclasses.replace(rows, slot=rows.slot.at[seats].set(slot, mode="drop"))
 
 
-@fault(17, "decode")
-def no_rollback(patch: Patch) -> None:
-    _after_decode(patch, lambda before, rows, batch, output: _landed(rows, batch, _last_fed(batch, output)))
+@fault(17, compiles="decode")
+@after_decode
+def no_rollback(before, rows, batch, output):
+    return _landed(rows, batch, _last_fed(batch, output))
 
 
-@fault(18, "decode")
+@fault(18, compiles="decode")
 @after_decode
 def accepted_drafts_are_forgotten(before, rows, batch, output):
     return _landed(rows, batch, jnp.asarray(batch.num_tokens) - batch.num_drafts - 1)
 
 
-@fault(19, "decode")
-def window_not_rolled_back(patch: Patch) -> None:
-    sound = conv_module.causal_conv1d_update
-
-    def conv(x, weight, bias, store, rows, **how):
-        (y, store), write_slot = sound(x, weight, bias, store, rows, **how), rows.write_slot
-        places = jnp.arange(write_slot.shape[1])
-        last = jnp.max(jnp.where(write_slot > 0, places, 0), axis=1)[:, None]
-        window = store[jnp.take_along_axis(write_slot, last, axis=1)]
-        everywhere = jnp.where(write_slot > 0, write_slot, store.shape[0])
-        return y, store.at[everywhere].set(jnp.broadcast_to(window, (*write_slot.shape, *store.shape[1:])), mode="drop")
-
-    patch_convolution(patch, conv)
+@fault(19, *CONVOLUTION, compiles="decode")
+def window_not_rolled_back(sound, x, weight, bias, store, rows, **how):
+    (y, store), write_slot = sound(x, weight, bias, store, rows, **how), rows.write_slot
+    places = jnp.arange(write_slot.shape[1])
+    last = jnp.max(jnp.where(write_slot > 0, places, 0), axis=1)[:, None]
+    window = store[jnp.take_along_axis(write_slot, last, axis=1)]
+    everywhere = jnp.where(write_slot > 0, write_slot, store.shape[0])
+    return y, store.at[everywhere].set(jnp.broadcast_to(window, (*write_slot.shape, *store.shape[1:])), mode="drop")
 
 
-@fault(20, "decode")
+@fault(20, compiles="decode")
 @after_decode
 def length_counts_rejected_drafts(before, rows, batch, output):
     length = jnp.where(batch.continues, before.length[batch.row_id], batch.length)
@@ -91,7 +80,7 @@ def length_counts_rejected_drafts(before, rows, batch, output):
 # -- verifying --
 
 
-@fault(21, "decode")
+@fault(21, compiles="decode")
 def accepted_behind_a_wrong_one(patch: Patch) -> None:
     class Numpy:
         def __getattr__(self, name: str):
@@ -104,21 +93,16 @@ def accepted_behind_a_wrong_one(patch: Patch) -> None:
     patch.setattr(choosing, "jnp", Numpy())
 
 
-@fault(22, "decode")
+@fault(22, compiles="decode")
 def missing_drafts_are_accepted(patch: Patch) -> None:
     missing = 1 << 20
 
-    def stepping(sound):
-        def step(model, store, rows, batch, *rest):
-            if isinstance(batch, DecodeBatch):
-                rows = dataclasses.replace(rows, drafts=jnp.where(rows.drafts < 0, missing, rows.drafts))
-            return sound(model, store, rows, batch, *rest)
+    def step(sound, model, store, rows, batch, *rest):
+        if isinstance(batch, DecodeBatch):
+            rows = dataclasses.replace(rows, drafts=jnp.where(rows.drafts < 0, missing, rows.drafts))
+        return sound(model, store, rows, batch, *rest)
 
-        return step
-
-    sound = choosing.choose
-
-    def choose(logits, asked, **rest):
+    def choose(sound, logits, asked, **rest):
         said, drafts = sound(logits, asked, **rest), asked.drafts
         if not drafts.shape[1]:
             return said
@@ -132,24 +116,22 @@ def missing_drafts_are_accepted(patch: Patch) -> None:
             accepted=said.accepted + wrong,
         )
 
-    patch_step(patch, "step", stepping)
-    patch_step(patch, "choose", lambda _: choose)
+    replacing(*in_step("step"))(step)(patch)
+    replacing(*in_step("choose"))(choose)(patch)
 
 
-@fault(23, "decode")
-@replacing(draw_tokens, "_of_heads")
+@fault(23, draw_tokens, "_of_heads", compiles="decode")
 def one_draw_for_a_step(sound, asked):
     seat, index = sound(asked)
     return seat, jnp.repeat(index.reshape(asked.index.shape)[:, 0], asked.index.shape[1])
 
 
-@fault(24, "decode")
-def penalties_overlook_drafts(patch: Patch) -> None:
-    sound = inputs.penalize
-    patch.setattr(inputs, "penalize", lambda *args: sound(*args[:-1], args[-1] * 0 - 1))
+@fault(24, inputs, "penalize", compiles="decode")
+def penalties_overlook_drafts(sound, *args):
+    return sound(*args[:-1], args[-1] * 0 - 1)
 
 
-@fault(25, "decode")
+@fault(25, compiles="decode")
 @after_decode
 def penalties_count_rejected_drafts(before, rows, batch, output):
     drafts = before.drafts[batch.row_id]
@@ -162,51 +144,34 @@ def penalties_count_rejected_drafts(before, rows, batch, output):
 # -- the draft layer --
 
 
-@fault(26, "decode")
-def layer_reads_the_newest_only(patch: Patch) -> None:
-    def newest_only(model, store, facts):
-        rows = facts.row_id.shape[0]
-        by_row = facts.hidden.reshape(rows, -1, facts.hidden.shape[-1])
-        last = jnp.take_along_axis(by_row, jnp.maximum(facts.kept - 1, 0)[:, None, None], axis=1)[:, 0]
-        return model.draft(facts.newest, last, mtp._single(facts, facts.length + facts.kept), store)
-
-    patch.setattr(mtp, "_after_decode", newest_only)
+@fault(26, mtp, "_after_decode", compiles="decode")
+def layer_reads_the_newest_only(sound, model, store, facts):
+    rows = facts.row_id.shape[0]
+    by_row = facts.hidden.reshape(rows, -1, facts.hidden.shape[-1])
+    last = jnp.take_along_axis(by_row, jnp.maximum(facts.kept - 1, 0)[:, None, None], axis=1)[:, 0]
+    return model.draft(facts.newest, last, mtp._single(facts, facts.length + facts.kept), store)
 
 
-@fault(27, "prefill")
-def no_hidden_before_a_chunk(patch: Patch) -> None:
-    sound = mtp._after_prefill
-    patch.setattr(
-        mtp, "_after_prefill", lambda model, store, facts: sound(
-            model, store, dataclasses.replace(facts, before=facts.before * 0)
-        ),
-    )  # fmt: skip
+@fault(27, mtp, "_after_prefill", compiles="prefill")
+def no_hidden_before_a_chunk(sound, model, store, facts):
+    return sound(model, store, dataclasses.replace(facts, before=facts.before * 0))
 
 
-@fault(28, "prefill")
-def last_pair_of_a_chunk_is_lost(patch: Patch) -> None:
-    def shifted(model, store, facts):
-        """Each hidden state with the token after it in the chunk, its last one with the newest, as if that were all."""
-        layout = facts.layout
-        first = jnp.arange(facts.tokens.shape[0]) == layout.packed.row_start[layout.packed.token_row]
-        keep = dataclasses.replace(layout, positions=jnp.where(first, -1, layout.positions))
-        _, store = model.draft(facts.tokens, jnp.roll(facts.hidden, 1, axis=0), keep, store)
-        last = facts.hidden[jnp.maximum(layout.packed.row_start + facts.kept - 1, 0)]
-        return model.draft(facts.newest, last, mtp._single(facts, facts.length + facts.kept), store)
-
-    patch.setattr(mtp, "_after_prefill", shifted)
+@fault(28, mtp, "_after_prefill", compiles="prefill")
+def last_pair_of_a_chunk_is_lost(sound, model, store, facts):
+    """Each hidden state with the token after it in the chunk, its last one with the newest, as if that were all."""
+    layout = facts.layout
+    first = jnp.arange(facts.tokens.shape[0]) == layout.packed.row_start[layout.packed.token_row]
+    keep = dataclasses.replace(layout, positions=jnp.where(first, -1, layout.positions))
+    _, store = model.draft(facts.tokens, jnp.roll(facts.hidden, 1, axis=0), keep, store)
+    last = facts.hidden[jnp.maximum(layout.packed.row_start + facts.kept - 1, 0)]
+    return model.draft(facts.newest, last, mtp._single(facts, facts.length + facts.kept), store)
 
 
-@fault(29, "decode")
-def draft_layer_is_not_copied(patch: Patch) -> None:
-    def change(sound):
-        def copy(store, page_copy):
-            copied = sound(store, page_copy)
-            return dataclasses.replace(copied, kv=(*copied.kv[:-1], store.kv[-1]))
-
-        return copy
-
-    patch_step(patch, "copy_shared_pages", change)
+@fault(29, *in_step("copy_shared_pages"), compiles="decode")
+def draft_layer_is_not_copied(sound, store, page_copy):
+    copied = sound(store, page_copy)
+    return dataclasses.replace(copied, kv=(*copied.kv[:-1], store.kv[-1]))
 
 
 # -- what the host fills in --
@@ -224,16 +189,12 @@ def tails_are_padded(self, batch, rows):
             batch.num_tokens[i] = width
 
 
-@fault(32)
-def penalty_counts_are_lost(patch: Patch) -> None:
-    sound = BatchBuilder.seat
-    patch.setattr(BatchBuilder, "seat", lambda self, row_id, params, *, output, **rest: sound(
-        self, row_id, params, output=(), **rest
-    ))  # fmt: skip
+@fault(32, BatchBuilder, "seat")
+def penalty_counts_are_lost(sound, self, row_id, params, *, output, **rest):
+    return sound(self, row_id, params, output=(), **rest)
 
 
-@fault(33)
-@replacing(loop, "read_results")
+@fault(33, loop, "read_results")
 def alternatives_of_the_first_head(sound, output, rows, **rest):
     lines = sound(output, rows, **rest)
     if lines is not None and lines.top_ids is not None:

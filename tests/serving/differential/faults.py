@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,22 +25,15 @@ STEP = [
     for part in ("programs", "step.run", "step.decode", "step.prefill", "step.heads", "step.running_rows", "step.seats")
 ]
 
-DECODE = [between]
-"""What lies between projections in decode."""
+
+def in_step(name: str) -> tuple[Any, ...]:
+    """Where the function `name` of the step is, for `replacing`: each module that imports it."""
+    first, *others = (module for module in STEP if callable(getattr(module, name, None)))
+    return first, name, *others
 
 
-def patch_step(patch: Patch, name: str, change: Callable[[Callable], Callable]) -> None:
-    """Replaces the function `name` of the step by `change(function)` in each module that imports it."""
-    modules = [module for module in STEP if callable(getattr(module, name, None))]
-    changed = change(getattr(modules[0], name))
-    for module in modules:
-        patch.setattr(module, name, changed)
-
-
-def patch_convolution(patch: Patch, conv: Callable) -> None:
-    """Replaces the convolution of decode steps by `conv`."""
-    for module in (conv_module, *DECODE):
-        patch.setattr(module, "causal_conv1d_update", conv)
+CONVOLUTION = conv_module, "causal_conv1d_update", between
+"""Where the convolution of decode steps is."""
 
 
 DEVICE: dict[int, Fault] = {}
@@ -60,13 +54,16 @@ def planted() -> dict[int, Fault]:
     return DEVICE | DRAFTS | REPLAY | STRUCTURED | ADAPTERS | BITS
 
 
-def fault(number: int, compiles: str | None = None, *, table: dict[int, Fault] = DEVICE):
-    """Register a fault under its number."""
+def fault(number: int, *where: Any, compiles: str | None = None, table: dict[int, Fault] = DEVICE):
+    """Register a fault under its number: a function that takes pytest's monkeypatch, or a change of `where`.
 
-    def register(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
+    `where`: owner, name and further owners, see `replacing`.
+    """
+
+    def register(change: Callable[..., Any]) -> Callable[..., Any]:
         assert number not in planted()
-        table[number] = Fault(f"D{number}", plant, compiles)
-        return plant
+        table[number] = Fault(f"D{number}", replacing(*where)(change) if where else change, compiles)
+        return change
 
     return register
 
@@ -95,16 +92,14 @@ def filling(method: str) -> Callable[[Callable], Callable[[Patch], None]]:
 # -- the prefill program --
 
 
-@fault(1, "prefill")
-@replacing(conv_module, "causal_conv1d_prefill", between)
+@fault(1, conv_module, "causal_conv1d_prefill", between, compiles="prefill")
 def window_of_the_chunk_alone(sound, x, weight, bias, store, packed, **how):
     y, _ = sound(x, weight, bias, store, packed, **how)
     alone = dataclasses.replace(packed, read_slot=jnp.zeros_like(packed.read_slot))
     return y, sound(x, weight, bias, store, alone, **how)[1]
 
 
-@fault(2, "prefill")
-@replacing(PrefillLayout, "of")
+@fault(2, PrefillLayout, "of", compiles="prefill")
 def one_grid_for_the_batch(sound, *, tile_size, tile_write_slot, **rest):
     layout = sound(tile_size=tile_size, tile_write_slot=tile_write_slot, **rest)
     tile, packed = jnp.arange(tile_write_slot.shape[0]), layout.packed
@@ -116,29 +111,26 @@ def one_grid_for_the_batch(sound, *, tile_size, tile_write_slot, **rest):
     return dataclasses.replace(layout, packed=dataclasses.replace(packed, tiles=tiles))
 
 
-@fault(3, "prefill")
-@replacing(between, "recurrence_scan")
+@fault(3, between, "recurrence_scan", compiles="prefill")
 def fresh_rows_inherit_a_state(sound, entry, store, tiles, **how):
     fresh = tiles.first & (tiles.read_slot == 0)
     read_slot = jnp.where(fresh, tiles.write_slot, tiles.read_slot)
     return sound(entry, store, dataclasses.replace(tiles, read_slot=read_slot), **how)
 
 
-@fault(4, "prefill")
-@replacing(PrefillLayout, "of")
+@fault(4, PrefillLayout, "of", compiles="prefill")
 def padding_is_absorbed(sound, **rest):
     layout = sound(**rest)
     packed = dataclasses.replace(layout.packed, tile_valid=jnp.ones_like(layout.packed.tile_valid))
     return dataclasses.replace(layout, packed=packed)
 
 
-@fault(5, "prefill")
-def no_hidden_state(patch: Patch) -> None:
-    patch_step(patch, "write_hidden", lambda sound: lambda store, *_: store)
+@fault(5, *in_step("write_hidden"), compiles="prefill")
+def no_hidden_state(sound, store, *_):
+    return store
 
 
-@fault(6, "prefill")
-@replacing(between, "recurrence_scan")
+@fault(6, between, "recurrence_scan", compiles="prefill")
 def states_one_tile_early(sound, entry, store, tiles, **how):
     # Each write but a row's last moves to the tile before it (and those of first tiles nowhere).
     follows = jnp.append(~tiles.first[1:], False)
@@ -152,25 +144,15 @@ def states_one_tile_early(sound, entry, store, tiles, **how):
 # -- the decode program --
 
 
-@fault(7, "decode")
-def slot_is_not_noted(patch: Patch) -> None:
-    def change(sound):
-        return lambda rows, row_id, length, slot, emission, anchor: sound(
-            rows, row_id, length, rows.slot[row_id], emission, anchor
-        )
-
-    patch_step(patch, "commit", change)
+@fault(7, *in_step("commit"), compiles="decode")
+def slot_is_not_noted(sound, rows, row_id, length, slot, emission, anchor):
+    return sound(rows, row_id, length, rows.slot[row_id], emission, anchor)
 
 
-@fault(8, "decode")
-def window_stays(patch: Patch) -> None:
-    sound = conv_module.causal_conv1d_update
-
-    def conv(x, weight, bias, store, rows, **how):
-        there = jnp.where(rows.read_slot[:, None] > 0, rows.read_slot[:, None], rows.write_slot)
-        return sound(x, weight, bias, store, dataclasses.replace(rows, write_slot=there), **how)
-
-    patch_convolution(patch, conv)
+@fault(8, *CONVOLUTION, compiles="decode")
+def window_stays(sound, x, weight, bias, store, rows, **how):
+    there = jnp.where(rows.read_slot[:, None] > 0, rows.read_slot[:, None], rows.write_slot)
+    return sound(x, weight, bias, store, dataclasses.replace(rows, write_slot=there), **how)
 
 
 # -- what the host fills in --
@@ -258,8 +240,7 @@ def read_by_seat(self, batch, rows):
         batch.read_slot[i] = row.row_id if row.length else 0
 
 
-@fault(16)
-@replacing(PageTables, "fill")
+@fault(16, PageTables, "fill")
 def stale_page_table(sound, self, updates, rows):
     for row in rows:
         row.pages.changed = min(len(row.pages), max(row.pages.changed, self._count[row.row_id]))

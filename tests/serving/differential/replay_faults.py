@@ -12,86 +12,52 @@ from kernels_pallas.places import Anchored
 from mamba_jax.batch import DecodeBatch
 from mamba_jax.layout.decode import ReplayLayout
 from mamba_jax.store import Replay
-from tests.serving.differential.faults import REPLAY, Patch, after_filling, filling, patch_step, replacing
+from tests.serving.differential.faults import REPLAY, Patch, after_filling, filling, in_step
 from tests.serving.differential.faults import fault as _fault
 
 fault = partial(_fault, table=REPLAY)
 
 
-def _commit(patch: Patch, change) -> None:
-    """`change(rows, row_id, length, slot, anchor)` gives slot and anchor as they are noted."""
-
-    def changed(sound):
-        def commit(rows, row_id, length, slot, emission, anchor):
-            slot, anchor = change(rows, row_id, length, slot, anchor)
-            return sound(rows, row_id, length, slot, emission, anchor)
-
-        return commit
-
-    patch_step(patch, "commit", changed)
-
-
-def _replayed(patch: Patch, change) -> None:
-    """`change(places)` gives fields of the places that the operation is told."""
-    sound = between.recurrence_replay
-
-    def replay(entry, store, tail, places, **how):
-        return sound(entry, store, tail, dataclasses.replace(places, **change(places)), **how)
-
-    patch.setattr(between, "recurrence_replay", replay)
-
-
-def _laid_out(patch: Patch, change) -> None:
-    """`change(rows)` gives what a layout is made of."""
-    sound = ReplayLayout.from_anchor
-    patch.setattr(ReplayLayout, "from_anchor", lambda **rows: sound(**(rows | change(rows))))
-
-
 # -- anchors --
 
 
-@fault(34, "decode")
-def position_stays(patch: Patch) -> None:
-    _commit(patch, lambda rows, row_id, length, slot, anchor: (slot, rows.anchor[row_id]))
+@fault(34, *in_step("commit"), compiles="decode")
+def position_stays(sound, rows, row_id, length, slot, emission, anchor):
+    return sound(rows, row_id, length, slot, emission, rows.anchor[row_id])
 
 
-@fault(35, "decode")
-def slot_stays(patch: Patch) -> None:
-    _commit(patch, lambda rows, row_id, length, slot, anchor: (rows.slot[row_id], anchor))
+@fault(35, *in_step("commit"), compiles="decode")
+def slot_stays(sound, rows, row_id, length, slot, emission, anchor):
+    return sound(rows, row_id, length, rows.slot[row_id], emission, anchor)
 
 
-@fault(36, "decode")
-def anchored_in_rejected_drafts(patch: Patch) -> None:
-    def changed(sound):
-        return lambda *args: anchored(*sound(*args), *args[2:4])
-
-    def anchored(store, after, output, rows, batch):
-        if not isinstance(batch, DecodeBatch):
-            return store, after, output
-        length = jnp.where(batch.continues, rows.length[batch.row_id], batch.length)
-        interval = store.tails.interval
-        multiple = (length // interval + 1) * interval
-        reached = multiple <= length + batch.num_tokens - batch.num_drafts + output.num_drafts
-        seats = jnp.where(reached & (batch.row_id > 0), batch.row_id, rows.length.shape[0])
-        slot = after.slot.at[seats].set(batch.write_slot[:, 0], mode="drop")
-        anchor = after.anchor.at[seats].set(multiple, mode="drop")
-        return store, dataclasses.replace(after, slot=slot, anchor=anchor), output
-
-    patch_step(patch, "step", changed)
+@fault(36, *in_step("step"), compiles="decode")
+def anchored_in_rejected_drafts(sound, model, store, rows, batch, *rest):
+    store, after, output = sound(model, store, rows, batch, *rest)
+    if not isinstance(batch, DecodeBatch):
+        return store, after, output
+    length = jnp.where(batch.continues, rows.length[batch.row_id], batch.length)
+    interval = store.tails.interval
+    multiple = (length // interval + 1) * interval
+    reached = multiple <= length + batch.num_tokens - batch.num_drafts + output.num_drafts
+    seats = jnp.where(reached & (batch.row_id > 0), batch.row_id, rows.length.shape[0])
+    slot = after.slot.at[seats].set(batch.write_slot[:, 0], mode="drop")
+    anchor = after.anchor.at[seats].set(multiple, mode="drop")
+    return store, dataclasses.replace(after, slot=slot, anchor=anchor), output
 
 
-@fault(37, "prefill")
-def anchor_of_the_last_tenant(patch: Patch) -> None:
-    _commit(patch, lambda rows, row_id, length, slot, anchor: (slot, jnp.minimum(rows.anchor[row_id], length)))
+@fault(37, *in_step("commit"), compiles="prefill")
+def anchor_of_the_last_tenant(sound, rows, row_id, length, slot, emission, anchor):
+    return sound(rows, row_id, length, slot, emission, jnp.minimum(rows.anchor[row_id], length))
 
 
-@fault(38, "decode")
+@fault(38, compiles="decode")
 def multiple_at_the_row_itself(patch: Patch) -> None:
     rounded = property(lambda self: -(-self.length // self.interval) * self.interval)
     patch.setattr(Anchored, "boundary", rounded)
 
 
-@fault(39, "decode")
+@fault(39, compiles="decode")
 def multiples_of_drafts_are_missed(patch: Patch) -> None:
     reached = property(lambda self: jnp.where(self.boundary <= self.length + 1, self.write_slot, 0))
     patch.setattr(Anchored, "due_slot", reached)
@@ -100,43 +66,39 @@ def multiples_of_drafts_are_missed(patch: Patch) -> None:
 # -- tails --
 
 
-@fault(40, "decode")
-def one_entry_too_many(patch: Patch) -> None:
-    _replayed(patch, lambda places: {"anchor_length": jnp.maximum(places.anchor_length - 1, 0)})
+@fault(40, between, "recurrence_replay", compiles="decode")
+def one_entry_too_many(sound, entry, store, tail, places, **how):
+    moved = dataclasses.replace(places, anchor_length=jnp.maximum(places.anchor_length - 1, 0))
+    return sound(entry, store, tail, moved, **how)
 
 
-@fault(41, "decode")
-def one_entry_too_few(patch: Patch) -> None:
-    def change(places):
-        return {"anchor_length": jnp.minimum(places.anchor_length + 1, places.length)}
-
-    _replayed(patch, change)
+@fault(41, between, "recurrence_replay", compiles="decode")
+def one_entry_too_few(sound, entry, store, tail, places, **how):
+    moved = dataclasses.replace(places, anchor_length=jnp.minimum(places.anchor_length + 1, places.length))
+    return sound(entry, store, tail, moved, **how)
 
 
-@fault(42, "decode")
-@replacing(Replay, "entries")
+@fault(42, Replay, "entries", compiles="decode")
 def rings_too_short(sound, self: Any, array: Any):
     return sound(self, array) if array.last is None else 1 << (array.last - 1).bit_length()
 
 
-@fault(43, "decode")
-@replacing(convolution, "write_ring")
+@fault(43, convolution, "write_ring", compiles="decode")
 def appended_too_far(sound, ring, values, tail_id, position, valid):
     return sound(ring, values, tail_id, position + 1, valid)
 
 
-@fault(44, "decode")
-def one_tail_for_all(patch: Patch) -> None:
-    _laid_out(patch, lambda rows: {"tail_id": jnp.minimum(rows["tail_id"], 1)})
+@fault(44, ReplayLayout, "from_anchor", compiles="decode")
+def one_tail_for_all(sound, *, tail_id, **rows):
+    return sound(tail_id=jnp.minimum(tail_id, 1), **rows)
 
 
-@fault(45, "decode")
-def tails_by_place(patch: Patch) -> None:
-    _laid_out(patch, lambda rows: {"tail_id": 1 + jnp.arange(len(rows["tail_id"]))})
+@fault(45, ReplayLayout, "from_anchor", compiles="decode")
+def tails_by_place(sound, *, tail_id, **rows):
+    return sound(tail_id=1 + jnp.arange(len(tail_id)), **rows)
 
 
-@fault(46, "decode")
-@replacing(convolution, "write_ring")
+@fault(46, convolution, "write_ring", compiles="decode")
 def drafts_are_not_appended(sound, ring, values, tail_id, position, valid):
     return sound(ring, values, tail_id, position, valid & (jnp.arange(valid.shape[1]) == 0))
 
@@ -144,26 +106,20 @@ def drafts_are_not_appended(sound, ring, values, tail_id, position, valid):
 # -- windows --
 
 
-@fault(47, "decode")
-def window_across_the_anchor(patch: Patch) -> None:
-    def before(store, ring, places):
-        position = places.length[:, None] - store.shape[1] + jnp.arange(store.shape[1])
-        return convolution.read_ring(ring, places.tail_id, position)
-
-    patch.setattr(convolution, "inputs_before", before)
+@fault(47, convolution, "inputs_before", compiles="decode")
+def window_across_the_anchor(sound, store, ring, places):
+    position = places.length[:, None] - store.shape[1] + jnp.arange(store.shape[1])
+    return convolution.read_ring(ring, places.tail_id, position)
 
 
-@fault(48, "decode")
-def window_of_the_anchor(patch: Patch) -> None:
-    def before(store, ring, places):
-        return convolution.read_windows(store, places.anchor_slot)
-
-    patch.setattr(convolution, "inputs_before", before)
+@fault(48, convolution, "inputs_before", compiles="decode")
+def window_of_the_anchor(sound, store, ring, places):
+    return convolution.read_windows(store, places.anchor_slot)
 
 
-@fault(49, "decode")
-def window_is_not_written(patch: Patch) -> None:
-    patch.setattr(convolution, "write_windows", lambda store, values, index, share: store)
+@fault(49, convolution, "write_windows", compiles="decode")
+def window_is_not_written(sound, store, values, index, share):
+    return store
 
 
 # -- what the host fills in --
@@ -191,9 +147,6 @@ def spare_named_late(patch: Patch) -> None:
 # -- the draft layer --
 
 
-@fault(52, "decode")
-def hidden_of_the_anchor(patch: Patch) -> None:
-    def read(ring, tail_id, position):
-        return jnp.zeros((*position.shape, *ring.shape[2:]), ring.dtype)
-
-    patch_step(patch, "read_ring", lambda sound: read)
+@fault(52, *in_step("read_ring"), compiles="decode")
+def hidden_of_the_anchor(sound, ring, tail_id, position):
+    return jnp.zeros((*position.shape, *ring.shape[2:]), ring.dtype)

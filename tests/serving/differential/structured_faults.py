@@ -6,7 +6,7 @@ import numpy as np
 
 from serving.core.requests.request import Request
 from serving.engine.steps.row_values import RowInputs
-from tests.serving.differential.faults import STRUCTURED, Patch, replacing
+from tests.serving.differential.faults import STRUCTURED, Patch
 from tests.serving.differential.faults import fault as _fault
 
 fault = partial(_fault, table=STRUCTURED)
@@ -17,8 +17,7 @@ def no_sitting_out(patch: Patch) -> None:
     patch.setattr(Request, "sits_out", False)
 
 
-@fault(54)
-@replacing(RowInputs, "take_proposals")
+@fault(54, RowInputs, "take_proposals")
 def stale_proposals(sound, self, rows, lines):
     before = [(row.request.user, row.request.user.proposed) for row in rows]
     sound(self, rows, lines)
@@ -26,8 +25,7 @@ def stale_proposals(sound, self, rows, lines):
         member.proposed = proposed or member.proposed
 
 
-@fault(55)
-@replacing(RowInputs, "take_proposals")
+@fault(55, RowInputs, "take_proposals")
 def proposals_of_a_neighbor(sound, self, rows, lines):
     if lines is not None and lines.proposed is not None:
         lines.proposed = np.roll(lines.proposed, 1, axis=0)

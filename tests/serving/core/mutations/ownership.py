@@ -9,34 +9,30 @@ from serving.core.cache.row_forms import RowSnapshots
 from serving.core.cache.row_pages import RowPages
 from serving.core.cache.row_state import RowState
 from serving.core.planning.state import SchedulerState
-from tests.serving.core.mutations.registry import Patch, mutation, replaced, replacing
+from tests.serving.core.mutations.registry import Patch, mutation
 
 # -- read by several --
 
 
-@mutation(9)
-@replacing(RowSnapshots, "_choose")
+@mutation(9, RowSnapshots, "_choose")
 def write_shared_slot(whole, self, count, after):
     checkpoint = self._read_only
     return [checkpoint, *whole(self, count, after)][:count] if checkpoint else whole(self, count, after)
 
 
-@mutation(10)
-@replacing(RowPages, "resume_from")
+@mutation(10, RowPages, "resume_from")
 def no_copy_after_hit(whole, self, path, entry=None):
     whole(self, path, entry)
     self.shared = -1
 
 
-@mutation(11)
-@replacing(scheduler, "after_dispatch")
+@mutation(11, scheduler, "after_dispatch")
 def no_copy_after_own_end(whole, host, row):
     whole(host, row)
     row.request.progress.pages.shared = -1
 
 
-@mutation(12)
-@replacing(RowState, "reserve_chunk")
+@mutation(12, RowState, "reserve_chunk")
 def release_when_planned(whole, self, *chunk, **more):
     access = whole(self, *chunk, **more)
     if access is not None and self.leaving:
@@ -73,16 +69,14 @@ def release_source_early(patch: Patch) -> None:
     patch.setattr(scheduler.Scheduler, "withdraw", lambda self, plan: self.reset())
 
 
-@mutation(14)
-@replacing(RowPages, "exchange")
+@mutation(14, RowPages, "exchange")
 def adopt_without_reference(whole, self, at, page):
     whole(self, at, page)
     if self._pool.refs[page] > 1:
         self._pool.refs[page] -= 1
 
 
-@mutation(40)
-@replacing(PrefixIndex, "evict_state")
+@mutation(40, PrefixIndex, "evict_state")
 def evict_in_use(whole, self, max_rank=None):
     for root in self.roots.values():
         stack = [root]
@@ -98,8 +92,7 @@ def evict_in_use(whole, self, max_rank=None):
     return False
 
 
-@mutation(41)
-@replacing(PrefixIndex, "evict_page")
+@mutation(41, PrefixIndex, "evict_page")
 def evict_inner_page(whole, self):
     for root in self.roots.values():
         for node in root.children.values():
@@ -109,16 +102,14 @@ def evict_inner_page(whole, self):
     return whole(self)
 
 
-@mutation(46)
-@replacing(SchedulerState, "prepare_pages")
+@mutation(46, SchedulerState, "prepare_pages")
 def proposals_into_shared_page(whole, self, request, end, plan, *, preempting):
     if end == request.progress.num_computed and not request.progress.unsettled:
         return True
     return whole(self, request, end, plan, preempting=preempting)
 
 
-@mutation(63)
-@replacing(RowPages, "exchange")
+@mutation(63, RowPages, "exchange")
 def held_twice(whole, self, at, page):
     whole(self, at, page)
     # The page of its own that the row should have given up.
@@ -144,22 +135,19 @@ def leak_on_abort(patch: Patch) -> None:
     patch.setattr(RowPages, "release", release_pages)
 
 
-@mutation(36)
-@replacing(SchedulerState, "preempt")
+@mutation(36, SchedulerState, "preempt")
 def leak_on_preemption(whole, self, victim, plan, **more):
     victim.progress.state._read_only = 0
     whole(self, victim, plan, **more)
 
 
-@mutation(37)
-@replacing(RowState, "undo")
+@mutation(37, RowState, "undo")
 def leak_on_withdraw(whole, self):
     self._publications = ()
     whole(self)
 
 
-@mutation(38)
-@replacing(Cache, "clear")
+@mutation(38, Cache, "clear")
 def cache_survives_loss(whole, self):
     if not hasattr(self, "slots"):
         whole(self)
@@ -170,15 +158,13 @@ def cache_survives_loss(whole, self):
                 pool.release(i)
 
 
-@mutation(42)
-@replacing(Pool, "__init__")
+@mutation(42, Pool, "__init__")
 def null_handed_out(whole, self, size):
     whole(self, size)
     self.free.insert(0, 0)
 
 
-@mutation(47)
-@replacing(Pool, "take")
+@mutation(47, Pool, "take")
 def one_slot_for_all(whole, self):
     fresh = whole(self)
     if fresh and self.name == "slots" and self.size > 6:
@@ -192,8 +178,8 @@ def one_slot_for_all(whole, self):
 
 # -- one expression in the place of a function --
 
-replaced(27, RowPages, "return_surplus", lambda whole, self, tokens: None)
-replaced(52, RetentionPolicy, "rank", lambda whole, self, entry: 1)
-replaced(53, RetentionPolicy, "rank", lambda whole, self, entry: int(not entry.below))
-replaced(54, Cache, "can_spare_slot", lambda whole, self, *, admitting=False: True)
-replaced(55, RetentionPolicy, "is_low_value", lambda whole, self, prompt_len, position, kind: False)
+mutation(27, RowPages, "return_surplus")(lambda whole, self, tokens: None)
+mutation(52, RetentionPolicy, "rank")(lambda whole, self, entry: 1)
+mutation(53, RetentionPolicy, "rank")(lambda whole, self, entry: int(not entry.below))
+mutation(54, Cache, "can_spare_slot")(lambda whole, self, *, admitting=False: True)
+mutation(55, RetentionPolicy, "is_low_value")(lambda whole, self, prompt_len, position, kind: False)

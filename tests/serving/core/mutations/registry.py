@@ -48,17 +48,6 @@ class Fault:
 CORE: dict[int, Fault] = {}
 
 
-def mutation(number: int) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
-    """Register a fault of the host policy, a function that takes pytest's monkeypatch, under its number."""
-
-    def register(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        assert number not in CORE
-        CORE[number] = Fault(f"{number}", plant)
-        return plant
-
-    return register
-
-
 def replacing(owner: Any, name: str, *others: Any) -> Callable[[Callable[..., Any]], Callable[[Patch], None]]:
     """Makes a plant of a function that is called in the place of `owner.name` (and of the same in `others`).
 
@@ -71,14 +60,21 @@ def replacing(owner: Any, name: str, *others: Any) -> Callable[[Callable[..., An
             for place in (owner, *others):
                 patch.setattr(place, name, lambda *args, **more: change(whole, *args, **more))
 
-        plant.__name__ = change.__name__
+        plant.__name__ = name if change.__name__ == "<lambda>" else change.__name__
         return plant
 
     return decorate
 
 
-def replaced(number: int, owner: Any, name: str, change: Callable[..., Any]) -> None:
-    """Registers a fault that is a function in the place of `owner.name`: see `replacing`."""
-    plant = replacing(owner, name)(change)
-    plant.__name__ = name
-    mutation(number)(plant)
+def mutation(number: int, *where: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a fault of the host policy: a function that takes pytest's monkeypatch, or a change of `where`.
+
+    `where`: owner, name and further owners, see `replacing`.
+    """
+
+    def register(change: Callable[..., Any]) -> Callable[..., Any]:
+        assert number not in CORE
+        CORE[number] = Fault(f"{number}", replacing(*where)(change) if where else change)
+        return change
+
+    return register

@@ -12,13 +12,12 @@ from serving.core.cache.row_state import StateAccess
 from serving.core.errors import MissReason
 from serving.core.planning import admission, rows
 from serving.core.requests.request import ResultDisposition
-from tests.serving.core.mutations.registry import Patch, mutation, replaced, replacing
+from tests.serving.core.mutations.registry import Patch, mutation, replacing
 
 # -- publication --
 
 
-@mutation(1)
-@replacing(scheduler, "plan_prefill", admission)
+@mutation(1, scheduler, "plan_prefill", admission)
 def publish_when_planned(whole, host, request, step, *rest, **more):
     reason = whole(host, request, step, *rest, **more)
     if reason is None and request.progress.state.publishing():
@@ -28,16 +27,14 @@ def publish_when_planned(whole, host, request, step, *rest, **more):
     return reason
 
 
-@mutation(2)
-@replacing(RowSnapshots, "publish_boundary")
+@mutation(2, RowSnapshots, "publish_boundary")
 def first_slot_for_boundary(whole, self, access, nth, *rest, **later):
     if access.writes[nth] in access.boundary and access.writes[0] in self._own:
         access, nth = StateAccess(access.read, access.writes, access.writes), 0
     whole(self, access, nth, *rest, **later)
 
 
-@mutation(3)
-@replacing(rows, "after_settle")
+@mutation(3, rows, "after_settle")
 def drafts_published(whole, host, row, before, after):
     fed = before + row.num_tokens
     lost = fed - len(row.request.tokens)
@@ -49,21 +46,18 @@ def drafts_published(whole, host, row, before, after):
             del row.request.tokens[-lost:]
 
 
-@mutation(4)
-@replacing(RowSnapshots, "reserve_decode")
+@mutation(4, RowSnapshots, "reserve_decode")
 def no_second_set(whole, self, count, shortest, longest, continues, after):
     return whole(self, count, shortest, longest, continues, None)
 
 
-@mutation(5)
-@replacing(PrefixIndex, "publish_state")
+@mutation(5, PrefixIndex, "publish_state")
 def published_early(whole, self, content, position, slot, kind):
     early = kind == CheckpointKind.PROMPT_END and position > 1
     return whole(self, content, position - early, slot, kind)
 
 
-@mutation(7)
-@replacing(scheduler.Scheduler, "withdraw")
+@mutation(7, scheduler.Scheduler, "withdraw")
 def publish_withdrawn(whole, self, plan):
     for row in plan.effects:
         if row.fate is ResultDisposition.LIVE:
@@ -71,8 +65,7 @@ def publish_withdrawn(whole, self, plan):
     whole(self, plan)
 
 
-@mutation(8)
-@replacing(rows, "after_settle")
+@mutation(8, rows, "after_settle")
 def publish_without_page(whole, host, row, before, after):
     row.request.max_total += 1
     try:
@@ -108,8 +101,7 @@ def decode_published_at_dispatch(patch: Patch) -> None:
 # -- hits --
 
 
-@mutation(15)
-@replacing(RowPages, "resume_from")
+@mutation(15, RowPages, "resume_from")
 def hit_without_last_page(whole, self, path, entry=None):
     whole(self, path, entry)
     if len(self.table) > 1 and self.shared < 0:
@@ -117,8 +109,7 @@ def hit_without_last_page(whole, self, path, entry=None):
         self.table[-1] = self._pool.take()
 
 
-@mutation(16)
-@replacing(PrefixIndex, "_drop_node")
+@mutation(16, PrefixIndex, "_drop_node")
 def states_outlive_pages(whole, self, node):
     parent = node.parent
     self.pages.unpublish(node.page)
@@ -126,24 +117,21 @@ def states_outlive_pages(whole, self, node):
     self._leaf_again(parent)
 
 
-@mutation(17)
-@replacing(admission, "_take_hit")
+@mutation(17, admission, "_take_hit")
 def last_token_twice(whole, host, request, match):
     whole(host, request, match)
     if 1 < request.progress.num_computed == len(request.tokens):
         request.progress.num_computed -= 1
 
 
-@mutation(18)
-@replacing(admission, "_take_hit")
+@mutation(18, admission, "_take_hit")
 def token_skipped(whole, host, request, match):
     whole(host, request, match)
     if 0 < request.progress.num_computed < len(request.tokens) - 1:
         request.progress.num_computed += 1
 
 
-@mutation(19)
-@replacing(PrefixIndex, "find")
+@mutation(19, PrefixIndex, "find")
 def weak_match(whole, self, tokens, scope):
     root = self.roots.get(scope)
     if root is None:
@@ -162,15 +150,13 @@ def weak_match(whole, self, tokens, scope):
     return Match(path, None, len(path) * unit)
 
 
-@mutation(20)
-@replacing(PrefixIndex, "find")
+@mutation(20, PrefixIndex, "find")
 def salt_ignored(whole, self, tokens, scope):
     scopes = (other for other in {*self.roots, scope} if other.weights == scope.weights)
     return max((whole(self, tokens, other) for other in scopes), key=lambda match: match.position)
 
 
-@mutation(21)
-@replacing(PrefixIndex, "find")
+@mutation(21, PrefixIndex, "find")
 def state_above_is_enough(whole, self, tokens, salt):
     match = whole(self, tokens, salt)
     if match.entry is not None and match.matched > match.entry.position:
@@ -179,20 +165,17 @@ def state_above_is_enough(whole, self, tokens, salt):
     return match
 
 
-@mutation(48)
-@replacing(admission, "_find")
+@mutation(48, admission, "_find")
 def logprobs_hit(whole, host, request):
     return None if host.index is None else host.index.find(request.tokens, request.progress.content.chain.scope)
 
 
-@mutation(61)
-@replacing(admission, "_find")
+@mutation(61, admission, "_find")
 def never_the_whole_prompt(whole, host, request):
     return None if host.index is None else host.index.find(request.tokens[:-1], request.progress.content.chain.scope)
 
 
-@mutation(62)
-@replacing(PrefixIndex, "why_missed")
+@mutation(62, PrefixIndex, "why_missed")
 def telling_tales(whole, self, tokens, salt, match):
     if any(self.find(tokens, other).entry is not None for other in self.roots):
         return MissReason.SALT_DIFFERS
@@ -201,8 +184,8 @@ def telling_tales(whole, self, tokens, salt, match):
 
 # -- one expression in the place of a function --
 
-replaced(60, RowSnapshots, "publish_boundary", lambda whole, self, *boundary, **later: None)
-replaced(65, Cache, "scope", lambda whole, self, salt, adapter=None: Scope(salt))
+mutation(60, RowSnapshots, "publish_boundary")(lambda whole, self, *boundary, **later: None)
+mutation(65, Cache, "scope")(lambda whole, self, salt, adapter=None: Scope(salt))
 
 
 @mutation(84)
@@ -216,17 +199,15 @@ def end_of_the_tile(patch: Patch) -> None:
     replacing(RetentionPolicy, "positions")(positions)(patch)
 
 
-@mutation(86)
-@replacing(PrefixIndex, "state_at")
+@mutation(86, PrefixIndex, "state_at")
 def state_of_another_salt(whole, self, content, position):
     return self.find(content.tokens[:position], content.chain.scope._replace(salt=None)).entry
 
 
-@mutation(87)
-@replacing(KeptStates, "keep")
+@mutation(87, KeptStates, "keep")
 def no_bound(whole, self, entry, seconds, client):
     self._most = self._most_tokens = 10**6
     return whole(self, entry, seconds, client)
 
 
-replaced(85, KeptStates, "ended", lambda whole, self: [])
+mutation(85, KeptStates, "ended")(lambda whole, self: [])

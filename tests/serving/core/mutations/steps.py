@@ -15,13 +15,12 @@ from serving.core.planning import admission, rows
 from serving.core.planning.plan import Budget, DecodeRow, PrefillRow
 from serving.core.planning.state import SchedulerState
 from serving.core.requests.request import Request, ResultDisposition, Status
-from tests.serving.core.mutations.registry import Patch, mutation, replaced, replacing
+from tests.serving.core.mutations.registry import Patch, mutation, replacing
 
 # -- rows --
 
 
-@mutation(6)
-@replacing(RowState, "reserve_chunk")
+@mutation(6, RowState, "reserve_chunk")
 def relative_tiles(whole, self, start, end, unit, *rest, **more):
     access = whole(self, start, end, unit, *rest, **more)
     if access is None:
@@ -33,8 +32,7 @@ def relative_tiles(whole, self, start, end, unit, *rest, **more):
     return StateAccess(access.read, writes)
 
 
-@mutation(22)
-@replacing(SchedulerState, "forget")
+@mutation(22, SchedulerState, "forget")
 def stale_anchor(whole, self, request):
     before = getattr(request, "progress", None)
     whole(self, request)
@@ -42,8 +40,7 @@ def stale_anchor(whole, self, request):
         request.progress.num_sampling_steps = before.num_sampling_steps
 
 
-@mutation(23)
-@replacing(scheduler, "plan_prefill", admission)
+@mutation(23, scheduler, "plan_prefill", admission)
 def first_token_decodes(whole, host, request, step, *rest, **more):
     reason = whole(host, request, step, *rest, **more)
     row = request.progress.unsettled[-1] if reason is None else None
@@ -57,8 +54,7 @@ def first_token_decodes(whole, host, request, step, *rest, **more):
     return reason
 
 
-@mutation(25)
-@replacing(scheduler, "plan_decode")
+@mutation(25, scheduler, "plan_decode")
 def shortest_length(whole, host, request, *rest):
     done = whole(host, request, *rest)
     if done >= 0:
@@ -67,8 +63,7 @@ def shortest_length(whole, host, request, *rest):
     return done
 
 
-@mutation(26)
-@replacing(RowSnapshots, "trim")
+@mutation(26, RowSnapshots, "trim")
 def trim_what_is_read(whole, self, after):
     while len(self._own) > self._cache.width:
         slot = self._own[-1]
@@ -76,21 +71,18 @@ def trim_what_is_read(whole, self, after):
         self._cache.slots.release(slot)
 
 
-@mutation(30)
-@replacing(Budget, "__init__")
+@mutation(30, Budget, "__init__")
 def no_tile_budget(whole, self, config):
     whole(self, config)
     self.tiles = 10**6
 
 
-@mutation(34)
-@replacing(SchedulerState, "reach")
+@mutation(34, SchedulerState, "reach")
 def drafts_beyond_the_end(whole, self, request, end):
     return end + self.config.num_speculative_tokens + self.config.page_size
 
 
-@mutation(43)
-@replacing(admission, "_admit_one")
+@mutation(43, admission, "_admit_one")
 def shared_row_id(whole, host, request, plan, room):
     reason, running = whole(host, request, plan, room), host.queues.running
     if reason is None and len(running) > 1:
@@ -99,8 +91,7 @@ def shared_row_id(whole, host, request, plan, room):
     return reason
 
 
-@mutation(64)
-@replacing(rows, "_fits_decode_row")
+@mutation(64, rows, "_fits_decode_row")
 def reporting_tail_decodes(whole, host, request, start, num_tokens):
     return start > 0 and num_tokens <= host.cache.width
 
@@ -108,8 +99,7 @@ def reporting_tail_decodes(whole, host, request, start, num_tokens):
 # -- results --
 
 
-@mutation(28)
-@replacing(rows, "_settle_known")
+@mutation(28, rows, "_settle_known")
 def credit_the_dead(whole, host, row, tokens, emitted):
     if row.sample and row.fate is ResultDisposition.DROPPED and row.request.finished:
         accepted, _ = rows.append(row.request, tokens)
@@ -118,8 +108,7 @@ def credit_the_dead(whole, host, row, tokens, emitted):
     whole(host, row, tokens, emitted)
 
 
-@mutation(39)
-@replacing(scheduler.Scheduler, "settle")
+@mutation(39, scheduler.Scheduler, "settle")
 def late_results(whole, self, plan, result):
     if plan in self.unsettled:
         return whole(self, plan, result)
@@ -129,8 +118,7 @@ def late_results(whole, self, plan, result):
     return []
 
 
-@mutation(44)
-@replacing(rows, "_settle_known")
+@mutation(44, rows, "_settle_known")
 def detached_tokens_twice(whole, host, row, tokens, emitted):
     detached = row.fate is ResultDisposition.DETACHED and row.request.status is Status.WAITING
     whole(host, row, tokens, emitted)
@@ -138,8 +126,7 @@ def detached_tokens_twice(whole, host, row, tokens, emitted):
         whole(host, row, tokens, emitted)
 
 
-@mutation(49)
-@replacing(rows, "append")
+@mutation(49, rows, "append")
 def stop_too_early(whole, request, tokens):
     kept, request.min_tokens = request.min_tokens, 0
     try:
@@ -151,8 +138,7 @@ def stop_too_early(whole, request, tokens):
 # -- who goes on --
 
 
-@mutation(29)
-@replacing(rows, "_chunk_end")
+@mutation(29, rows, "_chunk_end")
 def align_or_nothing(whole, host, request, start, room):
     end = whole(host, request, start, room)
     if end < len(request.tokens) and end not in request.progress.stops and host.config.cache_mode == "align":
@@ -177,8 +163,7 @@ def boundaries_first(patch: Patch) -> None:
     replacing(RowSnapshots, "publish_boundary")(publish_last_slot)(patch)
 
 
-@mutation(59)
-@replacing(SchedulerState, "preempt_later")
+@mutation(59, SchedulerState, "preempt_later")
 def wrong_victim(whole, self, request, plan):
     victims = [other for other in self.queues.running if other is not request]
     if victims:
@@ -191,8 +176,7 @@ def no_sitting_out(patch: Patch) -> None:
     patch.setattr(Request, "sits_out", False)
 
 
-@mutation(83)
-@replacing(scheduler.Scheduler, "needs_settle_before_schedule")
+@mutation(83, scheduler.Scheduler, "needs_settle_before_schedule")
 def neighbors_wait(whole, self):
     drafting = self.config.num_speculative_tokens > 0
     held = any(request.lockstep and request.progress.unsettled for request in self.running)
@@ -201,16 +185,16 @@ def neighbors_wait(whole, self):
 
 # -- one expression in the place of a function --
 
-replaced(24, RowSnapshots, "advance", lambda whole, self, access, before, kept: whole(self, access, before, 1))
-replaced(31, SchedulerState, "preempt_later", lambda whole, self, request, plan: False)
-replaced(32, RowPages, "_unshare", lambda whole, self, pool: None)
-replaced(50, RowState, "_read_slot", lambda whole, self, after: self._current or whole(self, after))
-replaced(51, Budget, "grant_share", lambda whole, self: None)
-replaced(56, admission, "_waits_for_sibling", lambda whole, host, request: False)
-replaced(
-    57, RetentionPolicy, "stops", lambda whole, self, length, hit, matched, marks: whole(self, length, hit, 0, marks)
+mutation(24, RowSnapshots, "advance")(lambda whole, self, access, before, kept: whole(self, access, before, 1))
+mutation(31, SchedulerState, "preempt_later")(lambda whole, self, request, plan: False)
+mutation(32, RowPages, "_unshare")(lambda whole, self, pool: None)
+mutation(50, RowState, "_read_slot")(lambda whole, self, after: self._current or whole(self, after))
+mutation(51, Budget, "grant_share")(lambda whole, self: None)
+mutation(56, admission, "_waits_for_sibling")(lambda whole, host, request: False)
+mutation(57, RetentionPolicy, "stops")(
+    lambda whole, self, length, hit, matched, marks: whole(self, length, hit, 0, marks)
 )
-replaced(58, RetentionPolicy, "stops", lambda whole, self, length, hit, matched, marks: [])
+mutation(58, RetentionPolicy, "stops")(lambda whole, self, length, hit, matched, marks: [])
 
 
 @mutation(67)
@@ -230,8 +214,7 @@ def spare_leased_twice(patch: Patch) -> None:
     replacing(RowReplay, "lease")(lease)(patch)
 
 
-@mutation(68)
-@replacing(RowReplay, "publish_boundary")
+@mutation(68, RowReplay, "publish_boundary")
 def published_anchor_stays_own(whole, self, *boundary, **later):
     whole(self, *boundary, **later)
     if self._read_only:
@@ -239,8 +222,7 @@ def published_anchor_stays_own(whole, self, *boundary, **later):
         self._read_only = 0
 
 
-@mutation(69)
-@replacing(RowReplay, "reserve_decode")
+@mutation(69, RowReplay, "reserve_decode")
 def anchor_before_settle(whole, self, *step):
     access = whole(self, *step)
     if access is not None and access.reaches:
@@ -248,8 +230,7 @@ def anchor_before_settle(whole, self, *step):
     return access
 
 
-@mutation(70)
-@replacing(RowReplay, "reserve_decode")
+@mutation(70, RowReplay, "reserve_decode")
 def anchor_let_go(whole, self, *step):
     access = whole(self, *step)
     if self._read_only:
@@ -258,14 +239,12 @@ def anchor_let_go(whole, self, *step):
     return access
 
 
-@mutation(72)
-@replacing(RowReplay, "resume_from")
+@mutation(72, RowReplay, "resume_from")
 def resumed_position_rounded(whole, self, slot, position):
     whole(self, slot, position - position % self._interval)
 
 
-@mutation(73)
-@replacing(RowReplay, "reserve_decode")
+@mutation(73, RowReplay, "reserve_decode")
 def written_over_with_drafts(whole, self, count, *rest):
     access = whole(self, count, *rest)
     if access is not None and access.room < count:
@@ -273,8 +252,7 @@ def written_over_with_drafts(whole, self, count, *rest):
     return access
 
 
-@mutation(74)
-@replacing(RowReplay, "trim")
+@mutation(74, RowReplay, "trim")
 def no_slot_besides_the_anchor(whole, self, after):
     keep = {self._anchor_slot(after), self._current, *(after.writes if after is not None else ())}
     for slot in [slot for slot in self._own if slot not in keep]:
@@ -287,27 +265,23 @@ def short_end_decodes(patch: Patch) -> None:
     patch.setattr(SchedulerConfig, "known_tokens_in_decode_row", property(lambda self: 1 + self.num_speculative_tokens))
 
 
-@mutation(76)
-@replacing(RowReplay, "reserve_decode")
+@mutation(76, RowReplay, "reserve_decode")
 def leased_too_late(whole, self, count, shortest, longest, *rest):
     return whole(self, count, shortest, shortest, *rest)
 
 
-@mutation(77)
-@replacing(RowReplay, "advance_chunk")
+@mutation(77, RowReplay, "advance_chunk")
 def chunk_end_forgotten(whole, self, access, position):
     whole(self, access, self._position)
 
 
-@mutation(80)
-@replacing(RowReplay, "advance")
+@mutation(80, RowReplay, "advance")
 def begins_on_multiple(whole, self, access, before, kept):
     begins = before == access.reaches > 0
     return whole(self, access, before - begins, kept + begins)
 
 
-@mutation(81)
-@replacing(RowReplay, "advance")
+@mutation(81, RowReplay, "advance")
 def old_checkpoint_kept(whole, self, access, before, kept):
     if self._read_only:
         self._cache.slots.retain(self._read_only)
@@ -316,7 +290,7 @@ def old_checkpoint_kept(whole, self, access, before, kept):
 
 # -- one expression in the place of a function --
 
-replaced(66, RowReplay, "trim", lambda whole, self, after: whole(self, None))
-replaced(71, RowReplay, "advance", lambda whole, self, access, before, kept: whole(self, access, before, access.room))
-replaced(78, RowReplay, "trim", lambda whole, self, after: None)
-replaced(79, RowReplay, "advance", lambda whole, self, access, before, kept: len(self._own) > 1)
+mutation(66, RowReplay, "trim")(lambda whole, self, after: whole(self, None))
+mutation(71, RowReplay, "advance")(lambda whole, self, access, before, kept: whole(self, access, before, access.room))
+mutation(78, RowReplay, "trim")(lambda whole, self, after: None)
+mutation(79, RowReplay, "advance")(lambda whole, self, access, before, kept: len(self._own) > 1)
