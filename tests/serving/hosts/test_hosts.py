@@ -39,6 +39,7 @@ def check(hosts, expected, modes):
     assert [cached[0] for _, cached in said] == [{"none": 0}.get(mode, 36) for mode in modes]
     for each in results:  # its own pieces and no others: half, and what every device has
         assert each["copied"] == each["held"] < 0.75 * each["whole"]
+    return results
 
 
 def test_two_hosts_say_what_one_says_and_end_together(tmp_path):
@@ -71,3 +72,11 @@ def test_four_hosts_with_two_kinds_of_drafts(tmp_path):
         for host in (0, 1, 3):
             assert "host 2 is lost" in hosts.end(host)[1]
     assert seconds < 10
+
+
+@pytest.mark.slow
+def test_two_processes_that_each_schedule_say_what_one_says(tmp_path):
+    directory = write_checkpoint(tmp_path / "model", FAMILIES["mamba2"])
+    with Hosts(tmp_path, 2, directory, [NGRAM | {"mamba_cache_mode": "all"}], led=False) as hosts:
+        results = check(hosts, alone(directory), ["all"])
+    assert results[0]["said"] == results[1]["said"]

@@ -1,6 +1,7 @@
 """One of several hosts that run engines together: `python -m tests.support.fleets.engine_host JSON`.
 
-Prints a line of JSON when all rounds are done: the leader what it has generated, a follower what it has read.
+Prints a line of JSON when all rounds are done: the leader what it has generated, a follower what it has read. Without
+`led` each schedules for itself, and both generate.
 """
 
 import itertools
@@ -8,6 +9,8 @@ import json
 import sys
 import time
 from functools import partial
+
+from jax.experimental import multihost_utils
 
 from checkpoints import placing
 from mamba_jax.model import parameters
@@ -68,18 +71,19 @@ def main(job):
     flags = [FLAGS | {"model": job["directory"]} | each for each in job["rounds"]]
     group, config = gather(hosts, EngineConfig.create(**flags[0]))
     devices = config.tensor_parallel_size
-    said, programs, built = [], {}, None
+    said, programs, built, led = [], {}, None, job.get("led", True)
     for each in flags:
         config = EngineConfig.create(**each, tensor_parallel_size=devices)
         kind = (config.num_speculative_tokens, config.speculative_method, config.replay_interval)
         if built is None:
-            built = build.build_engine(config, progress=False, led=True)
+            built = build.build_engine(config, progress=False, led=led)
         else:
-            built = build.assemble(config, built.model, programs=programs.get(kind), led=True)
+            built = build.assemble(config, built.model, programs=programs.get(kind), led=led)
         programs[kind] = built.engine.loop.programs
         use_widest_steps(built.engine)
-        if group.leads:
-            Leader(built.engine.loop, group, built.digest).wait_until_ready()
+        if not led or group.leads:
+            if led:
+                Leader(built.engine.loop, group, built.digest).wait_until_ready()
             said.append(answers(built.engine))
             if each is not flags[-1] or not job.get("go_on"):
                 built.engine.close()
@@ -94,6 +98,8 @@ def main(job):
         for i in itertools.count():
             ask(built.engine, [[5 + i % 80, *PROMPTS[0]]], GREEDY)
             time.sleep(0.01)
+    if not led:
+        multihost_utils.sync_global_devices("both have printed")
     group.exit()
 
 
