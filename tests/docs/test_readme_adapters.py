@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -14,6 +13,7 @@ import pytest
 
 from tests.support.fleets.processes import free_port
 from tests.support.markdown_blocks import blocks_of
+from tests.support.waiting import comes_true, is_ready
 
 ROOT = Path(__file__).resolve().parents[2]
 FEWER_STEPS = "--steps 3 --batch-size 2 --sequence-length 64 --held-out 0"
@@ -26,17 +26,6 @@ def readme_blocks():
     blocks = [block.text for block in blocks_of(ROOT / "README.md")]
     at = next(index for index, text in enumerate(blocks) if "mamba-jax train-s0" in text)
     return blocks[at], blocks[at + 1]
-
-
-def wait_until_ready(url, process):
-    end = time.monotonic() + 300
-    while time.monotonic() < end and process.poll() is None:
-        try:
-            if httpx.get(f"{url}/ready").status_code == 200:
-                return
-        except httpx.TransportError:
-            time.sleep(0.1)
-    raise AssertionError("the server does not become ready")
 
 
 @pytest.mark.full
@@ -56,7 +45,7 @@ def test_the_readme_trains_serves_and_queries_adapters(tmp_path):
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(["bash", "-ec", serve], stderr=log, **here)
     try:
-        wait_until_ready(f"http://{address}", process)
+        assert comes_true(lambda: process.poll() is not None or is_ready(f"http://{address}"), 300)
         asked = subprocess.run(
             ["bash", "-ec", queries.replace("curl ", "curl -sS -w '\\n' ").replace("localhost:8000", address)],
             check=True, capture_output=True, timeout=300, **here,

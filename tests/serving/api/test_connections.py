@@ -23,6 +23,7 @@ from serving.split.router.workers import Fleet
 from serving.split.settings import RouterSettings
 from tests.support.servers.fake_workers import BODY, asked
 from tests.support.servers.live_server import running
+from tests.support.waiting import comes_true
 
 
 def small_server(keys=None, **bounds):
@@ -246,11 +247,7 @@ def test_silent_handshakes_count_as_connections(place, certificate):
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "too_many_connections"
         assert not any(closed(wire, 0.01) for wire in wires[:20])
-    for _ in range(100):
-        if (found := httpx.get(url, verify=context, timeout=30).status_code) == 200:
-            break
-        time.sleep(0.1)
-    assert found == 200
+    assert comes_true(lambda: httpx.get(url, verify=context, timeout=30).status_code == 200)
 
 
 def test_the_limit_of_open_files_is_raised():

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import time
 
 import httpx
 import hypothesis
@@ -12,6 +11,7 @@ from serving.split.router.app import create_router
 from serving.split.settings import RouterSettings
 from tests.support.servers.hostile_requests import HOSTILE, NUM_ODD
 from tests.support.servers.live_server import running
+from tests.support.waiting import comes_true, is_ready
 
 ODD = HOSTILE[:NUM_ODD]
 """Those that are odd, not large."""
@@ -22,12 +22,7 @@ def front(server):
     settings = RouterSettings.create(decode=(server.url,), routing="affinity", log_requests=False)
     app = create_router(settings)
     with running(app, settings, leave=app.state.relay.leave) as (_, url):
-        end = time.monotonic() + 60
-        while time.monotonic() < end:
-            with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(url + "/ready").status_code == 200:
-                    break
-            time.sleep(0.05)
+        assert comes_true(lambda: is_ready(url))
         yield url
 
 

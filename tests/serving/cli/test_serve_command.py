@@ -1,13 +1,10 @@
 """`mamba-jax serve` and `mamba-jax chat`: settings from all places, mistakes in one line, a conversation."""
 
 import io
-import os
 import re
-import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -18,7 +15,8 @@ from serving.api.http.settings import resolve_settings
 from serving.cli.generation.generate import AnswerStats, _texts, converse, remote
 from serving.cli.main import run
 from serving.config import ConfigError
-from tests.support.fleets.processes import free_port
+from tests.support.fleets.processes import Process, running
+from tests.support.waiting import comes_true
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -151,32 +149,20 @@ def test_a_conversation_with_a_server(server):
 
 def test_the_program_itself(tmp_path):
     """A process of its own, by a command line of vLLM: listens, answers, and ends when it is asked to."""
-    port = free_port()
     config = tmp_path / "server.yaml"
     config.write_text("max-num-seqs: 2\nmax-model-len: 256\nmax-num-batched-tokens: 64\nno_such: 1\n")
     vllm = "--tensor-parallel-size 1 --trust-remote-code --enable-auto-tool-choice --tool-call-parser qwen3_coder"
-    command = [sys.executable, "-m", "serving.cli", "serve", "demo", "--port", str(port), "--no-warmup", *vllm.split()]
-    wrong = subprocess.run([*command, "--config", str(config)], capture_output=True, text=True, cwd=ROOT)
+    words = ["serve", "demo", "--no-warmup", *vllm.split(), "--config", str(config)]
+    wrong = subprocess.run([sys.executable, "-m", "serving.cli", *words], capture_output=True, text=True, cwd=ROOT)
     assert wrong.returncode == 2
     assert "no_such" in wrong.stderr
     config.write_text(config.read_text().replace("no_such: 1", "log_format: json"))
-    process = subprocess.Popen(
-        [*command, "--config", str(config)], stderr=subprocess.PIPE, text=True, cwd=ROOT, env=dict(os.environ)
-    )
-    try:
-        url, end = f"http://127.0.0.1:{port}", time.monotonic() + 300
-        while time.monotonic() < end and process.poll() is None:
-            try:
-                if httpx.get(url + "/ready").status_code == 200:
-                    break
-            except httpx.TransportError:
-                time.sleep(0.1)
-        answer = httpx.post(url + "/tokenize", json={"prompt": "x"})
-        assert answer.json()["max_model_len"] == 256
-        assert httpx.get(url + "/v1/models").json()["data"][0]["id"] == "demo"
-    finally:
-        process.send_signal(signal.SIGTERM)
-        _, log = process.communicate(timeout=120)
+    with running(Process(*words, log_to=tmp_path)) as (server,):
+        assert httpx.post(server.url + "/tokenize", json={"prompt": "x"}).json()["max_model_len"] == 256
+        assert server.get("/v1/models")["data"][0]["id"] == "demo"
+        server.process.terminate()
+        server.process.wait(120)
+    log = server.log_file.read_text()
     assert '"message": "request"' in log
     assert "--trust-remote-code: has no effect: families are built in" in log
     assert "--enable-auto-tool-choice: has no effect" in log
@@ -185,20 +171,16 @@ def test_the_program_itself(tmp_path):
     assert "Traceback" not in log
 
 
-def test_the_router_logs_time_path_status_and_id_of_each_request():
-    command = [sys.executable, "-m", "serving.cli.main", "router", "--decode", "http://127.0.0.1:1", "--port"]
-    port = free_port()
-    process = subprocess.Popen([*command, str(port)], stderr=subprocess.PIPE, text=True, cwd=ROOT)
+def test_the_router_logs_time_path_status_and_id_of_each_request(tmp_path):
+    router = Process("router", "--decode", "http://127.0.0.1:1", log_to=tmp_path)
     try:
-        while "routing" not in process.stderr.readline():
-            assert process.poll() is None
-        answer = httpx.get(f"http://127.0.0.1:{port}/v1/models", headers={"x-request-id": "abc"}, timeout=60)
+        assert comes_true(lambda: "routing" in router.log())
+        answer = httpx.get(f"{router.url}/v1/models", headers={"x-request-id": "abc"}, timeout=60)
         assert answer.status_code == 503
-        lines = iter(process.stderr.readline, "")
-        line = next(line for line in lines if "request_id" in line)
+        assert comes_true(lambda: "request_id" in router.log())
+        line = next(line for line in router.log().splitlines() if "request_id" in line)
         assert re.match(r"\d\d:\d\d:\d\d INFO ", line)
         for field in ("request_id=abc", "method=GET", "path=/v1/models", "status=503"):
             assert field in line
     finally:
-        process.kill()
-        process.wait()
+        router.close()

@@ -13,16 +13,15 @@ from tests.support.engines.engines import finish
 from tests.support.engines.small_tiers import DISK, HOST, PARAMS, SMALL, ask, fill, tier_mover, tiers
 from tests.support.engines.step_programs import NoPrograms
 from tests.support.fleets.split_pair import model, tokens
+from tests.support.waiting import comes_true
 
 GIB = 1 << 30
 
 
 def wait_until_seen(engine, count):
     """So many units of another's have been seen on the disk; an engine sees its own there, too."""
-    disk, until = tier_mover(engine).disk, time.monotonic() + 30
-    while len(disk._changes.new.keys() - disk.tier.units.keys()) < count:
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    disk = tier_mover(engine).disk
+    assert comes_true(lambda: len(disk._changes.new.keys() - disk.tier.units.keys()) >= count, 30, 0.02)
 
 
 @pytest.mark.parametrize("flags", [HOST, DISK, HOST | DISK])

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import IO
 
@@ -17,6 +16,7 @@ import httpx
 import openai
 
 from tests.support.engines.engines import QUICK_XLA_FLAGS
+from tests.support.waiting import comes_true, is_ready
 
 ENGINE = {
     "model": "demo",
@@ -73,22 +73,19 @@ class Process:
             )
 
     def wait_until_ready(self, seconds: float = 240.0) -> None:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{self.url}/ready", timeout=5).status_code == 200 and self._sees_its_workers():
-                    return
+        def ready() -> bool:
             assert self.process.poll() is None, self.log()
-            time.sleep(0.1)
-        raise AssertionError(f"not ready: {self.log()}")
+            return is_ready(self.url) and self._sees_its_workers()
+
+        assert comes_true(ready, seconds, 0.1), f"not ready: {self.log()}"
 
     def _sees_its_workers(self) -> bool:
         """A router is ready as soon as one decode worker is up, and until it has seen more, it does without them."""
         status = self.get("/status") if self.is_router else {}
         return all(worker["up"] for role in ("prefill", "decode") for worker in status.get(role, ()))
 
-    def get(self, path: str) -> dict:
-        return httpx.get(self.url + path, timeout=30).json()
+    def get(self, path: str, auth: httpx.Auth | None = None) -> dict:
+        return httpx.get(self.url + path, auth=auth, timeout=30).json()
 
     def log(self) -> str:
         return self.log_file.read_text()[-4000:]
@@ -107,17 +104,16 @@ class Process:
                 self.process.kill()
                 self.process.wait(10)
 
-    def idle(self, seconds: float = 20.0) -> bool:
-        """Whether a worker's pools come to rest with nothing in use."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            stats = self.get("/status")["stats"]
-            kept = self.get("/split/status").get("kept", 0)
+    def idle(self, seconds: float = 20.0, auth: httpx.Auth | None = None) -> bool:
+        """Whether a worker's pools come to rest with nothing in use. `auth`: that of its fleet."""
+
+        def rests() -> bool:
+            stats, split = self.get("/status")["stats"], self.get("/split/status", auth)
             used = stats["slots"]["used"] + stats.get("pages", {"used": 0})["used"]
-            if not (stats["running"] or stats["waiting"] or used or kept):
-                return True
-            time.sleep(0.1)
-        return False
+            kept = sum(split.get(name, 0) for name in ("kept", "copies", "copied_bytes"))
+            return not (stats["running"] or stats["waiting"] or used or kept)
+
+        return comes_true(rests, seconds, 0.1)
 
 
 def worker(role: str, log_to, *more: str, port: int | None = None, devices: int = 1, stages=None, **engine) -> Process:

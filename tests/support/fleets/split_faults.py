@@ -215,17 +215,9 @@ class LoadedFleet(Fleet):
 
 def sealed_status(process: Process) -> dict:
     """What a worker says at /split/status, to one of its fleet."""
-    return httpx.get(f"{process.url}/split/status", auth=SealAuth(Seal(SECRET)), timeout=30).json()
+    return process.get("/split/status", SealAuth(Seal(SECRET)))
 
 
 def at_rest(process: Process, seconds: float) -> bool:
     """Whether a worker comes to have nothing in use."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        stats, split = process.get("/status")["stats"], sealed_status(process)
-        used = stats["slots"]["used"] + stats["pages"]["used"]
-        kept = split.get("kept", 0) + split.get("copies", 0) + split.get("copied_bytes", 0)
-        if not (stats["running"] or stats["waiting"] or used or kept):
-            return True
-        time.sleep(0.1)
-    return False
+    return process.idle(seconds, SealAuth(Seal(SECRET)))

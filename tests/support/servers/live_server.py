@@ -3,7 +3,6 @@
 import contextlib
 import socket
 import threading
-import time
 from functools import partial
 
 import httpx
@@ -23,6 +22,7 @@ from serving.engine.steps.warm_up import warm_up
 from tests.support.engines.engines import use_widest_steps
 from tests.support.engines.step_programs import shared_programs
 from tests.support.fleets import processes
+from tests.support.waiting import comes_true, is_ready
 
 ENGINE = processes.ENGINE | {
     "max_num_seqs": 8,
@@ -91,15 +91,7 @@ class LiveServer:
         self.http = httpx.Client(base_url=self.url, timeout=120)
 
     def wait_until_ready(self, seconds=900.0) -> None:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            try:
-                if self.http.get("/ready").status_code == 200:
-                    return
-            except httpx.ConnectError:
-                pass
-            time.sleep(0.05)
-        raise AssertionError("the server does not become ready")
+        assert comes_true(lambda: is_ready(self.url), seconds), "the server does not become ready"
 
     def openai(self, **options) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", **({"api_key": "-", "max_retries": 0} | options))
@@ -116,13 +108,13 @@ class LiveServer:
 
     def assert_idle(self, seconds=30.0) -> None:
         """Waits until nothing is in use any more, then checks both pools."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+
+        def rests() -> bool:
             stats = self.http.get("/status").json()["stats"]
             used = stats["running"] or stats["waiting"] or stats["slots"]["used"]
-            if not used and not self.async_engine.num_unfinished:  # the numbers may be a moment old
-                break
-            time.sleep(0.05)
+            return not used and not self.async_engine.num_unfinished  # the numbers may be a moment old
+
+        comes_true(rests, seconds)
         engine = self.async_engine.engine
         assert engine.num_unfinished == 0
         engine.loop.scheduler.check(idle=True)

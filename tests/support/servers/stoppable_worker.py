@@ -16,6 +16,7 @@ from unittest import mock
 from serving.split.decode_side import DecodeSide
 from serving.split.prefill_side import PrefillSide
 from serving.split.transports import JaxTransport, TcpTransport
+from tests.support.waiting import comes_true
 
 
 class Stages:
@@ -30,12 +31,7 @@ class Stages:
 
     def reached(self, stage: str, seconds: float = 60.0) -> bool:
         """Whether it has come to that."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if (self.folder / f"{stage}.reached").exists():
-                return True
-            time.sleep(0.02)
-        return False
+        return comes_true((self.folder / f"{stage}.reached").exists, seconds, 0.02)
 
     def go(self, stage: str) -> None:
         """Let a worker that waits at this stage continue; the stage can be armed again."""
