@@ -1,4 +1,4 @@
-"""The multi-token-prediction layer within steps. Steps draft by it as by EAGLE-3's drafter: see `test_drafts_eagle`."""
+"""The multi-token-prediction layer within steps. Steps draft by it as by EAGLE-3's drafter: see `test_drafters`."""
 
 import dataclasses
 
