@@ -287,21 +287,6 @@ def test_a_new_tenant_forgets_the_old_one():
     jax.tree.map(lambda leaf, was: np.testing.assert_array_equal(leaf[2], was), host.rows, others)
 
 
-def test_seeded_sampling_does_not_depend_on_the_batch():
-    host = Host()
-    host.prefill({"tokens": PROMPT[:9], "write": 1}, {"tokens": PROMPT[:4], "write": 2})
-    sampling = {"temperature": 1.0, "top_p": 0.95, "seed": 77, "prompt_length": 9}
-    row = {"tokens": [3], "c": 9, "read": 1, "writes": [3], "table": host.table(0)}
-    mate = {"row_id": 1, "tokens": [4], "c": 4, "read": 2, "writes": [4], "table": host.table(1)}
-    host.seat(2, **sampling)
-    host.seat(1, temperature=2.0, seed=1)
-    alone = host.decode(row | {"row_id": 2}).tokens[0, 0]
-    together = host.decode(mate, row | {"row_id": 2}).tokens[1, 0]
-    host.seat(5, **sampling)
-    elsewhere = host.decode(mate, mate | {"row_id": 2, "writes": [6]}, row | {"row_id": 5}).tokens[2, 0]
-    assert alone == together == elsewhere
-
-
 @pytest.mark.parametrize(
     "sampling", [{"temperature": 0.5}, {"logit_bias": {3: 1.0}}, {"presence_penalty": 0.5}], ids=str
 )

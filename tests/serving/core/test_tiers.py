@@ -24,8 +24,10 @@ def find(tier: Tier, tokens: list[int], beyond: int = 0, salt: str | None = None
     return found.position if found is not None else 0
 
 
-def test_names_depend_on_all_tokens_before_and_on_the_salt():
-    assert root(Scope(None)) != root(Scope("")) != root(Scope("a")) != root(Scope("a", 1))
+def test_names_depend_on_all_tokens_before_and_on_the_scope():
+    scopes = [Scope(None, adapter=adapter) for adapter in (None, "a", "b")]
+    scopes += [Scope(""), Scope("a"), Scope("a", 1), Scope("a", adapter="a")]
+    assert len(set(map(root, scopes))) == len(scopes)
     assert link(root(Scope(None)), [1, 2]) != link(root(Scope(None)), [1, 3]) != link(root(Scope("a")), [1, 3])
     assert state_name(root(Scope(None)), [1]) != link(root(Scope(None)), [1])
     chain = Chain(Scope(None), 2)

@@ -10,7 +10,6 @@ import pytest
 from checkpoints.adapters.adapter import CONFIG_FILE
 from checkpoints.tensors.safetensors_file import SafetensorsFile
 from serving import LLM, LoRARequest, RequestError, SamplingParams
-from serving.core.cache.content import Scope, root
 from tests.support.models.golden_case import FIXTURES, FLAGS, TO_HUGGING_FACE, Case, said, same
 from tests.support.selection import slow
 
@@ -170,11 +169,6 @@ def test_quantized_weights_have_adapters_too(prompt, directory):
     token, logprob, expected = next_token(found, prompt, directory)
     assert logprob == pytest.approx(expected[token], abs=0.1)
     assert not same(said(found), said(plain))
-
-
-def test_names_in_tiers_depend_on_the_adapter():
-    scopes = [Scope(None), Scope("a"), Scope(None, adapter="a"), Scope("a", adapter="a"), Scope(None, adapter="b")]
-    assert len(set(map(root, scopes))) == len(scopes)
 
 
 def test_a_removed_adapter_is_read_again_with_its_old_content_only(llm, prompt, directory, tmp_path):
