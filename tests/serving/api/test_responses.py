@@ -52,6 +52,7 @@ def test_events(server):
     ]  # fmt: skip
     last = events[-1].response
     assert events[0].response.id == last.id
+    assert [events[-2].item] == last.output
     assert last.incomplete_details.reason == "max_output_tokens"
     assert last.usage.total_tokens == last.usage.input_tokens + 12
 

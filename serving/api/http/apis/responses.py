@@ -210,6 +210,8 @@ class ResponseWriter(BlocksWriter):
         self._created, self._num_events = int(time.time()), 0
         self._ids: list[str] = []
         """Ids of the blocks."""
+        self._status: protocol.Status = "completed"
+        """The status of a block that ends: `incomplete` if the output limit cuts it off."""
         top, reasoning = body.top_logprobs or 0, turn.tally.reasoning
         self._logprobs = TextLogprobs(context.codec, top=top, reasoning=reasoning) if body.wants_logprobs else None
         self._entries: dict[int, list[ChatLogprob]] = {}
@@ -235,6 +237,8 @@ class ResponseWriter(BlocksWriter):
     def _close(self) -> Iterator[BlockChange]:
         if self._logprobs is not None and self._blocks.all and self._blocks.all[-1].kind == "text":
             self._entries[self._blocks.all[-1].index] += self._logprobs.rest()
+        if self._last is not None and self._last.finish_reason == "length":
+            self._status = "incomplete"
         yield from super()._close()
 
     def _note(self, change: BlockChange) -> list[ChatLogprob]:
@@ -278,7 +282,7 @@ class ResponseWriter(BlocksWriter):
             more = {"logprobs": self._entries[block.index]} if block.kind == "text" else {}
             done = [(f"response.{kind}.done", part | {"text": block.text} | more)]
             done.append(("response.content_part.done", part | content))
-        return [*done, ("response.output_item.done", at | {"item": self._item(block, "completed")})]
+        return [*done, ("response.output_item.done", at | {"item": self._item(block, self._status)})]
 
     def _item(self, block: Block, status: protocol.Status) -> protocol.OutputItem:
         same: dict[str, Any] = {"id": self._ids[block.index], "status": status}
@@ -304,12 +308,10 @@ class ResponseWriter(BlocksWriter):
 
     def _whole(self) -> protocol.ResponseObject:
         """Returns the whole response, and stores it unless the request declines that."""
-        cut_off = self._last is not None and self._last.finish_reason == "length"
-        status: protocol.Status = "incomplete" if cut_off else "completed"
         items = [self._item(block, "completed") for block in self._blocks.all]
-        if status == "incomplete" and items:
-            items[-1].status = "incomplete"
-        whole = self._object(status, items)
+        if items:
+            items[-1].status = self._status
+        whole = self._object(self._status, items)
         if self._body.store is not False:
             messages = [*self._messages, *messages_of_input([item.model_dump() for item in items])]
             given = self._body.input
