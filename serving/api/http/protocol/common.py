@@ -77,6 +77,11 @@ def refusal(param: str, message: str) -> PydanticCustomError:
     return PydanticCustomError("refused", "{message}", {"message": message, "param": param})
 
 
+def _is_function(tool: Any) -> bool:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return not isinstance(kind, str) or kind in ("function", "custom")
+
+
 def _with_functions(values: dict[str, Any]) -> dict[str, Any]:
     """Returns a request with only those tools that are functions of the client.
 
@@ -93,19 +98,14 @@ def _with_functions(values: dict[str, Any]) -> dict[str, Any]:
         if kind == "namespace" and isinstance(tool.get("tools"), list):
             inner = [{"namespace": tool.get("name"), **each} for each in tool["tools"] if isinstance(each, dict)]
             waiting += reversed(inner)
-        elif not isinstance(kind, str) or kind in ("function", "custom") or isinstance(tool.get("input_schema"), dict):
+        elif _is_function(tool) or isinstance(tool.get("input_schema"), dict):
             kept.append(tool)
         else:
             values[f"tools.{kind}"] = True
     choice: Any = values.get("tool_choice")
     allowed = choice.get("allowed_tools", choice) if isinstance(choice, dict) else None
     if isinstance(allowed, dict) and isinstance(listed := allowed.get("tools"), list):
-        kinds = [tool.get("type", "function") if isinstance(tool, dict) else None for tool in listed]
-        ours = [
-            tool
-            for tool, kind in zip(listed, kinds, strict=True)
-            if not isinstance(kind, str) or kind in ("function", "custom")
-        ]
+        ours = [*filter(_is_function, listed)]
         changed = {**allowed, "tools": ours}
         choice = {**choice, "allowed_tools": changed} if "allowed_tools" in choice else changed
         values["tool_choice"] = choice = choice if ours or not listed else "none"
@@ -115,7 +115,16 @@ def _with_functions(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "tools": kept or None}
 
 
-class RequestModel(BaseModel):
+class Options(BaseModel):
+    """An object in which null is the default of each field, as in OpenAI's API."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_null(cls, values: Any) -> Any:
+        return {k: v for k, v in values.items() if v is not None} if isinstance(values, dict) else values
+
+
+class RequestModel(Options):
     """A request. Unknown fields are ignored, as in vLLM, and named in the header `x-ignored-fields`."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
@@ -129,12 +138,10 @@ class RequestModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _accept_null(cls, values: Any) -> Any:
-        # Null is the default of every optional field, as in OpenAI's API.
+    def _convert(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
-        given = {name: value for name, value in values.items() if value is not None or name not in optional}
+        given = dict(values)
         if (budget := given.pop("thinking_budget", None)) is not None:  # Qwen's name
             given.setdefault("thinking_token_budget", budget)
         return _with_functions(given)
@@ -150,15 +157,6 @@ class RequestModel(BaseModel):
             if isinstance(values, dict) and values.get(old) is not None:
                 raise refusal(old, f'{old} is an old name: use {{"structured_outputs": {{"{new}": ...}}}}')
         return values
-
-
-class Options(BaseModel):
-    """An object in which null is the default of each field."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _accept_null(cls, values: Any) -> Any:
-        return {k: v for k, v in values.items() if v is not None} if isinstance(values, dict) else values
 
 
 class StreamOptions(Options):
