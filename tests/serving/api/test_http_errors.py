@@ -100,7 +100,7 @@ OF_ONE_API = {
     "/v1/chat/completions": (
         *(({"messages": messages}, ..., "") for messages in (
             None, [], "x", [5], [{}], [{"role": "", "content": "x"}], [{"role": "user", "content": 5}],
-            [{"role": "user", "content": [{"text": "no type"}]}])),
+            [{"role": "user", "content": [5]}])),
         ({"top_logprobs": 2}, "top_logprobs", "top_logprobs needs logprobs=true"),
         ({"tool_choice": "sometimes"}, "tool_choice", "tool_choice must be none, auto, required"),
         *(({"tool_choice": choice, "tools": [tool()]}, "tool_choice", "") for choice in (
