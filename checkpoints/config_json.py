@@ -144,7 +144,7 @@ def _ids(path: Path, value: Any) -> tuple[int, ...]:
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise CheckpointError(f"{path}: eos_token_id must be an integer or a list of integers, not {value!r}")
-    return tuple(dict.fromkeys(ids))
+    return tuple(i for i in dict.fromkeys(ids) if i >= 0)  # -1: none
 
 
 def _number(path: Path, fields: dict[str, Any], name: str) -> float | None:

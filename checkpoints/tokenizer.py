@@ -1,4 +1,4 @@
-"""Converts text to token ids and back, by a `tokenizer.json`, a `tiktoken.model` or a `tokenizer.model`."""
+"""Converts text to token ids and back, by the files of a checkpoint's tokenizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import tokenizers
 
-from checkpoints.errors import CheckpointError
+from checkpoints.errors import CheckpointError, one_line
 from checkpoints.json_file import open_regular, read_json_if_present, read_text
 from checkpoints.resolve import resolve
 from checkpoints.text.chat import ChatTemplates, Message
@@ -18,9 +18,12 @@ from checkpoints.text.stream import StreamDecoder, continued, following_text
 from checkpoints.text.tokenizer_files import (
     SENTENCEPIECE_FILE,
     TIKTOKEN_FILE,
+    VOCABULARY_FILE,
+    add_lacking,
     byte_letters,
     read_sentencepiece,
     read_tiktoken,
+    read_vocabulary,
 )
 
 TOKENIZER_FILES = (
@@ -28,11 +31,12 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "vocab.json",
+    VOCABULARY_FILE,
     "merges.txt",
     SENTENCEPIECE_FILE,
     TIKTOKEN_FILE,
     "chat_template.jinja",
+    "chat_template.json",
 )
 MORE_TEMPLATES = "additional_chat_templates"
 """The folder of chat templates with other names than `default`."""
@@ -196,34 +200,40 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
     """Returns the tokenizer of a directory, or None where there is none.
 
     It is that of `tokenizer.json`, else of `tiktoken.model`, else of `tokenizer.model`: SentencePiece's, or tiktoken's
-    under that name; one of another form counts as none.
+    under that name; else of `vocab.json` and `merges.txt`. One of another form counts as none. Tokens that only
+    `tokenizer_config.json` or `added_tokens.json` has are added.
 
     Raises:
         CheckpointError: a file is there but broken.
     """
     path, settings = directory / "tokenizer.json", read_json_if_present(directory / "tokenizer_config.json")
+    older = read_json_if_present(directory / "added_tokens.json").items()
+    added = {"added_tokens_decoder": {str(token_id): {"content": text} for text, token_id in older}, **settings}
     if not path.is_file():
-        names = (name for name in (TIKTOKEN_FILE, SENTENCEPIECE_FILE) if (directory / name).is_file())
+        names = (name for name in (TIKTOKEN_FILE, SENTENCEPIECE_FILE, VOCABULARY_FILE) if (directory / name).is_file())
         file = next(names, None)
-        read = None if file is None else _reader(directory / file)
+        read = None if file is None else _reader(directory / file, settings)
         if file is None or read is None:
             return None
-        older = read_json_if_present(directory / "added_tokens.json")
-        older = {str(token_id): {"content": text} for text, token_id in older.items()}
-        backend = read(directory / file, {"added_tokens_decoder": older, **settings})
+        backend = read(directory / file, added)
     else:
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
+            add_lacking(backend, added)
         except Exception as error:  # the package raises bare Exception for any problem of the file
-            raise CheckpointError(f"{path}: not a usable tokenizer ({' '.join(str(error).split())})") from error
+            raise CheckpointError(f"{path}: not a usable tokenizer ({one_line(error)})") from error
     # Truncation and padding are for training batches; a server must neither truncate nor pad prompts.
     backend.no_truncation()
     backend.no_padding()
     return Tokenizer(backend, _special_tokens(directory, settings, backend), _chat_templates(directory, settings))
 
 
-def _reader(path: Path) -> Callable[[Path, Mapping[str, Any]], tokenizers.Tokenizer] | None:
-    """Returns what reads a `tiktoken.model` or a `tokenizer.model`; None if it is of neither form."""
+def _reader(
+    path: Path, settings: Mapping[str, Any]
+) -> Callable[[Path, Mapping[str, Any]], tokenizers.Tokenizer] | None:
+    """Returns what reads a file of a tokenizer; None if it is of none of the known forms."""
+    if path.name == VOCABULARY_FILE:
+        return read_vocabulary(settings)
     with open_regular(path) as file:
         start = file.read(_FIRST_LINE)
     if path.name == TIKTOKEN_FILE or re.match(rb"([A-Za-z0-9+/=]{4})+ \d+\s", start):
@@ -250,9 +260,10 @@ def _special_tokens(directory: Path, settings: dict[str, Any], backend: tokenize
 
 
 def _chat_templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """Templates by name, from `chat_template.jinja` (and its neighbors) or from `tokenizer_config.json`."""
+    """Templates by name, from `chat_template.jinja` (and its neighbors), or from a field of a JSON file."""
     found: dict[str, str] = {}
-    stored = settings.get("chat_template")
+    older = read_json_if_present(directory / "chat_template.json")
+    stored = settings.get("chat_template") or older.get("chat_template")
     if isinstance(stored, str):
         found["default"] = stored
     elif isinstance(stored, list):

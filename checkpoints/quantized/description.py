@@ -23,8 +23,13 @@ _NAMED_BY = {
     "config_groups": COMPRESSED,
     "load_in_4bit": BITSANDBYTES,
     "autoround_version": AUTO_ROUND,
+    "weight_block_size": FP8,
+    "desc_act": GPTQ,
+    "w_bit": AWQ,
 }
 """Fields that only this method's descriptions have, for those without `quant_method`."""
+_OTHER_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""Of ModelOpt, and of early GPTQ and AWQ: where config.json says nothing."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class Quantization:
 
 
 def read_quantization(directory: Path, fields: Mapping[str, Any]) -> Quantization | None:
-    """From config.json's `quantization_config`, or from ModelOpt's `hf_quant_config.json`; None if neither exists.
+    """From config.json's `quantization_config` or `compression_config`, or from a tool's own file; None without any.
 
     Args:
         directory: of the checkpoint.
@@ -52,14 +57,16 @@ def read_quantization(directory: Path, fields: Mapping[str, Any]) -> Quantizatio
     Raises:
         CheckpointError: a method, or a variant of one, that is not supported.
     """
-    path, found = directory / "config.json", fields.get("quantization_config")
-    if not found and (directory / "hf_quant_config.json").is_file():
-        path = directory / "hf_quant_config.json"
-        found = {"quant_method": MODELOPT} | _object(path, read_json(path).get("quantization"))
+    path, found = directory / "config.json", fields.get("quantization_config") or fields.get("compression_config")
+    if not found:
+        path = next((one for name in _OTHER_FILES if (one := directory / name).is_file()), path)
+        found = None if path.name == "config.json" else read_json(path)
     if not found:
         return None
     found = _object(path, found)
     found = found if found.get("quant_method") or "quantization" not in found else _object(path, found["quantization"])
+    if path.name == _OTHER_FILES[0]:
+        found = {"quant_method": MODELOPT} | found
     named = (one for key, one in _NAMED_BY.items() if key in found)
     method = str(found.get("quant_method") or next(named, "unknown"))
     method = method.lower().replace("_", "-").removeprefix("intel/").removesuffix("-marlin")

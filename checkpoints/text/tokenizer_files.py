@@ -1,11 +1,13 @@
-"""Tokenizers of repositories without `tokenizer.json`: `tiktoken.model` and SentencePiece's `tokenizer.model`."""
+"""Tokenizers of repositories without `tokenizer.json`: `tiktoken.model`, SentencePiece's `tokenizer.model`, and
+`vocab.json` with `merges.txt`."""
 
 from __future__ import annotations
 
 import base64
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +57,6 @@ def read_tiktoken(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
         raise CheckpointError(f"{path}: not a usable tokenizer (ranks or single bytes are missing)")
     if max(map(len, ranks)) > _MOST_CHARACTERS:
         raise CheckpointError(f"{path}: not a usable tokenizer (a piece is too long)")
-    if max(added, default=0) > len(ranks) + MOST_ADDED:
-        raise CheckpointError(f"{path}: an added token has the id {max(added)}, for {len(ranks)} ranks")
     letters = byte_letters()
     texts = {token: "".join(map(letters.__getitem__, token)) for token in ranks}
     merges: list[tuple[str, str]] = []
@@ -94,8 +94,10 @@ def add_tokens(tokenizer: Tokenizer, added: Mapping[int, AddedToken], size: int)
     """Adds tokens by id to a vocabulary of a size.
 
     Raises:
-        ValueError: a token does not get its id, as its text belongs to another one.
+        ValueError: a token does not get its id, as its text belongs to another one; or an id is far above the others.
     """
+    if max(added, default=0) > size + MOST_ADDED:
+        raise ValueError(f"an added token has the id {max(added)}, for {size} others")
     # Added tokens get the next ids in order, so that gaps need tokens, too: Kimi's code gives them these names.
     gaps = {*range(size, 1 + max(added, default=-1))} - added.keys()
     fill = {number: AddedToken(f"<|reserved_token_{number}|>", special=True, normalized=False) for number in gaps}
@@ -104,6 +106,56 @@ def add_tokens(tokenizer: Tokenizer, added: Mapping[int, AddedToken], size: int)
     for number, token in tokens:
         if (found := tokenizer.token_to_id(token.content)) != number:
             raise ValueError(f"the added token {token.content!r} gets the id {found}, not {number}")
+
+
+def add_lacking(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
+    """Adds the tokens of `added_tokens_decoder` that a tokenizer does not cut texts at yet, as transformers does.
+
+    A token that is in the vocabulary keeps its id. One that is not, with an id that belongs to another, is left out.
+
+    Raises:
+        ValueError, LookupError, TypeError, AttributeError: the entries are not of this form.
+    """
+    entries, present = settings.get("added_tokens_decoder") or {}, tokenizer.get_added_tokens_decoder()
+    size = max([tokenizer.get_vocab_size(with_added_tokens=False), *(number + 1 for number in present)])
+    known = {token.content for token in present.values()}
+    added = {int(number): added_token(entry, special=False) for number, entry in entries.items()}
+    lacking = {number: token for number, token in added.items() if token.content not in known}
+    inside = {token.content for token in lacking.values() if tokenizer.token_to_id(token.content) is not None}
+    tokenizer.add_tokens([token for token in lacking.values() if token.content in inside])
+    new = {number: token for number, token in lacking.items() if number >= size and token.content not in inside}
+    add_tokens(tokenizer, new, size)
+
+
+VOCABULARY_FILE = "vocab.json"
+_LETTERS = {"Qwen2Tokenizer": r"\p{L}", "Qwen3_5Tokenizer": r"\p{L}\p{M}"}
+"""What words consist of, by `tokenizer_class`."""
+
+
+def read_vocabulary(settings: Mapping[str, Any]) -> Callable[[Path, Mapping[str, Any]], Tokenizer] | None:
+    """Returns what reads `vocab.json` and `merges.txt` of GPT-2's or Qwen's tokenizers; None for other classes, as how
+    texts are split is part of their code."""
+    name = str(settings.get("tokenizer_class")).removesuffix("Fast")
+    return partial(_read_vocabulary, _LETTERS.get(name)) if name in {"GPT2Tokenizer", *_LETTERS} else None
+
+
+def _read_vocabulary(letters: str | None, path: Path, settings: Mapping[str, Any]) -> Tokenizer:
+    space = settings.get("add_prefix_space") is True
+    try:
+        tokenizer = Tokenizer(models.BPE.from_file(str(path), str(path.with_name("merges.txt"))))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=space, use_regex=letters is None)
+        if letters is not None:
+            words = rf"[^\r\n\p{{L}}\p{{N}}]?[{letters}]+|\p{{N}}| ?[^\s{letters}\p{{N}}]+[\r\n]*"
+            pattern = rf"{_SUFFIXES.removesuffix('?')}|{words}|\s*[\r\n]+|\s+(?!\S)|\s+"
+            split = pre_tokenizers.Split(Regex(pattern), "isolated")
+            tokenizer.normalizer = normalizers.NFC()
+            tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, tokenizer.pre_tokenizer])
+        tokenizer.decoder = decoders.ByteLevel()
+        add_lacking(tokenizer, settings)
+        _add_ends(tokenizer, {}, {"add_bos_token": False, **settings})
+    except Exception as error:  # the package raises bare Exception; a file can hold anything
+        raise CheckpointError(f"{path}: not a usable tokenizer ({one_line(error)})") from error
+    return tokenizer
 
 
 def byte_letters() -> dict[int, str]:

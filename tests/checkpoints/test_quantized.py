@@ -12,6 +12,7 @@ import checkpoints
 from checkpoints import CheckpointError
 from checkpoints.load import Checkpoint
 from checkpoints.placing import nbytes
+from checkpoints.quantized.description import Quantization, read_quantization
 from checkpoints.quantized.rounding import QUANTIZATIONS, Rounding
 from checkpoints.random import write_random
 from checkpoints.tensors.tensor_set import TensorSet
@@ -190,11 +191,20 @@ def test_what_is_not_supported_is_refused(changeable, description, message):
         load(write(tensors, quantization_config=description))
 
 
-def test_modelopt_may_describe_it_in_a_file_of_its_own(changeable):
-    tensors, write = changeable
-    directory = write(tensors, quantization_config=None)
-    (directory / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "MIXED_PRECISION"}}')
-    assert quantized_weights(values(load(directory)))
+@pytest.mark.parametrize(
+    ("file", "content", "expected"),
+    [
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "MIXED_PRECISION"}}, Quantization("modelopt")),
+        ("quantize_config.json", {"bits": 8, "desc_act": False}, Quantization("gptq", bits=8, zero_offset=1)),
+        ("quant_config.json", {"w_bit": 4, "q_group_size": 64}, Quantization("awq", group_size=64)),
+        ("config.json", {"compression_config": {"config_groups": {}}}, Quantization("compressed-tensors")),
+        ("config.json", {"quantization_config": {"weight_block_size": [8, 8]}}, Quantization("fp8", block=(8, 8))),
+    ],
+)
+def test_older_descriptions_are_read(tmp_path, file, content, expected):
+    (tmp_path / file).write_text(json.dumps(content))
+    fields = content if file == "config.json" else {"quantization_config": None}
+    assert read_quantization(tmp_path, fields) == expected
 
 
 # The largest error, in units of the largest value of the channel or group: half a step of the widest interval.

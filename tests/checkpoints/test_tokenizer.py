@@ -11,6 +11,7 @@ import pytest
 from checkpoints.errors import CheckpointError
 from checkpoints.resolve import DEMO_DIRECTORY
 from checkpoints.text.stream import StreamDecoder
+from checkpoints.text.tokenizer_files import byte_letters
 from checkpoints.text.training_data import train_tokenizer
 from checkpoints.tokenizer import read_tokenizer
 from tests.checkpoints.test_sentencepiece import write as sentencepiece
@@ -150,6 +151,47 @@ def test_chat_templates_from_each_place(tmp_path):
     assert read_tokenizer(tmp_path).apply_chat_template([]) == "plain"
     write(tmp_path, tokenizer_config={})
     assert not read_tokenizer(tmp_path).has_chat_template
+    write(tmp_path, chat_template={"chat_template": "older"})
+    assert read_tokenizer(tmp_path).apply_chat_template([]) == "older"
+
+
+def test_tokens_that_only_the_configuration_has_are_added(tmp_path):
+    names = {2: "[not here]", 5: "a", 262: "<|eos|>", 400: "[A]", 402: "[B]"}
+    added = {str(number): {"content": text, "special": text == "[A]"} for number, text in names.items()}
+    write(tmp_path, tokenizer_config={"added_tokens_decoder": added})
+    tokenizer = read_tokenizer(tmp_path)
+    known = tokenizer.token_to_id("a")
+    assert tokenizer.encode("a[A]<|eos|>[B]", add_special_tokens=False) == [known, 400, 2, 402]
+    assert tokenizer.decode([known, 400, 402]) == "a[B]"
+    write(tmp_path, tokenizer_config={"added_tokens_decoder": {str(1 << 30): {"content": "[A]"}}})
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: not a usable tokenizer \(an added token has the id"):
+        read_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "pieces"),
+    [
+        ("GPT2Tokenizer", ["isn", "'t", " 123", " ह", "ि", "न", "\n ", " e", "\u0301"]),
+        ("Qwen2TokenizerFast", ["isn", "'t", " ", "1", "2", "3", " ह", "िन", "\n", " ", " \u00e9"]),
+        ("Qwen3_5Tokenizer", ["isn", "'t", " ", "1", "2", "3", " हिन", "\n", " ", " \u00e9"]),
+    ],
+)
+def test_a_vocabulary_and_merges_are_enough_for_known_classes(tmp_path, name, pieces):
+    vocab, size = {letter: number for number, letter in enumerate([*byte_letters().values(), "ab"])}, 257
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im_end|>": size}))
+    for settings in ({"tokenizer_class": name}, {"tokenizer_class": "BloomTokenizer"}, {}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"} | settings))
+        tokenizer = read_tokenizer(tmp_path)
+        assert (tokenizer is not None) == (settings.get("tokenizer_class") == name)
+        if tokenizer is not None:
+            assert tokenizer.encode("ab<|im_end|>") == [size - 1, size]
+            assert (tokenizer.eos_token_id, tokenizer.decode([size - 1, size])) == (size, "ab")
+            text, backend = "isn't 123 हिन\n  e\u0301", tokenizer._backend
+            text = text if backend.normalizer is None else backend.normalizer.normalize_str(text)
+            spans = [span for _, span in backend.pre_tokenizer.pre_tokenize_str(text)]
+            assert [text[begin:end] for begin, end in spans] == pieces
 
 
 def test_encode_chat_adds_no_second_bos(byte_level):
