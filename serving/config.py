@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -387,7 +387,10 @@ def read_config_file(path: Path | str) -> Mapping[str, Any]:
         ConfigError: the file cannot be read, is in another format, or does not contain a table of flags.
     """
     path = Path(path)
-    read = {".toml": tomllib.loads, ".yaml": yaml.safe_load, ".yml": yaml.safe_load}.get(path.suffix.lower())
+    readers: dict[str, Callable[[str], Any]] = {
+        ".toml": tomllib.loads, ".yaml": yaml.safe_load, ".yml": yaml.safe_load
+    }  # fmt: skip
+    read = readers.get(path.suffix.lower())
     if read is None:
         raise ConfigError(f"config file {path}: its name must end in .yaml, .yml or .toml, not {path.suffix!r}")
     try:

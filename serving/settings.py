@@ -68,7 +68,7 @@ def checks_names(
 
         @functools.wraps(create)
         def init(self: T, *args: Any, **values: Any) -> None:
-            names = kind.__dataclass_fields__
+            names: Mapping[str, Any] = vars(kind)["__dataclass_fields__"]
             for name in values.keys() - names.keys():
                 if name not in nearest:
                     raise RequestError(f"unknown {what} {name!r}{did_you_mean(name, names)}")
