@@ -70,6 +70,8 @@ WRONG_VALUES = (
     ("stop", 5), ("stop", [1]), ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]), ("seed", 2**80),
     ("logit_bias", [1]), ("logit_bias", {"5": "much"}), ("presence_penalty", 3), ("repetition_penalty", 0),
     ("stream", "perhaps"), ("priority", 2**40), ("cache_salt", ""), ("model", 5), ("response_format", "json"),
+    ("cache_salt", "x" * 2000), ("truncate_prompt_tokens", -2), ("bad_words", ["x"]), ("allowed_token_ids", [1]),
+    ("use_beam_search", True), ("logits_processors", ["x"]), ("n", 1.5), ("stop", [None]),
 )  # fmt: skip
 """Of both older APIs."""
 DO_NOT_FIT = (
