@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from tests.support.servers.refused_values import BODY, REFUSED
+
 MIB = 1 << 20
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -145,12 +147,6 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 NESTED = "[" * 50_000 + "]" * 50_000
 
 
-def tool(**parameters: object) -> dict[str, object]:
-    """A function with these parameters, for a call that is forced."""
-    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-    return chat(tools=tools, tool_choice="required")
-
-
 def call(arguments: str, name: str = "f") -> dict[str, object]:
     """A conversation in which the assistant has called a function."""
     made = {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -179,16 +175,16 @@ def with_headers(*headers: tuple[bytes, bytes]) -> Callable[[str], Answers]:
     return send
 
 
-BODY = json.dumps(completion()).encode()
+CONTENT = json.dumps(completion()).encode()
 
 
-def framed(*headers: bytes, body: bytes = BODY) -> bytes:
+def framed(*headers: bytes, body: bytes = CONTENT) -> bytes:
     """A request with these headers, after which the server is to close the connection."""
     lines = b"POST /v1/completions HTTP/1.1", b"host: x", b"connection: close", b"content-type: application/json"
     return b"\r\n".join((*lines, *headers, b"", body))
 
 
-LENGTH = b"content-length: %d" % len(BODY)
+LENGTH = b"content-length: %d" % len(CONTENT)
 NUM_ODD = 14
 """The first of the list are odd, not large: `tests/serving/api/test_odd_requests.py` has them by default."""
 FORWARDED = (b"x-request-id", b"traceparent", b"tracestate", b"authorization", b"x-api-key")
@@ -236,49 +232,17 @@ HOSTILE = [
             r'<tool_call><function=f><parameter=a>"\ud800"</parameter></function></tool_call>',
         ),
     ),
-    posted(
-        "values of wrong types to responses",
-        {200, 400},
-        "/v1/responses",
-        {"input": [{"type": "function_call_output", "call_id": "c", "output": 5}]},
-        {"input": [{"role": "user", "content": 5}]},
-        {"input": [{"role": "user", "content": True}]},
-        {"input": [{"type": "reasoning", "content": 5}]},
-        {"input": [{"type": "function_call", "call_id": "c", "name": 5, "arguments": 5}]},
-    ),
-    posted(
-        "schemas of wrong types for a forced call",
-        {400},
-        CHAT,
-        tool(type="object", required=5),
-        tool(type="object", properties=5),
-        tool(type="object", properties={"a": 5}),
-        tool(type="object", properties={"a": {"type": "string", "enum": 5}}),
-    ),
-    posted(
-        "values that are nested deeply",
-        {400},
-        "/v1/responses",
-        {"input": "x", "max_output_tokens": 1, "tools": [{"type": "function", "name": "f", "parameters": deep(400)}]},
-    ),
-    posted(
-        "grammars of custom tools that are none",
-        {400},
-        "/v1/responses",
-        *(
-            {"input": "x", "tool_choice": "required", "tools": [{"type": "custom", "name": "c", "format": form}]}
-            for form in (
-                {"type": "grammar", "syntax": "regex", "definition": "((((("},
-                {"type": "grammar", "syntax": "lark", "definition": "start: missing"},
-            )
-        ),
+    *(
+        posted(
+            f"values that {path} refuses", {400}, path, *(BODY[at] | fields for at, fields, *_ in REFUSED if at == path)
+        )
+        for path in BODY
     ),
     posted(
         "conversations that were not stored",
         {400, 404},
         "/v1/responses",
-        *({"input": "x", "previous_response_id": name} for name in ("resp_0", "x" * 100_000, 5, ["x"])),
-        {"input": [{"type": "item_reference", "id": "x"}]},
+        *({"input": "x", "previous_response_id": name} for name in ("resp_0", "x" * 100_000)),
     ),
     Hostile(
         "lengths of bodies that contradict each other",
@@ -401,11 +365,11 @@ HOSTILE = [
         completion(prompt=[[5] * 4000] * 32, prompt_logprob_token_ids=list(range(128))),
     ),
     posted(
-        "a tool with thousands of arguments in hundreds of tools",
+        "hundreds of tools",
         {200, 400, 413},
         CHAT,
         chat(
-            tools=[tool(type="object", properties={f"p{i}": {"type": "string"} for i in range(20)})["tools"][0]] * 400
+            tools=[{**TOOL, "function": {"name": f"f{i}", "parameters": {"required": ["a"] * 99}}} for i in range(400)]
         ),
     ),
     posted(
