@@ -156,6 +156,24 @@ def test_a_profile_ends_by_itself_and_needs_a_folder(tmp_path):
     assert list(tmp_path.rglob("*.xplane.pb"))
 
 
+def test_a_profile_that_cannot_be_written_is_kept(tmp_path):
+    folder = tmp_path / "profiles"
+    folder.write_text("a file")
+
+    async def full():
+        profiler = Profiler(str(folder), 60.0)
+        await profiler.start()
+        for _ in range(2):
+            with pytest.raises(ApiError, match=r"cannot be written to .* is not a directory") as error:
+                await profiler.stop()
+            assert error.value.status == 503
+        folder.unlink()
+        await profiler.stop()
+
+    asyncio.run(full())
+    assert list(folder.rglob("*.xplane.pb"))
+
+
 def test_cached_prefixes_are_dropped_on_request(client):
     complete(client)
     assert complete(client)["usage"]["prompt_tokens_details"]["cached_tokens"] > 0

@@ -15,6 +15,7 @@ import jax
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import JSONResponse, Response
 
+from checkpoints.errors import one_line
 from serving.api.http.connection.keys import admin_only
 from serving.api.http.connection.streaming import answer
 from serving.api.http.context import Context, context_of
@@ -231,20 +232,30 @@ class Profiler:
         return self._directory
 
     async def stop(self) -> str:
-        """Ends the profile and writes it. Returns its folder. Refuses if no profile is running."""
+        """Ends the profile and writes it. Returns its folder. Refuses if no profile is running. One that cannot be written
+        is kept, and may be written later."""
         async with self._lock:
             if self._end is None or self._directory is None:
                 raise ApiError(409, "no profile is running: start one with /start_profile", code="no_profile")
             if self._end is not asyncio.current_task():
                 self._end.cancel()
+            try:
+                await asyncio.to_thread(jax.profiler.stop_trace)
+            except Exception as error:
+                why = (
+                    f"the profile cannot be written to {self._directory} ({one_line(error)}); mend that, and try again"
+                )
+                raise ApiError(503, why, code="profile_not_written") from error
             self._end = None
-            await asyncio.to_thread(jax.profiler.stop_trace)
         return self._directory
 
     async def _end_later(self) -> None:
         await asyncio.sleep(self._seconds)
-        log.warning("ended a profile after %g s", self._seconds)
-        await self.stop()
+        log.warning("ending a profile after %g s", self._seconds)
+        try:
+            await self.stop()
+        except ApiError as error:
+            log.warning("%s", error.message)
 
 
 def profiling_router(directory: str | None, seconds: float) -> APIRouter:
