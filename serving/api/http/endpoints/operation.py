@@ -232,8 +232,10 @@ class Profiler:
         return self._directory
 
     async def stop(self) -> str:
-        """Ends the profile and writes it. Returns its folder. Refuses if no profile is running. One that cannot be written
-        is kept, and may be written later."""
+        """Ends the profile and writes it. Returns its folder. Refuses if no profile is running.
+
+        A profile that cannot be written is kept, and may be written later.
+        """
         async with self._lock:
             if self._end is None or self._directory is None:
                 raise ApiError(409, "no profile is running: start one with /start_profile", code="no_profile")
