@@ -209,7 +209,7 @@ def structured_outputs(request: GenerationRequest) -> StructuredOutputs | None:
     form, own = request.response_format, request.structured_outputs
     if form is not None and form.type != "text":
         if own is not None:
-            raise RequestError("response_format and structured_outputs cannot be combined")
+            raise RequestError("structured_outputs cannot be combined with response_format")
         if form.type == "structural_tag":
             return StructuredOutputs(grammar=structural_grammar(form.model_dump()))
         schema = form.json_schema.schema_ if form.json_schema and form.type == "json_schema" else form.schema_
