@@ -19,9 +19,9 @@ def evaluate(
     data: Annotated[
         Path | None, typer.Option(help="Directory with heldout_*.jsonl. Unset: the model's directory.")
     ] = None,
-    problems: Annotated[int | None, typer.Option(help="Number of maths problems. Unset: all.")] = None,
-    prompts: Annotated[int, typer.Option(help="Number of text prompts to measure draft acceptance on.")] = 40,
-    max_num_seqs: Annotated[int, typer.Option(help="Maximum number of sequences that run at once.")] = 16,
+    problems: Annotated[int | None, typer.Option(help="Number of maths problems. Unset: all.", min=1)] = None,
+    prompts: Annotated[int, typer.Option(help="Number of text prompts to measure draft acceptance on.", min=0)] = 40,
+    max_num_seqs: Annotated[int, typer.Option(help="Maximum number of sequences that run at once.", min=1)] = 16,
     quantization: Annotated[
         str | None, typer.Option(help="Quantize the model's weights first: int8, fp8, int4 or nvfp4.")
     ] = None,
@@ -53,6 +53,8 @@ def evaluate(
             raise ConfigError(f"no {name} in {directory}; give a directory with held-out text and problems as --data")
     texts = measures.read_some(directory / SAMPLE_TEXT, None)
     tasks = measures.read_some(directory / SAMPLE_PROBLEMS, problems)
+    if not (texts and tasks):
+        raise ConfigError(f"{directory / (SAMPLE_PROBLEMS if texts else SAMPLE_TEXT)}: no documents; --data needs some")
     tokenizer = require_tokenizer(model)
     loaded = load_model(model, dtype="float32", quantization=quantization, progress=False)
     figures: dict[str, Any] = {"model": model, "bits_per_byte": {}}

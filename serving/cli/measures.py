@@ -47,7 +47,7 @@ def bits_per_byte(model: HybridModel, tokenizer: Tokenizer, documents: Iterable[
     windows.sort(key=len)
     bos = 0 if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     nats = sum(_nats(model, windows[i : i + _BATCH], bos) for i in range(0, len(windows), _BATCH))
-    return nats / math.log(2) / size
+    return nats / math.log(2) / max(size, 1)
 
 
 def _nats(model: HybridModel, windows: Sequence[Sequence[int]], bos: int) -> float:

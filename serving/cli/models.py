@@ -33,7 +33,7 @@ def convert(
 
 def inspect(
     model: Annotated[str, typer.Option(help="Directory, 'demo', a published model size, or a hub's name.")] = "demo",
-    page_size: Annotated[int, typer.Option(help="Tokens per page.")] = 32,
+    page_size: Annotated[int, typer.Option(help="Tokens per page.", min=1, max=65_536)] = 32,
     *,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model from a hub.")] = None,
     hf_overrides: Annotated[str | None, typer.Option(help="JSON object of fields that replace config.json's.")] = None,

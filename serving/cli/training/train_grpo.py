@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 import time
 from pathlib import Path
@@ -66,6 +67,8 @@ def train_grpo(
 
     console = training_console(output)
     check_replaceable("--log", log, "train-grpo", lambda record: record.keys() >= {"step", "reward"})
+    if learning_rate is not None and not 0 < learning_rate < math.inf:
+        raise ConfigError(f"--learning-rate {learning_rate}: a number above 0 is expected")
     path = problems or resolve(model).files / SAMPLE_PROBLEMS
     if not path.is_file():
         raise ConfigError(f"--problems {path}: no such file")
