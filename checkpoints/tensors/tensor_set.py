@@ -108,7 +108,10 @@ def _label(name: str, entry: TensorEntry) -> str:
 
 
 def _file_names(directory: Path) -> list[str]:
-    present = {path.name for path in directory.glob("*.safetensors")}
+    try:
+        present = {path.name for path in directory.glob("*.safetensors")}
+    except OSError as error:
+        raise CheckpointError(f"{directory}: cannot be read ({error.strerror})") from error
     if (directory / INDEX_FILE).is_file():
         index = directory / INDEX_FILE
         weight_map = read_json(index, MOST_INDEX).get("weight_map")

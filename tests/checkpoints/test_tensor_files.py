@@ -158,6 +158,7 @@ def test_wrong_indices(tmp_path, index, said):
 
 def test_no_weights(tmp_path):
     assert message(TensorSet, tmp_path) == f"{tmp_path}: has no *.safetensors file"
+    assert "cannot be read (File name too long)" in message(TensorSet, tmp_path / ("x" * 300))
     (tmp_path / "pytorch_model.bin").touch()
     hint = "only safetensors weights can be read, convert the .bin files first: transformers' from_pretrained"
     assert message(TensorSet, tmp_path) == f"{tmp_path}: has no *.safetensors file; {hint}, then save_pretrained"
