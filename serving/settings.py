@@ -15,6 +15,9 @@ __all__ = ["ConfigError", "Settings", "checks_names", "did_you_mean"]
 
 T = TypeVar("T")
 
+_LARGEST = 1e9
+"""Of settings that are no whole numbers: the operating system cannot wait for many more seconds."""
+
 
 class Settings(BaseModel):
     """Frozen settings, each defined once: for Python keywords, command-line options and configuration files.
@@ -41,9 +44,13 @@ class Settings(BaseModel):
             if isinstance(value, str) and get_origin(cls.model_fields[name].annotation) is tuple:
                 given[name] = (value,)
         try:
-            return cls(**given)
+            made = cls(**given)
         except ValidationError as error:
             raise ConfigError("; ".join(map(_explain, error.errors()))) from None
+        for name in given:
+            if isinstance(value := getattr(made, name), float) and value > _LARGEST:
+                raise ConfigError(f"{name}: must be at most {_LARGEST:g}, got {value:g}")
+        return made
 
 
 def did_you_mean(name: str, known: Any) -> str:

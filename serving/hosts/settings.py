@@ -34,7 +34,9 @@ class HostSettings(Settings):
     host_timeout: float = Field(
         8.0, ge=2, description="Seconds of silence after which a host counts as lost, and all hosts end."
     )
-    meeting_timeout: int = Field(300, ge=1, description="Seconds to wait at start-up until all hosts are there.")
+    meeting_timeout: int = Field(
+        300, ge=1, le=1_000_000, description="Seconds to wait at start-up until all hosts are there."
+    )
 
     @model_validator(mode="after")
     def _all_or_none(self) -> HostSettings:
