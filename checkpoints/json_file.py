@@ -94,12 +94,12 @@ def parse_overrides(given: Mapping[str, Any] | str) -> dict[str, Any]:
         CheckpointError: the text is not JSON, or the value is not an object.
     """
     try:
-        found = json.loads(given) if isinstance(given, str) else given
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"hf_overrides: not JSON ({one_line(error)}): {str(given)[:80]}") from None
-    if not isinstance(found, Mapping):
-        raise CheckpointError(f"hf_overrides: a JSON object is expected, not {str(found)[:80]}")
-    try:
+        try:
+            found = json.loads(given) if isinstance(given, str) else given
+        except ValueError as error:
+            raise CheckpointError(f"hf_overrides: not JSON ({one_line(error)}): {str(given)[:80]}") from None
+        if not isinstance(found, Mapping):
+            raise CheckpointError(f"hf_overrides: a JSON object is expected, not {str(found)[:80]}")
         return _nested(found)
     except RecursionError:
         raise CheckpointError("hf_overrides: nested too deeply") from None
