@@ -1,8 +1,10 @@
-"""One server for all tests of HTTP and of the terminal: its programs are compiled once.
+"""One server for all tests of HTTP and of the terminal, whose programs are compiled once; how coroutines are tests.
 
 Imports are in the fixture: tests of host policy need neither JAX nor the server.
 """
 
+import asyncio
+import inspect
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -20,3 +22,11 @@ def server() -> "Iterator[LiveServer]":
     server.wait_until_ready()
     yield server
     server.close()
+
+
+def pytest_pyfunc_call(pyfuncitem):
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    wanted = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in wanted}))
+    return True

@@ -140,19 +140,16 @@ def test_a_profile(client):
     assert list(profiles.rglob("*.xplane.pb"))
 
 
-def test_a_profile_ends_by_itself_and_needs_a_folder(tmp_path):
-    async def forgotten():
-        profiler = Profiler(str(tmp_path), 0.05)
-        await profiler.start()
-        end = time.monotonic() + 60
-        while time.monotonic() < end and not list(tmp_path.rglob("*.xplane.pb")):
-            await asyncio.sleep(0.05)
-        with pytest.raises(ApiError, match="no profile is running"):
-            await profiler.stop()
-        with pytest.raises(ApiError, match="no folder for profiles"):
-            await Profiler(None, 1.0).start()
-
-    asyncio.run(forgotten())
+async def test_a_profile_ends_by_itself_and_needs_a_folder(tmp_path):
+    profiler = Profiler(str(tmp_path), 0.05)
+    await profiler.start()
+    end = time.monotonic() + 60
+    while time.monotonic() < end and not list(tmp_path.rglob("*.xplane.pb")):
+        await asyncio.sleep(0.05)
+    with pytest.raises(ApiError, match="no profile is running"):
+        await profiler.stop()
+    with pytest.raises(ApiError, match="no folder for profiles"):
+        await Profiler(None, 1.0).start()
     assert list(tmp_path.rglob("*.xplane.pb"))
 
 

@@ -19,7 +19,7 @@ from serving.core.errors import RequestError
 from tests.serving.core.mutations.registry import Fault
 from tests.serving.differential import structured_faults
 from tests.support.engines.engines import finish
-from tests.support.engines.replicas import serve
+from tests.support.engines.replicas import serving
 from tests.support.engines.shared_engines import ROWS, SMALLEST, TILE, engines_of
 from tests.support.engines.step_programs import shared_programs
 from tests.support.models.letter_tokens import EOS, TOO_BIG, WORDS
@@ -225,7 +225,7 @@ async def answer(served: AsyncEngine, number: int) -> tuple:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("drafts", [Drafts(), USUAL[1], OTHERS[2]], ids=str)
-def test_many_tasks_at_once_say_what_each_says_alone(drafts: Drafts) -> None:
+async def test_many_tasks_at_once_say_what_each_says_alone(drafts: Drafts) -> None:
     async def alone(served: AsyncEngine) -> list[tuple]:
         return [await answer(served, number) for number in range(24)]
 
@@ -235,7 +235,8 @@ def test_many_tasks_at_once_say_what_each_says_alone(drafts: Drafts) -> None:
     answers = []
     for mode, way in (("none", alone), ("all", together)):
         engine = engine_of(drafts, mode)
-        answers.append(serve(engine, way))
+        async with serving(engine) as served:
+            answers.append(await way(served))
         engine.loop.scheduler.check(idle=True)
     assert answers[0] == answers[1]
     assert {"stop", "length"} <= {end for end, *_ in answers[0]}

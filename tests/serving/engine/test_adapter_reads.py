@@ -10,7 +10,7 @@ import pytest
 from serving import LoRARequest, RequestError, SamplingParams
 from serving.engine.requests import adapter_reads
 from serving.engine.requests.adapter_reads import AdapterReads
-from tests.support.engines.replicas import ReplicaMaker, serve
+from tests.support.engines.replicas import ReplicaMaker, serving
 from tests.support.models.adapter_contents import content
 
 
@@ -27,7 +27,7 @@ def never():
     return False
 
 
-def test_a_client_pauses_between_reads_while_others_have_requests(monkeypatch):
+async def test_a_client_pauses_between_reads_while_others_have_requests(monkeypatch):
     monkeypatch.setattr(adapter_reads, "LEAST_SECONDS", 0.04)
 
     async def run(others):
@@ -42,46 +42,38 @@ def test_a_client_pauses_between_reads_while_others_have_requests(monkeypatch):
         assert not reads._turns
         return time.monotonic() - begin, order
 
-    seconds, order = asyncio.run(run(others=True))
+    seconds, order = await run(others=True)
     assert seconds > 2 * 0.04 / adapter_reads.CLIENT_SHARE
     assert order.index("few") < 2
-    assert asyncio.run(run(others=False))[0] < seconds
+    assert (await run(others=False))[0] < seconds
 
 
-def test_requests_for_one_adapter_need_one_read():
+async def test_requests_for_one_adapter_need_one_read():
     loaded = threading.Event()
+    reads, order = AdapterReads(), []
 
-    async def run():
-        reads, order = AdapterReads(), []
+    async def one():
+        found = await reads.in_turn("a", read_for(0, order, "read"), loaded.is_set)
+        loaded.set()
+        return found
 
-        async def one():
-            found = await reads.in_turn("a", read_for(0, order, "read"), loaded.is_set)
-            loaded.set()
-            return found
-
-        results = await asyncio.gather(*(one() for _ in range(5)))
-        assert results == ["read", *[None] * 4]
-        assert order == ["read"]
-
-    asyncio.run(run())
+    results = await asyncio.gather(*(one() for _ in range(5)))
+    assert results == ["read", *[None] * 4]
+    assert order == ["read"]
 
 
-def test_reads_that_do_not_end_have_a_deadline_and_a_bound(monkeypatch):
+async def test_reads_that_do_not_end_have_a_deadline_and_a_bound(monkeypatch):
     monkeypatch.setattr(adapter_reads, "READ_SECONDS", 0.05)
     monkeypatch.setattr(adapter_reads, "MAX_THREADS", 2)
     end = threading.Event()
-
-    async def run():
-        reads = AdapterReads()
-        for _ in range(2):
-            with pytest.raises(RequestError, match="could not be read in 0 s"):
-                await reads.read(end.wait)
-        with pytest.raises(RequestError, match="2 reads of files do not end"):
+    reads = AdapterReads()
+    for _ in range(2):
+        with pytest.raises(RequestError, match="could not be read in 0 s"):
             await reads.read(end.wait)
-        await asyncio.to_thread(int)  # the threads of others are free
-        end.set()
-
-    asyncio.run(run())
+    with pytest.raises(RequestError, match="2 reads of files do not end"):
+        await reads.read(end.wait)
+    await asyncio.to_thread(int)  # the threads of others are free
+    end.set()
 
 
 @pytest.fixture
@@ -90,7 +82,7 @@ def engine(harness):
     return engine
 
 
-def test_an_evicted_adapter_is_read_in_another_thread(harness, engine):
+async def test_an_evicted_adapter_is_read_in_another_thread(harness, engine):
     threads = []
 
     def read(name, path):
@@ -100,26 +92,23 @@ def test_an_evicted_adapter_is_read_in_another_thread(harness, engine):
     engine.adapters.read = read
     greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
-    async def run(serving):
+    async with serving(engine) as served:
+
         async def tokens(number):
             adapter = LoRARequest(f"tenant {number}", 0, str(number))
-            async for output in serving.generate([3, 1, 4], greedy, lora_request=adapter, live=False):
+            async for output in served.generate([3, 1, 4], greedy, lora_request=adapter, live=False):
                 return output.outputs[0].token_ids
 
         first = await tokens(0)
         assert await tokens(1) != first
         assert await tokens(0) == first
-
-    serve(engine, run)
     assert threads == ["adapter read"] * 3
 
 
-def test_a_pipe_in_place_of_a_file_is_refused_at_once(engine, tmp_path):
+async def test_a_pipe_in_place_of_a_file_is_refused_at_once(engine, tmp_path):
     os.mkfifo(tmp_path / "adapter_config.json")
     (tmp_path / "adapter_model.safetensors").touch()
 
-    async def run(serving):
+    async with serving(engine) as served:
         with pytest.raises(RequestError, match="not a regular file"):
-            await asyncio.wait_for(serving.load_adapter("pipe", str(tmp_path)), 20)
-
-    serve(engine, run)
+            await asyncio.wait_for(served.load_adapter("pipe", str(tmp_path)), 20)

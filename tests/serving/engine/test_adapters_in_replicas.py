@@ -9,7 +9,7 @@ from serving.engine.changes import load_adapter, table_of
 from serving.engine.replicas import ReplicaGroup
 from serving.engine.requests.request import EngineRequest
 from tests.support.engines.engines import finish
-from tests.support.engines.replicas import ReplicaMaker, admitted, check_idle, run_group, serve
+from tests.support.engines.replicas import ReplicaMaker, admitted, check_idle, run_group, serving
 from tests.support.models.adapter_contents import read_contents
 
 pytestmark = pytest.mark.full
@@ -118,14 +118,12 @@ def test_a_request_goes_to_a_replica_with_a_free_entry(group, engines):
 
 
 @pytest.mark.smoke
-def test_concurrent_loads_have_the_same_order_on_all_replicas(engines):
-    async def body(replicas):
+async def test_concurrent_loads_have_the_same_order_on_all_replicas(engines):
+    async with serving(engines) as replicas:
         await asyncio.gather(*(replicas.load_adapter("tenant", str(number % 3)) for number in range(12)))
         assert len({engine.adapters.loaded["tenant"] for engine in engines}) == 1
         await replicas.unload_adapter("tenant")
         assert not any(engine.adapters.loaded for engine in engines)
-
-    serve(engines, body)
 
 
 def test_a_prompt_goes_where_the_states_of_its_adapter_are(group, engines):

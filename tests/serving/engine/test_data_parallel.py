@@ -13,7 +13,7 @@ from serving.config import ConfigError
 from serving.engine.engine_thread import EngineStopped
 from serving.engine.replicas import ReplicaGroup, ReplicaLoads
 from serving.engine.requests.request import EngineRequest
-from tests.support.engines.replicas import ReplicaMaker, admitted, check_idle, run_group, serve
+from tests.support.engines.replicas import ReplicaMaker, admitted, check_idle, run_group, serving
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 LENGTHS = [1, 7, 16, 31, 33, 48, 64, 65, 90]
@@ -35,11 +35,12 @@ def traffic(harness):
     return prompts, [harness.run(engine, [prompt], GREEDY)[0].outputs[0].token_ids for prompt in prompts]
 
 
-def served(body, engines, *, sound=2):
-    """Runs a coroutine function over replicas; afterwards nothing may be left in use on the first `sound` of them."""
-    serve(engines, body)
+@contextlib.asynccontextmanager
+async def served(engines, *, sound=2):
+    """An `AsyncEngine` over replicas; afterwards nothing may be left in use on the first `sound` of them."""
+    async with serving(engines) as replicas:
+        yield replicas
     check_idle(engines[:sound])
-    return engines
 
 
 async def last(replicas, prompt, params=GREEDY, **more):
@@ -63,11 +64,11 @@ def test_replicas_say_what_one_engine_says(harness, maker, traffic, mode):
     assert [{device.id for device in engine.loop.programs.devices} for engine in engines] == [{0}, {1}]
 
 
-def test_a_prompt_goes_where_its_state_is(harness, maker):
+async def test_a_prompt_goes_where_its_state_is(harness, maker):
     rng = random.Random(1)
     talks = [harness.prompt(rng, 64) for _ in range(4)]
-
-    async def body(replicas):
+    engines = maker.make()
+    async with served(engines) as replicas:
         for talk in talks:  # one at a time: by load alone, all would go to the first
             await last(replicas, talk)
         for talk in talks * 2:
@@ -77,21 +78,18 @@ def test_a_prompt_goes_where_its_state_is(harness, maker):
         assert fresh.num_cached_tokens == 0
         scores = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
         assert len((await last(replicas, talks[0], scores)).prompt_logprobs) == 64
-
-    engines = served(body, maker.make())
     assert min(admitted(engines)) >= 4
 
 
-def test_choices_of_a_request_stay_together(harness, maker):
+async def test_choices_of_a_request_stay_together(harness, maker):
     params = SamplingParams(n=3, temperature=0.0, max_tokens=6, ignore_eos=True)
     prompt = harness.prompt(random.Random(3), 40)
-
-    async def body(replicas):
+    engines = maker.make()
+    async with served(engines) as replicas:
         outputs = await asyncio.gather(last(replicas, prompt, params), last(replicas, prompt[::-1], params))
         (alone,) = harness.run(harness.engine("all"), [prompt], params)
         assert [c.token_ids for c in outputs[0].outputs] == [c.token_ids for c in alone.outputs]
-
-    assert admitted(served(body, maker.make())) == [3, 3]
+    assert admitted(engines) == [3, 3]
 
 
 def test_requests_without_a_seed_draw_differently(maker):
@@ -103,11 +101,10 @@ def test_requests_without_a_seed_draw_differently(maker):
     assert len(set(seeds)) == 2
 
 
-def test_aborts_and_readers_that_leave(harness, maker):
+async def test_aborts_and_readers_that_leave(harness, maker):
     rng, gate = random.Random(5), threading.Event()
     long = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
-
-    async def body(replicas):
+    async with served(maker.make()) as replicas:
         streams = [
             replicas.generate({"prompt_token_ids": harness.prompt(rng, 20)}, long, name) for name in ("one", "two")
         ]
@@ -135,26 +132,20 @@ def test_aborts_and_readers_that_leave(harness, maker):
         assert not replicas.num_unfinished
         assert (await last(replicas, [5, 6], request_id="one")).finished
 
-    served(body, maker.make())
 
-
-def test_the_numbers_have_whatever_has_been_answered(harness, maker):
+async def test_the_numbers_have_whatever_has_been_answered(harness, maker):
     prompt = harness.prompt(random.Random(4), 20)
-
-    async def body(replica):
+    async with served(maker.make(replicas=1)) as replica:
         for count in range(1, 20):
             assert (await last(replica, prompt)).finished
             assert replica.latest_stats["finished"]["length"] == count
 
-    served(body, maker.make(replicas=1))
-
 
 @pytest.mark.full
-def test_a_full_queue_sends_to_the_next(harness, maker):
+async def test_a_full_queue_sends_to_the_next(harness, maker):
     engines = maker.make(max_num_waiting=1, max_num_seqs=1)
     rng, gate = random.Random(6), threading.Event()
-
-    async def body(replicas):
+    async with served(engines) as replicas:
         for each in replicas.threads:
             each.tell(lambda _: gate.wait(60))
         tasks = [asyncio.create_task(last(replicas, harness.prompt(rng, 5 + 20 * (i % 2)))) for i in range(5)]
@@ -165,8 +156,6 @@ def test_a_full_queue_sends_to_the_next(harness, maker):
         assert all(isinstance(error, RequestError) and error.retry for error in refused)
         assert sum(result.finished for result in results if result not in refused) >= 2
 
-    served(body, engines)
-
 
 def test_no_request_waits_at_a_held_replica():
     held, running = (SimpleNamespace(control=SimpleNamespace(held=held)) for held in (True, False))
@@ -176,7 +165,7 @@ def test_no_request_waits_at_a_held_replica():
     assert not loads.tries_another(RequestError("the prompt is empty"), [0])
 
 
-def test_what_one_has_failed_at_stops_all(harness, maker):
+async def test_what_one_has_failed_at_stops_all(harness, maker):
     """As with one engine: the process says so, and is to be started again."""
     engines = maker.make()
     rng = random.Random(7)
@@ -184,7 +173,7 @@ def test_what_one_has_failed_at_stops_all(harness, maker):
     def fail(plan):
         raise TypeError("planted")
 
-    async def body(replicas):
+    async with served(engines, sound=1) as replicas:
         long = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
         one = asyncio.create_task(last(replicas, harness.prompt(rng, 20), long))
         await asyncio.sleep(0.05)
@@ -193,8 +182,6 @@ def test_what_one_has_failed_at_stops_all(harness, maker):
             await last(replicas, harness.prompt(rng, 20))
         assert not replicas.running
         assert (await one).finished
-
-    served(body, engines, sound=1)
 
 
 def test_a_hanging_replica_does_not_stop_the_other(harness, maker):
@@ -221,27 +208,25 @@ def test_a_hanging_replica_does_not_stop_the_other(harness, maker):
     check_idle(engines)
 
 
-def test_held_replicas_are_passed_over(harness, maker):
+async def test_held_replicas_are_passed_over(harness, maker):
     engines = maker.make()
     rng = random.Random(8)
-
-    async def body(replicas):
+    async with served(engines) as replicas:
         replicas.threads[0].call(lambda engine: engine.control.sleep(1)).result()
         for _ in range(3):
             await last(replicas, harness.prompt(rng, 20))
         assert replicas.latest_stats["held"] is not None
         await replicas.call_all(lambda engine: engine.control.wake_up())
-
-    assert admitted(served(body, engines)) == [0, 3]
+    assert admitted(engines) == [0, 3]
 
 
 @pytest.mark.full
-def test_new_weights_come_to_all_under_one_version(harness, maker, monkeypatch):
+async def test_new_weights_come_to_all_under_one_version(harness, maker, monkeypatch):
     engines = maker.make(fresh=True)
     first = engines[0].loop.programs.weights
     prompt = harness.prompt(random.Random(10), 40)
+    async with served(engines) as replicas:
 
-    async def body(replicas):
         async def both():
             outputs = await asyncio.gather(last(replicas, prompt), last(replicas, prompt, cache_salt="b"))
             assert replicas.num_unfinished == 0
@@ -283,8 +268,7 @@ def test_new_weights_come_to_all_under_one_version(harness, maker, monkeypatch):
         assert await both() == [(after[0][0], [("four", 8)])] * 2
         with pytest.raises(RequestError, match="in use"):
             await replicas.update_weights(changed, version="four", partial=False)
-
-    assert admitted(served(body, engines)) == [4, 4]
+    assert admitted(engines) == [4, 4]
 
 
 @pytest.mark.parametrize(

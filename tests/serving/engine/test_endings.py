@@ -14,7 +14,7 @@ from serving import SamplingParams
 from serving.core.cache.content import Scope
 from serving.core.errors import RequestError, RequestFailed
 from tests.support.engines.engines import QUICK_COMPILE, finish
-from tests.support.engines.replicas import serve
+from tests.support.engines.replicas import serving
 from tests.support.models.letter_tokens import ID, TOO_BIG
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -38,8 +38,8 @@ def test_what_ends_during_a_step_is_answered_by_that_step(structured):
     assert not engine.busy
 
 
-def test_a_failing_request_alone_on_an_async_engine_is_answered(structured):
-    async def body(served):
+async def test_a_failing_request_alone_on_an_async_engine_is_answered(structured):
+    async with serving(structured()) as served:
         with pytest.raises(RequestError, match="structured outputs"):
             await asyncio.wait_for(_read(served.generate({"prompt_token_ids": [5, 6]}, FAILS_AT_ONCE)), 60)
         # A request that is ended between two steps is answered, too.
@@ -48,8 +48,6 @@ def test_a_failing_request_alone_on_an_async_engine_is_answered(structured):
         await served.call(lambda engine: engine.fail("named", "given up"))
         with pytest.raises(RequestFailed, match="given up"):
             await asyncio.wait_for(_read(stream), 60)
-
-    serve(structured(), body)
 
 
 async def _read(stream):

@@ -17,7 +17,7 @@ from mamba_jax.model import parameters
 from serving import LLM, RequestError, SamplingParams
 from tests.support.engines.engine_harness import SMALL
 from tests.support.engines.engines import finish
-from tests.support.engines.replicas import serve
+from tests.support.engines.replicas import serving
 from tests.support.engines.small_tiers import Free
 from tests.support.engines.versioned_engine import VersionedEngine
 from tests.support.models.golden_case import chosen_logprobs, log_probs
@@ -307,7 +307,7 @@ def test_sleep_gives_memory_back_and_requests_go_on():
     engine.loop.scheduler.check(idle=True)
 
 
-def test_an_engine_with_a_thread_of_its_own_pauses_between_steps():
+async def test_an_engine_with_a_thread_of_its_own_pauses_between_steps():
     made = VersionedEngine(seed=6)
     made.compile()
     rng = random.Random(6)
@@ -317,7 +317,7 @@ def test_an_engine_with_a_thread_of_its_own_pauses_between_steps():
     async def one(engine, prompt):
         return [output async for output in engine.generate(prompt, params, live=False)][-1]
 
-    async def body(engine):
+    async with serving(made.engine) as engine:
         asked = [asyncio.create_task(one(engine, prompt)) for prompt in prompts[:4]]
         await asyncio.sleep(0)
         await engine.pause("wait")
@@ -326,8 +326,6 @@ def test_an_engine_with_a_thread_of_its_own_pauses_between_steps():
         await engine.call(lambda _: made.update())
         assert not any(task.done() for task in late)
         await engine.call(lambda inner: inner.control.resume())
-        return done + await asyncio.gather(*late)
-
-    outputs = serve(made.engine, body)
+        outputs = done + await asyncio.gather(*late)
     assert [output.outputs[0].weights_versions for output in outputs] == [[("0", 20)]] * 4 + [[("1", 20)]] * 4
     assert made.explain(outputs).worst < 2e-3

@@ -1,7 +1,4 @@
-"""What every test of the split begins with, and how those run that are coroutines."""
-
-import asyncio
-import inspect
+"""What every test of the split begins with."""
 
 import pytest
 
@@ -19,11 +16,3 @@ def publish_soon(monkeypatch):
     """Streams of events are read at once, and begun again at once."""
     monkeypatch.setattr("serving.split.router.event_followers._AGAIN", 0.05)
     monkeypatch.setattr("serving.split.http.events._LOOK", 0.01)
-
-
-def pytest_pyfunc_call(pyfuncitem):
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
-        return None
-    wanted = inspect.signature(pyfuncitem.obj).parameters
-    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in wanted}))
-    return True

@@ -1,8 +1,9 @@
 """Replicas of a tiny model, each on one of the CPU's devices, with programs that all of a session share."""
 
 import asyncio
+import contextlib
 import functools
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator
 from typing import Any
 
 from mamba_jax.programs import StepPrograms
@@ -54,13 +55,14 @@ def run_group(group: ReplicaGroup, requests: list[EngineRequest]) -> list[Reques
     return [outputs[request.request_id] for request in requests]
 
 
-def serve(engines: Engine | list[Engine], body: Callable[[AsyncEngine], Coroutine[Any, Any, Any]]) -> Any:
-    """Runs a coroutine function over an `AsyncEngine`, and ends it."""
+@contextlib.asynccontextmanager
+async def serving(engines: Engine | list[Engine]) -> AsyncIterator[AsyncEngine]:
+    """An `AsyncEngine`, which ends with the block."""
     served = AsyncEngine(engines)
     try:
-        return asyncio.run(body(served))
+        yield served
     finally:
-        served.shutdown()
+        await asyncio.to_thread(served.shutdown)
 
 
 def check_idle(engines: list[Engine]) -> None:
