@@ -78,7 +78,7 @@ OF_ONE_API = {
         ({"max_output_tokens": 0}, "max_output_tokens", ""),
         ({"background": True}, "background", ""), ({"conversation": "c"}, "conversation", ""),
         ({"temperature": -1}, "temperature", ""), ({"tool_choice": "required"}, "tool_choice", ""),
-        ({"text": {"format": {"type": "json_schema"}}}, "text", ""), ({"input": "word " * 3000}, "input", "at most"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text", ""), ({"input": "word " * 9000}, "input", "at most"),
         ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "nonsense"}}}}, "text", ""),
         ({"n": 3}, "n", "n is not supported"),
         ({"tools": [{"type": "function", "name": "f", "parameters": DEEP}]}, None, "nested"),
