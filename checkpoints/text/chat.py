@@ -281,9 +281,13 @@ def part_text(part: Any) -> str:
     for name in ("text", "refusal", "thinking"):
         if isinstance(part.get(name), str):
             return part[name]
+    if "type" not in part and "content" not in part:  # a tool's result
+        return json.dumps(part, ensure_ascii=False).encode(errors="replace").decode()
     kind = str(part.get("type") or "part")[:40]
     if kind.endswith("text"):
         return ""
+    if kind == "tool_use":
+        return f"[{kind}] {part_text({name: part.get(name) for name in ('name', 'input')})}"
     source = part.get("source") or part.get("file") or part
     if not isinstance(source, Mapping):  # the address of a search result
         source = part

@@ -21,6 +21,7 @@ from serving.api.http.parsing.formats import THINK
 from serving.api.http.protocol.chat import ChatRequest
 from serving.api.http.settings import ServerSettings
 from serving.api.http.text import TextCodec
+from serving.core.errors import RequestError
 from serving.engine.requests.output import CompletionOutput, RequestOutput
 from serving.engine.structured.grammar_trial import form_of
 
@@ -128,6 +129,21 @@ def item(kind, **fields):
             {"role": "user", "content": [{"type": "text", "text": "and?"}, {
                 "type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "no"}]}]}]},
          f'[system]a\nb[user]hi[assistant](hm)I look.<f {{"a": 1}}>[tool]no[user]and?{END}'),
+        # Thoughts in the forms of several APIs, parts that are texts, and results that are objects.
+        *((CHAT, {"messages": [USER, {"role": "assistant", **more}, USER]}, f"[user]hi[assistant](hm)a[user]hi{END}")
+          for more in (
+              {"content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "a"}]},
+              {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}, "a"]},
+              {"content": "a", "thinking_blocks": [{"type": "thinking", "thinking": "hm", "signature": ""}]},
+              {"content": "a", "reasoning_content": None, "reasoning_details": [
+                  {"type": "reasoning.text", "text": "hm"}, {"type": "reasoning.encrypted", "data": "x"}]})),
+        (CHAT, {"messages": [{"role": "user", "content": ["a", {"type": "text", "text": "b"}]}]}, f"[user]a\nb{END}"),
+        (CHAT, {"messages": [USER, {"role": "assistant", "content": [
+            {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}}]}]},
+         f'[user]hi[assistant][tool_use] {{"name": "f", "input": {{"a": 1}}}}{END}'),
+        (RESPONSES, {"input": [USER, item("function_call", name="f", arguments="{}", call_id="1"),
+                               item("function_call_output", call_id="1", output={"a": 1})]},
+         f'[user]hi[assistant]<f {{}}>[tool]{{"a": 1}}{END}'),
         # The answer continues the last message.
         (CHAT, {"messages": [USER, {"role": "assistant", "content": "1, "}], "continue_final_message": True,
                 "add_generation_prompt": False}, "[user]hi[assistant]1,"),
@@ -225,6 +241,14 @@ def test_null_is_the_default():
     )
     for kind in (CHAT, RESPONSES, MESSAGES):
         assert prompt(kind, **dict.fromkeys(names.split())) == f"[user]hi{END}"
+    for kind, name, part in (
+        (CHAT, "stream_options", {"include_usage": None}), (CHAT, "prompt_cache_options", {"mode": None, "ttl": None}),
+        (RESPONSES, "text", {"format": None}), (RESPONSES, "text", {"format": {"type": None}}),
+        (CHAT, "structured_outputs", {"json": None, "choice": ["a"], "disable_any_whitespace": False}),
+    ):  # fmt: skip
+        opened(kind, **{name: part}, stream=True)
+    with pytest.raises(RequestError, match="disable_any_whitespace is not supported: use grammar"):
+        opened(CHAT, structured_outputs={"json": SCHEMA, "disable_any_whitespace": True})
     assert opened(CHAT, logprobs=False, top_logprobs=0)[0].job.params.logprobs is None
     assert 0 < opened(CHAT, top_p=0)[0].job.params.top_p < 1e-3
 

@@ -32,6 +32,11 @@ _SAME_NAME = (
 )  # fmt: skip
 
 
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thinking_blocks", "reasoning_details")
+"""Names of earlier reasoning in a message, in the forms of several APIs."""
+_THOUGHT_PARTS = ("thinking", "reasoning", "redacted_thinking")
+
+
 async def tokenized(
     context: ResponseContext, request: ChatRequest | CompletionRequest, *, fits: bool = True
 ) -> tuple[list[list[int]], tuple[Mark, ...]]:
@@ -121,12 +126,26 @@ def messages_of(request: ChatRequest, omitted: tuple[str, ...] = ()) -> list[dic
             message["tool_calls"] = [{"type": "function", "function": old}]
         for call in message.get("tool_calls") or ():
             if isinstance(custom := call.get("custom"), dict) and "function" not in call:
-                call["function"] = {"name": custom.get("name"), "arguments": {CUSTOM_INPUT: custom.get("input")}}
-        if message.get("reasoning") is not None and message.get("reasoning_content") is None:
-            message["reasoning_content"] = message["reasoning"]
+                call["function"] = {"name": custom.get("name"), "arguments": {CUSTOM_INPUT: custom.get("input") or ""}}
+        content = message.get("content")
+        inside = [part for part in content if part.get("type") in _THOUGHT_PARTS] if isinstance(content, list) else []
+        if message["role"] == "assistant" and inside:
+            message["content"] = [part for part in content if part.get("type") not in _THOUGHT_PARTS]
+            message["thinking_blocks"] = message.get("thinking_blocks") or inside
+        if thoughts := next(filter(None, (_thoughts(message.get(name)) for name in _THOUGHTS)), ""):
+            message["reasoning_content"] = thoughts
         if marks := marks_of(message):
             message["content"] = with_marks(message.get("content"), {name: message.pop(name) for name in marks})
     return [kept for message in messages if (kept := _without_lines(message, omitted))]
+
+
+def _thoughts(value: Any) -> str:
+    """Returns the text of earlier reasoning: a text, or a list of parts."""
+    if not isinstance(value, list):
+        return value if isinstance(value, str) else ""
+    parts = (part for part in value if isinstance(part, Mapping))
+    texts = (_thoughts(part.get("thinking") or part.get("text") or part.get("summary")) for part in parts)
+    return "\n".join(filter(None, texts))
 
 
 def _without_lines(message: dict[str, Any], omitted: tuple[str, ...]) -> dict[str, Any] | None:

@@ -117,7 +117,7 @@ def messages_of_input(items: str | Sequence[Mapping[str, Any]]) -> list[dict[str
             case "function_call" | "custom_tool_call" as kind:
                 arguments = item.get("arguments")
                 if kind == "custom_tool_call":
-                    arguments = json.dumps({CUSTOM_INPUT: item.get("input")})
+                    arguments = json.dumps({CUSTOM_INPUT: item.get("input") or ""})
                 function = {"name": item.get("name"), "arguments": arguments or "{}"}
                 call = {"id": item.get("call_id"), "type": "function", "function": function}
                 _assistant(messages).setdefault("tool_calls", []).append(call)

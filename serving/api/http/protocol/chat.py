@@ -12,6 +12,7 @@ from serving.api.http.protocol.common import (
     Count,
     GenerationRequest,
     Items,
+    Options,
     TextRequest,
     TokenIds,
     custom_parameters,
@@ -103,7 +104,7 @@ class NamedTool(BaseModel):
     function: ToolName
 
 
-class AllowedFunction(BaseModel):
+class AllowedFunction(Options):
     type: Literal["function"] = "function"
     function: ToolName
 
@@ -130,7 +131,7 @@ ToolChoice = Annotated[
 ]  # fmt: skip
 
 
-class Thinking(BaseModel):
+class Thinking(Options):
     """Whether the model reasons before it answers, in the form of Anthropic's and DeepSeek's APIs."""
 
     model_config = ConfigDict(extra="allow")
@@ -138,7 +139,7 @@ class Thinking(BaseModel):
     budget_tokens: Count | None = None
 
 
-class ReasoningChoice(BaseModel):
+class ReasoningChoice(Options):
     """How much the model reasons, in OpenRouter's form."""
 
     effort: str | None = Field(None, max_length=64)
@@ -163,7 +164,7 @@ def _only_variables(variables: dict[str, Any]) -> dict[str, Any]:
 TemplateVariables = Annotated[dict[str, Any], AfterValidator(_only_variables)]
 
 
-class PromptCacheOptions(BaseModel):
+class PromptCacheOptions(Options):
     """How long the prefixes that `prompt_cache_breakpoint` marks are kept."""
 
     mode: Literal["implicit", "explicit"] = "implicit"

@@ -176,7 +176,7 @@ class JsonSchema(BaseModel):
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Options):
     """The required format of the output."""
 
     model_config = ConfigDict(populate_by_name=True, protected_namespaces=())
@@ -196,10 +196,10 @@ class ResponseFormat(BaseModel):
         return self
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(Options):
     """The required format of the output, in vLLM's syntax: exactly one field."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="allow")
     json_: dict[str, Any] | str | bool | None = Field(None, alias="json", description="A JSON schema.")
     regex: str | None = None
     choice: Items[str] | None = Field(None, min_length=1, description="One of these texts.")
@@ -209,7 +209,8 @@ class StructuredOutputs(BaseModel):
 
     @model_validator(mode="after")
     def _one(self) -> StructuredOutputs:
-        set_fields = [name for name, value in self if value is not None and value is not False]
+        values = ((name, getattr(self, name)) for name in type(self).model_fields)
+        set_fields = [name for name, value in values if value is not None and value is not False]
         if len(set_fields) != 1:
             raise ValueError("exactly one of json, regex, choice, grammar, json_object and structural_tag must be set")
         return self

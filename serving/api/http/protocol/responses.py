@@ -38,7 +38,7 @@ class AllowedFunctions(BaseModel):
     tools: Items[NamedFunction] = Field(min_length=1)
 
 
-class TextFormat(BaseModel):
+class TextFormat(Options):
     """The required format of the output."""
 
     model_config = ConfigDict(populate_by_name=True, protected_namespaces=())
