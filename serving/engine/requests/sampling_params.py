@@ -37,7 +37,7 @@ _LARGEST = 1e6
 """Maximum value by which logits are multiplied or divided."""
 
 
-_NEAREST = {
+NEAREST = {
     "allowed_token_ids": "give each allowed token logit_bias 100, or use structured_outputs with choice",
     "bad_words": "give the tokens of these words logit_bias -100",
     "best_of": "use n, and choose among the outputs by cumulative_logprob",
@@ -55,18 +55,22 @@ _NEAREST = {
     "use_beam_search": "beam search is not supported; use n",
 }
 """vLLM's parameters that are not supported, and the nearest way."""
-_NEUTRAL = {"best_of": 1, "length_penalty": 1.0, "spaces_between_special_tokens": True}
-"""Values of these that ask for nothing; for the others, every false value does."""
+_NEUTRAL = {
+    "best_of": 1, "length_penalty": 1.0, "n_predict": -1, "repeat_penalty": 1.0, "spaces_between_special_tokens": True,
+    "tfs_z": 1.0, "top_n_sigma": -1, "typical_p": 1.0,
+}  # fmt: skip
+"""Values of these, and of other servers' names, that ask for nothing; for the others, every false value does."""
 
 
-def _is_neutral(name: str, value: object) -> bool:
-    if name in ("thinking_token_budget", "allowed_token_ids"):
+def is_neutral(name: str, value: object) -> bool:
+    """Returns whether a value of an unsupported parameter asks for nothing."""
+    if name in ("thinking_token_budget", "allowed_token_ids", "json_schema") or name.startswith("guided_"):
         return value is None
     plain = isinstance(value, (Sequence, Mapping, numbers.Number, type(None)))  # an array has no truth value
     return plain and (not value or value == _NEUTRAL.get(name))
 
 
-@checks_names("sampling parameter", _NEAREST, _is_neutral)
+@checks_names("sampling parameter", NEAREST, is_neutral)
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling parameters of one request.

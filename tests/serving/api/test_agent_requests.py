@@ -294,9 +294,10 @@ def test_words_of_schemas_that_are_not_enforced_are_named(schema, words):
 
 def test_fields_that_change_the_output_are_not_dropped():
     for kind in (CHAT, RESPONSES, MESSAGES):
-        for name in ("bad_words", "chat_template", "regex"):
-            with pytest.raises(RequestValidationError, match=f"{name} is not supported"):
+        for name in ("bad_words", "chat_template", "regex", "typical_p", "n_predict", "stop_regex", "random_seed"):
+            with pytest.raises(RequestValidationError, match=f"{name} is not supported: "):
                 opened(kind, **{name: ["x"]})
+        opened(kind, typical_p=1, n_predict=-1, repeat_penalty=1.0, functions=[], mirostat=0, regex="", bad_words=None)
         assert opened(kind, thinking_budget=3)[0].job.params.reasoning.budget == 3
     form = {"type": "json_schema", "schema": {"type": "integer"}}
     assert opened(MESSAGES, output_format=form)[0].job.params.structured_outputs.json == form["schema"]

@@ -9,6 +9,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 from pydantic_core import PydanticCustomError
 
+from serving.engine.requests.sampling_params import NEAREST, is_neutral
+
 T = TypeVar("T")
 
 Items = Annotated[list[T], Field(fail_fast=True)]
@@ -36,19 +38,36 @@ Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenIds = Items[Annotated[StrictInt, Field(ge=0, le=2**31 - 1)]]
 MAX_STOP_TEXTS = 64
 
-_OLD_NAMES = {
-    "guided_json": "json",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-    "guided_json_object": "json_object",
-}
-_UNSUPPORTED = (
-    "bad_words", "allowed_token_ids", "use_beam_search", "logits_processors", "functions", "function_call",
-    "mm_processor_kwargs", "audio", "chat_template", "repetition_detection", "lora_path", "regex", "ebnf", "grammar",
-    "json_schema", "dry_multiplier", "mirostat", "top_a", "xtc_probability",
-)  # fmt: skip
-"""Fields of the APIs of OpenAI, vLLM, SGLang and llama.cpp that change the output."""
+_IN_STRUCTURED_OUTPUTS = {
+    "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
+    "guided_json_object": "json_object", "guided_whitespace_pattern": "grammar", "regex": "regex", "ebnf": "grammar",
+    "grammar": "grammar", "json_schema": "json",
+}  # fmt: skip
+_UNSUPPORTED = {
+    **{name: NEAREST[name] for name in ("allowed_token_ids", "bad_words", "early_stopping", "length_penalty",
+                                        "logits_processors", "use_beam_search")},
+    **{name: f'use {{"structured_outputs": {{"{kind}": ...}}}}' for name, kind in _IN_STRUCTURED_OUTPUTS.items()},
+    **dict.fromkeys(("dry_multiplier", "dynatemp_range", "mirostat", "tfs_z", "top_a", "top_n_sigma", "typical_p",
+                     "xtc_probability"), "use temperature, top_p, top_k or min_p"),
+    "audio": "the server answers with text",
+    "chat_template": "give variables of the server's template as chat_template_kwargs",
+    "custom_logit_processor": NEAREST["logits_processors"],
+    "function_call": "use tool_choice",
+    "functions": "use tools",
+    "lora_path": "load the adapter, and give its name as model",
+    "max_new_tokens": "use max_tokens",
+    "min_new_tokens": "use min_tokens",
+    "mm_processor_kwargs": "the server reads text",
+    "n_predict": "use max_tokens",
+    "no_stop_trim": "use include_stop_str_in_output",
+    "prompt_embeds": "give prompts as text or token ids",
+    "random_seed": "use seed",
+    "repeat_penalty": "use repetition_penalty",
+    "repetition_detection": "use repetition_penalty or frequency_penalty",
+    "stop_regex": "use stop",
+    "vllm_xargs": NEAREST["extra_args"],
+}  # fmt: skip
+"""Fields of the APIs of OpenAI, vLLM, SGLang, Mistral and llama.cpp that change the output, and the nearest way."""
 _WITHOUT_EFFECT = ("user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier")
 """OpenAI's fields that do not change a response of this server. They are accepted and not reported as ignored."""
 
@@ -148,14 +167,11 @@ class RequestModel(Options):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_old_names(cls, values: Any) -> Any:
+    def _refuse_unsupported(cls, values: Any) -> Any:
         # Ignoring these fields would give other output than the client expects.
-        for name in _UNSUPPORTED:
-            if isinstance(values, dict) and values.get(name):
-                raise refusal(name, f"{name} is not supported")
-        for old, new in _OLD_NAMES.items():
-            if isinstance(values, dict) and values.get(old) is not None:
-                raise refusal(old, f'{old} is an old name: use {{"structured_outputs": {{"{new}": ...}}}}')
+        for name in _UNSUPPORTED.keys() & (values.keys() if isinstance(values, dict) else ()):
+            if not is_neutral(name, values[name]):
+                raise refusal(name, f"{name} is not supported: {_UNSUPPORTED[name]}")
         return values
 
 
