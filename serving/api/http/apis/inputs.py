@@ -127,11 +127,10 @@ def messages_of(request: ChatRequest, omitted: tuple[str, ...] = ()) -> list[dic
         for call in message.get("tool_calls") or ():
             if isinstance(custom := call.get("custom"), dict) and "function" not in call:
                 call["function"] = {"name": custom.get("name"), "arguments": {CUSTOM_INPUT: custom.get("input") or ""}}
-        content = message.get("content")
-        inside = [part for part in content if part.get("type") in _THOUGHT_PARTS] if isinstance(content, list) else []
-        if message["role"] == "assistant" and inside:
-            message["content"] = [part for part in content if part.get("type") not in _THOUGHT_PARTS]
-            message["thinking_blocks"] = message.get("thinking_blocks") or inside
+        if message["role"] == "assistant" and isinstance(content := message.get("content"), list):
+            inside = [part for part in content if part.get("type") in _THOUGHT_PARTS]
+            message["content"] = [part for part in content if part not in inside]
+            message |= {"thinking_blocks": message.get("thinking_blocks") or inside} if inside else {}
         if thoughts := next(filter(None, (_thoughts(message.get(name)) for name in _THOUGHTS)), ""):
             message["reasoning_content"] = thoughts
         if marks := marks_of(message):
