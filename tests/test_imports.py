@@ -37,7 +37,7 @@ SERVING = {
     "tunix": {"engine"},
     "capacity": {"config", "engine"},
     "api": {"config", "core", "engine"},
-    "api/http/protocol": set(),
+    "api/http/protocol": {"engine"},
     "api/http": {"config", "core", "engine", "api", "api/http/protocol", "settings"},
     "split": {"core", "engine", "api/http", "state_transfer", "settings"},
     "split/http": {"compatibility", "config", "core", "engine", "api/http", "split"},
