@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -210,41 +211,37 @@ def calls_of(
         weights: the quantized ones by dotted path, as shapes.
     """
     model = _one_layer_of_each_kind(config, dtype, weights)
-    pages = -(-(sizes.context + max(sizes.steps)) // sizes.page_size)
-    replayed = not StoreShape.of(model.config).unreplayable_state
     found: dict[Any, Call] = {}
+    for phase, rows, state, batch in _steps(model, sizes):
 
-    def add(phase: str, batch: StepBatch, rows: int, steps: int, interval: int = 1, writes: int = 0) -> None:
-        replay = Replay(interval, steps - 1) if interval > 1 else None
-        state = described(
-            model, rows=rows, drafts=steps - 1, num_slots=2 + rows + (writes or rows * steps),
-            num_pages=1 + rows * pages, page_size=sizes.page_size, replay=replay, ssm_dtype=sizes.ssm_dtype,
-            kv_dtype=sizes.kv_dtype,
-        )  # fmt: skip
-
-        def trace(choice: KernelChoice) -> None:
+        def trace(choice: KernelChoice, state: Any = state, batch: StepBatch = batch) -> None:
             StepPrograms(model, tile_size=sizes.tile_size, kernels=choice).trace(*state, batch)
 
         for call in recorded(trace, phase, platform):
             _add(found, (call.operation, *jax.tree.leaves(call.arguments), rows), call)
-
-    for rows in sizes.rows:
-        for steps in sizes.steps:
-            for interval in sizes.intervals:
-                if interval > 1 and not replayed:
-                    continue
-                batch = DecodeBatch.empty(
-                    rows=rows, num_speculative_tokens=steps - 1, pages_per_row=pages, replay=interval > 1
-                )
-                told = f", {steps - 1} drafts" * (steps > 1) + f", replay {interval}" * (interval > 1)
-                add(f"decode of {rows} rows{told}", batch, rows, steps, interval)
-    for tokens in sizes.tokens:
-        tiles = tokens // sizes.tile_size
-        prefill = PrefillBatch.empty(
-            tokens=tokens, rows=4, tiles=tiles + 4, pages_per_row=pages, tile_size=sizes.tile_size
-        )
-        add(f"prefill of {tokens} tokens", prefill, 4, 1, writes=tiles + 8)
     return list(found.values())
+
+
+def _steps(model: HybridModel, sizes: Sizes) -> Iterator[tuple[str, int, Any, StepBatch]]:
+    """Yields a name, the number of rows, shapes of a store and of rows, and a batch, of each step."""
+    pages = -(-(sizes.context + max(sizes.steps)) // sizes.page_size)
+    state = partial(described, model, page_size=sizes.page_size, ssm_dtype=sizes.ssm_dtype, kv_dtype=sizes.kv_dtype)
+    replayed = not StoreShape.of(model.config).unreplayable_state
+    for rows, steps, interval in itertools.product(sizes.rows, sizes.steps, sizes.intervals):
+        if interval > 1 and not replayed:
+            continue
+        batch = DecodeBatch.empty(rows=rows, num_speculative_tokens=steps - 1, pages_per_row=pages, replay=interval > 1)
+        told = f", {steps - 1} drafts" * (steps > 1) + f", replay {interval}" * (interval > 1)
+        room = {"num_slots": 2 + rows + rows * steps, "num_pages": 1 + rows * pages}
+        replay = Replay(interval, steps - 1) if interval > 1 else None
+        yield f"decode of {rows} rows{told}", rows, state(rows=rows, drafts=steps - 1, replay=replay, **room), batch
+    for tokens in sizes.tokens:
+        tiles, rows = tokens // sizes.tile_size, 4
+        prefill = PrefillBatch.empty(
+            tokens=tokens, rows=rows, tiles=tiles + rows, pages_per_row=pages, tile_size=sizes.tile_size
+        )
+        room = {"num_slots": 2 + rows + tiles + 8, "num_pages": 1 + rows * pages}
+        yield f"prefill of {tokens} tokens", rows, state(rows=rows, **room), prefill
 
 
 def described(
@@ -297,19 +294,13 @@ def kernel_report(config: HybridConfig, platform: str) -> Iterator[tuple[str, st
     compiled. A kernel is lowered for the platform by itself, so that one that cannot run is known; whether a device's
     compiler takes it is not.
     """
-    model, rows, tokens, tile = _one_layer_of_each_kind(config, jnp.bfloat16), 8, 2048, 128
-    size = 128 if platform == "tpu" else 64
-    state = described(model, rows=rows, num_slots=2 * rows + 1, num_pages=1024, page_size=size)
-    prefill = {"tokens": tokens, "rows": 2, "tiles": tokens // tile + 2, "tile_size": tile}
-    batches: dict[str, StepBatch] = {
-        "decode": DecodeBatch.empty(rows=rows, num_speculative_tokens=0, pages_per_row=64),
-        "prefill": PrefillBatch.empty(pages_per_row=64, **prefill),
-    }
-    for phase, batch in batches.items():
+    model = _one_layer_of_each_kind(config, jnp.bfloat16)
+    sizes = Sizes(context=4096, page_size=128 if platform == "tpu" else 64)
+    for phase, _, state, batch in _steps(model, sizes):
         choice = KernelChoice(platform=platform)
-        StepPrograms(model, tile_size=tile, kernels=choice).trace(*state, batch)
+        StepPrograms(model, tile_size=sizes.tile_size, kernels=choice).trace(*state, batch)
         for operation, chosen in sorted(choice.chosen.items()):
-            yield from ((phase, operation, name, why) for name, why in chosen.items())
+            yield from ((phase.split()[0], operation, name, why) for name, why in chosen.items())
 
 
 def with_kernels(calls: Iterable[Call], platform: str, *, interpreted: bool = False) -> list[tuple[Call, str]]:

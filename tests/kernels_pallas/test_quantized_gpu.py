@@ -197,9 +197,9 @@ def test_dense_weights(form, outputs, inputs, rows, monkeypatch, capfd):
 
 @pytest.mark.gpu_compile
 def test_is_chosen_for_hopper():
-    from topology import gpu_device
+    from topology import described_device
 
-    choice = KernelChoice(platform="gpu", device=gpu_device("h200"))
+    choice = KernelChoice(platform="gpu", device=described_device("h200"))
     weight = published("int8", *NANO)
     with choice.applied():
         jax.eval_shape(grouped_matmul, shape(384, 2688, dtype=BF16), weight, shape(128, dtype=I32))

@@ -38,7 +38,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 from model_calls import SLOTS, call_of, nbytes, program, shape
 from model_shapes import CONVOLUTIONS
-from topology import SLICES, compile_for_tpu, tpu_devices
+from topology import SLICES, compile_for_tpu, described_device
 
 from checkpoints.presets import PRESETS, preset
 from kernels_pallas.grouped_matmul import grouped_matmul
@@ -215,7 +215,7 @@ EVERY_WINDOWS = [
     ("chip", "slots", "rows", "channels", "count", "dtype"), [*WINDOWS, *(slow(*each) for each in EVERY_WINDOWS)]
 )
 def test_only_the_named_windows_move(chip, slots, rows, channels, count, dtype):
-    device = tpu_devices(chip)[0]
+    device = described_device(chip)
     place = SingleDeviceSharding(device)
     by_slots = Format(Layout((0, 1, 2)), place)
     store = jax.ShapeDtypeStruct((slots, rows, channels), dtype, sharding=by_slots)
