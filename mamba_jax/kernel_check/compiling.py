@@ -19,7 +19,7 @@ class Compiler:
     """Threads that compile, in the order of `submit`. Also `mamba_jax.programs.StoredPrograms`, which keeps none."""
 
     def __init__(self, threads: int | None = None) -> None:
-        self._pool = ThreadPoolExecutor(threads or max(1, (os.cpu_count() or 1) - 2))
+        self._pool = ThreadPoolExecutor(threads or max(2, (os.cpu_count() or 1) - 2))
         self._tracing = threading.Semaphore(TRACED)
         self._jobs: list[Future[Any]] = []
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -206,14 +207,16 @@ class _Planner:
         steps = [self._prefill_step(shape) for shape in prefills] + [self._decode_step(n, context) for n in fitting]
         notes = [f"decoding keeps {design.replay.notice}", *size.notices, *self._padding_notes]
         programs: tuple[Program, ...] = ()
+        kinds: tuple[Sequence[tuple[str, StepBatch]], ...] = ()
         kernels, begin = "", time.perf_counter()
         if compile:
             drafts = self.config.num_speculative_tokens
-            named: list[tuple[str, StepBatch]] = [
-                *((_decode_name(count), batches.empty_decode(count, drafts)) for count in decodes),
-                *((_prefill_name(shape), batches.empty_prefill(shape)) for shape in prefills),
-                *((f"{_prefill_name(shape)}, with decode", batches.empty_mixed(shape)) for shape in mixed),
-            ]
+            kinds = (
+                [(_decode_name(count), batches.empty_decode(count, drafts)) for count in decodes],
+                [(_prefill_name(shape), batches.empty_prefill(shape)) for shape in prefills],
+                [(f"{_prefill_name(shape)}, with decode", batches.empty_mixed(shape)) for shape in mixed],
+            )
+            named: list[tuple[str, StepBatch]] = list(itertools.chain(*kinds))
             progress(f"compiling {len(named)} programs")
             compiler = self._compiler(size, rows)
             try:
@@ -222,10 +225,11 @@ class _Planner:
                 notes.append("the compiler refuses a program: " + one_line(error))
             kernels = compiler.choice.report()
         refused = compile and not programs
-        count = batches.num_step_programs
-        codes = [program.code for program in programs]
-        # Programs that are not compiled are narrower ones, and count as the largest.
-        code = sum(codes) + (count - len(codes)) * max(codes) if codes else design.code_bytes
+        code = 0 if programs else design.code_bytes
+        for kind, count in zip(kinds, batches.step_programs, strict=bool(kinds)):
+            codes = [program.code for program in programs if program.name in dict(kind)]
+            # Programs that are not compiled are narrower ones, and count as the largest.
+            code += sum(codes) + (count - len(codes)) * max(codes, default=0)
         temporaries = max((p.temporaries for p in programs), default=design.workspace_bytes)
         other = self._bytes_of_seats(rows) + self.adapter_bytes
         spare = limit - weights - size.total_bytes - code - temporaries - other
@@ -252,7 +256,7 @@ class _Planner:
             context=context,
             long_contexts=tuple(long_contexts),
             programs=programs,
-            num_programs=count,
+            num_programs=sum(batches.step_programs),
             kernels=kernels,
             notes=tuple(notes),
             compile_seconds=time.perf_counter() - begin if compile else 0.0,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -28,7 +28,14 @@ from serving.config import CacheMode, EngineConfig
 from serving.core.config import SchedulerConfig
 from serving.engine.assembly.drafting import draft_source
 from serving.engine.assembly.replay import ResolvedReplay, resolve_replay
-from serving.engine.assembly.sizing import CODE_PER_LAYER, CPU_STORE_TOKENS, StoreSize, size_store, workspace_bytes
+from serving.engine.assembly.sizing import (
+    CODE_PER_LAYER,
+    CPU_STORE_TOKENS,
+    MOST_CODE,
+    StoreSize,
+    size_store,
+    workspace_bytes,
+)
 from serving.engine.steps.batching import BatchBuilder
 
 MAX_PREFILL_ROWS = 32
@@ -214,8 +221,6 @@ class EngineDesign:
     @cached_property
     def code_bytes(self) -> int:
         """An estimate of the bytes per device of the compiled step programs; 0 where they need little."""
-        if self.platform not in CODE_PER_LAYER:
-            return 0
         config, rows = self.config, self.config.max_num_seqs
         settings = SchedulerConfig(
             num_slots=1 + rows * (1 + config.num_speculative_tokens),
@@ -227,8 +232,11 @@ class EngineDesign:
             num_speculative_tokens=config.num_speculative_tokens,
             max_prefill_rows=min(MAX_PREFILL_ROWS, rows),
         )
-        layers = len(self.model.pattern)
-        return self.batches(settings).num_step_programs * layers * CODE_PER_LAYER[self.platform]
+        return self._code_of(self.batches(settings))
+
+    def _code_of(self, batches: BatchBuilder) -> int:
+        sizes = zip(batches.step_programs, CODE_PER_LAYER.get(self.platform, (0, 0, 0)), strict=True)
+        return len(self.model.pattern) * sum(count * size for count, size in sizes)
 
     def size(self, *, memory: int, dtype: Any) -> StoreSize:
         """Returns the numbers of slots and pages that fit.
@@ -262,15 +270,17 @@ class EngineDesign:
 
     def batches(self, settings: SchedulerConfig, *, masks: bool = False) -> BatchBuilder:
         """Returns a builder that converts the scheduler's plans to arrays. `masks`: grammars constrain some rows."""
-        return BatchBuilder(
+        make = partial(
+            BatchBuilder,
             settings,
             seats_bring_tokens=self.source is not None and self.source.sees_tokens,
             masks=masks,
             narrow_steps=self.config.adaptive_drafts,
             mixed_steps=self.config.mixes_steps_on(self.platform),
-            coarse=self.platform == "tpu",
             adapters=self.config.enable_lora,
         )
+        made = make(coarse=int(self.platform in CODE_PER_LAYER))
+        return made if self._code_of(made) <= MOST_CODE else make(coarse=2)
 
     def store_arguments(self, size: StoreSize, *, dtype: Any) -> dict[str, Any]:
         """Returns the keyword arguments of `init_store`, and of the functions that lay the store out over devices."""

@@ -61,25 +61,27 @@ def name_of(batch: AnyBatch) -> str:
     return {MaskBatch: "masks", PageTableBatch: "a page table"}.get(type(batch), "a seat")
 
 
-def decode_buckets(max_rows: int, *, coarse: bool = False) -> list[int]:
-    """Returns the row counts 1, 4, 8, 16, ... and `max_rows`; with `coarse` 4, 16, 64, ... and `max_rows`.
+def decode_buckets(max_rows: int, *, coarse: int = 0) -> list[int]:
+    """Returns the row counts 1, 4, 8, 16, ... and `max_rows`. With `coarse` 1 and 2, they begin at 4 and are a factor
+    of 4 and 16 apart.
 
     2 rows cost hardly less than 4.
     """
     sizes, size = [] if coarse else [1], 4
     while size < max_rows:
         sizes.append(size)
-        size *= 4 if coarse else 2
+        size *= (2, 4, 16)[coarse]
     return sorted({*sizes, max_rows})
 
 
-def prefill_buckets(config: SchedulerConfig, most: int | None = None, *, coarse: bool = False) -> list[PrefillShape]:
+def prefill_buckets(config: SchedulerConfig, most: int | None = None, *, coarse: int = 0) -> list[PrefillShape]:
     """Returns the shapes of prefill steps of up to `most` tokens (None: the settings'), the cheapest first. The last
     one fits all such steps.
 
     Shapes for one or two rows have many token counts (from 256 tokens up a factor of 1.5 or less apart), because
     padding tokens cost as much as other tokens. For many short prompts there are fewer, wider shapes, with room for a
-    row (and its tile) every 16 tokens. With `coarse`, token counts begin at 256 and are a factor of 2 apart.
+    row (and its tile) every 16 tokens. With `coarse` 1 and 2, token counts begin at 256 and are a
+    factor of 2 and 4 apart.
     """
     most = -(-(most or config.max_num_batched_tokens) // 32) * 32
     rows = min(config.max_prefill_rows, config.num_rows)
@@ -93,7 +95,7 @@ def prefill_buckets(config: SchedulerConfig, most: int | None = None, *, coarse:
         many = min(size // 16, rows)
         if size.bit_length() % 2 == 0 and many > few:  # 128, 512, 2048, ...
             shapes.add(PrefillShape(size, many, _tiles(config, size, many)))
-        size *= 2
+        size *= (2, 2, 4)[coarse]
     return sorted(shapes)
 
 
@@ -114,7 +116,7 @@ class BatchBuilder:
         masks: bool = False,
         narrow_steps: bool = False,
         mixed_steps: bool = False,
-        coarse: bool = False,
+        coarse: int = 0,
         adapters: bool = False,
     ) -> None:
         """`seats_bring_tokens`: the draft source reads a sequence's tokens, also those that the model is never fed.
@@ -122,7 +124,7 @@ class BatchBuilder:
         `narrow_steps`: decode steps in which no row has drafts have their own programs, one token wide.
         `mixed_steps`: decode and prefill rows run in one program. To limit the number of mixed programs, the decode
         part always has the widest shape, and only every second prefill shape has a mixed program.
-        `coarse`: for TPUs. A step of few tokens takes as long as reading the weights, so narrower shapes
+        `coarse`: 1 or 2 for TPUs. A step of few tokens takes as long as reading the weights, so narrower shapes
         save nothing, and the code of each program takes device memory.
         `adapters`: rows may have LoRA adapters.
         """
@@ -175,9 +177,9 @@ class BatchBuilder:
             yield self.empty_mixed(shape)
 
     @property
-    def num_step_programs(self) -> int:
-        """Number of programs that steps run."""
-        return len(self.decode_shapes) * len(self._widths) + len(self.prefill_shapes) + len(self.mixed_shapes)
+    def step_programs(self) -> tuple[int, int, int]:
+        """Numbers of programs of decode, prefill and mixed steps."""
+        return len(self.decode_shapes) * len(self._widths), len(self.prefill_shapes), len(self.mixed_shapes)
 
     @property
     def num_essential(self) -> int:

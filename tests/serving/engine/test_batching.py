@@ -44,8 +44,9 @@ def prefill_row(row_id, start, count, slots, pages):
 def test_decode_sizes():
     assert decode_buckets(1) == [1]
     assert decode_buckets(33) == [1, 4, 8, 16, 32, 33]
-    assert decode_buckets(33, coarse=True) == [4, 16, 33]
-    assert decode_buckets(1, coarse=True) == [1]
+    assert decode_buckets(33, coarse=1) == [4, 16, 33]
+    assert decode_buckets(256, coarse=2) == [4, 64, 256]
+    assert decode_buckets(1, coarse=1) == [1]
 
 
 @pytest.mark.parametrize("tokens", [1, 31, 64, 100, 512, 2048, 4096])
@@ -59,17 +60,18 @@ def test_every_plan_has_a_shape_and_little_padding(tokens, rows):
         tiles = -(-count // settings.tile_size) + 1
         shape = next(shape for shape in shapes if shape.holds(count, 1, min(tiles, settings.tiles)))
         assert shape.tokens <= max(64, (2 if count <= 256 else 1.5) * count + 32)
-    coarse = prefill_buckets(settings, coarse=True)
-    assert set(coarse) <= set(shapes)
-    assert coarse[-1] == shapes[-1]
+    for some in (prefill_buckets(settings, coarse=1), prefill_buckets(settings, coarse=2)):
+        assert set(some) <= set(shapes)
+        assert some[-1] == shapes[-1]
 
 
-def test_accelerators_have_few_programs():
+@pytest.mark.parametrize(("coarse", "programs"), [(1, (3, 6, 3)), (2, (2, 4, 2))])
+def test_accelerators_have_few_programs(coarse, programs):
     settings = config(max_num_seqs=64, num_slots=200, max_num_batched_tokens=2048, max_prefill_rows=32)
-    batches = BatchBuilder(settings, mixed_steps=True, coarse=True)
-    assert batches.num_step_programs == 12
+    batches = BatchBuilder(settings, mixed_steps=True, coarse=coarse)
+    assert batches.step_programs == programs
     steps = [each for each in batches.warm_up_batches(8) if isinstance(each, StepBatch)]
-    assert len(steps) == batches.num_step_programs
+    assert len(steps) == sum(programs)
 
 
 def test_decode_rows_and_padding():
