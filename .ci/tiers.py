@@ -34,7 +34,7 @@ LATEST = {"traffic": 60}
 EXTRAS = "test,plan-gpu,docs"
 SKIPS = {
     "hardware": r"no GPU|Mosaic GPU|the processor has|no C\+\+ for|needs several devices",
-    "packages of other extras": r"torch|transformers|extra (tunix|fleet|events)|'ray|openai-agents",
+    "packages of other extras": r"torch|transformers|extra (tunix|fleet|events|interop)|'ray|openai-agents",
     "programs": r"Chromium|kubectl|hadolint|openssl|curl",
     "cases that do not exist": r"power of two|the interpreter copies|groups only|states of 16 bits|does not run this",
     "slow cases": r"run with --slow",

@@ -8,7 +8,9 @@ worker's ticket goes through the frontend to a decode worker.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import signal
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -24,6 +26,7 @@ _SAMPLING = (
 )  # fmt: skip
 _STOPS = ("max_tokens", "min_tokens", "ignore_eos")
 _FORMS = ("json", "regex", "choice", "grammar", "structural_tag")
+_WATCH = 1.0  # seconds between checks that the server is there
 _SILENCE = 600.0  # seconds without data after which a server counts as lost
 
 
@@ -47,7 +50,6 @@ class ServerEngine(LLMEngine):
         parser.add_argument("--served-model-name", help="The model's name in requests. Unset: --model.")
         parser.add_argument("--block-size", type=int, default=256, help="The server's --state-block-size.")
         parser.add_argument("--kv-events", help="The endpoint in the server's --kv-events-config. Unset: no events.")
-        parser.add_argument("--kv-events-topic", default="", help="The topic there.")
         parser.add_argument("--api-key", help="A key of the server.")
         parser.add_argument("--namespace", default="dynamo")
         parser.add_argument("--discovery-backend", default="file", help="file, kubernetes or etcd, as in Dynamo.")
@@ -71,6 +73,7 @@ class ServerEngine(LLMEngine):
         models = (await self._client.get("/v1/models")).raise_for_status().json()["data"]
         self._adapters = {each["id"] for each in models if each.get("parent")}
         self._longest = models[0].get("max_model_len")
+        self._watching = asyncio.create_task(self._watch())
         stats, block = status["stats"], self.options.block_size
         room = stats["pages"]["total"] * stats["page_size"] if "pages" in stats else stats["slots"]["total"] * block
         return EngineConfig(
@@ -81,9 +84,23 @@ class ServerEngine(LLMEngine):
 
     async def kv_event_sources(self) -> list[ZmqSource]:
         """Returns where the server publishes its states."""
-        if self.options.kv_events is None:
-            return []
-        return [ZmqSource(endpoint=self.options.kv_events, topic=self.options.kv_events_topic)]
+        return [ZmqSource(endpoint=self.options.kv_events)] if self.options.kv_events else []
+
+    async def _watch(self) -> None:
+        """Ends this worker when its server has ended, so that the router forgets the server's states."""
+        while not self._client.is_closed:
+            try:
+                await self._client.get("/ping")
+            except httpx.ConnectError:
+                signal.raise_signal(signal.SIGTERM)
+                break
+            except httpx.HTTPError:
+                pass  # it is busy
+            await asyncio.sleep(_WATCH)
+
+    async def is_quiescent(self) -> bool:
+        """Returns True: the server holds the states that other servers fetch, and goes on without this worker."""
+        return True
 
     async def cleanup(self) -> None:
         """Closes the connections."""

@@ -26,6 +26,7 @@ from serving.split.settings import KvEventsSettings
 log = logging.getLogger(__name__)
 
 _LOOK = 0.05  # seconds between two batches
+_RECONNECTION = 1.0  # seconds before the first batch, in which readers connect again after a restart
 _ANSWER_INTERVAL = 0.5  # seconds between two replays, each of which copies what is present
 _BEAT = 5.0  # seconds without changes after which an empty batch shows readers what they missed
 _REPLAYS = 4  # answers that may wait for a reader; one that does not read loses the rest
@@ -277,6 +278,8 @@ class KvPublisher:
 
     def _run(self) -> None:
         last_sent = last_answered = 0.0
+        self._over.wait(_RECONNECTION)
+        self._journal.begin_anew()  # readers forget what an earlier process at this endpoint had
         while not self._over.wait(_LOOK):
             now = time.monotonic()
             try:

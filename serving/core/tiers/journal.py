@@ -6,7 +6,6 @@ values, and `evicted` when they no longer can. The engine's thread writes; other
 events after its number. The log is short: a reader that is too slow starts again with a snapshot.
 """
 
-import secrets
 import threading
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
@@ -44,8 +43,6 @@ class Journal(IndexObserver):
 
     def __init__(self, block: int, most: int = 1 << 14) -> None:
         self.block = block
-        self.id = secrets.token_hex(8)
-        """An id that differs after each start."""
         self._held: dict[str, dict[Name, State]] = {}
         self._log: deque[Event] = deque(maxlen=most)
         self._number = self._began = self._weights = 0

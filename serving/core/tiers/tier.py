@@ -99,12 +99,6 @@ class TierStats:
 
 
 @dataclass(slots=True)
-class _Block:
-    bytes: int
-    units: int = 0
-
-
-@dataclass(slots=True)
 class Tier:
     """One tier. It evicts units of low value first, and within a class the least recently used.
 
@@ -119,7 +113,8 @@ class Tier:
     units: dict[Name, Unit] = field(default_factory=dict)
     used: int = 0
     """Bytes of all parts in memory."""
-    _blocks: dict[Name, _Block] = field(default_factory=dict)
+    _blocks: dict[Name, int] = field(default_factory=dict)
+    """Numbers of units that need a block."""
     _names: NamedStates = field(default_factory=NamedStates)
     _order: OrderedDict[Name, None] = field(default_factory=OrderedDict)
     _spare: OrderedDict[Name, None] = field(default_factory=OrderedDict)
@@ -171,12 +166,10 @@ class Tier:
             new = []
             if self.sizes.page:
                 for name in unit.blocks:
-                    block = self._blocks.get(name)
-                    if block is None:
-                        block = self._blocks[name] = _Block(self.sizes.whole_block)
-                        self.used += block.bytes
+                    if name not in self._blocks:
+                        self.used += self.sizes.whole_block
                         new.append(name)
-                    block.units += 1
+                    self._blocks[name] = self._blocks.get(name, 0) + 1
             self.units[unit.name] = unit
             self.used += self.sizes.own(unit)
             self._names.add(unit.state)
@@ -275,11 +268,10 @@ class Tier:
         self._names.remove(unit.state)
         gone = [name]
         for each in unit.blocks if self.sizes.page else ():
-            block = self._blocks[each]
-            block.units -= 1
-            if not block.units:
+            self._blocks[each] -= 1
+            if not self._blocks[each]:
                 del self._blocks[each]
-                self.used -= block.bytes
+                self.used -= self.sizes.whole_block
                 gone.append(each)
         dropped = self.dropped
         if dropped is not None:
@@ -294,9 +286,7 @@ class Tier:
             for unit in self.units.values():
                 for name in unit.blocks if self.sizes.page else ():
                     counts[name] = counts.get(name, 0) + 1
-            assert {name: block.units for name, block in self._blocks.items()} == counts, (
-                "blocks leaked, or are missing"
-            )
+            assert self._blocks == counts, "blocks leaked, or are missing"
             own = sum(map(self.sizes.own, self.units.values()))
             assert self.used == own + len(counts) * self.sizes.whole_block, "bytes leaked"
             assert self.used <= self.capacity, "more is held than there is room for"

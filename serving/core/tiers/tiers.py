@@ -126,8 +126,7 @@ class Tiers(IndexObserver):
         self.fetching = 0
         """Bytes being fetched."""
         self.weights_replaced = False
-        """Number of weight updates. After the first, nothing is written to disk, because another process could not
-        identify the weights."""
+        """Then nothing is written to disk, because another process could not identify the weights."""
         self._copies: list[TierCopy] = []
         self._gone: list[tuple[Tier, list[Name]]] = []
 

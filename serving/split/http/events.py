@@ -73,7 +73,7 @@ async def follow(journal: Journal, model: str, ending: Callable[[], bool]) -> As
     """Yields the messages of one stream, until the server ends or the reader is too slow."""
     snapshot = journal.snapshot()
     number = snapshot.number
-    head = {"server": journal.id, "model": model, "block": journal.block, "weights": snapshot.weights}
+    head = {"model": model, "block": journal.block, "weights": snapshot.weights}
     yield _message("snapshot", number, head | {"states": len(snapshot.states)})
     for at in range(0, len(snapshot.states), _AT_ONCE):
         for message in _states("held", snapshot.states[at : at + _AT_ONCE]):

@@ -130,7 +130,12 @@ def worker_router(
     if offers is not None:
         _add_offering(router, offers, computes=decodes is None)
     if peers is not None:
-        _add_expect(router, peers)
+
+        @router.post("/expect")
+        async def expect(ticket: Ticket, request: Request) -> dict[str, bool]:
+            """Make the next request for the ticket's prompt continue from the ticket's state."""
+            return {"accepted": await peers.expect(ticket, request)}
+
     return router
 
 
@@ -294,13 +299,6 @@ async def _prefill_for(side: PrefillSide, kind: str, request: Request) -> Ticket
     body = PrefillRequest(kind=kind, body=await request.json(), seconds=600.0)
     with worker_errors("a router"):
         return await _prefill(context_of(request), side, body, request.headers)
-
-
-def _add_expect(router: APIRouter, peers: _Peers) -> None:
-    @router.post("/expect")
-    async def expect(ticket: Ticket, request: Request) -> dict[str, bool]:
-        """Make the next request for the ticket's prompt continue from the ticket's state."""
-        return {"accepted": await peers.expect(ticket, request)}
 
 
 @dataclass(eq=False)
