@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from checkpoints.quantized.description import read_quantization
 from checkpoints.quantized.rounding import Selection
 from checkpoints.quantized.stored import StoredWeight
 from checkpoints.quantized.tensors import CACHE_SCALES, UNUSED_SCALES, LogicalTensors, by_place
-from checkpoints.random import dummy_parameters
+from checkpoints.random import dummy_parameters, tensor_shapes
 from checkpoints.resolve import Reference, ReferenceKind, resolve
 from checkpoints.tensors.file_digest import FileHasher
 from checkpoints.tensors.hugging_face import parameter_shapes, read_parameters
@@ -209,7 +209,8 @@ class Checkpoint:
 
     def _tensors(self, hasher: FileHasher | None = None) -> LogicalTensors:
         stored = TensorSet(self.reference.files, hasher, prefixes=TEXT_PREFIXES)
-        return LogicalTensors(self.reference.name, stored, self._quantization)
+        wide = cache(partial(tensor_shapes, self.config))
+        return LogicalTensors(self.reference.name, stored, self._quantization, wide)
 
     def _selection(self, config: HybridConfig) -> Selection | None:
         """Returns the weights to be quantized; None: none."""

@@ -17,14 +17,17 @@ from checkpoints.resolve import original_of
 MODELOPT, COMPRESSED, FP8, GPTQ, AWQ = "modelopt", "compressed-tensors", "fp8", "gptq", "awq"
 AUTO_ROUND, MXFP4, BITSANDBYTES = "auto-round", "mxfp4", "bitsandbytes"
 METHODS = (MODELOPT, COMPRESSED, FP8, GPTQ, AWQ, AUTO_ROUND, MXFP4, BITSANDBYTES)
-_OTHER_NAMES = {"fbgemm-fp8": COMPRESSED, "finegrained-fp8": FP8, "autoround": AUTO_ROUND}
+_OTHER_NAMES = {"fbgemm-fp8": COMPRESSED, "finegrained-fp8": FP8, "autoround": AUTO_ROUND, "nvfp4": MODELOPT}
 _NAMED_BY = {
     "quant_algo": MODELOPT,
     "config_groups": COMPRESSED,
+    "quantization_status": COMPRESSED,
     "load_in_4bit": BITSANDBYTES,
+    "load_in_8bit": BITSANDBYTES,
     "autoround_version": AUTO_ROUND,
     "weight_block_size": FP8,
     "desc_act": GPTQ,
+    "sym": GPTQ,
     "w_bit": AWQ,
 }
 """Fields that only this method's descriptions have, for those without `quant_method`."""
@@ -112,6 +115,8 @@ def _integers(path: Path, method: str, found: Mapping[str, Any]) -> Quantization
 
 def _auto_round(path: Path, found: Mapping[str, Any]) -> Quantization:
     packing = str(found.get("packing_format") or "auto_round:auto_gptq").lower()
+    if "llm_compressor" in packing:
+        return Quantization(COMPRESSED)
     if "awq" in packing:
         return _integers(path, AWQ, {"bits": 4})
     if "gptq" not in packing and packing not in (AUTO_ROUND, "auto_round"):

@@ -132,6 +132,8 @@ def _gptq_bits(module: Module, words: int, outputs: int, how: Quantization) -> i
         bits = 32 * words / max(1, *module.shape("g_idx"))
     elif module.has("qzeros"):
         bits = 32 * module.shape("qzeros")[-1] / max(1, outputs)
+    elif wide := module.wide().get(f"{module.name}.weight"):
+        bits = 32 * words / wide[-1]
     else:
         by_groups = 32 * words / max(1, how.group_size * module.shape("scales")[0])
         bits = by_groups if by_groups in (2, 4, 8) else how.bits

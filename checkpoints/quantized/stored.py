@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -94,12 +94,16 @@ class StoredWeight:
         return values * read[PRE_QUANT_SCALE] if PRE_QUANT_SCALE in read else values
 
 
+Shapes = Callable[[], Mapping[str, tuple[int, ...]]]
+
+
 class Module:
     """The tensors of one quantized module: `NAME.weight` and its companions. Records which were used."""
 
-    def __init__(self, tensors: TypedTensors, name: str, *, fused: bool = False) -> None:
-        """`fused`: the weight is the tensor `NAME`, of all experts, with companions such as `NAME_scale_inv`."""
-        self.tensors, self.name, self._fused = tensors, name, fused
+    def __init__(self, tensors: TypedTensors, name: str, *, fused: bool = False, wide: Shapes = dict) -> None:
+        """`fused`: the weight is the tensor `NAME`, of all experts, with companions such as `NAME_scale_inv`.
+        `wide`: returns the shapes of the model's weights by name, as far as they are known."""
+        self.tensors, self.name, self._fused, self.wide = tensors, name, fused, wide
         self.uses: list[str] = []
 
     def _named(self, suffix: str) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from checkpoints.errors import CheckpointError, listing
 from checkpoints.quantized import bitsandbytes, floats, integers
 from checkpoints.quantized.description import AWQ, GPTQ, Quantization
-from checkpoints.quantized.stored import InvalidTensor, Module, StoredWeight, TypedTensors
+from checkpoints.quantized.stored import InvalidTensor, Module, Shapes, StoredWeight, TypedTensors
 
 _Reader = Callable[[Module, Quantization], StoredWeight]
 _PACKED = {"U8": floats.fp4, "I32": integers.pack_quantized}
@@ -33,7 +33,7 @@ class LogicalTensors:
         CheckpointError: parts of quantized weights are missing, left over or of the wrong shape; it names them.
     """
 
-    def __init__(self, where: str, tensors: TypedTensors, how: Quantization | None) -> None:
+    def __init__(self, where: str, tensors: TypedTensors, how: Quantization | None, wide: Shapes = dict) -> None:
         self._tensors = tensors
         self.quantized: dict[str, StoredWeight] = {}
         """The quantized weights by logical name."""
@@ -41,7 +41,7 @@ class LogicalTensors:
         used: set[str] = set()
         for name in sorted(tensors.names):
             try:
-                found = _read(tensors, name, how)
+                found = _read(tensors, name, how, wide)
             except InvalidTensor as error:
                 wrong.append(str(error))
                 continue
@@ -98,10 +98,10 @@ def by_place(quantized: Iterable[tuple[str, str]]) -> str:
     )
 
 
-def _read(tensors: TypedTensors, name: str, how: Quantization | None) -> tuple[str, StoredWeight] | None:
+def _read(tensors: TypedTensors, name: str, how: Quantization | None, wide: Shapes) -> tuple[str, StoredWeight] | None:
     """The quantized weight whose values a tensor contains, with its logical name; None if it contains none."""
     parent, _, suffix = name.rpartition(".")
-    module, logical, kind = Module(tensors, parent), f"{parent}.weight", tensors.dtype(name)
+    module, logical, kind = Module(tensors, parent, wide=wide), f"{parent}.weight", tensors.dtype(name)
     read: _Reader | None = None
     if suffix == "qweight" and how is not None and how.method in (GPTQ, AWQ):
         read = integers.qweight

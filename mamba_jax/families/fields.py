@@ -89,11 +89,10 @@ class Fields:
         return value
 
     def tokens(self, name: str, default: int | None) -> tuple[int, ...]:
-        """One token id, several, or none."""
-        if isinstance(self.given(name), list):
-            return tuple(self.integers(name, []))
-        one = self.token(name, default)
-        return () if one is None else (one,)
+        """One token id, several, or none, which may be -1 too."""
+        several = isinstance(self.given(name), list)
+        found = self.integers(name, []) if several else [self.token(name, default)]
+        return tuple(one for one in found if one is not None and one >= 0)
 
     def layers(self, kinds: Mapping[str, str], name: str, *aliases: str, count: int | None = None) -> str | None:
         """A list of layer types, each as its character or characters in the pattern; None if the field is absent.

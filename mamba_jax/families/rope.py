@@ -34,7 +34,8 @@ def rope_config(
     parameters = _parameters(fields, "rope_parameters") | _parameters(fields, "rope_scaling")
     inner = Fields(_parameters(Fields(parameters), layers) or parameters)
     kind = inner.text("rope_type", "default", "type")
-    kind = "default" if kind == "mrope" else kind  # the positions of text are equal on its three axes
+    # The positions of text are equal on the three axes of mrope.
+    kind = {"mrope": "default", "su": "longrope"}.get(kind, kind)
     theta = inner.number("rope_theta", fields.number("rope_theta", theta))
     if share is None or kind == "proportional":
         size = head_dim

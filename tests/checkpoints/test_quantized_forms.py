@@ -124,7 +124,7 @@ FORMS = {
     "AWQ without zero points": ({"quant_method": "awq", "bits": 4}, {r".*_proj": symmetric(awq)}),
     "bits per module": (GPTQ, {r".*(up|down)_proj": lambda w: gptq(w, bits=8), r".*_proj": gptq}),
     "bits per module without zero points": (
-        GPTQ,
+        GPTQ | {"group_size": 64},  # of no module: the model's sizes decide
         {r".*(up|down)_proj": symmetric(gptq, bits=8), r".*_proj": symmetric(gptq)},
     ),
     "AutoRound as GPTQ": (AUTO | {"packing_format": "auto_round:auto_gptq"}, {r".*_proj": symmetric(gptq)}),

@@ -87,6 +87,8 @@ FORMS = {
     "FP8": (MODELOPT | {"quant_algo": "FP8"}, {DENSE: fp8}),
     "NVFP4": (MODELOPT | {"quant_algo": "NVFP4"}, {DENSE: nvfp4}),
     "NVFP4 experts, FP8": (MODELOPT | {"quant_algo": "MIXED_PRECISION"}, {r".*\.experts\..*": nvfp4, DENSE: fp8}),
+    "NVFP4 MLPs, FP8": (MODELOPT | {"quant_algo": "MIXED_PRECISION"}, {r".*\.mlp\..*_proj": nvfp4, DENSE: fp8}),
+    "NVFP4 with the head": (MODELOPT | {"quant_algo": "NVFP4"}, {rf"lm_head|{DENSE}": nvfp4}),
     "FP8 blocks": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, {DENSE: fp8_blocks}),
     "FP8 channels": (COMPRESSED, {DENSE: fp8_channels}),
     "packed INT4": (COMPRESSED, {DENSE: packed}),
