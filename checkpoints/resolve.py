@@ -119,8 +119,8 @@ def _directory_kind(path: Path) -> ReferenceKind:
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WITHOUT_WEIGHTS = ("*.json", "*.jinja", "merges.txt", "tiktoken.model", "tokenizer.model")
 _WEIGHTS = ("*.safetensors",)
-_LEFT_OUT = ("*/*.json", "*/*.safetensors")
-"""What lies in folders is the same in other forms; except for further chat templates."""
+_LEFT_OUT = ("*/*.json", "*/*.safetensors", "consolidated*")
+"""What lies in folders, or is consolidated, is the same in other forms; except for further chat templates."""
 
 
 def is_hub_name(ref: str) -> bool:

@@ -124,6 +124,8 @@ def _file_names(directory: Path) -> list[str]:
         files = {SINGLE_FILE}
     else:
         files = {sibling for name in present for sibling in _siblings(name)}
+    if not files & present and SINGLE_FILE in present:  # the index is left from the model that this one was made from
+        return [SINGLE_FILE]
     missing = sorted(files - present)
     if missing:
         raise CheckpointError(f"{directory}: missing {len(missing)} of {len(files)} shards: {listing(missing)}")

@@ -37,6 +37,7 @@ def hub(tmp_path):
     shutil.copytree(DEMO_DIRECTORY, folder)
     (folder / "original").mkdir()
     (folder / "original" / "model.safetensors").write_bytes(b"another form")
+    (folder / "consolidated.safetensors").write_bytes(b"another form")
     (folder / "pytorch_model.bin").write_bytes(b"another form")
     stand_in = HubStandIn({NAME: folder, "made-up/gated": folder}, gated=("made-up/gated",))
     yield stand_in
@@ -78,7 +79,7 @@ def test_downloads_and_refusals(hub, tmp_path):
     assert (folder / "model.safetensors").read_bytes() == (DEMO_DIRECTORY / "model.safetensors").read_bytes()
     assert (folder / "tokenizer.json").is_file()
     assert not (folder / "pytorch_model.bin").exists()
-    assert not (folder / "original").exists()
+    assert not any((folder / name).exists() for name in ("original", "consolidated.safetensors"))
     assert first == again == by_commit
     assert hub.asked.count("model.safetensors") == 1
     assert Path(small).is_relative_to(elsewhere)

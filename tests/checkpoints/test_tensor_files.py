@@ -128,6 +128,10 @@ def test_shards(tmp_path, indexed):
         np.testing.assert_array_equal(tensors.view(name), expected)
         assert tensors.shape(name) == expected.shape
     assert tensors.dtype("b") == "BF16"
+    for file in tmp_path.glob("model-*"):
+        file.unlink()
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    assert TensorSet(tmp_path).names == TENSORS.keys()
 
 
 @pytest.mark.parametrize("indexed", [True, False])
