@@ -302,8 +302,8 @@ def require_tokenizer(ref: str | Path, *, chat_template: str | None = None) -> T
     tokenizer = load_tokenizer(ref, chat_template=chat_template)
     if tokenizer is None:
         raise CheckpointError(
-            f"{ref}: has no tokenizer.json, {TIKTOKEN_FILE} or {SENTENCEPIECE_FILE}, so text cannot be used; "
-            "give token ids instead"
+            f"{ref}: has no tokenizer.json, {TIKTOKEN_FILE} or {SENTENCEPIECE_FILE}, nor a {VOCABULARY_FILE} of a known "
+            "class, so text cannot be used; give token ids instead"
         )
     return tokenizer
 
