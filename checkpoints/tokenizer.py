@@ -261,14 +261,13 @@ def _special_tokens(directory: Path, settings: dict[str, Any], backend: tokenize
 
 def _chat_templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
     """Templates by name, from `chat_template.jinja` (and its neighbors), or from a field of a JSON file."""
-    found: dict[str, str] = {}
     older = read_json_if_present(directory / "chat_template.json")
     stored = settings.get("chat_template") or older.get("chat_template")
-    if isinstance(stored, str):
-        found["default"] = stored
-    elif isinstance(stored, list):
-        named = (t for t in stored if isinstance(t, Mapping) and {"name", "template"} <= t.keys())
-        found |= {t["name"]: t["template"] for t in named}
+    if isinstance(stored, list):
+        named = [(each.get("name"), each.get("template")) for each in stored if isinstance(each, Mapping)]
+    else:
+        named = [*stored.items()] if isinstance(stored, Mapping) else [("default", stored)]
+    found = {name: text for name, text in named if isinstance(name, str) and isinstance(text, str)}
     more = directory / MORE_TEMPLATES
     files = {path.stem: path for path in sorted(more.glob("*.jinja"))} | {"default": directory / "chat_template.jinja"}
     for name, path in files.items():
@@ -302,8 +301,8 @@ def require_tokenizer(ref: str | Path, *, chat_template: str | None = None) -> T
     tokenizer = load_tokenizer(ref, chat_template=chat_template)
     if tokenizer is None:
         raise CheckpointError(
-            f"{ref}: has no tokenizer.json, {TIKTOKEN_FILE} or {SENTENCEPIECE_FILE}, nor a {VOCABULARY_FILE} of a known "
-            "class, so text cannot be used; give token ids instead"
+            f"{ref}: has no tokenizer.json, {TIKTOKEN_FILE} or {SENTENCEPIECE_FILE}, nor a {VOCABULARY_FILE} of a "
+            "known class, so text cannot be used; give token ids instead"
         )
     return tokenizer
 

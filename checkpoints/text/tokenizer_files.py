@@ -81,8 +81,9 @@ def read_tiktoken(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
     return tokenizer
 
 
-def added_token(entry: Mapping[str, Any], *, special: bool) -> AddedToken:
+def added_token(entry: Mapping[str, Any] | str, *, special: bool) -> AddedToken:
     """Returns the token of an entry of `added_tokens_decoder`; `special` is for entries that do not say it."""
+    entry = {"content": entry} if isinstance(entry, str) else entry
     text, special = str(entry["content"]), bool(entry.get("special", special))
     # Special tokens are cut out of the text as it is. Only normalized texts have SentencePiece's "▁".
     normalized = not special and ("▁" in text or bool(entry.get("normalized")))

@@ -151,8 +151,10 @@ def test_chat_templates_from_each_place(tmp_path):
     assert read_tokenizer(tmp_path).apply_chat_template([]) == "plain"
     write(tmp_path, tokenizer_config={})
     assert not read_tokenizer(tmp_path).has_chat_template
-    write(tmp_path, chat_template={"chat_template": "older"})
-    assert read_tokenizer(tmp_path).apply_chat_template([]) == "older"
+    for older in ("older", {"default": "older", "tool_use": None}, [{"name": ["x"]}, *named[1:], {"template": "x"}]):
+        write(tmp_path, chat_template={"chat_template": older})
+        found = read_tokenizer(tmp_path).chat_templates
+        assert found == ({"tool_use": "tools"} if isinstance(older, list) else {"default": "older"})
 
 
 def test_tokens_that_only_the_configuration_has_are_added(tmp_path):
