@@ -214,7 +214,7 @@ def calls_of(
     found: dict[Any, Call] = {}
     for phase, rows, state, batch in _steps(model, sizes):
 
-        def trace(choice: KernelChoice, state: Any = state, batch: StepBatch = batch) -> None:
+        def trace(choice: KernelChoice, state: tuple[Any, Any] = state, batch: StepBatch = batch) -> None:
             StepPrograms(model, tile_size=sizes.tile_size, kernels=choice).trace(*state, batch)
 
         for call in recorded(trace, phase, platform):
@@ -222,7 +222,7 @@ def calls_of(
     return list(found.values())
 
 
-def _steps(model: HybridModel, sizes: Sizes) -> Iterator[tuple[str, int, Any, StepBatch]]:
+def _steps(model: HybridModel, sizes: Sizes) -> Iterator[tuple[str, int, tuple[Any, Any], StepBatch]]:
     """Yields a name, the number of rows, shapes of a store and of rows, and a batch, of each step."""
     pages = -(-(sizes.context + max(sizes.steps)) // sizes.page_size)
     state = partial(described, model, page_size=sizes.page_size, ssm_dtype=sizes.ssm_dtype, kv_dtype=sizes.kv_dtype)
@@ -232,7 +232,7 @@ def _steps(model: HybridModel, sizes: Sizes) -> Iterator[tuple[str, int, Any, St
             continue
         batch = DecodeBatch.empty(rows=rows, num_speculative_tokens=steps - 1, pages_per_row=pages, replay=interval > 1)
         told = f", {steps - 1} drafts" * (steps > 1) + f", replay {interval}" * (interval > 1)
-        room = {"num_slots": 2 + rows + rows * steps, "num_pages": 1 + rows * pages}
+        room: dict[str, Any] = {"num_slots": 2 + rows + rows * steps, "num_pages": 1 + rows * pages}
         replay = Replay(interval, steps - 1) if interval > 1 else None
         yield f"decode of {rows} rows{told}", rows, state(rows=rows, drafts=steps - 1, replay=replay, **room), batch
     for tokens in sizes.tokens:
