@@ -7,21 +7,13 @@ from safetensors.numpy import load_file, save_file
 from checkpoints import load_config
 from checkpoints.adapters.initial_state import (
     INITIAL_STATE_FILE,
-    initial_state_shapes,
     read_initial_state,
     write_initial_state,
 )
 from checkpoints.errors import CheckpointError
 from mamba_jax.store import StoreShape
 from tests.support.models.golden_case import FIXTURES, NAMES
-
-
-def random_layers(config, seed=0):
-    rng = np.random.default_rng(seed)
-    return {
-        index: {part: rng.normal(size=shape).astype(np.float32) for part, shape in parts.items()}
-        for index, parts in initial_state_shapes(config).items()
-    }
+from tests.support.models.random_models import random_layers
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -14,7 +14,7 @@ import model_shapes
 import numpy as np
 import pytest
 from model_shapes import DELTA, MAMBA2
-from operation_checks import ELSEWHERE, Draw, assert_in_place, jitted
+from operation_checks import ELSEWHERE, Draw, assert_close, assert_in_place, assert_same_bits, jitted
 
 from kernels_pallas import native, recurrence, selective_scan
 from kernels_pallas.recurrence import Entry
@@ -132,6 +132,23 @@ def states(draw, shape, count, dtype=np.float32):
     store = draw.normal(count, *shape.state_shape, dtype=dtype)
     store[0] = np.nan
     return store
+
+
+def check_call(form, operation, shape, tokens, store, places, dtype=None, tolerance=None):
+    """A scan or an update is its definition, and keeps slots that it does not write. Returns what it returns.
+
+    `dtype`: whose rounding decides, by default that of the tokens; `tolerance`: for float32.
+    """
+    options, dtype = how(Draw(1), shape), tokens[0].dtype if dtype is None else dtype
+    y, after = operation(tokens, store, places, **options)
+    want_y, want = definition(form, shape)(tokens, store, places, **options)
+    assert y.dtype == tokens[0].dtype
+    tolerance = tolerance if dtype == np.float32 else None
+    assert_close(y, want_y, dtype, tolerance)
+    assert_close(after[1:], want[1:], dtype, tolerance)
+    untouched = np.setdiff1d(np.arange(len(store)), places.write_slot)
+    assert_same_bits(after[untouched], store[untouched])
+    return y, after
 
 
 def check_in_place(form, implementation, shape, tokens, slots_of, *tail, size=4_000_000):

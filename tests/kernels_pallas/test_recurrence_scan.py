@@ -26,6 +26,7 @@ pytestmark = pytest.mark.full
 TOLERANCE = 5e-5
 ALL = "native", "xla", ELSEWHERE, *shared.KERNELS
 scanned = functools.partial(shared.program, "scan")
+check = functools.partial(shared.check_call, "scan", tolerance=TOLERANCE)
 
 
 PAIRS = [1, 0] * 3 + [1], [1, 0, 3, 0, 1, 0, 5], [0, 2, 0, 4, 0, 6, 7]
@@ -34,19 +35,6 @@ PAIRS = [1, 0] * 3 + [1], [1, 0, 3, 0, 1, 0, 5], [0, 2, 0, 4, 0, 6, 7]
 
 def tiles_of(first, read, write):
     return Tiles(np.array(first, bool), *shared.indices(read, write))
-
-
-def check(scan, shape, tokens, store, tiles, dtype=np.float32, tolerance=TOLERANCE):
-    options = shared.how(Draw(1), shape)
-    y, after = scan(tokens, store, tiles, **options)
-    want_y, want = shared.definition("scan", shape)(tokens, store, tiles, **options)
-    assert y.dtype == tokens[0].dtype
-    tolerance = tolerance if dtype == np.float32 else None
-    assert_close(y, want_y, dtype, tolerance)
-    assert_close(after[1:], want[1:], dtype, tolerance)
-    untouched = np.setdiff1d(np.arange(len(store)), tiles.write_slot)
-    assert_same_bits(after[untouched], store[untouched])
-    return y, after
 
 
 def ragged(shape, dtype=np.float32):

@@ -30,18 +30,7 @@ READ, WRITE = shared.indices(
 )
 SLOTS = WRITE.max() + 2
 updated = functools.partial(shared.program, "update")
-
-
-def check(update, shape, tokens, store, rows, dtype=np.float32):
-    options = shared.how(Draw(1), shape)
-    y, after = update(tokens, store, rows, **options)
-    want_y, want = shared.definition("update", shape)(tokens, store, rows, **options)
-    assert y.dtype == dtype
-    assert_close(y, want_y, dtype)
-    assert_close(after[1:], want[1:], dtype)
-    untouched = np.setdiff1d(np.arange(len(store)), rows.write_slot)
-    assert_same_bits(after[untouched], store[untouched])
-    return y, after
+check = functools.partial(shared.check_call, "update")
 
 
 @shared.DTYPES

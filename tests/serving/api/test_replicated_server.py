@@ -4,17 +4,14 @@ import re
 
 import numpy as np
 import pytest
-from fastapi.testclient import TestClient
 from safetensors.numpy import save_file
 
-from serving.api.http.app import create_app
-from serving.api.http.settings import ServerSettings
-from serving.engine.async_engine import AsyncEngine
 from serving.engine.steps.warm_up import warm_up
 from tests.support.engines.engine_harness import EngineHarness
 from tests.support.engines.replicas import ReplicaMaker, admitted, check_idle
 from tests.support.engines.small_tiers import tier_mover
 from tests.support.models.letter_tokens import letters
+from tests.support.servers.live_server import in_process
 
 pytestmark = pytest.mark.full
 
@@ -30,12 +27,10 @@ def engines():
 
 @pytest.fixture(scope="module")
 def client(engines):
-    settings = ServerSettings.create(admin_key="trainer", served_model_name="tiny")
-    replicas = AsyncEngine(engines)
-    app = create_app(replicas, settings, prepare=lambda engine: warm_up(engine.loop, engine.vocab_size, progress=False))
-    with TestClient(app) as client:
-        while client.get("/ready").status_code != 200:
-            assert replicas.running
+    def prepare(engine):
+        warm_up(engine.loop, engine.vocab_size, progress=False)
+
+    with in_process(engines, prepare, admin_key="trainer") as client:
         yield client
     check_idle(engines)
 

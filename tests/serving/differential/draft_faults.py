@@ -13,7 +13,8 @@ from mamba_jax.drafts import mtp
 from mamba_jax.sampling import draw_tokens, inputs
 from serving.engine.steps import loop
 from serving.engine.steps.batching import BatchBuilder
-from tests.serving.differential.faults import CONVOLUTION, DRAFTS, Patch, filling, in_step, replacing
+from tests.serving.core.mutations.registry import replacing
+from tests.serving.differential.faults import CONVOLUTION, DRAFTS, Patch, filling, in_step
 from tests.serving.differential.faults import fault as _fault
 
 choosing = importlib.import_module("mamba_jax.sampling.choose")  # the package's `choose` is the function in it

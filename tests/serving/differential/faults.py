@@ -18,7 +18,7 @@ from mamba_jax.layout.prefill import PrefillLayout
 from mamba_jax.modules import conv as conv_module
 from serving.engine.steps.batching import BatchBuilder
 from serving.engine.steps.page_tables import PageTables
-from tests.serving.core.mutations.registry import Fault, Patch, replacing
+from tests.serving.core.mutations.registry import Fault, Patch, mutation
 
 STEP = [
     importlib.import_module(f"mamba_jax.{part}")
@@ -55,17 +55,9 @@ def planted() -> dict[int, Fault]:
 
 
 def fault(number: int, *where: Any, compiles: str | None = None, table: dict[int, Fault] = DEVICE):
-    """Register a fault under its number: a function that takes pytest's monkeypatch, or a change of `where`.
-
-    `where`: owner, name and further owners, see `replacing`.
-    """
-
-    def register(change: Callable[..., Any]) -> Callable[..., Any]:
-        assert number not in planted()
-        table[number] = Fault(f"D{number}", replacing(*where)(change) if where else change, compiles)
-        return change
-
-    return register
+    """Register a fault of the device's side, as `mutation` does those of the host."""
+    assert number not in planted()
+    return mutation(number, *where, table=table, kind="D", compiles=compiles)
 
 
 def after_filling(patch: Patch, method: str, change: Callable) -> None:

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from checkpoints import load_config
-from checkpoints.adapters.initial_state import initial_state_shapes, read_initial_state, write_initial_state
+from checkpoints.adapters.initial_state import read_initial_state, write_initial_state
 from serving import LLM, LoRARequest, RequestError, SamplingParams
 from tests.support.engines.prompt_stepper import PromptStepper
 from tests.support.models import golden_case
 from tests.support.models.golden_case import FIXTURES, TO_HUGGING_FACE, Case, said, same
+from tests.support.models.random_models import random_layers
 
 FIXTURE = "nemotronh-moe"
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -27,12 +28,7 @@ PROMPT = [*PATTERN * 12, 9, *PATTERN[:3]]
 
 
 def layers_of(seed, fixture=FIXTURE, scale=0.5):
-    """A random initial state."""
-    rng = np.random.default_rng(seed)
-    return {
-        index: {part: scale * rng.normal(size=shape) for part, shape in parts.items()}
-        for index, parts in initial_state_shapes(load_config(FIXTURES / fixture)).items()
-    }
+    return random_layers(load_config(FIXTURES / fixture), seed, scale)
 
 
 def write(directory, layers, fixture=FIXTURE):

@@ -1,13 +1,11 @@
 """Reasoning before an answer: where it ends, what it may cost, and that the answer's form begins right there."""
 
-import json
 import random
 
 import numpy as np
 import pytest
-import tokenizers
 
-from checkpoints.tokenizer import Tokenizer, load_tokenizer
+from checkpoints.tokenizer import load_tokenizer
 from mamba_jax.sampling.masks import mask_words
 from serving import SamplingParams
 from serving.core.errors import RequestError
@@ -17,18 +15,9 @@ from tests.serving.differential.test_structured_with_plain import USUAL, Drafts,
 from tests.support.engines.engines import finish
 from tests.support.engines.shared_engines import SMALLEST, engines_of
 from tests.support.models.letter_tokens import ID, WORDS
+from tests.support.servers.written_calls import tokenizer_with
 
-
-def with_tokens(*texts: str, special: bool = True) -> Tokenizer:
-    """The demo model's tokenizer, with a token more for each text."""
-    fields = json.loads(load_tokenizer("demo").to_json())
-    size = len(fields["model"]["vocab"])
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": special}
-    fields["added_tokens"] += [{"id": size + i, "content": text, **flags} for i, text in enumerate(texts)]
-    return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(fields)))
-
-
-TOKENIZERS = {"tokens": with_tokens("<think>", "</think>"), "texts": load_tokenizer("demo")}
+TOKENIZERS = {"tokens": tokenizer_with("<think>", "</think>"), "texts": load_tokenizer("demo")}
 """Marks that are tokens of their own, and marks that are spelled."""
 GRAMMARS = {name: Grammars(each, each.vocab_size, (2,)) for name, each in TOKENIZERS.items()}
 EOS_OF_DEMO = 2
@@ -113,7 +102,7 @@ def test_a_budget_of_reasoning_that_may_not_come():
 
 
 def test_an_answer_that_begins_within_a_token():
-    tokenizer = with_tokens("</think>\n4", special=False)
+    tokenizer = tokenizer_with("</think>\n4", special=False)
     size = tokenizer.vocab_size - 1
     grammars = Grammars(tokenizer, tokenizer.vocab_size, (2,))
     answer = grammars.start(StructuredOutputs(regex="[0-9]x"))

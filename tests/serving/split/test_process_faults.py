@@ -1,7 +1,6 @@
 """Faults of real processes on loopback: every request ends in time, with the right tokens or a clear error, and no
 place stays taken."""
 
-import contextlib
 import signal
 import threading
 import time
@@ -12,6 +11,7 @@ import pytest
 from serving.split.seal import Seal
 from tests.support.fleets.split_faults import PROMPTS, LoadedFleet, Outcomes, sealed_status
 from tests.support.servers.listener import listener
+from tests.support.waiting import comes_true, is_ready
 
 pytestmark = pytest.mark.full
 
@@ -20,15 +20,6 @@ pytestmark = pytest.mark.full
 def fleet(tmp_path_factory):
     with LoadedFleet(tmp_path_factory.mktemp("faults")) as fleet:
         yield fleet
-
-
-def wait_until(condition, seconds=60.0):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        with contextlib.suppress(httpx.HTTPError):
-            if condition():
-                return
-        time.sleep(0.02)
 
 
 def all_right(outcomes, count):
@@ -102,7 +93,8 @@ def test_black_holes_and_drips_instead_of_workers(fleet):
         more += [f"--decode=http://127.0.0.1:{hole}"]
         front = fleet.route(*more)
         try:
-            wait_until(lambda: httpx.get(f"{front.url}/ping"))  # as soon as it listens: it takes all for granted
+            # As soon as it listens: it takes all for granted.
+            comes_true(lambda: httpx.get(f"{front.url}/ping"), every=0.02)
             all_right(fleet.ask(24, 12, front=front, seed=5), 24)
             up = {each["url"]: each["up"] for each in front.get("/status")["prefill"]}
             assert list(up.values()) == [True, True, False, False]
@@ -126,7 +118,7 @@ def test_a_lease_that_has_run_out(fleet):
     def hold():
         assert fleet.stages.reached("ask")
         frozen.send_signal(signal.SIGSTOP)  # or it would renew the lease
-        wait_until(lambda: sum(each["expired"] for each in map(sealed_status, fleet.prefill)) > expired, 30)
+        comes_true(lambda: sum(each["expired"] for each in map(sealed_status, fleet.prefill)) > expired, 30)
         fleet.stages.go("ask")
         frozen.send_signal(signal.SIGCONT)
 
@@ -162,7 +154,7 @@ def test_messages_without_the_fleets_seal(fleet):
     before = [each["begun"] for each in map(sealed_status, fleet.prefill)]
     front = fleet.route(secret="another fleet's secret")
     try:
-        wait_until(lambda: httpx.get(f"{front.url}/ready").status_code == 200)
+        comes_true(lambda: is_ready(front.url))
         all_right(fleet.ask(6, 3, front=front, seed=9), 6)
     finally:
         front.close()

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from checkpoints.adapters.initial_state import initial_state_shapes
 from checkpoints.random import initial_values
 from mamba_jax.config import HybridConfig
 from mamba_jax.model import HybridModel
@@ -26,6 +27,15 @@ def fill(make: Callable[[], Any], value_of: Callable[[str, tuple[int, ...]], np.
         arrays[name] = jnp.asarray(value_of(name, leaf.shape), leaf.dtype)
         filled.append((path, leaf.replace(arrays[name])))
     return nnx.merge(graph, nnx.from_flat_state(filled)), arrays
+
+
+def random_layers(config: HybridConfig, seed: int = 0, scale: float = 1.0) -> dict[int, dict[str, np.ndarray]]:
+    """An initial state of an adapter, by layer and part."""
+    rng = np.random.default_rng(seed)
+    return {
+        index: {part: (scale * rng.normal(size=shape)).astype(np.float32) for part, shape in parts.items()}
+        for index, parts in initial_state_shapes(config).items()
+    }
 
 
 def random_module(make: Callable[[], Any], *, scale: float) -> tuple[Any, dict[str, np.ndarray]]:

@@ -60,13 +60,17 @@ class Workers:
         return [(host, path) for host, path in self.asked if path.startswith(start)]
 
 
-def relay(workers, prefill=("p1", "p2"), decode=("d1", "d2"), **settings):
+def fleet_of(workers, decode, prefill=(), **settings):
     client = httpx.AsyncClient(transport=httpx.MockTransport(workers))
     urls = {
         "prefill": tuple(f"http://{name}" for name in prefill),
         "decode": tuple(f"http://{name}" for name in decode),
     }
-    return Relay(Fleet(RouterSettings.create(**urls, **settings), client))
+    return Fleet(RouterSettings.create(**urls, **settings), client)
+
+
+def relay(workers, prefill=("p1", "p2"), decode=("d1", "d2"), **settings):
+    return Relay(fleet_of(workers, decode, prefill, **settings))
 
 
 def front(monkeypatch, workers, **settings):

@@ -54,11 +54,11 @@ def running(app, bounds, *, leave=lambda: None, **options):
 
 
 @contextlib.contextmanager
-def in_process(engines, **settings):
+def in_process(engines, prepare=None, **settings):
     """A client of a server without sockets, over an engine or replicas, when it is ready."""
     front = AsyncEngine(engines)
     chosen = ServerSettings.create(**{"served_model_name": "tiny"} | settings)
-    with TestClient(create_app(front, chosen)) as client:
+    with TestClient(create_app(front, chosen, prepare=prepare)) as client:
         while client.get("/ready").status_code != 200:
             assert front.running
         yield client

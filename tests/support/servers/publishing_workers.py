@@ -9,8 +9,7 @@ from serving.core.cache.content import Chain, Scope, State, state_name
 from serving.core.tiers.journal import Journal
 from serving.split.http.events import follow
 from serving.split.router.event_followers import EventFollowers
-from serving.split.router.workers import Fleet
-from serving.split.settings import RouterSettings
+from tests.support.servers.fake_workers import fleet_of
 
 B = 4
 PROMPT = list(range(11))
@@ -54,26 +53,17 @@ class Servers:
         return httpx.Response(404)
 
 
-def fleet_of(servers, decode=("a", "b", "c"), prefill=(), **settings):
-    client = httpx.AsyncClient(transport=httpx.MockTransport(servers))
-    urls = {
-        "prefill": tuple(f"http://{name}" for name in prefill),
-        "decode": tuple(f"http://{name}" for name in decode),
-    }
-    return Fleet(RouterSettings.create(**urls, **settings), client)
-
-
 async def until(condition, seconds=10.0):
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.01)
 
 
-def run(servers, test, **options):
+def run(servers, test, decode=("a", "b", "c"), **options):
     """`test(fleet, following)` while all streams are followed."""
 
     async def all_of_it():
-        fleet = fleet_of(servers, **options)
+        fleet = fleet_of(servers, decode, **options)
         following = EventFollowers(fleet)
         task = asyncio.create_task(following.follow(0.05))
         try:

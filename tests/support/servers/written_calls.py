@@ -83,12 +83,10 @@ def tool_with(properties, **more):
     return {"type": "function", "function": {"name": "f", "parameters": {"properties": properties, **more}}}
 
 
-def tokenizer_with(*marks, template=""):
-    """The demo model's tokenizer with more special tokens, and a chat template."""
+def tokenizer_with(*marks, template="", special=True):
+    """The demo model's tokenizer with more tokens, and a chat template."""
     fields = json.loads(load_tokenizer("demo").to_json())
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": special}
     size = len(fields["model"]["vocab"])
-    fields["added_tokens"] += [
-        {"id": size + i, "content": mark, "special": True, **flags} for i, mark in enumerate(marks)
-    ]
+    fields["added_tokens"] += [{"id": size + i, "content": mark, **flags} for i, mark in enumerate(marks)]
     return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(fields)), chat_templates={"default": template})

@@ -66,15 +66,17 @@ def replacing(owner: Any, name: str, *others: Any) -> Callable[[Callable[..., An
     return decorate
 
 
-def mutation(number: int, *where: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a fault of the host policy: a function that takes pytest's monkeypatch, or a change of `where`.
+def mutation(
+    number: int, *where: Any, table: dict[int, Fault] = CORE, kind: str = "", compiles: str | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a fault: a function that takes pytest's monkeypatch, or a change of `where`.
 
-    `where`: owner, name and further owners, see `replacing`.
+    `where`: owner, name and further owners, see `replacing`. `kind`: what its name has before the number.
     """
 
     def register(change: Callable[..., Any]) -> Callable[..., Any]:
-        assert number not in CORE
-        CORE[number] = Fault(f"{number}", replacing(*where)(change) if where else change)
+        assert number not in table
+        table[number] = Fault(f"{kind}{number}", replacing(*where)(change) if where else change, compiles)
         return change
 
     return register
