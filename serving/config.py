@@ -274,6 +274,7 @@ class EngineConfig(Settings):
     grammar_timeout: float = Field(
         10.0,
         gt=0,
+        le=86_400,
         description="CPU seconds that compiling one grammar may take; grammars that take longer are refused.",
     )
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = Field(

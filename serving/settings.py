@@ -16,7 +16,7 @@ __all__ = ["ConfigError", "Settings", "checks_names", "did_you_mean"]
 T = TypeVar("T")
 
 _LARGEST = 1e9
-"""Of settings that are no whole numbers: the operating system cannot wait for many more seconds."""
+"""Of settings that are not whole numbers. Many are seconds, and Python's locks wait at most about 9e9."""
 
 
 class Settings(BaseModel):

@@ -120,7 +120,7 @@ def cumulative(values: Mapping[str, Sequence[float]], path: str | Path, *, title
 
 def check_plot(path: str | None) -> None:
     """Refuses to replace a file that no benchmark has drawn. Ends the program with a message."""
-    if path is not None and Path(path).is_file() and _CREATOR not in Path(path).read_bytes():
+    if path is not None and (at := Path(path)).exists() and not (at.is_file() and _CREATOR in at.read_bytes()):
         raise SystemExit(f"--plot {path}: exists and is not a picture of a benchmark; give another file")
 
 

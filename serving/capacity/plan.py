@@ -119,7 +119,7 @@ def make_plan(
     try:
         return _Planner(config, target, model).plan(compile, full, context, progress)
     except (CheckpointError, ModelConfigError) as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(f"{target.name}: {error}") from None
 
 
 class _Planner:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,8 +27,15 @@ class Report:
         with self._lock:
             self.figures.append({"metric": metric, **fields})
             print(f"{metric}: " + ", ".join(_told(name, value) for name, value in fields.items()), flush=True)
-            if self.path is not None:
-                self.path.write_text("[\n" + ",\n".join(map(json.dumps, self.figures)) + "\n]\n")
+            text = "[\n" + ",\n".join(map(json.dumps, self.figures)) + "\n]\n"
+            if self.path is not None and self.path.exists() and not self.path.is_file():
+                self.path.write_text(text)  # a device or a pipe
+            elif self.path is not None:
+                path = self.path.resolve()
+                with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as out:
+                    out.write(text)
+                os.chmod(out.name, 0o644)
+                os.replace(out.name, path)
 
     def of(self, metric: str) -> list[dict[str, Any]]:
         """All figures of one metric."""

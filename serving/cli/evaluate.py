@@ -115,7 +115,7 @@ def _compare(
             else [text.read_text(encoding="utf-8")]
         )
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{text}: is no text in UTF-8 ({error})") from None
+        raise ConfigError(f"{text}: is not UTF-8 text ({error})") from None
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     tokens = [token for each in documents for token in (*bos, *tokenizer.encode(each, add_special_tokens=False))]
     own = load_model(model, dtype="float32", quantization=quantization, progress=False)

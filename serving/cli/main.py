@@ -235,10 +235,7 @@ def translate_arguments(name: str, words: Sequence[str]) -> list[str]:
         for key, value in read_config_file(path).items():
             try:
                 unit = translate(words_of(key, value), own)
-            except (
-                ValueError,
-                TypeError,
-            ) as error:  # also of a table within itself, or with keys that are no texts
+            except (ValueError, TypeError) as error:  # also a table within itself
                 raise ConfigError(f"config file {path}: {error}") from None
             options = _options_in(unit.words, own)
             if None in options:
@@ -279,8 +276,10 @@ def _message(error: Any) -> str | None:
     """The line for the user; None if the error is a bug."""
     from serving.vllm.flags import FLAGS
 
-    if isinstance(error, (CheckpointError, ConfigError, RequestError)) or type(error).__name__ == "ModelConfigError":
-        return str(error)  # the last one's module imports JAX
+    # The module of ModelConfigError imports JAX.
+    of_model = any(kind.__name__ == "ModelConfigError" for kind in type(error).__mro__)
+    if of_model or isinstance(error, (CheckpointError, ConfigError, RequestError)):
+        return str(error)
     if not hasattr(error, "format_message"):
         return None
     if hasattr(error, "possibilities"):

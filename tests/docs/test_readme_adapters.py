@@ -46,6 +46,7 @@ def test_the_readme_trains_serves_and_queries_adapters(tmp_path):
         process = subprocess.Popen(["bash", "-ec", serve], stderr=log, **here)
     try:
         assert comes_true(lambda: process.poll() is not None or is_ready(f"http://{address}"), 300)
+        assert process.poll() is None, (tmp_path / "log").read_text()
         asked = subprocess.run(
             ["bash", "-ec", queries.replace("curl ", "curl -sS -w '\\n' ").replace("localhost:8000", address)],
             check=True, capture_output=True, timeout=300, **here,

@@ -348,9 +348,11 @@ def available_ram() -> int:
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     try:
         group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
-        return max(min(free, limit), 0)
-    except (OSError, ValueError):  # no cgroup v2, or "max"
+        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        # `memory.current` includes pages of files that the kernel drops when memory is needed.
+        used = int((group / "memory.current").read_text()) - int(counts["inactive_file"])
+        return max(min(free, int((group / "memory.max").read_text()) - used), 0)
+    except (OSError, KeyError, ValueError):  # no cgroup v2, or "max"
         return free
 
 

@@ -23,7 +23,7 @@ import llguidance
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 LONGEST = 1 << 20
-"""Maximum number of characters of a grammar."""
+"""Maximum number of characters of a grammar or schema, as JSON, and of its form for llguidance."""
 SPACE = r"( |\r?\n[ \t]{0,20})?"
 """Whitespace between the parts of a JSON text: none, a space, or a new line and indentation. With unlimited whitespace,
 a model could write it endlessly. A schema can change this: `"x-guidance": {"whitespace_pattern": ...}`."""

@@ -23,10 +23,6 @@ from serving.engine.structured import grammar_trial
 from serving.engine.structured.trials import GrammarTrials
 from serving.settings import checks_names
 
-_LONGEST = 1 << 20
-"""Maximum number of characters of a grammar or schema, as JSON."""
-
-
 _NEAREST = {
     "disable_additional_properties": "give the schema additionalProperties: false",
     "disable_any_whitespace": "use grammar or regex for JSON without white space",
@@ -91,8 +87,10 @@ class StructuredOutputs:
             text = json.dumps(asked)
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"structured outputs: the schema is not JSON: {one_line(error)}") from None
-        if len(text) > _LONGEST:
-            raise RequestError(f"structured outputs: the {asked[0]} is longer than {_LONGEST:,} characters")
+        if len(text) > grammar_trial.LONGEST:
+            raise RequestError(
+                f"structured outputs: the {asked[0]} is longer than {grammar_trial.LONGEST:,} characters"
+            )
         return text
 
 

@@ -109,8 +109,9 @@ def test_latency_against_a_server(canned, capfd, tmp_path):
     words = ["--base-url", canned, "--request-rate", "500", "--num-prompts", "8"]
     plot = tmp_path / "plot.png"
     plot.write_bytes(b"a user's picture")
-    assert run(["bench", "serve", *words, "--plot", str(plot)]) == 2
-    assert "is not a picture of a benchmark" in capfd.readouterr().err
+    for path in (plot, tmp_path):
+        assert run(["bench", "serve", *words, "--plot", str(path)]) == 2
+        assert "is not a picture of a benchmark" in capfd.readouterr().err
     assert plot.read_bytes() == b"a user's picture"
     plot.unlink()
     # Exit code 1: some requests have failed.

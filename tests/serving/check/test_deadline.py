@@ -1,6 +1,7 @@
 """A check ends in time, and keeps what it has measured."""
 
 import json
+import os
 import threading
 
 import pytest
@@ -64,6 +65,12 @@ def test_a_measurement_that_hangs_is_ended(tmp_path):
         assert ended.wait(60)
     assert codes == [1]
     assert [figure["metric"] for figure in json.loads(path.read_text())] == ["deadline"]
+    assert list(tmp_path.iterdir()) == [path], "the file is replaced as a whole"
+    os.mkfifo(pipe := tmp_path / "pipe")
+    end = os.open(pipe, os.O_RDWR)
+    Report(pipe).add("figure")
+    assert pipe.is_fifo(), "a pipe is not replaced"
+    os.close(end)
 
 
 def test_a_check_that_ends_in_time_is_not_ended():

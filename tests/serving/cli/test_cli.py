@@ -52,6 +52,10 @@ def read_lines(path: Path) -> list[dict]:
         (["convert", "/does/not/exist", "there"], "/does/not/exist: no such model"),
         (["levitate"], "levitate"),
         (["generate", "x", "--config", "a.yaml", "--config=b.yaml"], "--config is given more than once"),
+        (
+            ["inspect", "--model", "{golden}", "--hf-overrides", '{{"model_type": "llama"}}'],
+            "model_type 'llama' is not",
+        ),
         (["train", "--output", "x"], "give --config (a new model) or --model"),
         (["inspect", "--kernels", "--platform", "tpus"], "--platform must be cpu, gpu or tpu, got 'tpus'"),
     ],

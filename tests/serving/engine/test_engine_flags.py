@@ -36,7 +36,8 @@ from tests.support.models.tiny_configs import CHECKPOINT
         ({"prompt_lookup_min": 5, "prompt_lookup_max": 3}, "prompt_lookup_min 5 is greater than prompt_lookup_max 3"),
         ({"prompt_lookup_max": 33}, "prompt_lookup_max: must be less than or equal to 32, got 33"),
         ({"prompt_lookup_min": 0}, "prompt_lookup_min: must be greater than or equal to 1, got 0"),
-        ({"grammar_timeout": float("inf")}, "grammar_timeout: must be at most 1e+09, got inf"),
+        ({"grammar_timeout": 3e6}, "grammar_timeout: must be less than or equal to 86400, got 3000000.0"),
+        ({"disk_cache_gib": float("inf")}, "disk_cache_gib: must be at most 1e+09, got inf"),
         ({"memory_utilization": 1.5}, "memory_utilization: must be less than or equal to 1, got 1.5"),
         (
             {"state_block_size": 2, "tile_size": 2, "page_size": 2, "num_speculative_tokens": 2,

@@ -161,6 +161,24 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(monkeypatch):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({"memory.max": "900", "memory.current": "700", "memory.stat": "anon 100\ninactive_file 500\n"}, 700),
+        ({"memory.max": "max", "memory.current": "700", "memory.stat": "inactive_file 500\n"}, 4096),
+        ({}, 4096),
+    ],
+)
+def test_cached_files_of_a_container_count_as_free(files, free, monkeypatch):
+    def read(path):
+        if path.name not in {"meminfo", *files}:
+            raise FileNotFoundError(path)
+        return files.get(path.name, "MemAvailable: 4 kB")
+
+    monkeypatch.setattr(sizing.Path, "read_text", read)
+    assert sizing.available_ram() == free
+
+
 @pytest.mark.parametrize("name", ["num_pages", "num_slots"])
 def test_a_store_that_does_not_fit_is_refused_before_it_is_allocated(name):
     with pytest.raises(ConfigError, match=r"slots and pages need .* but only .* is free; lower --num-pages"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -219,6 +221,7 @@ class Profiler:
         self._directory, self._seconds = directory, seconds
         self._lock = asyncio.Lock()
         self._end: asyncio.Task[None] | None = None
+        self._folder, self._stopped = "", True
 
     async def start(self) -> str:
         """Starts a profile. Returns its folder. Refuses a second profile, and one without a folder."""
@@ -227,7 +230,7 @@ class Profiler:
         async with self._lock:
             if self._end is not None:
                 raise ApiError(409, "a profile is running: end it with /stop_profile", code="profile_running")
-            await asyncio.to_thread(jax.profiler.start_trace, self._directory)
+            await asyncio.to_thread(self._begin)
             self._end = asyncio.create_task(self._end_later())
         return self._directory
 
@@ -242,14 +245,28 @@ class Profiler:
             if self._end is not asyncio.current_task():
                 self._end.cancel()
             try:
-                await asyncio.to_thread(jax.profiler.stop_trace)
+                await asyncio.to_thread(self._write, self._directory)
             except Exception as error:
                 why = (
-                    f"the profile cannot be written to {self._directory} ({one_line(error)}); mend that, and try again"
+                    f"the profile cannot be written to {self._directory} ({one_line(error)}); fix the folder and call "
+                    "/stop_profile again"
                 )
                 raise ApiError(503, why, code="profile_not_written") from error
             self._end = None
         return self._directory
+
+    def _begin(self) -> None:
+        # JAX drops a profile that it cannot export, so it exports to a folder of its own.
+        self._folder = tempfile.mkdtemp(prefix="mamba-jax-profile-")
+        jax.profiler.start_trace(self._folder)
+        self._stopped = False
+
+    def _write(self, directory: str) -> None:
+        if not self._stopped:
+            jax.profiler.stop_trace()
+            self._stopped = True
+        shutil.copytree(self._folder, directory, dirs_exist_ok=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _end_later(self) -> None:
         await asyncio.sleep(self._seconds)
