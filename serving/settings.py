@@ -74,11 +74,11 @@ def checks_names(
         create = kind.__init__
 
         @functools.wraps(create)
-        def init(self: T, *args: Any, **values: Any) -> None:
+        def init(self: T, /, *args: Any, **values: Any) -> None:
             names: Mapping[str, Any] = vars(kind)["__dataclass_fields__"]
             for name in values.keys() - names.keys():
                 if name not in nearest:
-                    raise RequestError(f"unknown {what} {name!r}{did_you_mean(name, names)}")
+                    raise RequestError(f"unknown {what} {name[:64]!r}{did_you_mean(name[:64], names)}")
                 if not is_neutral(name, values[name]):
                     raise RequestError(f"{name} is not supported: {nearest[name]}")
             create(self, *args, **{name: value for name, value in values.items() if name in names})

@@ -152,7 +152,7 @@ def path_of(scope: Scope) -> str:
 
 def parameter_of(message: str) -> str | None:
     """Returns the parameter of a `RequestError`: its message starts with the parameter's name. None if it does not."""
-    if message.startswith("structured outputs"):
+    if "structured outputs" in message[:40]:
         return "structured_outputs"
     if message.startswith("structural_tag"):
         return "response_format"

@@ -118,6 +118,14 @@ MALFORMED = [
        f"{given}<|tool_calls_section_end|>", X, "") for given in ('"a": "x"', '"a": "x"}\n<|tool_call_end|>\n')),
     *(("hermes", f'<tool_call>{{"name": "f", "arguments": {{"a": "{value}"}}}}</tool_call>', [("f", {"a": value})], "")
       for value in ('say "hi" now', 'say "hi", ok', 'say "hi"')),
+    # Items of Python and comments after a text, and a superfluous sign.
+    *(("lfm2", f'<|tool_call_start|>[f(a=["s", {item}], b=5)]<|tool_call_end|> So.',
+       [("f", {"a": ["s", *made], "b": 5})], " So.") for item, made in (
+        ("(1, 2)", [[1, 2]]), ("dict(x=1)", ["dict", ["x=1"]]), ('r"t"', ["r", "t"]), ('# c\n "t"', ["#", "c", "t"]))),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "x",\n // comment\n "b": 5}}</tool_call>',
+     [("f", {"a": "x", "//": "comment", "b": 5})], ""),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "x";}}</tool_call>\n<tool_call>{"name": "f", "arguments": '
+     '{"a": "x"}}</tool_call>', X * 2, ""),
     ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>', [],
      '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
     # What only resembles a call.

@@ -249,6 +249,10 @@ def test_long_texts_take_time_in_proportion(form):
         started = time.process_time()
         found(form, [text], [TOOL])
         assert time.process_time() - started < 20
+    pieces = begin, '{"name": "add", "arguments": {"note": "a",', " " * 4000, *"x" * 3800
+    started = time.process_time()
+    found(form, pieces, [TOOL])
+    assert time.process_time() - started < 20
 
 
 PARTS = (

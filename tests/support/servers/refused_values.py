@@ -44,7 +44,8 @@ OF_ONE_API = {
         *(({"structured_outputs": form}, ..., "") for form in (
             {}, {"regex": "(["}, {"regex": "a", "choice": ["b"]}, {"choice": []}, {"choice": [""]},
             {"grammar": "start: nothing"}, {"grammar": "root ::= ("}, {"json": {"type": "nonsense"}}, {"json": "{"},
-            {"invented": 1})),
+            {"invented": 1}, {"regex": "a", "self": 1})),
+        ({"structured_outputs": {"regex": "a", "x" * 10**6: 1}}, "structured_outputs", "unknown"),
         ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, ..., ""),
         ({"response_format": {"type": "json_schema"}}, "response_format", ""),
         ({"response_format": {"type": "xml"}}, "response_format", ""),

@@ -129,7 +129,7 @@ def messages_of(request: ChatRequest, omitted: tuple[str, ...] = ()) -> list[dic
                 call["function"] = {"name": custom.get("name"), "arguments": {CUSTOM_INPUT: custom.get("input") or ""}}
         if message["role"] == "assistant" and isinstance(content := message.get("content"), list):
             inside = [part for part in content if part.get("type") in _THOUGHT_PARTS]
-            message["content"] = [part for part in content if part not in inside]
+            message["content"] = [part for part in content if part.get("type") not in _THOUGHT_PARTS]
             message |= {"thinking_blocks": message.get("thinking_blocks") or inside} if inside else {}
         if thoughts := next(filter(None, (_thoughts(message.get(name)) for name in _THOUGHTS)), ""):
             message["reasoning_content"] = thoughts

@@ -19,10 +19,20 @@ from serving.api.http.parsing.text_cursor import TextCursor, TextEnds, Wait
 _PLAIN = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"[^'\"\\\x00-\x1f]+")}
 _SPACE = re.compile(r"[ \t\r\n]+|\s")
 _MORE, _WORD = r"\s{0,4096}", r"[\w$.+-]{1,4096}"
-_ITEM = rf"""["'\[{{\]}}),<]|{_WORD}{_MORE}[:,\]}})<]|\s{{4096}}"""
-_AFTER = re.compile(rf"""\s*(?:[:\]}})]|["'][^\s,}}\]]|\s{{4096}}|,\s*(?:{_ITEM}))""")
-"""Text after a string: another element of the object, also where its comma is missing, or much white space."""
-_AFTER_BEGINS = re.compile(rf"""{_MORE}(?:["']|,{_MORE}(?:{_WORD}{_MORE})?)?""")
+
+
+def _after(python: bool) -> re.Pattern[str]:
+    """Matches text after a string: another element of the object, also where its comma is missing, or much white
+    space."""
+    item = rf"""["'\[{{\]}}),<]|//|/\*|#|{_WORD}+{_MORE}+[:,\]}})<]"""
+    item += rf"""|\(|[rRbBfFuU]{{1,2}}["']|{_WORD}+\(""" if python else ""
+    return re.compile(rf"""\s{{4096}}|\s*+(?:[:\]}})]|["'][^\s,}}\]]|,(?:\s{{4096}}|\s*+(?:{item})))""")
+
+
+_AFTER = {python: _after(python) for python in (False, True)}
+_AFTER_BEGINS = re.compile(rf"""{_MORE}(?:["']|,{_MORE}(?:/|{_WORD}{_MORE})?)?""")
+_STRAY = re.compile(rf"{_MORE}(?:[;.|][\s}}\]]{{0,64}})?")
+"""A superfluous sign and brackets before a closing mark."""
 _BARE = re.compile(r'[^\s{}\[\]",:<]+')
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 _ESCAPE_BEGINS = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
@@ -145,11 +155,12 @@ class WrittenObject:
     def _ends_string(self, text: str, at: int) -> bool | None:
         """Returns whether a quote before `at` ends a string, because models forget to escape quotes: a value ends only
         where the object can go on. None if more text decides."""
-        if self._expects == "key" or _AFTER.match(text, at):
+        if self._expects == "key" or _AFTER[self._python].match(text, at):
             return True
         if _AFTER_BEGINS.fullmatch(text, at):
             return None
-        rest = text[at : at + 4200].lstrip()
+        begin = at if (stray := _STRAY.match(text, at)) is None else stray.end()
+        rest = text[begin : begin + 104]
         if rest.startswith(self._closing):
             return True
         return None if any(mark.startswith(rest) for mark in self._closing) else False
@@ -261,7 +272,7 @@ class WrittenObject:
 
     def _end_bare(self) -> None:
         word, self._bare = self._bare, ""
-        if not word:
+        if not word or (self._expects == "comma" and not word.strip(";.|")):
             return
         self._begin_item(may_be_key=True)
         if self._expects == "key":
