@@ -36,12 +36,17 @@ MOST_SECONDS = 5.0
 """Maximum time of one rendering in seconds; checked once per loop iteration."""
 MOST_CHARACTERS = 64 << 20
 """Maximum length of the rendered text."""
+_MEDIA = ("image_url", "input_audio", "audio_url", "video_url", "image", "audio", "video", "file")
 _TURN = "turn_of_a_loop"
 """The function that every loop calls in each iteration. Templates cannot use this name otherwise."""
 
 
 class ChatTemplateError(CheckpointError):
     """The template is broken, or does not accept this conversation."""
+
+
+class _OverLimit(ChatTemplateError):
+    """The rendering exceeded a limit."""
 
 
 @dataclass(frozen=True)
@@ -103,17 +108,17 @@ class AcceptedRoles:
 def alternating(messages: Sequence[Message]) -> list[Message]:
     """Returns a conversation in which the user, who begins, and the assistant alternate: tools' results are the user's,
     and calls are text."""
-    turns: list[Message] = []
+    turns: list[tuple[str, list[str]]] = []
     for message in messages:
         role = message["role"] if message["role"] in ("system", "assistant") else "user"
         calls = [call["function"] for call in message.get("tool_calls") or () if "function" in call]
-        texts = [message.get("content"), *(f"{call['name']}({json.dumps(call['arguments'])})" for call in calls)]
-        if role == "assistant" and (not turns or turns[-1]["role"] == "system"):
-            turns.append({"role": "user", "content": ""})
-        if turns and turns[-1]["role"] == role:
-            texts.insert(0, turns.pop()["content"])
-        turns.append({"role": role, "content": "\n\n".join(str(text) for text in texts if text)})
-    return turns
+        written = (f"{call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})" for call in calls)
+        if role == "assistant" and (not turns or turns[-1][0] == "system"):
+            turns.append(("user", []))
+        if not turns or turns[-1][0] != role:
+            turns.append((role, []))
+        turns[-1][1].extend(str(text) for text in (message.get("content"), *written) if text)
+    return [{"role": role, "content": "\n\n".join(texts)} for role, texts in turns]
 
 
 class ChatTemplate:
@@ -184,8 +189,8 @@ class ChatTemplate:
         variables["add_generation_prompt"] = add_generation_prompt and not continue_final_message
         try:
             text = self._text(plain, **variables)
-        except ChatTemplateError:
-            if self.roles.repeated:
+        except ChatTemplateError as error:
+            if self.roles.repeated or isinstance(error, _OverLimit):
                 raise
             plain = alternating(plain)
             text = self._text(plain, **variables)
@@ -213,7 +218,7 @@ class ChatTemplate:
                 pieces.append(piece)
                 length += len(piece)
                 if length > MOST_CHARACTERS:
-                    raise ChatTemplateError(f"the chat template made more than {MOST_CHARACTERS:,} characters")
+                    raise _OverLimit(f"the chat template made more than {MOST_CHARACTERS:,} characters")
             return "".join(pieces)
         except ChatTemplateError:
             raise
@@ -274,6 +279,13 @@ def plain_message(message: Message, joint: str = "\n") -> dict[str, Any]:
     return plain
 
 
+def _is_media(value: Any) -> bool:
+    """Returns whether a field of a part without a type has the data or the address of a picture, a sound or a file."""
+    if isinstance(value, Mapping):
+        return not value.keys().isdisjoint(("url", "data", "file_data", "file_id"))
+    return isinstance(value, str) and value.startswith("data:")
+
+
 def part_text(part: Any) -> str:
     """Returns the text of one part of a message, in the form of any API; of other parts, a text that names them."""
     if not isinstance(part, Mapping):
@@ -281,9 +293,10 @@ def part_text(part: Any) -> str:
     for name in ("text", "refusal", "thinking"):
         if isinstance(part.get(name), str):
             return part[name]
-    if "type" not in part and "content" not in part:  # a tool's result
-        return json.dumps(part, ensure_ascii=False).encode(errors="replace").decode()
-    kind = str(part.get("type") or "part")[:40]
+    untyped = next((name for name in _MEDIA if "type" not in part and _is_media(part.get(name))), None)
+    if "type" not in part and "content" not in part and untyped is None:  # a tool's result
+        return json.dumps(part, ensure_ascii=False, default=str).encode(errors="replace").decode()
+    kind = str(part.get("type") or untyped or "part")[:40]
     if kind.endswith("text"):
         return ""
     if kind == "tool_use":
@@ -363,9 +376,9 @@ class _Turns:
     def __call__(self) -> None:
         self._left -= 1
         if self._left < 0:
-            raise ChatTemplateError(f"the chat template took more than {MOST_TURNS:,} turns of its loops")
+            raise _OverLimit(f"the chat template took more than {MOST_TURNS:,} turns of its loops")
         if time.monotonic() > self._end:
-            raise ChatTemplateError(f"the chat template took more than {MOST_SECONDS:g} seconds")
+            raise _OverLimit(f"the chat template took more than {MOST_SECONDS:g} seconds")
 
 
 def _compiled(source: str) -> jinja2.Template:

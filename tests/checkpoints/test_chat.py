@@ -2,6 +2,7 @@
 
 import base64
 import datetime
+from dataclasses import replace
 
 import pytest
 
@@ -94,6 +95,10 @@ def test_content_parts_become_one_text():
         ({"type": "document", "source": {"type": "content", "content": [{"type": "image"}]}}, "[image omitted]"),
         ({"type": "refusal", "refusal": "no"}, "no"),
         ({"type": "tool_reference", "tool_name": "look"}, "[tool look]"),
+        ({"image_url": {"url": "data:image/png;base64,AA=="}}, "[image omitted]"),
+        ({"video": "data:video/mp4;base64,AA=="}, "[video omitted]"),
+        ({"file": "a.txt", "profile": {"data": 1}}, '{"file": "a.txt", "profile": {"data": 1}}'),
+        ({"at": datetime.date(2026, 1, 2)}, '{"at": "2026-01-02"}'),
     ):
         assert render("{{ messages[0].content }}", [{"role": "user", "content": [part]}]) == shown
 
@@ -222,8 +227,13 @@ MANY = [{"role": "user", "content": "x" * 1000}] * 300
 def test_rendering_comes_to_an_end(monkeypatch, limit, most, source, said):
     monkeypatch.setattr(chat, f"MOST_{limit}", most)
     assert limit == "SECONDS" or render("{% for m in messages %}{{ m.content[:10] }}{% endfor %}", MANY)
+    template = ChatTemplate(source, SPECIAL)
+    template.roles = replace(template.roles, repeated=False)
+    renderings, text = [], template._text
+    monkeypatch.setattr(template, "_text", lambda *args, **rest: renderings.append(args) or text(*args, **rest))
     with pytest.raises(ChatTemplateError, match=said):
-        render(source, MANY)
+        template.render(MANY)
+    assert len(renderings) == 1
 
 
 def test_loops_with_all_that_loops_can_have():

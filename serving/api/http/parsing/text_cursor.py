@@ -148,11 +148,14 @@ class Marks:
         self._marks = tuple(mark for mark in marks if mark)
         self.whole = re.compile("|".join(map(re.escape, self._marks)) or r"(?!)")
         self._longest = max(map(len, self._marks), default=1) - 1
+        self._firsts = {mark[0] for mark in self._marks}
 
     def beginning(self, text: str, at: int) -> int:
         """Returns the length of the longest end of `text`, after `at`, that is the beginning of a mark."""
         for size in range(min(len(text) - at, self._longest), 0, -1):
-            if any(len(mark) > size and mark.startswith(text[-size:]) for mark in self._marks):
+            if text[-size] in self._firsts and any(
+                len(mark) > size and mark.startswith(text[-size:]) for mark in self._marks
+            ):
                 return size
         return 0
 
