@@ -61,10 +61,13 @@ _NEUTRAL = {
 }  # fmt: skip
 """Values of these, and of other servers' names, that ask for nothing; for the others, every false value does."""
 
+_ONLY_NONE = ("thinking_token_budget", "allowed_token_ids", "json_schema", "random_seed", "max_new_tokens")
+"""Of these, only None asks for nothing."""
+
 
 def is_neutral(name: str, value: object) -> bool:
     """Returns whether a value of an unsupported parameter asks for nothing."""
-    if name in ("thinking_token_budget", "allowed_token_ids", "json_schema") or name.startswith("guided_"):
+    if name in _ONLY_NONE or name.startswith("guided_"):
         return value is None
     plain = isinstance(value, (Sequence, Mapping, numbers.Number, type(None)))  # an array has no truth value
     return plain and (not value or value == _NEUTRAL.get(name))

@@ -14,6 +14,7 @@ from serving.api.http.apis.inputs import tokenized
 from serving.api.http.apis.text_api import TEXT_APIS, open_writer
 from serving.api.http.connection.streaming import COMMENT, ignored_header, start
 from serving.api.http.context import ResponseContext
+from serving.api.http.endpoints.tokenization import TokenizeRequest
 from serving.api.http.errors import ApiError, validated
 from serving.api.http.generation import whole
 from serving.api.http.parsing.answer_pieces import AnswerPiece, CallPiece
@@ -134,6 +135,8 @@ def item(kind, **fields):
           for more in (
               {"content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "a"}]},
               {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}, "a"]},
+              {"content": [item("reasoning", reasoning="hm"), "a"]},
+              {"content": [item("reasoning", content=[item("reasoning_text", text="hm")]), "a"]},
               {"content": "a", "thinking_blocks": [{"type": "thinking", "thinking": "hm", "signature": ""}]},
               {"content": "a", "reasoning_content": None, "reasoning_details": [
                   {"type": "reasoning.text", "text": "hm"}, {"type": "reasoning.encrypted", "data": "x"}]})),
@@ -144,6 +147,7 @@ def item(kind, **fields):
         (RESPONSES, {"input": [USER, item("function_call", name="f", arguments="{}", call_id="1"),
                                item("function_call_output", call_id="1", output={"a": 1})]},
          f'[user]hi[assistant]<f {{}}>[tool]{{"a": 1}}{END}'),
+        (CHAT, {"messages": [{**USER, "thinking": "x"}]}, f"[user]hi{END}"),
         # The answer continues the last message.
         (CHAT, {"messages": [USER, {"role": "assistant", "content": "1, "}], "continue_final_message": True,
                 "add_generation_prompt": False}, "[user]hi[assistant]1,"),
@@ -164,8 +168,13 @@ def item(kind, **fields):
             ({"type": "custom", "name": "f"}, {"type": "custom", "name": "f"}))),
         (RESPONSES, {"tools": [{"function": {"name": "f"}}, {"name": "g"}], "text": {"format": None},
                      "tool_choice": {"type": "function", "function": {"name": "f"}}}, f"f g;[user]hi{END}"),
+        *((RESPONSES, {"tools": [{"name": "f", "input_schema": SCHEMA}], "tool_choice": choice}, f"f;[user]hi{END}")
+          for choice in ("any", {"type": "any"}, {"type": "tool", "name": "f"}, *(
+              {"type": "allowed_tools", "mode": "auto", "tools": [tool]} for tool in (
+                  {"type": "function", "function": {"name": "f"}}, {"type": "function", "name": "f"})))),
         *((CHAT, {"response_format": {"type": "json_schema", **schema}, "stream": True, "stream_options": {
-            "include_usage": None}}, f"[user]hi{END}") for schema in ({"schema": SCHEMA}, {"json_schema": {}})),
+            "include_usage": None}}, f"[user]hi{END}") for schema in (
+                {"schema": SCHEMA}, {"json_schema": {}}, {"json_schema": {"schema": None}})),
         (CHAT, {"messages": [USER, called(None, "{}"), {"role": "tool", "content": [{"type": "text", "text": None},
                              "a", {"text": "b"}]}]}, f"[user]hi[assistant]< {{}}>[tool]\na\nb{END}"),
         *((CHAT, {"messages": [USER, {"role": "assistant", "content": "1", name: True}]}, "[user]hi[assistant]1")
@@ -195,6 +204,8 @@ def test_a_template_whose_roles_must_alternate():
         ([turn, called("f", '{"b": 1}'), {"role": "tool", "content": "r"}, answer, answer],
          '[user]hi[assistant]f({"b": 1})[user]r[assistant]a\n\na'),
         ([answer, turn], "[user][assistant]a[user]hi"),
+        ([turn, called("f", '{"b": "é"}'), {"role": "tool", "content": ""}, turn],
+         '[user]hi[assistant]f({"b": "é"})[user]hi'),
     ):  # fmt: skip
         assert tokenizer.decode(tokenizer.encode_chat(messages), skip_special_tokens=False) == text
 
@@ -255,6 +266,11 @@ def test_null_is_the_default():
 
 def test_formats_and_tools():
     tools = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
+    for tool in ({"name": "f", "input_schema": SCHEMA}, {"type": "custom", "name": "f", "input_schema": SCHEMA}):
+        (function,) = opened(RESPONSES, tools=[tool])[1].tools
+        assert (function.type, function.parameters) == ("function", SCHEMA)
+        (function,) = TokenizeRequest(prompt="x", tools=[tool]).tools
+        assert function.function.parameters == SCHEMA
     form = {"type": "json_object", "schema": SCHEMA}
     assert opened(CHAT, response_format=form)[0].job.params.structured_outputs.json == SCHEMA
     grammar = opened(CHAT, response_format=form, tools=tools)[0].job.params.structured_outputs.grammar
@@ -297,8 +313,12 @@ def test_fields_that_change_the_output_are_not_dropped():
         for name in ("bad_words", "chat_template", "regex", "typical_p", "n_predict", "stop_regex", "random_seed"):
             with pytest.raises(RequestValidationError, match=f"{name} is not supported: "):
                 opened(kind, **{name: ["x"]})
+        for name in ("random_seed", "max_new_tokens"):
+            with pytest.raises(RequestValidationError, match=f"{name} is not supported: "):
+                opened(kind, **{name: 0})
         opened(kind, typical_p=1, n_predict=-1, repeat_penalty=1.0, functions=[], mirostat=0, regex="", bad_words=None)
-        assert opened(kind, thinking_budget=3)[0].job.params.reasoning.budget == 3
+        for more in ({}, {"thinking_token_budget": None}):
+            assert opened(kind, thinking_budget=3, **more)[0].job.params.reasoning.budget == 3
     form = {"type": "json_schema", "schema": {"type": "integer"}}
     assert opened(MESSAGES, output_format=form)[0].job.params.structured_outputs.json == form["schema"]
     assert len(opened(CHAT, truncate_prompt_tokens=3)[0].job.prompts[0]) == 3

@@ -78,6 +78,9 @@ def marked(kind, **body):
         (MESSAGES, {"messages": [user(text(LONG)), {"role": "assistant", "content": [text(MORE), {
             "type": "tool_use", "id": "c", "name": "f", "input": {}, **OF_ANTHROPIC}]}, user(text("so"))]},
          [(f"[user]{LONG}[assistant]{MORE}", 300.0), ("<f {}>[user]so", None)]),
+        (CHAT, {"messages": [user(text(LONG)), {"role": "assistant", "content": [text(MORE), {
+            "type": "thinking", "thinking": "", **OF_ANTHROPIC}]}, user(text("so"))]},
+         [(f"[user]{LONG}[assistant]{MORE}", 300.0), ("[user]so", None)]),
     ],
 )  # fmt: skip
 def test_where_marks_stand(kind, body, marks):

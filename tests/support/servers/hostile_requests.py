@@ -144,6 +144,7 @@ def deep(depth: int) -> dict[str, object]:
 
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+PARTS = [*({"type": "thinking", "thinking": str(i)} for i in range(4000)), *["a"] * 12_000]
 NESTED = "[" * 50_000 + "]" * 50_000
 
 
@@ -320,19 +321,7 @@ HOSTILE = [
     posted("a prompt of 7.9 MB", {400, 413}, COMPLETIONS, completion(prompt="x7 " * (79 * MIB // 30))),
     posted("a role of 7.9 MB", {400, 413}, CHAT, chat(messages=[{"role": "x " * (39 * MIB // 10)}])),
     posted("forty thousand messages", {400, 413}, CHAT, chat(messages=[{"role": "u", "content": ""}] * 40_000)),
-    posted(
-        "thousands of parts",
-        {200, 400, 413},
-        CHAT,
-        chat(
-            messages=[
-                {
-                    "role": "assistant",
-                    "content": [*({"type": "thinking", "thinking": str(i)} for i in range(4000)), *["a"] * 12_000],
-                }
-            ]
-        ),
-    ),
+    posted("thousands of parts", {200, 400}, CHAT, chat(messages=[{"role": "assistant", "content": PARTS}])),
     posted("many long prompts", {400, 413}, COMPLETIONS, completion(prompt=["some text " * 3000] * 250)),
     posted("7.9 MB to count", {200, 400}, "/tokenize", {"prompt": "text, " * (79 * MIB // 60)}),
     posted("a million empty lists", {400, 413}, COMPLETIONS, b'{"prompt": [' + b"[]," * MIB + b"[]]}"),

@@ -34,6 +34,7 @@ _SAME_NAME = (
 
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thinking_blocks", "reasoning_details")
 """Names of earlier reasoning in a message, in the forms of several APIs."""
+_THOUGHTS_OF_PART = ("thinking", "reasoning", "text", "summary", "content")
 _THOUGHT_PARTS = ("thinking", "reasoning", "redacted_thinking")
 
 
@@ -128,23 +129,31 @@ def messages_of(request: ChatRequest, omitted: tuple[str, ...] = ()) -> list[dic
             if isinstance(custom := call.get("custom"), dict) and "function" not in call:
                 call["function"] = {"name": custom.get("name"), "arguments": {CUSTOM_INPUT: custom.get("input") or ""}}
         if message["role"] == "assistant" and isinstance(content := message.get("content"), list):
-            inside = [part for part in content if part.get("type") in _THOUGHT_PARTS]
-            message["content"] = [part for part in content if part.get("type") not in _THOUGHT_PARTS]
+            inside, kept = list[Any](), list[Any]()
+            for part in content:
+                thought = part.get("type") in _THOUGHT_PARTS
+                (inside if thought else kept).append(part)
+                if thought and kept:  # the part before it takes its mark
+                    kept[-1] = kept[-1] | marks_of(part)
+            message["content"] = kept
             message |= {"thinking_blocks": message.get("thinking_blocks") or inside} if inside else {}
-        if thoughts := next(filter(None, (_thoughts(message.get(name)) for name in _THOUGHTS)), ""):
+        if message["role"] == "assistant" and (thoughts := _first_thoughts(message, _THOUGHTS)):
             message["reasoning_content"] = thoughts
         if marks := marks_of(message):
             message["content"] = with_marks(message.get("content"), {name: message.pop(name) for name in marks})
-    return [kept for message in messages if (kept := _without_lines(message, omitted))]
+    return [whole for message in messages if (whole := _without_lines(message, omitted))]
 
 
 def _thoughts(value: Any) -> str:
     """Returns the text of earlier reasoning: a text, or a list of parts."""
     if not isinstance(value, list):
         return value if isinstance(value, str) else ""
-    parts = (part for part in value if isinstance(part, Mapping))
-    texts = (_thoughts(part.get("thinking") or part.get("text") or part.get("summary")) for part in parts)
+    texts = (_first_thoughts(part, _THOUGHTS_OF_PART) for part in value if isinstance(part, Mapping))
     return "\n".join(filter(None, texts))
+
+
+def _first_thoughts(fields: Mapping[str, Any], names: tuple[str, ...]) -> str:
+    return next(filter(None, (_thoughts(fields.get(name)) for name in names)), "")
 
 
 def _without_lines(message: dict[str, Any], omitted: tuple[str, ...]) -> dict[str, Any] | None:

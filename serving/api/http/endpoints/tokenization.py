@@ -18,7 +18,7 @@ from serving.api.http.connection.keys import sent_key
 from serving.api.http.connection.streaming import answer, encoded, ignored_header, listed
 from serving.api.http.context import context_of
 from serving.api.http.errors import ApiError, validated
-from serving.api.http.protocol.chat import ChatRequest, ConvertedRequest, Message, TemplateVariables, Tool
+from serving.api.http.protocol.chat import AnyTool, ChatRequest, ConvertedRequest, Message, TemplateVariables
 from serving.api.http.protocol.common import Items, RequestModel, TokenIds, refusal
 from serving.api.http.protocol.completions import CompletionRequest
 from serving.api.http.protocol.messages import Conversation, TokenCount
@@ -34,7 +34,7 @@ class TokenizeRequest(RequestModel):
     messages: Items[Message] | None = Field(None, min_length=1)
     add_special_tokens: bool | None = Field(None, description="Unset: true for texts, false for conversations.")
     add_generation_prompt: bool = True
-    tools: Items[Tool] | None = None
+    tools: Items[AnyTool] | None = None
     chat_template_kwargs: TemplateVariables | None = None
     return_token_strs: bool = False
 

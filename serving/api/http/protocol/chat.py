@@ -86,7 +86,12 @@ def _as_function(tool: Any) -> Any:
     return {"type": "function", "function": function, "cache_control": tool.get("cache_control")}
 
 
-def _as_named_function(choice: Any) -> Any:
+AnyTool = Annotated[Tool, BeforeValidator(_as_function)]
+"""A function in the form of any of the chat APIs."""
+
+
+def as_named_function(choice: Any) -> Any:
+    """Returns a `tool_choice` of any of the chat APIs in the form of this one."""
     kind = choice.get("type") if isinstance(choice, dict) else choice
     if isinstance(choice, dict) and kind in ("function", "custom", "tool"):
         return {"type": "function", "function": choice.get("function", choice.get("custom", choice))}
@@ -111,7 +116,7 @@ class AllowedFunction(Options):
 
 class ToolChoices(BaseModel):
     mode: Literal["auto", "required"]
-    tools: Items[Annotated[AllowedFunction, BeforeValidator(_as_named_function)]] = Field(min_length=1)
+    tools: Items[Annotated[AllowedFunction, BeforeValidator(as_named_function)]] = Field(min_length=1)
 
 
 class AllowedTools(BaseModel):
@@ -127,7 +132,7 @@ class AllowedTools(BaseModel):
 
 
 ToolChoice = Annotated[
-    Literal["none", "auto", "required"] | NamedTool | AllowedTools, BeforeValidator(_as_named_function)
+    Literal["none", "auto", "required"] | NamedTool | AllowedTools, BeforeValidator(as_named_function)
 ]  # fmt: skip
 
 
@@ -178,7 +183,7 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Count | None = Field(None, description="The new name of max_tokens.")
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=1024)
-    tools: Items[Annotated[Tool, BeforeValidator(_as_function)]] | None = None
+    tools: Items[AnyTool] | None = None
     tool_choice: ToolChoice | None = Field(
         None, description="none, auto, required (the model must call a function), or the function to call."
     )

@@ -162,7 +162,7 @@ class RequestModel(Options):
             return values
         given = dict(values)
         if (budget := given.pop("thinking_budget", None)) is not None:  # Qwen's name
-            given.setdefault("thinking_token_budget", budget)
+            given |= {"thinking_token_budget": budget} if given.get("thinking_token_budget") is None else {}
         return _with_functions(given)
 
     @model_validator(mode="before")
@@ -182,7 +182,7 @@ class StreamOptions(Options):
     continuous_usage_stats: bool = Field(default=False, description="Report the usage so far in every event.")
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(Options):
     """OpenAI's envelope of a JSON schema."""
 
     model_config = ConfigDict(populate_by_name=True, protected_namespaces=())

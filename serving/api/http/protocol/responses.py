@@ -6,14 +6,28 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from serving.api.http.protocol.chat import ChatLogprob, ConvertedRequest, ReasoningChoice
+from serving.api.http.protocol.chat import ChatLogprob, ConvertedRequest, ReasoningChoice, as_named_function
 from serving.api.http.protocol.common import Count, Items, Options, PromptTokensDetails, WholeAnswer, refusal
 
 
 def _without_envelope(value: Any) -> Any:
-    """Returns a function, or the choice of one, that is in the form of `/v1/chat/completions`."""
-    inner = value.get("function") if isinstance(value, dict) else None
-    return {**inner, "type": "function"} if isinstance(inner, dict) else value
+    """Returns a function, or the choice of one, that is in the form of another API."""
+    if not isinstance(value, dict):
+        return value
+    names = (name for name in ("function", "custom") if isinstance(value.get(name), dict))
+    flat = next(({**value[name], "type": name} for name in names), value)
+    if not isinstance(schema := flat.get("input_schema"), dict):
+        return flat
+    others = {name: each for name, each in flat.items() if name != "input_schema"}
+    return {**others, "type": "function", "parameters": flat.get("parameters") or schema}
+
+
+def _as_choice(choice: Any) -> Any:
+    """Returns a `tool_choice` in the form of this API."""
+    fields = choice if isinstance(choice, dict) else {}
+    if isinstance(allowed := fields.get("allowed_tools"), dict):
+        return {**allowed, "type": "allowed_tools"}
+    return _without_envelope(choice if fields.get("type") in ("function", "custom") else as_named_function(choice))
 
 
 class FunctionTool(BaseModel):
@@ -35,7 +49,7 @@ class NamedFunction(BaseModel):
 class AllowedFunctions(BaseModel):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Items[NamedFunction] = Field(min_length=1)
+    tools: Items[Annotated[NamedFunction, BeforeValidator(_without_envelope)]] = Field(min_length=1)
 
 
 class TextFormat(Options):
@@ -74,7 +88,7 @@ class ResponsesRequest(ConvertedRequest):
     top_p: float | None = Field(None, ge=0, le=1)
     tools: Items[Annotated[FunctionTool, BeforeValidator(_without_envelope)]] | None = None
     tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions, BeforeValidator(_without_envelope)
+        Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions, BeforeValidator(_as_choice)
     ] | None = None  # fmt: skip
     parallel_tool_calls: bool | None = None
     text: TextOptions = Field(default_factory=TextOptions)
