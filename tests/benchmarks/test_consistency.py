@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -16,9 +17,11 @@ from mamba_jax.model import parameters
 from mamba_jax.programs import StepPrograms
 from mamba_jax.train.additions import is_trained, new_adapter
 from mamba_jax.train.policy import PolicyTrainer
+from mamba_jax.train.score import SCORE_OPTIONS, score
 from serving.cli.training.rollouts import Rollouts, ServedAdapter
 from serving.engine.llm import LLM
-from tests.support.engines.engines import QUICK_COMPILE
+from tests.support.engines.engines import OPTIMIZED, QUICK_COMPILE
+from tests.support.models.divisible_checkpoints import GOLDEN
 from tests.support.models.tiny_configs import TRAINABLE
 from tests.support.selection import slow
 
@@ -92,3 +95,17 @@ def test_the_first_update_of_a_schedule_invariant_trainer_has_ratios_of_1(dtype,
     assert first["gradient_norm"] > 0
     assert second["kl"] > 0
     assert trainer(False).step(answers)["kl"] > 0
+
+
+@needs_native
+@pytest.mark.slow
+def test_scores_of_shared_blocks_have_the_bits_of_a_schedule_invariant_engine(monkeypatch):
+    monkeypatch.setattr(consistency, "ARRANGEMENTS", {"plain": ARRANGEMENTS["plain"]})
+    monkeypatch.setattr("serving.engine.assembly.build.StepPrograms", partial(StepPrograms, compiler_options=OPTIMIZED))
+    monkeypatch.setattr(consistency, "_exact", jax.jit(score, compiler_options=SCORE_OPTIONS | OPTIMIZED))
+    directory = str(GOLDEN / "zamba2")
+    model = load_model(directory, dtype="bfloat16", progress=False)
+    prompts = [{"prompt_token_ids": [(7 * i + j) % 40 + 4 for j in range(40 + i)]} for i in range(4)]
+    flags = FLAGS | {"dtype": "bfloat16", "schedule_invariant": True}
+    for one in agreements(directory, model, prompts, max_tokens=12, flags=flags):
+        assert (one.equal, one.kl) == (2 * 4 * 12, 0)

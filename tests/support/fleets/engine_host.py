@@ -10,6 +10,7 @@ import sys
 import time
 from functools import partial
 
+import jax
 from jax.experimental import multihost_utils
 
 from checkpoints import placing
@@ -80,6 +81,8 @@ def main(job):
         else:
             built = build.assemble(config, built.model, programs=programs.get(kind), led=led)
         programs[kind] = built.engine.loop.programs
+        stored = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(built.engine.loop.store))
+        assert stored == built.size.total_bytes
         use_widest_steps(built.engine)
         if not led or group.leads:
             if led:
