@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -29,10 +29,12 @@ from serving.core.config import SchedulerConfig
 from serving.engine.assembly.drafting import draft_source
 from serving.engine.assembly.replay import ResolvedReplay, resolve_replay
 from serving.engine.assembly.sizing import (
+    CODE_OF_KINDS,
     CODE_PER_LAYER,
     CPU_STORE_TOKENS,
     MOST_CODE,
     StoreSize,
+    max_model_len,
     size_store,
     workspace_bytes,
 )
@@ -218,25 +220,36 @@ class EngineDesign:
             vocab_size=self.model.vocab_size,
         )
 
-    @cached_property
+    @property
     def code_bytes(self) -> int:
         """An estimate of the bytes per device of the compiled step programs; 0 where they need little."""
-        config, rows = self.config, self.config.max_num_seqs
+        return self._coarse_and_code[1]
+
+    @cached_property
+    def _coarse_and_code(self) -> tuple[int, int]:
+        """How far apart the shapes of steps are (`coarse` of `BatchBuilder`), and the bytes of their programs."""
+        if self.platform not in CODE_PER_LAYER:
+            return 0, 0
+        config, rows, budget = self.config, self.config.max_num_seqs, self.step_tokens
+        if not self.caching.chunked_prefill:
+            budget = max(budget, max_model_len(config, self.model.max_position_embeddings))
         settings = SchedulerConfig(
             num_slots=1 + rows * (1 + config.num_speculative_tokens),
             num_pages=0,
             max_num_seqs=rows,
-            max_num_batched_tokens=self.step_tokens,
+            max_num_batched_tokens=budget,
             state_block_size=config.state_block_size,
             tile_size=config.tile_size,
             num_speculative_tokens=config.num_speculative_tokens,
             max_prefill_rows=min(MAX_PREFILL_ROWS, rows),
         )
-        return self._code_of(self.batches(settings))
-
-    def _code_of(self, batches: BatchBuilder) -> int:
-        sizes = zip(batches.step_programs, CODE_PER_LAYER.get(self.platform, (0, 0, 0)), strict=True)
-        return len(self.model.pattern) * sum(count * size for count, size in sizes)
+        layers, code = sum(CODE_OF_KINDS.get(kind, 1) for kind in self.model.pattern), 0
+        for coarse in (1, 2):
+            sizes = zip(self._batches(settings, coarse).step_programs, CODE_PER_LAYER[self.platform], strict=True)
+            code = layers * sum(count * size for count, size in sizes)
+            if code <= MOST_CODE:
+                return coarse, code
+        return 2, code
 
     def size(self, *, memory: int, dtype: Any) -> StoreSize:
         """Returns the numbers of slots and pages that fit.
@@ -270,17 +283,18 @@ class EngineDesign:
 
     def batches(self, settings: SchedulerConfig, *, masks: bool = False) -> BatchBuilder:
         """Returns a builder that converts the scheduler's plans to arrays. `masks`: grammars constrain some rows."""
-        make = partial(
-            BatchBuilder,
+        return self._batches(settings, self._coarse_and_code[0], masks)
+
+    def _batches(self, settings: SchedulerConfig, coarse: int, masks: bool = False) -> BatchBuilder:
+        return BatchBuilder(
             settings,
             seats_bring_tokens=self.source is not None and self.source.sees_tokens,
             masks=masks,
             narrow_steps=self.config.adaptive_drafts,
             mixed_steps=self.config.mixes_steps_on(self.platform),
+            coarse=coarse,
             adapters=self.config.enable_lora,
         )
-        made = make(coarse=int(self.platform in CODE_PER_LAYER))
-        return made if self._code_of(made) <= MOST_CODE else make(coarse=2)
 
     def store_arguments(self, size: StoreSize, *, dtype: Any) -> dict[str, Any]:
         """Returns the keyword arguments of `init_store`, and of the functions that lay the store out over devices."""

@@ -26,6 +26,8 @@ CPU_STORE_TOKENS = 1 << 18
 CODE_PER_LAYER = {"tpu": (500_000, 600_000, 1_200_000)}
 """Bytes of code for each layer of a program of decode, prefill and mixed steps, by platform: a third more than those of
 Nemotron-H-8B, compiled for v5e-8 (18, 23 and 45 MiB)."""
+CODE_OF_KINDS = {"D": 10, "E": 10}
+"""Factor for layers of a kind. A mixed step of four layers of Qwen3-Next (`DE*E`), compiled for v6e-8, takes 42 MB."""
 MOST_CODE = GIB
 """Beyond it, there are fewer programs."""
 
@@ -179,7 +181,7 @@ def size_store(
     def bytes_of(rows: int) -> int:
         return slots_of(rows) * slot_bytes + rows * tail_bytes
 
-    max_len = _max_model_len(config, model_max_len)
+    max_len = max_model_len(config, model_max_len)
     seqs = config.max_num_seqs
 
     def pages_for(tokens: int) -> int:
@@ -356,7 +358,12 @@ def available_ram() -> int:
         return free
 
 
-def _max_model_len(config: EngineConfig, model_max_len: int | None) -> int:
+def max_model_len(config: EngineConfig, model_max_len: int | None) -> int:
+    """Returns the maximum length that the flags ask for. `model_max_len`: the model's own.
+
+    Raises:
+        ConfigError: it exceeds the model's own, which the flags do not allow.
+    """
     if config.max_model_len is None:
         return model_max_len or 8192
     if not config.allow_long_max_model_len and config.max_model_len > (model_max_len or config.max_model_len):
