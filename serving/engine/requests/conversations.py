@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from checkpoints.text.chat import ChatTemplateError, part_text
+from checkpoints.text.chat import ChatTemplateError
+from checkpoints.text.parts import part_text
 from checkpoints.tokenizer import Tokenizer
 from serving.core.cache.retention import Mark
 

@@ -12,7 +12,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from checkpoints.text.chat import ChatTemplateError, part_text
+from checkpoints.text.chat import ChatTemplateError
+from checkpoints.text.parts import part_text
 from serving.api.http.errors import ApiError
 from serving.api.http.protocol.chat import ChatRequest
 from serving.core.cache.retention import LONGEST_TTL

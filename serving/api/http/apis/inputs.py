@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from checkpoints.text.chat import part_text
+from checkpoints.text.parts import part_text
 from serving.api.http.apis.cache_marks import client_marks, marks_of, places_of, with_marks
 from serving.api.http.context import ResponseContext
 from serving.api.http.errors import ApiError

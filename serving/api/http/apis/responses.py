@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from checkpoints.text.chat import part_text
+from checkpoints.text.parts import part_text
 from serving.api.http.apis.blocks import Block, BlockChange, BlocksWriter, NamedEvent
 from serving.api.http.apis.chat_turn import ChatTurn
 from serving.api.http.apis.inputs import chat_content, messages_of
