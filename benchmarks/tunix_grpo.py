@@ -93,7 +93,7 @@ def main() -> None:
         state_block_size=128, tile_size=32,
     )  # fmt: skip
     tokenizer = llm.get_tokenizer()
-    every = [problem_prompt(document) for document in read_documents(source / SAMPLE_PROBLEMS)]
+    every = [problem_prompt(document) for document in read_documents(source / SAMPLE_PROBLEMS, needs=("question",))]
     prompts = [prompt for prompt in every if len(tokenizer.encode(prompt)) <= LONGEST_PROMPT]
     actor = TunixActor(load_model(args.model, dtype="float32", progress=False))
     before = mean_reward(llm, prompts[-HELD_OUT:], args.seed)

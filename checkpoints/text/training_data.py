@@ -95,7 +95,7 @@ def encoded(documents: Iterator[Document], tokenizer: Tokenizer, chat_share: flo
     waiting: list[str] = []
     chats = 0.0
     for document in documents:
-        if "question" in document:
+        if "text" not in document:
             chats += chat_share
             if chats >= 1:
                 chats -= 1

@@ -43,11 +43,14 @@ _PIECE = 5000  # characters
 Document = dict[str, Any]
 
 
-def read_documents(path: Path) -> Iterator[Document]:
-    """Reads the documents of a .jsonl file: a text, or the question of a maths problem. Blank lines are skipped.
+def read_documents(path: Path, *, needs: tuple[str, ...] = ()) -> Iterator[Document]:
+    """Reads the documents of a .jsonl file. Blank lines are skipped.
 
+    Args:
+        path: the file.
+        needs: the fields that each document must have, as texts. By default: `text`, or `question` and `answer`.
     Raises:
-        ModelConfigError: a line is no document.
+        ModelConfigError: the file cannot be read, or a line is not a document.
     """
     number = 0
     try:
@@ -57,12 +60,19 @@ def read_documents(path: Path) -> Iterator[Document]:
                 if not line.strip():
                     continue
                 document = json.loads(line)
-                if not isinstance(document.get("text", document.get("question")), str):
-                    raise ValueError("neither a text nor a question")
+                if not isinstance(document, dict):
+                    raise ValueError("not an object")
+                is_problem = "question" in document and "text" not in document
+                for name in needs or (("question", "answer") if is_problem else ("text",)):
+                    if not isinstance(document.get(name), str):
+                        raise ValueError(f"{name!r} is missing or not a text")
                 yield document
-    except (ValueError, AttributeError, RecursionError, OSError) as error:
+    except OSError as error:
+        raise ModelConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        expected = ", ".join(f'"{name}": ...' for name in needs or ("text",))
         why = " ".join(str(error).split())
-        raise ModelConfigError(f'{path}, line {number}: {{"text": ...}} is expected ({why})') from error
+        raise ModelConfigError(f"{path}, line {number}: {{{expected}}} is expected ({why})") from error
 
 
 def problem_prompt(document: Document) -> str:
@@ -71,8 +81,9 @@ def problem_prompt(document: Document) -> str:
 
 
 def text_of(document: Document) -> str:
-    """Converts a document to plain text. In a maths problem, the text up to "Answer:" is the prompt."""
-    return document["text"] if "text" in document else f"{problem_prompt(document)} {document.get('answer', '')}\n"
+    """Converts a document, with an answer if it is a maths problem, to plain text. The text up to "Answer:" is the
+    prompt."""
+    return document["text"] if "text" in document else f"{problem_prompt(document)} {document['answer']}\n"
 
 
 def prepare(directory: Path, *, problems: int = 40_000) -> dict[str, Any]:

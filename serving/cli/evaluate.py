@@ -52,7 +52,8 @@ def evaluate(
         if not (directory / name).is_file():
             raise ConfigError(f"no {name} in {directory}; give a directory with held-out text and problems as --data")
     texts = measures.read_some(directory / SAMPLE_TEXT, None)
-    tasks = measures.read_some(directory / SAMPLE_PROBLEMS, problems)
+    needs = ("question", "answer", "result")
+    tasks = measures.read_some(directory / SAMPLE_PROBLEMS, problems, needs=needs)
     if not (texts and tasks):
         raise ConfigError(f"{directory / (SAMPLE_PROBLEMS if texts else SAMPLE_TEXT)}: no documents; --data needs some")
     tokenizer = require_tokenizer(model)

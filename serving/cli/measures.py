@@ -26,9 +26,9 @@ _RESULT = re.compile(r"####\s*(-?[\d.,]+)")
 _BATCH = 8
 
 
-def read_some(path: Path, count: int | None) -> list[Document]:
-    """Returns the first documents of a file; all of them if `count` is None."""
-    documents = list(read_documents(path))
+def read_some(path: Path, count: int | None, *, needs: tuple[str, ...] = ()) -> list[Document]:
+    """Returns the first documents of a file; all of them if `count` is None. `needs`: as in `read_documents`."""
+    documents = list(read_documents(path, needs=needs))
     return documents if count is None else documents[:count]
 
 

@@ -75,7 +75,7 @@ def train_grpo(
     tokenizer = require_tokenizer(model)
     every: list[Prompt] = [
         {"prompt_token_ids": ids}
-        for document in read_documents(path)
+        for document in read_documents(path, needs=("question",))
         if len(ids := tokenizer.encode(problem_prompt(document))) <= _LONGEST_PROMPT
     ]
     if len(every) <= held_out:

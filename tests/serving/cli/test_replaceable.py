@@ -7,6 +7,7 @@ import pytest
 
 from mamba_jax.config import ModelConfigError
 from mamba_jax.train.config import TrainConfig
+from mamba_jax.train.corpus import SAMPLE_PROBLEMS, SAMPLE_TEXT, read_documents
 from mamba_jax.train.recipe import keep_recipe
 from serving.cli.main import run
 from serving.cli.replaceable import check_replaceable
@@ -50,6 +51,31 @@ def test_lines_that_are_no_documents_are_named(command, content, tmp_path, capsy
     assert run([*command.split(), "notes.jsonl"]) == 2
     assert "notes.jsonl, line " in (said := capsys.readouterr().err)
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "line", "missing"),
+    [
+        ("train-grpo --problems notes.jsonl", '{"text": "a"}', "question"),
+        ("train-lora --model demo --output out --data notes.jsonl", '{"question": "1+1?", "anwser": "2"}', "answer"),
+        ("eval --against demo --text notes.jsonl", '{"question": "1+1?", "answer": null}', "answer"),
+        ("eval --data .", '{"question": "1+1?", "answer": "#### 2"}', "result"),
+    ],
+)
+def test_a_document_that_lacks_a_field_is_named(command, line, missing, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("notes.jsonl", SAMPLE_PROBLEMS):
+        Path(name).write_text(f"\n{line}\n")
+    Path(SAMPLE_TEXT).write_text('{"text": "a"}\n')
+    assert run(command.split()) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert ".jsonl, line 2: " in said
+    assert f"'{missing}' is missing or not a text" in said
+
+
+def test_a_missing_file_of_documents_has_no_line(tmp_path):
+    with pytest.raises(ModelConfigError, match=r"none.jsonl: cannot be read \(No such file or directory\)"):
+        list(read_documents(tmp_path / "none.jsonl"))
 
 
 def test_a_folder_is_no_file(tmp_path):
