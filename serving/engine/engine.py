@@ -363,7 +363,8 @@ class Engine:
             output.miss_reason = str(request.miss_reason) if request.miss_reason else None
             written = written_tokens(request.lookup.published, request.num_cached_tokens)
             output.cache_write_tokens = {**written, **request.lookup.written_elsewhere}
-        if choice.finished and self._experts_per_layer and self.loop.store is not None:
+        wants_experts = self._experts_per_layer and parent.given.return_experts
+        if choice.finished and wants_experts and self.loop.store is not None:
             count = len(output.prompt_token_ids) + choice.num_tokens - 1
             choice.output.recorded_experts = read_routed_experts(
                 self.loop.store, emitted.row, count, per_layer=self._experts_per_layer

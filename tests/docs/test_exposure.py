@@ -19,6 +19,7 @@ UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "h": 3600}
 BOUNDS = {
     "levels of arrays": "serving.api.http.json_values: MAX_DEPTH",
     "values of log-probabilities": "serving.api.http.generation: MAX_VALUES",
+    "bytes of routed experts": "serving.api.http.generation: MAX_EXPERT_BYTES",
     "stop strings": "serving.engine.requests.sampling_params: MAX_STOP_CHARACTERS MAX_STOP_IDS",
     "`n` of a prompt": "serving.engine.requests.sampling_params: MAX_CHOICES",
     "entries of `logit_bias`": "mamba_jax.sampling.table: MAX_LOGIT_BIAS MAX_PROMPT_LOGPROB_IDS",

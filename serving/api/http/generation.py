@@ -23,7 +23,9 @@ from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.structured.grammars import Grammar
 
 MAX_VALUES = 1 << 21
-"""Maximum number of values of log-probabilities, sampling masks and routed experts in one response."""
+"""Maximum number of values of log-probabilities and sampling masks in one response."""
+MAX_EXPERT_BYTES = 1 << 28
+"""Maximum bytes of routed experts in one response, unless those of one whole context are more."""
 _ALTERNATIVES = 20
 """With so many alternatives, one choice of the longest context is always allowed."""
 
@@ -49,15 +51,17 @@ class Job:
     """Words of schemas that the response need not follow."""
     score_bytes: int = 0
     """Memory of the log-probabilities of the prompts."""
+    return_experts: bool = False
+    """Return routed experts, if the engine records them."""
 
     def check_size(self, max_model_len: int, vocab_size: int | None, expert_bytes: int = 0) -> None:
-        """Checks how many values of log-probabilities, sampling masks and experts (8 bytes each) the response can have,
-        and sets `score_bytes`. `expert_bytes`: those of routed experts that the engine records of each token.
+        """Checks how many values of log-probabilities and sampling masks (8 bytes each) and how many bytes of experts
+        the response can have, and sets `score_bytes`. `expert_bytes`: those that the engine records of each token.
 
         Raises:
             ApiError: they are too many.
         """
-        params, values, experts = self.params, 0, -(-expert_bytes // 8)
+        params, values, experts = self.params, 0, 0
         scored = 0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs
         scored += len(params.prompt_logprob_token_ids or ())
         reported = 0 if params.logprobs is None else 1 + params.logprobs
@@ -66,13 +70,23 @@ class Job:
         for prompt in self.prompts:
             room = max(max_model_len - len(prompt), 0)
             length = room if params.max_tokens is None else min(params.max_tokens, room)
-            values += params.n * (len(prompt) * (scored + experts) + length * (reported + experts))
-        most = max(MAX_VALUES, max_model_len * (1 + _ALTERNATIVES + experts))
+            values += params.n * (len(prompt) * scored + length * reported)
+            experts += params.n * (len(prompt) + length) * expert_bytes * self.return_experts
+        most = max(MAX_VALUES, max_model_len * (1 + _ALTERNATIVES))
+        most_experts = max(MAX_EXPERT_BYTES, max_model_len * expert_bytes)
+        if experts > most_experts:
+            raise ApiError(
+                400,
+                f"the response could have {experts:,} bytes of routed experts: at most {most_experts:,} are allowed; "
+                "send fewer or shorter prompts, or ask for fewer tokens or choices",
+                param="n",
+                code="response_too_large",
+            )
         if values > most:
             raise ApiError(
                 400,
-                f"the response could have {values:,} values of log-probabilities, sampling masks and experts: at "
-                f"most {most:,} are allowed; send fewer or shorter prompts, or ask for fewer tokens, choices or "
+                f"the response could have {values:,} values of log-probabilities and sampling masks: at most "
+                f"{most:,} are allowed; send fewer or shorter prompts, or ask for fewer tokens, choices or "
                 "alternatives",
                 param=next(
                     (name for name in ("logprobs", "prompt_logprobs") if getattr(params, name) is not None), "n"
@@ -190,6 +204,7 @@ async def _one(context: Context, job: Job, index: int, *, live: bool) -> AsyncGe
     request = EngineRequest(
         name, {"prompt_token_ids": job.prompts[index]}, job.params, job.priority, job.cache_salt, job.cache_marks,
         job.message_digests, client_id(), batch_id=first, live=live, lora_request=job.lora_request,
+        return_experts=job.return_experts,
     )  # fmt: skip
     with context.traces.request(name, len(job.prompts[index]), job.params) as note:
         async with contextlib.aclosing(context.engine.stream(request)) as each:

@@ -58,6 +58,8 @@ class EngineRequest:
     computed with another salt, other weights or another adapter."""
     export: Any = None
     """Receives the state at the prompt's end, for `split.prefill_side`."""
+    return_experts: bool = True
+    """Read the routed experts of finished choices, if the engine records them."""
 
     def __post_init__(self) -> None:
         for name, kind in (("params", SamplingParams), ("cache_salt", str | None)):

@@ -24,7 +24,7 @@ from starlette.datastructures import Headers
 from serving.api.http.apis.inputs import tokenized
 from serving.api.http.apis.stored_responses import stored_conversation
 from serving.api.http.apis.text_api import TEXT_APIS
-from serving.api.http.connection.keys import client_id, salt_of, sent_key
+from serving.api.http.connection.keys import client_id, has_several_keys, salt_of, sent_key
 from serving.api.http.connection.streaming import until_gone
 from serving.api.http.context import Context, context_of
 from serving.api.http.errors import ApiError, validated
@@ -269,7 +269,7 @@ async def _prefill(context: Context, side: PrefillSide, body: PrefillRequest, he
     beating = asyncio.create_task(_repeat(engine, side.lease / 4, lambda: side.renew([id])))
     try:
         async with asyncio.timeout(body.seconds):
-            owner = client_id() if len(context.settings.api_key) > 1 else None
+            owner = client_id() if has_several_keys(context.settings) else None
             export: Export = await engine.call(lambda _: side.begin(id, owner))
             marks = tuple(mark for mark in marks if mark.position <= len(fed))
             run = EngineRequest(

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from starlette.datastructures import Headers
 
-from serving.api.http.connection.keys import salt_of
+from serving.api.http.connection.keys import has_several_keys, salt_of
 from serving.api.http.settings import ServerSettings
 from serving.config import EngineConfig
 from serving.core.cache.content import client_salt
@@ -77,6 +77,8 @@ def test_a_client_salt_is_that_of_one_key_and_one_salt():
     seen = {client_salt(salt, key) for salt in (None, "", "a", "b", ":a") for key in ("a", "b", "a:", "ab")}
     assert len(seen) == 20
     settings = ServerSettings.create(api_key=KEYS)
+    given = KEYS, KEYS[:1] * 2, ()
+    assert [has_several_keys(ServerSettings.create(api_key=keys)) for keys in given] == [True, False, False]
     assert salt_of("a", Headers({"x-api-key": KEYS[0]}), settings) == client_salt("a", KEYS[0])
     assert KEYS[0] not in client_salt("a", KEYS[0])
 

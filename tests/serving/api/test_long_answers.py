@@ -1,6 +1,7 @@
 """Answers with many log-probabilities: bounded in size, made and sent in parts, the same as in one piece."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -81,17 +82,23 @@ def test_parts_together_are_the_whole_answer(length):
         (1, {"n": 128, "logprobs": 20, "max_tokens": 100}, True),
         (8, {"n": 128, "return_sampling_mask": True, "max_tokens": None}, False),
         (1, {"max_tokens": None, "experts": 960}, True),  # experts of one choice of a whole context
+        (1, {"n": 32, "max_tokens": None, "experts": 960}, True),
         (1, {"n": 128, "max_tokens": 1, "experts": 960}, False),
-        (32, {"max_tokens": 1, "experts": 960}, False),
+        (1, {"max_tokens": None, "experts": 1 << 20}, True),
+        (64, {"max_tokens": 1, "experts": 960}, False),
     ],
 )
 def test_the_values_of_a_response_are_bounded(prompts, params, allowed):
     experts = params.pop("experts", 0)
-    job = Job("x", [[5] * 5000] * prompts, SamplingParams(**params))
+    job = Job("x", [[5] * 5000] * prompts, SamplingParams(**params), return_experts=True)
     if allowed:
         job.check_size(8192, 4096, experts)
         return
-    with pytest.raises(ApiError, match="values of log-probabilities, sampling masks and experts: at most") as error:
+    if experts:
+        replace(job, return_experts=False).check_size(8192, 4096, experts)
+    with pytest.raises(
+        ApiError, match=r"(values of log-probabilities and sampling masks|bytes of routed experts): at most"
+    ) as error:
         job.check_size(8192, 4096, experts)
     assert (error.value.status, error.value.code) == (400, "response_too_large")
     assert error.value.param

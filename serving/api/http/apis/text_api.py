@@ -123,6 +123,7 @@ async def open_writer(api: TextApi, context: ResponseContext, body: TextRequest)
     # A writer decodes prompts that it echoes.
     writer = await context.codec.run(sum(map(len, prompts)), lambda: api.writer(context, body, request, prompts))
     writer.job.cache_marks = marks
+    writer.job.return_experts = getattr(request, "return_token_ids", False)
     writer.job.check_size(context.codec.max_model_len, context.vocab_size, context.expert_bytes)
     return writer
 

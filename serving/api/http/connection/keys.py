@@ -60,11 +60,16 @@ def check_key(headers: Headers, keys: Iterable[str]) -> None:
         )  # fmt: skip
 
 
+def has_several_keys(settings: ServerSettings) -> bool:
+    """Returns whether clients have different API keys, which are then kept apart."""
+    return len(set(settings.api_key)) > 1
+
+
 def salt_of(salt: str | None, headers: Headers, settings: ServerSettings) -> str | None:
     """Returns the salt for a request's prefixes in the cache: with several API keys, each key has its own prefixes
     unless `share_prefix_cache` is set."""
     key = sent_key(headers)
-    if settings.share_prefix_cache or len(set(settings.api_key)) < 2 or key is None:
+    if settings.share_prefix_cache or not has_several_keys(settings) or key is None:
         return salt
     return client_salt(salt, key)
 
