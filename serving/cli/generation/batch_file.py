@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -224,9 +225,8 @@ def run_batch(
         ConfigError: `target` is not the output of a batch, or has answers to lines that have changed since.
     """
     defaults = defaults or {}
-    keys = (line_key(line.id, line.text, defaults) for line in read_lines(source))
-    with naming(target), batch_output.opened(target):
-        answered = batch_output.prepare(target, keys, overwrite=overwrite, retry_failed=retry_failed)
+    keys = {line_key(line.id, line.text, defaults) for line in read_lines(source)}
+    prepared = partial(batch_output.prepare, target, keys, overwrite=overwrite, retry_failed=retry_failed)
     counts, begin = BatchCounts(), time.monotonic()
     waiting: dict[str, tuple[Line, LineKey, Callable[[RequestOutput], dict[str, Any]]]] = {}
     order: list[LineKey] = []
@@ -237,7 +237,7 @@ def run_batch(
     context = batch_context(llm.tokenizer, name, defaults, max_model_len=engine.max_model_len)
     context = replace(context, marks=llm.engine.loop.scheduler.config.caching)
     plain, openai = PlainLines(context, defaults), BatchLines(context)
-    with naming(target), batch_output.opened(target) as out:
+    with naming(target), batch_output.opened(target, prepared) as (out, answered):
 
         def answer(key: LineKey, value: dict[str, Any]) -> None:
             write_line(out, value | {batch_output.DIGEST: key.digest})

@@ -14,14 +14,16 @@ import os
 import shutil
 import tempfile
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import RawIOBase
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from serving.api.http.json_values import has_half_characters
 from serving.config import ConfigError
+
+T = TypeVar("T")
 
 DIGEST = "input_digest"
 _BEGINNING = b'{"id": '
@@ -175,20 +177,26 @@ def _rewrite(path: Path, answers: Iterable[Answer]) -> None:
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[RawIOBase]:
+def opened(path: Path, prepared: Callable[[], T]) -> Iterator[tuple[RawIOBase, T]]:
     """Opens an output file for this run alone, without a buffer: then closing it does not repeat a failed write.
+
+    `prepared` runs while no other run may write. It is called again if the file was replaced, by itself or another run.
 
     Raises:
         ConfigError: another run has it open.
     """
-    with path.open("ab", buffering=0) as out:
-        try:
-            fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"--output {path}: another run writes to it; wait, or give another file") from None
-        except OSError:
-            pass  # a file system without locks
-        yield out
+    while True:
+        with path.open("ab", buffering=0) as out:
+            try:
+                fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(f"--output {path}: another run writes to it; wait, or give another file") from None
+            except OSError:
+                pass  # a file system without locks
+            result = prepared()
+            if os.path.samestat(os.fstat(out.fileno()), path.stat()):
+                yield out, result
+                return
 
 
 def write_line(out: RawIOBase, value: Any) -> None:

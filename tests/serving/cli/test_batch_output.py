@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from serving.cli.generation.batch_file import read_lines
+from serving.cli.generation.batch_file import read_lines, run_batch
 from serving.cli.generation.batch_output import (
     DIGEST,
     LineKey,
@@ -19,6 +19,7 @@ from serving.cli.generation.batch_output import (
     read_answers,
     sort_like,
     taken,
+    write_line,
 )
 from serving.cli.main import run
 from serving.config import ConfigError
@@ -142,11 +143,29 @@ def test_lines_of_other_editors(content, found, tmp_path):
 
 def test_two_runs_do_not_write_to_one_output(tmp_path):
     path = tmp_path / "out.jsonl"
-    with opened(path):
-        with pytest.raises(ConfigError, match="another run writes to it"), opened(path):
+    with opened(path, dict):
+        with pytest.raises(ConfigError, match="another run writes to it"), opened(path, dict):
             pass
-    with opened(path):
+    with opened(path, dict):
         pass
+
+
+def test_an_output_that_is_replaced_while_it_is_prepared_is_opened_again(tmp_path):
+    path = tmp_path / "out.jsonl"
+    path.write_text(answer("a", error="x") + answer("b"))
+    with opened(path, lambda: prepare(path, [key("a"), key("b")], retry_failed=True)) as (out, answered):
+        write_line(out, {"id": "a", **ANSWER})
+        with pytest.raises(ConfigError, match="another run writes to it"), opened(path, dict):
+            pass
+    assert answered == {key("b"): 1}
+    assert ids(path) == ["b", "a"]
+
+
+def test_no_output_is_created_without_an_input(tmp_path):
+    path = tmp_path / "out.jsonl"
+    with pytest.raises(FileNotFoundError):
+        run_batch(None, tmp_path / "missing", path)
+    assert not path.exists()
 
 
 ROOT = Path(__file__).resolve().parents[3]
