@@ -29,9 +29,10 @@ from serving.core.config import SchedulerConfig
 from serving.engine.assembly.drafting import draft_source
 from serving.engine.assembly.replay import ResolvedReplay, resolve_replay
 from serving.engine.assembly.sizing import (
-    CODE_OF_KINDS,
     CODE_PER_LAYER,
     CPU_STORE_TOKENS,
+    LONG_CODE,
+    LONG_CODE_PER_LAYER,
     MOST_CODE,
     StoreSize,
     max_model_len,
@@ -243,13 +244,17 @@ class EngineDesign:
             num_speculative_tokens=config.num_speculative_tokens,
             max_prefill_rows=min(MAX_PREFILL_ROWS, rows),
         )
-        layers, code = sum(CODE_OF_KINDS.get(kind, 1) for kind in self.model.pattern), 0
-        for coarse in (1, 2):
-            sizes = zip(self._batches(settings, coarse).step_programs, CODE_PER_LAYER[self.platform], strict=True)
-            code = layers * sum(count * size for count, size in sizes)
+        long, code = sum(kind in LONG_CODE for kind in self.model.pattern), 0
+        sizes = [
+            long * each + (len(self.model.pattern) - long) * other
+            for each, other in zip(LONG_CODE_PER_LAYER[self.platform], CODE_PER_LAYER[self.platform], strict=True)
+        ]
+        for coarse in (1, 2, 3):
+            programs = self._batches(settings, coarse).step_programs
+            code = sum(count * size for count, size in zip(programs, sizes, strict=True))
             if code <= MOST_CODE:
                 return coarse, code
-        return 2, code
+        return 3, code
 
     def size(self, *, memory: int, dtype: Any) -> StoreSize:
         """Returns the numbers of slots and pages that fit.

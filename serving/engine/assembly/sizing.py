@@ -26,8 +26,9 @@ CPU_STORE_TOKENS = 1 << 18
 CODE_PER_LAYER = {"tpu": (500_000, 600_000, 1_200_000)}
 """Bytes of code for each layer of a program of decode, prefill and mixed steps, by platform: a third more than those of
 Nemotron-H-8B, compiled for v5e-8 (18, 23 and 45 MiB)."""
-CODE_OF_KINDS = {"D": 10, "E": 10}
-"""Factor for layers of a kind. A mixed step of four layers of Qwen3-Next (`DE*E`), compiled for v6e-8, takes 42 MB."""
+LONG_CODE, LONG_CODE_PER_LAYER = "DE", {"tpu": (2_500_000, 10_000_000, 12_500_000)}
+"""Kinds of layers with more code, and their bytes: what four more layers (`DE*E`) add to programs of Qwen3-Next for
+v6e-8 (7.2 MB to decode of 64 rows, 28.6 MB to prefill of 2,048 tokens), all but the attention's."""
 MOST_CODE = GIB
 """Beyond it, there are fewer programs."""
 

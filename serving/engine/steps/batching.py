@@ -63,10 +63,12 @@ def name_of(batch: AnyBatch) -> str:
 
 def decode_buckets(max_rows: int, *, coarse: int = 0) -> list[int]:
     """Returns the row counts 1, 4, 8, 16, ... and `max_rows`. With `coarse` 1 and 2, they begin at 4 and are a factor
-    of 4 and 16 apart.
+    of 4 and 16 apart; with 3, there is only `max_rows`.
 
     2 rows cost hardly less than 4.
     """
+    if coarse == 3:
+        return [max_rows]
     sizes, size = [] if coarse else [1], 4
     while size < max_rows:
         sizes.append(size)
@@ -81,12 +83,15 @@ def prefill_buckets(config: SchedulerConfig, most: int | None = None, *, coarse:
     Shapes for one or two rows have many token counts (from 256 tokens up a factor of 1.5 or less apart), because
     padding tokens cost as much as other tokens. For many short prompts there are fewer, wider shapes, with room for a
     row (and its tile) every 16 tokens. With `coarse` 1 and 2, token counts begin at 256 and are a
-    factor of 2 and 4 apart.
+    factor of 2 and 4 apart; with 3, there are one shape of 256 tokens and one of all.
     """
     most = -(-(most or config.max_num_batched_tokens) // 32) * 32
     rows = min(config.max_prefill_rows, config.num_rows)
     few = min(_FEW_ROWS, rows)
     shapes = {PrefillShape(most, few, _tiles(config, most, few)), PrefillShape(most, rows, config.tiles)}
+    if coarse == 3:
+        least = min(256, most)
+        return sorted({PrefillShape(least, few, _tiles(config, least, few)), PrefillShape(most, rows, config.tiles)})
     size = 256 if coarse else 64
     while size < most:
         shapes.add(PrefillShape(size, few, _tiles(config, size, few)))
@@ -124,7 +129,7 @@ class BatchBuilder:
         `narrow_steps`: decode steps in which no row has drafts have their own programs, one token wide.
         `mixed_steps`: decode and prefill rows run in one program. To limit the number of mixed programs, the decode
         part always has the widest shape, and only every second prefill shape has a mixed program.
-        `coarse`: 1 or 2 for TPUs. A step of few tokens takes as long as reading the weights, so narrower shapes
+        `coarse`: 1, 2 or 3 for TPUs. A step of few tokens takes as long as reading the weights, so narrower shapes
         save nothing, and the code of each program takes device memory.
         `adapters`: rows may have LoRA adapters.
         """

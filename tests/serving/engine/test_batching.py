@@ -47,6 +47,7 @@ def test_decode_sizes():
     assert decode_buckets(33, coarse=1) == [4, 16, 33]
     assert decode_buckets(256, coarse=2) == [4, 64, 256]
     assert decode_buckets(1, coarse=1) == [1]
+    assert decode_buckets(64, coarse=3) == [64]
 
 
 @pytest.mark.parametrize("tokens", [1, 31, 64, 100, 512, 2048, 4096])
@@ -60,12 +61,12 @@ def test_every_plan_has_a_shape_and_little_padding(tokens, rows):
         tiles = -(-count // settings.tile_size) + 1
         shape = next(shape for shape in shapes if shape.holds(count, 1, min(tiles, settings.tiles)))
         assert shape.tokens <= max(64, (2 if count <= 256 else 1.5) * count + 32)
-    for some in (prefill_buckets(settings, coarse=1), prefill_buckets(settings, coarse=2)):
+    for some in (prefill_buckets(settings, coarse=coarse) for coarse in (1, 2, 3)):
         assert set(some) <= set(shapes)
         assert some[-1] == shapes[-1]
 
 
-@pytest.mark.parametrize(("coarse", "programs"), [(1, (3, 6, 3)), (2, (2, 4, 2))])
+@pytest.mark.parametrize(("coarse", "programs"), [(1, (3, 6, 3)), (2, (2, 4, 2)), (3, (1, 2, 1))])
 def test_accelerators_have_few_programs(coarse, programs):
     settings = config(max_num_seqs=64, num_slots=200, max_num_batched_tokens=2048, max_prefill_rows=32)
     batches = BatchBuilder(settings, mixed_steps=True, coarse=coarse)
