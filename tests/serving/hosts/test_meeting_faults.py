@@ -12,6 +12,7 @@ import pytest
 from tests.support.fleets.host_meeting import main
 from tests.support.fleets.processes import free_port
 from tests.support.selection import slow
+from tests.support.waiting import comes_true
 
 pytestmark = pytest.mark.full
 
@@ -126,6 +127,8 @@ def test_an_orderly_end_is_no_abort(tmp_path, frozen):
             hosts.reach("met", host)
         if frozen:
             os.kill(hosts.processes[1].pid, signal.SIGSTOP)
+            state = Path(f"/proc/{hosts.processes[1].pid}/stat")  # on a busy machine, a thread may go on for a moment
+            assert comes_true(lambda: state.read_text().rpartition(")")[2].split()[0] == "T")
         hosts.go_on(0)
         status, log = hosts.leader_ends()
         assert (status, "host 1 is lost: it " in log) == (int(frozen), frozen), log
