@@ -321,5 +321,5 @@ def test_missing_tensors_are_spelled_like_those_that_are_there(directory):
 def test_no_tokenizer_is_an_error_only_for_those_who_need_one(directory):
     assert checkpoints.load_tokenizer(directory) is None
     text = message(checkpoints.require_tokenizer, directory)
-    files = "tokenizer.json, tiktoken.model or tokenizer.model"
+    files = "tokenizer.json, tiktoken.model or tokenizer.model, nor a vocab.json of a known class"
     assert text == f"{directory}: has no {files}, so text cannot be used; give token ids instead"
