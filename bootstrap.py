@@ -133,6 +133,15 @@ def run(command: list[str], cwd: Path | None = None) -> int:
     return subprocess.run(command, cwd=cwd).returncode
 
 
+def finish(command: list[str], cwd: Path | None) -> int:
+    """Runs the last command in place of this process, so that a signal to this process reaches it."""
+    if os.name != "posix":
+        return run(command, cwd)
+    os.chdir(cwd or Path.cwd())
+    sys.stdout.flush()
+    os.execv(command[0], command)
+
+
 def say(stage: str) -> None:
     """Prints a line of progress."""
     print(f"bootstrap: {stage}", file=sys.stderr, flush=True)
@@ -172,10 +181,11 @@ def main(arguments: list[str]) -> int:
         commands = [[str(PYTHON), *rest]]
     else:
         commands = [[*module, "serving.cli", command, *rest]]
-    for line in commands:
-        if code := run(line, ROOT if command in ("test", "lint") else None):
+    folder = ROOT if command in ("test", "lint") else None
+    for line in commands[:-1]:
+        if code := run(line, folder):
             return code
-    return 0
+    return finish(commands[-1], folder)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ def bootstrap(tmp_path, monkeypatch):
 
     module.failures = {}
     monkeypatch.setattr(module, "run", run)
+    monkeypatch.setattr(module, "finish", run)
     monkeypatch.setattr(module, "start_build", Build)
     monkeypatch.setattr(module.shutil, "which", lambda name: None)
     monkeypatch.setattr(module, "outer_pip", lambda: True)
@@ -105,3 +106,13 @@ def test_a_failed_installation_is_an_error_and_is_tried_again(bootstrap):
 def test_an_unknown_extra_is_named(bootstrap):
     with pytest.raises(SystemExit, match="no extra cuda99"):
         bootstrap.requirements({"cuda99"})
+
+
+@pytest.mark.skipif(os.name != "posix", reason="another process cannot be replaced on Windows")
+def test_a_signal_reaches_the_command(bootstrap, monkeypatch):
+    """`kill` of `bootstrap.py serve` would leave the server running if it were a child process."""
+    monkeypatch.undo()
+    started = []
+    monkeypatch.setattr(os, "execv", lambda path, command: started.append(command))
+    bootstrap.finish(["/bin/server", "--port", "0"], None)
+    assert started == [["/bin/server", "--port", "0"]]

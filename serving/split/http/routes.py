@@ -348,7 +348,7 @@ class _Peers:
         """Makes the next request for the ticket's prompt continue from the ticket's state. Returns whether it will.
         Raises ApiError if the state cannot be used."""
         side = self.side
-        with worker_errors(f"prefill worker {ticket.worker}", otherwise=(502, "peer_unreachable")):
+        with worker_errors(f"prefill worker {ticket.worker}", otherwise=(503, "peer_unreachable")):
             remote = side.accept(await self.get(ticket.worker, ticket.manifest), ticket)
             if remote is None:
                 return False

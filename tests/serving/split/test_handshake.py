@@ -116,7 +116,7 @@ def test_states_are_fetched_from_allowed_workers_only(url):
             assert (status, body["error"]["code"]) == (403, "peer_not_allowed")
             assert await expect(client, url) == (200, {"accepted": False})
             status, body = await expect(client, allowed)
-            assert (status, body["error"]["code"]) == (502, "peer_unreachable")
+            assert (status, body["error"]["code"]) == (503, "peer_unreachable")
 
     with listener(partial(hear, "unknown")) as unknown, listener(partial(hear, "allowed")) as allowed:
         asyncio.run(run(f"http://127.0.0.1:{unknown}", f"http://127.0.0.1:{allowed}"))

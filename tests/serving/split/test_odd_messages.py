@@ -61,5 +61,5 @@ def test_odd_messages(worker):
     with httpx.Client(base_url=worker.url, headers={"content-type": "application/json"}, timeout=60) as client:
         for path, message in ((path, message) for path, messages in MESSAGES.items() for message in messages):
             answer = client.post(path, content=json.dumps(message))
-            assert answer.status_code < 500 or answer.status_code in (502, 503), (path, str(message)[:300], answer.text)
+            assert answer.status_code < 500 or answer.status_code == 503, (path, str(message)[:300], answer.text)
     worker.assert_idle()

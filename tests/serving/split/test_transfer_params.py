@@ -83,7 +83,7 @@ async def test_a_decode_worker_without_the_state_computes_or_fails():
     async def expect(ticket, request):
         expected.append(ticket)
         if len(expected) > 1:
-            raise ApiError(502, "gone", code="peer_unreachable")
+            raise ApiError(503, "gone", code="peer_unreachable")
         return True
 
     expected: list[Ticket] = []
