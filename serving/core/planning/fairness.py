@@ -36,6 +36,9 @@ _FORGETTING = 1 / 512
 _ATTEMPTS = 8
 """Maximum number of steps in a row that measure decode rows: none of them may be measured, or its clock may stand."""
 
+_IN_STEPS = 0.9
+"""Fraction of k times a step alone that a step with k clients may take: requests also take time outside of steps."""
+
 Client = str | None
 
 
@@ -148,7 +151,7 @@ class Fairness:
             return [request for request in decoding if request.client == client][:most]
         part = sum(0.5 if client in prompts else 1.0 for client in rows)
         if len(rows) > 1 and (alone := self._alone(rows)):
-            limit, least = max(1.0, part) * alone, len(rows)
+            limit, least = max(1.0, _IN_STEPS * part) * alone, len(rows)
             lowest = self.times.decode(least) if self.times.knows(least) else 0.0
             if lowest > limit and not self._may_exceed(lowest - limit, max(limit - alone, alone / 4)):
                 fewest = min(rows.values())
@@ -226,7 +229,7 @@ class Fairness:
         alone = self._alone(rows) if rows else 0.0
         if not alone or not self.times.per_token:
             return None
-        spare = len(demands.keys() | rows.keys()) * alone - self.times.decode(sum(rows.values()))
+        spare = _IN_STEPS * len(demands.keys() | rows.keys()) * alone - self.times.decode(sum(rows.values()))
         return max(spare, alone / 2) / self.times.per_token / max(1, len(demands))
 
     def fed(self, client: Client, num_tokens: int) -> None:
