@@ -77,7 +77,7 @@ def _files(corpus: Path, part: str = "train") -> list[Path]:
     if not files and part != "train":
         raise CheckpointError(f"{corpus}: no validation data; give a .jsonl file or a folder with {part}/SOURCE.jsonl")
     if not files:
-        raise CheckpointError(f"{corpus}: no corpus; create one with `python -m mamba_jax.train.corpus {corpus}`")
+        raise CheckpointError(f"{corpus}: no corpus; give a .jsonl file or a folder with train/SOURCE.jsonl")
     return files
 
 

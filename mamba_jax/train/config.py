@@ -39,7 +39,7 @@ class DataSettings:
     __pydantic_config__ = _CHECKS
 
     corpus: str = "corpus"
-    """A directory written by `mamba_jax.train.corpus`; relative to the working directory."""
+    """A directory with `train/SOURCE.jsonl`; relative to the working directory."""
     mixture: dict[str, Number] = field(default_factory=dict)
     """Proportion of sequences from each source; empty: all sources, in proportion to their size."""
     aligned: tuple[str, ...] = ()

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from serving.cli.main import command
 
 pytestmark = pytest.mark.full
 
-SCRIPT = Path(str(files("mamba_jax.train"))) / "recipes/demo.sh"
+SCRIPT = Path(__file__).parents[3] / "benchmarks/demo.sh"
 # Writes down what it is asked for, and makes what the next command looks for.
 STUB = """#!/usr/bin/env bash
 echo "$@" >> "$CALLS"
@@ -39,7 +38,7 @@ def calls(tmp_path, monkeypatch):
 
 def test_every_command_takes_its_options(calls):
     corpus, *commands = calls()
-    assert corpus[:2] == ["-m", "mamba_jax.train.corpus"]
+    assert corpus[:2] == ["-m", "benchmarks.demo_corpus"]
     assert [line[0] for line in commands] == ["train", "train-mtp", "train-mtp"]
     for name, *options in commands:
         given = command(name).make_context(name, options).params

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 import mamba_jax.train
+from benchmarks.demo_corpus import SOURCES
 from mamba_jax.config import ModelConfigError
 from mamba_jax.families import config_from_hf
 from mamba_jax.train.config import FINE_TUNING, OptimizerSettings, TrainConfig, read_config
-from mamba_jax.train.corpus import SOURCES
 from mamba_jax.train.optimizer import learning_rate
 
 RECIPES = sorted((Path(mamba_jax.train.__file__).parent / "recipes").glob("*.yaml"))
