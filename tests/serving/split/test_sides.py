@@ -34,7 +34,7 @@ def run_some(engine, steps=3):
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("handoff", ["full", "recompute-last"])
-@pytest.mark.parametrize("warm", ["prefill", "decode", "both"])
+@pytest.mark.parametrize("warm", ["both", "prefill", "decode"])
 def test_hits_of_a_shorter_prefix(warm, handoff):
     """Local pages are not sent again; what the two sides know may differ, and what comes out does not."""
     pair = Pair("all")
