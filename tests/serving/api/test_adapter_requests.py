@@ -7,7 +7,6 @@ from checkpoints import load_config
 from checkpoints.adapters.initial_state import initial_state_shapes, write_initial_state
 from serving import ConfigError, EngineConfig
 from serving.api.http.settings import ServerSettings
-from serving.cli.main import run
 from serving.engine.assembly.build import build_engine
 from tests.support.models.golden_case import FIXTURES, Case
 from tests.support.servers.live_server import LiveServer
@@ -98,15 +97,3 @@ def test_a_learned_initial_state_is_a_model(server, tmp_path):
 def test_modules_are_names_and_directories(module):
     with pytest.raises(ConfigError, match="lora_modules"):
         ServerSettings.create(lora_modules=(module,))
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--lora-modules", "a=b"], "lora_modules needs enable_lora or max_initial_states"),
-        (["--enable-lora", "--lora-modules", "a=/nowhere"], "/nowhere"),
-    ],
-)
-def test_bad_flags_are_one_line(flags, words, capsys):
-    assert run(["serve", "demo", "--port", "0", *flags]) == 2
-    assert words in capsys.readouterr().err

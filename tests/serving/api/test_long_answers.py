@@ -1,5 +1,6 @@
 """Answers with many log-probabilities: bounded in size, made and sent in parts, the same as in one piece."""
 
+import asyncio
 import json
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ import pytest
 
 from checkpoints import load_tokenizer
 from serving.api.http.apis.choices import CompletionWriter
-from serving.api.http.connection.streaming import is_long, json_of, json_parts, next_bytes
+from serving.api.http.connection.streaming import COMMENT, is_long, json_of, json_parts, next_bytes, start
 from serving.api.http.context import ResponseContext
 from serving.api.http.errors import ApiError
 from serving.api.http.generation import Job, whole
@@ -118,3 +119,20 @@ def test_a_long_answer_is_sent_in_parts(server):
     assert json.loads(lines[0].removeprefix("data: "))["choices"][0]["prompt_logprobs"] == whole
     refused = server.http.post("/v1/completions", json=body | {"prompt": [prompt] * 64})
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "response_too_large")
+
+
+async def test_a_stream_is_kept_alive_until_its_first_event(monkeypatch):
+    async def run(seconds, interval=0.05):
+        async def events():
+            await asyncio.sleep(seconds)
+            yield b"first"
+            yield b"second"
+
+        return [event async for event in await start(events(), interval=interval)]
+
+    monkeypatch.setattr("serving.api.http.connection.streaming._FIRST_EVENT_SECONDS", 0.1)
+    assert await run(0) == [b"first", b"second"]
+    comments = await run(0.5)
+    assert comments[-2:] == [b"first", b"second"]
+    assert set(comments[:-2]) == {COMMENT}
+    assert await run(0.3, interval=0) == [b"first", b"second"]

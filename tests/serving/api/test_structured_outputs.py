@@ -2,20 +2,16 @@
 
 import json
 import re
-from functools import partial
 
 import pytest
 
 from checkpoints.tokenizer import load_tokenizer
-from mamba_jax.programs import StepPrograms
-from serving import LLM
 from serving.api.http.apis.inputs import structured_outputs
 from serving.api.http.parsing.grammars import structural_grammar
 from serving.api.http.protocol.chat import ChatRequest
 from serving.core.errors import RequestError
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.structured.grammars import Grammars, StructuredOutputs
-from tests.support.engines.engines import QUICK_COMPILE
 from tests.support.models.letter_tokens import TOO_BIG
 
 SCHEMA = {
@@ -88,18 +84,6 @@ def test_all_choices_have_the_form_and_neighbors_are_free(server):
     assert server.complete("A neighbor", max_tokens=20).json()["choices"][0]["text"] == free
 
 
-def test_drafts_are_verified_under_the_grammar(server):
-    """A form that repeats itself: n-gram drafts are right where the grammar allows them, and never go beyond it."""
-    before = server.metric('mamba_jax_draft_tokens_accepted_total{position="1"}')
-    drafted = server.metric('mamba_jax_draft_tokens_total{position="1"}')
-    answer = server.complete("abc", max_tokens=60, structured_outputs={"regex": "(abcabc){8}"}).json()
-    assert answer["choices"][0]["text"] == "abcabc" * 8
-    assert answer["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
-    assert answer["choices"][0]["finish_reason"] == "stop"
-    assert server.metric('mamba_jax_draft_tokens_total{position="1"}') > drafted
-    assert server.metric('mamba_jax_draft_tokens_accepted_total{position="1"}') > before
-
-
 def test_logprobs_and_stops_work_too(server):
     form = {"regex": "[0-9]{6}"}
     answer = server.complete(structured_outputs=form, logprobs=2, max_tokens=20).json()["choices"][0]
@@ -142,27 +126,6 @@ def test_offline_parameters():
         with pytest.raises(RequestError, match=says):
             SamplingParams(structured_outputs=wrong)
     assert StructuredOutputs(json=False).key == '["json", false]'
-
-
-@pytest.mark.slow
-def test_forms_and_drafts_of_the_model_on_two_devices(monkeypatch):
-    quick = partial(StepPrograms, compiler_options=QUICK_COMPILE)
-    monkeypatch.setattr("serving.engine.assembly.build.StepPrograms", quick)
-    flags = {
-        "tile_size": 16, "state_block_size": 32, "page_size": 16, "max_model_len": 128, "max_num_seqs": 2,
-        "max_num_batched_tokens": 32, "num_slots": 20, "num_pages": 30, "warmup": False, "num_speculative_tokens": 2,
-    }  # fmt: skip
-    llm = LLM("demo", tensor_parallel_size=2, speculative_method="mtp", enable_structured_outputs=True, **flags)
-    forms = (StructuredOutputs(regex="[0-9]{3}-[a-f]{2}"), StructuredOutputs(json=SCHEMA), None)
-    for temperature in (0.0, 1.0):
-        params = [
-            SamplingParams(max_tokens=80, temperature=temperature, seed=3, structured_outputs=form) for form in forms
-        ]
-        number, thing, free = llm.generate(["A number:", "A thing:", "A neighbor"], params, use_tqdm=False)
-        assert re.fullmatch("[0-9]{3}-[a-f]{2}", number.outputs[0].text)
-        assert 0 <= json.loads(thing.outputs[0].text)["count"] <= 99
-        assert free.outputs[0].token_ids
-    llm.engine.loop.scheduler.check(idle=True)
 
 
 OF_A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}

@@ -222,25 +222,6 @@ def test_command_says_what_is_missing(capsys):
     assert "v5e-4" in said
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "nemotron-h-8b", "--topology", "v7-8"], "is not known"),
-        (["--model", "falcon-h1-0.5b", "--topology", "v5e-16"], "error: v5e-16: "),
-        (["--model", "nemotron-h-8b", "--topology", "h100-8", "--tensor-parallel-size", "4"], "has 8 device"),
-        (["--model", "nothing-here", "--topology", "h100"], "nothing-here: no such model"),
-        (["--model", "nemotron-nano-9b", "--topology", "h100"], "did you mean nemotron-nano-9b-v2 or"),
-        (["--model", "nemotron-h-8b", "--topology", "h100", "--at-context", "9000"], "at most 8192 tokens"),
-        (["--model", "nemotron-h-8b", "--topology", "all", "--full"], "need one machine"),
-    ],
-)
-def test_command_refuses_in_one_line(arguments, message, capsys):
-    assert run(["plan", *arguments, "--analysis"]) == 2
-    error = capsys.readouterr().err
-    assert message in " ".join(error.split())
-    assert "Traceback" not in error
-
-
 def test_command_finds_the_smallest_machine_of_each_kind(capsys, monkeypatch):
     groups = [["h200-1"], ["l4-1", "l4-2"], ["v5e-1"]]
     machines = [[target(name) for name in names] for names in groups]

@@ -83,21 +83,6 @@ def test_serve_shows_common_options_and_the_others_on_request(capsys):
     assert "more options" not in everything
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["serv"], "no command 'serv'; did you mean 'serve'?"),
-        (["levitate"], "no command 'levitate'"),
-        (["serve", "--max-model-length", "4"], "No such option: --max-model-length; did you mean '--max-model-len'?"),
-        (["inspect", "--modle", "demo"], "No such option: --modle; did you mean '--model'?"),
-        (["generate", "x", "--gpu-memory-utilizaton", "1"], "did you mean '--gpu-memory-utilization'?"),
-    ],
-)
-def test_typing_errors_get_a_suggestion(arguments, said, capsys):
-    assert run(arguments) == 2
-    assert said in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("arguments", [[], ["bench"]], ids=["mamba-jax", "bench"])
 def test_a_group_without_a_command_shows_its_help(arguments, capsys):
     assert run(arguments) == 0

@@ -21,32 +21,6 @@ from tests.support.waiting import comes_true
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--port", "70000"], "port: must be less than or equal to 65535"),
-        (["--log-format", "xml"], "log_format"),
-        (["--model", "/does/not/exist"], "/does/not/exist: no such model"),
-        (["--page-size", "7"], "page_size 7 does not divide"),
-        (["--host", "not an address"], "cannot listen on not an address"),
-        (["--host-id", "1"], "coordinator, num_hosts and host_id must be given together"),
-        (
-            ["--coordinator", "a:1", "--num-hosts", "2", "--host-id", "0", "--role", "decode"],
-            "--role decode does not support several hosts",
-        ),
-        (
-            ["--coordinator", "a", "--num-hosts", "2", "--host-id", "1", "--split-secret", "0123456789abcdef"],
-            "(routers that follow it) does not support several hosts",
-        ),
-    ],
-)
-def test_mistakes_are_one_line(arguments, said, capfd):
-    assert run(["serve", *arguments]) == 2
-    error = capfd.readouterr().err
-    assert said in error
-    assert "Traceback" not in error
-
-
 def test_a_port_that_is_taken(capfd):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert run(["serve", "--port", str(taken.getsockname()[1])]) == 2

@@ -156,33 +156,6 @@ def test_counts_as_people_write_them(text, number):
     assert whole_number(text) == number
 
 
-@pytest.mark.parametrize("text", ["", "k", "1.5", "1e3", "many"])
-def test_what_is_no_count(text, capfd):
-    assert run(["serve", "--max-model-len", text]) == 2
-    assert "is not a whole number" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--override-generation-config", "{"], "--override-generation-config is not valid JSON"),
-        (["--override-generation-config", '{"top_q": 1}'], "did you mean 'top_p'"),
-        (["--default-chat-template-kwargs", "[]"], "must be a JSON object"),
-        (["--ssl-keyfile", "key.pem"], "must be given together"),
-        (["--ssl-keyfile", "key.pem", "--ssl-certfile", "no.pem"], "--ssl-certfile no.pem: cannot be used"),
-        (["--max-logprobs", "5000"], "max_logprobs"),
-        (["--reasoning-parser", "other"], "reasoning_parser"),
-        (["--tool-call-parser", "pythonic"], "tool_call_parser"),
-        (["--no-such-flag"], "No such option"),
-    ],
-)
-def test_values_that_are_wrong(words, said, capfd):
-    assert run(["serve", *words]) == 2
-    error = capfd.readouterr().err
-    assert said in error
-    assert "Traceback" not in error
-
-
 TABLE = Path(__file__).parent / "vllm_recipes.tsv"
 ROWS = [line.split("\t") for line in TABLE.read_text().splitlines() if not line.startswith("#")]
 GUIDES = [(recipe, line) for recipe, kind, line in ROWS if kind == "guide"]

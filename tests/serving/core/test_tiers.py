@@ -35,35 +35,6 @@ def test_names_depend_on_all_tokens_before_and_on_the_scope():
     assert chain.reach([1, 2, 3, 4])[-1] == link(link(root(Scope(None)), [1, 2]), [3, 4])
 
 
-def test_the_deepest_unit_of_the_same_tokens_is_found():
-    tier, tokens = Tier("host", 1000, SIZES), list(range(20))
-    for length in (3, 8, 11):
-        tier.add(unit(tokens[:length]))
-    assert find(tier, tokens) == 11
-    assert find(tier, tokens, beyond=10) == 11
-    assert find(tier, tokens, beyond=11) == 0
-    assert find(tier, tokens[:10]) == 8
-    assert find(tier, tokens[:8] + [99] * 8) == 8
-    assert find(tier, tokens[:3]) == 3
-    assert find(tier, tokens, salt="another") == 0
-    tier.check()
-
-
-def test_blocks_are_held_once_and_go_with_the_last_unit_that_needs_them():
-    tier, tokens = Tier("host", 1000, SIZES), list(range(20))
-    first, second = unit(tokens[:9]), unit(tokens[:13])
-    change = tier.add(first)
-    assert change is not None
-    assert change.blocks == list(first.blocks)
-    assert change.bytes == tier.used == 10 + 2 + 2 * 4
-    change = tier.add(second)
-    assert change is not None
-    assert change.blocks == [second.blocks[2]]
-    assert tier.drop(second.name) == [second.name, second.blocks[2]]
-    assert tier.drop(first.name) == [first.name, *first.blocks]
-    assert (tier.used, len(tier), len(tier._blocks)) == (0, 0, 0)
-
-
 def test_the_least_recently_used_goes_first_and_what_is_worth_little_before_it():
     tier = Tier("host", 45, SIZES)  # three states of fewer tokens than a block
     units = [unit([i, i]) for i in range(5)]
@@ -74,33 +45,6 @@ def test_the_least_recently_used_goes_first_and_what_is_worth_little_before_it()
     tier.touch(units[0].name)
     assert tier.add(units[4]) == ([], [units[2].name], 12)
     assert tier.stats.evicted == 2
-    tier.check()
-
-
-def test_what_is_larger_than_the_tier_is_not_held():
-    tier = Tier("host", 20, SIZES)
-    assert tier.add(unit(list(range(40)))) is None
-    assert (tier.used, tier.stats.not_kept) == (0, 1)
-
-
-def test_a_damaged_block_takes_all_that_need_it_along():
-    tier, tokens = Tier("host", 1000, SIZES), list(range(12))
-    short, long, other = unit(tokens[:3]), unit(tokens), unit([7] * 9)
-    for each in (short, long, other):
-        tier.add(each)
-    assert set(tier.drop_block(long.blocks[1])) == {long.name, *long.blocks}
-    assert find(tier, tokens) == 3
-    assert find(tier, [7] * 9) == 9
-
-
-def test_what_must_not_be_trusted_is_forgotten_with_all_that_begins_like_it():
-    tier, tokens = Tier("host", 1000, SIZES), list(range(12))
-    for each in (unit(tokens[:3]), unit(tokens), unit([7] * 9), unit(tokens, "salt")):
-        tier.add(each)
-    tier.forget(Chain(Scope(None), B), tokens[:6])
-    assert find(tier, tokens) == 0
-    assert find(tier, tokens, salt="salt") == 12
-    assert find(tier, [7] * 9) == 9
     tier.check()
 
 
@@ -201,23 +145,51 @@ def test_a_part_of_the_scope_that_names_leave_out_is_seen(part, monkeypatch):
 
 
 def test_random_books():
-    """Any sequence of verbs leaves books that are right."""
+    """After any sequence of verbs, what is held is what was added and is not said to be gone."""
     rng = random.Random(5)
-    tier = Tier("disk", 120, Sizes(state=10, page=2, page_size=2, block=B, overhead=3))
-    sequences = [[rng.randrange(2) for _ in range(24)] for _ in range(4)]
+    tier = Tier("disk", 800, Sizes(state=10, page=2, page_size=2, block=B, overhead=3))
+    held: dict[bytes, tuple[str | None, list[int], set[bytes]]] = {}
+    sequences = [[rng.randrange(2) for _ in range(length)] for length in (24, 24, 24, 24, 99)]  # one may not fit
+
+    def blocks() -> set[bytes]:
+        return {block for *_, own in held.values() for block in own}
+
     for _ in range(3000):
-        tokens = rng.choice(sequences)[: rng.randrange(1, 24)]
-        match rng.randrange(6):
-            case 0:
-                tier.forget(Chain(Scope(None), B), tokens)
-            case 1 if tier.units:
-                tier.drop(rng.choice(list(tier.units)))
-            case 2 if tier.units:
-                tier.touch(rng.choice(list(tier.units)), spare=rng.random() < 0.5)
+        salt, tokens = rng.choice([None, "salt"]), rng.choice(sequences)
+        tokens = tokens[: rng.randrange(1, len(tokens))]
+        gone, lost, before = [], set(), blocks()
+        match rng.randrange(8):
+            case 0:  # all that begins like it
+                gone = tier.forget(Chain(Scope(salt), B), tokens)
+                lost = {name for name, (other, each, _) in held.items()
+                        if other == salt and each[:B] == tokens[: min(B, len(each))]}  # fmt: skip
+            case 1 if held:
+                lost = {rng.choice(list(held))}
+                gone = tier.drop(*lost)
+            case 2 if held:
+                tier.touch(rng.choice(list(held)), spare=rng.random() < 0.5)
+            case 3 if before:
+                block = rng.choice(sorted(before))
+                gone, lost = tier.drop_block(block), {name for name, (*_, own) in held.items() if block in own}
             case _:
-                tier.add(unit(tokens), spare=rng.random() < 0.3)
+                new = unit(tokens, salt)
+                change = tier.add(new, spare=rng.random() < 0.3)
+                if change is not None:
+                    held[new.name] = salt, tokens, set(new.blocks)
+                    gone, lost = change.gone, {name for name in change.gone if name in held}
+                    assert set(change.blocks) == set(new.blocks) - before, "blocks are held once"
+        assert {name for name in gone if name in held} == lost
+        before = blocks()
+        for name in lost:
+            del held[name]
+        assert sorted({*gone} - lost) == sorted(before - blocks()), "blocks go with the last unit that needs them"
+        assert tier.units.keys() == held.keys()
         tier.check()
-        assert find(tier, tokens) <= len(tokens)
+        beyond = rng.randrange(12)
+        deepest = max((len(each) for other, each, _ in held.values()
+                       if other == salt and each == tokens[: len(each)]), default=0)  # fmt: skip
+        assert find(tier, tokens, beyond, salt) == (deepest if deepest > beyond else 0)
+    assert min(tier.stats.not_kept, tier.stats.evicted, tier.stats.lost) > 10
 
 
 class Reader:

@@ -267,22 +267,6 @@ def test_a_step_sends_new_pages_alone():
     assert not batches.tables.take_whole()
 
 
-def test_a_seats_next_tenant_begins_with_zeros():
-    batches = BatchBuilder(config())
-    batches.decode([decode_row(2, [7, 8])])
-    given = {"seed": 1, "choice": 0, "prompt": [], "output": [], "stop_ids": (), "vocab_size": 8}
-    batches.seat(2, SamplingParams(), **given)
-    assert batches.decode([decode_row(2, [7])]).page_updates.tolist() == [[2, 0, 7], [0, 0, 0]]
-
-
-def test_a_long_prefix_that_was_found_is_sent_before_the_step():
-    batches = BatchBuilder(config(num_pages=300, max_model_len=4096))
-    batch = batches.prefill([prefill_row(1, 480, 10, [9], range(1, 300)), prefill_row(2, 0, 10, [8], [300, 301])])
-    (table,) = batches.tables.take_whole()
-    assert (table.row_id, table.pages[:300].tolist()) == (1, [*range(1, 300), 0])
-    assert batch.page_updates[:3].tolist() == [[2, 0, 300], [2, 1, 301], [0, 0, 0]]
-
-
 def test_arrays_do_not_grow_with_the_longest_sequence():
     def sizes(length):
         every = BatchBuilder(config(max_model_len=length)).warm_up_batches(8)

@@ -141,22 +141,6 @@ async def test_the_numbers_have_whatever_has_been_answered(harness, maker):
             assert replica.latest_stats["finished"]["length"] == count
 
 
-@pytest.mark.full
-async def test_a_full_queue_sends_to_the_next(harness, maker):
-    engines = maker.make(max_num_waiting=1, max_num_seqs=1)
-    rng, gate = random.Random(6), threading.Event()
-    async with served(engines) as replicas:
-        for each in replicas.threads:
-            each.tell(lambda _: gate.wait(60))
-        tasks = [asyncio.create_task(last(replicas, harness.prompt(rng, 5 + 20 * (i % 2)))) for i in range(5)]
-        await asyncio.sleep(0)
-        gate.set()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        refused = [result for result in results if isinstance(result, Exception)]
-        assert all(isinstance(error, RequestError) and error.retry for error in refused)
-        assert sum(result.finished for result in results if result not in refused) >= 2
-
-
 def test_no_request_waits_at_a_held_replica():
     held, running = (SimpleNamespace(control=SimpleNamespace(held=held)) for held in (True, False))
     error, loads = RequestError("the queue is full", retry=True), ReplicaLoads([held, running])

@@ -92,25 +92,6 @@ def test_magnitudes_and_tables_change_the_rows_of_their_adapter_only(llm, prompt
                 other.update_weights(str(FIXTURES / FIXTURE))
 
 
-def test_a_reloaded_name_finds_no_state_of_the_old_adapter(llm, prompt, directory):
-    request = LoRARequest("tenant", 1, str(directory))
-    first = said(llm.generate(prompt, GREEDY, lora_request=request)[0])
-    again = llm.generate(prompt, GREEDY, lora_request=request)[0]
-    assert again.num_cached_tokens > 0
-    assert same(said(again), first)
-    strengthen(directory, 11)
-    llm.load_lora_adapter("tenant", str(directory))
-    output = llm.generate(prompt, GREEDY, lora_request=request)[0]
-    assert output.num_cached_tokens == 0
-    assert same(said(output), alone(llm, prompt, request, "fresh"))
-    # The old content under any name finds the old states.
-    strengthen(directory, 5)
-    llm.load_lora_adapter("renamed", str(directory))
-    output = llm.generate(prompt, GREEDY, lora_request=LoRARequest("renamed", 2, str(directory)))[0]
-    assert output.num_cached_tokens > 0
-    assert same(said(output), first)
-
-
 def test_no_entry_is_written_while_a_request_uses_it(llm, prompt, directory):
     requests = [LoRARequest(name, i, str(directory)) for i, name in enumerate("xyz")]
     with pytest.raises(RequestError, match="unfinished requests use all 2 loaded adapters"):
@@ -120,15 +101,6 @@ def test_no_entry_is_written_while_a_request_uses_it(llm, prompt, directory):
     llm.unload_lora_adapter("z")
     with pytest.raises(RequestError, match="adapter 'z' is not loaded"):
         llm.unload_lora_adapter("z")
-
-
-def test_a_refused_adapter_leaves_the_others(llm, prompt, directory):
-    request = LoRARequest("kept", 1, str(directory))
-    before = alone(llm, prompt, request, "before")
-    with pytest.raises(RequestError, match="not a directory"):
-        llm.generate(prompt, GREEDY, lora_request=LoRARequest("kept", 1, str(directory / "absent")))
-    assert same(alone(llm, prompt, request, "after"), before)
-    assert not llm.engine.adapters.num_users
 
 
 def test_an_adapter_with_an_overflow_is_refused_and_a_removed_one_leaves_zeros(llm, prompt, directory):

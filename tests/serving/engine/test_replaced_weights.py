@@ -1,7 +1,5 @@
 """Weights that change while an engine runs: what is said, by which of them, what is refused, and what is held."""
 
-import asyncio
-import random
 import shutil
 from pathlib import Path
 
@@ -17,7 +15,6 @@ from mamba_jax.model import parameters
 from serving import LLM, RequestError, SamplingParams
 from tests.support.engines.engine_harness import SMALL
 from tests.support.engines.engines import finish
-from tests.support.engines.replicas import serving
 from tests.support.engines.small_tiers import Free
 from tests.support.engines.versioned_engine import VersionedEngine
 from tests.support.models.golden_case import chosen_logprobs, log_probs
@@ -305,27 +302,3 @@ def test_sleep_gives_memory_back_and_requests_go_on():
     assert made.explain([output]).worst < 2e-3
     assert engine.loop.programs.compilations == compiled
     engine.loop.scheduler.check(idle=True)
-
-
-async def test_an_engine_with_a_thread_of_its_own_pauses_between_steps():
-    made = VersionedEngine(seed=6)
-    made.compile()
-    rng = random.Random(6)
-    prompts = [{"prompt_token_ids": [rng.randrange(90) for _ in range(20)]} for _ in range(8)]
-    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, logprobs=0)
-
-    async def one(engine, prompt):
-        return [output async for output in engine.generate(prompt, params, live=False)][-1]
-
-    async with serving(made.engine) as engine:
-        asked = [asyncio.create_task(one(engine, prompt)) for prompt in prompts[:4]]
-        await asyncio.sleep(0)
-        await engine.pause("wait")
-        done = await asyncio.gather(*asked)
-        late = [asyncio.create_task(one(engine, prompt)) for prompt in prompts[4:]]
-        await engine.call(lambda _: made.update())
-        assert not any(task.done() for task in late)
-        await engine.call(lambda inner: inner.control.resume())
-        outputs = done + await asyncio.gather(*late)
-    assert [output.outputs[0].weights_versions for output in outputs] == [[("0", 20)]] * 4 + [[("1", 20)]] * 4
-    assert made.explain(outputs).worst < 2e-3

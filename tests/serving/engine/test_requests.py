@@ -1,6 +1,5 @@
 """What one request may ask for: stops, limits, seeds, choices, log-probabilities, biases."""
 
-import math
 import random
 from dataclasses import replace
 
@@ -100,63 +99,6 @@ def test_penalties_see_prompt_and_output(harness, engine, greedy):
     assert ask(harness, engine, prompt, repetition_penalty=1.0).outputs[0].token_ids == tokens
 
 
-def test_a_seed_gives_the_same_tokens_whatever_else_runs(harness, engine, greedy):
-    prompt, _ = greedy
-    rng = random.Random(0)
-    params = SamplingParams(temperature=1.0, seed=11, max_tokens=10, ignore_eos=True)
-    alone = harness.run(engine, [prompt], params)[0].outputs[0].token_ids
-    others = [harness.prompt(rng, rng.randrange(1, 60)) for _ in range(12)]
-    mixed = [SamplingParams(temperature=rng.choice([0.0, 1.0]), max_tokens=rng.randrange(1, 20)) for _ in others]
-    for engine_again in (engine, harness.engine("none")):
-        outputs = harness.run(engine_again, [*others, prompt], [*mixed, params])
-        assert outputs[-1].outputs[0].token_ids == alone
-    other = harness.run(engine, [prompt], SamplingParams(temperature=1.0, seed=12, max_tokens=10, ignore_eos=True))
-    assert other[0].outputs[0].token_ids != alone
-
-
-@pytest.mark.parametrize("mode", ["none", "all"])
-def test_several_choices(harness, greedy, mode):
-    prompt, _ = greedy
-    engine = harness.engine(mode)
-    params = SamplingParams(n=4, temperature=1.0, seed=3, max_tokens=8, ignore_eos=True)
-    (output,) = harness.run(engine, [prompt], params)
-    choices = [tuple(choice.token_ids) for choice in output.outputs]
-    assert [choice.index for choice in output.outputs] == [0, 1, 2, 3]
-    assert len(set(choices)) == 4
-    single = SamplingParams(temperature=1.0, seed=3, max_tokens=8, ignore_eos=True)
-    assert tuple(harness.run(engine, [prompt], single)[0].outputs[0].token_ids) == choices[0]
-    if mode == "all":
-        # The forks read the state at the prompt's end: the prompt is computed once.
-        assert engine.loop.stats.prefill_tokens == len(prompt)
-
-
-def test_logprobs_are_the_models(harness, engine, greedy):
-    prompt, tokens = greedy
-    output = ask(harness, engine, prompt, logprobs=3, prompt_logprobs=2)
-    row = [*prompt, *tokens]
-    expected = harness.log_probs(row)
-    tables = [*output.prompt_logprobs, *output.outputs[0].logprobs]
-    assert tables[0] is None
-    for at, table in enumerate(tables[1:], start=1):
-        count = 2 if at < len(prompt) else 3
-        best = np.argsort(-expected[at - 1])[:count]
-        assert {t for t, entry in table.items() if entry.rank} == set(best.tolist())
-        assert next(iter(table)) == row[at]
-        for token, entry in table.items():
-            assert entry.logprob == pytest.approx(expected[at - 1, token], abs=2e-4)
-    total = sum(expected[len(prompt) - 1 + i, t] for i, t in enumerate(tokens))
-    assert output.outputs[0].cumulative_logprob == pytest.approx(total, abs=2e-3)
-
-
-@pytest.mark.parametrize("length", [17, 33, 64, 65, 97])
-def test_prompt_logprobs_of_any_length_are_complete(harness, engine, length):
-    prompt = harness.prompt(random.Random(length), length)
-    for _ in range(2):  # the second time most of the prompt is cached, and must not be read
-        output = ask(harness, engine, prompt, prompt_logprobs=0, max_tokens=1)
-        assert output.num_cached_tokens == 0
-        assert all(table is not None for table in output.prompt_logprobs[1:])
-
-
 @pytest.mark.parametrize("alternatives", [None, 2])
 def test_prompt_logprobs_of_given_ids(harness, engine, alternatives):
     rng = random.Random(6)
@@ -182,14 +124,6 @@ def test_prompt_logprobs_of_given_ids(harness, engine, alternatives):
             assert entry.logprob == pytest.approx(expected[at - 1, token], abs=2e-4)
     for output in (outputs[0], outputs[2]):
         assert all(list(table) == [token] for token, table in zip(others[1:], output.prompt_logprobs[1:], strict=True))
-
-
-def test_limits(harness, engine):
-    prompt = harness.prompt(random.Random(0), 150)
-    output = ask(harness, engine, prompt, max_tokens=None)
-    assert len(output.outputs[0].token_ids) == 10
-    assert output.outputs[0].finish_reason == "length"
-    assert math.isfinite(output.metrics.time_to_first_token)
 
 
 @pytest.mark.parametrize(
@@ -219,14 +153,3 @@ def test_requests_that_cannot_be_served(engine, prompt, params, said):
         engine.add_request("bad", prompt, SamplingParams(**params))
     assert said in str(error.value)
     assert engine.num_unfinished == 0
-
-
-def test_a_full_queue_refuses_and_says_that_later_may_do(harness):
-    engine = harness.engine("all", max_num_waiting=2)
-    for i in range(2):
-        engine.add_request(str(i), "w5")
-    with pytest.raises(RequestError) as error:
-        engine.add_request("2", "w5", SamplingParams(n=2))
-    assert error.value.retry
-    assert engine.num_unfinished == 2
-    finish(engine)

@@ -103,11 +103,6 @@ def test_black_holes_and_drips_instead_of_workers(fleet):
     fleet.assert_at_rest()
 
 
-def test_clients_that_leave(fleet):
-    fleet.leave(60, seed=6)
-    fleet.assert_at_rest()
-
-
 def test_a_lease_that_has_run_out(fleet):
     """The decode worker asks for the state when it is gone."""
     before = _without_it(fleet)
@@ -141,12 +136,6 @@ def _without_it(fleet) -> int:
     """States that the decode worker has done without, or has stopped waiting for."""
     counts = fleet.fetched()
     return counts["failed"] + counts["late"] + counts["spared"]
-
-
-def test_full_places(fleet):
-    """More prompts at once than states may be kept: the rest is computed by the decode worker."""
-    all_right(fleet.ask(40, 20, seed=8), 40)
-    fleet.assert_at_rest()
 
 
 def test_messages_without_the_fleets_seal(fleet):

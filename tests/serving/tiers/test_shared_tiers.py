@@ -146,17 +146,6 @@ def test_one_that_fails_harms_the_others_neither_in_memory_nor_on_the_disk(start
     assert tiers(other)["disk"]["units"] > 6
 
 
-def test_the_next_process_finds_what_both_devices_held(start):
-    one, other = start(**HOST, **DISK)
-    fill(one, numbers=[1, 2])
-    fill(other, numbers=[11, 12])
-    one.close()
-    other.close()
-    one, other = start(**DISK)
-    assert [ask(one, f"{number}", tokens(number, 61)) for number in (1, 11)] == [61, 61]
-    assert [ask(other, f"{number}", tokens(number, 61)) for number in (2, 12)] == [61, 61]
-
-
 def test_only_those_that_were_given_the_same_weights_share(start):
     one, other = start(**HOST)
     fill(one)

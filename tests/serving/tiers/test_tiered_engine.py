@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from serving.core.tiers.tiers import FetchCosts
 from tests.support.engines.engines import Continuation, finish
+from tests.support.engines.small_tiers import Free
 from tests.support.fleets.split_pair import DRAFTERS, GREEDY, MAX_LEN, assert_as_alone, build, tokens
 from tests.support.selection import slow, some_slow
 
@@ -19,13 +19,6 @@ TIERS = {
     "small host": {"host_cache_gib": SIZE / 200},
     "small host, disk": {"host_cache_gib": SIZE / 200, "disk_cache_gib": SIZE},
 }
-
-
-class Free(FetchCosts):
-    """Computing a few tokens with a tiny model takes less time than any fetch."""
-
-    def worth_fetching(self, tier: str, num_bytes: int, tokens: int) -> bool:
-        return True
 
 
 @pytest.mark.full

@@ -19,6 +19,7 @@ from tests.support.servers.refused_values import BODY, REFUSED
 
 MIB = 1 << 20
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+JSON = {"content-type": "application/json"}
 
 Answers = set[int]
 
@@ -40,9 +41,7 @@ def posted(name: str, allowed: Answers, path: str, *bodies: object) -> Hostile:
         found = set()
         for body in bodies:
             content = body if isinstance(body, bytes) else json.dumps(body).encode()
-            answer = httpx.post(
-                url + path, content=content, headers={"content-type": "application/json"}, timeout=120.0
-            )
+            answer = httpx.post(url + path, content=content, headers=JSON, timeout=120.0)
             if answer.status_code >= 400:
                 error = answer.json()["error"]
                 assert error["message"], body
@@ -124,9 +123,7 @@ def endless_body(url: str) -> Answers:
             yield b"x" * MIB
 
     try:
-        answer = httpx.post(
-            url + COMPLETIONS, content=pieces(), headers={"content-type": "application/json"}, timeout=60.0
-        )
+        answer = httpx.post(url + COMPLETIONS, content=pieces(), headers=JSON, timeout=60.0)
     except httpx.TransportError:  # cut off while it still wrote
         return {0}
     return {answer.status_code}
@@ -159,23 +156,6 @@ def written(*texts: str) -> list[dict[str, object]]:
     return [chat(tools=[TOOL], structured_outputs={"choice": [text]}, max_tokens=400) for text in texts]
 
 
-def with_headers(*headers: tuple[bytes, bytes]) -> Callable[[str], Answers]:
-    """Posts a completion once with each header, as it is."""
-
-    def send(url: str) -> Answers:
-        content = json.dumps(completion()).encode()
-        found = set()
-        for name, value in headers:
-            head = (
-                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
-            )
-            head += name + b": " + value + b"\r\ncontent-length: %d\r\n\r\n" % len(content)
-            found |= raw(head + content)(url)
-        return found
-
-    return send
-
-
 CONTENT = json.dumps(completion()).encode()
 
 
@@ -186,6 +166,13 @@ def framed(*headers: bytes, body: bytes = CONTENT) -> bytes:
 
 
 LENGTH = b"content-length: %d" % len(CONTENT)
+
+
+def with_headers(*headers: tuple[bytes, bytes]) -> Callable[[str], Answers]:
+    """Posts a completion once with each header, as it is."""
+    return raw(*(framed(name + b": " + value, LENGTH) for name, value in headers))
+
+
 NUM_ODD = 14
 """The first of the list are odd, not large: `tests/serving/api/test_odd_requests.py` has them by default."""
 FORWARDED = (b"x-request-id", b"traceparent", b"tracestate", b"authorization", b"x-api-key")

@@ -9,7 +9,7 @@ from serving.core.cache.content import Chain, Scope, State, state_name
 from serving.core.tiers.journal import Journal
 from serving.split.http.events import follow
 from serving.split.router.event_followers import EventFollowers
-from tests.support.servers.fake_workers import fleet_of
+from tests.support.servers.fake_workers import fleet_of, pieces
 
 B = 4
 PROMPT = list(range(11))
@@ -19,10 +19,6 @@ def state_of(tokens, salt=None, weights=0) -> State:
     links = Chain(Scope(salt, weights), B).reach(tokens)
     tail = len(tokens) % B
     return State(state_name(links[-1], tokens[len(tokens) - tail :]), links[-1], tail, len(tokens))
-
-
-async def whole(content):
-    yield content
 
 
 class Servers:
@@ -49,7 +45,7 @@ class Servers:
             prompt = [ord(each) if isinstance(each, str) else each for each in body["prompt"]]
             return httpx.Response(200, json={"tokens": prompt, "salt": body.get("cache_salt")})
         if path.startswith("/v1/"):
-            return httpx.Response(200, content=whole(json.dumps({"from": host}).encode()))
+            return httpx.Response(200, content=pieces(json.dumps({"from": host}).encode()))
         return httpx.Response(404)
 
 

@@ -86,7 +86,11 @@ OF_ONE_API = {
         ({"tool_choice": "required", "tools": [{"type": "custom", "name": "c", "format": {
             "type": "grammar", "syntax": "regex", "definition": "((((("}}]}, ..., ""),
     ),
-    "/v1/messages": (({"n": 3}, "n", "n is not supported"),),
+    "/v1/messages": (
+        ({"n": 3}, "n", "n is not supported"),
+        *(({"messages": [{"role": "user", "content": content}]}, ..., "")
+          for content in ([], [{"type": "redacted_thinking", "data": "x"}])),
+    ),
 }  # fmt: skip
 """Fields, the parameter that the error names (... for any), and what the message says."""
 REFUSED = (
