@@ -3,7 +3,6 @@
 Structured rows skip the steps that would have to wait for them.
 """
 
-import asyncio
 import functools
 import itertools
 import random
@@ -14,15 +13,13 @@ import pytest
 
 from mamba_jax.drafts import MTPDrafts, NGramDrafts
 from mamba_jax.programs import StepPrograms
-from serving import AsyncEngine, SamplingParams
-from serving.core.errors import RequestError
+from serving import SamplingParams
 from tests.serving.core.mutations.registry import Fault
 from tests.serving.differential import structured_faults
 from tests.support.engines.engines import finish
-from tests.support.engines.replicas import serving
 from tests.support.engines.shared_engines import ROWS, SMALLEST, TILE, engines_of
 from tests.support.engines.step_programs import shared_programs
-from tests.support.models.letter_tokens import EOS, TOO_BIG, WORDS
+from tests.support.models.letter_tokens import EOS
 from tests.support.models.tiny_configs import ENGINE_VOCAB
 from tests.support.selection import slow
 
@@ -199,49 +196,6 @@ def test_where_most_are_structured_all_wait() -> None:
     check(outputs, {number: said(output) for number, output in outputs.items()})
     assert engine.loop.stats.lockstep_steps > 5
     assert engine.loop.stats.drafts.accepted
-
-
-OTHER_FORMS = (
-    {"regex": "[a-z]{3}-[0-9]{2}"},
-    {"choice": ["ab", "abba", "x"]},
-    {"grammar": 'start: "(" start ")" | "x"'},
-    {"json": {"enum": ["a", "b"]}},
-    {"grammar": 'start: "x" | ' + TOO_BIG},
-    None,
-)
-
-
-async def answer(served: AsyncEngine, number: int) -> tuple:
-    """What a request says, or how it fails."""
-    rng, form = random.Random(number), OTHER_FORMS[number % len(OTHER_FORMS)]
-    temperature = rng.choice([0.0, 1.0])
-    params = SamplingParams(temperature=temperature, seed=number, max_tokens=12, structured_outputs=form)
-    prompt = {"prompt_token_ids": [rng.randrange(ENGINE_VOCAB) for _ in range(rng.randrange(1, 40))]}
-    try:
-        return said([output async for output in served.generate(prompt, params)][-1])
-    except RequestError as error:
-        return ("error", str(error).split(":")[0])
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize("drafts", [Drafts(), USUAL[1], OTHERS[2]], ids=str)
-async def test_many_tasks_at_once_say_what_each_says_alone(drafts: Drafts) -> None:
-    async def alone(served: AsyncEngine) -> list[tuple]:
-        return [await answer(served, number) for number in range(24)]
-
-    async def together(served: AsyncEngine) -> list[tuple]:
-        return await asyncio.gather(*(answer(served, number) for number in range(24)))
-
-    answers = []
-    for mode, way in (("none", alone), ("all", together)):
-        engine = engine_of(drafts, mode)
-        async with serving(engine) as served:
-            answers.append(await way(served))
-        engine.loop.scheduler.check(idle=True)
-    assert answers[0] == answers[1]
-    assert {"stop", "length"} <= {end for end, *_ in answers[0]}
-    texts = {"".join(WORDS[token] for token in tokens) for _, *tokens in answers[0][1 :: len(OTHER_FORMS)]}
-    assert texts <= {"ab<eos>", "abba<eos>", "x<eos>", "ab", "abba", "x"}
 
 
 @pytest.mark.full

@@ -120,6 +120,7 @@ def bits(model: str, dtype: str, count: int, *reached: str, tier: Any = FULL, **
 
 CASES = [
     case("a few", 0, 12, ("all", "cached_tokens"), mark=(), model="nemotronh"),
+    case("drafts, a few", 50_000_000, 12, ("drafted mtp", "layer"), mark=(), drafts=True, model=SMALLEST),
     *(
         case(f"drafts, {model}", 54_000_000, 25, ("align", "all", "failures", "full_hits", "accepted ngram"),
              drafts=True, model=model)

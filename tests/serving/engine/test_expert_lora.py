@@ -13,7 +13,7 @@ from checkpoints.adapters.adapter import CONFIG_FILE, MODULE_PREFIX, WEIGHTS_FIL
 from checkpoints.errors import CheckpointError
 from mamba_jax.adapters import targets
 from mamba_jax.model import parameters
-from serving import LLM, ConfigError, LoRARequest, RequestError, SamplingParams
+from serving import LLM, LoRARequest, RequestError, SamplingParams
 from tests.support.models import golden_case
 from tests.support.models.golden_case import FIXTURES, TO_HUGGING_FACE, Case, chosen_logprobs
 from tests.support.selection import slow
@@ -131,11 +131,6 @@ def test_an_adapter_of_experts_needs_the_flag(tmp_path):
         pytest.raises(RequestError, match=r"changes routed experts \(.*experts\.down\), which needs the flag lora_exp"),
     ):
         llm.load_lora_adapter("tenant", str(tmp_path / "adapter"))
-
-
-def test_a_model_without_experts_refuses_the_flag():
-    with pytest.raises(ConfigError, match=r"lora_experts does not support .* no routed experts"):
-        LLM(str(FIXTURES / "lfm2"), **FLAGS, lora_experts=True, warmup=False)
 
 
 @pytest.mark.parametrize(

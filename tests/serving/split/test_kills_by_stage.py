@@ -9,12 +9,11 @@ import openai
 import pytest
 
 from tests.support.fleets.processes import streamed
-from tests.support.fleets.split_faults import Fleet
+from tests.support.fleets.split_faults import TEXT, Fleet
 
 pytestmark = pytest.mark.slow
 
 LENGTH = 24
-TEXT = "The prefill worker computes the prompt once and the decode worker goes on from its state. " * 2
 
 
 class StoppableFleet(Fleet):

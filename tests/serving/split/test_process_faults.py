@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from serving.split.seal import Seal
-from tests.support.fleets.split_faults import PROMPTS, LoadedFleet, Outcomes, sealed_status
+from tests.support.fleets.split_faults import PROMPTS, TEXT, LoadedFleet, Outcomes, sealed_status
 from tests.support.servers.listener import listener
 from tests.support.waiting import comes_true, is_ready
 
@@ -26,7 +26,6 @@ def all_right(outcomes, count):
     assert outcomes == Outcomes(right=count)
 
 
-TEXT = "The prefill worker computes the prompt once and the decode worker goes on from its state. " * 2
 FORMS = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": f"0 {TEXT}"}], "max_tokens": 5},
     "/v1/responses": {"input": f"1 {TEXT}", "instructions": "Be brief.", "max_output_tokens": 5},

@@ -119,17 +119,6 @@ def test_full_handoff_and_reuse():
 
 
 @pytest.mark.full
-def test_seeded_draws_and_choices_are_those_without_a_split():
-    params = dataclasses.replace(GREEDY, temperature=0.9, seed=5, n=3)
-    pair = Pair("all", "ngram")
-    alone = pair.decode.add_request("alone", {"prompt_token_ids": PROMPT}, params, cache_salt="other")
-    finish(pair.decode)
-    split = pair.run(PROMPT, params=params)
-    assert [choice.token_ids for choice in split.outputs] == [choice.token_ids for choice in alone.outputs]
-    pair.assert_idle()
-
-
-@pytest.mark.full
 def test_drafts_after_a_split_are_as_good():
     """What the draft layer keeps of the prompt travels too: it is that of an engine that has computed the prompt."""
     kept = []
@@ -268,16 +257,6 @@ def test_a_lost_store_over_there():
     finish(pair.decode)
     assert_as_alone(PROMPT, output)
     assert pair.prefill_side.stats.lost == 1
-    pair.assert_idle()
-
-
-def test_a_lost_store_here():
-    pair, later, output = waiting()
-    pair.decode.loop._forget()
-    later.run()
-    finish(pair.decode)
-    later.run()
-    assert_as_alone(PROMPT, output)
     pair.assert_idle()
 
 

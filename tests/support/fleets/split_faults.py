@@ -26,6 +26,7 @@ _SLACK = 60.0
 """Seconds beyond it for the rest of the answer, on a machine that does other things too."""
 PROMPTS = [f"{word} {'and so on ' * (3 + i % 5)}" for i, word in enumerate("abcdefgh")]
 LENGTHS = (4, 24)
+TEXT = "The prefill worker computes the prompt once and the decode worker goes on from its state. " * 2
 
 
 @dataclass
