@@ -261,18 +261,3 @@ def test_a_reader_that_is_too_slow_is_told_so():
     assert [event.number for event in journal.since(number + 2, most=2)] == [3, 4]
     assert journal.since(6) == []
     assert journal.since(7) is None, "a number of another server's"
-
-
-def test_a_tier_tells_what_comes_and_goes():
-    journal = Journal(B)
-    reader = Reader(journal)
-    tier = Tier("host", 60, Sizes(state=10, page=2, page_size=2, block=B), journal=journal)
-    rng = random.Random(1)
-    for _ in range(300):
-        tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 14))]
-        if rng.random() < 0.7:
-            tier.add(unit(tokens))
-        else:
-            tier.drop(unit(tokens).name)
-        reader.read()
-        assert {name for _, name in reader.held} == tier.units.keys()

@@ -26,18 +26,6 @@ FAILS_AT_ONCE = SamplingParams(
 )
 
 
-def test_what_ends_during_a_step_is_answered_by_that_step(structured):
-    engine = structured()
-    output = engine.add_request("bad", {"prompt_token_ids": [5, 6]}, FAILS_AT_ONCE)
-    answered = []
-    while engine.loop.busy:
-        answered += engine.step()
-    assert [o is output for o in answered] == [True]
-    assert output.outputs[0].finish_reason == "error"
-    assert "structured outputs" in output.outputs[0].stop_reason
-    assert not engine.busy
-
-
 async def test_a_failing_request_alone_on_an_async_engine_is_answered(structured):
     async with serving(structured()) as served:
         with pytest.raises(RequestError, match="structured outputs"):

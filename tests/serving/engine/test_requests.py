@@ -1,4 +1,4 @@
-"""What one request may ask for: stops, limits, seeds, choices, log-probabilities, biases."""
+"""What one request may ask for: stops, deltas, log-probabilities of given ids; and what is refused."""
 
 import random
 from dataclasses import replace
@@ -35,19 +35,6 @@ def ask(harness, engine, prompt, **params):
     return output
 
 
-def test_text_and_stop_texts(harness, engine, greedy):
-    prompt, tokens = greedy
-    whole = ask(harness, engine, prompt)
-    assert whole.outputs[0].text == " ".join(f"w{t}" for t in tokens)
-    stop = f"w{tokens[3]}"
-    cut = ask(harness, engine, prompt, stop=["nothing", stop])
-    assert cut.outputs[0].text == whole.outputs[0].text[: whole.outputs[0].text.index(stop)]
-    assert (cut.outputs[0].finish_reason, cut.outputs[0].stop_reason) == ("stop", stop)
-    assert len(cut.outputs[0].token_ids) <= 4
-    kept = ask(harness, engine, prompt, stop=[stop], include_stop_str_in_output=True)
-    assert kept.outputs[0].text == cut.outputs[0].text + stop
-
-
 def test_deltas_add_up_to_the_whole_output(harness, engine, greedy):
     prompt, tokens = greedy
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, stop=[f"w{tokens[8]} w{tokens[9]}"])
@@ -82,21 +69,6 @@ def test_stop_ids_and_end_of_sequence(harness, engine, greedy):
         assert tokens[4] not in later.token_ids[:6]
     finally:
         engine.eos_token_ids = before
-
-
-def test_logit_bias(harness, engine, greedy):
-    prompt, tokens = greedy
-    banned = ask(harness, engine, prompt, logit_bias={tokens[0]: -100}).outputs[0]
-    assert tokens[0] not in banned.token_ids
-    forced = ask(harness, engine, prompt, logit_bias={"7": 100}, max_tokens=3).outputs[0]
-    assert forced.token_ids == [7, 7, 7]
-
-
-def test_penalties_see_prompt_and_output(harness, engine, greedy):
-    prompt, tokens = greedy
-    once = ask(harness, engine, prompt, frequency_penalty=2.0, presence_penalty=2.0, logit_bias={7: 3.9}).outputs[0]
-    assert once.token_ids.count(7) <= 2
-    assert ask(harness, engine, prompt, repetition_penalty=1.0).outputs[0].token_ids == tokens
 
 
 @pytest.mark.parametrize("alternatives", [None, 2])

@@ -214,22 +214,6 @@ def test_kill_9_in_the_middle_of_writing(tmp_path):
 # -- several processes --
 
 
-def test_what_another_process_brings_and_removes_is_seen(tmp_path):
-    one, other = Disk(tmp_path), Disk(tmp_path)
-    assert (one.listing.alone, other.listing.alone) == (True, False)
-    tokens = list(range(11))
-    one.store(unit(tokens))
-    assert other.fetch(tokens) == "miss"
-    other.look()
-    assert other.fetch(tokens) == "hit"
-    assert other.tier.stats.stored == 0, "it was another's"
-    one.folder.remove(one.tier.drop(unit(tokens).name))
-    other.look()
-    assert other.fetch(tokens) == "miss"
-    other.check()
-    assert not list(tmp_path.glob("*.safetensors"))
-
-
 def test_a_block_that_another_process_has_removed_takes_its_units_along(tmp_path):
     one, other = Disk(tmp_path), Disk(tmp_path)
     one.store(unit([1] * 9))
