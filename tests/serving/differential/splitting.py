@@ -72,7 +72,8 @@ def _points(arrangement: Arrangement) -> PointPrograms:
     return PointPrograms(arrangement)
 
 
-def _worker(on: SharedEngines, engine, flags: dict[str, Any]) -> Worker:
+def worker_of(on: SharedEngines, engine, flags: dict[str, Any]) -> Worker:
+    """One side's, around an engine that is there already."""
     config = EngineConfig.create(**(FLAGS | flags | on.flags))
     built: Any = SimpleNamespace(
         engine=engine, model=on.model, config=config, size=SimpleNamespace(max_model_len=MAX_LEN)
@@ -93,8 +94,8 @@ class OtherSide:
         self._executor: Any = DelayedExecutor(self._rng)
         self._transport = DirectTransport("differential")
         self._transport.offered.clear()
-        self._there = PrefillSide(_worker(on, prefill, prefill_flags), lease=3600.0)
-        self._here = DecodeSide(_worker(on, decode, decode_flags), executor=self._executor)
+        self._there = PrefillSide(worker_of(on, prefill, prefill_flags), lease=3600.0)
+        self._here = DecodeSide(worker_of(on, decode, decode_flags), executor=self._executor)
         self._tickets: list[str] = []
         self._met: Counter[str] = Counter()
 

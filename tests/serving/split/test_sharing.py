@@ -21,34 +21,21 @@ from tests.support.fleets.split_pair import GREEDY, Pair, assert_as_alone, build
 from tests.support.servers.fake_workers import Workers, all_of, asked
 
 
-class Replicas:
+class Replicas(Pair):
     """Two engines that do everything; the second goes on from what the first has."""
 
-    def __init__(self, mode="all", **flags):
-        self.engines = [build(mode, **flags).engine for _ in range(2)]
-        first, second = (worker(Pair._built(engine, mode, "none", flags)) for engine in self.engines)
-        self.lending = PrefillSide(first, computes=False, max_kept=2)
-        self.side = DecodeSide(second)
-        self.count = 0
+    def __init__(self, mode="all"):
+        self.prefill, self.decode = (build(mode).engine for _ in range(2))
+        first, second = (worker(self._built(engine, mode, "none", {})) for engine in (self.prefill, self.decode))
+        self.connect(PrefillSide(first, computes=False, max_kept=2), DecodeSide(second))
 
-    def ask(self, which, prompt, remote=None, **more):
-        self.count += 1
-        engine = self.engines[which]
-        output = engine.add_request(f"{self.count}", {"prompt_token_ids": prompt}, GREEDY, remote=remote, **more)
+    def ask(self, engine, prompt, remote=None, **more):
+        output = engine.add_request(self.name(), {"prompt_token_ids": prompt}, GREEDY, remote=remote, **more)
         finish(engine)
         return output
 
     def lend(self, prompt, beyond=0, salt=None) -> Ticket:
-        return self.lending.share(ShareRequest(tokens=prompt, beyond=beyond, salt=salt))
-
-    def remote(self, ticket):
-        return self.side.accept(self.lending, ticket)
-
-    def assert_idle(self):
-        for engine in self.engines:
-            engine.loop.scheduler.check(idle=True)
-        stats = self.lending.stats
-        assert (self.lending.kept, stats.held, stats.copies, stats.copied_bytes) == (0, 0, 0, 0)
+        return self.prefill_side.share(ShareRequest(tokens=prompt, beyond=beyond, salt=salt))
 
 
 @pytest.mark.full
@@ -56,25 +43,25 @@ class Replicas:
 def test_what_another_replica_computed_is_not_computed_again(mode):
     replicas = Replicas(mode)
     for seed, length, more in ((1, 37, 9), (2, 48, 1), (3, 40, 0)):
-        replicas.ask(0, tokens(seed, length))
+        replicas.ask(replicas.prefill, tokens(seed, length))
         prompt = tokens(seed, length + more)
         ticket = replicas.lend(prompt)
         assert ticket.position == length
-        output = replicas.ask(1, prompt, replicas.remote(ticket))
+        output = replicas.ask(replicas.decode, prompt, replicas.remote(ticket))
         assert output.num_cached_tokens == length
         assert_as_alone(prompt, output, (mode, seed))
         # The one that lent it still has it.
-        again = replicas.ask(0, prompt)
+        again = replicas.ask(replicas.prefill, prompt)
         assert again.num_cached_tokens >= length
         assert_as_alone(prompt, again, (mode, seed, "lender"))
-    assert replicas.side.stats.arrived == 3
-    assert replicas.engines[1].loop.scheduler.fetch_costs.per_byte[PEER] > 0
+    assert replicas.decode_side.stats.arrived == 3
+    assert replicas.decode.loop.scheduler.fetch_costs.per_byte[PEER] > 0
     replicas.assert_idle()
 
 
 def test_what_is_gone_or_too_many_is_refused():
     replicas = Replicas()
-    replicas.ask(0, tokens(1, 37), cache_salt="mine")
+    replicas.ask(replicas.prefill, tokens(1, 37), cache_salt="mine")
     with pytest.raises(SplitError, match="no cached state"):
         replicas.lend(tokens(1, 40))
     with pytest.raises(SplitError, match="no cached state"):
@@ -83,52 +70,52 @@ def test_what_is_gone_or_too_many_is_refused():
     replicas.lend(tokens(1, 40), salt="mine", beyond=36)
     with pytest.raises(TooMany):
         replicas.lend(tokens(1, 40), salt="mine")
-    replicas.lending.release(ticket.id, wanted=False)
-    replicas.engines[0].loop.scheduler.change_weights()
+    replicas.prefill_side.release(ticket.id, wanted=False)
+    replicas.prefill.loop.scheduler.change_weights()
     with pytest.raises(SplitError, match="weights"):
         replicas.lend(tokens(1, 40), salt="mine")
-    replicas.lending.lease = 0.0
-    for export in replicas.lending._kept.values():
+    replicas.prefill_side.lease = 0.0
+    for export in replicas.prefill_side._kept.values():
         export.deadline = 0.0
-    assert replicas.lending.sweep() == 1
+    assert replicas.prefill_side.sweep() == 1
     replicas.assert_idle()
 
 
 def test_a_state_that_does_not_come_costs_a_wait_and_no_more():
     """Released meanwhile, and lost with the lender's store."""
     replicas = Replicas()
-    replicas.side.policy = "fail"  # applies to prompts computed for this worker; it can compute this one itself
+    replicas.decode_side.policy = "fail"  # applies to prompts computed for this worker; it can compute this one itself
     for seed in (1, 2):
-        replicas.ask(0, tokens(seed, 37))
+        replicas.ask(replicas.prefill, tokens(seed, 37))
         prompt = tokens(seed, 45)
         ticket = replicas.lend(prompt)
         if seed == 1:
-            replicas.lending.release(ticket.id, wanted=False)
+            replicas.prefill_side.release(ticket.id, wanted=False)
         else:
-            replicas.engines[0].loop._forget()
-        assert_as_alone(prompt, replicas.ask(1, prompt, replicas.remote(ticket)), seed)
-    assert replicas.side.stats.failed == 2
+            replicas.prefill.loop._forget()
+        assert_as_alone(prompt, replicas.ask(replicas.decode, prompt, replicas.remote(ticket)), seed)
+    assert replicas.decode_side.stats.failed == 2
     replicas.assert_idle()
 
 
 def test_it_is_fetched_only_where_that_is_cheaper():
     replicas = Replicas()
-    replicas.ask(0, tokens(1, 37))
+    replicas.ask(replicas.prefill, tokens(1, 37))
     ticket = replicas.lend(tokens(1, 40))
-    assert replicas.side.worth_fetching(ticket), "nothing is known yet"
-    prices = replicas.engines[1].loop.scheduler.fetch_costs
+    assert replicas.decode_side.worth_fetching(ticket), "nothing is known yet"
+    prices = replicas.decode.loop.scheduler.fetch_costs
     prices.per_token = None
     prices.computed(1000, 0.001)
     prices.fetched(PEER, 1, 1.0)
-    assert not replicas.side.worth_fetching(ticket)
+    assert not replicas.decode_side.worth_fetching(ticket)
     prices.per_byte[PEER] = 1e-12
-    assert replicas.side.worth_fetching(ticket)
-    replicas.ask(1, tokens(1, 37))
-    assert not replicas.side.worth_fetching(ticket), "it is here already"
-    replicas.engines[1].loop.scheduler.change_weights()
-    assert not replicas.side.worth_fetching(ticket)
-    assert replicas.side.stats.dearer == 2
-    replicas.lending.release(ticket.id, wanted=False)
+    assert replicas.decode_side.worth_fetching(ticket)
+    replicas.ask(replicas.decode, tokens(1, 37))
+    assert not replicas.decode_side.worth_fetching(ticket), "it is here already"
+    replicas.decode.loop.scheduler.change_weights()
+    assert not replicas.decode_side.worth_fetching(ticket)
+    assert replicas.decode_side.stats.dearer == 2
+    replicas.prefill_side.release(ticket.id, wanted=False)
 
 
 def test_lending_takes_memory_only_where_it_is_asked_for():

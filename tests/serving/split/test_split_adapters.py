@@ -1,19 +1,16 @@
 """Requests with adapters whose prompts another engine computes: a state is used only with the adapter that made it."""
 
-from types import SimpleNamespace
-
 import pytest
 
-from serving.config import EngineConfig
 from serving.engine.requests.adapters import LoRARequest
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.split.decode_side import DecodeSide
-from serving.split.prefill_side import ONCE, PrefillSide, fed_tokens
+from serving.split.prefill_side import PrefillSide
 from serving.split.wire import AdapterMismatch, ShareRequest, SplitError
-from serving.split.worker import Worker
+from tests.serving.differential.splitting import worker_of
 from tests.support.engines.engines import Continuation, finish
-from tests.support.engines.shared_engines import FLAGS, LONGEST, MAX_LEN, SMALLEST, engines_of
-from tests.support.fleets.direct_transport import DirectTransport
+from tests.support.engines.shared_engines import LONGEST, SMALLEST, engines_of
+from tests.support.fleets.split_pair import Pair
 from tests.support.models.adapter_contents import content
 
 PROMPT = tuple(range(3, 40))
@@ -21,58 +18,30 @@ LORA, OTHER, STATE = "0", "1", "3"
 """Contents: two LoRA adapters and a learned initial state."""
 
 
-class AdapterPair:
+class AdapterPair(Pair):
     """A prefill engine and a decode engine with adapters. An adapter's path is the number of its content."""
 
     def __init__(self) -> None:
         self.on = engines_of(f"{SMALLEST}, adapters")
         self.prefill, self.decode = (self.on.engine("all", side=side) for side in (1, 0))
-        there, here = (self.worker(engine) for engine in (self.prefill, self.decode))
-        self.there = PrefillSide(there)
-        self.here = DecodeSide(here)
-        self.count = 0
-
-    def worker(self, engine) -> Worker:
-        config = EngineConfig.create(**(FLAGS | self.on.flags))
-        built = SimpleNamespace(
-            engine=engine, model=self.on.model, config=config, size=SimpleNamespace(max_model_len=MAX_LEN)
-        )
-        return Worker(built, {"direct": DirectTransport("here")}, model=self.on.name)
-
-    def compute(self, adapter, handoff="full", salt=None):
-        self.count += 1
-        export, fed = self.there.begin(), fed_tokens(PROMPT, handoff)
-        self.prefill.add_request(
-            f"p{self.count}", {"prompt_token_ids": fed}, ONCE, cache_salt=salt, export=export, lora_request=adapter
-        )
-        finish(self.prefill)
-        name = None if adapter is None else adapter.lora_name
-        return self.there.ticket(export, PROMPT, handoff, adapter_name=name)
-
-    def remote(self, ticket):
-        return self.here.accept(self.there, ticket)
+        there, here = (worker_of(self.on, engine, {}) for engine in (self.prefill, self.decode))
+        self.connect(PrefillSide(there), DecodeSide(here))
 
     def answer(self, adapter, remote=None, salt=None, scores=None):
-        self.count += 1
         params = SamplingParams(
             temperature=0.0, max_tokens=LONGEST, logprobs=2, ignore_eos=True, prompt_logprobs=scores
         )
         output = self.decode.add_request(
-            f"d{self.count}", {"prompt_token_ids": list(PROMPT)}, params,
+            self.name(), {"prompt_token_ids": list(PROMPT)}, params,
             cache_salt=salt, remote=remote, lora_request=adapter,
         )  # fmt: skip
         finish(self.decode)
         return Continuation.of(output.outputs[0])
 
-    def assert_as_alone(self, adapter, answer) -> None:
+    def assert_right(self, adapter, answer) -> None:
         expected = self.on.alone(PROMPT, adapter=adapter)[0]
         assert answer.tokens == expected.tokens
         assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
-
-    def assert_idle(self) -> None:
-        for engine in (self.prefill, self.decode):
-            engine.loop.scheduler.check(idle=True)
-        assert self.there.kept == 0
 
 
 @pytest.fixture
@@ -92,51 +61,51 @@ def test_other_content_under_the_same_name_is_refused(pair) -> None:
     adapter = LoRARequest(LORA, 0, LORA)
     table = pair.prefill.adapters
     table.read = lambda name, path: table.checked(name, path, content(pair.on.model, int(OTHER)))
-    ticket = pair.compute(adapter)
+    ticket = pair.compute(PROMPT, lora=adapter)
     with pytest.raises(AdapterMismatch, match="adapter '0' has other content on the prefill worker") as refused:
         pair.remote(ticket)
     assert "\n" not in str(refused.value)
     # A ticket without the name, as of a shared state, passes this check. The request still does not use the state.
     remote = pair.remote(ticket.model_copy(update={"adapter_name": None}))
-    pair.assert_as_alone(adapter, pair.answer(adapter, remote))
-    assert (pair.here.stats.arrived, pair.here.stats.spared) == (0, 1)
+    pair.assert_right(adapter, pair.answer(adapter, remote))
+    assert (pair.decode_side.stats.arrived, pair.decode_side.stats.spared) == (0, 1)
 
 
 def test_an_adapter_that_is_not_loaded_is_refused(pair) -> None:
-    ticket = pair.compute(LoRARequest("new", 0, LORA))
+    ticket = pair.compute(PROMPT, lora=LoRARequest("new", 0, LORA))
     with pytest.raises(AdapterMismatch, match="adapter 'new' is not loaded on the decode worker"):
         pair.remote(ticket)
-    pair.there.release(ticket.id, wanted=False)
+    pair.prefill_side.release(ticket.id, wanted=False)
 
 
 @pytest.mark.parametrize("mine", [None, OTHER, STATE])
 def test_an_announced_state_waits_for_a_request_with_its_adapter(pair, mine) -> None:
     other, own = None if mine is None else LoRARequest(mine, 0, mine), LoRARequest(LORA, 0, LORA)
-    ticket = pair.compute(own)
+    ticket = pair.compute(PROMPT, lora=own)
     for _ in range(2):  # a ticket that is sent again announces nothing more
-        pair.here.expect(ticket.prompt_token_ids, pair.remote(ticket), 60.0)
-    assert [len(each) for each in pair.here._expected.values()] == [1]
-    pair.assert_as_alone(other, pair.answer(other))
-    assert pair.here.stats.arrived == 0
-    pair.assert_as_alone(own, pair.answer(own))
-    assert pair.here.stats.arrived == 1
+        pair.decode_side.expect(ticket.prompt_token_ids, pair.remote(ticket), 60.0)
+    assert [len(each) for each in pair.decode_side._expected.values()] == [1]
+    pair.assert_right(other, pair.answer(other))
+    assert pair.decode_side.stats.arrived == 0
+    pair.assert_right(own, pair.answer(own))
+    assert pair.decode_side.stats.arrived == 1
 
 
 def test_a_request_with_scores_of_its_prompt_releases_the_state(pair) -> None:
     adapter = LoRARequest(LORA, 0, LORA)
-    pair.assert_as_alone(adapter, pair.answer(adapter, pair.remote(pair.compute(adapter)), scores=0))
-    assert (pair.here.stats.arrived, pair.here.stats.spared) == (0, 1)
+    pair.assert_right(adapter, pair.answer(adapter, pair.remote(pair.compute(PROMPT, lora=adapter)), scores=0))
+    assert (pair.decode_side.stats.arrived, pair.decode_side.stats.spared) == (0, 1)
 
 
 def test_a_state_of_another_salt_or_of_replaced_weights_is_not_used(pair) -> None:
     adapter = LoRARequest(LORA, 0, LORA)
-    ticket = pair.compute(adapter, salt="one")
+    ticket = pair.compute(PROMPT, salt="one", lora=adapter)
     assert (ticket.salt, ticket.adapter) == ("one", f"content {LORA}")
-    pair.assert_as_alone(adapter, pair.answer(adapter, pair.remote(ticket), salt="two"))
-    ticket = pair.compute(adapter)
+    pair.assert_right(adapter, pair.answer(adapter, pair.remote(ticket), salt="two"))
+    ticket = pair.compute(PROMPT, lora=adapter)
     pair.decode.loop.scheduler.change_weights()
-    pair.assert_as_alone(adapter, pair.answer(adapter, pair.remote(ticket)))
-    assert (pair.here.stats.arrived, pair.here.stats.spared) == (0, 2)
+    pair.assert_right(adapter, pair.answer(adapter, pair.remote(ticket)))
+    assert (pair.decode_side.stats.arrived, pair.decode_side.stats.spared) == (0, 2)
 
 
 def test_a_shared_state_is_that_of_the_adapter(pair) -> None:
@@ -144,12 +113,12 @@ def test_a_shared_state_is_that_of_the_adapter(pair) -> None:
 
     adapter = LoRARequest(LORA, 0, LORA)
     digest = pair.decode.adapters.names.digest(adapter)
-    pair.there.release(pair.compute(adapter).id, wanted=False)
+    pair.prefill_side.release(pair.compute(PROMPT, lora=adapter).id, wanted=False)
     wanted = ShareRequest(tokens=list(PROMPT), adapter=digest)
     for wrong in (None, f"content {OTHER}"):
         with pytest.raises(SplitError, match="no cached state"):
-            pair.there.share(wanted.model_copy(update={"adapter": wrong}))
-    ticket = pair.there.share(wanted)
-    assert pair.here.worth_fetching(ticket)
-    pair.assert_as_alone(adapter, pair.answer(adapter, pair.remote(ticket)))
-    assert pair.here.stats.arrived == 1
+            pair.prefill_side.share(wanted.model_copy(update={"adapter": wrong}))
+    ticket = pair.prefill_side.share(wanted)
+    assert pair.decode_side.worth_fetching(ticket)
+    pair.assert_right(adapter, pair.answer(adapter, pair.remote(ticket)))
+    assert pair.decode_side.stats.arrived == 1

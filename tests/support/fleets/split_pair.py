@@ -108,10 +108,13 @@ class Pair:
             prefill_source = "keep" if source == "mtp" else source if source in DRAFTERS else "none"
         self.prefill = build(mode, prefill_source, **(prefill or {})).engine
         self.decode = build(mode, source, **(decode or {})).engine
-        self.prefill_side = PrefillSide(worker(self._built(self.prefill, mode, prefill_source, prefill)))
-        self.decode_side = DecodeSide(worker(self._built(self.decode, mode, source, decode)), **sides)
-        self.peer = self.prefill_side
-        self.count = 0
+        there = PrefillSide(worker(self._built(self.prefill, mode, prefill_source, prefill)))
+        self.connect(there, DecodeSide(worker(self._built(self.decode, mode, source, decode)), **sides))
+
+    def connect(self, there: PrefillSide, here: DecodeSide) -> None:
+        """The sides of two engines that are there already."""
+        self.prefill_side, self.decode_side = there, here
+        self.peer, self.count = there, 0
 
     @staticmethod
     def _built(engine, mode, source, flags):
@@ -137,8 +140,12 @@ class Pair:
         return self.prefill_side.ticket(export, prompt, handoff, adapter_name=name, **counts)
 
     def add(self, prompt, ticket: Ticket | None, params=GREEDY, **more):
-        remote = self.decode_side.accept(self.peer, ticket) if ticket is not None else None
+        remote = self.remote(ticket) if ticket is not None else None
         return self.decode.add_request(self.name(), {"prompt_token_ids": list(prompt)}, params, remote=remote, **more)
+
+    def remote(self, ticket: Ticket):
+        """What a request waits for that goes on from a ticket's state."""
+        return self.decode_side.accept(self.peer, ticket)
 
     def run(self, prompt, handoff="full", params=GREEDY):
         """A whole request; its output."""
