@@ -71,6 +71,7 @@ class GrammarTrials:
         self._waiting: Counter[str | None] = Counter()
         """Number of grammars of each client in both lanes, those under trial included."""
         self._processes: set[_TrialProcess] = set()
+        self._closed = False
         weakref.finalize(self, _stop_all, self._processes)
 
     def submit(self, grammar: str, client: str | None = None) -> Future[dict[str, Any]]:
@@ -92,10 +93,8 @@ class GrammarTrials:
         return trial.result
 
     def close(self) -> None:
-        """Ends all trials; waiting grammars fail."""
-        with self._lock:
-            for trial in (trial for lane in self._lanes for trial in lane.waiting):
-                trial.until = 0.0
+        """Ends all trials; waiting grammars, and those under trial, fail."""
+        self._closed = True
         for process in list(self._processes):
             process.process.kill()
 
@@ -112,7 +111,7 @@ class GrammarTrials:
             lane.trying[trial.client] += 1
         answer: dict[str, Any] | BaseException | None
         try:
-            if time.monotonic() > trial.until:
+            if self._closed or time.monotonic() > trial.until:
                 raise _too_many()
             answer = self._try(lane, trial.grammar)
         except BaseException as error:
@@ -140,6 +139,8 @@ class GrammarTrials:
             process = _TrialProcess()
             self._processes.add(process)
         try:
+            if self._closed:  # `close` may not have seen the process
+                raise _too_many()
             if not process.greeted:
                 process.greet(self._settings() | {"memory": MEMORY, "seconds": lane.seconds})
             # The process limits its own processor time. On a busy machine, more wall-clock time passes.
