@@ -27,6 +27,9 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mamb
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# Each HTTP client reads all certificates it trusts, for as long as several requests take. No test needs one of them.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 
 MAPS, STATUS = Path("/proc/self/maps"), Path("/proc/self/status")
 KEPT_BYTES, MOST_KEPT_BYTES, FILE_BYTES, MOST_LEFT_BYTES = 1 << 30, 3 << 29, 5 << 29, 3 << 29
