@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 _TRACED_WITH = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 _ENVIRONMENT = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "CUDA_", "NVIDIA_")
-_UNUSED_FOR = 30 * 24 * 3600.0
+_UNUSED_FOR, _SWEPT_EVERY = 30 * 24 * 3600.0, 24 * 3600.0
 PLACE, PROGRAM = ".place", ".program"
 """Endings of files that are named by the first key, and hold the name of the other; and by the second."""
 
@@ -95,9 +95,12 @@ class KeptPrograms:
         self._description = "\n".join([programs.description, source_digest(PROGRAM_PACKAGES), self._surroundings])
         self.loaded = 0
         """Number of programs loaded from disk."""
-        for path in folder.iterdir():
-            if time.time() - path.stat().st_mtime > _UNUSED_FOR:
-                path.unlink(missing_ok=True)
+        swept = folder / "swept"
+        if not swept.exists() or time.time() - swept.stat().st_mtime > _SWEPT_EVERY:
+            swept.touch()
+            for path in folder.iterdir():
+                if time.time() - path.stat().st_mtime > _UNUSED_FOR:
+                    path.unlink(missing_ok=True)
 
     def find(
         self,
