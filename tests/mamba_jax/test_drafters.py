@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from contextlib import nullcontext
 
+import jax
 import numpy as np
 import pytest
 
@@ -15,7 +16,7 @@ from tests.support.engines.draft_traces import assert_updated_in_place, check_dr
 from tests.support.fleets.step_host import PAGE, Host
 from tests.support.models import drafters
 from tests.support.models.drafters import eagle, states_of, with_tokens
-from tests.support.models.random_models import decisive_model
+from tests.support.models.random_models import long_memory_model
 from tests.support.models.tiny_configs import STEP
 
 PROMPT = [int(t) for t in np.random.default_rng(2).integers(0, STEP.vocab_size, 13)]
@@ -27,8 +28,8 @@ LEAST_CHANCE = 0.2
 
 @functools.cache
 def model_of(name: str) -> HybridModel:
-    """The cached model of `decisive_model`, from which `Host` makes its programs: with a draft vocabulary."""
-    model = decisive_model(CONFIGS[name])
+    """The cached model of `long_memory_model`, from which `Host` makes its programs: with a draft vocabulary."""
+    model = long_memory_model(CONFIGS[name])
     return with_tokens(CONFIGS[name], model) if CONFIGS[name].drafter.maps_vocabulary else model
 
 
@@ -122,11 +123,10 @@ def test_drafts_and_what_they_leave_behind(name):
 def test_logits_equal_those_of_the_definition(name):
     model, tokens = model_of(name), np.array(PROMPT)
     layout = SequenceLayout.of(1, len(PROMPT))
-    hidden, _ = model.run(tokens, layout, None)
-    read = np.asarray(model.draft_input(hidden))
+    read = np.asarray(jax.jit(lambda model: model.draft_input(model.run(tokens, layout, None)[0]))(model))
     np.testing.assert_allclose(read, read_by_drafter(name, PROMPT), atol=1e-4)
     previous = np.concatenate([np.full((1, read.shape[1]), 1e3, np.float32), read[:-1]])
-    ours = model.draft_logits(model.draft(tokens, previous, layout, None)[0])
+    ours = jax.jit(lambda model: model.draft_logits(model.draft(tokens, previous, layout, None)[0]))(model)
     pairs = list(zip(read, PROMPT[1:], strict=False))
     expected = eagle(drafters.weights(values_of(name)), CONFIGS[name].drafter, pairs)[1]
     np.testing.assert_allclose(ours[1:], expected, atol=1e-3)

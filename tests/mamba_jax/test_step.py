@@ -23,7 +23,7 @@ from tests.support.fleets.step_host import (
     expected_logprobs,
     greedy,
 )
-from tests.support.models.random_models import decisive_model
+from tests.support.models.random_models import long_memory_model
 from tests.support.models.tiny_configs import STEP, VOCAB
 
 PROMPT = tuple(int(t) for t in np.random.default_rng(0).integers(0, VOCAB, 40))
@@ -260,7 +260,7 @@ def test_penalties_count_what_was_emitted():
     out = host.prefill({"tokens": tokens, "write": 1}, {"tokens": tokens, "write": 2})
     for _ in range(8):
         # Penalties act on logits, which log-probabilities equal up to a constant; so take the logits themselves.
-        logits = np.asarray(decisive_model(STEP).logits(host.store.hidden[1]))
+        logits = np.asarray(long_memory_model(STEP).logits(host.store.hidden[1]))
         factor = np.where(seen | (counts > 0), 1.7, 1.0)
         want = np.where(logits > 0, logits / factor, logits * factor) - 1.5 * (counts > 0)
         token = int(out.tokens[0, 0])
@@ -292,7 +292,7 @@ def test_a_new_tenant_forgets_the_old_one():
 )
 def test_greedy_programs_refuse_requests_that_sample(sampling):
     host = Host()
-    host.programs = StepPrograms(decisive_model(STEP), tile_size=TILE, greedy=True)
+    host.programs = StepPrograms(long_memory_model(STEP), tile_size=TILE, greedy=True)
     with pytest.raises(ValueError, match="greedy programs"):
         host.seat(1, **sampling)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from mamba_jax.model import HybridModel
 from mamba_jax.programs import StepPrograms
 from mamba_jax.rows import init_rows
 from mamba_jax.sampling import sampling_row
-from mamba_jax.store import init_store
+from tests.support.engines.spoiled_store import spoiled_store
 from tests.support.engines.step_programs import shared_programs
 
 TILE, PAGE = 32, 16
@@ -52,7 +51,7 @@ class PromptStepper:
         `adapters`: the entry of each row's adapter; None for programs without adapters.
         """
         count = len(self.prompts)
-        store = init_store(
+        self.store = spoiled_store(
             self.model.config,
             num_slots=1 + self._tiles + 2 * count,
             num_pages=1 + count * self._pages_per_row,
@@ -60,10 +59,6 @@ class PromptStepper:
             dtype=self._dtype,
             ssm_dtype=self._ssm_dtype,
             debug_state=True,
-        )
-        self.store = dataclasses.replace(
-            jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), dataclasses.replace(store, tags=None)),
-            tags=store.tags,
         )
         self.rows = init_rows(self.model.config, max_num_seqs=count, adapters=adapters is not None)
         for row, prompt in enumerate(self.prompts):

@@ -20,7 +20,6 @@ from kernels_pallas.fixed_order import log_sum_exp
 from mamba_jax.adapters import Adapters
 from mamba_jax.programs import INVARIANT as INVARIANT_KERNELS
 from mamba_jax.programs import KernelChoice, StepPrograms
-from mamba_jax.store import init_store
 from mamba_jax.train.score import SCORE_OPTIONS
 from serving.config import EngineConfig
 from serving.engine.assembly import build
@@ -28,6 +27,7 @@ from serving.engine.requests.adapters import LoRARequest
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.steps.batching import PrefillShape
 from tests.support.engines.engines import OPTIMIZED, QUICK_COMPILE, Continuation, finish
+from tests.support.engines.spoiled_store import spoiled_store
 from tests.support.engines.step_programs import shared_programs
 from tests.support.models.adapter_contents import read_contents
 from tests.support.models.letter_tokens import letters
@@ -177,7 +177,7 @@ class SharedEngines:
     def engine(self, mode: str | None, *, programs=None, eos_token_ids=(), side: int = 0, **flags):
         """An engine whose steps have one shape for decoding and one for prefill, or few. `side`: see `programs_of`."""
         config = EngineConfig.create(mamba_cache_mode=mode, **(FLAGS | flags | self.flags))
-        with mock.patch.object(build, "init_laid_out", _poisoned):
+        with mock.patch.object(build, "init_laid_out", spoiled_store):
             programs = programs or self.programs_of(config.tile_size, side)
             built = build.assemble(
                 config, self.model, tokenizer=letters(), eos_token_ids=eos_token_ids, programs=programs
@@ -246,12 +246,3 @@ class SharedEngines:
 def engines_of(name: str) -> SharedEngines:
     """Those of each model: a name in `tiny_configs.FOR_ENGINES`, `VARIANTS`, `EXACT`, `ADAPTED` or `INVARIANT`."""
     return SharedEngines(name)
-
-
-def _poisoned(*args, **kwargs):
-    store = init_store(*args, **kwargs)
-
-    def fill(leaf):
-        return jnp.full(leaf.shape, jnp.nan, leaf.dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
-
-    return jax.tree.map(fill, store)

@@ -9,14 +9,15 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from mamba_jax.batch import DecodeBatch, MixedBatch, PrefillBatch, SeatBatch, num_tiles
 from mamba_jax.rows import init_rows
 from mamba_jax.sampling import sampling_row
-from mamba_jax.store import Replay, init_store
+from mamba_jax.store import Replay
+from tests.support.engines.spoiled_store import spoiled_store
 from tests.support.engines.step_programs import shared_programs
-from tests.support.models.random_models import decisive_model
+from tests.support.models.golden_case import log_probs
+from tests.support.models.random_models import long_memory_model
 from tests.support.models.tiny_configs import STEP
 
 TILE, PAGE, PAGES_PER_ROW = 8, 4, 12
@@ -25,21 +26,12 @@ DECODE_ROWS, PREFILL_ROWS, PREFILL_TOKENS, TILES = 6, 6, 48, 12
 
 @functools.cache
 def programs_of(config=STEP, source=None):
-    return shared_programs(decisive_model(config), tile_size=TILE, source=source, greedy=config is not STEP)
-
-
-@functools.cache
-def _full(config):
-    graphdef, state = nnx.split(decisive_model(config))
-    run = jax.jit(lambda state, tokens: jax.nn.log_softmax(nnx.merge(graphdef, state)(tokens)))
-    return lambda tokens: run(state, tokens)
+    return shared_programs(long_memory_model(config), tile_size=TILE, source=source, greedy=config is not STEP)
 
 
 def expected_logprobs(tokens, config=STEP):
     """Log-probabilities after each of `tokens`, by the whole-sequence form: [len(tokens), VOCAB]."""
-    padded = np.zeros((1, PREFILL_TOKENS), np.int32)
-    padded[0, : len(tokens)] = tokens
-    return np.asarray(_full(config)(padded))[0, : len(tokens)]
+    return log_probs(long_memory_model(config), tokens, PREFILL_TOKENS)
 
 
 def greedy(tokens, count, config=STEP):
@@ -60,7 +52,8 @@ class Host:
         self.config, self.num_drafts = config, num_drafts
         self.replay = None if interval is None else Replay(interval, num_drafts)
         self.programs = programs_of(config, source)
-        store = init_store(
+        # Everything is garbage until it is written; the null slot and page are the worst garbage, for good.
+        self.store = spoiled_store(
             config,
             num_slots=slots,
             num_pages=pages,
@@ -70,14 +63,6 @@ class Host:
             replay=self.replay,
             num_tails=0 if interval is None else 9,
         )
-        # Everything is garbage until it is written; the null slot and page are the worst garbage, for good.
-        spoil = functools.partial(jax.tree.map, lambda leaf: jnp.full_like(leaf, jnp.nan))
-        tails = store.tails and dataclasses.replace(
-            store.tails, layers=spoil(store.tails.layers), hidden=spoil(store.tails.hidden)
-        )
-        self.store = dataclasses.replace(
-            store, slots=spoil(store.slots), kv=spoil(store.kv), hidden=spoil(store.hidden), tails=tails
-        )
         self.rows = init_rows(
             config,
             max_num_seqs=8,
@@ -86,7 +71,7 @@ class Host:
             max_len=PREFILL_TOKENS,
             replay=interval is not None,
         )
-        self.pages_per_row = PAGES_PER_ROW if store.kv else 0
+        self.pages_per_row = PAGES_PER_ROW if self.store.kv else 0
 
     def table(self, row):
         """The pages of row number `row`, where a test does not say otherwise."""
@@ -175,7 +160,7 @@ class Host:
 
     def logprobs(self, index):
         """The next token's log-probabilities, from the hidden state in a slot."""
-        return np.asarray(jax.nn.log_softmax(decisive_model(self.config).logits(self.store.hidden[index])))
+        return np.asarray(jax.nn.log_softmax(long_memory_model(self.config).logits(self.store.hidden[index])))
 
 
 @functools.cache

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from checkpoints import load_model
+from kernels_pallas.dispatch import KernelChoice
 from mamba_jax.families import config_from_hf
 from mamba_jax.layout import SequenceLayout
 from mamba_jax.model import HybridModel
+from mamba_jax.program_cache import ProgramCache
+from serving.engine.compiled_programs import keep_programs
 
 FIXTURES = Path(__file__).parents[2] / "golden"
 NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/goldens.npz"))
@@ -88,9 +95,31 @@ def full_log_probs(model: HybridModel, prompts: list[np.ndarray]) -> list[np.nda
     return [row[:length] for row, length in zip(out, lengths, strict=True)]
 
 
-@jax.jit
+@functools.cache
+def _programs() -> ProgramCache:
+    return ProgramCache()
+
+
 def _log_probs(model: HybridModel, tokens: np.ndarray, lengths: np.ndarray) -> jax.Array:
-    return jax.nn.log_softmax(model(tokens, lengths))
+    """By a program that is stored as those of steps are: only the first run on a machine traces it."""
+    graph, state = nnx.split(model)
+    flat = nnx.to_flat_state(state)
+    weights = tuple(leaf.get_value() for _, leaf in flat)
+
+    def run(weights: tuple[Any, ...], tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+        filled = [(path, leaf.replace(value)) for (path, leaf), value in zip(flat, weights, strict=True)]
+        return jax.nn.log_softmax(nnx.merge(graph, nnx.from_flat_state(filled))(tokens, lengths))
+
+    arguments = weights, tokens, lengths
+
+    def compile() -> jax.stages.Compiled:
+        description = re.sub(r" at 0x[0-9a-f]+", "", f"{graph}\n{Path(__file__).read_text()}")
+        programs = SimpleNamespace(devices=list(weights[0].devices()), description=description)
+        kept = keep_programs(programs) if len(programs.devices) == 1 else None
+        lower = functools.partial(jax.jit(run).lower, *arguments)
+        return lower().compile() if kept is None else kept.find(arguments, lower, {}, KernelChoice())
+
+    return _programs().run(graph, arguments, compile)
 
 
 def log_probs(model: HybridModel, tokens: list[int], longest: int = 256) -> np.ndarray:

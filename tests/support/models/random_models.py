@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -13,6 +12,7 @@ from checkpoints.adapters.initial_state import initial_state_shapes
 from checkpoints.random import initial_values
 from mamba_jax.config import HybridConfig
 from mamba_jax.model import HybridModel
+from mamba_jax.modules.basic import shapes_only
 
 
 def fill(make: Callable[[], Any], value_of: Callable[[str, tuple[int, ...]], np.ndarray]) -> tuple[Any, dict[str, Any]]:
@@ -20,7 +20,8 @@ def fill(make: Callable[[], Any], value_of: Callable[[str, tuple[int, ...]], np.
 
     Weights are drawn by numpy: making them module by module in JAX would compile something for each shape.
     """
-    graph, state = nnx.split(nnx.eval_shape(make))
+    with shapes_only():
+        graph, state = nnx.split(make())
     filled, arrays = [], {}
     for path, leaf in nnx.to_flat_state(state):
         name = ".".join(map(str, path))
@@ -49,16 +50,6 @@ def random_module(make: Callable[[], Any], *, scale: float) -> tuple[Any, dict[s
 def random_model(config: HybridConfig, dtype: Any = jnp.float32) -> HybridModel:
     """A model with random weights everywhere, those included that begin as ones or zeros."""
     return random_module(lambda: HybridModel(config, rngs=nnx.Rngs(0), dtype=dtype), scale=0.3)[0]
-
-
-@functools.cache
-def decisive_model(config: HybridConfig) -> HybridModel:
-    """With initial weights ten times as large: with the usual ones every next token would be about as likely."""
-    model = HybridModel(config, rngs=nnx.Rngs(0))
-    for param in jax.tree.leaves(nnx.state(model, nnx.Param), is_leaf=lambda leaf: isinstance(leaf, nnx.Param)):
-        if param[...].ndim > 1:
-            param[...] = param[...] * 10
-    return model
 
 
 @functools.cache
