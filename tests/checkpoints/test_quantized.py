@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -27,6 +28,7 @@ from tests.support.models.golden_case import full_log_probs
 from tests.support.models.quantized_checkpoints import CONFIGS, METHODS, config_of, fp8, write_mixed, write_quantized
 
 TOLERANCE = 2e-4
+dequantize = jax.jit(Quantized.dequantize)
 
 
 def assert_stands_for(quantized, wide, *, narrow=True):
@@ -36,7 +38,7 @@ def assert_stands_for(quantized, wide, *, narrow=True):
     found = quantized_weights(few)
     assert bool(found) == narrow
     for path, value in expected.items():
-        got = found[path].dequantize() if path in found else few[path]
+        got = dequantize(found[path]) if path in found else few[path]
         assert got.shape == value.shape
         np.testing.assert_allclose(got, value, rtol=2e-6, atol=1e-7, err_msg=path)
     return models
@@ -254,7 +256,7 @@ def test_products_are_quantized_and_nothing_else(wide, kind):
     }
     assert {"embed.weight", "lm_head.weight"} <= left
     for path, weight in found.items():
-        error = np.abs(np.asarray(weight.dequantize()) - np.asarray(all_of[path])).max()
+        error = np.abs(np.asarray(dequantize(weight)) - np.asarray(all_of[path])).max()
         assert error <= WORST[kind] * np.abs(all_of[path]).max()
     assert forms(few) == forms(Checkpoint(wide, dtype="float32", quantization=kind).shapes())
 
@@ -299,7 +301,7 @@ def test_hugging_face_form_says_what_loading_makes(model, kind, tmp_path):
     assert description["quant_method"] == "compressed-tensors"
     assert "lm_head" in description["ignore"] or "tie" in str(config_of(model))
     expected, got = values(load(source, **flags)), values(load(tmp_path / "narrow"))
-    stands_for = [{path: np.asarray(weight.dequantize()) for path, weight in quantized_weights(v).items()}
+    stands_for = [{path: np.asarray(dequantize(weight)) for path, weight in quantized_weights(v).items()}
                   for v in (expected, got)]  # fmt: skip
     assert stands_for[0].keys() == stands_for[1].keys() != set()
     for path, weight in stands_for[0].items():
@@ -327,7 +329,7 @@ def test_dummy_weights_can_be_quantized(wide):
     few = values(load(wide, load_format="dummy", quantization="nvfp4"))
     dense = values(load(wide, load_format="dummy"))
     for path, weight in quantized_weights(few).items():
-        assert np.abs(weight.dequantize() - dense[path]).max() <= WORST["nvfp4"] * np.abs(dense[path]).max()
+        assert np.abs(dequantize(weight) - dense[path]).max() <= WORST["nvfp4"] * np.abs(dense[path]).max()
 
 
 def test_quantized_checkpoints_are_described_and_not_quantized_again(tmp_path, capsys):

@@ -144,10 +144,12 @@ def test_a_quantized_layer_has_the_result_of_its_dequantized_weight_and_the_adap
     assert len(narrow) > len(plain) // 2
     stacks.attach(model, stacks.arrays)
     rng, entries = np.random.default_rng(2), np.array([1, 0, 1])
+    dequantize = jax.jit(Quantized.dequantize)
+    product = jax.jit(lambda layer, x, entries: layer(x, entries, out_dtype=jnp.float32))
     for path in narrow:
-        weight, (a, b) = np.asarray(plain[path].dequantize(), np.float64), layers[path]
+        weight, (a, b) = np.asarray(dequantize(plain[path]), np.float64), layers[path]
         x = jnp.asarray(rng.normal(size=(3, weight.shape[-1])), dtype)
-        found = np.asarray(adaptable_layers(model)[path](x, jnp.asarray(entries), out_dtype=jnp.float32), np.float64)
+        found = np.asarray(product(adaptable_layers(model)[path], x, entries), np.float64)
         delta = (b.astype(np.float64) @ a).reshape(weight.shape)
         expected = np.stack(
             [(weight + entry * delta) @ row for entry, row in zip(entries, np.asarray(x, np.float64), strict=True)]

@@ -18,6 +18,9 @@ from tests.support.models.tiny_configs import EVERYTHING, MAMBA, SHARED, VOCAB
 WEIGHTS = re.compile(r"(proj(_\w+)?|latent_\w+|linear|up|down|embed|lm_head)\.weight|experts\.(up|down)")
 
 
+dequantize = jax.jit(Quantized.dequantize)
+
+
 def narrow(path, weight, *, by_groups):
     """A weight in int8, as parameters by path; and what they stand for."""
     weight = np.asarray(weight, np.float32)
@@ -31,7 +34,7 @@ def narrow(path, weight, *, by_groups):
         {"values": values, "group_scale": scale} if by_groups else {"values": values, "channel_scale": scale[..., 0, :]}
     )
     parts = {name: jnp.asarray(value) for name, value in parts.items()}
-    return {f"{path}.{name}": value for name, value in parts.items()}, Quantized(**parts).dequantize()
+    return {f"{path}.{name}": value for name, value in parts.items()}, dequantize(Quantized(**parts))
 
 
 def both(config, by_groups):

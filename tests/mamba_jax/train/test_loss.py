@@ -93,8 +93,10 @@ def test_the_head_in_pieces(batch, length):
     def whole(hidden, weight):
         return optax.softmax_cross_entropy_with_integer_labels(0.7 * hidden @ weight.T, targets).mean()
 
-    expected = jax.value_and_grad(whole, (0, 1))(hidden, weight)
-    got = jax.value_and_grad(lambda h, w: mean_cross_entropy(h, w, targets, 0.7), (0, 1))(hidden, weight)
+    def in_pieces(hidden, weight):
+        return mean_cross_entropy(hidden, weight, targets, 0.7)
+
+    expected, got = (jax.jit(jax.value_and_grad(form, (0, 1)))(hidden, weight) for form in (whole, in_pieces))
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
@@ -117,12 +119,12 @@ def test_drafts_in_pieces():
         losses, agreements = distillation(drafting, hidden, weight, 0.7)
         return (depths * losses).sum(), agreements
 
-    (expected, agreed), gradient = jax.value_and_grad(whole, has_aux=True)(drafting)
-    (got, agrees), got_gradient = jax.value_and_grad(pieces, has_aux=True)(drafting)
+    (expected, agreed), gradient = jax.jit(jax.value_and_grad(whole, has_aux=True))(drafting)
+    (got, agrees), got_gradient = jax.jit(jax.value_and_grad(pieces, has_aux=True))(drafting)
     np.testing.assert_allclose(got, expected, rtol=1e-5)
     np.testing.assert_allclose(agrees, agreed, rtol=1e-6)
     np.testing.assert_allclose(got_gradient, gradient, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(pieces(drafting)[0], expected, rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(pieces)(drafting)[0], expected, rtol=1e-5)
 
 
 @pytest.mark.full
