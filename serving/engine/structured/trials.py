@@ -152,6 +152,8 @@ class GrammarTrials:
             lane.processes.append(process)
             return answer
         self._end(process)
+        if self._closed:
+            raise _too_many()
         if process.process.returncode in (-24, -9):  # SIGXCPU, or SIGKILL from this module
             return None
         return {"error": f"the grammar takes more than {MEMORY >> 20} MiB to compile"}
