@@ -45,7 +45,7 @@ def start(demo):
     servers = []
 
     def make(role=None, **flags) -> LiveServer:
-        config = EngineConfig.create(**(ENGINE | PLAIN | flags))
+        config, journal = EngineConfig.create(**(ENGINE | PLAIN | flags)), None
         built = assemble(config, model, tokenizer=tokenizer, programs=NoPrograms())
         listening = socket.create_server(("127.0.0.1", 0))
         if role is None:
@@ -55,6 +55,7 @@ def start(demo):
         else:
             routers = open_role(role, built, "127.0.0.1", listening.getsockname()[1]).routers
         server = LiveServer(built.engine, routers=routers, prepare=False, listening=listening)
+        server.journal = journal
         servers.append(server)
         server.wait_until_ready(60)
         return server
@@ -94,6 +95,10 @@ class Front:
         while not condition(self.status()["states"]):
             assert time.monotonic() < end, self.status()
             time.sleep(0.02)
+
+    def wait_until_told(self, *servers) -> None:
+        """Until it knows of as many states as the servers have."""
+        self.wait_until(lambda states: states == {each.url: len(each.journal.snapshot().states) for each in servers})
 
 
 @pytest.fixture
@@ -202,17 +207,16 @@ def test_conversations_go_where_they_can_be_gone_on_with(start, front):
         server.complete(text)
     chat = [{"role": "user", "content": TEXT}]
     one.http.post("/v1/chat/completions", json={"model": "demo", "messages": chat, "max_tokens": 2})
-    over.wait_until(lambda states: len(states) == 2 and all(states.values()))
+    over.wait_until_told(one, other)
     for text in texts:
         assert cached(over.post("/v1/completions", prompt=text + MORE)) >= 15
     placement = over.status()["placement"]
     assert (placement["by_state"], placement["by_text"]) == (4, 0)
     workers = {worker["url"]: worker["requests"] for worker in over.status()["decode"]}
     assert workers == {one.url: 2, other.url: 2}
-    known = over.status()["states"][one.url]
     assert cached(over.post("/v1/chat/completions", messages=chat)) > 0
     one.complete(TEXT, cache_salt="own")
-    over.wait_until(lambda states: states[one.url] > known)
+    over.wait_until_told(one, other)
     assert cached(over.post("/v1/completions", prompt=TEXT + MORE, cache_salt="own")) >= 15
     over.post("/v1/messages", messages=chat)
     over.post("/v1/responses", input=TEXT)
