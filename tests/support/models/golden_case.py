@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from checkpoints import load_model
 from kernels_pallas.dispatch import KernelChoice
 from mamba_jax.families import config_from_hf
 from mamba_jax.layout import SequenceLayout
-from mamba_jax.model import HybridModel
+from mamba_jax.model import HybridModel, parameters
 from mamba_jax.program_cache import ProgramCache
 from serving.engine.compiled_programs import keep_programs
 
@@ -102,24 +100,19 @@ def _programs() -> ProgramCache:
 
 def _log_probs(model: HybridModel, tokens: np.ndarray, lengths: np.ndarray) -> jax.Array:
     """By a program that is stored as those of steps are: only the first run on a machine traces it."""
-    graph, state = nnx.split(model)
-    flat = nnx.to_flat_state(state)
-    weights = tuple(leaf.get_value() for _, leaf in flat)
-
-    def run(weights: tuple[Any, ...], tokens: jax.Array, lengths: jax.Array) -> jax.Array:
-        filled = [(path, leaf.replace(value)) for (path, leaf), value in zip(flat, weights, strict=True)]
-        return jax.nn.log_softmax(nnx.merge(graph, nnx.from_flat_state(filled))(tokens, lengths))
-
-    arguments = weights, tokens, lengths
+    values = {path: leaf.get_value() for path, leaf in parameters(model).items()}
+    arguments, devices = (values, tokens, lengths), list(next(iter(values.values())).devices())
 
     def compile() -> jax.stages.Compiled:
-        description = re.sub(r" at 0x[0-9a-f]+", "", f"{graph}\n{Path(__file__).read_text()}")
-        programs = SimpleNamespace(devices=list(weights[0].devices()), description=description)
-        kept = keep_programs(programs) if len(programs.devices) == 1 else None
-        lower = functools.partial(jax.jit(run).lower, *arguments)
+        run = jax.jit(
+            lambda values, *rows: jax.nn.log_softmax(HybridModel.from_parameters(model.config, values)(*rows))
+        )
+        lower = functools.partial(run.lower, *arguments)
+        described = SimpleNamespace(devices=devices, description=f"{model.config}\n{Path(__file__).read_text()}")
+        kept = keep_programs(described) if len(devices) == 1 else None
         return lower().compile() if kept is None else kept.find(arguments, lower, {}, KernelChoice())
 
-    return _programs().run(graph, arguments, compile)
+    return _programs().run(model.config, arguments, compile)
 
 
 def log_probs(model: HybridModel, tokens: list[int], longest: int = 256) -> np.ndarray:
