@@ -77,8 +77,8 @@ def marks_at(positions: Mapping[int, float | None], ends: Sequence[int]) -> tupl
         positions: numbers of characters, each with the mark's time.
         ends: the end of each token in the text, ascending (`Tokenizer.encode_with_ends`).
     """
-    found = (Mark(bisect_right(ends, place), ttl) for place, ttl in positions.items())
-    return tuple(mark for mark in found if LEAST_TOKENS <= mark.position < len(ends))
+    found = ((bisect_right(ends, place), ttl) for place, ttl in positions.items())
+    return tuple(Mark(position, ttl) for position, ttl in found if LEAST_TOKENS <= position < len(ends))
 
 
 def shared_length(text: str, other: str) -> int:

@@ -4,7 +4,7 @@ import pytest
 
 from serving import RequestError, SamplingParams
 from serving.core.cache.retention import Mark
-from serving.engine.requests.conversations import ChangedPrefixes, message_digests
+from serving.engine.requests.conversations import ChangedPrefixes, marks_at, message_digests
 from serving.engine.requests.request import read_marks
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -58,6 +58,12 @@ def test_marks_are_positions_and_times():
     for wrong in ("5", True, 0, [5], *tables):
         with pytest.raises(RequestError, match=r"a mark has a position|cache_marks: a table with some of"):
             read_marks([wrong])
+
+
+def test_marks_are_left_out_at_the_beginning_and_the_end_of_a_text():
+    """A conversation without system text may begin with the words of its user, and its text may be empty."""
+    assert marks_at({0: 300.0, 40: 300.0, 80: None, 200: 600.0}, range(2, 102, 2)) == (Mark(40),)
+    assert marks_at({0: 600.0}, ()) == ()
 
 
 def test_the_first_message_that_differs_is_named():
