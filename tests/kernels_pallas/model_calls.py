@@ -81,7 +81,7 @@ def fixed(model):
     """What a recurrence gets besides tokens and places."""
     if is_selective(model):
         return {"a": shape(model.state, model.inner), "d": shape(model.inner)}
-    return {"erase": model.erase, "skip": None if model.erase else shape(model.heads)}
+    return {"erase": model.erase, "skip": None if model.erase or model.by_channel else shape(model.heads)}
 
 
 def scan(model, dtype, states):
@@ -159,18 +159,23 @@ def gated_replay(model, dtype, states):
     return {**gated_step(model, dtype), **kept, "places": anchored(model)}
 
 
+def packed(tokens, tile_size):
+    """Of one row."""
+    layout = functools.partial(PrefillLayout.of, num_packed=tokens, tile_size=tile_size)
+    row, tiles = {name: ints(1) for name in ("length", "num_tokens", "read_slot")}, ints(-(-tokens // tile_size))
+    return jax.eval_shape(layout, **row, tile_write_slot=tiles, page_table=ints(1, 1)).packed
+
+
 def gated_scan(model, dtype, states):
     """One row, of so many tokens as its tiles have."""
     tokens, (inner, _), (weights, gates) = model.tiles * model.tile_size, channels_of(model), gated(model, dtype)
     vector, number = shape(tokens, model.groups, model.state, dtype=dtype), shape(tokens, model.heads)
     slots = store(model, model.tiles + 5, states)
-    layout = functools.partial(PrefillLayout.of, num_packed=tokens, tile_size=model.tile_size)
-    row = {name: ints(1) for name in ("length", "num_tokens", "read_slot")}
-    packed = jax.eval_shape(layout, **row, tile_write_slot=ints(model.tiles), page_table=ints(1, 1)).packed
     return {
         "zx": shape(tokens, 2, inner, dtype=dtype), "query": vector, "key": vector, "log_decay": number,
         "strength": number, "weights": weights, "store": slots,
-        "windows": shape(len_of(slots), model.width - 1, inner, dtype=dtype), "packed": packed, "gates": gates,
+        "windows": shape(len_of(slots), model.width - 1, inner, dtype=dtype), "packed": packed(tokens, model.tile_size),
+        "gates": gates,
     }  # fmt: skip
 
 
@@ -178,11 +183,26 @@ def len_of(array):
     return array.shape[0]
 
 
-def convolution(model, dtype, states):
+def convolution(model, dtype, lead, **places):
     n, bias = model.channels, shape(model.channels, dtype=dtype) if model.bias else None
-    x, taps, windows = (shape(*s, dtype=dtype) for s in ((ROWS, 1, n), (n, model.width), (SLOTS, model.width - 1, n)))
-    rows = Rows(ints(ROWS), ints(ROWS, 1))
-    return {"x": x, "taps": taps, "bias": bias, "windows": windows, "rows": rows, "activation": "silu"}
+    x, windows = (shape(*sizes, n, dtype=dtype) for sizes in (lead, (SLOTS, model.width - 1)))
+    return {
+        "x": x,
+        "taps": shape(n, model.width, dtype=dtype),
+        "bias": bias,
+        "windows": windows,
+        **places,
+        "activation": "silu",
+    }
+
+
+def convolution_update(model, dtype, states):
+    return convolution(model, dtype, (ROWS, 1), rows=Rows(ints(ROWS), ints(ROWS, 1)))
+
+
+def convolution_prefill(model, dtype, states):
+    tokens = 2 * model.tile_size
+    return convolution(model, dtype, (tokens,), packed=packed(tokens, model.tile_size))
 
 
 def attention(model, dtype, states):
@@ -218,13 +238,38 @@ def choice(model, dtype, states):
     return {**scores, "valid": shape(model.tokens, dtype=bool), "first": ints(), "own": model.experts, "rule": rule}
 
 
+def quantized(*sizes, dtype, group=None, scale=F32, channels=F32, zero=False):
+    """A weight [*lead, outputs, inputs]: with scales of channels (or None) and of groups of so many inputs."""
+    *lead, outputs, inputs = sizes
+    groups = [*lead, inputs // group, outputs] if group else []
+    return Quantized(
+        shape(*sizes, dtype=dtype),
+        shape(*lead, outputs, dtype=channels) if channels else None,
+        shape(*groups, dtype=scale) if group else None,
+        shape(*groups, dtype=jnp.int8) if zero else None,
+    )
+
+
+FORMS = {
+    "int8": {"dtype": jnp.int8},
+    "fp8": {"dtype": FP8},
+    "int4": {"dtype": jnp.int4, "group": 64, "scale": BF16, "channels": None},
+    "gptq": {"dtype": jnp.int4, "group": 128, "channels": None, "zero": True},
+    "nvfp4": {"dtype": jnp.float4_e2m1fn, "group": 16, "scale": FP8},
+}
+"""Of published weights."""
+
+
+def published(form, *sizes):
+    """A weight of these sizes in one of `FORMS`."""
+    return quantized(*sizes, **FORMS[form])
+
+
 def expert_weight(dtype, narrow, *sizes):
     """Also in 8 bits, as published: fp8 with a scale for 128 inputs."""
     if jnp.dtype(narrow).itemsize > 1:
         return shape(*sizes, dtype=dtype)
-    experts, outputs, inputs = sizes
-    groups = shape(experts, inputs // 128, outputs) if narrow == FP8 else None
-    return Quantized(shape(*sizes, dtype=narrow), shape(experts, outputs, dtype=dtype), groups)
+    return quantized(*sizes, dtype=narrow, channels=dtype, group=128 if narrow == FP8 else None)
 
 
 def expert_mlp(model, dtype, states):
@@ -247,7 +292,8 @@ OPERATIONS = {
     "selective_scan": (scan, selective_api.SCAN, _S),
     "selective_update": (update, selective_api.UPDATE, _S),
     "selective_replay": (replay, selective_api.REPLAY, _S),
-    "causal_conv1d_update": (convolution, conv_api.UPDATE, model_shapes.CONVOLUTIONS),
+    "causal_conv1d_prefill": (convolution_prefill, conv_api.PREFILL, model_shapes.CONVOLUTIONS),
+    "causal_conv1d_update": (convolution_update, conv_api.UPDATE, model_shapes.CONVOLUTIONS),
     "paged_attention": (attention, attention_api.PAGED, model_shapes.ATTENTION),
     "gated_rms_norm": (norm, norm_api.NORM, model_shapes.NORMS),
     "grouped_matmul": (grouped, grouped_api.MATMUL, model_shapes.GROUPED_PRODUCTS),

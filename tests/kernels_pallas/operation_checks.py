@@ -8,8 +8,13 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from kernels_pallas import native
 from tests.support import emitters
+
+DTYPES = pytest.mark.parametrize("dtype", [np.float32, np.dtype("bfloat16")], ids=["float32", "bfloat16"])
+needs_native = pytest.mark.skipif(native.WHY_MISSING is not None, reason=f"native operations: {native.WHY_MISSING}")
 
 ELSEWHERE = "xla elsewhere"
 """Plain JAX in its form for accelerators, as an implementation's name for `jitted`."""
@@ -48,6 +53,11 @@ class Draw:
     def slots(self, count: int, *shape) -> np.ndarray:
         """Distinct slots of 1..count-1."""
         return (1 + self.random.permutation(count - 1)[: int(np.prod(shape))]).reshape(shape).astype(np.int32)
+
+
+def ints(values):
+    """An array of indices."""
+    return np.array(values, np.int32)
 
 
 def on_device(tree):
@@ -103,17 +113,32 @@ def assert_same_bits(actual, expected):
     assert actual.tobytes() == expected.tobytes()
 
 
+def assert_same_gradients(one, other, *calls, tolerance=None):
+    """Of the sines of what two functions give, by all arguments of each call."""
+
+    def gradients(function):
+        def loss(call):
+            return sum(jnp.sin(each).sum() for each in jax.tree.leaves(function(*call)))
+
+        run = jax.jit(jax.grad(loss))
+        return jax.tree.leaves([run(on_device(call)) for call in calls])
+
+    for actual, expected in zip(gradients(one), gradients(other), strict=True):
+        assert np.isfinite(actual).all()
+        assert_close(actual, expected, tolerance=tolerance)
+
+
 def assert_in_place(operation, store, *args, **kwargs):
     """`operation(store, *args, **kwargs)`, compiled with its store donated, holds no second store and copies none.
 
-    The store may be several arrays.
+    The store may be several arrays. Shapes suffice.
     """
-    args, kwargs, store = on_device(args), on_device(kwargs), jax.tree.map(jnp.asarray, store)
     run = jax.jit(lambda store, args, kwargs: operation(store, *args, **kwargs), donate_argnums=0)
-    compiled = run.lower(store, args, kwargs).compile()
+    compiled = run.lower(on_device(store), on_device(args), on_device(kwargs)).compile()
     memory, arrays = compiled.memory_analysis(), jax.tree.leaves(store)
-    assert memory.alias_size_in_bytes == sum(array.nbytes for array in arrays)
-    assert memory.temp_size_in_bytes < max(array.nbytes for array in arrays) / 4
+    sizes = [array.size * array.dtype.itemsize for array in arrays]
+    assert memory.alias_size_in_bytes == sum(sizes)
+    assert memory.temp_size_in_bytes < max(sizes) / 4
     for array in arrays:
         shape = ",".join(str(n) for n in array.shape)
         assert not re.findall(rf"\w+\[{shape}\]\S* (?:copy|convert|transpose)\(", compiled.as_text())

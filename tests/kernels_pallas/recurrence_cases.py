@@ -13,14 +13,14 @@ import model_calls
 import model_shapes
 import numpy as np
 import pytest
+from call_checks import check_values, forget, numbers
 from model_shapes import DELTA, MAMBA2
-from operation_checks import ELSEWHERE, Draw, assert_close, assert_in_place, assert_same_bits, jitted
+from operation_checks import ELSEWHERE, Draw, jitted
 
 from kernels_pallas import native, recurrence, selective_scan
-from kernels_pallas.recurrence import Entry
 from kernels_pallas.recurrence import reference as recurrence_reference
-from kernels_pallas.selective_scan import SelectiveEntry
 from kernels_pallas.selective_scan import reference as selective_reference
+from mamba_jax.kernel_check.calls import NAMES
 
 LINEAR_SHAPES = [shape.small() for shape in (*MAMBA2, *DELTA)]
 SHAPES = [*LINEAR_SHAPES, *(shape.small() for shape in model_shapes.SELECTIVE)]
@@ -32,7 +32,6 @@ SELECTIVE = next(shape for shape in SHAPES if shape.name == "27 channels, states
 ODD = (MAMBA, ERASING, BY_CHANNEL, LINEAR, SELECTIVE)
 """One of each recurrence."""
 KERNELS = "pallas_tpu_interpreted", "pallas_gpu_interpreted"
-DTYPES = pytest.mark.parametrize("dtype", [np.float32, np.dtype("bfloat16")], ids=["float32", "bfloat16"])
 
 FORMS = {
     "scan": ("recurrence_scan", "selective_scan"),
@@ -108,80 +107,33 @@ sizes = functools.partial(cases, shapes=SHAPES, slow=KERNELS)
 
 def entry(draw, shape, *lead, dtype=np.float32):
     """Tokens [*lead]; queries and keys of length 1."""
-    if kind(shape) == "selective":
-        x, b, c = (draw.normal(*lead, n, dtype=dtype) for n in (shape.inner, shape.state, shape.state))
-        return SelectiveEntry(x, b, c, draw.positive(*lead, shape.inner, scale=0.3))
-    heads = (*lead, shape.heads)
-    vectors = [draw.normal(*lead, shape.groups, shape.state) for _ in range(2)]
-    vectors = [(v / np.sqrt((v**2).sum(-1, keepdims=True))).astype(dtype) for v in vectors]
-    decays = (*heads, shape.state) if shape.by_channel else heads
-    strength = draw.random.uniform(0.05, 1.9, heads).astype(np.float32)
-    return Entry(
-        *vectors, draw.normal(*heads, shape.head_dim, dtype=dtype), -draw.positive(*decays, scale=0.3), strength
-    )
+    return numbers(model_calls.entry(shape, lead, dtype), draw)
 
 
 def how(draw, shape):
     """The arguments of the recurrence that are arrays: weights of the layer."""
-    if kind(shape) == "selective":
-        return {"a": -draw.positive(shape.state, shape.inner), "d": draw.normal(shape.inner)}
-    return {"skip": None if shape.erase or shape.by_channel else draw.normal(shape.heads)}
+    return {name: value for name, value in numbers(model_calls.fixed(shape), draw).items() if name != "erase"}
 
 
 def states(draw, shape, count, dtype=np.float32):
-    store = draw.normal(count, *shape.state_shape, dtype=dtype)
-    store[0] = np.nan
-    return store
+    return numbers({"store": model_calls.shape(count, *shape.state_shape, dtype=dtype)}, draw)["store"]
 
 
-def check_call(form, operation, shape, tokens, store, places, dtype=None, tolerance=None):
-    """A scan or an update is its definition, and keeps slots that it does not write. Returns what it returns.
-
-    `dtype`: whose rounding decides, by default that of the tokens; `tolerance`: for float32.
-    """
-    options, dtype = how(Draw(1), shape), tokens[0].dtype if dtype is None else dtype
-    y, after = operation(tokens, store, places, **options)
-    want_y, want = definition(form, shape)(tokens, store, places, **options)
-    assert y.dtype == tokens[0].dtype
-    tolerance = tolerance if dtype == np.float32 else None
-    assert_close(y, want_y, dtype, tolerance)
-    assert_close(after[1:], want[1:], dtype, tolerance)
-    untouched = np.setdiff1d(np.arange(len(store)), places.write_slot)
-    assert_same_bits(after[untouched], store[untouched])
-    return y, after
+def check_call(form, operation, shape, *given, dtype=None, **options):
+    """A form is its definition for these arguments. Returns what it returns. `dtype`: by default that of the tokens."""
+    name, values = FORMS[form][kind(shape) == "selective"], numbers(model_calls.fixed(shape), Draw(1))
+    values |= dict(zip(NAMES[name].split(), given, strict=True))
+    dtype = given[0][0].dtype if dtype is None else dtype
+    return check_values(name, values, operation, dtype=given[0][0].dtype, states=dtype, **options)
 
 
-def check_in_place(form, implementation, shape, tokens, slots_of, *tail, size=4_000_000):
-    """A form updates a large store, and a tail, in place; `slots_of(slots)` gives the places in a store of so many."""
-    one = states(Draw(), shape, 1, tokens[0].dtype)
-    store = np.zeros((size // one.size, *one.shape[1:]), one.dtype)
-
-    def run(donated, tokens, places, options):
-        y, *after = plain(form, shape, implementation=implementation)(tokens, *donated, places, **options)
-        return after, y
-
-    assert_in_place(run, (store, *tail), tokens, slots_of(len(store)), how(Draw(1), shape))
-
-
-def tails(shape, count, entries=None, dtype=np.float32):
-    """Tails full of a last tenant's entries, which are NaN wherever a test does not fill them."""
+def tails(shape, count, entries=None, dtype=np.float32, places=None):
+    """Inputs of the tokens between each row's anchor and its length; NaN wherever a last tenant's may be."""
     rings = model_calls.tail(dataclasses.replace(shape, rows=count - 1), dtype)
-    return jax.tree.map(lambda v: np.full((count, entries or v.shape[1], v.shape[2]), np.nan, v.dtype), rings)
-
-
-def fill(draw, tail, places):
-    """Inputs of the tokens between each row's anchor and its length."""
-    make = {
-        "value": draw.normal,
-        "key": functools.partial(draw.normal, scale=0.2),
-        "log_decay": lambda n: -draw.positive(n, scale=0.3),
-        **dict.fromkeys(("strength", "dt"), functools.partial(draw.positive, scale=0.3)),
-    }
-    for which, a, c in zip(places.tail_id, places.anchor_length, places.length, strict=True):
-        for n in range(a, c):
-            for name, ring in tail._asdict().items():
-                if ring is not None:
-                    ring[which, n % ring.shape[1]] = make.get(name, draw.normal)(ring.shape[2]).astype(ring.dtype)
+    rings = jax.tree.map(lambda v: model_calls.shape(count, entries or v.shape[1], v.shape[2], dtype=v.dtype), rings)
+    tail = numbers({"tail": rings}, Draw(2))["tail"]
+    for ring in jax.tree.leaves(tail):
+        forget(ring, places, places.anchor_length) if places else ring.fill(np.nan)
     return tail
 
 
@@ -195,8 +147,3 @@ def pad(tokens, row, start):
 def part(tokens, *index):
     """The tokens at an index of [rows, steps]."""
     return type(tokens)(*(v[index] for v in tokens))
-
-
-def indices(*values):
-    """Arrays of indices."""
-    return [np.array(v, np.int32) for v in values]

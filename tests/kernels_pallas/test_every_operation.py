@@ -1,21 +1,25 @@
-"""What holds for every operation as a CPU runs it by default: derivatives, and arrays without elements."""
+"""What holds for every operation as a CPU runs it: stores in place, derivatives, arrays without elements, refusals."""
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model_calls import BF16, F32, OPERATIONS, call_of, program
-from operation_checks import Draw, on_device
+from model_calls import BF16, F32, OPERATIONS, call_of, program, quantized
+from operation_checks import DTYPES, Draw, assert_in_place, on_device
 from recurrence_cases import ODD, entry, how, plain, states, tails
 
 from kernels_pallas import causal_conv1d, paged_attention
+from kernels_pallas.dispatch import UnsupportedError
+from kernels_pallas.expert_choice import Rule
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.linear import linear, linear_pair
 from kernels_pallas.places import Anchored, Packed, Rows, Tiles
 from kernels_pallas.quantized import Quantized
+from mamba_jax.kernel_check.calls import NAMES, STORES
 from mamba_jax.kernel_check.values import values_of
 
 pytestmark = pytest.mark.full
@@ -35,6 +39,36 @@ def kinds():
 def small(shape):
     sizes = {"rows": 2, "steps": 2, "tiles": 2, "tile_size": 16, "context": 40, "tokens": 6}
     return dataclasses.replace(shape.small(), **{n: size for n, size in sizes.items() if getattr(shape, n, 0)})
+
+
+def stored():
+    """Those with a store. On CPU, XLA copies the rings of `gated_replay`."""
+    for case in kinds():
+        name = case.values[0]
+        if name != "gated_replay" and set(NAMES[name].split()) & set(STORES):
+            few = "recurrence" in name or "conv1d" in name
+            yield pytest.param(*case.values, id=case.id, marks=pytest.mark.smoke("name") if few else ())
+
+
+@DTYPES
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("name", "shape"), list(stored()))
+def test_in_place(name, shape, rows, dtype):
+    """In C++ and in plain JAX: no second store, and no copy of one. The store may be tails and windows as well."""
+    shape = dataclasses.replace(shape, **{n: rows for n in ("rows", "tiles") if hasattr(shape, n)})
+    call = call_of(name, shape, dtype, dtype)
+    kept = {n: call.arguments[n] for n in ("store", "windows") if n in call.arguments}
+    slots = jax.tree.leaves(kept)[0].shape
+    many = 20_000_000 // math.prod(slots[1:])
+
+    def larger(array):
+        return jax.ShapeDtypeStruct((many, *array.shape[1:]), array.dtype) if array.shape[0] == slots[0] else array
+
+    call = dataclasses.replace(call, arguments={**call.arguments, **jax.tree.map(larger, kept)})
+    natively = "invariant" if "conv1d" in name else "native"
+    for one in call.candidates:
+        if one.name in (natively, "xla") and one.why_not(*call.split(call.arguments)) is None:
+            assert_in_place(program(call, one.name), *call.apart(call.arrays))
 
 
 def floats_of(leaves):
@@ -89,6 +123,85 @@ def test_gradients_through_quantized_weights(dtype):
     np.testing.assert_allclose(
         jax.jit(jax.grad(lambda x: linear(x, one).sum()))(x), [wide[0].sum(axis=0)] * 5, rtol=1e-5
     )
+
+
+TPU, GPU = "pallas_tpu_interpreted", "pallas_gpu_interpreted"
+
+
+def refused(name, implementation, reason, dtype=F32, given=None, **changes):
+    return pytest.param(name, implementation, reason, dtype, given or {}, changes, id=f"{name}, {reason}")
+
+
+WHOLE = {"q_heads": 4, "kv_heads": 2, "head_dim": 128, "page_size": 8}
+MLP = {"experts": 7, "size": 48}
+UP, DOWN = quantized(7, 96, 48, dtype=jnp.int8), (7, 48, 48)
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation", "reason", "dtype", "given", "changes"),
+    [
+        refused("recurrence_scan", GPU, "tiles have a size of 36, not a multiple of 16", tile_size=36),
+        refused("recurrence_update", GPU, "keys have a size of 36, not a multiple of 8", state=36),
+        *(
+            refused(name, GPU, "keys have a size of 20, not a multiple of 8", state=20, erase=erase)
+            for name in ("gated_update", "gated_replay")
+            for erase in (False, True)
+        ),
+        refused("gated_scan", TPU, "32 tokens in tiles of 8, not multiples of 16", tile_size=8),
+        refused("gated_scan", TPU, "a convolution over 10 inputs, more than 9", width=10),
+        refused("gated_scan", TPU, "8 heads of 24, not a multiple of 128 channels", head_dim=24),
+        refused("gated_scan", TPU, "a norm of 64 channels, no multiple of 128", head_dim=16),
+        refused("expert_choice", GPU, "64 x 512 scores, more than 8192", tokens=64, experts=512),
+        refused(
+            "expert_choice",
+            GPU,
+            "some of several groups",
+            given={"rule": Rule(2, "scores", num_groups=4, top_groups=2)},
+        ),
+        refused("expert_mlp", GPU, "33 tokens, more than 32", tokens=33),
+        refused("expert_mlp", GPU, "weights are 48 x 24, not multiples of 16", size=24),
+        refused("expert_mlp", GPU, "it multiplies float16", dtype=jnp.float16),
+        *(
+            refused("expert_mlp", GPU, reason, dtype=BF16, given={"up": UP, "down": down}, gated=True, **MLP)
+            for down, reason in (
+                (quantized(*DOWN, dtype=jnp.int4), "it multiplies bfloat16 by int4"),
+                (quantized(*DOWN, dtype=jnp.int8, group=24, zero=True), "weights have zero points"),
+                (quantized(*DOWN, dtype=jnp.int8, group=8), "a scale for fewer inputs than 16"),
+            )
+        ),
+        refused(
+            "paged_attention",
+            "pallas_tpu",
+            "heads have a size of 64, not a multiple of 128",
+            **WHOLE | {"head_dim": 64},
+        ),
+        refused("paged_attention", "pallas_tpu", "it hides the first 1 keys", given={"first_key": 1}, **WHOLE),
+        refused(
+            "paged_attention",
+            "pallas_tpu",
+            "3 kv heads do not fill registers",
+            dtype=BF16,
+            **WHOLE | {"kv_heads": 3, "q_heads": 3},
+        ),
+        refused(
+            "paged_attention",
+            "pallas_tpu",
+            "a page table of 262144 pages does not fit in 921600 bytes of scalar memory",
+            rows=1,
+            context=8 << 18,
+            **WHOLE,
+        ),
+        refused("paged_attention", GPU, "heads have a size of 72, not a multiple of 16", **WHOLE | {"head_dim": 72}),
+        refused("paged_attention", GPU, "pages hold 8 keys, not a multiple of 16", **WHOLE),
+        refused(
+            "paged_attention", GPU, "queries see only the last 3 keys", given={"window": 3}, **WHOLE | {"page_size": 16}
+        ),
+    ],
+)
+def test_says_what_it_cannot_run(name, implementation, reason, dtype, given, changes):
+    call = call_of(name, dataclasses.replace(OPERATIONS[name][2][0].small(), **changes), dtype, **given)
+    with pytest.raises(UnsupportedError, match=reason):
+        jax.eval_shape(program(call, implementation), *call.apart(call.arrays))
 
 
 def floats(*sizes):

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from operation_checks import Draw, assert_close, assert_same_bits, jitted
 
-from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.expert_choice import Rule, choose_experts, reference
 from kernels_pallas.fixed_order import products_as_sums, router_product
 from tests.support.selection import slow
@@ -97,13 +96,3 @@ class TestGpu(Choose):
         for one, other in zip(actual[1:], expected[1:], strict=True):
             assert_same_bits(one, other)
         assert_close(actual.weights, expected.weights)
-
-    def test_says_what_it_cannot_run(self):
-        for tokens, experts, rule, why in (
-            (64, 512, SOFTMAX, "64 x 512 scores, more than 8192"),
-            (2, 8, GROUPS, "some of several groups"),
-        ):
-            with pytest.raises(UnsupportedError, match=why):
-                self.run(
-                    np.zeros((tokens, experts), np.float32), None, np.ones(tokens, bool), np.int32(0), own=8, rule=rule
-                )

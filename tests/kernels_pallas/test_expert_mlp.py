@@ -6,7 +6,6 @@ import pytest
 from operation_checks import Draw, assert_close, jitted
 from test_quantized_products import by_definition, quantized
 
-from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.expert_choice import Rule, choose_experts
 from kernels_pallas.expert_mlp import expert_mlp, reference
 from mamba_jax.modules.basic import activation
@@ -106,20 +105,3 @@ class TestGpu(ExpertMLP):
     @pytest.mark.parametrize(("experts", "chosen", "tokens"), [(128, 6, 8), (72, 10, 32), (512, 22, 3)])
     def test_numbers_of_experts_of_models(self, experts, chosen, tokens):
         self.check(*call(tokens, experts=experts, chosen=chosen, inputs=32, size=16))
-
-    def test_says_what_it_cannot_run(self):
-        for args, why in (
-            (call(33), "33 tokens, more than 32"),
-            (call(2, size=24), "weights are 48 x 24, not multiples of 16"),
-            (call(2, dtype=np.float16), "it multiplies float16"),
-        ):
-            with pytest.raises(UnsupportedError, match=why):
-                self.run(*args)
-        x, _, _, *rows = call(2, dtype=BF16)
-        for down, why in (
-            (quantized(EXPERTS, 48, 32, dtype=jnp.int4), "it multiplies bfloat16 by int4"),
-            (quantized(EXPERTS, 48, 32, groups=2, zero=True), "weights have zero points"),
-            (quantized(EXPERTS, 48, 32, groups=4), "a scale for fewer inputs than 16"),
-        ):
-            with pytest.raises(UnsupportedError, match=why):
-                self.run(x, quantized(EXPERTS, 32, 48), down, *rows)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from model_shapes import NORMS
-from operation_checks import ELSEWHERE, Draw, assert_close, jitted, on_device
+from operation_checks import DTYPES, ELSEWHERE, Draw, assert_close, jitted, on_device
 
 from kernels_pallas.gated_norm import gated, gated_rms_norm, reference
 
@@ -15,7 +15,7 @@ SHAPES = [s.small() for s in NORMS]
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("implementation", ["xla", ELSEWHERE])
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@DTYPES
 @pytest.mark.parametrize(
     "gating", [{}, {"norm_before_gate": True}, {"norm_before_gate": True, "activation": "sigmoid"}], ids=str
 )
@@ -31,7 +31,7 @@ def test_equals_definition(implementation, shape, gating, dtype):
         assert_close(out, reference.gated_rms_norm(y, z, weight, **options), dtype)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@DTYPES
 def test_the_gate_alone(dtype):
     draw = Draw()
     y, z = (draw.normal(2, 3, 12, dtype=dtype) for _ in range(2))

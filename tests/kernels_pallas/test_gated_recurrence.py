@@ -1,35 +1,42 @@
-"""What lies between a recurrent layer's projections in decode, against its definition, for any implementation."""
+"""What lies between a recurrent layer's projections, against its definition, for any implementation."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model_calls import channels_of, gated_step, width_of
+from call_checks import check_call, check_values, forget, numbers
+from model_calls import F32, call_of
 from model_shapes import DELTA, GATED
-from operation_checks import Draw, assert_close, assert_in_place, assert_same_bits, jitted
-from recurrence_cases import fill, tails
+from operation_checks import jitted
 from test_recurrence_replay import row, where
 
-from kernels_pallas.dispatch import UnsupportedError
-from kernels_pallas.gated_recurrence import DeltaGates, Mamba2Gates, Windows, gated_replay, gated_update, reference
+from kernels_pallas.gated_recurrence import DeltaGates, Mamba2Gates, gated_scan
 from kernels_pallas.places import Rows
-from tests.support.selection import some_slow
+from mamba_jax.layout import PrefillLayout
+from tests.support.selection import slow, some_slow
 
 pytestmark = pytest.mark.full
 
-STEPS, SLOTS, TAILS = 3, 14, 9
-MAMBA = [dataclasses.replace(s.small(), interval=8) for s in GATED]
+BF16, STEPS = jnp.bfloat16, 3
+SCANNED = [s.small() for s in GATED]
 # A few heads of each kind of grouping, with keys in one piece and in two.
 ERASING = [
     dataclasses.replace(
-        s, heads=2 * s.heads // s.groups, groups=2, head_dim=16, state=24 if s.state % 64 else 16, interval=8
+        s,
+        heads=2 * s.heads // s.groups,
+        groups=2,
+        head_dim=16,
+        state=24 if s.state % 64 else 16,
+        interval=8,
+        steps=STEPS,
     )
     for s in DELTA[1:5]
 ]
-SHAPES = [*MAMBA, *ERASING]
-PLAIN = MAMBA[0], ERASING[0]
+SHAPES = [dataclasses.replace(s, interval=8, steps=STEPS) for s in (*SCANNED, *ERASING)]
+PLAIN = SHAPES[0], SHAPES[len(SCANNED)]
 # Rows that continue, are fresh, end before the last step, have no token, and write the slot that they read after the
 # first step, with others after it.
 ROWS = Rows(
@@ -49,17 +56,16 @@ ANCHORED = [
     row(6, 8, 7, 7, 3, 6),
     row(),
 ]
-EACH = pytest.mark.parametrize("implementation", ["xla", "pallas_gpu_interpreted"])
-BFLOAT16 = pytest.mark.parametrize(
-    "states", some_slow([jnp.bfloat16, np.float32], np.float32), ids=["bfloat16", "float32"]
-)
+# Rows of less than a convolution looks back, cut by a tile's end two tokens after their first, of whole tiles, fresh
+# and continued; they begin anywhere, and some slots are written by the row that reads them.
+RAGGED = {
+    "rows": [(0, 1, 0), (14, 21, 1), (0, 0, 0), (32, 32, 2), (5, 3, 3), (0, 17, 0)],
+    "tokens": 96,
+    "tiles": 12,
+    "writes": [4, 5, 1, 0, 0, 6, 7, 0, 8],
+}
 KINDS = pytest.mark.parametrize("shape", PLAIN, ids=["mamba2", "delta"])
-
-
-def layer(draw, shape, rows, steps, dtype=np.float32):
-    shapes = gated_step(dataclasses.replace(shape, rows=rows, steps=steps), dtype)
-    projections, weights = draw.like((shapes["projections"], shapes["weights"]))
-    return projections._replace(strength=2 * projections.strength), weights
+BLOCKS = "kernels_pallas.gated_recurrence.pallas_tpu.BLOCK_BYTES"
 
 
 def gates(shape):
@@ -70,118 +76,109 @@ def gates(shape):
     return DeltaGates(beta_scale=2.0, log_decay_bound=None, activation="silu", eps=1e-6)
 
 
-def stores(draw, shape, dtype=np.float32, states=np.float32):
-    """States, and windows of values and of vectors, with NaN in slot 0."""
-    windows = [(width_of(shape) - 1, channels) for channels in channels_of(shape)]
-    found = [draw.normal(SLOTS, *shape.state_shape, dtype=states)]
-    found += [draw.normal(SLOTS, *sizes, dtype=dtype) for sizes in windows]
-    for store in found:
-        store[0] = np.nan
-    return found
+def check_update(implementation, shape, dtype=F32, states=F32):
+    given, shape = {"rows": ROWS, "valid": VALID}, dataclasses.replace(shape, rows=len(VALID))
+    options = {"static": {"gates": gates(shape)}, "padding": ~VALID, "tolerance": 1e-4}
+    check_call("gated_update", shape, implementation, dtype=dtype, states=states, given=given, **options)
 
 
-def masked(projections, valid, value):
-    for v in projections:
-        if v is not None:
-            v[~valid] = value
-
-
-def run(operation, implementation, shape, *arguments, **more):
-    return jitted(operation, implementation=implementation, gates=gates(shape))(*arguments, **more)
-
-
-def check_update(implementation, shape, dtype=np.float32, states=np.float32):
-    draw = Draw()
-    (projections, weights), (store, *windows) = layer(draw, shape, 5, STEPS, dtype), stores(draw, shape, dtype, states)
-    masked(projections, VALID, np.nan)
-    arguments = projections, weights, store, Windows(*windows), ROWS
-    y, after, new = run(gated_update, implementation, shape, *arguments, valid=VALID)
-    masked(projections, VALID, 0)
-    want_y, want, want_windows = reference.gated_update(*arguments, valid=VALID, gates=gates(shape))
-    assert y.dtype == dtype
-    assert_close(y[VALID], want_y[VALID], dtype, None if dtype == jnp.bfloat16 else 1e-4)
-    assert_close(after[1:], want[1:], jnp.bfloat16 if jnp.bfloat16 in (dtype, states) else dtype)
-    untouched = np.setdiff1d(np.arange(SLOTS), ROWS.write_slot)
-    assert_same_bits(after[untouched], store[untouched])
-    for ours, theirs in zip(new[:2], want_windows, strict=True):
-        assert_same_bits(ours[1:], theirs[1:])
-
-
-def check_replay(implementation, shape, dtype=np.float32, states=np.float32):
+def check_replay(implementation, shape, dtype=F32, states=F32):
     """With NaN in slot 0, in tail 0 and where no token since the anchor is."""
-    draw, places = Draw(), where(ANCHORED, shape)
-    (projections, weights), (store, *windows) = (
-        layer(draw, shape, len(ANCHORED), STEPS, dtype),
-        stores(draw, shape, dtype, states),
-    )
+    places, shape = where(ANCHORED, shape), dataclasses.replace(shape, rows=len(ANCHORED))
+    values = numbers(dict(call_of("gated_replay", shape, dtype, states, gates=gates(shape)).arguments))
+    values["places"] = places
+    for ring in jax.tree.leaves(values["tail"]):
+        forget(ring, places, places.anchor_length)
+    for ring in jax.tree.leaves(values["windows"][2:]):
+        forget(ring, places, np.maximum(places.anchor_length, places.length - ring.shape[1] + STEPS))
+    padding = np.arange(STEPS) >= places.num_tokens[:, None]
+    options = {"dtype": dtype, "states": states, "tolerance": 1e-4}
+    check_values("gated_replay", values, implementation, padding=padding, **options)
 
-    def ring(entries, channels):
-        found = np.full((TAILS, entries, channels), np.nan, dtype)
-        for which, first, last in zip(places.tail_id, places.anchor_length, places.length, strict=True):
-            for n in range(max(first, last - entries + STEPS), last):
-                found[which, n % entries] = draw.normal(channels).astype(dtype)
-        return found
 
-    tail = fill(draw, tails(shape, TAILS, 16, dtype), places)
-    windows = Windows(*windows, *(ring(8, window.shape[2]) for window in windows))
-    valid = np.arange(STEPS) < places.num_tokens[:, None]
-    masked(projections, valid, np.nan)
-    arguments = projections, weights, store, tail, windows, places
-    y, after, new_tail, new = run(gated_replay, implementation, shape, *arguments)
-    want_y, want, want_tail, want_windows = reference.gated_replay(*arguments, gates=gates(shape))
-    rounded = jnp.bfloat16 if jnp.bfloat16 in (dtype, states) else dtype
-    assert y.dtype == dtype
-    assert_close(y[valid], want_y[valid], dtype, None if dtype == jnp.bfloat16 else 1e-4)
-    written = [8, 11, 5, 6]  # by the first row, by a fresh one, and over anchors
-    assert_close(after[written], want[written], rounded)
-    untouched = np.setdiff1d(np.arange(1, SLOTS), written)
-    for ours, theirs in zip((after, *new[:2]), (store, *windows[:2]), strict=True):
-        assert_same_bits(ours[untouched], theirs[untouched])
-    for ours, theirs in zip(jax.tree.leaves(new_tail), jax.tree.leaves(want_tail), strict=True):
-        assert_close(np.nan_to_num(ours[1:]), np.nan_to_num(theirs[1:]), rounded)
-        assert_same_bits(np.isnan(ours[1:]), np.isnan(theirs[1:]))
-    for ours, theirs in zip(new, want_windows, strict=True):
-        assert_same_bits(ours[1:], theirs[1:])
+def check_scan(implementation, shape, dtype=F32, *, rows, tokens, tiles, writes, gates=gates, anew=False):
+    """Of rows given as (tokens absorbed before, tokens fed, slot to read)."""
+    length, fed, read = (jnp.asarray(v, jnp.int32) for v in zip(*rows, strict=True))
+    layout = PrefillLayout.of(
+        num_packed=tokens, tile_size=shape.tile_size, length=length, num_tokens=fed, read_slot=read,
+        tile_write_slot=jnp.zeros(tiles, jnp.int32).at[: len(writes)].set(jnp.array(writes, jnp.int32)),
+        page_table=jnp.zeros((len(rows), 1), jnp.int32),
+    )  # fmt: skip
+    sizes, chosen = dataclasses.replace(shape, tiles=-(-tokens // shape.tile_size)), {"gates": gates(shape)}
+    if anew:
+        implementation = jitted.__wrapped__(gated_scan, implementation=implementation, **chosen)
+    y, *_ = check_call(
+        "gated_scan", sizes, implementation, dtype=dtype, states=dtype, static=chosen,
+        given={"packed": jax.tree.map(np.asarray, layout.packed)}, padding=np.arange(tokens) >= sum(fed),
+        tolerance=1e-4,
+    )  # fmt: skip
+    assert np.isfinite(y.astype(np.float32)).all()
+
+
+DECODES = pytest.mark.parametrize("check", [check_update, check_replay])
+GPU = pytest.mark.parametrize("implementation", ["xla", "pallas_gpu_interpreted"])
+TPU = pytest.mark.parametrize("implementation", ["xla", "pallas_tpu_interpreted"])
 
 
 @pytest.mark.smoke
-@EACH
-@pytest.mark.parametrize("check", [check_update, check_replay])
-@pytest.mark.parametrize("shape", some_slow(SHAPES, *MAMBA[1:4:2], *ERASING[1:3]), ids=lambda s: s.name)
-def test_equals_definition(implementation, check, shape):
+@GPU
+@DECODES
+@pytest.mark.parametrize("shape", some_slow(SHAPES, *SHAPES[1:4:2], *SHAPES[6:8]), ids=lambda s: s.name)
+def test_decode_equals_definition(implementation, check, shape):
     check(implementation, shape)
 
 
-@EACH
-@pytest.mark.parametrize("check", [check_update, check_replay])
-@BFLOAT16
+@GPU
+@DECODES
+@pytest.mark.parametrize("states", some_slow([BF16, F32], F32), ids=["bfloat16", "float32"])
 @KINDS
-def test_bfloat16(implementation, check, states, shape):
-    check(implementation, shape, jnp.bfloat16, states)
+def test_decode_in_bfloat16(implementation, check, states, shape):
+    check(implementation, shape, BF16, states)
 
 
-@EACH
+@GPU
 @pytest.mark.parametrize("check", some_slow([check_update, check_replay], check_replay))
 def test_three_groups_of_odd_width(implementation, check):
     check(implementation, dataclasses.replace(PLAIN[0], heads=9, groups=3, head_dim=24))
 
 
-@KINDS
-def test_in_place(shape):
-    draw = Draw()
-    inputs, (store, *windows) = layer(draw, shape, 2, 1), stores(draw, shape)
-    rows = Rows(ROWS.read_slot[:2], ROWS.write_slot[:2, :1])
-
-    def update(stores, inputs, rows, valid):
-        y, *after = gated_update(*inputs, *stores, rows, valid=valid, gates=gates(shape), implementation="xla")
-        return tuple(after), y
-
-    donated = jax.tree.map(lambda v: np.concatenate([v] * 8), (store, Windows(*windows)))
-    assert_in_place(update, donated, inputs, rows, VALID[:2, :1])
+@pytest.mark.smoke("implementation")
+@TPU
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param(s, marks=[pytest.mark.slow] * (s.name in ("bamba-9b", "mamba2-2.7b"))) for s in SCANNED],
+    ids=lambda s: s.name,
+)
+def test_scan_equals_definition(implementation, shape):
+    check_scan(implementation, shape, **RAGGED)
 
 
-@pytest.mark.parametrize("check", [check_update, check_replay])
-@KINDS
-def test_says_what_it_cannot_run(check, shape):
-    with pytest.raises(UnsupportedError, match="keys have a size of 20, not a multiple of 8"):
-        check("pallas_gpu_interpreted", dataclasses.replace(shape, state=20))
+# Rows fill the array, and a tile ends with it; and there are none.
+FULL, EMPTY = [(0, 9, 0), (9, 7, 1)], [(0, 0, 0), (3, 0, 1)]
+
+
+@TPU
+@pytest.mark.parametrize(
+    ("dtype", "rows", "tokens", "tiles", "writes"),
+    [
+        (BF16, *RAGGED.values()),
+        (F32, FULL, 16, 5, [2, 3]),
+        slow(F32, [(0, 41, 0), FULL[1]], 48, 5, [2, 3, 4, 5]),
+        (F32, EMPTY, 16, 2, []),
+    ],
+    ids=["bfloat16", "one full tile", "full tiles", "nothing"],
+)
+def test_scan_of_any_rows(implementation, dtype, rows, tokens, tiles, writes):
+    check_scan(implementation, SCANNED[0], dtype, rows=rows, tokens=tokens, tiles=tiles, writes=writes)
+
+
+@pytest.mark.parametrize(
+    ("groups", "norm"), [(1, True), slow(1, False), slow(4, True)], ids=["wide", "wide, no norm", "several"]
+)
+def test_scan_in_several_blocks_on_tpu(groups, norm, monkeypatch):
+    # Blocks of 8 heads: half of a group, so that the norm comes after the kernel, or two of them.
+    monkeypatch.setattr(BLOCKS, 8 * 32 * 128 * 4)
+    shape = dataclasses.replace(SCANNED[0], heads=16, groups=groups, state=128, norm=norm)
+    # Without a norm, where it would come means nothing.
+    chosen = partial(Mamba2Gates, (0.0, 1.0), 1e-5)
+    check_scan("pallas_tpu_interpreted", shape, **RAGGED, gates=lambda _: chosen(not norm), anew=True)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from operation_checks import needs_native
 
 from kernels_pallas import native
 
@@ -30,7 +31,7 @@ print(native.instructions())
 """
 
 
-@pytest.mark.skipif(native.WHY_MISSING is not None, reason=f"native operations: {native.WHY_MISSING}")
+@needs_native
 @pytest.mark.parametrize("instructions", ["amx_bf16", "avx512_bf16", "avx512", "avx2", "baseline"])
 def test_products_are_right_with_each_instruction_set(instructions):
     widest = native.instructions()

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from operation_checks import Draw
+from operation_checks import Draw, needs_native
 from recurrence_cases import ODD, SELECTIVE, definition, entry, how, kind, part, plain
 from test_causal_conv1d import packed
 from test_quantized_products import quantized
 
-from kernels_pallas import fixed_order, native
+from kernels_pallas import fixed_order
 from kernels_pallas.causal_conv1d import causal_conv1d_prefill, causal_conv1d_sequence, causal_conv1d_update
 from kernels_pallas.dispatch import KernelChoice
 from kernels_pallas.gated_norm import gated_rms_norm
@@ -28,7 +28,7 @@ from mamba_jax.sampling.draw_tokens import in_blocks
 from mamba_jax.sampling.logits import penalize, truncate, weights_of
 from tests.support.engines.engines import OPTIMIZED
 
-pytestmark = pytest.mark.skipif(native.WHY_MISSING is not None, reason=f"native operations: {native.WHY_MISSING}")
+pytestmark = needs_native
 CHOICE = KernelChoice(platform="cpu", named="invariant")
 OPTIONS = fixed_order.COMPILER_OPTIONS | OPTIMIZED
 

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from model_calls import BF16, F32, shape
-from operation_checks import Draw, assert_close, jitted
+from operation_checks import DTYPES, Draw, assert_close, jitted
 from topology import compile_for_gpu, compile_for_tpu
 
 from kernels_pallas.dispatch import KernelChoice, UnsupportedError
@@ -44,7 +44,7 @@ def by_definition(x, weight):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@DTYPES
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_definition(kind, dtype):
     weight, x = weight_of(kind), Draw().normal(5, 48, dtype=dtype) * 3

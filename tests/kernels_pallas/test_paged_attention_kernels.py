@@ -9,10 +9,9 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from operation_checks import Draw, assert_close, on_device
-from test_paged_attention import DTYPES, PLAIN, Attention, ints
+from operation_checks import DTYPES, Draw, assert_close, on_device
+from test_paged_attention import PLAIN, Attention
 
-from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.paged_attention import paged_attention, pallas_gpu, pallas_tpu, reference
 
 pytestmark = pytest.mark.full
@@ -127,30 +126,3 @@ class TestGpu(Attention):
 
     def test_several_parts_of_queries(self):
         self.check(PLAIN, 48, [[*range(500, 548)], [*range(48)]], [548, 48], [0, 1])
-
-
-REFUSED = [
-    ("pallas_tpu", {"head_dim": 64}, {}, "heads have a size of 64, not a multiple of 128"),
-    ("pallas_tpu", {}, {"first_key": 1}, "it hides the first 1 keys"),
-    ("pallas_tpu", {"kv_heads": 3, "q_heads": 3}, {"dtype": jnp.bfloat16}, "3 kv heads do not fill registers"),
-    (
-        "pallas_tpu",
-        {},
-        {"pages": 1 << 18},
-        "a page table of 262144 pages does not fit in 921600 bytes of scalar memory",
-    ),
-    ("pallas_gpu_interpreted", {"head_dim": 72}, {}, "heads have a size of 72, not a multiple of 16"),
-    ("pallas_gpu_interpreted", {}, {}, "pages hold 8 keys, not a multiple of 16"),
-    ("pallas_gpu_interpreted", {"page_size": 16}, {"window": 3}, "queries see only the last 3 keys"),
-]
-
-
-@pytest.mark.parametrize(("implementation", "changed", "options", "reason"), REFUSED)
-def test_says_what_it_cannot_run(implementation, changed, options, reason):
-    shape, options = dataclasses.replace(WHOLE, **changed), dict(options)
-    dtype, pages = options.pop("dtype", jnp.float32), options.pop("pages", 4)
-    q, kv = jnp.ones((1, 1, shape.q_heads, shape.head_dim), dtype), (2, shape.page_size, shape.entries, shape.head_dim)
-    places = {"positions": [[0]], "page_table": np.ones((1, pages)), "block_row": [0]}
-    places = {name: jnp.asarray(ints(place)) for name, place in places.items()}
-    with pytest.raises(UnsupportedError, match=reason):
-        paged_attention(q, jnp.ones(kv, dtype), **places, **options, scale=0.1, implementation=implementation)

@@ -8,7 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from model_shapes import GROUPED_PRODUCTS, PRODUCTS, GroupedProduct
-from operation_checks import Draw, assert_close, grouped_product, jitted, on_device, product
+from operation_checks import (
+    Draw,
+    assert_close,
+    assert_same_gradients,
+    grouped_product,
+    jitted,
+    needs_native,
+    on_device,
+    product,
+)
 
 from kernels_pallas import native
 from kernels_pallas.dispatch import KernelChoice, UnsupportedError
@@ -21,7 +30,6 @@ pytestmark = pytest.mark.full
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 DTYPES = (np.float32, BF16)
-needs_native = pytest.mark.skipif(native.WHY_MISSING is not None, reason=f"native operations: {native.WHY_MISSING}")
 
 
 def cases(*values):
@@ -156,11 +164,7 @@ def test_gradients_of_grouped_products(implementation, shape, used):
     def ours(x, w):
         return grouped_matmul(x, w, jnp.asarray(group_sizes), implementation=implementation)
 
-    def gradients(function):
-        return jax.jit(jax.grad(lambda x, w: jnp.sin(function(x, w)).sum(), argnums=(0, 1)))(*on_device((x, w)))
-
-    for actual, expected in zip(gradients(ours), gradients(plain), strict=True):
-        assert_close(actual, expected)
+    assert_same_gradients(ours, plain, (x, w))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model_calls import BF16, F32, shape
+from model_calls import BF16, F32, published, shape
 from operation_checks import Draw, assert_close, grouped_product, product
 from test_quantized_products import by_definition, quantized
 from topology import compile_for_gpu
@@ -125,27 +125,6 @@ def test_what_it_leaves_to_others(sizes, form, why):
 NANO, SUPER, QWEN = (128, 1856, 2688), (512, 2688, 1024), (512, 1024, 2048)
 SMALL = (72, 1536, 4096)
 """Experts, outputs and inputs: up, or gate and up of QWEN (Qwen3-Next) and SMALL (Granite-4.0-H-Small)."""
-FORMS = {
-    "int8": (INT8, None, None, F32),
-    "fp8": (FP8, None, None, F32),
-    "int4": (INT4, 64, BF16, None),
-    "gptq": (INT4, 128, F32, None),
-    "nvfp4": (FP4, 16, FP8, F32),
-}
-
-
-def published(form, experts, outputs, inputs):
-    dtype, group, scale, channel = FORMS[form]
-    zero = form == "gptq"
-    groups = (experts, inputs // group, outputs) if group else ()
-    return Quantized(
-        shape(experts, outputs, inputs, dtype=dtype),
-        shape(experts, outputs, dtype=channel) if channel else None,
-        shape(*groups, dtype=scale) if group else None,
-        shape(*groups, dtype=INT8) if zero else None,
-    )
-
-
 FEW = [("int8", NANO, 384), ("nvfp4", SUPER, 1408)]
 CALLS = [
     (form, expert, tokens)
@@ -186,8 +165,7 @@ def test_published_sizes(form, expert, tokens, direction, monkeypatch, capfd):
 @pytest.mark.parametrize("rows", [1, 64])
 def test_dense_weights(form, outputs, inputs, rows, monkeypatch, capfd):
     """Of Qwen3.5-27B's MLP, up and down."""
-    weight = published(form, 1, outputs, inputs)
-    weight = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype), weight)
+    weight = published(form, outputs, inputs)
     x = shape(rows, inputs, dtype=BF16)
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     program = compile_for_gpu("h200", functools.partial(linear, implementation="pallas_gpu"), x, weight)

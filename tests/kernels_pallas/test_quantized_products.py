@@ -3,18 +3,16 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from operation_checks import Draw, assert_close, grouped_product, jitted, product
+from operation_checks import Draw, assert_close, grouped_product, jitted, needs_native, product
 
 from kernels_pallas.dispatch import KernelChoice, UnsupportedError
 from kernels_pallas.grouped_matmul import grouped_matmul, pallas_gpu, quantized_tpu, xla
 from kernels_pallas.linear import linear
-from kernels_pallas.native import WHY_MISSING
 from kernels_pallas.quantized import Quantized
 from tests.support.selection import slow
 
 pytestmark = pytest.mark.full
 
-needs_native = pytest.mark.skipif(WHY_MISSING is not None, reason=f"native operations: {WHY_MISSING}")
 DTYPES = [jnp.int8, jnp.int4, jnp.float8_e4m3fn, jnp.float4_e2m1fn]
 
 

@@ -7,15 +7,13 @@ test_gpu_compile.py).
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import recurrence_cases as shared
 from model_shapes import DELTA, MAMBA2
-from operation_checks import ELSEWHERE, Draw, assert_close, assert_same_bits, on_device
+from operation_checks import DTYPES, ELSEWHERE, Draw, assert_close, assert_same_bits, ints, needs_native, on_device
 
-from kernels_pallas import native
 from kernels_pallas.places import Anchored, Rows
 from kernels_pallas.recurrence import recurrence_replay
 from tests.support.selection import slow
@@ -38,7 +36,7 @@ def row(anchor_slot=0, tail_id=0, anchor_length=0, length=0, num_tokens=0, write
 
 
 def where(rows, shape):
-    return Anchored(*shared.indices(*zip(*rows, strict=True)), shape.interval)
+    return Anchored(*map(ints, zip(*rows, strict=True)), shape.interval)
 
 
 ROWS, STEPS, SLOTS, ENTRIES = 6, 4, 13, 16
@@ -51,29 +49,10 @@ def check(replay, shape, rows, *, dtype=np.float32, store=None, steps=STEPS, slo
     draw, places = Draw(), where(rows, shape)
     tokens = shared.entry(draw, shape, len(rows), steps, dtype=dtype)
     for v in tokens:
-        for i, count in enumerate(places.num_tokens):
-            v[i, count:] = np.nan
+        v[np.arange(steps) >= places.num_tokens[:, None]] = np.nan
     old = shared.states(draw, shape, slots, dtype if store is None else store)
-    tail = shared.fill(draw, shared.tails(shape, len(rows) + 2, entries, dtype), places)
-    options = shared.how(Draw(1), shape)
-    y, new, new_tail = replay(tokens, old, tail, places, **options)
-    want_y, want, want_tail = shared.definition("replay", shape)(tokens, old, tail, places, **options)
-    assert y.dtype == dtype
-    assert_close(y, want_y, dtype)
-    boundary = (places.length // shape.interval + 1) * shape.interval
-    due = (boundary <= places.length + places.num_tokens) & (places.num_tokens > 0)
-    written = places.write_slot[due & (places.write_slot > 0)]
-    assert_close(new[written], want[written], old.dtype)
-    untouched = np.setdiff1d(np.arange(1, len(old)), written)
-    assert_same_bits(new[untouched], old[untouched])
-    for name, ours, theirs in zip(tail._fields, new_tail, want_tail, strict=True):
-        if name == "value" and shape.erase:
-            there = ~np.isnan(theirs[1:].astype(np.float32))
-            assert (np.isnan(ours[1:].astype(np.float32)) == ~there).all()
-            assert_close(ours[1:][there], theirs[1:][there], dtype)
-        elif ours is not None:
-            assert_same_bits(ours[1:], theirs[1:])
-    return y, new, new_tail
+    tail = shared.tails(shape, len(rows) + 2, entries, dtype, places)
+    return shared.check_call("replay", replay, shape, tokens, old, tail, places, dtype=old.dtype)
 
 
 def rows_of(shape, rows):
@@ -125,6 +104,7 @@ PLACES = {
 }
 
 
+@pytest.mark.smoke
 @EACH
 def test_places(implementation, shape):
     """Each of `PLACES`, by one program."""
@@ -141,7 +121,7 @@ def test_every_place_around_a_boundary(implementation, shape):
         check(replayed(implementation, shape), shape, rows)
 
 
-@shared.DTYPES
+@DTYPES
 @EACH
 def test_padding_changes_nothing(implementation, shape, dtype):
     rows = [row(), row(1, 1, 8, 15, 1, 3), row(), row(2, 2, 8, 12, 1, 4), row(), row()]
@@ -156,19 +136,13 @@ def test_strong_decay(implementation, shape):
     rows = [row(1, 1, 8, 13, 4, 3), row(2, 2, 8, 14, 4, 4), row(1, 3, 8, 22, 2, 5), *[row()] * (ROWS - 3)]
     draw, places = Draw(), where(rows, shape)
     tokens, old = shared.entry(draw, shape, ROWS, STEPS), shared.states(draw, shape, SLOTS)
-    tail = shared.fill(draw, shared.tails(shape, ROWS + 2, ENTRIES), places)
+    tail = shared.tails(shape, ROWS + 2, ENTRIES, places=places)
     for decays in (tokens.log_decay, tail.log_decay):
         decays *= draw.random.choice([1e-4, 1e-2, 1.0, 30.0, 3000.0], decays.shape, p=[0.4, 0.3, 0.2, 0.05, 0.05])
     # Decays of heads are differences of sums.
     tolerance = 5e-5 if shape.by_channel else 2e-3
-    replay, options = replayed(implementation, shape), shared.how(Draw(1), shape)
-    y, new, new_tail = replay(tokens, old, tail, places, **options)
-    want_y, want, want_tail = shared.definition("replay", shape)(tokens, old, tail, places, **options)
-    live = np.arange(STEPS) < places.num_tokens[:, None]
-    assert_close(y[live], want_y[live], tolerance=tolerance)
-    assert_close(new[3:], want[3:], tolerance=tolerance)
-    there = ~np.isnan(want_tail[0])
-    assert_close(new_tail.value[there], want_tail[0][there], tolerance=tolerance)
+    call = replayed(implementation, shape), shape, tokens, old, tail, places
+    shared.check_call("replay", *call, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -177,7 +151,7 @@ def test_equals_snapshots(implementation, shape, steps):
     """A row from token to token, drafts rejected at random; the update stores every state."""
     draw, random, options = Draw(3), np.random.default_rng(steps), shared.how(Draw(1), shape)
     tokens, replay = shared.entry(draw, shape, 1, 40), replayed(implementation, shape)
-    rows = Rows(*shared.indices([0], [np.arange(1, 41)]))
+    rows = Rows(ints([0]), ints([np.arange(1, 41)]))
     want_y, want = shared.program("update", "xla", shape)(tokens, shared.states(draw, shape, 41), rows, **options)
     store, tail, others = (
         shared.states(draw, shape, SLOTS),
@@ -202,16 +176,6 @@ def test_equals_snapshots(implementation, shape, steps):
     assert start >= 32
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize(("rows", "dtype"), [(1, np.float32), (3, np.float32), (4, jnp.bfloat16)])
-@shared.cases(*ALL[:2], lacks=LACKS)
-def test_in_place(implementation, shape, rows, dtype):
-    tail = jax.tree.map(np.nan_to_num, shared.tails(shape, 40, 2 * shape.entries, dtype))
-    places = where([row(1 + i, 1 + i, 8, 9, 2, 1 + rows + i) for i in range(rows)], shape)
-    tokens = shared.entry(Draw(), shape, rows, 2, dtype=dtype)
-    shared.check_in_place("replay", implementation, shape, tokens, lambda _: places, tail)
-
-
 @pytest.mark.parametrize(
     ("shape", "heads"),
     [
@@ -231,14 +195,14 @@ def test_several_blocks_of_heads_on_tpu(shape, heads, monkeypatch):
     check(replayed(shared.KERNELS[0], shape, anew=True), shape, rows_of(shape, 6), steps=shape.steps)
 
 
-@pytest.mark.skipif(native.WHY_MISSING is not None, reason=f"native operations: {native.WHY_MISSING}")
+@needs_native
 def test_bits_of_cpp_depend_neither_on_drafts_nor_on_other_rows():
     """What a token gives, and the state at a boundary: alone, and as one of several tokens among other rows."""
     shape, draw, count, options = shared.MAMBA, Draw(5), 4, shared.how(Draw(1), shared.MAMBA)
     alone, among = row(1, 1, 8, 13, 1, 4), row(1, 1, 8, 13, count, 4)
     others, replay = [row(2, 2, 3, 6, 2, 5), among, row(3, 3, 8, 12, 3, 6)], replayed("native", shape)
     tokens, old = shared.entry(draw, shape, 3, count), shared.states(draw, shape, 7)
-    tail = shared.fill(draw, shared.tails(shape, 4, 16), where(others, shape))
+    tail = shared.tails(shape, 4, 16, places=where(others, shape))
     y, new, _ = replay(tokens, old, tail, where(others, shape), **options)
     _, _, again = replay(tokens, old, tail, where([row(), among, row()], shape), **options)
     states_due = []

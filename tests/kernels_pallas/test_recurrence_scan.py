@@ -13,9 +13,18 @@ import pytest
 import recurrence_cases as shared
 from jax import lax
 from model_shapes import DELTA, MAMBA2
-from operation_checks import ELSEWHERE, Draw, assert_close, assert_same_bits, form, on_device
+from operation_checks import (
+    DTYPES,
+    ELSEWHERE,
+    Draw,
+    assert_close,
+    assert_same_bits,
+    assert_same_gradients,
+    form,
+    ints,
+    on_device,
+)
 
-from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.places import Tiles
 from kernels_pallas.recurrence import recurrence_scan, recurrence_sequence
 from kernels_pallas.recurrence.scan.inverse import unit_lower_inverse
@@ -34,7 +43,7 @@ PAIRS = [1, 0] * 3 + [1], [1, 0, 3, 0, 1, 0, 5], [0, 2, 0, 4, 0, 6, 7]
 
 
 def tiles_of(first, read, write):
-    return Tiles(np.array(first, bool), *shared.indices(read, write))
+    return Tiles(np.array(first, bool), ints(read), ints(write))
 
 
 def ragged(shape, dtype=np.float32):
@@ -48,16 +57,16 @@ def ragged(shape, dtype=np.float32):
     return tokens, store, tiles_of([1, 0, 0, 1, 1, 1, 1], [3, 0, 0, 0, 0, 5, 3], [0, 7, 1, 2, 0, 5, 8])
 
 
-@shared.DTYPES
+@DTYPES
 @shared.cases(*ALL)
 def test_equals_definition(implementation, shape, dtype):
     if implementation == "native" and dtype != np.float32:
         pytest.skip("states of 16 bits would be rounded after each token")
     tokens, store, tiles = ragged(shape, dtype)
-    check(scanned(implementation, shape), shape, tokens, store, tiles, dtype)
+    check(scanned(implementation, shape), shape, tokens, store, tiles, dtype=dtype)
     # A first tile that continues nothing starts from zeros.
     tiles = dataclasses.replace(tiles, first=tiles.first & (np.arange(7) > 0))
-    check(scanned(implementation, shape), shape, tokens, store, tiles, dtype)
+    check(scanned(implementation, shape), shape, tokens, store, tiles, dtype=dtype)
 
 
 @shared.sizes(*ALL)
@@ -153,16 +162,6 @@ def check_cut(implementation, shape, dtype):
         assert_same_bits(np.concatenate(parts), y)
 
 
-@pytest.mark.smoke
-@shared.DTYPES
-@shared.cases(*ALL[:2])
-def test_in_place(implementation, shape, dtype):
-    if implementation == "native" and dtype != np.float32:
-        pytest.skip("states of 16 bits would be rounded after each token")
-    tokens, tiles = shared.entry(Draw(), shape, 2, shape.tile_size, dtype=dtype), tiles_of([1, 1], [1, 2], [3, 4])
-    shared.check_in_place("scan", implementation, shape, tokens, lambda _: tiles, size=20_000_000)
-
-
 @pytest.mark.parametrize("erase", [False, True])
 @pytest.mark.parametrize(("heads", "groups", "head_dim"), [(4, 2, 64), (32, 1, 16)])
 def test_several_heads_in_a_register_of_a_tpu(heads, groups, head_dim, erase, monkeypatch):
@@ -171,13 +170,6 @@ def test_several_heads_in_a_register_of_a_tpu(heads, groups, head_dim, erase, mo
     sizes = {"heads": heads, "groups": groups, "head_dim": head_dim, "state": 128, "tile_size": 16}
     shape = dataclasses.replace(shared.SHAPES[0], **sizes, erase=erase)
     check(scanned(shared.KERNELS[0], shape, anew=True), shape, *ragged(shape))
-
-
-def test_says_what_it_cannot_run():
-    shape = dataclasses.replace(shared.MAMBA, head_dim=16, state=16, tile_size=36)
-    call = shared.entry(Draw(), shape, 1, 36), shared.states(Draw(), shape, 3), tiles_of([1], [1], [2])
-    with pytest.raises(UnsupportedError, match="tiles have a size of 36, not a multiple of 16"):
-        scanned(shared.KERNELS[1], shape)(*call)
 
 
 def by_tokens(shape, entry, initial_state, options):
@@ -235,7 +227,7 @@ class TestSequence:
         """With ordinary decays, and with decays that would overflow unmasked."""
         draw = Draw()
         tokens = shared.entry(draw, shape, 2, 41)
-        state, options = on_device((shared.states(draw, shape, 3)[1:], shared.how(Draw(1), shape)))
+        state, options = shared.states(draw, shape, 3)[1:], shared.how(Draw(1), shape)
 
         def ours(tokens, state, options):
             return shared.plain("sequence", shape, implementation="xla")(tokens, initial_state=state, **options)
@@ -243,20 +235,9 @@ class TestSequence:
         def theirs(tokens, state, options):
             return by_tokens(shape, tokens, state, options)
 
-        def gradients(function):
-            def total(*inputs):
-                y, state = function(*inputs)
-                return jnp.sin(y).sum() + jnp.cos(state).sum()
-
-            return jax.jit(jax.grad(total, argnums=(0, 1, 2)))
-
-        run = gradients(ours), gradients(theirs)
-        for scale in (1.0, 300.0):
-            scaled = on_device(type(tokens)(*tokens[:3], scale * tokens[3], *tokens[4:]))
-            found = [jax.tree.leaves(each(scaled, state, options)) for each in run]
-            for actual, expected in zip(*found, strict=True):
-                assert np.isfinite(actual).all()
-                assert_close(actual, expected, tolerance=2e-4)
+        strong = type(tokens)(*tokens[:3], 300 * tokens[3], *tokens[4:])
+        calls = ((each, state, options) for each in (tokens, strong))
+        assert_same_gradients(ours, theirs, *calls, tolerance=2e-4)
 
     @EACH
     def test_padding(self, shape):
@@ -279,7 +260,7 @@ def test_selective_kernel_with_several_blocks_of_channels(store, monkeypatch):
     tokens, store = shared.entry(draw, shape, 3, 48), shared.states(draw, shape, 6, store)
     shared.pad(tokens, 1, 30)
     scan = scanned(shared.KERNELS[0], shape, anew=True)
-    check(scan, shape, tokens, store, tiles_of([0, 0, 1], [3, 0, 2], [0, 4, 5]), store.dtype)
+    check(scan, shape, tokens, store, tiles_of([0, 0, 1], [3, 0, 2], [0, 4, 5]), dtype=store.dtype)
 
 
 def test_no_array_of_all_tokens_states_is_held():

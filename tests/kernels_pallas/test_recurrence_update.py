@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import recurrence_cases as shared
 from model_shapes import DELTA, MAMBA2
-from operation_checks import ELSEWHERE, Draw, assert_close, assert_same_bits
+from operation_checks import DTYPES, ELSEWHERE, Draw, assert_close, assert_same_bits, ints
 
-from kernels_pallas.dispatch import UnsupportedError
 from kernels_pallas.places import Rows
 from kernels_pallas.recurrence import recurrence_update
 
@@ -24,23 +23,24 @@ pytestmark = pytest.mark.full
 ALL = "native", "xla", ELSEWHERE, *shared.KERNELS
 # Rows that continue and write the slot that they read after the first, second or third step; two that read one slot, of
 # which one keeps nothing; a fresh one; one with two steps of padding, and one of padding only.
-READ, WRITE = shared.indices(
-    [1, 2, 3, 4, 4, 0, 5, 6],
-    [[1, 7, 8], [9, 2, 10], [11, 12, 3], [13, 14, 15], [0, 0, 0], [16, 0, 17], [18, 19, 20], [0, 0, 21]],
+READ, WRITE = (
+    ints([1, 2, 3, 4, 4, 0, 5, 6]),
+    ints([[1, 7, 8], [9, 2, 10], [11, 12, 3], [13, 14, 15], [0, 0, 0], [16, 0, 17], [18, 19, 20], [0, 0, 21]]),
 )
 SLOTS = WRITE.max() + 2
 updated = functools.partial(shared.program, "update")
 check = functools.partial(shared.check_call, "update")
 
 
-@shared.DTYPES
+@pytest.mark.smoke
+@DTYPES
 @shared.cases(*ALL)
 def test_equals_definition(implementation, shape, dtype):
     draw = Draw()
     tokens, store = shared.entry(draw, shape, *WRITE.shape, dtype=dtype), shared.states(draw, shape, SLOTS, dtype)
     shared.pad(tokens, 6, 1)
     shared.pad(tokens, 7, 0)
-    y, after = check(updated(implementation, shape), shape, tokens, store, Rows(READ, WRITE), dtype)
+    y, after = check(updated(implementation, shape), shape, tokens, store, Rows(READ, WRITE), dtype=dtype)
     assert (y[7] == 0).all()
     assert (y[6, 1:] == 0).all()
     assert_same_bits(after[21], store[6])
@@ -65,7 +65,7 @@ def test_real_sizes(implementation, shape):
     test_sizes(implementation, dataclasses.replace(shape, rows=min(shape.rows, 3)))
 
 
-@shared.DTYPES
+@DTYPES
 @shared.cases(*ALL)
 def test_steps_in_one_call_equal_steps_in_several(implementation, shape, dtype):
     draw, update, options = Draw(), updated(implementation, shape), shared.how(Draw(1), shape)
@@ -88,17 +88,6 @@ def test_steps_in_one_call_equal_steps_in_several(implementation, shape, dtype):
     assert differs.mean() <= (0 if dtype == np.float32 else 1e-3)
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize(("rows", "dtype"), [(1, np.float32), (3, np.float32), (3, jnp.bfloat16)])
-@shared.cases(*ALL[:2])
-def test_in_place(implementation, shape, rows, dtype):
-    def places(slots):
-        found = Draw().slots(slots, rows, 3)
-        return Rows(found[:, 0], found[:, 1:])
-
-    shared.check_in_place("update", implementation, shape, shared.entry(Draw(), shape, rows, 2, dtype=dtype), places)
-
-
 @pytest.mark.parametrize("heads", [16, 48])
 @pytest.mark.parametrize("erase", [False, True])
 def test_several_blocks_of_heads_on_tpu(heads, erase, monkeypatch):
@@ -109,22 +98,15 @@ def test_several_blocks_of_heads_on_tpu(heads, erase, monkeypatch):
     )
     anew = updated(shared.KERNELS[0], shape, anew=True)
     draw = Draw()
-    rows = Rows(*shared.indices([1, 0], [[2, 3], [0, 4]]))
+    rows = Rows(ints([1, 0]), ints([[2, 3], [0, 4]]))
     check(anew, shape, shared.entry(draw, shape, 2, 2), shared.states(draw, shape, 5), rows)
-
-
-def test_says_what_it_cannot_run():
-    shape = dataclasses.replace(shared.MAMBA, state=36)
-    call = shared.entry(Draw(), shape, 1, 1), shared.states(Draw(), shape, 3), Rows(*shared.indices([1], [[2]]))
-    with pytest.raises(UnsupportedError, match="keys have a size of 36, not a multiple of 8"):
-        updated(shared.KERNELS[1], shape)(*call)
 
 
 def test_refuses_what_does_not_fit():
     shape = shared.ODD[1]
-    call = shared.entry(Draw(), shape, 1, 1), shared.states(Draw(), shape, 3), Rows(*shared.indices([1], [[2]]))
+    call = shared.entry(Draw(), shape, 1, 1), shared.states(Draw(), shape, 3), Rows(ints([1]), ints([[2]]))
     call = jax.tree.map(jnp.asarray, call)
     with pytest.raises(ValueError, match="skip is not supported with erase"):
         recurrence_update(*call, erase=True, skip=jnp.ones(shape.heads))
     with pytest.raises(ValueError, match=r"rows.write_slot has shape \(1, 2\), expected \[rows, steps\]"):
-        recurrence_update(*call[:2], jax.tree.map(jnp.asarray, Rows(*shared.indices([1], [[2, 1]]))), erase=True)
+        recurrence_update(*call[:2], jax.tree.map(jnp.asarray, Rows(ints([1]), ints([[2, 1]]))), erase=True)

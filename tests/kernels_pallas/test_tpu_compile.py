@@ -36,7 +36,7 @@ from compile_cases import (
 )
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, SingleDeviceSharding
-from model_calls import SLOTS, call_of, nbytes, program, shape
+from model_calls import FORMS, SLOTS, call_of, nbytes, program, published, shape
 from model_shapes import CONVOLUTIONS
 from topology import SLICES, compile_for_tpu, described_device
 
@@ -239,22 +239,7 @@ def test_only_the_named_windows_move(chip, slots, rows, channels, count, dtype):
 
 # Products: nothing but the kernel touches the weights, and no wide copy of a weight is written to memory.
 
-FORMS = {
-    "int8": (jnp.int8, None, None),
-    "fp8": (jnp.float8_e4m3fn, None, None),
-    "int4": (jnp.int4, 64, BF16),
-    "nvfp4": (jnp.float4_e2m1fn, 16, jnp.float8_e4m3fn),
-}
 NARROW = [("v5e", "int8"), ("v6e", "int4"), ("tpu7x", "fp8"), ("tpu7x", "nvfp4")]
-
-
-def quantized(form, *sizes):
-    dtype, group, scale = FORMS[form]
-    *lead, outputs, inputs = sizes
-    channels = None if form == "int4" else shape(*lead, outputs, dtype=F32)
-    return Quantized(
-        shape(*sizes, dtype=dtype), channels, shape(*lead, inputs // group, outputs, dtype=scale) if group else None
-    )
 
 
 def narrow_bytes(weight):
@@ -275,8 +260,8 @@ def temporaries_of_products(chip, tokens, weight, implementation):
 @pytest.mark.full
 @pytest.mark.parametrize(("chip", "form"), NARROW)
 def test_quantized_dense_weights(chip, form):
-    weight = quantized(form, 21504, 4096)  # Nemotron-H-8B
-    implementation = "pallas_tpu" if FORMS[form][1] else "xla"
+    weight = published(form, 21504, 4096)  # Nemotron-H-8B
+    implementation = "pallas_tpu" if "group" in FORMS[form] else "xla"
     assert temporaries_of_products(chip, 64, weight, implementation) < narrow_bytes(weight) / 8
 
 
@@ -284,13 +269,13 @@ def test_quantized_dense_weights(chip, form):
 @pytest.mark.parametrize("sizes", [(1856, 2688), slow((2688, 1856))])
 @pytest.mark.parametrize(("chip", "form"), NARROW)
 def test_quantized_experts(chip, form, sizes):
-    weight = quantized(form, 128, *sizes)  # Nemotron-3-Nano
+    weight = published(form, 128, *sizes)  # Nemotron-3-Nano
     assert temporaries_of_products(chip, 384, weight, "pallas_tpu") < narrow_bytes(weight) / 7
 
 
 @pytest.mark.full
 def test_4_bit_floats_on_older_tpus():
-    weight = quantized("nvfp4", 128, 1856, 2688)
+    weight = published("nvfp4", 128, 1856, 2688)
     # The values may be copied as they are: never wide.
     assert temporaries_of_products("v6e", 384, weight, "pallas_tpu_codes") < 1.1 * narrow_bytes(weight)
     assert nbytes(weight.group_scale) < narrow_bytes(weight)
