@@ -73,14 +73,28 @@ BLOCKS, EAGLE = partial(write_block, method="dflash"), write_eagle
         (EAGLE, {"eagle_aux_hidden_state_layer_ids": [1, 99]}, "expected 0 to"),
         (EAGLE, {"draft_vocab_size": 100_000}, "draft_vocab_size is 100000: at most vocab_size"),
         (EAGLE, {"kv_lora_rank": 4}, "kv_lora_rank"),
+        (EAGLE, lambda tensors: tensors.pop("fc.weight"), "1 missing: fc.weight"),
+        (EAGLE, lambda tensors: tensors.pop("d2t"), "1 missing: d2t"),
+        (EAGLE, lambda tensors: tensors.pop("lm_head.weight"), "the drafter has no lm_head.weight"),
+        (EAGLE, lambda tensors: tensors.update({"fc.weight": tensors["fc.weight"][:, :-1]}), "1 of the wrong shape"),
+        (EAGLE, lambda tensors: tensors.update({"midlayer.extra": tensors["d2t"]}), "1 unexpected: midlayer.extra"),
+        (EAGLE, lambda tensors: tensors.update({"d2t": tensors["d2t"] + 1000}), "d2t maps draft tokens to"),
     ],
 )
-def test_wrong_configs(tmp_path, write, change, message):
+def test_what_is_wrong_is_said(tmp_path, write, change, message):
+    """In one line: fields of config.json, or tensors that a function changes."""
     folder = write(tmp_path / "drafter", TARGET)
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    config, weights = folder / "config.json", folder / "model.safetensors"
+    read = partial(load_drafter_config, folder, TARGET)
+    if callable(change):
+        tensors = load_file(weights)
+        change(tensors)
+        save_file({name: np.ascontiguousarray(value) for name, value in tensors.items()}, weights)
+        read = partial(with_drafter, folder, load_weights(GOLDEN, dtype="float32", progress=False))
+    else:
+        config.write_text(json.dumps(json.loads(config.read_text()) | change))
     with pytest.raises(CheckpointError, match=message) as error:
-        load_drafter_config(folder, TARGET)
+        read()
     assert "\n" not in str(error.value)
 
 
@@ -96,27 +110,6 @@ def test_layers_of_one_sublayer_and_of_two():
     assert layer_places(TARGET) == tuple(range(len(TARGET.pattern) + 1))
     falcon = load_config(GOLDEN.parent / "falconh1")
     assert layer_places(falcon) == tuple(range(0, len(falcon.pattern) + 1, 2))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda tensors: tensors.pop("fc.weight"), "1 missing: fc.weight"),
-        (lambda tensors: tensors.pop("d2t"), "1 missing: d2t"),
-        (lambda tensors: tensors.pop("lm_head.weight"), "the drafter has no lm_head.weight"),
-        (lambda tensors: tensors.update({"fc.weight": tensors["fc.weight"][:, :-1]}), "1 of the wrong shape"),
-        (lambda tensors: tensors.update({"midlayer.extra": tensors["d2t"]}), "1 unexpected: midlayer.extra"),
-        (lambda tensors: tensors.update({"d2t": tensors["d2t"] + 1000}), "d2t maps draft tokens to"),
-    ],
-)
-def test_wrong_tensors(tmp_path, change, message):
-    folder = write_eagle(tmp_path / "drafter", TARGET)
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file({name: np.ascontiguousarray(value) for name, value in tensors.items()}, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=message) as error:
-        with_drafter(folder, load_weights(GOLDEN, dtype="float32", progress=False))
-    assert "\n" not in str(error.value)
 
 
 def test_a_drafter_of_another_kind_or_none(tmp_path):

@@ -139,14 +139,11 @@ def test_registry():
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_an_empty_config_has_the_defaults_of_transformers(model_type):
+    """Ids of tokens may also be null or several."""
     config = families.config_from_hf({"model_type": model_type})
     assert families.weight_names(config).keys() == parameters(HybridModel.abstract(config)).keys()
     assert model_type in families.family_of(config).model_types
     assert config.eos_token_ids == tuple(EOS[model_type])
-
-
-@pytest.mark.parametrize("model_type", TYPES)
-def test_token_ids_may_be_null_or_several(model_type):
     config = families.config_from_hf({"model_type": model_type, "eos_token_id": [5, 7], "bos_token_id": None})
     assert (config.eos_token_ids, config.bos_token_id) == ((5, 7), None)
     assert families.config_from_hf({"model_type": model_type, "eos_token_id": None}).eos_token_ids == ()

@@ -28,11 +28,13 @@ def divides(config, shards):
 
 
 @pytest.mark.parametrize("name", OF_EVERY_FAMILY)
-def test_all_that_is_large_is_divided(name):
+def test_every_parameter_is_declared_and_all_that_is_large_is_divided(name):
     config = preset(name)
+    config = dataclasses.replace(config, own_mtp_embedding=bool(config.mtp_pattern))
     shards = next(shards for shards in (8, 4, 2) if divides(config, shards))
-    partition = Partition.of(config, shards)
-    for path, leaf in parameters(HybridModel.abstract(config, dtype=jnp.bfloat16)).items():
+    partition, found = Partition.of(config, shards), parameters(HybridModel.abstract(config, dtype=jnp.bfloat16))
+    assert placements(config).keys() == found.keys()
+    for path, leaf in found.items():
         spec = tuple(partition.parameter(path))
         assert len(spec) <= len(leaf.shape)
         for axis, size in zip(spec, leaf.shape, strict=False):
@@ -53,14 +55,6 @@ def test_few_groups_and_keys_are_kept_several_times():
     assert tuple(partition.parameter("blocks.0.mixer.in_proj_bc.weight")) == ()
     attention = config.pattern.index("*")
     assert tuple(partition.parameter(f"blocks.{attention}.mixer.k_proj.weight")) == ()
-
-
-@pytest.mark.parametrize("name", OF_EVERY_FAMILY)
-def test_every_parameter_is_declared_and_no_other(name):
-    config = preset(name)
-    config = dataclasses.replace(config, own_mtp_embedding=bool(config.mtp_pattern))
-    declared = placements(config).keys()
-    assert declared == parameters(HybridModel.abstract(config)).keys()
 
 
 def test_what_nothing_declares_is_refused():
