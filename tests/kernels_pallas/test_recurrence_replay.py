@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import recurrence_cases as shared
 from model_shapes import DELTA, MAMBA2
-from operation_checks import DTYPES, ELSEWHERE, Draw, assert_close, assert_same_bits, ints, needs_native, on_device
+from operation_checks import ELSEWHERE, Draw, assert_close, assert_same_bits, ints, needs_native, on_device
 
 from kernels_pallas.places import Anchored, Rows
 from kernels_pallas.recurrence import recurrence_replay
@@ -119,15 +119,6 @@ def test_every_place_around_a_boundary(implementation, shape):
     for first in range(0, shape.interval, 4):
         rows = [row(1 + i, 1 + i, 8, 8 + first + i, 4, 5 + i) for i in range(4)]
         check(replayed(implementation, shape), shape, rows)
-
-
-@DTYPES
-@EACH
-def test_padding_changes_nothing(implementation, shape, dtype):
-    rows = [row(), row(1, 1, 8, 15, 1, 3), row(), row(2, 2, 8, 12, 1, 4), row(), row()]
-    y, *_ = check(replayed(implementation, shape), shape, rows, dtype=dtype)
-    assert (y[[0, 2, 4, 5]] == 0).all()
-    assert (y[:, 1:] == 0).all()
 
 
 @shared.cases(*ALL, shapes=shared.ODD[:4], lacks=LACKS)
