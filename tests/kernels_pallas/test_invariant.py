@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from operation_checks import Draw, needs_native
+from operation_checks import Draw, needs_native, on_device
 from recurrence_cases import ODD, SELECTIVE, definition, entry, how, kind, part, plain
 from test_causal_conv1d import packed
 from test_quantized_products import quantized
@@ -224,7 +224,7 @@ def test_a_recurrence_keeps_its_bits_in_tiles_steps_and_sequences(shape):
     tokens, draw = 24, Draw()
     if kind(shape) != "selective":
         shape = dataclasses.replace(shape, head_dim=5, state=19)
-    inputs, options = entry(draw, shape, 1, tokens), how(draw, shape)
+    inputs, options = entry(draw, shape, 1, tokens), on_device(how(draw, shape))
 
     def program(form):
         return lambda *arguments: run(lambda *given: plain(form, shape)(*given, **options), *arguments)
