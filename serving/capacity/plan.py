@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh
 
 from checkpoints.drafts import drafter_shapes
 from checkpoints.errors import CheckpointError, one_line
-from checkpoints.load import Checkpoint, load_config
+from checkpoints.load import load_config
 from mamba_jax.config import LATENT, HybridConfig, ModelConfigError
 from mamba_jax.head_padding import HeadPadding
 from mamba_jax.model import HybridModel, num_parameters
@@ -33,6 +33,7 @@ from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly.design import EngineDesign, waiting_form
 from serving.engine.assembly.devices import adapters_of
 from serving.engine.assembly.drafting import with_drafter_config
+from serving.engine.assembly.fetch import checkpoint_of
 from serving.engine.assembly.gpu_memory import reserved_share
 from serving.engine.assembly.sizing import StoreSize, StoreTooSmallError
 from serving.engine.steps.batching import BatchBuilder, PrefillShape
@@ -123,46 +124,53 @@ def make_plan(
 
 
 class _Planner:
-    """Values that several stages of planning use."""
+    """A model on one machine: the bytes that it takes there, and those that it leaves. `loaded`: every parameter before
+    it is padded, if they are known."""
 
-    def __init__(self, config: EngineConfig, target: Target, model: HybridConfig) -> None:
-        self.config, self.target, self._target_model = config, target, model
-        self._checkpoint = with_drafter_config(config, model)
+    def __init__(
+        self, config: EngineConfig, target: Target, model: HybridConfig, loaded: dict[str, Any] | None = None
+    ) -> None:
+        self.config, self.target, self._undivided = config, target, model
+        count, platform = target.count, target.device.platform
         self.dtype = jnp.dtype("bfloat16" if config.dtype == "auto" else config.dtype)
         self.kv_dtype = jnp.dtype(config.kv_dtype(self.dtype))
+        self.mesh: Any = AbstractMesh((count,), (TENSOR,))
+        described = with_drafter_config(config, model)
+        padding = HeadPadding.of(described, count)
+        self.model, self.partition = padding.padded, Partition.of(padding.padded, count)
+        self.loaded = loaded or self._shapes(described)
+        self.shapes: Any = {
+            path: jax.ShapeDtypeStruct(padding.shape(path, leaf.shape), leaf.dtype) if padding.pads(path) else leaf
+            for path, leaf in self.loaded.items()
+        }
+        self.counter = Counter(
+            self.model,
+            self.partition,
+            self.shapes,
+            ssm_dtype=jnp.dtype(config.ssm_dtype),
+            kv_dtype=self.kv_dtype,
+            lanes=lanes_of(platform),
+        )
+        total = self.counter.weight_bytes * count
+        self.design = EngineDesign.of(config, padding, shards=count, platform=platform, weight_bytes=total)
+        self.replay = self.design.replay.replay
+        self.adapter_bytes = self._bytes_of_adapters()
         self.memory = int(target.device.memory * config.memory_utilization)
         """Bytes of one device for weights, states and pages, as on the machine itself."""
-        share = reserved_share(config.memory_utilization) if target.device.platform == "gpu" else 1.0
-        self.limit = int(target.device.memory * share)
-        """Bytes of one device that programs may use."""
-        self._loaded = self._weights(target.count)
-        self.design, self.counter, self.shapes = self._divided(target.count)
-        self.model = self.design.model
-        self.partition, self.replay = self.design.partition, self.design.replay.replay
-        self.mesh: Any = AbstractMesh((self.partition.shards,), (TENSOR,))
-        self.adapter_bytes = self._bytes_of_adapters(self.design, self.shapes)
-        self._padding_notes = [self.design.padding.notice] if self.design.padding else []
+        taken = self.counter.weight_bytes + self.design.workspace_bytes + self.design.code_bytes + self.adapter_bytes
+        self.free = self.memory - taken - config.reserved_bytes
+        """Bytes of one device for states and pages."""
+        self._padding_notes = [padding.notice] if padding else []
 
-    def _divided(self, count: int) -> tuple[EngineDesign, Counter, dict[str, jax.ShapeDtypeStruct]]:
-        """The engine design for a number of devices, the counter of its bytes, and every parameter."""
-        padding = HeadPadding.of(self._checkpoint, count)
-        partition = Partition.of(padding.padded, count)
-        shapes = {
-            path: jax.ShapeDtypeStruct(padding.shape(path, leaf.shape), leaf.dtype) if padding.pads(path) else leaf
-            for path, leaf in self._loaded.items()
-        }
-        counter = Counter(
-            padding.padded,
-            partition,
-            shapes,
-            ssm_dtype=jnp.dtype(self.config.ssm_dtype),
-            kv_dtype=self.kv_dtype,
-            lanes=lanes_of(self.target.device.platform),
-        )
-        total = counter.weight_bytes * count
-        platform = self.target.device.platform
-        design = EngineDesign.of(self.config, padding, shards=count, platform=platform, weight_bytes=total)
-        return design, counter, shapes
+    def _shapes(self, described: HybridConfig) -> dict[str, jax.ShapeDtypeStruct]:
+        padding = HeadPadding.of(self._undivided, self.target.count)
+        partition = Partition.of(padding.padded, self.target.count)
+        checkpoint = checkpoint_of(self.config, self.dtype)
+        found = checkpoint.shapes(functools.partial(padding.load_sharding, partition, self.mesh))
+        if described.drafter is not None:
+            found = {path: leaf for path, leaf in found.items() if not path.startswith("mtp.")}
+            found |= drafter_shapes(described, self.dtype)
+        return found
 
     @property
     def _dtype_name(self) -> str:
@@ -175,42 +183,33 @@ class _Planner:
             + (f", keys and values in {pages}" if pages else "")
         )
 
-    def _weights(self, shards: int) -> dict[str, jax.ShapeDtypeStruct]:
-        config, mesh = self.config, AbstractMesh((shards,), (TENSOR,))
-        padding = HeadPadding.of(self._target_model, shards)
-        partition = Partition.of(padding.padded, shards)
-        checkpoint = Checkpoint(
-            config.model,
-            dtype=self.dtype,
-            quantization=config.quantization,
-            quantization_exclude=config.excluded_from_quantization,
-            hf_overrides=config.hf_overrides,
-        )
-        found = checkpoint.shapes(functools.partial(padding.load_sharding, partition, mesh))
-        if self._checkpoint.drafter is not None:
-            found = {path: leaf for path, leaf in found.items() if not path.startswith("mtp.")}
-            found |= drafter_shapes(self._checkpoint, self.dtype)
-        return found
+    def size(self) -> StoreSize:
+        """The numbers of slots and pages that fit."""
+        return self.design.size(memory=self.free, dtype=self.dtype)
 
     def plan(self, compile: bool, full: bool, context: int | None, progress: Callable[[str], None]) -> CapacityPlan:
-        limit, design = self.limit, self.design
-        weights = self.counter.weight_bytes
+        design, device, drafts = self.design, self.target.device, self.config.num_speculative_tokens
+        limit = int(device.memory * (reserved_share(self.config.memory_utilization) if device.platform == "gpu" else 1))
         try:
-            size = self._size(design, weights, self.adapter_bytes)
+            size = self.size()
         except StoreTooSmallError as error:
             return self._too_small(error)
         batches = design.batches(design.scheduler(size))
         prefills, decodes, mixed = _planned_shapes(batches, full)
         rows = jax.eval_shape(lambda: design.rows(size))
         context = min(context or DEFAULT_CONTEXT, size.max_model_len)
-        fitting = dict.fromkeys(min(rows, size.sequences_at(context)) for rows in decodes)
-        steps = [self._prefill_step(shape) for shape in prefills] + [self._decode_step(n, context) for n in fitting]
+        steps: list[Step] = []
+        for shape in prefills:
+            load = prefill_workload(tokens=shape.tokens, rows=shape.rows, tile_size=self.config.tile_size)
+            steps.append(self.counter.step(_prefill_name(shape), load, device, counted=shape.tokens))
+        for count in dict.fromkeys(min(rows, size.sequences_at(context)) for rows in decodes):
+            load = decode_workload(rows=count, drafts=drafts, context=context, replay=self.replay)
+            steps.append(self.counter.step(_decode_name(count), load, device, counted=count))
         notes = [f"decoding keeps {design.replay.notice}", *size.notices, *self._padding_notes]
         programs: tuple[Program, ...] = ()
         kinds: tuple[Sequence[tuple[str, StepBatch]], ...] = ()
         kernels, begin = "", time.perf_counter()
         if compile:
-            drafts = self.config.num_speculative_tokens
             kinds = (
                 [(_decode_name(count), batches.empty_decode(count, drafts)) for count in decodes],
                 [(_prefill_name(shape), batches.empty_prefill(shape)) for shape in prefills],
@@ -232,9 +231,9 @@ class _Planner:
             code += sum(codes) + (count - len(codes)) * max(codes, default=0)
         temporaries = max((p.temporaries for p in programs), default=design.workspace_bytes)
         other = self._bytes_of_seats(rows) + self.adapter_bytes
-        spare = limit - weights - size.total_bytes - code - temporaries - other
+        spare = limit - self.counter.weight_bytes - size.total_bytes - code - temporaries - other
         long_contexts = [
-            self.counter.long_context(n, size, self.design.step_tokens, self.target.device, self.replay)
+            self.counter.long_context(n, size, design.step_tokens, device, self.replay)
             for n in LONG_CONTEXTS
             if n <= size.max_model_len
         ]
@@ -267,7 +266,7 @@ class _Planner:
             model=self.config.model,
             target=self.target,
             dtype=self._dtype_name,
-            parameters=num_parameters(self._loaded),
+            parameters=num_parameters(self.loaded),
             weights=self.counter.weight_bytes,
             **figures,
         )
@@ -282,33 +281,24 @@ class _Planner:
     def _bytes_of_seats(self, rows: Rows) -> int:
         return _bytes_of_one(zip(jax.tree.leaves(rows), jax.tree.leaves(rows_shardings(rows, self.mesh)), strict=True))
 
-    def _bytes_of_adapters(self, design: EngineDesign, shapes: dict[str, jax.ShapeDtypeStruct]) -> int:
+    def _bytes_of_adapters(self) -> int:
         if not self.config.enable_lora:
             return 0
-        model = HybridModel.from_parameters(design.model, cast(Any, shapes))
-        mesh: Any = AbstractMesh((design.partition.shards,), (TENSOR,))
-        adapters = adapters_of(self.config, model, mesh, abstract=True)
+        model = HybridModel.from_parameters(self.model, self.shapes)
+        adapters = adapters_of(self.config, model, self.mesh, abstract=True)
         return 0 if adapters is None else _bytes_of_one((leaf, leaf.sharding) for leaf in adapters.arrays)
-
-    def _free(self, design: EngineDesign, weights: int, adapters: int) -> int:
-        programs = design.workspace_bytes + design.code_bytes
-        return self.memory - weights - programs - self.config.reserved_bytes - adapters
-
-    def _size(self, design: EngineDesign, weights: int, adapters: int) -> StoreSize:
-        return design.size(memory=self._free(design, weights, adapters), dtype=self.dtype)
 
     def _too_small(self, error: StoreTooSmallError) -> CapacityPlan:
         """Not even one sequence fits: by how much, and where it would."""
-        free = self._free(self.design, self.counter.weight_bytes, self.adapter_bytes)
         notes = [f"{self.config.memory_utilization:.0%} of the memory is used (memory_utilization)"]
         notes += self._padding_notes
-        if free > 0:
+        if self.free > 0:
             notes.append(str(error))
         if enough := self._enough():
             notes.append(f"the smallest of its kind that holds it: {enough}")
         return self._report(
             fits=False,
-            spare=free - error.needed,
+            spare=self.free - error.needed,
             limit=self.memory,
             store=error.needed,
             code=self.design.code_bytes,
@@ -320,30 +310,21 @@ class _Planner:
 
     def _enough(self) -> str | None:
         for bigger in larger(self.target):
+            config = self.config.model_copy(update={"tensor_parallel_size": bigger.count})
             try:
-                design, counter, shapes = self._divided(bigger.count)
-                self._size(design, counter.weight_bytes, self._bytes_of_adapters(design, shapes))
+                _Planner(config, bigger, self._undivided, self.loaded).size()
             except (ConfigError, ModelConfigError):
                 continue
             return bigger.name
         return None
 
-    def _decode_step(self, rows: int, context: int) -> Step:
-        drafts = self.config.num_speculative_tokens
-        load = decode_workload(rows=rows, drafts=drafts, context=context, replay=self.replay)
-        return self.counter.step(_decode_name(rows), load, self.target.device, counted=rows)
-
-    def _prefill_step(self, shape: PrefillShape) -> Step:
-        load = prefill_workload(tokens=shape.tokens, rows=shape.rows, tile_size=self.config.tile_size)
-        return self.counter.step(_prefill_name(shape), load, self.target.device, counted=shape.tokens)
-
     def _compiler(self, size: StoreSize, rows: Rows) -> SlicePrograms:
         arguments = self.design.store_arguments(size, dtype=self.dtype)
         described = StoreShape.of(self.design.stored, routed_experts=self.config.enable_return_routed_experts)
-        shape, parameters = self.partition.store_shape(described), cast(Any, self.shapes)
+        shape = self.partition.store_shape(described)
         try:
             return SlicePrograms(
-                HybridModel.from_parameters(self.model, parameters),
+                HybridModel.from_parameters(self.model, self.shapes),
                 slice_mesh(self.target),
                 store=jax.eval_shape(lambda: init_store(shape, **arguments)),
                 rows=rows,

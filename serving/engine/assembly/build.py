@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from checkpoints.drafts import drafter_bytes, with_drafter
-from checkpoints.load import Checkpoint, generation_config, load_config
+from checkpoints.load import generation_config, load_config
 from checkpoints.tokenizer import Tokenizer, load_tokenizer
 from mamba_jax.adapters import Adapters
 from mamba_jax.config import HybridConfig, ModelConfigError, need
@@ -40,7 +40,7 @@ from serving.engine.assembly.devices import (
     scheduler_clock,
 )
 from serving.engine.assembly.drafting import draft_policy, with_drafter_config
-from serving.engine.assembly.fetch import fetched
+from serving.engine.assembly.fetch import checkpoint_of, fetched
 from serving.engine.assembly.gpu_memory import share_notices
 from serving.engine.assembly.kernel_check import refused_kernels
 from serving.engine.assembly.sizing import StoreSize, check_fits, store_memory
@@ -102,15 +102,7 @@ def build_engine(config: EngineConfig, *, progress: bool = True, led: bool = Fal
     config = _in_step(config, led)
     target = load_config(config.model, hf_overrides=config.hf_overrides)
     described = with_drafter_config(config, target)
-    checkpoint = Checkpoint(
-        config.model,
-        dtype=config.dtype,
-        load_format=config.load_format,
-        seed=config.seed,
-        quantization=config.quantization,
-        quantization_exclude=config.excluded_from_quantization,
-        hf_overrides=config.hf_overrides,
-    )
+    checkpoint = checkpoint_of(config)
     weights = checkpoint.nbytes() + drafter_bytes(described, config.dtype)
     design = _design(config, described, weights, led)  # reports errors before loading, which can take minutes
     weights = int(weights * (1 + design.padding.cost))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import re
 from pathlib import Path
+from typing import Any
 
 from checkpoints.errors import CheckpointError
+from checkpoints.load import Checkpoint
 from checkpoints.presets import PRESETS
 from checkpoints.resolve import local, resolve
 from checkpoints.tokenizer import Tokenizer, require_tokenizer
@@ -30,6 +32,19 @@ def fetched(config: EngineConfig, *, weights: bool = True) -> EngineConfig:
     if drafter is not None:
         drafter = local(drafter, download_dir=config.download_dir, weights=weights)
     return config.model_copy(update={"model": model, "tokenizer": tokenizer, "speculative_model": drafter})
+
+
+def checkpoint_of(config: EngineConfig, dtype: Any = None) -> Checkpoint:
+    """The model that the flags name, and how its weights are loaded. `dtype`: in place of the flag."""
+    return Checkpoint(
+        config.model,
+        dtype=config.dtype if dtype is None else dtype,
+        load_format=config.load_format,
+        seed=config.seed,
+        quantization=config.quantization,
+        quantization_exclude=config.excluded_from_quantization,
+        hf_overrides=config.hf_overrides,
+    )
 
 
 def tokenizer_of(config: EngineConfig) -> Tokenizer:
