@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import math
-import tomllib
-from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import Field, model_validator
 
-from checkpoints.errors import CheckpointError
-from checkpoints.json_file import parse_overrides, read_text
+from checkpoints.json_file import parse_overrides
 from serving.core.config import CacheMode, check_sizes
 from serving.core.errors import ConfigError
 from serving.settings import Settings
 
-__all__ = ["CacheMode", "ConfigError", "EngineConfig", "read_config_file"]
+__all__ = ["CacheMode", "ConfigError", "EngineConfig"]
 
 SpeculativeMethod = Literal["mtp", "ngram", "eagle3", "dflash", "dspark"]
 DRAFTER_METHODS = ("eagle3", "dflash", "dspark")
@@ -379,27 +374,3 @@ class EngineConfig(Settings):
                 f"use {' or '.join(DRAFTER_METHODS)}"
             )
         return self
-
-
-def read_config_file(path: Path | str) -> Mapping[str, Any]:
-    """Reads engine flags from a YAML or TOML file; dashes in names count as underscores.
-
-    Raises:
-        ConfigError: the file cannot be read, is in another format, or does not contain a table of flags.
-    """
-    path = Path(path)
-    readers: dict[str, Callable[[str], Any]] = {
-        ".toml": tomllib.loads, ".yaml": yaml.safe_load, ".yml": yaml.safe_load
-    }  # fmt: skip
-    read = readers.get(path.suffix.lower())
-    if read is None:
-        raise ConfigError(f"config file {path}: its name must end in .yaml, .yml or .toml, not {path.suffix!r}")
-    try:
-        flags = read(read_text(path)) or {}
-    except CheckpointError as error:
-        raise ConfigError(f"config file {error}") from None
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(f"config file {path}: {' '.join(str(error).split())}") from None
-    if not isinstance(flags, dict):
-        raise ConfigError(f"config file {path}: expected a table of flags, got {type(flags).__name__}")
-    return {str(name).replace("-", "_"): value for name, value in flags.items()}

@@ -1,17 +1,22 @@
-"""The base class of all settings. It validates a table of values and formats errors."""
+"""The base class of all settings, which validates a table of values and formats errors, and files of such tables."""
 
 from __future__ import annotations
 
 import difflib
 import functools
+import tomllib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar, get_origin
 
+import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from checkpoints.errors import CheckpointError
+from checkpoints.json_file import read_text
 from serving.core.errors import ConfigError, RequestError
 
-__all__ = ["ConfigError", "Settings", "checks_names", "did_you_mean"]
+__all__ = ["ConfigError", "Settings", "checks_names", "did_you_mean", "read_config_file"]
 
 T = TypeVar("T")
 
@@ -87,6 +92,30 @@ def checks_names(
         return kind
 
     return checked
+
+
+def read_config_file(path: Path | str) -> Mapping[str, Any]:
+    """Reads engine flags from a YAML or TOML file; dashes in names count as underscores.
+
+    Raises:
+        ConfigError: the file cannot be read, is in another format, or does not contain a table of flags.
+    """
+    path = Path(path)
+    readers: dict[str, Callable[[str], Any]] = {
+        ".toml": tomllib.loads, ".yaml": yaml.safe_load, ".yml": yaml.safe_load
+    }  # fmt: skip
+    read = readers.get(path.suffix.lower())
+    if read is None:
+        raise ConfigError(f"config file {path}: its name must end in .yaml, .yml or .toml, not {path.suffix!r}")
+    try:
+        flags = read(read_text(path)) or {}
+    except CheckpointError as error:
+        raise ConfigError(f"config file {error}") from None
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(f"config file {path}: {' '.join(str(error).split())}") from None
+    if not isinstance(flags, dict):
+        raise ConfigError(f"config file {path}: expected a table of flags, got {type(flags).__name__}")
+    return {str(name).replace("-", "_"): value for name, value in flags.items()}
 
 
 def _explain(detail: Any) -> str:

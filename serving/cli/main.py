@@ -220,7 +220,7 @@ def translate_arguments(name: str, words: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: a flag that is not supported, or a file that cannot be read.
     """
-    from serving.config import read_config_file
+    from serving.settings import read_config_file
     from serving.vllm.flags import Translated, translate, words_of
 
     own = {option: param.name for param in command(name).params for option in (*param.opts, *param.secondary_opts)}

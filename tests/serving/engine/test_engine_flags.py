@@ -7,11 +7,12 @@ import pytest
 
 from checkpoints.random import write_random
 from mamba_jax.programs import KernelChoice, StepPrograms
-from serving.config import ConfigError, EngineConfig, read_config_file
+from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly.build import assemble, build_engine
 from serving.engine.assembly.design import resolve_caching
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.hosts.host import facts_of
+from serving.settings import read_config_file
 from tests.support.engines.engines import QUICK_COMPILE
 from tests.support.engines.small_tiers import tier_mover
 from tests.support.models.tiny_configs import CHECKPOINT
