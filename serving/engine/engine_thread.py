@@ -23,7 +23,8 @@ _STATS_EVERY = 0.25
 Result = RequestOutput | Exception
 """A request's new output, or the error that ended it."""
 Deliver = Callable[[Sequence[tuple[Any, Result]]], None]
-"""Called with the results of a step: pairs of a reader, as `EngineThread.add` was given it, and a result."""
+"""Called with the results of a step: pairs of a reader, as `EngineThread.add` was given it, and a result. A reader's
+method `takes` says which outputs it gets."""
 
 
 class EngineStopped(RuntimeError):
@@ -236,9 +237,11 @@ class EngineThread:
     def _publish(self, outputs: Sequence[RequestOutput]) -> None:
         results: list[tuple[Any, Result]] = []
         for output in outputs:
-            if (reader := self._readers.get(output.request_id)) is not None:
+            if (reader := self._readers.get(output.request_id)) is None:
+                continue
+            if output.finished:
+                del self._readers[output.request_id]
+            if reader.takes(output):
                 results.append((reader, output))
-                if output.finished:
-                    del self._readers[output.request_id]
         if results:
             self._deliver(results)

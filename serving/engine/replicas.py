@@ -139,6 +139,13 @@ class Reader:
     def __init__(self, request: EngineRequest, assignment: Assignment) -> None:
         self.request, self.assignment = request, assignment
 
+    def takes(self, output: RequestOutput) -> bool:
+        """Notes that the prompt is computed, if there are tokens. Returns whether the reader gets this output: each one
+        if the request is live, else only the finished one."""
+        if any(choice.token_ids for choice in output.outputs):
+            self.assignment.computed()
+        return output.finished or self.request.live
+
 
 class ReplicaThreads:
     """An engine or several replicas, each in a thread.
@@ -152,22 +159,9 @@ class ReplicaThreads:
     def __init__(self, engines: Engine | Sequence[Engine], deliver: Deliver) -> None:
         self.engines = tuple(engines) if isinstance(engines, Sequence) else (engines,)
         """All engines, for properties that never change while they run. Use `calls` for others."""
-        self._deliver = deliver
         names = ["engine"] if len(self.engines) == 1 else [f"engine {i}" for i in range(len(self.engines))]
-        self.threads = [EngineThread(each, self._publish, name) for each, name in zip(self.engines, names, strict=True)]
+        self.threads = [EngineThread(each, deliver, name) for each, name in zip(self.engines, names, strict=True)]
         self.loads = ReplicaLoads(self.engines)
-
-    def _publish(self, results: Sequence[tuple[Reader, Result]]) -> None:
-        delivered: list[tuple[Reader, Result]] = []
-        for reader, result in results:
-            if isinstance(result, RequestOutput):
-                if any(choice.token_ids for choice in result.outputs):
-                    reader.assignment.computed()
-                if not (result.finished or reader.request.live):
-                    continue
-            delivered.append((reader, result))
-        if delivered:
-            self._deliver(delivered)
 
     def with_tokens(self, request: EngineRequest) -> tuple[EngineRequest, list[int]]:
         """Returns a request whose prompt is tokenized, and its tokens, by which a replica is chosen. With one engine,
