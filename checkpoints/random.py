@@ -170,38 +170,19 @@ def initial_values(name: str, shape: tuple[int, ...], normal: Draw, uniform: Dra
     return normal(shape) / math.sqrt(shape[-1])
 
 
-class RandomTensors:
-    """The random tensors of a Hugging Face checkpoint without files: each is drawn when it is read.
-
-    A tensor depends on the seed and on its name only.
+def random_tensors(hf_config: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
+    """Returns random tensors of a Hugging Face checkpoint, float32. A tensor depends on the seed and on its name only.
 
     Args:
         hf_config: what `config.json` would hold.
         seed: equal seeds give equal tensors.
     """
-
-    def __init__(self, hf_config: Mapping[str, Any], seed: int = 0) -> None:
-        self._config = config_from_hf(hf_config)
-        self._seed = seed
-        self._shapes = tensor_shapes(self._config)
-
-    @property
-    def names(self) -> set[str]:
-        """The names of all tensors."""
-        return set(self._shapes)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Returns a tensor's shape."""
-        return self._shapes[name]
-
-    def view(self, name: str) -> np.ndarray:
-        """Returns a tensor's values, float32."""
-        shape, tied = self._shapes[name], self._config.tie_word_embeddings
-        rng = np.random.default_rng([self._seed, zlib.crc32(name.encode())])
-        return initial_values(name, shape, rng.standard_normal, rng.random, tied).astype(np.float32)
-
-    def release(self, name: str) -> None:
-        """Does nothing: there is nothing to release."""
+    config, found = config_from_hf(hf_config), {}
+    for name, shape in tensor_shapes(config).items():
+        rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+        values = initial_values(name, shape, rng.standard_normal, rng.random, config.tie_word_embeddings)
+        found[name] = values.astype(np.float32)
+    return found
 
 
 def tensor_shapes(config: HybridConfig) -> dict[str, tuple[int, ...]]:
@@ -238,7 +219,6 @@ def write_random(
     (directory / "config.json").write_text(json.dumps({**hf_config, "dtype": dtype}, indent=1))
     if tokenizer is not None:
         (directory / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
-    tensors = RandomTensors(hf_config, seed)
-    content = {name: tensors.view(name).astype(np.dtype(dtype)) for name in sorted(tensors.names)}
+    content = {name: tensor.astype(np.dtype(dtype)) for name, tensor in sorted(random_tensors(hf_config, seed).items())}
     save_file(content, directory / SINGLE_FILE, {"format": "pt"})
     return directory

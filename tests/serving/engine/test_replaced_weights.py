@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from checkpoints.load import load_model
-from checkpoints.random import RandomTensors, write_random
+from checkpoints.random import random_tensors, write_random
 from mamba_jax.model import parameters
 from serving import LLM, RequestError, SamplingParams
 from tests.support.engines.engine_harness import SMALL
@@ -55,8 +55,8 @@ def test_weights_come_by_either_names_from_memory_or_a_directory(checkpoint):
     for value in by_path.values():
         value.delete()  # as a trainer that donates its weights does
     assert assert_says(llm, checkpoint(1), version="1").num_cached_tokens == 0
-    tensors = RandomTensors(TRAINABLE, 2)
-    llm.update_weights(((name, tensors.view(name).astype(np.float16)) for name in tensors.names), version="step 2")
+    tensors = random_tensors(TRAINABLE, 2)
+    llm.update_weights(((name, tensor.astype(np.float16)) for name, tensor in tensors.items()), version="step 2")
     assert_says(llm, checkpoint(2), version="step 2", tolerance=0.05)
     llm.update_weights(checkpoint(3), version=3)
     output = assert_says(llm, checkpoint(3), version="3")
@@ -70,8 +70,7 @@ def test_weights_come_by_either_names_from_memory_or_a_directory(checkpoint):
 
 def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(checkpoint):
     llm = LLM(checkpoint(0), **FLAGS)
-    tensors = RandomTensors(TRAINABLE, 1)
-    good = {name: tensors.view(name) for name in tensors.names}
+    good = random_tensors(TRAINABLE, 1)
     name = "backbone.layers.0.mixer.D"
     assert name in good
     for change, message in (
@@ -153,8 +152,7 @@ def test_a_refit_that_fails_keeps_the_rounded_weights(checkpoint, quantization):
     llm = LLM(checkpoint(0), quantization=quantization, **FLAGS)
     (output,) = llm.generate(PROMPT, GREEDY, use_tqdm=False)
     before = llm.weights_checksum()
-    tensors = RandomTensors(TRAINABLE, 1)
-    good = {name: np.array(tensors.view(name)) for name in tensors.names}
+    good = random_tensors(TRAINABLE, 1)
     name = "backbone.layers.0.mixer.in_proj.weight"
     for value in (np.nan, np.inf, -np.inf):
         bad = good[name].copy()

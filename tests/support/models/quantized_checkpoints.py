@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from checkpoints.random import RandomTensors, write_random
+from checkpoints.random import random_tensors, write_random
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 E4M3, E2M1, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn, ml_dtypes.bfloat16
@@ -272,11 +272,10 @@ def write_quantized(
         seed: of the weights.
         kv_scales: what attention's scales of cached keys and values are; None: it has none.
     """
-    tensors = RandomTensors(hf_config, seed)
     stored: Tensors = {}
     wide: Tensors = {}
-    for name in sorted(tensors.names):
-        module, value = name.removesuffix(".weight"), tensors.view(name)
+    for name, value in sorted(random_tensors(hf_config, seed).items()):
+        module = name.removesuffix(".weight")
         if kv_scales is not None and module.endswith(("k_proj", "v_proj")):
             stored[f"{module}.{module[-6]}_scale"] = np.asarray(kv_scales, F32)
         kind = next((one for pattern, one in formats.items() if re.fullmatch(pattern, module)), None)
@@ -297,7 +296,7 @@ def write_quantized(
 def write_mixed(directory: Path) -> tuple[Path, Path]:
     """A Nemotron-H with experts in NVFP4, shared experts and Mamba in FP8, and the rest wide."""
     hf_config = config_of("moe")
-    description = mixed_description(RandomTensors(hf_config).names)
+    description = mixed_description(set(random_tensors(hf_config)))
     return write_quantized(directory, hf_config, MIXED_FORMATS, description)
 
 
