@@ -3,6 +3,7 @@ that replace those of a checkpoint's config.json."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -16,22 +17,32 @@ MOST_JSON = 16 << 20
 """Maximum bytes of a JSON file; an index of tensors may have more."""
 
 
+def open_at_once(path: Path, flags: int = 0) -> BinaryIO:
+    """Opens a regular file: a pipe or a device could have no end, or wait for a writer. `flags`: more for `os.open`.
+
+    Raises:
+        OSError: the file cannot be read, or is not a regular one.
+    """
+    opener = lambda name, usual: os.open(name, usual | os.O_NONBLOCK | flags)  # noqa: E731
+    file = open(path, "rb", opener=opener)  # noqa: SIM115 - the caller closes it
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return file
+
+
 def open_regular(path: Path) -> BinaryIO:
-    """Opens a file, at once: a pipe or a device could have no end, or wait for a writer.
+    """Opens a file like `open_at_once`.
 
     Raises:
         CheckpointError: the file cannot be read, or is not a regular one.
     """
     try:
-        file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")  # noqa: SIM115 - the caller closes it
+        return open_at_once(path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:  # a zero byte, or half of a surrogate pair
         raise CheckpointError(f"{str(path)!r}: is no path ({error})") from error
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise CheckpointError(f"{path}: cannot be read (not a regular file)")
-    return file
 
 
 def read_json(path: Path, most: int = MOST_JSON) -> dict[str, Any]:

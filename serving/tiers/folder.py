@@ -11,7 +11,6 @@ Files are as trustworthy as the folder: a user who can write to it can change th
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import re
@@ -21,12 +20,13 @@ import stat
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from checkpoints.json_file import open_at_once
 from checkpoints.user_cache import make_private
 from serving.core.cache.content import SIZE, Name
 from serving.core.cache.prefix_tree import CheckpointKind
@@ -122,7 +122,7 @@ class Folder:
             OSError, DamagedFile: it cannot be read; it is not what was written, or not what is expected.
         """
         path = self._file(name)
-        with open_regular(path) as file:
+        with open_at_once(path, os.O_NOFOLLOW) as file:
             data = file.read()
         try:
             note = _note(data)
@@ -161,7 +161,7 @@ class Folder:
 def is_marked(path: Path) -> bool:
     """Returns whether `Folder` created a folder. Only such folders may be removed to make room."""
     try:
-        with open_regular(path / MARKER) as file:
+        with open_at_once(path / MARKER, os.O_NOFOLLOW) as file:
             return FOLDER_NAME.fullmatch(path.name) is not None and not path.is_symlink() and file.read(4096) == _MARK
     except OSError:
         return False
@@ -173,19 +173,6 @@ def is_regular(path: Path) -> bool:
         return stat.S_ISREG(path.lstat().st_mode)
     except OSError:
         return False
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file to read it.
-
-    Raises:
-        OSError: it is not there, or not a regular file: to open a FIFO would wait for a writer for ever.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return os.fdopen(descriptor, "rb")
 
 
 def _raw(array: np.ndarray) -> np.ndarray:
@@ -211,7 +198,7 @@ def _header_checksum(note: Mapping[str, str]) -> int:
 
 def unit_of(path: Path, name: Name, block: int) -> Unit | None:
     """Reads a file's header; None for a block. Raises ValueError if the header is invalid or the file is truncated."""
-    with open_regular(path) as file:
+    with open_at_once(path, os.O_NOFOLLOW) as file:
         head = file.read(8)
         length = int.from_bytes(head, "little")
         if len(head) < 8 or length > _MOST_HEADER:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from checkpoints.config_json import GenerationConfig, read_generation_config
 from checkpoints.conversion import convert
 from checkpoints.drafts import begun_draft_layer, with_draft_layer, write_with_draft_layer
 from checkpoints.errors import CheckpointError
-from checkpoints.json_file import merged, parse_overrides
+from checkpoints.json_file import merged, parse_overrides, read_json
 from checkpoints.load import load_config, load_weights
 from checkpoints.random import write_random
 from mamba_jax import families
@@ -120,6 +121,14 @@ def test_the_loaded_model_has_the_overridden_config(tmp_path):
     directory = write_random(tmp_path / "tiny", CHECKPOINT)
     model = checkpoints.load_model(directory, progress=False, hf_overrides={"layer_norm_epsilon": 0.5})
     assert model.config.norm_eps == 0.5
+
+
+def test_a_directory_in_place_of_a_file_leaves_no_descriptor_open(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(8):
+        with pytest.raises(checkpoints.CheckpointError, match="Is a directory"):
+            read_json(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def write(directory, name, content):
