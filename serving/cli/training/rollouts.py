@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -38,30 +38,21 @@ class TrainingRound:
     """The trainer's figures."""
 
 
+@dataclass(frozen=True)
 class Rollouts:
-    """Samples answers from an engine, and converts them to batches for a trainer.
+    """Samples answers from an engine, and converts them to batches for a trainer."""
 
-    Args:
-        llm: the engine; its draft source, cache mode and mesh do not affect the samples' distribution.
-        reward: returns the reward of an answer.
-        samples: answers per prompt, which share its prefill.
-        max_tokens: maximum number of tokens per answer.
-        length: number of tokens to which prompt and answer are padded.
-        lora_request: the adapter that answers are sampled with.
-    """
-
-    def __init__(
-        self,
-        llm: LLM,
-        reward: Reward,
-        *,
-        samples: int,
-        max_tokens: int,
-        length: int,
-        lora_request: LoRARequest | None = None,
-    ) -> None:
-        self._llm, self._reward, self._lora_request = llm, reward, lora_request
-        self._samples, self._max_tokens, self._length = samples, max_tokens, length
+    llm: LLM
+    """Its draft source, cache mode and mesh do not affect the samples' distribution."""
+    reward: Reward
+    _: KW_ONLY
+    samples: int
+    """Answers per prompt, which share its prefill."""
+    max_tokens: int
+    length: int
+    """Number of tokens to which prompt and answer are padded."""
+    lora_request: LoRARequest | None = None
+    """The adapter that answers are sampled with."""
 
     def sample(self, prompts: Sequence[Prompt], seed: int) -> tuple[Answers, float]:
         """Returns answers to all prompts, and their mean reward.
@@ -70,11 +61,11 @@ class Rollouts:
             RequestError: a prompt is too long.
         """
         params = [
-            SamplingParams(n=self._samples, temperature=1.0, max_tokens=self._max_tokens, seed=seed + i, logprobs=0)
+            SamplingParams(n=self.samples, temperature=1.0, max_tokens=self.max_tokens, seed=seed + i, logprobs=0)
             for i in range(len(prompts))
         ]
-        outputs = self._llm.generate(list(prompts), params, lora_request=self._lora_request, use_tqdm=False)
-        rewards = np.array([[self._reward(choice) for choice in output.outputs] for output in outputs])
+        outputs = self.llm.generate(list(prompts), params, lora_request=self.lora_request, use_tqdm=False)
+        rewards = np.array([[self.reward(choice) for choice in output.outputs] for output in outputs])
         advantages = np.asarray(group_advantages(jnp.asarray(rewards, jnp.float32)))
         return self._answers(outputs, advantages.reshape(-1)), float(rewards.mean())
 
@@ -84,10 +75,10 @@ class Rollouts:
 
     def _answers(self, outputs: Sequence[RequestOutput], advantages: np.ndarray) -> Answers:
         pairs = [(output.prompt_token_ids, choice) for output in outputs for choice in output.outputs]
-        tokens = np.zeros((len(pairs), self._length), np.int32)
+        tokens = np.zeros((len(pairs), self.length), np.int32)
         lengths = np.zeros(len(pairs), np.int32)
-        answered = np.zeros((len(pairs), self._length - 1), bool)
-        logprobs = np.zeros((len(pairs), self._length - 1), np.float32)
+        answered = np.zeros((len(pairs), self.length - 1), bool)
+        logprobs = np.zeros((len(pairs), self.length - 1), np.float32)
         for row, (prompt, choice) in enumerate(pairs):
             end = len(prompt) + len(choice.token_ids)
             tokens[row, :end] = [*prompt, *choice.token_ids]
