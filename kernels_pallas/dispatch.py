@@ -167,6 +167,11 @@ def device_kind() -> str:
     return choice.device.device_kind if choice.device is not None else ""
 
 
+def platform() -> str:
+    """Returns the platform that programs are compiled for: "tpu", "gpu" or "cpu"."""
+    return (_current.get() or KernelChoice()).platform
+
+
 def differentiable(run: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `run`, a function of arrays, with the derivative of `plain`, which computes the same in plain JAX."""
     function: Any = jax.custom_vjp(run)

@@ -2,10 +2,10 @@
 
 In a schedule-invariant program a token's result has the same bits whatever the number of rows, tiles or steps in a
 call, its place among them, and where its sequence was cut. Sums run in C++, in an order that is fixed for each row
-(`native/product.h`), as do functions such as exp; XLA computes only elementwise functions and maxima of integers.
-Recurrences run token by token in prefill as in decode. Weights and activations are float32 or bfloat16, sums and states
-float32. An engine with `schedule_invariant` names the implementations `NAME` of all operations, on CPU, and compiles
-with `COMPILER_OPTIONS`.
+(`native/product.h`), as do functions such as exp, or on TPU and GPU as kernels (`fixed_blocks`); XLA computes only
+elementwise functions and maxima of integers. Recurrences run token by token in prefill as in decode. Weights and
+activations are float32 or bfloat16, sums and states float32. An engine with `schedule_invariant` names the
+implementations `NAME` of all operations, and compiles with `COMPILER_OPTIONS`.
 """
 
 import contextlib
@@ -13,17 +13,18 @@ import contextvars
 import functools
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Num
 
-from kernels_pallas import dispatch, native
+from kernels_pallas import dispatch, fixed_blocks, native
 
-NAME = "invariant"
-"""Of the implementations that fix it: a choice of this name makes a program schedule-invariant."""
+NAME, INTERPRETED = "invariant", "invariant_interpreted"
+"""Of the implementations that fix it: a choice of one of them makes a program schedule-invariant. The second one runs
+the kernels of TPU and GPU in Pallas' interpreter, on any platform."""
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
 """Otherwise a program may leave out a rounding to bfloat16 that another one does."""
 F32 = jnp.float32
@@ -32,46 +33,68 @@ FEW_TOKENS = 8
 _LEAST_OUTPUTS = 4
 """With fewer, the C++ product copies the weight."""
 
-_always: contextvars.ContextVar[bool] = contextvars.ContextVar("fixed_order", default=False)
+_always: contextvars.ContextVar[str | None] = contextvars.ContextVar("fixed_order", default=None)
+
+
+def _name() -> Any:
+    return _always.get() or dispatch.named_choice()
 
 
 def is_fixed() -> bool:
     """Whether the program is schedule-invariant."""
-    return _always.get() or dispatch.named_choice() == NAME
+    return _name() in (NAME, INTERPRETED)
+
+
+def kernel_options() -> dict[str, Any] | None:
+    """The options of kernels that fix the order; None where C++ does, or nothing. Interpreted ones are a TPU's, unless
+    the choice of kernels is for GPU."""
+    interpret, platform = _name() == INTERPRETED, dispatch.platform()
+    if interpret or (is_fixed() and platform != "cpu"):
+        return {"platform": "tpu" if platform == "cpu" else platform, "interpret": interpret}
+    return None
 
 
 @contextlib.contextmanager
-def fixed() -> Iterator[None]:
+def fixed(name: str = NAME) -> Iterator[None]:
     """What is traced inside is schedule-invariant."""
-    token = _always.set(True)
+    token = _always.set(name)
     try:
         yield
     finally:
         _always.reset(token)
 
 
-def implementation(run: Callable[..., Any]) -> dispatch.Implementation:
-    """The schedule-invariant entry of an operation's table; only its name chooses it."""
+def implementations(on_cpu: Callable[..., Any], elsewhere: Callable[..., Any] | None) -> list[dispatch.Implementation]:
+    """The schedule-invariant entries of an operation's table; only their names choose them.
 
-    @functools.wraps(run)
-    def run_fixed(*args: Any, **kwargs: Any) -> Any:
-        with fixed():
-            return run(*args, **kwargs)
+    elsewhere: on TPU and GPU, and interpreted; None: there it is not built.
+    """
 
-    return dispatch.Implementation(NAME, run_fixed, _unsupported, "cpu", automatic=False)
+    def entry(name: str) -> dispatch.Implementation:
+        def run_fixed(*args: Any, **kwargs: Any) -> Any:
+            with fixed(name):
+                return (on_cpu if kernel_options() is None else cast(Any, elsewhere))(*args, **kwargs)
 
+        def unsupported(*args: Any, **kwargs: Any) -> str | None:
+            arrays = [leaf for leaf in jax.tree.leaves(args) if hasattr(leaf, "dtype")]
+            floats = [v.dtype for v in arrays if jnp.issubdtype(v.dtype, jnp.floating)]
+            if other := [dtype for dtype in floats if dtype not in (F32, jnp.bfloat16)]:
+                return f"arrays are {other[0]}, not float32 or bfloat16"
+            if name == NAME and dispatch.platform() == "cpu":
+                return native.WHY_MISSING
+            return "it is not built for TPU and GPU" if elsewhere is None else None
 
-def _unsupported(*args: Any, **kwargs: Any) -> str | None:
-    arrays = [leaf for leaf in jax.tree.leaves(args) if hasattr(leaf, "dtype")]
-    known = (F32, jnp.bfloat16)
-    other = [leaf.dtype for leaf in arrays if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype not in known]
-    return f"arrays are {other[0]}, not float32 or bfloat16" if other else native.WHY_MISSING
+        return dispatch.Implementation(name, run_fixed, unsupported, automatic=False)
+
+    return [entry(NAME), entry(INTERPRETED)]
 
 
 def product(rows: Float[Array, "n inputs"], weight: Num[Array, "outputs inputs"]) -> Float[Array, "n outputs"]:
-    """rows times the transpose of weight (float32, bfloat16 or int8), in float32, by C++ in any program; the order of a
-    row's sums is fixed.
+    """rows times the transpose of weight (float32, bfloat16 or int8), in float32; the order of a row's sums is fixed.
+
+    By C++ in any program, by a kernel in those for TPU and GPU.
     """
+    options = kernel_options()
 
     def by_cpp(rows, weight):
         result = jax.ShapeDtypeStruct((len(rows), len(weight)), F32)
@@ -80,11 +103,14 @@ def product(rows: Float[Array, "n inputs"], weight: Num[Array, "outputs inputs"]
     def plain(rows, weight):
         return jnp.matmul(rows.astype(F32), weight.T.astype(F32), precision=lax.Precision.HIGHEST)
 
-    return dispatch.differentiable(by_cpp, plain)(rows, weight)
+    run = by_cpp if options is None else functools.partial(fixed_blocks.product, **options)
+    return dispatch.differentiable(run, plain)(rows, weight)
 
 
 def products(rows: Float[Array, "heads n inputs"], weights: Float[Array, "heads outputs inputs"]) -> Array:
     """One `product` for each head [heads, n, outputs]."""
+    if kernel_options() is not None:
+        return jax.vmap(product)(rows, weights)
     return jnp.stack([product(*each) for each in zip(rows, weights, strict=True)])
 
 
@@ -95,6 +121,13 @@ def row_sum(x: Float[Array, "*batch n"]) -> Float[Array, "*batch 1"]:
     # Barriers here and below keep functions on both sides apart while the compiler rewrites them.
     rows = lax.optimization_barrier(x.reshape(-1, x.shape[-1]))
     return product(rows, jnp.ones((_LEAST_OUTPUTS, x.shape[-1]), F32))[:, :1].reshape(*x.shape[:-1], 1)
+
+
+def cumulative_sum(x: Float[Array, "*batch n"]) -> Float[Array, "*batch n"]:
+    """The sums of the numbers up to each, along the last axis."""
+    if kernel_options() is None:
+        return jnp.cumsum(x, axis=-1)
+    return product(x.reshape(-1, x.shape[-1]), jnp.tri(x.shape[-1])).reshape(x.shape)
 
 
 def row_max(x: Float[Array, "*batch n"]) -> Float[Array, "*batch 1"]:
@@ -119,7 +152,7 @@ def _ordered(bits):
 
 
 def _elementwise(name: str, otherwise: Callable[[Array], Array], x: Array) -> Array:
-    """A function of each element. Fixed, it is computed by C++ in float32 and rounded once to x's dtype.
+    """A function of each element. Fixed, it is computed by C++ or a kernel in float32 and rounded once to x's dtype.
 
     The compiler has forms of exp for some numbers of lanes. For others, such as the 12 numbers of two tokens with 6
     experts, it calls a library, which rounds in another way.
@@ -131,7 +164,9 @@ def _elementwise(name: str, otherwise: Callable[[Array], Array], x: Array) -> Ar
         result = jax.ShapeDtypeStruct(wide.shape, F32)
         return jax.ffi.ffi_call(native.target("elementwise"), result)(wide, function=name)
 
-    return dispatch.differentiable(by_cpp, otherwise)(x.astype(F32)).astype(x.dtype)
+    options = kernel_options()
+    run = by_cpp if options is None else functools.partial(fixed_blocks.elementwise, otherwise, **options)
+    return dispatch.differentiable(run, otherwise)(x.astype(F32)).astype(x.dtype)
 
 
 exp: Callable[[Array], Array] = functools.partial(_elementwise, "exp", jnp.exp)

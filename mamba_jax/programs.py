@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from kernels_pallas.dispatch import KernelChoice
 from kernels_pallas.dispatch import UnsupportedError as UnsupportedError  # errors that the choice may raise
 from kernels_pallas.fixed_order import COMPILER_OPTIONS as INVARIANT_OPTIONS
+from kernels_pallas.fixed_order import INTERPRETED as INVARIANT_INTERPRETED
 from kernels_pallas.fixed_order import NAME as INVARIANT
 from kernels_pallas.native import WHY_MISSING as WHY_NOT_INVARIANT  # noqa: F401 - why they cannot run
 from kernels_pallas.native import instructions as instructions  # of native operations
@@ -104,7 +105,7 @@ class StepPrograms:
         self.greedy = greedy
         platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
         self._compiler_options = platform_options(platform) | dict(compiler_options or {})
-        if self.kernels.named == INVARIANT:
+        if self.kernels.named in (INVARIANT, INVARIANT_INTERPRETED):
             self._compiler_options |= INVARIANT_OPTIONS
 
         def run(weights: tuple[jax.Array, ...], store: Store, rows: Rows, batch: Any) -> tuple[Store, Rows, Any]:

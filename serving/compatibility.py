@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mamba_jax.config import HybridConfig
-from mamba_jax.programs import WHY_NOT_INVARIANT
+from mamba_jax.config.channel_recurrence import Mamba1Config
+from mamba_jax.programs import INVARIANT_INTERPRETED, WHY_NOT_INVARIANT
 from serving.config import ConfigError, EngineConfig
 
 _INVARIANT_DTYPES = ("float32", "bfloat16")
@@ -97,6 +98,19 @@ def _page_size(deployment: Deployment) -> str:
     return f"page_size {size}" if deployment.platform and _INVARIANT_KEYS % size else ""
 
 
+def _only_on_cpu(deployment: Deployment) -> str:
+    config, model = deployment.config, deployment.model
+    interpreted = config.kernels == INVARIANT_INTERPRETED
+    if deployment.platform in ("", "cpu") and not interpreted:
+        return ""
+    parts = {"enable_lora": config.enable_lora}
+    if model is not None:
+        selective = any(isinstance(one, Mamba1Config) for one in model.recurrences)
+        parts |= {"routed experts": model.experts_per_token > 0, "Mamba-1": selective}
+    place = "in the interpreter" if interpreted else f"on {deployment.platform.upper()}"
+    return next((f"{part} {place}" for part, there in parts.items() if there), "")
+
+
 def _recurrence(deployment: Deployment) -> str:
     model = deployment.model
     names = [] if model is None else [one.varying_bits for one in model.recurrences if one.varying_bits]
@@ -149,15 +163,19 @@ RULES = (
     Rule(MASKS, ROLE),
     Rule(
         INVARIANT,
-        Condition("platforms other than CPU", lambda of: "" if of.platform == "cpu" else of.platform.upper()),
+        Condition("`enable_lora`, routed experts or Mamba-1 on platforms other than CPU", _only_on_cpu),
         "use a CPU",
     ),
     Rule(INVARIANT, HOSTS, "use one host"),
     Rule(
         INVARIANT,
         Condition(
-            "installations without the C++ operations",
-            lambda of: f"an installation without the C++ operations ({WHY_NOT_INVARIANT})" if WHY_NOT_INVARIANT else "",
+            "installations without the C++ operations, on CPU",
+            lambda of: (
+                f"an installation without the C++ operations ({WHY_NOT_INVARIANT})"
+                if WHY_NOT_INVARIANT and of.platform == "cpu"
+                else ""
+            ),
         ),
     ),
     Rule(INVARIANT, _flag("dtype", "auto", *_INVARIANT_DTYPES), "use float32 or bfloat16"),
@@ -165,7 +183,7 @@ RULES = (
     Rule(INVARIANT, _flag("kv_cache_dtype", "auto"), "use auto"),
     Rule(INVARIANT, DRAFTER, _OTHER_DRAFTS),
     Rule(INVARIANT, _flag("tensor_parallel_size", 1), "use 1"),
-    Rule(INVARIANT, _flag("kernels", "auto"), "use auto"),
+    Rule(INVARIANT, _flag("kernels", "auto", INVARIANT_INTERPRETED), "use auto"),
     Rule(INVARIANT, _flag("logprobs_mode", "raw_logprobs"), "use raw_logprobs"),
     Rule(INVARIANT, _flag("replay_interval", None, 1), "use 1"),
     Rule(

@@ -196,7 +196,7 @@ class EngineConfig(Settings):
     schedule_invariant: bool = Field(
         False,
         description="Make the bits of log-probabilities independent of the schedule (batch, chunks, cache, drafts). "
-        "Only on CPU, in float32 or bfloat16; see docs/reproducibility.md.",
+        "On one device, in float32 or bfloat16; see docs/reproducibility.md.",
     )
     enable_return_routed_experts: bool = Field(
         False,

@@ -26,15 +26,15 @@ Steps = Float[Array, "rows steps channels"]
 
 PREFILL = (
     dispatch.Implementation("native", native.causal_conv1d_prefill, native.unsupported, "cpu"),
-    fixed_order.implementation(native.causal_conv1d_prefill),
+    *fixed_order.implementations(native.causal_conv1d_prefill, xla.causal_conv1d_prefill),
     dispatch.Implementation("xla", xla.causal_conv1d_prefill),
 )
 UPDATE = (
-    fixed_order.implementation(native.causal_conv1d_update),
+    *fixed_order.implementations(native.causal_conv1d_update, xla.causal_conv1d_update),
     dispatch.Implementation("xla", xla.causal_conv1d_update),
 )
 SEQUENCE = (
-    fixed_order.implementation(native.causal_conv1d_sequence),
+    *fixed_order.implementations(native.causal_conv1d_sequence, xla.causal_conv1d_sequence),
     dispatch.Implementation("xla", xla.causal_conv1d_sequence),
 )
 

@@ -2,10 +2,10 @@
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels_pallas.fixed_order import rounded, silu
 from kernels_pallas.slots import read_slots, write_slots
 from kernels_pallas.windows import read_windows, write_windows
 
@@ -21,7 +21,7 @@ def _shifted(x, by, axis):
 
 def _finish(total, bias, activation, dtype):
     total = total if bias is None else total + bias.astype(F32)
-    return (jax.nn.silu(total) if activation == "silu" else total).astype(dtype)
+    return (silu(total) if activation == "silu" else total).astype(dtype)
 
 
 def causal_conv1d_prefill(x, weight, bias, store, packed, *, activation):
@@ -65,7 +65,7 @@ def _convolve(x, taps, bias, window, token_row, row_start, local, *, activation)
         inside = jnp.minimum(first, tokens - 1)
         own = (first < tokens) & (token_row[inside] == jnp.arange(len(row_start))[:, None])
         seen = jnp.concatenate([window.astype(F32), x[inside].astype(F32)], axis=1)
-        again = sum(taps[i] * seen[:, i : i + keep] for i in range(keep + 1))
+        again = sum(rounded(taps[i] * seen[:, i : i + keep]) for i in range(keep + 1))
         again = _finish(again, bias, activation, x.dtype)
         y = y.at[jnp.where(own, first, tokens)].set(again, mode="drop")
     return y
@@ -77,7 +77,7 @@ def _within(x, taps, local):
     for i in range(keep + 1):
         # A select, not a product: the token to the left may be another row's, or padding.
         seen = jnp.where((local >= keep - i)[:, None], _shifted(x, keep - i, axis=0).astype(F32), 0)
-        total += taps[i] * seen
+        total += rounded(taps[i] * seen)
     return total
 
 
@@ -91,7 +91,7 @@ def _update_by_rows(x, weight, bias, store, rows, *, activation):
     """Returns all inputs of a row in one array [rows, width-1+steps, channels]."""
     steps, taps = x.shape[1], weight.astype(F32).T
     inputs, store = write_steps(read_slots(store, rows.read_slot), x, store, rows.write_slot)
-    total = sum(taps[i] * inputs[:, i : i + steps].astype(F32) for i in range(len(taps)))
+    total = sum(rounded(taps[i] * inputs[:, i : i + steps].astype(F32)) for i in range(len(taps)))
     return _finish(total, bias, activation, x.dtype), store
 
 
@@ -114,7 +114,7 @@ def _update_by_inputs(x, weight, bias, store, rows, *, activation):
     # Held as it was read: XLA for GPU would read anew in each use, also after the write, and copy the store for that.
     window = lax.optimization_barrier(read_windows(store, rows.read_slot))
     inputs = [window[:, i] for i in range(keep)] + [x[:, t].astype(store.dtype) for t in range(steps)]
-    totals = [sum(taps[i] * inputs[t + i].astype(F32) for i in range(keep + 1)) for t in range(steps)]
+    totals = [sum(rounded(taps[i] * inputs[t + i].astype(F32)) for i in range(keep + 1)) for t in range(steps)]
     y = jnp.stack([_finish(total, bias, activation, x.dtype) for total in totals], axis=1)
     if keep:
         # One write for all steps: between several, XLA may want the store in another layout, and copy it.
@@ -125,5 +125,5 @@ def _update_by_inputs(x, weight, bias, store, rows, *, activation):
 
 def causal_conv1d_sequence(x, weight, bias, *, activation):
     keep, taps = weight.shape[1] - 1, weight.astype(F32).T
-    total = sum(taps[i] * _shifted(x, keep - i, axis=1).astype(F32) for i in range(keep + 1))
+    total = sum(rounded(taps[i] * _shifted(x, keep - i, axis=1).astype(F32)) for i in range(keep + 1))
     return _finish(total, bias, activation, x.dtype)

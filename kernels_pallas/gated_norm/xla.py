@@ -5,7 +5,7 @@ from functools import partial
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.fixed_order import row_sum, sigmoid, silu
+from kernels_pallas.fixed_order import is_fixed, row_sum, sigmoid, silu
 
 F32 = jnp.float32
 
@@ -27,7 +27,7 @@ def rms_norm(value, weight, *, groups, eps):
 
 def _scaled(value, weight, groups, eps):
     tpu, default = (partial(form, groups=groups, eps=eps) for form in (_by_selection, _by_groups))
-    out = lax.platform_dependent(value, tpu=tpu, default=default) if groups > 1 else default(value)
+    out = lax.platform_dependent(value, tpu=tpu, default=default) if groups > 1 and not is_fixed() else default(value)
     return out * weight.astype(F32)
 
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Bool, Float
 
-from kernels_pallas import dispatch
+from kernels_pallas import dispatch, fixed_order
 from kernels_pallas.gated_recurrence import pallas_gpu, pallas_tpu, xla
 from kernels_pallas.gated_recurrence.gates import Gates, Mamba2Gates
 from kernels_pallas.places import Anchored, Packed, Rows
@@ -32,10 +32,12 @@ Outputs = Float[Array, "rows steps inner"]
 
 GATED_SCAN = (
     *dispatch.kernels("tpu", pallas_tpu, "gated_scan"),
+    *fixed_order.implementations(xla.gated_scan, xla.gated_scan),
     dispatch.Implementation("xla", xla.gated_scan),
 )
 GATED_UPDATE = (
     *dispatch.kernels("gpu", pallas_gpu, "gated_update"),
+    *fixed_order.implementations(xla.gated_update, xla.gated_update),
     dispatch.Implementation("xla", xla.gated_update),
 )
 GATED_REPLAY = (

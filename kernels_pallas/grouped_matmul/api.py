@@ -14,7 +14,7 @@ MATMUL = (
     *dispatch.kernels("tpu", pallas_tpu, "grouped_matmul", own_derivative=True),
     dispatch.Implementation("pallas_gpu", pallas_gpu.grouped_matmul, pallas_gpu.unsupported, "gpu"),
     dispatch.Implementation("native", native.grouped_matmul, native.unsupported, "cpu"),
-    fixed_order.implementation(native.grouped_matmul),
+    *fixed_order.implementations(native.grouped_matmul, None),
     dispatch.Implementation("xla", xla.grouped_matmul),
 )
 QUANTIZED = (
@@ -25,7 +25,7 @@ QUANTIZED = (
     dispatch.Implementation("pallas_gpu", quantized_gpu.grouped_matmul, quantized_gpu.unsupported, "gpu"),
     dispatch.Implementation("pallas_gpu_widened", pallas_gpu.widened, pallas_gpu.unsupported_widened, "gpu"),
     dispatch.Implementation("native", native.quantized_grouped_matmul, native.unsupported_quantized, "cpu"),
-    fixed_order.implementation(native.quantized_grouped_matmul),
+    *fixed_order.implementations(native.quantized_grouped_matmul, None),
     dispatch.Implementation("xla", quantized.grouped_matmul),
 )
 

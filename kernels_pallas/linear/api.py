@@ -18,12 +18,13 @@ def _apart(x: Array, *weights: Array, out_dtype: DTypeLike) -> tuple[Array, ...]
 
 LINEAR = (
     dispatch.Implementation("native", native.linear, native.unsupported, "cpu"),
-    fixed_order.implementation(native.linear),
+    *fixed_order.implementations(native.linear, native.linear),
     dispatch.Implementation("xla_few_outputs", few_outputs.linear, few_outputs.unsupported, "gpu"),
     dispatch.Implementation("xla", xla.linear),
 )
 PAIR = (
     dispatch.Implementation("xla_few_outputs", few_outputs.linear_pair, few_outputs.pair_unsupported, "gpu"),
+    *fixed_order.implementations(_apart, _apart),
     dispatch.Implementation("apart", _apart),
 )
 QUANTIZED = (
@@ -36,7 +37,7 @@ QUANTIZED = (
     ),
     dispatch.Implementation("pallas_gpu", quantized_gpu.linear, quantized_gpu.unsupported, "gpu"),
     dispatch.Implementation("native", native.quantized_linear, native.unsupported_quantized, "cpu"),
-    fixed_order.implementation(native.quantized_linear),
+    *fixed_order.implementations(native.quantized_linear, native.quantized_linear),
     dispatch.Implementation("xla", xla.quantized_linear),
 )
 

@@ -17,11 +17,11 @@ from kernels_pallas.shape_check import check_groups, shapes_checked
 PAGED = (
     dispatch.Implementation("pallas_tpu", pallas_tpu.paged_attention, pallas_tpu.unsupported, platform="tpu"),
     *dispatch.kernels("gpu", pallas_gpu, "paged_attention"),
-    fixed_order.implementation(xla.paged_attention),
+    *fixed_order.implementations(xla.paged_attention, xla.paged_attention),
     dispatch.Implementation("xla", xla.paged_attention),
 )
 SEQUENCE = (
-    fixed_order.implementation(xla.sequence_by_pages),
+    *fixed_order.implementations(xla.sequence_by_pages, xla.sequence_by_pages),
     dispatch.Implementation("xla", xla.attention_sequence),
 )
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas.dispatch import differentiable
-from kernels_pallas.fixed_order import exp, is_fixed, products, quotient, rounded, row_max, row_sum
+from kernels_pallas.fixed_order import exp, is_fixed, kernel_options, products, quotient, rounded, row_max, row_sum
 from kernels_pallas.slots import load, put, read_slots, write_one_by_one, write_slots
 
 F32 = jnp.float32
@@ -53,7 +53,9 @@ def paged_attention(q, kv, *, positions, page_table, block_row, scale, first_key
     """See `api.paged_attention`. The target platform of compilation selects the form."""
     seen = {"scale": scale, "first_key": first_key, "window": window}
     cpu, default = (functools.partial(form, **seen) for form in (_one_by_one, _all_at_once))
-    run = cpu if is_fixed() else functools.partial(lax.platform_dependent, cpu=cpu, default=default)
+    run = functools.partial(lax.platform_dependent, cpu=cpu, default=default)
+    if is_fixed():
+        run = cpu if kernel_options() is None else default
     # A loop whose end is found at run time has no derivative.
     plain = functools.partial(_all_at_once, **seen, every_page=True)
     return differentiable(run, plain)(q, kv, positions, page_table, block_row)

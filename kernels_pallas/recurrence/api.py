@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 
 from kernels_pallas import dispatch
 from kernels_pallas.places import Anchored, Rows, Tiles
-from kernels_pallas.recurrence import native
+from kernels_pallas.recurrence import native, token_by_token
 from kernels_pallas.recurrence.entry import Entry, Tail
 from kernels_pallas.recurrence.replay import pallas_gpu as replay_gpu
 from kernels_pallas.recurrence.replay import pallas_tpu as replay_tpu
@@ -47,17 +47,17 @@ Skip = Float[Array, " heads"] | None
 SCAN = (
     *dispatch.kernels("tpu", scan_tpu, "scan"),
     *dispatch.kernels("gpu", scan_gpu, "scan"),
-    *native.implementations(native.scan, native.scan_unsupported),
+    *native.implementations(native.scan, token_by_token.scan, native.scan_unsupported),
     dispatch.Implementation("xla", scan_xla.scan),
 )
 SEQUENCE = (
-    *native.implementations(native.sequence),
+    *native.implementations(native.sequence, token_by_token.sequence),
     dispatch.Implementation("xla", scan_xla.sequence),
 )
 UPDATE = (
     *dispatch.kernels("tpu", update_tpu, "update"),
     *dispatch.kernels("gpu", update_gpu, "update"),
-    *native.implementations(native.update, native.update_unsupported),
+    *native.implementations(native.update, token_by_token.update, native.update_unsupported),
     dispatch.Implementation("xla", update_xla.update),
 )
 REPLAY = (

@@ -19,10 +19,10 @@ F32 = jnp.float32
 _KNOWN = (F32, jnp.bfloat16)
 
 
-def implementations(run, unsupported=None):
-    """Returns the automatic entry of an operation's table, unless `unsupported` is None, and the invariant one."""
+def implementations(run, elsewhere, unsupported=None):
+    """Returns the automatic entry of an operation's table, unless `unsupported` is None, and the invariant ones."""
     automatic = [] if unsupported is None else [dispatch.Implementation("native", run, unsupported, "cpu")]
-    return (*automatic, fixed_order.implementation(run))
+    return (*automatic, *fixed_order.implementations(run, elsewhere))
 
 
 def update_unsupported(entry, store, places, *, erase, skip):

@@ -29,17 +29,17 @@ Rates = Float[Array, "state inner"]
 Skip = Float[Array, " inner"]
 
 SCAN = (
-    fixed_order.implementation(native.selective_scan),
+    *fixed_order.implementations(native.selective_scan, None),
     *dispatch.kernels("tpu", pallas_tpu, "selective_scan"),
     *dispatch.kernels("gpu", pallas_gpu, "selective_scan"),
     dispatch.Implementation("xla", xla.selective_scan),
 )
 SEQUENCE = (
-    fixed_order.implementation(native.selective_scan_sequence),
+    *fixed_order.implementations(native.selective_scan_sequence, None),
     dispatch.Implementation("xla", xla.selective_scan_sequence),
 )
 UPDATE = (
-    fixed_order.implementation(native.selective_update),
+    *fixed_order.implementations(native.selective_update, None),
     *dispatch.kernels("tpu", pallas_tpu, "selective_update"),
     *dispatch.kernels("gpu", pallas_gpu, "selective_update"),
     dispatch.Implementation("xla", xla.selective_update),

@@ -49,7 +49,7 @@ NAMES = {
     "gated_rms_norm": "y gate norm",
 }
 """Names of the arguments by place. An operation that is not here has no kernel, and is not compared."""
-_OTHERS = ("invariant", "narrow_inputs")
+_OTHERS = ("invariant", "invariant_interpreted", "narrow_inputs")
 """Implementations that are no kernels: by definition they round in another way than the plain form."""
 STORES = ("store", "tail", "windows")
 """What an operation updates: results after y, in the order of its arguments."""

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt, UInt8
 
-from kernels_pallas.fixed_order import exp, is_fixed, quotient, row_sum
+from kernels_pallas.fixed_order import cumulative_sum, exp, is_fixed, quotient, row_sum
 from mamba_jax.sampling.inputs import SamplingInputs
 from mamba_jax.sampling.largest import most_likely
 from mamba_jax.sampling.logits import limits_of, truncate, weights_of
@@ -130,7 +130,7 @@ def _by_cut(
     total = _total(in_blocks(weights_from(limit, logits, few[:, :1])))
     # At least the most likely token stays, however small top_p is.
     wanted = jnp.maximum(top_p * total, jnp.finfo(logits.dtype).tiny)
-    reached = jnp.cumsum(jnp.where(few < limit, 0.0, weight), axis=-1) >= wanted
+    reached = cumulative_sum(jnp.where(few < limit, 0.0, weight)) >= wanted
     pth = jnp.take_along_axis(weight, jnp.argmax(reached, axis=-1, keepdims=True), axis=-1)
     by_p = top_p < 1
     limit, above = jnp.where(by_p, least(weight >= pth), limit), least(weight > pth)
@@ -216,7 +216,7 @@ def in_blocks(weights: Float[Array, "*rows vocab"]) -> Float[Array, "*rows block
 
 def _invert(weights: Float[Array, "rows H n"], number: Float[Array, "rows H"]) -> Int[Array, "rows H"]:
     """Returns the index at which the cumulative weights pass a fraction of their sum. It has a weight above 0."""
-    below = jnp.cumsum(weights, axis=-1)
+    below = cumulative_sum(weights)
     index = (below <= number[..., None] * below[..., -1:]).sum(axis=-1, dtype=jnp.int32)
     # If the product is rounded up to the whole sum, use the last index that has a weight.
     last = jnp.max(jnp.where(weights > 0, jnp.arange(weights.shape[-1], dtype=jnp.int32), 0), axis=-1)

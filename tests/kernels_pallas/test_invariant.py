@@ -1,7 +1,10 @@
-"""Operations whose bits do not depend on the number of rows, on their places, or on where a sequence was cut."""
+"""Operations whose bits do not depend on the number of rows, on their places, or on where a sequence was cut: in C++,
+and as the kernels of TPU and GPU in Pallas' interpreter.
+"""
 
 import dataclasses
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -33,12 +36,31 @@ CHOICE = KernelChoice(platform="cpu", named="invariant")
 OPTIONS = fixed_order.COMPILER_OPTIONS | OPTIMIZED
 
 
+@pytest.fixture(
+    autouse=True,
+    params=["cpu", pytest.param("tpu", marks=pytest.mark.full), pytest.param("gpu", marks=pytest.mark.slow)],
+)
+def platform(request, monkeypatch):
+    """Runs each test with the implementations of every platform."""
+    if request.param != "cpu":
+        interpreted = KernelChoice(platform=request.param, named=fixed_order.INTERPRETED)
+        monkeypatch.setattr(sys.modules[__name__], "CHOICE", interpreted)
+    return request.param
+
+
 def run(function, *arguments):
-    with CHOICE.applied():
-        compiled = jax.jit(function).lower(*arguments).compile(OPTIONS)
+    leaves, structure = jax.tree.flatten(arguments)
+    compiled = compile_for(function, CHOICE, structure, *(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in leaves))
+    return jax.tree.map(np.asarray, compiled(*arguments))
+
+
+@functools.lru_cache(maxsize=8)
+def compile_for(function, choice, structure, *shapes):
+    with choice.applied():
+        compiled = jax.jit(function).lower(*jax.tree.unflatten(structure, shapes)).compile(OPTIONS)
     # A library that rounds in its own way, and that XLA uses for large arrays only.
     assert "ynn_fusion" not in compiled.as_text()
-    return jax.tree.map(np.asarray, compiled(*arguments))
+    return compiled
 
 
 def run_rows(function, *arrays):
@@ -220,14 +242,17 @@ def test_other_types_are_refused():
 @pytest.mark.parametrize(
     "shape", [*ODD[:4], dataclasses.replace(SELECTIVE, inner=300, state=7)], ids=lambda shape: kind(shape)
 )
-def test_a_recurrence_keeps_its_bits_in_tiles_steps_and_sequences(shape):
+def test_a_recurrence_keeps_its_bits_in_tiles_steps_and_sequences(platform, shape):
+    if platform != "cpu" and (platform == "gpu" or kind(shape) == "selective"):
+        # XLA sees through the interpreter, and sums a head's outputs in another order in a loop.
+        pytest.skip("not built, or with other bits in the interpreter")
     tokens, draw = 24, Draw()
     if kind(shape) != "selective":
         shape = dataclasses.replace(shape, head_dim=5, state=19)
     inputs, options = entry(draw, shape, 1, tokens), on_device(how(draw, shape))
 
     def program(form):
-        return lambda *arguments: run(lambda *given: plain(form, shape)(*given, **options), *arguments)
+        return functools.partial(run, functools.partial(plain(form, shape), **options))
 
     scan, sequence, update = map(program, ("scan", "sequence", "update"))
     narrow = type(inputs)(*(v.astype(jnp.bfloat16) for v in inputs[:-1]), inputs[-1])
@@ -260,7 +285,11 @@ def test_a_recurrence_keeps_its_bits_in_tiles_steps_and_sequences(shape):
 
 @pytest.mark.parametrize("inputs", [37, 38])  # an odd number has no pairs of bfloat16
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_token_of_experts_keeps_its_bits(dtype, inputs):
+def test_a_token_of_experts_keeps_its_bits(platform, dtype, inputs):
+    if platform != "cpu":
+        with CHOICE.applied(), pytest.raises(ValueError, match="it is not built for TPU and GPU"):
+            grouped_matmul(jnp.ones((2, 4)), jnp.ones((1, 3, 4)), jnp.array([2]))
+        return
     experts, outputs = 5, 66
     x, w = normal(90, inputs).astype(dtype), normal(experts, outputs, inputs, seed=1).astype(dtype)
     whole = run(grouped_matmul, x, w, np.array([90, 0, 0, 0, 0]))
@@ -273,11 +302,13 @@ def test_a_token_of_experts_keeps_its_bits(dtype, inputs):
 
 @pytest.mark.parametrize(("narrow", "groups"), [(jnp.int8, None), (jnp.int4, None), (jnp.int4, 2)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_row_keeps_its_bits_with_quantized_weights(dtype, narrow, groups):
+def test_a_row_keeps_its_bits_with_quantized_weights(platform, dtype, narrow, groups):
     x, w = normal(90, 36).astype(dtype), quantized(40, 36, dtype=narrow, groups=groups)
     whole = run_rows(lambda x: linear(x, w), x)
     expected = x.astype(np.float32) @ np.asarray(w.dequantize()).T
     np.testing.assert_allclose(whole.astype(np.float32), expected, rtol=2e-2, atol=2e-2)
+    if platform != "cpu":  # experts are not built there
+        return
     w = quantized(3, 40, 36, dtype=narrow, groups=groups)
     whole = run(grouped_matmul, x, w, np.array([90, 0, 0]))
     expected = x.astype(np.float32) @ np.asarray(w.dequantize())[0].T

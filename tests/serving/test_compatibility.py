@@ -44,7 +44,9 @@ CASES = [
     ({"enable_return_sampling_mask": True}, {"role": "decode"}, "sampling_mask does not support --role decode"),
 ]
 INVARIANT_CASES = [
-    ({}, {"platform": "tpu"}, "TPU; use a CPU"),
+    ({}, {"platform": "tpu", "model": FOR_ENGINES["selective"]}, "Mamba-1 on TPU; use a CPU"),
+    ({"enable_lora": True}, {"platform": "gpu"}, "enable_lora on GPU; use a CPU"),
+    ({"kernels": "invariant_interpreted", "enable_lora": True}, CPU, "enable_lora in the interpreter; use a CPU"),
     ({}, HOSTS, "several hosts; use one host"),
     ({"dtype": "float16"}, CPU, "dtype float16; use float32 or bfloat16"),
     ({"ssm_dtype": "bfloat16"}, CPU, "ssm_dtype bfloat16; use float32"),
@@ -83,7 +85,7 @@ def test_each_combination_is_refused_in_one_line(flags, facts, message):
 def test_every_rule_has_a_case():
     deployments = [Deployment(EngineConfig(**flags), **facts) for flags, facts, _ in CASES]
     unseen = [rule for rule in RULES if not any(rule.violation(each) for each in deployments)]
-    assert [rule.excludes.text for rule in unseen] == ["installations without the C++ operations"]
+    assert [rule.excludes.text for rule in unseen] == ["installations without the C++ operations, on CPU"]
 
 
 def test_a_missing_library_is_named(monkeypatch):
@@ -101,6 +103,7 @@ def test_what_is_supported():
     invariant(dtype="float32", replay_interval=1, speculative_method="ngram", host_cache_gib=1)
     short = ShortConvConfig(channels=20, conv_width=4, bias=True)
     invariant(dataclasses.replace(DENSE, pattern=f"{short.letter}*-", mtp_pattern="", mamba=None, recurrences=(short,)))
+    check(Deployment(EngineConfig(schedule_invariant=True), DENSE, "tpu"))
     for name in ("delta", "kimi", "selective"):
         invariant(FOR_ENGINES[name])
     check(Deployment(EngineConfig(dtype="float16"), DENSE, "tpu", weight_dtypes=frozenset({"float16"})))
@@ -110,5 +113,7 @@ def test_what_is_supported():
 @pytest.mark.skipif(native.WHY_MISSING is not None, reason=f"native operations: {native.WHY_MISSING}")
 def test_its_kernels_are_chosen_by_the_flag_only():
     assert kernel_choice(EngineConfig(schedule_invariant=True)).named == "invariant"
-    with pytest.raises(ConfigError, match="use schedule_invariant"):
+    rehearsal = EngineConfig(schedule_invariant=True, kernels="invariant_interpreted")
+    assert kernel_choice(rehearsal).named == "invariant_interpreted"
+    with pytest.raises(ConfigError, match="set schedule_invariant too"):
         kernel_choice(EngineConfig(kernels="invariant"))

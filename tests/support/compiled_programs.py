@@ -50,6 +50,8 @@ class MeasuredProgram(Program):
     """What the host launches, by kind of thunk; `kCommandBuffer` is a CUDA graph."""
     kernels: int = 0
     """Those inside a loop or a conditional are not counted."""
+    sums_by_xla: int = 0
+    """Products, and sums of floats along an axis, that are in no kernel."""
     sums_in_copies: int = 0
     """Fusions of a GPU's program that write a concatenation and add numbers up, each sum in one thread."""
 
@@ -103,6 +105,7 @@ def compile_step(
     source: Any = None,
     lora: tuple[int, int] | None = None,
     greedy: bool = True,
+    kernels: str = "auto",
 ) -> CompiledStep:
     """Compiles the program of a batch.
 
@@ -112,6 +115,7 @@ def compile_step(
         model: with described parameters; None: in bfloat16.
         source: of drafts.
         greedy: leave out sampling, which takes over a third of the compiler's time.
+        kernels: what operations run by, as the engine's flag says it.
     """
     machine = compilable(topology)
     partition, shape = Partition.of(config, machine.count), StoreShape.of(config)
@@ -124,6 +128,7 @@ def compile_step(
         source=source,
         adapters=lambda model, mesh: lora and Adapters(model, count=lora[0], rank=lora[1], mesh=mesh, abstract=True),
         greedy=greedy,
+        kernels=kernels,
     )
     program, device = measured(programs, batch), partition.device_shape(shape)
     states = store["num_slots"] * device.bytes_per_slot(jnp.bfloat16)
@@ -139,11 +144,13 @@ def measured(programs: SlicePrograms, batch: StepBatch, name: str = "step") -> M
         compiled = lowered.compile(programs.compiler_options | ({"xla_dump_to": dump} if gpu else {}))
         launches = _launches(Path(dump)) if gpu else None
     memory: Any = compiled.memory_analysis()
-    text = compiled.as_text() or ""
+    text, given = compiled.as_text() or "", lowered.as_text()
     found: dict[str, Any] = {"launches": launches, "kernels": _kernels(text), "sums_in_copies": _sums_in_copies(text)}
+    sums = r"stablehlo.dot_general|applies stablehlo.add across .*f32"
+    found["sums_by_xla"] = len(re.findall(sums, given))
     if not gpu:
         traffic = Traffic(text)
-        found = {"moved": traffic.total(), "weights": traffic.of_arguments(r"weights\[\d+\]")}
+        found |= {"moved": traffic.total(), "weights": traffic.of_arguments(r"weights\[\d+\]")}
         found["arriving"] = tuple(traffic.arriving(COLLECTIVES))
     return MeasuredProgram(
         name,

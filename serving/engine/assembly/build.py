@@ -19,7 +19,14 @@ from mamba_jax.config import HybridConfig, ModelConfigError, need
 from mamba_jax.head_padding import HeadPadding
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.modules.quantized import weight_of
-from mamba_jax.programs import INVARIANT, KernelChoice, StepPrograms, UnsupportedError, instructions
+from mamba_jax.programs import (
+    INVARIANT,
+    INVARIANT_INTERPRETED,
+    KernelChoice,
+    StepPrograms,
+    UnsupportedError,
+    instructions,
+)
 from mamba_jax.rows import Rows
 from mamba_jax.sharding import TENSOR, Partition, rows_shardings, sharded_store
 from mamba_jax.store import EXPERT, Store
@@ -74,9 +81,13 @@ class AssembledEngine:
     @cached_property
     def weights_digest(self) -> str:
         """Digest of the engines' initial weights. Stored and transferred states of schedule-invariant engines have one
-        of their own for each instruction set."""
+        of their own for each instruction set, or kind of device."""
         digest = self.digest or model_digest(self.model, self.model.config)
-        return f"{digest}-invariant-{instructions()}" if self.config.schedule_invariant else digest
+        if not self.config.schedule_invariant:
+            return digest
+        kernels = self.engine.loop.programs.kernels
+        device = "" if kernels.device is None else kernels.device.device_kind
+        return f"{digest}-{kernels.named}-{instructions() if kernels.platform == 'cpu' else device}"
 
     @property
     def engine(self) -> Engine:
@@ -386,9 +397,9 @@ def kernel_choice(config: EngineConfig, refused: Mapping[tuple[str, str], str] |
         ConfigError: the flag is malformed.
     """
     if config.schedule_invariant:
-        return KernelChoice(named=INVARIANT)
-    if config.kernels == INVARIANT:
-        raise ConfigError(f"kernels {INVARIANT!r} is not a choice: use schedule_invariant, which checks what it needs")
+        return KernelChoice(named=INVARIANT if config.kernels == "auto" else config.kernels)
+    if config.kernels in (INVARIANT, INVARIANT_INTERPRETED):
+        raise ConfigError(f"kernels is {config.kernels!r}: set schedule_invariant too, which checks what it needs")
     try:
         return KernelChoice.parse(config.kernels, refused=refused)
     except UnsupportedError as error:

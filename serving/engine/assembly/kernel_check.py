@@ -52,7 +52,7 @@ Verdicts = Mapping[str, str]
 
 def checks_kernels(config: EngineConfig) -> bool:
     """Returns whether an engine with these flags checks its kernels, unless a verdict is kept."""
-    if config.kernel_check == "off" or config.kernels == "xla":
+    if config.kernel_check == "off" or config.kernels == "xla" or config.schedule_invariant:
         return False
     return config.kernel_check == "always" or platform_at_hand() != "cpu" or "interpreted" in config.kernels
 
