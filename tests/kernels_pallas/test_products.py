@@ -108,7 +108,9 @@ def test_two_products_of_few_outputs(dtype):
 def test_refuses_shapes_that_do_not_fit_and_unknown_names():
     with pytest.raises(ValueError, match=r"weight has shape \(5, 4\), expected \[outputs, inputs\] with inputs = 3"):
         linear(jnp.ones((2, 3)), jnp.ones((5, 4)))
-    with pytest.raises(UnsupportedError, match="there are: native, invariant, xla_few_outputs, xla"):
+    with pytest.raises(
+        UnsupportedError, match="there are: native, invariant, invariant_interpreted, xla_few_outputs, xla"
+    ):
         linear(jnp.ones((2, 3)), jnp.ones((5, 3)), implementation="cuda")
 
 

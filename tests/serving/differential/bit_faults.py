@@ -30,12 +30,12 @@ def attention_in_pieces_by_batch(patch: Patch) -> None:
             short.setattr(attention_xla, "QUERIES", 16 if q.shape[0] > 3 else 128)
             return attention_xla.paged_attention(q, kv, **layout)
 
-    patch.setattr(attention_api, "PAGED", (fixed_order.implementation(attention),))
+    patch.setattr(attention_api, "PAGED", fixed_order.implementations(attention, None))
 
 
 @fault(66, compiles="step")
 def states_of_a_tile_at_once(patch: Patch) -> None:
-    patch.setattr(recurrence_api, "SCAN", (fixed_order.implementation(scan_xla.scan),))
+    patch.setattr(recurrence_api, "SCAN", fixed_order.implementations(scan_xla.scan, None))
 
 
 @fault(67, compiles="step")
@@ -44,4 +44,4 @@ def another_last_bit_in_stored_states(patch: Patch) -> None:
         y, store = native.scan(entry, store, tiles, **recurrence)
         return y, store.at[tiles.write_slot].set(jnp.nextafter(store[tiles.write_slot], jnp.inf))
 
-    patch.setattr(recurrence_api, "SCAN", (fixed_order.implementation(scan),))
+    patch.setattr(recurrence_api, "SCAN", fixed_order.implementations(scan, None))
