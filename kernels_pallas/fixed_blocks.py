@@ -8,6 +8,7 @@ the inputs are cut depends on the weight alone.
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from jaxtyping import Array, Float, Num
 F32 = jnp.float32
 _BLOCKS = {"tpu": (64, 128, 512), "gpu": (64, 64, 32)}
 """Rows, outputs and inputs of a block: the inputs at most, in steps of a TPU's lanes."""
-_PARAMETERS = {
+_PARAMETERS: dict[str, Any] = {
     "tpu": pltpu.CompilerParams(vmem_limit_bytes=60 << 20),
     "gpu": plt.CompilerParams(num_warps=4, num_stages=1),
 }

@@ -73,7 +73,7 @@ def _convolve(x, taps, bias, window, token_row, row_start, local, *, activation)
 
 def _within(x, taps, local):
     """Returns the sum over tokens of the row in this call."""
-    keep, total = len(taps) - 1, 0
+    keep, total = len(taps) - 1, jnp.zeros((), F32)
     for i in range(keep + 1):
         # A select, not a product: the token to the left may be another row's, or padding.
         seen = jnp.where((local >= keep - i)[:, None], _shifted(x, keep - i, axis=0).astype(F32), 0)

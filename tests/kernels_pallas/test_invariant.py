@@ -58,8 +58,8 @@ def run(function, *arguments):
 def compile_for(function, choice, structure, *shapes):
     with choice.applied():
         compiled = jax.jit(function).lower(*jax.tree.unflatten(structure, shapes)).compile(OPTIONS)
-    # A library that rounds in its own way, and that XLA uses for large arrays only.
-    assert "ynn_fusion" not in compiled.as_text()
+    # A library that rounds in its own way, and that XLA uses for large arrays only. Blocks of kernels have one shape.
+    assert choice.named == fixed_order.INTERPRETED or "ynn_fusion" not in compiled.as_text()
     return compiled
 
 
