@@ -21,7 +21,7 @@ from mamba_jax.config import LATENT, HybridConfig, ModelConfigError
 from mamba_jax.head_padding import HeadPadding
 from mamba_jax.model import HybridModel, num_parameters
 from mamba_jax.modules.quantized import weight_of
-from mamba_jax.programs import StepBatch, UnsupportedError
+from mamba_jax.programs import INVARIANT, StepBatch, UnsupportedError
 from mamba_jax.rows import Rows
 from mamba_jax.sharding import TENSOR, Partition, rows_shardings
 from mamba_jax.store import StoreShape, init_store
@@ -330,7 +330,7 @@ class _Planner:
                 rows=rows,
                 tile_size=self.config.tile_size,
                 source=self.design.source,
-                kernels=self.config.kernels,
+                kernels=INVARIANT if self.config.schedule_invariant else self.config.kernels,
                 adapters=functools.partial(adapters_of, self.config, abstract=True),
             )
         except UnsupportedError as error:

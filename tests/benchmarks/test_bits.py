@@ -163,9 +163,11 @@ def test_schedule_invariant_bits(tmp_path, monkeypatch, name, dtype):
 
 
 @needs_native
-def test_bits_of_an_answer_next_to_another_in_chunks_and_scored(model, monkeypatch):
+@pytest.mark.parametrize("kernels", ["auto", pytest.param("invariant_interpreted", marks=pytest.mark.full)])
+def test_bits_of_an_answer_next_to_another_in_chunks_and_scored(model, monkeypatch, kernels):
     monkeypatch.setattr("serving.engine.assembly.build.StepPrograms", own_programs)  # of all shapes
-    llm = LLM(model, **INVARIANT, max_model_len=64, max_num_seqs=2, max_num_batched_tokens=32, num_pages=8)
+    sizes = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 32, "num_pages": 8}
+    llm = LLM(model, **INVARIANT, **sizes, kernels=kernels, warmup=kernels == "auto")
     prompt, other = np.random.default_rng(0).integers(4, 40, (2, 40)).tolist()
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=0)
     alone = llm.generate([prompt], params, use_tqdm=False, cache_salt="a")[0].outputs[0]
