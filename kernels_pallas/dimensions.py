@@ -37,6 +37,7 @@ DIMENSIONS = {
     "few": "entries that move together",
     "pages": "pages of the store, the null page included; in page tables, those of a row",
     "pages_per_row": "pages of a row",
+    "members": "devices that a row's pages are divided over",
     "updates": "entries of page tables that a step can change",
     "page_size": "tokens of a page",
     # Layers.

@@ -101,6 +101,44 @@ def paged_attention(
 
 
 @shapes_checked
+def paged_attention_part(
+    q: Float[Array, "blocks q_len q_heads head_dim"],
+    kv: Float[Array, "pages page_size kv_entries head_dim"],
+    *,
+    positions: Int[Array, "blocks q_len"],
+    page_table: Int[Array, "rows pages_per_row"],
+    block_row: Int[Array, " blocks"],
+    first_page: Int[Array, ""],
+    page_stride: int,
+    scale: float,
+    first_key: int = 0,
+    window: int | None = None,
+) -> tuple[Float[Array, "blocks q_len q_heads head_dim"], Float[Array, "blocks q_len q_heads"]]:
+    """As `paged_attention`, over a part of each row's pages; `merge_attention_parts` gives the attention to all.
+
+    Args:
+        page_table: page_table[row, i] is page `first_page + i * page_stride` of the row, counted from 0.
+        first_page: less than `page_stride`.
+    Returns:
+        The weighted values in float32, and the logarithm of the sum of the exponentials of the scores: -inf, with
+        values 0, for a query that sees no key of the part.
+    """
+    check_groups("paged_attention_part", q.shape[2], max(kv.shape[2] // 2, 1))
+    return xla.paged_attention_part(
+        q, kv, positions=positions, page_table=page_table, block_row=block_row, first_page=first_page,
+        page_stride=page_stride, scale=scale, first_key=first_key, window=window,
+    )  # fmt: skip
+
+
+@shapes_checked
+def merge_attention_parts(
+    out: Float[Array, "members blocks q_len q_heads head_dim"], lse: Float[Array, "members blocks q_len q_heads"]
+) -> Float[Array, "blocks q_len q_heads head_dim"]:
+    """Merges results of `paged_attention_part`, added in the order of the parts, in float32. Without a key: 0."""
+    return xla.merge_attention_parts(out, lse)
+
+
+@shapes_checked
 def attention_sequence(
     q: Float[Array, "batch length q_heads head_dim"],
     k: Float[Array, "batch length kv_heads head_dim"],

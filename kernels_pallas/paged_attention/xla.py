@@ -1,16 +1,36 @@
 """Attention in plain JAX: an online softmax over pieces of the keys, without an array of all scores."""
 
 import functools
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Int
 
 from kernels_pallas.dispatch import differentiable
 from kernels_pallas.fixed_order import exp, is_fixed, kernel_options, products, quotient, rounded, row_max, row_sum
 from kernels_pallas.slots import load, put, read_slots, write_one_by_one, write_slots
 
 F32 = jnp.float32
+
+
+@dataclass(frozen=True)
+class Stripe:
+    """Some pages of a row: every `every`-th, from page `first` (less than `every`) on."""
+
+    first: Int[Array, ""]
+    every: int
+
+    def position(self, key: Array, page_size: int) -> Array:
+        """Returns the position in the row of the stripe's keys, counted without the other pages."""
+        return (self.first + key // page_size * self.every) * page_size + key % page_size
+
+    def pages_before(self, page: Int[Array, ""] | int) -> Int[Array, ""]:
+        """Returns how many pages of the stripe come before a page of the row."""
+        return (page - 1 - self.first + self.every) // self.every
+
+
 QUERIES = 128
 """Queries, and keys, per piece of `attention_sequence`; keys per piece of schedule-invariant attention, whose pieces
 begin at multiples of it, or of a longer page."""
@@ -59,6 +79,31 @@ def paged_attention(q, kv, *, positions, page_table, block_row, scale, first_key
     # A loop whose end is found at run time has no derivative.
     plain = functools.partial(_all_at_once, **seen, every_page=True)
     return differentiable(run, plain)(q, kv, positions, page_table, block_row)
+
+
+def paged_attention_part(
+    q, kv, *, positions, page_table, block_row, first_page, page_stride, scale, first_key=0, window=None
+):
+    """See `api.paged_attention_part`."""
+    queries, places, tables, keys = _blocks(q, kv, positions, page_table, block_row)
+    stripe, size = Stripe(first_page, page_stride), kv.shape[1]
+    first = stripe.pages_before(_first_key(places, window) // size) // (keys // size)
+    end = -(-stripe.pages_before(places.max(initial=-1) // size + 1) // (keys // size))
+    seen = {"scale": scale, "first_key": first_key, "window": window, "stripe": stripe}
+    carry = _over_pieces(kv, queries, places, tables, keys, first, end, **seen)
+    highest, total, _ = carry
+    lse = jnp.where(total > 0, highest + jnp.log(jnp.where(total > 0, total, 1)), -jnp.inf)
+    return _by_query(_finish(carry), q.shape[1]), _by_query(lse[..., None], q.shape[1])[..., 0]
+
+
+def merge_attention_parts(out, lse):
+    """See `api.merge_attention_parts`."""
+    highest = lse.max(axis=0)
+    weights = jnp.exp(lse - jnp.where(highest == -jnp.inf, 0, highest))  # 0 where no part has a key: avoids inf - inf
+    merged, total = jnp.zeros(out.shape[1:], F32), jnp.zeros(lse.shape[1:], F32)
+    for part, weight in zip(out, weights, strict=True):
+        merged, total = merged + weight[..., None] * part, total + weight
+    return merged / jnp.where(total > 0, total, 1)[..., None]
 
 
 def attention_sequence(q, k, v, *, scale, window=None):
@@ -121,16 +166,22 @@ def sequence_by_pages(q, k, v, *, scale, window=None):
 def _all_at_once(q, kv, positions, page_table, block_row, *, scale, first_key, window, every_page=False):
     """All blocks in parallel, over the pieces of keys that any query of the call sees, or over those of all pages."""
     queries, places, tables, keys = _blocks(q, kv, positions, page_table, block_row)
-    attend = functools.partial(_attend_pages, kv, keys=keys, scale=scale, first_key=first_key, window=window)
+    first, end = _first_key(places, window) // keys, (places.max(initial=-1) + keys) // keys
+    if every_page:
+        first, end = 0, tables.shape[1] * kv.shape[1] // keys
+    seen = {"scale": scale, "first_key": first_key, "window": window}
+    carry = _over_pieces(kv, queries, places, tables, keys, first, end, **seen)
+    return _by_query(_finish(carry), q.shape[1]).astype(q.dtype)
+
+
+def _over_pieces(kv, queries, places, tables, keys, first, end, **seen):
+    """Returns the softmax of all blocks in parallel over pieces `first` up to `end` of their rows' keys."""
+    attend = functools.partial(_attend_pages, kv, keys=keys, **seen)
 
     def piece(i, carry):
         return jax.vmap(functools.partial(attend, i))(carry, queries, places, tables)
 
-    first, end = _first_piece(places, window, keys), (places.max(initial=-1) + keys) // keys
-    if every_page:
-        first, end = 0, tables.shape[1] * kv.shape[1] // keys
-    carry = lax.fori_loop(first, end, piece, jax.vmap(_nothing_seen)(queries))
-    return _join(_finish(carry), q)
+    return lax.fori_loop(first, end, piece, jax.vmap(_nothing_seen)(queries))
 
 
 def _one_by_one(q, kv, positions, page_table, block_row, *, scale, first_key, window):
@@ -148,11 +199,11 @@ def _one_by_one(q, kv, positions, page_table, block_row, *, scale, first_key, wi
             return _attend_pages(kv, i, carry, q, place, table, keys=keys, **seen)
 
         pieces = (place.max(initial=-1) + keys) // keys
-        carry = lax.fori_loop(_first_piece(place, window, keys), pieces, piece, _nothing_seen(q))
+        carry = lax.fori_loop(_first_key(place, window) // keys, pieces, piece, _nothing_seen(q))
         return put(out, _finish(carry), b)
 
     out = lax.fori_loop(0, queries.shape[0], block, jnp.zeros(queries.shape, F32))
-    return _join(out, q)
+    return _by_query(out, q.shape[1]).astype(q.dtype)
 
 
 def _blocks(q, kv, positions, page_table, block_row):
@@ -173,19 +224,21 @@ def _blocks(q, kv, positions, page_table, block_row):
     return queries.reshape(blocks, kv_heads, -1, head_dim), jnp.tile(positions, repeats), tables, pages * page_size
 
 
-def _join(out, q):
-    """Converts [blocks, kv_heads, repeats * q_len, head_dim] to the shape and dtype of q."""
-    blocks, q_len, _, head_dim = q.shape
-    out = out.reshape(blocks, out.shape[1], -1, q_len, head_dim).transpose(0, 3, 1, 2, 4)
-    return out.reshape(q.shape).astype(q.dtype)
+def _by_query(out, q_len):
+    """Converts [blocks, kv_heads, repeats * q_len, n] to [blocks, q_len, q_heads, n]."""
+    blocks, kv_heads, queries, last = out.shape
+    out = out.reshape(blocks, kv_heads, -1, q_len, last).transpose(0, 3, 1, 2, 4)
+    return out.reshape(blocks, q_len, kv_heads * queries // q_len, last)
 
 
-def _attend_pages(kv, i, carry, q, positions, table, *, keys, scale, first_key, window):
+def _attend_pages(kv, i, carry, q, positions, table, *, keys, scale, first_key, window, stripe=None):
     """Continues one block's softmax over piece i of its row's keys."""
     pages = keys // kv.shape[1]
     entries = read_slots(kv, lax.dynamic_slice_in_dim(table, i * pages, pages))
     entries = entries.reshape(keys, -1, min(kv.shape[2], 2), kv.shape[3]).transpose(2, 1, 0, 3)
     key = i * keys + jnp.arange(keys)
+    if stripe is not None:
+        key = stripe.position(key, kv.shape[1])
     # Values that no query sees may be NaN (a page's tail), and 0 * NaN is NaN.
     used = ((key >= first_key) & (key <= positions.max()))[:, None]
     k, v = (jnp.where(used, one, 0).astype(q.dtype) for one in (entries[0], entries[-1]))  # of latents the same
@@ -198,12 +251,12 @@ def _is_seen(key, position, *, first_key=0, window=None):
     return seen if window is None else seen & (key > position[:, None] - window)
 
 
-def _first_piece(positions, window, keys):
-    """Returns the first piece of keys that any query at these positions sees."""
+def _first_key(positions, window):
+    """Returns the first key that any query at these positions sees."""
     if window is None:
         return 0
     first = jnp.where(positions >= 0, positions, jnp.iinfo(jnp.int32).max).min(initial=jnp.iinfo(jnp.int32).max)
-    return jnp.maximum(first - window + 1, 0) // keys
+    return jnp.maximum(first - window + 1, 0)
 
 
 def _nothing_seen(q):

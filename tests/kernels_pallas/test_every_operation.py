@@ -240,6 +240,8 @@ def calls(rows, steps):
     places = {"positions": ints(rows, steps), "page_table": ints(2, 2), "block_row": ints(rows)}
     yield lambda: (paged_attention.attention_sequence(q, k, k, scale=1.0),), ()
     yield lambda: (paged_attention.paged_attention(q, kv, **places, scale=1.0),), ()
+    part = places | {"first_page": jnp.int32(1), "page_stride": 2}
+    yield lambda: paged_attention.paged_attention_part(q, kv, **part, scale=1.0), ()
     yield (
         lambda: (None, paged_attention.write_kv(kv, floats(0, 2, 8), floats(0, 2, 8), page=ints(0), offset=ints(0))),
         (kv,),

@@ -21,7 +21,15 @@ from operation_checks import (
     on_device,
 )
 
-from kernels_pallas.paged_attention import attention_sequence, copy_pages, paged_attention, reference, write_kv
+from kernels_pallas.paged_attention import (
+    attention_sequence,
+    copy_pages,
+    merge_attention_parts,
+    paged_attention,
+    paged_attention_part,
+    reference,
+    write_kv,
+)
 from tests.support.selection import some_slow
 
 SHAPES = [s.small() for s in ATTENTION]
@@ -143,6 +151,28 @@ class TestXlaAllBlocks(Attention):
     implementation = ELSEWHERE
 
     test_holds_no_copy_of_the_cache = None  # 16-bit caches are converted on CPU, where this form does not run
+
+
+class TestParts(Attention):
+    """Pages are divided over three members by position; each attends to its own, and reads no other."""
+
+    members = 3
+
+    def run(self, q, kv, *, positions, page_table, block_row, scale=0.3, first_key=0, window=None):
+        tables = np.pad(page_table, ((0, 0), (0, -page_table.shape[1] % self.members)))
+        static = {"page_stride": self.members, "scale": scale, "first_key": first_key, "window": window}
+        parts = []
+        for member in range(self.members):
+            own = tables[:, member :: self.members]
+            here = np.where(np.isin(np.arange(len(kv)), own[own > 0])[:, None, None, None], kv, np.nan).astype(kv.dtype)
+            places = {"positions": positions, "page_table": own, "block_row": block_row}
+            parts.append(jitted(paged_attention_part, **static)(q, here, **places, first_page=np.int32(member)))
+        return self.merged(*(np.stack(each) for each in zip(*parts, strict=True))).astype(q.dtype)
+
+    def merged(self, out, lse):
+        return jitted(merge_attention_parts)(out, lse)
+
+    test_holds_no_copy_of_the_cache = None  # of `TestXlaAllBlocks`, whose form this is
 
 
 class TestPages:
