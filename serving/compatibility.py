@@ -126,6 +126,10 @@ ADAPTERS = Condition("`enable_lora`, `max_initial_states`", lambda of: of.config
 LORA, LORA_EXPERTS, DRAFTER = _flag("enable_lora"), _flag("lora_experts"), _flag("speculative_model")
 EXPERTS, MASKS = _flag("enable_return_routed_experts"), _flag("enable_return_sampling_mask")
 INVARIANT = _flag("schedule_invariant")
+CONTEXT = Condition(
+    "`context_parallel_size` above 1",
+    lambda of: f"context_parallel_size {count}" if (count := of.config.context_parallel_size) > 1 else "",
+)
 REPLICAS = Condition(
     "`data_parallel_size` above 1",
     lambda of: f"data_parallel_size {count}" if (count := of.config.data_parallel_size) > 1 else "",
@@ -141,6 +145,7 @@ FOLLOWED = Condition("`--split-secret` or `--kv-events-config`", lambda of: _ROU
 PADDED = Condition("padded heads", lambda of: f"padded heads ({of.padding})" if of.padding else "")
 WITHOUT_EXPERTS = _model("routed experts", lambda model: not model.experts_per_token)
 WITHOUT_ATTENTION = _model("attention, whose pages hold the experts", lambda model: not model.num_attention_uses)
+WITHOUT_PAGES = _model("attention", lambda model: not model.num_attention_uses)
 _OTHER_DRAFTS = "use mtp or ngram drafts"
 
 RULES = (
@@ -151,6 +156,13 @@ RULES = (
     Rule(REPLICAS, HOSTS, "start a server on each host"),
     Rule(REPLICAS, ROLE, "start a worker for each replica"),
     Rule(REPLICAS, FOLLOWED, "start a server for each replica"),
+    Rule(CONTEXT, WITHOUT_PAGES, "leave the flag out"),
+    Rule(CONTEXT, HOSTS, "use one host"),
+    Rule(CONTEXT, DRAFTER, _OTHER_DRAFTS),
+    Rule(CONTEXT, ROLE),
+    Rule(CONTEXT, FOLLOWED),
+    Rule(CONTEXT, TIERS),
+    Rule(CONTEXT, EXPERTS),
     Rule(ROLE, HOSTS, "use one host"),
     Rule(FOLLOWED, HOSTS, "use one host"),
     Rule(TIERS, HOSTS, "use one host"),
@@ -183,6 +195,7 @@ RULES = (
     Rule(INVARIANT, _flag("kv_cache_dtype", "auto"), "use auto"),
     Rule(INVARIANT, DRAFTER, _OTHER_DRAFTS),
     Rule(INVARIANT, _flag("tensor_parallel_size", 1), "use 1"),
+    Rule(INVARIANT, CONTEXT, "use 1"),
     Rule(INVARIANT, _flag("kernels", "auto", INVARIANT_INTERPRETED), "use auto"),
     Rule(INVARIANT, _flag("logprobs_mode", "raw_logprobs"), "use raw_logprobs"),
     Rule(INVARIANT, _flag("replay_interval", None, 1), "use 1"),

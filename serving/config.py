@@ -176,6 +176,13 @@ class EngineConfig(Settings):
         None, ge=1, le=32, description="ngram: longest run of last tokens to look up. Unset: 4."
     )
     tensor_parallel_size: int = Field(1, ge=1, description="Number of devices that each layer is divided over.")
+    context_parallel_size: int = Field(
+        1,
+        ge=1,
+        description="Number of members that keys and values are divided over by position, each of tensor_parallel_size "
+        "devices with all of the weights. Sequences may have that many times the tokens, and decoding reads them by as "
+        "many devices; see docs/several-devices.md.",
+    )
     data_parallel_size: int = Field(
         1,
         ge=1,

@@ -64,11 +64,10 @@ def divisible_groups(path: str, groups: int, inputs: int, sharding: Sharding | N
     """Returns a number of groups that the devices can share."""
     if not isinstance(sharding, NamedSharding) or len(sharding.spec) < rank - 1 or sharding.spec[rank - 2] is None:
         return groups
-    count = math.lcm(groups, sharding.mesh.size)
+    shards = sharding.mesh.shape[sharding.spec[rank - 2]]
+    count = math.lcm(groups, shards)
     if inputs % count:
-        raise CheckpointError(
-            f"{path}: {groups} groups of {inputs} inputs cannot be divided over {sharding.mesh.size} devices"
-        )
+        raise CheckpointError(f"{path}: {groups} groups of {inputs} inputs cannot be divided over {shards} devices")
     return count
 
 

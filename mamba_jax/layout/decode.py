@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
-from kernels_pallas.paged_attention import paged_attention
 from kernels_pallas.places import Anchored, Rows
 from kernels_pallas.tails import read_ring, write_ring
 from mamba_jax.layout.base import Inputs, Operation, Pages, Parameters, Queries, Span
@@ -155,16 +154,9 @@ class BlockLayout(DecodeLayout):
         by_group = q.reshape(rows, steps, groups, -1, head_dim).swapaxes(1, 2)
 
         def read(part: Array, window: int | None) -> Array:
-            out = paged_attention(
-                part.reshape(rows, 1, -1, head_dim),
-                kv,
-                positions=self.positions.reshape(rows, steps).max(axis=1, keepdims=True),
-                page_table=self.page_table,
-                block_row=jnp.arange(rows),
-                scale=span.scale,
-                first_key=span.first_key,
-                window=window,
-            )
+            last = self.positions.reshape(rows, steps).max(axis=1, keepdims=True)
+            own = replace(span, window=window)
+            out = self.attention(part.reshape(rows, 1, -1, head_dim), kv, last, jnp.arange(rows), own)
             return out.reshape(part.shape)
 
         if span.window is None:

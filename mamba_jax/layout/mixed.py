@@ -1,7 +1,7 @@
 """The tokens of a step with decode rows and prefill rows: the decode rows' tokens first."""
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Int, Shaped
 
 from mamba_jax.layout.base import Inputs, Keys, Operation, Pages, Parameters, Queries, Span
 from mamba_jax.layout.decode import DecodeLayout, ReplayLayout
+from mamba_jax.layout.member import Member
 from mamba_jax.layout.prefill import PrefillLayout
 
 
@@ -37,6 +38,10 @@ class MixedLayout:
         if self.decode.adapter is None or self.prefill.adapter is None:
             return None
         return jnp.concatenate([self.decode.adapter, self.prefill.adapter])
+
+    def on_member(self, member: Member) -> Self:
+        """Returns the layout on a device that has one member's pages."""
+        return replace(self, decode=self.decode.on_member(member), prefill=self.prefill.on_member(member))
 
     def run(self, operation: Operation, inputs: Inputs, parameters: Parameters, state: Any) -> tuple[Array, Any]:
         ours = [jnp.split(x, [len(self.decode.valid)]) for x in inputs]

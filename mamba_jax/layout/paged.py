@@ -1,13 +1,15 @@
 """Attention of tokens whose keys and values are in pages: what the layouts of decode and prefill share."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kernels_pallas.paged_attention import paged_attention, write_kv
 from kernels_pallas.slots import write_slots
 from mamba_jax.layout.base import Keys, Pages, Queries, Span
+from mamba_jax.layout.member import Member
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,12 @@ class PagedTokens:
     page_table: Int[Array, "rows pages"]
     adapter: Int[Array, " T"] | None = field(default=None, kw_only=True)
     """Entry of each token's adapter, 0 = none; None for a model without adapters."""
+    member: Member | None = field(default=None, kw_only=True)
+    """None: this device has all pages."""
+
+    def on_member(self, member: Member) -> Self:
+        """Returns the layout on a device that has one member's pages."""
+        return replace(self, member=member)
 
     def row_of_each(self) -> Int[Array, " T"]:
         """Returns the row of each token."""
@@ -46,6 +54,8 @@ class PagedTokens:
     def write_kv(self, k: Keys, v: Keys | None, kv: Pages) -> Pages:
         """Returns the pages with the tokens' keys and values."""
         page, offset = self.pages_of_tokens(kv.shape[1])
+        if self.member is not None:
+            page = self.member.own_pages(page, kv.shape[0])
         return write_kv(kv, k, v, page=page, offset=offset)
 
     def record(
@@ -61,18 +71,22 @@ class PagedTokens:
 
     def read_kv(self, q: Queries, kv: Pages, span: Span) -> Queries:
         """Attention of the tokens to the keys and values in their rows' pages."""
-        positions, block_row = self.query_blocks()
-        out = paged_attention(
-            self.by_block(q),
-            kv,
-            positions=positions,
-            page_table=self.page_table,
-            block_row=block_row,
-            scale=span.scale,
-            first_key=span.first_key,
-            window=span.window,
-        )
-        return self.by_token(out)
+        return self.by_token(self.attention(self.by_block(q), kv, *self.query_blocks(), span))
+
+    def attention(
+        self,
+        q: Float[Array, "blocks q_len q_heads head_dim"],
+        kv: Pages,
+        positions: Int[Array, "blocks q_len"],
+        block_row: Int[Array, " blocks"],
+        span: Span,
+    ) -> Float[Array, "blocks q_len q_heads head_dim"]:
+        """Attention of blocks of queries at positions of their rows; see `paged_attention`."""
+        seen = {"scale": span.scale, "first_key": span.first_key, "window": span.window}
+        places: dict[str, Any] = {"positions": positions, "block_row": block_row, **seen}
+        if self.member is not None:
+            return self.member.attention(q, kv, page_table=self.page_table, **places)
+        return paged_attention(q, kv, page_table=self.page_table, **places)
 
 
 def page_of(

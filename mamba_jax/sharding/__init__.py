@@ -5,7 +5,7 @@ mixer then runs on every device with its own pieces only and gives a partial sum
 communication of a sublayer (`across`). What lies between mixers is the same on all devices.
 """
 
-from mamba_jax.sharding.axis import TENSOR, make_mesh, replica_meshes, replicated, use_mesh
+from mamba_jax.sharding.axis import CONTEXT, TENSOR, make_mesh, members_of, replica_meshes, replicated, use_mesh
 from mamba_jax.sharding.partition import Partition
 from mamba_jax.sharding.place import (
     parameter_shardings,

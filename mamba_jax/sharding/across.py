@@ -9,13 +9,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from kernels_pallas.paged_attention import copy_pages
 from mamba_jax.config import ADDED_ONCE, HybridConfig, ModelConfigError, Placement
+from mamba_jax.layout.member import Member
 from mamba_jax.layout.sequence import SequenceLayout
-from mamba_jax.sharding.axis import TENSOR, axis_index, axis_mesh, divides_tokens
+from mamba_jax.sharding.axis import CONTEXT, TENSOR, axis_index, axis_mesh, divides_tokens
 from mamba_jax.sharding.parameters import placement
 from mamba_jax.sharding.partition import Partition
+from mamba_jax.store import Store
 
 Run = Callable[..., tuple[Array, Any]]
 
@@ -56,7 +59,7 @@ def across(
     mesh = axis_mesh()
     if mesh is None or isinstance(layout, SequenceLayout):
         return run({name: divided.module for name, divided in modules.items()}, layout, state, *inputs)
-    partition = Partition.of(config, mesh.shape[TENSOR])
+    partition = Partition.on(config, mesh)
     graphs, leaves, weights, specs = {}, {}, {}, {}
     for name, divided in modules.items():
         graphs[name], found = nnx.split(divided.module)
@@ -75,6 +78,8 @@ def across(
 
     def on_each_device(weights: Any, layout: Any, state: Any, *inputs: Any) -> tuple[Array, Any]:
         here = {name: rebuilt(name, weights[name]) for name in modules}
+        if partition.members > 1:
+            layout = layout.on_member(this_member(partition.members))
         y, state = run(here, layout, state, *inputs)
         if out_spec == P():
             return lax.psum(y, TENSOR), state
@@ -90,6 +95,29 @@ def across(
         out_specs=(out_spec, of_state),
         check_vma=False,
     )(weights, layout, state, *inputs)
+
+
+def this_member(count: int) -> Member:
+    """Returns this device's member; inside of `jax.shard_map` over the mesh only."""
+    return Member(jnp.asarray(lax.axis_index(CONTEXT)), count, CONTEXT)
+
+
+def copy_divided_pages(
+    config: HybridConfig, store: Store, source: Int[Array, " rows"], target: Int[Array, " rows"]
+) -> tuple[Array, ...]:
+    """Returns the keys and values of all layers with pages copied within each member; see `copy_pages`."""
+    mesh = axis_mesh()
+    partition = Partition.on(config, mesh)
+
+    def on_each_device(kv: tuple[Array, ...], source: Array, target: Array) -> tuple[Array, ...]:
+        member = this_member(partition.members)
+        own = [member.own_pages(each, kv[0].shape[0]) for each in (source, target)]
+        return tuple(copy_pages(pages, source=own[0], target=own[1]) for pages in kv)
+
+    specs = partition.store(store).kv
+    return jax.shard_map(
+        on_each_device, mesh=mesh, in_specs=(specs, P(), P()), out_specs=specs, check_vma=False
+    )(store.kv, source, target)  # fmt: skip
 
 
 def run_mixer(

@@ -4,6 +4,9 @@
 program runs on the mesh of one replica, which does not have this axis. Along `TENSOR` lie the pieces of each layer and
 each state. Experts are sharded over it, too, where they divide evenly: all devices have the same tokens, so each
 computes its own experts, and the sum of a mixer's parts includes them.
+
+Along `CONTEXT`, which only a mesh with several such members has, lie the pages: each member holds, and attends to,
+those of its own positions. Everything else is the same on all members: weights, states and all other computation.
 """
 
 from collections.abc import Sequence
@@ -21,37 +24,52 @@ from mamba_jax.config import ModelConfigError
 
 DATA = "data"
 TENSOR = "tensor"
+CONTEXT = "context"
 LEAST_TOKENS = 64
 """Tokens per device from which a device receives the sums of its own share of the tokens only. With fewer, a second
 exchange takes longer than the norms of all tokens."""
 
 
-def make_mesh(shards: int, devices: Sequence[Any] | None = None) -> Mesh:
-    """Returns the mesh of one replica: the first `shards` devices (of all processes), or of those given.
+def make_mesh(shards: int, devices: Sequence[Any] | None = None, *, members: int = 1) -> Mesh:
+    """Returns the mesh of one replica: the first `members * shards` devices (of all processes), or of those given.
+
+    `members`: over which pages are divided by position.
 
     Raises:
         ModelConfigError: there are not as many.
     """
     found = list(jax.devices() if devices is None else devices)
-    if len(found) < shards:
-        raise ModelConfigError(f"tensor_parallel_size {shards}: JAX sees {len(found)} {found[0].platform} device(s)")
-    return Mesh(np.array(found[:shards]), (TENSOR,), axis_types=(AxisType.Auto,))
+    if len(found) < members * shards:
+        context = f"context_parallel_size {members} with " if members > 1 else ""
+        raise ModelConfigError(
+            f"{context}tensor_parallel_size {shards}: JAX sees {len(found)} {found[0].platform} device(s)"
+        )
+    if members == 1:
+        return Mesh(np.array(found[:shards]), (TENSOR,), axis_types=(AxisType.Auto,))
+    whole = np.array(found[: members * shards]).reshape(members, shards)
+    return Mesh(whole, (CONTEXT, TENSOR), axis_types=(AxisType.Auto,) * 2)
 
 
-def replica_meshes(replicas: int, shards: int) -> list[Mesh]:
-    """Returns a mesh for each replica, of `shards` devices that are its own.
+def replica_meshes(replicas: int, shards: int, *, members: int = 1) -> list[Mesh]:
+    """Returns a mesh for each replica, of `members * shards` devices that are its own.
 
     Raises:
         ModelConfigError: there are not as many.
     """
-    found, wanted = jax.devices(), replicas * shards
+    found, wanted = jax.devices(), replicas * members * shards
     if len(found) < wanted:
+        context = f"context_parallel_size {members} and " if members > 1 else ""
         raise ModelConfigError(
-            f"data_parallel_size {replicas} with tensor_parallel_size {shards} takes {wanted} devices: JAX sees "
-            f"{len(found)} {found[0].platform} device(s)"
+            f"data_parallel_size {replicas} with {context}tensor_parallel_size {shards} takes {wanted} devices: JAX "
+            f"sees {len(found)} {found[0].platform} device(s)"
         )
-    whole = Mesh(np.array(found[:wanted]).reshape(replicas, shards), (DATA, TENSOR))
-    return [make_mesh(shards, list(row)) for row in whole.devices]
+    whole = Mesh(np.array(found[:wanted]).reshape(replicas, members * shards), (DATA, TENSOR))
+    return [make_mesh(shards, list(row), members=members) for row in whole.devices]
+
+
+def members_of(mesh: Any) -> int:
+    """Returns the number of members of a mesh that pages are divided over by position; 1: they are not divided."""
+    return int(mesh.shape.get(CONTEXT, 1))
 
 
 def use_mesh(mesh: Mesh | None) -> AbstractContextManager[Any]:
@@ -62,7 +80,7 @@ def use_mesh(mesh: Mesh | None) -> AbstractContextManager[Any]:
 def axis_mesh() -> Any:
     """Returns the mesh of the program being traced, if that is one to divide layers over; otherwise None."""
     mesh = jax.sharding.get_abstract_mesh()
-    return mesh if tuple(mesh.axis_names) == (TENSOR,) and mesh.shape[TENSOR] > 1 else None
+    return mesh if tuple(mesh.axis_names) in ((TENSOR,), (CONTEXT, TENSOR)) and mesh.size > 1 else None
 
 
 def divides_tokens(tokens: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -12,7 +12,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from mamba_jax.config import Division, HybridConfig, ModelConfigError, Placement, StateArray, StateUnit
-from mamba_jax.sharding.axis import TENSOR
+from mamba_jax.sharding.axis import CONTEXT, TENSOR, members_of
 from mamba_jax.sharding.parameters import placement, placements
 from mamba_jax.store import EXPERTS, Store, StoreShape, declarations
 
@@ -23,15 +23,22 @@ class Partition:
 
     config: HybridConfig
     shards: int
+    members: int = 1
+    """Members that pages are divided over by position; everything else is the same on all of them."""
 
     @classmethod
-    def of(cls, config: HybridConfig, shards: int) -> Partition:
+    def of(cls, config: HybridConfig, shards: int, members: int = 1) -> Partition:
         """Returns the division of a model.
 
         Raises:
             ModelConfigError: something does not divide evenly.
         """
-        return _checked(cls(config, shards))
+        return _checked(cls(config, shards, members))
+
+    @classmethod
+    def on(cls, config: HybridConfig, mesh: Any) -> Partition:
+        """Returns the division of a model over a mesh; see `of`."""
+        return cls.of(config, mesh.shape[TENSOR], members_of(mesh))
 
     def parameter(self, path: str) -> P:
         """Returns the division of the model's parameter with this dotted path.
@@ -72,7 +79,7 @@ class Partition:
     def store(self, store: Store) -> Store:
         """Returns the division of the whole store, in its structure."""
         shape = StoreShape.of(self.config)
-        return jax.tree.map(lambda array: _state_spec(array.over(self.shards)), declarations(shape, store))
+        return jax.tree.map(partial(_state_spec, self), declarations(shape, store))
 
     def store_shape(self, shape: StoreShape) -> StoreShape:
         """Returns the shape of the whole model's state over all devices; some of it may be stored several times."""
@@ -95,12 +102,14 @@ def _checked(partition: Partition) -> Partition:
 @lru_cache(maxsize=64)
 def _states(partition: Partition) -> Mapping[str, P]:
     arrays = StoreShape.of(partition.config).arrays_and_tails
-    specs = {name: _state_spec(array.over(partition.shards)) for name, array in arrays.items()}
+    specs = {name: _state_spec(partition, array) for name, array in arrays.items()}
     return MappingProxyType(specs | {EXPERTS: P()})
 
 
-def _state_spec(array: StateArray) -> P:
-    return _spec(array.division, leading=1 if array.per is StateUnit.SLOT else 2)
+def _state_spec(partition: Partition, array: StateArray) -> P:
+    spec = _spec(array.over(partition.shards).division, leading=1 if array.per is StateUnit.SLOT else 2)
+    divides_pages = array.per is StateUnit.TOKEN and partition.members > 1
+    return P(CONTEXT, *tuple(spec)[1:]) if divides_pages else spec
 
 
 def _spec(division: Division | None, *, leading: int = 0) -> P:

@@ -32,7 +32,7 @@ def parameter_shardings(config: HybridConfig, mesh: Mesh) -> Callable[[str], Nam
 
 def store_shardings(store: Store, config: HybridConfig, mesh: Mesh) -> Store:
     """Where each of the store's arrays belongs, in its structure: a sharding, or a `Format` (see `store_layout`)."""
-    specs = Partition.of(config, mesh.shape[TENSOR]).store(store)
+    specs = Partition.on(config, mesh).store(store)
     return placed(StoreShape.of(config), store, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
 
 

@@ -69,8 +69,8 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def slice_mesh(target: Target) -> Mesh:
-    """The devices of a machine, as far as a compiler has to know them.
+def slice_mesh(target: Target, members: int = 1) -> Mesh:
+    """The devices of a machine, as far as a compiler has to know them. `members`: as for `make_mesh`.
 
     Raises:
         ConfigError: the compiler does not know such a machine.
@@ -89,7 +89,7 @@ def slice_mesh(target: Target) -> Mesh:
     except Exception as error:
         first = one_line(error)
         raise ConfigError(f"topology {target.name!r}: its compiler says: {first}") from None
-    return make_mesh(target.count, found)
+    return make_mesh(target.count // members, found, members=members)
 
 
 class SlicePrograms:

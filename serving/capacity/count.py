@@ -127,11 +127,11 @@ class Counter:
         }
         self._bits = {path: bits_of(leaf.dtype) for path, leaf in parameters.items()}
         scores = (_score_flops(config, kind) for kind in config.pattern if config.state(kind, StateUnit.TOKEN))
-        self._flops_per_score = sum(scores) / partition.shards
+        self._flops_per_score = sum(scores) / partition.shards / partition.members
         self._shape = replace(partition.device_shape(StoreShape.of(config)), lanes=lanes)
         # Pages of draft layers are read in the drafts' own steps.
         elements = sum(array.size() for array in self._shape.pages[: config.num_attention_uses])
-        self._bytes_per_key = elements * self._kv_dtype.itemsize
+        self._bytes_per_key = elements * self._kv_dtype.itemsize / partition.members
 
     @property
     def weight_bytes(self) -> int:
@@ -171,7 +171,7 @@ class Counter:
         self, tokens: int, size: StoreSize, chunk: int, device: Device, replay: Replay | None
     ) -> LongContext:
         """The bounds of one sequence of many tokens, which is prefilled in chunks."""
-        pages = -(-tokens // size.page_size) * size.bytes_per_page
+        pages = -(-tokens // (size.page_size * size.members)) * size.bytes_per_page
         slots = size.bytes_per_slot * size.running_slots // size.max_num_seqs + size.bytes_per_tail
         load = decode_workload(rows=1, drafts=0, context=tokens, replay=replay)
         decode = self.step("", load, device, counted=1).bound_ms

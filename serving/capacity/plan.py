@@ -131,13 +131,16 @@ class _Planner:
         self, config: EngineConfig, target: Target, model: HybridConfig, loaded: dict[str, Any] | None = None
     ) -> None:
         self.config, self.target, self._undivided = config, target, model
-        count, platform = target.count, target.device.platform
+        platform, members = target.device.platform, config.context_parallel_size
+        if target.count % members:
+            raise ConfigError(f"context_parallel_size {members} does not divide {target.count} device(s)")
+        shards = target.count // members
         self.dtype = jnp.dtype("bfloat16" if config.dtype == "auto" else config.dtype)
         self.kv_dtype = jnp.dtype(config.kv_dtype(self.dtype))
-        self.mesh: Any = AbstractMesh((count,), (TENSOR,))
+        self.mesh: Any = AbstractMesh((shards,), (TENSOR,))
         described = with_drafter_config(config, model)
-        padding = HeadPadding.of(described, count)
-        self.model, self.partition = padding.padded, Partition.of(padding.padded, count)
+        padding = HeadPadding.of(described, shards)
+        self.model, self.partition = padding.padded, Partition.of(padding.padded, shards, members)
         self.loaded = loaded or self._shapes(described)
         self.shapes: Any = {
             path: jax.ShapeDtypeStruct(padding.shape(path, leaf.shape), leaf.dtype) if padding.pads(path) else leaf
@@ -151,8 +154,8 @@ class _Planner:
             kv_dtype=self.kv_dtype,
             lanes=lanes_of(platform),
         )
-        total = self.counter.weight_bytes * count
-        self.design = EngineDesign.of(config, padding, shards=count, platform=platform, weight_bytes=total)
+        total = self.counter.weight_bytes * shards
+        self.design = EngineDesign.of(config, padding, shards=shards, platform=platform, weight_bytes=total)
         self.replay = self.design.replay.replay
         self.adapter_bytes = self._bytes_of_adapters()
         self.memory = int(target.device.memory * config.memory_utilization)
@@ -163,8 +166,8 @@ class _Planner:
         self._padding_notes = [padding.notice] if padding else []
 
     def _shapes(self, described: HybridConfig) -> dict[str, jax.ShapeDtypeStruct]:
-        padding = HeadPadding.of(self._undivided, self.target.count)
-        partition = Partition.of(padding.padded, self.target.count)
+        padding = HeadPadding.of(self._undivided, self.partition.shards)
+        partition = Partition.of(padding.padded, self.partition.shards)
         checkpoint = checkpoint_of(self.config, self.dtype)
         found = checkpoint.shapes(functools.partial(padding.load_sharding, partition, self.mesh))
         if described.drafter is not None:
@@ -274,7 +277,7 @@ class _Planner:
     @property
     def _copies_of_keys(self) -> int:
         """Number of devices that have the same keys and values; of latents all have."""
-        attention, count = self.model.attention, self.target.count
+        attention, count = self.model.attention, self.partition.shards
         heads = 1 if LATENT in self.model.pattern else attention.num_kv_heads if attention else count
         return max(1, count // heads)
 
@@ -310,7 +313,9 @@ class _Planner:
 
     def _enough(self) -> str | None:
         for bigger in larger(self.target):
-            config = self.config.model_copy(update={"tensor_parallel_size": bigger.count})
+            config = self.config.model_copy(
+                update={"tensor_parallel_size": bigger.count // self.config.context_parallel_size}
+            )
             try:
                 _Planner(config, bigger, self._undivided, self.loaded).size()
             except (ConfigError, ModelConfigError):
@@ -325,7 +330,7 @@ class _Planner:
         try:
             return SlicePrograms(
                 HybridModel.from_parameters(self.model, self.shapes),
-                slice_mesh(self.target),
+                slice_mesh(self.target, self.config.context_parallel_size),
                 store=jax.eval_shape(lambda: init_store(shape, **arguments)),
                 rows=rows,
                 tile_size=self.config.tile_size,

@@ -165,12 +165,13 @@ def plan(
         if not plans:
             raise typer.Exit(1)
         return
-    if flags.get("tensor_parallel_size") not in (None, machine.count):
+    shards = machine.count // config.context_parallel_size
+    if flags.get("tensor_parallel_size") not in (None, shards):
         raise ConfigError(
             f"tensor_parallel_size {flags['tensor_parallel_size']}: {topology} has {machine.count} device(s), "
             "and a plan uses all of them"
         )
-    config = config.model_copy(update={"tensor_parallel_size": machine.count})
+    config = config.model_copy(update={"tensor_parallel_size": shards})
     with errors.status("planning") as status:
         made = make_plan(
             config, machine, compile=not analysis, full=full, context=context, progress=lambda text: status.update(text)
@@ -194,7 +195,8 @@ def smallest_machines(config: EngineConfig, context: int | None) -> tuple[list[C
     for machines in families():
         why = ""
         for machine in machines:
-            sized = config.model_copy(update={"tensor_parallel_size": machine.count})
+            shards = machine.count // config.context_parallel_size
+            sized = config.model_copy(update={"tensor_parallel_size": shards})
             try:
                 made = make_plan(sized, machine, compile=False, context=context)
             except ConfigError as error:

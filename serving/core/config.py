@@ -9,7 +9,7 @@ CacheMode = Literal["none", "align", "all"]
 
 _POSITIVE = (
     "max_num_seqs", "max_num_batched_tokens", "page_size", "state_block_size", "tile_size", "replay_interval",
-    "max_prefill_rows", "max_tiles", "max_decode_rows",
+    "max_prefill_rows", "max_tiles", "max_decode_rows", "context_members",
 )  # fmt: skip
 _NOT_NEGATIVE = ("num_speculative_tokens", "num_lookahead_tokens", "max_waiting", "num_pages")
 
@@ -23,7 +23,7 @@ class SchedulerConfig:
 
     num_slots: int
     num_pages: int
-    """0 = the model has no attention: no pages, and everything else as usual."""
+    """0 = the model has no attention: no pages, and everything else as usual. With several members, of all of them."""
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     """Tokens a step may feed, drafts included. Prefills get at least a tile's worth, however much decoding takes."""
@@ -52,6 +52,8 @@ class SchedulerConfig:
     """Seconds that a step with decode rows may spend on prompts, at a granularity of one tile. None: no limit."""
     chunks_end_at_blocks: bool = False
     """Whether no prefill chunk runs over a multiple of B, because running states are rounded there."""
+    context_members: int = 1
+    """Devices that the pages of a row are divided over by position; each has a null page of its own."""
     overlap: bool = True
     """Whether a step may be planned before the last one has settled."""
 
@@ -77,6 +79,10 @@ class SchedulerConfig:
             )
         if self.num_pages == 1:
             raise ConfigError("num_pages is 1: that is the null page alone; 0 says that the model has no attention")
+        if self.num_pages % self.context_members or self.num_pages == self.context_members > 1:
+            raise ConfigError(
+                f"num_pages is {self.num_pages}: it must be a larger multiple of the {self.context_members} members"
+            )
 
     @property
     def num_rows(self) -> int:
@@ -124,7 +130,13 @@ class SchedulerConfig:
         """Width of the page table: the longest sequence plus the optimistic tokens of two steps."""
         if not self.num_pages:
             return 0
-        return -(-(self.max_model_len + 2 * (self.num_speculative_tokens + 1)) // self.page_size)
+        tokens, members = self.max_model_len + 2 * (self.num_speculative_tokens + 1), self.context_members
+        return -(-tokens // (self.page_size * members)) * members
+
+    @property
+    def usable_pages(self) -> int:
+        """The most pages of one sequence: all but the null ones."""
+        return max(self.num_pages - self.context_members, 0)
 
     @property
     def caching(self) -> bool:

@@ -351,8 +351,8 @@ class Scheduler(SchedulerState):
         found["waiting"], found["running"] = len(queues.waiting), len(queues.running)
         for pool in self.pools:
             found[pool.name] = {
-                "total": pool.size - 1,
-                "free": len(pool.free),
+                "total": pool.total,
+                "free": pool.total - pool.used - pool.num_cached,
                 "cached": pool.num_cached,
                 "used": pool.used,
             }

@@ -7,11 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas.paged_attention import copy_pages
 from mamba_jax.batch import num_tiles
+from mamba_jax.layout import member as member_module
+from mamba_jax.layout.base import Span
 from mamba_jax.layout.decode import DecodeLayout
+from mamba_jax.layout.member import Member
 from mamba_jax.layout.paged import page_of
 from mamba_jax.layout.prefill import PrefillLayout
 from mamba_jax.layout.sequence import PackedLayout
+from mamba_jax.sharding import CONTEXT, make_mesh
+from mamba_jax.sharding.across import this_member
 
 TILE = 4
 prefill_layout = jax.jit(PrefillLayout.of, static_argnames=("num_packed", "tile_size"))
@@ -101,3 +107,73 @@ def test_documents_beyond_the_maximum_are_nan():
     np.testing.assert_array_equal(layout.by_sequence(x), [[1, 2], [4, 5]])
     np.testing.assert_array_equal(layout.by_token(layout.by_sequence(x)), [1, 2, np.nan, 4, 5, np.nan])
     np.testing.assert_array_equal(layout.positions, [0, 1, -1, 0, 1, -1])
+
+
+MEMBERS, PAGE, EACH = 4, 4, 8
+
+
+def on_members(length, num_tokens):
+    """Attention of decode rows, and their pages, divided over members and on one device: (out, pages) of each."""
+    random, steps = np.random.default_rng(3), max(num_tokens)
+    table = np.zeros((len(length), 9), np.int32)  # no multiple of the members
+    free = [[member * EACH + 1 + i for i in random.permutation(EACH - 1)] for member in range(MEMBERS)]
+    for row, count in enumerate(length):
+        pages = -(-(count + steps) // PAGE)
+        table[row, :pages] = [free[i % MEMBERS].pop() for i in range(pages)]
+    kv = random.normal(size=(MEMBERS * EACH, PAGE, 4, 8)).astype(np.float32)
+    kv[::EACH] = np.nan  # null pages
+    q, k, v = (random.normal(size=(len(length) * steps, heads, 8)).astype(np.float32) for heads in (6, 2, 2))
+    copies = np.array([[table[0, 1], free[1].pop()], [0, 0]], np.int32)
+
+    def run(kv, q, k, v, table, copies, member=None):
+        layout = DecodeLayout.in_pages(
+            length=jnp.array(length), num_tokens=jnp.array(num_tokens), page_table=table, steps=steps
+        )
+        source, target = copies.T
+        if member is not None:
+            layout = layout.on_member(member)
+            source, target = (member.own_pages(each, len(kv)) for each in (source, target))
+        kv = copy_pages(kv, source=source, target=target)
+        return layout.attend(q, k, v, kv, Span(0.3, window=21))
+
+    def on_each_device(kv, *rest):
+        return run(kv, *rest, member=this_member(MEMBERS))
+
+    mesh, spec = make_mesh(1, members=MEMBERS), jax.sharding.PartitionSpec
+    divided = jax.shard_map(
+        on_each_device, mesh=mesh, in_specs=(spec(CONTEXT), *[spec()] * 5), out_specs=(spec(), spec(CONTEXT)),
+        check_vma=False,
+    )  # fmt: skip
+    given = kv, q, k, v, table, copies
+    return [jax.tree.map(np.asarray, jax.jit(form)(*given)) for form in (divided, run)]
+
+
+def test_members_attend_to_their_own_pages():
+    for length, num_tokens in ([[29, 0, 13], [2, 1, 0]], [[3, 1], [1, 1]]):
+        (out, pages), (want, want_pages) = on_members(length, num_tokens)
+        np.testing.assert_allclose(out, want, atol=1e-5)
+        np.testing.assert_array_equal(pages, want_pages)
+
+
+def _another_members_page(whole, self, pages, size):
+    return whole(Member((self.index + 1) % self.count, self.count, self.axis), pages, size)
+
+
+def _a_wrong_stripe(whole, self, q, kv, *, page_table, **places):
+    return whole(Member(self.index * 0, self.count, self.axis), q, kv, page_table=page_table, **places)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"), [("own_pages", _another_members_page), ("attention", _a_wrong_stripe), ("merge", None)]
+)
+def test_planted_faults_of_members_are_seen(name, fault, monkeypatch):
+    if fault is None:  # the weight of another part
+        merge = member_module.merge_attention_parts
+        monkeypatch.setattr(
+            member_module, "merge_attention_parts", lambda out, lse: merge(out, jnp.roll(lse, 1, axis=0))
+        )
+    else:
+        whole = getattr(Member, name)
+        monkeypatch.setattr(Member, name, lambda self, *args, **named: fault(whole, self, *args, **named))
+    (out, _), (want, _) = on_members([29, 0, 13], [2, 1, 0])
+    assert not np.allclose(out, want, atol=1e-3)

@@ -14,6 +14,8 @@ from serving.engine.assembly.build import kernel_choice
 from tests.support.models.tiny_configs import FOR_ENGINES, MOE
 
 DENSE = FOR_ENGINES["nemotronh"]
+MAMBA = FOR_ENGINES["mamba2"]
+DIVIDED = {"context_parallel_size": 2}
 DRAFTER = {"speculative_model": "x/y"}
 HOSTS, CPU = {"several_hosts": True}, {"model": DENSE, "platform": "cpu"}
 CASES = [
@@ -28,6 +30,17 @@ CASES = [
         {"data_parallel_size": 2},
         {"followed": True},
         "data_parallel_size 2 does not support --split-secret or --kv-events-config",
+    ),
+    (DIVIDED, {"model": MAMBA}, "which has no attention; leave the flag out"),
+    (DIVIDED | DRAFTER, {}, "context_parallel_size 2 does not support speculative_model; use mtp or ngram drafts"),
+    (DIVIDED, HOSTS, "context_parallel_size 2 does not support several hosts"),
+    (DIVIDED, {"role": "decode"}, "context_parallel_size 2 does not support --role decode"),
+    (DIVIDED, {"followed": True}, "context_parallel_size 2 does not support --split-secret or --kv-events-config"),
+    (DIVIDED | {"disk_cache": "x"}, {}, "context_parallel_size 2 does not support disk_cache"),
+    (
+        DIVIDED | {"enable_return_routed_experts": True},
+        {},
+        "context_parallel_size 2 does not support enable_return_routed_experts",
     ),
     ({}, HOSTS | {"role": "decode"}, "--role decode does not support several hosts"),
     ({}, HOSTS | {"followed": True}, "(routers that follow it) does not support several hosts"),
@@ -54,6 +67,7 @@ INVARIANT_CASES = [
     ({"checkpoint_dtype": "int8"}, CPU, "checkpoint_dtype int8; use auto"),
     (DRAFTER, CPU, "speculative_model; use mtp or ngram drafts"),
     ({"tensor_parallel_size": 2}, CPU, "tensor_parallel_size 2; use 1"),
+    (DIVIDED, CPU, "context_parallel_size 2; use 1"),
     ({"kernels": "xla"}, CPU, "kernels xla; use auto"),
     ({"enable_lora": True, "max_lora_rank": 12}, CPU, "max_lora_rank 12; use a power of two"),
     ({"replay_interval": 16}, CPU, "replay_interval 16; use 1"),

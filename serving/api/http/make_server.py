@@ -129,7 +129,7 @@ def startup_lines(built: AssembledEngine, settings: ServerSettings, url: str) ->
     each = ", each replica" if len(built.engines) > 1 else ""
     lengths = f"{scheduler.max_num_seqs} sequences of up to {scheduler.max_model_len:,} tokens"
     yield f"serves    {lengths}, {scheduler.max_num_batched_tokens:,} tokens a step{each}"
-    slots, pages = scheduler.num_slots - 1, max(scheduler.num_pages - 1, 0)
+    slots, pages = scheduler.num_slots - 1, scheduler.usable_pages
     caching = f"mode {scheduler.cache_mode}" if scheduler.cache_mode != "none" else "off"
     yield f"caching   {caching}, {slots:,} state slots, {pages:,} pages of {scheduler.page_size} tokens{each}"
     source = config.speculative_model or config.speculative_method or "the model decides"

@@ -49,7 +49,7 @@ class Cache:
         """Resets everything for a new, empty store. Leases of the old store become invalid."""
         config = self.config
         self.slots = SlotPool(config.num_slots)
-        self.pages = PagePool(config.num_pages) if config.num_pages else None
+        self.pages = PagePool(config.num_pages, config.context_members) if config.num_pages else None
         unit = config.page_size if config.num_pages else config.state_block_size
         most_tokens = config.num_pages * config.page_size / 2 if config.num_pages else math.inf
         kept = KeptStates(config.max_kept_states, most_tokens, self._clock)

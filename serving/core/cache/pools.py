@@ -16,19 +16,22 @@ from typing import Any
 
 class Pool:
     """Ids 1 .. size - 1. `owners[i]` is the index's entry of a published id, `refs[i]` the number of rows that use
-    it."""
+    it.
 
-    __slots__ = ("drop", "free", "num_cached", "on_cached", "owners", "reclaim", "refs", "size")
+    With several members, the ids are divided into as many equal parts, the first id of each of which is null too.
+    """
+
+    __slots__ = ("cached_of", "drop", "each", "free_of", "on_cached", "owners", "reclaim", "refs", "size")
 
     name = "ids"
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        # Popped from the end: low ids first.
-        self.free = list(range(size - 1, 0, -1))
+    def __init__(self, size: int, members: int = 1) -> None:
+        self.size, self.each = size, size // members
+        # By member. Popped from the end: low ids first.
+        self.free_of = [list(range(end - 1, end - self.each, -1)) for end in range(self.each, size + 1, self.each)]
         self.refs = [0] * size
         self.owners: list[Any] = [None] * size
-        self.num_cached = 0
+        self.cached_of = [0] * members
         self.reclaim: Callable[[], bool] = _nothing_to_reclaim
         """Frees one cached id, if one may be evicted. Set by the index."""
         self.on_cached: Callable[[Any], None] = _ignore
@@ -37,28 +40,45 @@ class Pool:
         """Removes an entry from the index, with its dependencies and dependents. Set by the index."""
 
     @property
+    def total(self) -> int:
+        """Number of ids, without null ones."""
+        return self.size - len(self.free_of)
+
+    @property
+    def free(self) -> list[int]:
+        """The free ids of all members."""
+        return [i for free in self.free_of for i in free]
+
+    @property
+    def num_cached(self) -> int:
+        """Number of cached ids of all members."""
+        return sum(self.cached_of)
+
+    @property
     def available(self) -> int:
-        """Number of ids that can be taken now: free ones and cached ones."""
-        return len(self.free) + self.num_cached
+        """Number of ids that can be taken now, equally from all members: free ones and cached ones."""
+        return len(self.free_of) * min(map(_available, self.free_of, self.cached_of))
 
     @property
     def used(self) -> int:
         """Number of ids that rows use."""
-        return self.size - 1 - len(self.free) - self.num_cached
+        return self.total - sum(map(len, self.free_of)) - self.num_cached
 
-    def take(self) -> int:
-        """Returns a free id with one reference, and evicts a cached entry if necessary. Returns 0 if none is
-        available."""
-        if not self.free and not self.reclaim():
-            return 0
-        fresh = self.free.pop()
+    def take(self, member: int = 0) -> int:
+        """Returns a free id of a member with one reference, and evicts cached entries if necessary. Returns 0 if none
+        is available."""
+        free = self.free_of[member]
+        while not free:
+            if not self.reclaim():  # in the order of eviction: it may free ids of other members
+                return 0
+        fresh = free.pop()
         self.refs[fresh] = 1
         return fresh
 
     def retain(self, i: int) -> None:
         """Adds a reference to a used or cached id."""
         if not self.refs[i]:
-            self.num_cached -= 1
+            self.cached_of[i // self.each] -= 1
         self.refs[i] += 1
 
     def release(self, i: int) -> None:
@@ -68,9 +88,9 @@ class Pool:
             return
         owner = self.owners[i]
         if owner is None:
-            self.free.append(i)
+            self.free_of[i // self.each].append(i)
         else:
-            self.num_cached += 1
+            self.cached_of[i // self.each] += 1
             self.on_cached(owner)
 
     def publish(self, i: int, owner: Any) -> None:
@@ -81,8 +101,8 @@ class Pool:
         """Withdraws a published id: it becomes free, or stays used."""
         self.owners[i] = None
         if not self.refs[i]:
-            self.num_cached -= 1
-            self.free.append(i)
+            self.cached_of[i // self.each] -= 1
+            self.free_of[i // self.each].append(i)
 
     def withdraw(self, i: int) -> None:
         """Removes the published entry of a used id, so that it cannot be found."""
@@ -93,22 +113,27 @@ class Pool:
         """Raises `AssertionError` unless every id is in exactly one state; with `idle`, none may be in use."""
         free = set(self.free)
         assert len(free) == len(self.free), f"{self.name}: one is free twice"
-        assert 0 not in free, f"{self.name}: the null one was freed"
-        assert self.refs[0] == 0, f"{self.name}: the null one is referenced"
-        assert self.owners[0] is None, f"{self.name}: the null one is published"
-        cached = 0
+        for null in range(0, self.size, self.each):
+            assert null not in free, f"{self.name}: the null one was freed"
+            assert self.refs[null] == 0, f"{self.name}: the null one is referenced"
+            assert self.owners[null] is None, f"{self.name}: the null one is published"
+        for member, own in enumerate(self.free_of):
+            assert all(i // self.each == member for i in own), f"{self.name}: {own} hold another member's"
+        cached = [0] * len(self.free_of)
         for i in range(1, self.size):
+            if not i % self.each:
+                continue
             assert self.refs[i] >= 0, f"{self.name}: {i} was released too often"
             if i in free:
                 assert not self.refs[i], f"{self.name}: {i} is free and in use"
                 assert self.owners[i] is None, f"{self.name}: {i} is free and published"
             elif not self.refs[i]:
                 assert self.owners[i] is not None, f"{self.name}: {i} leaked"
-                cached += 1
-        assert cached == self.num_cached, f"{self.name}: {cached} cached, {self.num_cached} counted"
+                cached[i // self.each] += 1
+        assert cached == self.cached_of, f"{self.name}: {cached} cached, {self.cached_of} counted"
         if idle:
             assert self.used == 0, f"{self.name}: {self.used} in use at idle"
-            assert len(self.free) + self.num_cached == self.size - 1, f"{self.name}: some are lost"
+            assert len(free) + self.num_cached == self.total, f"{self.name}: some are lost"
 
 
 class SlotPool(Pool):
@@ -125,17 +150,25 @@ class SlotPool(Pool):
 
     def take_low_value(self) -> int:
         """Returns a slot for a checkpoint of low value: a free one, or that of another checkpoint of low value."""
-        if not self.free and not self.reclaim_interior():
+        if not self.free_of[0] and not self.reclaim_interior():
             return 0
         return self.take()
 
 
 class PagePool(Pool):
-    """KV pages."""
+    """KV pages. Several members are devices: each has the pages of its own positions of every row."""
 
     __slots__ = ()
 
     name = "pages"
+
+    def member_of(self, index: int) -> int:
+        """Returns the member that has page `index` of a row, counted from 0."""
+        return index % len(self.free_of)
+
+
+def _available(free: list[int], cached: int) -> int:
+    return len(free) + cached
 
 
 def _nothing_to_reclaim() -> bool:

@@ -103,15 +103,20 @@ class RowPages:
             return False
         table, need = self.table, -(-tokens // self.page_size)
         while len(table) < need:
-            page = pool.take()
-            if not page and self.copy is not None and pool.refs[self.copy[0]] == 1:
+            member = pool.member_of(len(table))
+            page = pool.take(member)
+            if not page and self._holds_a_copy_alone(pool, member):
                 self.undo()  # no other row reads the page: it is needed elsewhere
                 self._unshare(pool)
-                page = pool.take()
+                page = pool.take(member)
             if not page:
                 return False
             table.append(page)
         return True
+
+    def _holds_a_copy_alone(self, pool: PagePool, member: int) -> bool:
+        """Returns whether the planned step copies a page of a member that no other row reads."""
+        return self.copy is not None and pool.refs[self.copy[0]] == 1 and pool.member_of(self._copied_at) == member
 
     def _own_shared(self, pool: PagePool) -> bool:
         """Plans a copy of the page that others may read, before the row writes it. Its source stays referenced until
@@ -120,7 +125,7 @@ class RowPages:
         if pool.owners[source] is None and pool.refs[source] == 1:
             self.shared = -1
             return True
-        target = pool.take()
+        target = pool.take(pool.member_of(self.shared))
         if target:
             self.copy, self._copied_at = (source, target), self.shared
             self.table[self.shared] = target

@@ -32,10 +32,11 @@ def refuse_impossible(scheduler: SchedulerState, request: Request) -> None:
         raise RequestError(f"max_tokens is {request.max_tokens}: it must be at least 1")
     check_prompt_length(request.prompt_len, config.max_model_len)
     request.max_total = min(config.max_model_len, request.prompt_len + request.max_tokens)
-    if config.num_pages and -(-(request.max_total - 1) // config.page_size) > config.num_pages - 1:
+    pages = config.usable_pages
+    if config.num_pages and -(-(request.max_total - 1) // config.page_size) > pages:
         raise RequestError(
-            f"the request may reach {request.max_total} tokens: the {config.num_pages - 1} pages of "
-            f"{config.page_size} tokens hold {(config.num_pages - 1) * config.page_size + 1} at most"
+            f"the request may reach {request.max_total} tokens: the {pages} pages of "
+            f"{config.page_size} tokens hold {pages * config.page_size + 1} at most"
         )
     if config.max_waiting is not None:
         _refuse_full(request, scheduler.queues.waiting, config.max_waiting)

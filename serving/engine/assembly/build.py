@@ -127,7 +127,7 @@ def build_engine(config: EngineConfig, *, progress: bool = True, led: bool = Fal
         eos = tuple(dict.fromkeys([*eos, tokenizer.eos_token_id]))
     mesh, own = meshes[0], own_devices(meshes)
     advice = "use a smaller --dtype, --quantization, --tensor-parallel-size or a larger machine"
-    per_process = weights if own is None or mesh is None else weights * len(own) // mesh.size
+    per_process = weights if own is None or mesh is None else weights * len(own) // mesh.shape[TENSOR]
     check_fits("weights", per_process, advice, devices=own)
     shardings = None if mesh is None else _load_shardings(target, mesh)
     loaded = checkpoint.load_identified(progress=progress, sharding=shardings)

@@ -110,6 +110,7 @@ def scheduler_config(
         max_num_batched_tokens=budget,
         max_model_len=size.max_model_len,
         page_size=size.page_size,
+        context_members=size.members,
         state_block_size=config.state_block_size,
         tile_size=config.tile_size,
         cache_mode=policy.mode,
@@ -168,7 +169,7 @@ class EngineDesign:
         check(Deployment(config, model, platform, several_hosts=several_hosts, padding=notice))
         return cls(
             config,
-            Partition.of(model, shards),
+            Partition.of(model, shards, config.context_parallel_size),
             platform,
             resolve_caching(config),
             draft_source(config, model),

@@ -16,7 +16,7 @@ from mamba_jax.adapters import Adapters
 from mamba_jax.config import ModelConfigError
 from mamba_jax.head_padding import HeadPadding
 from mamba_jax.model import HybridModel, parameters
-from mamba_jax.sharding import TENSOR, make_mesh, replica_meshes
+from mamba_jax.sharding import TENSOR, make_mesh, members_of, replica_meshes
 from serving.config import ConfigError, EngineConfig
 
 Meshes = tuple[Mesh | None, ...]
@@ -29,11 +29,13 @@ def device_meshes(config: EngineConfig) -> Meshes:
     Raises:
         ConfigError: there are too few devices.
     """
-    replicas, shards = config.data_parallel_size, config.tensor_parallel_size
-    if replicas == shards == 1:
+    replicas, shards, members = config.data_parallel_size, config.tensor_parallel_size, config.context_parallel_size
+    if replicas == shards == members == 1:
         return (None,)
     try:
-        return (make_mesh(shards),) if replicas == 1 else tuple(replica_meshes(replicas, shards))
+        if replicas == 1:
+            return (make_mesh(shards, members=members),)
+        return tuple(replica_meshes(replicas, shards, members=members))
     except ModelConfigError as error:
         raise ConfigError(str(error)) from None
 
@@ -97,4 +99,7 @@ def describe(meshes: Sequence[Mesh | None]) -> str:
     if mesh is None or mesh.size == 1:
         return f"{replicas}one {kind} device"
     processes = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    if (members := members_of(mesh)) > 1:
+        divided = f"keys and values over {members} members, every layer over each member's {mesh.shape[TENSOR]}"
+        return f"{replicas}{mesh.size} {kind} devices{processes}, context parallel ({divided})"
     return f"{replicas}{mesh.size} {kind} devices{processes}, tensor parallel (every layer divided over all of them)"

@@ -66,6 +66,8 @@ class StoreSize:
     """Size of the tail of each running sequence; 0 without replay."""
     initial_states: int = 0
     """Slots for learned initial states."""
+    members: int = 1
+    """Devices that pages are divided over by position. Each has as many, and a null page of its own."""
 
     @property
     def tail_bytes(self) -> int:
@@ -74,9 +76,9 @@ class StoreSize:
 
     @property
     def total_bytes(self) -> int:
-        """Size of the whole store."""
+        """Size of the whole store, on a device of each member."""
         slots = self.num_slots + self.initial_states
-        return slots * self.bytes_per_slot + self.num_pages * self.bytes_per_page + self.tail_bytes
+        return slots * self.bytes_per_slot + self.num_pages // self.members * self.bytes_per_page + self.tail_bytes
 
     @property
     def bytes_per_token(self) -> float:
@@ -91,15 +93,21 @@ class StoreSize:
         return max(self.num_slots - 1 - self.running_slots, 0)
 
     @property
+    def usable_pages(self) -> int:
+        """Pages of all members, without null pages."""
+        return max(self.num_pages - self.members, 0)
+
+    @property
     def tokens_in_pages(self) -> int:
         """Tokens whose keys and values the pages hold; 0 for a model without attention."""
-        return max(self.num_pages - 1, 0) * self.page_size
+        return self.usable_pages * self.page_size
 
     def sequences_at(self, tokens: int) -> int:
         """Returns the number of sequences of this many tokens that run at once."""
         if not self.num_pages:
             return self.max_num_seqs
-        return min(self.max_num_seqs, (self.num_pages - 1) // -(-tokens // self.page_size))
+        pages = -(-tokens // (self.page_size * self.members)) * self.members  # the first member has the most
+        return min(self.max_num_seqs, self.usable_pages // pages)
 
     def report(self) -> str:
         """Returns the sizes, in words."""
@@ -122,8 +130,9 @@ class StoreSize:
             )
         if self.num_pages:
             lines.append(
-                f"  pages: {self.num_pages - 1:,} of {show_bytes(self.bytes_per_page)} = {self.tokens_in_pages:,} "
+                f"  pages: {self.usable_pages:,} of {show_bytes(self.bytes_per_page)} = {self.tokens_in_pages:,} "
                 f"tokens ({self.page_size} tokens a page)"
+                + (f", divided by position over {self.members} members" if self.members > 1 else "")
             )
         else:
             lines.append("  pages: none, the model has no attention")
@@ -166,7 +175,10 @@ def size_store(
     notices: list[str] = []
     page_size = config.page_size_on(platform)
     slot_bytes = shape.bytes_per_slot(dtype, config.ssm_dtype, debug_state=config.debug_state)
-    page_bytes = shape.bytes_per_page(page_size, config.kv_dtype(dtype))
+    # Each device of n members has the bytes of one in n pages.
+    members = config.context_parallel_size
+    whole_page = shape.bytes_per_page(page_size, config.kv_dtype(dtype))
+    page_bytes = -(-whole_page // members)
     width = 1 + config.num_speculative_tokens
     memory -= config.max_initial_states * slot_bytes
     tail_bytes = 0
@@ -186,15 +198,15 @@ def size_store(
     seqs = config.max_num_seqs
 
     def pages_for(tokens: int) -> int:
-        return -(-(tokens + 2 * width) // page_size) if page_bytes else 0
+        return -(-(tokens + 2 * width) // (page_size * members)) * members if page_bytes else 0
 
     def bytes_for(tokens: int) -> int:
         """The smallest store for one sequence, with the null slot and the null page."""
-        null = (1 + config.max_initial_states) * slot_bytes + tail_bytes + page_bytes
+        null = (1 + config.max_initial_states) * slot_bytes + tail_bytes + whole_page
         return null + bytes_of(1) + pages_for(tokens) * page_bytes
 
     def too_small() -> StoreTooSmallError:
-        pages = f" and pages of {show_bytes(page_bytes)} for {page_size} tokens" if page_bytes else ""
+        pages = f" and pages of {show_bytes(whole_page)} for {page_size} tokens" if page_bytes else ""
         return StoreTooSmallError(
             f"{show_bytes(memory)} of memory is too small for one sequence: a state slot takes "
             f"{show_bytes(slot_bytes)}{pages} (raise memory_utilization, or lower num_speculative_tokens)",
@@ -203,8 +215,8 @@ def size_store(
 
     # One sequence must fit.
     if config.num_pages is None and page_bytes:
-        room = memory - slot_bytes - bytes_of(1) - page_bytes
-        fits = max(room, 0) // page_bytes * page_size - 2 * width
+        room = memory - slot_bytes - bytes_of(1) - whole_page
+        fits = max(room, 0) // page_bytes // members * members * page_size - 2 * width
         if fits < min(max_len, config.state_block_size):
             raise too_small()
         if fits < max_len:
@@ -217,7 +229,7 @@ def size_store(
             notices.append(f"max_model_len is {fits:,} instead of {max_len:,}: more pages do not fit")
             max_len = fits
     elif config.num_pages is not None and page_bytes:
-        fits = config.num_pages * page_size - 2 * width
+        fits = config.num_pages // members * members * page_size - 2 * width
         if fits < 2:
             raise ConfigError(
                 f"num_pages={config.num_pages} cannot hold one sequence: at least {pages_for(2)} are needed"
@@ -233,7 +245,7 @@ def size_store(
                 f"num_slots={config.num_slots} cannot hold one sequence: at least {slots_of(1)} are needed"
             )
     else:
-        room = memory - (pages_for(max_len) + 1) * page_bytes - slot_bytes
+        room = memory - pages_for(max_len) * page_bytes - whole_page - slot_bytes
         # If memory is scarce, half of it is for slots of running sequences; the rest is for their pages and for reuse.
         most_seqs = _most(seqs, max(room // 2, min(room, bytes_of(1))), bytes_of)
         if not most_seqs:
@@ -243,7 +255,7 @@ def size_store(
         seqs = most_seqs
 
     private = slots_of(seqs)
-    left = memory - slot_bytes - bytes_of(seqs) - page_bytes
+    left = memory - slot_bytes - bytes_of(seqs) - whole_page
     per_token = page_bytes / page_size + (slot_bytes / config.state_block_size if mode != "none" else 0)
     tokens = int(max(left, 0) / per_token) if per_token else 0
     usable = seqs * (max_len + 2 * width) if mode == "none" else most_tokens  # no state outlives its request
@@ -253,20 +265,20 @@ def size_store(
     else:
         # States are far larger than pages. Pages get at least a third, unless running sequences cannot fill that.
         running = min(pages_for(seqs * max_len), pages_for(most_tokens), left // 3 // page_bytes)
-        pages = max(tokens // page_size, running, pages_for(max_len))
+        pages = max(tokens // page_size, running, pages_for(max_len)) // members * members
     reusable = 0 if mode == "none" else max(tokens // config.state_block_size, 1)
     if config.num_pages is None:
         reusable = min(reusable, max((left - pages * page_bytes) // slot_bytes, 0))
     slots = config.num_slots if config.num_slots is not None else private + reusable
     return StoreSize(
         num_slots=1 + slots,
-        num_pages=1 + pages if page_bytes else 0,
+        num_pages=members * (1 + -(-pages // members)) if page_bytes else 0,
         max_num_seqs=seqs,
         max_model_len=max_len,
         pages_per_row=pages_for(max_len),
         running_slots=private,
         bytes_per_slot=slot_bytes,
-        bytes_per_page=page_bytes,
+        bytes_per_page=whole_page,
         page_size=page_size,
         state_block_size=config.state_block_size,
         mode=mode,
@@ -274,6 +286,7 @@ def size_store(
         replay_interval=1 if replay is None else replay.interval,
         bytes_per_tail=tail_bytes,
         initial_states=config.max_initial_states,
+        members=members,
     )
 
 

@@ -16,7 +16,7 @@ from mamba_jax.model import HybridModel, parameters
 from mamba_jax.sharding import Partition
 from serving.capacity.count import Counter, decode_workload
 from serving.capacity.plan import make_plan
-from serving.capacity.report import as_comparison
+from serving.capacity.report import as_comparison, as_text
 from serving.capacity.targets import families, known, larger, target
 from serving.cli.main import run
 from serving.config import ConfigError, EngineConfig
@@ -258,6 +258,22 @@ def test_sequences_at_a_context_are_limited_by_pages_or_by_rows():
     longer = made.sequences_at(10**6)
     assert longer == (pages // 31250, "pages")
     assert plan("mamba2-130m", "l4-1").sequences_at(10**6)[1] == "max_num_seqs"
+
+
+def test_members_hold_more_context_and_read_it_faster():
+    machine, flags = target("h100-8"), {"model": "nemotron-3-nano-30b-a3b", "max_model_len": 1 << 18}
+    one, four = (
+        make_plan(EngineConfig.create(**flags, **more), machine, compile=False, context=1 << 18)
+        for more in ({}, {"context_parallel_size": 4})
+    )
+    assert four.weights > 3 * one.weights
+    assert four.long_contexts[0].bytes < one.long_contexts[0].bytes
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(as_text(four))
+    assert "keys and values divided over 4 members" in capture.get()
+    with pytest.raises(ConfigError, match=r"context_parallel_size 3 does not divide 8 device"):
+        make_plan(EngineConfig.create(**flags, context_parallel_size=3), machine, compile=False)
 
 
 def test_decode_is_rated_at_the_rows_that_fit():

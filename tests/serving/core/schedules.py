@@ -37,9 +37,11 @@ def random_config(rng: random.Random) -> SchedulerConfig:
     page = rng.choice([size for size in (1, 2, 3, 4) if block % size == 0])
     fit = -(-(longest - 1) // page)
     pages = rng.choice([0, 1 + fit, 2 + fit, 2 + fit, 1 + fit + fit // 2, 1 + fit + fit // 2, 1 + 2 * fit, 200])
+    members = (1, 1, 2, 3)[(longest + slots) % 4]
     return SchedulerConfig(
         num_slots=slots,
-        num_pages=pages,
+        num_pages=pages and members * (1 + -(-(pages - 1) // members)),
+        context_members=members,
         max_num_seqs=rows,
         max_num_batched_tokens=rng.choice([1, 2, 3, 5, 8, 8, 16, 40]),
         max_model_len=longest,

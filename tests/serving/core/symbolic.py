@@ -306,6 +306,9 @@ class Device:
         digests = truth.digests
         for at in range(0, end, size):
             page = row.pages[at // size] if at // size < len(row.pages) else 0
+            members = self.config.context_members
+            owner = page * members // self.config.num_pages
+            expect(not page or owner == at // size % members, "a page of another member", page, row)
             stop = min(end, at + size)
             if self.pages[page][: stop - at] != digests[at + 1 : stop + 1]:
                 raise Violation(f"wrong page {page} at {at}: of {row}")

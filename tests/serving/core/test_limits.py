@@ -1,12 +1,30 @@
 """Settings, budgets, lengths, fairness, refusals, and which requests are preempted."""
 
+import itertools
+import random
 from typing import Any
 
 import pytest
 
+from serving.core.cache.pools import PagePool
 from serving.core.errors import ConfigError, FinishReason, MissReason, RequestError
 from serving.core.requests.request import Status
 from tests.serving.core.drive import Loop, small_config
+from tests.serving.core.schedules import random_config, run_seed
+from tests.serving.core.symbolic import Violation
+
+
+def test_a_page_of_another_member_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = (seed for seed in itertools.count() if random_config(random.Random(seed)).context_members > 1)
+
+    def run_some() -> None:
+        for seed in itertools.islice(seeds, 20):
+            run_seed(seed)
+
+    run_some()
+    monkeypatch.setattr(PagePool, "member_of", lambda self, index: 0)
+    with pytest.raises(Violation, match="a page of another member"):
+        run_some()
 
 
 def test_a_prefill_gets_its_share_while_others_decode_the_budget_away() -> None:

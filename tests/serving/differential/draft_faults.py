@@ -170,8 +170,8 @@ def last_pair_of_a_chunk_is_lost(sound, model, store, facts):
 
 
 @fault(29, *in_step("copy_shared_pages"), compiles="decode")
-def draft_layer_is_not_copied(sound, store, page_copy):
-    copied = sound(store, page_copy)
+def draft_layer_is_not_copied(sound, store, *copies):
+    copied = sound(store, *copies)
     return dataclasses.replace(copied, kv=(*copied.kv[:-1], store.kv[-1]))
 
 

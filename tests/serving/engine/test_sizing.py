@@ -30,6 +30,7 @@ CONFIG = HybridConfig(
 SHAPE = StoreShape.of(CONFIG)
 PURE = StoreShape.of(dataclasses.replace(CONFIG, pattern="MMMM"))
 MIB = 1 << 20
+FOUR = {"context_parallel_size": 4}
 
 
 def size(memory=64 * MIB, shape=SHAPE, mode="all", longest=4096, most=sys.maxsize, **flags):
@@ -54,6 +55,19 @@ def test_it_fits_and_is_used(shape, mode, memory):
         assert found.total_bytes > 0.8 * memory
     elif shape is PURE:
         assert found.num_pages == 0
+
+
+@pytest.mark.parametrize("memory", [4 * MIB, 16 * MIB])
+def test_members_hold_as_many_times_the_tokens(memory):
+    one, found = size(memory, mode="none", longest=1 << 20), size(memory, mode="none", longest=1 << 20, **FOUR)
+    assert found.total_bytes <= memory
+    assert found.num_pages % 4 == found.pages_per_row % 4 == 0
+    assert 3.9 < found.max_model_len / one.max_model_len < 4.1
+    assert found.sequences_at(found.max_model_len) == found.sequences_at(found.max_model_len - 70) == 1
+    assert "divided by position over 4 members" in found.report()
+    exact = size(memory, num_pages=42, **FOUR)
+    assert exact.num_pages == 4 + 44
+    assert exact.tokens_in_pages == 44 * exact.page_size
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from checkpoints.load import load_model
-from mamba_jax.sharding import TENSOR, Partition
+from checkpoints.presets import preset
+from mamba_jax.config import ModelConfigError
+from mamba_jax.sharding import CONTEXT, TENSOR, Partition, make_mesh, replica_meshes
 from serving import LLM, RequestError, SamplingParams
 from serving.config import ConfigError
 from serving.core.tiers.tiers import FetchCosts
@@ -105,6 +107,66 @@ def test_eight_devices_share_heads_groups_and_keys(interval, tmp_path):
     assert_greedy(answers(llm), directory)
     assert_divided(llm, 8)
     assert_lean(llm)
+
+
+COVERED = {"kimi", "qwen3next", "zamba2", "mamba2", "falcon-mamba"}
+"""Families that are tested with divided pages in any case, and those without attention."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "name", ["kimi", "qwen3next", "zamba2", *(slow(name) for name in sorted((FAMILIES | MORE).keys() - COVERED))]
+)
+def test_every_family_with_divided_pages(name, tmp_path):
+    case = (FAMILIES | MORE)[name]
+    directory = write_checkpoint(tmp_path, case)
+    llm = engine(directory, case, 2, context_parallel_size=4)
+    assert_greedy(answers(llm), directory)
+    assert_pages_divided(llm, 4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("members", "shards"), [(8, 1), (2, 4)])
+def test_divided_pages_under_load(members, shards, tmp_path):
+    """Decode next to prefill, hits at every checkpoint, and preemption: each member has pages for one sequence."""
+    directory = write_checkpoint(tmp_path, EIGHT)
+    flags = {"max_num_seqs": 3, "num_slots": 40, "page_size": 4, "num_pages": 32, "context_parallel_size": members}
+    llm = engine(directory, EIGHT, shards, replay_interval=8, **flags)
+    rng = random.Random(4)
+    shared = [rng.randrange(3, 250) for _ in range(70)]
+    prompts = [{"prompt_token_ids": shared[:cut] + [7 + cut] * 3} for cut in (1, 33, 40, 65, 70)]
+    for _ in range(2):
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert_greedy(outputs, directory)
+        llm.engine.loop.scheduler.check(idle=True)
+    assert {output.num_cached_tokens for output in outputs} >= {32, 64}
+    others = [{"prompt_token_ids": [rng.randrange(3, 250) for _ in range(30)]} for _ in range(3)]
+    longer = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, logprobs=2)
+    assert_greedy(llm.generate(others, longer, use_tqdm=False), directory)
+    llm.engine.loop.scheduler.check(idle=True)
+    assert members == 8 or llm.engine.stats()["preemptions"]  # of 8 sub-pools one limits admission first
+    assert_pages_divided(llm, members)
+
+
+def assert_pages_divided(llm, members):
+    """Each member has its own pages, and no program has a temporary array of the store's size."""
+    store, programs = llm.engine.loop.store, llm.engine.loop.programs
+    for kv in store.kv:
+        assert kv.sharding.shard_shape(kv.shape)[0] == kv.shape[0] // members
+    assert sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(store)) == llm.size.total_bytes
+    for name, compiled in programs.cache:
+        if name in ("DecodeBatch", "PrefillBatch"):
+            assert compiled.memory_analysis().alias_size_in_bytes >= llm.size.total_bytes
+
+
+def test_one_member_is_no_axis_of_the_mesh():
+    assert make_mesh(2, members=1).axis_names == (TENSOR,)
+    meshes = replica_meshes(2, 2, members=2)
+    assert [dict(mesh.shape) for mesh in meshes] == [{CONTEXT: 2, TENSOR: 2}] * 2
+    assert [device.id for mesh in meshes for device in mesh.devices.flat] == list(range(8))
+    with pytest.raises(ModelConfigError, match=r"context_parallel_size 3 with tensor_parallel_size 4: JAX sees 8 cpu"):
+        make_mesh(4, members=3)
+    assert Partition.of(preset("bamba-9b"), 2, 1) == Partition.of(preset("bamba-9b"), 2)
 
 
 TWENTY = Case(EIGHT.golden, EIGHT.changes | {"num_attention_heads": 20, "num_key_value_heads": 4})

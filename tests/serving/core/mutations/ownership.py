@@ -85,7 +85,7 @@ def evict_in_use(whole, self, max_rank=None):
             for entry in list(node.states.values()):
                 if self.slots.refs[entry.slot]:
                     self.slots.refs[entry.slot] = 0
-                    self.slots.num_cached += 1
+                    self.slots.cached_of[0] += 1
                 self.drop_state(entry)
                 return True
             stack += node.children.values()
@@ -159,14 +159,14 @@ def cache_survives_loss(whole, self):
 
 
 @mutation(42, Pool, "__init__")
-def null_handed_out(whole, self, size):
-    whole(self, size)
-    self.free.insert(0, 0)
+def null_handed_out(whole, self, *sizes):
+    whole(self, *sizes)
+    self.free_of[0].insert(0, 0)
 
 
 @mutation(47, Pool, "take")
-def one_slot_for_all(whole, self):
-    fresh = whole(self)
+def one_slot_for_all(whole, self, *member):
+    fresh = whole(self, *member)
     if fresh and self.name == "slots" and self.size > 6:
         used = [i for i in range(1, self.size) if self.refs[i] == 1 and self.owners[i] is None and i != fresh]
         if len(used) > 3:

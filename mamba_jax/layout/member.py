@@ -1,0 +1,51 @@
+"""The part of a device of a mesh whose members divide all pages by position: page i of a row is on member i mod n.
+
+Each member has a sub-pool of as many pages: those of member m are numbered from m times this number on, and the first
+of them is its null page. So a page's number tells its member.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas.paged_attention import merge_attention_parts, paged_attention_part
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Member:
+    """This device's member of a mesh, inside of `jax.shard_map` only."""
+
+    index: Int[Array, ""]
+    count: int = field(metadata={"static": True})
+    axis: str = field(metadata={"static": True})
+    """The axis of the mesh along which the members lie."""
+
+    def own_pages(self, pages: Int[Array, "..."], size: int) -> Int[Array, "..."]:
+        """Returns the indices of pages in this member's sub-pool of `size` pages; 0 for those of other members."""
+        own = pages - self.index * size
+        return jnp.where((own > 0) & (own < size), own, 0)
+
+    def attention(
+        self,
+        q: Float[Array, "blocks q_len q_heads head_dim"],
+        kv: Float[Array, "pages page_size kv_entries head_dim"],
+        *,
+        page_table: Int[Array, "rows pages_per_row"],
+        **places: Any,
+    ) -> Float[Array, "blocks q_len q_heads head_dim"]:
+        """As `paged_attention` with these arguments, over the pages of all members; `kv` is this member's sub-pool.
+
+        Every member attends to its own keys, and all merge the parts in the order of members.
+        """
+        width = -(-page_table.shape[1] // self.count)
+        table = jnp.pad(page_table, ((0, 0), (0, width * self.count - page_table.shape[1])))
+        table = table.reshape(-1, width, self.count)[:, :, self.index]
+        own = self.own_pages(table, kv.shape[0])
+        part = paged_attention_part(q, kv, page_table=own, first_page=self.index, page_stride=self.count, **places)
+        out, lse = (lax.all_gather(each, self.axis) for each in part)
+        return merge_attention_parts(out, lse).astype(q.dtype)
