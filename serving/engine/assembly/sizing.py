@@ -346,11 +346,11 @@ def workspace_bytes(
     config: EngineConfig, tokens: int, *, platform: str, hidden_size: int, inner_size: int, vocab_size: int
 ) -> int:
     """Returns a rough upper bound on the memory of a step of so many tokens besides weights and store: activations in
-    float32, and logits."""
+    float32, and copies of the logits: two more where an adapter's own head replaces some."""
     heads = config.max_num_seqs * (1 + config.num_speculative_tokens)
     tokens += heads if config.mixes_steps_on(platform) else 0
     activations = tokens * (4 * hidden_size + 6 * inner_size) * 4
-    logits = 3 * heads * vocab_size * 4
+    logits = (5 if config.lora_tables else 3) * heads * vocab_size * 4
     return activations + logits
 
 

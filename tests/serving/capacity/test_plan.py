@@ -51,6 +51,7 @@ def test_adapters_take_memory():
     assert 0 < adapters < scaled.other - plain.other
     # An embedding and a head for each, divided over the devices, and a flag for each entry.
     assert wide.other - few.other == 4 * 2 * 131072 * 4096 * 2 // 8 + 2 * 5
+    assert wide.temporaries - few.temporaries == 2 * 64 * 131072 * 4, "the scores of a head of its own"
     assert wide.store < few.store <= plain.store - adapters + few.size.bytes_per_slot + few.size.bytes_per_page
     assert not many.fits
 
