@@ -167,8 +167,11 @@ def test_a_profile_that_cannot_be_written_is_kept(tmp_path):
             with pytest.raises(ApiError, match=r"cannot be written to .*File exists") as error:
                 await profiler.stop()
             assert error.value.status == 503
+        assert profiler._folder is not None
+        assert profiler._folder._finalizer.atexit, "one that is never written is removed when the process ends"
         folder.unlink()
         await profiler.stop()
+        assert not Path(profiler._folder.name).exists()
 
     asyncio.run(full())
     assert b"marker" in next(folder.rglob("*.xplane.pb")).read_bytes()

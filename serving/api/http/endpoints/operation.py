@@ -221,7 +221,8 @@ class Profiler:
         self._directory, self._seconds = directory, seconds
         self._lock = asyncio.Lock()
         self._end: asyncio.Task[None] | None = None
-        self._folder, self._stopped = "", True
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._stopped = True
 
     async def start(self) -> str:
         """Starts a profile. Returns its folder. Refuses a second profile, and one without a folder."""
@@ -237,7 +238,7 @@ class Profiler:
     async def stop(self) -> str:
         """Ends the profile and writes it. Returns its folder. Refuses if no profile is running.
 
-        A profile that cannot be written is kept, and may be written later.
+        A profile that cannot be written is kept until the process ends, and may be written later.
         """
         async with self._lock:
             if self._end is None or self._directory is None:
@@ -257,16 +258,17 @@ class Profiler:
 
     def _begin(self) -> None:
         # JAX drops a profile that it cannot export, so it exports to a folder of its own.
-        self._folder = tempfile.mkdtemp(prefix="mamba-jax-profile-")
-        jax.profiler.start_trace(self._folder)
-        self._stopped = False
+        folder = tempfile.TemporaryDirectory(prefix="mamba-jax-profile-", ignore_cleanup_errors=True)
+        jax.profiler.start_trace(folder.name)
+        self._folder, self._stopped = folder, False
 
     def _write(self, directory: str) -> None:
         if not self._stopped:
             jax.profiler.stop_trace()
             self._stopped = True
-        shutil.copytree(self._folder, directory, dirs_exist_ok=True)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        assert self._folder is not None
+        shutil.copytree(self._folder.name, directory, dirs_exist_ok=True)
+        self._folder.cleanup()
 
     async def _end_later(self) -> None:
         await asyncio.sleep(self._seconds)
