@@ -27,6 +27,7 @@ from starlette.responses import HTMLResponse
 from serving.api.http import errors
 from serving.api.http.apis import stored_responses
 from serving.api.http.apis.text_api import respond, text_router
+from serving.api.http.connection.keys import client_id
 from serving.api.http.connection.server import STEP_TIMEOUT
 from serving.api.http.context import Context
 from serving.api.http.endpoints import operation, tokenization, updates
@@ -65,7 +66,7 @@ def create_app(
     settings = settings or ServerSettings.create()
     metrics = Metrics(settings.served_model_name[0], vllm_names=settings.vllm_metrics)
     traces = traces or Traces(settings.otlp_traces_endpoint, settings.served_model_name[0])
-    codec = TextCodec(engine.engine.tokenizer, engine.engine.max_model_len)
+    codec = TextCodec(engine.engine.tokenizer, engine.engine.max_model_len, client_id)
     store = ResponseStore(settings.max_stored_responses, settings.max_stored_bytes)
     context = Context(engine, settings, metrics, traces, codec, settings.adapter_paths, store)
 

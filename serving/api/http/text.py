@@ -29,6 +29,7 @@ _SHORT = 2048
 """Texts of at most this many characters are tokenized on the event loop: that takes less time than a thread switch."""
 _LONG = 1 << 15
 """Texts and conversations of at least this many characters go to the threads for long texts."""
+_THREADS = 2
 _BEGINNING = 8
 """Characters per allowed token in the beginning that is tokenized first: about twice the text that fits."""
 _KEPT = 1 << 16
@@ -45,12 +46,17 @@ class TextCodec:
     Args:
         tokenizer: None if the model has none; then `encode` and `encode_chat` raise `ApiError`.
         max_model_len: prompts of this many tokens or more are refused.
+        client: returns the client of the current task. Each has at most `_THREADS` texts in the threads at a time, so
+            that clients take turns.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, max_model_len: int) -> None:
-        self.tokenizer, self.max_model_len = tokenizer, max_model_len
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
-        self._threads_for_long = ThreadPoolExecutor(2, thread_name_prefix="tokenizer-long")
+    def __init__(
+        self, tokenizer: Tokenizer | None, max_model_len: int, client: Callable[[], str | None] = lambda: None
+    ) -> None:
+        self.tokenizer, self.max_model_len, self._client = tokenizer, max_model_len, client
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenizer")
+        self._threads_for_long = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenizer-long")
+        self._places: dict[tuple[ThreadPoolExecutor, str | None], asyncio.Semaphore] = {}
         self._texts: dict[int, str] = {}
         self._turns: dict[str, str] = {}
         """By the variables of the template: the text that begins the model's turn, after the history."""
@@ -156,7 +162,8 @@ class TextCodec:
         if size <= _SHORT:
             return function()
         threads = self._threads if size < _LONG else self._threads_for_long
-        return await asyncio.get_running_loop().run_in_executor(threads, function)
+        async with self._places.setdefault((threads, self._client()), asyncio.Semaphore(_THREADS)):
+            return await asyncio.get_running_loop().run_in_executor(threads, function)
 
     def special_ids(self, texts: Iterable[str]) -> dict[str, int]:
         """Returns the ids of the texts that are special tokens of the model."""

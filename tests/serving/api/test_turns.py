@@ -1,11 +1,13 @@
 """Clients take turns on the event loop, by the time that their requests take there. Without real clocks."""
 
 import asyncio
+from contextvars import ContextVar
 
 import pytest
 
 from serving.api.http.connection import turns as module
 from serving.api.http.connection.turns import Turns
+from serving.api.http.text import TextCodec
 
 
 class Simulated(asyncio.SelectorEventLoop):
@@ -76,3 +78,21 @@ def test_a_cancelled_request_gives_its_turn_back(loop):
         assert await begun(turns, (), "a", 5.0, 2) == pytest.approx([0.0, 5.0])  # alone: without a wait
 
     loop.run_until_complete(run())
+
+
+def test_texts_of_one_client_do_not_delay_those_of_another():
+    """Threads take them in turn, also if one client has sent many before."""
+    sender, done = ContextVar("sender"), []
+    codec = TextCodec(None, 1 << 20, sender.get)
+
+    async def read(client: str) -> None:
+        sender.set(client)
+        await codec.run(1 << 20, lambda: done.append(client))
+
+    async def main() -> None:
+        await asyncio.gather(*(asyncio.create_task(read(client)) for client in ["a"] * 40 + ["b"] * 2))
+
+    asyncio.run(main())
+    codec.close()
+    assert done.count("a") == 40
+    assert "b" in done[:8], "two of the other client came before, and those that follow them at once"
