@@ -241,6 +241,11 @@ def test_tokens_and_back(server):
     prompt = server.http.post("/tokenize", json={"prompt": "A state", "return_token_strs": True}).json()
     assert prompt["count"] == len(prompt["tokens"]) == len(prompt["token_strs"])
     assert prompt["max_model_len"] == 512
+    long = server.http.post("/tokenize", json={"prompt": "1 a 2 b " * 400, "return_token_strs": True}).json()
+    assert "".join(long["token_strs"][-long["count"] + 1 :]) == "1 a 2 b " * 400, "it is made in parts"
+    assert long["count"] == len(long["tokens"]) == len(long["token_strs"]) > 512
+    back = server.http.post("/detokenize", json={"tokens": long["tokens"][1:] * 40}).json()
+    assert back == {"prompt": "1 a 2 b " * 16_000}
     bare = server.http.post("/tokenize", json={"prompt": "A state", "add_special_tokens": False}).json()["tokens"]
     assert server.http.post("/detokenize", json={"tokens": bare}).json() == {"prompt": "A state"}
     assert server.http.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}

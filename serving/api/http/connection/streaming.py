@@ -239,10 +239,16 @@ def listed(length: int, part: Callable[[int, int], list[Any]], values: int = _IT
     return ListInParts(length, part, max(1, _PART_VALUES // values))
 
 
+class TextInParts(NamedTuple):
+    """A text of any length in a response, which is encoded a few characters at a time."""
+
+    text: str
+
+
 def is_long(value: Any) -> bool:
     """Returns whether a response, or a part of one, should be encoded in parts."""
     match value:
-        case ListInParts():
+        case ListInParts() | TextInParts():
             return True
         case BaseModel():
             return any(map(is_long, vars(value).values()))
@@ -258,6 +264,10 @@ def json_parts(value: Any, *, exclude_unset: bool) -> Iterator[bytes]:
             places = range(0, value.length, value.step)
             items = (value.part(begin, min(begin + value.step, value.length)) for begin in places)
             yield from _joined(b"[]", ([to_json(part)[1:-1]] for part in items))
+        case TextInParts(text):
+            yield b'"'
+            yield from (to_json(text[begin : begin + _SENT])[1:-1] for begin in range(0, len(text), _SENT))
+            yield b'"'
         case [BaseModel(), *_]:
             yield from _joined(b"[]", (json_parts(item, exclude_unset=exclude_unset) for item in value))
         case BaseModel() if is_long(value):

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -15,7 +15,7 @@ from serving.api.http.apis.inputs import tokenized
 from serving.api.http.apis.stored_responses import stored_conversation
 from serving.api.http.apis.text_api import TEXT_APIS
 from serving.api.http.connection.keys import sent_key
-from serving.api.http.connection.streaming import answer, encoded, ignored_header, listed
+from serving.api.http.connection.streaming import TextInParts, answer, encoded, ignored_header, listed
 from serving.api.http.context import context_of
 from serving.api.http.errors import ApiError, validated
 from serving.api.http.protocol.chat import AnyTool, ChatRequest, ConvertedRequest, Message, TemplateVariables
@@ -23,6 +23,7 @@ from serving.api.http.protocol.common import Items, RequestModel, TokenIds, refu
 from serving.api.http.protocol.completions import CompletionRequest
 from serving.api.http.protocol.messages import Conversation, TokenCount
 from serving.api.http.protocol.responses import InputTokens, ResponsesRequest
+from serving.api.http.text import TextCodec
 
 router = APIRouter()
 
@@ -95,10 +96,12 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     else:
         assert body.prompt is not None
         (ids,) = await codec.encode([body.prompt], add_special_tokens=body.add_special_tokens is not False, fits=False)
-    result = TokenizeResponse(count=len(ids), max_model_len=context.engine.engine.max_model_len, tokens=ids)
+    count, most = len(ids), context.engine.engine.max_model_len
+    request.state.reserve(16 * count)
+    result = TokenizeResponse.model_construct(count=count, max_model_len=most, tokens=_listed(ids))
     if body.return_token_strs:
-        result.token_strs = await codec.run(len(ids), lambda: [*map(codec.token, ids)])
-    return answer(result, ignored_header(body))
+        result.token_strs = listed(count, lambda begin, end: [*map(codec.token, ids[begin:end])], 1)
+    return await _in_parts(codec, result, ignored_header(body))
 
 
 @router.post("/detokenize", response_model=DetokenizeResponse, tags=["tokens"])
@@ -110,8 +113,10 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     bad = next((token for token in body.tokens if token >= size), None)
     if bad is not None:
         raise ApiError(400, f"token id {bad} is not in the vocabulary (0 to {size - 1})", param="tokens")
-    result = DetokenizeResponse(prompt=await context.codec.decode(body.tokens))
-    return answer(result, ignored_header(body))
+    text = await context.codec.decode(body.tokens)
+    request.state.reserve(4 * len(text))
+    result = DetokenizeResponse.model_construct(prompt=TextInParts(text))
+    return await _in_parts(context.codec, result, ignored_header(body))
 
 
 @router.post("/v1/completions/render", response_model=list[RenderedPrompt], tags=["tokens"])
@@ -126,8 +131,13 @@ async def render_chat(body: ChatRequest, request: Request) -> Response:
     return await _rendered(body, request, 0)
 
 
-def _part(ids: list[int], begin: int, end: int) -> list[int]:
-    return ids[begin:end]
+def _listed(ids: list[int]) -> Any:
+    return listed(len(ids), lambda begin, end: ids[begin:end], 1)
+
+
+async def _in_parts(codec: TextCodec, result: Any, headers: Mapping[str, str] | None = None) -> Response:
+    parts = [part async for part in encoded(codec.run, result)]
+    return Response(b"".join(parts), headers=headers, media_type="application/json")
 
 
 async def _rendered(body: ChatRequest | CompletionRequest, request: Request, which: int | slice) -> Response:
@@ -137,13 +147,12 @@ async def _rendered(body: ChatRequest | CompletionRequest, request: Request, whi
     prompts, _ = await tokenized(own, body)
     rendered: Any = [
         RenderedPrompt.model_construct(
-            request_id=f"{number}-{at}", token_ids=listed(len(prompt), partial(_part, prompt), 1),
-            model=own.model, stream=body.stream, priority=body.priority, cache_salt=body.cache_salt,
+            request_id=f"{number}-{at}", token_ids=_listed(prompt), model=own.model,
+            stream=body.stream, priority=body.priority, cache_salt=body.cache_salt,
         )
         for at, prompt in enumerate(prompts)
     ]  # fmt: skip
-    parts = [part async for part in encoded(context.codec.run, rendered[which])]
-    return Response(b"".join(parts), media_type="application/json")
+    return await _in_parts(context.codec, rendered[which])
 
 
 @router.post("/v1/messages/count_tokens", response_model=TokenCount, tags=["Anthropic"])
