@@ -92,7 +92,7 @@ class Folder:
         note = {"name": name.hex()}
         if unit is not None:
             note |= {"links": ",".join(link.hex() for link in unit.links), "tail": str(unit.tail)}
-            note |= {"kind": str(int(unit.kind))}
+            note |= {"kind": str(int(unit.kind))} | ({} if unit.client is None else {"client": unit.client})
         plain = {key: np.ascontiguousarray(array) for key, array in arrays.items()}
         note |= {f"dtype {key}": str(array.dtype) for key, array in plain.items()}
         raw = {key: _raw(array) for key, array in plain.items()}
@@ -218,7 +218,8 @@ def unit_of(path: Path, name: Name, block: int) -> Unit | None:
         tail = int(note["tail"])
         if not 0 <= tail < block:
             raise ValueError("a tail of another block size")
-        return Unit(name, links, tail, (len(links) - 1) * block + tail, CheckpointKind(int(note["kind"])))
+        position, kind = (len(links) - 1) * block + tail, CheckpointKind(int(note["kind"]))
+        return Unit(name, links, tail, position, kind, note.get("client"))
     except (LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"no header of a part: {error}") from None
 

@@ -25,6 +25,8 @@ BOUNDS = {
     "entries of `logit_bias`": "mamba_jax.sampling.table: MAX_LOGIT_BIAS MAX_PROMPT_LOGPROB_IDS",
     "marks of a request": "serving.core.cache.retention: MAX_MARKS LONGEST_TTL",
     "conversations that are": "serving.engine.requests.conversations: _CLIENTS _CONVERSATIONS _MESSAGES",
+    "texts of a key": "serving.api.http.text: _THREADS",
+    "time for which a key keeps": "serving.core.cache.eviction_queue: ABSENT_SECONDS",
     "CPU time of a first trial": "serving.engine.structured.trials: QUICK_SECONDS",
     "CPU time of one mask in a trial": "serving.engine.structured.grammar_trial: MASK_SECONDS",
     "grammars that wait": "serving.engine.structured.trials: _WAITING _WAITING_OF_CLIENT",

@@ -96,3 +96,5 @@ class Cache:
         """Raise `AssertionError` unless every slot and page is accounted for; `idle`: and none is in use."""
         for pool in self.pools:
             pool.check(idle=idle)
+        if self.index is not None:
+            self.index.check()

@@ -85,10 +85,11 @@ def _hash(kind: bytes, before: bytes, tokens: Sequence[int]) -> Name:
 class Chain:
     """The names of one growing sequence's prefixes. Each block is hashed once."""
 
-    __slots__ = ("block", "links", "scope")
+    __slots__ = ("block", "client", "links", "scope")
 
-    def __init__(self, scope: Scope, block: int) -> None:
-        self.scope, self.block = scope, block
+    def __init__(self, scope: Scope, block: int, client: str | None = None) -> None:
+        """`client`: the one for which entries of the sequence count in stores."""
+        self.scope, self.block, self.client = scope, block, client
         self.links = [root(scope)]
         """The scope's, then one for each whole block."""
 

@@ -21,7 +21,7 @@ class Pool:
     With several members, the ids are divided into as many equal parts, the first id of each of which is null too.
     """
 
-    __slots__ = ("cached_of", "drop", "each", "free_of", "on_cached", "owners", "reclaim", "refs", "size")
+    __slots__ = ("cached_of", "drop", "each", "free_of", "hold", "on_cached", "owners", "reclaim", "refs", "size")
 
     name = "ids"
 
@@ -36,6 +36,8 @@ class Pool:
         """Frees one cached id, if one may be evicted. Set by the index."""
         self.on_cached: Callable[[Any], None] = _ignore
         """Called with an entry whose id is no longer in use. Set by the index."""
+        self.hold: Callable[[str | None, int], None] = _ignore
+        """Called with the client of an entry and 1 when it is published, -1 when it is withdrawn. Set by the index."""
         self.drop: Callable[[Any], None] = _ignore
         """Removes an entry from the index, with its dependencies and dependents. Set by the index."""
 
@@ -96,9 +98,11 @@ class Pool:
     def publish(self, i: int, owner: Any) -> None:
         """Publishes a used id. It stays used."""
         self.owners[i] = owner
+        self.hold(owner.client, 1)
 
     def unpublish(self, i: int) -> None:
         """Withdraws a published id: it becomes free, or stays used."""
+        self.hold(self.owners[i].client, -1)
         self.owners[i] = None
         if not self.refs[i]:
             self.cached_of[i // self.each] -= 1
@@ -175,5 +179,5 @@ def _nothing_to_reclaim() -> bool:
     return False
 
 
-def _ignore(owner: Any) -> None:
+def _ignore(owner: Any, amount: int = 0) -> None:
     """Used without an index: no state or page is published, so none becomes cached."""

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from serving.core.cache.content import Scope
+from serving.core.cache.eviction_queue import EvictionQueue
 from serving.core.cache.pools import PagePool, SlotPool
 from serving.core.cache.prefix_tree import (
     NO_TAIL,
@@ -27,7 +28,7 @@ from serving.core.cache.prefix_tree import (
     nearest_above,
     root_digest,
 )
-from serving.core.cache.retention import EvictionRank, KeptStates, LazyHeap, Mark, RetentionPolicy
+from serving.core.cache.retention import EvictionRank, KeptStates, Mark, RetentionPolicy
 from serving.core.cache.row_pages import Content
 from serving.core.errors import MissReason
 from serving.core.stats import Stats
@@ -58,15 +59,15 @@ class PrefixIndex:
         self._ghosts: dict[int, None] = {}
         self._lineage_before = 0
         """Lineages of earlier weights."""
-        self._idle_states: LazyHeap[Checkpoint] = LazyHeap(lambda entry: entry.stamp if self._is_idle(entry) else None)
-        self._idle_pages: LazyHeap[Node | Checkpoint] = LazyHeap(self._page_stamp)
+        self._idle_states: EvictionQueue[Checkpoint] = EvictionQueue(self._state_stamp, kept.clock)
+        self._idle_pages: EvictionQueue[Node | Checkpoint] = EvictionQueue(self._page_stamp, kept.clock)
         slots.reclaim = self.evict_state
         slots.reclaim_interior = partial(self.evict_state, EvictionRank.INTERIOR)
-        slots.on_cached = self._slot_idle
+        slots.on_cached, slots.hold = self._slot_idle, self._idle_states.hold
         slots.drop = self.drop_state
         if pages is not None:
             pages.reclaim = self.evict_page
-            pages.on_cached = self._page_idle
+            pages.on_cached, pages.hold = self._page_idle, self._idle_pages.hold
             pages.drop = self.drop_state
 
     # -- lookup --
@@ -129,7 +130,7 @@ class PrefixIndex:
             key = tuple(tokens[i * unit : (i + 1) * unit])
             child = node.children.get(key)
             if child is None:
-                child = Node(node, key, 0, hash((node.digest, key)))
+                child = Node(node, key, 0, hash((node.digest, key)), chain.client)
                 node.children[key] = child
                 self._ghosts.pop(child.digest, None)
                 if pages is not None:
@@ -166,7 +167,7 @@ class PrefixIndex:
             return False
         page = content.pages.table[node.depth] if tail and self.pages is not None else 0
         state = content.chain.state(content.tokens, position)
-        entry = Checkpoint(node, tail, state, content.chain.links, slot, page, kind)
+        entry = Checkpoint(node, tail, state, content.chain.links, slot, page, kind, content.chain.client)
         above = nearest_above(node, tail)
         if node.children or node.states:
             for lower in [lower for lower in above.below if entry.is_above(lower)]:
@@ -192,10 +193,10 @@ class PrefixIndex:
 
     # -- eviction --
 
-    def evict_state(self, max_rank: EvictionRank | None = None) -> bool:
-        """Evicts the idle state of the least worth. Returns False without an idle state of at most this rank."""
+    def evict_state(self, max_rank: EvictionRank = EvictionRank.KEPT) -> bool:
+        """Evicts the first idle state in order. Returns False without an idle state of at most this rank."""
         self._queue_again(self._kept.ended())
-        entry = self._idle_states.pop(max_rank=max_rank)
+        entry = self._idle_states.pop(max_rank)
         if entry is None:
             return False
         if entry.rank == EvictionRank.VALUABLE:
@@ -204,7 +205,7 @@ class PrefixIndex:
         return True
 
     def evict_page(self) -> bool:
-        """Evicts the least recently used idle page without descendants. Returns False if no page qualifies."""
+        """Evicts the first idle page in order that has no descendants. Returns False if no page qualifies."""
         self._queue_again(self._kept.ended())
         owner = self._idle_pages.pop()
         if owner is None:
@@ -324,7 +325,12 @@ class PrefixIndex:
         if len(ghosts) > _GHOSTS:
             del ghosts[next(iter(ghosts))]
 
-    # -- order of eviction --
+    # -- order of eviction: see `EvictionQueue` and `RetentionPolicy` --
+
+    def check(self) -> None:
+        """Raises `AssertionError` unless what each client holds is counted."""
+        self._idle_states.check(self.slots.owners)
+        self._idle_pages.check(self.pages.owners if self.pages is not None else ())
 
     def keep(self, marks: Mapping[int, Mark], client: str | None, entry: Checkpoint | None) -> None:
         """Keeps the states at marks, by position, of a client's request: `entry`, and those above it."""
@@ -354,18 +360,14 @@ class PrefixIndex:
         if len(entry.below) > 1:
             # Sequences have diverged here, and later ones may do so again, even after these are evicted.
             entry.kind = max(entry.kind, CheckpointKind.JUNCTION)
-        policy = self.policy
-        if (policy.rank(entry), policy.worth(entry)) != (entry.rank, entry.worth) and self._is_idle(entry):
+        rank, worth = self.policy.rank(entry), self.policy.worth(entry)
+        if (rank, worth) != (entry.rank, entry.worth) and self._state_stamp(entry):
             self._queue_state(entry)
-
-    def _is_idle(self, entry: Checkpoint) -> bool:
-        return self.slots.owners[entry.slot] is entry and not self.slots.refs[entry.slot]
 
     def _queue_state(self, entry: Checkpoint) -> None:
         entry.rank, entry.worth = self.policy.rank(entry), self.policy.worth(entry)
         entry.price = self._level + entry.worth
-        key = (entry.rank, entry.price, entry.last_use)
-        entry.stamp = self._idle_states.push(key, entry, live=self.slots.num_cached)
+        entry.stamp = self._idle_states.push(entry.client, (entry.rank, entry.price, entry.last_use), entry)
 
     def _slot_idle(self, entry: Checkpoint) -> None:
         entry.last_use = self._tick()
@@ -380,13 +382,15 @@ class PrefixIndex:
         pages, states = self.pages, [owner] if isinstance(owner, Checkpoint) else [*owner.states.values()]
         if pages is None or not owner.page or pages.refs[owner.page] or (isinstance(owner, Node) and not owner.is_leaf):
             return
-        kept = any(entry.kept_until for entry in states)
-        owner.page_stamp = self._idle_pages.push((kept, owner.last_use), owner, live=pages.num_cached)
+        rank = EvictionRank.KEPT if any(entry.kept_until for entry in states) else EvictionRank.VALUABLE
+        owner.page_stamp = self._idle_pages.push(owner.client, (rank, owner.last_use), owner)
+
+    def _state_stamp(self, entry: Checkpoint) -> int | None:
+        return entry.stamp if self.slots.owners[entry.slot] is entry and not self.slots.refs[entry.slot] else None
 
     def _page_stamp(self, owner: Node | Checkpoint) -> int | None:
-        pages, page = self.pages, owner.page
-        assert pages is not None
-        if pages.refs[page] or pages.owners[page] is not owner:
+        assert self.pages is not None
+        if self.pages.refs[owner.page] or self.pages.owners[owner.page] is not owner:
             return None
         return owner.page_stamp if isinstance(owner, Checkpoint) or owner.is_leaf else None
 

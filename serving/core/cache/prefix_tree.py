@@ -27,6 +27,8 @@ class Node:
     page: int
     digest: int
     """Hash of the whole path. It names dropped entries only, and never decides a match."""
+    client: str | None = None
+    """The client whose request published it."""
     depth: int = field(init=False)
     children: dict[tuple[int, ...], "Node"] = field(init=False, default_factory=dict)
     states: dict[tuple[int, ...], "Checkpoint"] = field(init=False, default_factory=dict)
@@ -78,6 +80,8 @@ class Checkpoint:
     page: int
     """The partly filled page that holds the tail; 0 = no tail, or no pages."""
     kind: CheckpointKind
+    client: str | None = None
+    """The client whose request published it."""
     position: int = field(init=False)
     above: "Checkpoint | None" = field(init=False, default=None)
     """The nearest state above it."""

@@ -4,7 +4,6 @@ Only `RetentionPolicy` makes these decisions, so that another policy can replace
 `benchmarks/RESULTS.md` has the reuse that this policy achieved with recorded traffic.
 """
 
-import heapq
 import math
 import reprlib
 import time
@@ -12,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Generic, TypeVar
 
 from serving.core.cache.prefix_tree import Checkpoint, CheckpointKind
 from serving.core.config import SchedulerConfig
@@ -81,7 +79,7 @@ class KeptStates:
     """
 
     def __init__(self, most: int, most_tokens: float, clock: Clock = time.monotonic) -> None:
-        self._most, self._most_tokens, self._clock = most, most_tokens, clock
+        self._most, self._most_tokens, self.clock = most, most_tokens, clock
         self._clients: dict[Checkpoint, str | None] = {}
         self._states: dict[str | None, dict[Checkpoint, int]] = {}
         """The states of each client and their numbers, the one marked longest ago first."""
@@ -92,7 +90,7 @@ class KeptStates:
 
     def keep(self, entry: Checkpoint, seconds: float, client: str | None) -> list[Checkpoint]:
         """Keeps a state for a time. Returns the states that are not kept any more."""
-        until = max(self._clock() + seconds, entry.kept_until)
+        until = max(self.clock() + seconds, entry.kept_until)
         self.forget(entry)
         share = self._share(entry)
         if share > _WHOLE:
@@ -118,7 +116,7 @@ class KeptStates:
 
     def ended(self) -> list[Checkpoint]:
         """Returns the states whose time has passed since the last call. They are not kept any more."""
-        if not self._clients or (now := self._clock()) < self._first_end:
+        if not self._clients or (now := self.clock()) < self._first_end:
             return []
         found = [entry for entry in self._clients if entry.kept_until <= now]
         for entry in found:
@@ -138,9 +136,6 @@ class KeptStates:
         if not self._states[client]:
             del self._states[client], self._shares[client]
         return True
-
-
-Entry = TypeVar("Entry")
 
 
 class EvictionRank(IntEnum):
@@ -250,41 +245,3 @@ class RetentionPolicy:
         """
         above = entry.above.position if entry.above is not None else 0
         return (entry.position - above) * (1 + min(entry.hits, _MOST_HITS))
-
-
-class LazyHeap(Generic[Entry]):
-    """A queue of entries by key, a tuple that begins with a rank. Entries may change or disappear while queued.
-
-    `stamp_of` is an entry's latest stamp, or None if it may not go at present.
-    """
-
-    __slots__ = ("_items", "_next", "_stamp_of")
-
-    def __init__(self, stamp_of: Callable[[Entry], int | None]) -> None:
-        self._stamp_of = stamp_of
-        self._items: list[tuple[tuple[int, ...], int, Entry]] = []
-        self._next = 1
-
-    def push(self, key: tuple[int, ...], entry: Entry, *, live: int) -> int:
-        """Queue an entry again; returns its stamp, which the entry must remember. `live`: about how many count now."""
-        stamp = self._next
-        self._next += 1
-        if len(self._items) > 64 + 4 * live:
-            self._items = [item for item in self._items if self._stamp_of(item[2]) == item[1]]
-            heapq.heapify(self._items)
-        heapq.heappush(self._items, (key, stamp, entry))
-        return stamp
-
-    def pop(self, *, max_rank: int | None = None) -> Entry | None:
-        """The first entry to evict, or None if no entry has at most this rank."""
-        items = self._items
-        while items:
-            key, stamp, entry = items[0]
-            if self._stamp_of(entry) != stamp:
-                heapq.heappop(items)
-            elif max_rank is not None and key[0] > max_rank:
-                return None
-            else:
-                heapq.heappop(items)
-                return entry
-        return None

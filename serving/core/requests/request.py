@@ -201,7 +201,7 @@ class Progress:
         pages = RowPages(cache.pages, cache.config.page_size)
         scope, lookup = cache.scope(request.cache_salt, request.adapter), request.lookup
         if lookup.chain is None or lookup.chain.scope != scope:
-            lookup.chain = Chain(scope, cache.config.state_block_size)
+            lookup.chain = Chain(scope, cache.config.state_block_size, request.client)
         return cls(state, pages, Content(request.tokens, lookup.chain, pages))
 
     @property
@@ -247,7 +247,7 @@ class Request:
     batch_id: str | None = None
     """Request id of the first of several prompts in one call: fair queueing treats them as one request."""
     client: str | None = None
-    """The client that sent the request. Waiting clients are served in turn; None counts as one client."""
+    """The client that sent the request. Clients are served in turn and share stores; None counts as one client."""
     sampling: Any = None
     """For the engine; the scheduler does not read it."""
     user: Any = field(init=False, default=None)

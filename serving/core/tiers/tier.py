@@ -5,13 +5,15 @@ values are shared by the units whose sequences begin alike, and go with the last
 """
 
 import threading
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from serving.core.cache.content import Chain, Name, NamedStates, State, state_name
+from serving.core.cache.eviction_queue import EvictionQueue
 from serving.core.cache.prefix_tree import Checkpoint, CheckpointKind
+from serving.core.cache.retention import EvictionRank
 from serving.core.stats import exported
 from serving.core.tiers.journal import Journal
 
@@ -29,12 +31,14 @@ class Unit(NamedTuple):
     position: int
     """Number of all its tokens."""
     kind: CheckpointKind
+    client: str | None = None
+    """The client whose request published it."""
 
     @classmethod
     def of(cls, entry: Checkpoint, block: int) -> "Unit":
         """The unit of a checkpoint on the device."""
         name, _, tail, position = entry.state
-        return cls(name, tuple(entry.links[: position // block + 1]), tail, position, entry.kind)
+        return cls(name, tuple(entry.links[: position // block + 1]), tail, position, entry.kind, entry.client)
 
     @property
     def blocks(self) -> tuple[Name, ...]:
@@ -100,7 +104,8 @@ class TierStats:
 
 @dataclass(slots=True)
 class Tier:
-    """One tier. It evicts units of low value first, and within a class the least recently used.
+    """One tier. It evicts from the client that holds most (`EvictionQueue`) units of low value first, and within a
+    class the least recently used. A block counts for the client whose unit brought it.
 
     Engines that share it may use it at once, each in a thread of its own.
     """
@@ -111,14 +116,16 @@ class Tier:
     sizes: Sizes
     stats: TierStats = field(default_factory=TierStats)
     units: dict[Name, Unit] = field(default_factory=dict)
-    used: int = 0
-    """Bytes of all parts in memory."""
     _blocks: dict[Name, int] = field(default_factory=dict)
     """Numbers of units that need a block."""
     _names: NamedStates = field(default_factory=NamedStates)
-    _order: OrderedDict[Name, None] = field(default_factory=OrderedDict)
-    _spare: OrderedDict[Name, None] = field(default_factory=OrderedDict)
+    _brought: dict[Name, str | None] = field(default_factory=dict)
+    """The client for which a block counts."""
+    _stamps: dict[Name, int] = field(default_factory=dict)
+    """Places of units in the queue, the least recently used first."""
+    _spare: set[Name] = field(default_factory=set)
     """Units of low value."""
+    _queue: EvictionQueue[Name] = field(init=False, repr=False)
     journal: Journal | None = None
     """Called with every unit that is added or removed."""
     dropped: Callable[[Name], None] | None = None
@@ -126,8 +133,17 @@ class Tier:
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
     """Protects the tier's contents. Holders must not wait for anything else."""
 
+    def __post_init__(self) -> None:
+        self._queue = EvictionQueue(self._stamps.get)
+
     def __len__(self) -> int:
         return len(self.units)
+
+    @property
+    def used(self) -> int:
+        """Bytes of all parts."""
+        with self.lock:
+            return self._queue.held.total()
 
     def has_block(self, name: Name) -> bool:
         """Returns whether the tier has a block's keys and values."""
@@ -167,18 +183,22 @@ class Tier:
             if self.sizes.page:
                 for name in unit.blocks:
                     if name not in self._blocks:
-                        self.used += self.sizes.whole_block
+                        self._brought[name] = unit.client
+                        self._queue.hold(unit.client, self.sizes.whole_block)
                         new.append(name)
                     self._blocks[name] = self._blocks.get(name, 0) + 1
             self.units[unit.name] = unit
-            self.used += self.sizes.own(unit)
+            self._queue.hold(unit.client, self.sizes.own(unit))
             self._names.add(unit.state)
             gone: list[Name] = []
             while self.used > self.capacity:
-                order = self._spare or self._order
+                least = self._queue.pop()
+                assert least is not None
                 self.stats.evicted += 1
-                gone += self._remove(next(iter(order)))
-            (self._spare if spare else self._order)[unit.name] = None
+                gone += self._remove(least)
+            if spare:
+                self._spare.add(unit.name)
+            self._used(unit.name)
             if self.journal is not None:
                 self.journal.stored(self.name, unit.state)
             return Change(new, gone, self.sizes.own(unit) + len(new) * self.sizes.whole_block)
@@ -197,19 +217,20 @@ class Tier:
     def touch(self, name: Name, *, spare: bool = False) -> None:
         """Records that a unit was used, or evicted from the device again."""
         with self.lock:
-            if name in self._order:
-                self._order.move_to_end(name)
-            elif name in self._spare:
-                if spare:
-                    self._spare.move_to_end(name)
-                else:
-                    del self._spare[name]
-                    self._order[name] = None
+            if not spare:
+                self._spare.discard(name)
+            if name in self.units:
+                self._used(name)
+
+    def _used(self, name: Name) -> None:
+        rank = EvictionRank.INTERIOR if name in self._spare else EvictionRank.VALUABLE
+        self._stamps.pop(name, None)
+        self._stamps[name] = self._queue.push(self.units[name].client, (rank,), name)
 
     def worth_spilling(self) -> list[Unit]:
         """Returns the units that may also be written to a slower tier, the last used first."""
         with self.lock:
-            return [self.units[name] for name in reversed(self._order)]
+            return [self.units[name] for name in reversed(self._stamps) if name not in self._spare]
 
     def drop(self, name: Name) -> list[Name]:
         """Removes a unit that is damaged or must not be used. Returns the removed parts."""
@@ -262,16 +283,16 @@ class Tier:
         unit = self.units.pop(name)
         if self.journal is not None:
             self.journal.evicted(self.name, name)
-        self._order.pop(name, None)
-        self._spare.pop(name, None)
-        self.used -= self.sizes.own(unit)
+        del self._stamps[name]
+        self._spare.discard(name)
+        self._queue.hold(unit.client, -self.sizes.own(unit))
         self._names.remove(unit.state)
         gone = [name]
         for each in unit.blocks if self.sizes.page else ():
             self._blocks[each] -= 1
             if not self._blocks[each]:
                 del self._blocks[each]
-                self.used -= self.sizes.whole_block
+                self._queue.hold(self._brought.pop(each), -self.sizes.whole_block)
                 gone.append(each)
         dropped = self.dropped
         if dropped is not None:
@@ -287,9 +308,13 @@ class Tier:
                 for name in unit.blocks if self.sizes.page else ():
                     counts[name] = counts.get(name, 0) + 1
             assert self._blocks == counts, "blocks leaked, or are missing"
-            own = sum(map(self.sizes.own, self.units.values()))
-            assert self.used == own + len(counts) * self.sizes.whole_block, "bytes leaked"
+            held: Counter[str | None] = Counter()
+            for unit in self.units.values():
+                held[unit.client] += self.sizes.own(unit)
+            for name in counts:
+                held[self._brought[name]] += self.sizes.whole_block
+            assert self._queue.held == held, "bytes leaked"
+            assert len(self._brought) == len(counts), "blocks count for a client after they went"
             assert self.used <= self.capacity, "more is held than there is room for"
-            assert self._order.keys() | self._spare.keys() == self.units.keys(), "a unit is in no order"
-            assert not self._order.keys() & self._spare.keys(), "a unit is in both orders"
+            assert self._stamps.keys() == self.units.keys() >= self._spare, "a unit is in no order"
             assert len(self._names) == len(self.units), "names leaked"

@@ -5,6 +5,8 @@ import random
 import pytest
 
 from serving.core.cache.content import Scope
+from serving.core.cache.eviction_queue import ABSENT_SECONDS
+from serving.core.cache.retention import Mark
 from tests.serving.core.drive import Loop
 
 
@@ -202,3 +204,63 @@ def test_a_request_that_could_not_be_admitted_is_no_hit() -> None:
         loop.step()
     loop.finish()
     assert entry.hits <= 1
+
+
+# -- shares of clients --
+
+
+def flood(loop: Loop, turns: int, client: str | None = "attacker", length: int = 6) -> None:
+    """A stream of fresh prompts."""
+    for n in range(100, 100 + turns):
+        loop.run([n] * length, max_tokens=2, client=client)
+
+
+@pytest.mark.parametrize("sizes", [{"num_slots": 24}, {"num_pages": 40}, {"num_slots": 24, "num_pages": 0}], ids=str)
+@pytest.mark.parametrize("mode", ["all", "align"])
+def test_a_client_below_its_share_loses_nothing_to_others(sizes: dict[str, int], mode: str) -> None:
+    loop = Loop(max_num_seqs=2, cache_mode=mode, clock=lambda: 0.0, **sizes)
+    flood(loop, 30)
+    talks = {"victim": [1] * 17, "other": [2] * 9}
+    for client, talk in talks.items():
+        loop.run(talk, max_tokens=4, client=client)
+    held = {client: positions(loop, client) for client in talks}
+    flood(loop, 60)
+    assert {client: positions(loop, client) for client in talks} == held
+    for client, talk in talks.items():
+        assert loop.run(talk, max_tokens=4, client=client).num_cached_tokens >= len(talk) - 1
+    assert loop.scheduler.stats()["states_evicted"] > 100
+
+
+def positions(loop: Loop, client: str) -> list[int]:
+    """Those of the states that count for a client."""
+    return sorted(entry.position for entry in loop.index.by_worth() if entry.client == client)
+
+
+def test_the_store_is_divided_equally_and_one_client_alone_has_all() -> None:
+    loop = Loop(num_slots=34, num_pages=0, cache_mode="align", max_num_seqs=1, clock=lambda: 0.0)
+    flood(loop, 60, "a", 3)
+    assert len(positions(loop, "a")) == 33, "all slots"
+    for turn in range(60):
+        for client in "bc":
+            loop.run([ord(client), turn, 5], max_tokens=1, client=client)
+    counts = [len(positions(loop, client)) for client in "abc"]
+    assert sum(counts) == 32
+    assert max(counts) - min(counts) <= 2, "a row takes two slots at once"
+
+
+def test_what_two_clients_use_counts_for_the_first() -> None:
+    loop = Loop()
+    loop.run([1] * 3, max_tokens=1, client="a")
+    assert loop.run([1] * 3, max_tokens=1, client="b").num_cached_tokens == 3
+    assert (positions(loop, "a"), positions(loop, "b")) == ([3], [])
+
+
+def test_a_client_that_is_absent_for_an_hour_gives_up_its_share() -> None:
+    now = [0.0]
+    loop = Loop(num_slots=12, num_pages=0, max_num_seqs=1, clock=lambda: now[0])
+    loop.run([1] * 3, max_tokens=1, client="absent")
+    loop.run([2] * 2, max_tokens=1, client="absent", marks={2: Mark(2, 2 * ABSENT_SECONDS)})
+    for at in (0.0, ABSENT_SECONDS, ABSENT_SECONDS + 1):
+        now[0] = at
+        flood(loop, 20, length=3)
+        assert positions(loop, "absent") == ([2] if at > ABSENT_SECONDS else [2, 3]), "a mark keeps one of them"

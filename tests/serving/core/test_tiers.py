@@ -9,8 +9,9 @@ import pytest
 from serving.core.cache import content
 from serving.core.cache.content import Chain, Scope, link, root, state_name
 from serving.core.tiers.journal import Journal
-from serving.core.tiers.tier import Sizes, Tier
+from serving.core.tiers.tier import Sizes, Tier, Unit
 from serving.core.tiers.tiers import FetchCosts, Tiers
+from tests.serving.core.drive import Loop
 from tests.serving.core.test_fuzz import SHARDS, examples
 from tests.serving.core.tiered import run_tiered
 from tests.serving.core.truth import Violation
@@ -46,6 +47,34 @@ def test_the_least_recently_used_goes_first_and_what_is_worth_little_before_it()
     assert tier.add(units[4]) == ([], [units[2].name], 12)
     assert tier.stats.evicted == 2
     tier.check()
+
+
+def test_a_client_below_its_share_of_a_tier_loses_nothing_to_others():
+    """The third of three clients floods a tier whose units share blocks, with its own and with the victim's."""
+    tier = Tier("disk", 400, SIZES)
+    victims = [unit([1] * length)._replace(client="victim") for length in (9, 13, 17)]
+    other = unit([2] * 6)._replace(client="other")
+    for each in (*victims, other):
+        assert tier.add(each, spare=each is victims[0]) is not None
+    for n in range(10, 90):
+        for tokens in ([n] * 9, [*[1] * 8, n]):
+            assert tier.add(unit(tokens)._replace(client="attacker")) is not None
+        tier.check()
+    assert {victims[0].name, victims[1].name, victims[2].name, other.name} < tier.units.keys()
+    assert tier.stats.evicted > 100
+    for n in range(10, 90):
+        tier.add(unit([n, *[2] * 8])._replace(client="victim"))
+    held = Counter(each.client for each in tier.units.values())
+    assert held["other"] == 1, "it holds less than its share"
+    assert held["victim"] > 5, "the other two divide the rest"
+    assert held["attacker"] > 5
+    assert tier.used > 360, "all of it is used"
+
+
+def test_units_count_for_the_client_that_computed_them():
+    loop = Loop()
+    loop.run([1] * 6, max_tokens=1, client="a")
+    assert {Unit.of(entry, B).client for entry in loop.index.by_worth()} == {"a"}
 
 
 def test_what_was_noted_of_a_unit_is_not_trusted():
@@ -172,7 +201,7 @@ def test_random_books():
                 block = rng.choice(sorted(before))
                 gone, lost = tier.drop_block(block), {name for name, (*_, own) in held.items() if block in own}
             case _:
-                new = unit(tokens, salt)
+                new = unit(tokens, salt)._replace(client=rng.choice("ab"))
                 change = tier.add(new, spare=rng.random() < 0.3)
                 if change is not None:
                     held[new.name] = salt, tokens, set(new.blocks)

@@ -22,11 +22,12 @@ class Killed(BaseException):
 
 def test_what_was_used_last_stays_longest_over_a_restart(tmp_path):
     disk = Disk(tmp_path)
-    for first in range(3):
-        disk.store(unit([first] * 5))
-        os.utime(disk.folder._file(unit([first] * 5).name), (first, first))
-    disk.folder.used(unit([0] * 5).name)
-    assert [each.name for each in disk.restart().tier.units.values()] == [unit([n] * 5).name for n in (1, 2, 0)]
+    units = [unit([first] * 5)._replace(client=client) for first, client in enumerate((None, "a", "b"))]
+    for at, each in enumerate(units):
+        disk.store(each)
+        os.utime(disk.folder._file(each.name), (at, at))
+    disk.folder.used(units[0].name)
+    assert list(disk.restart().tier.units.values()) == [units[1], units[2], units[0]], "and count for their clients"
 
 
 def test_a_smaller_cap_is_kept_at_the_next_start(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from serving.core import scheduler
 from serving.core.cache.cache import Cache
 from serving.core.cache.content import Scope
+from serving.core.cache.eviction_queue import EvictionQueue
 from serving.core.cache.prefix_index import PrefixIndex
 from serving.core.cache.prefix_tree import CheckpointKind, Match
 from serving.core.cache.retention import KeptStates, RetentionPolicy
@@ -12,6 +13,7 @@ from serving.core.cache.row_state import StateAccess
 from serving.core.errors import MissReason
 from serving.core.planning import admission, rows
 from serving.core.requests.request import ResultDisposition
+from serving.core.tiers.tier import Unit
 from tests.serving.core.mutations.registry import Patch, mutation, replacing
 
 # -- publication --
@@ -211,3 +213,15 @@ def no_bound(whole, self, entry, seconds, client):
 
 
 mutation(85, KeptStates, "ended")(lambda whole, self: [])
+
+
+@mutation(88)
+def no_shares(patch: Patch) -> None:
+    replacing(EvictionQueue, "hold")(lambda whole, self, client, amount: whole(self, None, amount))(patch)
+    replacing(EvictionQueue, "push")(lambda whole, self, client, key, entry: whole(self, None, key, entry))(patch)
+    patch.setattr(EvictionQueue, "check", lambda self, owners: None)
+
+
+@mutation(89, Unit, "of")
+def client_left_out(whole, entry, block):
+    return whole(entry, block)._replace(client=None)
