@@ -36,7 +36,7 @@ def _in_best_groups(scores, rule):
     """Scores of experts outside of the best groups become -inf; a group is as good as its best two together."""
     if rule.num_groups == rule.top_groups:
         return scores
-    grouped = scores.reshape(scores.shape[0], rule.num_groups, -1)
+    grouped = scores.reshape(scores.shape[0], rule.num_groups, scores.shape[1] // rule.num_groups)
     of_group = row_sum(jax.lax.top_k(grouped, 2)[0])[..., 0]
     _, best = jax.lax.top_k(of_group, rule.top_groups)
     among = (best[:, :, None] == jnp.arange(rule.num_groups)).any(axis=1)

@@ -6,9 +6,9 @@ from kernels_pallas.grouped_matmul import grouped_matmul
 
 
 def expert_mlp(x, up, down, order, place, sizes, *, activation):
-    chosen = order.shape[0] // x.shape[0]
+    chosen = max(1, order.shape[0] // max(1, x.shape[0]))
     out = multiply_rows(x[order // chosen], up, down, sizes, activation)
-    return out[place].reshape(x.shape[0], chosen, -1)
+    return out[place].reshape(x.shape[0], chosen, out.shape[1])
 
 
 def multiply_rows(x, up, down, sizes, activation, *, add_up=None, add_down=None):

@@ -8,6 +8,7 @@ A cache with one entry for each token holds latents: all query heads share it, a
 section 2.1.2, with the projections of keys and values absorbed into those of queries and of the output).
 """
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from kernels_pallas import dispatch, fixed_order
@@ -124,6 +125,8 @@ def paged_attention_part(
         values 0, for a query that sees no key of the part.
     """
     check_groups("paged_attention_part", q.shape[2], max(kv.shape[2] // 2, 1))
+    if not q.size:
+        return q.astype(jnp.float32), jnp.zeros(q.shape[:3], jnp.float32)
     return xla.paged_attention_part(
         q, kv, positions=positions, page_table=page_table, block_row=block_row, first_page=first_page,
         page_stride=page_stride, scale=scale, first_key=first_key, window=window,

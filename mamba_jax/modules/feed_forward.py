@@ -177,7 +177,7 @@ class Experts(nnx.Module):
             by_token = expert_mlp(x, self._up_matrix, self.down[...], *rows, activation=self.activation)
         else:
             out = self._products(x, choice.order // weights.shape[1], choice.sizes, adapter)
-            by_token = out[choice.place].reshape(*weights.shape, -1)
+            by_token = out[choice.place].reshape(*weights.shape, x.shape[1])
         return weighted_sum(weights, by_token.astype(jnp.float32)).astype(x.dtype)
 
     def _products(

@@ -14,7 +14,9 @@ from recurrence_cases import ODD, entry, how, plain, states, tails
 
 from kernels_pallas import causal_conv1d, paged_attention
 from kernels_pallas.dispatch import UnsupportedError
-from kernels_pallas.expert_choice import Rule
+from kernels_pallas.expert_choice import Rule, choose_experts
+from kernels_pallas.expert_mlp import expert_mlp
+from kernels_pallas.gated_norm import gated_rms_norm
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.linear import linear, linear_pair
 from kernels_pallas.places import Anchored, Packed, Rows, Tiles
@@ -249,6 +251,12 @@ def calls(rows, steps):
     yield lambda: (None, paged_attention.copy_pages(kv, source=ints(0), target=ints(0))), (kv,)
     yield lambda: (linear(x, floats(5, 6)), *linear_pair(x, floats(5, 6), floats(5, 6))), ()
     yield lambda: (grouped_matmul(floats(0, 6), floats(3, 5, 6), ints(3)),), ()
+    rule, none = Rule(2, "scores", num_groups=4, top_groups=2), ints(0)
+    for bias in (None, floats(8)):
+        yield lambda bias=bias: choose_experts(floats(0, 8), bias, none > 0, jnp.int32(0), own=8, rule=rule)[:4], ()
+    mlp = functools.partial(expert_mlp, floats(0, 6), floats(3, 10, 6), floats(3, 6, 5), none, none, ints(3))
+    yield lambda: (mlp(activation=jax.nn.silu),), ()
+    yield lambda: (gated_rms_norm(x, x, floats(6), eps=1e-5, groups=2),), ()
 
 
 @pytest.mark.smoke
