@@ -164,8 +164,10 @@ class Limits:
     def _reserve(self, size: int) -> None:
         """Counts further bytes that unanswered requests hold; refuses with 503 if they are too many, in all or of this
         client: a key that holds more than one body takes at most as many bytes as remain free."""
-        client = client_id()
-        own, free = self._buffered[client], self._bounds.max_buffered_bytes - self._buffered.total()
+        client, most = client_id(), self._bounds.max_buffered_bytes
+        if size > most:
+            raise ApiError(413, f"the request needs {size:,} bytes; all requests together may hold {most:,}")
+        own, free = self._buffered[client], most - self._buffered.total()
         unfair = client is not None and own > self._bounds.max_body_bytes and own + size > free
         if size and (unfair or size > free):
             raise ApiError(

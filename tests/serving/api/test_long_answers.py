@@ -9,12 +9,22 @@ import pytest
 
 from checkpoints import load_tokenizer
 from serving.api.http.apis.choices import CompletionWriter
-from serving.api.http.connection.streaming import COMMENT, is_long, json_of, json_parts, next_bytes, start
+from serving.api.http.connection.streaming import (
+    COMMENT,
+    encoded,
+    is_long,
+    json_of,
+    json_parts,
+    next_bytes,
+    start,
+    text_in_parts,
+)  # fmt: skip
 from serving.api.http.context import ResponseContext
+from serving.api.http.endpoints.tokenization import DetokenizeResponse
 from serving.api.http.errors import ApiError
 from serving.api.http.generation import Job, whole
 from serving.api.http.protocol.completions import CompletionRequest
-from serving.api.http.text import TextCodec
+from serving.api.http.text import _LONG, TextCodec
 from serving.engine.requests.output import CompletionOutput, PromptScores, RequestOutput
 from serving.engine.requests.sampling_params import SamplingParams
 
@@ -136,3 +146,19 @@ async def test_a_stream_is_kept_alive_until_its_first_event(monkeypatch):
     assert comments[-2:] == [b"first", b"second"]
     assert set(comments[:-2]) == {COMMENT}
     assert await run(0.3, interval=0) == [b"first", b"second"]
+
+
+@pytest.mark.parametrize("length", [2, 1 << 17])
+def test_an_answer_does_not_wait_for_long_texts(length):
+    sizes, text = [], "é" * length
+
+    async def run(size, function):
+        sizes.append(size)
+        return function()
+
+    async def parts():
+        return [part async for part in encoded(run, DetokenizeResponse.model_construct(prompt=text_in_parts(text)))]
+
+    assert json.loads(b"".join(asyncio.run(parts()))) == {"prompt": text}
+    assert all(size < _LONG for size in sizes)
+    assert bool(sizes) == (length > 2)

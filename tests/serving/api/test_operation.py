@@ -269,8 +269,8 @@ async def test_the_bodies_of_all_requests_are_bounded():
 
     limits = Limits(app, ServerSettings.create(max_buffered_bytes=2500), Metrics("m"))
 
-    async def one() -> int:
-        body = {"type": "http.request", "body": b"1" * 1000, "more_body": False}
+    async def one(size: int = 1000) -> int:
+        body = {"type": "http.request", "body": b"1" * size, "more_body": False}
         return (await through(limits, method="POST", headers=JSON, messages=[body]))[0]["status"]
 
     tasks = [asyncio.create_task(one()) for _ in range(2)]
@@ -279,6 +279,7 @@ async def test_the_bodies_of_all_requests_are_bounded():
     waiting.set()
     assert await asyncio.gather(*tasks) == [200, 200]
     assert await one() == 200
+    assert await one(2501) == 413  # also later there is no room for it
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,8 @@ _LONG, _ITEM_VALUES = 256, 20
 """Lists with more items are encoded in parts; if an item has more numbers than these, shorter ones, too."""
 _SENT = 1 << 16
 """Bytes that are sent at once, at least."""
+_PIECE = 1 << 14
+"""Making them takes about as long as tokenizing so many characters: they do not wait for the threads for long texts."""
 
 
 def json_of(model: Any) -> bytes:
@@ -54,7 +56,7 @@ async def encoded(run: Run, model: Any, before: bytes = b"", after: bytes = b"")
         return
     parts = json_parts(model, exclude_unset=not isinstance(model, WholeAnswer))
     pieces = itertools.chain((before,), parts, (after,))
-    while piece := await run(1 << 20, partial(next_bytes, pieces)):
+    while piece := await run(_PIECE, partial(next_bytes, pieces)):
         yield piece
 
 
@@ -237,6 +239,11 @@ def listed(length: int, part: Callable[[int, int], list[Any]], values: int = _IT
     if length * values <= _LONG * _ITEM_VALUES:
         return part(0, length)
     return ListInParts(length, part, max(1, _PART_VALUES // values))
+
+
+def text_in_parts(text: str) -> Any:
+    """Returns a text for a field of a response: as it is if it is short, otherwise a `TextInParts`."""
+    return TextInParts(text) if len(text) > _SENT else text
 
 
 class TextInParts(NamedTuple):
