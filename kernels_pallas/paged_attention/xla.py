@@ -72,25 +72,26 @@ def copy_pages(kv, *, source, target):
 def paged_attention(q, kv, *, positions, page_table, block_row, scale, first_key=0, window=None):
     """See `api.paged_attention`. The target platform of compilation selects the form."""
     seen = {"scale": scale, "first_key": first_key, "window": window}
-    cpu, default = (functools.partial(form, **seen) for form in (_one_by_one, _all_at_once))
+    cpu, default = (functools.partial(_whole, form, **seen) for form in (_one_by_one, _all_at_once))
     run = functools.partial(lax.platform_dependent, cpu=cpu, default=default)
     if is_fixed():
         run = cpu if kernel_options() is None else default
     # A loop whose end is found at run time has no derivative.
-    plain = functools.partial(_all_at_once, **seen, every_page=True)
+    plain = functools.partial(_whole, _all_at_once, **seen, every_page=True)
     return differentiable(run, plain)(q, kv, positions, page_table, block_row)
 
 
 def paged_attention_part(
     q, kv, *, positions, page_table, block_row, first_page, page_stride, scale, first_key=0, window=None
 ):
-    """See `api.paged_attention_part`."""
-    queries, places, tables, keys = _blocks(q, kv, positions, page_table, block_row)
-    stripe, size = Stripe(first_page, page_stride), kv.shape[1]
-    first = stripe.pages_before(_first_key(places, window) // size) // (keys // size)
-    end = -(-stripe.pages_before(places.max(initial=-1) // size + 1) // (keys // size))
-    seen = {"scale": scale, "first_key": first_key, "window": window, "stripe": stripe}
-    carry = _over_pieces(kv, queries, places, tables, keys, first, end, **seen)
+    """See `api.paged_attention_part`. The target platform of compilation selects the form."""
+    *blocks, keys = _blocks(q, kv, positions, page_table, block_row)
+
+    def part(form):
+        seen = {"keys": keys, "scale": scale, "first_key": first_key, "window": window}
+        return lambda first, *blocks: form(*blocks, **seen, stripe=Stripe(first, page_stride))
+
+    carry = lax.platform_dependent(first_page, kv, *blocks, cpu=part(_one_by_one), default=part(_all_at_once))
     highest, total, _ = carry
     lse = jnp.where(total > 0, highest + jnp.log(jnp.where(total > 0, total, 1)), -jnp.inf)
     return _by_query(_finish(carry), q.shape[1]), _by_query(lse[..., None], q.shape[1])[..., 0]
@@ -163,19 +164,18 @@ def sequence_by_pages(q, k, v, *, scale, window=None):
     return out.reshape(batch, pages * QUERIES, *q.shape[2:])[:, :length]
 
 
-def _all_at_once(q, kv, positions, page_table, block_row, *, scale, first_key, window, every_page=False):
-    """All blocks in parallel, over the pieces of keys that any query of the call sees, or over those of all pages."""
+def _whole(form, q, kv, positions, page_table, block_row, **seen):
+    """Returns the attention to all pages of each row, computed in a form."""
     queries, places, tables, keys = _blocks(q, kv, positions, page_table, block_row)
-    first, end = _first_key(places, window) // keys, (places.max(initial=-1) + keys) // keys
-    if every_page:
-        first, end = 0, tables.shape[1] * kv.shape[1] // keys
-    seen = {"scale": scale, "first_key": first_key, "window": window}
-    carry = _over_pieces(kv, queries, places, tables, keys, first, end, **seen)
+    carry = form(kv, queries, places, tables, keys=keys, **seen)
     return _by_query(_finish(carry), q.shape[1]).astype(q.dtype)
 
 
-def _over_pieces(kv, queries, places, tables, keys, first, end, **seen):
-    """Returns the softmax of all blocks in parallel over pieces `first` up to `end` of their rows' keys."""
+def _all_at_once(kv, queries, places, tables, *, keys, every_page=False, **seen):
+    """All blocks in parallel, over the pieces of keys that any query of the call sees, or over those of all pages."""
+    first, end = _pieces(places, keys, kv.shape[1], **seen)
+    if every_page:
+        first, end = 0, tables.shape[1] * kv.shape[1] // keys
     attend = functools.partial(_attend_pages, kv, keys=keys, **seen)
 
     def piece(i, carry):
@@ -184,26 +184,32 @@ def _over_pieces(kv, queries, places, tables, keys, first, end, **seen):
     return lax.fori_loop(first, end, piece, jax.vmap(_nothing_seen)(queries))
 
 
-def _one_by_one(q, kv, positions, page_table, block_row, *, scale, first_key, window):
+def _one_by_one(kv, queries, places, tables, *, keys, **seen):
     """Loops over blocks, each from the first key that it sees to the last: half the work for a prompt, and data stay in
     cache."""
-    queries, places, tables, keys = _blocks(q, kv, positions, page_table, block_row)
 
-    def block(b, out):
+    def block(b, carries):
         q, place, table = load(queries, b), places[b], tables[b]
         if not is_fixed():  # XLA's products of few rows are slow in 16 bits
             q = q.astype(F32)
 
         def piece(i, carry):
-            seen = {"scale": scale, "first_key": first_key, "window": window}
             return _attend_pages(kv, i, carry, q, place, table, keys=keys, **seen)
 
-        pieces = (place.max(initial=-1) + keys) // keys
-        carry = lax.fori_loop(_first_key(place, window) // keys, pieces, piece, _nothing_seen(q))
-        return put(out, _finish(carry), b)
+        carry = lax.fori_loop(*_pieces(place, keys, kv.shape[1], **seen), piece, _nothing_seen(q))
+        return jax.tree.map(lambda all_blocks, own: put(all_blocks, own, b), carries, carry)
 
-    out = lax.fori_loop(0, queries.shape[0], block, jnp.zeros(queries.shape, F32))
-    return _by_query(out, q.shape[1]).astype(q.dtype)
+    return lax.fori_loop(0, queries.shape[0], block, jax.vmap(_nothing_seen)(queries))
+
+
+def _pieces(positions, keys, page_size, *, window, stripe=None, **_):
+    """Returns the first piece of keys that any query at these positions sees, and the piece after the last."""
+    first, last = _first_key(positions, window), positions.max(initial=-1)
+    if stripe is None:
+        return first // keys, (last + keys) // keys
+    first, end = (stripe.pages_before(page) for page in (first // page_size, last // page_size + 1))
+    pages = keys // page_size
+    return first // pages, (end + pages - 1) // pages
 
 
 def _blocks(q, kv, positions, page_table, block_row):

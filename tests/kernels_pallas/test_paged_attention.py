@@ -29,6 +29,7 @@ from kernels_pallas.paged_attention import (
     paged_attention_part,
     reference,
     write_kv,
+    xla,
 )
 from tests.support.selection import some_slow
 
@@ -153,9 +154,15 @@ class TestXlaAllBlocks(Attention):
     test_holds_no_copy_of_the_cache = None  # 16-bit caches are converted on CPU, where this form does not run
 
 
+def part(*args, implementation, **kwargs):
+    assert implementation == "xla"  # there is no other
+    return paged_attention_part(*args, **kwargs)
+
+
 class TestParts(Attention):
     """Pages are divided over three members by position; each attends to its own, and reads no other."""
 
+    implementation = "xla"
     members = 3
 
     def run(self, q, kv, *, positions, page_table, block_row, scale=0.3, first_key=0, window=None):
@@ -166,13 +173,38 @@ class TestParts(Attention):
             own = tables[:, member :: self.members]
             here = np.where(np.isin(np.arange(len(kv)), own[own > 0])[:, None, None, None], kv, np.nan).astype(kv.dtype)
             places = {"positions": positions, "page_table": own, "block_row": block_row}
-            parts.append(jitted(paged_attention_part, **static)(q, here, **places, first_page=np.int32(member)))
+            operation = jitted(part, **static, implementation=self.implementation)
+            parts.append(operation(q, here, **places, first_page=np.int32(member)))
         return self.merged(*(np.stack(each) for each in zip(*parts, strict=True))).astype(q.dtype)
 
     def merged(self, out, lse):
         return jitted(merge_attention_parts)(out, lse)
 
-    test_holds_no_copy_of_the_cache = None  # of `TestXlaAllBlocks`, whose form this is
+    test_holds_no_copy_of_the_cache = None  # of `TestXla`, whose loop this is
+
+
+class TestPartsAllBlocks(TestParts):
+    """The form for other platforms."""
+
+    implementation = ELSEWHERE
+
+
+@pytest.mark.parametrize(("members", "pieces"), [(None, 8 + 1 + 1 + 0), (1, 8 + 1 + 1 + 0), (2, 4 + 1 + 1 + 0)])
+def test_a_short_row_costs_as_much_in_any_company(members, pieces, monkeypatch):
+    read = []
+
+    def counted(kv, i, *args, attend=xla._attend_pages, **kwargs):
+        jax.debug.callback(read.append, i)
+        return attend(kv, i, *args, **kwargs)
+
+    monkeypatch.setattr(xla, "_attend_pages", counted)
+    table, kv, q = np.zeros((4, 128), np.int32), np.zeros((129, 16, 2, 8)), np.zeros((4, 1, 2, 8))
+    places = {"positions": ints([[20], [2000], [3], [-1]]), "page_table": table, "block_row": ints(range(4))}
+    of_part = {} if members is None else {"first_page": jnp.int32(0), "page_stride": members}
+    run = partial(paged_attention if members is None else paged_attention_part, **of_part, scale=1.0)
+    jax.block_until_ready(run(*on_device((np.float32(q), np.float32(kv))), **on_device(places)))
+    jax.effects_barrier()
+    assert len(read) == pieces
 
 
 class TestPages:
