@@ -179,6 +179,7 @@ def size_store(
     members = config.context_parallel_size
     whole_page = shape.bytes_per_page(page_size, config.kv_dtype(dtype))
     page_bytes = -(-whole_page // members)
+    given_pages = config.num_pages and -(-config.num_pages // members) * members
     width = 1 + config.num_speculative_tokens
     memory -= config.max_initial_states * slot_bytes
     tail_bytes = 0
@@ -228,14 +229,14 @@ def size_store(
                 )
             notices.append(f"max_model_len is {fits:,} instead of {max_len:,}: more pages do not fit")
             max_len = fits
-    elif config.num_pages is not None and page_bytes:
-        fits = config.num_pages // members * members * page_size - 2 * width
+    elif given_pages is not None and page_bytes:
+        fits = given_pages * page_size - 2 * width
         if fits < 2:
             raise ConfigError(
                 f"num_pages={config.num_pages} cannot hold one sequence: at least {pages_for(2)} are needed"
             )
         if fits < max_len:
-            notices.append(f"max_model_len is {fits:,} instead of {max_len:,}: {config.num_pages} pages hold no more")
+            notices.append(f"max_model_len is {fits:,} instead of {max_len:,}: {given_pages} pages hold no more")
             max_len = fits
 
     if config.num_slots is not None:
@@ -261,7 +262,7 @@ def size_store(
     usable = seqs * (max_len + 2 * width) if mode == "none" else most_tokens  # no state outlives its request
     tokens = max(min(tokens, most_tokens, usable), max_len + 2 * width)
     if config.num_pages is not None or not page_bytes:
-        pages = config.num_pages or 0
+        pages = given_pages or 0
     else:
         # States are far larger than pages. Pages get at least a third, unless running sequences cannot fill that.
         running = min(pages_for(seqs * max_len), pages_for(most_tokens), left // 3 // page_bytes)
@@ -272,7 +273,7 @@ def size_store(
     slots = config.num_slots if config.num_slots is not None else private + reusable
     return StoreSize(
         num_slots=1 + slots,
-        num_pages=members * (1 + -(-pages // members)) if page_bytes else 0,
+        num_pages=members + pages if page_bytes else 0,
         max_num_seqs=seqs,
         max_model_len=max_len,
         pages_per_row=pages_for(max_len),

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
+from checkpoints.load import Checkpoint
 from mamba_jax.config import AttentionConfig, HybridConfig, MambaConfig
 from mamba_jax.store import StoreShape, init_store, store_bytes
 from serving.cli import main
@@ -68,6 +69,13 @@ def test_members_hold_as_many_times_the_tokens(memory):
     exact = size(memory, num_pages=42, **FOUR)
     assert exact.num_pages == 4 + 44
     assert exact.tokens_in_pages == 44 * exact.page_size
+
+
+def test_pages_of_members_are_rounded_up_once():
+    found = size(num_pages=7, longest=1 << 20, **FOUR)
+    assert (found.num_pages, found.max_model_len, found.pages_per_row) == (4 + 8, 8 * found.page_size - 2, 8)
+    assert "max_model_len is 254 instead of 1,048,576: 8 pages hold no more" in found.notices
+    assert size(num_pages=1, **FOUR) == size(num_pages=4, **FOUR)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +175,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(monkeypatch):
     def never(*_, **__):
         raise AssertionError("weights are being loaded")
 
-    monkeypatch.setattr(build.Checkpoint, "load_identified", never)
+    monkeypatch.setattr(Checkpoint, "load_identified", never)
     monkeypatch.setattr(sizing, "available_ram", lambda: 8 << 30)
     config = EngineConfig.create(model="nemotron-h-8b", load_format="dummy", dtype="bfloat16")
     with pytest.raises(ConfigError, match=r"weights need 15\.1 GiB but only 8\.0 GiB is free") as caught:
