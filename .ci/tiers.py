@@ -36,7 +36,7 @@ SKIPS = {
     "hardware": r"no GPU|Mosaic GPU|the processor has|no C\+\+ for|needs several devices",
     "packages of other extras": r"torch|transformers|extra (tunix|fleet|events|interop)|'ray|openai-agents",
     "programs": r"Chromium|kubectl|hadolint|openssl|curl",
-    "cases that do not exist": r"power of two|the interpreter copies|groups only|states of 16 bits|does not run this",
+    "cases that do not exist": r"power of two|the interpreter|groups only|states of 16 bits|does not run this",
     "slow cases": r"run with --slow",
 }
 """Reasons for which CI may skip a test."""

@@ -254,7 +254,7 @@ class HybridModel(nnx.Module):
     @classmethod
     def abstract(cls, config: HybridConfig, *, dtype: DTypeLike = jnp.float32) -> HybridModel:
         """Returns the model with shapes and dtypes in place of weights; costs no memory."""
-        return nnx.merge(*_described(cls, config, jnp.dtype(dtype)), copy=True)
+        return nnx.merge(*_described(cls, config, repr(config), jnp.dtype(dtype)), copy=True)
 
     @classmethod
     def from_parameters(cls, config: HybridConfig, values: Mapping[str, Array]) -> HybridModel:
@@ -288,9 +288,12 @@ class HybridModel(nnx.Module):
 
 @functools.lru_cache(maxsize=64)
 def _described(
-    kind: type[HybridModel], config: HybridConfig, dtype: jnp.dtype
+    kind: type[HybridModel], config: HybridConfig, written: str, dtype: jnp.dtype
 ) -> tuple[nnx.GraphDef[HybridModel], nnx.State]:
-    """Returns the structure of `HybridModel.abstract`, which takes ten times as long to make as to copy."""
+    """Returns the structure of `HybridModel.abstract`, which takes ten times as long to make as to copy.
+
+    `written`: the configuration's repr, in which 1 and 1.0 differ: digests of weights contain it.
+    """
     with shapes_only():
         return nnx.split(kind(config, rngs=nnx.Rngs(0), dtype=dtype))
 

@@ -99,8 +99,9 @@ class KeptPrograms:
         if not swept.exists() or time.time() - swept.stat().st_mtime > _SWEPT_EVERY:
             swept.touch()
             for path in folder.iterdir():
-                if time.time() - path.stat().st_mtime > _UNUSED_FOR:
-                    path.unlink(missing_ok=True)
+                with contextlib.suppress(FileNotFoundError):  # another process renames or deletes files, too
+                    if time.time() - path.stat().st_mtime > _UNUSED_FOR:
+                        path.unlink()
 
     def find(
         self,

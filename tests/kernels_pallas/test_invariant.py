@@ -336,9 +336,8 @@ def test_attention_over_a_sequence_has_the_bits_of_a_cache():
 
 def test_a_convolution_of_sequences_has_the_bits_of_a_row(platform):
     if platform != "cpu":
-        pytest.skip(
-            "XLA sees through the interpreter: it knows the zero of `rounded`, and contracts products with sums"
-        )
+        # It knows the zero of `rounded`, and contracts products with sums.
+        pytest.skip("XLA sees through the interpreter")
     x, weight, bias = normal(2, 30, 24), normal(24, 4, seed=1), normal(24, seed=2)
     whole = run(causal_conv1d_sequence, x, weight, bias)
     np.testing.assert_array_equal(prefill(x[1], np.zeros((3, 24), np.float32), weight, bias, 0, 30)[0], whole[1])

@@ -257,6 +257,13 @@ def test_sequences_may_be_empty(shape):
         assert loss == 0
 
 
+def test_an_abstract_model_has_its_own_configuration():
+    """Digests of weights contain the text of the configuration, in which 1 and 1.0 differ."""
+    for multiplier in (1, 1.0):
+        config = dataclasses.replace(EVERYTHING, logits_multiplier=multiplier)
+        assert repr(HybridModel.abstract(config).config) == repr(config)
+
+
 def test_numpy_batches_within_jit():
     model = random_model(EVERYTHING)
     lengths = np.array([3, 2], np.int32)

@@ -265,8 +265,8 @@ class _Assembly:
             log.info(line)
         grammars = None
         if config.enable_structured_outputs and self.tokenizer is not None:
-            vocab_size = model.config.vocab_size
-            grammars = Grammars(self.tokenizer, vocab_size, self.eos_token_ids, seconds=config.grammar_timeout)
+            vocab_size, seconds, users = model.config.vocab_size, config.grammar_timeout, len(meshes)
+            grammars = Grammars(self.tokenizer, vocab_size, self.eos_token_ids, seconds=seconds, users=users)
         engines = tuple(
             self._engine(replica, size, grammars, each, mesh, own)
             for replica, (each, mesh, own) in enumerate(zip(models, meshes, adapters, strict=True))

@@ -197,11 +197,13 @@ class Grammars:
         vocab_size: the model's vocabulary size, which may be larger than the tokenizer's.
         eos_token_ids: tokens that are allowed where the grammar may end.
         seconds: maximum processor time for compiling one grammar.
+        users: number of engines that use them, each of which calls `close`.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int], *, seconds: float = 10.0
-    ) -> None:
+        self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int], *, seconds: float = 10.0,
+        users: int = 1,
+    ) -> None:  # fmt: skip
         self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, tuple(eos_token_ids)
         self._lock, self._vocabulary_lock = threading.Lock(), threading.Lock()
         self._vocabulary: llguidance.LLTokenizer | None = None
@@ -209,7 +211,7 @@ class Grammars:
         self._held: weakref.WeakValueDictionary[str, Grammar] = weakref.WeakValueDictionary()
         self._refused = FairLru[str](_REFUSED)
         self._pending: dict[str, Future[Grammar]] = {}
-        self._trials = GrammarTrials(self._settings, seconds)
+        self._trials, self._users = GrammarTrials(self._settings, seconds), users
 
     def start(self, outputs: StructuredOutputs) -> Constraint:
         """Returns a constraint at the beginning of an output. Waits for the trial of a new grammar.
@@ -274,8 +276,11 @@ class Grammars:
         pending.set_result(found)
 
     def close(self) -> None:
-        """Ends all trials. No more grammars can be compiled."""
-        self._trials.close()
+        """Ends all trials if no other engine uses these grammars. No more can then be compiled."""
+        with self._lock:
+            self._users -= 1
+        if not self._users:
+            self._trials.close()
 
     def _compile(self, tried: dict[str, Any]) -> Grammar:
         if "error" in tried:

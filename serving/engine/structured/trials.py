@@ -147,6 +147,8 @@ class GrammarTrials:
             answer = process.exchange(grammar, 3 * lane.seconds + 5)
         except BaseException:
             self._end(process)
+            if self._closed:
+                raise _too_many() from None
             raise
         if answer is not None:
             lane.processes.append(process)

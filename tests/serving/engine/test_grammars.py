@@ -141,6 +141,16 @@ def test_known_and_small_grammars_do_not_wait_behind_expensive_ones():
             each.result(60)
 
 
+def test_grammars_serve_the_other_engines_when_one_has_failed():
+    tokenizer = load_tokenizer("demo")
+    shared = Grammars(tokenizer, tokenizer.vocab_size, (0,), users=2)
+    shared.close()
+    assert shared.compile(StructuredOutputs(regex="[0-9]{3}"))
+    shared.close()
+    with pytest.raises(RequestError, match="too many grammars"):
+        shared.compile(StructuredOutputs(regex="[0-9]{4}"))
+
+
 def test_the_queue_of_trials_is_bounded(grammars, monkeypatch):
     monkeypatch.setattr("serving.engine.structured.trials._WAITING", 0)
     with pytest.raises(RequestError, match="too many grammars") as caught:
