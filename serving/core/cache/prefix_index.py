@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from serving.core.cache.content import Scope
-from serving.core.cache.eviction_queue import EvictionQueue
+from serving.core.cache.eviction_queue import EvictionQueue, in_turn
 from serving.core.cache.pools import PagePool, SlotPool
 from serving.core.cache.prefix_tree import (
     NO_TAIL,
@@ -27,6 +27,7 @@ from serving.core.cache.prefix_tree import (
     Root,
     nearest_above,
     root_digest,
+    state_digest,
 )
 from serving.core.cache.retention import EvictionRank, KeptStates, Mark, RetentionPolicy
 from serving.core.cache.row_pages import Content
@@ -97,7 +98,7 @@ class PrefixIndex:
     def why_missed(self, tokens: Sequence[int], scope: Scope, match: Match) -> MissReason:
         """Returns the reason why a match has no state."""
         unit, ghosts = self.unit, self._ghosts
-        if any(_state_digest(node, NO_TAIL) in ghosts for node in match.path):
+        if any(state_digest(node, NO_TAIL) in ghosts for node in match.path):
             return MissReason.EVICTED if self.pages is None else MissReason.STATE_EVICTED
         # A root is removed with its last entry, but its name is known.
         last = match.path[-1].digest if match.path else root_digest(scope)
@@ -185,7 +186,7 @@ class PrefixIndex:
         if page and self.pages is not None:
             self.pages.publish(page, entry)
             content.pages.shared = node.depth
-        self._ghosts.pop(_state_digest(node, tail), None)
+        self._ghosts.pop(state_digest(node, tail), None)
         self.stats.states_published += 1
         for observer in self.observers:
             observer.published(entry)
@@ -231,7 +232,7 @@ class PrefixIndex:
             self._rank_again(lower)
         entry.below = {}
         self._rank_again(above)
-        self._remember(_state_digest(node, entry.tail))
+        self._remember(state_digest(node, entry.tail))
         self.stats.states_evicted += 1
         self.slots.unpublish(entry.slot)
         if self.pages is None:
@@ -270,12 +271,13 @@ class PrefixIndex:
                 self._drop_node(node)
 
     def by_worth(self) -> list[Checkpoint]:
-        """Returns all states in reverse order of eviction."""
+        """Returns all states, those of clients in turn: of each, in reverse order of eviction."""
         found = [entry for entry in self.slots.owners if entry is not None]
-        return sorted(found, key=lambda entry: (self.policy.rank(entry), entry.price, entry.last_use), reverse=True)
+        found.sort(key=lambda entry: (self.policy.rank(entry), entry.price, entry.last_use), reverse=True)
+        return in_turn(found)
 
     def outdate(self, lineage: int = 0) -> None:
-        """Marks all states as stale after a weight update: they are evicted before all later states.
+        """Marks all states and pages as stale after a weight update: they are evicted before all later ones.
 
         `lineage`: of the weights before the update.
         """
@@ -283,10 +285,11 @@ class PrefixIndex:
         nodes: list[Node] = list(self.roots.values())
         for node in nodes:
             nodes += node.children.values()
+            node.stale = True
             for entry in node.states.values():
-                entry.stale = True
                 self._kept.forget(entry)
-                self._queue_again([entry])
+            self._queue_again([*node.states.values()])
+            self._queue_page(node)
 
     def _drop_node(self, node: Node) -> None:
         for entry in list(node.states.values()):
@@ -313,17 +316,15 @@ class PrefixIndex:
 
     def _leaf_again(self, node: Node) -> None:
         """Updates a node whose child was removed: its page may now be evictable."""
-        if isinstance(node, Root):
-            if not node.states and not node.children and self.roots.get(node.scope) is node:
-                del self.roots[node.scope]
-        else:
+        if not isinstance(node, Root):
             self._queue_page(node)
+        elif not node.states and not node.children and self.roots.get(node.scope) is node:
+            del self.roots[node.scope]
 
     def _remember(self, digest: int) -> None:
-        ghosts = self._ghosts
-        ghosts[digest] = None
-        if len(ghosts) > _GHOSTS:
-            del ghosts[next(iter(ghosts))]
+        self._ghosts[digest] = None
+        if len(self._ghosts) > _GHOSTS:
+            del self._ghosts[next(iter(self._ghosts))]
 
     # -- order of eviction: see `EvictionQueue` and `RetentionPolicy` --
 
@@ -371,10 +372,12 @@ class PrefixIndex:
 
     def _slot_idle(self, entry: Checkpoint) -> None:
         entry.last_use = self._tick()
+        self._idle_states.use(entry.client)
         self._queue_state(entry)
 
     def _page_idle(self, owner: Node | Checkpoint) -> None:
         owner.last_use = self._tick()
+        self._idle_pages.use(owner.client)
         self._queue_page(owner)
 
     def _queue_page(self, owner: Node | Checkpoint) -> None:
@@ -382,7 +385,8 @@ class PrefixIndex:
         pages, states = self.pages, [owner] if isinstance(owner, Checkpoint) else [*owner.states.values()]
         if pages is None or not owner.page or pages.refs[owner.page] or (isinstance(owner, Node) and not owner.is_leaf):
             return
-        rank = EvictionRank.KEPT if any(entry.kept_until for entry in states) else EvictionRank.VALUABLE
+        kept = any(entry.kept_until for entry in states)
+        rank = EvictionRank.STALE if owner.stale else EvictionRank.KEPT if kept else EvictionRank.VALUABLE
         owner.page_stamp = self._idle_pages.push(owner.client, (rank, owner.last_use), owner)
 
     def _state_stamp(self, entry: Checkpoint) -> int | None:
@@ -393,7 +397,3 @@ class PrefixIndex:
         if self.pages.refs[owner.page] or self.pages.owners[owner.page] is not owner:
             return None
         return owner.page_stamp if isinstance(owner, Checkpoint) or owner.is_leaf else None
-
-
-def _state_digest(node: Node, tail: tuple[int, ...]) -> int:
-    return hash((node.digest, tail, "state"))

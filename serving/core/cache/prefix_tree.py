@@ -35,6 +35,8 @@ class Node:
     """By tail: the tokens after this node's, fewer than a unit."""
     tails: TailLengths = field(init=False, default_factory=TailLengths)
     last_use: int = field(init=False, default=0)
+    stale: bool = field(init=False, default=False)
+    """It was computed with weights that have been replaced: no request will match it again."""
     page_stamp: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -94,8 +96,6 @@ class Checkpoint:
     """Its worth, plus the eviction price at the time it was last queued."""
     last_use: int = field(init=False, default=0)
     hits: int = field(init=False, default=0)
-    stale: bool = field(init=False, default=False)
-    """It was computed with weights that have been replaced: no request will match it again."""
     kept_until: float = field(init=False, default=0.0)
     """Until when a mark keeps it (`KeptStates`); 0 without one."""
     stamp: int = field(init=False, default=0)
@@ -103,6 +103,11 @@ class Checkpoint:
 
     def __post_init__(self) -> None:
         self.position = self.state.position
+
+    @property
+    def stale(self) -> bool:
+        """Whether weights that have been replaced computed it."""
+        return self.node.stale
 
     def is_above(self, other: "Checkpoint") -> bool:
         """Whether `other` continues this state's tokens."""
@@ -156,6 +161,11 @@ class IndexObserver:
 def root_digest(scope: Scope) -> int:
     """The digest of the empty path."""
     return hash(("root", scope))
+
+
+def state_digest(node: Node, tail: tuple[int, ...]) -> int:
+    """Names a dropped state, like the digest of a node."""
+    return hash((node.digest, tail, "state"))
 
 
 def nearest_above(node: Node, tail: tuple[int, ...]) -> Checkpoint:

@@ -143,7 +143,7 @@ class Tier:
     def used(self) -> int:
         """Bytes of all parts."""
         with self.lock:
-            return self._queue.held.total()
+            return self._queue.total
 
     def has_block(self, name: Name) -> bool:
         """Returns whether the tier has a block's keys and values."""
@@ -224,8 +224,10 @@ class Tier:
 
     def _used(self, name: Name) -> None:
         rank = EvictionRank.INTERIOR if name in self._spare else EvictionRank.VALUABLE
+        client = self.units[name].client
         self._stamps.pop(name, None)
-        self._stamps[name] = self._queue.push(self.units[name].client, (rank,), name)
+        self._queue.use(client)
+        self._stamps[name] = self._queue.push(client, (rank,), name)
 
     def worth_spilling(self) -> list[Unit]:
         """Returns the units that may also be written to a slower tier, the last used first."""
@@ -314,6 +316,7 @@ class Tier:
             for name in counts:
                 held[self._brought[name]] += self.sizes.whole_block
             assert self._queue.held == held, "bytes leaked"
+            assert self._queue.total == held.total(), "the sum of bytes is wrong"
             assert len(self._brought) == len(counts), "blocks count for a client after they went"
             assert self.used <= self.capacity, "more is held than there is room for"
             assert self._stamps.keys() == self.units.keys() >= self._spare, "a unit is in no order"

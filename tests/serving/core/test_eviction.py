@@ -1,6 +1,7 @@
 """Who goes first when a pool runs dry."""
 
 import random
+from functools import partial
 
 import pytest
 
@@ -236,6 +237,20 @@ def positions(loop: Loop, client: str) -> list[int]:
     return sorted(entry.position for entry in loop.index.by_worth() if entry.client == client)
 
 
+def pages_of(loop: Loop, client: str | None) -> int:
+    """Number of pages that count for a client."""
+    assert loop.scheduler.cache.pages is not None
+    return sum(owner is not None and owner.client == client for owner in loop.scheduler.cache.pages.owners)
+
+
+def test_the_most_valuable_states_of_clients_are_named_in_turn() -> None:
+    loop = Loop(cache_mode="align")
+    for client, prompts in {"many": range(5), "one": [7]}.items():
+        for token in prompts:
+            loop.run([token] * 3, max_tokens=1, client=client)
+    assert sorted(str(entry.client) for entry in loop.index.by_worth()[:2]) == ["many", "one"]
+
+
 def test_the_store_is_divided_equally_and_one_client_alone_has_all() -> None:
     loop = Loop(num_slots=34, num_pages=0, cache_mode="align", max_num_seqs=1, clock=lambda: 0.0)
     flood(loop, 60, "a", 3)
@@ -264,3 +279,31 @@ def test_a_client_that_is_absent_for_an_hour_gives_up_its_share() -> None:
         now[0] = at
         flood(loop, 20, length=3)
         assert positions(loop, "absent") == ([2] if at > ABSENT_SECONDS else [2, 3]), "a mark keeps one of them"
+
+
+@pytest.mark.parametrize("sizes", [{"num_slots": 24}, {"num_slots": 200, "num_pages": 60}], ids=str)
+def test_an_absent_client_gives_up_whole_chains(sizes: dict[str, int]) -> None:
+    """Evicting an entry changes the places of those above it, which is no use of them."""
+    now = [0.0]
+    loop = Loop(max_num_seqs=1, clock=lambda: now[0], **sizes)
+    for tokens in ([1] * 24, [1] * 24 + [3] * 10):
+        loop.run(tokens, max_tokens=1, client="absent")
+    flood(loop, 30)
+    assert len(positions(loop, "absent")) > 3
+    now[0] = ABSENT_SECONDS + 1
+    flood(loop, 30)
+    assert positions(loop, "absent") == []
+    assert pages_of(loop, "absent") == 0 or "num_pages" not in sizes
+
+
+@pytest.mark.parametrize("clients", ["abcd", [None]], ids=str)
+def test_pages_of_replaced_weights_go_first(clients: list[str | None]) -> None:
+    """Also those without a state, and of clients that hold less than the one that adds entries."""
+    loop = Loop(num_slots=300, num_pages=101, max_num_seqs=1, clock=lambda: 0.0)
+    for n in range(100):
+        loop.run([n, 5, 6, 7, 8, 9], max_tokens=1, client=clients[n % len(clients)])
+    assert sum(map(partial(pages_of, loop), clients)) == 100
+    loop.change_weights()
+    for n in range(60):
+        loop.run([n, 5, 6, 7, 8, 9], max_tokens=1, client="z")
+    assert pages_of(loop, "z") == 100

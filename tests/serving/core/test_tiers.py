@@ -71,6 +71,21 @@ def test_a_client_below_its_share_of_a_tier_loses_nothing_to_others():
     assert tier.used > 360, "all of it is used"
 
 
+def test_a_unit_may_count_for_another_client_when_it_comes_again():
+    """The place in the queue of the client that had it before must not be taken for the new one."""
+    tier = Tier("disk", 10**6, SIZES)
+    again = unit([1] * 9)._replace(client="a")
+    tier.add(again)
+    for n in range(30, 35):
+        tier.add(unit([n] * 9)._replace(client="a"))
+    tier.drop_external(again.name)
+    tier.add(again._replace(client="b"))
+    tier.capacity = tier.used
+    change = tier.add(unit([40] * 9)._replace(client="a"))
+    assert change is not None
+    assert again.name not in change.gone, "a holds more than b"
+
+
 def test_units_count_for_the_client_that_computed_them():
     loop = Loop()
     loop.run([1] * 6, max_tokens=1, client="a")

@@ -218,6 +218,7 @@ mutation(85, KeptStates, "ended")(lambda whole, self: [])
 @mutation(88)
 def no_shares(patch: Patch) -> None:
     replacing(EvictionQueue, "hold")(lambda whole, self, client, amount: whole(self, None, amount))(patch)
+    replacing(EvictionQueue, "use")(lambda whole, self, client: whole(self, None))(patch)
     replacing(EvictionQueue, "push")(lambda whole, self, client, key, entry: whole(self, None, key, entry))(patch)
     patch.setattr(EvictionQueue, "check", lambda self, owners: None)
 
