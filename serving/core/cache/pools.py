@@ -71,7 +71,8 @@ class Pool:
         is available."""
         free = self.free_of[member]
         while not free:
-            if not self.reclaim():  # in the order of eviction: it may free ids of other members
+            # In the order of eviction: ids of other members may become free before one of this member does.
+            if not self.cached_of[member] or not self.reclaim():
                 return 0
         fresh = free.pop()
         self.refs[fresh] = 1

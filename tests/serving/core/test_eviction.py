@@ -307,3 +307,21 @@ def test_pages_of_replaced_weights_go_first(clients: list[str | None]) -> None:
     for n in range(60):
         loop.run([n, 5, 6, 7, 8, 9], max_tokens=1, client="z")
     assert pages_of(loop, "z") == 100
+
+
+def test_nothing_is_evicted_for_a_member_that_has_nothing_cached() -> None:
+    """All pages of one member of context parallelism are in use: evicting those of others would not help."""
+    loop = Loop(num_slots=300, num_pages=32, context_members=4, max_num_seqs=16)
+    for token in range(5):
+        loop.run([7, 8, token, token, token], max_tokens=1)
+    loop.add([7, 8, 50], max_tokens=20)
+    loop.step()
+    pages = loop.scheduler.cache.pages
+    assert pages is not None
+    while pages.free_of[0]:
+        pages.take(0)
+    before = list(pages.cached_of)
+    assert sum(before) > before[0] == 0
+    assert pages.take(0) == 0
+    assert pages.cached_of == before
+    assert pages.take(1)
