@@ -32,6 +32,8 @@ FEW_TOKENS = 8
 """Of a router: for more of them, sums read its weight too often."""
 _LEAST_OUTPUTS = 4
 """With fewer, the C++ product copies the weight."""
+_MOST_SUMMED = 8192
+"""Numbers of a row that a kernel adds up: a TPU's fast memory holds 64 rows of them, but not of a vocabulary."""
 
 _always: contextvars.ContextVar[str | None] = contextvars.ContextVar("fixed_order", default=None)
 
@@ -115,9 +117,12 @@ def products(rows: Float[Array, "heads n inputs"], weights: Float[Array, "heads 
 
 
 def row_sum(x: Float[Array, "*batch n"]) -> Float[Array, "*batch 1"]:
-    """The sum over the last axis, which is kept."""
+    """The sum over the last axis, which is kept. Kernels add up parts of a long row, then the sums of the parts."""
     if not is_fixed():
         return x.sum(-1, keepdims=True)
+    if kernel_options() is not None and x.shape[-1] > _MOST_SUMMED:
+        whole = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % _MOST_SUMMED)])
+        return row_sum(row_sum(whole.reshape(*x.shape[:-1], -1, _MOST_SUMMED))[..., 0])
     # Barriers here and below keep functions on both sides apart while the compiler rewrites them.
     rows = lax.optimization_barrier(x.reshape(-1, x.shape[-1]))
     return product(rows, jnp.ones((_LEAST_OUTPUTS, x.shape[-1]), F32))[:, :1].reshape(*x.shape[:-1], 1)

@@ -1,7 +1,10 @@
 """Schedule-invariant step programs compiled for a TPU and a GPU that are not at hand: every sum is a kernel's."""
 
+from dataclasses import replace
+
 import pytest
 
+from checkpoints.load import load_config
 from mamba_jax.batch import DecodeBatch, PrefillBatch
 from tests.support.compiled_programs import compile_step, few_layers
 from tests.support.selection import slow
@@ -22,8 +25,23 @@ EVERY = [(*case[:2], phase, chip) for case in FEW for phase in BATCHES for chip 
     ("model", "pattern", "phase", "chip"), [*FEW, *(slow(*case) for case in EVERY if case not in FEW)]
 )
 def test_only_kernels_add_up(model, pattern, phase, chip):
+    check(few_layers(model, pattern), chip, BATCHES[phase])
+
+
+@pytest.mark.full
+@pytest.mark.tpu_compile
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize("chip", ["v6e-1", slow("h200-1")])
+def test_sums_over_a_whole_vocabulary(chip):
+    """In a step that draws, with the limits of all parameters, and that reports log-probabilities."""
+    config = replace(load_config("qwen3.5-27b"), pattern="-", mtp_pattern="")
+    assert config.vocab_size == 248_320
+    check(config, chip, BATCHES["decode"], greedy=False)
+
+
+def check(config, chip, batch, **options):
     step = compile_step(
-        few_layers(model, pattern), chip, BATCHES[phase], kernels="invariant",
+        config, chip, batch, kernels="invariant", **options,
         store={"num_slots": 2000, "num_pages": 33_000, "page_size": 64, "replay": None, "num_tails": 0},
         seats={"max_num_seqs": ROWS, "num_speculative_tokens": 0, "replay": False, "adapters": False},
     )  # fmt: skip
