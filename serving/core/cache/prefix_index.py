@@ -334,10 +334,10 @@ class PrefixIndex:
         self._idle_pages.check(self.pages.owners if self.pages is not None else ())
 
     def keep(self, marks: Mapping[int, Mark], client: str | None, entry: Checkpoint | None) -> None:
-        """Keeps the states at marks, by position, of a client's request: `entry`, and those above it."""
+        """Keeps the states at marks, by position, of a client's request: `entry` and those above, unless dropped."""
         while entry is not None and marks:
             mark = marks.get(entry.position)
-            if mark is not None and mark.ttl is not None:
+            if mark is not None and mark.ttl is not None and self.slots.owners[entry.slot] is entry:
                 self._queue_again([entry, *self._kept.keep(entry, mark.ttl, client)])
             entry = entry.above
 
@@ -382,8 +382,8 @@ class PrefixIndex:
 
     def _queue_page(self, owner: Node | Checkpoint) -> None:
         """Queues a page for eviction, if it is idle and no other needs it. Those of kept states are evicted last."""
-        pages, states = self.pages, [owner] if isinstance(owner, Checkpoint) else [*owner.states.values()]
-        if pages is None or not owner.page or pages.refs[owner.page] or (isinstance(owner, Node) and not owner.is_leaf):
+        states = [owner] if isinstance(owner, Checkpoint) else [*owner.states.values()]
+        if self.pages is None or self._page_stamp(owner) is None:
             return
         kept = any(entry.kept_until for entry in states)
         rank = EvictionRank.STALE if owner.stale else EvictionRank.KEPT if kept else EvictionRank.VALUABLE

@@ -323,6 +323,16 @@ def test_a_marked_state_that_comes_back_is_kept_again() -> None:
     assert [entry.position for entry in loop.entries() if entry.kept_until] == [8]
 
 
+def test_a_state_whose_page_a_row_takes_over_is_not_kept() -> None:
+    """Its request needs all pages, so none is left for a copy of the page that holds the state's tail."""
+    loop = Loop(num_pages=5, max_model_len=9, max_num_seqs=1)
+    loop.run(MARKED[:3], max_tokens=1)
+    again = loop.run(MARKED[:8], max_tokens=1, marks=at(3, ttl=60))
+    assert again.num_cached_tokens == 3
+    assert 3 not in loop.positions()
+    assert loop.index._kept._clients.keys() <= set(loop.entries())
+
+
 def test_the_shares_of_clients_are_summed_as_states_come_and_go() -> None:
     states = KeptStates(3, 100.0, clock=lambda: 0.0)
     loop = Loop(cache_mode="all")
