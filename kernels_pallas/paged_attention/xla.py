@@ -196,7 +196,8 @@ def _one_by_one(kv, queries, places, tables, *, keys, **seen):
         def piece(i, carry):
             return _attend_pages(kv, i, carry, q, place, table, keys=keys, **seen)
 
-        carry = lax.fori_loop(*_pieces(place, keys, kv.shape[1], **seen), piece, _nothing_seen(q))
+        first, end = _pieces(place, keys, kv.shape[1], **seen)
+        carry = lax.fori_loop(first, end, piece, _nothing_seen(q))
         return jax.tree.map(lambda all_blocks, own: put(all_blocks, own, b), carries, carry)
 
     return lax.fori_loop(0, queries.shape[0], block, jax.vmap(_nothing_seen)(queries))
