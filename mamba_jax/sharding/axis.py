@@ -6,12 +6,13 @@ each state. Experts are sharded over it, too, where they divide evenly: all devi
 computes its own experts, and the sum of a mixer's parts includes them.
 
 Along `CONTEXT`, which only a mesh with several such members has, lie the pages: each member holds, and attends to,
-those of its own positions. Everything else is the same on all members: weights, states and all other computation.
+those of its own positions. Everything else is the same on all members: weights, states and all other computation. Sums
+over `TENSOR` may be added in another order by each member, so what is chosen by numbers is chosen by the first one.
 """
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from jaxtyping import Array, Int
 
 from mamba_jax.config import ModelConfigError
 
+Values = TypeVar("Values")
 DATA = "data"
 TENSOR = "tensor"
 CONTEXT = "context"
@@ -70,6 +72,20 @@ def replica_meshes(replicas: int, shards: int, *, members: int = 1) -> list[Mesh
 def members_of(mesh: Any) -> int:
     """Returns the number of members of a mesh that pages are divided over by position; 1: they are not divided."""
     return int(mesh.shape.get(CONTEXT, 1))
+
+
+def as_first_member(values: Values) -> Values:
+    """Returns arrays that are whole on every device, as the first member has them. One member: nothing changes."""
+    mesh = axis_mesh()
+    if mesh is None or members_of(mesh) == 1:
+        return values
+
+    def on_each_device(values: Values) -> Values:
+        return jax.tree.map(lambda each: lax.all_gather(each, CONTEXT)[0], values)
+
+    return jax.shard_map(
+        on_each_device, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+    )(values)
 
 
 def use_mesh(mesh: Mesh | None) -> AbstractContextManager[Any]:

@@ -11,6 +11,7 @@ from mamba_jax.drafts import DraftSource, StepFacts
 from mamba_jax.model import HybridModel
 from mamba_jax.rows import Rows
 from mamba_jax.sampling import Emission, SamplingInputs, choose, report_logprobs
+from mamba_jax.sharding.axis import as_first_member
 from mamba_jax.step.seats import newest
 from mamba_jax.store import Store
 
@@ -60,7 +61,7 @@ def emit(
         **vars(sampled) | {"sample": sampled.sample & (row_id > 0)}, table=rows.sampling,
         output_counts=rows.output_counts, prompt_seen=rows.prompt_seen, masks=rows.masks,
     )  # fmt: skip
-    emission = choose(logits, inputs, supports=sampling_masks, greedy=greedy)
+    emission = as_first_member(choose(logits, inputs, supports=sampling_masks, greedy=greedy))
     wanted = jnp.where((emission.tokens >= 0) & (row_id > 0)[:, None], rows.sampling.logprobs[row_id][:, None], -1)
     unused = jnp.arange(width) > emission.accepted[:, None]
     process = inputs.processed if processed_logprobs else lambda flat: flat
@@ -95,6 +96,6 @@ def propose(
     )  # fmt: skip
     count = part.num_proposed(rows.drafts.shape[1])
     drafts, store, state = source.propose(model, store, rows.source, facts, count)
-    drafts = jnp.pad(drafts, ((0, 0), (0, rows.drafts.shape[1] - drafts.shape[1])), constant_values=-1)
+    drafts = jnp.pad(as_first_member(drafts), ((0, 0), (0, rows.drafts.shape[1] - drafts.shape[1])), constant_values=-1)
     seat_of = jnp.where(facts.sampled, facts.row_id, rows.length.shape[0])
     return store, dataclasses.replace(rows, drafts=rows.drafts.at[seat_of].set(drafts, mode="drop"), source=state)

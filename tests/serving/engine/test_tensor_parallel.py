@@ -1,5 +1,6 @@
 """A model divided over devices says what it says on one, with caching and drafts."""
 
+import dataclasses
 import itertools
 import random
 import re
@@ -13,7 +14,10 @@ import pytest
 from checkpoints.load import load_model
 from checkpoints.presets import preset
 from mamba_jax.config import ModelConfigError
-from mamba_jax.sharding import CONTEXT, TENSOR, Partition, make_mesh, replica_meshes
+from mamba_jax.drafts import mtp
+from mamba_jax.sharding import CONTEXT, TENSOR, Partition, make_mesh, replica_meshes, use_mesh
+from mamba_jax.sharding.axis import as_first_member
+from mamba_jax.step import heads
 from serving import LLM, RequestError, SamplingParams
 from serving.config import ConfigError
 from serving.core.tiers.tiers import FetchCosts
@@ -148,9 +152,43 @@ def test_divided_pages_under_load(members, shards, tmp_path):
     assert_pages_divided(llm, members)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("place", ["tokens", "drafts"])
+def test_members_feed_what_the_first_one_chose(place, monkeypatch, tmp_path):
+    """If sums differ between members, they may break ties differently; the planted difference is that of a tie."""
+
+    def apart(tokens):
+        on_each_device = jax.shard_map(
+            lambda tokens: tokens + jax.lax.axis_index(CONTEXT), mesh=jax.sharding.get_abstract_mesh(),
+            in_specs=jax.sharding.PartitionSpec(), out_specs=jax.sharding.PartitionSpec(), check_vma=False,
+        )  # fmt: skip
+        return on_each_device(tokens)
+
+    def choose_apart(*args, **options):
+        emission = choose(*args, **options)
+        return dataclasses.replace(emission, tokens=apart(emission.tokens))
+
+    choose, best = heads.choose, mtp._best
+    if place == "tokens":
+        monkeypatch.setattr(heads, "choose", choose_apart)
+    else:
+        monkeypatch.setattr(mtp, "_best", lambda *args: apart(best(*args)))
+    case = FAMILIES["qwen3next"]
+    directory = write_checkpoint(tmp_path, case)
+    llm = engine(directory, case, 2, context_parallel_size=4)
+    assert_greedy(answers(llm), directory)
+    rows = llm.engine.loop._rows
+    for of_seats in (rows.last_token, rows.drafts):
+        first, *others = (np.asarray(shard.data) for shard in of_seats.addressable_shards)
+        assert len(others) == 7
+        for other in others:
+            np.testing.assert_array_equal(other, first)
+
+
 def assert_pages_divided(llm, members):
     """Each member has its own pages, and no program has a temporary array of the store's size."""
     store, programs = llm.engine.loop.store, llm.engine.loop.programs
+    assert "paged_attention by xla" in programs.kernels.report()
     for kv in store.kv:
         assert kv.sharding.shard_shape(kv.shape)[0] == kv.shape[0] // members
     assert sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(store)) == llm.size.total_bytes
@@ -160,7 +198,10 @@ def assert_pages_divided(llm, members):
 
 
 def test_one_member_is_no_axis_of_the_mesh():
-    assert make_mesh(2, members=1).axis_names == (TENSOR,)
+    one, tokens = make_mesh(2, members=1), np.arange(3)
+    assert one.axis_names == (TENSOR,)
+    with use_mesh(one):
+        assert as_first_member(tokens) is tokens  # no exchange
     meshes = replica_meshes(2, 2, members=2)
     assert [dict(mesh.shape) for mesh in meshes] == [{CONTEXT: 2, TENSOR: 2}] * 2
     assert [device.id for mesh in meshes for device in mesh.devices.flat] == list(range(8))
