@@ -165,6 +165,12 @@ class HybridConfig:
         return max(self.mixer(kind).inner_size for kind in self.pattern)
 
     @property
+    def query_size(self) -> int:
+        """Elements of a token's queries in the widest of its attentions; 0 without any."""
+        found = (self.attention, self.windowed_attention, self.latent_attention)
+        return max((each.num_heads * each.state()[0].shape[-1] for each in found if each is not None), default=0)
+
+    @property
     def num_recurrent_layers(self) -> int:
         """Sublayers with a part in every slot."""
         return sum(bool(self.state(kind, StateUnit.SLOT)) for kind in self.pattern)

@@ -220,6 +220,7 @@ class EngineDesign:
             hidden_size=self.model.hidden_size * (1 if drafter is None else 1 + len(drafter.places)),
             inner_size=self.model.inner_size // self.partition.shards,
             vocab_size=self.model.vocab_size,
+            query_size=self.model.query_size // self.partition.shards,
         )
 
     @property

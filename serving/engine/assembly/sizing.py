@@ -344,15 +344,28 @@ def store_memory(config: EngineConfig, *, workspace: int, devices: Iterable[jax.
 
 
 def workspace_bytes(
-    config: EngineConfig, tokens: int, *, platform: str, hidden_size: int, inner_size: int, vocab_size: int
+    config: EngineConfig,
+    tokens: int,
+    *,
+    platform: str,
+    hidden_size: int,
+    inner_size: int,
+    vocab_size: int,
+    query_size: int,
 ) -> int:
     """Returns a rough upper bound on the memory of a step of so many tokens besides weights and store: activations in
-    float32, and copies of the logits: two more where an adapter's own head replaces some."""
+    float32, and copies of the logits: two more where an adapter's own head replaces some.
+
+    `query_size`: elements of a token's queries on a device. Of several members, each has the results of all, in
+    float32, besides its own and what they are merged into.
+    """
     heads = config.max_num_seqs * (1 + config.num_speculative_tokens)
     tokens += heads if config.mixes_steps_on(platform) else 0
     activations = tokens * (4 * hidden_size + 6 * inner_size) * 4
     logits = (5 if config.lora_tables else 3) * heads * vocab_size * 4
-    return activations + logits
+    members = config.context_parallel_size
+    parts = (members + 2) * tokens * query_size * 4 if members > 1 else 0
+    return activations + logits + parts
 
 
 def available_ram() -> int:
