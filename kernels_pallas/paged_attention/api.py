@@ -21,6 +21,7 @@ PAGED = (
     *fixed_order.implementations(xla.paged_attention, xla.paged_attention),
     dispatch.Implementation("xla", xla.paged_attention),
 )
+PARTS = (dispatch.Implementation("xla", xla.paged_attention_part),)
 SEQUENCE = (
     *fixed_order.implementations(xla.sequence_by_pages, xla.sequence_by_pages),
     dispatch.Implementation("xla", xla.attention_sequence),
@@ -127,9 +128,9 @@ def paged_attention_part(
     check_groups("paged_attention_part", q.shape[2], max(kv.shape[2] // 2, 1))
     if not q.size:
         return q.astype(jnp.float32), jnp.zeros(q.shape[:3], jnp.float32)
-    return xla.paged_attention_part(
-        q, kv, positions=positions, page_table=page_table, block_row=block_row, first_page=first_page,
-        page_stride=page_stride, scale=scale, first_key=first_key, window=window,
+    return dispatch.call(
+        "paged_attention", PARTS, None, q, kv, positions=positions, page_table=page_table, block_row=block_row,
+        first_page=first_page, page_stride=page_stride, scale=scale, first_key=first_key, window=window,
     )  # fmt: skip
 
 
