@@ -141,6 +141,15 @@ def test_a_stream_keeps_its_part_if_each_row_of_another_client_is_expensive() ->
     assert sum(map(len, outputs)) > 20, "it has its part, too"
 
 
+def test_steps_leave_time_for_what_requests_take_outside_of_them() -> None:
+    """A tenth of a client's part may pass between steps without that it takes longer than its part."""
+    server = Server(CPU)
+    victim = server.ask("victim")
+    part = 2 * statistics.mean(server.gaps(victim, 100)[10:])
+    gaps = server.gaps(victim, 500, lambda: many_choices(server))[50:]
+    assert statistics.mean(gaps) + 0.1 * part <= part
+
+
 def test_a_machine_on_which_rows_cost_nothing_decodes_all_of_them() -> None:
     server = Server(GPU)
     victim = server.ask("victim")
