@@ -24,12 +24,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from checkpoints.load import load_model
+from checkpoints.load import load_config, load_model
 from checkpoints.resolve import resolve
 from checkpoints.tokenizer import require_tokenizer
 from mamba_jax.model import HybridModel
 from mamba_jax.train.corpus import SAMPLE_TEXT, read_documents
-from mamba_jax.train.score import SCORE_OPTIONS, score, sequence_logprobs
+from mamba_jax.train.score import SCORE_OPTIONS, check_score, score, sequence_logprobs
 from serving.cli.measures import text_prompts
 from serving.engine.llm import LLM
 from serving.engine.requests.sampling_params import SamplingParams
@@ -147,6 +147,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.output is not None and options.output.exists():
         parser.error(f"--output {options.output}: exists; give another file")
+    if options.schedule_invariant:
+        described = load_config(options.model)
+        try:
+            check_score(described)
+        except ValueError as error:
+            parser.error(f"--schedule-invariant: {error}")
     model, texts = options.model, read_documents((options.data or resolve(options.model).files) / SAMPLE_TEXT)
     prompts = text_prompts(require_tokenizer(model), list(texts), options.prompts)
     figures: dict[str, Any] = {"model": model}

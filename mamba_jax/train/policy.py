@@ -18,7 +18,7 @@ from mamba_jax.config import HybridConfig
 from mamba_jax.sequences import checked_sequences
 from mamba_jax.train.additions import divide
 from mamba_jax.train.loss import Parameters, build
-from mamba_jax.train.score import SCORE_OPTIONS, score, sequence_logprobs
+from mamba_jax.train.score import SCORE_OPTIONS, check_score, score, sequence_logprobs
 
 _EPSILON = 1e-4
 """Added to a group's standard deviation, so that nearly equal rewards have no effect."""
@@ -129,6 +129,8 @@ class PolicyTrainer:
         clip: float = 0.2,
         schedule_invariant: bool = False,
     ) -> None:
+        if schedule_invariant:
+            check_score(config)
         own = {path: jnp.array(value, jnp.float32, copy=True) for path, value in values.items() if trained(path)}
         self._frozen = {path: value for path, value in values.items() if not trained(path)}
         self._state, self._config = PolicyState(own, optimizer.init(own)), config

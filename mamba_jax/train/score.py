@@ -74,13 +74,18 @@ def score(
         TypeError, ValueError: the arguments are wrong, as for `HybridModel.hidden`.
         ValueError: the platform, the installation or the model does not support it.
     """
-    if (reason := _unsupported(model.config)) is not None:
-        raise ValueError(f"score {reason}")
+    check_score(model.config)
     tokens, lengths = checked_sequences(model.config, tokens, lengths)
     if lengths is None:
         lengths = jnp.full(tokens.shape[0], tokens.shape[1])
     graph, state = nnx.split(model)
     return _scored(graph, (state, dict(added or {})), tokens, lengths)
+
+
+def check_score(config: HybridConfig) -> None:
+    """Raises ValueError where the platform, the installation or the model does not support `score`."""
+    if (reason := _unsupported(config)) is not None:
+        raise ValueError(f"score {reason}")
 
 
 def _unsupported(config: HybridConfig) -> str | None:

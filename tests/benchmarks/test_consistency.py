@@ -19,6 +19,8 @@ from mamba_jax.train.additions import is_trained, new_adapter
 from mamba_jax.train.policy import PolicyTrainer
 from mamba_jax.train.score import SCORE_OPTIONS, score
 from serving.cli.training.rollouts import Rollouts, ServedAdapter
+from serving.cli.training.train_grpo import train_grpo
+from serving.config import ConfigError
 from serving.engine.llm import LLM
 from tests.support.engines.engines import OPTIMIZED, QUICK_COMPILE
 from tests.support.models.divisible_checkpoints import GOLDEN
@@ -95,6 +97,15 @@ def test_the_first_update_of_a_schedule_invariant_trainer_has_ratios_of_1(dtype,
     assert first["gradient_norm"] > 0
     assert second["kl"] > 0
     assert trainer(False).step(answers)["kl"] > 0
+
+
+def test_a_platform_without_these_bits_is_refused_before_an_engine_is_built(monkeypatch, capsys):
+    monkeypatch.setattr("jax.default_backend", lambda: "tpu")
+    with pytest.raises(ConfigError, match="--schedule-invariant: score is not supported on TPU, only on CPU"):
+        train_grpo(schedule_invariant=True, held_out=1)
+    with pytest.raises(SystemExit):
+        consistency.main(["--schedule-invariant"])
+    assert "--schedule-invariant: score is not supported on TPU" in capsys.readouterr().err
 
 
 @needs_native

@@ -62,6 +62,7 @@ def train_grpo(
     from mamba_jax.train.arithmetic import arithmetic_reward
     from mamba_jax.train.corpus import SAMPLE_PROBLEMS, problem_prompt, read_documents
     from mamba_jax.train.policy import PolicyTrainer
+    from mamba_jax.train.score import check_score
     from serving.cli.training.rollouts import Prompt, Rollouts, ServedAdapter, TrainingRound, improve
     from serving.engine.llm import LLM
 
@@ -80,6 +81,12 @@ def train_grpo(
     ]
     if len(every) <= held_out:
         raise ConfigError(f"--problems {path}: {len(every)} problems are short enough, but --held-out is {held_out}")
+    if schedule_invariant:
+        described = load_config(model)
+        try:
+            check_score(described)
+        except ValueError as error:
+            raise ConfigError(f"--schedule-invariant: {error}") from None
     values: Any = {}
     with training_errors(console):
         if lora:

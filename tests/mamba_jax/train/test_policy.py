@@ -64,6 +64,12 @@ def test_the_loss_by_hand(values):
     np.testing.assert_allclose((parts["kl"], parts["clipped"]), (np.e - 2, 5 / 7), rtol=1e-4)
 
 
+def test_a_platform_without_these_bits_is_refused_before_anything_is_traced(values, monkeypatch):
+    monkeypatch.setattr("jax.default_backend", lambda: "tpu")
+    with pytest.raises(ValueError, match="score is not supported on TPU, only on CPU"):
+        PolicyTrainer(CONFIG, values, optax.sgd(0.05), schedule_invariant=True)
+
+
 @pytest.mark.smoke
 def test_what_was_good_becomes_likelier(values):
     trainer = PolicyTrainer(CONFIG, values, optax.sgd(0.05))
