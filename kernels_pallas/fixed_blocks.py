@@ -33,6 +33,8 @@ def product(
 ) -> Float[Array, "n outputs"]:
     """See `fixed_order.product`. Numbers that are not both bfloat16 are multiplied in float32, in full precision."""
     (count, inputs), outputs = rows.shape, len(weight)
+    if 0 in (count, outputs, inputs):  # a grid has a program at least
+        return jnp.zeros((count, outputs), F32)
     narrow = rows.dtype == weight.dtype == jnp.bfloat16
     dtype, (height, width, most) = jnp.bfloat16 if narrow else F32, _BLOCKS[platform]
     depth = math.gcd(inputs + -inputs % min(most, 128), most)
@@ -76,6 +78,8 @@ def elementwise(
     function: Callable[[Array], Array], x: Float[Array, "*shape"], *, platform: str, interpret: bool
 ) -> Float[Array, "*shape"]:
     """The function of each element, in float32."""
+    if not x.size:
+        return x
     flat = _whole(x.reshape(1, -1), 1, math.prod(_ELEMENTS)).reshape(-1, _ELEMENTS[1])
 
     def kernel(x, y):

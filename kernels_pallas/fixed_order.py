@@ -66,10 +66,15 @@ def fixed(name: str = NAME) -> Iterator[None]:
         _always.reset(token)
 
 
-def implementations(on_cpu: Callable[..., Any], elsewhere: Callable[..., Any] | None) -> list[dispatch.Implementation]:
+def implementations(
+    on_cpu: Callable[..., Any],
+    elsewhere: Callable[..., Any] | None,
+    refused: Callable[..., str | None] = lambda *args, **kwargs: None,
+) -> list[dispatch.Implementation]:
     """The schedule-invariant entries of an operation's table; only their names choose them.
 
     elsewhere: on TPU and GPU, and interpreted; None: there it is not built.
+    refused: why `elsewhere` cannot run a call; None: it can.
     """
 
     def entry(name: str) -> dispatch.Implementation:
@@ -84,7 +89,8 @@ def implementations(on_cpu: Callable[..., Any], elsewhere: Callable[..., Any] | 
                 return f"arrays are {other[0]}, not float32 or bfloat16"
             if name == NAME and dispatch.platform() == "cpu":
                 return native.WHY_MISSING
-            return "it is not built for TPU and GPU" if elsewhere is None else None
+            with fixed(name):
+                return "it is not built for TPU and GPU" if elsewhere is None else refused(*args, **kwargs)
 
         return dispatch.Implementation(name, run_fixed, unsupported, automatic=False)
 

@@ -183,7 +183,7 @@ RULES = (
     Rule(
         INVARIANT,
         Condition("`enable_lora`, routed experts or Mamba-1 on platforms other than CPU", _only_on_cpu),
-        "use a CPU",
+        "use a CPU, with kernels auto",
     ),
     Rule(INVARIANT, HOSTS, "use one host"),
     Rule(
@@ -192,7 +192,7 @@ RULES = (
             "installations without the C++ operations, on CPU",
             lambda of: (
                 f"an installation without the C++ operations ({WHY_NOT_INVARIANT})"
-                if WHY_NOT_INVARIANT and of.platform == "cpu"
+                if WHY_NOT_INVARIANT and of.platform == "cpu" and of.config.kernels != INVARIANT_INTERPRETED
                 else ""
             ),
         ),
@@ -204,6 +204,7 @@ RULES = (
     Rule(INVARIANT, _flag("tensor_parallel_size", 1), "use 1"),
     Rule(INVARIANT, CONTEXT, "use 1"),
     Rule(INVARIANT, _flag("kernels", "auto", INVARIANT_INTERPRETED), "use auto"),
+    Rule(INVARIANT, _flag("kernel_check", "auto", "off"), "use auto: `mamba-jax check` compares bits"),
     Rule(INVARIANT, _flag("logprobs_mode", "raw_logprobs"), "use raw_logprobs"),
     Rule(INVARIANT, _flag("replay_interval", None, 1), "use 1"),
     Rule(

@@ -13,6 +13,7 @@ import numpy as np
 from kernels_pallas import dispatch, fixed_order, native
 from kernels_pallas.fixed_order import exp, rounded
 from kernels_pallas.places import rows_of_tiles
+from kernels_pallas.recurrence import token_by_token
 from kernels_pallas.row_loop import sequences_in_slots
 
 F32 = jnp.float32
@@ -22,7 +23,7 @@ _KNOWN = (F32, jnp.bfloat16)
 def implementations(run, elsewhere, unsupported=None):
     """Returns the automatic entry of an operation's table, unless `unsupported` is None, and the invariant ones."""
     automatic = [] if unsupported is None else [dispatch.Implementation("native", run, unsupported, "cpu")]
-    return (*automatic, *fixed_order.implementations(run, elsewhere))
+    return (*automatic, *fixed_order.implementations(run, elsewhere, token_by_token.unsupported))
 
 
 def update_unsupported(entry, store, places, *, erase, skip):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas import dispatch, fixed_order
+from kernels_pallas import fixed_order
 from kernels_pallas.places import Rows, Tiles
 from kernels_pallas.recurrence.update import pallas_gpu, pallas_tpu
 from kernels_pallas.row_loop import sequences_in_slots
@@ -60,9 +60,16 @@ def sequence(entry, *, erase, skip, initial_state, chunk_size):
     return y, store[1:]
 
 
+def unsupported(entry, store=None, places=None, *, erase, skip, **_):
+    """Why the update's kernel does not take these shapes; `store` is None for whole sequences."""
+    options = fixed_order.kernel_options() or {}
+    states = (len(entry.value), *entry.value.shape[2:], entry.key.shape[-1])
+    store = jax.ShapeDtypeStruct(states, jnp.float32) if store is None else store
+    return KERNELS[options["platform"]].unsupported(entry, store, places, erase=erase, skip=skip)
+
+
 def _one_token(entry, store, rows, *, erase, skip):
     options = fixed_order.kernel_options() or {}
-    kernel = KERNELS[options["platform"]]
-    if reason := kernel.unsupported(entry, store, rows, erase=erase, skip=skip):
-        raise dispatch.UnsupportedError(f"recurrence_update: {reason}")
-    return kernel.update(entry, store, rows, erase=erase, skip=skip, interpret=options["interpret"])
+    return KERNELS[options["platform"]].update(
+        entry, store, rows, erase=erase, skip=skip, interpret=options["interpret"]
+    )

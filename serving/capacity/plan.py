@@ -326,7 +326,7 @@ class _Planner:
     def _compiler(self, size: StoreSize, rows: Rows) -> SlicePrograms:
         arguments = self.design.store_arguments(size, dtype=self.dtype)
         described = StoreShape.of(self.design.stored, routed_experts=self.config.enable_return_routed_experts)
-        shape = self.partition.store_shape(described)
+        shape, invariant = self.partition.store_shape(described), self.config.schedule_invariant
         try:
             return SlicePrograms(
                 HybridModel.from_parameters(self.model, self.shapes),
@@ -335,7 +335,7 @@ class _Planner:
                 rows=rows,
                 tile_size=self.config.tile_size,
                 source=self.design.source,
-                kernels=INVARIANT if self.config.schedule_invariant else self.config.kernels,
+                kernels=INVARIANT if invariant and self.config.kernels == "auto" else self.config.kernels,
                 adapters=functools.partial(adapters_of, self.config, abstract=True),
             )
         except UnsupportedError as error:

@@ -17,7 +17,7 @@ from test_quantized_products import quantized
 
 from kernels_pallas import fixed_order
 from kernels_pallas.causal_conv1d import causal_conv1d_prefill, causal_conv1d_sequence, causal_conv1d_update
-from kernels_pallas.dispatch import KernelChoice
+from kernels_pallas.dispatch import KernelChoice, UnsupportedError
 from kernels_pallas.gated_norm import gated_rms_norm
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.linear import linear
@@ -282,6 +282,26 @@ def test_a_recurrence_keeps_its_bits_in_tiles_steps_and_sequences(platform, shap
     y, store = scan(part(tiles, [0, 3, 4, 5, 6]), store, places)
     np.testing.assert_array_equal(y[1:].reshape(-1, *y.shape[2:])[:12], whole[0, 12:])
     np.testing.assert_array_equal(store[1], end[0])
+
+
+def test_a_shape_that_the_kernel_does_not_take_is_refused_in_every_form(platform):
+    if platform != "cpu":
+        return
+    shape, draw = dataclasses.replace(ODD[0], head_dim=5, state=19), Draw()
+    inputs, options = entry(draw, shape, 1, 4), on_device(how(draw, shape))
+    store, slots = np.zeros((2, *shape.state_shape), np.float32), Rows(np.array([0]), np.ones((1, 4), int))
+    tiles = Tiles(np.ones(1, bool), np.zeros(1, int), np.ones(1, int))
+    gpu = KernelChoice(platform="gpu", named=fixed_order.INTERPRETED)
+    for form, places in (("update", (store, slots)), ("scan", (store, tiles)), ("sequence", ())):
+        with gpu.applied(), pytest.raises(UnsupportedError, match="cannot run this call: keys have a size of 19, not"):
+            plain(form, shape)(*on_device((inputs, *places)), **options)
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_no_rows_and_no_inputs(count):
+    sums = run(lambda x: fixed_order.product(x, jnp.ones((5, 3 - count))), np.zeros((count, 3 - count), np.float32))
+    np.testing.assert_array_equal(sums, np.zeros((count, 5)))
+    assert run(fixed_order.exp, np.zeros((0, 5), np.float32)).shape == (0, 5)
 
 
 @pytest.mark.parametrize("inputs", [37, 38])  # an odd number has no pairs of bfloat16

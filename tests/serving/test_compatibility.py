@@ -3,14 +3,16 @@
 import dataclasses
 import re
 
+import jax
 import pytest
 
 from kernels_pallas import native
+from kernels_pallas.dispatch import KernelChoice
 from mamba_jax.config.channel_recurrence import ShortConvConfig
 from serving import compatibility
 from serving.compatibility import RULES, Deployment, check
 from serving.config import ConfigError, EngineConfig
-from serving.engine.assembly.build import kernel_choice
+from serving.engine.assembly.build import kernel_choice, source_of_bits
 from tests.support.models.tiny_configs import FOR_ENGINES, MOE
 
 DENSE = FOR_ENGINES["nemotronh"]
@@ -62,9 +64,13 @@ CASES = [
     ({"enable_return_sampling_mask": True}, {"role": "decode"}, "sampling_mask does not support --role decode"),
 ]
 INVARIANT_CASES = [
-    ({}, {"platform": "tpu", "model": FOR_ENGINES["selective"]}, "Mamba-1 on TPU; use a CPU"),
-    ({"enable_lora": True}, {"platform": "gpu"}, "enable_lora on GPU; use a CPU"),
-    ({"kernels": "invariant_interpreted", "enable_lora": True}, CPU, "enable_lora in the interpreter; use a CPU"),
+    ({}, {"platform": "tpu", "model": FOR_ENGINES["selective"]}, "Mamba-1 on TPU; use a CPU, with kernels auto"),
+    ({"enable_lora": True}, {"platform": "gpu"}, "enable_lora on GPU; use a CPU, with kernels auto"),
+    (
+        {"kernels": "invariant_interpreted", "enable_lora": True},
+        CPU,
+        "enable_lora in the interpreter; use a CPU, with kernels auto",
+    ),
     ({}, HOSTS, "several hosts; use one host"),
     ({"dtype": "float16"}, CPU, "dtype float16; use float32 or bfloat16"),
     ({"ssm_dtype": "bfloat16"}, CPU, "ssm_dtype bfloat16; use float32"),
@@ -74,6 +80,7 @@ INVARIANT_CASES = [
     ({"tensor_parallel_size": 2}, CPU, "tensor_parallel_size 2; use 1"),
     (DIVIDED, CPU, "context_parallel_size 2; use 1"),
     ({"kernels": "xla"}, CPU, "kernels xla; use auto"),
+    ({"kernel_check": "always"}, CPU, "kernel_check always; use auto"),
     ({"enable_lora": True, "max_lora_rank": 12}, CPU, "max_lora_rank 12; use a power of two"),
     ({"replay_interval": 16}, CPU, "replay_interval 16; use 1"),
     ({"logprobs_mode": "processed_logprobs"}, CPU, "logprobs_mode processed_logprobs; use raw_logprobs"),
@@ -111,6 +118,14 @@ def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setattr(compatibility, "WHY_NOT_INVARIANT", "not built")
     with pytest.raises(ConfigError, match=r"an installation without the C\+\+ operations \(not built\)"):
         check(Deployment(EngineConfig(schedule_invariant=True), platform="cpu"))
+    check(Deployment(EngineConfig(schedule_invariant=True, kernels="invariant_interpreted"), platform="cpu"))
+
+
+def test_stored_bits_name_what_compiled_them():
+    device = jax.devices()[0]
+    named = source_of_bits(KernelChoice(platform="gpu", device=device, named="invariant"))
+    assert named.endswith(f", JAX {jax.__version__}")
+    assert " ".join(device.client.platform_version.split()) in named
 
 
 def test_what_is_supported():

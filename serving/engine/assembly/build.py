@@ -81,13 +81,11 @@ class AssembledEngine:
     @cached_property
     def weights_digest(self) -> str:
         """Digest of the engines' initial weights. Stored and transferred states of schedule-invariant engines have one
-        of their own for each instruction set, or kind of device."""
+        of their own for each instruction set, or kind of device with the versions of JAX and of the platform."""
         digest = self.digest or model_digest(self.model, self.model.config)
         if not self.config.schedule_invariant:
             return digest
-        kernels = self.engine.loop.programs.kernels
-        device = "" if kernels.device is None else kernels.device.device_kind
-        return f"{digest}-{kernels.named}-{instructions() if kernels.platform == 'cpu' else device}"
+        return f"{digest}-{source_of_bits(self.engine.loop.programs.kernels)}"
 
     @property
     def engine(self) -> Engine:
@@ -281,7 +279,10 @@ class _Assembly:
                 keep_programs(engine.loop.programs)
             if at_start:
                 label = f"replica {replica + 1} of {len(engines)}: " if len(engines) > 1 else ""
-                _compile_all(engine, progress=self.progress, keep=config.compilation_cache, label=label)
+                try:
+                    _compile_all(engine, progress=self.progress, keep=config.compilation_cache, label=label)
+                except UnsupportedError as error:
+                    raise ConfigError(str(error)) from None
         return built
 
     def _engine(
@@ -388,6 +389,16 @@ def _compile_all(engine: Engine, *, progress: bool, keep: bool, label: str) -> N
         engine.adapters.warm_up()
     warm_up(loop, engine.vocab_size, progress=progress and sys.stderr.isatty(), keep=keep, label=label)
     log.info(loop.programs.kernels.report())
+
+
+def source_of_bits(kernels: KernelChoice) -> str:
+    """What a schedule-invariant program's bits depend on besides its inputs: equal texts mean equal bits."""
+    if kernels.platform == "cpu":
+        return f"{kernels.named}-{instructions()}"
+    # Another compiler may choose other instructions for the same kernels.
+    device = kernels.device
+    made_for = "" if device is None else f"{device.device_kind}, {device.client.platform_version}"
+    return f"{kernels.named}-{' '.join(made_for.split())}, JAX {jax.__version__}"
 
 
 def kernel_choice(config: EngineConfig, refused: Mapping[tuple[str, str], str] | None = None) -> KernelChoice:
