@@ -96,8 +96,9 @@ class EvictionQueue(Generic[Entry]):
 
     def use(self, client: str | None) -> None:
         """Records that an entry of a client that holds something was used."""
-        queue = self._queues[client] = self._queues.pop(client, None) or LazyHeap(self._stamp_of)
+        queue = self._queues.pop(client, None) or LazyHeap(self._stamp_of)
         queue.used_at = self._clock()
+        self._queues[client] = queue
 
     def push(self, client: str | None, key: tuple[int, ...], entry: Entry) -> int:
         """Queues an entry of a client that was used (`use`), also again; returns its stamp, which the entry must
