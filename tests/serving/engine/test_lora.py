@@ -119,7 +119,9 @@ def test_an_adapter_with_an_overflow_is_refused_and_a_removed_one_leaves_zeros(l
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "flags", [{"tensor_parallel_size": 2}, {"host_cache_gib": 0.01, "num_slots": 10}], ids=["two devices", "tiers"]
+    "flags",
+    [{"tensor_parallel_size": 2}, {"context_parallel_size": 2}, {"host_cache_gib": 0.01, "num_slots": 10}],
+    ids=["two devices", "two members", "tiers"],
 )
 def test_adapters_on_two_devices_and_from_tiers(llm, prompt, directory, flags):
     request = LoRARequest("divided", 1, str(directory))

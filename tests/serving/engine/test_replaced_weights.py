@@ -97,8 +97,9 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(checkpoint):
 
 
 @pytest.mark.full
-def test_divided_weights_stay_divided(checkpoint):
-    divided = LLM(checkpoint(0), tensor_parallel_size=2, **FLAGS)
+@pytest.mark.parametrize("members", [1, 2])
+def test_divided_weights_stay_divided(members, checkpoint):
+    divided = LLM(checkpoint(0), tensor_parallel_size=2, context_parallel_size=members, **FLAGS)
     places = {path: value.sharding for path, value in divided.engine.loop.programs.weights.items()}
     divided.update_weights(checkpoint(1))
     assert_says(divided, checkpoint(1), version="1")
