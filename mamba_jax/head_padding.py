@@ -101,7 +101,9 @@ class HeadPadding:
 
     def load_sharding(self, partition: Partition, mesh: Any, path: str) -> NamedSharding:
         """Returns where a parameter is loaded to. Parameters that are padded later are loaded to every device."""
-        return NamedSharding(mesh, P() if self.pads(path) else partition.parameter(path))
+        # A config does not say whether the checkpoint has scales of keys and values, one number each.
+        whole = self.pads(path) or path.endswith((".k_scale", ".v_scale"))
+        return NamedSharding(mesh, P() if whole else partition.parameter(path))
 
 
 @lru_cache(maxsize=64)

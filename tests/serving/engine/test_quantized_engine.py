@@ -117,8 +117,11 @@ def test_keys_and_values_in_8_bits_are_divided_by_the_checkpoints_scales(large_k
     directory, tensors = large_keys
     save_file(tensors, directory / "model.safetensors")
     wide = said(directory)
-    narrow = np.abs(said(directory, kv_cache_dtype="fp8") - wide).max()
+    rounded = said(directory, kv_cache_dtype="fp8")
+    narrow = np.abs(rounded - wide).max()
     assert 1e-4 < narrow < 0.2
+    for devices in ({"tensor_parallel_size": 2}, {"context_parallel_size": 2}):
+        assert np.abs(said(directory, kv_cache_dtype="fp8", **devices) - rounded).max() < narrow / 2
     shutil.copytree(directory, tmp_path / "unscaled")
     left = {name: value for name, value in tensors.items() if not name.endswith(("k_scale", "v_scale"))}
     save_file(left, tmp_path / "unscaled" / "model.safetensors")
