@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from serving.capacity.plan import CapacityPlan
-from serving.engine.assembly.sizing import GIB, show_bytes
+from serving.engine.assembly.free_memory import GIB, show_bytes
 
 
 def as_json(plan: CapacityPlan, at_context: int | None = None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from serving.config import ConfigError
-from serving.engine.assembly.sizing import GIB
+from serving.engine.assembly.free_memory import GIB
 
 
 @dataclass(frozen=True)

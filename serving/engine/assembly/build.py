@@ -48,9 +48,10 @@ from serving.engine.assembly.devices import (
 )
 from serving.engine.assembly.drafting import draft_policy, with_drafter_config
 from serving.engine.assembly.fetch import checkpoint_of, fetched
+from serving.engine.assembly.free_memory import check_fits, store_memory
 from serving.engine.assembly.gpu_memory import share_notices
 from serving.engine.assembly.kernel_check import refused_kernels
-from serving.engine.assembly.sizing import StoreSize, check_fits, store_memory
+from serving.engine.assembly.sizing import StoreSize
 from serving.engine.assembly.tiering import check_tiers, connect_tiers
 from serving.engine.compiled_programs import keep_programs, use_compilation_cache
 from serving.engine.control import Weights

@@ -11,7 +11,7 @@ from serving.config import ConfigError, EngineConfig
 from serving.core.tiers.tier import Tier
 from serving.core.tiers.tiers import FetchCosts, Tiers
 from serving.engine.assembly.design import waiting_form
-from serving.engine.assembly.sizing import GIB, available_ram, show_bytes
+from serving.engine.assembly.free_memory import GIB, available_ram, show_bytes
 from serving.engine.steps.loop import StepLoop
 from serving.state_transfer.programs import Arrangement, PointPrograms
 from serving.tiers.folder import Folder

@@ -13,10 +13,11 @@ from mamba_jax.config import AttentionConfig, HybridConfig, MambaConfig
 from mamba_jax.store import StoreShape, init_store, store_bytes
 from serving.cli import main
 from serving.config import ConfigError, EngineConfig
-from serving.engine.assembly import build, sizing
+from serving.engine.assembly import build, free_memory
 from serving.engine.assembly.design import resolve_caching, scheduler_config
+from serving.engine.assembly.free_memory import store_memory
 from serving.engine.assembly.gpu_memory import reserve_gpu_memory, share_notices, usable_share
-from serving.engine.assembly.sizing import size_store, store_memory
+from serving.engine.assembly.sizing import size_store
 from serving.split.settings import SplitSettings
 
 CONFIG = HybridConfig(
@@ -176,7 +177,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(monkeypatch):
         raise AssertionError("weights are being loaded")
 
     monkeypatch.setattr(Checkpoint, "load_identified", never)
-    monkeypatch.setattr(sizing, "available_ram", lambda: 8 << 30)
+    monkeypatch.setattr(free_memory, "available_ram", lambda: 8 << 30)
     config = EngineConfig.create(model="nemotron-h-8b", load_format="dummy", dtype="bfloat16")
     with pytest.raises(ConfigError, match=r"weights need 15\.1 GiB but only 8\.0 GiB is free") as caught:
         build.build_engine(config)
@@ -197,8 +198,8 @@ def test_cached_files_of_a_container_count_as_free(files, free, monkeypatch):
             raise FileNotFoundError(path)
         return files.get(path.name, "MemAvailable: 4 kB")
 
-    monkeypatch.setattr(sizing.Path, "read_text", read)
-    assert sizing.available_ram() == free
+    monkeypatch.setattr(free_memory.Path, "read_text", read)
+    assert free_memory.available_ram() == free
 
 
 @pytest.mark.parametrize("name", ["num_pages", "num_slots"])
@@ -209,13 +210,13 @@ def test_a_store_that_does_not_fit_is_refused_before_it_is_allocated(name):
 
 def test_what_is_reserved_is_left_to_others(monkeypatch):
     """A split's worker leaves as much as states in transfer may take."""
-    monkeypatch.setattr(sizing, "available_ram", lambda: 1 << 30)
-    whole = sizing.store_memory(EngineConfig.create(), workspace=MIB)
+    monkeypatch.setattr(free_memory, "available_ram", lambda: 1 << 30)
+    whole = free_memory.store_memory(EngineConfig.create(), workspace=MIB)
     flags = SplitSettings.create(role="decode", max_transfer_bytes=256 * MIB).engine_flags
-    assert whole - sizing.store_memory(EngineConfig.create(**flags), workspace=MIB) == 256 * MIB
+    assert whole - free_memory.store_memory(EngineConfig.create(**flags), workspace=MIB) == 256 * MIB
     assert "reserved_bytes" not in SplitSettings.create().engine_flags
     with pytest.raises(ConfigError, match=r"1\.0 GiB are reserved"):
-        sizing.store_memory(EngineConfig.create(reserved_bytes=1 << 30), workspace=MIB)
+        free_memory.store_memory(EngineConfig.create(reserved_bytes=1 << 30), workspace=MIB)
 
 
 WHOLE = 100 << 30
@@ -275,7 +276,7 @@ def test_refuses_a_share_that_is_not_a_fraction(text):
     ids=["application", "command line", "user"],
 )
 def test_the_store_fills_its_part_of_the_device(environment, share, expected, monkeypatch):
-    monkeypatch.setattr(sizing, "usable_share", lambda platform, used: usable_share(platform, used, environment))
+    monkeypatch.setattr(free_memory, "usable_share", lambda platform, used: usable_share(platform, used, environment))
     weights, workspace = 30 << 30, 2 << 30
     free = store_memory(EngineConfig(model="m"), workspace=workspace, devices=[gpu(share, in_use=weights)])
     assert free == pytest.approx(expected * WHOLE - weights - workspace, abs=2)
