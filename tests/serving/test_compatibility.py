@@ -12,7 +12,7 @@ from mamba_jax.config.channel_recurrence import ShortConvConfig
 from serving import compatibility
 from serving.compatibility import RULES, Deployment, check
 from serving.config import ConfigError, EngineConfig
-from serving.engine.assembly.build import kernel_choice, source_of_bits
+from serving.engine.assembly.chosen_kernels import kernel_choice, source_of_bits
 from tests.support.models.tiny_configs import FOR_ENGINES, MOE
 
 DENSE = FOR_ENGINES["nemotronh"]

@@ -19,14 +19,7 @@ from mamba_jax.config import HybridConfig, ModelConfigError, need
 from mamba_jax.head_padding import HeadPadding
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.modules.quantized import weight_of
-from mamba_jax.programs import (
-    INVARIANT,
-    INVARIANT_INTERPRETED,
-    KernelChoice,
-    StepPrograms,
-    UnsupportedError,
-    instructions,
-)
+from mamba_jax.programs import KernelChoice, StepPrograms, UnsupportedError
 from mamba_jax.rows import Rows
 from mamba_jax.sharding import TENSOR, Partition, rows_shardings, sharded_store
 from mamba_jax.store import EXPERT, Store
@@ -34,6 +27,7 @@ from mamba_jax.store_layout import init_laid_out
 from serving.compatibility import Deployment, check
 from serving.config import ConfigError, EngineConfig
 from serving.core.scheduler import Scheduler
+from serving.engine.assembly.chosen_kernels import kernel_choice, refused_on_all, source_of_bits
 from serving.engine.assembly.design import EngineDesign
 from serving.engine.assembly.devices import (
     Meshes,
@@ -41,7 +35,6 @@ from serving.engine.assembly.devices import (
     describe,
     device_meshes,
     least_of_all_processes,
-    of_first_process,
     on_mesh,
     own_devices,
     scheduler_clock,
@@ -50,7 +43,6 @@ from serving.engine.assembly.drafting import draft_policy, with_drafter_config
 from serving.engine.assembly.fetch import checkpoint_of, fetched
 from serving.engine.assembly.free_memory import check_fits, store_memory
 from serving.engine.assembly.gpu_memory import share_notices
-from serving.engine.assembly.kernel_check import refused_kernels
 from serving.engine.assembly.sizing import StoreSize
 from serving.engine.assembly.tiering import check_tiers, connect_tiers
 from serving.engine.compiled_programs import keep_programs, use_compilation_cache
@@ -108,7 +100,7 @@ def build_engine(config: EngineConfig, *, progress: bool = True, led: bool = Fal
         CheckpointError: the model cannot be loaded.
     """
     config = fetched(config)
-    refused = _refused(config, led)  # before anything here starts JAX
+    refused = refused_on_all(config, led)  # before anything here starts JAX
     config = _in_step(config, led)
     target = load_config(config.model, hf_overrides=config.hf_overrides)
     described = with_drafter_config(config, target)
@@ -174,28 +166,6 @@ def assemble(
     config = _in_step(config, led)
     design = _design(config, model.config, sum(leaf.nbytes for leaf in parameters(model).values()), led)
     return _Assembly(design, device_meshes(config), tokenizer, eos_token_ids, progress, led, programs).of(model)
-
-
-def _refused(config: EngineConfig, led: bool) -> Mapping[tuple[str, str], str]:
-    """Returns the kernels that the check refuses. Where several processes run the same programs, the verdict of the
-    first one holds for all: it has checked before JAX joined their devices (`serving.hosts.host.gather`), or it tries.
-
-    Raises:
-        ConfigError: a kernel that `kernels` names did not pass.
-    """
-    if not led and not (jax.distributed.is_initialized() and jax.process_count() > 1):
-        return refused_kernels(config)
-    found, wrong = {}, ""
-    if jax.process_index() == 0:
-        again = config.model_copy(update={"kernel_check": "auto"}) if config.kernel_check == "always" else config
-        try:
-            found = refused_kernels(again)
-        except ConfigError as error:  # all processes must hear of it
-            wrong = str(error)
-    told, wrong = of_first_process([[[*names, why] for names, why in found.items()], wrong])
-    if wrong:
-        raise ConfigError(wrong)
-    return {(operation, kernel): why for operation, kernel, why in told}
 
 
 def _in_step(config: EngineConfig, led: bool) -> EngineConfig:
@@ -390,29 +360,3 @@ def _compile_all(engine: Engine, *, progress: bool, keep: bool, label: str) -> N
         engine.adapters.warm_up()
     warm_up(loop, engine.vocab_size, progress=progress and sys.stderr.isatty(), keep=keep, label=label)
     log.info(loop.programs.kernels.report())
-
-
-def source_of_bits(kernels: KernelChoice) -> str:
-    """What a schedule-invariant program's bits depend on besides its inputs: equal texts mean equal bits."""
-    if kernels.platform == "cpu":
-        return f"{kernels.named}-{instructions()}"
-    # Another compiler may choose other instructions for the same kernels.
-    device = kernels.device
-    made_for = "" if device is None else f"{device.device_kind}, {device.client.platform_version}"
-    return f"{kernels.named}-{' '.join(made_for.split())}, JAX {jax.__version__}"
-
-
-def kernel_choice(config: EngineConfig, refused: Mapping[tuple[str, str], str] | None = None) -> KernelChoice:
-    """Returns the kernel implementations that the flag `kernels` selects, without those that are refused.
-
-    Raises:
-        ConfigError: the flag is malformed.
-    """
-    if config.schedule_invariant:
-        return KernelChoice(named=INVARIANT if config.kernels == "auto" else config.kernels)
-    if config.kernels in (INVARIANT, INVARIANT_INTERPRETED):
-        raise ConfigError(f"kernels is {config.kernels!r}: set schedule_invariant too, which checks what it needs")
-    try:
-        return KernelChoice.parse(config.kernels, refused=refused)
-    except UnsupportedError as error:
-        raise ConfigError(str(error)) from None

@@ -11,8 +11,8 @@ import pytest
 
 from serving import EngineConfig
 from serving.config import ConfigError
-from serving.engine.assembly import build, kernel_check
-from serving.engine.assembly.build import kernel_choice
+from serving.engine.assembly import chosen_kernels, kernel_check
+from serving.engine.assembly.chosen_kernels import kernel_choice
 from serving.engine.assembly.kernel_check import refused_kernels, run_child
 
 KERNELS = "recurrence_update pallas_gpu", "gated_update pallas_gpu", "paged_attention pallas_gpu"
@@ -163,14 +163,14 @@ def test_the_verdict_of_the_first_process_holds_for_all(machine, monkeypatch, ke
         told.extend([json.loads(json.dumps(value))] * (jax.process_index() == 0))
         return told[0]
 
-    monkeypatch.setattr(build, "of_first_process", broadcast)
+    monkeypatch.setattr(chosen_kernels, "of_first_process", broadcast)
     for process, led in ((0, True), (1, True), (1, False)):
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
         if kernels == "auto":
-            assert build._refused(EngineConfig.create(), led) == REFUSED
+            assert chosen_kernels.refused_on_all(EngineConfig.create(), led) == REFUSED
             continue
         with pytest.raises(ConfigError, match="two runs differ"):
-            build._refused(EngineConfig.create(kernels=kernels), led)
+            chosen_kernels.refused_on_all(EngineConfig.create(kernels=kernels), led)
     assert not machine
 
 
@@ -196,7 +196,7 @@ PARENT = """
 import fcntl, functools, os, sys
 import jax.extend.backend
 from serving import EngineConfig
-from serving.engine.assembly import build
+from serving.engine.assembly import build, chosen_kernels
 from serving.engine.assembly.kernel_check import refused_kernels
 
 lock, child = sys.argv[1:]
@@ -207,7 +207,7 @@ def take_the_chip():
     os._exit(7)
 
 jax.extend.backend.register_backend_factory("chip", take_the_chip, priority=900)
-build.refused_kernels = functools.partial(refused_kernels, command=[sys.executable, "-c", child, lock])
+chosen_kernels.refused_kernels = functools.partial(refused_kernels, command=[sys.executable, "-c", child, lock])
 build.build_engine(EngineConfig.create(model="demo", kernel_check="always"))
 """
 HOLDS_THE_CHIP = """

@@ -15,7 +15,7 @@ import pytest
 from kernels_pallas.dispatch import Implementation
 from serving import LLM, EngineConfig, SamplingParams
 from serving.config import ConfigError
-from serving.engine.assembly import build, kernel_check, kernel_check_child
+from serving.engine.assembly import chosen_kernels, kernel_check, kernel_check_child
 
 pytestmark = pytest.mark.full
 COUNT = itertools.count(1)
@@ -63,7 +63,7 @@ def test_every_fault_is_found_before_the_first_request(tmp_path, monkeypatch):
     monkeypatch.setattr(kernel_check, "run_child", functools.partial(kernel_check.run_child, running=15))
     command = (sys.executable, "-c", f"import runpy; runpy.run_path({__file__!r})['main']()")
     check = functools.partial(kernel_check.refused_kernels, command=command)
-    monkeypatch.setattr(build, "refused_kernels", check)
+    monkeypatch.setattr(chosen_kernels, "refused_kernels", check)
     sizes = {"max_num_seqs": 4, "max_model_len": 64, "num_slots": 16, "num_pages": 8, "warmup": False}
     with LLM("demo", kernel_check="always", **sizes) as llm:
         refused = llm.engine.loop.programs.kernels.refused
