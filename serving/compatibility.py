@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from mamba_jax.config import HybridConfig
-from mamba_jax.config.channel_recurrence import Mamba1Config
 from mamba_jax.programs import INVARIANT_INTERPRETED, WHY_NOT_INVARIANT
 from serving.config import ConfigError, EngineConfig
 
@@ -106,8 +105,8 @@ def _only_on_cpu(deployment: Deployment) -> str:
         return ""
     parts = {"enable_lora": config.enable_lora}
     if model is not None:
-        selective = any(isinstance(one, Mamba1Config) for one in model.recurrences)
-        parts |= {"routed experts": model.experts_per_token > 0, "Mamba-1": selective}
+        parts |= {"routed experts": model.experts_per_token > 0}
+        parts |= {one.varying_bits_of_kernels: True for one in model.recurrences if one.varying_bits_of_kernels}
     place = "in the interpreter" if interpreted else f"on {deployment.platform.upper()}"
     return next((f"{part} {place}" for part, there in parts.items() if there), "")
 

@@ -73,6 +73,7 @@ class Mamba1Config(ChannelRecurrence):
     """Whether these norms have weights."""
     letter: str = MAMBA1
     of_channels: ClassVar[str] = "Mamba channels"
+    varying_bits_of_kernels: ClassVar[str] = "Mamba-1"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -235,6 +235,8 @@ class RecurrenceConfig(MixerConfig):
     letter: str
     varying_bits: ClassVar[str] = ""
     """The recurrence's name in messages, if its bits depend on the schedule (see `schedule_invariant`)."""
+    varying_bits_of_kernels: ClassVar[str] = ""
+    """The same, if they depend on it only on TPU and GPU."""
 
 
 @dataclass(frozen=True)

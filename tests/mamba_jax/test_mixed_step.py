@@ -74,6 +74,8 @@ def test_a_mixed_step_is_a_decode_step_and_a_prefill_step(name, source, interval
 class AdapterReporter:
     """A model whose most likely token after each token is the number of the token's adapter."""
 
+    config = STEP
+
     def run(self, tokens, layout, store):
         return jnp.zeros((len(tokens), STEP.hidden_size)).at[:, 0].set(layout.adapter), store
 
