@@ -84,12 +84,13 @@ class Call:
         those of GPUs in Pallas' interpreter instead, or else those of TPUs."""
         args, kwargs = self.split(self.arguments)
         able = [
-            one for one in self.candidates[:-1] if one.platform in (None, platform) and not one.why_not(args, kwargs)
-        ]
+            one for one in self.candidates[:-1]
+            if one.name not in _OTHERS and one.platform in (None, platform) and not one.why_not(args, kwargs)
+        ]  # fmt: skip
         if interpreted:
             names = [one.name for one in able if one.name.endswith("_interpreted")]
             return sorted(names)[:1]
-        return [one.name for one in able if one.automatic and one.name not in _OTHERS]
+        return [one.name for one in able if one.automatic]
 
     @property
     def arrays(self) -> list[jax.ShapeDtypeStruct]:
