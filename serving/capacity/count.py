@@ -71,41 +71,6 @@ class Step:
     """At the bound; of a decode step those that come out, of a prefill step those that go in."""
 
 
-@dataclass(frozen=True)
-class Workload:
-    """The inputs of a step."""
-
-    tokens: int
-    """Fed to the model."""
-    rows: int
-    heads: int
-    """Positions that go through the output head."""
-    states_read: int
-    states_written: float
-    keys_read: int
-    """Keys read from pages, over all rows."""
-    replay: Replay | None = None
-    """The replay settings of rows; None: a state after each token."""
-
-
-def decode_workload(*, rows: int, drafts: int, context: int, replay: Replay | None = None) -> Workload:
-    """A decode step of full rows: each reads one state, and writes one after each token.
-
-    Under replay, one after every so many tokens; a row's tail is half full on average, and read as far.
-    """
-    tokens = rows * (1 + drafts)
-    written = tokens if replay is None else tokens / replay.interval
-    return Workload(tokens, rows, tokens, rows, written, rows * context, replay)
-
-
-def prefill_workload(*, tokens: int, rows: int, tile_size: int) -> Workload:
-    """A prefill step of prompts from their start, each row's share of the tokens in one piece."""
-    each = -(-tokens // rows)
-    # A tile of queries reads all keys before it.
-    keys = rows * sum(min(start + tile_size, each) for start in range(0, each, tile_size))
-    return Workload(tokens, rows, rows, 0, rows, keys)
-
-
 class Counter:
     """Counts for one model on one number of devices."""
 
@@ -138,34 +103,48 @@ class Counter:
         """Of all parameters on one device."""
         return sum(size * self._bits[path] // 8 for path, size in self._sizes.items())
 
-    def work(self, load: Workload) -> Work:
-        """The least that a step can do."""
-        config, moved, flops = self.config, self._state_bytes(load), 0.0
+    def decode(self, *, rows: int, drafts: int, context: int, replay: Replay | None = None) -> Work:
+        """The least of a decode step of full rows: each reads one state, and writes one after each token.
+
+        Under replay, one after every so many tokens; a row's tail is half full on average, and read as far.
+        """
+        tokens, tails = rows * (1 + drafts), 0.0
+        written = tokens if replay is None else tokens / replay.interval
+        if replay is not None:
+            token = self._shape.bytes_per_tail(self._dtype, self._ssm_dtype, replay) / replay.longest
+            tails = token * (rows * replay.interval / 2 + tokens)
+        return self._work(tokens, tokens, states=rows + written, keys=rows * context, others=tails)
+
+    def prefill(self, *, tokens: int, rows: int, tile_size: int) -> Work:
+        """The least of a prefill step of prompts from their start, each row's share of the tokens in one piece."""
+        each = -(-tokens // rows)
+        # A tile of queries reads all keys before it.
+        keys = rows * sum(min(start + tile_size, each) for start in range(0, each, tile_size))
+        return self._work(tokens, rows, states=rows, keys=keys)
+
+    def _work(self, tokens: int, heads: int, *, states: float, keys: int = 0, others: float = 0.0) -> Work:
+        """`heads`: positions that go through the output head; `states`: those read and written; `keys`: those read from
+        pages, over all rows; `others`: further bytes."""
+        config, flops = self.config, 0.0
+        moved = self._shape.bytes_per_slot(self._dtype, self._ssm_dtype) * states + keys * self._bytes_per_key + others
         for path, size in self._sizes.items():
             if path.startswith(_DRAFTERS):
                 continue  # the layer that drafts is a step of its own
             read = used = 1.0  # the parts that a step reads and that a token is multiplied with
-            positions = load.tokens
+            positions = tokens
             if (weight_of(path) or path) == "embed.weight" and not config.tie_word_embeddings:
-                read, used = min(1.0, load.tokens / config.vocab_size), 0.0
+                read, used = min(1.0, tokens / config.vocab_size), 0.0
             elif path.startswith(("embed.", "lm_head.")):
-                positions = load.heads
+                positions = heads
             elif ".experts." in path:
                 moe = need(config.moe)
                 # Assume that each token's experts are random; an expert that no token chooses is not read.
                 used = moe.experts_per_token / moe.num_experts
-                read = 1 - (1 - used) ** load.tokens
+                read = 1 - (1 - used) ** tokens
             moved += size * self._bits[path] / 8 * read
             if path.removesuffix(".values").endswith(("weight", "experts.up", "experts.down")):
                 flops += 2 * size * used * positions
         return Work(int(moved), int(flops))
-
-    def step(self, name: str, load: Workload, device: Device, *, counted: int) -> Step:
-        """The bounds of a step on a device; `counted` of its tokens are those of a sequence."""
-        work = self.work(load)
-        memory, compute = work.bytes / device.bandwidth, work.flops / device.flops
-        bound = max(memory, compute)
-        return Step(name, load.tokens, work, memory * 1e3, compute * 1e3, bound * 1e3, counted / bound)
 
     def long_context(
         self, tokens: int, size: StoreSize, chunk: int, device: Device, replay: Replay | None
@@ -173,8 +152,7 @@ class Counter:
         """The bounds of one sequence of many tokens, which is prefilled in chunks."""
         pages = -(-tokens // (size.page_size * size.members)) * size.bytes_per_page
         slots = size.bytes_per_slot * size.running_slots // size.max_num_seqs + size.bytes_per_tail
-        load = decode_workload(rows=1, drafts=0, context=tokens, replay=replay)
-        decode = self.step("", load, device, counted=1).bound_ms
+        decode = bounds("", 1, self.decode(rows=1, drafts=0, context=tokens, replay=replay), device, counted=1)
         seconds: dict[int, float] = {}
         longer = chunk
         while longer <= max(chunk, _LONGEST_CHUNK):
@@ -182,11 +160,11 @@ class Counter:
             longer *= 2
         best = next(size for size, each in seconds.items() if each <= _ALMOST * min(seconds.values()))
         sequences = size.sequences_at(tokens)
-        return LongContext(tokens, sequences, pages + slots, seconds[chunk], best, seconds[best], decode)
+        return LongContext(tokens, sequences, pages + slots, seconds[chunk], best, seconds[best], decode.bound_ms)
 
     def _first_token_seconds(self, tokens: int, chunk: int, device: Device) -> float:
         """Each chunk reads the weights, and the keys before it once."""
-        seconds, work = 0.0, functools.cache(lambda size, later: self.work(Workload(size, 1, 1, later, 1, 0)))
+        seconds, work = 0.0, functools.cache(lambda size, later: self._work(size, 1, states=1 + later))
         for start in range(0, tokens, chunk):
             size = min(chunk, tokens - start)
             least = work(size, int(start > 0))
@@ -196,15 +174,12 @@ class Counter:
             seconds += max(moved / device.bandwidth, flops / device.flops)
         return seconds
 
-    def _state_bytes(self, load: Workload) -> float:
-        shape = self._shape
-        slot = shape.bytes_per_slot(self._dtype, self._ssm_dtype)
-        kv = load.keys_read * self._bytes_per_key
-        tails = 0.0
-        if load.replay is not None:
-            token = shape.bytes_per_tail(self._dtype, self._ssm_dtype, load.replay) / load.replay.longest
-            tails = token * (load.rows * load.replay.interval / 2 + load.tokens)
-        return slot * (load.states_read + load.states_written) + kv + tails
+
+def bounds(name: str, tokens: int, work: Work, device: Device, *, counted: int) -> Step:
+    """Returns the bounds of a step on a device; `counted` of its tokens are those of a sequence."""
+    memory, compute = work.bytes / device.bandwidth, work.flops / device.flops
+    bound = max(memory, compute)
+    return Step(name, tokens, work, memory * 1e3, compute * 1e3, bound * 1e3, counted / bound)
 
 
 def _score_flops(config: HybridConfig, kind: str) -> int:

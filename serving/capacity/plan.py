@@ -27,7 +27,7 @@ from mamba_jax.sharding import TENSOR, Partition, rows_shardings
 from mamba_jax.store import StoreShape, init_store
 from mamba_jax.store_layout import lanes_of
 from serving.capacity.compiling import Program, SlicePrograms, check_compiler, slice_mesh
-from serving.capacity.count import LONG_CONTEXTS, Counter, LongContext, Step, decode_workload, prefill_workload
+from serving.capacity.count import LONG_CONTEXTS, Counter, LongContext, Step, bounds
 from serving.capacity.targets import Target, larger
 from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly.design import EngineDesign, waiting_form
@@ -203,11 +203,11 @@ class _Planner:
         context = min(context or DEFAULT_CONTEXT, size.max_model_len)
         steps: list[Step] = []
         for shape in prefills:
-            load = prefill_workload(tokens=shape.tokens, rows=shape.rows, tile_size=self.config.tile_size)
-            steps.append(self.counter.step(_prefill_name(shape), load, device, counted=shape.tokens))
+            work = self.counter.prefill(tokens=shape.tokens, rows=shape.rows, tile_size=self.config.tile_size)
+            steps.append(bounds(_prefill_name(shape), shape.tokens, work, device, counted=shape.tokens))
         for count in dict.fromkeys(min(rows, size.sequences_at(context)) for rows in decodes):
-            load = decode_workload(rows=count, drafts=drafts, context=context, replay=self.replay)
-            steps.append(self.counter.step(_decode_name(count), load, device, counted=count))
+            work = self.counter.decode(rows=count, drafts=drafts, context=context, replay=self.replay)
+            steps.append(bounds(_decode_name(count), count * (1 + drafts), work, device, counted=count))
         notes = [f"decoding keeps {design.replay.notice}", *size.notices, *self._padding_notes]
         programs: tuple[Program, ...] = ()
         kinds: tuple[Sequence[tuple[str, StepBatch]], ...] = ()

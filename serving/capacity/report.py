@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -62,12 +62,12 @@ def as_text(plan: CapacityPlan, at_context: int | None = None) -> RenderableType
 def as_comparison(plans: list[CapacityPlan], failures: dict[str, str], at_context: int | None) -> RenderableType:
     """The smallest machine of each kind that holds the model, and why the others do not."""
     columns = ["machine", "devices", "memory", "to spare each"] + (["sequences at once"] if at_context else [])
-    table = _table("Smallest machine of each kind, by arithmetic", columns)
+    cells = []
     for plan in sorted(plans, key=lambda plan: plan.target.count * plan.target.device.memory):
         memory = plan.target.count * plan.target.device.memory
         row = [plan.target.name, f"{plan.target.count}", show_bytes(memory), show_bytes(plan.spare)]
-        table.add_row(*row, *([f"{plan.sequences_at(at_context)[0]:,}"] if at_context else []))
-    tables = [table]
+        cells.append(row + ([f"{plan.sequences_at(at_context)[0]:,}"] if at_context else []))
+    tables = [_table("Smallest machine of each kind, by arithmetic", columns, cells)]
     if any(plan.long_contexts for plan in plans):
         tables.append(_long_contexts(plans))
     return Group(*tables, *(Text(f"{name}: {why}", style="dim") for name, why in failures.items()))
@@ -84,7 +84,6 @@ def _machine(plan: CapacityPlan) -> Text:
 
 
 def _memory(plan: CapacityPlan) -> Table:
-    table = _table("Memory of one device", ("", "size", "of the limit"))
     compiled = f"{len(plan.programs)} of {plan.num_programs} compiled" if plan.programs else ""
     store = "states and pages" if plan.size is not None else "states and pages of one sequence"
     rows = [
@@ -95,10 +94,9 @@ def _memory(plan: CapacityPlan) -> Table:
         ("seats and adapters", plan.other),
         ("left" if plan.spare >= 0 else "missing", plan.spare),
     ]
-    for name, count in rows:
-        if count or name in ("left", "missing"):
-            table.add_row(name, show_bytes(count), f"{count / plan.limit:.1%}")
-    return table
+    shown = [row for row in rows if row[1] or row is rows[-1]]
+    cells = [(name, show_bytes(count), f"{count / plan.limit:.1%}") for name, count in shown]
+    return _table("Memory of one device", ("", "size", "of the limit"), cells)
 
 
 def _steps(plan: CapacityPlan) -> Table:
@@ -107,46 +105,43 @@ def _steps(plan: CapacityPlan) -> Table:
         f"{plan.context:,} tokens of context)"
     )
     columns = ("", "memory", "GFLOP", "at least", "memory ms", "compute ms", "at most")
-    table = _table(title, columns)
-    for step in plan.steps:
-        work = (show_bytes(step.work.bytes), f"{step.work.flops / 1e9:,.0f}")
-        times = (f"{step.bound_ms:.2f} ms", f"{step.memory_ms:.2f}", f"{step.compute_ms:.2f}")
-        table.add_row(step.name, *work, *times, f"{step.tokens_per_second:,.0f} tokens/s")
-    return table
+    cells = [
+        (step.name, show_bytes(step.work.bytes), f"{step.work.flops / 1e9:,.0f}", f"{step.bound_ms:.2f} ms",
+         f"{step.memory_ms:.2f}", f"{step.compute_ms:.2f}", f"{step.tokens_per_second:,.0f} tokens/s")
+        for step in plan.steps
+    ]  # fmt: skip
+    return _table(title, columns, cells)
 
 
 def _long_contexts(plans: Sequence[CapacityPlan]) -> Table:
-    columns = [
-        "tokens",
-        "sequences at once",
-        "memory of each",
-        "first token after",
-        "with steps of",
+    columns = (
+        "machine", "tokens", "sequences at once", "memory of each", "first token after", "with steps of",
         "next token after",
-    ]
+    )  # fmt: skip
     title = "One sequence of a long context, at least (by arithmetic at published speeds; a prompt without a hit)"
-    table = _table(title, ["machine", *columns])
-    for plan in plans:
-        for each in plan.long_contexts:
-            times = [f"{each.first_token_s:,.1f} s", "-", f"{each.decode_ms:.2f} ms"]
-            if each.chunked_first_token_s < each.first_token_s:
-                times[1] = f"{each.chunk:,}: {each.chunked_first_token_s:,.1f} s"
-            sizes = (f"{each.tokens:,}", f"{each.sequences:,}", show_bytes(each.bytes))
-            table.add_row(plan.target.name, *sizes, *times)
-    return table
+    cells = [
+        (plan.target.name, f"{each.tokens:,}", f"{each.sequences:,}", show_bytes(each.bytes),
+         f"{each.first_token_s:,.1f} s",
+         f"{each.chunk:,}: {each.chunked_first_token_s:,.1f} s" if each.chunked_first_token_s < each.first_token_s
+         else "-", f"{each.decode_ms:.2f} ms")
+        for plan in plans for each in plan.long_contexts
+    ]  # fmt: skip
+    return _table(title, columns, cells)
 
 
 def _programs(plan: CapacityPlan) -> Table:
     title = f"Compiled for {plan.target.topology} in {plan.compile_seconds:.0f} s"
-    table = _table(title, ("", "program", "temporaries", "updated in place", "compile time"))
-    for each in plan.programs:
-        sizes = (each.code, each.temporaries, each.aliased)
-        table.add_row(each.name, *map(show_bytes, sizes), f"{each.seconds:.0f} s")
-    return table
+    cells = [
+        (each.name, *map(show_bytes, (each.code, each.temporaries, each.aliased)), f"{each.seconds:.0f} s")
+        for each in plan.programs
+    ]
+    return _table(title, ("", "program", "temporaries", "updated in place", "compile time"), cells)
 
 
-def _table(title: str, columns: Sequence[str]) -> Table:
+def _table(title: str, columns: Sequence[str], cells: Iterable[Sequence[str]]) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for place, name in enumerate(columns):
         table.add_column(name, justify="right" if place else "left")
+    for row in cells:
+        table.add_row(*row)
     return table

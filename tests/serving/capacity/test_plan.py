@@ -1,6 +1,5 @@
 """Plans by arithmetic, the command, and what it says where things do not fit."""
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from checkpoints.load import load_config
 from checkpoints.presets import PRESETS
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.sharding import Partition
-from serving.capacity.count import Counter, decode_workload
+from serving.capacity.count import Counter
 from serving.capacity.plan import make_plan
 from serving.capacity.report import as_comparison, as_text
 from serving.capacity.targets import families, known, larger, target
@@ -148,7 +147,7 @@ def test_unused_experts_are_not_read():
     config = load_config("nemotron-3-nano-30b-a3b")
     shapes = parameters(HybridModel.abstract(config, dtype=jnp.bfloat16))
     counter = Counter(config, Partition.of(config, 1), shapes, ssm_dtype=jnp.dtype("float32"))
-    one, many = (counter.work(decode_workload(rows=rows, drafts=0, context=0)).bytes for rows in (1, 256))
+    one, many = (counter.decode(rows=rows, drafts=0, context=0).bytes for rows in (1, 256))
     assert one < 0.2 * counter.weight_bytes
     assert many > 0.9 * counter.weight_bytes
 
@@ -355,15 +354,6 @@ def test_planning_imports_no_server():
     assert done.stdout.strip() == "set()"
 
 
-def test_json_has_plain_values_only():
-    from serving.capacity.report import as_json
-
-    made = plan("mamba2-130m", "l4-1")
-    fields = as_json(made)
-    assert json.loads(json.dumps(fields)) == json.loads(json.dumps(fields, default=str))
-    assert dataclasses.asdict(made)["size"]["num_pages"] == 0
-
-
 @pytest.mark.parametrize(
     ("name", "count", "topology"),
     [
@@ -388,10 +378,6 @@ def test_json_has_plain_values_only():
 def test_names(name, count, topology):
     found = target(name)
     assert (found.count, found.topology) == (count, topology)
-
-
-def test_every_listed_name_is_one():
-    assert all(target(name).count >= 1 for name in known())
 
 
 @pytest.mark.parametrize("name", ["v6e-7", "h100-3", "v9", "", "tpu"])
