@@ -1,24 +1,17 @@
-"""Generation from prompts and parameters, whole or streamed; shared by all APIs."""
+"""A request of any API as one job for the engine, the output of its choices, and the tokens that it used."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from serving.api.http.connection.keys import client_id
-from serving.api.http.connection.streaming import merge
-from serving.api.http.context import Context
 from serving.api.http.errors import ApiError
 from serving.api.http.protocol.common import CompletionTokensDetails, PromptTokensDetails, Usage
 from serving.core.cache.retention import Mark
 from serving.engine.requests.adapters import LoRARequest
 from serving.engine.requests.output import CompletionOutput, RequestOutput
-from serving.engine.requests.request import EngineRequest
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.structured.grammars import Grammar
 
@@ -163,52 +156,3 @@ def whole(outputs: Sequence[RequestOutput], tally: UsageCounter) -> list[ChoiceD
     """Returns each choice of the finished outputs of all prompts, as one delta. Updates `tally`."""
     tally.latest.update(enumerate(outputs))
     return [ChoiceDelta(index, output, choice) for index, output in enumerate(outputs) for choice in output.outputs]
-
-
-async def compile_grammar(context: Context, job: Job) -> None:
-    """Compiles a job's grammar outside the event loop. The engine reuses it while the job holds a reference."""
-    form, grammars = job.params.structured_outputs, context.engine.engine.grammars
-    if form is None or grammars is None:
-        return
-    # Hashing a long schema takes time, as does a trial compilation. A known grammar does not wait for trials.
-    pending = await asyncio.to_thread(grammars.submit, form, client_id())
-    job.grammar = await asyncio.shield(asyncio.wrap_future(pending))  # others may wait for the same future
-
-
-async def run(context: Context, job: Job, tally: UsageCounter) -> list[ChoiceDelta]:
-    """Returns each choice of all prompts, in order, as one delta. Updates `tally`."""
-    outputs: dict[int, RequestOutput] = {}
-    streams = [_one(context, job, index, live=False) for index in range(len(job.prompts))]
-    async with contextlib.aclosing(merge(streams)) as finished:
-        async for index, output in finished:
-            outputs[index] = output
-    return whole([outputs[index] for index in range(len(job.prompts))], tally)
-
-
-async def stream(context: Context, job: Job, tally: UsageCounter) -> AsyncGenerator[ChoiceDelta, None]:
-    """Yields new output of all choices as it arrives. Updates `tally`."""
-    streams = [_one(context, job, index, live=True) for index in range(len(job.prompts))]
-    async with contextlib.aclosing(merge(streams)) as outputs:
-        async for index, output in outputs:
-            tally.add(index, output)
-            for choice in output.outputs:
-                if choice.token_ids or choice.text or choice.finished:
-                    yield ChoiceDelta(index, output, choice)
-
-
-async def _one(context: Context, job: Job, index: int, *, live: bool) -> AsyncGenerator[RequestOutput, None]:
-    """Runs one prompt, timed for the metrics and the traces. Yields deltas with `live`, else the finished output."""
-    observe = context.metrics.request(len(job.prompts[index]))
-    name = job.id if len(job.prompts) == 1 else f"{job.id}-{index}"
-    first = f"{job.id}-0" if len(job.prompts) > 1 else None
-    request = EngineRequest(
-        name, {"prompt_token_ids": job.prompts[index]}, job.params, job.priority, job.cache_salt, job.cache_marks,
-        job.message_digests, client_id(), batch_id=first, live=live, lora_request=job.lora_request,
-        return_experts=job.return_experts,
-    )  # fmt: skip
-    with context.traces.request(name, len(job.prompts[index]), job.params) as note:
-        async with contextlib.aclosing(context.engine.stream(request)) as each:
-            async for output in each:
-                note(output)
-                observe(output, time.monotonic())
-                yield output

@@ -5,6 +5,9 @@ A new API is a row here, its models in `protocol`, and a file in this folder wit
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,16 +23,18 @@ from serving.api.http.apis.inputs import tokenized
 from serving.api.http.apis.messages import MessageWriter
 from serving.api.http.apis.responses import Conversation, ResponseWriter
 from serving.api.http.connection import streaming
-from serving.api.http.connection.keys import salt_of, sent_key
-from serving.api.http.context import ResponseContext, context_of
+from serving.api.http.connection.keys import client_id, salt_of, sent_key
+from serving.api.http.context import Context, ResponseContext, context_of
 from serving.api.http.errors import OVERFLOW, ApiError, as_api_error
-from serving.api.http.generation import ChoiceDelta, Job, UsageCounter, compile_grammar, run, stream
+from serving.api.http.generation import ChoiceDelta, Job, UsageCounter, whole
 from serving.api.http.protocol.chat import ChatRequest, ChatResponse
 from serving.api.http.protocol.common import ErrorResponse, TextRequest
 from serving.api.http.protocol.completions import CompletionRequest, CompletionResponse
 from serving.api.http.protocol.messages import MessageObject, MessagesRequest
 from serving.api.http.protocol.responses import ResponseObject, ResponsesRequest
 from serving.core.errors import RequestError
+from serving.engine.requests.output import RequestOutput
+from serving.engine.requests.request import EngineRequest
 
 
 class Writer(Protocol):
@@ -190,7 +195,7 @@ async def respond(api: TextApi, body: TextRequest, request: Request) -> Response
     async def opened() -> Writer:
         own = context.of_request(body.model, sent_key(request.headers))
         writer = await open_writer(api, own, body)
-        await compile_grammar(context, writer.job)
+        await _compile_grammar(context, writer.job)
         return writer
 
     try:
@@ -206,13 +211,62 @@ async def respond(api: TextApi, body: TextRequest, request: Request) -> Response
     headers, request.state.tally = streaming.ignored_header(body, job.ignored), tally
     with context.traces.under(request.headers):
         if body.stream:
-            events, interval = writer.events(stream(context, job, tally)), context.settings.sse_keep_alive_interval
+            events, interval = writer.events(_stream(context, job, tally)), context.settings.sse_keep_alive_interval
             begun = await streaming.until_gone(request.receive, streaming.start(events, api.keep_alive, interval))
             return streaming.EventStream(begun, headers, api.failure)
-        pieces = await streaming.until_gone(request.receive, run(context, job, tally))
+        pieces = await streaming.until_gone(request.receive, _run(context, job, tally))
     codec = context.codec
-    whole = await codec.run(sum(piece.num_tokens for piece in pieces), lambda: writer.response(pieces))
-    if streaming.is_long(whole):
-        parts = streaming.encoded(codec.run, whole)
+    response = await codec.run(sum(piece.num_tokens for piece in pieces), lambda: writer.response(pieces))
+    if streaming.is_long(response):
+        parts = streaming.encoded(codec.run, response)
         return streaming.EventStream(parts, headers, lambda _: b"", media_type="application/json")
-    return streaming.answer(whole, headers)
+    return streaming.answer(response, headers)
+
+
+async def _compile_grammar(context: Context, job: Job) -> None:
+    """Compiles a job's grammar outside the event loop. The engine reuses it while the job holds a reference."""
+    form, grammars = job.params.structured_outputs, context.engine.engine.grammars
+    if form is None or grammars is None:
+        return
+    # Hashing a long schema takes time, as does a trial compilation. A known grammar does not wait for trials.
+    pending = await asyncio.to_thread(grammars.submit, form, client_id())
+    job.grammar = await asyncio.shield(asyncio.wrap_future(pending))  # others may wait for the same future
+
+
+async def _run(context: Context, job: Job, tally: UsageCounter) -> list[ChoiceDelta]:
+    """Returns each choice of all prompts, in order, as one delta. Updates `tally`."""
+    outputs: dict[int, RequestOutput] = {}
+    streams = [_one(context, job, index, live=False) for index in range(len(job.prompts))]
+    async with contextlib.aclosing(streaming.merge(streams)) as finished:
+        async for index, output in finished:
+            outputs[index] = output
+    return whole([outputs[index] for index in range(len(job.prompts))], tally)
+
+
+async def _stream(context: Context, job: Job, tally: UsageCounter) -> AsyncGenerator[ChoiceDelta, None]:
+    """Yields new output of all choices as it arrives. Updates `tally`."""
+    streams = [_one(context, job, index, live=True) for index in range(len(job.prompts))]
+    async with contextlib.aclosing(streaming.merge(streams)) as outputs:
+        async for index, output in outputs:
+            tally.add(index, output)
+            for choice in output.outputs:
+                if choice.token_ids or choice.text or choice.finished:
+                    yield ChoiceDelta(index, output, choice)
+
+
+async def _one(context: Context, job: Job, index: int, *, live: bool) -> AsyncGenerator[RequestOutput, None]:
+    """Runs one prompt, timed for the metrics and the traces. Yields deltas with `live`, else the finished output."""
+    observe = context.metrics.request(len(job.prompts[index]))
+    name = job.id if len(job.prompts) == 1 else f"{job.id}-{index}"
+    first = f"{job.id}-0" if len(job.prompts) > 1 else None
+    request = EngineRequest(
+        name, {"prompt_token_ids": job.prompts[index]}, job.params, job.priority, job.cache_salt, job.cache_marks,
+        job.message_digests, client_id(), batch_id=first, live=live, lora_request=job.lora_request,
+        return_experts=job.return_experts,
+    )  # fmt: skip
+    with context.traces.request(name, len(job.prompts[index]), job.params) as note:
+        async with contextlib.aclosing(context.engine.stream(request)) as each:
+            async for output in each:
+                note(output)
+                observe(output, time.monotonic())
+                yield output
