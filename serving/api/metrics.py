@@ -8,14 +8,17 @@ from __future__ import annotations
 import collections
 import contextlib
 import time
+import tomllib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from serving import vllm
 from serving.core.stats import Exported, Stats
 from serving.core.tiers.tier import TierStats
 from serving.core.tiers.tiers import FetchStats
@@ -33,29 +36,8 @@ _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 _RECENT = 1024
 """Number of recent times that the status page summarizes."""
 
-ALIASES = {
-    "requests_running": ("num_requests_running",),
-    "requests_waiting": ("num_requests_waiting",),
-    "preemptions": ("num_preemptions",),
-    "prompt_tokens": ("prompt_tokens", "prefix_cache_queries", "gpu_prefix_cache_queries"),
-    "cached_prompt_tokens": ("prefix_cache_hits", "gpu_prefix_cache_hits"),
-    "generation_tokens": ("generation_tokens",),
-    "requests_finished": ("request_success",),
-    "draft_tokens": ("spec_decode_num_draft_tokens",),
-    "draft_tokens_accepted": ("spec_decode_num_accepted_tokens",),
-    "time_to_first_token_seconds": ("time_to_first_token_seconds",),
-    "inter_token_latency_seconds": ("inter_token_latency_seconds",),
-    "time_per_output_token_seconds": ("time_per_output_token_seconds", "request_time_per_output_token_seconds"),
-    "queue_time_seconds": ("request_queue_time_seconds",),
-    "e2e_request_latency_seconds": ("e2e_request_latency_seconds",),
-    "request_prompt_tokens": ("request_prompt_tokens",),
-    "request_generation_tokens": ("request_generation_tokens",),
-    "pages": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
-    "cache_config_info": ("cache_config_info",),
-    "lora_requests_info": ("lora_requests_info",),
-}
-"""Names of each metric in vLLM's current and earlier releases. The value of `pages` is the fraction in use of pages or
-of slots, whichever is larger: without either, no request can be added."""
+ALIASES = tomllib.loads((Path(vllm.__path__[0]) / "metrics.toml").read_text(encoding="utf-8"))
+"""Names of each metric in vLLM."""
 _LABELS = {"reason": "finished_reason"}
 _POOLS = ("pages", "slots")
 _SUMMED = ("position",)

@@ -28,7 +28,7 @@ from serving.api.http.context import Context, ResponseContext, context_of
 from serving.api.http.errors import OVERFLOW, ApiError, as_api_error
 from serving.api.http.generation import ChoiceDelta, Job, UsageCounter, whole
 from serving.api.http.protocol.chat import ChatRequest, ChatResponse
-from serving.api.http.protocol.common import ErrorResponse, TextRequest
+from serving.api.http.protocol.common import REFUSED_PATHS, ErrorResponse, TextRequest
 from serving.api.http.protocol.completions import CompletionRequest, CompletionResponse
 from serving.api.http.protocol.messages import MessageObject, MessagesRequest
 from serving.api.http.protocol.responses import ResponseObject, ResponsesRequest
@@ -105,16 +105,6 @@ _NAMES: Mapping[str | None, tuple[str, ...]] = {
     "max_tokens": ("max_completion_tokens", "max_tokens", "max_output_tokens"),
 }  # fmt: skip
 """By the name of a field in errors: its names in requests."""
-_UNSUPPORTED = {
-    "this server generates text: the last hidden state of its model is not an embedding; use a model that was trained "
-    "for embeddings": ("/v1/embeddings", "/embeddings", "/pooling"),
-    "this server generates text: its model was not trained to score or rank; /v1/completions with echo and logprobs "
-    "gives the log-probability of a text": ("/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
-    "this server generates text from text": (
-        "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech", "/v1/images/generations"
-    ),
-}  # fmt: skip
-"""Paths of other servers, by the reason why this one answers them with 404."""
 
 
 async def open_writer(api: TextApi, context: ResponseContext, body: TextRequest) -> Writer:
@@ -138,9 +128,8 @@ def text_router(handle: Callable[[TextApi, TextRequest, Request], Awaitable[Resp
     router = APIRouter()
     for api in _TABLE:
         _add(router, api, handle)
-    for why, paths in _UNSUPPORTED.items():
-        for path in paths:
-            _add_refusal(router, path, why)
+    for path, why in REFUSED_PATHS.items():
+        _add_refusal(router, path, why)
     return router
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import tomllib
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
@@ -38,36 +40,11 @@ Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenIds = Items[Annotated[StrictInt, Field(ge=0, le=2**31 - 1)]]
 MAX_STOP_TEXTS = 64
 
-_IN_STRUCTURED_OUTPUTS = {
-    "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
-    "guided_json_object": "json_object", "guided_whitespace_pattern": "grammar", "regex": "regex", "ebnf": "grammar",
-    "grammar": "grammar", "json_schema": "json",
-}  # fmt: skip
-_UNSUPPORTED = {
-    **{name: NEAREST[name] for name in ("allowed_token_ids", "bad_words", "early_stopping", "length_penalty",
-                                        "logits_processors", "use_beam_search")},
-    **{name: f'use {{"structured_outputs": {{"{kind}": ...}}}}' for name, kind in _IN_STRUCTURED_OUTPUTS.items()},
-    **dict.fromkeys(("dry_multiplier", "dynatemp_range", "mirostat", "tfs_z", "top_a", "top_n_sigma", "typical_p",
-                     "xtc_probability"), "use temperature, top_p, top_k or min_p"),
-    "audio": "the server answers with text",
-    "chat_template": "give variables of the server's template as chat_template_kwargs",
-    "custom_logit_processor": NEAREST["logits_processors"],
-    "function_call": "use tool_choice",
-    "functions": "use tools",
-    "lora_path": "load the adapter, and give its name as model",
-    "max_new_tokens": "use max_tokens",
-    "min_new_tokens": "use min_tokens",
-    "mm_processor_kwargs": "the server reads text",
-    "n_predict": "use max_tokens",
-    "no_stop_trim": "use include_stop_str_in_output",
-    "prompt_embeds": "give prompts as text or token ids",
-    "random_seed": "use seed",
-    "repeat_penalty": "use repetition_penalty",
-    "repetition_detection": "use repetition_penalty or frequency_penalty",
-    "stop_regex": "use stop",
-    "vllm_xargs": NEAREST["extra_args"],
-}  # fmt: skip
-"""Fields of the APIs of OpenAI, vLLM, SGLang, Mistral and llama.cpp that change the output, and the nearest way."""
+_NOT_SERVED = tomllib.loads(Path(__file__).with_name("unsupported.toml").read_text(encoding="utf-8"))
+_UNSUPPORTED = {name: way for way, names in _NOT_SERVED["fields"].items() for name in names}
+_UNSUPPORTED |= {name: NEAREST[parameter] for name, parameter in _NOT_SERVED["parameters"].items()}
+REFUSED_PATHS = {path: why for why, paths in _NOT_SERVED["paths"].items() for path in paths}
+"""Paths of other servers, and why this one answers them with 404."""
 _WITHOUT_EFFECT = ("user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier")
 """OpenAI's fields that do not change a response of this server. They are accepted and not reported as ignored."""
 
