@@ -176,23 +176,16 @@ def _run(
     from serving.api.http.context import Context
     from serving.api.http.make_server import make_server, startup_lines
     from serving.api.traces import Traces
-    from serving.engine.assembly.build import AssembledEngine
     from serving.hosts.host import Leader
     from serving.split.http.roles import role_of
 
     sys.setswitchinterval(_SWITCH_SECONDS)
-    leaders: list[Leader] = []
+    leader: Leader | None = None
     scheme = "http" if settings.ssl_certfile is None else "https"
     address, port = listening.getsockname()[:2]
 
-    def on_built(built: AssembledEngine) -> None:
-        if group is not None:
-            leaders.append(Leader(built.engine.loop, group, built.digest))
-        for line in startup_lines(built, settings, f"{scheme}://{address}:{port}"):
-            log.info(line)
-
     def on_compiled() -> None:
-        for leader in leaders:
+        if leader is not None:
             leader.wait_until_ready()
 
     def on_ready(_: Context) -> None:
@@ -200,11 +193,14 @@ def _run(
 
     # Create this before loading the model, because its package may be missing.
     traces = Traces(settings.otlp_traces_endpoint, settings.served_model_name[0])
-    server, context = make_server(
+    server, context, built = make_server(
         settings, config, listening, open_role=role_of(role, config, settings, listening), led=group is not None,
-        on_built=on_built, on_compiled=on_compiled, on_ready=on_ready, traces=traces,
+        on_compiled=on_compiled, on_ready=on_ready, traces=traces,
     )  # fmt: skip
+    for line in startup_lines(built, settings, f"{scheme}://{address}:{port}"):
+        log.info(line)
     if group is not None:
+        leader = Leader(built.engine.loop, group, built.digest)
         group.ignore_reraised_signals()
     server.run(sockets=[listening])
     if context.engine.abandoned:

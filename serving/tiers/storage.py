@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from checkpoints.errors import one_line
 from serving.core.cache.content import Name
@@ -33,28 +33,6 @@ class PartReader(NamedTuple):
     """Returns a part's arrays, which must have the shapes and dtypes of the second argument. May raise anything."""
 
 
-class TierStorage(Protocol):
-    """Where the parts of one tier are: `Memory` or `Disk`. Engines in several threads may use it."""
-
-    tier: Tier
-
-    def write(self, unit: Unit, change: Change, parts: Mapping[Name, Part], done: Callable[[str], Any]) -> Future[Any]:
-        """Stores a unit that was added to the tier by `change`, and removes what went for it. Returns the job.
-
-        `parts`: its own part and all new blocks, which may still be on their way. `done` is called in the end, by any
-        thread, with the reason for a failure or "".
-        """
-
-    def remove(self, names: Collection[Name]) -> Future[Any] | None:
-        """Removes parts that the tier does not hold any more. Returns the job, if it takes time."""
-
-    def has(self, name: Name) -> bool:
-        """Returns whether a part is here, or on its way."""
-
-    def reader(self, names: Sequence[Name]) -> PartReader:
-        """Returns a reader of these parts, some of which may still be on their way."""
-
-
 class Memory:
     """Parts in host memory: never more than the tier's ledger lists, and dropped with their entries. Thread-safe.
 
@@ -75,7 +53,11 @@ class Memory:
         return len(self._parts)
 
     def write(self, unit: Unit, change: Change, parts: Mapping[Name, Part], done: Callable[[str], Any]) -> Part:
-        """See `TierStorage`. Parts that the tier has since dropped are not kept."""
+        """Stores a unit that was added to the tier by `change`, and removes what went for it. Returns the job.
+
+        `parts`: its own part and all new blocks, which may still be on their way. Those that the tier has since dropped
+        are not kept. `done` is called in the end, by any thread, with the reason for a failure or "".
+        """
         with self.tier.lock:
             for name, part in parts.items():
                 if self.tier.holds(name):
@@ -107,7 +89,7 @@ class Memory:
             return part
 
     def reader(self, names: Sequence[Name]) -> PartReader:
-        """See `TierStorage`."""
+        """Returns a reader of these parts, some of which may still be on their way."""
         parts = {name: self.get(name) for name in names}
         return PartReader(list(parts.values()), lambda name, specs: dict(parts[name].result(timeout=0)))
 
@@ -175,7 +157,7 @@ class Disk:
         return changes
 
     def write(self, unit: Unit, change: Change, parts: Mapping[Name, Part], done: Callable[[str], Any]) -> Future[None]:
-        """See `TierStorage`. One thread writes for all engines, in the order of calls."""
+        """See `Memory.write`. One thread writes for all engines, in the order of calls."""
         names = (*change.blocks, unit.name)
 
         def write() -> None:
@@ -194,7 +176,7 @@ class Disk:
         return job
 
     def reader(self, names: Sequence[Name]) -> PartReader:
-        """See `TierStorage`."""
+        """See `Memory.reader`."""
         with self.tier.lock:
             return PartReader([job for name in names if (job := self._writes.get(name)) is not None], self._read)
 
@@ -208,7 +190,7 @@ class Disk:
         return self.folder.has(name)
 
     def remove(self, names: Collection[Name]) -> Future[None]:
-        """See `TierStorage`."""
+        """Removes parts that the tier does not hold any more."""
         return self._writing.submit(self._remove, names)
 
     def _remove(self, names: Collection[Name]) -> None:
@@ -248,6 +230,10 @@ class Disk:
             with self._looked:
                 self._changes.add(found)
             pause = max(_LOOK, 20 * (time.monotonic() - begin))
+
+
+TierStorage = Memory | Disk
+"""Where the parts of one tier are. Engines in several threads may use it."""
 
 
 def failure(part: Future[Any]) -> str:

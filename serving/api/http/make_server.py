@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import jax
 from fastapi import APIRouter
@@ -26,22 +26,14 @@ from serving.engine.engine import Engine
 from serving.engine.steps.warm_up import warm_up
 
 
-class Role(Protocol):
+@dataclass(frozen=True)
+class Role:
     """What a worker of a fleet adds to its server."""
 
-    @property
-    def routers(self) -> Sequence[APIRouter]:
-        """The endpoints for other workers and routers."""
-        ...
-
-    @property
-    def keeps_store(self) -> bool:
-        """The role's programs are compiled for the store that the engine has now."""
-        ...
-
-    def prepare(self) -> None:
-        """Compiles the role's programs. Called on the engine's thread."""
-        ...
+    routers: Sequence[APIRouter] = ()
+    """The endpoints for other workers and routers."""
+    prepare: Callable[[], None] | None = None
+    """Compiles the role's programs for the store that the engine has now, on its thread. None: there are none."""
 
 
 def make_server(
@@ -53,11 +45,10 @@ def make_server(
     progress: bool = True,
     traces: Traces | None = None,
     led: bool = False,
-    on_built: Callable[[AssembledEngine], None] | None = None,
     on_compiled: Callable[[], None] | None = None,
     on_ready: Callable[[Context], None] | None = None,
-) -> tuple[Server, Context]:
-    """Loads the model. Run the returned server on `listening`; it then compiles.
+) -> tuple[Server, Context, AssembledEngine]:
+    """Loads the model, which is returned with its engine. Run the returned server on `listening`; it then compiles.
 
     Args:
         settings: the server's settings.
@@ -67,7 +58,6 @@ def make_server(
         progress: show progress bars for loading and compiling if stderr is a terminal.
         traces: exports spans; None for those of the settings.
         led: other hosts follow this one's steps; see `build_engine`.
-        on_built: called with the engine when the model is loaded.
         on_compiled: called on each engine's thread when its programs are compiled; requests wait until it returns.
         on_ready: called when the server accepts requests.
 
@@ -83,9 +73,7 @@ def make_server(
             load_adapter(name, path, adapter, lambda function: list(map(function, built.engines)))
         except RequestError as error:
             raise ConfigError(str(error)) from None
-    if on_built is not None:
-        on_built(built)
-    role = open_role(built) if open_role is not None else None
+    role = open_role(built) if open_role is not None else Role()
 
     def prepare(engine: Engine) -> None:
         if config.warmup:
@@ -93,25 +81,24 @@ def make_server(
             bar = progress and not several and sys.stderr.isatty()
             # Programs of a role are compiled for the current store, so no compilation may run in the background. With
             # several hosts, all would wait for the slowest background compilation.
-            background = not led and (role is None or not role.keeps_store)
+            background = not led and role.prepare is None
             label = f"replica {1 + built.engines.index(engine)} of {len(built.engines)}: " if several else ""
             warm_up(
                 engine.loop, engine.vocab_size,
                 progress=bar, keep=config.compilation_cache, background=background, label=label,
             )  # fmt: skip
-            if role is not None:
+            if role.prepare is not None:
                 role.prepare()
         if on_compiled is not None:
             on_compiled()
 
     engine = AsyncEngine(built.engines)
-    routers = role.routers if role is not None else ()
-    app = create_app(engine, settings, routers=routers, prepare=prepare, on_ready=on_ready, traces=traces)
+    app = create_app(engine, settings, routers=role.routers, prepare=prepare, on_ready=on_ready, traces=traces)
     server = Server(
         app, settings, drain_timeout=settings.drain_timeout, leave=partial(engine.shutdown, STEP_TIMEOUT),
         ssl_keyfile=settings.ssl_keyfile, ssl_certfile=settings.ssl_certfile, root_path=settings.root_path,
     )  # fmt: skip
-    return server, app.state.context
+    return server, app.state.context, built
 
 
 def startup_lines(built: AssembledEngine, settings: ServerSettings, url: str) -> Iterator[str]:

@@ -8,11 +8,11 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 
 from fastapi import APIRouter, FastAPI
 
+from serving.api.http.make_server import Role
 from serving.api.http.settings import ServerSettings
 from serving.compatibility import Deployment, check
 from serving.config import ConfigError, EngineConfig
@@ -34,38 +34,22 @@ _TRANSPORTS: dict[str, Callable[[str], Transport]] = {"jax": JaxTransport, "tcp"
 _FETCHES = 8  # maximum number of states that a decode worker fetches at a time
 
 
-@dataclass(frozen=True)
-class OpenRole:
-    """The endpoints and programs of a role; empty for a server without one."""
-
-    routers: list[APIRouter]
-    worker: Worker | None = None
-    directions: tuple[bool, ...] = ()
-    """True: the role reads states from its store. False: it writes states to its store."""
-
-    @property
-    def keeps_store(self) -> bool:
-        """The programs of the role are compiled for the current store."""
-        return self.worker is not None
-
-    def prepare(self) -> None:
-        """Compiles the role's programs, for peers with the same page size. Call this on the engine's thread."""
-        worker = self.worker
-        if worker is None:
-            return
-        store, layers = worker.loop.store, worker.manifest.attention_layers
-        assert store is not None
-        # Decode workers may or may not request the keys and values of draft layers.
-        for reading in self.directions:
-            for count in {layers + worker.manifest.draft_layers, layers if reading else len(store.kv)}:
-                worker.programs.warm_up(
-                    store, unit=max(1, store.page_size), layers=count, reading=reading, state=worker.state
-                )
+def prepare(worker: Worker, *directions: bool) -> None:
+    """Compiles a role's programs, for peers with the same page size. Call this on the engine's thread. `directions`:
+    True: the role reads states from its store; False: it writes states to its store."""
+    store, layers = worker.loop.store, worker.manifest.attention_layers
+    assert store is not None
+    # Decode workers may or may not request the keys and values of draft layers.
+    for reading in directions:
+        for count in {layers + worker.manifest.draft_layers, layers if reading else len(store.kv)}:
+            worker.programs.warm_up(
+                store, unit=max(1, store.page_size), layers=count, reading=reading, state=worker.state
+            )
 
 
 def role_of(
     settings: SplitSettings, config: EngineConfig, server: ServerSettings, listening: socket.socket
-) -> Callable[[AssembledEngine], OpenRole]:
+) -> Callable[[AssembledEngine], Role]:
     """Returns what creates the role of `settings` in a server that listens on this socket.
 
     Raises:
@@ -80,14 +64,14 @@ def role_of(
 
 def open_role(
     settings: SplitSettings, built: AssembledEngine, host: str, port: int, *, keys: Sequence[str] = ()
-) -> OpenRole:
+) -> Role:
     """Creates the role of `settings`, before the engine runs. `keys`: the server's API keys.
 
     Raises:
         ConfigError: a transport is not available.
     """
     if settings.role is None:
-        return OpenRole(_events(built, built.weights_digest, settings) if settings.followed else [])
+        return Role(_events(built, built.weights_digest, settings) if settings.followed else [])
     if not settings.seal.secret and not _is_loopback(host):
         raise ConfigError(
             f"a {settings.role} worker that listens on {host} needs a secret: set --split-secret or {SECRET_VARIABLE} "
@@ -110,7 +94,7 @@ def open_role(
             url=f"http://{reached}:{port}",
         )
     if settings.role == "prefill":
-        return OpenRole([worker_router(worker, seal=seal, offers=offers), *events], worker, (True,))
+        return Role([worker_router(worker, seal=seal, offers=offers), *events], partial(prepare, worker, True))
     worker.manifest = worker.manifest.model_copy(update={"converts_state": settings.convert_state})
     decodes = DecodeSide(
         worker,
@@ -120,7 +104,7 @@ def open_role(
         max_arriving_bytes=settings.max_transfer_bytes,
     )
     router = worker_router(worker, seal=seal, offers=offers, decodes=decodes, allowed=settings.peer, keys=keys)
-    return OpenRole([router, *events], worker, (True, False) if settings.share else (False,))
+    return Role([router, *events], partial(prepare, worker, *((True, False) if settings.share else (False,))))
 
 
 def _transports(kinds: Sequence[str], host: str) -> dict[str, Transport]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from serving.core.cache.retention import Mark
-from serving.split.http.roles import OpenRole
+from serving.split.http.roles import prepare
 from serving.split.wire import SplitError
 from serving.state_transfer.programs import PointPrograms
 from tests.support.engines.delayed_executor import DelayedExecutor
@@ -302,7 +302,7 @@ def test_a_roles_warm_up_is_all_it_needs():
     pair = Pair("all")
     for side, reads in ((pair.prefill_side, True), (pair.decode_side, False)):
         side.worker.programs = PointPrograms(side.worker.arrangement)
-        OpenRole([], side.worker, (reads,)).prepare()
+        prepare(side.worker, reads)
     programs = [side.worker.programs for side in (pair.prefill_side, pair.decode_side)]
     before = [len(each.cache) for each in programs]
     assert before == [5, 5]

@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
@@ -18,7 +18,8 @@ from starlette.responses import Response
 
 from checkpoints.errors import CheckpointError
 from serving.api.http.apis import messages, responses, stored_responses
-from serving.api.http.apis.choices import ChatWriter, CompletionWriter
+from serving.api.http.apis.blocks import BlocksWriter
+from serving.api.http.apis.choices import ChatWriter, ChoicesWriter, CompletionWriter
 from serving.api.http.apis.inputs import tokenized
 from serving.api.http.apis.messages import MessageWriter
 from serving.api.http.apis.responses import Conversation, ResponseWriter
@@ -36,16 +37,8 @@ from serving.core.errors import RequestError
 from serving.engine.requests.output import RequestOutput
 from serving.engine.requests.request import EngineRequest
 
-
-class Writer(Protocol):
-    """Writes the response to one request, whole or as events."""
-
-    job: Job
-    tally: UsageCounter
-
-    def response(self, pieces: Sequence[ChoiceDelta]) -> BaseModel: ...
-
-    def events(self, pieces: AsyncGenerator[ChoiceDelta, None]) -> AsyncGenerator[bytes, None]: ...
+Writer = ChoicesWriter | BlocksWriter
+"""Writes the response to one request, whole or as events."""
 
 
 @dataclass(frozen=True)
