@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import json
 import logging
 import os
 from collections.abc import Generator, Sequence
@@ -11,6 +12,7 @@ from collections.abc import Generator, Sequence
 import httpx
 from pydantic import BaseModel, Field, ValidationError
 
+from serving.api.http.protocol.common import ErrorBody
 from serving.split.prefill_side import TooMany
 from serving.split.seal import RECEIVER, Seal
 from serving.split.wire import Manifest, ManifestMismatch, Message, Offer, SplitError, SplitTimeout, StateRequest
@@ -177,20 +179,9 @@ def headers(keys: Sequence[str] = ()) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-class ErrorBody(BaseModel):
-    """The inner part of an error object."""
-
-    message: str
-    code: str | None = None
-
-
-class _ErrorObject(BaseModel):
-    error: ErrorBody
-
-
 def error_of(status: int, content: bytes) -> ErrorBody:
     """Returns the error of a response; its message is the status if the content is not an error object."""
     try:
-        return _ErrorObject.model_validate_json(content).error
-    except ValidationError:
-        return ErrorBody(message=f"status {status}")
+        return ErrorBody(**{"type": ""} | json.loads(content)["error"])
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return ErrorBody(message=f"status {status}", type="")

@@ -43,13 +43,10 @@ def as_chat(body: protocol.Conversation) -> ChatRequest:
     if continues:
         fields["continue_final_message"] = True
     fields |= {"model": body.model, "messages": messages}
-    fields["tools"] = [
-        {"type": "function",
-         "function": {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}}
-        for tool in body.tools or ()
-    ] or None  # fmt: skip
+    shown = {"name", "description", "input_schema"}
+    fields["tools"] = [tool.model_dump(include=shown) for tool in body.tools or ()] or None
     if body.tool_choice is not None:
-        fields["tool_choice"] = _tool_choice(body.tool_choice)
+        fields["tool_choice"] = body.tool_choice.model_dump(exclude_none=True)
         fields["parallel_tool_calls"] = not body.tool_choice.disable_parallel_tool_use
     if body.thinking is not None:
         fields["thinking"] = body.thinking.model_dump()
@@ -100,15 +97,6 @@ def _messages(message: protocol.InputMessage) -> list[dict[str, Any]]:
 
 def _has_text(content: Any) -> bool:
     return any(part["text"] for part in content) if isinstance(content, list) else bool(content)
-
-
-def _tool_choice(choice: protocol.ToolUse) -> Any:
-    match choice.type:
-        case "any":
-            return "required"
-        case "tool":
-            return {"type": "function", "function": {"name": choice.name or ""}}
-    return choice.type
 
 
 _DELTAS = {

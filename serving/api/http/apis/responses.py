@@ -10,6 +10,8 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from pydantic import BaseModel
+
 from checkpoints.text.parts import part_text
 from serving.api.http.apis.blocks import Block, BlockChange, BlocksWriter, NamedEvent
 from serving.api.http.apis.chat_turn import ChatTurn
@@ -22,7 +24,7 @@ from serving.api.http.logprobs import TextLogprobs
 from serving.api.http.parsing.written_json import object_of
 from serving.api.http.protocol import responses as protocol
 from serving.api.http.protocol.chat import ChatLogprob, ChatRequest
-from serving.api.http.protocol.common import CUSTOM_INPUT, custom_parameters
+from serving.api.http.protocol.common import CUSTOM_INPUT
 from serving.api.http.protocol.responses import ResponsesRequest
 from serving.api.http.response_store import StoredResponse, owner_of
 
@@ -58,8 +60,13 @@ def as_chat(body: ResponsesRequest, conversation: Conversation) -> ChatRequest:
     fields |= {"model": body.model, "messages": messages, "stream": body.stream}
     fields["max_completion_tokens"] = body.max_output_tokens
     fields |= {"temperature": body.temperature, "top_p": body.top_p, "parallel_tool_calls": body.parallel_tool_calls}
-    fields["tools"] = [{"type": "function", "function": _function(tool)} for tool in body.tools or ()] or None
-    fields["tool_choice"] = _tool_choice(body.tool_choice)
+    fields["tools"] = [
+        {"type": tool.type, tool.type: tool.model_dump(exclude={"type", "namespace"}, exclude_unset=True)}
+        for tool in body.tools or ()
+    ] or None
+    choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, BaseModel) else body.tool_choice
+    allowed = isinstance(body.tool_choice, protocol.AllowedFunctions)
+    fields["tool_choice"] = {"type": "allowed_tools", "allowed_tools": choice} if allowed else choice
     form = body.text.format
     if form.type == "json_schema":
         fields["response_format"] = {"type": form.type, "json_schema": {"name": form.name, "schema": form.schema_}}
@@ -79,13 +86,6 @@ def _as_item(content: Any = None, **fields: Any) -> dict[str, Any]:
     if isinstance(content, str):
         content = [{"type": "output_text" if fields.get("role") == "assistant" else "input_text", "text": content}]
     return {"type": "message", "role": "user", **fields, "content": content}
-
-
-def _function(tool: protocol.FunctionTool) -> dict[str, Any]:
-    if tool.type == "custom":
-        form = (tool.model_extra or {}).get("format")
-        return {"name": tool.name, "description": tool.description, "parameters": custom_parameters(form)}
-    return tool.model_dump(exclude={"type", "namespace"}, exclude_unset=True)
 
 
 def messages_of_input(items: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -169,16 +169,6 @@ def _text(content: Any) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(map(part_text, content)) if isinstance(content, list) else part_text(content)
-
-
-def _tool_choice(choice: Any) -> Any:
-    match choice:
-        case protocol.NamedFunction():
-            return {"type": "function", "function": {"name": choice.name}}
-        case protocol.AllowedFunctions():
-            tools = [{"type": "function", "function": {"name": tool.name}} for tool in choice.tools]
-            return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
-    return choice
 
 
 def _custom_input(arguments: str) -> str:

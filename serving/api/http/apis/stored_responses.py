@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from serving.api.http.apis.responses import Conversation, Message
+from serving.api.http.apis.responses import Conversation
 from serving.api.http.connection.keys import sent_key
 from serving.api.http.connection.streaming import answer
 from serving.api.http.context import ResponseContext, context_of
 from serving.api.http.errors import ApiError
 from serving.api.http.protocol.responses import DeletedResponse, InputItems, ResponseObject
-from serving.api.http.response_store import StoredResponse
+from serving.api.http.response_store import ResponseStore, StoredResponse
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -22,7 +21,7 @@ router = APIRouter(tags=["OpenAI"])
 @router.get("/v1/responses/{response_id}", response_model=ResponseObject)
 async def get_response(response_id: str, request: Request) -> Response:
     """A stored response."""
-    return Response(_stored(response_id, request).response, media_type="application/json")
+    return Response(_stored_for(request, response_id).response, media_type="application/json")
 
 
 @router.get("/v1/responses/{response_id}/input_items", response_model=InputItems)
@@ -36,7 +35,7 @@ async def list_input_items(
     """The input of a stored response, `limit` items at a time."""
     items = [
         item if isinstance(item.get("id"), str) else {**item, "id": f"in_{place}_{response_id}"}
-        for place, item in enumerate(_stored(response_id, request).items)
+        for place, item in enumerate(_stored_for(request, response_id).items)
     ]
     items = items[:: 1 if order == "asc" else -1]
     begin = next((place for place, item in enumerate(items, 1) if item["id"] == after), 0)
@@ -55,20 +54,16 @@ async def delete_response(response_id: str, request: Request) -> Response:
 
 def stored_conversation(context: ResponseContext) -> Conversation:
     """Returns a function that returns the conversations of the client's stored responses."""
-
-    def conversation(response_id: str) -> Sequence[Message]:
-        stored = context.store.get(response_id, context.key)
-        if stored is None:
-            raise _unknown(response_id, "previous_response_id")
-        return stored.messages
-
-    return conversation
+    return lambda response_id: _stored(context.store, response_id, context.key, "previous_response_id").messages
 
 
-def _stored(response_id: str, request: Request) -> StoredResponse:
-    stored = context_of(request).store.get(response_id, sent_key(request.headers))
-    if stored is None:
-        raise _unknown(response_id, "response_id")
+def _stored_for(request: Request, response_id: str) -> StoredResponse:
+    return _stored(context_of(request).store, response_id, sent_key(request.headers), "response_id")
+
+
+def _stored(store: ResponseStore, response_id: str, key: str | None, param: str) -> StoredResponse:
+    if (stored := store.get(response_id, key)) is None:
+        raise _unknown(response_id, param)
     return stored
 
 
