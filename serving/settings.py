@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from checkpoints.errors import CheckpointError
 from checkpoints.json_file import read_text
 from serving.core.errors import ConfigError, RequestError
 
-__all__ = ["ConfigError", "Settings", "checks_names", "did_you_mean", "read_config_file"]
+__all__ = ["ConfigError", "Settings", "checks_names", "did_you_mean", "json_object", "json_value", "read_config_file"]
 
 T = TypeVar("T")
 
@@ -125,3 +126,23 @@ def _explain(detail: Any) -> str:
     name = ".".join(map(str, detail["loc"]))
     message = detail["msg"].replace("Input should be ", "must be ")
     return f"{name}: {message[0].lower()}{message[1:]}, got {detail['input']!r}"
+
+
+def json_value(name: str, text: str) -> Any:
+    """Returns the value of a flag in JSON.
+
+    Raises:
+        ConfigError: the text is not valid JSON.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{name} is not valid JSON ({error}): {text[:80]}") from None
+
+
+def json_object(name: str, text: str) -> dict[str, Any]:
+    """Returns the value of a flag that is a JSON object. Raises ConfigError if it is none."""
+    value = json_value(name, text)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} must be a JSON object, got {text[:80]}")
+    return value

@@ -18,7 +18,6 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from serving import vllm
 from serving.core.stats import Exported, Stats
 from serving.core.tiers.tier import TierStats
 from serving.core.tiers.tiers import FetchStats
@@ -36,7 +35,7 @@ _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 _RECENT = 1024
 """Number of recent times that the status page summarizes."""
 
-ALIASES = tomllib.loads((Path(vllm.__path__[0]) / "metrics.toml").read_text(encoding="utf-8"))
+ALIASES = tomllib.loads(Path(__file__).with_name("vllm_metrics.toml").read_text(encoding="utf-8"))
 """Names of each metric in vLLM."""
 _LABELS = {"reason": "finished_reason"}
 _POOLS = ("pages", "slots")

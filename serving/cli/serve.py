@@ -18,8 +18,8 @@ from serving.api.logs import set_up_logging
 from serving.cli.options import Options, with_options
 from serving.config import ConfigError, EngineConfig
 from serving.hosts.settings import HostSettings
+from serving.settings import json_object
 from serving.split.settings import RouterSettings, SplitSettings
-from serving.vllm.flags import json_value
 
 if TYPE_CHECKING:
     from serving.hosts.host_group import HostGroup
@@ -82,10 +82,9 @@ def serve(
     if reference is not None:
         flags["model"] = reference
     if default_chat_template_kwargs is not None:
-        settings["default_chat_template_kwargs"] = _json_object(
-            "--default-chat-template-kwargs", default_chat_template_kwargs
-        )
-    override = _json_object("--override-generation-config", override_generation_config or "{}")
+        variables = json_object("--default-chat-template-kwargs", default_chat_template_kwargs)
+        settings["default_chat_template_kwargs"] = variables
+    override = json_object("--override-generation-config", override_generation_config or "{}")
     chosen, config = resolve_settings(flags, settings, with_generation_config=generation_config, override=override)
     _check_tls(chosen)
     set_up_logging(chosen.log_format)
@@ -126,13 +125,6 @@ def _serve_together(
     with group.ending_together((ConfigError, CheckpointError)):
         _run(settings, config, listening, begin, role, group)
     group.exit()
-
-
-def _json_object(name: str, text: str) -> dict[str, Any]:
-    value = json_value(name, text)
-    if not isinstance(value, dict):
-        raise ConfigError(f"{name} must be a JSON object, got {text[:80]}")
-    return value
 
 
 def _check_tls(settings: ServerSettings) -> None:

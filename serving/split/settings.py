@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any, Literal
 
 from pydantic import Field
 
 from serving.api.http.settings import ConnectionBounds, RequestBounds
-from serving.settings import ConfigError, Settings
+from serving.settings import Settings, json_object
 from serving.split.seal import SECRET_VARIABLE, Seal
 from serving.split.wire import FailurePolicy, Handoff
 
@@ -100,13 +99,7 @@ class SplitSettings(FleetSettings):
         Raises:
             ConfigError: `kv_events_config` is not a JSON object, or has unknown names or invalid values.
         """
-        try:
-            given = json.loads(self.kv_events_config or "{}")
-        except (ValueError, RecursionError):
-            given = None
-        if not isinstance(given, dict):
-            raise ConfigError(f"kv_events_config must be a JSON object, got {str(self.kv_events_config)[:80]}")
-        chosen = KvEventsSettings.create(**given)
+        chosen = KvEventsSettings.create(**json_object("kv_events_config", self.kv_events_config or "{}"))
         return chosen if chosen.enable_kv_cache_events and chosen.publisher == "zmq" else None
 
     @property

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from serving.config import DRAFTER_METHODS, ConfigError, EngineConfig
+from serving.settings import json_object, json_value
 
 Words = list[str]
 
@@ -54,18 +55,6 @@ class Flag:
         return cls(name, value, short, **fields)  # type: ignore[arg-type]
 
 
-def json_value(name: str, text: str) -> Any:
-    """Returns the value of a flag in JSON.
-
-    Raises:
-        ConfigError: the text is not valid JSON.
-    """
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{name} is not valid JSON ({error}): {text[:80]}") from None
-
-
 _MTP = ("mtp", "nemotron_h_mtp", "qwen3_next_mtp", "qwen3_5_mtp", "deepseek_mtp")
 _UNNECESSARY_FOR_DRAFTS = (
     "moe_backend", "attention_backend", "draft_tensor_parallel_size", "enforce_eager", "draft_sample_method",
@@ -81,9 +70,7 @@ _DRAFT_KEYS = {
 
 def _drafts(value: str) -> Words:
     """Translates `--speculative-config`, a JSON object."""
-    config = json_value("--speculative-config", value)
-    if not isinstance(config, dict):
-        raise ConfigError(f"--speculative-config must be a JSON object, got {value[:80]}")
+    config = json_object("--speculative-config", value)
     method = config.pop("method", None)
     if method not in (None, "ngram", *_MTP, *DRAFTER_METHODS):
         raise ConfigError(

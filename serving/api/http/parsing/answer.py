@@ -7,6 +7,7 @@ call remains text. A call's arguments are valid JSON whatever the model writes, 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -266,15 +267,9 @@ class AnswerReader:
         """Reads a call in JSON whose fields have an unusual order or form, when its text is complete."""
         cursor, written, valid, begin = self._cursor, WrittenObject(style.end), list[str](), len(raw)
         complete = False
-        try:
-            while not complete:
-                at, more, complete = written.push(cursor.text, cursor.at)
-                raw.append(cursor.take(at - cursor.at))
-                valid.append(more)
-                if not complete:
-                    yield from cursor.more()
-        except TextEnds:
-            pass
+        with contextlib.suppress(TextEnds):
+            yield from read_written(cursor, written, valid.append, raw.append)
+            complete = True
         call = call_in("".join(valid)) if complete and not written.broken else None
         if call is not None and (not offered or self._own(call[0]) in self._schemas):
             self._begin(call[0])
