@@ -1,14 +1,14 @@
 """Adapters over HTTP: a name in `model` uses one, operators load and remove them."""
 
-import numpy as np
 import pytest
 
 from checkpoints import load_config
-from checkpoints.adapters.initial_state import initial_state_shapes, write_initial_state
+from checkpoints.adapters.initial_state import write_initial_state
 from serving import ConfigError, EngineConfig
 from serving.api.http.settings import ServerSettings
 from serving.engine.assembly.build import build_engine
 from tests.support.models.golden_case import FIXTURES, Case
+from tests.support.models.random_models import random_layers
 from tests.support.servers.live_server import LiveServer
 
 FIXTURE = "lfm2"
@@ -82,12 +82,7 @@ def test_refusals_are_clear(server, path, body, status, words):
 
 def test_a_learned_initial_state_is_a_model(server, tmp_path):
     config = load_config(FIXTURES / FIXTURE)
-    rng = np.random.default_rng(0)
-    layers = {
-        index: {part: rng.normal(size=shape) for part, shape in parts.items()}
-        for index, parts in initial_state_shapes(config).items()
-    }
-    write_initial_state(tmp_path, layers, config)
+    write_initial_state(tmp_path, random_layers(config), config)
     assert post(server, "/v1/load_lora_adapter", lora_name="state", lora_path=str(tmp_path)).status_code == 200
     assert logprobs(server, "state") != pytest.approx(logprobs(server, "base"), abs=1e-3)
     assert post(server, "/v1/unload_lora_adapter", lora_name="state").status_code == 200

@@ -3,11 +3,7 @@
 import pytest
 
 from benchmarks.clients.agent_reuse import measured
-from serving.config import EngineConfig
-from serving.engine.assembly.build import assemble
-from tests.support.engines.step_programs import NoPrograms
-from tests.support.fleets.split_pair import FLAGS, model
-from tests.support.models.letter_tokens import letters
+from tests.support.fleets.split_pair import letter_engine
 from tests.support.servers.live_server import in_process
 
 TEMPLATE = (
@@ -28,9 +24,7 @@ def test_an_agent_reuses_what_an_oracle_reuses():
         "state_block_size": 256, "tile_size": 256, "page_size": 32, "max_model_len": 16384, "num_pages": 6000,
         "max_num_batched_tokens": 4096, "max_num_seqs": ROWS, "num_slots": 2 + 2 * ROWS + 2 * CONVERSATIONS,
     }  # fmt: skip
-    config = EngineConfig.create(mamba_cache_mode="all", **FLAGS | {"debug_state": False} | sizes)
-    built = assemble(config, model(), programs=NoPrograms(), tokenizer=letters().with_chat_template(TEMPLATE))
-    with in_process(built.engine) as client:
+    with in_process(letter_engine(TEMPLATE, **sizes)) as client:
 
         def post(body):
             return client.post("/v1/chat/completions", json=body).raise_for_status().json()

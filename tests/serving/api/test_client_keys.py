@@ -8,14 +8,10 @@ from starlette.datastructures import Headers
 
 from serving.api.http.connection.keys import has_several_keys, salt_of
 from serving.api.http.settings import ServerSettings
-from serving.config import EngineConfig
 from serving.core.cache.content import client_salt
 from serving.core.planning.plan import StepPlan
 from serving.core.scheduler import Scheduler
-from serving.engine.assembly.build import assemble
-from tests.support.engines.step_programs import NoPrograms
-from tests.support.fleets.split_pair import FLAGS, model
-from tests.support.models.letter_tokens import letters
+from tests.support.fleets.split_pair import letter_engine
 from tests.support.servers.live_server import in_process
 
 PROMPT = list(range(3, 45))
@@ -29,9 +25,7 @@ def serve():
     opened = contextlib.ExitStack()
 
     def make(**flags):
-        config = EngineConfig.create(mamba_cache_mode="all", **FLAGS | {"debug_state": False})
-        built = assemble(config, model(), programs=NoPrograms(), tokenizer=letters().with_chat_template(TEMPLATE))
-        client = opened.enter_context(in_process(built.engine, **flags))
+        client = opened.enter_context(in_process(letter_engine(TEMPLATE), **flags))
 
         def ask(key, salt=None, header="authorization", path="completions"):
             words = {"messages": [{"role": "user", "content": "a b c " * 12}]}
@@ -112,15 +106,14 @@ class Record:
 
 @pytest.mark.parametrize("flood", FLOODS)
 def test_a_short_prompt_of_another_key_begins_within_two_steps(flood):
-    config = EngineConfig.create(mamba_cache_mode="all", **FLAGS | {"debug_state": False, "max_num_seqs": 4})
-    built = assemble(config, model(), programs=NoPrograms(), tokenizer=letters())
-    record = Record(built.engine.loop.scheduler)
+    engine = letter_engine(max_num_seqs=4)
+    record = Record(engine.loop.scheduler)
 
     def ask(key: str, body: dict) -> int:
         sent = {"temperature": 0, "ignore_eos": True, **body}
         return client.post("/v1/completions", json=sent, headers={"authorization": f"Bearer {key}"}).status_code
 
-    serving = in_process(built.engine, api_key=("first", "second"))
+    serving = in_process(engine, api_key=("first", "second"))
     with serving as client, ThreadPoolExecutor(1) as threads:
         attack = threads.submit(ask, "first", FLOODS[flood])
         while len(record.scheduler.running) < 4 and not attack.done():

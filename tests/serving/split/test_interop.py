@@ -19,9 +19,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from checkpoints import load_config
-from checkpoints.adapters.initial_state import initial_state_shapes, write_initial_state
+from checkpoints.adapters.initial_state import write_initial_state
 from tests.support.fleets.processes import free_port, running, worker
 from tests.support.fleets.split_faults import SECRET, Outcomes, sealed_status
+from tests.support.models.random_models import random_layers
 
 PYTHON = Path(os.environ.get("MAMBA_JAX_INTEROP", sys.executable))
 """Of the environment with the routers. The servers' environment needs the extra `events`."""
@@ -118,10 +119,8 @@ def serve(folder: Path, old=None):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder for logs, and for a learned initial state, which is an adapter."""
-    folder, rng, config = tmp_path_factory.mktemp("interop"), np.random.default_rng(0), load_config(DEMO)
-    layers = {n: {part: rng.normal(size=shape) for part, shape in parts.items()}
-              for n, parts in initial_state_shapes(config).items()}  # fmt: skip
-    write_initial_state(folder / "tuned", layers, config)
+    folder, config = tmp_path_factory.mktemp("interop"), load_config(DEMO)
+    write_initial_state(folder / "tuned", random_layers(config), config)
     return folder
 
 

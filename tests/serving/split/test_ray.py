@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from serving.api.http.settings import ServerSettings, resolve_settings
+from serving.api.http.settings import resolve_settings
 from serving.config import ConfigError
 from serving.split.ray.app import Arguments, replicas, wanted
 from serving.split.settings import RouterSettings, SplitSettings
@@ -91,11 +91,6 @@ def test_workers_are_set_up_as_servers_are():
 def test_mistakes_show_before_anything_starts(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Arguments.of(wrong)
-
-
-def test_a_router_has_the_bounds_of_a_server():
-    names = {*RouterSettings.model_fields} & {*ServerSettings.model_fields}
-    assert {"max_connections", "header_timeout", "read_timeout", "max_buffered_bytes", "max_body_values"} <= names
 
 
 @pytest.mark.parametrize(

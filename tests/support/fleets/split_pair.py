@@ -20,7 +20,7 @@ from serving.split.worker import Worker, num_bytes
 from serving.state_transfer.identity import model_digest
 from serving.state_transfer.programs import Arrangement
 from tests.support.engines.engines import Continuation, finish
-from tests.support.engines.step_programs import shared_programs
+from tests.support.engines.step_programs import NoPrograms, shared_programs
 from tests.support.fleets.direct_transport import DirectTransport
 from tests.support.models.letter_tokens import EOS, letters
 from tests.support.models.random_models import long_memory_model
@@ -86,6 +86,13 @@ def build(mode: str | None = "all", source: str = "none", **flags):
     built.engine.loop.batches.decode_shapes = [4]
     built.engine.loop.batches.prefill_shapes = [PrefillShape(tokens=64, rows=4, tiles=16)]
     return built
+
+
+def letter_engine(template: str | None = None, **flags):
+    """An engine for texts whose programs emit one token for ever."""
+    config = EngineConfig.create(mamba_cache_mode="all", **FLAGS | {"debug_state": False} | flags)
+    tokenizer = letters() if template is None else letters().with_chat_template(template)
+    return assemble(config, model(), programs=NoPrograms(), tokenizer=tokenizer).engine
 
 
 def worker(built, transport: str = "here") -> Worker:
