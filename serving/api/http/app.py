@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import gc
 import hashlib
 import logging
 import re
@@ -28,7 +27,7 @@ from serving.api.http import errors
 from serving.api.http.apis import stored_responses
 from serving.api.http.apis.text_api import respond, text_router
 from serving.api.http.connection.keys import client_id
-from serving.api.http.connection.server import STEP_TIMEOUT
+from serving.api.http.connection.server import STEP_TIMEOUT, freeze_loaded
 from serving.api.http.context import Context
 from serving.api.http.endpoints import operation, tokenization, updates
 from serving.api.http.endpoints.operation import profiling_router
@@ -141,10 +140,7 @@ async def _prepare(
         log.exception("the warm-up failed")
         await asyncio.to_thread(context.engine.shutdown)  # /health reports it from now on
         return
-    # Loaded objects live until the process ends. Unless they are frozen, a garbage collection during a request scans
-    # them for a second.
-    gc.collect()
-    gc.freeze()
+    freeze_loaded()
     context.ready = True
     if on_ready is not None:
         on_ready(context)

@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 from serving.api.http import errors
 from serving.api.http.apis.inputs import sampling_params
 from serving.api.http.apis.text_api import TextApi, overflow, text_router
+from serving.api.http.connection.server import freeze_loaded
 from serving.api.http.connection.streaming import EventStream, start, until_gone
 from serving.api.http.endpoints.tokenization import DetokenizeRequest, TokenizeRequest
 from serving.api.http.errors import OVERFLOW, ApiError
@@ -53,6 +54,7 @@ def create_router(settings: RouterSettings) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        freeze_loaded()
         tasks = [asyncio.create_task(fleet.watch())]
         if following is not None:
             tasks.append(asyncio.create_task(following.follow(settings.check_interval)))

@@ -12,8 +12,10 @@ from serving.api.http.context import Context
 from serving.api.http.errors import ApiError
 from serving.api.http.settings import ServerSettings
 from serving.split.http.peer import SealAuth
+from serving.split.router.app import create_router
 from serving.split.router.workers import Remote, choose
 from serving.split.seal import HEADER, RECEIVER, Seal, SealChecker
+from serving.split.settings import RouterSettings
 from tests.serving.split.test_manifest import BASE, other
 from tests.support.servers import fake_workers
 from tests.support.servers.fake_workers import BODY, Workers, all_of, ask, asked, relay
@@ -49,6 +51,14 @@ def test_where_a_request_goes(broken, body, settings, paths):
     assert content == b"data: 1\n\ndata: [DONE]\n\n" or json.loads(content)["from"] == workers.paths("/v1/")[-1][0]
     assert (over.stats.split, over.stats.alone) == ((1, 0) if paths == BOTH else (0, 1))
     assert all(worker.load == 0 for worker in (*over.fleet.prefill, *over.fleet.decode))
+
+
+async def test_what_a_router_has_loaded_is_not_collected_during_requests(monkeypatch):
+    frozen = []
+    monkeypatch.setattr("gc.freeze", lambda: frozen.append(True))
+    app = create_router(RouterSettings.create(decode=("http://127.0.0.1:1",)))
+    async with app.router.lifespan_context(app):
+        assert frozen
 
 
 def test_the_routers_own_key_is_not_lent_to_clients():
