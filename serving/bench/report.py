@@ -55,24 +55,23 @@ def command_line() -> str:
 
 def cpu_name() -> str:
     """The CPU's marketing name, where the system tells it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    return _of_cpu("model name") or platform.processor() or platform.machine()
 
 
 def cpu_instructions() -> str:
     """Those instruction sets of the CPU that decide how fast products are; empty if the system does not list them."""
     telling = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve", "bf16", "asimd")
+    flags = _of_cpu("flags", "Features").split()
+    return " ".join(name for name in telling if name in flags)
+
+
+def _of_cpu(*names: str) -> str:
+    """What Linux says of the first CPU under one of these names."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return ""
-    flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features"))), [])
-    return " ".join(name for name in telling if name in flags)
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(names)), "")
 
 
 def emit(**fields: Any) -> None:
@@ -94,11 +93,11 @@ _CREATOR = b"mamba-jax bench"
 """Written into each picture, to recognize it."""
 
 
-def bars(values: Mapping[str, Sequence[float]], path: str | Path, *, title: str, log: bool = False) -> None:
-    """One bar for each name: the median, with every run as a dot. `log`: a logarithmic axis."""
+def bars(values: Mapping[str, Sequence[float]], path: str | Path, *, title: str) -> None:
+    """One bar for each name: the median, with every run as a dot."""
     figure, axes = _figure(title, height=1.2 + 0.4 * len(values))
     names = list(values)
-    axes.barh(names, [float(np.median(values[name])) for name in names], color="#4878a8", log=log)
+    axes.barh(names, [float(np.median(values[name])) for name in names], color="#4878a8")
     for row, name in enumerate(names):
         axes.plot(values[name], [row] * len(values[name]), "k.", markersize=4)
     axes.invert_yaxis()

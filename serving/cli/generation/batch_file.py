@@ -124,10 +124,11 @@ def batch_context(
 
 
 class BatchLines:
-    """Reads lines in OpenAI's format and writes the responses."""
+    """Reads lines, and writes what was refused; `defaults` apply to sampling parameters that lines in the project's own
+    format omit."""
 
-    def __init__(self, context: ResponseContext) -> None:
-        self._context = context
+    def __init__(self, context: ResponseContext, defaults: Mapping[str, Any]) -> None:
+        self._context, self._defaults = context, defaults
 
     def read(self, line: Line) -> BatchRequest:
         """Returns the request of a line.
@@ -135,6 +136,17 @@ class BatchLines:
         Raises:
             ApiError, RequestError, RequestValidationError: the line is invalid.
         """
+        return self._openai(line) if is_batch_line(line.fields) else self._plain(line)
+
+    def failed(self, line: Line, error: Exception) -> dict[str, Any]:
+        """Returns the output line of a refused request."""
+        refusal = as_api_error(error)
+        if not is_batch_line(line.fields):
+            return {"id": line.id, "error": refusal.message}
+        fields = {"code": refusal.code or "invalid_request", "message": refusal.message}
+        return {"id": _new_id(), "custom_id": line.id, "response": None, "error": fields}
+
+    def _openai(self, line: Line) -> BatchRequest:
         assert isinstance(line.fields, Mapping)
         fields = line.fields
         if fields.get("method", "POST") != "POST":
@@ -156,25 +168,7 @@ class BatchLines:
         prompt = {"prompt_token_ids": writer.job.prompts[0], "cache_marks": writer.job.cache_marks}
         return BatchRequest(prompt, writer.job.params, written)
 
-    def failed(self, line: Line, error: Exception) -> dict[str, Any]:
-        """Returns the output line of a refused request."""
-        refusal = as_api_error(error)
-        fields = {"code": refusal.code or "invalid_request", "message": refusal.message}
-        return {"id": _new_id(), "custom_id": line.id, "response": None, "error": fields}
-
-
-class PlainLines:
-    """Reads lines in the project's own format; `defaults` apply to fields that lines omit."""
-
-    def __init__(self, context: ResponseContext, defaults: Mapping[str, Any]) -> None:
-        self._context, self._defaults = context, defaults
-
-    def read(self, line: Line) -> BatchRequest:
-        """Returns the request of a line.
-
-        Raises:
-            RequestError: the line is invalid.
-        """
+    def _plain(self, line: Line) -> BatchRequest:
         if isinstance(line.fields, str):
             raise RequestError(line.fields)
         fields = dict(line.fields)
@@ -191,10 +185,6 @@ class PlainLines:
         prompt["cache_marks"] = read_marks(fields.pop("cache_marks", None)) or marks
         params = SamplingParams(**{**self._defaults, **fields})
         return BatchRequest(prompt, params, lambda output: {"id": line.id, **as_json(output, params)})
-
-    def failed(self, line: Line, error: Exception) -> dict[str, Any]:
-        """Returns the output line of a refused request."""
-        return {"id": line.id, "error": as_api_error(error).message}
 
 
 def run_batch(
@@ -236,7 +226,7 @@ def run_batch(
     name = Path(llm.config.model).name
     context = batch_context(llm.tokenizer, name, defaults, max_model_len=engine.max_model_len)
     context = replace(context, marks=llm.engine.loop.scheduler.config.caching)
-    plain, openai = PlainLines(context, defaults), BatchLines(context)
+    reader = BatchLines(context, defaults)
     with naming(target), batch_output.opened(target, prepared) as (out, answered):
 
         def answer(key: LineKey, value: dict[str, Any]) -> None:
@@ -248,7 +238,7 @@ def run_batch(
                 progress(counts)
 
         def refuse(line: Line, key: LineKey, error: Exception) -> None:
-            answer(key, (openai if is_batch_line(line.fields) else plain).failed(line, error))
+            answer(key, reader.failed(line, error))
 
         exhausted = False
         while not exhausted or waiting:
@@ -267,7 +257,7 @@ def run_batch(
                 try:
                     if has_half_characters([line.id, line.fields]):
                         raise RequestError("the line contains half a surrogate pair, which is not a character")
-                    request = (openai if is_batch_line(line.fields) else plain).read(line)
+                    request = reader.read(line)
                     marks = request.prompt.get("cache_marks", ())
                     engine.add(EngineRequest(request_id, request.prompt, request.params, cache_marks=marks))
                 except Exception as error:
