@@ -56,14 +56,12 @@ def mamba_config(fields: Fields, hidden: int, eps: float, *, inner_size: int | N
 def bamba_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     """Reads a config.json of transformers' `BambaConfig`."""
     fields = Fields(raw, positions=262144)
-    fields.only("hidden_act", ("silu", "swish"))
     hidden, eps = fields.integer("hidden_size", 4096), fields.number("rms_norm_eps", 1e-5)
     attention_layers = set(fields.integers("attn_layer_indices", []))
     layers = ("*-" if i in attention_layers else "M-" for i in range(fields.integer("num_hidden_layers", 32)))
     return HybridConfig(
-        **parts.common_fields(fields, BAMBA.name, hidden, vocab=128000, tied=False, bos=1, eos=2),
+        **parts.common_fields(fields, BAMBA.name, hidden, eps, vocab=128000, tied=False, bos=1, eos=2),
         pattern="".join(layers),
-        norm_eps=eps,
         mamba=mamba_config(fields, hidden, eps),
         attention=parts.attention_config(fields, hidden, num_heads=32, num_kv_heads=8, rope={"share": 0.5}),
         mlp=parts.mlp_config(fields, 14336),
@@ -73,18 +71,15 @@ def bamba_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
 def granite_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     """Reads a config.json of transformers' `GraniteMoeHybridConfig`."""
     fields = Fields(raw, positions=2048)
-    fields.only("hidden_act", ("silu", "swish"))
     fields.only("position_embedding_type", ("rope", "nope"))
     hidden, eps = fields.integer("hidden_size", 4096), fields.number("rms_norm_eps", 1e-6)
     mixers = fields.layers(parts.MAMBA_KINDS, "layer_types", "layers_block_type")
-    if mixers is None:
-        mixers = MAMBA * fields.integer("num_hidden_layers", 32)
+    mixers = mixers or MAMBA * fields.integer("num_hidden_layers", 32)
     experts, shared = fields.integer("num_local_experts", 8), fields.integer("shared_intermediate_size", 1024)
     activation = fields.text("hidden_act", "silu")
     return HybridConfig(
-        **parts.common_fields(fields, GRANITE.name, hidden, vocab=32000, tied=False, bos=1, eos=2),
+        **parts.common_fields(fields, GRANITE.name, hidden, eps, vocab=32000, tied=False, bos=1, eos=2),
         pattern="".join(mixer + (MOE if experts else MLP) for mixer in mixers),
-        norm_eps=eps,
         mamba=mamba_config(fields, hidden, eps),
         attention=parts.attention_config(
             fields,
@@ -133,15 +128,13 @@ def _shared_mlp(size: int, hidden: int) -> dict[str, HFSource]:
 def falcon_h1_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     """Reads a config.json of transformers' `FalconH1Config`."""
     fields = Fields(raw, positions=8192)
-    fields.only("hidden_act", ("silu", "swish"))
     hidden, eps = fields.integer("hidden_size", 4096), fields.number("rms_norm_eps", 1e-5)
     inner = None if fields.explicit_null("mamba_d_ssm") else fields.integer("mamba_d_ssm", 1024)
     times_z, times_x, times_b, times_c, times_dt = fields.numbers("ssm_multipliers", (1.0,) * 5)
     times_gate, times_down = fields.numbers("mlp_multipliers", (1.0, 1.0))
     return HybridConfig(
-        **parts.common_fields(fields, FALCON_H1.name, hidden, vocab=128000, tied=False, bos=1, eos=2),
+        **parts.common_fields(fields, FALCON_H1.name, hidden, eps, vocab=128000, tied=False, bos=1, eos=2),
         pattern="P-" * fields.integer("num_hidden_layers", 32),
-        norm_eps=eps,
         mamba=dataclasses.replace(
             mamba_config(fields, hidden, eps, inner_size=inner),
             out_bias=fields.flag("projectors_bias", False),

@@ -26,7 +26,6 @@ _MOST_DRAFTS = 4
 def kimi_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     """Reads a config.json of transformers' `KimiLinearConfig`, or of Moonshot's own."""
     fields = Fields(raw)
-    fields.only("hidden_act", ("silu", "swish"))
     fields.only("attention_bias", (False,))
     fields.only("mla_use_nope", (True,))
     fields.only("moe_router_activation_func", ("sigmoid",))
@@ -36,10 +35,9 @@ def kimi_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     layers = fields.integer("num_hidden_layers", 27)
     pairs = zip(_kimi_mixers(fields, layers), _feed_forward(fields, layers, dense=1), strict=True)
     return HybridConfig(
-        **parts.common_fields(fields, KIMI_LINEAR.name, hidden, vocab=163840, tied=False, bos=163584, eos=163586)
+        **parts.common_fields(fields, KIMI_LINEAR.name, hidden, eps, vocab=163840, tied=False, bos=163584, eos=163586)
         | {"max_position_embeddings": fields.integer("model_max_length", 1048576, "max_position_embeddings")},
         pattern="".join(map("".join, pairs)),
-        norm_eps=eps,
         latent_attention=_latent_attention(fields),
         mlp=MLPConfig(fields.integer("intermediate_size", 9216)),
         moe=parts.moe_config(fields, experts=256, chosen=8, size=1024, scaling=2.446, shared=1),
@@ -94,11 +92,9 @@ def _kimi_mixers(fields: Fields, layers: int) -> str:
 
 def _feed_forward(fields: Fields, layers: int, *, dense: int) -> str:
     """MLPs and mixtures of experts, from `mlp_layer_types`, or the first layers dense: `dense` is the default."""
-    found = fields.layers({"dense": MLP, "sparse": MOE}, "mlp_layer_types", count=layers)
-    if found is None:
-        dense = min(fields.integer("first_k_dense_replace", dense), layers)
-        found = MLP * dense + MOE * (layers - dense)
-    return found
+    dense = min(fields.integer("first_k_dense_replace", dense), layers)
+    default = MLP * dense + MOE * (layers - dense)
+    return fields.layers({"dense": MLP, "sparse": MOE}, "mlp_layer_types", count=layers) or default
 
 
 def _kimi_delta_config(fields: Fields, eps: float) -> DeltaConfig:
@@ -137,7 +133,6 @@ def ling3_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     """Reads a config.json of transformers' `BailingHybridConfig`, or of inclusionAI's own."""
     # transformers saves the context as model_max_length.
     fields = Fields(raw, positions=262144)
-    fields.only("hidden_act", ("silu", "swish"))
     fields.only("attention_bias", (False,))
     fields.only("rope_interleave", (True,))
     fields.only("no_kda_lora", (True,))
@@ -151,15 +146,14 @@ def ling3_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     head_dim = fields.integer("linear_head_dim", fields.integer("head_dim", 128))
     bound = fields.number("kda_lower_bound", -5.0) if fields.flag("kda_safe_gate", True) else None
     conv_width = fields.integer("short_conv_kernel_size", 4)
-    mixers = fields.layers(_KINDS, "layer_types", count=layers)
-    if mixers is None:
-        every = fields.integer("layer_group_size", 6)
-        mixers = "".join(DELTA if (i + 1) % every else LATENT for i in range(layers))
+    every = fields.integer("layer_group_size", 6)
+    mixers = fields.layers(_KINDS, "layer_types", count=layers) or "".join(
+        DELTA if (i + 1) % every else LATENT for i in range(layers)
+    )
     pairs = zip(mixers, _feed_forward(fields, layers, dense=2), strict=True)
     return HybridConfig(
-        **parts.common_fields(fields, LING3.name, hidden, vocab=157184, tied=False, bos=None, eos=156895),
+        **parts.common_fields(fields, LING3.name, hidden, eps, vocab=157184, tied=False, bos=None, eos=156895),
         pattern="".join(map("".join, pairs)),
-        norm_eps=eps,
         latent_attention=_latent_attention(
             fields,
             query_latent_size=fields.integer("q_lora_rank", 0),

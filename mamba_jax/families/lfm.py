@@ -31,17 +31,15 @@ def lfm2_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         fields.only("use_expert_bias", (True,))
     layers = fields.integer("num_hidden_layers", 32)
     kinds = {name: kind for name, kind in _KINDS.items() if kind != WINDOWED}
-    mixers = fields.layers(kinds, "layer_types", count=layers)
-    if mixers is None:
-        attention_layers = set(fields.integers("full_attn_idxs", list(range(layers))))
-        mixers = "".join(ATTENTION if i in attention_layers else SHORT_CONV for i in range(layers))
+    attention_layers = set(fields.integers("full_attn_idxs", list(range(layers))))
+    default = "".join(ATTENTION if i in attention_layers else SHORT_CONV for i in range(layers))
+    mixers = fields.layers(kinds, "layer_types", count=layers) or default
     dense = fields.integer("num_dense_layers", 2) if sparse else layers
     size = fields.integer("intermediate_size", 7168) if sparse else _adjusted_size(fields)
     return HybridConfig(
-        **parts.common_fields(fields, LFM2_FAMILY.name, hidden, vocab=65536, tied=True, bos=1, eos=2)
+        **parts.common_fields(fields, LFM2_FAMILY.name, hidden, eps, vocab=65536, tied=True, bos=1, eos=2, silu=None)
         | {"tie_word_embeddings": fields.flag("tie_embedding", True, "tie_word_embeddings")},
         pattern="".join(mixer + (MLP if i < dense else MOE) for i, mixer in enumerate(mixers)),
-        norm_eps=eps,
         attention=parts.attention_config(
             fields,
             hidden,
@@ -78,10 +76,9 @@ def lfm3_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     fields.only("attention_bias", (False,))
     hidden, eps = fields.integer("hidden_size", 2048), fields.number("norm_eps", 1e-5)
     layers = fields.integer("num_hidden_layers", 24)
-    mixers = fields.layers(_KINDS, "layer_types", count=layers)
-    if mixers is None:
-        every_fourth = WINDOWED + SHORT_CONV + ATTENTION + SHORT_CONV
-        mixers = "".join(every_fourth[i % 4] if i else SHORT_CONV for i in range(layers))
+    every_fourth = WINDOWED + SHORT_CONV + ATTENTION + SHORT_CONV
+    default = "".join(every_fourth[i % 4] if i else SHORT_CONV for i in range(layers))
+    mixers = fields.layers(_KINDS, "layer_types", count=layers) or default
 
     def attention(kind: str, window: int | None) -> AttentionConfig:
         return parts.attention_config(
@@ -98,9 +95,10 @@ def lfm3_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
 
     windowed = attention("sliding_attention", fields.integer("sliding_window", 256))
     return HybridConfig(
-        **parts.common_fields(fields, LFM3_FAMILY.name, hidden, vocab=128_000, tied=True, bos=124_894, eos=124_900),
+        **parts.common_fields(
+            fields, LFM3_FAMILY.name, hidden, eps, vocab=128_000, tied=True, bos=124_894, eos=124_900, silu=None
+        ),
         pattern="".join(mixer + MLP for mixer in mixers),
-        norm_eps=eps,
         attention=attention("full_attention", None) if ATTENTION in mixers else None,
         windowed_attention=windowed if WINDOWED in mixers else None,
         mlp=MLPConfig(fields.integer("intermediate_size", 7680)),

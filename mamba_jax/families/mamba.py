@@ -21,8 +21,7 @@ _FALCON = "falcon_mamba"
 def mamba1_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     """Reads a config.json of transformers' `MambaConfig` or `FalconMambaConfig`."""
     fields = Fields(raw)
-    fields.only("hidden_act", ("silu", "swish"))
-    hidden = fields.integer("hidden_size", 768)
+    hidden, eps = fields.integer("hidden_size", 768), fields.number("layer_norm_epsilon", 1e-5)
     falcon = fields.given("model_type") == _FALCON
     mamba = Mamba1Config(
         # Falcon-Mamba's config.json has an `expand` that its own width contradicts.
@@ -35,10 +34,9 @@ def mamba1_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         norm_eps=fields.number("mixer_rms_eps", 1e-6) if falcon else None,
     )
     return HybridConfig(
-        **parts.common_fields(fields, MAMBA1_FAMILY.name, hidden, vocab=50280, tied=True, bos=0, eos=0)
+        **parts.common_fields(fields, MAMBA1_FAMILY.name, hidden, eps, vocab=50280, tied=True, bos=0, eos=0)
         | {"max_position_embeddings": None},
         pattern=MAMBA1 * fields.integer("num_hidden_layers", 32),
-        norm_eps=fields.number("layer_norm_epsilon", 1e-5),
         recurrences=(mamba,),
         residual_in_fp32=fields.flag("residual_in_fp32", True),
     )
@@ -47,7 +45,6 @@ def mamba1_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
 def mamba2_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     """Reads a config.json of transformers' `Mamba2Config`."""
     fields = Fields(raw)
-    fields.only("hidden_act", ("silu", "swish"))
     hidden, eps = fields.integer("hidden_size", 4096), fields.number("layer_norm_epsilon", 1e-5)
     bias = fields.flag("use_bias", False)
     low, high = fields.numbers("time_step_limit", (0.0, float("inf")))
@@ -69,10 +66,9 @@ def mamba2_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
             f"{mamba.num_heads} heads of {mamba.head_dim} do not make expand * hidden_size = {expand:g} * {hidden}"
         )
     return HybridConfig(
-        **parts.common_fields(fields, MAMBA2_FAMILY.name, hidden, vocab=32768, tied=False, bos=0, eos=2)
+        **parts.common_fields(fields, MAMBA2_FAMILY.name, hidden, eps, vocab=32768, tied=False, bos=0, eos=2)
         | {"max_position_embeddings": None},
         pattern=MAMBA * fields.integer("num_hidden_layers", 64),
-        norm_eps=eps,
         mamba=mamba,
         residual_in_fp32=fields.flag("residual_in_fp32", True),
     )
@@ -97,7 +93,6 @@ def _dt_rank(fields: Fields, name: str, hidden: int) -> int:
 def jamba_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     """Reads a config.json of transformers' `JambaConfig`."""
     fields = Fields(raw, positions=262144)
-    fields.only("hidden_act", ("silu", "swish"))
     fields.only("mamba_inner_layernorms", (True,))
     parts.refuse_window(fields)
     hidden, eps = fields.integer("hidden_size", 4096), fields.number("rms_norm_eps", 1e-6)
@@ -108,9 +103,8 @@ def jamba_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         (ATTENTION if attends(layer) else MAMBA1) + (MOE if experts > 1 and routes(layer) else MLP) for layer in layers
     )
     return HybridConfig(
-        **parts.common_fields(fields, JAMBA_FAMILY.name, hidden, vocab=65536, tied=False, bos=1, eos=2),
+        **parts.common_fields(fields, JAMBA_FAMILY.name, hidden, eps, vocab=65536, tied=False, bos=1, eos=2),
         pattern=pattern,
-        norm_eps=eps,
         recurrences=(
             Mamba1Config(
                 channels=int(fields.number("mamba_expand", 2) * hidden),

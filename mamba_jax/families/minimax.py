@@ -22,19 +22,17 @@ _ROPE_THETA = 1e6
 def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     """Reads a config.json of transformers' `MiniMaxConfig`, or of MiniMax's own."""
     fields = Fields(raw, positions=131072)
-    fields.only("hidden_act", ("silu", "swish"))
     fields.only("postnorm", (True,))
     fields.only("shared_intermediate_size", (0,))
     parts.refuse_window(fields)
-    hidden, layers = fields.integer("hidden_size", 4096), fields.integer("num_hidden_layers", 32)
-    mixers = _mixers(fields, layers)
+    hidden, eps = fields.integer("hidden_size", 4096), fields.number("rms_norm_eps", 1e-5)
+    mixers = _mixers(fields, fields.integer("num_hidden_layers", 32))
     # MiniMax's own code rotates part of each head; transformers knows no such field.
     attention = parts.attention_config(fields, hidden, num_heads=32, num_kv_heads=8, rope=None, bias=False)
     rope = rope_config(fields, fields.integer("rotary_dim", attention.head_dim), theta=_ROPE_THETA)
     return HybridConfig(
-        **parts.common_fields(fields, FAMILY.name, hidden, vocab=32000, tied=False, bos=1, eos=2),
+        **parts.common_fields(fields, FAMILY.name, hidden, eps, vocab=32000, tied=False, bos=1, eos=2),
         pattern="".join(mixer + MOE for mixer in mixers),
-        norm_eps=fields.number("rms_norm_eps", 1e-5),
         attention=replace(attention, rope=rope),
         moe=parts.moe_config(fields, experts=8, chosen=2, size=14336, size_field="intermediate_size", router="softmax"),
         recurrences=(

@@ -28,13 +28,11 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     Step sizes are not limited, whatever `time_step_limit` or `time_step_min` say: the models were trained without.
     """
     fields = Fields(raw, positions=4096)
-    fields.only("mamba_hidden_act", ("silu", "swish"))
     hidden, eps = fields.integer("hidden_size", 4096), fields.number("layer_norm_epsilon", 1e-5, "rms_norm_eps")
     if (window := fields.integer("sliding_window", 0)) and window < fields.integer("max_position_embeddings", 4096):
         raise ModelConfigError(f"config field sliding_window is {window}: only attention to everything is supported")
     pattern = fields.layers(_KINDS, "layers_block_type", "layer_types")
-    if pattern is None:
-        pattern = fields.text("hybrid_override_pattern", "ME*-")
+    pattern = pattern or fields.text("hybrid_override_pattern", "ME*-")
     mtp_pattern = fields.layers(_KINDS, "mtp_layers_block_type", "mtp_layer_types")
     if mtp_pattern is None or mtp_pattern == "*E":
         mtp_pattern = fields.text("mtp_hybrid_override_pattern", "*E")
@@ -43,9 +41,10 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     proj_bias, head_dim = fields.flag("use_bias", False), fields.integer("attention_head_dim", 128)
     activation, bias = fields.text("mlp_hidden_act", "relu2"), fields.flag("mlp_bias", False)
     return HybridConfig(
-        **parts.common_fields(fields, FAMILY.name, hidden, vocab=131072, tied=False, bos=1, eos=2),
+        **parts.common_fields(
+            fields, FAMILY.name, hidden, eps, vocab=131072, tied=False, bos=1, eos=2, silu="mamba_hidden_act"
+        ),
         pattern=pattern,
-        norm_eps=eps,
         mamba=MambaConfig(
             num_heads=fields.integer("mamba_num_heads", 128),
             head_dim=fields.integer("mamba_head_dim", 64),

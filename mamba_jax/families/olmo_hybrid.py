@@ -16,7 +16,6 @@ _NORM_EPS = 1e-5  # of the gated norm; the config sets only that of the other no
 def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     """Reads a config.json of transformers' `OlmoHybridConfig`."""
     fields = Fields(raw, positions=65536)
-    fields.only("hidden_act", ("silu", "swish"))
     hidden, eps = fields.integer("hidden_size", 3840), fields.number("rms_norm_eps", 1e-6)
     layers, heads = fields.integer("num_hidden_layers", 32), fields.integer("num_attention_heads", 30)
     mixers = fields.layers({"linear_attention": DELTA, "full_attention": ATTENTION}, "layer_types", count=layers)
@@ -25,9 +24,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         mixers = mixers if ATTENTION in mixers else mixers[:-1] + ATTENTION
     pattern = "".join(mixer + MLP for mixer in mixers)
     return HybridConfig(
-        **parts.common_fields(fields, FAMILY.name, hidden, vocab=100352, tied=False, bos=None, eos=100257),
+        **parts.common_fields(fields, FAMILY.name, hidden, eps, vocab=100352, tied=False, bos=None, eos=100257),
         pattern=pattern,
-        norm_eps=eps,
         # Both sublayers of a layer with attention.
         norm_after=tuple(i for i in range(len(pattern)) if pattern[i - i % 2] == ATTENTION),
         attention=_attention(fields, hidden, heads, eps),

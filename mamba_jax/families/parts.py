@@ -39,12 +39,27 @@ MLP_NAMES, MIXTRAL = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 
 
 def common_fields(
-    fields: Fields, family: str, hidden: int, *, vocab: int, tied: bool, bos: int | None, eos: int | None
+    fields: Fields,
+    family: str,
+    hidden: int,
+    eps: float,
+    *,
+    vocab: int,
+    tied: bool,
+    bos: int | None,
+    eos: int | None,
+    silu: str | None = "hidden_act",
 ) -> dict[str, Any]:
-    """Reads the fields around the layers, named equally in most families. The keywords are defaults."""
+    """Reads the fields around the layers, named equally in most families. The keywords are defaults.
+
+    `silu`: the name of the field with the activation, if only SiLU is supported.
+    """
+    if silu is not None:
+        fields.only(silu, ("silu", "swish"))
     return {
         "family": family,
         "hidden_size": hidden,
+        "norm_eps": eps,
         "vocab_size": fields.integer("vocab_size", vocab),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", tied),
         "max_position_embeddings": fields.integer("max_position_embeddings", 0) or None,

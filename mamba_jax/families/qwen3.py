@@ -18,7 +18,6 @@ from mamba_jax.config import (
     AttentionConfig,
     HybridConfig,
     MLPConfig,
-    ModelConfigError,
     MoEConfig,
     QKNormConfig,
 )
@@ -73,15 +72,12 @@ def qwen3_5_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
 def lara_mini_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     """Reads a config.json of transformers' `LaraMiniConfig`."""
     fields = Fields(raw, positions=131072)
-    fields.only("hidden_act", ("silu", "swish"))
     fields.only("norm_topk_prob", (True,))
     hidden, eps = fields.integer("hidden_size", 1024), fields.number("rms_norm_eps", 1e-6)
     layers = fields.integer("num_hidden_layers", 34)
     kinds = _KINDS | {"sliding_attention": WINDOWED}
-    mixers = fields.layers(kinds, "layer_types", count=layers)
-    if mixers is None:
-        every_fifth = DELTA + WINDOWED + DELTA + ATTENTION + WINDOWED
-        mixers = "".join(every_fifth[i % 5] for i in range(layers))
+    every_fifth = DELTA + WINDOWED + DELTA + ATTENTION + WINDOWED
+    mixers = fields.layers(kinds, "layer_types", count=layers) or "".join(every_fifth[i % 5] for i in range(layers))
 
     def attention(rope: Mapping[str, Any] | None, window: int | None) -> AttentionConfig:
         return parts.attention_config(
@@ -90,9 +86,8 @@ def lara_mini_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         )  # fmt: skip
 
     return HybridConfig(
-        **parts.common_fields(fields, LARA_MINI.name, hidden, vocab=151936, tied=True, bos=None, eos=151643),
+        **parts.common_fields(fields, LARA_MINI.name, hidden, eps, vocab=151936, tied=True, bos=None, eos=151643),
         pattern="".join(mixer + MOE for mixer in mixers),
-        norm_eps=eps,
         attention=attention(None, None) if ATTENTION in mixers else None,
         windowed_attention=attention({"layers": "sliding_attention"}, fields.integer("sliding_window", 512))
         if WINDOWED in mixers
@@ -115,20 +110,14 @@ def _model(
     draft_layers: int,
 ) -> HybridConfig:
     """Returns the model; `feed_forward` is the sublayer after each layer's mixer, and the sizes are defaults."""
-    fields.only("hidden_act", ("silu", "swish"))
     hidden, eps = fields.integer("hidden_size", hidden), fields.number("rms_norm_eps", 1e-6)
-    mixers = fields.layers(_KINDS, "layer_types")
-    if mixers is None:
-        interval = fields.integer("full_attention_interval", 4)
-        mixers = "".join(DELTA if (i + 1) % interval else ATTENTION for i in range(len(feed_forward)))
-    if len(mixers) != len(feed_forward):
-        raise ModelConfigError(
-            f"config field layer_types has {len(mixers)} layers, num_hidden_layers is {len(feed_forward)}"
-        )
+    layers, interval = len(feed_forward), fields.integer("full_attention_interval", 4)
+    mixers = fields.layers(_KINDS, "layer_types", count=layers) or "".join(
+        DELTA if (i + 1) % interval else ATTENTION for i in range(layers)
+    )
     return HybridConfig(
-        **parts.common_fields(fields, family, hidden, vocab=vocab, tied=False, bos=None, eos=None),
+        **parts.common_fields(fields, family, hidden, eps, vocab=vocab, tied=False, bos=None, eos=None),
         pattern="".join(mixer + after for mixer, after in zip(mixers, feed_forward, strict=True)),
-        norm_eps=eps,
         norm_unit_offset=True,
         attention=parts.attention_config(
             fields,

@@ -20,15 +20,14 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     """Reads a config.json of transformers' `RecurrentGemmaConfig`."""
     fields = Fields(raw)
     fields.only("attention_bias", (False,))
-    hidden, heads = fields.integer("hidden_size", 2560), fields.integer("num_attention_heads", 10)
+    hidden, eps = fields.integer("hidden_size", 2560), fields.number("rms_norm_eps", 1e-6)
+    heads, layers = fields.integer("num_attention_heads", 10), fields.integer("num_hidden_layers", 26)
     blocks = fields.layers(_KINDS, "block_types", "_block_types") or "RR*"
-    layers = fields.integer("num_hidden_layers", 26)
     mixers = (blocks * layers)[:layers]
     activation = fields.text("hidden_activation", "gelu_pytorch_tanh")
     return HybridConfig(
-        **parts.common_fields(fields, FAMILY.name, hidden, vocab=256000, tied=True, bos=2, eos=1),
+        **parts.common_fields(fields, FAMILY.name, hidden, eps, vocab=256000, tied=True, bos=2, eos=1, silu=None),
         pattern="".join(mixer + MLP for mixer in mixers),
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
         attention=parts.attention_config(
             fields,
             hidden,

@@ -27,10 +27,9 @@ _GATED_NORM_EPS = 1e-5  # independent of rms_norm_eps
 def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     """Reads a config.json of transformers' `Zamba2Config`. As for Nemotron-H, step sizes are not limited."""
     fields = Fields(raw, positions=4096)
-    hidden, heads = fields.integer("hidden_size", 2560), fields.integer("num_attention_heads", 32)
-    pattern = fields.layers(_KINDS, "layers_block_type", "layer_types")
-    if pattern is None:
-        pattern = _DEFAULT_PATTERN
+    hidden, eps = fields.integer("hidden_size", 2560), fields.number("rms_norm_eps", 1e-5)
+    heads = fields.integer("num_attention_heads", 32)
+    pattern = fields.layers(_KINDS, "layers_block_type", "layer_types") or _DEFAULT_PATTERN
     inner, mamba_heads = int(fields.number("mamba_expand", 2) * hidden), fields.integer("n_mamba_heads", 8)
     if inner % mamba_heads or (2 * hidden) % heads:
         raise ModelConfigError(
@@ -40,10 +39,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     uses, blocks = pattern.count(SHARED), fields.integer("num_mem_blocks", 1)
     tied = fields.flag("tie_word_embeddings", True)
     return HybridConfig(
-        **parts.common_fields(fields, FAMILY.name, hidden, vocab=32000, tied=True, bos=1, eos=2)
+        **parts.common_fields(fields, FAMILY.name, hidden, eps, vocab=32000, tied=True, bos=1, eos=2, silu=None)
         | ({"max_position_embeddings": 16384} if fields.flag("use_long_context", False) else {}),
         pattern=pattern,
-        norm_eps=fields.number("rms_norm_eps", 1e-5),
         mamba=MambaConfig(
             num_heads=mamba_heads,
             head_dim=inner // mamba_heads,
