@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from checkpoints.errors import CheckpointError
 from checkpoints.json_file import merged, read_json, read_json_if_present
 from mamba_jax.config import HybridConfig, ModelConfigError, RecurrenceConfig
 from mamba_jax.families import text_fields
+from mamba_jax.families.fields import Fields
 
 _KIND = "kind"
 """Which recurrence a description is of: the name of its class."""
@@ -129,33 +130,20 @@ def read_generation_config(directory: Path, overrides: Mapping[str, Any] | None 
         eos = read_text_fields(directory, overrides).get("eos_token_id") if has_config else None
     # `do_sample: false` means greedy decoding. The other fields are then the library's defaults and have no effect.
     greedy = fields.get("do_sample") is False
-    return GenerationConfig(
-        eos_token_ids=_ids(path, eos),
-        temperature=0.0 if greedy else _number(path, fields, "temperature"),
-        top_p=_number(path, fields, "top_p"),
-        top_k=_whole(path, fields, "top_k"),
-        min_p=_number(path, fields, "min_p"),
-        repetition_penalty=_number(path, fields, "repetition_penalty"),
-        max_new_tokens=_whole(path, fields, "max_new_tokens"),
-    )
+    own = Fields(fields)
 
+    def told(read: Callable[[str, Any], Any], name: str) -> Any:
+        return None if own.given(name) is None else read(name, 0)
 
-def _ids(path: Path, value: Any) -> tuple[int, ...]:
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise CheckpointError(f"{path}: eos_token_id must be an integer or a list of integers, not {value!r}")
-    return tuple(i for i in dict.fromkeys(ids) if i >= 0)  # -1: none
-
-
-def _number(path: Path, fields: dict[str, Any], name: str) -> float | None:
-    value = fields.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float | None):
-        raise CheckpointError(f"{path}: {name} must be a number, not {value!r}")
-    return None if value is None else float(value)
-
-
-def _whole(path: Path, fields: dict[str, Any], name: str) -> int | None:
-    value = _number(path, fields, name)
-    if value is not None and not value.is_integer():
-        raise CheckpointError(f"{path}: {name} must be a whole number, not {value!r}")
-    return None if value is None else int(value)
+    try:
+        return GenerationConfig(
+            eos_token_ids=tuple(dict.fromkeys(Fields({"eos_token_id": eos}).tokens("eos_token_id", None))),
+            temperature=0.0 if greedy else told(own.number, "temperature"),
+            top_p=told(own.number, "top_p"),
+            top_k=told(own.integer, "top_k"),
+            min_p=told(own.number, "min_p"),
+            repetition_penalty=told(own.number, "repetition_penalty"),
+            max_new_tokens=told(own.integer, "max_new_tokens"),
+        )
+    except ModelConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from error

@@ -21,9 +21,6 @@ from mamba_jax.families.base import HFSource
 
 _log = logging.getLogger(__name__)
 
-# Buffers that older versions of transformers stored, which are determined by the configuration.
-ALWAYS_IGNORED = (r".*rotary_emb\.inv_freq",)
-
 
 def read_parameters(
     where: str,
@@ -54,7 +51,7 @@ def read_parameters(
     Raises:
         CheckpointError: tensors are missing, left over, or of the wrong shape; one message lists them all.
     """
-    found = match_sources(where, tensors, parameters, sources, (*ignored, *ALWAYS_IGNORED))
+    found = match_sources(where, tensors, parameters, sources, ignored)
     if unused := sorted(tensors.names - {name for source in found.values() for name in source.names}):
         _log.info("%s: ignoring %d unused tensors: %s", where, len(unused), listing(unused))
     last_use = {name: path for path, source in found.items() for name in source.names}

@@ -16,7 +16,7 @@ from checkpoints.errors import CheckpointError, listing
 from checkpoints.placing import abstract_parameters, place
 from checkpoints.quantized.rounding import Selection, largest_of
 from checkpoints.quantized.stored import Tensors
-from checkpoints.tensors.hugging_face import ALWAYS_IGNORED, match_sources, readable
+from checkpoints.tensors.hugging_face import match_sources, readable
 from checkpoints.tensors.tensor_set import TensorSet
 from mamba_jax.config import HybridConfig
 from mamba_jax.families import TEXT_PREFIXES, ignored, weight_names
@@ -250,7 +250,7 @@ def _sources(
     # A few names, such as lm_head.weight, are the same in both.
     if 2 * len(names & set(paths)) > len(names):
         return {path: HFSource((path,)) for path in paths}, ()
-    return weight_names(config), (*ignored(config), *ALWAYS_IGNORED)
+    return weight_names(config), ignored(config)
 
 
 def _names(source: HFSource) -> set[str]:

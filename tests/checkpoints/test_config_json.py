@@ -162,9 +162,9 @@ def test_ids_that_end_a_text_fall_back_to_the_model_config(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"temperature": "hot"}, "temperature must be a number, not 'hot'"),
-        ({"top_k": 1.5}, "top_k must be a whole number, not 1.5"),
-        ({"eos_token_id": "x"}, "eos_token_id must be an integer or a list of integers, not 'x'"),
+        ({"temperature": "hot"}, "config field temperature is 'hot': a number is expected"),
+        ({"top_k": 1.5}, "config field top_k is 1.5: a whole number is expected"),
+        ({"eos_token_id": "x"}, "config field eos_token_id is 'x': a whole number is expected"),
     ],
 )
 def test_wrong_kinds(tmp_path, fields, message):
