@@ -60,7 +60,21 @@ class Quantized:
     @property
     def is_int8_by_channel(self) -> bool:
         """Whether values are int8, and have no scale but that of each channel. C++ multiplies these as they are."""
-        return self.values.dtype == jnp.int8 and self.group_scale is None and self.group_zero is None
+        return self.values.dtype == jnp.int8 and not self.of_groups
+
+    @property
+    def of_groups(self) -> list[Any]:
+        """Those of scale and zero point [*lead, groups, outputs] that the weight has, in this order."""
+        return [part for part in (self.group_scale, self.group_zero) if part is not None]
+
+    @property
+    def group(self) -> int:
+        """The number of inputs of a group; all without groups."""
+        return self.shape[-1] // (self.of_groups[0].shape[-2] if self.of_groups else 1)
+
+    def scaled(self, product: Num[Array, "*batch outputs"]) -> Num[Array, "*batch outputs"]:
+        """Returns a product with `widened`, times the scale of each channel; of a matrix."""
+        return product if self.channel_scale is None else product * self.channel_scale.astype(jnp.float32)
 
     def check(self, name: str) -> None:
         """Checks that the shapes of the arrays match.
@@ -113,12 +127,10 @@ class Quantized:
 
     def widened(self, dtype: DTypeLike) -> Num[Array, "*lead outputs inputs"]:
         """Returns the weight without the scale of each channel."""
-        if self.group_scale is None and self.group_zero is None:
+        if not self.of_groups:
             return jnp.asarray(self.values).astype(dtype)
         exact = jnp.float32
-        *lead, outputs, inputs = self.shape
-        groups = next(v.shape[-2] for v in (self.group_scale, self.group_zero) if v is not None)
-        wide = jnp.asarray(self.values).astype(exact).reshape(*lead, outputs, groups, inputs // groups)
+        wide = jnp.asarray(self.values).astype(exact).reshape(*self.shape[:-1], -1, self.group)
         if self.group_zero is not None:
             wide = wide - jnp.swapaxes(self.group_zero.astype(exact), -1, -2)[..., None]
         if self.group_scale is not None:

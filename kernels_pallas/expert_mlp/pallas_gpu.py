@@ -9,7 +9,6 @@ Weights in 8 bits are widened in registers, which is exact; sums are multiplied 
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -84,9 +83,7 @@ def _quantized(weight):
 
 def _piece(weight):
     """Returns the number of inputs of a piece, whose scales are the same."""
-    inputs = weight.shape[2]
-    group = inputs if weight.group_scale is None else inputs // weight.group_scale.shape[1]
-    return power_of_two_in(math.gcd(inputs, group), INPUTS)
+    return power_of_two_in(weight.group, INPUTS)
 
 
 def _kernel(x, weight, place, sizes, *refs, activation, block, piece, by_channel):

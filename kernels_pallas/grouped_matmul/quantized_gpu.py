@@ -33,10 +33,9 @@ def unsupported(x, w, group_sizes):
     outputs, inputs = w.shape[1:]
     if outputs % OUTPUTS or inputs % 64:
         return f"weights are {outputs} x {inputs}, not multiples of 64"
-    group = _group(w)
-    if _inputs_of_block(inputs, group) is None:
-        return f"groups of {group} inputs are not divisible by blocks of 64, nor do they divide them"
-    for scale in _of_groups(w):
+    if _inputs_of_block(inputs, w.group) is None:
+        return f"groups of {w.group} inputs are not divisible by blocks of 64, nor do they divide them"
+    for scale in w.of_groups:
         if scale.dtype not in (F32, jnp.bfloat16, FP8, jnp.int8):
             return f"scales or zero points are {scale.dtype}"
         if scale.shape[1] % _rows_of_scale(w, scale):
@@ -53,7 +52,7 @@ def grouped_matmul(x, w, group_sizes, interpret=None):
     values = lax.bitcast_convert_type(w.values, jnp.int4) if w.values.dtype == FP4 else w.values
     channel = [] if w.channel_scale is None else [w.channel_scale.astype(F32)]
     padded = jnp.pad(x, ((0, max(-tokens % 8, size - tokens)), (0, 0)))  # a tile of shared memory has 8 rows
-    out = _kernel(padded, w, size, interpret)(group_sizes, ends, padded, values, *_of_groups(w), *channel)
+    out = _kernel(padded, w, size, interpret)(group_sizes, ends, padded, values, *w.of_groups, *channel)
     return of_experts(out[:tokens], group_sizes)
 
 
@@ -62,14 +61,13 @@ def _kernel(x, w, size, interpret):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     rows, (experts, outputs, inputs) = x.shape[0], w.shape
-    group = _group(w)
-    block = _inputs_of_block(inputs, group)
+    group, block = w.group, _inputs_of_block(inputs, w.group)
     piece = min(block, group)  # inputs with one scale
     bits = bits_of(w.values.dtype)
     of_row = plgpu.Layout.WGMMA.reduce(1)
     # A thread loads 32 bits of a row; WGMMA wants 2 numbers of each thread, so threads exchange some, still narrow.
     loaded = plgpu.Layout.WGMMA_UPCAST_4X if bits == 4 else plgpu.Layout.WGMMA_UPCAST_2X
-    rows_of_scales = [_rows_of_scale(w, scale) for scale in _of_groups(w)]
+    rows_of_scales = [_rows_of_scale(w, scale) for scale in w.of_groups]
 
     def tiled(columns, bits):
         swizzle = plgpu.find_swizzle(columns * bits)
@@ -188,15 +186,6 @@ def _tokens_of_block(tokens, experts):
     return size
 
 
-def _of_groups(w):
-    return [v for v in (w.group_scale, w.group_zero) if v is not None]
-
-
-def _group(w):
-    """Returns the number of inputs of a group; all without groups."""
-    return next((w.shape[2] // v.shape[1] for v in _of_groups(w)), w.shape[2])
-
-
 def _inputs_of_block(inputs, group):
     """Returns the number of inputs of a block, of one group or of whole groups of a multiple of 16; or None."""
     fitting = (n for n in (128, 64) if inputs % n == 0 and (group % n == 0 or (n % group == 0 and group % 16 == 0)))
@@ -205,6 +194,5 @@ def _inputs_of_block(inputs, group):
 
 def _rows_of_scale(w, scale):
     """Returns the number of groups whose scales are copied at a time."""
-    group = _group(w)
-    pieces = max(1, _inputs_of_block(w.shape[2], group) // group)
+    pieces = max(1, _inputs_of_block(w.shape[2], w.group) // w.group)
     return max(pieces, COPY // (OUTPUTS * scale.dtype.itemsize))

@@ -65,8 +65,8 @@ def product(x, w, group_sizes, *, codes=False, interpret=False):
         pl.BlockSpec((size, block), lambda n, i, k, expert, tile, start, end: (tile[i], k)),
         pl.BlockSpec((None, block, width) if inputs_first else (None, width, block), place_values),
     ]
-    scales = [v for v in (w.group_scale, w.group_zero) if v is not None]
-    groups = scales[0].shape[1] if scales else 1
+    scales = w.of_groups
+    groups = inputs // w.group
     of_block = groups * block // inputs
     whole = block < inputs and of_block % SUBLANES != 0  # too few groups to be a block
 

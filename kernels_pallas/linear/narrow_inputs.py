@@ -18,7 +18,7 @@ def undefined(x, weight, *, out_dtype):
     """Returns why this form does not support the call, or None."""
     if weight.input_scale is None:
         return "the checkpoint has no scale for its inputs"
-    if weight.group_scale is not None or weight.group_zero is not None:
+    if weight.of_groups:
         return "scales of groups lie between values and product"
     if weight.values.dtype not in (jnp.int8, jnp.float8_e4m3fn):
         return f"weights are {weight.values.dtype}, neither int8 nor float8_e4m3fn"
@@ -39,10 +39,7 @@ def linear(x, weight, *, out_dtype):
     narrow = _rounded(x.astype(F32) / scale, weight.values.dtype)
     total = jnp.int32 if narrow.dtype == jnp.int8 else F32
     product = lax.dot_general(narrow, weight.values, (((1,), (1,)), ((), ())), preferred_element_type=total)
-    product = product.astype(F32) * scale
-    if weight.channel_scale is not None:
-        product = product * weight.channel_scale.astype(F32)
-    return product.astype(out_dtype)
+    return weight.scaled(product.astype(F32) * scale).astype(out_dtype)
 
 
 def _rounded(x, dtype):

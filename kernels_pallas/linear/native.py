@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from kernels_pallas import fixed_order, native
 
-F32 = jnp.float32
 _MOST_QUANTIZED_ROWS = 64
 
 
@@ -39,7 +38,4 @@ def unsupported_quantized(x, weight, *, out_dtype):
 def quantized_linear(x, weight, *, out_dtype):
     """See `api.linear`. Other weights than int8 by channel are widened."""
     stored = weight.values if weight.is_int8_by_channel else weight.widened(x.dtype)
-    product = fixed_order.product(x, stored)
-    if weight.channel_scale is not None:
-        product = fixed_order.rounded(product * weight.channel_scale.astype(F32))
-    return product.astype(out_dtype)
+    return fixed_order.rounded(weight.scaled(fixed_order.product(x, stored))).astype(out_dtype)

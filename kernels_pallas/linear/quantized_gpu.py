@@ -14,7 +14,7 @@ FEWEST_OUTPUTS = 4096
 
 
 def unsupported(x, weight, *, out_dtype):
-    if weight.group_scale is None and weight.group_zero is None:
+    if not weight.of_groups:
         return "XLA fuses the widening of values without groups"
     if weight.values.dtype == grouped.FP4:
         return "widening 4-bit floats takes the kernel as long as XLA"

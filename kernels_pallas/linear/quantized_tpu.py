@@ -6,13 +6,11 @@ from kernels_pallas.grouped_matmul import quantized_tpu as grouped
 
 
 def unsupported(x, weight, *, out_dtype):
-    if weight.group_scale is None and weight.group_zero is None:
+    if not weight.of_groups:
         return "XLA fuses the widening of values without groups"
     return grouped.unsupported(x, weight.alone(), jnp.zeros(1, jnp.int32))
 
 
 def linear(x, weight, *, out_dtype, codes=False, interpret=False):
     out = grouped.product(x, weight.alone(), jnp.full(1, len(x), jnp.int32), codes=codes, interpret=interpret)
-    if weight.channel_scale is not None:
-        out = out * weight.channel_scale.astype(jnp.float32)
-    return out.astype(out_dtype)
+    return weight.scaled(out).astype(out_dtype)

@@ -22,10 +22,7 @@ def linear(x, weight, *, out_dtype):
 
 
 def quantized_linear(x, weight, *, out_dtype):
-    product = _plain(x, weight.widened(x.dtype))
-    if weight.channel_scale is not None:
-        product = product * weight.channel_scale.astype(jnp.float32)
-    return product.astype(out_dtype)
+    return weight.scaled(_plain(x, weight.widened(x.dtype))).astype(out_dtype)
 
 
 def _plain(rows, weight):
