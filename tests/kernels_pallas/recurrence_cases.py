@@ -31,6 +31,8 @@ LINEAR = dataclasses.replace(BY_CHANNEL, name="6 heads, 3 groups, by channel, li
 SELECTIVE = next(shape for shape in SHAPES if shape.name == "27 channels, states of 5")
 ODD = (MAMBA, ERASING, BY_CHANNEL, LINEAR, SELECTIVE)
 """One of each recurrence."""
+PUBLISHED = *MAMBA2[:5], *DELTA[:5]
+WHOLE = [dataclasses.replace(one, name=f"{one.name}, whole", rows=min(one.rows, 3)) for one in PUBLISHED]
 KERNELS = "pallas_tpu_interpreted", "pallas_gpu_interpreted"
 
 FORMS = {
@@ -81,28 +83,30 @@ def fitting(implementation, shape):
     return dataclasses.replace(shape, head_dim=16, state=32 if shape.state % 16 else shape.state, tile_size=32)
 
 
-def cases(*implementations, shapes=ODD, lacks=(("native", "selective"),), slow=()):
+def cases(*implementations, shapes=ODD, lacks=(("native", "selective"),), slow=(), whole=()):
     """Each implementation with each recurrence, but for those in `lacks`, (implementation, kind); some are slow, as are
-    published sizes in the form for accelerators: odd sizes have all kinds of grouping.
+    published sizes in the form for accelerators: odd sizes have all kinds of grouping. And those of `whole` with each
+    size as published.
     """
     found = []
-    for implementation, shape in itertools.product(implementations, shapes):
+    for implementation, shape in (*itertools.product(implementations, shapes), *itertools.product(whole, WHOLE)):
         if (implementation, kind(shape)) in lacks:
             continue
         marks = [pytest.mark.smoke] if shapes is ODD and "by channel" not in kind(shape) else []
         published = shapes is SHAPES and implementation == ELSEWHERE and "-" in shape.name
-        if implementation in slow or published or (shape is LINEAR and implementation in KERNELS):
+        if implementation in slow or published or shape in WHOLE or (shape is LINEAR and implementation in KERNELS):
             marks.append(pytest.mark.slow)
         if implementation == "native":
             missing = native.WHY_MISSING or ("erase" in kind(shape) and not native.has_wide_registers())
             marks.append(pytest.mark.skipif(bool(missing), reason=f"no C++ for {native.instructions()}"))
         name = f"{implementation}, {kind(shape) if shapes is ODD else shape.name}"
-        found.append(pytest.param(implementation, fitting(implementation, shape), marks=marks, id=name))
+        own = shape if shape in WHOLE else fitting(implementation, shape)
+        found.append(pytest.param(implementation, own, marks=marks, id=name))
     return pytest.mark.parametrize(("implementation", "shape"), found)
 
 
-sizes = functools.partial(cases, shapes=SHAPES, slow=KERNELS)
-"""Each implementation with each size; those of kernels are slow."""
+sizes = functools.partial(cases, shapes=SHAPES, slow=KERNELS, whole=("native", "xla", ELSEWHERE))
+"""Each implementation with each size; those of kernels and whole ones are slow."""
 
 
 def entry(draw, shape, *lead, dtype=np.float32):

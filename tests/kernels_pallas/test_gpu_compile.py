@@ -1,8 +1,8 @@
 """Triton kernels compiled by XLA's compiler for an H200 that is not at hand, at the sizes of real models.
 
 It takes them, stores are updated in place, caches are not copied, and registers are not spilled. Those of recurrences
-are also lowered for CUDA without a compiler. Whether they are right on a GPU, `pytest -m gpu` and
-`mamba-jax check` tell.
+are also lowered for CUDA without a compiler. Whether they are right on a GPU, the last test and `mamba-jax check`
+tell.
 
 A few with --full; all with --slow.
 """
@@ -10,6 +10,7 @@ A few with --full; all with --slow.
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 import pytest
 from compile_cases import (
@@ -32,9 +33,12 @@ from compile_cases import (
     every,
     few_and_slow,
 )
-from model_calls import FP8, call_of, nbytes, program
+from model_calls import FP8, OPERATIONS, call_of, nbytes, program
 from model_shapes import EXPERT_MLPS, ExpertMLP
 from topology import compile_for_gpu, lower_for_gpu, registers_of_kernels
+
+from mamba_jax.kernel_check.compare import WIDE, compiled_comparison
+from mamba_jax.kernel_check.compiling import Compiler
 
 FULL = pytest.mark.full
 MODELS = (NEMOTRON, NANO, BAMBA, GRANITE)
@@ -198,3 +202,30 @@ def test_recurrences_are_lowered_for_cuda(operation, model, dtype, store):
     text = lower_for_gpu(program(call, "pallas_gpu"), *call.apart(call.arrays), donate=0)
     assert "__gpu$xla.gpu.triton" in text or "triton_kernel_call" in text
     assert "output_operand_alias" in text
+
+
+ON_A_GPU = [
+    pytest.param(name, shape, id=f"{name} {shape.name}")
+    for name, (_, implementations, shapes) in OPERATIONS.items()
+    for shape in shapes[:2]
+    if any(one.name == "pallas_gpu" for one in implementations) and name != "expert_choice"
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("store", [F32, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["in float32", "in bfloat16"])
+@pytest.mark.parametrize(("operation", "shape"), ON_A_GPU)
+def test_kernel_equals_xla(operation, shape, dtype, store):
+    """For rows of all classes, by `JAX_PLATFORMS=cuda pytest -m gpu`; other slots stay as they are."""
+    if jax.default_backend() != "gpu":
+        pytest.skip("JAX sees no GPU")
+    shape = dataclasses.replace(shape, rows=min(shape.rows, 16)) if hasattr(shape, "rows") else shape
+    call = call_of(operation, shape, dtype, store)
+    args, kwargs = call.split(call.arguments)
+    if why := next(one for one in call.candidates if one.name == "pallas_gpu").why_not(args, kwargs):
+        pytest.skip(why)
+    found = compiled_comparison(call, "pallas_gpu", Compiler())()
+    assert not found.wrong
+    if BF16 not in (dtype, store):
+        assert max(found.y, found.states) <= 2e-4 / WIDE

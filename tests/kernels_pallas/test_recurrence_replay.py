@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import recurrence_cases as shared
-from model_shapes import DELTA, MAMBA2
 from operation_checks import ELSEWHERE, Draw, assert_close, assert_same_bits, ints, needs_native, on_device
 
 from kernels_pallas.places import Anchored, Rows
@@ -73,12 +72,6 @@ def test_sizes(implementation, shape):
     rows = rows_of(shape, shape.rows)
     sizes = {"steps": shape.steps, "slots": 2 * shape.rows + 1, "entries": shape.entries}
     check(replayed(implementation, shape), shape, rows, **sizes)
-
-
-@pytest.mark.slow
-@shared.cases(*ALL[:3], shapes=(*MAMBA2, *DELTA), lacks=LACKS)
-def test_real_sizes(implementation, shape):
-    test_sizes(implementation, dataclasses.replace(shape, rows=min(shape.rows, 3)))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import recurrence_cases as shared
 from jax import lax
-from model_shapes import DELTA, MAMBA2
 from operation_checks import (
     DTYPES,
     ELSEWHERE,
@@ -69,15 +68,8 @@ def test_equals_definition(implementation, shape, dtype):
     check(scanned(implementation, shape), shape, tokens, store, tiles, dtype=dtype)
 
 
-@shared.sizes(*ALL)
+@shared.sizes(*ALL, whole=ALL)
 def test_sizes(implementation, shape):
-    check(scanned(implementation, shape), shape, *ragged(shape))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("implementation", ALL)
-@pytest.mark.parametrize("shape", [*MAMBA2[:5], *DELTA[:5]], ids=lambda s: s.name)
-def test_real_sizes(implementation, shape):
     check(scanned(implementation, shape), shape, *ragged(shape))
 
 

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import recurrence_cases as shared
-from model_shapes import DELTA, MAMBA2
 from operation_checks import DTYPES, ELSEWHERE, Draw, assert_close, assert_same_bits, ints
 
 from kernels_pallas.places import Rows
@@ -56,13 +55,6 @@ def test_sizes(implementation, shape):
     places = draw.slots(slots, shape.rows, shape.steps + 1)
     tokens, store = shared.entry(draw, shape, shape.rows, shape.steps), shared.states(draw, shape, slots)
     check(updated(implementation, shape), shape, tokens, store, Rows(places[:, 0], places[:, 1:]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("implementation", ALL[:3])
-@pytest.mark.parametrize("shape", [*MAMBA2, *DELTA], ids=lambda s: s.name)
-def test_real_sizes(implementation, shape):
-    test_sizes(implementation, dataclasses.replace(shape, rows=min(shape.rows, 3)))
 
 
 @DTYPES
