@@ -1,6 +1,9 @@
-"""Sampling from logits and tables that are divided over devices by the vocabulary: what one device chooses."""
+"""Sampling from logits and tables that are divided over devices by the vocabulary: what one device chooses. The largest
+of logits: what numpy finds. Masks of allowed tokens: exactly the tokens whose bit is set.
+"""
 
 import dataclasses
+import itertools
 import re
 
 import jax
@@ -8,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mamba_jax.sampling import choose, count_tokens, report_logprobs
-from mamba_jax.sampling.masks import MaskBatch, init_masks, mask_words, write_masks
+from mamba_jax.sampling import choose, count_tokens, largest, report_logprobs
+from mamba_jax.sampling.masks import MaskBatch, apply_masks, init_masks, mask_words, write_masks
+from mamba_jax.sampling.table import init_sampling_table
 from mamba_jax.sharding import make_mesh
 from mamba_jax.sharding.axis import split_last, use_mesh
 from tests.support.sampling import asked_of, table_of
@@ -122,3 +126,114 @@ def test_tokens_are_counted_where_they_belong(shards, vocab):
         if row < 4:
             counts[row, token] += 1
     np.testing.assert_array_equal(after, counts)
+
+
+WIDE = 8 * 300  # each of eight devices has more than one block of those that are looked at first
+
+
+def found(logits, shards):
+    mesh = make_mesh(shards) if shards > 1 else None
+    with use_mesh(mesh):
+        index, finite = jax.jit(lambda logits: largest(split_last(logits)))(jnp.asarray(logits, jnp.float32))
+    assert index.dtype == jnp.int32
+    return np.asarray(index), np.asarray(finite)
+
+
+def rows_of_logits():
+    """Random ones of few different values, so that most have their largest on several devices; then special ones."""
+    rng = np.random.default_rng(1)
+    logits = rng.integers(-40, 4, (40, WIDE)).astype(np.float32)
+    logits[:8] = rng.normal(size=(8, WIDE))
+    logits[8] = 0
+    logits[9, ::2] = -0.0  # equal to 0
+    logits[9, 1::2] = 0
+    logits[10] = -np.inf
+    logits[11, 1700] = np.inf
+    logits[12, [900, 2300]] = np.nan  # which one is found means nothing, but that they are not finite
+    logits[13, [300, 2399]] = np.inf
+    logits[14] = 0
+    logits[14, [599, 600, 601]] = np.float32(7), np.nextafter(np.float32(7), np.float32(8)), 7  # a tie but for a digit
+    logits[15] = -1e-40  # subnormal: it may count as zero, but the same everywhere
+    return logits
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4, 8])
+def test_finds_what_numpy_finds(shards):
+    logits, part = rows_of_logits(), WIDE // shards
+    # The same largest at one place of each of two parts: the first wins, whichever devices they are on.
+    pairs = np.full((shards * (shards - 1), WIDE), -3.0, np.float32)
+    for row, (i, j) in zip(pairs, itertools.permutations(range(shards), 2), strict=True):
+        row[[i * part + 5, j * part + 2]] = 1.5
+    logits = np.concatenate([logits, pairs])
+    for size in (WIDE, WIDE - 1):  # a vocabulary that divides, and one that does not
+        some = logits[:, :size]
+        index, finite = found(some, shards)
+        numbers = ~np.isnan(some).any(-1)
+        np.testing.assert_array_equal(index[numbers], some.argmax(-1)[numbers])
+        np.testing.assert_array_equal(finite, np.isfinite(some).all(-1))
+        assert numbers.sum() == len(logits) - 1
+
+
+def test_devices_exchange_only_what_they_have_found():
+    mesh = make_mesh(4)
+    with use_mesh(mesh):
+        run = jax.jit(lambda logits: largest(split_last(logits)))
+        text = run.lower(jax.ShapeDtypeStruct((16, WIDE), jnp.float32)).compile().as_text()
+    exchanged = [line for line in text.splitlines() if " all-gather(" in line or " all-reduce(" in line]
+    assert len(exchanged) == 1
+    assert "s32[4,3,16]" in exchanged[0] or "s32[12,16]" in exchanged[0]
+
+
+ODD, SEATS = 70, 4
+
+
+def words_of(allowed: np.ndarray) -> np.ndarray:
+    """[..., vocab] bool as words."""
+    padded = np.zeros((*allowed.shape[:-1], mask_words(ODD) * 32), bool)
+    padded[..., :ODD] = allowed
+    return np.packbits(padded, axis=-1, bitorder="little").view(np.uint32)
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(3)
+
+
+def written(allowed: np.ndarray, seats):
+    batch = MaskBatch.empty(rows=4, heads=HEADS, vocab_size=ODD)
+    for i, seat in enumerate(seats):
+        batch.row_id[i], batch.bits[i] = seat, words_of(allowed[i])
+    return write_masks(init_masks(SEATS + 1, HEADS, ODD), batch)
+
+
+def test_only_masked_seats_change(rng):
+    allowed = rng.random((2, HEADS, ODD)) < 0.3
+    masks = written(allowed, [3, 1])
+    assert masks.on.tolist() == [False, True, False, True, False]
+    logits = rng.normal(size=(4, HEADS, ODD)).astype(np.float32)
+    after = np.asarray(apply_masks(jnp.asarray(logits), masks, jnp.array([1, 2, 3, 0])))
+    np.testing.assert_array_equal(after[1], logits[1])
+    np.testing.assert_array_equal(after[3], logits[3])
+    np.testing.assert_array_equal(after[0], np.where(allowed[1], logits[0], -np.inf))
+    np.testing.assert_array_equal(after[2], np.where(allowed[0], logits[2], -np.inf))
+    one_head = np.asarray(apply_masks(jnp.asarray(logits[:, :1]), masks, jnp.array([1, 2, 3, 0])))
+    np.testing.assert_array_equal(one_head, after[:, :1])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_is_not_allowed_is_never_chosen(rng, temperature):
+    """Drafts that are not allowed are rejected, even where the model wants them most."""
+    allowed = np.zeros((1, HEADS, ODD), bool)
+    allowed[0, :, 40:50] = True
+    logits = rng.normal(size=(1, HEADS, ODD)).astype(np.float32)
+    logits[0, 0, 45] = logits[0, 1, 5] = 50.0
+    table = init_sampling_table(SEATS + 1)
+    table = type(table)(**(vars(table) | {"temperature": jnp.full(SEATS + 1, temperature)}))
+    drafts, seat = jnp.array([[45, 5]]), jnp.array([2])
+    asked = asked_of(table, logits.shape, drafts=drafts, row_id=seat, masks=written(allowed, [2]))
+    emission = choose(jnp.asarray(logits), asked)
+    assert emission.accepted.tolist() == [1]
+    first, second, third = emission.tokens[0].tolist()
+    assert first == 45
+    assert 40 <= second < 50
+    assert third == -1

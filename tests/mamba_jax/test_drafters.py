@@ -1,4 +1,6 @@
-"""Drafts of EAGLE-3, DFlash, DFlash 2 and DSpark against their formulas in numpy, through prefill and decode steps."""
+"""Drafts of EAGLE-3, DFlash, DFlash 2 and DSpark against their formulas in numpy, through prefill and decode steps.
+The multi-token-prediction layer within steps, and n-grams against their definition in plain Python.
+"""
 
 import dataclasses
 import functools
@@ -8,12 +10,15 @@ import jax
 import numpy as np
 import pytest
 
+from mamba_jax.batch import DecodeBatch
 from mamba_jax.config.drafter import BlockConfig
-from mamba_jax.drafts import BlockDrafts, MTPDrafts
+from mamba_jax.drafts import BlockDrafts, MTPDrafts, NGramDrafts
+from mamba_jax.drafts.ngram import look_up
 from mamba_jax.layout import SequenceLayout
 from mamba_jax.model import HybridModel, parameters
+from mamba_jax.step import step as run_step
 from tests.support.engines.draft_traces import assert_updated_in_place, check_draft_traces
-from tests.support.fleets.step_host import PAGE, Host
+from tests.support.fleets.step_host import PAGE, PAGES_PER_ROW, Host, greedy
 from tests.support.models import drafters
 from tests.support.models.drafters import eagle, states_of, with_tokens
 from tests.support.models.random_models import long_memory_model
@@ -165,3 +170,106 @@ def test_what_is_kept_between_steps_matters(spoil):
 @pytest.mark.full
 def test_the_drafter_updates_the_store_in_place():
     assert_updated_in_place(host_of("eagle3"), 3)
+
+
+WITH_MTP = dataclasses.replace(STEP, mtp_pattern="*-")
+WITH_TABLES = dataclasses.replace(WITH_MTP, own_mtp_embedding=True, own_mtp_head=True)
+
+
+def test_the_layer_may_have_tables_of_its_own():
+    """With the model's values, they change nothing; with others, the logits. Parity tests cover the layer itself."""
+    values = {path: leaf[...] for path, leaf in parameters(long_memory_model(WITH_MTP)).items()}
+    tables = {"mtp.embed.weight": values["embed.weight"], "mtp.lm_head.weight": values["lm_head.weight"]}
+    hidden = np.random.default_rng(3).normal(size=(13, STEP.hidden_size)).astype(np.float32)
+
+    @jax.jit
+    def run(model):
+        return model.draft_logits(model.draft(np.array(PROMPT), hidden, SequenceLayout.of(1, 13), None)[0])
+
+    expected = run(long_memory_model(WITH_MTP))
+    np.testing.assert_array_equal(run(HybridModel.from_parameters(WITH_TABLES, values | tables)), expected)
+    for path, table in tables.items():
+        other = HybridModel.from_parameters(WITH_TABLES, values | tables | {path: table[::-1]})
+        assert np.abs(run(other) - expected)[1:].max() > 0.1
+
+
+@pytest.mark.parametrize("drafts", [3, 0], ids=["wide", "narrow"])
+def test_the_draft_layer_updates_the_store_in_place(drafts):
+    assert_updated_in_place(Host(WITH_MTP, source=MTPDrafts()), drafts)
+
+
+def test_without_drafts_a_step_is_what_it_would_be_without_a_draft_layer():
+    """K = 0: the same program, whether or not a model has the layer."""
+    texts = []
+    for config in (STEP, WITH_MTP):
+        host = Host(STEP, num_drafts=0)
+        model = long_memory_model(config)
+        step = jax.jit(lambda store, rows, batch, model=model: run_step(model, store, rows, batch))
+        batch = DecodeBatch.empty(rows=1, num_speculative_tokens=0, pages_per_row=PAGES_PER_ROW)
+        texts.append(step.lower(host.store, host.rows, batch).as_text())
+    assert texts[0] == texts[1]
+
+
+WIDTH = 24
+
+
+def by_definition(tokens, count, min_n, max_n):
+    """The longest n first, then the latest occurrence; what follows it, going on with the same period."""
+    for n in range(min(max_n, len(tokens)), min_n - 1, -1):
+        for end in range(len(tokens) - 1, n - 1, -1):
+            if tokens[end - n : end] == tokens[-n:]:
+                extended = list(tokens)
+                for i in range(count):
+                    extended.append(extended[end + i])
+                return extended[len(tokens) :]
+    return [-1] * count
+
+
+@pytest.mark.parametrize("bounds", [(1, 1), (1, 3), (2, 4), (3, 3)], ids=str)
+def test_look_up_equals_the_definition(bounds):
+    rng = np.random.default_rng(1)
+    rows, lengths = [], []
+    for _ in range(300):
+        length = int(rng.integers(0, WIDTH + 1))
+        row = rng.integers(0, rng.integers(1, 6), WIDTH)
+        row[length:] = rng.choice([-1, 0])  # what lies past the end must not matter
+        rows.append(row)
+        lengths.append(length)
+    run = jax.jit(look_up, static_argnames=("count", "min_n", "max_n"))
+    ours = run(np.array(rows, np.int32), np.array(lengths), count=4, min_n=bounds[0], max_n=bounds[1])
+    for row, length, drafts in zip(rows, lengths, np.asarray(ours).tolist(), strict=True):
+        assert drafts == by_definition(row[:length].tolist(), 4, *bounds), (row, length)
+
+
+def test_bounds_that_cross_are_refused():
+    with pytest.raises(ValueError, match="n-grams of 3 to 2 tokens"):
+        NGramDrafts(3, 2)
+
+
+@pytest.mark.full
+def test_a_seat_knows_its_tokens_and_steps_add_to_them():
+    host = Host(source=NGramDrafts(1, 3))
+    want = greedy(PROMPT, 8)
+    # What follows is in the prompt's beginning, which is never fed by these steps: it was found in the cache.
+    known = [*want[:3], *want[:2], *PROMPT[5:]]
+    host.seat(2, tokens=known)
+    host.prefill({"row_id": 1, "tokens": PROMPT, "write": 1, "sample": False})
+    host.decode({"row_id": 2, "c": 13, "read": 1, "tokens": [], "writes": [], "table": host.table(0)})
+    history = np.asarray(host.rows.source[2])
+    assert history[:14].tolist() == [*known, want[0]]
+    assert (history[14:] == -1).all()
+    assert (np.asarray(host.rows.source[1]) == -1).all()
+    assert np.asarray(host.rows.drafts[2]).tolist() == by_definition([*known, want[0]], 3, 1, 3)
+    made = 0
+    emitted = [want[0]]
+    for _ in range(3):
+        out = host.decode({"row_id": 2, "continues": True, "drafts": 3, "writes": [2, 3, 4, 5], "table": host.table(0)})
+        made += int(out.num_drafts[0])
+        emitted += [t for t in out.tokens[0].tolist() if t >= 0]
+        assert np.asarray(host.rows.source[2])[: 13 + len(emitted)].tolist() == known + emitted
+        assert np.asarray(host.rows.drafts[2]).tolist() == by_definition(known + emitted, 3, 1, 3)
+    assert emitted == greedy(PROMPT, len(emitted))
+    assert made > 0
+    # The next tenant starts from nothing.
+    host.seat(2, tokens=[4])
+    assert (np.asarray(host.rows.source[2])[1:] == -1).all()

@@ -1,21 +1,25 @@
-"""Drafts: what is kept, where each state lands, and what the next step reads."""
+"""Drafts, and rows held by an anchor and the inputs since: what is kept, where each state lands, what steps read."""
 
+import dataclasses
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mamba_jax.drafts import MTPDrafts
 from tests.support.fleets.step_host import Host, assert_holds, expected_logprobs, greedy
-from tests.support.models.tiny_configs import VOCAB
+from tests.support.models.tiny_configs import FOR_ENGINES, VOCAB
 
 PROMPT = tuple(int(t) for t in np.random.default_rng(2).integers(0, VOCAB, 13))
 
 
-def start(host=None, **sampling):
-    """A host whose row 1 has its prompt absorbed and its first token sampled; that token and the three after it."""
+def start(host=None, prompt=PROMPT, count=5, **sampling):
+    """A host whose row 1 has absorbed its prompt in slot 1 and sampled a token; and what greedy goes on with."""
     host = host or Host()
-    if sampling:
-        host.seat(1, **sampling)
-    host.prefill({"tokens": PROMPT, "write": 1})
-    return host, greedy(PROMPT, 5)
+    host.seat(1, **sampling)
+    host.prefill({"tokens": prompt, "write": 1})
+    return host, greedy(prompt, count)
 
 
 def wrong(token):
@@ -140,3 +144,171 @@ def test_drafts_do_not_change_what_a_penalized_greedy_row_says():
     host.rows = host.with_drafts(1, [said[5], wrong(said[6]), said[7]])
     out = host.decode({"continues": True, "drafts": 3, "writes": [2, 3, 4, 5]})
     assert out.tokens[0].tolist() == [*said[5:7], -1, -1]
+
+
+R = 8
+
+
+def anchored(host=None, **options):
+    """The same of a host whose rows are held by an anchor and the inputs since."""
+    return start(host or Host(interval=R), **{"count": 22} | options)
+
+
+def anchor(host, row_id=1):
+    return int(host.rows.slot[row_id]), int(host.rows.anchor[row_id]), int(host.rows.length[row_id])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rights", [[0], [3], [1, 0, 2, 3, 0, 1], [2, 3]], ids=str)
+def test_outputs_and_anchors_are_those_of_snapshots(rights):
+    """Drafts of which the first few are right, over several multiples of R; each state that lands is S(m)."""
+    host, want = anchored()
+    tokens, step = [*PROMPT, want[0]], 0
+    spares = iter([2, 3, 4, 5])
+    spare = next(spares)
+    while len(tokens) < len(PROMPT) + len(want) - 4:
+        at, right = len(tokens) - len(PROMPT), rights[step % len(rights)]
+        drafts = [t if j < right else wrong(t) for j, t in enumerate(want[at : at + 3])]
+        host.rows = host.with_drafts(1, drafts)
+        before, (slot, a, c) = host.slot(spare), anchor(host)
+        assert c == len(tokens) - 1
+        out = host.decode({"continues": True, "drafts": 3, "writes": [spare]})
+        assert out.tokens[0].tolist() == want[at : at + right + 1] + [-1] * (3 - right)
+        m = (c // R + 1) * R
+        if m <= c + 4:
+            assert_holds(host, spare, [*tokens, *drafts][:m])
+        else:
+            jax.tree.map(np.testing.assert_array_equal, host.slot(spare), before)
+        tokens += want[at : at + right + 1]
+        step += 1
+        moved = m <= c + 1 + right
+        assert anchor(host) == ((spare, m, c + 1 + right) if moved else (slot, a, c + 1 + right))
+        assert_holds(host, slot, tokens[:a])
+        spare = next(spares) if moved else spare
+        assert not out.tag_error
+
+
+@pytest.mark.parametrize("length", range(6, 13))
+def test_windows_reach_over_the_anchor(length):
+    """From every distance of the prompt's end to a multiple, one token at a time: windows come from both sides."""
+    host, want = anchored(prompt=PROMPT[:length], count=13, logprobs=2)
+    for step in range(12):
+        out = host.decode({"continues": True, "writes": [2 + step]})
+        assert out.tokens[0, 0] == want[step + 1]
+        expected = expected_logprobs((*PROMPT[:length], *want[: step + 1]))[-1]
+        np.testing.assert_allclose(out.logprobs[0, 0], expected[want[step + 1]], atol=1e-4)
+    assert anchor(host)[1] == (length + 12) // R * R
+
+
+def test_a_new_tenant_sees_nothing_of_the_last_one():
+    """The tail is full of the last tenant's inputs, at the very positions that the new one has."""
+    host, _ = anchored(prompt=PROMPT[::-1])
+    for step in range(9):
+        host.decode({"continues": True, "writes": [2 + step]})
+    host, want = anchored(host)
+    for step in range(9):
+        assert host.decode({"continues": True, "writes": [20 + step]}).tokens[0, 0] == want[step + 1]
+
+
+def test_rows_share_an_anchor_and_nothing_else():
+    """Two rows go on from one checkpoint, one after a token of its own; both leave it as it is."""
+    host, want = anchored()
+    checkpoint = host.slot(1)
+    mate = {"row_id": 2, "tokens": [want[0]], "c": len(PROMPT), "read": 1, "writes": [9], "table": host.table(1)}
+    mate["table"][:3] = host.table(0)[:3]
+    host.decode({"continues": True, "writes": [8]}, mate | {"page_copy": (host.table(0)[3], host.table(1)[3])})
+    for step in range(1, 5):
+        own = {"continues": True, "writes": [8]}
+        out = host.decode(own, own | {"row_id": 2, "writes": [9], "table": mate["table"]})
+        assert out.tokens[:2, 0].tolist() == [want[step + 1]] * 2
+    jax.tree.map(np.testing.assert_array_equal, host.slot(1), checkpoint)
+    assert anchor(host, 1) == (8, 16, 18)
+    assert anchor(host, 2) == (9, 16, 18)
+
+
+def test_the_host_may_name_anchor_and_tokens():
+    """A row that does not continue: what the host says counts, and the tail is there."""
+    host, want = anchored()
+    host.decode({"continues": True, "writes": [2]})
+    host.decode({"continues": True, "writes": [2]})
+    step = {"tokens": [want[2], want[3]], "drafts": 1, "c": 15, "read": 1, "anchor": 13, "writes": [2]}
+    assert host.decode(step).tokens[0].tolist() == [*want[3:5], -1, -1]
+    assert anchor(host) == (2, 16, 17)
+    assert_holds(host, 2, [*PROMPT, *want[:3]])
+
+
+def test_a_row_may_write_over_its_own_anchor():
+    """Without a spare. The token that reaches the multiple is certain."""
+    host, want = anchored()
+    for step in range(8):
+        assert host.decode({"continues": True, "writes": [1]}).tokens[0, 0] == want[step + 1]
+    assert anchor(host) == (1, 16, 21)
+    assert_holds(host, 1, [*PROMPT, *want[:3]])
+
+
+def test_a_row_without_tokens_samples_from_its_slot():
+    host, want = anchored()
+    host.decode({"row_id": 2, "c": len(PROMPT), "read": 1, "writes": [], "table": host.table(0)})
+    assert int(host.rows.last_token[2]) == want[0]
+    assert anchor(host, 2) == (1, 13, 13)
+
+
+def test_wrong_anchors_and_tails_are_seen():
+    def error(**change):
+        host, _ = anchored()
+        host.decode({"continues": True, "writes": [2]})
+        rows = {name: getattr(host.rows, name).at[1].add(by) for name, by in change.items()}
+        host.rows = dataclasses.replace(host.rows, **rows)
+        return bool(host.decode({"continues": True, "writes": [2]}).tag_error)
+
+    assert not error()
+    assert error(anchor=-1)
+    assert error(anchor=1)
+    assert error(length=1)  # an entry that was never written
+    assert error(slot=1)
+    host, _ = anchored()
+    host.decode({"continues": True, "writes": [0]})
+    host.decode({"continues": True, "writes": [0]})
+    assert host.decode({"continues": True, "writes": [0]}).tag_error  # a multiple of R, and nowhere to write
+
+
+@pytest.mark.full
+def test_drafts_by_the_draft_layer_see_the_hidden_state_before_them():
+    """What the layer says under replay is what it says under snapshots, step by step."""
+    said = []
+    for interval in (None, R):
+        host = Host(FOR_ENGINES["smallest"], source=MTPDrafts(), interval=interval)
+        host.seat(1)
+        host.prefill({"tokens": PROMPT, "write": 1})
+        drafts = []
+        for _ in range(8):
+            drafts.append(np.asarray(host.rows.drafts[1]).tolist())
+            writes = [2 + len(drafts)] if interval else [4 * len(drafts) + i for i in range(4)]
+            host.decode({"continues": True, "drafts": 3, "writes": writes})
+        said.append((drafts, int(host.rows.length[1])))
+    assert said[0] == said[1]
+
+
+def test_nothing_beyond_what_counts_is_looked_at():
+    """All else in the tails is NaN: other seats', rejected drafts', what lies before the anchor."""
+    host, want = anchored()
+    tails = host.store.tails
+    for step in range(10):
+        counts = np.zeros(tails.tags.shape, bool)
+        _, a, c = anchor(host)
+        counts[1, [n % counts.shape[1] for n in range(a, c)]] = True
+
+        def spoil(ring, a=a, c=c, kept=counts):
+            entries = ring.shape[1]
+            last = np.zeros(ring.shape[:2], bool)
+            last[1, [n % entries for n in range(max(a, c - 3), c)]] = True
+            mask = kept if entries == kept.shape[1] else last
+            return jnp.where(mask.reshape(*mask.shape, *[1] * (ring.ndim - 2)), ring, jnp.nan)
+
+        tails = host.store.tails
+        host.store = dataclasses.replace(
+            host.store, tails=dataclasses.replace(tails, layers=jax.tree.map(spoil, tails.layers))
+        )
+        out = host.decode({"continues": True, "writes": [2 + step]})
+        assert out.tokens[0, 0] == want[step + 1]
+        assert out.finite[0]
