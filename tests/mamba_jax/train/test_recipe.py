@@ -1,13 +1,20 @@
-"""The recipe in a run's folder: the same settings and inputs go on, others are refused."""
+"""Run descriptions: what is read, and what is said about a wrong one. The recipe in a run's folder: the same settings
+and inputs go on, others are refused.
+"""
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import yaml
 
+import mamba_jax.train
+from benchmarks.demo_corpus import SOURCES
 from mamba_jax.config import ModelConfigError
-from mamba_jax.train.config import DataSettings, OptimizerSettings, TrainConfig
+from mamba_jax.families import config_from_hf
+from mamba_jax.train.config import FINE_TUNING, DataSettings, OptimizerSettings, TrainConfig, read_config
+from mamba_jax.train.optimizer import learning_rate
 from mamba_jax.train.recipe import CHECKPOINTS, RECIPE, keep_recipe
 from serving.cli.main import run as run_command
 from tests.support.models.tiny_configs import TRAINABLE
@@ -115,3 +122,104 @@ def test_settings_are_checked_before_anything_is_prepared(tmp_path, monkeypatch,
     assert run_command(["train", "--config", "run.yaml", "--output", "run", "--corpus", "text.jsonl"]) != 0
     assert message in capfd.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+RECIPES = sorted((Path(mamba_jax.train.__file__).parent / "recipes").glob("*.yaml"))
+
+
+def read(tmp_path, text, name="run.yaml", **overrides):
+    path = tmp_path / name
+    path.write_text(text)
+    return read_config(path, overrides)
+
+
+def test_yaml_and_toml_say_the_same(tmp_path):
+    yaml = read(tmp_path, "steps: 7\noptimizer: {name: muon, betas: [0.8, 0.9], learning_rate: 1}\n")
+    toml = read(tmp_path, 'steps = 7\n[optimizer]\nname = "muon"\nbetas = [0.8, 0.9]\nlearning_rate = 1\n', "run.toml")
+    assert yaml == toml == TrainConfig(steps=7, optimizer=OptimizerSettings("muon", 1.0, betas=(0.8, 0.9)))
+
+
+def test_overrides_come_first(tmp_path):
+    settings = read_config_with(tmp_path, {"steps": 3, "optimizer.name": "muon"})
+    assert settings.steps == 3
+    assert settings.optimizer.name == "muon"
+
+
+@pytest.mark.parametrize("value", ["1e-3", "1E-3", ".001", 0.001])
+def test_a_number_without_a_point_is_a_number(tmp_path, value):
+    """YAML reads `1e-3` as text."""
+    settings = read_config_with(tmp_path, {"optimizer.learning_rate": value})
+    assert settings.optimizer.learning_rate == 1e-3
+    assert read(tmp_path, "optimizer: {learning_rate: 1e-3}").optimizer.learning_rate == 1e-3
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "fast"])
+def test_what_is_no_finite_number_is_refused(tmp_path, value):
+    with pytest.raises(ModelConfigError, match=f"learning_rate is '?{value}'?: input should be a"):
+        read_config_with(tmp_path, {"optimizer.learning_rate": value})
+
+
+def read_config_with(tmp_path, overrides):
+    (tmp_path / "run.yaml").write_text("steps: 7\n")
+    return read_config(tmp_path / "run.yaml", overrides)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stepps: 7", "unknown setting stepps; known are model, data"),
+        ("optimizer: {rate: 1}", "unknown setting optimizer.rate"),
+        ("steps: many", "steps is 'many': input should be a valid integer"),
+        ("steps: 0", "steps is 0: at least 1"),
+        ("balance_experts: -1", r"balance_experts is -1\.0: at least 0 is expected"),
+        ("batch_size: 8\naccumulate: 3", "accumulate is 3: it must divide batch_size, 8"),
+        ("drafts: {every: 0}", "drafts.every is 0: at least 1"),
+        ("drafts: {depth_weights: [-1.0]}", "drafts.depth_weights is .*: at least 0"),
+        ("optimizer: {warmup_steps: -1}", "optimizer.warmup_steps is -1: at least 0"),
+        ("optimizer: {weight_decay: -0.1}", "optimizer.weight_decay is -0.1: at least 0"),
+        ("optimizer: {learning_rate: 0}", "optimizer.learning_rate is 0.0: a number above 0"),
+        ("optimizer: {clip_norm: -1}", "optimizer.clip_norm is -1.0: a number above 0"),
+        ("optimizer: {betas: [0.9, 1]}", r"optimizer.betas is \(0.9, 1.0\): numbers from 0 to below 1"),
+        ("optimizer: {name: sgd}", "optimizer.name is 'sgd': input should be 'adamw' or 'muon'"),
+        ("optimizer: 3", "optimizer is 3: input should be an object"),
+        ("batch_size: 6\ndrafts: {every: 4}", "it must divide batch_size / accumulate, 6"),
+        ("data: {mixture: {a: 0}}", "shares above 0"),
+        ("seed: -1", "seed is -1: a number from 0"),
+        ("steps: [", "cannot be read"),
+        ("steps: 2020-13-45", "cannot be read"),
+        ("steps: " + "1" * 5000, "cannot be read"),
+        ("[" * 5000, "cannot be read"),
+        ("model: &a [*a]", "cannot be read"),
+        ("model: {2020-01-01: 1}", "cannot be read"),
+        ("- 1", "a mapping of settings is expected"),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path, text, message):
+    with pytest.raises(ModelConfigError, match=message) as error:
+        read(tmp_path, text)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipes(path):
+    settings = read_config(path)
+    if path == FINE_TUNING:
+        assert not settings.model
+    else:
+        assert config_from_hf(settings.model).mtp_pattern
+        assert settings.data.mixture.keys() == SOURCES.keys()
+    rate = learning_rate(settings.optimizer, settings.steps)
+    assert float(rate(settings.steps)) == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "stable"])
+def test_the_learning_rate_rises_and_falls(schedule):
+    settings = OptimizerSettings(learning_rate=2.0, warmup_steps=10, schedule=schedule, decay_steps=20)
+    rate = learning_rate(settings, 100)
+    assert float(rate(0)) == 0
+    assert float(rate(5)) == pytest.approx(1)
+    assert float(rate(10)) == pytest.approx(2)
+    assert float(rate(90)) == pytest.approx(1 if schedule == "stable" else 0.06, abs=0.01)
+    assert float(rate(100)) == pytest.approx(0)
+    with pytest.raises(ModelConfigError, match="there are only 25"):
+        learning_rate(settings, 25)
