@@ -176,14 +176,18 @@ class Scheduler(SchedulerState):
         budget.grant_share()
         if shared or self.fairness.keeps_deficits:
             rows = Counter(row.request.client for row in plan.decode)
-            budget.quotas = self.fairness.prompt_quotas(demands, rows, budget.tokens, plan.step)
+            budget.quotas = self.fairness.prompt_quotas(demands, rows, budget.tokens)
+        with_quota = [client for client, quota in budget.quotas.items() if quota]
         self._plan_prompts(prompts, plan, budget)
         if budget.quotas and not plan.rows:  # those with a quota have no room
             budget.quotas = {}
             self._plan_prompts(prompts, plan, budget)
-        for row in plan.rows if shared else ():
-            if row.is_prefill:
-                self.fairness.fed(row.request.client, row.num_tokens)
+        if shared:
+            fed = Counter[str | None]()
+            for row in plan.rows:
+                if row.is_prefill:
+                    fed[row.request.client] += row.num_tokens
+            self.fairness.fed(fed, with_quota, plan.step)
         if self.queues.waiting and not plan.preempted:
             displace(self, plan)
 

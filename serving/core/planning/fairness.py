@@ -13,11 +13,12 @@ at most k times as long as one with only its rows. Up to that length, rows and p
   one (accelerators), all rows take part in every step. If even a row of each takes too long (it samples, for example),
   clients with more rows than others sit out steps.
 * Prompt tokens are divided by deficit round robin: a client's deficit grows by its part of each step and falls by the
-  tokens that the step feeds. A client with a positive deficit may feed a tile at least, and a new client comes first.
+  tokens that the step feeds. A client with a positive deficit may feed a tile at least. Where that is not enough for
+  all, they take turns, and a new client comes first.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from serving.core.config import SchedulerConfig
 from serving.core.requests.request import Request
@@ -38,6 +39,9 @@ _ATTEMPTS = 8
 
 _IN_STEPS = 0.9
 """Fraction of k times a step alone that a step with k clients may take: requests also take time outside of steps."""
+
+_MOST_TURNS = 4096
+"""Maximum number of clients whose last turns are remembered."""
 
 Client = str | None
 
@@ -102,7 +106,7 @@ class Fairness:
         self._deficits: dict[Client, float] = {}
         """Prompt tokens that clients may feed, by client. A debt stays after a client's last prompt."""
         self._served: dict[Client, int] = {}
-        """The last step in which a client with a deficit had a quota."""
+        """The last step in which a client had its turn, the earliest first; also while it has no requests."""
 
         self._attempts = 0
         """How many steps have been planned in a row to measure decode rows."""
@@ -179,7 +183,7 @@ class Fairness:
         return False
 
     def prompt_quotas(
-        self, demands: Mapping[Client, int], rows: Mapping[Client, int], tokens: int, step: int
+        self, demands: Mapping[Client, int], rows: Mapping[Client, int], tokens: int
     ) -> dict[Client, int]:
         """Returns how many prompt tokens each of several clients may feed in the next step.
 
@@ -187,7 +191,6 @@ class Fairness:
             demands: prompt tokens that are left, by client.
             rows: decode rows of the step, by client.
             tokens: prompt tokens of the step at most.
-            step: its number.
         """
         if self._measuring:
             self._measuring = False
@@ -198,7 +201,6 @@ class Fairness:
             deficits[client] += tokens if allowance is None else allowance
             if deficits[client] >= 0:
                 del deficits[client]
-                self._served.pop(client, None)
         left: float = tokens
         for place, client in enumerate(sorted(demands, key=lambda client: demands[client])):
             part = min(demands[client], left / (len(demands) - place))
@@ -212,8 +214,6 @@ class Fairness:
         for client in sorted(demands, key=lambda client: (self._served.get(client, -1), demands[client])):
             quota = max(int(deficits[client]), self._tile) if deficits[client] > 0 else 0
             quotas[client] = min(quota, tokens)
-            if quotas[client]:
-                self._served[client] = step
             tokens -= min(quotas[client], demands[client])
         return quotas
 
@@ -232,10 +232,19 @@ class Fairness:
         spare = _IN_STEPS * len(demands.keys() | rows.keys()) * alone - self.times.decode(sum(rows.values()))
         return max(spare, alone / 2) / self.times.per_token / max(1, len(demands))
 
-    def fed(self, client: Client, num_tokens: int) -> None:
-        """Records that a step feeds prompt tokens of a client that has a quota."""
-        if client in self._deficits:
-            self._deficits[client] -= num_tokens
+    def fed(self, num_tokens: Mapping[Client, int], with_quota: Iterable[Client], step: int) -> None:
+        """Records the prompt tokens that a step feeds, by client. These clients have had their turn.
+
+        A client whose quota was of no use, because others have the rows or the memory, keeps its turn; but not if no
+        prompt was fed, so that no client holds up all others.
+        """
+        for client in self._deficits.keys() & num_tokens.keys():
+            self._deficits[client] -= num_tokens[client]
+        for client in num_tokens or with_quota:
+            self._served.pop(client, None)
+            self._served[client] = step
+        while len(self._served) > _MOST_TURNS:
+            del self._served[next(iter(self._served))]
 
     @property
     def keeps_deficits(self) -> bool:

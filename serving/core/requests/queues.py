@@ -28,7 +28,7 @@ class _Group:
         self.waiting: list[Request] = []
         """By turn, rank and arrival."""
         self.served = served
-        """Admissions, less those that other clients had before this one came: the group with the fewest is next."""
+        """Admissions, and those that others had before this one came: the group with the fewest is next."""
         self.turn = self.started = 0
         """How many requests have started at this turn."""
 
@@ -56,6 +56,9 @@ class Queues:
         self.rows: Counter[str | None] = Counter()
         """Number of running requests by client."""
         self._groups: dict[tuple[int, str | None], _Group] = {}
+        self._most_served: Counter[int] = Counter()
+        """By priority: where a group begins that comes now. Otherwise clients with one request at a time, whose groups
+        come and go, would always be first."""
 
     @property
     def clients(self) -> set[str | None]:
@@ -104,6 +107,7 @@ class Queues:
         """From the waiting ones to the running ones; its client has had its turn."""
         group = self._groups[request.priority, request.client]
         group.served += 1
+        self._most_served[request.priority] = max(self._most_served[request.priority], group.served)
         self.leave(request)
         request.status = Status.RUNNING
         self.rows[request.client] += 1
@@ -172,8 +176,5 @@ class Queues:
         name = (request.priority, request.client)
         group = self._groups.get(name)
         if group is None:
-            least = min(
-                (other.served for (priority, _), other in self._groups.items() if priority == name[0]), default=0
-            )
-            group = self._groups[name] = _Group(least)
+            group = self._groups[name] = _Group(self._most_served[request.priority])
         insort(group.waiting, request, key=_PLACE)

@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 
+from serving.core.cache.eviction_queue import ABSENT_SECONDS
 from serving.core.cache.retention import Mark, merged
 from serving.core.config import SchedulerConfig
 from serving.core.errors import ConfigError, FinishReason, RequestError
@@ -92,7 +93,9 @@ class Run:
         self.rng = rng = random.Random(seed)
         self.config = config if config is not None else random_config(rng)
         drafting = rng.choice(["all", "random", "random"]) if seed % 11 != 7 else "adaptive"
-        self.scheduler = scheduler(self.config, drafts=_draft_policy(drafting, self.config, rng))
+        self.now = 0.0
+        drafts = _draft_policy(drafting, self.config, rng)
+        self.scheduler = scheduler(self.config, drafts=drafts, clock=lambda: self.now)
         self.device = Device(self.config, Model(rng.choice([2, 4, 9])), rng, rng.choice([0.0, 0.5, 0.8, 1.0]))
         self.trouble = rng.choice([0.0, 0.0, 0.03, 0.15])
         """How often something is aborted, withdrawn or lost."""
@@ -106,8 +109,8 @@ class Run:
         """Token sequences that new prompts may begin like."""
         self.aborted: set[Request] = set()
         self.coverage: Counter[str] = Counter()
-        self.clients = seed % 16 == 5
-        """Whether requests have clients."""
+        self.clients = random.Random(seed) if seed % 3 == 1 else None
+        """Says when an hour passes, if requests have clients; draws of its own."""
         self.blocks = random.Random(seed) if seed % 16 == 3 else None
         """Says when requests in lockstep are blocked; draws of its own, too."""
         self.changes = random.Random(seed) if seed % 4 == 2 else None
@@ -153,7 +156,7 @@ class Run:
             prompt_logprobs=rng.random() < 0.05,
             lockstep=rng.random() < 0.1,
             fork_of=fork_of,
-            client=[None, "a", "b"][len(self.requests) * 7 // 5 % 3] if self.clients else None,
+            client=[None, "a", "b"][len(self.requests) * 7 // 5 % 3] if self.clients is not None else None,
             marks=self.marks(len(prompt)),
         )
         try:
@@ -199,6 +202,8 @@ class Run:
     def step(self) -> bool:
         """Plan, dispatch, and perhaps settle; False if there was nothing to plan."""
         rng, scheduler = self.rng, self.scheduler
+        if self.clients is not None and self.clients.random() < 0.05:
+            self.now += ABSENT_SECONDS + 1
         while scheduler.needs_settle_before_schedule() or (self.waiting_results and rng.random() < 0.3):
             expect(not scheduler.needs_settle_before_schedule() or scheduler.schedule() is None, "planned too early")
             self.settle()

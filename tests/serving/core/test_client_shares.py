@@ -182,6 +182,21 @@ def test_prompt_tokens_are_divided_equally(lengths: tuple[int, int]) -> None:
     assert 0.8 <= server.fed["a"] / server.fed["b"] <= 1.25
 
 
+def test_each_client_has_its_turn_where_a_step_takes_one_prompt() -> None:
+    """Steps have quotas for two clients, or rows for two, or for one prompt, while three have prompts."""
+    for tokens, rows, max_tokens in ((4, 3, 1), (2, 4, 1), (2, 2, 4), (4, 2, 4)):
+        loop = Loop(max_num_batched_tokens=tokens, max_prefill_rows=1, max_num_seqs=rows, cache_mode="none")
+        last = dict.fromkeys("abc", 0)
+        for step in range(300):
+            for client in last:
+                while sum(each.client == client for each in loop.scheduler.queues.unfinished.values()) < 3:
+                    loop.add([step % 9] * 8, max_tokens=max_tokens, client=client)
+            plan = loop.step()
+            assert plan is not None
+            last |= dict.fromkeys((row.request.client for row in plan.prefill), step)
+            assert min(last.values()) >= step - 40, last
+
+
 @pytest.mark.parametrize("pages", [4000, 140])
 @pytest.mark.parametrize("machine", [CPU, GPU])
 def test_a_short_prompt_begins_within_two_steps(machine: Machine, pages: int) -> None:

@@ -82,6 +82,20 @@ def test_clients_take_turns() -> None:
     assert line.names(4, ending=True) == ["a1+", "b0+", "a2+", "b1+"]
 
 
+def test_clients_with_one_request_at_a_time_are_not_always_first() -> None:
+    line, found = Line(), Counter[str | None]()
+    line.add("a", 3, client="a")
+    for client in "bc":
+        line.add(client, client=client)
+    for number in range(9):
+        request = line.admit()
+        line.end(request)
+        found[request.client] += 1
+        if request.client != "a":
+            line.add(f"{number}", client=request.client)
+    assert found == dict.fromkeys("abc", 3)
+
+
 def test_the_client_with_the_fewest_rows_is_next() -> None:
     line = Line()
     line.add("a", 6, client="a")

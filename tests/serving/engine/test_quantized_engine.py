@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import random
 import shutil
 
 import numpy as np
@@ -14,7 +13,7 @@ from mamba_jax.model import parameters
 from mamba_jax.sharding import TENSOR
 from serving import LLM, SamplingParams
 from tests.support.engines.engine_harness import SMALL
-from tests.support.models.golden_case import FIXTURES, TO_HUGGING_FACE, chosen_logprobs, log_probs
+from tests.support.models.golden_case import FIXTURES, TO_HUGGING_FACE, assert_greedy, chosen_logprobs, shared_block
 from tests.support.models.quantized_checkpoints import METHODS, config_of, write_mixed, write_quantized
 from tests.support.selection import some_slow
 
@@ -36,14 +35,6 @@ def mixed(tmp_path_factory):
     return write_mixed(tmp_path_factory.mktemp("mixed"))
 
 
-def prompts():
-    """Two that share a block, and the first one again."""
-    rng = random.Random(2)
-    shared = [rng.randrange(3, 250) for _ in range(12)] * 3
-    first, second = (shared + [rng.randrange(3, 250) for _ in range(count)] for count in (5, 11))
-    return first, second, first
-
-
 @functools.cache
 def wide_model(directory):
     return load_model(directory, dtype="float32", progress=False)
@@ -53,17 +44,12 @@ def wide_model(directory):
 @pytest.mark.parametrize("name", some_slow(ARRANGEMENTS, "all, drafts"))
 def test_chooses_what_the_wide_weights_choose(mixed, name):
     llm = LLM(mixed[0], **(FLAGS | ARRANGEMENTS[name]))
-    outputs = [llm.generate({"prompt_token_ids": ids}, GREEDY, use_tqdm=False)[0] for ids in prompts()]
+    outputs = [llm.generate({"prompt_token_ids": ids}, GREEDY, use_tqdm=False)[0] for ids in shared_block()]
     cached = [output.num_cached_tokens for output in outputs]
     assert cached == ([0, 0, 0] if name == "no cache" else [0, 32, cached[2]])
     assert name == "no cache" or cached[2] >= 32
     llm.engine.loop.scheduler.check(idle=True)
-    for output in outputs:
-        prompt, chosen = output.prompt_token_ids, output.outputs[0]
-        expected = log_probs(wide_model(mixed[1]), [*prompt, *chosen.token_ids])[len(prompt) - 1 :]
-        for i, token in enumerate(chosen.token_ids):
-            assert expected[i].max() - expected[i, token] < 1e-3
-            assert chosen.logprobs[i][token].logprob == pytest.approx(expected[i, token], abs=1e-3)
+    assert_greedy(outputs, wide_model(mixed[1]))
 
 
 TOOLS = FIXTURES / "quantized"
@@ -108,7 +94,7 @@ def said(directory, **flags):
     """Log-probabilities of a prompt's tokens by the engine, which reads keys and values from pages."""
     llm = LLM(directory, **(FLAGS | {"max_num_batched_tokens": 32} | flags))
     params = dataclasses.replace(GREEDY, max_tokens=1, prompt_logprobs=0)
-    (output,) = llm.generate({"prompt_token_ids": prompts()[0]}, params, use_tqdm=False)
+    (output,) = llm.generate({"prompt_token_ids": shared_block()[0]}, params, use_tqdm=False)
     return np.array([next(iter(each.values())).logprob for each in output.prompt_logprobs[1:]])
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import random
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -139,6 +141,24 @@ def draft_log_probs(model: HybridModel, tokens: np.ndarray) -> np.ndarray:
 def chosen_logprobs(choice: Any) -> list[float]:
     """The log-probability of each token of an output's choice."""
     return [table[token].logprob for token, table in zip(choice.token_ids, choice.logprobs, strict=True)]
+
+
+def assert_greedy(outputs: Iterable[Any], model: HybridModel, *, atol: float = 1e-3) -> None:
+    """Outputs are what a model itself, over whole sequences, would choose, with its log-probabilities."""
+    for output in outputs:
+        before, choice = len(output.prompt_token_ids), output.outputs[0]
+        expected = log_probs(model, [*output.prompt_token_ids, *choice.token_ids])[before - 1 : -1]
+        own = expected[np.arange(len(choice.token_ids)), choice.token_ids]
+        assert (expected.max(axis=1) - own < 1e-3).all(), (choice.token_ids, expected.argmax(axis=1))
+        np.testing.assert_allclose(chosen_logprobs(choice), own, atol=atol)
+
+
+def shared_block() -> list[list[int]]:
+    """Prompts of 41 and 47 tokens, which share a block of 36, and the first one again."""
+    rng = random.Random(2)
+    shared = [rng.randrange(3, 250) for _ in range(12)] * 3
+    first, second = (shared + [rng.randrange(3, 250) for _ in range(count)] for count in (5, 11))
+    return [first, second, first]
 
 
 def said(output: Any) -> tuple[list[int], np.ndarray]:

@@ -12,8 +12,10 @@ from serving.core.cache.row_pages import RowPages
 from serving.core.cache.row_state import RowState, StateAccess
 from serving.core.config import SchedulerConfig
 from serving.core.planning import admission, rows
+from serving.core.planning.fairness import Fairness
 from serving.core.planning.plan import Budget, DecodeRow, PrefillRow
 from serving.core.planning.state import SchedulerState
+from serving.core.requests.queues import Queues
 from serving.core.requests.request import Request, ResultDisposition, Status
 from tests.serving.core.mutations.registry import Patch, mutation, replacing
 
@@ -181,6 +183,24 @@ def neighbors_wait(whole, self):
     drafting = self.config.num_speculative_tokens > 0
     held = any(request.lockstep and request.progress.unsettled for request in self.running)
     return whole(self) or (drafting and held)
+
+
+@mutation(92, Queues, "admitted")
+def clients_begin_first(whole, self, request):
+    whole(self, request)
+    self._most_served.clear()
+
+
+@mutation(90, Fairness, "fed")
+def turns_without_use(whole, self, num_tokens, with_quota, step):
+    whole(self, num_tokens, with_quota, step)
+    self._served |= dict.fromkeys(with_quota, step)
+
+
+@mutation(91, Fairness, "fed")
+def turns_forgotten(whole, self, *step):
+    whole(self, *step)
+    self._served = {client: at for client, at in self._served.items() if client in self._deficits}
 
 
 # -- one expression in the place of a function --
