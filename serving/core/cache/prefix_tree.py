@@ -109,6 +109,15 @@ class Checkpoint:
         """Whether weights that have been replaced computed it."""
         return self.node.stale
 
+    @property
+    def pages(self) -> list[int]:
+        """The pages of all its tokens in order, in a model with attention."""
+        found, node = [self.page] if self.page else [], self.node
+        while node.parent is not None:
+            found.append(node.page)
+            node = node.parent
+        return found[::-1]
+
     def is_above(self, other: "Checkpoint") -> bool:
         """Whether `other` continues this state's tokens."""
         node, at, tail = other.node, self.node, self.tail

@@ -267,13 +267,12 @@ class SchedulerState:
         match = index.find(tokens, cache.scope(salt, adapter)) if index is not None else None
         if index is None or match is None or match.entry is None:
             return None
-        entry, pages = match.entry, list[int]()
+        entry = match.entry
+        pages = entry.pages if cache.pages is not None else []
         cache.slots.retain(entry.slot)
-        if cache.pages is not None:
-            pages = [node.page for node in match.path[: entry.position // index.unit]]
-            pages += [entry.page] if entry.page else []
-            for page in pages:
-                cache.pages.retain(page)
+        for page in pages:
+            assert cache.pages is not None
+            cache.pages.retain(page)
         index.touch(entry)
         return StateLease(entry.slot, pages, entry.position, cache.slots, cache.pages)
 

@@ -167,28 +167,27 @@ class Tier:
                     return known._replace(links=path, tail=state.tail, position=state.position)
         return None
 
-    def add(self, unit: Unit, *, spare: bool = False) -> Change | None:
+    def add(self, unit: Unit, *, spare: bool = False, room: int | None = None) -> Change | None:
         """Adds a unit. Returns None if the tier has it already, or if it is larger than the tier.
 
         `spare`: it is of low value, and is evicted before all others. `stored` counts it once its parts are written.
+        `room`: bytes of new parts at most; None: any number.
         """
         with self.lock:
             if unit.name in self.units:
                 self.touch(unit.name, spare=spare)
                 return None
-            if self.sizes.unit(unit) > self.capacity:
+            blocks = unit.blocks if self.sizes.page else ()
+            new = [name for name in blocks if name not in self._blocks]
+            size = self.sizes.own(unit) + len(new) * self.sizes.whole_block
+            if self.sizes.unit(unit) > self.capacity or (room is not None and size > room):
                 self.refuse()
                 return None
-            new = []
-            if self.sizes.page:
-                for name in unit.blocks:
-                    if name not in self._blocks:
-                        self._brought[name] = unit.client
-                        self._queue.hold(unit.client, self.sizes.whole_block)
-                        new.append(name)
-                    self._blocks[name] = self._blocks.get(name, 0) + 1
+            self._brought |= dict.fromkeys(new, unit.client)
+            for name in blocks:
+                self._blocks[name] = self._blocks.get(name, 0) + 1
             self.units[unit.name] = unit
-            self._queue.hold(unit.client, self.sizes.own(unit))
+            self._queue.hold(unit.client, size)
             self._names.add(unit.state)
             gone: list[Name] = []
             while self.used > self.capacity:
@@ -201,7 +200,7 @@ class Tier:
             self._used(unit.name)
             if self.journal is not None:
                 self.journal.stored(self.name, unit.state)
-            return Change(new, gone, self.sizes.own(unit) + len(new) * self.sizes.whole_block)
+            return Change(new, gone, size)
 
     def stored(self, change: Change) -> None:
         """Counts a unit that was added, and whose parts have been written."""

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from serving.core.cache.content import Chain, Name, Scope
-from serving.core.cache.prefix_tree import Checkpoint, IndexObserver, Node, Root
+from serving.core.cache.prefix_tree import Checkpoint, IndexObserver
 from serving.core.stats import exported
 from serving.core.tiers.tier import Change, Tier, Unit
 
@@ -140,30 +140,18 @@ class Tiers(IndexObserver):
         """Plans the copy of a checkpoint that is complete on the device, if a tier takes it."""
         if self.only_blocks and entry.position % self.block:
             return
-        unit = Unit.of(entry, self.block)
-        fitting = [tier for tier in self.tiers if tier.sizes.unit(unit) <= tier.capacity]
-        if not fitting:
-            self.tiers[0].refuse()
+        unit, spare = Unit.of(entry, self.block), low_value or self.weights_replaced
+        # Without one that is large enough, the first refuses it.
+        tier = next((tier for tier in self.tiers if tier.sizes.unit(unit) <= tier.capacity), self.tiers[0])
+        if self.weights_replaced and tier is self.disk:
             return
-        first, spare = fitting[0], low_value or self.weights_replaced
-        if self.weights_replaced and first is self.disk:
-            return
-        if unit.name in first.units:
-            first.touch(unit.name, spare=spare)
-            return
-        sizes = first.sizes
-        new = [name for name in unit.blocks if not first.has_block(name)] if sizes.page else []
-        size = sizes.own(unit) + len(new) * sizes.whole_block
         # Units of low value wait until few copies are pending.
-        if self.copying and self.copying + size > (self.max_copying // 2 if spare else self.max_copying):
-            first.refuse()
-            return
-        change = first.add(unit, spare=spare)
-        if change is None:
-            return
-        self.copying += change.bytes
-        pages = _pages(entry) if sizes.page else []
-        self._copies.append(TierCopy(unit, first, entry.slot, pages, change, spare))
+        most = self.max_copying // 2 if spare else self.max_copying
+        change = tier.add(unit, spare=spare, room=most - self.copying if self.copying else None)
+        if change is not None:
+            self.copying += change.bytes
+            pages = entry.pages if tier.sizes.page else []
+            self._copies.append(TierCopy(unit, tier, entry.slot, pages, change, spare))
 
     def take_copies(self) -> list[TierCopy]:
         """Returns the units to copy now, before any other program is dispatched."""
@@ -178,13 +166,7 @@ class Tiers(IndexObserver):
         disk = self.disk
         if disk is None or disk is self.tiers[0] or self.weights_replaced:
             return None
-        if unit.name in disk.units:
-            disk.touch(unit.name)
-            return None
-        if self.spilling and self.spilling + disk.sizes.unit(unit) > self.max_copying:
-            disk.refuse()
-            return None
-        change = disk.add(unit)
+        change = disk.add(unit, room=self.max_copying - self.spilling if self.spilling else None)
         if change is not None:
             self.spilling += change.bytes
         return change
@@ -293,12 +275,3 @@ class Tiers(IndexObserver):
         """Raises `AssertionError` unless the records of every tier are consistent."""
         for tier in self.tiers:
             tier.check()
-
-
-def _pages(entry: Checkpoint) -> list[int]:
-    pages = [entry.page] if entry.page else []
-    node: Node | None = entry.node
-    while node is not None and not isinstance(node, Root):
-        pages.append(node.page)
-        node = node.parent
-    return pages[::-1]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 from serving.core.errors import RequestError
@@ -94,33 +96,24 @@ class AdapterReads:
         """
         if not self._threads.acquire(blocking=False):
             raise RequestError(f"{MAX_THREADS} reads of files do not end; check their file system", retry=True)
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[T] = loop.create_future()
-
-        def settle(value: T | None, error: BaseException | None) -> None:
-            if result.done():
-                return
-            if error is not None:
-                result.set_exception(error)
-            else:
-                result.set_result(value)  # type: ignore[arg-type]
+        result: Future[T] = Future()
+        result.set_running_or_notify_cancel()  # the thread sets it even if nobody waits any more
 
         def run() -> None:
-            value, failure = None, None
             try:
-                value = function()
+                with contextlib.ExitStack() as stack:
+                    stack.callback(self._threads.release)
+                    value = function()
             except BaseException as error:
-                failure = error
-            finally:
-                self._threads.release()
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(settle, value, failure)
+                result.set_exception(error)
+            else:
+                result.set_result(value)
 
         begin = time.monotonic()
         # A daemon: the process can end while a read does not.
         threading.Thread(target=run, name="adapter read", daemon=True).start()
         try:
-            return await asyncio.wait_for(result, READ_SECONDS if seconds is None else seconds)
+            return await asyncio.wait_for(asyncio.wrap_future(result), READ_SECONDS if seconds is None else seconds)
         except TimeoutError:
             took = time.monotonic() - begin
             raise RequestError(f"the files could not be read in {took:.0f} s") from None
