@@ -1,14 +1,12 @@
 """A mixed checkpoint (NVFP4 experts, FP8 Mamba projections, the rest wide) in every arrangement: the same tokens."""
 
 import dataclasses
-import functools
 import shutil
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from checkpoints.load import load_model
 from mamba_jax.model import parameters
 from mamba_jax.sharding import TENSOR
 from serving import LLM, SamplingParams
@@ -35,11 +33,6 @@ def mixed(tmp_path_factory):
     return write_mixed(tmp_path_factory.mktemp("mixed"))
 
 
-@functools.cache
-def wide_model(directory):
-    return load_model(directory, dtype="float32", progress=False)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("name", some_slow(ARRANGEMENTS, "all, drafts"))
 def test_chooses_what_the_wide_weights_choose(mixed, name):
@@ -49,7 +42,7 @@ def test_chooses_what_the_wide_weights_choose(mixed, name):
     assert cached == ([0, 0, 0] if name == "no cache" else [0, 32, cached[2]])
     assert name == "no cache" or cached[2] >= 32
     llm.engine.loop.scheduler.check(idle=True)
-    assert_greedy(outputs, wide_model(mixed[1]))
+    assert_greedy(outputs, mixed[1])
 
 
 TOOLS = FIXTURES / "quantized"

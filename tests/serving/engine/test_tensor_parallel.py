@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import pytest
 
-from checkpoints.load import load_model
 from checkpoints.presets import preset
 from mamba_jax.config import ModelConfigError
 from mamba_jax.drafts import mtp
@@ -28,9 +27,8 @@ from tests.support.engines.engines import finish
 from tests.support.engines.replicas import admitted, check_idle
 from tests.support.engines.small_tiers import tier_mover
 from tests.support.hlo_traffic import count_collectives
-from tests.support.models import golden_case
 from tests.support.models.divisible_checkpoints import EIGHT, FAMILIES, MORE, Case, write_checkpoint
-from tests.support.models.golden_case import shared_block
+from tests.support.models.golden_case import assert_greedy, shared_block
 from tests.support.selection import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -55,11 +53,6 @@ def answers(llm):
     assert [output.num_cached_tokens for output in outputs] == [0, 32, len(prompts[0])]
     llm.engine.loop.scheduler.check(idle=True)
     return outputs
-
-
-def assert_greedy(outputs, directory, *, atol=1e-3):
-    """What the undivided model itself, over whole sequences, would choose, with its log-probabilities."""
-    golden_case.assert_greedy(outputs, load_model(directory, dtype="float32", progress=False), atol=atol)
 
 
 @pytest.mark.full

@@ -143,8 +143,12 @@ def chosen_logprobs(choice: Any) -> list[float]:
     return [table[token].logprob for token, table in zip(choice.token_ids, choice.logprobs, strict=True)]
 
 
-def assert_greedy(outputs: Iterable[Any], model: HybridModel, *, atol: float = 1e-3) -> None:
+_float32_model = functools.lru_cache(4)(functools.partial(load_model, dtype="float32", progress=False))
+
+
+def assert_greedy(outputs: Iterable[Any], directory: Path, *, atol: float = 1e-3) -> None:
     """Outputs are what a model itself, over whole sequences, would choose, with its log-probabilities."""
+    model = _float32_model(directory)
     for output in outputs:
         before, choice = len(output.prompt_token_ids), output.outputs[0]
         expected = log_probs(model, [*output.prompt_token_ids, *choice.token_ids])[before - 1 : -1]
