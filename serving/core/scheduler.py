@@ -93,27 +93,12 @@ class Scheduler(SchedulerState):
             return device, device
         return device, tiers.reach(chains.setdefault(scope, Chain(scope, tiers.block)), tokens, device)
 
-    @property
-    def waiting(self) -> list[Request]:
-        """The waiting requests in their order."""
-        return self.queues.waiting
-
     def wait_reason(self, request: Request) -> WaitReason:
         """Returns why the last planned step did not admit a waiting request. May be called from any thread."""
         if self.holds_back(request):
             return WaitReason.PAUSED
         first = WaitReason.TURN if self.queues.free_row_ids else WaitReason.ROWS
         return self.wait_reasons.get(request, first)
-
-    @property
-    def running(self) -> list[Request]:
-        """The requests with a row id in order of arrival."""
-        return self.queues.running
-
-    @property
-    def has_unfinished(self) -> bool:
-        """Whether there is unfinished work."""
-        return bool(self.queues.unfinished)
 
     # -- steps --
 
@@ -353,7 +338,7 @@ class Scheduler(SchedulerState):
         queues = self.queues
         found = self.counters.snapshot()
         found["waiting"], found["running"] = len(queues.waiting), len(queues.running)
-        for pool in self.pools:
+        for pool in self.cache.pools:
             found[pool.name] = {
                 "total": pool.total,
                 "free": pool.total - pool.used - pool.num_cached,

@@ -359,10 +359,11 @@ class Engine:
         if metrics is not None and metrics.first_token_time is None and emitted.tokens:
             metrics.first_token_time = now
         if choice.index == 0:
-            output.num_cached_tokens = request.num_cached_tokens
-            output.miss_reason = str(request.miss_reason) if request.miss_reason else None
-            written = written_tokens(request.lookup.published, request.num_cached_tokens)
-            output.cache_write_tokens = {**written, **request.lookup.written_elsewhere}
+            lookup = request.lookup
+            output.num_cached_tokens = lookup.num_cached_tokens
+            output.miss_reason = str(lookup.miss_reason) if lookup.miss_reason else None
+            written = written_tokens(lookup.published, lookup.num_cached_tokens)
+            output.cache_write_tokens = {**written, **lookup.written_elsewhere}
         wants_experts = self._experts_per_layer and parent.given.return_experts
         if choice.finished and wants_experts and self.loop.store is not None:
             count = len(output.prompt_token_ids) + choice.num_tokens - 1

@@ -175,7 +175,7 @@ class DecodeSide(StateSource):
         """Renews the leases of the states that requests still wait for. Call this several times per lease."""
         now, scheduler = time.monotonic(), self.worker.scheduler
         waiting = [remote for each in self._expected.values() for until, remote in each if until > now]
-        remotes = (request.transfer.remote for request in (*scheduler.waiting, *scheduler.running))
+        remotes = (request.transfer.remote for request in (*scheduler.queues.waiting, *scheduler.queues.running))
         waiting += [remote for remote in remotes if remote is not None]
         by_peer: defaultdict[Peer, list[str]] = defaultdict(list)
         for remote in waiting:

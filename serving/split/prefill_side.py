@@ -110,7 +110,7 @@ class PrefillSide(StateSource):
         """Removes expired leases before each step."""
         if self._kept:
             self.sweep()
-            if not loop.in_flight and loop.scheduler.running:
+            if not loop.in_flight and loop.scheduler.queues.running:
                 time.sleep(_PATIENCE)  # the step may wait for held memory: do not spin
 
     def dispatched(self, loop: Loop, plan: StepPlan) -> None:

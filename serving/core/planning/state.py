@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from serving.core.cache.cache import Cache
-from serving.core.cache.pools import PagePool, Pool, SlotPool
+from serving.core.cache.pools import PagePool, SlotPool
 from serving.core.cache.prefix_index import PrefixIndex
 from serving.core.cache.prefix_tree import CheckpointKind, Match
 from serving.core.cache.retention import Clock, RetentionPolicy
@@ -91,11 +91,6 @@ class SchedulerState:
         """Loads started since the engine last took this list. Some may be obsolete (`RemoteLoad.valid`)."""
         self.unneeded_remotes: list[RemoteState] = []
         """Remote states that requests stopped needing since the engine last took this list."""
-
-    @property
-    def pools(self) -> Sequence[Pool]:
-        """The pools of slots and, with attention, pages. Replaced by `reset`."""
-        return self.cache.pools
 
     @property
     def index(self) -> PrefixIndex | None:

@@ -289,11 +289,6 @@ class Request:
         return self.batch_id or self.fork_of or self.request_id
 
     @property
-    def prompt_token_ids(self) -> list[int]:
-        """The prompt (a copy)."""
-        return self.tokens[: self.prompt_len]
-
-    @property
     def finished(self) -> bool:
         """Whether it has ended, for any reason."""
         return self.status is Status.FINISHED
@@ -303,16 +298,6 @@ class Request:
         """Whether its next step needs values that the host does not know yet: its last tokens, or a mask made from
         them."""
         return self.lockstep and (self.blocked or any(row.sample for row in self.progress.unsettled))
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Prompt tokens that were cached at the first admission."""
-        return self.lookup.num_cached_tokens
-
-    @property
-    def miss_reason(self) -> MissReason | None:
-        """The reason why no tokens were cached at the first admission."""
-        return self.lookup.miss_reason
 
     @property
     def order(self) -> tuple[int, int]:

@@ -113,7 +113,7 @@ class StepLoop:
     def busy(self) -> bool:
         """Whether the loop has work to do."""
         scheduler = self.scheduler
-        if self._flight is not None or scheduler.has_unfinished or scheduler.unneeded_remotes:
+        if self._flight is not None or scheduler.queues.unfinished or scheduler.unneeded_remotes:
             return True
         return any(source.busy for source in self.sources)
 

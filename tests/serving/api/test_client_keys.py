@@ -116,7 +116,7 @@ def test_a_short_prompt_of_another_key_begins_within_two_steps(flood):
     serving = in_process(engine, api_key=("first", "second"))
     with serving as client, ThreadPoolExecutor(1) as threads:
         attack = threads.submit(ask, "first", FLOODS[flood])
-        while len(record.scheduler.running) < 4 and not attack.done():
+        while len(record.scheduler.queues.running) < 4 and not attack.done():
             pass
         codes = [ask("second", {"prompt": [5, 6, 7], "max_tokens": 2}) for _ in range(5)]
         assert not attack.done(), "all rows were taken all the time"

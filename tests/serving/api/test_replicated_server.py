@@ -91,7 +91,7 @@ def test_the_status_page_shows_all(engines, client):
     status = client.get("/status").json()
     stats = status["stats"]
     assert len(stats["engines"]) == 2
-    assert stats["slots"]["total"] == sum(engine.loop.scheduler.pools[0].size - 1 for engine in engines)
+    assert stats["slots"]["total"] == sum(engine.loop.scheduler.cache.pools[0].size - 1 for engine in engines)
     assert len(status["maps"]["slots"]) == stats["slots"]["total"]
     assert client.get("/health").status_code == 200
 

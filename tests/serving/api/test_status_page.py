@@ -54,7 +54,7 @@ def test_reasons_to_wait():
     for _ in range(2):
         loop.add([2] * 9, max_tokens=6)
     loop.step()
-    assert {loop.scheduler.wait_reason(request) for request in loop.scheduler.waiting} == {
+    assert {loop.scheduler.wait_reason(request) for request in loop.scheduler.queues.waiting} == {
         WaitReason.MEMORY,
         WaitReason.TURN,
     }

@@ -82,7 +82,7 @@ class Loop:
     def finish(self) -> None:
         """Until nothing is left; then the accounts."""
         for _ in range(2000):
-            if not self.scheduler.has_unfinished and not self.results:
+            if not self.scheduler.queues.unfinished and not self.results:
                 break
             under_way = len(self.results)
             if self.step() is None and not under_way:

@@ -170,7 +170,7 @@ class Run:
 
     def maybe_abort(self) -> None:
         """Perhaps aborts or stops a request."""
-        if self.rng.random() < self.trouble and self.scheduler.has_unfinished:
+        if self.rng.random() < self.trouble and self.scheduler.queues.unfinished:
             request = self.rng.choice([r for r in self.requests if not r.finished])
             self.coverage[f"abort {request.status.name.lower()}"] += 1
             self.aborted.add(request)
@@ -208,7 +208,7 @@ class Run:
             expect(not scheduler.needs_settle_before_schedule() or scheduler.schedule() is None, "planned too early")
             self.settle()
         self.maybe_abort()
-        for request in scheduler.running:
+        for request in scheduler.queues.running:
             # Every other one goes on from what the device has drafted, as all others do.
             by_host = request.lockstep and self.requests.index(request) % 2 == 0
             if by_host and not request.progress.unsettled and len(request.output_token_ids):
@@ -275,7 +275,7 @@ class Run:
 
     def _cover_sitting_out(self, plan: StepPlan) -> None:
         planned = {row.request for row in plan.rows}
-        for request in self.scheduler.running:
+        for request in self.scheduler.queues.running:
             waits = request.lockstep and any(row.sample for row in request.progress.unsettled)
             if waits and request not in planned and any(row.num_drafts for row in plan.decode):
                 self.coverage["sitting out with drafts"] += 1
@@ -312,33 +312,32 @@ class Run:
         pace = rng.choice([0.1, 0.3, 0.9])
         attempts = 1
         for work in range(4000):
-            if attempts < total and (rng.random() < pace or not scheduler.has_unfinished):
+            if attempts < total and (rng.random() < pace or not scheduler.queues.unfinished):
                 attempts += 1
                 self.add_request()
-            if not scheduler.has_unfinished and not self.waiting_results and attempts >= total:
+            if not scheduler.queues.unfinished and not self.waiting_results and attempts >= total:
                 break
             self.maybe_change_weights()
-            if not self.step() and scheduler.has_unfinished:
+            if not self.step() and scheduler.queues.unfinished:
                 expect(self.waiting_results, "nothing is planned, nothing is under way, requests are left")
                 self.settle()
-            elif not scheduler.has_unfinished and self.waiting_results:
+            elif not scheduler.queues.unfinished and self.waiting_results:
                 self.settle()
             # Without trouble, each step advances at least one request by at least one token.
             again = (1 + 6 * (self.trouble > 0)) * (1 + self.device.weights)
             bound = 60 + 6 * sum(len(request.tokens) + 2 for request in self.requests) * again
             expect(work < bound, "starvation: too many steps", work)
-        expect(not scheduler.has_unfinished, "requests are left")
+        expect(not scheduler.queues.unfinished, "requests are left")
         scheduler.check(idle=True)
         self.device.check_index(scheduler)
         for request in self.requests:
             if request not in self.aborted:
                 want = expected_output(self.device.truth(request), request)
                 expect(request.output_token_ids == want, "output is not the greedy one", request, want)
-            expect(request.num_cached_tokens <= request.prompt_len, "more cached than there is")
-            expect(not (request.prompt_logprobs and request.num_cached_tokens), "prompt log-probabilities and a hit")
-            expect(
-                not request.lookup.final or (request.miss_reason is None) == (request.num_cached_tokens > 0), "a reason"
-            )
+            lookup = request.lookup
+            expect(lookup.num_cached_tokens <= request.prompt_len, "more cached than there is")
+            expect(not (request.prompt_logprobs and lookup.num_cached_tokens), "prompt log-probabilities and a hit")
+            expect(not lookup.final or (lookup.miss_reason is None) == (lookup.num_cached_tokens > 0), "a reason")
         self._cover()
 
     def _cover(self) -> None:

@@ -149,7 +149,7 @@ class Device:
                 self._check_pages(row, end)
         self.rng.shuffle(slot_writes)
         for slot, content in slot_writes:
-            expect(scheduler.pools[0].owners[slot] is None, "a published slot is written", slot)
+            expect(scheduler.cache.pools[0].owners[slot] is None, "a published slot is written", slot)
             self.slots[slot] = content
 
     def _row(
@@ -320,7 +320,7 @@ class Device:
         index = scheduler.index
         if index is None:
             return
-        size, slots, pool = self.config.page_size, scheduler.pools[0], page_pool(scheduler)
+        size, slots, pool = self.config.page_size, scheduler.cache.pools[0], page_pool(scheduler)
         slots_found: list[int] = []
         pages_found: list[int] = []
         for scope, root in index.roots.items():
@@ -363,4 +363,4 @@ def tail_length(config: SchedulerConfig) -> int:
 
 def page_pool(scheduler: Scheduler) -> Pool | None:
     """The pages, if the model has attention."""
-    return scheduler.pools[1] if len(scheduler.pools) > 1 else None
+    return scheduler.cache.pools[1] if len(scheduler.cache.pools) > 1 else None

@@ -137,7 +137,7 @@ def test_a_stream_keeps_its_part_if_each_row_of_another_client_is_expensive() ->
     server.gaps(victim, 50)
     gaps = server.gaps(victim, 500, lambda: many_choices(server))[50:]
     assert sum(gaps) / len(gaps) <= 2 * 1.5 / 0.8
-    outputs = [each.output_token_ids for each in server.loop.scheduler.running if each.client == "attacker"]
+    outputs = [each.output_token_ids for each in server.loop.scheduler.queues.running if each.client == "attacker"]
     assert sum(map(len, outputs)) > 20, "it has its part, too"
 
 
@@ -165,7 +165,7 @@ def test_rows_of_a_client_take_turns() -> None:
     server.gaps(victim, 20)
     many_choices(server)
     server.gaps(victim, 200)
-    lengths = [len(each.output_token_ids) for each in server.loop.scheduler.running if each.client == "attacker"]
+    lengths = [len(each.output_token_ids) for each in server.loop.scheduler.queues.running if each.client == "attacker"]
     assert len(lengths) == ROWS - 1
     assert max(lengths) - min(lengths) <= 2 + max(lengths) // 4
     assert len(victim.output_token_ids) > 200

@@ -86,7 +86,7 @@ def test_pages_go_tails_first_and_take_their_states_along() -> None:
     loop.run([50] * 5, max_tokens=1)
     # 9 pages in all: 5 tokens took three, one was free.
     assert kept(loop, old) == [4, 8, 12]
-    assert loop.run(old, max_tokens=1).num_cached_tokens == 12
+    assert loop.run(old, max_tokens=1).lookup.num_cached_tokens == 12
 
 
 def test_a_modest_state_displaces_nothing_of_worth() -> None:
@@ -131,7 +131,7 @@ def test_round_robin_of_conversations(slots: int, share: float) -> None:
             before = len(talk) - 21 if turn else 0
             request = loop.run(talk, max_tokens=20)
             possible += before - before % 16
-            reused += request.num_cached_tokens
+            reused += request.lookup.num_cached_tokens
             talk[:] = [*request.tokens, *[rng.randrange(1000) for _ in range(20)]]
     assert reused >= share * possible, (reused, possible)
 
@@ -141,7 +141,7 @@ def test_round_robin_of_conversations(slots: int, share: float) -> None:
 
 def asked_again(loop: Loop, prompt: list[int], **options: int) -> int:
     """Tokens of a prompt that need not be computed."""
-    return loop.run(prompt, **{"max_tokens": 1, **options}).num_cached_tokens
+    return loop.run(prompt, **{"max_tokens": 1, **options}).lookup.num_cached_tokens
 
 
 def test_a_prompt_end_that_a_conversation_went_on_from_goes_before_other_ends() -> None:
@@ -228,7 +228,7 @@ def test_a_client_below_its_share_loses_nothing_to_others(sizes: dict[str, int],
     flood(loop, 60)
     assert {client: positions(loop, client) for client in talks} == held
     for client, talk in talks.items():
-        assert loop.run(talk, max_tokens=4, client=client).num_cached_tokens >= len(talk) - 1
+        assert loop.run(talk, max_tokens=4, client=client).lookup.num_cached_tokens >= len(talk) - 1
     assert loop.scheduler.stats()["states_evicted"] > 100
 
 
@@ -266,7 +266,7 @@ def test_the_store_is_divided_equally_and_one_client_alone_has_all() -> None:
 def test_what_two_clients_use_counts_for_the_first() -> None:
     loop = Loop()
     loop.run([1] * 3, max_tokens=1, client="a")
-    assert loop.run([1] * 3, max_tokens=1, client="b").num_cached_tokens == 3
+    assert loop.run([1] * 3, max_tokens=1, client="b").lookup.num_cached_tokens == 3
     assert (positions(loop, "a"), positions(loop, "b")) == ([3], [])
 
 

@@ -173,7 +173,7 @@ def test_a_request_with_many_choices_gives_up_a_row(client: str | None, steps: i
     first = loop.add([1, 2, 3], max_tokens=60, request_id="greedy", **options)
     for i in range(1, 8):
         loop.add([1, 2, 3], max_tokens=60, request_id=f"greedy#{i}", fork_of="greedy", **options)
-    while len(loop.scheduler.running) < 4:
+    while len(loop.scheduler.queues.running) < 4:
         loop.step()
     victim = loop.add([7, 8], max_tokens=3, client=client)
     for _ in range(steps):
@@ -195,10 +195,10 @@ def test_prompts_of_one_call_count_as_one_request() -> None:
     loop = Loop(max_num_seqs=4, max_model_len=64, cache_mode="all")
     for i in range(8):
         loop.add([i, 2, 3], max_tokens=60, request_id=f"call-{i}", batch_id="call-0")
-    while len(loop.scheduler.running) < 4:
+    while len(loop.scheduler.queues.running) < 4:
         loop.step()
     victim = loop.add([7, 8], max_tokens=3)
-    assert loop.scheduler.waiting[0] is victim
+    assert loop.scheduler.queues.waiting[0] is victim
     for _ in range(DISPLACE_AFTER + 6):
         loop.step()
     assert victim.finished
@@ -223,7 +223,7 @@ def test_all_finish_however_many_others_come() -> None:
     loop = Loop(max_num_seqs=2, max_model_len=64)
     for i in range(4):
         loop.add([1], max_tokens=40, request_id="many" if not i else f"many#{i}", fork_of="many" if i else None)
-    many = list(loop.scheduler.waiting)
+    many = list(loop.scheduler.queues.waiting)
     for step in range(2500):
         if step % 20 == 0:
             loop.add([step % 9], max_tokens=3)

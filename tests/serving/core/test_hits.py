@@ -19,11 +19,11 @@ PROMPT = list(range(100, 111))  # 11 tokens: B = 4, so boundaries at 4 and 8, an
 def test_repeated_prompt_computes_nothing(mode: str, pages: int) -> None:
     loop = Loop(cache_mode=mode, num_pages=pages)
     first = loop.run(PROMPT, max_tokens=3)
-    assert first.num_cached_tokens == 0
+    assert first.lookup.num_cached_tokens == 0
     loop.plans.clear()
     again = loop.run(PROMPT, max_tokens=3)
-    assert again.num_cached_tokens == len(PROMPT)
-    assert again.miss_reason is None
+    assert again.lookup.num_cached_tokens == len(PROMPT)
+    assert again.lookup.miss_reason is None
     (row,) = loop.plans[0].decode
     assert (row.num_tokens, row.access.writes, row.sample, row.continues) == (0, (), True, False)
     assert loop.scheduler.stats()["full_hits"] == 1
@@ -48,7 +48,7 @@ def test_what_a_prompt_publishes(mode: str, states: list[int]) -> None:
     loop.run(PROMPT, max_tokens=1)
     if mode == "none":
         assert loop.scheduler.index is None
-        assert loop.run(PROMPT, max_tokens=1).miss_reason is MissReason.CACHING_OFF
+        assert loop.run(PROMPT, max_tokens=1).lookup.miss_reason is MissReason.CACHING_OFF
     else:
         assert loop.positions() == states
 
@@ -62,7 +62,7 @@ def test_second_turn_hits_a_block_finished_while_decoding(drafts: int, rightness
     # The last output token is never fed: boundaries up to token 21 exist.
     assert loop.positions() == [4, 8, 11, 12, 16, 20]
     second = loop.run([*first.tokens, 1, 2], max_tokens=5)
-    assert second.num_cached_tokens == 20
+    assert second.lookup.num_cached_tokens == 20
 
 
 def test_second_turn_hits_a_block_finished_while_decoding_with_three_drafts() -> None:
@@ -74,7 +74,7 @@ def test_one_token_behind_a_cached_block_is_a_decode_row() -> None:
     loop.run(PROMPT[:8], max_tokens=1)
     loop.plans.clear()
     request = loop.run(PROMPT[:9], max_tokens=2)
-    assert request.num_cached_tokens == 8
+    assert request.lookup.num_cached_tokens == 8
     assert not loop.plans[0].prefill
     (row,) = loop.plans[0].decode
     assert (row.length, row.num_tokens, row.num_drafts, list(row.tokens)) == (8, 1, 0, [PROMPT[8]])
@@ -93,7 +93,7 @@ def test_short_tail_is_a_decode_row_with_drafts_on_and_a_prefill_row_without() -
 def test_prompt_of_whole_blocks_needs_no_column_before() -> None:
     loop = Loop(cache_mode="align")
     loop.run(PROMPT[:8], max_tokens=1)
-    assert loop.run(PROMPT[:8], max_tokens=1).num_cached_tokens == 8
+    assert loop.run(PROMPT[:8], max_tokens=1).lookup.num_cached_tokens == 8
 
 
 def test_first_token_is_never_a_decode_row() -> None:
@@ -107,9 +107,9 @@ def test_twins_of_one_step_do_not_read_each_other() -> None:
     loop = Loop()
     first, second = loop.add(PROMPT, max_tokens=2), loop.add(PROMPT, max_tokens=2)
     loop.finish()
-    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 0)
-    assert second.miss_reason is MissReason.NOT_YET_WRITTEN
-    assert loop.run(PROMPT, max_tokens=1).num_cached_tokens == len(PROMPT)
+    assert (first.lookup.num_cached_tokens, second.lookup.num_cached_tokens) == (0, 0)
+    assert second.lookup.miss_reason is MissReason.NOT_YET_WRITTEN
+    assert loop.run(PROMPT, max_tokens=1).lookup.num_cached_tokens == len(PROMPT)
 
 
 def test_twins_hold_their_prompt_once() -> None:
@@ -128,35 +128,35 @@ def test_align_publishes_the_junction_of_two_prompts() -> None:
     loop.run(PROMPT, max_tokens=1)
     # Equal up to token 10, that is 5 pages; the deepest common state is at 8.
     other = [*PROMPT[:10], 1, 2, 3, 4, 5]
-    assert loop.run(other, max_tokens=1).num_cached_tokens == 8
+    assert loop.run(other, max_tokens=1).lookup.num_cached_tokens == 8
     assert 10 in loop.positions()
     third = [*PROMPT[:10], 7, 7, 7]
-    assert loop.run(third, max_tokens=1).num_cached_tokens == 10
+    assert loop.run(third, max_tokens=1).lookup.num_cached_tokens == 10
 
 
 def test_salt_separates() -> None:
     loop = Loop()
     loop.run(PROMPT, max_tokens=1)
     salted = loop.run(PROMPT, max_tokens=1, cache_salt="a")
-    assert (salted.num_cached_tokens, salted.miss_reason) == (0, MissReason.SALT_DIFFERS)
-    assert loop.run(PROMPT, max_tokens=1, cache_salt="a").num_cached_tokens == len(PROMPT)
+    assert (salted.lookup.num_cached_tokens, salted.lookup.miss_reason) == (0, MissReason.SALT_DIFFERS)
+    assert loop.run(PROMPT, max_tokens=1, cache_salt="a").lookup.num_cached_tokens == len(PROMPT)
     # What a salt holds is not told to others.
     private = [9, 9, 9, 9, 9, 9, 9, 9]
     loop.run(private, max_tokens=1, cache_salt="a")
     for salt in (None, "b"):
-        assert loop.run(private, max_tokens=1, cache_salt=salt).miss_reason is MissReason.NOT_FOUND
+        assert loop.run(private, max_tokens=1, cache_salt=salt).lookup.miss_reason is MissReason.NOT_FOUND
         loop = Loop()
         loop.run(private, max_tokens=1, cache_salt="a")
 
 
 def test_reasons() -> None:
     loop = Loop()
-    assert loop.run(PROMPT, max_tokens=1).miss_reason is MissReason.NOT_FOUND
-    assert loop.run([1, 2], max_tokens=1).miss_reason is MissReason.TOO_SHORT
+    assert loop.run(PROMPT, max_tokens=1).lookup.miss_reason is MissReason.NOT_FOUND
+    assert loop.run([1, 2], max_tokens=1).lookup.miss_reason is MissReason.TOO_SHORT
     # Shares a page, but no state lies that early.
-    assert loop.run([*PROMPT[:3], 5, 5, 5, 5, 5], max_tokens=1).miss_reason is MissReason.TOO_SHORT
+    assert loop.run([*PROMPT[:3], 5, 5, 5, 5, 5], max_tokens=1).lookup.miss_reason is MissReason.TOO_SHORT
     asked = loop.run(PROMPT, max_tokens=1, prompt_logprobs=True)
-    assert (asked.num_cached_tokens, asked.miss_reason) == (0, MissReason.PROMPT_LOGPROBS)
+    assert (asked.lookup.num_cached_tokens, asked.lookup.miss_reason) == (0, MissReason.PROMPT_LOGPROBS)
 
 
 def test_reason_state_evicted() -> None:
@@ -165,7 +165,7 @@ def test_reason_state_evicted() -> None:
     for start in (1, 2, 3):
         loop.run([start] * 8, max_tokens=1)
     missed = loop.run(PROMPT[:8], max_tokens=1)
-    assert (missed.num_cached_tokens, missed.miss_reason) == (0, MissReason.STATE_EVICTED)
+    assert (missed.lookup.num_cached_tokens, missed.lookup.miss_reason) == (0, MissReason.STATE_EVICTED)
 
 
 def test_state_evicted_falls_back_to_a_shallower_state() -> None:
@@ -174,7 +174,7 @@ def test_state_evicted_falls_back_to_a_shallower_state() -> None:
     match = loop.index.find(PROMPT, Scope(None))
     assert match.entry is not None
     loop.index.drop_state(match.entry)
-    assert loop.run(PROMPT, max_tokens=1).num_cached_tokens == 8
+    assert loop.run(PROMPT, max_tokens=1).lookup.num_cached_tokens == 8
 
 
 def test_states_of_old_weights_go_first() -> None:
@@ -218,9 +218,9 @@ def test_a_prompt_continues_from_the_marks_of_one_before(changes: dict[str, Any]
     assert list(request.lookup.published) == [5, 7, 10, 29]
     for shared in (5, 7, 10, 29):
         other = [*MARKED[:shared], 9, 9, 9]
-        assert loop.run(other, max_tokens=3).num_cached_tokens == shared
+        assert loop.run(other, max_tokens=3).lookup.num_cached_tokens == shared
     all_kept = loop.config.cache_mode == "all"
-    assert loop.run([*MARKED[:9], 9], max_tokens=1).num_cached_tokens == (8 if all_kept else 7)
+    assert loop.run([*MARKED[:9], 9], max_tokens=1).lookup.num_cached_tokens == (8 if all_kept else 7)
 
 
 def test_a_preempted_request_publishes_its_marks_once_more() -> None:
@@ -328,7 +328,7 @@ def test_a_state_whose_page_a_row_takes_over_is_not_kept() -> None:
     loop = Loop(num_pages=5, max_model_len=9, max_num_seqs=1)
     loop.run(MARKED[:3], max_tokens=1)
     again = loop.run(MARKED[:8], max_tokens=1, marks=at(3, ttl=60))
-    assert again.num_cached_tokens == 3
+    assert again.lookup.num_cached_tokens == 3
     assert 3 not in loop.positions()
     assert loop.index._kept._clients.keys() <= set(loop.entries())
 
@@ -352,7 +352,7 @@ def test_marks_of_one_salt_serve_no_other() -> None:
     loop.run(MARKED, max_tokens=1, cache_salt="a", marks=at(7, ttl=60))
     assert 7 in loop.positions("a")
     assert loop.positions() == loop.positions("b") == []
-    assert loop.run(MARKED[:8], max_tokens=1, cache_salt="b", marks=at(7, ttl=60)).num_cached_tokens == 0
+    assert loop.run(MARKED[:8], max_tokens=1, cache_salt="b", marks=at(7, ttl=60)).lookup.num_cached_tokens == 0
     assert [entry.position for entry in loop.scheduler.index.by_worth() if entry.kept_until] == [7, 7]
 
 

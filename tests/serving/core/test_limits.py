@@ -101,7 +101,7 @@ def test_impossible_requests_are_refused_in_one_line(options: dict, text: str) -
         loop.add(**options)
     assert "\n" not in str(refused.value)
     assert not refused.value.retry
-    assert len(loop.scheduler.waiting) == 1
+    assert len(loop.scheduler.queues.waiting) == 1
 
 
 def test_a_request_that_outgrows_the_pages_is_refused() -> None:
@@ -240,7 +240,7 @@ def test_short_prompts_overtake_long_ones_with_half_of_each_step() -> None:
         loop.add([i] * 40, max_tokens=1, request_id=f"long{i}")
     loop.step()
     short = [loop.add([9] * 2, max_tokens=1, request_id=f"short{i}") for i in range(20)]
-    longest = loop.scheduler.running[0]
+    longest = loop.scheduler.queues.running[0]
     steps = 0
     while not longest.finished:
         plan = loop.step()
@@ -315,7 +315,7 @@ def test_siblings_wait_for_the_first_ones_prompt_end() -> None:
     loop.finish()
     for request in (first, *others):
         loop.check_output(request)
-    assert [request.num_cached_tokens for request in others] == [len(list(range(50, 61)))] * 2
+    assert [request.lookup.num_cached_tokens for request in others] == [len(list(range(50, 61)))] * 2
     assert loop.scheduler.stats()["prefill_tokens"] == len(list(range(50, 61)))
 
 

@@ -32,7 +32,7 @@ class TieredScheduler(Scheduler):
         self.run.copy_out()
         self.run.exchange(all_of_it=False)
         for _ in range(20):  # one after the other may wait for a tier in vain
-            if plan is not None or self.run.waiting_results or not self.has_unfinished:
+            if plan is not None or self.run.waiting_results or not self.queues.unfinished:
                 break
             self.run.exchange(all_of_it=True)
             plan = super().schedule()

@@ -70,7 +70,7 @@ def run(compiles: str | None = None, *, layer: bool, replay: bool = False) -> No
     engine = on.engine("all", DRAFTING, scripts, programs=programs, **flags)
     watch = Watch(on, DRAFTING)
     outputs, lost = {}, []
-    pages = engine.loop.scheduler.pools[1]
+    pages = engine.loop.scheduler.cache.pools[1]
     for wave, asks in enumerate(WAVES):
         for i, (prompt, sampling, *_) in enumerate(asks):
             name = f"{wave}.{i}"

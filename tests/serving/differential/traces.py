@@ -253,7 +253,7 @@ def run_trace(seed: int, **how: Any) -> Counter:
         prefill = _engine(trace, trace.split.mode, never, **flags, **({"side": 1} if on.adapted else {}))
         other = OtherSide(on, trace.split, prefill, flags, engine, trace.flags)
     loop = engine.loop
-    pool = loop.scheduler.pools[0]
+    pool = loop.scheduler.cache.pools[0]
     lost = [pool.take() for _ in range(trace.lost_slots)]
     _break(loop, trace)
     outputs: dict[str, object] = {}

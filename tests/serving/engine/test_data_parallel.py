@@ -96,7 +96,7 @@ def test_requests_without_a_seed_draw_differently(maker):
     seeds = []
     for engine in maker.make():
         engine.add_request("r", {"prompt_token_ids": [5]}, SamplingParams())
-        seeds += [request.user.seed for request in engine.loop.scheduler.waiting]
+        seeds += [request.user.seed for request in engine.loop.scheduler.queues.waiting]
         engine.abort("r")
     assert len(set(seeds)) == 2
 

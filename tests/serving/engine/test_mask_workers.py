@@ -134,5 +134,5 @@ def test_a_request_over_its_budget_is_refused(structured, monkeypatch):
         engine.step()
     assert isinstance(output.failure, RequestError)
     assert "following the grammar takes too long" in str(output.failure)
-    assert not engine.loop.scheduler.has_unfinished
+    assert not engine.loop.scheduler.queues.unfinished
     engine.loop.scheduler.check(idle=True)

@@ -130,7 +130,7 @@ def test_drafts_after_a_split_are_as_good():
             output = pair.decode.add_request("alone", {"prompt_token_ids": PROMPT}, GREEDY)
         while not output.outputs[0].token_ids:
             pair.decode.step()
-        (request,) = pair.decode.loop.scheduler.running
+        (request,) = pair.decode.loop.scheduler.queues.running
         kv = np.asarray(pair.decode.loop.store.kv[-1])
         # Index 0 has no pair.
         kept.append(kv[request.progress.pages.table].reshape(-1, *kv.shape[2:])[1 : len(PROMPT)])
@@ -264,7 +264,7 @@ def test_preempted_while_it_waits():
     """Who waits holds pages that an earlier request may need: then it computes its prompt itself, later."""
     later = DelayedExecutor(random.Random(0))
     pair = Pair("all", executor=later)
-    _, pool = pair.decode.loop.scheduler.pools
+    _, pool = pair.decode.loop.scheduler.cache.pools
     away = [pool.take() for _ in range(26)]
     long = dataclasses.replace(GREEDY, max_tokens=50)
     first = pair.decode.add_request("first", {"prompt_token_ids": tokens(8, 30)}, long)

@@ -22,7 +22,7 @@ def use_widest_steps(engine) -> None:
 
 def leave_pages(llm, count: int) -> None:
     """Hold all but so many pages: requests preempt each other, in the programs of a store of the usual size."""
-    pages = llm.engine.loop.scheduler.pools[1]
+    pages = llm.engine.loop.scheduler.cache.pools[1]
     while len(pages.free) > count:
         pages.take()
 

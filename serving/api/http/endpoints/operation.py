@@ -171,7 +171,7 @@ def waiting(engines: Sequence[Engine]) -> list[dict[str, Any]]:
     rows: dict[tuple[int, str], dict[str, Any]] = {}
     for engine in engines:
         scheduler, held = engine.loop.scheduler, engine.control.why_held
-        for request in scheduler.waiting[:_QUEUE]:
+        for request in scheduler.queues.waiting[:_QUEUE]:
             client = clients.setdefault(request.client, len(clients) + 1)
             reason = held or str(scheduler.wait_reason(request))
             new = {"client": client, "reason": reason, "requests": 0, "prompt_tokens": 0, "seconds": 0.0}
@@ -201,7 +201,7 @@ def _maps(engines: Sequence[Engine]) -> dict[str, str]:
     """Returns a letter for each slot and page, engine by engine; approximate, as the engines go on."""
     maps: dict[str, str] = {}
     for engine in engines:
-        for pool in engine.loop.scheduler.pools:
+        for pool in engine.loop.scheduler.cache.pools:
             maps[pool.name] = maps.get(pool.name, "") + pool_map(pool, _CELLS // len(engines))
     return maps
 

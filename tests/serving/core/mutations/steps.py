@@ -181,7 +181,7 @@ def no_sitting_out(patch: Patch) -> None:
 @mutation(83, scheduler.Scheduler, "needs_settle_before_schedule")
 def neighbors_wait(whole, self):
     drafting = self.config.num_speculative_tokens > 0
-    held = any(request.lockstep and request.progress.unsettled for request in self.running)
+    held = any(request.lockstep and request.progress.unsettled for request in self.queues.running)
     return whole(self) or (drafting and held)
 
 
