@@ -91,7 +91,7 @@ def compare(machine: Machine, attack, *, fresh: bool) -> None:
             attack(server)
             server.step()
         victim = server.ask("victim")
-    gaps = server.gaps(victim, 500, lambda: attack(server))[50:]
+    gaps = server.gaps(victim, 300, lambda: attack(server))[50:]
     assert sum(gaps) / len(gaps) <= 2 * statistics.mean(alone) / 0.8
     assert sorted(gaps)[-len(gaps) // 100] <= 3 * max(alone)
 

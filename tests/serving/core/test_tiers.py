@@ -185,7 +185,7 @@ def test_a_part_of_the_scope_that_names_leave_out_is_seen(part, monkeypatch):
     """A name below the device that lacks it lets a request go on from another's state."""
     monkeypatch.setattr(content, "root", lambda scope: root(LEFT_OUT[part](scope)))
     with pytest.raises(Violation):
-        collections.deque(map(run_tiered, range(2000)), maxlen=0)
+        collections.deque(map(run_tiered, range(2, 2000, 4)), maxlen=0)  # those with changes of weights
 
 
 def test_random_books():
