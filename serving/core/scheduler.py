@@ -328,11 +328,6 @@ class Scheduler(SchedulerState):
             for unit in tier.units.values():
                 journal.stored(tier.name, unit.state)
 
-    @property
-    def weights_replaced(self) -> bool:
-        """Whether the weights have been updated since the start of the process."""
-        return self.cache.weights > 0
-
     def stats(self) -> dict[str, Any]:
         """Returns all counters, and the present fill levels of queues and pools."""
         queues = self.queues

@@ -252,11 +252,6 @@ class ReplicaGroup(ReplicaThreads):
         super().__init__(engines, self._arrived.put)
 
     @property
-    def max_model_len(self) -> int:
-        """Same as `Engine.max_model_len`; equal for all replicas."""
-        return self.engine.max_model_len
-
-    @property
     def num_unfinished(self) -> int:
         """Number of requests whose finished output `step` has not returned yet."""
         return len(self._readers)

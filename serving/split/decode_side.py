@@ -121,7 +121,7 @@ class DecodeSide(StateSource):
     def worth_fetching(self, ticket: Ticket) -> bool:
         """Returns whether fetching a shared state is expected to be faster than computing its tokens here."""
         worker, scheduler = self.worker, self.worker.scheduler
-        if scheduler.weights_replaced:
+        if scheduler.cache.weights:
             return False
         here, _ = scheduler.reusable(ticket.prompt_token_ids, ticket.salt, ticket.adapter, {})
         count, layers = ticket.position - here, worker.manifest.attention_layers + worker.manifest.draft_layers

@@ -156,7 +156,7 @@ class PrefillSide(StateSource):
             SplitError: there is no state of the required depth, or the weights were replaced.
         """
         scheduler = self.worker.scheduler
-        if scheduler.weights_replaced:
+        if scheduler.cache.weights:
             raise SplitError("the weights have been replaced")
         export = self.begin()
         export.hold = hold = scheduler.hold_cached(wanted.tokens, wanted.salt, wanted.adapter)

@@ -224,7 +224,7 @@ def run_batch(
     ahead = 2 * llm.config.max_num_seqs * llm.config.data_parallel_size
     lines = read_lines(source)
     name = Path(llm.config.model).name
-    context = batch_context(llm.tokenizer, name, defaults, max_model_len=engine.max_model_len)
+    context = batch_context(llm.tokenizer, name, defaults, max_model_len=llm.engine.max_model_len)
     context = replace(context, marks=llm.engine.loop.scheduler.config.caching)
     reader = BatchLines(context, defaults)
     with naming(target), batch_output.opened(target, prepared) as (out, answered):
