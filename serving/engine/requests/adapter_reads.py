@@ -97,7 +97,7 @@ class AdapterReads:
         if not self._threads.acquire(blocking=False):
             raise RequestError(f"{MAX_THREADS} reads of files do not end; check their file system", retry=True)
         result: Future[T] = Future()
-        result.set_running_or_notify_cancel()  # the thread sets it even if nobody waits any more
+        result.set_running_or_notify_cancel()  # the thread sets it even after the deadline
 
         def run() -> None:
             try:
