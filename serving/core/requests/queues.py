@@ -56,9 +56,11 @@ class Queues:
         self.rows: Counter[str | None] = Counter()
         """Number of running requests by client."""
         self._groups: dict[tuple[int, str | None], _Group] = {}
-        self._most_served: Counter[int] = Counter()
-        """By priority: where a group begins that comes now. Otherwise clients with one request at a time, whose groups
-        come and go, would always be first."""
+        self._turn = 0
+        """The most that a group had been `served` when it was admitted: where a group that comes begins."""
+        self._ahead: dict[str | None, int] = {}
+        """What clients whose groups have gone were served, if that is more: groups of clients with one request at a
+        time go and come, and would always be first."""
 
     @property
     def clients(self) -> set[str | None]:
@@ -106,8 +108,10 @@ class Queues:
     def admitted(self, request: Request) -> None:
         """From the waiting ones to the running ones; its client has had its turn."""
         group = self._groups[request.priority, request.client]
+        if group.served > self._turn:
+            self._turn = group.served
+            self._ahead = {client: served for client, served in self._ahead.items() if served > self._turn}
         group.served += 1
-        self._most_served[request.priority] = max(self._most_served[request.priority], group.served)
         self.leave(request)
         request.status = Status.RUNNING
         self.rows[request.client] += 1
@@ -126,6 +130,7 @@ class Queues:
         del group.waiting[bisect_left(group.waiting, request.place, key=_PLACE)]
         if not group.waiting:
             del self._groups[name]
+            self._ahead[request.client] = group.served
 
     def in_turn(self) -> Iterator[Request]:
         """Waiting requests in the order in which they are to be admitted.
@@ -176,5 +181,5 @@ class Queues:
         name = (request.priority, request.client)
         group = self._groups.get(name)
         if group is None:
-            group = self._groups[name] = _Group(self._most_served[request.priority])
+            group = self._groups[name] = _Group(max(self._turn, self._ahead.get(request.client, 0)))
         insort(group.waiting, request, key=_PLACE)

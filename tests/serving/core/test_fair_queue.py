@@ -79,7 +79,7 @@ def test_clients_take_turns() -> None:
     assert line.names(1, ending=True) == ["a0+"]
     for i in range(2):
         line.add(f"b{i}+", client="b")  # it has saved up nothing, and has lost nothing
-    assert line.names(4, ending=True) == ["a1+", "b0+", "a2+", "b1+"]
+    assert line.names(4, ending=True) == ["b0+", "a1+", "b1+", "a2+"]
 
 
 def test_clients_with_one_request_at_a_time_are_not_always_first() -> None:
@@ -94,6 +94,10 @@ def test_clients_with_one_request_at_a_time_are_not_always_first() -> None:
         if request.client != "a":
             line.add(f"{number}", client=request.client)
     assert found == dict.fromkeys("abc", 3)
+    for number in range(100):
+        line.add(f"low{number}", client="c", priority=number)
+        line.end(line.admit())
+    assert len(line.queues._ahead) <= 3, "clients choose priorities"
 
 
 def test_the_client_with_the_fewest_rows_is_next() -> None:

@@ -188,7 +188,8 @@ def neighbors_wait(whole, self):
 @mutation(92, Queues, "admitted")
 def clients_begin_first(whole, self, request):
     whole(self, request)
-    self._most_served.clear()
+    self._turn = 0
+    self._ahead.clear()
 
 
 @mutation(90, Fairness, "fed")
