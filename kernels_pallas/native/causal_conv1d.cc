@@ -10,10 +10,6 @@
 namespace native {
 namespace {
 
-namespace ffi = xla::ffi;
-using Floats = ffi::Buffer<ffi::F32>;
-using Ints = ffi::Buffer<ffi::S32>;
-
 constexpr char kSilu[] = "silu";
 constexpr int64_t kBlock = 64;               // channels that are computed together
 constexpr int64_t kWorthSharing = 32 << 10;  // products: fewer are computed before another thread has woken up
@@ -84,14 +80,7 @@ ffi::Error run(ffi::ThreadPool pool, ffi::Attr<bool, kSilu> silu, ffi::AnyBuffer
            width, channels, *silu, result);
     return ffi::Error::Success();
   };
-  switch (x.element_type()) {
-    case ffi::F32:
-      return call(static_cast<float*>(y->untyped_data()));
-    case ffi::BF16:
-      return call(static_cast<uint16_t*>(y->untyped_data()));
-    default:
-      return ffi::Error::InvalidArgument("causal_conv1d: x must be float32 or bfloat16");
-  }
+  return with_floats(x.element_type(), y->untyped_data(), "causal_conv1d: x must be float32 or bfloat16", call);
 }
 
 }  // namespace

@@ -17,7 +17,7 @@ constexpr int64_t kPieceTerms = 1 << 18;   // multiplications that are worth ano
 
 // y [rows, outputs] = x w^T. With `BFloat16Dot`, x has pairs of bfloat16 as well, and `inputs` counts pairs.
 template <typename Number>
-void dense_product(xla::ffi::ThreadPool& pool, const float* x, const typename Number::Stored* w, float* y, int64_t rows,
+void dense_product(ffi::ThreadPool& pool, const float* x, const typename Number::Stored* w, float* y, int64_t rows,
                    int64_t inputs, int64_t outputs) {
   using Stored = typename Number::Stored;
   const Forms<Stored>& form = forms<Stored>();
@@ -69,8 +69,7 @@ void dense_product(xla::ffi::ThreadPool& pool, const float* x, const typename Nu
 
 // Calls call(number, x, w, inputs) for the number format of a product of x [rows, inputs] with weights w.
 template <typename Call>
-xla::ffi::Error with_number(const xla::ffi::AnyBuffer& x, const xla::ffi::AnyBuffer& w, const Call& call) {
-  namespace ffi = xla::ffi;
+ffi::Error with_number(const ffi::AnyBuffer& x, const ffi::AnyBuffer& w, const Call& call) {
   const auto* values = static_cast<const float*>(x.untyped_data());
   const int64_t inputs = x.dimensions()[1];
   const bool dot = forms<uint32_t>().few != nullptr && inputs % 2 == 0;

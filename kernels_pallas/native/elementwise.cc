@@ -11,9 +11,6 @@
 namespace native {
 namespace {
 
-namespace ffi = xla::ffi;
-using Array = ffi::Buffer<ffi::F32>;
-
 constexpr char kFunction[] = "function";
 constexpr int64_t kBlock = 64;               // elements that are computed together; the last ones are padded
 constexpr int64_t kWorthSharing = 16 << 10;  // elements: fewer are computed before another thread has woken up
@@ -65,7 +62,7 @@ ffi::Error each(ffi::ThreadPool& pool, void (*block)(const float*, float*), cons
   return ffi::Error::Success();
 }
 
-ffi::Error run(ffi::ThreadPool pool, ffi::Attr<std::string_view, kFunction> function, Array x, ffi::Result<Array> y) {
+ffi::Error run(ffi::ThreadPool pool, ffi::Attr<std::string_view, kFunction> function, Floats x, ffi::Result<Floats> y) {
   const std::pair<std::string_view, void (*)(const float*, float*)> blocks[] = {{"exp", block_of_exponential},
                                                                                 {"log", block_of_logarithm},
                                                                                 {"sigmoid", block_of_sigmoid},

@@ -6,9 +6,6 @@
 namespace native {
 namespace {
 
-namespace ffi = xla::ffi;
-using Matrix = ffi::Buffer<ffi::F32, 2>;
-
 constexpr int64_t kPiece = 64;  // outputs that one thread computes at a time
 
 struct Group {

@@ -4,9 +4,6 @@
 namespace native {
 namespace {
 
-namespace ffi = xla::ffi;
-using Matrix = ffi::Buffer<ffi::F32, 2>;
-
 ffi::Error run(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<Matrix> y) {
   const int64_t rows = y->dimensions()[0], outputs = y->dimensions()[1];
   return with_number(x, w, [&](auto number, const float* values, const auto* weight, int64_t inputs) {

@@ -18,6 +18,19 @@ struct xla::ffi::CtxBinding<xla::ffi::ThreadPool> {
 
 namespace native {
 
+namespace ffi = xla::ffi;
+using Floats = ffi::Buffer<ffi::F32>;
+using Matrix = ffi::Buffer<ffi::F32, 2>;
+using Ints = ffi::Buffer<ffi::S32>;
+
+// Calls call(numbers) with `data` as numbers of this type; `refused` says what is expected where it is another.
+template <typename Call>
+ffi::Error with_floats(ffi::DataType type, void* data, const char* refused, const Call& call) {
+  if (type == ffi::F32) return call(static_cast<float*>(data));
+  if (type == ffi::BF16) return call(static_cast<uint16_t*>(data));
+  return ffi::Error::InvalidArgument(refused);
+}
+
 // Calls body(begin, end) for pieces of [0, items), on the pool's threads and this one; returns when all are done.
 //
 // This thread works as well and waits only for pieces that another thread has begun, never for a thread to become free:
@@ -25,7 +38,7 @@ namespace native {
 // left and touches nothing but the counters, which it keeps alive.
 // `least`: items that are worth a piece of their own.
 template <typename Body>
-void parallel_for(xla::ffi::ThreadPool& pool, int64_t items, const Body& body, int64_t least = 1) {
+void parallel_for(ffi::ThreadPool& pool, int64_t items, const Body& body, int64_t least = 1) {
   const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
   const int64_t most = std::min(items, threads == 1 ? int64_t{1} : threads * 4);
   const int64_t pieces = std::clamp<int64_t>(items / least, std::min<int64_t>(most, 1), most);

@@ -11,10 +11,6 @@
 namespace native {
 namespace {
 
-namespace ffi = xla::ffi;
-using Floats = ffi::Buffer<ffi::F32>;
-using Ints = ffi::Buffer<ffi::S32>;
-
 constexpr char kInterval[] = "interval";
 
 struct Sizes {

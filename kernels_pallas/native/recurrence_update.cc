@@ -5,9 +5,6 @@
 namespace native {
 namespace {
 
-namespace ffi = xla::ffi;
-using Floats = ffi::Buffer<ffi::F32>;
-using Ints = ffi::Buffer<ffi::S32>;
 using Lanes = Registers<kLanes>::Floats;
 
 constexpr char kErase[] = "erase";
@@ -173,14 +170,8 @@ ffi::Error run(ffi::ThreadPool pool, Floats query, Floats key, Floats value, Flo
         });
     return ffi::Error::Success();
   };
-  switch (store.element_type()) {
-    case ffi::F32:
-      return update(static_cast<float*>(updated->untyped_data()));
-    case ffi::BF16:
-      return update(static_cast<uint16_t*>(updated->untyped_data()));
-    default:
-      return ffi::Error::InvalidArgument("recurrence_update: states must be float32 or bfloat16");
-  }
+  constexpr char kRefused[] = "recurrence_update: states must be float32 or bfloat16";
+  return with_floats(store.element_type(), updated->untyped_data(), kRefused, update);
 }
 
 }  // namespace

@@ -34,7 +34,7 @@ struct Layout {
 // is_padding(token) is true changes no state: padding(token, part) is called for it. Slot 0 reads as zeros and is not
 // written.
 template <typename Stored, typename IsPadding, typename Padding, typename Steps>
-void row_steps(xla::ffi::ThreadPool& pool, int64_t rows, int64_t steps, const Layout& layout, const int32_t* read_slot,
+void row_steps(ffi::ThreadPool& pool, int64_t rows, int64_t steps, const Layout& layout, const int32_t* read_slot,
                const int32_t* write_slot, Stored* store, const IsPadding& is_padding, const Padding& padding,
                const Steps& run_steps) {
   const std::vector<Chain> chains = chains_of(rows, read_slot);

@@ -5,10 +5,6 @@
 namespace native {
 namespace {
 
-namespace ffi = xla::ffi;
-using Floats = ffi::Buffer<ffi::F32>;
-using Ints = ffi::Buffer<ffi::S32>;
-
 constexpr int64_t kChannels = 256;  // of a part, which one thread computes
 
 // One step of `count` channels: next = exp(dt a) * old + fed b, y = the sum over the state of next c. Rows of old, next

@@ -7,9 +7,6 @@
 namespace native {
 namespace {
 
-namespace ffi = xla::ffi;
-using Ints = ffi::Buffer<ffi::S32>;
-
 constexpr int64_t kWorthSharing = 1 << 16;  // bytes: fewer are copied before another thread has woken up
 
 // Calls copy(i) for each of `count` slots of `size` bytes.
