@@ -30,6 +30,21 @@ class Span:
 
 
 @dataclass(frozen=True)
+class Divisible:
+    """Where an operation's heads or channels lie, each of which it computes without the others.
+
+    In inputs [T, heads, ...] and the result they lie along axis 1. An input may have groups that heads share.
+    """
+
+    state: int
+    """Their axis of the state [slots, ...]."""
+    parameters: int
+    """Their axis of all parameters."""
+    shared: tuple[int, ...] = ()
+    """Inputs that all of them read whole."""
+
+
+@dataclass(frozen=True)
 class Operation:
     """A recurrence over tokens, in one form for each layout.
 
@@ -52,6 +67,8 @@ class Operation:
     """The same from an anchor and a tail: (`ReplayLayout`, inputs, parameters, (state, tail arrays by name)) -> y and
     the two, with the inputs appended and the state at the next multiple of the interval written if it is reached.
     None: the recurrence does not support replay."""
+    divisible: Divisible | None = None
+    """None: the operation consists of others."""
 
 
 class Layout(Protocol):

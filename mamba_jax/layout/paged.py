@@ -82,11 +82,15 @@ class PagedTokens:
         span: Span,
     ) -> Float[Array, "blocks q_len q_heads head_dim"]:
         """Attention of blocks of queries at positions of their rows; see `paged_attention`."""
+        attend = paged_attention if self.member is None else self.member.attention
+        return attend(q, kv, **self.places(positions, block_row, span))
+
+    def places(
+        self, positions: Int[Array, "blocks q_len"], block_row: Int[Array, " blocks"], span: Span
+    ) -> dict[str, Any]:
+        """Returns the arguments of `attention` as `paged_attention` takes them."""
         seen = {"scale": span.scale, "first_key": span.first_key, "window": span.window}
-        places: dict[str, Any] = {"positions": positions, "block_row": block_row, **seen}
-        if self.member is not None:
-            return self.member.attention(q, kv, page_table=self.page_table, **places)
-        return paged_attention(q, kv, page_table=self.page_table, **places)
+        return {"positions": positions, "block_row": block_row, "page_table": self.page_table, **seen}
 
 
 def page_of(

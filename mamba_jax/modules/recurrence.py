@@ -27,6 +27,7 @@ from mamba_jax.config.linear_recurrence import GroupedRecurrence, LightningConfi
 from mamba_jax.layout import (
     Anchors,
     DecodeLayout,
+    Divisible,
     Hidden,
     Inputs,
     Layout,
@@ -61,10 +62,11 @@ LINEAR = {erase: Forms(Entry, Tail, *(partial(form, erase=erase) for form in _FO
 """The recurrence of `kernels_pallas.recurrence`, by whether it erases."""
 _UNMASKED = 3
 """Arrays of an entry, the first ones, by which no operation recognizes padding."""
+BY_HEADS = Divisible(state=1, parameters=0)
 
 
 @cache
-def recurrence(name: str, forms: Forms) -> Operation:
+def recurrence(name: str, forms: Forms, divisible: Divisible = BY_HEADS) -> Operation:
     """Returns the operation of a recurrence.
 
     Inputs: the arrays of an entry, [T, ...]; parameters: the operations' other arguments by name; state: [slots, ...],
@@ -92,7 +94,7 @@ def recurrence(name: str, forms: Forms) -> Operation:
         y, states, tail = forms.replay(entry, states, tail, layout.anchored, **parameters)
         return layout.by_token(y), (states, arrays_of(name, tail))
 
-    return Operation(sequences, tiles, rows, replay)
+    return Operation(sequences, tiles, rows, replay, divisible)
 
 
 States = tuple[Any, ...]

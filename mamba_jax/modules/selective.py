@@ -19,7 +19,7 @@ from kernels_pallas.selective_scan import (
     selective_update,
 )
 from mamba_jax.config.channel_recurrence import Mamba1Config, RGLRUConfig
-from mamba_jax.layout import Hidden, Layout
+from mamba_jax.layout import Divisible, Hidden, Layout
 from mamba_jax.modules.basic import Linear, RMSNorm, Weight, activation, constant, initial, normal
 from mamba_jax.modules.conv import Conv
 from mamba_jax.modules.recurrence import LEAST_DT, Forms, initial_dt_bias, recurrence
@@ -29,7 +29,7 @@ from mamba_jax.store import SlotArrays
 _FORMS = Forms(
     SelectiveEntry, SelectiveTail, selective_scan_sequence, selective_scan, selective_update, selective_replay
 )
-SELECTIVE = recurrence("selective", _FORMS)
+SELECTIVE = recurrence("selective", _FORMS, Divisible(state=2, parameters=-1, shared=(1, 2)))
 """The Mamba-1 recurrence. Inputs: x [T, inner], B and C [T, state], dt [T, inner]; parameters: a [state, inner] and d
 [inner]; state: [slots, state, inner]. With dt = 0 a token of padding changes nothing."""
 

@@ -14,8 +14,10 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas.paged_attention import copy_pages
 from mamba_jax.config import ADDED_ONCE, HybridConfig, ModelConfigError, Placement
 from mamba_jax.layout.member import Member
+from mamba_jax.layout.prefill import PrefillLayout
 from mamba_jax.layout.sequence import SequenceLayout
-from mamba_jax.sharding.axis import CONTEXT, TENSOR, axis_index, axis_mesh, divides_tokens
+from mamba_jax.layout.shares import ShareLayout
+from mamba_jax.sharding.axis import CONTEXT, TENSOR, axis_index, axis_mesh, shares_of
 from mamba_jax.sharding.parameters import placement
 from mamba_jax.sharding.partition import Partition
 from mamba_jax.store import Store
@@ -79,20 +81,26 @@ def across(
     def on_each_device(weights: Any, layout: Any, state: Any, *inputs: Any) -> tuple[Array, Any]:
         here = {name: rebuilt(name, weights[name]) for name in modules}
         if partition.members > 1:
-            layout = layout.on_member(this_member(partition.members))
+            member = this_member(partition.members)
+            layout = layout.on_member(member)
+            layout = ShareLayout(layout, member) if shares > 1 else layout
         y, state = run(here, layout, state, *inputs)
-        if out_spec == P():
+        if not scatters:
             return lax.psum(y, TENSOR), state
         return lax.psum_scatter(y, TENSOR, scatter_dimension=0, tiled=True), state
 
-    out_spec = P(TENSOR) if divides_tokens(layout.valid.shape[0]) else P()
+    # Of decode rows, members have all tokens.
+    tokens = layout.valid.shape[0]
+    shares = shares_of(tokens, partition.members) if isinstance(layout, PrefillLayout) else 1
+    scatters = shares_of(tokens // shares, partition.shards) > 1
+    of_share = P(CONTEXT) if shares > 1 else P()
+    of_sum = (P((CONTEXT, TENSOR)) if shares > 1 else P(TENSOR)) if scatters else of_share
     of_state = partition.state(state)
-    whole = [P()] * len(inputs)
     return jax.shard_map(
         on_each_device,
         mesh=mesh,
-        in_specs=(specs, P(), of_state, *whole),
-        out_specs=(out_spec, of_state),
+        in_specs=(specs, P(), of_state, *[of_share] * len(inputs)),
+        out_specs=(of_sum, of_state),
         check_vma=False,
     )(weights, layout, state, *inputs)
 

@@ -99,11 +99,9 @@ def axis_mesh() -> Any:
     return mesh if tuple(mesh.axis_names) in ((TENSOR,), (CONTEXT, TENSOR)) and mesh.size > 1 else None
 
 
-def divides_tokens(tokens: int) -> bool:
-    """Returns whether sums of this number of tokens are divided over the mesh's devices by tokens."""
-    mesh = axis_mesh()
-    devices = 1 if mesh is None else mesh.shape[TENSOR]
-    return devices > 1 and tokens % devices == 0 and tokens >= LEAST_TOKENS * devices
+def shares_of(tokens: int, devices: int) -> int:
+    """Returns into how many shares a number of tokens is divided: one for each device, or 1 where there are too few."""
+    return devices if tokens % devices == 0 and tokens >= LEAST_TOKENS * devices else 1
 
 
 def axis_index() -> Int[Array, ""]:

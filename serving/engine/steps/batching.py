@@ -11,6 +11,7 @@ import numpy as np
 from mamba_jax.batch import DecodeBatch, MixedBatch, PageTableBatch, PrefillBatch, SeatBatch, num_tiles
 from mamba_jax.sampling.masks import MaskBatch
 from mamba_jax.sampling.table import sampling_row
+from mamba_jax.sharding.axis import shares_of
 from serving.core.cache.row_forms import ReplayAccess
 from serving.core.config import SchedulerConfig
 from serving.core.planning.plan import DecodeRow, PrefillRow
@@ -147,7 +148,9 @@ class BatchBuilder:
 
     def _set_prefill_shapes(self, most: int | None = None) -> None:
         self.prefill_shapes = prefill_buckets(self._config, most, coarse=self._coarse)
-        self.mixed_shapes = self.prefill_shapes[::-2][::-1] if self._mixed_steps else []
+        found = self.prefill_shapes[::-2][::-1] if self._mixed_steps else []
+        # Only programs without decode rows divide their tokens over members.
+        self.mixed_shapes = [each for each in found if shares_of(each.tokens, self._config.context_members) == 1]
 
     def halve_prefill(self) -> int:
         """Halves the tokens of the widest prefill step, before any step. Returns them; 0 if they are fewer than two
