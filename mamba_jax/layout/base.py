@@ -67,8 +67,10 @@ class Operation:
     """The same from an anchor and a tail: (`ReplayLayout`, inputs, parameters, (state, tail arrays by name)) -> y and
     the two, with the inputs appended and the state at the next multiple of the interval written if it is reached.
     None: the recurrence does not support replay."""
+    shares: Callable[[Any, Inputs, Parameters, Any], tuple[Array, Any]] | None = None
+    """Of a member's share of the tokens of `tiles`, by other operations: (`ShareLayout`, inputs, parameters, state)."""
     divisible: Divisible | None = None
-    """None: the operation consists of others."""
+    """How members divide `tiles` without `shares`; None: each computes all heads."""
 
 
 class Layout(Protocol):

@@ -43,13 +43,10 @@ class ShareLayout:
 
     def run(self, operation: Operation, inputs: Inputs, parameters: Parameters, state: Any) -> tuple[Array, Any]:
         """Heads that do not divide are computed by each member."""
-        along = operation.divisible
-        if along is None:  # it runs others
-            return operation.tiles(self, inputs, parameters, state)
-        member = self.member
-        heads = state.shape[along.state]
-        sizes = [x.shape[1] for i, x in enumerate(inputs) if i not in along.shared]
-        if heads % member.count or any(size % member.count and member.count % size for size in sizes):
+        if operation.shares is not None:
+            return operation.shares(self, inputs, parameters, state)
+        member, along = self.member, operation.divisible
+        if along is None or not self._divides(along, inputs, state):
             y, state = operation.tiles(self.whole, tuple(map(member.gather, inputs)), parameters, state)
             return member.own(y), state
         given = tuple(member.gather(x) if i in along.shared else self._to_heads(x) for i, x in enumerate(inputs))
@@ -57,6 +54,11 @@ class ShareLayout:
         places, own = self._own_states(state, along)
         y, own = operation.tiles(replace(self.whole, packed=places), given, here, own)
         return member.exchange(y, split=0, concat=1), self._with_states(state, own, along)
+
+    def _divides(self, along: Divisible, inputs: Inputs, state: Array) -> bool:
+        count = self.member.count
+        sizes = [x.shape[1] for i, x in enumerate(inputs) if i not in along.shared]
+        return state.shape[along.state] % count == 0 and all(size % count == 0 or count % size == 0 for size in sizes)
 
     def _to_heads(self, x: Shaped[Array, "share heads ..."]) -> Shaped[Array, "T own ..."]:
         """Returns all tokens of this member's heads, or of the group that its heads share."""

@@ -65,7 +65,7 @@ def convolution(activation: str | None, window: str) -> Operation:
         y, old, ring = causal_conv1d_replay(x, weight, bias, old, ring, layout.anchored, activation=activation)
         return layout.by_token(y), (old, {name: ring})
 
-    return Operation(sequences, tiles, rows, replay, Divisible(state=2, parameters=0))
+    return Operation(sequences, tiles, rows, replay, divisible=Divisible(state=2, parameters=0))
 
 
 class Conv(nnx.Module):

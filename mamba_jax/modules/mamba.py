@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from kernels_pallas.fixed_order import silu
 from kernels_pallas.gated_recurrence import Mamba2Gates, Projections, gated_scan
 from mamba_jax.config import MambaConfig, need
-from mamba_jax.layout import Hidden, Inputs, Layout, Parameters, PrefillLayout, SequenceLayout, ShareLayout
+from mamba_jax.layout import Hidden, Inputs, Layout, Parameters, PrefillLayout, SequenceLayout
 from mamba_jax.modules.basic import Linear, Weight, constant, initial, scaled
 from mamba_jax.modules.conv import Conv
 from mamba_jax.modules.recurrence import RecurrentMixer, States, initial_dt_bias
@@ -82,9 +82,8 @@ class Mamba(RecurrentMixer):
 
     def _tiles(self, layout: PrefillLayout, inputs: Inputs, _: Parameters, states: States) -> tuple[Array, States]:
         config, given, (ssm, conv_x, conv_bc) = self.config, self.projections(inputs), states
-        over_devices = self.norm is not None and config.num_groups % (config.num_heads // given.strength.shape[1])
-        if over_devices or isinstance(layout, ShareLayout):  # groups of the norm, or tokens, lie on several devices
-            return self._apart(layout, given, states)
+        if self.norm is not None and config.num_groups % (config.num_heads // given.strength.shape[1]):
+            return self._apart(layout, given, states)  # groups of the norm lie on several devices
         query, key, conv_bc = self.convolved_vectors(given, layout, conv_bc)
         y, ssm, conv_x = gated_scan(
             inputs[0], query, key, *self.decays_and_strengths(given), self.weights(given), ssm, conv_x, layout.packed,

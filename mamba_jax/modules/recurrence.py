@@ -36,6 +36,7 @@ from mamba_jax.layout import (
     PrefillLayout,
     ReplayLayout,
     SequenceLayout,
+    ShareLayout,
 )
 from mamba_jax.modules.basic import Linear, RMSNorm, Weight, initial
 from mamba_jax.modules.conv import Conv
@@ -55,18 +56,21 @@ class Forms(NamedTuple):
     scan: Callable[..., Any]
     update: Callable[..., Any]
     replay: Callable[..., Any]
+    divisible: Divisible | None = None
 
 
 _FORMS = recurrence_sequence, recurrence_scan, recurrence_update, recurrence_replay
-LINEAR = {erase: Forms(Entry, Tail, *(partial(form, erase=erase) for form in _FORMS)) for erase in (False, True)}
+_BY_HEADS = Divisible(state=1, parameters=0)
+LINEAR = {
+    erase: Forms(Entry, Tail, *(partial(form, erase=erase) for form in _FORMS), _BY_HEADS) for erase in (False, True)
+}
 """The recurrence of `kernels_pallas.recurrence`, by whether it erases."""
 _UNMASKED = 3
 """Arrays of an entry, the first ones, by which no operation recognizes padding."""
-BY_HEADS = Divisible(state=1, parameters=0)
 
 
 @cache
-def recurrence(name: str, forms: Forms, divisible: Divisible = BY_HEADS) -> Operation:
+def recurrence(name: str, forms: Forms) -> Operation:
     """Returns the operation of a recurrence.
 
     Inputs: the arrays of an entry, [T, ...]; parameters: the operations' other arguments by name; state: [slots, ...],
@@ -94,7 +98,7 @@ def recurrence(name: str, forms: Forms, divisible: Divisible = BY_HEADS) -> Oper
         y, states, tail = forms.replay(entry, states, tail, layout.anchored, **parameters)
         return layout.by_token(y), (states, arrays_of(name, tail))
 
-    return Operation(sequences, tiles, rows, replay, divisible)
+    return Operation(sequences, tiles, rows, replay, divisible=forms.divisible)
 
 
 States = tuple[Any, ...]
@@ -146,7 +150,7 @@ class RecurrentMixer(nnx.Module):
         """Runs the operations between the projections."""
         # Without a store there is no state to return.
         old: SlotArrays | dict[str, None] = dict.fromkeys(self.config.arrays) if state is None else state
-        operation = Operation(self._whole, self._tiles, self._rows, self._anchored)
+        operation = Operation(self._whole, self._tiles, self._rows, self._anchored, self._shares)
         y, states = layout.run(operation, inputs, (), tuple(old[name] for name in self.config.arrays))
         return y, None if state is None else dict(zip(self.config.arrays, states, strict=True))
 
@@ -157,6 +161,9 @@ class RecurrentMixer(nnx.Module):
         return self._apart(layout, self.projections(inputs), (None, None, None))[0]
 
     def _tiles(self, layout: PrefillLayout, inputs: Inputs, _: Parameters, states: States) -> tuple[Array, States]:
+        return self._apart(layout, self.projections(inputs), states)
+
+    def _shares(self, layout: ShareLayout, inputs: Inputs, _: Parameters, states: States) -> tuple[Array, States]:
         return self._apart(layout, self.projections(inputs), states)
 
     def _rows(self, layout: DecodeLayout, inputs: Inputs, _: Parameters, states: States) -> tuple[Array, States]:

@@ -27,9 +27,15 @@ from mamba_jax.sharding.axis import TENSOR
 from mamba_jax.store import SlotArrays
 
 _FORMS = Forms(
-    SelectiveEntry, SelectiveTail, selective_scan_sequence, selective_scan, selective_update, selective_replay
+    SelectiveEntry,
+    SelectiveTail,
+    selective_scan_sequence,
+    selective_scan,
+    selective_update,
+    selective_replay,
+    Divisible(state=2, parameters=-1, shared=(1, 2)),
 )
-SELECTIVE = recurrence("selective", _FORMS, Divisible(state=2, parameters=-1, shared=(1, 2)))
+SELECTIVE = recurrence("selective", _FORMS)
 """The Mamba-1 recurrence. Inputs: x [T, inner], B and C [T, state], dt [T, inner]; parameters: a [state, inner] and d
 [inner]; state: [slots, state, inner]. With dt = 0 a token of padding changes nothing."""
 

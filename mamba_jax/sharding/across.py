@@ -56,6 +56,8 @@ def across(
     the devices by tokens: the sum with the residual and the next norm then run on a device's share ("sequence
     parallelism", Korthikanti et al., 2022), and the compiler gathers what the next mixer reads.
 
+    Of several members, each gets its share of a prefill step's many tokens only, with a `ShareLayout`.
+
     For whole sequences (without a store), the compiler partitions the computation, which is then differentiable.
     """
     mesh = axis_mesh()

@@ -6,8 +6,9 @@ each state. Experts are sharded over it, too, where they divide evenly: all devi
 computes its own experts, and the sum of a mixer's parts includes them.
 
 Along `CONTEXT`, which only a mesh with several such members has, lie the pages: each member holds, and attends to,
-those of its own positions. Everything else is the same on all members: weights, states and all other computation. Sums
-over `TENSOR` may be added in another order by each member, so what is chosen by numbers is chosen by the first one.
+those of its own positions. In prefill, each also has a share of the tokens (`mamba_jax.layout.shares`). Everything else is
+the same on all members: weights, states and, in decoding, all other computation. Sums over `TENSOR` may be added in
+another order by each member, so what is chosen by numbers is chosen by the first one.
 """
 
 from collections.abc import Sequence
@@ -28,8 +29,8 @@ DATA = "data"
 TENSOR = "tensor"
 CONTEXT = "context"
 LEAST_TOKENS = 64
-"""Tokens per device from which a device receives the sums of its own share of the tokens only. With fewer, a second
-exchange takes longer than the norms of all tokens."""
+"""Tokens per device from which a device has a share of the tokens only, between mixers, and of several members in them.
+With fewer, exchanges take longer than what all tokens cost."""
 
 
 def make_mesh(shards: int, devices: Sequence[Any] | None = None, *, members: int = 1) -> Mesh:

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from mamba_jax.config import LATENT, WINDOWED, HybridConfig, StateUnit, need
 from mamba_jax.modules.quantized import bits_of, weight_of
 from mamba_jax.sharding import TENSOR, Partition
+from mamba_jax.sharding.axis import shares_of
 from mamba_jax.store import Replay, StoreShape
 from serving.capacity.targets import Device
 from serving.engine.assembly.sizing import StoreSize
@@ -84,7 +85,7 @@ class Counter:
         kv_dtype: Any = None,
         lanes: int = 1,
     ) -> None:
-        self.config = config
+        self.config, self._members = config, partition.members
         self._dtype, self._ssm_dtype = parameters["final_norm.weight"].dtype, ssm_dtype
         self._kv_dtype = self._dtype if kv_dtype is None else kv_dtype
         self._sizes = {
@@ -120,7 +121,11 @@ class Counter:
         each = -(-tokens // rows)
         # A tile of queries reads all keys before it.
         keys = rows * sum(min(start + tile_size, each) for start in range(0, each, tile_size))
-        return self._work(tokens, rows, states=rows, keys=keys)
+        return self._work(self._share(tokens), rows, states=rows, keys=keys)
+
+    def _share(self, tokens: int) -> int:
+        """Returns how many of a prefill step's tokens each member computes."""
+        return tokens // shares_of(tokens, self._members)
 
     def _work(self, tokens: int, heads: int, *, states: float, keys: int = 0, others: float = 0.0) -> Work:
         """`heads`: positions that go through the output head; `states`: those read and written; `keys`: those read from
@@ -164,7 +169,7 @@ class Counter:
 
     def _first_token_seconds(self, tokens: int, chunk: int, device: Device) -> float:
         """Each chunk reads the weights, and the keys before it once."""
-        seconds, work = 0.0, functools.cache(lambda size, later: self._work(size, 1, states=1 + later))
+        seconds, work = 0.0, functools.cache(lambda size, later: self._work(self._share(size), 1, states=1 + later))
         for start in range(0, tokens, chunk):
             size = min(chunk, tokens - start)
             least = work(size, int(start > 0))
