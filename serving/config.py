@@ -180,8 +180,8 @@ class EngineConfig(Settings):
         1,
         ge=1,
         description="Number of members that keys and values are divided over by position, each of tensor_parallel_size "
-        "devices with all of the weights. Sequences may have that many times the tokens, decoding reads them by as many "
-        "devices, and prefill steps are divided by tokens; see docs/several-devices.md.",
+        "devices with all of the weights. Sequences may have that many times the tokens, decoding reads them by as "
+        "many devices, and prefill steps are divided by tokens; see docs/several-devices.md.",
     )
     data_parallel_size: int = Field(
         1,

@@ -6,8 +6,8 @@ each state. Experts are sharded over it, too, where they divide evenly: all devi
 computes its own experts, and the sum of a mixer's parts includes them.
 
 Along `CONTEXT`, which only a mesh with several such members has, lie the pages: each member holds, and attends to,
-those of its own positions. In prefill, each also has a share of the tokens (`mamba_jax.layout.shares`). Everything else is
-the same on all members: weights, states and, in decoding, all other computation. Sums over `TENSOR` may be added in
+those of its own positions. In prefill, each also has a share of the tokens (`mamba_jax.layout.shares`). Everything else
+is the same on all members: weights, states and, in decoding, all other computation. Sums over `TENSOR` may be added in
 another order by each member, so what is chosen by numbers is chosen by the first one.
 """
 
