@@ -50,6 +50,12 @@ SPLIT = (
 MODELS = ("nemotronh", "mamba2", "falconh1", "delta", "short_conv", "kimi", "lightning", "selective")
 
 
+@pytest.fixture(autouse=True)
+def few_tokens_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members divide prefill steps of these few tokens."""
+    monkeypatch.setattr("mamba_jax.sharding.axis.LEAST_TOKENS", 8)
+
+
 def examples(request: pytest.FixtureRequest, per_trace: int, least: int) -> int:
     """How many traces to run: each counts as so many symbolic schedules of `--examples N`."""
     return max(least, int(request.config.getoption("--examples", default=DEFAULT_EXAMPLES)) // per_trace)

@@ -169,6 +169,7 @@ def assert_pages_divided(llm, members):
     for name, compiled in programs.cache:
         if name in ("DecodeBatch", "PrefillBatch"):
             assert compiled.memory_analysis().alias_size_in_bytes >= llm.size.total_bytes
+            assert (name == "PrefillBatch") == bool(count_collectives(compiled.as_text()).get("all-to-all"))
 
 
 def test_one_member_is_no_axis_of_the_mesh():

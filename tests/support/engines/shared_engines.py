@@ -23,12 +23,13 @@ from mamba_jax.programs import KernelChoice, StepPrograms
 from mamba_jax.train.score import SCORE_OPTIONS
 from serving.config import EngineConfig
 from serving.engine.assembly import build
+from serving.engine.assembly.devices import device_meshes, on_mesh
 from serving.engine.requests.adapters import LoRARequest
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.steps.batching import PrefillShape
 from tests.support.engines.engines import OPTIMIZED, QUICK_COMPILE, Continuation, finish
-from tests.support.engines.spoiled_store import spoiled_store
-from tests.support.engines.step_programs import shared_programs
+from tests.support.engines.spoiled_store import spoiled_sharded_store, spoiled_store
+from tests.support.engines.step_programs import own_programs, shared_programs
 from tests.support.models.adapter_contents import read_contents
 from tests.support.models.letter_tokens import letters
 from tests.support.models.random_models import long_memory_model
@@ -71,9 +72,13 @@ PROGRAMS = {name: 3 + 2 * len(kinds) for name, kinds in TAGGED.items()}
 tables, and one of each kind of step for each kind of store."""
 
 
+TOLERANCE = 1e-4
+"""Of log-probabilities, where nothing is kept in fewer bits."""
+
+
 @dataclass(frozen=True)
 class Variant:
-    """A model whose engines keep their state in fewer bits."""
+    """A model whose engines keep their state in fewer bits, or over several devices."""
 
     model: str
     flags: dict[str, Any]
@@ -90,6 +95,7 @@ VARIANTS = {
     "fp8 pages": Variant("falconh1", {"kv_cache_dtype": "fp8"}, 5e-3, 0.3),
     "bfloat16 states": Variant("falconh1", {"ssm_dtype": "bfloat16"}, 2e-2, 5e-2),
     "float16 states": Variant("falconh1", {"ssm_dtype": "float16"}, 4e-3, 1e-2),
+    "two members": Variant("delta", {"context_parallel_size": 2}, TOLERANCE, TOLERANCE),
 }
 EXACT = {
     f"{kind}, exact": Variant("nemotronh", {"checkpoint_dtype": kind, "state_block_size": 2 * TILE}, 2e-3, 0.3)
@@ -109,10 +115,6 @@ ADAPTED = {
     for name in ("nemotronh", "falconh1", "delta", "short_conv", "kimi", "smallest")
 } | {f"{name}, adapters": replace(variant, flags=variant.flags | LORA) for name, variant in INVARIANT.items()}
 """Models whose requests may have adapters."""
-TOLERANCE = 1e-4
-"""Of log-probabilities, where nothing is kept in fewer bits."""
-
-
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "penalized": {"presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.4},
@@ -130,7 +132,9 @@ class SharedEngines:
         variant = (VARIANTS | EXACT | ADAPTED | INVARIANT).get(name, Variant(name, {}, TOLERANCE, TOLERANCE))
         self.flags, self.tolerance, self.of_whole = variant.flags, variant.tolerance, variant.of_whole
         self.samples = variant.model == SAMPLED
-        self.model = long_memory_model(FOR_ENGINES[variant.model], near_ties=name == "nemotronh", dtype=variant.dtype)
+        model = long_memory_model(FOR_ENGINES[variant.model], near_ties=name == "nemotronh", dtype=variant.dtype)
+        (self.mesh,) = device_meshes(EngineConfig.create(**self.flags))
+        self.model = on_mesh(model, self.mesh)
         self.programs = self._shared_programs(TILE)
         self._programs = {(TILE, 0): self.programs}
         self._alone: dict[tuple, list[Continuation]] = {}
@@ -172,12 +176,14 @@ class SharedEngines:
         return self._programs[key]
 
     def _shared_programs(self, tile_size: int) -> StepPrograms:
-        return shared_programs(self.model, tile_size=tile_size, greedy=not self.samples, **self.options())
+        make = shared_programs if self.mesh is None else own_programs
+        return make(self.model, tile_size=tile_size, greedy=not self.samples, mesh=self.mesh, **self.options())
 
     def engine(self, mode: str | None, *, programs=None, eos_token_ids=(), side: int = 0, **flags):
         """An engine whose steps have one shape for decoding and one for prefill, or few. `side`: see `programs_of`."""
         config = EngineConfig.create(mamba_cache_mode=mode, **(FLAGS | flags | self.flags))
-        with mock.patch.object(build, "init_laid_out", spoiled_store):
+        stores = {"init_laid_out": spoiled_store, "sharded_store": spoiled_sharded_store}
+        with mock.patch.multiple(build, **stores):
             programs = programs or self.programs_of(config.tile_size, side)
             built = build.assemble(
                 config, self.model, tokenizer=letters(), eos_token_ids=eos_token_ids, programs=programs

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mamba_jax.sharding import sharded_store
 from mamba_jax.store import Store, init_store
 
 
@@ -15,10 +16,17 @@ def spoiled_store(*args: Any, **sizes: Any) -> Store:
     return _maker(*args, **sizes)()
 
 
+def spoiled_sharded_store(*args: Any, **sizes: Any) -> Store:
+    """The same over the devices of a mesh, as `sharded_store` makes it."""
+    store = sharded_store(*args, **sizes)
+    return jax.tree.map(lambda leaf: jax.device_put(_spoiled(leaf), leaf.sharding), store)
+
+
 @functools.cache
 def _maker(*args: Any, **sizes: Any) -> Callable[[], Store]:
-    def spoil(leaf: jax.Array) -> jax.Array:
-        return jnp.full_like(leaf, jnp.nan) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
-
     # One program: outside of `jit` there would be one or two for each shape.
-    return jax.jit(lambda: jax.tree.map(spoil, init_store(*args, **sizes)))
+    return jax.jit(lambda: jax.tree.map(_spoiled, init_store(*args, **sizes)))
+
+
+def _spoiled(leaf: jax.Array) -> jax.Array:
+    return jnp.full_like(leaf, jnp.nan) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
