@@ -150,7 +150,6 @@ FOLLOWED = Condition("`--split-secret` or `--kv-events-config`", lambda of: _ROU
 PADDED = Condition("padded heads", lambda of: f"padded heads ({of.padding})" if of.padding else "")
 WITHOUT_EXPERTS = _model("routed experts", lambda model: not model.experts_per_token)
 WITHOUT_ATTENTION = _model("attention, whose pages hold the experts", lambda model: not model.num_attention_uses)
-WITHOUT_PAGES = _model("attention", lambda model: not model.num_attention_uses)
 _OTHER_DRAFTS = "use mtp or ngram drafts"
 
 RULES = (
@@ -161,7 +160,6 @@ RULES = (
     Rule(REPLICAS, HOSTS, "start a server on each host"),
     Rule(REPLICAS, ROLE, "start a worker for each replica"),
     Rule(REPLICAS, FOLLOWED, "start a server for each replica"),
-    Rule(CONTEXT, WITHOUT_PAGES, "leave the flag out"),
     Rule(CONTEXT, HOSTS, "use one host"),
     Rule(CONTEXT, DRAFTER, _OTHER_DRAFTS),
     Rule(CONTEXT, ROLE),

@@ -97,7 +97,7 @@ def copy_shared_pages(store: Store, page_copy: Int[Array, "rows 2"], config: Hyb
 
     experts = None if store.experts is None else copied(store.experts)
     mesh = axis_mesh()
-    divided = mesh is not None and members_of(mesh) > 1
+    divided = mesh is not None and members_of(mesh) > 1 and store.kv
     kv = copy_divided_pages(config, store, source, target) if divided else tuple(map(copied, store.kv))
     return dataclasses.replace(store, kv=kv, experts=experts)
 

@@ -16,7 +16,6 @@ from serving.engine.assembly.chosen_kernels import kernel_choice, source_of_bits
 from tests.support.models.tiny_configs import FOR_ENGINES, MOE
 
 DENSE = FOR_ENGINES["nemotronh"]
-MAMBA = FOR_ENGINES["mamba2"]
 DIVIDED = {"context_parallel_size": 2}
 DRAFTER = {"speculative_model": "x/y"}
 HOSTS, CPU = {"several_hosts": True}, {"model": DENSE, "platform": "cpu"}
@@ -33,7 +32,6 @@ CASES = [
         {"followed": True},
         "data_parallel_size 2 does not support --split-secret or --kv-events-config",
     ),
-    (DIVIDED, {"model": MAMBA}, "which has no attention; leave the flag out"),
     (DIVIDED | DRAFTER, {}, "context_parallel_size 2 does not support speculative_model; use mtp or ngram drafts"),
     (DIVIDED, HOSTS, "context_parallel_size 2 does not support several hosts"),
     (DIVIDED, {"role": "decode"}, "context_parallel_size 2 does not support --role decode"),

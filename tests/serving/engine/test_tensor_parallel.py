@@ -87,8 +87,8 @@ def test_eight_devices_share_heads_groups_and_keys(interval, tmp_path):
     assert_lean(llm)
 
 
-COVERED = {"kimi", "qwen3next", "zamba2", "mamba2", "falcon-mamba"}
-"""Families that are tested with divided pages in any case, and those without attention."""
+COVERED = {"kimi", "qwen3next", "zamba2"}
+"""Families that are tested with several members in any case."""
 
 
 @pytest.mark.full
@@ -162,7 +162,7 @@ def test_members_feed_what_the_first_one_chose(place, monkeypatch, tmp_path):
 def assert_pages_divided(llm, members):
     """Each member has its own pages, and no program has a temporary array of the store's size."""
     store, programs = llm.engine.loop.store, llm.engine.loop.programs
-    assert "paged_attention by xla" in programs.kernels.report()
+    assert not store.kv or "paged_attention by xla" in programs.kernels.report()
     for kv in store.kv:
         assert kv.sharding.shard_shape(kv.shape)[0] == kv.shape[0] // members
     assert sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(store)) == llm.size.total_bytes
