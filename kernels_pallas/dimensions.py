@@ -15,6 +15,7 @@ DIMENSIONS = {
     "rank": "inner size of a low-rank adapter",
     "rows": "sequences in a step",
     "seats": "maximum number of rows, plus one for padding",
+    "share": "tokens of one device's share of a step",
     "steps": "tokens of a decode row: known ones, then drafts",
     "drafts": "drafts of a row",
     "count": "requested drafts",
