@@ -1,0 +1,146 @@
+"""A prefill step whose tokens are divided over members gives what it gives on one device: outputs, states and pages."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mamba_jax.layout import PrefillLayout, ShareLayout
+from mamba_jax.layout.base import Span
+from mamba_jax.layout.member import Member
+from mamba_jax.modules.conv import convolution
+from mamba_jax.modules.recurrence import LINEAR, recurrence
+from mamba_jax.modules.selective import SELECTIVE
+from mamba_jax.sharding import CONTEXT, make_mesh
+from mamba_jax.sharding.across import this_member
+
+MEMBERS, TOKENS, TILE, SLOTS = 4, 32, 4, 12
+SPEC = jax.sharding.PartitionSpec
+LENGTH, NUM_TOKENS, READ = [6, 0, 3], [17, 9, 0], [3, 0, 5]  # ends inside of tiles, a fresh row, an empty one
+WRITE = [0, 4, 0, 0, 3, 0, 7, 0, 9, 0, 0]  # the first row also writes the slot that it has read
+PAGE, EACH = 4, 4
+
+
+def layout(page_table):
+    return PrefillLayout.of(
+        num_packed=TOKENS, tile_size=TILE, length=jnp.array(LENGTH), num_tokens=jnp.array(NUM_TOKENS),
+        read_slot=jnp.array(READ), tile_write_slot=jnp.array(WRITE), page_table=page_table,
+    )  # fmt: skip
+
+
+def both(run, state, *inputs, page_table=None, of_state=None):
+    """(y, state) of `run(layout, inputs, state)` by members, each with its share of the inputs, and on one device."""
+    table = jnp.zeros((len(LENGTH), 0), jnp.int32) if page_table is None else page_table
+    of_state = of_state or SPEC()
+
+    def on_each_device(table, state, *inputs):
+        member = this_member(MEMBERS)
+        return run(ShareLayout(layout(table).on_member(member), member), inputs, state)
+
+    divided = jax.shard_map(
+        on_each_device, mesh=make_mesh(1, members=MEMBERS), check_vma=False,
+        in_specs=(SPEC(), of_state, *[SPEC(CONTEXT)] * len(inputs)), out_specs=(SPEC(CONTEXT), of_state),
+    )  # fmt: skip
+    whole = jax.jit(lambda table, state, *inputs: run(layout(table), inputs, state))
+    return [jax.tree.map(np.asarray, form(table, state, *inputs)) for form in (jax.jit(divided), whole)]
+
+
+def arrays(*shapes):
+    random = np.random.default_rng(1)
+    return [jnp.array(random.normal(size=shape), jnp.float32) for shape in shapes]
+
+
+def convolved():
+    state, x, weight, bias = arrays((SLOTS, 3, 8), (TOKENS, 8), (8, 4), (8,))
+    return both(lambda layout, x, state: layout.run(convolution("silu", "w"), x, (weight, bias), state), state, x)
+
+
+def scanned(heads=8, groups=8, erase=False):
+    vectors, values = (TOKENS, groups, 4), (TOKENS, heads, 4)
+    state, query, key, value, decay, strength, skip = arrays(
+        (SLOTS, heads, 4, 4), vectors, vectors, values, values[:2], values[:2], (heads,)
+    )
+    inputs = query, key / 4, value, -jnp.abs(decay), jax.nn.sigmoid(strength)
+    parameters = {"skip": None if erase else skip}
+    operation = recurrence("ssm", LINEAR[erase])
+    return both(lambda layout, inputs, state: layout.run(operation, inputs, parameters, state), state, *inputs)
+
+
+def selected():
+    state, x, b, c, dt, a, d = arrays((SLOTS, 4, 8), (TOKENS, 8), (TOKENS, 4), (TOKENS, 4), (TOKENS, 8), (4, 8), (8,))
+    parameters = {"a": -jnp.abs(a), "d": d}
+    run = lambda layout, inputs, state: layout.run(SELECTIVE, inputs, parameters, state)  # noqa: E731
+    return both(run, state, x, b, c, jnp.abs(dt))
+
+
+def attended(latent=False):
+    kv, q, k, v = arrays(
+        (MEMBERS * EACH, PAGE, 1 if latent else 4, 8), (TOKENS, 6, 8), (TOKENS, 1 + (not latent), 8), (TOKENS, 2, 8)
+    )
+    kv = kv.at[::EACH].set(jnp.nan)  # null pages
+    table = np.zeros((3, 7), np.int32)
+    free = [[member * EACH + i for i in (2, 1, 3)] for member in range(MEMBERS)]
+    for row, pages in enumerate((6, 3)):
+        table[row, :pages] = [free[i % MEMBERS].pop() for i in range(pages)]
+    inputs = (q, k) if latent else (q, k, v)
+    return both(
+        lambda layout, given, kv: layout.attend(*given, *[None] * latent, kv, Span(0.3, window=None if latent else 15)),
+        kv, *inputs, page_table=jnp.array(table), of_state=SPEC(CONTEXT),
+    )  # fmt: skip
+
+
+FORMS = {
+    "convolution": convolved,
+    "groups divide": scanned,
+    "members share a group": lambda: scanned(groups=2),
+    "delta": lambda: scanned(erase=True),
+    "heads do not divide": lambda: scanned(heads=6, groups=2),
+    "selective": selected,
+    "attention": attended,
+    "latents": lambda: attended(latent=True),
+}
+
+
+def assert_same(found):
+    (y, state), (want, want_state) = found
+    real = sum(NUM_TOKENS)
+    np.testing.assert_allclose(y[:real], want[:real], atol=1e-5)
+    np.testing.assert_allclose(state[1:], want_state[1:], atol=1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_divided_step(form):
+    assert_same(FORMS[form]())
+
+
+def test_what_works_per_token_sees_its_share():
+    run = lambda one, inputs, state: (jnp.stack([one.positions, one.valid], axis=1), state)  # noqa: E731
+    (found, _), (want, _) = both(run, jnp.zeros(1))
+    np.testing.assert_array_equal(found, want)
+
+
+def _no_exchange(member, x, *, split, concat):
+    return jnp.concatenate([jnp.split(x, member.count, split)[0]] * member.count, concat)
+
+
+def _of_the_first_member(member, x, axis=0):
+    return jnp.split(x, member.count, axis)[0]
+
+
+def _in_reverse(member, x, axis=0):
+    return jnp.concatenate(jax.lax.all_gather(x, member.axis)[::-1], axis)
+
+
+EXCHANGING = ["convolution", "groups divide", "selective"]
+FAULTS = {
+    "exchange": (_no_exchange, [*EXCHANGING, "attention"]),
+    "own": (_of_the_first_member, EXCHANGING),
+    "gather": (_in_reverse, ["members share a group", "heads do not divide", "attention"]),
+}
+
+
+@pytest.mark.parametrize(("fault", "form"), [(fault, form) for fault, (_, forms) in FAULTS.items() for form in forms])
+def test_planted_faults_are_seen(fault, form, monkeypatch):
+    monkeypatch.setattr(Member, fault, FAULTS[fault][0])
+    with pytest.raises(AssertionError):
+        assert_same(FORMS[form]())
