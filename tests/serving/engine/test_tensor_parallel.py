@@ -124,6 +124,35 @@ def test_divided_pages_under_load(members, shards, tmp_path):
     llm.engine.loop.scheduler.check(idle=True)
     assert members == 8 or llm.engine.stats()["preemptions"]  # of 8 sub-pools one limits admission first
     assert_pages_divided(llm, members)
+    if shards == 1:
+        assert_exchanges(llm, members)
+
+
+def assert_exchanges(llm, members):
+    """What a prefill step receives from the other members: of a Mamba layer and an attention layer, and the results."""
+    (slots,), mamba, attention = llm.engine.loop.store.slots, llm.model.config.mamba, llm.model.config.attention
+    vectors, of_queries = 2 * mamba.key_size, attention.num_heads * attention.head_dim
+    # Both convolutions there and back, values there and outputs back, decays and strengths; results of attention.
+    share = 4 * mamba.inner_size + 2 * vectors + 2 * mamba.num_heads
+    parts = of_queries + attention.num_heads
+    # The groups that several members share, queries, keys, values and hidden states; then what each state holds.
+    tokens = vectors + of_queries + 2 * attention.num_kv_heads * attention.head_dim + llm.model.config.hidden_size
+    state = sum(array[0].size for array in slots.values())
+    for name, compiled in llm.engine.loop.programs.cache:
+        if name == "PrefillBatch":
+            text = compiled.as_text()
+            assert received(text, "all-to-all") == 64 // members * share + 64 * parts
+            assert received(text, "all-gather") == 64 * tokens + state
+
+
+def received(text, kind):
+    """Numbers in float32 that the operations of a kind return, each counted once."""
+    results = [line.split(f" {kind}(")[0] for line in text.splitlines() if f" {kind}(" in line]
+    return sum(
+        np.prod([int(n) for n in shape.split(",")])
+        for each in results
+        for shape in re.findall(r"f32\[([\d,]+)\]", each)
+    )
 
 
 @pytest.mark.full
