@@ -59,11 +59,14 @@ class Forms(NamedTuple):
     divisible: Divisible | None = None
 
 
-_FORMS = recurrence_sequence, recurrence_scan, recurrence_update, recurrence_replay
-_BY_HEADS = Divisible(state=1, parameters=0)
 LINEAR = {
-    erase: Forms(Entry, Tail, *(partial(form, erase=erase) for form in _FORMS), _BY_HEADS) for erase in (False, True)
-}
+    erase: Forms(
+        Entry, Tail, partial(recurrence_sequence, erase=erase), partial(recurrence_scan, erase=erase),
+        partial(recurrence_update, erase=erase), partial(recurrence_replay, erase=erase),
+        Divisible(state=1, parameters=0),
+    )
+    for erase in (False, True)
+}  # fmt: skip
 """The recurrence of `kernels_pallas.recurrence`, by whether it erases."""
 _UNMASKED = 3
 """Arrays of an entry, the first ones, by which no operation recognizes padding."""
