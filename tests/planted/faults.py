@@ -23,7 +23,10 @@ class Planted:
 
 
 CORE = ("tests/serving/core",)
-DEVICE = ("tests/serving/differential", "tests/mamba_jax/test_step.py", "tests/serving/engine")
+DEVICE = (
+    "tests/serving/differential", "tests/mamba_jax/test_step.py", "tests/mamba_jax/test_step_drafts.py",
+    "tests/mamba_jax/test_sampling.py", "tests/serving/engine",
+)  # fmt: skip
 SPLIT = ("tests/serving/split", "tests/serving/state_transfer")
 TRAINING = ("tests/mamba_jax/train",)
 CHECKPOINTS = ("tests/checkpoints",)

@@ -31,7 +31,8 @@ def after_decode(change: Callable) -> Callable[[Patch], None]:
     @wraps(change)
     def step(sound, model, store, rows, batch, *rest):
         store, after, output = sound(model, store, rows, batch, *rest)
-        return store, change(rows, after, batch, output) if isinstance(batch, DecodeBatch) else after, output
+        drafted = isinstance(batch, DecodeBatch) and output.num_drafts is not None
+        return store, change(rows, after, batch, output) if drafted else after, output
 
     return step
 

@@ -23,18 +23,18 @@ fault = partial(_fault, table=REPLAY)
 
 @fault(34, *in_step("commit"), compiles="decode")
 def position_stays(sound, rows, row_id, length, slot, emission, anchor):
-    return sound(rows, row_id, length, slot, emission, rows.anchor[row_id])
+    return sound(rows, row_id, length, slot, emission, anchor if anchor is None else rows.anchor[row_id])
 
 
 @fault(35, *in_step("commit"), compiles="decode")
 def slot_stays(sound, rows, row_id, length, slot, emission, anchor):
-    return sound(rows, row_id, length, rows.slot[row_id], emission, anchor)
+    return sound(rows, row_id, length, slot if anchor is None else rows.slot[row_id], emission, anchor)
 
 
 @fault(36, *in_step("step"), compiles="decode")
 def anchored_in_rejected_drafts(sound, model, store, rows, batch, *rest):
     store, after, output = sound(model, store, rows, batch, *rest)
-    if not isinstance(batch, DecodeBatch):
+    if not isinstance(batch, DecodeBatch) or rows.anchor is None or output.num_drafts is None:
         return store, after, output
     length = jnp.where(batch.continues, rows.length[batch.row_id], batch.length)
     interval = store.tails.interval
@@ -48,7 +48,8 @@ def anchored_in_rejected_drafts(sound, model, store, rows, batch, *rest):
 
 @fault(37, *in_step("commit"), compiles="prefill")
 def anchor_of_the_last_tenant(sound, rows, row_id, length, slot, emission, anchor):
-    return sound(rows, row_id, length, slot, emission, jnp.minimum(rows.anchor[row_id], length))
+    last = anchor if anchor is None else jnp.minimum(rows.anchor[row_id], length)
+    return sound(rows, row_id, length, slot, emission, last)
 
 
 @fault(38, compiles="decode")
