@@ -101,8 +101,10 @@ class HeadPadding:
 
     def load_sharding(self, partition: Partition, mesh: Any, path: str) -> NamedSharding:
         """Returns where a parameter is loaded to. Parameters that are padded later are loaded to every device."""
-        # A config does not say whether the checkpoint has scales of keys and values, one number each.
+        # A config does not say whether the checkpoint has scales of keys and values, one number each, or an embedding
+        # and a head of the draft layer's own, which are divided as the model's.
         whole = self.pads(path) or path.endswith((".k_scale", ".v_scale"))
+        path = "embed.weight" if path in ("mtp.embed.weight", "mtp.lm_head.weight") else path
         return NamedSharding(mesh, P() if whole else partition.parameter(path))
 
 

@@ -11,7 +11,6 @@ from mamba_jax.programs import INVARIANT_INTERPRETED, WHY_NOT_INVARIANT
 from serving.config import ConfigError, EngineConfig
 
 _INVARIANT_DTYPES = ("float32", "bfloat16")
-_ATTENTION = "paged_attention="
 _INVARIANT_KEYS = 128
 """Schedule-invariant attention adds pieces of this many keys (`kernels_pallas.fixed_order`)."""
 
@@ -117,11 +116,6 @@ def _recurrence(deployment: Deployment) -> str:
     return f"the {names[0]} of this {model.family} model" if model is not None and names else ""
 
 
-def _attention_kernel(deployment: Deployment) -> str:
-    named = (each for each in deployment.config.kernels.replace(" ", "").split(",") if each.startswith(_ATTENTION))
-    return next((f"kernels {each}" for each in named if each != f"{_ATTENTION}xla"), "")
-
-
 def _weights(deployment: Deployment) -> str:
     other = sorted(deployment.weight_dtypes - set(_INVARIANT_DTYPES))
     return f"weights in {', '.join(other)}" if other else ""
@@ -166,7 +160,6 @@ RULES = (
     Rule(CONTEXT, FOLLOWED),
     Rule(CONTEXT, TIERS),
     Rule(CONTEXT, EXPERTS),
-    Rule(CONTEXT, Condition("`kernels` with a `paged_attention` other than xla", _attention_kernel), "use xla"),
     Rule(ROLE, HOSTS, "use one host"),
     Rule(FOLLOWED, HOSTS, "use one host"),
     Rule(TIERS, HOSTS, "use one host"),

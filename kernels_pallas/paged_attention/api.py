@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from kernels_pallas import dispatch, fixed_order
-from kernels_pallas.paged_attention import pallas_gpu, pallas_tpu, xla
+from kernels_pallas.paged_attention import pallas_gpu, pallas_tpu, tpu_part, xla
 from kernels_pallas.shape_check import check_groups, shapes_checked
 
 PAGED = (
@@ -21,7 +21,11 @@ PAGED = (
     *fixed_order.implementations(xla.paged_attention, xla.paged_attention),
     dispatch.Implementation("xla", xla.paged_attention),
 )
-PARTS = (dispatch.Implementation("xla", xla.paged_attention_part),)
+PARTS = (
+    *dispatch.kernels("tpu", tpu_part, "paged_attention_part"),
+    *dispatch.kernels("gpu", pallas_gpu, "paged_attention_part"),
+    dispatch.Implementation("xla", xla.paged_attention_part),
+)
 SEQUENCE = (
     *fixed_order.implementations(xla.sequence_by_pages, xla.sequence_by_pages),
     dispatch.Implementation("xla", xla.attention_sequence),
@@ -115,6 +119,7 @@ def paged_attention_part(
     scale: float,
     first_key: int = 0,
     window: int | None = None,
+    implementation: str | None = None,
 ) -> tuple[Float[Array, "blocks q_len q_heads head_dim"], Float[Array, "blocks q_len q_heads"]]:
     """As `paged_attention`, over a part of each row's pages; `merge_attention_parts` gives the attention to all.
 
@@ -129,8 +134,9 @@ def paged_attention_part(
     if not q.size:
         return q.astype(jnp.float32), jnp.zeros(q.shape[:3], jnp.float32)
     return dispatch.call(
-        "paged_attention", PARTS, None, q, kv, positions=positions, page_table=page_table, block_row=block_row,
-        first_page=first_page, page_stride=page_stride, scale=scale, first_key=first_key, window=window,
+        "paged_attention_part", PARTS, implementation, q, kv, positions=positions, page_table=page_table,
+        block_row=block_row, first_page=first_page, page_stride=page_stride, scale=scale, first_key=first_key,
+        window=window,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ latents that is every query head, and a piece of keys, read once, is also the pi
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from kernels_pallas.paged_attention.stripe import Stripe
 from kernels_pallas.triton_blocks import LEAST, dot, load_if, offsets_overflow, pieces, power_of_two_in, store_if
 
 F32 = jnp.float32
@@ -30,7 +32,7 @@ WIDE = 256
 multiprocessor: more programs would only write more partial results."""
 
 
-def unsupported(q, kv, *, positions, page_table, block_row, scale, first_key=0, window=None):
+def unsupported(q, kv, *, window=None, **_):
     if window is not None:
         return f"queries see only the last {window} keys"
     if kv.dtype not in (q.dtype, jnp.float8_e4m3fn) or q.dtype not in (jnp.bfloat16, jnp.float16, F32):
@@ -47,6 +49,24 @@ def unsupported(q, kv, *, positions, page_table, block_row, scale, first_key=0, 
 def paged_attention(
     q, kv, *, positions, page_table, block_row, scale, first_key=0, window=None, interpret=False
 ):  # fmt: skip
+    found = _run(q, kv, positions, page_table, block_row, scale, first_key, partial=False, interpret=interpret)
+    return found[0].astype(q.dtype)
+
+
+def paged_attention_part(
+    q, kv, *, positions, page_table, block_row, first_page, page_stride, scale, first_key=0, window=None,
+    interpret=False,
+):  # fmt: skip
+    """See `api.paged_attention_part`. To the kernel, a row's keys of the part are all that there are: they are counted
+    without those of other parts, and a query sees those up to the last one that is not after it."""
+    stripe, size = Stripe(first_page, page_stride), kv.shape[1]
+    first = jnp.asarray(stripe.keys_before(first_key, size)) if first_key else 0
+    last = stripe.keys_before(positions + 1, size) - 1
+    return _run(q, kv, last, page_table, block_row, scale, first, partial=True, interpret=interpret)
+
+
+def _run(q, kv, positions, page_table, block_row, scale, first_key, *, partial, interpret):
+    """Returns the weighted values, and if `partial` the logarithms of the sums of weights, both in float32 then."""
     blocks, q_len, q_heads, head_dim = q.shape
     kv_heads, wide = max(kv.shape[2] // 2, 1), head_dim > WIDE
     repeats = q_heads // kv_heads
@@ -63,29 +83,44 @@ def paged_attention(
     parts = (count + padding) // part
     most = PROGRAMS // 4 if wide else PROGRAMS
     splits = _splits(blocks * kv_heads * parts, page_table.shape[1] * kv.shape[1], most)
+    partial = partial or splits > 1
     found = (blocks, kv_heads, splits, count + padding)
-    partial = [jax.ShapeDtypeStruct((*found, head_dim), F32), *[jax.ShapeDtypeStruct(found, F32)] * 2]
+    shapes = [jax.ShapeDtypeStruct((*found, head_dim), F32), *[jax.ShapeDtypeStruct(found, F32)] * 2]
+    given = [] if isinstance(first_key, int) else [first_key.astype(jnp.int32).reshape(1)]
+    kernel = functools.partial(
+        _kernel, scale=scale, hidden=None if given else first_key, splits=splits, part=part, partial=partial
+    )
     out, *weights = pl.pallas_call(
-        functools.partial(_kernel, scale=scale, first_key=first_key, splits=splits, part=part),
+        kernel,
         # The programs of one part of a row's keys follow each other: its heads share pages.
         grid=(parts * kv_heads, splits, blocks),
-        out_shape=partial if splits > 1 else [jax.ShapeDtypeStruct((*found, head_dim), q.dtype)],
+        out_shape=shapes if partial else [jax.ShapeDtypeStruct((*found, head_dim), q.dtype)],
         compiler_params=plt.CompilerParams(num_warps=8 if wide else 4, num_stages=2),
         interpret=interpret,
         name="paged_attention",
-    )(block_row.astype(jnp.int32), page_table.astype(jnp.int32), places, queries, kv)
-    out = _joined(out, *weights) if weights else out[:, :, 0]
-    out = out[:, :, :count].reshape(blocks, kv_heads, q_len, repeats, head_dim).transpose(0, 2, 1, 3, 4)
-    return out.reshape(q.shape).astype(q.dtype)
+    )(block_row.astype(jnp.int32), page_table.astype(jnp.int32), places, queries, kv, *given)
+    joined = _joined(out, *weights) if weights else (out[:, :, 0],)
+
+    def by_query(found):
+        found = found[:, :, :count].reshape(blocks, kv_heads, q_len, repeats, -1).transpose(0, 2, 1, 3, 4)
+        return found.reshape(blocks, q_len, q_heads, -1)
+
+    out, *lse = (by_query(each) for each in joined)
+    return out, *(each[..., 0] for each in lse)
 
 
 def _joined(out, highest, total):
-    """Joins what the programs of a row's keys found: weighted values, highest scores and sums of weights."""
-    shrink = jnp.exp(highest - jnp.maximum(highest.max(axis=2, keepdims=True), jnp.finfo(F32).min))
+    """Joins what the programs of a row's keys found: weighted values, highest scores and sums of weights.
+
+    Returns the weighted values, and the logarithms of the sums of all weights, -inf without a key.
+    """
+    base = jnp.maximum(highest.max(axis=2, keepdims=True), jnp.finfo(F32).min)
+    shrink = jnp.exp(highest - base)
     whole = (shrink * total).sum(axis=2)
     # A program without keys writes nothing.
     out = jnp.where((total > 0)[..., None], shrink[..., None] * out, 0).sum(axis=2)
-    return out / jnp.where(whole > 0, whole, 1)[..., None]
+    lse = jnp.where(whole > 0, base[:, :, 0] + jnp.log(jnp.where(whole > 0, whole, 1)), -jnp.inf)
+    return out / jnp.where(whole > 0, whole, 1)[..., None], lse
 
 
 def _splits(programs, keys, most=PROGRAMS):
@@ -95,8 +130,12 @@ def _splits(programs, keys, most=PROGRAMS):
 
 
 def _kernel(
-    block_row, page_table, positions, q, kv, out, *weights_out, scale: float, first_key: int, splits: int, part: int,
+    block_row, page_table, positions, q, kv, *refs, scale: float, hidden: int | None, splits: int, part: int,
+    partial: bool,
 ):  # fmt: skip
+    # The interpreter does not accept plain integers.
+    first_key: Any = plt.load(refs[0].at[jnp.int32(0)]) if hidden is None else hidden
+    out, *weights_out = refs[hidden is None :]
     which, split, block = (pl.program_id(axis) for axis in range(3))
     page_size, kv_heads, columns = kv.shape[1], max(kv.shape[2] // 2, 1), pieces(kv.shape[3])
     # Widening latents in registers takes more of them.
@@ -138,11 +177,11 @@ def _kernel(
     start = (jnp.full(part, -jnp.inf, F32), jnp.zeros(part, F32), nothing)
     end = jnp.minimum((split + 1) * each, count)
     peak, weight, sums = lax.fori_loop(split * each, end, attend, start)
-    if splits == 1:
+    if not partial:
         sums = tuple(own / jnp.where(weight > 0, weight, 1.0)[:, None] for own in sums)
     for own, column in zip(sums, columns, strict=True):
-        write = (weight[:, None] > 0) | (splits == 1)
+        write = (weight[:, None] > 0) | (not partial)
         store_if(write, out.at[block, head, split, here, column], own.astype(out.dtype))
-    if splits > 1:
+    if partial:
         for each, value in zip(weights_out, (peak, weight), strict=True):
             plt.store(each.at[block, head, split, here], value)

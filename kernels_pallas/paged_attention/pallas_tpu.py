@@ -9,6 +9,9 @@ The kernel keeps the page tables of all its blocks in scalar memory. Where they 
 several calls; they share nothing, so the result is the same.
 """
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
@@ -23,7 +26,7 @@ KEYS, FEWEST_QUERIES, MOST_QUERIES = 512, 32, 128
 VMEM_BYTES = 60 << 20
 
 
-def unsupported(q, kv, *, positions, page_table, block_row, scale, first_key=0, window=None):
+def unsupported(q, kv, *, page_table, first_key=0, **_):
     if kv.shape[2] == 1:
         return "its keys are its values"
     if first_key:
@@ -45,14 +48,19 @@ def _blocks_per_call(page_table):
 
 def paged_attention(q, kv, *, positions, page_table, block_row, scale, first_key=0, window=None):
     """See `api.paged_attention`; a block's valid queries come first, at consecutive positions."""
+    return in_calls(functools.partial(_attend, kv, scale=scale, window=window), q, positions, page_table, block_row)
+
+
+def in_calls(attend, q, positions, page_table, block_row):
+    """Returns `attend(q, positions, table)`, of blocks with a table each, in as few calls as scalar memory allows."""
     calls = -(-q.shape[0] // _blocks_per_call(page_table))
     size = -(-q.shape[0] // calls)
     parts = [slice(start, start + size) for start in range(0, q.shape[0], size)]
-    outs = [_attend(q[part], kv, positions[part], page_table, block_row[part], scale, window) for part in parts]
-    return outs[0] if len(outs) == 1 else jnp.concatenate(outs)
+    outs = [attend(q[part], positions[part], page_table[block_row[part]].astype(jnp.int32)) for part in parts]
+    return outs[0] if len(outs) == 1 else jax.tree.map(lambda *each: jnp.concatenate(each), *outs)
 
 
-def _attend(q, kv, positions, page_table, block_row, scale, window):
+def _attend(kv, q, positions, table, *, scale, window):
     """One call of the kernel."""
     blocks, q_len = positions.shape
     valid = positions >= 0
@@ -72,14 +80,14 @@ def _attend(q, kv, positions, page_table, block_row, scale, window):
         flat[source],
         kv,
         jnp.maximum(keys, 1).astype(jnp.int32),
-        page_table[block_row].astype(jnp.int32),
+        table,
         jnp.append(0, ends).astype(jnp.int32),
         jnp.array([blocks], jnp.int32),
         sm_scale=scale,
         sliding_window=window,
         # The kernel widens keys and values only where it is given a factor for them.
         **({"k_scale": 1.0, "v_scale": 1.0} if kv.dtype != q.dtype else {}),
-        num_kv_pages_per_block=min(page_table.shape[1], max(1, KEYS // kv.shape[1])),
+        num_kv_pages_per_block=min(table.shape[1], max(1, KEYS // kv.shape[1])),
         num_queries_per_block=min(blocks * q_len, max(FEWEST_QUERIES, min(q_len, MOST_QUERIES))),
         vmem_limit_bytes=VMEM_BYTES,
     )

@@ -1,34 +1,17 @@
 """Attention in plain JAX: an online softmax over pieces of the keys, without an array of all scores."""
 
 import functools
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
 
 from kernels_pallas.dispatch import differentiable
 from kernels_pallas.fixed_order import exp, is_fixed, kernel_options, products, quotient, rounded, row_max, row_sum
+from kernels_pallas.paged_attention.stripe import Stripe
 from kernels_pallas.slots import load, put, read_slots, write_one_by_one, write_slots
 
 F32 = jnp.float32
-
-
-@dataclass(frozen=True)
-class Stripe:
-    """Some pages of a row: every `every`-th, from page `first` (less than `every`) on."""
-
-    first: Int[Array, ""]
-    every: int
-
-    def position(self, key: Array, page_size: int) -> Array:
-        """Returns the position in the row of the stripe's keys, counted without the other pages."""
-        return (self.first + key // page_size * self.every) * page_size + key % page_size
-
-    def pages_before(self, page: Int[Array, ""] | int) -> Int[Array, ""]:
-        """Returns how many pages of the stripe come before a page of the row."""
-        return (page - 1 - self.first + self.every) // self.every
 
 
 QUERIES = 128

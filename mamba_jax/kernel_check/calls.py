@@ -15,6 +15,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from kernels_pallas.dispatch import Implementation, KernelChoice
+from kernels_pallas.paged_attention.api import PARTS
 from kernels_pallas.quantized import Quantized
 from mamba_jax.batch import DecodeBatch, PrefillBatch
 from mamba_jax.config import SHARED, HybridConfig
@@ -37,6 +38,7 @@ NAMES = {
     "causal_conv1d_prefill": "x taps bias windows packed",
     "causal_conv1d_update": "x taps bias windows rows",
     "paged_attention": "x kv",
+    "paged_attention_part": "x kv",
     "grouped_matmul": "x weight group_sizes",
     "quantized_grouped_matmul": "x weight group_sizes",
     "expert_choice": "scores bias valid first",
@@ -195,6 +197,8 @@ class Sizes:
     ssm_dtype: DTypeLike = jnp.float32
     kv_dtype: DTypeLike | None = None
     """Of keys and values in pages; None: that of activations."""
+    members: int = 1
+    """Over which pages are divided."""
 
 
 def calls_of(
@@ -219,8 +223,18 @@ def calls_of(
             StepPrograms(model, tile_size=sizes.tile_size, kernels=choice).trace(*state, batch)
 
         for call in recorded(trace, phase, platform):
+            if call.operation == "paged_attention" and sizes.members > 1:
+                call = _first_part(call, sizes.members)
             _add(found, (call.operation, *jax.tree.leaves(call.arguments), rows), call)
     return list(found.values())
+
+
+def _first_part(call: Call, members: int) -> Call:
+    """The call of a mesh's first member, as if each row had that many times the pages, in place of one for all."""
+    part = {"first_page": jax.ShapeDtypeStruct((), jnp.int32), "page_stride": members}
+    return dataclasses.replace(
+        call, operation="paged_attention_part", candidates=PARTS, arguments={**call.arguments, **part}
+    )
 
 
 def _steps(model: HybridModel, sizes: Sizes) -> Iterator[tuple[str, int, tuple[Any, Any], StepBatch]]:

@@ -216,6 +216,11 @@ def attention(model, dtype, states):
     }  # fmt: skip
 
 
+def attention_part(model, dtype, states):
+    """As if rows had eight times the pages, of which one member has these."""
+    return {**attention(model, dtype, states), "first_page": ints(), "page_stride": 8}
+
+
 def norm(model, dtype, states):
     x, weight = shape(ROWS, model.channels, dtype=dtype), shape(model.channels, dtype=dtype)
     options = {"groups": model.groups, "eps": 1e-5, "norm_before_gate": False, "activation": "silu"}
@@ -295,6 +300,7 @@ OPERATIONS = {
     "causal_conv1d_prefill": (convolution_prefill, conv_api.PREFILL, model_shapes.CONVOLUTIONS),
     "causal_conv1d_update": (convolution_update, conv_api.UPDATE, model_shapes.CONVOLUTIONS),
     "paged_attention": (attention, attention_api.PAGED, model_shapes.ATTENTION),
+    "paged_attention_part": (attention_part, attention_api.PARTS, model_shapes.ATTENTION),
     "gated_rms_norm": (norm, norm_api.NORM, model_shapes.NORMS),
     "grouped_matmul": (grouped, grouped_api.MATMUL, model_shapes.GROUPED_PRODUCTS),
     "expert_choice": (choice, choice_api.CHOICE, model_shapes.EXPERT_MLPS),

@@ -76,6 +76,8 @@ FEW = [
     case("paged_attention", ATTENDING[1], rows=64, head_dim=224),
     case("paged_attention", ATTENDING[1], rows=64, store=FP8),
     case("paged_attention", ATTENDING[1], rows=64, head_dim=192, store=FP8),
+    case("paged_attention_part", ATTENDING[1], rows=64, context=131_072),
+    case("paged_attention_part", ATTENDING[0], rows=4, blocks_of_row=4, q_len=128),
     choice(*CHOICES[0]),
     *(
         case("expert_mlp", mlp)
@@ -106,6 +108,8 @@ EVERY = [
     *every("paged_attention", [LATENTS], rows=(1, 64), q_len=(1, 4), context=(262_144,)),
     *every("paged_attention", [LATENTS], q_heads=(4, 64), rows=(64,), context=(262_144,)),
     *every("paged_attention", [LATENTS], store=(FP8,), rows=(64,), context=(262_144,)),
+    *every("paged_attention_part", ATTENDING, rows=(1, 64), q_len=(1, 4)),
+    *every("paged_attention_part", [LATENTS], rows=(64,), q_len=(1,), context=(262_144,)),
     *(choice(*sizes) for sizes in CHOICES),
     *(case("expert_mlp", mlp, store=narrow) for mlp in EXPERT_MLPS for narrow in (F32, jnp.int8, FP8)),
 ]
@@ -117,7 +121,7 @@ EVERY = [
 def test_kernel(operation, model, dtype, store, tmp_path):
     if operation == "expert_mlp" and store == FP8:
         model = dataclasses.replace(model, size=model.size - model.size % 128)
-    call = call_of(operation, model, dtype, store, **{"first_key": 1} if operation == "paged_attention" else {})
+    call = call_of(operation, model, dtype, store, **{"first_key": 1} if "paged_attention" in operation else {})
     stores, others = call.apart(call.arrays)
     compiled = compile_for_gpu("h200", program(call, "pallas_gpu"), stores, others, donate=0, xla_dump_to=str(tmp_path))
     memory, registers = compiled.memory_analysis(), registers_of_kernels(tmp_path)
@@ -127,7 +131,7 @@ def test_kernel(operation, model, dtype, store, tmp_path):
         for used, spilled in registers.values() if kernel == "all" else [registers[kernel]]:
             assert used <= most_registers
             assert spilled <= most_spilled
-    if operation == "paged_attention" and not model.latent:
+    if "paged_attention" in operation and not model.latent:
         assert not compiled.as_text().count("while(")
 
 
@@ -153,10 +157,11 @@ def most_temporaries(operation, call, model):
             return model.tiles * model.tile_size * model.heads * of_head + 4e6
         case "selective_scan":  # a state, and a sum of step sizes, for each tile
             return model.tiles * (model.state + 1) * model.inner * 4 + (1 << 20)
-        case "paged_attention" if model.latent:
+        case "paged_attention" | "paged_attention_part" if model.latent:
             # One program fills a multiprocessor, so there are few partial results; a prompt's tiles have none.
             return 20e6 if model.q_len < 16 else 1e6
-        case "paged_attention":  # queries by kv head, and what programs found of each: no cache, no scores
+        case "paged_attention" | "paged_attention_part":
+            # Queries by kv head, and what programs found of each: no cache, no scores.
             return 100e6
         case "expert_mlp":  # what the first kernel gives the second one
             return 2 * model.tokens * model.chosen * model.size + 1024
@@ -185,10 +190,12 @@ def kernels_of(operation, model, store):
             return dict.fromkeys(names, (128, 0))
         case "expert_choice":
             return {operation: (128, 16 if model.tokens * model.experts * model.chosen > 1 << 16 else 0)}
+        case "paged_attention" | "paged_attention_part":
+            return {"paged_attention": (255, 0)}
         case "expert_mlp":
             return {"all": (192 if store in (jnp.int8, FP8) else 128, 0)}
         case _:
-            return {operation: ({"selective_update": 96, "paged_attention": 255}.get(operation, 168), 0)}
+            return {operation: ({"selective_update": 96}.get(operation, 168), 0)}
 
 
 @pytest.mark.parametrize("operation", ["recurrence_update", "recurrence_scan", "recurrence_replay"])

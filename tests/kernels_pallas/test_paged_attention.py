@@ -154,15 +154,9 @@ class TestXlaAllBlocks(Attention):
     test_holds_no_copy_of_the_cache = None  # 16-bit caches are converted on CPU, where this form does not run
 
 
-def part(*args, implementation, **kwargs):
-    assert implementation == "xla"  # there is no other
-    return paged_attention_part(*args, **kwargs)
-
-
-class TestParts(Attention):
+class Parts(Attention):
     """Pages are divided over three members by position; each attends to its own, and reads no other."""
 
-    implementation = "xla"
     members = 3
 
     def run(self, q, kv, *, positions, page_table, block_row, scale=0.3, first_key=0, window=None):
@@ -173,17 +167,21 @@ class TestParts(Attention):
             own = tables[:, member :: self.members]
             here = np.where(np.isin(np.arange(len(kv)), own[own > 0])[:, None, None, None], kv, np.nan).astype(kv.dtype)
             places = {"positions": positions, "page_table": own, "block_row": block_row}
-            operation = jitted(part, **static, implementation=self.implementation)
+            operation = jitted(paged_attention_part, **static, implementation=self.implementation)
             parts.append(operation(q, here, **places, first_page=np.int32(member)))
         return self.merged(*(np.stack(each) for each in zip(*parts, strict=True))).astype(q.dtype)
 
     def merged(self, out, lse):
         return jitted(merge_attention_parts)(out, lse)
 
-    test_holds_no_copy_of_the_cache = None  # of `TestXla`, whose loop this is
+    test_holds_no_copy_of_the_cache = None  # of `TestXla`, whose loop this is; an interpreter copies
 
 
-class TestPartsAllBlocks(TestParts):
+class TestParts(Parts):
+    implementation = "xla"
+
+
+class TestPartsAllBlocks(Parts):
     """The form for other platforms."""
 
     implementation = ELSEWHERE

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from operation_checks import DTYPES, Draw, assert_close, on_device
-from test_paged_attention import PLAIN, Attention
+from test_paged_attention import PLAIN, Attention, Parts
 
 from kernels_pallas.paged_attention import paged_attention, pallas_gpu, pallas_tpu, reference
 
@@ -83,7 +83,7 @@ class TestTpu(Attention):
         assert [queries for _, queries in calls] == [size]
 
 
-class TestGpu(Attention):
+class Gpu:
     """Triton's blocks are powers of two of at least 16."""
 
     implementation = "pallas_gpu_interpreted"
@@ -104,6 +104,11 @@ class TestGpu(Attention):
     def test_hidden_keys_of_a_row_without_others(self):
         self.check(PLAIN, 2, [[0, -1], [1, 2]], [1, 3], [0, 1], first_key=1)
 
+    def test_several_parts_of_queries(self):
+        self.check(PLAIN, 48, [[*range(500, 548)], [*range(48)]], [548, 48], [0, 1])
+
+
+class TestGpu(Gpu, Attention):
     @DTYPES
     def test_heads_whose_size_is_no_power_of_two(self, dtype):
         shape = dataclasses.replace(PLAIN, page_size=16, head_dim=112)
@@ -124,5 +129,33 @@ class TestGpu(Attention):
         assert pallas_gpu._splits(1, 4096) == 16
         assert pallas_gpu._splits(64 * 8, 262_144) == 2
 
-    def test_several_parts_of_queries(self):
-        self.check(PLAIN, 48, [[*range(500, 548)], [*range(48)]], [548, 48], [0, 1])
+
+class TestPartsGpu(Gpu, Parts):
+    """A member's keys are to the kernel all keys of a row."""
+
+
+class TestPartsTpu(Parts):
+    """Our own kernel, in Pallas' interpreter, where pages have 8 keys and pieces of a row's keys 4 pages."""
+
+    implementation = "pallas_tpu_interpreted"
+    tolerance = 1e-4
+    test_a_query_without_keys_gives_zero = None  # of heads of 4; `test_hidden_first_keys` has such a query
+
+    @pytest.fixture(autouse=True)
+    def short_pieces(self, monkeypatch):
+        monkeypatch.setattr(pallas_tpu, "KEYS", 32)
+
+    def check(self, shape, *args, **kwargs):
+        if not shape.latent:
+            super().check(WHOLE, *args, **kwargs)
+
+    @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+    def test_rows_of_very_different_lengths(self, dtype):
+        positions, lengths = [[-1], [400], [3], [-1], [3], [130], [-1]], [1, 401, 4, 1, 4, 131, 1]
+        self.check(PLAIN, 1, positions, lengths, range(7), dtype)
+        self.check(PLAIN, 1, positions, lengths, range(7), dtype, window=100)
+
+    def test_tables_too_long_for_scalar_memory_take_several_calls(self, monkeypatch):
+        monkeypatch.setattr(pallas_tpu, "SCALAR_BYTES", 4 * pallas_tpu.LANES * 2)
+        positions = [[2, 3, 4, -1], [5, 6, 7, 8], [9, -1, -1, -1], [0, 1, 2, 3], [-1, -1, -1, -1]]
+        self.check(PLAIN, 4, positions, [10, 4], [0, 0, 0, 1, 1])

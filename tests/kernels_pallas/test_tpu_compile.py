@@ -82,6 +82,10 @@ FEW = [
     case("paged_attention", divided(ATTENDING[0], 8), chip="v6e", rows=64, marks=FULL),
     case("paged_attention", divided(ATTENDING[1], 8), chip="tpu7x", rows=4, blocks_of_row=4, q_len=128, marks=FULL),
     case("paged_attention", ATTENDING[0], chip="v5e", rows=64, store=jnp.float8_e4m3fn, marks=FULL),
+    case("paged_attention_part", ATTENDING[1], chip="v6e", rows=64, context=131_072, marks=FULL),
+    case("paged_attention_part", ATTENDING[0], chip="v6e", rows=4, blocks_of_row=4, q_len=128, marks=FULL),
+    case("paged_attention_part", ATTENDING[0], chip="v6e", rows=64, q_len=4, store=jnp.float8_e4m3fn, marks=FULL),
+    case("paged_attention_part", ATTENDING[1], chip="v5e", rows=8, dtype=F32, marks=FULL),
 ]
 
 
@@ -113,6 +117,8 @@ EVERY = [
     *every("paged_attention", ATTENDING_DIVIDED, rows=(64,), q_len=(4,)),
     *every("paged_attention", ATTENDING_DIVIDED, rows=(4,), blocks_of_row=(4,), q_len=(128,)),
     *every("paged_attention", ATTENDING[:1], store=(jnp.float8_e4m3fn,), rows=(64,)),
+    *every("paged_attention_part", ATTENDING_DIVIDED, rows=(64,), q_len=(1, 4)),
+    *every("paged_attention_part", ATTENDING_DIVIDED, rows=(4,), blocks_of_row=(4,), q_len=(128,)),
 ]
 
 
@@ -141,7 +147,7 @@ def most_temporaries(operation, call, model):
             return model.tiles * model.tile_size * 128 * 4 * 4
         case "selective_update":  # the step sizes at most, in another layout: a fraction of the rows' states
             return model.steps * model.rows * model.inner * 4 + (1 << 20)
-        case "paged_attention":
+        case "paged_attention" | "paged_attention_part":
             return max(8 * nbytes(call.arguments["x"]), 1 << 20)
         case _:
             return max(4 * nbytes(call.apart(call.arrays)[1]), 2 << 20 if "replay" in operation else 1 << 20)

@@ -87,6 +87,16 @@ def test_planted_faults_are_found(calls, operation, change, found):
     assert bool(wrong) == bool(found)
 
 
+def test_members_check_the_kernel_that_they_run():
+    """Of divided pages: the values of its part, and the logarithms of the sums."""
+    found = calls_of(load_config("demo"), "gpu", dataclasses.replace(SIZES, members=2), dtype=jnp.float32)
+    calls = [call for call in found if "paged_attention" in call.operation]
+    assert {call.operation for call in calls} == {"paged_attention_part"}
+    for call, kernel in with_kernels(calls, "cpu", interpreted=True):
+        assert not compiled_comparison(call, kernel, Compiler())().wrong
+    assert compare(calls, "paged_attention_part", lambda out, lse, args: (out, lse[0].at[0].mul(1.1)))
+
+
 def test_kernels_that_cannot_be_compiled_are_not_hidden(calls):
     def change(y, stores, args):
         raise NotImplementedError("no such block")

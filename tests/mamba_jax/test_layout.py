@@ -1,6 +1,7 @@
 """The index arrays of a step, against loops over rows and tokens."""
 
 import itertools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -164,14 +165,18 @@ def _a_wrong_stripe(whole, self, q, kv, *, page_table, **places):
 
 
 @pytest.mark.parametrize(
-    ("name", "fault"), [("own_pages", _another_members_page), ("attention", _a_wrong_stripe), ("merge", None)]
+    ("name", "fault"),
+    [("own_pages", _another_members_page), ("attention", _a_wrong_stripe), ("merge", None), ("exchange", None)],
 )
 def test_planted_faults_of_members_are_seen(name, fault, monkeypatch):
-    if fault is None:  # the weight of another part
+    if name == "merge":  # the weight of another part
         merge = member_module.merge_attention_parts
         monkeypatch.setattr(
             member_module, "merge_attention_parts", lambda out, lse: merge(out, jnp.roll(lse, 1, axis=0))
         )
+    elif name == "exchange":  # each member merges what it found itself
+        own = SimpleNamespace(all_gather=lambda each, axis: jnp.stack([each] * MEMBERS))
+        monkeypatch.setattr(member_module, "lax", own)
     else:
         whole = getattr(Member, name)
         monkeypatch.setattr(Member, name, lambda self, *args, **named: fault(whole, self, *args, **named))

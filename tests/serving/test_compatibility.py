@@ -42,11 +42,6 @@ CASES = [
         {},
         "context_parallel_size 2 does not support enable_return_routed_experts",
     ),
-    (
-        DIVIDED | {"kernels": "recurrence_scan=xla, paged_attention=pallas_tpu"},
-        {},
-        "context_parallel_size 2 does not support kernels paged_attention=pallas_tpu; use xla",
-    ),
     ({}, HOSTS | {"role": "decode"}, "--role decode does not support several hosts"),
     ({}, HOSTS | {"followed": True}, "(routers that follow it) does not support several hosts"),
     ({"host_cache_gib": 1}, HOSTS, "host_cache_gib does not support several hosts"),

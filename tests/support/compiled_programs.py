@@ -46,6 +46,8 @@ class MeasuredProgram(Program):
     """Bytes on their way to the chip's own memory during each exchange, mostly weights of the next projection."""
     collectives: dict[str, int] | None = None
     """How often devices exchange something, by kind."""
+    gathered: int = 0
+    """Bytes of all-gathers on each device, its own part included."""
     launches: dict[str, int] | None = None
     """What the host launches, by kind of thunk; `kCommandBuffer` is a CUDA graph."""
     kernels: int = 0
@@ -106,6 +108,7 @@ def compile_step(
     lora: tuple[int, int] | None = None,
     greedy: bool = True,
     kernels: str = "auto",
+    members: int = 1,
 ) -> CompiledStep:
     """Compiles the program of a batch.
 
@@ -116,12 +119,13 @@ def compile_step(
         source: of drafts.
         greedy: leave out sampling, which takes over a third of the compiler's time.
         kernels: what operations run by, as the engine's flag says it.
+        members: over which pages are divided.
     """
     machine = compilable(topology)
-    partition, shape = Partition.of(config, machine.count), StoreShape.of(config)
+    partition, shape = Partition.of(config, machine.count // members, members), StoreShape.of(config)
     programs = SlicePrograms(
         model or HybridModel.abstract(config, dtype=jnp.bfloat16),
-        slice_mesh(machine),
+        slice_mesh(machine, members),
         store=jax.eval_shape(partial(init_store, partition.store_shape(shape), dtype=jnp.bfloat16, **store)),
         rows=jax.eval_shape(partial(init_rows, config, source=source, **seats)),
         tile_size=tile_size,
@@ -132,7 +136,8 @@ def compile_step(
     )
     program, device = measured(programs, batch), partition.device_shape(shape)
     states = store["num_slots"] * device.bytes_per_slot(jnp.bfloat16)
-    pages = store["num_pages"] * device.bytes_per_page(store["page_size"], store.get("kv_dtype", jnp.bfloat16))
+    page = device.bytes_per_page(store["page_size"], store.get("kv_dtype", jnp.bfloat16))
+    pages = store["num_pages"] // members * page
     return CompiledStep(program, programs.choice.report(), partition, states, pages)
 
 
@@ -158,6 +163,7 @@ def measured(programs: SlicePrograms, batch: StepBatch, name: str = "step") -> M
         memory.temp_size_in_bytes,
         memory.alias_size_in_bytes,
         collectives=count_collectives(text),
+        gathered=Traffic(text).gathered(),
         **found,
     )
 

@@ -85,6 +85,17 @@ class Traffic:
         """
         return dict(self._count(self._entry, frozenset(kinds)))
 
+    def gathered(self) -> int:
+        """Bytes that all-gathers outside of loops and branches give each device, its own part included."""
+        total = 0
+        for it in self._computations[self._entry]:
+            count = len(it.operands)
+            if it.operation == "all-gather":
+                total += it.size
+            elif it.operation == "all-gather-start":  # (operands, results)
+                total += sum(array.bytes for array in it.result[count : 2 * count])
+        return total
+
     def arriving(self, kinds: Sequence[str]) -> list[int]:
         """For each instruction of these kinds, in order: bytes on their way to the chip's own memory while it runs."""
         found, under_way = [], dict[str, int]()

@@ -45,6 +45,7 @@ UNJUDGED = re.compile(
 _FLAGS = (
     "model", "load_format", "revision", "hf_overrides", "dtype", "quantization", "ssm_dtype", "kv_cache_dtype",
     "tile_size", "num_speculative_tokens", "replay_interval", "max_num_seqs",
+    "context_parallel_size",
 )  # fmt: skip
 Verdicts = Mapping[str, str]
 """Why a kernel is not used, by "operation implementation"; empty for one that passed."""

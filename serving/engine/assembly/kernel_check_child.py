@@ -46,6 +46,7 @@ def main() -> None:
         tile_size=request["tile_size"], page_size=request["page_size"], drafts=request["num_speculative_tokens"],
         interval=request["replay_interval"] or 16, ssm_dtype=request["ssm_dtype"],
         kv_dtype=jnp.float8_e4m3fn if request["kv_cache_dtype"] == "fp8" else None,
+        members=request["context_parallel_size"],
     )  # fmt: skip
     checkpoint = Checkpoint(
         request["model"], dtype=request["dtype"], quantization=request["quantization"],

@@ -296,14 +296,14 @@ def workspace_bytes(
     float32, and copies of the logits: two more where an adapter's own head replaces some.
 
     `query_size`: elements of a token's queries on a device. Of several members, each has the results of all, in
-    float32, besides its own and what they are merged into.
+    float32, besides its own, their logarithms (128 copies of each on a TPU) and what all are merged into.
     """
     heads = config.max_num_seqs * (1 + config.num_speculative_tokens)
     tokens += heads if config.mixes_steps_on(platform) else 0
     activations = tokens * (4 * hidden_size + 6 * inner_size) * 4
     logits = (5 if config.lora_tables else 3) * heads * vocab_size * 4
     members = config.context_parallel_size
-    parts = (members + 2) * tokens * query_size * 4 if members > 1 else 0
+    parts = (members + 3) * tokens * query_size * 4 if members > 1 else 0
     return activations + logits + parts
 
 

@@ -77,6 +77,46 @@ def test_prefill_divides_its_tokens():
     assert program.collectives["all-gather"] == least["sums"] - 1 + least["largest"]
 
 
+TPU, GPU = pytest.mark.tpu_compile, pytest.mark.gpu_compile
+
+
+NANO, NEXT, SLOW = "nemotron-3-nano-30b-a3b", "qwen3-next-80b-a3b", pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("model", "pattern", "topology", "members", "phase"),
+    [
+        pytest.param(NANO, "*", "v6e-8", 4, "decode", marks=TPU),
+        pytest.param(NANO, "*", "h200-8", 4, "prefill", marks=GPU),
+        pytest.param(NANO, "*", "v6e-8", 4, "prefill", marks=[TPU, SLOW]),
+        pytest.param(NANO, "*", "h200-8", 4, "decode", marks=[GPU, SLOW]),
+        pytest.param(NEXT, "D*", "v6e-8", 4, "decode", marks=[TPU, SLOW]),
+        pytest.param(NEXT, "D*", "h200-8", 4, "decode", marks=[GPU, SLOW]),
+        pytest.param(NANO, "M*", "v6e-64", 8, "decode", marks=[TPU, SLOW]),
+        pytest.param(NANO, "M*", "v6e-64", 8, "prefill", marks=[TPU, SLOW]),
+    ],
+)
+def test_members_exchange_what_they_found(model, pattern, topology, members, phase):
+    """In a layer of attention, the results for all queries, in float32, of each member; no key and no value."""
+    config, rows, tokens = few_layers(model, pattern), 64, 1024
+    store = STORE | {"page_size": 64 if topology == "h200-8" else 128, "num_pages": 8000}
+    pages = 131_072 // store["page_size"]
+    batch, seen = DecodeBatch.empty(rows=rows, num_speculative_tokens=0, pages_per_row=pages), rows
+    if phase == "prefill":
+        tiles = tokens // TILE + 2
+        batch = PrefillBatch.empty(tokens=tokens, rows=2, tiles=tiles, pages_per_row=pages, tile_size=TILE)
+        seen = tiles * TILE
+    step = compile_step(config, topology, batch, store=store, seats=SEATS, members=members)
+    attention = config.attention
+    queries = attention.num_heads // step.partition.shards * attention.head_dim * seen
+    least = 4 * members * queries
+    # What a divided prefill exchanges is counted in tests/serving/engine/test_tensor_parallel.py.
+    assert phase == "prefill" or least <= step.program.gathered <= 1.1 * least
+    assert f"paged_attention_part by pallas_{'gpu' if topology == 'h200-8' else 'tpu'}" in step.kernels
+    assert step.program.aliased >= step.states + step.pages
+    assert step.program.temporaries < step.pages / 4 + 3 * least
+
+
 @pytest.mark.tpu_compile
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwen3-next-80b-a3b", "granite-4.0-h-small"])

@@ -10,6 +10,7 @@ from collections import Counter
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from checkpoints.presets import preset
 from mamba_jax.config import ModelConfigError
@@ -21,6 +22,7 @@ from serving import LLM, RequestError, SamplingParams
 from serving.config import ConfigError
 from serving.core.tiers.tiers import FetchCosts
 from serving.engine.assembly.devices import scheduler_clock
+from serving.engine.steps.batching import BatchBuilder, PrefillShape
 from tests.support.compiled_programs import least_collectives
 from tests.support.engines.engine_harness import SMALL
 from tests.support.engines.engines import finish
@@ -92,15 +94,37 @@ COVERED = {"kimi", "qwen3next", "zamba2"}
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("members", [4, slow(8)])
 @pytest.mark.parametrize(
     "name", ["kimi", "qwen3next", "zamba2", *(slow(name) for name in sorted((FAMILIES | MORE).keys() - COVERED))]
 )
-def test_every_family_with_divided_pages(name, tmp_path):
+def test_every_family_with_divided_pages(name, members, tmp_path):
     case = (FAMILIES | MORE)[name]
     directory = write_checkpoint(tmp_path, case)
-    llm = engine(directory, case, 2, context_parallel_size=4)
+    llm = engine(directory, case, 8 // members, context_parallel_size=members)
     assert_greedy(answers(llm), directory)
-    assert_pages_divided(llm, 4)
+    assert_pages_divided(llm, members)
+
+
+@pytest.mark.full
+def test_a_draft_layer_with_tables_of_its_own(tmp_path):
+    """Each device loads its words of them, and accepts the drafts that one device accepts."""
+    case = FAMILIES["qwen3next"]
+    case = dataclasses.replace(case, changes=case.changes | {"vocab_size": 332})
+    stored = write_checkpoint(tmp_path, case) / "model.safetensors"
+    tensors, random = load_file(stored), np.random.default_rng(1)
+    table = tensors["model.embed_tokens.weight"]
+    own = {f"mtp.{name}.weight": random.permutation(table) for name in ("embed_tokens", "lm_head")}
+    save_file(tensors | own, stored, {"format": "pt"})
+    one, llm = (engine(tmp_path, case, *devices) for devices in ((1,), (2,)))
+    divided = engine(tmp_path, case, 2, context_parallel_size=4)
+    expected = answers(one)
+    for each in (llm, divided):
+        assert_same(answers(each), expected)
+        assert each.engine.stats()["drafts"] == one.engine.stats()["drafts"]
+        layer = each.model.mtp
+        for weight in (layer.embed.weight[...], layer.lm_head.weight[...]):
+            assert weight.sharding.shard_shape(weight.shape) == (table.shape[0] // 2, table.shape[1])
 
 
 @pytest.mark.full
@@ -191,7 +215,7 @@ def test_members_feed_what_the_first_one_chose(place, monkeypatch, tmp_path):
 def assert_pages_divided(llm, members):
     """Each member has its own pages, and no program has a temporary array of the store's size."""
     store, programs = llm.engine.loop.store, llm.engine.loop.programs
-    assert not store.kv or "paged_attention by xla" in programs.kernels.report()
+    assert not store.kv or "paged_attention_part by xla" in programs.kernels.report()
     for kv in store.kv:
         assert kv.sharding.shard_shape(kv.shape)[0] == kv.shape[0] // members
     assert sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(store)) == llm.size.total_bytes
@@ -212,6 +236,22 @@ def test_one_member_is_no_axis_of_the_mesh():
     with pytest.raises(ModelConfigError, match=r"context_parallel_size 3 with tensor_parallel_size 4: JAX sees 8 cpu"):
         make_mesh(4, members=3)
     assert Partition.of(preset("bamba-9b"), 2, 1) == Partition.of(preset("bamba-9b"), 2)
+
+
+@pytest.mark.full
+def test_one_member_changes_no_program(tmp_path):
+    """Whole steps have the same text, byte for byte, with the flag at 1 and without it."""
+    directory = write_checkpoint(tmp_path, EIGHT)
+    texts = []
+    for flags in ({}, {"context_parallel_size": 1}, {"context_parallel_size": 2}):
+        llm = engine(directory, EIGHT, 2, **flags)
+        loop = llm.engine.loop
+        builder = BatchBuilder(loop.scheduler.config)
+        batches = builder.empty_decode(1, 2), builder.empty_prefill(PrefillShape(64, 1, 5))
+        texts.append([loop.programs.lower(loop.store, loop._rows, batch).as_text() for batch in batches])
+    assert texts[0] == texts[1]
+    assert "context" not in texts[0][0]
+    assert "context" in texts[2][0]
 
 
 TWENTY = Case(EIGHT.golden, EIGHT.changes | {"num_attention_heads": 20, "num_key_value_heads": 4})
