@@ -118,9 +118,9 @@ def test_a_draft_layer_with_tables_of_its_own(tmp_path):
     save_file(tensors | own, stored, {"format": "pt"})
     one, llm = (engine(tmp_path, case, *devices) for devices in ((1,), (2,)))
     divided = engine(tmp_path, case, 2, context_parallel_size=4)
-    expected = answers(one)
+    assert_greedy(answers(one), tmp_path)
     for each in (llm, divided):
-        assert_same(answers(each), expected)
+        assert_greedy(answers(each), tmp_path)
         assert each.engine.stats()["drafts"] == one.engine.stats()["drafts"]
         layer = each.model.mtp
         for weight in (layer.embed.weight[...], layer.lm_head.weight[...]):
