@@ -28,7 +28,8 @@ class _Group:
         self.waiting: list[Request] = []
         """By turn, rank and arrival."""
         self.served = served
-        """Admissions, and those that others had before this one came: the group with the fewest is next."""
+        """Admissions, and those that others had before this one came or while it had more rows: the group with the
+        fewest is next."""
         self.turn = self.started = 0
         """How many requests have started at this turn."""
 
@@ -57,10 +58,10 @@ class Queues:
         """Number of running requests by client."""
         self._groups: dict[tuple[int, str | None], _Group] = {}
         self._turn = 0
-        """The most that a group had been `served` when it was admitted: where a group that comes begins."""
-        self._ahead: dict[str | None, int] = {}
-        """What clients whose groups have gone were served, if that is more: groups of clients with one request at a
-        time go and come, and would always be first."""
+        """The most that a group had been `served` when it was admitted, or when it had gone: where a group that comes
+        begins, so that clients with one request at a time, whose groups go and come, are not always first. A group
+        with less continues from here after its next admission: it has saved up one turn at most, whatever was admitted
+        at other priorities or while it had more rows."""
 
     @property
     def clients(self) -> set[str | None]:
@@ -108,10 +109,8 @@ class Queues:
     def admitted(self, request: Request) -> None:
         """From the waiting ones to the running ones; its client has had its turn."""
         group = self._groups[request.priority, request.client]
-        if group.served > self._turn:
-            self._turn = group.served
-            self._ahead = {client: served for client, served in self._ahead.items() if served > self._turn}
-        group.served += 1
+        self._turn = max(self._turn, group.served)
+        group.served = self._turn + 1
         self.leave(request)
         request.status = Status.RUNNING
         self.rows[request.client] += 1
@@ -130,7 +129,7 @@ class Queues:
         del group.waiting[bisect_left(group.waiting, request.place, key=_PLACE)]
         if not group.waiting:
             del self._groups[name]
-            self._ahead[request.client] = group.served
+            self._turn = max(self._turn, group.served)
 
     def in_turn(self) -> Iterator[Request]:
         """Waiting requests in the order in which they are to be admitted.
@@ -181,5 +180,5 @@ class Queues:
         name = (request.priority, request.client)
         group = self._groups.get(name)
         if group is None:
-            group = self._groups[name] = _Group(max(self._turn, self._ahead.get(request.client, 0)))
+            group = self._groups[name] = _Group(self._turn)
         insort(group.waiting, request, key=_PLACE)

@@ -43,8 +43,10 @@ class Line:
         return request
 
     def end(self, request: Request) -> None:
+        """Ends a request that runs or waits."""
         self.queues.leave(request)
-        self.queues.free_row_ids.append(1)
+        if request.status is Status.RUNNING:
+            self.queues.free_row_ids.append(1)
         del self.queues.unfinished[request.request_id]
 
     def names(self, count: int, *, ending: bool = False) -> list[str]:
@@ -94,10 +96,54 @@ def test_clients_with_one_request_at_a_time_are_not_always_first() -> None:
         if request.client != "a":
             line.add(f"{number}", client=request.client)
     assert found == dict.fromkeys("abc", 3)
+
+
+def test_nothing_is_kept_of_clients_that_have_gone() -> None:
+    line = Line()
     for number in range(100):
-        line.add(f"low{number}", client="c", priority=number)
+        line.add(f"admitted{number}", client=f"a{number}", priority=number)
         line.end(line.admit())
-    assert len(line.queues._ahead) <= 3, "clients choose priorities"
+        line.end(*line.add(f"canceled{number}", client=f"c{number}"))
+    assert not any(kept for kept in vars(line.queues).values() if isinstance(kept, dict))
+
+
+def test_turns_at_one_priority_do_not_delay_new_clients_at_another() -> None:
+    line = Line()
+    for client in "ab":
+        for i in range(9):
+            line.add(f"{client}{i}", client=client, priority=1)
+    for number in range(50):
+        line.add(f"high{number}", client="c")
+        line.end(line.admit())
+    line.add("new", client="d", priority=1)
+    assert line.names(3, ending=True) == ["a0", "b0", "new"]
+
+
+def test_a_client_with_more_rows_saves_up_one_turn_at_most() -> None:
+    line = Line()
+    for client in "ab":
+        for i in range(40):
+            line.add(f"{client}{i}", client=client)
+    held = line.admit()
+    assert {name[0] for name in line.names(20, ending=True)} == {"b"}
+    line.end(held)
+    assert Counter(name[0] for name in line.names(11, ending=True)) == {"a": 6, "b": 5}
+
+
+def test_canceled_requests_at_other_priorities_change_no_turn() -> None:
+    line, found = Line(), Counter[str | None]()
+    low = [line.add(f"low{number}", client="x", priority=1 + number)[0] for number in range(20)]
+    for i in range(40):
+        line.add(f"a{i}", client="a")
+    line.add("x", client="x")
+    for number in range(20):
+        request = line.admit()
+        line.end(request)
+        line.end(low.pop())
+        found[request.client] += 1
+        if request.client == "x":
+            line.add(f"x{number}", client="x")
+    assert found == {"a": 10, "x": 10}
 
 
 def test_the_client_with_the_fewest_rows_is_next() -> None:

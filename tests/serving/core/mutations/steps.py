@@ -189,7 +189,6 @@ def neighbors_wait(whole, self):
 def clients_begin_first(whole, self, request):
     whole(self, request)
     self._turn = 0
-    self._ahead.clear()
 
 
 @mutation(90, Fairness, "fed")
