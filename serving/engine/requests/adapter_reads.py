@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 from collections import Counter
@@ -101,9 +100,10 @@ class AdapterReads:
 
         def run() -> None:
             try:
-                with contextlib.ExitStack() as stack:
-                    stack.callback(self._threads.release)
+                try:
                     value = function()
+                finally:
+                    self._threads.release()
             except BaseException as error:
                 result.set_exception(error)
             else:
