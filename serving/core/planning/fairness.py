@@ -235,8 +235,8 @@ class Fairness:
     def fed(self, num_tokens: Mapping[Client, int], with_quota: Iterable[Client], step: int) -> None:
         """Records the prompt tokens that a step feeds, by client. These clients have had their turn.
 
-        A client whose quota was of no use, because others have the rows or the memory, keeps its turn; but not if no
-        prompt was fed, so that no client holds up all others.
+        A client whose quota was of no use, because others have the rows or the memory, keeps its turn, unless no prompt
+        was fed at all: then it loses its turn, so that it cannot hold up all others.
         """
         for client in self._deficits.keys() & num_tokens.keys():
             self._deficits[client] -= num_tokens[client]
