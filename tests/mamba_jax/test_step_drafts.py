@@ -158,8 +158,8 @@ def anchor(host, row_id=1):
     return int(host.rows.slot[row_id]), int(host.rows.anchor[row_id]), int(host.rows.length[row_id])
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("rights", [[0], [3], [1, 0, 2, 3, 0, 1], [2, 3]], ids=str)
+@pytest.mark.smoke
+@pytest.mark.parametrize("rights", [[1, 0, 2, 3, 0, 1], [0], [3], [2, 3]], ids=str)
 def test_outputs_and_anchors_are_those_of_snapshots(rights):
     """Drafts of which the first few are right, over several multiples of R; each state that lands is S(m)."""
     host, want = anchored()
