@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import json
 import logging
 import os
 import pickle
@@ -17,7 +18,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import jax
 from jax.experimental import serialize_executable
@@ -35,7 +36,24 @@ _TRACED_WITH = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 _ENVIRONMENT = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "CUDA_", "NVIDIA_")
 _UNUSED_FOR, _SWEPT_EVERY = 30 * 24 * 3600.0, 24 * 3600.0
 PLACE, PROGRAM = ".place", ".program"
-"""Endings of files that are named by the first key, and hold the name of the other; and by the second."""
+"""Endings of files that are named by the first key, and hold a `_Found` as JSON; and by the second."""
+
+
+class _Found(NamedTuple):
+    """What the first key leads to."""
+
+    program: str
+    """Name of the program's file."""
+    kernels: dict[str, dict[str, str]]
+    """Those that the program uses, as the sources of the first key name them: sources with other names may lower to
+    the same text."""
+
+    @classmethod
+    def of(cls, text: str) -> _Found | None:
+        """None if the text is empty or damaged."""
+        with contextlib.suppress(ValueError, TypeError):
+            return cls(*json.loads(text))
+        return None
 
 
 def use_compilation_cache() -> Path | None:
@@ -112,31 +130,31 @@ class KeptPrograms:
     ) -> jax.stages.Compiled:
         """Returns the program for these arguments' shapes, from disk or compiled now. `kernels` get those it uses."""
         place = self._place(arguments)
-        with _locked(place) as names:
-            name = names.read()
-            saved = self._read(self._folder / name) if name else None
-            if saved is not None:
+        with _locked(place) as file:
+            found = _Found.of(file.read())
+            compiled = self._read(self._folder / found.program) if found else None
+            if found and compiled is not None:
                 os.utime(place)
-                for operation, by in saved[1].items():
+                for operation, by in found.kernels.items():
                     kernels.chosen.setdefault(operation, {}).update(by)
-                return saved[0]
+                return compiled
             lowered = lower()
             form = _looks(arguments), repr(lowered.out_info), repr(compiler_options)
             path = self._path(PROGRAM, self._surroundings, *form, lowered.as_text())
-            saved = self._read(path)
-            compiled = saved[0] if saved is not None else None
+            compiled = self._read(path)
             if compiled is None:
                 with _jax_cache.off():
                     compiled = lowered.compile(dict(compiler_options))
-                self._write(path, compiled, {name: dict(by) for name, by in list(kernels.chosen.items())})
-            names.truncate(0)
-            names.write(path.name)
+                self._write(path, compiled)
+            file.truncate(0)
+            chosen = {name: dict(by) for name, by in list(kernels.chosen.items())}
+            file.write(json.dumps(_Found(path.name, chosen)))
             return compiled
 
-    def _read(self, path: Path) -> tuple[jax.stages.Compiled, dict[str, dict[str, str]]] | None:
+    def _read(self, path: Path) -> jax.stages.Compiled | None:
         try:
             saved = pickle.loads(zlib.decompress(path.read_bytes()))
-            compiled = serialize_executable.deserialize_and_load(
+            compiled: jax.stages.Compiled = serialize_executable.deserialize_and_load(
                 saved["program"], saved["takes"], saved["gives"], self._devices[0].client, self._devices
             )
             os.utime(path)
@@ -146,12 +164,12 @@ class KeptPrograms:
             log.warning("a saved program cannot be used and is compiled again: %s: %s", path, one_line(error))
             return None
         self.loaded += 1
-        return compiled, saved["kernels"]
+        return compiled
 
-    def _write(self, path: Path, compiled: jax.stages.Compiled, kernels: dict[str, dict[str, str]]) -> None:
+    def _write(self, path: Path, compiled: jax.stages.Compiled) -> None:
         try:
             program, takes, gives = serialize_executable.serialize(compiled)
-            saved = pickle.dumps({"program": program, "takes": takes, "gives": gives, "kernels": kernels})
+            saved = pickle.dumps({"program": program, "takes": takes, "gives": gives})
             # Write the file under another name first, so that no process reads a partial file.
             with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
                 file.write(zlib.compress(saved, level=1))

@@ -143,9 +143,14 @@ def test_an_edit_that_changes_no_program_compiles_nothing(fresh, engine, tmp_pat
     second.program(*copies(engine), batch)
     assert second.kept.loaded == 1
     assert second.kernels.report() == first.kernels.report()
+    monkeypatch.setattr(module, "source_digest", lambda packages: "an operation has another name")
+    renamed = programs_like(tmp_path)
+    renamed.kernels.chosen["a new name"] = {"": "xla"}
+    renamed.program(*copies(engine), batch)
     third = programs_like(tmp_path)
     monkeypatch.setattr(third, "lower", None)  # nor is anything traced again
     third.program(*copies(engine), batch)
+    assert third.kernels.report() == renamed.kernels.report()
     # Programs with other options are others.
     fourth = programs_like(tmp_path, compiler_options={"xla_backend_optimization_level": 1})
     fourth.program(*copies(engine), batch)
