@@ -7,6 +7,7 @@ which do not depend on each other. Attention gets all queries, for the keys in t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jaxtyping import Array, Bool, Int, Shaped
 
 from kernels_pallas.paged_attention import merge_attention_parts
 from kernels_pallas.places import Packed
-from kernels_pallas.slots import load, put, read_slots
+from kernels_pallas.slots import load, put, read_slots, write_slots
 from mamba_jax.layout.base import Divisible, Inputs, Keys, Operation, Pages, Parameters, Queries, Span
 from mamba_jax.layout.member import Member
 from mamba_jax.layout.prefill import PrefillLayout
@@ -85,6 +86,18 @@ class ShareLayout:
 
     def _with_states(self, state: Array, own: Array, along: Divisible) -> Array:
         """Returns the store with what the tiles have written, gathered over members."""
+        # A GPU's loops wait for the host, and copy the store.
+        at_once, each = (partial(run, along=along) for run in (self._write_at_once, self._write_each))
+        written: Array = lax.platform_dependent(state, own, cuda=at_once, rocm=at_once, default=each)
+        return written
+
+    def _write_at_once(self, state: Array, own: Array, *, along: Divisible) -> Array:
+        """Gathers the ends of all tiles, also of those that are not written."""
+        packed = self.whole.packed
+        ends = self.member.gather(own[1 + len(packed.read_slot) :], along.state)
+        return write_slots(state, ends, packed.tiles.write_slot)
+
+    def _write_each(self, state: Array, own: Array, *, along: Divisible) -> Array:
         packed = self.whole.packed
         target, rows = packed.tiles.write_slot, len(packed.read_slot)
         written = jnp.nonzero(target, size=len(target), fill_value=0)[0]
@@ -102,6 +115,6 @@ class ShareLayout:
         q, k = member.gather(q), member.gather(k)
         kv = whole.write_kv(k, None if v is None else member.gather(v), kv)
         parts = map(whole.by_token, member.part(whole.by_block(q), kv, **whole.places(*whole.query_blocks(), span)))
-        shares = (member.exchange(each, split=0, concat=0) for each in parts)
-        out, lse = (each.reshape(member.count, 1, -1, *each.shape[1:]) for each in shares)
+        found = (member.exchange(each, split=0, concat=0) for each in parts)
+        out, lse = (each.reshape(member.count, 1, -1, *each.shape[1:]) for each in found)
         return merge_attention_parts(out, lse)[0].astype(q.dtype), kv

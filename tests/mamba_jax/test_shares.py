@@ -113,6 +113,12 @@ def test_a_divided_step(form):
     assert_same(FORMS[form]())
 
 
+@pytest.mark.parametrize("form", ["convolution", "groups divide", "selective"])
+def test_states_written_at_once_as_on_gpu(form, monkeypatch):
+    monkeypatch.setattr(ShareLayout, "_write_each", ShareLayout._write_at_once)
+    assert_same(FORMS[form]())
+
+
 def test_what_works_per_token_sees_its_share():
     run = lambda one, inputs, state: (jnp.stack([one.positions, one.valid], axis=1), state)  # noqa: E731
     (found, _), (want, _) = both(run, jnp.zeros(1))

@@ -92,6 +92,8 @@ NANO, NEXT, SLOW = "nemotron-3-nano-30b-a3b", "qwen3-next-80b-a3b", pytest.mark.
         pytest.param(NEXT, "D*", "v6e-8", 4, "decode", marks=[TPU, SLOW]),
         pytest.param(NEXT, "D*", "h200-8", 4, "decode", marks=[GPU, SLOW]),
         pytest.param(NANO, "M*", "v6e-64", 8, "decode", marks=[TPU, SLOW]),
+        pytest.param(NANO, "M*", "h200-8", 4, "prefill", marks=GPU),
+        pytest.param(NANO, "M*", "v6e-8", 4, "prefill", marks=TPU),
     ],
 )
 def test_members_exchange_what_they_found(model, pattern, topology, members, phase):
@@ -113,6 +115,7 @@ def test_members_exchange_what_they_found(model, pattern, topology, members, pha
     assert f"paged_attention_part by pallas_{'gpu' if topology == 'h200-8' else 'tpu'}" in step.kernels
     assert step.program.aliased >= step.states + step.pages
     assert step.program.temporaries < step.pages / 4 + 3 * least
+    assert step.program.temporaries < step.states / 4 or "M" not in pattern  # also where a step writes many of them
 
 
 @pytest.mark.tpu_compile
