@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
 from jax.typing import DTypeLike
 
 from kernels_pallas.dispatch import Implementation, KernelChoice
@@ -23,6 +25,7 @@ from mamba_jax.model import HybridModel, parameters
 from mamba_jax.modules.quantized import quantize_in_place
 from mamba_jax.programs import StepBatch, StepPrograms
 from mamba_jax.rows import init_rows
+from mamba_jax.sharding.axis import CONTEXT, TENSOR
 from mamba_jax.store import Replay, StoreShape, init_store
 
 NAMES = {
@@ -218,15 +221,22 @@ def calls_of(
     model = _one_layer_of_each_kind(config, dtype, weights)
     found: dict[Any, Call] = {}
     for phase, rows, state, batch in _steps(model, sizes):
+        # Large steps divide their tokens over members, and small ones do not.
+        for divided in (False, True) if sizes.members > 1 and isinstance(batch, PrefillBatch) else (False,):
 
-        def trace(choice: KernelChoice, state: tuple[Any, Any] = state, batch: StepBatch = batch) -> None:
-            StepPrograms(model, tile_size=sizes.tile_size, kernels=choice).trace(*state, batch)
+            def trace(choice: KernelChoice, divided: bool = divided, step: Any = (*state, batch)) -> None:
+                with _mesh_of(sizes.members) if divided else nullcontext():
+                    StepPrograms(model, tile_size=sizes.tile_size, kernels=choice).trace(*step)
 
-        for call in recorded(trace, phase, platform):
-            if call.operation == "paged_attention" and sizes.members > 1:
-                call = _first_part(call, sizes.members)
-            _add(found, (call.operation, *jax.tree.leaves(call.arguments), rows), call)
+            for call in recorded(trace, f"divided {phase}" if divided else phase, platform):
+                if call.operation == "paged_attention" and sizes.members > 1:
+                    call = _first_part(call, sizes.members)
+                _add(found, (call.operation, *jax.tree.leaves(call.arguments), rows), call)
     return list(found.values())
+
+
+def _mesh_of(members: int) -> AbstractContextManager[Any]:
+    return use_abstract_mesh(AbstractMesh((members, 1), (CONTEXT, TENSOR), (AxisType.Auto,) * 2))
 
 
 def _first_part(call: Call, members: int) -> Call:
@@ -255,7 +265,8 @@ def _steps(model: HybridModel, sizes: Sizes) -> Iterator[tuple[str, int, tuple[A
         prefill = PrefillBatch.empty(
             tokens=tokens, rows=rows, tiles=tiles + rows, pages_per_row=pages, tile_size=sizes.tile_size
         )
-        room = {"num_slots": 2 + rows + tiles + 8, "num_pages": 1 + rows * pages}
+        each = 1 + rows * -(-pages // sizes.members)
+        room = {"num_slots": 2 + rows + tiles + 8, "num_pages": each * sizes.members}
         yield f"prefill of {tokens} tokens", rows, state(rows=rows, **room), prefill
 
 

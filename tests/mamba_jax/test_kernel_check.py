@@ -97,6 +97,20 @@ def test_members_check_the_kernel_that_they_run():
     assert compare(calls, "paged_attention_part", lambda out, lse, args: (out, lse[0].at[0].mul(1.1)))
 
 
+def test_members_check_the_scan_of_their_heads():
+    """A divided step scans half of the heads by itself, where an undivided one has a kernel that also convolves."""
+    found = calls_of(load_config("demo"), "tpu", dataclasses.replace(SIZES, members=2), dtype=jnp.float32)
+    scans = {
+        (call.operation, call.arguments["store"].shape[1], call.inner)
+        for call in found if call.phase == "divided prefill of 128 tokens" and "store" in call.arguments
+    }  # fmt: skip
+    heads = load_config("demo").mamba.num_heads
+    assert scans == {("recurrence_scan", heads // 2, False)}
+    assert "gated_scan" in {call.operation for call in found if call.phase == "prefill of 128 tokens"}
+    for call, kernel in with_kernels([call for call in found if "divided" in call.phase], "cpu", interpreted=True):
+        assert not compiled_comparison(call, kernel, Compiler())().wrong
+
+
 def test_kernels_that_cannot_be_compiled_are_not_hidden(calls):
     def change(y, stores, args):
         raise NotImplementedError("no such block")

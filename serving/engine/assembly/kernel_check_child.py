@@ -19,6 +19,7 @@ from mamba_jax.kernel_check.calls import Sizes, calls_of, with_kernels
 from mamba_jax.kernel_check.compare import compiled_comparison, compiled_timings
 from mamba_jax.kernel_check.compiling import Compiler
 from mamba_jax.modules.quantized import quantized_weights
+from mamba_jax.sharding.axis import LEAST_TOKENS
 from serving.engine.assembly.kernel_check import UNJUDGED
 
 MARGIN = 1.05
@@ -27,11 +28,14 @@ BANDWIDTH, LOOP, MOST = 1e12, 1e-3, 200
 """Bytes per second, and seconds, for which the number of calls in a timed loop is chosen, and the most calls."""
 
 
-def checked_sizes(*, tile_size: int, page_size: int, drafts: int = 0, interval: int = 16, **dtypes: Any) -> Sizes:
+def checked_sizes(
+    *, tile_size: int, page_size: int, drafts: int = 0, interval: int = 16, members: int = 1, **dtypes: Any
+) -> Sizes:
     """The steps whose calls are compared; `dtypes` are those of states, keys and values."""
+    least = LEAST_TOKENS * members if members > 1 else 1  # a step that members divide
     return Sizes(
-        rows=(8,), steps=tuple({1, 1 + drafts}), tokens=(4 * tile_size,), tile_size=tile_size, page_size=page_size,
-        intervals=tuple({1, interval}), **dtypes,
+        rows=(8,), steps=tuple({1, 1 + drafts}), tokens=(-(-4 * tile_size // least) * least,),
+        tile_size=tile_size, page_size=page_size, intervals=tuple({1, interval}), members=members, **dtypes,
     )  # fmt: skip
 
 
