@@ -124,8 +124,9 @@ class Counter:
         return self._work(self._share(tokens), rows, states=rows, keys=keys)
 
     def _share(self, tokens: int) -> int:
-        """Returns how many of a prefill step's tokens each member computes."""
-        return tokens // shares_of(tokens, self._members)
+        """Returns how many of a prefill step's tokens each member computes; the engine pads them to a multiple."""
+        padded = -(-tokens // self._members) * self._members
+        return padded // self._members if shares_of(padded, self._members) > 1 else tokens
 
     def _work(self, tokens: int, heads: int, *, states: float, keys: int = 0, others: float = 0.0) -> Work:
         """`heads`: positions that go through the output head; `states`: those read and written; `keys`: those read from

@@ -221,6 +221,7 @@ class EngineDesign:
             inner_size=self.model.inner_size // self.partition.shards,
             vocab_size=self.model.vocab_size,
             query_size=self.model.query_size // self.partition.shards,
+            prefill_rows=min(MAX_PREFILL_ROWS, self.config.max_num_seqs),
         )
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from mamba_jax.sharding.axis import LEAST_TOKENS, shares_of
 from mamba_jax.store import Replay, StoreShape
 from serving.config import CacheMode, ConfigError, EngineConfig
 from serving.engine.assembly.free_memory import GIB, show_bytes
@@ -291,20 +292,42 @@ def workspace_bytes(
     inner_size: int,
     vocab_size: int,
     query_size: int,
+    prefill_rows: int,
 ) -> int:
     """Returns a rough upper bound on the memory of a step of so many tokens besides weights and store: activations in
     float32, and copies of the logits: two more where an adapter's own head replaces some.
 
-    `query_size`: elements of a token's queries on a device. Of several members, each has the results of all, in
-    float32, besides its own, their logarithms (128 copies of each on a TPU) and what all are merged into.
+    `query_size`: elements of a token's queries on a device; `prefill_rows`: the most rows of a prefill step. Of several
+    members, each computes fewer activations than these, which leaves room for the states that it gathers.
     """
     heads = config.max_num_seqs * (1 + config.num_speculative_tokens)
+    parts = _places_of_parts(config, tokens, heads, prefill_rows) * query_size * 4
     tokens += heads if config.mixes_steps_on(platform) else 0
     activations = tokens * (4 * hidden_size + 6 * inner_size) * 4
     logits = (5 if config.lora_tables else 3) * heads * vocab_size * 4
-    members = config.context_parallel_size
-    parts = (members + 3) * tokens * query_size * 4 if members > 1 else 0
     return activations + logits + parts
+
+
+def _places_of_parts(config: EngineConfig, tokens: int, heads: int, prefill_rows: int) -> int:
+    """Returns for how many queries a device holds results of attention to divided pages, in float32.
+
+    In decoding and in steps that are not divided by tokens, those of all members for each query, its own, their
+    logarithms and what they are merged into. In divided steps, its own for all queries, and as many before and after
+    they are exchanged. Queries of prefill fill whole tiles.
+    """
+    members = config.context_parallel_size
+    if members == 1:
+        return 0
+
+    def places(tokens: int, rows: int) -> int:
+        return (-(-tokens // config.tile_size) + rows) * config.tile_size
+
+    if shares_of(tokens, members) == 1:
+        return (members + 3) * (heads + places(tokens, prefill_rows))
+    whole = min(tokens, LEAST_TOKENS * members)
+    # Steps of few tokens have a row for 16 of them at most (`prefill_buckets`).
+    few = heads + places(whole, min(prefill_rows, max(2, whole // 16)))
+    return max(3 * places(tokens, prefill_rows), (members + 3) * few)
 
 
 def max_model_len(config: EngineConfig, model_max_len: int | None) -> int:
