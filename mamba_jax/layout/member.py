@@ -41,7 +41,8 @@ class Member:
         return gathered
 
     def exchange(self, x: Shaped[Array, "..."], *, split: int, concat: int) -> Shaped[Array, "..."]:
-        """Returns this member's part along axis `split` of the arrays of all members, which follow along `concat`."""
+        """Each member's array is cut along axis `split` into a part for each member. Returns those for this member, one
+        of each array, joined along axis `concat` in the order of members."""
         exchanged: Array = lax.all_to_all(x, self.axis, split, concat, tiled=True)
         return exchanged
 

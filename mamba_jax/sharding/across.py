@@ -85,7 +85,7 @@ def across(
         if partition.members > 1:
             member = this_member(partition.members)
             layout = layout.on_member(member)
-            layout = ShareLayout(layout, member) if shares > 1 else layout
+            layout = ShareLayout(layout, member) if divided_by > 1 else layout
         y, state = run(here, layout, state, *inputs)
         if not scatters:
             return lax.psum(y, TENSOR), state
@@ -93,10 +93,10 @@ def across(
 
     # Of decode rows, members have all tokens.
     tokens = layout.valid.shape[0]
-    shares = shares_of(tokens, partition.members) if isinstance(layout, PrefillLayout) else 1
-    scatters = shares_of(tokens // shares, partition.shards) > 1
-    of_share = P(CONTEXT) if shares > 1 else P()
-    of_sum = (P((CONTEXT, TENSOR)) if shares > 1 else P(TENSOR)) if scatters else of_share
+    divided_by = shares_of(tokens, partition.members) if isinstance(layout, PrefillLayout) else 1
+    scatters = shares_of(tokens // divided_by, partition.shards) > 1
+    of_share = P(CONTEXT) if divided_by > 1 else P()
+    of_sum = (P((CONTEXT, TENSOR)) if divided_by > 1 else P(TENSOR)) if scatters else of_share
     of_state = partition.state(state)
     return jax.shard_map(
         on_each_device,

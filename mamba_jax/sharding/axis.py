@@ -29,8 +29,8 @@ DATA = "data"
 TENSOR = "tensor"
 CONTEXT = "context"
 LEAST_TOKENS = 64
-"""Tokens per device from which a device has a share of the tokens only, between mixers, and of several members in them.
-With fewer, exchanges take longer than what all tokens cost."""
+"""The fewest tokens for each device of a step that is divided by tokens: between mixers over `TENSOR`, and of several
+members in whole layers over `CONTEXT`. With fewer, exchanges take longer than what all tokens cost."""
 
 
 def make_mesh(shards: int, devices: Sequence[Any] | None = None, *, members: int = 1) -> Mesh:
