@@ -74,7 +74,8 @@ def granite_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     fields.only("position_embedding_type", ("rope", "nope"))
     hidden, eps = fields.integer("hidden_size", 4096), fields.number("rms_norm_eps", 1e-6)
     mixers = fields.layers(parts.MAMBA_KINDS, "layer_types", "layers_block_type")
-    mixers = mixers or MAMBA * fields.integer("num_hidden_layers", 32)
+    if mixers is None:
+        mixers = MAMBA * fields.integer("num_hidden_layers", 32)
     experts, shared = fields.integer("num_local_experts", 8), fields.integer("shared_intermediate_size", 1024)
     activation = fields.text("hidden_act", "silu")
     return HybridConfig(

@@ -69,13 +69,14 @@ class Fields:
 
     def strings(self, name: str, *aliases: str) -> list[str] | None:
         """Returns a list of strings, or None."""
-        found: list[str] | None = self._checked("a list of strings", _is_list_of(str), name, *aliases)
+        is_text = _is_list_of(lambda one: isinstance(one, str))
+        found: list[str] | None = self._checked("a list of strings", is_text, name, *aliases)
         return found
 
     def integers(self, name: str, default: list[int]) -> list[int]:
         """Returns a list of whole numbers."""
-        value = self._checked("a list of whole numbers", _is_list_of(int), name)
-        return default if value is None else value
+        value = self._checked("a list of whole numbers", _is_list_of(_is_whole), name)
+        return default if value is None else [int(one) for one in value]
 
     def mapping(self, name: str) -> Mapping[str, Any]:
         """Returns an object; an empty one if the field is absent."""
@@ -90,9 +91,13 @@ class Fields:
 
     def tokens(self, name: str, default: int | None) -> tuple[int, ...]:
         """One token id, several, or none, which may be -1 too."""
-        several = isinstance(self.given(name), list)
-        found = self.integers(name, []) if several else [self.token(name, default)]
-        return tuple(one for one in found if one is not None and one >= 0)
+
+        def accepts(value: Any) -> bool:
+            return _is_whole(value) or _is_list_of(_is_whole)(value)
+
+        value = self._checked("a whole number or a list of them", accepts, name)
+        found = value if isinstance(value, list) else [self.token(name, default)]
+        return tuple(int(one) for one in found if one is not None and one >= 0)
 
     def layers(self, kinds: Mapping[str, str], name: str, *aliases: str, count: int | None = None) -> str | None:
         """A list of layer types, each as its character or characters in the pattern; None if the field is absent.
@@ -132,8 +137,8 @@ def _is_whole(value: Any) -> bool:
     return (isinstance(value, int) and not isinstance(value, bool)) or (isinstance(value, float) and value.is_integer())
 
 
-def _is_list_of(kind: type) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(isinstance(one, kind) for one in value)
+def _is_list_of(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(accepts, value))
 
 
 def _number(name: str, value: Any) -> float:

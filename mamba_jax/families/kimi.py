@@ -92,9 +92,11 @@ def _kimi_mixers(fields: Fields, layers: int) -> str:
 
 def _feed_forward(fields: Fields, layers: int, *, dense: int) -> str:
     """MLPs and mixtures of experts, from `mlp_layer_types`, or the first layers dense: `dense` is the default."""
-    dense = min(fields.integer("first_k_dense_replace", dense), layers)
-    default = MLP * dense + MOE * (layers - dense)
-    return fields.layers({"dense": MLP, "sparse": MOE}, "mlp_layer_types", count=layers) or default
+    found = fields.layers({"dense": MLP, "sparse": MOE}, "mlp_layer_types", count=layers)
+    if found is None:
+        dense = min(fields.integer("first_k_dense_replace", dense), layers)
+        found = MLP * dense + MOE * (layers - dense)
+    return found
 
 
 def _kimi_delta_config(fields: Fields, eps: float) -> DeltaConfig:
@@ -146,10 +148,10 @@ def ling3_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     head_dim = fields.integer("linear_head_dim", fields.integer("head_dim", 128))
     bound = fields.number("kda_lower_bound", -5.0) if fields.flag("kda_safe_gate", True) else None
     conv_width = fields.integer("short_conv_kernel_size", 4)
-    every = fields.integer("layer_group_size", 6)
-    mixers = fields.layers(_KINDS, "layer_types", count=layers) or "".join(
-        DELTA if (i + 1) % every else LATENT for i in range(layers)
-    )
+    mixers = fields.layers(_KINDS, "layer_types", count=layers)
+    if mixers is None:
+        every = fields.integer("layer_group_size", 6)
+        mixers = "".join(DELTA if (i + 1) % every else LATENT for i in range(layers))
     pairs = zip(mixers, _feed_forward(fields, layers, dense=2), strict=True)
     return HybridConfig(
         **parts.common_fields(fields, LING3.name, hidden, eps, vocab=157184, tied=False, bos=None, eos=156895),

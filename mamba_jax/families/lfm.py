@@ -31,9 +31,10 @@ def lfm2_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
         fields.only("use_expert_bias", (True,))
     layers = fields.integer("num_hidden_layers", 32)
     kinds = {name: kind for name, kind in _KINDS.items() if kind != WINDOWED}
-    attention_layers = set(fields.integers("full_attn_idxs", list(range(layers))))
-    default = "".join(ATTENTION if i in attention_layers else SHORT_CONV for i in range(layers))
-    mixers = fields.layers(kinds, "layer_types", count=layers) or default
+    mixers = fields.layers(kinds, "layer_types", count=layers)
+    if mixers is None:
+        attention_layers = set(fields.integers("full_attn_idxs", list(range(layers))))
+        mixers = "".join(ATTENTION if i in attention_layers else SHORT_CONV for i in range(layers))
     dense = fields.integer("num_dense_layers", 2) if sparse else layers
     size = fields.integer("intermediate_size", 7168) if sparse else _adjusted_size(fields)
     return HybridConfig(

@@ -32,7 +32,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     if (window := fields.integer("sliding_window", 0)) and window < fields.integer("max_position_embeddings", 4096):
         raise ModelConfigError(f"config field sliding_window is {window}: only attention to everything is supported")
     pattern = fields.layers(_KINDS, "layers_block_type", "layer_types")
-    pattern = pattern or fields.text("hybrid_override_pattern", "ME*-")
+    if pattern is None:
+        pattern = fields.text("hybrid_override_pattern", "ME*-")
     mtp_pattern = fields.layers(_KINDS, "mtp_layers_block_type", "mtp_layer_types")
     if mtp_pattern is None or mtp_pattern == "*E":
         mtp_pattern = fields.text("mtp_hybrid_override_pattern", "*E")

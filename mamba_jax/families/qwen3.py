@@ -111,10 +111,10 @@ def _model(
 ) -> HybridConfig:
     """Returns the model; `feed_forward` is the sublayer after each layer's mixer, and the sizes are defaults."""
     hidden, eps = fields.integer("hidden_size", hidden), fields.number("rms_norm_eps", 1e-6)
-    layers, interval = len(feed_forward), fields.integer("full_attention_interval", 4)
-    mixers = fields.layers(_KINDS, "layer_types", count=layers) or "".join(
-        DELTA if (i + 1) % interval else ATTENTION for i in range(layers)
-    )
+    mixers = fields.layers(_KINDS, "layer_types", count=len(feed_forward))
+    if mixers is None:
+        interval = fields.integer("full_attention_interval", 4)
+        mixers = "".join(DELTA if (i + 1) % interval else ATTENTION for i in range(len(feed_forward)))
     return HybridConfig(
         **parts.common_fields(fields, family, hidden, eps, vocab=vocab, tied=False, bos=None, eos=None),
         pattern="".join(mixer + after for mixer, after in zip(mixers, feed_forward, strict=True)),

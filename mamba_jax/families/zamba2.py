@@ -29,7 +29,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> HybridConfig:
     fields = Fields(raw, positions=4096)
     hidden, eps = fields.integer("hidden_size", 2560), fields.number("rms_norm_eps", 1e-5)
     heads = fields.integer("num_attention_heads", 32)
-    pattern = fields.layers(_KINDS, "layers_block_type", "layer_types") or _DEFAULT_PATTERN
+    pattern = fields.layers(_KINDS, "layers_block_type", "layer_types")
+    pattern = _DEFAULT_PATTERN if pattern is None else pattern
     inner, mamba_heads = int(fields.number("mamba_expand", 2) * hidden), fields.integer("n_mamba_heads", 8)
     if inner % mamba_heads or (2 * hidden) % heads:
         raise ModelConfigError(

@@ -164,7 +164,8 @@ def test_ids_that_end_a_text_fall_back_to_the_model_config(tmp_path):
     [
         ({"temperature": "hot"}, "config field temperature is 'hot': a number is expected"),
         ({"top_k": 1.5}, "config field top_k is 1.5: a whole number is expected"),
-        ({"eos_token_id": "x"}, "config field eos_token_id is 'x': a whole number is expected"),
+        ({"eos_token_id": "x"}, "config field eos_token_id is 'x': a whole number or a list of them is expected"),
+        ({"eos_token_id": [True]}, "config field eos_token_id is [True]: a whole number or a list of them is expected"),
     ],
 )
 def test_wrong_kinds(tmp_path, fields, message):

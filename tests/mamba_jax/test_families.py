@@ -162,6 +162,7 @@ GRANITE = {"model_type": "granitemoehybrid", "hidden_size": 96, "num_attention_h
 FALCON_MAMBA = {"model_type": "falcon_mamba", "hidden_size": 64, "expand": 16}
 ZAMBA = {"model_type": "zamba2", "layers_block_type": ["mamba", "hybrid", "hybrid", "hybrid"]}
 LING = {"model_type": "bailing_hybrid", "num_hidden_layers": 6, "layer_group_size": 3}
+ONE_LAYER = {"num_hidden_layers": 1, "layer_types": ["linear_attention"]}
 LARA = {"model_type": "lara_mini", "num_hidden_layers": 6, "sliding_window": 7}
 STEP_LIMITS = [
     ({"model_type": one, "time_step_limit": [0.25, infinity]}, {"mamba.dt_limit": (0.25, math.inf)})
@@ -242,6 +243,14 @@ STEP_LIMITS = [
         (LARA, {"pattern": "DEWEDE*EWEDE", "attention.rope": None, "attention.window": None, "D.num_groups": 8}),
         (LARA, {"windowed_attention.rope": RopeConfig(1e4, 128), "windowed_attention.window": 7}),
         (LARA, {"moe.shared_gate": False, "moe.shared_size": 512}),
+        # A field that another one replaces is not read.
+        ({"model_type": "lfm2", **ONE_LAYER, "layer_types": ["conv"], "full_attn_idxs": "x"}, {"pattern": "C-"}),
+        ({"model_type": "qwen3_next", **ONE_LAYER, "full_attention_interval": "x"}, {"pattern": "DE"}),
+        ({**LING, **ONE_LAYER, "layer_group_size": "x"}, {"pattern": "D-"}),
+        (
+            {"model_type": "kimi_linear", **ONE_LAYER, "mlp_layer_types": ["dense"], "first_k_dense_replace": "x"},
+            {"pattern": "D-"},
+        ),
     ],
 )
 def test_what_a_config_says(fields, found):
@@ -315,6 +324,10 @@ def test_minimax_in_the_words_of_transformers_and_of_its_makers():
     [
         ({**NEMOTRON, "hybrid_override_pattern": "M?"}, r"layer pattern 'M\?'"),
         ({**NEMOTRON, "layers_block_type": ["mamba", "conv"]}, r"layer types \['conv'\]: known are"),
+        ({**NEMOTRON, "layers_block_type": []}, "the model has no layers"),
+        ({**GRANITE, "layer_types": []}, "the model has no layers"),
+        ({**ZAMBA, "layers_block_type": []}, "the model has no layers"),
+        ({"model_type": "bamba", "attn_layer_indices": [True]}, r"indices is \[True\]: a list of whole numbers"),
         ({**NEMOTRON, "mlp_hidden_act": "tanh"}, "activation 'tanh' is not supported"),
         ({**NEMOTRON, "mamba_hidden_act": "gelu"}, "mamba_hidden_act is 'gelu'"),
         ({**NEMOTRON, "hidden_size": "big"}, "hidden_size is 'big': a whole number"),
