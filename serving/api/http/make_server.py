@@ -33,7 +33,7 @@ class Role:
     routers: Sequence[APIRouter] = ()
     """The endpoints for other workers and routers."""
     prepare: Callable[[], None] | None = None
-    """Compiles the role's programs for the store that the engine has now, on its thread. None: there are none."""
+    """Compiles the role's programs for the store that the engine has now, on its thread. None: it has no programs."""
 
 
 def make_server(

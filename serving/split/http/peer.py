@@ -182,6 +182,7 @@ def headers(keys: Sequence[str] = ()) -> dict[str, str]:
 def error_of(status: int, content: bytes) -> ErrorBody:
     """Returns the error of a response; its message is the status if the content is not an error object."""
     try:
-        return ErrorBody(**{"type": ""} | json.loads(content)["error"])
+        error = json.loads(content)["error"]
+        return ErrorBody(message=error["message"], type="", code=error.get("code"))
     except (ValueError, LookupError, TypeError, RecursionError):
         return ErrorBody(message=f"status {status}", type="")

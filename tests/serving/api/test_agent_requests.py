@@ -11,6 +11,7 @@ from checkpoints.text.chat import ChatTemplateError
 from checkpoints.tokenizer import load_tokenizer
 from serving.api.http.apis.blocks import Blocks
 from serving.api.http.apis.inputs import tokenized
+from serving.api.http.apis.responses import as_chat
 from serving.api.http.apis.text_api import TEXT_APIS, open_writer
 from serving.api.http.connection.streaming import ignored_header
 from serving.api.http.context import ResponseContext
@@ -265,6 +266,13 @@ def test_formats_and_tools():
         assert (function.type, function.parameters) == ("function", SCHEMA)
         (function,) = TokenizeRequest(prompt="x", tools=[tool]).tools
         assert function.function.parameters == SCHEMA
+    custom = {"type": "custom", "name": "f"}
+    (plain,), (other,) = (
+        as_chat(opened(RESPONSES, tools=[tool])[1], list).tools
+        for tool in (custom, {**custom, "parameters": SCHEMA, "input_schema": "x"})
+    )
+    assert plain == other
+    assert plain.function.parameters["required"] == ["input"]
     form = {"type": "json_object", "schema": SCHEMA}
     assert opened(CHAT, response_format=form)[0].job.params.structured_outputs.json == SCHEMA
     grammar = opened(CHAT, response_format=form, tools=TOOLS)[0].job.params.structured_outputs.grammar

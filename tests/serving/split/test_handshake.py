@@ -14,7 +14,7 @@ from serving.api.http import errors
 from serving.api.http.limits import Limits
 from serving.api.http.settings import RequestBounds, ServerSettings
 from serving.api.metrics import Metrics
-from serving.split.http.peer import HttpPeer
+from serving.split.http.peer import HttpPeer, error_of
 from serving.split.http.routes import worker_router
 from serving.split.wire import ManifestMismatch, SplitError, StateRequest, Ticket
 from tests.serving.split.test_manifest import BASE, other
@@ -122,6 +122,20 @@ def test_states_are_fetched_from_allowed_workers_only(url):
         asyncio.run(run(f"http://127.0.0.1:{unknown}", f"http://127.0.0.1:{allowed}"))
     assert not heard["unknown"]
     assert b"the fleet's" in heard["allowed"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message", "code"),
+    [
+        (b'{"error": {"message": "m", "type": null, "param": 3, "code": "x"}}', "m", "x"),
+        (b'{"error": {"message": "m"}}', "m", None),
+        (b'{"error": {"message": null}}', "status 503", None),
+        *((content, "status 503", None) for content in (b'{"error": "m"}', b"[]", b"\xff", b"[" * 100_000)),
+    ],
+)
+def test_errors_of_other_servers(content, message, code):
+    error = error_of(503, content)
+    assert (error.message, error.code) == (message, code)
 
 
 def test_an_unreachable_worker():

@@ -90,6 +90,7 @@ OF_ONE_API = {
         ({"n": 3}, "n", "n is not supported"),
         *(({"messages": [{"role": "user", "content": content}]}, ..., "")
           for content in ([], [{"type": "redacted_thinking", "data": "x"}])),
+        ({"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "tool"}}, ..., "there is no tool ''"),
     ),
 }  # fmt: skip
 """Fields, the parameter that the error names (... for any), and what the message says."""

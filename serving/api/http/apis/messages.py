@@ -46,7 +46,7 @@ def as_chat(body: protocol.Conversation) -> ChatRequest:
     shown = {"name", "description", "input_schema"}
     fields["tools"] = [tool.model_dump(include=shown) for tool in body.tools or ()] or None
     if body.tool_choice is not None:
-        fields["tool_choice"] = body.tool_choice.model_dump(exclude_none=True)
+        fields["tool_choice"] = {"name": ""} | body.tool_choice.model_dump(exclude_none=True)
         fields["parallel_tool_calls"] = not body.tool_choice.disable_parallel_tool_use
     if body.thinking is not None:
         fields["thinking"] = body.thinking.model_dump()

@@ -60,8 +60,10 @@ def as_chat(body: ResponsesRequest, conversation: Conversation) -> ChatRequest:
     fields |= {"model": body.model, "messages": messages, "stream": body.stream}
     fields["max_completion_tokens"] = body.max_output_tokens
     fields |= {"temperature": body.temperature, "top_p": body.top_p, "parallel_tool_calls": body.parallel_tool_calls}
+    # The only argument of a custom tool is a text.
+    hidden = {"function": {"type", "namespace"}, "custom": {"type", "namespace", "parameters", "input_schema"}}
     fields["tools"] = [
-        {"type": tool.type, tool.type: tool.model_dump(exclude={"type", "namespace"}, exclude_unset=True)}
+        {"type": tool.type, tool.type: tool.model_dump(exclude=hidden[tool.type], exclude_unset=True)}
         for tool in body.tools or ()
     ] or None
     choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, BaseModel) else body.tool_choice

@@ -38,8 +38,8 @@ _PAUSE = 1.0
 
 
 def freeze_loaded() -> None:
-    """Leaves out what the process has loaded so far from garbage collections. It lives until the process ends, and a
-    full collection scans it for up to a second, in which all clients wait."""
+    """Excludes everything loaded so far from garbage collection. It lives until the process ends, and a full collection
+    scans it for up to a second, in which all clients wait."""
     gc.collect()
     gc.freeze()
 
