@@ -45,6 +45,12 @@ def wheel(sources) -> Path:
     return wheel
 
 
+def data_files(sources: Path) -> set[str]:
+    """The files of the packages that are not compiled or imported, such as tables and weights."""
+    files = (path for package in PACKAGES for path in (sources / package).rglob("*") if path.is_file())
+    return {str(path.relative_to(sources)) for path in files if path.suffix not in (".py", ".pyc", ".cc", ".h", ".so")}
+
+
 @pytest.fixture(scope="module")
 def home(wheel, tmp_path_factory) -> Path:
     """A virtual environment with the wheel. Its dependencies are the ones that are installed here."""
@@ -63,6 +69,10 @@ def test_it_holds_the_packages_and_nothing_else(wheel):
     assert {name for name in names if not name.endswith(".dist-info")} == PACKAGES
 
 
+def test_it_holds_every_data_file(sources, wheel):
+    assert data_files(sources) <= set(ZipFile(wheel).namelist())
+
+
 def test_it_is_what_the_environment_imports(home):
     program = "; ".join(f"import {package}; print({package}.__file__)" for package in sorted(PACKAGES))
     found = run(home / "bin/python", "-c", program, cwd=home).splitlines()
@@ -79,13 +89,14 @@ def test_without_native_operations_the_wheel_is_for_every_platform(sources, monk
     assert not [name for name in ZipFile(wheel).namelist() if name.endswith((".so", ".cc", ".h"))]
 
 
-def test_the_source_distribution_holds_what_the_native_operations_are_built_from(sources):
+def test_the_source_distribution_holds_data_files_and_what_the_native_operations_are_built_from(sources):
     run(sys.executable, "-c", "from setuptools import build_meta; build_meta.build_sdist('.')", cwd=sources)
     [archive] = sources.glob("*.tar.gz")
     with tarfile.open(archive) as files:
         names = {name.split("/", 1)[-1] for name in files.getnames()}
     native = ROOT / "kernels_pallas" / "native"
     assert {f"kernels_pallas/native/{path.name}" for path in native.iterdir() if path.suffix in (".cc", ".h")} <= names
+    assert data_files(sources) <= names
 
 
 def test_generate(home):
