@@ -169,7 +169,7 @@ def _invalid(details: Sequence[Any]) -> ApiError:
         return ApiError(400, f"the body is not valid JSON: {first['ctx']['error']}", code="invalid_json")
     path = [str(part) for part in first["loc"] if part not in ("body", "path", "query")]
     name = path[0] if path else first.get("ctx", {}).get("param")
-    if name in _ALTERNATIVES and first["type"] != "missing":
+    if name in _ALTERNATIVES and first["type"] not in ("missing", "refused"):
         return ApiError(400, f"{name} must be {_ALTERNATIVES[name]}", param=name)
     where = ".".join(part for part in path if not part.startswith(("list[", "function-", "union")))
     what = first["msg"].removeprefix("Value error, ")
