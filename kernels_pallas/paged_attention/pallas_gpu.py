@@ -88,7 +88,7 @@ def _run(q, kv, positions, page_table, block_row, scale, first_key, *, partial, 
     shapes = [jax.ShapeDtypeStruct((*found, head_dim), F32), *[jax.ShapeDtypeStruct(found, F32)] * 2]
     given = [] if isinstance(first_key, int) else [first_key.astype(jnp.int32).reshape(1)]
     kernel = functools.partial(
-        _kernel, scale=scale, hidden=None if given else first_key, splits=splits, part=part, partial=partial
+        _kernel, scale=scale, static_first_key=None if given else first_key, splits=splits, part=part, partial=partial
     )
     out, *weights = pl.pallas_call(
         kernel,
@@ -130,12 +130,12 @@ def _splits(programs, keys, most=PROGRAMS):
 
 
 def _kernel(
-    block_row, page_table, positions, q, kv, *refs, scale: float, hidden: int | None, splits: int, part: int,
+    block_row, page_table, positions, q, kv, *refs, scale: float, static_first_key: int | None, splits: int, part: int,
     partial: bool,
 ):  # fmt: skip
     # The interpreter does not accept plain integers.
-    first_key: Any = plt.load(refs[0].at[jnp.int32(0)]) if hidden is None else hidden
-    out, *weights_out = refs[hidden is None :]
+    first_key: Any = plt.load(refs[0].at[jnp.int32(0)]) if static_first_key is None else static_first_key
+    out, *weights_out = refs[static_first_key is None :]
     which, split, block = (pl.program_id(axis) for axis in range(3))
     page_size, kv_heads, columns = kv.shape[1], max(kv.shape[2] // 2, 1), pieces(kv.shape[3])
     # Widening latents in registers takes more of them.

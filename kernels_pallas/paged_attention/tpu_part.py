@@ -138,7 +138,8 @@ def _kernel(
         if window is not None:
             seen &= key > position - window
         # Values that no query sees may be NaN (a page's tail, a page that was not fetched), and 0 * NaN is NaN.
-        used = positions_of(piece, 0) <= last
+        column = positions_of(piece, 0)
+        used = (column >= first_key) & (column <= last)
         for head in range(entries // 2):
             k, v = _key_and_value(entries_here, head, q.dtype, interpret)
             scores = jnp.where(seen, scale * dot(q[0, head], k, (1, 1), q.dtype), -jnp.inf)

@@ -92,6 +92,7 @@ def loss_of(call, leaves):
     return loss
 
 
+# Attention to a part of the pages runs in steps of an engine only: its loop's end is found at run time.
 @pytest.mark.parametrize(("name", "shape"), [each for each in kinds() if each.values[0] != "paged_attention_part"])
 def test_gradients(name, shape):
     """In float32 that of a small step in some direction; in bfloat16 about the same, and not 0."""

@@ -123,7 +123,7 @@ class Attention:
         self.check(PLAIN, 1, [[300], [-1], [0]], [301, 48], [0, 0, 1], window=300, first_key=1)
 
     def test_a_query_without_keys_gives_zero(self):
-        q, kv = np.ones((1, 2, 2, 4), np.float32), np.full((2, 4, 2, 4), np.nan, np.float32)
+        q, kv = np.ones((1, 2, 4, 128), np.float32), np.full((2, 8, 4, 128), np.nan, np.float32)
         places = {"positions": ints([[0, -1]]), "page_table": ints([[1]]), "block_row": ints([0])}
         assert (self.run(q, kv, **places, first_key=1) == 0).all()
 

@@ -139,7 +139,6 @@ class TestPartsTpu(Parts):
 
     implementation = "pallas_tpu_interpreted"
     tolerance = 1e-4
-    test_a_query_without_keys_gives_zero = None  # of heads of 4; `test_hidden_first_keys` has such a query
 
     @pytest.fixture(autouse=True)
     def short_pieces(self, monkeypatch):
