@@ -121,6 +121,11 @@ def _weights(deployment: Deployment) -> str:
     return f"weights in {', '.join(other)}" if other else ""
 
 
+def _attention_kernel(deployment: Deployment) -> str:
+    named = deployment.config.kernels.replace(" ", "").split(",")
+    return next((f"kernels {each}" for each in named if each.startswith("paged_attention=")), "")
+
+
 ADAPTERS = Condition("`enable_lora`, `max_initial_states`", lambda of: of.config.adapter_flag)
 LORA, LORA_EXPERTS, DRAFTER = _flag("enable_lora"), _flag("lora_experts"), _flag("speculative_model")
 EXPERTS, MASKS = _flag("enable_return_routed_experts"), _flag("enable_return_sampling_mask")
@@ -160,6 +165,7 @@ RULES = (
     Rule(CONTEXT, FOLLOWED),
     Rule(CONTEXT, TIERS),
     Rule(CONTEXT, EXPERTS),
+    Rule(CONTEXT, Condition("`kernels` with `paged_attention=`", _attention_kernel), "name paged_attention_part"),
     Rule(ROLE, HOSTS, "use one host"),
     Rule(FOLLOWED, HOSTS, "use one host"),
     Rule(TIERS, HOSTS, "use one host"),

@@ -42,6 +42,11 @@ CASES = [
         {},
         "context_parallel_size 2 does not support enable_return_routed_experts",
     ),
+    (
+        DIVIDED | {"kernels": "recurrence_scan=xla, paged_attention=xla"},
+        {},
+        "context_parallel_size 2 does not support kernels paged_attention=xla; name paged_attention_part",
+    ),
     ({}, HOSTS | {"role": "decode"}, "--role decode does not support several hosts"),
     ({}, HOSTS | {"followed": True}, "(routers that follow it) does not support several hosts"),
     ({"host_cache_gib": 1}, HOSTS, "host_cache_gib does not support several hosts"),
@@ -135,7 +140,7 @@ def test_what_is_supported():
         invariant(FOR_ENGINES[name])
     check(Deployment(EngineConfig(dtype="float16"), DENSE, "tpu", weight_dtypes=frozenset({"float16"})))
     check(Deployment(EngineConfig(data_parallel_size=2, enable_lora=True, disk_cache="x"), DENSE, "gpu"))
-    for kernels in ("pallas_gpu", "recurrence_scan=pallas_gpu,paged_attention=xla"):
+    for kernels in ("pallas_gpu", "recurrence_scan=pallas_gpu,paged_attention_part=xla"):
         check(Deployment(EngineConfig(**DIVIDED, kernels=kernels), DENSE, "gpu"))
 
 
