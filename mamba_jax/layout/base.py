@@ -33,7 +33,9 @@ class Span:
 class Divisible:
     """Where an operation's heads or channels lie, each of which it computes without the others.
 
-    In inputs [T, heads, ...] and the result they lie along axis 1. An input may have groups that heads share.
+    In inputs [T, heads, ...] and the result they lie along axis 1. An input may have groups that heads share. This
+    holds only for an operation whose state is one array, whose parameters all have the heads along one axis, and whose
+    form `tiles` takes slots from `packed.read_slot` and `packed.tiles` only: those of a small store.
     """
 
     state: int

@@ -1,5 +1,7 @@
 """A prefill step whose tokens are divided over members gives what it gives on one device: outputs, states and pages."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,9 +18,11 @@ from mamba_jax.sharding.across import this_member
 
 MEMBERS, TOKENS, TILE, SLOTS = 4, 32, 4, 12
 SPEC = jax.sharding.PartitionSpec
-LENGTH, NUM_TOKENS, READ = [6, 0, 3], [17, 9, 0], [3, 0, 5]  # ends inside of tiles, a fresh row, an empty one
-WRITE = [0, 4, 0, 0, 3, 0, 7, 0, 9, 0, 0]  # the first row also writes the slot that it has read
-PAGE, EACH = 4, 4
+# Ends inside of tiles, a fresh row, an empty one, and two that read one slot.
+LENGTH, NUM_TOKENS, READ = [6, 0, 3, 5, 2], [15, 9, 0, 4, 2], [3, 0, 5, 5, 5]
+# The first row also writes the slot that it has read; the last tile is padding.
+WRITE = [0, 4, 0, 0, 3, 0, 7, 0, 0, 6, 0, 9]
+PAGE, EACH = 4, 6
 
 
 def layout(page_table):
@@ -29,9 +33,13 @@ def layout(page_table):
 
 
 def both(run, state, *inputs, page_table=None, of_state=None):
-    """(y, state) of `run(layout, inputs, state)` by members, each with its share of the inputs, and on one device."""
+    """(y, state) of `run(layout, inputs, state)` by members, each with its share of the inputs, and on one device.
+
+    Slot 0, and the first page of each member, are NaN.
+    """
     table = jnp.zeros((len(LENGTH), 0), jnp.int32) if page_table is None else page_table
-    of_state = of_state or SPEC()
+    nulls = slice(0, 1) if of_state is None else slice(None, None, EACH)
+    state, of_state = state.at[nulls].set(jnp.nan), of_state or SPEC()
 
     def on_each_device(table, state, *inputs):
         member = this_member(MEMBERS)
@@ -55,7 +63,7 @@ def convolved():
     return both(lambda layout, x, state: layout.run(convolution("silu", "w"), x, (weight, bias), state), state, x)
 
 
-def scanned(heads=8, groups=8, erase=False):
+def scanned(heads=8, groups=8, erase=False, divisible=True):
     vectors, values = (TOKENS, groups, 4), (TOKENS, heads, 4)
     state, query, key, value, decay, strength, skip = arrays(
         (SLOTS, heads, 4, 4), vectors, vectors, values, values[:2], values[:2], (heads,)
@@ -63,11 +71,17 @@ def scanned(heads=8, groups=8, erase=False):
     inputs = query, key / 4, value, -jnp.abs(decay), jax.nn.sigmoid(strength)
     parameters = {"skip": None if erase else skip}
     operation = recurrence("ssm", LINEAR[erase])
+    if not divisible:
+        operation = dataclasses.replace(operation, divisible=None)
     return both(lambda layout, inputs, state: layout.run(operation, inputs, parameters, state), state, *inputs)
 
 
-def selected():
-    state, x, b, c, dt, a, d = arrays((SLOTS, 4, 8), (TOKENS, 8), (TOKENS, 4), (TOKENS, 4), (TOKENS, 8), (4, 8), (8,))
+def selected(size=4):
+    """With a state of one number: as the RG-LRU has it, all of whose B and C are 1."""
+    vectors = (TOKENS, size)
+    state, x, b, c, dt, a, d = arrays((SLOTS, size, 8), (TOKENS, 8), vectors, vectors, (TOKENS, 8), (size, 8), (8,))
+    if size == 1:
+        b = c = jnp.ones(vectors)
     parameters = {"a": -jnp.abs(a), "d": d}
     run = lambda layout, inputs, state: layout.run(SELECTIVE, inputs, parameters, state)  # noqa: E731
     return both(run, state, x, b, c, jnp.abs(dt))
@@ -77,10 +91,9 @@ def attended(latent=False):
     kv, q, k, v = arrays(
         (MEMBERS * EACH, PAGE, 1 if latent else 4, 8), (TOKENS, 6, 8), (TOKENS, 1 + (not latent), 8), (TOKENS, 2, 8)
     )
-    kv = kv.at[::EACH].set(jnp.nan)  # null pages
-    table = np.zeros((3, 7), np.int32)
-    free = [[member * EACH + i for i in (2, 1, 3)] for member in range(MEMBERS)]
-    for row, pages in enumerate((6, 3)):
+    table = np.zeros((len(LENGTH), 7), np.int32)
+    free = [[member * EACH + i for i in (2, 1, 5, 3, 4)] for member in range(MEMBERS)]
+    for row, pages in enumerate((6, 3, 0, 3, 1)):
         table[row, :pages] = [free[i % MEMBERS].pop() for i in range(pages)]
     inputs = (q, k) if latent else (q, k, v)
     return both(
@@ -95,7 +108,9 @@ FORMS = {
     "members share a group": lambda: scanned(groups=2),
     "delta": lambda: scanned(erase=True),
     "heads do not divide": lambda: scanned(heads=6, groups=2),
+    "not declared": lambda: scanned(divisible=False),
     "selective": selected,
+    "gated linear unit": lambda: selected(size=1),
     "attention": attended,
     "latents": lambda: attended(latent=True),
 }
@@ -137,16 +152,38 @@ def _in_reverse(member, x, axis=0):
     return jnp.concatenate(jax.lax.all_gather(x, member.axis)[::-1], axis)
 
 
+def _of_the_row_before(layout, state, along, own_states=ShareLayout._own_states):
+    places, own = own_states(layout, state, along)
+    return places, jnp.roll(own, 1, axis=0)
+
+
+def _of_the_last_tile(layout, state, own, along, with_states=ShareLayout._with_states):
+    packed, slot = layout.whole.packed, layout.whole.packed.tiles.write_slot
+    last = jnp.arange(len(slot)) == jnp.max(jnp.where(slot > 0, jnp.arange(len(slot)), 0))
+    tiles = dataclasses.replace(packed.tiles, write_slot=jnp.where(last, slot, 0))
+    whole = dataclasses.replace(layout.whole, packed=dataclasses.replace(packed, tiles=tiles))
+    return with_states(dataclasses.replace(layout, whole=whole), state, own, along)
+
+
 EXCHANGING = ["convolution", "groups divide", "selective"]
 FAULTS = {
-    "exchange": (_no_exchange, [*EXCHANGING, "attention"]),
-    "own": (_of_the_first_member, EXCHANGING),
-    "gather": (_in_reverse, ["members share a group", "heads do not divide", "attention"]),
+    (Member, "exchange"): (_no_exchange, [*EXCHANGING, "attention"]),
+    (Member, "own"): (_of_the_first_member, EXCHANGING),
+    (Member, "gather"): (_in_reverse, ["members share a group", "heads do not divide", "attention"]),
+    (ShareLayout, "_own_states"): (_of_the_row_before, EXCHANGING),
+    (ShareLayout, "_with_states"): (_of_the_last_tile, EXCHANGING),
 }
 
 
-@pytest.mark.parametrize(("fault", "form"), [(fault, form) for fault, (_, forms) in FAULTS.items() for form in forms])
-def test_planted_faults_are_seen(fault, form, monkeypatch):
-    monkeypatch.setattr(Member, fault, FAULTS[fault][0])
+@pytest.mark.parametrize(
+    ("place", "fault", "form"),
+    [
+        pytest.param(place, fault, form, id=f"{place[1]}, {form}")
+        for place, (fault, forms) in FAULTS.items()
+        for form in forms
+    ],
+)
+def test_planted_faults_are_seen(place, fault, form, monkeypatch):
+    monkeypatch.setattr(*place, fault)
     with pytest.raises(AssertionError):
         assert_same(FORMS[form]())

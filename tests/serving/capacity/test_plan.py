@@ -286,6 +286,8 @@ def test_members_hold_more_context_and_read_it_faster():
     )
     # A device has its results for 16 of 32 heads of 128, and as many before and after the exchange, in 32 + 32 tiles.
     assert again.temporaries - few.temporaries == 3 * (32 + 32) * 128 * 16 * 128 * 4
+    recurrent = make_plan(EngineConfig.create(model="mamba2-130m", context_parallel_size=4), machine, compile=False)
+    assert (recurrent.size.num_pages, *recurrent.sequences_at(1 << 20)) == (0, 64, "max_num_seqs")
     with pytest.raises(ConfigError, match=r"context_parallel_size 3 does not divide 8 device"):
         make_plan(EngineConfig.create(**flags, context_parallel_size=3), machine, compile=False)
 

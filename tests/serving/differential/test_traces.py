@@ -229,6 +229,11 @@ def test_traces_of_other_kinds(
     met = run_traces(first, count, reached=reached, ties=ties, **how)
     assert met["mixed"] > count or not how.get("mixed")
     assert ties or not met["cut"]
+    if how.get("model") == "two members":
+        cache = engines_of("two members").programs.cache
+        prefills = [compiled.as_text() for name, compiled in cache if name == "PrefillBatch"]
+        assert prefills
+        assert all(" all-to-all(" in text for text in prefills)
 
 
 RECURRENCES = ("nemotronh", "delta", "kimi", "lightning", "selective")

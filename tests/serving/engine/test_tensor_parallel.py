@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import random
 import re
 import threading
@@ -107,6 +108,17 @@ def test_every_family_with_divided_pages(name, members, tmp_path):
 
 
 @pytest.mark.full
+def test_members_without_pages(tmp_path):
+    """A model without attention: members divide the steps of a prompt only."""
+    case = (FAMILIES | MORE)["mamba2"]
+    directory = write_checkpoint(tmp_path, case)
+    llm = engine(directory, case, 1, context_parallel_size=2)
+    assert not llm.engine.loop.store.kv
+    assert_greedy(llm.generate({"prompt_token_ids": shared_block()[0]}, GREEDY, use_tqdm=False), directory)
+    assert_pages_divided(llm, 2)
+
+
+@pytest.mark.full
 def test_a_draft_layer_with_tables_of_its_own(tmp_path):
     """Each device loads its words of them, and accepts the drafts that one device accepts."""
     case = FAMILIES["qwen3next"]
@@ -162,20 +174,21 @@ def assert_exchanges(llm, members):
     # The groups that several members share, queries, keys, values and hidden states; then what each state holds.
     tokens = vectors + of_queries + 2 * attention.num_kv_heads * attention.head_dim + llm.model.config.hidden_size
     state = sum(array[0].size for array in slots.values())
-    for name, compiled in llm.engine.loop.programs.cache:
-        if name == "PrefillBatch":
-            text = compiled.as_text()
-            assert received(text, "all-to-all") == 64 // members * share + 64 * parts
-            assert received(text, "all-gather") == 64 * tokens + state
+    prefills = [compiled.as_text() for name, compiled in llm.engine.loop.programs.cache if name == "PrefillBatch"]
+    assert prefills
+    for text in prefills:
+        assert received(text, "all-to-all") == 4 * (64 // members * share + 64 * parts)
+        assert received(text, "all-gather") == 4 * (64 * tokens + state)
 
 
 def received(text, kind):
-    """Numbers in float32 that the operations of a kind return, each counted once."""
+    """Bytes of the floats that the operations of a kind return. One in a loop, of a state that is written, counts
+    once."""
     results = [line.split(f" {kind}(")[0] for line in text.splitlines() if f" {kind}(" in line]
     return sum(
-        np.prod([int(n) for n in shape.split(",")])
+        int(bits) // 8 * math.prod(int(n) for n in shape.split(",") if n)
         for each in results
-        for shape in re.findall(r"f32\[([\d,]+)\]", each)
+        for bits, shape in re.findall(r"\bb?f(\d+)\w*\[([\d,]*)\]", each)
     )
 
 
