@@ -48,6 +48,8 @@ class MeasuredProgram(Program):
     """How often devices exchange something, by kind."""
     gathered: int = 0
     """Bytes of all-gathers on each device, its own part included."""
+    exchanged: int = 0
+    """Likewise of all-to-alls."""
     launches: dict[str, int] | None = None
     """What the host launches, by kind of thunk; `kCommandBuffer` is a CUDA graph."""
     kernels: int = 0
@@ -163,7 +165,8 @@ def measured(programs: SlicePrograms, batch: StepBatch, name: str = "step") -> M
         memory.temp_size_in_bytes,
         memory.alias_size_in_bytes,
         collectives=count_collectives(text),
-        gathered=Traffic(text).gathered(),
+        gathered=Traffic(text).received("all-gather"),
+        exchanged=Traffic(text).received("all-to-all"),
         **found,
     )
 

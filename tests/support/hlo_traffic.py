@@ -85,14 +85,14 @@ class Traffic:
         """
         return dict(self._count(self._entry, frozenset(kinds)))
 
-    def gathered(self) -> int:
-        """Bytes that all-gathers outside of loops and branches give each device, its own part included."""
+    def received(self, kind: str) -> int:
+        """Bytes that exchanges of a kind outside of loops and branches give each device, its own part included."""
         total = 0
         for it in self._computations[self._entry]:
             count = len(it.operands)
-            if it.operation == "all-gather":
+            if it.operation == kind:
                 total += it.size
-            elif it.operation == "all-gather-start":  # (operands, results)
+            elif it.operation == f"{kind}-start":  # (operands, results)
                 total += sum(array.bytes for array in it.result[count : 2 * count])
         return total
 

@@ -97,7 +97,9 @@ NANO, NEXT, SLOW = "nemotron-3-nano-30b-a3b", "qwen3-next-80b-a3b", pytest.mark.
     ],
 )
 def test_members_exchange_what_they_found(model, pattern, topology, members, phase):
-    """In a layer of attention, the results for all queries, in float32, of each member; no key and no value."""
+    """In a layer of attention: the results of each member for all queries, in float32. In decoding no key and no value;
+    in prefill also the queries, keys and values of the step, and hidden states, for a member has a share of the tokens.
+    """
     config, rows, tokens = few_layers(model, pattern), 64, 1024
     store = STORE | {"page_size": 64 if topology == "h200-8" else 128, "num_pages": 8000}
     pages = 131_072 // store["page_size"]
@@ -108,10 +110,15 @@ def test_members_exchange_what_they_found(model, pattern, topology, members, pha
         seen = tiles * TILE
     step = compile_step(config, topology, batch, store=store, seats=SEATS, members=members)
     attention = config.attention
-    queries = attention.num_heads // step.partition.shards * attention.head_dim * seen
-    least = 4 * members * queries
-    # What a divided prefill exchanges is counted in tests/serving/engine/test_tensor_parallel.py.
-    assert phase == "prefill" or least <= step.program.gathered <= 1.1 * least
+    heads, head_dim = attention.num_heads // step.partition.shards, attention.head_dim
+    least = 4 * members * heads * head_dim * seen
+    if phase == "decode":
+        assert least <= step.program.gathered <= 1.1 * least
+    elif pattern == "*":
+        of_keys = 2 * max(attention.num_kv_heads // step.partition.shards, 1) * head_dim
+        assert step.program.exchanged == 4 * tokens * heads * (head_dim + 1)
+        # And a few integers.
+        assert 0 <= step.program.gathered - 2 * tokens * (heads * head_dim + of_keys + config.hidden_size) < 1000
     assert f"paged_attention_part by pallas_{'gpu' if topology == 'h200-8' else 'tpu'}" in step.kernels
     assert step.program.aliased >= step.states + step.pages
     assert step.program.temporaries < step.pages / 4 + 3 * least
