@@ -86,7 +86,7 @@ class ShareLayout:
 
     def _with_states(self, state: Array, own: Array, along: Divisible) -> Array:
         """Returns the store with what the tiles have written, gathered over members."""
-        # A GPU's loops wait for the host, and copy the store.
+        # The number of rounds of a loop would be known on the device only, and a GPU may wait for the host in each.
         at_once, each = (partial(run, along=along) for run in (self._write_at_once, self._write_each))
         written: Array = lax.platform_dependent(state, own, cuda=at_once, rocm=at_once, default=each)
         return written
