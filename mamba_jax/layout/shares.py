@@ -87,8 +87,9 @@ class ShareLayout:
     def _with_states(self, state: Array, own: Array, along: Divisible) -> Array:
         """Returns the store with what the tiles have written, gathered over members."""
         # The number of rounds of a loop would be known on the device only, and a GPU may wait for the host in each.
+        # A CPU's devices may begin the loop and an exchange outside in different orders, and wait for each other.
         at_once, each = (partial(run, along=along) for run in (self._write_at_once, self._write_each))
-        written: Array = lax.platform_dependent(state, own, cuda=at_once, rocm=at_once, default=each)
+        written: Array = lax.platform_dependent(state, own, tpu=each, default=at_once)
         return written
 
     def _write_at_once(self, state: Array, own: Array, *, along: Divisible) -> Array:

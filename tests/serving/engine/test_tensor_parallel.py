@@ -174,16 +174,16 @@ def assert_exchanges(llm, members):
     # The groups that several members share, queries, keys, values and hidden states; then what each state holds.
     tokens = vectors + of_queries + 2 * attention.num_kv_heads * attention.head_dim + llm.model.config.hidden_size
     state = sum(array[0].size for array in slots.values())
+    (shape,) = llm.engine.loop.batches.prefill_shapes
     prefills = [compiled.as_text() for name, compiled in llm.engine.loop.programs.cache if name == "PrefillBatch"]
     assert prefills
     for text in prefills:
         assert received(text, "all-to-all") == 4 * (64 // members * share + 64 * parts)
-        assert received(text, "all-gather") == 4 * (64 * tokens + state)
+        assert received(text, "all-gather") == 4 * (64 * tokens + shape.tiles * state)
 
 
 def received(text, kind):
-    """Bytes of the floats that the operations of a kind return. One in a loop, of a state that is written, counts
-    once."""
+    """Bytes of the floats that the operations of a kind return, none of which is in a loop."""
     results = [line.split(f" {kind}(")[0] for line in text.splitlines() if f" {kind}(" in line]
     return sum(
         int(bits) // 8 * math.prod(int(n) for n in shape.split(",") if n)
