@@ -133,7 +133,7 @@ class SharedEngines:
         self.flags, self.tolerance, self.of_whole = variant.flags, variant.tolerance, variant.of_whole
         self.samples = variant.model == SAMPLED
         model = long_memory_model(FOR_ENGINES[variant.model], near_ties=name == "nemotronh", dtype=variant.dtype)
-        (self.mesh,) = device_meshes(EngineConfig.create(**self.flags))
+        (self.mesh,) = device_meshes(EngineConfig.create(**(FLAGS | self.flags)))
         self.model = on_mesh(model, self.mesh)
         self.programs = self._shared_programs(TILE)
         self._programs = {(TILE, 0): self.programs}
