@@ -246,6 +246,7 @@ def test_command_finds_the_smallest_machine_of_each_kind(capsys, monkeypatch):
 
 def test_every_machine_is_in_one_group():
     assert [machine.name for group in families() for machine in group] == known()
+    assert all(target(name).count >= 1 for name in known())  # as targets.toml spells them
 
 
 def test_sequences_at_a_context_are_limited_by_pages_or_by_rows():
