@@ -16,7 +16,6 @@ import jax
 
 from checkpoints import load_config
 from checkpoints.errors import CheckpointError
-from mamba_jax.program_cache import look_of
 from mamba_jax.programs import Batch
 from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly.build import AssembledEngine, build_engine
@@ -27,7 +26,7 @@ from serving.hosts.host_group import HostGroup
 from serving.hosts.link import Kind
 from serving.hosts.meeting import meet
 from serving.hosts.settings import HostSettings
-from serving.hosts.wire import WireError, from_bytes, to_bytes
+from serving.hosts.wire import Receiver, Sender, WireError
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +96,7 @@ class Leader:
     `digest`: of the weights that this host has loaded; those of all hosts must be equal."""
 
     def __init__(self, loop: StepLoop, group: HostGroup, digest: str) -> None:
-        self._group, self._digest, self._number = group, digest, 0
+        self._group, self._digest, self._number, self._sender = group, digest, 0, Sender()
         loop.followers = self
 
     def wait_until_ready(self) -> None:
@@ -113,7 +112,7 @@ class Leader:
 
     def call(self, batch: Batch) -> None:
         """The next call for all followers; the loop dispatches it right after."""
-        self._group.tell(Kind.CALL, *to_bytes(self._number, batch))
+        self._group.tell(Kind.CALL, *self._sender.to_bytes(self._number, batch))
         self._number += 1
 
     def step_failed(self, error: BaseException) -> NoReturn:
@@ -129,18 +128,16 @@ def follow(built: AssembledEngine, group: HostGroup) -> None:
     """Does what the group's leader does, until it is done; a call that cannot be followed ends all hosts. `built` is
     made from the same flags as the leader's; its scheduler is not used."""
     loop, vocab_size = built.engine.loop, built.engine.vocab_size
-    known = {look_of(batch) for batch in loop.batches.warm_up_batches(vocab_size)}
+    receiver = Receiver(loop.batches.warm_up_batches(vocab_size))
     group.tell(Kind.READY, built.digest.encode())
     before: Any = None
     for expected, message in enumerate(group.calls()):
         try:
-            number, batch = from_bytes(message)
+            number, batch = receiver.from_bytes(message)
         except WireError as error:
-            group.end(f"host {group.host} cannot read call {expected} of host 0: {error}")
+            group.end(f"host {group.host} cannot follow call {expected} of host 0: {error}")
         if number != expected:
             group.end(f"host {group.host} received call {number} of host 0, expected {expected}")
-        if look_of(batch) not in known:
-            group.end(f"host {group.host} has no program for call {number} of host 0, a {type(batch).__name__}")
         try:
             output = loop.run(batch)
             if output is not None:  # as the leader: one step ahead of what is known to have worked

@@ -11,7 +11,7 @@ from serving.engine.control import Control
 from serving.hosts.host import Leader, facts_of, follow
 from serving.hosts.link import Kind
 from serving.hosts.settings import HostSettings
-from serving.hosts.wire import to_bytes
+from serving.hosts.wire import Sender
 from tests.serving.hosts.test_wire import VOCAB, builder
 
 
@@ -52,8 +52,8 @@ def follower(messages):
 
 
 def calls(count, start=0, **changes):
-    batches = list(builder(**changes).warm_up_batches(VOCAB))[:count]
-    return [b"".join(to_bytes(start + i, batch)) for i, batch in enumerate(batches)]
+    batches, sender = list(builder(**changes).warm_up_batches(VOCAB))[:count], Sender()
+    return [b"".join(sender.to_bytes(start + i, batch)) for i, batch in enumerate(batches)]
 
 
 def test_it_runs_what_a_leader_sends():
@@ -76,9 +76,9 @@ def test_it_runs_what_a_leader_sends():
     [
         (calls(2, start=1), "host 1 received call 1 of host 0, expected 0"),
         ([*calls(2), *calls(1)], "host 1 received call 0 of host 0, expected 2"),
-        ([b"{}"], "host 1 cannot read call 0 of host 0: no header"),
+        ([b"{}"], "host 1 cannot follow call 0 of host 0: no header"),
         (calls(6), "failed: the device is on fire"),
-        (calls(9, max_num_seqs=3), "no program for call 2 of host 0, a MaskBatch"),
+        (calls(9, max_num_seqs=3), "host 1 cannot follow call 2 of host 0: there is no program for it"),
     ],
 )
 def test_it_ends_where_it_cannot_follow(messages, line):
