@@ -4,11 +4,12 @@ recommends; and a `HybridConfig` as JSON, for checkpoints of our own."""
 from __future__ import annotations
 
 import dataclasses
-import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import pydantic
 
 from checkpoints.errors import CheckpointError
 from checkpoints.json_file import merged, read_json, read_json_if_present
@@ -18,6 +19,8 @@ from mamba_jax.families.fields import Fields
 
 _KIND = "kind"
 """Which recurrence a description is of: the name of its class."""
+
+_Config = TypeVar("_Config")
 
 
 def read_text_fields(directory: Path, overrides: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
@@ -57,9 +60,7 @@ def config_from_json(fields: Mapping[str, Any]) -> HybridConfig:
         ValueError: a field is unknown, missing, or not allowed.
     """
     described = fields.get("recurrences", ()) if isinstance(fields, Mapping) else ()
-    if not described:
-        return _build(HybridConfig, fields)
-    return _build(HybridConfig, {**fields, "recurrences": [_recurrence(each) for each in described]})
+    return _read(HybridConfig, {**fields, "recurrences": [_recurrence(each) for each in described]})
 
 
 def _recurrence(fields: Any) -> RecurrenceConfig:
@@ -68,7 +69,7 @@ def _recurrence(fields: Any) -> RecurrenceConfig:
     name = fields.get(_KIND) if isinstance(fields, Mapping) else None
     if name not in kinds:
         raise ValueError(f"recurrence {name!r} is unknown: known are {', '.join(sorted(kinds))}")
-    return _build(kinds[name], {field: value for field, value in fields.items() if field != _KIND})
+    return _read(kinds[name], {field: value for field, value in fields.items() if field != _KIND})
 
 
 def _subclasses(kind: type[RecurrenceConfig]) -> Iterator[type[RecurrenceConfig]]:
@@ -77,28 +78,16 @@ def _subclasses(kind: type[RecurrenceConfig]) -> Iterator[type[RecurrenceConfig]
         yield from _subclasses(below) if below.__subclasses__() else (below,)
 
 
-def _build(kind: Any, fields: Any) -> Any:
-    if not isinstance(fields, Mapping):
-        raise ValueError(f"{kind.__name__}: expected an object, found {fields!r}")
-    hints = typing.get_type_hints(kind)
-    if unknown := sorted(set(fields) - set(hints)):
-        raise ValueError(f"{kind.__name__}: unknown fields {', '.join(unknown)}")
-    needed = (field for field in dataclasses.fields(kind) if field.init)
-    no_default = (dataclasses.MISSING, dataclasses.MISSING)
-    if missing := [f.name for f in needed if (f.default, f.default_factory) == no_default and f.name not in fields]:
-        raise ValueError(f"{kind.__name__}: missing fields {', '.join(missing)}")
+def _read(kind: type[_Config], fields: Any) -> _Config:
+    # A dataclass by itself gets no settings; it takes those of the tuple that it is in.
+    settings = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    reader = pydantic.TypeAdapter(tuple[kind], config=settings)  # type: ignore[valid-type]
     try:
-        return kind(**{name: _value(hints[name], value) for name, value in fields.items()})
-    except TypeError as error:
-        raise ValueError(str(error)) from error
-
-
-def _value(hint: Any, value: Any) -> Any:
-    if isinstance(value, list):
-        # The only sequences in a config are tuples: of plain values, or of objects of one kind.
-        return tuple(_value(hint, each) if isinstance(each, Mapping) else each for each in value)
-    nested = [part for part in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(part)]
-    return _build(nested[0], value) if nested and value is not None else value
+        return reader.validate_python((fields,))[0]
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, (kind.__name__, *first["loc"][1:])))
+        raise ValueError(f"{name}: {first['msg']}") from error
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class SafetensorsFile:
             with open_regular(path) as file:
                 self.status = os.fstat(file.fileno())
                 """The status of the mapped file."""
-                self.entries, self.metadata = _read_header(path, file, self.status.st_size, max_header)
+                self.entries, self.metadata = read_header(path, file, self.status.st_size, max_header)
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
@@ -107,7 +107,12 @@ class SafetensorsFile:
             self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
 
 
-def _read_header(path: Path, file: Any, size: int, most: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+def read_header(path: Path, file: Any, size: int, most: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """Returns a file's tensors by name, and its metadata. `size`: of the file; `most`: of the header, in bytes.
+
+    Raises:
+        CheckpointError: the header is not valid, or the file is truncated.
+    """
     prefix = file.read(8)
     length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else None
     if length is None or length > most or 8 + length > size:

@@ -11,6 +11,7 @@ Files are as trustworthy as the folder: a user who can write to it can change th
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -27,6 +28,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from checkpoints.json_file import open_at_once
+from checkpoints.tensors.safetensors_file import read_header
 from checkpoints.user_cache import make_private
 from serving.core.cache.content import SIZE, Name
 from serving.core.cache.prefix_tree import CheckpointKind
@@ -125,7 +127,7 @@ class Folder:
         with open_at_once(path, os.O_NOFOLLOW) as file:
             data = file.read()
         try:
-            note = _note(data)
+            note = read_header(path, io.BytesIO(data), len(data), _MOST_HEADER)[1]
             found = load(data)
             whole = note.pop("checksum") == str(_checksum(note, found)) and note["name"] == name.hex()
             typed = {key: array.view(np.dtype(specs[key].dtype)) for key, array in found.items()}
@@ -199,16 +201,10 @@ def _header_checksum(note: Mapping[str, str]) -> int:
 def unit_of(path: Path, name: Name, block: int) -> Unit | None:
     """Reads a file's header; None for a block. Raises ValueError if the header is invalid or the file is truncated."""
     with open_at_once(path, os.O_NOFOLLOW) as file:
-        head = file.read(8)
-        length = int.from_bytes(head, "little")
-        if len(head) < 8 or length > _MOST_HEADER:
-            raise ValueError("no header")
-        text = file.read(length)
+        size = os.fstat(file.fileno()).st_size
+        entries, note = read_header(path, file, size, _MOST_HEADER)
     try:
-        header = json.loads(text)
-        note = header.pop("__metadata__")
-        end = max(entry["data_offsets"][1] for entry in header.values())
-        if path.stat().st_size != 8 + length + end or note["name"] != name.hex():
+        if size != max(entry.end for entry in entries.values()) or note["name"] != name.hex():
             raise ValueError("cut short, or another part's")
         if note.pop("header checksum") != str(_header_checksum(note)):
             raise ValueError("the header is not what was written")
@@ -222,10 +218,3 @@ def unit_of(path: Path, name: Name, block: int) -> Unit | None:
         return Unit(name, links, tail, position, kind, note.get("client"))
     except (LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"no header of a part: {error}") from None
-
-
-def _note(data: bytes) -> dict[str, str]:
-    length = int.from_bytes(data[:8], "little")
-    if len(data) < 8 + length or length > _MOST_HEADER:
-        raise ValueError("cut short")
-    return dict(json.loads(data[8 : 8 + length])["__metadata__"])

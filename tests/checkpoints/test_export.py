@@ -198,10 +198,10 @@ INVALID = "/mamba_jax.json: not a description of a model ("
     [
         (lambda fields: fields.update(version=9), "/mamba_jax.json: version 9, this program reads 1"),
         (lambda fields: fields.pop("config"), f"{INVALID}'config')"),
-        (lambda fields: fields["config"].update(color=1), f"{INVALID}HybridConfig: unknown fields color)"),
-        (lambda fields: fields["config"].pop("pattern"), f"{INVALID}HybridConfig: missing fields pattern)"),
-        (lambda fields: fields["config"].update(mamba=3), f"{INVALID}MambaConfig: expected an object, found 3)"),
-        (lambda fields: fields["config"].update(pattern="X"), f"{INVALID}layer pattern 'X' has"),
+        (lambda fields: fields["config"].update(color=1), f"{INVALID}HybridConfig.color: Unexpected keyword argument)"),
+        (lambda fields: fields["config"].pop("pattern"), f"{INVALID}HybridConfig.pattern: Field required)"),
+        (lambda fields: fields["config"].update(mamba=3), f"{INVALID}HybridConfig.mamba: Input should be a dict"),
+        (lambda fields: fields["config"].update(pattern="X"), f"{INVALID}HybridConfig: Value error, layer pattern 'X'"),
         (
             lambda fields: fields["config"].update(vocab_size=62),
             ": 2 parameters do not fit: embed.weight: stored [61, 32], needed [62, 32], "
