@@ -30,20 +30,29 @@ class Span:
 
 
 @dataclass(frozen=True)
+class Along:
+    """Where heads or channels lie in an array."""
+
+    axis: int | None
+    """None: they share the array. Each member has all of it, of all tokens, and writes the same to it."""
+    parts: int = 1
+    """The axis concatenates this many arrays, each with all heads."""
+
+
+@dataclass(frozen=True)
 class Divisible:
     """Where an operation's heads or channels lie, each of which it computes without the others.
 
-    In inputs [T, heads, ...] and the result they lie along axis 1. An input may have groups that heads share. This
-    holds only for an operation whose state is one array, whose parameters all have the heads along one axis, and whose
-    form `tiles` takes slots from `packed.read_slot` and `packed.tiles` only: those of a small store.
+    In the result they lie along axis 1. Each field has one `Along` for all arrays, or a tree of them like the arrays'.
+    This holds only for an operation whose form `tiles` takes slots from `packed.read_slot` and `packed.tiles` only:
+    those of a small store.
     """
 
-    state: int
-    """Their axis of the state [slots, ...]."""
-    parameters: int
-    """Their axis of all parameters."""
-    shared: tuple[int, ...] = ()
-    """Inputs that all of them read whole."""
+    state: Any
+    """In states [slots, ...]."""
+    parameters: Any
+    inputs: Any = Along(1)
+    """In arrays [T, ...]; groups that heads share divide as well."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ which do not depend on each other. Attention gets all queries, for the keys in t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from jaxtyping import Array, Bool, Int, Shaped
 from kernels_pallas.paged_attention import merge_attention_parts
 from kernels_pallas.places import Packed
 from kernels_pallas.slots import load, put, read_slots, write_slots
-from mamba_jax.layout.base import Divisible, Inputs, Keys, Operation, Pages, Parameters, Queries, Span
+from mamba_jax.layout.base import Along, Divisible, Inputs, Keys, Operation, Pages, Parameters, Queries, Span
 from mamba_jax.layout.member import Member
 from mamba_jax.layout.prefill import PrefillLayout
 
@@ -47,69 +48,78 @@ class ShareLayout:
         if operation.shares is not None:
             return operation.shares(self, inputs, parameters, state)
         member, along = self.member, operation.divisible
-        if along is None or not self._divides(along, inputs, state):
-            y, state = operation.tiles(self.whole, tuple(map(member.gather, inputs)), parameters, state)
+        if along is None or not self._divides(along, (inputs, parameters, state)):
+            y, state = operation.tiles(self.whole, jax.tree.map(member.gather, inputs), parameters, state)
             return member.own(y), state
-        given = tuple(member.gather(x) if i in along.shared else self._to_heads(x) for i, x in enumerate(inputs))
-        here = jax.tree.map(lambda each: member.own(each, along.parameters), parameters)
+        return self.by_heads(operation.tiles, along, inputs, parameters, state)
+
+    def by_heads(
+        self, tiles: Callable[..., Any], along: Divisible, inputs: Any, parameters: Any, state: Any
+    ) -> tuple[Array, Any]:
+        """Runs a form `tiles` with all tokens of this member's heads; their numbers divide by that of members."""
+        given = _each(self._to_heads, along.inputs, inputs)
+        here = _each(partial(_by_parts, self.member.own), along.parameters, parameters)
         places, own = self._own_states(state, along)
-        y, own = operation.tiles(replace(self.whole, packed=places), given, here, own)
-        return member.exchange(y, split=0, concat=1), self._with_states(state, own, along)
+        y, own = tiles(replace(self.whole, packed=places), given, here, own)
+        return self.member.exchange(y, split=0, concat=1), self._with_states(state, own, along)
 
-    def _divides(self, along: Divisible, inputs: Inputs, state: Array) -> bool:
-        count = self.member.count
-        sizes = [x.shape[1] for i, x in enumerate(inputs) if i not in along.shared]
-        return state.shape[along.state] % count == 0 and all(size % count == 0 or count % size == 0 for size in sizes)
+    def _divides(self, along: Divisible, given: Any) -> bool:
+        def divides(x: Array, along: Along) -> bool:
+            return along.axis is None or x.shape[along.axis] % (along.parts * self.member.count) == 0
 
-    def _to_heads(self, x: Shaped[Array, "share heads ..."]) -> Shaped[Array, "T own ..."]:
-        """Returns all tokens of this member's heads, or of the group that its heads share."""
-        count = self.member.count
-        if x.shape[1] % count == 0:
-            return self.member.exchange(x, split=1, concat=0)
-        group = self.member.index * x.shape[1] // count
-        return lax.dynamic_slice_in_dim(self.member.gather(x), group, 1, axis=1)
+        return all(jax.tree.leaves(_each(divides, (along.inputs, along.parameters, along.state), given)))
 
-    def _own_states(self, state: Array, along: Divisible) -> tuple[Packed, Array]:
+    def _to_heads(self, x: Shaped[Array, "share ..."], along: Along) -> Shaped[Array, "T ..."]:
+        """Returns all tokens of this member's heads, or of what they share."""
+        if along.axis is None:
+            return self.member.gather(x)
+        return _by_parts(lambda x, axis: self.member.exchange(x, split=axis, concat=0), x, along)
+
+    def _own_states(self, state: Any, along: Divisible) -> tuple[Packed, Any]:
         """Returns a small store of this member's heads, and the tokens' places with its slots: those that rows read
         come first, then one for each tile."""
         packed = self.whole.packed
         rows, tiles = len(packed.read_slot), packed.tiles
-        read = self.member.own(read_slots(state, packed.read_slot), along.state)
-        own = jnp.pad(read, ((1, len(packed.tile_row)), *[(0, 0)] * (read.ndim - 1)))
+
+        def small(state: Array, along: Along) -> Array:
+            read = _by_parts(self.member.own, read_slots(state, packed.read_slot), along)
+            return jnp.pad(read, ((1, len(packed.tile_row)), *[(0, 0)] * (read.ndim - 1)))
+
         places = replace(
             tiles,
             read_slot=jnp.where(tiles.read_slot > 0, 1 + packed.tile_row, 0),
             write_slot=jnp.where(tiles.write_slot > 0, 1 + rows + jnp.arange(len(packed.tile_row)), 0),
         )
         read_slot = jnp.where(packed.read_slot > 0, 1 + jnp.arange(rows), 0)
-        return replace(packed, read_slot=read_slot, tiles=places), own
+        return replace(packed, read_slot=read_slot, tiles=places), _each(small, along.state, state)
 
-    def _with_states(self, state: Array, own: Array, along: Divisible) -> Array:
+    def _with_states(self, state: Any, own: Any, along: Divisible) -> Any:
         """Returns the store with what the tiles have written, gathered over members."""
         # The number of rounds of a loop would be known on the device only, and a GPU may wait for the host in each.
         # A CPU's devices may begin the loop and an exchange outside in different orders, and wait for each other.
         at_once, each = (partial(run, along=along) for run in (self._write_at_once, self._write_each))
-        written: Array = lax.platform_dependent(state, own, tpu=each, default=at_once)
-        return written
+        return lax.platform_dependent(state, own, tpu=each, default=at_once)
 
-    def _write_at_once(self, state: Array, own: Array, *, along: Divisible) -> Array:
+    def _write_at_once(self, state: Any, own: Any, *, along: Divisible) -> Any:
         """Gathers the ends of all tiles, also of those that are not written."""
         packed = self.whole.packed
-        ends = self.member.gather(own[1 + len(packed.read_slot) :], along.state)
-        return write_slots(state, ends, packed.tiles.write_slot)
+        ends = self._gathered(jax.tree.map(lambda own: own[1 + len(packed.read_slot) :], own), along)
+        return jax.tree.map(lambda state, ends: write_slots(state, ends, packed.tiles.write_slot), state, ends)
 
-    def _write_each(self, state: Array, own: Array, *, along: Divisible) -> Array:
+    def _write_each(self, state: Any, own: Any, *, along: Divisible) -> Any:
         packed = self.whole.packed
         target, rows = packed.tiles.write_slot, len(packed.read_slot)
         written = jnp.nonzero(target, size=len(target), fill_value=0)[0]
 
-        def one(i: Int[Array, ""], state: Array) -> Array:
+        def one(i: Int[Array, ""], state: Any) -> Any:
             tile = written[i]
-            whole = self.member.gather(load(own, 1 + rows + tile), along.state - 1)
-            return put(state, whole, target[tile])
+            ends = self._gathered(jax.tree.map(lambda own: load(own, 1 + rows + tile)[None], own), along)
+            return jax.tree.map(lambda state, ends: put(state, ends[0], target[tile]), state, ends)
 
-        done: Array = lax.fori_loop(0, (target > 0).sum(), one, state)
-        return done
+        return lax.fori_loop(0, (target > 0).sum(), one, state)
+
+    def _gathered(self, ends: Any, along: Divisible) -> Any:
+        return _each(partial(_by_parts, self.member.gather), along.state, ends)
 
     def attend(self, q: Queries, k: Keys, v: Keys | None, kv: Pages, span: Span) -> tuple[Queries, Pages]:
         member, whole = self.member, self.whole
@@ -119,3 +129,19 @@ class ShareLayout:
         found = (member.exchange(each, split=0, concat=0) for each in parts)
         out, lse = (each.reshape(member.count, 1, -1, *each.shape[1:]) for each in found)
         return merge_attention_parts(out, lse)[0].astype(q.dtype), kv
+
+
+def _each(run: Callable[[Array, Along], Any], along: Any, arrays: Any) -> Any:
+    """Returns `run(array, along)` of each array; `along` is one for all, or a tree of them."""
+    return jax.tree.map(lambda along, part: jax.tree.map(lambda x: run(x, along), part), along, arrays)
+
+
+def _by_parts(run: Callable[[Array, int], Array], x: Array, along: Along) -> Array:
+    """Returns `run(x, axis)` of each of the arrays along the axis; x itself if heads share it."""
+    if along.axis is None:
+        return x
+    axis = along.axis % x.ndim
+    if along.parts == 1:
+        return run(x, axis)
+    y = run(x.reshape(*x.shape[:axis], along.parts, -1, *x.shape[axis + 1 :]), axis + 1)
+    return y.reshape(*y.shape[:axis], -1, *y.shape[axis + 2 :])

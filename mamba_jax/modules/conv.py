@@ -16,6 +16,7 @@ from kernels_pallas.causal_conv1d import (
 )
 from mamba_jax.config.channel_recurrence import ShortConvConfig
 from mamba_jax.layout import (
+    Along,
     Anchors,
     DecodeLayout,
     Divisible,
@@ -65,7 +66,7 @@ def convolution(activation: str | None, window: str) -> Operation:
         y, old, ring = causal_conv1d_replay(x, weight, bias, old, ring, layout.anchored, activation=activation)
         return layout.by_token(y), (old, {name: ring})
 
-    return Operation(sequences, tiles, rows, replay, divisible=Divisible(state=2, parameters=0))
+    return Operation(sequences, tiles, rows, replay, divisible=Divisible(state=Along(2), parameters=Along(0)))
 
 
 class Conv(nnx.Module):

@@ -84,11 +84,12 @@ class Mamba(RecurrentMixer):
         config, given, (ssm, conv_x, conv_bc) = self.config, self.projections(inputs), states
         if self.norm is not None and config.num_groups % (config.num_heads // given.strength.shape[1]):
             return self._apart(layout, given, states)  # groups of the norm lie on several devices
-        query, key, conv_bc = self.convolved_vectors(given, layout, conv_bc)
+        weights = self.weights(given)
+        query, key, conv_bc = self.convolved_vectors(given, weights, layout, conv_bc)
+        decays = self.gates.decays_and_strengths(None, given.strength, weights.a_log, weights.dt_bias)
         y, ssm, conv_x = gated_scan(
-            inputs[0], query, key, *self.decays_and_strengths(given), self.weights(given), ssm, conv_x, layout.packed,
-            gates=self.gates,
-        )  # fmt: skip
+            inputs[0], query, key, *decays, weights, ssm, conv_x, layout.packed, gates=self.gates
+        )
         return y, (ssm, conv_x, conv_bc)
 
     def output(self, y: Float[Array, "T inner"], gate: Float[Array, "T inner"]) -> Float[Array, "T inner"]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kernels_pallas.gated_recurrence import Gates, Projections, Weights, Windows, gated_replay, gated_update
 from kernels_pallas.gated_recurrence.gates import LEAST
@@ -25,6 +25,7 @@ from kernels_pallas.recurrence import (
 )
 from mamba_jax.config.linear_recurrence import GroupedRecurrence, LightningConfig
 from mamba_jax.layout import (
+    Along,
     Anchors,
     DecodeLayout,
     Divisible,
@@ -39,7 +40,7 @@ from mamba_jax.layout import (
     ShareLayout,
 )
 from mamba_jax.modules.basic import Linear, RMSNorm, Weight, initial
-from mamba_jax.modules.conv import Conv
+from mamba_jax.modules.conv import Conv, convolution
 from mamba_jax.sharding.axis import axis_index
 from mamba_jax.store import SlotArrays
 
@@ -63,7 +64,7 @@ LINEAR = {
     erase: Forms(
         Entry, Tail, partial(recurrence_sequence, erase=erase), partial(recurrence_scan, erase=erase),
         partial(recurrence_update, erase=erase), partial(recurrence_replay, erase=erase),
-        Divisible(state=1, parameters=0),
+        Divisible(Along(1), Along(0)),
     )
     for erase in (False, True)
 }  # fmt: skip
@@ -167,7 +168,30 @@ class RecurrentMixer(nnx.Module):
         return self._apart(layout, self.projections(inputs), states)
 
     def _shares(self, layout: ShareLayout, inputs: Inputs, _: Parameters, states: States) -> tuple[Array, States]:
-        return self._apart(layout, self.projections(inputs), states)
+        """If heads divide by members, one exchange serves the convolutions and the recurrence."""
+        given, members = self.projections(inputs), layout.member.count
+        heads, groups = given.strength.shape[1], given.vectors.shape[1] // (2 * self.config.state_size)
+        of_group, own = self.config.num_heads // self.config.num_groups, heads // members
+        if heads % members or (own % of_group and of_group % own):
+            return self._apart(layout, given, states)
+        all_used = groups == max(1, heads // of_group)
+        first = jnp.arange(heads) + (0 if all_used else axis_index() * heads)
+        # With fewer groups than members, each member convolves all vectors.
+        divides = all_used and groups % members == 0
+        of_state, of_input, of_weight = (Along(axis, parts=2) if divides else Along(None) for axis in (2, 1, 0))
+        along = Divisible(
+            (Along(1), Along(2), of_state),
+            (Weights(*[Along(0)] * 8)._replace(vector_taps=of_weight, vector_bias=of_weight), Along(0)),
+            Projections(*[Along(1)] * 5)._replace(vectors=of_input),
+        )
+
+        def tiles(layout: PrefillLayout, given: Projections, parameters: Parameters, states: States) -> Any:
+            weights, first = parameters
+            return self._ungated(layout, given, weights, states, first[0])
+
+        parameters = self.weights(given)._replace(norm=None), first
+        y, states = layout.by_heads(tiles, along, given._replace(gate=None), parameters, states)
+        return self.output(y, given.gate), states
 
     def _rows(self, layout: DecodeLayout, inputs: Inputs, _: Parameters, states: States) -> tuple[Array, States]:
         given = self.projections(inputs)
@@ -200,29 +224,35 @@ class RecurrentMixer(nnx.Module):
 
     def _apart(self, layout: Layout, given: Projections, states: States) -> tuple[Array, States]:
         """Each operation by itself."""
-        (of_values, _), (store, value_window, vector_window) = self.convolutions(), states
-        query, key, vector_window = self.convolved_vectors(given, layout, vector_window)
-        value, value_window = of_values(given.value, layout, value_window)
+        y, states = self._ungated(layout, given, self.weights(given), states)
+        return self.output(y, given.gate), states
+
+    def _ungated(
+        self, layout: Layout, given: Projections, weights: Weights, states: States, first: Array | None = None
+    ) -> tuple[Float[Array, "T inner"], States]:
+        """Returns the output of the recurrence, and the new states; `first` is as `convolved_vectors` has it."""
+        store, value_window, vector_window = states
+        query, key, vector_window = self.convolved_vectors(given, weights, layout, vector_window, first)
+        taps = weights.value_taps, weights.value_bias
+        value, value_window = layout.run(convolution("silu", self.config.arrays[1]), (given.value,), taps, value_window)
         value = value.reshape(len(value), -1, self.config.head_dim)
-        log_decay, strength = self.decays_and_strengths(given)
+        decays = self.gates.decays_and_strengths(given.decay, given.strength, weights.a_log, weights.dt_bias)
         operation = recurrence(self.config.arrays[0], LINEAR[self.gates.erase])
-        inputs = query, key, value, log_decay, strength
-        y, store = layout.run(operation, inputs, {"skip": self.skip()}, store)
-        return self.output(y.reshape(given.gate.shape), given.gate), (store, value_window, vector_window)
+        y, store = layout.run(operation, (query, key, value, *decays), {"skip": weights.skip}, store)
+        return y.reshape(len(y), -1), (store, value_window, vector_window)
 
     def convolved_vectors(
-        self, given: Projections, layout: Layout, window: Any
+        self, given: Projections, weights: Weights, layout: Layout, window: Any, first: Int[Array, ""] | None = None
     ) -> tuple[Float[Array, "T groups state"], Float[Array, "T groups state"], Any]:
-        """Returns queries and keys of this device's heads after the convolution, and its new state."""
-        _, of_vectors = self.convolutions()
-        vectors, window = of_vectors(given.vectors, layout, window)
-        first, second = (self._own_groups(v, given.strength.shape[1]) for v in jnp.split(vectors, 2, axis=1))
-        query, key = (first, second) if self.gates.query_first else (second, first)
-        return *self.gates.vectors(query, key), window
+        """Returns queries and keys of this device's heads after the convolution, and its new state.
 
-    def decays_and_strengths(self, given: Projections) -> tuple[Array, Array]:
-        """Returns log_decay and strength of the recurrence."""
-        return self.gates.decays_and_strengths(given.decay, given.strength, self.a_log[...], self.dt_bias[...])
+        `first` is the first one of these heads, counted from that of the first group; None: from this device's place.
+        """
+        taps = weights.vector_taps, weights.vector_bias
+        vectors, window = layout.run(convolution("silu", self.config.arrays[2]), (given.vectors,), taps, window)
+        heads, order = given.strength.shape[1], 1 if self.gates.query_first else -1
+        query, key = (self._own_groups(v, heads, first) for v in jnp.split(vectors, 2, axis=1)[::order])
+        return *self.gates.vectors(query, key), window
 
     def output(self, y: Float[Array, "T inner"], gate: Float[Array, "T inner"]) -> Float[Array, "T inner"]:
         """Normalizes and gates the output of the recurrence."""
@@ -252,13 +282,19 @@ class RecurrentMixer(nnx.Module):
         vectors = given.vectors.reshape(*layout.shape, 2, -1, self.config.state_size)
         return Projections(*rows)._replace(vectors=vectors), self.weights(given)  # type: ignore[arg-type]
 
-    def _own_groups(self, v: Float[Array, "T channels"], heads: int) -> Float[Array, "T groups state"]:
-        """Queries or keys by groups. If the device has all groups but few heads: the group of these heads."""
-        groups = v.reshape(v.shape[0], -1, self.config.state_size)
-        devices = self.config.num_heads // heads
-        if groups.shape[1] * devices <= self.config.num_groups or devices == 1:
+    def _own_groups(
+        self, v: Float[Array, "T channels"], heads: int, first: Int[Array, ""] | None
+    ) -> Float[Array, "T groups state"]:
+        """Returns queries or keys by groups: those of this number of heads, from the first on."""
+        groups, of_group = (
+            v.reshape(len(v), -1, self.config.state_size),
+            self.config.num_heads // self.config.num_groups,
+        )
+        own = max(1, heads // of_group)
+        if groups.shape[1] == own:
             return groups
-        return jax.lax.dynamic_slice_in_dim(groups, axis_index() * self.config.num_groups // devices, 1, axis=1)
+        first = axis_index() * heads if first is None else first
+        return jax.lax.dynamic_slice_in_dim(groups, first // of_group, own, axis=1)
 
 
 def initial_dt_bias(rngs: nnx.Rngs, heads: int) -> Float[Array, " heads"]:

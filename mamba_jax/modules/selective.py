@@ -2,6 +2,8 @@
 Griffin (De et al., "Griffin", 2024, section 2.4).
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -19,9 +21,9 @@ from kernels_pallas.selective_scan import (
     selective_update,
 )
 from mamba_jax.config.channel_recurrence import Mamba1Config, RGLRUConfig
-from mamba_jax.layout import Divisible, Hidden, Layout
+from mamba_jax.layout import Along, Divisible, Hidden, Inputs, Layout, Operation, Parameters
 from mamba_jax.modules.basic import Linear, RMSNorm, Weight, activation, constant, initial, normal
-from mamba_jax.modules.conv import Conv
+from mamba_jax.modules.conv import Conv, convolution
 from mamba_jax.modules.recurrence import LEAST_DT, Forms, initial_dt_bias, recurrence
 from mamba_jax.sharding.axis import TENSOR
 from mamba_jax.store import SlotArrays
@@ -33,7 +35,7 @@ _FORMS = Forms(
     selective_scan,
     selective_update,
     selective_replay,
-    Divisible(state=2, parameters=-1, shared=(1, 2)),
+    Divisible(Along(2), Along(-1), (Along(1), Along(None), Along(None), Along(1))),
 )
 SELECTIVE = recurrence("selective", _FORMS)
 """The Mamba-1 recurrence. Inputs: x [T, inner], B and C [T, state], dt [T, inner]; parameters: a [state, inner] and d
@@ -128,24 +130,39 @@ class RGLRU(nnx.Module):
 
     def __call__(self, x: Hidden, layout: Layout, state: SlotArrays | None) -> tuple[Hidden, SlotArrays | None]:
         y = self.activation(self.y_proj(x, layout.adapter))
-        conv = None if state is None else state["conv_x"]
-        x, window = self.conv(self.x_proj(x, layout.adapter), layout, conv)
-        gate = self._gate(x, self.input_gate, self.input_gate_bias)
-        rate = _SHARPNESS * jax.nn.softplus(self.recurrent_param[...])
+        inputs, names = (self.x_proj(x, layout.adapter),), ("conv_x", "selective")
+        gates = self.input_gate.weight, self.input_gate_bias, self.recurrent_gate.weight, self.recurrent_gate_bias
+        parameters = *self.conv.own(y.shape[1]), self.recurrent_param[...], *(each[...] for each in gates)
+        between = Operation(
+            lambda *given: self._between(*given, (None, None))[0], *[self._between] * 3,
+            divisible=Divisible(Along(2), Along(0)),
+        )  # fmt: skip
+        old = (None, None) if state is None else tuple(state[name] for name in names)
+        out, new = layout.run(between, inputs, parameters, old)
+        out = self.out_proj(out * y, layout.adapter)
+        return out, None if state is None else dict(zip(names, new, strict=True))
+
+    def _between(
+        self, layout: Layout, inputs: Inputs, parameters: Parameters, states: tuple[Any, Any]
+    ) -> tuple[Float[Array, "T inner"], tuple[Any, Any]]:
+        """Convolution, gates and recurrence."""
+        taps, bias, recurrent_param, *gates = parameters
+        x, window = layout.run(convolution(None, self.conv.window), inputs, (taps, bias), states[0])
         # A step size of 0 would be padding.
-        dt = jnp.maximum(rate * self._gate(x, self.recurrent_gate, self.recurrent_gate_bias), LEAST_DT)
+        dt = jnp.maximum(_SHARPNESS * jax.nn.softplus(recurrent_param) * _gate(x, *gates[2:]), LEAST_DT)
         factor = jnp.where(layout.positions[:, None] == 0, 1.0, jnp.sqrt(-jnp.expm1(-2 * dt)))
         ones = jnp.ones((x.shape[0], 1), jnp.float32)
-        inputs = (x.astype(jnp.float32) * gate * factor / dt, ones, ones, dt)
-        parameters = {"a": -jnp.ones((1, x.shape[1]), jnp.float32), "d": jnp.zeros(x.shape[1], jnp.float32)}
-        out, new = layout.run(SELECTIVE, inputs, parameters, None if state is None else state["selective"])
-        out = self.out_proj(out.astype(y.dtype) * y, layout.adapter)
-        return out, None if state is None else {"selective": new, "conv_x": window}
+        given = (x.astype(jnp.float32) * _gate(x, *gates[:2]) * factor / dt, ones, ones, dt)
+        fixed = {"a": -jnp.ones((1, x.shape[1]), jnp.float32), "d": jnp.zeros(x.shape[1], jnp.float32)}
+        y, new = layout.run(SELECTIVE, given, fixed, states[1])
+        return y.astype(x.dtype), (window, new)
 
-    def _gate(self, x: Float[Array, "T inner"], weight: Weight, bias: nnx.Param) -> Float[Array, "T inner"]:
-        """The sigmoid of a product by heads, in float32."""
-        value = weight.weight[...]
-        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-        heads = x.reshape(x.shape[0], value.shape[0], -1)
-        out = jnp.einsum("thi,hio->tho", heads, value, precision=precision, preferred_element_type=jnp.float32)
-        return jax.nn.sigmoid(out + bias[...].astype(jnp.float32)).reshape(x.shape)
+
+def _gate(
+    x: Float[Array, "T inner"], weight: Float[Array, "heads size size"], bias: Float[Array, "heads size"]
+) -> Float[Array, "T inner"]:
+    """Returns the sigmoid of a product by heads, in float32."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    heads = x.reshape(x.shape[0], weight.shape[0], -1)
+    out = jnp.einsum("thi,hio->tho", heads, weight, precision=precision, preferred_element_type=jnp.float32)
+    return jax.nn.sigmoid(out + bias.astype(jnp.float32)).reshape(x.shape)

@@ -6,12 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from mamba_jax.config import MambaConfig
 from mamba_jax.layout import PrefillLayout, ShareLayout
 from mamba_jax.layout.base import Span
 from mamba_jax.layout.member import Member
 from mamba_jax.modules.conv import convolution
-from mamba_jax.modules.recurrence import LINEAR, recurrence
+from mamba_jax.modules.mamba import Mamba
+from mamba_jax.modules.recurrence import LINEAR, RecurrentMixer, recurrence
 from mamba_jax.modules.selective import SELECTIVE
 from mamba_jax.sharding import CONTEXT, make_mesh
 from mamba_jax.sharding.across import this_member
@@ -39,7 +42,7 @@ def both(run, state, *inputs, page_table=None, of_state=None):
     """
     table = jnp.zeros((len(LENGTH), 0), jnp.int32) if page_table is None else page_table
     nulls = slice(0, 1) if of_state is None else slice(None, None, EACH)
-    state, of_state = state.at[nulls].set(jnp.nan), of_state or SPEC()
+    state, of_state = jax.tree.map(lambda each: each.at[nulls].set(jnp.nan), state), of_state or SPEC()
 
     def on_each_device(table, state, *inputs):
         member = this_member(MEMBERS)
@@ -76,6 +79,15 @@ def scanned(heads=8, groups=8, erase=False, divisible=True):
     return both(lambda layout, inputs, state: layout.run(operation, inputs, parameters, state), state, *inputs)
 
 
+def mixed(heads=8, groups=4):
+    """What a mixer with two convolutions runs between its projections."""
+    config = MambaConfig(num_heads=heads, head_dim=4, state_size=4, num_groups=groups, conv_width=4)
+    mixer = Mamba(config, 8, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    state = dict(zip(config.arrays, arrays(*((SLOTS, *each.shape) for each in config.state()[:3])), strict=True))
+    inputs = arrays((TOKENS, 2, config.inner_size), (TOKENS, 2, config.key_size), (TOKENS, heads))
+    return both(lambda layout, inputs, state: mixer.between(inputs, layout, state), state, *inputs)
+
+
 def selected(size=4):
     """With a state of one number: as the RG-LRU has it, all of whose B and C are 1."""
     vectors = (TOKENS, size)
@@ -105,7 +117,9 @@ def attended(latent=False):
 FORMS = {
     "convolution": convolved,
     "groups divide": scanned,
-    "members share a group": lambda: scanned(groups=2),
+    "a mixer": mixed,
+    "members share a group": lambda: mixed(groups=2),
+    "heads of a mixer do not divide": lambda: mixed(heads=6, groups=2),
     "delta": lambda: scanned(erase=True),
     "heads do not divide": lambda: scanned(heads=6, groups=2),
     "not declared": lambda: scanned(divisible=False),
@@ -120,7 +134,7 @@ def assert_same(found):
     (y, state), (want, want_state) = found
     real = sum(NUM_TOKENS)
     np.testing.assert_allclose(y[:real], want[:real], atol=1e-5)
-    np.testing.assert_allclose(state[1:], want_state[1:], atol=1e-6)
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one[1:], other[1:], atol=1e-6), state, want_state)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -128,19 +142,19 @@ def test_a_divided_step(form):
     assert_same(FORMS[form]())
 
 
-@pytest.mark.parametrize("form", ["convolution", "groups divide", "selective"])
+@pytest.mark.parametrize("form", ["convolution", "groups divide", "members share a group", "selective"])
 def test_states_written_one_by_one_as_on_tpu(form, monkeypatch):
     """Without outputs, whose exchange a CPU may run in another order on each device."""
     monkeypatch.setattr(ShareLayout, "_write_at_once", ShareLayout._write_each)
-    run = ShareLayout.run
+    run = ShareLayout.by_heads
 
     def without_outputs(*args):
         y, state = run(*args)
         return jnp.zeros_like(y), state
 
-    monkeypatch.setattr(ShareLayout, "run", without_outputs)
-    (_, state), (_, want) = FORMS[form]()
-    np.testing.assert_allclose(state[1:], want[1:], atol=1e-6)
+    monkeypatch.setattr(ShareLayout, "by_heads", without_outputs)
+    (_, state), (y, want) = FORMS[form]()
+    assert_same(((y, state), (y, want)))
 
 
 def test_what_works_per_token_sees_its_share():
@@ -163,7 +177,7 @@ def _in_reverse(member, x, axis=0):
 
 def _of_the_row_before(layout, state, along, own_states=ShareLayout._own_states):
     places, own = own_states(layout, state, along)
-    return places, jnp.roll(own, 1, axis=0)
+    return places, jax.tree.map(lambda each: jnp.roll(each, 1, axis=0), own)
 
 
 def _of_the_last_tile(layout, state, own, along, with_states=ShareLayout._with_states):
@@ -174,13 +188,18 @@ def _of_the_last_tile(layout, state, own, along, with_states=ShareLayout._with_s
     return with_states(dataclasses.replace(layout, whole=whole), state, own, along)
 
 
-EXCHANGING = ["convolution", "groups divide", "selective"]
+def _heads_of_the_first_member(mixer, v, heads, first, own_groups=RecurrentMixer._own_groups):
+    return own_groups(mixer, v, heads, None if first is None else 0)
+
+
+EXCHANGING = ["convolution", "a mixer", "selective"]
 FAULTS = {
     (Member, "exchange"): (_no_exchange, [*EXCHANGING, "attention"]),
     (Member, "own"): (_of_the_first_member, EXCHANGING),
     (Member, "gather"): (_in_reverse, ["members share a group", "heads do not divide", "attention"]),
     (ShareLayout, "_own_states"): (_of_the_row_before, EXCHANGING),
     (ShareLayout, "_with_states"): (_of_the_last_tile, EXCHANGING),
+    (RecurrentMixer, "_own_groups"): (_heads_of_the_first_member, ["members share a group"]),
 }
 
 

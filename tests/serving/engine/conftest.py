@@ -41,6 +41,12 @@ def quick_compilation() -> "Iterator[None]":
         yield
 
 
+@pytest.fixture
+def few_tokens_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill divides its tokens over the devices, as it does with many tokens."""
+    monkeypatch.setattr("mamba_jax.sharding.axis.LEAST_TOKENS", 4)
+
+
 @pytest.fixture(scope="module")
 def structured(harness: "EngineHarness") -> "Callable[[], Engine]":
     """Makes engines that follow grammars of letters."""

@@ -117,14 +117,14 @@ def test_an_adapter_with_an_overflow_is_refused_and_a_removed_one_leaves_zeros(l
     assert same(alone(llm, prompt, None, "base after"), before)
 
 
+@pytest.mark.usefixtures("few_tokens_are_divided")
 @pytest.mark.full
 @pytest.mark.parametrize(
     "flags",
     [{"tensor_parallel_size": 2}, {"context_parallel_size": 2}, {"host_cache_gib": 0.01, "num_slots": 10}],
     ids=["two devices", "two members", "tiers"],
 )
-def test_adapters_on_two_devices_and_from_tiers(llm, prompt, directory, flags, monkeypatch):
-    monkeypatch.setattr("mamba_jax.sharding.axis.LEAST_TOKENS", 4)  # members divide prefill
+def test_adapters_on_two_devices_and_from_tiers(llm, prompt, directory, flags):
     request = LoRARequest("divided", 1, str(directory))
     expected = [alone(llm, prompt, each, f"expected {flags}") for each in (request, None)]
     with LLM(str(FIXTURES / FIXTURE), enable_lora=True, max_lora_rank=4, **FLAGS | flags) as other:

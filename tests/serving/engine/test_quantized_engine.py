@@ -91,9 +91,9 @@ def said(directory, **flags):
     return np.array([next(iter(each.values())).logprob for each in output.prompt_logprobs[1:]])
 
 
+@pytest.mark.usefixtures("few_tokens_are_divided")
 @pytest.mark.full
-def test_keys_and_values_in_8_bits_are_divided_by_the_checkpoints_scales(large_keys, tmp_path, monkeypatch):
-    monkeypatch.setattr("mamba_jax.sharding.axis.LEAST_TOKENS", 4)  # members divide prefill
+def test_keys_and_values_in_8_bits_are_divided_by_the_checkpoints_scales(large_keys, tmp_path):
     directory, tensors = large_keys
     save_file(tensors, directory / "model.safetensors")
     wide = said(directory)

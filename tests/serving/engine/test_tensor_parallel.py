@@ -1,9 +1,6 @@
-"""A model divided over devices says what it says on one, with caching and drafts."""
+"""A model divided over devices by heads says what it says on one, with caching and drafts."""
 
-import dataclasses
 import itertools
-import math
-import random
 import re
 import threading
 from collections import Counter
@@ -11,51 +8,23 @@ from collections import Counter
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
-from checkpoints.presets import preset
-from mamba_jax.config import ModelConfigError
-from mamba_jax.drafts import mtp
-from mamba_jax.sharding import CONTEXT, TENSOR, Partition, make_mesh, replica_meshes, use_mesh
-from mamba_jax.sharding.axis import as_first_member
-from mamba_jax.step import heads
+from mamba_jax.sharding import TENSOR, Partition
 from serving import LLM, RequestError, SamplingParams
 from serving.config import ConfigError
 from serving.core.tiers.tiers import FetchCosts
 from serving.engine.assembly.devices import scheduler_clock
-from serving.engine.steps.batching import BatchBuilder, PrefillShape
 from tests.support.compiled_programs import least_collectives
-from tests.support.engines.engine_harness import SMALL
+from tests.support.engines.divided_engines import FLAGS, GREEDY, answers, divided_llm
 from tests.support.engines.engines import finish
 from tests.support.engines.replicas import admitted, check_idle
 from tests.support.engines.small_tiers import tier_mover
 from tests.support.hlo_traffic import count_collectives
 from tests.support.models.divisible_checkpoints import EIGHT, FAMILIES, MORE, Case, write_checkpoint
-from tests.support.models.golden_case import assert_greedy, shared_block
+from tests.support.models.golden_case import assert_greedy
 from tests.support.selection import slow
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-FLAGS = SMALL | {"debug_state": True, "mamba_cache_mode": "all", "num_speculative_tokens": 2, "replay_interval": 1}
-GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True, logprobs=2)
-
-
-@pytest.fixture(autouse=True)
-def few_tokens_are_divided(monkeypatch):
-    """Prefill divides its tokens over the devices, as it does with many tokens."""
-    monkeypatch.setattr("mamba_jax.sharding.axis.LEAST_TOKENS", 4)
-
-
-def engine(directory, case, shards, **flags):
-    return LLM(directory, tensor_parallel_size=shards, speculative_method=case.drafts, **(FLAGS | flags))
-
-
-def answers(llm):
-    """Three prompts in turn: a fresh one, one that shares a block with it, and the first one again."""
-    prompts = shared_block()
-    outputs = [llm.generate({"prompt_token_ids": ids}, GREEDY, use_tqdm=False)[0] for ids in prompts]
-    assert [output.num_cached_tokens for output in outputs] == [0, 32, len(prompts[0])]
-    llm.engine.loop.scheduler.check(idle=True)
-    return outputs
+pytestmark = pytest.mark.usefixtures("quick_compilation", "few_tokens_are_divided")
 
 
 @pytest.mark.full
@@ -72,7 +41,7 @@ def answers(llm):
 def test_every_family_on_two_devices(name, interval, tmp_path):
     case = (FAMILIES | MORE)[name]
     directory = write_checkpoint(tmp_path, case)
-    llm = engine(directory, case, 2, replay_interval=interval)
+    llm = divided_llm(directory, case, 2, replay_interval=interval)
     assert_greedy(answers(llm), directory)
     if name in FAMILIES:
         assert_divided(llm, 2)
@@ -84,187 +53,10 @@ def test_every_family_on_two_devices(name, interval, tmp_path):
 def test_eight_devices_share_heads_groups_and_keys(interval, tmp_path):
     """Also by replay, of whose inputs each device has those of its own heads and of the group that they share."""
     directory = write_checkpoint(tmp_path, EIGHT)
-    llm = engine(directory, EIGHT, 8, replay_interval=interval)
+    llm = divided_llm(directory, EIGHT, 8, replay_interval=interval)
     assert_greedy(answers(llm), directory)
     assert_divided(llm, 8)
     assert_lean(llm)
-
-
-COVERED = {"kimi", "qwen3next", "zamba2"}
-"""Families that are tested with several members in any case."""
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("members", [4, slow(8)])
-@pytest.mark.parametrize(
-    "name", ["kimi", "qwen3next", "zamba2", *(slow(name) for name in sorted((FAMILIES | MORE).keys() - COVERED))]
-)
-def test_every_family_with_divided_pages(name, members, tmp_path):
-    case = (FAMILIES | MORE)[name]
-    directory = write_checkpoint(tmp_path, case)
-    llm = engine(directory, case, 8 // members, context_parallel_size=members)
-    assert_greedy(answers(llm), directory)
-    assert_pages_divided(llm, members)
-
-
-@pytest.mark.full
-def test_members_without_pages(tmp_path):
-    """A model without attention: members divide the steps of a prompt only."""
-    case = (FAMILIES | MORE)["mamba2"]
-    directory = write_checkpoint(tmp_path, case)
-    llm = engine(directory, case, 1, context_parallel_size=2)
-    assert not llm.engine.loop.store.kv
-    assert_greedy(llm.generate({"prompt_token_ids": shared_block()[0]}, GREEDY, use_tqdm=False), directory)
-    assert_pages_divided(llm, 2)
-
-
-@pytest.mark.full
-def test_a_draft_layer_with_tables_of_its_own(tmp_path):
-    """Each device loads its words of them, and accepts the drafts that one device accepts."""
-    case = FAMILIES["qwen3next"]
-    case = dataclasses.replace(case, changes=case.changes | {"vocab_size": 332})
-    stored = write_checkpoint(tmp_path, case) / "model.safetensors"
-    tensors, random = load_file(stored), np.random.default_rng(1)
-    table = tensors["model.embed_tokens.weight"]
-    own = {f"mtp.{name}.weight": random.permutation(table) for name in ("embed_tokens", "lm_head")}
-    save_file(tensors | own, stored, {"format": "pt"})
-    one, llm = (engine(tmp_path, case, *devices) for devices in ((1,), (2,)))
-    divided = engine(tmp_path, case, 2, context_parallel_size=4)
-    assert_greedy(answers(one), tmp_path)
-    for each in (llm, divided):
-        assert_greedy(answers(each), tmp_path)
-        assert each.engine.stats()["drafts"] == one.engine.stats()["drafts"]
-        layer = each.model.mtp
-        for weight in (layer.embed.weight[...], layer.lm_head.weight[...]):
-            assert weight.sharding.shard_shape(weight.shape) == (table.shape[0] // 2, table.shape[1])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("members", "shards"), [(8, 1), (2, 4)])
-def test_divided_pages_under_load(members, shards, tmp_path):
-    """Decode next to prefill, hits at every checkpoint, and preemption: each member has pages for one sequence."""
-    directory = write_checkpoint(tmp_path, EIGHT)
-    flags = {"max_num_seqs": 3, "num_slots": 40, "page_size": 4, "num_pages": 32, "context_parallel_size": members}
-    llm = engine(directory, EIGHT, shards, replay_interval=8, **flags)
-    rng = random.Random(4)
-    shared = [rng.randrange(3, 250) for _ in range(70)]
-    prompts = [{"prompt_token_ids": shared[:cut] + [7 + cut] * 3} for cut in (1, 33, 40, 65, 70)]
-    for _ in range(2):
-        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
-        assert_greedy(outputs, directory)
-        llm.engine.loop.scheduler.check(idle=True)
-    assert {output.num_cached_tokens for output in outputs} >= {32, 64}
-    others = [{"prompt_token_ids": [rng.randrange(3, 250) for _ in range(30)]} for _ in range(3)]
-    longer = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, logprobs=2)
-    assert_greedy(llm.generate(others, longer, use_tqdm=False), directory)
-    llm.engine.loop.scheduler.check(idle=True)
-    assert members == 8 or llm.engine.stats()["preemptions"]  # of 8 sub-pools one limits admission first
-    assert_pages_divided(llm, members)
-    if shards == 1:
-        assert_exchanges(llm, members)
-
-
-def assert_exchanges(llm, members):
-    """What a prefill step receives from the other members: of a Mamba layer and an attention layer, and the results."""
-    (slots,), mamba, attention = llm.engine.loop.store.slots, llm.model.config.mamba, llm.model.config.attention
-    vectors, of_queries = 2 * mamba.key_size, attention.num_heads * attention.head_dim
-    # Both convolutions there and back, values there and outputs back, decays and strengths; results of attention.
-    share = 4 * mamba.inner_size + 2 * vectors + 2 * mamba.num_heads
-    parts = of_queries + attention.num_heads
-    # The groups that several members share, queries, keys, values and hidden states; then what each state holds.
-    tokens = vectors + of_queries + 2 * attention.num_kv_heads * attention.head_dim + llm.model.config.hidden_size
-    state = sum(array[0].size for array in slots.values())
-    (shape,) = llm.engine.loop.batches.prefill_shapes
-    prefills = [compiled.as_text() for name, compiled in llm.engine.loop.programs.cache if name == "PrefillBatch"]
-    assert prefills
-    for text in prefills:
-        assert received(text, "all-to-all") == 4 * (64 // members * share + 64 * parts)
-        assert received(text, "all-gather") == 4 * (64 * tokens + shape.tiles * state)
-
-
-def received(text, kind):
-    """Bytes of the floats that the operations of a kind return, none of which is in a loop."""
-    results = [line.split(f" {kind}(")[0] for line in text.splitlines() if f" {kind}(" in line]
-    return sum(
-        int(bits) // 8 * math.prod(int(n) for n in shape.split(",") if n)
-        for each in results
-        for bits, shape in re.findall(r"\bb?f(\d+)\w*\[([\d,]*)\]", each)
-    )
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("place", ["tokens", "drafts"])
-def test_members_feed_what_the_first_one_chose(place, monkeypatch, tmp_path):
-    """If sums differ between members, they may break ties differently; the planted difference is that of a tie."""
-
-    def apart(tokens):
-        on_each_device = jax.shard_map(
-            lambda tokens: tokens + jax.lax.axis_index(CONTEXT), mesh=jax.sharding.get_abstract_mesh(),
-            in_specs=jax.sharding.PartitionSpec(), out_specs=jax.sharding.PartitionSpec(), check_vma=False,
-        )  # fmt: skip
-        return on_each_device(tokens)
-
-    def choose_apart(*args, **options):
-        emission = choose(*args, **options)
-        return dataclasses.replace(emission, tokens=apart(emission.tokens))
-
-    choose, best = heads.choose, mtp._best
-    if place == "tokens":
-        monkeypatch.setattr(heads, "choose", choose_apart)
-    else:
-        monkeypatch.setattr(mtp, "_best", lambda *args: apart(best(*args)))
-    case = FAMILIES["qwen3next"]
-    directory = write_checkpoint(tmp_path, case)
-    llm = engine(directory, case, 2, context_parallel_size=4)
-    assert_greedy(answers(llm), directory)
-    rows = llm.engine.loop._rows
-    for of_seats in (rows.last_token, rows.drafts):
-        first, *others = (np.asarray(shard.data) for shard in of_seats.addressable_shards)
-        assert len(others) == 7
-        for other in others:
-            np.testing.assert_array_equal(other, first)
-
-
-def assert_pages_divided(llm, members):
-    """Each member has its own pages, and no program has a temporary array of the store's size."""
-    store, programs = llm.engine.loop.store, llm.engine.loop.programs
-    assert not store.kv or "paged_attention_part by xla" in programs.kernels.report()
-    for kv in store.kv:
-        assert kv.sharding.shard_shape(kv.shape)[0] == kv.shape[0] // members
-    assert sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(store)) == llm.size.total_bytes
-    for name, compiled in programs.cache:
-        if name in ("DecodeBatch", "PrefillBatch"):
-            assert compiled.memory_analysis().alias_size_in_bytes >= llm.size.total_bytes
-            assert (name == "PrefillBatch") == bool(count_collectives(compiled.as_text()).get("all-to-all"))
-
-
-def test_one_member_is_no_axis_of_the_mesh():
-    one, tokens = make_mesh(2, members=1), np.arange(3)
-    assert one.axis_names == (TENSOR,)
-    with use_mesh(one):
-        assert as_first_member(tokens) is tokens  # no exchange
-    meshes = replica_meshes(2, 2, members=2)
-    assert [dict(mesh.shape) for mesh in meshes] == [{CONTEXT: 2, TENSOR: 2}] * 2
-    assert [device.id for mesh in meshes for device in mesh.devices.flat] == list(range(8))
-    with pytest.raises(ModelConfigError, match=r"context_parallel_size 3 with tensor_parallel_size 4: JAX sees 8 cpu"):
-        make_mesh(4, members=3)
-    assert Partition.of(preset("bamba-9b"), 2, 1) == Partition.of(preset("bamba-9b"), 2)
-
-
-@pytest.mark.full
-def test_one_member_changes_no_program(tmp_path):
-    """Whole steps have the same text, byte for byte, with the flag at 1 and without it."""
-    directory = write_checkpoint(tmp_path, EIGHT)
-    texts = []
-    for flags in ({}, {"context_parallel_size": 1}, {"context_parallel_size": 2}):
-        llm = engine(directory, EIGHT, 2, **flags)
-        loop = llm.engine.loop
-        builder = BatchBuilder(loop.scheduler.config)
-        batches = builder.empty_decode(1, 2), builder.empty_prefill(PrefillShape(64, 1, 5))
-        texts.append([loop.programs.lower(loop.store, loop._rows, batch).as_text() for batch in batches])
-    assert texts[0] == texts[1]
-    assert "context" not in texts[0][0]
-    assert "context" in texts[2][0]
 
 
 TWENTY = Case(EIGHT.golden, EIGHT.changes | {"num_attention_heads": 20, "num_key_value_heads": 4})
@@ -274,7 +66,7 @@ TWENTY = Case(EIGHT.golden, EIGHT.changes | {"num_attention_heads": 20, "num_key
 def test_heads_that_do_not_divide_are_padded(tmp_path, caplog):
     directory = write_checkpoint(tmp_path, TWENTY)
     caplog.set_level("INFO")
-    llm = engine(directory, TWENTY, 8)
+    llm = divided_llm(directory, TWENTY, 8)
     assert "20 attention heads are padded with zeros to 24" in caplog.text
     outputs = answers(llm)
     assert_greedy(outputs, directory, atol=2e-4)
@@ -289,7 +81,7 @@ def test_heads_that_do_not_divide_are_padded(tmp_path, caplog):
 
 def test_adapters_with_padded_heads_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"enable_lora does not support padded heads \(20 attention heads"):
-        engine(write_checkpoint(tmp_path, TWENTY), TWENTY, 8, enable_lora=True)
+        divided_llm(write_checkpoint(tmp_path, TWENTY), TWENTY, 8, enable_lora=True)
 
 
 def assert_divided(llm, shards):
