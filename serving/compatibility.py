@@ -163,7 +163,6 @@ RULES = (
     Rule(CONTEXT, DRAFTER, _OTHER_DRAFTS),
     Rule(CONTEXT, ROLE),
     Rule(CONTEXT, FOLLOWED),
-    Rule(CONTEXT, TIERS),
     Rule(CONTEXT, EXPERTS),
     Rule(CONTEXT, Condition("`kernels` with `paged_attention=`", _attention_kernel), "name paged_attention_part"),
     Rule(ROLE, HOSTS, "use one host"),

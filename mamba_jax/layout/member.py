@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from kernels_pallas.paged_attention import merge_attention_parts, paged_attention_part
+from kernels_pallas.slots import read_slots
 
 
 @jax.tree_util.register_dataclass
@@ -29,6 +30,22 @@ class Member:
         """Returns the indices of pages in this member's sub-pool of `size` pages; 0 for those of other members."""
         own = pages - self.index * size
         return jnp.where((own > 0) & (own < size), own, 0)
+
+    def own_columns(self, table: Int[Array, "rows pages"], first: Int[Array, ""] | int = 0) -> Int[Array, "rows own"]:
+        """Returns every N-th column, those of this member, if column 0 is the `first` member's; 0 behind the last."""
+        width = -(-table.shape[1] // self.count)
+        padded = jnp.pad(table, ((0, 0), (0, width * self.count - table.shape[1])))
+        return padded.reshape(-1, width, self.count)[:, :, (self.index - first) % self.count]
+
+    def read_pages(self, pool: Shaped[Array, "pages ..."], pages: Int[Array, "..."]) -> Shaped[Array, "..."]:
+        """Returns pages of all members, which follow each other in a row; zeros for page 0. `pool`: the own sub-pool.
+
+        Each member sends its own ones, as they are.
+        """
+        first = pages[0] // len(pool)
+        own = self.own_pages(self.own_columns(pages[None], first)[0], len(pool))
+        parts = lax.all_gather(read_slots(pool, own, divided=True), self.axis, axis=1)
+        return jnp.roll(parts, -first, axis=1).reshape(-1, *pool.shape[1:])[: len(pages)]
 
     def own(self, x: Shaped[Array, "..."], axis: int = 0) -> Shaped[Array, "..."]:
         """Returns this member's part of the entries along an axis, which divide evenly."""
@@ -65,8 +82,5 @@ class Member:
         **places: Any,
     ) -> tuple[Float[Array, "blocks q_len q_heads head_dim"], Float[Array, "blocks q_len q_heads"]]:
         """Returns this member's part of `attention`; see `paged_attention_part`."""
-        width = -(-page_table.shape[1] // self.count)
-        table = jnp.pad(page_table, ((0, 0), (0, width * self.count - page_table.shape[1])))
-        table = table.reshape(-1, width, self.count)[:, :, self.index]
-        own = self.own_pages(table, kv.shape[0])
+        own = self.own_pages(self.own_columns(page_table), kv.shape[0])
         return paged_attention_part(q, kv, page_table=own, first_page=self.index, page_stride=self.count, **places)

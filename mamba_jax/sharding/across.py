@@ -17,7 +17,7 @@ from mamba_jax.layout.member import Member
 from mamba_jax.layout.prefill import PrefillLayout
 from mamba_jax.layout.sequence import SequenceLayout
 from mamba_jax.layout.shares import ShareLayout
-from mamba_jax.sharding.axis import CONTEXT, TENSOR, axis_index, axis_mesh, shares_of
+from mamba_jax.sharding.axis import CONTEXT, TENSOR, axis_index, axis_mesh, members_of, shares_of
 from mamba_jax.sharding.parameters import placement
 from mamba_jax.sharding.partition import Partition
 from mamba_jax.store import Store
@@ -110,6 +110,24 @@ def across(
 def this_member(count: int) -> Member:
     """Returns this device's member; inside of `jax.shard_map` over the mesh only."""
     return Member(jnp.asarray(lax.axis_index(CONTEXT)), count, CONTEXT)
+
+
+def on_members(run: Callable[..., Any], kv: tuple[Array, ...], *inputs: Array, reads: bool = False) -> Any:
+    """Calls `run(member, kv, *inputs)` on each member, with its sub-pools; the compiler divides them over `TENSOR`.
+
+    `run` returns the sub-pools or, with `reads`, what is the same on all members. With one member, `member` is None.
+    """
+    mesh = axis_mesh()
+    if mesh is None or members_of(mesh) == 1:
+        return run(None, kv, *inputs)
+
+    def on_each_member(kv: tuple[Array, ...], *inputs: Array) -> Any:
+        return run(this_member(members_of(mesh)), kv, *inputs)
+
+    return jax.shard_map(
+        on_each_member, mesh=mesh, in_specs=(P(CONTEXT), *[P()] * len(inputs)), out_specs=P() if reads else P(CONTEXT),
+        axis_names={CONTEXT}, check_vma=False,
+    )(kv, *inputs)  # fmt: skip
 
 
 def copy_divided_pages(

@@ -2,7 +2,8 @@
 
 A point is one state (the arrays that mixers declare by slot, each [layers, ...], and the hidden state) and keys and
 values in *pieces*: arrays [layers, tokens, ...] of a few fixed sizes, so that after a warm-up nothing compiles. Page
-sizes of the two sides may differ, and so may the arrangement of arrays over devices: transferred arrays are logical.
+sizes of the two sides may differ, and so may how devices divide arrays, and members pages: transferred arrays are
+logical.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
 from mamba_jax.config import Division, HybridConfig, StateArray
+from mamba_jax.layout.member import Member
 from mamba_jax.program_cache import ProgramCache
 from mamba_jax.rounding import NarrowDtype
+from mamba_jax.sharding import TENSOR, use_mesh
+from mamba_jax.sharding.across import on_members
 from mamba_jax.store import Store, StoreShape, load, put, read_slots, take, write_slots
 from mamba_jax.store_layout import is_pinned, places
 
@@ -37,7 +41,7 @@ class Arrangement:
     shape: StoreShape
     """Of the logical arrays."""
     shards: int = 1
-    """Devices that share each layer."""
+    """Devices that share each layer (of each member)."""
     narrow: NarrowDtype | None = None
     """The form in which accumulated states are transferred; None: the form of the slots."""
 
@@ -45,7 +49,8 @@ class Arrangement:
     def of(cls, config: HybridConfig, store: Store, narrow: NarrowDtype | None = None) -> Arrangement:
         """That of a store, wherever it lies."""
         sharding = store.hidden.sharding
-        return cls(StoreShape.of(config), sharding.mesh.size if isinstance(sharding, NamedSharding) else 1, narrow)
+        shards = sharding.mesh.shape[TENSOR] if isinstance(sharding, NamedSharding) else 1
+        return cls(StoreShape.of(config), shards, narrow)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -241,7 +246,8 @@ class PointPrograms:
         options: dict[str, Any] = {"donate_argnums": (0,)} if program.donates else {}
         if isinstance(sharding, NamedSharding) or is_pinned(self.arrangement.shape, store):
             options["out_shardings"] = places(self.arrangement.shape, store) if program.donates else whole(store)
-        return jax.jit(program.run, **options).lower(*arguments).compile()
+        with use_mesh(sharding.mesh if isinstance(sharding, NamedSharding) else None):
+            return jax.jit(program.run, **options).lower(*arguments).compile()
 
     def _read_piece(self, layers: int) -> _Form:
         return _Form(f"read_piece of {layers} layers", partial(_read_piece, self.arrangement, layers))
@@ -278,9 +284,16 @@ def _read_piece(
 ) -> Array:
     tokens = len(pages) * store.page_size
     there = (jnp.arange(tokens) < count)[:, None, None]
+
+    def pages_of(member: Member | None, kv: tuple[Array, ...], pages: Array) -> list[Array]:
+        return [
+            read_slots(each, pages, divided=True) if member is None else member.read_pages(each, pages) for each in kv
+        ]
+
     read = []
-    for array, kv in zip(arrangement.shape.pages[:layers], store.kv, strict=False):
-        logical = arrangement.logical(array, read_slots(kv, pages, divided=True))
+    stored = on_members(pages_of, store.kv[:layers], pages, reads=True)
+    for array, kv in zip(arrangement.shape.pages, stored, strict=False):
+        logical = arrangement.logical(array, kv)
         flat = logical.reshape(tokens, *logical.shape[2:])
         read.append(arrangement.traveling_kv(array, jnp.where(there, flat, jnp.zeros((), kv.dtype))))
     return jnp.stack(read)
@@ -324,11 +337,16 @@ def _write_piece(arrangement: Arrangement, store: Store, piece: Array, pages: In
 
         return jax.lax.fori_loop(0, (pages > 0).sum(), write, kv)
 
-    written = [
-        jax.lax.platform_dependent(kv, paged, pages, cpu=partial(one_by_one, layer), default=partial(at_once, layer))
-        for layer, kv in enumerate(store.kv)
-    ]
-    return replace(store, kv=tuple(written))
+    def write(member: Member | None, kv: tuple[Array, ...], paged: Array, pages: Array) -> tuple[Array, ...]:
+        own = pages if member is None else member.own_pages(pages, len(kv[0]))
+        return tuple(
+            jax.lax.platform_dependent(
+                each, paged, own, cpu=partial(one_by_one, layer), default=partial(at_once, layer)
+            )
+            for layer, each in enumerate(kv)
+        )
+
+    return replace(store, kv=on_members(write, store.kv, paged, pages))
 
 
 def whole(store: Store) -> jax.sharding.Sharding:

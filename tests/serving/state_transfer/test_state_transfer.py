@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mamba_jax.config import Division, Role, StateArray, StateUnit, UnevenDivision, need
 from mamba_jax.model import parameters
 from mamba_jax.rounding import NarrowDtype
-from mamba_jax.sharding import sharded_store
+from mamba_jax.sharding import make_mesh, sharded_store
 from mamba_jax.store import StoreShape, init_store, store_bytes
 from serving.core.requests.request import RemoteLoad, RemoteState
 from serving.state_transfer import source
@@ -21,6 +21,7 @@ from serving.state_transfer.identity import array_digest, model_digest
 from serving.state_transfer.programs import SIZES, Arrangement, Piece, PointPrograms, common_unit, pieces, state_spec
 from serving.state_transfer.source import Arrival
 from tests.support.fleets.split_pair import CONFIG, model
+from tests.support.hlo_traffic import count_collectives
 
 ONE = Arrangement(StoreShape.of(CONFIG))
 SIZES_OF_STORE = {"num_slots": 5, "num_pages": 9, "dtype": jnp.float32}
@@ -148,31 +149,29 @@ def test_channels_are_moved_by_name_and_not_by_bytes():
     np.testing.assert_array_equal(shared.logical(heads, jnp.asarray(stored)), kv)
 
 
-@pytest.mark.parametrize("shards", [2, 4])
-def test_numbers_of_devices_may_differ(shards):
+@pytest.mark.parametrize(("members", "shards"), [(1, 2), (1, 4), (2, 2), (3, 2), (8, 1)])
+def test_numbers_of_devices_may_differ(members, shards):
     """From one device to several and back: the same logical arrays."""
-    from jax.sharding import Mesh
-
-    from mamba_jax.sharding.axis import TENSOR
-
-    mesh = Mesh(np.array(jax.devices()[:shards]), (TENSOR,))
-    spread = sharded_store(CONFIG, mesh, page_size=4, debug_state=True, **SIZES_OF_STORE)
+    mesh, each = make_mesh(shards, members=members), 24 // members
+    spread = sharded_store(CONFIG, mesh, page_size=4, debug_state=True, **(SIZES_OF_STORE | {"num_pages": 24}))
     arrangement = Arrangement.of(CONFIG, spread)
     assert arrangement.shards == shards
     assert spread.kv[0].shape[2] == 2 * max(shards, need(CONFIG.attention).num_kv_heads)
     programs = PointPrograms(ONE), PointPrograms(arrangement)
-    source, position, pages, into = filled(4, 1), 10, [7, 2, 5], [4, 1, 8]
+    source, position, pages = filled(4, 1), 26, [7, 2, 5, 1, 8, 4, 3]
+    into = [i % members * each + 1 + (i // members ^ 1) for i in range(len(pages))]
     expected = jax.tree.map(np.asarray, source)
     spread = send(source, spread, pages=pages, into=into, position=position, programs=programs)
     # Each device has its own channels, so they lie elsewhere than in the logical array,
+    assert not any(np.delete(np.asarray(kv), into, 0).any() for kv in spread.kv)
     divided = np.asarray(spread.slots[0]["conv_bc"])[3]
     if not spread.slots[0]["conv_bc"].sharding.is_fully_replicated:
         assert not np.array_equal(divided, expected.slots[0]["conv_bc"][2])
-    # and come back as they were.
+    # and come back as they were. Members exchange pages that are read, and nothing to write.
     back = filled(4, 5)
     state = programs[1].read_state(spread, 3)
     back = programs[0].write_state(back, 3, state, position)
-    for piece in pieces(0, position, 4):
+    for piece in (Piece(0, 4), *pieces(4, position, 4)):  # the second one begins in another member's page
         at = piece.start // 4
         copy = programs[1].read_piece(spread, [*into, *[0] * 9][at : at + piece.tokens // 4], position - piece.start, 2)
         back = programs[0].write_piece(back, [*pages, *[0] * 9][at : at + piece.tokens // 4], copy)
@@ -181,6 +180,10 @@ def test_numbers_of_devices_may_differ(shards):
             np.testing.assert_array_equal(np.asarray(got[name])[3], sent[name][2])
     for got, sent in zip(back.kv, expected.kv, strict=True):
         np.testing.assert_array_equal(tokens_of(got, pages, position), tokens_of(sent, pages, position))
+    if shards == 1:
+        for name, compiled in programs[1].cache:
+            exchanged = count_collectives(compiled.as_text())
+            assert set(exchanged) == ({"all-gather"} if name.startswith("read_piece") else set()), (name, exchanged)
 
 
 @pytest.mark.parametrize("kind", ["int8", "bfloat16"])

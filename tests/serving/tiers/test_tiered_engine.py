@@ -18,12 +18,13 @@ TIERS = {
     "host disk": {"host_cache_gib": SIZE, "disk_cache_gib": 40 * SIZE},
     "small host": {"host_cache_gib": SIZE / 200},
     "small host, disk": {"host_cache_gib": SIZE / 200, "disk_cache_gib": SIZE},
+    "disk of two members": {"disk_cache_gib": 40 * SIZE, "context_parallel_size": 2},
 }
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("mode", "source", "tiers"), [
-    ("all", "mtp", "host disk"),
+    ("all", "mtp", "host disk"), ("align", "mtp", "disk of two members"),
     slow("all", "none", "host"), slow("all", "none", "small host"), slow("all", "none", "small host, disk"),
     slow("align", "mtp", "disk"),
     slow("align", "none", "host disk"), slow("align", "none", "disk"),
@@ -45,6 +46,20 @@ def test_the_same_tokens_with_tiers(mode, source, tiers, tmp_path):
         assert sum(tier["arrived"] for tier in stats["tiers"].values()) > 3, stats
     assert sum(tier["lost"] for tier in stats["tiers"].values()) == 0, stats
     engine.close()
+
+
+@pytest.mark.full
+def test_other_numbers_of_members_find_the_same_after_a_restart(tmp_path):
+    for tiers in ("disk of two members", "disk", "disk of two members"):
+        engine = build("all", "none", **(SMALL | TIERS[tiers] | {"disk_cache": str(tmp_path)})).engine
+        engine.loop.scheduler.tiers.fetch_costs = Free()
+        known = bool(engine.loop.scheduler.stats()["tiers"]["disk"]["units"])
+        for prompt, output in conversations(engine).items():
+            assert_as_alone(prompt, output, tiers)
+            assert not known or output.num_cached_tokens == len(prompt)
+        engine.close()
+        assert engine.loop.scheduler.stats()["tiers"]["disk"]["arrived"] > 3
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 @pytest.mark.full

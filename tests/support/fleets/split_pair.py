@@ -80,7 +80,8 @@ def points():
 def build(mode: str | None = "all", source: str = "none", **flags):
     """An engine whose steps have one shape each."""
     config = EngineConfig.create(mamba_cache_mode=mode, **(FLAGS | DRAFTS[source] | flags))
-    shared = programs(source) if config.tensor_parallel_size == 1 else None
+    alone = config.tensor_parallel_size == config.context_parallel_size == 1
+    shared = programs(source) if alone else None
     texts = {"tokenizer": letters(), "eos_token_ids": (EOS,)} if config.enable_structured_outputs else {}
     built = assemble(config, model(source=source), programs=shared, **texts)
     built.engine.loop.batches.decode_shapes = [4]
