@@ -161,8 +161,6 @@ RULES = (
     Rule(REPLICAS, FOLLOWED, "start a server for each replica"),
     Rule(CONTEXT, HOSTS, "use one host"),
     Rule(CONTEXT, DRAFTER, _OTHER_DRAFTS),
-    Rule(CONTEXT, ROLE),
-    Rule(CONTEXT, FOLLOWED),
     Rule(CONTEXT, EXPERTS),
     Rule(CONTEXT, Condition("`kernels` with `paged_attention=`", _attention_kernel), "name paged_attention_part"),
     Rule(ROLE, HOSTS, "use one host"),

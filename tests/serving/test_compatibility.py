@@ -34,8 +34,6 @@ CASES = [
     ),
     (DIVIDED | DRAFTER, {}, "context_parallel_size 2 does not support speculative_model; use mtp or ngram drafts"),
     (DIVIDED, HOSTS, "context_parallel_size 2 does not support several hosts"),
-    (DIVIDED, {"role": "decode"}, "context_parallel_size 2 does not support --role decode"),
-    (DIVIDED, {"followed": True}, "context_parallel_size 2 does not support --split-secret or --kv-events-config"),
     (
         DIVIDED | {"enable_return_routed_experts": True},
         {},
@@ -139,6 +137,7 @@ def test_what_is_supported():
         invariant(FOR_ENGINES[name])
     check(Deployment(EngineConfig(dtype="float16"), DENSE, "tpu", weight_dtypes=frozenset({"float16"})))
     check(Deployment(EngineConfig(**DIVIDED, data_parallel_size=2, enable_lora=True, disk_cache="x"), DENSE, "gpu"))
+    check(Deployment(EngineConfig(**DIVIDED), DENSE, "tpu", role="decode", followed=True))
     for kernels in ("pallas_gpu", "recurrence_scan=pallas_gpu,paged_attention_part=xla"):
         check(Deployment(EngineConfig(**DIVIDED, kernels=kernels), DENSE, "gpu"))
 

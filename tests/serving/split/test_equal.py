@@ -8,6 +8,7 @@ from tests.support.engines.engines import finish
 from tests.support.fleets.split_pair import DRAFTERS, GREEDY, B, Pair, assert_as_alone, build, tokens
 from tests.support.selection import slow
 
+FULL, SLOW = pytest.mark.full, pytest.mark.slow
 LENGTHS = (1, 2, B - 1, B, B + 1, 3 * B + 5)
 
 
@@ -71,16 +72,23 @@ def test_a_drafter_drafts_from_what_arrived_as_from_what_was_computed_here(sourc
     pair.assert_idle()
 
 
-TWO = {"tensor_parallel_size": 2, "debug_state": True}
+TWO, MEMBERS = {"tensor_parallel_size": 2}, {"context_parallel_size": 2}
+SIDES = {
+    "2 to 1": {"prefill": TWO},
+    "1 to 2": {"decode": TWO},
+    "members to 2": {"prefill": MEMBERS, "decode": TWO},
+    "1 to members": {"decode": MEMBERS},
+}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sides", [{"prefill": TWO}, {"decode": TWO}], ids=["2 to 1", "1 to 2"])
+@pytest.mark.parametrize(
+    "sides", [pytest.param(SIDES[name], id=name, marks=SLOW if "members" not in name else FULL) for name in SIDES]
+)
 def test_numbers_of_devices_may_differ(sides):
-    """One side on two devices, the other on one: states go by logical arrays."""
+    """One side on two devices, or two members, the other on one: states go by logical arrays."""
     pair = Pair("all", **sides)
     shards = {side.worker.manifest.shards for side in (pair.prefill_side, pair.decode_side)}
-    assert shards == {1, 2}
+    assert shards == ({1, 2} if TWO in sides.values() else {1})
     for length in (1, B, 2 * B + 3):
         for seed, handoff in enumerate(("full", "recompute-last")):
             prompt = tokens(10 * length + seed, length)
