@@ -121,10 +121,13 @@ class ShareLayout:
     def _gathered(self, ends: Any, along: Divisible) -> Any:
         return _each(partial(_by_parts, self.member.gather), along.state, ends)
 
+    def write_kv(self, k: Keys, v: Keys | None, kv: Pages) -> Pages:
+        """Returns the member's pages with the keys and values of all tokens, of which it has those of its share."""
+        return self.whole.write_kv(self.member.gather(k), None if v is None else self.member.gather(v), kv)
+
     def attend(self, q: Queries, k: Keys, v: Keys | None, kv: Pages, span: Span) -> tuple[Queries, Pages]:
         member, whole = self.member, self.whole
-        q, k = member.gather(q), member.gather(k)
-        kv = whole.write_kv(k, None if v is None else member.gather(v), kv)
+        q, kv = member.gather(q), self.write_kv(k, v, kv)
         parts = map(whole.by_token, member.part(whole.by_block(q), kv, **whole.places(*whole.query_blocks(), span)))
         found = (member.exchange(each, split=0, concat=0) for each in parts)
         out, lse = (each.reshape(member.count, 1, -1, *each.shape[1:]) for each in found)

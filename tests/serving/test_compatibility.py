@@ -32,7 +32,6 @@ CASES = [
         {"followed": True},
         "data_parallel_size 2 does not support --split-secret or --kv-events-config",
     ),
-    (DIVIDED | DRAFTER, {}, "context_parallel_size 2 does not support speculative_model; use mtp or ngram drafts"),
     (DIVIDED, HOSTS, "context_parallel_size 2 does not support several hosts"),
     (
         DIVIDED | {"enable_return_routed_experts": True},
@@ -137,7 +136,7 @@ def test_what_is_supported():
         invariant(FOR_ENGINES[name])
     check(Deployment(EngineConfig(dtype="float16"), DENSE, "tpu", weight_dtypes=frozenset({"float16"})))
     check(Deployment(EngineConfig(**DIVIDED, data_parallel_size=2, enable_lora=True, disk_cache="x"), DENSE, "gpu"))
-    check(Deployment(EngineConfig(**DIVIDED), DENSE, "tpu", role="decode", followed=True))
+    check(Deployment(EngineConfig(**DIVIDED, **DRAFTER), DENSE, "tpu", role="decode", followed=True))
     for kernels in ("pallas_gpu", "recurrence_scan=pallas_gpu,paged_attention_part=xla"):
         check(Deployment(EngineConfig(**DIVIDED, kernels=kernels), DENSE, "gpu"))
 
