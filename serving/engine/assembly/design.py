@@ -36,8 +36,8 @@ from serving.engine.assembly.sizing import (
     MOST_CODE,
     StoreSize,
     max_model_len,
+    places_of_parts,
     size_store,
-    workspace_bytes,
 )
 from serving.engine.steps.batching import BatchBuilder
 
@@ -211,18 +211,20 @@ class EngineDesign:
 
     @property
     def workspace_bytes(self) -> int:
-        """An upper bound on the bytes per device that a step needs besides weights and store."""
-        drafter = self.model.drafter
-        return workspace_bytes(
-            self.config,
-            self.step_tokens,
-            platform=self.platform,
-            hidden_size=self.model.hidden_size * (1 if drafter is None else 1 + len(drafter.places)),
-            inner_size=self.model.inner_size // self.partition.shards,
-            vocab_size=self.model.vocab_size,
-            query_size=self.model.query_size // self.partition.shards,
-            prefill_rows=min(MAX_PREFILL_ROWS, self.config.max_num_seqs),
-        )
+        """A rough upper bound on the bytes per device that a step needs besides weights and store: activations in
+        float32, and copies of the logits: two more where an adapter's own head replaces some.
+
+        Of several members, each computes fewer activations than these, which leaves room for the states that it
+        gathers.
+        """
+        config, model, shards, tokens = self.config, self.model, self.partition.shards, self.step_tokens
+        heads = config.max_num_seqs * (1 + config.num_speculative_tokens)
+        places = places_of_parts(config, tokens, heads, prefill_rows=min(MAX_PREFILL_ROWS, config.max_num_seqs))
+        tokens += heads if config.mixes_steps_on(self.platform) else 0
+        hidden_size = model.hidden_size * (1 if model.drafter is None else 1 + len(model.drafter.places))
+        activations = tokens * (4 * hidden_size + 6 * (model.inner_size // shards))
+        logits = (5 if config.lora_tables else 3) * heads * model.vocab_size
+        return (activations + logits + places * (model.query_size // shards)) * 4
 
     @property
     def code_bytes(self) -> int:

@@ -283,32 +283,7 @@ def size_store(
     )
 
 
-def workspace_bytes(
-    config: EngineConfig,
-    tokens: int,
-    *,
-    platform: str,
-    hidden_size: int,
-    inner_size: int,
-    vocab_size: int,
-    query_size: int,
-    prefill_rows: int,
-) -> int:
-    """Returns a rough upper bound on the memory of a step of so many tokens besides weights and store: activations in
-    float32, and copies of the logits: two more where an adapter's own head replaces some.
-
-    `query_size`: elements of a token's queries on a device; `prefill_rows`: the most rows of a prefill step. Of several
-    members, each computes fewer activations than these, which leaves room for the states that it gathers.
-    """
-    heads = config.max_num_seqs * (1 + config.num_speculative_tokens)
-    parts = _places_of_parts(config, tokens, heads, prefill_rows) * query_size * 4
-    tokens += heads if config.mixes_steps_on(platform) else 0
-    activations = tokens * (4 * hidden_size + 6 * inner_size) * 4
-    logits = (5 if config.lora_tables else 3) * heads * vocab_size * 4
-    return activations + logits + parts
-
-
-def _places_of_parts(config: EngineConfig, tokens: int, heads: int, prefill_rows: int) -> int:
+def places_of_parts(config: EngineConfig, tokens: int, heads: int, prefill_rows: int) -> int:
     """Returns for how many queries a device holds results of attention to divided pages, in float32.
 
     In decoding and in steps that are not divided by tokens, those of all members for each query, its own, their
