@@ -270,16 +270,22 @@ def _steps(model: HybridModel, sizes: Sizes) -> Iterator[tuple[str, int, tuple[A
         yield f"prefill of {tokens} tokens", rows, state(rows=rows, **room), prefill
 
 
-def described(
+def described(model: HybridModel, **sizes: Any) -> tuple[Any, Any]:
+    """Shapes of what `state_makers` make. Nothing is allocated."""
+    store, rows = state_makers(model, **sizes)
+    return jax.eval_shape(store), jax.eval_shape(rows)
+
+
+def state_makers(
     model: HybridModel, *, rows: int, drafts: int = 0, replay: Replay | None = None, num_pages: int, **store: Any
-) -> tuple[Any, Any]:
-    """Shapes of a store, of the sizes and dtypes that `init_store` takes, and of rows. Nothing is allocated."""
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Returns functions that make a store, of the sizes and dtypes that `init_store` takes, and rows."""
     store |= {"num_pages": max(2, num_pages), "replay": replay, "num_tails": rows + 1 if replay else 0}
-    filled = partial(init_store, StoreShape.of(model.config), dtype=model.dtype, **store)
-    seats = partial(
-        init_rows, model.config, max_num_seqs=rows, num_speculative_tokens=drafts, replay=replay is not None
+    seats: dict[str, Any] = {"max_num_seqs": rows, "num_speculative_tokens": drafts, "replay": replay is not None}
+    return (
+        partial(init_store, StoreShape.of(model.config), dtype=model.dtype, **store),
+        partial(init_rows, model.config, **seats),
     )
-    return jax.eval_shape(filled), jax.eval_shape(seats)
 
 
 def _one_layer_of_each_kind(

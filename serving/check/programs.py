@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,10 +18,10 @@ from flax import nnx
 
 from checkpoints import load_model
 from mamba_jax.batch import DecodeBatch, MixedBatch, PrefillBatch
+from mamba_jax.kernel_check.calls import state_makers
 from mamba_jax.kernel_check.compiling import Compiler
 from mamba_jax.programs import StepPrograms
-from mamba_jax.rows import init_rows
-from mamba_jax.store import Replay, StoreShape, init_store
+from mamba_jax.store import Replay, StoreShape
 from mamba_jax.store_layout import places
 from serving.check.report import Report
 from serving.engine.assembly.replay import state_traffic
@@ -199,23 +198,13 @@ class ModelPrograms:
         prompts = {"decode": 0, "prefill": step.rows, "mixed": 1}[step.kind]
         decoding = 0 if step.kind == "prefill" else step.rows
         slots = decoding * max(1 + step.drafts, 2 if step.interval > 1 else 1) + prompts
-        pages = decoding * self._pages(self.context + step.drafts) + prompts * self._pages(
-            self.prompt // max(prompts, 1)
-        )
+        pages = decoding * self._pages(self.context + step.drafts)
+        pages += prompts * self._pages(self.prompt // max(prompts, 1))
         replay = Replay(step.interval, step.drafts) if step.interval > 1 else None
-        rows = decoding + prompts
-        store = partial(
-            init_store, self.model.config, num_slots=slots + 1, num_pages=pages + 1, page_size=self.page,
-            dtype=self.dtype, replay=replay, num_tails=rows + 1 if replay else 0,
+        return state_makers(
+            self.model, rows=decoding + prompts, drafts=step.drafts, replay=replay, num_slots=slots + 1,
+            num_pages=pages + 1, page_size=self.page,
         )  # fmt: skip
-        seats = partial(
-            init_rows,
-            self.model.config,
-            max_num_seqs=rows,
-            num_speculative_tokens=step.drafts,
-            replay=replay is not None,
-        )
-        return store, seats
 
     def _made(self, step: Step) -> tuple[Any, Any]:
         store, seats = (make() for make in self._state(step))
