@@ -107,10 +107,10 @@ def measure(
 
         forms = {number: partial(form, number) for number in range(len(engines))}
         runs = in_turns(forms, options.turns)
-        for name in runs[0][0].figures:
-            baseline = [one.figures[name] for one in runs[0]]
+        for name in figures(runs[0][0]):
+            baseline = [figures(one)[name] for one in runs[0]]
             for number, varied in enumerate(combined):
-                values = [one.figures[name] for one in runs[number]]
+                values = [figures(one)[name] for one in runs[number]]
                 line = {"metric": name, "configuration": varied, "v": round(statistics.median(values), 3)}
                 yield line | {"spread": spread(values)} | (ratio(values, baseline) if number else {})
         for number, varied in enumerate(combined):
@@ -121,10 +121,28 @@ def measure(
                 "cached_tokens": sum(one.cached_tokens for one in runs[number]),
                 "compiled_while_measuring": engines[number].compilations - compiled[number],
                 "equal_outputs": sum(
-                    a == b for one, other in pairs for a, b in zip(one.tokens, other.tokens, strict=True)
+                    a == b for one, other in pairs for a, b in zip(tokens(one), tokens(other), strict=True)
                 ),
                 "outputs": options.prompts * options.turns,
             }
+
+
+def tokens(run: Run) -> list[list[int]]:
+    """The output of each prompt."""
+    return [output.outputs[0].token_ids for output in run.outputs]
+
+
+def figures(run: Run) -> dict[str, float]:
+    """Output tokens per second, and medians over the requests: times to and between tokens, in milliseconds."""
+    of_request = [output.metrics for output in run.outputs]
+    found = {
+        "output_tokens_per_s": sum(map(len, tokens(run))) / run.seconds,
+        "ttft_ms": 1e3 * statistics.median(each.time_to_first_token for each in of_request),
+    }
+    if (between := len(tokens(run)[0]) - 1) > 0:
+        times = [(each.finished_time - each.first_token_time) / between for each in of_request]
+        found["tpot_ms"] = 1e3 * statistics.median(times)
+    return found
 
 
 if __name__ == "__main__":

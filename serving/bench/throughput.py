@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -86,24 +85,6 @@ class Run:
     def cached_tokens(self) -> int:
         """Prompt tokens that were not computed."""
         return sum(output.num_cached_tokens for output in self.outputs)
-
-    @property
-    def tokens(self) -> list[list[int]]:
-        """The output of each prompt."""
-        return [output.outputs[0].token_ids for output in self.outputs]
-
-    @property
-    def figures(self) -> dict[str, float]:
-        """Output tokens per second, and medians over the requests: times to and between tokens, in milliseconds."""
-        of_request = [output.metrics for output in self.outputs]
-        found = {
-            "output_tokens_per_s": sum(map(len, self.tokens)) / self.seconds,
-            "ttft_ms": 1e3 * statistics.median(each.time_to_first_token for each in of_request),
-        }
-        if (between := len(self.tokens[0]) - 1) > 0:
-            times = [(each.finished_time - each.first_token_time) / between for each in of_request]
-            found["tpot_ms"] = 1e3 * statistics.median(times)
-        return found
 
 
 def run(llm: LLM, options: argparse.Namespace, turn: int) -> Run:
