@@ -101,6 +101,7 @@ class StepPrograms:
         """The model's parameters, then the arrays of the adapters."""
         # Compilation uses these in place of the weights, because a long compilation must not keep replaced ones alive.
         self._like_weights = abstract(self._weights)
+        self.sampling_masks, self.max_logprobs = sampling_masks, max_logprobs
         self._reported = processed_logprobs, sampling_masks, max_logprobs
         self.greedy = greedy
         platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
@@ -120,7 +121,7 @@ class StepPrograms:
         self.kept: StoredPrograms | None = None
         """Programs on disk: read before a program is compiled, and written after."""
         self._graphdef = graphdef
-        self._shape, self._vocab_size = StoreShape.of(model.config), model.config.vocab_size
+        self._shape, self.vocab_size = StoreShape.of(model.config), model.config.vocab_size
         self._run = run
         self._change_rows: dict[type[RowsBatch], Callable[..., Rows]] = {
             SeatBatch: partial(seat, source=source),
@@ -240,7 +241,7 @@ class StepPrograms:
         for part in (batch.decode, batch.prefill) if isinstance(batch, MixedBatch) else (batch,):
             if isinstance(part, DecodeBatch | PrefillBatch) and isinstance(part.tokens, np.ndarray):
                 given = part.tokens != -1 if isinstance(part, DecodeBatch) else True  # -1: it is on the device
-                check_ids(self._vocab_size, part.tokens, given)
+                check_ids(self.vocab_size, part.tokens, given)
 
     def _make(self, store: Store | None, rows: Rows, batch: Batch) -> jax.stages.Compiled:
         def lower() -> jax.stages.Lowered:

@@ -36,16 +36,12 @@ class Engine:
         loop: runs the steps.
         tokenizer: None serves token ids only.
         weights: the weights of the loop's programs.
-        vocab_size: the model's; the engine refuses token ids outside the vocabulary.
         eos_token_ids: tokens that end a text.
-        max_model_len: maximum number of tokens of a prompt and its output together.
         seed: for requests that have no seed.
         grammars: None refuses structured outputs.
         adapters: None refuses requests with adapters.
         experts_per_layer: experts of a token in one layer, if the store records them and outputs return them.
         expert_bytes: bytes of these in all layers.
-        sampling_masks: whether the loop's programs report sampling masks; False refuses requests for them.
-        max_logprobs: the number of alternatives in log-probabilities that the loop's programs report.
     """
 
     def __init__(
@@ -54,23 +50,19 @@ class Engine:
         *,
         tokenizer: Tokenizer | None,
         weights: Weights,
-        vocab_size: int,
         eos_token_ids: Sequence[int],
-        max_model_len: int,
         seed: int = 0,
         grammars: Grammars | None = None,
         adapters: AdapterTable | None = None,
         experts_per_layer: int = 0,
         expert_bytes: int = 0,
-        sampling_masks: bool = False,
-        max_logprobs: int = 20,
     ) -> None:
         self.loop, self.grammars, self.adapters = loop, grammars, adapters
-        self.tokenizer, self.vocab_size, self.max_model_len = tokenizer, vocab_size, max_model_len
-        self.eos_token_ids = tuple(eos_token_ids)
+        self.vocab_size, self.max_logprobs = loop.programs.vocab_size, loop.programs.max_logprobs
+        self.max_model_len = loop.scheduler.config.max_model_len
+        self.tokenizer, self.eos_token_ids = tokenizer, tuple(eos_token_ids)
         self.control = Control(self, weights)
         """Pauses, sleep and new weights."""
-        self._sampling_masks, self.max_logprobs = sampling_masks, max_logprobs
         self._seeds, self._experts_per_layer, self.expert_bytes = random.Random(seed), experts_per_layer, expert_bytes
         self._parents: dict[str, UserRequest] = {}
         self._prefixes = ChangedPrefixes()
@@ -120,7 +112,7 @@ class Engine:
             if (getattr(params, name) or 0) > self.max_logprobs:
                 most = f"at most {self.max_logprobs} (max_logprobs)"
                 raise RequestError(f"{name} must be {most}, got {getattr(params, name)}")
-        if params.return_sampling_mask and not self._sampling_masks:
+        if params.return_sampling_mask and not self.loop.programs.sampling_masks:
             raise RequestError("return_sampling_mask needs the flag enable_return_sampling_mask")
         output = RequestOutput(
             request_id=request_id,

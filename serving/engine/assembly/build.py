@@ -322,16 +322,12 @@ class _Assembly:
             loop,
             tokenizer=self.tokenizer,
             weights=weights,
-            vocab_size=model.config.vocab_size,
             eos_token_ids=self.eos_token_ids,
-            max_model_len=size.max_model_len,
             # Requests without a seed must not get the same random numbers on all replicas.
             seed=config.seed + replica,
             grammars=grammars,
             experts_per_layer=need(model.config.moe).experts_per_token if config.enable_return_routed_experts else 0,
             expert_bytes=EXPERT.itemsize * design.device_shape.experts,
-            sampling_masks=config.enable_return_sampling_mask,
-            max_logprobs=config.max_logprobs,
             adapters=AdapterTable(programs, model.config, loop, states, self.names) if config.serves_adapters else None,
         )
 
