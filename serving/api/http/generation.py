@@ -9,10 +9,8 @@ from typing import NamedTuple
 
 from serving.api.http.errors import ApiError
 from serving.api.http.protocol.common import CompletionTokensDetails, PromptTokensDetails, Usage
-from serving.core.cache.retention import Mark
-from serving.engine.requests.adapters import LoRARequest
 from serving.engine.requests.output import CompletionOutput, RequestOutput
-from serving.engine.requests.sampling_params import SamplingParams
+from serving.engine.requests.request import EngineRequest
 from serving.engine.structured.grammars import Grammar
 
 MAX_VALUES = 1 << 21
@@ -27,25 +25,16 @@ _ALTERNATIVES = 20
 class Job:
     """One HTTP request: one or more prompts with the same parameters."""
 
-    id: str
+    request: EngineRequest
+    """For each prompt, which it does not have yet. `respond` adds the adapter, and replaces the client's salt by the
+    salt for the prefix cache."""
     prompts: Sequence[Sequence[int]]
-    params: SamplingParams
-    priority: int = 0
-    cache_salt: str | None = None
-    """The client's salt, until `respond` replaces it by the salt for the prefix cache."""
-    cache_marks: tuple[Mark, ...] = ()
-    """Marks of a conversation."""
-    lora_request: LoRARequest | None = None
-    message_digests: tuple[int, ...] = ()
-    """Those of the conversation, for `EngineRequest`."""
     grammar: Grammar | None = None
     """Keeps the compiled grammar alive until the engine requests it."""
     ignored: Sequence[str] = ()
     """Words of schemas that the response need not follow."""
     score_bytes: int = 0
     """Memory of the log-probabilities of the prompts."""
-    return_experts: bool = False
-    """Return routed experts, if the engine records them."""
 
     def check_size(self, max_model_len: int, vocab_size: int | None, expert_bytes: int = 0) -> None:
         """Checks how many values of log-probabilities and sampling masks (8 bytes each) and how many bytes of experts
@@ -54,7 +43,7 @@ class Job:
         Raises:
             ApiError: they are too many.
         """
-        params, values, experts = self.params, 0, 0
+        params, values, experts = self.request.params, 0, 0
         scored = 0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs
         scored += len(params.prompt_logprob_token_ids or ())
         reported = 0 if params.logprobs is None else 1 + params.logprobs
@@ -64,7 +53,7 @@ class Job:
             room = max(max_model_len - len(prompt), 0)
             length = room if params.max_tokens is None else min(params.max_tokens, room)
             values += params.n * (len(prompt) * scored + length * reported)
-            experts += params.n * (len(prompt) + length) * expert_bytes * self.return_experts
+            experts += params.n * (len(prompt) + length) * expert_bytes * self.request.return_experts
         most = max(MAX_VALUES, max_model_len * (1 + _ALTERNATIVES))
         most_experts = max(MAX_EXPERT_BYTES, max_model_len * expert_bytes)
         if experts > most_experts:

@@ -162,11 +162,11 @@ class BatchLines:
 
         def written(output: RequestOutput) -> dict[str, Any]:
             body = json.loads(json_of(writer.response(whole([output], writer.tally))))
-            response = {"status_code": 200, "request_id": writer.job.id, "body": body}
+            response = {"status_code": 200, "request_id": writer.job.request.request_id, "body": body}
             return {"id": _new_id(), "custom_id": line.id, "response": response, "error": None}
 
-        prompt = {"prompt_token_ids": writer.job.prompts[0], "cache_marks": writer.job.cache_marks}
-        return BatchRequest(prompt, writer.job.params, written)
+        prompt = {"prompt_token_ids": writer.job.prompts[0], "cache_marks": writer.job.request.cache_marks}
+        return BatchRequest(prompt, writer.job.request.params, written)
 
     def _plain(self, line: Line) -> BatchRequest:
         if isinstance(line.fields, str):

@@ -256,8 +256,8 @@ def test_null_is_the_default():
         opened(kind, **{name: part}, stream=True)
     with pytest.raises(RequestError, match="disable_any_whitespace is not supported: use grammar"):
         opened(CHAT, structured_outputs={"json": SCHEMA, "disable_any_whitespace": True})
-    assert opened(CHAT, logprobs=False, top_logprobs=0)[0].job.params.logprobs is None
-    assert 0 < opened(CHAT, top_p=0)[0].job.params.top_p < 1e-3
+    assert opened(CHAT, logprobs=False, top_logprobs=0)[0].job.request.params.logprobs is None
+    assert 0 < opened(CHAT, top_p=0)[0].job.request.params.top_p < 1e-3
 
 
 def test_formats_and_tools():
@@ -274,12 +274,12 @@ def test_formats_and_tools():
     assert plain == other
     assert plain.function.parameters["required"] == ["input"]
     form = {"type": "json_object", "schema": SCHEMA}
-    assert opened(CHAT, response_format=form)[0].job.params.structured_outputs.json == SCHEMA
-    grammar = opened(CHAT, response_format=form, tools=TOOLS)[0].job.params.structured_outputs.grammar
+    assert opened(CHAT, response_format=form)[0].job.request.params.structured_outputs.json == SCHEMA
+    grammar = opened(CHAT, response_format=form, tools=TOOLS)[0].job.request.params.structured_outputs.grammar
     assert "start: calls | answer" in grammar
     choice = {"type": "function", "function": {"name": "f"}}
     named, _ = opened(CHAT, response_format=form, tools=TOOLS, tool_choice=choice)
-    assert "answer" not in named.job.params.structured_outputs.grammar
+    assert "answer" not in named.job.request.params.structured_outputs.grammar
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_words_of_schemas_that_are_not_enforced_are_named(schema, words):
     for fields in ({"response_format": form}, {"tools": tools, "tool_choice": "required"}):
         writer, request = opened(CHAT, **fields)
         assert ignored_header(request, writer.job.ignored) == header
-        outputs = writer.job.params.structured_outputs
+        outputs = writer.job.request.params.structured_outputs
         kind, value = ("json", outputs.json) if outputs.grammar is None else ("grammar", outputs.grammar)
         form_of(kind, value)
     writer, _ = opened(MESSAGES, output_config={"format": {"type": "json_schema", "schema": schema}})
@@ -317,13 +317,13 @@ def test_fields_that_change_the_output_are_not_dropped():
                 opened(kind, **{name: value})
         opened(kind, typical_p=1, n_predict=-1, repeat_penalty=1.0, functions=[], mirostat=0, regex="", bad_words=None)
         for more in ({}, {"thinking_token_budget": None}):
-            assert opened(kind, thinking_budget=3, **more)[0].job.params.reasoning.budget == 3
+            assert opened(kind, thinking_budget=3, **more)[0].job.request.params.reasoning.budget == 3
     form = {"type": "json_schema", "schema": {"type": "integer"}}
-    assert opened(MESSAGES, output_format=form)[0].job.params.structured_outputs.json == form["schema"]
+    assert opened(MESSAGES, output_format=form)[0].job.request.params.structured_outputs.json == form["schema"]
     assert len(opened(CHAT, truncate_prompt_tokens=3)[0].job.prompts[0]) == 3
     # Stop texts count after the reasoning.
-    assert opened(CHAT, stop=["e"])[0].job.params.stop_after == ("", "</think>")
-    assert opened(CHAT, stop=["e"], enable_thinking=False)[0].job.params.stop_after is None
+    assert opened(CHAT, stop=["e"])[0].job.request.params.stop_after == ("", "</think>")
+    assert opened(CHAT, stop=["e"], enable_thinking=False)[0].job.request.params.stop_after is None
 
 
 def test_a_conversation_continues_from_token_ids():

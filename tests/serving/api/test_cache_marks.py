@@ -42,7 +42,7 @@ def user(*parts, **fields):
 def marked(kind, **body):
     """The text before each mark of a prompt, after the text before the last mark, and the time of the mark."""
     job = opened(kind, **body)[0].job
-    marks = sorted(job.cache_marks, key=lambda mark: mark.position)
+    marks = sorted(job.request.cache_marks, key=lambda mark: mark.position)
     ends = [0, *(mark.position for mark in marks)]
     parts = [TOKENIZER.decode(job.prompts[0][a:b], skip_special_tokens=False) for a, b in itertools.pairwise(ends)]
     return list(zip(parts, (mark.ttl for mark in marks), strict=True))
@@ -168,7 +168,7 @@ def test_marks_change_no_prompt():
     plain = opened(MESSAGES, messages=[user(text("a"), text("b")), user(text("c"))])[0].job
     moved = opened(MESSAGES, messages=[user(text("a"), text("b")), user(text("c", **OF_ANTHROPIC))])[0].job
     assert plain.prompts == moved.prompts
-    assert plain.message_digests == moved.message_digests
+    assert plain.request.message_digests == moved.request.message_digests
 
 
 def test_usage_counts_reads_and_writes(server):

@@ -26,6 +26,7 @@ from serving.api.http.generation import Job, whole
 from serving.api.http.protocol.completions import CompletionRequest
 from serving.api.http.text import _LONG, TextCodec
 from serving.engine.requests.output import CompletionOutput, PromptScores, RequestOutput
+from serving.engine.requests.request import EngineRequest
 from serving.engine.requests.sampling_params import SamplingParams
 
 
@@ -101,12 +102,12 @@ def test_parts_together_are_the_whole_answer(length):
 )
 def test_the_values_of_a_response_are_bounded(prompts, params, allowed):
     experts = params.pop("experts", 0)
-    job = Job("x", [[5] * 5000] * prompts, SamplingParams(**params), return_experts=True)
+    job = Job(EngineRequest("x", "", SamplingParams(**params)), [[5] * 5000] * prompts)
     if allowed:
         job.check_size(8192, 4096, experts)
         return
     if experts:
-        replace(job, return_experts=False).check_size(8192, 4096, experts)
+        replace(job, request=replace(job.request, return_experts=False)).check_size(8192, 4096, experts)
     with pytest.raises(
         ApiError, match=r"(values of log-probabilities and sampling masks|bytes of routed experts): at most"
     ) as error:

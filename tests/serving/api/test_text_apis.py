@@ -167,8 +167,8 @@ def test_a_written_answer_with_reasoning_and_a_call():
     tool = {"type": "function", "function": {"name": "look"}}
     body = ChatRequest.model_validate({"messages": MESSAGES, "tools": [tool]})
     writer = ChatWriter(responses, body, body, [tokenizer.encode_chat(MESSAGES)])
-    assert writer.job.params.skip_special_tokens is False  # or the mark would not be seen
-    assert writer.job.params.reasoning is None  # nothing to hold it to: the row need not wait for the host
+    assert writer.job.request.params.skip_special_tokens is False  # or the mark would not be seen
+    assert writer.job.request.params.reasoning is None  # nothing to hold it to: the row need not wait for the host
     text = '<tool_call> is how.\n</think>\n\nI look.\n<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
     ids = tokenizer.encode(text, add_special_tokens=False)
     output = RequestOutput("r", None, [1], [CompletionOutput(0, text, ids, finish_reason="stop")], finished=True)

@@ -16,6 +16,7 @@ from serving.api.http.protocol.chat import AllowedTools, ChatRequest, NamedTool,
 from serving.api.http.protocol.common import OF_GRAMMAR
 from serving.core.errors import RequestError
 from serving.engine.requests.conversations import message_digests
+from serving.engine.requests.request import EngineRequest
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.structured.grammars import StructuredOutputs
 from serving.engine.structured.reasoning import Reasoning
@@ -75,11 +76,13 @@ class ChatTurn:
             if not self._opening.ended:
                 params = self._with_reasoning(context, params, request.thinking_budget)
                 count = ReasoningCount.of(tokenizer, self._marks, begun=self._opening.begun, until=self._until)
-        self.job = Job(f"{prefix}{uuid.uuid4().hex}", [prompt], params, request.priority, request.cache_salt)
+        digests = message_digests([*map(plain_message, messages_of(request, context.omitted))], request.tools)
+        asked = EngineRequest(
+            f"{prefix}{uuid.uuid4().hex}", "", params, request.priority, request.cache_salt, message_digests=digests
+        )
         as_text = self._form is not None and FORMATS[self._form].syntax.value_ends  # values in which grammars apply
-        self.job.ignored = [w for w in unenforced(request, forced) if not (as_text and w.endswith(OF_GRAMMAR))]
-        messages = messages_of(request, context.omitted)
-        self.job.message_digests = message_digests([*map(plain_message, messages)], request.tools)
+        ignored = [w for w in unenforced(request, forced) if not (as_text and w.endswith(OF_GRAMMAR))]
+        self.job = Job(asked, [prompt], ignored=ignored)
         self.tally = UsageCounter(self.job, reasoning=count)
 
     def new_reader(self) -> AnswerReader:

@@ -26,6 +26,7 @@ from serving.api.http.protocol.completions import (
     CompletionResponse,
 )
 from serving.engine.requests.output import TokenLogprobs
+from serving.engine.requests.request import EngineRequest
 
 ChoicesResponse = ChatResponse | CompletionResponse
 ResponseChoice = ChatChoice | CompletionChoice
@@ -104,8 +105,9 @@ class ChatWriter(ChoicesWriter):
 
     def _answer(self, choices: Sequence[ResponseChoice], *, whole: bool) -> ChatResponse:
         answer = ChatResponse(
-            id=self.job.id, object="chat.completion" if whole else "chat.completion.chunk", created=self._created,
-            model=self._context.model, choices=[each for each in choices if isinstance(each, ChatChoice)],
+            id=self.job.request.request_id, object="chat.completion" if whole else "chat.completion.chunk",
+            created=self._created, model=self._context.model,
+            choices=[each for each in choices if isinstance(each, ChatChoice)],
         )  # fmt: skip
         if self._body.return_token_ids and (whole or not self._readers):
             answer.prompt_token_ids = list(self.job.prompts[0])
@@ -165,8 +167,8 @@ class CompletionWriter(ChoicesWriter):
         self, context: ResponseContext, body: CompletionRequest, _: CompletionRequest, prompts: Sequence[list[int]]
     ) -> None:
         params = sampling_params(body, context.settings.default_sampling)
-        job = Job(f"cmpl-{uuid.uuid4().hex}", prompts, params, body.priority, body.cache_salt)
-        job.ignored = unenforced(body)
+        asked = EngineRequest(f"cmpl-{uuid.uuid4().hex}", "", params, body.priority, body.cache_salt)
+        job = Job(asked, prompts, ignored=unenforced(body))
         # With max_tokens = 0 the engine still generates one token, which is not reported.
         tally = UsageCounter(job, with_output=body.max_tokens != 0)
         super().__init__(context, body, tally, body.logprobs)
@@ -186,7 +188,7 @@ class CompletionWriter(ChoicesWriter):
 
     def _answer(self, choices: Sequence[ResponseChoice], *, whole: bool) -> CompletionResponse:
         return CompletionResponse(
-            id=self.job.id, object="text_completion", created=self._created, model=self._context.model,
+            id=self.job.request.request_id, object="text_completion", created=self._created, model=self._context.model,
             choices=[each for each in choices if isinstance(each, CompletionChoice)],
         )  # fmt: skip
 
@@ -243,7 +245,7 @@ class CompletionWriter(ChoicesWriter):
             sizes[first] = len(codec.first_token(tokens[first]))
         for i in hidden:
             sizes[i] = 0
-        if self.job.params.skip_special_tokens:
+        if self.job.request.params.skip_special_tokens:
             written = list(zip(tokens, sizes, strict=True))[prompt:]
             sizes[prompt:] = [0 if codec.is_special(token) else size for token, size in written]
         offsets = list(accumulate(sizes, initial=offset))

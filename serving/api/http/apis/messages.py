@@ -150,7 +150,9 @@ class MessageWriter(BlocksWriter):
         return {"stop_reason": reason, "stop_sequence": stop if reason == "stop_sequence" else None}
 
     def _object(self, content: list[protocol.ContentBlock], **end: Any) -> protocol.MessageObject:
-        return protocol.MessageObject(id=self.job.id, model=self._model, content=content, usage=self._usage(), **end)
+        return protocol.MessageObject(
+            id=self.job.request.request_id, model=self._model, content=content, usage=self._usage(), **end
+        )
 
     def _usage(self) -> protocol.MessagesUsage:
         usage = self.tally.usage()

@@ -310,13 +310,13 @@ class ResponseWriter(BlocksWriter):
             listed = [_as_item(given)] if isinstance(given, str) else [_as_item(**item) for item in given]
             written = whole.model_dump_json(by_alias=True).encode()
             stored = StoredResponse(messages, written, owner_of(self._context.key), listed)
-            self._context.store.put(self.job.id, stored)
+            self._context.store.put(self.job.request.request_id, stored)
         return whole
 
     def _object(self, status: protocol.Status, items: list[protocol.OutputItem]) -> protocol.ResponseObject:
         body = self._body
         return protocol.ResponseObject(
-            id=self.job.id,
+            id=self.job.request.request_id,
             created_at=self._created,
             status=status,
             incomplete_details=protocol.Incomplete(reason="max_output_tokens") if status == "incomplete" else None,

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -35,7 +35,6 @@ from serving.api.http.protocol.messages import MessageObject, MessagesRequest
 from serving.api.http.protocol.responses import ResponseObject, ResponsesRequest
 from serving.core.errors import RequestError
 from serving.engine.requests.output import RequestOutput
-from serving.engine.requests.request import EngineRequest
 
 Writer = ChoicesWriter | BlocksWriter
 """Writes the response to one request, whole or as events."""
@@ -110,8 +109,9 @@ async def open_writer(api: TextApi, context: ResponseContext, body: TextRequest)
     prompts, marks = await tokenized(context, request)
     # A writer decodes prompts that it echoes.
     writer = await context.codec.run(sum(map(len, prompts)), lambda: api.writer(context, body, request, prompts))
-    writer.job.cache_marks = marks
-    writer.job.return_experts = getattr(request, "return_token_ids", False)
+    writer.job.request = replace(
+        writer.job.request, cache_marks=marks, return_experts=getattr(request, "return_token_ids", False)
+    )
     writer.job.check_size(context.codec.max_model_len, context.vocab_size, context.expert_bytes)
     return writer
 
@@ -188,8 +188,8 @@ async def respond(api: TextApi, body: TextRequest, request: Request) -> Response
         return overflow(api, body.stream, refused)
     job, tally = writer.job, writer.tally
     request.state.reserve(job.score_bytes)
-    job.cache_salt = salt_of(job.cache_salt, request.headers, context.settings)
-    job.lora_request = context.adapter_of(body.model)
+    salt = salt_of(job.request.cache_salt, request.headers, context.settings)
+    job.request = replace(job.request, cache_salt=salt, lora_request=context.adapter_of(body.model), client=client_id())
     headers, request.state.tally = streaming.ignored_header(body, job.ignored), tally
     with context.traces.under(request.headers):
         if body.stream:
@@ -207,7 +207,7 @@ async def respond(api: TextApi, body: TextRequest, request: Request) -> Response
 
 async def _compile_grammar(context: Context, job: Job) -> None:
     """Compiles a job's grammar outside the event loop. The engine reuses it while the job holds a reference."""
-    form, grammars = job.params.structured_outputs, context.engine.engine.grammars
+    form, grammars = job.request.params.structured_outputs, context.engine.engine.grammars
     if form is None or grammars is None:
         return
     # Hashing a long schema takes time, as does a trial compilation. A known grammar does not wait for trials.
@@ -238,15 +238,12 @@ async def _stream(context: Context, job: Job, tally: UsageCounter) -> AsyncGener
 
 async def _one(context: Context, job: Job, index: int, *, live: bool) -> AsyncGenerator[RequestOutput, None]:
     """Runs one prompt, timed for the metrics and the traces. Yields deltas with `live`, else the finished output."""
-    observe = context.metrics.request(len(job.prompts[index]))
-    name = job.id if len(job.prompts) == 1 else f"{job.id}-{index}"
-    first = f"{job.id}-0" if len(job.prompts) > 1 else None
-    request = EngineRequest(
-        name, {"prompt_token_ids": job.prompts[index]}, job.params, job.priority, job.cache_salt, job.cache_marks,
-        job.message_digests, client_id(), batch_id=first, live=live, lora_request=job.lora_request,
-        return_experts=job.return_experts,
-    )  # fmt: skip
-    with context.traces.request(name, len(job.prompts[index]), job.params) as note:
+    ids, name = job.prompts[index], job.request.request_id
+    observe = context.metrics.request(len(ids))
+    request = replace(job.request, prompt={"prompt_token_ids": ids}, live=live)
+    if len(job.prompts) > 1:
+        request = replace(request, request_id=f"{name}-{index}", batch_id=f"{name}-0")
+    with context.traces.request(request.request_id, len(ids), request.params) as note:
         async with contextlib.aclosing(context.engine.stream(request)) as each:
             async for output in each:
                 note(output)
