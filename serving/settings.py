@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import re
+import reprlib
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -87,12 +89,24 @@ def checks_names(
                     raise RequestError(f"unknown {what} {name[:64]!r}{did_you_mean(name[:64], names)}")
                 if not is_neutral(name, values[name]):
                     raise RequestError(f"{name} is not supported: {nearest[name]}")
-            create(self, *args, **{name: value for name, value in values.items() if name in names})
+            try:
+                create(self, *args, **{name: value for name, value in values.items() if name in names})
+            except ValidationError as error:
+                raise _refusal(error.errors()[0]) from None
 
         setattr(kind, "__init__", init)  # noqa: B010  # mypy does not allow an assignment to it
         return kind
 
     return checked
+
+
+def _refusal(detail: Any) -> Exception:
+    """Returns the error for one of pydantic's about a dataclass; the value is short, as clients can send megabytes."""
+    if "error" in detail.get("ctx", {}):
+        return detail["ctx"]["error"]  # of __post_init__
+    message = re.sub(r"^\w+ should ", "must ", detail["msg"]).replace(" after validation", "")
+    name = f"{detail['loc'][0]}{'' if message.startswith('must ') else ':'}"
+    return RequestError(f"{name} {message}, got {reprlib.repr(detail['input'])}")
 
 
 def read_config_file(path: Path | str) -> Mapping[str, Any]:

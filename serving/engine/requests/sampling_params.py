@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-import math
 import numbers
-import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from pydantic import BeforeValidator, ConfigDict, Field, StrictBool
+from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
 
 from serving.core.errors import RequestError
 from serving.engine.requests.stop_text import StopAutomaton
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
     from serving.engine.structured.grammars import StructuredOutputs
     from serving.engine.structured.reasoning import Reasoning
+else:
+    StructuredOutputs = Reasoning = Any
 
 T = TypeVar("T", bound="DataclassInstance")
 
@@ -73,8 +77,28 @@ def is_neutral(name: str, value: object) -> bool:
     return plain and (not value or value == _NEUTRAL.get(name))
 
 
+def _only(kind: type, what: str) -> BeforeValidator:
+    """Refuses what pydantic would convert: texts, booleans, and numbers of another kind."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, kind):
+            raise PydanticCustomError("kind", "must be {what}", {"what": what})
+        return value
+
+    return BeforeValidator(check)
+
+
+Integer, Number = (
+    Annotated[int, _only(numbers.Integral, "an integer")],
+    Annotated[float, _only(numbers.Real, "a number")],
+)
+Id = Annotated[Integer, Field(ge=0, le=_INT32)]
+Key = Annotated[int, Field(ge=0, le=_INT32)]
+"""Of an object in JSON, where it is a text."""
+
+
 @checks_names("sampling parameter", NEAREST, is_neutral)
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(allow_inf_nan=False))
 class SamplingParams:
     """Sampling parameters of one request.
 
@@ -82,48 +106,48 @@ class SamplingParams:
         RequestError: a value has the wrong type or is out of range; the message names it and the allowed values.
     """
 
-    n: int = 1
+    n: Annotated[Integer, Field(ge=1, le=MAX_CHOICES)] = 1
     """Number of independent outputs."""
-    temperature: float = 1.0
+    temperature: Annotated[Number, Field(ge=0, le=_LARGEST)] = 1.0
     """Values below 0.00001, including 0, are greedy."""
-    top_p: float = 1.0
+    top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
     """Keep the likeliest tokens that together reach this probability."""
-    top_k: int = -1
+    top_k: Annotated[Integer, Field(ge=-1, le=_INT32)] = -1
     """Keep this many tokens; -1 or 0 keeps all."""
-    min_p: float = 0.0
+    min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0
     """Drop tokens with less than this fraction of the likeliest token's probability."""
-    seed: int | None = None
+    seed: Annotated[Integer, Field(ge=-_INT64 - 1, le=_INT64)] | None = None
     """A seeded request gives the same output regardless of other requests."""
-    max_tokens: int | None = 16
+    max_tokens: Annotated[Integer, Field(ge=1, le=_INT32)] | None = 16
     """Maximum number of output tokens; None: until the model's length is reached."""
-    min_tokens: int = 0
+    min_tokens: Id = 0
     """Number of output tokens before which neither an end-of-sequence token nor a stop id may occur."""
     stop: str | Sequence[str] | None = None
     """Texts that end the output. The output contains them only with `include_stop_str_in_output`."""
-    stop_token_ids: Sequence[int] | None = None
+    stop_token_ids: Annotated[Sequence[Id], Field(max_length=MAX_STOP_IDS)] | None = None
     """Tokens that end the output."""
-    stop_after: tuple[str, str] | None = None
+    stop_after: tuple[str, Annotated[str, Field(min_length=1)]] | None = None
     """The marks around reasoning, in which stop texts do not count; the first is "" if the prompt ends within it."""
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
+    include_stop_str_in_output: StrictBool = False
+    ignore_eos: StrictBool = False
     """Continue after an end-of-sequence token."""
-    logprobs: int | None = None
+    logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Report the log-probability of each output token, and of this many likeliest tokens."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """The same for the tokens of the prompt."""
-    prompt_logprob_token_ids: Sequence[int] | None = None
+    prompt_logprob_token_ids: Annotated[Sequence[Id], Field(max_length=MAX_PROMPT_LOGPROB_IDS)] | None = None
     """Report the log-probabilities of these tokens at each position of the prompt, in addition to those of the prompt's
     own tokens (`prompt_logprobs` is then at least 0)."""
-    return_sampling_mask: bool = False
+    return_sampling_mask: StrictBool = False
     """Report which tokens each output token was drawn from. The engine needs the flag `enable_return_sampling_mask`."""
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] | None = None
+    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[Number, Field(ge=1 / _LARGEST, le=_LARGEST)] = 1.0
+    logit_bias: Annotated[Mapping[Key, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
     """Added to the logits of these token ids."""
-    detokenize: bool = True
+    detokenize: StrictBool = True
     """False: only token ids are returned; `text` stays empty, and stop texts cannot be used."""
-    skip_special_tokens: bool = True
+    skip_special_tokens: StrictBool = True
     """Leave special tokens out of the text."""
     structured_outputs: StructuredOutputs | None = None
     """The form that the output must have. An engine without `LLM` needs the flag `enable_structured_outputs`."""
@@ -132,27 +156,15 @@ class SamplingParams:
     the same flag."""
 
     def __post_init__(self) -> None:
-        self._integer("n", 1, MAX_CHOICES)
-        self._number("temperature", 0.0, _LARGEST)
         if self.temperature < _LEAST_TEMPERATURE:
             object.__setattr__(self, "temperature", 0.0)
-        self._number("top_p", 0.0, 1.0, above=True)
-        self._integer("top_k", -1, _INT32)
-        self._number("min_p", 0.0, 1.0)
-        self._integer("seed", -_INT64 - 1, _INT64, optional=True)
-        self._integer("max_tokens", 1, _INT32, optional=True)
-        self._integer("min_tokens", 0, _INT32 if self.max_tokens is None else self.max_tokens)
-        self._integer("logprobs", 0, MAX_LOGPROBS, optional=True)
-        self._integer("prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
-        self._number("presence_penalty", -2.0, 2.0)
-        self._number("frequency_penalty", -2.0, 2.0)
-        self._number("repetition_penalty", 1 / _LARGEST, _LARGEST)
-        flags = "ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output", "return_sampling_mask"
-        for name in flags:
-            if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} must be true or false, got {_shown(getattr(self, name))}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
         # Convert lists to tuples, so that requests can share parameters safely.
-        stop = (self.stop,) if isinstance(self.stop, str) else self._tuple("stop", str, "texts")
+        for name in ("stop", "stop_token_ids", "prompt_logprob_token_ids"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given or ()))
+        stop = self.stop or ()
         if any(not text for text in stop):
             raise RequestError("stop must not hold an empty text")
         if (length := sum(map(len, stop))) > MAX_STOP_CHARACTERS:
@@ -162,15 +174,10 @@ class SamplingParams:
             )
         if stop and not self.detokenize:
             raise RequestError("stop texts need detokenize=True (stop_token_ids work without)")
-        object.__setattr__(self, "stop", stop)
-        if self.stop_after is not None and (len(marks := self._tuple("stop_after", str, "texts")) != 2 or not marks[1]):
-            raise RequestError("stop_after must be two texts: the marks around reasoning")
-        object.__setattr__(self, "stop_token_ids", self._tuple("stop_token_ids", int, "token ids", MAX_STOP_IDS))
-        scored = self._tuple("prompt_logprob_token_ids", int, "token ids", MAX_PROMPT_LOGPROB_IDS)
-        object.__setattr__(self, "prompt_logprob_token_ids", scored)
-        if scored and self.prompt_logprobs is None:
+        if self.prompt_logprob_token_ids and self.prompt_logprobs is None:
             object.__setattr__(self, "prompt_logprobs", 0)
-        object.__setattr__(self, "logit_bias", self._bias())
+        bias = {token: min(max(value, -100.0), 100.0) for token, value in (self.logit_bias or {}).items()}
+        object.__setattr__(self, "logit_bias", bias or None)
         if self.structured_outputs is not None:
             from serving.engine.structured.grammars import StructuredOutputs
 
@@ -196,57 +203,6 @@ class SamplingParams:
         """Whether the tokens so far change the probabilities of the next."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
-    def _integer(self, name: str, least: int, most: int, optional: bool = False) -> None:
-        value = getattr(self, name)
-        if value is None and optional:
-            return
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not least <= int(value) <= most:
-            allowed = f"from {least} up to {most}{' or None' if optional else ''}"
-            raise RequestError(f"{name} must be an integer {allowed}, got {_shown(value)}")
-
-    def _number(self, name: str, least: float, most: float, above: bool = False) -> None:
-        value = getattr(self, name)
-        # NaN fails the range check.
-        wrong = isinstance(value, bool) or not isinstance(value, numbers.Real)
-        wrong = wrong or not least <= value <= most
-        if wrong or (above and value == least):
-            allowed = f"{'above' if above else 'from'} {least:g} up to {most:g}"
-            raise RequestError(f"{name} must be a number {allowed}, got {_shown(value)}")
-
-    def _tuple(self, name: str, kind: type, what: str, most: int | None = None) -> tuple[Any, ...]:
-        value, kinds = getattr(self, name), numbers.Integral if kind is int else kind
-        if value is None:
-            return ()
-        wrong = isinstance(value, (str, bytes)) or not isinstance(value, Sequence)
-        if wrong or any(isinstance(item, bool) or not isinstance(item, kinds) for item in value):
-            raise RequestError(f"{name} must be a list of {what}, got {_shown(value)}")
-        if kind is int and any(not 0 <= item <= _INT32 for item in value):
-            raise RequestError(f"{name} must be a list of {what} (0 to {_INT32}), got {_shown(list(value))}")
-        if most is not None and len(value) > most:
-            raise RequestError(f"{name} has {len(value)} ids: at most {most} are allowed")
-        return tuple(kind(item) for item in value)
-
-    def _bias(self) -> dict[int, float] | None:
-        if not self.logit_bias:
-            return None
-        if not isinstance(self.logit_bias, Mapping):
-            raise RequestError(f"logit_bias must be a table of token id to number, got {_shown(self.logit_bias)}")
-        if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise RequestError(f"logit_bias has {len(self.logit_bias)} entries: at most {MAX_LOGIT_BIAS} are allowed")
-        bias = {}
-        for token, value in self.logit_bias.items():
-            try:
-                key, number = int(token), float(value)  # JSON's keys are strings
-                key = key if isinstance(token, str) or key == token else -1
-            except (TypeError, ValueError, OverflowError):
-                key, number = -1, 0.0
-            if not 0 <= key <= _INT32 or not math.isfinite(number):
-                raise RequestError(
-                    f"logit_bias must be a table of token id to finite number, got {_shown(token)}: {_shown(value)}"
-                )
-            bias[key] = min(max(number, -100.0), 100.0)
-        return bias
-
 
 def from_table(kind: type[T], value: T | Mapping[str, Any], what: str) -> T:
     """Returns `value` itself, or an object of a dataclass from a table of its fields, such as `{"regex": "[0-9]+"}`.
@@ -260,11 +216,6 @@ def from_table(kind: type[T], value: T | Mapping[str, Any], what: str) -> T:
     if not isinstance(value, Mapping) or not set(value) <= set(names):
         raise RequestError(f"{what}: a table with some of {', '.join(names)} is needed")
     return kind(**value)
-
-
-def _shown(value: object) -> str:
-    """Returns a value as shown in errors, shortened because clients can send megabytes."""
-    return reprlib.repr(value)
 
 
 def recommended_sampling(model: str) -> dict[str, Any]:

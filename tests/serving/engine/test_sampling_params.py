@@ -39,7 +39,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
 def test_each_bad_value_has_one_clear_line(name, value):
-    with pytest.raises(RequestError, match=rf"^{name} (must|has) ") as error:
+    with pytest.raises(RequestError, match=rf"^{name}(:| must| has) ") as error:
         SamplingParams(**{name: value})
     said = str(error.value)
     assert "\n" not in said
@@ -48,12 +48,12 @@ def test_each_bad_value_has_one_clear_line(name, value):
 
 def test_lines_say_what_is_allowed():
     for fields, allowed in (
-        ({"temperature": "hot"}, r"a number from 0 up to 1e\+06, got 'hot'"), ({"top_p": 2}, "a number above 0 up"),
-        ({"max_tokens": True}, "an integer from 1 up to 2147483647 or None, got True"),
-        ({"stop_token_ids": [-1]}, r"a list of token ids \(0 to 2147483647\)"), ({"stop": [1]}, "a list of texts"),
-        ({"logit_bias": {"x": 1}}, "a table of token id to finite number"),
+        ({"temperature": "hot"}, "temperature must be a number, got 'hot'"), ({"top_p": 2}, "or equal to 1, got 2"),
+        ({"max_tokens": True}, "must be an integer, got True"), ({"stop": [1]}, r"must be a valid string, got \[1\]"),
+        ({"stop_token_ids": [-1]}, "must be greater than or equal to 0, got -1"),
+        ({"logit_bias": {"x": 1}}, "must be a valid integer, .*, got 'x'"),
     ):  # fmt: skip
-        with pytest.raises(RequestError, match=f" must be {allowed}"):
+        with pytest.raises(RequestError, match=allowed):
             SamplingParams(**fields)
 
 
