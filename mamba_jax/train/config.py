@@ -4,14 +4,15 @@ import dataclasses
 import json
 import tomllib
 import typing
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from operator import attrgetter
+from collections.abc import Mapping
+from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
 import yaml
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from mamba_jax.config import ModelConfigError
 
@@ -30,107 +31,98 @@ def _number(value: Any) -> Any:
 
 
 Number = Annotated[float, pydantic.BeforeValidator(_number)]
+Positive, NotNegative = Annotated[Number, Field(gt=0)], Annotated[Number, Field(ge=0)]
+Share = Annotated[Number, Field(ge=0, lt=1)]
+Count, Delay = Annotated[int, Field(ge=1)], Annotated[int, Field(ge=0)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_CHECKS)
 class DataSettings:
     """The documents of the training data, and their proportions."""
 
-    __pydantic_config__ = _CHECKS
-
     corpus: str = "corpus"
     """A directory with `train/SOURCE.jsonl`; relative to the working directory."""
-    mixture: dict[str, Number] = field(default_factory=dict)
+    mixture: dict[str, Positive] = field(default_factory=dict)
     """Proportion of sequences from each source; empty: all sources, in proportion to their size."""
     aligned: tuple[str, ...] = ()
     """Sources of short documents: their sequences begin where a document begins."""
-    chat_share: Number = 0.0
+    chat_share: Annotated[Number, Field(ge=0, le=1)] = 0.0
     """Proportion of the question-and-answer documents that are rendered with the chat template."""
     validation: str | None = None
     """Validation data: a .jsonl file, or a corpus of which `heldout/` is used. Unset: `corpus/heldout` if present."""
     separate_documents: bool = False
     """No state and no attention from one document to the next in a sequence, and no loss for the first token of a
     document. Costs padding: documents of a batch are padded to its longest."""
-    held_out: Number = 0.0
+    held_out: Share = 0.0
     """Proportion of each source's documents that is not trained on but used for validation if the corpus has no
     `heldout/` and `validation` is unset."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_CHECKS)
 class OptimizerSettings:
     """AdamW, or Muon (Jordan et al., 2024) for the matrices of the sublayers and AdamW for the rest."""
 
-    __pydantic_config__ = _CHECKS
-
     name: Literal["adamw", "muon"] = "adamw"
-    learning_rate: Number = 1e-3
-    adamw_learning_rate: Number | None = None
+    learning_rate: Positive = 1e-3
+    adamw_learning_rate: Positive | None = None
     """With muon: learning rate of the weights that AdamW updates. Unset: `learning_rate`."""
-    warmup_steps: int = 100
+    warmup_steps: Delay = 100
     schedule: Literal["cosine", "stable"] = "cosine"
     """cosine: down to 0 over all steps. stable: constant, then linearly to 0 over the last `decay_steps`, so that
     `steps` may be changed until the decay begins (Hagele et al., 2024)."""
-    decay_steps: int = 0
-    weight_decay: Number = 0.1
-    betas: tuple[Number, Number] = (0.9, 0.95)
-    clip_norm: Number = 1.0
+    decay_steps: Delay = 0
+    weight_decay: NotNegative = 0.1
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    clip_norm: Positive = 1.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_CHECKS)
 class DraftSettings:
     """How the multi-token-prediction layer is trained."""
 
-    __pydantic_config__ = _CHECKS
-
-    depth_weights: tuple[Number, ...] = (0.3,)
+    depth_weights: tuple[NotNegative, ...] = (0.3,)
     """Weights of the losses of successive drafts; their number is the depth to which the layer is unrolled."""
     targets: Literal["data", "model"] = "data"
     """data: the tokens of the text. model: the model's own distribution, which determines the acceptance of drafts."""
     detach: bool = False
     """Stop the gradient of the drafts' loss at the model's own weights."""
-    every: int = 1
+    every: Count = 1
     """Unroll the layer over every n-th sequence of a batch only."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_CHECKS)
 class TrainConfig:
     """A training run."""
-
-    __pydantic_config__ = _CHECKS
 
     model: dict[str, Any] = field(default_factory=dict)
     """The contents of config.json."""
     data: DataSettings = field(default_factory=DataSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     drafts: DraftSettings = field(default_factory=DraftSettings)
-    steps: int = 1000
-    batch_size: int = 8
-    sequence_length: int = 512
-    accumulate: int = 1
+    steps: Count = 1000
+    batch_size: Count = 8
+    sequence_length: Count = 512
+    accumulate: Count = 1
     """Number of equal parts of a batch whose gradients are computed one after the other and averaged: each part needs
     only its share of the memory for activations."""
     rematerialize: bool = False
     """Keep only the inputs of each sublayer for the gradient, and compute the rest again."""
     shard_weights: bool = False
     """Divide weights and their moments over the devices; each device then collects weights when it needs them."""
-    balance_experts: Number = 0.0
+    balance_experts: NotNegative = 0.0
     """Coefficient of the auxiliary loss that spreads tokens evenly over experts; 0: none."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the products; weights and their moments are always float32."""
-    seed: int = 0
-    log_every: int = 10
-    save_every: int = 100
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    log_every: Count = 10
+    save_every: Count = 100
     """Steps between checkpoints."""
-    validate_every: int = 100
+    validate_every: Count = 100
     """Steps between computations of the validation loss, if there is validation data."""
-    validation_sequences: int = 128
+    validation_sequences: Count = 128
     """Maximum number of sequences in the validation loss, spread evenly over the validation data."""
 
     def __post_init__(self) -> None:
-        for names, is_right, expected in _RULES:
-            for name in names:
-                if not is_right(value := attrgetter(name)(self)):
-                    raise ModelConfigError(f"{name} is {value}: {expected} expected")
         if self.batch_size % self.accumulate:
             raise ModelConfigError(f"accumulate is {self.accumulate}: it must divide batch_size, {self.batch_size}")
         part = self.batch_size // self.accumulate
@@ -140,22 +132,6 @@ class TrainConfig:
             )
 
 
-_RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-    (("accumulate", "steps", "batch_size", "sequence_length", "log_every", "save_every", "validate_every"),
-     lambda value: value >= 1, "at least 1 is"),
-    (("validation_sequences", "drafts.every"), lambda value: value >= 1, "at least 1 is"),
-    (("balance_experts", "optimizer.warmup_steps", "optimizer.decay_steps", "optimizer.weight_decay"),
-     lambda value: value >= 0, "at least 0 is"),
-    (("optimizer.learning_rate", "optimizer.adamw_learning_rate", "optimizer.clip_norm"),
-     lambda value: value is None or value > 0, "a number above 0 is"),
-    (("seed",), lambda value: 0 <= value < 2**63, "a number from 0 to below 2^63 is"),
-    (("optimizer.betas",), lambda value: all(0 <= one < 1 for one in value), "numbers from 0 to below 1 are"),
-    (("drafts.depth_weights",), lambda value: min(value, default=0) >= 0, "at least 0 is"),
-    (("data.chat_share",), lambda value: 0 <= value <= 1, "a share between 0 and 1 is"),
-    (("data.held_out",), lambda value: 0 <= value < 1, "a share from 0 to below 1 is"),
-    (("data.mixture",), lambda value: min(value.values(), default=1) > 0, "shares above 0 are"),
-)  # fmt: skip
-"""Names of settings, the values that they may have, and what messages say of them."""
 _SETTINGS = pydantic.TypeAdapter(TrainConfig)
 
 
@@ -188,12 +164,12 @@ def read_config(path: Path, overrides: Mapping[str, Any] | None = None) -> Train
     try:
         return _SETTINGS.validate_json(json.dumps(fields, default=str))
     except pydantic.ValidationError as error:
-        raise ModelConfigError(_described(error.errors()[0])) from error
+        raise ModelConfigError(described(error.errors()[0])) from error
     except (ValueError, TypeError) as error:  # a value within itself, or a key that is no text
         raise ModelConfigError(f"{path}: cannot be read ({error})") from error
 
 
-def _described(error: Mapping[str, Any]) -> str:
+def described(error: Mapping[str, Any]) -> str:
     """Returns one line about what pydantic finds wrong."""
     name = ".".join(map(str, error["loc"]))
     if error["type"] == "unexpected_keyword_argument":

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -75,12 +76,15 @@ def finished(run: Path | None, settings: Any, config: Any, batches: Any, console
 def training_errors(console: Console) -> Iterator[None]:
     """Converts invalid settings to `ConfigError`, and exits with code 1 if the loss is not finite."""
     from mamba_jax.config import ModelConfigError
+    from mamba_jax.train.config import described
     from mamba_jax.train.loop import TrainingDiverged
 
     try:
         yield
     except ModelConfigError as error:
         raise ConfigError(str(error)) from error
+    except ValidationError as error:
+        raise ConfigError(described(error.errors()[0])) from error
     except TrainingDiverged as error:
         console.print(f"mamba-jax: error: {error}", style="red", markup=False)
         raise typer.Exit(1) from error
