@@ -92,21 +92,13 @@ def checks_names(
             try:
                 create(self, *args, **{name: value for name, value in values.items() if name in names})
             except ValidationError as error:
-                raise _refusal(error.errors()[0]) from None
+                first = error.errors()[0]
+                raise first.get("ctx", {}).get("error") or RequestError(_explain(first)) from None
 
         setattr(kind, "__init__", init)  # noqa: B010  # mypy does not allow an assignment to it
         return kind
 
     return checked
-
-
-def _refusal(detail: Any) -> Exception:
-    """Returns the error for one of pydantic's about a dataclass; the value is short, as clients can send megabytes."""
-    if "error" in detail.get("ctx", {}):
-        return detail["ctx"]["error"]  # of __post_init__
-    message = re.sub(r"^\w+ should ", "must ", detail["msg"]).replace(" after validation", "")
-    name = f"{detail['loc'][0]}{'' if message.startswith('must ') else ':'}"
-    return RequestError(f"{name} {message}, got {reprlib.repr(detail['input'])}")
 
 
 def read_config_file(path: Path | str) -> Mapping[str, Any]:
@@ -137,9 +129,8 @@ def _explain(detail: Any) -> str:
     """Formats one of pydantic's errors as a short clause with the name, the allowed values and the value."""
     if not detail["loc"]:
         return str(detail["ctx"]["error"]) if "error" in detail.get("ctx", {}) else detail["msg"]
-    name = ".".join(map(str, detail["loc"]))
-    message = detail["msg"].replace("Input should be ", "must be ")
-    return f"{name}: {message[0].lower()}{message[1:]}, got {detail['input']!r}"
+    message = re.sub(r"^\w+ should ", "must ", detail["msg"]).replace(" after validation", "")
+    return f"{detail['loc'][0]}: {message[0].lower()}{message[1:]}, got {reprlib.repr(detail['input'])}"
 
 
 def json_value(name: str, text: str) -> Any:

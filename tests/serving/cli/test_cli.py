@@ -37,7 +37,7 @@ def read_lines(path: Path) -> list[dict]:
         (["generate", "x", "--overwrite"], "--overwrite, --retry-failed and --ignore-failed are for --output"),
         (["generate", "x", "--model", "/does/not/exist"], "/does/not/exist: no such model"),
         (["generate", "x", "--model", "{golden}"], "no tokenizer"),
-        (["generate", "x", "--temperature", "-1"], "temperature must be greater than or equal to 0, got -1.0"),
+        (["generate", "x", "--temperature", "-1"], "temperature: must be greater than or equal to 0, got -1.0"),
         (["generate", "x", "--temperature", "hot"], "Invalid value for '--temperature'"),
         (["generate", "x", "--page-size", "48"], "page_size 48 does not divide state_block_size 256"),
         (["generate", "x", "--mamba-cache-mode", "some"], "mamba_cache_mode: must be 'none', 'align' or 'all'"),

@@ -39,7 +39,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
 def test_each_bad_value_has_one_clear_line(name, value):
-    with pytest.raises(RequestError, match=rf"^{name}(:| must| has) ") as error:
+    with pytest.raises(RequestError, match=rf"^{name}(:| must) ") as error:
         SamplingParams(**{name: value})
     said = str(error.value)
     assert "\n" not in said
@@ -48,7 +48,7 @@ def test_each_bad_value_has_one_clear_line(name, value):
 
 def test_lines_say_what_is_allowed():
     for fields, allowed in (
-        ({"temperature": "hot"}, "temperature must be a number, got 'hot'"), ({"top_p": 2}, "or equal to 1, got 2"),
+        ({"temperature": "hot"}, "temperature: must be a number, got 'hot'"), ({"top_p": 2}, "or equal to 1, got 2"),
         ({"max_tokens": True}, "must be an integer, got True"), ({"stop": [1]}, r"must be a valid string, got \[1\]"),
         ({"stop_token_ids": [-1]}, "must be greater than or equal to 0, got -1"),
         ({"logit_bias": {"x": 1}}, "must be a valid integer, .*, got 'x'"),
@@ -64,7 +64,7 @@ def test_lines_say_what_is_allowed():
 def test_no_number_is_too_large_to_be_refused(name, value):
     if name == "seed" and value < 2**63:
         return
-    with pytest.raises(RequestError, match=rf"^{name} must be"):
+    with pytest.raises(RequestError, match=rf"^{name}: must be"):
         SamplingParams(**({"max_tokens": None} | {name: value}))
 
 
