@@ -5,15 +5,17 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import numbers
 import re
 import reprlib
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar, get_origin
+from typing import Annotated, Any, ClassVar, Self, TypeVar, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic_core import PydanticCustomError
 
 from checkpoints.errors import CheckpointError
 from checkpoints.json_file import read_text
@@ -67,15 +69,31 @@ def did_you_mean(name: str, known: Any) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+def _only(kind: type, what: str) -> BeforeValidator:
+    """Refuses what pydantic would convert: texts, booleans, and numbers of another kind."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, kind):
+            raise PydanticCustomError("kind", "must be {what}", {"what": what})
+        return value
+
+    return BeforeValidator(check)
+
+
+Integer = Annotated[int, _only(numbers.Integral, "an integer")]
+Number = Annotated[float, _only(numbers.Real, "a number")]
+
+
 def checks_names(
-    what: str, nearest: Mapping[str, str], is_neutral: Callable[[str, Any], bool]
+    what: str, nearest: Mapping[str, str], is_neutral: Callable[[str, Any], bool], before: str = ""
 ) -> Callable[[type[T]], type[T]]:
-    """Makes a dataclass of requests refuse unknown names by a `RequestError`.
+    """Makes a dataclass of requests refuse unknown names, and values that pydantic refuses, by a `RequestError`.
 
     Args:
         what: what its fields are, in messages.
         nearest: vLLM's names that are not supported, and the nearest way.
         is_neutral: whether a value of one of these asks for nothing; it is then ignored.
+        before: what messages about values begin with.
     """
 
     def checked(kind: type[T]) -> type[T]:
@@ -93,7 +111,7 @@ def checks_names(
                 create(self, *args, **{name: value for name, value in values.items() if name in names})
             except ValidationError as error:
                 first = error.errors()[0]
-                raise first.get("ctx", {}).get("error") or RequestError(_explain(first)) from None
+                raise first.get("ctx", {}).get("error") or RequestError(before + _explain(first)) from None
 
         setattr(kind, "__init__", init)  # noqa: B010  # mypy does not allow an assignment to it
         return kind

@@ -31,9 +31,11 @@ def _number(value: Any) -> Any:
 
 
 Number = Annotated[float, pydantic.BeforeValidator(_number)]
-Positive, NotNegative = Annotated[Number, Field(gt=0)], Annotated[Number, Field(ge=0)]
+Positive = Annotated[Number, Field(gt=0)]
+NotNegative = Annotated[Number, Field(ge=0)]
 Share = Annotated[Number, Field(ge=0, lt=1)]
-Count, Delay = Annotated[int, Field(ge=1)], Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+Delay = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True, config=_CHECKS)

@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from pydantic import BeforeValidator, ConfigDict, Field, StrictBool
+from pydantic import ConfigDict, Field, StrictBool
 from pydantic.dataclasses import dataclass
-from pydantic_core import PydanticCustomError
 
 from serving.core.errors import RequestError
 from serving.engine.requests.stop_text import StopAutomaton
-from serving.settings import checks_names
+from serving.settings import Integer, Number, checks_names
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -77,21 +76,6 @@ def is_neutral(name: str, value: object) -> bool:
     return plain and (not value or value == _NEUTRAL.get(name))
 
 
-def _only(kind: type, what: str) -> BeforeValidator:
-    """Refuses what pydantic would convert: texts, booleans, and numbers of another kind."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, bool) or not isinstance(value, kind):
-            raise PydanticCustomError("kind", "must be {what}", {"what": what})
-        return value
-
-    return BeforeValidator(check)
-
-
-Integer, Number = (
-    Annotated[int, _only(numbers.Integral, "an integer")],
-    Annotated[float, _only(numbers.Real, "a number")],
-)
 Id = Annotated[Integer, Field(ge=0, le=_INT32)]
 Key = Annotated[int, Field(ge=0, le=_INT32)]
 """Of an object in JSON, where it is a text."""

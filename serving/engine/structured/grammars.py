@@ -8,11 +8,13 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import fields
+from typing import Annotated, Any
 
 import llguidance
 import numpy as np
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from checkpoints.errors import one_line
 from checkpoints.tokenizer import Tokenizer
@@ -33,7 +35,7 @@ _NEAREST = {
 """vLLM's fields that are not supported, and the nearest way."""
 
 
-@checks_names("field of structured outputs", _NEAREST, lambda _, value: not value)
+@checks_names("field of structured outputs", _NEAREST, lambda _, value: not value, "structured outputs: ")
 @dataclass(frozen=True)
 class StructuredOutputs:
     """The form of an output, with vLLM's names. Exactly one field must be set.
@@ -45,7 +47,7 @@ class StructuredOutputs:
     json: str | Mapping[str, Any] | bool | None = None
     """A JSON schema."""
     regex: str | None = None
-    choice: Sequence[str] | None = None
+    choice: Annotated[Sequence[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
     """The output is one of these texts."""
     grammar: str | None = None
     """A context-free grammar in Lark's syntax, or in GBNF."""
@@ -58,13 +60,6 @@ class StructuredOutputs:
         given = [value for value in given[:-1] if value is not None] + [value for value in given[-1:] if value]
         if len(given) != 1:
             raise RequestError("structured outputs: exactly one of json, regex, choice, grammar and json_object")
-        if self.choice is not None and (
-            isinstance(self.choice, str) or not self.choice or not all(isinstance(c, str) and c for c in self.choice)
-        ):
-            raise RequestError("structured outputs: choice must be a list of texts")
-        for name in ("regex", "grammar"):
-            if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
-                raise RequestError(f"structured outputs: {name} must be a text")
 
     @functools.cached_property
     def key(self) -> str:

@@ -9,18 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field, StrictBool
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from checkpoints.tokenizer import Tokenizer
 from mamba_jax.sampling.masks import mask_words
 from serving.core.errors import RequestError
 from serving.engine.structured.grammars import Constraint, Grammars, StructuredOutputs
+from serving.settings import Integer, checks_names
 
 _ALL = np.uint32(0xFFFFFFFF)
 
 
-@dataclass(frozen=True)
+@checks_names("field of reasoning", {}, lambda _, value: not value, "reasoning: ")
+@pydantic_dataclass(frozen=True)
 class Reasoning:
     """Declares that an output may begin with reasoning.
 
@@ -28,20 +33,12 @@ class Reasoning:
         RequestError: a value of the wrong kind.
     """
 
-    begin: str = "<think>"
-    end: str = "</think>"
-    begun: bool = False
+    begin: Annotated[str, Field(min_length=1)] = "<think>"
+    end: Annotated[str, Field(min_length=1)] = "</think>"
+    begun: StrictBool = False
     """The prompt ends within reasoning, and the output continues it."""
-    budget: int | None = None
+    budget: Annotated[Integer, Field(ge=0)] | None = None
     """Maximum number of reasoning tokens; then `end` is forced. None: no limit."""
-
-    def __post_init__(self) -> None:
-        marks = (self.begin, self.end)
-        if not all(isinstance(mark, str) and mark for mark in marks) or not isinstance(self.begun, bool):
-            raise RequestError("reasoning: begin and end must be texts, and begun true or false")
-        wrong = isinstance(self.budget, bool) or not isinstance(self.budget, int) or self.budget < 0
-        if self.budget is not None and wrong:
-            raise RequestError("reasoning: budget must be a number of tokens, from 0 up, or None")
 
 
 class _Phase(Enum):

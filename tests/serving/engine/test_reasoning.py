@@ -169,8 +169,8 @@ def test_an_engine(drafts):
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        ({"budget": -1}, "budget must be"), ({"budget": 1.5}, "budget must be"), ({"budget": True}, "budget must be"),
-        ({"begin": ""}, "must be texts"), ({"begun": 1}, "must be texts"), ({"start": "x"}, "some of begin"),
+        ({"budget": -1}, "budget: must be"), ({"budget": 1.5}, "budget: must be"), ({"budget": True}, "must be"),
+        ({"begin": ""}, "begin: must have"), ({"begun": 1}, "begun: must be"), ({"start": "x"}, "some of begin"),
         (3, "some of"),
     ],
 )  # fmt: skip
