@@ -183,8 +183,11 @@ def _elementwise(name: str, otherwise: Callable[[Array], Array], x: Array) -> Ar
 exp: Callable[[Array], Array] = functools.partial(_elementwise, "exp", jnp.exp)
 log: Callable[[Array], Array] = functools.partial(_elementwise, "log", jnp.log)
 sigmoid: Callable[[Array], Array] = functools.partial(_elementwise, "sigmoid", jax.nn.sigmoid)
-silu: Callable[[Array], Array] = functools.partial(_elementwise, "silu", jax.nn.silu)
 softplus: Callable[[Array], Array] = functools.partial(_elementwise, "softplus", jax.nn.softplus)
+
+
+def silu(x: Array) -> Array:
+    return _elementwise("silu", jax.nn.silu, x)  # a function: modules hold it, and their structure is stored
 
 
 def log_sum_exp(x: Float[Array, "*batch n"]) -> Float[Array, "*batch 1"]:

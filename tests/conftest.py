@@ -14,6 +14,7 @@ import pytest
 
 from tests.support import emitters
 from tests.support.lowering import forget_contexts, share_contexts
+from tests.support.replaced import count_replacements
 from tests.support.selection import full_tier, ignored, select
 
 # Before JAX is imported. Tests of sharding need several devices. LLVM would optimize for longer than the tests compute.
@@ -32,6 +33,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 
+count_replacements()
 # Python's default, 700, takes a twentieth of the time of tests, and a sixth of that of collecting them.
 gc.set_threshold(10_000, 10, 10)
 
@@ -132,6 +134,18 @@ def _bounded_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     assert request.config.getoption("--slow") or added < FILE_BYTES, (
         f"the tests of this file took {added >> 20:,} MiB: divide it, or compile fewer programs"
     )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _stored_programs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What tests of these folders compile is stored; not in the full tier, where tracing checks annotations."""
+    if full_tier(request.config) or not {"kernels_pallas", "mamba_jax"} & set(request.path.parts):
+        yield
+        return
+    from tests.support import stored_jit
+
+    with stored_jit.in_use():
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -22,6 +22,10 @@ from mamba_jax.sharding.axis import TENSOR
 _INIT_SCALE = 0.02
 
 
+def _relu2(x: Array) -> Array:
+    return jnp.square(jax.nn.relu(x))  # not a lambda: a module's structure names it, and is stored with programs
+
+
 _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": silu,
     "swish": silu,
@@ -29,7 +33,7 @@ _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu_new": jax.nn.gelu,
     "gelu_pytorch_tanh": jax.nn.gelu,
     "relu": jax.nn.relu,
-    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+    "relu2": _relu2,
 }
 
 

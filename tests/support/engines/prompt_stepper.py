@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from mamba_jax.batch import DecodeBatch, PrefillBatch, SeatBatch, StepOutput, num_tiles
 from mamba_jax.model import HybridModel
@@ -16,6 +15,7 @@ from mamba_jax.rows import init_rows
 from mamba_jax.sampling import sampling_row
 from tests.support.engines.spoiled_store import spoiled_store
 from tests.support.engines.step_programs import shared_programs
+from tests.support.stored_jit import StoredJit
 
 TILE, PAGE = 32, 16
 TOP = 20
@@ -42,8 +42,7 @@ class PromptStepper:
         self._tiles = sum(num_tiles(TILE - 1, length, TILE) for length in lengths)
         attentions = model.config.num_attention_uses + model.config.num_mtp_attention_layers
         self._pages_per_row = -(-(max(lengths) + TILE) // PAGE) if attentions else 0
-        self._head = jax.jit(lambda state, hidden: jax.nn.log_softmax(nnx.merge(graph, state).logits(hidden)))
-        graph, self._weights = nnx.split(model)
+        self._head = StoredJit(lambda model, hidden: jax.nn.log_softmax(model.logits(hidden)))
 
     def reset(self, adapters: list[int] | None = None) -> None:
         """All rows at their beginning. Slots and pages hold NaN until they are written, the null ones for ever.
@@ -133,7 +132,7 @@ class PromptStepper:
         """Log-probabilities [len(slots), vocab] of the next token, from the hidden states that slots hold."""
         padded = np.zeros(self._tiles + len(self.prompts), np.int32)
         padded[: len(slots)] = slots
-        return np.asarray(self._head(self._weights, self.store.hidden[padded]))[: len(slots)]
+        return np.asarray(self._head(self.model, self.store.hidden[padded]))[: len(slots)]
 
     def _pages(self, row: int) -> np.ndarray:
         return 1 + row * self._pages_per_row + np.arange(self._pages_per_row)

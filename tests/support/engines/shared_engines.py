@@ -14,10 +14,11 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from kernels_pallas.fixed_order import log_sum_exp
 from mamba_jax.adapters import Adapters
+from mamba_jax.config import HybridConfig
+from mamba_jax.model import HybridModel, parameters
 from mamba_jax.programs import INVARIANT as INVARIANT_KERNELS
 from mamba_jax.programs import KernelChoice, StepPrograms
 from mamba_jax.train.score import SCORE_OPTIONS
@@ -34,6 +35,7 @@ from tests.support.models.adapter_contents import read_contents
 from tests.support.models.letter_tokens import letters
 from tests.support.models.random_models import long_memory_model
 from tests.support.models.tiny_configs import FOR_ENGINES
+from tests.support.stored_jit import StoredJit
 
 TILE, PAGE, MAX_LEN, ROWS = 8, 8, 88, 6
 LONGEST = 24
@@ -138,7 +140,6 @@ class SharedEngines:
         self.programs = self._shared_programs(TILE)
         self._programs = {(TILE, 0): self.programs}
         self._alone: dict[tuple, list[Continuation]] = {}
-        self._full = None
 
     def compile_anew(self) -> StepPrograms:
         """Programs that no other engine or run uses, for tests that change code which they trace."""
@@ -232,20 +233,21 @@ class SharedEngines:
 
     def whole(self, tokens: list[int]) -> np.ndarray:
         """Log-probabilities [length, vocab] of the whole sequence at once, without a store."""
-        if self._full is None:
-            graph, state = nnx.split(self.model)
-
-            def run(state, row, length):
-                with self.programs.kernels.applied():
-                    logits = nnx.merge(graph, state)(row, length)
-                    return logits - log_sum_exp(logits)
-
-            self._full = functools.partial(
-                jax.jit(run, compiler_options=SCORE_OPTIONS | OPTIMIZED if self.invariant else {}), state
-            )
         row = np.zeros((1, MAX_LEN), np.int32)
         row[0, : len(tokens)] = tokens
-        return np.asarray(self._full(row, np.array([len(tokens)])))[0, : len(tokens)]
+        values = {path: leaf.get_value() for path, leaf in parameters(self.model).items()}
+        run = _whole(self.model.config, self.invariant)
+        with self.programs.kernels.applied():
+            return np.asarray(run(values, row, np.array([len(tokens)])))[0, : len(tokens)]
+
+
+@functools.cache
+def _whole(config: HybridConfig, invariant: bool) -> StoredJit:
+    def run(values: dict[str, jax.Array], row: jax.Array, length: jax.Array) -> jax.Array:
+        logits = HybridModel.from_parameters(config, values)(row, length)
+        return logits - log_sum_exp(logits)
+
+    return StoredJit(run, compiler_options=SCORE_OPTIONS | OPTIMIZED if invariant else None)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from mamba_jax.sharding import sharded_store
 from mamba_jax.store import Store, init_store
+from tests.support.stored_jit import StoredJit
 
 
 def spoiled_store(*args: Any, **sizes: Any) -> Store:
@@ -25,7 +26,7 @@ def spoiled_sharded_store(*args: Any, **sizes: Any) -> Store:
 @functools.cache
 def _maker(*args: Any, **sizes: Any) -> Callable[[], Store]:
     # One program: outside of `jit` there would be one or two for each shape.
-    return jax.jit(lambda: jax.tree.map(_spoiled, init_store(*args, **sizes)))
+    return StoredJit(lambda: jax.tree.map(_spoiled, init_store(*args, **sizes)))
 
 
 def _spoiled(leaf: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ from serving import SamplingParams
 from tests.support.engines.engines import finish
 from tests.support.engines.shared_engines import MAX_LEN, TILE, SharedEngines
 from tests.support.engines.step_programs import shared_programs
+from tests.support.stored_jit import StoredJit
 
 MODEL = "nemotronh"
 
@@ -34,7 +35,7 @@ class Explained:
 @functools.cache
 def _score(config: HybridConfig) -> Callable[..., jax.Array]:
     """Log-probabilities [length, vocab] of a row of tokens [1, length] by the parameters that are given."""
-    return jax.jit(lambda values, row: jax.nn.log_softmax(HybridModel.from_parameters(config, values)(row))[0])
+    return StoredJit(lambda values, row: jax.nn.log_softmax(HybridModel.from_parameters(config, values)(row))[0])
 
 
 class VersionedEngine:

@@ -8,7 +8,6 @@ import random
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,12 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from checkpoints import load_model
-from kernels_pallas.dispatch import KernelChoice
+from mamba_jax.config import HybridConfig
 from mamba_jax.families import config_from_hf
 from mamba_jax.layout import SequenceLayout
 from mamba_jax.model import HybridModel, parameters
-from mamba_jax.program_cache import ProgramCache
-from serving.engine.compiled_programs import keep_programs
+from tests.support.stored_jit import StoredJit
 
 FIXTURES = Path(__file__).parents[2] / "golden"
 NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/goldens.npz"))
@@ -96,25 +94,14 @@ def full_log_probs(model: HybridModel, prompts: list[np.ndarray]) -> list[np.nda
 
 
 @functools.cache
-def _programs() -> ProgramCache:
-    return ProgramCache()
+def _whole(config: HybridConfig) -> StoredJit:
+    return StoredJit(lambda values, *rows: jax.nn.log_softmax(HybridModel.from_parameters(config, values)(*rows)))
 
 
 def _log_probs(model: HybridModel, tokens: np.ndarray, lengths: np.ndarray) -> jax.Array:
     """By a program that is stored as those of steps are: only the first run on a machine traces it."""
     values = {path: leaf.get_value() for path, leaf in parameters(model).items()}
-    arguments, devices = (values, tokens, lengths), list(next(iter(values.values())).devices())
-
-    def compile() -> jax.stages.Compiled:
-        run = jax.jit(
-            lambda values, *rows: jax.nn.log_softmax(HybridModel.from_parameters(model.config, values)(*rows))
-        )
-        lower = functools.partial(run.lower, *arguments)
-        described = SimpleNamespace(devices=devices, description=f"{model.config}\n{Path(__file__).read_text()}")
-        kept = keep_programs(described) if len(devices) == 1 else None
-        return lower().compile() if kept is None else kept.find(arguments, lower, {}, KernelChoice())
-
-    return _programs().run(model.config, arguments, compile)
+    return _whole(model.config)(values, tokens, lengths)
 
 
 def log_probs(model: HybridModel, tokens: list[int], longest: int = 256) -> np.ndarray:
@@ -127,7 +114,7 @@ def log_probs(model: HybridModel, tokens: list[int], longest: int = 256) -> np.n
 def draft_log_probs(model: HybridModel, tokens: np.ndarray) -> np.ndarray:
     """The draft layer's log-probabilities [length - 1, vocab] after each pair (hidden state of i, token i + 1)."""
 
-    @jax.jit
+    @StoredJit
     def run(model, tokens):
         layout = SequenceLayout.of(1, len(tokens))
         hidden, _ = model.run(tokens, layout, None)
