@@ -5,6 +5,7 @@ import math
 from mamba_jax.config import AttentionConfig, HybridConfig, StateArray, StateUnit
 from mamba_jax.config.linear_recurrence import GroupedRecurrence
 from mamba_jax.sharding import Partition
+from mamba_jax.sharding.axis import shares_of
 
 
 def exchanged_bytes(
@@ -35,7 +36,8 @@ def exchanged_bytes(
                 to_all += 4 * tokens * heads * (mixer.head_dim + 1)
                 gathered += item * tokens * (heads + keys) * mixer.head_dim
     # Hidden states: of a member's tokens before each mixer but the first, and of all tokens at the end.
-    of_members = (len(config.pattern) - 1) * tokens // members if shards > 1 else 0
+    scattered = shares_of(tokens // members, shards) > 1
+    of_members = scattered * (len(config.pattern) - 1) * tokens // members
     return to_all, gathered + item * (of_members + tokens) * config.hidden_size
 
 

@@ -40,6 +40,7 @@ class _Array:
     bytes: int
     local: bool
     """In a memory of the chip itself."""
+    floats: bool
 
     @property
     def moved(self) -> int:
@@ -86,15 +87,16 @@ class Traffic:
         return dict(self._count(self._entry, frozenset(kinds)))
 
     def received(self, kind: str) -> int:
-        """Bytes that exchanges of a kind outside of loops and branches give each device, its own part included."""
-        total = 0
+        """Bytes of floats that exchanges of a kind outside of loops and branches give each device, its own part
+        included."""
+        results: list[_Array] = []
         for it in self._computations[self._entry]:
             count = len(it.operands)
             if it.operation == kind:
-                total += it.size
+                results += it.result
             elif it.operation == f"{kind}-start":  # (operands, results)
-                total += sum(array.bytes for array in it.result[count : 2 * count])
-        return total
+                results += it.result[count : 2 * count]
+        return sum(array.bytes for array in results if array.floats)
 
     def arriving(self, kinds: Sequence[str]) -> list[int]:
         """For each instruction of these kinds, in order: bytes on their way to the chip's own memory while it runs."""
@@ -237,7 +239,7 @@ def _arrays(kind: str) -> list[_Array]:
     found = []
     for dtype, sizes, layout in _ARRAY.findall(kind):
         count = math.prod(int(size) for size in sizes.split(",") if size)
-        found.append(_Array(count * _BITS[dtype] // 8, re.search(r"S\([1-9]", layout) is not None))
+        found.append(_Array(count * _BITS[dtype] // 8, re.search(r"S\([1-9]", layout) is not None, "f" in dtype))
     return found
 
 

@@ -2,17 +2,22 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import pytest
 
+from checkpoints.placing import abstract_parameters
 from mamba_jax.batch import DecodeBatch, PrefillBatch
 from mamba_jax.config import AttentionConfig, MLPConfig, QKNormConfig, RopeConfig
 from mamba_jax.config.drafter import BlockConfig, EagleConfig
 from mamba_jax.drafts import BlockDrafts, MTPDrafts
+from mamba_jax.sharding import Partition
+from serving.capacity.count import Counter
 from serving.capacity.targets import target
 from serving.config import EngineConfig
 from serving.core.config import SchedulerConfig
 from serving.engine.steps.batching import BatchBuilder
 from tests.support.compiled_programs import compile_step, few_layers, least_collectives
+from tests.support.exchanged_bytes import exchanged_bytes
 from tests.support.selection import slow
 
 pytestmark = pytest.mark.full
@@ -80,7 +85,8 @@ def test_prefill_divides_its_tokens():
 TPU, GPU = pytest.mark.tpu_compile, pytest.mark.gpu_compile
 
 
-NANO, NEXT, SLOW = "nemotron-3-nano-30b-a3b", "qwen3-next-80b-a3b", pytest.mark.slow
+NANO, NEXT, GRANITE = "nemotron-3-nano-30b-a3b", "qwen3-next-80b-a3b", "granite-4.0-h-small"
+SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
@@ -94,14 +100,21 @@ NANO, NEXT, SLOW = "nemotron-3-nano-30b-a3b", "qwen3-next-80b-a3b", pytest.mark.
         pytest.param(NANO, "M*", "v6e-64", 8, "decode", marks=[TPU, SLOW]),
         pytest.param(NANO, "M*", "h200-8", 4, "prefill", marks=GPU),
         pytest.param(NANO, "M*", "v6e-8", 4, "prefill", marks=TPU),
+        pytest.param(NEXT, "D*", "v6e-8", 4, "prefill", marks=[TPU, SLOW]),
+        pytest.param(NEXT, "D*", "h200-8", 4, "prefill", marks=[GPU, SLOW]),
+        pytest.param(NANO, "M*", "v6e-64", 8, "prefill", marks=[TPU, SLOW]),
     ],
 )
 def test_members_exchange_what_they_found(model, pattern, topology, members, phase):
-    """In a layer of attention: the results of each member for all queries, in float32. In decoding no key and no value;
-    in prefill also the queries, keys and values of the step, and hidden states, for a member has a share of the tokens.
-    """
-    config, rows, tokens = few_layers(model, pattern), 64, 1024
-    store = STORE | {"page_size": 64 if topology == "h200-8" else 128, "num_pages": 8000}
+    """In decoding, of a layer of attention: the results of each member for all queries, in float32, and no key and no
+    value. In prefill, where a member has a share of the tokens: what the table of decision 0042 says."""
+    # Of 64 devices, each has small states: more of them, so that a copy would be larger than all activations.
+    config, rows, (tokens, slots) = (
+        few_layers(model, pattern),
+        64,
+        (4096, 1600) if topology == "v6e-64" else (1024, 400),
+    )
+    store = STORE | {"page_size": 64 if topology == "h200-8" else 128, "num_pages": 8000, "num_slots": slots}
     pages = 131_072 // store["page_size"]
     batch, seen = DecodeBatch.empty(rows=rows, num_speculative_tokens=0, pages_per_row=pages), rows
     if phase == "prefill":
@@ -114,20 +127,30 @@ def test_members_exchange_what_they_found(model, pattern, topology, members, pha
     least = 4 * members * heads * head_dim * seen
     if phase == "decode":
         assert least <= step.program.gathered <= 1.1 * least
-    elif pattern == "*":
-        of_keys = 2 * max(attention.num_kv_heads // step.partition.shards, 1) * head_dim
-        assert step.program.exchanged == 4 * tokens * heads * (head_dim + 1)
-        # And a few integers.
-        assert 0 <= step.program.gathered - 2 * tokens * (heads * head_dim + of_keys + config.hidden_size) < 1000
+    else:
+        to_all, gathered = exchanged_bytes(config, step.partition, tokens, tiles=tiles if topology == "h200-8" else 0)
+        assert (step.program.exchanged, step.program.gathered) == (to_all, gathered)
+        weights = abstract_parameters(config, jnp.bfloat16)
+        once = Counter(config, step.partition, weights, ssm_dtype=jnp.dtype("float32")).weight_bytes
+        assert topology == "h200-8" or once <= step.program.weights <= 1.05 * once  # not counted on GPU
     assert f"paged_attention_part by pallas_{'gpu' if topology == 'h200-8' else 'tpu'}" in step.kernels
     assert step.program.aliased >= step.states + step.pages
     assert step.program.temporaries < step.pages / 4 + 3 * least
     assert step.program.temporaries < step.states / 4 or "M" not in pattern  # also where a step writes many of them
 
 
+@pytest.mark.parametrize(("model", "kind", "megabytes"), [(NANO, "M", 147), (GRANITE, "M", 264), (NEXT, "D", 176)])
+def test_a_recurrent_layer_exchanges_its_channels_once(model, kind, megabytes):
+    """65,536 tokens over 8 members, by the table; each member has an eighth of what it receives."""
+    config, tokens = few_layers(model, kind), 65_536
+    hidden = 2 * tokens * config.hidden_size
+    received = sum(exchanged_bytes(config, Partition.of(config, 1, 8), tokens)) - hidden
+    assert received * 7 / 8 == pytest.approx(megabytes * 1e6, rel=0.05)
+
+
 @pytest.mark.tpu_compile
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["qwen3-next-80b-a3b", "granite-4.0-h-small"])
+@pytest.mark.parametrize("model", [NEXT, GRANITE])
 def test_attention_at_a_models_full_length_runs_by_the_kernel(model):
     """64 rows, the default page size, page tables on the device."""
     config = few_layers(model, "*")

@@ -1,9 +1,7 @@
 """A model whose members divide pages and prompts by tokens says what it says on one device."""
 
 import dataclasses
-import math
 import random
-import re
 
 import jax
 import numpy as np
@@ -20,7 +18,7 @@ from serving import SamplingParams
 from serving.engine.steps.batching import BatchBuilder, PrefillShape
 from tests.support.engines.divided_engines import GREEDY, answers, divided_llm
 from tests.support.exchanged_bytes import exchanged_bytes
-from tests.support.hlo_traffic import count_collectives
+from tests.support.hlo_traffic import Traffic, count_collectives
 from tests.support.models.divisible_checkpoints import EIGHT, FAMILIES, MORE, write_checkpoint
 from tests.support.models.golden_case import assert_greedy, shared_block
 from tests.support.selection import slow
@@ -105,20 +103,10 @@ def assert_exchanges(llm, members):
     """What a prefill step receives from the other members."""
     config, programs, (shape,) = llm.model.config, llm.engine.loop.programs, llm.engine.loop.batches.prefill_shapes
     expected = exchanged_bytes(config, Partition.of(config, 1, members), 64, item=4, state_item=4, tiles=shape.tiles)
-    prefills = [compiled.as_text() for name, compiled in programs.cache if name == "PrefillBatch"]
+    prefills = [Traffic(compiled.as_text()) for name, compiled in programs.cache if name == "PrefillBatch"]
     assert prefills
-    for text in prefills:
-        assert (received(text, "all-to-all"), received(text, "all-gather")) == expected
-
-
-def received(text, kind):
-    """Bytes of the floats that the operations of a kind return, none of which is in a loop."""
-    results = [line.split(f" {kind}(")[0] for line in text.splitlines() if f" {kind}(" in line]
-    return sum(
-        int(bits) // 8 * math.prod(int(n) for n in shape.split(",") if n)
-        for each in results
-        for bits, shape in re.findall(r"\bb?f(\d+)\w*\[([\d,]*)\]", each)
-    )
+    for each in prefills:
+        assert (each.received("all-to-all"), each.received("all-gather")) == expected
 
 
 @pytest.mark.full
