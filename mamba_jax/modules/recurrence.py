@@ -178,11 +178,12 @@ class RecurrentMixer(nnx.Module):
         first = jnp.arange(heads) + (0 if all_used else axis_index() * heads)
         # With fewer groups than members, each member convolves all vectors.
         divides = all_used and groups % members == 0
-        of_state, of_input, of_weight = (Along(axis, parts=2) if divides else Along(None) for axis in (2, 1, 0))
+        of_heads: Any = [Along(axis) for axis in range(3)]
+        of_vectors: Any = [Along(axis, parts=2) if divides else Along(None) for axis in range(3)]
         along = Divisible(
-            (Along(1), Along(2), of_state),
-            (Weights(*[Along(0)] * 8)._replace(vector_taps=of_weight, vector_bias=of_weight), Along(0)),
-            Projections(*[Along(1)] * 5)._replace(vectors=of_input),
+            (of_heads[1], of_heads[2], of_vectors[2]),
+            (Weights(*of_heads[:1] * 8)._replace(vector_taps=of_vectors[0], vector_bias=of_vectors[0]), of_heads[0]),
+            Projections(*of_heads[1:2] * 5)._replace(vectors=of_vectors[1]),
         )
 
         def tiles(layout: PrefillLayout, given: Projections, parameters: Parameters, states: States) -> Any:
@@ -190,7 +191,8 @@ class RecurrentMixer(nnx.Module):
             return self._ungated(layout, given, weights, states, first[0])
 
         parameters = self.weights(given)._replace(norm=None), first
-        y, states = layout.by_heads(tiles, along, given._replace(gate=None), parameters, states)
+        exchanged = given._replace(gate=None)  # type: ignore[arg-type]
+        y, states = layout.by_heads(tiles, along, exchanged, parameters, states)
         return self.output(y, given.gate), states
 
     def _rows(self, layout: DecodeLayout, inputs: Inputs, _: Parameters, states: States) -> tuple[Array, States]:

@@ -134,8 +134,8 @@ class RGLRU(nnx.Module):
         gates = self.input_gate.weight, self.input_gate_bias, self.recurrent_gate.weight, self.recurrent_gate_bias
         parameters = *self.conv.own(y.shape[1]), self.recurrent_param[...], *(each[...] for each in gates)
         between = Operation(
-            lambda *given: self._between(*given, (None, None))[0], *[self._between] * 3,
-            divisible=Divisible(Along(2), Along(0)),
+            lambda layout, inputs, parameters: self._between(layout, inputs, parameters, (None, None))[0],
+            self._between, self._between, self._between, divisible=Divisible(Along(2), Along(0)),
         )  # fmt: skip
         old = (None, None) if state is None else tuple(state[name] for name in names)
         out, new = layout.run(between, inputs, parameters, old)
