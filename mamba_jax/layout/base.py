@@ -40,6 +40,20 @@ class Along:
 
 
 @dataclass(frozen=True)
+class Transition:
+    """What consecutive tokens of a row do to the state [...] before them, for a recurrence that is linear in its state.
+
+    The state after them is what is left of the one before (`apply`), plus what they reach from zeros.
+    """
+
+    of: Callable[[Inputs, Callable[[Inputs, Array], Array]], Array]
+    """Of tokens [T, ...], none of which is padding, and a function that scans them: (inputs, state before them) -> the
+    state after them."""
+    apply: Callable[[Array, Parameters, Array], Array]
+    """(what `of` returns, parameters, state) -> the state that is left of it."""
+
+
+@dataclass(frozen=True)
 class Divisible:
     """Where an operation's heads or channels lie, each of which it computes without the others.
 
@@ -53,6 +67,8 @@ class Divisible:
     parameters: Any
     inputs: Any = Along(1)
     """In arrays [T, ...]; groups that heads share divide as well."""
+    transition: Transition | None = None
+    """How members divide tokens where heads do not divide by members; None: each then computes all heads."""
 
 
 @dataclass(frozen=True)

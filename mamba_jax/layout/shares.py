@@ -1,7 +1,8 @@
 """A member's share of the packed tokens of a prefill step: the n-th of equal, contiguous parts.
 
 What works per token sees the share alone. A recurrence or convolution gets all tokens of some of its heads or channels,
-which do not depend on each other. Attention gets all queries, for the keys in the member's own pages.
+which do not depend on each other (`pairs` if these are too few). Attention gets all queries, for the keys in the
+member's own pages.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from kernels_pallas.places import Packed
 from kernels_pallas.slots import load, put, read_slots, write_slots
 from mamba_jax.layout.base import Along, Divisible, Inputs, Keys, Operation, Pages, Parameters, Queries, Span
 from mamba_jax.layout.member import Member
+from mamba_jax.layout.pairs import LEAST_MEMBERS, scan_share
 from mamba_jax.layout.prefill import PrefillLayout
+
+_OF_TILES = Along(0)
+"""Each member has whole states after its own tiles."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +49,18 @@ class ShareLayout:
         return None if self.whole.adapter is None else self.member.own(self.whole.adapter)
 
     def run(self, operation: Operation, inputs: Inputs, parameters: Parameters, state: Any) -> tuple[Array, Any]:
-        """Heads that do not divide are computed by each member."""
+        """Heads that do not divide by members are scanned by pairs, or computed by each member."""
         if operation.shares is not None:
             return operation.shares(self, inputs, parameters, state)
         member, along = self.member, operation.divisible
-        if along is None or not self._divides(along, (inputs, parameters, state)):
-            y, state = operation.tiles(self.whole, jax.tree.map(member.gather, inputs), parameters, state)
-            return member.own(y), state
-        return self.by_heads(operation.tiles, along, inputs, parameters, state)
+        if along is not None and self._divides(along, (inputs, parameters, state)):
+            return self.by_heads(operation.tiles, along, inputs, parameters, state)
+        # What is rounded at tiles' ends is not linear.
+        if along is not None and along.transition and state.dtype == jnp.float32 and member.count >= LEAST_MEMBERS:
+            y, ends, target = scan_share(operation, along.transition, inputs, parameters, state, self.whole, member)
+            return y, self._with_states(state, ends, member.gather(target), _OF_TILES)
+        y, state = operation.tiles(self.whole, jax.tree.map(member.gather, inputs), parameters, state)
+        return member.own(y), state
 
     def by_heads(
         self, tiles: Callable[..., Any], along: Divisible, inputs: Any, parameters: Any, state: Any
@@ -61,7 +70,10 @@ class ShareLayout:
         here = _each(partial(_by_parts, self.member.own), along.parameters, parameters)
         places, own = self._own_states(state, along)
         y, own = tiles(replace(self.whole, packed=places), given, here, own)
-        return self.member.exchange(y, split=0, concat=1), self._with_states(state, own, along)
+        tiles_of = self.whole.packed
+        ends = jax.tree.map(lambda own: own[1 + len(tiles_of.read_slot) :], own)
+        state = self._with_states(state, ends, tiles_of.tiles.write_slot, along.state)
+        return self.member.exchange(y, split=0, concat=1), state
 
     def _divides(self, along: Divisible, given: Any) -> bool:
         def divides(x: Array, along: Along) -> bool:
@@ -93,33 +105,31 @@ class ShareLayout:
         read_slot = jnp.where(packed.read_slot > 0, 1 + jnp.arange(rows), 0)
         return replace(packed, read_slot=read_slot, tiles=places), _each(small, along.state, state)
 
-    def _with_states(self, state: Any, own: Any, along: Divisible) -> Any:
-        """Returns the store with what the tiles have written, gathered over members."""
+    def _with_states(self, state: Any, ends: Any, target: Int[Array, " tiles"], along: Any) -> Any:
+        """Returns the store with the states after tiles at `target`; `ends` are this member's parts of them."""
         # The number of rounds of a loop would be known on the device only, and a GPU may wait for the host in each.
         # A CPU's devices may begin the loop and an exchange outside in different orders, and wait for each other.
         at_once, each = (partial(run, along=along) for run in (self._write_at_once, self._write_each))
-        return lax.platform_dependent(state, own, tpu=each, default=at_once)
+        return lax.platform_dependent(state, ends, target, tpu=each, default=at_once)
 
-    def _write_at_once(self, state: Any, own: Any, *, along: Divisible) -> Any:
+    def _write_at_once(self, state: Any, ends: Any, target: Int[Array, " tiles"], *, along: Any) -> Any:
         """Gathers the ends of all tiles, also of those that are not written."""
-        packed = self.whole.packed
-        ends = self._gathered(jax.tree.map(lambda own: own[1 + len(packed.read_slot) :], own), along)
-        return jax.tree.map(lambda state, ends: write_slots(state, ends, packed.tiles.write_slot), state, ends)
+        whole = _each(partial(_by_parts, self.member.gather), along, ends)
+        return jax.tree.map(lambda state, ends: write_slots(state, ends, target), state, whole)
 
-    def _write_each(self, state: Any, own: Any, *, along: Divisible) -> Any:
-        packed = self.whole.packed
-        target, rows = packed.tiles.write_slot, len(packed.read_slot)
+    def _write_each(self, state: Any, ends: Any, target: Int[Array, " tiles"], *, along: Any) -> Any:
         written = jnp.nonzero(target, size=len(target), fill_value=0)[0]
 
+        def whole(ends: Array, along: Along, tile: Int[Array, ""]) -> Array:
+            if along == _OF_TILES:
+                return self.member.sent(load(ends, tile % len(ends)), tile // len(ends))
+            return _by_parts(self.member.gather, load(ends, tile)[None], along)[0]
+
         def one(i: Int[Array, ""], state: Any) -> Any:
-            tile = written[i]
-            ends = self._gathered(jax.tree.map(lambda own: load(own, 1 + rows + tile)[None], own), along)
-            return jax.tree.map(lambda state, ends: put(state, ends[0], target[tile]), state, ends)
+            found = _each(partial(whole, tile=written[i]), along, ends)
+            return jax.tree.map(lambda state, end: put(state, end, target[written[i]]), state, found)
 
         return lax.fori_loop(0, (target > 0).sum(), one, state)
-
-    def _gathered(self, ends: Any, along: Divisible) -> Any:
-        return _each(partial(_by_parts, self.member.gather), along.state, ends)
 
     def write_kv(self, k: Keys, v: Keys | None, kv: Pages) -> Pages:
         """Returns the member's pages with the keys and values of all tokens, of which it has those of its share."""

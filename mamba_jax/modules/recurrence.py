@@ -38,6 +38,7 @@ from mamba_jax.layout import (
     ReplayLayout,
     SequenceLayout,
     ShareLayout,
+    Transition,
 )
 from mamba_jax.modules.basic import Linear, RMSNorm, Weight, initial
 from mamba_jax.modules.conv import Conv, convolution
@@ -60,11 +61,28 @@ class Forms(NamedTuple):
     divisible: Divisible | None = None
 
 
+def _decay(total: Array, _: Parameters, state: Array) -> Array:
+    return state * jnp.exp(total).reshape(len(state), 1, -1)
+
+
+def _erasing(inputs: Inputs, scan: Callable[[Inputs, Array], Array]) -> Array:
+    """Returns what the state's last axis is multiplied with: what identity becomes, with values of zeros."""
+    query, key, value, log_decay, strength = inputs
+    heads, size = value.shape[1], key.shape[-1]
+    nothing, identity = jnp.zeros((len(value), heads, size), value.dtype), jnp.eye(size, dtype=jnp.float32)
+    return scan((query, key, nothing, log_decay, strength), jnp.broadcast_to(identity, (heads, size, size)))
+
+
+def _multiply(matrix: Array, _: Parameters, state: Array) -> Array:
+    return jnp.einsum("hpk,hkn->hpn", state, matrix, precision=jax.lax.Precision.HIGHEST)
+
+
+_TRANSITIONS = {False: Transition(lambda inputs, _: inputs[3].sum(0), _decay), True: Transition(_erasing, _multiply)}
 LINEAR = {
     erase: Forms(
         Entry, Tail, partial(recurrence_sequence, erase=erase), partial(recurrence_scan, erase=erase),
         partial(recurrence_update, erase=erase), partial(recurrence_replay, erase=erase),
-        Divisible(Along(1), Along(0)),
+        Divisible(Along(1), Along(0), transition=_TRANSITIONS[erase]),
     )
     for erase in (False, True)
 }  # fmt: skip

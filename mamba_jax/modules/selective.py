@@ -21,13 +21,14 @@ from kernels_pallas.selective_scan import (
     selective_update,
 )
 from mamba_jax.config.channel_recurrence import Mamba1Config, RGLRUConfig
-from mamba_jax.layout import Along, Divisible, Hidden, Inputs, Layout, Operation, Parameters
+from mamba_jax.layout import Along, Divisible, Hidden, Inputs, Layout, Operation, Parameters, Transition
 from mamba_jax.modules.basic import Linear, RMSNorm, Weight, activation, constant, initial, normal
 from mamba_jax.modules.conv import Conv, convolution
 from mamba_jax.modules.recurrence import LEAST_DT, Forms, initial_dt_bias, recurrence
 from mamba_jax.sharding.axis import TENSOR
 from mamba_jax.store import SlotArrays
 
+_DECAY = Transition(lambda inputs, _: inputs[3].sum(0), lambda dt, given, state: state * jnp.exp(dt * given["a"]))
 _FORMS = Forms(
     SelectiveEntry,
     SelectiveTail,
@@ -35,7 +36,7 @@ _FORMS = Forms(
     selective_scan,
     selective_update,
     selective_replay,
-    Divisible(Along(2), Along(-1), (Along(1), Along(None), Along(None), Along(1))),
+    Divisible(Along(2), Along(-1), (Along(1), Along(None), Along(None), Along(1)), _DECAY),
 )
 SELECTIVE = recurrence("selective", _FORMS)
 """The Mamba-1 recurrence. Inputs: x [T, inner], B and C [T, state], dt [T, inner]; parameters: a [state, inner] and d

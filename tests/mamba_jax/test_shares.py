@@ -12,19 +12,22 @@ from mamba_jax.config import MambaConfig
 from mamba_jax.layout import PrefillLayout, ShareLayout
 from mamba_jax.layout.base import Span
 from mamba_jax.layout.member import Member
+from mamba_jax.layout.pairs import own_tiles
 from mamba_jax.modules.conv import convolution
 from mamba_jax.modules.mamba import Mamba
 from mamba_jax.modules.recurrence import LINEAR, RecurrentMixer, recurrence
 from mamba_jax.modules.selective import SELECTIVE
 from mamba_jax.sharding import CONTEXT, make_mesh
 from mamba_jax.sharding.across import this_member
+from tests.support.hlo_traffic import Traffic, count_collectives
 
 MEMBERS, TOKENS, TILE, SLOTS = 4, 32, 4, 12
 SPEC = jax.sharding.PartitionSpec
-# Ends inside of tiles, a fresh row, an empty one, and two that read one slot.
-LENGTH, NUM_TOKENS, READ = [6, 0, 3, 5, 2], [15, 9, 0, 4, 2], [3, 0, 5, 5, 5]
-# The first row also writes the slot that it has read; the last tile is padding.
-WRITE = [0, 4, 0, 0, 3, 0, 7, 0, 0, 6, 0, 9]
+# Ends inside of tiles, a row on two members and then a fresh one on three, an empty one, and two that read one slot.
+LENGTH, NUM_TOKENS, READ = [6, 0, 3, 5, 2], [11, 15, 0, 2, 2], [3, 0, 5, 5, 5]
+# The first row also writes the slot that it has read; the tiles of slots 4, 7 and 8 begin on one member and end on the
+# next one; the last two tiles are padding.
+WRITE = [0, 0, 4, 3, 0, 7, 1, 8, 6, 10, 0, 9]
 PAGE, EACH = 4, 6
 
 
@@ -35,25 +38,41 @@ def layout(page_table):
     )  # fmt: skip
 
 
-def both(run, state, *inputs, page_table=None, of_state=None):
-    """(y, state) of `run(layout, inputs, state)` by members, each with its share of the inputs, and on one device.
-
-    Slot 0, and the first page of each member, are NaN.
-    """
-    table = jnp.zeros((len(LENGTH), 0), jnp.int32) if page_table is None else page_table
-    nulls = slice(0, 1) if of_state is None else slice(None, None, EACH)
-    state, of_state = jax.tree.map(lambda each: each.at[nulls].set(jnp.nan), state), of_state or SPEC()
+def by_members(run, of_state, count):
+    """`run(layout, inputs, state)` by members, each with its share of `count` inputs, jitted."""
 
     def on_each_device(table, state, *inputs):
         member = this_member(MEMBERS)
         return run(ShareLayout(layout(table).on_member(member), member), inputs, state)
 
-    divided = jax.shard_map(
-        on_each_device, mesh=make_mesh(1, members=MEMBERS), check_vma=False,
-        in_specs=(SPEC(), of_state, *[SPEC(CONTEXT)] * len(inputs)), out_specs=(SPEC(CONTEXT), of_state),
+    return jax.jit(
+        jax.shard_map(
+            on_each_device, mesh=make_mesh(1, members=MEMBERS), check_vma=False,
+            in_specs=(SPEC(), of_state, *[SPEC(CONTEXT)] * count), out_specs=(SPEC(CONTEXT), of_state),
+        )
     )  # fmt: skip
+
+
+NO_PAGES = jnp.zeros((len(LENGTH), 0), jnp.int32)
+
+
+def both(run, state, *inputs, table=NO_PAGES, of_state=None):
+    """(y, state) of `run(layout, inputs, state)` by members and on one device.
+
+    Slot 0, and the first page of each member, are NaN.
+    """
+    nulls = slice(0, 1) if of_state is None else slice(None, None, EACH)
+    state = jax.tree.map(lambda each: each.at[nulls].set(jnp.nan), state)
     whole = jax.jit(lambda table, state, *inputs: run(layout(table), inputs, state))
-    return [jax.tree.map(np.asarray, form(table, state, *inputs)) for form in (jax.jit(divided), whole)]
+    divided = by_members(run, of_state or SPEC(), len(inputs))
+    return [jax.tree.map(np.asarray, form(table, state, *inputs)) for form in (divided, whole)]
+
+
+def gathered(run, state, *inputs):
+    """Bytes that members gather, where this is all that they exchange."""
+    program = by_members(run, SPEC(), len(inputs)).lower(NO_PAGES, state, *inputs).compile()
+    assert count_collectives(program.as_text()).keys() == {"all-gather"}
+    return Traffic(program.as_text()).received("all-gather")
 
 
 def arrays(*shapes):
@@ -66,17 +85,19 @@ def convolved():
     return both(lambda layout, x, state: layout.run(convolution("silu", "w"), x, (weight, bias), state), state, x)
 
 
-def scanned(heads=8, groups=8, erase=False, divisible=True):
-    vectors, values = (TOKENS, groups, 4), (TOKENS, heads, 4)
+def scanned(heads=8, groups=8, erase=False, divisible=True, by_channel=False, dtype=jnp.float32, use=both):
+    vectors, values = (TOKENS, groups, 4), (TOKENS, heads, 5)
     state, query, key, value, decay, strength, skip = arrays(
-        (SLOTS, heads, 4, 4), vectors, vectors, values, values[:2], values[:2], (heads,)
-    )
+        (SLOTS, heads, 5, 4), vectors, vectors, values, (TOKENS, heads, 4) if by_channel else values[:2], values[:2],
+        (heads,),
+    )  # fmt: skip
+    state, decay = state.astype(dtype), decay / 4  # remembers several shares
     inputs = query, key / 4, value, -jnp.abs(decay), jax.nn.sigmoid(strength)
     parameters = {"skip": None if erase else skip}
     operation = recurrence("ssm", LINEAR[erase])
     if not divisible:
         operation = dataclasses.replace(operation, divisible=None)
-    return both(lambda layout, inputs, state: layout.run(operation, inputs, parameters, state), state, *inputs)
+    return use(lambda layout, inputs, state: layout.run(operation, inputs, parameters, state), state, *inputs)
 
 
 def mixed(heads=8, groups=4):
@@ -88,15 +109,16 @@ def mixed(heads=8, groups=4):
     return both(lambda layout, inputs, state: mixer.between(inputs, layout, state), state, *inputs)
 
 
-def selected(size=4):
+def selected(size=4, channels=8):
     """With a state of one number: as the RG-LRU has it, all of whose B and C are 1."""
-    vectors = (TOKENS, size)
-    state, x, b, c, dt, a, d = arrays((SLOTS, size, 8), (TOKENS, 8), vectors, vectors, (TOKENS, 8), (size, 8), (8,))
+    vectors, values = (TOKENS, size), (TOKENS, channels)
+    shapes = (SLOTS, size, channels), values, vectors, vectors, values, (size, channels), (channels,)
+    state, x, b, c, dt, a, d = arrays(*shapes)
     if size == 1:
         b = c = jnp.ones(vectors)
     parameters = {"a": -jnp.abs(a), "d": d}
     run = lambda layout, inputs, state: layout.run(SELECTIVE, inputs, parameters, state)  # noqa: E731
-    return both(run, state, x, b, c, jnp.abs(dt))
+    return both(run, state, x, b, c, jnp.abs(dt) / 8)
 
 
 def attended(latent=False):
@@ -105,12 +127,12 @@ def attended(latent=False):
     )
     table = np.zeros((len(LENGTH), 7), np.int32)
     free = [[member * EACH + i for i in (2, 1, 5, 3, 4)] for member in range(MEMBERS)]
-    for row, pages in enumerate((6, 3, 0, 3, 1)):
+    for row, pages in enumerate((5, 4, 0, 2, 1)):
         table[row, :pages] = [free[i % MEMBERS].pop() for i in range(pages)]
     inputs = (q, k) if latent else (q, k, v)
     return both(
         lambda layout, given, kv: layout.attend(*given, *[None] * latent, kv, Span(0.3, window=None if latent else 15)),
-        kv, *inputs, page_table=jnp.array(table), of_state=SPEC(CONTEXT),
+        kv, *inputs, table=jnp.array(table), of_state=SPEC(CONTEXT),
     )  # fmt: skip
 
 
@@ -121,13 +143,20 @@ FORMS = {
     "members share a group": lambda: mixed(groups=2),
     "heads of a mixer do not divide": lambda: mixed(heads=6, groups=2),
     "delta": lambda: scanned(erase=True),
-    "heads do not divide": lambda: scanned(heads=6, groups=2),
+    "pairs": lambda: scanned(heads=6, groups=2),
+    "pairs, delta": lambda: scanned(heads=2, groups=1, erase=True),
+    "pairs, delta by channel": lambda: scanned(heads=1, groups=1, erase=True, by_channel=True),
+    "pairs, selective": lambda: selected(channels=6),
+    "rounded states": lambda: scanned(heads=6, groups=2, dtype=jnp.bfloat16),
     "not declared": lambda: scanned(divisible=False),
     "selective": selected,
     "gated linear unit": lambda: selected(size=1),
     "attention": attended,
     "latents": lambda: attended(latent=True),
 }
+
+
+PAIRS = ["pairs", "pairs, delta"]
 
 
 def assert_same(found):
@@ -142,7 +171,7 @@ def test_a_divided_step(form):
     assert_same(FORMS[form]())
 
 
-@pytest.mark.parametrize("form", ["convolution", "groups divide", "members share a group", "selective"])
+@pytest.mark.parametrize("form", ["convolution", "groups divide", "members share a group", "selective", "pairs"])
 def test_states_written_one_by_one_as_on_tpu(form, monkeypatch):
     """Without outputs, whose exchange a CPU may run in another order on each device."""
     monkeypatch.setattr(ShareLayout, "_write_at_once", ShareLayout._write_each)
@@ -155,6 +184,20 @@ def test_states_written_one_by_one_as_on_tpu(form, monkeypatch):
     monkeypatch.setattr(ShareLayout, "by_heads", without_outputs)
     (_, state), (y, want) = FORMS[form]()
     assert_same(((y, state), (y, want)))
+
+
+@pytest.mark.parametrize(("erase", "of_transition"), [(False, 6), (True, 6 * 4 * 4)])
+def test_pairs_exchange_no_tokens(erase, of_transition):
+    """A transition and a state of each member, and the state and slot after each piece of a tile."""
+    pieces, state = (TOKENS // MEMBERS + 2 * len(LENGTH) * (TILE - 1)) // TILE, 6 * 5 * 4
+    found = scanned(heads=6, groups=2, erase=erase, use=gathered)
+    assert found == 4 * MEMBERS * (of_transition + state + pieces * (state + 1))
+
+
+def test_each_slot_is_written_by_the_member_that_ends_its_tile():
+    members = [Member(jnp.asarray(index), MEMBERS, CONTEXT) for index in range(MEMBERS)]
+    found = [np.asarray(own_tiles(layout(NO_PAGES), member)[1]).tolist() for member in members]
+    assert [[slot for slot in slots if slot] for slots in found] == [[], [4, 3], [7, 1], [8, 6, 10]]
 
 
 def test_what_works_per_token_sees_its_share():
@@ -171,6 +214,10 @@ def _of_the_first_member(member, x, axis=0):
     return jnp.split(x, member.count, axis)[0]
 
 
+def _own_instead(member, x, axis=0):
+    return jnp.concatenate([x] * member.count, axis)
+
+
 def _in_reverse(member, x, axis=0):
     return jnp.concatenate(jax.lax.all_gather(x, member.axis)[::-1], axis)
 
@@ -180,12 +227,9 @@ def _of_the_row_before(layout, state, along, own_states=ShareLayout._own_states)
     return places, jax.tree.map(lambda each: jnp.roll(each, 1, axis=0), own)
 
 
-def _of_the_last_tile(layout, state, own, along, with_states=ShareLayout._with_states):
-    packed, slot = layout.whole.packed, layout.whole.packed.tiles.write_slot
-    last = jnp.arange(len(slot)) == jnp.max(jnp.where(slot > 0, jnp.arange(len(slot)), 0))
-    tiles = dataclasses.replace(packed.tiles, write_slot=jnp.where(last, slot, 0))
-    whole = dataclasses.replace(layout.whole, packed=dataclasses.replace(packed, tiles=tiles))
-    return with_states(dataclasses.replace(layout, whole=whole), state, own, along)
+def _of_the_last_tile(layout, state, ends, target, along, with_states=ShareLayout._with_states):
+    last = jnp.arange(len(target)) == jnp.max(jnp.where(target > 0, jnp.arange(len(target)), 0))
+    return with_states(layout, state, ends, jnp.where(last, target, 0), along)
 
 
 def _heads_of_the_first_member(mixer, v, heads, first, own_groups=RecurrentMixer._own_groups):
@@ -193,21 +237,22 @@ def _heads_of_the_first_member(mixer, v, heads, first, own_groups=RecurrentMixer
 
 
 EXCHANGING = ["convolution", "a mixer", "selective"]
-FAULTS = {
-    (Member, "exchange"): (_no_exchange, [*EXCHANGING, "attention"]),
-    (Member, "own"): (_of_the_first_member, EXCHANGING),
-    (Member, "gather"): (_in_reverse, ["members share a group", "heads do not divide", "attention"]),
-    (ShareLayout, "_own_states"): (_of_the_row_before, EXCHANGING),
-    (ShareLayout, "_with_states"): (_of_the_last_tile, EXCHANGING),
-    (RecurrentMixer, "_own_groups"): (_heads_of_the_first_member, ["members share a group"]),
-}
+FAULTS = [
+    ((Member, "exchange"), _no_exchange, [*EXCHANGING, "attention"]),
+    ((Member, "own"), _of_the_first_member, EXCHANGING),
+    ((Member, "gather"), _in_reverse, ["members share a group", "not declared", "attention", *PAIRS]),
+    ((Member, "gather"), _own_instead, PAIRS),
+    ((ShareLayout, "_own_states"), _of_the_row_before, EXCHANGING),
+    ((ShareLayout, "_with_states"), _of_the_last_tile, [*EXCHANGING, *PAIRS]),
+    ((RecurrentMixer, "_own_groups"), _heads_of_the_first_member, ["members share a group"]),
+]
 
 
 @pytest.mark.parametrize(
     ("place", "fault", "form"),
     [
-        pytest.param(place, fault, form, id=f"{place[1]}, {form}")
-        for place, (fault, forms) in FAULTS.items()
+        pytest.param(place, fault, form, id=f"{place[1]}, {fault.__name__}, {form}")
+        for place, fault, forms in FAULTS
         for form in forms
     ],
 )
