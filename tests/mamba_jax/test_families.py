@@ -141,7 +141,9 @@ def test_registry():
 def test_an_empty_config_has_the_defaults_of_transformers(model_type):
     """Ids of tokens may also be null or several."""
     config = families.config_from_hf({"model_type": model_type})
-    assert families.weight_names(config).keys() == parameters(HybridModel.abstract(config)).keys()
+    every_kind = 1 + max(map(config.pattern.index, config.pattern))  # sublayers; a model of all of them takes long
+    short = dataclasses.replace(config, pattern=config.pattern[:every_kind])
+    assert families.weight_names(short).keys() == parameters(HybridModel.abstract(short)).keys()
     assert model_type in families.family_of(config).model_types
     assert config.eos_token_ids == tuple(EOS[model_type])
     config = families.config_from_hf({"model_type": model_type, "eos_token_id": [5, 7], "bos_token_id": None})
