@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from mamba_jax.config import MOE, SHARED, HybridConfig, StateUnit, need
 from mamba_jax.config.drafter import BlockConfig, DrafterConfig, EagleConfig
 from mamba_jax.layout import BlockLayout, Hidden, Layout, SequenceLayout, has_tails
+from mamba_jax.layout.member import Member
 from mamba_jax.modules.basic import OwnTables, Table, normal, scaled, shapes_only
 from mamba_jax.modules.blocks import Block, model_norm
 from mamba_jax.modules.drafter import BlockDrafter, Eagle
@@ -24,6 +25,7 @@ from mamba_jax.modules.mtp import MTP
 from mamba_jax.modules.quantized import quantize_in_place, quantized_weights, weight_of
 from mamba_jax.modules.shared import SharedBlock, SharedUse
 from mamba_jax.sequences import check_packed, checked_sequences
+from mamba_jax.sharding.across import on_members
 from mamba_jax.sharding.axis import keep_whole, split_last
 from mamba_jax.store import EXPERT, EXPERTS, SlotArrays, Store, StoreShape, TailArrays
 
@@ -366,7 +368,8 @@ class _Pieces:
             tails = dataclasses.replace(tails, layers=tuple(self._tails))
         experts = self._store.experts
         if experts is not None:
-            experts = self._layout.record(jnp.concatenate(self._chosen, axis=1)[:, None], experts)
+            chosen = jnp.concatenate(self._chosen, axis=1)[:, None]
+            (experts,) = on_members(_record, (experts,), self._layout, chosen)
         return dataclasses.replace(
             self._store, slots=tuple(self._slots), kv=(*self._kv, *rest), tails=tails, experts=experts
         )
@@ -385,3 +388,8 @@ class _Pieces:
     def _keeps(self, kind: str) -> tuple[bool, bool]:
         """Returns whether such a sublayer keeps something in slots, and in pages."""
         return bool(self._config.state(kind, StateUnit.SLOT)), bool(self._config.state(kind, StateUnit.TOKEN))
+
+
+def _record(member: Member | None, pages: tuple[Array, ...], layout: Any, values: Array) -> tuple[Array, ...]:
+    here = layout if member is None else layout.on_member(member)
+    return tuple(here.record(values, each) for each in pages)

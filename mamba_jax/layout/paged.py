@@ -53,21 +53,20 @@ class PagedTokens:
 
     def write_kv(self, k: Keys, v: Keys | None, kv: Pages) -> Pages:
         """Returns the pages with the tokens' keys and values."""
-        page, offset = self.pages_of_tokens(kv.shape[1])
-        if self.member is not None:
-            page = self.member.own_pages(page, kv.shape[0])
+        page, offset = self.pages_of_tokens(kv)
         return write_kv(kv, k, v, page=page, offset=offset)
 
     def record(
         self, values: Shaped[Array, "T 1 choices"], pages: Shaped[Array, "pages page_size 1 choices"]
     ) -> Shaped[Array, "pages page_size 1 choices"]:
         """Returns the pages with the values of the tokens."""
-        page, offset = self.pages_of_tokens(pages.shape[1])
+        page, offset = self.pages_of_tokens(pages)
         return write_slots(pages, values, jnp.where(page > 0, page * pages.shape[1] + offset, 0))
 
-    def pages_of_tokens(self, page_size: int) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
-        """Returns the page of each token, and its offset in the page."""
-        return page_of(self.page_table, self.row_of_each(), self.positions, page_size=page_size)
+    def pages_of_tokens(self, pages: Shaped[Array, "pages page_size _ _"]) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
+        """Returns the place of each token's page in an array of pages (0 if another member has it), and its offset."""
+        page, offset = page_of(self.page_table, self.row_of_each(), self.positions, page_size=pages.shape[1])
+        return page if self.member is None else self.member.own_pages(page, len(pages)), offset
 
     def read_kv(self, q: Queries, kv: Pages, span: Span) -> Queries:
         """Attention of the tokens to the keys and values in their rows' pages."""

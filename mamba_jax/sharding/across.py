@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from kernels_pallas.paged_attention import copy_pages
 from mamba_jax.config import ADDED_ONCE, HybridConfig, ModelConfigError, Placement
 from mamba_jax.layout.member import Member
 from mamba_jax.layout.prefill import PrefillLayout
@@ -20,7 +19,7 @@ from mamba_jax.layout.shares import ShareLayout
 from mamba_jax.sharding.axis import CONTEXT, TENSOR, axis_index, axis_mesh, members_of, shares_of
 from mamba_jax.sharding.parameters import placement
 from mamba_jax.sharding.partition import Partition
-from mamba_jax.store import Store
+from mamba_jax.store import EXPERTS
 
 Run = Callable[..., tuple[Array, Any]]
 
@@ -97,7 +96,8 @@ def across(
     scatters = shares_of(tokens // divided_by, partition.shards) > 1
     of_share = P(CONTEXT) if divided_by > 1 else P()
     of_sum = (P((CONTEXT, TENSOR)) if divided_by > 1 else P(TENSOR)) if scatters else of_share
-    of_state = partition.state(state)
+    # The numbers of experts are those of the tokens.
+    of_state = {EXPERTS: of_share} if isinstance(state, Mapping) and EXPERTS in state else partition.state(state)
     return jax.shard_map(
         on_each_device,
         mesh=mesh,
@@ -112,40 +112,22 @@ def this_member(count: int) -> Member:
     return Member(jnp.asarray(lax.axis_index(CONTEXT)), count, CONTEXT)
 
 
-def on_members(run: Callable[..., Any], kv: tuple[Array, ...], *inputs: Array, reads: bool = False) -> Any:
-    """Calls `run(member, kv, *inputs)` on each member, with its sub-pools; the compiler divides them over `TENSOR`.
+def on_members(run: Callable[..., Any], pages: tuple[Array, ...], *inputs: Any, reads: bool = False) -> Any:
+    """Calls `run(member, pages, *inputs)` on each member, with its sub-pools; the compiler divides them over `TENSOR`.
 
     `run` returns the sub-pools or, with `reads`, what is the same on all members. With one member, `member` is None.
     """
     mesh = axis_mesh()
     if mesh is None or members_of(mesh) == 1:
-        return run(None, kv, *inputs)
+        return run(None, pages, *inputs)
 
-    def on_each_member(kv: tuple[Array, ...], *inputs: Array) -> Any:
-        return run(this_member(members_of(mesh)), kv, *inputs)
+    def on_each_member(pages: tuple[Array, ...], *inputs: Any) -> Any:
+        return run(this_member(members_of(mesh)), pages, *inputs)
 
     return jax.shard_map(
         on_each_member, mesh=mesh, in_specs=(P(CONTEXT), *[P()] * len(inputs)), out_specs=P() if reads else P(CONTEXT),
         axis_names={CONTEXT}, check_vma=False,
-    )(kv, *inputs)  # fmt: skip
-
-
-def copy_divided_pages(
-    config: HybridConfig, store: Store, source: Int[Array, " rows"], target: Int[Array, " rows"]
-) -> tuple[Array, ...]:
-    """Returns the keys and values of all layers with pages copied within each member; see `copy_pages`."""
-    mesh = axis_mesh()
-    partition = Partition.on(config, mesh)
-
-    def on_each_device(kv: tuple[Array, ...], source: Array, target: Array) -> tuple[Array, ...]:
-        member = this_member(partition.members)
-        own = [member.own_pages(each, kv[0].shape[0]) for each in (source, target)]
-        return tuple(copy_pages(pages, source=own[0], target=own[1]) for pages in kv)
-
-    specs = partition.store(store).kv
-    return jax.shard_map(
-        on_each_device, mesh=mesh, in_specs=(specs, P(), P()), out_specs=specs, check_vma=False
-    )(store.kv, source, target)  # fmt: skip
+    )(pages, *inputs)  # fmt: skip
 
 
 def run_mixer(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from mamba_jax.config import Division, HybridConfig, ModelConfigError, Placement, StateArray, StateUnit
 from mamba_jax.sharding.axis import CONTEXT, TENSOR, members_of
 from mamba_jax.sharding.parameters import placement, placements
-from mamba_jax.store import EXPERTS, Store, StoreShape, declarations
+from mamba_jax.store import Store, StoreShape, declarations
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ class Partition:
     def store(self, store: Store) -> Store:
         """Returns the division of the whole store, in its structure."""
         shape = StoreShape.of(self.config)
-        return jax.tree.map(partial(_state_spec, self), declarations(shape, store))
+        found = jax.tree.map(partial(_state_spec, self), declarations(shape, store))
+        return replace(found, experts=P(CONTEXT)) if store.experts is not None and self.members > 1 else found
 
     def store_shape(self, shape: StoreShape) -> StoreShape:
         """Returns the shape of the whole model's state over all devices; some of it may be stored several times."""
@@ -103,7 +104,7 @@ def _checked(partition: Partition) -> Partition:
 def _states(partition: Partition) -> Mapping[str, P]:
     arrays = StoreShape.of(partition.config).arrays_and_tails
     specs = {name: _state_spec(partition, array) for name, array in arrays.items()}
-    return MappingProxyType(specs | {EXPERTS: P()})
+    return MappingProxyType(specs)
 
 
 def _state_spec(partition: Partition, array: StateArray) -> P:

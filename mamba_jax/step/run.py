@@ -8,14 +8,14 @@ from jaxtyping import Array, Int
 
 from kernels_pallas.paged_attention import copy_pages
 from mamba_jax.batch import DecodeBatch, MixedBatch, PrefillBatch, StepOutput
-from mamba_jax.config import HybridConfig
 from mamba_jax.drafts import DraftSource
 from mamba_jax.layout import DecodeLayout, MixedLayout, PrefillLayout
+from mamba_jax.layout.member import Member
 from mamba_jax.model import HybridModel
 from mamba_jax.rows import Rows
 from mamba_jax.sampling.table import DEFAULT_LOGPROBS
-from mamba_jax.sharding.across import copy_divided_pages
-from mamba_jax.sharding.axis import axis_mesh, keep_whole, members_of
+from mamba_jax.sharding.across import on_members
+from mamba_jax.sharding.axis import keep_whole
 from mamba_jax.step.decode import DecodeRows
 from mamba_jax.step.heads import emit, propose
 from mamba_jax.step.prefill import PrefillRows
@@ -55,7 +55,7 @@ def step(
         rows, page_table = update_page_tables(rows, each)
         form: Any = DecodeRows if isinstance(each, DecodeBatch) else PrefillRows
         parts.append(form.of(store, rows, each, page_table))
-        store = copy_shared_pages(store, each.page_copy, model.config)
+        store = copy_shared_pages(store, each.page_copy)
     hidden, store = model.run(_joined([part.tokens for part in parts]), _layout(parts, rows), store)
     hidden = keep_whole(hidden)  # tokens of a long prefill are divided over the devices
     written, heads = [], []
@@ -88,18 +88,17 @@ def step(
     return store, rows, (outputs[0], outputs[1]) if isinstance(batch, MixedBatch) else outputs[0]
 
 
-def copy_shared_pages(store: Store, page_copy: Int[Array, "rows 2"], config: HybridConfig) -> Store:
-    """Copies partly filled pages that several rows share, before any row writes to them."""
-    source, target = page_copy[:, 0], page_copy[:, 1]
+def copy_shared_pages(store: Store, page_copy: Int[Array, "rows 2"]) -> Store:
+    """Copies partly filled pages that several rows share, each within its member, before any row writes to them."""
 
-    def copied(pages: Array) -> Array:
-        return copy_pages(pages, source=source, target=target)
+    def copied(member: Member | None, pages: tuple[Array, ...], page_copy: Array) -> tuple[Array, ...]:
+        own = page_copy if member is None else member.own_pages(page_copy, len(pages[0]))
+        return tuple(copy_pages(each, source=own[:, 0], target=own[:, 1]) for each in pages)
 
-    experts = None if store.experts is None else copied(store.experts)
-    mesh = axis_mesh()
-    divided = mesh is not None and members_of(mesh) > 1 and store.kv
-    kv = copy_divided_pages(config, store, source, target) if divided else tuple(map(copied, store.kv))
-    return dataclasses.replace(store, kv=kv, experts=experts)
+    pages = store.kv if store.experts is None else (*store.kv, store.experts)
+    found = on_members(copied, pages, page_copy) if pages else ()
+    experts = None if store.experts is None else found[-1]
+    return dataclasses.replace(store, kv=found[: len(store.kv)], experts=experts)
 
 
 def _layout(parts: list[Any], rows: Rows) -> DecodeLayout | PrefillLayout | MixedLayout:

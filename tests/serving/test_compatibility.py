@@ -34,11 +34,6 @@ CASES = [
     ),
     (DIVIDED, HOSTS, "context_parallel_size 2 does not support several hosts"),
     (
-        DIVIDED | {"enable_return_routed_experts": True},
-        {},
-        "context_parallel_size 2 does not support enable_return_routed_experts",
-    ),
-    (
         DIVIDED | {"kernels": "recurrence_scan=xla, paged_attention=xla"},
         {},
         "context_parallel_size 2 does not support kernels paged_attention=xla; name paged_attention_part",

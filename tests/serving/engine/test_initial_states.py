@@ -64,9 +64,11 @@ def slot_arrays(seed):
     return [{name: jnp.asarray(value) for name, value in arrays.items()} for arrays in state.slot_arrays(config)]
 
 
-@pytest.fixture(scope="module")
-def llm():
-    with LLM(str(FIXTURES / FIXTURE), max_initial_states=2, **FLAGS) as made:
+@pytest.fixture(
+    scope="module", params=[{}, pytest.param({"context_parallel_size": 2}, marks=pytest.mark.full)], ids=str
+)
+def llm(request):
+    with LLM(str(FIXTURES / FIXTURE), max_initial_states=2, **FLAGS, **request.param) as made:
         yield made
 
 

@@ -101,10 +101,12 @@ def test_preempted_requests_have_their_experts(experts_of):
 
 
 @pytest.mark.full
-def test_several_devices_record_the_same(tmp_path):
+@pytest.mark.parametrize("devices", [{"tensor_parallel_size": 2}, {"context_parallel_size": 2}])
+def test_several_devices_record_the_same(devices, tmp_path, monkeypatch):
+    monkeypatch.setattr("mamba_jax.sharding.axis.LEAST_TOKENS", 4)  # members divide prefill
     model = write_checkpoint(tmp_path, FAMILIES["nemotronh-moe"])
     experts_of = experts_by(load_model(model, dtype="float32", progress=False))
-    check(LLM(str(model), **FLAGS, mamba_cache_mode="all", tensor_parallel_size=2), experts_of)
+    check(LLM(str(model), **FLAGS, mamba_cache_mode="all", **devices), experts_of)
 
 
 @pytest.mark.full
