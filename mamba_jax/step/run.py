@@ -96,7 +96,7 @@ def copy_shared_pages(store: Store, page_copy: Int[Array, "rows 2"]) -> Store:
         return tuple(copy_pages(each, source=own[:, 0], target=own[:, 1]) for each in pages)
 
     pages = store.kv if store.experts is None else (*store.kv, store.experts)
-    found = on_members(copied, pages, page_copy) if pages else ()
+    found: tuple[Array, ...] = on_members(copied, pages, page_copy) if pages else ()
     experts = None if store.experts is None else found[-1]
     return dataclasses.replace(store, kv=found[: len(store.kv)], experts=experts)
 

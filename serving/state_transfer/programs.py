@@ -246,7 +246,8 @@ class PointPrograms:
         options: dict[str, Any] = {"donate_argnums": (0,)} if program.donates else {}
         if isinstance(sharding, NamedSharding) or is_pinned(self.arrangement.shape, store):
             options["out_shardings"] = places(self.arrangement.shape, store) if program.donates else whole(store)
-        with use_mesh(sharding.mesh if isinstance(sharding, NamedSharding) else None):
+        mesh: Any = sharding.mesh if isinstance(sharding, NamedSharding) else None
+        with use_mesh(mesh):
             return jax.jit(program.run, **options).lower(*arguments).compile()
 
     def _read_piece(self, layers: int) -> _Form:
