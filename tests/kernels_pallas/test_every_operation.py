@@ -145,65 +145,38 @@ UP, DOWN = quantized(7, 96, 48, dtype=jnp.int8), (7, 48, 48)
     [
         refused("recurrence_scan", GPU, "tiles have a size of 36, not a multiple of 16", tile_size=36),
         refused("recurrence_update", GPU, "keys have a size of 36, not a multiple of 8", state=36),
-        *(
-            refused(name, GPU, "keys have a size of 20, not a multiple of 8", state=20, erase=erase)
-            for name in ("gated_update", "gated_replay")
-            for erase in (False, True)
-        ),
+        *(refused(name, GPU, "keys have a size of 20, not a multiple of 8", state=20, erase=erase)
+          for name in ("gated_update", "gated_replay") for erase in (False, True)),
         refused("gated_scan", TPU, "32 tokens in tiles of 8, not multiples of 16", tile_size=8),
         refused("gated_scan", TPU, "a convolution over 10 inputs, more than 9", width=10),
         refused("gated_scan", TPU, "8 heads of 24, not a multiple of 128 channels", head_dim=24),
         refused("gated_scan", TPU, "a norm of 64 channels, no multiple of 128", head_dim=16),
         refused("expert_choice", GPU, "64 x 512 scores, more than 8192", tokens=64, experts=512),
-        refused(
-            "expert_choice",
-            GPU,
-            "some of several groups",
-            given={"rule": Rule(2, "scores", num_groups=4, top_groups=2)},
-        ),
+        refused("expert_choice", GPU, "some of several groups",
+                given={"rule": Rule(2, "scores", num_groups=4, top_groups=2)}),
         refused("expert_mlp", GPU, "33 tokens, more than 32", tokens=33),
         refused("expert_mlp", GPU, "weights are 48 x 24, not multiples of 16", size=24),
         refused("expert_mlp", GPU, "it multiplies float16", dtype=jnp.float16),
-        *(
-            refused("expert_mlp", GPU, reason, dtype=BF16, given={"up": UP, "down": down}, gated=True, **MLP)
-            for down, reason in (
-                (quantized(*DOWN, dtype=jnp.int4), "it multiplies bfloat16 by int4"),
-                (quantized(*DOWN, dtype=jnp.int8, group=24, zero=True), "weights have zero points"),
-                (quantized(*DOWN, dtype=jnp.int8, group=8), "a scale for fewer inputs than 16"),
-            )
-        ),
-        refused(
-            "paged_attention",
-            "pallas_tpu",
-            "heads have a size of 64, not a multiple of 128",
-            **WHOLE | {"head_dim": 64},
-        ),
+        *(refused("expert_mlp", GPU, reason, dtype=BF16, given={"up": UP, "down": down}, gated=True, **MLP)
+          for down, reason in (
+              (quantized(*DOWN, dtype=jnp.int4), "it multiplies bfloat16 by int4"),
+              (quantized(*DOWN, dtype=jnp.int8, group=24, zero=True), "weights have zero points"),
+              (quantized(*DOWN, dtype=jnp.int8, group=8), "a scale for fewer inputs than 16"))),
+        refused("paged_attention", "pallas_tpu", "heads have a size of 64, not a multiple of 128",
+                **WHOLE | {"head_dim": 64}),
         refused("paged_attention", "pallas_tpu", "it hides the first 1 keys", given={"first_key": 1}, **WHOLE),
-        refused(
-            "paged_attention",
-            "pallas_tpu",
-            "3 kv heads do not fill registers",
-            dtype=BF16,
-            **WHOLE | {"kv_heads": 3, "q_heads": 3},
-        ),
-        refused(
-            "paged_attention",
-            "pallas_tpu",
-            "a page table of 262144 pages does not fit in 921600 bytes of scalar memory",
-            rows=1,
-            context=8 << 18,
-            **WHOLE,
-        ),
-        refused(
-            "paged_attention_part", TPU, "queries are float16, keys and values float16", dtype=jnp.float16, **WHOLE
-        ),
+        refused("paged_attention", "pallas_tpu", "3 kv heads do not fill registers", dtype=BF16,
+                **WHOLE | {"kv_heads": 3, "q_heads": 3}),
+        refused("paged_attention", "pallas_tpu", rows=1, context=8 << 18, **WHOLE,
+                reason="a page table of 262144 pages does not fit in 921600 bytes of scalar memory"),
+        refused("paged_attention_part", TPU, "queries are float16, keys and values float16", dtype=jnp.float16,
+                **WHOLE),
         refused("paged_attention", GPU, "heads have a size of 72, not a multiple of 16", **WHOLE | {"head_dim": 72}),
         refused("paged_attention", GPU, "pages hold 8 keys, not a multiple of 16", **WHOLE),
-        refused(
-            "paged_attention", GPU, "queries see only the last 3 keys", given={"window": 3}, **WHOLE | {"page_size": 16}
-        ),
+        refused("paged_attention", GPU, "queries see only the last 3 keys", given={"window": 3},
+                **WHOLE | {"page_size": 16}),
     ],
-)
+)  # fmt: skip
 def test_says_what_it_cannot_run(name, implementation, reason, dtype, given, changes):
     call = call_of(name, dataclasses.replace(OPERATIONS[name][2][0].small(), **changes), dtype, **given)
     with pytest.raises(UnsupportedError, match=reason):

@@ -177,132 +177,54 @@ NUM_ODD = 14
 """The first of the list are odd, not large: `tests/serving/api/test_odd_requests.py` has them by default."""
 FORWARDED = (b"x-request-id", b"traceparent", b"tracestate", b"authorization", b"x-api-key")
 HOSTILE = [
-    Hostile(
-        "headers that end with white space",
-        {200},
-        with_headers(*((name, b"abc" + end) for name in FORWARDED for end in (b" ", b"\t", b" \t "))),
-    ),
-    Hostile(
-        "headers with bytes above 0x7f",
-        {200, 400},
-        with_headers(*((name, value) for name in FORWARDED for value in (b"caf\xe9", b"\xff\xfe"))),
-    ),
-    Hostile(
-        "heads at and above the limit",
-        {0, 200, 431},
-        with_headers(*((b"x-api-key", b"k" * size) for size in (9000, 60_000, 65_200, 68_004, 200_000))),
-    ),
-    posted(
-        "calls of wrong types",
-        {200, 400},
-        CHAT,
-        *(
-            chat(messages=[{"role": "assistant", "tool_calls": calls}])
-            for calls in ([5], 5, "x", [None], [[]], True, [{"function": 5}], [{}])
-        ),
-    ),
-    posted(
-        "arguments that are no JSON",
-        {200, 400},
-        CHAT,
-        *map(call, (NESTED, r'{"a": "\ud800"}', "NaN", '{"a": Infinity}', "5", "{")),
-    ),
-    posted(
-        "calls that a model writes wrongly",
-        {200, 400},
-        CHAT,
+    Hostile("headers that end with white space", {200},
+        with_headers(*((name, b"abc" + end) for name in FORWARDED for end in (b" ", b"\t", b" \t ")))),
+    Hostile("headers with bytes above 0x7f", {200, 400},
+        with_headers(*((name, value) for name in FORWARDED for value in (b"caf\xe9", b"\xff\xfe")))),
+    Hostile("heads at and above the limit", {0, 200, 431},
+        with_headers(*((b"x-api-key", b"k" * size) for size in (9000, 60_000, 65_200, 68_004, 200_000)))),
+    posted("calls of wrong types", {200, 400}, CHAT,
+        *(chat(messages=[{"role": "assistant", "tool_calls": calls}])
+          for calls in ([5], 5, "x", [None], [[]], True, [{"function": 5}], [{}]))),
+    posted("arguments that are no JSON", {200, 400}, CHAT,
+        *map(call, (NESTED, r'{"a": "\ud800"}', "NaN", '{"a": Infinity}', "5", "{"))),
+    posted("calls that a model writes wrongly", {200, 400}, CHAT,
         *written(
             r'<tool_call>{"name": "\q", "arguments": {}}</tool_call>',
             r'<tool_call>{"name": "\ud800", "arguments": {"a": "\udfff"}}</tool_call>',
             r'<tool_call>{"arguments": {"a": "\ud800"}, "name": "f"}</tool_call>',
             '<tool_call>{"arguments": {"a": NaN}, "name": "f"}</tool_call>',
             "<tool_call><function=f><parameter=a>Infinity</parameter></function></tool_call>",
-            r'<tool_call><function=f><parameter=a>"\ud800"</parameter></function></tool_call>',
-        ),
-    ),
-    *(
-        posted(
-            f"values that {path} refuses", {400}, path, *(BODY[at] | fields for at, fields, *_ in REFUSED if at == path)
-        )
-        for path in BODY
-    ),
-    posted(
-        "conversations that were not stored",
-        {400, 404},
-        "/v1/responses",
-        *({"input": "x", "previous_response_id": name} for name in ("resp_0", "x" * 100_000)),
-    ),
-    Hostile(
-        "lengths of bodies that contradict each other",
-        {0, 400, 413},
-        raw(
-            framed(LENGTH, b"content-length: 3"),
-            framed(LENGTH, b"transfer-encoding: chunked", body=b"0\r\n\r\n"),
-            framed(b"content-length: -1"),
-            framed(b"content-length: 99999999999999999999"),
-            framed(b"transfer-encoding: chunked", body=b"fffffffffffffffff\r\n"),
-        ),
-    ),
-    Hostile(
-        "connections that are half closed",
-        {0, 200, 400, 408},
-        raw(framed(LENGTH), framed(b"content-length: 1000"), b"GET /ping HTTP/1.1\r\nhost: x\r\n", half=True),
-    ),
-    posted(
-        "messages that are nested deeply",
-        {400},
-        "/v1/messages",
-        chat(
-            messages=[
-                {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": deep(900)}]}
-            ]
-        ),
-        chat(tools=[{"name": "f", "input_schema": deep(400)}]),
-    ),
+            r'<tool_call><function=f><parameter=a>"\ud800"</parameter></function></tool_call>')),
+    *(posted(f"values that {path} refuses", {400}, path,
+             *(BODY[at] | fields for at, fields, *_ in REFUSED if at == path)) for path in BODY),
+    posted("conversations that were not stored", {400, 404}, "/v1/responses",
+        *({"input": "x", "previous_response_id": name} for name in ("resp_0", "x" * 100_000))),
+    Hostile("lengths of bodies that contradict each other", {0, 400, 413}, raw(
+        framed(LENGTH, b"content-length: 3"), framed(LENGTH, b"transfer-encoding: chunked", body=b"0\r\n\r\n"),
+        framed(b"content-length: -1"), framed(b"content-length: 99999999999999999999"),
+        framed(b"transfer-encoding: chunked", body=b"fffffffffffffffff\r\n"))),
+    Hostile("connections that are half closed", {0, 200, 400, 408},
+        raw(framed(LENGTH), framed(b"content-length: 1000"), b"GET /ping HTTP/1.1\r\nhost: x\r\n", half=True)),
+    posted("messages that are nested deeply", {400}, "/v1/messages",
+        chat(messages=[
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": deep(900)}]}]),
+        chat(tools=[{"name": "f", "input_schema": deep(400)}])),
     posted("a template of the client's", {400}, CHAT, chat(chat_template_kwargs={"chat_template": LOOPS})),
-    posted(
-        "a template that fills memory",
-        {400},
-        CHAT,
-        chat(chat_template_kwargs={"chat_template": "{{ 'a' * 200000000 }}"}),
-    ),
-    posted(
-        "a template to tokenize with",
-        {400},
-        "/tokenize",
-        {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"chat_template": LOOPS}},
-    ),
-    posted(
-        "variables with names of parameters",
-        {400},
-        CHAT,
-        *(chat(chat_template_kwargs={name: [1]}) for name in PARAMETERS),
-    ),
-    posted(
-        "a grammar that does not come to an end",
-        {400},
-        COMPLETIONS,
-        structured(json={"type": "integer", "multipleOf": 123456789}),
-    ),
-    posted(
-        "five thousand patterns",
-        {400},
-        COMPLETIONS,
-        structured(json={"type": "object", "patternProperties": {f"^x{i}_.*": {} for i in range(5000)}}),
-    ),
-    posted(
-        "grammars that go in circles",
-        {400},
-        COMPLETIONS,
-        structured(grammar="start: a\na: a"),
-        structured(json={"$ref": "#"}),
-    ),
-    posted(
-        "a grammar that becomes too complex on its way",
-        {400},
-        COMPLETIONS,
-        structured(grammar='start: "abc" ' + '("a" | "b" | "ab")? ' * 300) | {"max_tokens": 20},
-    ),
+    posted("a template that fills memory", {400}, CHAT,
+        chat(chat_template_kwargs={"chat_template": "{{ 'a' * 200000000 }}"})),
+    posted("a template to tokenize with", {400}, "/tokenize",
+        {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"chat_template": LOOPS}}),
+    posted("variables with names of parameters", {400}, CHAT,
+        *(chat(chat_template_kwargs={name: [1]}) for name in PARAMETERS)),
+    posted("a grammar that does not come to an end", {400}, COMPLETIONS,
+        structured(json={"type": "integer", "multipleOf": 123456789})),
+    posted("five thousand patterns", {400}, COMPLETIONS,
+        structured(json={"type": "object", "patternProperties": {f"^x{i}_.*": {} for i in range(5000)}})),
+    posted("grammars that go in circles", {400}, COMPLETIONS,
+        structured(grammar="start: a\na: a"), structured(json={"$ref": "#"})),
+    posted("a grammar that becomes too complex on its way", {400}, COMPLETIONS,
+        structured(grammar='start: "abc" ' + '("a" | "b" | "ab")? ' * 300) | {"max_tokens": 20}),
     posted("a deep schema", {200, 400}, COMPLETIONS, structured(json=deep(300))),
     posted("a prompt of 2 MB", {400, 413}, COMPLETIONS, completion(prompt="word and so on, " * (MIB // 8))),
     posted("a prompt of 7.9 MB", {400, 413}, COMPLETIONS, completion(prompt="x7 " * (79 * MIB // 30))),
@@ -318,19 +240,10 @@ HOSTILE = [
     posted("a long number", {400, 413}, COMPLETIONS, b'{"prompt": "x", "seed": ' + b"1" * 4 * MIB + b"}"),
     posted("not a number", {400, 413}, COMPLETIONS, b'{"prompt": "x", "temperature": NaN}'),
     posted("half a character", {400, 413}, COMPLETIONS, b'{"prompt": "\\ud800"}', b'{"user": "\\udfff"}'),
-    posted(
-        "numbers at the edges",
-        {200, 400},
-        COMPLETIONS,
-        completion(top_k=2**31 - 1),
-        completion(min_tokens=2**31 - 1),
-        completion(seed=-(2**63)),
-        completion(n=129),
-        completion(logprobs=21),
-        completion(stop=["x"] * 65),
-        completion(logit_bias={str(i): 1 for i in range(5000)}),
-        completion(stop_token_ids=list(range(5000))),
-    ),
+    posted("numbers at the edges", {200, 400}, COMPLETIONS, completion(top_k=2**31 - 1),
+        completion(min_tokens=2**31 - 1), completion(seed=-(2**63)), completion(n=129), completion(logprobs=21),
+        completion(stop=["x"] * 65), completion(logit_bias={str(i): 1 for i in range(5000)}),
+        completion(stop_token_ids=list(range(5000)))),
     posted("one word of 2 MB", {400, 413}, COMPLETIONS, completion(prompt="x" * 2 * MIB)),
     posted("white space of 2 MB", {400, 413}, COMPLETIONS, completion(prompt=" \n\t" * (2 * MIB // 3))),
     posted("marks on one letter", {400, 413}, COMPLETIONS, completion(prompt="a" + "\u0301\u0327" * (MIB // 4))),
@@ -339,56 +252,25 @@ HOSTILE = [
     posted("one key a million times", {400, 413}, COMPLETIONS, b"{" + b'"prompt": "x",' * (MIB // 2) + b'"n": 0}'),
     posted("choices of a million texts", {400, 413}, COMPLETIONS, structured(choice=[f"{i}" for i in range(MIB // 2)])),
     posted("a schema of a million values", {400, 413}, COMPLETIONS, structured(json={"enum": list(range(MIB))})),
-    posted(
-        "patterns that repeat repetitions",
-        {200, 400},
-        COMPLETIONS,
-        *(structured(regex=regex) for regex in ("(a*)*b", "((a{1,999}){1,999}){1,999}", "(a|a|b)*" * 999)),
-    ),
+    posted("patterns that repeat repetitions", {200, 400}, COMPLETIONS,
+        *(structured(regex=regex) for regex in ("(a*)*b", "((a{1,999}){1,999}){1,999}", "(a|a|b)*" * 999))),
     posted("64 long stop texts", {400}, COMPLETIONS, completion(stop=["x" * 9000 + f"{i}" for i in range(64)])),
-    posted(
-        "scores of many prompts",
-        {400},
-        COMPLETIONS,
-        completion(prompt=[[5] * 4000] * 32, echo=True, logprobs=20),
-        completion(prompt=[[5] * 4000] * 32, prompt_logprob_token_ids=list(range(128))),
-    ),
-    posted(
-        "hundreds of tools",
-        {200, 400, 413},
-        CHAT,
-        chat(
-            tools=[{**TOOL, "function": {"name": f"f{i}", "parameters": {"required": ["a"] * 99}}} for i in range(400)]
-        ),
-    ),
-    posted(
-        "files as images",
-        {200},
-        CHAT,
-        *(
-            chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}])
-            for url in ("file:///etc/passwd", "http://127.0.0.1:1/")
-        ),
-    ),
-    Hostile(
-        "chunks of one byte",
-        {0, 200, 400, 413},
-        raw(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
-            b"transfer-encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 100_000 + b"0\r\n\r\n"
-        ),
-    ),
-    Hostile(
-        "two thousand requests at once",
-        {0, 200},
-        raw(
-            b"GET /ping HTTP/1.1\r\nhost: x\r\n\r\n" * 2_000
-            + b"GET /ping HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
-        ),
-    ),
-    Hostile(
-        "ten thousand headers", {0, 200, 400, 431}, raw(b"GET /ping HTTP/1.1\r\n" + b"x: y\r\n" * 10_000 + b"\r\n")
-    ),
+    posted("scores of many prompts", {400}, COMPLETIONS, completion(prompt=[[5] * 4000] * 32, echo=True, logprobs=20),
+        completion(prompt=[[5] * 4000] * 32, prompt_logprob_token_ids=list(range(128)))),
+    posted("hundreds of tools", {200, 400, 413}, CHAT,
+        chat(tools=[{**TOOL, "function": {"name": f"f{i}", "parameters": {"required": ["a"] * 99}}}
+                    for i in range(400)])),
+    posted("files as images", {200}, CHAT,
+        *(chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}])
+          for url in ("file:///etc/passwd", "http://127.0.0.1:1/"))),
+    Hostile("chunks of one byte", {0, 200, 400, 413},
+        raw(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+            b"transfer-encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 100_000 + b"0\r\n\r\n")),
+    Hostile("two thousand requests at once", {0, 200},
+        raw(b"GET /ping HTTP/1.1\r\nhost: x\r\n\r\n" * 2_000
+            + b"GET /ping HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")),
+    Hostile("ten thousand headers", {0, 200, 400, 431},
+        raw(b"GET /ping HTTP/1.1\r\n" + b"x: y\r\n" * 10_000 + b"\r\n")),
     Hostile("a body that does not end", {0, 413}, endless_body),
     Hostile("a body that does not come", {0, 408}, raw(head(COMPLETIONS, 1000), count=20, drip=True)),
     Hostile("half-open connections", {0}, raw(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n", count=500)),
@@ -396,4 +278,4 @@ HOSTILE = [
     Hostile("a head that does not end", {0}, raw(b"GET / HTTP/1.1\r\nx: ", drip=True)),
     Hostile("a head of megabytes", {0, 400}, raw(b"GET / HTTP/1.1\r\nx: " + b"y" * 4 * MIB)),
     Hostile("no HTTP", {0, 400}, raw(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", count=50)),
-]
+]  # fmt: skip
