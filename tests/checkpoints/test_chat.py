@@ -130,6 +130,23 @@ def test_system_messages_that_a_template_refuses_are_kept_in_place(roles, strict
     assert render(LENIENT, messages) == "".join(f"[{names[role]}]{i}" for i, role in enumerate(roles))
 
 
+def test_a_template_whose_roles_must_alternate():
+    template = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate') }}"
+        "{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    )
+    answer, call = {"role": "assistant", "content": "a"}, {"name": "f", "arguments": '{"b": "é"}'}
+    called = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": call}]}
+    for messages, text in (
+        ([{"role": "system", "content": "S"}, USER, USER], "[user]S\n\nHi\n\nHi"),
+        ([USER, called, {"role": "tool", "content": "r"}, answer, answer],
+         '[user]Hi[assistant]f({"b": "é"})[user]r[assistant]a\n\na'),
+        ([answer, USER], "[user][assistant]a[user]Hi"),
+        ([USER, called, {"role": "tool", "content": ""}, USER], '[user]Hi[assistant]f({"b": "é"})[user]Hi'),
+    ):  # fmt: skip
+        assert render(template, messages) == text
+
+
 def test_the_last_message_can_be_continued():
     messages = [USER, {"role": "assistant", "content": "1, 2, "}]
     assert render(LENIENT + "<end>", messages, continue_final_message=True) == "[user]Hi[assistant]1, 2,"

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mamba_jax.config import ACTIVATIONS, AttentionConfig, LatentAttentionConfig, MambaConfig, MLPConfig, RopeConfig
+from mamba_jax.config import ACTIVATIONS, AttentionConfig, LatentAttentionConfig, MambaConfig, RopeConfig
 from mamba_jax.layout import SequenceLayout
 from mamba_jax.model import parameters
 from mamba_jax.modules.attention import Attention, LatentAttention
 from mamba_jax.modules.basic import Linear, RMSNorm, activation
-from mamba_jax.modules.feed_forward import MLP, MoE
+from mamba_jax.modules.feed_forward import MoE
 from mamba_jax.modules.mamba import Mamba
 from tests.support.models.random_models import random_module
 from tests.support.models.tiny_configs import HIDDEN, MOE
@@ -75,14 +75,6 @@ def test_rope_turns_pairs_by_position(size, frequencies, scale):
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     expected = weights / weights.sum(-1, keepdims=True) @ x
     np.testing.assert_allclose(run(attention, jnp.asarray(x)), expected, atol=1e-5)
-
-
-def test_first_key_hides_what_comes_before_and_moves_the_origin():
-    config = AttentionConfig(4, 2, 6, scale=0.5, input_size=HIDDEN, rope=RopeConfig(theta=50.0, size=6), bias=True)
-    attention, _ = made(Attention, config, HIDDEN)
-    x = tokens(7)
-    whole = jax.jit(lambda m, x: m(x, SequenceLayout.of(1, 7), None, first_key=1)[0])(attention, x)
-    np.testing.assert_allclose(whole[1:], run(attention, x[1:]), atol=1e-6)
 
 
 def test_latent_attention_equals_attention_with_keys_and_values_made():
@@ -150,12 +142,6 @@ def test_mamba_equals_the_recurrence(norm, before, limit):
         out = out * silu(z)
     expected = 0.6 * (out @ w["out_proj.weight"].T + w["out_proj.bias"])
     np.testing.assert_allclose(y, expected, atol=2e-5)
-
-
-def test_one_size_for_each_mlp():
-    config = MLPConfig(intermediate_size=(8, 12), activation="relu2", gated=False)
-    both = [made(MLP, config.at(i), HIDDEN)[0] for i in (0, 1)]
-    assert [mlp.up_proj.weight.shape for mlp in both] == [(8, HIDDEN), (12, HIDDEN)]
 
 
 def test_every_activation_is_there():

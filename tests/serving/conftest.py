@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from serving.engine.structured.grammars import Grammars
     from tests.support.servers.live_server import LiveServer
 
 
@@ -22,6 +23,16 @@ def server() -> "Iterator[LiveServer]":
     server.wait_until_ready()
     yield server
     server.close()
+
+
+@pytest.fixture(scope="session")
+def grammars() -> "Grammars":
+    """Those of the demo model."""
+    from checkpoints.tokenizer import load_tokenizer
+    from serving.engine.structured.grammars import Grammars
+
+    tokenizer = load_tokenizer("demo")
+    return Grammars(tokenizer, tokenizer.vocab_size, (2, 4))
 
 
 def pytest_pyfunc_call(pyfuncitem):

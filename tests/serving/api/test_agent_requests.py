@@ -115,8 +115,6 @@ def item(kind, **fields):
                                item("image_generation_call", id="i", result="AA==")]},
          f'[user]hi[assistant][computer_call_output] {{"output": "[computer_screenshot omitted]"}}\n'
          f"[image_generation_call] {{}}{END}"),
-        (CHAT, {"messages": [{"role": "system", "content": text} for text in "ABC"] + [USER]},
-         f"[system]A\n\nB\n\nC[user]hi{END}"),
         (RESPONSES, {"input": [
             USER, item("reasoning", summary=[], content=[item("reasoning_text", text="hm")]),
             {"role": "assistant", "content": [item("output_text", text="I look.")]},
@@ -193,23 +191,6 @@ def item(kind, **fields):
 )  # fmt: skip
 def test_prompts(kind, body, text):
     assert prompt(kind, **body) == text
-
-
-def test_a_template_whose_roles_must_alternate():
-    template = (
-        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate') }}"
-        "{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-    )
-    tokenizer, turn, answer = TOKENIZER.with_chat_template(template), USER, {"role": "assistant", "content": "a"}
-    for messages, text in (
-        ([{"role": "system", "content": "S"}, turn, turn], "[user]S\n\nhi\n\nhi"),
-        ([turn, called("f", '{"b": 1}'), {"role": "tool", "content": "r"}, answer, answer],
-         '[user]hi[assistant]f({"b": 1})[user]r[assistant]a\n\na'),
-        ([answer, turn], "[user][assistant]a[user]hi"),
-        ([turn, called("f", '{"b": "é"}'), {"role": "tool", "content": ""}, turn],
-         '[user]hi[assistant]f({"b": "é"})[user]hi'),
-    ):  # fmt: skip
-        assert tokenizer.decode(tokenizer.encode_chat(messages), skip_special_tokens=False) == text
 
 
 def test_a_call_that_ends_before_text_stays_whole():

@@ -37,12 +37,6 @@ ONE = {form: written(form, ("add", {"a": 1, "kind": "x"})) for form in FORMS}
 TWO = {form: written(form, ("add", {"a": 1, "kind": "x"}), ("now", {})) for form in FORMS}
 
 
-@pytest.fixture(scope="module")
-def grammars():
-    tokenizer = load_tokenizer("demo")
-    return Grammars(tokenizer, tokenizer.vocab_size, (2, 4))
-
-
 def followed(grammars, form, text, *, parallel, tools=TOOLS):
     """How many characters of a text the grammar takes."""
     constraint = grammars.start(StructuredOutputs(grammar=calls_grammar(form, tools, parallel=parallel)))

@@ -1,7 +1,6 @@
 """Whatever a client does wrong: the right status, OpenAI's error object, a healthy server, unaffected neighbors."""
 
 import json
-import socket
 import threading
 
 import pytest
@@ -111,17 +110,6 @@ def test_unknown_fields_are_ignored_and_named(server):
     assert response.status_code == 200
     assert response.headers["x-ignored-fields"] == "invented"
     assert "x-ignored-fields" not in server.complete(max_tokens=1).headers
-
-
-def test_a_client_that_speaks_no_http(server):
-    host, port = server.url.removeprefix("http://").split(":")
-    negative = b"POST /v1/completions HTTP/1.1\r\ncontent-length: -5\r\n\r\n"
-    for message in (b"\x16\x03\x01\x02\x00", b"GET\r\n\r\n", negative):
-        with socket.create_connection((host, int(port)), timeout=5) as wire:
-            wire.sendall(message)
-            wire.shutdown(socket.SHUT_WR)
-            while wire.recv(4096):
-                pass
 
 
 def test_long_messages_are_cut():

@@ -122,19 +122,15 @@ def test_any_text_after_a_bracket_becomes_valid_json():
     [
         (DEEP, {}), ("[1]", {}), ("{", {}), ("", {}), ('{"a": NaN}', {"a": "NaN"}), ('{"a": 1e999}', {"a": "1e999"}),
         ('{"a": "\\q"}', {"a": "\\q"}), ('{"a": "x', {"a": "x"}), ('{"a": [1, {"b": ', {"a": [1, {"b": None}]}),
+        (r'{"a": "\ud800", "b": "\ud83d\ude00"}', {"a": "\N{REPLACEMENT CHARACTER}", "b": "\U0001f600"}),
     ],
 )  # fmt: skip
 def test_arguments_are_told_as_far_as_they_were_written(text, value):
     assert _arguments(text) == value
 
 
-def test_half_a_surrogate_pair_is_replaced():
-    assert _arguments(r'{"a": "\ud800", "b": "\ud83d\ude00"}') == {"a": "\N{REPLACEMENT CHARACTER}", "b": "\U0001f600"}
-    assert well_formed("a\ud800b") == "a\N{REPLACEMENT CHARACTER}b"
-    assert well_formed("\ud83d\ude00") == "\U0001f600"
-
-
-def test_depth():
+def test_depth_and_half_a_surrogate_pair():
+    assert [well_formed(text) for text in ("\ud800b", "\ud83d\ude00")] == ["\N{REPLACEMENT CHARACTER}b", "\U0001f600"]
     assert depth(b'{"a": [1, {"b": "]]]{{{[[["}]}') == 3
     assert depth(b'["\\\\", [["\\""]]]') == 3
     assert parse_written("[" * MAX_DEPTH + "]" * MAX_DEPTH)

@@ -16,12 +16,9 @@ from serving.api.http.protocol.responses import ResponsesRequest
 from serving.api.http.response_store import ResponseStore, StoredResponse, owner_of
 from serving.api.http.text import TextCodec
 from serving.engine.requests.output import CompletionOutput, Logprob, RequestOutput
+from tests.support.servers import text_clients
 
-LOOK = {
-    "type": "function", "name": "look", "description": "Looks.", "strict": True,
-    "parameters": {"type": "object", "properties": {"deep": {"type": "boolean"}}, "required": ["deep"],
-                   "additionalProperties": False},
-}  # fmt: skip
+LOOK = {"type": "function", "strict": True, **text_clients.LOOK}
 
 
 def ask(server, **fields):

@@ -11,7 +11,7 @@ from serving.api.http.parsing.grammars import structural_grammar
 from serving.api.http.protocol.chat import ChatRequest
 from serving.core.errors import RequestError
 from serving.engine.requests.sampling_params import SamplingParams
-from serving.engine.structured.grammars import Grammars, StructuredOutputs
+from serving.engine.structured.grammars import StructuredOutputs
 from tests.support.models.letter_tokens import TOO_BIG
 
 SCHEMA = {
@@ -139,12 +139,6 @@ EITHER = {"type": "or", "elements": [OF_JSON, {"type": "const_string", "value": 
 NEW = {"type": "sequence", "elements": [THOUGHT, EITHER]}
 LIST = {"type": "tags_with_separator", "separator": ", ", "tags": [NUMBER], "at_least_one": True}
 ONE = {"type": "triggered_tags", "triggers": ["<"], "tags": [NUMBER], "at_least_one": True, "stop_after_first": True}
-
-
-@pytest.fixture(scope="module")
-def grammars():
-    tokenizer = load_tokenizer("demo")
-    return Grammars(tokenizer, tokenizer.vocab_size, (2, 4))
 
 
 @pytest.mark.parametrize(

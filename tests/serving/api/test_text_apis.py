@@ -15,7 +15,7 @@ from serving.api.http.parsing.formats import THINK, ReasoningCount, opening_of, 
 from serving.api.http.protocol.chat import ChatRequest
 from serving.api.http.text import TextCodec
 from serving.engine.requests.output import CompletionOutput, RequestOutput
-from tests.support.servers.text_clients import APIS, ask
+from tests.support.servers.text_clients import APIS, LOOK, SCHEMA, ask
 from tests.support.servers.written_calls import cut, tokenizer_with
 
 pytest.importorskip("anthropic", reason="needs the anthropic SDK (the extra `test`)")
@@ -25,10 +25,6 @@ TEMPLATE = (
     "</think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% else %}<think>\n{% endif %}"
 )
-SCHEMA = {
-    "type": "object", "properties": {"deep": {"type": "boolean"}}, "required": ["deep"], "additionalProperties": False,
-}  # fmt: skip
-LOOK = {"name": "look", "description": "Looks.", "parameters": SCHEMA}
 
 each_api = pytest.mark.parametrize("api", APIS)
 

@@ -40,6 +40,11 @@ from tests.support.models.tiny_configs import CHECKPOINT
         ({"grammar_timeout": 3e6}, "grammar_timeout: must be less than or equal to 86400, got 3000000.0"),
         ({"disk_cache_gib": float("inf")}, "disk_cache_gib: must be at most 1e+09, got inf"),
         ({"memory_utilization": 1.5}, "memory_utilization: must be less than or equal to 1, got 1.5"),
+        ({"replay_interval": 0}, "replay_interval: must be greater than or equal to 1, got 0"),
+        ({"replay_interval": 24}, "must divide tile_size (128) and be at least 2 * (1 + num_speculative_tokens) = 2"),
+        ({"replay_interval": 4, "num_speculative_tokens": 3}, "= 8; allowed are 1, 8, 16, 32, 64, 128"),
+        ({"replay_interval": 32, "tile_size": 16}, "allowed are 1, 2, 4, 8, 16"),
+        ({"replay_interval": 2, "tile_size": 2, "num_speculative_tokens": 1}, "allowed are 1"),
         (
             {"state_block_size": 2, "tile_size": 2, "page_size": 2, "num_speculative_tokens": 2,
              "speculative_method": "ngram"},

@@ -21,10 +21,14 @@ TOO_LARGE = StructuredOutputs(json={"type": "integer", "multipleOf": 123456789})
 TOO_SLOW = StructuredOutputs(json={"type": "object", "patternProperties": {f"^x{i}_.*": {} for i in range(5000)}})
 
 
+def of_demo(**options):
+    tokenizer = load_tokenizer("demo")
+    return Grammars(tokenizer, tokenizer.vocab_size, (0,), **options)
+
+
 @pytest.fixture(scope="module")
 def grammars():
-    tokenizer = load_tokenizer("demo")
-    return Grammars(tokenizer, tokenizer.vocab_size, (0,), seconds=1.0)
+    return of_demo(seconds=1.0)
 
 
 def test_what_takes_too_much_is_refused_and_remembered(grammars):
@@ -71,8 +75,7 @@ def test_broken_grammars(grammars, form, says):
 
 
 def test_others_compile_meanwhile():
-    tokenizer = load_tokenizer("demo")
-    fresh = Grammars(tokenizer, tokenizer.vocab_size, (0,), seconds=3.0)
+    fresh = of_demo(seconds=3.0)
     fresh.start(StructuredOutputs(regex="warm"))
     failed = []
 
@@ -114,8 +117,7 @@ def test_a_grammar_stays_for_as_long_as_it_is_held(grammars, monkeypatch):
 
 def test_known_and_small_grammars_do_not_wait_behind_expensive_ones():
     """Two dozen grammars that take all the time that a trial may take, of a client with a key, and one without."""
-    tokenizer = load_tokenizer("demo")
-    fresh = Grammars(tokenizer, tokenizer.vocab_size, (0,), seconds=20.0)
+    fresh = of_demo(seconds=20.0)
     known = fresh.compile(StructuredOutputs(regex="known"))
     bombs = [
         StructuredOutputs(json={"type": "object", "patternProperties": {f"^{i}x{j}_.*": {} for j in range(5000)}})
@@ -142,8 +144,7 @@ def test_known_and_small_grammars_do_not_wait_behind_expensive_ones():
 
 
 def test_grammars_serve_the_other_engines_when_one_has_failed():
-    tokenizer = load_tokenizer("demo")
-    shared = Grammars(tokenizer, tokenizer.vocab_size, (0,), users=2)
+    shared = of_demo(users=2)
     shared.close()
     assert shared.compile(StructuredOutputs(regex="[0-9]{3}"))
     shared.close()
@@ -171,13 +172,10 @@ def test_a_process_that_was_killed_is_replaced(grammars):
 def test_a_trial_does_not_outlive_its_parent():
     """Not even in the middle of a compilation, which keeps the interpreter."""
     program = (
-        "from checkpoints.tokenizer import load_tokenizer\n"
-        "from serving.engine.structured.grammars import Grammars\n"
         "from serving.engine.structured import trials\n"
-        "from tests.serving.engine.test_grammars import TOO_SLOW\n"
+        "from tests.serving.engine.test_grammars import TOO_SLOW, of_demo\n"
         "trials.QUICK_SECONDS = 600.0\n"
-        "tokenizer = load_tokenizer('demo')\n"
-        "grammars = Grammars(tokenizer, tokenizer.vocab_size, (0,), seconds=600.0)\n"
+        "grammars = of_demo(seconds=600.0)\n"
         "exchange = trials._TrialProcess.exchange\n"
         "def tell(self, *args):\n"
         "    self.greeted and print(self.process.pid, flush=True)\n"

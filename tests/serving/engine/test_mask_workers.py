@@ -71,32 +71,29 @@ def test_a_step_does_not_wait_for_a_choice_that_was_slow():
 @pytest.mark.parametrize(("limit", "says"), [("_MOST_PER_STEP", "for one token"), ("_ALLOWANCE", "takes too long")])
 def test_a_choice_has_a_budget(monkeypatch, limit, says):
     monkeypatch.setattr(mask_workers, limit, 0.005)
+    why, by_grammar = refused(lambda: compute(0.02))
+    assert says in why
+    assert by_grammar
+
+
+def refused(work):
+    """Why a request is refused whose masks take this work, and whether its grammar is the cause."""
     workers, request = MaskWorkers(1, Inbox()), Request("r", [1], lockstep=True)
-    choice = FollowedChoice(Scripted(lambda: compute(0.02)))
-    workers.submit(request, choice, ())
-    refused = []
-    while not refused:
+    workers.submit(request, FollowedChoice(Scripted(work)), ())
+    found = []
+    while not found:
         workers.collect(idle=True)
-        refused = workers.pop_refused()
-    assert refused[0][0] is request
-    assert says in refused[0][1]
-    assert refused[0][2]
+        found = workers.pop_refused()
+    ((which, *why),) = found
+    assert which is request
     assert request.blocked
+    return why
 
 
-def test_masks_that_cannot_be_computed_are_the_requests_own_failure():
-    workers, request = MaskWorkers(1, Inbox()), Request("r", [1], lockstep=True)
-
-    def fail():
-        raise ZeroDivisionError("nothing to divide")
-
-    workers.submit(request, FollowedChoice(Scripted(fail)), ())
-    refused = []
-    while not refused:
-        workers.collect(idle=True)
-        refused = workers.pop_refused()
-    assert "nothing to divide" in refused[0][1]
-    assert not refused[0][2]
+def test_masks_that_cannot_be_computed_fail_their_request():
+    why, by_grammar = refused(lambda: 1 // 0)
+    assert "division" in why
+    assert not by_grammar
 
 
 @pytest.mark.full

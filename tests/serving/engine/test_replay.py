@@ -19,23 +19,6 @@ from tests.support.models.tiny_configs import FOR_ENGINES
 SHAPE = StoreShape.of(FOR_ENGINES["nemotronh"])
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ({"replay_interval": 0}, "replay_interval: must be greater than or equal to 1, got 0"),
-        ({"replay_interval": 24}, "must divide tile_size (128) and be at least 2 * (1 + num_speculative_tokens) = 2"),
-        ({"replay_interval": 4, "num_speculative_tokens": 3}, "= 8; allowed are 1, 8, 16, 32, 64, 128"),
-        ({"replay_interval": 32, "tile_size": 16}, "allowed are 1, 2, 4, 8, 16"),
-        ({"replay_interval": 2, "tile_size": 2, "num_speculative_tokens": 1}, "allowed are 1"),
-    ],
-)
-def test_intervals_that_cannot_work_are_one_clear_line(flags, said):
-    with pytest.raises(ConfigError) as error:
-        EngineConfig.create(**flags)
-    assert said in str(error.value)
-    assert "\n" not in str(error.value)
-
-
 def resolved(shape, platform="cpu", weight_bytes=0, **flags):
     return resolve_replay(EngineConfig.create(**flags), shape, platform=platform, weight_bytes=weight_bytes)
 

@@ -3,6 +3,10 @@
 import json
 from dataclasses import dataclass, field
 
+SCHEMA = {
+    "type": "object", "properties": {"deep": {"type": "boolean"}}, "required": ["deep"], "additionalProperties": False,
+}  # fmt: skip
+LOOK = {"name": "look", "description": "Looks.", "parameters": SCHEMA}
 QUESTION = [{"role": "user", "content": "What is a state?"}]
 REASONS = {"max_tokens": "length", "tool_use": "tool_calls", "end_turn": "stop", "stop_sequence": "stop"}
 
