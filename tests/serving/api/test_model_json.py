@@ -129,7 +129,7 @@ def test_arguments_are_told_as_far_as_they_were_written(text, value):
     assert _arguments(text) == value
 
 
-def test_depth_and_half_a_surrogate_pair():
+def test_depth():
     assert [well_formed(text) for text in ("\ud800b", "\ud83d\ude00")] == ["\N{REPLACEMENT CHARACTER}b", "\U0001f600"]
     assert depth(b'{"a": [1, {"b": "]]]{{{[[["}]}') == 3
     assert depth(b'["\\\\", [["\\""]]]') == 3

@@ -29,19 +29,6 @@ def test_repeated_prompt_computes_nothing(mode: str, pages: int) -> None:
     assert loop.scheduler.stats()["full_hits"] == 1
 
 
-def test_step_after_whole_hit_copies_the_tail_page_and_reads_the_checkpoint() -> None:
-    loop = Loop()
-    loop.run(PROMPT, max_tokens=2)
-    loop.plans.clear()
-    loop.run(PROMPT, max_tokens=3)
-    sampled, fed = loop.plans[0].decode[0], loop.plans[1].decode[0]
-    assert sampled.page_copy is None
-    assert fed.continues
-    assert fed.page_copy is not None
-    assert fed.page_copy[0] != fed.page_copy[1]
-    assert sampled.access.read not in fed.access.writes
-
-
 @pytest.mark.parametrize(("mode", "states"), [("none", []), ("align", [8, 11]), ("all", [4, 8, 11])])
 def test_what_a_prompt_publishes(mode: str, states: list[int]) -> None:
     loop = Loop(cache_mode=mode)
@@ -94,13 +81,6 @@ def test_prompt_of_whole_blocks_needs_no_column_before() -> None:
     loop = Loop(cache_mode="align")
     loop.run(PROMPT[:8], max_tokens=1)
     assert loop.run(PROMPT[:8], max_tokens=1).lookup.num_cached_tokens == 8
-
-
-def test_first_token_is_never_a_decode_row() -> None:
-    loop = Loop(num_speculative_tokens=3)
-    loop.run([5], max_tokens=2)
-    assert loop.plans[0].prefill[0].num_tokens == 1
-    assert not loop.plans[0].decode
 
 
 def test_twins_of_one_step_do_not_read_each_other() -> None:

@@ -168,23 +168,6 @@ def test_a_resumed_request_stops_at_its_prompt_end() -> None:
     assert 10 in loop.positions()
 
 
-def test_withdrawing_leaves_no_trace() -> None:
-    loop = Loop()
-    first = loop.add(list(range(11)), max_tokens=5)
-    loop.step()
-    before = loop.scheduler.stats()
-    loop.add(list(range(11)), max_tokens=5)
-    plan = loop.scheduler.schedule()
-    assert plan is not None
-    loop.scheduler.withdraw(plan)
-    after = loop.scheduler.stats()
-    assert after["slots"] == before["slots"]
-    assert after["pages"] == before["pages"]
-    assert (after["running"], after["waiting"]) == (1, 1)
-    loop.finish()
-    loop.check_output(first)
-
-
 def test_a_row_in_lockstep_sits_out_while_others_go_on() -> None:
     for drafts in (0, 2):
         loop = Loop(num_speculative_tokens=drafts)
@@ -200,22 +183,6 @@ def test_a_row_in_lockstep_sits_out_while_others_go_on() -> None:
         loop.finish()
         loop.check_output(plain)
         loop.check_output(held)
-
-
-def test_abort_everywhere() -> None:
-    loop = Loop(num_speculative_tokens=2)
-    waiting, running = loop.add([1, 2, 3], max_tokens=9), loop.add([4, 5, 6], max_tokens=9)
-    assert loop.scheduler.abort(waiting.request_id) is waiting
-    loop.step()
-    plan = loop.scheduler.schedule()
-    assert plan is not None
-    loop.scheduler.abort(running.request_id)
-    loop.results.append((plan, loop.device.run(plan, loop.scheduler)))
-    loop.scheduler.dispatched(plan)
-    loop.settle()
-    loop.finish()
-    assert running.finish_reason is FinishReason.ABORT
-    assert loop.scheduler.abort("unknown") is None
 
 
 def test_counters_add_up() -> None:
