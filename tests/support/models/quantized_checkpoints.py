@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +25,18 @@ Tensors = dict[str, np.ndarray]
 StepHidden = tuple[Tensors, np.ndarray]
 """A module's tensors by suffix, and the weight [*lead, out, in] that they stand for."""
 
-_MAMBA = {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 32}
-_OTHER_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 32, "vocab_size": 256}
-_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 64}
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "vocab_size": 256}
 _EXPERTS = {"n_routed_experts": 8, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64}
+_MAMBA = {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 32}
+_NEMOTRON = {**_MAMBA, **_HEADS, **_EXPERTS, "head_dim": 16}
+_OTHER = _HEADS | {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 32}
+_GRANITE = {"intermediate_size": 32, "shared_intermediate_size": 64}
+_FALCON = {"head_dim": 16, "mamba_d_ssm": 128, "intermediate_size": 96, "num_hidden_layers": 2}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "moe": ("nemotronh-moe", {**_MAMBA, **_HEADS, **_EXPERTS, "n_group": 2, "topk_group": 1, "vocab_size": 256}),
-    "latent": (
-        "nemotronh-latent",
-        {**_MAMBA, **_HEADS, **_EXPERTS, "moe_latent_size": 32, "vocab_size": 256, "num_experts_per_tok": 3},
-    ),
-    "granite": (
-        "granite-nope",
-        {**_OTHER_MAMBA, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
-        | {"intermediate_size": 32, "shared_intermediate_size": 64},
-    ),
-    "falcon": (
-        "falconh1",
-        {**_OTHER_MAMBA, **_HEADS, "mamba_d_ssm": 128, "intermediate_size": 96, "num_hidden_layers": 2},
-    ),
+    "moe": ("nemotronh-moe", {**_NEMOTRON, "n_group": 2, "topk_group": 1}),
+    "latent": ("nemotronh-latent", {**_NEMOTRON, "moe_latent_size": 32, "num_experts_per_tok": 3}),
+    "granite": ("granite-nope", {**_OTHER, **_GRANITE}),
+    "falcon": ("falconh1", {**_OTHER, **_FALCON}),
 }
 
 
@@ -181,48 +175,35 @@ def awq(w: np.ndarray, *, size: int = 16) -> StepHidden:
 
 
 Format = Callable[[np.ndarray], StepHidden]
-_MODULES = (
-    r".*\.(in_proj|out_proj|[qkvo]_proj|up_proj|down_proj|gate_proj|eh_proj|fc[12]_latent_proj|(in|out)put_linear)"
-)
+_MODULES = r".*\.((in|out|[qkvo]|up|down|gate|eh|fc[12]_latent)_proj|(in|out)put_linear)"
+
+
+def _everywhere(kind: Format, method: str, **how: Any) -> tuple[dict[str, Any], dict[str, Format]]:
+    return {"quant_method": method, **how}, {_MODULES: kind}
+
+
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Format]]] = {
-    "modelopt FP8": ({"quant_method": "modelopt", "quant_algo": "FP8"}, {_MODULES: fp8}),
+    "modelopt FP8": _everywhere(fp8, "modelopt", quant_algo="FP8"),
     "modelopt NVFP4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, {_MODULES: nvfp4, "lm_head": nvfp4}),
-    "modelopt W4A16_NVFP4": (
-        {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"},
-        {_MODULES: lambda w: nvfp4(w, activations=False)},
+    "modelopt W4A16_NVFP4": _everywhere(partial(nvfp4, activations=False), "modelopt", quant_algo="W4A16_NVFP4"),
+    "modelopt MXFP8": _everywhere(mxfp8, "modelopt", quant_algo="MXFP8"),
+    "compressed FP8 tensor": _everywhere(partial(fp8, activations=False), "compressed-tensors"),
+    "compressed FP8 channel": _everywhere(partial(fp8, per="channel", activations=False), "compressed-tensors"),
+    "compressed FP8 block": _everywhere(
+        partial(fp8_blocks, name="weight_scale"),
+        "compressed-tensors",
+        config_groups={"group_0": {"weights": {"strategy": "block", "block_structure": [48, 48]}}},
     ),
-    "modelopt MXFP8": ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, {_MODULES: mxfp8}),
-    "compressed FP8 tensor": ({"quant_method": "compressed-tensors"}, {_MODULES: lambda w: fp8(w, activations=False)}),
-    "compressed FP8 channel": (
-        {"quant_method": "compressed-tensors"},
-        {_MODULES: lambda w: fp8(w, per="channel", activations=False)},
-    ),
-    "compressed FP8 block": (
-        {
-            "quant_method": "compressed-tensors",
-            "config_groups": {"group_0": {"weights": {"strategy": "block", "block_structure": [48, 48]}}},
-        },
-        {_MODULES: lambda w: fp8_blocks(w, name="weight_scale")},
-    ),
-    "compressed INT8": ({"quant_method": "compressed-tensors"}, {_MODULES: int8}),
-    "compressed NVFP4": ({"quant_method": "compressed-tensors"}, {_MODULES: lambda w: nvfp4(w, compressed=True)}),
-    "compressed INT4": ({"quant_method": "compressed-tensors"}, {_MODULES: packed_int4}),
-    "compressed INT4 asymmetric": (
-        {"quant_method": "compressed-tensors"},
-        {_MODULES: lambda w: packed_int4(w, symmetric=False)},
-    ),
-    "block FP8": ({"quant_method": "fp8", "weight_block_size": [48, 48]}, {_MODULES: fp8_blocks}),
-    "GPTQ": ({"quant_method": "gptq", "bits": 4, "group_size": 16}, {_MODULES: gptq}),
-    "GPTQ 8 bits": ({"quant_method": "gptq", "bits": 8, "group_size": 16}, {_MODULES: lambda w: gptq(w, bits=8)}),
-    "GPTQ second format": (
-        {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"},
-        {_MODULES: lambda w: gptq(w, offset=0)},
-    ),
-    "GPTQ act-order": (
-        {"quant_method": "gptq", "bits": 4, "desc_act": True},
-        {_MODULES: lambda w: gptq(w, in_order=False)},
-    ),
-    "AWQ": ({"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}, {_MODULES: awq}),
+    "compressed INT8": _everywhere(int8, "compressed-tensors"),
+    "compressed NVFP4": _everywhere(partial(nvfp4, compressed=True), "compressed-tensors"),
+    "compressed INT4": _everywhere(packed_int4, "compressed-tensors"),
+    "compressed INT4 asymmetric": _everywhere(partial(packed_int4, symmetric=False), "compressed-tensors"),
+    "block FP8": _everywhere(fp8_blocks, "fp8", weight_block_size=[48, 48]),
+    "GPTQ": _everywhere(gptq, "gptq", bits=4, group_size=16),
+    "GPTQ 8 bits": _everywhere(partial(gptq, bits=8), "gptq", bits=8, group_size=16),
+    "GPTQ second format": _everywhere(partial(gptq, offset=0), "gptq", bits=4, checkpoint_format="gptq_v2"),
+    "GPTQ act-order": _everywhere(partial(gptq, in_order=False), "gptq", bits=4, desc_act=True),
+    "AWQ": _everywhere(awq, "awq", bits=4, group_size=16, version="gemm"),
 }
 """By name: what config.json says, and the modules with their format, by regular expression."""
 
