@@ -137,11 +137,8 @@ def write(directory, name, content):
 
 def test_all_fields(tmp_path):
     fields = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
-    write(
-        tmp_path,
-        "generation_config.json",
-        {**fields, "eos_token_id": [2, 11, 2], "max_new_tokens": 7, "do_sample": True},
-    )
+    more = {"eos_token_id": [2, 11, 2], "max_new_tokens": 7, "do_sample": True}
+    write(tmp_path, "generation_config.json", {**fields, **more})
     assert read_generation_config(tmp_path) == GenerationConfig(eos_token_ids=(2, 11), max_new_tokens=7, **fields)
     write(tmp_path, "generation_config.json", {"do_sample": False, "temperature": 1.0})
     assert read_generation_config(tmp_path).temperature == 0.0, "greedy"

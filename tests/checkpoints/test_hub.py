@@ -84,9 +84,7 @@ def test_downloads_and_refusals(hub, tmp_path):
     assert hub.asked.count("model.safetensors") == 1
     assert Path(small).is_relative_to(elsewhere)
     assert not Path(small, "model.safetensors").exists()
-    for line, says in zip(
-        refused, ("no such model on the hub", "has no revision 'v9' of it", "asks for consent first"), strict=True
-    ):
+    for line, says in zip(refused, ("no such model", "no revision 'v9' of it", "asks for consent first"), strict=True):
         assert says in line
         assert line.startswith("error:")
         assert "\n" not in line

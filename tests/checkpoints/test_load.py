@@ -67,9 +67,7 @@ def test_parameters_are_the_stored_rows(directory):
 SAVED_OTHERWISE = ("olmo-hybrid", "lara-mini")
 
 
-@pytest.mark.parametrize(
-    "golden", [path for path in GOLDENS if path.name not in SAVED_OTHERWISE], ids=lambda path: path.name
-)
+@pytest.mark.parametrize("golden", [p for p in GOLDENS if p.name not in SAVED_OTHERWISE], ids=lambda p: p.name)
 def test_random_checkpoints_have_the_names_that_hugging_face_writes(golden):
     tensors = TensorSet(golden)
     fields = checkpoints.json_file.read_json(golden / "config.json")

@@ -106,10 +106,8 @@ def four_bits(w, *, block=64):
 
 
 MODELOPT, BNB, COMPRESSED = ({"quant_method": name} for name in ("modelopt", "bitsandbytes", "compressed-tensors"))
-GPTQ, AUTO = (
-    {"quant_method": "gptq", "bits": 4, "group_size": 16},
-    {"quant_method": "auto-round", "bits": 4, "sym": True},
-)
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16}
+AUTO = {"quant_method": "auto-round", "bits": 4, "sym": True}
 FORMS = {
     "GPTQ without zero points": (GPTQ, {r".*_proj": symmetric(gptq)}),
     "AWQ without zero points": ({"quant_method": "awq", "bits": 4}, {r".*_proj": symmetric(awq)}),

@@ -49,9 +49,7 @@ SOURCES = {
     "rest": HFSource(("m.in_proj",), (4, 10), (10, 4)),
     "conv": HFSource(("x.conv",), None, (6, 1, 3), alternatives=(HFSource(("m.conv",), None, (6, 1, 3)),)),
     "experts": HFSource(tuple(f"m.experts.{e}.up" for e in range(4)), stack=True),
-    "pairs": HFSource(
-        tuple(f"m.experts.{e}.{part}" for e in range(4) for part in "ab"), stored_shape=(3, 4), stack=True
-    ),
+    "pairs": HFSource(tuple(f"m.experts.{e}.{x}" for e in range(4) for x in "ab"), stored_shape=(3, 4), stack=True),
     "q": HFSource(("m.by_heads",), (0, 2), (10, 4), pieces=2),
     "joined": HFSource(("m.experts.0.a", "m.experts.0.b"), stored_shape=(3, 4), stack=True),
     "k": HFSource(("m.by_heads",), (2, 5), (10, 4), pieces=2),
@@ -191,9 +189,7 @@ def test_accelerators_make_their_own_weights(monkeypatch):
     want = dummy_parameters(targets)
     monkeypatch.setattr(random_weights, "_platform", lambda sharding: "gpu")
     monkeypatch.setattr(random_weights, "place", lambda *arguments: pytest.fail("the host made a parameter"))
-    np.testing.assert_array_equal(
-        *(made["blocks.3.mixer.up_proj.weight"] for made in (want, dummy_parameters(targets)))
-    )
+    np.testing.assert_array_equal(*(it["blocks.3.mixer.up_proj.weight"] for it in (want, dummy_parameters(targets))))
 
 
 WIDE = CHECKPOINT | {"hidden_size": 512, "vocab_size": 24_000, "n_routed_experts": 64}

@@ -28,9 +28,7 @@ def draft_log_probs(model: Any, drafts: Tensors, tokens: list[int]) -> torch.Ten
     layer = MtpModel(model, 1).float().eval()
     layer.config._attn_implementation = "eager"
     values = {name.split(".", 3)[3]: tensor for name, tensor in drafts.items()}
-    values = {
-        name: tensor if oracle.stays_float32(name) else tensor.bfloat16().float() for name, tensor in values.items()
-    }
+    values = {name: each if oracle.stays_float32(name) else each.bfloat16().float() for name, each in values.items()}
     layer.layers[0].load_state_dict(
         {theirs: values[ours] for theirs, ours in _names(values).items()} | _experts(values)
     )

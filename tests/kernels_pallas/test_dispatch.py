@@ -47,10 +47,8 @@ def test_the_last_implementation_gives_the_derivatives():
     def by_bits(x, index, *, factor):
         return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, jnp.int32), jnp.float32)[index] * factor
 
-    table = [
-        dispatch.Implementation("bits", by_bits),
-        dispatch.Implementation("plain", lambda x, i, *, factor: x[i] * factor),
-    ]
+    by_name = {"bits": by_bits, "plain": lambda x, i, *, factor: x[i] * factor}
+    table = [dispatch.Implementation(name, call) for name, call in by_name.items()]
 
     def gradient(**how):
         table[0] = dataclasses.replace(table[0], **how)

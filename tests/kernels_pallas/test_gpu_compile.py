@@ -200,9 +200,7 @@ def kernels_of(operation, model, store):
 
 @pytest.mark.parametrize("operation", ["recurrence_update", "recurrence_scan", "recurrence_replay"])
 @pytest.mark.parametrize("model", [NEMOTRON, NEXT], ids=lambda model: model.name)
-@pytest.mark.parametrize(
-    ("dtype", "store"), [(BF16, F32), *(pytest.param(one, one, marks=FULL) for one in (BF16, F32))]
-)
+@pytest.mark.parametrize(("dtype", "store"), [(BF16, F32), *(pytest.param(x, x, marks=FULL) for x in (BF16, F32))])
 def test_recurrences_are_lowered_for_cuda(operation, model, dtype, store):
     """Every operation in a kernel exists there, and the store is one buffer: without the extra of `test_kernel`."""
     call = call_of(operation, dataclasses.replace(model, rows=64, steps=4, tiles=16), dtype, store)

@@ -137,11 +137,8 @@ def test_equals_snapshots(implementation, shape, steps):
     tokens, replay = shared.entry(draw, shape, 1, 40), replayed(implementation, shape)
     rows = Rows(ints([0]), ints([np.arange(1, 41)]))
     want_y, want = shared.program("update", "xla", shape)(tokens, shared.states(draw, shape, 41), rows, **options)
-    store, tail, others = (
-        shared.states(draw, shape, SLOTS),
-        shared.tails(shape, ROWS + 2, ENTRIES),
-        [row()] * (ROWS - 1),
-    )
+    store, tail = shared.states(draw, shape, SLOTS), shared.tails(shape, ROWS + 2, ENTRIES)
+    others = [row()] * (ROWS - 1)
     at, anchor, spare, start = 0, 0, 1, 0  # what `check` runs is the same program
     while at < 40 - steps:
         kept = int(random.integers(1, steps + 1))
@@ -209,10 +206,7 @@ def test_bits_of_cpp_depend_neither_on_drafts_nor_on_other_rows():
 )
 def test_refuses_tails_that_do_not_fit(entries, interval, channels, message):
     shape, tail = dataclasses.replace(shared.MAMBA, interval=interval), shared.tails(shared.MAMBA, 2, entries)
-    call = (
-        shared.entry(Draw(), shape, 1, 1),
-        shared.states(Draw(), shape, 3),
-        tail._replace(key=tail.key[..., :channels]),
-    )
+    tail = tail._replace(key=tail.key[..., :channels])
+    call = (shared.entry(Draw(), shape, 1, 1), shared.states(Draw(), shape, 3), tail)
     with pytest.raises(ValueError, match=message):
         recurrence_replay(*on_device((*call, where([row(1, 1, 8, 8, 1)], shape))), erase=False)

@@ -193,10 +193,8 @@ class TestSequence:
     """Of plain JAX."""
 
     def check(self, shape, tokens, **options):
-        options, static = (
-            {**shared.how(Draw(1), shape), **options},
-            {} if shared.kind(shape) == "selective" else {"chunk_size": 32},
-        )
+        options = {**shared.how(Draw(1), shape), **options}
+        static = {} if shared.kind(shape) == "selective" else {"chunk_size": 32}
         y, state = shared.program("sequence", "xla", shape, **static)(tokens, **options)
         want_y, want = shared.definition("sequence", shape)(tokens, **options)
         assert_close(y, want_y, tolerance=TOLERANCE)
@@ -257,11 +255,8 @@ def test_selective_kernel_with_several_blocks_of_channels(store, monkeypatch):
 
 def test_no_array_of_all_tokens_states_is_held():
     shape, tiles = next(s for s in shared.SHAPES if s.name == "falcon-mamba-7b"), 64
-    tokens, store, options = (
-        shared.entry(Draw(), shape, tiles, shape.tile_size),
-        shared.states(Draw(), shape, 4),
-        shared.how(Draw(1), shape),
-    )
+    tokens, store = shared.entry(Draw(), shape, tiles, shape.tile_size), shared.states(Draw(), shape, 4)
+    options = shared.how(Draw(1), shape)
     places = tiles_of([1] + [0] * (tiles - 1), [1] * tiles, [2] + [0] * (tiles - 1))
     for implementation in ("xla", ELSEWHERE):
 

@@ -178,10 +178,8 @@ def test_operations_by_xla(operation):
     memory = compile_for_tpu("v6e", program(call, "xla"), stores, others, donate=0).memory_analysis()
     assert memory.alias_size_in_bytes >= nbytes(stores)
     state = 4 * math.prod(model.state_shape)
-    tokens = {
-        "selective_scan": model.tiles * model.tile_size / 8,
-        "recurrence_scan": SLOTS / 4,
-    }.get(operation, (model.steps + 3) * model.rows)
+    scans = {"selective_scan": model.tiles * model.tile_size / 8, "recurrence_scan": SLOTS / 4}
+    tokens = scans.get(operation, (model.steps + 3) * model.rows)
     assert memory.temp_size_in_bytes < tokens * state
 
 

@@ -115,11 +115,8 @@ def test_rows_have_the_embedding_and_the_head_of_their_adapter(tied):
     found, plain = run(stacks.arrays), nnx.jit(lambda model, tokens: model(tokens))
     np.testing.assert_array_equal(found[1], before[1])
     for row, tables in ((0, both), (2, head), (3, both)):
-        own = (
-            {"lm_head.weight": values["embed.weight"]}
-            | values
-            | {f"{name}.weight": each for name, each in tables.items()}
-        )
+        weights = {f"{name}.weight": each for name, each in tables.items()}
+        own = {"lm_head.weight": values["embed.weight"]} | values | weights
         whole = HybridModel.from_parameters(dataclasses.replace(config, tie_word_embeddings=False), own)
         np.testing.assert_allclose(found[row], plain(whole, tokens[row : row + 1])[0], atol=TO_HUGGING_FACE)
     for entry in (1, 2):
@@ -196,9 +193,8 @@ def test_every_adapter_is_divided_as_its_layer_is(name):
 
 @pytest.mark.parametrize("devices", [2, 3], ids=["some experts each", "a piece of every expert"])
 def test_matrices_of_experts_are_divided_as_the_experts_are(devices):
-    config = dataclasses.replace(
-        EVERYTHING, moe=dataclasses.replace(EVERYTHING.moe, num_experts=4, num_groups=1, top_groups=1)
-    )
+    moe = dataclasses.replace(EVERYTHING.moe, num_experts=4, num_groups=1, top_groups=1)
+    config = dataclasses.replace(EVERYTHING, moe=moe)
     size = EVERYTHING.moe.intermediate_size
     declared = placements(config)
     for path, target in targets(random_model(config), experts=True).items():

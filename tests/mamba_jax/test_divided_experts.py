@@ -36,9 +36,7 @@ class Valid(NamedTuple):
 
 def made(name, bias=None):
     """A layer and its model. `bias` is added to the router's scores of experts."""
-    config = HybridConfig(
-        family="test", vocab_size=64, hidden_size=HIDDEN, pattern=MOE, norm_eps=1e-5, moe=CONFIGS[name]
-    )
+    config = HybridConfig(family="t", vocab_size=64, hidden_size=HIDDEN, pattern=MOE, norm_eps=1e-5, moe=CONFIGS[name])
     moe, _ = random_module(lambda: MoE(config.moe, HIDDEN, rngs=nnx.Rngs(0), dtype=jnp.float32), scale=0.3)
     if bias is not None:
         moe.router.correction_bias[...] = jnp.asarray(bias, jnp.float32)

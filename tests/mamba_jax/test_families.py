@@ -294,9 +294,7 @@ def test_minimax_in_the_words_of_transformers_and_of_its_makers():
     rotated = dataclasses.replace(other.attention, rope=one.attention.rope)
     assert one == dataclasses.replace(other, attention=rotated)
     assert one.pattern == "FE*EFE"
-    found = {
-        residual.kind: (residual.input_multiplier, residual.output_multiplier) for residual in one.normed_residuals
-    }
+    found = {each.kind: (each.input_multiplier, each.output_multiplier) for each in one.normed_residuals}
     assert found == {"F": (3.5, 1.0), "*": (1.0, 0.5), "E": (2.0, 1.0)}
     # The first and the last layer: of the same heads, the last ones' states decay slowest.
     lightning = one.recurrence("F")
@@ -336,10 +334,7 @@ def test_minimax_in_the_words_of_transformers_and_of_its_makers():
         ({"model_type": "kimi_linear", "linear_attn_config": 3}, "linear_attn_config is 3: an object"),
         ({"model_type": "kimi_linear", "linear_attn_config": {"kda_layers": [1]}}, "the layers 1 to 27, each once"),
         # Ling 2.6 has the same model_type.
-        (
-            {"model_type": "bailing_hybrid", "q_lora_rank": 1536, "group_norm_size": 8},
-            "group_norm_size is 8: only null",
-        ),
+        ({"model_type": "bailing_hybrid", "q_lora_rank": 1536, "group_norm_size": 8}, "group_norm_size is 8: only"),
         ({"d_model": 768, "n_layer": 24, "ssm_cfg": {"layer": "Mamba2"}}, "convert_mamba2_ssm_checkpoint_to_pytorch"),
         ({"model_type": "dory"}, "Nemotron-Labs-Dory models need layers that run several times"),
         ({"model_type": "bailing_hybrid", "kda_lower_bound": 5.0}, "log_decay_bound is 5.0: a negative number"),

@@ -171,9 +171,7 @@ def _a_wrong_stripe(whole, self, q, kv, *, page_table, **places):
 def test_planted_faults_of_members_are_seen(name, fault, monkeypatch):
     if name == "merge":  # the weight of another part
         merge = member_module.merge_attention_parts
-        monkeypatch.setattr(
-            member_module, "merge_attention_parts", lambda out, lse: merge(out, jnp.roll(lse, 1, axis=0))
-        )
+        monkeypatch.setattr(member_module, "merge_attention_parts", lambda out, x: merge(out, jnp.roll(x, 1, axis=0)))
     elif name == "exchange":  # each member merges what it found itself
         own = SimpleNamespace(all_gather=lambda each, axis: jnp.stack([each] * MEMBERS))
         monkeypatch.setattr(member_module, "lax", own)

@@ -65,10 +65,8 @@ def test_a_mixed_step_is_a_decode_step_and_a_prefill_step(name, source, interval
             for have, want in zip(jax.tree.leaves(mixed), jax.tree.leaves(alone), strict=True):
                 np.testing.assert_allclose(have, want, atol=1e-4, rtol=1e-4)
         assert apart[0].num_emitted[:2].min() > 0
-        for have, want in zip(
-            jax.tree.leaves((one.store, one.rows)), jax.tree.leaves((two.store, two.rows)), strict=True
-        ):
-            np.testing.assert_allclose(have, want, atol=1e-4, rtol=1e-4)
+        for a, b in zip(jax.tree.leaves((one.store, one.rows)), jax.tree.leaves((two.store, two.rows)), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-4)
 
 
 class AdapterReporter:

@@ -129,9 +129,7 @@ def test_states_and_other_parameters_keep_their_shapes():
     config = load_config("falcon-h1-34b")
     padding = HeadPadding.of(config, 8)
     assert padding.notice == "20 attention heads are padded with zeros to 24, which adds 1.1% to the weights"
-    assert [array.shape for array in padding.padded.attention.state()] == [
-        array.shape for array in config.attention.state()
-    ]
+    assert [x.shape for x in padding.padded.attention.state()] == [x.shape for x in config.attention.state()]
     changed = {path.split(".", 2)[2] for path in parameters(HybridModel.abstract(config)) if padding.pads(path)}
     assert changed == {"mixer.attention.q_proj.weight", "mixer.attention.o_proj.weight"}
     Partition.of(padding.padded, 8)

@@ -41,9 +41,8 @@ def dynamic(theta, size, length, original, factor):
 
 @pytest.mark.parametrize("factor", [1.0, 2.5])
 def test_dynamic_scaling_is_that_of_the_longest_context(factor):
-    rope = rope_config(
-        Fields({"max_position_embeddings": 1024, "rope_scaling": {"type": "dynamic", "factor": factor}}), 16
-    )
+    scaling = {"type": "dynamic", "factor": factor}
+    rope = rope_config(Fields({"max_position_embeddings": 1024, "rope_scaling": scaling}), 16)
     np.testing.assert_allclose(rope.frequencies, dynamic(1e4, 16, 1024 * factor, 1024, factor), rtol=1e-12)
     assert (rope.scale, rope.positions) == (1.0, 1024 * factor)
 

@@ -306,9 +306,8 @@ def test_nothing_beyond_what_counts_is_looked_at():
             return jnp.where(mask.reshape(*mask.shape, *[1] * (ring.ndim - 2)), ring, jnp.nan)
 
         tails = host.store.tails
-        host.store = dataclasses.replace(
-            host.store, tails=dataclasses.replace(tails, layers=jax.tree.map(spoil, tails.layers))
-        )
+        tails = dataclasses.replace(tails, layers=jax.tree.map(spoil, tails.layers))
+        host.store = dataclasses.replace(host.store, tails=tails)
         out = host.decode({"continues": True, "writes": [2 + step]})
         assert out.tokens[0, 0] == want[step + 1]
         assert out.finite[0]

@@ -30,9 +30,7 @@ def test_one_packed_prefill_agrees_with_hugging_face(case, stepper):
                 assert np.abs(got[prompt, position + 1][ids] - expected).max() <= TO_HUGGING_FACE
         assert (prompt, len(case.prompts[prompt])) in got
     # Every tile's end is a point to resume from, its hidden state included.
-    assert all(
-        np.abs(log_probs - case.full[row][end - 1]).max() <= TO_OURSELVES for (row, end), log_probs in got.items()
-    )
+    assert all(np.abs(told - case.full[row][end - 1]).max() <= TO_OURSELVES for (row, end), told in got.items())
 
 
 @pytest.mark.smoke

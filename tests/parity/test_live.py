@@ -36,8 +36,6 @@ def test_agrees_with_hugging_face(name, oracle, tmp_path):
     theirs.save_pretrained(tmp_path)
     ours = load_model(tmp_path, dtype="float32", progress=False)
     generator = np.random.default_rng(SEED)
-    prompts = [
-        generator.integers(0, recipe.config["vocab_size"], length) for length in (1, 2, recipe.chunk_size + 1, 150)
-    ]
+    prompts = [generator.integers(0, recipe.config["vocab_size"], n) for n in (1, 2, recipe.chunk_size + 1, 150)]
     for prompt, got in zip(prompts, full_log_probs(ours, prompts), strict=True):
         assert np.abs(got - oracle.log_probs(theirs, prompt.tolist()).numpy()).max() <= TO_HUGGING_FACE

@@ -189,10 +189,8 @@ class Traffic:
 
     def _is_fetched_ahead(self, it: _Instruction, results: dict[str, _Instruction]) -> bool:
         """Whether the program fetches it again for its next run."""
-        return any(
-            each.operation == it.operation and each.operands == it.operands and each is not it
-            for each in results.values()
-        )
+        same = (each for each in results.values() if each.operation == it.operation and each.operands == it.operands)
+        return any(each is not it for each in same)
 
     def _moved(self, it: _Instruction, arrays: list[_Array], inside: list[_Instruction]) -> int:
         """Operands and result, each in part where only a part of it is touched."""

@@ -138,9 +138,8 @@ def test_rematerialized_sublayers_keep_less_and_give_the_same_gradient():
     tokens, no_drafts = jnp.tile(TOKENS, (2, 12)), DraftSettings(depth_weights=())
 
     def loss(values, rematerialize):
-        return training_loss(
-            values, tokens, config=CONFIG, drafts=no_drafts, dtype=jnp.float32, rematerialize=rematerialize
-        )[0]
+        how = {"config": CONFIG, "drafts": no_drafts, "dtype": jnp.float32}
+        return training_loss(values, tokens, **how, rematerialize=rematerialize)[0]
 
     def kept(rematerialize):
         """Bytes that the backward pass reads."""
@@ -151,9 +150,8 @@ def test_rematerialized_sublayers_keep_less_and_give_the_same_gradient():
     assert kept(True) - weights < 0.5 * (kept(False) - weights), (kept(True), kept(False), weights)
     expected, got = (jax.jit(jax.grad(functools.partial(loss, rematerialize=one)))(VALUES) for one in (False, True))
     for path, value in got.items():
-        np.testing.assert_allclose(
-            value, expected[path], rtol=1e-3, atol=1e-5 * float(np.abs(expected[path]).max() + 1), err_msg=path
-        )
+        atol = 1e-5 * float(np.abs(expected[path]).max() + 1)
+        np.testing.assert_allclose(value, expected[path], rtol=1e-3, atol=atol, err_msg=path)
 
 
 X = jax.random.normal(jax.random.key(0), (256, 16)) + 0.5
@@ -208,10 +206,8 @@ def test_the_gradient_of_a_run_contains_it():
     tokens = jax.random.randint(jax.random.key(2), (2, 9), 0, EVERYTHING.vocab_size)
 
     def loss(values, balance):
-        no_drafts = DraftSettings(depth_weights=())
-        return training_loss(
-            values, tokens, config=EVERYTHING, drafts=no_drafts, dtype=jnp.float32, balance_experts=balance
-        )[0]
+        how = {"config": EVERYTHING, "drafts": DraftSettings(depth_weights=()), "dtype": jnp.float32}
+        return training_loss(values, tokens, **how, balance_experts=balance)[0]
 
     without, slightly, fully = (
         jax.jit(jax.value_and_grad(functools.partial(loss, balance=balance)))(values) for balance in (0.0, 0.5, 1.0)

@@ -100,9 +100,7 @@ def test_prompt_logprobs_of_given_ids(server):
     other = server.complete([5, 300], echo=True, logprobs=0, max_tokens=0).json()["choices"][0]["logprobs"]
     assert first["prompt_logprobs"][1]["300"]["logprob"] == pytest.approx(other["token_logprobs"][1], abs=1e-4)
     (choice,) = server.complete(prompts[0], prompt_logprobs=2, max_tokens=0).json()["choices"]
-    likeliest = [
-        sorted(each["rank"] for each in table.values() if each["rank"])[:2] for table in choice["prompt_logprobs"][1:]
-    ]
+    likeliest = [sorted(it["rank"] for it in each.values() if it["rank"])[:2] for each in choice["prompt_logprobs"][1:]]
     assert likeliest == [[1, 2]] * (len(prompts[0]) - 1)
     assert server.complete(prompts[0], prompt_logprobs=21).json()["error"]["param"] == "prompt_logprobs"
     lines = server.complete(prompts[0], prompt_logprob_token_ids=ids, stream=True).text.split("\n\n")
@@ -177,9 +175,7 @@ def test_streams_say_the_same(server, fields):
     whole = server.openai().completions.create(**ask)
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = list(server.openai().completions.create(**ask, stream=True, stream_options=options))
-    streamed = joined(
-        chunks, lambda choice: choice.text, lambda found: zip(found.tokens, found.text_offset, strict=True)
-    )
+    streamed = joined(chunks, lambda choice: choice.text, lambda it: zip(it.tokens, it.text_offset, strict=True))
     counts = [chunk.usage.completion_tokens for chunk in chunks]
     assert (counts, counts[-1]) == (sorted(counts), whole.usage.completion_tokens)
     for choice in whole.choices:
@@ -271,9 +267,6 @@ def test_routers_get_the_tokens_that_the_engine_would_get(server):
     chat = rendered("chat/completions", messages=MESSAGES, stream=True)
     assert chat["token_ids"] == server.http.post("/tokenize", json={"messages": MESSAGES}).json()["tokens"]
     assert chat["stream"]
-    for path, wrong in (
-        ("completions", {"prompt": [1] * 600}),
-        ("completions", {"prompt": [10**6]}),
-        ("chat/completions", {}),
-    ):
+    too_much = [("completions", {"prompt": prompt}) for prompt in ([1] * 600, [10**6])]
+    for path, wrong in (*too_much, ("chat/completions", {})):
         assert "error" in rendered(path, **wrong)

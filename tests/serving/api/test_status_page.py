@@ -54,10 +54,8 @@ def test_reasons_to_wait():
     for _ in range(2):
         loop.add([2] * 9, max_tokens=6)
     loop.step()
-    assert {loop.scheduler.wait_reason(request) for request in loop.scheduler.queues.waiting} == {
-        WaitReason.MEMORY,
-        WaitReason.TURN,
-    }
+    reasons = {loop.scheduler.wait_reason(request) for request in loop.scheduler.queues.waiting}
+    assert reasons == {WaitReason.MEMORY, WaitReason.TURN}
     loop.scheduler.hold_new()
     late = loop.add([3] * 5, max_tokens=2)
     assert loop.scheduler.wait_reason(late) == WaitReason.PAUSED

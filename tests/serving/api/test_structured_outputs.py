@@ -118,11 +118,8 @@ def test_a_grammar_that_becomes_too_complex(server, n):
 
 def test_offline_parameters():
     assert SamplingParams(structured_outputs={"regex": "a"}).structured_outputs == StructuredOutputs(regex="a")
-    for wrong, says in (
-        ({}, "exactly one"),
-        ({"json_object": False}, "exactly one"),
-        ({"xml": 1}, "a table with some of"),
-    ):
+    one = "exactly one"
+    for wrong, says in (({}, one), ({"json_object": False}, one), ({"xml": 1}, "a table with some of")):
         with pytest.raises(RequestError, match=says):
             SamplingParams(structured_outputs=wrong)
     assert StructuredOutputs(json=False).key == '["json", false]'

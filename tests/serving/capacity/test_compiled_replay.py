@@ -87,9 +87,8 @@ def planned(topology, rows, drafts, monkeypatch, **flags):
     monkeypatch.setattr(SlicePrograms, "compile", compile_measured)
     monkeypatch.setattr("serving.capacity.plan.SlicePrograms", partial(SlicePrograms, greedy=True))
     flags |= {"num_speculative_tokens": drafts, "speculative_method": "ngram"} if drafts else {}
-    plan = make_plan(
-        EngineConfig.create(model="nemotron-h-8b", max_num_seqs=rows, **flags), target(topology), context=1
-    )
+    config = EngineConfig.create(model="nemotron-h-8b", max_num_seqs=rows, **flags)
+    plan = make_plan(config, target(topology), context=1)
     (program,), least = plan.programs, plan.steps[-1].work.bytes
     print(f"{program.moved / least:.3f} x {least / 1e9:.2f} GB, {plan.size}, {program}")
     return plan, program, least

@@ -97,18 +97,15 @@ def test_bad_lines_are_errors_of_their_own(server, llm, tmp_path):
     counts = run_batch(llm, source, target)
     assert (counts.done, counts.failed) == (len(lines), len(lines) - 1)
     found = answers(target)
-    assert [each.get("custom_id", each["id"]) for each in found] == [
-        each.get("custom_id", each.get("id")) for each in lines
-    ]
+    names = [each.get("custom_id", each.get("id")) for each in lines]
+    assert [each.get("custom_id", each["id"]) for each in found] == names
     assert all(each["error"] for each in found[:-1])
     assert found[-1]["text"]
     texts = target.read_text().splitlines(keepends=True)
     target.write_text(texts[4] + texts[1] + texts[2][:20])  # a run that a crash has cut off
     counts = run_batch(llm, source, target)
     assert (counts.done, counts.skipped) == (len(lines) - 2, 2)
-    assert [each.get("custom_id", each["id"]) for each in answers(target)] == [
-        each.get("custom_id", each.get("id")) for each in lines
-    ]
+    assert [each.get("custom_id", each["id"]) for each in answers(target)] == names
 
 
 def test_a_line_that_breaks_the_program_is_one_error(llm, tmp_path, monkeypatch):

@@ -88,9 +88,7 @@ def test_initial_states_are_trained_and_served(windows, tmp_path, capfd):
     assert all(set(layer) == ({"state", "window"} if windows else {"state"}) for layer in states.layers.values())
     slots = zip(sorted(states.layers), states.slot_arrays(model.config), strict=True)
     added = {f"initial_state.{i}.{name}": jnp.asarray(value) for i, slot in slots for name, value in slot.items()}
-    assert_served(
-        tmp_path / "s0", model, lambda length: attach(model, SequenceLayout.of(1, length), added), max_initial_states=1
-    )
+    assert_served(tmp_path / "s0", model, lambda n: attach(model, SequenceLayout.of(1, n), added), max_initial_states=1)
 
 
 def test_a_new_adapter_and_targets(tmp_path, capfd):

@@ -98,10 +98,7 @@ def test_what_is_not_there_is_one_line(line, said):
         ({"gpu_memory_utilization": 0.8, "trust_remote_code": True}, {"memory_utilization": "0.8"}),
         ({"tensor_parallel_size": 2, "seed": 1, "enforce_eager": False}, {"tensor_parallel_size": 2, "seed": 1}),
         ({"dtype": "half", "quantization": "modelopt", "max_model_len": -1}, {"dtype": "float16"}),
-        (
-            {"kv_cache_dtype": "fp8_e4m3", "swap_space": 4, "block_size": 16},
-            {"kv_cache_dtype": "fp8", "page_size": "16"},
-        ),
+        ({"kv_cache_dtype": "fp8_e4m3", "swap_space": 4, "block_size": 8}, {"kv_cache_dtype": "fp8", "page_size": "8"}),
         (
             {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
             {"speculative_method": "mtp", "num_speculative_tokens": "2"},

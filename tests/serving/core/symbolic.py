@@ -163,9 +163,7 @@ class Device:
             start, read, anchor = own.length, own.slot, own.anchor
             tokens: Sequence[int] = [own.last_token, *own.drafts[: row.num_drafts]]
             expect(len(tokens) == row.num_tokens, "the device has fewer drafts than the plan", row)
-            expect(
-                0 <= row.length - start <= self.config.num_speculative_tokens, "optimistic length is off", row, start
-            )
+            expect(0 <= row.length - start <= self.config.num_speculative_tokens, "length is off", row, start)
         else:
             start, read, tokens = row.length, row.access.read, list(row.tokens)
             anchor = row.access.anchor if isinstance(row.access, ReplayAccess) else start
@@ -348,10 +346,8 @@ class Device:
                     for token in key:
                         more.append(absorb(more[-1], token))
                     stack.append((child, more))
-        for name, owners, found in (
-            ("slot", slots.owners, slots_found),
-            ("page", pool.owners if pool is not None else [], pages_found),
-        ):
+        page_owners = pool.owners if pool is not None else []
+        for name, owners, found in (("slot", slots.owners, slots_found), ("page", page_owners, pages_found)):
             owned = [i for i, owner in enumerate(owners) if owner is not None]
             expect(sorted(found) == owned, f"a published {name} cannot be found", found, owned)
 

@@ -95,10 +95,8 @@ def host_seconds(drafts: int, steps: int = 200) -> float:
         assert plan is not None
         scheduler.dispatched(plan)
         spent = time.process_time() - start
-        result = StepResult(
-            [[9] * (1 + row.num_drafts // 2) * row.sample for row in plan.decode],
-            [[9] * row.sample for row in plan.prefill],
-        )
+        decoded = [[9] * (1 + row.num_drafts // 2) * row.sample for row in plan.decode]
+        result = StepResult(decoded, [[9] * row.sample for row in plan.prefill])
         start = time.process_time()
         if before is not None:
             scheduler.settle(*before)

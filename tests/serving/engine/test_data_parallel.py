@@ -105,9 +105,7 @@ async def test_aborts_and_readers_that_leave(harness, maker):
     rng, gate = random.Random(5), threading.Event()
     long = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
     async with served(maker.make()) as replicas:
-        streams = [
-            replicas.generate({"prompt_token_ids": harness.prompt(rng, 20)}, long, name) for name in ("one", "two")
-        ]
+        streams = [replicas.generate({"prompt_token_ids": harness.prompt(rng, 20)}, long, x) for x in ("one", "two")]
         await anext(streams[0])
         # The second replica may have to compile its programs: the first request must not finish meanwhile.
         replicas.threads[0].tell(lambda _: gate.wait(60))

@@ -30,10 +30,7 @@ from tests.support.models.tiny_configs import CHECKPOINT
         ({"checkpoint_dtype": "int8", "ssm_dtype": "bfloat16"}, "checkpoint_dtype int8 needs ssm_dtype float32"),
         ({"max_num_seq": 3}, "unknown setting 'max_num_seq'; did you mean 'max_num_seqs'?"),
         ({"num_speculative_tokens": 17}, "num_speculative_tokens: must be less than or equal to 16, got 17"),
-        (
-            {"speculative_method": "mtp", "num_speculative_tokens": 0},
-            "speculative_method 'mtp' needs num_speculative_tokens >= 1",
-        ),
+        ({"speculative_method": "mtp", "num_speculative_tokens": 0}, "'mtp' needs num_speculative_tokens >= 1"),
         ({"prompt_lookup_min": 5, "prompt_lookup_max": 3}, "prompt_lookup_min 5 is greater than prompt_lookup_max 3"),
         ({"prompt_lookup_max": 33}, "prompt_lookup_max: must be less than or equal to 32, got 33"),
         ({"prompt_lookup_min": 0}, "prompt_lookup_min: must be greater than or equal to 1, got 0"),

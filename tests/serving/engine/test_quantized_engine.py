@@ -61,9 +61,7 @@ def test_files_of_quantization_tools_say_what_transformers_says_of_their_weights
     for scored in (0, None):  # the second time, the prompt's state is found in mode `all`
         params = dataclasses.replace(GREEDY, max_tokens=len(tokens), prompt_logprobs=scored)
         (output,) = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
-        given = [
-            each[token].logprob for each, token in zip((output.prompt_logprobs or [])[1:], prompt[1:], strict=False)
-        ]
+        given = [each[t].logprob for each, t in zip((output.prompt_logprobs or [])[1:], prompt[1:], strict=False)]
         assert list(output.outputs[0].token_ids) == tokens
         found = given + chosen_logprobs(output.outputs[0])
         np.testing.assert_allclose(found, expected[-len(found) :], atol=TO_HUGGING_FACE)

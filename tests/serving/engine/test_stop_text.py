@@ -28,9 +28,7 @@ class PlainStopText:
             at, _, self.found = min(hits)
             self.held = ""
             return text[: at + len(self.found)] if self.include else text[:at]
-        hold = max(
-            size for stop in self.texts for size in range(len(stop)) if text.endswith(stop[:size]) and size <= len(text)
-        )
+        hold = max(n for stop in self.texts for n in range(len(stop)) if text.endswith(stop[:n]) and n <= len(text))
         self.held = text[len(text) - hold :]
         return text[: len(text) - hold]
 

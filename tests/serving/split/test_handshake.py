@@ -108,9 +108,8 @@ def test_states_are_fetched_from_allowed_workers_only(url):
     async def run(unknown, allowed):
         app = FastAPI()
         errors.install(app)
-        app.include_router(
-            worker_router(DecodeSide.worker, decodes=DecodeSide(), allowed=[url + "/", allowed], keys=["the fleet's"])
-        )
+        known = {"allowed": [url + "/", allowed], "keys": ["the fleet's"]}
+        app.include_router(worker_router(DecodeSide.worker, decodes=DecodeSide(), **known))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://decode") as client:
             status, body = await expect(client, unknown)
             assert (status, body["error"]["code"]) == (403, "peer_not_allowed")

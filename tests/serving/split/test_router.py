@@ -132,10 +132,7 @@ def test_pairs_that_cannot_exchange_states_are_told_once(caplog):
         each.fleet._compare()
         each.fleet._compare()
         pairs = each.fleet.status()["mismatched"]
-        assert [(pair["decode"], "model differs" in pair["why"]) for pair in pairs] == [
-            ("http://d1", True),
-            ("http://d2", True),
-        ]
+        assert [pair["decode"] for pair in pairs if "model differs" in pair["why"]] == ["http://d1", "http://d2"]
     assert sum("model differs" in record.getMessage() for record in caplog.records) == 4
     assert ask(over)[0] == 200
     assert (over.stats.split, over.stats.alone) == (0, 1)

@@ -125,9 +125,8 @@ def _grown(samples: dict[str, list[tuple[int, int]]]):
         if not third:
             continue
         for what, most, at in (("descriptors", MOST_DESCRIPTORS, 0), ("bytes", MOST_BYTES, 1)):
-            before, after = (
-                statistics.median(each[at] for each in part) for part in (found[third : 2 * third], found[2 * third :])
-            )
+            parts = found[third : 2 * third], found[2 * third :]
+            before, after = (statistics.median(each[at] for each in part) for part in parts)
             print(f"{name}: {before:,.0f} and then {after:,.0f} {what}")
             if after - before > most:
                 yield name, what, before, after

@@ -28,9 +28,7 @@ class AdapterPair(Pair):
         self.connect(PrefillSide(there), DecodeSide(here))
 
     def answer(self, adapter, remote=None, salt=None, scores=None):
-        params = SamplingParams(
-            temperature=0.0, max_tokens=LONGEST, logprobs=2, ignore_eos=True, prompt_logprobs=scores
-        )
+        params = SamplingParams(temperature=0, max_tokens=LONGEST, logprobs=2, ignore_eos=True, prompt_logprobs=scores)
         output = self.decode.add_request(
             self.name(), {"prompt_token_ids": list(PROMPT)}, params,
             cache_salt=salt, remote=remote, lora_request=adapter,

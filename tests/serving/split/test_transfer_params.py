@@ -88,11 +88,8 @@ async def test_a_decode_worker_without_the_state_computes_or_fails():
 
     expected: list[Ticket] = []
     recompute, fail = (decoding(SEAL, expect, policy) for policy in ("recompute", "fail"))
-    for prompts, given in (
-        (2, signed(SEAL, TICKET)),
-        (1, {}),
-        (1, signed(SEAL, TICKET.model_copy(update={"position": 0}))),
-    ):
+    of_no_position = signed(SEAL, TICKET.model_copy(update={"position": 0}))
+    for prompts, given in ((2, signed(SEAL, TICKET)), (1, {}), (1, of_no_position)):
         assert await fail("completions", prompts, given, REQUEST) is None
     assert not expected
     for _ in range(2):

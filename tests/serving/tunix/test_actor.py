@@ -36,9 +36,7 @@ def test_padding_on_both_sides_does_not_change_the_logits():
     assert cache is None
     for i, (prompt, answer) in enumerate(zip(PROMPTS, ANSWERS, strict=True)):
         begin, alone = 4 - len(prompt), [*prompt, *answer]
-        np.testing.assert_allclose(
-            logits[i, begin : begin + len(alone)], model(jnp.array([alone]))[0], rtol=2e-4, atol=2e-5
-        )
+        np.testing.assert_allclose(logits[i, begin : begin + len(alone)], model(jnp.array([alone]))[0], 2e-4, 2e-5)
 
 
 def test_without_a_mask_every_token_counts():

@@ -121,9 +121,7 @@ def test_learner_raises_the_reward_and_sends_the_weights(llm, actor):
     expected = tunix_logprobs(trained, rollout, output.left_padded_prompt_tokens, answers)
     scored = rollout.get_per_token_logps(output.left_padded_prompt_tokens, answers)
     # Tunix takes padding that the model sampled for padding.
-    shown = np.array([rollout.pad_id() not in tokens for tokens in output.tokens])[:, None] & (
-        answers != rollout.pad_id()
-    )
+    shown = np.array([rollout.pad_id() not in each for each in output.tokens])[:, None] & (answers != rollout.pad_id())
     assert shown.sum() > 64
     np.testing.assert_allclose(np.asarray(scored)[shown], np.asarray(expected)[shown], atol=5e-5)
 

@@ -303,11 +303,8 @@ def write_eagle(folder: Path, target: HybridConfig, *, form: str = "eagle", seed
 def write_block(folder: Path, target: HybridConfig, *, method: str, seed: int = 0) -> Path:
     """Writes a random DFlash, DFlash 2 or DSpark drafter with two layers, as published."""
     made, rank = _DrafterTensors(target, seed), 5
-    tensors = {
-        "fc.weight": made.matrix(made.size, 2 * made.size),
-        "hidden_norm.weight": made.norm(),
-        "norm.weight": made.norm(),
-    }
+    tensors = {"fc.weight": made.matrix(made.size, 2 * made.size)}
+    tensors |= {f"{name}.weight": made.norm() for name in ("hidden_norm", "norm")}
     for layer in ("layers.0", "layers.1"):
         tensors |= made.layer(layer, made.size)
         tensors |= {f"{layer}.self_attn.{name}_norm.weight": made.norm(made.head_dim) for name in ("q", "k")}

@@ -63,8 +63,7 @@ class Workers:
 def fleet_of(workers, decode, prefill=(), **settings):
     client = httpx.AsyncClient(transport=httpx.MockTransport(workers))
     urls = {
-        "prefill": tuple(f"http://{name}" for name in prefill),
-        "decode": tuple(f"http://{name}" for name in decode),
+        role: tuple(f"http://{name}" for name in names) for role, names in (("prefill", prefill), ("decode", decode))
     }
     return Fleet(RouterSettings.create(**urls, **settings), client)
 

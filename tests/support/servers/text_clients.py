@@ -110,9 +110,7 @@ def ask_messages(server, *, stream, limit, system, tools, force, schema, extra):
     client = anthropic.Anthropic(base_url=server.url, api_key="-", max_retries=0)
     body = {"messages": QUESTION, **({"system": system} if system else {})}
     if tools:
-        body["tools"] = [
-            {"name": tool["name"], "input_schema": tool.get("parameters", {"type": "object"})} for tool in tools
-        ]
+        body["tools"] = [{"name": it["name"], "input_schema": it.get("parameters", {"type": "object"})} for it in tools]
         body |= {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}} if force else {}
     if schema is not None:  # older SDKs have no argument for it
         extra = extra | {"output_config": {"format": {"type": "json_schema", "schema": schema}}}

@@ -211,9 +211,7 @@ mutation(32, RowPages, "_unshare")(lambda whole, self, pool: None)
 mutation(50, RowState, "_read_slot")(lambda whole, self, after: self._current or whole(self, after))
 mutation(51, Budget, "grant_share")(lambda whole, self: None)
 mutation(56, admission, "_waits_for_sibling")(lambda whole, host, request: False)
-mutation(57, RetentionPolicy, "stops")(
-    lambda whole, self, length, hit, matched, marks: whole(self, length, hit, 0, marks)
-)
+mutation(57, RetentionPolicy, "stops")(lambda whole, self, length, hit, _, marks: whole(self, length, hit, 0, marks))
 mutation(58, RetentionPolicy, "stops")(lambda whole, self, length, hit, matched, marks: [])
 
 
