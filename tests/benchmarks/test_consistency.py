@@ -29,13 +29,8 @@ from tests.support.selection import slow
 
 needs_native = pytest.mark.skipif(native.WHY_MISSING is not None, reason=f"native operations: {native.WHY_MISSING}")
 FLAGS = {
-    "max_model_len": 96,
-    "max_num_seqs": 4,
-    "tile_size": 16,
-    "state_block_size": 32,
-    "num_slots": 40,
-    "num_pages": 80,
-}
+    "max_model_len": 96, "max_num_seqs": 4, "tile_size": 16, "state_block_size": 32, "num_slots": 40, "num_pages": 80,
+}  # fmt: skip
 
 
 def test_the_estimate_by_hand():

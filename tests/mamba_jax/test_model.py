@@ -165,12 +165,8 @@ def test_counts_of_state():
     assert (SHARED.num_recurrent_layers, SHARED.num_attention_uses, SHARED.num_mtp_attention_layers) == (3, 3, 0)
     arrays = StoreShape.of(EVERYTHING).arrays
     assert {name: array.shape for name, array in arrays.items()} == {
-        "ssm": (6, 5, 7),
-        "conv_x": (3, 30),
-        "conv_bc": (3, 42),
-        "kv": (4, 6),
-        "hidden": (20,),
-    }
+        "ssm": (6, 5, 7), "conv_x": (3, 30), "conv_bc": (3, 42), "kv": (4, 6), "hidden": (20,),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

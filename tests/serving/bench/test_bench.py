@@ -15,15 +15,9 @@ from serving.cli.bench import PROGRAMS
 from serving.cli.main import run
 
 TINY = {
-    "model_type": "mamba2",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_heads": 4,
-    "head_dim": 16,
-    "state_size": 16,
-    "n_groups": 1,
-}
+    "model_type": "mamba2", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_heads": 4, "head_dim": 16,
+    "state_size": 16, "n_groups": 1,
+}  # fmt: skip
 
 
 def lines_of(text: str) -> list[dict]:

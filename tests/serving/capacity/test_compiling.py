@@ -181,13 +181,9 @@ ATTENTION = AttentionConfig(
     num_heads=16, num_kv_heads=8, head_dim=128, scale=128**-0.5, input_size=1024, rope=RopeConfig(1e4, 128)
 )
 SIZES = {
-    "hidden_size": 1024,
-    "vocab_size": 1024,
-    "places": (1, 2),
-    "mlp": MLPConfig(2048, "silu", gated=True),
-    "norm_eps": 1e-6,
-    "own_embedding": True,
-}
+    "hidden_size": 1024, "vocab_size": 1024, "places": (1, 2), "mlp": MLPConfig(2048, "silu", gated=True),
+    "norm_eps": 1e-6, "own_embedding": True,
+}  # fmt: skip
 NORMED = dataclasses.replace(ATTENTION, qk_norm=QKNormConfig(1e-6))
 DRAFTERS = {
     "eagle3": (EagleConfig(attention=ATTENTION, maps_vocabulary=True, **SIZES), MTPDrafts()),

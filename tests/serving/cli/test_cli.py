@@ -178,18 +178,14 @@ def batch(one_engine, tmp_path_factory):
     folder = tmp_path_factory.mktemp("batch")
     greedy = {"temperature": 0, "ignore_eos": True}
     source = write_lines(
-        folder / "in.jsonl",
-        {"id": "a", "prompt_token_ids": [5, 6, 7], "max_tokens": 5, "logprobs": 3} | greedy,
-        "this is not JSON\n",
-        {"id": "b", "prompt": "no tokenizer here"},
-        "\n",
+        folder / "in.jsonl", {"id": "a", "prompt_token_ids": [5, 6, 7], "max_tokens": 5, "logprobs": 3} | greedy,
+        "this is not JSON\n", {"id": "b", "prompt": "no tokenizer here"}, "\n",
         {"id": 3, "prompt_token_ids": [5, 6, 7], "max_tokens": 2} | greedy,
         {"id": "d", "prompt_token_ids": [5], "max_tokens": 2, "temperatur": 0},
         {"id": "e", "prompt_token_ids": [5], "max_tokens": -2},
-        {"id": "f", "prompt_token_ids": [99999], "max_tokens": 2},
-        "[1, 2]\n",
+        {"id": "f", "prompt_token_ids": [99999], "max_tokens": 2}, "[1, 2]\n",
         {"id": "g", "prompt_token_ids": [9, 8], "max_tokens": 3, "seed": 5, "n": 2} | greedy | {"temperature": 1},
-    )
+    )  # fmt: skip
     target = folder / "out.jsonl"
     code = run(["generate", "--input", str(source), "--output", str(target), *SMALL])
     return source, target, code

@@ -20,16 +20,9 @@ from tests.serving.core.truth import Model, expected_output
 def small_config(**changes: Any) -> SchedulerConfig:
     """Tile 2, pages of 2, B = 4; room for everything unless a test takes it away."""
     sizes: dict[str, Any] = {
-        "num_slots": 60,
-        "num_pages": 200,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 64,
-        "max_model_len": 64,
-        "page_size": 2,
-        "state_block_size": 4,
-        "tile_size": 2,
-        "cache_mode": "all",
-    }
+        "num_slots": 60, "num_pages": 200, "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64,
+        "page_size": 2, "state_block_size": 4, "tile_size": 2, "cache_mode": "all",
+    }  # fmt: skip
     return SchedulerConfig(**{**sizes, **changes})
 
 

@@ -114,14 +114,9 @@ def test_checkpoints_never_block_admission() -> None:
 def test_round_robin_of_conversations(slots: int, share: float) -> None:
     """Eight conversations take turns; how much of what an unlimited cache would reuse is reused."""
     loop = Loop(
-        num_slots=slots,
-        num_pages=0,
-        max_num_seqs=2,
-        max_model_len=600,
-        max_num_batched_tokens=512,
-        state_block_size=16,
-        tile_size=8,
-    )
+        num_slots=slots, num_pages=0, max_num_seqs=2, max_model_len=600, max_num_batched_tokens=512,
+        state_block_size=16, tile_size=8,
+    )  # fmt: skip
     rng = random.Random(5)
     talks = [[rng.randrange(1000) for _ in range(60)] for _ in range(8)]
     reused = possible = 0

@@ -76,14 +76,9 @@ DECODING = 32
 def host_seconds(drafts: int, steps: int = 200) -> float:
     """Median processor time of schedule, dispatched and settle, 32 rows decoding behind 1,000-token prompts."""
     config = SchedulerConfig(
-        num_slots=600,
-        num_pages=8000,
-        max_num_seqs=DECODING,
-        max_num_batched_tokens=8192,
-        max_model_len=4096,
-        num_speculative_tokens=drafts,
-        num_lookahead_tokens=drafts,
-    )
+        num_slots=600, num_pages=8000, max_num_seqs=DECODING, max_num_batched_tokens=8192, max_model_len=4096,
+        num_speculative_tokens=drafts, num_lookahead_tokens=drafts,
+    )  # fmt: skip
     scheduler = Scheduler(config)
     for i in range(DECODING):
         scheduler.add(Request(str(i), range(i, i + 1000), max_tokens=3000, eos_token_ids=[7]))

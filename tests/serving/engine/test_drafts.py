@@ -37,13 +37,9 @@ def test_counters_of_drafts():
     assert stats.mean_acceptance_length == 2
     assert stats.acceptance_at == [2 / 3, 1 / 2, 0]
     assert stats.summary() == {
-        "steps": 3,
-        "drafted": 6,
-        "accepted": 3,
-        "wasted": 3,
-        "acceptance_at": [2 / 3, 1 / 2, 0],
+        "steps": 3, "drafted": 6, "accepted": 3, "wasted": 3, "acceptance_at": [2 / 3, 1 / 2, 0],
         "mean_acceptance_length": 2,
-    }
+    }  # fmt: skip
 
 
 def test_statistics_of_replicas_are_added():

@@ -107,14 +107,9 @@ def test_config_files(tmp_path):
 
 
 FLAGS = {
-    "state_block_size": 16,
-    "tile_size": 8,
-    "page_size": 8,
-    "num_slots": 8,
-    "num_pages": 16,
-    "max_num_seqs": 1,
+    "state_block_size": 16, "tile_size": 8, "page_size": 8, "num_slots": 8, "num_pages": 16, "max_num_seqs": 1,
     "compilation_cache": False,
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

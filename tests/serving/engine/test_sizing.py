@@ -21,14 +21,10 @@ from serving.engine.assembly.sizing import size_store
 from serving.split.settings import SplitSettings
 
 CONFIG = HybridConfig(
-    family="test",
-    vocab_size=8,
-    hidden_size=64,
-    pattern="MM*MM*",
-    norm_eps=1e-5,
+    family="test", vocab_size=8, hidden_size=64, pattern="MM*MM*", norm_eps=1e-5,
     mamba=MambaConfig(num_heads=8, head_dim=16, state_size=32, num_groups=2, conv_width=4),
     attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=16, scale=1.0, input_size=64),
-)
+)  # fmt: skip
 SHAPE = StoreShape.of(CONFIG)
 PURE = StoreShape.of(dataclasses.replace(CONFIG, pattern="MMMM"))
 MIB = 1 << 20

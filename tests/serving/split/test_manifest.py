@@ -5,22 +5,10 @@ import pytest
 from serving.split.wire import Manifest, ManifestMismatch, check
 
 BASE = Manifest(
-    protocol=1,
-    layout="l",
-    model="abc",
-    dtype="float32",
-    kv_dtype="float32",
-    ssm_dtype="float32",
-    state={"ssm": (2, 4, 8, 16), "hidden": (32,)},
-    attention_layers=1,
-    draft_layers=1,
-    page_size=8,
-    state_block_size=16,
-    shards=1,
-    max_model_len=96,
-    versions={"jax": "0.10"},
-    transports={"jax": "here:1", "tcp": "here:2"},
-)
+    protocol=1, layout="l", model="abc", dtype="float32", kv_dtype="float32", ssm_dtype="float32",
+    state={"ssm": (2, 4, 8, 16), "hidden": (32,)}, attention_layers=1, draft_layers=1, page_size=8, state_block_size=16,
+    shards=1, max_model_len=96, versions={"jax": "0.10"}, transports={"jax": "here:1", "tcp": "here:2"},
+)  # fmt: skip
 
 
 def other(**fields):

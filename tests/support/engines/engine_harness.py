@@ -21,18 +21,10 @@ from tests.support.models.golden_case import log_probs
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "nemotronh"
 # A pool so small that 64 requests preempt and evict each other all the time.
 FLAGS = {
-    "tile_size": 16,
-    "state_block_size": 32,
-    "page_size": 8,
-    "max_model_len": 160,
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 64,
-    "num_slots": 20,
-    "num_pages": 26,
-    "debug_state": True,
-    "warmup": False,
+    "tile_size": 16, "state_block_size": 32, "page_size": 8, "max_model_len": 160, "max_num_seqs": 8,
+    "max_num_batched_tokens": 64, "num_slots": 20, "num_pages": 26, "debug_state": True, "warmup": False,
     "replay_interval": 1,
-}
+}  # fmt: skip
 SMALL = {
     "tile_size": 16, "state_block_size": 32, "page_size": 8, "max_model_len": 96, "max_num_seqs": 1,
     "max_num_batched_tokens": 64, "num_slots": 16, "num_pages": 40, "warmup": False,

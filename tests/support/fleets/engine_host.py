@@ -24,18 +24,10 @@ from serving.hosts.settings import HostSettings
 from tests.support.engines.engines import QUICK_COMPILE, use_widest_steps
 
 FLAGS = {
-    "tile_size": 16,
-    "state_block_size": 32,
-    "page_size": 8,
-    "max_model_len": 96,
-    "max_num_seqs": 2,
-    "max_num_batched_tokens": 64,
-    "num_slots": 24,
-    "num_pages": 60,
-    "adaptive_drafts": False,
-    "warmup": False,
+    "tile_size": 16, "state_block_size": 32, "page_size": 8, "max_model_len": 96, "max_num_seqs": 2,
+    "max_num_batched_tokens": 64, "num_slots": 24, "num_pages": 60, "adaptive_drafts": False, "warmup": False,
     "replay_interval": 1,
-}
+}  # fmt: skip
 SHARED = [7, 8, 9, 30, 31, 32, 33, 34] * 4
 PROMPTS = [[*SHARED, 5, 6, 7, 8], [*SHARED, 40, 41, 42, 43, 44, 45, 46], [*SHARED, 5, 6, 7, 8]]
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)

@@ -19,16 +19,9 @@ from tests.support.engines.engines import QUICK_XLA_FLAGS
 from tests.support.waiting import comes_true, is_ready
 
 ENGINE = {
-    "model": "demo",
-    "tile_size": 16,
-    "state_block_size": 32,
-    "page_size": 16,
-    "max_model_len": 512,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 64,
-    "num_slots": 40,
-    "num_pages": 120,
-}
+    "model": "demo", "tile_size": 16, "state_block_size": 32, "page_size": 16, "max_model_len": 512, "max_num_seqs": 4,
+    "max_num_batched_tokens": 64, "num_slots": 40, "num_pages": 120,
+}  # fmt: skip
 
 
 _leases: list[IO[str]] = []
@@ -151,13 +144,9 @@ def streamed(process: Process, prompt, max_tokens: int = 16, on_first=None, salt
     """Token ids of a greedy completion, as they stream in. With a salt nothing is found in a cache at first."""
     found: list[int] = []
     pieces = client(process).completions.create(
-        model="demo",
-        prompt=prompt,
-        max_tokens=max_tokens,
-        temperature=0,
-        stream=True,
+        model="demo", prompt=prompt, max_tokens=max_tokens, temperature=0, stream=True,
         extra_body={"ignore_eos": True, "return_token_ids": True, "cache_salt": salt},
-    )
+    )  # fmt: skip
     for piece in pieces:
         for choice in piece.choices:
             found += getattr(choice, "token_ids", None) or []

@@ -26,36 +26,18 @@ EAGLE = dataclasses.replace(
 """Keys of another shape than the target's, a vocabulary of its own, and rotary positions."""
 EAGLE_NORMED = dataclasses.replace(EAGLE, normed_residual=True, norms_states=True, num_layers=2)
 FLASH = dataclasses.replace(
-    tiny_configs.FLASH,
-    hidden_size=24,
-    vocab_size=61,
-    places=(2, 5),
-    attention=dataclasses.replace(tiny_configs.FLASH.attention, input_size=24, num_kv_heads=2),
-    mask_token=60,
-)
+    tiny_configs.FLASH, hidden_size=24, vocab_size=61, places=(2, 5),
+    attention=dataclasses.replace(tiny_configs.FLASH.attention, input_size=24, num_kv_heads=2), mask_token=60,
+)  # fmt: skip
 """With the embedding and the head of the target, which has 24 channels and 61 tokens."""
 SPARK = dataclasses.replace(
-    FLASH,
-    vocab_size=40,
-    own_embedding=True,
-    own_head=True,
-    maps_vocabulary=True,
-    markov_rank=5,
-    from_newest=True,
-    embedding_multiplier=1.5,
-    estimates=True,
-    estimates_by_token=True,
-)
+    FLASH, vocab_size=40, own_embedding=True, own_head=True, maps_vocabulary=True, markov_rank=5, from_newest=True,
+    embedding_multiplier=1.5, estimates=True, estimates_by_token=True,
+)  # fmt: skip
 FLASH2 = dataclasses.replace(
-    FLASH,
-    attention=dataclasses.replace(FLASH.attention, window=9),
-    conv_kernel=2,
-    conv_group=4,
-    selector_rank=5,
-    selector_top=7,
-    logit_multiplier=0.5,
-    logit_cap=2.0,
-)
+    FLASH, attention=dataclasses.replace(FLASH.attention, window=9), conv_kernel=2, conv_group=4, selector_rank=5,
+    selector_top=7, logit_multiplier=0.5, logit_cap=2.0,
+)  # fmt: skip
 """With windows that are shorter than the sequences."""
 
 
@@ -248,16 +230,10 @@ class _DrafterTensors:
         self.head_dim = head_dim
         self.rng, self.size = np.random.default_rng(seed), target.hidden_size
         self.fields = {
-            "hidden_size": self.size,
-            "intermediate_size": self.middle,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "num_hidden_layers": 1,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10000.0,
-            "vocab_size": target.vocab_size,
-        }
+            "hidden_size": self.size, "intermediate_size": self.middle, "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim, "num_hidden_layers": 1,
+            "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "vocab_size": target.vocab_size,
+        }  # fmt: skip
 
     def matrix(self, rows: int, columns: int) -> np.ndarray:
         return (self.rng.normal(size=(rows, columns)) / np.sqrt(columns)).astype(np.float32)
@@ -285,14 +261,10 @@ def write_eagle(folder: Path, target: HybridConfig, *, form: str = "eagle", seed
     made, vocab = _DrafterTensors(target, seed, head_dim), target.vocab_size // 2
     layer = "midlayer" if form == "eagle" else "layers.0"
     tensors = {
-        "fc.weight": made.matrix(made.size, 3 * made.size),
-        "lm_head.weight": made.matrix(vocab, made.size),
-        "d2t": np.arange(vocab),
-        "t2d": np.zeros(target.vocab_size, bool),
-        "norm.weight": made.norm(),
-        f"{layer}.hidden_norm.weight": made.norm(),
-        **made.layer(layer, 2 * made.size),
-    }
+        "fc.weight": made.matrix(made.size, 3 * made.size), "lm_head.weight": made.matrix(vocab, made.size),
+        "d2t": np.arange(vocab), "t2d": np.zeros(target.vocab_size, bool), "norm.weight": made.norm(),
+        f"{layer}.hidden_norm.weight": made.norm(), **made.layer(layer, 2 * made.size),
+    }  # fmt: skip
     own: dict[str, Any] = {"draft_vocab_size": vocab, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
     if form == "eagle":
         return _written(folder, tensors, {**made.fields, **own, "architectures": ["LlamaForCausalLMEagle3"]})

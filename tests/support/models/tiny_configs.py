@@ -21,80 +21,39 @@ from mamba_jax.config.linear_recurrence import DeltaConfig, LightningConfig
 HIDDEN, VOCAB = 20, 61
 
 MAMBA = MambaConfig(
-    num_heads=6,
-    head_dim=5,
-    state_size=7,
-    num_groups=3,
-    conv_width=4,
-    in_bias=True,
-    projection_multipliers=(1.1, 0.9, 1.2, 0.8, 1.3),
-    output_multiplier=0.7,
-)
+    num_heads=6, head_dim=5, state_size=7, num_groups=3, conv_width=4, in_bias=True,
+    projection_multipliers=(1.1, 0.9, 1.2, 0.8, 1.3), output_multiplier=0.7,
+)  # fmt: skip
 ATTENTION = AttentionConfig(
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=6,
-    scale=0.3,
-    input_size=HIDDEN,
-    rope=RopeConfig(theta=100.0, size=4),
+    num_heads=6, num_kv_heads=2, head_dim=6, scale=0.3, input_size=HIDDEN, rope=RopeConfig(theta=100.0, size=4),
     key_multiplier=1.4,
-)
+)  # fmt: skip
 MLP = MLPConfig(intermediate_size=28, activation="silu", gated=True, bias=True)
 MOE = MoEConfig(
-    num_experts=8,
-    experts_per_token=3,
-    intermediate_size=10,
-    activation="relu2",
-    gated=False,
-    router="sigmoid",
-    num_groups=4,
-    top_groups=2,
-    normalize=True,
-    scaling=1.5,
-    latent_size=12,
-    shared_size=14,
-)
+    num_experts=8, experts_per_token=3, intermediate_size=10, activation="relu2", gated=False, router="sigmoid",
+    num_groups=4, top_groups=2, normalize=True, scaling=1.5, latent_size=12, shared_size=14,
+)  # fmt: skip
 
 # Shared blocks see twice the hidden size, so they cannot be in the same model as other attention.
 EVERYTHING = HybridConfig(
-    family="test",
-    vocab_size=VOCAB,
-    hidden_size=HIDDEN,
-    pattern="M*-EP",
-    norm_eps=1e-5,
-    mamba=MAMBA,
-    attention=ATTENTION,
-    mlp=MLP,
-    moe=MOE,
-    embedding_multiplier=2.0,
-    residual_multiplier=0.8,
-    logits_multiplier=0.5,
+    family="test", vocab_size=VOCAB, hidden_size=HIDDEN, pattern="M*-EP", norm_eps=1e-5, mamba=MAMBA,
+    attention=ATTENTION, mlp=MLP, moe=MOE, embedding_multiplier=2.0, residual_multiplier=0.8, logits_multiplier=0.5,
     mtp_pattern="*E",
-)
+)  # fmt: skip
 SHARED = HybridConfig(
-    family="test",
-    vocab_size=VOCAB,
-    hidden_size=HIDDEN,
-    pattern="ZZZ",
-    norm_eps=1e-5,
-    mamba=MAMBA,
+    family="test", vocab_size=VOCAB, hidden_size=HIDDEN, pattern="ZZZ", norm_eps=1e-5, mamba=MAMBA,
     attention=AttentionConfig(num_heads=4, num_kv_heads=4, head_dim=10, scale=0.4, input_size=2 * HIDDEN),
     mlp=MLPConfig(intermediate_size=28, activation="gelu", gated=True),
-    shared=SharedConfig(num_blocks=2, adapter_rank=3, attention_adapters=True),
-    residual_in_fp32=True,
+    shared=SharedConfig(num_blocks=2, adapter_rank=3, attention_adapters=True), residual_in_fp32=True,
     tie_word_embeddings=True,
-)
+)  # fmt: skip
 
 STEP = HybridConfig(
-    family="test",
-    vocab_size=VOCAB,
-    hidden_size=24,
-    pattern="M*-PM",
-    norm_eps=1e-5,
+    family="test", vocab_size=VOCAB, hidden_size=24, pattern="M*-PM", norm_eps=1e-5,
     mamba=MambaConfig(num_heads=6, head_dim=8, state_size=16, num_groups=2, conv_width=4),
     attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, scale=8**-0.5, input_size=24),
     mlp=MLPConfig(intermediate_size=40, activation="silu", gated=False),
-)
+)  # fmt: skip
 """Few kinds of layers, for tests that compile many steps."""
 
 ENGINE_VOCAB, ENGINE_HIDDEN = 96, 32
@@ -124,16 +83,10 @@ EAGLE = EagleConfig(
     maps_vocabulary=True,
 )
 FLASH = BlockConfig(
-    hidden_size=ENGINE_HIDDEN,
-    vocab_size=ENGINE_VOCAB,
-    places=(1, 3),
-    attention=replace(EAGLE.attention, input_size=ENGINE_HIDDEN, qk_norm=QKNormConfig(1e-6)),
-    mlp=EAGLE.mlp,
-    norm_eps=1e-6,
-    num_layers=2,
-    own_head=False,
-    mask_token=7,
-)
+    hidden_size=ENGINE_HIDDEN, vocab_size=ENGINE_VOCAB, places=(1, 3),
+    attention=replace(EAGLE.attention, input_size=ENGINE_HIDDEN, qk_norm=QKNormConfig(1e-6)), mlp=EAGLE.mlp,
+    norm_eps=1e-6, num_layers=2, own_head=False, mask_token=7,
+)  # fmt: skip
 
 FOR_ENGINES = {
     # The kinds of layers of NemotronH, of plain Mamba2, and of FalconH1: apart, without attention, side by side.
@@ -217,43 +170,20 @@ FOR_ENGINES = {
 """For tests that run engines."""
 
 CHECKPOINT = {
-    "model_type": "nemotron_h",
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 8,
-    "n_groups": 2,
-    "ssm_state_size": 16,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "moe_shared_expert_intermediate_size": 40,
-    "num_nextn_predict_layers": 1,
-    "mtp_layers_block_type": ["full_attention", "moe"],
-    "eos_token_id": [2, 3],
-}
+    "model_type": "nemotron_h", "vocab_size": 61, "hidden_size": 32,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "mamba_num_heads": 4,
+    "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "intermediate_size": 48, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 40, "num_nextn_predict_layers": 1,
+    "mtp_layers_block_type": ["full_attention", "moe"], "eos_token_id": [2, 3],
+}  # fmt: skip
 """A config.json with every kind of layer and a multi-token-prediction layer."""
 
 TRAINABLE = {
-    "model_type": "nemotron_h",
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "layers_block_type": ["linear_attention", "mlp", "full_attention"],
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 8,
-    "n_groups": 2,
-    "ssm_state_size": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "tie_word_embeddings": True,
-    "num_nextn_predict_layers": 1,
+    "model_type": "nemotron_h", "vocab_size": 40, "hidden_size": 32,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention"], "mamba_num_heads": 4, "mamba_head_dim": 8,
+    "n_groups": 2, "ssm_state_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "intermediate_size": 48, "tie_word_embeddings": True, "num_nextn_predict_layers": 1,
     "mtp_layers_block_type": ["full_attention", "mlp"],
-}
+}  # fmt: skip
 """A config.json of a model that learns something in a few steps."""

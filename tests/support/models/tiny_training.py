@@ -15,13 +15,9 @@ def settings(**changes):
     """A short run."""
     base = {
         "optimizer": OptimizerSettings(name="muon", learning_rate=0.02, warmup_steps=2),
-        "drafts": DraftSettings(depth_weights=(0.3, 0.2)),
-        "steps": 12,
-        "batch_size": BATCH,
-        "sequence_length": LENGTH,
-        "log_every": 1,
-        "save_every": 100,
-    }
+        "drafts": DraftSettings(depth_weights=(0.3, 0.2)), "steps": 12, "batch_size": BATCH, "sequence_length": LENGTH,
+        "log_every": 1, "save_every": 100,
+    }  # fmt: skip
     return TrainConfig(**(base | changes))
 
 

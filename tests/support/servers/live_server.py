@@ -25,17 +25,10 @@ from tests.support.fleets import processes
 from tests.support.waiting import comes_true, is_ready
 
 ENGINE = processes.ENGINE | {
-    "max_num_seqs": 8,
-    "num_slots": 60,
-    "num_pages": 160,
-    "speculative_method": "ngram",
-    "num_speculative_tokens": 2,
-    "adaptive_drafts": False,
-    "max_num_waiting": 200,
-    "enable_structured_outputs": True,
-    "warmup": False,
+    "max_num_seqs": 8, "num_slots": 60, "num_pages": 160, "speculative_method": "ngram", "num_speculative_tokens": 2,
+    "adaptive_drafts": False, "max_num_waiting": 200, "enable_structured_outputs": True, "warmup": False,
     "replay_interval": 1,
-}
+}  # fmt: skip
 
 
 @contextlib.contextmanager
