@@ -62,7 +62,7 @@ def test_a_checkpoint_is_fine_tuned_and_saved_in_its_own_form(folder, tuned):
     [
         (["--validation", "none"], "none: no validation data"),
         (["--set", "data.held_out=0.01"], "the validation data has no sequence of 17 tokens"),
-        (["--set", "data.held_out=1"], "data.held_out is 1.0: a share from 0 to below 1"),
+        (["--set", "data.held_out=1"], "data.held_out is 1: input should be less than 1"),
         (["--set", "model.vocab_size=8"], "remove `model` from the config file"),
         (["--model", "none"], "no such model"),
     ],
