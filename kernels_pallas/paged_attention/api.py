@@ -24,6 +24,7 @@ PAGED = (
 PARTS = (
     *dispatch.kernels("tpu", tpu_part, "paged_attention_part"),
     *dispatch.kernels("gpu", pallas_gpu, "paged_attention_part"),
+    *fixed_order.implementations(xla.paged_attention_part, xla.paged_attention_part),
     dispatch.Implementation("xla", xla.paged_attention_part),
 )
 SEQUENCE = (

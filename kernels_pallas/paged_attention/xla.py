@@ -7,7 +7,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas.dispatch import differentiable
-from kernels_pallas.fixed_order import exp, is_fixed, kernel_options, products, quotient, rounded, row_max, row_sum
+from kernels_pallas.fixed_order import (
+    exp,
+    is_fixed,
+    kernel_options,
+    log,
+    products,
+    quotient,
+    rounded,
+    row_max,
+    row_sum,
+)
 from kernels_pallas.paged_attention.stripe import Stripe
 from kernels_pallas.slots import load, put, read_slots, write_one_by_one, write_slots
 
@@ -56,12 +66,16 @@ def paged_attention(q, kv, *, positions, page_table, block_row, scale, first_key
     """See `api.paged_attention`. The target platform of compilation selects the form."""
     seen = {"scale": scale, "first_key": first_key, "window": window}
     cpu, default = (functools.partial(_whole, form, **seen) for form in (_one_by_one, _all_at_once))
-    run = functools.partial(lax.platform_dependent, cpu=cpu, default=default)
-    if is_fixed():
-        run = cpu if kernel_options() is None else default
     # A loop whose end is found at run time has no derivative.
     plain = functools.partial(_whole, _all_at_once, **seen, every_page=True)
-    return differentiable(run, plain)(q, kv, positions, page_table, block_row)
+    return differentiable(_by_platform(cpu, default), plain)(q, kv, positions, page_table, block_row)
+
+
+def _by_platform(cpu, default):
+    """Returns a function of arrays in the form of the platform that programs are compiled for."""
+    if is_fixed():
+        return cpu if kernel_options() is None else default
+    return functools.partial(lax.platform_dependent, cpu=cpu, default=default)
 
 
 def paged_attention_part(
@@ -74,20 +88,20 @@ def paged_attention_part(
         seen = {"keys": keys, "scale": scale, "first_key": first_key, "window": window}
         return lambda first, *blocks: form(*blocks, **seen, stripe=Stripe(first, page_stride))
 
-    carry = lax.platform_dependent(first_page, kv, *blocks, cpu=part(_one_by_one), default=part(_all_at_once))
+    carry = _by_platform(part(_one_by_one), part(_all_at_once))(first_page, kv, *blocks)
     highest, total, _ = carry
-    lse = jnp.where(total > 0, highest + jnp.log(jnp.where(total > 0, total, 1)), -jnp.inf)
+    lse = jnp.where(total > 0, highest + log(jnp.where(total > 0, total, 1)), -jnp.inf)
     return _by_query(_finish(carry), q.shape[1]), _by_query(lse[..., None], q.shape[1])[..., 0]
 
 
 def merge_attention_parts(out, lse):
     """See `api.merge_attention_parts`."""
-    highest = lse.max(axis=0)
-    weights = jnp.exp(lse - jnp.where(highest == -jnp.inf, 0, highest))  # 0 where no part has a key: avoids inf - inf
+    highest = functools.reduce(jnp.maximum, lse)
+    weights = exp(lse - jnp.where(highest == -jnp.inf, 0, highest))  # 0 where no part has a key: avoids inf - inf
     merged, total = jnp.zeros(out.shape[1:], F32), jnp.zeros(lse.shape[1:], F32)
     for part, weight in zip(out, weights, strict=True):
-        merged, total = merged + weight[..., None] * part, total + weight
-    return merged / jnp.where(total > 0, total, 1)[..., None]
+        merged, total = merged + rounded(weight[..., None] * part), total + weight
+    return quotient(merged, jnp.where(total > 0, total, 1)[..., None])
 
 
 def attention_sequence(q, k, v, *, scale, window=None):

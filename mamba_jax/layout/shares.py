@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, Shaped
 
+from kernels_pallas.fixed_order import is_fixed
 from kernels_pallas.paged_attention import merge_attention_parts
 from kernels_pallas.places import Packed
 from kernels_pallas.slots import load, put, read_slots, write_slots
@@ -55,8 +56,9 @@ class ShareLayout:
         member, along = self.member, operation.divisible
         if along is not None and self._divides(along, (inputs, parameters, state)):
             return self.by_heads(operation.tiles, along, inputs, parameters, state)
-        # What is rounded at tiles' ends is not linear.
-        if along is not None and along.transition and state.dtype == jnp.float32 and member.count >= LEAST_MEMBERS:
+        # What is rounded at tiles' ends is not linear, and pairs add in another order than the scan.
+        by_pairs = member.count >= LEAST_MEMBERS and not is_fixed()
+        if along is not None and along.transition and state.dtype == jnp.float32 and by_pairs:
             y, ends, target = scan_share(operation, along.transition, inputs, parameters, state, self.whole, member)
             return y, self._with_states(state, ends, member.gather(target), _OF_TILES)
         y, state = operation.tiles(self.whole, jax.tree.map(member.gather, inputs), parameters, state)

@@ -21,7 +21,12 @@ from kernels_pallas.dispatch import KernelChoice, UnsupportedError
 from kernels_pallas.gated_norm import gated_rms_norm
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.linear import linear
-from kernels_pallas.paged_attention import attention_sequence, paged_attention
+from kernels_pallas.paged_attention import (
+    attention_sequence,
+    merge_attention_parts,
+    paged_attention,
+    paged_attention_part,
+)
 from kernels_pallas.places import Rows, Tiles
 from mamba_jax.config import RopeConfig
 from mamba_jax.modules.attention import rotate, rotations
@@ -209,7 +214,11 @@ def test_a_convolution_keeps_its_bits_where_its_row_is_cut():
     np.testing.assert_array_equal(store[5], end)
 
 
-def test_a_query_keeps_its_bits_in_blocks_and_tables_of_any_size():
+@pytest.mark.parametrize("members", [1, 2])
+def test_a_query_keeps_its_bits_in_blocks_and_tables_of_any_size(platform, members):
+    """Of two members, each attends to every second page, and what they find is merged."""
+    if members > 1 and platform != "cpu":
+        pytest.skip("takes minutes in the interpreter")
     page, pages, heads = 8, 40, 4
     kv = normal(pages + 1, page, 4, 6)
     kv[0] = np.nan
@@ -217,9 +226,17 @@ def test_a_query_keeps_its_bits_in_blocks_and_tables_of_any_size():
     q, table = normal(300, heads, 6, seed=1), np.arange(1, pages + 1)[None]
 
     def attend(q, positions, table):
-        return paged_attention(
-            q, kv, positions=positions, page_table=table, block_row=jnp.zeros(len(q), jnp.int32), scale=0.4
-        )
+        places = {"positions": positions, "block_row": jnp.zeros(len(q), jnp.int32), "scale": 0.4}
+        if members == 1:
+            return paged_attention(q, kv, page_table=table, **places)
+        table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % members)))
+        parts = [
+            paged_attention_part(
+                q, kv, page_table=table[:, i::members], first_page=jnp.int32(i), page_stride=members, **places
+            )
+            for i in range(members)
+        ]
+        return merge_attention_parts(*(jnp.stack(each) for each in zip(*parts, strict=True)))
 
     position = np.arange(300)
     whole = run(attend, q.reshape(3, 100, heads, 6), position.reshape(3, 100), table).reshape(q.shape)
