@@ -18,6 +18,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Num
 
 from kernels_pallas import dispatch, fixed_blocks, native
@@ -97,6 +98,14 @@ def implementations(
     return [entry(NAME), entry(INTERPRETED)]
 
 
+def _on_each_device(kernel: Callable[..., Array]) -> Callable[..., Array]:
+    """On several devices, outside of `shard_map`, each computes the whole: the compiler cannot divide a kernel."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1 or mesh.manual_axes:
+        return kernel
+    return jax.shard_map(kernel, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+
+
 def product(rows: Float[Array, "n inputs"], weight: Num[Array, "outputs inputs"]) -> Float[Array, "n outputs"]:
     """rows times the transpose of weight (float32, bfloat16 or int8), in float32; the order of a row's sums is fixed.
 
@@ -111,7 +120,7 @@ def product(rows: Float[Array, "n inputs"], weight: Num[Array, "outputs inputs"]
     def plain(rows, weight):
         return jnp.matmul(rows.astype(F32), weight.T.astype(F32), precision=lax.Precision.HIGHEST)
 
-    run = by_cpp if options is None else functools.partial(fixed_blocks.product, **options)
+    run = by_cpp if options is None else _on_each_device(functools.partial(fixed_blocks.product, **options))
     return dispatch.differentiable(run, plain)(rows, weight)
 
 
@@ -176,7 +185,11 @@ def _elementwise(name: str, otherwise: Callable[[Array], Array], x: Array) -> Ar
         return jax.ffi.ffi_call(native.target("elementwise"), result)(wide, function=name)
 
     options = kernel_options()
-    run = by_cpp if options is None else functools.partial(fixed_blocks.elementwise, otherwise, **options)
+    run = (
+        by_cpp
+        if options is None
+        else _on_each_device(functools.partial(fixed_blocks.elementwise, otherwise, **options))
+    )
     return dispatch.differentiable(run, otherwise)(x.astype(F32)).astype(x.dtype)
 
 

@@ -192,8 +192,6 @@ RULES = (
     Rule(INVARIANT, _flag("ssm_dtype", "float32"), "use float32"),
     Rule(INVARIANT, _flag("kv_cache_dtype", "auto"), "use auto"),
     Rule(INVARIANT, DRAFTER, _OTHER_DRAFTS),
-    Rule(INVARIANT, _flag("tensor_parallel_size", 1), "use 1"),
-    Rule(INVARIANT, CONTEXT, "use 1"),
     Rule(INVARIANT, _flag("kernels", "auto", INVARIANT_INTERPRETED), "use auto"),
     Rule(INVARIANT, _flag("kernel_check", "auto", "off"), "use auto: `mamba-jax check` compares bits"),
     Rule(INVARIANT, _flag("logprobs_mode", "raw_logprobs"), "use raw_logprobs"),

@@ -17,7 +17,7 @@ from kernels_pallas.fixed_order import rounded, row_sum, silu
 from kernels_pallas.linear import linear, linear_pair
 from kernels_pallas.quantized import Quantized
 from mamba_jax.modules.lora import LoRA
-from mamba_jax.sharding.axis import TENSOR
+from mamba_jax.sharding.axis import sum_over_devices
 
 _INIT_SCALE = 0.02
 
@@ -200,11 +200,8 @@ class RMSNorm(nnx.Module):
     def of_part(self, x: Float[Array, "*batch channels"], size: int) -> Float[Array, "*batch channels"]:
         """The norm over `size` channels, which may be divided over devices: the devices add up their squares."""
         weight, x = self.weight[...], x.astype(jnp.float32)
-        squares = jnp.square(x)
-        if x.shape[-1] == size:
-            mean = rounded(row_sum(squares) / size)
-        else:
-            mean = jax.lax.psum(squares.sum(-1, keepdims=True), TENSOR) / size
+        total = row_sum(jnp.square(x))
+        mean = rounded((total if x.shape[-1] == size else sum_over_devices(total)) / size)
         x = x * jax.lax.rsqrt(mean + self.eps)
         product = x * weight.astype(jnp.float32)
         # Not x * (1 + weight): XLA for GPU adds 1 in a kernel of its own if several kernels need the result.

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.expert_choice import Choice, Rule, choose_experts
 from kernels_pallas.expert_mlp import expert_mlp, multiply_rows
-from kernels_pallas.fixed_order import rounded, router_product, row_sum, sigmoid, softmax, weighted_sum
+from kernels_pallas.fixed_order import is_fixed, rounded, router_product, row_sum, sigmoid, softmax, weighted_sum
 from kernels_pallas.quantized import Quantized
 from mamba_jax.config import MLPConfig, MoEConfig
 from mamba_jax.layout import Hidden, Layout
@@ -153,7 +153,7 @@ class Experts(nnx.Module):
         elif adapter is None:
             raise ValueError("experts with adapters were called without the tokens' adapters")
         rows = rows_at_once(choice.order.size, choice.sizes.size, self.num_experts)
-        if rows == choice.order.size:
+        if rows == choice.order.size or is_fixed():
             return self._at_once(x, choice, adapter)
         # Otherwise a GPU would add up the rows of a token in an order that varies between runs.
         return jax.lax.platform_dependent(

@@ -6,14 +6,14 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from kernels_pallas.fixed_order import silu
+from kernels_pallas.fixed_order import rounded, row_sum, silu
 from kernels_pallas.gated_recurrence import Mamba2Gates, Projections, gated_scan
 from mamba_jax.config import MambaConfig, need
 from mamba_jax.layout import Hidden, Inputs, Layout, Parameters, PrefillLayout, SequenceLayout
 from mamba_jax.modules.basic import Linear, Weight, constant, initial, scaled
 from mamba_jax.modules.conv import Conv
 from mamba_jax.modules.recurrence import RecurrentMixer, States, initial_dt_bias
-from mamba_jax.sharding.axis import TENSOR, axis_index
+from mamba_jax.sharding.axis import axis_index, sum_over_devices
 from mamba_jax.store import SlotArrays
 
 
@@ -106,8 +106,7 @@ class Mamba(RecurrentMixer):
         gate = silu(z.astype(jnp.float32))
         value = y.astype(jnp.float32) * (1.0 if config.norm_before_gate else gate)
         own = jnp.arange(config.num_groups) == axis_index() * config.num_groups // devices
-        squares = jnp.square(value).sum(-1, keepdims=True)
-        squares = jax.lax.psum(jnp.where(own, squares, 0), TENSOR)
-        mean = jnp.where(own, squares, 0).sum(-1, keepdims=True) / (config.inner_size // config.num_groups)
+        squares = sum_over_devices(jnp.where(own, row_sum(jnp.square(value)), 0))
+        mean = rounded(row_sum(jnp.where(own, squares, 0)) / (config.inner_size // config.num_groups))
         out = value * jax.lax.rsqrt(mean + config.norm_eps) * need(self.norm).weight[...].astype(jnp.float32)
         return (out * gate if config.norm_before_gate else out).astype(y.dtype)

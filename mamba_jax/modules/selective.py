@@ -25,7 +25,7 @@ from mamba_jax.layout import Along, Divisible, Hidden, Inputs, Layout, Operation
 from mamba_jax.modules.basic import Linear, RMSNorm, Weight, activation, constant, initial, normal
 from mamba_jax.modules.conv import Conv, convolution
 from mamba_jax.modules.recurrence import LEAST_DT, Forms, initial_dt_bias, recurrence
-from mamba_jax.sharding.axis import TENSOR
+from mamba_jax.sharding.axis import sum_over_devices
 from mamba_jax.store import SlotArrays
 
 _DECAY = Transition(lambda inputs, _: inputs[3].sum(0), lambda dt, given, state: state * jnp.exp(dt * given["a"]))
@@ -85,7 +85,7 @@ class Mamba1(nnx.Module):
         config, dtype = self.config, x.dtype
         projected = self.x_proj(x, layout.adapter, out_dtype=jnp.float32)
         if x.shape[1] < config.channels:
-            projected = jax.lax.psum(projected, TENSOR)
+            projected = sum_over_devices(projected)
         dt, b, c = jnp.split(projected, [config.dt_rank, config.dt_rank + config.state_size], axis=1)
         if config.norm_weights:
             dt, b, c = self.dt_norm(dt), self.b_norm(b), self.c_norm(c)

@@ -16,7 +16,15 @@ from mamba_jax.layout.member import Member
 from mamba_jax.layout.prefill import PrefillLayout
 from mamba_jax.layout.sequence import SequenceLayout
 from mamba_jax.layout.shares import ShareLayout
-from mamba_jax.sharding.axis import CONTEXT, TENSOR, axis_index, axis_mesh, members_of, shares_of
+from mamba_jax.sharding.axis import (
+    CONTEXT,
+    TENSOR,
+    axis_index,
+    axis_mesh,
+    members_of,
+    shares_of,
+    sum_over_devices,
+)
 from mamba_jax.sharding.parameters import placement
 from mamba_jax.sharding.partition import Partition
 from mamba_jax.store import EXPERTS
@@ -86,9 +94,7 @@ def across(
             layout = layout.on_member(member)
             layout = ShareLayout(layout, member) if divided_by > 1 else layout
         y, state = run(here, layout, state, *inputs)
-        if not scatters:
-            return lax.psum(y, TENSOR), state
-        return lax.psum_scatter(y, TENSOR, scatter_dimension=0, tiled=True), state
+        return sum_over_devices(y, scatter=scatters), state
 
     # Of decode rows, members have all tokens.
     tokens = layout.valid.shape[0]

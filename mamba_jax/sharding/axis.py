@@ -11,6 +11,8 @@ is the same on all members: weights, states and, in decoding, all other computat
 another order by each member, so what is chosen by numbers is chosen by the first one.
 """
 
+import functools
+import operator
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -20,8 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Num
 
+from kernels_pallas.fixed_order import is_fixed
 from mamba_jax.config import ModelConfigError
 
 Values = TypeVar("Values")
@@ -108,6 +111,21 @@ def shares_of(tokens: int, devices: int) -> int:
 def axis_index() -> Int[Array, ""]:
     """Which piece this device has; inside of `jax.shard_map` over the mesh only."""
     return jnp.asarray(lax.axis_index(TENSOR))
+
+
+def sum_over_devices(x: Num[Array, "n ..."], *, scatter: bool = False) -> Num[Array, "own ..."]:
+    """Returns the sum of the arrays of all devices along `TENSOR`; with `scatter`, this device's share of its rows.
+
+    Inside of `jax.shard_map` over the mesh only. Schedule-invariant programs add in the order of the devices: the order
+    of a runtime's sum depends on the array's size.
+    """
+    if not is_fixed():
+        return lax.psum_scatter(x, TENSOR, scatter_dimension=0, tiled=True) if scatter else lax.psum(x, TENSOR)
+    if scatter:
+        parts = jnp.split(lax.all_to_all(x, TENSOR, 0, 0, tiled=True), lax.axis_size(TENSOR))
+    else:
+        parts = lax.all_gather(x, TENSOR)
+    return functools.reduce(operator.add, parts)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

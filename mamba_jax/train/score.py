@@ -62,8 +62,8 @@ def score(
 ) -> Float[Array, "batch length_1"]:
     """Returns the log-probability (float32) of each token but the first, with the bits of a schedule-invariant engine.
 
-    The bits are those that an engine with the flag `schedule_invariant`, the same weights and the same dtype reports,
-    if the program is compiled with `SCORE_OPTIONS`. Differentiable in the weights and in `added`: the
+    The bits are those that an engine on one device with the flag `schedule_invariant`, the same weights and the same
+    dtype reports, if the program is compiled with `SCORE_OPTIONS`. Differentiable in the weights and in `added`: the
     gradient is that of `sequence_logprobs`, which computes the model a second time.
 
     Args:

@@ -90,7 +90,8 @@ def check(prefill: Manifest, decode: Manifest) -> list[str]:
         "model": (
             prefill.model,
             decode.model,
-            "give both the same --model, weights, --speculative-model and --schedule-invariant",
+            "give both the same --model, weights, --speculative-model and --schedule-invariant (with it, also the same "
+            "--tensor-parallel-size and --context-parallel-size)",
         ),
         "state": (prefill.state, decode.state, "give both the same --model"),
         "rounding": (prefill.rounding, decode.rounding, "give both the same --checkpoint-dtype and --state-block-size"),

@@ -214,9 +214,9 @@ def test_a_convolution_keeps_its_bits_where_its_row_is_cut():
     np.testing.assert_array_equal(store[5], end)
 
 
-@pytest.mark.parametrize("members", [1, 2])
+@pytest.mark.parametrize("members", [1, 2, 3])
 def test_a_query_keeps_its_bits_in_blocks_and_tables_of_any_size(platform, members):
-    """Of two members, each attends to every second page, and what they find is merged."""
+    """Of N members, each attends to every N-th page, and what they find is merged."""
     if members > 1 and platform != "cpu":
         pytest.skip("takes minutes in the interpreter")
     page, pages, heads = 8, 40, 4

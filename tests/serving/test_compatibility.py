@@ -9,6 +9,7 @@ import pytest
 from kernels_pallas import native
 from kernels_pallas.dispatch import KernelChoice
 from mamba_jax.config.channel_recurrence import ShortConvConfig
+from mamba_jax.sharding import make_mesh
 from serving import compatibility
 from serving.compatibility import RULES, Deployment, check
 from serving.config import ConfigError, EngineConfig
@@ -58,8 +59,6 @@ INVARIANT_CASES = [
     ({"kv_cache_dtype": "fp8"}, CPU, "kv_cache_dtype fp8; use auto"),
     ({"checkpoint_dtype": "int8"}, CPU, "checkpoint_dtype int8; use auto"),
     (DRAFTER, CPU, "speculative_model; use mtp or ngram drafts"),
-    ({"tensor_parallel_size": 2}, CPU, "tensor_parallel_size 2; use 1"),
-    (DIVIDED, CPU, "context_parallel_size 2; use 1"),
     ({"kernels": "xla"}, CPU, "kernels xla; use auto"),
     ({"kernel_check": "always"}, CPU, "kernel_check always; use auto"),
     ({"enable_lora": True, "max_lora_rank": 12}, CPU, "max_lora_rank 12; use a power of two"),
@@ -107,6 +106,10 @@ def test_stored_bits_name_what_compiled_them():
     named = source_of_bits(KernelChoice(platform="gpu", device=device, named="invariant"))
     assert named.endswith(f", JAX {jax.__version__}")
     assert " ".join(device.client.platform_version.split()) in named
+    meshes = None, make_mesh(1), make_mesh(2), make_mesh(4), make_mesh(2, members=2)
+    one, same, *others = (source_of_bits(KernelChoice(named="invariant"), mesh) for mesh in meshes)
+    assert one == same
+    assert len({one, *others}) == 4
 
 
 def test_what_is_supported():
@@ -114,6 +117,7 @@ def test_what_is_supported():
         check(Deployment(EngineConfig(schedule_invariant=True, **flags), model, "cpu"))
 
     invariant()
+    invariant(tensor_parallel_size=2, **DIVIDED)
     invariant(dtype="bfloat16", data_parallel_size=2, enable_lora=True, mixed_steps=True)
     invariant(dtype="float32", replay_interval=1, speculative_method="ngram", host_cache_gib=1)
     short = ShortConvConfig(channels=20, conv_width=4, bias=True)

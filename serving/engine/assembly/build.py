@@ -74,11 +74,13 @@ class AssembledEngine:
     @cached_property
     def weights_digest(self) -> str:
         """Digest of the engines' initial weights. Stored and transferred states of schedule-invariant engines have one
-        of their own for each instruction set, or kind of device with the versions of JAX and of the platform."""
+        of their own for each mesh, and each instruction set, or kind of device with the versions of JAX and of the
+        platform."""
         digest = self.digest or model_digest(self.model, self.model.config)
         if not self.config.schedule_invariant:
             return digest
-        return f"{digest}-{source_of_bits(self.engine.loop.programs.kernels)}"
+        programs = self.engine.loop.programs
+        return f"{digest}-{source_of_bits(programs.kernels, programs.mesh)}"
 
     @property
     def engine(self) -> Engine:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import jax
+from jax.sharding import Mesh
 
 from mamba_jax.programs import INVARIANT, INVARIANT_INTERPRETED, KernelChoice, UnsupportedError, instructions
 from serving.config import ConfigError, EngineConfig
@@ -34,14 +35,16 @@ def refused_on_all(config: EngineConfig, led: bool) -> Mapping[tuple[str, str], 
     return {(operation, kernel): why for operation, kernel, why in told}
 
 
-def source_of_bits(kernels: KernelChoice) -> str:
+def source_of_bits(kernels: KernelChoice, mesh: Mesh | None = None) -> str:
     """What a schedule-invariant program's bits depend on besides its inputs: equal texts mean equal bits."""
+    axes = {} if mesh is None else mesh.shape
+    named = "-".join([str(kernels.named), *(f"{axis} {size}" for axis, size in axes.items() if size > 1)])
     if kernels.platform == "cpu":
-        return f"{kernels.named}-{instructions()}"
+        return f"{named}-{instructions()}"
     # Another compiler may choose other instructions for the same kernels.
     device = kernels.device
     made_for = "" if device is None else f"{device.device_kind}, {device.client.platform_version}"
-    return f"{kernels.named}-{' '.join(made_for.split())}, JAX {jax.__version__}"
+    return f"{named}-{' '.join(made_for.split())}, JAX {jax.__version__}"
 
 
 def kernel_choice(config: EngineConfig, refused: Mapping[tuple[str, str], str] | None = None) -> KernelChoice:

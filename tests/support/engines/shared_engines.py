@@ -98,6 +98,10 @@ VARIANTS = {
     "bfloat16 states": Variant("falconh1", {"ssm_dtype": "bfloat16"}, 2e-2, 5e-2),
     "float16 states": Variant("falconh1", {"ssm_dtype": "float16"}, 4e-3, 1e-2),
     "two members": Variant("delta", {"context_parallel_size": 2}, TOLERANCE, TOLERANCE),
+    # The training forward does not merge parts of attention.
+    "two members of two devices, invariant": Variant(
+        "delta", {"context_parallel_size": 2, "tensor_parallel_size": 2, "schedule_invariant": True}, 0.0, TOLERANCE
+    ),
 }
 EXACT = {
     f"{kind}, exact": Variant("nemotronh", {"checkpoint_dtype": kind, "state_block_size": 2 * TILE}, 2e-3, 0.3)

@@ -1,0 +1,64 @@
+"""Members of a schedule-invariant engine: what they divide, and how a step is cut, changes no bit."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from kernels_pallas.native import WHY_MISSING
+from serving import LLM, SamplingParams
+from tests.support.engines.engine_harness import SMALL
+from tests.support.engines.engines import OPTIMIZED
+from tests.support.engines.step_programs import few_programs, own_programs
+from tests.support.models.divisible_checkpoints import EIGHT, FAMILIES, MORE, write_checkpoint
+from tests.support.models.golden_case import assert_greedy, shared_block
+from tests.support.selection import slow
+
+pytestmark = pytest.mark.skipif(WHY_MISSING is not None, reason=f"native operations: {WHY_MISSING}")
+FLAGS = SMALL | {"schedule_invariant": True, "mamba_cache_mode": "all", "debug_state": True, "compilation_cache": False}
+CASES = FAMILIES | MORE | {"eight": EIGHT}
+GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True, logprobs=0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "dtype", "members", "shards"),
+    [
+        ("eight", "float32", 2, 4),
+        ("kimi", "bfloat16", 4, 2),
+        slow("qwen3next", "bfloat16", 8, 1),
+        slow("mamba2", "float32", 1, 2),
+        *(slow(name, "float32", 4, 2) for name in sorted(FAMILIES | MORE)),
+    ],
+)
+def test_divided_steps_have_the_bits_of_undivided_ones(name, dtype, members, shards, tmp_path, monkeypatch):
+    """Slots and pages of both engines, answers, and the answer's log-probabilities as those of a prompt."""
+    case, devices = CASES[name], {"context_parallel_size": members, "tensor_parallel_size": shards}
+    directory, engines, exchanges = write_checkpoint(tmp_path, case), [], []
+    for least in (4, 1 << 20):
+        monkeypatch.setattr("mamba_jax.sharding.axis.LEAST_TOKENS", least)
+        with few_programs(functools.partial(own_programs, compiler_options=OPTIMIZED)):
+            llm = LLM(directory, speculative_method=case.drafts, dtype=dtype, **FLAGS, **devices)
+        outputs = [llm.generate({"prompt_token_ids": ids}, GREEDY, use_tqdm=False)[0] for ids in shared_block()]
+        (prefill,) = (program for name, program in llm.engine.loop.programs.cache if name == "PrefillBatch")
+        exchanges.append(prefill.as_text().count(" all-to-all("))
+        engines.append((llm, outputs))
+    (one, divided), (other, whole) = engines
+    assert exchanges[0] > exchanges[1]
+    if dtype == "float32":
+        assert_greedy(divided, directory)
+    for mine, right in zip(divided, whole, strict=True):
+        assert mine.num_cached_tokens == right.num_cached_tokens
+        assert mine.outputs[0].token_ids == right.outputs[0].token_ids
+        assert mine.outputs[0].logprobs == right.outputs[0].logprobs
+    stores = [llm.engine.loop.store for llm in (one, other)]
+    for mine, right in zip(*map(jax.tree.leaves, stores), strict=True):
+        np.testing.assert_array_equal(np.asarray(mine)[1:], np.asarray(right)[1:])
+    (choice,) = divided[0].outputs
+    scoring = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    prompt = divided[0].prompt_token_ids + choice.token_ids
+    for llm, _ in engines:
+        tables = llm.generate([prompt], scoring, use_tqdm=False, cache_salt="scored")[0].prompt_logprobs
+        scored = [table[token].logprob for token, table in zip(choice.token_ids, tables[-10:], strict=True)]
+        assert scored == [table[token].logprob for token, table in zip(choice.token_ids, choice.logprobs, strict=True)]
