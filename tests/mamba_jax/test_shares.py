@@ -206,10 +206,10 @@ def test_states_written_one_by_one_as_on_tpu(form, monkeypatch):
 
 @pytest.mark.parametrize(("erase", "of_transition"), [(False, 6), (True, 6 * 4 * 4)])
 def test_pairs_exchange_no_tokens(erase, of_transition):
-    """A transition and a state of each member, and the state and slot after each piece of a tile."""
+    """In floats: a transition and a state of each member, and the state after each piece of a tile."""
     pieces, state = (TOKENS // MEMBERS + 2 * len(LENGTH) * (TILE - 1)) // TILE, 6 * 5 * 4
     found = scanned(heads=6, groups=2, erase=erase, use=gathered)
-    assert found == 4 * MEMBERS * (of_transition + state + pieces * (state + 1))
+    assert found == 4 * MEMBERS * (of_transition + state + pieces * state)
 
 
 def test_each_slot_is_written_by_the_member_that_ends_its_tile():
