@@ -230,12 +230,8 @@ def test_a_query_keeps_its_bits_in_blocks_and_tables_of_any_size(platform, membe
         if members == 1:
             return paged_attention(q, kv, page_table=table, **places)
         table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % members)))
-        parts = [
-            paged_attention_part(
-                q, kv, page_table=table[:, i::members], first_page=jnp.int32(i), page_stride=members, **places
-            )
-            for i in range(members)
-        ]
+        part = functools.partial(paged_attention_part, q, kv, page_stride=members, **places)
+        parts = [part(page_table=table[:, i::members], first_page=jnp.int32(i)) for i in range(members)]
         return merge_attention_parts(*(jnp.stack(each) for each in zip(*parts, strict=True)))
 
     position = np.arange(300)
