@@ -9,7 +9,7 @@ import numbers
 import re
 import reprlib
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, TypeVar, get_origin
 
@@ -75,6 +75,21 @@ def _only(kind: type, what: str) -> BeforeValidator:
     def check(value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, kind):
             raise PydanticCustomError("kind", "must be {what}", {"what": what})
+        return value
+
+    return BeforeValidator(check)
+
+
+def listed(kind: type, what: str, most: int | None = None) -> BeforeValidator:
+    """Refuses all but lists of a kind, up to a length. Pydantic would make an error for each of a million items."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+            raise PydanticCustomError("kind", "must be a list of {what}", {"what": what})
+        if most is not None and len(value) > most:
+            raise PydanticCustomError("length", "must have at most {most} items", {"most": most})
+        if any(isinstance(item, bool) or not isinstance(item, kind) for item in value):
+            raise PydanticCustomError("kind", "must be a list of {what}", {"what": what})
         return value
 
     return BeforeValidator(check)

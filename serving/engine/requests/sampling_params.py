@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from pydantic import ConfigDict, Field, StrictBool
+from pydantic import BeforeValidator, ConfigDict, Field, StrictBool
 from pydantic.dataclasses import dataclass
 
 from serving.core.errors import RequestError
 from serving.engine.requests.stop_text import StopAutomaton
-from serving.settings import Integer, Number, checks_names
+from serving.settings import Integer, Number, checks_names, listed
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -79,6 +79,17 @@ def is_neutral(name: str, value: object) -> bool:
 Id = Annotated[Integer, Field(ge=0, le=_INT32)]
 Key = Annotated[int, Field(ge=0, le=_INT32)]
 """Of an object in JSON, where it is a text."""
+_TEXTS = listed(str, "texts")
+
+
+def _stop(value: Any) -> Any:
+    return value if value is None or isinstance(value, str) else _TEXTS.func(value)  # type: ignore[call-arg, arg-type]
+
+
+def _bias(value: Any) -> Any:
+    if isinstance(value, Mapping) and len(value) > MAX_LOGIT_BIAS:
+        raise RequestError(f"logit_bias has {len(value)} entries: at most {MAX_LOGIT_BIAS} are allowed")
+    return value
 
 
 @checks_names("sampling parameter", NEAREST, is_neutral)
@@ -106,9 +117,9 @@ class SamplingParams:
     """Maximum number of output tokens; None: until the model's length is reached."""
     min_tokens: Id = 0
     """Number of output tokens before which neither an end-of-sequence token nor a stop id may occur."""
-    stop: str | Sequence[str] | None = None
+    stop: Annotated[str | Sequence[str] | None, BeforeValidator(_stop)] = None
     """Texts that end the output. The output contains them only with `include_stop_str_in_output`."""
-    stop_token_ids: Annotated[Sequence[Id], Field(max_length=MAX_STOP_IDS)] | None = None
+    stop_token_ids: Annotated[Sequence[Id], listed(numbers.Integral, "token ids", MAX_STOP_IDS)] | None = None
     """Tokens that end the output."""
     stop_after: tuple[str, Annotated[str, Field(min_length=1)]] | None = None
     """The marks around reasoning, in which stop texts do not count; the first is "" if the prompt ends within it."""
@@ -119,7 +130,9 @@ class SamplingParams:
     """Report the log-probability of each output token, and of this many likeliest tokens."""
     prompt_logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """The same for the tokens of the prompt."""
-    prompt_logprob_token_ids: Annotated[Sequence[Id], Field(max_length=MAX_PROMPT_LOGPROB_IDS)] | None = None
+    prompt_logprob_token_ids: (
+        Annotated[Sequence[Id], listed(numbers.Integral, "token ids", MAX_PROMPT_LOGPROB_IDS)] | None
+    ) = None
     """Report the log-probabilities of these tokens at each position of the prompt, in addition to those of the prompt's
     own tokens (`prompt_logprobs` is then at least 0)."""
     return_sampling_mask: StrictBool = False
@@ -127,7 +140,7 @@ class SamplingParams:
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[Number, Field(ge=1 / _LARGEST, le=_LARGEST)] = 1.0
-    logit_bias: Annotated[Mapping[Key, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
+    logit_bias: Annotated[Mapping[Key, float], BeforeValidator(_bias)] | None = None
     """Added to the logits of these token ids."""
     detokenize: StrictBool = True
     """False: only token ids are returned; `text` stays empty, and stop texts cannot be used."""

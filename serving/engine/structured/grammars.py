@@ -23,7 +23,7 @@ from serving.core.errors import RequestError
 from serving.engine.fair_lru import FairLru
 from serving.engine.structured import grammar_trial
 from serving.engine.structured.trials import GrammarTrials
-from serving.settings import checks_names
+from serving.settings import checks_names, listed
 
 _NEAREST = {
     "disable_additional_properties": "give the schema additionalProperties: false",
@@ -47,7 +47,9 @@ class StructuredOutputs:
     json: str | Mapping[str, Any] | bool | None = None
     """A JSON schema."""
     regex: str | None = None
-    choice: Annotated[Sequence[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
+    choice: (
+        Annotated[Sequence[Annotated[str, Field(min_length=1)]], listed(str, "texts"), Field(min_length=1)] | None
+    ) = None
     """The output is one of these texts."""
     grammar: str | None = None
     """A context-free grammar in Lark's syntax, or in GBNF."""

@@ -31,10 +31,40 @@ def test_defaults_are_those_that_vllm_users_know():
 WRONG = {
     "temperature": (-0.1, float("nan"), "hot"), "top_p": (0.0, 1.1), "top_k": (-2, 1.5), "min_p": (2,), "n": (0,),
     "max_tokens": (0, True), "min_tokens": (17,), "logprobs": (1025,), "prompt_logprobs": (-1,),
-    "presence_penalty": (2.5,), "repetition_penalty": (0,), "stop": ([""], [1]), "ignore_eos": (1,), "seed": (1.0,),
+    "presence_penalty": (2.5,), "repetition_penalty": (0,), "stop": ([""], [1], b"a", [b"a"]), "ignore_eos": (1,),
+    "seed": (1.0,),
     "stop_token_ids": ("12", [-1], [2**31], [10**400]), "prompt_logprob_token_ids": ([-1], [3] * 129),
     "logit_bias": ({"x": 1}, {2**31: 1.0}, {float("inf"): 1.0}, {1.5: 1.0}, {3: 10**400}),
 }  # fmt: skip
+
+
+class Watched(list):
+    """Counts how many of its items are read."""
+
+    read = 0
+
+    def __iter__(self):
+        for item in super().__iter__():
+            self.read += 1
+            yield item
+
+
+@pytest.mark.parametrize(
+    ("values", "read"),
+    [
+        (lambda items: SamplingParams(stop=items), 1),
+        (lambda items: SamplingParams(stop_token_ids=items), 0),
+        (lambda items: SamplingParams(prompt_logprob_token_ids=items), 0),
+        (lambda items: StructuredOutputs(choice=items), 1),
+    ],
+    ids=["stop", "stop_token_ids", "prompt_logprob_token_ids", "choice"],
+)
+def test_a_long_list_is_refused_by_its_length_or_first_item(values, read):
+    items = Watched([None] * 1000)
+    with pytest.raises(RequestError) as refusal:
+        values(items)
+    assert items.read == read
+    assert len(str(refusal.value)) < 200
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
@@ -49,7 +79,7 @@ def test_each_bad_value_has_one_clear_line(name, value):
 def test_lines_say_what_is_allowed():
     for fields, allowed in (
         ({"temperature": "hot"}, "temperature: must be a number, got 'hot'"), ({"top_p": 2}, "or equal to 1, got 2"),
-        ({"max_tokens": True}, "must be an integer, got True"), ({"stop": [1]}, r"must be a valid string, got \[1\]"),
+        ({"max_tokens": True}, "must be an integer, got True"), ({"stop": [1]}, r"must be a list of texts, got \[1\]"),
         ({"stop_token_ids": [-1]}, "must be greater than or equal to 0, got -1"),
         ({"logit_bias": {"x": 1}}, "must be a valid integer, .*, got 'x'"),
     ):  # fmt: skip
