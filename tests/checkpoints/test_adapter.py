@@ -153,7 +153,10 @@ def replaced(name, value):
         (renamed("layers.4.mixer.shared_experts", "layers.4.mixer.experts.1"), r"experts\.1\.\w+ has lora_A"),
         (renamed("model.layers.2.mixer.in_proj", "lm_head"), "lm_head is not a linear layer"),
         (lambda tensors: tensors.pop(f"{IN_PROJ}.lora_A.weight"), "in_proj has no lora_A: A and B are needed"),
-        (replaced(f"{IN_PROJ}.lora_B.weight", np.zeros((536, 3))), r"lora_A .* expected \[3, 48\] and \[537"),
+        (
+            replaced(f"{IN_PROJ}.lora_B.weight", np.zeros((536, 3))),
+            r"in_proj has lora_A .* expected \[3, 48\] and \[537",
+        ),
         (replaced(f"{IN_PROJ}.lora_A.weight", np.zeros((3, 47))), r"in_proj has lora_A \[3, 47\]"),
         (replaced(f"{IN_PROJ}.lora_A.weight", np.zeros((4, 48))), "rank 4, but the config says 3"),
         (replaced(f"{IN_PROJ}.lora_A.weight", np.full((3, 48), np.nan)), "in_proj has numbers that are not finite"),
@@ -162,7 +165,10 @@ def replaced(name, value):
             replaced(f"{IN_PROJ}.lora_magnitude_vector", np.zeros(3)),
             r"magnitudes \[3\]: expected none without use_dora",
         ),
-        (replaced(f"{MODULE_PREFIX}lm_head.weight", np.zeros((510, 48))), r"\[510, 48\]: .* cannot add tokens"),
+        (
+            replaced(f"{MODULE_PREFIX}lm_head.weight", np.zeros((510, 48))),
+            r"lm_head.* \[510, 48\]: .* cannot add tokens",
+        ),
         (replaced(f"{MODULE_PREFIX}lm_head.weight", np.full((509, 48), np.nan)), "lm_head.weight has numbers"),
         (replaced(f"{MODULE_PREFIX}model.norm.weight", np.zeros(48)), "norm.weight is not supported"),
         (lambda tensors: tensors.clear(), "has no tensors of LoRA"),

@@ -200,7 +200,11 @@ def test_what_is_not_supported_is_refused(changeable, description, message):
         ("quantize_config.json", {"bits": 8, "desc_act": False}, Quantization("gptq", bits=8, zero_offset=1)),
         ("quant_config.json", {"w_bit": 4, "q_group_size": 64}, Quantization("awq", group_size=64)),
         ("config.json", {"compression_config": {"config_groups": {}}}, Quantization("compressed-tensors")),
-        ("config.json", {"quantization_config": {"quantization_status": "frozen"}}, Quantization("compressed-tensors")),
+        (
+            "config.json",
+            {"quantization_config": {"quantization_status": "compressed"}},
+            Quantization("compressed-tensors"),
+        ),
         ("config.json", {"quantization_config": {"bits": 4, "sym": True}}, Quantization("gptq", zero_offset=1)),
         ("config.json", {"quantization_config": {"weight_block_size": [8, 8]}}, Quantization("fp8", block=(8, 8))),
     ],

@@ -35,11 +35,15 @@ STORED = {
 }
 F32 = np.dtype(np.float32)
 PARAMETERS = {
-    "zx": jax.ShapeDtypeStruct((2, 2, 4), F32), "rest": jax.ShapeDtypeStruct((6, 4), ml_dtypes.bfloat16),
-    "conv": jax.ShapeDtypeStruct((6, 3), F32), "experts": jax.ShapeDtypeStruct((4, 2, 4), F32),
-    "pairs": jax.ShapeDtypeStruct((4, 2, 3, 4), F32), "q": jax.ShapeDtypeStruct((4, 4), F32),
-    "joined": jax.ShapeDtypeStruct((6, 4), ml_dtypes.bfloat16), "k": jax.ShapeDtypeStruct((6, 4), F32),
-}  # fmt: skip
+    "zx": jax.ShapeDtypeStruct((2, 2, 4), F32),
+    "rest": jax.ShapeDtypeStruct((6, 4), ml_dtypes.bfloat16),
+    "conv": jax.ShapeDtypeStruct((6, 3), F32),
+    "experts": jax.ShapeDtypeStruct((4, 2, 4), F32),
+    "pairs": jax.ShapeDtypeStruct((4, 2, 3, 4), F32),
+    "q": jax.ShapeDtypeStruct((4, 4), F32),
+    "joined": jax.ShapeDtypeStruct((6, 4), ml_dtypes.bfloat16),
+    "k": jax.ShapeDtypeStruct((6, 4), F32),
+}
 SOURCES = {
     "zx": HFSource(("m.in_proj",), (0, 4), (10, 4)),
     "rest": HFSource(("m.in_proj",), (4, 10), (10, 4)),

@@ -187,9 +187,13 @@ def convolution(model, dtype, lead, **places):
     n, bias = model.channels, shape(model.channels, dtype=dtype) if model.bias else None
     x, windows = (shape(*sizes, n, dtype=dtype) for sizes in (lead, (SLOTS, model.width - 1)))
     return {
-        "x": x, "taps": shape(n, model.width, dtype=dtype), "bias": bias, "windows": windows, **places,
+        "x": x,
+        "taps": shape(n, model.width, dtype=dtype),
+        "bias": bias,
+        "windows": windows,
+        **places,
         "activation": "silu",
-    }  # fmt: skip
+    }
 
 
 def convolution_update(model, dtype, states):

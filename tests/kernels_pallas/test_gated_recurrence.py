@@ -46,9 +46,16 @@ VALID = np.array([[1, 1, 1], [1, 1, 1], [1, 1, 0], [0, 0, 0], [1, 1, 1]], bool)
 # Far behind an anchor, right after it, one token after it, fresh with and without a tail, across a boundary with and
 # without a slot for its state, onto an anchor between boundaries with and without inputs since, and padding.
 ANCHORED = [
-    row(1, 1, 8, 14, 3, 8), row(2, 2, 8, 8, 2, 9), row(3, 3, 16, 17, 1, 0), row(0, 4, 0, 0, 3, 10),
-    row(0, 5, 0, 2, 3, 11), row(4, 6, 8, 15, 3, 0), row(5, 7, 5, 7, 2, 5), row(6, 8, 7, 7, 3, 6), row(),
-]  # fmt: skip
+    row(1, 1, 8, 14, 3, 8),
+    row(2, 2, 8, 8, 2, 9),
+    row(3, 3, 16, 17, 1, 0),
+    row(0, 4, 0, 0, 3, 10),
+    row(0, 5, 0, 2, 3, 11),
+    row(4, 6, 8, 15, 3, 0),
+    row(5, 7, 5, 7, 2, 5),
+    row(6, 8, 7, 7, 3, 6),
+    row(),
+]
 # Rows of less than a convolution looks back, cut by a tile's end two tokens after their first, of whole tiles, fresh
 # and continued; they begin anywhere, and some slots are written by the row that reads them.
 RAGGED = {

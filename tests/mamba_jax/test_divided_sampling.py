@@ -21,11 +21,15 @@ from tests.support.sampling import asked_of, table_of
 VOCAB, HEADS = 8 * 40, 3
 GREEDY = [{}] * 8
 MIXED = [
-    {}, {"temperature": 1.0, "seed": 3}, {"presence_penalty": 1.5, "repetition_penalty": 1.3},
-    {"logit_bias": {5: 4.0, 319: 4.0}}, {"temperature": 0.7, "seed": 4, "top_k": 9, "frequency_penalty": 0.4},
+    {},
+    {"temperature": 1.0, "seed": 3},
+    {"presence_penalty": 1.5, "repetition_penalty": 1.3},
+    {"logit_bias": {5: 4.0, 319: 4.0}},
+    {"temperature": 0.7, "seed": 4, "top_k": 9, "frequency_penalty": 0.4},
     {"temperature": 1.2, "seed": 5, "top_p": 0.6, "min_p": 0.01},
-    {"temperature": 1.0, "seed": 6, "top_k": 40, "top_p": 0.8, "presence_penalty": 0.5}, {"logprobs": 3},
-]  # fmt: skip
+    {"temperature": 1.0, "seed": 6, "top_k": 40, "top_p": 0.8, "presence_penalty": 0.5},
+    {"logprobs": 3},
+]
 
 
 def sample(logits, rows, drafts, counts, seen):

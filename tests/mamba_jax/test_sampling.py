@@ -61,12 +61,17 @@ def probabilities(x):
 
 
 ROWS = [
-    {"temperature": 0.7, "top_k": 5}, {"temperature": 1.3, "top_p": 0.6}, {"temperature": 1.0, "min_p": 0.2},
+    {"temperature": 0.7, "top_k": 5},
+    {"temperature": 1.3, "top_p": 0.6},
+    {"temperature": 1.0, "min_p": 0.2},
     {"temperature": 0.9, "top_k": 9, "top_p": 0.8, "min_p": 0.05},
     {"temperature": 1.0, "repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": -0.3},
-    {"temperature": 1.0, "logit_bias": {3: 4.0, 0: -100.0}, "min_tokens": 4, "stop_ids": [1, 22]}, {"temperature": 1.0},
-    {"temperature": 1.0, "top_k": 1}, {"temperature": 2.0, "top_p": 1e-6}, {"temperature": 1.0, "top_k": 500},
-]  # fmt: skip
+    {"temperature": 1.0, "logit_bias": {3: 4.0, 0: -100.0}, "min_tokens": 4, "stop_ids": [1, 22]},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "top_k": 1},
+    {"temperature": 2.0, "top_p": 1e-6},
+    {"temperature": 1.0, "top_k": 500},
+]
 
 
 @jax.jit

@@ -126,12 +126,16 @@ def compile_step(
     machine = compilable(topology)
     partition, shape = Partition.of(config, machine.count // members, members), StoreShape.of(config)
     programs = SlicePrograms(
-        model or HybridModel.abstract(config, dtype=jnp.bfloat16), slice_mesh(machine, members),
+        model or HybridModel.abstract(config, dtype=jnp.bfloat16),
+        slice_mesh(machine, members),
         store=jax.eval_shape(partial(init_store, partition.store_shape(shape), dtype=jnp.bfloat16, **store)),
-        rows=jax.eval_shape(partial(init_rows, config, source=source, **seats)), tile_size=tile_size, source=source,
+        rows=jax.eval_shape(partial(init_rows, config, source=source, **seats)),
+        tile_size=tile_size,
+        source=source,
         adapters=lambda model, mesh: lora and Adapters(model, count=lora[0], rank=lora[1], mesh=mesh, abstract=True),
-        greedy=greedy, kernels=kernels,
-    )  # fmt: skip
+        greedy=greedy,
+        kernels=kernels,
+    )
     program, device = measured(programs, batch), partition.device_shape(shape)
     states = store["num_slots"] * device.bytes_per_slot(jnp.bfloat16)
     page = device.bytes_per_page(store["page_size"], store.get("kv_dtype", jnp.bfloat16))
@@ -156,10 +160,15 @@ def measured(programs: SlicePrograms, batch: StepBatch, name: str = "step") -> M
         found |= {"moved": traffic.total(), "weights": traffic.of_arguments(r"weights\[\d+\]")}
         found["arriving"] = tuple(traffic.arriving(COLLECTIVES))
     return MeasuredProgram(
-        name, memory.generated_code_size_in_bytes, memory.temp_size_in_bytes, memory.alias_size_in_bytes,
-        collectives=count_collectives(text), gathered=Traffic(text).received("all-gather"),
-        exchanged=Traffic(text).received("all-to-all"), **found,
-    )  # fmt: skip
+        name,
+        memory.generated_code_size_in_bytes,
+        memory.temp_size_in_bytes,
+        memory.alias_size_in_bytes,
+        collectives=count_collectives(text),
+        gathered=Traffic(text).received("all-gather"),
+        exchanged=Traffic(text).received("all-to-all"),
+        **found,
+    )
 
 
 def _launches(dump: Path) -> dict[str, int]:

@@ -21,9 +21,15 @@ from tests.support.selection import slow
 pytestmark = [pytest.mark.tpu_compile, pytest.mark.full]
 SLOTS, PAGES, PAGE, ROWS, MAX_LEN = 300, 4000, 32, 64, 1024
 WHOLE = [
-    ("v5e-8", 64, 0, 1.1), ("v5e-8", 128, 0, 1.1), ("v5e-8", 64, 3, 1.15), ("v5e-8", 128, 3, 1.17),
-    ("v6e-8", 64, 0, 1.1), ("v6e-8", 128, 0, 1.12), ("v6e-8", 64, 3, 1.17), ("v6e-8", 128, 3, 1.25),
-]  # fmt: skip
+    ("v5e-8", 64, 0, 1.1),
+    ("v5e-8", 128, 0, 1.1),
+    ("v5e-8", 64, 3, 1.15),
+    ("v5e-8", 128, 3, 1.17),
+    ("v6e-8", 64, 0, 1.1),
+    ("v6e-8", 128, 0, 1.12),
+    ("v6e-8", 64, 3, 1.17),
+    ("v6e-8", 128, 3, 1.25),
+]
 """Machine, rows, drafts, and how many times the least a program moves at most."""
 
 

@@ -178,14 +178,18 @@ def batch(one_engine, tmp_path_factory):
     folder = tmp_path_factory.mktemp("batch")
     greedy = {"temperature": 0, "ignore_eos": True}
     source = write_lines(
-        folder / "in.jsonl", {"id": "a", "prompt_token_ids": [5, 6, 7], "max_tokens": 5, "logprobs": 3} | greedy,
-        "this is not JSON\n", {"id": "b", "prompt": "no tokenizer here"}, "\n",
+        folder / "in.jsonl",
+        {"id": "a", "prompt_token_ids": [5, 6, 7], "max_tokens": 5, "logprobs": 3} | greedy,
+        "this is not JSON\n",
+        {"id": "b", "prompt": "no tokenizer here"},
+        "\n",
         {"id": 3, "prompt_token_ids": [5, 6, 7], "max_tokens": 2} | greedy,
         {"id": "d", "prompt_token_ids": [5], "max_tokens": 2, "temperatur": 0},
         {"id": "e", "prompt_token_ids": [5], "max_tokens": -2},
-        {"id": "f", "prompt_token_ids": [99999], "max_tokens": 2}, "[1, 2]\n",
+        {"id": "f", "prompt_token_ids": [99999], "max_tokens": 2},
+        "[1, 2]\n",
         {"id": "g", "prompt_token_ids": [9, 8], "max_tokens": 3, "seed": 5, "n": 2} | greedy | {"temperature": 1},
-    )  # fmt: skip
+    )
     target = folder / "out.jsonl"
     code = run(["generate", "--input", str(source), "--output", str(target), *SMALL])
     return source, target, code
@@ -256,7 +260,12 @@ def test_progress_is_printed_without_a_terminal(batch, tmp_path, capfd, monkeypa
         ("TOPOLOGY", "v9", ["plan"], "topology 'v9' is not known"),
         ("WARMUP", "maybe", ["chat"], "Invalid value for '--warmup'"),
         ("CONFIG", "no.yaml", ["generate", "x"], "config file no.yaml: cannot be read (No such file"),
-        ("DTYPE", "no", ["generate", "--dtype", "none", "x"], "'float32', 'bfloat16' or 'float16', got 'none'"),
+        (
+            "DTYPE",
+            "no",
+            ["generate", "--dtype", "none", "x"],
+            "dtype: must be 'auto', 'float32', 'bfloat16' or 'float16', got 'none'",
+        ),
         ("PROT", "1", ["generate"], "variable MAMBA_JAX_PROT is not read; did you mean 'MAMBA_JAX_PORT'?"),
     ],
 )

@@ -32,17 +32,21 @@ def answers(path):
 def test_a_batch(server, llm, tmp_path):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [
-        line("chat", n=2), line("text", "/v1/completions", prompt="The state of", logprobs=1, echo=True),
+        line("chat", n=2),
+        line("text", "/v1/completions", prompt="The state of", logprobs=1, echo=True),
         {"id": "own", "prompt": "The state of", "max_tokens": 4, "temperature": 0},
-        line("ids", "/v1/completions", prompt=[5, 6, 7]), line("wrong", temperature=-1),
-        line("elsewhere", "/v1/embeddings", input="x"), line("fetched", method="GET"),
-        line("several", "/v1/completions", prompt=["a", "b"]), line("long", "/v1/completions", prompt=[5] * 600),
+        line("ids", "/v1/completions", prompt=[5, 6, 7]),
+        line("wrong", temperature=-1),
+        line("elsewhere", "/v1/embeddings", input="x"),
+        line("fetched", method="GET"),
+        line("several", "/v1/completions", prompt=["a", "b"]),
+        line("long", "/v1/completions", prompt=[5] * 600),
         line("form", structured_outputs={"regex": "[0-9]{3}"}),
         line("complex", structured_outputs={"grammar": 'start: "abc" ' + TOO_BIG}),
         {"id": "own chat", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "temperature": 0},
         {"id": "own both", "messages": [], "prompt": "x"},
         {"id": "own complex", "prompt": "x", "structured_outputs": {"grammar": 'start: "abc" ' + TOO_BIG}},
-    ]  # fmt: skip
+    ]
     source.write_text("".join(json.dumps(each) + "\n" for each in lines))
     counts = run_batch(llm, source, target)
     assert (counts.done, counts.failed) == (14, 8)
@@ -77,12 +81,18 @@ def test_bad_lines_are_errors_of_their_own(server, llm, tmp_path):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     good = {"id": "good", "prompt": "The state of", "max_tokens": 2}
     lines = [
-        {"id": "\ud800", "prompt": "x"}, {"id": "half", "prompt": "\udfff"},
-        {"id": ["a", "list"], "prompt": {"not": "a text"}}, line("template", chat_template_kwargs={"chat_template": 5}),
-        line("variables", chat_template_kwargs=[1]), line("\ud800"),
-        line("messages", messages=[{"role": "user", "content": "\ud83d"}]), line("nothing", "/v1/completions"),
-        {"custom_id": 5, "body": None, "url": "/v1/completions"}, {"custom_id": "no url", "body": {}, "url": {}}, good,
-    ]  # fmt: skip
+        {"id": "\ud800", "prompt": "x"},
+        {"id": "half", "prompt": "\udfff"},
+        {"id": ["a", "list"], "prompt": {"not": "a text"}},
+        line("template", chat_template_kwargs={"chat_template": 5}),
+        line("variables", chat_template_kwargs=[1]),
+        line("\ud800"),
+        line("messages", messages=[{"role": "user", "content": "\ud83d"}]),
+        line("nothing", "/v1/completions"),
+        {"custom_id": 5, "body": None, "url": "/v1/completions"},
+        {"custom_id": "no url", "body": {}, "url": {}},
+        good,
+    ]
     source.write_text("".join(json.dumps(each) + "\n" for each in lines))
     counts = run_batch(llm, source, target)
     assert (counts.done, counts.failed) == (len(lines), len(lines) - 1)

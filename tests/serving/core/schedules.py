@@ -40,15 +40,27 @@ def random_config(rng: random.Random) -> SchedulerConfig:
     pages = rng.choice([0, 1 + fit, 2 + fit, 2 + fit, 1 + fit + fit // 2, 1 + fit + fit // 2, 1 + 2 * fit, 200])
     members = (1, 1, 2, 3)[(longest + slots) % 4]
     return SchedulerConfig(
-        num_slots=slots, num_pages=pages and members * (1 + -(-(pages - 1) // members)), context_members=members,
-        max_num_seqs=rows, max_num_batched_tokens=rng.choice([1, 2, 3, 5, 8, 8, 16, 40]), max_model_len=longest,
-        page_size=page, state_block_size=block, tile_size=tile,
-        cache_mode=rng.choice(["none", "align", "all", "align", "all"]), num_speculative_tokens=drafts,
-        replay_interval=interval, num_lookahead_tokens=rng.choice([0, drafts]), max_prefill_rows=rng.choice([1, 2, 4]),
-        max_tiles=rng.choice([None, None, 1, 3]), max_decode_rows=rng.choice([None, None, 1, 2]),
-        max_waiting=rng.choice([None, None, None, 3]), overlap=rng.random() < 0.75,
-        max_decode_pause=1.0 if slots % 2 else None, chunks_end_at_blocks=longest % 4 == 0,
-    )  # fmt: skip
+        num_slots=slots,
+        num_pages=pages and members * (1 + -(-(pages - 1) // members)),
+        context_members=members,
+        max_num_seqs=rows,
+        max_num_batched_tokens=rng.choice([1, 2, 3, 5, 8, 8, 16, 40]),
+        max_model_len=longest,
+        page_size=page,
+        state_block_size=block,
+        tile_size=tile,
+        cache_mode=rng.choice(["none", "align", "all", "align", "all"]),
+        num_speculative_tokens=drafts,
+        replay_interval=interval,
+        num_lookahead_tokens=rng.choice([0, drafts]),
+        max_prefill_rows=rng.choice([1, 2, 4]),
+        max_tiles=rng.choice([None, None, 1, 3]),
+        max_decode_rows=rng.choice([None, None, 1, 2]),
+        max_waiting=rng.choice([None, None, None, 3]),
+        overlap=rng.random() < 0.75,
+        max_decode_pause=1.0 if slots % 2 else None,
+        chunks_end_at_blocks=longest % 4 == 0,
+    )
 
 
 class _RandomDrafts(DraftPolicy):
@@ -133,13 +145,20 @@ class Run:
         """Queue a request; None if it was refused."""
         rng = self.rng
         request = Request(
-            f"r{len(self.requests)}", prompt, max_tokens=rng.choice([1, 2, 4, 8, 20, 20]),
-            min_tokens=rng.choice([0, 0, 3]), eos_token_ids=[0], ignore_eos=rng.random() < 0.6,
-            priority=rng.choice([0, 0, 0, 1, -1]), cache_salt=salt, prompt_logprobs=rng.random() < 0.05,
-            lockstep=rng.random() < 0.1, fork_of=fork_of,
+            f"r{len(self.requests)}",
+            prompt,
+            max_tokens=rng.choice([1, 2, 4, 8, 20, 20]),
+            min_tokens=rng.choice([0, 0, 3]),
+            eos_token_ids=[0],
+            ignore_eos=rng.random() < 0.6,
+            priority=rng.choice([0, 0, 0, 1, -1]),
+            cache_salt=salt,
+            prompt_logprobs=rng.random() < 0.05,
+            lockstep=rng.random() < 0.1,
+            fork_of=fork_of,
             client=[None, "a", "b"][len(self.requests) * 7 // 5 % 3] if self.clients is not None else None,
             marks=self.marks(len(prompt)),
-        )  # fmt: skip
+        )
         try:
             self.scheduler.add(request)
         except RequestError as error:

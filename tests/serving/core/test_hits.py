@@ -173,10 +173,16 @@ def test_states_of_old_weights_go_first() -> None:
 
 MARKED = [1 + i % 7 for i in range(30)]
 MODES: list[dict[str, Any]] = [
-    {}, {"cache_mode": "align"}, {"num_pages": 0}, {"num_speculative_tokens": 2, "num_lookahead_tokens": 2},
-    {"replay_interval": 2}, {"max_num_batched_tokens": 3}, {"page_size": 4},
-    {"page_size": 4, "chunks_end_at_blocks": True}, {"tile_size": 4, "state_block_size": 8},
-]  # fmt: skip
+    {},
+    {"cache_mode": "align"},
+    {"num_pages": 0},
+    {"num_speculative_tokens": 2, "num_lookahead_tokens": 2},
+    {"replay_interval": 2},
+    {"max_num_batched_tokens": 3},
+    {"page_size": 4},
+    {"page_size": 4, "chunks_end_at_blocks": True},
+    {"tile_size": 4, "state_block_size": 8},
+]
 
 
 def at(*positions: int, ttl: float | None = None) -> dict[int, Mark]:

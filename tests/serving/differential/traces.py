@@ -135,10 +135,14 @@ def draw(
         arrival += rng.randrange(spread + 1)
     length = arrival + 20
     trace = Trace(
-        seed=seed, model=model, flags=flags, mode=mode, asks=asks,
+        seed=seed,
+        model=model,
+        flags=flags,
+        mode=mode,
+        asks=asks,
         failing=set(rng.sample(range(1, length), rng.choice([0, 0, 0, 1, 2]))),
         withdrawn=set(rng.sample(range(1, length), rng.choice([0, 0, 1, 2]))),
-    )  # fmt: skip
+    )
     if drafts:
         sources = drafters(model).sources
         trace.drafting = {
@@ -212,12 +216,18 @@ def _ask(
         prompt_logprobs=0 if rng.random() < 0.08 and adapter is None else None,
     )
     return Ask(
-        name=name, prompt=prompt, params=params,
-        expected=[expected[i if seed is not None else 0] for i in range(choices)], length=length, arrival=arrival,
-        sampling=sampling if stop_text is None else "stop text", priority=rng.choice([0, 0, 0, 1, -1]),
-        salt=rng.choice([None, None, None, None, "salt"]), adapter=adapter,
+        name=name,
+        prompt=prompt,
+        params=params,
+        expected=[expected[i if seed is not None else 0] for i in range(choices)],
+        length=length,
+        arrival=arrival,
+        sampling=sampling if stop_text is None else "stop text",
+        priority=rng.choice([0, 0, 0, 1, -1]),
+        salt=rng.choice([None, None, None, None, "salt"]),
+        adapter=adapter,
         aborted=rng.randrange(25) if rng.random() < 0.12 else None,
-    )  # fmt: skip
+    )
 
 
 def run_trace(seed: int, **how: Any) -> Counter:
@@ -257,9 +267,14 @@ def run_trace(seed: int, **how: Any) -> Counter:
                 break
             left.pop(0)
             outputs[ask.name] = engine.add_request(
-                ask.name, {"prompt_token_ids": list(ask.prompt)}, ask.params, priority=ask.priority,
-                cache_salt=ask.salt, remote=other.compute(ask) if other is not None else None, lora_request=ask.adapter,
-            )  # fmt: skip
+                ask.name,
+                {"prompt_token_ids": list(ask.prompt)},
+                ask.params,
+                priority=ask.priority,
+                cache_salt=ask.salt,
+                remote=other.compute(ask) if other is not None else None,
+                lora_request=ask.adapter,
+            )
             trace.met[CONTENTS[int(ask.adapter.lora_path)] if ask.adapter else "no adapter"] += 1
             if ask.aborted is not None:
                 aborts.append((now + ask.aborted, ask.name))

@@ -51,9 +51,14 @@ class PromptStepper:
         """
         count = len(self.prompts)
         self.store = spoiled_store(
-            self.model.config, num_slots=1 + self._tiles + 2 * count, num_pages=1 + count * self._pages_per_row,
-            page_size=PAGE, dtype=self._dtype, ssm_dtype=self._ssm_dtype, debug_state=True,
-        )  # fmt: skip
+            self.model.config,
+            num_slots=1 + self._tiles + 2 * count,
+            num_pages=1 + count * self._pages_per_row,
+            page_size=PAGE,
+            dtype=self._dtype,
+            ssm_dtype=self._ssm_dtype,
+            debug_state=True,
+        )
         self.rows = init_rows(self.model.config, max_num_seqs=count, adapters=adapters is not None)
         for row, prompt in enumerate(self.prompts):
             sampling = sampling_row(prompt_length=len(prompt), logprobs=TOP, prompt_logprobs=TOP)

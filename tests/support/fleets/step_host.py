@@ -54,13 +54,23 @@ class Host:
         self.programs = programs_of(config, source)
         # Everything is garbage until it is written; the null slot and page are the worst garbage, for good.
         self.store = spoiled_store(
-            config, num_slots=slots, num_pages=pages, page_size=PAGE, dtype=jnp.float32, debug_state=debug_state,
-            replay=self.replay, num_tails=0 if interval is None else 9,
-        )  # fmt: skip
+            config,
+            num_slots=slots,
+            num_pages=pages,
+            page_size=PAGE,
+            dtype=jnp.float32,
+            debug_state=debug_state,
+            replay=self.replay,
+            num_tails=0 if interval is None else 9,
+        )
         self.rows = init_rows(
-            config, max_num_seqs=8, num_speculative_tokens=num_drafts, source=source, max_len=PREFILL_TOKENS,
+            config,
+            max_num_seqs=8,
+            num_speculative_tokens=num_drafts,
+            source=source,
+            max_len=PREFILL_TOKENS,
             replay=interval is not None,
-        )  # fmt: skip
+        )
         self.pages_per_row = PAGES_PER_ROW if self.store.kv else 0
 
     def table(self, row):
