@@ -97,7 +97,9 @@ def test_a_sum_of_a_row_keeps_its_bits(function, size):
     x = normal(70, size)
     wide = x.astype(np.float64)
     expected = wide.sum(-1) if function is fixed_order.row_sum else np.log(np.exp(wide).sum(-1))
-    np.testing.assert_allclose(run_rows(function, x)[:, 0], expected, rtol=1e-5, atol=1e-4)
+    # Rounding depends on how many parts an instruction set adds up at once. One part is the least accurate.
+    of_one_part = np.abs(np.cumsum(x, -1)[:, -1] - wide.sum(-1)).max() if function is fixed_order.row_sum else 1e-4
+    np.testing.assert_allclose(run_rows(function, x)[:, 0], expected, rtol=1e-5, atol=of_one_part)
 
 
 @pytest.mark.parametrize("function", [fixed_order.exp, fixed_order.sigmoid, fixed_order.silu, fixed_order.softplus])
