@@ -83,7 +83,7 @@ _TEXTS = listed(str, "texts")
 
 
 def _stop(value: Any) -> Any:
-    return value if value is None or isinstance(value, str) else _TEXTS.func(value)  # type: ignore[call-arg, arg-type]
+    return value if value is None or isinstance(value, str) else _TEXTS.func(value)  # type: ignore[call-arg]
 
 
 def _bias(value: Any) -> Any:
