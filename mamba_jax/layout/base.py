@@ -51,6 +51,8 @@ class Transition:
     state after them."""
     apply: Callable[[Array, Parameters, Array], Array]
     """(what `of` returns, parameters, state) -> the state that is left of it."""
+    scans: int = 0
+    """How often `of` scans the tokens."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,8 @@ class Divisible:
     inputs: Any = Along(1)
     """In arrays [T, ...]; groups that heads share divide as well."""
     transition: Transition | None = None
-    """How members divide tokens where heads do not divide by members; None: each then computes all heads."""
+    """How members divide tokens where heads do not divide by members; None: each then computes all heads, and also in
+    steps of so many rows that this is less work."""
 
 
 @dataclass(frozen=True)

@@ -63,11 +63,6 @@ class Member:
         exchanged: Array = lax.all_to_all(x, self.axis, split, concat, tiled=True)
         return exchanged
 
-    def sent(self, x: Shaped[Array, "..."], source: Int[Array, ""]) -> Shaped[Array, "..."]:
-        """Returns the array of one member."""
-        sent: Array = lax.psum(jnp.where(self.index == source, x, jnp.zeros_like(x)), self.axis)
-        return sent
-
     def attention(
         self, q: Float[Array, "blocks q_len q_heads head_dim"], kv: Float[Array, "pages ..."], **places: Any
     ) -> Float[Array, "blocks q_len q_heads head_dim"]:

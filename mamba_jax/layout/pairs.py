@@ -7,30 +7,45 @@ last row of their shares, apply those of earlier members in order, and scan agai
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.slots import read_slots
+from kernels_pallas.slots import read_slots, take
 from mamba_jax.layout.base import Inputs, Operation, Parameters, Transition
 from mamba_jax.layout.member import Member
 from mamba_jax.layout.prefill import PrefillLayout
 
-LEAST_MEMBERS = 4
-"""With fewer, the two or three scans of a share are no less work than one scan of all tokens."""
+OfTiles = Callable[[Array], Array]
+"""Returns what an array of all tiles has for some of them."""
+
+
+def is_less_work(transition: Transition, whole: PrefillLayout, members: int) -> bool:
+    """Whether all scans of a member's pieces of tiles are of fewer tiles than one scan of all tokens; shapes decide.
+
+    They are not with few members, or with many rows for the tokens.
+    """
+    return (2 + transition.scans) * most_pieces(whole, members) < len(whole.packed.tile_row)
+
+
+def most_pieces(whole: PrefillLayout, members: int) -> int:
+    """Returns how many pieces of tiles a member's tokens can have: each row has at most two incomplete ones."""
+    (tiles, size), rows = whole.packed.tile_tokens.shape, len(whole.packed.read_slot)
+    return min(tiles, (len(whole.packed.token_row) // members + 2 * rows * (size - 1)) // size)
 
 
 def scan_share(
     operation: Operation, transition: Transition, inputs: Inputs, parameters: Parameters,
     state: Float[Array, "slots ..."], whole: PrefillLayout, member: Member,
-) -> tuple[Array, Float[Array, "tiles ..."], Int[Array, " tiles"]]:  # fmt: skip
-    """Returns y of this member's tokens, the states after its pieces of tiles, and the slots these belong in (0: none).
+) -> tuple[Array, Callable[[OfTiles], Array]]:  # fmt: skip
+    """Returns y of this member's tokens, and a function that exchanges the states after tiles.
 
     inputs: of this member's tokens.
     """
-    own, target = own_tiles(whole, member)
+    own, piece = own_tiles(whole, member)
     read = read_slots(state, whole.packed.read_slot)
     rows, zeros = len(read), jnp.zeros(read.shape[1:], read.dtype)
     row = whole.packed.token_row.reshape(member.count, -1)
@@ -39,7 +54,7 @@ def scan_share(
     last = own.packed.token_in_tiles[-1] // own.packed.tile_tokens.shape[1]
 
     def scan(inputs: Inputs, start: Float[Array, "rows ..."]) -> tuple[Array, Float[Array, "tiles ..."]]:
-        store = jnp.pad(start, ((1, len(target)), *[(0, 0)] * (start.ndim - 1)))
+        store = jnp.pad(start, ((1, len(own.packed.tile_row)), *[(0, 0)] * (start.ndim - 1)))
         y, store = operation.tiles(own, inputs, parameters, store)
         return y, store[1 + rows :]
 
@@ -58,25 +73,30 @@ def scan_share(
     passes = continues & (row[:, 0] == row[:, -1])
     every: Any = jnp.arange(member.count), passes, *(member.gather(each[None]) for each in pair)
     before, _ = lax.scan(pass_one, zeros, every)
-    return *scan_from(before), target
+    y, ends = scan_from(before)
+
+    def after(of: OfTiles) -> Array:
+        here = of(piece)
+        mine = (here >= 0).reshape(-1, *[1] * before.ndim)
+        states: Array = lax.psum(jnp.where(mine, take(ends, here), 0), member.axis)
+        return states
+
+    return y, after
 
 
 def own_tiles(whole: PrefillLayout, member: Member) -> tuple[PrefillLayout, Int[Array, " tiles"]]:
-    """Returns the layout of a member's tokens, and the slot for the state after each of its pieces of tiles; 0: none.
+    """Returns the layout of a member's tokens, and the index of its piece that ends each tile; -1: another member's.
 
     The layout's slots are those of a small store: null, one to read for each row, one to write for each tile.
     """
     packed = whole.packed
-    (tiles, size), rows = packed.tile_tokens.shape, len(packed.read_slot)
-    row, place, valid, positions = map(
-        member.own, (packed.token_row, packed.token_in_tiles, whole.valid, whole.positions)
-    )
+    size, rows, most = packed.tile_tokens.shape[1], len(packed.read_slot), most_pieces(whole, member.count)
+    row, valid, positions = map(member.own, (packed.token_row, whole.valid, whole.positions))
     in_row = (row[:, None] == jnp.arange(rows)) & valid[:, None]
-    most = min(tiles, (len(row) + 2 * rows * (size - 1)) // size)  # a row has at most two incomplete ones
     own = PrefillLayout.of(
         num_packed=len(row), tile_size=size, length=positions[in_row.argmax(axis=0)], num_tokens=in_row.sum(axis=0),
         read_slot=1 + jnp.arange(rows), tile_write_slot=1 + rows + jnp.arange(most), page_table=whole.page_table,
     )  # fmt: skip
-    ends_tile = valid & (place % size + 1 == packed.tile_valid.sum(axis=1)[place // size])
-    slot_after = jnp.where(ends_tile, packed.tiles.write_slot[place // size], 0)
-    return own, own.by_tile(slot_after).max(axis=1)
+    end = jnp.where(packed.tile_valid, packed.tile_tokens, 0).max(axis=1)
+    piece = own.packed.token_in_tiles[end % len(row)] // size
+    return own, jnp.where(end // len(row) == member.index, piece, -1)

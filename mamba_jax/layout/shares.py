@@ -23,11 +23,8 @@ from kernels_pallas.places import Packed
 from kernels_pallas.slots import load, put, read_slots, write_slots
 from mamba_jax.layout.base import Along, Divisible, Inputs, Keys, Operation, Pages, Parameters, Queries, Span
 from mamba_jax.layout.member import Member
-from mamba_jax.layout.pairs import LEAST_MEMBERS, scan_share
+from mamba_jax.layout.pairs import OfTiles, is_less_work, scan_share
 from mamba_jax.layout.prefill import PrefillLayout
-
-_OF_TILES = Along(0)
-"""Each member has whole states after its own tiles."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +54,10 @@ class ShareLayout:
         if along is not None and self._divides(along, (inputs, parameters, state)):
             return self.by_heads(operation.tiles, along, inputs, parameters, state)
         # What is rounded at tiles' ends is not linear, and pairs add in another order than the scan.
-        by_pairs = member.count >= LEAST_MEMBERS and not is_fixed()
-        if along is not None and along.transition and state.dtype == jnp.float32 and by_pairs:
-            y, ends, target = scan_share(operation, along.transition, inputs, parameters, state, self.whole, member)
-            return y, self._with_states(state, ends, member.gather(target), _OF_TILES)
+        transition = along.transition if along and state.dtype == jnp.float32 and not is_fixed() else None
+        if transition and is_less_work(transition, self.whole, member.count):
+            y, after = scan_share(operation, transition, inputs, parameters, state, self.whole, member)
+            return y, self._with_states(state, after)
         y, state = operation.tiles(self.whole, jax.tree.map(member.gather, inputs), parameters, state)
         return member.own(y), state
 
@@ -72,10 +69,12 @@ class ShareLayout:
         here = _each(partial(_by_parts, self.member.own), along.parameters, parameters)
         places, own = self._own_states(state, along)
         y, own = tiles(replace(self.whole, packed=places), given, here, own)
-        tiles_of = self.whole.packed
-        ends = jax.tree.map(lambda own: own[1 + len(tiles_of.read_slot) :], own)
-        state = self._with_states(state, ends, tiles_of.tiles.write_slot, along.state)
-        return self.member.exchange(y, split=0, concat=1), state
+        ends = jax.tree.map(lambda own: own[1 + len(places.read_slot) :], own)
+
+        def after(of: OfTiles) -> Any:
+            return _each(partial(_by_parts, self.member.gather), along.state, jax.tree.map(of, ends))
+
+        return self.member.exchange(y, split=0, concat=1), self._with_states(state, after)
 
     def _divides(self, along: Divisible, given: Any) -> bool:
         def divides(x: Array, along: Along) -> bool:
@@ -107,29 +106,25 @@ class ShareLayout:
         read_slot = jnp.where(packed.read_slot > 0, 1 + jnp.arange(rows), 0)
         return replace(packed, read_slot=read_slot, tiles=places), _each(small, along.state, state)
 
-    def _with_states(self, state: Any, ends: Any, target: Int[Array, " tiles"], along: Any) -> Any:
-        """Returns the store with the states after tiles at `target`; `ends` are this member's parts of them."""
+    def _with_states(self, state: Any, after: Callable[[OfTiles], Any]) -> Any:
+        """Returns the store with the states after tiles; `after` exchanges those of some tiles."""
         # The number of rounds of a loop would be known on the device only, and a GPU may wait for the host in each.
         # A CPU's devices may begin the loop and an exchange outside in different orders, and wait for each other.
-        at_once, each = (partial(run, along=along) for run in (self._write_at_once, self._write_each))
-        return lax.platform_dependent(state, ends, target, tpu=each, default=at_once)
+        at_once, each = (partial(run, after=after) for run in (self._write_at_once, self._write_each))
+        return lax.platform_dependent(state, tpu=each, default=at_once)
 
-    def _write_at_once(self, state: Any, ends: Any, target: Int[Array, " tiles"], *, along: Any) -> Any:
-        """Gathers the ends of all tiles, also of those that are not written."""
-        whole = _each(partial(_by_parts, self.member.gather), along, ends)
-        return jax.tree.map(lambda state, ends: write_slots(state, ends, target), state, whole)
+    def _write_at_once(self, state: Any, *, after: Callable[[OfTiles], Any]) -> Any:
+        """Exchanges the ends of all tiles, also of those that are not written."""
+        target = self.whole.packed.tiles.write_slot
+        return jax.tree.map(lambda state, ends: write_slots(state, ends, target), state, after(lambda ends: ends))
 
-    def _write_each(self, state: Any, ends: Any, target: Int[Array, " tiles"], *, along: Any) -> Any:
+    def _write_each(self, state: Any, *, after: Callable[[OfTiles], Any]) -> Any:
+        target = self.whole.packed.tiles.write_slot
         written = jnp.nonzero(target, size=len(target), fill_value=0)[0]
 
-        def whole(ends: Array, along: Along, tile: Int[Array, ""]) -> Array:
-            if along == _OF_TILES:
-                return self.member.sent(load(ends, tile % len(ends)), tile // len(ends))
-            return _by_parts(self.member.gather, load(ends, tile)[None], along)[0]
-
         def one(i: Int[Array, ""], state: Any) -> Any:
-            found = _each(partial(whole, tile=written[i]), along, ends)
-            return jax.tree.map(lambda state, end: put(state, end, target[written[i]]), state, found)
+            found = after(lambda ends: load(ends, written[i])[None])
+            return jax.tree.map(lambda state, end: put(state, end[0], target[written[i]]), state, found)
 
         return lax.fori_loop(0, (target > 0).sum(), one, state)
 

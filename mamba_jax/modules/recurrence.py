@@ -77,7 +77,8 @@ def _multiply(matrix: Array, _: Parameters, state: Array) -> Array:
     return jnp.einsum("hpk,hkn->hpn", state, matrix, precision=jax.lax.Precision.HIGHEST)
 
 
-_TRANSITIONS = {False: Transition(lambda inputs, _: inputs[3].sum(0), _decay), True: Transition(_erasing, _multiply)}
+_DECAYING = Transition(lambda inputs, _: inputs[3].sum(0), _decay)
+_TRANSITIONS = {False: _DECAYING, True: Transition(_erasing, _multiply, scans=1)}
 LINEAR = {
     erase: Forms(
         Entry, Tail, partial(recurrence_sequence, erase=erase), partial(recurrence_scan, erase=erase),

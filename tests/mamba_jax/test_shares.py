@@ -11,10 +11,10 @@ from flax import nnx
 from kernels_pallas import fixed_order, native
 from kernels_pallas.dispatch import KernelChoice
 from mamba_jax.config import MambaConfig
-from mamba_jax.layout import PrefillLayout, ShareLayout
+from mamba_jax.layout import PrefillLayout, ShareLayout, pairs, shares
 from mamba_jax.layout.base import Span
 from mamba_jax.layout.member import Member
-from mamba_jax.layout.pairs import own_tiles
+from mamba_jax.layout.pairs import is_less_work
 from mamba_jax.modules.conv import convolution
 from mamba_jax.modules.mamba import Mamba
 from mamba_jax.modules.recurrence import LINEAR, RecurrentMixer, recurrence
@@ -77,11 +77,17 @@ def both(run, state, *inputs, table=NO_PAGES, of_state=None):
     return [jax.tree.map(np.asarray, form(table, state, *inputs)) for form in (divided, whole)]
 
 
-def gathered(run, state, *inputs):
-    """Bytes that members gather, where this is all that they exchange."""
-    program = by_members(run, SPEC(), len(inputs)).lower(NO_PAGES, state, *inputs).compile()
-    assert count_collectives(program.as_text()).keys() == {"all-gather"}
-    return Traffic(program.as_text()).received("all-gather")
+def exchanged(run, state, *inputs):
+    """Bytes of floats that members exchange, by kind."""
+    text = by_members(run, SPEC(), len(inputs)).lower(NO_PAGES, state, *inputs).compile().as_text()
+    return {kind: Traffic(text).received(kind) for kind in count_collectives(text)}
+
+
+def by_pairs(run, *args, **options):
+    """The step of this file has so many rows that pairs would not pay."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shares, "is_less_work", lambda *_: True)
+        return run(*args, **options)
 
 
 def arrays(*shapes):
@@ -150,13 +156,13 @@ FORMS = {
     "groups divide": scanned,
     "a mixer": mixed,
     "members share a group": lambda: mixed(groups=2),
-    "heads of a mixer do not divide": lambda: mixed(heads=6, groups=2),
+    "heads of a mixer do not divide": lambda: by_pairs(mixed, heads=6, groups=2),
     "delta": lambda: scanned(erase=True),
-    "pairs": lambda: scanned(heads=6, groups=2),
-    "pairs, delta": lambda: scanned(heads=2, groups=1, erase=True),
-    "pairs, delta by channel": lambda: scanned(heads=1, groups=1, erase=True, by_channel=True),
-    "pairs, selective": lambda: selected(channels=6),
-    "rounded states": lambda: scanned(heads=6, groups=2, dtype=jnp.bfloat16),
+    "pairs": lambda: by_pairs(scanned, heads=6, groups=2),
+    "pairs, delta": lambda: by_pairs(scanned, heads=2, groups=1, erase=True),
+    "pairs, delta by channel": lambda: by_pairs(scanned, heads=1, groups=1, erase=True, by_channel=True),
+    "pairs, selective": lambda: by_pairs(selected, channels=6),
+    "rounded states": lambda: by_pairs(scanned, heads=6, groups=2, dtype=jnp.bfloat16),
     "not declared": lambda: scanned(divisible=False),
     "selective": selected,
     "gated linear unit": lambda: selected(size=1),
@@ -206,16 +212,28 @@ def test_states_written_one_by_one_as_on_tpu(form, monkeypatch):
 
 @pytest.mark.parametrize(("erase", "of_transition"), [(False, 6), (True, 6 * 4 * 4)])
 def test_pairs_exchange_no_tokens(erase, of_transition):
-    """In floats: a transition and a state of each member, and the state after each piece of a tile."""
-    pieces, state = (TOKENS // MEMBERS + 2 * len(LENGTH) * (TILE - 1)) // TILE, 6 * 5 * 4
-    found = scanned(heads=6, groups=2, erase=erase, use=gathered)
-    assert found == 4 * MEMBERS * (of_transition + state + pieces * state)
+    """In floats: a transition and a state of each member, and the state after each tile."""
+    found, state = by_pairs(scanned, heads=6, groups=2, erase=erase, use=exchanged), 6 * 5 * 4
+    assert found == {"all-gather": 4 * MEMBERS * (of_transition + state), "all-reduce": 4 * len(WRITE) * state}
 
 
-def test_each_slot_is_written_by_the_member_that_ends_its_tile():
-    members = [Member(jnp.asarray(index), MEMBERS, CONTEXT) for index in range(MEMBERS)]
-    found = [np.asarray(own_tiles(layout(NO_PAGES), member)[1]).tolist() for member in members]
-    assert [[slot for slot in slots if slot] for slots in found] == [[], [4, 3], [7, 1], [8, 6, 10]]
+@pytest.mark.parametrize(
+    ("rows", "members", "decays", "erases"),
+    [(2, 2, False, False), (2, 4, True, True), (4, 4, True, False), (16, 8, False, False)],
+)
+def test_pairs_are_used_where_they_scan_fewer_tiles(rows, members, decays, erases):
+    """4,096 tokens; by hand, one scan is of 34, 34, 36 and 48 tiles, those of a share of 19, 11, 15 and 35 pieces."""
+    whole = PrefillLayout.of(
+        num_packed=4096, tile_size=128, length=jnp.zeros(rows, int), num_tokens=jnp.zeros(rows, int),
+        read_slot=jnp.zeros(rows, int), tile_write_slot=jnp.zeros(32 + rows, int), page_table=jnp.zeros((rows, 0), int),
+    )  # fmt: skip
+    found = [is_less_work(LINEAR[erase].divisible.transition, whole, members) for erase in (False, True)]
+    assert found == [decays, erases]
+
+
+def test_with_many_rows_inputs_are_gathered():
+    inputs = 2 * 2 * 4 + 6 * 5 + 6 + 6  # queries and keys of groups; values, decays and strengths of heads
+    assert scanned(heads=6, groups=2, use=exchanged) == {"all-gather": 4 * TOKENS * inputs}
 
 
 def test_what_works_per_token_sees_its_share():
@@ -245,9 +263,17 @@ def _of_the_row_before(layout, state, along, own_states=ShareLayout._own_states)
     return places, jax.tree.map(lambda each: jnp.roll(each, 1, axis=0), own)
 
 
-def _of_the_last_tile(layout, state, ends, target, along, with_states=ShareLayout._with_states):
+def _of_the_last_tile(layout, state, after, with_states=ShareLayout._with_states):
+    packed, target = layout.whole.packed, layout.whole.packed.tiles.write_slot
     last = jnp.arange(len(target)) == jnp.max(jnp.where(target > 0, jnp.arange(len(target)), 0))
-    return with_states(layout, state, ends, jnp.where(last, target, 0), along)
+    tiles = dataclasses.replace(packed.tiles, write_slot=jnp.where(last, target, 0))
+    whole = dataclasses.replace(layout.whole, packed=dataclasses.replace(packed, tiles=tiles))
+    return with_states(dataclasses.replace(layout, whole=whole), state, after)
+
+
+def _ends_of_the_first_member(whole, member, own_tiles=pairs.own_tiles):
+    own, piece = own_tiles(whole, member)
+    return own, jnp.where(member.index == 0, jnp.maximum(piece, 0), -1)
 
 
 def _heads_of_the_first_member(mixer, v, heads, first, own_groups=RecurrentMixer._own_groups):
@@ -260,6 +286,7 @@ FAULTS = [
     ((Member, "own"), _of_the_first_member, EXCHANGING),
     ((Member, "gather"), _in_reverse, ["members share a group", "not declared", "attention", *PAIRS]),
     ((Member, "gather"), _own_instead, PAIRS),
+    ((pairs, "own_tiles"), _ends_of_the_first_member, PAIRS),
     ((ShareLayout, "_own_states"), _of_the_row_before, EXCHANGING),
     ((ShareLayout, "_with_states"), _of_the_last_tile, [*EXCHANGING, *PAIRS]),
     ((RecurrentMixer, "_own_groups"), _heads_of_the_first_member, ["members share a group"]),
