@@ -22,6 +22,7 @@ def exchanged_bytes(
     for kind in config.pattern:
         match config.mixer(kind):
             case GroupedRecurrence() as mixer:
+                assert mixer.num_heads % (members * shards) == 0, "pairs exchange something else"
                 divides = mixer.num_groups % (members * shards) == 0
                 of_device = mixer.num_groups if mixer.num_groups % shards else mixer.num_groups // shards
                 vectors = 2 * mixer.state_size * of_device * item
