@@ -72,8 +72,8 @@ def policy_loss(
         config: the model's configuration.
         dtype: dtype of the products.
         clip: distance from 1 at which the ratio of new to old probability is clipped.
-        schedule_invariant: compute log-probabilities with the bits of an engine with that flag (`score`). The program
-            must be compiled with `SCORE_OPTIONS`.
+        schedule_invariant: compute log-probabilities with the bits of an engine on one device with that flag
+            (`score`). The program must be compiled with `SCORE_OPTIONS`.
     Returns:
         The loss; `kl`, the divergence between the distribution that the answers were drawn from and that of these
         weights (per token, by the estimator of Schulman, 2020); and `clipped`, the share of tokens that are clipped.
@@ -131,6 +131,7 @@ class PolicyTrainer:
     ) -> None:
         if schedule_invariant:
             check_score(config)
+        self.schedule_invariant = schedule_invariant
         own = {path: jnp.array(value, jnp.float32, copy=True) for path, value in values.items() if trained(path)}
         self._frozen = {path: value for path, value in values.items() if not trained(path)}
         self._state, self._config = PolicyState(own, optimizer.init(own)), config

@@ -77,7 +77,8 @@ class Manifest(Message):
 def check(prefill: Manifest, decode: Manifest) -> list[str]:
     """Checks that a decode worker can use a prefill worker's states. Returns notices for the user.
 
-    Page sizes, state block sizes, and numbers of drafts and devices may differ.
+    Page sizes, state block sizes, and numbers of drafts and devices may differ (those of devices not with
+    `schedule_invariant`).
 
     Raises:
         ManifestMismatch: the decode worker cannot use them.

@@ -131,7 +131,13 @@ def improve(
     """Trains with GRPO: each step samples answers to some prompts, trains on them, and updates the engine.
 
     `update` gets all of `trainer`'s weights. Their versions have the names of the steps.
+
+    Raises:
+        ValueError: the trainer is schedule-invariant, and the engine has other bits because it runs on several devices.
     """
+    shards, members = (getattr(rollouts.llm.config, f"{name}_parallel_size") for name in ("tensor", "context"))
+    if trainer.schedule_invariant and shards * members > 1:
+        raise ValueError(f"schedule_invariant: the engine runs on {shards * members} devices: use one")
     rng, rounds = np.random.default_rng(seed), []
     for step in range(steps):
         chosen = rng.choice(len(prompts), min(prompts_per_step, len(prompts)), replace=False)

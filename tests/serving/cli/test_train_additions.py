@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from mamba_jax.train.score import sequence_logprobs
 from serving import LLM, LoRARequest, SamplingParams
 from serving.cli.main import run
 from serving.cli.training.rollouts import Rollouts, ServedAdapter, improve
+from serving.config import EngineConfig
 from tests.support.engines.step_programs import few_programs, shared_programs
 from tests.support.models.tiny_configs import TRAINABLE
 from tests.support.selection import slow
@@ -126,6 +128,13 @@ FLAGS = {
 def quick_compilation():
     with few_programs(shared_programs):
         yield
+
+
+def test_a_schedule_invariant_trainer_refuses_an_engine_on_several_devices():
+    llm = SimpleNamespace(config=EngineConfig(tensor_parallel_size=2, context_parallel_size=2))
+    rollouts = Rollouts(llm, evenness, samples=1, max_tokens=1, length=2)
+    with pytest.raises(ValueError, match="the engine runs on 4 devices: use one"):
+        improve(print, SimpleNamespace(schedule_invariant=True), rollouts, [], steps=1, prompts_per_step=1)
 
 
 @pytest.mark.full
