@@ -22,6 +22,7 @@ DRAFTS = {"speculative_method": "mtp", "num_speculative_tokens": 2}
 GUESSED = {"speculative_method": "ngram", "num_speculative_tokens": 3, "adaptive_drafts": False}
 ARRANGEMENTS = {
     "no cache": {"mamba_cache_mode": "none"},
+    "align": {"mamba_cache_mode": "align"},
     "align, two members": {"mamba_cache_mode": "align", "context_parallel_size": 2},
     "all, drafts": {"mamba_cache_mode": "all"} | DRAFTS,
     "all, drafts, two devices": {"mamba_cache_mode": "all", "tensor_parallel_size": 2} | DRAFTS,
@@ -36,7 +37,8 @@ def mixed(tmp_path_factory):
 @pytest.mark.full
 @pytest.mark.parametrize("name", some_slow(ARRANGEMENTS, "all, drafts"))
 def test_chooses_what_the_wide_weights_choose(mixed, name, monkeypatch):
-    monkeypatch.setattr("mamba_jax.sharding.axis.LEAST_TOKENS", 4)  # members divide prefill
+    if "members" in name:
+        monkeypatch.setattr("mamba_jax.sharding.axis.LEAST_TOKENS", 4)  # they divide prefill
     llm = LLM(mixed[0], **(FLAGS | ARRANGEMENTS[name]))
     outputs = [llm.generate({"prompt_token_ids": ids}, GREEDY, use_tqdm=False)[0] for ids in shared_block()]
     cached = [output.num_cached_tokens for output in outputs]

@@ -106,7 +106,11 @@ def test_several_devices_record_the_same(devices, tmp_path, monkeypatch):
     monkeypatch.setattr("mamba_jax.sharding.axis.LEAST_TOKENS", 4)  # members divide prefill
     model = write_checkpoint(tmp_path, FAMILIES["nemotronh-moe"])
     experts_of = experts_by(load_model(model, dtype="float32", progress=False))
-    check(LLM(str(model), **FLAGS, mamba_cache_mode="all", **devices), experts_of)
+    llm = LLM(str(model), **FLAGS, mamba_cache_mode="all", **devices)
+    experts = llm.engine.loop.store.experts
+    pages = experts.shape[0] // devices.get("context_parallel_size", 1)
+    assert {shard.data.shape for shard in experts.addressable_shards} == {(pages, *experts.shape[1:])}
+    check(llm, experts_of)
 
 
 @pytest.mark.full
