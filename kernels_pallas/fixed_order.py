@@ -98,18 +98,28 @@ def implementations(
     return [entry(NAME), entry(INTERPRETED)]
 
 
-def _on_each_device(kernel: Callable[..., Array]) -> Callable[..., Array]:
-    """On several devices, outside of `shard_map`, each computes the whole: the compiler cannot divide a kernel."""
+def _on_each_device(kernel: Callable[..., Array], outputs: int = 0) -> Callable[..., Array]:
+    """On several devices, outside of `shard_map`, each computes the whole: the compiler cannot divide a kernel.
+
+    The `outputs` of a product are divided over the last axis of the mesh, as the rows of a head are, if they can be.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1 or mesh.manual_axes:
         return kernel
-    return jax.shard_map(kernel, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+    whole, axis = PartitionSpec(), mesh.axis_names[-1]
+    divides = outputs > 0 and outputs % mesh.shape[axis] == 0
+    given: Any = (whole, PartitionSpec(axis)) if divides else whole
+    result = PartitionSpec(None, axis) if divides else whole
+    return jax.shard_map(kernel, mesh=mesh, in_specs=given, out_specs=result, check_vma=False)
 
 
-def product(rows: Float[Array, "n inputs"], weight: Num[Array, "outputs inputs"]) -> Float[Array, "n outputs"]:
+def product(
+    rows: Float[Array, "n inputs"], weight: Num[Array, "outputs inputs"], *, divided: bool = False
+) -> Float[Array, "n outputs"]:
     """rows times the transpose of weight (float32, bfloat16 or int8), in float32; the order of a row's sums is fixed.
 
-    By C++ in any program, by a kernel in those for TPU and GPU.
+    By C++ in any program, by a kernel in those for TPU and GPU. `divided`: outside of `shard_map`, each device computes
+    its part of the outputs: a whole head would be gathered on each.
     """
     options = kernel_options()
 
@@ -120,7 +130,8 @@ def product(rows: Float[Array, "n inputs"], weight: Num[Array, "outputs inputs"]
     def plain(rows, weight):
         return jnp.matmul(rows.astype(F32), weight.T.astype(F32), precision=lax.Precision.HIGHEST)
 
-    run = by_cpp if options is None else _on_each_device(functools.partial(fixed_blocks.product, **options))
+    outputs = len(weight) if divided else 0
+    run = by_cpp if options is None else _on_each_device(functools.partial(fixed_blocks.product, **options), outputs)
     return dispatch.differentiable(run, plain)(rows, weight)
 
 

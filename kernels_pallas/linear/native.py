@@ -24,7 +24,7 @@ def unsupported(x, weight, *, out_dtype):
 
 
 def linear(x, weight, *, out_dtype):
-    return fixed_order.product(x, weight).astype(out_dtype)
+    return fixed_order.product(x, weight, divided=True).astype(out_dtype)
 
 
 def unsupported_quantized(x, weight, *, out_dtype):
@@ -38,4 +38,4 @@ def unsupported_quantized(x, weight, *, out_dtype):
 def quantized_linear(x, weight, *, out_dtype):
     """See `api.linear`. Other weights than int8 by channel are widened."""
     stored = weight.values if weight.is_int8_by_channel else weight.widened(x.dtype)
-    return fixed_order.rounded(weight.scaled(fixed_order.product(x, stored))).astype(out_dtype)
+    return fixed_order.rounded(weight.scaled(fixed_order.product(x, stored, divided=True))).astype(out_dtype)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Int, Num
+from jaxtyping import Array, Float, Int
 
 from kernels_pallas.fixed_order import is_fixed
 from mamba_jax.config import ModelConfigError
@@ -113,11 +113,11 @@ def axis_index() -> Int[Array, ""]:
     return jnp.asarray(lax.axis_index(TENSOR))
 
 
-def sum_over_devices(x: Num[Array, "n ..."], *, scatter: bool = False) -> Num[Array, "own ..."]:
+def sum_over_devices(x: Float[Array, "n ..."], *, scatter: bool = False) -> Float[Array, "own ..."]:
     """Returns the sum of the arrays of all devices along `TENSOR`; with `scatter`, this device's share of its rows.
 
     Inside of `jax.shard_map` over the mesh only. Schedule-invariant programs add in the order of the devices: the order
-    of a runtime's sum depends on the array's size.
+    of a runtime's sum depends on the array's size. They add in float32 and round once.
     """
     if not is_fixed():
         return lax.psum_scatter(x, TENSOR, scatter_dimension=0, tiled=True) if scatter else lax.psum(x, TENSOR)
@@ -125,7 +125,7 @@ def sum_over_devices(x: Num[Array, "n ..."], *, scatter: bool = False) -> Num[Ar
         parts = jnp.split(lax.all_to_all(x, TENSOR, 0, 0, tiled=True), lax.axis_size(TENSOR))
     else:
         parts = lax.all_gather(x, TENSOR)
-    return functools.reduce(operator.add, parts)
+    return functools.reduce(operator.add, (part.astype(jnp.float32) for part in parts)).astype(x.dtype)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
