@@ -54,8 +54,8 @@ class ShareLayout:
         if along is not None and self._divides(along, (inputs, parameters, state)):
             return self.by_heads(operation.tiles, along, inputs, parameters, state)
         # What is rounded at tiles' ends is not linear, and pairs add in another order than the scan.
-        transition = along.transition if along and state.dtype == jnp.float32 and not is_fixed() else None
-        if transition and is_less_work(transition, self.whole, member.count):
+        transition = None if along is None or is_fixed() else along.transition
+        if transition and state.dtype == jnp.float32 and is_less_work(transition, self.whole, member.count):
             y, after = scan_share(operation, transition, inputs, parameters, state, self.whole, member)
             return y, self._with_states(state, after)
         y, state = operation.tiles(self.whole, jax.tree.map(member.gather, inputs), parameters, state)

@@ -102,6 +102,7 @@ SLOW = pytest.mark.slow
         pytest.param(NEXT, "D*", "v6e-8", 4, "prefill", marks=[TPU, SLOW]),
         pytest.param(NEXT, "D*", "h200-8", 4, "prefill", marks=[GPU, SLOW]),
         pytest.param(NANO, "M*", "v6e-64", 8, "prefill", marks=[TPU, SLOW]),
+        pytest.param(NEXT, "D*", "v6e-64", 8, "prefill", marks=[TPU, SLOW]),  # by pairs
     ],
 )
 def test_members_exchange_what_they_found(model, pattern, topology, members, phase):
