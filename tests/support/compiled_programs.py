@@ -31,7 +31,7 @@ from mamba_jax.store import StoreShape, init_store
 from serving.capacity.compiling import Program, SlicePrograms, check_compiler, slice_mesh
 from serving.capacity.targets import Target, target
 from serving.config import ConfigError
-from tests.support.hlo_traffic import COLLECTIVES, Traffic, count_collectives
+from tests.support.hlo_traffic import COLLECTIVES, Traffic, count_collectives, sums_of_devices
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class MeasuredProgram(Program):
     kernels: int = 0
     """Those inside a loop or a conditional are not counted."""
     sums_by_xla: int = 0
-    """Products, and sums of floats along an axis, that are in no kernel."""
+    """Products, and sums of floats along an axis or of devices (`sums_of_devices`), that are in no kernel."""
     sums_in_copies: int = 0
     """Fusions of a GPU's program that write a concatenation and add numbers up, each sum in one thread."""
 
@@ -154,7 +154,7 @@ def measured(programs: SlicePrograms, batch: StepBatch, name: str = "step") -> M
     text, given = compiled.as_text() or "", lowered.as_text()
     found: dict[str, Any] = {"launches": launches, "kernels": _kernels(text), "sums_in_copies": _sums_in_copies(text)}
     sums = r"stablehlo.dot_general|applies stablehlo.add across .*f32"
-    found["sums_by_xla"] = len(re.findall(sums, given))
+    found["sums_by_xla"] = len(re.findall(sums, given)) + len(sums_of_devices(text))
     if not gpu:
         traffic = Traffic(text)
         found |= {"moved": traffic.total(), "weights": traffic.of_arguments(r"weights\[\d+\]")}
