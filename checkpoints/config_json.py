@@ -59,7 +59,9 @@ def config_from_json(fields: Mapping[str, Any]) -> HybridConfig:
     Raises:
         ValueError: a field is unknown, missing, or not allowed.
     """
-    described = fields.get("recurrences", ()) if isinstance(fields, Mapping) else ()
+    described = fields.get("recurrences", ()) if isinstance(fields, Mapping) else None
+    if not isinstance(described, list | tuple):
+        raise ValueError(f"HybridConfig: an object with a list of recurrences is expected, got {fields!r:.60}")
     return _read(HybridConfig, {**fields, "recurrences": [_recurrence(each) for each in described]})
 
 

@@ -203,7 +203,7 @@ class EngineConfig(Settings):
     schedule_invariant: bool = Field(
         False,
         description="Make the bits of log-probabilities independent of the schedule (batch, chunks, cache, drafts). "
-        "In float32 or bfloat16; each number of devices has its own bits. See docs/reproducibility.md.",
+        "In float32 or bfloat16; each shape of the mesh has its own bits. See docs/reproducibility.md.",
     )
     enable_return_routed_experts: bool = Field(
         False,

@@ -6,6 +6,7 @@ import difflib
 import functools
 import json
 import numbers
+import operator
 import re
 import reprlib
 import tomllib
@@ -75,24 +76,29 @@ def _only(kind: type, what: str) -> BeforeValidator:
     def check(value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, kind):
             raise PydanticCustomError("kind", "must be {what}", {"what": what})
-        return value
+        # Pydantic reads NumPy's integers as floats.
+        return operator.index(value) if kind is numbers.Integral else value  # type: ignore[arg-type]
 
     return BeforeValidator(check)
 
 
-def listed(kind: type, what: str, most: int | None = None) -> BeforeValidator:
-    """Refuses all but lists of a kind, up to a length. Pydantic would make an error for each of a million items."""
+def listed(kind: type, what: str, most: int | None = None, filled: bool = False) -> Callable[[Any], list[Any]]:
+    """Refuses all but lists of a kind, up to a length. Pydantic would make an error for each of a million items.
 
-    def check(value: Any) -> Any:
+    With `filled`, neither the list nor an item may be empty.
+    """
+
+    def check(value: Any) -> list[Any]:
         if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
             raise PydanticCustomError("kind", "must be a list of {what}", {"what": what})
         if most is not None and len(value) > most:
             raise PydanticCustomError("length", "must have at most {most} items", {"most": most})
-        if any(isinstance(item, bool) or not isinstance(item, kind) for item in value):
+        wrong = filled and not value
+        if wrong or any(isinstance(x, bool) or not isinstance(x, kind) or (filled and not x) for x in value):
             raise PydanticCustomError("kind", "must be a list of {what}", {"what": what})
-        return value
+        return list(value)
 
-    return BeforeValidator(check)
+    return check
 
 
 Integer = Annotated[int, _only(numbers.Integral, "an integer")]
@@ -126,7 +132,8 @@ def checks_names(
                 create(self, *args, **{name: value for name, value in values.items() if name in names})
             except ValidationError as error:
                 first = error.errors()[0]
-                raise first.get("ctx", {}).get("error") or RequestError(before + _explain(first)) from None
+                cause = first.get("ctx", {}).get("error")
+                raise cause if isinstance(cause, RequestError) else RequestError(before + _explain(first)) from None
 
         setattr(kind, "__init__", init)  # noqa: B010  # mypy does not allow an assignment to it
         return kind

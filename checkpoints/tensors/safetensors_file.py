@@ -39,6 +39,8 @@ DTYPES: dict[str, np.dtype] = {
 }
 # The limit of the format's reference implementation: a longer "header" is some other kind of file.
 MAX_HEADER_BYTES = 100_000_000
+_MAX_DIMENSIONS = 32
+"""Of a tensor. The product of a million sizes would take minutes."""
 _AROUND = 1 << 16
 """Bytes that Linux maps around an accessed page; with thousands of small tensors they add up."""
 
@@ -132,6 +134,8 @@ def read_header(path: Path, file: Any, size: int, most: int) -> tuple[dict[str, 
 
 def _entry(base: int, dtype: str, shape: list[int], data_offsets: list[int]) -> TensorEntry:
     start, end = data_offsets
+    if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS:
+        raise ValueError(f"{type(shape).__name__} of length {len(shape)} as a shape")
     entry = TensorEntry(dtype, tuple(int(n) for n in shape), base + int(start), base + int(end))
     sizes = (0, *entry.shape)
     if min(sizes) < 0 or max(sizes) >= 1 << 48 or not base <= entry.start <= entry.end:

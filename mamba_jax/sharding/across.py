@@ -102,7 +102,7 @@ def across(
     scatters = shares_of(tokens // divided_by, partition.shards) > 1
     of_share = P(CONTEXT) if divided_by > 1 else P()
     of_sum = (P((CONTEXT, TENSOR)) if divided_by > 1 else P(TENSOR)) if scatters else of_share
-    # The numbers of experts are those of the tokens.
+    # Recorded experts are divided as the tokens are.
     of_state = {EXPERTS: of_share} if isinstance(state, Mapping) and EXPERTS in state else partition.state(state)
     return jax.shard_map(
         on_each_device,

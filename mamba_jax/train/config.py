@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import reprlib
 import tomllib
 import typing
 from collections.abc import Mapping
@@ -182,4 +183,4 @@ def described(error: Mapping[str, Any]) -> str:
     if error["type"] == "value_error":  # of __post_init__
         return str(error["ctx"]["error"])
     message = error["msg"][0].lower() + error["msg"][1:]
-    return f"{name} is {error['input']!r}: {message}"
+    return f"{name} is {reprlib.repr(error['input'])}: {message}"

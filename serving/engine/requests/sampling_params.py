@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from pydantic import BeforeValidator, ConfigDict, Field, StrictBool
+from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, StrictBool, StrictStr
 from pydantic.dataclasses import dataclass
 
 from serving.core.errors import RequestError
@@ -77,19 +77,27 @@ def is_neutral(name: str, value: object) -> bool:
 
 
 Id = Annotated[Integer, Field(ge=0, le=_INT32)]
-Key = Annotated[int, Field(ge=0, le=_INT32)]
-"""Of an object in JSON, where it is a text."""
-_TEXTS = listed(str, "texts")
+Key = Annotated[int, Field(ge=0, le=_INT32, strict=True)]
+_texts = listed(str, "texts")
+_stop_ids, _scored_ids = (listed(numbers.Integral, "token ids", n) for n in (MAX_STOP_IDS, MAX_PROMPT_LOGPROB_IDS))
 
 
 def _stop(value: Any) -> Any:
-    return value if value is None or isinstance(value, str) else _TEXTS.func(value)  # type: ignore[call-arg]
+    return value if value is None or isinstance(value, str) else _texts(value)
 
 
-def _bias(value: Any) -> Any:
-    if isinstance(value, Mapping) and len(value) > MAX_LOGIT_BIAS:
+def few_biases(value: Any) -> Any:
+    """Returns a table of biases by number, where JSON has texts; one that is too long is looked at no further."""
+    if not isinstance(value, Mapping):
+        return value
+    if len(value) > MAX_LOGIT_BIAS:
         raise RequestError(f"logit_bias has {len(value)} entries: at most {MAX_LOGIT_BIAS} are allowed")
-    return value
+    return {_token(key): bias for key, bias in value.items()}
+
+
+def _token(key: Any) -> Any:
+    numeral = isinstance(key, numbers.Integral) or (isinstance(key, str) and len(key) < 20 and key.strip().isdecimal())
+    return int(key) if numeral else key
 
 
 @checks_names("sampling parameter", NEAREST, is_neutral)
@@ -117,11 +125,11 @@ class SamplingParams:
     """Maximum number of output tokens; None: until the model's length is reached."""
     min_tokens: Id = 0
     """Number of output tokens before which neither an end-of-sequence token nor a stop id may occur."""
-    stop: Annotated[str | Sequence[str] | None, BeforeValidator(_stop)] = None
+    stop: Annotated[str | Sequence[str] | None, PlainValidator(_stop)] = None
     """Texts that end the output. The output contains them only with `include_stop_str_in_output`."""
-    stop_token_ids: Annotated[Sequence[Id], listed(numbers.Integral, "token ids", MAX_STOP_IDS)] | None = None
+    stop_token_ids: Annotated[Sequence[Id], BeforeValidator(_stop_ids)] | None = None
     """Tokens that end the output."""
-    stop_after: tuple[str, Annotated[str, Field(min_length=1)]] | None = None
+    stop_after: tuple[StrictStr, Annotated[StrictStr, Field(min_length=1)]] | None = None
     """The marks around reasoning, in which stop texts do not count; the first is "" if the prompt ends within it."""
     include_stop_str_in_output: StrictBool = False
     ignore_eos: StrictBool = False
@@ -130,9 +138,7 @@ class SamplingParams:
     """Report the log-probability of each output token, and of this many likeliest tokens."""
     prompt_logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """The same for the tokens of the prompt."""
-    prompt_logprob_token_ids: (
-        Annotated[Sequence[Id], listed(numbers.Integral, "token ids", MAX_PROMPT_LOGPROB_IDS)] | None
-    ) = None
+    prompt_logprob_token_ids: Annotated[Sequence[Id], BeforeValidator(_scored_ids)] | None = None
     """Report the log-probabilities of these tokens at each position of the prompt, in addition to those of the prompt's
     own tokens (`prompt_logprobs` is then at least 0)."""
     return_sampling_mask: StrictBool = False
@@ -140,7 +146,7 @@ class SamplingParams:
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[Number, Field(ge=1 / _LARGEST, le=_LARGEST)] = 1.0
-    logit_bias: Annotated[Mapping[Key, float], BeforeValidator(_bias)] | None = None
+    logit_bias: Annotated[Mapping[Key, float], BeforeValidator(few_biases)] | None = None
     """Added to the logits of these token ids."""
     detokenize: StrictBool = True
     """False: only token ids are returned; `text` stays empty, and stop texts cannot be used."""

@@ -9,12 +9,14 @@ import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import fields
+from types import NoneType
 from typing import Annotated, Any
 
 import llguidance
 import numpy as np
-from pydantic import Field
+from pydantic import BeforeValidator, PlainValidator, StrictBool, StrictStr
 from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
 
 from checkpoints.errors import one_line
 from checkpoints.tokenizer import Tokenizer
@@ -35,6 +37,12 @@ _NEAREST = {
 """vLLM's fields that are not supported, and the nearest way."""
 
 
+def _schema(value: Any) -> Any:
+    if not isinstance(value, (str, Mapping, bool, NoneType)):
+        raise PydanticCustomError("kind", "must be a schema: an object, its text, true or false")
+    return value
+
+
 @checks_names("field of structured outputs", _NEAREST, lambda _, value: not value, "structured outputs: ")
 @dataclass(frozen=True)
 class StructuredOutputs:
@@ -44,16 +52,14 @@ class StructuredOutputs:
         RequestError: no field or several fields are set, a name is unknown, or a value has the wrong type.
     """
 
-    json: str | Mapping[str, Any] | bool | None = None
+    json: Annotated[str | Mapping[str, Any] | bool | None, BeforeValidator(_schema)] = None
     """A JSON schema."""
-    regex: str | None = None
-    choice: (
-        Annotated[Sequence[Annotated[str, Field(min_length=1)]], listed(str, "texts"), Field(min_length=1)] | None
-    ) = None
+    regex: StrictStr | None = None
+    choice: Annotated[Sequence[str], PlainValidator(listed(str, "texts", filled=True))] | None = None
     """The output is one of these texts."""
-    grammar: str | None = None
+    grammar: StrictStr | None = None
     """A context-free grammar in Lark's syntax, or in GBNF."""
-    json_object: bool | None = None
+    json_object: StrictBool | None = None
     """Any JSON object."""
 
     def __post_init__(self) -> None:

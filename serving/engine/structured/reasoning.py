@@ -12,7 +12,7 @@ from enum import Enum, auto
 from typing import Annotated
 
 import numpy as np
-from pydantic import Field, StrictBool
+from pydantic import Field, StrictBool, StrictStr
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from checkpoints.tokenizer import Tokenizer
@@ -33,8 +33,8 @@ class Reasoning:
         RequestError: a value of the wrong kind.
     """
 
-    begin: Annotated[str, Field(min_length=1)] = "<think>"
-    end: Annotated[str, Field(min_length=1)] = "</think>"
+    begin: Annotated[StrictStr, Field(min_length=1)] = "<think>"
+    end: Annotated[StrictStr, Field(min_length=1)] = "</think>"
     begun: StrictBool = False
     """The prompt ends within reasoning, and the output continues it."""
     budget: Annotated[Integer, Field(ge=0)] | None = None

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, model_validator
 from pydantic_core import PydanticCustomError
 
-from serving.engine.requests.sampling_params import NEAREST, is_neutral
+from serving.engine.requests.sampling_params import NEAREST, few_biases, is_neutral
 
 T = TypeVar("T")
 
@@ -238,7 +238,7 @@ class GenerationRequest(TextRequest):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0)
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[int, float], BeforeValidator(few_biases)] | None = None
     skip_special_tokens: bool = True
     stream_options: StreamOptions | None = None
     priority: Int32 = Field(0, description="Requests with smaller values run first.")
