@@ -63,7 +63,7 @@ class PagedTokens:
         page, offset = self.pages_of_tokens(pages)
         return write_slots(pages, values, jnp.where(page > 0, page * pages.shape[1] + offset, 0))
 
-    def pages_of_tokens(self, pages: Shaped[Array, "pages page_size _ _"]) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
+    def pages_of_tokens(self, pages: Shaped[Array, "pages page_size ..."]) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
         """Returns the place of each token's page in an array of pages (0 if another member has it), and its offset."""
         page, offset = page_of(self.page_table, self.row_of_each(), self.positions, page_size=pages.shape[1])
         return page if self.member is None else self.member.own_pages(page, len(pages)), offset

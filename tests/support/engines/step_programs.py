@@ -65,6 +65,7 @@ class NoPrograms:
     compilations = 0
     adapters = None
     kernels = SimpleNamespace(refused={})
+    vocab_size, max_logprobs, sampling_masks = 1 << 16, 20, False
 
     def change_rows(self, rows, batch):
         return rows
@@ -88,6 +89,9 @@ class PatchedPrograms:
         self.shared, self.own = shared, own
         self.compiles = f"{compiles.capitalize()}Batch" if compiles else ""
         self.change_rows, self.kernels = shared.change_rows, shared.kernels
+        self.vocab_size, self.max_logprobs, self.sampling_masks = (
+            shared.vocab_size, shared.max_logprobs, shared.sampling_masks
+        )  # fmt: skip
 
     def step(self, store, rows, batch):
         own = type(batch).__name__ == self.compiles
