@@ -238,7 +238,7 @@ class GenerationRequest(TextRequest):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0)
-    logit_bias: Annotated[dict[int, float], BeforeValidator(few_biases)] | None = None
+    logit_bias: Annotated[dict[StrictInt, float], BeforeValidator(few_biases)] | None = None
     skip_special_tokens: bool = True
     stream_options: StreamOptions | None = None
     priority: Int32 = Field(0, description="Requests with smaller values run first.")
