@@ -1,9 +1,12 @@
-"""Documentation that is tied to the program: engine flags, commands, links."""
+"""Documentation that is tied to the program: engine flags, commands, links, and the site that is built of it."""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,18 +14,11 @@ import typer
 
 from docs.flags import TABLES, with_table
 from serving.cli.main import app
-from serving.config import EngineConfig
 from tests.support.markdown_blocks import blocks_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PROGRAM = typer.main.get_command(app)
-
-
-def test_every_engine_flag_is_in_the_table():
-    page = (ROOT / "docs/engine.md").read_text()
-    missing = [flag for flag in EngineConfig.model_fields if f"| `--{flag.replace('_', '-')}`" not in page]
-    assert not missing, "run: python -m docs.flags"
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -41,7 +37,15 @@ def commands_of(page: Path) -> list[str]:
     return [line for line in lines if line.startswith("mamba-jax ") and not line.startswith(own)]
 
 
+def commands_of_the_demo() -> list[str]:
+    """Those of the script that trains the demo model."""
+    text = (ROOT / "benchmarks/demo.sh").read_text().replace("\\\n", " ")
+    draft = re.search(r"^draft=\((.*)\)$", text, re.MULTILINE)[1]
+    return re.findall(r"(?:^|\|\| )(mamba-jax .*)", text.replace('"${draft[@]}"', draft), re.MULTILINE)
+
+
 COMMANDS = [(page.name, line) for page in PAGES for line in commands_of(page)]
+COMMANDS += [("demo.sh", line) for line in commands_of_the_demo()]
 
 
 @pytest.mark.parametrize(("page", "line"), COMMANDS, ids=[f"{page}: {line[:60]}" for page, line in COMMANDS])
@@ -74,3 +78,20 @@ def test_every_page_is_linked():
     decisions = ROOT / "docs/decisions"
     others = [page for page in PAGES if page.name not in ("README.md", "index.md") and page.parent != decisions]
     assert not [page.name for page in others if page not in linked]
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
+    pages = {str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]}
+    assert set(navigation) == {page for page in pages if not page.startswith("decisions/")}
+
+
+@pytest.mark.full
+def test_the_site_builds_without_warnings(tmp_path):
+    """Its links out of docs/ lead to the repository."""
+    pytest.importorskip("mkdocstrings", reason="needs the extra docs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=540)
+    assert done.returncode == 0, done.stderr
+    assert "/blob/main/benchmarks/RESULTS.md" in (tmp_path / "site/operations/index.html").read_text()

@@ -12,13 +12,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from checkpoints import load_config, load_model
+from checkpoints import load_model
 from mamba_jax import families
 from mamba_jax.drafts import NGramDrafts
 from mamba_jax.layout import DecodeLayout, PrefillLayout, SequenceLayout
-from mamba_jax.model import HybridModel, parameters
 from mamba_jax.programs import StepPrograms
-from mamba_jax.sharding.parameters import placements
 from serving.capacity.plan import make_plan
 from serving.capacity.targets import target
 from serving.cli.main import app
@@ -131,12 +129,6 @@ def test_the_operation_equals_its_definition():
     np.testing.assert_allclose(rest, y[9:], atol=1e-5)
     np.testing.assert_allclose(store[4], state, atol=1e-5)
     assert np.isnan(store[:2]).all()
-
-
-def test_every_parameter_has_a_name_and_a_place(directory):
-    config = load_config(directory)
-    ours = parameters(HybridModel.abstract(config)).keys()
-    assert ours == families.weight_names(config).keys() == placements(config).keys()
 
 
 def test_a_taken_name_is_refused():
