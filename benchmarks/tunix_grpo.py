@@ -23,8 +23,8 @@ from checkpoints.export import write_hugging_face
 from checkpoints.json_file import read_json
 from checkpoints.resolve import resolve
 from mamba_jax.model import parameters
-from mamba_jax.train.arithmetic import arithmetic_reward
 from mamba_jax.train.corpus import SAMPLE_PROBLEMS, problem_prompt, read_documents
+from mamba_jax.train.policy import arithmetic_reward
 from serving import LLM, SamplingParams
 from serving.tunix import TunixActor, TunixTokenizer
 from serving.tunix.rollout import TunixRollout

@@ -56,9 +56,8 @@ PARTS = {
     "serving.engine": "fair_lru stats compiled_programs < structured < requests < steps < control < engine"
     " < assembly changes engine_thread < replicas < async_engine llm",
     "serving.api.http": "json_values protocol response_store settings < errors parsing < text < context < connection"
-    " < logprobs generation < apis limits < endpoints < app < make_server",
-    "serving.cli": "jax_import replaceable measures options < bench evaluate models generation serve training < main"
-    " < __main__",
+    " < logprobs generation < apis limits < endpoints < app",
+    "serving.cli": "jax_import measures options < bench evaluate models generation serve training < main < __main__",
 }
 
 

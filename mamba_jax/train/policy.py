@@ -1,10 +1,13 @@
 """Reinforcement learning by GRPO (Shao et al., 2024), which compares several answers to each prompt.
 
 The answers come from an engine that serves the same weights. The trainer uses the log-probabilities that the engine
-reports, so that training corrects for any difference between the two.
+reports, so that training corrects for any difference between the two. The
+last part is a verifiable reward: whether a text states a result, and whether its calculations are right.
 """
 
 import functools
+import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -165,3 +168,32 @@ class PolicyTrainer:
         checked_sequences(self._config, answers.tokens, answers.lengths)
         self._state, parts = self._update(self._state, self._frozen, answers)
         return {name: float(value) for name, value in parts.items()}
+
+
+_NUMBER = r"\d+(?:\.\d+)?"
+_EQUATION = re.compile(rf"(?<![\d.])({_NUMBER})\s*([-+*/])\s*({_NUMBER})\s*=\s*\$?({_NUMBER})(?![\d.]*\d)")
+_DO = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b, "/": lambda a, b: a / b}
+_RESULT = re.compile(r"####\s*-?\d")
+LEAST_EQUATIONS = 2
+"""Equations that a text lacks count as wrong."""
+FOR_RESULT = 0.25
+"""Reward for stating any result; the rest is for right equations."""
+
+
+def equations(text: str) -> dict[str, bool]:
+    """Returns each distinct `a + b = c` of a text (also with - * /), and whether it is right."""
+    return {match[0]: _is_right(*match.groups()) for match in _EQUATION.finditer(text)}
+
+
+def arithmetic_reward(text: str) -> float:
+    """From 0 to 1: `FOR_RESULT` for a line `#### number`, the rest in proportion to the text's right equations."""
+    found = equations(text).values()
+    share = sum(found) / max(len(found), LEAST_EQUATIONS)
+    return FOR_RESULT * bool(_RESULT.search(text)) + (1 - FOR_RESULT) * share
+
+
+def _is_right(left: str, operator: str, right: str, result: str) -> bool:
+    a, b = float(left), float(right)
+    if operator == "/" and b == 0:
+        return False
+    return math.isclose(_DO[operator](a, b), float(result), rel_tol=0, abs_tol=0.005)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from serving.cli.jax_import import import_jax
-from serving.cli.replaceable import check_replaceable
+from serving.cli.options import check_replaceable
 
 app = typer.Typer(
     name="bench",

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from serving.cli.replaceable import check_replaceable
+from serving.cli.options import check_replaceable
 from serving.config import ConfigError
 
 

@@ -1,4 +1,5 @@
-"""Command-line options generated from settings classes, help pages, and text without control characters.
+"""Command-line options generated from settings classes, help pages, text without control characters, and a check
+of files to write.
 
 Help pages have two columns of at most 80 characters, grouped by subject; `--help` shows the common options only.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import re
 import types
 from collections.abc import Callable, Collection
@@ -17,6 +19,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import typer
 from typer.core import TyperCommand
 
+from serving.config import ConfigError
 from serving.settings import Settings
 
 _COUNT = re.compile(r"(?P<number>[+-]?\d+(\.\d+)?)(?P<unit>[kKmM]?)")
@@ -188,3 +191,25 @@ def _row(param: Any, ctx: Any) -> tuple[str, str]:
 def printable(text: str) -> str:
     """Returns `text` without control characters. The rest of an escape sequence remains as plain text."""
     return _CONTROLS.sub("", text)
+
+
+def check_replaceable(option: str, path: Path | None, command: str, is_ours: Callable[[Any], bool]) -> None:
+    """Refuses a file that this command has not written before.
+
+    Args:
+        option: the option's name.
+        path: its value. A device or a pipe may always be written to.
+        command: what writes such files.
+        is_ours: whether a JSON value is the content of one, or the first line of a file of several.
+    """
+    if path is None or not (path.is_file() or path.is_dir()):
+        return
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(1 << 24)
+        value = text.partition("\n")[0] if text.startswith("{") and "\n{" in text else text
+        ours = not text or is_ours(json.loads(value))
+    except (ValueError, TypeError, LookupError, AttributeError, OSError, RecursionError):
+        ours = False
+    if not ours:
+        raise ConfigError(f"{option} {path}: exists and is not a report of `mamba-jax {command}`; give another file")

@@ -165,8 +165,8 @@ def _run(
     group: HostGroup | None = None,
 ) -> None:
     """Runs the server until it is stopped. `group`: the hosts that this one leads."""
+    from serving.api.http.app import make_server, startup_lines
     from serving.api.http.context import Context
-    from serving.api.http.make_server import make_server, startup_lines
     from serving.api.traces import Traces
     from serving.hosts.host import Leader
     from serving.split.http.roles import role_of

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from serving.cli.replaceable import check_replaceable
+from serving.cli.options import check_replaceable
 from serving.cli.training.progress import training_console, training_errors, weights_of
 from serving.config import ConfigError
 
@@ -59,9 +59,8 @@ def train_grpo(
     from checkpoints.resolve import resolve
     from checkpoints.tokenizer import require_tokenizer
     from mamba_jax.train.additions import is_trained, new_adapter
-    from mamba_jax.train.arithmetic import arithmetic_reward
     from mamba_jax.train.corpus import SAMPLE_PROBLEMS, problem_prompt, read_documents
-    from mamba_jax.train.policy import PolicyTrainer
+    from mamba_jax.train.policy import PolicyTrainer, arithmetic_reward
     from mamba_jax.train.score import check_score
     from serving.cli.training.rollouts import Prompt, Rollouts, ServedAdapter, TrainingRound, improve
     from serving.engine.llm import LLM

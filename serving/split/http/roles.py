@@ -12,7 +12,7 @@ from functools import partial
 
 from fastapi import APIRouter, FastAPI
 
-from serving.api.http.make_server import Role
+from serving.api.http.app import Role
 from serving.api.http.settings import ServerSettings
 from serving.compatibility import Deployment, check
 from serving.config import ConfigError, EngineConfig

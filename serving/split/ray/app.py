@@ -150,7 +150,7 @@ class Replica:
     def __init__(self, role: str, fleet: str, split: dict[str, Any], flags: dict[str, Any]) -> None:
         import ray
 
-        from serving.api.http.make_server import make_server
+        from serving.api.http.app import make_server
         from serving.split.http.roles import role_of
 
         chosen, host = SplitSettings.create(role=role, **split), ray.util.get_node_ip_address()

@@ -17,8 +17,7 @@ from mamba_jax.modules.feed_forward import Router, balance_loss
 from mamba_jax.train.config import DraftSettings
 from mamba_jax.train.head_loss import distillation, mean_cross_entropy
 from mamba_jax.train.loop import initial_values
-from mamba_jax.train.loss import build, training_loss
-from mamba_jax.train.rollout import rollout
+from mamba_jax.train.loss import build, rollout, training_loss
 from tests.support.models.tiny_configs import EVERYTHING, MOE
 from tests.support.models.tiny_training import CONFIG, batches
 

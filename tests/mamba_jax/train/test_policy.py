@@ -11,10 +11,9 @@ import pytest
 
 from kernels_pallas import native
 from mamba_jax.families import config_from_hf
-from mamba_jax.train.arithmetic import arithmetic_reward, equations
 from mamba_jax.train.loop import initial_values
 from mamba_jax.train.loss import build
-from mamba_jax.train.policy import Answers, PolicyTrainer, group_advantages, policy_loss
+from mamba_jax.train.policy import Answers, PolicyTrainer, arithmetic_reward, equations, group_advantages, policy_loss
 from mamba_jax.train.score import score, sequence_logprobs
 from tests.support.models.tiny_configs import TRAINABLE
 

@@ -15,8 +15,8 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 
-from serving.api.http.connection import connections
-from serving.api.http.connection.connections import raise_descriptor_limit, reserve
+from serving.api.http.connection import server as connections
+from serving.api.http.connection.server import raise_descriptor_limit, reserve
 from serving.api.http.settings import ConnectionBounds
 from serving.split.router.relay import Relay
 from serving.split.router.workers import Fleet

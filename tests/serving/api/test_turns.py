@@ -5,8 +5,8 @@ from contextvars import ContextVar
 
 import pytest
 
-from serving.api.http.connection import turns as module
-from serving.api.http.connection.turns import Turns
+from serving.api.http import limits as module
+from serving.api.http.limits import Turns
 from serving.api.http.text import TextCodec
 
 

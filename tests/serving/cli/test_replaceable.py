@@ -10,7 +10,7 @@ from mamba_jax.train.config import TrainConfig
 from mamba_jax.train.corpus import SAMPLE_PROBLEMS, SAMPLE_TEXT, read_documents
 from mamba_jax.train.recipe import keep_recipe
 from serving.cli.main import run
-from serving.cli.replaceable import check_replaceable
+from serving.cli.options import check_replaceable
 from serving.config import ConfigError
 
 USERS = "my notes\n", "\n", "[]", "[1]", "{}", '{"kl": 1}', '{"a": 1}\n{"b": 2}\n', '{"step": 1}\n', "\x00", "null", "5"

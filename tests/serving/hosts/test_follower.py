@@ -8,10 +8,9 @@ import pytest
 from serving.config import ConfigError, EngineConfig
 from serving.core.errors import RequestError
 from serving.engine.control import Control
-from serving.hosts.host import Leader, facts_of, follow
+from serving.hosts.host import Leader, Sender, facts_of, follow
 from serving.hosts.link import Kind
 from serving.hosts.settings import HostSettings
-from serving.hosts.wire import Sender
 from tests.serving.hosts.test_wire import VOCAB, builder
 
 

@@ -12,7 +12,7 @@ from mamba_jax.program_cache import look_of
 from serving.core.config import SchedulerConfig
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.steps.batching import BatchBuilder
-from serving.hosts.wire import Receiver, Sender, WireError
+from serving.hosts.host import Receiver, Sender, WireError
 
 VOCAB = 100
 
