@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from checkpoints.tokenizer import Tokenizer
 from mamba_jax.model import HybridModel
 from mamba_jax.train.corpus import Document, read_documents, text_of
+from mamba_jax.train.score import sequence_logprobs
 from serving.engine.stats import DraftStats
 
 WINDOW = 512
@@ -24,6 +26,7 @@ WINDOW = 512
 MTP_DRAFTS: Mapping[str, Any] = {"speculative_method": "mtp", "num_speculative_tokens": 3, "adaptive_drafts": False}
 _RESULT = re.compile(r"####\s*(-?[\d.,]+)")
 _BATCH = 8
+_logprobs = jax.jit(sequence_logprobs)
 
 
 def read_some(path: Path, count: int | None, *, needs: tuple[str, ...] = ()) -> list[Document]:
@@ -46,25 +49,15 @@ def bits_per_byte(model: HybridModel, tokenizer: Tokenizer, documents: Iterable[
         windows += [ids[start : start + WINDOW] for start in range(0, len(ids), WINDOW)]
     windows.sort(key=len)
     bos = 0 if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    nats = sum(_nats(model, windows[i : i + _BATCH], bos) for i in range(0, len(windows), _BATCH))
+    nats = 0.0
+    for start in range(0, len(windows), _BATCH):
+        tokens, lengths = np.zeros((_BATCH, 1 + WINDOW), np.int32), np.ones(_BATCH, np.int32)
+        for row, window in enumerate(windows[start : start + _BATCH]):
+            lengths[row] += len(window)
+            tokens[row, : lengths[row]] = [bos, *window]
+        scored = np.arange(1, 1 + WINDOW) < lengths[:, None]
+        nats -= float(np.asarray(_logprobs(model, tokens, lengths))[scored].sum())
     return nats / math.log(2) / max(size, 1)
-
-
-def _nats(model: HybridModel, windows: Sequence[Sequence[int]], bos: int) -> float:
-    tokens = np.zeros((_BATCH, WINDOW + 1), np.int32)
-    lengths = np.zeros(_BATCH, np.int32)
-    for row, window in enumerate(windows):
-        tokens[row, : len(window) + 1] = [bos, *window]
-        lengths[row] = len(window)
-    return float(_negative_log_likelihood(model, jnp.asarray(tokens), jnp.asarray(lengths)))
-
-
-@jax.jit
-def _negative_log_likelihood(model: HybridModel, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Returns the sum over all tokens of a batch except the first of each row."""
-    scores = jax.nn.log_softmax(model(tokens[:, :-1], lengths))
-    taken = jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1)[..., 0]
-    return -jnp.where(jnp.arange(tokens.shape[1] - 1) < lengths[:, None], taken, 0).sum()
 
 
 def result_of(answer: str) -> str | None:
@@ -99,16 +92,13 @@ def text_prompts(
 
 def total_stats(outputs: Iterable[Any]) -> DraftStats:
     """Returns the sum of the draft counters of several requests."""
-    total = DraftStats()
-    for one in (output.metrics.drafts for output in outputs):
-        total.steps += one.steps
-        for place, (drafted, accepted) in enumerate(zip(one.drafted_at, one.accepted_at, strict=True)):
-            if place == len(total.drafted_at):
-                total.drafted_at.append(0)
-                total.accepted_at.append(0)
-            total.drafted_at[place] += drafted
-            total.accepted_at[place] += accepted
-    return total
+    every: list[DraftStats] = [output.metrics.drafts for output in outputs]
+
+    def added(counters: Iterable[list[int]]) -> list[int]:
+        return [sum(at) for at in zip_longest(*counters, fillvalue=0)]
+
+    drafted, accepted = added(each.drafted_at for each in every), added(each.accepted_at for each in every)
+    return DraftStats(sum(each.steps for each in every), drafted, accepted)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse
 
+from mamba_jax.version import version
 from serving.api.http import errors
 from serving.api.http.apis import stored_responses
 from serving.api.http.apis.text_api import respond, text_router
@@ -97,7 +98,7 @@ def create_app(
 
     app = FastAPI(
         title="mamba-jax",
-        version=operation.program_version(),
+        version=version(),
         description="OpenAI's API over a hybrid Mamba2/attention model.",
         lifespan=lifespan,
     )

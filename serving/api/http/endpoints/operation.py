@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import JSONResponse, Response
 
 from checkpoints.errors import one_line
+from mamba_jax.version import version
 from serving.api.http.connection.keys import admin_only
 from serving.api.http.connection.streaming import answer
 from serving.api.http.context import Context, context_of
@@ -88,7 +88,7 @@ async def server_info(request: Request) -> dict[str, Any]:
     scheduler = context.engine.engine.loop.scheduler.config
     sizes = {name: value for name, value in asdict(scheduler).items() if isinstance(value, int | float | str | None)}
     return {
-        "version": program_version(),
+        "version": version(),
         "hardware": hardware(context.engine.engines),
         "engine": sizes,
         "server": context.settings.model_dump(mode="json", exclude={"api_key", "admin_key"}),
@@ -105,7 +105,7 @@ async def reset_prefix_cache(request: Request) -> Response:
 @router.get("/version", tags=["operation"])
 async def get_version() -> dict[str, str]:
     """The version of the program."""
-    return {"version": program_version()}
+    return {"version": version()}
 
 
 @router.get("/metrics", tags=["operation"])
@@ -120,14 +120,6 @@ async def metrics(request: Request) -> Response:
 async def status(request: Request) -> dict[str, Any]:
     """The data of the status page."""
     return status_of(context_of(request))
-
-
-def program_version() -> str:
-    """Returns the installed version; `unknown` in a checkout that is not installed."""
-    try:
-        return version("mamba-jax")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def _card(context: Context, name: str) -> ModelCard:
