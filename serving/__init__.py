@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 from serving.config import ConfigError, EngineConfig
 
 if TYPE_CHECKING:
-    from serving.core.errors import RequestError
-    from serving.engine.async_engine import AsyncEngine
-    from serving.engine.llm import LLM
-    from serving.engine.requests.adapters import LoRARequest
-    from serving.engine.requests.output import CompletionOutput, RequestOutput, unpack_sampling_mask
-    from serving.engine.requests.sampling_params import SamplingParams
-    from serving.engine.structured.grammars import StructuredOutputsParams
+    from serving.core.errors import RequestError as RequestError
+    from serving.engine.async_engine import AsyncEngine as AsyncEngine
+    from serving.engine.llm import LLM as LLM
+    from serving.engine.requests.adapters import LoRARequest as LoRARequest
+    from serving.engine.requests.output import CompletionOutput as CompletionOutput
+    from serving.engine.requests.output import RequestOutput as RequestOutput
+    from serving.engine.requests.output import unpack_sampling_mask as unpack_sampling_mask
+    from serving.engine.requests.sampling_params import SamplingParams as SamplingParams
+    from serving.engine.structured.grammars import StructuredOutputsParams as StructuredOutputsParams
 
 _LAZY = {
     "LLM": "serving.engine.llm",
@@ -28,19 +30,7 @@ _LAZY = {
     "unpack_sampling_mask": "serving.engine.requests.output",
 }
 
-__all__ = [
-    "LLM",
-    "AsyncEngine",
-    "CompletionOutput",
-    "ConfigError",
-    "EngineConfig",
-    "LoRARequest",
-    "RequestError",
-    "RequestOutput",
-    "SamplingParams",
-    "StructuredOutputsParams",
-    "unpack_sampling_mask",
-]
+__all__ = ["ConfigError", "EngineConfig", *_LAZY]
 
 
 def __getattr__(name: str) -> Any:

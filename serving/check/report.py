@@ -37,10 +37,6 @@ class Report:
                 os.chmod(out.name, 0o644)
                 os.replace(out.name, path)
 
-    def of(self, metric: str) -> list[dict[str, Any]]:
-        """All figures of one metric."""
-        return [figure for figure in self.figures if figure["metric"] == metric]
-
 
 def _told(name: str, value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
