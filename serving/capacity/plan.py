@@ -60,6 +60,8 @@ class CapacityPlan:
     size: StoreSize | None
     """None where not even one sequence fits."""
     notes: tuple[str, ...]
+    members: int
+    """Over which keys and values are divided."""
     code: int = 0
     other: int = 0
     """Seats and adapters."""
@@ -271,6 +273,7 @@ class _Planner:
             dtype=self._dtype_name,
             parameters=num_parameters(self.loaded),
             weights=self.counter.weight_bytes,
+            members=self.config.context_parallel_size,
             **figures,
         )
 

@@ -77,8 +77,8 @@ def _machine(plan: CapacityPlan) -> Text:
     device = plan.target.device
     figures = f"{device.memory / GIB:.2f} GiB, {device.bandwidth / 1e9:,.0f} GB/s, {device.flops / 1e12:,.0f} TFLOP/s"
     divided = "" if plan.target.count == 1 else ", every layer divided over all of them"
-    if plan.size is not None and (members := plan.size.members) > 1:
-        divided = f", keys and values divided over {members} members, every layer over the devices of each"
+    if plan.members > 1:
+        divided = f", keys and values divided over {plan.members} members, every layer over the devices of each"
     model = f"{plan.parameters / 1e9:.2f} billion parameters in {plan.dtype}"
     return Text(f"{model}; {plan.target.count} x {device.name} ({figures}){divided}")
 

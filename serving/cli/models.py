@@ -165,11 +165,13 @@ def plan(
         if not plans:
             raise typer.Exit(1)
         return
-    shards = machine.count // config.context_parallel_size
+    members = config.context_parallel_size
+    shards = machine.count // members
     if flags.get("tensor_parallel_size") not in (None, shards):
+        of_members = f"context_parallel_size {members} with " if members > 1 else ""
         raise ConfigError(
-            f"tensor_parallel_size {flags['tensor_parallel_size']}: {topology} has {machine.count} device(s), "
-            "and a plan uses all of them"
+            f"{of_members}tensor_parallel_size {flags['tensor_parallel_size']}: {topology} has {machine.count} "
+            "device(s), and a plan uses all of them"
         )
     config = config.model_copy(update={"tensor_parallel_size": shards})
     with errors.status("planning") as status:

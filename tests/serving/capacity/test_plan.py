@@ -212,11 +212,14 @@ def test_padded_heads_are_in_the_plan(capsys):
 
 
 def test_command_says_what_is_missing(capsys):
-    assert run(["plan", "--model", "nemotron-h-8b", "--topology", "v5e-1", "--analysis"]) == 1
-    said = capsys.readouterr().out
-    assert "does not fit" in said
-    assert "too little" in said
-    assert "v5e-4" in said
+    wanted, members = ["plan", "--model", "nemotron-h-8b", "--analysis"], ["--context-parallel-size", "8"]
+    for machine, *more in (["v5e-1"], ["v5e-8", *members]):
+        assert run([*wanted, "--topology", machine, *more]) == 1
+        said = " ".join(capsys.readouterr().out.split())
+        assert ("does not fit" in said, "too little" in said) == (True, True)
+        assert ("divided over 8 members" if more else "v5e-4") in said
+    assert run([*wanted, "--topology", "v5e-8", *members, "--tensor-parallel-size", "8"]) == 2
+    assert "context_parallel_size 8 with tensor_parallel_size 8: v5e-8 has 8" in capsys.readouterr().err
 
 
 def test_command_finds_the_smallest_machine_of_each_kind(capsys, monkeypatch):
