@@ -41,17 +41,19 @@ def layout(page_table):
     )  # fmt: skip
 
 
-def by_members(run, of_state, count):
-    """`run(layout, inputs, state)` by members, each with its share of `count` inputs, jitted."""
+def by_members(run, of_state, count, *, divided=True):
+    """`run(layout, inputs, state)` by members, each with its share of `count` inputs or with all of them, jitted."""
+    share = SPEC(CONTEXT) if divided else SPEC()
 
     def on_each_device(table, state, *inputs):
         member = this_member(MEMBERS)
-        return run(ShareLayout(layout(table).on_member(member), member), inputs, state)
+        whole = layout(table).on_member(member)
+        return run(ShareLayout(whole, member) if divided else whole, inputs, state)
 
     return jax.jit(
         jax.shard_map(
             on_each_device, mesh=make_mesh(1, members=MEMBERS), check_vma=False,
-            in_specs=(SPEC(), of_state, *[SPEC(CONTEXT)] * count), out_specs=(SPEC(CONTEXT), of_state),
+            in_specs=(SPEC(), of_state, *[share] * count), out_specs=(share, of_state),
         ),
         compiler_options=options(),
     )  # fmt: skip
@@ -66,13 +68,16 @@ NO_PAGES = jnp.zeros((len(LENGTH), 0), jnp.int32)
 
 
 def both(run, state, *inputs, table=NO_PAGES, of_state=None):
-    """(y, state) of `run(layout, inputs, state)` by members and on one device.
+    """(y, state) of `run(layout, inputs, state)` by members and on one device; in a fixed order, in which members merge
+    parts of attention, by members with all tokens.
 
     Slot 0, and the first page of each member, are NaN.
     """
     nulls = slice(0, 1) if of_state is None else slice(None, None, EACH)
     state = jax.tree.map(lambda each: each.at[nulls].set(jnp.nan), state)
     whole = jax.jit(lambda table, state, *inputs: run(layout(table), inputs, state), compiler_options=options())
+    if of_state is not None and fixed_order.is_fixed():
+        whole = by_members(run, of_state, len(inputs), divided=False)
     divided = by_members(run, of_state or SPEC(), len(inputs))
     return [jax.tree.map(np.asarray, form(table, state, *inputs)) for form in (divided, whole)]
 
@@ -187,12 +192,23 @@ def test_a_divided_step(form):
     assert_same(FORMS[form]())
 
 
+NEEDS_NATIVE = pytest.mark.skipif(native.WHY_MISSING is not None, reason=f"native operations: {native.WHY_MISSING}")
+
+
 @pytest.mark.full
-@pytest.mark.skipif(native.WHY_MISSING is not None, reason=f"native operations: {native.WHY_MISSING}")
-@pytest.mark.parametrize("form", sorted(FORMS.keys() - {"attention", "latents"}))
+@NEEDS_NATIVE
+@pytest.mark.parametrize("form", FORMS)
 def test_a_divided_step_has_the_same_bits_in_a_fixed_order(form):
     with KernelChoice(named=fixed_order.NAME).applied():
         assert_same(FORMS[form](), exact=True)
+
+
+@NEEDS_NATIVE
+def test_another_order_of_merging_is_seen(monkeypatch):
+    merge = shares.merge_attention_parts
+    monkeypatch.setattr(shares, "merge_attention_parts", lambda out, lse: merge(out[::-1], lse[::-1]))
+    with KernelChoice(named=fixed_order.NAME).applied(), pytest.raises(AssertionError):
+        assert_same(attended(), exact=True)
 
 
 @pytest.mark.parametrize("form", ["convolution", "groups divide", "members share a group", "selective", "pairs"])
