@@ -2,13 +2,15 @@
 """What a change must pass: the lint, the README's own test command, then the full tier and random traffic.
 
 Everything that is needed is installed, the compilers for TPUs and GPUs and the documentation's builder included. A test
-that is skipped fails the run unless its reason is in SKIPS. Prints a table of tiers with the commit; the environment's
-CI_RECORD names a file that gets the same table.
+that is skipped fails the run unless its reason is in SKIPS, and so does one that takes more than TEST_SECONDS. Prints
+a table of tiers with the commit; the environment's CI_RECORD names a file that gets the same table.
 """
 
+import contextlib
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,7 +32,11 @@ TIERS = {
 traffic is in one file, whose cases share the compiled steps that tests store on disk.
 """
 LATEST = {"traffic": 60}
-"""Minutes after which a tier is not begun. CI has 90; on a machine so slow, run it by hand."""
+"""Minutes after which a tier is not begun. On a machine so slow, run it by hand."""
+MINUTES = 85
+"""After which the whole run is ended, with the stacks of all threads: CI itself ends at 90 and shows nothing."""
+TEST_SECONDS = 600
+"""After which a test's process is ended with the stacks of its threads. The longest takes a minute."""
 EXTRAS = "test,plan-gpu,docs"
 SKIPS = {
     "hardware": r"no GPU|Mosaic GPU|the processor has|no C\+\+ for|needs several devices",
@@ -40,6 +46,7 @@ SKIPS = {
     "slow cases": r"run with --slow",
 }
 """Reasons for which CI may skip a test."""
+TEST_LIMIT = f"-o faulthandler_timeout={TEST_SECONDS} -o faulthandler_exit_on_timeout=true"
 COLUMNS = "{:<8} {:>6} {:>7} {:>8} {:>8}  {}"
 
 
@@ -52,7 +59,7 @@ def main() -> int:
         if (time.monotonic() - begin) / 60 > LATEST.get(tier, float("inf")):
             rows.append(COLUMNS.format(tier, 0, 0, 0, 0, f"not run: began after {LATEST[tier]} minutes"))
             continue
-        row, failed = run(tier, command)
+        row, failed = run(tier, command, begin + MINUTES * 60)
         rows.append(row)
         if failed:
             break
@@ -63,24 +70,43 @@ def main() -> int:
     return int(failed)
 
 
-def run(tier: str, command: str) -> tuple[str, bool]:
-    """Runs the command of a tier; returns its row of the table, and whether it failed."""
+def run(tier: str, command: str, end: float) -> tuple[str, bool]:
+    """Runs the command of a tier until this time; returns its row of the table, and whether it failed."""
     print(f"\n== {tier}: {command}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         begin, before = time.monotonic(), _cpu_seconds()
-        code = subprocess.run(
-            command, shell=True, cwd=ROOT, env=os.environ | {"PYTEST_ADDOPTS": f"--junitxml={report}"}
-        ).returncode
+        code = _status(command, f"--junitxml={report} {TEST_LIMIT}", end - begin)
         wall, cpu = time.monotonic() - begin, _cpu_seconds() - before
         cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
     reasons = Counter(reasons_of(cases))
     unknown = [reason for reason in reasons if not any(re.search(known, reason) for known in SKIPS.values())]
     for reason, count in reasons.items():
         print(f"{count} skipped{', which CI does not allow' if reason in unknown else ''}: {reason}", flush=True)
-    result = f"exit status {code}" if code else f"{len(unknown)} unknown skips" if unknown else "passed"
+    results = {
+        "took too long": code is None,
+        f"exit status {code}": code,
+        f"{len(unknown)} unknown skips": unknown,
+    }
+    result = next((text for text, holds in results.items() if holds), "passed")
     skipped = sum(reasons.values())
-    return COLUMNS.format(tier, len(cases) - skipped, skipped, round(wall), round(cpu), result), bool(code or unknown)
+    return COLUMNS.format(tier, len(cases) - skipped, skipped, round(wall), round(cpu), result), result != "passed"
+
+
+def _status(command: str, options: str, seconds: float) -> int | None:
+    """Runs a command, with options of pytest; returns its exit status, or None if it had to be ended."""
+    with subprocess.Popen(
+        command, shell=True, cwd=ROOT, env=os.environ | {"PYTEST_ADDOPTS": options}, process_group=0
+    ) as process:
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGABRT)  # Python prints its threads' stacks
+            time.sleep(10)
+            return None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def reasons_of(cases: list[ElementTree.Element]) -> Iterator[str]:
