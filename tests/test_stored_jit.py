@@ -6,6 +6,8 @@ import jax
 import numpy as np
 import pytest
 
+from mamba_jax.sharding import make_mesh
+from mamba_jax.sharding.axis import split_last, use_mesh
 from tests.support import stored_jit
 
 TRACED: list[float] = []
@@ -58,3 +60,11 @@ def test_what_a_test_replaces_is_traced(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.undo()
     np.testing.assert_allclose(scaled(FACTOR)(np.ones(3)), [FACTOR + 1] * 3)
     assert TRACED == [5.0]
+
+
+def test_programs_of_several_devices_are_not_stored() -> None:
+    with use_mesh(make_mesh(2)):
+        for _ in range(2):
+            run = stored_jit.StoredJit(lambda x: split_last(x * FACTOR) if not TRACED.append(0.0) else x)
+            np.testing.assert_allclose(run(np.ones(4)), [FACTOR] * 4)
+    assert len(TRACED) == 2

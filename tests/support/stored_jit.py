@@ -110,7 +110,15 @@ class StoredJit:
         called = f"{_structure(structure)}\n{_text(self._options, ())}"
         kept._description += f"\n{text}\n{called}"
         kept._surroundings += f"\n{called}"  # two programs of one text may differ in the compiler's options
-        return kept.find((leaves,), lambda: self._plain.lower(*args, **kwargs), {}, choice)
+
+        def lower() -> jax.stages.Lowered:
+            lowered = self._plain.lower(*args, **kwargs)
+            divided = lowered.compiler_ir().operation.attributes["mhlo.num_partitions"]
+            if divided.value > 1:  # a program is read back for one device, and for several XLA ends the process
+                raise _UnknownError
+            return lowered
+
+        return kept.find((leaves,), lower, {}, choice)
 
 
 def _is_stored_with(leaf: Any) -> bool:
