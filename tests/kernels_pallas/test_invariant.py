@@ -216,7 +216,8 @@ def test_a_convolution_keeps_its_bits_where_its_row_is_cut():
     np.testing.assert_array_equal(store[5], end)
 
 
-@pytest.mark.parametrize("members", [1, 2, 3])
+@pytest.mark.smoke("platform")
+@pytest.mark.parametrize("members", [3, 1, 2])
 def test_a_query_keeps_its_bits_in_blocks_and_tables_of_any_size(platform, members):
     """Of N members, each attends to every N-th page, and what they find is merged."""
     if members > 1 and platform != "cpu":
@@ -379,6 +380,7 @@ def test_a_convolution_of_sequences_has_the_bits_of_a_row(platform):
     np.testing.assert_array_equal(prefill(x[1], np.zeros((3, 24), np.float32), weight, bias, 0, 30)[0], whole[1])
 
 
+@pytest.mark.smoke("platform")
 @pytest.mark.parametrize(("count", "vocab"), [(33, 1000), (9, 300)])
 def test_weights_of_draws_do_not_depend_on_other_rows(count, vocab):
     settings = {"temperature": 0.7, "top_p": 0.8, "min_p": 0.001, "frequency_penalty": 0.3, "repetition_penalty": 1.3}

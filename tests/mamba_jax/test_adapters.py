@@ -100,6 +100,7 @@ def test_each_token_has_the_result_of_its_own_adapter(name, count):
     np.testing.assert_allclose(found, expected, atol=TO_HUGGING_FACE * max(1, np.abs(expected).max()))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("tied", [False, True])
 def test_rows_have_the_embedding_and_the_head_of_their_adapter(tied):
     config = dataclasses.replace(STEP, tie_word_embeddings=tied)
@@ -127,7 +128,7 @@ def test_rows_have_the_embedding_and_the_head_of_their_adapter(tied):
 
 
 @pytest.mark.full
-@pytest.mark.smoke("quantization")
+@pytest.mark.smoke
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_a_quantized_layer_has_the_result_of_its_dequantized_weight_and_the_adapter(quantization, dtype):

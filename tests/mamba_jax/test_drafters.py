@@ -193,6 +193,7 @@ def test_the_layer_may_have_tables_of_its_own():
         assert np.abs(run(other) - expected)[1:].max() > 0.1
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("drafts", [3, 0], ids=["wide", "narrow"])
 def test_the_draft_layer_updates_the_store_in_place(drafts):
     assert_updated_in_place(Host(WITH_MTP, source=MTPDrafts()), drafts)

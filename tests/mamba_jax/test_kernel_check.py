@@ -97,6 +97,7 @@ def test_members_check_the_kernel_that_they_run():
     assert compare(calls, "paged_attention_part", lambda out, lse, args: (out, lse[0].at[0].mul(1.1)))
 
 
+@pytest.mark.full
 def test_members_check_the_scan_of_their_heads():
     """A divided step scans half of the heads by itself, where an undivided one has a kernel that also convolves."""
     found = calls_of(load_config("demo"), "tpu", dataclasses.replace(SIZES, members=2), dtype=jnp.float32)
@@ -164,6 +165,7 @@ def test_sound_kernels_raise_no_alarm(model, dtype, quantization, types, pytestc
         assert not wrong, (call.label, kernel, wrong)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("quantization", "narrow"), [("int8", "int8"), ("nvfp4", "float4_e2m1fn")])
 def test_weights_and_states_have_the_dtypes_of_the_engine(quantization, narrow):
     checkpoint = Checkpoint("nemotron-3-nano-30b-a3b", dtype="bfloat16", quantization=quantization)
@@ -179,7 +181,7 @@ QUANTIZED = ("quantized_linear", "quantized_grouped_matmul")
 
 
 @pytest.mark.full
-@pytest.mark.smoke("platform")
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "model",
     ["nemotron-h-8b", "nemotron-3-nano-30b-a3b", "qwen3-next-80b-a3b", "falcon-mamba-7b", "kimi-linear-48b-a3b"],

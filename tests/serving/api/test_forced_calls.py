@@ -96,6 +96,7 @@ def ask(server, **fields):
     return server.openai().chat.completions.create(**body)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("form", [None, *ONE])
 def test_a_required_call(server, monkeypatch, form):
     monkeypatch.setitem(server.context.__dict__, "tool_calls", form)

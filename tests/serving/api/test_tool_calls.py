@@ -237,6 +237,7 @@ def test_ids_that_a_model_writes_are_kept_and_never_repeated():
     assert len({call.id for call in calls}) == 4
 
 
+@pytest.mark.smoke
 @each_form
 def test_long_texts_take_time_in_proportion(form):
     """A call, and then text that is none; before, each of its characters was a copy of the rest."""

@@ -125,6 +125,7 @@ def rotating_adapters(server: Server) -> None:
         server.ask("attacker", 8, 4, adapter=f"adapter {server.prompts}")
 
 
+@pytest.mark.smoke("attack")
 @pytest.mark.parametrize("attack", [many_choices, chats, dropped_prompts, rotating_adapters])
 @pytest.mark.parametrize(("machine", "fresh"), [(CPU, False), (CPU, True), (GPU, False)])
 def test_a_stream_keeps_its_part_of_the_time(machine: Machine, fresh: bool, attack) -> None:

@@ -130,6 +130,7 @@ def caught_after(fault: Fault, bound: int = BOUND) -> tuple[int, str] | None:
     return None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", BY_FUZZER, ids=str)
 def test_fuzzer_sees(fault: Fault) -> None:
     found = caught_after(fault)

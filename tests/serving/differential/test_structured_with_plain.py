@@ -164,7 +164,7 @@ def _fails_once(step: int):
     return fault
 
 
-@pytest.mark.smoke
+@pytest.mark.full
 @pytest.mark.parametrize("drafts", USUAL, ids=str)
 def test_neighbors_do_not_wait(drafts: Drafts) -> None:
     """Plain rows are part of every step, with all their drafts. The structured row takes part only when its mask is

@@ -115,6 +115,7 @@ def test_a_grammar_stays_for_as_long_as_it_is_held(grammars, monkeypatch):
     assert grammars.compile(StructuredOutputs(regex="held")) is held
 
 
+@pytest.mark.full
 def test_known_and_small_grammars_do_not_wait_behind_expensive_ones():
     """Two dozen grammars that take all the time that a trial may take, of a client with a key, and one without."""
     fresh = of_demo(seconds=20.0)
