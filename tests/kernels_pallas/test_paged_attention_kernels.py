@@ -75,12 +75,26 @@ class TestTpu(Attention):
         assert sum(blocks for blocks, _ in calls) == 5
         assert max(blocks for blocks, _ in calls) <= blocks_per_call
 
-    @pytest.mark.parametrize(("blocks", "q_len", "size"), [(64, 1, 32), (16, 4, 32), (2, 128, 128), (1, 1, 1)])
-    def test_prefill_has_larger_blocks_of_queries_than_decode(self, calls, blocks, q_len, size):
-        """Each block of queries reads the keys before it once, so blocks of 32 read a long past four times as often."""
+    @pytest.mark.parametrize(
+        ("blocks", "q_len", "sequences", "size"),
+        [(64, 1, 64, 32), (16, 4, 16, 32), (1, 128, 1, 128), (2, 128, 1, 256), (5, 128, 1, 512), (1, 1, 1, 1)],
+    )
+    def test_prefill_has_larger_blocks_of_queries_than_decode(self, calls, blocks, q_len, sequences, size):
+        """Each block of queries reads the keys before it once, so blocks of 32 read a long past 16 times as often."""
         positions = np.arange(blocks * q_len).reshape(blocks, q_len)
         self.check(PLAIN, q_len, positions, [blocks * q_len], [0] * blocks)
-        assert [queries for _, queries in calls] == [size]
+        assert calls == [(sequences, size)]
+
+    @pytest.mark.parametrize("window", [None, 100])
+    def test_tiles_of_a_row_are_one_sequence(self, calls, window):
+        """Of a row that begins within a tile, one without tokens, and a fresh one; then a tile of padding."""
+        tile = pallas_tpu.TILE_QUERIES
+        positions = np.full((5, tile), -1)
+        positions[0, :50] = np.arange(78, tile)
+        positions[1], positions[2, :9] = np.arange(tile, 2 * tile), np.arange(2 * tile, 2 * tile + 9)
+        positions[3, :30] = np.arange(30)
+        self.check(PLAIN, tile, positions, [2 * tile + 9, 1, 30, 1], [0, 0, 0, 2, 3], window=window)
+        assert calls == [(4, tile)]
 
 
 class Gpu:
