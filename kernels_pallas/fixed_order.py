@@ -99,7 +99,7 @@ def implementations(
 
 
 def _on_each_device(kernel: Callable[..., Array], outputs: int = 0) -> Callable[..., Array]:
-    """On several devices, outside of `shard_map`, each computes the whole: the compiler cannot divide a kernel.
+    """On several devices, outside of `shard_map`, each computes the whole: the compiler cannot divide a kernel or C++.
 
     The `outputs` of a product are divided over the last axis of the mesh, as the rows of a head are, if they can be.
     """
@@ -131,8 +131,8 @@ def product(
         return jnp.matmul(rows.astype(F32), weight.T.astype(F32), precision=lax.Precision.HIGHEST)
 
     outputs = len(weight) if divided else 0
-    run = by_cpp if options is None else _on_each_device(functools.partial(fixed_blocks.product, **options), outputs)
-    return dispatch.differentiable(run, plain)(rows, weight)
+    run = by_cpp if options is None else functools.partial(fixed_blocks.product, **options)
+    return dispatch.differentiable(_on_each_device(run, outputs), plain)(rows, weight)
 
 
 def products(rows: Float[Array, "heads n inputs"], weights: Float[Array, "heads outputs inputs"]) -> Array:

@@ -13,16 +13,23 @@ from jax.sharding import PartitionSpec as P
 from kernels_pallas import fixed_order
 from kernels_pallas.dispatch import KernelChoice
 from kernels_pallas.linear import linear
+from kernels_pallas.native import WHY_MISSING
 from mamba_jax.sharding import TENSOR, make_mesh
 from mamba_jax.sharding.axis import split_last, sum_over_devices, use_mesh
 
-CHOICE = KernelChoice(platform="tpu", named=fixed_order.INTERPRETED)
+CHOICES = [
+    KernelChoice(platform="tpu", named=fixed_order.INTERPRETED),
+    pytest.param(
+        KernelChoice(platform="cpu", named=fixed_order.NAME),
+        marks=pytest.mark.skipif(WHY_MISSING is not None, reason=f"native operations: {WHY_MISSING}"),
+    ),
+]
 
 
-def compiled(function, mesh, *arrays):
+def compiled(choice, function, mesh, *arrays):
     """The program of a function, of which each array is (values, how they lie), and its result."""
     placed = [jax.device_put(values, NamedSharding(mesh, spec)) for values, spec in arrays]
-    with CHOICE.applied(), use_mesh(mesh):
+    with choice.applied(), use_mesh(mesh):
         program = jax.jit(function).lower(*placed).compile(fixed_order.COMPILER_OPTIONS)
     return program.as_text(), program(*placed)
 
@@ -40,14 +47,15 @@ def test_devices_add_in_their_order_and_round_once(dtype, scatter):
     outside = jax.shard_map(
         each, mesh=mesh, in_specs=P(TENSOR), out_specs=P(TENSOR) if scatter else P(), check_vma=False
     )
-    text, result = compiled(outside, mesh, (parts, P(TENSOR)))
+    text, result = compiled(CHOICES[0], outside, mesh, (parts, P(TENSOR)))
     np.testing.assert_array_equal(np.asarray(result), expected)
     assert " all-reduce" not in text
     assert " reduce-scatter" not in text
 
 
+@pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("members", [1, 2])
-def test_a_divided_head_is_not_gathered_and_has_the_bits_of_a_whole_one(members):
+def test_a_divided_head_is_not_gathered_and_has_the_bits_of_a_whole_one(members, choice):
     random = np.random.default_rng(0)
     rows, head = (jnp.asarray(random.normal(size=(count, 96)), jnp.bfloat16) for count in (9, 520))
 
@@ -56,6 +64,7 @@ def test_a_divided_head_is_not_gathered_and_has_the_bits_of_a_whole_one(members)
 
     (_, whole), (text, divided) = (
         compiled(
+            choice,
             functools.partial(logits),
             make_mesh(count // members, members=members if count > 1 else 1),
             (rows, P()),
