@@ -243,7 +243,10 @@ class _Planner:
             if n <= size.max_model_len
         ]
         if long_contexts and (copies := self._copies_of_keys) > 1:
-            notes.append(f"{copies} devices hold the same keys and values: there are fewer heads of them than devices")
+            notes.append(
+                f"{copies} devices hold the same keys and values: there are fewer heads of them than devices"
+                + self._with_members(copies * self.partition.members, long_contexts[-1])
+            )
         return self._report(
             fits=spare >= 0 and not refused,
             spare=spare,
@@ -283,6 +286,24 @@ class _Planner:
         attention, count = self.model.attention, self.partition.shards
         heads = 1 if LATENT in self.model.pattern else attention.num_kv_heads if attention else count
         return max(1, count // heads)
+
+    def _with_members(self, members: int, here: LongContext) -> str:
+        """Whether divided pages hold more of the longest sequences, and what they cost; empty if nothing fits then."""
+        flags = {"context_parallel_size": members, "tensor_parallel_size": self.target.count // members}
+        config = self.config.model_copy(update=flags)
+        try:
+            found = _Planner(config, self.target, self._undivided, self.loaded).plan(False, False, None, lambda _: None)
+        except (ConfigError, ModelConfigError):
+            return ""
+        there = next((each for each in found.long_contexts if each.tokens == here.tokens and found.fits), None)
+        if there is None:
+            return ""
+        use = "use" if there.sequences > here.sequences else "do not use"
+        return (
+            f"; {use} --context-parallel-size {members} for {here.tokens:,} tokens: {there.sequences:,} sequences at "
+            f"once instead of {here.sequences:,}, first token after {there.first_token_s:,.1f} s instead of "
+            f"{here.first_token_s:,.1f} s, next token after {there.decode_ms:.2f} ms instead of {here.decode_ms:.2f} ms"
+        )
 
     def _bytes_of_seats(self, rows: Rows) -> int:
         return _bytes_of_one(zip(jax.tree.leaves(rows), jax.tree.leaves(rows_shardings(rows, self.mesh)), strict=True))

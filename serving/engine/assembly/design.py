@@ -18,6 +18,7 @@ from mamba_jax.config import HybridConfig
 from mamba_jax.drafts import DraftSource
 from mamba_jax.head_padding import HeadPadding
 from mamba_jax.model import HybridModel, parameters
+from mamba_jax.modules.feed_forward import rows_at_once
 from mamba_jax.rounding import NarrowDtype
 from mamba_jax.rows import Rows, init_rows
 from mamba_jax.sharding import Partition
@@ -212,7 +213,8 @@ class EngineDesign:
     @property
     def workspace_bytes(self) -> int:
         """A rough upper bound on the bytes per device that a step needs besides weights and store: activations in
-        float32, and copies of the logits: two more where an adapter's own head replaces some.
+        float32, those of all rows that experts process at once, and copies of the logits: two more where an adapter's
+        own head replaces some.
 
         Of several members, each computes fewer activations than these, which leaves room for the states that it
         gathers.
@@ -221,10 +223,16 @@ class EngineDesign:
         heads = config.max_num_seqs * (1 + config.num_speculative_tokens)
         places = places_of_parts(config, tokens, heads, prefill_rows=min(MAX_PREFILL_ROWS, config.max_num_seqs))
         tokens += heads if config.mixes_steps_on(self.platform) else 0
+        experts = 0
+        if (moe := model.moe) is not None:
+            rows, whole = tokens * moe.experts_per_token, moe.num_experts
+            if self.platform == "tpu" and whole % shards == 0:
+                rows = rows_at_once(rows, whole // shards, whole)
+            experts = rows * ((moe.latent_size or model.hidden_size) + (1 + moe.gated) * moe.intermediate_size)
         hidden_size = model.hidden_size * (1 if model.drafter is None else 1 + len(model.drafter.places))
         activations = tokens * (4 * hidden_size + 6 * (model.inner_size // shards))
         logits = (5 if config.lora_tables else 3) * heads * model.vocab_size
-        return (activations + logits + places * (model.query_size // shards)) * 4
+        return (activations + experts + logits + places * (model.query_size // shards)) * 4
 
     @property
     def code_bytes(self) -> int:
