@@ -159,7 +159,6 @@ RULES = (
     Rule(REPLICAS, HOSTS, "start a server on each host"),
     Rule(REPLICAS, ROLE, "start a worker for each replica"),
     Rule(REPLICAS, FOLLOWED, "start a server for each replica"),
-    Rule(CONTEXT, HOSTS, "use one host"),
     Rule(CONTEXT, Condition("`kernels` with `paged_attention=`", _attention_kernel), "name paged_attention_part"),
     Rule(ROLE, HOSTS, "use one host"),
     Rule(FOLLOWED, HOSTS, "use one host"),

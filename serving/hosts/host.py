@@ -114,12 +114,14 @@ def gather(
     group = meet(settings, facts_of(config))
     if group is None:
         return None, config
-    devices, hosts = jax.device_count(), jax.process_count()
+    devices, hosts, members = jax.device_count(), jax.process_count(), config.context_parallel_size
     if all_devices:
-        config = config.model_copy(update={"tensor_parallel_size": devices})
-    if config.tensor_parallel_size != devices:
+        config = config.model_copy(update={"tensor_parallel_size": max(1, devices // members)})
+    if config.tensor_parallel_size * members != devices:
+        context = f"context_parallel_size {members} with " if members > 1 else ""
         group.end(
-            f"tensor_parallel_size {config.tensor_parallel_size}: {hosts} hosts use all of their {devices} devices",
+            f"{context}tensor_parallel_size {config.tensor_parallel_size}: {hosts} hosts use all of their {devices} "
+            "devices",
             code=2,
         )
     log.info("host %d of %d%s, %d devices in all", group.host, hosts, ", the leader" if group.leads else "", devices)

@@ -30,7 +30,6 @@ CASES = [
     ({"data_parallel_size": 2}, {"role": "prefill"}, "data_parallel_size 2 does not support --role prefill"),
     ({"data_parallel_size": 2}, {"followed": True},
      "data_parallel_size 2 does not support --split-secret or --kv-events-config"),
-    (DIVIDED, HOSTS, "context_parallel_size 2 does not support several hosts"),
     (DIVIDED | {"kernels": "recurrence_scan=xla, paged_attention=xla"}, {},
      "context_parallel_size 2 does not support kernels paged_attention=xla; name paged_attention_part"),
     ({}, HOSTS | {"role": "decode"}, "--role decode does not support several hosts"),

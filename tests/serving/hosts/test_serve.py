@@ -59,7 +59,10 @@ def test_two_hosts_are_one_server_and_end_in_order(tmp_path):
     ("more", "line"),
     [
         (("--host-cache-gib", "1"), "host_cache_gib does not support several hosts"),
-        (("--tensor-parallel-size", "4"), "tensor_parallel_size 4: 2 hosts use all of their 2 devices"),
+        (
+            ("--tensor-parallel-size", "4", "--context-parallel-size", "2"),
+            "context_parallel_size 2 with tensor_parallel_size 4: 2 hosts use all of their 2 devices",
+        ),
     ],
 )
 def test_what_several_hosts_cannot_do_is_refused_at_start(more, line, tmp_path):

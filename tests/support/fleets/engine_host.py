@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 from checkpoints import placing
 from mamba_jax.model import parameters
 from mamba_jax.programs import StepPrograms
+from mamba_jax.sharding import axis
 from serving import SamplingParams
 from serving.config import EngineConfig
 from serving.engine.assembly import build
@@ -56,6 +57,7 @@ def main(job):
     copied = []
     copy = placing._aligned_copy
     placing._aligned_copy = lambda values, dtype: copied.append(values.nbytes) or copy(values, dtype)
+    axis.LEAST_TOKENS = job.get("least_tokens", axis.LEAST_TOKENS)
     build.StepPrograms = partial(StepPrograms, compiler_options=QUICK_COMPILE)
     coordinator = f"127.0.0.1:{job['port']}"
     hosts = HostSettings.create(
