@@ -12,7 +12,6 @@ from checkpoints.errors import CheckpointError
 from checkpoints.load import load_config
 from checkpoints.presets import PRESETS
 from mamba_jax.model import HybridModel, parameters
-from mamba_jax.modules.feed_forward import rows_at_once
 from mamba_jax.sharding import Partition
 from serving.capacity.count import Counter
 from serving.capacity.plan import make_plan
@@ -105,16 +104,6 @@ def test_long_contexts_are_bounded():
         console.print(as_comparison([made], {}, None))
     assert f"{few.chunk:,}: {few.chunked_first_token_s:,.1f} s" in shown.get()
     assert plan("nemotron-h-8b", "v5e-8").long_contexts == ()
-
-
-def test_rows_of_experts_are_in_the_workspace():
-    """A GPU processes those of all devices' experts at once. On a CPU, a step of two layers took 237 MiB."""
-    gpu, tpu = (
-        plan("qwen3-next-80b-a3b", name, max_num_batched_tokens=2048).temporaries for name in ("h100-8", "v6e-8")
-    )
-    rows = 10 * (2048 + 64)
-    assert gpu - tpu == (rows - rows_at_once(rows, 64, 512)) * (2048 + 2 * 512) * 4
-    assert gpu > 237 << 20
 
 
 def test_what_does_not_fit_says_by_how_much():
@@ -279,10 +268,8 @@ def test_members_hold_more_context_and_read_it_faster():
         for more in ({}, {"context_parallel_size": 4})
     )
     assert four.weights > 3 * one.weights
-    (here,), (there,) = one.long_contexts, four.long_contexts
-    assert there.bytes < here.bytes
-    (advice,) = (note for note in one.notes if "; use --context-parallel-size 4 for 131,072 tokens" in note)
-    assert f"{there.sequences:,} sequences at once instead of {here.sequences:,}, first token after" in advice
+    assert four.long_contexts[0].bytes < one.long_contexts[0].bytes
+    assert any("; use --context-parallel-size 4 for 131,072 tokens: " in note for note in one.notes)
     console = Console(width=200)
     with console.capture() as capture:
         console.print(as_text(four))
