@@ -185,12 +185,14 @@ def test_operations_by_xla(operation):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("page_size", "context", "calls"),
-    [(128, 1 << 18, 1), slow(32, 1 << 18, 3), slow(128, 1 << 20, 3)],
+    ("page_size", "context", "tiles", "calls"),
+    [(128, 1 << 18, 0, 1), slow(32, 1 << 18, 0, 3), slow(128, 1 << 20, 0, 3), (128, 1 << 20, 256, 1)],
 )
-def test_paged_attention_with_tables_of_long_contexts(page_size, context, calls):
-    """64 rows: the default page size on TPU holds 262,144 tokens in one call, other sizes take more."""
-    model = dataclasses.replace(divided(ATTENDING[0], 8), page_size=page_size, context=context + 1, rows=64)
+def test_paged_attention_with_tables_of_long_contexts(page_size, context, tiles, calls):
+    """64 rows: the default page size on TPU holds 262,144 tokens in one call, other sizes take more. Two rows of
+    prefill, or up to 28, take one for a million tokens."""
+    rows = {"rows": 2, "blocks_of_row": tiles, "q_len": 128} if tiles else {"rows": 64}
+    model = dataclasses.replace(divided(ATTENDING[0], 8), page_size=page_size, context=context + 1, **rows)
     call = call_of("paged_attention", model)
     text = compile_for_tpu("v6e", program(call, "pallas_tpu"), *call.apart(call.arrays)).as_text()
     assert text.count('custom_call_target="tpu_custom_call"') == calls

@@ -41,7 +41,7 @@ class MeasuredProgram(Program):
     moved: int = 0
     """Bytes to and from the device's memory, keys and values aside; see `Traffic`."""
     weights: int = 0
-    """The part of these bytes that reads weights, and that writes and reads copies of weights."""
+    """Bytes that read weights, and that write and read copies of weights."""
     arriving: tuple[int, ...] = ()
     """Bytes on their way to the chip's own memory during each exchange, mostly weights of the next projection."""
     collectives: dict[str, int] | None = None
@@ -124,7 +124,8 @@ def compile_step(
         members: over which pages are divided.
     """
     machine = compilable(topology)
-    partition, shape = Partition.of(config, machine.count // members, members), StoreShape.of(config)
+    partition = Partition.of(config, machine.count // members, members)
+    shape = StoreShape.of(config, routed_experts=store.get("routed_experts", False))
     programs = SlicePrograms(
         model or HybridModel.abstract(config, dtype=jnp.bfloat16),
         slice_mesh(machine, members),
@@ -155,18 +156,18 @@ def measured(programs: SlicePrograms, batch: StepBatch, name: str = "step") -> M
     found: dict[str, Any] = {"launches": launches, "kernels": _kernels(text), "sums_in_copies": _sums_in_copies(text)}
     sums = r"stablehlo.dot_general|applies stablehlo.add across .*f32"
     found["sums_by_xla"] = len(re.findall(sums, given)) + len(sums_of_devices(text))
+    traffic = Traffic(text)
     if not gpu:
-        traffic = Traffic(text)
-        found |= {"moved": traffic.total(), "weights": traffic.of_arguments(r"weights\[\d+\]")}
-        found["arriving"] = tuple(traffic.arriving(COLLECTIVES))
+        found |= {"moved": traffic.total(), "arriving": tuple(traffic.arriving(COLLECTIVES))}
     return MeasuredProgram(
         name,
         memory.generated_code_size_in_bytes,
         memory.temp_size_in_bytes,
         memory.alias_size_in_bytes,
         collectives=count_collectives(text),
-        gathered=Traffic(text).received("all-gather"),
-        exchanged=Traffic(text).received("all-to-all"),
+        gathered=traffic.received("all-gather"),
+        exchanged=traffic.received("all-to-all"),
+        weights=traffic.of_arguments(r"weights\[\d+\]"),
         **found,
     )
 

@@ -22,10 +22,11 @@ def exchanged_bytes(
     for kind in config.pattern:
         match config.mixer(kind):
             case GroupedRecurrence() as mixer if mixer.num_heads % (members * shards):
-                assert (mixer.erases, tiles) == (True, 0), "of pairs: a matrix for each head, states in a loop"
+                assert mixer.erases, "of pairs: a matrix for each head; states at the ends of tiles are added up"
                 state, *windows = (array.on_each(shards).shape for array in mixer.state()[:3])
                 to_all += 2 * item * tokens // members * sum(channels for _, channels in windows)
                 gathered += 4 * members * (state[0] * state[2] ** 2 + math.prod(state))
+                gathered += item * tiles * sum(map(math.prod, windows))
             case GroupedRecurrence() as mixer:
                 divides = mixer.num_groups % (members * shards) == 0
                 of_device = mixer.num_groups if mixer.num_groups % shards else mixer.num_groups // shards
