@@ -170,12 +170,13 @@ def test_one_member_is_no_axis_of_the_mesh():
 
 
 @pytest.mark.full
-def test_one_member_changes_no_program(tmp_path):
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_one_member_changes_no_program(shards, tmp_path):
     """Whole steps have the same text, byte for byte, with the flag at 1 and without it."""
     directory = write_checkpoint(tmp_path, EIGHT)
     texts = []
     for flags in ({}, {"context_parallel_size": 1}, {"context_parallel_size": 2}):
-        llm = divided_llm(directory, EIGHT, 2, **flags)
+        llm = divided_llm(directory, EIGHT, shards, **flags)
         loop = llm.engine.loop
         builder = BatchBuilder(loop.scheduler.config)
         batches = builder.empty_decode(1, 2), builder.empty_prefill(PrefillShape(64, 1, 5))
