@@ -103,7 +103,8 @@ def test_divided_pages_under_load(members, shards, recurrent_heads, tmp_path):
 def assert_exchanges(llm, members):
     """What a prefill step receives from the other members."""
     config, programs, (shape,) = llm.model.config, llm.engine.loop.programs, llm.engine.loop.batches.prefill_shapes
-    expected = exchanged_bytes(config, Partition.of(config, 1, members), 64, item=4, state_item=4, tiles=shape.tiles)
+    partition = Partition.of(config, 1, members)
+    expected = exchanged_bytes(config, partition, shape.tokens, item=4, state_item=4, tiles=shape.tiles)
     prefills = [Traffic(compiled.as_text()) for name, compiled in programs.cache if name == "PrefillBatch"]
     assert prefills
     for each in prefills:
