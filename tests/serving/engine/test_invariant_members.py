@@ -8,17 +8,16 @@ import pytest
 
 from checkpoints.load import load_config
 from kernels_pallas.native import WHY_MISSING
-from serving import LLM, SamplingParams
-from tests.support.engines.engine_harness import SMALL
+from serving import SamplingParams
+from tests.support.engines.divided_engines import answers, divided_llm
 from tests.support.engines.engines import OPTIMIZED
 from tests.support.engines.step_programs import few_programs, own_programs
 from tests.support.hlo_traffic import sums_of_devices
 from tests.support.models.divisible_checkpoints import EIGHT, FAMILIES, GOLDEN, MORE, write_checkpoint
-from tests.support.models.golden_case import assert_greedy, shared_block
+from tests.support.models.golden_case import assert_greedy
 from tests.support.selection import slow
 
 pytestmark = pytest.mark.skipif(WHY_MISSING is not None, reason=f"native operations: {WHY_MISSING}")
-FLAGS = SMALL | {"schedule_invariant": True, "mamba_cache_mode": "all", "debug_state": True, "compilation_cache": False}
 CASES = FAMILIES | MORE | {"eight": EIGHT}
 
 
@@ -28,7 +27,6 @@ def is_supported(case):
 
 
 SUPPORTED = [name for name, case in sorted((FAMILIES | MORE).items()) if is_supported(case)]
-GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True, logprobs=0)
 
 
 @pytest.mark.full
@@ -44,13 +42,13 @@ GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True, logprob
 )
 def test_divided_steps_have_the_bits_of_undivided_ones(name, dtype, members, shards, tmp_path, monkeypatch):
     """Slots and pages of both engines, answers, and the answer's log-probabilities as those of a prompt."""
-    case, devices = CASES[name], {"context_parallel_size": members, "tensor_parallel_size": shards}
+    case, flags = CASES[name], {"schedule_invariant": True, "dtype": dtype, "compilation_cache": False}
     directory, engines, exchanges = write_checkpoint(tmp_path, case), [], []
     for least in (4, 1 << 20):
         monkeypatch.setattr("mamba_jax.sharding.axis.LEAST_TOKENS", least)
         with few_programs(functools.partial(own_programs, compiler_options=OPTIMIZED)):
-            llm = LLM(directory, speculative_method=case.drafts, dtype=dtype, **FLAGS, **devices)
-        outputs = [llm.generate({"prompt_token_ids": ids}, GREEDY, use_tqdm=False)[0] for ids in shared_block()]
+            llm = divided_llm(directory, case, shards, context_parallel_size=members, **flags)
+        outputs = answers(llm)
         (prefill,) = (program for name, program in llm.engine.loop.programs.cache if name == "PrefillBatch")
         assert not sums_of_devices(prefill.as_text())
         exchanges.append(prefill.as_text().count(" all-to-all("))
@@ -60,7 +58,6 @@ def test_divided_steps_have_the_bits_of_undivided_ones(name, dtype, members, sha
     if dtype == "float32":
         assert_greedy(divided, directory)
     for mine, right in zip(divided, whole, strict=True):
-        assert mine.num_cached_tokens == right.num_cached_tokens
         assert mine.outputs[0].token_ids == right.outputs[0].token_ids
         assert mine.outputs[0].logprobs == right.outputs[0].logprobs
     stores = [llm.engine.loop.store for llm in (one, other)]
