@@ -93,13 +93,14 @@ class Variant:
     """Of the weights and activations."""
 
 
+MEMBERS = "two members of two devices, invariant"
 VARIANTS = {
     "fp8 pages": Variant("falconh1", {"kv_cache_dtype": "fp8"}, 5e-3, 0.3),
     "bfloat16 states": Variant("falconh1", {"ssm_dtype": "bfloat16"}, 2e-2, 5e-2),
     "float16 states": Variant("falconh1", {"ssm_dtype": "float16"}, 4e-3, 1e-2),
     "two members": Variant("delta", {"context_parallel_size": 2}, TOLERANCE, TOLERANCE),
     # The training forward does not merge parts of attention.
-    "two members of two devices, invariant": Variant(
+    MEMBERS: Variant(
         "delta", {"context_parallel_size": 2, "tensor_parallel_size": 2, "schedule_invariant": True}, 0.0, TOLERANCE
     ),
 }
@@ -119,7 +120,10 @@ INVARIANT = {
 ADAPTED = {
     f"{name}, adapters": Variant(name, LORA, 1e-4, 1e-4)
     for name in ("nemotronh", "falconh1", "delta", "short_conv", "kimi", "smallest")
-} | {f"{name}, adapters": replace(variant, flags=variant.flags | LORA) for name, variant in INVARIANT.items()}
+} | {
+    f"{name}, adapters": replace(variant, flags=variant.flags | LORA)
+    for name, variant in [*INVARIANT.items(), (MEMBERS, VARIANTS[MEMBERS])]
+}
 """Models whose requests may have adapters."""
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -157,7 +161,7 @@ class SharedEngines:
 
     def options(self) -> dict[str, Any]:
         """Of `StepPrograms`, in addition to those of all tests."""
-        options: dict[str, Any] = {"adapters": self.adapters()}
+        options: dict[str, Any] = {"adapters": self.adapters(), "mesh": self.mesh}
         if self.invariant:
             options |= {"kernels": KernelChoice(named=INVARIANT_KERNELS), "compiler_options": OPTIMIZED}
         return options
@@ -171,7 +175,8 @@ class SharedEngines:
         """Memory for adapters, for programs of their own; None if requests have none."""
         if not self.adapted:
             return None
-        return Adapters(self.model, count=self.flags["max_loras"], rank=self.flags["max_lora_rank"])
+        count, rank = self.flags["max_loras"], self.flags["max_lora_rank"]
+        return Adapters(self.model, count=count, rank=rank, mesh=self.mesh)
 
     def programs_of(self, tile_size: int, side: int = 0) -> StepPrograms:
         """Those that engines of such tiles share. Engines that load adapters at the same time differ in `side`."""
@@ -182,7 +187,7 @@ class SharedEngines:
 
     def _shared_programs(self, tile_size: int) -> StepPrograms:
         make = shared_programs if self.mesh is None else own_programs
-        return make(self.model, tile_size=tile_size, greedy=not self.samples, mesh=self.mesh, **self.options())
+        return make(self.model, tile_size=tile_size, greedy=not self.samples, **self.options())
 
     def engine(self, mode: str | None, *, programs=None, eos_token_ids=(), side: int = 0, **flags):
         """An engine whose steps have one shape for decoding and one for prefill, or few. `side`: see `programs_of`."""
