@@ -12,7 +12,6 @@ from checkpoints import load_model
 from checkpoints.quantized.rounding import QUANTIZATIONS
 from kernels_pallas.quantized import Quantized
 from mamba_jax.adapters import Adapters, adaptable_layers, targets
-from mamba_jax.batch import DecodeBatch
 from mamba_jax.config import Division, UnevenDivision
 from mamba_jax.layout import SequenceLayout
 from mamba_jax.model import HybridModel, parameters
@@ -240,20 +239,3 @@ def test_what_does_not_fit_changes_nothing(entry, layers, message):
     with pytest.raises(ValueError, match=message):
         stacks.put(entry, layers)
     assert all(one is other for one, other in zip(before, stacks.arrays, strict=True))
-
-
-def test_programs_without_adapters_are_what_they_were():
-    # No argument, and no operation, is added for adapters.
-    plain, with_adapters = (
-        shared_programs(random_model(STEP), tile_size=32, **options)
-        for options in ({}, {"adapters": adapted(random_model(STEP), {})})
-    )
-    stepper = PromptStepper(random_model(STEP), [np.arange(5, dtype=np.int32)], programs=plain)
-    stepper.reset()
-    batch = DecodeBatch.empty(rows=1, num_speculative_tokens=0, pages_per_row=3)
-    text = plain.lower(stepper.store, stepper.rows, batch).as_text()
-    arguments = len(jax.tree.leaves(stepper.store)) + len(jax.tree.leaves(stepper.rows)) + 1
-    assert len(plain._weights) == len(parameters(random_model(STEP)))
-    assert text.split("{", 2)[1].count("%arg") <= len(plain._weights) + arguments
-    assert len(with_adapters._weights) > len(plain._weights)
-    assert with_adapters.weights.keys() == plain.weights.keys()

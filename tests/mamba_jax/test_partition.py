@@ -75,11 +75,6 @@ def test_what_nothing_declares_is_refused():
         layer.placement("weight")
 
 
-def test_one_device_has_everything():
-    config = preset("nemotron-h-8b")
-    assert Partition.of(config, 1).device_shape(StoreShape.of(config)) == StoreShape.of(config)
-
-
 @pytest.mark.parametrize(
     ("name", "shards", "message"),
     [

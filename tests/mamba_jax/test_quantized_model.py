@@ -60,14 +60,6 @@ def test_says_what_the_wide_model_says(config, by_groups):
     assert few.dtype == jnp.float32
 
 
-def test_survives_being_taken_apart():
-    few, _ = both(EVERYTHING, True)
-    values = {path: leaf[...] for path, leaf in parameters(few).items()}
-    again = HybridModel.from_parameters(EVERYTHING, values)
-    assert jax.tree.structure(nnx.split(again)[1]) == jax.tree.structure(nnx.split(few)[1])
-    assert "blocks.0.mixer.out_proj.weight.group_scale" in values
-
-
 @pytest.mark.parametrize(
     ("path", "change", "message"),
     [

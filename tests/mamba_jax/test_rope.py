@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mamba_jax.config import ModelConfigError, need
+from mamba_jax.config import ModelConfigError
 from mamba_jax.families import FAMILIES, config_from_hf
 from mamba_jax.families.fields import Fields
 from mamba_jax.families.rope import rope_config
@@ -21,16 +21,6 @@ def test_frequencies_are_those_of_transformers(case):
     rope = rope_config(Fields(case), case["head_dim"])
     np.testing.assert_allclose(rope.frequencies, case["frequencies"], rtol=1e-6)
     assert rope.scale == pytest.approx(case["scale"], rel=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("name", "positions"), [("linear", 4096), ("yarn", 2048), ("yarn_attention_factor", 4096), ("llama3", 1024)]
-)
-def test_the_context_is_as_long_as_the_frequencies_reach(name, positions):
-    case = CASES[name]
-    config = config_from_hf({**BAMBA, **{key: case[key] for key in ("rope_parameters", "max_position_embeddings")}})
-    assert config.max_position_embeddings == positions
-    assert need(need(config.attention).rope).frequencies
 
 
 def dynamic(theta, size, length, original, factor):

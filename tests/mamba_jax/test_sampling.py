@@ -130,12 +130,6 @@ def test_greedy_verification(drafts, num_drafts, want):
         assert (int(out.count[0]), int(out.accepted[0])) == (emitted, emitted - 1)
 
 
-def test_greedy_takes_the_first_of_equals():
-    logits = np.zeros((2, 4, VOCAB))
-    logits[0, 0, [131, 260]] = 1
-    assert run(logits, [{}, {}], num_drafts=[0, 0]).tokens[:, 0].tolist() == [131, 0]
-
-
 def test_rows_that_do_not_sample_emit_nothing():
     out = run(np.eye(VOCAB)[[[4, 5, 6, 7]] * 2], [{}, {}], drafts=[[4, 5, 6]] * 2, sample=[False, True])
     np.testing.assert_array_equal(out.count, [0, 4])

@@ -139,12 +139,6 @@ def test_yaml_and_toml_say_the_same(tmp_path):
     assert yaml == toml == TrainConfig(steps=7, optimizer=OptimizerSettings("muon", 1.0, betas=(0.8, 0.9)))
 
 
-def test_overrides_come_first(tmp_path):
-    settings = read_config_with(tmp_path, {"steps": 3, "optimizer.name": "muon"})
-    assert settings.steps == 3
-    assert settings.optimizer.name == "muon"
-
-
 @pytest.mark.parametrize("value", ["1e-3", "1E-3", ".001", 0.001])
 def test_a_number_without_a_point_is_a_number(tmp_path, value):
     """YAML reads `1e-3` as text."""
