@@ -24,24 +24,20 @@ from serving.capacity.targets import target
 from serving.cli.main import run
 from serving.config import ConfigError, EngineConfig
 from tests.checkpoints.checks import assert_equal, load, values
-from tests.support.models.golden_case import full_log_probs
 from tests.support.models.quantized_checkpoints import CONFIGS, METHODS, config_of, fp8, write_mixed, write_quantized
 
-TOLERANCE = 2e-4
 dequantize = jax.jit(Quantized.dequantize)
 
 
 def assert_stands_for(quantized, wide, *, narrow=True):
-    """A quantized checkpoint has the weights of the wide one, and keeps some of them narrow. Returns both models."""
-    models = load(quantized), load(wide)
-    few, expected = map(values, models)
+    """A quantized checkpoint has the weights of the wide one, and keeps some of them narrow."""
+    few, expected = values(load(quantized)), values(load(wide))
     found = quantized_weights(few)
     assert bool(found) == narrow
     for path, value in expected.items():
         got = dequantize(found[path]) if path in found else few[path]
         assert got.shape == value.shape
         np.testing.assert_allclose(got, value, rtol=2e-6, atol=1e-7, err_msg=path)
-    return models
 
 
 def written(tmp_path, model, method):
@@ -59,19 +55,6 @@ def written(tmp_path, model, method):
 @pytest.mark.parametrize("model", CONFIGS)
 def test_weights_are_those_that_the_format_stands_for(tmp_path, model, method):
     assert_stands_for(*written(tmp_path, model, method), narrow=method != "GPTQ act-order")
-
-
-RUN = [(method, model) for model in CONFIGS for method in ("modelopt NVFP4", "compressed FP8 block")]
-RUN += [("AWQ", "falcon"), ("compressed INT8", "granite")]
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize(("method", "model"), RUN)
-def test_says_what_the_wide_weights_say(tmp_path, model, method):
-    narrow, wide = (load(directory) for directory in written(tmp_path, model, method))
-    prompts = [np.random.default_rng(0).integers(0, 250, 40)]
-    for got, expected in zip(full_log_probs(narrow, prompts), full_log_probs(wide, prompts), strict=True):
-        assert np.abs(got - expected).max() <= TOLERANCE
 
 
 @pytest.fixture(scope="module")

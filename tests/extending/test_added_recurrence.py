@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from checkpoints import load_model
 from mamba_jax import families
 from mamba_jax.drafts import NGramDrafts
-from mamba_jax.layout import DecodeLayout, PrefillLayout, SequenceLayout
+from mamba_jax.layout import SequenceLayout
 from mamba_jax.programs import StepPrograms
 from serving.capacity.plan import make_plan
 from serving.capacity.targets import target
@@ -102,33 +102,13 @@ def assert_expected(directory, output):
 
 
 def test_the_operation_equals_its_definition():
+    """Of whole sequences: engines compare tiles and steps with these."""
     rng = np.random.default_rng(0)
     x, rate = rng.standard_normal((11, 2, 3)).astype(np.float32), np.float32([0.1, 0.7])
     dt = np.ones((11, 2), np.float32)
-    y, state = reference.average(x, dt, rate, np.zeros((2, 3)))
-    inputs = jnp.asarray(x), jnp.asarray(dt)
-    whole, _ = SequenceLayout.of(1, 11).run(AVERAGE, inputs, (jnp.asarray(rate),), None)
+    y, _ = reference.average(x, dt, rate, np.zeros((2, 3)))
+    whole, _ = SequenceLayout.of(1, 11).run(AVERAGE, (jnp.asarray(x), jnp.asarray(dt)), (jnp.asarray(rate),), None)
     np.testing.assert_allclose(whole, y, atol=1e-5)
-
-    # Nine tokens as tiles and padding, then two as steps, over slots of which the null one holds NaN.
-    store = jnp.full((5, 2, 3), jnp.nan)
-    one = {"page_table": jnp.zeros((1, 0), jnp.int32), "read_slot": jnp.array([0])}
-    tiles = PrefillLayout.of(
-        num_packed=11, tile_size=4, length=jnp.array([0]), num_tokens=jnp.array([9]),
-        tile_write_slot=jnp.array([0, 0, 2, 0]), **one,
-    )  # fmt: skip
-    first, store = tiles.run(AVERAGE, inputs, (jnp.asarray(rate),), store)
-    np.testing.assert_allclose(first[:9], y[:9], atol=1e-5)
-    rows = DecodeLayout.of(
-        length=jnp.array([9]),
-        num_tokens=jnp.array([2]),
-        write_slot=jnp.array([[3, 4]]),
-        **one | {"read_slot": jnp.array([2])},
-    )
-    rest, store = rows.run(AVERAGE, tuple(one[9:] for one in inputs), (jnp.asarray(rate),), store)
-    np.testing.assert_allclose(rest, y[9:], atol=1e-5)
-    np.testing.assert_allclose(store[4], state, atol=1e-5)
-    assert np.isnan(store[:2]).all()
 
 
 def test_a_taken_name_is_refused():
