@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 _TRACED_WITH = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 _ENVIRONMENT = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "CUDA_", "NVIDIA_")
 _UNUSED_FOR, _SWEPT_EVERY = 30 * 24 * 3600.0, 24 * 3600.0
+_LONGEST_WAIT = 900.0
+"""Seconds that a process waits for the program that another one compiles."""
 PLACE, PROGRAM = ".place", ".program"
 """Endings of files that are named by the first key, and hold a `_Found` as JSON; and by the second."""
 
@@ -190,15 +192,37 @@ def _looks(arguments: tuple[Any, ...]) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[IO[str]]:
-    """Opens a file that only one process or thread has open at a time; one that is lost where that is impossible."""
+    """Opens a file that only one process or thread has open at a time; one that is lost where that is impossible, or
+    where the other has it for `_LONGEST_WAIT` seconds: it may have been stopped."""
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(path.open("a+"))
-            fcntl.flock(file, fcntl.LOCK_EX)
+            _lock(file, time.monotonic() + _LONGEST_WAIT)
+            stack.callback(_unlock, file)
             file.seek(0)
-        except OSError:
+        except OSError as error:
+            if isinstance(error, BlockingIOError):
+                log.warning("another process has had %s for %.0f s; its program is compiled here", path, _LONGEST_WAIT)
             file = stack.enter_context(tempfile.TemporaryFile("w+"))
         yield file
+
+
+def _lock(file: IO[str], end: float) -> None:
+    """Raises `BlockingIOError` if another process or thread has the file locked until `end`, of `time.monotonic`."""
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                raise
+        time.sleep(0.05)
+
+
+def _unlock(file: IO[str]) -> None:
+    """Unlocks a file for all that have it open: a forked process may for longer than this one."""
+    file.flush()
+    fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def keep_programs(programs: StepPrograms) -> KeptPrograms | None:

@@ -1,6 +1,8 @@
 """Waiting for what another thread or process does."""
 
 import contextlib
+import subprocess
+import threading
 import time
 from collections.abc import Callable
 
@@ -16,6 +18,16 @@ def comes_true(condition: Callable[[], object], seconds: float = 60.0, every: fl
                 return True
         time.sleep(every)
     return False
+
+
+def line_of(process: subprocess.Popen, seconds: float = 120.0) -> str:
+    """The next line that a process prints; empty once it has ended. One that prints none in time is killed."""
+    late = threading.Timer(seconds, process.kill)
+    late.start()
+    try:
+        return process.stdout.readline()
+    finally:
+        late.cancel()
 
 
 def is_ready(url: str) -> bool:

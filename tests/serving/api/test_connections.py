@@ -23,7 +23,7 @@ from serving.split.router.workers import Fleet
 from serving.split.settings import RouterSettings
 from tests.support.servers.fake_workers import BODY, asked
 from tests.support.servers.live_server import running
-from tests.support.waiting import comes_true
+from tests.support.waiting import comes_true, line_of
 
 
 def small_server(keys=None, **bounds):
@@ -163,7 +163,7 @@ def test_a_second_interrupt_ends_a_server_that_hangs():
     process = subprocess.Popen([sys.executable, "-c", HANGS], stdout=subprocess.PIPE, text=True)
     try:
         for line in ("up\n", "leaving\n"):
-            assert process.stdout.readline() == line
+            assert line_of(process) == line
             time.sleep(0.5)  # the signal handlers are installed after the lifespan has begun
             process.send_signal(signal.SIGINT)
         assert process.wait(10) == 128 + signal.SIGINT

@@ -24,11 +24,11 @@ def neighbors_are_unaffected(server):
             found.append(text())
 
     expected, found, over = text(), [], threading.Event()
-    thread = threading.Thread(target=ask)
+    thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     yield
     over.set()
-    thread.join()
+    thread.join(60)
     assert set(found) == {expected}
     assert server.http.get("/health").status_code == 200
 

@@ -228,7 +228,7 @@ def test_probes_do_not_wait_for_tokenizers(server, monkeypatch):
         return encode(texts, **options)
 
     monkeypatch.setattr(server.context.codec.tokenizer, "encode_batch", slowly)
-    thread = threading.Thread(target=lambda: done.append(server.complete("word " * 1000)))
+    thread = threading.Thread(target=lambda: done.append(server.complete("word " * 1000)), daemon=True)
     thread.start()
     answered = 0
     with httpx.Client(base_url=server.url, timeout=60) as client:
@@ -237,7 +237,7 @@ def test_probes_do_not_wait_for_tokenizers(server, monkeypatch):
             answered += 1
             if answered > 5:
                 enough.set()
-    thread.join()
+    thread.join(60)
     assert done[0].status_code == 400
     assert answered > 5
 
@@ -245,7 +245,9 @@ def test_probes_do_not_wait_for_tokenizers(server, monkeypatch):
 def test_numbers_do_not_wait_for_a_step(server):
     """Whatever the engine's thread is busy with, operators see how it stood."""
     enough = threading.Event()
-    step = threading.Thread(target=lambda: asyncio.run(server.async_engine.call(lambda engine: enough.wait(60))))
+    step = threading.Thread(
+        target=lambda: asyncio.run(server.async_engine.call(lambda engine: enough.wait(60))), daemon=True
+    )
     step.start()
     try:
         for path in ("/metrics", "/status", "/health", "/ready", "/"):
@@ -254,7 +256,7 @@ def test_numbers_do_not_wait_for_a_step(server):
         assert step.is_alive()
     finally:
         enough.set()
-        step.join()
+        step.join(60)
 
 
 async def test_the_bodies_of_all_requests_are_bounded():

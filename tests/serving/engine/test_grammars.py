@@ -14,7 +14,7 @@ from checkpoints.tokenizer import load_tokenizer
 from serving.core.errors import RequestError
 from serving.engine.structured.grammars import Grammars, StructuredOutputs
 from tests.support.models.letter_tokens import EOS, ID, TOO_BIG, WORDS, letters
-from tests.support.waiting import comes_true
+from tests.support.waiting import comes_true, line_of
 
 ROOT = Path(__file__).resolve().parents[3]
 TOO_LARGE = StructuredOutputs(json={"type": "integer", "multipleOf": 123456789})
@@ -84,7 +84,7 @@ def test_others_compile_meanwhile():
             fresh.start(TOO_SLOW)
         failed.append(True)
 
-    thread = threading.Thread(target=slow)
+    thread = threading.Thread(target=slow, daemon=True)
     thread.start()
     compiled = 0
     while thread.is_alive() and compiled < 5:
@@ -92,7 +92,7 @@ def test_others_compile_meanwhile():
         compiled += 1
     assert compiled == 5
     assert not failed, "the slow one has ended before the others were compiled"
-    thread.join()
+    thread.join(60)
 
 
 def test_equal_grammars_are_compiled_once(grammars, monkeypatch):
@@ -100,11 +100,11 @@ def test_equal_grammars_are_compiled_once(grammars, monkeypatch):
     submit = grammars._trials.submit
     monkeypatch.setattr(grammars._trials, "submit", lambda *args: asked.append(args) or submit(*args))
     outputs = StructuredOutputs(regex="once|and for all")
-    threads = [threading.Thread(target=grammars.start, args=(outputs,)) for _ in range(8)]
+    threads = [threading.Thread(target=grammars.start, args=(outputs,), daemon=True) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
     assert len(asked) == 1
 
 
@@ -186,7 +186,7 @@ def test_a_trial_does_not_outlive_its_parent():
     )
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
-        trial = int(parent.stdout.readline())
+        trial = int(line_of(parent))
         before = _processor_time(trial)
         while _processor_time(trial) < before + 0.3:  # it compiles
             time.sleep(0.02)

@@ -164,6 +164,16 @@ def test_two_threads_that_need_one_program_compile_it_once(fresh, engine, tmp_pa
     assert sorted(programs.kept.loaded for programs in both) == [0, 1]
 
 
+def test_a_program_that_another_process_never_finishes_is_compiled_here(fresh, engine, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(module, "_LONGEST_WAIT", 0.1)
+    programs, arguments = programs_like(tmp_path), (*copies(engine), decode(engine))
+    place = programs.kept._place((programs._weights, *arguments))
+    with module._locked(place):
+        programs.program(*arguments)
+    assert "another process has had" in caplog.text
+    assert len(list(tmp_path.glob("*.program"))) == 1
+
+
 def test_a_folder_that_others_may_write_is_not_used(tmp_path):
     tmp_path.chmod(0o777)
     with pytest.raises(PermissionError, match="by others"):

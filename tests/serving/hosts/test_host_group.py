@@ -81,7 +81,7 @@ def exits(monkeypatch):
 def test_the_leader_ends_after_its_followers(pair, exits):
     """A follower that still compiles ends at once."""
     leader, follower = pair
-    thread = threading.Thread(target=leader.exit, name="leader")
+    thread = threading.Thread(target=leader.exit, name="leader", daemon=True)
     thread.start()
     assert exits.get(timeout=30) == ("host-0", 0)
     assert exits.empty(), "it still waits"
@@ -98,7 +98,7 @@ def test_a_follower_that_does_not_end_is_named(pair, exits, idle):
     for link in leader._links.values():
         link.timeout = 0.5
     follower._closed.set()  # no more heartbeats
-    threading.Thread(target=leader.exit).start()
+    threading.Thread(target=leader.exit, daemon=True).start()
     line, code = leader.last_words()
     assert line.startswith("host 1 is lost: it ")
     assert code == 1

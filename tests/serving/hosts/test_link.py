@@ -37,14 +37,14 @@ def greet(pair, key, other_key, host=3):
             found["follower"] = error
             pair[0].close()
 
-    thread = threading.Thread(target=follower)
+    thread = threading.Thread(target=follower, daemon=True)
     thread.start()
     try:
         found["leader"] = pair[1].authenticate_follower(other_key)
     except LinkError as error:
         found["leader"] = error
         pair[1].close()
-    thread.join()
+    thread.join(60)
     return found
 
 

@@ -45,7 +45,9 @@ class Hosts:
     def __init__(self, numbers, *, seconds=20, facts=None):
         self.results, self.threads = {}, []
         for place, number in enumerate(numbers):
-            thread = threading.Thread(target=self.meet, args=(place, number, seconds, (facts or {}).get(number, FACTS)))
+            thread = threading.Thread(
+                target=self.meet, args=(place, number, seconds, (facts or {}).get(number, FACTS)), daemon=True
+            )
             thread.start()
             self.threads.append(thread)
 
@@ -101,13 +103,13 @@ def dripping(connections, count=1):
                 with contextlib.suppress(OSError):
                     each.sendall(b"x")
 
-    thread = threading.Thread(target=drip)
+    thread = threading.Thread(target=drip, daemon=True)
     thread.start()
     try:
         yield
     finally:
         done.set()
-        thread.join()
+        thread.join(60)
         for each in connections:
             each.close()
 
@@ -254,7 +256,7 @@ def test_the_roll_call_is_over_when_all_hosts_have_met():
             results.put(number)
 
     port = free_port()
-    threads = [threading.Thread(target=meet, args=(number,)) for number in range(3)]
+    threads = [threading.Thread(target=meet, args=(number,), daemon=True) for number in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -94,7 +94,7 @@ def test_mixed_faults_under_load(tmp_path, request):
             name = faults._one()
             print(f"{time.monotonic() - begin:7.1f} s: {name}; {outcomes.line}", flush=True)
 
-        threads = [threading.Thread(target=repeat, args=(work,)) for work in (load, disturb)]
+        threads = [threading.Thread(target=repeat, args=(work,), daemon=True) for work in (load, disturb)]
         for thread in threads:
             thread.start()
         for _ in range(SAMPLES):

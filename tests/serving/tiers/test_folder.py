@@ -14,6 +14,7 @@ from serving.tiers.folder import ENDING, Folder, unit_of
 from serving.tiers.listing import Changes, Listing, make_room
 from tests.serving.tiers import folder_books
 from tests.serving.tiers.folder_books import B, Disk, arrays_of, unit
+from tests.support.waiting import line_of
 
 
 class Killed(BaseException):
@@ -198,7 +199,7 @@ def test_kill_9_in_the_middle_of_writing(tmp_path):
             [sys.executable, "-c", WRITER, str(tmp_path), root], stdout=subprocess.PIPE, text=True
         )
         assert writer.stdout is not None
-        assert writer.stdout.readline() == "ready\n"
+        assert line_of(writer) == "ready\n"
         time.sleep(rng.random() * 0.2)
         writer.send_signal(signal.SIGKILL)
         writer.wait()
@@ -296,7 +297,7 @@ def test_two_processes_share_a_folder_and_its_cap(tmp_path, monkeypatch):
         for first in (0, 30)
     ]  # fmt: skip
     for process in processes:
-        assert process.stdout.readline() == "ready\n"
+        assert line_of(process) == "ready\n"
     for process in processes:
         process.stdin.write("go\n")
         process.stdin.flush()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tests.support.engines.engines import QUICK_XLA_FLAGS
 from tests.support.fleets.processes import free_port
+from tests.support.waiting import line_of
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -48,9 +49,9 @@ class Hosts:
         """What each has printed."""
         lines = []
         for process, log in zip(self.processes, self.logs, strict=True):
-            line = process.stdout.readline()
+            line = line_of(process, 600)
             while line and not line.startswith("{"):  # XLA's collectives tell of themselves
-                line = process.stdout.readline()
+                line = line_of(process, 600)
             assert line, log.read_text()[-3000:]
             lines.append(json.loads(line))
         return lines

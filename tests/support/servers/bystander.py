@@ -26,9 +26,9 @@ class Bystander:
     def __init__(self, url: str, pids: list[int]) -> None:
         self._url, self._pids = url, pids
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._failure: BaseException | None = None
-        self._clock = threading.Thread(target=self._watch_the_clock)
+        self._clock = threading.Thread(target=self._watch_the_clock, daemon=True)
         self._held_up: list[tuple[float, float]] = []
         """When this process came late to a moment of its own, and by how many seconds."""
         self.streams = 0
@@ -47,7 +47,7 @@ class Bystander:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._clock.join()
+        self._clock.join(60)
         self._thread.join(60)
         assert not self._thread.is_alive(), "a bystander's stream does not end"
         if self._failure is not None:

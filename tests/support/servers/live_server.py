@@ -52,8 +52,8 @@ def in_process(engines, prepare=None, **settings):
     front = AsyncEngine(engines)
     chosen = ServerSettings.create(**{"served_model_name": "tiny"} | settings)
     with TestClient(create_app(front, chosen, prepare=prepare)) as client:
-        while client.get("/ready").status_code != 200:
-            assert front.running
+        assert comes_true(lambda: client.get("/ready").status_code == 200 or not front.running, 600, every=0.01)
+        assert front.running
         yield client
 
 
