@@ -1,19 +1,16 @@
 """Engine flags: one clear line for each mistake, and what the modes of prefix caching come to."""
 
 import logging
-import random
 
 import pytest
 
 from checkpoints.random import write_random
-from mamba_jax.programs import KernelChoice, StepPrograms
+from mamba_jax.programs import KernelChoice
 from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly.build import assemble, build_engine
 from serving.engine.assembly.design import resolve_caching
-from serving.engine.requests.sampling_params import SamplingParams
 from serving.hosts.host import facts_of
 from serving.settings import read_config_file
-from tests.support.engines.engines import QUICK_COMPILE
 from tests.support.engines.small_tiers import tier_mover
 from tests.support.models.tiny_configs import CHECKPOINT
 
@@ -157,30 +154,6 @@ def test_a_longer_context_needs_a_reason(directory):
         built = build_engine(EngineConfig.create(**flags, **given), progress=False)
         assert built.size.max_model_len == 1 << 20
         built.engine.close()
-
-
-NAMED = {"recurrence_update": "pallas_tpu_interpreted", "recurrence_scan": "pallas_tpu_interpreted"}
-
-
-@pytest.mark.slow
-def test_same_tokens_by_kernels(harness):
-    rng = random.Random(3)
-    shared = harness.prompt(rng, 64)
-    prompts = [harness.prompt(rng, n) for n in (1, 16, 33, 70, 97)] + [shared + harness.prompt(rng, 9)] * 5
-    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    plain = harness.run(harness.engine("all"), prompts, params)
-    programs = StepPrograms(
-        harness.model,
-        tile_size=harness.flags["tile_size"],
-        compiler_options=QUICK_COMPILE,
-        greedy=True,
-        kernels=KernelChoice(named=NAMED),
-    )
-    # A pool that makes requests throw each other out.
-    engine = harness.engine("all", programs=programs, num_slots=12)
-    for prompt, one, other in zip(prompts, harness.run(engine, prompts, params), plain, strict=True):
-        harness.assert_greedy(prompt, one.outputs[0].token_ids, other.outputs[0].token_ids)
-    assert "recurrence_scan by pallas_tpu_interpreted (named)" in programs.kernels.report()
 
 
 def test_a_malformed_kernel_choice_is_refused(harness):

@@ -67,87 +67,56 @@ def fleet(whole_fleet):
     return whole_fleet
 
 
-def stopped_at(fleet, stage):
-    """A request during which a worker stopped at a stage, and its prompt."""
-    fleet.stages.arm(stage)
-    prompt = fleet.prompt()
-    asked = fleet.ask(prompt)
-    assert fleet.stages.reached(stage), (stage, [each.log() for each in (*fleet.workers, fleet.front)])
-    return asked, prompt
+GONE, BROKEN = "no decode worker is available", "the decode worker failed during the response"
+KILLS = [
+    # Before the prompt, in the middle of it, before its state is fetched, and while it is.
+    *(("prefill", stage, "jax", None) for stage in ("", "prefill", "ask", "send")),
+    ("prefill", "send", "tcp", None),
+    # The other one fetches the state, if it is still there; else it computes the prompt.
+    ("decode", "ask", "jax", None),
+    ("decode", "pull", "jax", None),
+    ("every decode", "ask", "jax", GONE),
+    # What was sent cannot be taken back.
+    ("decode", "decode", "jax", BROKEN),
+    # Clients see a closed connection, and another router continues to work.
+    *(("router", stage, "jax", "") for stage in ("prefill", "ask", "decode")),
+]
 
 
-def assert_right(fleet, asked, prompt, by=None):
-    assert asked.result(90) == streamed(by or fleet.decode[0], prompt, LENGTH, salt="alone")
-
-
-@pytest.mark.parametrize(
-    ("stage", "transport"), [("", "jax"), ("prefill", "jax"), ("ask", "jax"), ("send", "jax"), ("send", "tcp")]
-)
-def test_prefill_worker(fleet, stage, transport):
-    """Before the prompt, in the middle of it, before its state is fetched, and while it is."""
-    fleet.restart(fleet.prefill[0], f"--transport={transport}")
-    fleet.mend()
+@pytest.mark.parametrize(("victim", "stage", "transport", "error"), KILLS)
+def test_a_kill(fleet, victim, stage, transport, error):
+    """Which process is killed while a request is at a stage, and the error that its client gets; None: right tokens."""
+    if victim == "prefill":
+        fleet.restart(fleet.prefill[0], f"--transport={transport}")
+        fleet.mend()
     before = sum(each.get("/split/status")["failed"] for each in fleet.decode)
     if stage:
-        asked, prompt = stopped_at(fleet, stage)
-        assert len(prompt) > 2 * 64  # more than one step
-        fleet.prefill[0].kill()
-        fleet.stages.go(stage)
+        fleet.stages.arm(stage)
     else:
         fleet.prefill[0].kill()
-        prompt = fleet.prompt()
-        asked = fleet.ask(prompt)
-    assert_right(fleet, asked, prompt)
-    failed = sum(each.get("/split/status")["failed"] for each in fleet.decode)
-    assert failed == before + (stage in ("ask", "send"))
-    fleet.assert_idle(*fleet.decode)
-
-
-@pytest.mark.parametrize("stage", ["ask", "pull"])
-def test_decode_worker_before_it_fetches_and_while_it_does(fleet, stage):
-    """The other one fetches the state, if it is still there; else it computes the prompt."""
-    asked, prompt = stopped_at(fleet, stage)
-    victim, other = fleet.decoding_worker()
-    victim.kill()
-    fleet.stages.go(stage)
-    assert_right(fleet, asked, prompt, by=other)
-    arrived = other.get("/split/status")["arrived"]
-    assert arrived >= (stage == "ask")
-    fleet.assert_idle(fleet.prefill[0], other)
-
-
-def test_the_only_decode_worker(fleet):
-    """The client gets one error at once, and the prefill worker releases the state."""
-    asked, _ = stopped_at(fleet, "ask")
-    victim, other = fleet.decoding_worker()
-    other.kill()
-    victim.kill()
-    fleet.stages.go("ask")
-    with pytest.raises(openai.InternalServerError, match="no decode worker is available"):
-        asked.result(90)
-    fleet.assert_idle(fleet.prefill[0])
-
-
-def test_decode_worker_after_the_first_token(fleet):
-    """What was sent cannot be taken back: the stream ends with an error that says so."""
-    asked, _ = stopped_at(fleet, "decode")
-    victim, other = fleet.decoding_worker()
-    victim.kill()
-    fleet.stages.go("decode")
-    with pytest.raises(openai.APIError, match="the decode worker failed during the response"):
-        asked.result(90)
-    fleet.assert_idle(fleet.prefill[0], other)
-
-
-@pytest.mark.parametrize("stage", ["prefill", "ask", "decode"])
-def test_router(fleet, stage):
-    """Clients see a closed connection, workers release unneeded states, and another router continues to work."""
-    asked, _ = stopped_at(fleet, stage)
-    fleet.front.kill()
-    fleet.stages.go(stage)
-    with pytest.raises(openai.APIError):
-        asked.result(90)
-    fleet.assert_idle()
-    fleet.mend()
     prompt = fleet.prompt()
-    assert_right(fleet, fleet.ask(prompt), prompt)
+    assert len(prompt) > 2 * 64  # more than one step
+    asked = fleet.ask(prompt)
+    if stage:
+        assert fleet.stages.reached(stage), (stage, [each.log() for each in (*fleet.workers, fleet.front)])
+        one, other = fleet.decoding_worker() if "decode" in victim else fleet.decode
+        killed = {"prefill": fleet.prefill, "decode": [one], "every decode": [other, one], "router": [fleet.front]}
+        for each in killed[victim]:
+            each.kill()
+        fleet.stages.go(stage)
+    if error is None:
+        alive = [each for each in fleet.decode if each.process.poll() is None]
+        assert asked.result(90) == streamed(alive[0], prompt, LENGTH, salt="alone")
+        status = [each.get("/split/status") for each in alive]
+        if victim == "prefill":
+            assert sum(each["failed"] for each in status) == before + (stage in ("ask", "send"))
+        else:
+            assert status[0]["arrived"] >= (stage == "ask")
+    else:
+        with pytest.raises(openai.APIError, match=error):
+            asked.result(90)
+    fleet.assert_idle(*(each for each in fleet.workers if each.process.poll() is None))
+    if victim == "router":
+        fleet.mend()
+        prompt = fleet.prompt()
+        assert fleet.ask(prompt).result(90) == streamed(fleet.decode[0], prompt, LENGTH, salt="alone")

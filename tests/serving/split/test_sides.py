@@ -1,6 +1,5 @@
 """What is sent, what is spared, and what happens when something goes wrong."""
 
-import dataclasses
 import random
 from unittest import mock
 
@@ -139,19 +138,6 @@ def test_drafts_after_a_split_are_as_good():
     np.testing.assert_allclose(kept[1], kept[0], atol=1e-5)
 
 
-def test_nothing_is_found_before_it_has_arrived():
-    pair, later, output = waiting()
-    twin = pair.decode.add_request("twin", {"prompt_token_ids": PROMPT}, GREEDY)
-    run_some(pair.decode)
-    assert twin.num_cached_tokens == 0
-    later.run()
-    finish(pair.decode)
-    later.run()
-    for each in (output, twin):
-        assert_as_alone(PROMPT, each)
-    pair.assert_idle()
-
-
 @pytest.mark.parametrize("when", ["queued", "waiting", "arrived"])
 def test_aborts_let_go_on_both_sides(when):
     pair, later, output = waiting(0)
@@ -247,42 +233,6 @@ def test_or_fails_its_request(fault):
     assert "injected" in output.outputs[0].stop_reason
     pair.decode.loop.scheduler.check(idle=True)
     assert pair.decode.num_unfinished == 0
-
-
-def test_a_lost_store_over_there():
-    pair = Pair("all")
-    ticket = pair.compute(PROMPT)
-    pair.prefill.loop._forget()
-    output = pair.add(PROMPT, ticket)
-    finish(pair.decode)
-    assert_as_alone(PROMPT, output)
-    assert pair.prefill_side.stats.lost == 1
-    pair.assert_idle()
-
-
-def test_preempted_while_it_waits():
-    """Who waits holds pages that an earlier request may need: then it computes its prompt itself, later."""
-    later = DelayedExecutor(random.Random(0))
-    pair = Pair("all", executor=later)
-    _, pool = pair.decode.loop.scheduler.cache.pools
-    away = [pool.take() for _ in range(26)]
-    long = dataclasses.replace(GREEDY, max_tokens=50)
-    first = pair.decode.add_request("first", {"prompt_token_ids": tokens(8, 30)}, long)
-    run_some(pair.decode, 2)
-    waits = pair.add(PROMPT[:40], pair.compute(PROMPT[:40]))
-    for _ in range(300):
-        if first.finished:
-            break
-        pair.decode.step()
-    assert first.finished
-    assert pair.decode.loop.scheduler.stats()["preemptions"] == 1
-    later.run()
-    finish(pair.decode)
-    later.run()
-    assert_as_alone(PROMPT[:40], waits)
-    for page in away:
-        pool.release(page)
-    pair.assert_idle()
 
 
 def test_attaching_a_neighbor_changes_no_hit():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import random
 from collections.abc import Iterable
 from functools import cached_property
@@ -16,17 +15,12 @@ import numpy as np
 
 from checkpoints import load_model
 from mamba_jax.config import HybridConfig
-from mamba_jax.families import config_from_hf
 from mamba_jax.layout import SequenceLayout
 from mamba_jax.model import HybridModel, parameters
 from tests.support.stored_jit import StoredJit
 
 FIXTURES = Path(__file__).parents[2] / "golden"
 NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/goldens.npz"))
-OTHER_RECURRENCES = tuple(
-    name for name in NAMES if config_from_hf(json.loads((FIXTURES / name / "config.json").read_text())).mamba is None
-)
-"""Fixtures with other recurrences than Mamba2."""
 
 TO_HUGGING_FACE = 2e-4
 """How far log-probabilities may be from Hugging Face's."""
