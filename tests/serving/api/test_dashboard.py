@@ -1,4 +1,4 @@
-"""The Grafana dashboard and the operations guide name metrics and flags that exist."""
+"""The Grafana dashboard, the operations guide and the page of tiers name metrics and flags that exist."""
 
 import json
 import re
@@ -9,8 +9,10 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from serving.api.http.settings import ServerSettings
-from serving.api.metrics import ALIASES, PREFIX, Metrics
+from serving.api.metrics import ALIASES, PREFIX, Families, Metrics, add_fetches, add_tiers
 from serving.core.scheduler import Scheduler
+from serving.core.tiers.tier import Sizes, Tier
+from serving.core.tiers.tiers import FetchCosts, Tiers
 from serving.engine.requests.output import CompletionOutput, RequestOutput
 from serving.engine.stats import LoopStats
 from tests.serving.core.drive import small_config
@@ -81,3 +83,17 @@ def test_the_guide_names_every_metric_and_setting(server):
     for name in ServerSettings.model_fields:
         if name != "default_sampling":
             assert f"`--{name.replace('_', '-')}" in text, name
+
+
+def test_the_page_names_every_metric_of_tiers():
+    sizes = Sizes(state=1, page=0, page_size=1, block=1)
+    tiers = Tiers(Tier("host", 10, sizes), Tier("disk", 20, sizes), costs=FetchCosts(), max_copying=1)
+    found = tiers.snapshot()
+    families = Families()
+    add_tiers(families, found)
+    add_fetches(families, found)
+    samples = [sample for metric in families.metrics() for sample in metric.samples]
+    assert {sample.labels["tier"] for sample in samples} == {"host", "disk"}
+    assert {sample.value for sample in samples if sample.name == "mamba_jax_tier_capacity_bytes"} == {10.0, 20.0}
+    written = re.findall(r"`(mamba_jax_tier_\w+)", (ROOT / "docs/tiers.md").read_text())
+    assert {sample.name for sample in samples} == set(written)
