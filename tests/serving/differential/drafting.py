@@ -30,6 +30,7 @@ from serving.core.requests.request import Request
 from serving.engine.assembly import design
 from tests.support.engines.engines import QUICK_COMPILE, Continuation
 from tests.support.engines.shared_engines import MAX_LEN, PAGE, ROWS, SMALLEST, TILE, SharedEngines, engines_of
+from tests.support.engines.step_programs import shared_programs
 from tests.support.models.tiny_configs import ENGINE_VOCAB
 
 MOST = 5
@@ -128,11 +129,14 @@ class Drafters:
         self._programs: dict[int, StepPrograms] = {}
         self._layer: Any = None
 
-    def compile_anew(self, tile_size: int = TILE) -> StepPrograms:
-        """Programs that no other engine shares."""
+    @property
+    def _options(self) -> dict[str, Any]:
         greedy = not self.on.samples and self.on.name != SMALLEST  # some of its planted faults are of sampling
-        options = {"compiler_options": QUICK_COMPILE, "greedy": greedy} | self.on.options()
-        return StepPrograms(self.on.model, tile_size=tile_size, source=self.source, **options)
+        return {"source": self.source, "greedy": greedy} | self.on.options()
+
+    def compile_anew(self) -> StepPrograms:
+        """Programs that no other engine or run uses."""
+        return StepPrograms(self.on.model, tile_size=TILE, **({"compiler_options": QUICK_COMPILE} | self._options))
 
     @property
     def programs(self) -> StepPrograms:
@@ -142,7 +146,7 @@ class Drafters:
     def programs_of(self, tile_size: int) -> StepPrograms:
         """Those that engines of such tiles share."""
         if tile_size not in self._programs:
-            self._programs[tile_size] = self.compile_anew(tile_size)
+            self._programs[tile_size] = shared_programs(self.on.model, tile_size=tile_size, **self._options)
         return self._programs[tile_size]
 
     def engine(

@@ -101,7 +101,7 @@ def run(compiles: str | None = None, *, layer: bool, replay: bool = False) -> No
     assert 20 < stats["accepted_tokens"] < stats["drafted_tokens"] - 20
 
 
-@pytest.mark.full
+@pytest.mark.smoke("replay")
 @pytest.mark.parametrize("replay", [False, True])
 @pytest.mark.parametrize("layer", [True, False])
 def test_sound_programs_pass(layer: bool, replay: bool) -> None:

@@ -3,6 +3,7 @@ run faulty code, and steps that compute nothing."""
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from unittest import mock
@@ -26,20 +27,23 @@ class SharedPrograms(StepPrograms):
         if self.greedy and samples(batch):
             self.greedy, self.cache = False, ProgramCache()
             if self.kept is not None:
-                keep_programs(self)
+                self.keep()
         return super().change_rows(rows, batch)
+
+    def keep(self):
+        """Saves the programs for later runs; they are also found by the text of the file that defines the source."""
+        kept = keep_programs(self)
+        if kept is not None and self.source is not None:
+            kept._description += inspect.getsource(inspect.getmodule(type(self.source)))
 
 
 def shared_programs(model: HybridModel, *, greedy: bool = True, **options) -> StepPrograms:
     """`StepPrograms` of a model, saved for later runs. Not for tests that change code which a program traces.
 
-    What is saved is found by the source text of the packages. A draft source that a test defines is not part of that:
-    its programs are not saved. `greedy`: most requests are; False saves the greedy programs where most sample.
+    `greedy`: most requests are; False saves the greedy programs where most sample.
     """
     programs = SharedPrograms(model, greedy=greedy, **({"compiler_options": QUICK_COMPILE} | options))
-    source = options.get("source")
-    if source is None or type(source).__module__.startswith("mamba_jax."):
-        keep_programs(programs)
+    programs.keep()
     return programs
 
 
