@@ -1,9 +1,14 @@
-"""Tables of edge cases and of faults name tests that exist, and the first one has every number once."""
+"""Tables of edge cases, faults and planted faults: numbers once, tests that exist, and faults that can be planted."""
 
 import ast
 import functools
 import re
 from pathlib import Path
+
+import pytest
+
+from tests.planted.faults import faults_like
+from tests.serving.core.mutations.registry import ROWS
 
 TESTS = Path(__file__).parent
 EDGE_CASES, FAULTS = ((TESTS.parent / "docs" / page).read_text() for page in ("edge-cases.md", "faults.md"))
@@ -29,3 +34,17 @@ def test_every_named_test_exists() -> None:
     named = NAMED.findall(EDGE_CASES + FAULTS)
     assert len(named) > 100
     assert not [f"{path}::{name}" for path, name in named if name not in _functions(path)]
+
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_every_fault_can_be_planted_and_its_files_exist() -> None:
+    for fault in faults_like().values():
+        with pytest.MonkeyPatch.context() as patch:
+            fault.plant(patch)
+        assert all((ROOT / path).exists() for path in fault.files), fault
+
+
+def test_every_row_of_the_table_is_planted() -> None:
+    assert ROWS.keys() == faults_like().keys()

@@ -1,14 +1,12 @@
 """Every planted fault by its name in docs/mutations.md, with the files of the default tier that should detect it."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
-import pytest
-
-Patch = pytest.MonkeyPatch
+from tests.serving.core.mutations.registry import ROWS, Fault, Patch
 
 
 @dataclass(frozen=True)
@@ -16,10 +14,14 @@ class Planted:
     """A fault of any part of the project."""
 
     name: str
-    text: str
     files: tuple[str, ...]
     """Test files and folders, the likeliest first."""
     plant: Callable[[Patch], None]
+
+    @property
+    def text(self) -> str:
+        """What is wrong."""
+        return ROWS[self.name][0]
 
 
 CORE = ("tests/serving/core",)
@@ -44,36 +46,34 @@ def faults_like(name: str = "") -> dict[str, Planted]:
     kinds = {"": _policy, "D": _device, "S": _split}
     kind = name.rstrip("0123456789")
     chosen = [kinds[kind]] if name and kind in kinds else [] if name else kinds.values()
-    return {fault.name: fault for fault in [*(fault for kind in chosen for fault in kind()), *OTHERS]}
+    tables = [
+        Planted(fault.name, files, fault.plant) for files, faults in (each() for each in chosen) for fault in faults
+    ]
+    return {fault.name: fault for fault in [*tables, *OTHERS]}
 
 
-def _policy() -> Iterator[Planted]:
+Table = tuple[tuple[str, ...], Collection[Fault]]
+
+
+def _policy() -> Table:
     from tests.serving.core.mutations import CORE as faults
 
-    yield from (Planted(fault.name, fault.text, CORE, fault.plant) for fault in faults.values())
+    return CORE, faults.values()
 
 
-def _device() -> Iterator[Planted]:
-    from tests.serving.differential import (  # noqa: F401
-        adapter_faults,
-        bit_faults,
-        draft_faults,
-        faults,
-        replay_faults,
-        structured_faults,
-    )
+def _device() -> Table:
+    from tests.serving.differential import draft_faults, faults  # noqa: F401
 
-    yield from (Planted(fault.name, fault.text, DEVICE, fault.plant) for fault in faults.planted().values())
+    return DEVICE, faults.planted().values()
 
 
-def _split() -> Iterator[Planted]:
+def _split() -> Table:
     from tests.serving.split.test_split_mutations import FAULTS
 
-    for number, fault in enumerate(FAULTS, 1):
-        yield Planted(f"S{number}", fault.text, SPLIT, lambda patch, fault=fault: fault.plant().__enter__())
+    return SPLIT, FAULTS.values()
 
 
-def _fault(name: str, text: str, files: tuple[str, ...], where: str, change: Callable[[Any], Any]) -> None:
+def _fault(name: str, files: tuple[str, ...], where: str, change: Callable[[Any], Any]) -> None:
     """Adds a fault: `change(original)` in the place of "module:function" or "module:class.method"."""
 
     def plant(patch: Patch) -> None:
@@ -87,7 +87,7 @@ def _fault(name: str, text: str, files: tuple[str, ...], where: str, change: Cal
         for place in [owner] if outer else _places(last, sound):
             patch.setattr(place, last, changed)
 
-    OTHERS.append(Planted(name, text, files, plant))
+    OTHERS.append(Planted(name, files, plant))
 
 
 def _places(name: str, sound: Any) -> Iterator[Any]:
@@ -96,46 +96,46 @@ def _places(name: str, sound: Any) -> Iterator[Any]:
 
 
 _fault(
-    "T1", "norms and biases decay like matrices", TRAINING,
+    "T1", TRAINING,
     "mamba_jax.train.optimizer:_decayed", lambda sound: lambda values: dict.fromkeys(values, True),
 )  # fmt: skip
 _fault(
-    "T2", "documents that are held out for validation are trained on", TRAINING,
+    "T2", TRAINING,
     "mamba_jax.train.data:hold_out", lambda sound: lambda streams, share: (dict(streams), sound(streams, share)[1]),
 )  # fmt: skip
 _fault(
-    "C1", "the two 4-bit numbers of a byte change places", CHECKPOINTS,
+    "C1", CHECKPOINTS,
     "checkpoints.quantized.packing:unpack_fp4", lambda sound: lambda packed: sound(packed << 4 | packed >> 4),
 )  # fmt: skip
 _fault(
-    "C2", "columns of AWQ are taken in the order of their bits", CHECKPOINTS,
+    "C2", CHECKPOINTS,
     "checkpoints.quantized.packing:unpack_awq",
     lambda sound: lambda words: import_module("checkpoints.quantized.packing").unpack(words, 4, -1),
 )  # fmt: skip
 _fault(
-    "C3", "numbers of an adapter that overflow in the model's dtype reach the device", ADAPTERS,
+    "C3", ADAPTERS,
     "mamba_jax.adapters:_cast", lambda sound: lambda path, value, dtype: value.astype(dtype),
 )  # fmt: skip
 _fault(
-    "C4", "an adapter's digest does not depend on its scale", ADAPTERS,
+    "C4", ADAPTERS,
     "checkpoints.adapters.adapter:digest_of",
     lambda sound: lambda layers: sound({path: _unscaled(arrays) for path, arrays in layers.items()}),
 )  # fmt: skip
 _fault(
-    "H1", "every key is accepted", HTTP,
+    "H1", HTTP,
     "serving.api.http.connection.keys:is_one_of", lambda sound: lambda key, keys: True,
 )  # fmt: skip
 _fault(
-    "H2", "half of a surrogate pair reaches the tokenizer", HTTP,
+    "H2", HTTP,
     "serving.api.http.limits:_refuse_half_characters", lambda sound: lambda body: None,
 )  # fmt: skip
 _fault(
-    "K1", "attention to a window sees everything before it", KERNELS,
+    "K1", KERNELS,
     "kernels_pallas.paged_attention.xla:_is_seen",
     lambda sound: lambda key, position, *, first_key=0, window=None: sound(key, position, first_key=first_key),
 )  # fmt: skip
 _fault(
-    "K2", "experts are chosen from all groups, not from the best", KERNELS,
+    "K2", KERNELS,
     "kernels_pallas.expert_choice.xla:_in_best_groups", lambda sound: lambda scores, rule: scores,
 )  # fmt: skip
 
@@ -163,18 +163,18 @@ def _adapters_of_other_rows(sound: Any) -> Any:
 
 
 _fault(
-    "M1", "the upper half of a seed does not count", MODELS,
+    "M1", MODELS,
     "mamba_jax.sampling.table:_key", lambda sound: lambda seed, choice: sound(seed & 0xFFFFFFFF, choice),
 )  # fmt: skip
 _fault(
-    "M2", "all rows of a prefill report the ids of prompt_logprob_token_ids of the first", MODELS,
+    "M2", MODELS,
     "mamba_jax.step.prefill:prompt_logprobs", _ids_of_the_first_row,
 )  # fmt: skip
 _fault(
-    "M3", "rows of a mixed step have the adapters of other rows", MODELS,
+    "M3", MODELS,
     "mamba_jax.step.run:_layout", _adapters_of_other_rows,
 )  # fmt: skip
 _fault(
-    "M4", "logits of a mixed step are of the heads of other rows' adapters", MODELS,
+    "M4", MODELS,
     "mamba_jax.step.run:_head_adapters", _adapters_of_other_rows,
 )  # fmt: skip

@@ -20,7 +20,7 @@ from serving.core.planning.plan import StepPlan, StepResult
 from serving.core.requests.request import Request
 from serving.core.scheduler import Scheduler
 from tests.serving.core.mutations import CORE
-from tests.serving.core.mutations.registry import ROWS, Fault
+from tests.serving.core.mutations.registry import Fault
 from tests.serving.core.schedules import random_config, run_seed
 
 SHARDS = 4
@@ -148,7 +148,3 @@ def test_a_test_sees(fault: Fault) -> None:
         fault.plant(patch)
         with pytest.raises(AssertionError):
             test()
-
-
-def test_every_row_of_the_table_is_planted() -> None:
-    assert {name for name in ROWS if name.isdigit()} == set(map(str, CORE))

@@ -12,12 +12,25 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from kernels_pallas import fixed_order
 from kernels_pallas.gated_recurrence import xla as between
-from mamba_jax.layout.prefill import PrefillLayout
+from kernels_pallas.paged_attention import api as attention_api
+from kernels_pallas.paged_attention import xla as attention_xla
+from kernels_pallas.recurrence import api as recurrence_api
+from kernels_pallas.recurrence import native
+from kernels_pallas.recurrence.scan import xla as scan_xla
+from mamba_jax.layout import DecodeLayout, PrefillLayout
 from mamba_jax.modules import conv as conv_module
+from serving.core.cache.cache import Cache
+from serving.core.cache.row_state import RowState
+from serving.core.requests.request import Request
+from serving.engine.requests.adapters import AdapterTable
+from serving.engine.requests.initial_states import InitialStates
 from serving.engine.steps.batching import BatchBuilder
 from serving.engine.steps.page_tables import PageTables
+from serving.engine.steps.row_values import RowInputs
 from tests.serving.core.mutations.registry import Fault, Patch, mutation
 
 STEP = [
@@ -40,13 +53,13 @@ DEVICE: dict[int, Fault] = {}
 DRAFTS: dict[int, Fault] = {}
 """Those that need drafts to be seen: see `draft_faults`."""
 REPLAY: dict[int, Fault] = {}
-"""Those of rows held by anchors, which draft too: see `replay_faults`."""
+"""Those of rows held by anchors, which draft too: see `draft_faults`."""
 STRUCTURED: dict[int, Fault] = {}
-"""Those of rows under a grammar that draft: see `structured_faults`."""
+"""Those of rows under a grammar that draft."""
 ADAPTERS: dict[int, Fault] = {}
-"""Those of rows with adapters: see `adapter_faults`."""
+"""Those of rows with adapters."""
 BITS: dict[int, Fault] = {}
-"""Those that change only bits: see `bit_faults`."""
+"""Those that change only bits."""
 
 
 def planted() -> dict[int, Fault]:
@@ -237,3 +250,120 @@ def stale_page_table(sound, self, updates, rows):
     for row in rows:
         row.pages.changed = min(len(row.pages), max(row.pages.changed, self._count[row.row_id]))
     sound(self, updates, rows)
+
+
+# -- rows under a grammar that draft, and that sit out steps of their neighbors --
+
+structured_fault = functools.partial(fault, table=STRUCTURED)
+
+
+@structured_fault(53)
+def no_sitting_out(patch: Patch) -> None:
+    patch.setattr(Request, "sits_out", False)
+
+
+@structured_fault(54, RowInputs, "take_proposals")
+def stale_proposals(sound, self, rows, lines):
+    before = [(row.request.user, row.request.user.proposed) for row in rows]
+    sound(self, rows, lines)
+    for member, proposed in before:
+        member.proposed = proposed or member.proposed
+
+
+@structured_fault(55, RowInputs, "take_proposals")
+def proposals_of_a_neighbor(sound, self, rows, lines):
+    if lines is not None and lines.proposed is not None:
+        lines.proposed = np.roll(lines.proposed, 1, axis=0)
+    sound(self, rows, lines)
+
+
+# -- rows with adapters: scopes of keys, entries of LoRA matrices, and initial states --
+
+adapter_fault = functools.partial(fault, table=ADAPTERS)
+
+
+@adapter_fault(56, Cache, "scope")
+def scope_without_adapter(sound, self, salt, adapter=None):
+    return sound(self, salt)
+
+
+@adapter_fault(57, AdapterTable, "put")
+def scope_by_name(sound, self, name, path, adapter):
+    loaded = sound(self, name, path, adapter)
+    loaded.digest = name
+    return loaded
+
+
+@adapter_fault(58)
+def entry_of_the_row_before(patch: Patch) -> None:
+    sound, last = BatchBuilder.seat, [0]
+
+    def seat(self, *args, adapter=0, **how):
+        before, last[0] = last[0], adapter
+        return sound(self, *args, adapter=before, **how)
+
+    patch.setattr(BatchBuilder, "seat", seat)
+
+
+@adapter_fault(59, DecodeLayout, "with_adapters", compiles="decode")
+@adapter_fault(60, PrefillLayout, "with_adapters", compiles="prefill")
+def entry_of_a_neighbor(sound, self, entries):
+    return sound(self, jnp.roll(entries, 1))
+
+
+@adapter_fault(61)
+def entries_in_use_are_overwritten(patch: Patch) -> None:
+    sound = AdapterTable.take
+
+    def take(self, request, content=None):
+        loaded = sound(self, request, content)
+        loaded.users = 0
+        return loaded
+
+    patch.setattr(AdapterTable, "take", take)
+    patch.setattr(AdapterTable, "release", lambda self, adapter: None)
+
+
+@adapter_fault(62, RowState, "__init__")
+def starts_from_zeros(sound, self, cache, slot):
+    sound(self, cache, 0)
+
+
+@adapter_fault(63, InitialStates, "fill")
+def lost_initial_states(sound, self, store):
+    return store
+
+
+# -- schedule-invariant engines: they change only bits --
+
+bit_fault = functools.partial(fault, table=BITS)
+
+
+@bit_fault(64, fixed_order, "product", compiles="step")
+def another_order_for_few_rows(sound, rows, weight):
+    turned = slice(None, None, -1) if len(rows) < 3 else slice(None)
+    return sound(rows[:, turned], weight[:, turned])
+
+
+@bit_fault(65, compiles="step")
+def attention_in_pieces_by_batch(patch: Patch) -> None:
+    def attention(q, kv, **layout):
+        with pytest.MonkeyPatch.context() as short:
+            short.setattr(attention_xla, "QUERIES", 16 if q.shape[0] > 3 else 128)
+            return attention_xla.paged_attention(q, kv, **layout)
+
+    patch.setattr(attention_api, "PAGED", fixed_order.implementations(attention, None))
+
+
+@bit_fault(66, compiles="step")
+def states_of_a_tile_at_once(patch: Patch) -> None:
+    patch.setattr(recurrence_api, "SCAN", fixed_order.implementations(scan_xla.scan, None))
+
+
+@bit_fault(67, compiles="step")
+def another_last_bit_in_stored_states(patch: Patch) -> None:
+    def scan(entry, store, tiles, **recurrence):
+        y, store = native.scan(entry, store, tiles, **recurrence)
+        return y, store.at[tiles.write_slot].set(jnp.nextafter(store[tiles.write_slot], jnp.inf))
+
+    patch.setattr(recurrence_api, "SCAN", fixed_order.implementations(scan, None))

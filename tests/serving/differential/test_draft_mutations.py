@@ -8,7 +8,7 @@ import pytest
 
 from serving.engine.requests.sampling_params import SamplingParams
 from tests.serving.core.mutations.registry import Fault
-from tests.serving.differential import draft_faults, replay_faults  # noqa: F401 - fill the tables
+from tests.serving.differential import draft_faults  # noqa: F401 - fills the tables
 from tests.serving.differential.drafting import Drafters, Drafting, Watch, drafters
 from tests.serving.differential.faults import DRAFTS, REPLAY
 from tests.serving.differential.judging import Divergence, compare

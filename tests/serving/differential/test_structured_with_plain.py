@@ -15,7 +15,7 @@ from mamba_jax.drafts import MTPDrafts, NGramDrafts
 from mamba_jax.programs import StepPrograms
 from serving import SamplingParams
 from tests.serving.core.mutations.registry import Fault
-from tests.serving.differential import structured_faults
+from tests.serving.differential.faults import STRUCTURED
 from tests.support.engines.engines import finish
 from tests.support.engines.shared_engines import ROWS, SMALLEST, TILE, engines_of
 from tests.support.engines.step_programs import shared_programs
@@ -199,7 +199,7 @@ def test_where_most_are_structured_all_wait() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("fault", structured_faults.STRUCTURED.values(), ids=str)
+@pytest.mark.parametrize("fault", STRUCTURED.values(), ids=str)
 def test_fault_shows(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(15):
         alone(number)

@@ -1,16 +1,23 @@
-"""LoRA adapters of requests: each has its own, and cached states are found by the adapter's content, not its name."""
+"""LoRA adapters of requests: each has its own, found in the cache by content. Those of experts equal merged weights."""
 
 import json
+import re
 import shutil
 from unittest import mock
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
-from checkpoints.adapters.adapter import CONFIG_FILE
+from checkpoints import load_config, load_model
+from checkpoints.adapters.adapter import CONFIG_FILE, MODULE_PREFIX, WEIGHTS_FILE, read_adapter
+from checkpoints.errors import CheckpointError
 from checkpoints.tensors.safetensors_file import SafetensorsFile
+from mamba_jax.adapters import targets
+from mamba_jax.model import parameters
 from serving import LLM, LoRARequest, RequestError, SamplingParams
-from tests.support.models.golden_case import FIXTURES, FLAGS, TO_HUGGING_FACE, Case, said, same
+from tests.support.models import golden_case
+from tests.support.models.golden_case import FIXTURES, FLAGS, TO_HUGGING_FACE, Case, chosen_logprobs, said, same
 from tests.support.selection import slow
 
 FIXTURE = "lfm2"
@@ -160,3 +167,135 @@ def test_a_removed_adapter_is_read_again_with_its_old_content_only(llm, prompt, 
         llm.generate(prompt, GREEDY, lora_request=request)
     llm.load_lora_adapter("first", str(directory))
     llm.generate(prompt, GREEDY, lora_request=request)
+
+
+OF_EXPERTS = FLAGS | {"max_num_batched_tokens": 256, "enable_lora": True, "max_loras": 2, "max_lora_rank": 4}
+GATED, PLAIN = "qwen35-moe", "nemotronh-moe"
+"""The experts of the first have a gate projection."""
+
+
+def experts_of(fixture):
+    """The modules of routed experts, by the names of their tensors in the checkpoint, and the tensors' shapes."""
+    tensors = load_file(FIXTURES / fixture / "model.safetensors")
+    pattern = r"(?!.*mtp)(.*\.experts\.\d+\.\w+)\.weight"
+    return {match[1]: value.shape for name, value in tensors.items() if (match := re.fullmatch(pattern, name))}
+
+
+def write_adapter(folder, fixture, seed, *, rank, every=1, alpha=6):
+    """Writes a random adapter of every n-th module. Returns what it adds to each tensor of the checkpoint."""
+    rng, tensors, changes = np.random.default_rng(seed), {}, {}
+    for module, (outputs, inputs) in list(experts_of(fixture).items())[::every]:
+        a = (rng.normal(size=(rank, inputs)) / np.sqrt(inputs)).astype(np.float32)
+        b = (0.4 * rng.normal(size=(outputs, rank))).astype(np.float32)
+        tensors[f"{MODULE_PREFIX}{module}.lora_A.weight"], tensors[f"{MODULE_PREFIX}{module}.lora_B.weight"] = a, b
+        changes[f"{module}.weight"] = alpha / rank * (b @ a)
+    folder.mkdir()
+    save_file(tensors, folder / WEIGHTS_FILE)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha}
+    (folder / CONFIG_FILE).write_text(json.dumps(config))
+    return changes
+
+
+def merged(folder, fixture, changes):
+    """A model from a checkpoint to whose tensors the changes were added."""
+    shutil.copytree(FIXTURES / fixture, folder, ignore=shutil.ignore_patterns("adapter"))
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name, change in changes.items():
+        tensors[name] = (tensors[name].astype(np.float32) + change).astype(np.float32)
+    save_file(tensors, path)
+    return load_model(folder, dtype="float32", progress=False)
+
+
+def log_probs(model, prompt, tokens):
+    """Log-probabilities of `tokens` after the prompt, by the whole sequence at once."""
+    whole = golden_case.log_probs(model, [*prompt, *tokens])
+    return whole[np.arange(len(tokens)) + len(prompt) - 1, tokens]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("fixture", "devices"),
+    [
+        ("minimax", 2), (PLAIN, 1), slow("nemotronh-latent", 2), slow("lfm2-moe", 2),
+        *(slow(fixture, 1) for fixture in (GATED, "nemotronh-latent", "lfm2-moe", "kimi")),
+    ],
+)  # fmt: skip
+def test_a_mixed_batch_equals_merged_checkpoints(fixture, devices, tmp_path):
+    """Requests with two adapters and without one, together and one at a time. Of two devices, each has the matrices of
+    its own experts. Those of minimax, which have a gate projection, are 5: a device has a piece of each."""
+    changes = {
+        "first": write_adapter(tmp_path / "first", fixture, 1, rank=3),
+        "second": write_adapter(tmp_path / "second", fixture, 2, rank=2, every=3),
+    }
+    models = {name: merged(tmp_path / f"merged {name}", fixture, change) for name, change in changes.items()}
+    models["base"] = merged(tmp_path / "merged base", fixture, {})
+    prompt = Case(fixture).prompts[4].tolist()
+    names = ["first", "base", "second", "first"]
+    requests = [None if name == "base" else LoRARequest(name, 0, str(tmp_path / name)) for name in names]
+    prompts = [prompt, prompt, prompt, prompt[:9]]
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=1)
+    with LLM(str(FIXTURES / fixture), lora_experts=True, tensor_parallel_size=devices, **OF_EXPERTS) as llm:
+        together = llm.generate(prompts, params, lora_request=requests)
+        alone = [
+            llm.generate(each, params, lora_request=request, cache_salt="alone")[0]
+            for each, request in zip(prompts, requests, strict=True)
+        ]
+    found = []
+    for name, each, output, one in zip(names, prompts, together, alone, strict=True):
+        choice, again = output.outputs[0], one.outputs[0]
+        assert choice.token_ids == again.token_ids
+        told = chosen_logprobs(choice)
+        np.testing.assert_allclose(told, chosen_logprobs(again), atol=TO_HUGGING_FACE)
+        np.testing.assert_allclose(told, log_probs(models[name], each, list(choice.token_ids)), atol=TO_HUGGING_FACE)
+        found.append(log_probs(models[name], prompt, [1, 2, 3]))
+    assert min(np.abs(found[0] - found[1]).max(), np.abs(found[2] - found[1]).max()) > 10 * TO_HUGGING_FACE
+
+
+@pytest.mark.parametrize("fixture", [GATED, PLAIN])
+def test_each_experts_matrices_are_read_into_its_place(fixture, tmp_path):
+    """B A of each weight of all experts is what the modules of the file add; other experts have zeros."""
+    changes = write_adapter(tmp_path / "adapter", fixture, 1, rank=3, every=3)
+    adapter = read_adapter(tmp_path / "adapter", load_config(FIXTURES / fixture))
+    assert adapter.rank == 3
+    plain, changed = (merged(tmp_path / f"{len(each)}", fixture, each) for each in ({}, changes))
+    for path, (a, b) in adapter.layers.items():
+        before, after = (np.asarray(_weight(model, path), np.float32) for model in (plain, changed))
+        np.testing.assert_allclose((b @ a).reshape(before.shape), after - before, atol=1e-6)
+    moved = [path for path in _expert_weights(plain) if (_weight(plain, path) != _weight(changed, path)).any()]
+    assert sorted(adapter.layers) == sorted(moved) != []
+
+
+def _expert_weights(model):
+    return [path for path, target in targets(model, experts=True).items() if target.lead]
+
+
+def _weight(model, path):
+    return parameters(model)[path][...]
+
+
+def test_an_adapter_of_experts_needs_the_flag(tmp_path):
+    write_adapter(tmp_path / "adapter", PLAIN, 1, rank=3)
+    with (
+        LLM(str(FIXTURES / PLAIN), **OF_EXPERTS, warmup=False) as llm,
+        pytest.raises(RequestError, match=r"changes routed experts \(.*experts\.down\), which needs the flag lora_exp"),
+    ):
+        llm.load_lora_adapter("tenant", str(tmp_path / "adapter"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda name, value: (name, value[..., :-1]), r"experts\.\d+\.\w+ has lora_A"),
+        (lambda name, value: (re.sub(r"experts\.\d+", "experts.99", name), value), r"no module .*experts\.99"),
+        (lambda name, value: (name, np.full_like(value, np.inf)), "numbers that are not finite"),
+    ],
+)
+def test_wrong_matrices_of_experts_are_refused(change, message, tmp_path):
+    write_adapter(tmp_path / "adapter", GATED, 1, rank=3, every=1000)
+    path = tmp_path / "adapter" / WEIGHTS_FILE
+    changed = (change(name, value) if "lora_A" in name or "99" in message else (name, value)
+               for name, value in load_file(path).items())  # fmt: skip
+    save_file({name: np.ascontiguousarray(value) for name, value in changed}, path)
+    with pytest.raises(CheckpointError, match=message):
+        read_adapter(tmp_path / "adapter", load_config(FIXTURES / GATED))

@@ -148,9 +148,9 @@ class LoadedFleet(Fleet):
                 asked = (self.ask(3 * len(PROMPTS), at_once, front=patient, seed=-i * at_once) for i in range(1, 6))
                 assert any(not outcomes.errors for outcomes in asked)
 
-    def route(self, *more: str, port: int | None = None, secret: str = SECRET, seconds: float = DEADLINE) -> Process:
+    def route(self, *more: str, port: int | None = None, seconds: float = DEADLINE) -> Process:
         """A router in front of the fleet; `seconds`: how long a request may wait."""
-        own = ("--check-timeout=2", f"--first-token-timeout={seconds:g}", f"--split-secret={secret}")
+        own = ("--check-timeout=2", f"--first-token-timeout={seconds:g}", f"--split-secret={SECRET}")
         return super().route(*own, *more, port=port)
 
     def ask(

@@ -13,8 +13,9 @@ import pytest
 
 Patch = pytest.MonkeyPatch
 TABLE = (Path(__file__).parents[4] / "docs" / "mutations.md").read_text()
-ROWS = {row[0]: row[1:] for row in re.findall(r"^\| (D?\d+) \| ([^|]+) \| [^|]+ \| ([^|]+) \|$", TABLE, re.MULTILINE)}
-"""By a fault's name in the page: what it is, and who sees it."""
+ROW = r"^\| ([C-Z]?\d+) \| ([^|]+) \|(?: [^|]+ \| ([^|]+) \|)?$"
+ROWS = {name: row for name, *row in re.findall(ROW, TABLE, re.MULTILINE)}
+"""By a fault's name in the page: what it is, and, where the page says so, who sees it."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,10 @@ class Fault:
     """A planted fault."""
 
     name: str
-    """The number of a fault of the host policy, or D and the number of one of the device's side."""
+    """The number of a fault of the host policy, or D or S and that of one of the device's side or of a split."""
     plant: Callable[[Patch], None]
     compiles: str | None = None
-    """The program that it changes, `decode` or `prefill`; None: it changes only what the host does."""
+    """The programs that it changes, such as `decode`; None: it changes only what the host does."""
 
     def __post_init__(self) -> None:
         assert self.name in ROWS, f"fault {self.name} is not in docs/mutations.md"
