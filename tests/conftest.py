@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import emitters
+from tests.support import cpu_options
 from tests.support.lowering import forget_contexts, share_contexts
 from tests.support.replaced import count_replacements
 from tests.support.selection import full_tier, ignored, select
@@ -61,9 +61,11 @@ def pytest_configure(config: pytest.Config) -> None:
         _bound_cache()
     if full_tier(config):
         _check_annotations()
+    if cpu_options.EXIST and not CHOSEN_BY_USER and cpu_options.PATIENT not in os.environ["XLA_FLAGS"]:
+        os.environ["XLA_FLAGS"] += f" {cpu_options.PATIENT}"
     # `--slow` has the emitters that users have.
-    if emitters.EXIST and not (config.option.slow or CHOSEN_BY_USER or emitters.OLDER in os.environ["XLA_FLAGS"]):
-        os.environ["XLA_FLAGS"] += f" {emitters.OLDER}"
+    if cpu_options.EXIST and not (config.option.slow or CHOSEN_BY_USER or cpu_options.OLDER in os.environ["XLA_FLAGS"]):
+        os.environ["XLA_FLAGS"] += f" {cpu_options.OLDER}"
 
 
 def pytest_report_header(config: pytest.Config) -> str:

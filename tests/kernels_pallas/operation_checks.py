@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas import native
-from tests.support import emitters
+from tests.support import cpu_options
 
 DTYPES = pytest.mark.parametrize("dtype", [np.float32, np.dtype("bfloat16")], ids=["float32", "bfloat16"])
 needs_native = pytest.mark.skipif(native.WHY_MISSING is not None, reason=f"native operations: {native.WHY_MISSING}")
@@ -72,7 +72,7 @@ def jitted(operation, *, implementation=None, emitters_of_users=False, **static)
     emitters_of_users: compile with the fusion emitters that XLA has by default. Tests have the older ones, which round
     an interpreted kernel differently inside and outside a loop.
     """
-    options = emitters.OF_USERS if emitters_of_users else None
+    options = cpu_options.OF_USERS if emitters_of_users else None
 
     def run(args, kwargs):
         with form(implementation) as name:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, SingleDeviceSharding, use_abstract_mesh
 
 from serving.capacity.compiling import slice_mesh
-from tests.support import emitters
+from tests.support import cpu_options
 from tests.support.compiled_programs import compilable
 
 SLICES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
@@ -42,7 +42,7 @@ def compile_for_tpu(
 
 def compile_for_gpu(name: str, operation, *arguments, **options) -> jax.stages.Compiled:
     """As `compile_for_tpu`."""
-    if "xla_dump_to" in options and not emitters.EXIST:
+    if "xla_dump_to" in options and not cpu_options.EXIST:
         # XLA of JAX 0.12 writes the code of these kernels only. That of 0.10 would also write all their passes, and do
         # so for all later programs of the process: seconds for each.
         options["xla_dump_emitter_re"] = ".*"

@@ -16,7 +16,7 @@ from mamba_jax.train.corpus import SAMPLE_PROBLEMS, SAMPLE_TEXT, problem_prompt
 from serving import LLM, SamplingParams
 from serving.cli import measures
 from serving.cli.main import run
-from tests.support import emitters
+from tests.support import cpu_options
 from tests.support.engines.step_programs import few_programs, shared_programs
 from tests.support.models.golden_case import log_probs
 from tests.support.selection import slow
@@ -52,7 +52,7 @@ def test_is_what_it_is_defined_as():
 @pytest.mark.full
 def test_a_model_is_itself_and_fewer_bits_are_farther_away(monkeypatch):
     # As users compile it: XLA's older emitters, which tests have, round the same logits differently in two fusions.
-    users = jax.jit(measures._compare.__wrapped__, compiler_options=emitters.OF_USERS)
+    users = jax.jit(measures._compare.__wrapped__, compiler_options=cpu_options.OF_USERS)
     monkeypatch.setattr(measures, "_compare", users)
     reference = demo()
     same = measures.compare(reference, reference, TOKENS)

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 
-from tests.support import emitters
+from tests.support import cpu_options
 
 QUICK_COMPILE = {"xla_backend_optimization_level": 0}
 """Compiler options: LLVM's optimizations would take longer than all the steps of a test."""
 OPTIMIZED = {"xla_backend_optimization_level": 3}
 """What users run. Quick compilers do not contract products and sums, and have other exponentials: bits can be equal
 that differ between users' programs."""
-QUICK_XLA_FLAGS = " ".join(["--xla_backend_optimization_level=0", *([emitters.OLDER] if emitters.EXIST else [])])
+QUICK_XLA_FLAGS = " ".join(["--xla_backend_optimization_level=0", *([cpu_options.OLDER] if cpu_options.EXIST else [])])
 """The same for a process of its own."""
 
 
