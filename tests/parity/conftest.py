@@ -4,13 +4,13 @@ import pytest
 
 
 def pytest_generate_tests(metafunc):
-    """Tests of `case` run for every fixture, or for those that their module lists as `CASES`."""
+    """Tests of `case` run for every fixture, or for those that `CASES` of their module has under their names."""
     if "case" not in metafunc.fixturenames:
         return
     from golden.recipes import RECIPES
 
     full, slow = pytest.mark.full, pytest.mark.slow
-    cases = getattr(metafunc.module, "CASES", None)
+    cases = getattr(metafunc.module, "CASES", {}).get(metafunc.function.__name__)
     if "stepper" in metafunc.fixturenames:
         tiers = {"default": (), "full": full, "slow": slow}
     else:  # whole sequences: by default of the models whose steps the full tier compiles

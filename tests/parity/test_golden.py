@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from tests.support.engines.prompt_stepper import TILE, TOP
-from tests.support.models.golden_case import CLEAR_GAP, TO_HUGGING_FACE, TO_OURSELVES
+from tests.support.models.golden_case import CLEAR_GAP, TO_HUGGING_FACE, TO_OURSELVES, draft_log_probs
+
+CASES = {"test_draft_layer_agrees_with_other_code": ("qwen3next", "qwen35", "qwen35-moe", "ling3")}
 
 
 def test_fixtures_are_small(case):
@@ -18,6 +20,13 @@ def test_whole_sequences_agree_with_hugging_face(case):
     for prompt, full in enumerate(case.full):
         positions, ids, expected = case.expected(prompt)
         assert np.abs(np.take_along_axis(full[positions], ids, axis=1) - expected).max() <= TO_HUGGING_FACE
+
+
+def test_draft_layer_agrees_with_other_code(case):
+    """Of Alibaba's models with a forward in plain torch, of Ling 3.0 with transformers' own."""
+    got = draft_log_probs(case.model, case.prompts[4])
+    positions, ids, expected = case.expected_drafts
+    assert np.abs(np.take_along_axis(got[positions], ids, axis=1) - expected).max() <= TO_HUGGING_FACE
 
 
 @pytest.mark.smoke

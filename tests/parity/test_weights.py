@@ -52,7 +52,7 @@ MEASURED = {
     "zamba2": (1.2e-3, 3.2e-3),
 }
 LEEWAY = 1.5
-CASES = tuple(MEASURED)
+CASES = {"test_divergence_of_bfloat16": tuple(MEASURED)}
 BY_DEFAULT = ("mamba2", "nemotronh", "zamba2")
 
 
