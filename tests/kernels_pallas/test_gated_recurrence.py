@@ -1,4 +1,4 @@
-"""What lies between a recurrent layer's projections, against its definition, for any implementation."""
+"""What lies between a recurrent layer's projections, and the gated norm alone, against their definitions."""
 
 import dataclasses
 from functools import partial
@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from call_checks import check_call, check_values, forget, numbers
 from model_calls import F32, call_of
-from model_shapes import DELTA, GATED
-from operation_checks import jitted
+from model_shapes import DELTA, GATED, NORMS
+from operation_checks import DTYPES, ELSEWHERE, Draw, assert_close, jitted, on_device
 from test_recurrence_replay import row, where
 
+from kernels_pallas.gated_norm import gated, gated_rms_norm
 from kernels_pallas.gated_recurrence import DeltaGates, Mamba2Gates, gated_scan
 from kernels_pallas.places import Rows
 from mamba_jax.layout import PrefillLayout
@@ -182,3 +183,34 @@ def test_scan_in_several_blocks_on_tpu(groups, norm, monkeypatch):
     # Without a norm, where it would come means nothing.
     chosen = partial(Mamba2Gates, (0.0, 1.0), 1e-5)
     check_scan("pallas_tpu_interpreted", shape, **RAGGED, gates=lambda _: chosen(not norm), anew=True)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("implementation", ["xla", ELSEWHERE])
+@DTYPES
+@pytest.mark.parametrize(
+    "gating", [{}, {"norm_before_gate": True}, {"norm_before_gate": True, "activation": "sigmoid"}], ids=str
+)
+@pytest.mark.parametrize("shape", [s.small() for s in NORMS], ids=lambda s: s.name)
+def test_norm_equals_definition(implementation, shape, gating, dtype):
+    values = numbers(dict(call_of("gated_rms_norm", shape, dtype, **gating).arguments))
+    values["y"][0] *= 1e-3  # where eps counts
+    check_values("gated_rms_norm", values, implementation, dtype=dtype)
+    values |= {name: values[name][:6].reshape(2, 3, -1) for name in ("y", "gate")}
+    check_values("gated_rms_norm", values, implementation, dtype=dtype)
+
+
+@DTYPES
+def test_the_gate_alone(dtype):
+    draw = Draw()
+    y, z = (draw.normal(2, 3, 12, dtype=dtype) for _ in range(2))
+    wide = z.astype(np.float64)
+    out = gated(*on_device((y, z)))
+    assert out.dtype == dtype
+    assert_close(out, y.astype(np.float64) * wide / (1 + np.exp(-wide)), dtype)
+
+
+def test_refuses_groups_that_do_not_divide():
+    y = jnp.ones((2, 10))
+    with pytest.raises(ValueError, match="10 heads do not divide into 3 groups"):
+        gated_rms_norm(y, y, jnp.ones(10), groups=3, eps=1e-5)

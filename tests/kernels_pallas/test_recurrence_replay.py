@@ -106,14 +106,6 @@ def test_places(implementation, shape):
     assert (y == 0).all()
 
 
-@EACH
-def test_every_place_around_a_boundary(implementation, shape):
-    # From an anchor at a boundary: before the next one, reaching it with the last token, the first, and beyond.
-    for first in range(0, shape.interval, 4):
-        rows = [row(1 + i, 1 + i, 8, 8 + first + i, 4, 5 + i) for i in range(4)]
-        check(replayed(implementation, shape), shape, rows)
-
-
 @shared.cases(*ALL, shapes=shared.ODD[:4], lacks=LACKS)
 def test_strong_decay(implementation, shape):
     """Small decays next to decays whose inverse would overflow: in the tail, after it, and at the multiple."""
