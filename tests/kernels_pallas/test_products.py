@@ -49,33 +49,12 @@ DENSE = cases(
 )
 
 
-def check_dense(implementation, rows, inputs, outputs, dtype):
-    x, weight = (Draw(seed).normal(n, inputs, dtype=dtype) for seed, n in enumerate((rows, outputs)))
-    out = jitted(linear, out_dtype=F32, implementation=implementation)(x, weight)
-    np.testing.assert_allclose(out, product(x, weight), atol=2e-6 * inputs, rtol=1e-5)
-
-
 @pytest.mark.smoke("implementation")
 @pytest.mark.parametrize(("implementation", "rows", "inputs", "outputs", "dtype"), DENSE)
 def test_dense_equals_definition(implementation, rows, inputs, outputs, dtype):
-    check_dense(implementation, rows, inputs, outputs, dtype)
-
-
-@needs_native
-def test_native_runs_where_it_is_faster(monkeypatch):
-    monkeypatch.setattr(native, "multiplies_bfloat16", lambda: True)
-    monkeypatch.setattr(native, "few_rows", lambda: 8)
-    few, narrow = jnp.ones((4, 32), BF16), jnp.ones((8, 32), BF16)
-    choice = KernelChoice(platform="cpu")
-    with choice.applied():
-        linear(few, narrow)
-    assert choice.chosen == {"linear": {"native": ""}}
-    for x, weight, why in [
-        (few.astype(F32), narrow.astype(F32), "weights are float32"),
-        (jnp.ones((9, 32), BF16), narrow, "9 rows, not 1 to 8"),
-    ]:
-        with pytest.raises(UnsupportedError, match=why):
-            linear(x, weight, implementation="native")
+    x, weight = (Draw(seed).normal(n, inputs, dtype=dtype) for seed, n in enumerate((rows, outputs)))
+    out = jitted(linear, out_dtype=F32, implementation=implementation)(x, weight)
+    np.testing.assert_allclose(out, product(x, weight), atol=2e-6 * inputs, rtol=1e-5)
 
 
 @needs_native
@@ -186,17 +165,6 @@ def test_weights_that_lie_inputs_first():
     assert not lies_inputs_first((ODD.experts, ODD.outputs, ODD.inputs))
 
 
-@needs_native
-def test_native_leaves_many_tokens_to_xla():
-    choice = KernelChoice(platform="cpu")
-    w = jnp.ones((4, 8, 8))
-    with choice.applied():
-        grouped_matmul(jnp.ones((8, 8)), w, jnp.full(4, 2))
-        grouped_matmul(jnp.ones((9, 8)), w, jnp.full(4, 2))
-    reason = "not native: 9 tokens, not 1 to 2 for each of 4 experts"
-    assert choice.chosen == {"grouped_matmul": {"native": "", "xla": reason}}
-
-
 PROGRAM = """
 import jax.numpy as jnp, numpy as np
 from kernels_pallas import fixed_order, native
@@ -219,6 +187,7 @@ print(native.instructions())
 """
 
 
+# Other tests have the widest set of the processor.
 @needs_native
 @pytest.mark.smoke
 @pytest.mark.parametrize("instructions", ["baseline", "avx2", "avx512", "avx512_bf16", "amx_bf16"])

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import re
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -14,6 +15,7 @@ from model_calls import BF16, F32, shape
 from operation_checks import Draw, assert_close, grouped_product, jitted, needs_native, product
 from topology import compile_for_gpu, compile_for_tpu
 
+from kernels_pallas import native
 from kernels_pallas.dispatch import KernelChoice, UnsupportedError
 from kernels_pallas.grouped_matmul import grouped_matmul, pallas_gpu, quantized_tpu, xla
 from kernels_pallas.linear import linear, narrow_inputs
@@ -152,21 +154,6 @@ def test_native_linear(rows, inputs, outputs):
     np.testing.assert_allclose(out, product(x, by_definition(weight)), atol=2e-6 * inputs, rtol=1e-5)
 
 
-@needs_native
-def test_native_runs_where_it_is_faster():
-    choice = KernelChoice(platform="cpu")
-    with choice.applied():
-        linear(jnp.ones((4, 12)), quantized(5, 12))
-    assert list(choice.chosen["quantized_linear"]) == ["native"]
-    for x, weight, why in [
-        (jnp.ones((4, 12)), quantized(5, 12, dtype=jnp.float8_e4m3fn), "weights are not in int8"),
-        (jnp.ones((4, 12)), quantized(5, 12, groups=3), "weights are not in int8"),
-        (jnp.ones((65, 12)), quantized(5, 12), "65 rows, not 1 to 64"),
-    ]:
-        with pytest.raises(UnsupportedError, match=why):
-            linear(x, weight, implementation="native")
-
-
 def test_parts_that_do_not_fit_are_refused_by_name():
     good = quantized(2, 5, 12, groups=3, zero=True)
     good.check("w")
@@ -205,20 +192,45 @@ def test_narrow_inputs(kind, dtype):
     assert_close(out, rounded_product(x, weight), dtype)
 
 
-def test_a_cpu_widens_unless_told_otherwise():
-    choice = KernelChoice(platform="cpu")
-    with choice.applied():
-        linear(jnp.ones((2, 48)), weight_of("int8"))
-    assert "narrow_inputs" not in choice.chosen["quantized_linear"]
+def ones(*shape, dtype=F32):
+    return np.ones(shape, dtype)
 
 
-@pytest.mark.parametrize("without", ["input_scale", "values"])
-def test_inputs_that_cannot_be_narrow_are_refused(without):
-    weight = weight_of("int8")
-    changed = {"input_scale": None, "values": weight.values.astype(jnp.int4)}[without]
-    weight = dataclasses.replace(weight, **{without: changed})
-    with pytest.raises(UnsupportedError, match="no scale for its inputs" if without == "input_scale" else "int4"):
-        linear(jnp.ones((2, 48)), weight, implementation="narrow_inputs")
+NARROW = weight_of("int8")
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("implementation", "x", "weight", "why"),
+    [
+        ("native", ones(4, 48, dtype=BF16), ones(8, 48, dtype=BF16), None),
+        ("native", ones(4, 48), ones(8, 48), "weights are float32"),
+        ("native", ones(9, 48, dtype=BF16), ones(8, 48, dtype=BF16), "9 rows, not 1 to 8"),
+        ("native", ones(4, 48), quantized(5, 48), None),
+        ("native", ones(4, 48), quantized(5, 48, dtype=jnp.float8_e4m3fn), "weights are not in int8"),
+        ("native", ones(4, 48), quantized(5, 48, groups=3), "weights are not in int8"),
+        ("native", ones(65, 48), quantized(5, 48), "65 rows, not 1 to 64"),
+        ("native", ones(2, 48), NARROW, None),  # a CPU widens unless told otherwise
+        ("native", ones(8, 48), ones(4, 8, 48), None),
+        ("native", ones(9, 48), ones(4, 8, 48), "9 tokens, not 1 to 2 for each of 4 experts"),
+        ("narrow_inputs", ones(2, 48), dataclasses.replace(NARROW, input_scale=None), "no scale for its inputs"),
+        ("narrow_inputs", ones(2, 48), dataclasses.replace(NARROW, values=NARROW.values.astype(jnp.int4)), "int4"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_a_cpu_chooses_and_what_it_cannot_run(implementation, x, weight, why, monkeypatch):
+    """In C++ where that is faster, with bfloat16 instructions."""
+    monkeypatch.setattr(native, "multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(native, "few_rows", lambda: 8)
+    operation, *sizes = (grouped_matmul, np.array([2, 2, 2, 2])) if len(weight.shape) == 3 else (linear,)
+    choice, call = KernelChoice(platform="cpu"), (jnp.asarray(x), *jax.tree.map(jnp.asarray, (weight, *sizes)))
+    if why is None:
+        with choice.applied():
+            operation(*call)
+        assert [list(names) for names in choice.chosen.values()] == [[implementation]]
+    else:
+        with pytest.raises(UnsupportedError, match=why):
+            operation(*call, implementation=implementation)
 
 
 @pytest.mark.parametrize(
