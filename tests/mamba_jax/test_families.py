@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 from mamba_jax import families
 from mamba_jax.config import ModelConfigError, RopeConfig
+from mamba_jax.families.base import HFSource
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.sharding.parameters import placements
 
@@ -28,6 +29,40 @@ def read(name):
     with safe_open(GOLDEN / name / "model.safetensors", "np") as file:
         stored = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
     return families.as_stored(families.config_from_hf(raw), stored), stored
+
+
+def pieces(source, shape):
+    """(tensor, rows) of every tensor that a parameter takes something of."""
+    whole = source.stored(shape)[0]
+    start, end = source.rows or (0, whole)
+    begins = range(0, whole, whole // source.pieces)
+    return [(name, (begin + start, begin + end)) for name in source.names for begin in begins]
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_every_weight_of_a_checkpoint_is_used_once_and_every_parameter_filled(name):
+    config, stored = read(name)
+    params = parameters(HybridModel.abstract(config))
+    sources = families.weight_names(config)
+    assert sources.keys() == params.keys()
+    used = {key: [] for key in stored}
+    for path, param in params.items():
+        source = sources[path].find(stored)
+        assert source is not None, f"{path}: none of {sources[path].names} is there"
+        taken, of_row = 0, math.prod(source.stored(param.shape)[1:])
+        for key, (start, end) in pieces(source, param.shape):
+            assert stored[key] == source.stored(param.shape), f"{path} from {key}"
+            used[key].append((start, end))
+            taken += (end - start) * of_row
+        assert taken == math.prod(param.shape), f"{path}: {taken} elements for the shape {param.shape}"
+    for key, ranges in used.items():
+        if ranges:
+            ends = [0, *(end for _, end in sorted(ranges))]
+            assert [start for start, _ in sorted(ranges)] == ends[:-1], f"{key} in pieces {ranges}"
+            assert ends[-1] == stored[key][0], f"{key} in pieces {ranges}"
+        else:
+            ignored = families.ignored(config)
+            assert any(re.fullmatch(pattern, key) for pattern in ignored), f"{key} is not used"
 
 
 @pytest.mark.parametrize("name", FIXTURES)
@@ -59,6 +94,29 @@ def test_experts_in_the_spelling_of_modules(name):
     assert all(source and not source.stack for source in experts.values())
 
 
+def test_draft_layer_is_left_out_where_the_checkpoint_has_none():
+    config, stored = read("nemotronh-moe")
+    assert config.mtp_pattern == "*E"
+    assert families.as_stored(config, stored) == config
+    without = {key for key in stored if not key.startswith("mtp.")}
+    assert families.as_stored(config, without) == dataclasses.replace(config, mtp_pattern="")
+    # One tensor of it is enough to say that the others are missing.
+    assert families.as_stored(config, without | {"mtp.layers.0.enorm.weight"}) == config
+    # Tables of its own are in no field of config.json.
+    own = {"own_mtp_embedding": True, "own_mtp_head": True}
+    tables = {"mtp.embeddings.weight", "mtp.lm_head.weight"}
+    found = families.as_stored(config, {*stored, *tables})
+    assert found == dataclasses.replace(config, **own)
+    assert families.weight_names(found)["mtp.lm_head.weight"].names == ("mtp.lm_head.weight",)
+
+
+def test_mtp_weights_are_ignored_without_the_layer():
+    config, _ = read("nemotronh-moe")
+    ignored = families.family_of(config).ignored(dataclasses.replace(config, mtp_pattern=""))
+    assert any(re.fullmatch(pattern, "mtp.layers.0.mixer.q_proj.weight") for pattern in ignored)
+    assert not any(re.fullmatch(r"mtp\..*", pattern) for pattern in families.ignored(config))
+
+
 def test_repeated_shared_blocks():
     config, stored = read("zamba2")
     hybrid = [i for i, kind in enumerate(config.pattern) if kind == "Z"]
@@ -70,6 +128,13 @@ def test_repeated_shared_blocks():
     moved = {name.replace(first, later) for name in stored}
     source = families.weight_names(config)["shared.0.attention.q_proj.weight"]
     assert source.find(moved).names == (f"{later}.{key}",)
+
+
+def test_registry():
+    assert [families.get(one).name for one in ("nemotron_h", "zamba2")] == ["NemotronH", "Zamba2"]
+    for unknown in ("llama", None, ""):
+        with pytest.raises(families.UnknownModelType, match="known are nemotron_h, bamba, granite"):
+            families.get(unknown)
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -231,6 +296,10 @@ def test_minimax_in_the_words_of_transformers_and_of_its_makers():
     assert one.pattern == "FE*EFE"
     found = {each.kind: (each.input_multiplier, each.output_multiplier) for each in one.normed_residuals}
     assert found == {"F": (3.5, 1.0), "*": (1.0, 0.5), "E": (2.0, 1.0)}
+    # The first and the last layer: of the same heads, the last ones' states decay slowest.
+    lightning = one.recurrence("F")
+    assert lightning.decay_rates(0)[-1] == pytest.approx(2**-8 * (1 + 1e-5))
+    assert lightning.decay_rates(1)[0] == pytest.approx(2**-0.25 * (1e-5 + 1e-5 / 2), rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -285,3 +354,15 @@ def test_minimax_in_the_words_of_transformers_and_of_its_makers():
 def test_what_is_not_supported_is_refused(fields, message):
     with pytest.raises(ModelConfigError, match=message):
         families.config_from_hf(fields)
+
+
+def test_sources_say_where_and_in_what_shape():
+    whole = HFSource(("a",), alternatives=(HFSource(("b",), rows=(0, 2), stored_shape=(4, 3)),))
+    assert whole.find({"a", "b"}) is whole
+    assert whole.find({"b"}) is whole.alternatives[0]
+    assert whole.find({"c"}) is None
+    assert whole.stored((2, 3)) == (2, 3)
+    assert whole.alternatives[0].stored((2, 3)) == (4, 3)
+    stacked = HFSource(("e.0", "e.1"), stack=True)
+    assert stacked.stored((2, 5, 6)) == (5, 6)
+    assert stacked.find({"e.0"}) is None

@@ -82,6 +82,17 @@ def test_prefill_layout(seed):
     assert (layout.packed.tile_tokens < packed).all()
 
 
+def test_decode_layout():
+    layout = DecodeLayout.of(
+        length=jnp.array([5, 0, 7, 3]), num_tokens=jnp.array([2, 3, 0, 1]), read_slot=jnp.array([4, 9, 6, 2]),
+        write_slot=jnp.arange(10, 22).reshape(4, 3), page_table=jnp.zeros((4, 0), jnp.int32),
+    )  # fmt: skip
+    np.testing.assert_array_equal(layout.positions.reshape(4, 3), [[5, 6, -1], [0, 1, 2], [-1, -1, -1], [3, -1, -1]])
+    np.testing.assert_array_equal(layout.valid, layout.positions >= 0)
+    np.testing.assert_array_equal(layout.read_slot, [4, 9, 0, 2])  # nothing fed: nothing read
+    np.testing.assert_array_equal(layout.write_slot, [[10, 11, 0], [13, 14, 15], [0, 0, 0], [19, 0, 0]])
+
+
 def test_pages_of_tokens():
     table = jnp.array([[5, 6], [7, 0]])
     page, offset = page_of(table, jnp.array([0, 0, 1, 1, 0, 1]), jnp.array([0, 7, 3, 4, -1, 8]), page_size=4)
@@ -145,18 +156,27 @@ def test_members_attend_to_their_own_pages():
         np.testing.assert_array_equal(pages, want_pages)
 
 
-def test_planted_faults_of_members_are_seen(monkeypatch):
-    """Each member merges what it found itself, or takes pages of another one."""
-    own = SimpleNamespace(all_gather=lambda each, axis: jnp.stack([each] * MEMBERS))
-    monkeypatch.setattr(member_module, "lax", own)
-    (out, _), (want, _) = on_members([29, 0, 13], [2, 1, 0])
-    assert not np.allclose(out, want, atol=1e-3)
-    monkeypatch.undo()
-    whole = Member.own_pages
+def _another_members_page(whole, self, pages, size):
+    return whole(Member((self.index + 1) % self.count, self.count, self.axis), pages, size)
 
-    def of_another(self, pages, size):
-        return whole(Member((self.index + 1) % self.count, self.count, self.axis), pages, size)
 
-    monkeypatch.setattr(Member, "own_pages", of_another)
+def _a_wrong_stripe(whole, self, q, kv, *, page_table, **places):
+    return whole(Member(self.index * 0, self.count, self.axis), q, kv, page_table=page_table, **places)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [("own_pages", _another_members_page), ("attention", _a_wrong_stripe), ("merge", None), ("exchange", None)],
+)
+def test_planted_faults_of_members_are_seen(name, fault, monkeypatch):
+    if name == "merge":  # the weight of another part
+        merge = member_module.merge_attention_parts
+        monkeypatch.setattr(member_module, "merge_attention_parts", lambda out, x: merge(out, jnp.roll(x, 1, axis=0)))
+    elif name == "exchange":  # each member merges what it found itself
+        own = SimpleNamespace(all_gather=lambda each, axis: jnp.stack([each] * MEMBERS))
+        monkeypatch.setattr(member_module, "lax", own)
+    else:
+        whole = getattr(Member, name)
+        monkeypatch.setattr(Member, name, lambda self, *args, **named: fault(whole, self, *args, **named))
     (out, _), (want, _) = on_members([29, 0, 13], [2, 1, 0])
     assert not np.allclose(out, want, atol=1e-3)

@@ -13,6 +13,7 @@ import mamba_jax
 from mamba_jax.config import ModelConfigError, RopeConfig, need
 from mamba_jax.layout import SequenceLayout
 from mamba_jax.model import HybridModel, parameters
+from mamba_jax.store import StoreShape
 from mamba_jax.train.config import DraftSettings
 from mamba_jax.train.loss import training_loss
 from mamba_jax.train.score import sequence_logprobs
@@ -105,6 +106,20 @@ def test_drafting_without_the_layer_is_refused():
         HybridModel.abstract(SHARED).draft(jnp.zeros(1, jnp.int32), jnp.zeros((1, 20)), SequenceLayout.of(1, 1), None)
 
 
+@CONFIGS
+def test_bfloat16_is_close(config):
+    tokens = tokens_of()
+    exact = np.asarray(scorer(config)(tokens, FULL))
+    values = parameters(random_model(config))
+    targets = parameters(HybridModel.abstract(config, dtype=jnp.bfloat16))
+    rounded = {path: values[path][...].astype(target.dtype) for path, target in targets.items()}
+    model = HybridModel.from_parameters(config, rounded)
+    close = score(model, tokens, FULL)
+    assert close.dtype == jnp.float32
+    assert (np.exp(exact) * (exact - np.asarray(close))).sum(-1).mean() < 2e-2
+    assert {jnp.dtype(t.dtype).name for t in targets.values()} == {"bfloat16", "float32"}
+
+
 def test_residual_stream_in_float32():
     seen = []
 
@@ -123,6 +138,18 @@ def test_residual_stream_in_float32():
     assert seen == [jnp.float32, jnp.bfloat16]
 
 
+@CONFIGS
+def test_parameters_by_path(config):
+    model = random_model(config)
+    params = parameters(model)
+    assert model.num_parameters == sum(p[...].size for p in params.values())
+    assert ("lm_head.weight" in params) is not config.tie_word_embeddings
+    abstract = parameters(HybridModel.abstract(config))
+    assert {k: (v.shape, v.dtype) for k, v in abstract.items()} == {k: (v.shape, v.dtype) for k, v in params.items()}
+    again = HybridModel.from_parameters(config, {path: param[...] for path, param in params.items()})
+    np.testing.assert_array_equal(score(again, tokens_of(), FULL), scorer(config)(tokens_of(), FULL))
+
+
 def test_from_parameters_names_what_is_wrong():
     values = {path: param[...] for path, param in parameters(random_model(EVERYTHING)).items()}
     with pytest.raises(ValueError, match=r"final_norm.weight has shape \(3,\), expected \(20,\)"):
@@ -130,6 +157,16 @@ def test_from_parameters_names_what_is_wrong():
     values["extra"] = values.pop("embed.weight")
     with pytest.raises(ValueError, match=r"missing weights \['embed.weight'\], unknown weights \['extra'\]"):
         HybridModel.from_parameters(EVERYTHING, values)
+
+
+def test_counts_of_state():
+    layers = EVERYTHING.num_recurrent_layers, EVERYTHING.num_attention_uses, EVERYTHING.num_mtp_attention_layers
+    assert layers == (2, 2, 1)
+    assert (SHARED.num_recurrent_layers, SHARED.num_attention_uses, SHARED.num_mtp_attention_layers) == (3, 3, 0)
+    arrays = StoreShape.of(EVERYTHING).arrays
+    assert {name: array.shape for name, array in arrays.items()} == {
+        "ssm": (6, 5, 7), "conv_x": (3, 30), "conv_bc": (3, 42), "kv": (4, 6), "hidden": (20,),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

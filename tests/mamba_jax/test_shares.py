@@ -11,13 +11,13 @@ from flax import nnx
 from kernels_pallas import fixed_order, native
 from kernels_pallas.dispatch import KernelChoice
 from mamba_jax.config import MambaConfig
-from mamba_jax.layout import PrefillLayout, ShareLayout, shares
+from mamba_jax.layout import PrefillLayout, ShareLayout, pairs, shares
 from mamba_jax.layout.base import Span
 from mamba_jax.layout.member import Member
 from mamba_jax.layout.pairs import is_less_work
 from mamba_jax.modules.conv import convolution
 from mamba_jax.modules.mamba import Mamba
-from mamba_jax.modules.recurrence import LINEAR, recurrence
+from mamba_jax.modules.recurrence import LINEAR, RecurrentMixer, recurrence
 from mamba_jax.modules.selective import SELECTIVE
 from mamba_jax.sharding import CONTEXT, make_mesh
 from mamba_jax.sharding.across import this_member
@@ -176,6 +176,9 @@ FORMS = {
 }
 
 
+PAIRS = ["pairs", "pairs, delta"]
+
+
 def assert_same(found, *, exact=False):
     (y, state), (want, want_state) = found
     real = sum(NUM_TOKENS)
@@ -259,6 +262,14 @@ def _no_exchange(member, x, *, split, concat):
     return jnp.concatenate([jnp.split(x, member.count, split)[0]] * member.count, concat)
 
 
+def _of_the_first_member(member, x, axis=0):
+    return jnp.split(x, member.count, axis)[0]
+
+
+def _own_instead(member, x, axis=0):
+    return jnp.concatenate([x] * member.count, axis)
+
+
 def _in_reverse(member, x, axis=0):
     return jnp.concatenate(jax.lax.all_gather(x, member.axis)[::-1], axis)
 
@@ -276,14 +287,29 @@ def _of_the_last_tile(layout, state, after, with_states=ShareLayout._with_states
     return with_states(dataclasses.replace(layout, whole=whole), state, after)
 
 
+def _ends_of_the_first_member(whole, member, own_tiles=pairs.own_tiles):
+    own, piece = own_tiles(whole, member)
+    return own, jnp.where(member.index == 0, jnp.maximum(piece, 0), -1)
+
+
+def _heads_of_the_first_member(mixer, v, heads, first, own_groups=RecurrentMixer._own_groups):
+    return own_groups(mixer, v, heads, None if first is None else 0)
+
+
+EXCHANGING = ["convolution", "a mixer", "selective"]
 FAULTS = [
-    ((Member, "exchange"), _no_exchange, ["convolution", "attention"]),
-    ((Member, "gather"), _in_reverse, ["members share a group", "not declared", "pairs"]),
-    ((ShareLayout, "_own_states"), _of_the_row_before, ["a mixer"]),
-    ((ShareLayout, "_with_states"), _of_the_last_tile, ["selective", "pairs, delta"]),
+    ((Member, "exchange"), _no_exchange, [*EXCHANGING, "attention"]),
+    ((Member, "own"), _of_the_first_member, EXCHANGING),
+    ((Member, "gather"), _in_reverse, ["members share a group", "not declared", "attention", *PAIRS]),
+    ((Member, "gather"), _own_instead, PAIRS),
+    ((pairs, "own_tiles"), _ends_of_the_first_member, PAIRS),
+    ((ShareLayout, "_own_states"), _of_the_row_before, EXCHANGING),
+    ((ShareLayout, "_with_states"), _of_the_last_tile, [*EXCHANGING, *PAIRS]),
+    ((RecurrentMixer, "_own_groups"), _heads_of_the_first_member, ["members share a group"]),
 ]
 
 
+@pytest.mark.smoke("fault")
 @pytest.mark.parametrize(
     ("place", "fault", "form"),
     [
