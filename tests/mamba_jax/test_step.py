@@ -1,7 +1,9 @@
 """Prefill and decode through the step, against whole sequences; splits, packing, padding, seats."""
 
 import dataclasses
+import itertools
 
+import jax
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ from mamba_jax.programs import StepPrograms
 from mamba_jax.store import store_bytes
 from tests.support.fleets.step_host import (
     DECODE_ROWS,
+    PAGE,
     PAGES_PER_ROW,
     PREFILL_ROWS,
     PREFILL_TOKENS,
@@ -25,6 +28,11 @@ from tests.support.models.tiny_configs import STEP, VOCAB
 
 PROMPT = tuple(int(t) for t in np.random.default_rng(0).integers(0, VOCAB, 40))
 NO_ATTENTION = dataclasses.replace(STEP, pattern="M-M", attention=None)
+
+
+def prompts(*lengths):
+    rng = np.random.default_rng(1)
+    return [tuple(int(t) for t in rng.integers(0, VOCAB, n)) for n in lengths]
 
 
 @pytest.mark.smoke
@@ -45,6 +53,146 @@ def test_prefill_then_decode_by_hand(config, num_drafts):
     expected = expected_logprobs(prompt + want, config)[10:-1]
     np.testing.assert_allclose(logprobs, expected[np.arange(6), want], atol=1e-4)
     assert_holds(host, 1, prompt + want[:-1])
+
+
+def test_rows_of_odd_lengths_packed_together_equal_each_alone():
+    rows = prompts(1, 3, TILE - 1, TILE, TILE + 1, 2 * TILE + 3)
+    host = Host()
+    out = host.prefill(*({"tokens": tokens, "write": i + 1} for i, tokens in enumerate(rows)))
+    for i, tokens in enumerate(rows):
+        want = expected_logprobs(tokens)[-1]
+        np.testing.assert_allclose(host.logprobs(i + 1), want, atol=1e-4)
+        assert out.tokens[i, 0] == want.argmax()
+        assert_holds(host, i + 1, tokens)
+        assert (out.num_emitted[i], out.kept[i]) == (1, len(tokens))
+    np.testing.assert_array_equal(host.rows.length[1:7], [len(tokens) for tokens in rows])
+    np.testing.assert_array_equal(host.rows.slot[1:7], range(1, 7))
+    np.testing.assert_array_equal(host.rows.last_token[1:7], out.tokens[:, 0])
+
+
+@pytest.mark.parametrize(
+    "cuts", [(8, 16), (1,), (3, 7, 8, 9), (9, 10, 25), (15, 17), tuple(range(5, 29, 5)), (27,)], ids=str
+)
+def test_any_split_of_a_prompt_equals_one_prefill(cuts):
+    """After another row, so that no chunk starts at the beginning of the packed batch."""
+    prompt, other = PROMPT[:29], prompts(6)[0]
+    host = Host()
+    for i, (begin, end) in enumerate(itertools.pairwise((0, *cuts, len(prompt)))):
+        chunk = {"row_id": 2, "tokens": prompt[begin:end], "c": begin, "read": 3 + i if begin else 0, "write": 4 + i}
+        out = host.prefill({"tokens": other, "write": 1}, chunk)
+        assert not out.tag_error
+        assert_holds(host, 4 + i, prompt[:end])
+        assert_holds(host, 1, other)
+    np.testing.assert_allclose(host.logprobs(4 + len(cuts)), expected_logprobs(prompt)[-1], atol=1e-4)
+
+
+def test_states_at_tile_ends_inside_a_chunk():
+    host = Host()
+    host.prefill({"tokens": PROMPT[:5], "write": 1})
+    out = host.prefill({"tokens": PROMPT[5:30], "c": 5, "read": 1, "writes": [2, 0, 4, 5]})
+    for slot, n in ((1, 5), (2, 8), (4, 24), (5, 30)):
+        assert_holds(host, slot, PROMPT[:n])
+    assert int(host.rows.slot[1]) == 5
+    assert np.isnan(host.slot(3)[0]).all()
+    assert not out.tag_error
+
+
+def test_rows_of_every_class_in_one_decode_step():
+    """A row that continues, one whose values come from the host, one that only samples, one that must not sample."""
+    a, b, c, d = prompts(5, 12, 9, 4)
+    host = Host()
+    host.prefill(*({"tokens": tokens, "write": i + 1} for i, tokens in enumerate((a, b, c, d))))
+    before = host.slot(3)
+    out = host.decode(
+        {"row_id": 1, "continues": True, "c": 999, "read": 35, "tokens": [1], "writes": [10]},
+        {"row_id": 2, "tokens": [3, 4, 5], "c": 12, "read": 2, "writes": [0, 0, 11]},
+        {"row_id": 3, "tokens": [], "c": 9, "read": 3, "writes": []},
+        {"row_id": 4, "tokens": [6, 7], "c": 4, "read": 4, "writes": [12, 4], "sample": False},
+    )
+    next_a = greedy(a, 1)
+    assert_holds(host, 10, (*a, *next_a))
+    assert_holds(host, 11, (*b, 3, 4, 5))
+    assert_holds(host, 12, (*d, 6))
+    assert_holds(host, 4, (*d, 6, 7))
+    for have, want in zip(host.slot(3), before, strict=True):
+        np.testing.assert_array_equal(have, want)
+    want = [greedy((*a, *next_a), 1)[0], greedy((*b, 3, 4, 5), 1)[0], greedy(c, 1)[0], -1]
+    np.testing.assert_array_equal(out.tokens[:4, 0], want)
+    assert (out.tokens[:, 1:] == -1).all()
+    np.testing.assert_array_equal(out.num_emitted, [1, 1, 1, 0, 0, 0])
+    np.testing.assert_array_equal(out.kept, [1, 3, 0, 2, 0, 0])
+    np.testing.assert_array_equal(host.rows.length[1:5], [6, 15, 9, 6])
+    np.testing.assert_array_equal(host.rows.slot[1:5], [10, 11, 3, 4])
+    np.testing.assert_array_equal(host.rows.last_token[1:4], want[:3])
+    assert int(host.rows.length[0]) == int(host.rows.slot[0]) == 0
+    assert not out.tag_error
+    # The row that only sampled goes on from the same slot.
+    host.decode({"row_id": 3, "continues": True, "writes": [20], "table": host.table(2)})
+    assert_holds(host, 20, (*c, want[2]))
+
+
+def test_continuing_rows_need_nothing_from_the_host():
+    """Steps are dispatched without looking at results; seats keep what the next step needs."""
+    rows = prompts(3, 8)
+    host = Host()
+    first = host.prefill(*({"tokens": tokens, "write": i + 1} for i, tokens in enumerate(rows)))
+    out = [host.decode(*({"continues": True, "writes": [i + 1]} for i in range(2))) for _ in range(5)]
+    for i, tokens in enumerate(rows):
+        assert [int(o.tokens[i, 0]) for o in (first, *out)] == greedy(tokens, 6)
+
+
+def test_fresh_rows_start_from_zeros_or_their_initial_slot():
+    """Rows with c = 0, by prefill and by decode. Slot 0, which holds NaN here, is zeros; another slot is read."""
+    host = Host()
+    host.prefill({"tokens": PROMPT[:2], "write": 1}, {"tokens": PROMPT[:3], "write": 2})
+    assert_holds(host, 1, PROMPT[:2])
+    assert_holds(host, 2, PROMPT[:3])
+    host.decode({"tokens": PROMPT[:1], "c": 0, "writes": [6]})
+    assert_holds(host, 6, PROMPT[:1])
+    zeros = jax.tree.map(lambda leaf: leaf.at[4].set(0), (host.store.slots, host.store.hidden, host.store.tags))
+    host.store = dataclasses.replace(host.store, **dict(zip(("slots", "hidden", "tags"), zeros, strict=True)))
+    host.prefill({"tokens": PROMPT[:3], "read": 4, "write": 3})
+    assert_holds(host, 3, PROMPT[:3])
+    host.store = dataclasses.replace(host.store, slots=jax.tree.map(lambda leaf: leaf.at[4].add(1), host.store.slots))
+    host.prefill({"tokens": PROMPT[:3], "read": 4, "write": 3}, {"tokens": PROMPT[:3], "write": 2})
+    assert not all(map(np.allclose, host.slot(3), host.slot(2)))
+    host.decode({"tokens": [PROMPT[0]], "c": 0, "read": 4, "writes": [5]})
+    for c in (1, 2):
+        host.decode({"tokens": [PROMPT[c]], "c": c, "read": 5, "writes": [5]})
+    for decoded, prefilled in zip(host.slot(5), host.slot(3), strict=True):
+        np.testing.assert_allclose(decoded, prefilled, atol=1e-4)
+    # A slot that holds tokens is no initial state.
+    assert host.prefill({"tokens": PROMPT[:3], "read": 2, "write": 7}).tag_error
+
+
+def test_pages_are_copied_before_they_are_written():
+    """Two rows go on from one prompt that ends inside a page; each has its own copy of that page."""
+    host = Host()
+    prompt = PROMPT[: 2 * PAGE + 2]
+    host.prefill({"tokens": prompt, "write": 1})
+    shared, tables = host.table(0), []
+    for row in (1, 2):
+        table = host.table(row)
+        table[:2] = shared[:2]
+        tables.append(table)
+    tokens = [(11, 12, 13), (14, 15)]
+    page = np.asarray(host.store.kv[0][shared[2]])
+    host.decode(
+        *(
+            {"tokens": t, "c": len(prompt), "read": 1, "writes": [0] * (len(t) - 1) + [2 + i], "table": tables[i]}
+            | {"page_copy": (shared[2], tables[i][2])}
+            for i, t in enumerate(tokens)
+        )
+    )
+    for i, t in enumerate(tokens):
+        assert_holds(host, 2 + i, (*prompt, *t))
+    np.testing.assert_array_equal(host.store.kv[0][shared[2]], page)
+    # The same through prefill.
+    table = host.table(3)
+    table[:2] = shared[:2]
+    host.prefill({"tokens": tokens[0], "c": len(prompt), "read": 1, "write": 9, "table": table}
+                 | {"page_copy": (shared[2], table[2])})  # fmt: skip
+    assert_holds(host, 9, (*prompt, *tokens[0]))
 
 
 def test_tags_catch_a_slot_that_holds_something_else():
@@ -101,6 +249,42 @@ def test_prompt_logprobs_over_chunks():
             np.testing.assert_array_equal(got.top_ids[at], best)
             np.testing.assert_allclose(got.top[at], want[t - 1, best], atol=1e-4)
             np.testing.assert_allclose(got.of_ids[at, :3], want[t - 1, ids[2]], atol=1e-4)
+
+
+def test_penalties_count_what_was_emitted():
+    host = Host()
+    counts, seen = np.zeros(VOCAB, np.int32), np.zeros(VOCAB, bool)
+    seen[list(PROMPT[:6])] = True
+    host.seat(1, presence_penalty=1.5, repetition_penalty=1.7, output_counts=counts, prompt_seen=seen)
+    tokens = list(PROMPT[:6])
+    out = host.prefill({"tokens": tokens, "write": 1}, {"tokens": tokens, "write": 2})
+    for _ in range(8):
+        # Penalties act on logits, which log-probabilities equal up to a constant; so take the logits themselves.
+        logits = np.asarray(long_memory_model(STEP).logits(host.store.hidden[1]))
+        factor = np.where(seen | (counts > 0), 1.7, 1.0)
+        want = np.where(logits > 0, logits / factor, logits * factor) - 1.5 * (counts > 0)
+        token = int(out.tokens[0, 0])
+        assert token == want.argmax()
+        counts[token] += 1
+        np.testing.assert_array_equal(host.rows.output_counts[1], counts)
+        assert not host.rows.output_counts[2].any()
+        out = host.decode(*({"continues": True, "writes": [i + 1]} for i in range(2)))
+
+
+def test_a_new_tenant_forgets_the_old_one():
+    host = Host()
+    ones = np.ones(VOCAB, np.int32)
+    host.seat(3, temperature=1.0, seed=5, output_counts=ones, prompt_seen=ones.astype(bool))
+    host.prefill({"row_id": 3, "tokens": PROMPT[:9], "write": 1})
+    others = jax.tree.map(lambda leaf: np.asarray(leaf[2]), host.rows)
+    host.seat(3, top_k=4, output_counts=0 * ones, prompt_seen=np.zeros(VOCAB, bool))
+    assert int(host.rows.length[3]) == int(host.rows.slot[3]) == 0
+    assert (host.rows.drafts[3] == -1).all()
+    assert float(host.rows.sampling.temperature[3]) == 0
+    assert int(host.rows.sampling.top_k[3]) == 4
+    assert not host.rows.output_counts[3].any()
+    assert not host.rows.prompt_seen[3].any()
+    jax.tree.map(lambda leaf, was: np.testing.assert_array_equal(leaf[2], was), host.rows, others)
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,13 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.fleets.step_host import Host, assert_holds, greedy
-from tests.support.models.tiny_configs import VOCAB
+from mamba_jax.drafts import MTPDrafts
+from tests.support.fleets.step_host import Host, assert_holds, expected_logprobs, greedy
+from tests.support.models.tiny_configs import FOR_ENGINES, VOCAB
 
 PROMPT = tuple(int(t) for t in np.random.default_rng(2).integers(0, VOCAB, 13))
 
@@ -24,6 +26,68 @@ def wrong(token):
     return (token + 1) % VOCAB
 
 
+@pytest.mark.parametrize("source", ["host", "seat"])
+@pytest.mark.parametrize("right", [3, 2, 1, 0])
+def test_every_state_lands_in_its_slot_and_the_next_step_reads_the_last_kept_one(right, source):
+    """`right` drafts are right, the one after them is wrong, and what follows that is not looked at."""
+    host, want = start()
+    drafts = [t if j < right else wrong(t) for j, t in enumerate(want[1:4])]
+    step = {"drafts": 3, "writes": [2, 3, 4, 5]}
+    if source == "host":
+        out = host.decode(step | {"tokens": [want[0], *drafts], "c": len(PROMPT), "read": 1})
+    else:
+        host.rows = host.with_drafts(1, drafts)
+        out = host.decode(step | {"continues": True})
+    assert out.tokens[0].tolist() == want[1 : right + 2] + [-1] * (3 - right)
+    assert (out.num_emitted[0], out.kept[0]) == (right + 1, right + 1)
+    fed = (*PROMPT, want[0], *drafts)
+    for t in range(4):
+        assert_holds(host, 2 + t, fed[: len(PROMPT) + t + 1])
+    assert_holds(host, 1, PROMPT)
+    assert int(host.rows.length[1]) == len(PROMPT) + right + 1
+    assert int(host.rows.slot[1]) == 2 + right
+    # Without drafts, the next step goes on from there; the read slot itself may be written.
+    out = host.decode({"continues": True, "writes": [2 + right]})
+    tokens = (*PROMPT, *want[: right + 2])
+    assert_holds(host, 2 + right, tokens)
+    assert out.tokens[0].tolist() == [greedy(tokens, 1)[0], -1, -1, -1]
+    assert not out.tag_error
+
+
+def test_missing_drafts_are_rejected_and_fewer_may_be_fed():
+    host, want = start()
+    mate = {"row_id": 2, "tokens": [want[0], want[1]], "drafts": 1, "c": len(PROMPT), "read": 1, "writes": [6, 7]}
+    out = host.decode(
+        {"tokens": [want[0], want[1], -1, want[3]], "drafts": 3, "c": len(PROMPT), "read": 1, "writes": [2, 3, 4, 5]},
+        mate | {"table": shared_table(host, 1), "page_copy": (host.table(0)[3], host.table(1)[3])},
+        {"row_id": 3, "tokens": [want[0]], "c": len(PROMPT), "read": 1, "writes": [8], "table": shared_table(host, 2)}
+        | {"page_copy": (host.table(0)[3], host.table(2)[3])},
+    )
+    assert out.tokens[0].tolist() == [*want[1:3], -1, -1]
+    assert out.tokens[1].tolist() == [*want[1:3], -1, -1]
+    assert out.tokens[2].tolist() == [want[1], -1, -1, -1]
+    assert out.kept[:3].tolist() == [2, 2, 1]
+    assert host.rows.slot[1:4].tolist() == [3, 7, 8]
+
+
+def shared_table(host, row):
+    """Row 0's pages up to the one that its prompt ends in, which is the row's own."""
+    table = host.table(row)
+    table[:3] = host.table(0)[:3]
+    return table
+
+
+def test_certain_tokens_before_drafts_are_all_kept():
+    """A tail of two certain tokens with two drafts."""
+    host, want = start()
+    tokens = [want[0], want[1], want[2], wrong(want[3])]
+    out = host.decode({"tokens": tokens, "drafts": 2, "c": len(PROMPT), "read": 1, "writes": [2, 3, 4, 5]})
+    assert out.tokens[0].tolist() == [want[2], want[3], -1, -1]
+    assert (out.num_emitted[0], out.kept[0]) == (2, 3)
+    assert int(host.rows.slot[1]) == 4
+    assert_holds(host, 4, (*PROMPT, *want[:3]))
+
+
 def test_unused_slots_are_not_written():
     host, want = start()
     host.decode({"tokens": want[:4], "drafts": 3, "c": len(PROMPT), "read": 1, "writes": [0, 3, 0, 5]})
@@ -31,6 +95,55 @@ def test_unused_slots_are_not_written():
     assert_holds(host, 5, (*PROMPT, *want[:4]))
     for untouched in (2, 4):
         assert np.isnan(host.slot(untouched)[0]).all()
+
+
+def test_logprobs_of_accepted_drafts_and_of_the_token_after_them():
+    host, want = start(logprobs=2)
+    tokens = [want[0], want[1], wrong(want[2]), 0]
+    out = host.decode({"tokens": tokens, "drafts": 3, "c": len(PROMPT), "read": 1, "writes": [2, 3, 4, 5]})
+    expected = expected_logprobs((*PROMPT, *want[:3]))[-3:]
+    for j in range(2):
+        np.testing.assert_allclose(out.logprobs[0, j], expected[j, want[1 + j]], atol=1e-4)
+        best = np.argsort(-expected[j])[:20]
+        np.testing.assert_array_equal(out.top_ids[0, j], best)
+        np.testing.assert_allclose(out.top_logprobs[0, j], expected[j, best], atol=1e-4)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "random"])
+def test_penalties_count_accepted_drafts_and_forget_rejected_ones(sampling):
+    counts, seen = np.zeros(VOCAB, np.int32), np.zeros(VOCAB, bool)
+    seen[list(PROMPT)] = True
+    penalties = {"frequency_penalty": 0.1, "output_counts": counts, "prompt_seen": seen}
+    host = Host()
+    host.seat(1, **penalties, **sampling)
+    first = int(host.prefill({"tokens": PROMPT, "write": 1}).tokens[0, 0])
+    want = greedy((*PROMPT, first), 3)
+    out = host.decode(
+        {"tokens": [first, *want[:1], *map(wrong, want[1:])], "drafts": 3, "c": len(PROMPT), "read": 1}
+        | {"writes": [2, 3, 4, 5]}
+    )
+    emitted = [first, *out.tokens[0][out.tokens[0] >= 0].tolist()]
+    np.testing.assert_array_equal(host.rows.output_counts[1], np.bincount(emitted, minlength=VOCAB))
+
+
+def test_drafts_do_not_change_what_a_penalized_greedy_row_says():
+    """Draft j is judged with the drafts before it counted, as they would have been one step at a time."""
+    counts, seen = np.zeros(VOCAB, np.int32), np.zeros(VOCAB, bool)
+    strong = {"presence_penalty": 4.0, "repetition_penalty": 1.5, "output_counts": counts, "prompt_seen": seen}
+    host = Host()
+    host.seat(1, **strong)
+    said = [int(host.prefill({"tokens": PROMPT, "write": 1}).tokens[0, 0])]
+    for _ in range(7):
+        said.append(int(host.decode({"continues": True, "writes": [1]}).tokens[0, 0]))
+    host = Host()
+    host.seat(1, **strong)
+    host.prefill({"tokens": PROMPT, "write": 1})
+    host.rows = host.with_drafts(1, said[1:4])
+    out = host.decode({"continues": True, "drafts": 3, "writes": [2, 3, 4, 5]})
+    assert out.tokens[0].tolist() == said[1:5]
+    host.rows = host.with_drafts(1, [said[5], wrong(said[6]), said[7]])
+    out = host.decode({"continues": True, "drafts": 3, "writes": [2, 3, 4, 5]})
+    assert out.tokens[0].tolist() == [*said[5:7], -1, -1]
 
 
 R = 8
@@ -75,6 +188,71 @@ def test_outputs_and_anchors_are_those_of_snapshots(rights):
         assert not out.tag_error
 
 
+@pytest.mark.parametrize("length", range(6, 13))
+def test_windows_reach_over_the_anchor(length):
+    """From every distance of the prompt's end to a multiple, one token at a time: windows come from both sides."""
+    host, want = anchored(prompt=PROMPT[:length], count=13, logprobs=2)
+    for step in range(12):
+        out = host.decode({"continues": True, "writes": [2 + step]})
+        assert out.tokens[0, 0] == want[step + 1]
+        expected = expected_logprobs((*PROMPT[:length], *want[: step + 1]))[-1]
+        np.testing.assert_allclose(out.logprobs[0, 0], expected[want[step + 1]], atol=1e-4)
+    assert anchor(host)[1] == (length + 12) // R * R
+
+
+def test_a_new_tenant_sees_nothing_of_the_last_one():
+    """The tail is full of the last tenant's inputs, at the very positions that the new one has."""
+    host, _ = anchored(prompt=PROMPT[::-1])
+    for step in range(9):
+        host.decode({"continues": True, "writes": [2 + step]})
+    host, want = anchored(host)
+    for step in range(9):
+        assert host.decode({"continues": True, "writes": [20 + step]}).tokens[0, 0] == want[step + 1]
+
+
+def test_rows_share_an_anchor_and_nothing_else():
+    """Two rows go on from one checkpoint, one after a token of its own; both leave it as it is."""
+    host, want = anchored()
+    checkpoint = host.slot(1)
+    mate = {"row_id": 2, "tokens": [want[0]], "c": len(PROMPT), "read": 1, "writes": [9], "table": host.table(1)}
+    mate["table"][:3] = host.table(0)[:3]
+    host.decode({"continues": True, "writes": [8]}, mate | {"page_copy": (host.table(0)[3], host.table(1)[3])})
+    for step in range(1, 5):
+        own = {"continues": True, "writes": [8]}
+        out = host.decode(own, own | {"row_id": 2, "writes": [9], "table": mate["table"]})
+        assert out.tokens[:2, 0].tolist() == [want[step + 1]] * 2
+    jax.tree.map(np.testing.assert_array_equal, host.slot(1), checkpoint)
+    assert anchor(host, 1) == (8, 16, 18)
+    assert anchor(host, 2) == (9, 16, 18)
+
+
+def test_the_host_may_name_anchor_and_tokens():
+    """A row that does not continue: what the host says counts, and the tail is there."""
+    host, want = anchored()
+    host.decode({"continues": True, "writes": [2]})
+    host.decode({"continues": True, "writes": [2]})
+    step = {"tokens": [want[2], want[3]], "drafts": 1, "c": 15, "read": 1, "anchor": 13, "writes": [2]}
+    assert host.decode(step).tokens[0].tolist() == [*want[3:5], -1, -1]
+    assert anchor(host) == (2, 16, 17)
+    assert_holds(host, 2, [*PROMPT, *want[:3]])
+
+
+def test_a_row_may_write_over_its_own_anchor():
+    """Without a spare. The token that reaches the multiple is certain."""
+    host, want = anchored()
+    for step in range(8):
+        assert host.decode({"continues": True, "writes": [1]}).tokens[0, 0] == want[step + 1]
+    assert anchor(host) == (1, 16, 21)
+    assert_holds(host, 1, [*PROMPT, *want[:3]])
+
+
+def test_a_row_without_tokens_samples_from_its_slot():
+    host, want = anchored()
+    host.decode({"row_id": 2, "c": len(PROMPT), "read": 1, "writes": [], "table": host.table(0)})
+    assert int(host.rows.last_token[2]) == want[0]
+    assert anchor(host, 2) == (1, 13, 13)
+
+
 def test_wrong_anchors_and_tails_are_seen():
     def error(**change):
         host, _ = anchored()
@@ -92,3 +270,44 @@ def test_wrong_anchors_and_tails_are_seen():
     host.decode({"continues": True, "writes": [0]})
     host.decode({"continues": True, "writes": [0]})
     assert host.decode({"continues": True, "writes": [0]}).tag_error  # a multiple of R, and nowhere to write
+
+
+@pytest.mark.full
+def test_drafts_by_the_draft_layer_see_the_hidden_state_before_them():
+    """What the layer says under replay is what it says under snapshots, step by step."""
+    said = []
+    for interval in (None, R):
+        host = Host(FOR_ENGINES["smallest"], source=MTPDrafts(), interval=interval)
+        host.seat(1)
+        host.prefill({"tokens": PROMPT, "write": 1})
+        drafts = []
+        for _ in range(8):
+            drafts.append(np.asarray(host.rows.drafts[1]).tolist())
+            writes = [2 + len(drafts)] if interval else [4 * len(drafts) + i for i in range(4)]
+            host.decode({"continues": True, "drafts": 3, "writes": writes})
+        said.append((drafts, int(host.rows.length[1])))
+    assert said[0] == said[1]
+
+
+def test_nothing_beyond_what_counts_is_looked_at():
+    """All else in the tails is NaN: other seats', rejected drafts', what lies before the anchor."""
+    host, want = anchored()
+    tails = host.store.tails
+    for step in range(10):
+        counts = np.zeros(tails.tags.shape, bool)
+        _, a, c = anchor(host)
+        counts[1, [n % counts.shape[1] for n in range(a, c)]] = True
+
+        def spoil(ring, a=a, c=c, kept=counts):
+            entries = ring.shape[1]
+            last = np.zeros(ring.shape[:2], bool)
+            last[1, [n % entries for n in range(max(a, c - 3), c)]] = True
+            mask = kept if entries == kept.shape[1] else last
+            return jnp.where(mask.reshape(*mask.shape, *[1] * (ring.ndim - 2)), ring, jnp.nan)
+
+        tails = host.store.tails
+        tails = dataclasses.replace(tails, layers=jax.tree.map(spoil, tails.layers))
+        host.store = dataclasses.replace(host.store, tails=tails)
+        out = host.decode({"continues": True, "writes": [2 + step]})
+        assert out.tokens[0, 0] == want[step + 1]
+        assert out.finite[0]
