@@ -92,6 +92,8 @@ class PrefillBatch(StepRows):
     tile_write_slot: Int[Array, " tiles"]
     """The slot for the state after each tile; 0 = dropped."""
     tile_size: int = field(metadata={"static": True})
+    most_writes: int = field(metadata={"static": True})
+    """The most entries of `tile_write_slot` that are not 0. Members exchange as many states."""
 
     @classmethod
     def empty(
@@ -103,13 +105,17 @@ class PrefillBatch(StepRows):
         tile_size: int,
         pages_per_row: int = 0,
         page_updates: int | None = None,
+        most_writes: int | None = None,
     ) -> Self:
-        """Returns a batch of padding, as numpy arrays to be filled in place; the last two as of `DecodeBatch.empty`.
+        """Returns a batch of padding, as numpy arrays to be filled in place; pages are as of `DecodeBatch.empty`.
+
+        `most_writes`: None, or more than the tiles: one for each tile.
 
         Raises:
             ValueError: no rows, tokens or tiles.
         """
-        batch: Self = _prefill_packing(tokens, rows, tiles, pages_per_row, page_updates, tile_size).empty()
+        writes = tiles if most_writes is None else min(most_writes, tiles)
+        batch: Self = _prefill_packing(tokens, rows, tiles, pages_per_row, page_updates, tile_size, writes).empty()
         return batch
 
 
@@ -134,13 +140,14 @@ def _decode_packing(rows: int, steps: int, pages_per_row: int, page_updates: int
 
 @functools.cache
 def _prefill_packing(
-    tokens: int, rows: int, tiles: int, pages_per_row: int, page_updates: int | None, tile_size: int
+    tokens: int, rows: int, tiles: int, pages_per_row: int, page_updates: int | None, tile_size: int, writes: int
 ) -> Packing:
     batch = PrefillBatch(
         **_step_rows(rows, pages_per_row, page_updates, tokens, tiles, tile_size),
         tokens=_array(tokens),
         tile_write_slot=_array(tiles),
         tile_size=tile_size,
+        most_writes=writes,
     )
     return Packing.of(batch)
 

@@ -28,6 +28,7 @@ from mamba_jax.sampling.masks import MaskBatch
 from mamba_jax.sampling.table import DEFAULT_LOGPROBS
 from mamba_jax.sequences import check_ids
 from mamba_jax.sharding import replicated, rows_shardings, use_mesh
+from mamba_jax.sharding.axis import has_slow_links
 from mamba_jax.step import mask, seat, set_page_table, step
 from mamba_jax.store import Store, StoreShape
 from mamba_jax.store_layout import is_pinned, places
@@ -74,6 +75,7 @@ class StepPrograms:
         adapters: Adapters | None = None,
         greedy: bool = False,
         max_logprobs: int = DEFAULT_LOGPROBS,
+        slow_links: bool | None = None,
     ) -> None:
         """`source` makes drafts. `compiler_options` are XLA's, as `jax.stages.Lowered.compile` takes them, added to
         those of the platform (`platform_options`). `kernels` chooses the implementation of each operation,
@@ -84,6 +86,7 @@ class StepPrograms:
 
         With a `mesh`, the model's parameters and the stores passed in must be sharded over it by `mamba_jax.sharding`.
         The model and the stores may be abstract: programs can then be compiled, even for devices that are absent.
+        `slow_links`: whether links between its members are slow; None: as the devices say.
         """
         graphdef, state = nnx.split(model)
         # A plain tuple of arrays: flattening nnx's state for every call would cost more than dispatching the step.
@@ -103,6 +106,7 @@ class StepPrograms:
         self._like_weights = abstract(self._weights)
         self.sampling_masks, self.max_logprobs = sampling_masks, max_logprobs
         self._reported = processed_logprobs, sampling_masks, max_logprobs
+        self.slow_links = has_slow_links(mesh) if slow_links is None else slow_links
         self.greedy = greedy
         platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
         self._compiler_options = platform_options(platform) | dict(compiler_options or {})
@@ -115,7 +119,7 @@ class StepPrograms:
             model: Any = nnx.merge(graphdef, nnx.from_flat_state(filled))
             if adapters is not None:
                 adapters.attach(model, added)
-            options = processed_logprobs, sampling_masks, self.greedy, max_logprobs
+            options = processed_logprobs, sampling_masks, self.greedy, max_logprobs, self.slow_links
             return step(model, store, rows, batch, source, *options)
 
         self.kept: StoredPrograms | None = None
@@ -185,6 +189,7 @@ class StepPrograms:
             self.source,
             self._compiler_options,
             self.mesh,
+            self.slow_links,
             self.kernels.description,
             self._reported,
             self.greedy,

@@ -53,6 +53,8 @@ class Transition:
     """(what `of` returns, parameters, state) -> the state that is left of it."""
     scans: int = 0
     """How often `of` scans the tokens."""
+    copies: bool = False
+    """States are made of inputs as they are, so they may be narrower than float32."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,8 @@ class Divisible:
     inputs: Any = Along(1)
     """In arrays [T, ...]; groups that heads share divide as well."""
     transition: Transition | None = None
-    """How members divide tokens where heads do not divide by members; None: each then computes all heads, and also in
-    steps of so many rows that this is less work."""
+    """How members divide tokens where heads do not divide by members, or links are slow. If heads do not divide, each
+    computes all of them with None, and in steps of so many rows that this is less work."""
 
 
 @dataclass(frozen=True)

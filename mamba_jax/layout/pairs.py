@@ -1,4 +1,4 @@
-"""A recurrence of all heads over a member's own tokens, where heads are too few for the members.
+"""A recurrence of all heads over a member's own tokens, where heads are too few for the members or links are slow.
 
 A row may continue from one share to the next ones. A share changes the state S before it to T(S) + B, where B is the
 state that it reaches from zeros (or, if the row begins there, the state it reaches). Members exchange T and B of the
@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from kernels_pallas.fixed_order import is_fixed
 from kernels_pallas.slots import read_slots, take
 from mamba_jax.layout.base import Inputs, Operation, Parameters, Transition
 from mamba_jax.layout.member import Member
@@ -21,6 +23,25 @@ from mamba_jax.layout.prefill import PrefillLayout
 
 OfTiles = Callable[[Array], Array]
 """Returns what an array of all tiles has for some of them."""
+
+
+def transition_of(operation: Operation, state: Any) -> Transition | None:
+    """Returns what pairs need of an operation; None: it does not work by pairs."""
+    # What is rounded at tiles' ends is not linear, and pairs add in another order than the scan.
+    found = None if operation.divisible is None or is_fixed() else operation.divisible.transition
+    return found if found and (found.copies or state.dtype == jnp.float32) else None
+
+
+def exchanges_less(transition: Transition, inputs: Any, state: Any, whole: PrefillLayout, members: int) -> bool:
+    """Whether pairs exchange fewer bytes than heads; shapes decide, roughly.
+
+    By heads, a member receives a share of the inputs and of the output, which is like the largest input, and the states
+    that are written. By pairs, of each member a state and a transition, which is as large if it takes scans, and the
+    written states twice, because they are added up.
+    """
+    states = members * (1 + transition.scans) + len(whole.written)
+    given = [each.size * each.dtype.itemsize for each in jax.tree.leaves(inputs)]
+    return bool(states * state.size // len(state) * state.dtype.itemsize < sum(given) + max(given))
 
 
 def is_less_work(transition: Transition, whole: PrefillLayout, members: int) -> bool:

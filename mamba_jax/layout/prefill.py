@@ -1,7 +1,7 @@
 """The tokens of a prefill step: ragged rows packed one after the other; scan and attention see them as tiles."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import jax
@@ -20,6 +20,10 @@ class PrefillLayout(PagedTokens):
 
     packed: Packed
     """The places of the tokens, of the tiles and of their states. A tile is its row's first of this step."""
+    written: Int[Array, " writes"]
+    """Indices of the tiles with a slot to write, then of any."""
+    slow_links: bool = field(default=False, kw_only=True, metadata={"static": True})
+    """Members that divide the tokens should exchange little."""
 
     @classmethod
     def of(
@@ -32,10 +36,12 @@ class PrefillLayout(PagedTokens):
         read_slot: Int[Array, " rows"],
         tile_write_slot: Int[Array, " tiles"],
         page_table: Int[Array, "rows pages"],
+        most_writes: int | None = None,
     ) -> Self:
         """Returns the layout of rows that have absorbed `length` tokens and are fed `num_tokens` more.
 
-        `num_packed` is T, at least the sum of `num_tokens`. There must be room for every row's tiles.
+        `num_packed` is T, at least the sum of `num_tokens`. There must be room for every row's tiles. `most_writes`:
+        of how many tiles the slot to write may not be 0; None: of all.
         """
         rows, tiles = length.shape[0], tile_write_slot.shape[0]
         row_end = jnp.cumsum(num_tokens)
@@ -70,6 +76,9 @@ class PrefillLayout(PagedTokens):
         token_lane = jnp.where(
             token_tile == row_tile_start[token_row], token - row_start[token_row], position % tile_size
         )
+        write_slot = jnp.where(tile_real, tile_write_slot, 0)
+        nth = 1 + jnp.arange(tiles if most_writes is None else most_writes)
+        written = jnp.searchsorted(jnp.cumsum(write_slot > 0)[:-1], nth, method="compare_all")
         packed = Packed(
             token_row=token_row,
             token_in_tiles=jnp.where(valid, token_tile * tile_size + token_lane, 0),
@@ -82,10 +91,10 @@ class PrefillLayout(PagedTokens):
             tiles=Tiles(
                 first=tile_first,
                 read_slot=jnp.where(tile_real & tile_first, read_slot[tile_row], 0),
-                write_slot=jnp.where(tile_real, tile_write_slot, 0),
+                write_slot=write_slot,
             ),
         )
-        return cls(jnp.where(valid, position, -1), valid, read_slot, page_table, packed)
+        return cls(jnp.where(valid, position, -1), valid, read_slot, page_table, packed, written)
 
     def with_adapters(self, entry: Int[Array, " rows"]) -> Self:
         """Returns the layout of rows that have these adapters."""

@@ -1,8 +1,8 @@
 """A member's share of the packed tokens of a prefill step: the n-th of equal, contiguous parts.
 
 What works per token sees the share alone. A recurrence or convolution gets all tokens of some of its heads or channels,
-which do not depend on each other (`pairs` if these are too few). Attention gets all queries, for the keys in the
-member's own pages.
+which do not depend on each other (`pairs` if these are too few, or links are slow). Attention gets all queries, for the
+keys in the member's own pages.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, Shaped
 
-from kernels_pallas.fixed_order import is_fixed
 from kernels_pallas.paged_attention import merge_attention_parts
 from kernels_pallas.places import Packed
-from kernels_pallas.slots import load, put, read_slots, write_slots
+from kernels_pallas.slots import load, put, read_slots, take, write_slots
 from mamba_jax.layout.base import Along, Divisible, Inputs, Keys, Operation, Pages, Parameters, Queries, Span
 from mamba_jax.layout.member import Member
-from mamba_jax.layout.pairs import OfTiles, is_less_work, scan_share
+from mamba_jax.layout.pairs import OfTiles, exchanges_less, is_less_work, scan_share, transition_of
 from mamba_jax.layout.prefill import PrefillLayout
 
 
@@ -47,19 +46,25 @@ class ShareLayout:
         return None if self.whole.adapter is None else self.member.own(self.whole.adapter)
 
     def run(self, operation: Operation, inputs: Inputs, parameters: Parameters, state: Any) -> tuple[Array, Any]:
-        """Heads that do not divide by members are scanned by pairs, or computed by each member."""
+        """Heads that do not divide by members are scanned by pairs, or computed by each member. Those that divide are
+        also scanned by pairs where links are slow and pairs exchange less."""
         if operation.shares is not None:
             return operation.shares(self, inputs, parameters, state)
         member, along = self.member, operation.divisible
-        if along is not None and self._divides(along, (inputs, parameters, state)):
+        divides = along is not None and self._divides(along, (inputs, parameters, state))
+        if along is not None and divides and not self.prefers_pairs(operation, inputs, state):
             return self.by_heads(operation.tiles, along, inputs, parameters, state)
-        # What is rounded at tiles' ends is not linear, and pairs add in another order than the scan.
-        transition = None if along is None or is_fixed() else along.transition
-        if transition and state.dtype == jnp.float32 and is_less_work(transition, self.whole, member.count):
+        transition = transition_of(operation, state)
+        if transition and (divides or is_less_work(transition, self.whole, member.count)):
             y, after = scan_share(operation, transition, inputs, parameters, state, self.whole, member)
             return y, self._with_states(state, after)
         y, state = operation.tiles(self.whole, jax.tree.map(member.gather, inputs), parameters, state)
         return member.own(y), state
+
+    def prefers_pairs(self, operation: Operation, inputs: Any, state: Any) -> bool:
+        """Whether an operation works by pairs although its heads divide by members."""
+        transition = transition_of(operation, state) if self.whole.slow_links else None
+        return bool(transition and exchanges_less(transition, inputs, state, self.whole, self.member.count))
 
     def by_heads(
         self, tiles: Callable[..., Any], along: Divisible, inputs: Any, parameters: Any, state: Any
@@ -114,13 +119,14 @@ class ShareLayout:
         return lax.platform_dependent(state, tpu=each, default=at_once)
 
     def _write_at_once(self, state: Any, *, after: Callable[[OfTiles], Any]) -> Any:
-        """Exchanges the ends of all tiles, also of those that are not written."""
-        target = self.whole.packed.tiles.write_slot
-        return jax.tree.map(lambda state, ends: write_slots(state, ends, target), state, after(lambda ends: ends))
+        """Exchanges the ends of as many tiles as a step may write."""
+        target, written = self.whole.packed.tiles.write_slot, self.whole.written
+        slots = jnp.where(jnp.arange(len(written)) < (target > 0).sum(), target[written], 0)
+        found = after(lambda ends: take(ends, written))
+        return jax.tree.map(lambda state, ends: write_slots(state, ends, slots), state, found)
 
     def _write_each(self, state: Any, *, after: Callable[[OfTiles], Any]) -> Any:
-        target = self.whole.packed.tiles.write_slot
-        written = jnp.nonzero(target, size=len(target), fill_value=0)[0]
+        target, written = self.whole.packed.tiles.write_slot, self.whole.written
 
         def one(i: Int[Array, ""], state: Any) -> Any:
             found = after(lambda ends: load(ends, written[i])[None])

@@ -28,10 +28,14 @@ from mamba_jax.layout import (
     PrefillLayout,
     ReplayLayout,
     SequenceLayout,
+    Transition,
 )
 from mamba_jax.modules.basic import Linear, constant, normal
 from mamba_jax.sharding.axis import axis_index
 from mamba_jax.store import SlotArrays
+
+_WINDOW = Transition(lambda _, scan: jnp.zeros(0), lambda _, given, window: jnp.zeros_like(window), copies=True)
+"""A share has more tokens (`LEAST_TOKENS`) than a window, which then has nothing of those before."""
 
 
 @cache
@@ -66,7 +70,7 @@ def convolution(activation: str | None, window: str) -> Operation:
         y, old, ring = causal_conv1d_replay(x, weight, bias, old, ring, layout.anchored, activation=activation)
         return layout.by_token(y), (old, {name: ring})
 
-    return Operation(sequences, tiles, rows, replay, divisible=Divisible(state=Along(2), parameters=Along(0)))
+    return Operation(sequences, tiles, rows, replay, divisible=Divisible(Along(2), Along(0), transition=_WINDOW))
 
 
 class Conv(nnx.Module):

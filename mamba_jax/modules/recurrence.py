@@ -163,6 +163,10 @@ class RecurrentMixer(nnx.Module):
         """Returns the inputs of `between` as projections [T, ...]; vectors are [T, channels]."""
         raise NotImplementedError
 
+    @property
+    def _recurrence(self) -> Operation:
+        return recurrence(self.config.arrays[0], LINEAR[self.gates.erase])
+
     def skip(self) -> Float[Array, " heads"] | None:
         """Returns the weights of the direct path."""
         return None
@@ -187,11 +191,13 @@ class RecurrentMixer(nnx.Module):
         return self._apart(layout, self.projections(inputs), states)
 
     def _shares(self, layout: ShareLayout, inputs: Inputs, _: Parameters, states: States) -> tuple[Array, States]:
-        """If heads divide by members, one exchange serves the convolutions and the recurrence."""
+        """If heads divide by members, and do not go by pairs, one exchange serves convolutions and recurrence."""
         given, members = self.projections(inputs), layout.member.count
         heads, groups = given.strength.shape[1], given.vectors.shape[1] // (2 * self.config.state_size)
         of_group, own = self.config.num_heads // self.config.num_groups, heads // members
-        if heads % members or (own % of_group and of_group % own):
+        exchanged, store = given._replace(gate=None), states[0]  # type: ignore[arg-type]
+        apart = layout.prefers_pairs(self._recurrence, exchanged, store)
+        if apart or heads % members or (own % of_group and of_group % own):
             return self._apart(layout, given, states)
         all_used = groups == max(1, heads // of_group)
         first = jnp.arange(heads) + (0 if all_used else axis_index() * heads)
@@ -210,7 +216,6 @@ class RecurrentMixer(nnx.Module):
             return self._ungated(layout, given, weights, states, first[0])
 
         parameters = self.weights(given)._replace(norm=None), first
-        exchanged = given._replace(gate=None)  # type: ignore[arg-type]
         y, states = layout.by_heads(tiles, along, exchanged, parameters, states)
         return self.output(y, given.gate), states
 
@@ -258,8 +263,7 @@ class RecurrentMixer(nnx.Module):
         value, value_window = layout.run(convolution("silu", self.config.arrays[1]), (given.value,), taps, value_window)
         value = value.reshape(len(value), -1, self.config.head_dim)
         decays = self.gates.decays_and_strengths(given.decay, given.strength, weights.a_log, weights.dt_bias)
-        operation = recurrence(self.config.arrays[0], LINEAR[self.gates.erase])
-        y, store = layout.run(operation, (query, key, value, *decays), {"skip": weights.skip}, store)
+        y, store = layout.run(self._recurrence, (query, key, value, *decays), {"skip": weights.skip}, store)
         return y.reshape(len(y), -1), (store, value_window, vector_window)
 
     def convolved_vectors(

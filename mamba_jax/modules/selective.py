@@ -21,7 +21,7 @@ from kernels_pallas.selective_scan import (
     selective_update,
 )
 from mamba_jax.config.channel_recurrence import Mamba1Config, RGLRUConfig
-from mamba_jax.layout import Along, Divisible, Hidden, Inputs, Layout, Operation, Parameters, Transition
+from mamba_jax.layout import Along, Divisible, Hidden, Inputs, Layout, Operation, Parameters, ShareLayout, Transition
 from mamba_jax.modules.basic import Linear, RMSNorm, Weight, activation, constant, initial, normal
 from mamba_jax.modules.conv import Conv, convolution
 from mamba_jax.modules.recurrence import LEAST_DT, Forms, initial_dt_bias, recurrence
@@ -138,8 +138,11 @@ class RGLRU(nnx.Module):
             lambda layout, inputs, parameters: self._between(layout, inputs, parameters, (None, None))[0],
             self._between, self._between, self._between, divisible=Divisible(Along(2), Along(0)),
         )  # fmt: skip
-        old = (None, None) if state is None else tuple(state[name] for name in names)
-        out, new = layout.run(between, inputs, parameters, old)
+        old: Any = (None, None) if state is None else tuple(state[name] for name in names)
+        if isinstance(layout, ShareLayout) and layout.prefers_pairs(SELECTIVE, inputs, old[1]):
+            out, new = self._between(layout, inputs, parameters, old)
+        else:
+            out, new = layout.run(between, inputs, parameters, old)
         out = self.out_proj(out * y, layout.adapter)
         return out, None if state is None else dict(zip(names, new, strict=True))
 

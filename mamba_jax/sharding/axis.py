@@ -78,6 +78,15 @@ def members_of(mesh: Any) -> int:
     return int(mesh.shape.get(CONTEXT, 1))
 
 
+def has_slow_links(mesh: Mesh | None) -> bool:
+    """Returns whether some members lie on other hosts than others; of TPUs, on other slices, whose hosts have the links
+    of one host."""
+    if mesh is None or members_of(mesh) == 1:
+        return False
+    place = "slice_index" if mesh.devices.flat[0].platform == "tpu" else "process_index"
+    return any(len({getattr(each, place, 0) for each in members}) > 1 for members in mesh.devices.T)
+
+
 def as_first_member(values: Values) -> Values:
     """Returns arrays that are whole on every device, as the first member has them. One member: nothing changes."""
     mesh = axis_mesh()

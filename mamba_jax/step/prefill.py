@@ -41,7 +41,7 @@ class PrefillRows:
         layout = PrefillLayout.of(
             num_packed=batch.tokens.shape[0], tile_size=batch.tile_size, length=batch.length,
             num_tokens=batch.num_tokens, read_slot=batch.read_slot, tile_write_slot=batch.tile_write_slot,
-            page_table=page_table,
+            page_table=page_table, most_writes=batch.most_writes,
         )  # fmt: skip
         after = batch.length + batch.num_tokens
         none = jnp.zeros((after.shape[0], 0), jnp.int32)

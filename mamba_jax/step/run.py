@@ -33,6 +33,7 @@ def step(
     sampling_masks: bool = False,
     greedy: bool = False,
     max_logprobs: int = DEFAULT_LOGPROBS,
+    slow_links: bool = False,
 ) -> tuple[Store, Rows, Any]:
     """Runs one decode, prefill or mixed step; `DecodeBatch` and `PrefillBatch` describe the input.
 
@@ -47,6 +48,7 @@ def step(
         sampling_masks: report the tokens that output tokens are drawn from, for rows that ask.
         greedy: emit the most likely tokens, whatever the rows' sampling parameters.
         max_logprobs: maximum number of alternatives in log-probabilities.
+        slow_links: members that divide the tokens of a prefill step should exchange little.
     Returns:
         the store, the rows, and a `StepOutput`; of a mixed step, those of its decode rows and of its prefill rows.
     """
@@ -56,7 +58,7 @@ def step(
         form: Any = DecodeRows if isinstance(each, DecodeBatch) else PrefillRows
         parts.append(form.of(store, rows, each, page_table))
         store = copy_shared_pages(store, each.page_copy)
-    hidden, store = model.run(_joined([part.tokens for part in parts]), _layout(parts, rows), store)
+    hidden, store = model.run(_joined([part.tokens for part in parts]), _layout(parts, rows, slow_links), store)
     hidden = keep_whole(hidden)  # tokens of a long prefill are divided over the devices
     written, heads = [], []
     for part, own in zip(parts, _divided(hidden, [part.tokens.shape[0] for part in parts]), strict=True):
@@ -101,10 +103,12 @@ def copy_shared_pages(store: Store, page_copy: Int[Array, "rows 2"]) -> Store:
     return dataclasses.replace(store, kv=found[: len(store.kv)], experts=experts)
 
 
-def _layout(parts: list[Any], rows: Rows) -> DecodeLayout | PrefillLayout | MixedLayout:
+def _layout(parts: list[Any], rows: Rows, slow_links: bool) -> DecodeLayout | PrefillLayout | MixedLayout:
     layouts = [part.layout for part in parts]
     if rows.adapter is not None:
         layouts = [part.layout.with_adapters(rows.adapter[part.row_id]) for part in parts]
+    if isinstance(layouts[0], PrefillLayout):
+        return dataclasses.replace(layouts[0], slow_links=slow_links)
     return layouts[0] if len(parts) == 1 else MixedLayout(*layouts)
 
 

@@ -4,6 +4,7 @@ zeros to divide, which do not change the model's results.
 
 import dataclasses
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,9 @@ from mamba_jax.config import WHOLE, AttentionConfig, HybridConfig, MLPConfig, Mo
 from mamba_jax.head_padding import HeadPadding
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.modules.basic import RMSNorm
-from mamba_jax.sharding import TENSOR, Partition, make_mesh
+from mamba_jax.sharding import CONTEXT, TENSOR, Partition, make_mesh
 from mamba_jax.sharding.across import ShardedModule
+from mamba_jax.sharding.axis import has_slow_links
 from mamba_jax.sharding.parameters import placements
 from mamba_jax.store import StoreShape
 from tests.support.models.random_models import random_model
@@ -170,3 +172,16 @@ def test_groups_of_a_quantized_weight_larger_than_a_head_are_refused():
     assert padding.shape(f"{path}.channel_scale", (32,)) == (32,)
     with pytest.raises(ModelConfigError, match="quantized in 5 groups, which do not divide into 20 attention heads"):
         padding.shape(f"{path}.group_scale", (5, 32))
+
+
+@pytest.mark.parametrize(
+    ("platform", "processes", "slices", "slow"),
+    [("cpu", "0011", "0000", 1), ("gpu", "0101", "0000", 0), ("tpu", "0123", "0000", 0), ("tpu", "0011", "0011", 1)],
+)
+def test_links_between_members_on_several_hosts_or_slices_are_slow(platform, processes, slices, slow):
+    """Two members of two devices; links within a member are not those between members."""
+    places = zip(map(int, processes), map(int, slices), strict=True)
+    found = [SimpleNamespace(platform=platform, process_index=host, slice_index=slice) for host, slice in places]
+    mesh = SimpleNamespace(shape={CONTEXT: 2, TENSOR: 2}, devices=np.array(found).reshape(2, 2))
+    assert has_slow_links(mesh) == slow
+    assert not has_slow_links(make_mesh(1, members=2))

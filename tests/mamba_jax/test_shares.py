@@ -1,6 +1,8 @@
 """A prefill step whose tokens are divided over members gives what it gives on one device: outputs, states and pages."""
 
 import dataclasses
+from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +13,15 @@ from flax import nnx
 from kernels_pallas import fixed_order, native
 from kernels_pallas.dispatch import KernelChoice
 from mamba_jax.config import MambaConfig
+from mamba_jax.config.channel_recurrence import RGLRUConfig
 from mamba_jax.layout import PrefillLayout, ShareLayout, pairs, shares
 from mamba_jax.layout.base import Span
 from mamba_jax.layout.member import Member
-from mamba_jax.layout.pairs import is_less_work
+from mamba_jax.layout.pairs import exchanges_less, is_less_work
 from mamba_jax.modules.conv import convolution
 from mamba_jax.modules.mamba import Mamba
 from mamba_jax.modules.recurrence import LINEAR, RecurrentMixer, recurrence
-from mamba_jax.modules.selective import SELECTIVE
+from mamba_jax.modules.selective import RGLRU, SELECTIVE
 from mamba_jax.sharding import CONTEXT, make_mesh
 from mamba_jax.sharding.across import this_member
 from tests.support.engines.engines import OPTIMIZED
@@ -31,23 +34,24 @@ LENGTH, NUM_TOKENS, READ = [6, 0, 3, 5, 2], [11, 15, 0, 2, 2], [3, 0, 5, 5, 5]
 # The first row also writes the slot that it has read; the tiles of slots 4, 7 and 8 begin on one member and end on the
 # next one; the last two tiles are padding.
 WRITE = [0, 0, 4, 3, 0, 7, 1, 8, 6, 10, 0, 9]
+MOST_WRITES = 8
 PAGE, EACH = 4, 6
 
 
 def layout(page_table):
     return PrefillLayout.of(
         num_packed=TOKENS, tile_size=TILE, length=jnp.array(LENGTH), num_tokens=jnp.array(NUM_TOKENS),
-        read_slot=jnp.array(READ), tile_write_slot=jnp.array(WRITE), page_table=page_table,
+        read_slot=jnp.array(READ), tile_write_slot=jnp.array(WRITE), page_table=page_table, most_writes=MOST_WRITES,
     )  # fmt: skip
 
 
-def by_members(run, of_state, count, *, divided=True):
+def by_members(run, of_state, count, *, divided=True, slow=False):
     """`run(layout, inputs, state)` by members, each with its share of `count` inputs or with all of them, jitted."""
     share = SPEC(CONTEXT) if divided else SPEC()
 
     def on_each_device(table, state, *inputs):
         member = this_member(MEMBERS)
-        whole = layout(table).on_member(member)
+        whole = dataclasses.replace(layout(table).on_member(member), slow_links=slow)
         return run(ShareLayout(whole, member) if divided else whole, inputs, state)
 
     return jax.jit(
@@ -67,7 +71,7 @@ def options():
 NO_PAGES = jnp.zeros((len(LENGTH), 0), jnp.int32)
 
 
-def both(run, state, *inputs, table=NO_PAGES, of_state=None):
+def both(run, state, *inputs, table=NO_PAGES, of_state=None, slow=False):
     """(y, state) of `run(layout, inputs, state)` by members and on one device; in a fixed order, in which members merge
     parts of attention, by members with all tokens.
 
@@ -78,20 +82,21 @@ def both(run, state, *inputs, table=NO_PAGES, of_state=None):
     whole = jax.jit(lambda table, state, *inputs: run(layout(table), inputs, state), compiler_options=options())
     if of_state is not None and fixed_order.is_fixed():
         whole = by_members(run, of_state, len(inputs), divided=False)
-    divided = by_members(run, of_state or SPEC(), len(inputs))
+    divided = by_members(run, of_state or SPEC(), len(inputs), slow=slow)
     return [jax.tree.map(np.asarray, form(table, state, *inputs)) for form in (divided, whole)]
 
 
-def exchanged(run, state, *inputs):
+def exchanged(run, state, *inputs, slow=False):
     """Bytes of floats that members exchange, by kind."""
-    text = by_members(run, SPEC(), len(inputs)).lower(NO_PAGES, state, *inputs).compile().as_text()
+    text = by_members(run, SPEC(), len(inputs), slow=slow).lower(NO_PAGES, state, *inputs).compile().as_text()
     return {kind: Traffic(text).received(kind) for kind in count_collectives(text)}
 
 
 def by_pairs(run, *args, **options):
-    """The step of this file has so many rows that pairs would not pay."""
+    """The step of this file has so many rows, and so few tokens, that pairs would not pay."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shares, "is_less_work", lambda *_: True)
+        for rule in ("is_less_work", "exchanges_less"):
+            patch.setattr(shares, rule, lambda *_: True)
         return run(*args, **options)
 
 
@@ -100,9 +105,9 @@ def arrays(*shapes):
     return [jnp.array(random.normal(size=shape), jnp.float32) for shape in shapes]
 
 
-def convolved():
+def convolved(use=both):
     state, x, weight, bias = arrays((SLOTS, 3, 8), (TOKENS, 8), (8, 4), (8,))
-    return both(lambda layout, x, state: layout.run(convolution("silu", "w"), x, (weight, bias), state), state, x)
+    return use(lambda layout, x, state: layout.run(convolution("silu", "w"), x, (weight, bias), state), state, x)
 
 
 def scanned(heads=8, groups=8, erase=False, divisible=True, by_channel=False, dtype=jnp.float32, use=both):
@@ -120,16 +125,25 @@ def scanned(heads=8, groups=8, erase=False, divisible=True, by_channel=False, dt
     return use(lambda layout, inputs, state: layout.run(operation, inputs, parameters, state), state, *inputs)
 
 
-def mixed(heads=8, groups=4):
+def mixed(heads=8, groups=4, use=both):
     """What a mixer with two convolutions runs between its projections."""
     config = MambaConfig(num_heads=heads, head_dim=4, state_size=4, num_groups=groups, conv_width=4)
     mixer = Mamba(config, 8, rngs=nnx.Rngs(0), dtype=jnp.float32)
     state = dict(zip(config.arrays, arrays(*((SLOTS, *each.shape) for each in config.state()[:3])), strict=True))
     inputs = arrays((TOKENS, 2, config.inner_size), (TOKENS, 2, config.key_size), (TOKENS, heads))
-    return both(lambda layout, inputs, state: mixer.between(inputs, layout, state), state, *inputs)
+    return use(lambda layout, inputs, state: mixer.between(inputs, layout, state), state, *inputs)
 
 
-def selected(size=4, channels=8):
+def gated(use=both):
+    """A mixer with an RG-LRU."""
+    config = RGLRUConfig(channels=8, conv_width=4, num_heads=4, activation="gelu")
+    mixer = RGLRU(config, 8, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    window, state, x = arrays((SLOTS, 3, 8), (SLOTS, 1, 8), (TOKENS, 8))
+    run = lambda layout, inputs, state: mixer(*inputs, layout, state)  # noqa: E731
+    return use(run, {"conv_x": window, "selective": state}, x)
+
+
+def selected(size=4, channels=8, use=both):
     """With a state of one number: as the RG-LRU has it, all of whose B and C are 1."""
     vectors, values = (TOKENS, size), (TOKENS, channels)
     shapes = (SLOTS, size, channels), values, vectors, vectors, values, (size, channels), (channels,)
@@ -138,7 +152,7 @@ def selected(size=4, channels=8):
         b = c = jnp.ones(vectors)
     parameters = {"a": -jnp.abs(a), "d": d}
     run = lambda layout, inputs, state: layout.run(SELECTIVE, inputs, parameters, state)  # noqa: E731
-    return both(run, state, x, b, c, jnp.abs(dt) / 8)
+    return use(run, state, x, b, c, jnp.abs(dt) / 8)
 
 
 def attended(latent=False):
@@ -156,6 +170,7 @@ def attended(latent=False):
     )  # fmt: skip
 
 
+SLOW = partial(both, slow=True)
 FORMS = {
     "convolution": convolved,
     "groups divide": scanned,
@@ -167,10 +182,17 @@ FORMS = {
     "pairs, delta": lambda: by_pairs(scanned, heads=2, groups=1, erase=True),
     "pairs, delta by channel": lambda: by_pairs(scanned, heads=1, groups=1, erase=True, by_channel=True),
     "pairs, selective": lambda: by_pairs(selected, channels=6),
+    "a convolution over slow links": lambda: by_pairs(convolved, use=SLOW),
+    "a mixer over slow links": lambda: by_pairs(mixed, use=SLOW),
+    "delta over slow links": lambda: by_pairs(scanned, erase=True, use=SLOW),
+    "selective over slow links": lambda: by_pairs(selected, use=SLOW),
+    "a gated mixer over slow links": lambda: by_pairs(gated, use=SLOW),
+    "rounded states over slow links": lambda: by_pairs(scanned, dtype=jnp.bfloat16, use=SLOW),
     "rounded states": lambda: by_pairs(scanned, heads=6, groups=2, dtype=jnp.bfloat16),
     "not declared": lambda: scanned(divisible=False),
     "selective": selected,
     "gated linear unit": lambda: selected(size=1),
+    "a gated mixer": gated,
     "attention": attended,
     "latents": lambda: attended(latent=True),
 }
@@ -187,7 +209,9 @@ def assert_same(found, *, exact=False):
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one[1:], other[1:], **of_state), state, want_state)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=[pytest.mark.full] * ("over slow links" in form)) for form in FORMS]
+)
 def test_a_divided_step(form):
     assert_same(FORMS[form]())
 
@@ -230,7 +254,28 @@ def test_states_written_one_by_one_as_on_tpu(form, monkeypatch):
 def test_pairs_exchange_no_tokens(erase, of_transition):
     """In floats: a transition and a state of each member, and the state after each tile."""
     found, state = by_pairs(scanned, heads=6, groups=2, erase=erase, use=exchanged), 6 * 5 * 4
-    assert found == {"all-gather": 4 * MEMBERS * (of_transition + state), "all-reduce": 4 * len(WRITE) * state}
+    assert found == {"all-gather": 4 * MEMBERS * (of_transition + state), "all-reduce": 4 * MOST_WRITES * state}
+
+
+@pytest.mark.full
+def test_over_slow_links_a_mixer_exchanges_no_tokens():
+    """In floats: of each member a decay for each head, a state and two windows, and these after as many tiles as are
+    written."""
+    state = 8 * 4 * 4 + 3 * (8 * 4) + 3 * (2 * 4 * 4)
+    found = by_pairs(mixed, use=partial(exchanged, slow=True))
+    assert found == {"all-gather": 4 * MEMBERS * (8 + state), "all-reduce": 4 * MOST_WRITES * state}
+    by_heads = by_pairs(mixed, use=exchanged)
+    assert by_heads["all-to-all"] == 4 * TOKENS // MEMBERS * (32 + 32 + 8 + 32)
+    assert by_heads["all-gather"] == 4 * MOST_WRITES * state
+
+
+@pytest.mark.parametrize(("tokens", "writes", "less"), [(32_768, 18, True), (65_536, 275, False), (16_384, 18, False)])
+def test_pairs_are_used_over_slow_links_where_they_exchange_less(tokens, writes, less):
+    """Nemotron-3-Nano's states of 2.1 MB, 8 members; with prefix caching by chunks' ends, and by blocks."""
+    share, float_ = tokens // 8, partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    inputs = jax.ShapeDtypeStruct((share, 4096 + 2048), jnp.bfloat16), float_((share, 64)), float_((share, 64))
+    state, whole = float_((400, 64, 64, 128)), SimpleNamespace(written=range(writes))
+    assert exchanges_less(LINEAR[False].divisible.transition, inputs, state, whole, 8) == less
 
 
 @pytest.mark.parametrize(
@@ -301,7 +346,7 @@ FAULTS = [
     ((Member, "exchange"), _no_exchange, [*EXCHANGING, "attention"]),
     ((Member, "own"), _of_the_first_member, EXCHANGING),
     ((Member, "gather"), _in_reverse, ["members share a group", "not declared", "attention", *PAIRS]),
-    ((Member, "gather"), _own_instead, PAIRS),
+    ((Member, "gather"), _own_instead, [*PAIRS, "a mixer over slow links"]),
     ((pairs, "own_tiles"), _ends_of_the_first_member, PAIRS),
     ((ShareLayout, "_own_states"), _of_the_row_before, EXCHANGING),
     ((ShareLayout, "_with_states"), _of_the_last_tile, [*EXCHANGING, *PAIRS]),

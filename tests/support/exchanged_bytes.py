@@ -9,18 +9,30 @@ from mamba_jax.sharding.axis import shares_of
 
 
 def exchanged_bytes(
-    config: HybridConfig, partition: Partition, tokens: int, *, item: int = 2, state_item: int = 4, tiles: int = 0
+    config: HybridConfig,
+    partition: Partition,
+    tokens: int,
+    *,
+    item: int = 2,
+    state_item: int = 4,
+    tiles: int = 0,
+    slow: bool = False,
 ) -> tuple[int, int]:
     """Bytes that all-to-alls, and gathers, give each device; its own part included, and what lies in loops left out.
 
     Args:
         item, state_item: bytes of an activation, and of a number of a recurrent state.
         tiles: of which the ends are gathered at once; 0: one by one, in a loop.
+        slow: recurrences work by pairs although heads divide.
     """
     members, shards = partition.members, partition.shards
     to_all, gathered = 0, 0
     for kind in config.pattern:
         match config.mixer(kind):
+            case GroupedRecurrence() as mixer if slow:
+                assert not mixer.erases, "of pairs: a decay for each head; states at the ends of tiles are added up"
+                state, *windows = (_size(array, shards) for array in mixer.state()[:3])
+                gathered += members * (4 * (mixer.num_heads // shards + state) + item * sum(windows))
             case GroupedRecurrence() as mixer if mixer.num_heads % (members * shards):
                 assert mixer.erases, "of pairs: a matrix for each head; states at the ends of tiles are added up"
                 state, *windows = (array.on_each(shards).shape for array in mixer.state()[:3])

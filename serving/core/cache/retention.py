@@ -166,6 +166,7 @@ class RetentionPolicy:
         self.block = config.state_block_size
         self.page = config.page_size
         self._grid = math.lcm(config.page_size, config.tile_size)
+        self._inside = self.mode == "all" and not config.chunks_end_at_blocks
 
     def stops(self, prompt_len: int, hit: int, matched: int, marks: Collection[int] = ()) -> list[int]:
         """Returns the positions, in addition to multiples of B, at which prefill chunks of a request must end.
@@ -212,6 +213,16 @@ class RetentionPolicy:
             mark: CheckpointKind.MARK for mark in marks if mark == end or (start < mark < end and not mark % self._grid)
         }
         return [(at, kind, self.is_low_value(prompt_len, at, kind)) for at, kind in sorted(found.items())]
+
+    def most_states(self, tokens: int, rows: int) -> int:
+        """Returns how many states a step writes at most that feeds this many tokens in this many rows.
+
+        Each row writes one at its end and, before its end, publishes those at its marks and, in mode `all`, at
+        multiples of B: n tokens have at most (n - 2 + B) // B of these inside.
+        """
+        marks = 0 if self.mode == "none" else MAX_MARKS
+        blocks = (tokens + rows * (self.block - 2)) // self.block if self._inside else 0
+        return rows * (1 + marks) + blocks
 
     def is_low_value(self, prompt_len: int, position: int, kind: CheckpointKind) -> bool:
         """Returns whether a new state must not evict a state of higher worth.

@@ -12,6 +12,7 @@ from mamba_jax.batch import DecodeBatch, MixedBatch, PageTableBatch, PrefillBatc
 from mamba_jax.sampling.masks import MaskBatch
 from mamba_jax.sampling.table import sampling_row
 from mamba_jax.sharding.axis import shares_of
+from serving.core.cache.retention import RetentionPolicy
 from serving.core.cache.row_forms import ReplayAccess
 from serving.core.config import SchedulerConfig
 from serving.core.planning.plan import DecodeRow, PrefillRow
@@ -135,6 +136,7 @@ class BatchBuilder:
         `adapters`: rows may have LoRA adapters.
         """
         self._config, self._masks, self._adapters = config, masks, adapters
+        self._most_states = RetentionPolicy(config).most_states
         self._seats_bring_tokens = seats_bring_tokens
         self._drafts = config.num_speculative_tokens
         self._widths = (0, self._drafts) if narrow_steps and self._drafts else (self._drafts,)
@@ -281,6 +283,8 @@ class BatchBuilder:
             batch.tile_write_slot[tile : tile + len(writes)] = writes
             at += row.num_tokens
             tile += len(writes)
+        states = np.count_nonzero(batch.tile_write_slot)
+        assert states <= batch.most_writes, f"a prefill step writes {states} states, of at most {batch.most_writes}"
         self._fill_pages(batch, rows)
         return batch
 
@@ -388,4 +392,5 @@ class BatchBuilder:
             tiles=shape.tiles,
             page_updates=pages if self._pages_per_row else None,
             tile_size=self._config.tile_size,
+            most_writes=self._most_states(shape.tokens, shape.rows),
         )

@@ -123,7 +123,8 @@ def test_members_exchange_what_they_found(model, pattern, topology, members, pha
     batch, seen = DecodeBatch.empty(rows=rows, num_speculative_tokens=0, pages_per_row=pages), rows
     if phase == "prefill":
         tiles = tokens // TILE + 2
-        batch = PrefillBatch.empty(tokens=tokens, rows=2, tiles=tiles, pages_per_row=pages, tile_size=TILE)
+        sizes = {"tile_size": TILE, "most_writes": 6}
+        batch = PrefillBatch.empty(tokens=tokens, rows=2, tiles=tiles, pages_per_row=pages, **sizes)
         seen = tiles * TILE
     step = compile_step(config, topology, batch, store=store, seats=SEATS, members=members)
     attention = config.attention
@@ -132,7 +133,7 @@ def test_members_exchange_what_they_found(model, pattern, topology, members, pha
     if phase == "decode":
         assert least <= step.program.gathered <= 1.1 * least
     else:
-        expected = exchanged_bytes(config, step.partition, tokens, tiles=tiles if on_gpu else 0)
+        expected = exchanged_bytes(config, step.partition, tokens, tiles=batch.most_writes if on_gpu else 0)
         assert (step.program.exchanged, step.program.gathered) == expected
     weights = abstract_parameters(config, jnp.bfloat16)
     once = Counter(config, step.partition, weights, ssm_dtype=jnp.dtype("float32")).weight_bytes

@@ -45,7 +45,8 @@ def quick_compilation() -> "Iterator[None]":
 def few_tokens_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill divides its tokens over the devices, also by pairs, as it does with many tokens."""
     monkeypatch.setattr("mamba_jax.sharding.axis.LEAST_TOKENS", 4)
-    monkeypatch.setattr("mamba_jax.layout.shares.is_less_work", lambda *_: True)
+    for rule in ("is_less_work", "exchanges_less"):
+        monkeypatch.setattr(f"mamba_jax.layout.shares.{rule}", lambda *_: True)
 
 
 @pytest.fixture(scope="module")

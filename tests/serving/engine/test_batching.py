@@ -7,6 +7,7 @@ import pytest
 
 from mamba_jax.batch import DecodeBatch, MixedBatch, PrefillBatch
 from mamba_jax.programs import StepBatch
+from serving.core.cache.retention import MAX_MARKS, RetentionPolicy
 from serving.core.cache.row_pages import PageTable
 from serving.core.cache.row_state import StateAccess
 from serving.core.config import SchedulerConfig
@@ -144,6 +145,23 @@ def test_prefill_rows_are_packed():
         assert batch.length[:2].tolist() == [0, 30]
         assert batch.num_tokens[:3].tolist()[:2] == [40, 10]
         batches.prefill([prefill_row(1, 0, 60, [7, 8], [4])])
+
+
+@pytest.mark.parametrize(("mode", "most"), [("none", 1), ("align", 9), ("all", 13)])
+def test_a_row_writes_no_more_states_than_its_program_exchanges(mode, most):
+    """At its end, at marks and at blocks, for each place of its tokens; a long row may write as many."""
+    settings = config(cache_mode=mode, tile_size=8)
+    policy = RetentionPolicy(settings)
+    for tokens in range(1, 200):
+        written = set()
+        for start in range(64):
+            end = start + tokens
+            marks = [at for at in range(start + 1, end) if at % 8 == 0 and at % 64][:MAX_MARKS]
+            written.add(len({end, *(at for at, *_ in policy.positions(1000, [], start, end, marks))}))
+        assert max(written) <= policy.most_states(tokens, 1)
+    assert max(written) == policy.most_states(199, 1) == most
+    with pytest.raises(AssertionError, match="writes 32 states, of at most"):
+        BatchBuilder(settings).prefill([prefill_row(1, 0, 256, [*range(1, 33)], [1])])
 
 
 def test_seats_count_tokens_only_for_penalties():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from functools import partial
 
 import jax
 import numpy as np
@@ -15,8 +16,10 @@ from mamba_jax.sharding import CONTEXT, TENSOR, Partition, make_mesh, replica_me
 from mamba_jax.sharding.axis import as_first_member
 from mamba_jax.step import heads
 from serving import SamplingParams
+from serving.engine.assembly import build
 from serving.engine.steps.batching import BatchBuilder, PrefillShape
 from tests.support.engines.divided_engines import GREEDY, answers, divided_llm
+from tests.support.engines.step_programs import own_programs
 from tests.support.exchanged_bytes import exchanged_bytes
 from tests.support.hlo_traffic import Traffic, count_collectives
 from tests.support.models.divisible_checkpoints import EIGHT, FAMILIES, MORE, write_checkpoint
@@ -100,11 +103,27 @@ def test_divided_pages_under_load(members, shards, recurrent_heads, tmp_path):
         assert_exchanges(llm, members)
 
 
-def assert_exchanges(llm, members):
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "members"), [("eight", 8), ("qwen3next", 2), *(slow(name, 2) for name in ("jamba", "recurrent-gemma"))]
+)
+def test_pairs_over_slow_links(name, members, monkeypatch, tmp_path):
+    """Heads divide by members."""
+    monkeypatch.setattr(build, "StepPrograms", partial(own_programs, slow_links=True))
+    case = (FAMILIES | MORE | {"eight": EIGHT})[name]
+    directory = write_checkpoint(tmp_path, case)
+    llm = divided_llm(directory, case, 1, context_parallel_size=members)
+    assert_greedy(answers(llm), directory)
+    if name == "eight":
+        assert_exchanges(llm, members, slow=True)
+
+
+def assert_exchanges(llm, members, **links):
     """What a prefill step receives from the other members."""
     config, programs, (shape,) = llm.model.config, llm.engine.loop.programs, llm.engine.loop.batches.prefill_shapes
     partition = Partition.of(config, 1, members)
-    expected = exchanged_bytes(config, partition, shape.tokens, item=4, state_item=4, tiles=shape.tiles)
+    writes = llm.engine.loop.batches.empty_prefill(shape).most_writes
+    expected = exchanged_bytes(config, partition, shape.tokens, item=4, state_item=4, tiles=writes, **links)
     prefills = [Traffic(compiled.as_text()) for name, compiled in programs.cache if name == "PrefillBatch"]
     assert prefills
     for each in prefills:

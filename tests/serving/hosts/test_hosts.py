@@ -12,6 +12,7 @@ from tests.support.engines.engines import QUICK_COMPILE
 from tests.support.fleets.engine_host import FLAGS, answers
 from tests.support.fleets.host_processes import Hosts
 from tests.support.models.divisible_checkpoints import EIGHT, FAMILIES, write_checkpoint
+from tests.support.selection import slow
 
 pytestmark = pytest.mark.full
 
@@ -57,12 +58,15 @@ def test_two_hosts_say_what_one_says_and_end_together(tmp_path):
     assert "host 1 is lost: it closed the connection: all hosts exit" in log
 
 
-def test_members_on_two_hosts_say_what_one_says(tmp_path):
-    """Each has all weights, half of the pages, and half of the tokens of a prefill step."""
+@pytest.mark.parametrize("pairs", [True, slow(False)])
+def test_members_on_two_hosts_say_what_one_says(pairs, tmp_path):
+    """Each has all weights, half of the pages, and half of the tokens of a prefill step, of which recurrences exchange
+    states or inputs."""
     directory = write_checkpoint(tmp_path / "model", FAMILIES["nemotronh-moe"])
     rounds = [MTP | {"mamba_cache_mode": mode, "context_parallel_size": 2} for mode in ("all", "align")]
-    with Hosts(tmp_path, 2, directory, rounds, go_on=True, least_tokens=4) as hosts:
-        check(hosts, alone(directory), ["all", "align"], held=1)
+    with Hosts(tmp_path, 2, directory, rounds, go_on=True, least_tokens=4, pairs=pairs) as hosts:
+        results = check(hosts, alone(directory), ["all", "align"], held=1)
+    assert all(each["slow"] for each in results)
 
 
 @pytest.mark.slow

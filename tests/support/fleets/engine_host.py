@@ -14,6 +14,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from checkpoints import placing
+from mamba_jax.layout import shares
 from mamba_jax.model import parameters
 from mamba_jax.programs import StepPrograms
 from mamba_jax.sharding import axis
@@ -58,6 +59,7 @@ def main(job):
     copy = placing._aligned_copy
     placing._aligned_copy = lambda values, dtype: copied.append(values.nbytes) or copy(values, dtype)
     axis.LEAST_TOKENS = job.get("least_tokens", axis.LEAST_TOKENS)
+    shares.exchanges_less = lambda *_: job.get("pairs", False)
     build.StepPrograms = partial(StepPrograms, compiler_options=QUICK_COMPILE)
     coordinator = f"127.0.0.1:{job['port']}"
     hosts = HostSettings.create(
@@ -88,7 +90,8 @@ def main(job):
             follow(built, group)
     held = sum(leaf[...].addressable_shards[0].data.nbytes for leaf in parameters(built.model).values())
     whole = sum(leaf[...].nbytes for leaf in parameters(built.model).values())
-    print(json.dumps({"said": said, "copied": sum(copied), "held": held, "whole": whole}), flush=True)
+    slow = built.engine.loop.programs.slow_links
+    print(json.dumps({"said": said, "copied": sum(copied), "held": held, "whole": whole, "slow": slow}), flush=True)
     if job.get("go_on"):
         if not group.leads:
             follow(built, group)
