@@ -272,7 +272,6 @@ def test_wrong_anchors_and_tails_are_seen():
     assert host.decode({"continues": True, "writes": [0]}).tag_error  # a multiple of R, and nowhere to write
 
 
-@pytest.mark.full
 def test_drafts_by_the_draft_layer_see_the_hidden_state_before_them():
     """What the layer says under replay is what it says under snapshots, step by step."""
     said = []
