@@ -188,7 +188,6 @@ def test_neighbors_do_not_wait(drafts: Drafts) -> None:
     finish(engine)
 
 
-@pytest.mark.full
 def test_where_most_are_structured_all_wait() -> None:
     engine = engine_of(Drafts("ngram", 3), "all")
     outputs = {number: engine.add_request(str(number), *ask(number)) for number in (0, 3, 6, 1)}
