@@ -223,7 +223,7 @@ def call(operation: str, candidates: Sequence[Implementation], name: str | None,
     choice = _current.get() or KernelChoice()
     if choice.seen is not None:
         return choice.seen(operation, tuple(candidates), args, kwargs)
-    of_user, known = choice.named, [c.name for c in candidates]
+    of_user, known, by_caller = choice.named, [c.name for c in candidates], name is not None
     if isinstance(of_user, str):  # for all operations that have it
         name = name or (of_user if of_user in known else None)
     else:
@@ -232,7 +232,9 @@ def call(operation: str, candidates: Sequence[Implementation], name: str | None,
         if name not in known:
             raise UnsupportedError(f"{operation}: no implementation is called {name!r}; there are: {', '.join(known)}")
         chosen = candidates[known.index(name)]
-        if reason := chosen.why_not(args, kwargs):
+        # A caller may compile for a platform that no choice is made for.
+        elsewhere = not by_caller and chosen.platform not in (None, choice.platform)
+        if reason := f"it runs on {chosen.platform} only" if elsewhere else chosen.why_not(args, kwargs):
             raise UnsupportedError(f"{operation}: {name} cannot run this call: {reason}")
         choice.chosen.setdefault(operation, {})[name] = "named"
         return _run(chosen, candidates[-1], args, kwargs)

@@ -280,7 +280,7 @@ class StepPrograms:
 
     def trace(self, store: Store, rows: Rows, batch: StepBatch) -> None:
         """Traces a step, which chooses the implementations of its operations (`kernels`), and compiles no program."""
-        with self.kernels.applied():
+        with self.kernels.applied(), use_mesh(self.mesh):
             jax.eval_shape(self._run, self._like_weights, store, rows, batch)
 
     def _packed(self, batch: StepBatch) -> tuple[Callable[..., Any], jax.ShapeDtypeStruct]:

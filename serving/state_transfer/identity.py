@@ -31,21 +31,27 @@ def model_digest(model: nnx.Module, config: HybridConfig) -> str:
 
 
 def combined(before: str, digests: Mapping[str, Array], arrays: Mapping[str, Any]) -> str:
-    """Returns one digest of a text and of named arrays. Waits for `digests` that are still being computed."""
+    """Returns one digest of a text and of named arrays."""
     found = hashlib.sha256(before.encode())
     for path, digest in sorted(jax.device_get(dict(digests)).items()):
         found.update(f"\n{path} {arrays[path].dtype} {tuple(arrays[path].shape)} ".encode() + digest.tobytes())
     return found.hexdigest()[:32]
 
 
-@jax.jit
 def array_digest(values: Shaped[Array, "*sizes"]) -> UInt32[Array, 4]:
     """128 bits that depend on every value and its position, however the array is divided over devices.
 
     It reads the array once where it lies: to copy the weights to the host and hash them there would take seconds for
     each update of a large model. The mixing function is MurmurHash3's: good against accidents, not against people who
     choose the weights, who decide what the model says anyway.
+
+    Waits for the result: devices of a CPU wait for each other without end if 32 programs that exchange are in flight.
     """
+    return jax.block_until_ready(_digest(values))
+
+
+@jax.jit
+def _digest(values: Shaped[Array, "*sizes"]) -> UInt32[Array, 4]:
     words = _words(values)
     position = jnp.zeros(words.shape, jnp.uint32)
     stride = 1

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import islice
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -19,7 +20,7 @@ from mamba_jax.config import HybridConfig, ModelConfigError, need
 from mamba_jax.head_padding import HeadPadding
 from mamba_jax.model import HybridModel, parameters
 from mamba_jax.modules.quantized import weight_of
-from mamba_jax.programs import KernelChoice, StepPrograms, UnsupportedError
+from mamba_jax.programs import KernelChoice, RowsBatch, StepPrograms, UnsupportedError
 from mamba_jax.rows import Rows
 from mamba_jax.sharding import TENSOR, Partition, rows_shardings, sharded_store
 from mamba_jax.store import EXPERT, Store
@@ -250,12 +251,14 @@ class _Assembly:
         for replica, engine in enumerate(engines):
             if self.keep and not at_start:
                 keep_programs(engine.loop.programs)
-            if at_start:
-                label = f"replica {replica + 1} of {len(engines)}: " if len(engines) > 1 else ""
-                try:
+            try:
+                if at_start:
+                    label = f"replica {replica + 1} of {len(engines)}: " if len(engines) > 1 else ""
                     _compile_all(engine, progress=self.progress, keep=config.compilation_cache, label=label)
-                except UnsupportedError as error:
-                    raise ConfigError(str(error)) from None
+                elif config.kernels != "auto":  # a named kernel that cannot run is an error now, not in a step
+                    _trace_steps(engine)
+            except UnsupportedError as error:
+                raise ConfigError(str(error)) from None
         return built
 
     def _engine(
@@ -347,6 +350,13 @@ def _why_fixed(design: EngineDesign) -> str:
     if design.config.enable_lora and design.config.enable_dora:
         return "the factors of adapters with magnitudes (enable_dora) are computed from these weights"
     return ""
+
+
+def _trace_steps(engine: Engine) -> None:
+    loop = engine.loop
+    for batch in islice(loop.batches.warm_up_batches(engine.vocab_size), loop.batches.num_essential):
+        if not isinstance(batch, RowsBatch):
+            loop.programs.trace(*loop.shapes, batch)
 
 
 def _compile_all(engine: Engine, *, progress: bool, keep: bool, label: str) -> None:

@@ -156,9 +156,17 @@ def test_a_longer_context_needs_a_reason(directory):
         built.engine.close()
 
 
-def test_a_malformed_kernel_choice_is_refused(harness):
-    with pytest.raises(ConfigError, match="kernels: 'update' is not operation=implementation"):
-        assemble(EngineConfig.create(**harness.flags, kernels="recurrence_scan=xla,update"), harness.model)
+@pytest.mark.parametrize(
+    ("kernels", "message"),
+    [
+        ("recurrence_scan=xla,update", "kernels: 'update' is not operation=implementation"),
+        ("paged_attention=quick", "no implementation is called 'quick'; there are: "),
+        ("recurrence_scan=pallas_gpu", "pallas_gpu cannot run this call: it runs on gpu only"),
+    ],
+)
+def test_a_kernel_choice_that_cannot_run_is_refused(harness, kernels, message):
+    with pytest.raises(ConfigError, match=message):
+        assemble(EngineConfig.create(**harness.flags, kernels=kernels), harness.model)
 
 
 def test_start_up_tells_how_bfloat16_weights_are_multiplied(harness, caplog, monkeypatch):
