@@ -22,6 +22,7 @@ from mamba_jax.modules.basic import Linear, OwnTables
 from mamba_jax.modules.feed_forward import Experts
 from mamba_jax.modules.lora import ExpertLoRA, LoRA
 from mamba_jax.sharding import parameter_shardings
+from mamba_jax.sharding.axis import settled
 
 M = TypeVar("M")
 
@@ -264,7 +265,8 @@ class Adapters:
                 factor: Any = np.ones(target.outputs, np.float32)
                 if name in values:
                     weight = _weight(weights or {}, f"{target.lora.removesuffix('.lora')}.weight")
-                    factor = _factors(weight, *(values[f"{target.lora}.{part}"] for part in "ab"), values[name])
+                    parts = (values[f"{target.lora}.{part}"] for part in "ab")
+                    factor = settled(_factors(weight, *parts, values[name]))
                 write = _writer(len(target.outputs), self._sharding(name))
                 new[name] = write(self._arrays[name], factor, np.int32(entry))
         for name in TABLES if self.tables else ():

@@ -106,6 +106,17 @@ def use_mesh(mesh: Mesh | None) -> AbstractContextManager[Any]:
     return nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
+def settled(values: Values) -> Values:
+    """Returns the results of a program that is one of many, and of no step.
+
+    On several devices of a CPU, waits for them: these devices wait for each other without end if 32 programs that
+    exchange are in flight.
+    """
+    devices = {device for leaf in jax.tree.leaves(values) for device in leaf.devices()}
+    on_cpu = len(devices) > 1 and next(iter(devices)).platform == "cpu"
+    return jax.block_until_ready(values) if on_cpu else values
+
+
 def axis_mesh() -> Any:
     """Returns the mesh of the program being traced, if that is one to divide layers over; otherwise None."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -16,6 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Shaped, UInt32
 
 from mamba_jax.config import HybridConfig
+from mamba_jax.sharding.axis import settled
 
 PROGRAM_PACKAGES = ("kernels_pallas", "mamba_jax")
 """Those that define the programs of a step."""
@@ -44,10 +45,8 @@ def array_digest(values: Shaped[Array, "*sizes"]) -> UInt32[Array, 4]:
     It reads the array once where it lies: to copy the weights to the host and hash them there would take seconds for
     each update of a large model. The mixing function is MurmurHash3's: good against accidents, not against people who
     choose the weights, who decide what the model says anyway.
-
-    Waits for the result: devices of a CPU wait for each other without end if 32 programs that exchange are in flight.
     """
-    return jax.block_until_ready(_digest(values))
+    return settled(_digest(values))
 
 
 @jax.jit

@@ -26,6 +26,7 @@ from mamba_jax.program_cache import ProgramCache
 from mamba_jax.rounding import NarrowDtype
 from mamba_jax.sharding import TENSOR, use_mesh
 from mamba_jax.sharding.across import on_members
+from mamba_jax.sharding.axis import settled
 from mamba_jax.store import Store, StoreShape, load, put, read_slots, take, write_slots
 from mamba_jax.store_layout import is_pinned, places
 
@@ -372,4 +373,4 @@ def _first_device(tree: Any) -> Any:
     def pick(leaf: Array) -> Array:
         return leaf.addressable_shards[0].data if len(leaf.sharding.device_set) > 1 else leaf
 
-    return jax.tree.map(pick, tree)
+    return jax.tree.map(pick, settled(tree))
