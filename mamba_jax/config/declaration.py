@@ -63,12 +63,12 @@ class Division:
             return None
         if self.otherwise is UnevenDivision.REFUSE:
             raise ModelConfigError(
-                f"tensor_parallel_size {shards} does not divide this model's {self.units} {self.what}"
+                f"tensor_parallel_size {shards} does not divide this model's {self.units} {self.what}: use a divisor"
             )
         if shards % self.units:
             raise ModelConfigError(
                 f"tensor_parallel_size {shards} neither divides this model's {self.units} {self.what} "
-                "nor is a multiple of them"
+                "nor is a multiple of them: use a divisor or a multiple"
             )
         return None if self.otherwise is UnevenDivision.SHARE else replace(self, repeat=shards // self.units)
 

@@ -1,6 +1,7 @@
 """A model whose members divide pages and prompts by tokens says what it says on one device."""
 
 import dataclasses
+import itertools
 import random
 from functools import partial
 
@@ -16,31 +17,45 @@ from mamba_jax.sharding import CONTEXT, TENSOR, Partition, make_mesh, replica_me
 from mamba_jax.sharding.axis import as_first_member
 from mamba_jax.step import heads
 from serving import SamplingParams
+from serving.config import ConfigError
 from serving.engine.assembly import build
 from serving.engine.steps.batching import BatchBuilder, PrefillShape
+from tests.golden.recipes import RECIPES
 from tests.support.engines.divided_engines import GREEDY, answers, divided_llm
 from tests.support.engines.step_programs import own_programs
 from tests.support.exchanged_bytes import exchanged_bytes
 from tests.support.hlo_traffic import Traffic, count_collectives
-from tests.support.models.divisible_checkpoints import EIGHT, FAMILIES, MORE, write_checkpoint
-from tests.support.models.golden_case import assert_greedy, shared_block
+from tests.support.models.divisible_checkpoints import EIGHT, FAMILIES, GOLDEN, MORE, Case, write_checkpoint
+from tests.support.models.golden_case import NAMES, assert_greedy, shared_block
 from tests.support.selection import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "few_tokens_are_divided")
 
-COVERED = {"kimi", "qwen3next", "zamba2"}
-"""Families that are tested with several members in any case."""
+QUICK = {("kimi", 4), ("qwen3next", 4), ("zamba2", 8)}
+BY_TWO = {
+    "falcon-mamba", "falconh1-norm-first", "granite-dense", "jamba", "lfm2", "lfm2-moe", "lfm3", "mamba",
+    "mamba2-plain", "minimax", "nemotronh-latent", "nemotronh-old", "zamba2-nope",
+}  # fmt: skip
+DIVISIBLE = {1: set(NAMES), 2: BY_TWO, 4: BY_TWO - {"minimax"}}
+"""The golden models whose heads divide over so many devices, padded if need be."""
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("members", [4, slow(8), slow(2)])
 @pytest.mark.parametrize(
-    "name", ["kimi", "qwen3next", "zamba2", *(slow(name) for name in sorted((FAMILIES | MORE).keys() - COVERED))]
+    ("name", "members"), [each if each in QUICK else slow(*each) for each in itertools.product(NAMES, (8, 4, 2))]
 )
-def test_every_family_with_divided_pages(name, members, tmp_path):
-    case = (FAMILIES | MORE)[name]
-    directory = write_checkpoint(tmp_path, case)
-    llm = divided_llm(directory, case, 8 // members, context_parallel_size=members)
+def test_every_golden_model_with_divided_pages(name, members, tmp_path):
+    """Where its heads do not divide, it is refused, and one like it with other sizes is divided."""
+    shards, flags = 8 // members, {"dtype": "float32", "context_parallel_size": members}
+    case, directory = Case(name, {}, "mtp" if RECIPES[name].mtp else "ngram"), GOLDEN / name
+    if name not in DIVISIBLE[shards]:
+        with pytest.raises(ConfigError, match=rf"tensor_parallel_size {shards} .* \d [\w -]+: use a divisor"):
+            divided_llm(directory, case, shards, **flags)
+        if name not in FAMILIES | MORE:
+            return
+        case = (FAMILIES | MORE)[name]
+        directory = write_checkpoint(tmp_path, case)
+    llm = divided_llm(directory, case, shards, **flags)
     assert_greedy(answers(llm), directory)
     assert_pages_divided(llm, members)
 
