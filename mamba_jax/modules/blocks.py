@@ -7,6 +7,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from kernels_pallas.fixed_order import rounded
 from mamba_jax.config import (
     AttentionConfig,
     HybridConfig,
@@ -108,6 +109,6 @@ class Block(nnx.Module):
         if (residual := self.config.normed_residual(self.kind)) is not None:
             carried = scaled(taken, residual.input_multiplier) + scaled(y, residual.output_multiplier)
             return carried.astype(x.dtype), state
-        y = self.norm(y) if self.norm_after else y
-        y = y if self.output_norm is None else self.output_norm(y)
+        y = rounded(self.norm(y)) if self.norm_after else y
+        y = y if self.output_norm is None else rounded(self.output_norm(y))
         return x + scaled(y, self.config.residual_multiplier).astype(x.dtype), state
