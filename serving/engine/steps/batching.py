@@ -386,11 +386,13 @@ class BatchBuilder:
     def empty_prefill(self, shape: PrefillShape) -> PrefillBatch:
         """Returns a batch of padding."""
         pages = max(shape.tokens // self._config.page_size, _PAGES) + 4 * shape.rows
+        divided = shares_of(shape.tokens, self._config.context_members) > 1
         return PrefillBatch.empty(
             tokens=shape.tokens,
             rows=shape.rows,
             tiles=shape.tiles,
             page_updates=pages if self._pages_per_row else None,
             tile_size=self._config.tile_size,
-            most_writes=self._most_states(shape.tokens, shape.rows),
+            # Without an exchange, engines of other cache modes have the same programs.
+            most_writes=self._most_states(shape.tokens, shape.rows) if divided else None,
         )

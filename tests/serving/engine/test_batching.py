@@ -1,6 +1,7 @@
 """Plans as arrays: shapes for whatever may be planned, padding that says nothing, buffers that are not overwritten."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from serving.core.planning.plan import DecodeRow, PrefillRow
 from serving.core.requests.request import Request
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.steps import batching
-from serving.engine.steps.batching import BatchBuilder, decode_buckets, prefill_buckets
+from serving.engine.steps.batching import BatchBuilder, PrefillShape, decode_buckets, prefill_buckets
 from tests.serving.core.drive import Loop
 
 
@@ -161,7 +162,9 @@ def test_a_row_writes_no_more_states_than_its_program_exchanges(mode, most):
         assert max(written) <= policy.most_states(tokens, 1)
     assert max(written) == policy.most_states(199, 1) == most
     with pytest.raises(AssertionError, match="writes 32 states, of at most"):
-        BatchBuilder(settings).prefill([prefill_row(1, 0, 256, [*range(1, 33)], [1])])
+        BatchBuilder(replace(settings, context_members=2)).prefill([prefill_row(1, 0, 256, [*range(1, 33)], [1])])
+    shape = PrefillShape(256, 1, 33)
+    assert BatchBuilder(settings).empty_prefill(shape).most_writes == 33  # engines of all modes have one program
 
 
 def test_seats_count_tokens_only_for_penalties():
