@@ -59,7 +59,7 @@ class Scheduler(SchedulerState):
         request = self.finish(request_id, FinishReason.ERROR)
         if request is not None and self.index is not None:
             scope = self.cache.scope(request.cache_salt, request.adapter)
-            self.index.forget(request.tokens, scope)
+            self.index.forget(scope, request.tokens)
             if self.tiers is not None:
                 self.tiers.forget(request.tokens, scope)
         return request
@@ -292,7 +292,7 @@ class Scheduler(SchedulerState):
     def drop_cached(self) -> None:
         """Drops all cached prefixes, on the device and in the tiers. Running requests keep theirs."""
         if self.index is not None:
-            self.index.drop_all()
+            self.index.forget()
         if self.tiers is not None:
             self.tiers.clear()
 

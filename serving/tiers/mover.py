@@ -202,7 +202,7 @@ class Mover(StateSource):
             self.tiers.lost(TierHit(tier, unit))
             for name in change.blocks:
                 # Other units may count on blocks that were to be written with this one.
-                if tier.has_block(name) and not storage.has(name):
+                if tier.holds(name) and not storage.has(name):
                     self.tiers.lost_block(tier, name)
 
         self._job(storage.write(unit, change, parts, lambda error: self._inbox.post(lambda: written(error))))

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from serving.core.cache.content import Scope
-from serving.core.cache.pools import PagePool, Pool, SlotPool
+from serving.core.cache.pools import Pool
 from serving.core.cache.prefix_index import PrefixIndex
 from serving.core.cache.prefix_tree import IndexObserver
 from serving.core.cache.retention import Clock, KeptStates, RetentionPolicy
@@ -40,16 +40,16 @@ class Cache:
         """How often the model's weights have been replaced."""
         self.lineage = 0
         """By which; see `Scope`."""
-        self.slots: SlotPool
-        self.pages: PagePool | None
+        self.slots: Pool
+        self.pages: Pool | None
         self.index: PrefixIndex | None
         self.clear()
 
     def clear(self) -> None:
         """Resets everything for a new, empty store. Leases of the old store become invalid."""
         config = self.config
-        self.slots = SlotPool(config.num_slots)
-        self.pages = PagePool(config.num_pages, config.context_members) if config.num_pages else None
+        self.slots = Pool("slots", config.num_slots)
+        self.pages = Pool("pages", config.num_pages, config.context_members) if config.num_pages else None
         unit = config.page_size if config.num_pages else config.state_block_size
         most_tokens = config.num_pages * config.page_size / 2 if config.num_pages else math.inf
         kept = KeptStates(config.max_kept_states, most_tokens, self._clock)

@@ -21,25 +21,27 @@ class Pool:
     With several members, the ids are divided into as many equal parts, the first id of each of which is null too.
     """
 
-    __slots__ = ("cached_of", "drop", "each", "free_of", "hold", "on_cached", "owners", "reclaim", "refs", "size")
+    __slots__ = (
+        "cached_of", "drop", "each", "free_of", "hold", "name", "on_cached", "owners", "reclaim", "refs", "size"
+    )  # fmt: skip
 
-    name = "ids"
+    reclaim: Callable[[bool], bool]
+    """Frees one cached id, if one may be evicted; with True, only one of low value. The index sets this and what
+    follows: without an index no id is published."""
+    on_cached: Callable[[Any], None]
+    """Called with an entry whose id is no longer in use."""
+    hold: Callable[[str | None, int], None]
+    """Called with the client of an entry and 1 when it is published, -1 when it is withdrawn."""
+    drop: Callable[[Any], None]
+    """Removes an entry from the index, with its dependencies and dependents."""
 
-    def __init__(self, size: int, members: int = 1) -> None:
-        self.size, self.each = size, size // members
+    def __init__(self, name: str, size: int, members: int = 1) -> None:
+        self.name, self.size, self.each = name, size, size // members
         # By member. Popped from the end: low ids first.
         self.free_of = [list(range(end - 1, end - self.each, -1)) for end in range(self.each, size + 1, self.each)]
         self.refs = [0] * size
         self.owners: list[Any] = [None] * size
         self.cached_of = [0] * members
-        self.reclaim: Callable[[], bool] = _nothing_to_reclaim
-        """Frees one cached id, if one may be evicted. Set by the index."""
-        self.on_cached: Callable[[Any], None] = _ignore
-        """Called with an entry whose id is no longer in use. Set by the index."""
-        self.hold: Callable[[str | None, int], None] = _ignore
-        """Called with the client of an entry and 1 when it is published, -1 when it is withdrawn. Set by the index."""
-        self.drop: Callable[[Any], None] = _ignore
-        """Removes an entry from the index, with its dependencies and dependents. Set by the index."""
 
     @property
     def total(self) -> int:
@@ -59,20 +61,25 @@ class Pool:
     @property
     def available(self) -> int:
         """Number of ids that can be taken now, equally from all members: free ones and cached ones."""
-        return len(self.free_of) * min(map(_available, self.free_of, self.cached_of))
+        return len(self.free_of) * min(len(free) + cached for free, cached in zip(self.free_of, self.cached_of, strict=True))
 
     @property
     def used(self) -> int:
         """Number of ids that rows use."""
         return self.total - sum(map(len, self.free_of)) - self.num_cached
 
-    def take(self, member: int = 0) -> int:
+    def member_of(self, index: int) -> int:
+        """Returns the member that has page `index` of a row, counted from 0: each has the pages of its own positions of
+        every row."""
+        return index % len(self.free_of)
+
+    def take(self, member: int = 0, *, low_value: bool = False) -> int:
         """Returns a free id of a member with one reference, and evicts cached entries if necessary. Returns 0 if none
-        is available."""
+        is available. `low_value`: for an entry of low value, which evicts only others of low value."""
         free = self.free_of[member]
         while not free:
             # In the order of eviction: ids of other members may become free before one of this member does.
-            if not self.cached_of[member] or not self.reclaim():
+            if not self.cached_of[member] or not self.reclaim(low_value):
                 return 0
         fresh = free.pop()
         self.refs[fresh] = 1
@@ -139,46 +146,3 @@ class Pool:
         if idle:
             assert self.used == 0, f"{self.name}: {self.used} in use at idle"
             assert len(free) + self.num_cached == self.total, f"{self.name}: some are lost"
-
-
-class SlotPool(Pool):
-    """State slots."""
-
-    __slots__ = ("reclaim_interior",)
-
-    name = "slots"
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.reclaim_interior: Callable[[], bool] = _nothing_to_reclaim
-        """Frees a cached slot of the lowest rank only. Set by the index."""
-
-    def take_low_value(self) -> int:
-        """Returns a slot for a checkpoint of low value: a free one, or that of another checkpoint of low value."""
-        if not self.free_of[0] and not self.reclaim_interior():
-            return 0
-        return self.take()
-
-
-class PagePool(Pool):
-    """KV pages. Several members are devices: each has the pages of its own positions of every row."""
-
-    __slots__ = ()
-
-    name = "pages"
-
-    def member_of(self, index: int) -> int:
-        """Returns the member that has page `index` of a row, counted from 0."""
-        return index % len(self.free_of)
-
-
-def _available(free: list[int], cached: int) -> int:
-    return len(free) + cached
-
-
-def _nothing_to_reclaim() -> bool:
-    return False
-
-
-def _ignore(owner: Any, amount: int = 0) -> None:
-    """Used without an index: no state or page is published, so none becomes cached."""

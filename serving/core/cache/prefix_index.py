@@ -12,11 +12,10 @@ page can be evicted, leaves first. A state is evicted together with any page tha
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 from serving.core.cache.content import Scope
 from serving.core.cache.eviction_queue import EvictionQueue, in_turn
-from serving.core.cache.pools import PagePool, SlotPool
+from serving.core.cache.pools import Pool
 from serving.core.cache.prefix_tree import (
     NO_TAIL,
     Checkpoint,
@@ -43,8 +42,8 @@ class PrefixIndex:
 
     def __init__(
         self,
-        slots: SlotPool,
-        pages: PagePool | None,
+        slots: Pool,
+        pages: Pool | None,
         policy: RetentionPolicy,
         unit: int,
         stats: Stats,
@@ -62,12 +61,11 @@ class PrefixIndex:
         """Lineages of earlier weights."""
         self._idle_states: EvictionQueue[Checkpoint] = EvictionQueue(self._state_stamp, kept.clock)
         self._idle_pages: EvictionQueue[Node | Checkpoint] = EvictionQueue(self._page_stamp, kept.clock)
-        slots.reclaim = self.evict_state
-        slots.reclaim_interior = partial(self.evict_state, EvictionRank.INTERIOR)
+        slots.reclaim = lambda low: self.evict_state(EvictionRank.INTERIOR if low else EvictionRank.KEPT)
         slots.on_cached, slots.hold = self._slot_idle, self._idle_states.hold
         slots.drop = self.drop_state
         if pages is not None:
-            pages.reclaim = self.evict_page
+            pages.reclaim = lambda low: self.evict_page()
             pages.on_cached, pages.hold = self._page_idle, self._idle_pages.hold
             pages.drop = self.drop_state
 
@@ -235,40 +233,29 @@ class PrefixIndex:
         self._remember(state_digest(node, entry.tail))
         self.stats.states_evicted += 1
         self.slots.unpublish(entry.slot)
-        if self.pages is None:
-            self._prune(node)
-        elif entry.page:
+        if self.pages is not None and entry.page:
             self.pages.unpublish(entry.page)
+        if self.pages is None or entry.page or kept:
             self._leaf_again(node)
-        elif kept:
-            self._queue_page(node)
 
-    def forget(self, tokens: Sequence[int], scope: Scope) -> None:
-        """Removes entries that begin with these tokens' first unit, or less: all states, and pages not in use.
+    def forget(self, scope: Scope | None = None, tokens: Sequence[int] | None = None) -> None:
+        """Removes all states of a scope (None: of all), and the pages that no row uses; with `tokens`, only those that
+        begin with the first unit of these, or less: an error in one of them may have propagated to those below it.
 
-        An error in one of them may have propagated to those below it.
+        They are not copied to tiers below the device.
         """
-        if (root := self.roots.get(scope)) is not None:
-            self._drop_below(root, tokens)
-
-    def drop_all(self) -> None:
-        """Removes all states, and the pages that no row uses. They are not copied to tiers below the device."""
-        for root in list(self.roots.values()):
-            self._drop_below(root)
-
-    def _drop_below(self, root: Root, tokens: Sequence[int] | None = None) -> None:
-        """Removes states of a root and all below, or only those that begin with these tokens' first unit, or less."""
-        for entry in list(root.states.values()):
-            if tokens is None or entry.tail == tuple(tokens[: len(entry.tail)]):
-                self.drop_state(entry, trusted=False)
-        below = [node for key, node in root.children.items() if tokens is None or key == tuple(tokens[: self.unit])]
-        for node in below:
-            below += node.children.values()
-        for node in reversed(below):
-            for entry in list(node.states.values()):
-                self.drop_state(entry, trusted=False)
-            if self.pages is not None and not node.children and not self.pages.refs[node.page]:
-                self._drop_node(node)
+        for root in [root for each, root in self.roots.items() if scope in (None, each)]:
+            for entry in list(root.states.values()):
+                if tokens is None or entry.tail == tuple(tokens[: len(entry.tail)]):
+                    self.drop_state(entry, trusted=False)
+            below = [node for key, node in root.children.items() if tokens is None or key == tuple(tokens[: self.unit])]
+            for node in below:
+                below += node.children.values()
+            for node in reversed(below):
+                for entry in list(node.states.values()):
+                    self.drop_state(entry, trusted=False)
+                if self.pages is not None and not node.children and not self.pages.refs[node.page]:
+                    self._drop_node(node)
 
     def by_worth(self) -> list[Checkpoint]:
         """Returns all states, those of clients in turn: of each, in reverse order of eviction."""
@@ -303,19 +290,15 @@ class PrefixIndex:
         self.pages.unpublish(node.page)
         self._leaf_again(parent)
 
-    def _prune(self, node: Node) -> None:
-        """Removes nodes without states at or below them, in a model without pages."""
-        while not node.states and not node.children:
-            if isinstance(node, Root):
-                del self.roots[node.scope]
-                return
-            assert node.parent is not None
+    def _leaf_again(self, node: Node) -> None:
+        """Updates a node whose state or child was removed: its page may now be evictable.
+
+        In a model without pages, removes the nodes up to the root that have no states at or below them.
+        """
+        while self.pages is None and node.parent is not None and not node.states and not node.children:
             del node.parent.children[node.key]
             self._remember(node.digest)
             node = node.parent
-
-    def _leaf_again(self, node: Node) -> None:
-        """Updates a node whose child was removed: its page may now be evictable."""
         if not isinstance(node, Root):
             self._queue_page(node)
         elif not node.states and not node.children and self.roots.get(node.scope) is node:

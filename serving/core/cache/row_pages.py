@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, SupportsIndex
 
 from serving.core.cache.content import Chain
-from serving.core.cache.pools import PagePool
+from serving.core.cache.pools import Pool
 from serving.core.cache.prefix_tree import Checkpoint, Node
 
 PageCopy = tuple[int, int]
@@ -49,7 +49,7 @@ class PageTable(list[int]):
 class RowPages:
     """Owns the references of one running sequence to its pages. The pool is None for a model without attention."""
 
-    _pool: PagePool | None
+    _pool: Pool | None
     page_size: int
     table: PageTable = field(init=False, default_factory=PageTable)
     """Never cleared, because planned rows read it and may run after the sequence has released its pages."""
@@ -114,11 +114,11 @@ class RowPages:
             table.append(page)
         return True
 
-    def _holds_a_copy_alone(self, pool: PagePool, member: int) -> bool:
+    def _holds_a_copy_alone(self, pool: Pool, member: int) -> bool:
         """Returns whether the planned step copies a page of a member that no other row reads."""
         return self.copy is not None and pool.refs[self.copy[0]] == 1 and pool.member_of(self._copied_at) == member
 
-    def _own_shared(self, pool: PagePool) -> bool:
+    def _own_shared(self, pool: Pool) -> bool:
         """Plans a copy of the page that others may read, before the row writes it. Its source stays referenced until
         then."""
         source = self.table[self.shared]
@@ -136,7 +136,7 @@ class RowPages:
             return True
         return False
 
-    def _unshare(self, pool: PagePool) -> None:
+    def _unshare(self, pool: Pool) -> None:
         """Drops the checkpoint that shares a page. Losing a checkpoint that no row reads is better than preempting a
         row."""
         pool.withdraw(self.table[self.shared])

@@ -176,7 +176,7 @@ class RowState:
                     self.lease()
                 slot = last if len(self._own) > 1 else 0
             elif cache.can_spare_slot(admitting=admitting):
-                slot = cache.slots.take_low_value() if low_value else cache.slots.take()
+                slot = cache.slots.take(low_value=low_value)
             if slot:
                 found.append(Publication(position, kind, slot))
             else:

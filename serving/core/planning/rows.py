@@ -328,18 +328,14 @@ def after_settle(scheduler: SchedulerState, row: PlannedRow, before: int, after:
     confirmed = min(after, len(request.tokens), request.max_total - 1)
     boundary = confirmed - confirmed % block
     if boundary > before:
-        _publish_boundary(scheduler, row, boundary, boundary - before - 1)
+        state, later, pending = progress.state, progress.unsettled[-1:], scheduler.pending
+        is_pending = pending is not None and bool(later) and later[0].step == pending.step
+        nth = boundary - before - 1
+        state.publish_boundary(row.access, nth, progress.content, boundary, unsettled=bool(later), pending=is_pending)
+        if pending is not None and state.leaving and later[0] not in pending.effects:
+            pending.effects.append(later[0])
     if pages.publishes_at(confirmed):
         index.publish_pages(progress.content, confirmed)
     progress.publish_at = after - after % block + block
     if cache.pages is not None:
         progress.publish_at = min(progress.publish_at, (pages.num_published + 1) * pages.page_size)
-
-
-def _publish_boundary(scheduler: SchedulerState, row: PlannedRow, boundary: int, nth: int) -> None:
-    progress, pending = row.request.progress, scheduler.pending
-    state, later = progress.state, progress.unsettled[-1:]
-    is_pending = pending is not None and bool(later) and later[0].step == pending.step
-    state.publish_boundary(row.access, nth, progress.content, boundary, unsettled=bool(later), pending=is_pending)
-    if pending is not None and state.leaving and later[0] not in pending.effects:
-        pending.effects.append(later[0])

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from serving.core.cache.cache import Cache
-from serving.core.cache.pools import PagePool, SlotPool
+from serving.core.cache.pools import Pool
 from serving.core.cache.prefix_index import PrefixIndex
 from serving.core.cache.prefix_tree import CheckpointKind, Match
 from serving.core.cache.retention import Clock, RetentionPolicy
@@ -46,8 +46,8 @@ class StateLease:
     slot: int
     pages: list[int]
     position: int
-    slots_of: SlotPool
-    pages_of: PagePool | None
+    slots_of: Pool
+    pages_of: Pool | None
 
 
 class SchedulerState:

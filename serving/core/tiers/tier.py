@@ -145,10 +145,6 @@ class Tier:
         with self.lock:
             return self._queue.total
 
-    def has_block(self, name: Name) -> bool:
-        """Returns whether the tier has a block's keys and values."""
-        return name in self._blocks
-
     def holds(self, name: Name) -> bool:
         """Returns whether the tier has a part: a block's keys and values, or a unit's own."""
         return name in self.units or name in self._blocks

@@ -106,11 +106,11 @@ class Tiers(IndexObserver):
     """
 
     def __init__(
-        self, host: Tier | None, disk: Tier | None, *, costs: FetchCosts, max_copying: int, only_blocks: bool = False
+        self, host: Tier | None, disk: Tier | None, *, max_copying: int, only_blocks: bool = False
     ) -> None:
         tiers = [tier for tier in (host, disk) if tier is not None]
         assert tiers, "no tier at all"
-        self.host, self.disk, self.fetch_costs, self.max_copying = host, disk, costs, max_copying
+        self.host, self.disk, self.fetch_costs, self.max_copying = host, disk, FetchCosts(), max_copying
         self.only_blocks = only_blocks
         self.tiers: Sequence[Tier] = tiers
         """The tiers, the fastest first."""

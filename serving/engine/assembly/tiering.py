@@ -9,7 +9,7 @@ from pathlib import Path
 from mamba_jax.config import HybridConfig
 from serving.config import ConfigError, EngineConfig
 from serving.core.tiers.tier import Tier
-from serving.core.tiers.tiers import FetchCosts, Tiers
+from serving.core.tiers.tiers import Tiers
 from serving.engine.assembly.design import waiting_form
 from serving.engine.assembly.free_memory import GIB, available_ram, show_bytes
 from serving.engine.steps.loop import StepLoop
@@ -67,7 +67,6 @@ def connect_tiers(
         tiers = Tiers(
             None if memory is None else memory.tier,
             None if disk is None else disk.tier,
-            costs=FetchCosts(),
             max_copying=MAX_COPYING,
             only_blocks=config.narrows_states,
         )

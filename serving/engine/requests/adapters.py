@@ -128,11 +128,6 @@ class AdapterTable:
         held = [adapter for entries in (self._loras, self._initial) for adapter in entries.held if adapter]
         return {"max": len(self._loras.held), "running": ",".join(sorted({each.name for each in held if each.users}))}
 
-    @property
-    def num_users(self) -> int:
-        """Unfinished requests that use an adapter, counted once for each kind of entry that it has."""
-        return sum(adapter.users for entries in (self._loras, self._initial) for adapter in entries.held if adapter)
-
     def warm_up(self) -> None:
         """Compiles what loading needs."""
         if self._states is not None and self._loop.store is not None:

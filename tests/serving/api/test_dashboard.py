@@ -12,7 +12,7 @@ from serving.api.http.settings import ServerSettings
 from serving.api.metrics import ALIASES, PREFIX, Families, Metrics, add_fetches, add_tiers
 from serving.core.scheduler import Scheduler
 from serving.core.tiers.tier import Sizes, Tier
-from serving.core.tiers.tiers import FetchCosts, Tiers
+from serving.core.tiers.tiers import Tiers
 from serving.engine.requests.output import CompletionOutput, RequestOutput
 from serving.engine.stats import LoopStats
 from tests.serving.core.drive import small_config
@@ -87,7 +87,7 @@ def test_the_guide_names_every_metric_and_setting(server):
 
 def test_the_page_names_every_metric_of_tiers():
     sizes = Sizes(state=1, page=0, page_size=1, block=1)
-    tiers = Tiers(Tier("host", 10, sizes), Tier("disk", 20, sizes), costs=FetchCosts(), max_copying=1)
+    tiers = Tiers(Tier("host", 10, sizes), Tier("disk", 20, sizes), max_copying=1)
     found = tiers.snapshot()
     families = Families()
     add_tiers(families, found)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from serving.core.cache.pools import PagePool
+from serving.core.cache.pools import Pool
 from serving.core.errors import ConfigError, FinishReason, MissReason, RequestError
 from serving.core.requests.request import Status
 from tests.serving.core.drive import Loop, small_config
@@ -22,7 +22,7 @@ def test_a_page_of_another_member_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
             run_seed(seed)
 
     run_some()
-    monkeypatch.setattr(PagePool, "member_of", lambda self, index: 0)
+    monkeypatch.setattr(Pool, "member_of", lambda self, index: 0)
     with pytest.raises(Violation, match="a page of another member"):
         run_some()
 

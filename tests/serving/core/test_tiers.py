@@ -118,7 +118,7 @@ def test_fetching_is_tried_until_it_is_known_to_be_dearer_and_again_after_a_whil
 
 def test_what_other_weights_computed_never_goes_to_the_disk():
     disk = Tier("disk", 1000, SIZES)
-    tiers = Tiers(Tier("host", 1000, SIZES), disk, costs=FetchCosts(), max_copying=1000)
+    tiers = Tiers(Tier("host", 1000, SIZES), disk, max_copying=1000)
     before, after = unit([1] * 5), unit([2] * 5)
     assert tiers.host is not None
     tiers.host.add(before)
@@ -133,7 +133,7 @@ def test_what_other_weights_computed_never_goes_to_the_disk():
 
 def test_what_others_do_to_a_disk_counts_like_the_own():
     disk = Tier("disk", 45, SIZES)
-    tiers = Tiers(None, disk, costs=FetchCosts(), max_copying=1000)
+    tiers = Tiers(None, disk, max_copying=1000)
     own, brought, more = unit([1] * 9), unit([1] * 10), unit([2] * 9)
     disk.stored(disk.add(own))
     tiers.sync_external([], [brought, own], [])

@@ -13,7 +13,7 @@ from serving.core.requests.request import RemoteLoad
 from serving.core.scheduler import Scheduler
 from serving.core.tiers.journal import Journal
 from serving.core.tiers.tier import Sizes, Tier
-from serving.core.tiers.tiers import FetchCosts, Tiers
+from serving.core.tiers.tiers import Tiers
 from tests.serving.core.schedules import Run, random_config
 from tests.serving.core.truth import Truth, expect
 
@@ -58,7 +58,7 @@ class TieredRun(Run):
         )
         host = Tier("host", apart.choice([20, 60, 1000]), sizes) if apart.random() < 0.8 else None
         disk = Tier("disk", apart.choice([60, 1000]), sizes) if host is None or apart.random() < 0.5 else None
-        self.tiers = Tiers(host, disk, costs=FetchCosts(), max_copying=apart.choice([1, 40, 1000]))
+        self.tiers = Tiers(host, disk, max_copying=apart.choice([1, 40, 1000]))
         self.apart, self.journal = apart, Journal(sizes.block)
         self.parts: dict[str, dict[bytes, Any]] = {tier.name: {} for tier in self.tiers.tiers}
         self.loads: list[RemoteLoad] = []

@@ -84,7 +84,7 @@ def test_an_adapter_is_loaded_on_all_replicas_or_on_none(group, engines):
         with pytest.raises(RequestError, match="unfinished requests use all 2 loaded adapters"):
             load(group, name, 2)
     assert [engine.adapters.loaded for engine in engines] == before
-    assert engines[0].adapters.num_users == 0
+    assert not engines[0].adapters.usage["running"]
     assert engines[0].adapters.names["tenant 0"] == ("0", "content 0")
     for adapter in busy:
         engines[1].adapters.release(adapter)
@@ -103,7 +103,7 @@ def test_a_failed_write_leaves_the_adapter_on_no_replica(group, engines, monkeyp
         load(group, "tenant 0", 1)
     monkeypatch.undo()
     assert not any("tenant 0" in engine.adapters.loaded for engine in engines)
-    assert engines[0].adapters.num_users == 0 == engines[1].adapters.num_users
+    assert not any(engine.adapters.usage["running"] for engine in engines)
     load(group, "tenant 0", 1)
     assert len({tuple(said(output)) for output in run(group, [LoRARequest("tenant 0", 0, "1")] * 4)}) == 1
 

@@ -70,7 +70,7 @@ class Disk:
         except OSError:
             self.folder.remove(self.tier.drop(new.name))
             for name in change.blocks:
-                if self.tier.has_block(name) and not self.folder.has(name):
+                if self.tier.holds(name) and not self.folder.has(name):
                     self.folder.remove(self.tier.drop_block(name))
 
     def fetch(self, tokens) -> str:

@@ -11,7 +11,7 @@ import pytest
 from mamba_jax.store import Store, StoreShape, init_store
 from serving.core.requests.request import RemoteLoad, RemoteState
 from serving.core.tiers.tier import Tier, Unit
-from serving.core.tiers.tiers import FetchCosts, TierCopy, TierHit, Tiers
+from serving.core.tiers.tiers import TierCopy, TierHit, Tiers
 from serving.state_transfer.programs import Arrangement, PointPrograms
 from serving.state_transfer.source import Inbox
 from serving.tiers.folder import Folder
@@ -83,7 +83,7 @@ def movers(tmp_path):
     def make(model: str, layout: Layout, kind: str) -> Mover:
         host = Tier("host", 1 << 30, layout.sizes(in_files=False)) if "host" in kind else None
         disk = Tier("disk", 1 << 30, layout.sizes(in_files=True)) if "disk" in kind else None
-        tiers = Tiers(host, disk, costs=FetchCosts(), max_copying=1 << 30)
+        tiers = Tiers(host, disk, max_copying=1 << 30)
         programs = PROGRAMS.setdefault(model, PointPrograms(layout.arrangement))
         below = None
         if disk is not None:

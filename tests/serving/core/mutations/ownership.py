@@ -165,8 +165,8 @@ def null_handed_out(whole, self, *sizes):
 
 
 @mutation(47, Pool, "take")
-def one_slot_for_all(whole, self, *member):
-    fresh = whole(self, *member)
+def one_slot_for_all(whole, self, *member, **value):
+    fresh = whole(self, *member, **value)
     if fresh and self.name == "slots" and self.size > 6:
         used = [i for i in range(1, self.size) if self.refs[i] == 1 and self.owners[i] is None and i != fresh]
         if len(used) > 3:
