@@ -19,7 +19,7 @@ from serving.engine.changes import WeightsUpdate, load_adapter, table_of
 from serving.engine.control import PauseMode
 from serving.engine.engine import Engine
 from serving.engine.engine_thread import Result
-from serving.engine.replicas import Assignment, Reader, ReplicaThreads
+from serving.engine.replicas import Assignment, ReplicaThreads
 from serving.engine.requests.adapter_reads import AdapterReads
 from serving.engine.requests.adapters import AdapterNotRead
 from serving.engine.requests.output import RequestOutput
@@ -100,7 +100,7 @@ class AsyncEngine(ReplicaThreads):
         aborted = False
         while True:
             given, request = request, replace(request, adapter_content=None)  # only one queue holds what may be large
-            mailbox = _Mailbox(request, self.loads.give(ids, request, without=full))
+            mailbox = _Mailbox(self.loads.give(ids, request, without=full))
             thread = self.threads[mailbox.assignment.replica]
             self._ids_in_use.add(name)
             thread.add(given, mailbox)
@@ -187,11 +187,11 @@ class AsyncEngine(ReplicaThreads):
                 has.
         """
         adapter = await self._reads.read(lambda: table_of(self.engine).read(name, path))
-        await asyncio.shield(self._exclusively(load_adapter, name, path, adapter, self.results))
+        await asyncio.shield(self._exclusively(load_adapter, name, path, adapter, self.call_each))
 
     async def unload_adapter(self, name: str) -> None:
         """Removes an adapter from every engine. Requests that use it keep it until they end."""
-        await asyncio.shield(self._exclusively(self.results, lambda engine: table_of(engine).remove(name)))
+        await asyncio.shield(self._exclusively(self.call_each, lambda engine: table_of(engine).remove(name)))
 
     async def _exclusively(self, function: Callable[..., object], *arguments: Any) -> None:
         async with self._loading:
@@ -204,11 +204,11 @@ class AsyncEngine(ReplicaThreads):
             await asyncio.sleep(_PAUSE_LOOK)
 
 
-class _Mailbox(Reader):
+class _Mailbox:
     """Carries results from an engine's thread to one asyncio task."""
 
-    def __init__(self, request: EngineRequest, assignment: Assignment) -> None:
-        super().__init__(request, assignment)
+    def __init__(self, assignment: Assignment) -> None:
+        self.assignment, self.takes = assignment, assignment.takes
         self.loop = asyncio.get_running_loop()
         self._unread: Result | None = None
         self._arrived = asyncio.Event()

@@ -12,8 +12,8 @@ from serving.engine.control import WeightsChecksum
 from serving.engine.engine import Engine
 from serving.engine.requests.adapters import AdapterTable, ReadAdapter, Reservation
 
-CallAll = Callable[[Callable[[Engine], Any]], list[Any]]
-"""Calls a function with each engine between two of its steps; see `Engine.call_all`."""
+CallEach = Callable[[Callable[[Engine], Any]], list[Any]]
+"""Calls a function with each engine between two of its steps; see `Engine.call_each`."""
 
 
 def common_checksum(found: Sequence[WeightsChecksum]) -> WeightsChecksum:
@@ -75,7 +75,7 @@ def table_of(engine: Engine) -> AdapterTable:
     return engine.adapters
 
 
-def load_adapter(name: str, path: str, adapter: ReadAdapter, call_all: CallAll) -> None:
+def load_adapter(name: str, path: str, adapter: ReadAdapter, call_each: CallEach) -> None:
     """Loads or reloads an adapter, which was read from its files, on all engines.
 
     Raises:
@@ -96,9 +96,9 @@ def load_adapter(name: str, path: str, adapter: ReadAdapter, call_all: CallAll) 
 
     undo = cancel
     try:
-        call_all(reserve)
+        call_each(reserve)
         undo = remove  # entries that a failed write has changed cannot be kept
-        call_all(lambda engine: table_of(engine).commit(reserved.pop(engine)))
+        call_each(lambda engine: table_of(engine).commit(reserved.pop(engine)))
     except BaseException:
-        call_all(undo)
+        call_each(undo)
         raise

@@ -69,8 +69,8 @@ class Engine:
         self._changed: dict[str, UserRequest] = {}
         """Requests whose output changed since the last step returned, by request id."""
 
-    def call_all(self, function: Callable[[Engine], Any]) -> list[Any]:
-        """Calls a function with this engine; see `ReplicaGroup.call_all`."""
+    def call_each(self, function: Callable[[Engine], Any]) -> list[Any]:
+        """Calls a function with this engine; see `ReplicaThreads.call_each`."""
         return [function(self)]
 
     @property

@@ -272,7 +272,7 @@ class LLM:
     def update_weights(self, weights: NewWeights, *, version: str | int | None = None, partial: bool = False) -> str:
         """Replaces the model's weights in place without compiling. See `Control.update_weights`."""
         update = WeightsUpdate.of(self.engines, weights, version=version, partial=partial)
-        return str(self.front.call_all(update.apply)[0])
+        return str(self.front.call_each(update.apply)[0])
 
     @_in_turn
     def weights_checksum(self) -> WeightsChecksum:
@@ -281,7 +281,7 @@ class LLM:
         Raises:
             RequestError: the weights are not complete, or replicas have different ones.
         """
-        return common_checksum(self.front.call_all(lambda engine: engine.control.weights_checksum()))
+        return common_checksum(self.front.call_each(lambda engine: engine.control.weights_checksum()))
 
     @_in_turn
     def load_lora_adapter(self, name: str, path: str) -> None:
@@ -290,7 +290,7 @@ class LLM:
         Raises:
             RequestError: the adapter cannot be loaded.
         """
-        load_adapter(name, path, table_of(self.engine).read(name, path), self.front.call_all)
+        load_adapter(name, path, table_of(self.engine).read(name, path), self.front.call_each)
 
     @_in_turn
     def unload_lora_adapter(self, name: str) -> None:
@@ -300,12 +300,12 @@ class LLM:
             RequestError: no adapter has this name.
         """
         table_of(self.engine).names.check(name)
-        self.front.call_all(lambda engine: table_of(engine).remove(name))
+        self.front.call_each(lambda engine: table_of(engine).remove(name))
 
     @_in_turn
     def reset_prefix_cache(self) -> bool:
         """Drops all cached prefixes, on the devices and in the tiers. Returns True, as vLLM does."""
-        self.front.call_all(lambda engine: engine.loop.scheduler.drop_cached())
+        self.front.call_each(lambda engine: engine.loop.scheduler.drop_cached())
         return True
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -316,24 +316,24 @@ class LLM:
     @_in_turn
     def pause(self, mode: PauseMode = "abort") -> None:
         """Stops dispatching steps until `resume`; see `Control.pause`. With `wait`, all requests finish first."""
-        self.front.call_all(lambda engine: engine.control.pause(mode))
+        self.front.call_each(lambda engine: engine.control.pause(mode))
         while not all(engine.control.paused for engine in self.engines):
             self._step()
 
     @_in_turn
     def resume(self) -> None:
         """Ends a pause."""
-        self.front.call_all(lambda engine: engine.control.resume())
+        self.front.call_each(lambda engine: engine.control.resume())
 
     @_in_turn
     def sleep(self, level: int = 1) -> None:
         """Frees the memory of states and pages, on level 2 also that of the weights; see `Control.sleep`."""
-        self.front.call_all(lambda engine: engine.control.sleep(level))
+        self.front.call_each(lambda engine: engine.control.sleep(level))
 
     @_in_turn
     def wake_up(self) -> None:
         """Allocates the memory for states and pages again."""
-        self.front.call_all(lambda engine: engine.control.wake_up())
+        self.front.call_each(lambda engine: engine.control.wake_up())
 
     def encode_chat(self, messages: Messages, /, **template: Any) -> list[int]:
         """Returns the token ids of a conversation up to the beginning of the model's turn."""

@@ -94,7 +94,7 @@ class ReplicaLoads:
             best = min((i for i in range(len(self._engines)) if i not in without), key=cost)
             self._work[best].given(missing[best], now)
             self._choices[best] += choices
-        return Assignment(self, best, missing[best], choices)
+        return Assignment(self, request, best, missing[best])
 
     def tries_another(self, error: Exception, refused: Collection[int]) -> bool:
         """Returns whether to try another replica after the replicas `refused` refused a request, the last with `error`.
@@ -116,35 +116,23 @@ class ReplicaLoads:
 class Assignment:
     """The assignment of a request to a replica, until the request ends."""
 
-    def __init__(self, loads: ReplicaLoads, replica: int, missing: int, choices: int) -> None:
-        self._loads, self.replica, self.missing, self.choices = loads, replica, missing, choices
+    def __init__(self, loads: ReplicaLoads, request: EngineRequest, replica: int, missing: int) -> None:
+        self._loads, self.request, self.replica, self.missing = loads, request, replica, missing
 
-    def computed(self) -> None:
-        """Records that the replica has computed the prompt."""
-        if self.missing:
+    def takes(self, output: RequestOutput) -> bool:
+        """Notes that the prompt is computed, if there are tokens. Returns whether the request's reader gets this
+        output: each one if the request is live, else only the finished one."""
+        if self.missing and any(choice.token_ids for choice in output.outputs):
             self._loads.computed(self)
+        return output.finished or self.request.live
 
     def ended(self) -> None:
         """Records that the request has ended. Must be called once."""
-        self._loads.computed(self, choices=self.choices)
+        self._loads.computed(self, choices=self.request.params.n)
 
 
 _STEP_SECONDS = 0.05
 """Longest wait of a step of several replicas for their outputs."""
-
-
-class Reader:
-    """Receives the outputs of a request that was assigned to a replica."""
-
-    def __init__(self, request: EngineRequest, assignment: Assignment) -> None:
-        self.request, self.assignment = request, assignment
-
-    def takes(self, output: RequestOutput) -> bool:
-        """Notes that the prompt is computed, if there are tokens. Returns whether the reader gets this output: each one
-        if the request is live, else only the finished one."""
-        if any(choice.token_ids for choice in output.outputs):
-            self.assignment.computed()
-        return output.finished or self.request.live
 
 
 class ReplicaThreads:
@@ -152,8 +140,8 @@ class ReplicaThreads:
 
     Args:
         engines: only this object may use them from now on.
-        deliver: called on an engine's thread with the results of a step, each with the `Reader` of its request:
-            deltas, finished outputs and errors.
+        deliver: called on an engine's thread with the results of a step, each with the reader of its request: deltas,
+            finished outputs and errors.
     """
 
     def __init__(self, engines: Engine | Sequence[Engine], deliver: Deliver) -> None:
@@ -179,7 +167,7 @@ class ReplicaThreads:
         """Calls a function with each engine between two of its steps; returns the future results, in order."""
         return [thread.call(function) for thread in self.threads]
 
-    def results(self, function: Callable[[Engine], Any]) -> list[Any]:
+    def call_each(self, function: Callable[[Engine], Any]) -> list[Any]:
         """Returns the results of `calls`. If the function raises an error for one engine, the other engines still run
         it, and this method raises the error afterwards."""
         calls = self.calls(function)
@@ -246,8 +234,8 @@ class ReplicaGroup(ReplicaThreads):
     """Replicas for a caller without asyncio, with the methods of `Engine`. Not thread-safe: one caller uses it."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
-        self._arrived: queue.SimpleQueue[Sequence[tuple[Reader, Result]]] = queue.SimpleQueue()
-        self._readers: dict[str, Reader] = {}
+        self._arrived: queue.SimpleQueue[Sequence[tuple[Assignment, Result]]] = queue.SimpleQueue()
+        self._readers: dict[str, Assignment] = {}
         """Of the requests whose finished output `step` has not returned, by request id."""
         super().__init__(engines, self._arrived.put)
 
@@ -274,14 +262,14 @@ class ReplicaGroup(ReplicaThreads):
                     raise RequestError(f"request id {request.request_id!r} is in use")
                 full: list[int] = []
                 while request.request_id not in self._readers:
-                    reader = Reader(request, self.loads.give(ids, request, without=full))
-                    replica = reader.assignment.replica
+                    reader = self.loads.give(ids, request, without=full)
+                    replica = reader.replica
                     try:
                         if replica not in adders:
                             adders[replica] = stack.enter_context(self.threads[replica].at_rest())
                         adders[replica](request, reader)
                     except Exception as error:
-                        reader.assignment.ended()
+                        reader.ended()
                         full.append(replica)
                         if not self.loads.tries_another(error, full):
                             raise
@@ -291,7 +279,7 @@ class ReplicaGroup(ReplicaThreads):
     def abort(self, request_id: str) -> None:
         """Ends a request, if it is unfinished; a later `step` returns its output so far."""
         if (reader := self._readers.get(request_id)) is not None:
-            self.threads[reader.assignment.replica].abort(request_id)
+            self.threads[reader.replica].abort(request_id)
 
     def step(self) -> list[RequestOutput]:
         """Waits a moment for new outputs of any replica, if there are unfinished requests, and returns them.
@@ -299,7 +287,7 @@ class ReplicaGroup(ReplicaThreads):
         Raises:
             EngineStopped: a replica has failed.
         """
-        results: list[tuple[Reader, Result]] = []
+        results: list[tuple[Assignment, Result]] = []
         if self._readers:
             with contextlib.suppress(queue.Empty):  # paused replicas return nothing, and the caller may resume them
                 results += self._arrived.get(timeout=_STEP_SECONDS)
@@ -309,16 +297,12 @@ class ReplicaGroup(ReplicaThreads):
         outputs: list[RequestOutput] = []
         for reader, result in results:
             if isinstance(result, Exception) or result.finished:
-                reader.assignment.ended()
+                reader.ended()
                 self._readers.pop(reader.request.request_id, None)
             if isinstance(result, Exception):
                 raise result
             outputs.append(result)
         return outputs
-
-    def call_all(self, function: Callable[[Engine], Any]) -> list[Any]:
-        """Calls a function with each replica between two of its steps; returns the results in the replicas' order."""
-        return self.results(function)
 
     def close(self) -> None:
         """Closes all replicas; see `Engine.close`."""

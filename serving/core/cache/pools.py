@@ -61,7 +61,8 @@ class Pool:
     @property
     def available(self) -> int:
         """Number of ids that can be taken now, equally from all members: free ones and cached ones."""
-        return len(self.free_of) * min(len(free) + cached for free, cached in zip(self.free_of, self.cached_of, strict=True))
+        each = (len(free) + cached for free, cached in zip(self.free_of, self.cached_of, strict=True))
+        return len(self.free_of) * min(each)
 
     @property
     def used(self) -> int:

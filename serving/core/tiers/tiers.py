@@ -105,9 +105,7 @@ class Tiers(IndexObserver):
         only_blocks: take states after whole blocks of tokens alone: others would be rounded where no running row is.
     """
 
-    def __init__(
-        self, host: Tier | None, disk: Tier | None, *, max_copying: int, only_blocks: bool = False
-    ) -> None:
+    def __init__(self, host: Tier | None, disk: Tier | None, *, max_copying: int, only_blocks: bool = False) -> None:
         tiers = [tier for tier in (host, disk) if tier is not None]
         assert tiers, "no tier at all"
         self.host, self.disk, self.fetch_costs, self.max_copying = host, disk, FetchCosts(), max_copying

@@ -96,35 +96,6 @@ def row_rounding(config: EngineConfig) -> tuple[NarrowDtype, int] | None:
     return (NarrowDtype(config.checkpoint_dtype), config.state_block_size) if config.narrows_states else None
 
 
-def scheduler_config(
-    config: EngineConfig, policy: ResolvedCaching, size: StoreSize, *, budget: int, lookahead: int
-) -> SchedulerConfig:
-    """Returns the scheduler's settings. `budget`: tokens of a step. `lookahead`: tokens after a row's own for which a
-    draft layer needs pages."""
-    if not policy.chunked_prefill:
-        # Without chunks, a step must hold the longest prompt.
-        budget = max(budget, size.max_model_len)
-    return SchedulerConfig(
-        num_slots=size.num_slots,
-        num_pages=size.num_pages,
-        max_num_seqs=size.max_num_seqs,
-        max_num_batched_tokens=budget,
-        max_model_len=size.max_model_len,
-        page_size=size.page_size,
-        context_members=size.members,
-        state_block_size=config.state_block_size,
-        tile_size=config.tile_size,
-        cache_mode=policy.mode,
-        num_speculative_tokens=config.num_speculative_tokens,
-        replay_interval=size.replay_interval,
-        num_lookahead_tokens=lookahead,
-        chunks_end_at_blocks=config.narrows_states,
-        max_prefill_rows=min(MAX_PREFILL_ROWS, size.max_num_seqs),
-        max_waiting=config.max_num_waiting,
-        max_decode_pause=config.max_decode_pause,
-    )
-
-
 @dataclass(frozen=True)
 class EngineDesign:
     """All properties of an engine that do not depend on free memory. Create it with `EngineDesign.of`."""
@@ -296,8 +267,29 @@ class EngineDesign:
         drafts = max(1, self.config.num_speculative_tokens)
         if self.model.drafter is not None:
             drafts = self.model.drafter.lookahead(drafts)
-        lookahead = drafts if self._stores_draft_kv else 0
-        return scheduler_config(self.config, self.caching, size, budget=self.step_tokens, lookahead=lookahead)
+        config, budget = self.config, self.step_tokens
+        if not self.caching.chunked_prefill:
+            # Without chunks, a step must hold the longest prompt.
+            budget = max(budget, size.max_model_len)
+        return SchedulerConfig(
+            num_slots=size.num_slots,
+            num_pages=size.num_pages,
+            max_num_seqs=size.max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=size.max_model_len,
+            page_size=size.page_size,
+            context_members=size.members,
+            state_block_size=config.state_block_size,
+            tile_size=config.tile_size,
+            cache_mode=self.caching.mode,
+            num_speculative_tokens=config.num_speculative_tokens,
+            replay_interval=size.replay_interval,
+            num_lookahead_tokens=drafts if self._stores_draft_kv else 0,
+            chunks_end_at_blocks=config.narrows_states,
+            max_prefill_rows=min(MAX_PREFILL_ROWS, size.max_num_seqs),
+            max_waiting=config.max_num_waiting,
+            max_decode_pause=config.max_decode_pause,
+        )
 
     def batches(self, settings: SchedulerConfig, *, masks: bool = False) -> BatchBuilder:
         """Returns a builder that converts the scheduler's plans to arrays. `masks`: grammars constrain some rows."""

@@ -9,7 +9,7 @@ import pytest
 
 from kernels_pallas.native import WHY_MISSING
 from serving.core.config import SchedulerConfig
-from serving.engine.assembly import design
+from serving.engine.assembly.design import EngineDesign
 from tests.serving.core.mutations.registry import Fault
 from tests.serving.differential.faults import ADAPTERS, BITS, DEVICE
 from tests.serving.differential.judging import Divergence
@@ -65,10 +65,10 @@ def test_fault_shows(fault: Fault, first: int, how: dict[str, Any], monkeypatch:
 @pytest.mark.slow
 def test_chunks_that_run_over_a_boundary_are_noticed() -> None:
     """States that are not rounded where the references' are. The bound of rounded states is narrow enough to see it."""
-    sound = design.scheduler_config
+    sound = EngineDesign.scheduler
 
     def unbound(*arguments: Any, **more: Any) -> SchedulerConfig:
         return dataclasses.replace(sound(*arguments, **more), chunks_end_at_blocks=False)
 
-    with mock.patch.object(design, "scheduler_config", sound):
-        shows(lambda: setattr(design, "scheduler_config", unbound), 5_100_000, model="int8, exact")
+    with mock.patch.object(EngineDesign, "scheduler", sound):
+        shows(lambda: setattr(EngineDesign, "scheduler", unbound), 5_100_000, model="int8, exact")

@@ -53,7 +53,7 @@ def run(group, adapters, salt=None):
 
 
 def load(group, name, number):
-    load_adapter(name, str(number), table_of(group.engine).read(name, str(number)), group.call_all)
+    load_adapter(name, str(number), table_of(group.engine).read(name, str(number)), group.call_each)
 
 
 def test_each_replica_has_the_same_content_under_a_name(group, engines):
@@ -69,7 +69,7 @@ def test_each_replica_has_the_same_content_under_a_name(group, engines):
     outputs = run(group, [moved] * 6, "alone 1")
     assert [said(output) for output in outputs] == [expected[2]] * 6
     assert len({engine.adapters.loaded["tenant 0"] for engine in engines}) == 1
-    group.call_all(lambda engine: table_of(engine).remove("tenant 0"))
+    group.call_each(lambda engine: table_of(engine).remove("tenant 0"))
     assert not any("tenant 0" in engine.adapters.loaded for engine in engines)
 
 

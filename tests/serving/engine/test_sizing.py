@@ -17,7 +17,7 @@ from mamba_jax.store import StoreShape, init_store, store_bytes
 from serving.cli import main
 from serving.config import ConfigError, EngineConfig
 from serving.engine.assembly import build, free_memory
-from serving.engine.assembly.design import EngineDesign, resolve_caching, scheduler_config
+from serving.engine.assembly.design import EngineDesign
 from serving.engine.assembly.free_memory import store_memory
 from serving.engine.assembly.gpu_memory import reserve_gpu_memory, share_notices, usable_share
 from serving.engine.assembly.sizing import size_store
@@ -95,8 +95,6 @@ def test_the_default_page_size_depends_on_the_platform_and_divides_the_state_blo
     found = size_store(config, SHAPE, mode="all", platform=platform, **sizes)
     assert found.page_size == page_size
     assert found.bytes_per_page == SHAPE.bytes_per_page(page_size, jnp.float32)
-    settings = scheduler_config(config, resolve_caching(config), found, budget=2048, lookahead=0)
-    assert settings.page_size == page_size
 
 
 def test_the_bytes_are_those_of_the_arrays():
