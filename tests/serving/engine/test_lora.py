@@ -166,7 +166,8 @@ def test_a_removed_adapter_is_read_again_with_its_old_content_only(llm, prompt, 
     with pytest.raises(RequestError, match="have changed since it was loaded; load the adapter again"):
         llm.generate(prompt, GREEDY, lora_request=request)
     llm.load_lora_adapter("first", str(directory))
-    llm.generate(prompt, GREEDY, lora_request=request)
+    (output,) = llm.generate(prompt, GREEDY, lora_request=request)
+    assert output.num_cached_tokens == 0  # what the old content computed is not found
 
 
 OF_EXPERTS = FLAGS | {"max_num_batched_tokens": 256, "enable_lora": True, "max_loras": 2, "max_lora_rank": 4}
