@@ -287,11 +287,16 @@ def scope_without_adapter(sound, self, salt, adapter=None):
     return sound(self, salt)
 
 
-@adapter_fault(57, AdapterTable, "put")
-def scope_by_name(sound, self, name, path, adapter):
-    loaded = sound(self, name, path, adapter)
-    loaded.digest = name
-    return loaded
+@adapter_fault(57)
+def scope_by_name(patch: Patch) -> None:
+    names, commit, scope = {}, AdapterTable.commit, Cache.scope
+
+    def with_name(self, reserved):
+        names[reserved.loading.digest] = reserved.loading.name
+        return commit(self, reserved)
+
+    patch.setattr(AdapterTable, "commit", with_name)
+    patch.setattr(Cache, "scope", lambda self, salt, adapter=None: scope(self, salt, names.get(adapter)))
 
 
 @adapter_fault(58)
