@@ -94,7 +94,6 @@ def test_a_state_of_zeros_is_the_base_model(llm, tmp_path):
     assert same(said(output), expected(None))
 
 
-@pytest.mark.full
 def test_a_lost_store_gets_its_initial_states_again(llm, tenants):
     def fail(plan):
         llm.engine.loop.fault = None
