@@ -345,9 +345,9 @@ bit_fault = functools.partial(fault, table=BITS)
 
 
 @bit_fault(64, fixed_order, "product", compiles="step")
-def another_order_for_few_rows(sound, rows, weight):
+def another_order_for_few_rows(sound, rows, weight, **sizes):
     turned = slice(None, None, -1) if len(rows) < 3 else slice(None)
-    return sound(rows[:, turned], weight[:, turned])
+    return sound(rows[:, turned], weight[:, turned], **sizes)
 
 
 @bit_fault(65, compiles="step")
