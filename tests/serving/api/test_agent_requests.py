@@ -18,9 +18,9 @@ from serving.api.http.context import ResponseContext
 from serving.api.http.endpoints.tokenization import TokenizeRequest
 from serving.api.http.errors import ApiError, validated
 from serving.api.http.generation import whole
-from serving.api.http.parsing.answer_pieces import AnswerPiece, CallPiece
+from serving.api.http.parsing.answer_pieces import AnswerPiece
 from serving.api.http.parsing.formats import THINK
-from serving.api.http.protocol.chat import ChatRequest
+from serving.api.http.protocol.chat import ChatRequest, ToolCall
 from serving.api.http.settings import ServerSettings
 from serving.api.http.text import TextCodec
 from serving.core.errors import RequestError
@@ -195,7 +195,10 @@ def test_prompts(kind, body, text):
 
 def test_a_call_that_ends_before_text_stays_whole():
     blocks = Blocks()
-    begun, ended = CallPiece(0, '{"a": "x', "f", "1"), CallPiece(0, '"}')
+    begun, ended = (
+        ToolCall.model_validate({"index": 0, "function": piece})
+        for piece in ({"name": "f", "arguments": '{"a": "x'}, {"arguments": '"}'})
+    )
     for piece in (AnswerPiece([begun]), AnswerPiece([ended, ("text", "Done.")])):
         list(blocks.push(piece))
     assert [(block.kind, block.text) for block in blocks.all] == [("call", '{"a": "x"}'), ("text", "Done.")]

@@ -185,7 +185,7 @@ def test_a_call_ends_the_reasoning():
 def test_calls_that_are_cut_off_limited_or_followed_by_text(form):
     reader = AnswerReader(form, [Tool.model_validate(TOOL)])
     pieces = [piece for letter in WRITTEN[form] for piece in reader.push(letter).calls]
-    assert [bool(piece.name) for piece in pieces] == [True] + [False] * (len(pieces) - 1)
+    assert [bool(piece.function.name) for piece in pieces] == [True] + [False] * (len(pieces) - 1)
     assert len(pieces) > 4  # the arguments come piece by piece
     assert told(form, [WRITTEN[form] * 3], most=1)[1] == [ONE]
     assert told(form, [WRITTEN[form].removesuffix(FORMATS[form].end)])[1] == [ONE]

@@ -56,10 +56,10 @@ class Blocks:
             if isinstance(part, tuple):
                 yield from self._add(*part)
                 continue
-            if part.name is not None:
-                yield from self._begin(Block("call", len(self.all), name=part.name, call_id=part.id or ""))
-            if part.arguments:
-                yield from self._add("call", part.arguments)
+            if (name := part.function.name) is not None:
+                yield from self._begin(Block("call", len(self.all), name=name, call_id=part.id or ""))
+            if part.function.arguments:
+                yield from self._add("call", part.function.arguments)
 
     def close(self) -> Iterator[BlockChange]:
         """Yields the change at the end of the answer."""

@@ -16,8 +16,8 @@ from serving.api.http.context import ResponseContext
 from serving.api.http.generation import ChoiceDelta, Job, UsageCounter
 from serving.api.http.logprobs import LogprobWriter
 from serving.api.http.parsing.answer import AnswerReader
-from serving.api.http.parsing.answer_pieces import AnswerPiece, CallPiece, whole_calls
-from serving.api.http.protocol.chat import CalledFunction, ChatAnswer, ChatChoice, ChatRequest, ChatResponse, ToolCall
+from serving.api.http.parsing.answer_pieces import AnswerPiece, whole_calls
+from serving.api.http.protocol.chat import ChatAnswer, ChatChoice, ChatRequest, ChatResponse
 from serving.api.http.protocol.common import EncodedArray, StreamOptions
 from serving.api.http.protocol.completions import (
     CompletionChoice,
@@ -149,15 +149,8 @@ class ChatWriter(ChoicesWriter):
         if (thought := parsed.of("reasoning")) and self._body.include_reasoning:
             fields["reasoning_content"] = fields["reasoning"] = thought
         if calls := parsed.calls:
-            fields["tool_calls"] = whole_calls(calls) if whole else [_call_delta(call) for call in calls]
+            fields["tool_calls"] = whole_calls(calls) if whole else calls
         return ChatAnswer(**fields)
-
-
-def _call_delta(piece: CallPiece) -> ToolCall:
-    if piece.name is None:
-        return ToolCall(index=piece.index, function=CalledFunction(arguments=piece.arguments))
-    function = CalledFunction(name=piece.name, arguments=piece.arguments)
-    return ToolCall(index=piece.index, id=piece.id, type="function", function=function)
 
 
 class CompletionWriter(ChoicesWriter):

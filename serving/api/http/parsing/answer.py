@@ -11,19 +11,14 @@ import contextlib
 import dataclasses
 import json
 import re
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from serving.api.http.parsing.answer_pieces import AnswerPiece, CallNumbering, TrimmedText
-from serving.api.http.parsing.argument_values import (
-    TAG,
-    markup_value,
-    python_value,
-    schema_types,
-    tagged_value,
-    whole_arguments,
-)
+from serving.api.http.json_values import well_formed
+from serving.api.http.parsing.answer_pieces import AnswerPiece, TrimmedText
+from serving.api.http.parsing.argument_values import TAG, markup_value, python_value, schema_types, whole_arguments
 from serving.api.http.parsing.formats import (
     BARE,
     FORMATS,
@@ -38,7 +33,7 @@ from serving.api.http.parsing.formats import (
 )  # fmt: skip
 from serving.api.http.parsing.text_cursor import SPACE, TextCursor, TextEnds, Wait, cached_marks
 from serving.api.http.parsing.written_json import WrittenObject, arguments_in, call_in, read_written
-from serving.api.http.protocol.chat import Tool
+from serving.api.http.protocol.chat import CalledFunction, Tool, ToolCall
 from serving.api.http.settings import ToolCallForm
 
 _RETRIES = 4
@@ -76,7 +71,8 @@ class AnswerReader:
         """Whether the next text is reasoning, as far as is known."""
         self._may_end = begun
         """The end mark of reasoning may follow."""
-        self._numbering = CallNumbering()
+        self._ids = list[str]()
+        """Ids of the calls so far."""
         self._piece = AnswerPiece()
         self._thoughts, self._answer = TrimmedText(strip=True), TrimmedText(strip=begun)
         self._cursor = TextCursor()
@@ -86,7 +82,7 @@ class AnswerReader:
     @property
     def called(self) -> bool:
         """Whether the text contains a call so far."""
-        return self._numbering.count > 0
+        return bool(self._ids)
 
     def push(self, text: str, *, last: bool = False, cut: bool = False) -> AnswerPiece:
         """Reads new text. `last`: the text ends here; `cut`: because the output limit cut it off."""
@@ -96,7 +92,7 @@ class AnswerReader:
         if last and not self.called and not self.inside:
             piece.add("text", self._answer.rest())
         if (most := self._most) is not None:
-            piece.parts = [part for part in piece.parts if isinstance(part, tuple) or part.index < most]
+            piece.parts = [part for part in piece.parts if isinstance(part, tuple) or (part.index or 0) < most]
         return piece
 
     def _all(self) -> Wait[None]:
@@ -192,7 +188,7 @@ class AnswerReader:
     def _section(self, style: CallFormat, *, offered: bool = False) -> Wait[None]:
         """Reads a begin mark and the calls after it, if `offered` only of tools that the request offers. Without a
         call, the mark is text."""
-        cursor, before, raw = self._cursor, self._numbering.count, list[str]()
+        cursor, before, raw = self._cursor, len(self._ids), list[str]()
         try:
             while mark := (yield from cursor.mark(style.begin, *WRAPPERS)):  # models repeat marks
                 raw.append(cursor.take(len(mark)))
@@ -202,7 +198,7 @@ class AnswerReader:
             offered |= self.inside and not style.ends_reasoning
             called = yield from self._call(style, raw, offered=offered)
         except TextEnds:
-            if self._numbering.count == before:
+            if len(self._ids) == before:
                 self._show("".join(raw) + cursor.take(len(cursor.text) - cursor.at))
             raise
         if called:
@@ -307,11 +303,17 @@ class AnswerReader:
     def _begin(self, name: str, call_id: str | None = None) -> None:
         if self.inside:
             self.inside, self._answer = False, TrimmedText(strip=True)
-        self._piece.parts.append(self._numbering.begin(self._own(name), call_id))
+        call_id = None if call_id is None else well_formed(call_id)
+        if call_id is None or call_id in self._ids:
+            call_id = f"call_{uuid.uuid4().hex}"
+        self._ids.append(call_id)
+        function = CalledFunction(name=well_formed(self._own(name)), arguments="")
+        self._piece.parts.append(ToolCall(index=len(self._ids) - 1, id=call_id, type="function", function=function))
 
     def _emit(self, arguments: str) -> None:
         if arguments:
-            self._piece.parts.append(self._numbering.more(arguments))
+            function = CalledFunction(arguments=well_formed(arguments))
+            self._piece.parts.append(ToolCall(index=len(self._ids) - 1, function=function))
 
     def _object(self, style: CallFormat, syntax: CallSyntax) -> Wait[None]:
         """Reads arguments that are a JSON object, and the end of their call."""
@@ -382,11 +384,10 @@ class AnswerReader:
                 keys.append(key)
                 self._emit(f"{', ' if len(keys) > 1 else ''}{json.dumps(key, ensure_ascii=False)}: ")
                 types = schema_types(properties.get(key), schema)
-                if tag:
-                    yield from tagged_value(cursor, f"</{key}>", ends, types, self._emit)
-                elif syntax.value_ends:
+                if syntax.value_ends:
+                    own = dataclasses.replace(syntax, value_ends=(f"</{key}>",), padding="\n") if tag else syntax
                     further = {name for name in properties if name not in keys}
-                    yield from markup_value(cursor, syntax, style, types, self._emit, further.__contains__)
+                    yield from markup_value(cursor, own, style, types, self._emit, further.__contains__)
                 else:
                     yield from python_value(cursor, style.end, types, self._emit)
 

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from serving.api.http.json_values import well_formed
-from serving.api.http.protocol.chat import CalledFunction, ToolCall
-
-
-@dataclass(frozen=True)
-class CallPiece:
-    """New output of one call. The first piece of a call has its name and its id."""
-
-    index: int
-    """Index of the call in the answer."""
-    arguments: str = ""
-    """Text to append to the call's arguments. The complete arguments are one JSON object."""
-    name: str | None = None
-    id: str | None = None
+from serving.api.http.protocol.chat import ToolCall
 
 
 @dataclass
 class AnswerPiece:
-    """New output of a choice, in order: texts by kind, and pieces of calls."""
+    """New output of a choice, in order: texts by kind, and pieces of calls, the first of which has name and id."""
 
-    parts: list[tuple[Literal["reasoning", "text"], str] | CallPiece] = field(default_factory=list)
+    parts: list[tuple[Literal["reasoning", "text"], str] | ToolCall] = field(default_factory=list)
 
     def add(self, kind: Literal["reasoning", "text"], text: str) -> None:
         """Appends text."""
@@ -42,9 +28,9 @@ class AnswerPiece:
         return "".join(part[1] for part in self.parts if isinstance(part, tuple) and part[0] == kind)
 
     @property
-    def calls(self) -> list[CallPiece]:
+    def calls(self) -> list[ToolCall]:
         """The pieces of calls."""
-        return [part for part in self.parts if isinstance(part, CallPiece)]
+        return [part for part in self.parts if isinstance(part, ToolCall)]
 
 
 class TrimmedText:
@@ -71,35 +57,12 @@ class TrimmedText:
         return space
 
 
-class CallNumbering:
-    """Assigns numbers and ids to calls, and makes all text of calls well-formed."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        """Number of calls so far."""
-        self._ids: set[str] = set()
-
-    def begin(self, name: str, call_id: str | None = None) -> CallPiece:
-        """Returns the first piece of the next call, with `call_id` unless an earlier call of the answer has the same
-        id."""
-        self.count += 1
-        call_id = None if call_id is None else well_formed(call_id)
-        if call_id is None or call_id in self._ids:
-            call_id = f"call_{uuid.uuid4().hex}"
-        self._ids.add(call_id)
-        return CallPiece(self.count - 1, name=well_formed(name), id=call_id)
-
-    def more(self, arguments: str) -> CallPiece:
-        """Returns a piece with more arguments of the latest call."""
-        return CallPiece(self.count - 1, well_formed(arguments))
-
-
-def whole_calls(pieces: Iterable[CallPiece]) -> list[ToolCall]:
+def whole_calls(pieces: Iterable[ToolCall]) -> list[ToolCall]:
     """Joins pieces to complete calls."""
-    calls: dict[int, ToolCall] = {}
+    calls: dict[int | None, ToolCall] = {}
     for piece in pieces:
-        if piece.name is not None and piece.id is not None:
-            function = CalledFunction(name=piece.name, arguments="")
-            calls[piece.index] = ToolCall(id=piece.id, type="function", function=function)
-        calls[piece.index].function.arguments += piece.arguments
+        if piece.index in calls:
+            calls[piece.index].function.arguments += piece.function.arguments
+        else:
+            calls[piece.index] = ToolCall(id=piece.id, type=piece.type, function=piece.function.model_copy())
     return list(calls.values())

@@ -5,24 +5,22 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from serving.api.http.json_values import parse_written
 from serving.api.http.parsing.formats import FUNCTION, KEYS, CallFormat, CallSyntax, plain_name
 from serving.api.http.parsing.text_cursor import SPACE, Head, Marks, TextCursor, TextEnds, Wait, cached_marks
-from serving.api.http.parsing.written_json import ESCAPE, ESCAPE_PART, WrittenObject, read_written, unescaped
+from serving.api.http.parsing.written_json import WrittenObject, read_written
 
-_PLAIN = re.compile(r"""[^\\"']+""")
 _QUOTES = ('"""', "'''", '"', "'")
 _BEGINNING = re.compile(r"""[rRbBfFuU]{0,2}(?:"{1,2}|'{1,2})?""")
 _PREFIX = re.compile(r"""[rRbBfFuU]{1,2}(?=["'])""")
 TAG = Head("<", ">", name=r"[\w.\-]{1,64}")
 """The beginning of a value in a tag with the name of its parameter, as models write instead of the format's marks."""
-_AFTER, _BRACKET = re.compile(r"\s{0,64}"), re.compile(r"\]?\s{0,64}")
 
 
-@functools.cache
+@functools.lru_cache(1024)
 def _value_marks(syntax: CallSyntax, style: CallFormat) -> tuple[Marks, Marks]:
     """Returns the marks that may end a value, and those that show whether a mark of a call is part of the value."""
     ends = [*syntax.value_ends, *syntax.ends, style.end, *syntax.parameter_begins]
@@ -99,21 +97,6 @@ def _ends_here(
     return matched is not None and is_key(plain_name(matched[1]))
 
 
-def tagged_value(
-    text: TextCursor, end: str, others: Sequence[str], types: frozenset[str], emit: Callable[[str], None]
-) -> Wait[None]:
-    """Reads a value up to the `end` of its tag, such as `</path>`, or to one of the `others`, which end its call."""
-    parts = list[str]()
-
-    def close() -> None:
-        value = "".join(parts).removeprefix("\n").removesuffix("\n")
-        emit(json.dumps(read_untyped(value, types), ensure_ascii=False))
-
-    with text.closing(close):
-        if (yield from text.until(Marks([end, *others]), parts.append)) == end:
-            text.take(len(end))
-
-
 def whole_arguments(text: TextCursor, syntax: CallSyntax, schema: Mapping[str, Any]) -> Wait[bool]:
     """Returns whether an object is next that has all arguments. A Python call may have it as its first argument, which
     the tool's `schema` and the object's first key tell."""
@@ -129,10 +112,7 @@ def whole_arguments(text: TextCursor, syntax: CallSyntax, schema: Mapping[str, A
 
 
 def python_value(text: TextCursor, closing: str, types: frozenset[str], emit: Callable[[str], None]) -> Wait[None]:
-    """Reads a value up to the comma or the parenthesis after it. `closing`: the mark that ends all calls.
-
-    A quote ends a string only where an argument or the call can end, because models forget to escape quotes.
-    """
+    """Reads a value up to the comma or the parenthesis after it. `closing`: the mark that ends all calls."""
     try:
         yield from text.skip(SPACE)
     except TextEnds:
@@ -143,77 +123,22 @@ def python_value(text: TextCursor, closing: str, types: frozenset[str], emit: Ca
     if prefix := _PREFIX.match(text.text, text.at):
         text.take(len(prefix[0]))
     quote = next((quote for quote in _QUOTES if text.text.startswith(quote, text.at)), "")
-    if not quote:
-        yield from _literal(text, closing, types, emit)
-        return
-    text.take(len(quote))
-    emit('"')
-    with text.closing(lambda: emit('"')):
-        while not (yield from _string_part(text, quote, closing, emit)):
-            pass
-
-
-def _string_part(text: TextCursor, quote: str, closing: str, emit: Callable[[str], None]) -> Wait[bool]:
-    """Reads a part of a string. Returns whether the string ends."""
-    while text.at == len(text.text):
-        yield from text.more()
-    if plain := _PLAIN.match(text.text, text.at):
-        part = text.take(len(plain[0]))
-    elif text.text[text.at] == "\\":
-        while ESCAPE_PART.fullmatch(text.text, text.at) and not text.last:
-            yield
-        escape = ESCAPE.match(text.text, text.at)
-        if escape is None:
-            raise TextEnds
-        part = unescaped(escape)
-        text.take(len(escape[0]))
-    else:
-        while quote.startswith(text.text[text.at :]) and len(text.text) - text.at < len(quote) and not text.last:
-            yield
-        if text.text.startswith(quote, text.at) and (yield from _ends_string(text, quote, closing)):
-            text.take(len(quote))
-            return True
-        part = text.take(1)
-    emit(json.dumps(part, ensure_ascii=False)[1:-1])
-    return False
-
-
-def _ends_string(text: TextCursor, quote: str, closing: str) -> Wait[bool]:
-    while True:
-        space = _AFTER.match(text.text, text.at + len(quote))
-        after = space.end() if space else 0
-        if text.text.startswith((",", ")"), after):
-            return True
-        bracket = _BRACKET.match(text.text, after)
-        after = bracket.end() if bracket else after
-        rest = text.text[after : after + len(closing)]
-        if rest == closing:
-            return True
-        if not closing.startswith(rest):
-            return False
-        if text.last:
-            return True
-        yield
-
-
-def _literal(text: TextCursor, closing: str, types: frozenset[str], emit: Callable[[str], None]) -> Wait[None]:
-    """Reads a value that is not a string, and what follows it up to a comma or parenthesis."""
     ends = cached_marks("(", ")", ",", closing)
-    if text.text[text.at] == "{":
+    if quote:
+        text.take(len(quote))
+        emit('"')
+        yield from read_written(text, WrittenObject(closing, python=True, quote=quote), emit)
+    elif text.text[text.at] == "{":
         yield from _table(text, closing, types, emit)
-        return
-    if text.text[text.at] in "[(":
+    elif text.text[text.at] in "[(":
         yield from read_written(text, WrittenObject(closing, python=True), emit)
         yield from text.until(ends)
-        return
-    parts, depth = list[str](), 0
-    with text.closing(lambda: emit(json.dumps(read_literal("".join(parts), types), ensure_ascii=False))):
-        while True:
-            mark = yield from text.until(ends, parts.append)
-            if mark == closing or (depth == 0 and mark != "("):
-                break
-            depth += {"(": 1, ")": -1}.get(mark, 0)
-            parts.append(text.take(1))
+    else:
+        parts, depth = list[str](), 0
+        with text.closing(lambda: emit(json.dumps(read_literal("".join(parts), types), ensure_ascii=False))):
+            while (mark := (yield from text.until(ends, parts.append))) != closing and (depth or mark == "("):
+                depth += {"(": 1, ")": -1}.get(mark, 0)
+                parts.append(text.take(1))
 
 
 def _table(text: TextCursor, closing: str, types: frozenset[str], emit: Callable[[str], None]) -> Wait[None]:

@@ -160,7 +160,7 @@ class Marks:
         return 0
 
 
-cached_marks = functools.cache(lambda *marks: Marks(marks))
+cached_marks = functools.lru_cache(1024)(lambda *marks: Marks(marks))
 
 
 class Head:

@@ -30,26 +30,24 @@ def _after(python: bool) -> re.Pattern[str]:
 
 
 _AFTER = {python: _after(python) for python in (False, True)}
+_AFTER_ARGUMENT = re.compile(r"\s{64}|\s*+[,)]")
 _AFTER_BEGINS = re.compile(rf"""{_MORE}(?:["']|,{_MORE}(?:/|{_WORD}{_MORE})?)?""")
-_STRAY = re.compile(rf"{_MORE}(?:[;.|][\s}}\]]{{0,64}})?")
+_STRAY = re.compile(rf"{_MORE}(?:[;.|\]][\s}}\]]{{0,64}})?")
 """A superfluous sign and brackets before a closing mark."""
 _BARE = re.compile(r'[^\s{}\[\]",:<]+')
-_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
-_ESCAPE_BEGINS = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
-_PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
-_PAIR_BEGINS = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?\Z")
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _HEX = "[0-9a-fA-F]"
-ESCAPE = re.compile(
+_ESCAPE = re.compile(
     rf"\\(?:u(?P<high>[dD][89abAB]{_HEX}{{2}})\\u(?P<low>[dD][c-fC-F]{_HEX}{{2}})|u(?P<u>{_HEX}{{4}})|x(?P<x>{_HEX}{{2}})"
     rf"|U(?P<U>{_HEX}{{8}})|(?P<octal>[0-7]{{1,3}})|(?P<other>.))",
     re.DOTALL,
 )
 """An escape in a Python string; a surrogate pair counts as one escape."""
-ESCAPE_PART = re.compile(
+_ESCAPE_PART = re.compile(
     rf"\\(?:x{_HEX}?|U{_HEX}{{0,7}}|[0-7]{{1,2}}|u{_HEX}{{0,3}}|u[dD][89abAB]{_HEX}{{2}}(?:\\(?:u{_HEX}{{0,3}})?)?)?"
 )
 """Text that may become an escape or a longer escape."""
+_VALID_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u.)')
+"""The beginning of an escape that JSON has."""
 _LETTERS = {
     "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "\n": "", "\\": "\\", '"': '"',
     "'": "'", "/": "/",
@@ -70,10 +68,12 @@ class WrittenObject:
     Args:
         closing: the marks after the call or all calls; they end the object anywhere except in strings.
         python: the object is a literal of Python: with its escapes and numbers, and with tuples, which become arrays.
+        quote: what is read is the rest of a string after this quote, which is an argument of a call.
     """
 
-    def __init__(self, *closing: str, python: bool = False) -> None:
+    def __init__(self, *closing: str, python: bool = False, quote: str = "") -> None:
         self._closing, self._python = closing, python
+        self._after = _AFTER_ARGUMENT if quote else _AFTER[python]
         self._words = _PYTHON_BARE if python else _BARE
         self._open: list[str] = []
         """Closing brackets of the open arrays and objects."""
@@ -85,7 +85,7 @@ class WrittenObject:
         """A comma and the space after it, held back until another item follows."""
         self._bare = ""
         """The current number or word, until it ends."""
-        self._quote = ""
+        self._quote = quote
         """The quote that ends the current string. Models also write single quotes."""
         self._out: list[str] = []
         self.broken = False
@@ -106,6 +106,7 @@ class WrittenObject:
             before = at
             if self._quote:
                 at = self._string(text, at)
+                complete = not (self._quote or self._open)
             else:
                 at, complete = self._structure(text, at)
             if at == before and not complete:
@@ -122,40 +123,35 @@ class WrittenObject:
         return written
 
     def _string(self, text: str, at: int) -> int:
-        if (plain := _PLAIN[self._quote].match(text, at)) is not None:
+        quote = self._quote
+        if (plain := _PLAIN[quote[0]].match(text, at)) is not None:
             self._write(plain[0])
             return plain.end()
-        if text[at] == self._quote:
-            ends = self._ends_string(text, at + 1)
+        if text.startswith(quote, at):
+            ends = self._ends_string(text, at + len(quote))
             if ends:
                 self._end_string()
-            elif ends is not None:
-                self._write('\\"' if self._quote == '"' else "'")
-            return at if ends is None else at + 1
+                return at + len(quote)
+            if ends is None:
+                return at
+        elif quote.startswith(text[at : at + len(quote)]):  # perhaps a triple quote
+            return at
         if text[at] != "\\":
             self._write(json.dumps(text[at])[1:-1])
             return at + 1
-        if _ESCAPE_BEGINS.match(text, at) or _PAIR_BEGINS.match(text, at):
+        if _ESCAPE_PART.fullmatch(text, at) or (escape := _ESCAPE.match(text, at)) is None:
             return at
-        if text.startswith("\\'", at) and self._quote == "'":
-            self._write("'")
-            return at + 2
-        if (escape := _PAIR.match(text, at) or _ESCAPE.match(text, at)) is None:
-            if not self._python:
-                self._write("\\\\")
-                return at + 1
-            if ESCAPE_PART.fullmatch(text, at) or (escape := ESCAPE.match(text, at)) is None:
-                return at
-            self._write(json.dumps(unescaped(escape))[1:-1])
-            return escape.end()
-        alone = len(escape[0]) == 6 and _SURROGATE.match(escape[0])
-        self._write("\\ufffd" if alone else escape[0])
+        value, valid = unescaped(escape), _VALID_ESCAPE.match(escape[0])
+        if not (valid or self._python or value == quote):
+            self._write("\\\\")
+            return at + 1
+        self._write(escape[0] if valid and value != "\N{REPLACEMENT CHARACTER}" else json.dumps(value)[1:-1])
         return escape.end()
 
     def _ends_string(self, text: str, at: int) -> bool | None:
         """Returns whether a quote before `at` ends a string, because models forget to escape quotes: a value ends only
         where the object can go on. None if more text decides."""
-        if self._expects == "key" or _AFTER[self._python].match(text, at):
+        if self._expects == "key" or self._after.match(text, at):
             return True
         if _AFTER_BEGINS.fullmatch(text, at):
             return None
@@ -181,7 +177,8 @@ class WrittenObject:
                 return at, False
             self._bare += letter
             return at + 1, False
-        if letter == "'" and not self._bare and self._expects != "comma":
+        if letter == '"' or (letter == "'" and not self._bare and self._expects != "comma"):
+            self._end_bare()
             self._begin_item(may_be_key=True)
             self._write('"')
             self._quote = letter
@@ -197,11 +194,7 @@ class WrittenObject:
             else:
                 self._write(shown)
             return space.end(), False
-        if letter == '"':
-            self._begin_item(may_be_key=True)
-            self._write('"')
-            self._quote = letter
-        elif letter in ("{[(" if self._python else "{["):
+        if letter in ("{[(" if self._python else "{["):
             letter = "{" if letter == "{" else "["
             self._begin_item(may_be_key=False)
             if len(self._open) == MAX_DEPTH:
