@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import tomllib
@@ -184,7 +185,16 @@ def translate(words: Sequence[str], own: Collection[str] = ()) -> Translated:
             done.words.append(name + equals + value)
             continue
         values = [value] if equals else _values(flag, waiting)
-        _apply(flag, name, values, done)
+        if flag.unnecessary:
+            done.notices.append(f"{' '.join([name, *values])}: has no effect: {flag.unnecessary}")
+        elif flag.missing:
+            if name not in _OPPOSITES and not (values and set(values) <= set(flag.harmless)):
+                raise ConfigError(f"{name} is not supported: {flag.missing}")
+        elif name in _OPPOSITES:
+            done.words += flag.off
+        elif flag.becomes is not None:
+            for value in values or [""]:
+                done.words += flag.becomes(value)
     return done
 
 
@@ -224,20 +234,6 @@ def engine_flags(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
     return flags, notices
 
 
-def _apply(flag: Flag, name: str, values: Words, done: Translated) -> None:
-    if flag.unnecessary:
-        done.notices.append(f"{' '.join([name, *values])}: has no effect: {flag.unnecessary}")
-    elif flag.missing:
-        if name in _OPPOSITES or (values and set(values) <= set(flag.harmless)):
-            return
-        raise ConfigError(f"{name} is not supported: {flag.missing}")
-    elif name in _OPPOSITES:
-        done.words += flag.off
-    elif flag.becomes is not None:
-        for value in values or [""]:
-            done.words += flag.becomes(value)
-
-
 def _values(flag: Flag, waiting: Words) -> Words:
     """Removes a flag's values from the words after it, and returns them."""
     if not flag.takes:
@@ -271,15 +267,10 @@ def _with_nested_values_joined(words: Sequence[str], own: Collection[str]) -> Wo
             if not waiting:
                 raise ConfigError(f"{name} needs a value")
             value = waiting.pop(0)
-        nested[_dashed(flag)][key] = _plain(value)
+        nested[_dashed(flag)][key] = value
+        with contextlib.suppress(ValueError, RecursionError):
+            nested[_dashed(flag)][key] = json.loads(value)
     return [*left, *(word for flag, table in nested.items() for word in (flag, json.dumps(table)))]
-
-
-def _plain(text: str) -> object:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
 
 
 def _read(keyword: str, words: list[str]) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def create_app(
             preparing.cancel()
             await asyncio.gather(preparing, return_exceptions=True)
             context.ready = False
-            context.close()
+            codec.close()
             await asyncio.to_thread(engine.shutdown, settings.drain_timeout + STEP_TIMEOUT)
             await asyncio.to_thread(context.traces.close)
 

@@ -121,10 +121,6 @@ class Context:
             return None
         return reasoning_marks(self.codec.tokenizer) if named == "auto" else THINK
 
-    def close(self) -> None:
-        """Stops the threads."""
-        self.codec.close()
-
     def check_alive(self) -> None:
         """Checks that the engine runs and makes progress.
 

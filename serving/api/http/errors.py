@@ -173,6 +173,6 @@ def _invalid(details: Sequence[Any]) -> ApiError:
         return ApiError(400, f"{name} must be {_ALTERNATIVES[name]}", param=name)
     where = ".".join(part for part in path if not part.startswith(("list[", "function-", "union")))
     what = first["msg"].removeprefix("Value error, ")
-    if not where and name is not None:  # an error about several fields, which the message names
+    if name is not None and (not where or what.startswith(where)):  # the message names the fields
         return ApiError(400, what, param=name)
     return ApiError(400, f"{where or 'the body'}: {what[:1].lower()}{what[1:]}", param=name)

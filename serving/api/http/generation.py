@@ -56,25 +56,16 @@ class Job:
             experts += params.n * (len(prompt) + length) * expert_bytes * self.request.return_experts
         most = max(MAX_VALUES, max_model_len * (1 + _ALTERNATIVES))
         most_experts = max(MAX_EXPERT_BYTES, max_model_len * expert_bytes)
-        if experts > most_experts:
-            raise ApiError(
-                400,
-                f"the response could have {experts:,} bytes of routed experts: at most {most_experts:,} are allowed; "
-                "send fewer or shorter prompts, or ask for fewer tokens or choices",
-                param="n",
-                code="response_too_large",
-            )
-        if values > most:
-            raise ApiError(
-                400,
-                f"the response could have {values:,} values of log-probabilities and sampling masks: at most "
-                f"{most:,} are allowed; send fewer or shorter prompts, or ask for fewer tokens, choices or "
-                "alternatives",
-                param=next(
-                    (name for name in ("logprobs", "prompt_logprobs") if getattr(params, name) is not None), "n"
-                ),
-                code="response_too_large",
-            )
+        scores = next((name for name in ("logprobs", "prompt_logprobs") if getattr(params, name) is not None), "n")
+        for count, allowed, what, fewer, param in (
+            (experts, most_experts, "bytes of routed experts", "tokens or choices", "n"),
+            (values, most, "values of log-probabilities and sampling masks", "tokens, choices or alternatives", scores),
+        ):
+            if count > allowed:
+                raise ApiError(
+                    400, f"the response could have {count:,} {what}: at most {allowed:,} are allowed; send fewer or "
+                    f"shorter prompts, or ask for fewer {fewer}", param=param, code="response_too_large",
+                )  # fmt: skip
         self.score_bytes = 8 * scored * sum(map(len, self.prompts))
 
 

@@ -165,7 +165,9 @@ class Limits:
     def _check(self, scope: Scope, headers: Headers) -> None:
         if len(headers.getlist("host")) > 1:
             raise ApiError(400, "the request has more than one Host header", headers={"Connection": "close"})
-        if path_of(scope) not in _UNTIL_THE_END and _ending(scope):
+        state = getattr(scope.get("app"), "state", None)
+        ending: Callable[[], bool] = getattr(state, "ending", bool)  # set by `Server`
+        if path_of(scope) not in _UNTIL_THE_END and ending():
             raise ApiError(
                 503, "the server is shutting down", code="shutting_down",
                 headers={"Retry-After": "1", "Connection": "close"},
@@ -261,13 +263,6 @@ class Limits:
             fields |= {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
             fields["cached_tokens"] = usage.prompt_tokens_details.cached_tokens
         log.info("request", extra={"fields": fields})
-
-
-def _ending(scope: Scope) -> bool:
-    """Returns whether the server is about to exit, and answers only requests that it has already accepted."""
-    app = scope.get("app")
-    ending: Callable[[], bool] = getattr(app.state, "ending", lambda: False) if app is not None else lambda: False
-    return ending()
 
 
 def _refuse_half_characters(body: bytes | bytearray) -> None:

@@ -25,38 +25,26 @@ class StoredResponse:
     items: Sequence[dict[str, Any]] = ()
     """The items of its input, without those of earlier responses."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Approximate size. Conversations that share their beginnings each count in full."""
-        return len(self.response) + len(json.dumps([self.messages, self.items]))
-
 
 class ResponseStore:
     """Stores at most `most` responses of at most `most_bytes` together, limits that keys share. A larger response is
     not stored. Any thread may use it."""
 
     def __init__(self, most: int, most_bytes: int) -> None:
-        self._stored = FairLru[StoredResponse](most, most_bytes)
+        self.stored = FairLru[StoredResponse](most, most_bytes)
         self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._stored)
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of all responses."""
-        return self._stored.num_bytes
 
     def put(self, response_id: str, stored: StoredResponse) -> None:
         """Stores a response, unless it is larger than the limit."""
-        size = stored.num_bytes
+        # Approximate: conversations that share their beginnings each count in full.
+        size = len(stored.response) + len(json.dumps([stored.messages, stored.items]))
         with self._lock:
-            self._stored.put(response_id, stored, stored.owner, size)
+            self.stored.put(response_id, stored, stored.owner, size)
 
     def get(self, response_id: str, key: str | None) -> StoredResponse | None:
         """Returns the response with this id, if it was created with this key and is still stored."""
         with self._lock:
-            stored = self._stored.get(response_id)
+            stored = self.stored.get(response_id)
         return stored if stored is not None and stored.owner == owner_of(key) else None
 
     def delete(self, response_id: str, key: str | None) -> bool:
@@ -64,7 +52,7 @@ class ResponseStore:
         if self.get(response_id, key) is None:
             return False
         with self._lock:
-            self._stored.pop(response_id)
+            self.stored.pop(response_id)
         return True
 
 

@@ -164,7 +164,7 @@ class ServerSettings(ConnectionBounds, RequestBounds):
         return dict(module.split("=", 1) for module in self.lora_modules)
 
     @model_validator(mode="after")
-    def _adapters_have_names(self) -> ServerSettings:
+    def _check(self) -> ServerSettings:
         names = [module.partition("=") for module in self.lora_modules]
         for name, equals, path in names:
             if not (name and path):
@@ -173,16 +173,8 @@ class ServerSettings(ConnectionBounds, RequestBounds):
         twice = next((name for name in every if every.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"lora_modules: {twice!r} is the name of two models")
-        return self
-
-    @model_validator(mode="after")
-    def _omitted_lines_have_a_beginning(self) -> ServerSettings:
         if not all(map(str.strip, self.omit_system_lines)):
             raise ValueError("omit_system_lines has an empty text, with which every line begins: leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _tls_needs_both(self) -> ServerSettings:
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("ssl_keyfile and ssl_certfile must be given together")
         return self

@@ -38,6 +38,7 @@ def assert_error(response, status, *, param=None, says=""):
     error = ErrorResponse.model_validate(response.json()).error
     assert param is ... or error.param == param or error.code == "too_deeply_nested"
     assert says in error.message
+    assert not error.message.startswith(f"{error.param}: {error.param} ")
     assert response.headers["x-request-id"]
 
 

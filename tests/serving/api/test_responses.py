@@ -149,7 +149,7 @@ def test_what_is_kept_is_bounded_for_each_key():
     assert store.get("theirs 0", "theirs") is not None
     assert store.get("theirs 0", "mine") is None
     assert [bool(store.get(f"mine {i}", "mine")) for i in (0, 49)] == [False, True]
-    assert (len(store) <= 6, store.num_bytes <= 10_000) == (True, True)
+    assert (len(store.stored) <= 6, store.stored.num_bytes <= 10_000) == (True, True)
     assert store.delete("mine 49", "mine")
     assert not store.delete("theirs 0", "mine")
 

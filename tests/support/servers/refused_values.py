@@ -29,6 +29,7 @@ WRONG_VALUES = (
 DO_NOT_FIT = (
     ({"stop": ["x"] * 65}, "stop must be a string or a list of at most 64 strings"), ({"stop": [""]}, "stop"),
     ({"logit_bias": {"x": 1}}, "logit_bias"), ({"logit_bias": {"100000": 1}}, "logit_bias"),
+    ({"logit_bias": {str(i): 1 for i in range(5000)}}, "logit_bias has 5000 entries"),
     ({"min_tokens": 5, "max_tokens": 2}, "min_tokens"),
     ({"stream_options": {"include_usage": True}}, "stream_options needs stream=true"),
     ({"guided_json": {}}, '{"structured_outputs": {"json": ...}}'),

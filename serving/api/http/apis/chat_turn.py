@@ -12,7 +12,7 @@ from serving.api.http.generation import Job, UsageCounter
 from serving.api.http.parsing.answer import AnswerReader
 from serving.api.http.parsing.formats import FORMATS, ReasoningCount, ReasoningStart, opening_of
 from serving.api.http.parsing.grammars import calls_grammar
-from serving.api.http.protocol.chat import AllowedTools, ChatRequest, NamedTool, Tool
+from serving.api.http.protocol.chat import AllowedTools, ChatRequest, NamedTool, Tool, ToolChoices
 from serving.api.http.protocol.common import OF_GRAMMAR
 from serving.core.errors import RequestError
 from serving.engine.requests.conversations import message_digests
@@ -25,9 +25,7 @@ from serving.engine.structured.reasoning import Reasoning
 def forced_tools(request: ChatRequest) -> list[Tool]:
     """Returns the functions of which the model must call at least one; empty if no call is required."""
     match request.tool_choice:
-        case "required":
-            return offered_tools(request)
-        case AllowedTools() as choice if choice.allowed_tools.mode == "required":
+        case "required" | AllowedTools(allowed_tools=ToolChoices(mode="required")):
             return offered_tools(request)
         case NamedTool() as choice:
             return [tool for tool in request.tools or () if tool.function.name == choice.function.name]
@@ -75,7 +73,9 @@ class ChatTurn:
             self._opening = opening_of(tokenizer, prompt, self._marks)
             if not self._opening.ended:
                 params = self._with_reasoning(context, params, request.thinking_budget)
-                count = ReasoningCount.of(tokenizer, self._marks, begun=self._opening.begun, until=self._until)
+                style = None if self._form is None else FORMATS[self._form]
+                until = style.begin if style is not None and style.ends_reasoning else None
+                count = ReasoningCount.of(tokenizer, self._marks, begun=self._opening.begun, until=until)
         digests = message_digests([*map(plain_message, messages_of(request, context.omitted))], request.tools)
         asked = EngineRequest(
             f"{prefix}{uuid.uuid4().hex}", "", params, request.priority, request.cache_salt, message_digests=digests
@@ -91,12 +91,6 @@ class ChatTurn:
             self._form, self._tools, most=self._most_calls, forced=self._forced,
             marks=None if self._opening.ended else self._marks, begun=self._opening.begun,
         )  # fmt: skip
-
-    @property
-    def _until(self) -> str | None:
-        """The mark of calls, if it also ends reasoning."""
-        style = None if self._form is None else FORMATS[self._form]
-        return style.begin if style is not None and style.ends_reasoning else None
 
     def _with_reasoning(self, context: ResponseContext, params: SamplingParams, budget: int | None) -> SamplingParams:
         assert self._marks is not None

@@ -10,8 +10,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel
-
 from checkpoints.text.parts import part_text
 from serving.api.http.apis.blocks import Block, BlockChange, BlocksWriter, NamedEvent
 from serving.api.http.apis.chat_turn import ChatTurn
@@ -66,8 +64,8 @@ def as_chat(body: ResponsesRequest, conversation: Conversation) -> ChatRequest:
         {"type": tool.type, tool.type: tool.model_dump(exclude=hidden[tool.type], exclude_unset=True)}
         for tool in body.tools or ()
     ] or None
-    choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, BaseModel) else body.tool_choice
-    allowed = isinstance(body.tool_choice, protocol.AllowedFunctions)
+    choice: Any = body.tool_choice
+    allowed = isinstance(choice, dict) and choice.get("type") == "allowed_tools"
     fields["tool_choice"] = {"type": "allowed_tools", "allowed_tools": choice} if allowed else choice
     form = body.text.format
     if form.type == "json_schema":

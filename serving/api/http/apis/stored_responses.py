@@ -47,8 +47,8 @@ async def list_input_items(
 @router.delete("/v1/responses/{response_id}", response_model=DeletedResponse)
 async def delete_response(response_id: str, request: Request) -> Response:
     """Delete a stored response."""
-    if not context_of(request).store.delete(response_id, sent_key(request.headers)):
-        raise _unknown(response_id, "response_id")
+    _stored_for(request, response_id)
+    context_of(request).store.delete(response_id, sent_key(request.headers))
     return answer(DeletedResponse(id=response_id, object="response", deleted=True))
 
 
@@ -63,12 +63,8 @@ def _stored_for(request: Request, response_id: str) -> StoredResponse:
 
 def _stored(store: ResponseStore, response_id: str, key: str | None, param: str) -> StoredResponse:
     if (stored := store.get(response_id, key)) is None:
-        raise _unknown(response_id, param)
+        raise ApiError(
+            404, f"there is no stored response {response_id[:64]!r}: responses are stored in memory, within limits, "
+            "until the server ends", param=param, code="response_not_found",
+        )  # fmt: skip
     return stored
-
-
-def _unknown(response_id: str, param: str) -> ApiError:
-    return ApiError(
-        404, f"there is no stored response {response_id[:64]!r}: responses are stored in memory, within limits, until "
-        "the server ends", param=param, code="response_not_found",
-    )  # fmt: skip

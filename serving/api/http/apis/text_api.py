@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -122,14 +123,12 @@ def text_router(handle: Callable[[TextApi, TextRequest, Request], Awaitable[Resp
     for api in _TABLE:
         _add(router, api, handle)
     for path, why in REFUSED_PATHS.items():
-        _add_refusal(router, path, why)
+        router.add_api_route(path, partial(_refuse, why), methods=["POST"], include_in_schema=False)
     return router
 
 
-def _add_refusal(router: APIRouter, path: str, why: str) -> None:
-    @router.post(path, include_in_schema=False)
-    async def unsupported_path() -> None:
-        raise ApiError(404, why, code="not_supported")
+async def _refuse(why: str) -> None:
+    raise ApiError(404, why, code="not_supported")
 
 
 def _add(

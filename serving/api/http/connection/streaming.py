@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel
 from pydantic_core import to_json
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from serving.api.http.errors import ApiError, as_api_error
@@ -113,7 +113,7 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """Sends events as they arrive, until they end or the client disconnects. Closes `events` in both cases.
 
     An error after the first event can no longer change the status; `failure` converts it to an event.
@@ -126,31 +126,28 @@ class EventStream(Response):
         failure: Callable[[ApiError], bytes] = openai_failure,
         media_type: str = "text/event-stream",
     ) -> None:
-        self.media_type = media_type
         # Proxies must not cache or buffer events.
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
-        del self.headers["content-length"]
-        self._events, self._failure = events, failure
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})}
+        super().__init__(_ended_by(failure, events), headers=headers, media_type=media_type)
+        self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_gone(receive, self._send(send))
+            await until_gone(receive, self.stream_response(send))
         except (ClientGone, OSError):
             log.debug("the client disconnected during a stream")
         finally:
             await self._events.aclose()
 
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        try:
-            async for piece in self._events:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-        except OSError:
-            raise
-        except Exception as error:
-            body = self._failure(as_api_error(error))
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+async def _ended_by(
+    failure: Callable[[ApiError], bytes], events: AsyncGenerator[bytes, None]
+) -> AsyncGenerator[bytes, None]:
+    try:
+        async for piece in events:
+            yield piece
+    except Exception as error:
+        yield failure(as_api_error(error))
 
 
 async def start(

@@ -23,7 +23,6 @@ from serving.api.http.connection.streaming import answer
 from serving.api.http.context import Context, context_of
 from serving.api.http.errors import ApiError
 from serving.api.http.protocol.common import ModelCard, ModelList
-from serving.core.cache.pools import Pool
 from serving.engine.assembly.devices import describe, own_devices
 from serving.engine.engine import Engine
 
@@ -118,25 +117,8 @@ async def metrics(request: Request) -> Response:
 
 @router.get("/status", tags=["operation"])
 async def status(request: Request) -> dict[str, Any]:
-    """The data of the status page."""
-    return status_of(context_of(request))
-
-
-def _card(context: Context, name: str) -> ModelCard:
-    root, parent = context.adapters.get(name, context.model_name), context.model_name
-    return ModelCard(
-        id=name, object="model", created=int(context.started), owned_by="mamba-jax", root=root,
-        parent=parent if name in context.adapters else None, max_model_len=context.engine.engine.max_model_len,
-    )  # fmt: skip
-
-
-def _anthropic_card(context: Context, name: str) -> dict[str, str]:
-    created = datetime.fromtimestamp(context.started, UTC).isoformat(timespec="seconds")
-    return {"type": "model", "id": name, "display_name": name, "created_at": created}
-
-
-def status_of(context: Context) -> dict[str, Any]:
-    """Returns counters and pool maps, as JSON. Never waits for the engine's step."""
+    """The data of the status page: counters and pool maps. Never waits for the engine's step."""
+    context = context_of(request)
     ready = context.ready and context.engine.running
     return {
         "model": context.model_name,
@@ -152,6 +134,19 @@ def status_of(context: Context) -> dict[str, Any]:
         "waiting": waiting(context.engine.engines),
         "maps": _maps(context.engine.engines) if ready else {},
     }
+
+
+def _card(context: Context, name: str) -> ModelCard:
+    root, parent = context.adapters.get(name, context.model_name), context.model_name
+    return ModelCard(
+        id=name, object="model", created=int(context.started), owned_by="mamba-jax", root=root,
+        parent=parent if name in context.adapters else None, max_model_len=context.engine.engine.max_model_len,
+    )  # fmt: skip
+
+
+def _anthropic_card(context: Context, name: str) -> dict[str, str]:
+    created = datetime.fromtimestamp(context.started, UTC).isoformat(timespec="seconds")
+    return {"type": "model", "id": name, "display_name": name, "created_at": created}
 
 
 def waiting(engines: Sequence[Engine]) -> list[dict[str, Any]]:
@@ -190,19 +185,15 @@ def hardware(engines: Sequence[Engine]) -> dict[str, Any]:
 
 
 def _maps(engines: Sequence[Engine]) -> dict[str, str]:
-    """Returns a letter for each slot and page, engine by engine; approximate, as the engines go on."""
+    """Returns a letter for each slot and page from id 1, engine by engine: f, u and c for free, used and cached ones;
+    approximate, as the engines go on."""
     maps: dict[str, str] = {}
     for engine in engines:
         for pool in engine.loop.scheduler.cache.pools:
-            maps[pool.name] = maps.get(pool.name, "") + pool_map(pool, _CELLS // len(engines))
+            ids = range(1, pool.size, -(-(pool.size - 1) // (_CELLS // len(engines))))
+            letters = ("u" if pool.refs[i] else "f" if pool.owners[i] is None else "c" for i in ids)
+            maps[pool.name] = maps.get(pool.name, "") + "".join(letters)
     return maps
-
-
-def pool_map(pool: Pool, cells: int = _CELLS) -> str:
-    """Returns the letters f, u and c for free, used and cached ids of a pool, from id 1; at most `cells` letters."""
-    step = -(-(pool.size - 1) // cells)
-    letters = ("u" if pool.refs[i] else "f" if pool.owners[i] is None else "c" for i in range(1, pool.size, step))
-    return "".join(letters)
 
 
 class Profiler:

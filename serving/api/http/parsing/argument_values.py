@@ -37,12 +37,8 @@ def markup_value(
     Models omit end marks, and write the marks of calls in values. Another mark ends the value if the name of a further
     parameter follows (`is_key`), or if no end mark of a value follows before the next call.
     """
-    value, (ends, later) = WrittenText(types, syntax.padding), _value_marks(syntax, style)
-
-    def push(part: str) -> None:
-        emit(value.push(part))
-
-    with text.closing(lambda: emit(value.end())):
+    (push, end), (ends, later) = _text_writer(types, syntax.padding, emit), _value_marks(syntax, style)
+    with text.closing(end):
         while True:
             mark = yield from text.until(ends, push)
             size = len(mark)
@@ -203,34 +199,30 @@ def schema_types(schema: Any, root: Any = None, *, most: int = 1000) -> frozense
     return frozenset(found)
 
 
-class WrittenText:
-    """Makes JSON of a value that is written as text without quotes, after `padding`: of strings as they arrive, of
-    other `types` when they are complete."""
+def _text_writer(
+    types: frozenset[str], padding: str, emit: Callable[[str], None]
+) -> tuple[Callable[[str], None], Callable[[], None]]:
+    """Returns what reads the parts of a value that is written as text without quotes, after `padding`, and what reads
+    its end. They emit JSON: of strings as they arrive, of other `types` when they are complete."""
+    parts, begun = list[str](), False
 
-    def __init__(self, types: frozenset[str], padding: str = "") -> None:
-        self._types, self._padding = types, padding
-        self._parts: list[str] = []
-        self._begun = False
+    def push(text: str) -> None:
+        nonlocal begun
+        if begun:
+            emit(json.dumps(text, ensure_ascii=False)[1:-1])
+            return
+        parts.append(text)
+        value = "".join(parts).removeprefix(padding)
+        begun = bool(value) and types in ({"string"}, {"string", "null"})
+        begun = begun and not ("null" in types and "null".startswith(value))
+        if begun:
+            emit(json.dumps(value, ensure_ascii=False)[:-1])
 
-    def push(self, text: str) -> str:
-        """Reads new text. Returns new JSON."""
-        if self._begun:
-            return json.dumps(text, ensure_ascii=False)[1:-1]
-        self._parts.append(text)
-        if "string" not in self._types or not self._types <= {"string", "null"}:
-            return ""
-        value = self._value()
-        if not value or ("null" in self._types and "null".startswith(value)):
-            return ""
-        self._begun = True
-        return json.dumps(value, ensure_ascii=False)[:-1]
+    def end() -> None:
+        value = "".join(parts).removeprefix(padding)
+        emit('"' if begun else json.dumps(read_untyped(value, types), ensure_ascii=False))
 
-    def end(self) -> str:
-        """Returns the rest of the JSON."""
-        return '"' if self._begun else json.dumps(read_untyped(self._value(), self._types), ensure_ascii=False)
-
-    def _value(self) -> str:
-        return "".join(self._parts).removeprefix(self._padding)
+    return push, end
 
 
 def read_untyped(text: str, types: frozenset[str]) -> Any:

@@ -41,17 +41,6 @@ class FunctionTool(BaseModel):
     strict: bool | None = None
 
 
-class NamedFunction(BaseModel):
-    type: Literal["function", "custom"]
-    name: str
-
-
-class AllowedFunctions(BaseModel):
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: Items[Annotated[NamedFunction, BeforeValidator(_without_envelope)]] = Field(min_length=1)
-
-
 class TextFormat(Options):
     """The required format of the output."""
 
@@ -87,9 +76,9 @@ class ResponsesRequest(ConvertedRequest):
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, ge=0, le=1)
     tools: Items[Annotated[FunctionTool, BeforeValidator(_without_envelope)]] | None = None
-    tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions, BeforeValidator(_as_choice)
-    ] | None = None  # fmt: skip
+    tool_choice: Annotated[str | dict[str, Any], BeforeValidator(_as_choice)] | None = Field(
+        None, description="none, auto, required, or an object of type function, custom or allowed_tools."
+    )
     parallel_tool_calls: bool | None = None
     text: TextOptions = Field(default_factory=TextOptions)
     reasoning: ReasoningOptions | None = None
