@@ -227,8 +227,8 @@ def test_a_handshake_has_a_deadline(place, certificate, sent):
 def test_silent_handshakes_count_as_connections(place, certificate):
     address, server = place
     assert get(address, certificate) == {200}  # it runs
-    server._bounds = server._bounds.model_copy(update={"header_timeout": 30.0})
-    room = server._bounds.max_connections + reserve(server._bounds.max_connections)
+    server.bounds = server.bounds.model_copy(update={"header_timeout": 30.0})
+    room = server.bounds.max_connections + reserve(server.bounds.max_connections)
     with contextlib.ExitStack() as stack:
         wires = [stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(room + 10)]
         late = wires[room:]

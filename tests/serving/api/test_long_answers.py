@@ -9,16 +9,7 @@ import pytest
 
 from checkpoints import load_tokenizer
 from serving.api.http.apis.choices import CompletionWriter
-from serving.api.http.connection.streaming import (
-    COMMENT,
-    encoded,
-    is_long,
-    json_of,
-    json_parts,
-    next_bytes,
-    start,
-    text_in_parts,
-)  # fmt: skip
+from serving.api.http.connection.streaming import COMMENT, encoded, is_long, json_of, json_parts, next_bytes, start
 from serving.api.http.context import ResponseContext
 from serving.api.http.endpoints.tokenization import DetokenizeResponse
 from serving.api.http.errors import ApiError
@@ -159,7 +150,7 @@ def test_an_answer_does_not_wait_for_long_texts(length):
         return function()
 
     async def parts():
-        return [part async for part in encoded(run, DetokenizeResponse.model_construct(prompt=text_in_parts(text)))]
+        return [part async for part in encoded(run, DetokenizeResponse.model_construct(prompt=text))]
 
     assert json.loads(b"".join(asyncio.run(parts()))) == {"prompt": text}
     assert all(size < _LONG for size in sizes)

@@ -125,7 +125,7 @@ def test_texts_cut_anywhere(begun, until, text, told, size):
     for piece in (*cut(text, size), None):
         more = reader.push(piece or "", last=piece is None)
         reasoning, answer = reasoning + more.of("reasoning"), answer + more.of("text")
-        names += [call.name for call in more.calls if call.name is not None]
+        names += [call.function.name for call in more.calls if call.id is not None]
     assert (reasoning, names or answer) == told
 
 

@@ -14,7 +14,6 @@ from serving.api.http.apis.chat_turn import ChatTurn
 from serving.api.http.apis.inputs import chat_content, messages_of
 from serving.api.http.context import ResponseContext
 from serving.api.http.errors import validated
-from serving.api.http.json_values import parse_written, well_formed
 from serving.api.http.parsing.written_json import WrittenObject
 from serving.api.http.protocol import messages as protocol
 from serving.api.http.protocol.chat import ChatRequest
@@ -181,13 +180,8 @@ def _block(block: Block) -> protocol.ContentBlock:
 def _arguments(text: str) -> dict[str, Any]:
     """Returns a call's arguments, as far as the output limit did not cut them off."""
     written = WrittenObject()
-    try:
-        _, valid, complete = written.push(text or "{}")
-        # Parsing twice converts escaped halves of surrogate pairs to characters.
-        value = parse_written(valid if complete else valid + written.close())
-        arguments = parse_written(well_formed(json.dumps(value, ensure_ascii=False)))
-    except ValueError:
-        return {}
+    _, valid, complete = written.push(text or "{}")
+    arguments = json.loads(valid if complete else valid + written.close())
     return arguments if isinstance(arguments, dict) else {}
 
 

@@ -65,8 +65,8 @@ def as_chat(body: ResponsesRequest, conversation: Conversation) -> ChatRequest:
         for tool in body.tools or ()
     ] or None
     choice: Any = body.tool_choice
-    allowed = isinstance(choice, dict) and choice.get("type") == "allowed_tools"
-    fields["tool_choice"] = {"type": "allowed_tools", "allowed_tools": choice} if allowed else choice
+    flat = isinstance(choice, dict) and choice.get("type") == "allowed_tools" and "allowed_tools" not in choice
+    fields["tool_choice"] = {"type": "allowed_tools", "allowed_tools": choice} if flat else choice
     form = body.text.format
     if form.type == "json_schema":
         fields["response_format"] = {"type": form.type, "json_schema": {"name": form.name, "schema": form.schema_}}

@@ -17,10 +17,8 @@ import logging
 import os
 import resource
 import socket
-import ssl
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -52,47 +50,39 @@ def reserve(max_connections: int) -> int:
     return max(16, max_connections // 8)
 
 
-def bounded(bounds: ConnectionBounds) -> type[BoundedConnection]:
-    """Returns the protocol class for connections with these bounds."""
-    return type("Connection", (BoundedConnection,), {"bounds": bounds})
-
-
 class BoundedConnection(HttpToolsProtocol):
     """uvicorn's connection with timeouts and limits. The server aborts a connection that exceeds one."""
 
     bounds: ConnectionBounds
     beyond_limit = False
     """The server had too many connections when it accepted this one."""
-    _head: asyncio.TimerHandle | None = None
-    """Timeout of a request's headers; runs while they are incomplete."""
     _head_bytes = 0
     """Bytes received since the headers started, while they are incomplete."""
     _parsed_bytes = 0
     """Parsed bytes of the request's line and headers; excludes the body if both arrive together."""
-    _unread: asyncio.TimerHandle | None = None
-    """Timeout of unread output; runs while the client does not read."""
-    _refusal: asyncio.TimerHandle | None = None
-    """Timeout of a connection beyond the limit; the server refuses its request."""
     _refused = False
     """The refusal has been sent. Further input is discarded."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        """Timeouts: `head` while a request's headers are incomplete, `unread` while the client does not read, and
+        `refusal` of a connection beyond the limit, whose request the server refuses."""
         most = self.bounds.max_connections
         if len(self.connections) > most + reserve(most):
             self._abort("too many connections")
             return
         if self.beyond_limit or len(self.connections) > most:
-            self._refusal = self.loop.call_later(_REFUSAL_TIMEOUT, self._abort, "the client did not read the refusal")
+            self._start("refusal", _REFUSAL_TIMEOUT, "the client did not read the refusal")
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        if self._head is None and (self.cycle is None or self.cycle.response_complete):
+        if "head" not in self._timers and (self.cycle is None or self.cycle.response_complete):
             self._expect_head()
         super().data_received(data)
-        if self._head is not None:
+        if "head" in self._timers:
             self._head_bytes += len(data)
             if self._head_bytes > self.bounds.max_header_bytes:
                 self._abort("the request's headers are too long")
@@ -110,10 +100,10 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._stop_head_clock()
+        self._stop("head")
         if self._parsed_bytes > self.bounds.max_header_bytes:
             self._abort("the request's headers are too long")
-        elif self._refusal is not None:
+        elif "refusal" in self._timers:
             self._send_refusal()
         else:
             super().on_headers_complete()
@@ -149,33 +139,31 @@ class BoundedConnection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._unread = self.loop.call_later(self.bounds.read_timeout, self._abort, "the client does not read")
+        self._start("unread", self.bounds.read_timeout, "the client does not read")
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
+        self._stop("unread")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_head_clock()
-        if self._refusal is not None:
-            self._refusal.cancel()
-        self.resume_writing()
+        self._stop(*self._timers)
         super().connection_lost(exc)
 
     def _expect_head(self) -> None:
         self._head_bytes = 0
-        self._head = self.loop.call_later(self.bounds.header_timeout, self._abort, "incomplete request headers")
+        self._start("head", self.bounds.header_timeout, "incomplete request headers")
 
-    def _stop_head_clock(self) -> None:
-        if self._head is not None:
-            self._head.cancel()
-            self._head = None
+    def _start(self, timer: str, seconds: float, why: str) -> None:
+        self._timers[timer] = self.loop.call_later(seconds, self._abort, why)
+
+    def _stop(self, *timers: str) -> None:
+        for timer in timers:
+            if timer in self._timers:
+                self._timers.pop(timer).cancel()
 
     def _abort(self, why: str) -> None:
         log.debug("aborted connection: %s", why)
-        self._stop_head_clock()
+        self._stop("head")
         self.transport.abort()
 
 
@@ -221,11 +209,10 @@ class Server(uvicorn.Server):
         self, app: FastAPI, bounds: ConnectionBounds, *, drain_timeout: float, leave: Callable[[], bool | None],
         **options: Any,
     ) -> None:  # fmt: skip
-        self._drain_timeout, self._leave = drain_timeout, leave
-        self._bounds = bounds
+        self.bounds, self._drain_timeout, self._leave = bounds, drain_timeout, leave
         app.state.ending = lambda: self.should_exit
         """Whether endless streams must end now."""
-        self._connection = bounded(bounds)
+        self._connection = type("Connection", (BoundedConnection,), {"bounds": bounds})
         fixed: dict[str, Any] = {"ws": "none", "lifespan": "on", "log_config": None, "access_log": False}
         super().__init__(uvicorn.Config(app, http=self._connection, server_header=False, **fixed, **options))
 
@@ -245,17 +232,16 @@ class Server(uvicorn.Server):
             await super().startup(sockets)
             return
         await super().startup([])
-
-        def connection(*, beyond_limit: bool) -> BoundedConnection:
-            made = self._connection(config=config, server_state=self.server_state, app_state=self.lifespan.state)
-            made.beyond_limit = beyond_limit
-            return made
-
         for each in sockets:
             each.setblocking(False)
             each.listen(config.backlog)
-            listener = TlsListener(each, config.ssl, self._bounds, self.server_state.connections, connection)
-            self.servers.append(listener)  # type: ignore[arg-type]  # uvicorn only calls close and wait_closed
+            self.servers.append(TlsListener(self, each))  # type: ignore[arg-type]  # only closed and waited for
+
+    def new_connection(self, *, beyond_limit: bool) -> BoundedConnection:
+        """Creates the protocol of a connection."""
+        made = self._connection(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+        made.beyond_limit = beyond_limit
+        return made
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Runs uvicorn's shutdown with a time limit, when no request runs any more."""
@@ -283,25 +269,16 @@ class Server(uvicorn.Server):
             self.force_exit = True  # otherwise uvicorn waits for handlers that wait for the engine
 
 
-@dataclass(eq=False)
 class TlsListener:
-    """Accepts TLS connections on one socket. Has the methods of `asyncio.Server` that uvicorn calls.
+    """Accepts TLS connections of a server on one socket. Has the methods of `asyncio.Server` that uvicorn calls.
 
     asyncio's servers count a connection only after its handshake, so silent clients could open any number of them. This
-    listener counts a connection as soon as it is accepted.
+    listener counts a connection as soon as it is accepted, and `header_timeout` also limits the handshake.
     """
 
-    listening: socket.socket
-    context: ssl.SSLContext
-    """Contains the server's certificate."""
-    bounds: ConnectionBounds
-    """`header_timeout` also limits the handshake."""
-    connections: Collection[object]
-    """Connections after the handshake, on all sockets."""
-    new_connection: Callable[..., BoundedConnection]
-    _handshakes: set[asyncio.Task[None]] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
+    def __init__(self, server: Server, listening: socket.socket) -> None:
+        self._server, self._listening = server, listening
+        self._handshakes = set[asyncio.Task[None]]()
         self._accepting = asyncio.create_task(self._accept())
 
     def close(self) -> None:
@@ -314,17 +291,17 @@ class TlsListener:
         await asyncio.gather(self._accepting, *self._handshakes, return_exceptions=True)
 
     async def _accept(self) -> None:
-        loop, most = asyncio.get_running_loop(), self.bounds.max_connections
+        loop, most = asyncio.get_running_loop(), self._server.bounds.max_connections
         while True:
             try:
-                wire, _ = await loop.sock_accept(self.listening)
+                wire, _ = await loop.sock_accept(self._listening)
             except ConnectionAbortedError:
                 continue
             except OSError as error:
                 log.error("could not accept a connection: %s; retrying in %g s", error, _PAUSE)
                 await asyncio.sleep(_PAUSE)
                 continue
-            open_now = len(self.connections) + len(self._handshakes)
+            open_now = len(self._server.server_state.connections) + len(self._handshakes)
             if open_now >= most + reserve(most):
                 log.debug("connection closed: too many connections")
                 wire.close()
@@ -336,8 +313,8 @@ class TlsListener:
     async def _shake_hands(self, wire: socket.socket, *, refuse: bool) -> None:
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                partial(self.new_connection, beyond_limit=refuse), wire,
-                ssl=self.context, ssl_handshake_timeout=self.bounds.header_timeout,
+                partial(self._server.new_connection, beyond_limit=refuse), wire,
+                ssl=self._server.config.ssl, ssl_handshake_timeout=self._server.bounds.header_timeout,
             )  # fmt: skip
         except OSError as error:  # an error or a timeout of the client
             log.debug("TLS handshake failed: %s", error)

@@ -238,22 +238,13 @@ def listed(length: int, part: Callable[[int, int], list[Any]], values: int = _IT
     return ListInParts(length, part, max(1, _PART_VALUES // values))
 
 
-def text_in_parts(text: str) -> Any:
-    """Returns a text for a field of a response: as it is if it is short, otherwise a `TextInParts`."""
-    return TextInParts(text) if len(text) > _SENT else text
-
-
-class TextInParts(NamedTuple):
-    """A text of any length in a response, which is encoded a few characters at a time."""
-
-    text: str
-
-
 def is_long(value: Any) -> bool:
     """Returns whether a response, or a part of one, should be encoded in parts."""
     match value:
-        case ListInParts() | TextInParts():
+        case ListInParts():
             return True
+        case str():
+            return len(value) > _SENT
         case BaseModel():
             return any(map(is_long, vars(value).values()))
         case [BaseModel(), *_]:
@@ -268,9 +259,9 @@ def json_parts(value: Any, *, exclude_unset: bool) -> Iterator[bytes]:
             places = range(0, value.length, value.step)
             items = (value.part(begin, min(begin + value.step, value.length)) for begin in places)
             yield from _joined(b"[]", ([to_json(part)[1:-1]] for part in items))
-        case TextInParts(text):
+        case str() if is_long(value):
             yield b'"'
-            yield from (to_json(text[begin : begin + _SENT])[1:-1] for begin in range(0, len(text), _SENT))
+            yield from (to_json(value[begin : begin + _SENT])[1:-1] for begin in range(0, len(value), _SENT))
             yield b'"'
         case [BaseModel(), *_]:
             yield from _joined(b"[]", (json_parts(item, exclude_unset=exclude_unset) for item in value))

@@ -15,7 +15,7 @@ from serving.api.http.apis.inputs import tokenized
 from serving.api.http.apis.stored_responses import stored_conversation
 from serving.api.http.apis.text_api import TEXT_APIS
 from serving.api.http.connection.keys import sent_key
-from serving.api.http.connection.streaming import answer, encoded, ignored_header, listed, text_in_parts
+from serving.api.http.connection.streaming import answer, encoded, ignored_header, listed
 from serving.api.http.context import context_of
 from serving.api.http.errors import ApiError, validated
 from serving.api.http.protocol.chat import AnyTool, ChatRequest, ConvertedRequest, Message, TemplateVariables
@@ -115,7 +115,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         raise ApiError(400, f"token id {bad} is not in the vocabulary (0 to {size - 1})", param="tokens")
     text = await context.codec.decode(body.tokens)
     request.state.reserve(4 * len(text))
-    result = DetokenizeResponse.model_construct(prompt=text_in_parts(text))
+    result = DetokenizeResponse.model_construct(prompt=text)
     return await _in_parts(context.codec, result, ignored_header(body))
 
 

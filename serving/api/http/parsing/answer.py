@@ -245,7 +245,7 @@ class AnswerReader:
                 if other and not first:
                     continue
                 only = partial(_begins_one, self._schemas) if (offered or other) and not head.before else None
-                matched = yield from self._cursor.head(head, skipped, only=only)
+                matched = yield from self._cursor.head(head, skipped=skipped, only=only)
                 if matched and (not (offered or other) or self._own(syntax.named(matched[1])[0]) in self._schemas):
                     return syntax, matched
         return None
@@ -369,7 +369,7 @@ class AnswerReader:
                     if mark in syntax.ends:
                         cursor.take(len(mark))
                     break
-                matched, tag = (yield from cursor.first_head(syntax.parameters)), None
+                matched, tag = (yield from cursor.head(*syntax.parameters)), None
                 if matched is None and syntax.value_ends:
                     unread = [name for name in properties if name not in keys]
                     tag = yield from cursor.head(TAG, only=partial(_begins_one, unread))

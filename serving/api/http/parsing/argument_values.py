@@ -48,7 +48,7 @@ def markup_value(
                     break
             elif mark.endswith(syntax.parameter_begins):
                 before = len(syntax.padding) if mark.startswith(syntax.padding) else 0
-                matched = yield from text.first_head(syntax.parameters, before)
+                matched = yield from text.head(*syntax.parameters, skipped=before)
                 if matched is not None and is_key(plain_name(matched[1])):
                     break
             else:
@@ -89,7 +89,7 @@ def _ends_here(
     )
     if mark not in syntax.parameter_begins:
         return mark != syntax.value_ends[0]
-    matched = yield from text.first_head(syntax.parameters, distance)
+    matched = yield from text.head(*syntax.parameters, skipped=distance)
     return matched is not None and is_key(plain_name(matched[1]))
 
 
@@ -98,7 +98,7 @@ def whole_arguments(text: TextCursor, syntax: CallSyntax, schema: Mapping[str, A
     the tool's `schema` and the object's first key tell."""
     if not text.text.startswith("{", text.at) or syntax.value_ends:
         return text.text.startswith("{", text.at)
-    matched, properties = (yield from text.first_head(KEYS)), schema.get("properties") or {}
+    matched, properties = (yield from text.head(*KEYS)), schema.get("properties") or {}
     if matched is None or not properties:
         return matched is not None
     first, types = next(iter(properties)), schema_types(next(iter(properties.values())), schema)

@@ -81,30 +81,29 @@ class TextCursor:
             yield from self.more()
 
     def head(
-        self, head: Head, skipped: int = 0, *, only: Callable[[str], bool] | None = None
+        self, *heads: Head, skipped: int = 0, only: Callable[[str], bool] | None = None
     ) -> Wait[re.Match[str] | None]:
-        """Returns the match of a head after `skipped` characters, without consuming it; None if there is none. `only`:
-        whether a name may begin with a text."""
-        while True:
-            if matched := head.match(self.text, self.at + skipped):
-                return matched if only is None or only(matched[1]) else None
-            part = None if self.last else head.part(self.text, self.at + skipped)
-            if part is None or (only is not None and not only(part[1] or "")):
-                return None
-            yield
+        """Returns the match of the first of the heads that is next after `skipped` characters, without consuming it;
+        None if there is none. `only`: whether a name may begin with a text."""
+        at = self.at + skipped
+        for head in heads:
+            while True:
+                if matched := head.match(self.text, at):
+                    if only is None or only(matched[1]):
+                        return matched
+                    break
+                part = None if self.last else head.part(self.text, at)
+                if part is None or (only is not None and not only(part[1] or "")):
+                    break
+                yield
+                at = self.at + skipped
+        return None
 
     def skip_fence(self, consume: Callable[[str], object] = len) -> Wait[bool]:
         """Consumes the beginning of a code fence around calls or arguments. Returns whether there is one."""
         if matched := (yield from self.head(_FENCE)):
             consume(self.take(len(matched[0])))
         return matched is not None
-
-    def first_head(self, heads: Sequence[Head], skipped: int = 0) -> Wait[re.Match[str] | None]:
-        """Returns the match of the first of several heads that is next, as `head` does."""
-        for head in heads:
-            if matched := (yield from self.head(head, skipped)):
-                return matched
-        return None
 
     def follows(self, marks: tuple[str, ...], skipped: int) -> Wait[tuple[str, int] | None]:
         """Returns which of the marks is next after `skipped` characters and white space, "" for the end of the text,

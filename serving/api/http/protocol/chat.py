@@ -102,21 +102,16 @@ class ToolName(BaseModel):
     name: str
 
 
-class NamedTool(BaseModel):
-    """The function that the model must call."""
+class NamedTool(Options):
+    """A function that the model may or must call."""
 
-    type: Literal["function"]
-    function: ToolName
-
-
-class AllowedFunction(Options):
     type: Literal["function"] = "function"
     function: ToolName
 
 
 class ToolChoices(BaseModel):
     mode: Literal["auto", "required"]
-    tools: Items[Annotated[AllowedFunction, BeforeValidator(as_named_function)]] = Field(min_length=1)
+    tools: Items[Annotated[NamedTool, BeforeValidator(as_named_function)]] = Field(min_length=1)
 
 
 class AllowedTools(BaseModel):
