@@ -55,7 +55,7 @@ PARTS = {
     "serving.core": "errors load_balancing < config stats < cache < tiers < requests < planning < scheduler",
     "serving.engine": "fair_lru stats compiled_programs < structured < requests < steps < control < engine"
     " < assembly changes engine_thread < replicas < async_engine llm",
-    "serving.api.http": "json_values protocol response_store settings < errors parsing < text < context < connection"
+    "serving.api.http": "json_values protocol settings < errors parsing < text < context < connection"
     " < logprobs generation < apis limits < endpoints < app",
     "serving.cli": "jax_import measures options < bench evaluate models generation serve training < main < __main__",
 }

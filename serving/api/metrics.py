@@ -260,17 +260,16 @@ class _VllmNames:
 
     def _renamed(self, metric: Metric, alias: str, *, share: bool) -> Metric:
         renamed = Metric(VLLM_PREFIX + alias, metric.documentation, metric.type)
-        values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
-        whole: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        values, whole = (collections.defaultdict[tuple[str, Labels], float](float) for _ in range(2))
         for sample in metric.samples:
             labels = {"model_name": self._model, "engine": "0"}
             labels |= {_LABELS.get(k, k): v for k, v in sample.labels.items() if k not in _SUMMED}
             state = labels.pop("state", "used")
             name = VLLM_PREFIX + alias + sample.name.removeprefix(metric.name)
             key = name, tuple(labels.items())
-            whole[key] = whole.get(key, 0.0) + sample.value
+            whole[key] += sample.value
             if state == "used":
-                values[key] = values.get(key, 0.0) + sample.value
+                values[key] += sample.value
         for key, value in values.items():
             renamed.add_sample(key[0], dict(key[1]), value / (whole[key] or 1.0) if share else value)
         return renamed

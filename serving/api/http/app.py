@@ -35,11 +35,10 @@ from serving.api.http.apis import stored_responses
 from serving.api.http.apis.text_api import respond, text_router
 from serving.api.http.connection.keys import client_id
 from serving.api.http.connection.server import STEP_TIMEOUT, Server, freeze_loaded
-from serving.api.http.context import Context
+from serving.api.http.context import Context, ResponseStore
 from serving.api.http.endpoints import operation, tokenization, updates
 from serving.api.http.endpoints.operation import profiling_router
 from serving.api.http.limits import Limits
-from serving.api.http.response_store import ResponseStore
 from serving.api.http.settings import ServerSettings
 from serving.api.http.text import TextCodec
 from serving.api.metrics import Metrics

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from checkpoints.tokenizer import load_tokenizer
-from serving.api.http.apis.chat_turn import ChatTurn
+from serving.api.http.apis.inputs import ChatTurn
 from serving.api.http.context import ResponseContext
 from serving.api.http.parsing.formats import FORMATS
 from serving.api.http.parsing.grammars import calls_grammar

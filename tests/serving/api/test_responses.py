@@ -9,11 +9,10 @@ from pydantic import ValidationError
 
 from checkpoints.tokenizer import load_tokenizer
 from serving.api.http.apis.responses import ResponseWriter, as_chat
-from serving.api.http.context import ResponseContext
+from serving.api.http.context import ResponseContext, ResponseStore, StoredResponse, owner_of
 from serving.api.http.generation import ChoiceDelta
 from serving.api.http.logprobs import TextLogprobs
 from serving.api.http.protocol.responses import ResponsesRequest
-from serving.api.http.response_store import ResponseStore, StoredResponse, owner_of
 from serving.api.http.text import TextCodec
 from serving.engine.requests.output import CompletionOutput, Logprob, RequestOutput
 from tests.support.servers import text_clients

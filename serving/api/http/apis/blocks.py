@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from serving.api.http.apis.chat_turn import ChatTurn
+from serving.api.http.apis.inputs import ChatTurn
 from serving.api.http.connection.streaming import named_event
 from serving.api.http.generation import ChoiceDelta
 from serving.api.http.parsing.answer_pieces import AnswerPiece

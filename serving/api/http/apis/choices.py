@@ -9,8 +9,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
-from serving.api.http.apis.chat_turn import ChatTurn
-from serving.api.http.apis.inputs import sampling_params, unenforced
+from serving.api.http.apis.inputs import ChatTurn, sampling_params, unenforced
 from serving.api.http.connection.streaming import DONE, encoded, json_of
 from serving.api.http.context import ResponseContext
 from serving.api.http.generation import ChoiceDelta, Job, UsageCounter

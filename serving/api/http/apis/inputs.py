@@ -1,26 +1,35 @@
-"""What the engine gets for a request: prompts as token ids, and sampling parameters."""
+"""What the engine gets for a request: prompts as token ids, sampling parameters, and the job of one turn."""
 
 from __future__ import annotations
 
 import contextlib
+import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from checkpoints.text.chat import plain_message
 from checkpoints.text.parts import part_text
 from serving.api.http.apis.cache_marks import client_marks, marks_of, places_of, with_marks
 from serving.api.http.context import ResponseContext
 from serving.api.http.errors import ApiError
+from serving.api.http.generation import Job, UsageCounter
 from serving.api.http.json_values import parse_written
-from serving.api.http.parsing.grammars import enforceable, structural_grammar
-from serving.api.http.protocol.chat import AllowedTools, ChatRequest, Tool
-from serving.api.http.protocol.common import CUSTOM_INPUT, GenerationRequest
+from serving.api.http.parsing.answer import AnswerReader
+from serving.api.http.parsing.formats import FORMATS, ReasoningCount, opening_of
+from serving.api.http.parsing.grammars import calls_grammar, enforceable, structural_grammar
+from serving.api.http.protocol.chat import AllowedTools, ChatRequest, NamedTool, Tool, ToolChoices
+from serving.api.http.protocol.common import CUSTOM_INPUT, OF_GRAMMAR, GenerationRequest
 from serving.api.http.protocol.completions import CompletionRequest
 from serving.api.http.text import check_fits
 from serving.core.cache.retention import Mark
 from serving.core.errors import RequestError
+from serving.engine.requests.conversations import message_digests
+from serving.engine.requests.request import EngineRequest
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.structured.grammars import StructuredOutputs
+from serving.engine.structured.reasoning import Reasoning
 
 COMPLETION_TOKENS = 16
 """Default `max_tokens` of a completion, as in OpenAI's API."""
@@ -107,6 +116,16 @@ def offered_tools(request: ChatRequest) -> list[Tool]:
     return [*tools]
 
 
+def forced_tools(request: ChatRequest) -> list[Tool]:
+    """Returns the functions of which the model must call at least one; empty if no call is required."""
+    match request.tool_choice:
+        case "required" | AllowedTools(allowed_tools=ToolChoices(mode="required")):
+            return offered_tools(request)
+        case NamedTool() as choice:
+            return [tool for tool in request.tools or () if tool.function.name == choice.function.name]
+    return []
+
+
 def chat_content(content: Any) -> str | list[Any]:
     """Returns content of any API as content of a chat message. The chat template joins several parts."""
     if not isinstance(content, list):
@@ -189,9 +208,8 @@ def template_options(request: ChatRequest, defaults: Mapping[str, Any]) -> dict[
     }
 
 
-def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
-    """Returns the engine's parameters for a request. `defaults` apply to omitted fields; `more` is passed to
-    `SamplingParams`.
+def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+    """Returns the engine's parameters for a request. `defaults` apply to omitted fields.
 
     Raises:
         RequestError: the engine refuses a value.
@@ -217,7 +235,7 @@ def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any], **m
             limits = (request.max_completion_tokens, request.max_tokens)
             values["max_tokens"] = next((limit for limit in limits if limit is not None), None)
             values["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
-    return SamplingParams(**values, **more)
+    return SamplingParams(**values)
 
 
 def unenforced(request: GenerationRequest, tools: Sequence[Tool] = ()) -> list[str]:
@@ -254,3 +272,59 @@ def _json_object(text: str) -> dict[str, Any]:
         if isinstance(value := parse_written(text), dict):
             return value
     raise RequestError("structural_tag must be a JSON object")
+
+
+class ChatTurn:
+    """One turn of a conversation, from a request in the format of `/v1/chat/completions` and its token ids.
+
+    Raises:
+        RequestError: the request combines incompatible options.
+    """
+
+    def __init__(
+        self, context: ResponseContext, request: ChatRequest, prompt: list[int], *, prefix: str = "chatcmpl-"
+    ) -> None:
+        tools, forced = offered_tools(request), forced_tools(request)
+        form = context.tool_calls if tools else None
+        params, codec, answer = sampling_params(request, context.settings.default_sampling), context.codec, None
+        outputs = params.structured_outputs
+        if form is not None and request.response_format is not None and outputs and outputs.grammar is None:
+            answer = outputs.json or {"type": "object"}  # JSON or a call
+        if forced:
+            form = context.tool_calls or "hermes"
+            if request.structured_outputs is not None:
+                raise RequestError("structured outputs cannot be combined with a tool_choice that forces a call")
+        style = None if form is None else FORMATS[form]
+        if form is not None and style is not None:
+            if forced or answer is not None:
+                grammar = calls_grammar(
+                    form, forced or tools, token_ids=codec.special_ids(style.marks), answer=None if forced else answer,
+                    parallel=request.parallel_tool_calls and not isinstance(request.tool_choice, NamedTool),
+                )  # fmt: skip
+                params = replace(params, structured_outputs=StructuredOutputs(grammar=grammar))
+            params = codec.showing(params, *style.marks)
+        marks, begun, count = context.reasoning, False, None
+        if marks is not None and codec.tokenizer is not None:
+            begun, ended = opening_of(codec.tokenizer, prompt, marks)
+            if not ended:
+                params = codec.showing(params, marks.end)
+                if params.stop:
+                    params = replace(params, stop_after=("" if begun else marks.begin, marks.end))
+                # Without a grammar or a budget, the engine does not need to distinguish reasoning.
+                if params.structured_outputs is not None or request.thinking_budget is not None:
+                    reasoning = Reasoning(*marks, begun=begun, budget=request.thinking_budget)
+                    params = replace(params, reasoning=reasoning)
+                until = style.begin if style is not None and style.ends_reasoning else None
+                count = ReasoningCount.of(codec.tokenizer, marks, begun=begun, until=until)
+            marks = None if ended else marks
+        digests = message_digests([*map(plain_message, messages_of(request, context.omitted))], request.tools)
+        asked = EngineRequest(
+            f"{prefix}{uuid.uuid4().hex}", "", params, request.priority, request.cache_salt, message_digests=digests
+        )
+        as_text = style is not None and style.syntax.value_ends  # values in which grammars apply
+        ignored = [w for w in unenforced(request, forced) if not (as_text and w.endswith(OF_GRAMMAR))]
+        self.job = Job(asked, [prompt], ignored=ignored)
+        self.tally = UsageCounter(self.job, reasoning=count)
+        most = None if request.parallel_tool_calls else 1
+        self.new_reader = partial(AnswerReader, form, tools, most=most, forced=bool(forced), marks=marks, begun=begun)
+        """Returns a reader for the text of one choice."""

@@ -10,8 +10,7 @@ from typing import Any
 
 from serving.api.http.apis.blocks import Block, BlockChange, BlocksWriter, NamedEvent
 from serving.api.http.apis.cache_marks import TOOLS, client_marks, marks_of, with_marks
-from serving.api.http.apis.chat_turn import ChatTurn
-from serving.api.http.apis.inputs import chat_content, messages_of
+from serving.api.http.apis.inputs import ChatTurn, chat_content, messages_of
 from serving.api.http.context import ResponseContext
 from serving.api.http.errors import validated
 from serving.api.http.parsing.written_json import WrittenObject

@@ -12,10 +12,9 @@ from typing import Any
 
 from checkpoints.text.parts import part_text
 from serving.api.http.apis.blocks import Block, BlockChange, BlocksWriter, NamedEvent
-from serving.api.http.apis.chat_turn import ChatTurn
-from serving.api.http.apis.inputs import chat_content, messages_of
+from serving.api.http.apis.inputs import ChatTurn, chat_content, messages_of
 from serving.api.http.connection.streaming import named_event
-from serving.api.http.context import ResponseContext
+from serving.api.http.context import ResponseContext, StoredResponse, owner_of
 from serving.api.http.errors import ApiError, validated
 from serving.api.http.generation import ChoiceDelta
 from serving.api.http.logprobs import TextLogprobs
@@ -24,7 +23,6 @@ from serving.api.http.protocol import responses as protocol
 from serving.api.http.protocol.chat import ChatLogprob, ChatRequest
 from serving.api.http.protocol.common import CUSTOM_INPUT
 from serving.api.http.protocol.responses import ResponsesRequest
-from serving.api.http.response_store import StoredResponse, owner_of
 
 Message = dict[str, Any]
 Conversation = Callable[[str], Sequence[Message]]

@@ -10,10 +10,9 @@ from starlette.responses import Response
 from serving.api.http.apis.responses import Conversation
 from serving.api.http.connection.keys import sent_key
 from serving.api.http.connection.streaming import answer
-from serving.api.http.context import ResponseContext, context_of
+from serving.api.http.context import ResponseContext, ResponseStore, StoredResponse, context_of
 from serving.api.http.errors import ApiError
 from serving.api.http.protocol.responses import DeletedResponse, InputItems, ResponseObject
-from serving.api.http.response_store import ResponseStore, StoredResponse
 
 router = APIRouter(tags=["OpenAI"])
 

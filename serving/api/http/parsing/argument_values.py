@@ -165,16 +165,11 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 }  # fmt: skip
 
 
-def schema_types(schema: Any, root: Any = None, *, most: int = 1000) -> frozenset[str]:
-    """Returns the types of the values that a JSON schema admits, as far as it names them; empty if it names none.
-
-    Args:
-        schema: the schema, whose alternatives and references count too.
-        root: the schema that references refer to.
-        most: maximum number of alternatives and references that are read.
-    """
+def schema_types(schema: Any, root: Any) -> frozenset[str]:
+    """Returns the types of the values that a JSON schema admits, as far as it and the first 1000 of its alternatives
+    and references name them; empty if they name none. `root`: the schema that references refer to."""
     found, waiting, seen = set[str](), [schema], set[int]()
-    while waiting and len(seen) < most:
+    while waiting and len(seen) < 1000:
         part = waiting.pop()
         if not isinstance(part, Mapping) or id(part) in seen:
             continue

@@ -214,19 +214,10 @@ def reasoning_marks(tokenizer: Tokenizer | None) -> ReasoningMarks | None:
     return THINK
 
 
-class ReasoningStart(NamedTuple):
-    """The state of reasoning at the end of a prompt."""
-
-    begun: bool
-    """The prompt ends within reasoning."""
-    ended: bool
-    """The prompt ends with the end mark of reasoning: reasoning is disabled."""
-
-
-def opening_of(tokenizer: Tokenizer, prompt: list[int], marks: ReasoningMarks) -> ReasoningStart:
-    """Returns the state of reasoning after a conversation's last tokens."""
+def opening_of(tokenizer: Tokenizer, prompt: list[int], marks: ReasoningMarks) -> tuple[bool, bool]:
+    """Returns whether a prompt ends within reasoning, and whether with its end mark: reasoning is disabled."""
     text = tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False).rstrip()
-    return ReasoningStart(text.endswith(marks.begin), text.endswith(marks.end))
+    return text.endswith(marks.begin), text.endswith(marks.end)
 
 
 @dataclass(frozen=True)
