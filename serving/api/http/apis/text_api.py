@@ -28,7 +28,7 @@ from serving.api.http.connection import streaming
 from serving.api.http.connection.keys import client_id, salt_of, sent_key
 from serving.api.http.context import Context, ResponseContext, context_of
 from serving.api.http.errors import OVERFLOW, ApiError, as_api_error
-from serving.api.http.generation import ChoiceDelta, Job, UsageCounter, whole
+from serving.api.http.generation import ChoiceDelta, Job, UsageCounter
 from serving.api.http.protocol.chat import ChatRequest, ChatResponse
 from serving.api.http.protocol.common import REFUSED_PATHS, ErrorResponse, TextRequest
 from serving.api.http.protocol.completions import CompletionRequest, CompletionResponse
@@ -188,14 +188,21 @@ async def respond(api: TextApi, body: TextRequest, request: Request) -> Response
     job, tally = writer.job, writer.tally
     request.state.reserve(job.score_bytes)
     salt = salt_of(job.request.cache_salt, request.headers, context.settings)
-    job.request = replace(job.request, cache_salt=salt, lora_request=context.adapter_of(body.model), client=client_id())
+    job.request = replace(
+        job.request, cache_salt=salt, lora_request=context.adapter_of(body.model), client=client_id(), live=body.stream
+    )
     headers, request.state.tally = streaming.ignored_header(body, job.ignored), tally
     with context.traces.under(request.headers):
+        outputs = _outputs(context, job, tally)
         if body.stream:
-            events, interval = writer.events(_stream(context, job, tally)), context.settings.sse_keep_alive_interval
+            events, interval = writer.events(outputs), context.settings.sse_keep_alive_interval
             begun = await streaming.until_gone(request.receive, streaming.start(events, api.keep_alive, interval))
             return streaming.EventStream(begun, headers, api.failure)
-        pieces = await streaming.until_gone(request.receive, _run(context, job, tally))
+
+        async def finished() -> list[ChoiceDelta]:
+            return sorted([output async for output in outputs], key=lambda each: (each.prompt, each.new.index))
+
+        pieces = await streaming.until_gone(request.receive, finished())
     codec = context.codec
     response = await codec.run(sum(piece.num_tokens for piece in pieces), lambda: writer.response(pieces))
     if streaming.is_long(response):
@@ -214,19 +221,10 @@ async def _compile_grammar(context: Context, job: Job) -> None:
     job.grammar = await asyncio.shield(asyncio.wrap_future(pending))  # others may wait for the same future
 
 
-async def _run(context: Context, job: Job, tally: UsageCounter) -> list[ChoiceDelta]:
-    """Returns each choice of all prompts, in order, as one delta. Updates `tally`."""
-    outputs: dict[int, RequestOutput] = {}
-    streams = [_one(context, job, index, live=False) for index in range(len(job.prompts))]
-    async with contextlib.aclosing(streaming.merge(streams)) as finished:
-        async for index, output in finished:
-            outputs[index] = output
-    return whole([outputs[index] for index in range(len(job.prompts))], tally)
-
-
-async def _stream(context: Context, job: Job, tally: UsageCounter) -> AsyncGenerator[ChoiceDelta, None]:
-    """Yields new output of all choices as it arrives. Updates `tally`."""
-    streams = [_one(context, job, index, live=True) for index in range(len(job.prompts))]
+async def _outputs(context: Context, job: Job, tally: UsageCounter) -> AsyncGenerator[ChoiceDelta, None]:
+    """Yields new output of all choices as it arrives; if the request is not live, the whole output of a choice once
+    those of its prompt are finished. Updates `tally`."""
+    streams = [_one(context, job, index) for index in range(len(job.prompts))]
     async with contextlib.aclosing(streaming.merge(streams)) as outputs:
         async for index, output in outputs:
             tally.add(index, output)
@@ -235,11 +233,11 @@ async def _stream(context: Context, job: Job, tally: UsageCounter) -> AsyncGener
                     yield ChoiceDelta(index, output, choice)
 
 
-async def _one(context: Context, job: Job, index: int, *, live: bool) -> AsyncGenerator[RequestOutput, None]:
-    """Runs one prompt, timed for the metrics and the traces. Yields deltas with `live`, else the finished output."""
+async def _one(context: Context, job: Job, index: int) -> AsyncGenerator[RequestOutput, None]:
+    """Runs one prompt, timed for the metrics and the traces."""
     ids, name = job.prompts[index], job.request.request_id
     observe = context.metrics.request(len(ids))
-    request = replace(job.request, prompt={"prompt_token_ids": ids}, live=live)
+    request = replace(job.request, prompt={"prompt_token_ids": ids})
     if len(job.prompts) > 1:
         request = replace(request, request_id=f"{name}-{index}", batch_id=f"{name}-0")
     with context.traces.request(request.request_id, len(ids), request.params) as note:
