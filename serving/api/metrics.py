@@ -6,7 +6,6 @@ Each server has its own registry. docs/operations.md explains every metric.
 from __future__ import annotations
 
 import collections
-import contextlib
 import time
 import tomllib
 from collections import deque
@@ -67,23 +66,15 @@ class Metrics:
         self._prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self._generated = histogram("request_generation_tokens", "Output tokens of a request.", _TOKENS)
         text = "HTTP requests answered; 499: the client left."
-        self._answers = Counter(PREFIX + "http_requests", text, ["path", "status"], registry=self.registry)
+        self.answers = Counter(PREFIX + "http_requests", text, ["path", "status"], registry=self.registry)
         text = "HTTP requests being answered."
-        self._in_flight = Gauge(PREFIX + "http_requests_in_flight", text, registry=self.registry)
+        self.in_flight = Gauge(PREFIX + "http_requests_in_flight", text, registry=self.registry)
         self._engine = _EngineCollector(model)
         self.registry.register(self._engine)
         self._aliases: CollectorRegistry | None = None
         if vllm_names:
             self._aliases = CollectorRegistry(auto_describe=False)
             self._aliases.register(_VllmNames(self.registry, model))
-
-    def in_flight(self) -> contextlib.AbstractContextManager[Any]:
-        """Counts a request while it runs."""
-        return self._in_flight.track_inprogress()
-
-    def answered(self, path: str, status: int) -> None:
-        """Counts an answer."""
-        self._answers.labels(path, str(status)).inc()
 
     def request(self, prompt_tokens: int) -> Observer:
         """Returns an observer of a request that starts now. Call it with each delta and its time."""

@@ -33,9 +33,9 @@ from serving.api.metrics import Metrics
 T = TypeVar("T")
 
 _LONGEST = 0.02
-"""Seconds between two requests of a client at most, however much time the first one took."""
+"""Maximum delay of a client's next request in seconds, however much time its earlier ones took."""
 _WEIGHT = 2
-"""Of a second on the event loop: the engine's thread works on a short request for as long again."""
+"""Factor of the time on the event loop: the engine's thread spends about as much again on a short request."""
 
 
 @dataclass
@@ -140,7 +140,7 @@ class Limits:
                 added["x-content-type-options"] = "nosniff"
             await send(message)
 
-        with self._metrics.in_flight():
+        with self._metrics.in_flight.track_inprogress():
             try:
                 self._check(scope, headers)
                 if scope["method"] in ("POST", "PUT", "PATCH"):
@@ -159,7 +159,7 @@ class Limits:
                 self._buffered[client_id()] -= held
         # Count only existing paths by name: each label value occupies memory until the process ends.
         route = getattr(scope.get("route"), "path", "other")
-        self._metrics.answered(route, status)
+        self._metrics.answers.labels(route, str(status)).inc()
         self._log(scope, request_id, status, time.monotonic() - begin)
 
     def _check(self, scope: Scope, headers: Headers) -> None:

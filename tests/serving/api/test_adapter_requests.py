@@ -31,9 +31,7 @@ def server():
 
 
 def logprobs(server, model):
-    prompt = Case(FIXTURE).prompts[4].tolist()
-    body = {"model": model, "prompt": prompt, "max_tokens": 4, "logprobs": 1, "temperature": 0}
-    answer = server.http.post("/v1/completions", json=body)
+    answer = server.complete(Case(FIXTURE).prompts[4].tolist(), model=model, max_tokens=4, logprobs=1)
     assert answer.status_code == 200, answer.text
     assert answer.json()["model"] == model
     return answer.json()["choices"][0]["logprobs"]["token_logprobs"]

@@ -19,6 +19,7 @@ from serving.api.http.settings import ServerSettings
 from serving.api.http.text import characters
 from serving.api.logs import JsonFormatter, TextFormatter
 from serving.api.metrics import Metrics
+from tests.support.servers.live_server import last_error
 
 
 def test_probes(server):
@@ -212,9 +213,7 @@ def test_a_request_that_the_engine_gives_up(server):
         lines = (line for line in response.iter_lines() if line)
         name = json.loads(next(lines)[6:])["id"]
         asyncio.run(server.async_engine.call(lambda engine: engine.fail(name, "the state is lost")))
-        *_, last, done = lines
-    assert done == "data: [DONE]"
-    assert json.loads(last[6:])["error"]["message"] == "the state is lost"
+        assert last_error("\n".join(lines))["message"] == "the state is lost"
     server.assert_idle()
 
 

@@ -9,7 +9,7 @@ from tests.support.engines.engine_harness import EngineHarness
 from tests.support.engines.replicas import ReplicaMaker, admitted, check_idle
 from tests.support.engines.small_tiers import tier_mover
 from tests.support.models.letter_tokens import letters
-from tests.support.servers.live_server import in_process
+from tests.support.servers.live_server import completed, in_process
 
 pytestmark = pytest.mark.full
 
@@ -33,13 +33,6 @@ def client(engines):
     check_idle(engines)
 
 
-def complete(client, prompt, **fields):
-    body = {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": 4, "return_token_ids": True}
-    answer = client.post("/v1/completions", json=body | fields)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
 def metrics(client) -> dict[str, float]:
     lines = [line for line in client.get("/metrics").text.splitlines() if line.startswith("mamba_jax_")]
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
@@ -50,9 +43,9 @@ def test_prompts_of_one_request_are_shared_out(engines, client):
     assert min(compiled) > 0
     before = [engine.loop.scheduler.stats()["requests"] for engine in engines]
     prompts = [[i + 3, 9, 8] * 10 for i in range(6)]
-    first = complete(client, prompts)
+    first = completed(client, prompts)
     assert first["usage"]["completion_tokens"] == 24
-    again = complete(client, prompts)
+    again = completed(client, prompts)
     assert [c["token_ids"] for c in again["choices"]] == [c["token_ids"] for c in first["choices"]]
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 6 * 30
     after = [engine.loop.scheduler.stats()["requests"] for engine in engines]
@@ -61,7 +54,7 @@ def test_prompts_of_one_request_are_shared_out(engines, client):
 
 
 def test_metrics_say_which_engine(client):
-    complete(client, [5] * 20)
+    completed(client, [5] * 20)
     found = metrics(client)
     for name in ("prompt_tokens_total", "steps_total", "requests_waiting", "compilations_total"):
         assert {f'mamba_jax_{name}{{engine="{i}"}}' for i in range(2)} <= found.keys()
@@ -82,7 +75,7 @@ def test_what_tiers_hold_is_of_all_and_what_is_fetched_of_each(engines, client):
 
 def test_outputs_have_their_form_on_every_replica(engines, client):
     before = admitted(engines)
-    answer = complete(client, [[i + 3, 4, 5] for i in range(6)], structured_outputs={"regex": "[abc]{3}"})
+    answer = completed(client, [[i + 3, 4, 5] for i in range(6)], structured_outputs={"regex": "[abc]{3}"})
     assert all(re.fullmatch("[abc]{3}", choice["text"]) for choice in answer["choices"])
     assert [b - a for a, b in zip(before, admitted(engines), strict=True)] == [3, 3]
 
@@ -103,7 +96,7 @@ def test_pause_and_sleep_hold_all(engines, client):
     assert client.post("/sleep", headers=ADMIN).json()["sleep_level"] == 1
     assert "sleeps" in client.get("/rollout_state", headers=ADMIN).json()["held"]
     assert client.post("/wake_up", headers=ADMIN).json()["held"] is None
-    assert complete(client, [5] * 20)["usage"]["completion_tokens"] == 4
+    assert completed(client, [5] * 20)["usage"]["completion_tokens"] == 4
 
 
 def test_weights_that_only_one_has_taken_show(engines, client, monkeypatch):

@@ -18,7 +18,7 @@ from serving.api.http.endpoints.operation import Profiler
 from serving.api.http.errors import ApiError
 from serving.state_transfer.identity import model_digest
 from tests.support.engines.versioned_engine import VersionedEngine
-from tests.support.servers.live_server import in_process
+from tests.support.servers.live_server import completed, in_process
 
 TRAINER, CLIENT = ({"authorization": f"Bearer {key}"} for key in ("trainer", "client"))
 
@@ -35,16 +35,9 @@ def client(made, tmp_path_factory):
         yield client
 
 
-def complete(client, **fields):
-    body = {"model": "tiny", "prompt": [5, 6, 7] * 6, "temperature": 0, "max_tokens": 4, "return_token_ids": True}
-    answer = client.post("/v1/completions", json=body | fields, headers=CLIENT)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
 @pytest.mark.full
 def test_a_trainers_round(made, client, tmp_path):
-    (choice,) = complete(client)["choices"]
+    (choice,) = completed(client, headers=CLIENT)["choices"]
     assert choice["weights_versions"] == [["0", 4]]
     save_file({path: np.ascontiguousarray(v) for path, v in made.weights(1).items()}, tmp_path / "model.safetensors")
     state = client.post("/pause?mode=keep", headers=TRAINER).json()
@@ -52,16 +45,16 @@ def test_a_trainers_round(made, client, tmp_path):
     state = client.post("/update_weights", json={"path": str(tmp_path), "version": "7"}, headers=TRAINER).json()
     assert (state["weights_version"], state["updates"]) == ("7", 1)
     assert client.post("/resume", headers=TRAINER).json()["held"] is None
-    answer = complete(client)
+    answer = completed(client, headers=CLIENT)
     assert answer["choices"][0]["weights_versions"] == [["7", 4]]
     assert answer["choices"][0]["token_ids"] != choice["token_ids"]
-    assert complete(client)["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert completed(client, headers=CLIENT)["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
     assert client.post("/sleep?level=2", headers=TRAINER).json()["sleep_level"] == 2
     assert "no weights" in client.post("/wake_up", headers=TRAINER).json()["held"]
     client.post("/update_weights", json={"path": str(tmp_path)}, headers=TRAINER)
     assert client.get("/rollout_state", headers=TRAINER).json()["weights_version"] == "2"
-    again = complete(client)["choices"][0]
+    again = completed(client, headers=CLIENT)["choices"][0]
     assert (again["token_ids"], again["weights_versions"]) == (answer["choices"][0]["token_ids"], [["2", 4]])
 
 
@@ -79,7 +72,7 @@ def test_files_of_new_weights_are_read_while_others_are_served(client, monkeypat
         update = threads.submit(client.post, "/update_weights", json={"path": "x"}, headers=TRAINER)
         try:
             assert reading.wait(30)
-            complete(client)
+            completed(client, headers=CLIENT)
             assert not update.done()
         finally:
             gone.set()
@@ -178,10 +171,10 @@ def test_a_profile_that_cannot_be_written_is_kept(tmp_path):
 
 
 def test_cached_prefixes_are_dropped_on_request(client):
-    complete(client)
-    assert complete(client)["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    completed(client, headers=CLIENT)
+    assert completed(client, headers=CLIENT)["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
     assert client.post("/reset_prefix_cache", headers=TRAINER).json() == {"status": "ok"}
-    assert complete(client)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert completed(client, headers=CLIENT)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
 def test_settings_are_told_to_operators_without_keys(client):

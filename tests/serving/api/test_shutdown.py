@@ -8,14 +8,9 @@ import time
 
 import httpx
 
+from tests.support.servers.live_server import last_error
+
 BODY = {"prompt": "x", "max_tokens": 500, "ignore_eos": True}
-
-
-def last_error(text):
-    """The error that a stream ends with."""
-    *_, last, done = [line for line in text.splitlines() if line]
-    assert done == "data: [DONE]"
-    return json.loads(last[6:])["error"]
 
 
 def test_a_step_that_hangs_does_not_hold_up_the_end(server):

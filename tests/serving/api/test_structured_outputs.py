@@ -13,6 +13,7 @@ from serving.core.errors import RequestError
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.structured.grammars import StructuredOutputs
 from tests.support.models.letter_tokens import TOO_BIG
+from tests.support.servers.live_server import last_error
 
 SCHEMA = {
     "type": "object", "required": ["name", "count", "tags"], "additionalProperties": False,
@@ -109,9 +110,7 @@ def test_a_grammar_that_becomes_too_complex(server, n):
     assert (error["type"], error["param"]) == ("invalid_request_error", "structured_outputs")
     stream = server.complete(**fields, stream=True)
     assert stream.status_code == 200
-    *_, last, done = [line for line in stream.text.splitlines() if line]
-    assert done == "data: [DONE]"
-    error = json.loads(last[6:])["error"]
+    error = last_error(stream.text)
     assert (error["type"], error["param"]) == ("invalid_request_error", "structured_outputs")
     server.assert_idle()
 

@@ -1,6 +1,7 @@
 """A real server on a free port of loopback: uvicorn in a thread, over an engine with the demo model."""
 
 import contextlib
+import json
 import socket
 import threading
 from functools import partial
@@ -55,6 +56,21 @@ def in_process(engines, prepare=None, **settings):
         assert comes_true(lambda: client.get("/ready").status_code == 200 or not front.running, 600, every=0.01)
         assert front.running
         yield client
+
+
+def completed(client, prompt=(5, 6, 7) * 6, headers=None, **fields):
+    """A greedy completion by a client of `in_process`."""
+    body = {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": 4, "return_token_ids": True} | fields
+    answer = client.post("/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def last_error(text):
+    """The error that a stream ends with."""
+    *_, last, done = [line for line in text.splitlines() if line]
+    assert done == "data: [DONE]"
+    return json.loads(last[6:])["error"]
 
 
 class LiveServer:

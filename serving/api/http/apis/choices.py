@@ -168,9 +168,7 @@ class CompletionWriter(ChoicesWriter):
         self._echoes = [self._echo(*each) for each in zip(body.prompts, prompts, strict=True)] if body.echo else []
         """The texts of the prompts, for `echo`."""
         self._offsets: dict[int, int] = {}
-        """Characters of each choice's text that belong to the tokens reported so far."""
-        self._begun: set[int] = set()
-        """Choices of which there has been an event."""
+        """By choice that has begun: characters of its text that belong to the tokens reported so far."""
 
     def _echo(self, prompt: str | list[int], token_ids: list[int]) -> str:
         if isinstance(prompt, str):
@@ -185,7 +183,7 @@ class CompletionWriter(ChoicesWriter):
         )  # fmt: skip
 
     def _events(self, piece: ChoiceDelta) -> Iterator[CompletionResponse]:
-        first = self._index(piece) not in self._begun
+        first = self._index(piece) not in self._offsets
         shown = self._choice(piece, whole=False)
         # The engine holds back text that may start a stop string or that ends within a character.
         if first or shown.text or shown.logprobs or piece.new.finished or self._body.return_token_ids:
@@ -197,9 +195,8 @@ class CompletionWriter(ChoicesWriter):
     def _choice(self, piece: ChoiceDelta, *, whole: bool) -> CompletionChoice:
         """Returns a choice, or its new output. The echo precedes its first output."""
         index = self._index(piece)
-        first = index not in self._begun
-        self._begun.add(index)
-        new = piece.new
+        first, new = index not in self._offsets, piece.new
+        self._offsets.setdefault(index, 0)
         tokens, text = new.token_ids, new.text
         tables: Sequence[TokenLogprobs] = new.logprobs or ()
         scores = piece.output.prompt_logprobs or ()
@@ -229,7 +226,7 @@ class CompletionWriter(ChoicesWriter):
         echoed: str,
     ) -> CompletionLogprobs:
         """Returns the log-probabilities of the echoed prompt, whose text is `echoed`, and of new tokens."""
-        codec, offset = self._context.codec, self._offsets.get(index, 0)
+        codec, offset = self._context.codec, self._offsets[index]
         tokens, prompt = [*prompt_ids, *token_ids], len(prompt_ids)
         sizes = [len(codec.token(token)) for token in tokens]
         hidden = set(codec.hidden(tokens[:prompt], echoed))

@@ -7,6 +7,7 @@ import contextlib
 import json
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -202,7 +203,7 @@ class ResponseWriter(BlocksWriter):
         """The status of a block that ends: `incomplete` if the output limit cuts it off."""
         top, reasoning = body.top_logprobs or 0, turn.tally.reasoning
         self._logprobs = TextLogprobs(context.codec, top=top, reasoning=reasoning) if body.wants_logprobs else None
-        self._entries: dict[int, list[ChatLogprob]] = {}
+        self._entries = defaultdict[int, list[ChatLogprob]](list)
         """Log-probabilities of each block of text."""
 
     def _begin(self) -> list[NamedEvent]:
@@ -229,22 +230,12 @@ class ResponseWriter(BlocksWriter):
             self._status = "incomplete"
         yield from super()._close()
 
-    def _note(self, change: BlockChange) -> list[ChatLogprob]:
-        """Records a change. Returns the log-probabilities of the new text."""
-        if change.what == "begin":
-            self._ids.append(_PREFIXES[change.block.kind] + uuid.uuid4().hex)
-            self._entries[change.block.index] = []
-            if change.block.kind == "reasoning" and self.tally.reasoning is None:
-                self._logprobs = None  # the marks are not tokens, so the tokens of the text are unknown
-        if change.what != "more" or change.block.kind != "text" or self._logprobs is None:
-            return []
-        new = self._logprobs.take(len(change.text))
-        self._entries[change.block.index] += new
-        return new
-
     def _change(self, change: BlockChange) -> list[NamedEvent]:
-        new = self._note(change)
         block = change.block
+        if change.what == "begin":
+            self._ids.append(_PREFIXES[block.kind] + uuid.uuid4().hex)
+            if block.kind == "reasoning" and self.tally.reasoning is None:
+                self._logprobs = None  # the marks are not tokens, so the tokens of the text are unknown
         at = {"output_index": block.index}
         within = at | {"item_id": self._ids[block.index]}
         part = within if block.kind == "call" else within | {"content_index": 0}
@@ -257,7 +248,10 @@ class ResponseWriter(BlocksWriter):
             case "more" if block.name in self._custom:
                 return []  # the text is known when the JSON object around it is complete
             case "more":
-                more: dict[str, Any] = {"logprobs": new} if block.kind == "text" else {}
+                more: dict[str, Any] = {}
+                if block.kind == "text":
+                    more["logprobs"] = [] if self._logprobs is None else self._logprobs.take(len(change.text))
+                    self._entries[block.index] += more["logprobs"]
                 return [(f"response.{kind}.delta", part | {"delta": change.text} | more)]
         done: list[NamedEvent]
         if block.name in self._custom:

@@ -37,7 +37,7 @@ _LONG, _ITEM_VALUES = 256, 20
 _SENT = 1 << 16
 """Bytes that are sent at once, at least."""
 _PIECE = 1 << 14
-"""Making them takes about as long as tokenizing so many characters: they do not wait for the threads for long texts."""
+"""Size of a part for `run`: making it takes about as long as tokenizing so many characters, so it is no long text."""
 
 
 def json_of(model: Any) -> bytes:

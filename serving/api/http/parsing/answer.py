@@ -39,7 +39,7 @@ from serving.api.http.settings import ToolCallForm
 _RETRIES = 4
 """Maximum number of objects that are read a second time, as text, because they are no call."""
 _BETWEEN = SPACE + ",;[]}"
-"""Letters without meaning between calls."""
+"""Characters that are ignored between calls."""
 _LONGEST_WORD = 256
 _WORD = re.compile(rf"[\w.\-:]{{1,{_LONGEST_WORD}}}|.", re.DOTALL)
 """A word between calls, after which the next one is looked for: with all letters of names, or each part of a word would

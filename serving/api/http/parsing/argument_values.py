@@ -13,9 +13,8 @@ from serving.api.http.parsing.formats import FUNCTION, KEYS, CallFormat, CallSyn
 from serving.api.http.parsing.text_cursor import SPACE, Head, Marks, TextCursor, TextEnds, Wait, cached_marks
 from serving.api.http.parsing.written_json import WrittenObject, read_written
 
-_QUOTES = ('"""', "'''", '"', "'")
-_BEGINNING = re.compile(r"""[rRbBfFuU]{0,2}(?:"{1,2}|'{1,2})?""")
-_PREFIX = re.compile(r"""[rRbBfFuU]{1,2}(?=["'])""")
+_STRING = re.compile(r"""[rRbBfFuU]{0,2}(\"{3}|'{3}|["'])""")
+_STRING_BEGINS = re.compile(r"""[rRbBfFuU]{0,2}(?:"{1,2}|'{1,2})?""")
 TAG = Head("<", ">", name=r"[\w.\-]{1,64}")
 """The beginning of a value in a tag with the name of its parameter, as models write instead of the format's marks."""
 
@@ -114,16 +113,13 @@ def python_value(text: TextCursor, closing: str, types: frozenset[str], emit: Ca
     except TextEnds:
         emit("" if text.cut else "null")
         raise
-    while not text.last and _BEGINNING.fullmatch(text.text, text.at):  # perhaps of a triple quote
+    while not text.last and _STRING_BEGINS.fullmatch(text.text, text.at):
         yield
-    if prefix := _PREFIX.match(text.text, text.at):
-        text.take(len(prefix[0]))
-    quote = next((quote for quote in _QUOTES if text.text.startswith(quote, text.at)), "")
     ends = cached_marks("(", ")", ",", closing)
-    if quote:
-        text.take(len(quote))
+    if string := _STRING.match(text.text, text.at):
+        text.take(len(string[0]))
         emit('"')
-        yield from read_written(text, WrittenObject(closing, python=True, quote=quote), emit)
+        yield from read_written(text, WrittenObject(closing, python=True, quote=string[1]), emit)
     elif text.text[text.at] == "{":
         yield from _table(text, closing, types, emit)
     elif text.text[text.at] in "[(":

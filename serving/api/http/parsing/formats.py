@@ -39,7 +39,7 @@ class CallSyntax:
     padding: str = ""
     """Text before and after each value."""
     between: str = SPACE + ","
-    """Letters without meaning between arguments."""
+    """Characters that are ignored between arguments."""
     tagged: bool = False
     """The name is a tag that is also the call's id, because models expect it in later turns."""
 

@@ -234,7 +234,14 @@ class ChatRequest(GenerationRequest):
             self.continue_final_message, self.add_generation_prompt = True, False
         if self.top_logprobs and not self.logprobs:
             raise refusal("top_logprobs", "top_logprobs needs logprobs=true")
-        self._check_tool_choice()
+        known = {tool.function.name for tool in self.tools or ()}
+        match self.tool_choice:
+            case "required" if not known:
+                raise refusal("tool_choice", "tool_choice is required but tools is empty")
+            case NamedTool() as choice if choice.function.name not in known:
+                raise refusal("tool_choice", f"tool_choice: there is no tool {choice.function.name!r}")
+            case AllowedTools() as choice if not choice.names <= known:
+                raise refusal("tool_choice", f"tool_choice: there is no tool {min(choice.names - known)!r}")
         explicit = "add_generation_prompt" in self.model_fields_set
         if self.continue_final_message and explicit and self.add_generation_prompt:
             raise refusal("continue_final_message", "continue_final_message needs add_generation_prompt=false")
@@ -244,16 +251,6 @@ class ChatRequest(GenerationRequest):
             name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
             raise refusal(name, f"{name} must be at least 1")
         return self
-
-    def _check_tool_choice(self) -> None:
-        known = {tool.function.name for tool in self.tools or ()}
-        match self.tool_choice:
-            case "required" if not known:
-                raise refusal("tool_choice", "tool_choice is required but tools is empty")
-            case NamedTool() as choice if choice.function.name not in known:
-                raise refusal("tool_choice", f"tool_choice: there is no tool {choice.function.name!r}")
-            case AllowedTools() as choice if not choice.names <= known:
-                raise refusal("tool_choice", f"tool_choice: there is no tool {min(choice.names - known)!r}")
 
 
 class ConvertedRequest(TextRequest):

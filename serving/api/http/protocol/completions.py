@@ -36,12 +36,8 @@ class CompletionRequest(GenerationRequest):
     @property
     def prompts(self) -> list[str | list[int]]:
         """All prompts, as a list."""
-        match self.prompt:
-            case str() as text:
-                return [text]
-            case [int(), *_]:
-                return [self.prompt]  # type: ignore[list-item]
-        return [*self.prompt]
+        single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if single else [*self.prompt]  # type: ignore[list-item]
 
     @property
     def num_continued(self) -> int:
