@@ -38,8 +38,6 @@ ALIASES = tomllib.loads(Path(__file__).with_name("vllm_metrics.toml").read_text(
 """Names of each metric in vLLM."""
 _LABELS = {"reason": "finished_reason"}
 _POOLS = ("pages", "slots")
-_SUMMED = ("position",)
-"""Labels that vLLM's metrics do not have. The collector sums samples over them."""
 
 Labels = tuple[tuple[str, str], ...]
 """Pairs of a label and its value."""
@@ -254,7 +252,8 @@ class _VllmNames:
         values, whole = (collections.defaultdict[tuple[str, Labels], float](float) for _ in range(2))
         for sample in metric.samples:
             labels = {"model_name": self._model, "engine": "0"}
-            labels |= {_LABELS.get(k, k): v for k, v in sample.labels.items() if k not in _SUMMED}
+            # vLLM's metrics do not have the label `position`: samples are summed over it.
+            labels |= {_LABELS.get(k, k): v for k, v in sample.labels.items() if k != "position"}
             state = labels.pop("state", "used")
             name = VLLM_PREFIX + alias + sample.name.removeprefix(metric.name)
             key = name, tuple(labels.items())

@@ -280,10 +280,10 @@ def _read(keyword: str, words: list[str]) -> dict[str, Any]:
     while waiting:
         word, equals, value = waiting.pop(0).partition("=")
         name = word.removeprefix("--").replace("-", "_")
-        positive = name.removeprefix("no_")
-        if name not in EngineConfig.model_fields and positive not in EngineConfig.model_fields:
+        positive = name if name in EngineConfig.model_fields else name.removeprefix("no_")
+        if positive not in EngineConfig.model_fields:
             raise ConfigError(f"{keyword} is an option of `mamba-jax serve` ({word}), not of the engine")
-        if EngineConfig.model_fields[positive if name not in EngineConfig.model_fields else name].annotation is bool:
+        if EngineConfig.model_fields[positive].annotation is bool:
             flags[positive] = name == positive
         elif not equals and not waiting:
             raise ConfigError(f"{keyword} needs a value")

@@ -144,7 +144,7 @@ class Limits:
             try:
                 self._check(scope, headers)
                 if scope["method"] in ("POST", "PUT", "PATCH"):
-                    receive, held = await self._read(headers, receive)
+                    receive = await self._read(headers, receive, reserve)
                 # Streams of events, which last, are GET; and a lease must be renewed in time.
                 turns = scope["method"] == "POST" and path_of(scope) not in _UNTIL_THE_END
                 name = client_id() if turns else None
@@ -184,45 +184,38 @@ class Limits:
             if kind != "application/json":
                 raise ApiError(415, f"the body must be application/json, but Content-Type is {kind or 'missing'}")
 
-    async def _read(self, headers: Headers, receive: Receive) -> tuple[Receive, int]:
-        """Reads the whole body, within its bounds. Returns a `receive` that passes it to the handler, and its size,
-        which still counts as buffered."""
-        most = self._bounds.max_body_bytes
-        length = headers.get("content-length", "")
+    async def _read(self, headers: Headers, receive: Receive, reserve: Callable[[int], None]) -> Receive:
+        """Reads the whole body, within its bounds, and reserves its bytes. Returns what passes it to the handler."""
+        most, length = self._bounds.max_body_bytes, headers.get("content-length", "")
+        too_large = ApiError(
+            413, f"the body is larger than {most:,} bytes", code="body_too_large", headers={"Connection": "close"}
+        )
         if length.isdecimal() and (len(length) > 18 or int(length) > most):
-            raise _too_large(most)
-        body = bytearray()
+            raise too_large
+        body, more = bytearray(), True
         try:
             async with asyncio.timeout(self._bounds.body_timeout):
-                await self._fill(body, receive)
-            self._check_json(body)
-        except BaseException as error:
-            self._buffered[client_id()] -= len(body)
-            if isinstance(error, TimeoutError):
-                raise ApiError(
-                    408, f"the body did not arrive within {self._bounds.body_timeout:g} seconds",
-                    headers={"Connection": "close"},
-                ) from None  # fmt: skip
-            raise
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    piece, more = message.get("body", b""), message.get("more_body", False)
+                    if len(body) + len(piece) > most:
+                        raise too_large
+                    reserve(len(piece))
+                    body += piece
+        except TimeoutError:
+            raise ApiError(
+                408, f"the body did not arrive within {self._bounds.body_timeout:g} seconds",
+                headers={"Connection": "close"},
+            ) from None  # fmt: skip
+        self._check_json(body)
         whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
         async def replay() -> Message:
             return whole.pop() if whole else await receive()
 
-        return replay, len(body)
-
-    async def _fill(self, body: bytearray, receive: Receive) -> None:
-        more = True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            piece = message.get("body", b"")
-            more = message.get("more_body", False)
-            if len(body) + len(piece) > self._bounds.max_body_bytes:
-                raise _too_large(self._bounds.max_body_bytes)
-            self._reserve(len(piece))
-            body += piece
+        return replay
 
     def _reserve(self, size: int) -> None:
         """Counts further bytes that unanswered requests hold; refuses with 503 if they are too many, in all or of this
@@ -271,9 +264,3 @@ def _refuse_half_characters(body: bytes | bytearray) -> None:
         with contextlib.suppress(ValueError, RecursionError):  # not JSON: the handler reports it
             if has_half_characters(json.loads(body)):
                 raise ApiError(400, "the body contains half a surrogate pair, which is not a character")
-
-
-def _too_large(most: int) -> ApiError:
-    return ApiError(
-        413, f"the body is larger than {most:,} bytes", code="body_too_large", headers={"Connection": "close"}
-    )

@@ -36,8 +36,6 @@ _KEPT = 1 << 16
 _MARKED_SECONDS = 0.5
 """Once a conversation has been rendered for so long, no more marks are looked for."""
 _LARGE, _MOST_TURNS = ("tools", "documents"), 64
-_TOO_LONG = "prompt is too long"
-"""Text that clients of Anthropic's API search for in the message."""
 
 
 class TextCodec:
@@ -110,13 +108,7 @@ class TextCodec:
         tokenizer = self._require()
         if not tokenizer.has_chat_template:
             raise ApiError(400, "this model has no chat template: use /v1/completions", param="messages")
-        if len(messages) > self.max_model_len:
-            raise ApiError(
-                400,
-                f"{len(messages)} messages: the prompt is too long and exceeds the context window (this model's "
-                f"maximum context length is {self.max_model_len} tokens)",
-                param="messages", code=OVERFLOW, anthropic=f"{_TOO_LONG}: {len(messages)} messages",
-            )  # fmt: skip
+        check_fits(len(messages), self.max_model_len, "messages", at_least=True)  # each has a token or more
 
         def encode() -> tuple[list[int], tuple[Mark, ...]]:
             spent = 0.0
@@ -245,7 +237,8 @@ def check_fits(length: int, max_model_len: int, param: str, *, at_least: bool = 
     except RequestError as error:
         raise ApiError(
             400, str(error), param=param, code=OVERFLOW,
-            anthropic=f"{_TOO_LONG}: {length} tokens > {max_model_len - 1} maximum",
+            # Clients of Anthropic's API search for the first words.
+            anthropic=f"prompt is too long: {length} tokens > {max_model_len - 1} maximum",
         ) from None  # fmt: skip
 
 

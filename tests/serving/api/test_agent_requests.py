@@ -20,7 +20,7 @@ from serving.api.http.errors import ApiError, validated
 from serving.api.http.generation import whole
 from serving.api.http.parsing.answer_pieces import AnswerPiece
 from serving.api.http.parsing.formats import THINK
-from serving.api.http.protocol.chat import ChatRequest, ToolCall
+from serving.api.http.protocol.chat import CalledFunction, ChatRequest, ToolCall
 from serving.api.http.settings import ServerSettings
 from serving.api.http.text import TextCodec
 from serving.core.errors import RequestError
@@ -195,10 +195,8 @@ def test_prompts(kind, body, text):
 
 def test_a_call_that_ends_before_text_stays_whole():
     blocks = Blocks()
-    begun, ended = (
-        ToolCall.model_validate({"index": 0, "function": piece})
-        for piece in ({"name": "f", "arguments": '{"a": "x'}, {"arguments": '"}'})
-    )
+    begun = ToolCall(index=0, id="1", function=CalledFunction(name="f", arguments='{"a": "x'))
+    ended = ToolCall(index=0, function=CalledFunction(arguments='"}'))
     for piece in (AnswerPiece([begun]), AnswerPiece([ended, ("text", "Done.")])):
         list(blocks.push(piece))
     assert [(block.kind, block.text) for block in blocks.all] == [("call", '{"a": "x"}'), ("text", "Done.")]

@@ -48,37 +48,31 @@ class Blocks:
 
     def __init__(self) -> None:
         self.all: list[Block] = []
-        self._open: Block | None = None
+        self._open = False
+        """The last block is open."""
 
     def push(self, piece: AnswerPiece) -> Iterator[BlockChange]:
         """Yields the changes of a new piece."""
         for part in piece.parts:
             if isinstance(part, tuple):
-                yield from self._add(*part)
-                continue
-            if (name := part.function.name) is not None:
-                yield from self._begin(Block("call", len(self.all), name=name, call_id=part.id or ""))
-            if part.function.arguments:
-                yield from self._add("call", part.function.arguments)
+                block, text = Block(part[0], len(self.all)), part[1]
+            else:
+                name, text = part.function.name or "", part.function.arguments
+                block = Block("call", len(self.all), name=name, call_id=part.id or "")
+            if block.call_id or not self._open or self.all[-1].kind != block.kind:
+                yield from self.close()
+                self.all.append(block)
+                self._open = True
+                yield BlockChange("begin", block)
+            if text:
+                self.all[-1].text += text
+                yield BlockChange("more", self.all[-1], text)
 
     def close(self) -> Iterator[BlockChange]:
         """Yields the change at the end of the answer."""
-        if self._open is not None:
-            block, self._open = self._open, None
-            yield BlockChange("end", block)
-
-    def _add(self, kind: BlockKind, text: str) -> Iterator[BlockChange]:
-        if self._open is None or self._open.kind != kind:
-            yield from self._begin(Block(kind, len(self.all)))
-        assert self._open is not None
-        self._open.text += text
-        yield BlockChange("more", self._open, text)
-
-    def _begin(self, block: Block) -> Iterator[BlockChange]:
-        yield from self.close()
-        self.all.append(block)
-        self._open = block
-        yield BlockChange("begin", block)
+        if self._open:
+            self._open = False
+            yield BlockChange("end", self.all[-1])
 
 
 class BlocksWriter(ABC):

@@ -80,8 +80,14 @@ async def tokenized(
     if (most := request.truncate_prompt_tokens) is not None:
         most = context.codec.max_model_len - 1 if most == -1 else most
         prompts, marks = [prompt[max(len(prompt) - most, 0) :] for prompt in prompts], ()
-    if asked_to_fit:
-        _check_prompts(context, prompts, "messages" if isinstance(request, ChatRequest) else "prompt")
+    size, param = context.vocab_size, "messages" if isinstance(request, ChatRequest) else "prompt"
+    for ids in prompts if asked_to_fit else ():
+        if not ids:
+            raise ApiError(400, "the prompt is empty", param=param)
+        check_fits(len(ids), codec.max_model_len, param)
+        if size is not None and max(ids) >= size:
+            bad = next(i for i in ids if i >= size)
+            raise ApiError(400, f"token id {bad} is not in the vocabulary (0 to {size - 1})", param=param)
     return prompts, marks
 
 
@@ -92,17 +98,6 @@ def _check_counts(context: ResponseContext, choices: int, alternatives: int | No
     most = context.max_logprobs
     if alternatives is not None and alternatives > most:
         raise ApiError(400, f"{param} is {alternatives}: at most {most} are allowed", param=param)
-
-
-def _check_prompts(context: ResponseContext, prompts: Sequence[Sequence[int]], param: str) -> None:
-    size = context.vocab_size
-    for ids in prompts:
-        if not ids:
-            raise ApiError(400, "the prompt is empty", param=param)
-        check_fits(len(ids), context.codec.max_model_len, param)
-        if size is not None and max(ids) >= size:
-            bad = next(i for i in ids if i >= size)
-            raise ApiError(400, f"token id {bad} is not in the vocabulary (0 to {size - 1})", param=param)
 
 
 def offered_tools(request: ChatRequest) -> list[Tool]:

@@ -18,8 +18,6 @@ from serving.api.http.protocol import messages as protocol
 from serving.api.http.protocol.chat import ChatRequest
 from serving.api.http.protocol.messages import MessagesRequest
 
-_HOUR = 3600.0
-
 
 def as_chat(body: protocol.Conversation) -> ChatRequest:
     """Returns the same request to `/v1/chat/completions`.
@@ -156,7 +154,7 @@ class MessageWriter(BlocksWriter):
         usage = self.tally.usage()
         cached = usage.prompt_tokens_details.cached_tokens
         written = {ttl: count for ttl, count in self.tally.written.items() if self._marked and ttl is not None}
-        made, hour = sum(written.values()), sum(count for ttl, count in written.items() if ttl and ttl >= _HOUR)
+        made, hour = sum(written.values()), sum(count for ttl, count in written.items() if ttl and ttl >= 3600)
         created = protocol.CacheCreation(ephemeral_5m_input_tokens=made - hour, ephemeral_1h_input_tokens=hour)
         return protocol.MessagesUsage(
             input_tokens=usage.prompt_tokens - cached - made,

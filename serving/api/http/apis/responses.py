@@ -31,7 +31,6 @@ Conversation = Callable[[str], Sequence[Message]]
 
 _OWN = "mamba-jax:"
 """The beginning of reasoning that this server returned as `encrypted_content`: its text, in base64."""
-_ENCRYPTED = "reasoning.encrypted_content"
 _PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
 _EVENTS = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 _SAME_NAME = (
@@ -274,7 +273,7 @@ class ResponseWriter(BlocksWriter):
             if block.kind == "text":
                 return protocol.OutputMessage(**same)
             sealed = None
-            if _ENCRYPTED in (self._body.include or ()) and not begun:
+            if "reasoning.encrypted_content" in (self._body.include or ()) and not begun:
                 sealed = _OWN + base64.b64encode(block.text.encode()).decode()
             return protocol.OutputReasoning(encrypted_content=sealed, **same)
         same |= {"call_id": block.call_id, "name": block.name}

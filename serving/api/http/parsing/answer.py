@@ -107,18 +107,11 @@ class AnswerReader:
 
     def _opening(self, begin: str) -> Wait[None]:
         """Reads the begin mark of reasoning, if there is one."""
-        cursor = self._cursor
-        while True:
-            begun = cursor.text.lstrip()
-            space = len(cursor.text) - len(begun)
-            if begun.startswith(begin) and space <= len(SPACE) * 16:
-                cursor.take(space + len(begin))
-                self.inside = self._may_end = True
-                self._answer = TrimmedText(strip=True)
-                return
-            if cursor.last or space > len(SPACE) * 16 or not begin.startswith(begun):
-                return
-            yield
+        found = yield from self._cursor.follows((begin,), 0)
+        if found and found[0]:
+            self._cursor.take(found[1])
+            self.inside = self._may_end = True
+            self._answer = TrimmedText(strip=True)
 
     def _show(self, text: str) -> None:
         if self.inside:

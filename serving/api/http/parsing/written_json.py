@@ -118,7 +118,7 @@ class WrittenObject:
         """Returns the JSON that completes the object where its text ends."""
         if self._quote:
             self._end_string()
-        self._close("}", all_levels=True)
+        self._close()
         written, self._out = "".join(self._out), []
         return written
 
@@ -171,7 +171,7 @@ class WrittenObject:
         if letter == "<":  # JSON contains it only in strings
             if text.startswith(self._closing, at):
                 self.broken = True
-                self._close("}", all_levels=True)
+                self._close()
                 return at, True
             if any(mark.startswith(text[at : at + len(mark)]) for mark in self._closing):
                 return at, False
@@ -205,9 +205,7 @@ class WrittenObject:
             self._expects = self._item()
         elif letter == ":":
             if self._expects == "colon":
-                self._write(":")
-                self._expects = "value"
-                self._note(colon=True)
+                self._end_key(":", colon=True)
         elif letter == ",":
             self._complete_member()
             if self._expects == "comma":
@@ -226,35 +224,32 @@ class WrittenObject:
             self._write(", ")
             self._expects = self._item()
         elif self._expects == "colon":
-            self._write(": ")
-            self._expects = "value"
-            self._note(colon=False)
+            self._end_key(": ", colon=False)
         self._write(self._comma)
         self._comma = ""
         if self._expects == "key" and not may_be_key:
-            self._write('"": ')
-            self._expects = "value"
-            self._note(colon=False)
+            self._end_key('"": ', colon=False)
 
     def _complete_member(self) -> None:
         """Writes null for a key without a value."""
         if self._expects == "colon":
-            self._write(": null")
+            self._end_key(": null", colon=False)
             self._expects = "comma"
-            self._note(colon=False)
         elif self._expects == "value" and self._item() == "key":
             self._write(" null")
             self._expects = "comma"
 
-    def _note(self, *, colon: bool) -> None:
+    def _end_key(self, text: str, *, colon: bool) -> None:
+        """Writes the text after a key; `colon`: the model has written it."""
+        self._write(text)
+        self._expects = "value"
         self.keyed = self.keyed and colon
         self.first_keyed = colon if self.first_keyed is None else self.first_keyed
 
-    def _close(self, bracket: str, *, all_levels: bool = False) -> None:
-        """Closes the innermost array or object with this bracket, and everything in it."""
+    def _close(self, bracket: str = "") -> None:
+        """Closes the innermost array or object with this bracket, and everything in it; without a bracket all."""
         self._end_bare()
-        closed = ""
-        while self._open and (all_levels or closed != bracket):
+        while self._open:
             self._complete_member()
             self._comma = ""
             closed = self._open[-1]
@@ -262,6 +257,8 @@ class WrittenObject:
             self._open.pop()
             self._arrays -= closed == "]"
             self._expects = "comma"
+            if closed == bracket:
+                break
 
     def _end_bare(self) -> None:
         word, self._bare = self._bare, ""
