@@ -130,14 +130,7 @@ ADAPTERS = Condition("`enable_lora`, `max_initial_states`", lambda of: of.config
 LORA, LORA_EXPERTS, DRAFTER = _flag("enable_lora"), _flag("lora_experts"), _flag("speculative_model")
 EXPERTS, MASKS = _flag("enable_return_routed_experts"), _flag("enable_return_sampling_mask")
 INVARIANT = _flag("schedule_invariant")
-CONTEXT = Condition(
-    "`context_parallel_size` above 1",
-    lambda of: f"context_parallel_size {count}" if (count := of.config.context_parallel_size) > 1 else "",
-)
-REPLICAS = Condition(
-    "`data_parallel_size` above 1",
-    lambda of: f"data_parallel_size {count}" if (count := of.config.data_parallel_size) > 1 else "",
-)
+CONTEXT, REPLICAS = _flag("context_parallel_size", 1), _flag("data_parallel_size", 1)
 TIERS = Condition(
     "`host_cache_gib`, `disk_cache`",
     lambda of: "host_cache_gib" if of.config.host_cache_gib else "disk_cache" if of.config.disk_cache else "",

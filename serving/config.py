@@ -300,18 +300,13 @@ class EngineConfig(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_in_drafts(cls, flags: Any) -> Any:
-        names = ("speculative_method", "speculative_model")
-        if isinstance(flags, dict) and any(flags.get(name) is not None for name in names):
-            flags = {"num_speculative_tokens": DEFAULT_DRAFTS} | flags
-        return flags
-
-    @model_validator(mode="before")
-    @classmethod
-    def _parse_overrides(cls, flags: Any) -> Any:
-        if isinstance(flags, dict) and flags.get("hf_overrides") is not None:
+    def _prepare(cls, flags: Any) -> Any:
+        if not isinstance(flags, dict):
+            return flags
+        if flags.get("hf_overrides") is not None:
             flags = flags | {"hf_overrides": parse_overrides(flags["hf_overrides"])}
-        return flags
+        drafting = any(flags.get(name) is not None for name in ("speculative_method", "speculative_model"))
+        return {"num_speculative_tokens": DEFAULT_DRAFTS} | flags if drafting else flags
 
     def kv_dtype(self, dtype: Any) -> Any:
         """Returns the data type of cached keys and values if activations have `dtype`."""
@@ -340,13 +335,9 @@ class EngineConfig(Settings):
 
     @property
     def adapter_flag(self) -> str:
-        """The flag that lets requests have adapters; empty if they cannot."""
+        """The flag that lets requests have adapters (LoRA matrices, learned initial states, or both); empty if they
+        cannot."""
         return "enable_lora" if self.enable_lora else "max_initial_states" if self.max_initial_states else ""
-
-    @property
-    def serves_adapters(self) -> bool:
-        """Whether requests can have adapters: LoRA matrices, learned initial states, or both."""
-        return bool(self.adapter_flag)
 
     @property
     def ngram_bounds(self) -> tuple[int, int]:

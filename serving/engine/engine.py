@@ -12,7 +12,7 @@ from typing import Any
 from checkpoints.tokenizer import Tokenizer
 from serving.core.cache.retention import merged, written_tokens
 from serving.core.errors import FinishReason, RequestError, RequestFailed, check_prompt_length
-from serving.core.planning.plan import RowResult, StepPlan
+from serving.core.planning.plan import RowResult
 from serving.core.requests.request import Request
 from serving.engine.control import Control, Weights
 from serving.engine.requests.adapters import AdapterTable
@@ -21,7 +21,7 @@ from serving.engine.requests.output import PromptScores, RequestMetrics, Request
 from serving.engine.requests.request import Choice, EngineRequest, Prompt, UserRequest, check_params, read_prompt
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.engine.steps.loop import PlanError, StepLoop
-from serving.engine.steps.row_values import HostOutput, StepTokens
+from serving.engine.steps.row_values import StepTokens
 from serving.engine.structured.grammars import Grammars
 from serving.engine.structured.mask_workers import FollowedChoice
 from serving.engine.structured.reasoning import constraint_of
@@ -255,8 +255,11 @@ class Engine:
             reason = "the model's logits are not finite numbers, because of an overflow or of wrong weights"
             self.fail(parent.output.request_id, reason)
         settled.add_prompt_logprobs()
-        if settled.decode is not None and settled.decode.drafted:
-            self._count_drafts(settled.plan, settled.decode)
+        if (lines := settled.decode) is not None:
+            for row, drafted, tokens in zip(settled.plan.decode, lines.drafted, lines.tokens, strict=False):
+                output = row.request.user.parent.output
+                if drafted and output.metrics is not None and not output.finished:
+                    output.metrics.drafts.add([drafted], tokens[None])
         for emitted in settled.emitted:
             parent = self._take(settled, emitted, now)
             if parent is not None:
@@ -302,7 +305,7 @@ class Engine:
             sampling=params if index == 0 else replace(params, prompt_logprobs=None, prompt_logprob_token_ids=None),
         )
         followed = None if constraint is None else FollowedChoice(constraint)
-        request.user = choice = Choice(index, params, stream, parent=parent, seed=seed, followed=followed)
+        request.user = choice = Choice(parent, index, stream, seed=seed, followed=followed)
         self.loop.scheduler.add(request)
         if followed is not None and self.loop.inputs.mask_workers is not None:
             self.loop.inputs.mask_workers.submit(request, followed, ())
@@ -366,12 +369,6 @@ class Engine:
             self._finish(parent)
             del self._parents[output.request_id]
         return parent
-
-    def _count_drafts(self, plan: StepPlan, lines: HostOutput) -> None:
-        for row, drafted, tokens in zip(plan.decode, lines.drafted, lines.tokens, strict=False):
-            parent: UserRequest = row.request.user.parent
-            if drafted and parent.output.metrics is not None and not parent.output.finished:
-                parent.output.metrics.drafts.add([drafted], tokens[None])
 
     def _release_adapter(self, parent: UserRequest) -> None:
         if parent.adapter is not None and self.adapters is not None:

@@ -337,9 +337,7 @@ class LLM:
 
     def encode_chat(self, messages: Messages, /, **template: Any) -> list[int]:
         """Returns the token ids of a conversation up to the beginning of the model's turn."""
-        if self.tokenizer is None:
-            raise RequestError("this model has no tokenizer: conversations cannot be encoded")
-        return self.tokenizer.encode_chat(messages, **template)
+        return self.get_tokenizer().encode_chat(messages, **template)
 
     def _step(self) -> list[RequestOutput]:
         """Runs a step for all calls in progress: keeps the deltas of streams, and returns the changed outputs."""

@@ -197,7 +197,7 @@ def make_server(
     Raises:
         ConfigError, CheckpointError: the flags are invalid, the model cannot be loaded, or memory does not suffice.
     """
-    if settings.lora_modules and not config.serves_adapters:
+    if settings.lora_modules and not config.adapter_flag:
         raise ConfigError("lora_modules needs enable_lora or max_initial_states")
     built = build_engine(config.model_copy(update={"warmup": False}), progress=progress, led=led)
     for name, path in settings.adapter_paths.items():

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import islice
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from checkpoints.drafts import drafter_bytes, with_drafter
 from checkpoints.load import generation_config, load_config
@@ -123,7 +123,10 @@ def build_engine(config: EngineConfig, *, progress: bool = True, led: bool = Fal
     advice = "use a smaller --dtype, --quantization, --tensor-parallel-size or a larger machine"
     per_process = weights if own is None or mesh is None else weights * len(own) // mesh.shape[TENSOR]
     check_fits("weights", per_process, advice, devices=own)
-    shardings = None if mesh is None else _load_shardings(target, mesh)
+    shardings = None
+    if mesh is not None:
+        padding = HeadPadding.of(target, mesh.shape[TENSOR])
+        shardings = partial(padding.load_sharding, Partition.of(padding.padded, mesh.shape[TENSOR]), mesh)
     loaded = checkpoint.load_identified(progress=progress, sharding=shardings)
     if described.drafter is not None and config.speculative_model is not None:
         loaded = with_drafter(
@@ -274,18 +277,14 @@ class _Assembly:
         design, config = self.design, self.design.config
         settings, masks = design.scheduler(size), grammars is not None
         batches = design.batches(settings, masks=masks)
-        make_store = partial(
-            init_laid_out if mesh is None else partial(sharded_store, mesh=mesh),
-            design.stored,
-            **design.store_arguments(size, dtype=model.dtype),
-        )
-
         states = None
         if config.max_initial_states:
             states = InitialStates(design.stored, first=size.num_slots, count=size.initial_states)
 
-        def make_filled_store() -> Store:
-            return make_store() if states is None else states.fill(make_store())
+        def make_store() -> Store:
+            init = init_laid_out if mesh is None else partial(sharded_store, mesh=mesh)
+            store = init(design.stored, **design.store_arguments(size, dtype=model.dtype))
+            return store if states is None else states.fill(store)
 
         def make_rows() -> Rows:
             rows = design.rows(size, masks=masks)
@@ -312,7 +311,7 @@ class _Assembly:
             programs,
             batches,
             RowInputs(batches, vocab_size=model.config.vocab_size, masks=masks),
-            make_store=make_filled_store,
+            make_store=make_store,
             make_rows=make_rows,
         )
         weights = Weights(
@@ -333,13 +332,8 @@ class _Assembly:
             grammars=grammars,
             experts_per_layer=need(model.config.moe).experts_per_token if config.enable_return_routed_experts else 0,
             expert_bytes=EXPERT.itemsize * design.device_shape.experts,
-            adapters=AdapterTable(programs, model.config, loop, states, self.names) if config.serves_adapters else None,
+            adapters=AdapterTable(programs, model.config, loop, states, self.names) if config.adapter_flag else None,
         )
-
-
-def _load_shardings(model: HybridConfig, mesh: Mesh) -> Callable[[str], NamedSharding]:
-    padding = HeadPadding.of(model, mesh.shape[TENSOR])
-    return partial(padding.load_sharding, Partition.of(padding.padded, mesh.shape[TENSOR]), mesh)
 
 
 def _why_fixed(design: EngineDesign) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 from flax import nnx
 
@@ -58,17 +56,11 @@ def draft_source(config: EngineConfig, model: HybridConfig) -> DraftSource | Non
     return MTPDrafts()
 
 
-class _Machine(NamedTuple):
-    tokens_per_pass: float
-    """Number of tokens with arithmetic that takes as long as reading the weights once."""
-    overhead: float
-    """Fixed time of a step, as the number of bytes that could be read in this time."""
-
-
-_CPU = _Machine(5.0, 3e7)
-"""Two cores, on which four rows of a dot cost 1.5 to 2.2 times one row (benchmarks/RESULTS.md); 1 ms at 30 GB/s."""
-_ACCELERATOR = _Machine(250.0, 1e9)
-"""Arithmetic over memory bandwidth, in 16 bits, is 200 to 560 on the usual GPUs and TPUs; 0.3 ms at 3 TB/s."""
+_CPU, _ACCELERATOR = (5.0, 3e7), (250.0, 1e9)
+"""Number of tokens with arithmetic that takes as long as reading the weights once, and the fixed time of a step as the
+number of bytes that could be read in it. CPU: two cores, on which four rows of a dot cost 1.5 to 2.2 times one row
+(benchmarks/RESULTS.md); 1 ms at 30 GB/s. Accelerators: arithmetic over memory bandwidth, in 16 bits, is 200 to 560 on
+the usual GPUs and TPUs; 0.3 ms at 3 TB/s."""
 
 
 def draft_policy(config: EngineConfig, model: HybridModel, *, bytes_per_token: float) -> DraftPolicy:
@@ -83,6 +75,6 @@ def draft_policy(config: EngineConfig, model: HybridModel, *, bytes_per_token: f
     if not config.adaptive_drafts or not drafts:
         return DraftPolicy(drafts)
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    machine = _CPU if jax.default_backend() == "cpu" else _ACCELERATOR
-    token = weights / machine.tokens_per_pass + bytes_per_token
-    return AdaptiveDrafts(drafts, knee=(weights + machine.overhead) / token)
+    tokens_per_pass, overhead = _CPU if jax.default_backend() == "cpu" else _ACCELERATOR
+    knee = (weights + overhead) / (weights / tokens_per_pass + bytes_per_token)
+    return AdaptiveDrafts(drafts, knee=knee)

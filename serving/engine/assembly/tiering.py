@@ -60,7 +60,11 @@ def connect_tiers(
         for store in stores
         if store is not None
     ]
-    memory, disk = _memory(config, layouts[0]), _disk(config, layouts[0], digest)
+    memory, disk = None, _disk(config, layouts[0], digest)
+    if config.host_cache_gib:
+        tier = Tier("host", int(config.host_cache_gib * GIB), layouts[0].sizes(in_files=False))
+        log.info(_line("host", tier, layouts[0]))
+        memory = Memory(tier)
     if memory is None and disk is None:
         return
     for loop, layout in zip(loops, layouts, strict=True):
@@ -74,14 +78,6 @@ def connect_tiers(
         loop.sources.append(Mover(tiers, layout, PointPrograms(layout.arrangement), memory, disk, loop.inbox))
     if disk is not None and disk.tier.units:
         log.info("disk cache: %d checkpoints found in %s", len(disk.tier), disk.folder.path)
-
-
-def _memory(config: EngineConfig, layout: Layout) -> Memory | None:
-    if not config.host_cache_gib:
-        return None
-    tier = Tier("host", int(config.host_cache_gib * GIB), layout.sizes(in_files=False))
-    log.info(_line("host", tier, layout))
-    return Memory(tier)
 
 
 def _disk(config: EngineConfig, layout: Layout, digest: Callable[[], str]) -> Disk | None:

@@ -168,40 +168,32 @@ class Choice:
 
     def __init__(
         self,
+        parent: UserRequest,
         index: int,
-        params: SamplingParams,
         text: StreamDecoder | None,
         *,
-        parent: UserRequest | None = None,
         seed: int = 0,
         followed: FollowedChoice | None = None,
     ) -> None:
-        self.seed, self.followed = seed, followed
-        self._parent = parent
+        self.parent, self.seed, self.followed = parent, seed, followed
         self.proposed: Sequence[int] = ()
         """With a grammar: the drafts for the next step, from the last settled step."""
         self.output = CompletionOutput(index)
         """The output since the last `take`; without `take`, all of it."""
         self.num_tokens = 0
+        self._params = params = parent.params
         if params.logprobs is not None:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
         if params.return_sampling_mask:
             self.output.sampling_masks = []
         self.changed = True
         """Whether `take` has something to return; True before the first."""
-        self._params = params
         self._stream = text
         self._stops = StopText(
             params.stop_automaton, include=params.include_stop_str_in_output, after=params.stop_after
         )
         self._undecoded: list[int] = []
         """Tokens that are not converted to text yet."""
-
-    @property
-    def parent(self) -> UserRequest:
-        """The user's request."""
-        assert self._parent is not None
-        return self._parent
 
     @property
     def index(self) -> int:

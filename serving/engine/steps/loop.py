@@ -217,10 +217,11 @@ class StepLoop:
             self._forget()
             if self.followers is not None:
                 self.followers.step_failed(error)
-            if not self._is_transient(error):
+            # XLA raises RuntimeErrors. Bugs, interrupts and repeated failures are not retried.
+            transient = isinstance(error, RuntimeError | MemoryError) and not isinstance(error, StateError)
+            if not transient or self._failed_in_a_row >= MAX_FAILURES:
                 raise
-            text = one_line(error)
-            log.warning("a step failed; everything that ran is computed again: %s", text)
+            log.warning("a step failed; everything that ran is computed again: %s", one_line(error))
             return None
 
     def _exchange(self) -> None:
@@ -347,10 +348,3 @@ class StepLoop:
         self._flight = None
         self._store = self._rows = None  # created again when needed: two stores may not fit in memory
         self.scheduler.reset()
-
-    def _is_transient(self, error: BaseException) -> bool:
-        """Returns whether to retry. XLA raises RuntimeErrors. Bugs, interrupts and repeated failures are not
-        retried."""
-        if isinstance(error, (RuntimeError, MemoryError)) and not isinstance(error, StateError):
-            return self._failed_in_a_row < MAX_FAILURES
-        return False

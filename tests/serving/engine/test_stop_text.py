@@ -8,7 +8,7 @@ import pytest
 
 from serving.core.errors import RequestError
 from serving.engine.requests.output import token_logprobs
-from serving.engine.requests.request import Choice
+from serving.engine.requests.request import Choice, EngineRequest, UserRequest
 from serving.engine.requests.sampling_params import MAX_STOP_CHARACTERS, SamplingParams
 from serving.engine.requests.stop_text import StopAutomaton, StopText
 
@@ -98,10 +98,14 @@ def test_all_choices_of_a_request_share_one_automaton(monkeypatch):
     built = []
     monkeypatch.setattr(StopAutomaton, "_link", lambda self: built.append(self))
     params = SamplingParams(stop=["abc"], n=3)
-    for index in range(3):
-        Choice(index, params, None)
+    for _ in range(3):
+        choice_of(params)
     assert len(built) == 1
     assert dataclasses.replace(params, n=2) == dataclasses.replace(params, n=2)
+
+
+def choice_of(params, text=None):
+    return Choice(UserRequest(EngineRequest("r", "", params), None), 0, text)
 
 
 class Letters:
@@ -122,7 +126,7 @@ def feed(choice: Choice, text: str, step: int = 1):
 
 @pytest.mark.parametrize("step", [1, 2, 5])
 def test_tokens_after_a_stop_text_are_cut(step):
-    choice = Choice(0, SamplingParams(stop=["END"], max_tokens=99), Letters())
+    choice = choice_of(SamplingParams(stop=["END"], max_tokens=99), Letters())
     feed(choice, "theENDmore", step)
     assert choice.output.text == "the"
     assert len(choice.output.token_ids) == len("theEND")
@@ -130,7 +134,7 @@ def test_tokens_after_a_stop_text_are_cut(step):
 
 
 def test_min_tokens_holds_stop_texts_off():
-    choice = Choice(0, SamplingParams(stop=["a"], min_tokens=3, max_tokens=99), Letters())
+    choice = choice_of(SamplingParams(stop=["a"], min_tokens=3, max_tokens=99), Letters())
     feed(choice, "aaab")
     assert choice.output.text == "aaab"
     feed(choice, "a")
@@ -139,18 +143,18 @@ def test_min_tokens_holds_stop_texts_off():
 
 def test_a_stop_token_is_a_token_of_the_output_but_not_text():
     for stop in (None, ["zz"]):
-        choice = Choice(0, SamplingParams(stop=stop), Letters())
+        choice = choice_of(SamplingParams(stop=stop), Letters())
         choice.append([ord("a"), ord("b")], ended=True)
         choice.finish("stop", ord("b"))
         assert (choice.output.text, choice.output.token_ids) == ("a", [97, 98])
-    choice = Choice(0, SamplingParams(include_stop_str_in_output=True), Letters())
+    choice = choice_of(SamplingParams(include_stop_str_in_output=True), Letters())
     choice.append([97, 98], ended=True)
     choice.finish("stop", 98)
     assert choice.output.text == "ab"
 
 
 def test_text_is_made_late_but_completely():
-    choice = Choice(0, SamplingParams(), Letters())
+    choice = choice_of(SamplingParams(), Letters())
     feed(choice, "x" * 300)
     assert choice.output.text == ""
     choice.finish("length")
@@ -159,7 +163,7 @@ def test_text_is_made_late_but_completely():
 
 
 def test_logprobs_are_cut_with_the_tokens():
-    choice = Choice(0, SamplingParams(stop=["b"], logprobs=1), Letters())
+    choice = choice_of(SamplingParams(stop=["b"], logprobs=1), Letters())
     tables = [token_logprobs(t, -1.0, np.array([t]), np.array([-1.0])) for t in (97, 98, 99)]
     assert choice.append([97, 98, 99], tables)
     assert len(choice.output.logprobs) == len(choice.output.token_ids) == 2
