@@ -15,7 +15,7 @@ from serving.core.stats import Stats
 
 
 class Cache:
-    """The cache that all rows share. `index` is None without prefix caching, `pages` for a model without attention.
+    """The cache that all rows share. `index` is None without prefix caching, `pages` is empty without attention.
 
     `slots_wanted(admitting)`: slots that waiting requests could take at once; `admitting` (0 or 1) of them have one.
     """
@@ -41,7 +41,7 @@ class Cache:
         self.lineage = 0
         """By which; see `Scope`."""
         self.slots: Pool
-        self.pages: Pool | None
+        self.pages: Pool
         self.index: PrefixIndex | None
         self.clear()
 
@@ -49,7 +49,7 @@ class Cache:
         """Resets everything for a new, empty store. Leases of the old store become invalid."""
         config = self.config
         self.slots = Pool("slots", config.num_slots)
-        self.pages = Pool("pages", config.num_pages, config.context_members) if config.num_pages else None
+        self.pages = Pool("pages", max(config.num_pages, config.context_members), config.context_members)
         unit = config.page_size if config.num_pages else config.state_block_size
         most_tokens = config.num_pages * config.page_size / 2 if config.num_pages else math.inf
         kept = KeptStates(config.max_kept_states, most_tokens, self._clock)
@@ -83,7 +83,7 @@ class Cache:
     @property
     def pools(self) -> list[Pool]:
         """Slots, and pages if the model has attention."""
-        return [self.slots] if self.pages is None else [self.slots, self.pages]
+        return [self.slots, self.pages] if self.pages else [self.slots]
 
     def can_spare_slot(self, *, admitting: bool = False) -> bool:
         """Whether a slot may go into a checkpoint: only if those who wait for a row id can have theirs all the same.

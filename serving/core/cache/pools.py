@@ -43,6 +43,10 @@ class Pool:
         self.owners: list[Any] = [None] * size
         self.cached_of = [0] * members
 
+    def __bool__(self) -> bool:
+        """Whether it has ids besides null ones. The pages of a model without attention have not."""
+        return self.size > len(self.free_of)
+
     @property
     def total(self) -> int:
         """Number of ids, without null ones."""

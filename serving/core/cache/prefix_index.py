@@ -38,12 +38,12 @@ _GHOSTS = 16_384
 
 
 class PrefixIndex:
-    """The trie, and the choice of the entry to evict when a pool is empty. `pages`: None without attention."""
+    """The trie, and the choice of the entry to evict when a pool is empty. `pages`: empty without attention."""
 
     def __init__(
         self,
         slots: Pool,
-        pages: Pool | None,
+        pages: Pool,
         policy: RetentionPolicy,
         unit: int,
         stats: Stats,
@@ -64,10 +64,9 @@ class PrefixIndex:
         slots.reclaim = lambda low: self.evict_state(EvictionRank.INTERIOR if low else EvictionRank.KEPT)
         slots.on_cached, slots.hold = self._slot_idle, self._idle_states.hold
         slots.drop = self.drop_state
-        if pages is not None:
-            pages.reclaim = lambda low: self.evict_page()
-            pages.on_cached, pages.hold = self._page_idle, self._idle_pages.hold
-            pages.drop = self.drop_state
+        pages.reclaim = lambda low: self.evict_page()
+        pages.on_cached, pages.hold = self._page_idle, self._idle_pages.hold
+        pages.drop = self.drop_state
 
     # -- lookup --
 
@@ -97,7 +96,7 @@ class PrefixIndex:
         """Returns the reason why a match has no state."""
         unit, ghosts = self.unit, self._ghosts
         if any(state_digest(node, NO_TAIL) in ghosts for node in match.path):
-            return MissReason.EVICTED if self.pages is None else MissReason.STATE_EVICTED
+            return MissReason.STATE_EVICTED if self.pages else MissReason.EVICTED
         # A root is removed with its last entry, but its name is known.
         last = match.path[-1].digest if match.path else root_digest(scope)
         rest = tuple(tokens[match.matched : match.matched + unit])
@@ -132,14 +131,14 @@ class PrefixIndex:
                 child = Node(node, key, 0, hash((node.digest, key)), chain.client)
                 node.children[key] = child
                 self._ghosts.pop(child.digest, None)
-                if pages is not None:
+                if pages:
                     child.page = row.table[i]
                     pages.publish(child.page, child)
                     self.stats.pages_published += 1
-            elif pages is not None and child.page != row.table[i]:
+            elif pages and child.page != row.table[i]:
                 row.exchange(i, child.page)
             node = child
-        if pages is not None and count > row.num_published:
+        if pages and count > row.num_published:
             # Without pages a row references no path, which may be pruned, so the walk starts from the root each time.
             row.node, row.num_published = node, count
         while node.depth > count:
@@ -164,7 +163,7 @@ class PrefixIndex:
             known.kind = max(known.kind, kind)
             self._rank_again(known)
             return False
-        page = content.pages.table[node.depth] if tail and self.pages is not None else 0
+        page = content.pages.table[node.depth] if tail and self.pages else 0
         state = content.chain.state(content.tokens, position)
         entry = Checkpoint(node, tail, state, content.chain.links, slot, page, kind, content.chain.client)
         above = nearest_above(node, tail)
@@ -181,7 +180,7 @@ class PrefixIndex:
         entry.last_use = self._tick()
         self._rank_again(above)
         self.slots.publish(slot, entry)
-        if page and self.pages is not None:
+        if page:
             self.pages.publish(page, entry)
             content.pages.shared = node.depth
         self._ghosts.pop(state_digest(node, tail), None)
@@ -233,9 +232,9 @@ class PrefixIndex:
         self._remember(state_digest(node, entry.tail))
         self.stats.states_evicted += 1
         self.slots.unpublish(entry.slot)
-        if self.pages is not None and entry.page:
+        if entry.page:
             self.pages.unpublish(entry.page)
-        if self.pages is None or entry.page or kept:
+        if not self.pages or entry.page or kept:
             self._leaf_again(node)
 
     def forget(self, scope: Scope | None = None, tokens: Sequence[int] | None = None) -> None:
@@ -254,7 +253,7 @@ class PrefixIndex:
             for node in reversed(below):
                 for entry in list(node.states.values()):
                     self.drop_state(entry, trusted=False)
-                if self.pages is not None and not node.children and not self.pages.refs[node.page]:
+                if self.pages and not node.children and not self.pages.refs[node.page]:
                     self._drop_node(node)
 
     def by_worth(self) -> list[Checkpoint]:
@@ -283,7 +282,6 @@ class PrefixIndex:
             self.drop_state(entry)
         parent = node.parent
         assert parent is not None
-        assert self.pages is not None
         del parent.children[node.key]
         self._remember(node.digest)
         self.stats.pages_evicted += 1
@@ -295,7 +293,7 @@ class PrefixIndex:
 
         In a model without pages, removes the nodes up to the root that have no states at or below them.
         """
-        while self.pages is None and node.parent is not None and not node.states and not node.children:
+        while not self.pages and node.parent is not None and not node.states and not node.children:
             del node.parent.children[node.key]
             self._remember(node.digest)
             node = node.parent
@@ -314,7 +312,7 @@ class PrefixIndex:
     def check(self) -> None:
         """Raises `AssertionError` unless what each client holds is counted."""
         self._idle_states.check(self.slots.owners)
-        self._idle_pages.check(self.pages.owners if self.pages is not None else ())
+        self._idle_pages.check(self.pages.owners)
 
     def keep(self, marks: Mapping[int, Mark], client: str | None, entry: Checkpoint | None) -> None:
         """Keeps the states at marks, by position, of a client's request: `entry` and those above, unless dropped."""
@@ -366,7 +364,7 @@ class PrefixIndex:
     def _queue_page(self, owner: Node | Checkpoint) -> None:
         """Queues a page for eviction, if it is idle and no other needs it. Those of kept states are evicted last."""
         states = [owner] if isinstance(owner, Checkpoint) else [*owner.states.values()]
-        if self.pages is None or self._page_stamp(owner) is None:
+        if self._page_stamp(owner) is None:
             return
         kept = any(entry.kept_until for entry in states)
         rank = EvictionRank.STALE if owner.stale else EvictionRank.KEPT if kept else EvictionRank.VALUABLE
@@ -376,7 +374,6 @@ class PrefixIndex:
         return entry.stamp if self.slots.owners[entry.slot] is entry and not self.slots.refs[entry.slot] else None
 
     def _page_stamp(self, owner: Node | Checkpoint) -> int | None:
-        assert self.pages is not None
         if self.pages.refs[owner.page] or self.pages.owners[owner.page] is not owner:
             return None
         return owner.page_stamp if isinstance(owner, Checkpoint) or owner.is_leaf else None

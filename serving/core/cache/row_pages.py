@@ -47,9 +47,9 @@ class PageTable(list[int]):
 
 @dataclass(slots=True, eq=False)
 class RowPages:
-    """Owns the references of one running sequence to its pages. The pool is None for a model without attention."""
+    """Owns the references of one running sequence to its pages. The pool is empty for a model without attention."""
 
-    _pool: Pool | None
+    _pool: Pool
     page_size: int
     table: PageTable = field(init=False, default_factory=PageTable)
     """Never cleared, because planned rows read it and may run after the sequence has released its pages."""
@@ -68,7 +68,7 @@ class RowPages:
     def resume_from(self, path: Sequence[Node], entry: Checkpoint | None = None) -> None:
         """References the pages of a matching path and, for a state with a tail, the tail's page."""
         pool = self._pool
-        if pool is None:
+        if not pool:
             return
         for node in path:
             pool.retain(node.page)
@@ -84,7 +84,7 @@ class RowPages:
 
     def pages_for(self, tokens: int) -> int:
         """Returns the number of pages that this number of tokens fills; 0 without attention."""
-        return -(-tokens // self.page_size) if self._pool is not None else 0
+        return -(-tokens // self.page_size) if self._pool else 0
 
     def missing(self, tokens: int) -> int:
         """Returns the number of pages to take before this number of tokens can be written."""
@@ -97,11 +97,9 @@ class RowPages:
         is available. Otherwise, if no other row reads it, the checkpoint that shares it is dropped instead.
         """
         pool = self._pool
-        if pool is None:
-            return True
         if self.shared >= 0 and not self._own_shared(pool):
             return False
-        table, need = self.table, -(-tokens // self.page_size)
+        table, need = self.table, self.pages_for(tokens)
         while len(table) < need:
             member = pool.member_of(len(table))
             page = pool.take(member)
@@ -147,7 +145,7 @@ class RowPages:
     def dispatched(self) -> bool:
         """Called when the planned step is dispatched. Releases the source of its page copy, and returns whether there
         was one."""
-        if self.copy is None or self._pool is None:
+        if self.copy is None:
             return False
         self._pool.release(self.copy[0])
         self.copy = None
@@ -155,7 +153,7 @@ class RowPages:
 
     def undo(self) -> None:
         """Called when the planned step is withdrawn: cancels its copy. Reserved pages stay."""
-        if self.copy is None or self._pool is None:
+        if self.copy is None:
             return
         source, target = self.copy
         self.table[self._copied_at] = source
@@ -164,12 +162,10 @@ class RowPages:
 
     def publishes_at(self, length: int) -> bool:
         """Returns whether a sequence of this number of tokens has a full page that is not in the index."""
-        return self._pool is not None and length // self.page_size > self.num_published
+        return bool(self._pool) and length // self.page_size > self.num_published
 
     def return_surplus(self, tokens: int) -> None:
         """Releases the pages beyond this number of tokens."""
-        if self._pool is None:
-            return
         keep = max(-(-tokens // self.page_size), self.num_published, self.shared + 1)
         while len(self.table) > keep:
             self._pool.release(self.table.pop())
@@ -178,7 +174,6 @@ class RowPages:
 
     def exchange(self, at: int, page: int) -> None:
         """Replaces a page by an equal published one."""
-        assert self._pool is not None
         own, self.table[at] = self.table[at], page
         self._pool.retain(page)
         self._pool.release(own)
@@ -187,8 +182,6 @@ class RowPages:
 
     def release(self) -> None:
         """Releases all pages, the last first, so that these are evicted first."""
-        if self._pool is None:
-            return
         if self.copy is not None:
             self._pool.release(self.copy[0])
             self.copy = None
@@ -199,7 +192,6 @@ class RowPages:
         """Returns the pages of this number of tokens with one more reference each. The caller releases them."""
         pages = self.table[: self.pages_for(tokens)]
         for page in pages:
-            assert self._pool is not None
             self._pool.retain(page)
         return pages
 

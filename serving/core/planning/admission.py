@@ -139,7 +139,7 @@ def _admit_one(scheduler: SchedulerState, request: Request, plan: StepPlan, budg
     """Looks the prompt up, and takes a row id, a slot and the first chunk's pages. If there is no room, it keeps
     nothing, and returns the reason."""
     queues, queueing, pool = scheduler.queues, request.queueing, scheduler.cache.pages
-    if pool is not None and queues.running and pool.available <= queueing.retry_above:
+    if queues.running and pool.available <= queueing.retry_above:
         return WaitReason.MEMORY
     cramped = budget.tokens < budget.share
     if cramped and plan.step < queueing.retry_at:
@@ -159,7 +159,7 @@ def _admit_one(scheduler: SchedulerState, request: Request, plan: StepPlan, budg
     reason = _start(scheduler, request, match, plan, budget)
     if reason is not None:
         scheduler.release_all(request, ResultDisposition.DROPPED)
-        if reason is WaitReason.MEMORY and pool is not None:
+        if reason is WaitReason.MEMORY:
             queueing.retry_above = pool.available
         if cramped and reason is WaitReason.STEP:
             queueing.retry_at = plan.step + _LOOK_AGAIN
@@ -185,7 +185,7 @@ def _start(
     # All of the prompt, though the first chunk needs less, and a page for each row that runs already to grow by:
     # a request that is admitted only to be preempted has gained nothing.
     growth = len(scheduler.queues.running)
-    if pool is not None and growth and progress.pages.missing(len(request.tokens)) + growth > pool.available:
+    if pool and growth and progress.pages.missing(len(request.tokens)) + growth > pool.available:
         return WaitReason.MEMORY
     if not progress.state.lease():
         # Only while other rows run: a pool of one slot publishes nothing, a larger one has a slot besides the hit's.
@@ -206,7 +206,7 @@ def _held(scheduler: SchedulerState, request: Request, match: Match | None) -> R
     """The longer prefix that a tier below the device has, if fetching it is worthwhile."""
     if scheduler.tiers is None or match is None:
         return None
-    matched = match.matched if scheduler.cache.pages is not None else 0
+    matched = match.matched if scheduler.cache.pages else 0
     held = scheduler.tiers.find(request.progress.content.chain, request.tokens, match.position, matched)
     if held is None:
         return None
@@ -231,7 +231,7 @@ def _explain(scheduler: SchedulerState, request: Request, match: Match | None, p
     if lookup.final:
         return
     lookup.num_cached_tokens = min(found, request.prompt_len)
-    if match is not None and scheduler.cache.pages is not None:
+    if match is not None and scheduler.cache.pages:
         lookup.num_stateless_tokens = max(0, match.matched - found)
     lookup.miss_reason = None
     if found:

@@ -337,5 +337,5 @@ def after_settle(scheduler: SchedulerState, row: PlannedRow, before: int, after:
     if pages.publishes_at(confirmed):
         index.publish_pages(progress.content, confirmed)
     progress.publish_at = after - after % block + block
-    if cache.pages is not None:
+    if cache.pages:
         progress.publish_at = min(progress.publish_at, (pages.num_published + 1) * pages.page_size)

@@ -47,7 +47,7 @@ class StateLease:
     pages: list[int]
     position: int
     slots_of: Pool
-    pages_of: Pool | None
+    pages_of: Pool
 
 
 class SchedulerState:
@@ -263,10 +263,9 @@ class SchedulerState:
         if index is None or match is None or match.entry is None:
             return None
         entry = match.entry
-        pages = entry.pages if cache.pages is not None else []
+        pages = entry.pages if cache.pages else []
         cache.slots.retain(entry.slot)
         for page in pages:
-            assert cache.pages is not None
             cache.pages.retain(page)
         index.touch(entry)
         return StateLease(entry.slot, pages, entry.position, cache.slots, cache.pages)
@@ -279,9 +278,8 @@ class SchedulerState:
         """Releases it, once."""
         if self.hold_is_valid(held):
             held.slots_of.release(held.slot)
-            if held.pages_of is not None:
-                for page in reversed(held.pages):
-                    held.pages_of.release(page)
+            for page in reversed(held.pages):
+                held.pages_of.release(page)
 
     def check(self, *, idle: bool = False) -> None:
         """Raises `AssertionError` unless every slot, page and row id has exactly one owner; with `idle`, none may be in
@@ -307,7 +305,7 @@ def reserve(scheduler: SchedulerState, request: Request, match: Match | None) ->
     remote, progress, config = request.transfer.remote, request.progress, scheduler.config
     pages, pool = progress.pages, scheduler.cache.pages
     assert remote is not None
-    if pool is not None:
+    if pool:
         pages.resume_from(match.path[: remote.position // config.page_size] if match is not None else [])
         reach = scheduler.reach(request, max(len(request.tokens), remote.position + 1))
         running = len(scheduler.queues.running)

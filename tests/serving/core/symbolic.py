@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from serving.core.cache.content import Scope
-from serving.core.cache.pools import Pool
 from serving.core.cache.prefix_tree import Node
 from serving.core.cache.row_forms import ReplayAccess
 from serving.core.config import SchedulerConfig
@@ -268,8 +267,7 @@ class Device:
         return row.pages[at] if at < len(row.pages) else 0
 
     def _check_page_write(self, page: int, scheduler: Scheduler, who: object) -> None:
-        pool = page_pool(scheduler)
-        assert pool is not None
+        pool = scheduler.cache.pages
         expect(pool.owners[page] is None, "a published page is written", page, who)
         expect(pool.refs[page] <= 1, "a shared page is written", page, who)
 
@@ -318,14 +316,14 @@ class Device:
         index = scheduler.index
         if index is None:
             return
-        size, slots, pool = self.config.page_size, scheduler.cache.pools[0], page_pool(scheduler)
+        size, slots, pool = self.config.page_size, scheduler.cache.slots, scheduler.cache.pages
         slots_found: list[int] = []
         pages_found: list[int] = []
         for scope, root in index.roots.items():
             stack: list[tuple[Node, list[int]]] = [(root, [start_digest(scope)])]
             while stack:
                 node, digests = stack.pop()
-                if node is not root and pool is not None:
+                if node is not root and pool:
                     expect(self.pages[node.page] == digests[-size:], "a page in the index is wrong", node.page)
                     expect(pool.owners[node.page] is node, "a page in the index is not its own", node.page)
                     pages_found.append(node.page)
@@ -338,7 +336,7 @@ class Device:
                     expect(found == (entry.position, ends[-1]), "a state in the index is wrong", entry.slot, found)
                     expect(slots.owners[entry.slot] is entry, "a state is not its own", entry.slot)
                     slots_found.append(entry.slot)
-                    if tail and pool is not None:
+                    if tail and pool:
                         pages_found.append(entry.page)
                         expect(self.pages[entry.page][: len(tail)] == ends[1:], "a tail's page is wrong", entry.page)
                 for key, child in node.children.items():
@@ -346,8 +344,7 @@ class Device:
                     for token in key:
                         more.append(absorb(more[-1], token))
                     stack.append((child, more))
-        page_owners = pool.owners if pool is not None else []
-        for name, owners, found in (("slot", slots.owners, slots_found), ("page", page_owners, pages_found)):
+        for name, owners, found in (("slot", slots.owners, slots_found), ("page", pool.owners, pages_found)):
             owned = [i for i, owner in enumerate(owners) if owner is not None]
             expect(sorted(found) == owned, f"a published {name} cannot be found", found, owned)
 
@@ -355,8 +352,3 @@ class Device:
 def tail_length(config: SchedulerConfig) -> int:
     """Tokens of a tail: since the anchor and of one step, rounded up to a power of two."""
     return 1 << (config.replay_interval + config.num_speculative_tokens - 1).bit_length()
-
-
-def page_pool(scheduler: Scheduler) -> Pool | None:
-    """The pages, if the model has attention."""
-    return scheduler.cache.pools[1] if len(scheduler.cache.pools) > 1 else None

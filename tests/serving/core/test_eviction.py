@@ -234,7 +234,6 @@ def positions(loop: Loop, client: str) -> list[int]:
 
 def pages_of(loop: Loop, client: str | None) -> int:
     """Number of pages that count for a client."""
-    assert loop.scheduler.cache.pages is not None
     return sum(owner is not None and owner.client == client for owner in loop.scheduler.cache.pages.owners)
 
 
@@ -312,7 +311,6 @@ def test_nothing_is_evicted_for_a_member_that_has_nothing_cached() -> None:
     loop.add([7, 8, 50], max_tokens=20)
     loop.step()
     pages = loop.scheduler.cache.pages
-    assert pages is not None
     while pages.free_of[0]:
         pages.take(0)
     before = list(pages.cached_of)

@@ -94,7 +94,7 @@ def lost_arrives(whole, self, load):
 @fault(10, admission, "reserve", seen_with=(test_sides.failing_fetch,))
 def published_at_once(whole, host, request, match):
     reason = whole(host, request, match)
-    if reason is None and host.cache.index is not None and host.cache.pages is not None:
+    if reason is None and host.cache.index is not None and host.cache.pages:
         host.cache.index.publish_pages(request.progress.content, request.transfer.load.position)
     return reason
 
