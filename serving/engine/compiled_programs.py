@@ -198,7 +198,9 @@ def _locked(path: Path) -> Iterator[IO[str]]:
         try:
             file = stack.enter_context(path.open("a+"))
             _lock(file, time.monotonic() + _LONGEST_WAIT)
-            stack.callback(_unlock, file)
+            # For all that have it open: a forked process may have it open for longer than this one.
+            stack.callback(fcntl.flock, file, fcntl.LOCK_UN)
+            stack.callback(file.flush)
             file.seek(0)
         except OSError as error:
             if isinstance(error, BlockingIOError):
@@ -217,12 +219,6 @@ def _lock(file: IO[str], end: float) -> None:
             if time.monotonic() >= end:
                 raise
         time.sleep(0.05)
-
-
-def _unlock(file: IO[str]) -> None:
-    """Unlocks a file for all that have it open: a forked process may for longer than this one."""
-    file.flush()
-    fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def keep_programs(programs: StepPrograms) -> KeptPrograms | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import jax
 
@@ -146,24 +146,16 @@ def _number(digest: str) -> int:
 PauseMode = Literal["wait", "abort", "keep"]
 
 
-class ControlledEngine(Protocol):
-    """The part of `Engine` that `Control` uses."""
-
-    loop: StepLoop
-
-    def drain(self) -> None: ...
-
-    def abort_all(self) -> None: ...
-
-
 class Control:
     """Holds and releases an engine. A held engine accepts requests but dispatches no step.
 
     An engine is held while it is paused, while it sleeps, and while its weights are incomplete.
     """
 
-    def __init__(self, engine: ControlledEngine, weights: Weights) -> None:
-        self._engine, self.weights = engine, weights
+    def __init__(
+        self, loop: StepLoop, weights: Weights, *, drain: Callable[[], None], abort_all: Callable[[], None]
+    ) -> None:
+        self._loop, self.weights, self._drain, self._abort_all = loop, weights, drain, abort_all
         self.paused = False
         self._pausing = False
         self.sleep_level = 0
@@ -197,24 +189,24 @@ class Control:
         if mode not in get_args(PauseMode):
             raise RequestError(f"pause mode {mode!r} is not known; allowed are {', '.join(get_args(PauseMode))}")
         if mode == "wait":
-            self._engine.loop.scheduler.hold_new()
+            self._loop.scheduler.hold_new()
             self._pausing = True
             self.stepped()
             return
         if mode == "abort":
-            self._engine.abort_all()
+            self._abort_all()
         self.paused = True
-        self._engine.drain()
+        self._drain()
 
     def stepped(self) -> None:
         """Completes a pause if the last request has finished. The engine calls this after each step."""
-        if self._pausing and not self._engine.loop.scheduler.has_unheld:
+        if self._pausing and not self._loop.scheduler.has_unheld:
             self.paused, self._pausing = True, False
 
     def resume(self) -> None:
         """Ends a pause."""
         self.paused = self._pausing = False
-        self._engine.loop.scheduler.release_new()
+        self._loop.scheduler.release_new()
 
     def update_weights(self, given: NewWeights, *, version: str | int | None = None, partial: bool = False) -> str:
         """Replaces the model's weights in place between two steps, without compiling.
@@ -239,12 +231,12 @@ class Control:
         if name == self.weights.version:
             raise RequestError(f"weights version {name!r} is in use: two versions cannot have one name")
         before = self.weights.updates
-        self._engine.drain()
+        self._drain()
         try:
             self.weights.replace(given, version=name, partial=partial)
         finally:
             if self.weights.updates != before or not self.weights.whole:
-                self._engine.loop.scheduler.change_weights(self.weights.lineage)
+                self._loop.scheduler.change_weights(self.weights.lineage)
         return name
 
     def weights_checksum(self) -> WeightsChecksum:
@@ -253,7 +245,7 @@ class Control:
         Raises:
             RequestError: the weights are not complete, or the engine runs on several hosts.
         """
-        if self._engine.loop.followers is not None:
+        if self._loop.followers is not None:
             raise RequestError("checksums of weights are not supported on several hosts")
         return self.weights.checksum()
 
@@ -269,22 +261,22 @@ class Control:
         if level not in (1, 2):
             raise RequestError(f"sleep level {level!r} is not known; allowed are 1 and 2")
         self._check_alone("the store cannot be freed")
-        self._engine.drain()
+        self._drain()
         if level == 2:
             self.weights.drop()
         if not self.sleep_level:
-            self._engine.loop.free_store()
+            self._loop.free_store()
         self.sleep_level = max(level, self.sleep_level)
 
     def wake_up(self) -> None:
         """Allocates the memory for states and pages again."""
-        self._engine.loop.take_store()
+        self._loop.take_store()
         self.sleep_level = 0
 
     def _check_alone(self, what: str) -> None:
-        if self._engine.loop.followers is not None:
+        if self._loop.followers is not None:
             raise RequestError(f"{what} on several hosts: weight updates and sleep are not supported there")
-        if any(source.shared_with_workers for source in self._engine.loop.sources):
+        if any(source.shared_with_workers for source in self._loop.sources):
             raise RequestError(
                 f"{what} on a prefill or decode worker: weight updates and sleep are not supported there"
             )

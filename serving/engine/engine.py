@@ -61,7 +61,7 @@ class Engine:
         self.vocab_size, self.max_logprobs = loop.programs.vocab_size, loop.programs.max_logprobs
         self.max_model_len = loop.scheduler.config.max_model_len
         self.tokenizer, self.eos_token_ids = tokenizer, tuple(eos_token_ids)
-        self.control = Control(self, weights)
+        self.control = Control(loop, weights, drain=self.drain, abort_all=self.abort_all)
         """Pauses, sleep and new weights."""
         self._seeds, self._experts_per_layer, self.expert_bytes = random.Random(seed), experts_per_layer, expert_bytes
         self._parents: dict[str, UserRequest] = {}

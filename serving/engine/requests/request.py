@@ -114,14 +114,10 @@ def check_params(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size
     """Raises `RequestError` for parameters that this model cannot serve."""
     if params.stop and tokenizer is None:
         raise RequestError("stop texts need a tokenizer, which this model does not have; use stop_token_ids")
-    for token in params.logit_bias or ():
-        if token >= vocab_size:
-            raise RequestError(f"logit_bias: token id {token} is not in the vocabulary (0 to {vocab_size - 1})")
-    for token in params.prompt_logprob_token_ids or ():
-        if token >= vocab_size:
-            raise RequestError(
-                f"prompt_logprob_token_ids: token id {token} is not in the vocabulary (0 to {vocab_size - 1})"
-            )
+    for name in ("logit_bias", "prompt_logprob_token_ids"):
+        for token in getattr(params, name) or ():
+            if token >= vocab_size:
+                raise RequestError(f"{name}: token id {token} is not in the vocabulary (0 to {vocab_size - 1})")
 
 
 def _token_ids(given: Any, vocab_size: int) -> list[int]:

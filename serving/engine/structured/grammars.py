@@ -76,24 +76,15 @@ class StructuredOutputs:
         Raises:
             RequestError: the schema is not JSON, or the value is too long.
         """
-        for kind in ("regex", "choice", "grammar"):
-            if getattr(self, kind) is not None:
-                asked = [kind, getattr(self, kind)]
-                break
-        else:
-            schema: Any = {"type": "object"} if self.json is None else self.json
-            try:
-                asked = ["json", json.loads(schema) if isinstance(schema, str) else schema]
-            except (ValueError, RecursionError) as error:
-                raise RequestError(f"structured outputs: the schema is not JSON: {one_line(error)}") from None
+        kinds = (kind for kind in ("regex", "choice", "grammar") if getattr(self, kind) is not None)
+        kind = next(kinds, "json")
+        value: Any = {"type": "object"} if self.json_object else getattr(self, kind)
         try:
-            text = json.dumps(asked)
+            text = json.dumps([kind, json.loads(value) if kind == "json" and isinstance(value, str) else value])
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"structured outputs: the schema is not JSON: {one_line(error)}") from None
         if len(text) > grammar_trial.LONGEST:
-            raise RequestError(
-                f"structured outputs: the {asked[0]} is longer than {grammar_trial.LONGEST:,} characters"
-            )
+            raise RequestError(f"structured outputs: the {kind} is longer than {grammar_trial.LONGEST:,} characters")
         return text
 
 

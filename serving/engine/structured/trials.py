@@ -116,6 +116,8 @@ class GrammarTrials:
             answer = self._try(lane, trial.grammar)
         except BaseException as error:
             answer = error
+        if self._closed:
+            answer = _too_many()
         moves = answer is None and lane is not self._lanes[-1]
         with self._lock:
             lane.trying -= Counter([trial.client])
@@ -147,15 +149,11 @@ class GrammarTrials:
             answer = process.exchange(grammar, 3 * lane.seconds + 5)
         except BaseException:
             self._end(process)
-            if self._closed:
-                raise _too_many() from None
             raise
         if answer is not None:
             lane.processes.append(process)
             return answer
         self._end(process)
-        if self._closed:
-            raise _too_many()
         if process.process.returncode in (-24, -9):  # SIGXCPU, or SIGKILL from this module
             return None
         return {"error": f"the grammar takes more than {MEMORY >> 20} MiB to compile"}

@@ -87,8 +87,8 @@ def test_it_ends_where_it_cannot_follow(messages, line):
 
 @pytest.mark.parametrize("what", ["sleep", "update_weights"])
 def test_what_is_no_step_is_refused_by_a_leader(what):
-    engine = SimpleNamespace(loop=SimpleNamespace(followers=object(), sources=[]))
-    control = Control(engine, SimpleNamespace(whole=True))
+    loop = SimpleNamespace(followers=object(), sources=[])
+    control = Control(loop, SimpleNamespace(whole=True), drain=list, abort_all=list)
     with pytest.raises(RequestError, match="on several hosts"):
         control.sleep() if what == "sleep" else control.update_weights({})
 
