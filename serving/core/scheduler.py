@@ -113,9 +113,8 @@ class Scheduler(SchedulerState):
         if not self.config.overlap:
             return True
         running = self.queues.running
-        if not any(request.sits_out for request in running):
-            return False
-        return 2 * sum(request.lockstep for request in running) > len(running)
+        waits = any(request.sits_out for request in running)
+        return waits and 2 * sum(request.lockstep for request in running) > len(running)
 
     def schedule(self) -> StepPlan | None:
         """Plans the next step. Returns None if there is nothing to do before an unsettled step settles, or at all."""

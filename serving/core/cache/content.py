@@ -8,7 +8,8 @@ BLAKE2b (RFC 7693), for which finding a collision is infeasible.
 
 import hashlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 Name = bytes
@@ -108,42 +109,26 @@ class Chain:
         return State(state_name(last, tokens[begin:position]), last, position - begin, position)
 
 
-class TailLengths(dict[int, int]):
-    """The number of states whose tail has a length, by length. Searches try these lengths only."""
-
-    __slots__ = ()
-
-    def add(self, length: int) -> None:
-        """Counts one more state."""
-        self[length] = self.get(length, 0) + 1
-
-    def remove(self, length: int) -> None:
-        """Counts one state fewer."""
-        self[length] -= 1
-        if not self[length]:
-            del self[length]
-
-    def up_to(self, most: int) -> list[int]:
-        """Returns the lengths up to a maximum, the longest first."""
-        return sorted((length for length in self if length <= most), reverse=True)
+def longest_first(lengths: Iterable[int], most: int) -> list[int]:
+    """Returns the lengths up to a maximum in order of the search for the longest state."""
+    return sorted((length for length in lengths if length <= most), reverse=True)
 
 
 class NamedStates:
     """A set of states by content, in which the states of a sequence's prefixes are found."""
 
     def __init__(self) -> None:
-        self._tails: dict[Name, TailLengths] = {}
-        """By a state's last link."""
+        self._tails: defaultdict[Name, Counter[int]] = defaultdict(Counter)
+        """By a state's last link: how many states have a tail of each length. Searches try these lengths only."""
 
     def add(self, state: State) -> None:
         """Adds a state."""
-        self._tails.setdefault(state.link, TailLengths()).add(state.tail)
+        self._tails[state.link][state.tail] += 1
 
     def remove(self, state: State) -> None:
         """Removes a state."""
-        tails = self._tails[state.link]
-        tails.remove(state.tail)
-        if not tails:
+        self._tails[state.link] -= Counter([state.tail])
+        if not self._tails[state.link]:
             del self._tails[state.link]
 
     def candidates(self, chain: Chain, tokens: Sequence[int], beyond: int = 0) -> Iterator[State]:
@@ -152,10 +137,9 @@ class NamedStates:
         links, block = chain.reach(tokens), chain.block
         for at in range(len(tokens) // block, beyond // block - 1, -1):
             begin = at * block
-            tails = self._tails.get(links[at])
-            for tail in tails.up_to(min(block - 1, len(tokens) - begin)) if tails is not None else ():
+            for tail in longest_first(self._tails.get(links[at], ()), min(block - 1, len(tokens) - begin)):
                 if begin + tail > beyond:
                     yield State(state_name(links[at], tokens[begin : begin + tail]), links[at], tail, begin + tail)
 
     def __len__(self) -> int:
-        return sum(sum(tails.values()) for tails in self._tails.values())
+        return sum(tails.total() for tails in self._tails.values())

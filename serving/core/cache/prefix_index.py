@@ -11,6 +11,7 @@ Invariants: a node's page exists as long as the node. Rows reference whole paths
 page can be evicted, leaves first. A state is evicted together with any page that it needs.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from serving.core.cache.content import Scope
@@ -174,7 +175,7 @@ class PrefixIndex:
                 lower.above = entry
                 self._rank_again(lower)
         node.states[tail] = entry
-        node.tails.add(len(tail))
+        node.tails[len(tail)] += 1
         entry.above = above
         above.below[entry] = None
         entry.last_use = self._tick()
@@ -221,7 +222,7 @@ class PrefixIndex:
         kept, node, above = self._kept.forget(entry), entry.node, entry.above
         assert above is not None
         del node.states[entry.tail]
-        node.tails.remove(len(entry.tail))
+        node.tails -= Counter([len(entry.tail)])
         del above.below[entry]
         for lower in entry.below:
             lower.above = above

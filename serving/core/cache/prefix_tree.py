@@ -1,10 +1,11 @@
 """The parts of the prefix index: nodes, their checkpoints, search results, and observers."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from serving.core.cache.content import Name, Scope, State, TailLengths
+from serving.core.cache.content import Name, Scope, State, longest_first
 
 NO_TAIL: tuple[int, ...] = ()
 
@@ -33,7 +34,8 @@ class Node:
     children: dict[tuple[int, ...], "Node"] = field(init=False, default_factory=dict)
     states: dict[tuple[int, ...], "Checkpoint"] = field(init=False, default_factory=dict)
     """By tail: the tokens after this node's, fewer than a unit."""
-    tails: TailLengths = field(init=False, default_factory=TailLengths)
+    tails: Counter[int] = field(init=False, default_factory=Counter)
+    """How many of them have a tail of each length."""
     last_use: int = field(init=False, default=0)
     stale: bool = field(init=False, default=False)
     """It was computed with weights that have been replaced: no request will match it again."""
@@ -44,7 +46,7 @@ class Node:
 
     def longest_state(self, rest: tuple[int, ...], most: int) -> "Checkpoint | None":
         """The deepest state here with at most `most` of the tokens `rest`, which follow this node's."""
-        for length in self.tails.up_to(min(most, len(rest))):
+        for length in longest_first(self.tails, min(most, len(rest))):
             entry = self.states.get(rest[:length])
             if entry is not None:
                 return entry

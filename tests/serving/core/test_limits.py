@@ -8,6 +8,7 @@ import pytest
 
 from serving.core.cache.pools import Pool
 from serving.core.errors import ConfigError, FinishReason, MissReason, RequestError
+from serving.core.planning.plan import StepPlan
 from serving.core.requests.request import Status
 from tests.serving.core.drive import Loop, small_config
 from tests.serving.core.schedules import random_config, run_seed
@@ -197,8 +198,11 @@ def test_counters_add_up() -> None:
     assert 0 < stats["accepted_tokens"] < stats["drafted_tokens"]
 
 
-def prompts_of(plan) -> list[tuple[str, int]]:
-    return [(row.request.request_id, row.num_tokens) for row in plan.prefill]
+def stepped(loop: Loop) -> tuple[StepPlan, list[tuple[str, int]]]:
+    """Plans a step. Returns it, and its prompts with their tokens."""
+    plan = loop.step()
+    assert plan is not None
+    return plan, [(row.request.request_id, row.num_tokens) for row in plan.prefill]
 
 
 def test_short_prompts_overtake_long_ones_with_half_of_each_step() -> None:
@@ -210,10 +214,8 @@ def test_short_prompts_overtake_long_ones_with_half_of_each_step() -> None:
     longest = loop.scheduler.queues.running[0]
     steps = 0
     while not longest.finished:
-        plan = loop.step()
         steps += 1
-        assert plan is not None
-        assert sum(count for name, count in prompts_of(plan) if name.startswith("short")) <= 4
+        assert sum(count for name, count in stepped(loop)[1] if name.startswith("short")) <= 4
         assert steps < 14, "short prompts starve the long one"
     assert sum(request.finished for request in short) >= 8, "short prompts wait for the long one"
     loop.finish()
@@ -252,23 +254,19 @@ def test_a_step_that_decodes_keeps_to_its_pause() -> None:
     loop.step()
     loop.scheduler.observe(loop.plans[0], 0.1)  # one token took so long
     loop.add([2] * 40, max_tokens=1)
-    plan = loop.step()
-    assert plan is not None
-    assert prompts_of(plan) == [("r2", 10)]
+    plan, prompts = stepped(loop)
+    assert prompts == [("r2", 10)]
     for _ in range(20):
         loop.scheduler.observe(plan, 100.0)
-    plan = loop.step()
-    assert plan is not None
-    assert prompts_of(plan) == [("r2", 2)], "a tile at least"
+    plan, prompts = stepped(loop)
+    assert prompts == [("r2", 2)], "a tile at least"
     loop.scheduler.finish(talker.request_id, FinishReason.ABORT)
-    plan = loop.step()
-    assert plan is not None
-    assert prompts_of(plan) == [("r2", 2)], "a short prompt that comes meanwhile must not wait long"
+    plan, prompts = stepped(loop)
+    assert prompts == [("r2", 2)], "a short prompt that comes meanwhile must not wait long"
     for _ in range(60):
         loop.scheduler.observe(plan, 0.4)
-    plan = loop.step()
-    assert plan is not None
-    assert prompts_of(plan) == [("r2", 24)], "five times as long as with decoding rows"
+    plan, prompts = stepped(loop)
+    assert prompts == [("r2", 24)], "five times as long as with decoding rows"
     loop.finish()
 
 

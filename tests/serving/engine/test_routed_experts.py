@@ -1,6 +1,7 @@
 """The experts in outputs are those of a forward pass over the whole sequence, however the tokens were computed."""
 
 import base64
+import contextlib
 
 import jax
 import jax.numpy as jnp
@@ -116,8 +117,7 @@ def test_several_devices_record_the_same(devices, tmp_path, monkeypatch):
 @pytest.mark.full
 def test_the_server_returns_them_with_token_ids(experts_of):
     engine = LLM(str(MODEL), **FLAGS, mamba_cache_mode="all").engine
-    server = LiveServer(engine, prepare=False)
-    try:
+    with contextlib.closing(LiveServer(engine, prepare=False)) as server:
         server.wait_until_ready()
         body = {"max_tokens": 4, "ignore_eos": True}
         answer = server.complete([5, 6, 7], **body, return_token_ids=True)
@@ -128,5 +128,3 @@ def test_the_server_returns_them_with_token_ids(experts_of):
         np.testing.assert_array_equal(np.sort(experts), np.sort(experts_of([5, 6, 7, *choice["token_ids"][:-1]])))
         (choice,) = server.complete([5, 6, 7], **body).json()["choices"]
         assert choice.get("routed_experts") is None
-    finally:
-        server.close()

@@ -1,6 +1,7 @@
 """Sampling parameters: vLLM's defaults, and one clear error per bad value."""
 
 import base64
+import contextlib
 from dataclasses import replace
 from functools import partial
 
@@ -316,8 +317,7 @@ def test_structured_outputs_and_the_server():
     allowed = set(masks.any(axis=0).nonzero()[0].tolist())
     assert digits <= allowed
     assert all(set(tokenizer.token_text(token)) <= set("0123456789") for token in allowed)
-    server = LiveServer(llm.engine, prepare=False)
-    try:
+    with contextlib.closing(LiveServer(llm.engine, prepare=False)) as server:
         server.wait_until_ready()
         body = {"max_tokens": 4, "ignore_eos": True, "temperature": 1.0, "top_k": 3, "n": 2}
         for stream in (False, True):
@@ -336,8 +336,6 @@ def test_structured_outputs_and_the_server():
         assert choice["sampling_mask"]["shape"] == [3, -(-tokenizer.vocab_size // 8)]
         text = server.http.post("/v1/chat/completions", json=chat | {"stream": True}).text
         assert text.count('"sampling_mask":{') == 1
-    finally:
-        server.close()
 
 
 def test_without_the_flag_the_request_is_refused(harness):
