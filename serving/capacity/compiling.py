@@ -54,19 +54,16 @@ def check_compiler(target: Target) -> None:
     """Raises ConfigError where the compiler for a machine is not installed."""
     gpu = target.device.platform == "gpu"
     needed = ("jax_plugins.xla_cuda12", "nvidia.cuda_nvcc") if gpu else ("libtpu",)
-    if not all(map(_is_installed, needed)):
+    try:
+        installed = all(map(importlib.util.find_spec, needed))
+    except ModuleNotFoundError:  # the package that a module is in
+        installed = False
+    if not installed:
         whose, extra = ("GPU", "plan-gpu") if gpu else ("TPU", "plan")
         raise ConfigError(
             f"the {whose}'s compiler is not installed (Linux, x86-64): {install_advice(extra)}, "
             "or add --analysis to plan by arithmetic only"
         )
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that it is in
-        return False
 
 
 def slice_mesh(target: Target, members: int = 1) -> Mesh:
@@ -87,8 +84,7 @@ def slice_mesh(target: Target, members: int = 1) -> Mesh:
                 os.environ.setdefault(name, value)
             found = topologies.get_topology_desc(platform="tpu", topology_name=target.topology).devices
     except Exception as error:
-        first = one_line(error)
-        raise ConfigError(f"topology {target.name!r}: its compiler says: {first}") from None
+        raise ConfigError(f"topology {target.name!r}: its compiler says: {one_line(error)}") from None
     return make_mesh(target.count // members, found, members=members)
 
 

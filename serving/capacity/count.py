@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from mamba_jax.config import LATENT, WINDOWED, HybridConfig, StateUnit, need
 from mamba_jax.modules.quantized import bits_of, weight_of
@@ -89,7 +88,8 @@ class Counter:
         self._dtype, self._ssm_dtype = parameters["final_norm.weight"].dtype, ssm_dtype
         self._kv_dtype = self._dtype if kv_dtype is None else kv_dtype
         self._sizes = {
-            path: _own(leaf, partition.parameter(path), partition.shards) for path, leaf in parameters.items()
+            path: math.prod(leaf.shape) // (partition.shards if TENSOR in tuple(partition.parameter(path)) else 1)
+            for path, leaf in parameters.items()
         }
         self._bits = {path: bits_of(leaf.dtype) for path, leaf in parameters.items()}
         scores = (_score_flops(config, kind) for kind in config.pattern if config.state(kind, StateUnit.TOKEN))
@@ -159,11 +159,8 @@ class Counter:
         pages = -(-tokens // (size.page_size * size.members)) * size.bytes_per_page
         slots = size.bytes_per_slot * size.running_slots // size.max_num_seqs + size.bytes_per_tail
         decode = bounds("", 1, self.decode(rows=1, drafts=0, context=tokens, replay=replay), device, counted=1)
-        seconds: dict[int, float] = {}
-        longer = chunk
-        while longer <= max(chunk, _LONGEST_CHUNK):
-            seconds[longer] = self._first_token_seconds(tokens, longer, device)
-            longer *= 2
+        doublings = range(max(1, (_LONGEST_CHUNK // chunk).bit_length()))
+        seconds = {chunk << i: self._first_token_seconds(tokens, chunk << i, device) for i in doublings}
         best = next(size for size, each in seconds.items() if each <= _ALMOST * min(seconds.values()))
         sequences = size.sequences_at(tokens)
         return LongContext(tokens, sequences, pages + slots, seconds[chunk], best, seconds[best], decode.bound_ms)
@@ -197,8 +194,3 @@ def _score_flops(config: HybridConfig, kind: str) -> int:
         return 2 * latent.num_heads * (2 * latent.latent_size + latent.shared_key_size)
     attention = need(config.attention)
     return 4 * attention.num_heads * attention.head_dim
-
-
-def _own(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec, shards: int) -> int:
-    size = math.prod(leaf.shape)
-    return size // shards if TENSOR in tuple(spec) else size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -36,7 +37,7 @@ from serving.engine.assembly.drafting import with_drafter_config
 from serving.engine.assembly.fetch import checkpoint_of
 from serving.engine.assembly.gpu_memory import reserved_share
 from serving.engine.assembly.sizing import StoreSize, StoreTooSmallError
-from serving.engine.steps.batching import BatchBuilder, PrefillShape
+from serving.engine.steps.batching import PrefillShape
 
 DEFAULT_CONTEXT = 2048
 
@@ -57,11 +58,11 @@ class CapacityPlan:
     weights: int
     store: int
     temporaries: int
-    size: StoreSize | None
-    """None where not even one sequence fits."""
     notes: tuple[str, ...]
     members: int
     """Over which keys and values are divided."""
+    size: StoreSize | None = None
+    """None where not even one sequence fits."""
     code: int = 0
     other: int = 0
     """Seats and adapters."""
@@ -106,7 +107,7 @@ def make_plan(
 
     Args:
         config: the engine's flags; `config.model` is a directory or the name of a published size.
-        target: the machine; the model is divided over all its devices.
+        target: the machine; the model is divided over all its devices, whatever `config.tensor_parallel_size` says.
         compile: have the compiler build the programs, for machines that it can be told of.
         full: all programs, not only the largest of each kind.
         context: tokens before each sequence's next one, for the bound of a decode step.
@@ -132,11 +133,12 @@ class _Planner:
     def __init__(
         self, config: EngineConfig, target: Target, model: HybridConfig, loaded: dict[str, Any] | None = None
     ) -> None:
-        self.config, self.target, self._undivided = config, target, model
+        self.target, self._undivided = target, model
         platform, members = target.device.platform, config.context_parallel_size
         if target.count % members:
             raise ConfigError(f"context_parallel_size {members} does not divide {target.count} device(s)")
         shards = target.count // members
+        self.config = config = config.model_copy(update={"tensor_parallel_size": shards})
         self.dtype = jnp.dtype("bfloat16" if config.dtype == "auto" else config.dtype)
         self.kv_dtype = jnp.dtype(config.kv_dtype(self.dtype))
         self.mesh: Any = AbstractMesh((shards,), (TENSOR,))
@@ -159,7 +161,12 @@ class _Planner:
         total = self.counter.weight_bytes * shards
         self.design = EngineDesign.of(config, padding, shards=shards, platform=platform, weight_bytes=total)
         self.replay = self.design.replay.replay
-        self.adapter_bytes = self._bytes_of_adapters()
+        self.adapter_bytes = 0
+        if config.enable_lora:
+            whole = HybridModel.from_parameters(self.model, self.shapes)
+            adapters = adapters_of(config, whole, self.mesh, abstract=True)  # type: ignore[arg-type]
+            assert adapters is not None
+            self.adapter_bytes = _bytes_of_one((leaf, leaf.sharding) for leaf in adapters.arrays)
         self.memory = int(target.device.memory * config.memory_utilization)
         """Bytes of one device for weights, states and pages, as on the machine itself."""
         taken = self.counter.weight_bytes + self.design.workspace_bytes + self.design.code_bytes + self.adapter_bytes
@@ -192,7 +199,13 @@ class _Planner:
         """The numbers of slots and pages that fit."""
         return self.design.size(memory=self.free, dtype=self.dtype)
 
-    def plan(self, compile: bool, full: bool, context: int | None, progress: Callable[[str], None]) -> CapacityPlan:
+    def plan(
+        self,
+        compile: bool = False,
+        full: bool = False,
+        context: int | None = None,
+        progress: Callable[[str], None] = lambda text: None,
+    ) -> CapacityPlan:
         design, device, drafts = self.design, self.target.device, self.config.num_speculative_tokens
         limit = int(device.memory * (reserved_share(self.config.memory_utilization) if device.platform == "gpu" else 1))
         try:
@@ -200,7 +213,10 @@ class _Planner:
         except StoreTooSmallError as error:
             return self._too_small(error)
         batches = design.batches(design.scheduler(size))
-        prefills, decodes, mixed = _planned_shapes(batches, full)
+        prefills, decodes, mixed = batches.prefill_shapes, batches.decode_shapes, batches.mixed_shapes
+        if not full:  # only the widest ones, and of prefill the one for long prompts: most tokens, few rows
+            prefills = [next(shape for shape in prefills if shape.tokens == prefills[-1].tokens)]
+            decodes, mixed = decodes[-1:], mixed[-1:]
         rows = jax.eval_shape(lambda: design.rows(size))
         context = min(context or DEFAULT_CONTEXT, size.max_model_len)
         steps: list[Step] = []
@@ -235,14 +251,18 @@ class _Planner:
             # Programs that are not compiled are narrower ones, and count as the largest.
             code += sum(codes) + (count - len(codes)) * max(codes, default=0)
         temporaries = max((p.temporaries for p in programs), default=design.workspace_bytes)
-        other = self._bytes_of_seats(rows) + self.adapter_bytes
+        places = jax.tree.leaves(rows_shardings(rows, self.mesh))
+        other = _bytes_of_one(zip(jax.tree.leaves(rows), places, strict=True)) + self.adapter_bytes
         spare = limit - self.counter.weight_bytes - size.total_bytes - code - temporaries - other
         long_contexts = [
             self.counter.long_context(n, size, design.step_tokens, device, self.replay)
             for n in LONG_CONTEXTS
             if n <= size.max_model_len
         ]
-        if long_contexts and (copies := self._copies_of_keys) > 1:
+        # Number of devices that have the same keys and values; of latents all have.
+        attention, copies = self.model.attention, self.partition.shards
+        copies //= 1 if LATENT in self.model.pattern else attention.num_kv_heads if attention else copies
+        if long_contexts and copies > 1:
             notes.append(
                 f"{copies} devices hold the same keys and values: there are fewer heads of them than devices"
                 + self._with_members(copies * self.partition.members, long_contexts[-1])
@@ -280,19 +300,11 @@ class _Planner:
             **figures,
         )
 
-    @property
-    def _copies_of_keys(self) -> int:
-        """Number of devices that have the same keys and values; of latents all have."""
-        attention, count = self.model.attention, self.partition.shards
-        heads = 1 if LATENT in self.model.pattern else attention.num_kv_heads if attention else count
-        return max(1, count // heads)
-
     def _with_members(self, members: int, here: LongContext) -> str:
         """Whether divided pages hold more of the longest sequences, and what they cost; empty if nothing fits then."""
-        flags = {"context_parallel_size": members, "tensor_parallel_size": self.target.count // members}
-        config = self.config.model_copy(update=flags)
+        config = self.config.model_copy(update={"context_parallel_size": members})
         try:
-            found = _Planner(config, self.target, self._undivided, self.loaded).plan(False, False, None, lambda _: None)
+            found = _Planner(config, self.target, self._undivided, self.loaded).plan()
         except (ConfigError, ModelConfigError):
             return ""
         there = next((each for each in found.long_contexts if each.tokens == here.tokens and found.fits), None)
@@ -305,24 +317,17 @@ class _Planner:
             f"{here.first_token_s:,.1f} s, next token after {there.decode_ms:.2f} ms instead of {here.decode_ms:.2f} ms"
         )
 
-    def _bytes_of_seats(self, rows: Rows) -> int:
-        return _bytes_of_one(zip(jax.tree.leaves(rows), jax.tree.leaves(rows_shardings(rows, self.mesh)), strict=True))
-
-    def _bytes_of_adapters(self) -> int:
-        if not self.config.enable_lora:
-            return 0
-        model = HybridModel.from_parameters(self.model, self.shapes)
-        adapters = adapters_of(self.config, model, self.mesh, abstract=True)
-        return 0 if adapters is None else _bytes_of_one((leaf, leaf.sharding) for leaf in adapters.arrays)
-
     def _too_small(self, error: StoreTooSmallError) -> CapacityPlan:
         """Not even one sequence fits: by how much, and where it would."""
         notes = [f"{self.config.memory_utilization:.0%} of the memory is used (memory_utilization)"]
         notes += self._padding_notes
         if self.free > 0:
             notes.append(str(error))
-        if enough := self._enough():
-            notes.append(f"the smallest of its kind that holds it: {enough}")
+        for bigger in larger(self.target):
+            with contextlib.suppress(ConfigError, ModelConfigError):
+                _Planner(self.config, bigger, self._undivided, self.loaded).size()
+                notes.append(f"the smallest of its kind that holds it: {bigger.name}")
+                break
         return self._report(
             fits=False,
             spare=self.free - error.needed,
@@ -330,22 +335,9 @@ class _Planner:
             store=error.needed,
             code=self.design.code_bytes,
             temporaries=self.design.workspace_bytes,
-            size=None,
             other=self.adapter_bytes,
             notes=tuple(notes),
         )
-
-    def _enough(self) -> str | None:
-        for bigger in larger(self.target):
-            config = self.config.model_copy(
-                update={"tensor_parallel_size": bigger.count // self.config.context_parallel_size}
-            )
-            try:
-                _Planner(config, bigger, self._undivided, self.loaded).size()
-            except (ConfigError, ModelConfigError):
-                continue
-            return bigger.name
-        return None
 
     def _compiler(self, size: StoreSize, rows: Rows) -> SlicePrograms:
         arguments = self.design.store_arguments(size, dtype=self.dtype)
@@ -364,15 +356,6 @@ class _Planner:
             )
         except UnsupportedError as error:
             raise ConfigError(str(error)) from None
-
-
-def _planned_shapes(batches: BatchBuilder, full: bool) -> tuple[list[PrefillShape], list[int], list[PrefillShape]]:
-    """All prefill, decode and mixed programs, or the one for long prompts (most tokens, few rows) and the widest."""
-    if full:
-        return batches.prefill_shapes, batches.decode_shapes, batches.mixed_shapes
-    most = batches.prefill_shapes[-1].tokens
-    longest = next(shape for shape in batches.prefill_shapes if shape.tokens == most)
-    return [longest], batches.decode_shapes[-1:], batches.mixed_shapes[-1:]
 
 
 def _bytes_of_one(arrays: Iterable[tuple[Any, Any]]) -> int:

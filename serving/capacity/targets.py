@@ -74,9 +74,15 @@ def target(name: str) -> Target:
         return Target(name, DEVICES[match[1]], chips * _per_chip(match[1], "devices"), plain)
     kind, count = _kind_and_count(plain)
     if (shape := _SIZES.get(kind, {}).get(count)) is None:
-        near = _nearest(plain, kind, count)
-        hint = f"did you mean {near!r}? " if near else ""
-        raise ConfigError(f"topology {name!r} is not known; {hint}known are {_listed()}")
+        # The smallest machine of this kind with so many devices, or one with a similar name.
+        sizes = list(_SIZES.get(kind, ()))
+        larger = [f"{kind}-{size}" for size in sizes if size >= count] + [f"{kind}-{size}" for size in sizes[-1:]]
+        near = larger[:1] or difflib.get_close_matches(plain, known(), n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        names = ", ".join(f"{kind}-{{{','.join(map(str, sizes))}}}" for kind, sizes in _SIZES.items())
+        raise ConfigError(
+            f"topology {name!r} is not known; {hint}known are {names}, and the compiler's own such as v6e:2x4"
+        )
     count = count // _per_chip(kind, "cores") * _per_chip(kind, "devices")
     compiles = DEVICES[kind].platform == "tpu" or kind in _TABLES["compiled"]
     return Target(name, DEVICES[kind], count, f"{kind}:{shape}" if compiles else None)
@@ -89,14 +95,6 @@ def _kind_and_count(plain: str) -> tuple[str, int]:
     if match := re.fullmatch(rf"({'|'.join(_SIZES)})(?:-|-?[x*:]-?)(\d+)", plain):
         return match[1], int(match[2])
     return plain, 1
-
-
-def _nearest(plain: str, kind: str, count: int) -> str | None:
-    """The name of the smallest machine of this kind with so many devices, or of one with a similar name."""
-    if kind in _SIZES:
-        sizes = list(_SIZES[kind])
-        return f"{kind}-{next((size for size in sizes if size >= count), sizes[-1])}"
-    return next(iter(difflib.get_close_matches(plain, known(), n=1)), None)
 
 
 def known() -> list[str]:
@@ -116,11 +114,6 @@ def larger(of: Target) -> list[Target]:
 
 def _per_chip(kind: str, what: Literal["cores", "devices"]) -> int:
     return int(_ROWS.get(kind, {}).get(f"{what}_per_chip", 1))
-
-
-def _listed() -> str:
-    names = [f"{kind}-{{{','.join(map(str, sizes))}}}" for kind, sizes in _SIZES.items()]
-    return ", ".join(names) + ", and the compiler's own such as v6e:2x4"
 
 
 def gpu_description(kind: str) -> str:

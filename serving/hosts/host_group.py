@@ -59,12 +59,14 @@ class HostGroup:
 
     def tell(self, kind: Kind, *pieces: bytes | memoryview) -> None:
         """Send a message to every connected host. If sending to one fails, all hosts end."""
-        self._idle = kind is Kind.DONE
+        if kind is not Kind.HEARTBEAT:
+            self._idle = kind is Kind.DONE
         for other, link in self._links.items():
             try:
                 link.send(kind, *pieces)
             except LinkError as error:
-                self._lost(other, error)
+                if kind is not Kind.HEARTBEAT or not self._idle:
+                    self._lost(other, error)
 
     def calls(self) -> Iterator[bytes]:
         """Yields the leader's calls in order, until it ends."""
@@ -153,12 +155,7 @@ class HostGroup:
 
     def _send_heartbeats(self) -> None:
         while not self._closed.wait(_HEARTBEAT_INTERVAL):
-            for other, link in self._links.items():
-                try:
-                    link.send(Kind.HEARTBEAT)
-                except LinkError as error:
-                    if not self._idle:
-                        self._lost(other, error)
+            self.tell(Kind.HEARTBEAT)
 
     def _receive(self, other: int) -> None:
         link = self._links[other]

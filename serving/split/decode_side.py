@@ -33,8 +33,8 @@ from serving.split.wire import (
     Ticket,
     check,
 )
-from serving.split.worker import Specs, Worker, checksums, num_bytes, point_specs, shapes_of
-from serving.state_transfer.programs import Piece, common_unit
+from serving.split.worker import Specs, Worker, checksums, point_specs, shapes_of
+from serving.state_transfer.programs import Piece, common_unit, num_bytes
 from serving.state_transfer.source import Arrival, Loop, StateSource
 
 log = logging.getLogger(__name__)
@@ -194,7 +194,6 @@ class DecodeSide(StateSource):
         return self._fetching > 0
 
     def fetch(self, loop: Loop, load: RemoteLoad) -> None:
-        """Starts to fetch the state that a request waits for."""
         self._fetching += 1
         loop.inbox.awaited += 1
         self._run(self._fetch, loop, load, time.monotonic())

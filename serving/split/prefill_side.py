@@ -21,8 +21,8 @@ from serving.core.planning.plan import StepPlan
 from serving.core.planning.state import StateLease
 from serving.engine.requests.sampling_params import SamplingParams
 from serving.split.wire import Handoff, Manifest, Offer, ShareRequest, SplitError, StateRequest, Ticket
-from serving.split.worker import Worker, checksums, num_bytes, point_specs, shapes_of
-from serving.state_transfer.programs import common_unit
+from serving.split.worker import Worker, checksums, point_specs, shapes_of
+from serving.state_transfer.programs import common_unit, num_bytes
 from serving.state_transfer.source import Loop, StateSource
 
 log = logging.getLogger(__name__)

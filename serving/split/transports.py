@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import socket
 import socketserver
 import struct
@@ -27,8 +26,7 @@ log = logging.getLogger(__name__)
 _DISCARDING = 10.0  # maximum seconds to wait while draining an offer
 _POLL = 0.0005, 0.01  # minimum and maximum seconds between checks whether arrays have arrived
 _KEY = struct.Struct("!Q")
-_LENGTH = struct.Struct("!I")
-_CHECKSUM = struct.Struct("!I")
+_NUMBER = struct.Struct("!I")  # the header's length, or a checksum
 _PIECE = 1 << 20
 _MOST_READERS = 64  # maximum number of connections that receive arrays at a time
 _MOST_SILENT = 128
@@ -107,11 +105,9 @@ class JaxTransport:
         self._drains = ThreadPoolExecutor(1, thread_name_prefix="drain")
 
     def offer(self, key: int, arrays: Sequence[jax.Array]) -> None:
-        # The engine never delivers arrays without elements.
-        some = [array for array in arrays if array.size]
         with self._lock:
-            self._offered[key] = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding) for x in some]
-        self._server.await_pull(key, [jax.device_put(x, self._device) for x in some])
+            self._offered[key] = self._some(arrays)
+        self._server.await_pull(key, [jax.device_put(x, self._device) for x in arrays if x.size])
 
     def drain(self, key: int, *, taken: bool = False) -> None:
         with self._lock:
@@ -120,12 +116,7 @@ class JaxTransport:
             self._drains.submit(self._discard, key, specs)
 
     def fetch(self, address: str, key: int, specs: Sequence[jax.ShapeDtypeStruct], timeout: float) -> list[Any]:
-        placed = [
-            jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=self._sharding)
-            for spec in specs
-            if math.prod(spec.shape)
-        ]
-        begin = time.monotonic()
+        begin, placed = time.monotonic(), self._some(specs)
         try:
             arrays: list[Any] = self._pull(address, key, placed)
             for array in arrays:
@@ -146,7 +137,7 @@ class JaxTransport:
                 self._connections.pop(address, None)  # the next fetch connects again
             raise TransportError(f"fetching from {address} failed: {one_line(error, 200)}") from None
         arrived = iter(arrays)
-        return [next(arrived) if math.prod(spec.shape) else jnp.zeros(spec.shape, spec.dtype) for spec in specs]
+        return [next(arrived) if spec.size else jnp.zeros(spec.shape, spec.dtype) for spec in specs]
 
     def close(self) -> None:
         with self._lock:
@@ -155,6 +146,10 @@ class JaxTransport:
         for key in keys:
             self.drain(key)
         self._drains.shutdown(wait=False)
+
+    def _some(self, arrays: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
+        """Describes the arrays that have elements, because the engine never delivers others."""
+        return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding) for x in arrays if x.size]
 
     def _discard(self, key: int, specs: Sequence[jax.ShapeDtypeStruct]) -> None:
         """Pulls an offer to discard it. Offers are discarded one at a time, because a pull allocates as much memory as
@@ -207,7 +202,7 @@ class TcpTransport:
         try:
             with socket.create_connection((host, int(port)), timeout=timeout) as connection:
                 connection.sendall(_KEY.pack(key))
-                (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size, until))
+                (length,) = _NUMBER.unpack(_exactly(connection, _NUMBER.size, until))
                 if not length:
                     raise TransportError(f"{address} does not have the requested state")
                 # The expected sizes are known, so the other side cannot make this one allocate memory.
@@ -215,9 +210,8 @@ class TcpTransport:
                     raise TransportError(f"{address} sent unexpected shapes or dtypes")
                 arrays = []
                 for spec in specs:
-                    size = int(np.prod(spec.shape)) * spec.dtype.itemsize
-                    content = _exactly(connection, size, until)
-                    (checksum,) = _CHECKSUM.unpack(_exactly(connection, _CHECKSUM.size, until))
+                    content = _exactly(connection, spec.size * spec.dtype.itemsize, until)
+                    (checksum,) = _NUMBER.unpack(_exactly(connection, _NUMBER.size, until))
                     if zlib.crc32(content) != checksum:
                         raise TransportError(f"an array from {address} is damaged: its checksum differs")
                     arrays.append(np.frombuffer(content, jnp.dtype(spec.dtype)).reshape(spec.shape))
@@ -236,16 +230,16 @@ class TcpTransport:
             with self._lock:
                 arrays = self._offered.get(key)
             if arrays is None:
-                _send(connection, _LENGTH.pack(0), until)
+                _send(connection, _NUMBER.pack(0), until)
             # Only workers with a ticket know a key, so other connections cannot occupy this semaphore.
             elif self._readers.acquire(timeout=_SERVING):
                 try:
                     header = _header(arrays)
-                    _send(connection, _LENGTH.pack(len(header)) + header, until)
+                    _send(connection, _NUMBER.pack(len(header)) + header, until)
                     for array in arrays:
                         content = np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8).data
                         _send(connection, content, until)
-                        _send(connection, _CHECKSUM.pack(zlib.crc32(content)), until)
+                        _send(connection, _NUMBER.pack(zlib.crc32(content)), until)
                 finally:
                     self._readers.release()
                 self.drain(key)

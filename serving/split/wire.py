@@ -74,6 +74,20 @@ class Manifest(Message):
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+_EQUAL = {
+    "protocol": "run the same version of mamba-jax on both",
+    "layout": "run the same version of mamba-jax on both",
+    "dtype": "give both the same --dtype",
+    "kv_dtype": "give both the same --kv-cache-dtype",
+    "model": "give both the same --model, weights, --speculative-model and --schedule-invariant (with it, also the "
+    "same --tensor-parallel-size and --context-parallel-size)",
+    "state": "give both the same --model",
+    "rounding": "give both the same --checkpoint-dtype and --state-block-size",
+    "attention_layers": "give both the same --model",
+}
+"""Fields that must be equal, and what to do where they are not."""
+
+
 def check(prefill: Manifest, decode: Manifest) -> list[str]:
     """Checks that a decode worker can use a prefill worker's states. Returns notices for the user.
 
@@ -83,23 +97,10 @@ def check(prefill: Manifest, decode: Manifest) -> list[str]:
     Raises:
         ManifestMismatch: the decode worker cannot use them.
     """
-    pairs = {
-        "protocol": (prefill.protocol, decode.protocol, "run the same version of mamba-jax on both"),
-        "layout": (prefill.layout, decode.layout, "run the same version of mamba-jax on both"),
-        "dtype": (prefill.dtype, decode.dtype, "give both the same --dtype"),
-        "kv_cache_dtype": (prefill.kv_dtype, decode.kv_dtype, "give both the same --kv-cache-dtype"),
-        "model": (
-            prefill.model,
-            decode.model,
-            "give both the same --model, weights, --speculative-model and --schedule-invariant (with it, also the same "
-            "--tensor-parallel-size and --context-parallel-size)",
-        ),
-        "state": (prefill.state, decode.state, "give both the same --model"),
-        "rounding": (prefill.rounding, decode.rounding, "give both the same --checkpoint-dtype and --state-block-size"),
-        "attention layers": (prefill.attention_layers, decode.attention_layers, "give both the same --model"),
-    }
-    for what, (theirs, ours, advice) in pairs.items():
+    for name, advice in _EQUAL.items():
+        theirs, ours = getattr(prefill, name), getattr(decode, name)
         if theirs != ours:
+            what = name.replace("_", " ")
             raise ManifestMismatch(f"{what} differs: prefill has {theirs}, decode has {ours}; {advice}")
     notices = []
     if prefill.ssm_dtype != decode.ssm_dtype:

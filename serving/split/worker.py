@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -95,11 +94,6 @@ def point_specs(worker: Worker, want: StateRequest, position: int, ssm_dtype: st
     cut, kv = pieces(want.start, position, want.unit), worker.kv
     specs += [jax.ShapeDtypeStruct((want.layers, piece.tokens, *kv.shape), kv.dtype) for piece in cut]
     return specs, cut
-
-
-def num_bytes(specs: Iterable[jax.ShapeDtypeStruct]) -> int:
-    """Returns the size of arrays with these specs."""
-    return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
 
 
 def shapes_of(arrays: Sequence[Any]) -> list[tuple[tuple[int, ...], str]]:

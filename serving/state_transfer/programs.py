@@ -9,7 +9,7 @@ logical.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -269,6 +269,11 @@ def state_spec(store: Store, arrangement: Arrangement) -> dict[str, jax.ShapeDty
     """Shapes and dtypes of a state of this store as it travels, in the order in which its arrays are declared."""
     spec = jax.eval_shape(partial(_read_state, arrangement), store, jax.ShapeDtypeStruct((), jnp.int32))
     return {name: spec[name] for name in arrangement.names if name in spec}
+
+
+def num_bytes(specs: Iterable[jax.ShapeDtypeStruct]) -> int:
+    """Returns the size of arrays with these specs."""
+    return sum(spec.size * spec.dtype.itemsize for spec in specs)
 
 
 def _read_state(arrangement: Arrangement, store: Store, slot: Int[Array, ""]) -> State:

@@ -145,7 +145,7 @@ class Listing:
     def _take_in(self, found: list[tuple[int, Unit]], changes: Changes) -> None:
         broken, self._broken = self._broken, set()
         for at, unit in sorted(found, key=lambda each: each[0]):
-            if not self._with_blocks or all(name in self._seen or self._has(name) for name in unit.blocks):
+            if not self._with_blocks or all(name in self._seen or is_regular(self._file(name)) for name in unit.blocks):
                 self._seen[unit.name] = at
                 self._units.add(unit.name)
                 changes.new[unit.name] = unit
@@ -175,9 +175,6 @@ class Listing:
         late = time.time() - path.stat().st_mtime > _ABANDONED
         if late or (not own and (_is_dead(host, process) or (self.alone and path.stat().st_mtime < self._began))):
             path.unlink()
-
-    def _has(self, name: Name) -> bool:
-        return is_regular(self._file(name))
 
     def _file(self, name: Name) -> Path:
         return self.path / (name.hex() + ENDING)

@@ -6,11 +6,13 @@ the copy, another one writes files. What comes back is put onto the device by th
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,17 +21,64 @@ import numpy as np
 from mamba_jax.store import Store
 from serving.core.cache.content import Name
 from serving.core.requests.request import RemoteLoad
-from serving.core.tiers.tier import Change, Unit
+from serving.core.tiers.tier import Change, Sizes, Unit
 from serving.core.tiers.tiers import TierCopy, TierHit, Tiers
-from serving.state_transfer.programs import PointPrograms, whole
+from serving.state_transfer.identity import STATE_PACKAGES, source_digest
+from serving.state_transfer.programs import Arrangement, PointPrograms, num_bytes, state_spec, whole
 from serving.state_transfer.source import Arrival, Inbox, Loop, StateSource
 from serving.tiers.folder import Arrays, DamagedFile
-from serving.tiers.layout import Layout
 from serving.tiers.storage import PATIENCE, Disk, Memory, Part, PartReader, TierStorage, failure
 
 log = logging.getLogger(__name__)
 
 KV = "kv"
+FORMAT = "mamba-jax checkpoint 1: state[layer]; kv[layer, token, K even V odd, head_dim]"
+_FILE = 4096  # bytes of a file's header, at most, the names of its blocks not counted
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The parts of a state of one store below the device, and the models that can use them."""
+
+    arrangement: Arrangement
+    state: Mapping[str, jax.ShapeDtypeStruct]  # a state's arrays by name, as the model defines them
+    kv: jax.ShapeDtypeStruct | None
+    """Keys and values of a whole block, of all layers: [layer, B, ...]; None without attention."""
+    page_size: int
+    block: int  # B, in tokens
+
+    @classmethod
+    def of(cls, arrangement: Arrangement, store: Store, block: int) -> Layout:
+        """That of a running engine."""
+        kv = None
+        if store.kv:
+            shape = (len(store.kv), block, *arrangement.kv_shape)
+            kv = jax.ShapeDtypeStruct(shape, store.kv[0].dtype)
+        return cls(arrangement, state_spec(store, arrangement), kv, store.page_size or block, block)
+
+    @property
+    def layers(self) -> int:
+        """Layers that have keys and values."""
+        return self.kv.shape[0] if self.kv is not None else 0
+
+    @property
+    def pages_per_block(self) -> int:
+        """Pages that a block fills."""
+        return self.block // self.page_size
+
+    def sizes(self, *, in_files: bool) -> Sizes:
+        """Bytes of all parts in memory."""
+        state = num_bytes(self.state.values())
+        page = num_bytes([self.kv]) // self.pages_per_block if self.kv is not None else 0
+        return Sizes(state, page, self.page_size, self.block, _FILE if in_files else 0)
+
+    def fingerprint(self, model: str) -> str:
+        """What must be the same for one process to go on from a state that another one wrote: a release that computes
+        or reads weights differently never goes on from older states. `model`: a digest of its weights."""
+        state = [(name, spec.shape, str(spec.dtype)) for name, spec in self.state.items()]
+        kv = None if self.kv is None else (self.kv.shape, str(self.kv.dtype))
+        text = repr((FORMAT, model, source_digest(STATE_PACKAGES), state, kv, self.page_size, self.block))
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 class Mover(StateSource):
@@ -53,7 +102,6 @@ class Mover(StateSource):
             self._sync_external()
 
     def warm_up(self, store: Store) -> None:
-        """Compiles the programs that move states, without running them."""
         layout = self.layout
         for reading in (True, False):
             self.programs.warm_up(
@@ -62,7 +110,6 @@ class Mover(StateSource):
             )  # fmt: skip
 
     def copy_out(self, store: Store | None) -> None:
-        """Called after a plan and before its dispatch: copies the states and pages that the plan evicted."""
         self._remove_gone()
         for planned in self.tiers.take_copies():
             if store is None or self._closing.is_set():
@@ -217,7 +264,6 @@ class Mover(StateSource):
     # -- fetches --
 
     def fetch(self, loop: Loop, load: RemoteLoad) -> None:
-        """Starts to fetch the state that a request waits for."""
         held, store = load.remote.held, loop.store
         assert held is not None
         unit, tier, layout = held.unit, held.tier, self.layout
@@ -244,10 +290,11 @@ class Mover(StateSource):
             kv = own.pop(KV, None)
             blocks = []
             for at, name in wanted.items():
-                spec = self.layout.kv
-                blocks.append((at * self.layout.block, reader.read(name, {KV: spec})[KV]))
+                blocks.append((at * self.layout.block, reader.read(name, {KV: self.layout.kv})[KV]))
             if kv is not None:
-                blocks.append((unit.position - unit.tail, _padded(kv, self.layout.block)))
+                # Keys and values of a tail, as long as a block.
+                widths = [(0, 0), (0, self.layout.block - kv.shape[1]), *[(0, 0)] * (kv.ndim - 2)]
+                blocks.append((unit.position - unit.tail, np.pad(kv, widths)))
             arrays = (own, [kv for _, kv in blocks])
             state, pieces = jax.block_until_ready(jax.device_put(arrays, sharding))
             arrival.pieces = [(at, kv) for (at, _), kv in zip(blocks, pieces, strict=True)]
@@ -286,10 +333,3 @@ class Mover(StateSource):
             arrival.write(loop, self.programs, self.layout.page_size)
             stats.arrived += 1
             stats.hit_tokens += load.position
-
-
-def _padded(kv: np.ndarray, tokens: int) -> np.ndarray:
-    """Keys and values of a tail, as long as a block."""
-    found = np.zeros((kv.shape[0], tokens, *kv.shape[2:]), kv.dtype)
-    found[:, : kv.shape[1]] = kv
-    return found

@@ -15,9 +15,8 @@ from serving.engine.assembly.free_memory import GIB, available_ram, show_bytes
 from serving.engine.steps.loop import StepLoop
 from serving.state_transfer.programs import Arrangement, PointPrograms
 from serving.tiers.folder import Folder
-from serving.tiers.layout import Layout
 from serving.tiers.listing import make_room
-from serving.tiers.mover import Mover
+from serving.tiers.mover import Layout, Mover
 from serving.tiers.storage import Disk, Memory
 
 log = logging.getLogger(__name__)

@@ -130,7 +130,7 @@ def create_router(settings: RouterSettings) -> FastAPI:
 
     @app.get("/status")
     async def status() -> dict[str, Any]:
-        states = following.status() if following is not None else {}
+        states = following.states() if following is not None else {}
         return fleet.status() | {"relay": asdict(relay.stats), "placement": relay.placement.status(), "states": states}
 
     return app
@@ -172,6 +172,7 @@ class RelayCollector:
         families, following = Families(), placement.following
         families.exported(RelayStats, asdict(self._relay.stats))
         families.exported(PlacementStats, asdict(placement.stats))
+        reported = following.states() if following is not None else {}
         for worker in (*self._relay.fleet.prefill, *self._relay.fleet.decode):
             labels: Labels = (("role", worker.role), ("url", worker.url))
             families.gauge("worker_up", "Whether a worker answers.", {labels: worker.up})
@@ -179,6 +180,5 @@ class RelayCollector:
             families.count("worker_failures", "Times that a worker did not answer.", {labels: worker.failures})
             if following is not None:
                 text = "States that a worker reports; no value for a worker without an event stream."
-                states = {labels: following.states_of(worker)} if following.has_stream(worker) else {}
-                families.gauge("worker_states", text, states)
+                families.gauge("worker_states", text, {labels: reported[worker.url]} if worker.url in reported else {})
         yield from families.metrics()

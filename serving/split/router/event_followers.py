@@ -6,13 +6,13 @@ If a stream ends, times out or is malformed, what it reported is discarded, and 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from pydantic_core import from_json
 
 from serving.core.cache.content import SIZE, Chain, Name, Scope, State
 from serving.core.tiers.journal import Directory, Resumable
@@ -96,14 +96,9 @@ class EventFollowers:
         """Returns whether the worker reports its states."""
         return worker in self._streams
 
-    def states_of(self, worker: Remote) -> int:
-        """Returns the number of states that the worker reported."""
-        stream = self._streams.get(worker)
-        return stream.directory.states_of(worker) if stream is not None else 0
-
-    def status(self) -> dict[str, int]:
+    def states(self) -> dict[str, int]:
         """Returns the number of states that each worker with a stream reported, by URL."""
-        return {worker.url: self.states_of(worker) for worker in self._streams}
+        return {worker.url: stream.directory.states_of(worker) for worker, stream in self._streams.items()}
 
     def can_share(self, one: Remote, other: Remote) -> bool:
         """Returns whether both workers have the same weights, unchanged since their start."""
@@ -200,10 +195,7 @@ async def _messages(answer: httpx.Response) -> AsyncIterator[tuple[str, dict[str
         for message in whole:
             lines = dict(line.split(b": ", 1) for line in message.split(b"\n") if b": " in line)
             if b"event" in lines:
-                try:
-                    fields = json.loads(lines.get(b"data", b"null"))
-                except RecursionError:
-                    raise InvalidEvent("message nested too deeply") from None
+                fields = from_json(lines.get(b"data", b"null"))
                 if not isinstance(fields, dict):
                     raise InvalidEvent("message without fields")
                 yield lines[b"event"].decode(errors="replace"), fields

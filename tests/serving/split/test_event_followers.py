@@ -148,7 +148,7 @@ def test_more_states_than_a_worker_can_have_are_not_taken_in(monkeypatch):
 
     async def test(fleet, following):
         await until(lambda: servers.streams.get("a", 0) > 1)
-        assert following.states_of(fleet.decode[0]) <= 5
+        assert following.states().get(fleet.decode[0].url, 0) <= 5
 
     servers = Servers(a=a)
     run(servers, test)

@@ -15,8 +15,7 @@ from serving.core.tiers.tiers import TierCopy, TierHit, Tiers
 from serving.state_transfer.programs import Arrangement, PointPrograms
 from serving.state_transfer.source import Inbox
 from serving.tiers.folder import Folder
-from serving.tiers.layout import Layout
-from serving.tiers.mover import Mover
+from serving.tiers.mover import Layout, Mover
 from serving.tiers.storage import Disk, Memory
 from tests.serving.core.units import unit as unit_of
 from tests.support.models.tiny_configs import FOR_ENGINES

@@ -104,7 +104,7 @@ def test_a_release_that_computes_otherwise_finds_nothing_of_it(start, monkeypatc
     fill(engine)
     engine.close()
     with monkeypatch.context() as patch:
-        patch.setattr("serving.tiers.layout.source_digest", lambda packages: "edited")
+        patch.setattr("serving.tiers.mover.source_digest", lambda packages: "edited")
         assert ask(start(**DISK), "again", tokens(1, 61)) == 0
     assert ask(start(**DISK), "again", tokens(1, 61)) == 61
 

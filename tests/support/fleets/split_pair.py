@@ -16,9 +16,9 @@ from serving.engine.steps.batching import PrefillShape
 from serving.split.decode_side import DecodeSide
 from serving.split.prefill_side import ONCE, PrefillSide, fed_tokens
 from serving.split.wire import Ticket
-from serving.split.worker import Worker, num_bytes
+from serving.split.worker import Worker
 from serving.state_transfer.identity import model_digest
-from serving.state_transfer.programs import Arrangement
+from serving.state_transfer.programs import Arrangement, num_bytes
 from tests.support.engines.engines import Continuation, finish
 from tests.support.engines.step_programs import NoPrograms, shared_programs
 from tests.support.fleets.direct_transport import DirectTransport
