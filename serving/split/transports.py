@@ -48,18 +48,15 @@ class Transport(Protocol):
     @property
     def address(self) -> str:
         """Address from which other workers can fetch."""
-        ...
 
     def offer(self, key: int, arrays: Sequence[jax.Array]) -> None:
         """Keeps arrays until they are fetched or drained. Their computation may not have finished."""
-        ...
 
     def drain(self, key: int, *, taken: bool = False) -> None:
         """Releases the memory soon: the arrays were fetched (`taken`: the receiver confirmed it) or will never be.
 
         Ignores unknown keys.
         """
-        ...
 
     def fetch(self, address: str, key: int, specs: Sequence[jax.ShapeDtypeStruct], timeout: float) -> list[Any]:
         """Fetches arrays with exactly these shapes and dtypes.
@@ -67,11 +64,9 @@ class Transport(Protocol):
         Raises:
             TransportError: the arrays did not arrive within `timeout` seconds, or differ from `specs`.
         """
-        ...
 
     def close(self) -> None:
         """Stops listening."""
-        ...
 
 
 class JaxTransport:

@@ -176,15 +176,12 @@ class PointPrograms:
     def __init__(self, arrangement: Arrangement) -> None:
         self.arrangement = arrangement
         self.cache = ProgramCache()
-        self._read_state = _Form("read_state", partial(_read_state, arrangement))
-        self._write_state = _Form("write_state", partial(_write_state, arrangement), donates=True)
-        self._write_piece = _Form("write_piece", partial(_write_piece, arrangement), donates=True)
 
     # -- out --
 
     def read_state(self, store: Store, slot: int) -> State:
         """A copy of the state in a slot."""
-        return _first_device(self._run(self._read_state, (store, np.int32(slot))))
+        return _first_device(self._run(_read_state, (store, np.int32(slot))))
 
     def read_piece(self, store: Store, pages: Sequence[int], count: int, layers: int) -> Array:
         """A copy of the keys and values in some pages, of the first `layers` layers.
@@ -192,17 +189,17 @@ class PointPrograms:
         Only the first `count` tokens mean anything: what lies behind them is sent as zeros.
         """
         arguments = (store, np.asarray(pages, np.int32), np.int32(count))
-        return _first_device(self._run(self._read_piece(layers), arguments))
+        return _first_device(self._run(_read_piece, arguments, layers))
 
     # -- in --
 
     def write_state(self, store: Store, slot: int, state: State, position: int) -> Store:
         """Returns the store with a state in a slot, which then holds S(position). Donates the given store."""
-        return self._run(self._write_state, (store, _for_store(store, state), np.int32(slot), np.int32(position)))
+        return self._run(_write_state, (store, _for_store(store, state), np.int32(slot), np.int32(position)))
 
     def write_piece(self, store: Store, pages: Sequence[int], piece: Array) -> Store:
         """Returns the store with a piece in some pages; tokens of page 0 are dropped. Donates the given store."""
-        return self._run(self._write_piece, (store, _for_store(store, piece), np.asarray(pages, np.int32)))
+        return self._run(_write_piece, (store, _for_store(store, piece), np.asarray(pages, np.int32)))
 
     def warm_up(
         self,
@@ -224,45 +221,37 @@ class PointPrograms:
         for size in sizes if store.kv else ():
             table = np.zeros(size * unit // store.page_size, np.int32)
             if reading:
-                self._find(self._read_piece(layers), (store, table, zero))
+                self._find(_read_piece, (store, table, zero), layers)
             else:
                 shape = (layers, size * unit, *self.arrangement.kv_shape)
                 piece = there(jax.ShapeDtypeStruct(shape, store.kv[0].dtype))
-                self._find(self._write_piece, (store, piece, table))
+                self._find(_write_piece, (store, piece, table))
         if reading:
-            self._find(self._read_state, (store, zero))
+            self._find(_read_state, (store, zero))
         else:
-            self._find(self._write_state, (store, {name: there(spec) for name, spec in state.items()}, zero, zero))
+            self._find(_write_state, (store, {name: there(spec) for name, spec in state.items()}, zero, zero))
 
-    def _run(self, program: _Form, arguments: tuple[Any, ...]) -> Any:
-        donated = int(program.donates)
-        return self.cache.run(program.name, arguments, lambda: self._compile(program, arguments), donated=donated)
+    def _run(self, run: Callable[..., Any], arguments: tuple[Any, ...], *fixed: int) -> Any:
+        compile = partial(self._compile, run, arguments, *fixed)
+        return self.cache.run((run.__name__, *fixed), arguments, compile, donated=int(_donates(run)))
 
-    def _find(self, program: _Form, arguments: tuple[Any, ...]) -> None:
-        self.cache.find(program.name, arguments, lambda: self._compile(program, arguments))
+    def _find(self, run: Callable[..., Any], arguments: tuple[Any, ...], *fixed: int) -> None:
+        self.cache.find((run.__name__, *fixed), arguments, partial(self._compile, run, arguments, *fixed))
 
-    def _compile(self, program: _Form, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
+    def _compile(self, run: Callable[..., Any], arguments: tuple[Any, ...], *fixed: int) -> jax.stages.Compiled:
         store: Store = arguments[0]
         sharding = store.hidden.sharding
-        options: dict[str, Any] = {"donate_argnums": (0,)} if program.donates else {}
+        options: dict[str, Any] = {"donate_argnums": (0,)} if _donates(run) else {}
         if isinstance(sharding, NamedSharding) or is_pinned(self.arrangement.shape, store):
-            options["out_shardings"] = places(self.arrangement.shape, store) if program.donates else whole(store)
+            options["out_shardings"] = places(self.arrangement.shape, store) if _donates(run) else whole(store)
         mesh: Any = sharding.mesh if isinstance(sharding, NamedSharding) else None
         with use_mesh(mesh):
-            return jax.jit(program.run, **options).lower(*arguments).compile()
-
-    def _read_piece(self, layers: int) -> _Form:
-        return _Form(f"read_piece of {layers} layers", partial(_read_piece, self.arrangement, layers))
+            return jax.jit(partial(run, self.arrangement, *fixed), **options).lower(*arguments).compile()
 
 
-@dataclass(frozen=True)
-class _Form:
-    """A program before it is compiled."""
-
-    name: str
-    run: Callable[..., Any]
-    donates: bool = False
-    """The program takes the store by donation, and returns it."""
+def _donates(run: Callable[..., Any]) -> bool:
+    """Whether a program takes the store by donation, and returns it."""
+    return run in (_write_state, _write_piece)
 
 
 def state_spec(store: Store, arrangement: Arrangement) -> dict[str, jax.ShapeDtypeStruct]:

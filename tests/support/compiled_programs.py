@@ -153,7 +153,11 @@ def measured(programs: SlicePrograms, batch: StepBatch, name: str = "step") -> M
         launches = _launches(Path(dump)) if gpu else None
     memory: Any = compiled.memory_analysis()
     text, given = compiled.as_text() or "", lowered.as_text()
-    found: dict[str, Any] = {"launches": launches, "kernels": _kernels(text), "sums_in_copies": _sums_in_copies(text)}
+    # Fusions, the library's kernels and our own, and copies.
+    kernels = len(re.findall(r" (?:fusion|custom-call|copy)\(", text[text.find("\nENTRY ") :]))
+    copies = re.findall(r"^%fused_concatenate.*?^}", text, re.MULTILINE | re.DOTALL)
+    found: dict[str, Any] = {"launches": launches, "kernels": kernels}
+    found["sums_in_copies"] = sum(" reduce(" in copy for copy in copies)
     sums = r"stablehlo.dot_general|applies stablehlo.add across .*f32"
     found["sums_by_xla"] = len(re.findall(sums, given)) + len(sums_of_devices(text))
     traffic = Traffic(text)
@@ -179,16 +183,6 @@ def _launches(dump: Path) -> dict[str, int]:
     text = max(sequences, key=lambda path: path.stat().st_size).read_text()
     # Thunks inside a graph, a loop or a branch are indented.
     return dict(Counter(re.findall(r"^\d+: (k\w+)", text, re.MULTILINE)))
-
-
-def _kernels(text: str) -> int:
-    """Launched by a program for GPU: fusions, the library's and our own, copies."""
-    return len(re.findall(r" (?:fusion|custom-call|copy)\(", text[text.find("\nENTRY ") :]))
-
-
-def _sums_in_copies(text: str) -> int:
-    copies = re.findall(r"^%fused_concatenate.*?^}", text, re.MULTILINE | re.DOTALL)
-    return sum(" reduce(" in copy for copy in copies)
 
 
 def least_collectives(config: HybridConfig, partition: Partition) -> dict[str, int]:

@@ -166,8 +166,9 @@ class Traffic:
             return 0
         if it.operation in ("copy-start", "slice-start"):
             # (target, source, ...) or ((source), target, ...): as much is read as is written.
-            if "cross_program_prefetch_index" in it.line and self._is_fetched_ahead(it, results):
-                return 0
+            same = (each for each in results.values() if (each.operation, each.operands) == (it.operation, it.operands))
+            if "cross_program_prefetch_index" in it.line and any(each is not it for each in same):
+                return 0  # the program fetches it again for its next run
             part = min((array.bytes for array in it.result if array.bytes > 8), default=0)
             return part * sum(not array.local for array in it.result[:2])
         if it.operation == "conditional":
@@ -186,11 +187,6 @@ class Traffic:
         arrays = [array for result in operands for array in result]
         inside = [it, *(each for name in _called(it.line, "calls") for each in self._computations.get(name, ()))]
         return self._moved(it, arrays, inside)
-
-    def _is_fetched_ahead(self, it: _Instruction, results: dict[str, _Instruction]) -> bool:
-        """Whether the program fetches it again for its next run."""
-        same = (each for each in results.values() if each.operation == it.operation and each.operands == it.operands)
-        return any(each is not it for each in same)
 
     def _moved(self, it: _Instruction, arrays: list[_Array], inside: list[_Instruction]) -> int:
         """Operands and result, each in part where only a part of it is touched."""

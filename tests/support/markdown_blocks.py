@@ -1,7 +1,6 @@
 """The fenced blocks of a Markdown page, in order."""
 
-from __future__ import annotations
-
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,18 +16,9 @@ class Block:
 
 def blocks_of(page: Path) -> list[Block]:
     """All fenced blocks of a page. Raises `ValueError` for a fence that is never closed."""
-    found: list[Block] = []
-    inside: list[str] | None = None
-    language, begin = "", 0
-    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
-        if line.startswith("```"):
-            if inside is None:
-                inside, language, begin = [], line[3:].strip(), number + 1
-            else:
-                found.append(Block(language, "".join(f"{part}\n" for part in inside), begin))
-                inside = None
-        elif inside is not None:
-            inside.append(line)
-    if inside is not None:
-        raise ValueError(f"{page.name}: the fence at line {begin - 1} is never closed")
-    return found
+    text = page.read_text(encoding="utf-8") + "\n"
+    found = [*re.finditer(r"^```(.*)\n((?:.*\n)*?)(```|\Z)", text, re.MULTILINE)]
+    if found and not found[-1][3]:
+        line = text.count("\n", 0, found[-1].start()) + 1
+        raise ValueError(f"{page.name}: the fence at line {line} is never closed")
+    return [Block(each[1].strip(), each[2], text.count("\n", 0, each.start(2)) + 1) for each in found]

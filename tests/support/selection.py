@@ -84,13 +84,9 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
         (selected if selector(item) else deselected).append(item)
     if deselected:
         config.hook.pytest_deselected(items=deselected)
-    items[:] = long_files_first(selected)
-
-
-def long_files_first(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Files with random traffic first: the longest must not be what one worker runs alone in the end."""
-    long = {item.path for item in items if item.get_closest_marker("fuzz")}
-    return sorted(items, key=lambda item: item.path not in long)
+    # Files with random traffic first: the longest must not be what one worker runs alone in the end.
+    long = {item.path for item in selected if item.get_closest_marker("fuzz")}
+    items[:] = sorted(selected, key=lambda item: item.path not in long)
 
 
 def ignored(path: Path, config: pytest.Config) -> bool | None:

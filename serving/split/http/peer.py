@@ -105,11 +105,10 @@ class HttpPeer:
             if status != 200:
                 raise SplitError(f"handshake with prefill worker {url} failed: {error_of(status, content).message}")
             peer.manifest = Manifest.model_validate_json(content)
-        except (SplitTimeout, ValidationError) as error:
+        except BaseException as error:
             await client.aclose()
-            raise SplitError(f"prefill worker {url} is unreachable: {error}") from None
-        except BaseException:
-            await client.aclose()
+            if isinstance(error, SplitTimeout | ValidationError):
+                raise SplitError(f"prefill worker {url} is unreachable: {error}") from None
             raise
         return peer
 

@@ -23,10 +23,8 @@ from serving.engine.assembly.fetch import resolved_model
 from serving.engine.assembly.sizing import CODE_PER_LAYER
 
 
-def plan(model, topology, **flags):
-    machine = target(topology)
-    config = EngineConfig.create(model=model, tensor_parallel_size=machine.count, **flags)
-    return make_plan(config, machine, compile=False)
+def plan(model, topology, context=None, **flags):
+    return make_plan(EngineConfig.create(model=model, **flags), target(topology), compile=False, context=context)
 
 
 def test_what_fits_adds_up():
@@ -262,11 +260,8 @@ def test_sequences_at_a_context_are_limited_by_pages_or_by_rows():
 
 
 def test_members_hold_more_context_and_read_it_faster():
-    machine, flags = target("h100-8"), {"model": "nemotron-3-nano-30b-a3b", "max_model_len": 1 << 18}
-    one, four = (
-        make_plan(EngineConfig.create(**flags, **more), machine, compile=False, context=1 << 18)
-        for more in ({}, {"context_parallel_size": 4})
-    )
+    flags, four_members = {"model": "nemotron-3-nano-30b-a3b", "max_model_len": 1 << 18}, {"context_parallel_size": 4}
+    one, four = (plan(topology="h100-8", context=1 << 18, **flags, **more) for more in ({}, four_members))
     assert four.weights > 3 * one.weights
     assert four.long_contexts[0].bytes < one.long_contexts[0].bytes
     assert any("; use --context-parallel-size 4 for 131,072 tokens: " in note for note in one.notes)
@@ -275,21 +270,20 @@ def test_members_hold_more_context_and_read_it_faster():
         console.print(as_text(four))
     assert "keys and values divided over 4 members" in capture.get()
     few, again = (
-        make_plan(EngineConfig.create(**flags, max_num_batched_tokens=4096, **more), machine, compile=False)
-        for more, machine in (({}, target("h100-2")), ({"context_parallel_size": 4}, target("h100-8")))
+        plan(topology=name, max_num_batched_tokens=4096, **flags, **more)
+        for more, name in (({}, "h100-2"), (four_members, "h100-8"))
     )
     # A device has its results for 16 of 32 heads of 128, and as many before and after the exchange, in 32 + 32 tiles.
     assert again.temporaries - few.temporaries == 3 * (32 + 32) * 128 * 16 * 128 * 4
-    recurrent = make_plan(EngineConfig.create(model="mamba2-130m", context_parallel_size=4), machine, compile=False)
+    recurrent = plan("mamba2-130m", "h100-8", **four_members)
     assert (recurrent.size.num_pages, *recurrent.sequences_at(1 << 20)) == (0, 64, "max_num_seqs")
     with pytest.raises(ConfigError, match=r"context_parallel_size 3 does not divide 8 device"):
-        make_plan(EngineConfig.create(**flags, context_parallel_size=3), machine, compile=False)
+        plan(topology="h100-8", **flags, context_parallel_size=3)
 
 
 def test_decode_is_rated_at_the_rows_that_fit():
     """A full batch of long contexts does not fit: the speed is that of the sequences that do."""
-    machine = target("h100-1")
-    made = make_plan(EngineConfig.create(model="nemotron-3-nano-30b-a3b"), machine, compile=False, context=32768)
+    made = plan("nemotron-3-nano-30b-a3b", "h100-1", context=32768)
     rows, limit = made.sequences_at(32768)
     assert (rows < 64, limit) == (True, "pages")
     assert made.steps[-1].name == f"decode, {rows} rows"
@@ -346,10 +340,8 @@ def test_without_the_compiler_the_extra_is_named(topology, extra, bootstrap, mon
     if bootstrap:
         (tmp_path / "installed").touch()
     said = f"MAMBA_JAX_EXTRAS={extra} python3 bootstrap.py" if bootstrap else rf"pip install '\.\[{extra}\]'"
-    machine = target(topology)
-    config = EngineConfig.create(model="nemotron-h-8b", tensor_parallel_size=8)
     with pytest.raises(ConfigError, match=f"{said}.*--analysis"):
-        make_plan(config, machine)
+        make_plan(EngineConfig.create(model="nemotron-h-8b"), target(topology))
 
 
 def test_planning_imports_no_server():

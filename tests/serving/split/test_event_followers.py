@@ -8,7 +8,7 @@ import pytest
 from serving.core.cache.content import Chain, Scope
 from serving.core.tiers.journal import Directory, Journal, Resumable
 from serving.split.router import event_followers as following_module
-from tests.support.servers.publishing_workers import PROMPT, B, Servers, run, state_of, until
+from tests.support.servers.fake_workers import PROMPT, B, Servers, run, state_of, until
 
 pytestmark = pytest.mark.usefixtures("publish_soon")
 

@@ -13,7 +13,7 @@ from serving.split.router.app import RelayCollector
 from serving.split.router.placement import ClientRequest, Placement, PromptMatch
 from serving.split.router.relay import Relay, RelayStats
 from serving.split.router.workers import choose
-from tests.support.servers.publishing_workers import PROMPT, B, Servers, fleet_of, run, state_of, until
+from tests.support.servers.fake_workers import PROMPT, B, Servers, fleet_of, run, state_of, until
 
 pytestmark = pytest.mark.usefixtures("publish_soon")
 

@@ -18,7 +18,7 @@ from serving.split.seal import HEADER, RECEIVER, Seal, SealChecker
 from serving.split.settings import RouterSettings
 from tests.serving.split.test_manifest import BASE, other
 from tests.support.servers import fake_workers
-from tests.support.servers.fake_workers import BODY, Workers, all_of, ask, asked, relay
+from tests.support.servers.fake_workers import BODY, Workers, all_of, ask, asked, relay, slow
 
 WRONG = {"/split/prefill": httpx.Response(400, json={"error": {"message": "too long"}})}
 MISMATCH = {"/split/expect": httpx.Response(409, json={"error": {"message": "model differs"}})}
@@ -141,14 +141,6 @@ def test_pairs_that_cannot_exchange_states_are_told_once(caplog):
 
 
 # -- time, blame and trust --
-
-
-def slow(seconds):
-    async def answer(request):
-        await asyncio.sleep(seconds)
-        return httpx.Response(200, json={})
-
-    return answer
 
 
 async def test_what_waits_for_a_worker_that_goes_down_goes_to_another():
@@ -328,11 +320,8 @@ async def test_what_a_server_has_a_router_has(front):
 
 
 async def test_a_dripping_worker_does_not_hold_up_the_looks_at_others():
-    async def drips(request):
-        await asyncio.sleep(60)
-
     none = {"/split/manifest": httpx.Response(404)}
-    over = relay(Workers(p1={"/ready": drips}, p2=none, d1=none, d2=none), check_interval=0.01, check_timeout=0.05)
+    over = relay(Workers(p1={"/ready": slow(60)}, p2=none, d1=none, d2=none), check_interval=0.01, check_timeout=0.05)
     watching = asyncio.create_task(over.fleet.watch())
     await asyncio.sleep(0.6)
     watching.cancel()

@@ -13,20 +13,18 @@ from serving.split.prefill_side import PrefillSide, TooMany
 from serving.split.router.event_followers import EventFollowers, Stream
 from serving.split.router.placement import PromptMatch, Tokens
 from serving.split.router.relay import Relay
-from serving.split.router.workers import Fleet
-from serving.split.settings import RouterSettings, SplitSettings
+from serving.split.settings import SplitSettings
 from serving.split.wire import ShareRequest, SplitError, Ticket
 from tests.support.engines.engines import finish
 from tests.support.fleets.split_pair import GREEDY, Pair, assert_as_alone, build, tokens, worker
-from tests.support.servers.fake_workers import Workers, all_of, asked
+from tests.support.servers.fake_workers import Workers, all_of, asked, fleet_of, slow
 
 
 class Replicas(Pair):
     """Two engines that do everything; the second goes on from what the first has."""
 
     def __init__(self, mode="all"):
-        self.prefill, self.decode = (build(mode).engine for _ in range(2))
-        first, second = (worker(self._built(engine, mode, "none", {})) for engine in (self.prefill, self.decode))
+        first, second = (worker(build(mode)) for _ in range(2))
         self.connect(PrefillSide(first, computes=False, max_kept=2), DecodeSide(second))
 
     def ask(self, engine, prompt, remote=None, **more):
@@ -141,11 +139,10 @@ def sharing(share=_shared, **more):
 
 def answered(workers, busy=9, states=((30, "device"), None), weights=(0, 0), more=None, **settings):
     """A request where `a` has a deep state and is busy, and `b` has none; seconds that it took."""
-    chosen = {"share_above": 16, "share_timeout": 0.3, "decode": ("http://a", "http://b")} | settings
+    chosen = {"share_above": 16, "share_timeout": 0.3} | settings
 
     async def run():
-        client = httpx.AsyncClient(transport=httpx.MockTransport(workers))
-        fleet = Fleet(RouterSettings.create(**chosen), client)
+        fleet = fleet_of(workers, ("a", "b"), **chosen)
         following = EventFollowers(fleet)
         for each, count in zip(fleet.decode, weights, strict=True):
             following._streams[each] = Stream(each, None, count, "same")
@@ -190,18 +187,14 @@ def test_no_worker_is_asked_for_a_useless_state(what):
     assert not workers.paths("/split/share")
 
 
-async def _late(request):
-    await asyncio.sleep(60)
-
-
 LYING = httpx.Response(200, json=TICKET.model_copy(update={"prompt_token_ids": [1, 2]}).model_dump())
 GONE, MISMATCH = (httpx.Response(status, json={}) for status in (410, 409))
 DEARER = httpx.Response(200, json={"accepted": False})
 
 
 @pytest.mark.parametrize(("answers", "released"), [
-    ({"share": _late}, False), ({"share": LYING}, False), ({"share": GONE}, False),
-    ({"expect": DEARER}, True), ({"expect": MISMATCH}, True), ({"expect": _late}, True),
+    ({"share": slow(60)}, False), ({"share": LYING}, False), ({"share": GONE}, False),
+    ({"expect": DEARER}, True), ({"expect": MISMATCH}, True), ({"expect": slow(60)}, True),
 ])  # fmt: skip
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_whatever_goes_wrong_the_worker_computes(answers, released, policy):

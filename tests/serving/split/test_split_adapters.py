@@ -23,8 +23,7 @@ class AdapterPair(Pair):
 
     def __init__(self) -> None:
         self.on = engines_of(f"{SMALLEST}, adapters")
-        self.prefill, self.decode = (self.on.engine("all", side=side) for side in (1, 0))
-        there, here = (worker_of(self.on, engine, {}) for engine in (self.prefill, self.decode))
+        there, here = (worker_of(self.on, self.on.engine("all", side=side), {}) for side in (1, 0))
         self.connect(PrefillSide(there), DecodeSide(here))
 
     def answer(self, adapter, remote=None, salt=None, scores=None):

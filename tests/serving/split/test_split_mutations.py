@@ -43,9 +43,12 @@ def replaced(where: Any, name: str, value: object) -> Callable[[Patch], None]:
     return plant
 
 
-@fault(1, split_pair, "fed_tokens", seen_with=("all", "none"))
-def last_token_twice(whole, prompt, handoff):
-    return list(prompt)
+fault(1, split_pair, "fed_tokens", seen_with=("all", "none"))(lambda whole, prompt, handoff: list(prompt))
+fault(4, worker, "pieces")(lambda whole, start, end, unit: whole(0 if start >= end else start, end, unit))
+fault(9, Scheduler, "lost", seen_with=(test_sides.failing_fetch,))(lambda whole, self, load: self.arrived(load))
+fault(13, PointPrograms, "read_piece", seen_with=(4, 8))(
+    lambda whole, self, store, pages, count, layers: whole(self, store, pages, 10**6, layers)
+)
 
 
 @fault(2, PointPrograms, "write_state", seen_with=("all", "none"))
@@ -57,11 +60,6 @@ def without_hidden(whole, self, store, slot, state, position):
 def unneeded_by_pages(whole, request, match):
     remote = request.transfer.remote
     return remote is not None and match is not None and match.matched >= remote.position // 8 * 8
-
-
-@fault(4, worker, "pieces")
-def all_where_none(whole, start, end, unit):
-    return whole(0 if start >= end else start, end, unit)
 
 
 @fault(5, prefill_side, "point_specs", seen_with=("decode", "full"))
@@ -86,11 +84,6 @@ def by_bytes(whole, self, array, stored):
     return stored[tuple(slice(size) for size in shape)]
 
 
-@fault(9, Scheduler, "lost", seen_with=(test_sides.failing_fetch,))
-def lost_arrives(whole, self, load):
-    self.arrived(load)
-
-
 @fault(10, admission, "reserve", seen_with=(test_sides.failing_fetch,))
 def published_at_once(whole, host, request, match):
     reason = whole(host, request, match)
@@ -101,11 +94,6 @@ def published_at_once(whole, host, request, match):
 
 fault(11, seen_with=(test_sides.half,))(replaced(decode_side, "_verify", lambda *_: None))
 fault(12, seen_with=(test_sides.damaged,))(replaced(decode_side, "checksums", lambda arrays: mock.ANY))
-
-
-@fault(13, PointPrograms, "read_piece", seen_with=(4, 8))
-def beyond_the_last_token(whole, self, store, pages, _, layers):
-    return whole(self, store, pages, 10**6, layers)
 
 
 fault(14, seen_with=("queued",))(replaced(Scheduler, "pop_unneeded_remotes", lambda self: []))

@@ -1,7 +1,6 @@
 """Books and files of a disk tier together, without an engine: what each part must hold follows from its name."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -27,10 +26,6 @@ def arrays_of(name: bytes, tail: int | None) -> dict[str, np.ndarray]:
     if tail:
         found["kv"] = rng.standard_normal((1, -(-tail // PAGE) * PAGE, 4)).astype(ml_dtypes.bfloat16)
     return found
-
-
-def specs_of(arrays: dict[str, np.ndarray]) -> dict[str, SimpleNamespace]:
-    return {key: SimpleNamespace(shape=array.shape, dtype=array.dtype) for key, array in arrays.items()}
 
 
 class Disk:
@@ -82,7 +77,7 @@ class Disk:
         for name, tail in [*((block, None) for block in found.blocks), (found.name, found.tail)]:
             want = arrays_of(name, tail)
             try:
-                got = self.folder.read(name, specs_of(want))
+                got = self.folder.read(name, want)
             except (OSError, DamagedFile):
                 gone = self.tier.drop_block(name) if tail is None else self.tier.drop(name)
                 self.folder.remove(gone)

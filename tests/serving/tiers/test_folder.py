@@ -135,30 +135,19 @@ def test_a_thousand_random_faults(shard, tmp_path, monkeypatch):
                 path.unlink()
             case 4 if len(files) > 1 and path:
                 path.write_bytes(rng.choice(files).read_bytes())
-            case 5:
+            case 5 | 6 | 7 as fault:
                 at = rng.randrange(200)
 
-                def full(self, path, data, at=at):
-                    path.write_bytes(data[:at])
-                    raise OSError(28, "No space left on device")
-
-                monkeypatch.setattr(Folder, "_put", full)
-                disk.store(unit([rng.randrange(9) for _ in range(7)]))
-            case 6:
-
-                def read_only(self, path, data):
-                    raise OSError(30, "Read-only file system")
-
-                monkeypatch.setattr(Folder, "_put", read_only)
-                disk.store(unit([rng.randrange(9) for _ in range(7)]))
-            case 7:
-                at = rng.randrange(200)
-
-                def killed(self, path, data, at=at):
+                def failing(self, path, data, at=at, fault=fault):
+                    if fault == 6:
+                        raise OSError(30, "Read-only file system")
+                    if fault == 5:
+                        path.write_bytes(data[:at])
+                        raise OSError(28, "No space left on device")
                     path.with_name(path.name.replace(str(os.getpid()), "4194999")).write_bytes(data[:at])
                     raise Killed
 
-                monkeypatch.setattr(Folder, "_put", killed)
+                monkeypatch.setattr(Folder, "_put", failing)
                 try:
                     disk.store(unit([rng.randrange(9) for _ in range(7)]))
                 except Killed:

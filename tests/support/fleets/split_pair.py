@@ -114,24 +114,14 @@ class Pair:
     def __init__(self, mode="all", source="none", *, prefill=None, decode=None, prefill_source=None, **sides):
         if prefill_source is None:
             prefill_source = "keep" if source == "mtp" else source if source in DRAFTERS else "none"
-        self.prefill = build(mode, prefill_source, **(prefill or {})).engine
-        self.decode = build(mode, source, **(decode or {})).engine
-        there = PrefillSide(worker(self._built(self.prefill, mode, prefill_source, prefill)))
-        self.connect(there, DecodeSide(worker(self._built(self.decode, mode, source, decode)), **sides))
+        there, here = build(mode, prefill_source, **(prefill or {})), build(mode, source, **(decode or {}))
+        self.connect(PrefillSide(worker(there)), DecodeSide(worker(here), **sides))
 
     def connect(self, there: PrefillSide, here: DecodeSide) -> None:
         """The sides of two engines that are there already."""
         self.prefill_side, self.decode_side = there, here
+        self.prefill, self.decode = there.worker.engine, here.worker.engine
         self.peer, self.count = there, 0
-
-    @staticmethod
-    def _built(engine, mode, source, flags):
-        """What `Worker.of` looks at, around an engine that is there already."""
-        from types import SimpleNamespace
-
-        config = EngineConfig.create(mamba_cache_mode=mode, **(FLAGS | DRAFTS[source] | (flags or {})))
-        size = SimpleNamespace(max_model_len=MAX_LEN)
-        return SimpleNamespace(engine=engine, model=model(source=source), config=config, size=size)
 
     def compute(self, prompt, handoff="full", salt=None, lora=None, marks=()) -> Ticket:
         """The prefill side's part; ends with a state that waits."""

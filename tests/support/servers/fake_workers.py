@@ -1,4 +1,4 @@
-"""Workers behind a router that exist only as answers of an HTTP client."""
+"""Workers behind a router that exist only as answers of an HTTP client, and a router's view of their states."""
 
 import asyncio
 import json
@@ -6,7 +6,11 @@ import json
 import httpx
 
 from serving.api.http.protocol.completions import CompletionRequest
+from serving.core.cache.content import Chain, Scope, State, state_name
+from serving.core.tiers.journal import Journal
+from serving.split.http.events import follow
 from serving.split.router.app import create_router
+from serving.split.router.event_followers import EventFollowers
 from serving.split.router.placement import ClientRequest
 from serving.split.router.relay import Relay
 from serving.split.router.workers import Fleet
@@ -15,6 +19,14 @@ from serving.split.wire import Ticket
 
 TICKET = Ticket(id="t", worker="http://p1", handoff="full", prompt_token_ids=[1, 2], position=2, lease=9.0)
 BODY = {"model": "m", "prompt": "some text", "max_tokens": 4}
+B = 4
+PROMPT = list(range(11))
+
+
+def state_of(tokens, salt=None, weights=0) -> State:
+    links = Chain(Scope(salt, weights), B).reach(tokens)
+    tail = len(tokens) % B
+    return State(state_name(links[-1], tokens[len(tokens) - tail :]), links[-1], tail, len(tokens))
 
 
 async def pieces(*given):
@@ -24,6 +36,16 @@ async def pieces(*given):
 
 async def all_of(body):
     return [piece async for piece in body]
+
+
+def slow(seconds):
+    """An answer of a worker that takes its time."""
+
+    async def answer(request):
+        await asyncio.sleep(seconds)
+        return httpx.Response(200, json={})
+
+    return answer
 
 
 class Workers:
@@ -46,8 +68,10 @@ class Workers:
             raise found
         if callable(found):
             return await found(request)
-        if found is not None:
-            return found
+        return await self.respond(host, path, request) if found is None else found
+
+    async def respond(self, host, path, request):
+        """The answer of one that is not broken."""
         if path == "/split/prefill":
             return httpx.Response(200, json=TICKET.model_copy(update={"worker": f"http://{host}"}).model_dump())
         if path.startswith("/v1/"):
@@ -58,6 +82,31 @@ class Workers:
 
     def paths(self, start):
         return [(host, path) for host, path in self.asked if path.startswith(start)]
+
+
+class Servers(Workers):
+    """Workers that publish their journals, and tokenize what they are given: a letter a token."""
+
+    def __init__(self, **journals) -> None:
+        super().__init__()
+        self.journals, self.streams = journals, {}
+        self.ending: set[str] = set()
+        self.tokens = None
+
+    async def respond(self, host, path, request):
+        if path == "/internal/events" and host in self.journals:
+            self.streams[host] = self.streams.get(host, 0) + 1
+            told = self.journals[host]
+            if isinstance(told, Journal):
+                told = follow(told, "digest", lambda: host in self.ending)
+            return httpx.Response(200, content=told)
+        if path == "/internal/tokens":
+            if self.tokens is not None:
+                return await self.tokens()
+            body = json.loads(request.content)["body"]
+            prompt = [ord(each) if isinstance(each, str) else each for each in body["prompt"]]
+            return httpx.Response(200, json={"tokens": prompt, "salt": body.get("cache_salt")})
+        return await super().respond(host, path, request) if path.startswith("/v1/") else httpx.Response(404)
 
 
 def fleet_of(workers, decode, prefill=(), **settings):
@@ -92,3 +141,25 @@ def ask(over, body=BODY):
         return answer.status, b"".join(await all_of(answer.body))
 
     return asyncio.run(run())
+
+
+async def until(condition, seconds=10.0):
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def run(servers, test, decode=("a", "b", "c"), **options):
+    """`test(fleet, following)` while all streams are followed."""
+
+    async def all_of_it():
+        fleet = fleet_of(servers, decode, **options)
+        following = EventFollowers(fleet)
+        task = asyncio.create_task(following.follow(0.05))
+        try:
+            await test(fleet, following)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(all_of_it())

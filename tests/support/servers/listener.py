@@ -1,33 +1,27 @@
 """A port of this process, for what is to be heard or said there."""
 
 import contextlib
-import socket
+import socketserver
 import threading
 
 
 @contextlib.contextmanager
 def listener(serve):
     """A port on which `serve(connection)` runs for each who comes."""
-    server = socket.create_server(("127.0.0.1", 0))
     open_ones = []
 
-    def accept():
-        while True:
-            try:
-                connection, _ = server.accept()
-            except OSError:
-                return
-            open_ones.append(connection)
-            threading.Thread(target=lambda c=connection: _quietly(serve, c), daemon=True).start()
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self):
+            open_ones.append(self.request)
+            with contextlib.suppress(OSError):
+                serve(self.request)
 
-    threading.Thread(target=accept, daemon=True).start()
+    server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads, server.block_on_close = True, False
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     try:
-        yield server.getsockname()[1]
+        yield server.server_address[1]
     finally:
-        for each in (server, *open_ones):
+        server.shutdown()
+        for each in (server.socket, *open_ones):
             each.close()
-
-
-def _quietly(serve, connection):
-    with contextlib.suppress(OSError):
-        serve(connection)
